@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+# All from Debian packages by name; scripts/setup installs what is missing.
+find_package(Threads REQUIRED)
+find_package(PkgConfig REQUIRED)
+find_package(fmt REQUIRED)
+find_package(spdlog REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(CLI11 REQUIRED)
+find_package(HWY CONFIG QUIET)
+if(NOT TARGET hwy::hwy)
+  pkg_check_modules(hwy REQUIRED IMPORTED_TARGET libhwy)
+  add_library(hwy::hwy ALIAS PkgConfig::hwy)
+endif()
+pkg_check_modules(sodium REQUIRED IMPORTED_TARGET libsodium)
+find_package(BLAS REQUIRED)

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moves tokens to their experts and back. Previous in the data flow: plan.hpp.
+//
+// plan, dispatch and combine are collective: every rank of the group calls them in the same order,
+// with T = 0 if it has no tokens. One thread per rank. Arguments are checked before anything is
+// written; a rank that refuses a call makes all ranks throw, and the exchange stays usable. After
+// TimeoutError or PeerError it is not: later calls rethrow the cause.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "weft/group.hpp"
+#include "weft/plan.hpp"
+#include "weft/routing.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft {
+
+// Same on every rank, except num_threads and timeout.
+struct ExchangeConfig {
+  int64_t hidden = 0;      // elements of a token; hidden * dtype bytes must be a multiple of 16
+  int64_t max_tokens = 0;  // most tokens a rank ever passes in one call
+  int num_experts =
+      0;  // divisible by the number of ranks; expert e lives on rank e / (num_experts / num_ranks)
+  int max_topk = 8;  // at most kMaxTopk
+  Device device = {};
+  std::string transport = "auto";  // "auto", or a name listed by `weft info`
+  int num_threads = 0;  // workers of this rank; 0: the host's cores shared among its ranks
+  std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
+};
+
+struct DispatchInput {
+  ConstTensor
+      x;  // [num_tokens, hidden] of any float dtype, or kByte [num_tokens, bytes] (bytes % 16 == 0)
+  ConstTensor weights = {};  // fp32, shaped like Routing::weights; travels untouched, NaN included
+  ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
+};
+
+struct DispatchOutput {
+  Tensor rows;  // [plan.num_rows(), cols of x], dtype of x; padding rows are zeroed, budget slack
+                // is left as it was
+  Tensor weights = {};  // fp32 [plan.num_rows(), plan.row_weight_cols()]; zero where no route
+  Tensor scales = {};   // [plan.num_rows(), cols of scales]
+};
+
+enum class CombineScale : uint8_t {
+  kNone,           // plain sum
+  kPlanWeights,    // each row times its route's weight in Routing::weights
+  kSourceWeights,  // each row times CombineInput::source_weights
+};
+
+struct CombineInput {
+  ConstTensor rows;          // [plan.num_rows(), hidden] bf16, fp16 or fp32
+  ConstTensor weights = {};  // fp32 gradients, shaped like DispatchOutput::weights
+  ConstTensor source_weights =
+      {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
+  CombineScale scale = CombineScale::kNone;
+};
+
+struct CombineOutput {
+  Tensor x;             // [num_tokens, hidden], dtype of rows; a token without routes gets zeros
+  Tensor weights = {};  // fp32, shaped like Routing::weights; zero where no route
+};
+
+// Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the
+// exchange's pool when destroyed.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Tensor tensor, std::shared_ptr<void> owner) : tensor_(tensor), owner_(std::move(owner)) {}
+  [[nodiscard]] const Tensor& tensor() const { return tensor_; }
+
+ private:
+  Tensor tensor_ = {};
+  std::shared_ptr<void> owner_;
+};
+
+struct ExchangeStats {
+  int64_t num_plans = 0;
+  int64_t num_dispatches = 0;
+  int64_t num_combines = 0;
+  std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
+};
+
+struct Footprint {
+  int64_t control_bytes = 0;  // signals, counts and records
+  int64_t staging_bytes = 0;
+  int64_t buffer_bytes = 0;  // in use by the caller
+  int64_t pooled_bytes = 0;  // kept for the next allocate()
+};
+
+class Exchange {
+ public:
+  // Collective. Throws Error (kInvalidArgument) on every rank if any rank's config is wrong or
+  // differs.
+  Exchange(const Group& group, const ExchangeConfig& config);
+  ~Exchange();
+  Exchange(Exchange&&) noexcept;
+  Exchange& operator=(Exchange&&) noexcept;
+
+  [[nodiscard]] Plan plan(const Routing& routing, const PlanOptions& options = {});
+  void dispatch(const Plan& plan, const DispatchInput& in, const DispatchOutput& out);
+  void combine(const Plan& plan, const CombineInput& in, const CombineOutput& out);
+
+  // Local. [rows, cols], contents undefined.
+  [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);
+  void release_pooled();  // gives unused pool memory back to the system
+
+  [[nodiscard]] int rank() const;
+  [[nodiscard]] int num_ranks() const;
+  [[nodiscard]] const ExchangeConfig& config() const;  // with "auto" and 0 resolved
+  [[nodiscard]] ExchangeStats stats() const;
+  [[nodiscard]] Footprint footprint() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace weft

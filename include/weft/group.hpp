@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ranks that exchange tokens, and how they first find each other.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace weft {
+
+using Bytes = std::vector<std::byte>;
+
+// Every rank calls it in the same order; returns the blocks of all ranks, by rank.
+using AllGather = std::function<std::vector<Bytes>(std::span<const std::byte>)>;
+
+struct Rendezvous {
+  int rank = 0;
+  int num_ranks = 1;
+  std::string address = "127.0.0.1";  // where rank 0 listens
+  int port = 0;
+  std::string secret;  // at least 16 bytes, the same on every rank; proves membership, never sent
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+};
+
+// Ranks grouped by what they can map of each other's memory. Same on every rank.
+struct Topology {
+  std::vector<int> domain_of;             // [num_ranks]
+  std::vector<std::vector<int>> domains;  // ranks of each domain, ascending
+  std::vector<std::string> host_of;       // [num_ranks]
+  bool one_process = false;               // all ranks are threads of this process
+};
+
+class ControlPlane;
+
+class Group {
+ public:
+  // One group per rank, for one thread each. Throws: num_ranks < 1.
+  [[nodiscard]] static std::vector<Group> local(int num_ranks);
+  // From torchrun, mpirun or srun variables (docs/launch.md lists them); alone, a group of one.
+  [[nodiscard]] static Group from_env();
+  // Over TCP. Throws TimeoutError naming missing ranks; Error for a wrong secret, size or a rank
+  // taken twice.
+  [[nodiscard]] static Group connect(const Rendezvous& rendezvous);
+  // Over a control plane that the caller already has (MPI, torch store).
+  [[nodiscard]] static Group from_all_gather(int rank, int num_ranks, AllGather all_gather);
+
+  [[nodiscard]] int rank() const;
+  [[nodiscard]] int num_ranks() const;
+  [[nodiscard]] const Topology& topology() const;
+
+  // Collective, for set-up; blocks until every rank has called, at most `timeout` of the rendezvous
+  // (60 s).
+  [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block) const;
+  void barrier() const;
+
+ private:
+  struct State;
+  explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  static Group make(
+      int rank, int num_ranks, std::unique_ptr<ControlPlane> control, bool one_process
+  );
+  std::shared_ptr<State> state_;
+};
+
+// Forks `num_ranks` processes, connects them over loopback with a fresh secret and runs `body` in
+// each, rank 0 included. Returns each rank's exit status (128 + signal if killed); a body's
+// exception is printed and becomes status 1. When one rank dies the others see PeerError; when this
+// process dies, they are killed. Call before starting threads.
+[[nodiscard]] std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body);
+
+// Runs `body` on one thread per rank and rethrows the first exception (by rank) after all have
+// ended.
+void run_threads(int num_ranks, const std::function<void(Group&)>& body);
+
+}  // namespace weft

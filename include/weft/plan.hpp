@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Everything derived from routing before a byte of payload moves. Previous: routing.hpp; next:
+// exchange.hpp.
+//
+// A Plan is immutable, owns its memory and touches no peer: keep as many as you like, use them in
+// any order.
+#pragma once
+
+#include <cstdint>
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace weft {
+
+// The rule that gives each route its slot in the receiver's output.
+enum class Layout : uint8_t {
+  kRankMajor,    // one row per arrival: by source rank, then token
+  kExpertMajor,  // one row per route: by local expert (padded), then source rank, then token, then
+                 // k
+  kExpertStrided,  // as kExpertMajor, each expert's block starting at expert * expert_stride
+};
+
+[[nodiscard]] std::string_view layout_name(Layout layout);
+
+// What happens to routes that do not fit a row budget or an expert stride.
+enum class Overflow : uint8_t {
+  kDrop,   // last slots first: the routes give zeros and zero gradients, Plan::overflow() is set
+  kError,  // plan() throws on every rank, naming the first rank that lacks room
+};
+
+// All ranks pass the same options, except `row_budget`, which is each rank's own.
+struct PlanOptions {
+  Layout layout = Layout::kExpertMajor;
+  int64_t pad_multiple = 1;  // each expert's rows are rounded up to this; not for kRankMajor
+  // kExpertStrided only, in rows. 0: the largest (padded) expert of the whole group, so that
+  // nothing is dropped.
+  int64_t expert_stride = 0;
+  // Rows of this rank's output. Absent: exactly what is needed. Not for kExpertStrided, whose
+  // stride is the budget.
+  std::optional<int64_t> row_budget = {};
+  Overflow overflow = Overflow::kDrop;
+};
+
+struct PlanData;
+
+class Plan {
+ public:
+  explicit Plan(std::shared_ptr<const PlanData> data);
+
+  // Shape.
+  [[nodiscard]] int rank() const;
+  [[nodiscard]] int num_ranks() const;
+  [[nodiscard]] int num_experts() const;
+  [[nodiscard]] int num_local_experts() const;
+  [[nodiscard]] int64_t num_tokens() const;  // of this rank
+  [[nodiscard]] int topk() const;  // columns of topk_idx; ExchangeConfig::max_topk for a map
+  [[nodiscard]] Layout layout() const;
+  [[nodiscard]] int64_t pad_multiple() const;
+  [[nodiscard]] bool from_map() const;  // weights are then [num_tokens, num_experts] at the source
+
+  // Output of this rank: rows to allocate, padding and slack included.
+  [[nodiscard]] int64_t num_rows() const;
+  // Rows that would hold every route, padding included: the budget that would not have dropped.
+  [[nodiscard]] int64_t required_rows() const;
+  // True if any route to or from this rank was dropped. Always defined.
+  [[nodiscard]] bool overflow() const;
+  // [num_local_experts] rows that carry a token; with kRankMajor a row counts once for each of its
+  // routes.
+  [[nodiscard]] std::span<const int64_t> rows_per_expert() const;
+  // [num_local_experts] rows of each expert's block, padding included; equal to the above with
+  // kRankMajor.
+  [[nodiscard]] std::span<const int64_t> padded_rows_per_expert() const;
+  // [num_local_experts] first row of each expert's block; zeros with kRankMajor.
+  [[nodiscard]] std::span<const int64_t> expert_begin() const;
+  // [num_rows, topk] local expert ids, -1 where the route is another rank's; kRankMajor only, else
+  // empty.
+  [[nodiscard]] std::span<const int32_t> row_experts() const;
+  // Columns of a row-weight tensor: topk with kRankMajor, otherwise 1.
+  [[nodiscard]] int row_weight_cols() const;
+
+  // Traffic.
+  [[nodiscard]] int64_t sent_arrivals(int to_rank) const;
+  [[nodiscard]] int64_t received_arrivals(int from_rank) const;
+  // Bytes of rows that leave this rank for others; combine brings as many back.
+  [[nodiscard]] int64_t wire_bytes(int64_t row_bytes) const;
+  // Bytes of all rows that this rank receives, its own included, padding excluded.
+  [[nodiscard]] int64_t logical_bytes(int64_t row_bytes) const;
+  // [num_experts] routes of all ranks to each expert, before dropping.
+  [[nodiscard]] std::span<const int64_t> global_routes_per_expert() const;
+  // [num_tokens, topk] slot on the expert's rank, -1 = no route or dropped.
+  [[nodiscard]] std::span<const int32_t> route_slots() const;
+
+  // Text. JSON holds the whole plan; load() throws Error (kFile) naming the file and the place of
+  // the fault.
+  [[nodiscard]] std::string to_json() const;
+  [[nodiscard]] static Plan from_json(std::string_view text, std::string_view name = "text");
+  void save(const std::string& path) const;
+  [[nodiscard]] static Plan load(const std::string& path);
+  friend std::ostream& operator<<(std::ostream& out, const Plan& plan);  // a summary of some lines
+
+  // Same shape, routes, slots and weights; where the plan was made does not count.
+  friend bool operator==(const Plan& a, const Plan& b);
+
+  [[nodiscard]] const PlanData& data() const { return *data_; }
+
+ private:
+  std::shared_ptr<const PlanData> data_;
+};
+
+}  // namespace weft

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole public API, in the order of the data flow.
+#pragma once
+
+#include "weft/error.hpp"
+#include "weft/exchange.hpp"
+#include "weft/group.hpp"
+#include "weft/plan.hpp"
+#include "weft/routing.hpp"
+#include "weft/tensor.hpp"

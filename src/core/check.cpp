@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/check.hpp"
+
+#include <cstring>
+
+#include "weft/tensor.hpp"
+
+namespace weft {
+namespace {
+
+std::string place(const std::source_location& where) {
+  std::string_view file = where.file_name();
+  if (const auto slash = file.rfind('/'); slash != std::string_view::npos) {
+    file.remove_prefix(slash + 1);
+  }
+  return fmt::format("{}:{}", file, where.line());
+}
+
+std::string speaker(const Context& context) {
+  if (context.rank < 0) {
+    return {};
+  }
+  if (context.transport.empty()) {
+    return fmt::format(" [rank {}/{}]", context.rank, context.num_ranks);
+  }
+  return fmt::format(" [rank {}/{}, {}]", context.rank, context.num_ranks, context.transport);
+}
+
+}  // namespace
+
+void raise_error(
+    ErrorCode code, const Context& context, const std::string& problem, std::source_location where
+) {
+  const std::string position = place(where);
+  const std::string message = fmt::format("{}{} at {}", problem, speaker(context), position);
+  switch (code) {
+    case ErrorCode::kTimeout:
+      throw TimeoutError(code, message, context.rank, position);
+    case ErrorCode::kPeerFailed:
+      throw PeerError(code, message, context.rank, position);
+    default:
+      throw Error(code, message, context.rank, position);
+  }
+}
+
+std::string errno_text(std::string_view expression, int error_number) {
+  return fmt::format("{}: {} (errno {})", expression, std::strerror(error_number), error_number);
+}
+
+std::string_view error_code_name(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInvalidArgument:
+      return "invalid argument";
+    case ErrorCode::kUnsupported:
+      return "unsupported";
+    case ErrorCode::kNotAvailable:
+      return "not available";
+    case ErrorCode::kOutOfMemory:
+      return "out of memory";
+    case ErrorCode::kTimeout:
+      return "timeout";
+    case ErrorCode::kPeerFailed:
+      return "peer failed";
+    case ErrorCode::kTransport:
+      return "transport";
+    case ErrorCode::kFile:
+      return "file";
+    case ErrorCode::kCuda:
+      return "cuda";
+    case ErrorCode::kInternal:
+      return "internal";
+  }
+  return "unknown";
+}
+
+std::string_view dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kByte:
+      return "byte";
+    case DType::kBool:
+      return "bool";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+  }
+  return "unknown";
+}
+
+}  // namespace weft

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks and the one function that throws. Text is formatted only on failure.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <source_location>
+#include <string>
+#include <string_view>
+
+#include "weft/error.hpp"
+
+namespace weft {
+
+// Who is speaking; appended to every message as "[rank 2/8, shm]".
+struct Context {
+  int rank = -1;  // -1: no group involved, nothing is appended
+  int num_ranks = 0;
+  std::string_view transport = {};
+};
+
+// Throws TimeoutError or PeerError for their codes, Error otherwise.
+[[noreturn]] void raise_error(
+    ErrorCode code,
+    const Context& context,
+    const std::string& problem,
+    std::source_location where = std::source_location::current()
+);
+
+// "<expression>: <strerror> (errno 13)"
+[[nodiscard]] std::string errno_text(std::string_view expression, int error_number);
+
+}  // namespace weft
+
+// Run-time condition. Arguments after the code: a fmt string and its values.
+#define WEFT_CHECK(context, cond, code, ...)                              \
+  do {                                                                    \
+    if (!(cond)) [[unlikely]] {                                           \
+      ::weft::raise_error((code), (context), ::fmt::format(__VA_ARGS__)); \
+    }                                                                     \
+  } while (false)
+
+// The caller's input.
+#define WEFT_CHECK_ARG(context, cond, ...) \
+  WEFT_CHECK(context, cond, ::weft::ErrorCode::kInvalidArgument, __VA_ARGS__)
+
+// A system call that returns -1 on failure; yields its value. `code` says what kind of trouble that
+// is.
+#define WEFT_SYS(context, code, expr)                                           \
+  [&] {                                                                         \
+    const auto weft_sys_result = (expr);                                        \
+    if (weft_sys_result == -1) [[unlikely]] {                                   \
+      ::weft::raise_error((code), (context), ::weft::errno_text(#expr, errno)); \
+    }                                                                           \
+    return weft_sys_result;                                                     \
+  }()
+
+// Our own defects, never reachable from the caller's input. On in every build type but Release.
+#ifdef WEFT_ENABLE_ASSERT
+#define WEFT_ASSERT(cond) \
+  WEFT_CHECK(::weft::Context{}, cond, ::weft::ErrorCode::kInternal, "assert: {} is false", #cond)
+#else
+#define WEFT_ASSERT(cond) static_cast<void>(0)
+#endif

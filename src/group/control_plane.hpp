@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// How ranks swap small blocks during set-up. Implementations: threads (local), TCP, the caller's
+// own function.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "weft/group.hpp"
+
+namespace weft {
+
+class ControlPlane {
+ public:
+  virtual ~ControlPlane() = default;
+
+  // Collective, one caller per rank at a time. Returns the blocks by rank. Throws TimeoutError
+  // naming the ranks that did not call, PeerError for a rank that closed its side.
+  virtual std::vector<Bytes> all_gather(std::span<const std::byte> block) = 0;
+};
+
+}  // namespace weft

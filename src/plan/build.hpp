@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// From routing to plan in steps without communication; the exchange carries counts and records
+// between the steps.
+//
+//   read_routing -> count_routes -> [counts travel] -> place_routes -> encode_records -> [records
+//   travel]
+//   -> add_received -> Plan
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/check.hpp"
+#include "plan/plan_data.hpp"
+#include "weft/routing.hpp"
+
+namespace weft {
+
+// Routing in one form, whatever the caller gave. Rows hold their experts in k order, unused places
+// are -1.
+struct RouteTable {
+  int64_t num_tokens = 0;
+  int topk = 0;
+  bool from_map = false;
+  std::vector<int32_t> expert;  // [num_tokens, topk]
+  std::vector<float> weight;    // [num_tokens, topk] or empty
+};
+
+// Checks everything about the caller's routing: which of the two forms, dtype, device, shape,
+// contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws Error
+// (kInvalidArgument), naming e.g. `topk_idx[17, 3]`.
+[[nodiscard]] RouteTable read_routing(
+    const Routing& routing,
+    int num_experts,
+    int max_topk,
+    int64_t max_tokens,
+    const Context& context
+);
+
+// Options that are wrong by themselves (pad_multiple < 1, a budget with kExpertStrided, ...).
+// Throws Error (kInvalidArgument).
+void check_options(const PlanOptions& options, const Context& context);
+
+// What one rank tells all others before slots can be known.
+struct RankCounts {
+  int64_t num_tokens = 0;
+  int64_t row_budget = -1;        // -1: exact
+  std::vector<int32_t> routes;    // [num_experts]
+  std::vector<int32_t> arrivals;  // [num_ranks] (token, rank) pairs
+};
+
+[[nodiscard]] RankCounts count_routes(
+    const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
+);
+
+// Slots of this rank's routes and the shape of its output, from everyone's counts. `received` is
+// still empty. Throws Error for Overflow::kError, with the same text on every rank (but for the
+// speaker).
+[[nodiscard]] PlanData place_routes(
+    const RouteTable& routes,
+    std::span<const RankCounts> counts,  // by rank
+    int rank,
+    int num_experts,
+    const PlanOptions& options,
+    const Context& context
+);
+
+// One pair's arrivals as bytes, and back. Decoding checks every bound: the bytes come from another
+// process.
+[[nodiscard]] std::vector<std::byte> encode_records(const Arrivals& arrivals);
+[[nodiscard]] Arrivals decode_records(
+    std::span<const std::byte> bytes,
+    const PlanData& receiver,
+    int source_rank,
+    const Context& context
+);
+// Most bytes that encode_records can return.
+[[nodiscard]] uint64_t max_record_bytes(int64_t max_tokens, int max_topk);
+
+// Completes the plan: `received` by source rank, then what follows from it (row_experts).
+void add_received(PlanData& plan, std::vector<Arrivals> received);
+
+// All ranks' plans at once, without any exchange: for files, tests and tools.
+[[nodiscard]] std::vector<Plan> build_plans(
+    std::span<const RouteTable> routes,  // by rank
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> row_budgets = {}  // by rank; empty: options.row_budget
+);
+
+}  // namespace weft

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// The contents of a Plan: what executors and transports follow. Only src/plan knows how a layout
+// turns into slots.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "weft/plan.hpp"
+
+namespace weft {
+
+// The arrivals of one (source, receiver) pair, in token order. Both ends hold an equal copy.
+//
+//   arrival i: token[i], routes route_begin[i] .. route_begin[i + 1], each with its slot on the
+//   receiver, its k at the source and its local expert on the receiver. Routes are in k order. An
+//   arrival all of whose routes were dropped is not listed.
+struct Arrivals {
+  bool one_row = false;              // kRankMajor: all routes of an arrival share one row
+  std::vector<int32_t> token;        // [num_arrivals] on the source
+  std::vector<int32_t> route_begin;  // [num_arrivals + 1]
+  std::vector<int32_t> slot;         // [num_routes]
+  std::vector<int32_t> k;            // [num_routes]
+  std::vector<int32_t> expert;       // [num_routes]
+  std::vector<float> weight;         // [num_routes], or empty if the routing carried none
+
+  [[nodiscard]] int64_t size() const { return static_cast<int64_t>(token.size()); }
+  [[nodiscard]] int64_t num_routes() const { return static_cast<int64_t>(slot.size()); }
+  // Rows of arrival i in the receiver's output, ascending k; the first is the primary one.
+  [[nodiscard]] std::span<const int32_t> slots(int64_t i) const {
+    const auto first = static_cast<size_t>(route_begin[static_cast<size_t>(i)]);
+    const auto last = static_cast<size_t>(route_begin[static_cast<size_t>(i) + 1]);
+    return {slot.data() + first, one_row ? 1 : last - first};
+  }
+  friend bool operator==(const Arrivals&, const Arrivals&) = default;
+};
+
+// Where a token went: arrival `index` of the pair (this rank, rank).
+struct TokenArrival {
+  int32_t rank = 0;
+  int32_t index = 0;
+  friend bool operator==(const TokenArrival&, const TokenArrival&) = default;
+};
+
+struct PlanShape {
+  int rank = 0;
+  int num_ranks = 1;
+  int num_experts = 0;
+  int topk = 0;
+  int64_t num_tokens = 0;
+  bool from_map = false;
+  bool has_weights = false;
+  PlanOptions options = {};  // expert_stride resolved, row_budget as given
+
+  [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
+};
+
+struct PlanData {
+  PlanShape shape;
+  uint64_t exchange_id = 0;  // which exchange made it; 0: a file or a test did
+
+  // The receiver's output.
+  int64_t num_rows = 0;
+  int64_t required_rows = 0;
+  bool overflow = false;
+  std::vector<int64_t> rows_per_expert;         // [num_local_experts]
+  std::vector<int64_t> padded_rows_per_expert;  // [num_local_experts]
+  std::vector<int64_t> expert_begin;            // [num_local_experts]
+  std::vector<int32_t> row_experts;             // [num_rows, topk], kRankMajor only
+  std::vector<int64_t> global_routes;           // [num_experts]
+
+  // The source's routes, in (token, k) order; a map's routes are its set experts, ascending, then
+  // -1.
+  std::vector<int32_t> route_expert;  // [num_tokens, topk], -1 = none
+  std::vector<int32_t> route_slot;    // [num_tokens, topk], -1 = none or dropped
+
+  std::vector<Arrivals> sent;      // [num_ranks] from this rank
+  std::vector<Arrivals> received;  // [num_ranks] to this rank
+
+  // Arrivals of each of this rank's tokens, ascending rank: the order of combine's sum.
+  std::vector<int32_t> token_begin;  // [num_tokens + 1]
+  std::vector<TokenArrival> token_arrivals;
+
+  // Rows of this rank's output that are padding, as [begin, end) pairs in order; kept rows and
+  // slack are elsewhere.
+  std::vector<std::pair<int64_t, int64_t>> padding;
+
+  friend bool operator==(const PlanData& a, const PlanData& b);  // all but exchange_id
+};
+
+}  // namespace weft

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// How bytes reach a peer. Purpose: one interface for every wire. May include: core, group. May not
+// include: plan, exchange.
+//
+// It promises counts, not order: a put's signal grows by one after that put's own bytes are visible
+// at the target, and nothing is said about other puts. Signals only ever grow.
+// docs/adding_a_transport.md builds one step by step.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "weft/group.hpp"
+
+namespace weft {
+
+// Memory that peers may address, as told to peers; trivially copyable, travels between ranks.
+struct RegionRef {
+  uint32_t slot = 0;        // reused after release, then with another generation
+  uint32_t generation = 0;  // 0: no region
+  uint64_t bytes = 0;
+  uint64_t cookie[4] = {};  // whatever the transport needs to reach it
+};
+
+struct Region {
+  std::byte* data = nullptr;
+  RegionRef ref = {};
+};
+
+// One contiguous write. Zero bytes is legal and still counts.
+struct Put {
+  const void* source = nullptr;
+  uint64_t bytes = 0;
+  uint32_t region = 0;  // slot of an imported region of the target rank
+  uint32_t signal = 0;  // of the target rank, grows by one
+  uint64_t offset = 0;  // in the region
+};
+
+enum class PeerState : uint8_t {
+  kAlive,
+  kLeft,  // closed its transport
+  kDied,  // its process ended without closing
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;  // closes, never throws
+  [[nodiscard]] virtual std::string_view name() const = 0;
+
+  // --- memory: one thread at a time ---
+  // 64-byte aligned, contents undefined. Throws Error (kOutOfMemory).
+  [[nodiscard]] virtual Region allocate(uint64_t bytes) = 0;
+  // The caller vouches that no peer still writes there; peers drop their mapping by themselves.
+  virtual void release(const RegionRef& region) = 0;
+  // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.
+  virtual void import(int rank, const RegionRef& region) = 0;
+
+  // --- moving: any thread ---
+  // Returns when the sources may be reused. Throws Error (kTransport) naming the rank; then nothing
+  // is promised of it.
+  virtual void put(int rank, std::span<const Put> puts) = 0;
+  // Raises a signal by `amount` after everything this thread wrote through mapped() before is
+  // visible.
+  virtual void raise(int rank, uint32_t signal, uint64_t amount) = 0;
+  // Where this rank can store into an imported region itself; null if it cannot.
+  [[nodiscard]] virtual std::byte* mapped(int rank, uint32_t region) const = 0;
+
+  // --- waiting: any thread ---
+  // This rank's own signal; what its raises covered is visible to the caller (acquire).
+  [[nodiscard]] virtual uint64_t signal_value(uint32_t signal) const = 0;
+  // Drives transfers of transports that need it.
+  virtual void progress() = 0;
+  // A number that moves whenever a signal of this rank does; park() sleeps until it differs from
+  // `seen` or time is up.
+  [[nodiscard]] virtual uint32_t doorbell() const = 0;
+  virtual void park(uint32_t seen, std::chrono::nanoseconds at_most) = 0;
+
+  // --- life ---
+  [[nodiscard]] virtual PeerState peer_state(int rank) const = 0;
+  // Tells peers that this rank leaves. Again: no effect. After it only peer_state and destruction
+  // are legal.
+  virtual void close() = 0;
+};
+
+// Collective. `name` is "auto" (the cheapest that reaches all ranks) or one of transport_names().
+// Each rank gets `num_signals` signals, all zero. Throws Error (kNotAvailable) saying why on every
+// rank.
+[[nodiscard]] std::unique_ptr<Transport> make_transport(
+    std::string_view name, const Group& group, uint32_t num_signals
+);
+
+// Every name that this build knows, best first.
+[[nodiscard]] std::vector<std::string> transport_names();
+// Empty if the transport can join these ranks, else the reason.
+[[nodiscard]] std::string transport_obstacle(std::string_view name, const Group& group);
+
+}  // namespace weft
