@@ -15,8 +15,9 @@ namespace weft {
 // The arrivals of one (source, receiver) pair, in token order. Both ends hold an equal copy.
 //
 //   arrival i: token[i], routes route_begin[i] .. route_begin[i + 1], each with its slot on the
-//   receiver, its k at the source and its local expert on the receiver. Routes are in k order. An
-//   arrival all of whose routes were dropped is not listed.
+//   receiver, its k at the source and its local expert on the receiver. Routes are in ascending
+//   slot order (equal slots: ascending k), which is the order of combine's sum. An arrival all of
+//   whose routes were dropped is not listed.
 struct Arrivals {
   bool one_row = false;              // kRankMajor: all routes of an arrival share one row
   std::vector<int32_t> token;        // [num_arrivals] on the source
@@ -28,7 +29,7 @@ struct Arrivals {
 
   [[nodiscard]] int64_t size() const { return static_cast<int64_t>(token.size()); }
   [[nodiscard]] int64_t num_routes() const { return static_cast<int64_t>(slot.size()); }
-  // Rows of arrival i in the receiver's output, ascending k; the first is the primary one.
+  // Rows of arrival i in the receiver's output, ascending; the first is the primary one.
   [[nodiscard]] std::span<const int32_t> slots(int64_t i) const {
     const auto first = static_cast<size_t>(route_begin[static_cast<size_t>(i)]);
     const auto last = static_cast<size_t>(route_begin[static_cast<size_t>(i) + 1]);
@@ -60,6 +61,7 @@ struct PlanShape {
 struct PlanData {
   PlanShape shape;
   uint64_t exchange_id = 0;  // which exchange made it; 0: a file or a test did
+  uint64_t call = 0;         // number of the call that made it, the same on every rank
 
   // The receiver's output.
   int64_t num_rows = 0;
@@ -87,7 +89,7 @@ struct PlanData {
   // slack are elsewhere.
   std::vector<std::pair<int64_t, int64_t>> padding;
 
-  friend bool operator==(const PlanData& a, const PlanData& b);  // all but exchange_id
+  friend bool operator==(const PlanData& a, const PlanData& b);  // all but exchange_id and call
 };
 
 }  // namespace weft
