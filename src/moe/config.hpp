@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sizes and settings of the byte-level language model and its training.
+//
+// Purpose of this folder: a small mixture-of-experts model that shows how the library is used. May
+// include: the public headers and core. May not include: anything else.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "weft/tensor.hpp"
+
+namespace weft::moe {
+
+struct ModelConfig {
+  int window = 16;          // bytes that predict the next one
+  int hidden = 128;         // hidden * dtype bytes is a multiple of 16
+  int expert_hidden = 256;  // inner width of an expert
+  int num_blocks = 3;
+  int num_experts = 16;  // per block, divisible by the number of ranks
+  int topk = 2;
+  float balance_weight = 0.01F;  // of the load-balancing loss in the total loss
+
+  friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
+};
+
+struct TrainConfig {
+  ModelConfig model = {};
+  int64_t global_batch = 1024;  // tokens of all ranks in one step; any number of ranks shares them
+  uint64_t seed = 1;
+  DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32 or kBFloat16
+
+  float learning_rate = 3e-3F;
+  int64_t warmup_steps = 20;  // linear from zero
+  int64_t decay_steps = 0;    // cosine down to a tenth at this step; 0: constant
+  float weight_decay = 0.01F;
+  float beta1 = 0.9F;
+  float beta2 = 0.99F;
+  float epsilon = 1e-8F;
+
+  std::string transport = "auto";
+  int num_threads = 1;  // copying workers of each rank's exchange; 0: as the exchange sees fit
+  std::chrono::milliseconds timeout = std::chrono::seconds(30);
+};
+
+// Learning rate of step `step` (from 0).
+[[nodiscard]] float learning_rate_at(const TrainConfig& config, int64_t step);
+
+// Throws Error (kInvalidArgument) naming the field, its value and its bound.
+void validate(const TrainConfig& config, int rank, int num_ranks);
+
+}  // namespace weft::moe
