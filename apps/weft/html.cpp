@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "html.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "core/check.hpp"
+
+namespace weft::program {
+namespace {
+
+// Six series colours that stay apart in both modes and for most colour-blind readers.
+constexpr std::string_view kStyle = R"(
+:root { color-scheme: light dark; --bg: #ffffff; --fg: #1b1f24; --soft: #6a737d; --rule: #d9dee3;
+  --c0: #0b65c2; --c1: #c8500b; --c2: #1a7f4b; --c3: #8a3fb0; --c4: #a67c00; --c5: #c2255c;
+  --heat: #084a91; }
+@media (prefers-color-scheme: dark) {
+  :root { --bg: #14171a; --fg: #e3e6e8; --soft: #9aa4ad; --rule: #333a41;
+    --c0: #6cb2ff; --c1: #ff9d5c; --c2: #5fd39a; --c3: #d29bf0; --c4: #e0bf4a; --c5: #ff85ad;
+    --heat: #7cc0ff; }
+}
+body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif;
+  max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+th, td { padding: .25rem .8rem .25rem 0; text-align: left; border-bottom: 1px solid var(--rule); }
+th { color: var(--soft); font-weight: 600; } .n { text-align: right; }
+figure { margin: 1.2rem 0; } figcaption { color: var(--soft); font-size: .9rem; }
+svg { max-width: 100%; height: auto; }
+svg text { fill: var(--fg); font: 12px system-ui, sans-serif; }
+svg .soft { fill: var(--soft); } svg .title { font-size: 14px; font-weight: 600; }
+svg .grid { stroke: var(--rule); stroke-width: 1; } svg .axis { stroke: var(--soft); }
+svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+svg .heat { fill: var(--heat); }
+svg .s0 { stroke: var(--c0); } svg .s1 { stroke: var(--c1); } svg .s2 { stroke: var(--c2); }
+svg .s3 { stroke: var(--c3); } svg .s4 { stroke: var(--c4); } svg .s5 { stroke: var(--c5); }
+svg .f0 { fill: var(--c0); } svg .f1 { fill: var(--c1); } svg .f2 { fill: var(--c2); }
+svg .f3 { fill: var(--c3); } svg .f4 { fill: var(--c4); } svg .f5 { fill: var(--c5); }
+)";
+
+std::string table_line(
+    const Table& table, const std::vector<std::string>& cells, std::string_view tag
+) {
+  std::string out = "<tr>";
+  for (size_t i = 0; i < cells.size(); ++i) {
+    const char* side = table.is_number_column(i) ? " class=\"n\"" : "";
+    out += fmt::format("<{0}{1}>{2}</{0}>", tag, side, html_escape(cells[i]));
+  }
+  return out + "</tr>\n";
+}
+
+void write_all(int fd, std::string_view content, const std::string& path) {
+  while (!content.empty()) {
+    const ssize_t written = write(fd, content.data(), content.size());
+    if (written < 0 && errno != EINTR) {
+      const int error = errno;
+      close(fd);
+      raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, error));
+    }
+    content.remove_prefix(static_cast<size_t>(std::max<ssize_t>(written, 0)));
+  }
+}
+
+}  // namespace
+
+std::string html_escape(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    switch (c) {
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      default:
+        out += c;
+    }
+  }
+  return out;
+}
+
+void Page::add_heading(std::string_view text) {
+  body_ += fmt::format("<h2>{}</h2>\n", html_escape(text));
+}
+
+void Page::add_text(std::string_view text) {
+  body_ += fmt::format("<p>{}</p>\n", html_escape(text));
+}
+
+void Page::add_table(const Table& table) {
+  body_ += "<div class=\"wide\"><table>\n" + table_line(table, table.header(), "th");
+  for (const auto& row : table.rows()) {
+    body_ += table_line(table, row, "td");
+  }
+  body_ += "</table></div>\n";
+}
+
+void Page::add_figure(std::string_view svg, std::string_view caption) {
+  body_ += fmt::format("<figure>\n{}\n", svg);
+  if (!caption.empty()) {
+    body_ += fmt::format("<figcaption>{}</figcaption>\n", html_escape(caption));
+  }
+  body_ += "</figure>\n";
+}
+
+std::string Page::html() const {
+  const std::string title = html_escape(title_);
+  return fmt::format(
+      "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n"
+      "<title>{0}</title>\n<style>{1}</style>\n</head>\n<body>\n<h1>{0}</h1>\n{2}</body>\n</"
+      "html>\n",
+      title,
+      kStyle,
+      body_
+  );
+}
+
+void Page::save(const std::string& path) const {
+  write_file_atomic(path, html());
+}
+
+void write_file_atomic(const std::string& path, std::string_view content) {
+  const std::string draft = fmt::format("{}.{}.tmp", path, getpid());
+  const int fd = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd < 0) {
+    raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, errno));
+  }
+  write_all(fd, content, path);
+  const bool is_kept = fsync(fd) == 0;
+  if (!(close(fd) == 0 && is_kept && rename(draft.c_str(), path.c_str()) == 0)) {
+    const int error = errno;
+    unlink(draft.c_str());
+    raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, error));
+  }
+}
+
+}  // namespace weft::program

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// One self-contained report page: no script, no link to elsewhere.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "table.hpp"
+
+namespace weft::program {
+
+[[nodiscard]] std::string html_escape(std::string_view text);
+
+class Page {
+ public:
+  explicit Page(std::string title) : title_(std::move(title)) {}
+
+  void add_heading(std::string_view text);
+  void add_text(std::string_view text);
+  void add_table(const Table& table);
+  void add_figure(std::string_view svg, std::string_view caption = {});
+
+  [[nodiscard]] std::string html() const;
+  // A reader sees the old page or the whole new one. Throws Error (kFile).
+  void save(const std::string& path) const;
+
+ private:
+  std::string title_;
+  std::string body_;
+};
+
+// Writes beside the file and renames. Throws Error (kFile) naming it.
+void write_file_atomic(const std::string& path, std::string_view content);
+
+}  // namespace weft::program

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The program `weft`. Purpose: show, check and measure the library from a shell.
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <string>
+
+#include "commands.hpp"
+#include "weft/error.hpp"
+
+namespace {
+
+constexpr int kGood = 0;
+constexpr int kFailed = 1;
+constexpr int kBadUsage = 2;
+
+constexpr const char* kFooter = R"(Start here:
+  weft info                       what this build and this machine can do
+
+`weft COMMAND --help` explains a command with examples.
+Exit codes: 0 good, 1 a check failed or a run broke, 2 bad usage.)";
+
+// "weft plan", or "weft" while no command is known.
+std::string speaker(const CLI::App& app) {
+  const auto commands = app.get_subcommands();
+  return commands.empty() ? "weft" : "weft " + commands.front()->get_name();
+}
+
+void add_commands(CLI::App& app) {
+  using namespace weft::program;
+  static_cast<void>(app);
+}
+
+int run(CLI::App& app, int argc, char** argv) {
+  try {
+    app.parse(argc, argv);
+    return kGood;
+  } catch (const CLI::RuntimeError& error) {
+    return error.get_exit_code();
+  } catch (const CLI::Success& asked_for_text) {  // --help, --version
+    return app.exit(asked_for_text);
+  } catch (const CLI::ParseError& error) {
+    fmt::print(stderr, "{}: {} (see {} --help)\n", speaker(app), error.what(), speaker(app));
+    return kBadUsage;
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}: {}\n", speaker(app), error.what());
+    return kFailed;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("Weft carries Mixture-of-Experts tokens across ranks to their experts and back.");
+  app.name("weft");
+  app.footer(kFooter);
+  app.require_subcommand(1);
+  app.set_version_flag("--version", "weft " WEFT_VERSION);
+  add_commands(app);
+  return run(app, argc, argv);
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "progress.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <string_view>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include "table.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr double kSilentSeconds = 2.0;
+constexpr double kRedrawSeconds = 0.1;
+constexpr double kLineSeconds = 10.0;
+constexpr int kBarWidth = 24;
+
+size_t terminal_columns() {
+  winsize size = {};
+  return ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+std::string text_of(double fraction, const std::string& note, double elapsed) {
+  std::string out = fmt::format("{:3.0f} %", fraction * 100);
+  if (fraction > 0.02 && fraction < 1) {
+    out += fmt::format("  {} left", seconds_text(std::ceil(elapsed * (1 - fraction) / fraction)));
+  }
+  return note.empty() ? out : out + "  " + note;
+}
+
+}  // namespace
+
+bool has_colors(std::FILE* stream) {
+  const char* no_color = std::getenv("NO_COLOR");
+  const char* term = std::getenv("TERM");
+  return (no_color == nullptr || *no_color == '\0') && isatty(fileno(stream)) == 1 &&
+         (term == nullptr || std::string_view(term) != "dumb");
+}
+
+Progress::Progress(std::string label, bool is_enabled)
+    : label_(std::move(label)),
+      is_enabled_(is_enabled),
+      is_terminal_(isatty(STDERR_FILENO) == 1),
+      start_(Clock::now()),
+      last_(start_) {}
+
+Progress::~Progress() {
+  if (is_drawn_) {
+    fmt::print(stderr, "\r\x1b[K");
+    std::fflush(stderr);
+  }
+}
+
+void Progress::update(double fraction, const std::string& note) {
+  const auto now = Clock::now();
+  const double elapsed = std::chrono::duration<double>(now - start_).count();
+  const double since_last = std::chrono::duration<double>(now - last_).count();
+  if (!is_enabled_ || elapsed < kSilentSeconds ||
+      since_last < (is_terminal_ ? kRedrawSeconds : kLineSeconds)) {
+    return;
+  }
+  last_ = now;
+  fraction = std::clamp(fraction, 0.0, 1.0);
+  if (is_terminal_) {
+    draw_bar(fraction, note, elapsed);
+  } else {
+    print_line(fraction, note, elapsed);
+  }
+}
+
+void Progress::draw_bar(double fraction, const std::string& note, double elapsed) {
+  const auto filled = static_cast<size_t>(fraction * kBarWidth);
+  std::string line = fmt::format(
+      "{} [{}{}] {}",
+      label_,
+      std::string(filled, '#'),
+      std::string(kBarWidth - filled, '.'),
+      text_of(fraction, note, elapsed)
+  );
+  line.resize(std::min(line.size(), terminal_columns() - 1));
+  fmt::print(stderr, "\r{}\x1b[K", line);
+  std::fflush(stderr);
+  is_drawn_ = true;
+}
+
+void Progress::print_line(double fraction, const std::string& note, double elapsed) {
+  fmt::print(stderr, "{}: {}\n", label_, text_of(fraction, note, elapsed));
+}
+
+}  // namespace weft::program

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// How far a long piece of work is, on stderr: a bar on a terminal once it has run for two seconds,
+// a plain line now and then elsewhere, nothing for short work.
+#pragma once
+
+#include <chrono>
+#include <cstdio>
+#include <string>
+
+namespace weft::program {
+
+// True if escape codes are welcome there: a terminal, TERM not "dumb", NO_COLOR not set.
+[[nodiscard]] bool has_colors(std::FILE* stream);
+
+class Progress {
+ public:
+  // A disabled one (ranks other than 0) says nothing.
+  explicit Progress(std::string label, bool is_enabled = true);
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  ~Progress();  // clears the bar
+
+  // `fraction` of the work is done, 0 to 1; `note` is shown beside it. Cheap: redraws at most ten
+  // times a second.
+  void update(double fraction, const std::string& note = {});
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  void draw_bar(double fraction, const std::string& note, double elapsed);
+  void print_line(double fraction, const std::string& note, double elapsed);
+
+  std::string label_;
+  bool is_enabled_;
+  bool is_terminal_;
+  bool is_drawn_ = false;
+  Clock::time_point start_;
+  Clock::time_point last_;
+};
+
+}  // namespace weft::program

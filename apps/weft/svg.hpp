@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small charts as inline SVG. Colours come from the CSS of html.hpp, so that a page reads well on
+// light and dark screens.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace weft::program {
+
+struct Series {
+  std::string name;
+  std::vector<double> x;
+  std::vector<double> y;  // as many as x
+};
+
+struct LineChart {
+  std::string title;
+  std::string x_label;
+  std::string y_label;
+  std::vector<Series> series;
+  bool is_log_x = false;
+  bool starts_at_zero = false;
+};
+
+// Bars in groups: one group per label, one bar of each series inside it (Series::x is not used).
+struct BarChart {
+  std::string title;
+  std::string x_label;
+  std::string y_label;
+  std::vector<std::string> labels;
+  std::vector<Series> series;
+};
+
+struct HeatMap {
+  std::string title;
+  std::string x_label;
+  std::string y_label;
+  std::string value_label;
+  std::vector<std::string> rows;     // names, top to bottom
+  std::vector<std::string> columns;  // names, left to right
+  std::vector<double> values;        // [rows, columns], not negative
+};
+
+[[nodiscard]] std::string svg(const LineChart& chart);
+[[nodiscard]] std::string svg(const BarChart& chart);
+[[nodiscard]] std::string svg(const HeatMap& chart);
+
+}  // namespace weft::program

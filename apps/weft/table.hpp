@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Aligned text tables and the forms in which numbers are shown.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace weft::program {
+
+// Columns whose cells are all numbers (or empty, or "-") are right-aligned.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> header) : header_(std::move(header)) {}
+
+  // As many cells as the header has columns.
+  void add_row(std::vector<std::string> cells);
+  [[nodiscard]] bool is_empty() const { return rows_.empty(); }
+  [[nodiscard]] const std::vector<std::string>& header() const { return header_; }
+  [[nodiscard]] const std::vector<std::vector<std::string>>& rows() const { return rows_; }
+  [[nodiscard]] bool is_number_column(size_t column) const;
+  // Header, rule and rows, each line ended; lines carry no trailing blanks.
+  [[nodiscard]] std::string text() const;
+
+ private:
+  [[nodiscard]] std::string line(const std::vector<std::string>& cells) const;
+
+  std::vector<std::string> header_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+[[nodiscard]] std::string count_text(int64_t value);     // 1,234,567
+[[nodiscard]] std::string bytes_text(double bytes);      // 1.5 GB (decimal)
+[[nodiscard]] std::string seconds_text(double seconds);  // 12.3 us, 4.56 ms, 7.89 s
+
+}  // namespace weft::program
