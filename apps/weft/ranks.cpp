@@ -152,7 +152,8 @@ void add_rank_options(CLI::App& command, RankOptions& options) {
       ->check(CLI::Range(1, 64))
       ->capture_default_str();
   auto* threads = command.add_flag("--threads", options.use_threads, "Ranks are threads");
-  command.add_flag("--processes", std::string("Ranks are processes (the default)"))
+  command.add_flag("--processes")
+      ->description("Ranks are processes (the default)")
       ->excludes(threads);
 }
 
