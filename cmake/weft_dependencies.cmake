@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# All from Debian packages by name; scripts/setup installs what is missing.
+# All from distribution packages by name; scripts/setup installs what is missing.
 find_package(Threads REQUIRED)
 find_package(PkgConfig REQUIRED)
 find_package(fmt REQUIRED)
@@ -13,3 +13,17 @@ if(NOT TARGET hwy::hwy)
 endif()
 pkg_check_modules(sodium REQUIRED IMPORTED_TARGET libsodium)
 find_package(BLAS REQUIRED)
+
+set(MPI_CXX_SKIP_MPICXX ON)
+find_package(MPI QUIET COMPONENTS CXX)
+if(MPI_CXX_FOUND)
+  weft_note("MPI ${MPI_CXX_VERSION}: found, for the comparison in bench")
+else()
+  weft_note("MPI: not found, bench/cpu_vs_mpi_bench is left out (libopenmpi-dev has it)")
+endif()
+pkg_check_modules(libfabric QUIET libfabric)
+if(libfabric_FOUND)
+  weft_note("libfabric ${libfabric_VERSION}: found, but transport ofi is not part of this version")
+else()
+  weft_note("libfabric: not found, transport ofi is left out (not part of this version in any case)")
+endif()

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 option(WEFT_TESTS "Build the tests" ON)
+option(WEFT_PROGRAM "Build the program weft" ON)
+option(WEFT_BENCH "Build the benchmarks" ON)
+option(WEFT_FUZZ "Build the fuzz targets and only those tests (needs clang)" OFF)
 option(WEFT_ASSERT "Check internal invariants" ON)
+set(WEFT_CUDA "OFF" CACHE STRING "CUDA parts: OFF, AUTO (when nvcc is found) or ON (nvcc required)")
 set(WEFT_SANITIZE "" CACHE STRING "Sanitizers, as for -fsanitize= (address,undefined or thread)")
+
+find_program(CCACHE_PROGRAM ccache)
+if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
+endif()
 
 # Flags of our own targets only. Contraction is off because sums must be the same bits on every machine.
 add_library(weft_flags INTERFACE)
-target_compile_options(weft_flags INTERFACE -Wall -Wextra -Wshadow -Wconversion -Werror -ffp-contract=off)
+set(flags -Wall -Wextra -Wshadow -Wconversion -Werror -ffp-contract=off)
+target_compile_options(weft_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${flags}>")
 if(WEFT_ASSERT)
   target_compile_definitions(weft_flags INTERFACE WEFT_ENABLE_ASSERT)
 endif()

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The GPUs that this process can use. devices_cuda.cpp or devices_none.cpp answers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace weft {
+
+struct GpuInfo {
+  std::string name;
+  int major = 0;  // compute capability, "9.0"
+  int minor = 0;
+  int64_t memory_bytes = 0;
+};
+
+struct GpuList {
+  std::vector<GpuInfo> gpus;
+  std::string driver;       // highest CUDA version the driver serves, "13.0"; empty without driver
+  std::string runtime;      // CUDA version of this build; empty in a build without CUDA
+  std::string none_reason;  // why `gpus` is empty
+};
+
+// Never throws for a missing driver or GPU: `none_reason` then says which.
+[[nodiscard]] GpuList list_gpus();
+
+}  // namespace weft
