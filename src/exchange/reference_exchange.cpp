@@ -108,8 +108,12 @@ void zero_padding(const PlanData& plan, const DispatchOutput& out) {
   for (const auto& [begin, end] : plan.padding) {
     for (int64_t row = begin; row < end; ++row) {
       zero_row(out.rows, row);
-      if (out.weights.is_given()) zero_row(out.weights, row);
-      if (out.scales.is_given()) zero_row(out.scales, row);
+      if (out.weights.is_given()) {
+        zero_row(out.weights, row);
+      }
+      if (out.scales.is_given()) {
+        zero_row(out.scales, row);
+      }
     }
   }
 }
@@ -137,7 +141,9 @@ struct PartialSum {
   [[nodiscard]] float at_col(int64_t col) const {
     float sum = term(routes[0], col);
     const size_t num_rows = one_row ? 1 : routes.size();
-    for (size_t i = 1; i < num_rows; ++i) sum += term(routes[i], col);
+    for (size_t i = 1; i < num_rows; ++i) {
+      sum += term(routes[i], col);
+    }
     return round_to(receiver.rows.dtype, sum);
   }
 };
@@ -145,7 +151,9 @@ struct PartialSum {
 void write_sum(const CombineOutput& out, int64_t token, std::span<const PartialSum> partials) {
   for (int64_t col = 0; col < out.x.cols; ++col) {
     float sum = partials[0].at_col(col);
-    for (size_t i = 1; i < partials.size(); ++i) sum += partials[i].at_col(col);
+    for (size_t i = 1; i < partials.size(); ++i) {
+      sum += partials[i].at_col(col);
+    }
     store(out.x, token, col, sum);
   }
 }
@@ -170,18 +178,26 @@ void combine_rank(
   }
   for (int64_t token = 0; token < plan.shape.num_tokens; ++token) {
     zero_row(out.x, token);
-    if (out.weights.is_given()) zero_row(out.weights, token);
+    if (out.weights.is_given()) {
+      zero_row(out.weights, token);
+    }
     std::vector<PartialSum> partials;
     for (size_t peer = 0; peer < routes.size(); ++peer) {
       const auto there = routes_of(routes[peer], token);
-      if (there.empty()) continue;
+      if (there.empty()) {
+        continue;
+      }
       partials.push_back({in[peer], mine, there, one_row});
-      if (!out.weights.is_given()) continue;
+      if (!out.weights.is_given()) {
+        continue;
+      }
       for (const Route& route : there) {
         at(out.weights, token, route.source_col) = at(in[peer].weights, route.slot, route.row_col);
       }
     }
-    if (!partials.empty()) write_sum(out, token, partials);
+    if (!partials.empty()) {
+      write_sum(out, token, partials);
+    }
   }
 }
 
@@ -201,10 +217,14 @@ void reference_dispatch(
         if (in[from].scales.is_given()) {
           copy_row(out[to].scales, route.slot, in[from].scales, route.token);
         }
-        if (in[from].weights.is_given()) zero_row(out[to].weights, route.slot);
+        if (in[from].weights.is_given()) {
+          zero_row(out[to].weights, route.slot);
+        }
       }
       for (const Route& route : routes) {
-        if (!in[from].weights.is_given()) break;
+        if (!in[from].weights.is_given()) {
+          break;
+        }
         at(out[to].weights, route.slot, route.row_col) =
             at(in[from].weights, route.token, route.source_col);
       }

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "measure.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <sched.h>
+#include <vector>
+
+namespace weft::program {
+
+double percentile(std::span<const double> samples, double percent) {
+  if (samples.empty()) {
+    return 0;
+  }
+  std::vector<double> sorted(samples.begin(), samples.end());
+  std::sort(sorted.begin(), sorted.end());
+  const double rank = std::ceil(percent / 100 * static_cast<double>(sorted.size()));
+  const auto index = static_cast<size_t>(std::max(rank, 1.0)) - 1;
+  return sorted[std::min(index, sorted.size() - 1)];
+}
+
+int num_usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  if (sched_getaffinity(0, sizeof(cores), &cores) != 0) {
+    return 1;
+  }
+  return std::max(CPU_COUNT(&cores), 1);
+}
+
+}  // namespace weft::program

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Time and what samples of it say.
+#pragma once
+
+#include <chrono>
+#include <span>
+
+namespace weft::program {
+
+class Stopwatch {
+ public:
+  [[nodiscard]] double seconds() const {
+    return std::chrono::duration<double>(Clock::now() - start_).count();
+  }
+  [[nodiscard]] double microseconds() const { return seconds() * 1e6; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+// The smallest sample that at least `percent` of all samples do not exceed; 0 without samples.
+[[nodiscard]] double percentile(std::span<const double> samples, double percent);
+
+// Cores this process may run on.
+[[nodiscard]] int num_usable_cores();
+
+}  // namespace weft::program
