@@ -27,6 +27,7 @@ struct RouteTable {
   bool from_map = false;
   std::vector<int32_t> expert;  // [num_tokens, topk]
   std::vector<float> weight;    // [num_tokens, topk] or empty
+  bool has_weights = false;     // tells a rank without tokens whether the group carries weights
 };
 
 // Checks everything about the caller's routing: which of the two forms, dtype, device, shape,

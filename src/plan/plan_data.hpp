@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "weft/plan.hpp"
@@ -35,7 +36,7 @@ struct Arrivals {
     const auto last = static_cast<size_t>(route_begin[static_cast<size_t>(i) + 1]);
     return {slot.data() + first, one_row ? 1 : last - first};
   }
-  friend bool operator==(const Arrivals&, const Arrivals&) = default;
+  friend bool operator==(const Arrivals& a, const Arrivals& b);  // weights by their bits
 };
 
 // Where a token went: arrival `index` of the pair (this rank, rank).

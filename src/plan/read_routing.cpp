@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "plan/build.hpp"
+
+namespace weft {
+namespace {
+
+struct Limits {
+  int num_experts;
+  int max_topk;
+  int64_t max_tokens;
+};
+
+// What holds for every matrix of a Routing, whatever its role.
+void check_matrix(const ConstTensor& matrix, std::string_view name, const Context& context) {
+  WEFT_CHECK_ARG(
+      context,
+      matrix.rows >= 0 && matrix.cols >= 0,
+      "plan: {} is [{}, {}] (sizes cannot be negative)",
+      name,
+      matrix.rows,
+      matrix.cols
+  );
+  WEFT_CHECK_ARG(
+      context,
+      matrix.device.kind == Device::Kind::kCpu,
+      "plan: {} is on cuda:{} (this exchange reads routing on the CPU)",
+      name,
+      matrix.device.index
+  );
+  WEFT_CHECK_ARG(
+      context,
+      matrix.is_contiguous(),
+      "plan: {} is not contiguous (row_stride = {}, {} columns)",
+      name,
+      matrix.row_stride,
+      matrix.cols
+  );
+  WEFT_CHECK_ARG(
+      context,
+      matrix.data != nullptr || matrix.rows == 0 || matrix.cols == 0,
+      "plan: {} is [{}, {}] but its data pointer is null",
+      name,
+      matrix.rows,
+      matrix.cols
+  );
+}
+
+void check_num_tokens(int64_t num_tokens, const Limits& limits, const Context& context) {
+  WEFT_CHECK_ARG(
+      context,
+      num_tokens <= limits.max_tokens,
+      "plan: {} tokens are too many (max_tokens = {})",
+      num_tokens,
+      limits.max_tokens
+  );
+}
+
+void check_topk_idx(const ConstTensor& idx, const Limits& limits, const Context& context) {
+  check_matrix(idx, "topk_idx", context);
+  WEFT_CHECK_ARG(
+      context,
+      idx.dtype == DType::kInt64 || idx.dtype == DType::kInt32,
+      "plan: topk_idx has dtype {} (int64 or int32)",
+      dtype_name(idx.dtype)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      idx.cols >= 1 && idx.cols <= limits.max_topk,
+      "plan: topk_idx has {} columns (1 to max_topk = {})",
+      idx.cols,
+      limits.max_topk
+  );
+  check_num_tokens(idx.rows, limits, context);
+}
+
+void check_map(const ConstTensor& map, const Limits& limits, const Context& context) {
+  check_matrix(map, "map", context);
+  WEFT_CHECK_ARG(
+      context, map.dtype == DType::kBool, "plan: map has dtype {} (bool)", dtype_name(map.dtype)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      map.cols == limits.num_experts,
+      "plan: map has {} columns (num_experts = {})",
+      map.cols,
+      limits.num_experts
+  );
+  check_num_tokens(map.rows, limits, context);
+}
+
+void check_weights(const ConstTensor& weights, const ConstTensor& beside, const Context& context) {
+  check_matrix(weights, "weights", context);
+  WEFT_CHECK_ARG(
+      context,
+      weights.dtype == DType::kFloat32,
+      "plan: weights has dtype {} (float32)",
+      dtype_name(weights.dtype)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      weights.rows == beside.rows && weights.cols == beside.cols,
+      "plan: weights is [{}, {}] (expected [{}, {}], the shape of the routing)",
+      weights.rows,
+      weights.cols,
+      beside.rows,
+      beside.cols
+  );
+}
+
+template <class Index>
+void copy_indices(
+    const std::byte* data, const Limits& limits, const Context& context, RouteTable& table
+) {
+  for (size_t i = 0; i < table.expert.size(); ++i) {
+    Index value;
+    std::memcpy(&value, data + i * sizeof(Index), sizeof(Index));
+    const auto topk = static_cast<size_t>(table.topk);
+    WEFT_CHECK_ARG(
+        context,
+        value >= -1 && value < limits.num_experts,
+        "plan: topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
+        i / topk,
+        i % topk,
+        value,
+        limits.num_experts
+    );
+    table.expert[i] = static_cast<int32_t>(value);
+  }
+}
+
+void read_topk(const Routing& routing, const Limits& limits, const Context& c, RouteTable& table) {
+  table.topk = static_cast<int>(routing.topk_idx.cols);
+  table.expert.resize(static_cast<size_t>(table.num_tokens) * static_cast<size_t>(table.topk));
+  if (routing.topk_idx.dtype == DType::kInt64) {
+    copy_indices<int64_t>(routing.topk_idx.data, limits, c, table);
+  } else {
+    copy_indices<int32_t>(routing.topk_idx.data, limits, c, table);
+  }
+  if (table.has_weights && !table.expert.empty()) {
+    table.weight.resize(table.expert.size());
+    std::memcpy(table.weight.data(), routing.weights.data, table.weight.size() * sizeof(float));
+  }
+}
+
+// Set experts of one map row, ascending. Eight zero bytes are skipped at once: maps are sparse.
+// Returns how many there are, of which at most `room` are written.
+int64_t read_map_row(const std::byte* row, int num_experts, int32_t* out, int room) {
+  int64_t found = 0;
+  const auto visit = [&](int expert) {
+    if (row[expert] != std::byte{0}) {
+      if (found < room) {
+        out[found] = expert;
+      }
+      ++found;
+    }
+  };
+  int first = 0;
+  for (; first + 8 <= num_experts; first += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, row + first, sizeof(eight));
+    for (int e = first; eight != 0 && e < first + 8; ++e) {
+      visit(e);
+    }
+  }
+  for (; first < num_experts; ++first) {
+    visit(first);
+  }
+  return found;
+}
+
+void read_map(const Routing& routing, const Limits& limits, const Context& c, RouteTable& table) {
+  table.topk = limits.max_topk;
+  table.from_map = true;
+  const auto topk = static_cast<size_t>(table.topk);
+  const auto num_experts = static_cast<size_t>(limits.num_experts);
+  const size_t num_routes = static_cast<size_t>(table.num_tokens) * topk;
+  table.expert.assign(num_routes, -1);
+  table.weight.assign(table.has_weights ? num_routes : 0, 0.0F);
+  for (size_t t = 0; t < static_cast<size_t>(table.num_tokens); ++t) {
+    int32_t* experts = table.expert.data() + t * topk;
+    const std::byte* row = routing.map.data + t * num_experts;
+    const int64_t found = read_map_row(row, limits.num_experts, experts, table.topk);
+    WEFT_CHECK_ARG(
+        c,
+        found <= limits.max_topk,
+        "plan: map[{}] names {} experts (max_topk = {})",
+        t,
+        found,
+        limits.max_topk
+    );
+    for (size_t k = 0; table.has_weights && k < static_cast<size_t>(found); ++k) {
+      const size_t place = t * num_experts + static_cast<size_t>(experts[k]);
+      std::memcpy(
+          &table.weight[t * topk + k], routing.weights.data + place * sizeof(float), sizeof(float)
+      );
+    }
+  }
+}
+
+}  // namespace
+
+RouteTable read_routing(
+    const Routing& routing,
+    int num_experts,
+    int max_topk,
+    int64_t max_tokens,
+    const Context& context
+) {
+  // Route indices are int32 throughout a plan.
+  constexpr int64_t kMaxRoutes = std::numeric_limits<int32_t>::max();
+  const Limits limits = {num_experts, max_topk, std::min(max_tokens, kMaxRoutes / max_topk)};
+  const bool is_topk = routing.topk_idx.is_given();
+  const bool is_map = routing.map.is_given();
+  WEFT_CHECK_ARG(
+      context,
+      is_topk != is_map,
+      "plan: {} (exactly one is needed)",
+      is_topk ? "topk_idx and map are both given" : "neither topk_idx nor map is given"
+  );
+  if (is_topk) {
+    check_topk_idx(routing.topk_idx, limits, context);
+  } else {
+    check_map(routing.map, limits, context);
+  }
+
+  RouteTable table;
+  table.num_tokens = is_topk ? routing.topk_idx.rows : routing.map.rows;
+  table.has_weights = routing.weights.is_given();
+  if (table.has_weights) {
+    check_weights(routing.weights, is_topk ? routing.topk_idx : routing.map, context);
+  }
+  if (is_topk) {
+    read_topk(routing, limits, context, table);
+  } else {
+    read_map(routing, limits, context, table);
+  }
+  return table;
+}
+
+}  // namespace weft

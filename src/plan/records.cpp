@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arrival records as bytes: what a source tells a receiver beside the payload.
+//
+//   u32 num_arrivals, u32 num_routes, u32 flags (1: one row, 2: weights), u32 zero
+//   i32 token[num_arrivals], i32 slot[num_routes], i32 expert[num_routes], f32 weight[num_routes]
+//   (flag 2), u8 k[num_routes], u8 routes of the arrival[num_arrivals]
+#include <bit>
+#include <cstring>
+#include <limits>
+
+#include "plan/build.hpp"
+#include "plan/check_arrivals.hpp"
+
+namespace weft {
+namespace {
+
+static_assert(std::endian::native == std::endian::little);
+
+struct Header {
+  uint32_t num_arrivals = 0;
+  uint32_t num_routes = 0;
+  uint32_t flags = 0;
+  uint32_t zero = 0;
+};
+constexpr uint32_t kOneRow = 1;
+constexpr uint32_t kWeights = 2;
+constexpr uint64_t kBytesPerArrival = sizeof(int32_t) + 1;
+constexpr uint64_t kBytesPerRoute = 2 * sizeof(int32_t) + 1;
+
+uint64_t record_bytes(const Header& header) {
+  const uint64_t weight_bytes = (header.flags & kWeights) != 0 ? sizeof(float) : 0;
+  return sizeof(Header) + header.num_arrivals * kBytesPerArrival +
+         header.num_routes * (kBytesPerRoute + weight_bytes);
+}
+
+template <class T>
+void write(std::byte*& at, const std::vector<T>& values) {
+  if (!values.empty()) {
+    std::memcpy(at, values.data(), values.size() * sizeof(T));
+  }
+  at += values.size() * sizeof(T);
+}
+
+template <class T>
+void read(const std::byte*& at, std::vector<T>& values, size_t count) {
+  values.resize(count);
+  if (count != 0) {
+    std::memcpy(values.data(), at, count * sizeof(T));
+  }
+  at += count * sizeof(T);
+}
+
+void read_ks(const std::byte*& at, Arrivals& arrivals) {
+  arrivals.k.resize(arrivals.slot.size());
+  for (int32_t& k : arrivals.k) {
+    k = static_cast<int32_t>(*at++);
+  }
+}
+
+void read_route_begins(const std::byte*& at, Arrivals& arrivals) {
+  arrivals.route_begin.resize(arrivals.token.size() + 1);
+  int32_t begin = 0;
+  for (size_t i = 0; i < arrivals.token.size(); ++i) {
+    arrivals.route_begin[i] = begin;
+    begin += static_cast<int32_t>(*at++);
+  }
+  arrivals.route_begin.back() = begin;
+}
+
+ArrivalBounds bounds_of(const PlanData& receiver) {
+  const PlanShape& shape = receiver.shape;
+  return {
+      .num_tokens = std::numeric_limits<int32_t>::max(),  // the source's T is not the plan's
+      .num_rows = receiver.num_rows,
+      .topk = shape.topk,
+      .num_local_experts = shape.num_local_experts(),
+      .one_row = shape.options.layout == Layout::kRankMajor};
+}
+
+}  // namespace
+
+uint64_t max_record_bytes(int64_t max_tokens, int max_topk) {
+  const auto tokens = static_cast<uint64_t>(max_tokens);
+  const uint64_t routes = tokens * static_cast<uint64_t>(max_topk);
+  return sizeof(Header) + tokens * kBytesPerArrival + routes * (kBytesPerRoute + sizeof(float));
+}
+
+std::vector<std::byte> encode_records(const Arrivals& arrivals) {
+  Header header;
+  header.num_arrivals = static_cast<uint32_t>(arrivals.token.size());
+  header.num_routes = static_cast<uint32_t>(arrivals.slot.size());
+  header.flags = (arrivals.one_row ? kOneRow : 0) | (arrivals.weight.empty() ? 0 : kWeights);
+
+  std::vector<std::byte> bytes(record_bytes(header));
+  std::byte* at = bytes.data();
+  std::memcpy(at, &header, sizeof(header));
+  at += sizeof(header);
+  write(at, arrivals.token);
+  write(at, arrivals.slot);
+  write(at, arrivals.expert);
+  write(at, arrivals.weight);
+  for (const int32_t k : arrivals.k) {
+    *at++ = static_cast<std::byte>(k);
+  }
+  for (size_t i = 0; i < arrivals.token.size(); ++i) {
+    *at++ = static_cast<std::byte>(arrivals.route_begin[i + 1] - arrivals.route_begin[i]);
+  }
+  return bytes;
+}
+
+Arrivals decode_records(
+    std::span<const std::byte> bytes,
+    const PlanData& receiver,
+    int source_rank,
+    const Context& context
+) {
+  const auto refuse = [&](const std::string& fault) {
+    raise_error(
+        ErrorCode::kTransport,
+        context,
+        fmt::format("plan: records of rank {} are malformed: {}", source_rank, fault)
+    );
+  };
+  Header header;
+  if (bytes.size() < sizeof(header)) {
+    refuse(fmt::format("{} B (a header has {})", bytes.size(), sizeof(header)));
+  }
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();
+  if (header.num_arrivals > kMost || header.num_routes > kMost || header.zero != 0 ||
+      (header.flags & ~(kOneRow | kWeights)) != 0) {
+    refuse("the header holds impossible values");
+  }
+  if (bytes.size() != record_bytes(header)) {
+    refuse(fmt::format(
+        "{} B ({} arrivals with {} routes take {})",
+        bytes.size(),
+        header.num_arrivals,
+        header.num_routes,
+        record_bytes(header)
+    ));
+  }
+
+  Arrivals arrivals;
+  arrivals.one_row = (header.flags & kOneRow) != 0;
+  const std::byte* at = bytes.data() + sizeof(header);
+  read(at, arrivals.token, header.num_arrivals);
+  read(at, arrivals.slot, header.num_routes);
+  read(at, arrivals.expert, header.num_routes);
+  read(at, arrivals.weight, (header.flags & kWeights) != 0 ? header.num_routes : 0);
+  read_ks(at, arrivals);
+  read_route_begins(at, arrivals);
+  if (const std::string fault = arrivals_fault(arrivals, bounds_of(receiver)); !fault.empty()) {
+    refuse(fault);
+  }
+  return arrivals;
+}
+
+}  // namespace weft
