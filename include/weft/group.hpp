@@ -38,14 +38,14 @@ class ControlPlane;
 
 class Group {
  public:
-  // One group per rank, for one thread each. Throws: num_ranks < 1.
+  // One group per rank, for one thread each. Throws Error: num_ranks < 1.
   [[nodiscard]] static std::vector<Group> local(int num_ranks);
   // From torchrun, mpirun or srun variables (docs/launch.md lists them); alone, a group of one.
   [[nodiscard]] static Group from_env();
   // Over TCP. Throws TimeoutError naming missing ranks; Error for a wrong secret, size or a rank
   // taken twice.
   [[nodiscard]] static Group connect(const Rendezvous& rendezvous);
-  // Over a control plane that the caller already has (MPI, torch store).
+  // Collective, over a control plane that the caller already has (MPI, torch store).
   [[nodiscard]] static Group from_all_gather(int rank, int num_ranks, AllGather all_gather);
 
   [[nodiscard]] int rank() const;
@@ -60,9 +60,7 @@ class Group {
  private:
   struct State;
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  static Group make(
-      int rank, int num_ranks, std::unique_ptr<ControlPlane> control, bool one_process
-  );
+  static Group make(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
   std::shared_ptr<State> state_;
 };
 
@@ -72,8 +70,8 @@ class Group {
 // process dies, they are killed. Call before starting threads.
 [[nodiscard]] std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body);
 
-// Runs `body` on one thread per rank and rethrows the first exception (by rank) after all have
-// ended.
+// Runs `body` on one thread per rank. After all have ended, rethrows the first exception by rank, a
+// PeerError only if there is nothing else. A rank that ends early leaves the group.
 void run_threads(int num_ranks, const std::function<void(Group&)>& body);
 
 }  // namespace weft

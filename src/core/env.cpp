@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/env.hpp"
+
+#include <charconv>
+#include <cstdlib>
+#include <limits>
+
+#include "core/check.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+
+class Reader {
+ public:
+  explicit Reader(const Env::Lookup& lookup) : lookup_(lookup) {}
+
+  [[nodiscard]] std::optional<std::string> text(const char* name) const {
+    const char* value = lookup_(name);
+    return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
+  }
+  [[nodiscard]] std::optional<std::string> text(const char* name, const char* fallback) const {
+    auto value = text(name);
+    return value ? value : text(fallback);
+  }
+  [[nodiscard]] std::optional<int> number(const char* name, int min, int max) const {
+    const auto value = text(name);
+    return value ? std::optional<int>(parse_env_int(name, *value, min, max)) : std::nullopt;
+  }
+
+ private:
+  const Env::Lookup& lookup_;
+};
+
+LogLevel log_level(const std::string& value) {
+  const auto level = parse_log_level(value);
+  WEFT_CHECK_ARG(
+      Context{}, level, "environment: WEFT_LOG = \"{}\" is not one of {}", value, kLogLevelNames
+  );
+  return *level;
+}
+
+std::chrono::milliseconds timeout(const std::string& value) {
+  double seconds = 0;
+  const char* end = value.data() + value.size();
+  const auto [stop, error] = std::from_chars(value.data(), end, seconds);
+  const bool is_number = error == std::errc() && stop == end;
+  WEFT_CHECK_ARG(
+      Context{},
+      is_number && seconds >= 0.001 && seconds <= 1e6,
+      "environment: WEFT_TIMEOUT_S = \"{}\" is not a number of seconds in [0.001, 1000000]",
+      value
+  );
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+LauncherEnv read_launcher(const Reader& reader) {
+  LauncherEnv env;
+  env.rank = reader.text("RANK");
+  env.world_size = reader.text("WORLD_SIZE");
+  env.local_world_size = reader.text("LOCAL_WORLD_SIZE");
+  env.master_addr = reader.text("MASTER_ADDR");
+  env.master_port = reader.text("MASTER_PORT");
+  env.run_id = reader.text("TORCHELASTIC_RUN_ID");
+  env.ompi_rank = reader.text("OMPI_COMM_WORLD_RANK");
+  env.ompi_size = reader.text("OMPI_COMM_WORLD_SIZE");
+  env.ompi_local_size = reader.text("OMPI_COMM_WORLD_LOCAL_SIZE");
+  env.pmix_namespace = reader.text("PMIX_NAMESPACE");
+  env.ompi_job_id = reader.text("OMPI_MCA_ess_base_jobid");
+  env.slurm_rank = reader.text("SLURM_PROCID");
+  env.slurm_size = reader.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS");
+  env.slurm_num_nodes = reader.text("SLURM_STEP_NUM_NODES", "SLURM_NNODES");
+  env.slurm_job_id = reader.text("SLURM_JOB_ID");
+  env.slurm_step_id = reader.text("SLURM_STEP_ID");
+  return env;
+}
+
+}  // namespace
+
+int parse_env_int(std::string_view name, const std::string& value, int min, int max) {
+  int number = 0;
+  const char* end = value.data() + value.size();
+  const auto [stop, error] = std::from_chars(value.data(), end, number);
+  const bool is_number = error == std::errc() && stop == end;
+  WEFT_CHECK_ARG(
+      Context{},
+      is_number && number >= min && number <= max,
+      "environment: {} = \"{}\" is not a whole number {}",
+      name,
+      value,
+      max == kMaxInt ? fmt::format("of at least {}", min) : fmt::format("in [{}, {}]", min, max)
+  );
+  return number;
+}
+
+Env Env::read() {
+  return read([](const char* name) -> const char* { return std::getenv(name); });
+}
+
+Env Env::read(const Lookup& lookup) {
+  const Reader reader(lookup);
+  Env env;
+  env.rank = reader.number("WEFT_RANK", 0, kMaxInt);
+  env.num_ranks = reader.number("WEFT_NUM_RANKS", 1, kMaxInt);
+  env.address = reader.text("WEFT_ADDRESS");
+  env.port = reader.number("WEFT_PORT", 1, 65535);
+  env.secret = reader.text("WEFT_SECRET");
+  env.secret_file = reader.text("WEFT_SECRET_FILE");
+  if (const auto value = reader.text("WEFT_TIMEOUT_S")) {
+    env.timeout = weft::timeout(*value);
+  }
+  env.ranks_per_domain = reader.number("WEFT_RANKS_PER_DOMAIN", 1, kMaxInt);
+  env.transport = reader.text("WEFT_TRANSPORT").value_or(env.transport);
+  env.num_threads = reader.number("WEFT_NUM_THREADS", 0, kMaxInt).value_or(0);
+  if (const auto value = reader.text("WEFT_LOG")) {
+    env.log_level = weft::log_level(*value);
+  }
+  env.runtime_dir = reader.text("XDG_RUNTIME_DIR");
+  env.home = reader.text("HOME");
+  env.launcher = read_launcher(reader);
+  return env;
+}
+
+}  // namespace weft

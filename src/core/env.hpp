@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every environment variable that Weft reads, in one place. An empty variable counts as not set.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "core/log.hpp"
+
+namespace weft {
+
+// What started the processes says who and where they are. Kept as text: only the variables of the
+// launcher in charge are ever parsed (group/environment.cpp).
+struct LauncherEnv {
+  using Text = std::optional<std::string>;
+  // torchrun
+  Text rank;              // RANK
+  Text world_size;        // WORLD_SIZE
+  Text local_world_size;  // LOCAL_WORLD_SIZE
+  Text master_addr;       // MASTER_ADDR
+  Text master_port;       // MASTER_PORT, held by torchrun's own store
+  Text run_id;            // TORCHELASTIC_RUN_ID
+  // mpirun of OpenMPI
+  Text ompi_rank;        // OMPI_COMM_WORLD_RANK
+  Text ompi_size;        // OMPI_COMM_WORLD_SIZE
+  Text ompi_local_size;  // OMPI_COMM_WORLD_LOCAL_SIZE
+  Text pmix_namespace;   // PMIX_NAMESPACE
+  Text ompi_job_id;      // OMPI_MCA_ess_base_jobid
+  // srun
+  Text slurm_rank;       // SLURM_PROCID
+  Text slurm_size;       // SLURM_STEP_NUM_TASKS, else SLURM_NTASKS
+  Text slurm_num_nodes;  // SLURM_STEP_NUM_NODES, else SLURM_NNODES
+  Text slurm_job_id;     // SLURM_JOB_ID
+  Text slurm_step_id;    // SLURM_STEP_ID
+};
+
+struct Env {
+  // Who this process is: all ranks must agree on everything but the rank.
+  std::optional<int> rank;                 // WEFT_RANK
+  std::optional<int> num_ranks;            // WEFT_NUM_RANKS
+  std::optional<std::string> address;      // WEFT_ADDRESS, where rank 0 listens
+  std::optional<int> port;                 // WEFT_PORT
+  std::optional<std::string> secret;       // WEFT_SECRET, at least 16 bytes
+  std::optional<std::string> secret_file;  // WEFT_SECRET_FILE, readable by its owner alone
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);  // WEFT_TIMEOUT_S, of set-up
+
+  // How it works.
+  std::optional<int> ranks_per_domain;   // WEFT_RANKS_PER_DOMAIN, makes domains smaller
+  std::string transport = "auto";        // WEFT_TRANSPORT, a name listed by `weft info`
+  int num_threads = 0;                   // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
+  LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
+
+  // Where the user's secret is kept when none is given.
+  std::optional<std::string> runtime_dir;  // XDG_RUNTIME_DIR
+  std::optional<std::string> home;         // HOME
+
+  LauncherEnv launcher;
+
+  // Null for a variable that is not set.
+  using Lookup = std::function<const char*(const char* name)>;
+
+  // Throws Error (kInvalidArgument) naming a variable of Weft's own with its value.
+  [[nodiscard]] static Env read();
+  [[nodiscard]] static Env read(const Lookup& lookup);
+};
+
+// Throws Error (kInvalidArgument) naming the variable, its value and the range.
+[[nodiscard]] int parse_env_int(std::string_view name, const std::string& value, int min, int max);
+
+}  // namespace weft

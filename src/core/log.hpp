@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Messages for people, on stderr: `12:00:01.123 weft warning [rank 2/8] text`. WEFT_LOG sets the
+// level. An error is thrown, not logged.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+namespace weft {
+
+enum class LogLevel : uint8_t { kDebug, kInfo, kWarn, kError, kOff };
+
+inline constexpr std::string_view kLogLevelNames = "debug, info, warn, error, off";
+[[nodiscard]] std::optional<LogLevel> parse_log_level(std::string_view name);
+
+// Says who speaks on this thread from now on.
+void set_log_rank(int rank, int num_ranks);
+void set_log_level(LogLevel level);
+
+[[nodiscard]] bool is_logged(LogLevel level);
+void write_log(LogLevel level, const std::string& text);
+
+// Text is formatted only if it will be shown.
+template <class... Args>
+void log(LogLevel level, fmt::format_string<Args...> format, Args&&... args) {
+  if (is_logged(level)) {
+    write_log(level, fmt::format(format, std::forward<Args>(args)...));
+  }
+}
+
+}  // namespace weft

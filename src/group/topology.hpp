@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which ranks share memory. What is measured travels once; the rest is pure, so that every rank
+// derives the same.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/check.hpp"
+#include "group/control_plane.hpp"
+
+namespace weft {
+
+// reach[a][b] != 0: rank a mapped rank b's memory. Square.
+using Reach = std::vector<std::vector<uint8_t>>;
+
+// Ranks that all reach each other, both ways: each rank joins the first domain, by lowest member,
+// all of whose ranks it can.
+[[nodiscard]] std::vector<std::vector<int>> domains_of(const Reach& reach);
+
+// Cuts each domain into runs of `ranks_per_domain`. Throws Error (kInvalidArgument) if that does
+// not divide a domain's size.
+[[nodiscard]] std::vector<std::vector<int>> split_domains(
+    const std::vector<std::vector<int>>& domains, int ranks_per_domain, const Context& context
+);
+
+[[nodiscard]] Topology make_topology(
+    std::vector<std::vector<int>> domains, std::vector<std::string> host_of, bool one_process
+);
+
+// Threads of this process: nothing to measure.
+[[nodiscard]] Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain);
+
+// Collective. Maps every other rank's probe and compares notes.
+[[nodiscard]] Topology probe_topology(
+    ControlPlane& control, std::optional<int> ranks_per_domain, const Context& context
+);
+
+[[nodiscard]] std::string this_host();
+
+}  // namespace weft
