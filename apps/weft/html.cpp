@@ -36,7 +36,7 @@ svg text { fill: var(--fg); font: 12px system-ui, sans-serif; }
 svg .soft { fill: var(--soft); } svg .title { font-size: 14px; font-weight: 600; }
 svg .grid { stroke: var(--rule); stroke-width: 1; } svg .axis { stroke: var(--soft); }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
-svg .heat { fill: var(--heat); }
+svg .heat { fill: var(--heat); } svg text.on { fill: var(--bg); }
 svg .s0 { stroke: var(--c0); } svg .s1 { stroke: var(--c1); } svg .s2 { stroke: var(--c2); }
 svg .s3 { stroke: var(--c3); } svg .s4 { stroke: var(--c4); } svg .s5 { stroke: var(--c5); }
 svg .f0 { fill: var(--c0); } svg .f1 { fill: var(--c1); } svg .f2 { fill: var(--c2); }

@@ -47,12 +47,14 @@ std::string Table::line(const std::vector<std::string>& cells) const {
     for (const auto& row : rows_) {
       width = std::max(width, width_of(row[i]));
     }
-    const std::string blanks(width - width_of(cells[i]), ' ');
-    out += i == 0 ? "" : "  ";
-    out += is_number_column(i) ? blanks + cells[i] : cells[i] + blanks;
+    const size_t blanks = width - width_of(cells[i]);
+    const bool is_right = is_number_column(i);
+    out.append(i == 0 ? 0 : 2, ' ').append(is_right ? blanks : 0, ' ');
+    out.append(cells[i]).append(is_right ? 0 : blanks, ' ');
   }
   out.erase(out.find_last_not_of(' ') + 1);
-  return out + "\n";
+  out.push_back('\n');
+  return out;
 }
 
 std::string Table::text() const {
@@ -71,7 +73,7 @@ std::string count_text(int64_t value) {
   std::string digits = fmt::format("{}", value);
   const size_t first = value < 0 ? 1 : 0;
   for (size_t i = digits.size(); i > first + 3; i -= 3) {
-    digits.insert(i - 3, ",");
+    digits.insert(i - 3, 1, ',');
   }
   return digits;
 }
