@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/linear.hpp"
+
+#include <cblas.h>
+
+#include <mutex>
+
+namespace weft::moe {
+namespace {
+
+int size(int64_t n) {
+  return static_cast<int>(n);
+}
+
+}  // namespace
+
+void linear_forward(ConstRows x, const float* w, Rows y) {
+  if (x.rows == 0) {
+    return;
+  }
+  const int in = size(x.cols);
+  const int out = size(y.cols);
+  cblas_sgemm(
+      CblasRowMajor,
+      CblasNoTrans,
+      CblasTrans,
+      size(x.rows),
+      out,
+      in,
+      1.0F,
+      x.data,
+      in,
+      w,
+      in,
+      0.0F,
+      y.data,
+      out
+  );
+}
+
+void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x) {
+  if (grad_y.rows == 0) {
+    return;
+  }
+  const int in = size(grad_x.cols);
+  const int out = size(grad_y.cols);
+  cblas_sgemm(
+      CblasRowMajor,
+      CblasNoTrans,
+      CblasNoTrans,
+      size(grad_y.rows),
+      in,
+      out,
+      1.0F,
+      grad_y.data,
+      out,
+      w,
+      in,
+      0.0F,
+      grad_x.data,
+      in
+  );
+}
+
+void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w) {
+  if (grad_y.rows == 0) {
+    return;
+  }
+  const int in = size(x.cols);
+  const int out = size(grad_y.cols);
+  cblas_sgemm(
+      CblasRowMajor,
+      CblasTrans,
+      CblasNoTrans,
+      out,
+      in,
+      size(x.rows),
+      1.0F,
+      grad_y.data,
+      out,
+      x.data,
+      in,
+      1.0F,
+      grad_w,
+      in
+  );
+}
+
+void use_one_blas_thread() {
+  static std::once_flag once;
+  std::call_once(once, [] { openblas_set_num_threads(1); });
+}
+
+}  // namespace weft::moe

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// fp32 matrices, row after row, and their way to and from the tensors that travel.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "weft/tensor.hpp"
+
+namespace weft::moe {
+
+class Matrix {
+ public:
+  Matrix() = default;
+  Matrix(int64_t rows, int64_t cols) { resize(rows, cols); }
+
+  // Contents are undefined afterwards; memory is kept when it shrinks.
+  void resize(int64_t rows, int64_t cols) {
+    rows_ = rows;
+    cols_ = cols;
+    values_.resize(static_cast<size_t>(rows * cols));
+  }
+
+  [[nodiscard]] int64_t rows() const { return rows_; }
+  [[nodiscard]] int64_t cols() const { return cols_; }
+  [[nodiscard]] float* data() { return values_.data(); }
+  [[nodiscard]] const float* data() const { return values_.data(); }
+  [[nodiscard]] float* row(int64_t i) { return values_.data() + i * cols_; }
+  [[nodiscard]] const float* row(int64_t i) const { return values_.data() + i * cols_; }
+  [[nodiscard]] std::span<float> span() { return values_; }
+  [[nodiscard]] std::span<const float> span() const { return values_; }
+
+ private:
+  int64_t rows_ = 0;
+  int64_t cols_ = 0;
+  std::vector<float> values_;
+};
+
+// A learned matrix or vector and the gradient that backward adds to.
+struct Parameter {
+  std::span<float> value;
+  std::span<float> grad;
+};
+
+// Some rows that someone else owns: one expert's block, or a tensor that arrived.
+struct Rows {
+  float* data = nullptr;
+  int64_t rows = 0;
+  int64_t cols = 0;
+};
+struct ConstRows {
+  const float* data = nullptr;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  ConstRows() = default;
+  ConstRows(const float* d, int64_t r, int64_t c) : data(d), rows(r), cols(c) {}
+  ConstRows(const Rows& other) : ConstRows(other.data, other.rows, other.cols) {}
+  ConstRows(const Matrix& m) : ConstRows(m.data(), m.rows(), m.cols()) {}
+};
+
+[[nodiscard]] inline Rows rows_of(Matrix& m) {
+  return {m.data(), m.rows(), m.cols()};
+}
+[[nodiscard]] inline Rows slice(Rows all, int64_t begin, int64_t count) {
+  return {all.data + begin * all.cols, count, all.cols};
+}
+[[nodiscard]] inline ConstRows slice(ConstRows all, int64_t begin, int64_t count) {
+  return {all.data + begin * all.cols, count, all.cols};
+}
+
+// The fp32 or bf16 tensor as fp32 rows: itself, or converted into `scratch`.
+[[nodiscard]] ConstRows as_rows(const ConstTensor& tensor, Matrix& scratch);
+// The rows as a tensor of dtype fp32 or bf16: themselves, or converted into `scratch`.
+[[nodiscard]] ConstTensor as_tensor(ConstRows rows, DType dtype, std::vector<uint16_t>& scratch);
+
+}  // namespace weft::moe
