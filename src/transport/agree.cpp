@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/agree.hpp"
+
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/check.hpp"
+
+namespace weft {
+namespace {
+
+// One byte of code and the text; empty: all went well.
+Bytes encode(ErrorCode code, const std::string& text) {
+  Bytes block(1 + text.size());
+  block[0] = static_cast<std::byte>(code);
+  std::memcpy(block.data() + 1, text.data(), text.size());
+  return block;
+}
+
+Bytes run(const std::function<void()>& step) {
+  try {
+    step();
+    return {};
+  } catch (const Error& error) {
+    return encode(error.code(), error.what());
+  } catch (const std::exception& error) {
+    return encode(ErrorCode::kInternal, error.what());
+  }
+}
+
+// The text ends with the place of the first failure; the place of the re-throw says nothing more.
+std::string without_place(std::string text) {
+  if (const auto at = text.rfind(" at "); at != std::string::npos) {
+    text.resize(at);
+  }
+  return text;
+}
+
+}  // namespace
+
+void agree(const Group& group, const std::function<void()>& step) {
+  const std::vector<Bytes> outcomes = group.all_gather(run(step));
+  for (size_t rank = 0; rank < outcomes.size(); ++rank) {
+    const Bytes& outcome = outcomes[rank];
+    if (outcome.empty()) {
+      continue;
+    }
+    const std::string text(reinterpret_cast<const char*>(outcome.data()) + 1, outcome.size() - 1);
+    raise_error(
+        static_cast<ErrorCode>(outcome[0]),
+        {.rank = group.rank(), .num_ranks = group.num_ranks()},
+        fmt::format("{}, on rank {}", without_place(text), rank)
+    );
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/mapped/mapped_transport.hpp"
+
+#include <hwy/cache_control.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+#include <unistd.h>
+#include <utility>
+
+#include "core/copy.hpp"
+#include "transport/agree.hpp"
+
+namespace weft {
+namespace {
+
+// How a rank tells its peers where its signals are.
+struct Hello {
+  uint64_t bytes = 0;
+  uint64_t num_signals = 0;
+  Cookie cookie = {};
+};
+
+Hello decode(const Bytes& block) {
+  Hello hello;
+  WEFT_ASSERT(block.size() == sizeof hello);
+  std::memcpy(&hello, block.data(), sizeof hello);
+  return hello;
+}
+
+// A wake-up through the kernel costs tens of microseconds, so a rank with a core of its own looks
+// around a while first; where ranks share cores, spinning keeps the awaited peer from running.
+std::chrono::nanoseconds spin_time(const Group& group) {
+  const auto& hosts = group.topology().host_of;
+  const auto rank = static_cast<size_t>(group.rank());
+  const auto on_host = std::count(hosts.begin(), hosts.end(), hosts[rank]);
+  const bool is_alone = on_host <= static_cast<int64_t>(std::thread::hardware_concurrency());
+  return is_alone ? std::chrono::microseconds(20) : std::chrono::microseconds(1);
+}
+
+}  // namespace
+
+MappedTransport::MappedTransport(
+    std::unique_ptr<MemorySource> source, const Group& group, uint32_t num_signals
+)
+    : source_(std::move(source)),
+      rank_(group.rank()),
+      num_ranks_(group.num_ranks()),
+      num_signals_(num_signals),
+      spin_(spin_time(group)) {
+  Memory block;
+  agree(group, [&] {
+    block = source_->allocate(SignalBlock::num_bytes(num_signals));
+    own_ = SignalBlock(block.data);
+    own_.set_pid(::getpid());
+  });
+  const Hello hello = {.bytes = block.bytes, .num_signals = num_signals, .cookie = block.cookie};
+  const std::vector<Bytes> hellos = group.all_gather(std::as_bytes(std::span(&hello, 1)));
+  agree(group, [&] {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      auto& to = *peers_.emplace_back(std::make_unique<Peer>());
+      const Hello theirs = decode(hellos[static_cast<size_t>(rank)]);
+      WEFT_CHECK_ARG(
+          context(),
+          theirs.num_signals == num_signals_,
+          "connect: rank {} asks for {} signals (this rank for {})",
+          rank,
+          theirs.num_signals,
+          num_signals_
+      );
+      if (rank == rank_) {
+        to.memory = block;
+        to.signals = own_;
+      } else {
+        connect(to, theirs.cookie, theirs.bytes);
+      }
+    }
+  });
+}
+
+void MappedTransport::connect(Peer& to, const Cookie& cookie, uint64_t bytes) {
+  to.memory = source_->reach(cookie, bytes);
+  to.signals = SignalBlock(to.memory.data);
+  if (to.signals.pid() != ::getpid()) {
+    to.watch = ProcessWatch(to.signals.pid());
+  }
+}
+
+Context MappedTransport::context() const {
+  return {.rank = rank_, .num_ranks = num_ranks_, .transport = name()};
+}
+
+MappedTransport::Peer& MappedTransport::peer(std::string_view verb, int rank) const {
+  WEFT_CHECK(
+      context(),
+      rank >= 0 && rank < num_ranks_,
+      ErrorCode::kTransport,
+      "{}: rank {} is out of range (num_ranks = {})",
+      verb,
+      rank,
+      num_ranks_
+  );
+  return *peers_[static_cast<size_t>(rank)];
+}
+
+// --- memory ---
+
+uint32_t MappedTransport::take_slot() {
+  if (!free_slots_.empty()) {
+    const uint32_t slot = free_slots_.back();
+    free_slots_.pop_back();
+    return slot;
+  }
+  WEFT_CHECK(
+      context(),
+      last_generation_.size() < kMaxRegions,
+      ErrorCode::kOutOfMemory,
+      "allocate: all {} regions are in use",
+      kMaxRegions
+  );
+  last_generation_.push_back(0);
+  return static_cast<uint32_t>(last_generation_.size() - 1);
+}
+
+Region MappedTransport::allocate(uint64_t bytes) {
+  Memory memory = source_->allocate(std::max<uint64_t>(bytes, 1));
+  const std::lock_guard lock(memory_mutex_);
+  const uint32_t slot = take_slot();
+  uint32_t& generation = last_generation_[slot];
+  generation = std::max<uint32_t>(generation + 1, 1);  // 0 means no region, after 2^32 reuses too
+  Region region = {
+      .data = memory.data, .ref = {.slot = slot, .generation = generation, .bytes = bytes}};
+  std::copy(memory.cookie.begin(), memory.cookie.end(), region.ref.cookie);
+  allocated_[slot] = std::move(memory);
+  own_.set_generation(slot, generation);
+  return region;
+}
+
+void MappedTransport::release(const RegionRef& region) {
+  const std::lock_guard lock(memory_mutex_);
+  const auto found = allocated_.find(region.slot);
+  WEFT_CHECK(
+      context(),
+      found != allocated_.end() && own_.generation(region.slot) == region.generation,
+      ErrorCode::kTransport,
+      "release: region {} generation {} is not allocated",
+      region.slot,
+      region.generation
+  );
+  own_.set_generation(region.slot, 0);
+  peer("release", rank_).regions.drop_released(own_);
+  allocated_.erase(found);
+  free_slots_.push_back(region.slot);
+}
+
+void MappedTransport::import(int rank, const RegionRef& region) {
+  Peer& from = peer("import", rank);
+  const bool is_current = region.slot < kMaxRegions && region.generation != 0 &&
+                          from.signals.generation(region.slot) == region.generation;
+  WEFT_CHECK(
+      context(),
+      is_current,
+      ErrorCode::kTransport,
+      "import: region {} generation {} of rank {} is not allocated there",
+      region.slot,
+      region.generation,
+      rank
+  );
+  const std::lock_guard lock(memory_mutex_);
+  from.regions.drop_released(from.signals);
+  if (from.regions.find(region.slot).generation == region.generation) {
+    return;
+  }
+  Memory memory;
+  if (rank == rank_) {
+    memory = allocated_.at(region.slot);
+  } else {
+    Cookie cookie = {};
+    std::copy(std::begin(region.cookie), std::end(region.cookie), cookie.begin());
+    memory = source_->reach(cookie, std::max<uint64_t>(region.bytes, 1));
+  }
+  memory.bytes = region.bytes;
+  from.regions.insert(region.slot, region.generation, std::move(memory));
+}
+
+// --- moving ---
+
+void MappedTransport::check_signal(std::string_view verb, int rank, uint32_t signal) const {
+  WEFT_CHECK(
+      context(),
+      signal < num_signals_,
+      ErrorCode::kTransport,
+      "{}: signal {} of rank {} is out of range (num_signals = {})",
+      verb,
+      signal,
+      rank,
+      num_signals_
+  );
+}
+
+void MappedTransport::check_put(const Peer& to, int rank, const Put& put) const {
+  const RegionTable::View view = to.regions.find(put.region);
+  WEFT_CHECK(
+      context(),
+      view.generation != 0 && view.generation == to.signals.generation(put.region),
+      ErrorCode::kTransport,
+      "put: region {} of rank {} is {}",
+      put.region,
+      rank,
+      view.generation == 0 ? "not imported" : "released"
+  );
+  WEFT_CHECK(
+      context(),
+      put.offset <= view.bytes && put.bytes <= view.bytes - put.offset,
+      ErrorCode::kTransport,
+      "put: {} B at offset {} end past region {} of rank {} ({} B)",
+      put.bytes,
+      put.offset,
+      put.region,
+      rank,
+      view.bytes
+  );
+  check_signal("put", rank, put.signal);
+}
+
+void MappedTransport::put(int rank, std::span<const Put> puts) {
+  Peer& to = peer("put", rank);
+  for (const Put& put : puts) {
+    check_put(to, rank, put);
+  }
+  for (size_t i = 0; i < puts.size();) {
+    const uint32_t signal = puts[i].signal;
+    uint64_t amount = 0;  // neighbours with one signal share one atomic addition
+    for (; i < puts.size() && puts[i].signal == signal; ++i, ++amount) {
+      copy_bytes(
+          to.regions.find(puts[i].region).data + puts[i].offset, puts[i].source, puts[i].bytes
+      );
+    }
+    to.signals.raise(signal, amount);
+  }
+  if (!puts.empty()) {
+    to.signals.ring();
+  }
+}
+
+void MappedTransport::raise(int rank, uint32_t signal, uint64_t amount) {
+  Peer& to = peer("raise", rank);
+  check_signal("raise", rank, signal);
+  streaming_fence();  // the caller may have stored by copy_streaming()
+  to.signals.raise(signal, amount);
+  to.signals.ring();
+}
+
+std::byte* MappedTransport::mapped(int rank, uint32_t region) const {
+  const Peer& to = peer("mapped", rank);
+  const RegionTable::View view = to.regions.find(region);
+  const bool is_current = view.generation != 0 && view.generation == to.signals.generation(region);
+  return is_current ? view.data : nullptr;
+}
+
+// --- waiting ---
+
+uint64_t MappedTransport::signal_value(uint32_t signal) const {
+  check_signal("wait", rank_, signal);
+  return own_.signal(signal);
+}
+
+// Copies need no help; the chance is taken to give back memory that peers released.
+void MappedTransport::progress() {
+  const std::unique_lock lock(memory_mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    return;
+  }
+  for (const auto& from : peers_) {
+    from->regions.drop_released(from->signals);
+  }
+}
+
+uint32_t MappedTransport::doorbell() const {
+  return own_.doorbell();
+}
+
+void MappedTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
+  constexpr int kLooksPerClock = 16;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto spin_end = begin + std::min(spin_, at_most);
+  do {
+    for (int look = 0; look < kLooksPerClock; ++look) {
+      if (own_.doorbell() != seen) {
+        return;
+      }
+      hwy::Pause();
+    }
+  } while (std::chrono::steady_clock::now() < spin_end);
+  const auto left = at_most - (std::chrono::steady_clock::now() - begin);
+  if (left.count() > 0) {
+    own_.sleep(seen, left);
+  }
+}
+
+// --- life ---
+
+PeerState MappedTransport::peer_state(int rank) const {
+  const Peer& of = peer("peer_state", rank);
+  const bool is_alive = of.watch.is_alive();  // first: a peer may leave and then end
+  if (of.signals.has_left()) {
+    return PeerState::kLeft;
+  }
+  return is_alive ? PeerState::kAlive : PeerState::kDied;
+}
+
+void MappedTransport::close() {
+  if (std::exchange(is_closed_, true)) {
+    return;
+  }
+  own_.set_left();
+  for (const auto& to : peers_) {
+    to->signals.ring();  // whoever is parked learns of it now
+  }
+}
+
+// Peers drop what they have mapped of this rank at their next import() or progress().
+MappedTransport::~MappedTransport() {
+  close();
+  for (const auto& [slot, memory] : allocated_) {
+    own_.set_generation(slot, 0);
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// A transport over memory that every rank maps: puts are copies, signals are atomic additions.
+// loopback and shm are this class over two sources of memory. See signal_block.hpp for the order.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/check.hpp"
+#include "group/process_watch.hpp"
+#include "transport/mapped/memory.hpp"
+#include "transport/mapped/region_table.hpp"
+#include "transport/mapped/signal_block.hpp"
+#include "transport/transport.hpp"
+
+namespace weft {
+
+class MappedTransport final : public Transport {
+ public:
+  // Collective. Throws the same Error on every rank if any rank cannot reach a peer.
+  MappedTransport(std::unique_ptr<MemorySource> source, const Group& group, uint32_t num_signals);
+  ~MappedTransport() override;
+  MappedTransport(const MappedTransport&) = delete;
+  MappedTransport& operator=(const MappedTransport&) = delete;
+
+  [[nodiscard]] std::string_view name() const override { return source_->name(); }
+  [[nodiscard]] Region allocate(uint64_t bytes) override;
+  void release(const RegionRef& region) override;
+  void import(int rank, const RegionRef& region) override;
+  void put(int rank, std::span<const Put> puts) override;
+  void raise(int rank, uint32_t signal, uint64_t amount) override;
+  [[nodiscard]] std::byte* mapped(int rank, uint32_t region) const override;
+  [[nodiscard]] uint64_t signal_value(uint32_t signal) const override;
+  void progress() override;
+  [[nodiscard]] uint32_t doorbell() const override;
+  void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
+  [[nodiscard]] PeerState peer_state(int rank) const override;
+  void close() override;
+
+ private:
+  struct Peer {
+    Memory memory;
+    SignalBlock signals;
+    ProcessWatch watch;
+    RegionTable regions;  // of that rank, imported here
+  };
+  [[nodiscard]] Context context() const;
+  [[nodiscard]] Peer& peer(std::string_view verb, int rank) const;
+  void check_put(const Peer& to, int rank, const Put& put) const;
+  void check_signal(std::string_view verb, int rank, uint32_t signal) const;
+  void connect(Peer& to, const Cookie& cookie, uint64_t bytes);
+  [[nodiscard]] uint32_t take_slot();
+
+  std::unique_ptr<MemorySource> source_;
+  int rank_;
+  int num_ranks_;
+  uint32_t num_signals_;
+  std::chrono::nanoseconds spin_;             // before sleeping in park()
+  std::vector<std::unique_ptr<Peer>> peers_;  // [num_ranks], this rank included
+  SignalBlock own_;
+
+  std::mutex memory_mutex_;                // guards what follows and every change of a RegionTable
+  std::map<uint32_t, Memory> allocated_;   // by slot
+  std::vector<uint32_t> last_generation_;  // [slots ever used]
+  std::vector<uint32_t> free_slots_;
+  bool is_closed_ = false;
+};
+
+}  // namespace weft

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// What sets loopback and shm apart: where memory comes from and how a peer reaches it. All else is
+// MappedTransport.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+namespace weft {
+
+// Tells a peer how to reach a Memory; travels between ranks.
+using Cookie = std::array<uint64_t, 4>;
+
+// Bytes that this rank can load and store; unmapped when the last holder is gone.
+struct Memory {
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  Cookie cookie = {};
+  std::shared_ptr<void> owner;
+};
+
+class MemorySource {
+ public:
+  virtual ~MemorySource() = default;
+  [[nodiscard]] virtual std::string_view name() const = 0;  // of the transport; a literal
+  // Zero-filled, page aligned. Throws Error (kOutOfMemory).
+  [[nodiscard]] virtual Memory allocate(uint64_t bytes) = 0;
+  // A peer's memory. Throws Error (kNotAvailable) with the reason.
+  [[nodiscard]] virtual Memory reach(const Cookie& cookie, uint64_t bytes) = 0;
+};
+
+}  // namespace weft

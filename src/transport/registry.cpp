@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every transport of this build in one table. A new one: its folder, a line here, a file in
+// tests/conformance.
+#include <array>
+#include <cstring>
+#include <string>
+
+#include "core/check.hpp"
+#include "transport/agree.hpp"
+#include "transport/loopback/loopback.hpp"
+#include "transport/mapped/mapped_transport.hpp"
+#include "transport/shm/shm.hpp"
+#include "transport/transport.hpp"
+
+namespace weft {
+namespace {
+
+struct Entry {
+  std::string_view name;
+  std::string (*obstacle)(const Group& group);  // what can be known without trying
+  // Collective; throws on every rank or on none.
+  std::unique_ptr<Transport> (*make)(const Group& group, uint32_t num_signals);
+};
+
+std::string loopback_obstacle(const Group& group) {
+  return group.topology().one_process ? "" : "the ranks are not threads of one process";
+}
+
+std::string shm_obstacle(const Group& group) {
+  const auto& domains = group.topology().domains;
+  if (domains.size() <= 1) {
+    return {};
+  }
+  return fmt::format(
+      "the ranks are in {} domains (ranks {} and {} do not map each other's memory)",
+      domains.size(),
+      domains[0].front(),
+      domains[1].front()
+  );
+}
+
+// Best first.
+constexpr std::array kEntries = {
+    Entry{
+        .name = "loopback",
+        .obstacle = loopback_obstacle,
+        .make = [](const Group& group, uint32_t num_signals) -> std::unique_ptr<Transport> {
+          return std::make_unique<MappedTransport>(make_loopback_memory(), group, num_signals);
+        }},
+    Entry{
+        .name = "shm",
+        .obstacle = shm_obstacle,
+        .make = [](const Group& group, uint32_t num_signals) -> std::unique_ptr<Transport> {
+          return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
+        }},
+};
+
+const Entry* find_entry(std::string_view name) {
+  for (const Entry& entry : kEntries) {
+    if (entry.name == name) {
+      return &entry;
+    }
+  }
+  return nullptr;
+}
+
+std::string known_names() {
+  return fmt::format("auto, {}", fmt::join(transport_names(), ", "));
+}
+
+// Joins the ranks by one kind or throws the same on all of them.
+std::unique_ptr<Transport> join(const Entry& entry, const Group& group, uint32_t num_signals) {
+  agree(group, [&] {
+    const std::string obstacle = entry.obstacle(group);
+    WEFT_CHECK(
+        (Context{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = entry.name}),
+        obstacle.empty(),
+        ErrorCode::kNotAvailable,
+        "open({}): {}",
+        entry.name,
+        obstacle
+    );
+  });
+  return entry.make(group, num_signals);
+}
+
+std::unique_ptr<Transport> join_best(const Group& group, uint32_t num_signals) {
+  std::string reasons;
+  for (const Entry& entry : kEntries) {
+    try {
+      return join(entry, group, num_signals);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kNotAvailable) {
+        throw;
+      }
+      reasons += fmt::format("{}{}", reasons.empty() ? "" : "; ", error.what());
+    }
+  }
+  raise_error(
+      ErrorCode::kNotAvailable,
+      {.rank = group.rank(), .num_ranks = group.num_ranks()},
+      fmt::format("open(auto): no transport joins these ranks ({})", reasons)
+  );
+}
+
+// Ranks that ask for different transports would wait for each other in different places.
+void check_same_name(std::string_view name, const Group& group) {
+  const auto names = group.all_gather(std::as_bytes(std::span(name)));
+  const auto& first = names.front();
+  const std::string_view expected(reinterpret_cast<const char*>(first.data()), first.size());
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    const std::string_view theirs(
+        reinterpret_cast<const char*>(names[rank].data()), names[rank].size()
+    );
+    WEFT_CHECK_ARG(
+        (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
+        theirs == expected,
+        "open: rank {} asks for transport \"{}\" (rank 0 for \"{}\")",
+        rank,
+        theirs,
+        expected
+    );
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> transport_names() {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) {
+    names.emplace_back(entry.name);
+  }
+  return names;
+}
+
+std::string transport_obstacle(std::string_view name, const Group& group) {
+  const Entry* entry = find_entry(name);
+  if (entry == nullptr) {
+    return fmt::format("there is no transport \"{}\" (known: {})", name, known_names());
+  }
+  return entry->obstacle(group);
+}
+
+std::unique_ptr<Transport> make_transport(
+    std::string_view name, const Group& group, uint32_t num_signals
+) {
+  check_same_name(name, group);
+  if (name == "auto") {
+    return join_best(group, num_signals);
+  }
+  const Entry* entry = find_entry(name);
+  WEFT_CHECK(
+      (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
+      entry != nullptr,
+      ErrorCode::kInvalidArgument,
+      "open({}): {}",
+      name,
+      transport_obstacle(name, group)
+  );
+  return join(*entry, group, num_signals);
+}
+
+}  // namespace weft
