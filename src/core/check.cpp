@@ -8,12 +8,11 @@
 namespace weft {
 namespace {
 
-std::string place(const std::source_location& where) {
-  std::string_view file = where.file_name();
+std::string place(std::string_view file, int line) {
   if (const auto slash = file.rfind('/'); slash != std::string_view::npos) {
     file.remove_prefix(slash + 1);
   }
-  return fmt::format("{}:{}", file, where.line());
+  return fmt::format("{}:{}", file, line);
 }
 
 std::string speaker(const Context& context) {
@@ -29,9 +28,9 @@ std::string speaker(const Context& context) {
 }  // namespace
 
 void raise_error(
-    ErrorCode code, const Context& context, const std::string& problem, std::source_location where
+    ErrorCode code, const Context& context, const std::string& problem, const char* file, int line
 ) {
-  const std::string position = place(where);
+  const std::string position = place(file, line);
   const std::string message = fmt::format("{}{} at {}", problem, speaker(context), position);
   switch (code) {
     case ErrorCode::kTimeout:

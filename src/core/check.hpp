@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include <cerrno>
-#include <source_location>
 #include <string>
 #include <string_view>
 
@@ -20,12 +19,14 @@ struct Context {
   std::string_view transport = {};
 };
 
-// Throws TimeoutError or PeerError for their codes, Error otherwise.
+// Throws TimeoutError or PeerError for their codes, Error otherwise. The last two stand for the
+// caller's place (clang 14 has no std::source_location).
 [[noreturn]] void raise_error(
     ErrorCode code,
     const Context& context,
     const std::string& problem,
-    std::source_location where = std::source_location::current()
+    const char* file = __builtin_FILE(),
+    int line = __builtin_LINE()
 );
 
 // "<expression>: <strerror> (errno 13)"
