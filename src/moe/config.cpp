@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/config.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <string_view>
+
+#include "core/check.hpp"
+#include "weft/routing.hpp"
+
+namespace weft::moe {
+namespace {
+
+constexpr double kFinalFraction = 0.1;
+
+void check_at_least(const Context& context, std::string_view field, int64_t value, int64_t bound) {
+  WEFT_CHECK_ARG(context, value >= bound, "train: {} = {} (at least {})", field, value, bound);
+}
+
+void check_model(const ModelConfig& model, const Context& context, int num_ranks) {
+  check_at_least(context, "window", model.window, 1);
+  check_at_least(context, "hidden", model.hidden, 1);
+  check_at_least(context, "expert_hidden", model.expert_hidden, 1);
+  check_at_least(context, "num_blocks", model.num_blocks, 1);
+  check_at_least(context, "num_experts", model.num_experts, 1);
+  check_at_least(context, "topk", model.topk, 1);
+  WEFT_CHECK_ARG(
+      context,
+      model.num_experts % num_ranks == 0,
+      "train: num_experts = {} (divisible by the number of ranks, {})",
+      model.num_experts,
+      num_ranks
+  );
+  const int most = std::min(model.num_experts, kMaxTopk);
+  WEFT_CHECK_ARG(
+      context, model.topk <= most, "train: topk = {} (at most {} here)", model.topk, most
+  );
+}
+
+}  // namespace
+
+float learning_rate_at(const TrainConfig& config, int64_t step) {
+  if (step < config.warmup_steps) {
+    return config.learning_rate * static_cast<float>(step + 1) /
+           static_cast<float>(config.warmup_steps);
+  }
+  if (config.decay_steps <= config.warmup_steps) {
+    return config.learning_rate;
+  }
+  const double done = static_cast<double>(step - config.warmup_steps) /
+                      static_cast<double>(config.decay_steps - config.warmup_steps);
+  const double wave = 0.5 * (1.0 + std::cos(std::numbers::pi * std::min(done, 1.0)));
+  return static_cast<float>(
+      static_cast<double>(config.learning_rate) * (kFinalFraction + (1 - kFinalFraction) * wave)
+  );
+}
+
+void validate(const TrainConfig& config, int rank, int num_ranks) {
+  const Context context = {rank, num_ranks};
+  WEFT_CHECK_ARG(
+      context,
+      num_ranks <= kMaxTopk,
+      "train: {} ranks (at most {}: replicated parameters reach all ranks as one top-k)",
+      num_ranks,
+      kMaxTopk
+  );
+  check_model(config.model, context, num_ranks);
+  check_at_least(context, "global_batch", config.global_batch, 1);
+  check_at_least(context, "warmup_steps", config.warmup_steps, 0);
+  check_at_least(context, "decay_steps", config.decay_steps, 0);
+  WEFT_CHECK_ARG(
+      context,
+      config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
+      "train: dtype {} (float32 or bfloat16)",
+      dtype_name(config.dtype)
+  );
+  const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);
+  WEFT_CHECK_ARG(
+      context,
+      row_bytes % 16 == 0,
+      "train: hidden = {} makes rows of {} B (a multiple of 16 B in {})",
+      config.model.hidden,
+      row_bytes,
+      dtype_name(config.dtype)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      std::isfinite(config.learning_rate) && config.learning_rate > 0,
+      "train: learning_rate = {} (above 0)",
+      config.learning_rate
+  );
+  WEFT_CHECK_ARG(
+      context,
+      config.beta1 >= 0 && config.beta1 < 1 && config.beta2 >= 0 && config.beta2 < 1,
+      "train: beta1 = {}, beta2 = {} (in [0, 1))",
+      config.beta1,
+      config.beta2
+  );
+}
+
+}  // namespace weft::moe

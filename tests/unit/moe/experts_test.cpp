@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/experts.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "gradient_check.hpp"
+
+namespace weft::moe {
+namespace {
+
+constexpr int kHidden = 8;
+constexpr int kInner = 6;
+constexpr int kExperts = 3;
+const std::vector<int64_t> kRowsPerExpert = {4, 0, 3};
+constexpr int kRows = 7;
+
+struct ExpertsFixture : testing::Test {
+  OwnedParameter in{static_cast<size_t>(kExperts * 2 * kInner * kHidden), 1};
+  OwnedParameter out{static_cast<size_t>(kExperts * kHidden * kInner), 2};
+  Matrix x = random_matrix(kRows, kHidden, 3);
+  std::vector<float> weight = random_values(kRows, 4);
+  Experts experts{in.get(), out.get(), kHidden, kInner};
+  Matrix y;
+
+  [[nodiscard]] ExpertRows rows() const { return {x, weight, kRowsPerExpert}; }
+};
+
+using ExpertsTest = ExpertsFixture;
+
+TEST_F(ExpertsTest, ComputesGatedProductsOfEachRowsExpert) {
+  experts.forward(rows(), y);
+  for (int i = 0; i < kRows; ++i) {
+    const size_t e = i < 4 ? 0 : 2;
+    std::vector<double> active(kInner);
+    const std::span row(x.row(i), kHidden);
+    for (size_t f = 0; f < kInner; ++f) {
+      const auto w_in = std::span(in.value).subspan(e * 2 * kInner * kHidden);
+      const double gate = dot(w_in.subspan(f * kHidden, kHidden), row);
+      const double up = dot(w_in.subspan((kInner + f) * kHidden, kHidden), row);
+      active[f] =
+          gate / (1.0 + std::exp(-gate)) * up * static_cast<double>(weight[static_cast<size_t>(i)]);
+    }
+    for (size_t h = 0; h < kHidden; ++h) {
+      double expected = 0;
+      for (size_t f = 0; f < kInner; ++f) {
+        expected += active[f] * static_cast<double>(out.value[(e * kHidden + h) * kInner + f]);
+      }
+      EXPECT_NEAR(static_cast<double>(y.row(i)[h]), expected, 1e-5);
+    }
+  }
+}
+
+TEST_F(ExpertsTest, GradientsMatchDifferences) {
+  const Matrix probe = random_matrix(kRows, kHidden, 5);
+  const auto loss = [&] {
+    experts.forward(rows(), y);
+    return dot(y.span(), probe.span());
+  };
+  loss();
+  Matrix grad_x;
+  std::vector<float> grad_weight;
+  experts.backward(rows(), probe, grad_x, grad_weight);
+  expect_gradient("x", x.span(), grad_x.span(), loss);
+  expect_gradient("weight", weight, grad_weight, loss);
+  expect_gradient("in", in.value, in.grad, loss, 60);
+  expect_gradient("out", out.value, out.grad, loss, 60);
+}
+
+TEST_F(ExpertsTest, AnIdleExpertGetsNoGradient) {
+  experts.forward(rows(), y);
+  Matrix grad_x;
+  std::vector<float> grad_weight;
+  experts.backward(rows(), random_matrix(kRows, kHidden, 6), grad_x, grad_weight);
+  const auto idle = std::span(in.grad).subspan(2 * kInner * kHidden, 2 * kInner * kHidden);
+  EXPECT_TRUE(std::ranges::all_of(idle, [](float g) { return g == 0.0F; }));
+}
+
+}  // namespace
+}  // namespace weft::moe
