@@ -30,7 +30,7 @@ std::string speaker(const CLI::App& app) {
 
 void add_commands(CLI::App& app) {
   using namespace weft::program;
-  static_cast<void>(app);
+  add_info(app);
 }
 
 int run(CLI::App& app, int argc, char** argv) {

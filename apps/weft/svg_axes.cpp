@@ -11,7 +11,8 @@
 namespace weft::program {
 namespace {
 
-constexpr double kAxisRoom = 66;  // below the plot: numbers, label, legend
+constexpr double kAxisRoom = 44;    // below the plot: numbers and label
+constexpr double kLegendRoom = 22;  // below that
 
 }  // namespace
 
@@ -83,7 +84,7 @@ std::string svg_text(
 }
 
 std::string svg_figure(const Frame& frame, const Labels& labels, const std::string& inner) {
-  const double height = frame.bottom() + kAxisRoom;
+  const double height = frame.bottom() + kAxisRoom + (frame.has_legend ? kLegendRoom : 0);
   const double middle = frame.top + frame.height / 2;
   std::string out = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" "
@@ -122,8 +123,19 @@ std::string y_axis(const Frame& frame, const Scale& scale) {
   return out;
 }
 
+size_t label_stride(size_t num_names, double name_px, double room_px) {
+  const double wanted = name_px * static_cast<double>(num_names) / room_px;
+  for (size_t power = 1;; power *= 10) {
+    for (const size_t factor : {1, 2, 5}) {
+      if (static_cast<double>(factor * power) >= wanted) {
+        return factor * power;
+      }
+    }
+  }
+}
+
 std::string legend(const Frame& frame, const std::vector<Series>& series) {
-  if (series.size() == 1) {
+  if (!frame.has_legend) {
     return {};
   }
   std::string out;

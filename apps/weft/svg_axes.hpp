@@ -46,6 +46,7 @@ struct Frame {
   double top = 44;
   double width = kCanvasWidth - 66 - 18;
   double height = 230;
+  bool has_legend = false;
   [[nodiscard]] double right() const { return left + width; }
   [[nodiscard]] double bottom() const { return top + height; }
 };
@@ -62,7 +63,10 @@ struct Labels {
 );
 // Grid lines with their numbers on the left.
 [[nodiscard]] std::string y_axis(const Frame& frame, const Scale& scale);
-// Names of series under the x label; empty for a single unnamed one.
+// How many of `num_names` names, each `name_px` long, to skip from one shown to the next in
+// `room_px`: 1, 2, 5, 10, 20, ...
+[[nodiscard]] size_t label_stride(size_t num_names, double name_px, double room_px);
+// Names of the series, under the x label.
 [[nodiscard]] std::string legend(const Frame& frame, const std::vector<Series>& series);
 
 }  // namespace weft::program

@@ -19,7 +19,7 @@ std::string group_labels(const Frame& frame, const std::vector<std::string>& lab
   }
   const double room = frame.width / static_cast<double>(labels.size());
   const double wanted = kLabelWidth * static_cast<double>(longest + 1);
-  const auto every = static_cast<size_t>(std::max(1.0, wanted / room + 0.999));
+  const size_t every = label_stride(labels.size(), wanted, frame.width);
   std::string out;
   for (size_t i = 0; i < labels.size(); i += every) {
     const double x = frame.left + (static_cast<double>(i) + 0.5) * room;
@@ -31,7 +31,8 @@ std::string group_labels(const Frame& frame, const std::vector<std::string>& lab
 }  // namespace
 
 std::string svg(const BarChart& chart) {
-  const Frame frame;
+  Frame frame;
+  frame.has_legend = chart.series.size() > 1;
   double high = 0;
   for (const Series& series : chart.series) {
     for (const double value : series.y) {

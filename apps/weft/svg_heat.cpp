@@ -88,8 +88,8 @@ std::string cell(const HeatMap& map, const Grid& grid, const Frame& frame, size_
 // Names along an edge; every n-th where they would touch.
 std::string edge_labels(const HeatMap& map, const Grid& grid, const Frame& frame) {
   std::string out;
-  const auto every_row = static_cast<size_t>(14 / grid.cell_height + 0.999);
-  for (size_t r = 0; r < grid.num_rows; r += std::max<size_t>(every_row, 1)) {
+  const size_t every_row = label_stride(grid.num_rows, 14, frame.height);
+  for (size_t r = 0; r < grid.num_rows; r += every_row) {
     const double y = frame.top + (static_cast<double>(r) + 0.5) * grid.cell_height + 4;
     out += svg_text(frame.left - 8, y, map.rows[r], Anchor::kEnd, "soft");
   }
@@ -98,8 +98,8 @@ std::string edge_labels(const HeatMap& map, const Grid& grid, const Frame& frame
     longest = std::max(longest, name.size());
   }
   const double wanted = 6.6 * static_cast<double>(longest + 2);
-  const auto every = static_cast<size_t>(wanted / grid.cell_width + 0.999);
-  for (size_t c = 0; c < grid.num_columns; c += std::max<size_t>(every, 1)) {
+  const size_t every = label_stride(grid.num_columns, wanted, frame.width);
+  for (size_t c = 0; c < grid.num_columns; c += every) {
     const double x = frame.left + (static_cast<double>(c) + 0.5) * grid.cell_width;
     out += svg_text(x, frame.bottom() + 17, map.columns[c], Anchor::kMiddle, "soft");
   }

@@ -79,7 +79,8 @@ std::string curve(const Series& series, size_t color, const Scale& x, const Scal
 }  // namespace
 
 std::string svg(const LineChart& chart) {
-  const Frame frame;
+  Frame frame;
+  frame.has_legend = chart.series.size() > 1;
   const Bounds xs = bounds_of(chart.series, &Series::x);
   const Bounds ys = with_room(bounds_of(chart.series, &Series::y), chart.starts_at_zero);
   const Scale x = {xs.low, xs.high, frame.left, frame.right() - 8, chart.is_log_x && xs.low > 0};

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "info_values.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <sys/mman.h>
+#include <unistd.h>
+#include <vector>
+
+#include "build_info.hpp"
+#include "core/devices.hpp"
+#include "exchange/row_sum.hpp"
+#include "machine_info.hpp"
+#include "transport/transport.hpp"
+#include "weft/plan.hpp"
+#include "weft/routing.hpp"
+
+namespace weft::program {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json build_json() {
+  const BuildInfo build = build_info();
+  const std::string commit = build.commit.empty() ? "unknown" : build.commit;
+  Json json = {
+      {"version", build.version},
+      {"commit", commit},
+      {"dirty", build.is_dirty},
+      {"compiler", build.compiler},
+      {"build_type", build.build_type},
+      {"sanitizers", build.sanitizers.empty() ? "none" : build.sanitizers},
+      {"assertions", build.has_asserts},
+      {"executors", build.executors},
+      {"layouts", Json::array()},
+      {"dispatch_dtypes", Json::array()},
+      {"combine_dtypes", Json::array()},
+      {"max_topk", kMaxTopk},
+      {"simd", row_sum_target()},
+      {"blas", build.blas}};
+  for (const auto layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+    json["layouts"].push_back(layout_name(layout));
+  }
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    json["dispatch_dtypes"].push_back(dtype_name(dtype));
+    json["combine_dtypes"].push_back(dtype_name(dtype));
+  }
+  json["dispatch_dtypes"].push_back(dtype_name(DType::kByte));
+  return json;
+}
+
+// Asks two real ranks: what can be reached depends on how ranks are started and on the system.
+std::string obstacle_between_threads(const std::string& name) {
+  std::vector<std::string> answers(2);
+  run_threads(2, [&](Group& group) {
+    answers[static_cast<size_t>(group.rank())] = transport_obstacle(name, group);
+  });
+  return answers[0];
+}
+
+std::string obstacle_between_processes(const std::string& name) {
+  constexpr size_t kAnswerBytes = 4096;
+  void* shared =
+      mmap(nullptr, kAnswerBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) {
+    return "no memory to ask two processes";
+  }
+  auto* answer = static_cast<char*>(shared);
+  const auto statuses = run_forked(2, [&](Group& group) {
+    const std::string text = transport_obstacle(name, group);
+    if (group.rank() == 0) {
+      text.copy(answer, kAnswerBytes - 1);
+    }
+    return 0;
+  });
+  const bool is_good = std::all_of(statuses.begin(), statuses.end(), [](int s) { return s == 0; });
+  const std::string text = is_good ? answer : "two processes could not form a group";
+  munmap(shared, kAnswerBytes);
+  return text;
+}
+
+Json transports_json() {
+  Json json = Json::array();
+  const auto state = [](const std::string& obstacle) {
+    return obstacle.empty() ? "available" : obstacle;
+  };
+  for (const std::string& name : transport_names()) {
+    json.push_back(
+        {{"name", name},
+         {"between_processes", state(obstacle_between_processes(name))},
+         {"between_threads", state(obstacle_between_threads(name))}}
+    );
+  }
+  return json;
+}
+
+Json machine_json() {
+  const MachineInfo machine = machine_info();
+  return {
+      {"host", machine.host},
+      {"system", machine.system},
+      {"cpu", machine.cpu},
+      {"usable_cores", machine.usable_cores},
+      {"online_cores", machine.online_cores},
+      {"l1d_bytes", machine.l1d_bytes},
+      {"l2_bytes", machine.l2_bytes},
+      {"l3_bytes", machine.l3_bytes},
+      {"memory_bytes", machine.memory_bytes},
+      {"available_bytes", machine.available_bytes},
+      {"memory_limit_bytes", machine.memory_limit_bytes},
+      {"page_bytes", machine.page_bytes},
+      {"huge_page_bytes", machine.huge_page_bytes},
+      {"huge_pages_free", machine.huge_pages_free},
+      {"shared_huge_pages", machine.shared_huge_pages},
+      {"dev_shm_bytes", machine.dev_shm_bytes},
+      {"open_files_limit", machine.open_files_limit}};
+}
+
+Json gpus_json() {
+  const GpuList list = list_gpus();
+  Json json = {
+      {"cuda_runtime", list.runtime.empty() ? "none" : list.runtime},
+      {"cuda_driver", list.driver.empty() ? "none" : list.driver},
+      {"list", Json::array()}};
+  for (const GpuInfo& gpu : list.gpus) {
+    json["list"].push_back(
+        {{"name", gpu.name},
+         {"capability", fmt::format("{}.{}", gpu.major, gpu.minor)},
+         {"memory_bytes", gpu.memory_bytes}}
+    );
+  }
+  if (list.gpus.empty()) {
+    json["none_because"] = list.none_reason;
+  }
+  return json;
+}
+
+// Variables that change what Weft does. A secret's value is not shown.
+Json environment_json() {
+  static constexpr std::array kPrefixes = {
+      "WEFT_",
+      "OMPI_COMM_WORLD_",
+      "SLURM_PROCID",
+      "SLURM_NTASKS",
+      "SLURM_STEP_",
+      "TORCHELASTIC_RUN_ID"};
+  static constexpr std::array<std::string_view, 7> kNames = {
+      "RANK",
+      "WORLD_SIZE",
+      "LOCAL_WORLD_SIZE",
+      "MASTER_ADDR",
+      "MASTER_PORT",
+      "OMP_NUM_THREADS",
+      "OPENBLAS_NUM_THREADS"};
+  Json json = Json::object();
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const std::string_view name = text.substr(0, text.find('='));
+    const bool is_ours = std::find(kNames.begin(), kNames.end(), name) != kNames.end() ||
+                         std::any_of(kPrefixes.begin(), kPrefixes.end(), [&](auto p) {
+                           return name.starts_with(p);
+                         });
+    if (is_ours && name.size() < text.size()) {
+      const bool is_secret = name == "WEFT_SECRET";
+      json[std::string(name)] = is_secret ? "(set)" : std::string(text.substr(name.size() + 1));
+    }
+  }
+  return json;
+}
+
+}  // namespace
+
+nlohmann::ordered_json info_values() {
+  return {
+      {"weft", build_json()},
+      {"transports", transports_json()},
+      {"machine", machine_json()},
+      {"gpus", gpus_json()},
+      {"environment", environment_json()}};
+}
+
+}  // namespace weft::program
