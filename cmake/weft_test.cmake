@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# weft_test(NAME file.cpp ... [LIBS ...] [LABELS ...] [TIMEOUT seconds]): one program, one CTest entry
+# per case; sees private headers.
+function(weft_test name)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LIBS;LABELS" ${ARGN})
+  add_executable(${name} ${ARG_UNPARSED_ARGUMENTS})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_link_libraries(${name} PRIVATE weft weft_flags fmt::fmt nlohmann_json::nlohmann_json
+                        GTest::gtest GTest::gtest_main ${ARG_LIBS})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+endfunction()
+
+# weft_fuzz(NAME file.cpp ... [SECONDS n]): a libFuzzer target, run for so long; the corpus folder
+# beside the CMakeLists.txt, if there is one, seeds it. The seed is fixed so that a failure repeats.
+function(weft_fuzz name)
+  cmake_parse_arguments(ARG "" "SECONDS" "LIBS" ${ARGN})
+  if(NOT ARG_SECONDS)
+    set(ARG_SECONDS 20)
+  endif()
+  add_executable(${name} ${ARG_UNPARSED_ARGUMENTS})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_link_libraries(${name} PRIVATE weft weft_flags fmt::fmt nlohmann_json::nlohmann_json ${ARG_LIBS})
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+  set(found ${CMAKE_CURRENT_BINARY_DIR}/${name}_found)
+  file(MAKE_DIRECTORY ${found})
+  set(corpus "")
+  if(EXISTS ${CMAKE_CURRENT_SOURCE_DIR}/corpus/${name})
+    set(corpus ${CMAKE_CURRENT_SOURCE_DIR}/corpus/${name})
+  endif()
+  add_test(NAME ${name} COMMAND ${name} -seed=1 -max_total_time=${ARG_SECONDS} -timeout=10
+           -rss_limit_mb=2048 -print_final_stats=1 ${found} ${corpus})
+  math(EXPR limit "${ARG_SECONDS} + 60")
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${limit} LABELS fuzz)
+endfunction()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from run_tool import run_tool, write_tree
+
+PROGRAM = """\
+#!/bin/sh
+case "$1" in
+  --help) echo "weft: info bench" ;;
+  bench) echo "bench: --json FILE  --ranks N" ;;
+  *) exit 2 ;;
+esac
+"""
+TREE = {
+    "Makefile": "demo: ## it\n\ttrue\n",
+    "CMakePresets.json": '{"configurePresets": [{"name": "cpu"}]}',
+    "src/plan/plan.cpp": 'getenv("WEFT_LOG")',
+    "scripts/demo": "",
+    "examples/a.cpp": "int main() {\n  // [call]\n  call();\n  // [/call]\n}\n",
+    "docs/launch.md": "",
+}
+
+
+def check(tmp_path, text, *arguments):
+    root = write_tree(tmp_path / "tree", TREE | {"README.md": text})
+    program = write_tree(tmp_path, {"weft": PROGRAM}) / "weft"
+    program.chmod(0o755)
+    return run_tool("check_docs", root, "--weft", program, *arguments)
+
+
+GOOD = """\
+See `src/plan`, `plan.cpp`, `src/*/plan.cpp`, [launch](docs/launch.md), [web](https://x.y) and
+`/dev/shm`, `a/b ratio`, `make demo`, `WEFT_LOG=debug`, `weft bench --json FILE`.
+
+```sh
+make demo           # trains
+cmake --workflow --preset cpu
+build/cpu/weft bench --ranks 2
+scripts/demo
+```
+
+<!-- quote examples/a.cpp call -->
+```cpp
+call();
+```
+"""
+
+
+def test_accepts_a_true_document(tmp_path):
+    assert check(tmp_path, GOOD) == (0, "check_docs: 2 documents are true\n")
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("`src/plan/gone.cpp`", "src/plan/gone.cpp does not exist"),
+        ("`gone.hpp`", "no file is called gone.hpp"),
+        ("`src/*/gone.cpp`", "src/*/gone.cpp does not exist"),
+        ("[gone](docs/gone.md)", "docs/gone.md does not exist"),
+        ("`make gone`", "make has no target gone"),
+        ("```sh\nmake gone\n```", "make has no target gone"),
+        ("```sh\ncmake --workflow --preset gone\n```", "no preset is called gone"),
+        ("```sh\nscripts/gone --now\n```", "scripts/gone does not exist"),
+        ("`weft gone --json x`", "weft has no subcommand gone"),
+        ("`weft bench --gone`", "weft bench has no option --gone"),
+        ("`weft bench --js x`", "weft bench has no option --js"),
+        ("Set WEFT_GONE.", "nothing reads WEFT_GONE"),
+        ("<!-- quote examples/a.cpp call -->\n```cpp\nother();\n```", "the block is not what"),
+        ("<!-- quote examples/a.cpp gone -->\n```cpp\ncall();\n```", "has no section [gone]"),
+    ],
+)
+def test_refuses(tmp_path, text, problem):
+    status, out = check(tmp_path, text + "\n")
+    assert status == 1
+    assert f"README.md: {problem}" in out or problem in out
+
+
+def test_runs_marked_blocks_only(tmp_path):
+    text = "<!-- run -->\n```sh\ntouch ran\n```\n\n```sh\ntouch did_not_run\n```\n"
+    assert check(tmp_path, text, "--run")[0] == 0
+    assert (tmp_path / "tree/ran").exists() and not (tmp_path / "tree/did_not_run").exists()
+
+
+def test_reports_a_marked_block_that_fails(tmp_path):
+    status, out = check(tmp_path, "<!-- run -->\n```sh\nexit 3\n```\n", "--run")
+    assert status == 1
+    assert "README.md: exit status 3" in out
