@@ -89,7 +89,7 @@ void add_received(PlanData& plan, std::vector<Arrivals> received);
     std::span<const RouteTable> routes,  // by rank
     int num_experts,
     const PlanOptions& options,
-    std::span<const int64_t> row_budgets = {}  // by rank; empty: options.row_budget
+    std::span<const int64_t> row_budgets = {}  // by rank, -1: exact; empty: options.row_budget
 );
 
 }  // namespace weft

@@ -50,7 +50,10 @@ std::vector<Plan> build_plans(
   std::vector<RankCounts> counts;
   for (size_t rank = 0; rank < routes.size(); ++rank) {
     if (!row_budgets.empty()) {
-      options_of[rank].row_budget = row_budgets[rank];
+      options_of[rank].row_budget.reset();
+      if (row_budgets[rank] >= 0) {
+        options_of[rank].row_budget = row_budgets[rank];
+      }
     }
     check_options(options_of[rank], {});
     counts.push_back(count_routes(routes[rank], num_experts, num_ranks, options_of[rank]));

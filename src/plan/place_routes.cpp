@@ -193,7 +193,7 @@ PlanData place_routes(
   plan.shape.topk = routes.topk;
   plan.shape.num_tokens = routes.num_tokens;
   plan.shape.from_map = routes.from_map;
-  plan.shape.has_weights = routes.has_weights || !routes.weight.empty();
+  plan.shape.has_weights = !routes.weight.empty() || (routes.has_weights && routes.expert.empty());
   plan.shape.options = options;
   plan.shape.options.expert_stride = group.rule.stride;
   shape_output(plan, group);
