@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// One comparison of the exchange with the reference, and the list of them that `weft check` goes
+// through.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "weft/exchange.hpp"
+#include "weft/group.hpp"
+#include "workload.hpp"
+
+namespace weft::program {
+
+// How much room each receiver has, in rows more than it needs.
+enum class Room : uint8_t {
+  kExact,       // the plan decides
+  kSpare,       // a few rows more: slack that nobody may touch
+  kOneRowShort  // something must be dropped
+};
+
+struct CheckCase {
+  std::string row;  // where the result stands in the table
+  std::string column;
+  Workload workload = {};
+  PlanOptions options = {};
+  Room room = Room::kExact;
+  bool is_direct = true;  // output in memory that peers can write
+  int num_plans = 1;      // alive at once, used in reverse order
+  CombineScale scale = CombineScale::kNone;
+};
+
+struct CheckSettings {
+  std::string transport = "auto";
+  int num_threads = 0;
+};
+
+// Collective. Dispatch and combine of every plan, compared bit for bit with the reference; empty if
+// all is equal on this rank, else the first difference.
+[[nodiscard]] std::optional<std::string> run_case(
+    const Group& group, const CheckCase& check_case, const CheckSettings& settings
+);
+
+// Layouts by dtypes, exact, padded, with room to spare and one row short.
+[[nodiscard]] std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed);
+// What goes wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans, ...
+[[nodiscard]] std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed);
+
+}  // namespace weft::program

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// `weft check`: the exchange against the slow reference, on this machine.
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check_case.hpp"
+#include "commands.hpp"
+#include "progress.hpp"
+#include "ranks.hpp"
+#include "table.hpp"
+#include "weft/error.hpp"
+
+namespace weft::program {
+namespace {
+
+struct CheckOptions {
+  RankOptions ranks = {};
+  CheckSettings settings = {};
+  bool is_quick = false;
+  uint64_t seed = 1;
+};
+
+constexpr const char* kFooter =
+    R"(Every case runs plan, dispatch and combine and compares every byte with a slow single-threaded
+reference; the first difference is printed with its rank, token, k and element.
+Exit code 1 if anything differs.
+
+Examples:
+  weft check --quick                      a few seconds, four ranks
+  weft check --ranks 8 --transport shm    1, 2, 3, 4 and 8 ranks over shared memory
+  weft check --threads                    ranks as threads of one process)";
+
+struct Failure {
+  std::string name;
+  std::string text;
+};
+
+Bytes bytes_of(const std::string& text) {
+  const auto* data = reinterpret_cast<const std::byte*>(text.data());
+  return {data, data + text.size()};
+}
+
+// What the first rank that found a difference says, the same on every rank; empty if none did.
+std::string first_failure(const Group& group, const std::string& mine) {
+  const auto texts = group.all_gather(bytes_of(mine));
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (!texts[rank].empty()) {
+      const std::string text(reinterpret_cast<const char*>(texts[rank].data()), texts[rank].size());
+      return fmt::format("{} [rank {}/{}]", text, rank, group.num_ranks());
+    }
+  }
+  return {};
+}
+
+// A case per cell, "-" where a combination does not exist.
+class ResultTable {
+ public:
+  explicit ResultTable(std::string title) : title_(std::move(title)) {}
+
+  void add(const CheckCase& check_case, bool is_good) {
+    if (std::find(rows_.begin(), rows_.end(), check_case.row) == rows_.end()) {
+      rows_.push_back(check_case.row);
+    }
+    if (std::find(columns_.begin(), columns_.end(), check_case.column) == columns_.end()) {
+      columns_.push_back(check_case.column);
+    }
+    cells_[{check_case.row, check_case.column}] = is_good ? "ok" : "FAIL";
+  }
+
+  [[nodiscard]] std::string text() const {
+    std::vector<std::string> header = {title_};
+    header.insert(header.end(), columns_.begin(), columns_.end());
+    Table table(header);
+    for (const std::string& row : rows_) {
+      std::vector<std::string> cells = {row};
+      for (const std::string& column : columns_) {
+        const auto cell = cells_.find({row, column});
+        cells.push_back(cell == cells_.end() ? "-" : cell->second);
+      }
+      table.add_row(std::move(cells));
+    }
+    return table.text();
+  }
+
+ private:
+  std::string title_;
+  std::vector<std::string> rows_;
+  std::vector<std::string> columns_;
+  std::map<std::pair<std::string, std::string>, std::string> cells_;
+};
+
+class CheckRun {
+ public:
+  CheckRun(const Group& group, const CheckOptions& options)
+      : group_(group), options_(options), progress_("check", group.rank() == 0) {}
+
+  int run() {
+    const int n = group_.num_ranks();
+    const auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
+    const auto hard = hard_cases(n, options_.is_quick, options_.seed);
+    num_cases_ = matrix.size() + hard.size();
+    ResultTable matrix_table("layout and dtype");
+    ResultTable hard_table("hard case");
+    run_all(matrix, matrix_table);
+    run_all(hard, hard_table);
+    if (group_.rank() == 0) {
+      print(matrix_table, hard_table);
+    }
+    return failures_.empty() ? 0 : 1;
+  }
+
+ private:
+  void run_all(const std::vector<CheckCase>& cases, ResultTable& table) {
+    for (const CheckCase& check_case : cases) {
+      progress_.update(static_cast<double>(num_done_++) / static_cast<double>(num_cases_));
+      std::string mine;
+      try {
+        mine = run_case(group_, check_case, options_.settings).value_or("");
+      } catch (const TimeoutError&) {
+        throw;  // the rest would wait as long again, each
+      } catch (const Error& error) {
+        mine = error.what();
+      }
+      const std::string failure = first_failure(group_, mine);
+      table.add(check_case, failure.empty());
+      if (!failure.empty()) {
+        failures_.push_back({check_case.row + ", " + check_case.column, failure});
+      }
+    }
+  }
+
+  void print(const ResultTable& matrix, const ResultTable& hard) const {
+    fmt::print("{} ranks\n\n{}\n{}\n", group_.num_ranks(), matrix.text(), hard.text());
+    for (const Failure& failure : failures_) {
+      fmt::print("FAIL {}: {}\n", failure.name, failure.text);
+    }
+    fmt::print(
+        "{} of {} cases equal the reference (seed {})\n\n",
+        num_cases_ - failures_.size(),
+        num_cases_,
+        options_.seed
+    );
+  }
+
+  const Group& group_;
+  const CheckOptions& options_;
+  Progress progress_;
+  std::vector<Failure> failures_;
+  size_t num_cases_ = 0;
+  size_t num_done_ = 0;
+};
+
+void run_check(const CheckOptions& options) {
+  std::set<int> group_sizes = {options.ranks.num_ranks};
+  if (!options.is_quick && !is_launched()) {
+    for (const int size : {1, 2, 3, 4}) {
+      if (size < options.ranks.num_ranks) {
+        group_sizes.insert(size);
+      }
+    }
+  }
+  for (const int size : group_sizes) {
+    RankOptions ranks = options.ranks;
+    ranks.num_ranks = size;
+    run_ranks(ranks, [&](Group& group) { return CheckRun(group, options).run(); });
+  }
+}
+
+}  // namespace
+
+void add_check(CLI::App& app) {
+  CLI::App* command =
+      app.add_subcommand("check", "Compare the exchange with the slow reference on this machine");
+  auto options = std::make_shared<CheckOptions>();
+  command->footer(kFooter);
+  add_rank_options(*command, options->ranks);
+  command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
+  command->add_option("--transport", options->settings.transport, "As listed by `weft info`")
+      ->capture_default_str();
+  command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
+      ->check(CLI::Range(0, 256))
+      ->default_str("the cores shared among the ranks");
+  command->add_option("--seed", options->seed, "Of routing and rows")->capture_default_str();
+  command->callback([options] { run_check(*options); });
+}
+
+}  // namespace weft::program

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "check_case.hpp"
+#include "check_compare.hpp"
+#include "exchange/reference_exchange.hpp"
+#include "plan/reference_plan.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr std::byte kUntouched{0x5a};
+constexpr std::chrono::seconds kTimeout{20};
+
+// Output and what it should be, for one call on all ranks; only this rank's actual output exists.
+struct PlanRun {
+  std::vector<RankInput> inputs;  // by rank
+  std::vector<Plan> expected;     // by rank
+  std::optional<Plan> plan;       // this rank's, from the exchange
+};
+
+class CaseRun {
+ public:
+  CaseRun(const Group& group, const CheckCase& check_case, const CheckSettings& settings)
+      : case_(check_case),
+        rank_(static_cast<size_t>(group.rank())),
+        exchange_(group, config(check_case, settings)) {}
+
+  std::optional<std::string> run() {
+    std::vector<PlanRun> runs;
+    for (int version = 0; version < case_.num_plans; ++version) {
+      runs.push_back(make_plan(static_cast<uint64_t>(version)));
+    }
+    std::reverse(runs.begin(), runs.end());
+    for (const PlanRun& run : runs) {
+      check_dispatch(run);
+      if (case_.workload.dtype != DType::kByte) {
+        check_combine(run);
+      }
+    }
+    return failure_;
+  }
+
+ private:
+  static ExchangeConfig config(const CheckCase& check_case, const CheckSettings& settings) {
+    const Workload& workload = check_case.workload;
+    ExchangeConfig config;
+    config.hidden = workload.hidden;
+    config.max_tokens = std::max<int64_t>(
+        1, *std::max_element(workload.num_tokens.begin(), workload.num_tokens.end())
+    );
+    config.num_experts = workload.routing.num_experts;
+    config.max_topk = workload.routing.topk;
+    config.transport = settings.transport;
+    config.num_threads = settings.num_threads;
+    config.timeout = kTimeout;
+    return config;
+  }
+
+  // Keeps the first failure. All ranks go on, since the calls that follow are collective.
+  void note(std::optional<std::string> difference) {
+    if (difference && !failure_) {
+      failure_ = std::move(difference);
+    }
+  }
+
+  [[nodiscard]] std::vector<PlanOptions> options_by_rank(std::span<const RouteTable> tables) const {
+    std::vector<PlanOptions> options(tables.size(), case_.options);
+    if (case_.room == Room::kExact) {
+      return options;
+    }
+    const int64_t more = case_.room == Room::kSpare ? 3 : -1;
+    const auto exact = reference_plans(tables, case_.workload.routing.num_experts, case_.options);
+    for (size_t rank = 0; rank < tables.size(); ++rank) {
+      if (case_.options.layout == Layout::kExpertStrided) {
+        options[rank].expert_stride =
+            std::max<int64_t>(1, exact[rank].shape.options.expert_stride + more);
+      } else {
+        options[rank].row_budget = std::max<int64_t>(0, exact[rank].required_rows + more);
+      }
+    }
+    return options;
+  }
+
+  PlanRun make_plan(uint64_t version) {
+    PlanRun run;
+    for (int rank = 0; rank < case_.workload.num_ranks(); ++rank) {
+      run.inputs.push_back(make_input(case_.workload, rank, version));
+    }
+    const auto tables = route_tables(case_.workload, run.inputs);
+    const auto options = options_by_rank(tables);
+    std::vector<int64_t> budgets;
+    for (const PlanOptions& each : options) {
+      if (each.row_budget) {
+        budgets.push_back(*each.row_budget);
+      }
+    }
+    for (PlanData& data :
+         reference_plans(tables, case_.workload.routing.num_experts, options[0], budgets)) {
+      run.expected.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+    }
+    run.plan = exchange_.plan(run.inputs[rank_].routing(), options[rank_]);
+    if (!(*run.plan == run.expected[rank_])) {
+      note(fmt::format("plan: {} rows, differs from the reference plan", run.plan->num_rows()));
+    }
+    return run;
+  }
+
+  [[nodiscard]] DispatchInput dispatch_input(const RankInput& input) const {
+    return {.x = input.x.view(), .weights = input.weights.view(), .scales = input.scales.view()};
+  }
+
+  // Memory for one rank's dispatch output, filled so that an untouched row can be told.
+  struct Rows {
+    Matrix rows;
+    Matrix weights;
+    Matrix scales;
+    DispatchOutput views() {
+      return {.rows = rows.view(), .weights = weights.view(), .scales = scales.view()};
+    }
+  };
+  [[nodiscard]] Rows make_output(const Plan& plan) const {
+    const int64_t n = plan.num_rows();
+    return {
+        Matrix(case_.workload.dtype, n, case_.workload.hidden, kUntouched),
+        Matrix(DType::kFloat32, n, plan.row_weight_cols(), kUntouched),
+        Matrix(DType::kFloat32, n, case_.workload.scale_cols, kUntouched),
+    };
+  }
+
+  void check_dispatch(const PlanRun& run) {
+    std::vector<Rows> expected;
+    std::vector<DispatchInput> inputs;
+    std::vector<DispatchOutput> outputs;
+    for (const Plan& plan : run.expected) {
+      expected.push_back(make_output(plan));
+    }
+    for (size_t rank = 0; rank < expected.size(); ++rank) {
+      inputs.push_back(dispatch_input(run.inputs[rank]));
+      outputs.push_back(expected[rank].views());
+    }
+    reference_dispatch(run.expected, inputs, outputs);
+
+    Rows actual = make_output(*run.plan);
+    DispatchOutput out = actual.views();
+    Buffer buffer;
+    if (case_.is_direct) {
+      buffer = exchange_.allocate(out.rows.rows, out.rows.cols, out.rows.dtype);
+      out.rows = buffer.tensor();
+      std::fill_n(out.rows.data, out.rows.num_bytes(), kUntouched);
+    }
+    exchange_.dispatch(*run.plan, inputs[rank_], out);
+
+    const auto row_text = [&](int64_t slot) { return slot_text(run.expected[rank_].data(), slot); };
+    note(first_difference("dispatch rows", out.rows, outputs[rank_].rows, row_text));
+    note(first_difference("dispatch weights", out.weights, outputs[rank_].weights, row_text));
+    note(first_difference("dispatch scales", out.scales, outputs[rank_].scales, row_text));
+  }
+
+  void check_combine(const PlanRun& run) {
+    std::vector<Matrix> rows;
+    std::vector<Matrix> row_weights;
+    std::vector<Matrix> x;
+    std::vector<Matrix> weights;
+    for (size_t rank = 0; rank < run.expected.size(); ++rank) {
+      const Plan& plan = run.expected[rank];
+      const uint64_t seed = mix_seed(case_.workload.routing.seed, 100 + rank);
+      const ConstTensor source_weights = run.inputs[rank].weights.view();
+      rows.push_back(
+          make_rows(case_.workload.dtype, plan.num_rows(), case_.workload.hidden, mix_seed(seed, 1))
+      );
+      row_weights.push_back(
+          make_rows(DType::kFloat32, plan.num_rows(), plan.row_weight_cols(), mix_seed(seed, 2))
+      );
+      x.emplace_back(case_.workload.dtype, plan.num_tokens(), case_.workload.hidden, kUntouched);
+      weights.emplace_back(DType::kFloat32, plan.num_tokens(), source_weights.cols, kUntouched);
+    }
+    std::vector<CombineInput> inputs;
+    std::vector<CombineOutput> outputs;
+    for (size_t rank = 0; rank < run.expected.size(); ++rank) {
+      inputs.push_back(
+          {.rows = rows[rank].view(), .weights = row_weights[rank].view(), .scale = case_.scale}
+      );
+      if (case_.scale == CombineScale::kSourceWeights) {
+        inputs.back().source_weights = run.inputs[rank].weights.view();
+      }
+      outputs.push_back({.x = x[rank].view(), .weights = weights[rank].view()});
+    }
+    reference_combine(run.expected, inputs, outputs);
+
+    Matrix actual_x(case_.workload.dtype, x[rank_].rows(), x[rank_].cols(), kUntouched);
+    Matrix actual_weights(
+        DType::kFloat32, weights[rank_].rows(), weights[rank_].cols(), kUntouched
+    );
+    exchange_.combine(
+        *run.plan, inputs[rank_], {.x = actual_x.view(), .weights = actual_weights.view()}
+    );
+    const auto row_text = [&](int64_t token) {
+      return fmt::format("rank {}, token {}", rank_, token);
+    };
+    note(first_difference("combine x", actual_x.view(), x[rank_].view(), row_text));
+    note(first_difference("combine weights", actual_weights.view(), weights[rank_].view(), row_text)
+    );
+  }
+
+  const CheckCase& case_;
+  size_t rank_;
+  Exchange exchange_;
+  std::optional<std::string> failure_;
+};
+
+}  // namespace
+
+std::optional<std::string> run_case(
+    const Group& group, const CheckCase& check_case, const CheckSettings& settings
+) {
+  return CaseRun(group, check_case, settings).run();
+}
+
+}  // namespace weft::program

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// `weft limits`: what copying can reach on this machine.
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "commands.hpp"
+#include "limits.hpp"
+#include "measure.hpp"
+#include "progress.hpp"
+#include "table.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr int64_t kLargeBlock = 1 << 20;
+
+struct LimitsOptions {
+  int max_ranks = 0;
+  CopyShape shape = {};
+  std::vector<int64_t> row_bytes = {kLargeBlock, 512, 2048, 4096, 8192, 14336};
+  double seconds = 0.1;
+};
+
+constexpr const char* kFooter =
+    R"(Every rank reads its own private memory and writes into the shared memory of all ranks, as dispatch
+does, without any bookkeeping. GB/s (1e9) are of all ranks together; a byte read once and written
+once counts once.
+
+Examples:
+  weft limits                              1 to as many ranks as there are cores
+  weft limits --ranks 4 --row-bytes 4096   one row size, up to four ranks at once)";
+
+std::string block_text(int64_t bytes) {
+  return bytes >= kLargeBlock ? bytes_text(static_cast<double>(bytes)) : count_text(bytes) + " B";
+}
+
+std::string gbps_text(CopyRig& rig, const CopySettings& settings) {
+  return fmt::format("{:.1f}", rig.measure(settings));
+}
+
+void run_limits(const LimitsOptions& options) {
+  const int max_ranks = options.max_ranks > 0 ? options.max_ranks : std::max(2, num_usable_cores());
+  Table table({"ranks", "block", "memcpy", "streaming", "memcpy pinned", "streaming pinned"});
+  {
+    Progress progress("limits");
+    const double total = max_ranks * static_cast<double>(options.row_bytes.size());
+    double done = 0;
+    for (int num_ranks = 1; num_ranks <= max_ranks; ++num_ranks) {
+      for (const int64_t row_bytes : options.row_bytes) {
+        progress.update(done++ / total);
+        CopyShape shape = options.shape;
+        shape.num_ranks = num_ranks;
+        shape.row_bytes = row_bytes;
+        CopyRig rig(shape);
+        std::vector<std::string> cells = {std::to_string(num_ranks), block_text(row_bytes)};
+        for (const bool is_pinned : {false, true}) {
+          for (const CopyMethod method : {CopyMethod::kMemcpy, CopyMethod::kStream}) {
+            cells.push_back(gbps_text(rig, {method, is_pinned, options.seconds}));
+          }
+        }
+        table.add_row(std::move(cells));
+      }
+    }
+  }
+  fmt::print(
+      "GB/s copied by all ranks together; {} usable cores, each row copied {} times\n\n{}",
+      num_usable_cores(),
+      options.shape.copies,
+      table.text()
+  );
+}
+
+}  // namespace
+
+void add_limits(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("limits", "What copying can reach on this machine");
+  auto options = std::make_shared<LimitsOptions>();
+  command->footer(kFooter);
+  command->add_option("--ranks", options->max_ranks, "Most ranks that copy at once")
+      ->check(CLI::Range(1, 64))
+      ->default_str("the usable cores, at least 2");
+  command
+      ->add_option(
+          "--threads-per-rank", options->shape.threads_per_rank, "Copying threads of a rank"
+      )
+      ->check(CLI::Range(1, 256))
+      ->default_str("the usable cores shared among the ranks");
+  command->add_option("--row-bytes", options->row_bytes, "Bytes of one copy, a multiple of 16")
+      ->check(CLI::Range(int64_t{16}, int64_t{64} << 20))
+      ->delimiter(',')
+      ->capture_default_str();
+  command->add_option("--source-bytes", options->shape.source_bytes, "Private memory of a rank")
+      ->check(CLI::Range(int64_t{1} << 10, int64_t{1} << 30))
+      ->capture_default_str();
+  command->add_option("--copies", options->shape.copies, "Times each row is copied")
+      ->check(CLI::Range(1, 32))
+      ->capture_default_str();
+  command->add_option("--seconds", options->seconds, "Time for each number")
+      ->check(CLI::Range(0.001, 10.0))
+      ->capture_default_str();
+  command->callback([options] { run_limits(*options); });
+}
+
+}  // namespace weft::program

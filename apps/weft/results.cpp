@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "results.hpp"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+
+#include "build_info.hpp"
+#include "core/atomic_file.hpp"
+#include "core/devices.hpp"
+#include "machine_info.hpp"
+#include "table.hpp"
+
+namespace weft::program {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Digits beyond the third decimal are noise.
+double rounded(double value) {
+  return std::round(value * 1e3) / 1e3;
+}
+
+Json row_json(const ResultRow& row) {
+  Json json = {
+      {"op", row.op},
+      {"executor", row.executor},
+      {"transport", row.transport},
+      {"layout", row.layout},
+      {"dtype", row.dtype},
+      {"ranks", row.ranks},
+      {"tokens", row.tokens},
+      {"hidden", row.hidden},
+      {"experts", row.experts},
+      {"topk", row.topk},
+      {"pad", row.pad},
+      {"sms", row.sms},
+      {"mode", row.mode},
+      {"us_p50", rounded(row.us_p50)},
+      {"us_p99", rounded(row.us_p99)},
+      {"wire_bytes", std::llround(row.wire_bytes)},
+      {"logical_bytes", std::llround(row.logical_bytes)},
+      {"limit_us", row.limit_us > 0 ? Json(rounded(row.limit_us)) : Json(nullptr)},
+      {"percent_of_limit",
+       row.limit_us > 0 ? Json(rounded(row.percent_of_limit())) : Json(nullptr)},
+      {"checked", row.checked},
+  };
+  if (row.rival) {
+    json["rival"] = {{"name", row.rival->name}, {"us_p50", rounded(row.rival->us_p50)}};
+  }
+  return json;
+}
+
+std::string text_or_none(const std::string& text) {
+  return text.empty() ? "none" : text;
+}
+
+}  // namespace
+
+Json results_json(const std::vector<ResultRow>& rows, double limit_gbps) {
+  const BuildInfo build = build_info();
+  const MachineInfo machine = machine_info();
+  const GpuList gpus = list_gpus();
+  const auto now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  Json json = {
+      {"commit", build.commit.empty() ? "unknown" : build.commit},
+      {"dirty", build.is_dirty},
+      {"date", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(now))},
+      {"machine",
+       fmt::format(
+           "{}, {} cores, {}",
+           machine.cpu,
+           machine.usable_cores,
+           bytes_text(static_cast<double>(machine.memory_bytes))
+       )},
+      {"gpus", Json::array()},
+      {"driver", text_or_none(gpus.driver)},
+      {"cuda", text_or_none(gpus.runtime)},
+      {"limit_gbps", rounded(limit_gbps)},
+      {"rows", Json::array()},
+  };
+  for (const GpuInfo& gpu : gpus.gpus) {
+    json["gpus"].push_back(gpu.name);
+  }
+  for (const ResultRow& row : rows) {
+    json["rows"].push_back(row_json(row));
+  }
+  return json;
+}
+
+void save_results(const std::string& path, const std::vector<ResultRow>& rows, double limit_gbps) {
+  write_file_atomically(path, results_json(rows, limit_gbps).dump(2) + "\n");
+}
+
+}  // namespace weft::program

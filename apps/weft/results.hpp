@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// One measurement file: where it was made and its rows. docs/benchmarks.md says what each field
+// means.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace weft::program {
+
+// Another way of doing the same work, measured beside it in the same run.
+struct Rival {
+  std::string name;
+  double us_p50 = 0;
+};
+
+struct ResultRow {
+  std::string op;  // dispatch, combine, plan, plan+dispatch, ...
+  std::string executor = "cpu";
+  std::string transport;
+  std::string layout;
+  std::string dtype;
+  int ranks = 0;
+  int64_t tokens = 0;  // per rank, the largest
+  int64_t hidden = 0;
+  int experts = 0;
+  int topk = 0;
+  int64_t pad = 1;
+  int sms = 0;        // 0: not a GPU
+  std::string mode;   // "exact direct", "exact staged"
+  double us_p50 = 0;  // of the slowest rank of each sample
+  double us_p99 = 0;
+  double wire_bytes = 0;     // of all ranks, mean over the samples' routings
+  double logical_bytes = 0;  // likewise
+  double limit_us = 0;       // 0: nothing to copy, no limit
+  bool checked = false;
+  std::optional<Rival> rival = {};
+
+  [[nodiscard]] double percent_of_limit() const { return us_p50 > 0 ? 100 * limit_us / us_p50 : 0; }
+  [[nodiscard]] double wire_gbps() const { return us_p50 > 0 ? wire_bytes / us_p50 / 1e3 : 0; }
+  [[nodiscard]] double logical_gbps() const {
+    return us_p50 > 0 ? logical_bytes / us_p50 / 1e3 : 0;
+  }
+};
+
+// The file's content: this build, this machine, now.
+[[nodiscard]] nlohmann::ordered_json results_json(
+    const std::vector<ResultRow>& rows, double limit_gbps
+);
+
+// Throws Error (kFile).
+void save_results(const std::string& path, const std::vector<ResultRow>& rows, double limit_gbps);
+
+}  // namespace weft::program
