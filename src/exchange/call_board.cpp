@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/call_board.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace weft {
+namespace {
+
+using FieldNames = std::array<std::string_view, kSignatureFields>;
+
+// What each signature field means to the user, per operation; empty names are unused.
+const FieldNames& field_names(Op op) {
+  static constexpr FieldNames kPlan = {
+      "layout", "pad_multiple", "expert_stride", "overflow", "topk", "from_map", "has_weights", ""};
+  static constexpr FieldNames kDispatch = {
+      "plan number",
+      "dtype of x",
+      "row bytes of x",
+      "row bytes of scales",
+      "has_weights",
+      "",
+      "",
+      ""};
+  static constexpr FieldNames kCombine = {
+      "plan number", "dtype of rows", "row bytes of rows", "scale", "has_weights", "", "", ""};
+  switch (op) {
+    case Op::kPlan:
+      return kPlan;
+    case Op::kDispatch:
+      return kDispatch;
+    case Op::kCombine:
+      break;
+  }
+  return kCombine;
+}
+
+}  // namespace
+
+std::string_view op_name(Op op) {
+  switch (op) {
+    case Op::kPlan:
+      return "plan";
+    case Op::kDispatch:
+      return "dispatch";
+    case Op::kCombine:
+      return "combine";
+  }
+  return "nothing known";
+}
+
+CallBoard::CallBoard(
+    Transport& transport,
+    Waiter& waiter,
+    const Context& context,
+    const ControlMap& map,
+    const SignalMap& signals
+)
+    : transport_(transport), waiter_(waiter), context_(context), map_(map), signals_(signals) {}
+
+void CallBoard::connect(std::byte* control, std::vector<uint32_t> slots) {
+  control_ = control;
+  slots_ = std::move(slots);
+}
+
+std::vector<CallWord> CallBoard::swap(
+    std::span<const CallWord> words, std::span<const std::byte> payload
+) {
+  post(words, payload);
+  std::vector<CallWord> all = collect(words[static_cast<size_t>(context_.rank)]);
+  compare(all);
+  return all;
+}
+
+void CallBoard::refuse(Op op, std::string_view reason) {
+  CallWord word;
+  word.call = call_;
+  word.op = op;
+  word.is_refused = 1;
+  const size_t length = std::min(reason.size(), word.refusal.size() - 1);
+  std::copy_n(reason.data(), length, word.refusal.data());
+  const std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks), word);
+  post(words, {});
+  static_cast<void>(collect(word));
+}
+
+void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte> payload) {
+  const auto own = static_cast<uint64_t>(context_.rank);
+  message_.resize(sizeof(CallWord) + payload.size());
+  if (!payload.empty()) {
+    std::memcpy(message_.data() + sizeof(CallWord), payload.data(), payload.size());
+  }
+  const uint64_t offset = map_.call_offset(call_, own);
+  for (int step = 0; step < context_.num_ranks; ++step) {
+    const int rank = (context_.rank + step) % context_.num_ranks;
+    std::memcpy(message_.data(), &words[static_cast<size_t>(rank)], sizeof(CallWord));
+    if (rank == context_.rank) {  // own word and payload, where payload() looks for them
+      std::memcpy(control_ + offset, message_.data(), message_.size());
+      continue;
+    }
+    const Put put = {
+        .source = message_.data(),
+        .bytes = message_.size(),
+        .region = slots_[static_cast<size_t>(rank)],
+        .signal = signals_.call(static_cast<uint32_t>(own)),
+        .offset = offset};
+    transport_.put(rank, {&put, 1});
+  }
+}
+
+std::vector<CallWord> CallBoard::collect(const CallWord& own) {
+  std::vector<Missing> wanted;
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    if (rank != context_.rank) {
+      wanted.push_back(
+          {.peer = rank, .signal = signals_.call(static_cast<uint32_t>(rank)), .wanted = call_}
+      );
+    }
+  }
+  waiter_.until_raised({.op = op_name(own.op), .call = call_, .what = "call word"}, wanted);
+  std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks));
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    std::memcpy(&words[rank], control_ + map_.call_offset(call_, rank), sizeof(CallWord));
+  }
+  return words;
+}
+
+void CallBoard::compare(std::span<const CallWord> words) const {
+  const CallWord& own = words[static_cast<size_t>(context_.rank)];
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    const CallWord& other = words[rank];
+    WEFT_CHECK_ARG(
+        context_,
+        other.op == own.op,
+        "{}: rank {} calls {} (all ranks make the same calls in the same order; this is call {})",
+        op_name(own.op),
+        rank,
+        op_name(other.op),
+        own.call
+    );
+    WEFT_CHECK_ARG(
+        context_,
+        other.is_refused == 0,
+        "{}: rank {} refused the call: {}",
+        op_name(own.op),
+        rank,
+        other.refusal.data()
+    );
+    for (size_t field = 0; field < kSignatureFields; ++field) {
+      WEFT_CHECK_ARG(
+          context_,
+          other.signature[field] == own.signature[field],
+          "{}: {} = {} here and {} on rank {} (must be equal on all ranks)",
+          op_name(own.op),
+          field_names(own.op)[field],
+          own.signature[field],
+          other.signature[field],
+          rank
+      );
+    }
+  }
+}
+
+std::span<const std::byte> CallBoard::payload(int rank) const {
+  const uint64_t offset = map_.call_offset(call_, static_cast<uint64_t>(rank)) + sizeof(CallWord);
+  return {control_ + offset, map_.payload_bytes};
+}
+
+}  // namespace weft

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every collective call starts here: each rank tells each other rank what it is about to do and
+// where to write, and nobody writes before it has heard from all. That is the barrier, the
+// signature check and the address exchange in one message.
+//
+// A rank that must refuse its caller's arguments still posts its word, marked so, and still hears
+// everyone out: call numbers stay equal on all ranks and the exchange stays usable.
+//
+// Two parities suffice: rank p posts call n + 2 only after it finished n + 1, hence after it read
+// my word of n + 1, which I posted after reading all words of n.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "exchange/region_map.hpp"
+#include "exchange/waiter.hpp"
+#include "transport/transport.hpp"
+
+namespace weft {
+
+enum class Op : uint32_t { kPlan = 1, kDispatch, kCombine };
+
+[[nodiscard]] std::string_view op_name(Op op);
+
+// Where a peer shall write arrival i: offset + (by_slot ? primary slot : i) * row bytes.
+struct Target {
+  RegionRef region = {};  // generation 0: nothing of this kind travels
+  uint64_t offset = 0;
+  uint64_t by_slot = 0;
+};
+
+inline constexpr int kSignatureFields = 8;
+
+// Trivially copyable; lies in shared memory.
+struct CallWord {
+  uint64_t call = 0;
+  Op op = Op::kPlan;
+  uint32_t is_refused = 0;
+  std::array<int64_t, kSignatureFields> signature = {};  // must be equal on all ranks
+  int64_t num_tokens = 0;
+  int64_t row_budget = -1;
+  Target rows;            // dispatch: rows; combine: partial sums
+  Target scales;          // dispatch
+  Target weights;         // both, one float per route
+  Target source_weights;  // combine with kSourceWeights, one float per route
+  std::array<char, 512> refusal = {};
+};
+
+class CallBoard {
+ public:
+  // `control` is this rank's control region; every peer's is imported under slots[rank].
+  CallBoard(
+      Transport& transport,
+      Waiter& waiter,
+      const Context& context,
+      const ControlMap& map,
+      const SignalMap& signals
+  );
+  void connect(std::byte* control, std::vector<uint32_t> slots);
+
+  // Number of the call that begins now, from 1.
+  uint64_t next_call() { return ++call_; }
+
+  // Posts words[r] (and the payload) to each rank r and waits for theirs; returns them by rank,
+  // this rank's own included. Throws if any rank refused, does another operation, or has another
+  // signature.
+  [[nodiscard]] std::vector<CallWord> swap(
+      std::span<const CallWord> words, std::span<const std::byte> payload
+  );
+  // What `rank` sent behind its word of this call. Valid until the next call but one.
+  [[nodiscard]] std::span<const std::byte> payload(int rank) const;
+
+  // Posts a refusal, waits for the others as swap() does, and returns; the caller throws its own
+  // error.
+  void refuse(Op op, std::string_view reason);
+
+ private:
+  void post(std::span<const CallWord> words, std::span<const std::byte> payload);
+  [[nodiscard]] std::vector<CallWord> collect(const CallWord& own);
+  void compare(std::span<const CallWord> words) const;
+
+  Transport& transport_;
+  Waiter& waiter_;
+  Context context_;
+  ControlMap map_;
+  SignalMap signals_;
+  std::byte* control_ = nullptr;
+  std::vector<uint32_t> slots_;
+  uint64_t call_ = 0;
+  std::vector<std::byte> message_;
+};
+
+}  // namespace weft

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU executor needs of its rank and of the call it runs.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "exchange/call_board.hpp"
+#include "exchange/region_map.hpp"
+#include "exchange/staging.hpp"
+#include "exchange/waiter.hpp"
+#include "exchange/worker_pool.hpp"
+#include "plan/plan_data.hpp"
+#include "transport/transport.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+// Of the rank, for all calls.
+struct CpuRank {
+  Transport& transport;
+  Waiter& waiter;
+  WorkerPool& workers;
+  SignalMap signals;
+  // [signals.size()] the number each signal has once all finished calls are accounted for. Signals
+  // are never reset: a call knows from its plan by how much each will grow.
+  std::vector<uint64_t>& settled;
+};
+
+// Of one call.
+struct CpuCall {
+  uint64_t number = 0;
+  const PlanData& plan;
+  std::span<const CallWord> words;  // by rank: where that rank wants what is sent to it
+  const Staging& staging;
+  std::byte* staging_data = nullptr;
+};
+
+// Where (token, k) has its weight in a tensor shaped like Routing::weights.
+[[nodiscard]] inline size_t weight_index(const PlanData& plan, int64_t token, int32_t k) {
+  const int64_t route = token * plan.shape.topk + k;
+  if (!plan.shape.from_map) {
+    return static_cast<size_t>(route);
+  }
+  const int32_t expert = plan.route_expert[static_cast<size_t>(route)];
+  return static_cast<size_t>(token * plan.shape.num_experts + expert);
+}
+
+// Where route `j` of a pair has its weight in a tensor shaped like DispatchOutput::weights.
+[[nodiscard]] inline size_t row_weight_index(const PlanData& plan, const Arrivals& pair, size_t j) {
+  const auto row = static_cast<size_t>(pair.slot[j]);
+  return pair.one_row ? row * static_cast<size_t>(plan.shape.topk) + static_cast<size_t>(pair.k[j])
+                      : row;
+}
+
+// Scales and rows of dispatch, straight to their slots or through staging as each receiver asked.
+void dispatch_cpu(
+    const CpuRank& rank, const CpuCall& call, const DispatchInput& in, const DispatchOutput& out
+);
+
+void combine_cpu(
+    const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
+);
+
+}  // namespace weft

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// The byte geometry of every region that peers write, for host and device alike. No order of fields
+// is spelled anywhere else.
+//
+// Control region of a rank: what its peers tell it. `source` is always the rank that writes.
+//
+//   call words   [2 parities][num_ranks]   CallWord, then the payload of a plan call (counts)
+//   records      [num_ranks]               u64 length, then encode_records() of this pair
+//
+// A parity's word may be overwritten two calls later: by then every rank has read it
+// (call_board.hpp).
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.hpp"
+
+namespace weft {
+
+WEFT_HD constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+struct ControlMap {
+  uint64_t num_ranks = 1;
+  uint64_t word_bytes = 0;     // of a call word
+  uint64_t payload_bytes = 0;  // most that follows a call word
+  uint64_t record_bytes = 0;   // most that encode_records() returns
+
+  WEFT_HD constexpr uint64_t call_stride() const {
+    return align_up(word_bytes + payload_bytes, 64);
+  }
+  WEFT_HD constexpr uint64_t call_offset(uint64_t call, uint64_t source) const {
+    return (call % 2 * num_ranks + source) * call_stride();
+  }
+  WEFT_HD constexpr uint64_t record_stride() const {
+    return align_up(sizeof(uint64_t) + record_bytes, 64);
+  }
+  WEFT_HD constexpr uint64_t record_offset(uint64_t source) const {
+    return 2 * num_ranks * call_stride() + source * record_stride();
+  }
+  WEFT_HD constexpr uint64_t num_bytes() const { return record_offset(num_ranks); }
+};
+
+// Arrivals covered by one chunk signal. 32 rows of 4 KiB fill a sixteenth of a 2 MiB cache, so that
+// a chunk is still warm when its receiver fans it out.
+inline constexpr int64_t kChunkArrivals = 32;
+
+WEFT_HD constexpr int64_t num_chunks(int64_t num_arrivals) {
+  return (num_arrivals + kChunkArrivals - 1) / kChunkArrivals;
+}
+
+// Signals of a rank, by the peer that raises them.
+struct SignalMap {
+  uint32_t num_ranks = 1;
+  uint32_t max_chunks = 0;  // num_chunks(max_tokens)
+
+  WEFT_HD constexpr uint32_t call(uint32_t source) const { return source; }
+  WEFT_HD constexpr uint32_t records(uint32_t source) const { return num_ranks + source; }
+  WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
+    return 2 * num_ranks + source;
+  }
+  WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
+    return 3 * num_ranks + source * max_chunks + chunk;
+  }
+  WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
+    return 3 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+  }
+  WEFT_HD constexpr uint32_t size() const { return 3 * num_ranks + 2 * num_ranks * max_chunks; }
+};
+
+}  // namespace weft

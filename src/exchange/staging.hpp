@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where in this rank's staging region each peer writes during one call. Derived from the plan
+// alone.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "exchange/region_map.hpp"
+#include "plan/plan_data.hpp"
+
+namespace weft {
+
+// Offsets by peer; this rank's own entries are unused. Zero bytes of a kind: it does not travel or
+// goes straight to its slots.
+struct Staging {
+  std::vector<uint64_t> rows;
+  std::vector<uint64_t> scales;
+  std::vector<uint64_t> weights;
+  std::vector<uint64_t> source_weights;
+  uint64_t num_bytes = 0;
+};
+
+// Bytes of one row of each kind, 0 where that kind needs no staging.
+struct StagedRowBytes {
+  uint64_t rows = 0;
+  uint64_t scales = 0;
+  uint64_t weights = 0;         // of one route
+  uint64_t source_weights = 0;  // of one route
+};
+
+// dispatch: by source, what it sends here.
+[[nodiscard]] Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes);
+// combine: by expert rank, what it sends back here; source_weights by token rank.
+[[nodiscard]] Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes);
+
+}  // namespace weft

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every check of the caller's arguments, in one place. All throw Error (kInvalidArgument or
+// kUnsupported) before anything is written.
+#pragma once
+
+#include "core/check.hpp"
+#include "plan/plan_data.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+void validate_config(const ExchangeConfig& config, const Context& context);
+
+// Who asks: the exchange whose plans are accepted, and its limits.
+struct Validator {
+  Context context;
+  const ExchangeConfig& config;
+  uint64_t exchange_id = 0;
+
+  void dispatch(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
+  void combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out) const;
+};
+
+}  // namespace weft

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/waiter.hpp"
+
+namespace weft {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Polls before the thread sleeps: a few microseconds, since ranks may outnumber cores.
+constexpr int kPolls = 64;
+// How often a sleeping thread looks at its peers and its deadline.
+constexpr auto kParkSlice = std::chrono::milliseconds(50);
+
+void relax_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Waiter::Waiter(Transport& transport, const Context& context, std::chrono::milliseconds timeout)
+    : transport_(transport),
+      context_(context),
+      timeout_(timeout),
+      wait_ns_(static_cast<size_t>(context.num_ranks)) {}
+
+void Waiter::until(
+    const WaitReason& reason,
+    const std::function<bool()>& ready,
+    const std::function<std::vector<Missing>()>& missing,
+    const std::function<bool()>& is_stopping
+) {
+  for (int poll = 0; poll < kPolls; ++poll) {
+    if (ready()) {
+      return;
+    }
+    transport_.progress();
+    relax_cpu();
+  }
+  const auto start = Clock::now();
+  for (;;) {
+    const uint32_t doorbell = transport_.doorbell();
+    if (ready() || (is_stopping && is_stopping())) {
+      return;
+    }
+    const std::vector<Missing> late = missing();
+    const auto slice_start = Clock::now();
+    const auto left = timeout_ - (slice_start - start);
+    if (left <= left.zero()) {
+      give_up(reason, late);
+    }
+    transport_.park(doorbell, std::min<Clock::duration>(left, kParkSlice));
+    const auto slept = Clock::now() - slice_start;
+    for (const Missing& one : late) {
+      wait_ns_[static_cast<size_t>(one.peer)].fetch_add(slept.count(), std::memory_order_relaxed);
+    }
+    if (slept >= kParkSlice) {
+      check_peers(reason, late, ready);
+    }
+  }
+}
+
+void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& wanted) {
+  const auto is_raised = [this](const Missing& one) {
+    return transport_.signal_value(one.signal) >= one.wanted;
+  };
+  size_t first = 0;  // signals before it have been seen raised
+  const auto ready = [&] {
+    while (first < wanted.size() && is_raised(wanted[first])) {
+      ++first;
+    }
+    return first == wanted.size();
+  };
+  const auto missing = [&] {
+    std::vector<Missing> late;
+    for (Missing one : wanted) {
+      one.seen = transport_.signal_value(one.signal);
+      if (one.seen < one.wanted) {
+        late.push_back(one);
+      }
+    }
+    return late;
+  };
+  until(reason, ready, missing);
+}
+
+void Waiter::check_peers(
+    const WaitReason& reason,
+    const std::vector<Missing>& missing,
+    const std::function<bool()>& ready
+) {
+  for (const Missing& one : missing) {
+    const PeerState state = transport_.peer_state(one.peer);
+    // What a peer raised before it ended still counts, so look once more after its state.
+    if (state == PeerState::kAlive || ready()) {
+      continue;
+    }
+    raise_error(
+        ErrorCode::kPeerFailed,
+        context_,
+        fmt::format(
+            "{}: rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
+            reason.op,
+            one.peer,
+            state == PeerState::kDied ? "died" : "left the exchange",
+            reason.what,
+            reason.call,
+            one.signal,
+            one.seen,
+            one.wanted
+        )
+    );
+  }
+}
+
+void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missing) const {
+  std::string peers;
+  for (const Missing& one : missing) {
+    peers += fmt::format(
+        "{}rank {} (signal {} at {} of {})",
+        peers.empty() ? "" : ", ",
+        one.peer,
+        one.signal,
+        one.seen,
+        one.wanted
+    );
+  }
+  raise_error(
+      ErrorCode::kTimeout,
+      context_,
+      fmt::format(
+          "{}: no {} for {:.1f} s from {} (call {}). Is the peer alive and in the same call?",
+          reason.op,
+          reason.what,
+          static_cast<double>(timeout_.count()) / 1000.0,
+          peers,
+          reason.call
+      )
+  );
+}
+
+std::vector<double> Waiter::wait_seconds() const {
+  std::vector<double> seconds;
+  for (const auto& ns : wait_ns_) {
+    seconds.push_back(static_cast<double>(ns.load(std::memory_order_relaxed)) * 1e-9);
+  }
+  return seconds;
+}
+
+}  // namespace weft

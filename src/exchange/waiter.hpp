@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one bounded wait of the CPU executor. It ends when the condition holds, the deadline passes,
+// or a peer that is waited for has died or left; the error names who waited for whom.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string_view>
+#include <vector>
+
+#include "core/check.hpp"
+#include "transport/transport.hpp"
+
+namespace weft {
+
+// A signal of this rank that must reach a number, and the peer that raises it.
+struct Missing {
+  int peer = 0;
+  uint32_t signal = 0;
+  uint64_t seen = 0;
+  uint64_t wanted = 0;
+};
+
+struct WaitReason {
+  std::string_view op;    // "dispatch"
+  uint64_t call = 0;      // number of the call on this exchange
+  std::string_view what;  // "rows"
+};
+
+class Waiter {
+ public:
+  Waiter(Transport& transport, const Context& context, std::chrono::milliseconds timeout);
+
+  // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError or
+  // PeerError. `is_stopping` ends the wait quietly when another worker of this rank has failed.
+  void until(
+      const WaitReason& reason,
+      const std::function<bool()>& ready,
+      const std::function<std::vector<Missing>()>& missing,
+      const std::function<bool()>& is_stopping = {}
+  );
+  // Until each listed signal has reached its number.
+  void until_raised(const WaitReason& reason, const std::vector<Missing>& wanted);
+
+  // [num_ranks] seconds, any thread.
+  [[nodiscard]] std::vector<double> wait_seconds() const;
+
+ private:
+  void check_peers(
+      const WaitReason& reason,
+      const std::vector<Missing>& missing,
+      const std::function<bool()>& ready
+  );
+  [[noreturn]] void give_up(const WaitReason& reason, const std::vector<Missing>& missing) const;
+
+  Transport& transport_;
+  Context context_;
+  std::chrono::milliseconds timeout_;
+  std::vector<std::atomic<int64_t>> wait_ns_;
+};
+
+}  // namespace weft

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/worker_pool.hpp"
+
+namespace weft {
+
+WorkerPool::WorkerPool(int num_workers) {
+  for (int worker = 1; worker < num_workers; ++worker) {
+    threads_.emplace_back([this, worker] { serve(worker); });
+  }
+}
+
+WorkerPool::~WorkerPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    ending_ = true;
+  }
+  start_.notify_all();
+  for (std::thread& thread : threads_) {
+    thread.join();
+  }
+}
+
+void WorkerPool::run(const std::function<void(int)>& job) {
+  {
+    const std::lock_guard lock(mutex_);
+    job_ = &job;
+    failure_ = nullptr;
+    stopping_.store(false, std::memory_order_relaxed);
+    num_running_ = static_cast<int>(threads_.size());
+    ++round_;
+  }
+  start_.notify_all();
+  run_guarded(0);
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [this] { return num_running_ == 0; });
+  if (failure_) {
+    std::rethrow_exception(failure_);
+  }
+}
+
+void WorkerPool::run_guarded(int worker) {
+  try {
+    (*job_)(worker);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (!failure_) {
+      failure_ = std::current_exception();
+    }
+    stopping_.store(true, std::memory_order_relaxed);
+  }
+}
+
+void WorkerPool::serve(int worker) {
+  uint64_t seen = 0;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      start_.wait(lock, [&] { return ending_ || round_ != seen; });
+      if (ending_) {
+        return;
+      }
+      seen = round_;
+    }
+    run_guarded(worker);
+    const std::lock_guard lock(mutex_);
+    if (--num_running_ == 0) {
+      done_.notify_one();
+    }
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// The threads of one rank. The caller's thread is worker 0.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace weft {
+
+class WorkerPool {
+ public:
+  explicit WorkerPool(int num_workers);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  [[nodiscard]] int num_workers() const { return static_cast<int>(threads_.size()) + 1; }
+  // Runs `job(worker)` on every worker and returns when all have ended. The first exception is
+  // rethrown; the others see is_stopping() and leave their waits.
+  void run(const std::function<void(int)>& job);
+  [[nodiscard]] bool is_stopping() const { return stopping_.load(std::memory_order_relaxed); }
+
+ private:
+  void serve(int worker);
+  void run_guarded(int worker);
+
+  std::mutex mutex_;
+  std::condition_variable start_;
+  std::condition_variable done_;
+  const std::function<void(int)>* job_ = nullptr;
+  uint64_t round_ = 0;
+  int num_running_ = 0;
+  bool ending_ = false;
+  std::exception_ptr failure_;
+  std::atomic<bool> stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace weft
