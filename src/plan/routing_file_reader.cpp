@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+
+#include "plan/crc32.hpp"
+#include "plan/routing_file.hpp"
+
+namespace weft {
+namespace {
+
+namespace format = routing_format;
+
+std::unique_ptr<std::istream> open_file(const std::string& path) {
+  errno = 0;
+  auto in = std::make_unique<std::ifstream>(path, std::ios::binary);
+  WEFT_CHECK(
+      Context{},
+      in->is_open() && !std::filesystem::is_directory(path),
+      ErrorCode::kFile,
+      "read routing: {}",
+      errno_text(path, in->is_open() ? EISDIR : errno)
+  );
+  return in;
+}
+
+template <class T>
+std::span<std::byte> writable_bytes(T& value) {
+  return std::as_writable_bytes(std::span(&value, 1));
+}
+
+template <class Index>
+void widen(std::span<const std::byte> bytes, std::vector<int32_t>& experts) {
+  for (size_t i = 0; i < experts.size(); ++i) {
+    Index index;
+    std::memcpy(&index, bytes.data() + i * sizeof(Index), sizeof(Index));
+    experts[i] = index;
+  }
+}
+
+std::string header_fault(const format::Header& header) {
+  if (header.num_ranks < 1 || header.num_ranks > format::kMaxRanks || header.num_experts < 1 ||
+      header.num_experts > format::kMaxExperts || header.topk < 1 || header.topk > kMaxTopk) {
+    return fmt::format(
+        "{} ranks, {} experts, topk = {} (1 to {}, {} and {})",
+        header.num_ranks,
+        header.num_experts,
+        header.topk,
+        format::kMaxRanks,
+        format::kMaxExperts,
+        kMaxTopk
+    );
+  }
+  if (header.index_bytes != 4 &&
+      (header.index_bytes != 2 || header.num_experts > format::kMaxNarrowExperts)) {
+    return fmt::format("indices have {} B (2 or 4, wide enough)", header.index_bytes);
+  }
+  return {};
+}
+
+}  // namespace
+
+RoutingFileReader::RoutingFileReader(const std::string& path, Tail tail)
+    : RoutingFileReader(open_file(path), path, tail) {}
+
+RoutingFileReader::RoutingFileReader(std::unique_ptr<std::istream> in, std::string name, Tail tail)
+    : in_(std::move(in)), name_(std::move(name)) {
+  in_->seekg(0, std::ios::end);
+  const auto end = static_cast<std::streamoff>(in_->tellg());
+  if (end < 0) {
+    fail(0, "the file cannot be searched (expected a regular file)");
+  }
+  file_bytes_ = static_cast<uint64_t>(end);
+  read_header();
+  find_records(tail);
+}
+
+void RoutingFileReader::fail(uint64_t offset, const std::string& problem) const {
+  raise_error(
+      ErrorCode::kFile, {}, fmt::format("read routing: {}: at byte {}: {}", name_, offset, problem)
+  );
+}
+
+void RoutingFileReader::read_at(uint64_t offset, std::span<std::byte> into) {
+  in_->clear();
+  in_->seekg(static_cast<std::streamoff>(offset));
+  in_->read(reinterpret_cast<char*>(into.data()), static_cast<std::streamsize>(into.size()));
+  if (static_cast<size_t>(in_->gcount()) != into.size()) {
+    fail(
+        offset, fmt::format("reading failed after {} B (expected {})", in_->gcount(), into.size())
+    );
+  }
+}
+
+void RoutingFileReader::read_header() {
+  if (file_bytes_ == 0) {
+    fail(0, "the file is empty (expected a routing file)");
+  }
+  uint64_t magic = 0;
+  if (file_bytes_ >= sizeof(magic)) {
+    read_at(0, writable_bytes(magic));
+  }
+  if (magic != format::kMagic) {
+    fail(0, "not a routing file (expected it to begin with \"WEFTROUT\")");
+  }
+  if (file_bytes_ < sizeof(header_)) {
+    fail(file_bytes_, fmt::format("the header is cut off (expected {} B)", sizeof(header_)));
+  }
+  read_at(0, writable_bytes(header_));
+  if (header_.version != format::kVersion) {
+    fail(
+        offsetof(format::Header, version),
+        fmt::format("version {} (expected {})", header_.version, format::kVersion)
+    );
+  }
+  const auto checked =
+      std::as_bytes(std::span(&header_, 1)).first(offsetof(format::Header, checksum));
+  if (const uint32_t sum = crc32(checked); sum != header_.checksum) {
+    fail(
+        offsetof(format::Header, checksum),
+        fmt::format("checksum {:08x} (the header's is {:08x})", header_.checksum, sum)
+    );
+  }
+  if (const std::string fault = header_fault(header_); !fault.empty()) {
+    fail(offsetof(format::Header, num_ranks), fault);
+  }
+  shape_ = {
+      static_cast<int>(header_.num_ranks),
+      static_cast<int>(header_.num_experts),
+      static_cast<int>(header_.topk)};
+  end_ = sizeof(header_);
+}
+
+// Empty if a record stands at end_, whose size is then in `bytes`.
+std::string RoutingFileReader::record_fault(uint64_t& bytes) {
+  const uint64_t left = file_bytes_ - end_;
+  const uint64_t least = format::record_bytes(header_, 0);
+  if (left < least) {
+    return fmt::format("record {} is cut off: {} B (at least {})", num_records(), left, least);
+  }
+  format::RecordHeader record;
+  read_at(end_, writable_bytes(record));
+  if (record.mark != format::kRecordMark || record.zero != 0 || record.layer > INT32_MAX) {
+    return fmt::format("no record {} begins here (expected \"WREC\")", num_records());
+  }
+  if (record.bytes < least) {
+    return fmt::format("record {} claims {} B (at least {})", num_records(), record.bytes, least);
+  }
+  if (record.bytes > left) {
+    return fmt::format(
+        "record {} is cut off: {} B (expected {})", num_records(), left, record.bytes
+    );
+  }
+  std::vector<uint64_t> num_tokens(header_.num_ranks);
+  read_at(end_ + sizeof(record), std::as_writable_bytes(std::span(num_tokens)));
+  const uint64_t most = std::numeric_limits<int32_t>::max() / header_.topk;
+  uint64_t sum = 0;
+  for (const uint64_t count : num_tokens) {
+    sum += count <= most ? count : 0;
+    if (count > most) {
+      return fmt::format(
+          "record {} has {} tokens on a rank (at most {})", num_records(), count, most
+      );
+    }
+  }
+  bytes = format::record_bytes(header_, sum);
+  if (record.bytes != bytes) {
+    return fmt::format(
+        "record {} claims {} B (its {} tokens take {})", num_records(), record.bytes, sum, bytes
+    );
+  }
+  return {};
+}
+
+void RoutingFileReader::find_records(Tail tail) {
+  while (end_ < file_bytes_) {
+    uint64_t bytes = 0;
+    if (const std::string fault = record_fault(bytes); !fault.empty()) {
+      if (tail == Tail::kRefuse) {
+        fail(end_, fault);
+      }
+      tail_fault_ = fmt::format("{}: at byte {}: {}", name_, end_, fault);
+      return;
+    }
+    begin_.push_back(end_);
+    end_ += bytes;
+  }
+}
+
+std::vector<std::byte> RoutingFileReader::read_bytes(int64_t record) {
+  const auto idx = static_cast<size_t>(record);
+  const uint64_t end = record + 1 == num_records() ? end_ : begin_[idx + 1];
+  std::vector<std::byte> bytes(end - begin_[idx]);
+  read_at(begin_[idx], bytes);
+  format::RecordHeader header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  const uint32_t sum = crc32(std::span(bytes).subspan(format::kChecksumEnd));
+  if (sum != header.checksum || header.bytes != bytes.size()) {
+    fail(
+        begin_[idx],
+        fmt::format(
+            "record {} is corrupt: checksum {:08x} (its bytes give {:08x})",
+            record,
+            header.checksum,
+            sum
+        )
+    );
+  }
+  return bytes;
+}
+
+// `at` is the place of the first index in the file.
+void RoutingFileReader::check_indices(const RouteTable& table, uint64_t at) const {
+  for (size_t i = 0; i < table.expert.size(); ++i) {
+    if (table.expert[i] < -1 || table.expert[i] >= shape_.num_experts) {
+      fail(
+          at + i * header_.index_bytes,
+          fmt::format(
+              "expert {} is out of range (num_experts = {}, -1 = no route)",
+              table.expert[i],
+              shape_.num_experts
+          )
+      );
+    }
+  }
+}
+
+RoutingRecord RoutingFileReader::read(int64_t record_idx) {
+  WEFT_CHECK_ARG(
+      Context{},
+      record_idx >= 0 && record_idx < num_records(),
+      "read routing: {}: record {} is out of range ({} records)",
+      name_,
+      record_idx,
+      num_records()
+  );
+  const std::vector<std::byte> bytes = read_bytes(record_idx);
+  format::RecordHeader header;
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  std::vector<uint64_t> num_tokens(header_.num_ranks);
+  const size_t first_index = sizeof(header) + num_tokens.size() * sizeof(uint64_t);
+  std::memcpy(num_tokens.data(), bytes.data() + sizeof(header), first_index - sizeof(header));
+
+  RoutingRecord record;
+  record.step = header.step;
+  record.layer = static_cast<int>(header.layer);
+  auto indices = std::span(bytes).subspan(first_index);
+  for (const uint64_t count : num_tokens) {
+    const uint64_t at = begin_[static_cast<size_t>(record_idx)] + bytes.size() - indices.size();
+    if (count > indices.size() / (header_.topk * header_.index_bytes)) {
+      fail(at, fmt::format("record {} changed while it was read", record_idx));
+    }
+    RouteTable& table = record.routes.emplace_back();
+    table.num_tokens = static_cast<int64_t>(count);
+    table.topk = shape_.topk;
+    table.expert.resize(count * header_.topk);
+    if (header_.index_bytes == 2) {
+      widen<int16_t>(indices, table.expert);
+    } else {
+      widen<int32_t>(indices, table.expert);
+    }
+    check_indices(table, at);
+    indices = indices.subspan(table.expert.size() * header_.index_bytes);
+  }
+  return record;
+}
+
+}  // namespace weft
