@@ -7,6 +7,7 @@
 
 #include "core/check.hpp"
 #include "transport/agree.hpp"
+#include "transport/faulty/faulty_transport.hpp"
 #include "transport/loopback/loopback.hpp"
 #include "transport/mapped/mapped_transport.hpp"
 #include "transport/shm/shm.hpp"
@@ -145,14 +146,17 @@ std::unique_ptr<Transport> make_transport(
     std::string_view name, const Group& group, uint32_t num_signals
 ) {
   check_same_name(name, group);
+  if (const auto faulty = parse_faulty_name(name)) {
+    auto inner = make_transport(faulty->inner, group, num_signals);
+    return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);
+  }
   if (name == "auto") {
     return join_best(group, num_signals);
   }
   const Entry* entry = find_entry(name);
-  WEFT_CHECK(
+  WEFT_CHECK_ARG(
       (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
       entry != nullptr,
-      ErrorCode::kInvalidArgument,
       "open({}): {}",
       name,
       transport_obstacle(name, group)

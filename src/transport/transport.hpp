@@ -90,7 +90,7 @@ class Transport {
 
 // Collective. `name` is "auto" (the cheapest that reaches all ranks) or one of transport_names().
 // Each rank gets `num_signals` signals, all zero. Throws Error (kNotAvailable) saying why on every
-// rank.
+// rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see faulty/fault_plan.hpp.
 [[nodiscard]] std::unique_ptr<Transport> make_transport(
     std::string_view name, const Group& group, uint32_t num_signals
 );

@@ -54,6 +54,7 @@ MappedTransport::MappedTransport(
     block = source_->allocate(SignalBlock::num_bytes(num_signals));
     own_ = SignalBlock(block.data);
     own_.set_pid(::getpid());
+    own_regions_.publish_in(own_);
   });
   const Hello hello = {.bytes = block.bytes, .num_signals = num_signals, .cookie = block.cookie};
   const std::vector<Bytes> hellos = group.all_gather(std::as_bytes(std::span(&hello, 1)));
@@ -106,52 +107,16 @@ MappedTransport::Peer& MappedTransport::peer(std::string_view verb, int rank) co
 
 // --- memory ---
 
-uint32_t MappedTransport::take_slot() {
-  if (!free_slots_.empty()) {
-    const uint32_t slot = free_slots_.back();
-    free_slots_.pop_back();
-    return slot;
-  }
-  WEFT_CHECK(
-      context(),
-      last_generation_.size() < kMaxRegions,
-      ErrorCode::kOutOfMemory,
-      "allocate: all {} regions are in use",
-      kMaxRegions
-  );
-  last_generation_.push_back(0);
-  return static_cast<uint32_t>(last_generation_.size() - 1);
-}
-
 Region MappedTransport::allocate(uint64_t bytes) {
   Memory memory = source_->allocate(std::max<uint64_t>(bytes, 1));
   const std::lock_guard lock(memory_mutex_);
-  const uint32_t slot = take_slot();
-  uint32_t& generation = last_generation_[slot];
-  generation = std::max<uint32_t>(generation + 1, 1);  // 0 means no region, after 2^32 reuses too
-  Region region = {
-      .data = memory.data, .ref = {.slot = slot, .generation = generation, .bytes = bytes}};
-  std::copy(memory.cookie.begin(), memory.cookie.end(), region.ref.cookie);
-  allocated_[slot] = std::move(memory);
-  own_.set_generation(slot, generation);
-  return region;
+  return own_regions_.add(std::move(memory), bytes, context());
 }
 
 void MappedTransport::release(const RegionRef& region) {
   const std::lock_guard lock(memory_mutex_);
-  const auto found = allocated_.find(region.slot);
-  WEFT_CHECK(
-      context(),
-      found != allocated_.end() && own_.generation(region.slot) == region.generation,
-      ErrorCode::kTransport,
-      "release: region {} generation {} is not allocated",
-      region.slot,
-      region.generation
-  );
-  own_.set_generation(region.slot, 0);
+  own_regions_.remove(region, context());
   peer("release", rank_).regions.drop_released(own_);
-  allocated_.erase(found);
-  free_slots_.push_back(region.slot);
 }
 
 void MappedTransport::import(int rank, const RegionRef& region) {
@@ -174,7 +139,7 @@ void MappedTransport::import(int rank, const RegionRef& region) {
   }
   Memory memory;
   if (rank == rank_) {
-    memory = allocated_.at(region.slot);
+    memory = own_regions_.at(region.slot);
   } else {
     Cookie cookie = {};
     std::copy(std::begin(region.cookie), std::end(region.cookie), cookie.begin());
@@ -268,12 +233,15 @@ uint64_t MappedTransport::signal_value(uint32_t signal) const {
 
 // Copies need no help; the chance is taken to give back memory that peers released.
 void MappedTransport::progress() {
-  const std::unique_lock lock(memory_mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) {
+  const auto is_outdated = [](const auto& of) { return of->regions.is_outdated(of->signals); };
+  if (std::none_of(peers_.begin(), peers_.end(), is_outdated)) {
     return;
   }
-  for (const auto& from : peers_) {
-    from->regions.drop_released(from->signals);
+  const std::unique_lock lock(memory_mutex_, std::try_to_lock);
+  if (lock.owns_lock()) {
+    for (const auto& of : peers_) {
+      of->regions.drop_released(of->signals);
+    }
   }
 }
 
@@ -320,12 +288,8 @@ void MappedTransport::close() {
   }
 }
 
-// Peers drop what they have mapped of this rank at their next import() or progress().
 MappedTransport::~MappedTransport() {
   close();
-  for (const auto& [slot, memory] : allocated_) {
-    own_.set_generation(slot, 0);
-  }
 }
 
 }  // namespace weft

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <chrono>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -12,6 +11,7 @@
 #include "core/check.hpp"
 #include "group/process_watch.hpp"
 #include "transport/mapped/memory.hpp"
+#include "transport/mapped/own_regions.hpp"
 #include "transport/mapped/region_table.hpp"
 #include "transport/mapped/signal_block.hpp"
 #include "transport/transport.hpp"
@@ -52,7 +52,6 @@ class MappedTransport final : public Transport {
   void check_put(const Peer& to, int rank, const Put& put) const;
   void check_signal(std::string_view verb, int rank, uint32_t signal) const;
   void connect(Peer& to, const Cookie& cookie, uint64_t bytes);
-  [[nodiscard]] uint32_t take_slot();
 
   std::unique_ptr<MemorySource> source_;
   int rank_;
@@ -62,10 +61,8 @@ class MappedTransport final : public Transport {
   std::vector<std::unique_ptr<Peer>> peers_;  // [num_ranks], this rank included
   SignalBlock own_;
 
-  std::mutex memory_mutex_;                // guards what follows and every change of a RegionTable
-  std::map<uint32_t, Memory> allocated_;   // by slot
-  std::vector<uint32_t> last_generation_;  // [slots ever used]
-  std::vector<uint32_t> free_slots_;
+  std::mutex memory_mutex_;  // guards own_regions_ and every change of a RegionTable
+  OwnRegions own_regions_;
   bool is_closed_ = false;
 };
 

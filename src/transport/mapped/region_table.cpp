@@ -54,12 +54,15 @@ void RegionTable::erase(uint32_t slot) {
   slots_.erase(slot);
 }
 
+bool RegionTable::is_outdated(const SignalBlock& owner) const {
+  return owner.num_releases() != seen_releases_.load(std::memory_order_relaxed);
+}
+
 void RegionTable::drop_released(const SignalBlock& owner) {
-  const uint32_t releases = owner.num_releases();
-  if (releases == seen_releases_) {
+  if (!is_outdated(owner)) {
     return;
   }
-  seen_releases_ = releases;
+  seen_releases_.store(owner.num_releases(), std::memory_order_relaxed);
   for (auto it = slots_.begin(); it != slots_.end();) {
     const uint32_t slot = *it++;  // erase() invalidates the place it removes
     if (owner.generation(slot) != find(slot).generation) {

@@ -26,6 +26,8 @@ class RegionTable {
 
   // --- any thread ---
   [[nodiscard]] View find(uint32_t slot) const;
+  // Whether drop_released() may have work.
+  [[nodiscard]] bool is_outdated(const SignalBlock& owner) const;
 
   // --- one thread at a time ---
   void insert(uint32_t slot, uint32_t generation, Memory memory);
@@ -50,7 +52,7 @@ class RegionTable {
   std::array<std::atomic<Page*>, kMaxRegions / kPageSlots> pages_ = {};
   std::array<std::unique_ptr<Page>, kMaxRegions / kPageSlots> page_owners_;
   std::set<uint32_t> slots_;  // imported
-  uint32_t seen_releases_ = 0;
+  std::atomic<uint32_t> seen_releases_ = 0;
 };
 
 }  // namespace weft
