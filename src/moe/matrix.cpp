@@ -30,4 +30,19 @@ ConstTensor as_tensor(ConstRows rows, DType dtype, std::vector<uint16_t>& scratc
   return {reinterpret_cast<const std::byte*>(scratch.data()), dtype, rows.rows, rows.cols};
 }
 
+Tensor tensor_for(Matrix& m, DType dtype, std::vector<uint16_t>& scratch) {
+  if (dtype == DType::kFloat32) {
+    return matrix(m.data(), m.rows(), m.cols());
+  }
+  WEFT_ASSERT(dtype == DType::kBFloat16);
+  scratch.resize(m.span().size());
+  return {reinterpret_cast<std::byte*>(scratch.data()), dtype, m.rows(), m.cols()};
+}
+
+void take_values(const Tensor& filled, Matrix& m) {
+  if (filled.dtype == DType::kBFloat16) {
+    static_cast<void>(as_rows(filled, m));
+  }
+}
+
 }  // namespace weft::moe

@@ -73,5 +73,9 @@ struct ConstRows {
 [[nodiscard]] ConstRows as_rows(const ConstTensor& tensor, Matrix& scratch);
 // The rows as a tensor of dtype fp32 or bf16: themselves, or converted into `scratch`.
 [[nodiscard]] ConstTensor as_tensor(ConstRows rows, DType dtype, std::vector<uint16_t>& scratch);
+// A tensor of dtype fp32 or bf16 to be filled: the matrix itself, or `scratch`; and, once filled,
+// its values in the matrix.
+[[nodiscard]] Tensor tensor_for(Matrix& m, DType dtype, std::vector<uint16_t>& scratch);
+void take_values(const Tensor& filled, Matrix& m);
 
 }  // namespace weft::moe

@@ -16,17 +16,11 @@
 
 #include "moe/config.hpp"
 #include "moe/phase_timer.hpp"
+#include "moe/traffic.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
-
-// Rows that one kind of operation moved for this rank in a step, forward and backward.
-struct Traffic {
-  int64_t calls = 0;
-  int64_t wire_bytes = 0;     // to other ranks
-  int64_t logical_bytes = 0;  // all rows, this rank's own included
-};
 
 struct StepReport {
   int64_t step = 0;           // number of steps done, this one included

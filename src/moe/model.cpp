@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/model.hpp"
+
+#include <ranges>
+
+#include "moe/loss.hpp"
+
+namespace weft::moe {
+
+Model::Model(MoeContext& context, const ModelLayout& layout, const ModelMemory& memory)
+    : context_(&context),
+      embedding_(
+          layout.embedding.in(memory.replicated), context.config.window, context.config.hidden
+      ),
+      head_(layout.final_norm.in(memory.replicated), layout.head.in(memory.replicated)) {
+  blocks_.reserve(layout.blocks.size());
+  for (const BlockLayout& block : layout.blocks) {
+    blocks_.emplace_back(context, block, memory);
+  }
+}
+
+LossShare Model::forward_backward(const Batch& batch) {
+  LossShare share;
+  embedding_.forward(batch.windows, x_);
+  for (MoeBlock& block : blocks_) {
+    block.forward(x_);
+    share.balance += block.balance_share() / static_cast<double>(blocks_.size());
+  }
+  head_.forward(x_, logits_);
+  const float scale = 1.0F / static_cast<float>(context_->global_tokens);
+  share.cross_entropy = cross_entropy(logits_, batch.targets, scale);
+
+  head_.backward(logits_, x_);
+  for (MoeBlock& block : std::views::reverse(blocks_)) {
+    block.backward(x_);
+  }
+  embedding_.backward(batch.windows, x_);
+  return share;
+}
+
+}  // namespace weft::moe
