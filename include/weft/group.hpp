@@ -22,7 +22,8 @@ struct Rendezvous {
   int num_ranks = 1;
   std::string address = "127.0.0.1";  // where rank 0 listens
   int port = 0;
-  std::string secret;  // at least 16 bytes, the same on every rank; proves membership, never sent
+  std::string secret =
+      {};  // at least 16 bytes, the same on every rank; proves membership, never sent
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
 };
 
@@ -60,7 +61,7 @@ class Group {
  private:
   struct State;
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  static Group make(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
+  friend Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
   std::shared_ptr<State> state_;
 };
 

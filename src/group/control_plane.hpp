@@ -3,6 +3,7 @@
 // own function.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,5 +19,8 @@ class ControlPlane {
   // naming the ranks that did not call, PeerError for a rank that closed its side.
   virtual std::vector<Bytes> all_gather(std::span<const std::byte> block) = 0;
 };
+
+// Collective: measures the topology.
+[[nodiscard]] Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
 
 }  // namespace weft

@@ -71,13 +71,15 @@ Group Group::from_all_gather(int rank, int num_ranks, AllGather all_gather) {
       (Context{rank, num_ranks, {}}), all_gather != nullptr, "group: all_gather is empty"
   );
   const Context context{rank, num_ranks, {}};
-  return make(rank, num_ranks, std::make_unique<FunctionControl>(std::move(all_gather), context));
+  return make_group(
+      rank, num_ranks, std::make_unique<FunctionControl>(std::move(all_gather), context)
+  );
 }
 
-Group Group::make(int rank, int num_ranks, std::unique_ptr<ControlPlane> control) {
+Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control) {
   const Env env = Env::read();
   Topology topology = probe_topology(*control, env.ranks_per_domain, {rank, num_ranks, {}});
-  return Group(std::make_shared<State>(State{
+  return Group(std::make_shared<Group::State>(Group::State{
       rank, num_ranks, std::move(control), std::move(topology)}));
 }
 

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "group/environment.hpp"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/check.hpp"
+#include "group/secret.hpp"
+#include "group/socket.hpp"
+
+namespace weft {
+namespace {
+
+using Text = std::optional<std::string>;
+
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr const char* kLoopback = "127.0.0.1";
+
+// Next to MASTER_PORT, which torchrun's own store holds.
+constexpr int kTorchPortOffset = 17;
+
+// Ports derived from a job's name: below the ones that systems hand out by themselves.
+constexpr uint32_t kFirstJobPort = 20000;
+constexpr uint32_t kNumJobPorts = 12000;
+
+// What a launcher says. Without a port or an address the user has to give them.
+struct Placement {
+  int rank = 0;
+  int num_ranks = 1;
+  Text address;
+  std::optional<int> port;
+  std::string job;           // keeps groups that share a user's secret apart
+  const char* told_by = "";  // the variable that says how many ranks there are
+};
+
+int job_port(const std::string& job) {
+  uint32_t hash = 2166136261U;  // FNV-1a: the same on every rank
+  for (const char c : job) {
+    hash = (hash ^ static_cast<unsigned char>(c)) * 16777619U;
+  }
+  return static_cast<int>(kFirstJobPort + hash % kNumJobPorts);
+}
+
+std::string need(const Text& value, const char* name, const char* because) {
+  WEFT_CHECK_ARG(Context{}, value, "from_env: {} is not set ({} is)", name, because);
+  return *value;
+}
+
+Placement place(const char* rank_name, const Text& rank, const char* size_name, const Text& size) {
+  Placement placement;
+  placement.told_by = size_name;
+  const std::string size_text = need(size, size_name, rank_name);
+  const std::string rank_text = need(rank, rank_name, size_name);
+  placement.num_ranks = parse_env_int(size_name, size_text, 1, kMaxInt);
+  placement.rank = parse_env_int(rank_name, rank_text, 0, placement.num_ranks - 1);
+  return placement;
+}
+
+Placement from_weft(const Env& env) {
+  const auto text = [](const std::optional<int>& value) {
+    return value ? Text(std::to_string(*value)) : std::nullopt;
+  };
+  return place("WEFT_RANK", text(env.rank), "WEFT_NUM_RANKS", text(env.num_ranks));
+}
+
+Placement from_torchrun(const LauncherEnv& env) {
+  Placement placement = place("RANK", env.rank, "WORLD_SIZE", env.world_size);
+  const bool is_one_host = env.local_world_size == env.world_size;
+  placement.address = is_one_host ? Text(kLoopback) : env.master_addr;
+  if (env.master_port) {
+    const int port = parse_env_int("MASTER_PORT", *env.master_port, 1, 65535);
+    const bool has_room = port + kTorchPortOffset <= 65535;
+    placement.port = has_room ? port + kTorchPortOffset : port - kTorchPortOffset;
+    placement.job = fmt::format("torchrun {} {}", env.run_id.value_or(""), *env.master_port);
+  }
+  return placement;
+}
+
+Placement from_mpirun(const LauncherEnv& env) {
+  Placement placement =
+      place("OMPI_COMM_WORLD_RANK", env.ompi_rank, "OMPI_COMM_WORLD_SIZE", env.ompi_size);
+  if (!env.ompi_local_size || env.ompi_local_size == env.ompi_size) {
+    placement.address = kLoopback;
+  }
+  if (const Text& job = env.pmix_namespace ? env.pmix_namespace : env.ompi_job_id) {
+    placement.job = "mpirun " + *job;
+    placement.port = job_port(placement.job);
+  }
+  return placement;
+}
+
+Placement from_srun(const LauncherEnv& env) {
+  Placement placement = place("SLURM_PROCID", env.slurm_rank, "SLURM_NTASKS", env.slurm_size);
+  if (!env.slurm_num_nodes || *env.slurm_num_nodes == "1") {
+    placement.address = kLoopback;
+  }
+  if (env.slurm_job_id) {
+    placement.job = fmt::format("srun {}.{}", *env.slurm_job_id, *env.slurm_step_id);
+    placement.port = job_port(placement.job);
+  }
+  return placement;
+}
+
+Placement find_placement(const Env& env) {
+  const LauncherEnv& launcher = env.launcher;
+  if (env.rank || env.num_ranks) {
+    Placement placement = from_weft(env);
+    placement.address = kLoopback;
+    return placement;
+  }
+  if (launcher.rank || launcher.world_size) {
+    return from_torchrun(launcher);
+  }
+  if (launcher.ompi_rank || launcher.ompi_size) {
+    return from_mpirun(launcher);
+  }
+  // A batch script has SLURM_PROCID too, but no step of its own.
+  if (launcher.slurm_rank && launcher.slurm_step_id) {
+    return from_srun(launcher);
+  }
+  return {};
+}
+
+std::string find_secret(const Env& env, const std::string& address) {
+  if (env.secret) {
+    return *env.secret;
+  }
+  if (env.secret_file) {
+    return read_secret_file(*env.secret_file);
+  }
+  const bool is_local = std::ranges::all_of(resolve(address, 0, {}), is_loopback);
+  WEFT_CHECK_ARG(
+      Context{},
+      is_local,
+      "from_env: WEFT_SECRET is not set ({} is not a loopback address). Set it, or "
+      "WEFT_SECRET_FILE, to the same random text on every rank",
+      address
+  );
+  return user_secret(env);
+}
+
+}  // namespace
+
+Rendezvous rendezvous_from(const Env& env) {
+  const Placement placement = find_placement(env);
+  Rendezvous rendezvous = {.rank = placement.rank, .num_ranks = placement.num_ranks};
+  rendezvous.timeout = env.timeout;
+  if (placement.num_ranks == 1) {
+    return rendezvous;
+  }
+  const Text address = env.address ? env.address : placement.address;
+  WEFT_CHECK_ARG(
+      Context{},
+      address,
+      "from_env: WEFT_ADDRESS is not set ({} = {} ranks on several hosts need the address of "
+      "rank 0)",
+      placement.told_by,
+      placement.num_ranks
+  );
+  const std::optional<int> port = env.port ? env.port : placement.port;
+  WEFT_CHECK_ARG(
+      Context{},
+      port,
+      "from_env: WEFT_PORT is not set ({} = {} ranks need a free port of rank 0's host)",
+      placement.told_by,
+      placement.num_ranks
+  );
+  rendezvous.address = *address;
+  rendezvous.port = *port;
+  rendezvous.secret = find_secret(env, *address);
+  WEFT_CHECK_ARG(
+      Context{},
+      rendezvous.secret.size() >= kMinSecretBytes,
+      "from_env: WEFT_SECRET has {} B (at least {})",
+      rendezvous.secret.size(),
+      kMinSecretBytes
+  );
+  rendezvous.secret += placement.job;
+  return rendezvous;
+}
+
+}  // namespace weft

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// What proven ranks send each other: a header and its payload, numbers little-endian.
+//
+//   | kind u32 | code u32 | bytes u64 | payload ... |
+#pragma once
+
+#include <bit>
+#include <optional>
+#include <string>
+
+#include "group/socket.hpp"
+#include "weft/group.hpp"
+
+namespace weft {
+
+static_assert(std::endian::native == std::endian::little, "frames are little-endian");
+
+enum class FrameKind : uint32_t {
+  kWelcome = 1,  // rank 0: the group is complete
+  kBlock = 2,    // to rank 0: this rank's block
+  kBlocks = 3,   // from rank 0: all blocks, see pack_blocks
+  kFailure = 4,  // from rank 0: the group has ended; code is an ErrorCode, the payload says why
+};
+
+struct FrameHeader {
+  FrameKind kind = {};
+  uint32_t code = 0;
+  uint64_t bytes = 0;
+};
+
+struct Frame {
+  FrameHeader header;
+  Bytes payload;
+};
+
+// Why a group ended, in words that fit every rank.
+struct Failure {
+  ErrorCode code = ErrorCode::kInternal;
+  std::string text;
+};
+
+// Takes a frame in as its bytes come.
+class FrameReader {
+ public:
+  // kDone: frame() is complete. kClosed: the peer is gone or sent what is not a frame.
+  [[nodiscard]] IoState read_some(const Socket& socket);
+  [[nodiscard]] const Frame& frame() const { return frame_; }
+  [[nodiscard]] Frame take();  // makes room for the next
+
+ private:
+  Frame frame_;
+  size_t header_done_ = 0;
+  size_t payload_done_ = 0;
+};
+
+[[nodiscard]] IoState send_frame(
+    const Socket& socket,
+    FrameKind kind,
+    std::span<const std::byte> payload,
+    const Deadline& deadline
+);
+// Best effort: a peer that cannot be told will see the connection close.
+void send_failure(const Socket& socket, const Failure& failure);
+// A kFailure frame as a failure; nothing for any other.
+[[nodiscard]] std::optional<Failure> failure_in(const Frame& frame);
+
+// Waits for the next frame of one peer.
+[[nodiscard]] IoState receive_frame(const Socket& socket, Frame& frame, const Deadline& deadline);
+
+// | bytes u64 of each block | blocks ... |
+[[nodiscard]] Bytes pack_blocks(std::span<const Bytes> blocks);
+// Nothing if the bytes are not `num_blocks` packed blocks.
+[[nodiscard]] std::optional<std::vector<Bytes>> unpack_blocks(
+    std::span<const std::byte> packed, int num_blocks
+);
+
+}  // namespace weft

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <cstdio>
+#include <iostream>
+#include <optional>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "core/check.hpp"
+#include "core/clock.hpp"
+#include "core/env.hpp"
+#include "group/handshake.hpp"
+#include "group/rendezvous.hpp"
+
+namespace weft {
+namespace {
+
+// After a rank failed, the others notice by themselves; who has not ended by then is terminated,
+// and killed a little later.
+constexpr auto kNoticeTime = std::chrono::seconds(5);
+constexpr auto kTerminateTime = std::chrono::seconds(2);
+constexpr timespec kTick = {0, 100'000'000};
+constexpr int kSignalStatus = 128;
+
+// While in scope, SIGCHLD, SIGINT and SIGTERM wait for sigtimedwait().
+class HeldSignals {
+ public:
+  HeldSignals() {
+    sigemptyset(&held_);
+    for (const int signal : {SIGCHLD, SIGINT, SIGTERM}) {
+      sigaddset(&held_, signal);
+    }
+    pthread_sigmask(SIG_BLOCK, &held_, &before_);
+    struct sigaction by_default = {};
+    by_default.sa_handler = SIG_DFL;  // an ignored SIGCHLD would lose the statuses
+    sigaction(SIGCHLD, &by_default, &child_action_);
+  }
+  HeldSignals(const HeldSignals&) = delete;
+  HeldSignals& operator=(const HeldSignals&) = delete;
+  ~HeldSignals() { release(); }
+
+  void release() const {
+    sigaction(SIGCHLD, &child_action_, nullptr);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+
+  // The next signal, or nothing for a tick.
+  [[nodiscard]] std::optional<siginfo_t> next() const {
+    siginfo_t info = {};
+    return sigtimedwait(&held_, &info, &kTick) > 0 ? std::optional(info) : std::nullopt;
+  }
+
+ private:
+  sigset_t held_ = {};
+  sigset_t before_ = {};
+  struct sigaction child_action_ = {};
+};
+
+void print_error(int rank, const char* text) {
+  std::cout.flush();
+  fmt::print(stderr, "rank {}: {}\n", rank, text);
+}
+
+int run_body(
+    const Rendezvous& rendezvous, Socket listener, const std::function<int(Group&)>& body
+) {
+  try {
+    Group group = connect_group(rendezvous, std::move(listener));
+    const int status = body(group);
+    return status >= 0 && status <= 255 ? status : 1;
+  } catch (const std::exception& error) {
+    print_error(rendezvous.rank, error.what());
+  } catch (...) {
+    print_error(rendezvous.rank, "an exception of unknown type");
+  }
+  return 1;
+}
+
+// Waits for the children, passes signals on and sees to it that none outlives a failure for long.
+class Nursery {
+ public:
+  explicit Nursery(const HeldSignals& signals) : signals_(signals) {}
+
+  void add(pid_t pid) {
+    pids_.push_back(pid);
+    statuses_.push_back(-1);
+  }
+
+  void send(int signal) const {
+    for (size_t i = 0; i < pids_.size(); ++i) {
+      if (statuses_[i] < 0) {
+        kill(pids_[i], signal);
+      }
+    }
+  }
+
+  std::vector<int> wait() {
+    while (reap()) {
+      enforce();
+      if (const auto info = signals_.next(); info && info->si_signo != SIGCHLD) {
+        pass_on(*info);
+      }
+    }
+    return statuses_;
+  }
+
+ private:
+  // True while some still run.
+  bool reap() {
+    for (size_t i = 0; i < pids_.size(); ++i) {
+      int status = 0;
+      if (statuses_[i] < 0 && waitpid(pids_[i], &status, WNOHANG) == pids_[i]) {
+        statuses_[i] = WIFSIGNALED(status) ? kSignalStatus + WTERMSIG(status) : WEXITSTATUS(status);
+        if (statuses_[i] != 0 && !end_) {
+          end_ = Deadline(kNoticeTime);
+        }
+      }
+    }
+    return std::ranges::any_of(statuses_, [](int status) { return status < 0; });
+  }
+
+  void enforce() {
+    if (end_ && end_->has_passed()) {
+      send(is_terminated_ ? SIGKILL : SIGTERM);
+      is_terminated_ = true;
+      end_ = Deadline(kTerminateTime);
+    }
+  }
+
+  void pass_on(const siginfo_t& info) {
+    // A terminal's Ctrl-C has reached the children already.
+    const bool is_from_terminal = info.si_signo == SIGINT && info.si_code == SI_KERNEL;
+    if (!is_from_terminal) {
+      send(info.si_signo);
+    }
+    if (std::exchange(is_asked_to_end_, true)) {
+      send(SIGKILL);
+    }
+  }
+
+  const HeldSignals& signals_;
+  std::vector<pid_t> pids_;
+  std::vector<int> statuses_;  // by rank, -1 while it runs
+  std::optional<Deadline> end_;
+  bool is_terminated_ = false;
+  bool is_asked_to_end_ = false;
+};
+
+}  // namespace
+
+std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body) {
+  const Nonce secret = random_nonce();
+  Rendezvous rendezvous = {.rank = 0, .num_ranks = num_ranks};
+  rendezvous.secret.assign(secret.begin(), secret.end());
+  rendezvous.timeout = Env::read().timeout;
+  // Open before anyone can knock, so no other program can take the port.
+  Socket listener = listen_on(rendezvous.address, 0, {});
+  rendezvous.port = port_of(listener);
+  check_rendezvous(rendezvous);
+
+  const HeldSignals signals;
+  Nursery nursery(signals);
+  const pid_t parent = getpid();
+  std::cout.flush();
+  std::fflush(nullptr);  // or each child would write it again
+  for (; rendezvous.rank < num_ranks; ++rendezvous.rank) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      signals.release();
+      if (getppid() != parent) {  // it died before prctl()
+        _exit(kSignalStatus + SIGKILL);
+      }
+      if (rendezvous.rank != 0) {
+        listener.close();
+      }
+      const int status = run_body(rendezvous, std::move(listener), body);
+      std::cout.flush();
+      std::fflush(nullptr);
+      _exit(status);
+    }
+    if (pid < 0) {
+      const int error = errno;
+      nursery.send(SIGKILL);
+      static_cast<void>(nursery.wait());
+      raise_error(ErrorCode::kNotAvailable, {}, errno_text("run_forked: fork()", error));
+    }
+    nursery.add(pid);
+  }
+  listener.close();
+  return nursery.wait();
+}
+
+}  // namespace weft

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// TCP sockets that never block: every wait is a poll() with a deadline.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <sys/socket.h>
+#include <utility>
+#include <vector>
+
+#include "core/check.hpp"
+#include "core/clock.hpp"
+
+namespace weft {
+
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket() { close(); }
+
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] bool is_open() const { return fd_ >= 0; }
+  void close();
+
+ private:
+  int fd_ = -1;
+};
+
+struct Endpoint {
+  sockaddr_storage address = {};
+  socklen_t size = 0;
+};
+
+// "127.0.0.1:5000", "[::1]:5000"
+[[nodiscard]] std::string endpoint_text(const std::string& address, int port);
+
+// All endpoints of a name or number. Throws Error (kInvalidArgument) naming the address.
+[[nodiscard]] std::vector<Endpoint> resolve(
+    const std::string& address, int port, const Context& context
+);
+[[nodiscard]] bool is_loopback(const Endpoint& endpoint);
+
+// Listens on the first of the address's endpoints that this host has, and on nothing else. Port 0:
+// a free one. Throws Error (kNotAvailable), e.g. when the port is taken.
+[[nodiscard]] Socket listen_on(const std::string& address, int port, const Context& context);
+[[nodiscard]] int port_of(const Socket& listener);
+// A waiting connection; not open if there is none.
+[[nodiscard]] Socket accept_from(const Socket& listener, const Context& context);
+// One attempt. Not open on failure; errno says why.
+[[nodiscard]] Socket connect_to(const Endpoint& endpoint, const Deadline& deadline);
+
+// False when the deadline passed.
+[[nodiscard]] bool wait_readable(const Socket& socket, const Deadline& deadline);
+
+enum class IoState : uint8_t { kDone, kMore, kClosed };
+
+// Fills `bytes` from `done` on as far as possible without waiting.
+[[nodiscard]] IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& done);
+// kMore: the deadline passed.
+[[nodiscard]] IoState send_all(
+    const Socket& socket, std::span<const std::byte> bytes, const Deadline& deadline
+);
+[[nodiscard]] IoState receive_all(
+    const Socket& socket, std::span<std::byte> bytes, const Deadline& deadline
+);
+
+}  // namespace weft

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "group/tcp_control.hpp"
+
+#include <optional>
+#include <poll.h>
+
+#include "group/frame.hpp"
+#include "group/rank_list.hpp"
+#include "group/rendezvous.hpp"
+
+namespace weft {
+namespace {
+
+class TcpRoot final : public ControlPlane {
+ public:
+  TcpRoot(std::vector<Socket> peers, std::chrono::milliseconds timeout)
+      : peers_(std::move(peers)),
+        context_{0, static_cast<int>(peers_.size()), "tcp"},
+        timeout_(timeout) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
+    if (failure_) {
+      raise_error(failure_->code, context_, failure_->text);
+    }
+    const Deadline deadline(timeout_);
+    std::vector<Bytes> blocks(peers_.size());
+    blocks[0].assign(block.begin(), block.end());
+    collect(blocks, deadline);
+    const Bytes packed = pack_blocks(blocks);
+    for (int rank = 1; rank < context_.num_ranks; ++rank) {
+      check(rank, send_frame(peer(rank), FrameKind::kBlocks, packed, deadline));
+    }
+    return blocks;
+  }
+
+ private:
+  [[nodiscard]] const Socket& peer(int rank) const { return peers_[static_cast<size_t>(rank)]; }
+
+  void collect(std::vector<Bytes>& blocks, const Deadline& deadline) {
+    std::vector<FrameReader> readers(peers_.size());
+    std::vector<int> absent;
+    for (int rank = 1; rank < context_.num_ranks; ++rank) {
+      absent.push_back(rank);
+    }
+    while (true) {
+      std::erase_if(absent, [&](int rank) {
+        FrameReader& reader = readers[static_cast<size_t>(rank)];
+        const IoState state = reader.read_some(peer(rank));
+        if (state == IoState::kMore) {
+          return false;
+        }
+        check(rank, state);
+        blocks[static_cast<size_t>(rank)] = reader.take().payload;
+        return true;
+      });
+      if (absent.empty()) {
+        return;
+      }
+      if (deadline.has_passed()) {
+        fail({ErrorCode::kTimeout, late_text(absent)});
+      }
+      wait(absent, deadline);
+    }
+  }
+
+  void wait(const std::vector<int>& ranks, const Deadline& deadline) const {
+    std::vector<pollfd> entries;
+    for (const int rank : ranks) {
+      entries.push_back({peer(rank).fd(), POLLIN, 0});
+    }
+    poll(entries.data(), entries.size(), static_cast<int>(deadline.left().count()));
+  }
+
+  [[nodiscard]] std::string late_text(const std::vector<int>& ranks) const {
+    return fmt::format(
+        "all_gather: {} did not call within {}", rank_list(ranks), seconds_text(timeout_)
+    );
+  }
+
+  void check(int rank, IoState state) {
+    if (state == IoState::kMore) {
+      fail({ErrorCode::kTimeout, late_text({rank})});
+    }
+    if (state == IoState::kClosed) {
+      fail(
+          {ErrorCode::kPeerFailed,
+           fmt::format("all_gather: rank {} left the group (its connection closed)", rank)}
+      );
+    }
+  }
+
+  // The group has ended: every rank is told, and every later call says the same.
+  [[noreturn]] void fail(Failure failure) {
+    failure_ = std::move(failure);
+    for (int rank = 1; rank < context_.num_ranks; ++rank) {
+      send_failure(peer(rank), *failure_);
+    }
+    raise_error(failure_->code, context_, failure_->text);
+  }
+
+  const std::vector<Socket> peers_;  // by rank
+  const Context context_;
+  const std::chrono::milliseconds timeout_;
+  std::optional<Failure> failure_;
+};
+
+class TcpPeer final : public ControlPlane {
+ public:
+  TcpPeer(Socket root, const Context& context, std::chrono::milliseconds timeout)
+      : root_(std::move(root)), context_(context), timeout_(patience(timeout)) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
+    if (failure_) {
+      raise_error(failure_->code, context_, failure_->text);
+    }
+    const Deadline deadline(timeout_);
+    // If rank 0 takes no more, its last frame may still say why.
+    static_cast<void>(send_frame(root_, FrameKind::kBlock, block, deadline));
+    Frame frame;
+    const IoState state = receive_frame(root_, frame, deadline);
+    if (state == IoState::kMore) {
+      fail(
+          {ErrorCode::kTimeout,
+           fmt::format(
+               "all_gather: rank 0 did not answer within {} (it or another rank has not called)",
+               seconds_text(timeout_)
+           )}
+      );
+    }
+    if (auto failure = state == IoState::kDone ? failure_in(frame) : std::nullopt) {
+      fail(std::move(*failure));
+    }
+    auto blocks =
+        state == IoState::kDone ? unpack_blocks(frame.payload, context_.num_ranks) : std::nullopt;
+    if (!blocks) {
+      fail({ErrorCode::kPeerFailed, "all_gather: rank 0 left the group (its connection closed)"});
+    }
+    return std::move(*blocks);
+  }
+
+ private:
+  // Closing lets rank 0 know.
+  [[noreturn]] void fail(Failure failure) {
+    failure_ = std::move(failure);
+    root_.close();
+    raise_error(failure_->code, context_, failure_->text);
+  }
+
+  Socket root_;
+  const Context context_;
+  const std::chrono::milliseconds timeout_;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace
+
+std::unique_ptr<ControlPlane> make_tcp_root(
+    std::vector<Socket> peers, std::chrono::milliseconds timeout
+) {
+  return std::make_unique<TcpRoot>(std::move(peers), timeout);
+}
+
+std::unique_ptr<ControlPlane> make_tcp_peer(
+    Socket root, const Context& context, std::chrono::milliseconds timeout
+) {
+  return std::make_unique<TcpPeer>(std::move(root), context, timeout);
+}
+
+}  // namespace weft
