@@ -95,6 +95,8 @@ struct Footprint {
 
 class Exchange {
  public:
+  struct State;  // known to src/exchange alone
+
   // Collective. Throws Error (kInvalidArgument) on every rank if any rank's config is wrong or
   // differs.
   Exchange(const Group& group, const ExchangeConfig& config);
@@ -117,7 +119,6 @@ class Exchange {
   [[nodiscard]] Footprint footprint() const;
 
  private:
-  struct State;
   std::unique_ptr<State> state_;
 };
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sequences every call: check arguments, swap call words, hand over to the executor. Owns the
-// memory that peers write. Previous in the data flow: plan/place_routes.cpp; next:
-// dispatch_cpu.cpp.
+// Sets an exchange up, owns the memory that peers write, and answers for it. Each operation has its
+// own file: plan_call.cpp, dispatch_call.cpp, combine_call.cpp.
 #include "weft/exchange.hpp"
 
 #include <algorithm>
@@ -9,11 +8,8 @@
 #include <cstring>
 #include <thread>
 
-#include "core/check.hpp"
-#include "exchange/buffer_pool.hpp"
-#include "exchange/call_board.hpp"
-#include "exchange/cpu_call.hpp"
-#include "exchange/validate.hpp"
+#include "exchange/config_agreement.hpp"
+#include "exchange/exchange_state.hpp"
 #include "plan/build.hpp"
 
 namespace weft {
@@ -39,108 +35,10 @@ std::span<const std::byte> bytes_of(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
-// What must be equal on all ranks, and whether this rank's config is good at all.
-struct ConfigWord {
-  int64_t hidden;
-  int64_t max_tokens;
-  int64_t num_experts;
-  int64_t max_topk;
-  uint64_t is_refused;
-  std::array<char, 512> refusal;
-};
-
-// Collective: a config that is wrong on one rank is an error on all.
-void agree_on_config(const Group& group, const ExchangeConfig& config, const Context& context) {
-  ConfigWord own = {config.hidden, config.max_tokens, config.num_experts, config.max_topk, 0, {}};
-  std::exception_ptr failure;
-  try {
-    validate_config(config, context);
-  } catch (const Error& error) {
-    failure = std::current_exception();
-    own.is_refused = 1;
-    std::string_view(error.what()).copy(own.refusal.data(), own.refusal.size() - 1);
-  }
-  const std::vector<Bytes> blocks = group.all_gather(bytes_of(own));
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
-  for (size_t rank = 0; rank < blocks.size(); ++rank) {
-    ConfigWord word;
-    WEFT_CHECK(
-        context,
-        blocks[rank].size() == sizeof word,
-        ErrorCode::kPeerFailed,
-        "exchange: rank {} sent {} bytes of config (expected {}; are all ranks of one version?)",
-        rank,
-        blocks[rank].size(),
-        sizeof word
-    );
-    std::memcpy(&word, blocks[rank].data(), sizeof word);
-    WEFT_CHECK_ARG(
-        context, word.is_refused == 0, "exchange: rank {} refused: {}", rank, word.refusal.data()
-    );
-    const auto compare = [&](std::string_view name, int64_t mine, int64_t theirs) {
-      WEFT_CHECK_ARG(
-          context,
-          mine == theirs,
-          "exchange: {} = {} here and {} on rank {} (must be equal on all ranks)",
-          name,
-          mine,
-          theirs,
-          rank
-      );
-    };
-    compare("hidden", own.hidden, word.hidden);
-    compare("max_tokens", own.max_tokens, word.max_tokens);
-    compare("num_experts", own.num_experts, word.num_experts);
-    compare("max_topk", own.max_topk, word.max_topk);
-  }
-}
-
 }  // namespace
 
-struct Exchange::State {
-  State(const Group& group, const ExchangeConfig& wanted);
-
-  Plan make_plan(const Routing& routing, const PlanOptions& options);
-  void dispatch(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out);
-  void combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out);
-
-  // Runs one call under the rules of exchange.hpp: `prepare` may refuse, everything after it may
-  // only break.
-  template <class Prepare, class Run>
-  auto call(Op op, const Prepare& prepare, const Run& run);
-
-  void connect(const Group& group);
-  [[nodiscard]] std::vector<RankCounts> counts_of(std::span<const CallWord> words) const;
-  [[nodiscard]] std::vector<Arrivals> swap_records(const PlanData& plan);
-  void reserve_staging(uint64_t bytes);
-  [[nodiscard]] Target staging_at(uint64_t offset) const;
-  void import_targets(std::span<const CallWord> words);
-  [[nodiscard]] CallWord new_word(Op op) const;
-
-  ExchangeConfig config;
-  Context context;
-  uint64_t id = next_exchange_id++;
-  std::shared_ptr<Transport> transport;
-  std::string transport_name;
-  ControlMap control_map;
-  SignalMap signals;
-  std::vector<uint64_t> settled;
-  std::unique_ptr<Waiter> waiter;
-  std::unique_ptr<WorkerPool> workers;
-  std::unique_ptr<CallBoard> board;
-  std::shared_ptr<BufferPool> pool;
-  Region control;
-  std::vector<uint32_t> control_slots;  // [num_ranks] of the peers' control regions
-  Region staging;
-  uint64_t call_number = 0;
-  std::exception_ptr broken;  // why the exchange can no longer be used
-  ExchangeStats counters;
-};
-
 Exchange::State::State(const Group& group, const ExchangeConfig& wanted)
-    : config(wanted), context(context_of(group)) {
+    : config(wanted), context(context_of(group)), id(next_exchange_id++) {
   agree_on_config(group, config, context);
   if (config.num_threads == 0) {
     config.num_threads = default_num_threads(group);
@@ -151,8 +49,7 @@ Exchange::State::State(const Group& group, const ExchangeConfig& wanted)
   settled.resize(signals.size());
   transport = make_transport(config.transport, group, signals.size());
   config.transport = transport->name();
-  transport_name = config.transport;
-  context.transport = transport_name;
+  context.transport = config.transport;
   waiter = std::make_unique<Waiter>(*transport, context, config.timeout);
   workers = std::make_unique<WorkerPool>(config.num_threads);
   pool = std::make_shared<BufferPool>(transport);
@@ -180,34 +77,9 @@ void Exchange::State::connect(const Group& group) {
   group.barrier();  // nobody leaves the constructor before everybody can be written to
 }
 
-template <class Prepare, class Run>
-auto Exchange::State::call(Op op, const Prepare& prepare, const Run& run) {
-  if (broken) {
-    std::rethrow_exception(broken);
-  }
-  call_number = board->next_call();
-  const auto prepared = [&] {
-    try {
-      return prepare();
-    } catch (const Error& refusal) {
-      try {
-        board->refuse(op, refusal.what());
-      } catch (...) {
-        broken = std::current_exception();
-      }
-      throw;
-    }
-  }();
-  try {
-    return run(prepared);
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kInvalidArgument) {
-      broken = std::current_exception();
-    }
-    throw;
-  } catch (...) {
-    broken = std::current_exception();
-    throw;
+Exchange::State::~State() {
+  if (transport) {
+    transport->close();  // a Buffer may keep the memory alive, peers shall not wait for it
   }
 }
 
@@ -216,94 +88,6 @@ CallWord Exchange::State::new_word(Op op) const {
   word.call = call_number;
   word.op = op;
   return word;
-}
-
-Plan Exchange::State::make_plan(const Routing& routing, const PlanOptions& options) {
-  const auto prepare = [&] {
-    check_options(options, context);
-    return read_routing(routing, config.num_experts, config.max_topk, config.max_tokens, context);
-  };
-  return call(Op::kPlan, prepare, [&](const RouteTable& routes) {
-    const RankCounts own = count_routes(routes, config.num_experts, context.num_ranks, options);
-    CallWord word = new_word(Op::kPlan);
-    word.signature = {
-        static_cast<int64_t>(options.layout),
-        options.pad_multiple,
-        options.expert_stride,
-        static_cast<int64_t>(options.overflow),
-        routes.topk,
-        routes.from_map,
-        !routes.weight.empty() || routing.weights.is_given()};
-    word.num_tokens = own.num_tokens;
-    word.row_budget = own.row_budget;
-    std::vector<int32_t> payload = own.routes;
-    payload.insert(payload.end(), own.arrivals.begin(), own.arrivals.end());
-    const std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
-    const std::vector<CallWord> words = board->swap(to, std::as_bytes(std::span(payload)));
-    PlanData data =
-        place_routes(routes, counts_of(words), context.rank, config.num_experts, options, context);
-    data.exchange_id = id;
-    data.call = call_number;
-    add_received(data, swap_records(data));
-    ++counters.num_plans;
-    return Plan(std::make_shared<const PlanData>(std::move(data)));
-  });
-}
-
-std::vector<RankCounts> Exchange::State::counts_of(std::span<const CallWord> words) const {
-  std::vector<RankCounts> counts;
-  for (int rank = 0; rank < context.num_ranks; ++rank) {
-    const std::byte* payload = board->payload(rank).data();
-    const CallWord& word = words[static_cast<size_t>(rank)];
-    RankCounts& one = counts.emplace_back();
-    one.num_tokens = word.num_tokens;
-    one.row_budget = word.row_budget;
-    one.routes.resize(static_cast<size_t>(config.num_experts));
-    one.arrivals.resize(static_cast<size_t>(context.num_ranks));
-    const size_t route_bytes = one.routes.size() * sizeof(int32_t);
-    std::memcpy(one.routes.data(), payload, route_bytes);
-    std::memcpy(one.arrivals.data(), payload + route_bytes, one.arrivals.size() * sizeof(int32_t));
-  }
-  return counts;
-}
-
-// Each pair's slots travel from source to receiver. An area is free again when its source begins
-// the next plan call, for which it needs this rank's next call word.
-std::vector<Arrivals> Exchange::State::swap_records(const PlanData& plan) {
-  std::vector<Missing> wanted;
-  for (int step = 1; step < context.num_ranks; ++step) {
-    const int peer = (context.rank + step) % context.num_ranks;
-    const auto p = static_cast<size_t>(peer);
-    const std::vector<std::byte> records = encode_records(plan.sent[p]);
-    const uint64_t length = records.size();
-    std::vector<std::byte> message(sizeof length + records.size());
-    std::memcpy(message.data(), &length, sizeof length);
-    std::memcpy(message.data() + sizeof length, records.data(), records.size());
-    const Put put = {
-        .source = message.data(),
-        .bytes = message.size(),
-        .region = control_slots[p],
-        .signal = signals.records(static_cast<uint32_t>(context.rank)),
-        .offset = control_map.record_offset(static_cast<uint64_t>(context.rank))};
-    transport->put(peer, {&put, 1});
-    const uint32_t signal = signals.records(static_cast<uint32_t>(peer));
-    wanted.push_back({.peer = peer, .signal = signal, .wanted = ++settled[signal]});
-  }
-  waiter->until_raised({.op = "plan", .call = call_number, .what = "records"}, wanted);
-  std::vector<Arrivals> received;
-  for (int source = 0; source < context.num_ranks; ++source) {
-    const auto s = static_cast<size_t>(source);
-    if (source == context.rank) {
-      received.push_back(plan.sent[s]);
-      continue;
-    }
-    const std::byte* area = control.data + control_map.record_offset(s);
-    uint64_t length = 0;
-    std::memcpy(&length, area, sizeof length);
-    length = std::min(length, control_map.record_bytes);
-    received.push_back(decode_records({area + sizeof length, length}, plan, source, context));
-  }
-  return received;
 }
 
 // Grows in steps; nobody writes there between calls.
@@ -333,110 +117,9 @@ void Exchange::State::import_targets(std::span<const CallWord> words) {
   }
 }
 
-void Exchange::State::dispatch(
-    const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
-) {
-  struct Ready {
-    std::optional<Region> rows;
-    std::optional<Region> scales;
-    Staging staging;
-  };
-  const auto prepare = [&] {
-    Validator{context, config, id}.dispatch(plan, in, out);
-    const auto region_of = [&](const Tensor& tensor) {
-      return pool->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
-    };
-    Ready ready = {.rows = region_of(out.rows), .scales = region_of(out.scales), .staging = {}};
-    const auto staged_bytes = [](const ConstTensor& tensor, bool is_direct) {
-      return tensor.is_given() && !is_direct ? static_cast<uint64_t>(tensor.row_bytes()) : 0;
-    };
-    ready.staging = dispatch_staging(
-        plan,
-        {.rows = staged_bytes(in.x, ready.rows.has_value()),
-         .scales = staged_bytes(in.scales, ready.scales.has_value()),
-         .weights = in.weights.is_given() ? sizeof(float) : 0}
-    );
-    reserve_staging(ready.staging.num_bytes);
-    return ready;
-  };
-  call(Op::kDispatch, prepare, [&](const Ready& ready) {
-    CallWord word = new_word(Op::kDispatch);
-    word.signature = {
-        static_cast<int64_t>(plan.call),
-        static_cast<int64_t>(in.x.dtype),
-        in.x.row_bytes(),
-        in.scales.is_given() ? in.scales.row_bytes() : -1,
-        in.weights.is_given()};
-    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
-    for (size_t source = 0; source < to.size(); ++source) {
-      const auto place =
-          [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
-            if (!region) {
-              return staging_at(offset);
-            }
-            const auto begin = static_cast<uint64_t>(tensor.data - region->data);
-            return Target{.region = region->ref, .offset = begin, .by_slot = 1};
-          };
-      to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
-      to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);
-      to[source].weights = staging_at(ready.staging.weights[source]);
-    }
-    const std::vector<CallWord> words = board->swap(to, {});
-    import_targets(words);
-    std::vector<CallWord> targets = words;
-    targets[static_cast<size_t>(context.rank)] = to[static_cast<size_t>(context.rank)];
-    const CpuRank rank = {*transport, *waiter, *workers, signals, settled};
-    const CpuCall cpu_call = {call_number, plan, targets, ready.staging, staging.data};
-    dispatch_cpu(rank, cpu_call, in, out);
-    ++counters.num_dispatches;
-  });
-}
-
-void Exchange::State::combine(
-    const PlanData& plan, const CombineInput& in, const CombineOutput& out
-) {
-  const auto prepare = [&] {
-    Validator{context, config, id}.combine(plan, in, out);
-    const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
-    Staging ready = combine_staging(
-        plan,
-        {.rows = static_cast<uint64_t>(in.rows.row_bytes()),
-         .weights = in.weights.is_given() ? sizeof(float) : 0,
-         .source_weights = has_source_weights ? sizeof(float) : 0}
-    );
-    reserve_staging(ready.num_bytes);
-    return ready;
-  };
-  call(Op::kCombine, prepare, [&](const Staging& ready) {
-    CallWord word = new_word(Op::kCombine);
-    word.signature = {
-        static_cast<int64_t>(plan.call),
-        static_cast<int64_t>(in.rows.dtype),
-        in.rows.row_bytes(),
-        static_cast<int64_t>(in.scale),
-        in.weights.is_given()};
-    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
-    for (size_t peer = 0; peer < to.size(); ++peer) {
-      to[peer].rows = staging_at(ready.rows[peer]);
-      to[peer].weights = staging_at(ready.weights[peer]);
-      to[peer].source_weights = staging_at(ready.source_weights[peer]);
-    }
-    const std::vector<CallWord> words = board->swap(to, {});
-    import_targets(words);
-    const CpuRank rank = {*transport, *waiter, *workers, signals, settled};
-    const CpuCall cpu_call = {call_number, plan, words, ready, staging.data};
-    combine_cpu(rank, cpu_call, in, out);
-    ++counters.num_combines;
-  });
-}
-
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
     : state_(std::make_unique<State>(group, config)) {}
-Exchange::~Exchange() {
-  if (state_ && state_->transport) {
-    state_->transport->close();
-  }
-}
+Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 Exchange& Exchange::operator=(Exchange&&) noexcept = default;
 

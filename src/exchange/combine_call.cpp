@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// combine: each token's rank says where it wants its partial sums, then the executor makes and adds
+// them. Previous in the data flow: the caller's experts; next: combine_cpu.cpp.
+#include "exchange/exchange_state.hpp"
+#include "exchange/validate.hpp"
+
+namespace weft {
+
+void Exchange::State::combine(
+    const PlanData& plan, const CombineInput& in, const CombineOutput& out
+) {
+  const auto prepare = [&] {
+    Validator{context, config, id}.combine(plan, in, out);
+    const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
+    Staging ready = combine_staging(
+        plan,
+        {.rows = static_cast<uint64_t>(in.rows.row_bytes()),
+         .weights = in.weights.is_given() ? sizeof(float) : 0,
+         .source_weights = has_source_weights ? sizeof(float) : 0}
+    );
+    reserve_staging(ready.num_bytes);
+    return ready;
+  };
+  call(Op::kCombine, prepare, [&](const Staging& ready) {
+    CallWord word = new_word(Op::kCombine);
+    word.signature = {
+        static_cast<int64_t>(plan.call),
+        static_cast<int64_t>(in.rows.dtype),
+        in.rows.row_bytes(),
+        static_cast<int64_t>(in.scale),
+        in.weights.is_given()};
+    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
+    for (size_t peer = 0; peer < to.size(); ++peer) {
+      to[peer].rows = staging_at(ready.rows[peer]);
+      to[peer].weights = staging_at(ready.weights[peer]);
+      to[peer].source_weights = staging_at(ready.source_weights[peer]);
+    }
+    const std::vector<CallWord> words = board->swap(to, {});
+    import_targets(words);
+    const CpuCall cpu_call = {call_number, plan, words, ready, staging.data};
+    combine_cpu(cpu_rank(), cpu_call, in, out);
+    ++counters.num_combines;
+  });
+}
+
+}  // namespace weft

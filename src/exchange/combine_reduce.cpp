@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/combine_reduce.hpp"
+
+#include <array>
+
+#include "exchange/row_sum.hpp"
+
+namespace weft {
+
+CombineReduce::CombineReduce(const CpuRank& rank, const CpuCall& call, const CombineInput& in)
+    : rank_(rank),
+      call_(call),
+      plan_(call.plan),
+      in_(in),
+      self_(static_cast<size_t>(call.plan.shape.rank)),
+      row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
+  for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
+    if (peer != self_) {
+      num_units_ = std::max(num_units_, num_chunks(plan_.received[peer].size()));
+    }
+  }
+}
+
+void CombineReduce::swap_source_weights() {
+  const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
+  const size_t num_ranks = plan_.sent.size();
+  std::vector<Missing> wanted;
+  for (size_t step = 1; step < num_ranks; ++step) {
+    const size_t peer = (self_ + step) % num_ranks;
+    const Arrivals& pair = plan_.sent[peer];
+    std::vector<float> routes;
+    routes.reserve(pair.slot.size());
+    for (size_t a = 0; a < pair.token.size(); ++a) {
+      const auto end = static_cast<size_t>(pair.route_begin[a + 1]);
+      for (auto j = static_cast<size_t>(pair.route_begin[a]); j < end; ++j) {
+        routes.push_back(weights[weight_index(plan_, pair.token[a], pair.k[j])]);
+      }
+    }
+    const Target& target = call_.words[peer].source_weights;
+    const Put put = {
+        .source = routes.data(),
+        .bytes = routes.size() * sizeof(float),
+        .region = target.region.slot,
+        .signal = rank_.signals.source_weights(static_cast<uint32_t>(self_)),
+        .offset = target.offset};
+    rank_.transport.put(static_cast<int>(peer), {&put, 1});
+    const uint32_t signal = rank_.signals.source_weights(static_cast<uint32_t>(peer));
+    wanted.push_back(
+        {.peer = static_cast<int>(peer), .signal = signal, .wanted = ++rank_.settled[signal]}
+    );
+  }
+  rank_.waiter.until_raised(
+      {.op = "combine", .call = call_.number, .what = "source weights"}, wanted
+  );
+}
+
+void CombineReduce::run(int64_t unit, Scratch& scratch) const {
+  const size_t num_ranks = plan_.received.size();
+  for (size_t step = 1; step < num_ranks; ++step) {
+    send((self_ + step) % num_ranks, unit, scratch);
+  }
+}
+
+void CombineReduce::send(size_t to, int64_t chunk, Scratch& scratch) const {
+  const ChunkRange range = chunk_range(plan_.received[to].size(), chunk);
+  if (range.first == range.last) {
+    return;
+  }
+  const auto count = static_cast<size_t>(range.last - range.first);
+  const Target& target = call_.words[to].rows;
+  const uint64_t offset = target.offset + static_cast<uint64_t>(range.first) * row_bytes_;
+  const uint32_t signal =
+      rank_.signals.combine(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
+  // Sums go straight into the peer's memory where this rank can store there.
+  std::byte* const peer_memory = rank_.transport.mapped(static_cast<int>(to), target.region.slot);
+  std::byte* rows = peer_memory;
+  if (peer_memory != nullptr) {
+    rows += offset;
+  } else {
+    scratch.rows.resize(static_cast<size_t>(kChunkArrivals) * row_bytes_);
+    rows = scratch.rows.data();
+  }
+  for (size_t i = 0; i < count; ++i) {
+    reduce(to, range.first + static_cast<int64_t>(i), rows + i * row_bytes_, scratch);
+  }
+  if (peer_memory != nullptr) {
+    rank_.transport.raise(static_cast<int>(to), signal, count);
+  } else {
+    std::array<Put, kChunkArrivals> puts;
+    for (size_t i = 0; i < count; ++i) {
+      puts[i] = {
+          .source = rows + i * row_bytes_,
+          .bytes = row_bytes_,
+          .region = target.region.slot,
+          .signal = signal,
+          .offset = offset + i * row_bytes_};
+    }
+    rank_.transport.put(static_cast<int>(to), {puts.data(), count});
+  }
+  if (in_.weights.is_given()) {
+    send_weights(to, range, signal, scratch);
+  }
+}
+
+void CombineReduce::send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)
+    const {
+  const Arrivals& pair = plan_.received[to];
+  const auto* row_weights = reinterpret_cast<const float*>(in_.weights.data);
+  const auto first = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.first)]);
+  const auto last = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.last)]);
+  scratch.weights.clear();
+  for (size_t j = first; j < last; ++j) {
+    scratch.weights.push_back(row_weights[row_weight_index(plan_, pair, j)]);
+  }
+  const Target& target = call_.words[to].weights;
+  const Put put = {
+      .source = scratch.weights.data(),
+      .bytes = scratch.weights.size() * sizeof(float),
+      .region = target.region.slot,
+      .signal = signal,
+      .offset = target.offset + first * sizeof(float)};
+  rank_.transport.put(static_cast<int>(to), {&put, 1});
+}
+
+void CombineReduce::reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const {
+  scratch.terms.clear();
+  for (const int32_t slot : plan_.received[peer].slots(arrival)) {
+    scratch.terms.push_back(in_.rows.data + static_cast<size_t>(slot) * row_bytes_);
+  }
+  const float* scale = scale_of(peer, arrival, scratch);
+  sum_rows(out, scratch.terms, scale, in_.rows.dtype, in_.rows.cols);
+}
+
+// Factors of an arrival's rows, or null. Only layouts of one row per route are scaled.
+const float* CombineReduce::scale_of(size_t peer, int64_t arrival, Scratch& scratch) const {
+  const Arrivals& pair = plan_.received[peer];
+  const auto a = static_cast<size_t>(arrival);
+  const auto first = static_cast<size_t>(pair.route_begin[a]);
+  switch (in_.scale) {
+    case CombineScale::kNone:
+      return nullptr;
+    case CombineScale::kPlanWeights:
+      return pair.weight.data() + first;
+    case CombineScale::kSourceWeights:
+      break;
+  }
+  if (peer != self_) {
+    const std::byte* staged = call_.staging_data + call_.staging.source_weights[peer];
+    return reinterpret_cast<const float*>(staged) + first;
+  }
+  const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
+  scratch.scale.clear();
+  for (size_t j = first; j < static_cast<size_t>(pair.route_begin[a + 1]); ++j) {
+    scratch.scale.push_back(weights[weight_index(plan_, pair.token[a], pair.k[j])]);
+  }
+  return scratch.scale.data();
+}
+
+}  // namespace weft

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sending role of combine: sums an arrival's rows where the experts are and returns one row to
+// the token's rank, with the gradients of its weights.
+#pragma once
+
+#include <vector>
+
+#include "exchange/chunk.hpp"
+#include "exchange/cpu_call.hpp"
+
+namespace weft {
+
+class CombineReduce {
+ public:
+  // Memory of one worker.
+  struct Scratch {
+    std::vector<std::byte> rows;  // a chunk that cannot be stored at the peer directly
+    std::vector<float> weights;
+    std::vector<float> scale;
+    std::vector<const std::byte*> terms;
+  };
+
+  CombineReduce(const CpuRank& rank, const CpuCall& call, const CombineInput& in);
+
+  // Collective, before any run(): kSourceWeights are held by the token ranks and used by the expert
+  // ranks.
+  void swap_source_weights();
+
+  [[nodiscard]] int64_t num_units() const { return num_units_; }
+  // One chunk to every token rank but this one. Any worker, each unit once.
+  void run(int64_t unit, Scratch& scratch) const;
+  // The partial sum of one arrival that came from `peer`, this rank included, rounded to the dtype.
+  void reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const;
+
+ private:
+  void send(size_t to, int64_t chunk, Scratch& scratch) const;
+  void send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
+  [[nodiscard]] const float* scale_of(size_t peer, int64_t arrival, Scratch& scratch) const;
+
+  const CpuRank& rank_;
+  const CpuCall& call_;
+  const PlanData& plan_;
+  const CombineInput& in_;
+  size_t self_;
+  size_t row_bytes_;
+  int64_t num_units_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch: each receiver says where it wants its rows, then the executor moves them. Previous in
+// the data flow: plan_call.cpp; next: dispatch_cpu.cpp.
+#include <optional>
+
+#include "exchange/exchange_state.hpp"
+#include "exchange/validate.hpp"
+
+namespace weft {
+
+void Exchange::State::dispatch(
+    const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
+) {
+  struct Ready {
+    std::optional<Region> rows;
+    std::optional<Region> scales;
+    Staging staging;
+  };
+  const auto prepare = [&] {
+    Validator{context, config, id}.dispatch(plan, in, out);
+    const auto region_of = [&](const Tensor& tensor) {
+      return pool->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
+    };
+    Ready ready = {.rows = region_of(out.rows), .scales = region_of(out.scales), .staging = {}};
+    const auto staged_bytes = [](const ConstTensor& tensor, bool is_direct) {
+      return tensor.is_given() && !is_direct ? static_cast<uint64_t>(tensor.row_bytes()) : 0;
+    };
+    ready.staging = dispatch_staging(
+        plan,
+        {.rows = staged_bytes(in.x, ready.rows.has_value()),
+         .scales = staged_bytes(in.scales, ready.scales.has_value()),
+         .weights = in.weights.is_given() ? sizeof(float) : 0}
+    );
+    reserve_staging(ready.staging.num_bytes);
+    return ready;
+  };
+  call(Op::kDispatch, prepare, [&](const Ready& ready) {
+    CallWord word = new_word(Op::kDispatch);
+    word.signature = {
+        static_cast<int64_t>(plan.call),
+        static_cast<int64_t>(in.x.dtype),
+        in.x.row_bytes(),
+        in.scales.is_given() ? in.scales.row_bytes() : -1,
+        in.weights.is_given()};
+    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
+    for (size_t source = 0; source < to.size(); ++source) {
+      const auto place =
+          [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
+            if (!region) {
+              return staging_at(offset);
+            }
+            const auto begin = static_cast<uint64_t>(tensor.data - region->data);
+            return Target{.region = region->ref, .offset = begin, .by_slot = 1};
+          };
+      to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
+      to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);
+      to[source].weights = staging_at(ready.staging.weights[source]);
+    }
+    const std::vector<CallWord> words = board->swap(to, {});
+    import_targets(words);
+    const CpuCall cpu_call = {call_number, plan, words, ready.staging, staging.data};
+    dispatch_cpu(cpu_rank(), cpu_call, in, out);
+    ++counters.num_dispatches;
+  });
+}
+
+}  // namespace weft

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/dispatch_fan_out.hpp"
+
+#include "core/copy.hpp"
+
+namespace weft {
+namespace {
+
+ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {
+  ChunkTraffic traffic = {
+      .num_arrivals = {},
+      .puts_per_arrival = num_streams,
+      .puts_per_chunk = has_weights ? uint64_t{1} : 0};
+  for (int source = 0; source < plan.shape.num_ranks; ++source) {
+    const bool is_self = source == plan.shape.rank;
+    traffic.num_arrivals.push_back(is_self ? 0 : plan.received[static_cast<size_t>(source)].size());
+  }
+  return traffic;
+}
+
+}  // namespace
+
+DispatchFanOut::DispatchFanOut(
+    const CpuRank& rank,
+    const CpuCall& call,
+    std::span<const RowStream> streams,
+    const RowWeights& row_weights
+)
+    : rank_(rank),
+      call_(call),
+      plan_(call.plan),
+      streams_(streams),
+      row_weights_(row_weights),
+      arrived_(
+          rank.transport,
+          rank.signals.dispatch(0, 0),
+          rank.signals.max_chunks,
+          traffic_of(call.plan, streams.size(), row_weights.is_given()),
+          rank.settled
+      ),
+      next_(call.plan.received.size()) {}
+
+bool DispatchFanOut::run_ready() {
+  const auto self = static_cast<size_t>(plan_.shape.rank);
+  bool has_run = false;
+  for (size_t step = 1; step < next_.size(); ++step) {
+    has_run |= run_next((self + step) % next_.size());
+  }
+  return has_run;
+}
+
+bool DispatchFanOut::run_next(size_t source) {
+  int64_t chunk = next_[source].load(std::memory_order_relaxed);
+  if (chunk >= arrived_.num_chunks_from(source) || !arrived_.is_complete(source, chunk) ||
+      !next_[source].compare_exchange_strong(chunk, chunk + 1)) {
+    return false;
+  }
+  run(source, chunk);
+  return true;
+}
+
+void DispatchFanOut::run(size_t source, int64_t chunk) const {
+  const Arrivals& pair = plan_.received[source];
+  const ChunkRange range = chunk_range(pair.size(), chunk);
+  const auto* staged_weights =
+      reinterpret_cast<const float*>(call_.staging_data + call_.staging.weights[source]);
+  for (int64_t i = range.first; i < range.last; ++i) {
+    const std::span<const int32_t> slots = pair.slots(i);
+    for (const RowStream& stream : streams_) {
+      const bool is_direct = stream.staged == nullptr;  // then the primary slot has the row already
+      const std::byte* row = is_direct ? stream.row(slots[0])
+                                       : call_.staging_data + (*stream.staged)[source] +
+                                             static_cast<size_t>(i) * stream.row_bytes;
+      for (const int32_t slot : slots.subspan(is_direct ? 1 : 0)) {
+        copy_bytes(stream.row(slot), row, stream.row_bytes);
+      }
+    }
+    if (row_weights_.is_given()) {
+      row_weights_.put(pair, i, staged_weights + pair.route_begin[static_cast<size_t>(i)]);
+    }
+  }
+}
+
+bool DispatchFanOut::is_claimed() const {
+  for (size_t source = 0; source < next_.size(); ++source) {
+    if (next_[source].load(std::memory_order_relaxed) < arrived_.num_chunks_from(source)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void DispatchFanOut::wait() {
+  const auto each_unclaimed = [this](auto&& visit) {
+    for (size_t source = 0; source < next_.size(); ++source) {
+      const int64_t chunk = next_[source].load(std::memory_order_relaxed);
+      if (chunk < arrived_.num_chunks_from(source)) {
+        visit(source, chunk);
+      }
+    }
+  };
+  const auto ready = [&] {
+    bool has_any = false;
+    bool has_complete = false;
+    each_unclaimed([&](size_t source, int64_t chunk) {
+      has_any = true;
+      has_complete = has_complete || arrived_.is_complete(source, chunk);
+    });
+    return !has_any || has_complete;
+  };
+  const auto missing = [&] {
+    std::vector<Missing> late;
+    each_unclaimed([&](size_t source, int64_t chunk) {
+      late.push_back(arrived_.missing(source, chunk));
+    });
+    return late;
+  };
+  rank_.waiter.until(
+      {.op = "dispatch", .call = call_.number, .what = "rows"},
+      ready,
+      missing,
+      [this] { return rank_.workers.is_stopping(); }
+  );
+}
+
+}  // namespace weft

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an Exchange owns, and the frame that every collective call runs in. The operations are in
+// plan_call.cpp, dispatch_call.cpp and combine_call.cpp.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "core/check.hpp"
+#include "exchange/buffer_pool.hpp"
+#include "exchange/call_board.hpp"
+#include "exchange/cpu_call.hpp"
+#include "plan/plan_data.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+struct Exchange::State {
+  State(const Group& group, const ExchangeConfig& wanted);
+  ~State();
+
+  Plan make_plan(const Routing& routing, const PlanOptions& options);
+  void dispatch(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out);
+  void combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out);
+
+  // One collective call: `prepare()` looks at this rank's arguments alone and may refuse them,
+  // which makes every rank throw and does no harm; `run(prepared)` talks to the others, and its
+  // failures are final.
+  template <class Prepare, class Run>
+  auto call(Op op, const Prepare& prepare, const Run& run);
+
+  [[nodiscard]] CallWord new_word(Op op) const;
+  // Makes room for what peers write here in this call. Nobody writes there between calls.
+  void reserve_staging(uint64_t bytes);
+  [[nodiscard]] Target staging_at(uint64_t offset) const;
+  // Makes reachable what the peers named in their words.
+  void import_targets(std::span<const CallWord> words);
+  [[nodiscard]] CpuRank cpu_rank() { return {*transport, *waiter, *workers, signals, settled}; }
+
+  ExchangeConfig config;  // "auto" and 0 resolved
+  Context context;
+  uint64_t id;
+  std::shared_ptr<Transport> transport;
+  ControlMap control_map;
+  SignalMap signals;
+  std::vector<uint64_t> settled;
+  std::unique_ptr<Waiter> waiter;
+  std::unique_ptr<WorkerPool> workers;
+  std::unique_ptr<CallBoard> board;
+  std::shared_ptr<BufferPool> pool;
+  Region control;
+  std::vector<uint32_t> control_slots;  // [num_ranks] of each rank's control region
+  Region staging;
+  uint64_t call_number = 0;
+  std::exception_ptr broken;  // why the exchange can no longer be used
+  ExchangeStats counters;
+
+ private:
+  void connect(const Group& group);
+};
+
+template <class Prepare, class Run>
+auto Exchange::State::call(Op op, const Prepare& prepare, const Run& run) {
+  if (broken) {
+    std::rethrow_exception(broken);
+  }
+  call_number = board->next_call();
+  const auto prepared = [&] {
+    try {
+      return prepare();
+    } catch (const Error& refusal) {
+      try {
+        board->refuse(op, refusal.what());
+      } catch (...) {  // the others never called: still this rank's own error is the one to throw
+        broken = std::current_exception();
+      }
+      throw;
+    }
+  }();
+  try {
+    return run(prepared);
+  } catch (const Error& error) {
+    // Raised on every rank from the same call words, before anything was written.
+    if (error.code() != ErrorCode::kInvalidArgument) {
+      broken = std::current_exception();
+    }
+    throw;
+  } catch (...) {
+    broken = std::current_exception();
+    throw;
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// What dispatch moves: rows of one kind (x, or scales), and one fp32 weight per route.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "exchange/cpu_call.hpp"
+
+namespace weft {
+
+struct RowStream {
+  const std::byte* source = nullptr;  // [num_tokens] rows of this rank
+  std::byte* out = nullptr;           // [num_rows] rows of this rank's output
+  size_t row_bytes = 0;
+  const Target CallWord::*target = nullptr;  // where receivers want it
+  const std::vector<uint64_t>* staged =
+      nullptr;  // by source, offset in this rank's staging; null: direct
+
+  [[nodiscard]] const std::byte* token(int32_t idx) const {
+    return source + static_cast<size_t>(idx) * row_bytes;
+  }
+  [[nodiscard]] std::byte* row(int32_t slot) const {
+    return out + static_cast<size_t>(slot) * row_bytes;
+  }
+};
+
+// Weights of an output's rows, as DispatchOutput::weights.
+class RowWeights {
+ public:
+  RowWeights(const PlanData& plan, const Tensor& tensor)
+      : plan_(plan), data_(reinterpret_cast<float*>(tensor.data)) {}
+
+  [[nodiscard]] bool is_given() const { return data_ != nullptr; }
+
+  // One arrival's weights, in route order.
+  void put(const Arrivals& pair, int64_t arrival, const float* weights) const {
+    const auto a = static_cast<size_t>(arrival);
+    const auto first = static_cast<size_t>(pair.route_begin[a]);
+    const auto last = static_cast<size_t>(pair.route_begin[a + 1]);
+    if (pair.one_row) {  // the row's other places belong to routes of other ranks
+      const auto topk = static_cast<size_t>(plan_.shape.topk);
+      std::fill_n(data_ + static_cast<size_t>(pair.slot[first]) * topk, topk, 0.0F);
+    }
+    for (size_t j = first; j < last; ++j) {
+      data_[row_weight_index(plan_, pair, j)] = weights[j - first];
+    }
+  }
+
+  // Rows [begin, end) are padding, which exists only where a row has one weight.
+  void zero(int64_t begin, int64_t end) const { std::fill(data_ + begin, data_ + end, 0.0F); }
+
+ private:
+  const PlanData& plan_;
+  float* data_;
+};
+
+}  // namespace weft
