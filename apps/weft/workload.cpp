@@ -112,30 +112,4 @@ uint64_t mix_seed(uint64_t a, uint64_t b) {
   return RandomSource(a ^ RandomSource(b).next()).next();
 }
 
-DType dtype_from_name(std::string_view name) {
-  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kByte}) {
-    if (name == dtype_name(dtype)) {
-      return dtype;
-    }
-  }
-  raise_error(
-      ErrorCode::kInvalidArgument,
-      {},
-      fmt::format("weft: unknown dtype {} (bfloat16, float16, float32 or byte)", name)
-  );
-}
-
-Layout layout_from_name(std::string_view name) {
-  for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
-    if (name == layout_name(layout)) {
-      return layout;
-    }
-  }
-  raise_error(
-      ErrorCode::kInvalidArgument,
-      {},
-      fmt::format("weft: unknown layout {} (rank_major, expert_major or expert_strided)", name)
-  );
-}
-
 }  // namespace weft::program

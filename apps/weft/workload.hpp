@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "plan/build.hpp"
@@ -65,8 +64,5 @@ struct RankInput {
 
 // A seed that follows from two numbers and from nothing else.
 [[nodiscard]] uint64_t mix_seed(uint64_t a, uint64_t b);
-
-[[nodiscard]] DType dtype_from_name(std::string_view name);  // throws Error (kInvalidArgument)
-[[nodiscard]] Layout layout_from_name(std::string_view name);
 
 }  // namespace weft::program

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench_check.hpp"
+
+#include <cstring>
+#include <memory>
+
+#include "exchange/reference_exchange.hpp"
+#include "plan/reference_plan.hpp"
+
+namespace weft::program {
+namespace {
+
+struct RankVerdict {
+  OutputPrints prints;
+  bool is_plan_good = false;
+};
+
+Bytes bytes_of(const RankVerdict& value) {
+  Bytes bytes(sizeof(value));
+  std::memcpy(bytes.data(), &value, sizeof(value));
+  return bytes;
+}
+
+RankVerdict verdict_from(const Bytes& bytes) {
+  RankVerdict value;
+  std::memcpy(&value, bytes.data(), std::min(bytes.size(), sizeof(value)));
+  return value;
+}
+
+std::vector<Plan> expected_plans(const BenchShape& shape) {
+  std::vector<Plan> plans;
+  for (PlanData& data : reference_plans(shape.routes, shape.num_experts, shape.options)) {
+    plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+  }
+  return plans;
+}
+
+std::vector<uint64_t> expected_rows(const BenchShape& shape, std::span<const Plan> plans) {
+  std::vector<Matrix> tokens;
+  std::vector<Matrix> rows;
+  for (const Plan& plan : plans) {
+    tokens.push_back(
+        bench_tokens(shape.dtype, plan.num_tokens(), shape.hidden, shape.seed, plan.rank())
+    );
+    rows.emplace_back(shape.dtype, plan.num_rows(), shape.hidden);
+  }
+  std::vector<DispatchInput> inputs;
+  std::vector<DispatchOutput> outputs;
+  for (size_t rank = 0; rank < plans.size(); ++rank) {
+    inputs.push_back({.x = tokens[rank].view()});
+    outputs.push_back({.rows = rows[rank].view()});
+  }
+  reference_dispatch(plans, inputs, outputs);
+  std::vector<uint64_t> prints;
+  for (const DispatchOutput& output : outputs) {
+    prints.push_back(fingerprint(output.rows));
+  }
+  return prints;
+}
+
+std::vector<uint64_t> expected_x(const BenchShape& shape, std::span<const Plan> plans) {
+  std::vector<Matrix> rows;
+  std::vector<Matrix> x;
+  for (const Plan& plan : plans) {
+    rows.push_back(bench_rows(shape.dtype, plan.num_rows(), shape.hidden, shape.seed, plan.rank()));
+    x.emplace_back(shape.dtype, plan.num_tokens(), shape.hidden);
+  }
+  std::vector<CombineInput> inputs;
+  std::vector<CombineOutput> outputs;
+  for (size_t rank = 0; rank < plans.size(); ++rank) {
+    inputs.push_back({.rows = rows[rank].view()});
+    outputs.push_back({.x = x[rank].view()});
+  }
+  reference_combine(plans, inputs, outputs);
+  std::vector<uint64_t> prints;
+  for (const CombineOutput& output : outputs) {
+    prints.push_back(fingerprint(output.x));
+  }
+  return prints;
+}
+
+}  // namespace
+
+uint64_t fingerprint(const ConstTensor& matrix) {
+  constexpr uint64_t kPrime = 0x100000001b3;
+  uint64_t print = mix_seed(static_cast<uint64_t>(matrix.rows), static_cast<uint64_t>(matrix.cols));
+  const auto num_bytes = static_cast<size_t>(matrix.num_bytes());
+  for (size_t i = 0; i < num_bytes; i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, matrix.data + i, std::min(sizeof(word), num_bytes - i));
+    print = (print ^ word) * kPrime;
+    print ^= print >> 29;
+  }
+  return print;
+}
+
+Matrix bench_tokens(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank) {
+  return make_rows(dtype, rows, cols, mix_seed(seed, 2 * static_cast<uint64_t>(rank) + 1));
+}
+
+Matrix bench_rows(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank) {
+  return make_rows(dtype, rows, cols, mix_seed(seed, 2 * static_cast<uint64_t>(rank) + 2));
+}
+
+Verdict judge(
+    const Group& group, const BenchShape& shape, const Plan& plan, const OutputPrints& prints
+) {
+  const auto plans = expected_plans(shape);
+  const auto mine = static_cast<size_t>(group.rank());
+  const auto blocks = group.all_gather(bytes_of({prints, plan == plans[mine]}));
+  Verdict verdict = {true, true, true};
+  if (group.rank() == 0) {
+    const auto rows = expected_rows(shape, plans);
+    const auto x = expected_x(shape, plans);
+    for (size_t rank = 0; rank < blocks.size(); ++rank) {
+      const RankVerdict said = verdict_from(blocks[rank]);
+      verdict.is_plan_good &= said.is_plan_good;
+      verdict.is_dispatch_good &= said.prints.rows == rows[rank];
+      verdict.is_combine_good &= said.prints.x == x[rank];
+    }
+  }
+  Bytes answer(sizeof(verdict));
+  std::memcpy(answer.data(), &verdict, sizeof(verdict));
+  const Bytes told = group.all_gather(answer)[0];
+  std::memcpy(&verdict, told.data(), sizeof(verdict));
+  return verdict;
+}
+
+}  // namespace weft::program

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// `weft bench`: how fast the operations are here, against what copying can reach.
+#include <CLI/CLI.hpp>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bench_options.hpp"
+#include "bench_report.hpp"
+#include "bench_run.hpp"
+#include "choices.hpp"
+#include "commands.hpp"
+#include "plan/routing_file.hpp"
+#include "ranks.hpp"
+#include "results.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr const char* kFooter =
+    R"(Times are of the slowest rank of each sample; every sample starts behind a barrier and takes the
+next of several routings. Before timing, one call of each is compared with the slow reference.
+The limit is the time in which plain copies move the same bytes (docs/benchmarks.md).
+
+Examples:
+  weft bench                                   2048 tokens on each of four ranks
+  weft bench dispatch combine --ranks 2        two operations only
+  weft bench --routing run.routing             the imbalance of a real model
+  weft bench --json out.json --html out.html   for scripts, and with plots)";
+
+void shrink(BenchOptions& options) {
+  options.num_tokens = std::min<int64_t>(options.num_tokens, 64);
+  options.hidden = std::min<int64_t>(options.hidden, 256);
+  options.pad_multiple = std::min<int64_t>(options.pad_multiple, 16);
+  options.iterations = 3;
+  options.warmup = 1;
+}
+
+void print_report(const BenchReport& report, const BenchOptions& options) {
+  fmt::print("{}\n\n{}", bench_case_text(report), bench_table(report, options.is_checked).text());
+  std::vector<ResultRow> rows;
+  for (const BenchResult& result : report.results) {
+    rows.push_back(result.row);
+  }
+  if (!options.json_path.empty()) {
+    save_results(options.json_path, rows, report.limit_gbps);
+  }
+  if (!options.html_path.empty()) {
+    save_bench_page(report, options);
+  }
+}
+
+int bench_rank(const Group& group, const BenchOptions& options) {
+  const BenchReport report = run_bench(group, options);
+  if (group.rank() == 0) {
+    print_report(report, options);
+  }
+  const bool is_good = std::all_of(report.results.begin(), report.results.end(), [](const auto& r) {
+    return r.row.checked;
+  });
+  return is_good || !options.is_checked ? 0 : 1;
+}
+
+void add_case_options(CLI::App& command, BenchOptions& options) {
+  command.add_option("--tokens", options.num_tokens, "Tokens of each rank")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
+      ->capture_default_str();
+  command.add_option("--hidden", options.hidden, "Elements of a token")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--experts", options.num_experts, "Experts of all ranks")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--topk", options.topk, "Experts of a token")
+      ->check(CLI::Range(1, kMaxTopk))
+      ->capture_default_str();
+  command.add_option("--dtype", options.dtype, "Of the rows")
+      ->transform(dtype_choice())
+      ->default_str("bf16");
+  command.add_option("--layout", options.layout, "Of the receivers' rows")
+      ->transform(layout_choice())
+      ->default_str("expert_major");
+  command.add_option("--pad", options.pad_multiple, "Rows of an expert are a multiple of this")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command.add_option("--skew", options.skew, "Popularity of the n-th expert is 1 / n^SKEW")
+      ->check(CLI::Range(0.0, 8.0))
+      ->capture_default_str();
+  command
+      .add_option(
+          "--routing", options.routing_file, "File of real routing; gives ranks, tokens and experts"
+      )
+      ->check(CLI::ExistingFile);
+  command.add_option("--seed", options.seed, "Of routing and rows")->capture_default_str();
+}
+
+void add_run_options(CLI::App& command, BenchOptions& options) {
+  command.add_option("--threads-per-rank", options.threads_per_rank, "Workers of each rank")
+      ->check(CLI::Range(0, 256))
+      ->default_str("the cores shared among the ranks");
+  command.add_option("--transport", options.transport, "As listed by `weft info`")
+      ->capture_default_str();
+  command.add_flag("--staged", options.is_staged, "Output in ordinary memory, filled by a copy");
+  command.add_option("--iterations", options.iterations, "Samples")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  command.add_option("--warmup", options.warmup, "Calls before the first sample")
+      ->check(CLI::Range(0, 1000000))
+      ->capture_default_str();
+  command.add_flag("!--no-check", options.is_checked, "Skip the comparison with the reference");
+  command.add_option("--json", options.json_path, "Write the results here");
+  command.add_option("--html", options.html_path, "Write a page with plots here");
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app) {
+  CLI::App* command =
+      app.add_subcommand("bench", "Time plan, dispatch and combine against the copying limit");
+  auto options = std::make_shared<BenchOptions>();
+  auto is_smoke = std::make_shared<bool>(false);
+  command->footer(kFooter);
+  std::vector<std::string> names;
+  for (const auto& [name, op] : kBenchOps) {
+    names.emplace_back(name);
+  }
+  command->add_option("ops", options->ops, "plan, dispatch, combine, plan+dispatch; all of them")
+      ->check(CLI::IsMember(names));
+  add_rank_options(*command, options->ranks);
+  add_case_options(*command, *options);
+  add_run_options(*command, *options);
+  command->add_flag("--smoke", *is_smoke, "Tiny and quick: does it run at all?");
+  command->callback([options, is_smoke, command] {
+    if (*is_smoke) {
+      shrink(*options);
+    }
+    if (!options->routing_file.empty() && command->count("--ranks") == 0 && !is_launched()) {
+      options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
+    }
+    run_ranks(options->ranks, [&](Group& group) { return bench_rank(group, *options); });
+  });
+}
+
+}  // namespace weft::program

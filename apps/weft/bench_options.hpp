@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// What `weft bench` measures.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ranks.hpp"
+#include "weft/plan.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft::program {
+
+enum class BenchOp : uint8_t { kPlan, kDispatch, kCombine, kPlanDispatch };
+
+inline constexpr std::array<std::pair<std::string_view, BenchOp>, 4> kBenchOps = {
+    {{"plan", BenchOp::kPlan},
+     {"dispatch", BenchOp::kDispatch},
+     {"combine", BenchOp::kCombine},
+     {"plan+dispatch", BenchOp::kPlanDispatch}}};
+
+struct BenchOptions {
+  std::vector<std::string> ops;  // names; empty: all
+  RankOptions ranks = {};
+  int64_t num_tokens = 2048;  // per rank
+  int64_t hidden = 2048;
+  int num_experts = 64;
+  int topk = 8;
+  DType dtype = DType::kBFloat16;
+  Layout layout = Layout::kExpertMajor;
+  int64_t pad_multiple = 128;
+  double skew = 0;
+  std::string routing_file;  // instead of made-up routing; gives ranks, experts, topk and tokens
+  int threads_per_rank = 0;
+  std::string transport = "auto";
+  bool is_staged = false;  // output in ordinary memory instead of the exchange's
+  int iterations = 50;
+  int warmup = 5;
+  uint64_t seed = 1;
+  bool is_checked = true;
+  std::string json_path;
+  std::string html_path;
+};
+
+}  // namespace weft::program

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "bench_report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "html.hpp"
+#include "svg.hpp"
+
+namespace weft::program {
+namespace {
+
+std::string gbps_text(double gbps) {
+  return gbps > 0 ? fmt::format("{:.2f}", gbps) : "-";
+}
+
+std::vector<double> counted(size_t n) {
+  std::vector<double> x(n);
+  for (size_t i = 0; i < n; ++i) {
+    x[i] = static_cast<double>(i);
+  }
+  return x;
+}
+
+BarChart rate_chart(const BenchReport& report) {
+  BarChart chart;
+  chart.title = "Bytes per second";
+  chart.x_label = "operation";
+  chart.y_label = "GB/s, all ranks together";
+  Series logical = {"logical", {}, {}};
+  Series wire = {"wire", {}, {}};
+  for (const BenchResult& result : report.results) {
+    if (result.row.logical_bytes > 0) {
+      chart.labels.push_back(result.row.op);
+      logical.y.push_back(result.row.logical_gbps());
+      wire.y.push_back(result.row.wire_gbps());
+    }
+  }
+  chart.series = {logical, wire};
+  return chart;
+}
+
+BarChart percent_chart(const BenchReport& report) {
+  BarChart chart;
+  chart.title = "Share of what plain copies reach";
+  chart.x_label = "operation";
+  chart.y_label = "% of the limit";
+  Series percent = {"% of the limit", {}, {}};
+  for (const BenchResult& result : report.results) {
+    if (result.row.limit_us > 0) {
+      chart.labels.push_back(result.row.op);
+      percent.y.push_back(result.row.percent_of_limit());
+    }
+  }
+  chart.series = {percent};
+  return chart;
+}
+
+LineChart sample_chart(const BenchReport& report) {
+  LineChart chart;
+  chart.title = "Time of each sample";
+  chart.x_label = "sample";
+  chart.y_label = "microseconds, slowest rank";
+  chart.starts_at_zero = true;
+  for (const BenchResult& result : report.results) {
+    chart.series.push_back({result.row.op, counted(result.samples_us.size()), result.samples_us});
+  }
+  return chart;
+}
+
+}  // namespace
+
+std::string bench_case_text(const BenchReport& report) {
+  if (report.results.empty()) {
+    return "nothing measured";
+  }
+  const ResultRow& row = report.results.front().row;
+  return fmt::format(
+      "{} ranks over {}, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}, {}; "
+      "plain copies of {} B rows reach {:.1f} GB/s",
+      row.ranks,
+      row.transport,
+      count_text(row.tokens),
+      row.hidden,
+      row.experts,
+      row.topk,
+      row.dtype,
+      row.layout,
+      row.pad,
+      row.mode,
+      report.row_bytes,
+      report.limit_gbps
+  );
+}
+
+Table bench_table(const BenchReport& report, bool is_checked) {
+  Table table(
+      {"operation",
+       "checked",
+       "p50 us",
+       "p99 us",
+       "wire GB/s",
+       "logical GB/s",
+       "limit us",
+       "% of limit"}
+  );
+  for (const BenchResult& result : report.results) {
+    const ResultRow& row = result.row;
+    const bool has_limit = row.limit_us > 0;
+    table.add_row({
+        row.op,
+        row.checked ? "yes" : (is_checked ? "WRONG" : "no"),
+        fmt::format("{:.1f}", row.us_p50),
+        fmt::format("{:.1f}", row.us_p99),
+        gbps_text(row.wire_gbps()),
+        gbps_text(row.logical_gbps()),
+        has_limit ? fmt::format("{:.1f}", row.limit_us) : "-",
+        has_limit ? fmt::format("{:.1f}", row.percent_of_limit()) : "-",
+    });
+  }
+  return table;
+}
+
+void save_bench_page(const BenchReport& report, const BenchOptions& options) {
+  Page page("Weft: bench");
+  page.add_text(bench_case_text(report));
+  page.add_table(bench_table(report, options.is_checked));
+  page.add_figure(svg(percent_chart(report)), "Higher is better; 100 is the measured limit.");
+  page.add_figure(
+      svg(rate_chart(report)),
+      "Logical: all rows that receivers hold. Wire: rows that crossed a rank boundary."
+  );
+  page.add_figure(svg(sample_chart(report)));
+  page.save(options.html_path);
+}
+
+}  // namespace weft::program
