@@ -27,7 +27,8 @@ std::vector<Result> evaluate_all(uint32_t num_cases) {
   const size_t num_bytes = results.size() * sizeof(Result);
   Result* on_device = nullptr;
   check(cudaMalloc(&on_device, num_bytes));
-  evaluate<Result, kCase><<<(num_cases + kThreads - 1) / kThreads, kThreads>>>(on_device, num_cases);
+  evaluate<Result, kCase>
+      <<<(num_cases + kThreads - 1) / kThreads, kThreads>>>(on_device, num_cases);
   check(cudaGetLastError());
   check(cudaMemcpy(results.data(), on_device, num_bytes, cudaMemcpyDeviceToHost));
   check(cudaFree(on_device));

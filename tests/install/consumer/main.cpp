@@ -14,8 +14,16 @@ int main() {
   const std::vector<float> x = {1, 2, 3, 4, 5, 6, 7, 8};
   std::vector<float> rows(static_cast<size_t>(plan.num_rows()) * 4);
   std::vector<float> out(x.size());
-  exchange.dispatch(plan, {.x = weft::matrix(x.data(), 2, 4)}, {.rows = weft::matrix(rows.data(), plan.num_rows(), 4)});
-  exchange.combine(plan, {.rows = weft::matrix(rows.data(), plan.num_rows(), 4)}, {.x = weft::matrix(out.data(), 2, 4)});
+  exchange.dispatch(
+      plan,
+      {.x = weft::matrix(x.data(), 2, 4)},
+      {.rows = weft::matrix(rows.data(), plan.num_rows(), 4)}
+  );
+  exchange.combine(
+      plan,
+      {.rows = weft::matrix(rows.data(), plan.num_rows(), 4)},
+      {.x = weft::matrix(out.data(), 2, 4)}
+  );
 
   const std::vector<float> expected = {2, 4, 6, 8, 5, 6, 7, 8};
   if (out != expected) {
