@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every rank brings to a case and what it must get, by the reference plan and exchange. Made
+// once for all ranks; ranks only read it.
+#pragma once
+
+#include <vector>
+
+#include "exchange/reference_exchange.hpp"
+#include "support/exchange_case.hpp"
+#include "support/memory.hpp"
+
+namespace weft::test {
+
+struct RankRouting {
+  Matrix topk_idx;
+  Matrix map;
+  Matrix weights;
+  PlanOptions options;
+
+  [[nodiscard]] Routing routing() const { return {topk_idx.view(), map.view(), weights.view()}; }
+};
+
+// One rank's side of one dispatch or combine. In a combine `rows` and `row_weights` go in, `x` and
+// `weights` come out; in a dispatch the other way round.
+struct RankCall {
+  Matrix x;
+  Matrix weights;
+  Matrix scales;
+  Matrix source_weights;
+  Matrix rows;
+  Matrix row_weights;
+  Matrix row_scales;
+
+  [[nodiscard]] DispatchInput dispatch_input() const {
+    return {x.view(), weights.view(), scales.view()};
+  }
+  [[nodiscard]] DispatchOutput dispatch_output() {
+    return {rows.view(), row_weights.view(), row_scales.view()};
+  }
+  [[nodiscard]] CombineInput combine_input(CombineScale scale) const {
+    return {rows.view(), row_weights.view(), source_weights.view(), scale};
+  }
+  [[nodiscard]] CombineOutput combine_output() { return {x.view(), weights.view()}; }
+};
+
+struct CaseData {
+  ExchangeSetup setup;
+  Case spec;
+  std::vector<RankRouting> routing;          // [num_ranks]
+  std::vector<Plan> plans;                   // [num_ranks] the reference plans
+  std::vector<std::vector<RankCall>> calls;  // [calls][num_ranks]
+};
+
+[[nodiscard]] CaseData make_case_data(const ExchangeSetup& setup, const Case& spec);
+
+}  // namespace weft::test

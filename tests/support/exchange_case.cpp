@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/exchange_case.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+
+#include "plan/random_source.hpp"
+
+namespace weft::test {
+namespace {
+
+template <class T, size_t N>
+T pick(RandomSource& random, const std::array<T, N>& choices) {
+  return choices[random.below(N)];
+}
+
+bool one_in(RandomSource& random, uint64_t n) {
+  return random.below(n) == 0;
+}
+
+std::string_view index_name(IndexKind kind) {
+  constexpr std::array<std::string_view, 3> kNames = {"int64", "int32", "map"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
+}  // namespace
+
+ExchangeConfig ExchangeSetup::config() const {
+  return {
+      .hidden = hidden,
+      .max_tokens = max_tokens,
+      .num_experts = num_experts,
+      .max_topk = max_topk,
+      .device = {},
+      .transport = transport,
+      .num_threads = num_threads,
+      .timeout = timeout};
+}
+
+std::string describe(const ExchangeSetup& setup, const Case& spec) {
+  return fmt::format(
+      "[seed {}: {} ranks, {}, {} threads, H {}, E {}, T {}, K {}, {}, {}, pad {}, room {}, calls "
+      "{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
+      spec.seed,
+      setup.num_ranks,
+      setup.transport,
+      setup.num_threads,
+      setup.hidden,
+      setup.num_experts,
+      spec.num_tokens,
+      spec.topk,
+      index_name(spec.index),
+      layout_name(spec.layout),
+      spec.pad_multiple,
+      static_cast<int>(spec.room),
+      spec.calls,
+      dtype_name(spec.dtype),
+      spec.has_plan_weights,
+      spec.has_weights,
+      spec.scale_cols,
+      static_cast<int>(spec.output),
+      static_cast<int>(spec.scale)
+  );
+}
+
+ExchangeSetup random_setup(uint64_t seed) {
+  RandomSource random(seed);
+  ExchangeSetup setup;
+  setup.num_ranks = pick(random, std::array{1, 2, 2, 3, 4});
+  setup.num_threads = pick(random, std::array{1, 1, 2, 3});
+  setup.hidden = 8 * random.between(1, 12);
+  setup.max_tokens = random.between(1, 80);
+  setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 5));
+  setup.max_topk = static_cast<int>(random.between(1, 8));
+  return setup;
+}
+
+Case random_case(const ExchangeSetup& setup, uint64_t seed) {
+  RandomSource random(seed);
+  Case spec;
+  spec.seed = seed;
+  for (int rank = 0; rank < setup.num_ranks; ++rank) {
+    spec.num_tokens.push_back(one_in(random, 6) ? 0 : random.between(0, setup.max_tokens));
+  }
+  spec.topk = static_cast<int>(random.between(1, setup.max_topk));
+  spec.popularity =
+      pick(random, std::array{Popularity::kUniform, Popularity::kZipf, Popularity::kOneExpert});
+  spec.hole_fraction = pick(random, std::array{0.0, 0.0, 0.2, 0.9});
+  spec.repeat_experts = spec.topk > setup.num_experts || one_in(random, 3);
+  spec.index = pick(random, std::array{IndexKind::kInt64, IndexKind::kInt32, IndexKind::kMap});
+  spec.has_plan_weights = !one_in(random, 3);
+  spec.layout =
+      pick(random, std::array{Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided});
+  spec.pad_multiple =
+      spec.layout == Layout::kRankMajor ? 1 : pick(random, std::array<int64_t, 4>{1, 2, 7, 16});
+  spec.room = pick(
+      random,
+      std::array{Room::kExact, Room::kExact, Room::kSpare, Room::kOneRowShort, Room::kRandom}
+  );
+  spec.dtype = pick(
+      random,
+      std::array{DType::kBFloat16, DType::kFloat16, DType::kFloat32, DType::kFloat32, DType::kByte}
+  );
+  const bool is_bytes = spec.dtype == DType::kByte;
+  spec.calls = is_bytes ? "d" : pick(random, std::array{"dc", "cd", "dcdc", "ccd"});
+  spec.byte_cols = 16 * random.between(1, 20);
+  spec.has_weights = !one_in(random, 3);
+  spec.scale_cols = pick(random, std::array<int64_t, 5>{0, 0, 1, 4, 56});
+  spec.output =
+      pick(random, std::array{OutputMemory::kDirect, OutputMemory::kStaged, OutputMemory::kMixed});
+  if (spec.layout != Layout::kRankMajor) {
+    spec.scale = pick(
+        random,
+        std::array{CombineScale::kNone, CombineScale::kPlanWeights, CombineScale::kSourceWeights}
+    );
+  }
+  spec.has_plan_weights = spec.has_plan_weights || spec.scale == CombineScale::kPlanWeights;
+  return spec;
+}
+
+}  // namespace weft::test

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// One plan, its dispatches and combines, described by a few numbers.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/random_routing.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft::test {
+
+// What all cases of one exchange have in common.
+struct ExchangeSetup {
+  int num_ranks = 2;
+  std::string transport = "loopback";
+  int num_threads = 1;
+  int64_t hidden = 32;
+  int64_t max_tokens = 64;
+  int num_experts = 8;
+  int max_topk = 4;
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);
+
+  [[nodiscard]] ExchangeConfig config() const;
+};
+
+enum class IndexKind : uint8_t { kInt64, kInt32, kMap };
+
+enum class Room : uint8_t {
+  kExact,        // the plan decides
+  kSpare,        // some rows more: slack that nobody may touch
+  kOneRowShort,  // on every rank that has rows
+  kRandom,       // from none to more than enough, each rank its own
+};
+
+enum class OutputMemory : uint8_t {
+  kDirect,  // Exchange::allocate
+  kStaged,  // the caller's own
+  kMixed,   // one or the other by rank and by kind
+};
+
+struct Case {
+  uint64_t seed = 1;
+
+  // Routing.
+  std::vector<int64_t> num_tokens;  // by rank
+  int topk = 2;                     // of a map: ExchangeSetup::max_topk at most are set
+  Popularity popularity = Popularity::kUniform;
+  double hole_fraction = 0;
+  bool repeat_experts = false;
+  IndexKind index = IndexKind::kInt64;
+  bool has_plan_weights = true;
+  std::vector<int32_t> experts;  // if not empty: the experts of every token, [topk]
+
+  // Plan.
+  Layout layout = Layout::kExpertMajor;
+  int64_t pad_multiple = 1;
+  Room room = Room::kExact;
+
+  // Calls: 'd' dispatches, 'c' combines; with data of their own each, in this order.
+  std::string calls = "dc";
+  DType dtype = DType::kFloat32;
+  int64_t byte_cols = 48;  // of a dispatch of kByte
+  bool has_weights = true;
+  int64_t scale_cols = 0;  // bytes
+  OutputMemory output = OutputMemory::kDirect;
+  CombineScale scale = CombineScale::kNone;
+  bool is_late = false;  // ranks enter each call some milliseconds apart
+};
+
+// The case in one line, seed included.
+[[nodiscard]] std::string describe(const ExchangeSetup& setup, const Case& spec);
+
+// Whether all of it can be asked for at once; a random case is made so.
+[[nodiscard]] Case random_case(const ExchangeSetup& setup, uint64_t seed);
+[[nodiscard]] ExchangeSetup random_setup(uint64_t seed);
+
+}  // namespace weft::test

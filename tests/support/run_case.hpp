@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs cases through an Exchange and compares every byte with what the reference says.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "support/case_data.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft::test {
+
+// Collective. Makes the plans of all cases, then uses them in another order, so that several are
+// alive at once. Returns the first difference on this rank with the case's description, or nothing.
+// Differences do not stop it: the calls that follow are collective.
+[[nodiscard]] std::string run_cases(Exchange& exchange, std::span<const CaseData> cases);
+
+// The same with an exchange of their own on one thread per rank; what any rank has to say. What a
+// rank throws becomes text, too.
+[[nodiscard]] std::string run_cases_on_threads(std::span<const CaseData> cases);
+// The same on one process per rank. The text goes to stderr; the exit statuses are returned.
+[[nodiscard]] std::vector<int> run_cases_on_processes(std::span<const CaseData> cases);
+
+[[nodiscard]] std::string run_on_threads(const ExchangeSetup& setup, const Case& spec);
+
+}  // namespace weft::test
