@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the Markdown files name is there: paths, commands, variables, quoted code.
+"""Checks that what the Markdown files name is there: paths, commands, variables, quoted code; and
+that documents named in source comments are.
 
 Markers, each in a line of its own before a fenced block:
   <!-- run -->            the block is run by --run, from the root, and must succeed
@@ -142,6 +143,15 @@ class Checker:
         return [f"{place}: {problem}" for problem in found if problem]
 
 
+def source_findings(root):
+    findings = []
+    for path in tree.files(root, ".hpp", ".cpp", ".cuh", ".cu", ".cmake", ".py"):
+        for name in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text()):
+            if not (root / name).is_file() and "tests" not in path.parts:
+                findings.append(f"{path.relative_to(root)}: {name} does not exist")
+    return findings
+
+
 def run_blocks(root, documents):
     findings = []
     for document in documents:
@@ -167,6 +177,7 @@ def main():
     else:
         checker = Checker(root, args.weft)
         findings = [finding for document in documents for finding in checker.findings_of(document)]
+        findings += source_findings(root)
     return tree.report("check_docs", findings, f"{len(documents)} documents are true")
 
 

@@ -74,6 +74,13 @@ def test_refuses(tmp_path, text, problem):
     assert f"README.md: {problem}" in out or problem in out
 
 
+def test_refuses_a_source_comment_that_names_a_missing_document(tmp_path):
+    write_tree(tmp_path / "tree", {"src/a.hpp": "// See docs/gone.md and docs/launch.md.\n"})
+    status, out = check(tmp_path, GOOD)
+    assert status == 1
+    assert out.startswith("src/a.hpp: docs/gone.md does not exist\ncheck_docs: 1 findings")
+
+
 def test_runs_marked_blocks_only(tmp_path):
     text = "<!-- run -->\n```sh\ntouch ran\n```\n\n```sh\ntouch did_not_run\n```\n"
     assert check(tmp_path, text, "--run")[0] == 0
