@@ -43,6 +43,8 @@ class Group {
   [[nodiscard]] static std::vector<Group> local(int num_ranks);
   // From torchrun, mpirun or srun variables (docs/launch.md lists them); alone, a group of one.
   [[nodiscard]] static Group from_env();
+  // True if from_env() would make a group of several ranks.
+  [[nodiscard]] static bool is_launched();
   // Over TCP. Throws TimeoutError naming missing ranks; Error for a wrong secret, size or a rank
   // taken twice.
   [[nodiscard]] static Group connect(const Rendezvous& rendezvous);

@@ -64,6 +64,10 @@ Group Group::connect(const Rendezvous& rendezvous) {
   );
 }
 
+bool Group::is_launched() {
+  return launched_ranks(Env::read()) > 1;
+}
+
 Group Group::from_env() {
   const Rendezvous rendezvous = rendezvous_from(Env::read());
   if (rendezvous.num_ranks == 1) {

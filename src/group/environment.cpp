@@ -141,6 +141,10 @@ std::string find_secret(const Env& env, const std::string& address) {
 
 }  // namespace
 
+int launched_ranks(const Env& env) {
+  return find_placement(env).num_ranks;
+}
+
 Rendezvous rendezvous_from(const Env& env) {
   const Placement placement = find_placement(env);
   Rendezvous rendezvous = {.rank = placement.rank, .num_ranks = placement.num_ranks};

@@ -12,4 +12,7 @@ namespace weft {
 // (kInvalidArgument) naming the variable that is missing or wrong.
 [[nodiscard]] Rendezvous rendezvous_from(const Env& env);
 
+// The number of ranks in it, without looking for port and secret.
+[[nodiscard]] int launched_ranks(const Env& env);
+
 }  // namespace weft

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "group/run_forked.hpp"
+
 #include <algorithm>
 #include <cstdio>
 #include <iostream>
@@ -17,10 +19,6 @@
 namespace weft {
 namespace {
 
-// After a rank failed, the others notice by themselves; who has not ended by then is terminated,
-// and killed a little later.
-constexpr auto kNoticeTime = std::chrono::seconds(5);
-constexpr auto kTerminateTime = std::chrono::seconds(2);
 constexpr timespec kTick = {0, 100'000'000};
 constexpr int kSignalStatus = 128;
 
@@ -78,10 +76,27 @@ int run_body(
   return 1;
 }
 
+[[noreturn]] void live_as_child(
+    pid_t parent,
+    const Rendezvous& rendezvous,
+    Socket listener,
+    const std::function<int(Group&)>& body
+) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != parent) {  // it died before prctl()
+    _exit(kSignalStatus + SIGKILL);
+  }
+  const int status = run_body(rendezvous, std::move(listener), body);
+  std::cout.flush();
+  std::fflush(nullptr);
+  _exit(status);  // what the parent registered to run at its exit is not the child's
+}
+
 // Waits for the children, passes signals on and sees to it that none outlives a failure for long.
 class Nursery {
  public:
-  explicit Nursery(const HeldSignals& signals) : signals_(signals) {}
+  Nursery(const HeldSignals& signals, const ForkLimits& limits)
+      : signals_(signals), limits_(limits) {}
 
   void add(pid_t pid) {
     pids_.push_back(pid);
@@ -114,7 +129,7 @@ class Nursery {
       if (statuses_[i] < 0 && waitpid(pids_[i], &status, WNOHANG) == pids_[i]) {
         statuses_[i] = WIFSIGNALED(status) ? kSignalStatus + WTERMSIG(status) : WEXITSTATUS(status);
         if (statuses_[i] != 0 && !end_) {
-          end_ = Deadline(kNoticeTime);
+          end_ = Deadline(limits_.notice);
         }
       }
     }
@@ -125,7 +140,7 @@ class Nursery {
     if (end_ && end_->has_passed()) {
       send(is_terminated_ ? SIGKILL : SIGTERM);
       is_terminated_ = true;
-      end_ = Deadline(kTerminateTime);
+      end_ = Deadline(limits_.terminate);
     }
   }
 
@@ -141,6 +156,7 @@ class Nursery {
   }
 
   const HeldSignals& signals_;
+  const ForkLimits limits_;
   std::vector<pid_t> pids_;
   std::vector<int> statuses_;  // by rank, -1 while it runs
   std::optional<Deadline> end_;
@@ -151,6 +167,12 @@ class Nursery {
 }  // namespace
 
 std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body) {
+  return run_forked(num_ranks, body, ForkLimits{});
+}
+
+std::vector<int> run_forked(
+    int num_ranks, const std::function<int(Group&)>& body, const ForkLimits& limits
+) {
   const Nonce secret = random_nonce();
   Rendezvous rendezvous = {.rank = 0, .num_ranks = num_ranks};
   rendezvous.secret.assign(secret.begin(), secret.end());
@@ -161,25 +183,18 @@ std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& bod
   check_rendezvous(rendezvous);
 
   const HeldSignals signals;
-  Nursery nursery(signals);
+  Nursery nursery(signals, limits);
   const pid_t parent = getpid();
   std::cout.flush();
   std::fflush(nullptr);  // or each child would write it again
   for (; rendezvous.rank < num_ranks; ++rendezvous.rank) {
     const pid_t pid = fork();
     if (pid == 0) {
-      prctl(PR_SET_PDEATHSIG, SIGKILL);
       signals.release();
-      if (getppid() != parent) {  // it died before prctl()
-        _exit(kSignalStatus + SIGKILL);
-      }
       if (rendezvous.rank != 0) {
         listener.close();
       }
-      const int status = run_body(rendezvous, std::move(listener), body);
-      std::cout.flush();
-      std::fflush(nullptr);
-      _exit(status);
+      live_as_child(parent, rendezvous, std::move(listener), body);
     }
     if (pid < 0) {
       const int error = errno;

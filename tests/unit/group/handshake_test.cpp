@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "group/handshake.hpp"
+
+#include <gtest/gtest.h>
+
+namespace weft {
+namespace {
+
+struct Talk {
+  Key key = derive_key("a secret of the tests");
+  Greeting greeting = {kMagic, random_nonce()};
+  Challenge challenge = make_challenge(key, greeting);
+  Claim claim = {kRendezvousVersion, 3, 8};
+  Hello hello = make_hello(key, greeting, challenge, claim);
+};
+
+TEST(HandshakeTest, BothSidesOfOneSecretProveIt) {
+  const Talk talk;
+  EXPECT_TRUE(is_proven(talk.key, talk.greeting, talk.challenge));
+  EXPECT_TRUE(is_proven(talk.key, talk.greeting, talk.challenge, talk.hello));
+}
+
+TEST(HandshakeTest, AnotherSecretProvesNothing) {
+  const Talk talk;
+  const Key other = derive_key("a secret of the test");
+  EXPECT_FALSE(is_proven(other, talk.greeting, talk.challenge));
+  EXPECT_FALSE(is_proven(other, talk.greeting, talk.challenge, talk.hello));
+}
+
+TEST(HandshakeTest, AProofHoldsForItsOwnNoncesAlone) {
+  const Talk talk;
+  const Talk later;
+  EXPECT_NE(talk.challenge.nonce, later.challenge.nonce);
+  EXPECT_FALSE(is_proven(talk.key, later.greeting, talk.challenge));
+  EXPECT_FALSE(is_proven(talk.key, talk.greeting, later.challenge, talk.hello));
+  EXPECT_FALSE(is_proven(talk.key, later.greeting, talk.challenge, talk.hello));
+}
+
+TEST(HandshakeTest, AProofCoversTheClaim) {
+  const Talk talk;
+  for (const Claim& claim : {Claim{2, 3, 8}, Claim{1, 4, 8}, Claim{1, 3, 9}}) {
+    Hello hello = talk.hello;
+    hello.claim = claim;
+    EXPECT_FALSE(is_proven(talk.key, talk.greeting, talk.challenge, hello));
+  }
+}
+
+TEST(HandshakeTest, RankZeroProofSentBackIsNoProof) {
+  const Talk talk;
+  const Hello echo = {talk.claim, talk.challenge.proof};
+  EXPECT_FALSE(is_proven(talk.key, talk.greeting, talk.challenge, echo));
+}
+
+}  // namespace
+}  // namespace weft
