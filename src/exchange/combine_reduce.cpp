@@ -123,12 +123,20 @@ void CombineReduce::send_weights(size_t to, ChunkRange range, uint32_t signal, S
 }
 
 void CombineReduce::reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const {
-  scratch.terms.clear();
-  for (const int32_t slot : plan_.received[peer].slots(arrival)) {
-    scratch.terms.push_back(in_.rows.data + static_cast<size_t>(slot) * row_bytes_);
+  const Arrivals& pair = plan_.received[peer];
+  const auto list_rows = [&](int64_t i, std::vector<const std::byte*>& rows) {
+    rows.clear();
+    for (const int32_t slot : pair.slots(i)) {
+      rows.push_back(in_.rows.data + static_cast<size_t>(slot) * row_bytes_);
+    }
+  };
+  list_rows(arrival, scratch.terms);
+  scratch.next.clear();
+  if (arrival + 1 < pair.size()) {
+    list_rows(arrival + 1, scratch.next);
   }
   const float* scale = scale_of(peer, arrival, scratch);
-  sum_rows(out, scratch.terms, scale, in_.rows.dtype, in_.rows.cols);
+  sum_rows(out, scratch.terms, scale, in_.rows.dtype, in_.rows.cols, scratch.next);
 }
 
 // Factors of an arrival's rows, or null. Only layouts of one row per route are scaled.

@@ -18,6 +18,7 @@ class CombineReduce {
     std::vector<float> weights;
     std::vector<float> scale;
     std::vector<const std::byte*> terms;
+    std::vector<const std::byte*> next;
   };
 
   CombineReduce(const CpuRank& rank, const CpuCall& call, const CombineInput& in);

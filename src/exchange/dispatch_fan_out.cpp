@@ -72,13 +72,14 @@ void DispatchFanOut::run(size_t source, int64_t chunk) const {
                                        : call_.staging_data + (*stream.staged)[source] +
                                              static_cast<size_t>(i) * stream.row_bytes;
       for (const int32_t slot : slots.subspan(is_direct ? 1 : 0)) {
-        copy_bytes(stream.row(slot), row, stream.row_bytes);
+        copy_streaming(stream.row(slot), row, stream.row_bytes);
       }
     }
     if (row_weights_.is_given()) {
       row_weights_.put(pair, i, staged_weights + pair.route_begin[static_cast<size_t>(i)]);
     }
   }
+  streaming_fence();
 }
 
 bool DispatchFanOut::is_claimed() const {

@@ -80,7 +80,7 @@ void DispatchPush::keep(int64_t chunk) const {
     for (const RowStream& stream : streams_) {
       const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
       for (const int32_t slot : pair.slots(i)) {
-        copy_bytes(stream.row(slot), row, stream.row_bytes);
+        copy_streaming(stream.row(slot), row, stream.row_bytes);
       }
     }
     if (weights_ != nullptr) {
@@ -89,6 +89,7 @@ void DispatchPush::keep(int64_t chunk) const {
       row_weights_.put(pair, i, weights.data());
     }
   }
+  streaming_fence();
 }
 
 // Weights of arrivals [first, last) in route order; returns their number.
