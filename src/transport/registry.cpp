@@ -23,11 +23,9 @@ struct Entry {
   std::unique_ptr<Transport> (*make)(const Group& group, uint32_t num_signals);
 };
 
-std::string loopback_obstacle(const Group& group) {
-  return group.topology().one_process ? "" : "the ranks are not threads of one process";
-}
-
-std::string shm_obstacle(const Group& group) {
+// Ranks of different domains must not share memory even where they could: WEFT_RANKS_PER_DOMAIN
+// makes one machine behave like several.
+std::string domain_obstacle(const Group& group) {
   const auto& domains = group.topology().domains;
   if (domains.size() <= 1) {
     return {};
@@ -40,6 +38,11 @@ std::string shm_obstacle(const Group& group) {
   );
 }
 
+std::string loopback_obstacle(const Group& group) {
+  return group.topology().one_process ? domain_obstacle(group)
+                                      : "the ranks are not threads of one process";
+}
+
 // Best first.
 constexpr std::array kEntries = {
     Entry{
@@ -50,7 +53,7 @@ constexpr std::array kEntries = {
         }},
     Entry{
         .name = "shm",
-        .obstacle = shm_obstacle,
+        .obstacle = domain_obstacle,
         .make = [](const Group& group, uint32_t num_signals) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
         }},

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/faulty/fault_plan.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "core/check.hpp"
@@ -28,6 +29,8 @@ void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
       key,
       text
   );
+  constexpr double kMostExact = 9007199254740992.0;  // 2^53: above, doubles skip integers
+  WEFT_CHECK_ARG(Context{}, value <= kMostExact, "open(faulty): {} = {} is too large", key, value);
   const auto set_probability = [&](double& place) {
     WEFT_CHECK_ARG(
         Context{}, value <= 1, "open(faulty): {} = {} is no probability (at most 1)", key, value

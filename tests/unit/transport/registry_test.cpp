@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "transport/transport.hpp"
+#include "weft/error.hpp"
+
+namespace weft {
+namespace {
+
+// What `action` throws on this rank: "<code>: <message>", or empty.
+std::string error_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return std::string(error_code_name(error.code())) + ": " + error.what();
+  }
+  return {};
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+TEST(TransportRegistryTest, ListsTheCheapestFirst) {
+  EXPECT_EQ(transport_names(), (std::vector<std::string>{"loopback", "shm"}));
+}
+
+TEST(TransportRegistryTest, ChoosesLoopbackForThreads) {
+  run_threads(2, [](Group& group) {
+    EXPECT_EQ(transport_obstacle("loopback", group), "");
+    EXPECT_EQ(transport_obstacle("shm", group), "");
+    EXPECT_EQ(make_transport("auto", group, 1)->name(), "loopback");
+    EXPECT_EQ(make_transport("faulty:auto?seed=3", group, 1)->name(), "faulty:loopback");
+  });
+}
+
+TEST(TransportRegistryTest, ChoosesShmForProcesses) {
+  const auto statuses = run_forked(2, [](Group& group) {
+    const bool is_right =
+        make_transport("auto", group, 1)->name() == "shm" &&
+        transport_obstacle("shm", group).empty() &&
+        contains(transport_obstacle("loopback", group), "the ranks are not threads of one process");
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("loopback", group, 1)); });
+    const bool is_refused = contains(error, "not available: open(loopback): the ranks are not");
+    return is_right && is_refused ? 0 : 1;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+TEST(TransportRegistryTest, NamesTheKnownTransportsForAnUnknownOne) {
+  run_threads(2, [](Group& group) {
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("avian", group, 1)); });
+    EXPECT_TRUE(contains(
+        error,
+        "invalid argument: open(avian): there is no transport \"avian\" (known: auto, loopback, "
+        "shm)"
+    )) << error;
+    EXPECT_TRUE(contains(transport_obstacle("avian", group), "there is no transport"));
+  });
+}
+
+TEST(TransportRegistryTest, TellsEveryRankThatNamesDiffer) {
+  run_threads(3, [](Group& group) {
+    const char* name = group.rank() == 2 ? "shm" : "loopback";
+    const std::string error = error_of([&] { static_cast<void>(make_transport(name, group, 1)); });
+    EXPECT_TRUE(contains(error, "open: rank 2 asks for transport \"shm\" (rank 0 for \"loopback\")")
+    ) << error;
+  });
+}
+
+TEST(TransportRegistryTest, TellsEveryRankThatSignalCountsDiffer) {
+  run_threads(2, [](Group& group) {
+    const auto num_signals = static_cast<uint32_t>(group.rank() + 4);
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("auto", group, num_signals)); });
+    EXPECT_TRUE(contains(error, "invalid argument: connect: rank 1 asks for 5 signals")) << error;
+  });
+}
+
+TEST(TransportRegistryTest, PassesOnWhatIsWrongWithAFaultPlan) {
+  run_threads(2, [](Group& group) {
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("faulty:shm?drop=2", group, 1)); });
+    EXPECT_TRUE(contains(error, "drop = 2 is no probability")) << error;
+  });
+}
+
+TEST(TransportRegistryTest, KeepsDomainsApart) {
+  ::setenv("WEFT_RANKS_PER_DOMAIN", "2", 1);
+  run_threads(4, [](Group& group) {
+    const std::string reason = "the ranks are in 2 domains (ranks 0 and 2 do not map";
+    for (const std::string& name : transport_names()) {
+      EXPECT_TRUE(contains(transport_obstacle(name, group), reason));
+    }
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("auto", group, 1)); });
+    EXPECT_TRUE(contains(error, "not available: open(auto): no transport joins these ranks"))
+        << error;
+    EXPECT_TRUE(contains(error, reason)) << error;
+  });
+  ::unsetenv("WEFT_RANKS_PER_DOMAIN");
+}
+
+}  // namespace weft
