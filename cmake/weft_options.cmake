@@ -15,6 +15,10 @@ endif()
 # Flags of our own targets only. Contraction is off because sums must be the same bits on every machine.
 add_library(weft_flags INTERFACE)
 set(flags -Wall -Wextra -Wshadow -Wconversion -Werror -ffp-contract=off)
+# GCC 12 sees uninitialised members where libraries are inlined deep.
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  list(APPEND flags -Wno-maybe-uninitialized)
+endif()
 target_compile_options(weft_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${flags}>")
 if(WEFT_ASSERT)
   target_compile_definitions(weft_flags INTERFACE WEFT_ENABLE_ASSERT)
