@@ -79,7 +79,8 @@ HeaderContents decode_header(
   if (!json.is_object()) {
     fail(path, "the header is not JSON");
   }
-  for (const auto& [field, value] : identity(expected).items()) {
+  const Json wanted = identity(expected);
+  for (const auto& [field, value] : wanted.items()) {
     if (!json.contains(field)) {
       fail(path, fmt::format("the header lacks \"{}\"", field));
     }
