@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Renders bench/results/*.json into docs/results.md, docs/plots/*.svg and the marked parts of other documents.
+
+A document quotes measurements only between these lines, FILE being the name of a results file without .json:
+
+    <!-- results FILE -->
+    <!-- end results -->
+
+usage: tools/render_results.py            writes what is out of date
+       tools/render_results.py --check    exit 1 if anything is
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
+FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "rows"]
+BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 230
+STYLE = """<style>
+text { font: 13px sans-serif; fill: #24292f } .note { font-size: 11px }
+.weft { fill: #0969da } .rival { fill: #afb8c1 } .axis { stroke: #8c959f }
+@media (prefers-color-scheme: dark) { text { fill: #d0d7de } .weft { fill: #58a6ff } .rival { fill: #57606a } }
+</style>"""
+
+
+def fail(text):
+    sys.exit(f"render_results: {text}")
+
+
+def load(path):
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        fail(f"{path} cannot be read ({error})")
+    missing = [field for field in FIELDS if field not in results]
+    if missing:
+        fail(f"{path} lacks {', '.join(missing)}")
+    return results
+
+
+def number(value, digits=0):
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def gbps(row, key):
+    return number(row[key] / row["us_p50"] / 1e3, 1) if row[key] else "-"
+
+
+def times_faster(row):
+    return row["rival"]["us_p50"] / row["us_p50"]
+
+
+def case_text(row):
+    padding = f" padded to {row['pad']}" if row["pad"] > 1 else ""
+    return (
+        f"{row['ranks']} ranks ({row['executor']}, {row['transport']}), {row['tokens']:,} tokens each, "
+        f"hidden {row['hidden']:,}, {row['experts']} experts, top-{row['topk']}, {row['dtype']}, "
+        f"{row['layout']}{padding}, {row['mode']}"
+    )
+
+
+def provenance(results):
+    dirty = " with local changes" if results["dirty"] else ""
+    gpus = f", {len(results['gpus'])} x {results['gpus'][0]}, CUDA {results['cuda']}" if results["gpus"] else ""
+    return (
+        f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}; "
+        f"plain copies reach {number(results['limit_gbps'], 1)} GB/s."
+    )
+
+
+def table(rows):
+    has_rival = any("rival" in row for row in rows)
+    header = ["operation", "checked", "p50 us", "p99 us", "wire GB/s", "logical GB/s", "% of limit"]
+    header += ["rival", "rival p50 us", "times faster"] if has_rival else []
+    lines = ["| " + " | ".join(header) + " |", "|---|---|" + "--:|" * 5 + ("---|--:|--:|" if has_rival else "")]
+    for row in rows:
+        cells = [
+            row["op"],
+            "yes" if row["checked"] else "no",
+            number(row["us_p50"]),
+            number(row["us_p99"]),
+            gbps(row, "wire_bytes"),
+            gbps(row, "logical_bytes"),
+            number(row["percent_of_limit"]),
+        ]
+        if has_rival:
+            rival = "rival" in row
+            cells += [row["rival"]["name"] if rival else "-"]
+            cells += [number(row["rival"]["us_p50"]) if rival else "-", number(times_faster(row), 2) if rival else "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def by_case(rows):
+    cases = {}
+    for row in rows:
+        cases.setdefault(case_text(row), []).append(row)
+    return cases
+
+
+def markdown(results):
+    lines = [provenance(results)]
+    for case, rows in by_case(results["rows"]).items():
+        lines += ["", case[0].upper() + case[1:] + ":", "", *table(rows)]
+    return "\n".join(lines)
+
+
+def bars(results):
+    """[(group, [(class, label, microseconds)])]: one group per case and operation, Weft first."""
+    groups = {}
+    for row in results["rows"]:
+        group = groups.setdefault((case_text(row), row["op"]), [("weft", "Weft", row["us_p50"])])
+        if "rival" in row:
+            group.append(("rival", row["rival"]["name"], row["rival"]["us_p50"]))
+    return [(op, group) for (_, op), group in groups.items()]
+
+
+def plot(results):
+    groups = bars(results)
+    longest = max((us for _, group in groups for _, _, us in group), default=1) or 1
+    body, y = [], 10
+    for op, group in groups:
+        body.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(op)}</text>')
+        for kind, label, us in group:
+            width = us / longest * WIDTH
+            body.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
+            text = f"{number(us)} us, {escape(label)}"
+            body.append(f'<text class="note" x="{LEFT + width + 5:.1f}" y="{y + 13}">{text}</text>')
+            y += BAR_HEIGHT + BAR_GAP
+        y += GROUP_GAP
+    body.append(f'<line class="axis" x1="{LEFT}" y1="4" x2="{LEFT}" y2="{y - GROUP_GAP + 4}"/>')
+    size = f'width="{LEFT + WIDTH + RIGHT}" height="{y}" viewBox="0 0 {LEFT + WIDTH + RIGHT} {y}"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, *body, "</svg>", ""])
+
+
+def results_page(all_results):
+    lines = [
+        "# Results",
+        "",
+        "Written by `tools/render_results.py` from the files in `bench/results/`; do not edit. Times are medians of the",
+        "slowest rank; [benchmarks.md](benchmarks.md) says what the columns mean and how to measure again.",
+    ]
+    for name, results in all_results.items():
+        lines += ["", f"## {name}", "", markdown(results), "", f"![{name}](plots/{name}.svg)"]
+    return "\n".join(lines) + "\n"
+
+
+def with_quotes(text, all_results, path):
+    def quote(match):
+        name = match.group(1)
+        if name not in all_results:
+            fail(f"{path} quotes {name}, but bench/results/{name}.json does not exist")
+        return f"<!-- results {name} -->\n{markdown(all_results[name])}\n<!-- end results -->"
+
+    return MARKED.sub(quote, text)
+
+
+def wanted_files(root):
+    paths = sorted((root / "bench/results").glob("*.json"))
+    all_results = {path.stem: load(path) for path in paths}
+    wanted = {}
+    if all_results:
+        wanted[root / "docs/results.md"] = results_page(all_results)
+    for name, results in all_results.items():
+        wanted[root / f"docs/plots/{name}.svg"] = plot(results)
+    for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
+        if path not in wanted and "<!-- results " in path.read_text():
+            wanted[path] = with_quotes(path.read_text(), all_results, path.relative_to(root))
+    return wanted
+
+
+def main(arguments):
+    if arguments not in ([], ["--check"]):
+        fail(f"unknown arguments {' '.join(arguments)} (expected none, or --check)")
+    root = Path(__file__).resolve().parent.parent
+    wanted = wanted_files(root)
+    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
+    stale += [path for path in (root / "docs/plots").glob("*.svg") if path not in wanted]
+    for path in stale:
+        name = path.relative_to(root)
+        if arguments:
+            print(f"{name} differs from bench/results (run tools/render_results.py)")
+        elif path in wanted:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+            print(f"wrote {name}")
+        else:
+            path.unlink()
+            print(f"removed {name}")
+    return 1 if arguments and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
