@@ -88,17 +88,23 @@ std::string routes_fault(const Arrivals& a, const ArrivalBounds& bounds) {
   return {};
 }
 
-// Inside an arrival k ascends, and a shared row is the same for all.
+// Inside an arrival slots ascend, or all routes share one; each k comes once.
 std::string order_fault(const Arrivals& a) {
   for (size_t i = 0; i < a.token.size(); ++i) {
     const auto first = static_cast<size_t>(a.route_begin[i]);
     const auto last = static_cast<size_t>(a.route_begin[i + 1]);
-    for (size_t r = first + 1; r < last; ++r) {
-      if (a.k[r] <= a.k[r - 1]) {
-        return fmt::format("k[{}] = {} does not ascend (after {})", r, a.k[r], a.k[r - 1]);
+    uint64_t seen_k = 0;
+    for (size_t r = first; r < last; ++r) {
+      const uint64_t k_bit = uint64_t{1} << a.k[r];
+      if ((seen_k & k_bit) != 0) {
+        return fmt::format("k[{}] = {} comes twice in its arrival", r, a.k[r]);
       }
+      seen_k |= k_bit;
       if (a.one_row && a.slot[r] != a.slot[first]) {
         return fmt::format("slot[{}] = {} (its arrival has row {})", r, a.slot[r], a.slot[first]);
+      }
+      if (!a.one_row && r > first && a.slot[r] <= a.slot[r - 1]) {
+        return fmt::format("slot[{}] = {} does not ascend (after {})", r, a.slot[r], a.slot[r - 1]);
       }
     }
   }

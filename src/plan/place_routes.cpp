@@ -128,11 +128,22 @@ class RoutePlacer {
       arrivals.token.push_back(token);
       arrivals.route_begin.push_back(static_cast<int32_t>(arrivals.num_routes()));
     }
-    arrivals.slot.push_back(plan_.route_slot[route]);
-    arrivals.k.push_back(k);
-    arrivals.expert.push_back(local_expert(routes_.expert[route], per_rank_));
+    // A token's routes stand in the order of their slots: k order unless its experts are out of
+    // order.
+    const int32_t slot = plan_.route_slot[route];
+    size_t place = arrivals.slot.size();
+    while (place > static_cast<size_t>(arrivals.route_begin.back()) &&
+           arrivals.slot[place - 1] > slot) {
+      --place;
+    }
+    const auto insert = [place](auto& values, auto value) {
+      values.insert(values.begin() + static_cast<std::ptrdiff_t>(place), value);
+    };
+    insert(arrivals.slot, slot);
+    insert(arrivals.k, k);
+    insert(arrivals.expert, local_expert(routes_.expert[route], per_rank_));
     if (plan_.shape.has_weights) {
-      arrivals.weight.push_back(routes_.weight[route]);
+      insert(arrivals.weight, routes_.weight[route]);
     }
   }
 

@@ -197,16 +197,22 @@ class Receiver {
   std::vector<Block> blocks_;
 };
 
-// The kept routes of one pair, in (token, k) order.
+// The kept routes of one pair, in (token, slot, k) order.
 Arrivals pair_arrivals(
     const Problem& problem, const std::vector<Route>& routes, int source, int target
 ) {
+  std::vector<Route> kept;
+  for (const Route& route : routes) {
+    if (route.source == source && route.target == target && route.slot >= 0) {
+      kept.push_back(route);
+    }
+  }
+  std::sort(kept.begin(), kept.end(), [](const Route& a, const Route& b) {
+    return std::tie(a.token, a.slot, a.k) < std::tie(b.token, b.slot, b.k);
+  });
   Arrivals out;
   out.one_row = problem.is_rank_major();
-  for (const Route& route : routes) {  // listed by source, token, k
-    if (route.source != source || route.target != target || route.slot < 0) {
-      continue;
-    }
+  for (const Route& route : kept) {
     if (out.token.empty() || out.token.back() != route.token) {
       out.token.push_back(route.token);
       out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));

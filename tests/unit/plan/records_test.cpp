@@ -99,7 +99,12 @@ TEST_F(MalformedTest, NamesAWrongK) {
   arrivals_.k[4] = 2;
   EXPECT_EQ(refusal(), "k[4] = 2 is out of range (topk = 2)");
   arrivals_.k[4] = 0;
-  EXPECT_EQ(refusal(), "k[4] = 0 does not ascend (after 0)");
+  EXPECT_EQ(refusal(), "k[4] = 0 comes twice in its arrival");
+}
+
+TEST_F(MalformedTest, NamesSlotsThatDoNotAscend) {
+  arrivals_.slot[4] = 0;
+  EXPECT_EQ(refusal(), "slot[4] = 0 does not ascend (after 1)");
 }
 
 TEST_F(MalformedTest, NamesTokensThatDoNotAscend) {
