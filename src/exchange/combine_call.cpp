@@ -31,9 +31,13 @@ void Exchange::State::combine(
         in.weights.is_given()};
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t peer = 0; peer < to.size(); ++peer) {
-      to[peer].rows = staging_at(ready.rows[peer]);
-      to[peer].weights = staging_at(ready.weights[peer]);
-      to[peer].source_weights = staging_at(ready.source_weights[peer]);
+      if (plan.sent[peer].size() > 0) {  // see dispatch_call.cpp
+        to[peer].rows = staging_at(ready.rows[peer]);
+        to[peer].weights = staging_at(ready.weights[peer]);
+      }
+      if (in.scale == CombineScale::kSourceWeights) {
+        to[peer].source_weights = staging_at(ready.source_weights[peer]);
+      }
     }
     const std::vector<CallWord> words = board->swap(to, {});
     import_targets(words);

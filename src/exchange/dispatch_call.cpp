@@ -44,6 +44,11 @@ void Exchange::State::dispatch(
         in.weights.is_given()};
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
+      // A source that writes nothing must not look for the memory: this rank may be past the call
+      // by then, and have released it.
+      if (plan.received[source].size() == 0 && source != static_cast<size_t>(context.rank)) {
+        continue;
+      }
       const auto place =
           [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
             if (!region) {
