@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes wrong first, by name. Each on both transports and with every layout.
+#include <gtest/gtest.h>
+
+#include "support/run_case.hpp"
+
+namespace weft::test {
+namespace {
+
+using Parameters = std::tuple<std::string, Layout>;
+
+class HardCaseTest : public testing::TestWithParam<Parameters> {
+ protected:
+  HardCaseTest() {
+    setup_.transport = std::get<0>(GetParam());
+    spec_.layout = std::get<1>(GetParam());
+    spec_.seed = 77;
+    use_ranks(3);
+  }
+
+  void use_ranks(int num_ranks) {
+    setup_.num_ranks = num_ranks;
+    setup_.num_experts = 4 * num_ranks;
+    spec_.num_tokens.assign(static_cast<size_t>(num_ranks), 40);
+  }
+  [[nodiscard]] bool is_rank_major() const { return spec_.layout == Layout::kRankMajor; }
+  void expect_reference_bits() { EXPECT_EQ(run_on_threads(setup_, spec_), ""); }
+
+  ExchangeSetup setup_;
+  Case spec_;
+};
+
+// Rows of rank_major belong to several routes and cannot be weighed.
+class WeightedCombineTest : public HardCaseTest {};
+
+TEST_P(HardCaseTest, SendsAllTokensToOneExpert) {
+  spec_.popularity = Popularity::kOneExpert;
+  spec_.repeat_experts = true;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, WorksWithoutTokensOnSomeRanks) {
+  spec_.num_tokens = {0, 64, 0};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, WorksWithoutAnyToken) {
+  spec_.num_tokens = {0, 0, 0};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, WorksWithoutRowsOnARank) {
+  spec_.experts = {0, 11};  // rank 1 gets nothing
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, SkipsHolesInAnyPlace) {
+  spec_.topk = 4;
+  spec_.hole_fraction = 0.6;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, WorksWhenEveryRouteIsAHole) {
+  spec_.experts = {-1, -1};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TreatsARepeatedExpertAsTwoRoutes) {
+  spec_.topk = 4;
+  spec_.experts = {5, 1, 5, 5};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, DropsOneRowBeyondTheBudget) {
+  spec_.room = Room::kOneRowShort;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, LeavesSlackUntouched) {
+  spec_.room = Room::kSpare;
+  spec_.pad_multiple = is_rank_major() ? 1 : 16;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesOneExpertPerToken) {
+  spec_.topk = 1;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesThirtyTwoExpertsPerToken) {
+  setup_.max_topk = 32;
+  setup_.num_experts = 36;
+  spec_.topk = 32;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesManyTokensInManyChunks) {
+  setup_.max_tokens = 300;
+  setup_.num_threads = 2;
+  spec_.num_tokens = {300, 1, 257};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesRowsAtEveryMultipleOfSixteenBytes) {
+  for (const int64_t row_bytes : {16, 48, 64, 4096 + 16}) {
+    setup_.hidden = row_bytes / dtype_bytes(spec_.dtype);
+    expect_reference_bits();
+  }
+}
+
+TEST_P(HardCaseTest, TakesOneTokenHereAndManyThere) {
+  spec_.num_tokens = {1, 64, 33};
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesAMapAsWellAsIndices) {
+  spec_.index = IndexKind::kMap;
+  spec_.topk = 3;
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, WaitsForRanksThatEnterLate) {
+  spec_.is_late = true;
+  spec_.calls = "dcdc";
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, ServesTheBackwardOfBothDirections) {
+  spec_.calls = "dcdc";  // forward: d c; backward of combine: d; backward of dispatch: c
+  expect_reference_bits();
+}
+
+TEST_P(HardCaseTest, TakesScaleRowsOfOddSizes) {
+  for (const int64_t cols : {1, 4, 56}) {
+    spec_.calls = "d";
+    spec_.dtype = DType::kByte;
+    spec_.scale_cols = cols;
+    spec_.output = OutputMemory::kMixed;
+    expect_reference_bits();
+  }
+}
+
+TEST_P(HardCaseTest, TakesDirectStagedAndMixedOutputs) {
+  spec_.scale_cols = 12;
+  for (const OutputMemory output :
+       {OutputMemory::kDirect, OutputMemory::kStaged, OutputMemory::kMixed}) {
+    spec_.output = output;
+    expect_reference_bits();
+  }
+}
+
+TEST_P(WeightedCombineTest, WeighsRowsByThePlanAndByTheSource) {
+  spec_.topk = 4;
+  for (const CombineScale scale : {CombineScale::kPlanWeights, CombineScale::kSourceWeights}) {
+    for (const IndexKind index : {IndexKind::kInt32, IndexKind::kMap}) {
+      spec_.scale = scale;
+      spec_.index = index;
+      expect_reference_bits();
+    }
+  }
+}
+
+TEST_P(HardCaseTest, KeepsSeveralPlansAliveOutOfOrder) {
+  std::vector<CaseData> cases;
+  for (uint64_t seed = 1; seed <= 5; ++seed) {
+    spec_.seed = seed;
+    spec_.pad_multiple = is_rank_major() ? 1 : static_cast<int64_t>(seed);
+    cases.push_back(make_case_data(setup_, spec_));
+  }
+  EXPECT_EQ(run_cases_on_threads(cases), "");
+}
+
+std::string test_name(const testing::TestParamInfo<Parameters>& info) {
+  return std::get<0>(info.param) + "_" + std::string(layout_name(std::get<1>(info.param)));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    HardCaseTest,
+    testing::Combine(
+        testing::Values("loopback", "shm"),
+        testing::Values(Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided)
+    ),
+    test_name
+);
+
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    WeightedCombineTest,
+    testing::Combine(
+        testing::Values("loopback", "shm"),
+        testing::Values(Layout::kExpertMajor, Layout::kExpertStrided)
+    ),
+    test_name
+);
+
+}  // namespace
+}  // namespace weft::test

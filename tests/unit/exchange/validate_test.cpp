@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// The text of every refusal. That a refusal reaches all ranks is shown in tests/fault.
+#include "exchange/validate.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "support/case_data.hpp"
+#include "support/errors.hpp"
+
+namespace weft::test {
+namespace {
+
+constexpr uint64_t kExchange = 9;
+const Context kContext = {.rank = 0, .num_ranks = 2, .transport = "shm"};
+
+ExchangeConfig good_config() {
+  return {.hidden = 32, .max_tokens = 64, .num_experts = 8, .max_topk = 4, .device = {}};
+}
+
+class ValidateTest : public testing::Test {
+ protected:
+  explicit ValidateTest(Layout layout = Layout::kExpertMajor) {
+    Case spec;
+    spec.num_tokens = {10, 3};
+    spec.layout = layout;
+    spec.scale_cols = 4;
+    spec.room = Room::kSpare;  // so that no size is zero
+    data_ = make_case_data({}, spec);
+    plan_ = data_.plans[0].data();
+    plan_.exchange_id = kExchange;
+    num_rows_ = std::to_string(plan_.num_rows);
+    dispatch_in_ = data_.calls[0][0].dispatch_input();
+    dispatch_out_ = data_.calls[0][0].dispatch_output();
+    combine_in_ = data_.calls[1][0].combine_input(CombineScale::kNone);
+    combine_out_ = data_.calls[1][0].combine_output();
+  }
+
+  [[nodiscard]] std::string dispatch() const {
+    return text([&] {
+      Validator{kContext, config_, kExchange}.dispatch(plan_, dispatch_in_, dispatch_out_);
+    });
+  }
+  [[nodiscard]] std::string combine() const {
+    return text([&] {
+      Validator{kContext, config_, kExchange}.combine(plan_, combine_in_, combine_out_);
+    });
+  }
+
+  ExchangeConfig config_ = good_config();
+  CaseData data_;
+  PlanData plan_;
+  std::string num_rows_;
+  DispatchInput dispatch_in_;
+  DispatchOutput dispatch_out_;
+  CombineInput combine_in_;
+  CombineOutput combine_out_;
+
+ private:
+  // Without the speaker, which is the same everywhere.
+  static std::string text(const std::function<void()>& action) {
+    const std::string speaker = " [rank 0/2, shm]";
+    const auto thrown = thrown_by(action);
+    if (!thrown) {
+      return "nothing";
+    }
+    EXPECT_EQ(thrown->code, ErrorCode::kInvalidArgument);
+    EXPECT_TRUE(thrown->text.ends_with(speaker)) << thrown->text;
+    return thrown->text.substr(0, thrown->text.size() - speaker.size());
+  }
+};
+
+class ValidateRankMajorTest : public ValidateTest {
+ protected:
+  ValidateRankMajorTest() : ValidateTest(Layout::kRankMajor) {}
+};
+
+TEST_F(ValidateTest, AcceptsWhatIsGood) {
+  EXPECT_EQ(dispatch(), "nothing");
+  EXPECT_EQ(combine(), "nothing");
+  dispatch_in_.weights = {};
+  dispatch_out_.weights = {};
+  dispatch_in_.scales = {};
+  dispatch_out_.scales = {};
+  EXPECT_EQ(dispatch(), "nothing");
+}
+
+TEST_F(ValidateTest, RefusesAPlanOfAnotherExchange) {
+  plan_.exchange_id = kExchange + 1;
+  const std::string text =
+      "plan belongs to another exchange (expected one that this exchange made)";
+  EXPECT_EQ(dispatch(), "dispatch: " + text);
+  EXPECT_EQ(combine(), "combine: " + text);
+}
+
+TEST_F(ValidateTest, RefusesAPlanFromAFile) {
+  plan_.exchange_id = 0;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: plan belongs to no exchange: it was loaded from a file or built alone (expected "
+      "one that this exchange made)"
+  );
+}
+
+TEST_F(ValidateTest, RefusesAMissingTensor) {
+  dispatch_in_.x = {};
+  EXPECT_EQ(dispatch(), "dispatch: x has shape [0, 0] (expected [10, 32])");
+  combine_in_.rows = {};
+  EXPECT_EQ(combine(), "combine: rows is missing");
+}
+
+TEST_F(ValidateTest, RefusesAMissingOutput) {
+  dispatch_out_.rows = {};
+  EXPECT_EQ(dispatch(), "dispatch: rows is missing");
+  combine_out_.x = {};
+  EXPECT_EQ(combine(), "combine: x is missing");
+}
+
+TEST_F(ValidateTest, RefusesAnotherDevice) {
+  dispatch_in_.x.device = {Device::Kind::kCuda, 1};
+  EXPECT_EQ(dispatch(), "dispatch: x is on cuda 1 (the exchange is on cpu)");
+  combine_out_.x.device = {Device::Kind::kCuda, 0};
+  EXPECT_EQ(combine(), "combine: x is on cuda 0 (the exchange is on cpu)");
+}
+
+TEST_F(ValidateTest, RefusesADtypeThatCannotTravel) {
+  dispatch_in_.x.dtype = DType::kInt32;
+  EXPECT_EQ(
+      dispatch(), "dispatch: x has dtype int32 (expected bfloat16, float16, float32 or byte)"
+  );
+  combine_in_.rows.dtype = DType::kByte;
+  EXPECT_EQ(combine(), "combine: rows has dtype byte (expected bfloat16, float16 or float32)");
+}
+
+TEST_F(ValidateTest, RefusesAnOutputOfAnotherDtype) {
+  dispatch_out_.rows.dtype = DType::kBFloat16;
+  EXPECT_EQ(dispatch(), "dispatch: rows has dtype bfloat16 (expected float32)");
+  combine_out_.x.dtype = DType::kFloat16;
+  EXPECT_EQ(combine(), "combine: x has dtype float16 (expected float32)");
+  dispatch_out_.rows.dtype = DType::kFloat32;
+  dispatch_in_.weights.dtype = DType::kBFloat16;
+  EXPECT_EQ(dispatch(), "dispatch: input weights has dtype bfloat16 (expected float32)");
+}
+
+TEST_F(ValidateTest, RefusesAnotherNumberOfTokens) {
+  dispatch_in_.x.rows = 11;
+  EXPECT_EQ(dispatch(), "dispatch: x has shape [11, 32] (expected [10, 32])");
+  combine_out_.x.rows = 9;
+  EXPECT_EQ(combine(), "combine: x has shape [9, 32] (expected [10, 32])");
+}
+
+TEST_F(ValidateTest, RefusesAnotherNumberOfRows) {
+  dispatch_out_.rows.rows -= 1;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: rows has shape [" + std::to_string(plan_.num_rows - 1) + ", 32] (expected [" +
+          num_rows_ + ", 32])"
+  );
+  combine_in_.rows.rows = 0;
+  EXPECT_EQ(combine(), "combine: rows has shape [0, 32] (expected [" + num_rows_ + ", 32])");
+}
+
+TEST_F(ValidateTest, RefusesAnotherHiddenSize) {
+  dispatch_in_.x.cols = 28;
+  EXPECT_EQ(dispatch(), "dispatch: x has shape [10, 28] (expected [10, 32])");
+  combine_in_.rows.cols = 64;
+  EXPECT_EQ(
+      combine(),
+      "combine: rows has shape [" + num_rows_ + ", 64] (expected [" + num_rows_ + ", 32])"
+  );
+}
+
+TEST_F(ValidateTest, RefusesRowsWhoseBytesAreNoMultipleOfSixteen) {
+  config_.hidden = 30;
+  dispatch_in_.x.cols = 30;
+  EXPECT_EQ(dispatch(), "dispatch: x has rows of 120 bytes (expected a positive multiple of 16)");
+  dispatch_in_.x.dtype = DType::kByte;
+  dispatch_in_.x.cols = 0;
+  EXPECT_EQ(dispatch(), "dispatch: x has rows of 0 bytes (expected a positive multiple of 16)");
+}
+
+TEST_F(ValidateTest, RefusesRowsWithGaps) {
+  dispatch_in_.x.row_stride = 40;
+  EXPECT_EQ(dispatch(), "dispatch: x has row stride 40 (expected 32: rows must be adjacent)");
+  combine_in_.rows.row_stride = 33;
+  EXPECT_EQ(combine(), "combine: rows has row stride 33 (expected 32: rows must be adjacent)");
+}
+
+TEST_F(ValidateTest, RefusesANullPointer) {
+  dispatch_in_.x.data = nullptr;
+  EXPECT_EQ(dispatch(), "dispatch: x has a null pointer (shape [10, 32])");
+}
+
+TEST_F(ValidateTest, RefusesAnOutputThatOverlapsTheInput) {
+  dispatch_out_.rows.data = const_cast<std::byte*>(dispatch_in_.x.data) + 64;
+  EXPECT_EQ(dispatch(), "dispatch: rows overlaps x");
+  combine_out_.x.data = const_cast<std::byte*>(combine_in_.rows.data);
+  EXPECT_EQ(combine(), "combine: x overlaps rows");
+}
+
+TEST_F(ValidateTest, RefusesWeightsInOneDirectionOnly) {
+  dispatch_out_.weights = {};
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: output weights is missing while input weights is given (give both or neither)"
+  );
+  combine_in_.weights = {};
+  EXPECT_EQ(
+      combine(),
+      "combine: output weights is given while input weights is missing (give both or neither)"
+  );
+}
+
+TEST_F(ValidateTest, RefusesWeightsOfAnotherShape) {
+  dispatch_in_.weights.cols = 3;
+  EXPECT_EQ(dispatch(), "dispatch: input weights has shape [10, 3] (expected [10, 2])");
+  combine_in_.weights.cols = 2;
+  EXPECT_EQ(
+      combine(),
+      "combine: input weights has shape [" + num_rows_ + ", 2] (expected [" + num_rows_ + ", 1])"
+  );
+}
+
+TEST_F(ValidateTest, RefusesScalesOfAnotherShape) {
+  dispatch_out_.scales.cols = 5;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: output scales has shape [" + num_rows_ + ", 5] (expected [" + num_rows_ + ", 4])"
+  );
+  dispatch_in_.scales.rows = 2;
+  EXPECT_EQ(dispatch(), "dispatch: input scales has shape [2, 4] (expected [10, 4])");
+  dispatch_out_.scales = {};
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: output scales is missing while input scales is given (give both or neither)"
+  );
+}
+
+TEST_F(ValidateTest, RefusesPlanWeightsThatAreNotThere) {
+  combine_in_.scale = CombineScale::kPlanWeights;
+  EXPECT_EQ(combine(), "nothing");
+  plan_.shape.has_weights = false;
+  EXPECT_EQ(combine(), "combine: scale asks for the plan's weights (the plan's routing had none)");
+}
+
+TEST_F(ValidateTest, RefusesSourceWeightsThatDoNotFitTheScale) {
+  combine_in_.scale = CombineScale::kSourceWeights;
+  EXPECT_EQ(combine(), "combine: source_weights is missing (scale needs it)");
+  combine_in_.source_weights = dispatch_in_.weights;
+  EXPECT_EQ(combine(), "nothing");
+  combine_in_.source_weights.rows = 4;
+  EXPECT_EQ(combine(), "combine: source_weights has shape [4, 2] (expected [10, 2])");
+  combine_in_.scale = CombineScale::kNone;
+  EXPECT_EQ(combine(), "combine: source_weights is given (scale does not use it)");
+}
+
+TEST_F(ValidateRankMajorTest, RefusesToScaleRowsOfSeveralRoutes) {
+  EXPECT_EQ(dispatch(), "nothing");
+  EXPECT_EQ(combine(), "nothing");
+  combine_in_.scale = CombineScale::kPlanWeights;
+  EXPECT_EQ(
+      combine(),
+      "combine: rows cannot be scaled in layout rank_major (a row belongs to several routes)"
+  );
+}
+
+struct BadConfig {
+  std::function<void(ExchangeConfig&)> spoil;
+  std::string text;
+};
+
+TEST(ValidateConfigTest, NamesFieldValueAndBound) {
+  const std::vector<BadConfig> cases = {
+      {[](auto& c) { c.hidden = 0; }, "exchange: hidden = 0 (expected at least 1)"},
+      {[](auto& c) { c.max_tokens = -1; }, "exchange: max_tokens = -1 (expected at least 0)"},
+      {[](auto& c) { c.max_tokens = 1 << 30; },
+       "exchange: max_tokens = 1073741824 (expected below 2^30)"},
+      {[](auto& c) { c.num_experts = 0; }, "exchange: num_experts = 0 (expected at least 1)"},
+      {[](auto& c) { c.num_experts = 7; },
+       "exchange: num_experts = 7 (expected a multiple of num_ranks = 2)"},
+      {[](auto& c) { c.max_topk = 0; }, "exchange: max_topk = 0 (expected 1 to 32)"},
+      {[](auto& c) { c.max_topk = 33; }, "exchange: max_topk = 33 (expected 1 to 32)"},
+      {[](auto& c) { c.num_threads = -1; }, "exchange: num_threads = -1 (expected at least 0)"},
+      {[](auto& c) { c.timeout = std::chrono::milliseconds(0); },
+       "exchange: timeout = 0 (expected above 0 ms)"}};
+  for (const BadConfig& bad : cases) {
+    ExchangeConfig config = good_config();
+    validate_config(config, kContext);
+    bad.spoil(config);
+    const auto thrown = thrown_by([&] { validate_config(config, kContext); });
+    EXPECT_EQ(text_of(thrown), bad.text + " [rank 0/2, shm]");
+    EXPECT_EQ(thrown->code, ErrorCode::kInvalidArgument);
+  }
+}
+
+TEST(ValidateConfigTest, SaysThatACudaDeviceIsNotSupported) {
+  ExchangeConfig config = good_config();
+  config.device = {Device::Kind::kCuda, 2};
+  const auto thrown = thrown_by([&] { validate_config(config, kContext); });
+  EXPECT_EQ(
+      text_of(thrown),
+      "exchange: device cuda 2 (this build has the cpu executor alone) [rank 0/2, shm]"
+  );
+  EXPECT_EQ(thrown->code, ErrorCode::kUnsupported);
+}
+
+}  // namespace
+}  // namespace weft::test

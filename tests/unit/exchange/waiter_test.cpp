@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/waiter.hpp"
+
+#include <gtest/gtest.h>
+
+#include "fake_transport.hpp"
+#include "support/errors.hpp"
+
+namespace weft::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+class WaiterTest : public testing::Test {
+ protected:
+  Waiter waiter(milliseconds timeout) {
+    return {transport_, {.rank = 0, .num_ranks = 4, .transport = "fake"}, timeout};
+  }
+  static constexpr WaitReason kReason = {.op = "dispatch", .call = 7, .what = "rows"};
+  FakeTransport transport_;
+};
+
+TEST_F(WaiterTest, ReturnsAtOnceWhenAllSignalsAreRaised) {
+  transport_.signals[3] = 5;
+  Waiter wait = waiter(milliseconds(1));
+  wait.until_raised(kReason, {{.peer = 1, .signal = 3, .wanted = 5}});
+  wait.until_raised(kReason, {});
+  EXPECT_EQ(wait.wait_seconds(), (std::vector<double>{0, 0, 0, 0}));
+}
+
+TEST_F(WaiterTest, ReturnsWhenTheLastSignalArrives) {
+  transport_.on_park = [this] { ++transport_.signals[2]; };
+  waiter(std::chrono::seconds(60)).until_raised(kReason, {{.peer = 2, .signal = 2, .wanted = 2}});
+  EXPECT_EQ(transport_.signals[2], 2U);
+}
+
+TEST_F(WaiterTest, NamesEachMissingPeerWhenTimeIsUp) {
+  transport_.signals = {0, 4, 1, 0, 0, 0, 0, 0};
+  const auto thrown = thrown_by([&] {
+    waiter(milliseconds(100))
+        .until_raised(
+            kReason,
+            {{.peer = 1, .signal = 1, .wanted = 4},
+             {.peer = 2, .signal = 2, .wanted = 3},
+             {.peer = 3, .signal = 3, .wanted = 1}}
+        );
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: no rows for 0.1 s from rank 2 (signal 2 at 1 of 3), rank 3 (signal 3 at 0 of 1) "
+      "(call 7). Is the peer alive and in the same call? [rank 0/4, fake]"
+  );
+  EXPECT_TRUE(thrown->is_timeout);
+  EXPECT_EQ(thrown->code, ErrorCode::kTimeout);
+}
+
+TEST_F(WaiterTest, NamesAPeerThatDied) {
+  transport_.peers[2] = PeerState::kDied;
+  transport_.peers[3] = PeerState::kDied;  // of whom nothing is wanted
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60)).until_raised(kReason, {{.peer = 2, .signal = 5, .wanted = 9}});
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: rank 2 died before its rows arrived (call 7, signal 5 at 0 of 9) [rank 0/4, fake]"
+  );
+  EXPECT_TRUE(thrown->is_peer_error);
+}
+
+TEST_F(WaiterTest, NamesAPeerThatLeft) {
+  transport_.peers[1] = PeerState::kLeft;
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60)).until_raised(kReason, {{.peer = 1, .signal = 0, .wanted = 1}});
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: rank 1 left the exchange before its rows arrived (call 7, signal 0 at 0 of 1) "
+      "[rank 0/4, fake]"
+  );
+}
+
+TEST_F(WaiterTest, CountsWhatAPeerRaisedBeforeItEnded) {
+  transport_.on_park = [this] {
+    transport_.signals[1] = 1;
+    transport_.peers[1] = PeerState::kDied;
+  };
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60)).until_raised(kReason, {{.peer = 1, .signal = 1, .wanted = 1}});
+  });
+  EXPECT_EQ(text_of(thrown), "nothing");
+}
+
+TEST_F(WaiterTest, EndsQuietlyWhenAnotherWorkerFailed) {
+  const auto never = [] { return false; };
+  const auto missing = [] { return std::vector<Missing>{{.peer = 1, .wanted = 1}}; };
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60)).until(kReason, never, missing, [] { return true; });
+  });
+  EXPECT_EQ(text_of(thrown), "nothing");
+}
+
+TEST_F(WaiterTest, BooksTheTimeOnThePeersThatWereMissing) {
+  transport_.on_park = [this] { transport_.signals[1] = 1; };
+  Waiter wait = waiter(std::chrono::seconds(60));
+  wait.until_raised(
+      kReason, {{.peer = 1, .signal = 1, .wanted = 1}, {.peer = 2, .signal = 2, .wanted = 0}}
+  );
+  const std::vector<double> seconds = wait.wait_seconds();
+  EXPECT_GT(seconds[1], 0);
+  EXPECT_EQ(seconds[2], 0);
+}
+
+}  // namespace
+}  // namespace weft::test

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/worker_pool.hpp"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <set>
+#include <stdexcept>
+
+namespace weft::test {
+namespace {
+
+TEST(WorkerPoolTest, RunsAJobOnceOnEveryWorker) {
+  for (const int num_workers : {1, 2, 5}) {
+    WorkerPool pool(num_workers);
+    EXPECT_EQ(pool.num_workers(), num_workers);
+    for (int round = 0; round < 200; ++round) {
+      std::vector<std::atomic<int>> runs(static_cast<size_t>(num_workers));
+      pool.run([&](int worker) { ++runs[static_cast<size_t>(worker)]; });
+      for (const auto& count : runs) {
+        ASSERT_EQ(count.load(), 1);
+      }
+    }
+  }
+}
+
+TEST(WorkerPoolTest, UsesTheCallersThreadAsWorkerZero) {
+  WorkerPool pool(3);
+  std::thread::id worker_zero;
+  pool.run([&](int worker) {
+    if (worker == 0) {
+      worker_zero = std::this_thread::get_id();
+    }
+  });
+  EXPECT_EQ(worker_zero, std::this_thread::get_id());
+}
+
+TEST(WorkerPoolTest, RethrowsAFailureOfAnyWorkerAndStopsTheOthers) {
+  WorkerPool pool(3);
+  for (int failing = 0; failing < 3; ++failing) {
+    const auto job = [&](int worker) {
+      if (worker == failing) {
+        throw std::runtime_error("worker " + std::to_string(worker));
+      }
+      while (!pool.is_stopping()) {
+        std::this_thread::yield();
+      }
+    };
+    try {
+      pool.run(job);
+      FAIL() << "nothing was thrown";
+    } catch (const std::runtime_error& error) {
+      EXPECT_EQ(error.what(), "worker " + std::to_string(failing));
+    }
+  }
+}
+
+TEST(WorkerPoolTest, WorksAgainAfterAFailure) {
+  WorkerPool pool(2);
+  EXPECT_THROW(pool.run([](int) { throw std::runtime_error("both"); }), std::runtime_error);
+  std::atomic<int> runs = 0;
+  pool.run([&](int) {
+    EXPECT_FALSE(pool.is_stopping());
+    ++runs;
+  });
+  EXPECT_EQ(runs.load(), 2);
+}
+
+}  // namespace
+}  // namespace weft::test
