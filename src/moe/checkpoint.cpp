@@ -5,12 +5,13 @@
 #include <bit>
 #include <cstdio>
 #include <cstring>
-#include <functional>
+#include <numeric>
 
 #include "core/check.hpp"
 #include "moe/checkpoint_header.hpp"
 #include "moe/random.hpp"
 #include "moe/state_file.hpp"
+#include "moe/together.hpp"
 
 namespace weft::moe {
 namespace {
@@ -26,38 +27,8 @@ uint64_t file_offset(uint64_t element) {
   return kHeaderBytes + element * kElementBytes;
 }
 
-// Runs `work` and tells all ranks how it went, so that they throw together or go on together.
-// Returns the sum of what the ranks' work returned.
-uint64_t together(const Group& group, const std::function<uint64_t()>& work) {
-  std::string message;
-  uint64_t result = 0;
-  try {
-    result = work();
-  } catch (const Error& error) {
-    message = error.what();
-  }
-  Bytes block(sizeof(result) + message.size());
-  std::memcpy(block.data(), &result, sizeof(result));
-  std::memcpy(block.data() + sizeof(result), message.data(), message.size());
-  uint64_t sum = 0;
-  const auto blocks = group.all_gather(block);
-  for (size_t rank = 0; rank < blocks.size(); ++rank) {
-    const Bytes& other = blocks[rank];
-    const std::string text(
-        reinterpret_cast<const char*>(other.data()) + sizeof(result), other.size() - sizeof(result)
-    );
-    if (!text.empty()) {
-      const bool is_own = static_cast<int>(rank) == group.rank();
-      const Context context = {group.rank(), group.num_ranks()};
-      raise_error(
-          ErrorCode::kFile, context, is_own ? text : fmt::format("rank {}: {}", rank, text)
-      );
-    }
-    uint64_t part = 0;
-    std::memcpy(&part, other.data(), sizeof(part));
-    sum += part;
-  }
-  return sum;
+uint64_t sum(const std::vector<uint64_t>& parts) {
+  return std::reduce(parts.begin(), parts.end());
 }
 
 }  // namespace
@@ -94,23 +65,23 @@ void write_checkpoint(
       }
       return uint64_t{0};
     });
-    const uint64_t data_checksum = together(group, [&] {
+    const auto checksums = together(group, [&] {
       StateFile file(unfinished, StateFile::Mode::kWrite);
-      uint64_t sum = 0;
+      uint64_t own = 0;
       for (const StatePiece& piece : pieces) {
         for (size_t part = 0; part < kNumParts; ++part) {
           const uint64_t first = element_number(header, part, piece.model_begin);
-          sum += checksum(piece.parts[part], first);
+          own += checksum(piece.parts[part], first);
           file.write_at(file_offset(first), std::as_bytes(piece.parts[part]));
         }
       }
       file.sync();
-      return sum;
+      return own;
     });
     together(group, [&] {
       if (group.rank() == 0) {
         StateFile file(unfinished, StateFile::Mode::kWrite);
-        file.write_at(0, encode_header(header, data_checksum));
+        file.write_at(0, encode_header(header, sum(checksums)));
         file.sync();
         replace_file(unfinished, path);
       }
@@ -132,7 +103,7 @@ int64_t read_checkpoint(
 ) {
   HeaderContents contents;
   std::vector<std::vector<float>> read;
-  const uint64_t data_checksum = together(group, [&] {
+  const auto checksums = together(group, [&] {
     const StateFile file(path, StateFile::Mode::kRead);
     HeaderBytes bytes = {};
     const uint64_t size = file.size();
@@ -142,20 +113,20 @@ int64_t read_checkpoint(
     WEFT_CHECK(
         Context{}, size == whole, ErrorCode::kFile, "resume: {} has {} B ({} B)", path, size, whole
     );
-    uint64_t sum = 0;
+    uint64_t own = 0;
     for (const StatePiece& piece : pieces) {
       for (size_t part = 0; part < kNumParts; ++part) {
         const uint64_t first = element_number(expected, part, piece.model_begin);
         auto& elements = read.emplace_back(piece.parts[part].size());
         file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
-        sum += checksum(elements, first);
+        own += checksum(elements, first);
       }
     }
-    return sum;
+    return own;
   });
   WEFT_CHECK(
       (Context{group.rank(), group.num_ranks()}),
-      data_checksum == contents.data_checksum,
+      sum(checksums) == contents.data_checksum,
       ErrorCode::kFile,
       "resume: {}: the parameters are damaged (their checksum differs)",
       path

@@ -2,11 +2,13 @@
 #include "moe/config.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numbers>
 #include <string_view>
 
 #include "core/check.hpp"
+#include "moe/random.hpp"
 #include "weft/routing.hpp"
 
 namespace weft::moe {
@@ -54,6 +56,34 @@ float learning_rate_at(const TrainConfig& config, int64_t step) {
   return static_cast<float>(
       static_cast<double>(config.learning_rate) * (kFinalFraction + (1 - kFinalFraction) * wave)
   );
+}
+
+uint64_t signature(const TrainConfig& config) {
+  const ModelConfig& model = config.model;
+  const auto real = [](float value) { return uint64_t{std::bit_cast<uint32_t>(value)}; };
+  const auto whole = [](int64_t value) { return static_cast<uint64_t>(value); };
+  uint64_t hash = 0;
+  for (const uint64_t field :
+       {whole(model.window),
+        whole(model.hidden),
+        whole(model.expert_hidden),
+        whole(model.num_blocks),
+        whole(model.num_experts),
+        whole(model.topk),
+        real(model.balance_weight),
+        whole(config.global_batch),
+        config.seed,
+        whole(static_cast<int64_t>(config.dtype)),
+        real(config.learning_rate),
+        whole(config.warmup_steps),
+        whole(config.decay_steps),
+        real(config.weight_decay),
+        real(config.beta1),
+        real(config.beta2),
+        real(config.epsilon)}) {
+    hash = mix_bits(hash ^ field) + 1;
+  }
+  return hash;
 }
 
 void validate(const TrainConfig& config, int rank, int num_ranks) {

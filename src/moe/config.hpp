@@ -47,6 +47,9 @@ struct TrainConfig {
 // Learning rate of step `step` (from 0).
 [[nodiscard]] float learning_rate_at(const TrainConfig& config, int64_t step);
 
+// A number that two configurations share if every field that changes the result is equal.
+[[nodiscard]] uint64_t signature(const TrainConfig& config);
+
 // Throws Error (kInvalidArgument) naming the field, its value and its bound.
 void validate(const TrainConfig& config, int rank, int num_ranks);
 

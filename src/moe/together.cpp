@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/together.hpp"
+
+#include <cstring>
+#include <string>
+
+#include "core/check.hpp"
+
+namespace weft::moe {
+namespace {
+
+struct Outcome {
+  uint64_t result = 0;
+  ErrorCode code = ErrorCode::kInternal;
+  bool has_failed = false;
+};
+
+}  // namespace
+
+std::vector<uint64_t> together(const Group& group, const std::function<uint64_t()>& work) {
+  Outcome own;
+  std::string message;
+  try {
+    own.result = work();
+  } catch (const Error& error) {
+    own.code = error.code();
+    own.has_failed = true;
+    message = error.what();
+  }
+  Bytes block(sizeof(own) + message.size());
+  std::memcpy(block.data(), &own, sizeof(own));
+  std::memcpy(block.data() + sizeof(own), message.data(), message.size());
+
+  std::vector<uint64_t> results;
+  for (const Bytes& other : group.all_gather(block)) {
+    Outcome outcome;
+    std::memcpy(&outcome, other.data(), sizeof(outcome));
+    if (outcome.has_failed) {
+      const auto* text = reinterpret_cast<const char*>(other.data()) + sizeof(outcome);
+      std::string problem(text, other.size() - sizeof(outcome));
+      if (static_cast<int>(results.size()) != group.rank()) {
+        problem += fmt::format(" on rank {}", results.size());
+      }
+      raise_error(outcome.code, {group.rank(), group.num_ranks()}, problem);
+    }
+    results.push_back(outcome.result);
+  }
+  return results;
+}
+
+}  // namespace weft::moe

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/trainer_state.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "core/check.hpp"
+#include "moe/linear.hpp"
+#include "moe/together.hpp"
+
+namespace weft::moe {
+namespace {
+
+// Sums over the ranks that ride behind the replicated parameters.
+enum Scalar : size_t { kLossScalar, kBalanceScalar, kNumScalars };
+
+const TrainConfig& checked(
+    const Group& group, const TrainConfig& config, std::span<const std::byte> text
+) {
+  const auto signatures = together(group, [&] {
+    validate(config, group.rank(), group.num_ranks());
+    WEFT_CHECK_ARG(
+        Context{},
+        text.size() > static_cast<size_t>(config.model.window),
+        "train: text of {} B (more than the window of {} B)",
+        text.size(),
+        config.model.window
+    );
+    return signature(config) ^ checksum(text);
+  });
+  for (size_t rank = 1; rank < signatures.size(); ++rank) {
+    WEFT_CHECK_ARG(
+        (Context{group.rank(), group.num_ranks()}),
+        signatures[rank] == signatures[0],
+        "train: ranks 0 and {} have different configurations or texts (the same on every rank)",
+        rank
+    );
+  }
+  use_one_blas_thread();
+  return config;
+}
+
+ExchangeConfig exchange_config(const TrainConfig& config, int num_ranks) {
+  return {
+      .hidden = config.model.hidden,
+      .max_tokens = (config.global_batch + num_ranks - 1) / num_ranks,
+      .num_experts = config.model.num_experts,
+      .max_topk = config.model.topk,
+      .transport = config.transport,
+      .num_threads = config.num_threads,
+      .timeout = config.timeout};
+}
+
+// Elements [begin, end) of the whole vector, cut to a slice that starts at `slice_begin`.
+struct Cut {
+  size_t begin;
+  size_t end;
+};
+Cut cut(size_t begin, size_t end, size_t slice_begin, size_t slice_size) {
+  const auto local = [&](size_t i) {
+    return std::clamp(i, slice_begin, slice_begin + slice_size) - slice_begin;
+  };
+  return {local(begin), local(end)};
+}
+
+}  // namespace
+
+Trainer::State::State(
+    const Group& the_group, const TrainConfig& the_config, std::span<const std::byte> the_text
+)
+    : group(the_group),
+      config(checked(the_group, the_config, the_text)),
+      text(the_text),
+      source(text, config.model.window, config.seed),
+      tokens(tokens_of_rank(config.global_batch, group.rank(), group.num_ranks())),
+      layout(make_layout(config.model, group.rank(), group.num_ranks())),
+      exchange(group, exchange_config(config, group.num_ranks())),
+      replicated(group, layout.num_replicated + kNumScalars, config),
+      expert_values(layout.num_expert),
+      expert_grads(layout.num_expert),
+      own_moments(replicated.own().value.size()),
+      expert_moments(layout.num_expert),
+      context{exchange, config.model, config.dtype, config.global_batch},
+      model(context, layout, {replicated.all(), experts()}) {
+  initialise(layout.replicated(), config.seed, replicated.all().value);
+  initialise(layout.experts(), config.seed, expert_values);
+  const auto own = replicated.own().value;
+  std::ranges::copy(
+      replicated.all().value.subspan(replicated.own_begin(), own.size()), own.begin()
+  );
+}
+
+void Trainer::State::compute_gradients() {
+  const Parameter all = replicated.all();
+  std::ranges::fill(all.grad, 0.0F);
+  std::ranges::fill(expert_grads, 0.0F);
+  source.draw(steps_done, tokens, batch);
+  const LossShare share = model.forward_backward(batch);
+  const auto scalars = all.grad.subspan(layout.num_replicated);
+  scalars[kLossScalar] = static_cast<float>(share.cross_entropy);
+  scalars[kBalanceScalar] = static_cast<float>(share.balance);
+}
+
+void Trainer::State::update_own(const AdamStep& adam) {
+  const Parameter own = replicated.own();
+  const size_t begin = replicated.own_begin();
+  const Cut decayed = cut(0, layout.num_decayed, begin, own.value.size());
+  const Cut gains = cut(layout.num_decayed, layout.num_replicated, begin, own.value.size());
+  const Cut scalars =
+      cut(layout.num_replicated, layout.num_replicated + kNumScalars, begin, own.value.size());
+  AdamStep no_decay = adam;
+  no_decay.weight_decay = 0;
+  adamw_update(adam, own.value, own.grad, own_moments, decayed.begin, decayed.end);
+  adamw_update(no_decay, own.value, own.grad, own_moments, gains.begin, gains.end);
+  std::ranges::copy(
+      own.grad.subspan(scalars.begin, scalars.end - scalars.begin),
+      own.value.begin() + static_cast<std::ptrdiff_t>(scalars.begin)
+  );
+}
+
+void Trainer::State::update(float learning_rate) {
+  const auto step = static_cast<float>(steps_done + 1);
+  const AdamStep adam = {
+      learning_rate,
+      config.beta1,
+      config.beta2,
+      config.epsilon,
+      config.weight_decay,
+      1.0F - std::pow(config.beta1, step),
+      1.0F - std::pow(config.beta2, step)};
+  context.timer.start(Phase::kReduce);
+  replicated.reduce();
+  context.timer.start(Phase::kOptimizer);
+  update_own(adam);
+  adamw_update(adam, expert_values, expert_grads, expert_moments, 0, expert_values.size());
+  context.timer.start(Phase::kReduce);
+  replicated.broadcast();
+}
+
+StepReport Trainer::State::report(float learning_rate) {
+  StepReport report;
+  const auto scalars = replicated.all().value.subspan(layout.num_replicated);
+  report.step = steps_done;
+  report.loss = static_cast<double>(scalars[kLossScalar]);
+  report.balance_loss = static_cast<double>(scalars[kBalanceScalar]);
+  report.learning_rate = learning_rate;
+  report.num_tokens = tokens.count;
+  report.global_tokens = config.global_batch;
+  report.phase_seconds = context.timer.stop();
+  report.seconds = std::reduce(report.phase_seconds.begin(), report.phase_seconds.end());
+  report.dispatch = context.dispatch;
+  report.combine = context.combine;
+  report.reduce = replicated.traffic();
+  for (const MoeBlock& block : model.blocks()) {
+    const auto routes = block.plan().global_routes_per_expert();
+    report.routes.insert(report.routes.end(), routes.begin(), routes.end());
+  }
+  return report;
+}
+
+std::vector<StatePiece> Trainer::State::pieces() {
+  const auto part = [](std::span<float> values, AdamMoments& moments, size_t begin, size_t size) {
+    return std::array<std::span<float>, 3>{
+        values.subspan(begin, size),
+        std::span(moments.mean).subspan(begin, size),
+        std::span(moments.square).subspan(begin, size)};
+  };
+  const auto own = replicated.own().value;
+  const Cut kept = cut(0, layout.num_replicated, replicated.own_begin(), own.size());
+  std::vector<StatePiece> pieces = {
+      {replicated.own_begin(), part(own, own_moments, kept.begin, kept.end)}};
+  for (const ParameterSpan& span : layout.experts()) {
+    pieces.push_back({span.model_begin, part(expert_values, expert_moments, span.begin, span.size)}
+    );
+  }
+  return pieces;
+}
+
+CheckpointHeader Trainer::State::header() const {
+  return {
+      .model = config.model,
+      .global_batch = config.global_batch,
+      .seed = config.seed,
+      .dtype = config.dtype,
+      .text_bytes = text.size(),
+      .text_checksum = checksum(text),
+      .num_elements = layout.num_model,
+      .steps_done = steps_done};
+}
+
+}  // namespace weft::moe

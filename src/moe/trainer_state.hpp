@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a trainer owns, and the parts of a step.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "moe/adamw.hpp"
+#include "moe/batch.hpp"
+#include "moe/checkpoint.hpp"
+#include "moe/model.hpp"
+#include "moe/parameters.hpp"
+#include "moe/replicated_vector.hpp"
+#include "moe/trainer.hpp"
+
+namespace weft::moe {
+
+struct Trainer::State {
+  State(const Group& the_group, const TrainConfig& the_config, std::span<const std::byte> the_text);
+
+  // Forward and backward of this rank's tokens of the step.
+  void compute_gradients();
+  // Sums the gradients, lets each owner update its parameters, hands out what all ranks hold.
+  void update(float learning_rate);
+  [[nodiscard]] StepReport report(float learning_rate);
+
+  // For checkpoints: what this rank owns, and of which run.
+  [[nodiscard]] std::vector<StatePiece> pieces();
+  [[nodiscard]] CheckpointHeader header() const;
+
+  [[nodiscard]] Parameter experts() { return {expert_values, expert_grads}; }
+  void update_own(const AdamStep& adam);
+
+  Group group;
+  TrainConfig config;
+  std::span<const std::byte> text;
+  BatchSource source;
+  TokenRange tokens;  // of this rank in every step
+  ModelLayout layout;
+  Exchange exchange;
+  ReplicatedVector replicated;  // the parameters, then the scalars of a step
+  std::vector<float> expert_values;
+  std::vector<float> expert_grads;
+  AdamMoments own_moments;
+  AdamMoments expert_moments;
+  MoeContext context;
+  Model model;
+  Batch batch;
+  int64_t steps_done = 0;
+};
+
+}  // namespace weft::moe

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradients of the whole model, through the exchange, against differences of its loss.
+#include "moe/model.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+
+#include "moe/parameters.hpp"
+#include "training_runs.hpp"
+
+namespace weft::moe {
+namespace {
+
+constexpr float kStep = 5e-3F;
+constexpr double kShare = 0.01;  // tolerance, as a share of the largest gradient
+constexpr size_t kProbes = 6;    // elements of each parameter
+
+ModelConfig tiny_model() {
+  return {
+      .window = 3,
+      .hidden = 8,
+      .expert_hidden = 6,
+      .num_blocks = 2,
+      .num_experts = 4,
+      .topk = 2,
+      .balance_weight = 0.5F};
+}
+
+double sum_over_ranks(const Group& group, double mine) {
+  double sum = 0;
+  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&mine, 1)))) {
+    double value = 0;
+    std::memcpy(&value, block.data(), sizeof(value));
+    sum += value;
+  }
+  return sum;
+}
+
+// One rank's model with memory of its own.
+class Rig {
+ public:
+  Rig(const Group& group, int64_t global_tokens)
+      : group_(group),
+        layout_(make_layout(config_, group.rank(), group.num_ranks())),
+        exchange_(
+            group,
+            {.hidden = config_.hidden,
+             .max_tokens = global_tokens,
+             .num_experts = config_.num_experts,
+             .max_topk = config_.topk,
+             .num_threads = 1,
+             .timeout = std::chrono::seconds(20)}
+        ),
+        values_(layout_.num_replicated),
+        grads_(layout_.num_replicated),
+        expert_values_(layout_.num_expert),
+        expert_grads_(layout_.num_expert),
+        context_{exchange_, config_, DType::kFloat32, global_tokens},
+        model_(context_, layout_, {{values_, grads_}, {expert_values_, expert_grads_}}),
+        text_(make_text(500)) {
+    initialise(layout_.replicated(), 3, values_);
+    initialise(layout_.experts(), 3, expert_values_);
+    BatchSource(text_, config_.window, 3)
+        .draw(0, tokens_of_rank(global_tokens, group.rank(), group.num_ranks()), batch_);
+  }
+
+  // Of the global batch, the same on every rank.
+  double loss() {
+    const LossShare share = model_.forward_backward(batch_);
+    const double balance = share.balance * config_.num_blocks;
+    const auto weight = static_cast<double>(config_.balance_weight);
+    return sum_over_ranks(group_, share.cross_entropy + weight * balance);
+  }
+
+  // Gradients of the global batch; those of replicated parameters are summed over the ranks.
+  void compute_gradients() {
+    std::ranges::fill(grads_, 0.0F);
+    std::ranges::fill(expert_grads_, 0.0F);
+    loss();
+    kept_expert_grads_ = expert_grads_;
+    kept_grads_.assign(grads_.size(), 0.0);
+    for (const Bytes& block : group_.all_gather(std::as_bytes(std::span(grads_)))) {
+      std::vector<float> theirs(grads_.size());
+      std::memcpy(theirs.data(), block.data(), block.size());
+      std::ranges::transform(kept_grads_, theirs, kept_grads_.begin(), [](double a, float b) {
+        return a + static_cast<double>(b);
+      });
+    }
+  }
+
+  // (loss(value + step) - loss(value - step)) / (2 step); every rank calls it, those with a value
+  // change theirs.
+  double difference(float* value) {
+    const float kept = value != nullptr ? *value : 0.0F;
+    double side[2];
+    for (const int sign : {0, 1}) {
+      if (value != nullptr) {
+        *value = sign == 0 ? kept + kStep : kept - kStep;
+      }
+      side[sign] = loss();
+    }
+    if (value != nullptr) {
+      *value = kept;
+    }
+    return (side[0] - side[1]) / (2.0 * static_cast<double>(kStep));
+  }
+
+  // The probed elements of a parameter: those with the largest gradients, and the first.
+  static std::vector<size_t> probes(std::span<const double> grads) {
+    std::vector<size_t> order(grads.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::ranges::stable_sort(order, std::greater<>(), [&](size_t i) { return std::abs(grads[i]); });
+    order.resize(std::min(order.size(), kProbes));
+    order.push_back(0);
+    return order;
+  }
+
+  void check_replicated() {
+    for (const ParameterSpan& span : layout_.replicated()) {
+      const auto grads = std::span(kept_grads_).subspan(span.begin, span.size);
+      const auto elements = probes(grads);
+      const double largest = std::abs(grads[elements[0]]);
+      EXPECT_GT(largest, 0);
+      for (const size_t i : elements) {
+        EXPECT_NEAR(grads[i], difference(&values_[span.begin + i]), kShare * largest + 2e-4)
+            << "replicated element " << span.begin + i;
+      }
+    }
+  }
+
+  void check_experts() {
+    for (int owner = 0; owner < group_.num_ranks(); ++owner) {
+      const bool is_owner = owner == group_.rank();
+      for (const ParameterSpan& span : layout_.experts()) {
+        const auto first = kept_expert_grads_.begin() + static_cast<std::ptrdiff_t>(span.begin);
+        const std::vector<double> grads(first, first + static_cast<std::ptrdiff_t>(span.size));
+        const auto elements = probes(grads);
+        const double largest = std::abs(grads[elements[0]]);
+        for (const size_t i : elements) {
+          const double expected = difference(is_owner ? &expert_values_[span.begin + i] : nullptr);
+          if (is_owner) {
+            EXPECT_GT(largest, 0);
+            EXPECT_NEAR(grads[i], expected, kShare * largest + 2e-4)
+                << "expert element " << span.begin + i << " of rank " << owner;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  const ModelConfig config_ = tiny_model();
+  const Group& group_;
+  ModelLayout layout_;
+  Exchange exchange_;
+  std::vector<float> values_;
+  std::vector<float> grads_;
+  std::vector<float> expert_values_;
+  std::vector<float> expert_grads_;
+  MoeContext context_;
+  Model model_;
+  std::vector<std::byte> text_;
+  Batch batch_;
+  std::vector<double> kept_grads_;
+  std::vector<float> kept_expert_grads_;
+};
+
+class ModelGradientTest : public testing::TestWithParam<int> {};
+
+TEST_P(ModelGradientTest, MatchesDifferences) {
+  run_threads(GetParam(), [](Group& group) {
+    Rig rig(group, 11);
+    rig.compute_gradients();
+    rig.check_replicated();
+    rig.check_experts();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, ModelGradientTest, testing::Values(1, 2));
+
+TEST(ModelTest, BalanceLossDoesNotDependOnTheNumberOfRanks) {
+  double alone = 0;
+  run_threads(1, [&](Group& group) { alone = Rig(group, 11).loss(); });
+  for (const int num_ranks : {2, 4}) {
+    run_threads(num_ranks, [&](Group& group) {
+      EXPECT_NEAR(Rig(group, 11).loss(), alone, 1e-5) << num_ranks << " ranks";
+    });
+  }
+}
+
+}  // namespace
+}  // namespace weft::moe
