@@ -49,6 +49,7 @@ void Wire::share(const Region& region) {
     std::memcpy(&refs[peer], blocks[peer].data(), sizeof(RegionRef));
     transport->import(static_cast<int>(peer), refs[peer]);
   }
+  group.barrier();  // an owner may release at once what all have imported
 }
 
 void Wire::wait(uint32_t signal, uint64_t wanted) const {

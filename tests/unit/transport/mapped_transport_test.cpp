@@ -106,7 +106,7 @@ TEST_P(MappedTransportTest, SaysWhenAllRegionsAreInUse) {
 
 // Puts to live regions go on while others come and go.
 TEST_P(MappedTransportTest, PutsWhileRegionsComeAndGo) {
-  constexpr uint64_t kPuts = 2000;
+  static constexpr uint64_t kPuts = 2000;
   run(2, [](Wire& wire) {
     std::jthread mover([&wire] {
       const uint64_t value = 1;
