@@ -3,12 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cerrno>
-#include <fcntl.h>
-#include <unistd.h>
-
-#include "core/check.hpp"
+#include "core/atomic_file.hpp"
 
 namespace weft::program {
 namespace {
@@ -54,18 +49,6 @@ std::string table_line(
   return out + "</tr>\n";
 }
 
-void write_all(int fd, std::string_view content, const std::string& path) {
-  while (!content.empty()) {
-    const ssize_t written = write(fd, content.data(), content.size());
-    if (written < 0 && errno != EINTR) {
-      const int error = errno;
-      close(fd);
-      raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, error));
-    }
-    content.remove_prefix(static_cast<size_t>(std::max<ssize_t>(written, 0)));
-  }
-}
-
 }  // namespace
 
 std::string html_escape(std::string_view text) {
@@ -99,6 +82,10 @@ void Page::add_text(std::string_view text) {
   body_ += fmt::format("<p>{}</p>\n", html_escape(text));
 }
 
+void Page::add_preformatted(std::string_view text) {
+  body_ += fmt::format("<pre>{}</pre>\n", html_escape(text));
+}
+
 void Page::add_table(const Table& table) {
   body_ += "<div class=\"wide\"><table>\n" + table_line(table, table.header(), "th");
   for (const auto& row : table.rows()) {
@@ -129,22 +116,7 @@ std::string Page::html() const {
 }
 
 void Page::save(const std::string& path) const {
-  write_file_atomic(path, html());
-}
-
-void write_file_atomic(const std::string& path, std::string_view content) {
-  const std::string draft = fmt::format("{}.{}.tmp", path, getpid());
-  const int fd = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (fd < 0) {
-    raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, errno));
-  }
-  write_all(fd, content, path);
-  const bool is_kept = fsync(fd) == 0;
-  if (!(close(fd) == 0 && is_kept && rename(draft.c_str(), path.c_str()) == 0)) {
-    const int error = errno;
-    unlink(draft.c_str());
-    raise_error(ErrorCode::kFile, {}, "write: " + errno_text(path, error));
-  }
+  write_file_atomically(path, html());
 }
 
 }  // namespace weft::program

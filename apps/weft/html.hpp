@@ -17,6 +17,7 @@ class Page {
 
   void add_heading(std::string_view text);
   void add_text(std::string_view text);
+  void add_preformatted(std::string_view text);
   void add_table(const Table& table);
   void add_figure(std::string_view svg, std::string_view caption = {});
 
@@ -28,8 +29,5 @@ class Page {
   std::string title_;
   std::string body_;
 };
-
-// Writes beside the file and renames. Throws Error (kFile) naming it.
-void write_file_atomic(const std::string& path, std::string_view content);
 
 }  // namespace weft::program

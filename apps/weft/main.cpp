@@ -31,6 +31,11 @@ std::string speaker(const CLI::App& app) {
 void add_commands(CLI::App& app) {
   using namespace weft::program;
   add_info(app);
+  add_check(app);
+  add_limits(app);
+  add_bench(app);
+  add_plan(app);
+  add_train(app);
 }
 
 int run(CLI::App& app, int argc, char** argv) {

@@ -49,10 +49,11 @@ Progress::Progress(std::string label, bool is_enabled)
       start_(Clock::now()),
       last_(start_) {}
 
-Progress::~Progress() {
+void Progress::clear() {
   if (is_drawn_) {
     fmt::print(stderr, "\r\x1b[K");
     std::fflush(stderr);
+    is_drawn_ = false;
   }
 }
 

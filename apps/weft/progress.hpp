@@ -18,11 +18,12 @@ class Progress {
   explicit Progress(std::string label, bool is_enabled = true);
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
-  ~Progress();  // clears the bar
+  ~Progress() { clear(); }
 
   // `fraction` of the work is done, 0 to 1; `note` is shown beside it. Cheap: redraws at most ten
   // times a second.
   void update(double fraction, const std::string& note = {});
+  void clear();  // takes the bar off the screen, so that other text can follow
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <fcntl.h>
@@ -158,13 +157,7 @@ void add_rank_options(CLI::App& command, RankOptions& options) {
 }
 
 bool is_launched() {
-  for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"}) {
-    const char* value = std::getenv(name);
-    if (value != nullptr && std::atoi(value) > 1) {
-      return true;
-    }
-  }
-  return false;
+  return Group::is_launched();
 }
 
 void run_ranks(const RankOptions& options, const std::function<int(Group&)>& body) {

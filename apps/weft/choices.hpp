@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Words on the command line that stand for values of the library.
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+#include <map>
+#include <string>
+
+#include "weft/plan.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft::program {
+
+// A wrong word is bad usage; the message lists the right ones.
+template <class T>
+class Choice : public CLI::Validator {
+ public:
+  Choice(std::map<std::string, T> values, const std::string& listed) {
+    desc_function_ = [listed] { return listed; };
+    func_ = [values = std::move(values), listed](std::string& word) {
+      const auto found = values.find(word);
+      if (found == values.end()) {
+        return "\"" + word + "\" is not one of " + listed;
+      }
+      word = std::to_string(static_cast<int>(found->second));
+      return std::string();
+    };
+  }
+};
+
+[[nodiscard]] inline Choice<DType> dtype_choice() {
+  return {
+      {{"bf16", DType::kBFloat16},
+       {"bfloat16", DType::kBFloat16},
+       {"fp16", DType::kFloat16},
+       {"float16", DType::kFloat16},
+       {"fp32", DType::kFloat32},
+       {"float32", DType::kFloat32}},
+      "bf16|fp16|fp32"};
+}
+
+[[nodiscard]] inline Choice<Layout> layout_choice() {
+  return {
+      {{"rank_major", Layout::kRankMajor},
+       {"expert_major", Layout::kExpertMajor},
+       {"expert_strided", Layout::kExpertStrided}},
+      "rank_major|expert_major|expert_strided"};
+}
+
+}  // namespace weft::program

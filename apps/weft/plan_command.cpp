@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// `weft plan`: what a routing means before a byte of payload moves.
+#include <fmt/format.h>
+
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "choices.hpp"
+#include "commands.hpp"
+#include "plan_compare.hpp"
+#include "plan_report.hpp"
+#include "plan_source.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr const char* kFooter =
+    R"(FILE is what `weft train --save-routing` wrote, or a plan saved by --save. Without FILE the routing is
+made up from --tokens, --experts, --topk, --ranks, --skew and --seed.
+
+An arrival is a (token, rank) pair: it crosses the wire once, however many of the token's experts
+live there; its other rows are duplicates, copied on arrival. Wire bytes cross a rank boundary;
+logical bytes are all rows a rank receives, its own included.
+
+Examples:
+  weft plan                                      4 ranks, 256 experts, top-8, uniform
+  weft plan --skew 1 --pad 128 --html plan.html  popular experts, padded blocks, a page to look at
+  weft plan steps.wrt --step 100 --layer 2       one moment of a training run
+  weft plan steps.wrt --rank 1 --save one.json   rank 1's plan, to keep or to send
+  weft plan one.json                             what a saved plan holds
+  weft plan one.json --compare two.json          exit code 1 and the differences, if any)";
+
+struct PlanCommand {
+  std::string file;
+  MadeUpRouting made_up;
+  RecordChoice choice;
+  RowFormat format;
+  PlanOptions options;
+  int rank = 0;
+  std::string save_path;
+  std::string compare_path;
+  std::string html_path;
+  bool as_json = false;
+  bool with_slots = false;
+};
+
+Plan plan_of_rank(const PlanReport& report, int rank) {
+  if (rank >= report.num_ranks()) {
+    throw CLI::ValidationError(fmt::format(
+        "--rank {} is out of range (the routing has {} ranks)", rank, report.num_ranks()
+    ));
+  }
+  return report.plans[static_cast<size_t>(rank)];
+}
+
+// Prints how the plans differ; false if they do.
+bool compare(const Plan& plan, const std::string& path) {
+  const auto differences = plan_differences(plan, Plan::load(path));
+  for (const std::string& line : differences) {
+    fmt::print("{}\n", line);
+  }
+  if (differences.empty()) {
+    fmt::print("The plans are equal\n");
+  }
+  return differences.empty();
+}
+
+void save_page(const PlanCommand& command, const PlanReport& report) {
+  Page page("Weft plan");
+  page.add_text(report.source);
+  page.add_preformatted(plan_summary(report));
+  page.add_table(plan_rank_table(report));
+  add_plan_figures(report, page);
+  page.save(command.html_path);
+}
+
+void show_report(const PlanCommand& command, const PlanReport& report) {
+  if (command.as_json) {
+    fmt::print("{}\n", plan_json(report, command.with_slots).dump());
+    return;
+  }
+  if (!command.file.empty()) {
+    fmt::print(
+        "Imbalance per layer of {}\n{}\n", command.file, routing_file_table(command.file).text()
+    );
+  }
+  fmt::print(
+      "{}\n{}\n{}", plan_summary(report), plan_rank_table(report).text(), plan_picture(report)
+  );
+}
+
+// Keeps or compares one rank's plan, as asked for.
+void use_plan(const PlanCommand& command, const Plan& plan) {
+  if (!command.save_path.empty()) {
+    plan.save(command.save_path);
+  }
+  if (!command.compare_path.empty() && !compare(plan, command.compare_path)) {
+    throw CLI::RuntimeError(1);
+  }
+}
+
+void run_on_saved_plan(const PlanCommand& command) {
+  const Plan plan = Plan::load(command.file);
+  if (command.compare_path.empty()) {
+    if (command.as_json) {
+      fmt::print("{}", plan.to_json());
+    } else {
+      std::cout << plan << std::flush;
+    }
+  }
+  use_plan(command, plan);
+}
+
+void run_on_routing(const PlanCommand& command) {
+  const RoutingMoment moment = command.file.empty() ? make_up_routing(command.made_up)
+                                                    : read_moment(command.file, command.choice);
+  const PlanReport report = make_plan_report(
+      moment.name, moment.routes, moment.num_experts, command.options, command.format
+  );
+  if (!command.html_path.empty()) {
+    save_page(command, report);
+  }
+  if (command.compare_path.empty()) {
+    show_report(command, report);
+  }
+  use_plan(command, plan_of_rank(report, command.rank));
+}
+
+void add_routing_options(CLI::App& app, PlanCommand& command) {
+  auto& made_up = command.made_up;
+  auto* file = app.add_option("file", command.file, "Routing file or saved plan");
+  const auto only_made_up = [&](CLI::Option* option) {
+    option->group("Made-up routing")->capture_default_str()->excludes(file);
+  };
+  only_made_up(app.add_option("--ranks", made_up.num_ranks, "Ranks")->check(CLI::Range(1, 1024)));
+  only_made_up(app.add_option("--tokens", made_up.num_tokens, "Tokens of each rank")
+                   ->check(CLI::Range(int64_t{0}, int64_t{1} << 22)));
+  only_made_up(app.add_option("--experts", made_up.num_experts, "Experts, divisible by ranks")
+                   ->check(CLI::Range(1, 65536)));
+  only_made_up(
+      app.add_option("--topk", made_up.topk, "Experts of a token")->check(CLI::Range(1, kMaxTopk))
+  );
+  only_made_up(app.add_option("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
+                   ->check(CLI::Range(0.0, 8.0)));
+  only_made_up(app.add_option("--seed", made_up.seed, "Seed"));
+  app.add_option("--step", command.choice.step, "Step of a routing file (default: its last)")
+      ->group("Routing file")
+      ->needs(file);
+  app.add_option("--layer", command.choice.layer, "Layer of that step (default: its first)")
+      ->group("Routing file")
+      ->needs(file);
+}
+
+void add_plan_options(CLI::App& app, PlanCommand& command) {
+  auto& options = command.options;
+  app.add_option("--layout", options.layout, "Rule that gives each route its slot")
+      ->transform(layout_choice())
+      ->default_str("expert_major");
+  app.add_option("--pad", options.pad_multiple, "Round each expert's rows up to a multiple of this")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  app.add_option("--budget", options.row_budget, "Rows each rank has room for; more are dropped");
+  app.add_option("--stride", options.expert_stride, "Rows of an expert's block (expert_strided)")
+      ->capture_default_str();
+  app.add_option("--hidden", command.format.hidden, "Elements of a row, for bytes")
+      ->check(CLI::Range(1, 1 << 20))
+      ->capture_default_str();
+  app.add_option("--dtype", command.format.dtype, "Type of the elements")
+      ->transform(dtype_choice())
+      ->default_str("bf16");
+}
+
+void add_output_options(CLI::App& app, PlanCommand& command) {
+  app.add_option("--rank", command.rank, "The rank whose plan is saved or compared")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  app.add_option("--save", command.save_path, "Save one rank's plan as JSON");
+  app.add_option("--compare", command.compare_path, "Compare with a saved plan");
+  app.add_option("--html", command.html_path, "Write a page with pictures");
+  auto* json = app.add_flag("--json", command.as_json, "Print JSON instead of text");
+  app.add_flag("--slots", command.with_slots)
+      ->description("With --json: every route's expert and slot too")
+      ->needs(json);
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app) {
+  auto* sub = app.add_subcommand("plan", "What a routing means: rows, bytes, imbalance");
+  sub->footer(kFooter);
+  auto command = std::make_shared<PlanCommand>();
+  add_routing_options(*sub, *command);
+  add_plan_options(*sub, *command);
+  add_output_options(*sub, *command);
+  sub->callback([command] {
+    if (!command->file.empty() && is_saved_plan(command->file)) {
+      run_on_saved_plan(*command);
+    } else {
+      run_on_routing(*command);
+    }
+  });
+}
+
+}  // namespace weft::program

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan_source.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <utility>
+
+#include "core/check.hpp"
+#include "plan/random_routing.hpp"
+#include "plan/routing_file.hpp"
+#include "plan_report.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr int64_t kMostSampled = 400;  // records read for the overview
+
+// What the file's records are, in its order.
+struct RecordName {
+  int64_t step = 0;
+  int layer = 0;
+};
+
+struct LayerSums {
+  int64_t num_records = 0;
+  double routes = 0;
+  Imbalance mean;
+  Imbalance worst;
+};
+
+Imbalance imbalance_of_record(const RoutingRecord& record, int num_experts) {
+  std::vector<int64_t> counts(static_cast<size_t>(num_experts), 0);
+  for (const RouteTable& table : record.routes) {
+    for (const int32_t expert : table.expert) {
+      counts[static_cast<size_t>(std::max(expert, 0))] += expert >= 0 ? 1 : 0;
+    }
+  }
+  return imbalance_of(counts, static_cast<int>(record.routes.size()));
+}
+
+double count_routes_of(const RoutingRecord& record) {
+  double sum = 0;
+  for (const RouteTable& table : record.routes) {
+    sum += static_cast<double>(
+        std::count_if(table.expert.begin(), table.expert.end(), [](int32_t e) { return e >= 0; })
+    );
+  }
+  return sum;
+}
+
+bool is_chosen(const RoutingRecord& record, const RecordChoice& choice, int64_t last_step) {
+  return record.step == choice.step.value_or(last_step) &&
+         (!choice.layer || record.layer == *choice.layer);
+}
+
+}  // namespace
+
+RoutingMoment make_up_routing(const MadeUpRouting& spec) {
+  RoutingMoment moment;
+  moment.name = fmt::format(
+      "Made-up routing: {} tokens a rank, skew {}, seed {}", spec.num_tokens, spec.skew, spec.seed
+  );
+  moment.num_experts = spec.num_experts;
+  RandomRouting random;
+  random.num_tokens = spec.num_tokens;
+  random.num_experts = spec.num_experts;
+  random.topk = spec.topk;
+  random.popularity = spec.skew > 0 ? Popularity::kZipf : Popularity::kUniform;
+  random.zipf_exponent = spec.skew;
+  random.with_weights = false;
+  random.seed = spec.seed;
+  for (int rank = 0; rank < spec.num_ranks; ++rank) {
+    moment.routes.push_back(random_routing(random, rank));
+  }
+  return moment;
+}
+
+// Steps ascend in a file, so the search begins at its end.
+RoutingMoment read_moment(const std::string& path, const RecordChoice& choice) {
+  RoutingFileReader reader(path);
+  WEFT_CHECK(
+      Context{}, reader.num_records() > 0, ErrorCode::kFile, "read: {} has no records", path
+  );
+  const int64_t last = reader.num_records() - 1;
+  const int64_t last_step = reader.read(last).step;
+  std::optional<RoutingRecord> found;
+  for (int64_t i = last; i >= 0; --i) {
+    RoutingRecord record = reader.read(i);
+    if (is_chosen(record, choice, last_step)) {
+      found = std::move(record);
+    } else if (found) {
+      break;
+    }
+  }
+  WEFT_CHECK_ARG(
+      Context{},
+      found.has_value(),
+      "read: {} has no record of step {}{} (steps {} to {})",
+      path,
+      choice.step.value_or(last_step),
+      choice.layer ? fmt::format(", layer {}", *choice.layer) : "",
+      reader.read(0).step,
+      last_step
+  );
+  RoutingMoment moment;
+  moment.name = fmt::format("{}, step {}, layer {}", path, found->step, found->layer);
+  moment.num_experts = reader.shape().num_experts;
+  moment.routes = std::move(found->routes);
+  return moment;
+}
+
+Table routing_file_table(const std::string& path) {
+  RoutingFileReader reader(path);
+  std::map<int, LayerSums> layers;
+  const int64_t stride = std::max<int64_t>(1, reader.num_records() / kMostSampled);
+  // An odd stride meets every layer of the usual even or odd number of them.
+  for (int64_t i = 0; i < reader.num_records(); i += stride) {
+    const RoutingRecord record = reader.read(i);
+    const Imbalance one = imbalance_of_record(record, reader.shape().num_experts);
+    LayerSums& layer = layers[record.layer];
+    ++layer.num_records;
+    layer.routes += count_routes_of(record);
+    layer.mean.of_experts += one.of_experts;
+    layer.mean.of_ranks += one.of_ranks;
+    layer.worst.of_experts = std::max(layer.worst.of_experts, one.of_experts);
+    layer.worst.of_ranks = std::max(layer.worst.of_ranks, one.of_ranks);
+  }
+  Table table(
+      {"layer",
+       stride > 1 ? "records (sample)" : "records",
+       "routes each",
+       "experts mean",
+       "experts worst",
+       "ranks mean",
+       "ranks worst"}
+  );
+  for (const auto& [layer, sums] : layers) {
+    const auto count = static_cast<double>(sums.num_records);
+    table.add_row(
+        {fmt::format("{}", layer),
+         count_text(sums.num_records),
+         count_text(static_cast<int64_t>(sums.routes / count)),
+         fmt::format("{:.2f}", sums.mean.of_experts / count),
+         fmt::format("{:.2f}", sums.worst.of_experts),
+         fmt::format("{:.2f}", sums.mean.of_ranks / count),
+         fmt::format("{:.2f}", sums.worst.of_ranks)}
+    );
+  }
+  return table;
+}
+
+bool is_saved_plan(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  char first = 0;
+  return file.get(first) && first == '{';
+}
+
+}  // namespace weft::program

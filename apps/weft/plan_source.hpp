@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where `weft plan` takes its routing from: a file of real routing, or a made-up one.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/build.hpp"
+#include "table.hpp"
+
+namespace weft::program {
+
+struct MadeUpRouting {
+  int num_ranks = 4;
+  int64_t num_tokens = 4096;  // of each rank
+  int num_experts = 256;
+  int topk = 8;
+  double skew = 0;  // exponent of the experts' popularity
+  uint64_t seed = 1;
+};
+
+struct RecordChoice {
+  std::optional<int64_t> step;  // absent: the file's last
+  std::optional<int> layer;     // absent: the first that the step has
+};
+
+// The routing of all ranks at one moment.
+struct RoutingMoment {
+  std::string name;
+  int num_experts = 0;
+  std::vector<RouteTable> routes;  // by rank
+};
+
+[[nodiscard]] RoutingMoment make_up_routing(const MadeUpRouting& spec);
+
+// Throws Error (kFile) naming the file and its place for a missing or damaged file, Error
+// (kInvalidArgument) with what there is for a record that the file does not have.
+[[nodiscard]] RoutingMoment read_moment(const std::string& path, const RecordChoice& choice);
+
+// Imbalance of each layer over the file's steps; of long files a sample.
+[[nodiscard]] Table routing_file_table(const std::string& path);
+
+// True for a file whose first byte begins a JSON object: a saved plan.
+[[nodiscard]] bool is_saved_plan(const std::string& path);
+
+}  // namespace weft::program

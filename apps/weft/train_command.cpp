@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// `weft train`: a small mixture-of-experts language model on any file.
+#include <CLI/CLI.hpp>
+
+#include <memory>
+#include <string>
+
+#include "choices.hpp"
+#include "commands.hpp"
+#include "moe/text.hpp"
+#include "stop_request.hpp"
+#include "train_options.hpp"
+#include "train_run.hpp"
+#include "weft/error.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr double kDefaultSeconds = 60;
+
+constexpr const char* kFooter =
+    R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
+back only through Weft, forward and backward. The loss depends on the seed, not on the ranks.
+
+Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
+
+Examples:
+  weft train book.txt                                one minute on four ranks
+  weft train book.txt --steps 500 --html run.html    a page with loss curve and load per expert
+  weft train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
+  weft train book.txt --checkpoint run.ckpt --resume --steps 1000
+  weft train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
+  mpirun -n 4 weft train book.txt                    ranks started by a launcher)";
+
+void add_limit_options(CLI::App& app, TrainOptions& options) {
+  app.add_option("file", options.text_path, "Text to learn: any file")->required();
+  app.add_option("--steps", options.steps, "Stop when so many steps are done in all")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--seconds", options.seconds, "Stop after so long (default: 60 without --steps)")
+      ->check(CLI::PositiveNumber);
+  add_rank_options(app, options.ranks);
+}
+
+void add_model_options(CLI::App& app, TrainOptions& options) {
+  auto& config = options.config;
+  auto& model = config.model;
+  const auto add = [&](const char* name, auto& value, const char* text) {
+    app.add_option(name, value, text)->group("Model")->capture_default_str();
+  };
+  add("--window", model.window, "Bytes that predict the next one");
+  add("--hidden", model.hidden, "Width of a token");
+  add("--expert-hidden", model.expert_hidden, "Inner width of an expert");
+  add("--blocks", model.num_blocks, "Blocks");
+  add("--experts", model.num_experts, "Experts of a block, divisible by ranks");
+  add("--topk", model.topk, "Experts of a token");
+  add("--balance", model.balance_weight, "Weight of the load-balancing loss");
+  add("--batch", config.global_batch, "Tokens of a step, of all ranks together");
+  add("--learning-rate", config.learning_rate, "Learning rate");
+  add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
+  add("--seed", config.seed, "Seed of parameters and batches");
+  app.add_option("--dtype", config.dtype, "Type of the rows that travel")
+      ->transform(Choice<DType>(
+          {{"fp32", DType::kFloat32},
+           {"float32", DType::kFloat32},
+           {"bf16", DType::kBFloat16},
+           {"bfloat16", DType::kBFloat16}},
+          "fp32|bf16"
+      ))
+      ->default_str("fp32")
+      ->group("Model");
+  app.add_option("--transport", config.transport, "How rows travel, see `weft info`")
+      ->capture_default_str();
+}
+
+void add_file_options(CLI::App& app, TrainOptions& options) {
+  const auto add = [&](const char* name, auto& value, const char* text) {
+    return app.add_option(name, value, text)->group("Files");
+  };
+  auto* checkpoint = add("--checkpoint", options.checkpoint_path, "Keep the model here");
+  add("--checkpoint-every", options.checkpoint_every, "Steps between two checkpoints")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_flag("--resume", options.is_resumed, "Go on from the checkpoint")
+      ->group("Files")
+      ->needs(checkpoint);
+  add("--save-routing", options.routing_path, "Write the routing of the steps");
+  add("--routing-every", options.routing_every, "Steps between two that are written")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  add("--html", options.html_path, "Write a report page");
+  add("--json", options.json_path, "Write the numbers");
+}
+
+void run_train(TrainOptions& options) {
+  if (options.steps == 0 && options.seconds == 0) {
+    options.seconds = kDefaultSeconds;
+  }
+  if (!is_launched()) {
+    try {
+      moe::validate(options.config, -1, options.ranks.num_ranks);
+    } catch (const Error& error) {
+      throw CLI::ValidationError(error.what());
+    }
+  }
+  const auto text = moe::read_text(options.text_path, options.config.model.window);
+  const StopRequest stop;
+  run_ranks(options.ranks, [&](Group& group) { return train_on_rank(group, options, text, stop); });
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  auto* command = app.add_subcommand("train", "Train a small mixture-of-experts model on a file");
+  command->footer(kFooter);
+  auto options = std::make_shared<TrainOptions>();
+  add_limit_options(*command, *options);
+  add_model_options(*command, *options);
+  add_file_options(*command, *options);
+  command->callback([options] { run_train(*options); });
+}
+
+}  // namespace weft::program

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// A training run as a page and as JSON.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "build_info.hpp"
+#include "limits.hpp"
+#include "plan_report.hpp"
+#include "svg.hpp"
+#include "train_report.hpp"
+
+namespace weft::program {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+LineChart loss_chart(const TrainRecord& record) {
+  LineChart chart = {"Loss", "step", "nats per byte", {{"loss", {}, {}}}};
+  for (const StepPoint& point : record.points()) {
+    chart.series[0].x.push_back(point.step);
+    chart.series[0].y.push_back(point.loss);
+  }
+  return chart;
+}
+
+LineChart imbalance_chart(const TrainRecord& record) {
+  LineChart chart = {"Busiest expert of each block", "step", "routes, max / mean", {}};
+  const auto num_experts = static_cast<size_t>(record.model().num_experts);
+  for (int block = 0; block < record.model().num_blocks; ++block) {
+    Series series = {fmt::format("block {}", block), {}, {}};
+    for (const StepPoint& point : record.points()) {
+      const auto first = point.routes.begin() + block * record.model().num_experts;
+      std::vector<int64_t> routes;
+      std::transform(
+          first,
+          first + static_cast<int64_t>(num_experts),
+          std::back_inserter(routes),
+          [](double r) { return std::llround(r); }
+      );
+      series.x.push_back(point.step);
+      series.y.push_back(max_over_mean(routes));
+    }
+    chart.series.push_back(std::move(series));
+  }
+  return chart;
+}
+
+// Load relative to an even one, so that blocks and runs compare.
+HeatMap load_map(const TrainRecord& record, int block) {
+  HeatMap map = {
+      fmt::format("Load per expert, block {}", block), "step", "expert", "x mean", {}, {}, {}};
+  const auto num_experts = static_cast<size_t>(record.model().num_experts);
+  const size_t first = static_cast<size_t>(block) * num_experts;
+  for (size_t e = 0; e < num_experts; ++e) {
+    map.rows.push_back(fmt::format("{}", e));
+  }
+  std::vector<double> means;
+  for (const StepPoint& point : record.points()) {
+    map.columns.push_back(fmt::format("{:.0f}", point.step));
+    double sum = 0;
+    for (size_t e = 0; e < num_experts; ++e) {
+      sum += point.routes[first + e];
+    }
+    means.push_back(sum / static_cast<double>(num_experts));
+  }
+  for (size_t e = 0; e < num_experts; ++e) {
+    for (size_t p = 0; p < means.size(); ++p) {
+      map.values.push_back(means[p] > 0 ? record.points()[p].routes[first + e] / means[p] : 0);
+    }
+  }
+  return map;
+}
+
+BarChart phase_chart(const TrainRecord& record) {
+  BarChart chart = {"Time per step", "phase", "ms", {}, {{"time", {}, {}}}};
+  const auto num_steps = static_cast<double>(std::max<int64_t>(record.num_steps(), 1));
+  for (size_t i = 0; i < moe::kNumPhases; ++i) {
+    chart.labels.emplace_back(moe::kPhaseNames[i]);
+    chart.series[0].y.push_back(record.phase_seconds()[i] * 1e3 / num_steps);
+  }
+  return chart;
+}
+
+Json moved_json(const MovedBytes& moved, double limit_us) {
+  Json json = {
+      {"calls", std::llround(moved.calls)},
+      {"seconds", moved.seconds},
+      {"wire_bytes", std::llround(moved.wire)},
+      {"logical_bytes", std::llround(moved.logical)}};
+  if (limit_us > 0 && moved.seconds > 0) {
+    json["limit_us"] = limit_us;
+    json["percent_of_limit"] = limit_us / moved.seconds / 1e4;
+  }
+  return json;
+}
+
+double limit_us_of(
+    double (*limit)(const ExchangeBytes&, double), const MovedBytes& moved, double gbps
+) {
+  return gbps > 0 ? limit({moved.logical, moved.wire, moved.tokens}, gbps) : 0;
+}
+
+Json config_json(const TrainFacts& facts) {
+  const auto& config = facts.config;
+  const auto& model = config.model;
+  return {
+      {"ranks", facts.num_ranks},
+      {"transport", facts.transport},
+      {"dtype", dtype_name(config.dtype)},
+      {"global_batch", config.global_batch},
+      {"seed", config.seed},
+      {"window", model.window},
+      {"hidden", model.hidden},
+      {"expert_hidden", model.expert_hidden},
+      {"num_blocks", model.num_blocks},
+      {"num_experts", model.num_experts},
+      {"topk", model.topk},
+      {"num_parameters", facts.num_parameters},
+      {"num_active_parameters", facts.num_active_parameters}};
+}
+
+}  // namespace
+
+Json train_json(const TrainFacts& facts, const TrainRecord& record) {
+  const BuildInfo build = build_info();
+  Json json = {
+      {"commit", build.commit},
+      {"dirty", build.is_dirty},
+      {"text", facts.text_path},
+      {"text_bytes", facts.text_bytes},
+      {"config", config_json(facts)},
+      {"first_step", facts.first_step},
+      {"last_step", record.last_step()},
+      {"num_tokens", record.num_tokens()},
+      {"seconds", record.seconds()},
+      {"limit_gbps", facts.limit_gbps},
+      {"phase_seconds", Json::object()},
+      {"dispatch",
+       moved_json(
+           record.dispatch(), limit_us_of(dispatch_limit_us, record.dispatch(), facts.limit_gbps)
+       )},
+      {"combine",
+       moved_json(
+           record.combine(), limit_us_of(combine_limit_us, record.combine(), facts.limit_gbps)
+       )},
+      {"steps", Json::array()}};
+  for (size_t i = 0; i < moe::kNumPhases; ++i) {
+    json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds()[i];
+  }
+  for (const StepPoint& point : record.points()) {
+    json["steps"].push_back(
+        {{"step", point.step},
+         {"loss", point.loss},
+         {"balance_loss", point.balance_loss},
+         {"seconds", point.seconds}}
+    );
+  }
+  return json;
+}
+
+Page train_page(const TrainFacts& facts, const TrainRecord& record) {
+  Page page("Weft: training a small mixture-of-experts model");
+  page.add_preformatted(train_headline(facts));
+  page.add_text(fmt::format(
+      "{} steps, {} bytes predicted in {}; loss {:.4f} at the end.",
+      count_text(record.num_steps()),
+      count_text(record.num_tokens()),
+      seconds_text(record.seconds()),
+      record.recent_loss()
+  ));
+  page.add_figure(svg(loss_chart(record)));
+  page.add_heading("Where the time went");
+  page.add_figure(svg(phase_chart(record)), "Mean over the ranks.");
+  page.add_table(phase_table(record));
+  page.add_heading("What the exchange moved");
+  page.add_table(exchange_table(facts, record));
+  page.add_text(
+      "Bytes of all ranks together. Wire bytes crossed a rank boundary, logical bytes are all rows "
+      "that ranks received. The time of a call is the slowest rank's, waiting for others included; "
+      "the copying limit is what plain copies of the same bytes reach on this machine."
+  );
+  if (facts.limit_gbps > 0) {
+    page.add_text(fmt::format("Copying limit: {:.1f} GB/s.", facts.limit_gbps));
+  }
+  page.add_heading("Load per expert");
+  page.add_figure(svg(imbalance_chart(record)));
+  for (int block = 0; block < record.model().num_blocks; ++block) {
+    page.add_figure(svg(load_map(record, block)));
+  }
+  page.add_heading("Loss by step");
+  page.add_table(loss_table(record));
+  return page;
+}
+
+}  // namespace weft::program

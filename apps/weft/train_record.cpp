@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train_record.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+namespace weft::program {
+namespace {
+
+constexpr size_t kMostPoints = 2000;  // then every two become one
+constexpr size_t kRecentSteps = 10;
+
+size_t phase_idx(moe::Phase phase) {
+  return static_cast<size_t>(phase);
+}
+
+// Adds `point` to the neighbours that `sum` stands for.
+void merge_into(StepPoint& sum, const StepPoint& point) {
+  const auto old_steps = static_cast<double>(sum.num_steps);
+  const auto new_steps = static_cast<double>(point.num_steps);
+  const auto mean = [&](double a, double b) {
+    return (a * old_steps + b * new_steps) / (old_steps + new_steps);
+  };
+  sum.step = point.step;
+  sum.loss = mean(sum.loss, point.loss);
+  sum.balance_loss = mean(sum.balance_loss, point.balance_loss);
+  sum.seconds = mean(sum.seconds, point.seconds);
+  for (size_t i = 0; i < sum.routes.size(); ++i) {
+    sum.routes[i] = mean(sum.routes[i], point.routes[i]);
+  }
+  sum.num_steps += point.num_steps;
+}
+
+double slowest(std::span<const RankStep> ranks, moe::Phase phase) {
+  double seconds = 0;
+  for (const RankStep& rank : ranks) {
+    seconds = std::max(seconds, rank.phase_seconds[phase_idx(phase)]);
+  }
+  return seconds;
+}
+
+MovedBytes dispatched(std::span<const RankStep> ranks, int64_t row_bytes) {
+  MovedBytes sum;
+  for (const RankStep& rank : ranks) {
+    sum.wire += static_cast<double>(rank.dispatch_wire_bytes);
+    sum.logical += static_cast<double>(rank.dispatch_logical_bytes);
+    sum.tokens += static_cast<double>(rank.dispatch_calls * rank.num_tokens * row_bytes);
+  }
+  sum.calls = static_cast<double>(ranks.front().dispatch_calls);
+  sum.seconds = slowest(ranks, moe::Phase::kDispatch);
+  return sum;
+}
+
+MovedBytes combined(std::span<const RankStep> ranks, int64_t row_bytes) {
+  MovedBytes sum;
+  for (const RankStep& rank : ranks) {
+    sum.wire += static_cast<double>(rank.combine_wire_bytes);
+    sum.logical += static_cast<double>(rank.combine_logical_bytes);
+    sum.tokens += static_cast<double>(rank.combine_calls * rank.num_tokens * row_bytes);
+  }
+  sum.calls = static_cast<double>(ranks.front().combine_calls);
+  sum.seconds = slowest(ranks, moe::Phase::kCombine);
+  return sum;
+}
+
+}  // namespace
+
+RankStep RankStep::from(const moe::StepReport& report) {
+  RankStep step;
+  step.phase_seconds = report.phase_seconds;
+  step.seconds = report.seconds;
+  step.num_tokens = report.num_tokens;
+  step.dispatch_calls = report.dispatch.calls;
+  step.dispatch_wire_bytes = report.dispatch.wire_bytes;
+  step.dispatch_logical_bytes = report.dispatch.logical_bytes;
+  step.combine_calls = report.combine.calls;
+  step.combine_wire_bytes = report.combine.wire_bytes;
+  step.combine_logical_bytes = report.combine.logical_bytes;
+  return step;
+}
+
+MovedBytes& MovedBytes::operator+=(const MovedBytes& other) {
+  calls += other.calls;
+  wire += other.wire;
+  logical += other.logical;
+  tokens += other.tokens;
+  seconds += other.seconds;
+  return *this;
+}
+
+void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> ranks) {
+  ++num_steps_;
+  last_step_ = report.step;
+  num_tokens_ += report.global_tokens;
+  StepPoint point;
+  point.step = static_cast<double>(report.step);
+  point.loss = report.loss;
+  point.balance_loss = report.balance_loss;
+  point.routes.assign(report.routes.begin(), report.routes.end());
+  for (const RankStep& rank : ranks) {
+    point.seconds = std::max(point.seconds, rank.seconds);
+    for (size_t i = 0; i < moe::kNumPhases; ++i) {
+      phase_seconds_[i] += rank.phase_seconds[i] / static_cast<double>(ranks.size());
+    }
+  }
+  seconds_ += point.seconds;
+  dispatch_ += dispatched(ranks, row_bytes_);
+  combine_ += combined(ranks, row_bytes_);
+
+  recent_.push_back(report.loss);
+  if (recent_.size() > kRecentSteps) {
+    recent_.erase(recent_.begin());
+  }
+  if (!points_.empty() && points_.back().num_steps < steps_per_point_) {
+    merge_into(points_.back(), point);
+  } else {
+    points_.push_back(std::move(point));
+  }
+  if (points_.size() == kMostPoints && points_.back().num_steps == steps_per_point_) {
+    merge_neighbours();
+  }
+}
+
+void TrainRecord::merge_neighbours() {
+  for (size_t i = 0; i < points_.size() / 2; ++i) {
+    points_[i] = points_[2 * i];
+    merge_into(points_[i], points_[2 * i + 1]);
+  }
+  points_.resize(points_.size() / 2);
+  steps_per_point_ *= 2;
+}
+
+double TrainRecord::recent_loss() const {
+  if (recent_.empty()) {
+    return NAN;
+  }
+  return std::accumulate(recent_.begin(), recent_.end(), 0.0) / static_cast<double>(recent_.size());
+}
+
+std::vector<int64_t> TrainRecord::recent_routes(int block) const {
+  const auto num_experts = static_cast<size_t>(model_.num_experts);
+  const size_t first = static_cast<size_t>(block) * num_experts;
+  const size_t num_points = (points_.size() + 9) / 10;
+  std::vector<int64_t> routes(num_experts, 0);
+  for (size_t e = 0; e < num_experts && num_points > 0; ++e) {
+    double sum = 0;
+    for (size_t p = points_.size() - num_points; p < points_.size(); ++p) {
+      sum += points_[p].routes[first + e];
+    }
+    routes[e] = std::llround(sum / static_cast<double>(num_points));
+  }
+  return routes;
+}
+
+}  // namespace weft::program

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// What rank 0 knows about a training run: its steps, summed over ranks. Bounded however long the
+// run is: neighbouring steps are merged once there are many.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "moe/trainer.hpp"
+
+namespace weft::program {
+
+// What every rank tells of a step; trivially copyable, travels between ranks.
+struct RankStep {
+  std::array<double, moe::kNumPhases> phase_seconds = {};
+  double seconds = 0;
+  int64_t num_tokens = 0;
+  int64_t dispatch_calls = 0;
+  int64_t dispatch_wire_bytes = 0;
+  int64_t dispatch_logical_bytes = 0;
+  int64_t combine_calls = 0;
+  int64_t combine_wire_bytes = 0;
+  int64_t combine_logical_bytes = 0;
+  int64_t wants_to_stop = 0;
+
+  static RankStep from(const moe::StepReport& report);
+};
+
+// Bytes of all ranks together; `seconds` is the slowest rank's.
+struct MovedBytes {
+  double calls = 0;  // of one rank
+  double wire = 0;
+  double logical = 0;
+  double tokens = 0;  // rows at their sources: calls x tokens
+  double seconds = 0;
+  MovedBytes& operator+=(const MovedBytes& other);
+};
+
+// One step, or the means of several neighbours.
+struct StepPoint {
+  double step = 0;  // the last one of the neighbours
+  int64_t num_steps = 1;
+  double loss = 0;
+  double balance_loss = 0;
+  double seconds = 0;          // of the slowest rank
+  std::vector<double> routes;  // [num_blocks, num_experts]
+};
+
+class TrainRecord {
+ public:
+  // `row_bytes`: of a token that travels.
+  TrainRecord(const moe::ModelConfig& model, int64_t row_bytes)
+      : model_(model), row_bytes_(row_bytes) {}
+
+  void add(const moe::StepReport& report, std::span<const RankStep> ranks);
+
+  [[nodiscard]] const moe::ModelConfig& model() const { return model_; }
+  [[nodiscard]] int64_t row_bytes() const { return row_bytes_; }
+  [[nodiscard]] const std::vector<StepPoint>& points() const { return points_; }
+  [[nodiscard]] int64_t num_steps() const { return num_steps_; }
+  [[nodiscard]] int64_t last_step() const { return last_step_; }
+  [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }  // of all ranks and steps
+  [[nodiscard]] double seconds() const { return seconds_; }  // of the slowest rank of each step
+  // Mean over the ranks, sum over the steps.
+  [[nodiscard]] const std::array<double, moe::kNumPhases>& phase_seconds() const {
+    return phase_seconds_;
+  }
+  [[nodiscard]] const MovedBytes& dispatch() const { return dispatch_; }
+  [[nodiscard]] const MovedBytes& combine() const { return combine_; }
+  // Mean loss of the last steps, at most ten.
+  [[nodiscard]] double recent_loss() const;
+  // Routes of one block's experts, mean over the last tenth of the steps.
+  [[nodiscard]] std::vector<int64_t> recent_routes(int block) const;
+
+ private:
+  void merge_neighbours();
+
+  moe::ModelConfig model_;
+  int64_t row_bytes_;
+  int64_t steps_per_point_ = 1;
+  std::vector<StepPoint> points_;
+  std::vector<double> recent_;
+  int64_t num_steps_ = 0;
+  int64_t last_step_ = 0;
+  int64_t num_tokens_ = 0;
+  double seconds_ = 0;
+  std::array<double, moe::kNumPhases> phase_seconds_ = {};
+  MovedBytes dispatch_;
+  MovedBytes combine_;
+};
+
+}  // namespace weft::program

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// A training run for people and for other programs.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <cstdint>
+#include <string>
+
+#include "html.hpp"
+#include "moe/config.hpp"
+#include "table.hpp"
+#include "train_record.hpp"
+
+namespace weft::program {
+
+// What does not change from step to step.
+struct TrainFacts {
+  std::string text_path;
+  int64_t text_bytes = 0;
+  moe::TrainConfig config;
+  std::string transport;  // the one in use
+  int num_ranks = 0;
+  int64_t num_parameters = 0;
+  int64_t num_active_parameters = 0;
+  int64_t first_step = 0;  // that this run began with
+  double limit_gbps = 0;   // of copying, all ranks together; 0: not measured (yet)
+};
+
+[[nodiscard]] std::string train_headline(const TrainFacts& facts);
+[[nodiscard]] Table loss_table(const TrainRecord& record);
+[[nodiscard]] Table phase_table(const TrainRecord& record);
+[[nodiscard]] Table exchange_table(const TrainFacts& facts, const TrainRecord& record);
+// One line per block: how busy its experts were lately.
+[[nodiscard]] std::string load_picture(const TrainRecord& record);
+
+[[nodiscard]] nlohmann::ordered_json train_json(const TrainFacts& facts, const TrainRecord& record);
+[[nodiscard]] Page train_page(const TrainFacts& facts, const TrainRecord& record);
+
+}  // namespace weft::program

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train_run.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/atomic_file.hpp"
+#include "limits.hpp"
+#include "measure.hpp"
+#include "moe/trainer.hpp"
+#include "plan/routing_file.hpp"
+#include "progress.hpp"
+#include "train_record.hpp"
+#include "train_report.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr double kReportSeconds = 15;  // between two versions of the page
+
+int64_t token_row_bytes(const moe::TrainConfig& config) {
+  return config.model.hidden * dtype_bytes(config.dtype);
+}
+
+class TrainRun {
+ public:
+  TrainRun(
+      const Group& group,
+      const TrainOptions& options,
+      std::span<const std::byte> text,
+      const StopRequest& stop
+  )
+      : group_(group),
+        options_(options),
+        stop_(stop),
+        is_speaker_(group.rank() == 0),
+        trainer_(group, options.config, text),
+        record_(options.config.model, token_row_bytes(options.config)),
+        progress_("train", is_speaker_) {
+    if (options.is_resumed) {
+      trainer_.resume(options.checkpoint_path);
+    }
+    facts_ = {
+        .text_path = options.text_path,
+        .text_bytes = static_cast<int64_t>(text.size()),
+        .config = options.config,
+        .transport = trainer_.exchange().config().transport,
+        .num_ranks = group.num_ranks(),
+        .num_parameters = trainer_.num_parameters(),
+        .num_active_parameters = trainer_.num_active_parameters(),
+        .first_step = trainer_.steps_done()};
+    open_routing_file();
+  }
+
+  void run() {
+    if (is_speaker_) {
+      fmt::print("{}", train_headline(facts_));
+      std::fflush(stdout);
+    }
+    bool goes_on = !has_all_steps();
+    while (goes_on) {
+      goes_on = step();
+    }
+    if (!options_.checkpoint_path.empty()) {
+      trainer_.save(options_.checkpoint_path);
+    }
+    finish();
+  }
+
+ private:
+  [[nodiscard]] bool has_all_steps() const {
+    return options_.steps > 0 && trainer_.steps_done() >= options_.steps;
+  }
+
+  // False after the last one. Ranks decide together, from what each told the others.
+  bool step() {
+    const moe::StepReport report = trainer_.step();
+    RankStep mine = RankStep::from(report);
+    const bool is_late = options_.seconds > 0 && watch_.seconds() >= options_.seconds;
+    mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late) ? 1 : 0;
+    const bool saves_routing =
+        !options_.routing_path.empty() && report.step % options_.routing_every == 0;
+    const auto blocks = group_.all_gather(message(mine, saves_routing));
+    std::vector<RankStep> ranks(blocks.size());
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      std::memcpy(&ranks[i], blocks[i].data(), sizeof(RankStep));
+    }
+    if (is_speaker_) {
+      record_.add(report, ranks);
+      if (saves_routing) {
+        save_routing(report.step, blocks);
+      }
+      show_progress(report);
+    }
+    const bool is_last =
+        has_all_steps() || std::any_of(ranks.begin(), ranks.end(), [](const RankStep& rank) {
+          return rank.wants_to_stop != 0;
+        });
+    if (!options_.checkpoint_path.empty() && report.step % options_.checkpoint_every == 0 &&
+        !is_last) {
+      trainer_.save(options_.checkpoint_path);
+    }
+    return !is_last;
+  }
+
+  // RankStep, then the experts of each block's routes if the routing is saved.
+  [[nodiscard]] Bytes message(const RankStep& mine, bool with_routing) const {
+    Bytes bytes(sizeof(RankStep));
+    std::memcpy(bytes.data(), &mine, sizeof(RankStep));
+    for (int block = 0; with_routing && block < options_.config.model.num_blocks; ++block) {
+      const auto experts = std::as_bytes(trainer_.last_topk_idx(block));
+      bytes.insert(bytes.end(), experts.begin(), experts.end());
+    }
+    return bytes;
+  }
+
+  void open_routing_file() {
+    if (!is_speaker_ || options_.routing_path.empty()) {
+      return;
+    }
+    const auto& model = options_.config.model;
+    const RoutingFileShape shape = {group_.num_ranks(), model.num_experts, model.topk};
+    using Mode = RoutingFileWriter::Mode;
+    routing_file_.emplace(
+        options_.routing_path, shape, options_.is_resumed ? Mode::kContinue : Mode::kNew
+    );
+  }
+
+  void save_routing(int64_t step, const std::vector<Bytes>& blocks) {
+    const auto& model = options_.config.model;
+    for (int block = 0; block < model.num_blocks; ++block) {
+      std::vector<RouteTable> routes;
+      for (const Bytes& bytes : blocks) {
+        const size_t layer_bytes =
+            (bytes.size() - sizeof(RankStep)) / static_cast<size_t>(model.num_blocks);
+        RouteTable table;
+        table.topk = model.topk;
+        table.expert.resize(layer_bytes / sizeof(int32_t));
+        table.num_tokens = static_cast<int64_t>(table.expert.size()) / model.topk;
+        const std::byte* from =
+            bytes.data() + sizeof(RankStep) + static_cast<size_t>(block) * layer_bytes;
+        if (layer_bytes > 0) {
+          std::memcpy(table.expert.data(), from, layer_bytes);
+        }
+        routes.push_back(std::move(table));
+      }
+      routing_file_->append(step, block, routes);
+    }
+  }
+
+  void show_progress(const moe::StepReport& report) {
+    const double by_time = options_.seconds > 0 ? watch_.seconds() / options_.seconds : 0;
+    const double to_do = static_cast<double>(options_.steps - facts_.first_step);
+    const double by_steps =
+        options_.steps > 0 ? static_cast<double>(report.step - facts_.first_step) / to_do : 0;
+    progress_.update(
+        std::max(by_time, by_steps),
+        fmt::format("step {}, loss {:.4f}", report.step, record_.recent_loss())
+    );
+    if (report_watch_.seconds() > kReportSeconds) {
+      report_watch_ = {};
+      write_reports();
+    }
+  }
+
+  void write_reports() const {
+    if (!options_.html_path.empty()) {
+      train_page(facts_, record_).save(options_.html_path);
+    }
+    if (!options_.json_path.empty()) {
+      write_file_atomically(options_.json_path, train_json(facts_, record_).dump(2) + "\n");
+    }
+  }
+
+  // Rank 0 measures the limit and reports while the others wait with idle cores.
+  void finish() {
+    if (is_speaker_) {
+      facts_.limit_gbps = copy_limit_gbps(group_.num_ranks(), record_.row_bytes());
+      write_reports();
+      progress_.clear();
+      print_result();
+    }
+    group_.barrier();
+  }
+
+  void print_result() const {
+    if (record_.num_steps() == 0) {
+      fmt::print("Nothing to do: {} steps are done already\n", trainer_.steps_done());
+      return;
+    }
+    fmt::print(
+        "\n{}\nWhere the time went, mean over the ranks\n{}\n"
+        "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}\n{}\n",
+        loss_table(record_).text(),
+        phase_table(record_).text(),
+        facts_.limit_gbps,
+        exchange_table(facts_, record_).text(),
+        load_picture(record_)
+    );
+    fmt::print(
+        "{} after step {}, {} a step, loss {:.4f}\n",
+        stop_.is_set() ? "Stopped by a signal" : "Done",
+        record_.last_step(),
+        seconds_text(record_.seconds() / static_cast<double>(record_.num_steps())),
+        record_.recent_loss()
+    );
+    for (const auto& [what, path] :
+         {std::pair{"Checkpoint", &options_.checkpoint_path},
+          std::pair{"Routing", &options_.routing_path},
+          std::pair{"Report", &options_.html_path},
+          std::pair{"Numbers", &options_.json_path}}) {
+      if (!path->empty()) {
+        fmt::print("{}: {}\n", what, *path);
+      }
+    }
+  }
+
+  const Group& group_;
+  const TrainOptions& options_;
+  const StopRequest& stop_;
+  bool is_speaker_;
+  moe::Trainer trainer_;
+  TrainFacts facts_;
+  TrainRecord record_;
+  Progress progress_;
+  Stopwatch watch_;
+  Stopwatch report_watch_;
+  std::optional<RoutingFileWriter> routing_file_;
+};
+
+}  // namespace
+
+int train_on_rank(
+    const Group& group,
+    const TrainOptions& options,
+    std::span<const std::byte> text,
+    const StopRequest& stop
+) {
+  TrainRun run(group, options, text, stop);
+  run.run();
+  return 0;
+}
+
+}  // namespace weft::program
