@@ -145,7 +145,7 @@ template <class Format, bool kIsWeighted>
 void sum_rows_as(std::byte* out_bytes, const Terms& terms, size_t num_cols) {
   using Element = typename Format::Element;
   const size_t lanes = hn::Lanes(F32());
-  const size_t block = 4 * lanes;  // elements of two pairs
+  const size_t block = 2 * lanes;  // elements of a pair
   auto* const out = reinterpret_cast<Element*>(out_bytes);
   const auto row = [&](size_t i) { return reinterpret_cast<const Element*>(terms.rows[i]); };
   const auto term = [&](size_t i, size_t col) {
@@ -163,16 +163,12 @@ void sum_rows_as(std::byte* out_bytes, const Terms& terms, size_t num_cols) {
         hwy::Prefetch(soon + col * sizeof(Element) + line);
       }
     }
-    Pair first = term(0, col);
-    Pair second = term(0, col + 2 * lanes);
+    Pair sum = term(0, col);
     for (size_t i = 1; i < terms.rows.size(); ++i) {
       const Pair more = term(i, col);
-      first = {hn::Add(first.a, more.a), hn::Add(first.b, more.b)};
-      const Pair last = term(i, col + 2 * lanes);
-      second = {hn::Add(second.a, last.a), hn::Add(second.b, last.b)};
+      sum = {hn::Add(sum.a, more.a), hn::Add(sum.b, more.b)};
     }
-    Format::store(first, out + col);
-    Format::store(second, out + col + 2 * lanes);
+    Format::store(sum, out + col);
   }
   for (; col < num_cols; ++col) {
     const auto one = [&](size_t i) {

@@ -10,16 +10,10 @@
 #include <unistd.h>
 
 #include "core/check.hpp"
+#include "group/map_pages.hpp"
 
 namespace weft {
 namespace {
-
-constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
-#ifdef MADV_POPULATE_WRITE
-constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
-#else
-constexpr int kPopulateWrite = 23;  // Linux 5.14; older kernels refuse it and fault lazily
-#endif
 
 // Closes on every way out but one: release() hands the descriptor over.
 class Descriptor {
@@ -56,9 +50,9 @@ uint64_t available_bytes() {
   return kib << 10;
 }
 
-// Reserves every page now: a shortage is an error here instead of a SIGBUS at a later store. Asking
-// for more than there is would wake the kernel's killer before fallocate fails, so look first.
-void reserve(int fd, uint64_t bytes) {
+// Asking for more than there is would wake the kernel's killer before any call fails, so look
+// first.
+void check_available(uint64_t bytes) {
   const uint64_t available = available_bytes();
   WEFT_CHECK(
       Context{},
@@ -68,11 +62,13 @@ void reserve(int fd, uint64_t bytes) {
       bytes,
       available
   );
-  const auto length = static_cast<off_t>(bytes);
-  WEFT_SYS(Context{}, ErrorCode::kOutOfMemory, ::ftruncate(fd, length));
+}
+
+// For kernels that cannot populate a mapping: reserves the pages of the file, small ones.
+void reserve_file(int fd, uint64_t bytes) {
   int result = 0;
   do {
-    result = ::fallocate(fd, 0, 0, length);
+    result = ::fallocate(fd, 0, 0, static_cast<off_t>(bytes));
   } while (result == -1 && errno == EINTR);
   WEFT_CHECK(
       Context{},
@@ -84,36 +80,24 @@ void reserve(int fd, uint64_t bytes) {
   );
 }
 
-std::byte* map(int fd, uint64_t bytes, int extra_flags, ErrorCode code) {
-  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | extra_flags, fd, 0);
-  WEFT_CHECK(
-      Context{},
-      data != MAP_FAILED,
-      code,
-      "map: no {} B of shared memory ({})",
-      bytes,
-      errno_text("mmap", errno)
-  );
-  return static_cast<std::byte*>(data);
-}
-
 }  // namespace
 
-// Faults taken one by one cost more than the zeroing. For 256 MiB (Xeon at 2.3 GHz in a virtual
-// machine, 2026-11-20): first touch of lazy pages 148 ms; fallocate 27 + populate 57 + touch 22.
+// Every page is made present at once: faults taken one by one cost more than the zeroing. For 256
+// MiB (Xeon at 2.3 GHz in a virtual machine, 2026-11-20) first touch of lazy pages takes 148 ms.
 SharedMemory SharedMemory::create(uint64_t bytes) {
   WEFT_CHECK_ARG(Context{}, bytes > 0, "allocate: 0 B of shared memory (at least 1)");
   Descriptor fd(WEFT_SYS(Context{}, ErrorCode::kOutOfMemory, ::memfd_create("weft", MFD_CLOEXEC)));
-  reserve(fd.get(), bytes);
+  check_available(bytes);
+  WEFT_SYS(Context{}, ErrorCode::kOutOfMemory, ::ftruncate(fd.get(), static_cast<off_t>(bytes)));
   struct stat info = {};
   WEFT_SYS(Context{}, ErrorCode::kInternal, ::fstat(fd.get(), &info));
 
   SharedMemory memory;
-  memory.data_ = map(fd.get(), bytes, 0, ErrorCode::kOutOfMemory);
-  if (bytes >= kHugePageBytes) {
-    static_cast<void>(::madvise(memory.data_, bytes, MADV_HUGEPAGE));  // best effort
+  memory.data_ = map_pages(fd.get(), bytes, ErrorCode::kOutOfMemory);
+  memory.ref_.bytes = bytes;
+  if (!populate_pages(memory.data_, bytes)) {
+    reserve_file(fd.get(), bytes);
   }
-  static_cast<void>(::madvise(memory.data_, bytes, kPopulateWrite));  // best effort
   memory.ref_ = {
       .bytes = bytes,
       .inode = static_cast<uint64_t>(info.st_ino),
@@ -150,8 +134,9 @@ SharedMemory SharedMemory::open(const SharedMemoryRef& ref) {
       ref.bytes
   );
   SharedMemory memory;
-  memory.data_ = map(fd.get(), ref.bytes, MAP_POPULATE, ErrorCode::kNotAvailable);
+  memory.data_ = map_pages(fd.get(), ref.bytes, ErrorCode::kNotAvailable);
   memory.ref_ = ref;
+  static_cast<void>(populate_pages(memory.data_, ref.bytes));
   return memory;
 }
 

@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/loopback/loopback.hpp"
 
-#include <cerrno>
 #include <map>
 #include <mutex>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "core/check.hpp"
+#include "group/map_pages.hpp"
 
 namespace weft {
 namespace {
-
-constexpr uint64_t kHugePageBytes = uint64_t{2} << 20;
 
 // Where threads find each other's memory by number, so that it lives until its last user is gone
 // and a number from elsewhere is an error, not a wild pointer.
@@ -49,18 +47,8 @@ class LoopbackMemory final : public MemorySource {
   [[nodiscard]] std::string_view name() const override { return "loopback"; }
 
   [[nodiscard]] Memory allocate(uint64_t bytes) override {
-    void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    WEFT_CHECK(
-        Context{},
-        data != MAP_FAILED,
-        ErrorCode::kOutOfMemory,
-        "allocate: no room for {} B ({})",
-        bytes,
-        errno_text("mmap", errno)
-    );
-    if (bytes >= kHugePageBytes) {
-      static_cast<void>(::madvise(data, bytes, MADV_HUGEPAGE));  // best effort
-    }
+    std::byte* const data = map_pages(-1, bytes, ErrorCode::kOutOfMemory);
+    static_cast<void>(populate_pages(data, bytes));
     auto id = std::make_shared<uint64_t>(0);
     const std::shared_ptr<void> owner(data, [bytes, id](void* address) {
       board().withdraw(*id);
@@ -68,7 +56,7 @@ class LoopbackMemory final : public MemorySource {
     });
     *id = board().publish(owner);
     return {
-        .data = static_cast<std::byte*>(data),
+        .data = data,
         .bytes = bytes,
         .cookie = {*id, static_cast<uint64_t>(::getpid()), 0, 0},
         .owner = owner};
