@@ -42,7 +42,8 @@ class Knock {
           context_,
           !deadline.has_passed(),
           ErrorCode::kTimeout,
-          "connect: rank 0 did not answer at {} within {} ({})",
+          "connect: rank 0 did not answer at {} within {} ({}). Does it run, and is its group not "
+          "complete already?",
           place_,
           seconds_text(rendezvous_.timeout),
           problem_

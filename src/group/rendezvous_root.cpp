@@ -36,7 +36,10 @@ class Admission {
         end({ErrorCode::kTimeout, missing_text()}, 0);
       }
       wait(deadline);
-      for (Guest& guest : take_proven()) {
+      sort_guests();
+      while (!proven_.empty()) {
+        Guest guest = std::move(proven_.back());
+        proven_.pop_back();
         admit(guest);
       }
       check_joined();
@@ -98,13 +101,12 @@ class Admission {
     }
   }
 
-  std::vector<Guest> take_proven() {
-    std::vector<Guest> proven;
+  void sort_guests() {
     std::vector<Guest> waiting;
     for (Guest& guest : guests_) {
       switch (guest.advance(key_)) {
         case GuestState::kProven:
-          proven.push_back(std::move(guest));
+          proven_.push_back(std::move(guest));
           break;
         case GuestState::kWaiting:
           waiting.push_back(std::move(guest));
@@ -117,7 +119,6 @@ class Admission {
       }
     }
     guests_ = std::move(waiting);
-    return proven;
   }
 
   void note_other_secret(int rank) {
@@ -191,12 +192,16 @@ class Admission {
       }
     }
     const Deadline deadline(rendezvous_.timeout / 10);
-    while (num_others > 0 && !deadline.has_passed()) {
-      wait(deadline);
-      for (const Guest& guest : take_proven()) {
+    while (true) {
+      for (const Guest& guest : std::exchange(proven_, {})) {
         send_failure(guest.socket(), failure);
         --num_others;
       }
+      if (num_others <= 0 || deadline.has_passed()) {
+        break;
+      }
+      wait(deadline);
+      sort_guests();
     }
     raise_error(failure.code, context_, failure.text);
   }
@@ -207,6 +212,7 @@ class Admission {
   const Key key_;
   Socket listener_;
   std::vector<Guest> guests_;
+  std::vector<Guest> proven_;   // to be admitted
   std::vector<Socket> joined_;  // by rank
   std::vector<int> other_secret_;
 };

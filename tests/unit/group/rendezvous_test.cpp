@@ -118,8 +118,9 @@ TEST(RendezvousTest, AMissingRankZeroIsNamedWithTheAddress) {
   expect_error(
       ErrorCode::kTimeout,
       fmt::format(
-          "connect: rank 0 did not answer at 127.0.0.1:{} within 0.2 s (Connection refused) [rank "
-          "1/2, tcp]",
+          "connect: rank 0 did not answer at 127.0.0.1:{} within 0.2 s (Connection refused). Does "
+          "it "
+          "run, and is its group not complete already? [rank 1/2, tcp]",
           port
       ),
       [&] { static_cast<void>(Group::connect(rendezvous_of(1, 2, port, 200ms))); }
