@@ -3,6 +3,7 @@
 
 #include <cstring>
 #include <string>
+#include <string_view>
 
 #include "core/check.hpp"
 
@@ -15,6 +16,14 @@ struct Outcome {
   bool has_failed = false;
 };
 
+// Without the place, since the error is thrown again elsewhere.
+std::string problem_of(const Error& error) {
+  const std::string_view message = error.what();
+  const std::string place = " at " + error.where();
+  const size_t kept = message.size() - (message.ends_with(place) ? place.size() : 0);
+  return std::string(message.substr(0, kept));
+}
+
 }  // namespace
 
 std::vector<uint64_t> together(const Group& group, const std::function<uint64_t()>& work) {
@@ -25,7 +34,7 @@ std::vector<uint64_t> together(const Group& group, const std::function<uint64_t(
   } catch (const Error& error) {
     own.code = error.code();
     own.has_failed = true;
-    message = error.what();
+    message = problem_of(error);
   }
   Bytes block(sizeof(own) + message.size());
   std::memcpy(block.data(), &own, sizeof(own));

@@ -19,7 +19,7 @@ const TrainConfig& checked(
     const Group& group, const TrainConfig& config, std::span<const std::byte> text
 ) {
   const auto signatures = together(group, [&] {
-    validate(config, group.rank(), group.num_ranks());
+    validate(config, -1, group.num_ranks());
     WEFT_CHECK_ARG(
         Context{},
         text.size() > static_cast<size_t>(config.model.window),

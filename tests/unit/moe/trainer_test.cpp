@@ -137,6 +137,37 @@ TEST(TrainerTest, RefusesWrongConfigurations) {
   }
 }
 
+TEST(TrainerTest, AllRanksRefuseDifferentConfigurations) {
+  const auto text = make_text(1000);
+  run_threads(2, [&](Group& group) {
+    TrainConfig config = small_config();
+    config.seed += static_cast<uint64_t>(group.rank());
+    try {
+      Trainer trainer(group, config, text);
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_NE(std::string(error.what()).find("ranks 0 and 1 have different"), std::string::npos);
+    }
+  });
+}
+
+TEST(TrainerTest, AllRanksRefuseWhatOneRankRefuses) {
+  const auto text = make_text(1000);
+  run_threads(2, [&](Group& group) {
+    TrainConfig config = small_config();
+    config.model.topk = group.rank() == 1 ? 9 : 2;
+    try {
+      Trainer trainer(group, config, text);
+      ADD_FAILURE() << "accepted";
+    } catch (const Error& error) {
+      const std::string what = error.what();
+      EXPECT_NE(what.find("topk = 9 (at most 8 here)"), std::string::npos) << what;
+      EXPECT_EQ(what.find("on rank 1") != std::string::npos, group.rank() == 0) << what;
+    }
+  });
+}
+
 TEST(TrainerTest, RefusesATextThatIsTooShort) {
   const std::vector<std::byte> text(4);
   EXPECT_THROW(
