@@ -20,7 +20,17 @@
 
 namespace weft {
 
-// Same on every rank, except num_threads and timeout.
+// Who writes a row to its second and further slots, where the output lies in peers' reach. The
+// result is the same.
+enum class FanOut : uint8_t {
+  kAuto,      // the source where all of the host's memory is equally near (one NUMA node), else the
+              // receiver
+  kSource,    // every slot is stored once and nothing is read back; each copy crosses between the
+              // ranks
+  kReceiver,  // one copy crosses, the receiver's workers make the others while later rows arrive
+};
+
+// Same on every rank, except num_threads, fan_out and timeout.
 struct ExchangeConfig {
   int64_t hidden = 0;      // elements of a token; hidden * dtype bytes must be a multiple of 16
   int64_t max_tokens = 0;  // most tokens a rank ever passes in one call
@@ -30,6 +40,7 @@ struct ExchangeConfig {
   Device device = {};
   std::string transport = "auto";  // "auto", or a name listed by `weft info`
   int num_threads = 0;  // workers of this rank; 0: the host's cores shared among its ranks
+  FanOut fan_out = FanOut::kAuto;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
 };
 

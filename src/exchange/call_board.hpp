@@ -26,11 +26,18 @@ enum class Op : uint32_t { kPlan = 1, kDispatch, kCombine };
 
 [[nodiscard]] std::string_view op_name(Op op);
 
-// Where a peer shall write arrival i: offset + (by_slot ? primary slot : i) * row bytes.
+// Which rows of a target an arrival's row goes to: the receiver's choice, the sources follow.
+enum class Place : uint64_t {
+  kStaging,      // row i of arrival i; the receiver copies it to every slot
+  kPrimarySlot,  // the receiver copies it to the other slots
+  kEverySlot,    // where a source's store costs no more than the receiver's own
+};
+
+// Where a peer shall write: offset + row * row bytes, the row by `place`.
 struct Target {
   RegionRef region = {};  // generation 0: nothing of this kind travels
   uint64_t offset = 0;
-  uint64_t by_slot = 0;
+  Place place = Place::kStaging;
 };
 
 inline constexpr int kSignatureFields = 8;

@@ -42,6 +42,12 @@ void Exchange::State::dispatch(
         in.x.row_bytes(),
         in.scales.is_given() ? in.scales.row_bytes() : -1,
         in.weights.is_given()};
+    // Sources can only store to every slot where they can store at all.
+    const bool is_mapped =
+        transport->mapped(context.rank, control_slots[static_cast<size_t>(context.rank)]) !=
+        nullptr;
+    const Place direct =
+        is_mapped && config.fan_out == FanOut::kSource ? Place::kEverySlot : Place::kPrimarySlot;
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
       // A source that writes nothing must not look for the memory: this rank may be past the call
@@ -55,7 +61,7 @@ void Exchange::State::dispatch(
               return staging_at(offset);
             }
             const auto begin = static_cast<uint64_t>(tensor.data - region->data);
-            return Target{.region = region->ref, .offset = begin, .by_slot = 1};
+            return Target{.region = region->ref, .offset = begin, .place = direct};
           };
       to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
       to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);

@@ -22,14 +22,16 @@ std::vector<RowStream> streams_of(
        .out = out.rows.data,
        .row_bytes = static_cast<size_t>(in.x.row_bytes()),
        .target = &CallWord::rows,
-       .staged = own.rows.by_slot != 0 ? nullptr : &call.staging.rows}};
+       .place = own.rows.place,
+       .staged = &call.staging.rows}};
   if (in.scales.is_given()) {
     streams.push_back(
         {.source = in.scales.data,
          .out = out.scales.data,
          .row_bytes = static_cast<size_t>(in.scales.row_bytes()),
          .target = &CallWord::scales,
-         .staged = own.scales.by_slot != 0 ? nullptr : &call.staging.scales}
+         .place = own.scales.place,
+         .staged = &call.staging.scales}
     );
   }
   return streams;

@@ -67,11 +67,14 @@ void DispatchFanOut::run(size_t source, int64_t chunk) const {
   for (int64_t i = range.first; i < range.last; ++i) {
     const std::span<const int32_t> slots = pair.slots(i);
     for (const RowStream& stream : streams_) {
-      const bool is_direct = stream.staged == nullptr;  // then the primary slot has the row already
-      const std::byte* row = is_direct ? stream.row(slots[0])
-                                       : call_.staging_data + (*stream.staged)[source] +
-                                             static_cast<size_t>(i) * stream.row_bytes;
-      for (const int32_t slot : slots.subspan(is_direct ? 1 : 0)) {
+      if (stream.place == Place::kEverySlot) {
+        continue;
+      }
+      const bool is_staged = stream.place == Place::kStaging;
+      const std::byte* row = is_staged ? call_.staging_data + (*stream.staged)[source] +
+                                             static_cast<size_t>(i) * stream.row_bytes
+                                       : stream.row(slots[0]);
+      for (const int32_t slot : slots.subspan(is_staged ? 0 : 1)) {
         copy_streaming(stream.row(slot), row, stream.row_bytes);
       }
     }

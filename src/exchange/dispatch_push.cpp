@@ -46,10 +46,17 @@ void DispatchPush::send(size_t to, int64_t chunk) const {
       rank_.signals.dispatch(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
   std::array<Put, 2 * kChunkArrivals + 1> puts;
   size_t num_puts = 0;
+  uint64_t num_stored = 0;  // arrivals that this rank stores itself, each counted like one put
   for (const RowStream& stream : streams_) {
     const Target& target = call_.words[to].*stream.target;
+    if (target.place == Place::kEverySlot) {
+      store(to, range, stream);
+      num_stored += static_cast<uint64_t>(range.last - range.first);
+      continue;
+    }
     for (int64_t i = range.first; i < range.last; ++i) {
-      const auto row = static_cast<uint64_t>(target.by_slot != 0 ? pair.slots(i)[0] : i);
+      const bool is_staged = target.place == Place::kStaging;
+      const auto row = static_cast<uint64_t>(is_staged ? i : pair.slots(i)[0]);
       puts[num_puts++] = {
           .source = stream.token(pair.token[static_cast<size_t>(i)]),
           .bytes = stream.row_bytes,
@@ -69,7 +76,26 @@ void DispatchPush::send(size_t to, int64_t chunk) const {
         .signal = signal,
         .offset = target.offset + first * sizeof(float)};
   }
-  rank_.transport.put(static_cast<int>(to), {puts.data(), num_puts});
+  if (num_puts > 0) {
+    rank_.transport.put(static_cast<int>(to), {puts.data(), num_puts});
+  }
+  if (num_stored > 0) {
+    rank_.transport.raise(static_cast<int>(to), signal, num_stored);
+  }
+}
+
+// Rows to all their slots in the memory of `to`.
+void DispatchPush::store(size_t to, ChunkRange range, const RowStream& stream) const {
+  const Arrivals& pair = plan_.sent[to];
+  const Target& target = call_.words[to].*stream.target;
+  std::byte* const base =
+      rank_.transport.mapped(static_cast<int>(to), target.region.slot) + target.offset;
+  for (int64_t i = range.first; i < range.last; ++i) {
+    const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
+    for (const int32_t slot : pair.slots(i)) {
+      copy_streaming(base + static_cast<size_t>(slot) * stream.row_bytes, row, stream.row_bytes);
+    }
+  }
 }
 
 // Arrivals from this rank to itself go to all their slots at once.

@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "exchange/chunk.hpp"
 #include "exchange/row_stream.hpp"
 
 namespace weft {
@@ -24,6 +25,7 @@ class DispatchPush {
 
  private:
   void send(size_t to, int64_t chunk) const;
+  void store(size_t to, ChunkRange range, const RowStream& stream) const;
   void keep(int64_t chunk) const;
   size_t gather_weights(const Arrivals& pair, int64_t first, int64_t last, float* out) const;
 

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <thread>
 
+#include "core/env.hpp"
+#include "core/memory_nodes.hpp"
 #include "exchange/config_agreement.hpp"
 #include "exchange/exchange_state.hpp"
 #include "plan/build.hpp"
@@ -40,8 +42,15 @@ std::span<const std::byte> bytes_of(const T& value) {
 Exchange::State::State(const Group& group, const ExchangeConfig& wanted)
     : config(wanted), context(context_of(group)), id(next_exchange_id++) {
   agree_on_config(group, config, context);
+  const Env env = Env::read();
   if (config.num_threads == 0) {
-    config.num_threads = default_num_threads(group);
+    config.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
+  }
+  if (config.transport == "auto") {
+    config.transport = env.transport;
+  }
+  if (config.fan_out == FanOut::kAuto) {
+    config.fan_out = num_memory_nodes() == 1 ? FanOut::kSource : FanOut::kReceiver;
   }
   signals = {
       .num_ranks = static_cast<uint32_t>(context.num_ranks),
@@ -103,7 +112,7 @@ void Exchange::State::reserve_staging(uint64_t bytes) {
 }
 
 Target Exchange::State::staging_at(uint64_t offset) const {
-  return {.region = staging.ref, .offset = offset, .by_slot = 0};
+  return {.region = staging.ref, .offset = offset, .place = Place::kStaging};
 }
 
 void Exchange::State::import_targets(std::span<const CallWord> words) {

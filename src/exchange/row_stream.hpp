@@ -14,8 +14,8 @@ struct RowStream {
   std::byte* out = nullptr;           // [num_rows] rows of this rank's output
   size_t row_bytes = 0;
   const Target CallWord::*target = nullptr;  // where receivers want it
-  const std::vector<uint64_t>* staged =
-      nullptr;  // by source, offset in this rank's staging; null: direct
+  Place place = Place::kStaging;                  // where this rank receives it
+  const std::vector<uint64_t>* staged = nullptr;  // by source, offset in this rank's staging
 
   [[nodiscard]] const std::byte* token(int32_t idx) const {
     return source + static_cast<size_t>(idx) * row_bytes;

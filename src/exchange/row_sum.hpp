@@ -13,8 +13,8 @@ namespace weft {
 // fp32; without weights the rows themselves. `rows` is not empty; bf16, fp16 or fp32; `out` may not
 // overlap a row.
 //
-// `next` names rows that will be summed soon: they are fetched into cache on the way, since rows lie in arbitrary
-// places where no hardware looks ahead. May be empty.
+// `next` names rows that will be summed soon: they are fetched into cache on the way, since rows
+// lie in arbitrary places where no hardware looks ahead. May be empty.
 void sum_rows(
     std::byte* out,
     std::span<const std::byte* const> rows,
