@@ -119,8 +119,7 @@ TEST(RendezvousTest, AMissingRankZeroIsNamedWithTheAddress) {
       ErrorCode::kTimeout,
       fmt::format(
           "connect: rank 0 did not answer at 127.0.0.1:{} within 0.2 s (Connection refused). Does "
-          "it "
-          "run, and is its group not complete already? [rank 1/2, tcp]",
+          "it run, and is its group not complete already? [rank 1/2, tcp]",
           port
       ),
       [&] { static_cast<void>(Group::connect(rendezvous_of(1, 2, port, 200ms))); }
