@@ -29,10 +29,9 @@ std::vector<std::byte> make_pattern(int from, uint64_t bytes) {
 
 void require_pattern(const std::byte* data, int from, uint64_t bytes) {
   for (uint64_t i = 0; i < bytes; ++i) {
-    require(
-        data[i] == pattern(from, i),
-        fmt::format("byte {} of {} from rank {} is wrong", i, bytes, from)
-    );
+    if (data[i] != pattern(from, i)) {  // the text is made only for a fault
+      require(false, fmt::format("byte {} of {} from rank {} is wrong", i, bytes, from));
+    }
   }
 }
 

@@ -142,6 +142,7 @@ TEST(ShmTransportTest, PinsNothingThatWasReleased) {
     Wire wire(group, {.transport = "shm"}, 4096);
     group.barrier();
     const int alive = num_shared_mappings();
+    group.barrier();
     for (int round = 0; round < 20; ++round) {
       wire.transport->release(wire.own.ref);
       group.barrier();
