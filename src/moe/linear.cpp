@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/linear.hpp"
 
-#include <cblas.h>
-
-#include <mutex>
+#include "moe/blas.hpp"
 
 namespace weft::moe {
 namespace {
@@ -20,7 +18,7 @@ void linear_forward(ConstRows x, const float* w, Rows y) {
   }
   const int in = size(x.cols);
   const int out = size(y.cols);
-  cblas_sgemm(
+  blas().sgemm(
       CblasRowMajor,
       CblasNoTrans,
       CblasTrans,
@@ -44,7 +42,7 @@ void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x) {
   }
   const int in = size(grad_x.cols);
   const int out = size(grad_y.cols);
-  cblas_sgemm(
+  blas().sgemm(
       CblasRowMajor,
       CblasNoTrans,
       CblasNoTrans,
@@ -68,7 +66,7 @@ void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w) {
   }
   const int in = size(x.cols);
   const int out = size(grad_y.cols);
-  cblas_sgemm(
+  blas().sgemm(
       CblasRowMajor,
       CblasTrans,
       CblasNoTrans,
@@ -84,11 +82,6 @@ void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w) {
       grad_w,
       in
   );
-}
-
-void use_one_blas_thread() {
-  static std::once_flag once;
-  std::call_once(once, [] { openblas_set_num_threads(1); });
 }
 
 }  // namespace weft::moe

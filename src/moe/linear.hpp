@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// y = x * w^T, the only place that calls BLAS.
+// y = x * w^T, the only place that multiplies matrices.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,5 @@ void linear_forward(ConstRows x, const float* w, Rows y);
 void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x);
 // grad_w [out, in] += grad_y^T * x.
 void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w);
-
-// Ranks already share the cores: one thread each for the products. Once per process is enough.
-void use_one_blas_thread();
 
 }  // namespace weft::moe

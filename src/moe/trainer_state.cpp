@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "core/check.hpp"
-#include "moe/linear.hpp"
+#include "moe/blas.hpp"
 #include "moe/together.hpp"
 
 namespace weft::moe {
@@ -20,6 +20,7 @@ const TrainConfig& checked(
 ) {
   const auto signatures = together(group, [&] {
     validate(config, -1, group.num_ranks());
+    static_cast<void>(blas());
     WEFT_CHECK_ARG(
         Context{},
         text.size() > static_cast<size_t>(config.model.window),
@@ -37,7 +38,6 @@ const TrainConfig& checked(
         rank
     );
   }
-  use_one_blas_thread();
   return config;
 }
 
