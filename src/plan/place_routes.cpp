@@ -2,6 +2,7 @@
 #include "plan/build.hpp"
 #include "plan/complete_plan.hpp"
 #include "plan/group_shape.hpp"
+#include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
 
 namespace weft {
@@ -52,17 +53,28 @@ std::vector<SlotCursor> arrival_cursors(
 class RoutePlacer {
  public:
   RoutePlacer(PlanData& plan, const RouteTable& routes, const RankCounts& own)
-      : plan_(plan), routes_(routes), per_rank_(plan.shape.num_local_experts()) {
+      : plan_(plan), routes_(routes) {
     plan.route_expert = routes.expert;
-    plan.route_slot.assign(routes.expert.size(), -1);
+    plan.route_slot.resize(routes.expert.size());
     plan.sent.resize(own.arrivals.size());
+    const int per_rank = plan.shape.num_local_experts();
+    for (int expert = 0; expert < plan.shape.num_experts; ++expert) {
+      homes_.push_back({owner_rank(expert, per_rank), local_expert(expert, per_rank)});
+    }
+    std::vector<int64_t> num_routes(own.arrivals.size());
+    for (size_t expert = 0; expert < homes_.size(); ++expert) {
+      num_routes[static_cast<size_t>(homes_[expert].rank)] += own.routes[expert];
+    }
     for (size_t rank = 0; rank < plan.sent.size(); ++rank) {
-      reserve(plan.sent[rank], own, rank);
+      plan.sent[rank].one_row = plan.shape.options.layout == Layout::kRankMajor;
+      writers_.emplace_back(
+          plan.sent[rank], own.arrivals[rank], num_routes[rank], plan.shape.has_weights
+      );
     }
   }
 
   void place_by_expert(std::vector<SlotCursor> cursors) {
-    for_each_route([&](size_t, int32_t, int32_t expert) {
+    for_each_route([&cursors](size_t, int32_t, int32_t expert) {
       return cursors[static_cast<size_t>(expert)].take();
     });
   }
@@ -80,76 +92,46 @@ class RoutePlacer {
   }
 
  private:
-  void reserve(Arrivals& arrivals, const RankCounts& own, size_t rank) const {
-    size_t num_routes = 0;
-    for (size_t e = 0; e < static_cast<size_t>(per_rank_); ++e) {
-      num_routes += static_cast<size_t>(own.routes[rank * static_cast<size_t>(per_rank_) + e]);
-    }
-    const auto num_arrivals = static_cast<size_t>(own.arrivals[rank]);
-    arrivals.one_row = plan_.shape.options.layout == Layout::kRankMajor;
-    arrivals.token.reserve(num_arrivals);
-    arrivals.route_begin.reserve(num_arrivals + 1);
-    arrivals.slot.reserve(num_routes);
-    arrivals.k.reserve(num_routes);
-    arrivals.expert.reserve(num_routes);
-    if (plan_.shape.has_weights) {
-      arrivals.weight.reserve(num_routes);
-    }
-  }
+  struct Home {
+    int32_t rank;
+    int32_t local;
+  };
 
   // `slot_of(target, token, expert)` is called once for each route, in order.
   template <class SlotOf>
   void for_each_route(SlotOf slot_of) {
-    size_t route = 0;
+    const bool has_weights = plan_.shape.has_weights;
+    bool dropped = false;
+    size_t i = 0;
     for (int64_t t = 0; t < routes_.num_tokens; ++t) {
       const auto token = static_cast<int32_t>(t);
-      for (int32_t k = 0; k < routes_.topk; ++k, ++route) {
-        const int32_t expert = routes_.expert[route];
+      for (int32_t k = 0; k < routes_.topk; ++k, ++i) {
+        const int32_t expert = routes_.expert[i];
+        plan_.route_slot[i] = -1;
         if (expert < 0) {
           continue;
         }
-        const auto target = static_cast<size_t>(owner_rank(expert, per_rank_));
+        const Home home = homes_[static_cast<size_t>(expert)];
+        const auto target = static_cast<size_t>(home.rank);
         const int32_t slot = slot_of(target, token, expert);
-        plan_.route_slot[route] = slot;
-        if (slot < 0) {
-          plan_.overflow = true;
-        } else {
-          keep(plan_.sent[target], token, k, route);
+        plan_.route_slot[i] = slot;
+        if (slot >= 0) {
+          const float weight = has_weights ? routes_.weight[i] : 0.0F;
+          writers_[target].add(token, {slot, k, home.local, weight});
         }
+        dropped |= slot < 0;
       }
     }
-    for (Arrivals& arrivals : plan_.sent) {
-      arrivals.route_begin.push_back(static_cast<int32_t>(arrivals.num_routes()));
-    }
-  }
-
-  void keep(Arrivals& arrivals, int32_t token, int32_t k, size_t route) const {
-    if (arrivals.token.empty() || arrivals.token.back() != token) {
-      arrivals.token.push_back(token);
-      arrivals.route_begin.push_back(static_cast<int32_t>(arrivals.num_routes()));
-    }
-    // A token's routes stand in the order of their slots: k order unless its experts are out of
-    // order.
-    const int32_t slot = plan_.route_slot[route];
-    size_t place = arrivals.slot.size();
-    while (place > static_cast<size_t>(arrivals.route_begin.back()) &&
-           arrivals.slot[place - 1] > slot) {
-      --place;
-    }
-    const auto insert = [place](auto& values, auto value) {
-      values.insert(values.begin() + static_cast<std::ptrdiff_t>(place), value);
-    };
-    insert(arrivals.slot, slot);
-    insert(arrivals.k, k);
-    insert(arrivals.expert, local_expert(routes_.expert[route], per_rank_));
-    if (plan_.shape.has_weights) {
-      insert(arrivals.weight, routes_.weight[route]);
+    plan_.overflow |= dropped;
+    for (PairWriter& writer : writers_) {
+      writer.finish();
     }
   }
 
   PlanData& plan_;
   const RouteTable& routes_;
-  const int per_rank_;
+  std::vector<Home> homes_;          // [num_experts]
+  std::vector<PairWriter> writers_;  // [num_ranks]
 };
 
 // What this rank will receive, as far as counts tell.

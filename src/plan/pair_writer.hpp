@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fills the arrivals of one (source, receiver) pair, route by route.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/plan_data.hpp"
+
+namespace weft {
+
+class PairWriter {
+ public:
+  struct Route {
+    int32_t slot;
+    int32_t k;
+    int32_t expert;  // local
+    float weight;
+  };
+
+  // The numbers bound what add() will bring; dropped routes make it less.
+  PairWriter(Arrivals& out, int64_t num_arrivals, int64_t num_routes, bool has_weights)
+      : out_(&out), has_weights_(has_weights) {
+    resize(static_cast<size_t>(num_arrivals), static_cast<size_t>(num_routes));
+  }
+
+  // Tokens come in ascending order, the routes of a token in k order.
+  void add(int32_t token, const Route& route) {
+    Arrivals& out = *out_;
+    if (token != last_token_) {
+      last_token_ = token;
+      first_ = num_routes_;
+      out.token[num_arrivals_] = token;
+      out.route_begin[num_arrivals_] = static_cast<int32_t>(num_routes_);
+      ++num_arrivals_;
+    }
+    // Ascending slots: a token's experts need not be in order. Equal slots stay in k order.
+    size_t at = num_routes_++;
+    for (; at > first_ && out.slot[at - 1] > route.slot; --at) {
+      out.slot[at] = out.slot[at - 1];
+      out.k[at] = out.k[at - 1];
+      out.expert[at] = out.expert[at - 1];
+      if (has_weights_) {
+        out.weight[at] = out.weight[at - 1];
+      }
+    }
+    out.slot[at] = route.slot;
+    out.k[at] = route.k;
+    out.expert[at] = route.expert;
+    if (has_weights_) {
+      out.weight[at] = route.weight;
+    }
+  }
+
+  void finish() {
+    resize(num_arrivals_, num_routes_);
+    out_->route_begin.back() = static_cast<int32_t>(num_routes_);
+  }
+
+ private:
+  void resize(size_t num_arrivals, size_t num_routes) {
+    out_->token.resize(num_arrivals);
+    out_->route_begin.resize(num_arrivals + 1);
+    out_->slot.resize(num_routes);
+    out_->k.resize(num_routes);
+    out_->expert.resize(num_routes);
+    out_->weight.resize(has_weights_ ? num_routes : 0);
+  }
+
+  Arrivals* out_;
+  bool has_weights_;
+  int32_t last_token_ = -1;
+  size_t first_ = 0;  // route of the last arrival
+  size_t num_arrivals_ = 0;
+  size_t num_routes_ = 0;
+};
+
+}  // namespace weft
