@@ -6,16 +6,14 @@ A document quotes measurements only between these lines, FILE being the name of 
 
     <!-- results FILE -->
     <!-- end results -->
-
-usage: tools/render_results.py            writes what is out of date
-       tools/render_results.py --check    exit 1 if anything is
 """
 
 import json
 import re
 import sys
-from pathlib import Path
 from xml.sax.saxutils import escape
+
+import tree
 
 MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
 FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "rows"]
@@ -144,6 +142,8 @@ def results_page(all_results):
         "Written by `tools/render_results.py` from the files in `bench/results/`; do not edit. Times are medians of the",
         "slowest rank; [benchmarks.md](benchmarks.md) says what the columns mean and how to measure again.",
     ]
+    if not all_results:
+        lines += ["", "Nothing is measured yet."]
     for name, results in all_results.items():
         lines += ["", f"## {name}", "", markdown(results), "", f"![{name}](plots/{name}.svg)"]
     return "\n".join(lines) + "\n"
@@ -162,9 +162,7 @@ def with_quotes(text, all_results, path):
 def wanted_files(root):
     paths = sorted((root / "bench/results").glob("*.json"))
     all_results = {path.stem: load(path) for path in paths}
-    wanted = {}
-    if all_results:
-        wanted[root / "docs/results.md"] = results_page(all_results)
+    wanted = {root / "docs/results.md": results_page(all_results)}
     for name, results in all_results.items():
         wanted[root / f"docs/plots/{name}.svg"] = plot(results)
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
@@ -173,26 +171,26 @@ def wanted_files(root):
     return wanted
 
 
-def main(arguments):
-    if arguments not in ([], ["--check"]):
-        fail(f"unknown arguments {' '.join(arguments)} (expected none, or --check)")
-    root = Path(__file__).resolve().parent.parent
+def main():
+    parser = tree.parser(__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="report what is out of date, write nothing")
+    args = parser.parse_args()
+    root = args.root.resolve()
     wanted = wanted_files(root)
     stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
-    stale += [path for path in (root / "docs/plots").glob("*.svg") if path not in wanted]
+    stale += [path for path in sorted((root / "docs/plots").glob("*.svg")) if path not in wanted]
+    if args.check:
+        findings = [f"{path.relative_to(root)}: differs from bench/results" for path in stale]
+        return tree.report("render_results", findings, "every quoted number is in bench/results")
     for path in stale:
-        name = path.relative_to(root)
-        if arguments:
-            print(f"{name} differs from bench/results (run tools/render_results.py)")
-        elif path in wanted:
+        if path in wanted:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(wanted[path])
-            print(f"wrote {name}")
         else:
             path.unlink()
-            print(f"removed {name}")
-    return 1 if arguments and stale else 0
+        print(f"{'wrote' if path in wanted else 'removed'} {path.relative_to(root)}")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -72,7 +72,7 @@ Json results_json(const std::vector<ResultRow>& rows, double limit_gbps) {
        fmt::format(
            "{}, {} cores, {}",
            machine.cpu,
-           machine.usable_cores,
+           machine.online_cores,
            bytes_text(static_cast<double>(machine.memory_bytes))
        )},
       {"gpus", Json::array()},

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weft check`: passes on this machine, and fails when it should."""
+
+import re
+
+import pytest
+
+from conftest import weft
+
+
+def num_equal(done):
+    equal, total = re.search(r"(\d+) of (\d+) cases equal the reference", done.stdout).groups()
+    return int(equal), int(total)
+
+
+@pytest.mark.parametrize("how", ["--processes", "--threads"])
+def test_quick_check_passes(how):
+    done = weft("check", "--quick", "--ranks", 2, how)
+    equal, total = num_equal(done)
+    assert equal == total > 90
+    assert "FAIL" not in done.stdout
+    for word in ("rank_major float16", "one row short", "no tokens at all", "four plans alive"):
+        assert word in done.stdout
+
+
+def test_what_cannot_run_fails_with_its_reason():
+    done = weft("check", "--quick", "--ranks", 2, "--transport", "pigeon", code=1)
+    equal, total = num_equal(done)
+    assert equal == 0 and total > 90
+    assert re.search(r"FAIL expert_major bfloat16, exact: .*pigeon", done.stdout)
+
+
+def test_bad_usage_is_told_apart():
+    assert "--ranks" in weft("check", "--ranks", "many", code=2).stderr

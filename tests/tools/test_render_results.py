@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+
+from run_tool import run_tool, write_tree
+
+ROW = {
+    **{"op": "dispatch", "executor": "cpu", "transport": "shm", "layout": "expert_major", "dtype": "bfloat16"},
+    **{"ranks": 2, "tokens": 2048, "hidden": 4096, "experts": 64, "topk": 8, "pad": 128, "sms": 0},
+    **{"mode": "exact direct", "us_p50": 2500.4, "us_p99": 3000.0, "wire_bytes": 5000000},
+    **{"logical_bytes": 50000000, "limit_us": 2000.0, "percent_of_limit": 80.0, "checked": True},
+    "rival": {"name": "the usual way", "us_p50": 10001.6},
+}
+RESULTS = {
+    **{"commit": "0123456789abcdef", "dirty": False, "date": "2001-02-03T04:05:06Z", "machine": "a machine"},
+    **{"gpus": [], "driver": "none", "cuda": "none", "limit_gbps": 25.0, "rows": [ROW]},
+}
+QUOTE = "before\n<!-- results case.m -->\n<!-- end results -->\nafter\n"
+
+
+def make_tree(root, results=RESULTS, quote=QUOTE):
+    return write_tree(root, {"bench/results/case.m.json": json.dumps(results), "README.md": quote})
+
+
+def test_quotes_numbers_between_the_marks_alone(tmp_path):
+    root = make_tree(tmp_path)
+    assert run_tool("render_results", root)[0] == 0
+    text = (root / "README.md").read_text()
+    assert text.startswith("before\n<!-- results case.m -->\n") and text.endswith("<!-- end results -->\nafter\n")
+    assert "| dispatch | yes | 2,500 | 3,000 | 2.0 | 20.0 | 80 | the usual way | 10,002 | 4.00 |" in text
+    assert "2001-02-03 at commit `0123456789ab` on a machine; plain copies reach 25.0 GB/s" in text
+    assert "the usual way" in (root / "docs/plots/case.m.svg").read_text()
+    assert run_tool("render_results", root, "--check") == (
+        0,
+        "render_results: every quoted number is in bench/results\n",
+    )
+
+
+def test_finds_a_number_that_was_typed_by_hand(tmp_path):
+    root = make_tree(tmp_path)
+    run_tool("render_results", root)
+    readme = root / "README.md"
+    readme.write_text(readme.read_text().replace("4.00", "5.00"))
+    status, out = run_tool("render_results", root, "--check")
+    assert status == 1
+    assert out.startswith("README.md: differs from bench/results\n")
+    assert "5.00" in readme.read_text()
+
+
+def test_finds_a_plot_without_results(tmp_path):
+    root = write_tree(make_tree(tmp_path), {"docs/plots/old.svg": "<svg/>"})
+    run_tool("render_results", root)
+    assert not (root / "docs/plots/old.svg").exists()
+
+
+def test_refuses_what_it_cannot_quote(tmp_path):
+    status, out = run_tool("render_results", make_tree(tmp_path, quote=QUOTE.replace("case.m", "nothing")))
+    assert status == 1
+    assert "README.md quotes nothing, but bench/results/nothing.json does not exist" in out
+    status, out = run_tool("render_results", make_tree(tmp_path, results={"rows": []}))
+    assert status == 1
+    assert "lacks commit, dirty, date" in out
