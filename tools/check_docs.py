@@ -4,15 +4,14 @@
 that documents named in source comments are.
 
 Markers, each in a line of its own before a fenced block:
-  <!-- run -->            the block is run by --run, from the root, and must succeed
-  <!-- quote FILE TAG --> the block equals the lines of FILE between '// [TAG]' and '// [/TAG]'
+  <!-- run -->         the block is run by --run, from the root, and must succeed
+  <!-- quote FILE -->  the block quotes lines of FILE; a line of '// ...' leaves some out
 """
 
 import json
 import re
 import subprocess
 import sys
-import textwrap
 
 import tree
 
@@ -111,17 +110,23 @@ class Checker:
         return None
 
     def quote_problem(self, marker, body):
-        name, tag = marker.split()[1:3]
+        """The block's lines stand in the file in this order; '// ...' lines skip some of the file's."""
+        name = marker.split()[1]
         path = self.root / name
         if not path.is_file():
             return f"{name} does not exist"
-        match = re.search(
-            rf"^[^\n]*// \[{tag}\]\n(.*?)^[^\n]*// \[/{tag}\]", path.read_text(), re.M | re.S
-        )
-        if not match:
-            return f"{name} has no section [{tag}]"
-        same = textwrap.dedent(match.group(1)) == body
-        return None if same else f"the block is not what {name} [{tag}] says"
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        place, may_skip = 0, True
+        for line in filter(None, map(str.strip, body.splitlines())):
+            if line.startswith("// ..."):
+                may_skip = True
+                continue
+            end = len(lines) if may_skip else place + 1
+            if line not in lines[place:end]:
+                return f"{name} does not go on with: {line}"
+            place = lines.index(line, place) + 1
+            may_skip = False
+        return None
 
     def findings_of(self, document):
         text = document.read_text()

@@ -15,7 +15,7 @@ TREE = {
     "CMakePresets.json": '{"configurePresets": [{"name": "cpu"}]}',
     "src/plan/plan.cpp": 'getenv("WEFT_LOG")',
     "scripts/demo": "",
-    "examples/a.cpp": "int main() {\n  // [call]\n  call();\n  // [/call]\n}\n",
+    "examples/a.cpp": "int main() {\n  call();\n\n  more();\n  end();\n}\n",
     "docs/launch.md": "",
 }
 
@@ -38,9 +38,12 @@ build/cpu/weft bench --ranks 2
 scripts/demo
 ```
 
-<!-- quote examples/a.cpp call -->
+<!-- quote examples/a.cpp -->
 ```cpp
-call();
+int main() {
+  call();
+  // ... and so on
+  end();
 ```
 """
 
@@ -64,8 +67,9 @@ def test_accepts_a_true_document(tmp_path):
         ("`weft bench --gone`", "weft bench has no option --gone"),
         ("`weft bench --js x`", "weft bench has no option --js"),
         ("Set WEFT_GONE.", "nothing reads WEFT_GONE"),
-        ("<!-- quote examples/a.cpp call -->\n```cpp\nother();\n```", "the block is not what"),
-        ("<!-- quote examples/a.cpp gone -->\n```cpp\ncall();\n```", "has no section [gone]"),
+        ("<!-- quote examples/a.cpp -->\n```cpp\nother();\n```", "does not go on with: other();"),
+        ("<!-- quote examples/a.cpp -->\n```cpp\ncall();\nend();\n```", "does not go on with: end();"),
+        ("<!-- quote examples/gone.cpp -->\n```cpp\ncall();\n```", "examples/gone.cpp does not exist"),
     ],
 )
 def test_refuses(tmp_path, text, problem):
