@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/copy.hpp"
 #include "group/shared_memory.hpp"
-#include "limits_stream.hpp"
 #include "measure.hpp"
 
 namespace weft::program {
@@ -128,10 +128,10 @@ struct CopyRig::State {
       if (method == CopyMethod::kStream) {
         copy_streaming(to, from, row_bytes);
       } else {
-        std::memcpy(to, from, row_bytes);
+        copy_bytes(to, from, row_bytes);
       }
     }
-    flush_streaming();
+    streaming_fence();
   }
 };
 
