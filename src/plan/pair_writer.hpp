@@ -23,32 +23,23 @@ class PairWriter {
     resize(static_cast<size_t>(num_arrivals), static_cast<size_t>(num_routes));
   }
 
-  // Tokens come in ascending order, the routes of a token in k order.
+  // Tokens come in ascending order, the routes of a token in the order that Arrivals wants. Without
+  // branches: which route begins an arrival cannot be predicted.
   void add(int32_t token, const Route& route) {
     Arrivals& out = *out_;
-    if (token != last_token_) {
-      last_token_ = token;
-      first_ = num_routes_;
-      out.token[num_arrivals_] = token;
-      out.route_begin[num_arrivals_] = static_cast<int32_t>(num_routes_);
-      ++num_arrivals_;
-    }
-    // Ascending slots: a token's experts need not be in order. Equal slots stay in k order.
-    size_t at = num_routes_++;
-    for (; at > first_ && out.slot[at - 1] > route.slot; --at) {
-      out.slot[at] = out.slot[at - 1];
-      out.k[at] = out.k[at - 1];
-      out.expert[at] = out.expert[at - 1];
-      if (has_weights_) {
-        out.weight[at] = out.weight[at - 1];
-      }
-    }
-    out.slot[at] = route.slot;
-    out.k[at] = route.k;
-    out.expert[at] = route.expert;
+    const bool is_new = token != last_token_;
+    last_token_ = token;
+    first_ = is_new ? static_cast<int32_t>(num_routes_) : first_;
+    num_arrivals_ += is_new ? 1 : 0;
+    out.token[num_arrivals_ - 1] = token;
+    out.route_begin[num_arrivals_ - 1] = first_;
+    out.slot[num_routes_] = route.slot;
+    out.k[num_routes_] = route.k;
+    out.expert[num_routes_] = route.expert;
     if (has_weights_) {
-      out.weight[at] = route.weight;
+      out.weight[num_routes_] = route.weight;
     }
+    ++num_routes_;
   }
 
   void finish() {
@@ -69,7 +60,7 @@ class PairWriter {
   Arrivals* out_;
   bool has_weights_;
   int32_t last_token_ = -1;
-  size_t first_ = 0;  // route of the last arrival
+  int32_t first_ = 0;  // route of the last arrival
   size_t num_arrivals_ = 0;
   size_t num_routes_ = 0;
 };
