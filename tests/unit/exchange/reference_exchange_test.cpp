@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+// The oracle itself, on cases small enough to know the answer by heart.
+#include "exchange/reference_exchange.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "core/half.hpp"
+#include "plan/reference_plan.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int kHidden = 4;
+constexpr float kUntouched = 77;
+
+using Floats = std::vector<float>;
+
+// Two ranks of two experts. Rank 0: token 0 -> experts 0, 2; token 1 -> 1, 0. Rank 1: token 0 ->
+// 0, 3.
+std::vector<Plan> make_plans(const PlanOptions& options) {
+  RouteTable first;
+  first.num_tokens = 2;
+  first.topk = 2;
+  first.expert = {0, 2, 1, 0};
+  RouteTable second;
+  second.num_tokens = 1;
+  second.topk = 2;
+  second.expert = {0, 3};
+  std::vector<Plan> plans;
+  for (PlanData& data : reference_plans(std::vector{first, second}, 4, options)) {
+    plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+  }
+  return plans;
+}
+
+PlanOptions expert_major(int64_t pad_multiple) {
+  PlanOptions options;
+  options.pad_multiple = pad_multiple;
+  return options;
+}
+
+// Rows whose elements all have the row's value.
+Floats rows_of(const Floats& values) {
+  Floats rows;
+  for (const float value : values) {
+    rows.insert(rows.end(), kHidden, value);
+  }
+  return rows;
+}
+
+Tensor view(Floats& data, int64_t cols) {
+  return matrix(data.data(), static_cast<int64_t>(data.size()) / cols, cols);
+}
+
+ConstTensor const_view(const Floats& data, int64_t cols) {
+  return matrix(data.data(), static_cast<int64_t>(data.size()) / cols, cols);
+}
+
+struct Dispatched {
+  std::vector<Floats> rows;     // by rank
+  std::vector<Floats> weights;  // by rank
+};
+
+// Tokens carry 10 and 11 on rank 0, 20 on rank 1; weights are 1, 2, 3, 4 and 5, 6.
+Dispatched dispatch(const std::vector<Plan>& plans) {
+  const std::vector<Floats> x = {rows_of({10, 11}), rows_of({20})};
+  const std::vector<Floats> weights = {{1, 2, 3, 4}, {5, 6}};
+  Dispatched out;
+  std::vector<DispatchInput> inputs;
+  std::vector<DispatchOutput> outputs;
+  for (const Plan& plan : plans) {
+    const auto num_rows = static_cast<size_t>(plan.num_rows());
+    out.rows.emplace_back(num_rows * kHidden, kUntouched);
+    out.weights.emplace_back(num_rows * static_cast<size_t>(plan.row_weight_cols()), kUntouched);
+  }
+  for (size_t rank = 0; rank < plans.size(); ++rank) {
+    inputs.push_back(
+        {.x = const_view(x[rank], kHidden), .weights = const_view(weights[rank], 2), .scales = {}}
+    );
+    outputs.push_back(
+        {.rows = view(out.rows[rank], kHidden),
+         .weights = view(out.weights[rank], plans[rank].row_weight_cols()),
+         .scales = {}}
+    );
+  }
+  reference_dispatch(plans, inputs, outputs);
+  return out;
+}
+
+TEST(ReferenceExchangeTest, CopiesEachRouteToItsSlotAndZerosPadding) {
+  const Dispatched out = dispatch(make_plans(expert_major(2)));
+  EXPECT_EQ(out.rows[0], rows_of({10, 11, 20, 0, 11, 0}));
+  EXPECT_EQ(out.weights[0], (Floats{1, 4, 5, 0, 3, 0}));
+  EXPECT_EQ(out.rows[1], rows_of({10, 0, 20, 0}));
+  EXPECT_EQ(out.weights[1], (Floats{2, 0, 6, 0}));
+}
+
+TEST(ReferenceExchangeTest, LeavesSlackUntouched) {
+  PlanOptions options = expert_major(1);
+  options.row_budget = 5;
+  const Dispatched out = dispatch(make_plans(options));
+  EXPECT_EQ(out.rows[0], rows_of({10, 11, 20, 11, kUntouched}));
+  EXPECT_EQ(out.rows[1], rows_of({10, 20, kUntouched, kUntouched, kUntouched}));
+}
+
+TEST(ReferenceExchangeTest, PutsWeightsOfRankMajorRowsAtTheirK) {
+  PlanOptions options;
+  options.layout = Layout::kRankMajor;
+  const Dispatched out = dispatch(make_plans(options));
+  EXPECT_EQ(out.rows[0], rows_of({10, 11, 20}));
+  EXPECT_EQ(out.weights[0], (Floats{1, 0, 3, 4, 5, 0}));
+  EXPECT_EQ(out.rows[1], rows_of({10, 20}));
+  EXPECT_EQ(out.weights[1], (Floats{0, 2, 0, 6}));
+}
+
+struct Combined {
+  std::vector<Floats> x;
+  std::vector<Floats> weights;
+};
+
+Combined combine(
+    const std::vector<Plan>& plans,
+    const std::vector<Floats>& rows,
+    CombineScale scale = CombineScale::kNone
+) {
+  const std::vector<Floats> row_weights = {{1, 2, 3, 4}, {5, 6}};
+  const std::vector<Floats> source_weights = {{2, 3, 5, 7}, {11, 13}};
+  Combined out = {
+      {Floats(2 * kHidden, kUntouched), Floats(kHidden, kUntouched)},
+      {Floats(4, kUntouched), Floats(2, kUntouched)}};
+  std::vector<CombineInput> inputs;
+  std::vector<CombineOutput> outputs;
+  for (size_t rank = 0; rank < plans.size(); ++rank) {
+    CombineInput input;
+    input.rows = const_view(rows[rank], kHidden);
+    input.weights = const_view(row_weights[rank], plans[rank].row_weight_cols());
+    input.scale = scale;
+    if (scale == CombineScale::kSourceWeights) {
+      input.source_weights = const_view(source_weights[rank], 2);
+    }
+    inputs.push_back(input);
+    outputs.push_back({.x = view(out.x[rank], kHidden), .weights = view(out.weights[rank], 2)});
+  }
+  reference_combine(plans, inputs, outputs);
+  return out;
+}
+
+TEST(ReferenceExchangeTest, SumsATokensRowsAndReturnsWeightsToTheirPlace) {
+  const auto plans = make_plans(expert_major(1));
+  const Combined out = combine(plans, {rows_of({1, 2, 4, 8}), rows_of({16, 32})});
+  EXPECT_EQ(out.x[0], rows_of({1 + 16, 2 + 8}));
+  EXPECT_EQ(out.x[1], rows_of({4 + 32}));
+  EXPECT_EQ(out.weights[0], (Floats{1, 5, 4, 2}));
+  EXPECT_EQ(out.weights[1], (Floats{3, 6}));
+}
+
+TEST(ReferenceExchangeTest, MultipliesEachRowByItsRoutesWeight) {
+  const auto plans = make_plans(expert_major(1));
+  const std::vector<Floats> rows = {rows_of({1, 2, 4, 8}), rows_of({16, 32})};
+  const Combined out = combine(plans, rows, CombineScale::kSourceWeights);
+  EXPECT_EQ(out.x[0], rows_of({1 * 2 + 16 * 3, 8 * 5 + 2 * 7}));
+  EXPECT_EQ(out.x[1], rows_of({4 * 11 + 32 * 13}));
+}
+
+TEST(ReferenceExchangeTest, KeepsTheSignOfZero) {
+  const auto plans = make_plans(expert_major(1));
+  const Combined out = combine(plans, {rows_of({-0.0F, 0, -0.0F, 0}), rows_of({-0.0F, -0.0F})});
+  EXPECT_TRUE(std::signbit(out.x[0][0]));
+  EXPECT_FALSE(std::signbit(out.x[0][kHidden]));
+}
+
+TEST(ReferenceExchangeTest, RefusesToScaleRankMajorRows) {
+  PlanOptions options;
+  options.layout = Layout::kRankMajor;
+  const auto plans = make_plans(options);
+  CombineInput input;
+  input.scale = CombineScale::kPlanWeights;
+  const std::vector<CombineInput> inputs(2, input);
+  const std::vector<CombineOutput> outputs(2);
+  EXPECT_THROW(reference_combine(plans, inputs, outputs), Error);
+}
+
+// One token with two rows on rank 0 and one on rank 1. In one go the sum would be 1 + 2^-7, which
+// bf16 can hold; rounded on each hop, both halves of 2^-7 are ties that go to the even 1.
+TEST(ReferenceExchangeTest, RoundsOncePerHop) {
+  RouteTable one;
+  one.num_tokens = 1;
+  one.topk = 3;
+  one.expert = {0, 1, 2};
+  RouteTable none;
+  none.topk = 3;
+  std::vector<Plan> plans;
+  for (PlanData& data : reference_plans(std::vector{one, none}, 4, {})) {
+    plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+  }
+  const uint16_t small = float_to_bf16(0x1p-8F);
+  const std::vector<uint16_t> first = {float_to_bf16(1), small};
+  const std::vector<uint16_t> second = {small};
+  std::vector<uint16_t> x(1);
+  const auto tensor = [](const std::vector<uint16_t>& data) {
+    return ConstTensor{
+        reinterpret_cast<const std::byte*>(data.data()),
+        DType::kBFloat16,
+        static_cast<int64_t>(data.size()),
+        1};
+  };
+  std::vector<CombineInput> inputs(2);
+  inputs[0].rows = tensor(first);
+  inputs[1].rows = tensor(second);
+  std::vector<CombineOutput> outputs(2);
+  outputs[0].x = {reinterpret_cast<std::byte*>(x.data()), DType::kBFloat16, 1, 1};
+  outputs[1].x = {nullptr, DType::kBFloat16, 0, 1};
+  reference_combine(plans, inputs, outputs);
+  EXPECT_EQ(bf16_to_float(x[0]), 1.0F);
+}
+
+}  // namespace
+}  // namespace weft
