@@ -69,8 +69,9 @@ class Group {
 
 // Forks `num_ranks` processes, connects them over loopback with a fresh secret and runs `body` in
 // each, rank 0 included. Returns each rank's exit status (128 + signal if killed); a body's
-// exception is printed and becomes status 1. When one rank dies the others see PeerError; when this
-// process dies, they are killed. Call before starting threads.
+// exception is printed and becomes status 1. When one rank dies the others see PeerError; who has
+// not ended some seconds later is terminated. SIGINT and SIGTERM are passed on, the same again
+// kills. When this process dies, so do the ranks. Call before starting threads.
 [[nodiscard]] std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& body);
 
 // Runs `body` on one thread per rank. After all have ended, rethrows the first exception by rank, a

@@ -185,9 +185,10 @@ class Admission {
 
   // Tells those who joined, and for a while those who still come, until `num_others` know.
   [[noreturn]] void end(const Failure& failure, int num_others) {
-    for (const Socket& socket : joined_) {
+    for (Socket& socket : joined_) {
       if (socket.is_open()) {
         send_failure(socket, failure);
+        socket.close();
         --num_others;
       }
     }

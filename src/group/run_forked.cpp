@@ -21,14 +21,21 @@ namespace {
 
 constexpr timespec kTick = {0, 100'000'000};
 constexpr int kSignalStatus = 128;
+// Who signals both a process and its group reaches us twice with one wish.
+constexpr auto kOneWish = std::chrono::seconds(1);
 
 // While in scope, SIGCHLD, SIGINT and SIGTERM wait for sigtimedwait().
 class HeldSignals {
  public:
   HeldSignals() {
     sigemptyset(&held_);
-    for (const int signal : {SIGCHLD, SIGINT, SIGTERM}) {
-      sigaddset(&held_, signal);
+    sigaddset(&held_, SIGCHLD);
+    for (const int signal : {SIGINT, SIGTERM}) {
+      struct sigaction action = {};
+      sigaction(signal, nullptr, &action);
+      if (action.sa_handler != SIG_IGN) {
+        sigaddset(&held_, signal);
+      }
     }
     pthread_sigmask(SIG_BLOCK, &held_, &before_);
     struct sigaction by_default = {};
@@ -145,13 +152,18 @@ class Nursery {
   }
 
   void pass_on(const siginfo_t& info) {
+    const bool is_repeated = info.si_signo == last_signal_;
+    if (is_repeated && Clock::now() - last_time_ < kOneWish) {
+      return;
+    }
+    last_signal_ = info.si_signo;
+    last_time_ = Clock::now();
     // A terminal's Ctrl-C has reached the children already.
     const bool is_from_terminal = info.si_signo == SIGINT && info.si_code == SI_KERNEL;
-    if (!is_from_terminal) {
-      send(info.si_signo);
-    }
-    if (std::exchange(is_asked_to_end_, true)) {
+    if (is_repeated) {
       send(SIGKILL);
+    } else if (!is_from_terminal) {
+      send(info.si_signo);
     }
   }
 
@@ -161,7 +173,8 @@ class Nursery {
   std::vector<int> statuses_;  // by rank, -1 while it runs
   std::optional<Deadline> end_;
   bool is_terminated_ = false;
-  bool is_asked_to_end_ = false;
+  int last_signal_ = 0;
+  Clock::time_point last_time_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "core/clock.hpp"
 #include "group_test.hpp"
 
 namespace weft {
@@ -35,11 +36,12 @@ class LifeLine {
     }
   }
   void write_byte() const { EXPECT_EQ(write(ends_[1], "x", 1), 1); }
-  // Waits for a byte, or for the end: 1 or 0; -1 if neither comes in ten seconds.
-  [[nodiscard]] ssize_t read_byte() const {
+  // Waits for a byte, or for the end: 1 or 0; -1 if neither comes in time.
+  [[nodiscard]] ssize_t read_byte(std::chrono::milliseconds timeout = 10s) const {
     pollfd entry = {ends_[0], POLLIN, 0};
     char byte = 0;
-    return poll(&entry, 1, 10'000) == 1 ? read(ends_[0], &byte, 1) : -1;
+    const bool is_ready = poll(&entry, 1, static_cast<int>(timeout.count())) == 1;
+    return is_ready ? read(ends_[0], &byte, 1) : -1;
   }
 
  private:
@@ -150,7 +152,8 @@ TEST(RunForkedTest, RefusesAnEmptyGroup) {
 // A process that runs two ranks which never end, as seen from outside.
 class Program {
  public:
-  Program() {
+  // The ranks treat SIGTERM as `on_sigterm` says.
+  explicit Program(sighandler_t on_sigterm = SIG_DFL) : on_sigterm_(on_sigterm) {
     pid_ = fork();
     if (pid_ == 0) {
       run();
@@ -170,7 +173,9 @@ class Program {
   }
   void send(int signal) const { ASSERT_TRUE(pid_ > 0 && kill(pid_, signal) == 0); }
   // No process of it is left.
-  [[nodiscard]] bool is_gone() const { return life_.read_byte() == 0; }
+  [[nodiscard]] bool is_gone(std::chrono::milliseconds timeout = 10s) const {
+    return life_.read_byte(timeout) == 0;
+  }
   [[nodiscard]] int status() const {
     siginfo_t info = {};
     EXPECT_EQ(waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOWAIT), 0);
@@ -182,6 +187,7 @@ class Program {
     const auto statuses = run_forked(
         2,
         [this](Group&) -> int {
+          signal(SIGTERM, on_sigterm_);
           life_.write_byte();
           while (true) {
             pause();
@@ -194,6 +200,7 @@ class Program {
   }
 
   LifeLine life_;
+  sighandler_t on_sigterm_;
   pid_t pid_ = -1;
 };
 
@@ -205,6 +212,18 @@ TEST(RunForkedTest, PassesSignalsOn) {
     EXPECT_TRUE(program.is_gone());
     EXPECT_EQ(program.status(), 128 + signal);
   }
+}
+
+TEST(RunForkedTest, TheSameSignalAgainKillsButNotAtOnce) {
+  Program program(SIG_IGN);
+  program.wait_until_ranks_run();
+  const auto begin = Clock::now();
+  program.send(SIGTERM);
+  while (!program.is_gone(50ms) && Clock::now() - begin < 10s) {
+    program.send(SIGTERM);
+  }
+  EXPECT_GE(Clock::now() - begin, 1s);
+  EXPECT_EQ(program.status(), 128 + SIGKILL);
 }
 
 TEST(RunForkedTest, RanksEndWithTheirParent) {
