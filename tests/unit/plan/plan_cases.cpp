@@ -2,6 +2,7 @@
 #include "unit/plan/plan_cases.hpp"
 
 #include <algorithm>
+#include <limits>
 
 #include "plan/plan_data.hpp"
 #include "plan/random_routing.hpp"
@@ -147,6 +148,19 @@ RouteTable table_of(int topk, const std::vector<std::vector<int32_t>>& rows) {
     table.expert.insert(table.expert.end(), row.begin(), row.end());
   }
   return table;
+}
+
+std::vector<Plan> sample_plans(const PlanOptions& options) {
+  std::vector<RouteTable> routes = {
+      table_of(2, {{0, 1}, {2, 0}}), table_of(2, {{1, -1}, {0, 0}, {3, 2}})};
+  for (RouteTable& table : routes) {
+    table.weight.assign(table.expert.size(), 0.1F);
+  }
+  routes[0].weight[0] = std::numeric_limits<float>::quiet_NaN();
+  routes[0].weight[1] = -std::numeric_limits<float>::infinity();
+  routes[0].weight[2] = std::numeric_limits<float>::denorm_min();
+  routes[0].weight[3] = -0.0F;
+  return build_plans(routes, 4, options);
 }
 
 }  // namespace weft::testing

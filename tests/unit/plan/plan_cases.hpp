@@ -38,6 +38,9 @@ struct PlanCase {
 // Builds a table by hand: one row of experts for each token.
 [[nodiscard]] RouteTable table_of(int topk, const std::vector<std::vector<int32_t>>& rows);
 
+// Two ranks, two experts each, three weights that are hard to write down.
+[[nodiscard]] std::vector<Plan> sample_plans(const PlanOptions& options = {});
+
 // The message that `call` throws, up to " at file:line"; "nothing" if it returns.
 template <class Call>
 [[nodiscard]] std::string message_of(Call call) {

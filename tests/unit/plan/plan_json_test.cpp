@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans as JSON and as files.
+#include <nlohmann/json.hpp>
+
+#include <filesystem>
+#include <fstream>
+#include <unistd.h>
+
+#include "unit/plan/plan_cases.hpp"
+
+namespace weft {
+namespace {
+
+using nlohmann::json;
+using testing::message_of;
+using testing::random_case;
+using testing::sample_plans;
+
+TEST(PlanJsonTest, ReturnsAnEqualPlan) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    const testing::PlanCase c = random_case(seed);
+    for (const Plan& plan : build_plans(c.routes, c.num_experts, c.options, c.row_budgets)) {
+      ASSERT_EQ(Plan::from_json(plan.to_json()), plan) << "seed " << seed << ": " << describe(c);
+    }
+  }
+}
+
+TEST(PlanJsonTest, KeepsTheBitsOfEveryWeight) {
+  for (const Plan& plan : sample_plans()) {
+    EXPECT_EQ(Plan::from_json(plan.to_json()), plan);
+  }
+}
+
+TEST(PlanJsonTest, IsTheSameTextForTheSamePlan) {
+  const Plan plan = sample_plans()[1];
+  EXPECT_EQ(Plan::from_json(plan.to_json()).to_json(), plan.to_json());
+}
+
+// Faults in the text of rank 0's plan.
+class FaultyJsonTest : public ::testing::Test {
+ protected:
+  [[nodiscard]] static std::string refusal(std::string_view text) {
+    return message_of([&] { static_cast<void>(Plan::from_json(text, "plan.json")); });
+  }
+  [[nodiscard]] std::string with(const char* pointer, const json& value) const {
+    json changed = whole_;
+    changed[json::json_pointer(pointer)] = value;
+    return refusal(changed.dump());
+  }
+  [[nodiscard]] std::string without(const char* parent, const char* key) const {
+    json changed = whole_;
+    changed[json::json_pointer(parent)].erase(key);
+    return refusal(changed.dump());
+  }
+  json whole_ = json::parse(sample_plans()[0].to_json());
+};
+
+TEST_F(FaultyJsonTest, NamesTheByteWhereTextStopsToBeJson) {
+  EXPECT_EQ(refusal(""), "load: plan.json: the file is empty (expected a plan as JSON)");
+  EXPECT_EQ(
+      refusal("{\"format\": nonsense}").substr(0, 37), "load: plan.json: not JSON at byte 13 "
+  );
+  const std::string cut = whole_.dump().substr(0, 100);
+  EXPECT_EQ(refusal(cut).substr(0, 38), "load: plan.json: not JSON at byte 101 ");
+  EXPECT_EQ(refusal("\xff\xfe").substr(0, 33), "load: plan.json: not JSON at byte");
+}
+
+TEST_F(FaultyJsonTest, NamesForeignFormats) {
+  EXPECT_EQ(
+      with("/format", "recipe"), "load: plan.json: /format is \"recipe\" (expected \"weft plan\")"
+  );
+  EXPECT_EQ(with("/version", 2), "load: plan.json: /version is 2 (an integer from 1 to 1)");
+  EXPECT_EQ(refusal("[1, 2]"), "load: plan.json: the whole is [1,2] (an object with \"format\")");
+  EXPECT_EQ(refusal("{}"), "load: plan.json: /format is missing");
+}
+
+TEST_F(FaultyJsonTest, NamesMissingKeys) {
+  EXPECT_EQ(without("/shape", "topk"), "load: plan.json: /shape/topk is missing");
+  EXPECT_EQ(without("/sent/1", "slot"), "load: plan.json: /sent/1/slot is missing");
+}
+
+TEST_F(FaultyJsonTest, NamesValuesOfAnotherKind) {
+  EXPECT_EQ(
+      with("/shape/rank", "zero"),
+      "load: plan.json: /shape/rank is \"zero\" (an integer from 0 to 1)"
+  );
+  EXPECT_EQ(with("/shape/from_map", 1), "load: plan.json: /shape/from_map is 1 (true or false)");
+  EXPECT_EQ(with("/shape/layout", 1), "load: plan.json: /shape/layout is 1 (a string)");
+  EXPECT_EQ(
+      with("/shape/layout", "diagonal"),
+      "load: plan.json: /shape/layout is \"diagonal\" (\"rank_major\", \"expert_major\" or "
+      "\"expert_strided\")"
+  );
+  EXPECT_EQ(
+      with("/shape/overflow", "explode"),
+      "load: plan.json: /shape/overflow is \"explode\" (\"drop\" or \"error\")"
+  );
+  EXPECT_EQ(with("/sent", 5), "load: plan.json: /sent is 5 (a list)");
+  EXPECT_EQ(
+      with("/sent/0/weight/0", "0xzz"),
+      "load: plan.json: /sent/0/weight/0 is \"0xzz\" (a float, or its bits as \"0x7fc00000\")"
+  );
+}
+
+TEST_F(FaultyJsonTest, NamesValuesOutOfRange) {
+  EXPECT_EQ(
+      with("/shape/topk", 33), "load: plan.json: /shape/topk is 33 (an integer from 1 to 32)"
+  );
+  EXPECT_EQ(
+      with("/shape/rank", 18446744073709551615U),
+      "load: plan.json: /shape/rank is 18446744073709551615 (an integer from 0 to 1)"
+  );
+  EXPECT_EQ(
+      with("/shape/num_experts", 5),
+      "load: plan.json: /shape/num_experts is 5 (a multiple of num_ranks = 2)"
+  );
+  EXPECT_EQ(
+      with("/route_expert/2", 4), "load: plan.json: /route_expert/2 is 4 (an integer from -1 to 3)"
+  );
+  EXPECT_EQ(
+      with("/received/1/slot/0", 99),
+      "load: plan.json: /received/1 is malformed: slot[0] = 99 is out of range (num_rows = 6)"
+  );
+}
+
+TEST_F(FaultyJsonTest, NamesWrongLengths) {
+  EXPECT_EQ(
+      with("/output/expert_begin", json::array({0})),
+      "load: plan.json: /output/expert_begin has 1 entries (expected 2)"
+  );
+  EXPECT_EQ(
+      with("/route_slot", json::array()), "load: plan.json: /route_slot has 0 entries (expected 4)"
+  );
+  EXPECT_EQ(
+      with("/shape/num_tokens", 300000000),
+      "load: plan.json: /route_expert has 4 entries (expected 600000000)"
+  );
+}
+
+TEST_F(FaultyJsonTest, NamesPartsThatDisagree) {
+  EXPECT_EQ(
+      with("/route_slot/0", 3),
+      "load: plan.json: /sent disagrees with route_expert and route_slot (rank 0, route 0)"
+  );
+  EXPECT_EQ(
+      with("/sent/1", whole_["sent"][0]),
+      "load: plan.json: /sent disagrees with route_expert and route_slot (rank 1, route 0)"
+  );
+  EXPECT_EQ(
+      with("/output/expert_begin/1", 7),
+      "load: plan.json: /output/expert_begin puts expert 1 at 7 with 2 rows, padded to 2 (num_rows "
+      "= 6)"
+  );
+}
+
+TEST_F(FaultyJsonTest, RefusesRowExpertsThatDoNotFollow) {
+  whole_ = json::parse(sample_plans({.layout = Layout::kRankMajor})[0].to_json());
+  EXPECT_EQ(
+      with("/output/row_experts/0", 1),
+      "load: plan.json: /received disagrees with rows_per_expert or row_experts"
+  );
+}
+
+class PlanFileTest : public ::testing::Test {
+ protected:
+  PlanFileTest() { std::filesystem::create_directories(folder_); }
+  ~PlanFileTest() override { std::filesystem::remove_all(folder_); }
+  std::string folder_ =
+      (std::filesystem::temp_directory_path() / fmt::format("weft_plan_test_{}", ::getpid()))
+          .string();
+  std::string path_ = folder_ + "/plan.json";
+};
+
+TEST_F(PlanFileTest, LoadsWhatWasSaved) {
+  const Plan plan = sample_plans()[1];
+  plan.save(path_);
+  EXPECT_EQ(Plan::load(path_), plan);
+}
+
+TEST_F(PlanFileTest, LeavesNothingBesideTheFile) {
+  sample_plans()[0].save(path_);
+  sample_plans()[1].save(path_);
+  EXPECT_EQ(Plan::load(path_), sample_plans()[1]);
+  const std::filesystem::directory_iterator files(folder_);
+  EXPECT_EQ(std::distance(begin(files), end(files)), 1);
+}
+
+TEST_F(PlanFileTest, NamesAMissingFile) {
+  EXPECT_EQ(
+      message_of([&] { static_cast<void>(Plan::load(path_)); }),
+      fmt::format("open: {}: No such file or directory (errno 2)", path_)
+  );
+}
+
+TEST_F(PlanFileTest, NamesAnEmptyFile) {
+  std::ofstream(path_).close();
+  EXPECT_EQ(
+      message_of([&] { static_cast<void>(Plan::load(path_)); }),
+      fmt::format("load: {}: the file is empty (expected a plan as JSON)", path_)
+  );
+}
+
+TEST_F(PlanFileTest, NamesAFolderThatIsNotThere) {
+  const std::string nowhere = folder_ + "/absent/plan.json";
+  EXPECT_EQ(
+      message_of([&] { sample_plans()[0].save(nowhere); }),
+      fmt::format("save: {}: No such file or directory (errno 2)", nowhere)
+  );
+}
+
+}  // namespace
+}  // namespace weft
