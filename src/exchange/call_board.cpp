@@ -103,9 +103,16 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
         .source = message_.data(),
         .bytes = message_.size(),
         .region = slots_[static_cast<size_t>(rank)],
-        .signal = signals_.call(static_cast<uint32_t>(own)),
+        .signal = signals_.call(call_, static_cast<uint32_t>(own)),
         .offset = offset};
-    transport_.put(rank, {&put, 1});
+    try {
+      transport_.put(rank, {&put, 1});
+    } catch (const Error&) {
+      // Nobody can write to a peer that has left; collect() says so, unless its word is here.
+      if (transport_.peer_state(rank) == PeerState::kAlive) {
+        throw;
+      }
+    }
   }
 }
 
@@ -114,7 +121,9 @@ std::vector<CallWord> CallBoard::collect(const CallWord& own) {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     if (rank != context_.rank) {
       wanted.push_back(
-          {.peer = rank, .signal = signals_.call(static_cast<uint32_t>(rank)), .wanted = call_}
+          {.peer = rank,
+           .signal = signals_.call(call_, static_cast<uint32_t>(rank)),
+           .wanted = (call_ + 1) / 2}  // calls of this parity so far
       );
     }
   }

@@ -92,6 +92,29 @@ Exchange::State::~State() {
   }
 }
 
+std::exception_ptr Exchange::State::cause_of(Op op, const Error& error) const {
+  for (int peer = 0; peer < context.num_ranks && error.code() == ErrorCode::kTransport; ++peer) {
+    const PeerState state = transport->peer_state(peer);
+    if (peer == context.rank || state == PeerState::kAlive) {
+      continue;
+    }
+    const std::string problem = fmt::format(
+        "{}: rank {} {} during call {} ({})",
+        op_name(op),
+        peer,
+        state == PeerState::kDied ? "died" : "left the exchange",
+        call_number,
+        error.what()
+    );
+    try {
+      raise_error(ErrorCode::kPeerFailed, context, problem);
+    } catch (const Error&) {
+      return std::current_exception();
+    }
+  }
+  return std::current_exception();
+}
+
 CallWord Exchange::State::new_word(Op op) const {
   CallWord word;
   word.call = call_number;

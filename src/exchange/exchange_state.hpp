@@ -30,6 +30,9 @@ struct Exchange::State {
   template <class Prepare, class Run>
   auto call(Op op, const Prepare& prepare, const Run& run);
 
+  // The exception being handled, or that a peer is gone if the transport failed because of it.
+  [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
+
   [[nodiscard]] CallWord new_word(Op op) const;
   // Makes room for what peers write here in this call. Nobody writes there between calls.
   void reserve_staging(uint64_t bytes);
@@ -82,10 +85,11 @@ auto Exchange::State::call(Op op, const Prepare& prepare, const Run& run) {
     return run(prepared);
   } catch (const Error& error) {
     // Raised on every rank from the same call words, before anything was written.
-    if (error.code() != ErrorCode::kInvalidArgument) {
-      broken = std::current_exception();
+    if (error.code() == ErrorCode::kInvalidArgument) {
+      throw;
     }
-    throw;
+    broken = cause_of(op, error);
+    std::rethrow_exception(broken);
   } catch (...) {
     broken = std::current_exception();
     throw;

@@ -55,18 +55,22 @@ struct SignalMap {
   uint32_t num_ranks = 1;
   uint32_t max_chunks = 0;  // num_chunks(max_tokens)
 
-  WEFT_HD constexpr uint32_t call(uint32_t source) const { return source; }
-  WEFT_HD constexpr uint32_t records(uint32_t source) const { return num_ranks + source; }
+  // One for each parity: words of neighbouring calls may overtake each other, and a count that both
+  // raise would not tell which one has come.
+  WEFT_HD constexpr uint32_t call(uint64_t call, uint32_t source) const {
+    return static_cast<uint32_t>(call % 2) * num_ranks + source;
+  }
+  WEFT_HD constexpr uint32_t records(uint32_t source) const { return 2 * num_ranks + source; }
   WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
-    return 2 * num_ranks + source;
+    return 3 * num_ranks + source;
   }
   WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
-    return 3 * num_ranks + source * max_chunks + chunk;
+    return 4 * num_ranks + source * max_chunks + chunk;
   }
   WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
-    return 3 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+    return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
-  WEFT_HD constexpr uint32_t size() const { return 3 * num_ranks + 2 * num_ranks * max_chunks; }
+  WEFT_HD constexpr uint32_t size() const { return 4 * num_ranks + 2 * num_ranks * max_chunks; }
 };
 
 }  // namespace weft

@@ -92,28 +92,35 @@ void Waiter::check_peers(
     const std::vector<Missing>& missing,
     const std::function<bool()>& ready
 ) {
+  const Missing* gone = nullptr;  // rather one that died than one that left for that reason
+  PeerState how = PeerState::kLeft;
   for (const Missing& one : missing) {
     const PeerState state = transport_.peer_state(one.peer);
     // What a peer raised before it ended still counts, so look once more after its state.
-    if (state == PeerState::kAlive || ready()) {
-      continue;
+    const bool is_raised = transport_.signal_value(one.signal) >= one.wanted;
+    if (state != PeerState::kAlive && !is_raised && (gone == nullptr || how == PeerState::kLeft)) {
+      gone = &one;
+      how = state;
     }
-    raise_error(
-        ErrorCode::kPeerFailed,
-        context_,
-        fmt::format(
-            "{}: rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
-            reason.op,
-            one.peer,
-            state == PeerState::kDied ? "died" : "left the exchange",
-            reason.what,
-            reason.call,
-            one.signal,
-            one.seen,
-            one.wanted
-        )
-    );
   }
+  if (gone == nullptr || ready()) {
+    return;
+  }
+  raise_error(
+      ErrorCode::kPeerFailed,
+      context_,
+      fmt::format(
+          "{}: rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
+          reason.op,
+          gone->peer,
+          how == PeerState::kDied ? "died" : "left the exchange",
+          reason.what,
+          reason.call,
+          gone->signal,
+          gone->seen,
+          gone->wanted
+      )
+  );
 }
 
 void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missing) const {
