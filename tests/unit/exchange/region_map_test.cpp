@@ -42,11 +42,12 @@ TEST(SignalMapTest, GivesEachPurposeItsOwnSignal) {
     std::set<uint32_t> signals;
     size_t expected = 0;
     for (uint32_t source = 0; source < num_ranks; ++source) {
-      signals.insert({map.call(source), map.records(source), map.source_weights(source)});
+      signals.insert({map.call(6, source), map.call(7, source)});
+      signals.insert({map.records(source), map.source_weights(source)});
       for (uint32_t chunk = 0; chunk < map.max_chunks; ++chunk) {
         signals.insert({map.dispatch(source, chunk), map.combine(source, chunk)});
       }
-      expected += 3 + 2 * map.max_chunks;
+      expected += 4 + 2 * map.max_chunks;
     }
     EXPECT_EQ(signals.size(), expected);
     EXPECT_LT(*signals.rbegin(), map.size());

@@ -79,6 +79,22 @@ TEST_F(WaiterTest, NamesAPeerThatLeft) {
   );
 }
 
+TEST_F(WaiterTest, NamesThePeerThatDiedRatherThanOneThatLeftForIt) {
+  transport_.peers[1] = PeerState::kLeft;
+  transport_.peers[2] = PeerState::kDied;
+  transport_.peers[3] = PeerState::kLeft;
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60))
+        .until_raised(
+            kReason,
+            {{.peer = 1, .signal = 1, .wanted = 1},
+             {.peer = 2, .signal = 2, .wanted = 1},
+             {.peer = 3, .signal = 3, .wanted = 1}}
+        );
+  });
+  EXPECT_TRUE(text_of(thrown).starts_with("dispatch: rank 2 died before")) << text_of(thrown);
+}
+
 TEST_F(WaiterTest, CountsWhatAPeerRaisedBeforeItEnded) {
   transport_.on_park = [this] {
     transport_.signals[1] = 1;
@@ -90,9 +106,25 @@ TEST_F(WaiterTest, CountsWhatAPeerRaisedBeforeItEnded) {
   EXPECT_EQ(text_of(thrown), "nothing");
 }
 
+TEST_F(WaiterTest, BlamesNoPeerThatRaisedItsSignalAndLeftWhileAnotherIsLate) {
+  int num_parks = 0;
+  transport_.on_park = [&] {
+    transport_.signals[1] = 1;
+    transport_.peers[1] = PeerState::kLeft;
+    transport_.signals[2] = ++num_parks == 3 ? 1 : 0;
+  };
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60))
+        .until_raised(
+            kReason, {{.peer = 1, .signal = 1, .wanted = 1}, {.peer = 2, .signal = 2, .wanted = 1}}
+        );
+  });
+  EXPECT_EQ(text_of(thrown), "nothing");
+}
+
 TEST_F(WaiterTest, EndsQuietlyWhenAnotherWorkerFailed) {
   const auto never = [] { return false; };
-  const auto missing = [] { return std::vector<Missing>{{.peer = 1, .wanted = 1}}; };
+  const auto missing = [] { return std::vector<Missing>{{.peer = 1, .signal = 0, .wanted = 1}}; };
   const auto thrown = thrown_by([&] {
     waiter(std::chrono::seconds(60)).until(kReason, never, missing, [] { return true; });
   });
