@@ -31,6 +31,61 @@ uint64_t sum(const std::vector<uint64_t>& parts) {
   return std::reduce(parts.begin(), parts.end());
 }
 
+// Both return the checksum of the pieces.
+uint64_t write_pieces(
+    const std::string& path, const CheckpointHeader& header, std::span<const StatePiece> pieces
+) {
+  StateFile file(path, StateFile::Mode::kWrite);
+  uint64_t own = 0;
+  for (const StatePiece& piece : pieces) {
+    for (size_t part = 0; part < kNumParts; ++part) {
+      const uint64_t first = element_number(header, part, piece.model_begin);
+      own += checksum(piece.parts[part], first);
+      file.write_at(file_offset(first), std::as_bytes(piece.parts[part]));
+    }
+  }
+  file.sync();
+  return own;
+}
+
+uint64_t read_pieces(
+    const StateFile& file,
+    const CheckpointHeader& header,
+    std::span<const StatePiece> pieces,
+    std::vector<std::vector<float>>& read
+) {
+  uint64_t own = 0;
+  for (const StatePiece& piece : pieces) {
+    for (size_t part = 0; part < kNumParts; ++part) {
+      const uint64_t first = element_number(header, part, piece.model_begin);
+      auto& elements = read.emplace_back(piece.parts[part].size());
+      file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
+      own += checksum(elements, first);
+    }
+  }
+  return own;
+}
+
+HeaderContents read_header(
+    const StateFile& file, const CheckpointHeader& expected, const std::string& path
+) {
+  HeaderBytes bytes = {};
+  const uint64_t size = file.size();
+  file.read_at(0, std::span(bytes).first(std::min<uint64_t>(size, bytes.size())));
+  const HeaderContents contents = decode_header(bytes, expected, path);
+  const uint64_t whole = file_offset(kNumParts * expected.num_elements);
+  WEFT_CHECK(
+      Context{},
+      size == whole,
+      ErrorCode::kFile,
+      "resume: {} holds {} B (a checkpoint of this model holds {} B)",
+      path,
+      size,
+      whole
+  );
+  return contents;
+}
+
 }  // namespace
 
 uint64_t checksum(std::span<const float> elements, uint64_t first) {
@@ -65,19 +120,8 @@ void write_checkpoint(
       }
       return uint64_t{0};
     });
-    const auto checksums = together(group, [&] {
-      StateFile file(unfinished, StateFile::Mode::kWrite);
-      uint64_t own = 0;
-      for (const StatePiece& piece : pieces) {
-        for (size_t part = 0; part < kNumParts; ++part) {
-          const uint64_t first = element_number(header, part, piece.model_begin);
-          own += checksum(piece.parts[part], first);
-          file.write_at(file_offset(first), std::as_bytes(piece.parts[part]));
-        }
-      }
-      file.sync();
-      return own;
-    });
+    const auto checksums =
+        together(group, [&] { return write_pieces(unfinished, header, pieces); });
     together(group, [&] {
       if (group.rank() == 0) {
         StateFile file(unfinished, StateFile::Mode::kWrite);
@@ -105,24 +149,8 @@ int64_t read_checkpoint(
   std::vector<std::vector<float>> read;
   const auto checksums = together(group, [&] {
     const StateFile file(path, StateFile::Mode::kRead);
-    HeaderBytes bytes = {};
-    const uint64_t size = file.size();
-    file.read_at(0, std::span(bytes).first(std::min<uint64_t>(size, bytes.size())));
-    contents = decode_header(bytes, expected, path);
-    const uint64_t whole = file_offset(kNumParts * expected.num_elements);
-    WEFT_CHECK(
-        Context{}, size == whole, ErrorCode::kFile, "resume: {} has {} B ({} B)", path, size, whole
-    );
-    uint64_t own = 0;
-    for (const StatePiece& piece : pieces) {
-      for (size_t part = 0; part < kNumParts; ++part) {
-        const uint64_t first = element_number(expected, part, piece.model_begin);
-        auto& elements = read.emplace_back(piece.parts[part].size());
-        file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
-        own += checksum(elements, first);
-      }
-    }
-    return own;
+    contents = read_header(file, expected, path);
+    return read_pieces(file, expected, pieces, read);
   });
   WEFT_CHECK(
       (Context{group.rank(), group.num_ranks()}),

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/model.hpp"
 
-#include <ranges>
-
 #include "moe/loss.hpp"
 
 namespace weft::moe {
@@ -31,8 +29,8 @@ LossShare Model::forward_backward(const Batch& batch) {
   share.cross_entropy = cross_entropy(logits_, batch.targets, scale);
 
   head_.backward(logits_, x_);
-  for (MoeBlock& block : std::views::reverse(blocks_)) {
-    block.backward(x_);
+  for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
+    block->backward(x_);
   }
   embedding_.backward(batch.windows, x_);
   return share;

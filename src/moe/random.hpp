@@ -7,6 +7,8 @@
 
 namespace weft::moe {
 
+inline constexpr uint64_t kGolden = 0x9e3779b97f4a7c15U;  // 2^64 over the golden ratio
+
 // A bijection that scatters every bit (the finaliser of SplitMix64).
 constexpr uint64_t mix_bits(uint64_t x) {
   x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9U;
@@ -16,7 +18,6 @@ constexpr uint64_t mix_bits(uint64_t x) {
 
 // The draw numbered `counter` of the stream `stream` under `seed`.
 constexpr uint64_t random_bits(uint64_t seed, uint64_t stream, uint64_t counter) {
-  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15U;
   return mix_bits(mix_bits(mix_bits(seed + kGolden) + stream * kGolden) + counter * kGolden);
 }
 

@@ -16,7 +16,8 @@ float value_at(size_t i, int rank) {
 class ReplicatedVectorTest : public testing::TestWithParam<std::pair<int, size_t>> {};
 
 TEST_P(ReplicatedVectorTest, AddsTheGradientsAtTheOwnerAndGathersTheValues) {
-  const auto [num_ranks, size] = GetParam();
+  const int num_ranks = GetParam().first;
+  const size_t size = GetParam().second;
   run_threads(num_ranks, [&](Group& group) {
     TrainConfig config;
     config.timeout = std::chrono::seconds(20);
