@@ -29,6 +29,12 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace weft {
+namespace {
+
+constexpr uint64_t kLineBytes = 64;
+constexpr uint64_t kMinBytes = 4 * kLineBytes;  // below this a line saved is not worth the edges
+
+}  // namespace
 
 HWY_EXPORT(stream_lines);
 
@@ -39,8 +45,6 @@ void copy_bytes(void* to, const void* from, uint64_t bytes) {
 }
 
 void copy_streaming(void* to, const void* from, uint64_t bytes) {
-  constexpr uint64_t kLineBytes = 64;
-  constexpr uint64_t kMinBytes = 4 * kLineBytes;  // below this a line saved is not worth the edges
   if (bytes < kMinBytes) {
     copy_bytes(to, from, bytes);
     return;

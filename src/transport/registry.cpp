@@ -138,6 +138,20 @@ std::vector<std::string> transport_names() {
 }
 
 std::string transport_obstacle(std::string_view name, const Group& group) {
+  if (const auto faulty = parse_faulty_name(name)) {
+    return transport_obstacle(faulty->inner, group);
+  }
+  if (name == "auto") {
+    std::string reasons;
+    for (const Entry& entry : kEntries) {
+      const std::string reason = entry.obstacle(group);
+      if (reason.empty()) {
+        return {};
+      }
+      reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", entry.name, reason);
+    }
+    return reasons;
+  }
   const Entry* entry = find_entry(name);
   if (entry == nullptr) {
     return fmt::format("there is no transport \"{}\" (known: {})", name, known_names());

@@ -10,6 +10,7 @@ namespace weft {
 namespace {
 
 constexpr std::string_view kPrefix = "faulty:";
+constexpr double kMostExact = 9007199254740992.0;  // 2^53: above, doubles skip integers
 
 // The part before `separator`; `text` keeps what is behind it.
 std::string_view take_until(std::string_view& text, char separator) {
@@ -29,7 +30,6 @@ void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
       key,
       text
   );
-  constexpr double kMostExact = 9007199254740992.0;  // 2^53: above, doubles skip integers
   WEFT_CHECK_ARG(Context{}, value <= kMostExact, "open(faulty): {} = {} is too large", key, value);
   const auto set_probability = [&](double& place) {
     WEFT_CHECK_ARG(

@@ -15,6 +15,8 @@
 namespace weft {
 namespace {
 
+constexpr int kLooksPerClock = 16;  // a clock costs as much as some looks
+
 // How a rank tells its peers where its signals are.
 struct Hello {
   uint64_t bytes = 0;
@@ -49,39 +51,42 @@ MappedTransport::MappedTransport(
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
       spin_(spin_time(group)) {
+  Hello hello = {.num_signals = num_signals};
   Memory block;
   agree(group, [&] {
     block = source_->allocate(SignalBlock::num_bytes(num_signals));
     own_ = SignalBlock(block.data);
     own_.set_pid(::getpid());
     own_regions_.publish_in(own_);
+    hello.bytes = block.bytes;
+    hello.cookie = block.cookie;
   });
-  const Hello hello = {.bytes = block.bytes, .num_signals = num_signals, .cookie = block.cookie};
   const std::vector<Bytes> hellos = group.all_gather(std::as_bytes(std::span(&hello, 1)));
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      auto& to = *peers_.emplace_back(std::make_unique<Peer>());
-      const Hello theirs = decode(hellos[static_cast<size_t>(rank)]);
-      WEFT_CHECK_ARG(
-          context(),
-          theirs.num_signals == num_signals_,
-          "connect: rank {} asks for {} signals (this rank for {})",
-          rank,
-          theirs.num_signals,
-          num_signals_
-      );
+      peers_.push_back(std::make_unique<Peer>());
       if (rank == rank_) {
-        to.memory = block;
-        to.signals = own_;
+        peers_.back()->memory = block;
+        peers_.back()->signals = own_;
       } else {
-        connect(to, theirs.cookie, theirs.bytes);
+        connect(rank, hellos[static_cast<size_t>(rank)]);
       }
     }
   });
 }
 
-void MappedTransport::connect(Peer& to, const Cookie& cookie, uint64_t bytes) {
-  to.memory = source_->reach(cookie, bytes);
+void MappedTransport::connect(int rank, const Bytes& block) {
+  const Hello hello = decode(block);
+  WEFT_CHECK_ARG(
+      context(),
+      hello.num_signals == num_signals_,
+      "connect: rank {} asks for {} signals (this rank for {})",
+      rank,
+      hello.num_signals,
+      num_signals_
+  );
+  Peer& to = *peers_[static_cast<size_t>(rank)];
+  to.memory = source_->reach(hello.cookie, hello.bytes);
   to.signals = SignalBlock(to.memory.data);
   if (to.signals.pid() != ::getpid()) {
     to.watch = ProcessWatch(to.signals.pid());
@@ -250,7 +255,6 @@ uint32_t MappedTransport::doorbell() const {
 }
 
 void MappedTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
-  constexpr int kLooksPerClock = 16;
   const auto begin = std::chrono::steady_clock::now();
   const auto spin_end = begin + std::min(spin_, at_most);
   do {

@@ -51,7 +51,7 @@ class MappedTransport final : public Transport {
   [[nodiscard]] Peer& peer(std::string_view verb, int rank) const;
   void check_put(const Peer& to, int rank, const Put& put) const;
   void check_signal(std::string_view verb, int rank, uint32_t signal) const;
-  void connect(Peer& to, const Cookie& cookie, uint64_t bytes);
+  void connect(int rank, const Bytes& block);
 
   std::unique_ptr<MemorySource> source_;
   int rank_;

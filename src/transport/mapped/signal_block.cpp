@@ -15,6 +15,8 @@ namespace {
 
 using Atomic32 = std::atomic_ref<uint32_t>;
 using Atomic64 = std::atomic_ref<uint64_t>;
+constexpr int64_t kNanosPerSecond = 1'000'000'000;
+
 // Words are shared between processes, which a hidden lock would not survive.
 static_assert(Atomic32::is_always_lock_free && Atomic64::is_always_lock_free);
 
@@ -58,7 +60,6 @@ void SignalBlock::set_generation(uint32_t slot, uint32_t generation) {
 }
 
 void SignalBlock::sleep(uint32_t seen, std::chrono::nanoseconds at_most) {
-  constexpr int64_t kNanosPerSecond = 1'000'000'000;
   const int64_t nanos = std::max<int64_t>(at_most.count(), 0);
   const timespec timeout = {
       .tv_sec = static_cast<time_t>(nanos / kNanosPerSecond),
