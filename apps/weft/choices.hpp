@@ -29,6 +29,18 @@ class Choice : public CLI::Validator {
   }
 };
 
+// A number above zero.
+class Positive : public CLI::Validator {
+ public:
+  Positive() {
+    func_ = [](const std::string& word) {
+      double value = 0;
+      const bool is_good = CLI::detail::lexical_cast(word, value) && value > 0;
+      return is_good ? std::string() : word + " is not a number above zero";
+    };
+  }
+};
+
 [[nodiscard]] inline Choice<DType> dtype_choice() {
   return {
       {{"bf16", DType::kBFloat16},

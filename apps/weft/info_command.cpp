@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,15 +25,24 @@ constexpr const char* kFooter = R"(Examples:
 
 A transport that cannot be used says why. All sizes in the JSON are bytes.)";
 
+// Memory comes in powers of two.
+std::string memory_text(int64_t bytes) {
+  static constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
+  auto value = static_cast<double>(bytes);
+  size_t unit = 0;
+  for (; value >= 1024 && unit + 1 < kUnits.size(); ++unit) {
+    value /= 1024;
+  }
+  return bytes == 0 ? "none" : fmt::format("{:.4g} {}", value, kUnits[unit]);
+}
+
 std::string value_text(const std::string& key, const Json& value) {
   if (value.is_boolean()) {
     return value.get<bool>() ? "yes" : "no";
   }
   if (value.is_number_integer()) {
     const auto number = value.get<int64_t>();
-    return key.ends_with("_bytes")
-               ? (number == 0 ? "none" : bytes_text(static_cast<double>(number)))
-               : count_text(number);
+    return key.ends_with("_bytes") ? memory_text(number) : count_text(number);
   }
   if (value.is_array()) {
     std::vector<std::string> parts;

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <string_view>
 
 #include "commands.hpp"
 #include "weft/error.hpp"
@@ -38,8 +39,34 @@ void add_commands(CLI::App& app) {
   add_train(app);
 }
 
+// One line; the command's name is not said twice.
+void print_error(const CLI::App& app, std::string_view text, std::string_view hint = {}) {
+  const std::string name = speaker(app);
+  const std::string verb = name.substr(name.find(' ') + 1) + ": ";
+  if (text.starts_with(verb)) {
+    text.remove_prefix(verb.size());
+  }
+  fmt::print(stderr, "{}: {}{}\n", name, text, hint);
+}
+
+// Otherwise CLI11 would say that a command is missing, not that it is unknown.
+void check_command(const CLI::App& app, int argc, char** argv) {
+  const std::string word = argc > 1 ? argv[1] : "-";
+  std::string names;
+  for (const CLI::App* command : app.get_subcommands({})) {
+    if (command->get_name() == word) {
+      return;
+    }
+    names += (names.empty() ? "" : ", ") + command->get_name();
+  }
+  if (!word.starts_with('-')) {
+    throw CLI::ValidationError(fmt::format("\"{}\" is not one of {}", word, names));
+  }
+}
+
 int run(CLI::App& app, int argc, char** argv) {
   try {
+    check_command(app, argc, argv);
     app.parse(argc, argv);
     return kGood;
   } catch (const CLI::RuntimeError& error) {
@@ -47,10 +74,10 @@ int run(CLI::App& app, int argc, char** argv) {
   } catch (const CLI::Success& asked_for_text) {  // --help, --version
     return app.exit(asked_for_text);
   } catch (const CLI::ParseError& error) {
-    fmt::print(stderr, "{}: {} (see {} --help)\n", speaker(app), error.what(), speaker(app));
+    print_error(app, error.what(), fmt::format(" (see {} --help)", speaker(app)));
     return kBadUsage;
   } catch (const std::exception& error) {
-    fmt::print(stderr, "{}: {}\n", speaker(app), error.what());
+    print_error(app, error.what());
     return kFailed;
   }
 }

@@ -69,7 +69,6 @@ bool compare(const Plan& plan, const std::string& path) {
 
 void save_page(const PlanCommand& command, const PlanReport& report) {
   Page page("Weft plan");
-  page.add_text(report.source);
   page.add_preformatted(plan_summary(report));
   page.add_table(plan_rank_table(report));
   add_plan_figures(report, page);
@@ -113,7 +112,21 @@ void run_on_saved_plan(const PlanCommand& command) {
   use_plan(command, plan);
 }
 
+void check_made_up(const MadeUpRouting& spec) {
+  if (spec.num_experts % spec.num_ranks != 0) {
+    throw CLI::ValidationError(
+        fmt::format("--experts {} is not divisible by --ranks {}", spec.num_experts, spec.num_ranks)
+    );
+  }
+  if (spec.topk > spec.num_experts) {
+    throw CLI::ValidationError(
+        fmt::format("--topk {} is more than --experts {}", spec.topk, spec.num_experts)
+    );
+  }
+}
+
 void run_on_routing(const PlanCommand& command) {
+  check_made_up(command.made_up);
   const RoutingMoment moment = command.file.empty() ? make_up_routing(command.made_up)
                                                     : read_moment(command.file, command.choice);
   const PlanReport report = make_plan_report(

@@ -58,7 +58,8 @@ BarChart rows_per_expert(const PlanReport& report) {
   const bool is_padded = report.plans.front().layout() != Layout::kRankMajor &&
                          report.plans.front().pad_multiple() > 1;
   if (is_padded) {
-    chart.series = {{"rows", {}, {}}, {"padded", {}, {}}};
+    chart.series = {{"rows", {}, {}}, {"padding", {}, {}}};
+    chart.is_nested = true;
   }
   for (const Plan& plan : report.plans) {
     for (size_t e = 0; e < plan.rows_per_expert().size(); ++e) {

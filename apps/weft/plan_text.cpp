@@ -80,13 +80,13 @@ std::string plan_summary(const PlanReport& report) {
       report.plans.begin(), report.plans.end(), [](const Plan& plan) { return plan.overflow(); }
   );
   std::string out = fmt::format(
-      "{}\n{} ranks, {} experts, top-{}, {} padded to {}, rows of {} x {} = {}\n",
+      "{}\n{} ranks, {} experts, top-{}, {}{}, rows of {} x {} = {}\n",
       report.source,
       report.num_ranks(),
       report.num_experts(),
       first.topk(),
       layout_name(first.layout()),
-      first.pad_multiple(),
+      first.pad_multiple() > 1 ? fmt::format(" padded to {}", first.pad_multiple()) : "",
       report.hidden,
       dtype_name(report.dtype),
       bytes_text(static_cast<double>(report.row_bytes()))

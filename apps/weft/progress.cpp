@@ -10,8 +10,6 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-#include "table.hpp"
-
 namespace weft::program {
 namespace {
 
@@ -28,7 +26,9 @@ size_t terminal_columns() {
 std::string text_of(double fraction, const std::string& note, double elapsed) {
   std::string out = fmt::format("{:3.0f} %", fraction * 100);
   if (fraction > 0.02 && fraction < 1) {
-    out += fmt::format("  {} left", seconds_text(std::ceil(elapsed * (1 - fraction) / fraction)));
+    const double left = std::ceil(elapsed * (1 - fraction) / fraction);
+    out += left < 600 ? fmt::format("  {:.0f} s left", left)
+                      : fmt::format("  {:.0f} min left", left / 60);
   }
   return note.empty() ? out : out + "  " + note;
 }

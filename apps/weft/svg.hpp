@@ -23,13 +23,15 @@ struct LineChart {
   bool starts_at_zero = false;
 };
 
-// Bars in groups: one group per label, one bar of each series inside it (Series::x is not used).
+// One group of bars per label, one bar of each series inside it (Series::x is not used): side by
+// side, or nested, the first series in front of what it is a part of.
 struct BarChart {
   std::string title;
   std::string x_label;
   std::string y_label;
   std::vector<std::string> labels;
   std::vector<Series> series;
+  bool is_nested = false;
 };
 
 struct HeatMap {

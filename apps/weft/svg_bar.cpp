@@ -42,16 +42,18 @@ std::string svg(const BarChart& chart) {
   const Scale y = {0, high > 0 ? high * 1.05 : 1, frame.bottom(), frame.top};
   const double room = frame.width / static_cast<double>(std::max<size_t>(chart.labels.size(), 1));
   const double gap = room > 6 ? room * 0.2 : room * 0.1;
-  const double width = (room - gap) / static_cast<double>(std::max<size_t>(chart.series.size(), 1));
+  const size_t num_beside = chart.is_nested ? 1 : std::max<size_t>(chart.series.size(), 1);
+  const double width = (room - gap) / static_cast<double>(num_beside);
   std::string inner = y_axis(frame, y) + group_labels(frame, chart.labels);
-  for (size_t s = 0; s < chart.series.size(); ++s) {
+  for (size_t s = chart.series.size(); s-- > 0;) {
     for (size_t i = 0; i < chart.series[s].y.size(); ++i) {
       const double value = chart.series[s].y[i];
+      const double shift = chart.is_nested ? 0 : static_cast<double>(s) * width;
       inner += fmt::format(
           "<rect class=\"f{}\" x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{:.1f}\"><title>"
           "{} {}: {}</title></rect>\n",
           s % kNumColors,
-          frame.left + static_cast<double>(i) * room + gap / 2 + static_cast<double>(s) * width,
+          frame.left + static_cast<double>(i) * room + gap / 2 + shift,
           y.px(value),
           width,
           frame.bottom() - y.px(value),

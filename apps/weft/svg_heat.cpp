@@ -110,7 +110,7 @@ std::string color_scale(const HeatMap& map, const Grid& grid, const Frame& frame
   constexpr int kSteps = 24;
   const double x = frame.right() + 16;
   const double step = frame.height / kSteps;
-  std::string out;
+  std::string out = "<g shape-rendering=\"crispEdges\">\n";
   for (int i = 0; i < kSteps; ++i) {
     out += fmt::format(
         "<rect class=\"heat\" fill-opacity=\"{:.2f}\" x=\"{:.1f}\" y=\"{:.2f}\" width=\"12\" "
@@ -121,7 +121,7 @@ std::string color_scale(const HeatMap& map, const Grid& grid, const Frame& frame
         step
     );
   }
-  out += svg_text(x + 17, frame.top + 10, tick_text(grid.high), Anchor::kStart, "soft");
+  out += "</g>\n" + svg_text(x + 17, frame.top + 10, tick_text(grid.high), Anchor::kStart, "soft");
   out += svg_text(x + 17, frame.bottom(), "0", Anchor::kStart, "soft");
   return out + svg_text(x - 4, frame.top - 10, map.value_label, Anchor::kStart, "soft");
 }

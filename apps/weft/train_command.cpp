@@ -35,9 +35,9 @@ Examples:
 void add_limit_options(CLI::App& app, TrainOptions& options) {
   app.add_option("file", options.text_path, "Text to learn: any file")->required();
   app.add_option("--steps", options.steps, "Stop when so many steps are done in all")
-      ->check(CLI::PositiveNumber);
+      ->check(Positive());
   app.add_option("--seconds", options.seconds, "Stop after so long (default: 60 without --steps)")
-      ->check(CLI::PositiveNumber);
+      ->check(Positive());
   add_rank_options(app, options.ranks);
 }
 
@@ -78,14 +78,14 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
   };
   auto* checkpoint = add("--checkpoint", options.checkpoint_path, "Keep the model here");
   add("--checkpoint-every", options.checkpoint_every, "Steps between two checkpoints")
-      ->check(CLI::PositiveNumber)
+      ->check(Positive())
       ->capture_default_str();
   app.add_flag("--resume", options.is_resumed, "Go on from the checkpoint")
       ->group("Files")
       ->needs(checkpoint);
   add("--save-routing", options.routing_path, "Write the routing of the steps");
   add("--routing-every", options.routing_every, "Steps between two that are written")
-      ->check(CLI::PositiveNumber)
+      ->check(Positive())
       ->capture_default_str();
   add("--html", options.html_path, "Write a report page");
   add("--json", options.json_path, "Write the numbers");

@@ -89,6 +89,7 @@ Json moved_json(const MovedBytes& moved, double limit_us) {
   Json json = {
       {"calls", std::llround(moved.calls)},
       {"seconds", moved.seconds},
+      {"fastest_seconds", moved.fastest_seconds},
       {"wire_bytes", std::llround(moved.wire)},
       {"logical_bytes", std::llround(moved.logical)}};
   if (limit_us > 0 && moved.seconds > 0) {
@@ -138,6 +139,7 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
       {"num_tokens", record.num_tokens()},
       {"seconds", record.seconds()},
       {"limit_gbps", facts.limit_gbps},
+      {"wait_seconds", record.wait_seconds()},
       {"phase_seconds", Json::object()},
       {"dispatch",
        moved_json(
@@ -180,9 +182,13 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
   page.add_table(exchange_table(facts, record));
   page.add_text(
       "Bytes of all ranks together. Wire bytes crossed a rank boundary, logical bytes are all rows "
-      "that ranks received. The time of a call is the slowest rank's, waiting for others included; "
-      "the copying limit is what plain copies of the same bytes reach on this machine."
+      "that ranks received. The time of a call is the slowest rank's, which waits for the others "
+      "to "
+      "come; the rank that comes last waits least. The limit is what plain copies of the same "
+      "bytes "
+      "reach on this machine."
   );
+  page.add_text(wait_text(record) + ".");
   if (facts.limit_gbps > 0) {
     page.add_text(fmt::format("Copying limit: {:.1f} GB/s.", facts.limit_gbps));
   }

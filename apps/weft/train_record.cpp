@@ -11,10 +11,6 @@ namespace {
 constexpr size_t kMostPoints = 2000;  // then every two become one
 constexpr size_t kRecentSteps = 10;
 
-size_t phase_idx(moe::Phase phase) {
-  return static_cast<size_t>(phase);
-}
-
 // Adds `point` to the neighbours that `sum` stands for.
 void merge_into(StepPoint& sum, const StepPoint& point) {
   const auto old_steps = static_cast<double>(sum.num_steps);
@@ -32,12 +28,13 @@ void merge_into(StepPoint& sum, const StepPoint& point) {
   sum.num_steps += point.num_steps;
 }
 
-double slowest(std::span<const RankStep> ranks, moe::Phase phase) {
-  double seconds = 0;
-  for (const RankStep& rank : ranks) {
-    seconds = std::max(seconds, rank.phase_seconds[phase_idx(phase)]);
-  }
-  return seconds;
+void add_times(MovedBytes& sum, std::span<const RankStep> ranks, moe::Phase phase) {
+  const auto [fastest, slowest] =
+      std::ranges::minmax(ranks, {}, [&](const RankStep& rank) -> double {
+        return rank.phase_seconds[static_cast<size_t>(phase)];
+      });
+  sum.fastest_seconds = fastest.phase_seconds[static_cast<size_t>(phase)];
+  sum.seconds = slowest.phase_seconds[static_cast<size_t>(phase)];
 }
 
 MovedBytes dispatched(std::span<const RankStep> ranks, int64_t row_bytes) {
@@ -48,7 +45,7 @@ MovedBytes dispatched(std::span<const RankStep> ranks, int64_t row_bytes) {
     sum.tokens += static_cast<double>(rank.dispatch_calls * rank.num_tokens * row_bytes);
   }
   sum.calls = static_cast<double>(ranks.front().dispatch_calls);
-  sum.seconds = slowest(ranks, moe::Phase::kDispatch);
+  add_times(sum, ranks, moe::Phase::kDispatch);
   return sum;
 }
 
@@ -60,7 +57,7 @@ MovedBytes combined(std::span<const RankStep> ranks, int64_t row_bytes) {
     sum.tokens += static_cast<double>(rank.combine_calls * rank.num_tokens * row_bytes);
   }
   sum.calls = static_cast<double>(ranks.front().combine_calls);
-  sum.seconds = slowest(ranks, moe::Phase::kCombine);
+  add_times(sum, ranks, moe::Phase::kCombine);
   return sum;
 }
 
@@ -86,6 +83,7 @@ MovedBytes& MovedBytes::operator+=(const MovedBytes& other) {
   logical += other.logical;
   tokens += other.tokens;
   seconds += other.seconds;
+  fastest_seconds += other.fastest_seconds;
   return *this;
 }
 
@@ -105,6 +103,10 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
     }
   }
   seconds_ += point.seconds;
+  wait_seconds_ = 0;
+  for (const RankStep& rank : ranks) {
+    wait_seconds_ += rank.wait_seconds / static_cast<double>(ranks.size());
+  }
   dispatch_ += dispatched(ranks, row_bytes_);
   combine_ += combined(ranks, row_bytes_);
 

@@ -23,18 +23,20 @@ struct RankStep {
   int64_t combine_calls = 0;
   int64_t combine_wire_bytes = 0;
   int64_t combine_logical_bytes = 0;
+  double wait_seconds = 0;  // for peers, since the exchange was made
   int64_t wants_to_stop = 0;
 
   static RankStep from(const moe::StepReport& report);
 };
 
-// Bytes of all ranks together; `seconds` is the slowest rank's.
+// Bytes of all ranks together.
 struct MovedBytes {
   double calls = 0;  // of one rank
   double wire = 0;
   double logical = 0;
-  double tokens = 0;  // rows at their sources: calls x tokens
-  double seconds = 0;
+  double tokens = 0;           // rows at their sources: calls x tokens
+  double seconds = 0;          // of the slowest rank, which may have waited for others
+  double fastest_seconds = 0;  // of the rank that came last and waited least
   MovedBytes& operator+=(const MovedBytes& other);
 };
 
@@ -69,6 +71,8 @@ class TrainRecord {
   }
   [[nodiscard]] const MovedBytes& dispatch() const { return dispatch_; }
   [[nodiscard]] const MovedBytes& combine() const { return combine_; }
+  // Mean over the ranks of what they waited for each other in plan, dispatch and combine.
+  [[nodiscard]] double wait_seconds() const { return wait_seconds_; }
   // Mean loss of the last steps, at most ten.
   [[nodiscard]] double recent_loss() const;
   // Routes of one block's experts, mean over the last tenth of the steps.
@@ -87,6 +91,7 @@ class TrainRecord {
   int64_t num_tokens_ = 0;
   double seconds_ = 0;
   std::array<double, moe::kNumPhases> phase_seconds_ = {};
+  double wait_seconds_ = 0;
   MovedBytes dispatch_;
   MovedBytes combine_;
 };

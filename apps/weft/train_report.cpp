@@ -30,7 +30,10 @@ void add_exchange_row(Table& table, const ExchangeLine& line) {
   const auto gbps = [&](double bytes) {
     return moved.seconds > 0 ? fmt::format("{:.2f}", bytes / moved.seconds / 1e9) : "-";
   };
-  const bool has_limit = line.limit_seconds > 0 && moved.seconds > 0;
+  const auto percent_text = [&](double seconds) {
+    const bool has_limit = line.limit_seconds > 0 && seconds > 0;
+    return has_limit ? fmt::format("{:.1f} %", percent(line.limit_seconds, seconds)) : "-";
+  };
   table.add_row(
       {line.op,
        count_text(std::llround(moved.calls)),
@@ -39,7 +42,8 @@ void add_exchange_row(Table& table, const ExchangeLine& line) {
        bytes_text(moved.logical),
        gbps(moved.wire),
        gbps(moved.logical),
-       has_limit ? fmt::format("{:.1f} %", percent(line.limit_seconds, moved.seconds)) : "-"}
+       percent_text(moved.seconds),
+       percent_text(moved.fastest_seconds)}
   );
 }
 
@@ -120,7 +124,15 @@ Table phase_table(const TrainRecord& record) {
 
 Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
   Table table(
-      {"op", "calls", "time", "wire", "logical", "wire GB/s", "logical GB/s", "copying limit"}
+      {"op",
+       "calls",
+       "time",
+       "wire",
+       "logical",
+       "wire GB/s",
+       "logical GB/s",
+       "of limit",
+       "of limit, last rank"}
   );
   const auto limit = [&](auto limit_us, const MovedBytes& moved) {
     const ExchangeBytes bytes = {moved.logical, moved.wire, moved.tokens};
@@ -131,6 +143,18 @@ Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
   add_exchange_row(table, {"dispatch", &dispatch, limit(dispatch_limit_us, dispatch)});
   add_exchange_row(table, {"combine", &combine, limit(combine_limit_us, combine)});
   return table;
+}
+
+std::string wait_text(const TrainRecord& record) {
+  double seconds = 0;
+  for (const auto phase : {moe::Phase::kPlan, moe::Phase::kDispatch, moe::Phase::kCombine}) {
+    seconds += record.phase_seconds()[static_cast<size_t>(phase)];
+  }
+  return fmt::format(
+      "Of {} in plan, dispatch and combine a rank waited {} for the others",
+      seconds_text(seconds),
+      seconds_text(record.wait_seconds())
+  );
 }
 
 std::string load_picture(const TrainRecord& record) {

@@ -31,6 +31,8 @@ struct TrainFacts {
 [[nodiscard]] Table loss_table(const TrainRecord& record);
 [[nodiscard]] Table phase_table(const TrainRecord& record);
 [[nodiscard]] Table exchange_table(const TrainFacts& facts, const TrainRecord& record);
+// How long ranks waited for each other, in a sentence.
+[[nodiscard]] std::string wait_text(const TrainRecord& record);
 // One line per block: how busy its experts were lately.
 [[nodiscard]] std::string load_picture(const TrainRecord& record);
 

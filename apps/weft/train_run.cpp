@@ -81,6 +81,9 @@ class TrainRun {
   bool step() {
     const moe::StepReport report = trainer_.step();
     RankStep mine = RankStep::from(report);
+    for (const double seconds : trainer_.exchange().stats().wait_seconds) {
+      mine.wait_seconds += seconds;
+    }
     const bool is_late = options_.seconds > 0 && watch_.seconds() >= options_.seconds;
     mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late) ? 1 : 0;
     const bool saves_routing =
@@ -195,11 +198,12 @@ class TrainRun {
     }
     fmt::print(
         "\n{}\nWhere the time went, mean over the ranks\n{}\n"
-        "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}\n{}\n",
+        "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}{}\n\n{}\n",
         loss_table(record_).text(),
         phase_table(record_).text(),
         facts_.limit_gbps,
         exchange_table(facts_, record_).text(),
+        wait_text(record_),
         load_picture(record_)
     );
     fmt::print(

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the build and the machine can do."""
+
+import json
+import os
+
+from conftest import weft
+
+
+def info(**extra):
+    return json.loads(weft("info", "--json", **extra).stdout)
+
+
+def test_json_tells_what_was_built():
+    build = info()["weft"]
+    assert build["version"].startswith("0.")
+    assert build["commit"]
+    assert "cpu" in build["executors"]
+    assert build["layouts"] == ["rank_major", "expert_major", "expert_strided"]
+    assert build["combine_dtypes"] == ["bfloat16", "float16", "float32"]
+    assert "byte" in build["dispatch_dtypes"]
+    assert build["simd"]
+
+
+def test_json_tells_what_the_machine_has():
+    machine = info()["machine"]
+    assert machine["usable_cores"] == len(os.sched_getaffinity(0))
+    assert machine["memory_bytes"] > machine["available_bytes"] > 0
+    assert machine["host"] == os.uname().nodename
+
+
+def test_transports_say_where_they_work_or_why_not():
+    transports = {t["name"]: t for t in info()["transports"]}
+    assert transports["loopback"]["between_threads"] == "available"
+    assert "threads of one process" in transports["loopback"]["between_processes"]
+    assert transports["shm"]["between_processes"] == "available"
+
+
+def test_a_build_without_gpus_says_why():
+    gpus = info()["gpus"]
+    assert gpus["list"] or gpus["none_because"]
+
+
+def test_environment_is_shown_but_for_secrets():
+    environment = info(WEFT_LOG="error", WEFT_SECRET="do not show this one")["environment"]
+    assert environment["WEFT_LOG"] == "error"
+    assert environment["WEFT_SECRET"] == "(set)"
+
+
+def test_text_holds_what_the_json_holds():
+    text = weft("info").stdout
+    for word in ("version", "expert_major", "loopback", "shm", "usable cores", "gpus", "environment"):
+        assert word in text
+
+
+def test_a_wrong_variable_is_an_error_that_names_it():
+    done = weft("info", code=1, WEFT_LOG="loud")
+    assert 'WEFT_LOG = "loud"' in done.stderr

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weft train`: it learns, reports, saves and goes on."""
+
+import json
+import signal
+import time
+
+import pytest
+
+from conftest import TIMEOUT, TINY, start, weft
+
+
+def losses(path):
+    return [step["loss"] for step in json.loads(path.read_text())["steps"]]
+
+
+def train(book, numbers, *args):
+    done = weft("train", book, *TINY, "--json", numbers, *args)
+    return losses(numbers), done.stdout
+
+
+def wait_for(path, process, deadline=TIMEOUT):
+    end = time.monotonic() + deadline
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def test_the_loss_falls(tmp_path, book):
+    values, _ = train(book, tmp_path / "run.json", "--ranks", 2, "--steps", 60)
+    assert len(values) == 60
+    assert sum(values[-10:]) < 0.8 * sum(values[:10])
+
+
+@pytest.mark.parametrize("how", ["--processes", "--threads"])
+def test_the_same_seed_gives_the_same_loss(tmp_path, book, how):
+    runs = [train(book, tmp_path / "run.json", "--ranks", 2, "--steps", 5, how)[0] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_tables_say_where_time_and_bytes_went(tmp_path, book):
+    _, text = train(book, tmp_path / "run.json", "--ranks", 4, "--steps", 3)
+    for phase in ("dense", "route", "plan", "dispatch", "experts", "combine", "optimizer"):
+        assert f"\n{phase} " in text
+    assert "of limit" in text
+    assert "Load per expert" in text
+    assert "Done after step 3" in text
+    assert "\r" not in text and "\x1b" not in text
+
+
+def test_numbers_add_up(tmp_path, book):
+    numbers = tmp_path / "run.json"
+    train(book, numbers, "--ranks", 2, "--steps", 4)
+    run = json.loads(numbers.read_text())
+    assert run["num_tokens"] == 4 * 32
+    for op in ("dispatch", "combine"):
+        assert 0 < run[op]["wire_bytes"] < run[op]["logical_bytes"]
+        assert run[op]["percent_of_limit"] > 0
+    assert sum(run["phase_seconds"].values()) <= run["seconds"] * 1.01
+
+
+def test_page_has_every_picture(tmp_path, book):
+    page = tmp_path / "run.html"
+    weft("train", book, *TINY, "--ranks", 2, "--steps", 3, "--html", page)
+    text = page.read_text()
+    # Loss, time per phase, imbalance, and the load of both blocks.
+    assert text.count("<svg") == text.count("</svg>") == 5
+    assert "Loss" in text and "Load per expert, block 1" in text
+    assert "<script" not in text and "src=" not in text
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path, book, dtype):
+    numbers = tmp_path / "run.json"
+    args = ["--ranks", 2, "--dtype", dtype]
+    whole, _ = train(book, numbers, *args, "--steps", 6)
+    kept = ["--checkpoint", tmp_path / "model.ckpt"]
+    first, _ = train(book, numbers, *args, *kept, "--steps", 4)
+    second, text = train(book, numbers, *args, *kept, "--steps", 6, "--resume")
+    assert first + second == whole
+    assert "Done after step 6" in text
+
+
+def test_a_run_that_is_complete_has_nothing_to_do(tmp_path, book):
+    args = ["train", book, *TINY, "--ranks", 2, "--steps", 2, "--checkpoint", tmp_path / "model.ckpt"]
+    weft(*args)
+    assert "Nothing to do: 2 steps are done already" in weft(*args, "--resume").stdout
+
+
+def test_a_resumed_run_appends_to_its_routing(tmp_path, book):
+    steps = tmp_path / "steps.wrt"
+    args = ["train", book, *TINY, "--ranks", 2]
+    args += ["--checkpoint", tmp_path / "model.ckpt", "--save-routing", steps]
+    weft(*args, "--steps", 2)
+    weft(*args, "--steps", 3, "--resume")
+    assert "step 1, layer 0" in weft("plan", steps, "--step", 1).stdout
+    assert "step 3, layer 0" in weft("plan", steps).stdout
+
+
+def test_seconds_end_a_run(tmp_path, book):
+    started = time.monotonic()
+    weft("train", book, *TINY, "--ranks", 2, "--seconds", 0.5)
+    assert time.monotonic() - started >= 0.5
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_and_leaves_a_whole_checkpoint(tmp_path, book, signal_number):
+    kept = tmp_path / "model.ckpt"
+    args = ["train", book, *TINY, "--ranks", 2, "--checkpoint", kept]
+    process = start(*args, "--seconds", 300, "--checkpoint-every", 3)
+    wait_for(kept, process)
+    process.send_signal(signal_number)
+    out, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, err
+    assert "Stopped by a signal after step" in out
+    last = int(out.split("Stopped by a signal after step ")[1].split(",")[0])
+    text = weft(*args, "--resume", "--steps", last + 1).stdout
+    assert f"Done after step {last + 1}" in text
+    assert [path.name for path in tmp_path.iterdir() if path != book] == ["model.ckpt"]

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Help, exit codes, bad options, pipes."""
+
+import os
+import pty
+import subprocess
+
+import pytest
+
+from conftest import PROGRAM, TIMEOUT, clean_environment, one_error, weft
+
+COMMANDS = ["info", "check", "limits", "bench", "plan", "train"]
+
+
+def test_help_lists_every_command():
+    text = weft("--help").stdout
+    for command in COMMANDS:
+        assert f"\n  {command} " in text
+    assert "Exit codes: 0 good, 1 a check failed or a run broke, 2 bad usage" in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_teaches_by_examples(command):
+    text = weft(command, "--help").stdout
+    assert "Examples:" in text
+    assert f"weft {command}" in text.split("Examples:")[1]
+
+
+def test_version_is_one_line():
+    assert weft("--version").stdout.startswith("weft 0.")
+
+
+def test_no_command_is_bad_usage():
+    assert "subcommand is required" in one_error(weft(code=2))
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["nonsense"], "nonsense"),
+        (["plan", "--nonsense"], "--nonsense"),
+        (["plan", "--layout", "diagonal"], '"diagonal" is not one of rank_major|expert_major'),
+        (["plan", "--dtype", "int3"], '"int3" is not one of bf16|fp16|fp32'),
+        (["plan", "--topk", "33"], "33"),
+        (["plan", "--ranks", "0"], "0"),
+        (["plan", "--tokens", "-1"], "-1"),
+        (["plan", "--experts", "4", "--topk", "7"], "--topk 7"),
+        (["plan", "--slots"], "--json"),
+        (["plan", "--rank", "4", "--save", "x.json"], "--rank 4 is out of range"),
+        (["train"], "file"),
+        (["train", "x", "--resume"], "--checkpoint"),
+        (["train", "x", "--steps", "0"], "--steps"),
+        (["train", "x", "--threads", "--processes"], "--threads"),
+        (["train", "x", "--experts", "6"], "6"),
+        (["train", "x", "--topk", "17"], "17"),
+        (["train", "x", "--hidden", "3"], "3"),
+        (["train", "x", "--dtype", "fp16"], "fp32|bf16"),
+    ],
+)
+def test_bad_options_exit_with_2_and_say_which(args, expected):
+    error = one_error(weft(*args, code=2))
+    assert error.startswith("weft")
+    assert expected in error
+    assert "--help" in error
+
+
+@pytest.mark.parametrize("args", [["info"], ["plan", "--tokens", "64"], ["plan", "--help"]])
+def test_output_in_a_pipe_is_plain(args):
+    done = weft(*args, TERM="xterm-256color")
+    for text in (done.stdout, done.stderr):
+        assert "\x1b" not in text
+        assert "\r" not in text
+    assert done.stderr == ""
+
+
+def test_no_line_ends_in_blanks():
+    for line in weft("plan", "--tokens", "64").stdout.splitlines():
+        assert line == line.rstrip()
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{PROGRAM} plan --tokens 64 | head -n 1"
+    done = subprocess.run(
+        ["sh", "-c", command], capture_output=True, text=True, timeout=TIMEOUT, env=clean_environment()
+    )
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_info_on_a_terminal_ends_as_in_a_pipe():
+    master, slave = pty.openpty()
+    done = subprocess.run(
+        [PROGRAM, "--version"], stdout=slave, stderr=slave, timeout=TIMEOUT, env=clean_environment()
+    )
+    os.close(slave)
+    text = os.read(master, 4096).decode()
+    os.close(master)
+    assert done.returncode == 0
+    assert text.startswith("weft 0.")
