@@ -57,9 +57,27 @@ mode_t usual_mode() {
   return 0666 & ~mask;
 }
 
+// A device or a pipe is written to, never replaced.
+bool is_special(const std::string& path) {
+  struct stat info = {};
+  return ::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
+}
+
+void write_special(const std::string& path, std::string_view bytes) {
+  const Descriptor file(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  const int error_number = file.get() < 0 ? errno : write_all(file.get(), bytes);
+  if (error_number != 0 && error_number != EINVAL) {  // EINVAL: there is nothing to flush
+    fail("save", path, error_number);
+  }
+}
+
 }  // namespace
 
 void write_file_atomically(const std::string& path, std::string_view bytes) {
+  if (is_special(path)) {
+    write_special(path, bytes);
+    return;
+  }
   std::string beside = path + ".XXXXXX";
   const Descriptor file(::mkstemp(beside.data()));
   if (file.get() < 0) {
