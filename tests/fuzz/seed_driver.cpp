@@ -29,7 +29,7 @@ std::string random_bytes(weft::RandomSource& random) {
 
 // Flips bits, or cuts, or doubles a part.
 std::string changed(std::string bytes, weft::RandomSource& random) {
-  for (uint64_t i = random.between(1, 4); i > 0 && !bytes.empty(); --i) {
+  for (int64_t i = random.between(1, 4); i > 0 && !bytes.empty(); --i) {
     const size_t at = random.below(bytes.size());
     switch (random.below(4)) {
       case 0:
