@@ -33,7 +33,12 @@ void print_result(const ContestResult& result) {
         fmt::format("{:.2f}", row.rival->us_p50 / row.us_p50),
     });
   }
-  fmt::print("plain copies reach {:.1f} GB/s\n\n{}", result.limit_gbps, table.text());
+  fmt::print(
+      "plain copies reach {:.1f} GB/s scattering, {:.1f} GB/s gathering\n\n{}",
+      result.rates.scatter,
+      result.rates.gather,
+      table.text()
+  );
 }
 
 int run(const ContestOptions& options, const std::string& json_path) {
@@ -42,7 +47,7 @@ int run(const ContestOptions& options, const std::string& json_path) {
   if (group.rank() == 0) {
     print_result(result);
     if (!json_path.empty()) {
-      save_results(json_path, result.rows, result.limit_gbps);
+      save_results(json_path, result.rows, result.rates);
     }
   }
   const auto& rows = result.rows;

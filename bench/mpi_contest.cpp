@@ -108,7 +108,7 @@ class Contest {
     return rows;
   }
 
-  [[nodiscard]] double limit_gbps() const { return limit_gbps_; }
+  [[nodiscard]] const CopyRates& rates() const { return rates_; }
 
  private:
   static ExchangeConfig config(const ContestOptions& options) {
@@ -256,10 +256,10 @@ class Contest {
       shape.row_bytes = x_.view().row_bytes();
       shape.source_bytes = x_.view().num_bytes();
       shape.copies = std::max(1, static_cast<int>(bytes_.logical / bytes_.tokens + 0.5));
-      limit_gbps_ = copy_limit_gbps(shape);
+      rates_ = copy_rates(shape);
     }
     group_.barrier();
-    MPI_Bcast(&limit_gbps_, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
+    MPI_Bcast(&rates_, sizeof(rates_), MPI_BYTE, 0, MPI_COMM_WORLD);
   }
 
   ResultRow row_of(const std::string& op, const Contender& weft, const Contender& rival) const {
@@ -282,8 +282,8 @@ class Contest {
     if (op != "plan") {
       row.wire_bytes = bytes_.wire;
       row.logical_bytes = bytes_.logical;
-      row.limit_us = op == "combine" ? combine_limit_us(bytes_, limit_gbps_)
-                                     : dispatch_limit_us(bytes_, limit_gbps_);
+      row.limit_us =
+          op == "combine" ? combine_limit_us(bytes_, rates_) : dispatch_limit_us(bytes_, rates_);
     }
     return row;
   }
@@ -302,7 +302,7 @@ class Contest {
   Matrix rival_rows_;
   Matrix rival_combined_;
   ExchangeBytes bytes_;
-  double limit_gbps_ = 0;
+  CopyRates rates_;
   bool is_dispatch_good_ = true;
   bool is_combine_good_ = true;
 };
@@ -313,7 +313,7 @@ ContestResult run_contest(const Group& group, const ContestOptions& options) {
   Contest contest(group, options);
   ContestResult result;
   result.rows = contest.run();
-  result.limit_gbps = contest.limit_gbps();
+  result.rates = contest.rates();
   return result;
 }
 

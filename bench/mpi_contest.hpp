@@ -28,7 +28,7 @@ struct ContestOptions {
 };
 
 struct ContestResult {
-  double limit_gbps = 0;                 // plain copies of rows of this size, all ranks together
+  program::CopyRates rates = {};         // plain copies of rows of this size
   std::vector<program::ResultRow> rows;  // one for each operation and rival
 };
 

@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 import tree
 
 MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
-FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "rows"]
+FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "gather_gbps", "rows"]
 BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 230
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #24292f } .note { font-size: 11px }
@@ -66,7 +66,8 @@ def provenance(results):
     gpus = f", {len(results['gpus'])} x {results['gpus'][0]}, CUDA {results['cuda']}" if results["gpus"] else ""
     return (
         f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}; "
-        f"plain copies reach {number(results['limit_gbps'], 1)} GB/s."
+        f"plain copies reach {number(results['limit_gbps'], 1)} GB/s scattering rows, "
+        f"{number(results['gather_gbps'], 1)} GB/s gathering them."
     )
 
 

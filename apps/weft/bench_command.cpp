@@ -46,7 +46,7 @@ void print_report(const BenchReport& report, const BenchOptions& options) {
     rows.push_back(result.row);
   }
   if (!options.json_path.empty()) {
-    save_results(options.json_path, rows, report.limit_gbps);
+    save_results(options.json_path, rows, report.rates);
   }
   if (!options.html_path.empty()) {
     save_bench_page(report, options);

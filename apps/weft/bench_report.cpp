@@ -79,7 +79,7 @@ std::string bench_case_text(const BenchReport& report) {
   const ResultRow& row = report.results.front().row;
   return fmt::format(
       "{} ranks over {}, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}, {}; "
-      "plain copies of {} B rows reach {:.1f} GB/s",
+      "plain copies of {} B rows reach {:.1f} GB/s scattering, {:.1f} GB/s gathering",
       row.ranks,
       row.transport,
       count_text(row.tokens),
@@ -91,7 +91,8 @@ std::string bench_case_text(const BenchReport& report) {
       row.pad,
       row.mode,
       report.row_bytes,
-      report.limit_gbps
+      report.rates.scatter,
+      report.rates.gather
   );
 }
 

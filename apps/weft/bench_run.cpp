@@ -59,14 +59,14 @@ class Bench {
       verdict_ = check();
     }
     report.row_bytes = row_bytes();
-    report.limit_gbps = measure_limit();
+    report.rates = measure_limit();
     Progress progress("bench", group_.rank() == 0);
     double done = 0;
     for (const auto& [name, op] : kBenchOps) {
       progress.update(done++ / static_cast<double>(kBenchOps.size()), std::string(name));
       const auto& asked = options_.ops;
       if (asked.empty() || std::find(asked.begin(), asked.end(), name) != asked.end()) {
-        report.results.push_back(measure(op, report.limit_gbps));
+        report.results.push_back(measure(op, report.rates));
         report.results.back().row.op = name;
       }
     }
@@ -162,7 +162,7 @@ class Bench {
   }
 
   // Rank 0 measures while the others wait, so that nothing else runs.
-  double measure_limit() {
+  CopyRates measure_limit() {
     const ExchangeBytes bytes = bytes_of_all_ranks();
     CopyShape shape;
     shape.num_ranks = group_.num_ranks();
@@ -173,7 +173,7 @@ class Bench {
         std::max<int64_t>(max_tokens(), 1) * row_bytes(),
         kLimitMemoryBytes / shape.num_ranks / shape.copies
     );
-    const double mine = group_.rank() == 0 ? copy_limit_gbps(shape) : 0;
+    const CopyRates mine = group_.rank() == 0 ? copy_rates(shape) : CopyRates{};
     return gather(group_, mine)[0];
   }
 
@@ -232,7 +232,7 @@ class Bench {
     return false;
   }
 
-  BenchResult measure(BenchOp op, double limit_gbps) {
+  BenchResult measure(BenchOp op, const CopyRates& rates) {
     const ExchangeBytes bytes = bytes_of_all_ranks();
     BenchResult result;
     result.samples_us = take_samples(op);
@@ -253,8 +253,8 @@ class Bench {
     if (op != BenchOp::kPlan) {
       row.wire_bytes = bytes.wire;
       row.logical_bytes = bytes.logical;
-      row.limit_us = op == BenchOp::kCombine ? combine_limit_us(bytes, limit_gbps)
-                                             : dispatch_limit_us(bytes, limit_gbps);
+      row.limit_us = op == BenchOp::kCombine ? combine_limit_us(bytes, rates)
+                                             : dispatch_limit_us(bytes, rates);
     }
     return result;
   }

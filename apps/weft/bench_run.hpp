@@ -17,7 +17,7 @@ struct BenchResult {
 
 struct BenchReport {
   int64_t row_bytes = 0;
-  double limit_gbps = 0;  // plain copies of rows of this size, all ranks together
+  CopyRates rates = {};  // plain copies of rows of this size
   std::vector<BenchResult> results;
 };
 

@@ -121,14 +121,20 @@ struct CopyRig::State {
     const auto& my_targets = targets[static_cast<size_t>(rank)];
     for (int64_t i = begin * shape.copies; i < end * shape.copies; ++i) {
       const Target target = my_targets[static_cast<size_t>(i)];
-      const std::byte* from =
+      std::byte* own =
           sources[static_cast<size_t>(rank)].data() + i / shape.copies * shape.row_bytes;
-      std::byte* to =
+      std::byte* shared =
           receivers[static_cast<size_t>(target.rank)].data() + target.row * shape.row_bytes;
-      if (method == CopyMethod::kStream) {
-        copy_streaming(to, from, row_bytes);
-      } else {
-        copy_bytes(to, from, row_bytes);
+      switch (method) {
+        case CopyMethod::kMemcpy:
+          copy_bytes(shared, own, row_bytes);
+          break;
+        case CopyMethod::kStream:
+          copy_streaming(shared, own, row_bytes);
+          break;
+        case CopyMethod::kGather:
+          copy_bytes(own, shared, row_bytes);
+          break;
       }
     }
     streaming_fence();
@@ -176,32 +182,31 @@ double CopyRig::measure(const CopySettings& settings) {
   return state_->bytes_per_round() / best_seconds / 1e9;
 }
 
-double copy_limit_gbps(const CopyShape& shape) {
+CopyRates copy_rates(const CopyShape& shape) {
   static std::mutex mutex;
-  static std::map<CopyShape, double> known;
+  static std::map<CopyShape, CopyRates> known;
   const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = known.try_emplace(with_threads(shape), 0);
+  const auto [entry, is_new] = known.try_emplace(with_threads(shape));
   if (is_new) {
     CopyRig rig(shape);
-    entry->second = std::max(
+    entry->second.scatter = std::max(
         rig.measure({.method = CopyMethod::kMemcpy}), rig.measure({.method = CopyMethod::kStream})
     );
+    entry->second.gather = rig.measure({.method = CopyMethod::kGather});
   }
   return entry->second;
 }
 
-double copy_limit_gbps(int num_ranks, int64_t row_bytes) {
-  return copy_limit_gbps({.num_ranks = num_ranks, .row_bytes = row_bytes});
+CopyRates copy_rates(int num_ranks, int64_t row_bytes) {
+  return copy_rates({.num_ranks = num_ranks, .row_bytes = row_bytes});
 }
 
-double dispatch_limit_us(const ExchangeBytes& bytes, double gbps) {
-  return bytes.logical / gbps / 1e3;
+double dispatch_limit_us(const ExchangeBytes& bytes, const CopyRates& rates) {
+  return bytes.logical / rates.scatter / 1e3;
 }
 
-double combine_limit_us(const ExchangeBytes& bytes, double gbps) {
-  const double read = bytes.logical + bytes.wire;
-  const double written = bytes.wire + bytes.tokens;
-  return (read + written) / 2 / gbps / 1e3;
+double combine_limit_us(const ExchangeBytes& bytes, const CopyRates& rates) {
+  return bytes.logical / rates.gather / 1e3;
 }
 
 }  // namespace weft::program

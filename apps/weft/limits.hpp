@@ -9,9 +9,10 @@
 
 namespace weft::program {
 
-// The memory traffic of a dispatch without its bookkeeping: every rank reads rows of its own
-// private memory and writes each of them `copies` times into the shared memory of all ranks in
-// turn, its own included, spread over as many write streams as there would be experts.
+// The memory traffic of an exchange without its bookkeeping. Scatter, as in dispatch: every rank
+// reads rows of its own private memory and writes each of them `copies` times into the shared
+// memory of all ranks in turn, its own included, spread over as many streams as there would be
+// experts. Gather, as in combine: the same copies backwards, `copies` rows onto each private one.
 struct CopyShape {
   int num_ranks = 1;
   int threads_per_rank = 0;  // 0: the usable cores shared among the ranks
@@ -25,6 +26,7 @@ struct CopyShape {
 enum class CopyMethod : uint8_t {
   kMemcpy,
   kStream,  // stores that bypass the caches
+  kGather,  // memcpy from the shared rows to the private ones
 };
 
 struct CopySettings {
@@ -47,10 +49,15 @@ class CopyRig {
   std::unique_ptr<State> state_;
 };
 
-// The better of both methods on unpinned threads, GB/s of all ranks together. Takes less than half
-// a second for each new shape and is remembered by the process.
-[[nodiscard]] double copy_limit_gbps(const CopyShape& shape);
-[[nodiscard]] double copy_limit_gbps(int num_ranks, int64_t row_bytes);
+// GB/s of all ranks together on unpinned threads; zero: not measured.
+struct CopyRates {
+  double scatter = 0;  // the better of memcpy and streaming
+  double gather = 0;
+};
+
+// Takes less than half a second for each new shape and is remembered by the process.
+[[nodiscard]] CopyRates copy_rates(const CopyShape& shape);
+[[nodiscard]] CopyRates copy_rates(int num_ranks, int64_t row_bytes);
 
 // Bytes of all ranks together, for the limits below.
 struct ExchangeBytes {
@@ -59,10 +66,9 @@ struct ExchangeBytes {
   double tokens = 0;   // rows at the sources
 };
 
-// Least time, in microseconds, at `gbps`. Dispatch writes every row that a receiver holds once.
-[[nodiscard]] double dispatch_limit_us(const ExchangeBytes& bytes, double gbps);
-// Combine reads all those rows, writes and reads one row per crossing and writes the tokens; bytes
-// read and written differ, half a copy each.
-[[nodiscard]] double combine_limit_us(const ExchangeBytes& bytes, double gbps);
+// Least time, in microseconds. Dispatch scatters: it writes every row that a receiver holds once.
+[[nodiscard]] double dispatch_limit_us(const ExchangeBytes& bytes, const CopyRates& rates);
+// Combine gathers: it reads all those rows once.
+[[nodiscard]] double combine_limit_us(const ExchangeBytes& bytes, const CopyRates& rates);
 
 }  // namespace weft::program

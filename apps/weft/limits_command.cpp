@@ -28,7 +28,7 @@ struct LimitsOptions {
 
 constexpr const char* kFooter =
     R"(Every rank reads its own private memory and writes into the shared memory of all ranks, as dispatch
-does, without any bookkeeping. GB/s (1e9) are of all ranks together; a byte read once and written
+does, without any bookkeeping; gather copies the same rows back, as combine reads them. GB/s (1e9) are of all ranks together; a byte read once and written
 once counts once.
 
 Examples:
@@ -45,7 +45,16 @@ std::string gbps_text(CopyRig& rig, const CopySettings& settings) {
 
 void run_limits(const LimitsOptions& options) {
   const int max_ranks = options.max_ranks > 0 ? options.max_ranks : std::max(2, num_usable_cores());
-  Table table({"ranks", "block", "memcpy", "streaming", "memcpy pinned", "streaming pinned"});
+  Table table(
+      {"ranks",
+       "block",
+       "memcpy",
+       "streaming",
+       "gather",
+       "memcpy pinned",
+       "streaming pinned",
+       "gather pinned"}
+  );
   {
     Progress progress("limits");
     const double total = max_ranks * static_cast<double>(options.row_bytes.size());
@@ -59,7 +68,8 @@ void run_limits(const LimitsOptions& options) {
         CopyRig rig(shape);
         std::vector<std::string> cells = {std::to_string(num_ranks), block_text(row_bytes)};
         for (const bool is_pinned : {false, true}) {
-          for (const CopyMethod method : {CopyMethod::kMemcpy, CopyMethod::kStream}) {
+          for (const CopyMethod method :
+               {CopyMethod::kMemcpy, CopyMethod::kStream, CopyMethod::kGather}) {
             cells.push_back(gbps_text(rig, {method, is_pinned, options.seconds}));
           }
         }

@@ -59,7 +59,7 @@ std::string text_or_none(const std::string& text) {
 
 }  // namespace
 
-Json results_json(const std::vector<ResultRow>& rows, double limit_gbps) {
+Json results_json(const std::vector<ResultRow>& rows, const CopyRates& rates) {
   const BuildInfo build = build_info();
   const MachineInfo machine = machine_info();
   const GpuList gpus = list_gpus();
@@ -78,7 +78,8 @@ Json results_json(const std::vector<ResultRow>& rows, double limit_gbps) {
       {"gpus", Json::array()},
       {"driver", text_or_none(gpus.driver)},
       {"cuda", text_or_none(gpus.runtime)},
-      {"limit_gbps", rounded(limit_gbps)},
+      {"limit_gbps", rounded(rates.scatter)},
+      {"gather_gbps", rounded(rates.gather)},
       {"rows", Json::array()},
   };
   for (const GpuInfo& gpu : gpus.gpus) {
@@ -90,8 +91,10 @@ Json results_json(const std::vector<ResultRow>& rows, double limit_gbps) {
   return json;
 }
 
-void save_results(const std::string& path, const std::vector<ResultRow>& rows, double limit_gbps) {
-  write_file_atomically(path, results_json(rows, limit_gbps).dump(2) + "\n");
+void save_results(
+    const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
+) {
+  write_file_atomically(path, results_json(rows, rates).dump(2) + "\n");
 }
 
 }  // namespace weft::program

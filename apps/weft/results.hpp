@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "limits.hpp"
+
 namespace weft::program {
 
 // Another way of doing the same work, measured beside it in the same run.
@@ -49,10 +51,12 @@ struct ResultRow {
 
 // The file's content: this build, this machine, now.
 [[nodiscard]] nlohmann::ordered_json results_json(
-    const std::vector<ResultRow>& rows, double limit_gbps
+    const std::vector<ResultRow>& rows, const CopyRates& rates
 );
 
 // Throws Error (kFile).
-void save_results(const std::string& path, const std::vector<ResultRow>& rows, double limit_gbps);
+void save_results(
+    const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
+);
 
 }  // namespace weft::program

@@ -42,6 +42,7 @@ struct HeatMap {
   std::vector<std::string> rows;     // names, top to bottom
   std::vector<std::string> columns;  // names, left to right
   std::vector<double> values;        // [rows, columns], not negative
+  double high = 0;                   // value of full colour; 0: the largest
 };
 
 [[nodiscard]] std::string svg(const LineChart& chart);

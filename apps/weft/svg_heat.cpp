@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "html.hpp"
 #include "svg_axes.hpp"
@@ -121,7 +122,8 @@ std::string color_scale(const HeatMap& map, const Grid& grid, const Frame& frame
         step
     );
   }
-  out += "</g>\n" + svg_text(x + 17, frame.top + 10, tick_text(grid.high), Anchor::kStart, "soft");
+  const std::string most = tick_text(grid.high) + (map.high > 0 ? "+" : "");
+  out += "</g>\n" + svg_text(x + 17, frame.top + 10, most, Anchor::kStart, "soft");
   out += svg_text(x + 17, frame.bottom(), "0", Anchor::kStart, "soft");
   return out + svg_text(x - 4, frame.top - 10, map.value_label, Anchor::kStart, "soft");
 }
@@ -135,9 +137,17 @@ std::string svg(const HeatMap& chart) {
   const auto num_rows = static_cast<double>(map.rows.size());
   frame.height = std::clamp(num_rows * 18, 100.0, std::max(260.0, num_rows * 3));
   Grid grid = {map.rows.size(), map.columns.size()};
-  grid.cell_width = frame.width / static_cast<double>(std::max<size_t>(grid.num_columns, 1));
+  const auto num_columns = static_cast<double>(std::max<size_t>(grid.num_columns, 1));
+  grid.cell_width = frame.width / num_columns;
+  if (grid.cell_width > 3) {  // whole pixels leave no seams
+    grid.cell_width = std::floor(grid.cell_width);
+    frame.width = grid.cell_width * num_columns;
+  }
   grid.cell_height = frame.height / std::max(num_rows, 1.0);
-  grid.high = map.values.empty() ? 0 : *std::max_element(map.values.begin(), map.values.end());
+  grid.high = map.high;
+  if (grid.high == 0 && !map.values.empty()) {
+    grid.high = *std::max_element(map.values.begin(), map.values.end());
+  }
   std::string inner = "<g shape-rendering=\"crispEdges\">\n";
   for (size_t r = 0; r < grid.num_rows; ++r) {
     for (size_t c = 0; c < grid.num_columns; ++c) {

@@ -18,6 +18,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr double kFullLoad = 4;  // times the mean: full colour, so that early chaos hides nothing
+
 LineChart loss_chart(const TrainRecord& record) {
   LineChart chart = {"Loss", "step", "nats per byte", {{"loss", {}, {}}}};
   for (const StepPoint& point : record.points()) {
@@ -53,6 +55,7 @@ LineChart imbalance_chart(const TrainRecord& record) {
 HeatMap load_map(const TrainRecord& record, int block) {
   HeatMap map = {
       fmt::format("Load per expert, block {}", block), "step", "expert", "x mean", {}, {}, {}};
+  map.high = kFullLoad;
   const auto num_experts = static_cast<size_t>(record.model().num_experts);
   const size_t first = static_cast<size_t>(block) * num_experts;
   for (size_t e = 0; e < num_experts; ++e) {
@@ -100,9 +103,11 @@ Json moved_json(const MovedBytes& moved, double limit_us) {
 }
 
 double limit_us_of(
-    double (*limit)(const ExchangeBytes&, double), const MovedBytes& moved, double gbps
+    double (*limit)(const ExchangeBytes&, const CopyRates&),
+    const MovedBytes& moved,
+    const CopyRates& rates
 ) {
-  return gbps > 0 ? limit({moved.logical, moved.wire, moved.tokens}, gbps) : 0;
+  return rates.scatter > 0 ? limit({moved.logical, moved.wire, moved.tokens}, rates) : 0;
 }
 
 Json config_json(const TrainFacts& facts) {
@@ -138,17 +143,16 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
       {"last_step", record.last_step()},
       {"num_tokens", record.num_tokens()},
       {"seconds", record.seconds()},
-      {"limit_gbps", facts.limit_gbps},
+      {"limit_gbps", facts.rates.scatter},
+      {"gather_gbps", facts.rates.gather},
       {"wait_seconds", record.wait_seconds()},
       {"phase_seconds", Json::object()},
       {"dispatch",
        moved_json(
-           record.dispatch(), limit_us_of(dispatch_limit_us, record.dispatch(), facts.limit_gbps)
+           record.dispatch(), limit_us_of(dispatch_limit_us, record.dispatch(), facts.rates)
        )},
       {"combine",
-       moved_json(
-           record.combine(), limit_us_of(combine_limit_us, record.combine(), facts.limit_gbps)
-       )},
+       moved_json(record.combine(), limit_us_of(combine_limit_us, record.combine(), facts.rates))},
       {"steps", Json::array()}};
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds()[i];
@@ -189,8 +193,12 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
       "reach on this machine."
   );
   page.add_text(wait_text(record) + ".");
-  if (facts.limit_gbps > 0) {
-    page.add_text(fmt::format("Copying limit: {:.1f} GB/s.", facts.limit_gbps));
+  if (facts.rates.scatter > 0) {
+    page.add_text(fmt::format(
+        "Plain copies reach {:.1f} GB/s scattering, {:.1f} GB/s gathering.",
+        facts.rates.scatter,
+        facts.rates.gather
+    ));
   }
   page.add_heading("Load per expert");
   page.add_figure(svg(imbalance_chart(record)));

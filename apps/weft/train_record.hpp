@@ -23,7 +23,7 @@ struct RankStep {
   int64_t combine_calls = 0;
   int64_t combine_wire_bytes = 0;
   int64_t combine_logical_bytes = 0;
-  double wait_seconds = 0;  // for peers, since the exchange was made
+  double wait_seconds = 0;  // for the peer it waited for most, since the exchange was made
   int64_t wants_to_stop = 0;
 
   static RankStep from(const moe::StepReport& report);
@@ -71,7 +71,7 @@ class TrainRecord {
   }
   [[nodiscard]] const MovedBytes& dispatch() const { return dispatch_; }
   [[nodiscard]] const MovedBytes& combine() const { return combine_; }
-  // Mean over the ranks of what they waited for each other in plan, dispatch and combine.
+  // Mean over the ranks of what they waited, at least, in plan, dispatch and combine.
   [[nodiscard]] double wait_seconds() const { return wait_seconds_; }
   // Mean loss of the last steps, at most ten.
   [[nodiscard]] double recent_loss() const;

@@ -136,7 +136,7 @@ Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
   );
   const auto limit = [&](auto limit_us, const MovedBytes& moved) {
     const ExchangeBytes bytes = {moved.logical, moved.wire, moved.tokens};
-    return facts.limit_gbps > 0 ? limit_us(bytes, facts.limit_gbps) / 1e6 : 0;
+    return facts.rates.scatter > 0 ? limit_us(bytes, facts.rates) / 1e6 : 0;
   };
   const MovedBytes& dispatch = record.dispatch();
   const MovedBytes& combine = record.combine();
@@ -151,7 +151,7 @@ std::string wait_text(const TrainRecord& record) {
     seconds += record.phase_seconds()[static_cast<size_t>(phase)];
   }
   return fmt::format(
-      "Of {} in plan, dispatch and combine a rank waited {} for the others",
+      "Of {} in plan, dispatch and combine a rank waited at least {} for the others",
       seconds_text(seconds),
       seconds_text(record.wait_seconds())
   );

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "html.hpp"
+#include "limits.hpp"
 #include "moe/config.hpp"
 #include "table.hpp"
 #include "train_record.hpp"
@@ -24,7 +25,7 @@ struct TrainFacts {
   int64_t num_parameters = 0;
   int64_t num_active_parameters = 0;
   int64_t first_step = 0;  // that this run began with
-  double limit_gbps = 0;   // of copying, all ranks together; 0: not measured (yet)
+  CopyRates rates = {};    // of plain copies; zero: not measured (yet)
 };
 
 [[nodiscard]] std::string train_headline(const TrainFacts& facts);

@@ -82,7 +82,7 @@ class TrainRun {
     const moe::StepReport report = trainer_.step();
     RankStep mine = RankStep::from(report);
     for (const double seconds : trainer_.exchange().stats().wait_seconds) {
-      mine.wait_seconds += seconds;
+      mine.wait_seconds = std::max(mine.wait_seconds, seconds);
     }
     const bool is_late = options_.seconds > 0 && watch_.seconds() >= options_.seconds;
     mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late) ? 1 : 0;
@@ -183,7 +183,7 @@ class TrainRun {
   // Rank 0 measures the limit and reports while the others wait with idle cores.
   void finish() {
     if (is_speaker_) {
-      facts_.limit_gbps = copy_limit_gbps(group_.num_ranks(), record_.row_bytes());
+      facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes());
       write_reports();
       progress_.clear();
       print_result();
@@ -201,7 +201,7 @@ class TrainRun {
         "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}{}\n\n{}\n",
         loss_table(record_).text(),
         phase_table(record_).text(),
-        facts_.limit_gbps,
+        facts_.rates.scatter,
         exchange_table(facts_, record_).text(),
         wait_text(record_),
         load_picture(record_)

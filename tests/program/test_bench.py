@@ -7,7 +7,7 @@ import pytest
 
 from conftest import TINY, one_error, weft
 
-HEADER = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "rows"]
+HEADER = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "gather_gbps", "rows"]
 ROW = [
     *["op", "executor", "transport", "layout", "dtype", "ranks", "tokens", "hidden", "experts", "topk"],
     *["pad", "sms", "mode", "us_p50", "us_p99", "wire_bytes", "logical_bytes", "limit_us"],
@@ -40,8 +40,8 @@ def test_bytes_and_limit_follow_their_formulas(tmp_path):
     for row in results["rows"][1:]:
         assert row["logical_bytes"] == 2 * 2 * 32 * row_bytes
         assert row["wire_bytes"] == 2 * 32 * row_bytes
-        copied = {"combine": (128 + 2 * 64 + 64) / 2}.get(row["op"], 128) * row_bytes
-        assert row["limit_us"] == pytest.approx(copied / results["limit_gbps"] / 1e3, rel=1e-2, abs=2e-3)
+        rate = results["gather_gbps" if row["op"] == "combine" else "limit_gbps"]
+        assert row["limit_us"] == pytest.approx(128 * row_bytes / rate / 1e3, rel=1e-2, abs=2e-3)
         assert row["percent_of_limit"] == pytest.approx(100 * row["limit_us"] / row["us_p50"], rel=0.05)
 
 

@@ -12,7 +12,7 @@ ROW = {
 }
 RESULTS = {
     **{"commit": "0123456789abcdef", "dirty": False, "date": "2001-02-03T04:05:06Z", "machine": "a machine"},
-    **{"gpus": [], "driver": "none", "cuda": "none", "limit_gbps": 25.0, "rows": [ROW]},
+    **{"gpus": [], "driver": "none", "cuda": "none", "limit_gbps": 25.0, "gather_gbps": 20.0, "rows": [ROW]},
 }
 QUOTE = "before\n<!-- results case.m -->\n<!-- end results -->\nafter\n"
 
