@@ -65,6 +65,7 @@ class Plan {
   // Output of this rank: rows to allocate, padding and slack included.
   [[nodiscard]] int64_t num_rows() const;
   // Rows that would hold every route, padding included: the budget that would not have dropped.
+  // kExpertStrided: with every block as large as the largest (padded) expert of the group.
   [[nodiscard]] int64_t required_rows() const;
   // True if any route to or from this rank was dropped. Always defined.
   [[nodiscard]] bool overflow() const;
