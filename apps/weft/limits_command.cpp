@@ -28,8 +28,8 @@ struct LimitsOptions {
 
 constexpr const char* kFooter =
     R"(Every rank reads its own private memory and writes into the shared memory of all ranks, as dispatch
-does, without any bookkeeping; gather copies the same rows back, as combine reads them. GB/s (1e9) are of all ranks together; a byte read once and written
-once counts once.
+does, without any bookkeeping; gather copies the same rows back, as combine reads them. GB/s (1e9)
+are of all ranks together; a byte read once and written once counts once.
 
 Examples:
   weft limits                              1 to as many ranks as there are cores

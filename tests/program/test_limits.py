@@ -13,7 +13,7 @@ def test_every_way_of_copying_has_a_rate():
         [ranks, size, "B"] for ranks in "12" for size in ("512", "4,096")
     ]
     assert all(float(rate) > 0 for line in lines for rate in line[3:])
-    assert all(len(line) == 7 for line in lines)
+    assert all(len(line) == 9 for line in lines)
 
 
 def test_rows_that_cannot_be_copied_are_refused():
