@@ -72,7 +72,7 @@ TEST_P(LeavingTest, IsAnErrorForThoseWhoCallOn) {
   for (int num_calls = 0; num_calls < 4; ++num_calls) {
     const auto all = after_rank_1_left(num_calls);
     EXPECT_EQ(text_of(all[1]), "nothing");
-    for (const size_t rank : {0, 2}) {
+    for (const size_t rank : {0U, 2U}) {
       const std::string text = text_of(all[rank]);
       ASSERT_NE(text, "nothing");
       EXPECT_TRUE(all[rank]->is_peer_error) << text;

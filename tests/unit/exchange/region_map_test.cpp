@@ -11,7 +11,7 @@ namespace weft::test {
 namespace {
 
 TEST(ControlMapTest, KeepsAllPartsApart) {
-  for (const uint64_t num_ranks : {1, 2, 3, 8}) {
+  for (const uint64_t num_ranks : {1U, 2U, 3U, 8U}) {
     const ControlMap map = {
         .num_ranks = num_ranks, .word_bytes = 712, .payload_bytes = 36, .record_bytes = 1001};
     uint64_t end = 0;  // of what came before, in ascending order

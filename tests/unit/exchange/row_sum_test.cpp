@@ -76,7 +76,7 @@ TEST_P(RowSumTest, GivesTheBitsOfAScalarLoop) {
   const DType dtype = GetParam();
   RandomSource random(3);
   for (const int64_t num_cols : {1, 7, 8, 15, 16, 31, 33, 64, 65, 127, 200}) {
-    for (const size_t num_rows : {1, 2, 3, 8, 32}) {
+    for (const size_t num_rows : {1U, 2U, 3U, 8U, 32U}) {
       std::vector<Matrix> rows;
       std::vector<float> weights;
       for (size_t i = 0; i < num_rows; ++i) {

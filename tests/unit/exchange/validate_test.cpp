@@ -265,45 +265,5 @@ TEST_F(ValidateRankMajorTest, RefusesToScaleRowsOfSeveralRoutes) {
   );
 }
 
-struct BadConfig {
-  std::function<void(ExchangeConfig&)> spoil;
-  std::string text;
-};
-
-TEST(ValidateConfigTest, NamesFieldValueAndBound) {
-  const std::vector<BadConfig> cases = {
-      {[](auto& c) { c.hidden = 0; }, "exchange: hidden = 0 (expected at least 1)"},
-      {[](auto& c) { c.max_tokens = -1; }, "exchange: max_tokens = -1 (expected at least 0)"},
-      {[](auto& c) { c.max_tokens = 1 << 30; },
-       "exchange: max_tokens = 1073741824 (expected below 2^30)"},
-      {[](auto& c) { c.num_experts = 0; }, "exchange: num_experts = 0 (expected at least 1)"},
-      {[](auto& c) { c.num_experts = 7; },
-       "exchange: num_experts = 7 (expected a multiple of num_ranks = 2)"},
-      {[](auto& c) { c.max_topk = 0; }, "exchange: max_topk = 0 (expected 1 to 32)"},
-      {[](auto& c) { c.max_topk = 33; }, "exchange: max_topk = 33 (expected 1 to 32)"},
-      {[](auto& c) { c.num_threads = -1; }, "exchange: num_threads = -1 (expected at least 0)"},
-      {[](auto& c) { c.timeout = std::chrono::milliseconds(0); },
-       "exchange: timeout = 0 (expected above 0 ms)"}};
-  for (const BadConfig& bad : cases) {
-    ExchangeConfig config = good_config();
-    validate_config(config, kContext);
-    bad.spoil(config);
-    const auto thrown = thrown_by([&] { validate_config(config, kContext); });
-    EXPECT_EQ(text_of(thrown), bad.text + " [rank 0/2, shm]");
-    EXPECT_EQ(thrown->code, ErrorCode::kInvalidArgument);
-  }
-}
-
-TEST(ValidateConfigTest, SaysThatACudaDeviceIsNotSupported) {
-  ExchangeConfig config = good_config();
-  config.device = {Device::Kind::kCuda, 2};
-  const auto thrown = thrown_by([&] { validate_config(config, kContext); });
-  EXPECT_EQ(
-      text_of(thrown),
-      "exchange: device cuda 2 (this build has the cpu executor alone) [rank 0/2, shm]"
-  );
-  EXPECT_EQ(thrown->code, ErrorCode::kUnsupported);
-}
-
 }  // namespace
 }  // namespace weft::test
