@@ -20,14 +20,12 @@
 
 namespace weft {
 
-// Who writes a row to its second and further slots, where the output lies in peers' reach. The
-// result is the same.
+// Who handles the several rows that a token has on one rank, where these rows lie in peers' reach
+// (Exchange::allocate). The result is the same.
 enum class FanOut : uint8_t {
-  kAuto,      // the source where all of the host's memory is equally near (one NUMA node), else the
-              // receiver
-  kSource,    // every slot is stored once and nothing is read back; each copy crosses between the
-              // ranks
-  kReceiver,  // one copy crosses, the receiver's workers make the others while later rows arrive
+  kAuto,  // kSource where all of the host's memory is equally near (one NUMA node), else kReceiver
+  kSource,    // the token's rank stores every row in dispatch and reads every row in combine
+  kReceiver,  // one row a token crosses each way; the experts' rank copies it and sums before
 };
 
 // Same on every rank, except num_threads, fan_out and timeout.

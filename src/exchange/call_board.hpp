@@ -54,6 +54,7 @@ struct CallWord {
   Target scales;          // dispatch
   Target weights;         // both, one float per route
   Target source_weights;  // combine with kSourceWeights, one float per route
+  Target own_rows;        // combine: this rank's rows, for the receiver of the word to read itself
   std::array<char, 512> refusal = {};
 };
 

@@ -16,8 +16,8 @@ namespace weft {
 struct ChunkTraffic {
   std::vector<int64_t>
       num_arrivals;  // [num_ranks] by the peer that sends them; 0 for this rank itself
-  uint64_t puts_per_arrival = 1;
-  uint64_t puts_per_chunk = 0;  // on top, e.g. one for all weights of a chunk
+  std::vector<uint64_t> puts_per_arrival;  // [num_ranks]
+  uint64_t puts_per_chunk = 0;             // on top, e.g. one for all weights of a chunk
 };
 
 class ChunkSignals {
@@ -47,7 +47,7 @@ class ChunkSignals {
   [[nodiscard]] uint64_t wanted(size_t peer, int64_t chunk) const {
     const ChunkRange range = chunk_range(traffic_.num_arrivals[peer], chunk);
     return settled_[signal(peer, chunk)] + traffic_.puts_per_chunk +
-           static_cast<uint64_t>(range.last - range.first) * traffic_.puts_per_arrival;
+           static_cast<uint64_t>(range.last - range.first) * traffic_.puts_per_arrival[peer];
   }
   // Acquires what the chunk's puts wrote.
   [[nodiscard]] bool is_complete(size_t peer, int64_t chunk) const {

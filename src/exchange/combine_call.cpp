@@ -29,11 +29,16 @@ void Exchange::State::combine(
         in.rows.row_bytes(),
         static_cast<int64_t>(in.scale),
         in.weights.is_given()};
+    const auto region = pool->find(in.rows.data, static_cast<uint64_t>(in.rows.num_bytes()));
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t peer = 0; peer < to.size(); ++peer) {
       if (plan.sent[peer].size() > 0) {  // see dispatch_call.cpp
         to[peer].rows = staging_at(ready.rows[peer]);
         to[peer].weights = staging_at(ready.weights[peer]);
+      }
+      if (plan.received[peer].size() > 0 && region && may_touch_peers()) {
+        const auto begin = static_cast<uint64_t>(in.rows.data - region->data);
+        to[peer].own_rows = {.region = region->ref, .offset = begin, .place = Place::kEverySlot};
       }
       if (in.scale == CombineScale::kSourceWeights) {
         to[peer].source_weights = staging_at(ready.source_weights[peer]);
@@ -41,7 +46,7 @@ void Exchange::State::combine(
     }
     const std::vector<CallWord> words = board->swap(to, {});
     import_targets(words);
-    const CpuCall cpu_call = {call_number, plan, words, ready, staging.data};
+    const CpuCall cpu_call = {call_number, plan, words, to, ready, staging.data};
     combine_cpu(cpu_rank(), cpu_call, in, out);
     ++counters.num_combines;
   });

@@ -16,16 +16,17 @@ void combine_cpu(
   if (in.scale == CombineScale::kSourceWeights) {
     reduce.swap_source_weights();
   }
-  CombineSum sum(rank, call, in, out, reduce);
+  CombineSum sum(rank, call, in, out);
   std::atomic<int64_t> next_unit = 0;
   rank.workers.run([&](int) {
-    CombineSum::Scratch scratch;
+    CombineReduce::Scratch reduce_scratch;
+    CombineSum::Scratch sum_scratch;
     while (!rank.workers.is_stopping()) {
       const int64_t unit = next_unit.fetch_add(1, std::memory_order_relaxed);
       if (unit < reduce.num_units()) {
-        reduce.run(unit, scratch.reduce);
+        reduce.run(unit, reduce_scratch);
       }
-      if (sum.run_ready(scratch) || unit < reduce.num_units()) {
+      if (sum.run_ready(sum_scratch) || unit < reduce.num_units()) {
         continue;
       }
       if (sum.is_claimed()) {
@@ -35,6 +36,8 @@ void combine_cpu(
     }
   });
   sum.settle();
+  sum.release_rows();
+  reduce.wait_for_readers();
 }
 
 }  // namespace weft

@@ -66,11 +66,21 @@ void CombineReduce::send(size_t to, int64_t chunk, Scratch& scratch) const {
   if (range.first == range.last) {
     return;
   }
+  const uint32_t signal =
+      rank_.signals.combine(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
+  if (!reads_itself(to)) {
+    send_rows(to, range, signal, scratch);
+  }
+  if (in_.weights.is_given()) {
+    send_weights(to, range, signal, scratch);
+  }
+}
+
+void CombineReduce::send_rows(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)
+    const {
   const auto count = static_cast<size_t>(range.last - range.first);
   const Target& target = call_.words[to].rows;
   const uint64_t offset = target.offset + static_cast<uint64_t>(range.first) * row_bytes_;
-  const uint32_t signal =
-      rank_.signals.combine(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
   // Sums go straight into the peer's memory where this rank can store there.
   std::byte* const peer_memory = rank_.transport.mapped(static_cast<int>(to), target.region.slot);
   std::byte* rows = peer_memory;
@@ -85,21 +95,18 @@ void CombineReduce::send(size_t to, int64_t chunk, Scratch& scratch) const {
   }
   if (peer_memory != nullptr) {
     rank_.transport.raise(static_cast<int>(to), signal, count);
-  } else {
-    std::array<Put, kChunkArrivals> puts;
-    for (size_t i = 0; i < count; ++i) {
-      puts[i] = {
-          .source = rows + i * row_bytes_,
-          .bytes = row_bytes_,
-          .region = target.region.slot,
-          .signal = signal,
-          .offset = offset + i * row_bytes_};
-    }
-    rank_.transport.put(static_cast<int>(to), {puts.data(), count});
+    return;
   }
-  if (in_.weights.is_given()) {
-    send_weights(to, range, signal, scratch);
+  std::array<Put, kChunkArrivals> puts;
+  for (size_t i = 0; i < count; ++i) {
+    puts[i] = {
+        .source = rows + i * row_bytes_,
+        .bytes = row_bytes_,
+        .region = target.region.slot,
+        .signal = signal,
+        .offset = offset + i * row_bytes_};
   }
+  rank_.transport.put(static_cast<int>(to), {puts.data(), count});
 }
 
 void CombineReduce::send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)
@@ -135,12 +142,31 @@ void CombineReduce::reduce(size_t peer, int64_t arrival, std::byte* out, Scratch
   if (arrival + 1 < pair.size()) {
     list_rows(arrival + 1, scratch.next);
   }
-  const float* scale = scale_of(peer, arrival, scratch);
+  const float* scale = scale_of(peer, arrival);
   sum_rows(out, scratch.terms, scale, in_.rows.dtype, in_.rows.cols, scratch.next);
 }
 
+bool CombineReduce::reads_itself(size_t peer) const {
+  return call_.said[peer].own_rows.region.generation != 0;
+}
+
+void CombineReduce::wait_for_readers() const {
+  std::vector<Missing> wanted;
+  for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
+    if (peer != self_ && reads_itself(peer)) {
+      const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(peer));
+      wanted.push_back(
+          {.peer = static_cast<int>(peer), .signal = signal, .wanted = ++rank_.settled[signal]}
+      );
+    }
+  }
+  rank_.waiter.until_raised(
+      {.op = "combine", .call = call_.number, .what = "word that it has read the rows"}, wanted
+  );
+}
+
 // Factors of an arrival's rows, or null. Only layouts of one row per route are scaled.
-const float* CombineReduce::scale_of(size_t peer, int64_t arrival, Scratch& scratch) const {
+const float* CombineReduce::scale_of(size_t peer, int64_t arrival) const {
   const Arrivals& pair = plan_.received[peer];
   const auto a = static_cast<size_t>(arrival);
   const auto first = static_cast<size_t>(pair.route_begin[a]);
@@ -152,16 +178,8 @@ const float* CombineReduce::scale_of(size_t peer, int64_t arrival, Scratch& scra
     case CombineScale::kSourceWeights:
       break;
   }
-  if (peer != self_) {
-    const std::byte* staged = call_.staging_data + call_.staging.source_weights[peer];
-    return reinterpret_cast<const float*>(staged) + first;
-  }
-  const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
-  scratch.scale.clear();
-  for (size_t j = first; j < static_cast<size_t>(pair.route_begin[a + 1]); ++j) {
-    scratch.scale.push_back(weights[weight_index(plan_, pair.token[a], pair.k[j])]);
-  }
-  return scratch.scale.data();
+  const std::byte* staged = call_.staging_data + call_.staging.source_weights[peer];
+  return reinterpret_cast<const float*>(staged) + first;
 }
 
 }  // namespace weft

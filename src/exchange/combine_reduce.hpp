@@ -16,7 +16,6 @@ class CombineReduce {
   struct Scratch {
     std::vector<std::byte> rows;  // a chunk that cannot be stored at the peer directly
     std::vector<float> weights;
-    std::vector<float> scale;
     std::vector<const std::byte*> terms;
     std::vector<const std::byte*> next;
   };
@@ -30,13 +29,17 @@ class CombineReduce {
   [[nodiscard]] int64_t num_units() const { return num_units_; }
   // One chunk to every token rank but this one. Any worker, each unit once.
   void run(int64_t unit, Scratch& scratch) const;
-  // The partial sum of one arrival that came from `peer`, this rank included, rounded to the dtype.
-  void reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const;
+  // Until every token rank that reads rows here has done so: the caller may then change them.
+  void wait_for_readers() const;
 
  private:
+  // The partial sum of one arrival that came from `peer`, rounded to the dtype.
+  void reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const;
+  [[nodiscard]] bool reads_itself(size_t peer) const;
   void send(size_t to, int64_t chunk, Scratch& scratch) const;
+  void send_rows(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
   void send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
-  [[nodiscard]] const float* scale_of(size_t peer, int64_t arrival, Scratch& scratch) const;
+  [[nodiscard]] const float* scale_of(size_t peer, int64_t arrival) const;
 
   const CpuRank& rank_;
   const CpuCall& call_;

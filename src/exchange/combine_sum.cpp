@@ -10,12 +10,19 @@
 namespace weft {
 namespace {
 
-ChunkTraffic traffic_of(const PlanData& plan, bool has_weights) {
-  ChunkTraffic traffic = {
-      .num_arrivals = {}, .puts_per_arrival = 1, .puts_per_chunk = has_weights ? uint64_t{1} : 0};
-  for (int peer = 0; peer < plan.shape.num_ranks; ++peer) {
-    const bool is_self = peer == plan.shape.rank;
-    traffic.num_arrivals.push_back(is_self ? 0 : plan.sent[static_cast<size_t>(peer)].size());
+// This rank reads the rows of `peer` itself.
+bool is_read_here(const CpuCall& call, size_t peer) {
+  return call.words[peer].own_rows.region.generation != 0;
+}
+
+ChunkTraffic traffic_of(const CpuCall& call, bool has_weights) {
+  const PlanData& plan = call.plan;
+  ChunkTraffic traffic;
+  traffic.puts_per_chunk = has_weights ? 1 : 0;
+  for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
+    const bool is_self = peer == static_cast<size_t>(plan.shape.rank);
+    traffic.num_arrivals.push_back(is_self ? 0 : plan.sent[peer].size());
+    traffic.puts_per_arrival.push_back(is_read_here(call, peer) ? 0 : 1);
   }
   return traffic;
 }
@@ -23,69 +30,108 @@ ChunkTraffic traffic_of(const PlanData& plan, bool has_weights) {
 }  // namespace
 
 CombineSum::CombineSum(
-    const CpuRank& rank,
-    const CpuCall& call,
-    const CombineInput& in,
-    const CombineOutput& out,
-    const CombineReduce& own
+    const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
 )
     : rank_(rank),
       call_(call),
       plan_(call.plan),
       in_(in),
       out_(out),
-      own_(own),
       self_(static_cast<size_t>(call.plan.shape.rank)),
       row_bytes_(static_cast<size_t>(in.rows.row_bytes())),
       arrived_(
           rank.transport,
           rank.signals.combine(0, 0),
           rank.signals.max_chunks,
-          traffic_of(call.plan, in.weights.is_given()),
+          traffic_of(call, in.weights.is_given()),
           rank.settled
       ),
-      num_units_(num_chunks(call.plan.shape.num_tokens)) {}
+      num_units_(num_chunks(call.plan.shape.num_tokens)) {
+  for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
+    const std::byte* rows = nullptr;
+    if (peer == self_) {
+      rows = in.rows.data;
+    } else if (is_read_here(call, peer)) {
+      const Target& at = call.words[peer].own_rows;
+      rows = rank.transport.mapped(static_cast<int>(peer), at.region.slot) + at.offset;
+    }
+    rows_of_.push_back(rows);
+  }
+}
 
 bool CombineSum::run_ready(Scratch& scratch) {
   int64_t unit = next_.load(std::memory_order_relaxed);
   if (unit >= num_units_ || !is_complete(unit) || !next_.compare_exchange_strong(unit, unit + 1)) {
     return false;
   }
-  scratch.own_row.resize(row_bytes_);
   const ChunkRange range = chunk_range(plan_.shape.num_tokens, unit);
+  list_rows(range.first, scratch.rows);
   for (int64_t token = range.first; token < range.last; ++token) {
-    sum(token, scratch);
+    if (token + 1 < range.last) {
+      list_rows(token + 1, scratch.next_rows);
+    } else {
+      scratch.next_rows.clear();
+    }
+    std::byte* const out = out_.x.data + static_cast<size_t>(token) * row_bytes_;
+    if (scratch.rows.rows.empty()) {
+      std::memset(out, 0, row_bytes_);
+    } else {
+      sum_groups(out, scratch.rows, in_.rows.dtype, in_.rows.cols, scratch.next_rows.rows);
+    }
     if (in_.weights.is_given()) {
       give_weights(token);
     }
+    std::swap(scratch.rows, scratch.next_rows);
   }
   return true;
 }
 
-void CombineSum::sum(int64_t token, Scratch& scratch) const {
+// What makes up a token, a group for each rank: its rows where they can be read here, else the
+// partial sum that came.
+void CombineSum::list_rows(int64_t token, RowGroups& groups) const {
+  groups.clear();
   const auto t = static_cast<size_t>(token);
-  const auto first = static_cast<size_t>(plan_.token_begin[t]);
-  const auto last = static_cast<size_t>(plan_.token_begin[t + 1]);
-  std::byte* const out = out_.x.data + t * row_bytes_;
-  if (first == last) {
-    std::memset(out, 0, row_bytes_);
-    return;
-  }
-  std::array<const std::byte*, kMaxTopk> partial;
-  for (size_t a = first; a < last; ++a) {
+  const auto end = static_cast<size_t>(plan_.token_begin[t + 1]);
+  for (auto a = static_cast<size_t>(plan_.token_begin[t]); a < end; ++a) {
     const auto peer = static_cast<size_t>(plan_.token_arrivals[a].rank);
     const auto index = static_cast<size_t>(plan_.token_arrivals[a].index);
-    if (peer != self_) {
-      partial[a - first] = call_.staging_data + call_.staging.rows[peer] + index * row_bytes_;
-      continue;
+    if (rows_of_[peer] == nullptr) {
+      const std::byte* staged = call_.staging_data + call_.staging.rows[peer];
+      groups.rows.push_back(staged + index * row_bytes_);
+      if (in_.scale != CombineScale::kNone) {
+        groups.weights.push_back(1.0F);  // its terms were multiplied before
+      }
+    } else {
+      const Arrivals& pair = plan_.sent[peer];
+      const std::span<const int32_t> slots = pair.slots(static_cast<int64_t>(index));
+      for (size_t s = 0; s < slots.size(); ++s) {
+        groups.rows.push_back(rows_of_[peer] + static_cast<size_t>(slots[s]) * row_bytes_);
+        if (in_.scale != CombineScale::kNone) {
+          const size_t route = static_cast<size_t>(pair.route_begin[index]) + s;
+          groups.weights.push_back(scale_of(pair, token, route));
+        }
+      }
     }
-    // A lone partial sum is the token already.
-    std::byte* const own = last - first == 1 ? out : scratch.own_row.data();
-    own_.reduce(self_, static_cast<int64_t>(index), own, scratch.reduce);
-    partial[a - first] = own;
+    groups.group_ends.push_back(groups.rows.size());
   }
-  if (partial[0] != out) {
-    sum_rows(out, {partial.data(), last - first}, nullptr, in_.rows.dtype, in_.rows.cols);
+}
+
+// The factor of one route's row. Only layouts of one row per route are scaled.
+float CombineSum::scale_of(const Arrivals& pair, int64_t token, size_t route) const {
+  if (in_.scale == CombineScale::kPlanWeights) {
+    return pair.weight[route];
+  }
+  const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
+  return weights[weight_index(plan_, token, pair.k[route])];
+}
+
+// Tells the ranks whose rows were read here that they may change them.
+void CombineSum::release_rows() const {
+  for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
+    if (peer != self_ && rows_of_[peer] != nullptr) {
+      const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(self_));
+      rank_.transport.raise(static_cast<int>(peer), signal, 1);
+    }
   }
 }
 

@@ -6,24 +6,21 @@
 #include <atomic>
 
 #include "exchange/chunk_signals.hpp"
-#include "exchange/combine_reduce.hpp"
+#include "exchange/cpu_call.hpp"
+#include "exchange/row_sum.hpp"
 
 namespace weft {
 
 class CombineSum {
  public:
   CombineSum(
-      const CpuRank& rank,
-      const CpuCall& call,
-      const CombineInput& in,
-      const CombineOutput& out,
-      const CombineReduce& own
+      const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
   );
 
   // Memory of one worker.
   struct Scratch {
-    std::vector<std::byte> own_row;  // this rank's partial sum of one token
-    CombineReduce::Scratch reduce;
+    RowGroups rows;
+    RowGroups next_rows;
   };
 
   // Sums the next chunk of tokens if it is complete. Any worker. False: it was not.
@@ -33,9 +30,11 @@ class CombineSum {
   void wait();
   // After all workers have ended.
   void settle() { arrived_.settle(); }
+  void release_rows() const;
 
  private:
-  void sum(int64_t token, Scratch& scratch) const;
+  void list_rows(int64_t token, RowGroups& groups) const;
+  [[nodiscard]] float scale_of(const Arrivals& pair, int64_t token, size_t route) const;
   void give_weights(int64_t token) const;
   [[nodiscard]] int64_t chunks_needed(size_t peer, int64_t num_tokens) const;
   template <class Visit>
@@ -47,9 +46,9 @@ class CombineSum {
   const PlanData& plan_;
   const CombineInput& in_;
   const CombineOutput& out_;
-  const CombineReduce& own_;
   size_t self_;
   size_t row_bytes_;
+  std::vector<const std::byte*> rows_of_;  // by rank, where its rows can be read here; else null
   ChunkSignals arrived_;
   int64_t num_units_;
   std::atomic<int64_t> next_ = 0;

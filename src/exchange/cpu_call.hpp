@@ -33,6 +33,7 @@ struct CpuCall {
   uint64_t number = 0;
   const PlanData& plan;
   std::span<const CallWord> words;  // by rank: where that rank wants what is sent to it
+  std::span<const CallWord> said;   // by rank: what this rank told it
   const Staging& staging;
   std::byte* staging_data = nullptr;
 };

@@ -42,12 +42,7 @@ void Exchange::State::dispatch(
         in.x.row_bytes(),
         in.scales.is_given() ? in.scales.row_bytes() : -1,
         in.weights.is_given()};
-    // Sources can only store to every slot where they can store at all.
-    const bool is_mapped =
-        transport->mapped(context.rank, control_slots[static_cast<size_t>(context.rank)]) !=
-        nullptr;
-    const Place direct =
-        is_mapped && config.fan_out == FanOut::kSource ? Place::kEverySlot : Place::kPrimarySlot;
+    const Place direct = may_touch_peers() ? Place::kEverySlot : Place::kPrimarySlot;
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
       // A source that writes nothing must not look for the memory: this rank may be past the call
@@ -69,7 +64,7 @@ void Exchange::State::dispatch(
     }
     const std::vector<CallWord> words = board->swap(to, {});
     import_targets(words);
-    const CpuCall cpu_call = {call_number, plan, words, ready.staging, staging.data};
+    const CpuCall cpu_call = {call_number, plan, words, to, ready.staging, staging.data};
     dispatch_cpu(cpu_rank(), cpu_call, in, out);
     ++counters.num_dispatches;
   });

@@ -9,7 +9,7 @@ namespace {
 ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {
   ChunkTraffic traffic = {
       .num_arrivals = {},
-      .puts_per_arrival = num_streams,
+      .puts_per_arrival = std::vector<uint64_t>(plan.received.size(), num_streams),
       .puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
     const bool is_self = source == plan.shape.rank;

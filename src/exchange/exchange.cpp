@@ -138,10 +138,16 @@ Target Exchange::State::staging_at(uint64_t offset) const {
   return {.region = staging.ref, .offset = offset, .place = Place::kStaging};
 }
 
+bool Exchange::State::may_touch_peers() const {
+  const uint32_t own_slot = control_slots[static_cast<size_t>(context.rank)];
+  return config.fan_out == FanOut::kSource && transport->mapped(context.rank, own_slot) != nullptr;
+}
+
 void Exchange::State::import_targets(std::span<const CallWord> words) {
   for (size_t rank = 0; rank < words.size(); ++rank) {
     const CallWord& word = words[rank];
-    for (const Target& target : {word.rows, word.scales, word.weights, word.source_weights}) {
+    for (const Target& target :
+         {word.rows, word.scales, word.weights, word.source_weights, word.own_rows}) {
       if (target.region.generation != 0 && rank != static_cast<size_t>(context.rank)) {
         transport->import(static_cast<int>(rank), target.region);
       }

@@ -39,6 +39,8 @@ struct Exchange::State {
   [[nodiscard]] Target staging_at(uint64_t offset) const;
   // Makes reachable what the peers named in their words.
   void import_targets(std::span<const CallWord> words);
+  // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
+  [[nodiscard]] bool may_touch_peers() const;
   [[nodiscard]] CpuRank cpu_rank() { return {*transport, *waiter, *workers, signals, settled}; }
 
   ExchangeConfig config;  // "auto" and 0 resolved

@@ -64,13 +64,15 @@ struct SignalMap {
   WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
     return 3 * num_ranks + source;
   }
+  // `reader` has read what it needed of this rank's rows.
+  WEFT_HD constexpr uint32_t rows_read(uint32_t reader) const { return 4 * num_ranks + reader; }
   WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
-    return 4 * num_ranks + source * max_chunks + chunk;
+    return 5 * num_ranks + source * max_chunks + chunk;
   }
   WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
-    return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+    return 5 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
-  WEFT_HD constexpr uint32_t size() const { return 4 * num_ranks + 2 * num_ranks * max_chunks; }
+  WEFT_HD constexpr uint32_t size() const { return 5 * num_ranks + 2 * num_ranks * max_chunks; }
 };
 
 }  // namespace weft

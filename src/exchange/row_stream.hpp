@@ -13,7 +13,7 @@ struct RowStream {
   const std::byte* source = nullptr;  // [num_tokens] rows of this rank
   std::byte* out = nullptr;           // [num_rows] rows of this rank's output
   size_t row_bytes = 0;
-  const Target CallWord::*target = nullptr;  // where receivers want it
+  const Target CallWord::*target = nullptr;       // where receivers want it
   Place place = Place::kStaging;                  // where this rank receives it
   const std::vector<uint64_t>* staged = nullptr;  // by source, offset in this rank's staging
 

@@ -9,6 +9,18 @@
 #include <hwy/foreach_target.h>  // compiles this file once per vector target
 #include <hwy/highway.h>
 
+#ifndef WEFT_EXCHANGE_ROW_SUM_TERMS  // once, though the file is compiled several times
+#define WEFT_EXCHANGE_ROW_SUM_TERMS
+namespace weft {
+struct RowSumTerms {
+  std::span<const std::byte* const> rows;
+  std::span<const size_t> group_ends;
+  const float* weights;
+  std::span<const std::byte* const> next;
+};
+}  // namespace weft
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace weft::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -29,6 +41,7 @@ struct Pair {
 
 struct Fp32 {
   using Element = float;
+  static Pair rounded(Pair value) { return value; }
   static Pair load(const Element* from) {
     return {hn::LoadU(F32(), from), hn::LoadU(F32(), from + hn::Lanes(F32()))};
   }
@@ -59,6 +72,12 @@ struct Bf16 {
     const VecU nan = hn::Or(hn::And(bits, hn::Set(du, 0x80000000U)), hn::Set(du, 0x7fc00000U));
     return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(value)), nan, rounded);
   }
+  static Pair rounded(Pair value) {
+    const VecU mask = hn::Set(U32(), kOddMask);
+    return {
+        hn::BitCast(F32(), hn::And(round(value.a), mask)),
+        hn::BitCast(F32(), hn::And(round(value.b), mask))};
+  }
   static void store(Pair value, Element* to) {
     const VecU odd = hn::And(round(value.b), hn::Set(U32(), kOddMask));
     const VecU both = hn::Or(hn::ShiftRight<16>(round(value.a)), odd);
@@ -70,6 +89,11 @@ struct Bf16 {
 
 struct Fp16 {
   using Element = uint16_t;
+  static Pair rounded(Pair value) {
+    HWY_ALIGN Element stored[2 * hn::MaxLanes(F32())];
+    store(value, stored);
+    return load(stored);
+  }
   static Pair load(const Element* from) {
     return {load_half(from), load_half(from + hn::Lanes(F32()))};
   }
@@ -134,81 +158,108 @@ struct Fp16 {
 #endif
 };
 
-struct Terms {
-  std::span<const std::byte* const> rows;
-  const float* weights;
-  std::span<const std::byte* const> next;
-};
-
-// Columns outside, rows inside: each element is read once and loads of several rows are in flight.
 template <class Format, bool kIsWeighted>
-void sum_rows_as(std::byte* out_bytes, const Terms& terms, size_t num_cols) {
+class Summer {
+ public:
   using Element = typename Format::Element;
-  const size_t lanes = hn::Lanes(F32());
-  const size_t block = 2 * lanes;  // elements of a pair
-  auto* const out = reinterpret_cast<Element*>(out_bytes);
-  const auto row = [&](size_t i) { return reinterpret_cast<const Element*>(terms.rows[i]); };
-  const auto term = [&](size_t i, size_t col) {
+  explicit Summer(const RowSumTerms& terms) : terms_(terms) {}
+
+  // Columns outside, rows inside: each element is read once and loads of several rows are in
+  // flight.
+  void sum(std::byte* out_bytes, size_t num_cols) const {
+    const size_t block = 2 * hn::Lanes(F32());  // elements of a pair
+    auto* const out = reinterpret_cast<Element*>(out_bytes);
+    size_t col = 0;
+    for (; col + block <= num_cols; col += block) {
+      for (const std::byte* soon : terms_.next) {
+        for (size_t line = 0; line < block * sizeof(Element); line += 64) {
+          hwy::Prefetch(soon + col * sizeof(Element) + line);
+        }
+      }
+      Format::store(sum_pair(col), out + col);
+    }
+    for (; col < num_cols; ++col) {
+      out[col] = Format::round_one(sum_one(col));
+    }
+  }
+
+ private:
+  [[nodiscard]] const Element* row(size_t i) const {
+    return reinterpret_cast<const Element*>(terms_.rows[i]);
+  }
+
+  [[nodiscard]] Pair term(size_t i, size_t col) const {
     Pair value = Format::load(row(i) + col);
     if constexpr (kIsWeighted) {
-      const VecF weight = hn::Set(F32(), terms.weights[i]);
+      const VecF weight = hn::Set(F32(), terms_.weights[i]);
       value = {hn::Mul(value.a, weight), hn::Mul(value.b, weight)};
     }
     return value;
-  };
-  size_t col = 0;
-  for (; col + block <= num_cols; col += block) {
-    for (const std::byte* soon : terms.next) {
-      for (size_t line = 0; line < block * sizeof(Element); line += 64) {
-        hwy::Prefetch(soon + col * sizeof(Element) + line);
+  }
+
+  static Pair add(Pair left, Pair right) {
+    return {hn::Add(left.a, right.a), hn::Add(left.b, right.b)};
+  }
+
+  [[nodiscard]] Pair sum_group(size_t first, size_t last, size_t col) const {
+    Pair sum = term(first, col);
+    for (size_t i = first + 1; i < last; ++i) {
+      sum = add(sum, term(i, col));
+    }
+    return sum;
+  }
+
+  // A lone group is rounded by the store alone.
+  [[nodiscard]] Pair sum_pair(size_t col) const {
+    Pair sum = sum_group(0, terms_.group_ends[0], col);
+    if (terms_.group_ends.size() == 1) {
+      return sum;
+    }
+    sum = Format::rounded(sum);
+    for (size_t g = 1; g < terms_.group_ends.size(); ++g) {
+      const Pair more = sum_group(terms_.group_ends[g - 1], terms_.group_ends[g], col);
+      sum = add(sum, Format::rounded(more));
+    }
+    return sum;
+  }
+
+  [[nodiscard]] float sum_one(size_t col) const {
+    float total = 0;
+    size_t first = 0;
+    for (const size_t last : terms_.group_ends) {
+      float sum = 0;
+      for (size_t i = first; i < last; ++i) {
+        const float value = Format::load_one(row(i)[col]);
+        const float weighted = kIsWeighted ? value * terms_.weights[i] : value;
+        sum = i == first ? weighted : sum + weighted;
       }
+      const float partial = Format::load_one(Format::round_one(sum));
+      total = first == 0 ? partial : total + partial;
+      first = last;
     }
-    Pair sum = term(0, col);
-    for (size_t i = 1; i < terms.rows.size(); ++i) {
-      const Pair more = term(i, col);
-      sum = {hn::Add(sum.a, more.a), hn::Add(sum.b, more.b)};
-    }
-    Format::store(sum, out + col);
+    return total;
   }
-  for (; col < num_cols; ++col) {
-    const auto one = [&](size_t i) {
-      const float value = Format::load_one(row(i)[col]);
-      return kIsWeighted ? value * terms.weights[i] : value;
-    };
-    float sum = one(0);
-    for (size_t i = 1; i < terms.rows.size(); ++i) {
-      sum += one(i);
-    }
-    out[col] = Format::round_one(sum);
-  }
-}
+
+  const RowSumTerms& terms_;
+};
 
 template <class Format>
-void sum_rows_of(std::byte* out, const Terms& terms, size_t num_cols) {
+void sum_as(std::byte* out, const RowSumTerms& terms, size_t num_cols) {
   if (terms.weights == nullptr) {
-    sum_rows_as<Format, false>(out, terms, num_cols);
+    Summer<Format, false>(terms).sum(out, num_cols);
   } else {
-    sum_rows_as<Format, true>(out, terms, num_cols);
+    Summer<Format, true>(terms).sum(out, num_cols);
   }
 }
 
-void sum_rows_target(
-    std::byte* out,
-    std::span<const std::byte* const> rows,
-    const float* weights,
-    DType dtype,
-    int64_t num_cols,
-    std::span<const std::byte* const> next
-) {
-  const Terms terms = {rows, weights, next};
-  const auto cols = static_cast<size_t>(num_cols);
+void sum_target(std::byte* out, const RowSumTerms& terms, DType dtype, size_t num_cols) {
   switch (dtype) {
     case DType::kBFloat16:
-      return sum_rows_of<Bf16>(out, terms, cols);
+      return sum_as<Bf16>(out, terms, num_cols);
     case DType::kFloat16:
-      return sum_rows_of<Fp16>(out, terms, cols);
+      return sum_as<Fp16>(out, terms, num_cols);
     default:
-      return sum_rows_of<Fp32>(out, terms, cols);
+      return sum_as<Fp32>(out, terms, num_cols);
   }
 }
 
@@ -222,7 +273,7 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace weft {
 
-HWY_EXPORT(sum_rows_target);
+HWY_EXPORT(sum_target);
 HWY_EXPORT(target_name);
 
 void sum_rows(
@@ -233,7 +284,21 @@ void sum_rows(
     int64_t num_cols,
     std::span<const std::byte* const> next
 ) {
-  HWY_DYNAMIC_DISPATCH(sum_rows_target)(out, rows, weights, dtype, num_cols, next);
+  const size_t end = rows.size();
+  HWY_DYNAMIC_DISPATCH(sum_target)
+  (out, {rows, {&end, 1}, weights, next}, dtype, static_cast<size_t>(num_cols));
+}
+
+void sum_groups(
+    std::byte* out,
+    const RowGroups& groups,
+    DType dtype,
+    int64_t num_cols,
+    std::span<const std::byte* const> next
+) {
+  const float* weights = groups.weights.empty() ? nullptr : groups.weights.data();
+  HWY_DYNAMIC_DISPATCH(sum_target)
+  (out, {groups.rows, groups.group_ends, weights, next}, dtype, static_cast<size_t>(num_cols));
 }
 
 const char* row_sum_target() {

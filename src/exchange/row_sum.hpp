@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "weft/tensor.hpp"
 
@@ -19,6 +20,29 @@ void sum_rows(
     std::byte* out,
     std::span<const std::byte* const> rows,
     const float* weights,
+    DType dtype,
+    int64_t num_cols,
+    std::span<const std::byte* const> next = {}
+);
+
+// Rows in groups, one after the other: group g ends before row group_ends[g]; none is empty.
+struct RowGroups {
+  std::vector<const std::byte*> rows;
+  std::vector<size_t> group_ends;
+  std::vector<float> weights;  // [rows.size()], or empty
+
+  void clear() {
+    rows.clear();
+    group_ends.clear();
+    weights.clear();
+  }
+};
+
+// The sum of the groups' sums, each of which is rounded to the dtype first: the same bits as
+// sum_rows() of every group and then of the results, in one pass.
+void sum_groups(
+    std::byte* out,
+    const RowGroups& groups,
     DType dtype,
     int64_t num_cols,
     std::span<const std::byte* const> next = {}
