@@ -34,7 +34,9 @@ void Exchange::State::combine(
     for (size_t peer = 0; peer < to.size(); ++peer) {
       if (plan.sent[peer].size() > 0) {  // see dispatch_call.cpp
         to[peer].rows = staging_at(ready.rows[peer]);
-        to[peer].weights = staging_at(ready.weights[peer]);
+        if (in.weights.is_given()) {
+          to[peer].weights = staging_at(ready.weights[peer]);
+        }
       }
       if (plan.received[peer].size() > 0 && region && may_touch_peers()) {
         const auto begin = static_cast<uint64_t>(in.rows.data - region->data);
@@ -44,7 +46,14 @@ void Exchange::State::combine(
         to[peer].source_weights = staging_at(ready.source_weights[peer]);
       }
     }
-    const std::vector<CallWord> words = board->swap(to, {});
+    std::vector<CallWord> words = board->swap(to, {});
+    for (size_t peer = 0; peer < words.size(); ++peer) {
+      // A rank that reads this rank's rows itself gets no partial sums; it waits for nothing here
+      // and may have released its staging by now.
+      if (to[peer].own_rows.region.generation != 0) {
+        words[peer].rows = {};
+      }
+    }
     import_targets(words);
     const CpuCall cpu_call = {call_number, plan, words, to, ready, staging.data};
     combine_cpu(cpu_rank(), cpu_call, in, out);
