@@ -11,15 +11,16 @@
 namespace weft::test {
 namespace {
 
-using Parameters = std::tuple<std::string, int>;
+using Parameters = std::tuple<std::string, int, FanOut>;
 
 class SameBitsTest : public testing::TestWithParam<Parameters> {};
 
-TEST_P(SameBitsTest, ForAnyNumberOfWorkersAndAnyWire) {
+TEST_P(SameBitsTest, ForAnyNumberOfWorkersAnyWireAndAnyFanOut) {
   ExchangeSetup setup;
   setup.num_ranks = 3;
   setup.transport = std::get<0>(GetParam());
   setup.num_threads = std::get<1>(GetParam());
+  setup.fan_out = std::get<2>(GetParam());
   setup.num_experts = 9;
   setup.max_tokens = 150;
   std::vector<CaseData> cases;
@@ -33,7 +34,8 @@ TEST_P(SameBitsTest, ForAnyNumberOfWorkersAndAnyWire) {
 }
 
 std::string test_name(const testing::TestParamInfo<Parameters>& info) {
-  std::string name = std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param));
+  std::string name = std::get<0>(info.param) + "_" + std::to_string(std::get<1>(info.param)) +
+                     (std::get<2>(info.param) == FanOut::kSource ? "_source" : "_receiver");
   std::replace_if(
       name.begin(), name.end(), [](char c) { return std::isalnum(c) == 0; }, '_'
   );
@@ -51,7 +53,8 @@ INSTANTIATE_TEST_SUITE_P(
             "faulty:loopback?seed=4&reorder=1&hide_mapped=1",
             "faulty:shm?seed=5&delay=0.2&reorder=0.5&hide_mapped=1"
         ),
-        testing::Values(1, 2, 3)
+        testing::Values(1, 2, 3),
+        testing::Values(FanOut::kSource, FanOut::kReceiver)
     ),
     test_name
 );

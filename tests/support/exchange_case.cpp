@@ -37,17 +37,20 @@ ExchangeConfig ExchangeSetup::config() const {
       .device = {},
       .transport = transport,
       .num_threads = num_threads,
+      .fan_out = fan_out,
       .timeout = timeout};
 }
 
 std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
-      "[seed {}: {} ranks, {}, {} threads, H {}, E {}, T {}, K {}, {}, {}, pad {}, room {}, calls "
+      "[seed {}: {} ranks, {}, {} threads, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
+      "room {}, calls "
       "{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
       setup.transport,
       setup.num_threads,
+      static_cast<int>(setup.fan_out),
       setup.hidden,
       setup.num_experts,
       spec.num_tokens,
@@ -71,6 +74,7 @@ ExchangeSetup random_setup(uint64_t seed) {
   ExchangeSetup setup;
   setup.num_ranks = pick(random, std::array{1, 2, 2, 3, 4});
   setup.num_threads = pick(random, std::array{1, 1, 2, 3});
+  setup.fan_out = pick(random, std::array{FanOut::kSource, FanOut::kReceiver});
   setup.hidden = 8 * random.between(1, 12);
   setup.max_tokens = random.between(1, 80);
   setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 5));

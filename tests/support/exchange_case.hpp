@@ -17,6 +17,7 @@ struct ExchangeSetup {
   int num_ranks = 2;
   std::string transport = "loopback";
   int num_threads = 1;
+  FanOut fan_out = FanOut::kAuto;
   int64_t hidden = 32;
   int64_t max_tokens = 64;
   int num_experts = 8;
