@@ -36,10 +36,10 @@ struct Card {
   std::array<char, 256> host = {};
 };
 
-template <size_t N>
-void copy_text(std::array<char, N>& to, const std::string& text) {
+template <size_t kSize>
+void copy_text(std::array<char, kSize>& to, const std::string& text) {
   to = {};
-  std::memcpy(to.data(), text.data(), std::min(text.size(), N - 1));
+  std::memcpy(to.data(), text.data(), std::min(text.size(), kSize - 1));
 }
 
 ProcessPlace this_place() {

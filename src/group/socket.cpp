@@ -191,11 +191,9 @@ IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& d
     const auto count = recv(socket.fd(), bytes.data() + done, bytes.size() - done, 0);
     if (count > 0) {
       done += static_cast<size_t>(count);
-    } else if (count == 0) {
-      return IoState::kClosed;
-    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+    } else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       return IoState::kMore;
-    } else if (errno != EINTR) {
+    } else if (count == 0 || errno != EINTR) {
       return IoState::kClosed;
     }
   }
