@@ -4,6 +4,8 @@
 #include <array>
 #include <atomic>
 #include <csignal>
+#include <cstdint>
+#include <ctime>
 #include <sys/mman.h>
 
 #include "core/check.hpp"
@@ -16,11 +18,23 @@ static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may touch
 constexpr std::array kSignals = {SIGINT, SIGTERM};
 
 std::atomic<int>* shared_flag = nullptr;  // seen by all forked ranks
-std::atomic<bool> was_asked = false;      // this process alone
+std::atomic<int64_t> asked_at = 0;        // seconds, this process alone; 0: not asked
+static_assert(std::atomic<int64_t>::is_always_lock_free);
 std::array<struct sigaction, kSignals.size()> old_actions;
 
+int64_t now_seconds() {
+  timespec now = {};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec + 1;  // never 0
+}
+
+// One wish often comes twice: to the process group, and passed on by the parent. Only a later one
+// is impatience.
 void on_signal(int signal) {
-  if (was_asked.exchange(true)) {
+  constexpr int64_t kSameWishSeconds = 2;
+  int64_t first = 0;
+  if (!asked_at.compare_exchange_strong(first, now_seconds()) &&
+      now_seconds() - first >= kSameWishSeconds) {
     std::signal(signal, SIG_DFL);
     std::raise(signal);
     return;
@@ -38,7 +52,7 @@ StopRequest::StopRequest() {
       Context{}, page != MAP_FAILED, ErrorCode::kOutOfMemory, "{}", errno_text("mmap", errno)
   );
   shared_flag = new (page) std::atomic<int>(0);
-  was_asked = false;
+  asked_at = 0;
   struct sigaction action = {};
   action.sa_handler = on_signal;
   action.sa_flags = SA_RESTART;
