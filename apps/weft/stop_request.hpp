@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ctrl-C and kill as a request to finish: the first signal is remembered for all ranks of this
-// program, a second one to the same process ends it at once.
+// program, another to the same process two seconds later ends it at once.
 #pragma once
 
 namespace weft::program {
