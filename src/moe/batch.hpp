@@ -8,15 +8,16 @@
 #include <span>
 #include <vector>
 
+#include "moe/shards.hpp"
+
 namespace weft::moe {
 
-// Tokens [first, first + count) of the global batch; sizes differ by at most one between ranks.
-struct TokenRange {
-  int64_t first = 0;
-  int64_t count = 0;
-};
-
-[[nodiscard]] TokenRange tokens_of_rank(int64_t global_batch, int rank, int num_ranks);
+// Which tokens of the global batch are a shard's.
+[[nodiscard]] Range tokens_of_shard(int64_t global_batch, int64_t shard, int64_t num_ranks);
+// And a rank's: those of its shards, one after another.
+[[nodiscard]] Range tokens_of_rank(int64_t global_batch, int64_t rank, int64_t num_ranks);
+// A rank's shards as ranges of its own tokens.
+[[nodiscard]] Shards make_shards(int64_t global_batch, int64_t rank, int64_t num_ranks);
 
 struct Batch {
   std::vector<std::byte> windows;  // [num_tokens, window]
@@ -29,7 +30,7 @@ class BatchSource {
   BatchSource(std::span<const std::byte> text, int window, uint64_t seed)
       : text_(text), window_(static_cast<size_t>(window)), seed_(seed) {}
 
-  void draw(int64_t step, TokenRange tokens, Batch& batch) const;
+  void draw(int64_t step, Range tokens, Batch& batch) const;
 
  private:
   std::span<const std::byte> text_;

@@ -21,12 +21,15 @@ void Embedding::forward(std::span<const std::byte> windows, Matrix& x) const {
   }
 }
 
-void Embedding::backward(std::span<const std::byte> windows, const Matrix& grad_x) {
-  for (int64_t t = 0; t < grad_x.rows(); ++t) {
-    const float* grad = grad_x.row(t);
-    for (int64_t p = 0; p < window_; ++p) {
-      const std::byte value = windows[static_cast<size_t>(t * window_ + p)];
-      float* vector = table_.grad.data() + vector_at(p, value);
+void Embedding::backward(
+    std::span<const std::byte> windows, const Matrix& grad_x, const Shards& shards
+) {
+  for (size_t i = 0; i < shards.size(); ++i) {
+    float* grad_table = table_.grad_of(i).data();
+    // Index of the (token, position) pair.
+    for (int64_t w = shards[i].begin * window_; w < shards[i].end * window_; ++w) {
+      const float* grad = grad_x.row(w / window_);
+      float* vector = grad_table + vector_at(w % window_, windows[static_cast<size_t>(w)]);
       for (int64_t h = 0; h < hidden_; ++h) {
         vector[h] += grad[h];
       }

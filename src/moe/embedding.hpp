@@ -21,7 +21,7 @@ class Embedding {
 
   // windows: [num_tokens, window].
   void forward(std::span<const std::byte> windows, Matrix& x) const;
-  void backward(std::span<const std::byte> windows, const Matrix& grad_x);
+  void backward(std::span<const std::byte> windows, const Matrix& grad_x, const Shards& shards);
 
  private:
   // Where the vector of a byte at a position begins in the table.

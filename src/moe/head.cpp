@@ -8,19 +8,18 @@
 
 namespace weft::moe {
 
-void Head::forward(const Matrix& x, Matrix& logits) {
+void Head::forward(const Matrix& x, Matrix& logits, const Shards& shards) {
   norm_.forward(x, normed_);
   logits.resize(x.rows(), kNumBytes);
-  linear_forward(normed_, weight_.value.data(), rows_of(logits));
+  linear_forward(normed_, weight_, rows_of(logits), shards);
 }
 
-void Head::backward(const Matrix& grad_logits, Matrix& grad_x) {
-  linear_backward_weight(grad_logits, normed_, weight_.grad.data());
+void Head::backward(const Matrix& grad_logits, Matrix& grad_x, const Shards& shards) {
   grad_normed_.resize(normed_.rows(), normed_.cols());
-  linear_backward_input(grad_logits, weight_.value.data(), rows_of(grad_normed_));
+  linear_backward(grad_logits, normed_, weight_, rows_of(grad_normed_), shards);
   grad_x.resize(normed_.rows(), normed_.cols());
   std::ranges::fill(grad_x.span(), 0.0F);
-  norm_.backward(grad_normed_, grad_x);
+  norm_.backward(grad_normed_, grad_x, shards);
 }
 
 }  // namespace weft::moe

@@ -12,9 +12,9 @@ class Head {
   // gain: [hidden]; weight: [kNumBytes, hidden].
   Head(Parameter gain, Parameter weight) : norm_(gain), weight_(weight) {}
 
-  void forward(const Matrix& x, Matrix& logits);
+  void forward(const Matrix& x, Matrix& logits, const Shards& shards);
   // Overwrites grad_x.
-  void backward(const Matrix& grad_logits, Matrix& grad_x);
+  void backward(const Matrix& grad_logits, Matrix& grad_x, const Shards& shards);
 
  private:
   RmsNorm norm_;

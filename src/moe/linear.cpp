@@ -84,4 +84,20 @@ void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w) {
   );
 }
 
+void linear_forward(ConstRows x, const Parameter& w, Rows y, const Shards& shards) {
+  for (const Range& shard : shards) {
+    linear_forward(slice(x, shard), w.value.data(), slice(y, shard));
+  }
+}
+
+void linear_backward(
+    ConstRows grad_y, ConstRows x, const Parameter& w, Rows grad_x, const Shards& shards
+) {
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const ConstRows gy = slice(grad_y, shards[i]);
+    linear_backward_weight(gy, slice(x, shards[i]), w.grad_of(i).data());
+    linear_backward_input(gy, w.value.data(), slice(grad_x, shards[i]));
+  }
+}
+
 }  // namespace weft::moe

@@ -15,4 +15,11 @@ void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x);
 // grad_w [out, in] += grad_y^T * x.
 void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w);
 
+// The same for tokens, shard by shard.
+void linear_forward(ConstRows x, const Parameter& w, Rows y, const Shards& shards);
+// Overwrites grad_x.
+void linear_backward(
+    ConstRows grad_y, ConstRows x, const Parameter& w, Rows grad_x, const Shards& shards
+);
+
 }  // namespace weft::moe

@@ -8,10 +8,10 @@
 
 namespace weft::moe {
 
-double cross_entropy(Matrix& logits, std::span<const std::byte> targets, float scale) {
+double cross_entropy(Rows logits, std::span<const std::byte> targets, float scale) {
   double sum = 0;
-  for (int64_t t = 0; t < logits.rows(); ++t) {
-    const std::span row(logits.row(t), static_cast<size_t>(logits.cols()));
+  for (int64_t t = 0; t < logits.rows; ++t) {
+    const std::span row(logits.data + t * logits.cols, static_cast<size_t>(logits.cols));
     const auto target = std::to_integer<size_t>(targets[static_cast<size_t>(t)]);
     float& largest = *std::ranges::max_element(row);
     const float margin = largest - row[target];

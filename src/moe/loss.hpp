@@ -9,8 +9,8 @@
 
 namespace weft::moe {
 
-// Returns the sum over this rank's tokens times `scale` and turns logits [num_tokens, kNumBytes]
+// Returns the sum over these tokens times `scale` and turns logits [num_tokens, kNumBytes]
 // into its gradient.
-double cross_entropy(Matrix& logits, std::span<const std::byte> targets, float scale);
+double cross_entropy(Rows logits, std::span<const std::byte> targets, float scale);
 
 }  // namespace weft::moe

@@ -2,10 +2,12 @@
 // fp32 matrices, row after row, and their way to and from the tensors that travel.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "moe/shards.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::moe {
@@ -37,10 +39,16 @@ class Matrix {
   std::vector<float> values_;
 };
 
-// A learned matrix or vector and the gradient that backward adds to.
+// A learned matrix or vector and the gradient that backward adds to, one for each shard of the
+// rank's tokens where tokens are the rank's own.
 struct Parameter {
   std::span<float> value;
-  std::span<float> grad;
+  std::span<float> grad;   // of the first shard
+  size_t grad_stride = 0;  // from one shard's to the next
+
+  [[nodiscard]] std::span<float> grad_of(size_t shard) const {
+    return {grad.data() + shard * grad_stride, grad.size()};
+  }
 };
 
 // Some rows that someone else owns: one expert's block, or a tensor that arrived.
@@ -67,6 +75,12 @@ struct ConstRows {
 }
 [[nodiscard]] inline ConstRows slice(ConstRows all, int64_t begin, int64_t count) {
   return {all.data + begin * all.cols, count, all.cols};
+}
+[[nodiscard]] inline Rows slice(Rows all, Range rows) {
+  return slice(all, rows.begin, rows.size());
+}
+[[nodiscard]] inline ConstRows slice(ConstRows all, Range rows) {
+  return slice(all, rows.begin, rows.size());
 }
 
 // The fp32 or bf16 tensor as fp32 rows: itself, or converted into `scratch`.

@@ -24,15 +24,19 @@ LossShare Model::forward_backward(const Batch& batch) {
     block.forward(x_);
     share.balance += block.balance_share() / static_cast<double>(blocks_.size());
   }
-  head_.forward(x_, logits_);
+  const Shards& shards = context_->shards;
+  head_.forward(x_, logits_, shards);
   const float scale = 1.0F / static_cast<float>(context_->global_tokens);
-  share.cross_entropy = cross_entropy(logits_, batch.targets, scale);
+  for (const Range& shard : shards) {
+    const auto targets = std::span(batch.targets).subspan(static_cast<size_t>(shard.begin));
+    share.cross_entropy.push_back(cross_entropy(slice(rows_of(logits_), shard), targets, scale));
+  }
 
-  head_.backward(logits_, x_);
+  head_.backward(logits_, x_, shards);
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
     block->backward(x_);
   }
-  embedding_.backward(batch.windows, x_);
+  embedding_.backward(batch.windows, x_, shards);
   return share;
 }
 

@@ -14,8 +14,8 @@ namespace weft::moe {
 
 // This rank's part of the losses; the sum over the ranks is the loss of the global batch.
 struct LossShare {
-  double cross_entropy = 0;  // nats per byte
-  double balance = 0;        // mean over the blocks
+  std::vector<double> cross_entropy;  // [num_shards of this rank] nats per byte
+  double balance = 0;                 // mean over the blocks
 };
 
 class Model {

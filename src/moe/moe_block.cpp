@@ -30,7 +30,7 @@ void MoeBlock::forward(Matrix& x) {
   norm_.forward(x, normed_);
 
   timer.start(Phase::kRoute);
-  router_.forward(normed_);
+  router_.forward(normed_, context_->shards);
   const Matrix& weights = router_.weights();
 
   timer.start(Phase::kPlan);
@@ -86,10 +86,10 @@ void MoeBlock::backward(Matrix& grad_x) {
   timer.start(Phase::kRoute);
   std::vector<float> grad_probs = balance_.grad_probs;
   std::ranges::for_each(grad_probs, [&](float& g) { g *= context_->config.balance_weight; });
-  router_.backward(normed_, grad_weights, grad_probs, tokens_);
+  router_.backward(normed_, grad_weights, grad_probs, tokens_, context_->shards);
 
   timer.start(Phase::kDense);
-  norm_.backward(tokens_, grad_x);
+  norm_.backward(tokens_, grad_x, context_->shards);
 }
 
 ExpertRows MoeBlock::expert_rows() {

@@ -26,6 +26,7 @@ struct MoeContext {
   const ModelConfig& config;
   DType dtype = DType::kFloat32;  // of the rows that travel
   int64_t global_tokens = 0;      // of all ranks in a step
+  Shards shards = {};             // of this rank's tokens
   PhaseTimer timer = {};
   Traffic dispatch = {};
   Traffic combine = {};

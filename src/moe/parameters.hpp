@@ -24,7 +24,7 @@ struct ParameterSpan {
   float spread = 0;
 
   [[nodiscard]] Parameter in(const Parameter& flat) const {
-    return {flat.value.subspan(begin, size), flat.grad.subspan(begin, size)};
+    return {flat.value.subspan(begin, size), flat.grad.subspan(begin, size), flat.grad_stride};
   }
 };
 

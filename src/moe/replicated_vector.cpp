@@ -2,6 +2,7 @@
 #include "moe/replicated_vector.hpp"
 
 #include <algorithm>
+#include <functional>
 
 namespace weft::moe {
 namespace {
@@ -13,9 +14,10 @@ int64_t rows_for(size_t size) {
 }
 
 ExchangeConfig exchange_config(int num_ranks, size_t size, const TrainConfig& config) {
+  const int64_t most_own_rows = (rows_for(size) + num_ranks - 1) / num_ranks;
   return {
       .hidden = kRowElements,
-      .max_tokens = (rows_for(size) + num_ranks - 1) / num_ranks,
+      .max_tokens = num_ranks * most_own_rows,
       .num_experts = num_ranks,
       .max_topk = num_ranks,
       .transport = config.transport,
@@ -26,53 +28,110 @@ ExchangeConfig exchange_config(int num_ranks, size_t size, const TrainConfig& co
 }  // namespace
 
 ReplicatedVector::ReplicatedVector(const Group& group, size_t size, const TrainConfig& config)
-    : size_(size), exchange_(group, exchange_config(group.num_ranks(), size, config)) {
-  const int64_t num_ranks = group.num_ranks();
+    : num_ranks_(group.num_ranks()),
+      size_(size),
+      exchange_(group, exchange_config(group.num_ranks(), size, config)) {
   const int64_t rows = rows_for(size);
-  const int64_t first = rows * group.rank() / num_ranks;
-  own_rows_ = rows * (group.rank() + 1) / num_ranks - first;
+  const int64_t first = rows * group.rank() / num_ranks_;
+  own_rows_ = rows * (group.rank() + 1) / num_ranks_ - first;
   const auto end = static_cast<size_t>((first + own_rows_) * kRowElements);
   own_begin_ = static_cast<size_t>(first * kRowElements);
   own_size_ = std::min(end, size) - std::min(own_begin_, size);
 
-  // Each row to all ranks.
-  std::vector<int32_t> topk_idx(static_cast<size_t>(own_rows_ * num_ranks));
-  for (size_t i = 0; i < topk_idx.size(); ++i) {
-    topk_idx[i] = static_cast<int32_t>(i % static_cast<size_t>(num_ranks));
+  to_all_ = plan_to_all();
+  for (int64_t nth = 0;; ++nth) {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (nth < shards_of_rank(rank, num_ranks_).size()) {
+        ranks.push_back(rank);
+      }
+    }
+    if (ranks.empty()) {
+      break;
+    }
+    const auto num_rows = static_cast<int64_t>(ranks.size()) * own_rows_;
+    rounds_.push_back({plan_to(ranks), ranks, Matrix(num_rows, kRowElements)});
   }
-  plan_ = exchange_.plan(
-      {.topk_idx = matrix(topk_idx.data(), own_rows_, num_ranks)}, {.layout = Layout::kRankMajor}
-  );
   values_ = exchange_.allocate(rows, kRowElements, DType::kFloat32);
   std::ranges::fill_n(values_.tensor().data, values_.tensor().num_bytes(), std::byte{});
-  grads_.resize(static_cast<size_t>(rows * kRowElements));
+  grads_.resize(shards_of_rank(group.rank(), num_ranks_).size(), rows * kRowElements);
   own_values_.resize(own_rows_, kRowElements);
   own_grads_.resize(own_rows_, kRowElements);
 }
 
+Plan ReplicatedVector::plan_to_all() {
+  std::vector<int32_t> topk_idx;
+  for (int64_t row = 0; row < own_rows_; ++row) {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      topk_idx.push_back(rank);
+    }
+  }
+  return exchange_.plan(
+      {.topk_idx = matrix(topk_idx.data(), own_rows_, num_ranks_)}, {.layout = Layout::kRankMajor}
+  );
+}
+
+// Each of the ranks gets one copy of every row, so that its rows are the whole vector.
+Plan ReplicatedVector::plan_to(const std::vector<int>& ranks) {
+  std::vector<int32_t> topk_idx;
+  for (const int rank : ranks) {
+    topk_idx.insert(topk_idx.end(), static_cast<size_t>(own_rows_), rank);
+  }
+  const auto num_rows = static_cast<int64_t>(topk_idx.size());
+  return exchange_.plan(
+      {.topk_idx = matrix(topk_idx.data(), num_rows, 1)}, {.layout = Layout::kRankMajor}
+  );
+}
+
 Parameter ReplicatedVector::all() {
   auto* values = reinterpret_cast<float*>(values_.tensor().data);
-  return {{values, size_}, {grads_.data(), size_}};
+  return {{values, size_}, {grads_.data(), size_}, static_cast<size_t>(grads_.cols())};
 }
 
 Parameter ReplicatedVector::own() {
   return {{own_values_.data(), own_size_}, {own_grads_.data(), own_size_}};
 }
 
+void ReplicatedVector::clear_grads() {
+  std::ranges::fill(grads_.span(), 0.0F);
+}
+
 void ReplicatedVector::reduce() {
-  exchange_.combine(
-      *plan_,
-      {.rows = matrix(grads_.data(), plan_->num_rows(), kRowElements)},
-      {.x = matrix(own_grads_.data(), own_rows_, kRowElements)}
-  );
-  traffic_.count(*plan_, values_.tensor().row_bytes());
+  for (size_t nth = 0; nth < rounds_.size(); ++nth) {
+    Round& round = rounds_[nth];
+    const int64_t num_rows = round.plan.num_rows();  // none if this rank has no such shard
+    const float* grads = num_rows > 0 ? grads_.row(static_cast<int64_t>(nth)) : nullptr;
+    exchange_.combine(
+        round.plan,
+        {.rows = matrix(grads, num_rows, kRowElements)},
+        {.x = matrix(round.arrived.data(), round.arrived.rows(), kRowElements)}
+    );
+    traffic_.count(round.plan, values_.tensor().row_bytes());
+  }
+  std::ranges::fill(own_grads_.span(), 0.0F);
+  // A rank's shards follow each other, so by rank and then by round is the order of the shards.
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (const Round& round : rounds_) {
+      const auto found = std::ranges::find(round.ranks, rank);
+      if (found != round.ranks.end()) {
+        add_round(round, static_cast<size_t>(found - round.ranks.begin()));
+      }
+    }
+  }
+}
+
+void ReplicatedVector::add_round(const Round& round, size_t place) {
+  const auto part =
+      round.arrived.span().subspan(place * own_grads_.span().size(), own_grads_.span().size());
+  std::ranges::transform(own_grads_.span(), part, own_grads_.data(), std::plus<>());
 }
 
 void ReplicatedVector::broadcast() {
+  const float* own = own_values_.data();
   exchange_.dispatch(
-      *plan_, {.x = matrix(own_values_.data(), own_rows_, kRowElements)}, {.rows = values_.tensor()}
+      *to_all_, {.x = matrix(own, own_rows_, kRowElements)}, {.rows = values_.tensor()}
   );
-  traffic_.count(*plan_, values_.tensor().row_bytes());
+  traffic_.count(*to_all_, values_.tensor().row_bytes());
 }
 
 }  // namespace weft::moe

@@ -2,9 +2,10 @@
 // The parameters that every rank holds, kept equal by the exchange itself. Each rank owns a slice:
 // it alone sums the slice's gradients, updates it and hands it to the others.
 //
-// The vector is cut into rows; a rank's own rows are tokens that are routed to all ranks, one
-// "expert" each. With that plan dispatch gathers everyone's slices into the whole vector, and
-// combine adds the ranks' gradients, by rank, at the owner: the two halves of an all-reduce.
+// The vector is cut into rows, and a rank's own rows are the tokens of two kinds of plan, with one
+// "expert" on each rank. Routed to all ranks, dispatch gathers everyone's slices into the whole
+// vector. Routed to the ranks that hold a shard, combine brings the gradients of that shard back to
+// the owner, who adds the shards in their order.
 #pragma once
 
 #include <cstddef>
@@ -25,14 +26,15 @@ class ReplicatedVector {
   // Collective. `size` elements, the same on every rank.
   ReplicatedVector(const Group& group, size_t size, const TrainConfig& config);
 
-  // [size] the values, and this rank's contribution to their gradients.
+  // [size] the values, and the gradients of each of this rank's shards.
   [[nodiscard]] Parameter all();
   // The elements this rank owns: [own_begin, own_begin + own size) of the above. Its gradients are
-  // the sums over the ranks.
+  // the sums over all shards.
   [[nodiscard]] Parameter own();
   [[nodiscard]] size_t own_begin() const { return own_begin_; }
 
-  // Collective. own().grad = sum of the ranks' all().grad.
+  void clear_grads();
+  // Collective. own().grad = sum of all ranks' gradients, shard after shard.
   void reduce();
   // Collective. all().value = everyone's own().value.
   void broadcast();
@@ -41,15 +43,28 @@ class ReplicatedVector {
   void reset_traffic() { traffic_ = {}; }
 
  private:
+  // The n-th shard of every rank that has as many.
+  struct Round {
+    Plan plan;
+    std::vector<int> ranks;
+    Matrix arrived;  // [ranks, own_rows, kRowElements]
+  };
+
+  [[nodiscard]] Plan plan_to_all();
+  [[nodiscard]] Plan plan_to(const std::vector<int>& ranks);
+  void add_round(const Round& round, size_t place);
+
+  int num_ranks_;
   size_t size_;
   size_t own_begin_ = 0;
   size_t own_size_ = 0;
   int64_t own_rows_ = 0;
   Exchange exchange_;
-  std::optional<Plan> plan_;
-  Buffer values_;             // [num_rows, kRowElements]
-  std::vector<float> grads_;  // the same
-  Matrix own_values_;         // [own_rows, kRowElements]
+  std::optional<Plan> to_all_;
+  std::vector<Round> rounds_;
+  Buffer values_;      // [rows, kRowElements]
+  Matrix grads_;       // [shards of this rank, rows * kRowElements]
+  Matrix own_values_;  // [own_rows, kRowElements]
   Matrix own_grads_;
   Traffic traffic_;
 };

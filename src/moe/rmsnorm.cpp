@@ -31,25 +31,28 @@ void RmsNorm::forward(const Matrix& x, Matrix& y) {
   }
 }
 
-void RmsNorm::backward(const Matrix& grad_y, Matrix& grad_x) {
-  const int64_t hidden = grad_y.cols();
+void RmsNorm::backward(const Matrix& grad_y, Matrix& grad_x, const Shards& shards) {
+  for (size_t i = 0; i < shards.size(); ++i) {
+    for (int64_t t = shards[i].begin; t < shards[i].end; ++t) {
+      backward_row(t, grad_y.row(t), grad_x.row(t), gain_.grad_of(i).data());
+    }
+  }
+}
+
+void RmsNorm::backward_row(int64_t token, const float* gy, float* gx, float* grad_gain) const {
+  const int64_t hidden = x_.cols();
   const float* gain = gain_.value.data();
-  float* grad_gain = gain_.grad.data();
-  for (int64_t t = 0; t < grad_y.rows(); ++t) {
-    const float* gy = grad_y.row(t);
-    const float* in = x_.row(t);
-    float* gx = grad_x.row(t);
-    const float scale = inverse_rms_[static_cast<size_t>(t)];
-    float dot = 0.0F;
-    for (int64_t h = 0; h < hidden; ++h) {
-      dot += gy[h] * gain[h] * in[h];
-      grad_gain[h] += gy[h] * in[h] * scale;
-    }
-    // The scale depends on every element of the row.
-    const float pull = dot * scale * scale / static_cast<float>(hidden);
-    for (int64_t h = 0; h < hidden; ++h) {
-      gx[h] += scale * (gy[h] * gain[h] - in[h] * pull);
-    }
+  const float* in = x_.row(token);
+  const float scale = inverse_rms_[static_cast<size_t>(token)];
+  float dot = 0.0F;
+  for (int64_t h = 0; h < hidden; ++h) {
+    dot += gy[h] * gain[h] * in[h];
+    grad_gain[h] += gy[h] * in[h] * scale;
+  }
+  // The scale depends on every element of the row.
+  const float pull = dot * scale * scale / static_cast<float>(hidden);
+  for (int64_t h = 0; h < hidden; ++h) {
+    gx[h] += scale * (gy[h] * gain[h] - in[h] * pull);
   }
 }
 

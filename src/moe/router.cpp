@@ -9,12 +9,12 @@
 
 namespace weft::moe {
 
-void Router::forward(const Matrix& x) {
+void Router::forward(const Matrix& x, const Shards& shards) {
   const int64_t num_tokens = x.rows();
   probs_.resize(num_tokens, num_experts_);
   weights_.resize(num_tokens, topk_);
   topk_idx_.resize(static_cast<size_t>(num_tokens * topk_));
-  linear_forward(x, weight_.value.data(), rows_of(probs_));
+  linear_forward(x, weight_, rows_of(probs_), shards);
   for (int64_t t = 0; t < num_tokens; ++t) {
     softmax_in_place({probs_.row(t), static_cast<size_t>(num_experts_)});
     choose(t);
@@ -44,7 +44,11 @@ void Router::choose(int64_t token) {
 }
 
 void Router::backward(
-    const Matrix& x, const Matrix& grad_weights, std::span<const float> grad_probs, Matrix& grad_x
+    const Matrix& x,
+    const Matrix& grad_weights,
+    std::span<const float> grad_probs,
+    Matrix& grad_x,
+    const Shards& shards
 ) {
   const int64_t num_tokens = x.rows();
   grad_logits_.resize(num_tokens, num_experts_);
@@ -69,9 +73,8 @@ void Router::backward(
         {probs, static_cast<size_t>(num_experts_)}, {grad, static_cast<size_t>(num_experts_)}
     );
   }
-  linear_backward_weight(grad_logits_, x, weight_.grad.data());
   grad_x_.resize(num_tokens, x.cols());
-  linear_backward_input(grad_logits_, weight_.value.data(), rows_of(grad_x_));
+  linear_backward(grad_logits_, x, weight_, rows_of(grad_x_), shards);
   std::ranges::transform(grad_x_.span(), grad_x.span(), grad_x.data(), std::plus<>());
 }
 

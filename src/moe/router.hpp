@@ -17,12 +17,16 @@ class Router {
   Router(Parameter weight, int num_experts, int topk)  // [num_experts, hidden]
       : weight_(weight), num_experts_(num_experts), topk_(topk) {}
 
-  void forward(const Matrix& x);
+  void forward(const Matrix& x, const Shards& shards);
 
   // x as in forward; grad_weights [num_tokens, topk]; grad_probs [num_experts] is the gradient that
   // the balancing loss adds to every token's probabilities. grad_x += the gradient for x.
   void backward(
-      const Matrix& x, const Matrix& grad_weights, std::span<const float> grad_probs, Matrix& grad_x
+      const Matrix& x,
+      const Matrix& grad_weights,
+      std::span<const float> grad_probs,
+      Matrix& grad_x,
+      const Shards& shards
   );
 
   [[nodiscard]] const std::vector<int32_t>& topk_idx() const { return topk_idx_; }

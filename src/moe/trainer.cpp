@@ -54,7 +54,7 @@ int64_t Trainer::steps_done() const {
   return state_->steps_done;
 }
 int64_t Trainer::num_tokens() const {
-  return state_->tokens.count;
+  return state_->tokens.size();
 }
 const Exchange& Trainer::exchange() const {
   return state_->exchange;

@@ -2,8 +2,9 @@
 // Trains the model on a text, one step at a time. All that a program needs of this folder, with
 // text.hpp for reading the file.
 //
-// The loss of a step depends on the seed and the global batch, not on the number of ranks: equal
-// bits for equal ranks, equal to rounding otherwise.
+// The loss of a step depends on the seed and the global batch, not on the number of ranks: in fp32
+// with at most two experts to a token the bits are the same for one to eight ranks, otherwise they
+// are equal to rounding. Two runs on equal ranks always have the same bits.
 #pragma once
 
 #include <array>

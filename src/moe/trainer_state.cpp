@@ -41,10 +41,19 @@ const TrainConfig& checked(
   return config;
 }
 
+// Of any rank in a step.
+int64_t most_tokens(int64_t global_batch, int num_ranks) {
+  int64_t most = 1;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    most = std::max(most, tokens_of_rank(global_batch, rank, num_ranks).size());
+  }
+  return most;
+}
+
 ExchangeConfig exchange_config(const TrainConfig& config, int num_ranks) {
   return {
       .hidden = config.model.hidden,
-      .max_tokens = (config.global_batch + num_ranks - 1) / num_ranks,
+      .max_tokens = most_tokens(config.global_batch, num_ranks),
       .num_experts = config.model.num_experts,
       .max_topk = config.model.topk,
       .transport = config.transport,
@@ -81,7 +90,12 @@ Trainer::State::State(
       expert_grads(layout.num_expert),
       own_moments(replicated.own().value.size()),
       expert_moments(layout.num_expert),
-      context{exchange, config.model, config.dtype, config.global_batch},
+      context{
+          exchange,
+          config.model,
+          config.dtype,
+          config.global_batch,
+          make_shards(config.global_batch, group.rank(), group.num_ranks())},
       model(context, layout, {replicated.all(), experts()}) {
   initialise(layout.replicated(), config.seed, replicated.all().value);
   initialise(layout.experts(), config.seed, expert_values);
@@ -92,14 +106,16 @@ Trainer::State::State(
 }
 
 void Trainer::State::compute_gradients() {
-  const Parameter all = replicated.all();
-  std::ranges::fill(all.grad, 0.0F);
+  replicated.clear_grads();
   std::ranges::fill(expert_grads, 0.0F);
   source.draw(steps_done, tokens, batch);
   const LossShare share = model.forward_backward(batch);
-  const auto scalars = all.grad.subspan(layout.num_replicated);
-  scalars[kLossScalar] = static_cast<float>(share.cross_entropy);
-  scalars[kBalanceScalar] = static_cast<float>(share.balance);
+  const Parameter all = replicated.all();
+  for (size_t i = 0; i < share.cross_entropy.size(); ++i) {
+    const auto scalars = all.grad_of(i).subspan(layout.num_replicated);
+    scalars[kLossScalar] = static_cast<float>(share.cross_entropy[i]);
+    scalars[kBalanceScalar] = i == 0 ? static_cast<float>(share.balance) : 0.0F;
+  }
 }
 
 void Trainer::State::update_own(const AdamStep& adam) {
@@ -145,7 +161,7 @@ StepReport Trainer::State::report(float learning_rate) {
   report.loss = static_cast<double>(scalars[kLossScalar]);
   report.balance_loss = static_cast<double>(scalars[kBalanceScalar]);
   report.learning_rate = learning_rate;
-  report.num_tokens = tokens.count;
+  report.num_tokens = tokens.size();
   report.global_tokens = config.global_batch;
   report.phase_seconds = context.timer.stop();
   report.seconds = std::reduce(report.phase_seconds.begin(), report.phase_seconds.end());

@@ -35,7 +35,7 @@ struct Trainer::State {
   TrainConfig config;
   std::span<const std::byte> text;
   BatchSource source;
-  TokenRange tokens;  // of this rank in every step
+  Range tokens;  // of this rank in every step
   ModelLayout layout;
   Exchange exchange;
   ReplicatedVector replicated;  // the parameters, then the scalars of a step

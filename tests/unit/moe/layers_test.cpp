@@ -97,7 +97,7 @@ TEST(RmsNormTest, GradientsMatchDifferences) {
   };
   loss();
   Matrix grad_x(kTokens, kHidden);
-  norm.backward(probe, grad_x);
+  norm.backward(probe, grad_x, one_shard(kTokens));
   expect_gradient("x", x.span(), grad_x.span(), loss);
   expect_gradient("gain", gain.value, gain.grad, loss);
 }
@@ -128,7 +128,7 @@ TEST(EmbeddingTest, GradientsMatchDifferences) {
     embedding.forward(windows, x);
     return dot(x.span(), probe.span());
   };
-  embedding.backward(windows, probe);
+  embedding.backward(windows, probe, one_shard(kTokens));
   expect_gradient("table", table.value, table.grad, loss, 300);
   // The first window's first byte, certainly present.
   expect_gradient(
@@ -139,7 +139,7 @@ TEST(EmbeddingTest, GradientsMatchDifferences) {
 TEST(LossTest, IsTheLogarithmOfTheNumberOfBytesWhenNothingIsKnown) {
   Matrix logits(2, kNumBytes);
   std::ranges::fill(logits.span(), 0.5F);
-  EXPECT_NEAR(cross_entropy(logits, some_bytes(2), 0.5F), 8 * std::numbers::ln2, 1e-5);
+  EXPECT_NEAR(cross_entropy(rows_of(logits), some_bytes(2), 0.5F), 8 * std::numbers::ln2, 1e-5);
 }
 
 TEST(LossTest, StaysFiniteForHopelessLogits) {
@@ -147,7 +147,7 @@ TEST(LossTest, StaysFiniteForHopelessLogits) {
   std::ranges::fill(logits.span(), 0.0F);
   logits.data()[7] = 1e4F;
   const std::vector<std::byte> target = {std::byte{1}};
-  EXPECT_NEAR(cross_entropy(logits, target, 1.0F), 1e4, 1);
+  EXPECT_NEAR(cross_entropy(rows_of(logits), target, 1.0F), 1e4, 1);
 }
 
 TEST(LossTest, GradientsMatchDifferences) {
@@ -155,10 +155,10 @@ TEST(LossTest, GradientsMatchDifferences) {
   const auto targets = some_bytes(kTokens);
   const auto loss = [&] {
     Matrix copy = logits;
-    return cross_entropy(copy, targets, 0.2F);
+    return cross_entropy(rows_of(copy), targets, 0.2F);
   };
   Matrix grad = logits;
-  cross_entropy(grad, targets, 0.2F);
+  cross_entropy(rows_of(grad), targets, 0.2F);
   expect_gradient("logits", logits.span(), grad.span(), loss, 300);
 }
 
@@ -170,15 +170,32 @@ TEST(HeadTest, GradientsMatchDifferences) {
   Head head(gain.get(), weight.get());
   Matrix logits;
   const auto loss = [&] {
-    head.forward(x, logits);
+    head.forward(x, logits, one_shard(kTokens));
     return dot(logits.span(), probe.span());
   };
   loss();
   Matrix grad_x;
-  head.backward(probe, grad_x);
+  head.backward(probe, grad_x, one_shard(kTokens));
   expect_gradient("x", x.span(), grad_x.span(), loss);
   expect_gradient("gain", gain.value, gain.grad, loss);
   expect_gradient("weight", weight.value, weight.grad, loss);
+}
+
+// Gradients of tokens [0, 2) and [2, 5), kept apart, against those of all tokens.
+TEST(ShardsTest, EachGetsTheGradientsOfItsOwnTokens) {
+  const Shards shards = {{0, 2}, {2, kTokens}};
+  const Matrix x = random_matrix(kTokens, kHidden, 21);
+  const Matrix grad_y = random_matrix(kTokens, 3, 22);
+  OwnedParameter w(3 * kHidden, 23);
+  std::vector<float> grads(2 * w.grad.size());
+  const Parameter sharded = {w.value, {grads.data(), w.grad.size()}, w.grad.size()};
+  Matrix grad_x(kTokens, kHidden);
+  linear_backward(grad_y, x, sharded, rows_of(grad_x), shards);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    std::vector<float> expected(w.grad.size());
+    linear_backward_weight(slice(grad_y, shards[i]), slice(x, shards[i]), expected.data());
+    EXPECT_TRUE(std::ranges::equal(sharded.grad_of(i), expected)) << "shard " << i;
+  }
 }
 
 TEST(MatrixTest, TravelsAsBfloat16) {

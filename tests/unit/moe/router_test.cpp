@@ -22,7 +22,7 @@ TEST(RouterTest, GivesTiesToTheLowerIndex) {
   OwnedParameter weight(kExperts * kHidden, 1);
   std::ranges::fill(weight.value, 0.0F);
   Router router(weight.get(), kExperts, 3);
-  router.forward(random_matrix(1, kHidden, 2));
+  router.forward(random_matrix(1, kHidden, 2), one_shard(1));
   EXPECT_EQ(router.topk_idx(), (Indices{0, 1, 2}));
   for (int k = 0; k < 3; ++k) {
     EXPECT_FLOAT_EQ(router.weights().row(0)[k], 1.0F / 3.0F);
@@ -36,7 +36,7 @@ TEST(RouterTest, OrdersExpertsByProbability) {
   Router router(weight.get(), kExperts, 3);
   Matrix x(1, 1);
   x.data()[0] = 1.0F;
-  router.forward(x);
+  router.forward(x, one_shard(1));
   EXPECT_EQ(router.topk_idx(), (Indices{1, 3, 2}));
   const float* w = router.weights().row(0);
   EXPECT_FLOAT_EQ(w[0] + w[1] + w[2], 1.0F);
@@ -47,14 +47,14 @@ TEST(RouterTest, ChoosesDistinctLegalExpertsEvenForNotANumber) {
   OwnedParameter weight(kExperts, 1);
   std::ranges::fill(weight.value, std::numeric_limits<float>::quiet_NaN());
   Router router(weight.get(), kExperts, 2);
-  router.forward(random_matrix(1, 1, 2));
+  router.forward(random_matrix(1, 1, 2), one_shard(1));
   EXPECT_EQ(router.topk_idx(), (Indices{0, 1}));
 }
 
 TEST(RouterTest, KeepsTheProbabilityAsWeightOfASingleExpert) {
   OwnedParameter weight(kExperts * kHidden, 3);
   Router router(weight.get(), kExperts, 1);
-  router.forward(random_matrix(kTokens, kHidden, 4));
+  router.forward(random_matrix(kTokens, kHidden, 4), one_shard(kTokens));
   for (int t = 0; t < kTokens; ++t) {
     EXPECT_LT(router.weights().row(t)[0], 1.0F);
     EXPECT_EQ(
@@ -73,7 +73,7 @@ TEST_P(RouterGradientTest, MatchesDifferences) {
   const auto per_prob = random_values(kExperts, 8);
   Router router(weight.get(), kExperts, topk);
   const auto loss = [&] {
-    router.forward(x);
+    router.forward(x, one_shard(kTokens));
     double sum = dot(router.weights().span(), probe.span());
     for (int t = 0; t < kTokens; ++t) {
       sum += dot({router.probs().row(t), kExperts}, per_prob);
@@ -82,7 +82,7 @@ TEST_P(RouterGradientTest, MatchesDifferences) {
   };
   loss();
   Matrix grad_x(kTokens, kHidden);
-  router.backward(x, probe, per_prob, grad_x);
+  router.backward(x, probe, per_prob, grad_x, one_shard(kTokens));
   expect_gradient("x", x.span(), grad_x.span(), loss);
   expect_gradient("weight", weight.value, weight.grad, loss);
 }

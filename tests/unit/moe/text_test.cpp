@@ -101,6 +101,26 @@ TEST(BatchTest, SharesOfTheRanksAreTheGlobalBatch) {
   }
 }
 
+TEST(BatchTest, ShardsAreTheSameTokensForAnyNumberOfRanks) {
+  for (const int num_ranks : {1, 2, 3, 5, 8}) {
+    for (const int64_t global_batch : {3, 67, 1024}) {
+      std::vector<int64_t> begins;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        const Range tokens = tokens_of_rank(global_batch, rank, num_ranks);
+        const Shards shards = make_shards(global_batch, rank, num_ranks);
+        EXPECT_EQ(shards.back().end, tokens.size());
+        for (const Range& shard : shards) {
+          begins.push_back(tokens.begin + shard.begin);
+        }
+      }
+      ASSERT_EQ(begins.size(), static_cast<size_t>(kNumShards)) << num_ranks << " ranks";
+      for (int64_t shard = 0; shard < kNumShards; ++shard) {
+        EXPECT_EQ(begins[static_cast<size_t>(shard)], global_batch * shard / kNumShards);
+      }
+    }
+  }
+}
+
 TEST(BatchTest, ReachesTheFirstAndTheLastPosition) {
   const auto text = counting_text(6);
   Batch batch;
