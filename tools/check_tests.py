@@ -17,6 +17,18 @@ import tree
 HEADER = "# Every test, written by tools/check_tests.py --update. A test missing from a build fails it.\n"
 
 
+def names(lists, name):
+    """Whether a CMakeLists.txt names the file, whole or as '${x}_test.cpp' in a loop over words."""
+    if re.search(rf"(?<![\w/]){re.escape(name)}(?!\w)", lists):
+        return True
+    for pattern in re.findall(r"[\w/]*\$\{\w+\}[\w/]*\.\w+", lists):
+        before, after = re.split(r"\$\{\w+\}", pattern, maxsplit=1)
+        word = re.fullmatch(re.escape(before) + r"(\w+)" + re.escape(after), name)
+        if word and re.search(rf"(?<!\w){word.group(1)}(?!\w)", lists):
+            return True
+    return False
+
+
 def unlisted_files(root):
     """Sources and tests that no CMakeLists.txt in their folder or above names."""
     findings = []
@@ -29,9 +41,8 @@ def unlisted_files(root):
         listed = False
         while folder.is_relative_to(root) and not listed:
             lists = folder / "CMakeLists.txt"
-            name = re.escape(path.relative_to(folder).as_posix())
             if lists.is_file():
-                listed = bool(re.search(rf"(?<![\w/]){name}(?!\w)", lists.read_text()))
+                listed = names(lists.read_text(), path.relative_to(folder).as_posix())
             folder = folder.parent
         if not listed:
             findings.append(f"{path.relative_to(root)}: no CMakeLists.txt lists it")

@@ -29,6 +29,16 @@ def test_accepts_a_complete_tree(tmp_path):
     )
 
 
+def test_understands_names_made_in_a_loop(tmp_path):
+    looped = {
+        "tests/unit/CMakeLists.txt": "foreach(x plan) weft_test(t plan/${x}_test.cpp) endforeach()"
+    }
+    assert check(tmp_path, TREE | looped)[0] == 0
+    status, out = check(tmp_path, TREE | looped | {"tests/unit/plan/other_test.cpp": ""})
+    assert status == 1
+    assert "tests/unit/plan/other_test.cpp: no CMakeLists.txt lists it" in out
+
+
 def test_refuses_a_test_file_that_no_list_names(tmp_path):
     status, out = check(tmp_path, TREE | {"tests/unit/plan/new_plan_test.cpp": ""})
     assert status == 1
