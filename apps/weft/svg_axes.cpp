@@ -126,7 +126,7 @@ std::string y_axis(const Frame& frame, const Scale& scale) {
 size_t label_stride(size_t num_names, double name_px, double room_px) {
   const double wanted = name_px * static_cast<double>(num_names) / room_px;
   for (size_t power = 1;; power *= 10) {
-    for (const size_t factor : {1, 2, 5}) {
+    for (const size_t factor : {size_t{1}, size_t{2}, size_t{5}}) {
       if (static_cast<double>(factor * power) >= wanted) {
         return factor * power;
       }
