@@ -18,8 +18,8 @@ namespace {
 // The text without its speaker and without the rank it came from, as in
 // "... on rank 0 [rank 2/4, shm] at file:line".
 std::string gist(const std::string& text) {
-  static const std::regex kSpeaker(R"((,? on rank \d+)? \[rank \d+/\d+.*$)");
-  return std::regex_replace(text, kSpeaker, "");
+  static const std::regex speaker(R"((,? on rank \d+)? \[rank \d+/\d+.*$)");
+  return std::regex_replace(text, speaker, "");
 }
 
 struct Record {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,7 +18,7 @@ inline constexpr std::string_view kShades = " .:-=+*#%@";
   std::string out;
   for (const double value : values) {
     const double part = high > 0 ? std::clamp(value / high, 0.0, 1.0) : 0;
-    out += kShades[static_cast<size_t>(part * last + 0.5)];
+    out += kShades[static_cast<size_t>(std::lround(part * last))];
   }
   return out;
 }
