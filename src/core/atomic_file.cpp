@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "core/check.hpp"
+#include "core/descriptor.hpp"
 
 namespace weft {
 namespace {
@@ -16,22 +17,6 @@ namespace {
 [[noreturn]] void fail(std::string_view verb, const std::string& path, int error_number) {
   raise_error(ErrorCode::kFile, {}, errno_text(fmt::format("{}: {}", verb, path), error_number));
 }
-
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-    }
-  }
-  [[nodiscard]] int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 // 0, or the errno of the first failure.
 int write_all(int fd, std::string_view bytes) {

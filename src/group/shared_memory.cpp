@@ -10,28 +10,11 @@
 #include <unistd.h>
 
 #include "core/check.hpp"
+#include "core/descriptor.hpp"
 #include "group/map_pages.hpp"
 
 namespace weft {
 namespace {
-
-// Closes on every way out but one: release() hands the descriptor over.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-    }
-  }
-  [[nodiscard]] int get() const { return fd_; }
-  [[nodiscard]] int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
 
 // What the system says it can still hand out; an unreadable file means no opinion.
 uint64_t available_bytes() {
