@@ -92,27 +92,44 @@ Exchange::State::~State() {
   }
 }
 
-std::exception_ptr Exchange::State::cause_of(Op op, const Error& error) const {
-  for (int peer = 0; peer < context.num_ranks && error.code() == ErrorCode::kTransport; ++peer) {
-    const PeerState state = transport->peer_state(peer);
-    if (peer == context.rank || state == PeerState::kAlive) {
-      continue;
+int Exchange::State::find_gone_peer(std::chrono::milliseconds patience) const {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  for (;;) {
+    for (int peer = 0; peer < context.num_ranks; ++peer) {
+      if (peer != context.rank && transport->peer_state(peer) != PeerState::kAlive) {
+        return peer;
+      }
     }
-    const std::string problem = fmt::format(
-        "{}: rank {} {} during call {} ({})",
-        op_name(op),
-        peer,
-        state == PeerState::kDied ? "died" : "left the exchange",
-        call_number,
-        error.what()
-    );
-    try {
-      raise_error(ErrorCode::kPeerFailed, context, problem);
-    } catch (const Error&) {
-      return std::current_exception();
+    if (std::chrono::steady_clock::now() >= deadline) {
+      return -1;
     }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-  return std::current_exception();
+}
+
+std::exception_ptr Exchange::State::cause_of(Op op, const Error& error) const {
+  const bool is_unmapped = error.code() == ErrorCode::kNotAvailable;
+  if (error.code() != ErrorCode::kTransport && !is_unmapped) {
+    return std::current_exception();
+  }
+  // The memory of a peer that dies is gone a moment before its death can be seen.
+  const int peer = find_gone_peer(std::chrono::milliseconds(is_unmapped ? 1000 : 0));
+  if (peer < 0) {
+    return std::current_exception();
+  }
+  const std::string problem = fmt::format(
+      "{}: rank {} {} during call {} ({})",
+      op_name(op),
+      peer,
+      transport->peer_state(peer) == PeerState::kDied ? "died" : "left the exchange",
+      call_number,
+      error.what()
+  );
+  try {
+    raise_error(ErrorCode::kPeerFailed, context, problem);
+  } catch (const Error&) {
+    return std::current_exception();
+  }
 }
 
 CallWord Exchange::State::new_word(Op op) const {

@@ -3,6 +3,7 @@
 // plan_call.cpp, dispatch_call.cpp and combine_call.cpp.
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -30,7 +31,9 @@ struct Exchange::State {
   template <class Prepare, class Run>
   auto call(Op op, const Prepare& prepare, const Run& run);
 
-  // The exception being handled, or that a peer is gone if the transport failed because of it.
+  // A peer that died or left, or -1 if none has within so long.
+  [[nodiscard]] int find_gone_peer(std::chrono::milliseconds patience) const;
+  // The exception being handled, or that a peer is gone if the call failed because of it.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
 
   [[nodiscard]] CallWord new_word(Op op) const;
