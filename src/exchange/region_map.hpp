@@ -27,19 +27,19 @@ struct ControlMap {
   uint64_t payload_bytes = 0;  // most that follows a call word
   uint64_t record_bytes = 0;   // most that encode_records() returns
 
-  WEFT_HD constexpr uint64_t call_stride() const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t call_stride() const {
     return align_up(word_bytes + payload_bytes, 64);
   }
-  WEFT_HD constexpr uint64_t call_offset(uint64_t call, uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t call_offset(uint64_t call, uint64_t source) const {
     return (call % 2 * num_ranks + source) * call_stride();
   }
-  WEFT_HD constexpr uint64_t record_stride() const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t record_stride() const {
     return align_up(sizeof(uint64_t) + record_bytes, 64);
   }
-  WEFT_HD constexpr uint64_t record_offset(uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t record_offset(uint64_t source) const {
     return 2 * num_ranks * call_stride() + source * record_stride();
   }
-  WEFT_HD constexpr uint64_t num_bytes() const { return record_offset(num_ranks); }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return record_offset(num_ranks); }
 };
 
 // Arrivals covered by one chunk signal. 32 rows of 4 KiB fill a sixteenth of a 2 MiB cache, so that
@@ -57,22 +57,28 @@ struct SignalMap {
 
   // One for each parity: words of neighbouring calls may overtake each other, and a count that both
   // raise would not tell which one has come.
-  WEFT_HD constexpr uint32_t call(uint64_t call, uint32_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t call(uint64_t call, uint32_t source) const {
     return static_cast<uint32_t>(call % 2) * num_ranks + source;
   }
-  WEFT_HD constexpr uint32_t records(uint32_t source) const { return 2 * num_ranks + source; }
-  WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint32_t source) const {
+    return 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
     return 3 * num_ranks + source;
   }
   // `reader` has read what it needed of this rank's rows.
-  WEFT_HD constexpr uint32_t rows_read(uint32_t reader) const { return 4 * num_ranks + reader; }
-  WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(uint32_t reader) const {
+    return 4 * num_ranks + reader;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
     return 5 * num_ranks + source * max_chunks + chunk;
   }
-  WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
     return 5 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
-  WEFT_HD constexpr uint32_t size() const { return 5 * num_ranks + 2 * num_ranks * max_chunks; }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
+    return 5 * num_ranks + 2 * num_ranks * max_chunks;
+  }
 };
 
 }  // namespace weft
