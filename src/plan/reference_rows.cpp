@@ -52,7 +52,9 @@ class Receiver {
   }
 
  private:
-  int64_t budget() const { return problem_.budgets[static_cast<size_t>(plan_.shape.rank)]; }
+  [[nodiscard]] int64_t budget() const {
+    return problem_.budgets[static_cast<size_t>(plan_.shape.rank)];
+  }
 
   void number_arrivals() {
     std::set<std::pair<int, int32_t>> arrivals;  // by source rank, then token

@@ -26,10 +26,10 @@ struct Problem {
   int num_experts;
   PlanOptions options;
   std::vector<int64_t> budgets;  // -1: exact
-  int num_ranks() const { return static_cast<int>(tables.size()); }
-  int experts_per_rank() const { return num_experts / num_ranks(); }
-  bool is_rank_major() const { return options.layout == Layout::kRankMajor; }
-  bool is_strided() const { return options.layout == Layout::kExpertStrided; }
+  [[nodiscard]] int num_ranks() const { return static_cast<int>(tables.size()); }
+  [[nodiscard]] int experts_per_rank() const { return num_experts / num_ranks(); }
+  [[nodiscard]] bool is_rank_major() const { return options.layout == Layout::kRankMajor; }
+  [[nodiscard]] bool is_strided() const { return options.layout == Layout::kExpertStrided; }
 };
 
 // Every route of the group, by source, token and k.
