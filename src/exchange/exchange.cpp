@@ -95,9 +95,11 @@ Exchange::State::~State() {
 int Exchange::State::find_gone_peer(std::chrono::milliseconds patience) const {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   for (;;) {
-    for (int peer = 0; peer < context.num_ranks; ++peer) {
-      if (peer != context.rank && transport->peer_state(peer) != PeerState::kAlive) {
-        return peer;
+    for (const PeerState wanted : {PeerState::kDied, PeerState::kLeft}) {
+      for (int peer = 0; peer < context.num_ranks; ++peer) {
+        if (peer != context.rank && transport->peer_state(peer) == wanted) {
+          return peer;
+        }
       }
     }
     if (std::chrono::steady_clock::now() >= deadline) {

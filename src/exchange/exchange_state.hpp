@@ -31,7 +31,8 @@ struct Exchange::State {
   template <class Prepare, class Run>
   auto call(Op op, const Prepare& prepare, const Run& run);
 
-  // A peer that died or left, or -1 if none has within so long.
+  // A peer that died, else one that left (perhaps because of a death), or -1 if none has within so
+  // long.
   [[nodiscard]] int find_gone_peer(std::chrono::milliseconds patience) const;
   // The exception being handled, or that a peer is gone if the call failed because of it.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;

@@ -106,12 +106,21 @@ void Waiter::check_peers(
   if (gone == nullptr || ready()) {
     return;
   }
+  // A peer that left may have done so because another died: that one is to blame.
+  std::string cause;
+  for (int rank = 0; rank < context_.num_ranks && how == PeerState::kLeft && cause.empty();
+       ++rank) {
+    if (rank != context_.rank && transport_.peer_state(rank) == PeerState::kDied) {
+      cause = fmt::format("rank {} died and ", rank);
+    }
+  }
   raise_error(
       ErrorCode::kPeerFailed,
       context_,
       fmt::format(
-          "{}: rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
+          "{}: {}rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
           reason.op,
+          cause,
           gone->peer,
           how == PeerState::kDied ? "died" : "left the exchange",
           reason.what,
