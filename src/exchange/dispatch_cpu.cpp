@@ -34,6 +34,10 @@ std::vector<RowStream> streams_of(
          .staged = &call.staging.scales}
     );
   }
+  for (RowStream& stream : streams) {
+    stream.is_streamed =
+        prefers_streaming(static_cast<uint64_t>(call.plan.num_rows) * stream.row_bytes);
+  }
   return streams;
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/dispatch_fan_out.hpp"
 
-#include "core/copy.hpp"
 
 namespace weft {
 namespace {
@@ -75,7 +74,7 @@ void DispatchFanOut::run(size_t source, int64_t chunk) const {
                                              static_cast<size_t>(i) * stream.row_bytes
                                        : stream.row(slots[0]);
       for (const int32_t slot : slots.subspan(is_staged ? 0 : 1)) {
-        copy_streaming(stream.row(slot), row, stream.row_bytes);
+        stream.copy_row(stream.row(slot), row);
       }
     }
     if (row_weights_.is_given()) {

@@ -3,7 +3,6 @@
 
 #include <array>
 
-#include "core/copy.hpp"
 #include "exchange/chunk.hpp"
 
 namespace weft {
@@ -93,7 +92,7 @@ void DispatchPush::store(size_t to, ChunkRange range, const RowStream& stream) c
   for (int64_t i = range.first; i < range.last; ++i) {
     const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
     for (const int32_t slot : pair.slots(i)) {
-      copy_streaming(base + static_cast<size_t>(slot) * stream.row_bytes, row, stream.row_bytes);
+      stream.copy_row(base + static_cast<size_t>(slot) * stream.row_bytes, row);
     }
   }
 }
@@ -106,7 +105,7 @@ void DispatchPush::keep(int64_t chunk) const {
     for (const RowStream& stream : streams_) {
       const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
       for (const int32_t slot : pair.slots(i)) {
-        copy_streaming(stream.row(slot), row, stream.row_bytes);
+        stream.copy_row(stream.row(slot), row);
       }
     }
     if (weights_ != nullptr) {

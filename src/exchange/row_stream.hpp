@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/copy.hpp"
 #include "exchange/cpu_call.hpp"
 
 namespace weft {
@@ -17,6 +18,15 @@ struct RowStream {
   Place place = Place::kStaging;                  // where this rank receives it
   const std::vector<uint64_t>* staged = nullptr;  // by source, offset in this rank's staging
 
+  bool is_streamed = false;  // the output is too big to be found in a cache by whoever reads it
+
+  void copy_row(std::byte* to, const std::byte* from) const {
+    if (is_streamed) {
+      copy_streaming(to, from, row_bytes);
+    } else {
+      copy_bytes(to, from, row_bytes);
+    }
+  }
   [[nodiscard]] const std::byte* token(int32_t idx) const {
     return source + static_cast<size_t>(idx) * row_bytes;
   }

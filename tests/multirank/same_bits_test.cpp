@@ -59,6 +59,21 @@ INSTANTIATE_TEST_SUITE_P(
     test_name
 );
 
+// Outputs too big for any cache are stored past them.
+TEST(BigOutputTest, HasTheBitsOfTheReferenceForBothFanOuts) {
+  constexpr int64_t kRows = 12'700;  // of 4096 B: over 48 MiB, most of it padding
+  for (const FanOut fan_out : {FanOut::kSource, FanOut::kReceiver}) {
+    ExchangeSetup setup;
+    setup.fan_out = fan_out;
+    setup.num_experts = 2;
+    setup.hidden = 1024;
+    Case spec;
+    spec.num_tokens = {60, 33};
+    spec.pad_multiple = kRows;
+    EXPECT_EQ(run_on_threads(setup, spec), "");
+  }
+}
+
 // The model of a rank's experts: expert e doubles, halves or turns a row's values.
 void apply_experts(const Plan& plan, std::vector<uint16_t>& rows, int64_t hidden) {
   for (int expert = 0; expert < plan.num_local_experts(); ++expert) {
