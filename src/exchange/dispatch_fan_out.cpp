@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/dispatch_fan_out.hpp"
 
-
 namespace weft {
 namespace {
 
