@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the GPUs of a domain say to each other, and where: the byte geometry of a rank's control
+// region in device memory, for host and device alike. Peers write it, its owner reads it; it starts
+// all zero and nothing in it is ever reset.
+//
+// Every call has a number, its epoch, counted on each GPU by the kernels themselves, so that a
+// replayed graph goes on counting. A signal is raised by storing the epoch of the call: it says
+// "done up to this call", and a signal that a failed call never raised does not confuse the next.
+//
+//   signals     see SignalSlots
+//   words       [2 parities][num_ranks]  DeviceWord, then arrivals [num_ranks] and routes
+//               [num_experts] int32 of a plan call
+//   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, route) in dispatch and
+//               of kSourceWeights, by (0, token, k) in combine
+//
+// A parity's word may be overwritten two calls later: by then every rank has read it, because no
+// kernel ends before it has seen the words of all ranks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hd.hpp"
+#include "core/peer_address.hpp"
+
+namespace weft {
+
+enum class DeviceOp : uint32_t { kNone, kPlan, kDispatch, kCombine };
+
+enum class WordStatus : uint32_t {
+  kGood,
+  kRefused,  // this rank does not run the call; every rank gives it up
+};
+
+// Where a source writes an arrival's row.
+enum class DevicePlace : uint32_t {
+  kStaging,      // row (arrival_base + arrival) of the receiver's staging; it copies to every slot
+  kPrimarySlot,  // the first slot of the receiver's output; it copies to the others
+};
+
+inline constexpr int kDeviceSignatureFields = 10;
+
+struct alignas(16) DeviceWord {
+  DeviceOp op = DeviceOp::kNone;
+  WordStatus status = WordStatus::kGood;
+  int32_t num_tokens = 0;
+  DevicePlace place = DevicePlace::kStaging;
+  PeerAddress rows;    // plan: the sender's plan block; dispatch: its output or staging; combine: its
+                       // staging
+  PeerAddress scales;  // dispatch: staging
+  int64_t row_budget = -1;
+  int64_t signature[kDeviceSignatureFields] = {};  // must be equal on all ranks
+  int64_t padding = 0;
+};
+
+// Tokens that one signal covers. Few tokens: a signal each, since latency decides; many: fewer
+// signals, which cost a fence each.
+WEFT_HD constexpr int chunk_tokens(int64_t num_tokens) {
+  return num_tokens <= 512 ? 1 : 4;
+}
+
+WEFT_HD constexpr int num_device_chunks(int64_t num_tokens) {
+  const int each = chunk_tokens(num_tokens);
+  return static_cast<int>((num_tokens + each - 1) / each);
+}
+
+// Indices of the uint32 signals of a rank; `source` is the rank that raises.
+struct SignalSlots {
+  uint32_t num_ranks = 1;
+  uint32_t max_chunks = 1;
+
+  [[nodiscard]] WEFT_HD constexpr uint32_t word(uint32_t epoch, uint32_t source) const {
+    return epoch % 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint32_t source) const {
+    return 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
+    return 3 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
+    return 4 * num_ranks + source * max_chunks + chunk;
+  }
+  // `chunk` of the reader's own tokens.
+  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
+    return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
+    return 4 * num_ranks + 2 * num_ranks * max_chunks;
+  }
+};
+
+struct DeviceControlMap {
+  uint32_t num_ranks = 1;
+  uint32_t num_experts = 1;
+  uint32_t max_tokens = 1;
+  uint32_t max_topk = 1;
+
+  [[nodiscard]] WEFT_HD static constexpr uint64_t align(uint64_t value) {
+    return (value + 127) / 128 * 128;
+  }
+  [[nodiscard]] WEFT_HD constexpr SignalSlots signals() const {
+    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
+    return {num_ranks, chunks < 512 ? 512 : chunks};  // 512: shorter calls have a chunk per token
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t word_stride() const {
+    return align(sizeof(DeviceWord) + sizeof(int32_t) * (num_ranks + num_experts));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t word_offset(uint32_t epoch, uint32_t source) const {
+    return align(sizeof(uint32_t) * signals().size()) +
+           (epoch % 2 * num_ranks + source) * word_stride();
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t weights_offset(uint32_t source) const {
+    return word_offset(0, 0) + 2 * num_ranks * word_stride() +
+           source * align(sizeof(float) * max_tokens * max_topk);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return weights_offset(num_ranks); }
+};
+
+enum class FaultKind : uint32_t {
+  kNone,
+  kTimeout,   // `peer` has not raised the signal
+  kMismatch,  // field `what` of the signature: `seen` at the peer, `wanted` here
+  kRefused,   // the peer's word says so
+  kBadIndex,  // topk_idx[token = seen, k = what] is `wanted`
+  kTooMany,   // a map's row `seen` has more than max_topk = `wanted` experts
+  kDied,      // the host saw the peer's process end
+};
+
+// What a wait was for.
+enum class WaitFor : uint32_t { kWord, kRecords, kSourceWeights, kRows, kGrid };
+
+// In pinned host memory; `kind` is stored last. The first fault of a call wins.
+struct FaultRecord {
+  FaultKind kind = FaultKind::kNone;
+  DeviceOp op = DeviceOp::kNone;
+  uint32_t epoch = 0;
+  int32_t peer = -1;
+  WaitFor waiting_for = WaitFor::kWord;
+  int32_t what = 0;
+  int64_t seen = 0;
+  int64_t wanted = 0;
+};
+
+// A rank's own device memory that only its kernels (and its host, between calls) touch.
+struct LocalState {
+  uint32_t epoch = 0;   // of the last finished call
+  uint32_t done = 0;    // blocks of the running call that are through
+  uint32_t grid = 0;    // blocks that reached the grid barrier of the running call
+  uint32_t stopped = 0; // set by the first fault: every wait of this rank ends
+  uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
+};
+
+// What every kernel knows of its rank; passed by value.
+struct RankView {
+  int32_t rank = 0;
+  int32_t num_ranks = 1;
+  DeviceControlMap map;
+  std::byte* const* regions = nullptr;  // device memory, [num_ranks][kMaxPeerRegions] as mapped here
+  LocalState* local = nullptr;
+  FaultRecord* fault = nullptr;
+  uint64_t timeout_ns = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels as the host sees them: one struct and one function per operation. All pointers are
+// device memory of this rank unless said otherwise. A launch allocates nothing and may be captured.
+// Each throws Error (kCuda) if CUDA refuses it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/device_control.hpp"
+#include "kernels/device_plan.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+inline constexpr int kMaxPlanBlocks = 32;
+
+struct PlanLaunch {
+  RankView me;
+  PlanView plan;
+  PeerAddress plan_address;         // of the block, for peers
+  const void* topk_idx = nullptr;   // [num_tokens, topk] of `index_bytes` bytes each, or
+  const bool* map = nullptr;        // [num_tokens, num_experts]
+  const float* weights = nullptr;   // shaped like either; null: none
+  int32_t index_bytes = 8;
+  int32_t num_tokens = 0;
+  int32_t topk = 0;                 // max_topk for a map
+  Layout layout = Layout::kExpertMajor;
+  int64_t pad_multiple = 1;
+  int64_t expert_stride = 0;
+  int64_t row_budget = -1;          // -1: exact
+  int64_t signature[kDeviceSignatureFields] = {};
+  std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
+  int32_t* scratch = nullptr;       // plan_scratch_bytes()
+  int32_t num_blocks = 1;           // at most kMaxPlanBlocks
+};
+
+[[nodiscard]] uint64_t plan_scratch_bytes(const PlanMap& map);
+// Once per device and before any capture.
+void prepare_plan(const PlanMap& map);
+void launch_plan(const PlanLaunch& call, cudaStream_t stream);
+
+// How rows are moved by a kernel.
+enum class Mover : uint8_t {
+  kVector,  // 16-byte loads and stores
+  kBulk,    // the bulk copy engine, compute capability 9.0 and later
+};
+
+// What dispatch stores instead of the row it reads.
+enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
+
+struct DispatchLaunch {
+  RankView me;
+  PlanView plan;
+  const std::byte* x = nullptr;        // [num_tokens] rows of row_bytes
+  const float* weights = nullptr;      // [num_tokens, topk] or [num_tokens, num_experts]; null: none
+  const std::byte* scales = nullptr;   // [num_tokens] rows of scale_bytes; null: none
+  std::byte* out_rows = nullptr;       // [num_rows] of out_row_bytes()
+  float* out_weights = nullptr;        // [num_rows, row_weight_cols]
+  std::byte* out_scales = nullptr;     // [num_rows] rows of scale_bytes
+  int64_t row_bytes = 0;               // of x
+  int64_t scale_bytes = 0;
+  int32_t topk = 0;
+  bool from_map = false;
+  bool one_row = false;                // rank_major
+  Quantise quantise = Quantise::kNone;
+  PeerAddress rows_target;             // out_rows for peers, or this rank's staging
+  DevicePlace place = DevicePlace::kStaging;
+  PeerAddress scales_target;           // this rank's staging of scale rows, if there are scales
+  std::byte* staged_rows = nullptr;    // the two, as this rank sees them
+  std::byte* staged_scales = nullptr;
+  int64_t signature[kDeviceSignatureFields] = {};  // field 0 is filled in on the device
+  Mover mover = Mover::kVector;
+  int32_t num_push = 1;                // blocks of each role
+  int32_t num_fan_out = 1;
+};
+
+struct CombineLaunch {
+  RankView me;
+  PlanView plan;
+  const std::byte* rows = nullptr;      // [num_rows, hidden]
+  const float* row_weights = nullptr;   // [num_rows, row_weight_cols]; null: none
+  const float* source_weights = nullptr;  // kSourceWeights: [num_tokens, topk or num_experts]
+  std::byte* out = nullptr;             // [num_tokens, hidden]
+  float* out_weights = nullptr;         // [num_tokens, topk or num_experts]
+  DType dtype = DType::kBFloat16;
+  int64_t row_bytes = 0;
+  int32_t topk = 0;
+  bool from_map = false;
+  bool one_row = false;
+  CombineScale scale = CombineScale::kNone;
+  PeerAddress staging;                  // [num_tokens, min(num_ranks, topk)] rows, for peers
+  std::byte* staged = nullptr;          // the same, as this rank sees it
+  int64_t signature[kDeviceSignatureFields] = {};
+  Mover mover = Mover::kVector;
+  int32_t num_reduce = 1;               // blocks of each role
+  int32_t num_sum = 1;
+};
+
+// Once per device and before any capture.
+void prepare_dispatch();
+void prepare_combine();
+void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
+void launch_combine(const CombineLaunch& call, cudaStream_t stream);
+
+// Tells every peer that this rank does not run its next call, which is `op`.
+void launch_refusal(const RankView& me, DeviceOp op, cudaStream_t stream);
+
+}  // namespace weft

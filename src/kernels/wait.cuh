@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one bounded wait of the CUDA executor, and how a call begins, fails and ends on the device.
+#pragma once
+
+#include "kernels/device_control.hpp"
+#include "kernels/ptx/memory.cuh"
+
+namespace weft {
+
+__device__ __forceinline__ std::byte* peer_data(const RankView& me, int rank, PeerAddress address) {
+  return me.regions[static_cast<uint32_t>(rank) * kMaxPeerRegions + address.region] +
+         address.offset;
+}
+
+__device__ __forceinline__ std::byte* control_of(const RankView& me, int rank) {
+  return me.regions[static_cast<uint32_t>(rank) * kMaxPeerRegions];
+}
+
+// Signal `slot` of `rank`.
+__device__ __forceinline__ uint32_t* signal_of(const RankView& me, int rank, uint32_t slot) {
+  return reinterpret_cast<uint32_t*>(control_of(me, rank)) + slot;
+}
+
+__device__ __forceinline__ DeviceWord* word_of(
+    const RankView& me, int owner, uint32_t epoch, int source
+) {
+  return reinterpret_cast<DeviceWord*>(
+      control_of(me, owner) + me.map.word_offset(epoch, static_cast<uint32_t>(source))
+  );
+}
+
+// Epochs wrap; they are compared by their distance.
+__device__ __forceinline__ bool is_reached(uint32_t seen, uint32_t wanted) {
+  return static_cast<int32_t>(seen - wanted) >= 0;
+}
+
+__device__ __forceinline__ bool is_stopped(const RankView& me) {
+  return *reinterpret_cast<volatile uint32_t*>(&me.local->stopped) != 0;
+}
+
+// The first fault of a rank is told to its host and ends all waits of its kernel.
+__device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
+  if (atomicCAS(&me.local->stopped, 0U, 1U) != 0U) {
+    return;
+  }
+  FaultRecord* out = me.fault;
+  out->op = fault.op;
+  out->epoch = fault.epoch;
+  out->peer = fault.peer;
+  out->waiting_for = fault.waiting_for;
+  out->what = fault.what;
+  out->seen = fault.seen;
+  out->wanted = fault.wanted;
+  ptx::fence_sys();
+  *reinterpret_cast<volatile FaultKind*>(&out->kind) = fault.kind;
+}
+
+struct WaitSite {
+  DeviceOp op;
+  uint32_t epoch;
+  int peer;
+  WaitFor waiting_for;
+};
+
+// One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
+// given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
+__device__ inline bool wait_reached(
+    const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
+) {
+  if (is_reached(ptx::load_acquire_sys(signal), wanted)) {
+    return true;
+  }
+  const uint64_t begin = ptx::nanoseconds();
+  for (;;) {
+    uint32_t seen = 0;
+    for (int i = 0; i < 32; ++i) {
+      seen = ptx::load_acquire_sys(signal);
+      if (is_reached(seen, wanted)) {
+        atomicAdd(
+            reinterpret_cast<unsigned long long*>(&me.local->wait_ns[site.peer]),
+            static_cast<unsigned long long>(ptx::nanoseconds() - begin)
+        );
+        return true;
+      }
+    }
+    if (is_stopped(me)) {
+      return false;
+    }
+    if (ptx::nanoseconds() - begin > me.timeout_ns) {
+      FaultRecord fault;
+      fault.kind = FaultKind::kTimeout;
+      fault.op = site.op;
+      fault.epoch = site.epoch;
+      fault.peer = site.peer;
+      fault.waiting_for = site.waiting_for;
+      fault.seen = seen;
+      fault.wanted = wanted;
+      raise_fault(me, fault);
+      return false;
+    }
+  }
+}
+
+// One warp, every lane: as above, polled by one lane.
+__device__ __forceinline__ bool wait_reached_warp(
+    const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
+) {
+  bool reached = true;
+  if ((threadIdx.x & 31U) == 0) {
+    reached = wait_reached(me, signal, wanted, site);
+  }
+  return __shfl_sync(0xffffffffU, static_cast<int>(reached), 0) != 0;
+}
+
+// Number of the running call: the one after the last that finished on this rank.
+__device__ __forceinline__ uint32_t current_epoch(const RankView& me) {
+  return *reinterpret_cast<volatile uint32_t*>(&me.local->epoch) + 1;
+}
+
+// Every block, every thread, as the last thing a kernel does.
+__device__ inline void finish_call(const RankView& me, uint32_t epoch) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const uint32_t num_blocks = gridDim.x * gridDim.y * gridDim.z;
+    if (ptx::add_acq_rel_gpu(&me.local->done, 1) == num_blocks - 1) {
+      me.local->done = 0;
+      me.local->grid = 0;
+      me.local->epoch = epoch;
+    }
+  }
+}
+
+// Threads [0, num_ranks) of one block: each tells its word to one peer. `payload` of
+// `payload_words` int32 follows the word (plan calls).
+__device__ inline void post_word_by_thread(
+    const RankView& me, uint32_t epoch, const DeviceWord& word
+) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer >= me.num_ranks) {
+    return;
+  }
+  *word_of(me, peer, epoch, me.rank) = word;
+  ptx::fence_sys();
+  ptx::store_relaxed_sys(
+      signal_of(me, peer, me.map.signals().word(epoch, static_cast<uint32_t>(me.rank))), epoch
+  );
+}
+
+// One thread per peer, [0, num_ranks): waits for the peer's word of this call and compares it with
+// this rank's. False if the call is given up. The word itself may be read after the block's barrier.
+__device__ inline bool accept_word(
+    const RankView& me, uint32_t epoch, const DeviceWord& own, int peer
+) {
+  const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
+  const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
+  if (!wait_reached(me, signal_of(me, me.rank, slot), epoch, site)) {
+    return false;
+  }
+  const volatile DeviceWord* word = word_of(me, me.rank, epoch, peer);
+  FaultRecord fault;
+  fault.op = own.op;
+  fault.epoch = epoch;
+  fault.peer = peer;
+  fault.what = -1;
+  if (word->status == WordStatus::kRefused) {
+    fault.kind = FaultKind::kRefused;
+  } else if (word->op != own.op) {
+    fault.kind = FaultKind::kMismatch;
+    fault.seen = static_cast<int64_t>(word->op);
+    fault.wanted = static_cast<int64_t>(own.op);
+  } else {
+    for (int field = 0; field < kDeviceSignatureFields; ++field) {
+      if (word->signature[field] != own.signature[field]) {
+        fault.kind = FaultKind::kMismatch;
+        fault.what = field;
+        fault.seen = word->signature[field];
+        fault.wanted = own.signature[field];
+        break;
+      }
+    }
+  }
+  if (fault.kind != FaultKind::kNone) {
+    raise_fault(me, fault);
+    return false;
+  }
+  return true;
+}
+
+}  // namespace weft
