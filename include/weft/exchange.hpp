@@ -5,6 +5,10 @@
 // with T = 0 if it has no tokens. One thread per rank. Arguments are checked before anything is
 // written; a rank that refuses a call makes all ranks throw, and the exchange stays usable. After
 // TimeoutError or PeerError it is not: later calls rethrow the cause.
+//
+// On a GPU (ExchangeConfig::device) every tensor lies in that GPU's memory and a call returns once
+// its kernel is queued on the stream; what goes wrong on the device is thrown by the next call or
+// by check(). All calls of an exchange go to one stream, or the caller orders its streams.
 #pragma once
 
 #include <chrono>
@@ -28,7 +32,14 @@ enum class FanOut : uint8_t {
   kReceiver,  // one row a token crosses each way; the experts' rank copies it and sums before
 };
 
-// Same on every rank, except num_threads, fan_out and timeout.
+// How a GPU moves rows. The result is the same.
+enum class Mover : uint8_t {
+  kAuto,    // kBulk where the GPU has it
+  kVector,  // 16-byte loads and stores
+  kBulk,    // the bulk copy engine, compute capability 9.0 and later
+};
+
+// Same on every rank, except num_threads, num_sms, mover, fan_out and timeout.
 struct ExchangeConfig {
   int64_t hidden = 0;      // elements of a token; hidden * dtype bytes must be a multiple of 16
   int64_t max_tokens = 0;  // most tokens a rank ever passes in one call
@@ -37,16 +48,30 @@ struct ExchangeConfig {
   int max_topk = 8;  // at most kMaxTopk
   Device device = {};
   std::string transport = "auto";  // "auto", or a name listed by `weft info`
-  int num_threads = 0;  // workers of this rank; 0: the host's cores shared among its ranks
+  int num_threads = 0;  // CPU: workers of this rank; 0: the host's cores shared among its ranks
+  int num_sms = 0;      // GPU: multiprocessors a call may occupy; 0: by the measured table
+  Mover mover = Mover::kAuto;  // GPU
   FanOut fan_out = FanOut::kAuto;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
 };
+
+// Of one call on a GPU; a CPU exchange takes the default only.
+struct CallOptions {
+  void* stream = nullptr;  // cudaStream_t; null: the legacy default stream
+  int num_sms = 0;         // of this call; 0: as configured
+};
+
+// What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every
+// 128 elements (the largest magnitude divided by the largest FP8 number). `out.rows` is then kByte
+// [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / 128], and no input scales are given.
+enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
 
 struct DispatchInput {
   ConstTensor
       x;  // [num_tokens, hidden] of any float dtype, or kByte [num_tokens, bytes] (bytes % 16 == 0)
   ConstTensor weights = {};  // fp32, shaped like Routing::weights; travels untouched, NaN included
   ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
+  Quantise quantise = Quantise::kNone;
 };
 
 struct DispatchOutput {
@@ -113,9 +138,24 @@ class Exchange {
   Exchange(Exchange&&) noexcept;
   Exchange& operator=(Exchange&&) noexcept;
 
-  [[nodiscard]] Plan plan(const Routing& routing, const PlanOptions& options = {});
-  void dispatch(const Plan& plan, const DispatchInput& in, const DispatchOutput& out);
-  void combine(const Plan& plan, const CombineInput& in, const CombineOutput& out);
+  [[nodiscard]] Plan plan(
+      const Routing& routing, const PlanOptions& options = {}, const CallOptions& call = {}
+  );
+  void dispatch(
+      const Plan& plan,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call = {}
+  );
+  void combine(
+      const Plan& plan,
+      const CombineInput& in,
+      const CombineOutput& out,
+      const CallOptions& call = {}
+  );
+
+  // Local. Throws what a call that has finished on the GPU found; no effect on a CPU.
+  void check();
 
   // Local. [rows, cols], contents undefined.
   [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);

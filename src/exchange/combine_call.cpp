@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine: each token's rank says where it wants its partial sums, then the executor makes and adds
 // them. Previous in the data flow: the caller's experts; next: combine_cpu.cpp.
-#include "exchange/exchange_state.hpp"
+#include "exchange/exchange_cpu.hpp"
 #include "exchange/validate.hpp"
 
 namespace weft {
 
-void Exchange::State::combine(
-    const PlanData& plan, const CombineInput& in, const CombineOutput& out
+void CpuExchange::combine(
+    const Plan& handle,
+    const CombineInput& in,
+    const CombineOutput& out,
+    const CallOptions& /*call*/
 ) {
+  const PlanData& plan = handle.data();
   const auto prepare = [&] {
-    Validator{context, config, id}.combine(plan, in, out);
+    Validator{context, settings, id}.combine(plan, in, out);
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     Staging ready = combine_staging(
         plan,
@@ -21,7 +25,7 @@ void Exchange::State::combine(
     reserve_staging(ready.num_bytes);
     return ready;
   };
-  call(Op::kCombine, prepare, [&](const Staging& ready) {
+  run_call(Op::kCombine, prepare, [&](const Staging& ready) {
     CallWord word = new_word(Op::kCombine);
     word.signature = {
         static_cast<int64_t>(plan.call),

@@ -18,17 +18,33 @@ struct ConfigWord {
   int64_t max_tokens;
   int64_t num_experts;
   int64_t max_topk;
+  int64_t is_on_gpu;
   uint64_t is_refused;
   std::array<char, 512> refusal;
 };
 
 }  // namespace
 
-void agree_on_config(const Group& group, const ExchangeConfig& config, const Context& context) {
-  ConfigWord own = {config.hidden, config.max_tokens, config.num_experts, config.max_topk, 0, {}};
+void agree_on_config(
+    const Group& group,
+    const ExchangeConfig& config,
+    const Context& context,
+    const std::function<void()>& more_checks
+) {
+  ConfigWord own = {
+      config.hidden,
+      config.max_tokens,
+      config.num_experts,
+      config.max_topk,
+      config.device.kind == Device::Kind::kCuda,
+      0,
+      {}};
   std::exception_ptr failure;
   try {
     validate_config(config, context);
+    if (more_checks) {
+      more_checks();
+    }
   } catch (const Error& error) {
     failure = std::current_exception();
     own.is_refused = 1;
@@ -68,6 +84,7 @@ void agree_on_config(const Group& group, const ExchangeConfig& config, const Con
     compare("max_tokens", own.max_tokens, word.max_tokens);
     compare("num_experts", own.num_experts, word.num_experts);
     compare("max_topk", own.max_topk, word.max_topk);
+    compare("device is a GPU", own.is_on_gpu, word.is_on_gpu);
   }
 }
 

@@ -3,21 +3,25 @@
 // the data flow: plan_call.cpp; next: dispatch_cpu.cpp.
 #include <optional>
 
-#include "exchange/exchange_state.hpp"
+#include "exchange/exchange_cpu.hpp"
 #include "exchange/validate.hpp"
 
 namespace weft {
 
-void Exchange::State::dispatch(
-    const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
+void CpuExchange::dispatch(
+    const Plan& handle,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& /*call*/
 ) {
+  const PlanData& plan = handle.data();
   struct Ready {
     std::optional<Region> rows;
     std::optional<Region> scales;
     Staging staging;
   };
   const auto prepare = [&] {
-    Validator{context, config, id}.dispatch(plan, in, out);
+    Validator{context, settings, id}.dispatch(plan, in, out);
     const auto region_of = [&](const Tensor& tensor) {
       return pool->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
     };
@@ -34,7 +38,7 @@ void Exchange::State::dispatch(
     reserve_staging(ready.staging.num_bytes);
     return ready;
   };
-  call(Op::kDispatch, prepare, [&](const Ready& ready) {
+  run_call(Op::kDispatch, prepare, [&](const Ready& ready) {
     CallWord word = new_word(Op::kDispatch);
     word.signature = {
         static_cast<int64_t>(plan.call),

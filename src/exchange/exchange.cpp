@@ -1,236 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sets an exchange up, owns the memory that peers write, and answers for it. Each operation has its
-// own file: plan_call.cpp, dispatch_call.cpp, combine_call.cpp.
+// The public class: checks what holds for every executor and hands over to the one that was chosen.
 #include "weft/exchange.hpp"
 
-#include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <thread>
-
-#include "core/env.hpp"
-#include "core/memory_nodes.hpp"
-#include "exchange/config_agreement.hpp"
+#include "core/check.hpp"
 #include "exchange/exchange_state.hpp"
-#include "plan/build.hpp"
 
 namespace weft {
-namespace {
-
-std::atomic<uint64_t> next_exchange_id = 1;
-
-Context context_of(const Group& group) {
-  return {.rank = group.rank(), .num_ranks = group.num_ranks()};
-}
-
-// The host's cores, shared among the ranks that run on it.
-int default_num_threads(const Group& group) {
-  const auto& hosts = group.topology().host_of;
-  const auto mine =
-      std::count(hosts.begin(), hosts.end(), hosts[static_cast<size_t>(group.rank())]);
-  const auto cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-  return std::max(1, cores / static_cast<int>(mine));
-}
-
-template <class T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
-}  // namespace
-
-Exchange::State::State(const Group& group, const ExchangeConfig& wanted)
-    : config(wanted), context(context_of(group)), id(next_exchange_id++) {
-  agree_on_config(group, config, context);
-  const Env env = Env::read();
-  if (config.num_threads == 0) {
-    config.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
-  }
-  if (config.transport == "auto") {
-    config.transport = env.transport;
-  }
-  if (config.fan_out == FanOut::kAuto) {
-    config.fan_out = num_memory_nodes() == 1 ? FanOut::kSource : FanOut::kReceiver;
-  }
-  signals = {
-      .num_ranks = static_cast<uint32_t>(context.num_ranks),
-      .max_chunks = static_cast<uint32_t>(num_chunks(config.max_tokens))};
-  settled.resize(signals.size());
-  transport = make_transport(config.transport, group, signals.size());
-  config.transport = transport->name();
-  context.transport = config.transport;
-  waiter = std::make_unique<Waiter>(*transport, context, config.timeout);
-  workers = std::make_unique<WorkerPool>(config.num_threads);
-  pool = std::make_shared<BufferPool>(transport);
-  connect(group);
-}
-
-// Tells every rank where this rank's control region is.
-void Exchange::State::connect(const Group& group) {
-  const auto ranks = static_cast<uint64_t>(context.num_ranks);
-  control_map = {
-      .num_ranks = ranks,
-      .word_bytes = sizeof(CallWord),
-      .payload_bytes = (static_cast<uint64_t>(config.num_experts) + ranks) * sizeof(int32_t),
-      .record_bytes = max_record_bytes(config.max_tokens, config.max_topk)};
-  control = transport->allocate(control_map.num_bytes());
-  const std::vector<Bytes> refs = group.all_gather(bytes_of(control.ref));
-  for (size_t rank = 0; rank < refs.size(); ++rank) {
-    RegionRef ref;
-    std::memcpy(&ref, refs[rank].data(), sizeof ref);
-    transport->import(static_cast<int>(rank), ref);
-    control_slots.push_back(ref.slot);
-  }
-  board = std::make_unique<CallBoard>(*transport, *waiter, context, control_map, signals);
-  board->connect(control.data, control_slots);
-  group.barrier();  // nobody leaves the constructor before everybody can be written to
-}
-
-Exchange::State::~State() {
-  if (transport) {
-    transport->close();  // a Buffer may keep the memory alive, peers shall not wait for it
-  }
-}
-
-int Exchange::State::find_gone_peer(std::chrono::milliseconds patience) const {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  for (;;) {
-    for (const PeerState wanted : {PeerState::kDied, PeerState::kLeft}) {
-      for (int peer = 0; peer < context.num_ranks; ++peer) {
-        if (peer != context.rank && transport->peer_state(peer) == wanted) {
-          return peer;
-        }
-      }
-    }
-    if (std::chrono::steady_clock::now() >= deadline) {
-      return -1;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-std::exception_ptr Exchange::State::cause_of(Op op, const Error& error) const {
-  const bool is_unmapped = error.code() == ErrorCode::kNotAvailable;
-  if (error.code() != ErrorCode::kTransport && !is_unmapped) {
-    return std::current_exception();
-  }
-  // The memory of a peer that dies is gone a moment before its death can be seen.
-  const int peer = find_gone_peer(std::chrono::milliseconds(is_unmapped ? 1000 : 0));
-  if (peer < 0) {
-    return std::current_exception();
-  }
-  const std::string problem = fmt::format(
-      "{}: rank {} {} during call {} ({})",
-      op_name(op),
-      peer,
-      transport->peer_state(peer) == PeerState::kDied ? "died" : "left the exchange",
-      call_number,
-      error.what()
-  );
-  try {
-    raise_error(ErrorCode::kPeerFailed, context, problem);
-  } catch (const Error&) {
-    return std::current_exception();
-  }
-}
-
-CallWord Exchange::State::new_word(Op op) const {
-  CallWord word;
-  word.call = call_number;
-  word.op = op;
-  return word;
-}
-
-// Grows in steps; nobody writes there between calls.
-void Exchange::State::reserve_staging(uint64_t bytes) {
-  if (bytes <= staging.ref.bytes) {
-    return;
-  }
-  if (staging.data != nullptr) {
-    transport->release(staging.ref);
-    staging = {};
-  }
-  staging = transport->allocate(size_class(bytes));
-}
-
-Target Exchange::State::staging_at(uint64_t offset) const {
-  return {.region = staging.ref, .offset = offset, .place = Place::kStaging};
-}
-
-bool Exchange::State::may_touch_peers() const {
-  const uint32_t own_slot = control_slots[static_cast<size_t>(context.rank)];
-  return config.fan_out == FanOut::kSource && transport->mapped(context.rank, own_slot) != nullptr;
-}
-
-void Exchange::State::import_targets(std::span<const CallWord> words) {
-  for (size_t rank = 0; rank < words.size(); ++rank) {
-    const CallWord& word = words[rank];
-    for (const Target& target :
-         {word.rows, word.scales, word.weights, word.source_weights, word.own_rows}) {
-      if (target.region.generation != 0 && rank != static_cast<size_t>(context.rank)) {
-        transport->import(static_cast<int>(rank), target.region);
-      }
-    }
-  }
-}
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
-    : state_(std::make_unique<State>(group, config)) {}
+    : state_(
+          config.device.kind == Device::Kind::kCuda ? make_cuda_exchange(group, config)
+                                                    : make_cpu_exchange(group, config)
+      ) {}
 Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 Exchange& Exchange::operator=(Exchange&&) noexcept = default;
 
-Plan Exchange::plan(const Routing& routing, const PlanOptions& options) {
-  return state_->make_plan(routing, options);
+Plan Exchange::plan(const Routing& routing, const PlanOptions& options, const CallOptions& call) {
+  return state_->make_plan(routing, options, call);
 }
 
-void Exchange::dispatch(const Plan& plan, const DispatchInput& in, const DispatchOutput& out) {
-  state_->dispatch(plan.data(), in, out);
+void Exchange::dispatch(
+    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+) {
+  state_->dispatch(plan, in, out, call);
 }
 
-void Exchange::combine(const Plan& plan, const CombineInput& in, const CombineOutput& out) {
-  state_->combine(plan.data(), in, out);
+void Exchange::combine(
+    const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+) {
+  state_->combine(plan, in, out, call);
+}
+
+void Exchange::check() {
+  state_->check();
 }
 
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   WEFT_CHECK_ARG(
-      state_->context,
+      (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
       rows >= 0 && cols >= 0,
       "allocate: shape [{}, {}] (expected no negative size)",
       rows,
       cols
   );
-  Tensor tensor = {.data = nullptr, .dtype = dtype, .rows = rows, .cols = cols};
-  const auto region = state_->pool->take(static_cast<uint64_t>(tensor.num_bytes()));
-  tensor.data = region->data;
-  return {tensor, std::const_pointer_cast<Region>(region)};
+  Tensor shape = {.data = nullptr, .dtype = dtype, .rows = rows, .cols = cols};
+  shape.device = config().device;
+  return state_->allocate(shape);
 }
 
 void Exchange::release_pooled() {
-  state_->pool->release_unused();
+  state_->release_pooled();
 }
 int Exchange::rank() const {
-  return state_->context.rank;
+  return state_->rank();
 }
 int Exchange::num_ranks() const {
-  return state_->context.num_ranks;
+  return state_->num_ranks();
 }
 const ExchangeConfig& Exchange::config() const {
-  return state_->config;
+  return state_->config();
 }
-
 ExchangeStats Exchange::stats() const {
-  ExchangeStats stats = state_->counters;
-  stats.wait_seconds = state_->waiter->wait_seconds();
-  return stats;
+  return state_->stats();
 }
-
 Footprint Exchange::footprint() const {
-  return {
-      .control_bytes = static_cast<int64_t>(state_->control.ref.bytes),
-      .staging_bytes = static_cast<int64_t>(state_->staging.ref.bytes),
-      .buffer_bytes = static_cast<int64_t>(state_->pool->used_bytes()),
-      .pooled_bytes = static_cast<int64_t>(state_->pool->unused_bytes())};
+  return state_->footprint();
 }
 
 }  // namespace weft

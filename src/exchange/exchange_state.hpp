@@ -1,105 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an Exchange owns, and the frame that every collective call runs in. The operations are in
-// plan_call.cpp, dispatch_call.cpp and combine_call.cpp.
+// What every executor answers for. Exchange picks one by ExchangeConfig::device.
 #pragma once
 
-#include <chrono>
-#include <exception>
 #include <memory>
-#include <vector>
 
-#include "core/check.hpp"
-#include "exchange/buffer_pool.hpp"
-#include "exchange/call_board.hpp"
-#include "exchange/cpu_call.hpp"
-#include "plan/plan_data.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
 
 struct Exchange::State {
-  State(const Group& group, const ExchangeConfig& wanted);
-  ~State();
+  State() = default;
+  virtual ~State() = default;
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
 
-  Plan make_plan(const Routing& routing, const PlanOptions& options);
-  void dispatch(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out);
-  void combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out);
+  [[nodiscard]] virtual Plan make_plan(
+      const Routing& routing, const PlanOptions& options, const CallOptions& call
+  ) = 0;
+  virtual void dispatch(
+      const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  ) = 0;
+  virtual void combine(
+      const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+  ) = 0;
+  virtual void check() = 0;
 
-  // One collective call: `prepare()` looks at this rank's arguments alone and may refuse them,
-  // which makes every rank throw and does no harm; `run(prepared)` talks to the others, and its
-  // failures are final.
-  template <class Prepare, class Run>
-  auto call(Op op, const Prepare& prepare, const Run& run);
+  [[nodiscard]] virtual Buffer allocate(const Tensor& shape) = 0;
+  virtual void release_pooled() = 0;
 
-  // A peer that died, else one that left (perhaps because of a death), or -1 if none has within so
-  // long.
-  [[nodiscard]] int find_gone_peer(std::chrono::milliseconds patience) const;
-  // The exception being handled, or that a peer is gone if the call failed because of it.
-  [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
-
-  [[nodiscard]] CallWord new_word(Op op) const;
-  // Makes room for what peers write here in this call. Nobody writes there between calls.
-  void reserve_staging(uint64_t bytes);
-  [[nodiscard]] Target staging_at(uint64_t offset) const;
-  // Makes reachable what the peers named in their words.
-  void import_targets(std::span<const CallWord> words);
-  // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
-  [[nodiscard]] bool may_touch_peers() const;
-  [[nodiscard]] CpuRank cpu_rank() { return {*transport, *waiter, *workers, signals, settled}; }
-
-  ExchangeConfig config;  // "auto" and 0 resolved
-  Context context;
-  uint64_t id;
-  std::shared_ptr<Transport> transport;
-  ControlMap control_map;
-  SignalMap signals;
-  std::vector<uint64_t> settled;
-  std::unique_ptr<Waiter> waiter;
-  std::unique_ptr<WorkerPool> workers;
-  std::unique_ptr<CallBoard> board;
-  std::shared_ptr<BufferPool> pool;
-  Region control;
-  std::vector<uint32_t> control_slots;  // [num_ranks] of each rank's control region
-  Region staging;
-  uint64_t call_number = 0;
-  std::exception_ptr broken;  // why the exchange can no longer be used
-  ExchangeStats counters;
-
- private:
-  void connect(const Group& group);
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int num_ranks() const = 0;
+  [[nodiscard]] virtual const ExchangeConfig& config() const = 0;
+  [[nodiscard]] virtual ExchangeStats stats() const = 0;
+  [[nodiscard]] virtual Footprint footprint() const = 0;
 };
 
-template <class Prepare, class Run>
-auto Exchange::State::call(Op op, const Prepare& prepare, const Run& run) {
-  if (broken) {
-    std::rethrow_exception(broken);
-  }
-  call_number = board->next_call();
-  const auto prepared = [&] {
-    try {
-      return prepare();
-    } catch (const Error& refusal) {
-      try {
-        board->refuse(op, refusal.what());
-      } catch (...) {  // the others never called: still this rank's own error is the one to throw
-        broken = std::current_exception();
-      }
-      throw;
-    }
-  }();
-  try {
-    return run(prepared);
-  } catch (const Error& error) {
-    // Raised on every rank from the same call words, before anything was written.
-    if (error.code() == ErrorCode::kInvalidArgument) {
-      throw;
-    }
-    broken = cause_of(op, error);
-    std::rethrow_exception(broken);
-  } catch (...) {
-    broken = std::current_exception();
-    throw;
-  }
-}
+[[nodiscard]] std::unique_ptr<Exchange::State> make_cpu_exchange(
+    const Group& group, const ExchangeConfig& config
+);
+// exchange_cuda.cpp or exchange_none.cpp; the latter throws Error (kUnsupported).
+[[nodiscard]] std::unique_ptr<Exchange::State> make_cuda_exchange(
+    const Group& group, const ExchangeConfig& config
+);
 
 }  // namespace weft

@@ -3,14 +3,14 @@
 // plan/build.hpp; next: dispatch_call.cpp.
 #include <cstring>
 
-#include "exchange/exchange_state.hpp"
+#include "exchange/exchange_cpu.hpp"
 #include "plan/build.hpp"
 
 namespace weft {
 namespace {
 
 // Everyone's counts, out of the words of this call and what followed them.
-std::vector<RankCounts> counts_of(const Exchange::State& state, std::span<const CallWord> words) {
+std::vector<RankCounts> counts_of(const CpuExchange& state, std::span<const CallWord> words) {
   std::vector<RankCounts> counts;
   for (int rank = 0; rank < state.context.num_ranks; ++rank) {
     const std::byte* payload = state.board->payload(rank).data();
@@ -18,7 +18,7 @@ std::vector<RankCounts> counts_of(const Exchange::State& state, std::span<const 
     RankCounts& one = counts.emplace_back();
     one.num_tokens = word.num_tokens;
     one.row_budget = word.row_budget;
-    one.routes.resize(static_cast<size_t>(state.config.num_experts));
+    one.routes.resize(static_cast<size_t>(state.settings.num_experts));
     one.arrivals.resize(static_cast<size_t>(state.context.num_ranks));
     const size_t route_bytes = one.routes.size() * sizeof(int32_t);
     std::memcpy(one.routes.data(), payload, route_bytes);
@@ -29,7 +29,7 @@ std::vector<RankCounts> counts_of(const Exchange::State& state, std::span<const 
 
 // Each pair's slots travel from source to receiver. An area is free again when its source begins
 // the next plan call, for which it needs this rank's next call word.
-std::vector<Arrivals> swap_records(Exchange::State& state, const PlanData& plan) {
+std::vector<Arrivals> swap_records(CpuExchange& state, const PlanData& plan) {
   std::vector<Missing> wanted;
   for (int step = 1; step < state.context.num_ranks; ++step) {
     const int peer = (state.context.rank + step) % state.context.num_ranks;
@@ -68,13 +68,17 @@ std::vector<Arrivals> swap_records(Exchange::State& state, const PlanData& plan)
 
 }  // namespace
 
-Plan Exchange::State::make_plan(const Routing& routing, const PlanOptions& options) {
+Plan CpuExchange::make_plan(
+    const Routing& routing, const PlanOptions& options, const CallOptions& /*call*/
+) {
   const auto prepare = [&] {
     check_options(options, context);
-    return read_routing(routing, config.num_experts, config.max_topk, config.max_tokens, context);
+    return read_routing(
+        routing, settings.num_experts, settings.max_topk, settings.max_tokens, context
+    );
   };
-  return call(Op::kPlan, prepare, [&](const RouteTable& routes) {
-    const RankCounts own = count_routes(routes, config.num_experts, context.num_ranks, options);
+  return run_call(Op::kPlan, prepare, [&](const RouteTable& routes) {
+    const RankCounts own = count_routes(routes, settings.num_experts, context.num_ranks, options);
     CallWord word = new_word(Op::kPlan);
     word.signature = {
         static_cast<int64_t>(options.layout),
@@ -91,7 +95,7 @@ Plan Exchange::State::make_plan(const Routing& routing, const PlanOptions& optio
     const std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     const std::vector<CallWord> words = board->swap(to, std::as_bytes(std::span(payload)));
     PlanData data = place_routes(
-        routes, counts_of(*this, words), context.rank, config.num_experts, options, context
+        routes, counts_of(*this, words), context.rank, settings.num_experts, options, context
     );
     data.exchange_id = id;
     data.call = call_number;

@@ -6,10 +6,15 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kRowAlignment = 16;  // bytes; vector loads of every executor
+constexpr int64_t kRowAlignment = 16;    // bytes; vector loads of every executor
+constexpr int64_t kQuantiseGroup = 128;  // elements of one scale
 
 bool is_float(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
+}
+
+std::string device_text(const Device& device) {
+  return device.kind == Device::Kind::kCpu ? "cpu" : fmt::format("cuda {}", device.index);
 }
 
 struct Shape {
@@ -40,11 +45,11 @@ class Checker {
         who_.context,
         tensor.device == who_.config.device,
         ErrorCode::kInvalidArgument,
-        "{}: {} is on {} {} (the exchange is on cpu)",
+        "{}: {} is on {} (the exchange is on {})",
         op_,
         name,
-        tensor.device.kind == Device::Kind::kCuda ? "cuda" : "cpu",
-        tensor.device.index
+        device_text(tensor.device),
+        device_text(who_.config.device)
     );
     WEFT_CHECK_ARG(
         who_.context,
@@ -150,19 +155,52 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
   const int64_t cols = in.x.dtype == DType::kByte ? in.x.cols : config.hidden;
   check.tensor("x", in.x, {num_tokens, cols}, in.x.dtype);
   check.row_bytes("x", in.x);
-  check.tensor("rows", out.rows, {plan.num_rows, cols}, in.x.dtype);
+  if (in.quantise != Quantise::kNone) {
+    quantised(plan, in, out);
+  }
+  const DType row_dtype = in.quantise == Quantise::kNone ? in.x.dtype : DType::kByte;
+  check.tensor("rows", out.rows, {plan.num_rows, cols}, row_dtype);
   check.apart("rows", out.rows, "x", in.x);
   check.both("output weights", out.weights.is_given(), "input weights", in.weights.is_given());
   if (in.weights.is_given()) {
     check.tensor("input weights", in.weights, source_weights_shape(plan), DType::kFloat32);
     check.tensor("output weights", out.weights, row_weights_shape(plan), DType::kFloat32);
   }
-  check.both("output scales", out.scales.is_given(), "input scales", in.scales.is_given());
+  if (in.quantise == Quantise::kNone) {
+    check.both("output scales", out.scales.is_given(), "input scales", in.scales.is_given());
+  }
   if (in.scales.is_given()) {
     check.tensor("input scales", in.scales, {num_tokens, in.scales.cols}, in.scales.dtype);
     check.tensor("output scales", out.scales, {plan.num_rows, in.scales.cols}, in.scales.dtype);
     check.apart("output scales", out.scales, "input scales", in.scales);
   }
+}
+
+void Validator::quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out)
+    const {
+  const Checker check("dispatch", *this);
+  WEFT_CHECK(
+      context,
+      config.device.kind == Device::Kind::kCuda,
+      ErrorCode::kUnsupported,
+      "dispatch: quantise is asked for on {} (GPUs do that)",
+      device_text(config.device)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      in.x.dtype == DType::kBFloat16 && config.hidden % kQuantiseGroup == 0,
+      "dispatch: quantise of {} rows of {} elements (bfloat16 and a multiple of {})",
+      dtype_name(in.x.dtype),
+      config.hidden,
+      kQuantiseGroup
+  );
+  WEFT_CHECK_ARG(
+      context,
+      !in.scales.is_given(),
+      "dispatch: input scales are given beside quantise (which makes them)"
+  );
+  const Shape shape = {plan.num_rows, config.hidden / kQuantiseGroup};
+  check.tensor("output scales", out.scales, shape, DType::kFloat32);
 }
 
 void Validator::combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out)
@@ -230,13 +268,8 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
   );
   require(config.num_threads >= 0, "num_threads", config.num_threads, "at least 0");
   require(config.timeout.count() > 0, "timeout", config.timeout.count(), "above 0 ms");
-  WEFT_CHECK(
-      context,
-      config.device.kind == Device::Kind::kCpu,
-      ErrorCode::kUnsupported,
-      "exchange: device cuda {} (this build has the cpu executor alone)",
-      config.device.index
-  );
+  require(config.num_sms >= 0, "num_sms", config.num_sms, "at least 0");
+  require(config.device.index >= 0, "device.index", config.device.index, "at least 0");
 }
 
 }  // namespace weft

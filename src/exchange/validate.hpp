@@ -19,6 +19,9 @@ struct Validator {
 
   void dispatch(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
   void combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out) const;
+
+ private:
+  void quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
 };
 
 }  // namespace weft

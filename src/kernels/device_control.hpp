@@ -10,8 +10,9 @@
 //   signals     see SignalSlots
 //   words       [2 parities][num_ranks]  DeviceWord, then arrivals [num_ranks] and routes
 //               [num_experts] int32 of a plan call
-//   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, route) in dispatch and
-//               of kSourceWeights, by (0, token, k) in combine
+//   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
+//               kSourceWeights
+//   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it, because no
 // kernel ends before it has seen the words of all ranks.
@@ -45,8 +46,8 @@ struct alignas(16) DeviceWord {
   WordStatus status = WordStatus::kGood;
   int32_t num_tokens = 0;
   DevicePlace place = DevicePlace::kStaging;
-  PeerAddress rows;    // plan: the sender's plan block; dispatch: its output or staging; combine: its
-                       // staging
+  PeerAddress rows;  // plan: the sender's plan block; dispatch: its output or staging; combine: its
+                     // staging
   PeerAddress scales;  // dispatch: staging
   int64_t row_budget = -1;
   int64_t signature[kDeviceSignatureFields] = {};  // must be equal on all ranks
@@ -114,7 +115,12 @@ struct DeviceControlMap {
     return word_offset(0, 0) + 2 * num_ranks * word_stride() +
            source * align(sizeof(float) * max_tokens * max_topk);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return weights_offset(num_ranks); }
+  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset() const {
+    return weights_offset(num_ranks);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+    return weights_offset(num_ranks + 1);
+  }
 };
 
 enum class FaultKind : uint32_t {
@@ -144,10 +150,10 @@ struct FaultRecord {
 
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
 struct LocalState {
-  uint32_t epoch = 0;   // of the last finished call
-  uint32_t done = 0;    // blocks of the running call that are through
-  uint32_t grid = 0;    // blocks that reached the grid barrier of the running call
-  uint32_t stopped = 0; // set by the first fault: every wait of this rank ends
+  uint32_t epoch = 0;    // of the last finished call
+  uint32_t done = 0;     // blocks of the running call that are through
+  uint32_t grid = 0;     // blocks that reached the grid barrier of the running call
+  uint32_t stopped = 0;  // set by the first fault: every wait of this rank ends
   uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
 };
 
@@ -156,7 +162,8 @@ struct RankView {
   int32_t rank = 0;
   int32_t num_ranks = 1;
   DeviceControlMap map;
-  std::byte* const* regions = nullptr;  // device memory, [num_ranks][kMaxPeerRegions] as mapped here
+  std::byte* const* regions =
+      nullptr;  // device memory, [num_ranks][kMaxPeerRegions] as mapped here
   LocalState* local = nullptr;
   FaultRecord* fault = nullptr;
   uint64_t timeout_ns = 0;

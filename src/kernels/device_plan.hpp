@@ -29,8 +29,9 @@ struct PlanHeader {
 struct ArrivalHead {
   int32_t token = 0;       // on the source
   int32_t num_routes = 0;  // kept; 0: dropped as a whole
-  int32_t return_row = 0;  // of combine's partial sum in the source's staging: token * min(num_ranks,
-                           // topk) + the arrival's place among the token's, ascending rank
+  int32_t return_row =
+      0;  // of combine's partial sum in the source's staging: token * min(num_ranks,
+          // topk) + the arrival's place among the token's, ascending rank
   int32_t padding = 0;
 };
 
@@ -128,8 +129,8 @@ struct PlanMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t heads(uint32_t source) const {
     return chunk_begin(num_ranks) + source * align(sizeof(ArrivalHead) * max_tokens);
   }
-  // Of the kept routes of each arrival, ascending slot (equal slots: ascending k), [num_ranks][T, K]:
-  // int32 slot, float weight, int32 local expert << 8 | k.
+  // Of the kept routes of each arrival, ascending slot (equal slots: ascending k), [num_ranks][T,
+  // K]: int32 slot, float weight, int32 local expert << 8 | k.
   [[nodiscard]] WEFT_HD constexpr uint64_t slots(uint32_t source) const {
     return heads(num_ranks) + source * align(sizeof(int32_t) * routes());
   }

@@ -17,17 +17,17 @@ inline constexpr int kMaxPlanBlocks = 32;
 struct PlanLaunch {
   RankView me;
   PlanView plan;
-  PeerAddress plan_address;         // of the block, for peers
-  const void* topk_idx = nullptr;   // [num_tokens, topk] of `index_bytes` bytes each, or
-  const bool* map = nullptr;        // [num_tokens, num_experts]
-  const float* weights = nullptr;   // shaped like either; null: none
+  PeerAddress plan_address;        // of the block, for peers
+  const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each, or
+  const bool* map = nullptr;       // [num_tokens, num_experts]
+  const float* weights = nullptr;  // shaped like either; null: none
   int32_t index_bytes = 8;
   int32_t num_tokens = 0;
-  int32_t topk = 0;                 // max_topk for a map
+  int32_t topk = 0;  // max_topk for a map
   Layout layout = Layout::kExpertMajor;
   int64_t pad_multiple = 1;
   int64_t expert_stride = 0;
-  int64_t row_budget = -1;          // -1: exact
+  int64_t row_budget = -1;  // -1: exact
   int64_t signature[kDeviceSignatureFields] = {};
   std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
@@ -39,60 +39,51 @@ struct PlanLaunch {
 void prepare_plan(const PlanMap& map);
 void launch_plan(const PlanLaunch& call, cudaStream_t stream);
 
-// How rows are moved by a kernel.
-enum class Mover : uint8_t {
-  kVector,  // 16-byte loads and stores
-  kBulk,    // the bulk copy engine, compute capability 9.0 and later
-};
-
-// What dispatch stores instead of the row it reads.
-enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
-
 struct DispatchLaunch {
   RankView me;
   PlanView plan;
-  const std::byte* x = nullptr;        // [num_tokens] rows of row_bytes
-  const float* weights = nullptr;      // [num_tokens, topk] or [num_tokens, num_experts]; null: none
-  const std::byte* scales = nullptr;   // [num_tokens] rows of scale_bytes; null: none
-  std::byte* out_rows = nullptr;       // [num_rows] of out_row_bytes()
-  float* out_weights = nullptr;        // [num_rows, row_weight_cols]
-  std::byte* out_scales = nullptr;     // [num_rows] rows of scale_bytes
-  int64_t row_bytes = 0;               // of x
+  const std::byte* x = nullptr;       // [num_tokens] rows of row_bytes
+  const float* weights = nullptr;     // [num_tokens, topk] or [num_tokens, num_experts]; null: none
+  const std::byte* scales = nullptr;  // [num_tokens] rows of scale_bytes; null: none
+  std::byte* out_rows = nullptr;      // [num_rows] of out_row_bytes()
+  float* out_weights = nullptr;       // [num_rows, row_weight_cols]
+  std::byte* out_scales = nullptr;    // [num_rows] rows of scale_bytes
+  int64_t row_bytes = 0;              // of x
   int64_t scale_bytes = 0;
   int32_t topk = 0;
   bool from_map = false;
-  bool one_row = false;                // rank_major
+  bool one_row = false;  // rank_major
   Quantise quantise = Quantise::kNone;
-  PeerAddress rows_target;             // out_rows for peers, or this rank's staging
+  PeerAddress rows_target;  // out_rows for peers, or this rank's staging
   DevicePlace place = DevicePlace::kStaging;
-  PeerAddress scales_target;           // this rank's staging of scale rows, if there are scales
-  std::byte* staged_rows = nullptr;    // the two, as this rank sees them
+  PeerAddress scales_target;         // this rank's staging of scale rows, if there are scales
+  std::byte* staged_rows = nullptr;  // the two, as this rank sees them
   std::byte* staged_scales = nullptr;
   int64_t signature[kDeviceSignatureFields] = {};  // field 0 is filled in on the device
-  Mover mover = Mover::kVector;
-  int32_t num_push = 1;                // blocks of each role
+  Mover mover = Mover::kVector;                    // not kAuto
+  int32_t num_push = 1;                            // blocks of each role
   int32_t num_fan_out = 1;
 };
 
 struct CombineLaunch {
   RankView me;
   PlanView plan;
-  const std::byte* rows = nullptr;      // [num_rows, hidden]
-  const float* row_weights = nullptr;   // [num_rows, row_weight_cols]; null: none
+  const std::byte* rows = nullptr;        // [num_rows, hidden]
+  const float* row_weights = nullptr;     // [num_rows, row_weight_cols]; null: none
   const float* source_weights = nullptr;  // kSourceWeights: [num_tokens, topk or num_experts]
-  std::byte* out = nullptr;             // [num_tokens, hidden]
-  float* out_weights = nullptr;         // [num_tokens, topk or num_experts]
+  std::byte* out = nullptr;               // [num_tokens, hidden]
+  float* out_weights = nullptr;           // [num_tokens, topk or num_experts]
   DType dtype = DType::kBFloat16;
   int64_t row_bytes = 0;
   int32_t topk = 0;
   bool from_map = false;
   bool one_row = false;
   CombineScale scale = CombineScale::kNone;
-  PeerAddress staging;                  // [num_tokens, min(num_ranks, topk)] rows, for peers
-  std::byte* staged = nullptr;          // the same, as this rank sees it
+  PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers
+  std::byte* staged = nullptr;  // the same, as this rank sees it
   int64_t signature[kDeviceSignatureFields] = {};
-  Mover mover = Mover::kVector;
-  int32_t num_reduce = 1;               // blocks of each role
+  Mover mover = Mover::kVector;  // not kAuto
+  int32_t num_reduce = 1;        // blocks of each role
   int32_t num_sum = 1;
 };
 

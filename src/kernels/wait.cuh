@@ -147,7 +147,8 @@ __device__ inline void post_word_by_thread(
 }
 
 // One thread per peer, [0, num_ranks): waits for the peer's word of this call and compares it with
-// this rank's. False if the call is given up. The word itself may be read after the block's barrier.
+// this rank's. False if the call is given up. The word itself may be read after the block's
+// barrier.
 __device__ inline bool accept_word(
     const RankView& me, uint32_t epoch, const DeviceWord& own, int peer
 ) {

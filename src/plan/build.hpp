@@ -30,6 +30,23 @@ struct RouteTable {
   bool has_weights = false;     // tells a rank without tokens whether the group carries weights
 };
 
+struct RoutingShape {
+  int64_t num_tokens = 0;
+  int topk = 0;  // max_topk for a map
+  bool from_map = false;
+};
+
+// Checks what can be told without reading the routing's memory, which lies on `device`. Throws
+// Error (kInvalidArgument).
+[[nodiscard]] RoutingShape check_routing(
+    const Routing& routing,
+    int num_experts,
+    int max_topk,
+    int64_t max_tokens,
+    const Device& device,
+    const Context& context
+);
+
 // Checks everything about the caller's routing: which of the two forms, dtype, device, shape,
 // contiguity, range of every index, T <= max_tokens, topk <= max_topk, weights. Throws Error
 // (kInvalidArgument), naming e.g. `topk_idx[17, 3]`.

@@ -12,10 +12,17 @@ struct Limits {
   int num_experts;
   int max_topk;
   int64_t max_tokens;
+  Device device = {};
 };
 
+std::string device_text(const Device& device) {
+  return device.kind == Device::Kind::kCpu ? "cpu" : fmt::format("cuda {}", device.index);
+}
+
 // What holds for every matrix of a Routing, whatever its role.
-void check_matrix(const ConstTensor& matrix, std::string_view name, const Context& context) {
+void check_matrix(
+    const ConstTensor& matrix, std::string_view name, const Device& device, const Context& context
+) {
   WEFT_CHECK_ARG(
       context,
       matrix.rows >= 0 && matrix.cols >= 0,
@@ -26,10 +33,11 @@ void check_matrix(const ConstTensor& matrix, std::string_view name, const Contex
   );
   WEFT_CHECK_ARG(
       context,
-      matrix.device.kind == Device::Kind::kCpu,
-      "plan: {} is on cuda:{} (this exchange reads routing on the CPU)",
+      matrix.device == device,
+      "plan: {} is on {} (the exchange is on {})",
       name,
-      matrix.device.index
+      device_text(matrix.device),
+      device_text(device)
   );
   WEFT_CHECK_ARG(
       context,
@@ -60,7 +68,7 @@ void check_num_tokens(int64_t num_tokens, const Limits& limits, const Context& c
 }
 
 void check_topk_idx(const ConstTensor& idx, const Limits& limits, const Context& context) {
-  check_matrix(idx, "topk_idx", context);
+  check_matrix(idx, "topk_idx", limits.device, context);
   WEFT_CHECK_ARG(
       context,
       idx.dtype == DType::kInt64 || idx.dtype == DType::kInt32,
@@ -78,7 +86,7 @@ void check_topk_idx(const ConstTensor& idx, const Limits& limits, const Context&
 }
 
 void check_map(const ConstTensor& map, const Limits& limits, const Context& context) {
-  check_matrix(map, "map", context);
+  check_matrix(map, "map", limits.device, context);
   WEFT_CHECK_ARG(
       context, map.dtype == DType::kBool, "plan: map has dtype {} (bool)", dtype_name(map.dtype)
   );
@@ -93,7 +101,7 @@ void check_map(const ConstTensor& map, const Limits& limits, const Context& cont
 }
 
 void check_weights(const ConstTensor& weights, const ConstTensor& beside, const Context& context) {
-  check_matrix(weights, "weights", context);
+  check_matrix(weights, "weights", beside.device, context);
   WEFT_CHECK_ARG(
       context,
       weights.dtype == DType::kFloat32,
@@ -203,16 +211,18 @@ void read_map(const Routing& routing, const Limits& limits, const Context& c, Ro
 
 }  // namespace
 
-RouteTable read_routing(
+RoutingShape check_routing(
     const Routing& routing,
     int num_experts,
     int max_topk,
     int64_t max_tokens,
+    const Device& device,
     const Context& context
 ) {
   // Route indices are int32 throughout a plan.
   constexpr int64_t kMaxRoutes = std::numeric_limits<int32_t>::max();
-  const Limits limits = {num_experts, max_topk, std::min(max_tokens, kMaxRoutes / max_topk)};
+  const Limits limits = {
+      num_experts, max_topk, std::min(max_tokens, kMaxRoutes / max_topk), device};
   const bool is_topk = routing.topk_idx.is_given();
   const bool is_map = routing.map.is_given();
   WEFT_CHECK_ARG(
@@ -226,17 +236,29 @@ RouteTable read_routing(
   } else {
     check_map(routing.map, limits, context);
   }
-
-  RouteTable table;
-  table.num_tokens = is_topk ? routing.topk_idx.rows : routing.map.rows;
-  table.has_weights = routing.weights.is_given();
-  if (table.has_weights) {
-    check_weights(routing.weights, is_topk ? routing.topk_idx : routing.map, context);
+  const ConstTensor& matrix = is_topk ? routing.topk_idx : routing.map;
+  if (routing.weights.is_given()) {
+    check_weights(routing.weights, matrix, context);
   }
-  if (is_topk) {
-    read_topk(routing, limits, context, table);
-  } else {
+  return {matrix.rows, is_topk ? static_cast<int>(matrix.cols) : max_topk, is_map};
+}
+
+RouteTable read_routing(
+    const Routing& routing,
+    int num_experts,
+    int max_topk,
+    int64_t max_tokens,
+    const Context& context
+) {
+  const RoutingShape shape = check_routing(routing, num_experts, max_topk, max_tokens, {}, context);
+  const Limits limits = {num_experts, max_topk, max_tokens};
+  RouteTable table;
+  table.num_tokens = shape.num_tokens;
+  table.has_weights = routing.weights.is_given();
+  if (shape.from_map) {
     read_map(routing, limits, context, table);
+  } else {
+    read_topk(routing, limits, context, table);
   }
   return table;
 }

@@ -74,7 +74,7 @@ TEST(BadPlanTest, RefusesATensorOfAnotherKind) {
     routing.topk_idx.dtype = DType::kFloat32;
   });
   expect_refused(
-      "plan: topk_idx is on cuda:3 (this exchange reads routing on the CPU)",
+      "plan: topk_idx is on cuda 3 (the exchange is on cpu)",
       [](auto& routing, auto&) {
         routing.topk_idx.device = {Device::Kind::kCuda, 3};
       }

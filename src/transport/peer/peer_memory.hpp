@@ -51,7 +51,8 @@ class PeerMemory {
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
 
   [[nodiscard]] const PeerRegion& control() const;
-  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not mapped.
+  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
+  // mapped.
   [[nodiscard]] std::byte* const* table() const;
   // How other ranks' memory is reached: "same process", "ipc", "fabric".
   [[nodiscard]] std::string_view how(int rank) const;

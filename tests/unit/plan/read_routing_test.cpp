@@ -219,7 +219,7 @@ TEST_F(RefusalTest, ChecksMemory) {
   elsewhere.device = {Device::Kind::kCuda, 1};
   EXPECT_EQ(
       refusal({.topk_idx = elsewhere}),
-      "plan: topk_idx is on cuda:1 (this exchange reads routing on the CPU) [rank 2/8]"
+      "plan: topk_idx is on cuda 1 (the exchange is on cpu) [rank 2/8]"
   );
   EXPECT_EQ(
       refusal({.topk_idx = {.dtype = DType::kInt64, .rows = 2, .cols = 3}}),

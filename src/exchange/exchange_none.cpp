@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands for exchange_cuda.cpp in a build without CUDA.
+#include "core/check.hpp"
+#include "exchange/config_agreement.hpp"
+#include "exchange/exchange_state.hpp"
+
+namespace weft {
+
+// Through the agreement, so that ranks with another build hear of it.
+std::unique_ptr<Exchange::State> make_cuda_exchange(
+    const Group& group, const ExchangeConfig& config
+) {
+  const Context context = {.rank = group.rank(), .num_ranks = group.num_ranks()};
+  agree_on_config(group, config, context, [&] {
+    raise_error(
+        ErrorCode::kUnsupported,
+        context,
+        fmt::format(
+            "exchange: device cuda {} (this build has the cpu executor alone)", config.device.index
+        )
+    );
+  });
+  raise_error(
+      ErrorCode::kInternal, context, "exchange: the agreement let an unsupported device by"
+  );
+}
+
+}  // namespace weft

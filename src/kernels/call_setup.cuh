@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// How every dispatch and combine begins: this rank's word goes out, the words of all ranks come in,
+// and with them the places to write. Also waits until the plan's arrival records are here.
+#pragma once
+
+#include "kernels/device_plan.hpp"
+#include "kernels/wait.cuh"
+
+namespace weft {
+
+inline constexpr int kWarpLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffU;
+
+__device__ __forceinline__ int lane_index() {
+  return static_cast<int>(threadIdx.x) % kWarpLanes;
+}
+
+__device__ __forceinline__ int warp_in_block() {
+  return static_cast<int>(threadIdx.x) / kWarpLanes;
+}
+
+// In shared memory; by rank, as this rank reaches it.
+struct CallSetup {
+  uint32_t epoch;
+  uint32_t failures;
+  DeviceWord own;
+  std::byte* rows[kMaxDomainRanks];    // where that rank wants its rows
+  std::byte* scales[kMaxDomainRanks];
+  float* weights[kMaxDomainRanks];     // this rank's part of its weights area
+  uint32_t* signals[kMaxDomainRanks];
+  int32_t first_row[kMaxDomainRanks];  // of this rank's arrivals in that rank's staging
+  DevicePlace place[kMaxDomainRanks];
+  int32_t tokens[kMaxDomainRanks];     // of that rank
+};
+
+// All threads of every block. False if the call is given up. `word` is the caller's but for what is
+// known on the device alone.
+__device__ inline bool begin_call(
+    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+) {
+  if (threadIdx.x == 0) {
+    setup.epoch = current_epoch(me);
+    setup.failures = 0;
+    setup.own = word;
+    setup.own.num_tokens = plan.header()->num_tokens;
+    setup.own.signature[0] = plan.header()->epoch;
+  }
+  __syncthreads();
+  const uint32_t epoch = setup.epoch;
+  if (blockIdx.x == 0) {
+    post_word_by_thread(me, epoch, setup.own);
+  }
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < me.num_ranks) {
+    const auto slots = me.map.signals();
+    const WaitSite site = {setup.own.op, epoch, peer, WaitFor::kRecords};
+    const uint32_t* records =
+        signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
+    const auto plan_epoch = static_cast<uint32_t>(setup.own.signature[0]);
+    if (accept_word(me, epoch, setup.own, peer) && wait_reached(me, records, plan_epoch, site)) {
+      const volatile DeviceWord* said = word_of(me, me.rank, epoch, peer);
+      const PeerAddress rows = {said->rows.region, 0, said->rows.offset};
+      const PeerAddress scales = {said->scales.region, 0, said->scales.offset};
+      setup.rows[peer] = peer_data(me, peer, rows);
+      setup.scales[peer] = peer_data(me, peer, scales);
+      setup.place[peer] = static_cast<DevicePlace>(said->place);
+      setup.tokens[peer] = plan.tokens_of()[peer];
+      setup.first_row[peer] = plan.arrival_base()[peer];
+      setup.weights[peer] = reinterpret_cast<float*>(
+          control_of(me, peer) + me.map.weights_offset(static_cast<uint32_t>(me.rank))
+      );
+      setup.signals[peer] = signal_of(me, peer, 0);
+    } else {
+      atomicAdd(&setup.failures, 1U);
+    }
+  }
+  __syncthreads();
+  return setup.failures == 0;
+}
+
+// The part of a plan's records that one chunk of a source's tokens made here: at most
+// chunk_tokens() arrivals.
+struct ChunkArrivals {
+  int32_t begin;
+  int32_t end;
+};
+
+__device__ __forceinline__ ChunkArrivals arrivals_of(
+    const PlanView& plan, int source, int chunk
+) {
+  const int32_t* begin = plan.chunk_begin(static_cast<uint32_t>(source)) + chunk;
+  return {begin[0], begin[1]};
+}
+
+// Items (source, chunk) in the order in which sources raise them: chunk by chunk, the sources after
+// this rank first.
+struct ChunkItem {
+  int source;
+  int chunk;
+};
+
+__device__ __forceinline__ ChunkItem item_at(const RankView& me, int index) {
+  const int chunk = index / me.num_ranks;
+  int source = me.rank + 1 + index % me.num_ranks;
+  source -= source >= me.num_ranks ? me.num_ranks : 0;
+  return {source, chunk};
+}
+
+__device__ __forceinline__ int num_items(const RankView& me, const CallSetup& setup) {
+  int most = 0;
+  for (int rank = 0; rank < me.num_ranks; ++rank) {
+    most = max(most, num_device_chunks(setup.tokens[rank]));
+  }
+  return most * me.num_ranks;
+}
+
+}  // namespace weft

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// The bulk copy engine of compute capability 9.0 and later: shared memory <-> global memory, this
+// GPU's or a peer's. Sizes and addresses are multiples of 16. It works through the async proxy; who
+// hands memory over to ordinary accesses, or takes it from them, needs the fences named below.
+#pragma once
+
+#include <cstdint>
+
+namespace weft::ptx {
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// After init_barrier() and before the first use of the barrier by the copy engine.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Loads; the barrier completes a phase when all bytes have come.
+__device__ __forceinline__ void bulk_load(
+    void* shared, const void* global, uint32_t bytes, uint64_t* barrier
+) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)
+               ),
+               "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global),
+      "r"(bytes),
+      "r"(shared_address(barrier))
+      : "memory"
+  );
+}
+
+// Bounded by the hardware's own time-out: the caller loops.
+__device__ __forceinline__ bool try_wait_barrier(uint64_t* barrier, uint32_t parity) {
+  uint32_t done = 0;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory"
+  );
+  return done != 0;
+}
+
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(shared_address(shared)),
+               "r"(bytes)
+               : "memory");
+}
+
+// Closes a group of this thread's bulk stores; a group may be empty.
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until all but the latest kPending groups have read their shared memory.
+template <int kPending>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Until the writes of all but the latest kPending groups are complete and visible to this thread.
+template <int kPending>
+__device__ __forceinline__ void wait_stores() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+#endif
+
+// Between an acquire and a bulk load of what it made visible, and between ordinary stores and a bulk
+// store that reads them.
+__device__ __forceinline__ void fence_async_proxy() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
+
+}  // namespace weft::ptx
