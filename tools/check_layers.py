@@ -24,7 +24,7 @@ LEVELS = {
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
 CUDA = re.compile(r"^(cuda|cub/|cutlass/|cute/|thrust/|cooperative_groups|nccl|nv[^/]*\.h)")
 TORCH = re.compile(r"^(torch|ATen|c10)/")
-CUDA_PLACES = re.compile(r"^(src/kernels/|src/transport/peer/|tests/gpu/)|_cuda\.(cpp|cu|hpp|cuh)$")
+CUDA_PLACES = re.compile(r"^(src/kernels/|src/transport/peer/|tests/gpu/)|(_cuda|_rivals?)\.(cpp|cu|hpp|cuh)$")
 
 
 def folder_of(path):

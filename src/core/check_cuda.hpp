@@ -4,31 +4,27 @@
 
 #include <cuda_runtime_api.h>
 
-#include "core/check.hpp"
+#include "core/context.hpp"
 
 namespace weft {
 
-// Throws Error (kOutOfMemory or kCuda): "<expression>: <CUDA's text> (<CUDA's name>)".
-inline void check_cuda(
+// Throws Error (kOutOfMemory or kCuda): "<expression>: <CUDA's text> (<CUDA's name>)". The last two
+// stand for the caller's place.
+[[noreturn]] void raise_cuda_error(
     cudaError_t status,
     const char* expression,
     const Context& context,
     const char* file = __builtin_FILE(),
     int line = __builtin_LINE()
-) {
-  if (status == cudaSuccess) [[likely]] {
-    return;
-  }
-  static_cast<void>(cudaGetLastError());  // leave no error behind for the next call
-  raise_error(
-      status == cudaErrorMemoryAllocation ? ErrorCode::kOutOfMemory : ErrorCode::kCuda,
-      context,
-      fmt::format("{}: {} ({})", expression, cudaGetErrorString(status), cudaGetErrorName(status)),
-      file,
-      line
-  );
-}
+);
 
 }  // namespace weft
 
-#define WEFT_CUDA(context, expr) ::weft::check_cuda((expr), #expr, (context))
+// A CUDA call that must succeed.
+#define WEFT_CUDA(context, expr)                                       \
+  do {                                                                 \
+    const cudaError_t weft_cuda_status = (expr);                       \
+    if (weft_cuda_status != cudaSuccess) [[unlikely]] {                \
+      ::weft::raise_cuda_error(weft_cuda_status, #expr, (context));    \
+    }                                                                  \
+  } while (false)

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch on a GPU: one launch, blocks of two roles (dispatch_push.cuh, dispatch_fan_out.cuh).
+// Previous in the data flow: exchange/dispatch_call_cuda.cpp; next: the caller's experts.
+#include "core/check_cuda.hpp"
+#include "kernels/dispatch_fan_out.cuh"
+#include "kernels/dispatch_push.cuh"
+#include "kernels/launch.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int kVectorThreads = 512;
+constexpr int kBulkWarps = 8;
+constexpr int kBulkThreads = kBulkWarps * kWarpLanes;
+
+__device__ DeviceWord word_of_call(const DispatchLaunch& call) {
+  DeviceWord word;
+  word.op = DeviceOp::kDispatch;
+  word.place = call.place;
+  word.rows = call.rows_target;
+  word.scales = call.scales_target;
+  for (int i = 0; i < kDeviceSignatureFields; ++i) {
+    word.signature[i] = call.signature[i];
+  }
+  return word;
+}
+
+__global__ void __launch_bounds__(kVectorThreads, 1)
+    dispatch_vector(const __grid_constant__ DispatchLaunch call) {
+  __shared__ CallSetup setup;
+  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    if (static_cast<int>(blockIdx.x) < call.num_push) {
+      DispatchPush(call, setup).run_vector();
+    } else {
+      DispatchFanOut(call, setup).run(MoveRowsVector{});
+    }
+  }
+  finish_call(call.me, setup.epoch);
+}
+
+constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkPiece;
+
+__global__ void __launch_bounds__(kBulkThreads, 1)
+    dispatch_bulk(const __grid_constant__ DispatchLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stages[];
+  __shared__ CallSetup setup;
+  __shared__ uint64_t full[kBulkWarps * kBulkStages];
+  const int warp = warp_in_block();
+  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
+  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    if (static_cast<int>(blockIdx.x) < call.num_push) {
+      DispatchPush(call, setup).run_bulk(ring);
+    } else {
+      DispatchFanOut(call, setup).run(MoveRowsBulk{ring});
+    }
+  }
+  ptx::wait_stores<0>();
+  finish_call(call.me, setup.epoch);
+#endif
+}
+
+}  // namespace
+
+void prepare_dispatch() {
+  const Context nobody;
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, dispatch_vector));
+  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, dispatch_bulk));
+  if (attributes.binaryVersion >= 90) {
+    WEFT_CUDA(
+        nobody,
+        cudaFuncSetAttribute(
+            dispatch_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
+        )
+    );
+  }
+}
+
+void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(call.num_push + call.num_fan_out);
+  if (call.mover == Mover::kBulk) {
+    dispatch_bulk<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+  } else {
+    dispatch_vector<<<blocks, kVectorThreads, 0, stream>>>(call);
+  }
+  WEFT_CUDA(Context{}, cudaGetLastError());
+}
+
+}  // namespace weft

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moves pieces of rows from one place to several, one warp at a time: through registers, or through
+// shared memory by the bulk copy engine.
+#pragma once
+
+#include "kernels/call_setup.cuh"
+#include "kernels/ptx/bulk.cuh"
+#include "kernels/ptx/memory.cuh"
+
+namespace weft {
+
+// Rows are cut into equal pieces, so that the last is not a small one.
+struct Pieces {
+  int32_t row_bytes = 0;
+  int32_t each = 0;  // a multiple of 16
+  int32_t count = 0;
+
+  [[nodiscard]] __device__ __forceinline__ int32_t bytes(int piece) const {
+    const int32_t left = row_bytes - piece * each;
+    return left < each ? left : each;
+  }
+};
+
+__device__ __forceinline__ Pieces cut_row(int64_t row_bytes, int32_t most) {
+  const auto bytes = static_cast<int32_t>(row_bytes);
+  const int32_t wanted = (bytes + most - 1) / most;
+  const int32_t each = ((bytes + wanted - 1) / wanted + 15) / 16 * 16;
+  return {bytes, each, (bytes + each - 1) / each};
+}
+
+struct RowSpan {
+  const std::byte* data;
+  uint32_t bytes;
+};
+
+// The places of one row: up to two per lane, null = none.
+struct Targets {
+  std::byte* first = nullptr;
+  std::byte* second = nullptr;
+};
+
+// Calls store(target) for every target of the warp, in turn on all lanes.
+template <class Store>
+__device__ __forceinline__ void for_each_target(const Targets& targets, const Store& store) {
+  const auto visit = [&](std::byte* mine) {
+    uint32_t left = __ballot_sync(kAllLanes, mine != nullptr);
+    while (left != 0) {
+      const int lane = __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+      const auto target = __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(mine), lane);
+      store(reinterpret_cast<std::byte*>(target));
+    }
+  };
+  visit(targets.first);
+  visit(targets.second);
+}
+
+inline constexpr int kVectorLoads = 8;  // in flight per lane
+inline constexpr int32_t kVectorPiece = kVectorLoads * kWarpLanes * 16;
+
+// One warp: `bytes` <= kVectorPiece from `source` to offset `offset` of every target.
+__device__ __forceinline__ void move_piece(
+    const std::byte* source, int32_t offset, int32_t bytes, const Targets& targets
+) {
+  uint4 values[kVectorLoads];
+  const int first = lane_index() * 16;
+#pragma unroll
+  for (int i = 0; i < kVectorLoads; ++i) {
+    const int at = first + i * kWarpLanes * 16;
+    if (at < bytes) {
+      values[i] = ptx::load_16(source + offset + at);
+    }
+  }
+  for_each_target(targets, [&](std::byte* target) {
+#pragma unroll
+    for (int i = 0; i < kVectorLoads; ++i) {
+      const int at = first + i * kWarpLanes * 16;
+      if (at < bytes) {
+        ptx::store_16(target + offset + at, values[i]);
+      }
+    }
+  });
+}
+
+inline constexpr int kBulkStages = 6;  // pieces in shared memory per warp
+inline constexpr int kBulkAhead = 3;   // of these being loaded
+inline constexpr int32_t kBulkPiece = 4096;
+
+#if __CUDA_ARCH__ >= 900
+
+// A warp's ring of pieces. Every lane stores and counts its own groups; lane 0 loads.
+class BulkRing {
+ public:
+  __device__ BulkRing(std::byte* stages, uint64_t* full) : stages_(stages), full_(full) {
+    if (lane_index() == 0) {
+      for (int stage = 0; stage < kBulkStages; ++stage) {
+        ptx::init_barrier(full + stage);
+      }
+      ptx::publish_barriers();
+    }
+    __syncwarp();
+  }
+
+  // Runs units [0, count): loads source(u) ahead, then calls store(u, piece in shared memory), which
+  // issues bulk stores on any lanes, and after(u).
+  template <class Source, class Store, class After>
+  __device__ __forceinline__ void stream(
+      int count, const Source& source, const Store& store, const After& after
+  ) {
+    ptx::wait_stores_read<kBulkStages - kBulkAhead>();
+    __syncwarp();
+    int loaded = 0;
+    for (; loaded < kBulkAhead && loaded < count; ++loaded) {
+      load(source(loaded));
+    }
+    for (int unit = 0; unit < count; ++unit) {
+      const uint32_t stage = stored_ % kBulkStages;
+      const uint32_t parity = stored_ / kBulkStages % 2;
+      while (!ptx::try_wait_barrier(full_ + stage, parity)) {
+      }
+      store(unit, stages_ + stage * kBulkPiece);
+      ptx::commit_stores();
+      ++stored_;
+      if (loaded < count) {
+        ptx::wait_stores_read<kBulkStages - kBulkAhead>();
+        __syncwarp();
+        load(source(loaded));
+        ++loaded;
+      }
+      after(unit);
+    }
+  }
+
+ private:
+
+  template <class SpanOf>
+  __device__ __forceinline__ void load(const SpanOf& span) {
+    const uint32_t stage = loaded_++ % kBulkStages;
+    if (lane_index() == 0) {
+      ptx::bulk_load(stages_ + stage * kBulkPiece, span.data, span.bytes, full_ + stage);
+    }
+  }
+
+  std::byte* stages_;
+  uint64_t* full_;
+  uint32_t loaded_ = 0;
+  uint32_t stored_ = 0;
+};
+
+#endif
+
+}  // namespace weft
