@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole plan of one rank in one launch:
+//
+//   read routing, count -> [blocks meet] -> counts to all ranks -> counts of all ranks -> shape
+//   -> slots, records to their receivers -> [last block] records are there
+//
+// Each block does the counting of the whole rank and the shape of the whole group by itself: that
+// costs less than another meeting of blocks.
+#include <string>
+
+#include "core/check_cuda.hpp"
+#include "core/context.hpp"
+#include "kernels/plan_group.cuh"
+#include "kernels/plan_read.cuh"
+#include "kernels/plan_routes.cuh"
+#include "kernels/plan_shared.cuh"
+#include "kernels/plan_words.cuh"
+
+namespace weft {
+namespace {
+
+extern __shared__ uint4 plan_shared_memory[];
+
+// Constant sizes; the rest is dynamic.
+struct SmallShared {
+  std::byte* control[kMaxDomainRanks];
+  std::byte* blocks[kMaxDomainRanks];
+  int32_t received[kMaxDomainRanks];
+  int64_t partial[kMaxPlanThreads / kPlanLanes];
+};
+
+__device__ PlanShared carve(const PlanSharedMap& map, SmallShared& small) {
+  auto* base = reinterpret_cast<std::byte*>(plan_shared_memory);
+  PlanShared shared;
+  shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
+  shared.before = reinterpret_cast<uint32_t*>(base + map.before());
+  shared.message = reinterpret_cast<DeviceWord*>(base + map.message());
+  shared.total = reinterpret_cast<int64_t*>(base + map.total());
+  shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
+  shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
+  shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
+  shared.words = reinterpret_cast<DeviceWord*>(base + map.words());
+  shared.control = small.control;
+  shared.blocks = small.blocks;
+  shared.received = small.received;
+  shared.partial = small.partial;
+  return shared;
+}
+
+// All threads of one block: this rank's shape into its plan and, if asked for, to the host.
+__device__ void publish_shape(
+    const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
+) {
+  if (call.host_shape != nullptr) {
+    write_shape(call, group, place, shared, {call.host_shape, call.plan.map});
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::fence_sys();
+      ptx::store_relaxed_sys(
+          reinterpret_cast<uint32_t*>(call.host_shape + call.plan.map.shape_bytes()), place.epoch
+      );
+    }
+  }
+  write_shape(call, group, place, shared, call.plan);
+}
+
+// All threads: once every block has written its records, the last one tells all receivers.
+__device__ void raise_records(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  __syncthreads();
+  if (threadIdx.x != 0) {
+    return;
+  }
+  ptx::fence_sys();
+  if (gridDim.x > 1) {  // the counter goes on from where the blocks met
+    if (ptx::add_acq_rel_gpu(&call.me.local->grid, 1) != 2 * gridDim.x - 1) {
+      return;
+    }
+    ptx::fence_sys();
+  }
+  const uint32_t slot = call.me.map.signals().records(static_cast<uint32_t>(call.me.rank));
+  for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
+    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[rank]) + slot, place.epoch);
+  }
+}
+
+// All threads of all blocks. Returns early, all threads of a block together, if the call is given
+// up.
+__device__ void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
+  const PlanPlace place = plan_place(call, epoch);
+  for (uint32_t i = threadIdx.x; i < place.num_warps * place.columns; i += blockDim.x) {
+    shared.counts[i] = 0;
+  }
+  if (threadIdx.x < place.num_ranks) {
+    shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    write_message(call, shared);
+  }
+  __syncthreads();
+  count_tokens(call, place, shared);
+
+  // A fault of this rank's own routing is known to all its blocks once they have met.
+  const bool is_met = sum_blocks(call, place, shared);
+  const bool is_first = threadIdx.x == 0;
+  const bool is_refused =
+      __syncthreads_or(static_cast<int>(!is_met || (is_first && is_stopped(call.me)))) != 0;
+  if (is_first && is_refused) {
+    shared.message->status = WordStatus::kRefused;
+  }
+  __syncthreads();
+  post_message(call, place, shared);
+  if (is_refused || !accept_words(call, place, shared)) {
+    return;
+  }
+
+  const PlanGroup group = shape_group(call, place, shared);
+  if (blockIdx.x == 0) {
+    publish_shape(call, group, place, shared);
+    close_chunks(call, place, shared);
+  }
+  place_tokens(call, place, shared);
+  raise_records(call, place, shared);
+}
+
+__global__ void __launch_bounds__(kMaxPlanThreads, 2)
+    plan_kernel(const __grid_constant__ PlanLaunch call) {
+  __shared__ SmallShared small;
+  const PlanMap& map = call.plan.map;
+  const PlanShared shared = carve({map.num_ranks, map.num_experts}, small);
+  const uint32_t epoch = current_epoch(call.me);
+  make_plan(call, epoch, shared);
+  finish_call(call.me, epoch);
+}
+
+Context context_of(const RankView& me) {
+  return {me.rank, me.num_ranks, "cuda"};
+}
+
+}  // namespace
+
+uint64_t plan_scratch_bytes(const PlanMap& map) {
+  return sizeof(int32_t) * uint64_t{kMaxPlanBlocks} * (map.num_ranks + map.num_experts);
+}
+
+void prepare_plan(const PlanMap& map) {
+  const Context nobody;
+  const PlanSharedMap shared = {map.num_ranks, map.num_experts};
+  int device = 0;
+  int most = 0;
+  cudaFuncAttributes attributes = {};
+  WEFT_CUDA(nobody, cudaGetDevice(&device));
+  WEFT_CUDA(nobody, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, plan_kernel));
+  const uint64_t room = static_cast<uint64_t>(most) - attributes.sharedSizeBytes;
+  if (shared.num_bytes() > room) {
+    raise_error(
+        ErrorCode::kUnsupported,
+        nobody,
+        "plan: " + std::to_string(map.num_experts) + " experts on " +
+            std::to_string(map.num_ranks) + " ranks need " + std::to_string(shared.num_bytes()) +
+            " B of shared memory (this GPU has " + std::to_string(room) + " B)"
+    );
+  }
+  // For every exchange of this device, so the most that any may need.
+  WEFT_CUDA(
+      nobody,
+      cudaFuncSetAttribute(
+          plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)
+      )
+  );
+}
+
+void launch_plan(const PlanLaunch& call, cudaStream_t stream) {
+  const Context context = context_of(call.me);
+  const PlanSharedMap shared = {call.plan.map.num_ranks, call.plan.map.num_experts};
+  plan_kernel<<<
+      static_cast<unsigned>(call.num_blocks),
+      shared.num_threads(),
+      shared.num_bytes(),
+      stream>>>(call);
+  WEFT_CUDA(context, cudaGetLastError());
+}
+
+}  // namespace weft

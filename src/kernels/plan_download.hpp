@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan that kernels made, as a host plan.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/device_control.hpp"
+#include "kernels/device_plan.hpp"
+#include "plan/plan_data.hpp"
+
+namespace weft {
+
+// Waits in `stream`, at most me.timeout_ns, until the records of all sources are in `plan`, then
+// reads the whole block. `shape` is what the host knows: all but options.expert_stride, which is
+// resolved here. Blocks the caller; not while the stream is captured. `exchange_id` and `call` are
+// left to the caller. Throws Error: kTimeout if records are missing, kCuda, kInternal if the block
+// is no plan of this shape.
+[[nodiscard]] PlanData download_plan(
+    const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
+);
+
+// Part of the above: one block of `stream` waits for the records of the call that made `plan`.
+// *is_here, which the device writes, becomes 1 if all have come, else 2.
+void launch_wait_records(
+    const RankView& me, const PlanView& plan, uint32_t* is_here, cudaStream_t stream
+);
+
+}  // namespace weft

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+// First part of the plan kernel: a warp reads its tokens' routing, writes it into the plan and
+// counts its routes by expert and its arrivals by receiver.
+#pragma once
+
+#include "kernels/plan_shared.cuh"
+#include "kernels/wait.cuh"
+
+namespace weft {
+
+// Lane r < num_ranks: which lanes are the first of their token to go to rank r. `target` is the
+// lane's receiver, num_ranks or more for none.
+__device__ __forceinline__ uint32_t
+first_lanes(const PlanPlace& place, uint32_t pair, uint32_t target) {
+  const bool is_first = (pair & low_lanes(place.lane)) == 0;
+  uint32_t mine = 0;
+  for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
+    const uint32_t lanes = __ballot_sync(kAllLanes, is_first && target == rank);
+    mine = place.lane == rank ? lanes : mine;
+  }
+  return mine;
+}
+
+// Lanes of the same token with the same receiver; a lane without a route is alone.
+__device__ __forceinline__ uint32_t
+pair_lanes(const PlanPlace& place, bool is_route, uint32_t target) {
+  const uint32_t alone = 1U << 16 | place.lane;
+  return __match_any_sync(kAllLanes, is_route ? place.group << 8 | target : alone);
+}
+
+__device__ inline void raise_bad_index(
+    const RankView& me, uint32_t epoch, int32_t token, int32_t k, int64_t value
+) {
+  FaultRecord fault;
+  fault.kind = FaultKind::kBadIndex;
+  fault.op = DeviceOp::kPlan;
+  fault.epoch = epoch;
+  fault.peer = me.rank;
+  fault.what = k;
+  fault.seen = token;
+  fault.wanted = value;
+  raise_fault(me, fault);
+}
+
+__device__ inline void raise_too_many(
+    const RankView& me, uint32_t epoch, int32_t token, int32_t found, int32_t max_topk
+) {
+  FaultRecord fault;
+  fault.kind = FaultKind::kTooMany;
+  fault.op = DeviceOp::kPlan;
+  fault.epoch = epoch;
+  fault.peer = me.rank;
+  fault.what = found;
+  fault.seen = token;
+  fault.wanted = max_topk;
+  raise_fault(me, fault);
+}
+
+// Eight bytes of a map's row from `first` on as a mask of the set ones.
+__device__ __forceinline__ uint32_t
+map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_aligned) {
+  uint32_t bits = 0;
+  if (is_aligned) {
+    if (first < num_experts) {
+      const uint2 eight = __ldg(reinterpret_cast<const uint2*>(row + first));
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        bits |= (eight.x >> (8 * i) & 0xffU) != 0 ? 1U << i : 0;
+        bits |= (eight.y >> (8 * i) & 0xffU) != 0 ? 16U << i : 0;
+      }
+    }
+    return bits;
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < 8; ++i) {
+    if (first + i < num_experts) {
+      bits |= __ldg(row + first + i) != 0 ? 1U << i : 0;
+    }
+  }
+  return bits;
+}
+
+// One warp: the set experts of its tokens' map rows, ascending, as routes.
+__device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) {
+  constexpr int kBatch = 4;  // rows in flight
+  constexpr uint32_t kLaneExperts = 8;
+  const uint32_t num_experts = call.plan.map.num_experts;
+  const auto* map = reinterpret_cast<const uint8_t*>(call.map);
+  const bool is_aligned =
+      num_experts % kLaneExperts == 0 && reinterpret_cast<uintptr_t>(map) % kLaneExperts == 0;
+  const auto topk = static_cast<uint32_t>(call.topk);
+  int32_t* route_expert = call.plan.route_expert();
+  float* route_weight = call.plan.route_weight();
+
+  for (int32_t first = place.tokens.first; first < place.tokens.last; first += kBatch) {
+    uint32_t found[kBatch] = {};
+    for (uint32_t base = 0; base < num_experts; base += kLaneExperts * kPlanLanes) {
+      const uint32_t lane_first = base + place.lane * kLaneExperts;
+      uint32_t bits[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int32_t token = first + i;
+        bits[i] = token < place.tokens.last ? map_bits(
+                                                  map + static_cast<size_t>(token) * num_experts,
+                                                  lane_first,
+                                                  num_experts,
+                                                  is_aligned
+                                              )
+                                            : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const auto count = static_cast<uint32_t>(__popc(bits[i]));
+        uint32_t up_to = count;
+#pragma unroll
+        for (uint32_t distance = 1; distance < kPlanLanes; distance *= 2) {
+          const uint32_t other = __shfl_up_sync(kAllLanes, up_to, distance);
+          up_to += place.lane >= distance ? other : 0;
+        }
+        uint32_t k = found[i] + up_to - count;
+        found[i] += __shfl_sync(kAllLanes, up_to, kPlanLanes - 1);
+        const auto token = static_cast<size_t>(first + i);
+        for (uint32_t left = bits[i]; left != 0 && k < topk; left &= left - 1, ++k) {
+          const uint32_t expert = lane_first + static_cast<uint32_t>(__ffs(left)) - 1;
+          const size_t route = token * call.plan.map.max_topk + k;
+          route_expert[route] = static_cast<int32_t>(expert);
+          if (call.weights != nullptr) {
+            route_weight[route] = __ldg(call.weights + token * num_experts + expert);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int32_t token = first + i;
+      if (token >= place.tokens.last) {
+        break;
+      }
+      if (place.lane >= found[i] && place.lane < topk) {
+        const size_t route = static_cast<size_t>(token) * call.plan.map.max_topk + place.lane;
+        route_expert[route] = -1;
+        if (call.weights != nullptr) {
+          route_weight[route] = 0.0F;
+        }
+      }
+      if (found[i] > topk && place.lane == 0) {
+        raise_too_many(call.me, place.epoch, token, static_cast<int32_t>(found[i]), call.topk);
+      }
+    }
+  }
+}
+
+// Experts of up to kBatch steps of the warp's tokens from topk_idx; written into the plan.
+template <int kBatch>
+__device__ __forceinline__ void read_topk(
+    const PlanLaunch& call, const PlanPlace& place, int32_t first, int32_t (&expert)[kBatch]
+) {
+  int64_t value[kBatch];
+  float weight[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int32_t token = first + static_cast<int32_t>(i * place.step + place.group);
+    const size_t route = static_cast<size_t>(token) * static_cast<uint32_t>(call.topk) + place.k;
+    value[i] = -1;
+    weight[i] = 0.0F;
+    if (place.is_used && token < place.tokens.last) {
+      value[i] = call.index_bytes == 8 ? __ldg(static_cast<const long long*>(call.topk_idx) + route)
+                                       : __ldg(static_cast<const int*>(call.topk_idx) + route);
+      if (call.weights != nullptr) {
+        weight[i] = __ldg(call.weights + route);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    const int32_t token = first + static_cast<int32_t>(i * place.step + place.group);
+    expert[i] = static_cast<int32_t>(value[i]);
+    if (value[i] < -1 || value[i] >= static_cast<int64_t>(call.plan.map.num_experts)) {
+      raise_bad_index(call.me, place.epoch, token, static_cast<int32_t>(place.k), value[i]);
+      expert[i] = -1;
+    }
+    if (place.is_used && token < place.tokens.last) {
+      const size_t route = static_cast<size_t>(token) * call.plan.map.max_topk + place.k;
+      call.plan.route_expert()[route] = expert[i];
+      if (call.weights != nullptr) {
+        call.plan.route_weight()[route] = weight[i];
+      }
+    }
+  }
+}
+
+// One warp: its row of shared.counts, which must be zero before.
+__device__ inline void count_tokens(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  constexpr int kBatch = 4;  // steps in flight
+  uint32_t* counts = shared.counts + place.warp * place.columns;
+  uint32_t arrivals = 0;  // lane r: to rank r
+  if (call.map != nullptr) {
+    read_map(call, place);
+    __syncwarp();
+  }
+  const auto batch_tokens = static_cast<int32_t>(kBatch * place.step);
+  for (int32_t first = place.tokens.first; first < place.tokens.last; first += batch_tokens) {
+    int32_t expert[kBatch];
+    if (call.map == nullptr) {
+      read_topk(call, place, first, expert);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int32_t token = first + static_cast<int32_t>(i * place.step + place.group);
+        const size_t route = static_cast<size_t>(token) * call.plan.map.max_topk + place.k;
+        const bool is_here = place.is_used && token < place.tokens.last;
+        expert[i] = is_here ? call.plan.route_expert()[route] : -1;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + static_cast<int32_t>(i * place.step) >= place.tokens.last) {
+        break;
+      }
+      const bool is_route = expert[i] >= 0;
+      const auto column = static_cast<uint32_t>(expert[i]);
+      const uint32_t target = is_route ? place.experts_per_rank.divide(column) : place.num_ranks;
+      if (is_route) {
+        atomicAdd(counts + place.num_ranks + column, 1U);
+      }
+      const uint32_t pair = pair_lanes(place, is_route, target);
+      arrivals += static_cast<uint32_t>(__popc(first_lanes(place, pair, target)));
+    }
+  }
+  if (place.lane < place.num_ranks) {
+    counts[place.lane] = arrivals;
+  }
+}
+
+}  // namespace weft

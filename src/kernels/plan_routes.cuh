@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// Last part of the plan kernel: a warp gives its routes their slots and writes the records of its
+// arrivals straight into the receivers' plan blocks.
+#pragma once
+
+#include "kernels/plan_read.cuh"
+#include "kernels/plan_shared.cuh"
+#include "plan/slots.hpp"
+
+namespace weft {
+
+// Where this rank's records lie in every receiver's plan block.
+struct RecordOffsets {
+  uint64_t chunk_begin;
+  uint64_t heads;
+  uint64_t slots;
+  uint64_t weights;
+  uint64_t origins;
+};
+
+__device__ __forceinline__ RecordOffsets record_offsets(const PlanMap& map, uint32_t source) {
+  return {
+      map.chunk_begin(source),
+      map.heads(source),
+      map.slots(source),
+      map.weights(source),
+      map.origins(source)};
+}
+
+// One lane's route in a step; a lane without a route has expert -1 and target num_ranks.
+struct LaneRoute {
+  int32_t token = 0;
+  int32_t expert = -1;
+  float weight = 0.0F;
+  uint32_t target = 0;
+  uint32_t pair = 0;     // lanes of its arrival
+  uint32_t arrival = 0;  // number of its arrival in the pair (this rank, target)
+  int32_t slot = -1;
+
+  [[nodiscard]] __device__ bool is_route() const { return expert >= 0; }
+};
+
+// What one lane learns from the other routes of its token.
+struct TokenNeighbours {
+  uint32_t place = 0;            // of the route among the kept ones of its arrival
+  uint32_t lowest = 0xffffffff;  // slot of the arrival; all ones: none kept
+  uint32_t ranks = 0;            // bit mask of the receivers of the token
+};
+
+__device__ __forceinline__ TokenNeighbours
+token_neighbours(const PlanPlace& place, const LaneRoute& route, uint32_t topk) {
+  TokenNeighbours out;
+  const auto slot = static_cast<uint32_t>(route.slot);  // dropped: behind all
+  const uint32_t own_rank = route.is_route() ? 1U << route.target : 0U;
+  const uint32_t first = place.group * topk;
+#pragma unroll 4
+  for (uint32_t k = 0; k < topk; ++k) {
+    const uint32_t lane = (first + k) % kPlanLanes;
+    const uint32_t other = __shfl_sync(kAllLanes, slot, lane);
+    out.ranks |= __shfl_sync(kAllLanes, own_rank, lane);
+    if ((route.pair >> lane & 1U) != 0) {
+      out.place += other < slot || (other == slot && k < place.k) ? 1U : 0U;
+      out.lowest = min(out.lowest, other);
+    }
+  }
+  return out;
+}
+
+// Rows of `primary` and `arrival` and the chunk begins of the step's tokens. `lanes` and `next`
+// are lane r's: first lanes of rank r's arrivals, and the number of the first of them.
+__device__ __forceinline__ void write_pairs(
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const PlanShared& shared,
+    const FastDivide& by_ranks,
+    const RecordOffsets& offsets,
+    int32_t first_token,
+    uint32_t lanes,
+    uint32_t next
+) {
+  const auto topk = static_cast<uint32_t>(call.topk);
+  const auto left = static_cast<uint32_t>(place.tokens.last - first_token);
+  const uint32_t num_pairs = min(left, place.step) * place.num_ranks;
+  const auto chunk_mask = static_cast<uint32_t>(chunk_tokens(call.num_tokens)) - 1;
+  const auto chunk_shift = static_cast<uint32_t>(__popc(chunk_mask));
+  const size_t first_pair = static_cast<size_t>(first_token) * place.num_ranks;
+  for (uint32_t base = 0; base < num_pairs; base += kPlanLanes) {
+    const uint32_t pair = base + place.lane;
+    const uint32_t group = by_ranks.divide(pair);
+    const uint32_t rank = by_ranks.remainder(pair, group);
+    const uint32_t firsts = __shfl_sync(kAllLanes, lanes, rank);
+    const uint32_t begin = __shfl_sync(kAllLanes, next, rank);
+    if (pair >= num_pairs) {
+      continue;
+    }
+    const uint32_t below = group * topk;
+    const auto number = static_cast<int32_t>(begin) + __popc(firsts & low_lanes(below));
+    const bool is_arrival = (firsts >> below & low_lanes(topk)) != 0;
+    call.plan.arrival()[first_pair + pair] = is_arrival ? number : -1;
+    if (!is_arrival) {
+      call.plan.primary()[first_pair + pair] = -1;  // else the arrival's first lane writes it
+    }
+    const uint32_t token = static_cast<uint32_t>(first_token) + group;
+    if ((token & chunk_mask) == 0) {
+      reinterpret_cast<int32_t*>(shared.blocks[rank] + offsets.chunk_begin)[token >> chunk_shift] =
+          number;
+    }
+  }
+}
+
+// The record of one route, and of its arrival by the arrival's first lane.
+__device__ __forceinline__ void write_record(
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const PlanShared& shared,
+    const RecordOffsets& offsets,
+    const LaneRoute& route,
+    const TokenNeighbours& neighbours,
+    uint32_t kept_lanes
+) {
+  std::byte* block = shared.blocks[route.target];
+  if ((route.pair & low_lanes(place.lane)) == 0) {
+    const auto most = min(place.num_ranks, static_cast<uint32_t>(call.topk));
+    const int lower_ranks = __popc(neighbours.ranks & low_lanes(route.target));
+    int4 head;  // an ArrivalHead
+    head.x = route.token;
+    head.y = __popc(kept_lanes & route.pair);
+    head.z = route.token * static_cast<int32_t>(most) + lower_ranks;
+    head.w = 0;
+    reinterpret_cast<int4*>(block + offsets.heads)[route.arrival] = head;
+    const size_t pair = static_cast<size_t>(route.token) * place.num_ranks + route.target;
+    call.plan.primary()[pair] = static_cast<int32_t>(neighbours.lowest);
+  }
+  if (route.slot >= 0) {
+    const auto local =
+        static_cast<uint32_t>(route.expert) - route.target * place.experts_per_rank.divisor();
+    const size_t at =
+        static_cast<size_t>(route.arrival) * call.plan.map.max_topk + neighbours.place;
+    reinterpret_cast<int32_t*>(block + offsets.slots)[at] = route.slot;
+    reinterpret_cast<int32_t*>(block + offsets.origins)[at] =
+        static_cast<int32_t>(local << 8 | place.k);
+    if (call.weights != nullptr) {
+      reinterpret_cast<float*>(block + offsets.weights)[at] = route.weight;
+    }
+  }
+}
+
+// One lane: expert and weight of its route in the step that begins at `first`.
+__device__ __forceinline__ LaneRoute
+load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
+  LaneRoute route;
+  route.token = first + static_cast<int32_t>(place.group);
+  if (place.is_used && route.token < place.tokens.last) {
+    const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
+    route.expert = call.plan.route_expert()[at];
+    if (call.weights != nullptr) {
+      route.weight = call.plan.route_weight()[at];
+    }
+  }
+  return route;
+}
+
+// The slot of each lane's route; expert-major layouts count on in the warp's row of `counts`.
+__device__ __forceinline__ int32_t place_route(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const LaneRoute& route
+) {
+  if (call.layout == Layout::kRankMajor) {
+    return route.is_route() ? shared.runs[route.target].slot(route.arrival) : -1;
+  }
+  const uint32_t alone = 1U << 31 | place.lane;
+  const auto expert = static_cast<uint32_t>(route.expert);
+  const uint32_t same = __match_any_sync(kAllLanes, route.is_route() ? expert : alone);
+  const uint32_t lower = same & low_lanes(place.lane);
+  const uint32_t column = place.num_ranks + (route.is_route() ? expert : 0U);
+  uint32_t* count = shared.counts + place.warp * place.columns + column;
+  const uint32_t begin = *count;
+  __syncwarp();
+  if (route.is_route() && lower == 0) {
+    *count = begin + static_cast<uint32_t>(__popc(same));
+  }
+  __syncwarp();
+  const uint32_t number = begin + static_cast<uint32_t>(__popc(lower));
+  return route.is_route() ? shared.runs[column].slot(number) : -1;
+}
+
+// One warp: slots of its tokens' routes, and the records of their arrivals.
+__device__ inline void place_tokens(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const auto topk = static_cast<uint32_t>(call.topk);
+  const RecordOffsets offsets = record_offsets(call.plan.map, static_cast<uint32_t>(call.me.rank));
+  const FastDivide by_ranks(place.num_ranks);
+  uint32_t next = 0;  // lane r: number of the warp's next arrival at rank r
+  if (place.lane < place.num_ranks) {
+    next = shared.before[place.lane] + shared.counts[place.warp * place.columns + place.lane];
+  }
+
+  const auto step = static_cast<int32_t>(place.step);
+  LaneRoute following = load_route(call, place, place.tokens.first);
+  for (int32_t first = place.tokens.first; first < place.tokens.last; first += step) {
+    LaneRoute route = following;
+    following = load_route(call, place, first + step);
+    const auto expert = static_cast<uint32_t>(route.expert);
+    route.target = route.is_route() ? place.experts_per_rank.divide(expert) : place.num_ranks;
+    route.pair = pair_lanes(place, route.is_route(), route.target);
+    const uint32_t firsts = first_lanes(place, route.pair, route.target);
+    const uint32_t of_target = __shfl_sync(kAllLanes, firsts, route.target % kPlanLanes);
+    route.arrival = __shfl_sync(kAllLanes, next, route.target % kPlanLanes) +
+                    static_cast<uint32_t>(__popc(of_target & low_lanes(place.group * topk)));
+    route.slot = place_route(call, place, shared, route);
+
+    const TokenNeighbours neighbours = token_neighbours(place, route, topk);
+    const uint32_t kept_lanes = __ballot_sync(kAllLanes, route.slot >= 0);
+    if (place.is_used && route.token < place.tokens.last) {
+      const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
+      call.plan.route_slot()[at] = route.slot;
+    }
+    if (route.is_route()) {
+      write_record(call, place, shared, offsets, route, neighbours, kept_lanes);
+    }
+    __syncwarp();
+    write_pairs(call, place, shared, by_ranks, offsets, first, firsts, next);
+    next += static_cast<uint32_t>(__popc(firsts));
+  }
+}
+
+// All threads of one block: closes this rank's chunks at every receiver.
+__device__ inline void close_chunks(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const uint32_t rank = threadIdx.x;
+  if (rank < place.num_ranks) {
+    const uint64_t offset = call.plan.map.chunk_begin(static_cast<uint32_t>(call.me.rank));
+    auto* chunk_begin = reinterpret_cast<int32_t*>(shared.blocks[rank] + offset);
+    chunk_begin[num_device_chunks(call.num_tokens)] = shared.own()[rank];
+  }
+}
+
+}  // namespace weft

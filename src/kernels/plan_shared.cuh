@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of a block of the plan kernel, and what each thread knows of its place.
+//
+// Counts come in columns: [0, num_ranks) are arrivals by receiver, [num_ranks, num_ranks +
+// num_experts) are routes by expert. It is also the order in which they travel behind a word.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/launch.hpp"
+#include "kernels/plan_numbers.hpp"
+
+namespace weft {
+
+inline constexpr uint32_t kPlanLanes = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffU;
+inline constexpr uint32_t kMaxPlanThreads = 512;
+
+// The host sizes the shared memory and the kernel carves it with the same offsets.
+struct PlanSharedMap {
+  uint32_t num_ranks = 1;
+  uint32_t num_experts = 1;
+
+  [[nodiscard]] WEFT_HD static constexpr uint32_t align(uint32_t bytes) {
+    return (bytes + 15) / 16 * 16;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t columns() const { return num_ranks + num_experts; }
+  // Fewer warps where each one's counts are many.
+  [[nodiscard]] WEFT_HD constexpr uint32_t num_threads() const {
+    constexpr uint32_t kMostCounts = 20 * 1024;
+    uint32_t threads = kMaxPlanThreads;
+    while (threads > 64 && threads / kPlanLanes * columns() > kMostCounts) {
+      threads /= 2;
+    }
+    return threads;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t counts() const { return 0; }
+  [[nodiscard]] WEFT_HD constexpr uint32_t before() const {
+    return align(num_threads() / kPlanLanes * columns() * sizeof(uint32_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t message() const {
+    return before() + align(columns() * sizeof(uint32_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t message_bytes() const {
+    return align(static_cast<uint32_t>(sizeof(DeviceWord)) + columns() * 4);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t total() const { return message() + message_bytes(); }
+  [[nodiscard]] WEFT_HD constexpr uint32_t earlier() const {
+    return total() + align(columns() * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t begin() const {
+    return earlier() + align(columns() * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t runs() const {
+    return begin() + align((num_experts + 1) * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t words() const {
+    return runs() + align(columns() * sizeof(SlotRun));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t num_bytes() const {
+    return words() + static_cast<uint32_t>(num_ranks * sizeof(DeviceWord));
+  }
+};
+
+// What the threads of a block share.
+struct PlanShared {
+  uint32_t* counts;     // [num_warps][columns] of each warp; later of the warps before it
+  uint32_t* before;     // [columns] of this rank's earlier blocks
+  DeviceWord* message;  // this rank's word; own() follows it
+  int64_t* total;       // [columns] of all ranks
+  int64_t* earlier;     // [columns] of the ranks before this one
+  int64_t* begin;       // [num_experts + 1] rows of all experts before, across ranks
+  SlotRun* runs;        // [columns] of this block's routes, or arrivals (rank_major)
+  DeviceWord* words;    // [num_ranks] as told by each rank
+  std::byte** control;  // [num_ranks] control regions as mapped here
+  std::byte** blocks;   // [num_ranks] plan blocks as mapped here
+  int32_t* received;    // [num_ranks] arrivals from each rank
+  int64_t* partial;     // [num_warps] of a reduction or scan
+
+  // [columns] of this rank.
+  [[nodiscard]] __device__ int32_t* own() const { return reinterpret_cast<int32_t*>(message + 1); }
+};
+
+// Where this thread stands in the call. A warp takes the tokens [tokens.first, tokens.last), `step`
+// at a time: lane = group * topk + k, so that all routes of a token are in one warp instruction.
+struct PlanPlace {
+  uint32_t epoch = 0;
+  uint32_t num_ranks = 1;
+  uint32_t columns = 0;
+  uint32_t warp = 0;
+  uint32_t num_warps = 1;
+  uint32_t lane = 0;
+  PartSpan tokens;
+  uint32_t step = 1;
+  uint32_t group = 0;
+  uint32_t k = 0;
+  bool is_used = false;  // the lane stands for a route
+  FastDivide experts_per_rank;
+};
+
+__device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
+  PlanPlace place;
+  place.epoch = epoch;
+  place.num_ranks = call.plan.map.num_ranks;
+  place.columns = call.plan.map.num_ranks + call.plan.map.num_experts;
+  place.warp = threadIdx.x / kPlanLanes;
+  place.num_warps = blockDim.x / kPlanLanes;
+  place.lane = threadIdx.x % kPlanLanes;
+  const PartSpan block = part_span(0, call.num_tokens, gridDim.x, blockIdx.x);
+  place.tokens = part_span(block.first, block.last, place.num_warps, place.warp);
+  const auto topk = static_cast<uint32_t>(call.topk);
+  place.step = kPlanLanes / topk;
+  place.group = place.lane / topk;
+  place.k = place.lane - place.group * topk;
+  place.is_used = place.group < place.step;
+  place.experts_per_rank = FastDivide(call.plan.map.num_experts / call.plan.map.num_ranks);
+  return place;
+}
+
+}  // namespace weft

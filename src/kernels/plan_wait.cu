@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/check_cuda.hpp"
+#include "core/context.hpp"
+#include "kernels/plan_download.hpp"
+#include "kernels/wait.cuh"
+
+namespace weft {
+namespace {
+
+// Not a call of its own: it counts no epoch.
+__global__ void wait_records(
+    const __grid_constant__ RankView me, const __grid_constant__ PlanView plan, uint32_t* is_here
+) {
+  const int source = static_cast<int>(threadIdx.x);
+  const uint32_t epoch = plan.header()->epoch;
+  bool has_come = true;
+  if (source < me.num_ranks) {
+    const WaitSite site = {DeviceOp::kPlan, epoch, source, WaitFor::kRecords};
+    const uint32_t slot = me.map.signals().records(static_cast<uint32_t>(source));
+    has_come = wait_reached(me, signal_of(me, me.rank, slot), epoch, site);
+  }
+  const int have_all = __syncthreads_and(static_cast<int>(has_come));
+  if (threadIdx.x == 0) {
+    *is_here = have_all != 0 ? 1 : 2;
+    ptx::fence_sys();
+  }
+}
+
+}  // namespace
+
+void launch_wait_records(
+    const RankView& me, const PlanView& plan, uint32_t* is_here, cudaStream_t stream
+) {
+  wait_records<<<1, kMaxDomainRanks, 0, stream>>>(me, plan, is_here);
+  WEFT_CUDA((Context{me.rank, me.num_ranks, "cuda"}), cudaGetLastError());
+}
+
+}  // namespace weft

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// Second part of the plan kernel: this rank's counts go to every rank, and all ranks' counts come
+// in.
+#pragma once
+
+#include "kernels/plan_shared.cuh"
+#include "kernels/wait.cuh"
+
+namespace weft {
+
+// One thread: this rank's word but for its status. The payload follows once it is summed.
+__device__ inline void write_message(const PlanLaunch& call, const PlanShared& shared) {
+  DeviceWord& word = *shared.message;
+  word = DeviceWord();
+  word.op = DeviceOp::kPlan;
+  word.num_tokens = call.num_tokens;
+  word.rows = call.plan_address;
+  word.row_budget = call.row_budget;
+  for (int field = 0; field < kDeviceSignatureFields; ++field) {
+    word.signature[field] = call.signature[field];
+  }
+}
+
+// All threads of all blocks: until every block of this rank is here. False if the call is given up.
+__device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& place) {
+  bool is_met = true;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    LocalState* local = call.me.local;
+    if (ptx::add_acq_rel_gpu(&local->grid, 1) != gridDim.x - 1) {
+      const WaitSite site = {DeviceOp::kPlan, place.epoch, call.me.rank, WaitFor::kGrid};
+      is_met = wait_reached(call.me, &local->grid, gridDim.x, site);
+    }
+  }
+  return __syncthreads_and(static_cast<int>(is_met)) != 0;
+}
+
+// All threads: the counts of the block's warps become those of the warps before each; own() and
+// `before` get the sums of the rank and of its earlier blocks. False if the call is given up.
+__device__ inline bool sum_blocks(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  __syncthreads();
+  int32_t* own = shared.own();
+  for (uint32_t column = threadIdx.x; column < place.columns; column += blockDim.x) {
+    uint32_t sum = 0;
+    uint32_t* count = shared.counts + column;
+#pragma unroll 4
+    for (uint32_t warp = 0; warp < place.num_warps; ++warp, count += place.columns) {
+      const uint32_t here = *count;
+      *count = sum;
+      sum += here;
+    }
+    if (gridDim.x == 1) {
+      own[column] = static_cast<int32_t>(sum);
+      shared.before[column] = 0;
+    } else {
+      __stcg(call.scratch + blockIdx.x * place.columns + column, static_cast<int32_t>(sum));
+    }
+  }
+  if (gridDim.x == 1) {
+    __syncthreads();
+    return true;
+  }
+  if (!meet_blocks(call, place)) {
+    return false;
+  }
+  for (uint32_t column = threadIdx.x; column < place.columns; column += blockDim.x) {
+    int32_t sum = 0;
+    int32_t before = 0;
+    const int32_t* count = call.scratch + column;
+#pragma unroll 16
+    for (uint32_t block = 0; block < gridDim.x; ++block, count += place.columns) {
+      const int32_t there = __ldcg(count);
+      before += block < blockIdx.x ? there : 0;
+      sum += there;
+    }
+    own[column] = sum;
+    shared.before[column] = static_cast<uint32_t>(before);
+  }
+  __syncthreads();
+  return true;
+}
+
+// All threads: tells this block's share of the peers; a refusal carries no counts worth reading.
+__device__ inline void post_message(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const auto me = static_cast<uint32_t>(call.me.rank);
+  const uint64_t offset = call.me.map.word_offset(place.epoch, me);
+  const uint32_t num_vectors =
+      (sizeof(DeviceWord) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) / sizeof(uint4);
+  const auto* from = reinterpret_cast<const uint4*>(shared.message);
+  for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += gridDim.x) {
+    auto* to = reinterpret_cast<uint4*>(shared.control[peer] + offset);
+    for (uint32_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+      to[i] = from[i];
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && blockIdx.x < place.num_ranks) {
+    ptx::fence_sys();
+    const uint32_t slot = call.me.map.signals().word(place.epoch, me);
+    for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += gridDim.x) {
+      ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch);
+    }
+  }
+}
+
+// Whether a peer's word lets the call go on; raises the fault if not.
+__device__ inline bool check_word(
+    const PlanLaunch& call, const PlanPlace& place, const DeviceWord& word, int peer
+) {
+  FaultRecord fault;
+  fault.op = DeviceOp::kPlan;
+  fault.epoch = place.epoch;
+  fault.peer = peer;
+  fault.what = -1;
+  if (word.status == WordStatus::kRefused) {
+    fault.kind = FaultKind::kRefused;
+  } else if (word.op != DeviceOp::kPlan) {
+    fault.kind = FaultKind::kMismatch;
+    fault.seen = static_cast<int64_t>(word.op);
+    fault.wanted = static_cast<int64_t>(DeviceOp::kPlan);
+  } else {
+    for (int field = kDeviceSignatureFields - 1; field >= 0; --field) {  // the first one wins
+      if (word.signature[field] != call.signature[field]) {
+        fault.kind = FaultKind::kMismatch;
+        fault.what = field;
+        fault.seen = word.signature[field];
+        fault.wanted = call.signature[field];
+      }
+    }
+  }
+  if (fault.kind != FaultKind::kNone) {
+    raise_fault(call.me, fault);
+    return false;
+  }
+  return true;
+}
+
+// All threads: waits for all ranks' words and reads them with their counts in one go. False if the
+// call is given up.
+__device__ inline bool accept_words(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  const RankView& me = call.me;
+  const uint32_t thread = threadIdx.x;
+  const std::byte* control = shared.control[me.rank];
+  bool is_good = true;
+  if (thread < place.num_ranks) {
+    const WaitSite site = {DeviceOp::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kWord};
+    const uint32_t slot = me.map.signals().word(place.epoch, thread);
+    is_good =
+        wait_reached(me, reinterpret_cast<const uint32_t*>(control) + slot, place.epoch, site);
+  }
+  if (__syncthreads_and(static_cast<int>(is_good)) == 0) {
+    return false;
+  }
+
+  const std::byte* first_word = control + me.map.word_offset(place.epoch, 0);
+  const uint64_t stride = me.map.word_stride();
+  const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceWord));
+  const uint64_t count_stride = stride / sizeof(int32_t);
+  constexpr uint32_t kWordVectors = sizeof(DeviceWord) / sizeof(uint4);
+  for (uint32_t i = thread; i < place.num_ranks * kWordVectors; i += blockDim.x) {
+    const uint32_t rank = i / kWordVectors;
+    const auto* from = reinterpret_cast<const uint4*>(first_word + rank * stride);
+    reinterpret_cast<uint4*>(shared.words)[i] = __ldcg(from + i % kWordVectors);
+  }
+  if (thread < place.num_ranks) {
+    shared.received[thread] = __ldcg(first_counts + thread * count_stride + me.rank);
+  }
+  for (uint32_t column = thread; column < place.columns; column += blockDim.x) {
+    int64_t total = 0;
+    int64_t earlier = 0;
+    const int32_t* count = first_counts + column;
+#pragma unroll 8
+    for (uint32_t rank = 0; rank < place.num_ranks; ++rank, count += count_stride) {
+      const int32_t there = __ldcg(count);
+      earlier += rank < static_cast<uint32_t>(me.rank) ? there : 0;
+      total += there;
+    }
+    shared.total[column] = total;
+    shared.earlier[column] = earlier;
+  }
+  __syncthreads();
+
+  if (thread < place.num_ranks) {
+    const DeviceWord& word = shared.words[thread];
+    is_good = check_word(call, place, word, static_cast<int>(thread));
+    if (is_good) {
+      shared.blocks[thread] = peer_data(me, static_cast<int>(thread), word.rows);
+    }
+  }
+  return __syncthreads_and(static_cast<int>(is_good)) != 0;
+}
+
+}  // namespace weft
