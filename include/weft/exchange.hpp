@@ -6,9 +6,12 @@
 // written; a rank that refuses a call makes all ranks throw, and the exchange stays usable. After
 // TimeoutError or PeerError it is not: later calls rethrow the cause.
 //
-// On a GPU (ExchangeConfig::device) every tensor lies in that GPU's memory and a call returns once
-// its kernel is queued on the stream; what goes wrong on the device is thrown by the next call or
-// by check(). All calls of an exchange go to one stream, or the caller orders its streams.
+// On a GPU (ExchangeConfig::device) every tensor lies in that GPU's memory and a call with a stream
+// returns once its kernel is queued there; what goes wrong on the device is thrown by the next call
+// or by check(). All calls of an exchange go to one stream, or the caller orders its streams.
+// plan() waits for the GPU unless the number of rows is given (PlanOptions::row_budget or
+// expert_stride, with Overflow::kDrop); without that wait every call can be captured in a CUDA
+// graph, if calls of the same size were made before.
 #pragma once
 
 #include <chrono>
@@ -57,8 +60,10 @@ struct ExchangeConfig {
 
 // Of one call on a GPU; a CPU exchange takes the default only.
 struct CallOptions {
-  void* stream = nullptr;  // cudaStream_t; null: the legacy default stream
-  int num_sms = 0;         // of this call; 0: as configured
+  // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
+  // CPU.
+  void* stream = nullptr;
+  int num_sms = 0;  // of this call; 0: as configured
 };
 
 // What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every

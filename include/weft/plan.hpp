@@ -3,7 +3,8 @@
 // exchange.hpp.
 //
 // A Plan is immutable, owns its memory and touches no peer: keep as many as you like, use them in
-// any order.
+// any order. A plan made on a GPU lies there; questions about more than its shape and number of
+// rows copy it to the host once.
 #pragma once
 
 #include <cstdint>
@@ -103,12 +104,27 @@ class Plan {
   [[nodiscard]] static Plan load(const std::string& path);
   friend std::ostream& operator<<(std::ostream& out, const Plan& plan);  // a summary of some lines
 
+  // On a GPU: where the shape of the output lies in device memory while the plan is alive; all null
+  // for a plan of the CPU. With kRankMajor rows_per_expert counts dropped routes too.
+  struct OnDevice {
+    const int64_t* num_rows = nullptr;
+    const int32_t* overflow = nullptr;                // 0 or 1
+    const int64_t* rows_per_expert = nullptr;         // [num_local_experts]
+    const int64_t* padded_rows_per_expert = nullptr;  // [num_local_experts]
+    const int64_t* expert_begin = nullptr;            // [num_local_experts]
+  };
+  [[nodiscard]] OnDevice on_device() const;
+
   // Same shape, routes, slots and weights; where the plan was made does not count.
   friend bool operator==(const Plan& a, const Plan& b);
 
-  [[nodiscard]] const PlanData& data() const { return *data_; }
+  // All of it; the first call copies a GPU's plan to the host and waits for that.
+  [[nodiscard]] const PlanData& data() const;
+  // What is known without that: shape and num_rows.
+  [[nodiscard]] const PlanData& header() const { return *data_; }
 
  private:
+  [[nodiscard]] const PlanData& output_shape() const;
   std::shared_ptr<const PlanData> data_;
 };
 

@@ -24,13 +24,13 @@ struct CallSetup {
   uint32_t epoch;
   uint32_t failures;
   DeviceWord own;
-  std::byte* rows[kMaxDomainRanks];    // where that rank wants its rows
+  std::byte* rows[kMaxDomainRanks];  // where that rank wants its rows
   std::byte* scales[kMaxDomainRanks];
-  float* weights[kMaxDomainRanks];     // this rank's part of its weights area
+  float* weights[kMaxDomainRanks];  // this rank's part of its weights area
   uint32_t* signals[kMaxDomainRanks];
   int32_t first_row[kMaxDomainRanks];  // of this rank's arrivals in that rank's staging
   DevicePlace place[kMaxDomainRanks];
-  int32_t tokens[kMaxDomainRanks];     // of that rank
+  int32_t tokens[kMaxDomainRanks];  // of that rank
 };
 
 // All threads of every block. False if the call is given up. `word` is the caller's but for what is
@@ -54,8 +54,7 @@ __device__ inline bool begin_call(
   if (peer < me.num_ranks) {
     const auto slots = me.map.signals();
     const WaitSite site = {setup.own.op, epoch, peer, WaitFor::kRecords};
-    const uint32_t* records =
-        signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
+    const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
     const auto plan_epoch = static_cast<uint32_t>(setup.own.signature[0]);
     if (accept_word(me, epoch, setup.own, peer) && wait_reached(me, records, plan_epoch, site)) {
       const volatile DeviceWord* said = word_of(me, me.rank, epoch, peer);
@@ -85,9 +84,7 @@ struct ChunkArrivals {
   int32_t end;
 };
 
-__device__ __forceinline__ ChunkArrivals arrivals_of(
-    const PlanView& plan, int source, int chunk
-) {
+__device__ __forceinline__ ChunkArrivals arrivals_of(const PlanView& plan, int source, int chunk) {
   const int32_t* begin = plan.chunk_begin(static_cast<uint32_t>(source)) + chunk;
   return {begin[0], begin[1]};
 }

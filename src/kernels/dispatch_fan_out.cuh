@@ -64,9 +64,8 @@ class DispatchFanOut {
     const int num_rows = call_.one_row ? min(head.num_routes, 1) : head.num_routes;
     int32_t slot = -1;
     if (lane < num_rows) {
-      slot = call_.plan.slots(static_cast<uint32_t>(
-          source
-      ))[static_cast<int64_t>(arrival) * max_topk_ + lane];
+      slot = call_.plan.slots(static_cast<uint32_t>(source)
+      )[static_cast<int64_t>(arrival) * max_topk_ + lane];
     }
     Job job;
     if (source == me_.rank || num_rows == 0) {
@@ -110,14 +109,8 @@ class DispatchFanOut {
   __device__ __forceinline__ void zero_row(int64_t row) const {
     const int lane = lane_index();
     std::byte* out = call_.out_rows + row * row_bytes_;
-    if (row_bytes_ % 16 == 0) {
-      for (int64_t at = lane * 16; at < row_bytes_; at += kWarpLanes * 16) {
-        ptx::store_16(out + at, uint4{0, 0, 0, 0});
-      }
-    } else {  // FP8 made of rows that are an odd multiple of 16 bytes
-      for (int64_t at = lane * 8; at < row_bytes_; at += kWarpLanes * 8) {
-        *reinterpret_cast<uint64_t*>(out + at) = 0;
-      }
+    for (int64_t at = lane * 16; at < row_bytes_; at += kWarpLanes * 16) {
+      ptx::store_16(out + at, uint4{0, 0, 0, 0});
     }
     if (call_.out_weights != nullptr && lane == 0) {
       call_.out_weights[row] = 0;
@@ -144,9 +137,8 @@ class DispatchFanOut {
       return;
     }
     if (call_.out_weights != nullptr) {
-      const float* weights = reinterpret_cast<const float*>(
-          control_of(me_, me_.rank) + me_.map.weights_offset(from)
-      );
+      const float* weights =
+          reinterpret_cast<const float*>(control_of(me_, me_.rank) + me_.map.weights_offset(from));
       if (call_.one_row) {
         const uint32_t kept =
             __reduce_or_sync(kAllLanes, k >= 0 ? 1U << static_cast<uint32_t>(k) : 0U);

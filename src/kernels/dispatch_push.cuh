@@ -68,8 +68,7 @@ class DispatchPush {
     int load_index = 0;
     int load_piece = 0;
     const auto source = [&](int) -> RowSpan {
-      const std::byte* row =
-          call_.x + static_cast<int64_t>(token_at(load_index)) * call_.row_bytes;
+      const std::byte* row = call_.x + static_cast<int64_t>(token_at(load_index)) * call_.row_bytes;
       const RowSpan span = {
           row + load_piece * pieces.each, static_cast<uint32_t>(pieces.bytes(load_piece))};
       if (++load_piece == pieces.count) {
@@ -220,8 +219,9 @@ class DispatchPush {
         const int32_t expert =
             call_.plan.route_expert()[static_cast<int64_t>(token) * max_topk_ + lane];
         weight = expert < 0 ? 0
-                            : call_.weights[static_cast<int64_t>(token) * me_.map.num_experts +
-                                            static_cast<uint32_t>(expert)];
+                            : call_.weights
+                                  [static_cast<int64_t>(token) * me_.map.num_experts +
+                                   static_cast<uint32_t>(expert)];
       }
     }
     std::byte* mine = nullptr;
@@ -242,9 +242,8 @@ class DispatchPush {
     const int lane = lane_index();
     if (lane < me_.num_ranks) {
       ptx::fence_sys();
-      const auto slot = me_.map.signals().dispatch(
-          static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(chunk)
-      );
+      const auto slot =
+          me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(chunk));
       ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
     }
   }

@@ -22,6 +22,7 @@ struct PlanLaunch {
   const bool* map = nullptr;       // [num_tokens, num_experts]
   const float* weights = nullptr;  // shaped like either; null: none
   int32_t index_bytes = 8;
+  bool has_weights = false;  // also of ranks without tokens, whose pointer may be null
   int32_t num_tokens = 0;
   int32_t topk = 0;  // max_topk for a map
   Layout layout = Layout::kExpertMajor;
@@ -71,6 +72,7 @@ struct CombineLaunch {
   const std::byte* rows = nullptr;        // [num_rows, hidden]
   const float* row_weights = nullptr;     // [num_rows, row_weight_cols]; null: none
   const float* source_weights = nullptr;  // kSourceWeights: [num_tokens, topk or num_experts]
+  bool has_source_weights = false;        // also of ranks without tokens, whose pointer may be null
   std::byte* out = nullptr;               // [num_tokens, hidden]
   float* out_weights = nullptr;           // [num_tokens, topk or num_experts]
   DType dtype = DType::kBFloat16;
@@ -90,6 +92,7 @@ struct CombineLaunch {
 // Once per device and before any capture.
 void prepare_dispatch();
 void prepare_combine();
+void prepare_refusal();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 

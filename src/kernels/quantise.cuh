@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 rows to FP8 with one fp32 scale for 128 elements, on their way through registers. The scale is
-// the group's largest magnitude divided by the largest FP8 number, 1 for a group of zeros; an element
-// is divided by it and rounded to nearest even.
+// bf16 rows to FP8 with one fp32 scale for 128 elements, on their way through registers. The scale
+// is the group's largest magnitude divided by the largest FP8 number, 1 for a group of zeros; an
+// element is divided by it and rounded to nearest even.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "core/half.hpp"
 #include "kernels/row_mover.cuh"
+#include "kernels/staged_rows.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -26,11 +27,6 @@ __host__ __device__ inline uint8_t to_fp8(float value, float scale, Quantise kin
   return __nv_cvt_float_to_fp8(
       value / scale, __NV_SATFINITE, kind == Quantise::kE4M3 ? __NV_E4M3 : __NV_E5M2
   );
-}
-
-// Bytes from one staged scale row to the next.
-__host__ __device__ constexpr int64_t staged_scale_bytes(int64_t scale_bytes) {
-  return (scale_bytes + 15) / 16 * 16;
 }
 
 // One warp, every lane: `bytes` of any size; words where everything is aligned for them.

@@ -101,8 +101,8 @@ class BulkRing {
     __syncwarp();
   }
 
-  // Runs units [0, count): loads source(u) ahead, then calls store(u, piece in shared memory), which
-  // issues bulk stores on any lanes, and after(u).
+  // Runs units [0, count): loads source(u) ahead, then calls store(u, piece in shared memory),
+  // which issues bulk stores on any lanes, and after(u).
   template <class Source, class Store, class After>
   __device__ __forceinline__ void stream(
       int count, const Source& source, const Store& store, const After& after
@@ -132,7 +132,6 @@ class BulkRing {
   }
 
  private:
-
   template <class SpanOf>
   __device__ __forceinline__ void load(const SpanOf& span) {
     const uint32_t stage = loaded_++ % kBulkStages;

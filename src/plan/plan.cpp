@@ -71,6 +71,18 @@ bool operator==(const PlanData& a, const PlanData& b) {
 
 Plan::Plan(std::shared_ptr<const PlanData> data) : data_(std::move(data)) {}
 
+const PlanData& Plan::data() const {
+  return data_->device ? data_->device->on_host() : *data_;
+}
+
+const PlanData& Plan::output_shape() const {
+  return data_->has_output_shape ? *data_ : data();
+}
+
+Plan::OnDevice Plan::on_device() const {
+  return data_->device ? data_->device->on_device() : OnDevice{};
+}
+
 int Plan::rank() const {
   return data_->shape.rank;
 }
@@ -103,33 +115,33 @@ int64_t Plan::num_rows() const {
   return data_->num_rows;
 }
 int64_t Plan::required_rows() const {
-  return data_->required_rows;
+  return output_shape().required_rows;
 }
 bool Plan::overflow() const {
-  return data_->overflow;
+  return output_shape().overflow;
 }
 std::span<const int64_t> Plan::rows_per_expert() const {
-  return data_->rows_per_expert;
+  return output_shape().rows_per_expert;
 }
 std::span<const int64_t> Plan::padded_rows_per_expert() const {
-  return data_->padded_rows_per_expert;
+  return output_shape().padded_rows_per_expert;
 }
 std::span<const int64_t> Plan::expert_begin() const {
-  return data_->expert_begin;
+  return output_shape().expert_begin;
 }
 std::span<const int32_t> Plan::row_experts() const {
-  return data_->row_experts;
+  return data().row_experts;
 }
 int Plan::row_weight_cols() const {
   return layout() == Layout::kRankMajor ? topk() : 1;
 }
 
 int64_t Plan::sent_arrivals(int to_rank) const {
-  return data_->sent[checked_rank(to_rank, *data_, "sent_arrivals")].size();
+  return data().sent[checked_rank(to_rank, *data_, "sent_arrivals")].size();
 }
 
 int64_t Plan::received_arrivals(int from_rank) const {
-  return data_->received[checked_rank(from_rank, *data_, "received_arrivals")].size();
+  return data().received[checked_rank(from_rank, *data_, "received_arrivals")].size();
 }
 
 int64_t Plan::wire_bytes(int64_t row_bytes) const {
@@ -142,17 +154,17 @@ int64_t Plan::wire_bytes(int64_t row_bytes) const {
 
 int64_t Plan::logical_bytes(int64_t row_bytes) const {
   int64_t rows = 0;
-  for (const Arrivals& from : data_->received) {
+  for (const Arrivals& from : data().received) {
     rows += from.one_row ? from.size() : from.num_routes();
   }
   return rows * row_bytes;
 }
 
 std::span<const int64_t> Plan::global_routes_per_expert() const {
-  return data_->global_routes;
+  return output_shape().global_routes;
 }
 std::span<const int32_t> Plan::route_slots() const {
-  return data_->route_slot;
+  return data().route_slot;
 }
 
 bool operator==(const Plan& a, const Plan& b) {

@@ -59,10 +59,23 @@ struct PlanShape {
   [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
 };
 
+struct PlanData;
+
+// A plan whose contents lie on a GPU.
+class DevicePlan {
+ public:
+  virtual ~DevicePlan() = default;
+  // All of it, copied on first use. Waits for the GPU; any thread.
+  [[nodiscard]] virtual const PlanData& on_host() const = 0;
+  [[nodiscard]] virtual Plan::OnDevice on_device() const = 0;
+};
+
 struct PlanData {
   PlanShape shape;
-  uint64_t exchange_id = 0;  // which exchange made it; 0: a file or a test did
-  uint64_t call = 0;         // number of the call that made it, the same on every rank
+  std::shared_ptr<DevicePlan> device;  // null: everything is below
+  bool has_output_shape = true;        // beside `device`: the first block below is filled in
+  uint64_t exchange_id = 0;            // which exchange made it; 0: a file or a test did
+  uint64_t call = 0;                   // number of the call that made it, the same on every rank
 
   // The receiver's output.
   int64_t num_rows = 0;

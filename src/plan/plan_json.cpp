@@ -61,13 +61,13 @@ std::string Plan::to_json() const {
   const Json whole = {
       {"format", kPlanFormat},
       {"version", kPlanVersion},
-      {"shape", shape_to_json(data_->shape)},
-      {"output", output_to_json(*data_)},
-      {"global_routes", data_->global_routes},
-      {"route_expert", data_->route_expert},
-      {"route_slot", data_->route_slot},
-      {"sent", arrivals_to_json(data_->sent)},
-      {"received", arrivals_to_json(data_->received)}};
+      {"shape", shape_to_json(data().shape)},
+      {"output", output_to_json(data())},
+      {"global_routes", data().global_routes},
+      {"route_expert", data().route_expert},
+      {"route_slot", data().route_slot},
+      {"sent", arrivals_to_json(data().sent)},
+      {"received", arrivals_to_json(data().received)}};
   return whole.dump() + "\n";
 }
 

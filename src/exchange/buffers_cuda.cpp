@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/buffers_cuda.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/check.hpp"
+#include "exchange/buffer_pool.hpp"
+
+namespace weft {
+namespace {
+
+// How long a new region may stay unknown to peers before it is handed out; until they know it,
+// dispatch into it is staged.
+constexpr auto kPatience = std::chrono::seconds(2);
+
+Block whole(const PeerRegion& region) {
+  return {region.data, region.bytes, {.region = region.region, .offset = 0}};
+}
+
+}  // namespace
+
+BlockPool::BlockPool(std::shared_ptr<PeerMemory> memory, uint64_t piece_bytes)
+    : memory_(std::move(memory)), piece_bytes_(piece_bytes) {}
+
+BlockPool::~BlockPool() {
+  for (const PeerRegion& region : regions_) {
+    memory_->release(region);
+  }
+}
+
+void BlockPool::grow(uint64_t num_pieces) {
+  const PeerRegion region = memory_->allocate(num_pieces * piece_bytes_);
+  static_cast<void>(memory_->wait_reachable(region, kPatience));
+  const std::lock_guard lock(mutex_);
+  regions_.push_back(region);
+  for (uint64_t i = 0; i < region.bytes / piece_bytes_; ++i) {
+    Block block = whole(region);
+    block.address.offset = i * piece_bytes_;
+    block.data += block.address.offset;
+    block.bytes = piece_bytes_;
+    unused_.push_back(block);
+  }
+}
+
+std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
+  Block block;
+  {
+    const std::lock_guard lock(mutex_);
+    // The smallest that fits, if it does not waste half.
+    auto best = unused_.end();
+    for (auto it = unused_.begin(); it != unused_.end(); ++it) {
+      const bool fits =
+          it->bytes >= bytes && (piece_bytes_ > 0 || it->bytes / 2 <= size_class(bytes));
+      if (fits && (best == unused_.end() || it->bytes < best->bytes)) {
+        best = it;
+      }
+    }
+    if (best != unused_.end()) {
+      block = *best;
+      unused_.erase(best);
+    }
+  }
+  if (block.data == nullptr) {
+    if (piece_bytes_ > 0) {
+      return nullptr;
+    }
+    const PeerRegion region = memory_->allocate(size_class(bytes));
+    static_cast<void>(memory_->wait_reachable(region, kPatience));
+    block = whole(region);
+    const std::lock_guard lock(mutex_);
+    regions_.push_back(region);
+  }
+  const std::lock_guard lock(mutex_);
+  used_bytes_ += block.bytes;
+  return {new Block(block), [pool = shared_from_this()](const Block* taken) {
+            pool->give_back(*taken);
+            delete taken;
+          }};
+}
+
+void BlockPool::give_back(const Block& block) {
+  const std::lock_guard lock(mutex_);
+  unused_.push_back(block);
+  used_bytes_ -= block.bytes;
+}
+
+void BlockPool::release_unused() {
+  const std::lock_guard lock(mutex_);
+  if (piece_bytes_ > 0) {
+    return;
+  }
+  for (const Block& block : unused_) {
+    const auto is_it = [&](const PeerRegion& region) {
+      return region.region == block.address.region;
+    };
+    const auto region = std::find_if(regions_.begin(), regions_.end(), is_it);
+    memory_->release(*region);
+    regions_.erase(region);
+  }
+  unused_.clear();
+}
+
+uint64_t BlockPool::used_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return used_bytes_;
+}
+
+uint64_t BlockPool::unused_bytes() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t bytes = 0;
+  for (const Block& block : unused_) {
+    bytes += block.bytes;
+  }
+  return bytes;
+}
+
+}  // namespace weft

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of device memory in peers' reach, kept for the next use when their holder ends: outputs of
+// any size, and plans, which are all of one size. Freeing waits for the whole GPU, so it happens
+// only when asked for.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "transport/peer/peer_memory.hpp"
+
+namespace weft {
+
+struct Block {
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+  PeerAddress address;
+};
+
+class BlockPool : public std::enable_shared_from_this<BlockPool> {
+ public:
+  // `piece_bytes` > 0: all blocks have that size and are cut out of larger regions.
+  BlockPool(std::shared_ptr<PeerMemory> memory, uint64_t piece_bytes);
+  ~BlockPool();
+
+  // Adds one region's worth of unused blocks of a pool of pieces.
+  void grow(uint64_t num_pieces);
+  // Goes back when the last copy of the pointer does, from any thread. Null if the pool is one of
+  // pieces and all are in use; sizes are rounded up otherwise.
+  [[nodiscard]] std::shared_ptr<const Block> take(uint64_t bytes);
+  void release_unused();
+
+  [[nodiscard]] uint64_t used_bytes() const;
+  [[nodiscard]] uint64_t unused_bytes() const;
+
+ private:
+  void give_back(const Block& block);
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<PeerMemory> memory_;
+  uint64_t piece_bytes_;
+  std::vector<PeerRegion> regions_;
+  std::vector<Block> unused_;
+  uint64_t used_bytes_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// combine on a GPU: one kernel, through this rank's staging. Previous in the data flow: the
+// caller's experts; next: kernels/combine.cu.
+#include <algorithm>
+
+#include "exchange/exchange_cuda.hpp"
+#include "exchange/validate.hpp"
+
+namespace weft {
+
+void CudaExchange::combine(
+    const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+) {
+  const PlanData& shape = plan.header();
+  run_call(DeviceOp::kCombine, call, [&](cudaStream_t stream) {
+    Validator{context, settings, id}.combine(shape, in, out);
+    check_aligned("combine", "rows", in.rows);
+    check_aligned("combine", "x", out.x);
+
+    CombineLaunch launch;
+    launch.me = view;
+    launch.plan = view_of(shape);
+    launch.rows = in.rows.data;
+    launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
+    launch.source_weights = reinterpret_cast<const float*>(in.source_weights.data);
+    launch.has_source_weights = in.scale == CombineScale::kSourceWeights;
+    launch.out = out.x.data;
+    launch.out_weights = reinterpret_cast<float*>(out.weights.data);
+    launch.dtype = in.rows.dtype;
+    launch.row_bytes = in.rows.row_bytes();
+    launch.topk = shape.shape.topk;
+    launch.from_map = shape.shape.from_map;
+    launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
+    launch.scale = in.scale;
+
+    const int64_t per_token = std::min(context.num_ranks, shape.shape.topk);
+    const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;
+    const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
+    launch.staging = {.region = area.region, .offset = 0};
+    launch.staged = area.data;
+
+    const int64_t signature[] = {
+        0,
+        static_cast<int64_t>(in.rows.dtype),
+        launch.row_bytes,
+        static_cast<int64_t>(in.scale),
+        in.weights.is_given()};
+    std::copy(std::begin(signature), std::end(signature), launch.signature);
+    const RoleBlocks blocks = split_combine(
+        {.num_sms = sms_of(call),
+         .num_ranks = context.num_ranks,
+         .num_tokens = shape.shape.num_tokens,
+         .row_bytes = launch.row_bytes,
+         .one_row = launch.one_row}
+    );
+    launch.num_reduce = blocks.first;
+    launch.num_sum = blocks.second;
+    launch_combine(launch, stream);
+    ++counters.num_combines;
+  });
+}
+
+}  // namespace weft

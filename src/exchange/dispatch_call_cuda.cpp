@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel. Previous in
+// the data flow: plan_call_cuda.cpp; next: kernels/dispatch.cu.
+#include <algorithm>
+
+#include "exchange/exchange_cuda.hpp"
+#include "exchange/validate.hpp"
+#include "kernels/staged_rows.hpp"
+
+namespace weft {
+namespace {
+
+// Most arrivals that this rank can get. Without a budget each has a row of the output.
+int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
+  const int64_t all = max_tokens * plan.shape.num_ranks;
+  return plan.shape.options.row_budget || plan.shape.options.layout == Layout::kExpertStrided
+             ? all
+             : std::min(all, plan.num_rows);
+}
+
+}  // namespace
+
+void CudaExchange::dispatch(
+    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+) {
+  const PlanData& shape = plan.header();
+  run_call(DeviceOp::kDispatch, call, [&](cudaStream_t stream) {
+    Validator{context, settings, id}.dispatch(shape, in, out);
+    check_aligned("dispatch", "x", in.x);
+    check_aligned("dispatch", "rows", out.rows);
+
+    DispatchLaunch launch;
+    launch.me = view;
+    launch.plan = view_of(shape);
+    launch.x = in.x.data;
+    launch.weights = reinterpret_cast<const float*>(in.weights.data);
+    launch.scales = in.scales.data;
+    launch.out_rows = out.rows.data;
+    launch.out_weights = reinterpret_cast<float*>(out.weights.data);
+    launch.out_scales = out.scales.data;
+    launch.row_bytes = in.x.row_bytes();
+    launch.scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
+    launch.topk = shape.shape.topk;
+    launch.from_map = shape.shape.from_map;
+    launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
+    launch.quantise = in.quantise;
+
+    const int64_t arrivals = most_arrivals(shape, settings.max_tokens);
+    const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
+    const bool is_direct = region && memory->is_reachable(*region);
+    const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : out.rows.row_bytes());
+    const auto scale_bytes = static_cast<uint64_t>(staged_scale_bytes(launch.scale_bytes));
+    const uint64_t scales_offset = static_cast<uint64_t>(arrivals) * row_bytes;
+    const uint64_t staged = scales_offset + static_cast<uint64_t>(arrivals) * scale_bytes;
+    if (staged > 0) {
+      const PeerRegion& area = staging_of(staged, stream);
+      launch.staged_rows = area.data;
+      launch.staged_scales = area.data + scales_offset;
+      launch.rows_target = {.region = area.region, .offset = 0};
+      launch.scales_target = {.region = area.region, .offset = scales_offset};
+    }
+    if (is_direct) {
+      launch.place = DevicePlace::kPrimarySlot;
+      launch.rows_target = {
+          .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
+    }
+
+    const int64_t signature[] = {
+        0,
+        static_cast<int64_t>(in.x.dtype),
+        launch.row_bytes,
+        launch.scale_bytes,
+        in.weights.is_given(),
+        static_cast<int64_t>(in.quantise)};
+    std::copy(std::begin(signature), std::end(signature), launch.signature);
+    launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
+    const RoleBlocks blocks = split_dispatch(
+        {.num_sms = sms_of(call),
+         .num_ranks = context.num_ranks,
+         .num_tokens = shape.shape.num_tokens,
+         .row_bytes = launch.row_bytes,
+         .one_row = launch.one_row,
+         .is_staged = !is_direct}
+    );
+    launch.num_push = blocks.first;
+    launch.num_fan_out = blocks.second;
+    launch_dispatch(launch, stream);
+    ++counters.num_dispatches;
+  });
+}
+
+}  // namespace weft

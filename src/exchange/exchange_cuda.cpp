@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sets the CUDA executor's exchange up and answers for it. Everything that CUDA would do lazily is
+// done here: a call allocates nothing unless it is larger than all before it.
+#include "exchange/exchange_cuda.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+#include "core/devices.hpp"
+#include "exchange/buffer_pool.hpp"
+#include "exchange/config_agreement.hpp"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kFirstPlans = 4;
+
+std::atomic<uint64_t> next_exchange_id = 1;
+
+void check_device(const ExchangeConfig& config, const Context& context) {
+  const GpuList list = list_gpus();
+  WEFT_CHECK(
+      context,
+      config.device.index < static_cast<int>(list.gpus.size()),
+      list.gpus.empty() ? ErrorCode::kNotAvailable : ErrorCode::kInvalidArgument,
+      "exchange: device cuda {} ({})",
+      config.device.index,
+      list.gpus.empty() ? list.none_reason : fmt::format("{} GPUs are visible", list.gpus.size())
+  );
+  WEFT_CHECK_ARG(
+      context,
+      config.transport == "auto" || config.transport == "peer",
+      "exchange: transport {} on a GPU (expected auto or peer)",
+      config.transport
+  );
+  WEFT_CHECK_ARG(
+      context,
+      context.num_ranks <= kMaxDomainRanks,
+      "exchange: {} ranks in one domain of GPUs (at most {})",
+      context.num_ranks,
+      kMaxDomainRanks
+  );
+  const GpuInfo& gpu = list.gpus[static_cast<size_t>(config.device.index)];
+  WEFT_CHECK(
+      context,
+      config.mover != Mover::kBulk || gpu.major >= 9,
+      ErrorCode::kUnsupported,
+      "exchange: mover bulk on {} of compute capability {}.{} (needs 9.0)",
+      gpu.name,
+      gpu.major,
+      gpu.minor
+  );
+}
+
+}  // namespace
+
+CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
+    : settings(wanted),
+      context({.rank = group.rank(), .num_ranks = group.num_ranks()}),
+      id(next_exchange_id++) {
+  agree_on_config(group, settings, context, [&] { check_device(settings, context); });
+  settings.transport = "peer";
+  context.transport = "peer";
+  const CudaDeviceGuard guard(settings.device.index);
+  const auto ranks = static_cast<uint32_t>(context.num_ranks);
+  const auto experts = static_cast<uint32_t>(settings.num_experts);
+  const auto tokens = static_cast<uint32_t>(std::max<int64_t>(settings.max_tokens, 1));
+  const auto topk = static_cast<uint32_t>(settings.max_topk);
+  control_map = {ranks, experts, tokens, topk};
+  plan_map = {ranks, experts, tokens, topk};
+  memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
+
+  int major = 0;
+  int minor = 0;
+  const int gpu = settings.device.index;
+  WEFT_CUDA(context, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, gpu));
+  WEFT_CUDA(context, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, gpu));
+  WEFT_CUDA(context, cudaDeviceGetAttribute(&num_gpu_sms, cudaDevAttrMultiProcessorCount, gpu));
+  compute_capability = major * 10 + minor;
+  num_gpu_sms = std::max(2, num_gpu_sms / memory->ranks_on_this_gpu());
+
+  own = std::make_shared<CudaRankState>();
+  own->memory = memory;
+  own->stream.create(context);
+  own->local.create(1, context);
+  own->fault.create(1, context);
+  host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
+  plan_scratch.create(plan_scratch_bytes(plan_map) / sizeof(int32_t) + 1, context);
+  prepare_plan(plan_map);
+  prepare_dispatch();
+  prepare_combine();
+  prepare_refusal();
+  plans = std::make_shared<BlockPool>(memory, plan_map.num_bytes());
+  plans->grow(kFirstPlans);
+  buffers = std::make_shared<BlockPool>(memory, 0);
+  view = {
+      .rank = context.rank,
+      .num_ranks = context.num_ranks,
+      .map = control_map,
+      .regions = memory->table(),
+      .local = own->local.get(),
+      .fault = own->fault.get(),
+      .timeout_ns = static_cast<uint64_t>(
+          std::chrono::duration_cast<std::chrono::nanoseconds>(settings.timeout).count()
+      )};
+  WEFT_CUDA(context, cudaDeviceSynchronize());
+  group.barrier();  // nobody leaves the constructor before everybody can be written to
+}
+
+CudaExchange::~CudaExchange() {
+  // A thread of another GPU may destroy it; a kernel of ours may still run.
+  static_cast<void>(cudaSetDevice(settings.device.index));
+  static_cast<void>(cudaStreamSynchronize(own->stream.get()));
+  if (staging.data != nullptr) {
+    memory->release(staging);
+  }
+  memory->close();
+}
+
+void CudaExchange::check_aligned(
+    std::string_view op, std::string_view name, const ConstTensor& tensor
+) const {
+  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+  WEFT_CHECK_ARG(
+      context,
+      address % 16 == 0,
+      "{}: {} begins at address {:#x} (expected a multiple of 16)",
+      op,
+      name,
+      address
+  );
+}
+
+int CudaExchange::sms_of(const CallOptions& call) const {
+  const int wanted = call.num_sms > 0 ? call.num_sms : settings.num_sms;
+  const auto row_bytes = settings.hidden * 2;
+  const int chosen = wanted > 0 ? wanted : default_sms(num_gpu_sms, settings.max_tokens, row_bytes);
+  return std::clamp(chosen, 2, num_gpu_sms);
+}
+
+Mover CudaExchange::mover() const {
+  if (settings.mover != Mover::kAuto) {
+    return settings.mover;
+  }
+  return compute_capability >= 90 ? Mover::kBulk : Mover::kVector;
+}
+
+const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) {
+  if (bytes <= staging.bytes && staging.data != nullptr) {
+    return staging;
+  }
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
+  WEFT_CHECK(
+      context,
+      capture == cudaStreamCaptureStatusNone,
+      ErrorCode::kUnsupported,
+      "exchange: a captured call needs {} bytes of staging, {} are there (make a call of this size "
+      "before the capture)",
+      bytes,
+      staging.bytes
+  );
+  const PeerRegion grown = memory->allocate(size_class(std::max<uint64_t>(bytes, 1)));
+  WEFT_CHECK(
+      context,
+      memory->wait_reachable(grown, settings.timeout),
+      ErrorCode::kTimeout,
+      "exchange: peers have not mapped {} bytes of staging within {} ms",
+      grown.bytes,
+      settings.timeout.count()
+  );
+  if (staging.data != nullptr) {
+    WEFT_CUDA(context, cudaStreamSynchronize(stream));
+    memory->release(staging);
+  }
+  staging = grown;
+  return staging;
+}
+
+Buffer CudaExchange::allocate(const Tensor& shape) {
+  const CudaDeviceGuard guard(settings.device.index);
+  const auto block = buffers->take(static_cast<uint64_t>(std::max<int64_t>(shape.num_bytes(), 1)));
+  Tensor tensor = shape;
+  tensor.data = block->data;
+  return {tensor, std::const_pointer_cast<Block>(block)};
+}
+
+void CudaExchange::release_pooled() {
+  const CudaDeviceGuard guard(settings.device.index);
+  buffers->release_unused();
+}
+
+ExchangeStats CudaExchange::stats() const {
+  const CudaDeviceGuard guard(settings.device.index);
+  LocalState now;
+  WEFT_CUDA(
+      context,
+      cudaMemcpyAsync(&now, own->local.get(), sizeof now, cudaMemcpyDeviceToHost, own->stream.get())
+  );
+  WEFT_CUDA(context, cudaStreamSynchronize(own->stream.get()));
+  ExchangeStats stats = counters;
+  for (int peer = 0; peer < context.num_ranks; ++peer) {
+    stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);
+  }
+  return stats;
+}
+
+Footprint CudaExchange::footprint() const {
+  const uint64_t control = memory->control().bytes + own->local.bytes() + plan_scratch.bytes() +
+                           plans->used_bytes() + plans->unused_bytes();
+  return {
+      .control_bytes = static_cast<int64_t>(control),
+      .staging_bytes = static_cast<int64_t>(staging.bytes),
+      .buffer_bytes = static_cast<int64_t>(buffers->used_bytes()),
+      .pooled_bytes = static_cast<int64_t>(buffers->unused_bytes())};
+}
+
+std::unique_ptr<Exchange::State> make_cuda_exchange(
+    const Group& group, const ExchangeConfig& config
+) {
+  return std::make_unique<CudaExchange>(group, config);
+}
+
+}  // namespace weft

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA executor's exchange: the device memory it owns and the frame that every call runs in.
+// The operations are in plan_call_cuda.cpp, dispatch_call_cuda.cpp and combine_call_cuda.cpp; the
+// kernels in src/kernels.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <exception>
+#include <memory>
+
+#include "core/check.hpp"
+#include "exchange/buffers_cuda.hpp"
+#include "exchange/exchange_state.hpp"
+#include "exchange/memory_cuda.hpp"
+#include "exchange/sms_cuda.hpp"
+#include "kernels/launch.hpp"
+#include "plan/plan_data.hpp"
+#include "transport/peer/peer_memory.hpp"
+
+namespace weft {
+
+// What kernels of this rank use besides regions; a plan keeps it alive after its exchange.
+struct CudaRankState {
+  std::shared_ptr<PeerMemory> memory;
+  CudaStream stream;
+  CudaBuffer<LocalState> local;
+  PinnedBuffer<FaultRecord> fault;
+};
+
+struct CudaExchange final : Exchange::State {
+  CudaExchange(const Group& group, const ExchangeConfig& wanted);
+  ~CudaExchange() override;
+
+  Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
+      override;
+  void dispatch(
+      const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  ) override;
+  void combine(
+      const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+  ) override;
+  void check() override;
+  [[nodiscard]] Buffer allocate(const Tensor& shape) override;
+  void release_pooled() override;
+  [[nodiscard]] int rank() const override { return context.rank; }
+  [[nodiscard]] int num_ranks() const override { return context.num_ranks; }
+  [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
+  [[nodiscard]] ExchangeStats stats() const override;
+  [[nodiscard]] Footprint footprint() const override;
+
+  // One call: faults of earlier ones are thrown, `launch(stream)` queues it; a refusal of its
+  // arguments is told to the peers. Without a stream of the caller's it is waited for.
+  template <class Launch>
+  auto run_call(DeviceOp op, const CallOptions& call, const Launch& launch);
+
+  void refuse(DeviceOp op, cudaStream_t stream);
+  // Throws what the record says. A refusal that harmed nothing is cleared first.
+  void throw_fault(cudaStream_t stream);
+  void finish(cudaStream_t stream);
+
+  // Where peers write this rank's arrivals when the output is not in their reach; grows.
+  const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
+  [[nodiscard]] int sms_of(const CallOptions& call) const;
+  // Where a plan of this exchange lies.
+  [[nodiscard]] PlanView view_of(const PlanData& plan) const;
+  // Rows must begin at multiples of 16 bytes.
+  void check_aligned(std::string_view op, std::string_view name, const ConstTensor& tensor) const;
+  // Until the plan kernel has written the shape of its output to the host.
+  void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
+  [[nodiscard]] Mover mover() const;
+
+  ExchangeConfig settings;  // "auto" and 0 resolved
+  Context context;
+  uint64_t id;
+  std::shared_ptr<PeerMemory> memory;
+  std::shared_ptr<CudaRankState> own;
+  DeviceControlMap control_map;
+  PlanMap plan_map;
+  CudaBuffer<int32_t> plan_scratch;
+  PinnedBuffer<std::byte> host_shape;
+  RankView view;
+  std::shared_ptr<BlockPool> plans;
+  std::shared_ptr<BlockPool> buffers;
+  PeerRegion staging;
+  int num_gpu_sms = 0;
+  int compute_capability = 0;  // 90 for 9.0
+  std::exception_ptr broken;
+  ExchangeStats counters;
+};
+
+template <class Launch>
+auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& launch) {
+  const CudaDeviceGuard guard(settings.device.index);
+  check();
+  const bool is_own = call.stream == nullptr;
+  const cudaStream_t stream = is_own ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
+  const auto launched = [&] {
+    try {
+      return launch(stream);
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInvalidArgument || error.code() == ErrorCode::kUnsupported) {
+        refuse(op, stream);
+      }
+      throw;
+    }
+  };
+  if constexpr (std::is_void_v<decltype(launch(stream))>) {
+    launched();
+    if (is_own) {
+      finish(stream);
+    }
+  } else {
+    auto result = launched();
+    if (is_own) {
+      finish(stream);
+    }
+    return result;
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// Owners of CUDA things, freed with their scope.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "core/check_cuda.hpp"
+
+namespace weft {
+
+// The calling thread's GPU, put back at the end.
+class CudaDeviceGuard {
+ public:
+  explicit CudaDeviceGuard(int device) {
+    WEFT_CUDA(Context{}, cudaGetDevice(&before_));
+    if (before_ != device) {
+      WEFT_CUDA(Context{}, cudaSetDevice(device));
+      is_changed_ = true;
+    }
+  }
+  ~CudaDeviceGuard() {
+    if (is_changed_) {
+      static_cast<void>(cudaSetDevice(before_));
+    }
+  }
+  CudaDeviceGuard(const CudaDeviceGuard&) = delete;
+  CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool is_changed_ = false;
+};
+
+// Does not wait for the legacy default stream, nor is waited for by it.
+class CudaStream {
+ public:
+  CudaStream() = default;
+  ~CudaStream() {
+    if (stream_ != nullptr) {
+      static_cast<void>(cudaStreamDestroy(stream_));
+    }
+  }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+  void create(const Context& context) {
+    WEFT_CUDA(context, cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
+  [[nodiscard]] cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// Zeroed device memory of this process alone.
+template <class T>
+class CudaBuffer {
+ public:
+  CudaBuffer() = default;
+  ~CudaBuffer() { static_cast<void>(cudaFree(data_)); }
+  CudaBuffer(const CudaBuffer&) = delete;
+  CudaBuffer& operator=(const CudaBuffer&) = delete;
+  void create(uint64_t count, const Context& context) {
+    bytes_ = count * sizeof(T);
+    WEFT_CUDA(context, cudaMalloc(reinterpret_cast<void**>(&data_), bytes_));
+    WEFT_CUDA(context, cudaMemset(data_, 0, bytes_));
+  }
+  [[nodiscard]] T* get() const { return data_; }
+  [[nodiscard]] uint64_t bytes() const { return bytes_; }
+
+ private:
+  T* data_ = nullptr;
+  uint64_t bytes_ = 0;
+};
+
+// Host memory that kernels write.
+template <class T>
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  ~PinnedBuffer() { static_cast<void>(cudaFreeHost(data_)); }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+  void create(uint64_t count, const Context& context) {
+    WEFT_CUDA(
+        context,
+        cudaHostAlloc(
+            reinterpret_cast<void**>(&data_),
+            count * sizeof(T),
+            cudaHostAllocMapped | cudaHostAllocPortable
+        )
+    );
+    for (uint64_t i = 0; i < count; ++i) {
+      data_[i] = T{};
+    }
+  }
+  [[nodiscard]] T* get() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+}  // namespace weft

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// plan on a GPU: one kernel; the host waits for the number of rows only if nobody gave it. Previous
+// in the data flow: the router; next: dispatch_call_cuda.cpp.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "exchange/exchange_cuda.hpp"
+#include "kernels/plan_download.hpp"
+#include "plan/build.hpp"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kMorePlans = 8;
+
+// Blocks of the plan kernel: few tokens cost more in blocks that wait for each other than they
+// gain.
+int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
+  const auto wanted = static_cast<int>((num_tokens + 127) / 128);
+  return std::clamp(wanted, 1, std::min(kMaxPlanBlocks, num_gpu_sms));
+}
+
+class CudaPlan final : public DevicePlan {
+ public:
+  CudaPlan(
+      std::shared_ptr<const Block> block,
+      const CudaExchange& maker,
+      PlanShape shape,
+      cudaStream_t stream
+  )
+      : block_(std::move(block)),
+        own_(maker.own),
+        stream_(stream),
+        exchange_id_(maker.id),
+        view_{block_->data, maker.plan_map},
+        me_(maker.view),
+        gpu_(maker.settings.device.index),
+        shape_(std::move(shape)) {}
+
+  [[nodiscard]] const PlanView& view() const { return view_; }
+
+  [[nodiscard]] const PlanData& on_host() const override {
+    const std::lock_guard lock(mutex_);
+    if (!copy_) {
+      const CudaDeviceGuard guard(gpu_);
+      PlanData data = download_plan(me_, view_, shape_, stream_);
+      data.exchange_id = exchange_id_;
+      copy_ = std::move(data);
+    }
+    return *copy_;
+  }
+
+  [[nodiscard]] Plan::OnDevice on_device() const override {
+    const PlanHeader* header = view_.header();
+    return {
+        &header->num_rows,
+        &header->overflow,
+        view_.rows_per_expert(),
+        view_.padded_rows_per_expert(),
+        view_.expert_begin()};
+  }
+
+ private:
+  std::shared_ptr<const Block> block_;
+  std::shared_ptr<CudaRankState> own_;
+  cudaStream_t stream_;  // of the call that made it
+  uint64_t exchange_id_;
+  PlanView view_;
+  RankView me_;
+  int gpu_;
+  PlanShape shape_;
+  mutable std::mutex mutex_;
+  mutable std::optional<PlanData> copy_;
+};
+
+// The number of rows if it is known beforehand, so that nobody has to wait.
+std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {
+  if (options.overflow == Overflow::kError) {
+    return std::nullopt;
+  }
+  if (options.layout == Layout::kExpertStrided) {
+    return options.expert_stride > 0 ? std::optional(options.expert_stride * num_local_experts)
+                                     : std::nullopt;
+  }
+  return options.row_budget;
+}
+
+std::vector<int64_t> copy_of(const int64_t* data, size_t count) {
+  return {data, data + count};
+}
+
+// The shape that the kernel wrote to pinned memory.
+void read_shape(const PlanView& host, PlanData& data) {
+  const PlanHeader& header = *host.header();
+  const auto local = static_cast<size_t>(data.shape.num_local_experts());
+  data.num_rows = header.num_rows;
+  data.required_rows = header.required_rows;
+  data.overflow = header.overflow != 0;
+  data.shape.options.expert_stride = header.expert_stride;
+  data.rows_per_expert = copy_of(host.rows_per_expert(), local);
+  data.padded_rows_per_expert = copy_of(host.padded_rows_per_expert(), local);
+  data.expert_begin = copy_of(host.expert_begin(), local);
+  data.global_routes = copy_of(host.global_routes(), static_cast<size_t>(data.shape.num_experts));
+  data.has_output_shape = true;
+}
+
+}  // namespace
+
+Plan CudaExchange::make_plan(
+    const Routing& routing, const PlanOptions& options, const CallOptions& call
+) {
+  return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
+    check_options(options, context);
+    const RoutingShape routes = check_routing(
+        routing,
+        settings.num_experts,
+        settings.max_topk,
+        settings.max_tokens,
+        settings.device,
+        context
+    );
+    auto block = plans->take(0);
+    if (!block) {
+      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+      WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
+      WEFT_CHECK(
+          context,
+          capture == cudaStreamCaptureStatusNone,
+          ErrorCode::kUnsupported,
+          "plan: memory for one more plan is needed inside a capture (keep as many plans alive "
+          "once "
+          "before it)"
+      );
+      plans->grow(kMorePlans);
+      block = plans->take(0);
+    }
+
+    PlanData data;
+    data.shape = {
+        .rank = context.rank,
+        .num_ranks = context.num_ranks,
+        .num_experts = settings.num_experts,
+        .topk = routes.topk,
+        .num_tokens = routes.num_tokens,
+        .from_map = routes.from_map,
+        .has_weights = routing.weights.is_given(),
+        .options = options};
+    data.exchange_id = id;
+    const auto device = std::make_shared<CudaPlan>(block, *this, data.shape, stream);
+    data.device = device;
+
+    const std::optional<int64_t> rows = given_rows(options, data.shape.num_local_experts());
+    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape.get() + plan_map.shape_bytes());
+    if (!rows) {
+      *seen = 0;
+    }
+    PlanLaunch launch;
+    launch.me = view;
+    launch.plan = device->view();
+    launch.plan_address = block->address;
+    launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
+    launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
+    launch.weights = reinterpret_cast<const float*>(routing.weights.data);
+    launch.index_bytes = static_cast<int32_t>(dtype_bytes(routing.topk_idx.dtype));
+    launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
+    launch.topk = routes.topk;
+    launch.has_weights = data.shape.has_weights;
+    launch.layout = options.layout;
+    launch.pad_multiple = options.pad_multiple;
+    launch.expert_stride = options.expert_stride;
+    launch.row_budget = options.row_budget.value_or(-1);
+    const int64_t signature[] = {
+        static_cast<int64_t>(options.layout),
+        options.pad_multiple,
+        options.expert_stride,
+        static_cast<int64_t>(options.overflow),
+        routes.topk,
+        routes.from_map,
+        data.shape.has_weights};
+    std::copy(std::begin(signature), std::end(signature), launch.signature);
+    launch.host_shape = rows ? nullptr : host_shape.get();
+    launch.scratch = plan_scratch.get();
+    launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
+    launch_plan(launch, stream);
+    ++counters.num_plans;
+
+    if (rows) {
+      data.num_rows = *rows;
+      data.has_output_shape = false;
+    } else {
+      wait_shape(seen, stream);
+      read_shape({host_shape.get(), plan_map}, data);
+      WEFT_CHECK_ARG(
+          context,
+          options.overflow != Overflow::kError || !data.overflow,
+          "plan: rank {} needs {} rows ({} are there)",
+          context.rank,
+          data.required_rows,
+          data.num_rows
+      );
+    }
+    return Plan(std::make_shared<const PlanData>(std::move(data)));
+  });
+}
+
+PlanView CudaExchange::view_of(const PlanData& plan) const {
+  return static_cast<const CudaPlan&>(*plan.device).view();
+}
+
+// The kernel's own waits are bounded, so the stream comes to an end in any case.
+void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream) {
+  using Clock = std::chrono::steady_clock;
+  auto look = Clock::now() + std::chrono::milliseconds(5);
+  while (*seen == 0) {
+    check();
+    if (Clock::now() < look) {
+      continue;
+    }
+    look = Clock::now() + std::chrono::milliseconds(1);
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaErrorNotReady) {
+      WEFT_CUDA(context, state);
+      check();
+      WEFT_CHECK(
+          context, *seen != 0, ErrorCode::kInternal, "plan: the kernel ended without a result"
+      );
+    }
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+}
+
+}  // namespace weft

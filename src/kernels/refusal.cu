@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call that this rank refuses before its kernel: peers must hear of it instead of waiting.
+#include "core/check_cuda.hpp"
+#include "kernels/launch.hpp"
+#include "kernels/wait.cuh"
+
+namespace weft {
+namespace {
+
+__global__ void refuse(RankView me, DeviceOp op) {
+  const uint32_t epoch = current_epoch(me);
+  DeviceWord word;
+  word.op = op;
+  word.status = WordStatus::kRefused;
+  post_word_by_thread(me, epoch, word);
+  // The words of all ranks are awaited as by every kernel: a word lives for two calls.
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < me.num_ranks) {
+    const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
+    const WaitSite site = {op, epoch, peer, WaitFor::kWord};
+    static_cast<void>(wait_reached(me, signal_of(me, me.rank, slot), epoch, site));
+  }
+  finish_call(me, epoch);
+}
+
+}  // namespace
+
+void prepare_refusal() {
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, refuse));
+}
+
+void launch_refusal(const RankView& me, DeviceOp op, cudaStream_t stream) {
+  refuse<<<1, kMaxDomainRanks, 0, stream>>>(me, op);
+  WEFT_CUDA(Context{}, cudaGetLastError());
+}
+
+}  // namespace weft

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands for model_cuda.cpp in a build without CUDA.
+#include "core/check.hpp"
+#include "moe/device_model.hpp"
+
+namespace weft::moe {
+
+void check_can_train_on_gpu(int index) {
+  raise_error(
+      ErrorCode::kUnsupported,
+      Context{},
+      fmt::format("train: device cuda {} (this build has the cpu executor alone)", index)
+  );
+}
+
+std::unique_ptr<DeviceModel> make_device_model(const DeviceModelParts& parts) {
+  check_can_train_on_gpu(parts.context.exchange.config().device.index);
+  return nullptr;
+}
+
+}  // namespace weft::moe

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels that give every row a warp: where a thread stands, and sums over its warp, in an order
+// that is always the same.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/check_cuda.hpp"
+
+namespace weft::moe {
+
+inline constexpr int kLanes = 32;
+inline constexpr int kRowThreads = 256;
+inline constexpr int kRowsPerBlock = kRowThreads / kLanes;
+inline constexpr int kFlatThreads = 256;
+
+// The same for all lanes of a warp.
+__device__ inline int64_t warp_row() {
+  return static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
+}
+__device__ inline int lane_id() {
+  return static_cast<int>(threadIdx.x) % kLanes;
+}
+__device__ inline int64_t flat_index() {
+  return static_cast<int64_t>(blockIdx.x) * kFlatThreads + threadIdx.x;
+}
+
+// Every lane gets the result.
+__device__ inline float warp_sum(float value) {
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value += __shfl_xor_sync(0xffffffffU, value, offset);
+  }
+  return value;
+}
+__device__ inline float warp_max(float value) {
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffU, value, offset));
+  }
+  return value;
+}
+
+inline unsigned num_blocks(int64_t size, int64_t per_block) {
+  return static_cast<unsigned>((size + per_block - 1) / per_block);
+}
+
+}  // namespace weft::moe
