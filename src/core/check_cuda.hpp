@@ -21,10 +21,10 @@ namespace weft {
 }  // namespace weft
 
 // A CUDA call that must succeed.
-#define WEFT_CUDA(context, expr)                                       \
-  do {                                                                 \
-    const cudaError_t weft_cuda_status = (expr);                       \
-    if (weft_cuda_status != cudaSuccess) [[unlikely]] {                \
-      ::weft::raise_cuda_error(weft_cuda_status, #expr, (context));    \
-    }                                                                  \
+#define WEFT_CUDA(context, expr)                                    \
+  do {                                                              \
+    const cudaError_t weft_cuda_status = (expr);                    \
+    if (weft_cuda_status != cudaSuccess) [[unlikely]] {             \
+      ::weft::raise_cuda_error(weft_cuda_status, #expr, (context)); \
+    }                                                               \
   } while (false)
