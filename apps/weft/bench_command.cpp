@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,9 @@
 #include "bench_run.hpp"
 #include "choices.hpp"
 #include "commands.hpp"
+#include "core/devices.hpp"
+#include "gpu_bench.hpp"
+#include "limits_cuda.hpp"
 #include "plan/routing_file.hpp"
 #include "ranks.hpp"
 #include "results.hpp"
@@ -53,8 +57,37 @@ void print_report(const BenchReport& report, const BenchOptions& options) {
   }
 }
 
-int bench_rank(const Group& group, const BenchOptions& options) {
-  const BenchReport report = run_bench(group, options);
+bool is_on_gpu(const BenchOptions& options) {
+  return options.device == "cuda" || (options.device == "auto" && !list_gpus().gpus.empty());
+}
+
+// The cases that published figures are about; everything else stays as asked for.
+void take_case(BenchOptions& options, const std::string& name) {
+  struct Reference {
+    std::string_view name;
+    int64_t num_tokens;
+    int64_t hidden;
+    int topk;
+    int num_experts;
+  };
+  static constexpr std::array<Reference, 4> kCases = {
+      {{"A", 4096, 7168, 8, 256},
+       {"B", 8192, 2048, 8, 128},
+       {"C", 4096, 4096, 2, 8},
+       {"D", 128, 7168, 8, 256}}};
+  for (const Reference& one : kCases) {
+    if (one.name == name) {
+      options.num_tokens = one.num_tokens;
+      options.hidden = one.hidden;
+      options.topk = one.topk;
+      options.num_experts = one.num_experts;
+    }
+  }
+}
+
+int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, double limit_gbps) {
+  const BenchReport report =
+      is_gpu ? run_gpu_bench(group, options, limit_gbps) : run_bench(group, options);
   if (group.rank() == 0) {
     print_report(report, options);
   }
@@ -97,6 +130,19 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--seed", options.seed, "Of routing and rows")->capture_default_str();
 }
 
+void add_gpu_options(CLI::App& command, BenchOptions& options) {
+  command.add_option("--device", options.device, "auto, cpu or cuda; auto: GPUs if there are any")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
+      ->capture_default_str();
+  command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU, one or several")
+      ->delimiter(',')
+      ->check(CLI::Range(0, 1024));
+  command.add_flag("--graph", options.is_graph, "On GPUs also as replayed CUDA graphs");
+  command.add_option("--mover", options.mover, "How a GPU moves rows")
+      ->transform(mover_choice())
+      ->default_str("auto");
+}
+
 void add_run_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--threads-per-rank", options.threads_per_rank, "Workers of each rank")
       ->check(CLI::Range(0, 256))
@@ -122,6 +168,7 @@ void add_bench(CLI::App& app) {
       app.add_subcommand("bench", "Time plan, dispatch and combine against the copying limit");
   auto options = std::make_shared<BenchOptions>();
   auto is_smoke = std::make_shared<bool>(false);
+  auto reference = std::make_shared<std::string>();
   command->footer(kFooter);
   std::vector<std::string> names;
   for (const auto& [name, op] : kBenchOps) {
@@ -132,15 +179,30 @@ void add_bench(CLI::App& app) {
   add_rank_options(*command, options->ranks);
   add_case_options(*command, *options);
   add_run_options(*command, *options);
+  add_gpu_options(*command, *options);
+  command->add_option("--case", *reference, "Shape of a reference case: A, B, C or D")
+      ->check(CLI::IsMember({"A", "B", "C", "D"}));
   command->add_flag("--smoke", *is_smoke, "Tiny and quick: does it run at all?");
-  command->callback([options, is_smoke, command] {
+  command->callback([options, is_smoke, reference, command] {
     if (*is_smoke) {
       shrink(*options);
     }
     if (!options->routing_file.empty() && command->count("--ranks") == 0 && !is_launched()) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
     }
-    run_ranks(options->ranks, [&](Group& group) { return bench_rank(group, *options); });
+    take_case(*options, *reference);
+    const bool is_gpu = is_on_gpu(*options);
+    double limit_gbps = 0;
+    if (is_gpu) {
+      limit_gbps = all_to_all_limit_gbps();
+      options->ranks.use_threads = true;  // one process drives all GPUs
+      if (command->count("--ranks") == 0) {
+        options->ranks.num_ranks = static_cast<int>(std::max<size_t>(1, list_gpus().gpus.size()));
+      }
+    }
+    run_ranks(options->ranks, [&](Group& group) {
+      return bench_rank(group, *options, is_gpu, limit_gbps);
+    });
   });
 }
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ranks.hpp"
-#include "weft/plan.hpp"
+#include "weft/exchange.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::program {
@@ -37,7 +37,11 @@ struct BenchOptions {
   std::string routing_file;  // instead of made-up routing; gives ranks, experts, topk and tokens
   int threads_per_rank = 0;
   std::string transport = "auto";
-  bool is_staged = false;  // output in ordinary memory instead of the exchange's
+  bool is_staged = false;       // output in ordinary memory instead of the exchange's
+  std::string device = "auto";  // cpu, cuda, or a GPU if there is one
+  std::vector<int> sms = {};    // of a GPU call, each measured; empty: the default
+  bool is_graph = false;        // on a GPU also as a replayed graph
+  Mover mover = Mover::kAuto;
   int iterations = 50;
   int warmup = 5;
   uint64_t seed = 1;

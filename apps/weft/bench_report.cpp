@@ -99,6 +99,8 @@ std::string bench_case_text(const BenchReport& report) {
 Table bench_table(const BenchReport& report, bool is_checked) {
   Table table(
       {"operation",
+       "mode",
+       "sms",
        "checked",
        "p50 us",
        "p99 us",
@@ -112,6 +114,8 @@ Table bench_table(const BenchReport& report, bool is_checked) {
     const bool has_limit = row.limit_us > 0;
     table.add_row({
         row.op,
+        row.mode,
+        row.sms > 0 ? fmt::format("{}", row.sms) : "-",
         row.checked ? "yes" : (is_checked ? "WRONG" : "no"),
         fmt::format("{:.1f}", row.us_p50),
         fmt::format("{:.1f}", row.us_p99),

@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "weft/exchange.hpp"
 #include "weft/plan.hpp"
 #include "weft/tensor.hpp"
 
@@ -58,6 +59,12 @@ class Positive : public CLI::Validator {
        {"expert_major", Layout::kExpertMajor},
        {"expert_strided", Layout::kExpertStrided}},
       "rank_major|expert_major|expert_strided"};
+}
+
+[[nodiscard]] inline Choice<Mover> mover_choice() {
+  return {
+      {{"auto", Mover::kAuto}, {"vector", Mover::kVector}, {"bulk", Mover::kBulk}},
+      "auto|vector|bulk"};
 }
 
 }  // namespace weft::program

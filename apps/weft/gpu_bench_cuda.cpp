@@ -1,0 +1,500 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every sample starts behind a barrier of the GPUs themselves and takes the next of several
+// routings; its time is that of the slowest rank, between events on its stream.
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <optional>
+
+#include "bench_routing.hpp"
+#include "core/check_cuda.hpp"
+#include "core/device_memory.hpp"
+#include "core/devices.hpp"
+#include "gpu_bench.hpp"
+#include "gpu_bench_kernels_cuda.hpp"
+#include "gpu_rows.hpp"
+#include "measure.hpp"
+#include "plan/reference_plan.hpp"
+#include "progress.hpp"
+#include "transport/peer/peer_memory.hpp"
+#include "weft/exchange.hpp"
+#include "workload.hpp"
+
+namespace weft::program {
+namespace {
+
+constexpr uint64_t kTokenSeed = 1;
+constexpr uint64_t kExpertSeed = 2;
+constexpr int64_t kSampledRows = 256;
+constexpr int64_t kSampledTokens = 96;
+
+uint64_t seed_of(uint64_t kind, int rank) {
+  return mix_seed(kind, static_cast<uint64_t>(rank));
+}
+
+class GpuBench {
+ public:
+  GpuBench(
+      const Group& group, const BenchOptions& options, const BenchRouting& routing, double limit
+  )
+      : group_(group),
+        options_(options),
+        routing_(routing),
+        limit_gbps_(limit),
+        rank_(static_cast<size_t>(group.rank())),
+        device_{Device::Kind::kCuda, group.rank() % std::max<int>(1, num_gpus())},
+        exchange_(group, config()),
+        signals_(group, device_.index, 4096) {
+    WEFT_CUDA(Context{}, cudaSetDevice(device_.index));
+    WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    for (const auto& routes : routing_.versions) {
+      const RouteTable& mine = routes[rank_];
+      std::vector<int64_t> wide(mine.expert.begin(), mine.expert.end());
+      const uint64_t bytes = wide.size() * sizeof(int64_t);
+      indices_.push_back(allocate_on(device_, bytes));
+      copy_between(
+          indices_.back().get(), device_, reinterpret_cast<const std::byte*>(wide.data()), {}, bytes
+      );
+    }
+    for (size_t version = 0; version < indices_.size(); ++version) {
+      plans_.push_back(exchange_.plan(routing_of(version), plan_options(), call()));
+      max_rows_ = std::max(max_rows_, plans_.back().num_rows());
+    }
+    budget_ = max_rows_;
+    rows_ = exchange_.allocate(max_rows_, options_.hidden, options_.dtype);
+    staged_rows_ = options_.is_staged ? plain(max_rows_) : Tensor{};
+    experts_ = plain(max_rows_);
+    x_ = plain(num_tokens());
+    out_ = plain(num_tokens());
+    launch_fill(x_.data, x_.rows, x_.cols, seed_of(kTokenSeed, group.rank()), stream_);
+    launch_fill(
+        experts_.data, experts_.rows, experts_.cols, seed_of(kExpertSeed, group.rank()), stream_
+    );
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+  }
+
+  ~GpuBench() { static_cast<void>(cudaStreamDestroy(stream_)); }
+  GpuBench(const GpuBench&) = delete;
+  GpuBench& operator=(const GpuBench&) = delete;
+
+  BenchReport run() {
+    BenchReport report;
+    report.row_bytes = options_.hidden * dtype_bytes(options_.dtype);
+    std::vector<int> sms = options_.sms;
+    if (sms.empty()) {
+      sms.push_back(0);
+    }
+    Progress progress("bench", group_.rank() == 0);
+    double done = 0;
+    for (const int num_sms : sms) {
+      num_sms_ = num_sms;
+      const Verdict verdict = options_.is_checked ? check() : Verdict{};
+      for (const auto& [name, op] : kBenchOps) {
+        const auto& asked = options_.ops;
+        if (!asked.empty() && std::find(asked.begin(), asked.end(), name) == asked.end()) {
+          continue;
+        }
+        progress.update(
+            done++ / static_cast<double>(kBenchOps.size() * sms.size()), std::string(name)
+        );
+        for (const bool is_graph : {false, true}) {
+          if (is_graph && !options_.is_graph) {
+            continue;
+          }
+          report.results.push_back(measure(op, is_graph));
+          ResultRow& row = report.results.back().row;
+          row.op = name;
+          row.checked = op == BenchOp::kCombine ? verdict.is_combine_good
+                        : op == BenchOp::kPlan  ? verdict.is_plan_good
+                        : op == BenchOp::kDispatch
+                            ? verdict.is_dispatch_good
+                            : verdict.is_plan_good && verdict.is_dispatch_good;
+        }
+      }
+    }
+    return report;
+  }
+
+ private:
+  struct Verdict {
+    bool is_plan_good = false;
+    bool is_dispatch_good = false;
+    bool is_combine_good = false;
+  };
+
+  static int num_gpus() { return static_cast<int>(list_gpus().gpus.size()); }
+
+  [[nodiscard]] int64_t max_tokens() const {
+    int64_t most = 1;
+    for (const auto& routes : routing_.versions) {
+      for (const RouteTable& table : routes) {
+        most = std::max(most, table.num_tokens);
+      }
+    }
+    return most;
+  }
+  [[nodiscard]] int64_t num_tokens() const { return routing_.versions[0][rank_].num_tokens; }
+
+  [[nodiscard]] ExchangeConfig config() const {
+    ExchangeConfig config;
+    config.hidden = options_.hidden;
+    config.max_tokens = max_tokens();
+    config.num_experts = routing_.num_experts;
+    config.max_topk = routing_.topk;
+    config.device = device_;
+    config.mover = options_.mover;
+    config.timeout = std::chrono::seconds(10);
+    return config;
+  }
+
+  [[nodiscard]] PlanOptions plan_options() const {
+    return {
+        .layout = options_.layout,
+        .pad_multiple = options_.layout == Layout::kRankMajor ? 1 : options_.pad_multiple,
+    };
+  }
+
+  [[nodiscard]] CallOptions call() const { return {.stream = stream_, .num_sms = num_sms_}; }
+
+  [[nodiscard]] Routing routing_of(size_t version) const {
+    const RouteTable& mine = routing_.versions[version][rank_];
+    return {
+        .topk_idx = {
+            .data = indices_[version].get(),
+            .dtype = DType::kInt64,
+            .rows = mine.num_tokens,
+            .cols = mine.topk,
+            .device = device_}};
+  }
+
+  // [rows, hidden] in memory that peers do not know.
+  Tensor plain(int64_t rows) {
+    Tensor tensor = {.dtype = options_.dtype, .rows = rows, .cols = options_.hidden};
+    tensor.device = device_;
+    memory_.push_back(allocate_on(device_, static_cast<uint64_t>(tensor.num_bytes())));
+    tensor.data = memory_.back().get();
+    return tensor;
+  }
+
+  static Tensor head(Tensor tensor, int64_t rows) {
+    tensor.rows = rows;
+    return tensor;
+  }
+
+  void dispatch(const Plan& plan) {
+    const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
+    exchange_.dispatch(
+        plan, {.x = head(x_, plan.num_tokens())}, {.rows = head(rows, plan.num_rows())}, call()
+    );
+  }
+
+  void combine(const Plan& plan) {
+    exchange_.combine(
+        plan,
+        {.rows = head(experts_, plan.num_rows())},
+        {.x = head(out_, plan.num_tokens())},
+        call()
+    );
+  }
+
+  void run_once(BenchOp op, size_t version, bool is_budget) {
+    PlanOptions options = plan_options();
+    if (is_budget) {
+      options.row_budget = budget_;
+    }
+    switch (op) {
+      case BenchOp::kPlan:
+        static_cast<void>(exchange_.plan(routing_of(version), options, call()));
+        return;
+      case BenchOp::kDispatch:
+        dispatch(plans_[version]);
+        return;
+      case BenchOp::kCombine:
+        combine(plans_[version]);
+        return;
+      case BenchOp::kPlanDispatch:
+        dispatch(exchange_.plan(routing_of(version), options, call()));
+        return;
+    }
+  }
+
+  // Microseconds of each sample on this rank.
+  std::vector<double> time(const std::function<void(size_t)>& work, bool waits_for_host) {
+    const int total = options_.warmup + options_.iterations;
+    std::vector<cudaEvent_t> events(static_cast<size_t>(2 * total));
+    for (cudaEvent_t& event : events) {
+      WEFT_CUDA(Context{}, cudaEventCreate(&event));
+    }
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+    group_.barrier();
+    for (int i = 0; i < total; ++i) {
+      const auto at = static_cast<size_t>(2 * i);
+      if (waits_for_host) {
+        group_.barrier();
+      }
+      launch_barrier(signals_.table(), group_.rank(), group_.num_ranks(), ++round_, stream_);
+      WEFT_CUDA(Context{}, cudaEventRecord(events[at], stream_));
+      work(static_cast<size_t>(i) % plans_.size());
+      WEFT_CUDA(Context{}, cudaEventRecord(events[at + 1], stream_));
+    }
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+    exchange_.check();
+    std::vector<double> samples;
+    for (int i = options_.warmup; i < total; ++i) {
+      const auto at = static_cast<size_t>(2 * i);
+      float ms = 0;
+      WEFT_CUDA(Context{}, cudaEventElapsedTime(&ms, events[at], events[at + 1]));
+      samples.push_back(static_cast<double>(ms) * 1e3);
+    }
+    for (cudaEvent_t event : events) {
+      WEFT_CUDA(Context{}, cudaEventDestroy(event));
+    }
+    return samples;
+  }
+
+  // One graph for each routing.
+  std::vector<double> time_graphs(BenchOp op) {
+    std::vector<cudaGraphExec_t> graphs;
+    std::vector<Plan> alive;  // a graph writes into its plan at every replay
+    for (size_t version = 0; version < plans_.size(); ++version) {
+      alive.push_back(exchange_.plan(routing_of(version), plan_options(), call()));
+    }
+    alive.clear();  // their memory is there for the capture
+    for (size_t version = 0; version < plans_.size(); ++version) {
+      cudaGraph_t graph = nullptr;
+      WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+      if (op == BenchOp::kPlan || op == BenchOp::kPlanDispatch) {
+        PlanOptions options = plan_options();
+        options.row_budget = budget_;
+        alive.push_back(exchange_.plan(routing_of(version), options, call()));
+        if (op == BenchOp::kPlanDispatch) {
+          dispatch(alive.back());
+        }
+      } else {
+        run_once(op, version, true);
+      }
+      WEFT_CUDA(Context{}, cudaStreamEndCapture(stream_, &graph));
+      WEFT_CUDA(Context{}, cudaGraphInstantiate(&graphs.emplace_back(), graph, 0));
+      WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
+    }
+    auto samples = time(
+        [&](size_t version) { WEFT_CUDA(Context{}, cudaGraphLaunch(graphs[version], stream_)); },
+        false
+    );
+    for (cudaGraphExec_t graph : graphs) {
+      WEFT_CUDA(Context{}, cudaGraphExecDestroy(graph));
+    }
+    return samples;
+  }
+
+  std::vector<double> slowest(const std::vector<double>& mine) {
+    Bytes block(mine.size() * sizeof(double));
+    std::memcpy(block.data(), mine.data(), block.size());
+    std::vector<double> most(mine.size(), 0);
+    for (const Bytes& bytes : group_.all_gather(block)) {
+      for (size_t i = 0; i < most.size(); ++i) {
+        double us = 0;
+        std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));
+        most[i] = std::max(most[i], us);
+      }
+    }
+    return most;
+  }
+
+  // Bytes: out of the rank that sends most and into the one that gets most, mean over the routings.
+  struct Traffic {
+    double wire = 0;
+    double logical = 0;
+    double most_out = 0;
+    double most_in = 0;
+  };
+  Traffic traffic() {
+    if (traffic_) {
+      return *traffic_;
+    }
+    Traffic all;
+    const auto row_bytes = options_.hidden * dtype_bytes(options_.dtype);
+    for (const Plan& plan : plans_) {
+      double numbers[3] = {};
+      numbers[0] = static_cast<double>(plan.wire_bytes(row_bytes));
+      numbers[1] = static_cast<double>(plan.logical_bytes(row_bytes));
+      for (int peer = 0; peer < plan.num_ranks(); ++peer) {
+        numbers[2] +=
+            peer == plan.rank() ? 0 : static_cast<double>(plan.received_arrivals(peer) * row_bytes);
+      }
+      Bytes block(sizeof numbers);
+      std::memcpy(block.data(), numbers, sizeof numbers);
+      double most_out = 0;
+      double most_in = 0;
+      for (const Bytes& bytes : group_.all_gather(block)) {
+        std::memcpy(numbers, bytes.data(), sizeof numbers);
+        all.wire += numbers[0];
+        all.logical += numbers[1];
+        most_out = std::max(most_out, numbers[0]);
+        most_in = std::max(most_in, numbers[2]);
+      }
+      all.most_out += most_out;
+      all.most_in += most_in;
+    }
+    const auto count = static_cast<double>(plans_.size());
+    all = {all.wire / count, all.logical / count, all.most_out / count, all.most_in / count};
+    traffic_ = all;
+    return all;
+  }
+
+  BenchResult measure(BenchOp op, bool is_graph) {
+    const Traffic bytes = traffic();
+    const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
+    BenchResult result;
+    result.samples_us = slowest(
+        is_graph ? time_graphs(op)
+                 : time([&](size_t version) { run_once(op, version, false); }, is_planning)
+    );
+    ResultRow& row = result.row;
+    row.executor = "cuda";
+    row.transport = exchange_.config().transport;
+    row.layout = layout_name(options_.layout);
+    row.dtype = dtype_name(options_.dtype);
+    row.ranks = group_.num_ranks();
+    row.tokens = max_tokens();
+    row.hidden = options_.hidden;
+    row.experts = routing_.num_experts;
+    row.topk = routing_.topk;
+    row.pad = plan_options().pad_multiple;
+    row.sms = num_sms_;
+    row.mode = is_graph ? "budget graph" : "exact";
+    row.mode += options_.is_staged ? " staged" : " direct";
+    row.us_p50 = percentile(result.samples_us, 50);
+    row.us_p99 = percentile(result.samples_us, 99);
+    if (op != BenchOp::kPlan) {
+      row.wire_bytes = bytes.wire;
+      row.logical_bytes = bytes.logical;
+      if (limit_gbps_ > 0) {
+        row.limit_us = std::max(bytes.most_out, bytes.most_in) / limit_gbps_ / 1e3;
+      }
+    }
+    return result;
+  }
+
+  // Plans in full; of the rows a sample, every element of them.
+  Verdict check() {
+    std::vector<Plan> expected;
+    for (PlanData& data :
+         reference_plans(routing_.versions[0], routing_.num_experts, plan_options())) {
+      expected.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+    }
+    launch_fill(rows_.tensor().data, max_rows_, options_.hidden, 77, stream_);
+    run_once(BenchOp::kDispatch, 0, false);
+    run_once(BenchOp::kCombine, 0, false);
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+    exchange_.check();
+    Verdict mine = {
+        plans_[0] == expected[rank_], check_rows(expected), check_sums(expected[rank_])};
+    Bytes block(sizeof mine);
+    std::memcpy(block.data(), &mine, sizeof mine);
+    Verdict all = {true, true, true};
+    for (const Bytes& bytes : group_.all_gather(block)) {
+      std::memcpy(&mine, bytes.data(), sizeof mine);
+      all.is_plan_good &= mine.is_plan_good;
+      all.is_dispatch_good &= mine.is_dispatch_good;
+      all.is_combine_good &= mine.is_combine_good;
+    }
+    return all;
+  }
+
+  std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
+    std::vector<uint16_t> host(static_cast<size_t>(tensor.cols));
+    const auto bytes = static_cast<uint64_t>(tensor.row_bytes());
+    copy_between(
+        reinterpret_cast<std::byte*>(host.data()),
+        {},
+        tensor.data + row * tensor.row_bytes(),
+        device_,
+        bytes
+    );
+    return host;
+  }
+
+  bool check_rows(const std::vector<Plan>& plans) {
+    const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
+    for (size_t source = 0; source < plans.size(); ++source) {
+      const Arrivals& arrivals = plans[source].data().sent[rank_];
+      const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
+      for (int64_t i = 0; i < arrivals.size(); i += step) {
+        for (const int32_t slot : arrivals.slots(i)) {
+          const auto got = read_row(rows, slot);
+          const int64_t token = arrivals.token[static_cast<size_t>(i)];
+          const uint64_t seed = seed_of(kTokenSeed, static_cast<int>(source));
+          for (int64_t col = 0; col < options_.hidden; ++col) {
+            if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
+              return false;
+            }
+          }
+        }
+      }
+    }
+    return true;
+  }
+
+  bool check_sums(const Plan& plan) {
+    const PlanData& data = plan.data();
+    const int64_t step = std::max<int64_t>(1, plan.num_tokens() / kSampledTokens);
+    for (int64_t token = 0; token < plan.num_tokens(); token += step) {
+      const auto got = read_row(out_, token);
+      const auto t = static_cast<size_t>(token);
+      for (int64_t col = 0; col < options_.hidden; ++col) {
+        float sum = 0;
+        for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
+          const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
+          const Arrivals& sent = data.sent[static_cast<size_t>(arrival.rank)];
+          const uint64_t seed = seed_of(kExpertSeed, arrival.rank);
+          float partial = 0;
+          bool is_first = true;
+          for (const int32_t slot : sent.slots(arrival.index)) {
+            const float value = bf16_to_float(float_to_bf16(row_element(seed, slot, col)));
+            partial = is_first ? value : partial + value;
+            is_first = false;
+          }
+          partial = bf16_to_float(float_to_bf16(partial));
+          sum = i == data.token_begin[t] ? partial : sum + partial;
+        }
+        if (got[static_cast<size_t>(col)] != float_to_bf16(sum)) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+  const Group& group_;
+  const BenchOptions& options_;
+  const BenchRouting& routing_;
+  double limit_gbps_;
+  size_t rank_;
+  Device device_;
+  Exchange exchange_;
+  PeerMemory signals_;
+  uint32_t round_ = 0;
+  cudaStream_t stream_ = nullptr;
+  int num_sms_ = 0;
+  std::vector<std::shared_ptr<std::byte>> indices_;  // by version
+  std::vector<Plan> plans_;                          // by version
+  int64_t max_rows_ = 1;
+  int64_t budget_ = 0;
+  std::vector<std::shared_ptr<std::byte>> memory_;
+  Buffer rows_;
+  Tensor staged_rows_;
+  Tensor experts_;
+  Tensor x_;
+  Tensor out_;
+  std::optional<Traffic> traffic_;
+};
+
+}  // namespace
+
+BenchReport run_gpu_bench(const Group& group, const BenchOptions& options, double limit_gbps) {
+  const BenchRouting routing = bench_routing(options, group.num_ranks());
+  return GpuBench(group, options, routing, limit_gbps).run();
+}
+
+}  // namespace weft::program

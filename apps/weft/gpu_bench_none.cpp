@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/check.hpp"
+#include "gpu_bench.hpp"
+
+namespace weft::program {
+
+BenchReport run_gpu_bench(const Group&, const BenchOptions&, double /*limit_gbps*/) {
+  raise_error(ErrorCode::kUnsupported, Context{}, "bench: this build has no CUDA");
+}
+
+}  // namespace weft::program
