@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan kernels of several ranks on one GPU, in one process and without an exchange: each rank
+// has a stream, a control region and a plan block of its own.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/launch.hpp"
+#include "support/case_data.hpp"
+
+namespace weft::test {
+
+class PlanWorld {
+ public:
+  // Throws Error if CUDA does not give the memory.
+  PlanWorld(const ExchangeSetup& setup, int num_blocks, uint64_t timeout_ns = 20'000'000'000U);
+  ~PlanWorld();
+  PlanWorld(const PlanWorld&) = delete;
+  PlanWorld& operator=(const PlanWorld&) = delete;
+
+  // Copies the ranks' routing to the GPU.
+  void load(const CaseData& data);
+  [[nodiscard]] PlanLaunch& launch_of(int rank);
+  // Starts the kernel of one rank; all ranks must start before any can end.
+  void start(int rank);
+  void wait();
+
+  // What the device made of the loaded case: empty if it equals the reference plan in every array,
+  // else the first difference.
+  [[nodiscard]] std::string difference(const CaseData& data);
+  // Of one rank, after wait(); kNone if all went well.
+  [[nodiscard]] FaultRecord fault(int rank) const;
+
+  // Mean microseconds of a plan of the loaded case, from `count` in a row.
+  [[nodiscard]] double microseconds(int count);
+
+ private:
+  struct Rank;
+  [[nodiscard]] std::string internals_difference(const CaseData& data, int rank);
+
+  ExchangeSetup setup_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+}  // namespace weft::test
