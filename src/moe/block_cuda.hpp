@@ -5,13 +5,13 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
-#include "moe/balance.hpp"
+#include "moe/device_memory_cuda.hpp"
 #include "moe/experts_cuda.hpp"
 #include "moe/gpu_rank_cuda.hpp"
 #include "moe/kernels_cuda.hpp"
-#include "moe/parameters.hpp"
 
 namespace weft::moe {
 
@@ -24,14 +24,14 @@ class DeviceBlock {
   // Collective, after forward. In: the gradient for what forward left in x; out: for what it found.
   void backward(float* grad_x);
 
-  // Of the last forward. The shares are known once the step is over.
+  // Of the last forward; all but the plan once the stream is through.
   [[nodiscard]] const Plan& plan() const { return *plan_; }
   [[nodiscard]] double balance_share() const;
   [[nodiscard]] std::span<const int32_t> topk_idx();
   [[nodiscard]] std::span<const float> weights();
 
  private:
-  [[nodiscard]] NormShape norm() const;
+  [[nodiscard]] NormShape norm();
   [[nodiscard]] RouterShape router();
   [[nodiscard]] DeviceExpertRows expert_rows() const;
   void route();
@@ -39,8 +39,8 @@ class DeviceBlock {
   void route_backward();
 
   GpuRank* rank_;
-  DeviceMemory::Span gain_;           // [hidden]
-  DeviceMemory::Span router_weight_;  // [num_experts, hidden]
+  DeviceParameter gain_;           // [hidden]
+  DeviceParameter router_weight_;  // [num_experts, hidden]
   DeviceExperts experts_;
 
   // From forward to backward.
@@ -51,14 +51,15 @@ class DeviceBlock {
   DeviceArray<int32_t> topk_idx_;   // [num_tokens, topk]
   DeviceArray<float> weights_;      // [num_tokens, topk]
   std::optional<Plan> plan_;
-  Buffer rows_;                      // [num_rows, hidden] as they arrived
-  DeviceArray<float> row_weights_;   // [num_rows]
-  DeviceArray<float> grad_probs_;    // [num_experts] of the balancing loss, weighted
-  std::vector<float> host_grads_;    // the same on the host
-  std::vector<double> host_shares_;  // [num_experts] of the balancing loss, per probability
-  std::vector<float> host_sums_;     // [num_experts] of the probabilities
+  Buffer rows_;                     // [num_rows, hidden] as they arrived
+  DeviceArray<float> row_weights_;  // [num_rows]
+  DeviceArray<float> grad_probs_;   // [num_experts] of the balancing loss, weighted
+  DeviceArray<float> prob_sums_;    // [num_experts] over the tokens
 
-  // For who asks.
+  // The same on the host.
+  std::vector<float> balance_grads_;  // [num_experts] of the balancing loss
+  std::vector<float> host_prob_grads_;
+  std::vector<float> host_prob_sums_;
   std::vector<int32_t> host_topk_idx_;
   std::vector<float> host_weights_;
 };

@@ -74,6 +74,7 @@ uint64_t signature(const TrainConfig& config) {
         whole(config.global_batch),
         config.seed,
         whole(static_cast<int64_t>(config.dtype)),
+        whole(static_cast<int64_t>(config.device.kind)),
         real(config.learning_rate),
         whole(config.warmup_steps),
         whole(config.decay_steps),
@@ -103,6 +104,12 @@ void validate(const TrainConfig& config, int rank, int num_ranks) {
       context,
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
       "train: dtype {} (float32 or bfloat16)",
+      dtype_name(config.dtype)
+  );
+  WEFT_CHECK_ARG(
+      context,
+      config.dtype == DType::kBFloat16 || config.device.kind == Device::Kind::kCpu,
+      "train: dtype {} on a GPU (bfloat16)",
       dtype_name(config.dtype)
   );
   const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);

@@ -29,7 +29,8 @@ struct TrainConfig {
   ModelConfig model = {};
   int64_t global_batch = 1024;  // tokens of all ranks in one step; any number of ranks shares them
   uint64_t seed = 1;
-  DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32 or kBFloat16
+  DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32, or kBFloat16 as on any GPU
+  Device device = {};             // where tokens meet the model; the same kind on every rank
 
   float learning_rate = 3e-3F;
   int64_t warmup_steps = 20;  // linear from zero

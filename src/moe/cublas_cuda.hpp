@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <library_types.h>
 
 #include "core/check.hpp"
 
@@ -33,14 +34,14 @@ struct CublasApi {
     int k,
     const void* alpha,
     const void* a,
-    cudaDataType_t type_a,
+    cudaDataType type_a,
     int lda,
     const void* b,
-    cudaDataType_t type_b,
+    cudaDataType type_b,
     int ldb,
     const void* beta,
     void* c,
-    cudaDataType_t type_c,
+    cudaDataType type_c,
     int ldc,
     int compute_type,
     int algorithm) = nullptr;

@@ -47,18 +47,27 @@ class DeviceArray {
   [[nodiscard]] size_t size() const { return size_; }
 
   void clear(cudaStream_t stream) {
+    if (size_ == 0) {
+      return;
+    }
     WEFT_CUDA(Context{}, cudaMemsetAsync(data_, 0, size_ * sizeof(T), stream));
   }
   // As many elements as the span has. The host's memory is read, or filled, once the stream is
   // through.
   void upload(std::span<const T> from, cudaStream_t stream) {
     resize(from.size());
+    if (from.empty()) {
+      return;
+    }
     WEFT_CUDA(
         Context{},
         cudaMemcpyAsync(data_, from.data(), from.size_bytes(), cudaMemcpyHostToDevice, stream)
     );
   }
   void download(std::span<T> to, cudaStream_t stream) const {
+    if (to.empty()) {
+      return;
+    }
     WEFT_CUDA(
         Context{},
         cudaMemcpyAsync(to.data(), data_, to.size_bytes(), cudaMemcpyDeviceToHost, stream)

@@ -88,9 +88,7 @@ void DeviceExperts::backward(
     linear_->add_backward_weight(
         shape, grad_gate_up, rows.x + at.begin * hidden_, weights_.grad_in + expert
     );
-    linear_->backward_input(
-        shape, grad_gate_up, weights_.in + expert, grad_x + at.begin * hidden_
-    );
+    linear_->backward_input(shape, grad_gate_up, weights_.in + expert, grad_x + at.begin * hidden_);
   });
 }
 

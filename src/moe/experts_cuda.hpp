@@ -20,8 +20,8 @@ struct DeviceExpertWeights {
 };
 
 struct DeviceExpertRows {
-  const uint16_t* x = nullptr;    // [num_rows, hidden] expert after expert
-  const float* weight = nullptr;  // [num_rows]
+  const uint16_t* x = nullptr;               // [num_rows, hidden] expert after expert
+  const float* weight = nullptr;             // [num_rows]
   std::span<const int64_t> rows_per_expert;  // in host memory; padding included
 };
 

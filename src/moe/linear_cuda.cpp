@@ -27,7 +27,7 @@ struct DeviceLinear::Product {
   int64_t ldb = 0;
   float beta = 0;
   void* c = nullptr;
-  cudaDataType_t type_c = CUDA_R_32F;
+  cudaDataType type_c = CUDA_R_32F;
 };
 
 DeviceLinear::DeviceLinear(cudaStream_t stream) : stream_(stream), workspace_(kWorkspaceBytes) {

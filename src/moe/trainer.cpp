@@ -35,7 +35,10 @@ void Trainer::save(const std::string& path) const {
 void Trainer::resume(const std::string& path) {
   State& s = *state_;
   s.steps_done = read_checkpoint(s.group, path, s.header(), s.pieces());
-  s.replicated.broadcast();
+  if (s.gpu != nullptr) {
+    s.gpu->load_experts();
+  }
+  s.broadcast();
 }
 
 uint64_t Trainer::fingerprint() const {
@@ -74,10 +77,14 @@ int64_t Trainer::num_active_parameters() const {
 }
 
 std::span<const int32_t> Trainer::last_topk_idx(int block) const {
-  return state_->model.blocks()[static_cast<size_t>(block)].router().topk_idx();
+  return state_->gpu != nullptr
+             ? state_->gpu->topk_idx(block)
+             : state_->model.blocks()[static_cast<size_t>(block)].router().topk_idx();
 }
 std::span<const float> Trainer::last_topk_weights(int block) const {
-  return state_->model.blocks()[static_cast<size_t>(block)].router().weights().span();
+  return state_->gpu != nullptr
+             ? state_->gpu->weights(block)
+             : state_->model.blocks()[static_cast<size_t>(block)].router().weights().span();
 }
 
 }  // namespace weft::moe

@@ -20,7 +20,11 @@ const TrainConfig& checked(
 ) {
   const auto signatures = together(group, [&] {
     validate(config, -1, group.num_ranks());
-    static_cast<void>(blas());
+    if (config.device.kind == Device::Kind::kCuda) {
+      check_can_train_on_gpu(config.device.index);
+    } else {
+      static_cast<void>(blas());
+    }
     WEFT_CHECK_ARG(
         Context{},
         text.size() > static_cast<size_t>(config.model.window),
@@ -56,6 +60,7 @@ ExchangeConfig exchange_config(const TrainConfig& config, int num_ranks) {
       .max_tokens = most_tokens(config.global_batch, num_ranks),
       .num_experts = config.model.num_experts,
       .max_topk = config.model.topk,
+      .device = config.device,
       .transport = config.transport,
       .num_threads = config.num_threads,
       .timeout = config.timeout};
@@ -103,13 +108,18 @@ Trainer::State::State(
   std::ranges::copy(
       replicated.all().value.subspan(replicated.own_begin(), own.size()), own.begin()
   );
+  if (config.device.kind == Device::Kind::kCuda) {
+    gpu =
+        make_device_model({group, context, layout, {replicated.all(), experts()}, expert_moments});
+  }
 }
 
 void Trainer::State::compute_gradients() {
   replicated.clear_grads();
   std::ranges::fill(expert_grads, 0.0F);
   source.draw(steps_done, tokens, batch);
-  const LossShare share = model.forward_backward(batch);
+  const LossShare share =
+      gpu != nullptr ? gpu->forward_backward(batch) : model.forward_backward(batch);
   const Parameter all = replicated.all();
   for (size_t i = 0; i < share.cross_entropy.size(); ++i) {
     const auto scalars = all.grad_of(i).subspan(layout.num_replicated);
@@ -149,9 +159,24 @@ void Trainer::State::update(float learning_rate) {
   replicated.reduce();
   context.timer.start(Phase::kOptimizer);
   update_own(adam);
-  adamw_update(adam, expert_values, expert_grads, expert_moments, 0, expert_values.size());
+  if (gpu != nullptr) {
+    gpu->update_experts(adam);
+  } else {
+    adamw_update(adam, expert_values, expert_grads, expert_moments, 0, expert_values.size());
+  }
   context.timer.start(Phase::kReduce);
+  broadcast();
+}
+
+void Trainer::State::broadcast() {
   replicated.broadcast();
+  if (gpu != nullptr) {
+    gpu->load_replicated();
+  }
+}
+
+const Plan& Trainer::State::plan(size_t block) const {
+  return gpu != nullptr ? gpu->plan(static_cast<int>(block)) : model.blocks()[block].plan();
 }
 
 StepReport Trainer::State::report(float learning_rate) {
@@ -168,14 +193,17 @@ StepReport Trainer::State::report(float learning_rate) {
   report.dispatch = context.dispatch;
   report.combine = context.combine;
   report.reduce = replicated.traffic();
-  for (const MoeBlock& block : model.blocks()) {
-    const auto routes = block.plan().global_routes_per_expert();
+  for (size_t block = 0; block < layout.blocks.size(); ++block) {
+    const auto routes = plan(block).global_routes_per_expert();
     report.routes.insert(report.routes.end(), routes.begin(), routes.end());
   }
   return report;
 }
 
 std::vector<StatePiece> Trainer::State::pieces() {
+  if (gpu != nullptr) {
+    gpu->store_experts();
+  }
   const auto part = [](std::span<float> values, AdamMoments& moments, size_t begin, size_t size) {
     return std::array<std::span<float>, 3>{
         values.subspan(begin, size),

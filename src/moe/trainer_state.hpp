@@ -2,12 +2,14 @@
 // What a trainer owns, and the parts of a step.
 #pragma once
 
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "moe/adamw.hpp"
 #include "moe/batch.hpp"
 #include "moe/checkpoint.hpp"
+#include "moe/device_model.hpp"
 #include "moe/model.hpp"
 #include "moe/parameters.hpp"
 #include "moe/replicated_vector.hpp"
@@ -24,12 +26,16 @@ struct Trainer::State {
   void update(float learning_rate);
   [[nodiscard]] StepReport report(float learning_rate);
 
-  // For checkpoints: what this rank owns, and of which run.
+  // Routing of the last step.
+  [[nodiscard]] const Plan& plan(size_t block) const;
+
+  // For checkpoints: what this rank owns, as it is now, and of which run.
   [[nodiscard]] std::vector<StatePiece> pieces();
   [[nodiscard]] CheckpointHeader header() const;
 
   [[nodiscard]] Parameter experts() { return {expert_values, expert_grads}; }
   void update_own(const AdamStep& adam);
+  void broadcast();
 
   Group group;
   TrainConfig config;
@@ -45,6 +51,7 @@ struct Trainer::State {
   AdamMoments expert_moments;
   MoeContext context;
   Model model;
+  std::unique_ptr<DeviceModel> gpu;  // in place of `model` and of the experts' AdamW; or null
   Batch batch;
   int64_t steps_done = 0;
 };
