@@ -14,7 +14,7 @@ class FastDivide {
  public:
   FastDivide() = default;
   WEFT_HD constexpr explicit FastDivide(uint32_t divisor)
-      : divisor_(divisor), factor_((uint64_t{1} << 32) / divisor + 1) {}
+      : divisor_(divisor), factor_(uint64_t{UINT32_MAX / divisor} + 1) {}
 
   [[nodiscard]] WEFT_HD constexpr uint32_t divide(uint32_t value) const {
     return static_cast<uint32_t>(value * factor_ >> 32);
@@ -26,7 +26,7 @@ class FastDivide {
 
  private:
   uint32_t divisor_ = 1;
-  uint64_t factor_ = (uint64_t{1} << 32) + 1;
+  uint64_t factor_ = uint64_t{1} << 32;
 };
 
 // A slot in 32 bits. Limits are clamped alike, so what cannot be numbered is dropped.

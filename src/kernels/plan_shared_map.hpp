@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// How large the shared memory of the plan kernel is and how it is carved; written once for both.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/device_control.hpp"
+#include "kernels/plan_numbers.hpp"
+
+namespace weft {
+
+inline constexpr uint32_t kPlanLanes = 32;
+inline constexpr uint32_t kMaxPlanThreads = 512;
+
+// Offsets in bytes; kernels/plan_shared.cuh says what lies there.
+struct PlanSharedMap {
+  uint32_t num_ranks = 1;
+  uint32_t num_experts = 1;
+
+  [[nodiscard]] WEFT_HD static constexpr uint32_t align(uint32_t bytes) {
+    return (bytes + 15) / 16 * 16;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t columns() const { return num_ranks + num_experts; }
+  // Fewer warps where each one's counts are many.
+  [[nodiscard]] WEFT_HD constexpr uint32_t num_threads() const {
+    constexpr uint32_t kMostCounts = 20 * 1024;
+    uint32_t threads = kMaxPlanThreads;
+    while (threads > 64 && threads / kPlanLanes * columns() > kMostCounts) {
+      threads /= 2;
+    }
+    return threads;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t counts() const { return 0; }
+  [[nodiscard]] WEFT_HD constexpr uint32_t before() const {
+    return align(num_threads() / kPlanLanes * columns() * sizeof(uint32_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t message() const {
+    return before() + align(columns() * sizeof(uint32_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t message_bytes() const {
+    return align(static_cast<uint32_t>(sizeof(DeviceWord)) + columns() * 4);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t total() const { return message() + message_bytes(); }
+  [[nodiscard]] WEFT_HD constexpr uint32_t earlier() const {
+    return total() + align(columns() * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t begin() const {
+    return earlier() + align(columns() * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t runs() const {
+    return begin() + align((num_experts + 1) * sizeof(int64_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t words() const {
+    return runs() + align(columns() * sizeof(SlotRun));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t num_bytes() const {
+    return words() + static_cast<uint32_t>(num_ranks * sizeof(DeviceWord));
+  }
+};
+
+}  // namespace weft
