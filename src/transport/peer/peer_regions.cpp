@@ -17,7 +17,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kGranularity = uint64_t{2} << 20;
 constexpr auto kRoomPatience = std::chrono::seconds(2);  // for released memory to come back
-constexpr auto kSlice = std::chrono::milliseconds(10);   // of a wait
+constexpr auto kSlice = std::chrono::milliseconds(5);    // of a wait
 
 constexpr uint64_t round_up(uint64_t bytes) {
   return (std::max<uint64_t>(bytes, 1) + kGranularity - 1) / kGranularity * kGranularity;
@@ -88,7 +88,7 @@ void PeerRegions::tell(int rank) {
   transport_->raise(rank, static_cast<uint32_t>(rank_), 1);
 }
 
-void PeerRegions::tell_peers() {
+void PeerRegions::tell_all() {
   for (int rank = 0; rank < num_ranks_; ++rank) {
     tell(rank);  // this rank too: its service thread frees what is dead
   }
@@ -127,22 +127,6 @@ bool PeerRegions::has_dead() const {
   return std::ranges::any_of(slots_, [](const Slot& slot) { return slot.use == Use::kDead; });
 }
 
-// Memory that was released returns when the peers have let go of it; it is worth a short wait.
-OwnRegion PeerRegions::make_region(uint64_t bytes) {
-  const auto deadline = Clock::now() + kRoomPatience;
-  for (;;) {
-    const bool may_get_room = has_dead() && Clock::now() < deadline;
-    try {
-      return source_.allocate(bytes);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kOutOfMemory || !may_get_room) {
-        throw;
-      }
-    }
-    std::this_thread::sleep_for(kSlice);
-  }
-}
-
 void PeerRegions::publish(uint32_t region, const RegionHandle& handle, const PeerRegion& view) {
   const std::lock_guard lock(mutex_);
   slots_[region].use = Use::kLive;
@@ -151,20 +135,38 @@ void PeerRegions::publish(uint32_t region, const RegionHandle& handle, const Pee
   stamp(region);
 }
 
-PeerRegion PeerRegions::allocate(uint64_t bytes) {
-  OwnRegion made = make_region(round_up(bytes));
+PeerRegion PeerRegions::make_region(uint64_t bytes) {
   const uint32_t region = take_slot();
-  const PeerRegion view = {.data = made.data.get(), .bytes = round_up(bytes), .region = region};
   try {
+    OwnRegion made = source_.allocate(bytes);
+    const PeerRegion view = {.data = made.data.get(), .bytes = bytes, .region = region};
     source_.set_entry(rank_, region, view.data);
+    slots_[region].data = std::move(made.data);  // taken: nobody else touches it
+    publish(region, made.handle, view);
+    return view;
   } catch (...) {
     free_slot(region);
     throw;
   }
-  slots_[region].data = std::move(made.data);  // taken: nobody else touches it
-  publish(region, made.handle, view);
-  tell_peers();
-  return view;
+}
+
+// Memory and indices that were released return when the peers have let go of them; that is worth a
+// short wait.
+PeerRegion PeerRegions::allocate(uint64_t bytes) {
+  const auto deadline = Clock::now() + kRoomPatience;
+  for (;;) {
+    const bool may_get_room = has_dead() && Clock::now() < deadline;
+    try {
+      const PeerRegion region = make_region(round_up(bytes));
+      tell_all();
+      return region;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kOutOfMemory || !may_get_room) {
+        throw;
+      }
+    }
+    std::this_thread::sleep_for(kSlice);
+  }
 }
 
 // --- going ---
@@ -185,7 +187,7 @@ void PeerRegions::release(const PeerRegion& region) {
     slots_[region.region].use = Use::kDead;
     stamp(region.region);
   }
-  tell_peers();
+  tell_all();
 }
 
 bool PeerRegions::is_unmapped_by_peers() const {

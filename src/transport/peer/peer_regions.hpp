@@ -58,12 +58,12 @@ class PeerRegions {
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
   [[nodiscard]] bool is_peer(int rank) const { return rank != rank_; }
   [[nodiscard]] Reach reach(const PeerRegion& region) const;
-  [[nodiscard]] OwnRegion make_region(uint64_t bytes);
+  [[nodiscard]] PeerRegion make_region(uint64_t bytes);
   [[nodiscard]] uint32_t take_slot();
   void free_slot(uint32_t region);
   void publish(uint32_t region, const RegionHandle& handle, const PeerRegion& view);
   void stamp(uint32_t region);
-  void tell_peers();
+  void tell_all();
   void tell(int rank);
   [[nodiscard]] bool has_dead() const;
 
@@ -73,6 +73,7 @@ class PeerRegions {
   void follow(int owner, bool live);
   void follow(int owner, uint32_t region, uint64_t stamp);
   void free_dead();
+  [[nodiscard]] bool is_let_go(uint32_t region) const;
 
   RegionSource& source_;
   int rank_;

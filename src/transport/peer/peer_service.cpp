@@ -84,30 +84,32 @@ void PeerRegions::follow(int owner, uint32_t region, uint64_t stamp) {
   board.acknowledge(rank_, region, stamp, false);
 }
 
-void PeerRegions::free_dead() {
+bool PeerRegions::is_let_go(uint32_t region) const {
   const Board& own = boards_[static_cast<size_t>(rank_)];
-  for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
-    std::shared_ptr<std::byte> data;
-    {
-      const std::lock_guard lock(mutex_);
-      if (slots_[region].use != Use::kDead) {
-        continue;
+  const uint64_t stamp = own.entry(region).stamp.load(std::memory_order_acquire);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (is_peer(rank) && !own.is_acknowledged(rank, region, stamp) &&
+        transport_->peer_state(rank) == PeerState::kAlive) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void PeerRegions::free_dead() {
+  std::vector<uint32_t> dead;
+  {
+    const std::lock_guard lock(mutex_);
+    for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+      if (slots_[region].use == Use::kDead) {
+        dead.push_back(region);
       }
-      data = slots_[region].data;
     }
-    const uint64_t stamp = own.entry(region).stamp.load(std::memory_order_acquire);
-    bool is_free = true;
-    for (int rank = 0; rank < num_ranks_ && is_free; ++rank) {
-      is_free = !is_peer(rank) || own.is_acknowledged(rank, region, stamp) ||
-                transport_->peer_state(rank) != PeerState::kAlive;
-    }
-    if (is_free) {
+  }
+  for (const uint32_t region : dead) {  // stays dead: only this thread ends that
+    if (is_let_go(region)) {
       source_.set_entry(rank_, region, nullptr);
-      {
-        const std::lock_guard lock(mutex_);
-        slots_[region].data.reset();
-      }
-      data.reset();  // here, not under the lock: it may wait for running kernels
+      slots_[region].data.reset();  // not under the lock: it may wait for running kernels
       free_slot(region);
     }
   }
