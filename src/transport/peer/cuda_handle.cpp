@@ -95,12 +95,18 @@ const std::byte* allocation_begin(std::byte* data, const Context& context) {
 }  // namespace
 
 DeviceScope::DeviceScope(int device, const Context& context) {
-  WEFT_CUDA(context, cudaGetDevice(&before_));
-  WEFT_CUDA(context, cudaSetDevice(device));
+  int before = -1;
+  WEFT_CUDA(context, cudaGetDevice(&before));
+  if (before != device) {  // to set a device makes a context there, also on the way back
+    WEFT_CUDA(context, cudaSetDevice(device));
+    before_ = before;
+  }
 }
 
 DeviceScope::~DeviceScope() {
-  static_cast<void>(cudaSetDevice(before_));
+  if (before_ >= 0) {
+    static_cast<void>(cudaSetDevice(before_));
+  }
 }
 
 OwnRegion make_cuda_region(uint64_t bytes, bool is_exported, const Context& context) {

@@ -18,7 +18,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int before_ = -1;
+  int before_ = -1;  // -1: nothing to restore
 };
 
 // On the current device; contents undefined. With `is_exported` other processes can map it. Throws

@@ -17,7 +17,7 @@ CudaRegions::CudaRegions(const Group& group, int device)
   agree(group, [&] { check_reach(); });
   try {
     agree(group, [&] {
-      const DeviceScope scope(device_, context());
+      enter_thread();
       enable_access();
       make_table();
     });
@@ -66,16 +66,23 @@ void CudaRegions::make_table() {
 
 // Never throws: nobody could act on it.
 void CudaRegions::free_table() {
+  if (stream_ == nullptr) {
+    return;
+  }
   int before = -1;
   if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device_) == cudaSuccess) {
     static_cast<void>(cudaFree(table_));
     static_cast<void>(cudaFreeHost(word_));
-    if (stream_ != nullptr) {
-      static_cast<void>(cudaStreamDestroy(stream_));
+    static_cast<void>(cudaStreamDestroy(stream_));
+    if (before != device_) {
+      static_cast<void>(cudaSetDevice(before));
     }
-    static_cast<void>(cudaSetDevice(before));
   }
   static_cast<void>(cudaGetLastError());
+}
+
+void CudaRegions::enter_thread() {
+  WEFT_CUDA(context(), cudaSetDevice(device_));
 }
 
 OwnRegion CudaRegions::allocate(uint64_t bytes) {

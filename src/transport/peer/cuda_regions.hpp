@@ -24,6 +24,7 @@ class CudaRegions final : public RegionSource {
   CudaRegions(const CudaRegions&) = delete;
   CudaRegions& operator=(const CudaRegions&) = delete;
 
+  void enter_thread() override;
   [[nodiscard]] OwnRegion allocate(uint64_t bytes) override;
   [[nodiscard]] std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) override;
   void set_entry(int rank, uint32_t region, std::byte* data) override;

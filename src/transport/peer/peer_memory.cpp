@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/peer/peer_memory.hpp"
 
-#include <cuda_runtime_api.h>
-
 #include <exception>
 #include <span>
 #include <thread>
 
-#include "core/check_cuda.hpp"
 #include "core/log.hpp"
 #include "transport/peer/cuda_regions.hpp"
 #include "transport/peer/peer_regions.hpp"
@@ -49,9 +46,7 @@ std::string PeerMemory::obstacle(const Group& group, int device) {
 }
 
 PeerMemory::PeerMemory(const Group& group, int device, uint64_t control_bytes)
-    : state_(std::make_unique<State>(group, device, control_bytes)) {
-  WEFT_CUDA((Context{.rank = group.rank(), .num_ranks = group.num_ranks()}), cudaSetDevice(device));
-}
+    : state_(std::make_unique<State>(group, device, control_bytes)) {}
 
 PeerMemory::~PeerMemory() {
   try {

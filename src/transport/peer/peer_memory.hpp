@@ -32,18 +32,23 @@ class PeerMemory {
   // Empty if GPU `device` of each rank can reach those of all others, else the reason. Collective.
   [[nodiscard]] static std::string obstacle(const Group& group, int device);
 
-  // Collective. Region 0 of every rank is `control_bytes` of zeroed memory, mapped everywhere when
-  // this returns. Throws the same Error (kNotAvailable) on every rank if any cannot reach another.
+  // Collective; makes `device` current on this thread. Region 0 of every rank is `control_bytes` of
+  // zeroed memory, mapped everywhere when this returns. Throws the same Error (kNotAvailable) on
+  // every rank if any cannot reach another.
   PeerMemory(const Group& group, int device, uint64_t control_bytes);
   ~PeerMemory();  // peers may still have this rank's memory mapped; the driver keeps it for them
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
   // --- any thread ---
-  // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory). Not while a stream is captured.
+  // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
+  // its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
+  // No kernel of any rank may use it any more. The memory comes back when all peers have unmapped
+  // it; returns at once. Throws Error (kInvalidArgument) for what is not allocated.
   void release(const PeerRegion& region);
-  // Whether every peer has mapped it; the second form waits so long.
+  // Whether every peer has mapped it, those that left or died aside; the second form waits so long,
+  // or until a peer has failed to map it.
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
@@ -59,7 +64,8 @@ class PeerMemory {
   // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
   [[nodiscard]] PeerState peer_state(int rank) const;
-  // Tells peers that this rank leaves; nothing is mapped any more afterwards. Again: no effect.
+  // Tells peers that this rank leaves, waits for its running kernels and unmaps the memory of
+  // others; its own stays until destruction, and as long as a peer maps it. Again: no effect.
   void close();
 
  private:

@@ -17,6 +17,11 @@ constexpr auto kPatience = std::chrono::milliseconds(50);  // a peer that died r
 
 void PeerRegions::run() {
   set_log_rank(rank_, num_ranks_);
+  try {
+    source_.enter_thread();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarn, "peer memory: {}", error.what());
+  }
   while (!is_stopped_.load(std::memory_order_acquire)) {
     const uint32_t seen = transport_->doorbell();
     try {

@@ -30,6 +30,8 @@ class RegionSource {
  public:
   virtual ~RegionSource() = default;
 
+  // A thread of this rank begins to work; need not be called, but makes the rest cheaper.
+  virtual void enter_thread() = 0;
   // Zeroed; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
   [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
   // A region of another rank, unmapped with the last copy. Throws Error.

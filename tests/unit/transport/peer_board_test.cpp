@@ -30,6 +30,8 @@ class FakeSource final : public RegionSource {
     std::multiset<uint64_t> mapped;
   };
 
+  void enter_thread() override {}
+
   OwnRegion allocate(uint64_t bytes) override {
     const std::lock_guard lock(counts_->mutex);
     WEFT_CHECK(Context{}, counts_->own.size() < room, ErrorCode::kOutOfMemory, "allocate: full");
