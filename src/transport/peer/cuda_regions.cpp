@@ -17,7 +17,7 @@ CudaRegions::CudaRegions(const Group& group, int device)
   agree(group, [&] { check_reach(); });
   try {
     agree(group, [&] {
-      enter_thread();
+      WEFT_CUDA(context(), cudaSetDevice(device_));
       enable_access();
       make_table();
     });
@@ -49,9 +49,9 @@ void CudaRegions::enable_access() const {
     const cudaError_t status = cudaDeviceEnablePeerAccess(other.device, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
       static_cast<void>(cudaGetLastError());
-      continue;
+    } else if (status != cudaSuccess) {
+      raise_cuda_error(status, "cudaDeviceEnablePeerAccess", context());
     }
-    WEFT_CUDA(context(), status);
   }
 }
 
@@ -81,8 +81,12 @@ void CudaRegions::free_table() {
   static_cast<void>(cudaGetLastError());
 }
 
+// Another thread may be capturing a stream, which by default keeps all threads from allocating and
+// mapping; what the service thread does is never part of a capture.
 void CudaRegions::enter_thread() {
   WEFT_CUDA(context(), cudaSetDevice(device_));
+  auto mode = cudaStreamCaptureModeRelaxed;
+  WEFT_CUDA(context(), cudaThreadExchangeStreamCaptureMode(&mode));
 }
 
 OwnRegion CudaRegions::allocate(uint64_t bytes) {

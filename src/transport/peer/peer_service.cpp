@@ -113,7 +113,11 @@ void PeerRegions::free_dead() {
   }
   for (const uint32_t region : dead) {  // stays dead: only this thread ends that
     if (is_let_go(region)) {
-      source_.set_entry(rank_, region, nullptr);
+      try {
+        source_.set_entry(rank_, region, nullptr);
+      } catch (const std::exception& error) {  // once: the slot is free all the same
+        log(LogLevel::kWarn, "peer memory: region {}: {}", region, error.what());
+      }
       slots_[region].data.reset();  // not under the lock: it may wait for running kernels
       free_slot(region);
     }

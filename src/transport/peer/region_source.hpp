@@ -30,7 +30,7 @@ class RegionSource {
  public:
   virtual ~RegionSource() = default;
 
-  // A thread of this rank begins to work; need not be called, but makes the rest cheaper.
+  // The service thread begins.
   virtual void enter_thread() = 0;
   // Zeroed; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
   [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
