@@ -59,7 +59,7 @@ class PeerMemory {
   // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
   // mapped.
   [[nodiscard]] std::byte* const* table() const;
-  // How other ranks' memory is reached: "same process", "ipc", "fabric".
+  // How other ranks' memory is reached: "same process" or "ipc".
   [[nodiscard]] std::string_view how(int rank) const;
   // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
