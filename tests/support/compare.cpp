@@ -5,7 +5,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "core/half.hpp"
 #include "plan/plan_data.hpp"
@@ -26,6 +29,21 @@ std::string element_text(DType dtype, const std::byte* at) {
       return fmt::format("{} ({:#x})", std::bit_cast<float>(static_cast<uint32_t>(bits)), bits);
     default:
       return fmt::format("{:#x}", bits);
+  }
+}
+
+bool is_nan(DType dtype, const std::byte* at) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, at, static_cast<size_t>(dtype_bytes(dtype)));
+  switch (dtype) {
+    case DType::kBFloat16:
+      return std::isnan(bf16_to_float(static_cast<uint16_t>(bits)));
+    case DType::kFloat16:
+      return std::isnan(fp16_to_float(static_cast<uint16_t>(bits)));
+    case DType::kFloat32:
+      return std::isnan(std::bit_cast<float>(bits));
+    default:
+      return false;
   }
 }
 
@@ -106,6 +124,24 @@ std::string first_difference(
       element_text(actual.dtype, actual.data + element * width),
       element_text(actual.dtype, expected.data + element * width)
   );
+}
+
+std::string first_difference_but_nan(
+    std::string_view what, const ConstTensor& actual, const ConstTensor& expected
+) {
+  if (actual.rows != expected.rows || actual.cols != expected.cols) {
+    return first_difference(what, actual, expected);
+  }
+  std::vector<std::byte> bytes(actual.data, actual.data + actual.num_bytes());
+  const int64_t width = dtype_bytes(actual.dtype);
+  for (int64_t at = 0; at < actual.num_bytes(); at += width) {
+    if (is_nan(actual.dtype, actual.data + at) && is_nan(actual.dtype, expected.data + at)) {
+      std::copy_n(expected.data + at, width, bytes.data() + at);
+    }
+  }
+  ConstTensor same = actual;
+  same.data = bytes.data();
+  return first_difference(what, same, expected);
 }
 
 std::string first_difference(const Plan& actual, const Plan& expected) {

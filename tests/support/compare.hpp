@@ -15,6 +15,11 @@ namespace weft::test {
     std::string_view what, const ConstTensor& actual, const ConstTensor& expected
 );
 
+// The same where any NaN stands for any other: sums of a GPU and a CPU agree in every other bit.
+[[nodiscard]] std::string first_difference_but_nan(
+    std::string_view what, const ConstTensor& actual, const ConstTensor& expected
+);
+
 // Empty if equal, else the first field of PlanData that differs.
 [[nodiscard]] std::string first_difference(const Plan& actual, const Plan& expected);
 

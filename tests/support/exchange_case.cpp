@@ -26,30 +26,45 @@ std::string_view index_name(IndexKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
+std::string executor_text(const ExchangeSetup& setup) {
+  if (!setup.is_on_gpu()) {
+    return fmt::format("{}, {} threads", setup.transport, setup.num_threads);
+  }
+  constexpr std::array<std::string_view, 3> kMovers = {"auto", "vector", "bulk"};
+  return fmt::format(
+      "{} GPUs, mover {}, {} SMs{}",
+      setup.num_gpus,
+      kMovers[static_cast<size_t>(setup.mover)],
+      setup.num_sms,
+      setup.has_own_stream ? ", own stream" : ""
+  );
+}
+
 }  // namespace
 
-ExchangeConfig ExchangeSetup::config() const {
+ExchangeConfig ExchangeSetup::config(int rank) const {
   return {
       .hidden = hidden,
       .max_tokens = max_tokens,
       .num_experts = num_experts,
       .max_topk = max_topk,
-      .device = {},
-      .transport = transport,
+      .device = is_on_gpu() ? Device{Device::Kind::kCuda, rank % num_gpus} : Device{},
+      .transport = is_on_gpu() ? "auto" : transport,
       .num_threads = num_threads,
+      .num_sms = num_sms,
+      .mover = mover,
       .fan_out = fan_out,
       .timeout = timeout};
 }
 
 std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
-      "[seed {}: {} ranks, {}, {} threads, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
+      "[seed {}: {} ranks, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "room {}, calls "
       "{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
-      setup.transport,
-      setup.num_threads,
+      executor_text(setup),
       static_cast<int>(setup.fan_out),
       setup.hidden,
       setup.num_experts,

@@ -24,7 +24,14 @@ struct ExchangeSetup {
   int max_topk = 4;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
 
-  [[nodiscard]] ExchangeConfig config() const;
+  // On GPUs: rank r uses GPU r % num_gpus; 0: on the CPU.
+  int num_gpus = 0;
+  Mover mover = Mover::kAuto;
+  int num_sms = 0;
+  bool has_own_stream = false;  // calls are queued on a stream of the caller's
+
+  [[nodiscard]] bool is_on_gpu() const { return num_gpus > 0; }
+  [[nodiscard]] ExchangeConfig config(int rank = 0) const;
 };
 
 enum class IndexKind : uint8_t { kInt64, kInt32, kMap };

@@ -26,6 +26,10 @@ class Matrix {
 
   [[nodiscard]] Tensor view() { return {const_cast<std::byte*>(begin()), dtype_, rows_, cols_}; }
   [[nodiscard]] ConstTensor view() const { return {begin(), dtype_, rows_, cols_}; }
+  // Guard rows included.
+  [[nodiscard]] Tensor with_guards() {
+    return {bytes_.data(), dtype_, cols_ == 0 ? 0 : rows_ + 2 * kGuardRows, cols_};
+  }
   template <class T>
   [[nodiscard]] T* as() {
     return reinterpret_cast<T*>(view().data);

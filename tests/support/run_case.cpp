@@ -3,119 +3,130 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <deque>
+#include <functional>
+#include <optional>
 #include <thread>
 
+#include "support/case_memory.hpp"
 #include "support/compare.hpp"
+#include "support/stream.hpp"
 
 namespace weft::test {
 namespace {
 
-// Where an output goes: the caller's memory or the exchange's, inside guard rows either way.
-class Output {
- public:
-  Output(Exchange& exchange, const ConstTensor& like, bool is_direct) {
-    if (!like.is_given()) {
-      return;
-    }
-    if (!is_direct) {
-      own_ = Matrix(like.dtype, like.rows, like.cols);
-      tensor_ = own_.view();
-      return;
-    }
-    buffer_ = exchange.allocate(like.rows + 2 * kGuardRows, like.cols, like.dtype);
-    tensor_ = buffer_.tensor();
-    fill_canary(tensor_);
-    tensor_.data += kGuardRows * like.row_bytes();
-    tensor_.rows = like.rows;
-    is_direct_ = true;
-  }
-
-  [[nodiscard]] const Tensor& tensor() const { return tensor_; }
-  [[nodiscard]] bool has_guards_untouched() const {
-    if (!is_direct_) {
-      return own_.has_guards_untouched();
-    }
-    Tensor guard = buffer_.tensor();
-    guard.rows = kGuardRows;
-    const bool is_front_good = is_canary(guard);
-    guard.data = tensor_.data + tensor_.num_bytes();
-    return is_front_good && is_canary(guard);
-  }
-
- private:
-  Tensor tensor_;
-  Matrix own_;
-  Buffer buffer_;
-  bool is_direct_ = false;
+// A result and what it must be.
+struct Expected {
+  const char* what;
+  const CaseMemory::Placed* actual;
+  const Matrix* expected;
+  bool is_sum;  // a GPU's NaN may have other bits
 };
 
 class CaseRun {
  public:
-  CaseRun(Exchange& exchange, const CaseData& data)
+  CaseRun(Exchange& exchange, const CaseData& data, const CallOptions& options)
       : exchange_(exchange),
         data_(data),
+        options_(options),
         rank_(static_cast<size_t>(exchange.rank())),
         random_(data.spec.seed + rank_),
-        plan_(make_plan()) {
-    note(first_difference(plan_, data.plans[rank_]));
+        memory_(exchange) {
+    place_all();
+    plan_ = make_plan();
   }
 
   void run_calls() {
-    for (size_t i = 0; i < data_.calls.size(); ++i) {
-      const RankCall& call = data_.calls[i][rank_];
-      data_.spec.calls[i] == 'd' ? dispatch(call) : combine(call);
+    for (const auto& call : calls_) {
+      be_late();
+      call();
+    }
+  }
+
+  // When all calls are done.
+  void compare_all() {
+    note(first_difference(*plan_, data_.plans[rank_]));
+    memory_.download();
+    for (const Expected& each : expected_) {
+      if (!each.actual->tensor().is_given()) {
+        continue;
+      }
+      const Matrix& actual = each.actual->result();
+      const bool may_differ = each.is_sum && data_.setup.is_on_gpu();
+      note((may_differ ? first_difference_but_nan : static_cast<Compare>(first_difference))(
+          each.what, actual.view(), each.expected->view()
+      ));
+      if (!actual.has_guards_untouched()) {
+        note(fmt::format("{}: bytes around the output were written", each.what));
+      }
     }
   }
 
   [[nodiscard]] const std::string& failure() const { return failure_; }
 
  private:
+  using Compare = std::string (*)(std::string_view, const ConstTensor&, const ConstTensor&);
+
+  void place_all() {
+    const RankRouting& routing = data_.routing[rank_];
+    idx_ = &memory_.add(routing.topk_idx);
+    map_ = &memory_.add(routing.map);
+    weights_ = &memory_.add(routing.weights);
+    for (size_t i = 0; i < data_.calls.size(); ++i) {
+      const RankCall& call = data_.calls[i][rank_];
+      data_.spec.calls[i] == 'd' ? place_dispatch(call) : place_combine(call);
+    }
+    memory_.upload();
+  }
+
   Plan make_plan() {
     be_late();
-    const RankRouting& routing = data_.routing[rank_];
-    return exchange_.plan(routing.routing(), routing.options);
+    const Routing routing = {idx_->tensor(), map_->tensor(), weights_->tensor()};
+    return exchange_.plan(routing, data_.routing[rank_].options, options_);
   }
 
-  void dispatch(const RankCall& call) {
+  void place_dispatch(const RankCall& call) {
     const bool is_mixed = data_.spec.output == OutputMemory::kMixed;
     const bool is_direct = is_mixed ? rank_ % 2 == 0 : data_.spec.output == OutputMemory::kDirect;
-    Output rows(exchange_, call.rows.view(), is_direct);
-    Output weights(exchange_, call.row_weights.view(), false);
-    Output scales(exchange_, call.row_scales.view(), is_direct != is_mixed);
-    be_late();
-    exchange_.dispatch(
-        plan_, call.dispatch_input(), {rows.tensor(), weights.tensor(), scales.tensor()}
-    );
-    compare("dispatch: rows", rows, call.rows);
-    compare("dispatch: weights", weights, call.row_weights);
-    compare("dispatch: scales", scales, call.row_scales);
+    const auto* x = &memory_.add(call.x);
+    const auto* weights = &memory_.add(call.weights);
+    const auto* scales = &memory_.add(call.scales);
+    const auto* rows = &memory_.add_output(call.rows, is_direct);
+    const auto* row_weights = &memory_.add_output(call.row_weights);
+    const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
+    calls_.emplace_back([this, x, weights, scales, rows, row_weights, row_scales] {
+      exchange_.dispatch(
+          *plan_,
+          {x->tensor(), weights->tensor(), scales->tensor()},
+          {rows->tensor(), row_weights->tensor(), row_scales->tensor()},
+          options_
+      );
+    });
+    expected_.push_back({"dispatch: rows", rows, &call.rows, false});
+    expected_.push_back({"dispatch: weights", row_weights, &call.row_weights, false});
+    expected_.push_back({"dispatch: scales", row_scales, &call.row_scales, false});
   }
 
-  void combine(const RankCall& call) {
+  void place_combine(const RankCall& call) {
     // Rows of combine may lie anywhere; here as often in the exchange's memory as not.
-    Output rows(exchange_, call.rows.view(), data_.spec.output != OutputMemory::kStaged);
-    const ConstTensor source = call.rows.view();
-    std::copy_n(source.data, source.num_bytes(), rows.tensor().data);
-    CombineInput in = call.combine_input(data_.spec.scale);
-    in.rows = rows.tensor();
-    Output x(exchange_, call.x.view(), false);
-    Output weights(exchange_, call.weights.view(), false);
-    be_late();
-    exchange_.combine(plan_, in, {x.tensor(), weights.tensor()});
-    compare("combine: x", x, call.x);
-    compare("combine: weights", weights, call.weights);
-  }
-
-  void compare(const char* what, const Output& actual, const Matrix& expected) {
-    if (!actual.tensor().is_given()) {
-      return;
-    }
-    note(first_difference(what, actual.tensor(), expected.view()));
-    if (!actual.has_guards_untouched()) {
-      note(fmt::format("{}: bytes around the output were written", what));
-    }
+    const auto* rows = &memory_.add(call.rows, data_.spec.output != OutputMemory::kStaged);
+    const auto* row_weights = &memory_.add(call.row_weights);
+    const auto* source_weights = &memory_.add(call.source_weights);
+    const auto* x = &memory_.add_output(call.x);
+    const auto* weights = &memory_.add_output(call.weights);
+    calls_.emplace_back([this, rows, row_weights, source_weights, x, weights] {
+      exchange_.combine(
+          *plan_,
+          {rows->tensor(), row_weights->tensor(), source_weights->tensor(), data_.spec.scale},
+          {x->tensor(), weights->tensor()},
+          options_
+      );
+    });
+    expected_.push_back({"combine: x", x, &call.x, true});
+    expected_.push_back({"combine: weights", weights, &call.weights, false});
   }
 
   void be_late() {
@@ -133,15 +144,22 @@ class CaseRun {
 
   Exchange& exchange_;
   const CaseData& data_;
+  CallOptions options_;
   size_t rank_;
   RandomSource random_;
+  CaseMemory memory_;
+  const CaseMemory::Placed* idx_ = nullptr;
+  const CaseMemory::Placed* map_ = nullptr;
+  const CaseMemory::Placed* weights_ = nullptr;
+  std::optional<Plan> plan_;
+  std::vector<std::function<void()>> calls_;
+  std::vector<Expected> expected_;
   std::string failure_;
-  Plan plan_;
 };
 
 std::string run_all(const Group& group, std::span<const CaseData> cases) {
   try {
-    Exchange exchange(group, cases[0].setup.config());
+    Exchange exchange(group, cases[0].setup.config(group.rank()));
     return run_cases(exchange, cases);
   } catch (const std::exception& error) {
     return fmt::format("{} {}", error.what(), describe(cases[0].setup, cases[0].spec));
@@ -151,15 +169,23 @@ std::string run_all(const Group& group, std::span<const CaseData> cases) {
 }  // namespace
 
 std::string run_cases(Exchange& exchange, std::span<const CaseData> cases) {
-  std::vector<CaseRun> runs;
-  runs.reserve(cases.size());
+  std::optional<TestStream> stream;
+  if (cases[0].setup.has_own_stream) {
+    stream.emplace(exchange.config().device);
+  }
+  std::deque<CaseRun> runs;  // whose addresses stay
   for (const CaseData& data : cases) {
-    runs.emplace_back(exchange, data);
+    runs.emplace_back(exchange, data, CallOptions{.stream = stream ? stream->get() : nullptr});
+  }
+  std::for_each(runs.rbegin(), runs.rend(), [](CaseRun& run) { run.run_calls(); });
+  if (stream) {
+    stream->wait();
+    exchange.check();
   }
   std::string failure;
-  for (size_t i = runs.size(); i > 0; --i) {
-    runs[i - 1].run_calls();
-    failure = failure.empty() ? runs[i - 1].failure() : failure;
+  for (CaseRun& run : runs) {
+    run.compare_all();
+    failure = failure.empty() ? run.failure() : failure;
   }
   return failure;
 }

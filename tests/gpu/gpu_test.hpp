@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+// What tests of the exchange on GPUs share.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "support/exchange_case.hpp"
+#include "support/gpus.hpp"
+
+namespace weft::test {
+
+// Of every wait; a first call of many ranks on one GPU takes some milliseconds.
+inline constexpr std::chrono::milliseconds kGpuTimeout = std::chrono::seconds(10);
+
+[[nodiscard]] inline int num_gpus() {
+  return static_cast<int>(gpus_here().gpus.size());
+}
+
+// Skips without a GPU.
+template <class Base>
+class GpuTestOf : public Base {
+ protected:
+  void SetUp() override {
+    if (num_gpus() == 0) {
+      GTEST_SKIP() << "no GPU: " << gpus_here().none_reason;
+    }
+  }
+};
+using GpuTest = GpuTestOf<testing::Test>;
+template <class Parameter>
+using GpuParamTest = GpuTestOf<testing::TestWithParam<Parameter>>;
+
+// kVector, and kBulk where every GPU has it.
+[[nodiscard]] inline std::vector<Mover> movers_here() {
+  std::vector<Mover> movers = {Mover::kVector, Mover::kBulk};
+  for (const GpuInfo& gpu : gpus_here().gpus) {
+    movers.resize(gpu.major < 9 ? 1 : movers.size());
+  }
+  return movers;
+}
+
+[[nodiscard]] inline ExchangeSetup gpu_setup(int num_ranks, int num_gpus) {
+  ExchangeSetup setup;
+  setup.num_ranks = num_ranks;
+  setup.num_gpus = num_gpus;
+  setup.num_experts = 4 * num_ranks;
+  setup.timeout = kGpuTimeout;
+  return setup;
+}
+
+[[nodiscard]] inline uint64_t number_from_env(const char* name, uint64_t otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
+}
+
+// Reports failures, and when to stop: each may have cost a timeout.
+class FailureCount {
+ public:
+  void add(const std::string& failure) {
+    EXPECT_EQ(failure, "");
+    count_ += failure.empty() ? 0 : 1;
+    is_timeout_ = is_timeout_ || failure.find(" waited ") != std::string::npos;
+  }
+  [[nodiscard]] bool are_too_many() const { return is_timeout_ || count_ >= 4; }
+
+ private:
+  int count_ = 0;
+  bool is_timeout_ = false;
+};
+
+}  // namespace weft::test
