@@ -120,6 +120,20 @@ Json machine_json() {
       {"open_files_limit", machine.open_files_limit}};
 }
 
+// A row for each GPU: how it reaches the memory of each other one.
+Json peer_access_json() {
+  Json json = Json::array();
+  const auto reach = gpu_reach();
+  for (size_t from = 0; from < reach.size(); ++from) {
+    Json row = {{"gpu", static_cast<int64_t>(from)}};
+    for (size_t to = 0; to < reach[from].size(); ++to) {
+      row[fmt::format("to_{}", to)] = gpu_reach_name(reach[from][to]);
+    }
+    json.push_back(row);
+  }
+  return json;
+}
+
 Json gpus_json() {
   const GpuList list = list_gpus();
   Json json = {
@@ -130,8 +144,13 @@ Json gpus_json() {
     json["list"].push_back(
         {{"name", gpu.name},
          {"capability", fmt::format("{}.{}", gpu.major, gpu.minor)},
-         {"memory_bytes", gpu.memory_bytes}}
+         {"multiprocessors", gpu.num_sms},
+         {"memory_bytes", gpu.memory_bytes},
+         {"l2_bytes", gpu.l2_bytes}}
     );
+  }
+  if (list.gpus.size() > 1) {
+    json["peer_access"] = peer_access_json();
   }
   if (list.gpus.empty()) {
     json["none_because"] = list.none_reason;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace weft {
@@ -13,6 +14,8 @@ struct GpuInfo {
   int major = 0;  // compute capability, "9.0"
   int minor = 0;
   int64_t memory_bytes = 0;
+  int num_sms = 0;
+  int64_t l2_bytes = 0;
 };
 
 struct GpuList {
@@ -24,5 +27,18 @@ struct GpuList {
 
 // Never throws for a missing driver or GPU: `none_reason` then says which.
 [[nodiscard]] GpuList list_gpus();
+
+// How one GPU reaches another's memory.
+enum class GpuReach : uint8_t {
+  kItself,
+  kNone,
+  kCopies,   // loads and stores, no atomics: over PCIe
+  kAtomics,  // and atomics, as NVLink has them
+};
+
+[[nodiscard]] std::string_view gpu_reach_name(GpuReach reach);
+
+// [from][to] over the GPUs of list_gpus(); empty without any. Never throws.
+[[nodiscard]] std::vector<std::vector<GpuReach>> gpu_reach();
 
 }  // namespace weft

@@ -12,6 +12,23 @@ std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
+GpuReach reach_between(int from, int to) {
+  if (from == to) {
+    return GpuReach::kItself;
+  }
+  int can_access = 0;
+  int has_atomics = 0;
+  if (cudaDeviceCanAccessPeer(&can_access, from, to) != cudaSuccess || can_access == 0) {
+    static_cast<void>(cudaGetLastError());
+    return GpuReach::kNone;
+  }
+  const auto attribute = cudaDevP2PAttrNativeAtomicSupported;
+  if (cudaDeviceGetP2PAttribute(&has_atomics, attribute, from, to) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+  }
+  return has_atomics != 0 ? GpuReach::kAtomics : GpuReach::kCopies;
+}
+
 }  // namespace
 
 GpuList list_gpus() {
@@ -37,7 +54,9 @@ GpuList list_gpus() {
           {properties.name,
            properties.major,
            properties.minor,
-           static_cast<int64_t>(properties.totalGlobalMem)}
+           static_cast<int64_t>(properties.totalGlobalMem),
+           properties.multiProcessorCount,
+           properties.l2CacheSize}
       );
     }
   }
@@ -45,6 +64,36 @@ GpuList list_gpus() {
     list.none_reason = "the driver lists no GPU";
   }
   return list;
+}
+
+std::string_view gpu_reach_name(GpuReach reach) {
+  switch (reach) {
+    case GpuReach::kItself:
+      return "itself";
+    case GpuReach::kNone:
+      return "none";
+    case GpuReach::kCopies:
+      return "loads and stores";
+    case GpuReach::kAtomics:
+      return "atomics too";
+  }
+  return "unknown";
+}
+
+std::vector<std::vector<GpuReach>> gpu_reach() {
+  int num_gpus = 0;
+  if (cudaGetDeviceCount(&num_gpus) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return {};
+  }
+  std::vector<std::vector<GpuReach>> reach;
+  for (int from = 0; from < num_gpus; ++from) {
+    auto& row = reach.emplace_back();
+    for (int to = 0; to < num_gpus; ++to) {
+      row.push_back(reach_between(from, to));
+    }
+  }
+  return reach;
 }
 
 }  // namespace weft

@@ -9,4 +9,12 @@ GpuList list_gpus() {
   return list;
 }
 
+std::string_view gpu_reach_name(GpuReach) {
+  return {};
+}
+
+std::vector<std::vector<GpuReach>> gpu_reach() {
+  return {};
+}
+
 }  // namespace weft

@@ -3,7 +3,7 @@
 
 from conftest import weft
 
-QUICK = ["--seconds", "0.002", "--source-bytes", 1 << 18]
+QUICK = ["--device", "cpu", "--seconds", "0.002", "--source-bytes", 1 << 18]
 
 
 def test_every_way_of_copying_has_a_rate():
@@ -19,3 +19,8 @@ def test_every_way_of_copying_has_a_rate():
 def test_rows_that_cannot_be_copied_are_refused():
     assert "multiple of 16" in weft("limits", "--row-bytes", 40, *QUICK, code=1).stderr
     assert "--ranks" in weft("limits", "--ranks", 0, code=2).stderr
+
+
+def test_files_are_for_rates_of_gpus():
+    assert "only the limits of GPUs" in weft("limits", *QUICK, "--json", "x.json", code=2).stderr
+    assert "--device" in weft("limits", "--device", "tpu", code=2).stderr
