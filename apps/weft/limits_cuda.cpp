@@ -10,6 +10,7 @@
 #include <optional>
 #include <span>
 
+#include "core/check.hpp"
 #include "core/check_cuda.hpp"
 #include "gpu_timer_cuda.hpp"
 #include "link_copies_cuda.hpp"
