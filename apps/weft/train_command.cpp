@@ -9,6 +9,7 @@
 #include "commands.hpp"
 #include "moe/text.hpp"
 #include "stop_request.hpp"
+#include "train_device.hpp"
 #include "train_options.hpp"
 #include "train_run.hpp"
 #include "weft/error.hpp"
@@ -21,6 +22,7 @@ constexpr double kDefaultSeconds = 60;
 constexpr const char* kFooter =
     R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
 back only through Weft, forward and backward. The loss depends on the seed, not on the ranks.
+Where there are GPUs the model is on them, in bf16: rank r on GPU r modulo their number.
 
 Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
 
@@ -29,6 +31,7 @@ Examples:
   weft train book.txt --steps 500 --html run.html    a page with loss curve and load per expert
   weft train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
   weft train book.txt --checkpoint run.ckpt --resume --steps 1000
+  weft train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
   weft train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
   mpirun -n 4 weft train book.txt                    ranks started by a launcher)";
 
@@ -58,16 +61,6 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   add("--learning-rate", config.learning_rate, "Learning rate");
   add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
   add("--seed", config.seed, "Seed of parameters and batches");
-  app.add_option("--dtype", config.dtype, "Type of the rows that travel")
-      ->transform(Choice<DType>(
-          {{"fp32", DType::kFloat32},
-           {"float32", DType::kFloat32},
-           {"bf16", DType::kBFloat16},
-           {"bfloat16", DType::kBFloat16}},
-          "fp32|bf16"
-      ))
-      ->default_str("fp32")
-      ->group("Model");
   app.add_option("--transport", config.transport, "How rows travel, see `weft info`")
       ->capture_default_str();
 }
@@ -91,10 +84,11 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
   add("--json", options.json_path, "Write the numbers");
 }
 
-void run_train(TrainOptions& options) {
+void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.steps == 0 && options.seconds == 0) {
     options.seconds = kDefaultSeconds;
   }
+  settle_device(command, options);
   if (!is_launched()) {
     try {
       moe::validate(options.config, -1, options.ranks.num_ranks);
@@ -115,8 +109,9 @@ void add_train(CLI::App& app) {
   auto options = std::make_shared<TrainOptions>();
   add_limit_options(*command, *options);
   add_model_options(*command, *options);
+  add_device_options(*command, *options);
   add_file_options(*command, *options);
-  command->callback([options] { run_train(*options); });
+  command->callback([command, options] { run_train(*command, *options); });
 }
 
 }  // namespace weft::program

@@ -115,6 +115,8 @@ Json config_json(const TrainFacts& facts) {
   const auto& model = config.model;
   return {
       {"ranks", facts.num_ranks},
+      {"executor", facts.num_gpus > 0 ? "cuda" : "cpu"},
+      {"gpus", facts.num_gpus},
       {"transport", facts.transport},
       {"dtype", dtype_name(config.dtype)},
       {"global_batch", config.global_batch},

@@ -55,7 +55,7 @@ std::string train_headline(const TrainFacts& facts) {
   return fmt::format(
       "{} ({}): {} parameters, {} met by a token\n"
       "{} blocks of {} experts, top-{}, hidden {}, expert hidden {}, window {}\n"
-      "{} ranks over {}, {} tokens a step, {}, seed {}\n",
+      "{} ranks{} over {}, {} tokens a step, {}, seed {}\n",
       facts.text_path,
       bytes_text(static_cast<double>(facts.text_bytes)),
       count_text(facts.num_parameters),
@@ -67,6 +67,7 @@ std::string train_headline(const TrainFacts& facts) {
       model.expert_hidden,
       model.window,
       facts.num_ranks,
+      facts.num_gpus > 0 ? fmt::format(" on {} GPUs", facts.num_gpus) : "",
       facts.transport,
       count_text(config.global_batch),
       dtype_name(config.dtype),

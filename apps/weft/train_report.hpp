@@ -21,6 +21,7 @@ struct TrainFacts {
   int64_t text_bytes = 0;
   moe::TrainConfig config;
   std::string transport;  // the one in use
+  int num_gpus = 0;       // in use; 0: the cores
   int num_ranks = 0;
   int64_t num_parameters = 0;
   int64_t num_active_parameters = 0;

@@ -15,6 +15,7 @@
 #include "moe/trainer.hpp"
 #include "plan/routing_file.hpp"
 #include "progress.hpp"
+#include "train_device.hpp"
 #include "train_record.hpp"
 #include "train_report.hpp"
 
@@ -25,6 +26,12 @@ constexpr double kReportSeconds = 15;  // between two versions of the page
 
 int64_t token_row_bytes(const moe::TrainConfig& config) {
   return config.model.hidden * dtype_bytes(config.dtype);
+}
+
+moe::TrainConfig config_of_rank(const TrainOptions& options, int rank) {
+  moe::TrainConfig config = options.config;
+  config.device = device_of_rank(options, rank);
+  return config;
 }
 
 class TrainRun {
@@ -39,7 +46,7 @@ class TrainRun {
         options_(options),
         stop_(stop),
         is_speaker_(group.rank() == 0),
-        trainer_(group, options.config, text),
+        trainer_(group, config_of_rank(options, group.rank()), text),
         record_(options.config.model, token_row_bytes(options.config)),
         progress_("train", is_speaker_) {
     if (options.is_resumed) {
@@ -50,6 +57,7 @@ class TrainRun {
         .text_bytes = static_cast<int64_t>(text.size()),
         .config = options.config,
         .transport = trainer_.exchange().config().transport,
+        .num_gpus = is_on_gpu() ? std::min(options.num_gpus, group.num_ranks()) : 0,
         .num_ranks = group.num_ranks(),
         .num_parameters = trainer_.num_parameters(),
         .num_active_parameters = trainer_.num_active_parameters(),
@@ -73,6 +81,9 @@ class TrainRun {
   }
 
  private:
+  [[nodiscard]] bool is_on_gpu() const {
+    return options_.config.device.kind == Device::Kind::kCuda;
+  }
   [[nodiscard]] bool has_all_steps() const {
     return options_.steps > 0 && trainer_.steps_done() >= options_.steps;
   }
@@ -180,10 +191,13 @@ class TrainRun {
     }
   }
 
-  // Rank 0 measures the limit and reports while the others wait with idle cores.
+  // Rank 0 measures the limit (of a host's memory) and reports while the others wait with idle
+  // cores.
   void finish() {
     if (is_speaker_) {
-      facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes());
+      if (!is_on_gpu()) {
+        facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes());
+      }
       write_reports();
       progress_.clear();
       print_result();
@@ -198,10 +212,10 @@ class TrainRun {
     }
     fmt::print(
         "\n{}\nWhere the time went, mean over the ranks\n{}\n"
-        "What the exchange moved, all ranks together (copying alone: {:.1f} GB/s)\n{}{}\n\n{}\n",
+        "What the exchange moved, all ranks together{}\n{}{}\n\n{}\n",
         loss_table(record_).text(),
         phase_table(record_).text(),
-        facts_.rates.scatter,
+        is_on_gpu() ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts_.rates.scatter),
         exchange_table(facts_, record_).text(),
         wait_text(record_),
         load_picture(record_)

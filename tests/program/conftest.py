@@ -12,7 +12,8 @@ PROGRAM = os.environ.get("WEFT_PROGRAM", "build/cpu/apps/weft/weft")
 TIMEOUT = 120
 
 # A model that trains some steps in a moment.
-TINY = "--window 4 --hidden 16 --expert-hidden 16 --blocks 2 --experts 4 --topk 2 --batch 32".split()
+TINY_MODEL = "--window 4 --hidden 16 --expert-hidden 16 --blocks 2 --experts 4 --topk 2 --batch 32".split()
+TINY = [*TINY_MODEL, "--device", "cpu"]
 
 
 def clean_environment(**extra):
