@@ -12,7 +12,7 @@
 namespace weft::bench {
 namespace {
 
-constexpr int64_t kSamples = 61;  // rows of a matrix; no factor of any padding
+constexpr int64_t kSamples = 31;  // rows of a matrix; no factor of any padding
 
 using Row = std::vector<uint16_t>;
 

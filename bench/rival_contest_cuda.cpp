@@ -152,7 +152,7 @@ class Contest {
     };
     bool is_dispatched = true;
     bool is_combined = true;
-    for (size_t version = 0; version < plans.size(); ++version) {
+    for (const size_t version : {size_t{0}, plans.size() - 1}) {
       is_dispatched &= is_dispatch_right(*rival_, plans[version], routing_[version]);
       is_combined &= is_combine_right(*rival_, plans[version], routing_[version]);
     }

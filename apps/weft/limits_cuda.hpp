@@ -48,7 +48,7 @@ struct GpuLinkLimits {
 
 // The yardstick of all percentages on GPUs, GB/s: what the copy engines move out of each GPU when
 // all send to all. Takes less than a second, is remembered by the process; 0 with fewer than two
-// GPUs.
+// GPUs, or where one cannot reach another.
 [[nodiscard]] double all_to_all_limit_gbps();
 // Read + written by a copy inside GPU 0; likewise. 0 without a GPU.
 [[nodiscard]] double local_copy_limit_gbps();

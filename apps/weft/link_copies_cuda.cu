@@ -130,10 +130,12 @@ __device__ bool wait_for(const uint32_t* mine, uint32_t wanted, uint64_t deadlin
   return true;
 }
 
-__global__ void signals(uint32_t* theirs, uint32_t* mine, uint32_t count, bool is_first) {
+__global__ void signals(
+    uint32_t* theirs, uint32_t* mine, uint32_t begin, uint32_t count, bool is_first
+) {
   constexpr uint64_t kSecond = 1'000'000'000;
   const uint64_t deadline = ptx::nanoseconds() + kSecond;
-  for (uint32_t i = 1; i <= count; ++i) {
+  for (uint32_t i = begin + 1; i <= begin + count; ++i) {
     if (is_first) {
       ptx::store_release_sys(theirs, i);
     }
@@ -169,9 +171,14 @@ int64_t copy_by_large_pieces(const LinkBlocks& blocks, int sms, cudaStream_t str
 }
 
 void exchange_signals(
-    uint32_t* theirs, uint32_t* mine, uint32_t count, bool is_first, cudaStream_t stream
+    uint32_t* theirs,
+    uint32_t* mine,
+    uint32_t begin,
+    uint32_t count,
+    bool is_first,
+    cudaStream_t stream
 ) {
-  signals<<<1, 1, 0, stream>>>(theirs, mine, count, is_first);
+  signals<<<1, 1, 0, stream>>>(theirs, mine, begin, count, is_first);
 }
 
 void hold_stream(const uint32_t* gate, uint32_t wanted, cudaStream_t stream) {

@@ -29,10 +29,16 @@ int64_t copy_by_words(const LinkBlocks& blocks, int sms, cudaStream_t stream);
 int64_t copy_by_small_pieces(const LinkBlocks& blocks, int sms, cudaStream_t stream);
 int64_t copy_by_large_pieces(const LinkBlocks& blocks, int sms, cudaStream_t stream);
 
-// Raises `theirs` (a peer's memory) and waits for `mine`, `count` times in turn with the same on
-// the peer, where `is_first` is false. Ends after a second at the latest.
+// Raises `theirs` (a peer's memory) from `begin` by ones and waits for `mine` to follow, `count`
+// times in turn with the same on the peer, where `is_first` is false. Both words hold `begin`
+// before. Ends after a second at the latest.
 void exchange_signals(
-    uint32_t* theirs, uint32_t* mine, uint32_t count, bool is_first, cudaStream_t stream
+    uint32_t* theirs,
+    uint32_t* mine,
+    uint32_t begin,
+    uint32_t count,
+    bool is_first,
+    cudaStream_t stream
 );
 
 // Ends when *gate (pinned host memory) has reached `wanted`, or after a second.

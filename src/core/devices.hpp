@@ -14,7 +14,7 @@ struct GpuInfo {
   int major = 0;  // compute capability, "9.0"
   int minor = 0;
   int64_t memory_bytes = 0;
-  int num_sms = 0;
+  int num_sms = 0;  // this and the next: 0 from probe_gpus()
   int64_t l2_bytes = 0;
 };
 
