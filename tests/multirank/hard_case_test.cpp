@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong first, by name. Each on both transports and with every layout.
+// What goes wrong first, by name. Each in every world and with every layout.
 #include <gtest/gtest.h>
 
+#include "multirank/worlds.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {
@@ -12,19 +13,31 @@ using Parameters = std::tuple<std::string, Layout>;
 class HardCaseTest : public testing::TestWithParam<Parameters> {
  protected:
   HardCaseTest() {
-    setup_.transport = std::get<0>(GetParam());
     spec_.layout = std::get<1>(GetParam());
     spec_.seed = 77;
     use_ranks(3);
   }
 
+  void SetUp() override {
+    const std::string reason = obstacle(std::get<0>(GetParam()));
+    if (!reason.empty()) {
+      GTEST_SKIP() << reason;
+    }
+  }
   void use_ranks(int num_ranks) {
     setup_.num_ranks = num_ranks;
     setup_.num_experts = 4 * num_ranks;
     spec_.num_tokens.assign(static_cast<size_t>(num_ranks), 40);
   }
   [[nodiscard]] bool is_rank_major() const { return spec_.layout == Layout::kRankMajor; }
-  void expect_reference_bits() { EXPECT_EQ(run_on_threads(setup_, spec_), ""); }
+  [[nodiscard]] std::vector<ExchangeSetup> setups() const {
+    return in_world(std::get<0>(GetParam()), setup_);
+  }
+  void expect_reference_bits() {
+    for (const ExchangeSetup& setup : setups()) {
+      EXPECT_EQ(run_on_threads(setup, spec_), "");
+    }
+  }
 
   ExchangeSetup setup_;
   Case spec_;
@@ -161,13 +174,15 @@ TEST_P(WeightedCombineTest, WeighsRowsByThePlanAndByTheSource) {
 }
 
 TEST_P(HardCaseTest, KeepsSeveralPlansAliveOutOfOrder) {
-  std::vector<CaseData> cases;
-  for (uint64_t seed = 1; seed <= 5; ++seed) {
-    spec_.seed = seed;
-    spec_.pad_multiple = is_rank_major() ? 1 : static_cast<int64_t>(seed);
-    cases.push_back(make_case_data(setup_, spec_));
+  for (const ExchangeSetup& setup : setups()) {
+    std::vector<CaseData> cases;
+    for (uint64_t seed = 1; seed <= 5; ++seed) {
+      spec_.seed = seed;
+      spec_.pad_multiple = is_rank_major() ? 1 : static_cast<int64_t>(seed);
+      cases.push_back(make_case_data(setup, spec_));
+    }
+    EXPECT_EQ(run_cases_on_threads(cases), "");
   }
-  EXPECT_EQ(run_cases_on_threads(cases), "");
 }
 
 std::string test_name(const testing::TestParamInfo<Parameters>& info) {
@@ -178,7 +193,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     HardCaseTest,
     testing::Combine(
-        testing::Values("loopback", "shm"),
+        testing::ValuesIn(worlds()),
         testing::Values(Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided)
     ),
     test_name
@@ -188,8 +203,7 @@ INSTANTIATE_TEST_SUITE_P(
     All,
     WeightedCombineTest,
     testing::Combine(
-        testing::Values("loopback", "shm"),
-        testing::Values(Layout::kExpertMajor, Layout::kExpertStrided)
+        testing::ValuesIn(worlds()), testing::Values(Layout::kExpertMajor, Layout::kExpertStrided)
     ),
     test_name
 );

@@ -121,7 +121,11 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   options.layout = data.spec.layout;
   options.pad_multiple = data.spec.pad_multiple;
   std::vector<int64_t> budgets(tables.size(), -1);
-  if (data.spec.room != Room::kExact) {
+  if (data.spec.rows >= 0 && options.layout == Layout::kExpertStrided) {
+    options.expert_stride = data.spec.rows;
+  } else if (data.spec.rows >= 0) {
+    std::fill(budgets.begin(), budgets.end(), data.spec.rows);
+  } else if (data.spec.room != Room::kExact) {
     const auto exact = reference_plans(tables, num_experts, options);
     if (options.layout == Layout::kExpertStrided) {
       const int64_t stride = exact[0].shape.options.expert_stride;

@@ -2,6 +2,7 @@
 #include "support/case_memory.hpp"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "core/device_memory.hpp"
 
@@ -42,6 +43,17 @@ const CaseMemory::Placed& CaseMemory::add_output(const Matrix& like, bool is_dir
   return add(view.is_given() ? Matrix(view.dtype, view.rows, view.cols) : Matrix(), is_direct);
 }
 
+void CaseMemory::replace(const Placed& placed, const Matrix& content) {
+  const ConstTensor old = placed.host_.view();
+  const ConstTensor now = content.view();
+  if (old.rows != now.rows || old.cols != now.cols || old.dtype != now.dtype) {
+    throw std::invalid_argument("replace: the new matrix has another shape");
+  }
+  std::find_if(all_.begin(), all_.end(), [&](const Placed& each) {
+    return &each == &placed;
+  })->host_ = content;
+}
+
 std::byte* CaseMemory::begin_of(const Placed& placed) const {
   std::byte* direct = placed.buffer_.tensor().data;
   return direct != nullptr ? direct : memory_.get() + placed.offset_;
@@ -49,7 +61,9 @@ std::byte* CaseMemory::begin_of(const Placed& placed) const {
 
 void CaseMemory::upload() {
   host_.resize(num_bytes_);
-  memory_ = allocate_on(device_, num_bytes_);
+  if (!memory_) {
+    memory_ = allocate_on(device_, num_bytes_);
+  }
   for (Placed& placed : all_) {
     if (!placed.tensor_.is_given()) {
       continue;

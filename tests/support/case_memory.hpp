@@ -37,6 +37,9 @@ class CaseMemory {
   // A place for a result like this, filled with the canary.
   const Placed& add_output(const Matrix& like, bool is_direct = false);
 
+  // Another content of the same shape at the same place, from the next upload() on.
+  void replace(const Placed& placed, const Matrix& content);
+
   void upload();
   void download();
 

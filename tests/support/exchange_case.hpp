@@ -66,6 +66,8 @@ struct Case {
   Layout layout = Layout::kExpertMajor;
   int64_t pad_multiple = 1;
   Room room = Room::kExact;
+  int64_t rows = -1;  // if not negative, instead of room: rows of every rank, or of every expert
+                      // with kExpertStrided
 
   // Calls: 'd' dispatches, 'c' combines; with data of their own each, in this order.
   std::string calls = "dc";

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes wrong between GPUs: an error with the cause on every rank, no hang, and an exchange
+// that goes on where nothing was lost.
+#include <fmt/format.h>
+
+#include <thread>
+
+#include "gpu/fault_world.hpp"
+#include "support/stream.hpp"
+
+namespace weft::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+// On one GPU, and on all.
+class GpuFaultTest : public GpuParamTest<bool> {
+ protected:
+  void SetUp() override {
+    GpuParamTest<bool>::SetUp();
+    if (GetParam() && num_gpus() == 1) {
+      GTEST_SKIP() << "one GPU only";
+    }
+  }
+  [[nodiscard]] static int gpus() { return GetParam() ? num_gpus() : 1; }
+};
+
+TEST_P(GpuFaultTest, NamesTheFieldOfAPlanThatDiffers) {
+  expect_disagreement(gpus(), "plan: pad_multiple", {1, 16}, [](FaultRank& own) {
+    own.options.pad_multiple = own.rank == 2 ? 16 : 1;
+    own.make_plan();
+  });
+  expect_disagreement(gpus(), "plan: layout", {1, 0}, [](FaultRank& own) {
+    own.options.layout = own.rank == 2 ? Layout::kRankMajor : Layout::kExpertMajor;
+    own.make_plan();
+  });
+}
+
+TEST_P(GpuFaultTest, NamesTheFieldOfADispatchThatDiffers) {
+  expect_disagreement(gpus(), "dispatch: dtype", {2, 3}, [](FaultRank& own) {
+    if (own.rank == 2) {  // the same bytes, told otherwise
+      own.dispatch_in.x.dtype = own.dispatch_out.rows.dtype = DType::kByte;
+      own.dispatch_in.x.cols = own.dispatch_out.rows.cols = 128;
+    }
+    own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+  });
+  expect_disagreement(gpus(), "dispatch: weights", {1, 0}, [](FaultRank& own) {
+    if (own.rank == 2) {
+      own.dispatch_in.weights = {};
+      own.dispatch_out.weights = {};
+    }
+    own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+  });
+}
+
+TEST_P(GpuFaultTest, NamesTheFieldOfACombineThatDiffers) {
+  expect_disagreement(gpus(), "combine: scale", {0, 1}, [](FaultRank& own) {
+    own.combine_in.scale = own.rank == 2 ? CombineScale::kPlanWeights : CombineScale::kNone;
+    own.exchange.combine(*own.plan, own.combine_in, own.combine_out);
+  });
+}
+
+TEST_P(GpuFaultTest, NamesTheRankThatMakesAnotherCall) {
+  const auto texts = fault_texts(gpus(), [](FaultRank& own) {
+    if (own.rank == 2) {
+      own.make_plan();
+    } else {
+      own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+    }
+  });
+  const std::string why =
+      "(all ranks make the same calls in the same order; this is call 2) [rank ";
+  EXPECT_EQ(texts[0], "dispatch: rank 2 calls plan " + why + "0/3, peer]");
+  EXPECT_EQ(texts[1], "dispatch: rank 2 calls plan " + why + "1/3, peer]");
+  EXPECT_TRUE(
+      texts[2] == "plan: rank 0 calls dispatch " + why + "2/3, peer]" ||
+      texts[2] == "plan: rank 1 calls dispatch " + why + "2/3, peer]"
+  ) << texts[2];
+}
+
+TEST_P(GpuFaultTest, RefusesAnIndexOutOfRange) {
+  for (const int64_t value : {-2, 6}) {
+    expect_refusal(
+        gpus(),
+        "plan",
+        fmt::format(
+            "plan: topk_idx[7, 1] = {} is out of range (num_experts = 6, -1 = no route)", value
+        ),
+        [&](FaultRank& own) {
+          if (own.rank == 1) {
+            own.set_index(7, 1, value);
+          }
+          own.make_plan();
+        }
+    );
+  }
+}
+
+TEST_P(GpuFaultTest, RefusesWrongArguments) {
+  const auto refuse = [](const std::string& reason, const std::function<void(FaultRank&)>& spoil) {
+    expect_refusal(gpus(), "dispatch", "dispatch: " + reason, [&](FaultRank& own) {
+      if (own.rank == 1) {
+        spoil(own);
+      }
+      own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+    });
+  };
+  refuse("x has shape [31, 32] (expected [32, 32])", [](FaultRank& own) {
+    own.dispatch_in.x.rows = 31;
+  });
+  refuse("x has row stride 40 (expected 32: rows must be adjacent)", [](FaultRank& own) {
+    own.dispatch_in.x.row_stride = 40;
+  });
+  refuse(
+      fmt::format("x is on cpu (the exchange is on cuda {})", gpus() > 1 ? 1 : 0),
+      [](FaultRank& own) { own.dispatch_in.x.device = {}; }
+  );
+  expect_refusal(
+      gpus(),
+      "combine",
+      "combine: x has dtype float16 (expected float32)",
+      [](FaultRank& own) {
+        if (own.rank == 1) {
+          own.combine_out.x.dtype = DType::kFloat16;
+        }
+        own.exchange.combine(*own.plan, own.combine_in, own.combine_out);
+      }
+  );
+}
+
+// Rank 2 does not make the last call that the others make.
+void expect_timeout(
+    int num_gpus,
+    const std::string& op,
+    uint32_t number,
+    const FaultCall& before,
+    const FaultCall& call
+) {
+  FaultWorld world(num_gpus);
+  run_threads(3, [&](const Group& group) {
+    Exchange other(group, world.setup.config(group.rank()));
+    ExchangeConfig config = world.setup.config(group.rank());
+    config.timeout = 500ms;
+    Exchange exchange(group, config);
+    FaultRank own(exchange, world.good);
+    before(own);
+    group.barrier();
+    if (group.rank() != 2) {
+      const auto thrown = thrown_by([&] { call(own); });
+      const std::string text = text_of(thrown);
+      EXPECT_TRUE(thrown.value_or(Thrown{}).is_timeout) << text;
+      EXPECT_TRUE(text.starts_with(fmt::format("{}: rank {} waited 500 ms for ", op, group.rank())))
+          << text;
+      EXPECT_NE(text.find(fmt::format(" of rank 2 in call {} (seen ", number)), std::string::npos)
+          << text;
+      EXPECT_EQ(text_of(thrown_by([&] { own.make_plan(); })), text) << "told again";
+    }
+    group.barrier();
+    // Nothing else in this process is harmed.
+    EXPECT_EQ(run_cases(other, {&world.good, 1}), "");
+    group.barrier();
+  });
+}
+
+TEST_P(GpuFaultTest, NamesTheRankThatDoesNotPlan) {
+  expect_timeout(
+      gpus(), "plan", 1, [](FaultRank&) {}, [](FaultRank& own) { own.make_plan(); }
+  );
+}
+
+TEST_P(GpuFaultTest, NamesTheRankThatDoesNotDispatch) {
+  expect_timeout(
+      gpus(),
+      "dispatch",
+      2,
+      [](FaultRank& own) { own.make_plan(); },
+      [](FaultRank& own) { own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out); }
+  );
+}
+
+TEST_P(GpuFaultTest, NamesTheRankThatDoesNotCombine) {
+  expect_timeout(
+      gpus(),
+      "combine",
+      2,
+      [](FaultRank& own) { own.make_plan(); },
+      [](FaultRank& own) { own.exchange.combine(*own.plan, own.combine_in, own.combine_out); }
+  );
+}
+
+TEST_P(GpuFaultTest, TellsAfterAQueuedCallByCheck) {
+  const auto texts = fault_texts(gpus(), [](FaultRank& own) {
+    const TestStream stream(own.exchange.config().device);
+    own.dispatch_in.x.dtype = own.rank == 2 ? DType::kByte : DType::kFloat32;
+    own.dispatch_out.rows.dtype = own.dispatch_in.x.dtype;
+    own.dispatch_in.x.cols = own.dispatch_out.rows.cols = own.rank == 2 ? 128 : 32;
+    own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, {.stream = stream.get()});
+    stream.wait();
+    own.exchange.check();
+  });
+  for (const std::string& text : texts) {
+    EXPECT_TRUE(text.starts_with("dispatch: dtype = ")) << text;
+  }
+}
+
+TEST_P(GpuFaultTest, RefusesAConfigThatCannotBe) {
+  const FaultWorld world(gpus());
+  run_threads(3, [&](const Group& group) {
+    const auto text_with = [&](const auto& change) {
+      ExchangeConfig config = world.setup.config(group.rank());
+      change(config);
+      return text_of(thrown_by([&] { const Exchange exchange(group, config); }));
+    };
+    EXPECT_TRUE(text_with([](auto& config) { config.device.index = 99; }
+    ).starts_with("exchange: device cuda 99 ("));
+    EXPECT_TRUE(text_with([](auto& config) { config.transport = "shm"; }
+    ).starts_with("exchange: transport shm on a GPU (expected auto or peer)"));
+    Exchange exchange(group, world.setup.config(group.rank()));
+    EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "");
+    group.barrier();
+  });
+}
+
+// A slow rank is named by the time that others waited for it.
+TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
+  const FaultWorld world(gpus());
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange(group, world.setup.config(group.rank()));
+    FaultRank own(exchange, world.good);
+    group.barrier();
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(100ms);
+    }
+    own.make_plan();
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+    exchange.combine(*own.plan, own.combine_in, own.combine_out);
+    const ExchangeStats stats = exchange.stats();
+    EXPECT_EQ(stats.num_plans, 1);
+    EXPECT_EQ(stats.num_dispatches, 1);
+    EXPECT_EQ(stats.num_combines, 1);
+    ASSERT_EQ(stats.wait_seconds.size(), 3U);
+    if (group.rank() != 1) {
+      EXPECT_GT(stats.wait_seconds[1], 0.05);
+    }
+    EXPECT_GT(exchange.footprint().control_bytes, 0);
+    EXPECT_GT(exchange.footprint().staging_bytes, 0);
+    {
+      const Buffer buffer = exchange.allocate(100, 1000, DType::kFloat32);
+      EXPECT_EQ(buffer.tensor().device, exchange.config().device);
+      EXPECT_GE(exchange.footprint().buffer_bytes, 400'000);
+    }
+    EXPECT_EQ(exchange.footprint().buffer_bytes, 0);
+    EXPECT_GT(exchange.footprint().pooled_bytes, 0);
+    group.barrier();
+    exchange.release_pooled();
+    EXPECT_EQ(exchange.footprint().pooled_bytes, 0);
+    group.barrier();
+    EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "");
+    group.barrier();
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    GpuFaultTest,
+    testing::Values(false, true),
+    [](const testing::TestParamInfo<bool>& param) { return param.param ? "all_gpus" : "one_gpu"; }
+);
+
+}  // namespace
+}  // namespace weft::test

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "gpu/fault_world.hpp"
+
+#include <fmt/format.h>
+
+namespace weft::test {
+
+FaultWorld::FaultWorld(int num_gpus) {
+  setup = gpu_setup(3, num_gpus);
+  setup.num_experts = 6;
+  setup.max_tokens = 32;
+  Case spec;
+  spec.num_tokens = {20, 32, 7};
+  spec.scale_cols = 4;
+  good = make_case_data(setup, spec);
+}
+
+FaultRank::FaultRank(Exchange& used, const CaseData& data)
+    : exchange(used), rank(used.rank()), memory(used) {
+  const auto own = static_cast<size_t>(rank);
+  const RankCall& dispatch = data.calls[0][own];
+  const RankCall& combine = data.calls[1][own];
+  idx = &memory.add(data.routing[own].topk_idx);
+  const auto& weights = memory.add(data.routing[own].weights);
+  const auto& x = memory.add(dispatch.x);
+  const auto& x_weights = memory.add(dispatch.weights);
+  const auto& scales = memory.add(dispatch.scales);
+  const auto& rows = memory.add_output(dispatch.rows);
+  const auto& row_weights = memory.add_output(dispatch.row_weights);
+  const auto& row_scales = memory.add_output(dispatch.row_scales);
+  const auto& y = memory.add(combine.rows);
+  const auto& y_weights = memory.add(combine.row_weights);
+  const auto& sums = memory.add_output(combine.x);
+  const auto& sum_weights = memory.add_output(combine.weights);
+  memory.upload();
+  routing = {.topk_idx = idx->tensor(), .weights = weights.tensor()};
+  options = data.routing[own].options;
+  dispatch_in = {x.tensor(), x_weights.tensor(), scales.tensor()};
+  dispatch_out = {rows.tensor(), row_weights.tensor(), row_scales.tensor()};
+  combine_in = {.rows = y.tensor(), .weights = y_weights.tensor()};
+  combine_out = {sums.tensor(), sum_weights.tensor()};
+}
+
+void FaultRank::set_index(int64_t token, int64_t k, int64_t value) {
+  Matrix changed = idx->result();
+  changed.as<int64_t>()[token * changed.view().cols + k] = value;
+  memory.replace(*idx, changed);
+  memory.upload();
+}
+
+std::vector<std::string> fault_texts(int num_gpus, const FaultCall& call) {
+  const FaultWorld world(num_gpus);
+  std::vector<std::string> texts(3);
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange(group, world.setup.config(group.rank()));
+    FaultRank own(exchange, world.good);
+    own.make_plan();
+    const auto thrown = thrown_by([&] { call(own); });
+    texts[static_cast<size_t>(group.rank())] = text_of(thrown);
+    EXPECT_EQ(thrown.value_or(Thrown{}).code, ErrorCode::kInvalidArgument) << text_of(thrown);
+    EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "") << "after: " << text_of(thrown);
+    group.barrier();
+  });
+  return texts;
+}
+
+void expect_disagreement(
+    int num_gpus, const std::string& field, const std::pair<int, int>& values, const FaultCall& call
+) {
+  const std::vector<std::string> texts = fault_texts(num_gpus, call);
+  for (int rank = 0; rank < 3; ++rank) {
+    const bool is_odd_one = rank == 2;
+    const std::string& text = texts[static_cast<size_t>(rank)];
+    const auto expected = [&](int other) {
+      return fmt::format(
+          "{} = {} here and {} on rank {} (must be equal on all ranks) [rank {}/3, peer]",
+          field,
+          is_odd_one ? values.second : values.first,
+          is_odd_one ? values.first : values.second,
+          other,
+          rank
+      );
+    };
+    // Rank 2 differs from two others, and names either.
+    EXPECT_TRUE(text == expected(is_odd_one ? 0 : 2) || (is_odd_one && text == expected(1)))
+        << "rank " << rank << " says: " << text << "\nexpected: " << expected(is_odd_one ? 0 : 2);
+  }
+}
+
+void expect_refusal(
+    int num_gpus, const std::string& op, const std::string& reason, const FaultCall& call
+) {
+  const std::vector<std::string> texts = fault_texts(num_gpus, call);
+  EXPECT_EQ(texts[1], reason + " [rank 1/3, peer]");
+  for (const int rank : {0, 2}) {
+    EXPECT_EQ(
+        texts[static_cast<size_t>(rank)],
+        fmt::format("{}: rank 1 refused the call [rank {}/3, peer]", op, rank)
+    );
+  }
+}
+
+}  // namespace weft::test

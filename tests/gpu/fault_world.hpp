@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs one call that must fail on every rank of three, and shows that the exchange works
+// afterwards.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpu/gpu_test.hpp"
+#include "support/case_memory.hpp"
+#include "support/errors.hpp"
+#include "support/run_case.hpp"
+
+namespace weft::test {
+
+struct FaultWorld {
+  explicit FaultWorld(int num_gpus);
+  ExchangeSetup setup;
+  CaseData good;  // calls: a dispatch, then a combine
+};
+
+// What each rank's call may use and spoil.
+struct FaultRank {
+  FaultRank(Exchange& used, const CaseData& data);
+  void make_plan() { plan.emplace(exchange.plan(routing, options)); }
+  // Another content of topk_idx.
+  void set_index(int64_t token, int64_t k, int64_t value);
+
+  Exchange& exchange;
+  int rank;
+  CaseMemory memory;
+  const CaseMemory::Placed* idx = nullptr;
+  Routing routing;
+  PlanOptions options;
+  std::optional<Plan> plan;
+  DispatchInput dispatch_in;
+  DispatchOutput dispatch_out;
+  CombineInput combine_in;
+  CombineOutput combine_out;
+};
+
+using FaultCall = std::function<void(FaultRank&)>;
+
+// After a good plan: the texts of what `call` throws, by rank; then a good plan, dispatch and
+// combine on the same exchange, which must succeed.
+[[nodiscard]] std::vector<std::string> fault_texts(int num_gpus, const FaultCall& call);
+
+// Rank 2 differs from 0 and 1 in a field: all name it, both values and the other rank.
+void expect_disagreement(
+    int num_gpus, const std::string& field, const std::pair<int, int>& values, const FaultCall& call
+);
+
+// Rank 1 alone gets `reason`, the others that rank 1 refused the call.
+void expect_refusal(
+    int num_gpus, const std::string& op, const std::string& reason, const FaultCall& call
+);
+
+}  // namespace weft::test

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as processes: CUDA is touched in forked children alone.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <unistd.h>
+
+#include "core/gpu_probe.hpp"
+#include "gpu/gpu_test.hpp"
+#include "support/errors.hpp"
+#include "support/run_case.hpp"
+
+namespace weft::test {
+namespace {
+
+using namespace std::chrono_literals;
+
+class GpuProcessesTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    set_many_connections();
+    const GpuList list = probe_gpus();
+    if (list.gpus.empty()) {
+      GTEST_SKIP() << "no GPU: " << list.none_reason;
+    }
+    num_gpus_ = static_cast<int>(list.gpus.size());
+  }
+
+  static void expect_reference_bits(int num_ranks, int num_gpus, uint64_t num_cases) {
+    ExchangeSetup setup = gpu_setup(num_ranks, num_gpus);
+    setup.timeout = 20s;
+    std::vector<CaseData> cases;
+    for (uint64_t seed = 500; seed < 500 + num_cases; ++seed) {
+      cases.push_back(make_case_data(setup, random_case(setup, seed)));
+    }
+    const std::vector<int> all_well(static_cast<size_t>(num_ranks), 0);
+    EXPECT_EQ(run_cases_on_processes(cases), all_well);
+  }
+
+  int num_gpus_ = 0;
+};
+
+TEST_F(GpuProcessesTest, ShareOneGpu) {
+  expect_reference_bits(2, 1, 3);  // few: they wait for each other's time slices
+}
+
+TEST_F(GpuProcessesTest, HaveAGpuEach) {
+  if (num_gpus_ < 2) {
+    GTEST_SKIP() << "one GPU only";
+  }
+  expect_reference_bits(num_gpus_, num_gpus_, 24);
+}
+
+TEST_F(GpuProcessesTest, HearThatARankDied) {
+  ExchangeSetup setup = gpu_setup(2, num_gpus_);
+  setup.timeout = 3s;
+  Case spec;
+  spec.num_tokens = {20, 30};
+  const CaseData data = make_case_data(setup, spec);
+  const std::vector<int> statuses = run_forked(2, [&](const Group& group) {
+    Exchange exchange(group, setup.config(group.rank()));
+    if (!run_cases(exchange, {&data, 1}).empty()) {
+      return 2;
+    }
+    if (group.rank() == 1) {
+      static_cast<void>(::kill(::getpid(), SIGKILL));
+    }
+    const auto thrown = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
+    const std::string text = text_of(thrown);
+    if (!thrown || !thrown->is_peer_error || text.find("rank 1 ") == std::string::npos) {
+      static_cast<void>(std::fprintf(stderr, "rank 0 heard: %s\n", text.c_str()));
+      return 3;
+    }
+    return 0;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL}));
+}
+
+}  // namespace
+}  // namespace weft::test
