@@ -56,6 +56,7 @@ void CudaExchange::combine(
     launch.num_reduce = blocks.first;
     launch.num_sum = blocks.second;
     launch_combine(launch, stream);
+    is_launched = true;
     ++counters.num_combines;
   });
 }

@@ -85,6 +85,7 @@ void CudaExchange::dispatch(
     launch.num_push = blocks.first;
     launch.num_fan_out = blocks.second;
     launch_dispatch(launch, stream);
+    is_launched = true;
     ++counters.num_dispatches;
   });
 }

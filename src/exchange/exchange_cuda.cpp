@@ -103,6 +103,9 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
       .timeout_ns = static_cast<uint64_t>(
           std::chrono::duration_cast<std::chrono::nanoseconds>(settings.timeout).count()
       )};
+  // Enough for combine of 16-bit rows; what needs more makes it grow.
+  const int64_t rows = static_cast<int64_t>(tokens) * std::min<int64_t>(ranks, topk);
+  static_cast<void>(staging_of(static_cast<uint64_t>(rows * settings.hidden * 2), nullptr));
   WEFT_CUDA(context, cudaDeviceSynchronize());
   group.barrier();  // nobody leaves the constructor before everybody can be written to
 }
@@ -111,9 +114,6 @@ CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; a kernel of ours may still run.
   static_cast<void>(cudaSetDevice(settings.device.index));
   static_cast<void>(cudaStreamSynchronize(own->stream.get()));
-  if (staging.data != nullptr) {
-    memory->release(staging);
-  }
   memory->close();
 }
 
@@ -160,7 +160,8 @@ const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) 
       bytes,
       staging.bytes
   );
-  const PeerRegion grown = memory->allocate(size_class(std::max<uint64_t>(bytes, 1)));
+  const PeerRegion grown =
+      memory->allocate(size_class(std::max<uint64_t>({bytes, 2 * staging.bytes, 1})));
   WEFT_CHECK(
       context,
       memory->wait_reachable(grown, settings.timeout),
@@ -170,8 +171,7 @@ const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) 
       settings.timeout.count()
   );
   if (staging.data != nullptr) {
-    WEFT_CUDA(context, cudaStreamSynchronize(stream));
-    memory->release(staging);
+    retired.push_back(staging);
   }
   staging = grown;
   return staging;
@@ -208,9 +208,13 @@ ExchangeStats CudaExchange::stats() const {
 Footprint CudaExchange::footprint() const {
   const uint64_t control = memory->control().bytes + own->local.bytes() + plan_scratch.bytes() +
                            plans->used_bytes() + plans->unused_bytes();
+  uint64_t staged = staging.bytes;
+  for (const PeerRegion& region : retired) {
+    staged += region.bytes;
+  }
   return {
       .control_bytes = static_cast<int64_t>(control),
-      .staging_bytes = static_cast<int64_t>(staging.bytes),
+      .staging_bytes = static_cast<int64_t>(staged),
       .buffer_bytes = static_cast<int64_t>(buffers->used_bytes()),
       .pooled_bytes = static_cast<int64_t>(buffers->unused_bytes())};
 }

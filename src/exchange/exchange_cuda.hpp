@@ -59,7 +59,8 @@ struct CudaExchange final : Exchange::State {
   void throw_fault(cudaStream_t stream);
   void finish(cudaStream_t stream);
 
-  // Where peers write this rank's arrivals when the output is not in their reach; grows.
+  // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
+  // twice its size.
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
   [[nodiscard]] int sms_of(const CallOptions& call) const;
   // Where a plan of this exchange lies.
@@ -83,6 +84,9 @@ struct CudaExchange final : Exchange::State {
   std::shared_ptr<BlockPool> plans;
   std::shared_ptr<BlockPool> buffers;
   PeerRegion staging;
+  // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
+  std::vector<PeerRegion> retired;
+  bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
   int num_gpu_sms = 0;
   int compute_capability = 0;  // 90 for 9.0
   std::exception_ptr broken;
@@ -95,11 +99,12 @@ auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& 
   check();
   const bool is_own = call.stream == nullptr;
   const cudaStream_t stream = is_own ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
+  is_launched = false;
   const auto launched = [&] {
     try {
       return launch(stream);
-    } catch (const Error& error) {
-      if (error.code() == ErrorCode::kInvalidArgument || error.code() == ErrorCode::kUnsupported) {
+    } catch (const Error&) {
+      if (!is_launched) {
         refuse(op, stream);
       }
       throw;

@@ -108,6 +108,33 @@ void read_shape(const PlanView& host, PlanData& data) {
   data.has_output_shape = true;
 }
 
+// Overflow::kError: the same text on every rank, which all know every rank's need.
+void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context& context) {
+  const PlanHeader& header = *host.header();
+  WEFT_CHECK_ARG(
+      context,
+      header.short_rank < 0,
+      "plan: rank {} needs {} rows (row_budget = {})",
+      header.short_rank,
+      header.short_needs,
+      header.short_rows
+  );
+  if (shape.options.layout != Layout::kExpertStrided) {
+    return;
+  }
+  for (int expert = 0; expert < shape.num_experts; ++expert) {
+    WEFT_CHECK_ARG(
+        context,
+        host.global_routes()[expert] <= shape.options.expert_stride,
+        "plan: expert {} on rank {} needs {} rows (expert_stride = {})",
+        expert,
+        expert / shape.num_local_experts(),
+        host.global_routes()[expert],
+        shape.options.expert_stride
+    );
+  }
+}
+
 }  // namespace
 
 Plan CudaExchange::make_plan(
@@ -186,6 +213,7 @@ Plan CudaExchange::make_plan(
     launch.scratch = plan_scratch.get();
     launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
     launch_plan(launch, stream);
+    is_launched = true;
     ++counters.num_plans;
 
     if (rows) {
@@ -194,14 +222,9 @@ Plan CudaExchange::make_plan(
     } else {
       wait_shape(seen, stream);
       read_shape({host_shape.get(), plan_map}, data);
-      WEFT_CHECK_ARG(
-          context,
-          options.overflow != Overflow::kError || !data.overflow,
-          "plan: rank {} needs {} rows ({} are there)",
-          context.rank,
-          data.required_rows,
-          data.num_rows
-      );
+      if (options.overflow == Overflow::kError) {
+        refuse_overflow({host_shape.get(), plan_map}, data.shape, context);
+      }
     }
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });

@@ -191,6 +191,16 @@ __device__ inline void write_shape(
     header.required_rows =
         group.rule.strided ? group.largest * group.per_rank : needed_rows(group, shared, me);
     header.expert_stride = group.rule.stride;
+    for (uint32_t rank = 0; rank < place.num_ranks && !group.rule.strided; ++rank) {
+      const int64_t rows = output_rows(group, shared, rank);
+      const int64_t needs = needed_rows(group, shared, rank);
+      if (needs > rows) {
+        header.short_rank = static_cast<int32_t>(rank);
+        header.short_rows = rows;
+        header.short_needs = needs;
+        break;
+      }
+    }
     *to.header() = header;
   }
   for (uint32_t expert = threadIdx.x; expert < call.plan.map.num_experts; expert += blockDim.x) {
