@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_bf16.h>
 
-#include <algorithm>
-
 #include "rival_kernels_cuda.hpp"
 #include "rival_pattern.hpp"
 
@@ -33,7 +31,8 @@ __global__ void spread(uint4* to, const uint4* from, DeviceLists lists, int64_t 
     return;
   }
   const uint4* source = from == nullptr ? nullptr : from + list * row_vecs;
-  for (int64_t begin = 0; begin < row_vecs; begin += 32 * kInFlight) {
+  constexpr int kStep = 32 * kInFlight;
+  for (int64_t begin = blockIdx.y * kStep; begin < row_vecs; begin += gridDim.y * kStep) {
     const int64_t first = begin + lane();
     uint4 values[kInFlight] = {};
 #pragma unroll
@@ -87,8 +86,9 @@ __global__ void sum(uint4* to, const uint4* from, DeviceLists lists, int64_t row
     return;
   }
   const int32_t entry = my_entry(lists, list);
-  for (int64_t begin_vec = 0; begin_vec < row_vecs; begin_vec += 32 * kColumns) {
-    const int64_t first = begin_vec + lane();
+  constexpr int kStep = 32 * kColumns;
+  for (int64_t part = blockIdx.y * kStep; part < row_vecs; part += gridDim.y * kStep) {
+    const int64_t first = part + lane();
     float2 sums[kColumns][4] = {};
     for (int begin = 0; begin < lists.width; begin += kRows) {
       uint4 values[kRows][kColumns];
@@ -129,8 +129,10 @@ __global__ void fill(uint16_t* to, int64_t num_rows, int64_t columns, uint32_t s
   }
 }
 
-unsigned num_blocks(int64_t num_lists) {
-  return static_cast<unsigned>(std::max<int64_t>((num_lists + kWarps - 1) / kWarps, 1));
+// A warp per list; few lists are cut into four parts of the row, or a GPU would not be full.
+dim3 grid_of(int64_t num_lists) {
+  constexpr int64_t kFew = 16384;
+  return {static_cast<unsigned>((num_lists + kWarps - 1) / kWarps), num_lists < kFew ? 4U : 1U};
 }
 
 }  // namespace
@@ -139,7 +141,7 @@ void spread_rows(
     void* to, const void* from, const DeviceLists& lists, int64_t row_bytes, cudaStream_t stream
 ) {
   if (lists.num_lists > 0) {
-    spread<<<num_blocks(lists.num_lists), kThreads, 0, stream>>>(
+    spread<<<grid_of(lists.num_lists), kThreads, 0, stream>>>(
         static_cast<uint4*>(to), static_cast<const uint4*>(from), lists, row_bytes / 16
     );
   }
@@ -159,7 +161,7 @@ void sum_rows(
                  : lists.width == 2 ? sum<2, 4>
                  : lists.width <= 4 ? sum<4, 2>
                                     : sum<8, 1>;
-  kernel<<<num_blocks(lists.num_lists), kThreads, 0, stream>>>(
+  kernel<<<grid_of(lists.num_lists), kThreads, 0, stream>>>(
       static_cast<uint4*>(to), static_cast<const uint4*>(from), lists, row_bytes / 16
   );
 }
