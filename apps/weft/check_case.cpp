@@ -109,12 +109,18 @@ std::vector<Trouble> payload_troubles() {
 
 }  // namespace
 
-std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed) {
+std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed, Mover mover) {
   std::vector<CheckCase> cases;
   for (const Layout layout : kLayouts) {
     for (const DType dtype : kDTypes) {
       CheckCase base;
-      base.row = fmt::format("{} {}", layout_name(layout), dtype_name(dtype));
+      base.row = fmt::format(
+          "{} {}{}",
+          layout_name(layout),
+          dtype_name(dtype),
+          mover == Mover::kVector ? ", vector moves" : ""
+      );
+      base.mover = mover;
       base.workload = base_workload(num_ranks, is_quick, mix_seed(seed, cases.size()));
       base.workload.dtype = dtype;
       base.options.layout = layout;

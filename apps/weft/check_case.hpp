@@ -29,11 +29,13 @@ struct CheckCase {
   bool is_direct = true;  // output in memory that peers can write
   int num_plans = 1;      // alive at once, used in reverse order
   CombineScale scale = CombineScale::kNone;
+  Mover mover = Mover::kAuto;
 };
 
 struct CheckSettings {
   std::string transport = "auto";
   int num_threads = 0;
+  int num_gpus = 0;  // rank r uses GPU r % num_gpus; 0: on the CPU
 };
 
 // Collective. Dispatch and combine of every plan, compared bit for bit with the reference; empty if
@@ -42,8 +44,11 @@ struct CheckSettings {
     const Group& group, const CheckCase& check_case, const CheckSettings& settings
 );
 
-// Layouts by dtypes, exact, padded, with room to spare and one row short.
-[[nodiscard]] std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed);
+// Layouts by dtypes, exact, padded, with room to spare and one row short; with `mover`, which is
+// part of the row's name if it is not kAuto.
+[[nodiscard]] std::vector<CheckCase> matrix_cases(
+    int num_ranks, bool is_quick, uint64_t seed, Mover mover = Mover::kAuto
+);
 // What goes wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans, ...
 [[nodiscard]] std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed);
 

@@ -14,6 +14,7 @@
 
 #include "check_case.hpp"
 #include "commands.hpp"
+#include "device_choice.hpp"
 #include "progress.hpp"
 #include "ranks.hpp"
 #include "table.hpp"
@@ -24,6 +25,7 @@ namespace {
 
 struct CheckOptions {
   RankOptions ranks = {};
+  DeviceChoice device = {};
   CheckSettings settings = {};
   bool is_quick = false;
   uint64_t seed = 1;
@@ -37,7 +39,8 @@ Exit code 1 if anything differs.
 Examples:
   weft check --quick                      a few seconds, four ranks
   weft check --ranks 8 --transport shm    1, 2, 3, 4 and 8 ranks over shared memory
-  weft check --threads                    ranks as threads of one process)";
+  weft check --threads                    ranks as threads of one process
+  weft check --device cpu                 not on the GPUs that are there)";
 
 struct Failure {
   std::string name;
@@ -105,7 +108,11 @@ class CheckRun {
 
   int run() {
     const int n = group_.num_ranks();
-    const auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
+    auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
+    if (options_.settings.num_gpus > 0) {  // what older GPUs do
+      const auto more = matrix_cases(n, options_.is_quick, options_.seed, Mover::kVector);
+      matrix.insert(matrix.end(), more.begin(), more.end());
+    }
     const auto hard = hard_cases(n, options_.is_quick, options_.seed);
     num_cases_ = matrix.size() + hard.size();
     ResultTable matrix_table("layout and dtype");
@@ -138,8 +145,17 @@ class CheckRun {
     }
   }
 
+  // "4 ranks", or "4 ranks on 1 GPU".
+  [[nodiscard]] std::string who() const {
+    const int n = group_.num_ranks();
+    const int num_gpus = std::min(n, options_.settings.num_gpus);
+    return num_gpus == 0
+               ? fmt::format("{} ranks", n)
+               : fmt::format("{} ranks on {} GPU{}", n, num_gpus, num_gpus == 1 ? "" : "s");
+  }
+
   void print(const ResultTable& matrix, const ResultTable& hard) const {
-    fmt::print("{} ranks\n\n{}\n{}\n", group_.num_ranks(), matrix.text(), hard.text());
+    fmt::print("{}\n\n{}\n{}\n", who(), matrix.text(), hard.text());
     for (const Failure& failure : failures_) {
       fmt::print("FAIL {}: {}\n", failure.name, failure.text);
     }
@@ -169,8 +185,7 @@ void run_check(const CheckOptions& options) {
     }
   }
   for (const int size : group_sizes) {
-    RankOptions ranks = options.ranks;
-    ranks.num_ranks = size;
+    const RankOptions ranks = with_ranks(options.ranks, options.device, size);
     run_ranks(ranks, [&](Group& group) { return CheckRun(group, options).run(); });
   }
 }
@@ -183,6 +198,7 @@ void add_check(CLI::App& app) {
   auto options = std::make_shared<CheckOptions>();
   command->footer(kFooter);
   add_rank_options(*command, options->ranks);
+  add_device_option(*command, options->device);
   command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
   command->add_option("--transport", options->settings.transport, "As listed by `weft info`")
       ->capture_default_str();
@@ -190,7 +206,12 @@ void add_check(CLI::App& app) {
       ->check(CLI::Range(0, 256))
       ->default_str("the cores shared among the ranks");
   command->add_option("--seed", options->seed, "Of routing and rows")->capture_default_str();
-  command->callback([options] { run_check(*options); });
+  command->callback([options, command] {
+    choose_device(options->device, options->settings.transport);
+    options->settings.num_gpus = options->device.num_gpus;
+    choose_ranks(*command, options->device, options->ranks);
+    run_check(*options);
+  });
 }
 
 }  // namespace weft::program

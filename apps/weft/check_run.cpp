@@ -7,6 +7,7 @@
 
 #include "check_case.hpp"
 #include "check_compare.hpp"
+#include "device_copy.hpp"
 #include "exchange/reference_exchange.hpp"
 #include "plan/reference_plan.hpp"
 
@@ -28,7 +29,8 @@ class CaseRun {
   CaseRun(const Group& group, const CheckCase& check_case, const CheckSettings& settings)
       : case_(check_case),
         rank_(static_cast<size_t>(group.rank())),
-        exchange_(group, config(check_case, settings)) {}
+        device_(device_of(group.rank(), settings)),
+        exchange_(group, config(check_case, settings, device_)) {}
 
   std::optional<std::string> run() {
     std::vector<PlanRun> runs;
@@ -42,11 +44,24 @@ class CaseRun {
         check_combine(run);
       }
     }
+    // At the end: a plan on a GPU is fetched, which may wait for kernels of other ranks there.
+    for (const PlanRun& run : runs) {
+      if (!(*run.plan == run.expected[rank_])) {
+        note(fmt::format("plan: {} rows, differs from the reference plan", run.plan->num_rows()));
+      }
+    }
     return failure_;
   }
 
  private:
-  static ExchangeConfig config(const CheckCase& check_case, const CheckSettings& settings) {
+  static Device device_of(int rank, const CheckSettings& settings) {
+    return settings.num_gpus == 0 ? Device{}
+                                  : Device{Device::Kind::kCuda, rank % settings.num_gpus};
+  }
+
+  static ExchangeConfig config(
+      const CheckCase& check_case, const CheckSettings& settings, const Device& device
+  ) {
     const Workload& workload = check_case.workload;
     ExchangeConfig config;
     config.hidden = workload.hidden;
@@ -57,6 +72,8 @@ class CaseRun {
     config.max_topk = workload.routing.topk;
     config.transport = settings.transport;
     config.num_threads = settings.num_threads;
+    config.device = device;
+    config.mover = check_case.mover;
     config.timeout = kTimeout;
     return config;
   }
@@ -103,10 +120,11 @@ class CaseRun {
          reference_plans(tables, case_.workload.routing.num_experts, options[0], budgets)) {
       run.expected.emplace_back(std::make_shared<const PlanData>(std::move(data)));
     }
-    run.plan = exchange_.plan(run.inputs[rank_].routing(), options[rank_]);
-    if (!(*run.plan == run.expected[rank_])) {
-      note(fmt::format("plan: {} rows, differs from the reference plan", run.plan->num_rows()));
-    }
+    const Routing host = run.inputs[rank_].routing();
+    const DeviceCopy idx(device_, host.topk_idx);
+    const DeviceCopy map(device_, host.map);
+    const DeviceCopy weights(device_, host.weights);
+    run.plan = exchange_.plan({idx.tensor(), map.tensor(), weights.tensor()}, options[rank_]);
     return run;
   }
 
@@ -146,14 +164,23 @@ class CaseRun {
     reference_dispatch(run.expected, inputs, outputs);
 
     Rows actual = make_output(*run.plan);
-    DispatchOutput out = actual.views();
-    Buffer buffer;
-    if (case_.is_direct) {
-      buffer = exchange_.allocate(out.rows.rows, out.rows.cols, out.rows.dtype);
-      out.rows = buffer.tensor();
-      std::fill_n(out.rows.data, out.rows.num_bytes(), kUntouched);
-    }
-    exchange_.dispatch(*run.plan, inputs[rank_], out);
+    const DispatchOutput out = actual.views();
+    const DispatchInput& in = inputs[rank_];
+    const DeviceCopy x(device_, in.x);
+    const DeviceCopy weights(device_, in.weights);
+    const DeviceCopy scales(device_, in.scales);
+    const DeviceCopy rows =
+        case_.is_direct ? DeviceCopy(exchange_, out.rows) : DeviceCopy(device_, out.rows);
+    const DeviceCopy row_weights(device_, out.weights);
+    const DeviceCopy row_scales(device_, out.scales);
+    exchange_.dispatch(
+        *run.plan,
+        {x.tensor(), weights.tensor(), scales.tensor()},
+        {rows.tensor(), row_weights.tensor(), row_scales.tensor()}
+    );
+    rows.read_back(out.rows);
+    row_weights.read_back(out.weights);
+    row_scales.read_back(out.scales);
 
     const auto row_text = [&](int64_t slot) { return slot_text(run.expected[rank_].data(), slot); };
     note(first_difference("dispatch rows", out.rows, outputs[rank_].rows, row_text));
@@ -196,9 +223,19 @@ class CaseRun {
     Matrix actual_weights(
         DType::kFloat32, weights[rank_].rows(), weights[rank_].cols(), kUntouched
     );
+    const CombineInput& in = inputs[rank_];
+    const DeviceCopy in_rows(device_, in.rows);
+    const DeviceCopy in_weights(device_, in.weights);
+    const DeviceCopy source_weights(device_, in.source_weights);
+    const DeviceCopy out_x(device_, actual_x.view());
+    const DeviceCopy out_weights(device_, actual_weights.view());
     exchange_.combine(
-        *run.plan, inputs[rank_], {.x = actual_x.view(), .weights = actual_weights.view()}
+        *run.plan,
+        {in_rows.tensor(), in_weights.tensor(), source_weights.tensor(), in.scale},
+        {out_x.tensor(), out_weights.tensor()}
     );
+    out_x.read_back(actual_x.view());
+    out_weights.read_back(actual_weights.view());
     const auto row_text = [&](int64_t token) {
       return fmt::format("rank {}, token {}", rank_, token);
     };
@@ -209,6 +246,7 @@ class CaseRun {
 
   const CheckCase& case_;
   size_t rank_;
+  Device device_;
   Exchange exchange_;
   std::optional<std::string> failure_;
 };
