@@ -116,6 +116,8 @@ Env Env::read(const Lookup& lookup) {
   if (const auto value = reader.text("WEFT_LOG")) {
     env.log_level = weft::log_level(*value);
   }
+  env.cublas = reader.text("WEFT_CUBLAS");
+  env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");
   env.home = reader.text("HOME");
   env.launcher = read_launcher(reader);

@@ -53,6 +53,10 @@ struct Env {
   int num_threads = 0;                   // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
   LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
 
+  // Where cuBLAS is.
+  std::optional<std::string> cublas;       // WEFT_CUBLAS, a file
+  std::optional<std::string> virtual_env;  // VIRTUAL_ENV of Python
+
   // Where the user's secret is kept when none is given.
   std::optional<std::string> runtime_dir;  // XDG_RUNTIME_DIR
   std::optional<std::string> home;         // HOME

@@ -49,10 +49,11 @@ void DeviceBlock::forward(float* x) {
   route();
 
   rank_->start(Phase::kPlan);
+  plan_.reset();  // so that its memory serves the next
   plan_ = rank_->plan(topk_idx_.data());
   rank_->start(Phase::kRoute);
   balance();
-  const auto num_rows = static_cast<size_t>(plan_->num_rows());
+  const auto num_rows = static_cast<size_t>(plan().num_rows());
   row_weights_.resize(num_rows);
   scratch.expert_out.resize(num_rows * static_cast<size_t>(rank_->config().hidden));
 
@@ -71,7 +72,7 @@ void DeviceBlock::forward(float* x) {
 
 void DeviceBlock::backward(float* grad_x) {
   DeviceScratch& scratch = rank_->scratch();
-  const auto num_rows = static_cast<size_t>(plan_->num_rows());
+  const auto num_rows = static_cast<size_t>(plan().num_rows());
   rank_->start(Phase::kDispatch);
   to_bf16_cuda(grad_x, scratch.tokens.data(), static_cast<int64_t>(x_.size()), rank_->stream());
   const Buffer grad_out = rank_->dispatch(*plan_, scratch.tokens.data(), nullptr, nullptr);
@@ -138,7 +139,7 @@ void DeviceBlock::balance() {
   prob_sums_.download(host_prob_sums_, rank_->stream());
   const Matrix no_tokens(0, model.num_experts);
   balance_grads_ =
-      balance_loss(no_tokens, plan_->global_routes_per_expert(), rank_->context().global_tokens)
+      balance_loss(no_tokens, plan().global_routes_per_expert(), rank_->context().global_tokens)
           .grad_probs;
   host_prob_grads_ = balance_grads_;
   std::ranges::for_each(host_prob_grads_, [&](float& grad) { grad *= model.balance_weight; });
@@ -188,7 +189,7 @@ DeviceExpertRows DeviceBlock::expert_rows() const {
   return {
       reinterpret_cast<const uint16_t*>(rows_.tensor().data),
       row_weights_.data(),
-      plan_->padded_rows_per_expert()};
+      plan().padded_rows_per_expert()};
 }
 
 double DeviceBlock::balance_share() const {

@@ -25,7 +25,7 @@ class DeviceBlock {
   void backward(float* grad_x);
 
   // Of the last forward; all but the plan once the stream is through.
-  [[nodiscard]] const Plan& plan() const { return *plan_; }
+  [[nodiscard]] const Plan& plan() const { return plan_->plan; }
   [[nodiscard]] double balance_share() const;
   [[nodiscard]] std::span<const int32_t> topk_idx();
   [[nodiscard]] std::span<const float> weights();
@@ -50,7 +50,7 @@ class DeviceBlock {
   DeviceArray<float> probs_;        // [num_tokens, num_experts]
   DeviceArray<int32_t> topk_idx_;   // [num_tokens, topk]
   DeviceArray<float> weights_;      // [num_tokens, topk]
-  std::optional<Plan> plan_;
+  std::optional<CountedPlan> plan_;
   Buffer rows_;                     // [num_rows, hidden] as they arrived
   DeviceArray<float> row_weights_;  // [num_rows]
   DeviceArray<float> grad_probs_;   // [num_experts] of the balancing loss, weighted

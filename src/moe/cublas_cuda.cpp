@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/cublas_cuda.hpp"
 
-#include <cstdlib>
 #include <dlfcn.h>
 #include <glob.h>
+#include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "core/env.hpp"
 
 namespace weft::moe {
 namespace {
@@ -17,10 +20,10 @@ constexpr const char* kFolders[] = {
     "/usr/local/cuda*/lib64/",
     "/usr/local/cuda*/targets/*/lib/",
     "/usr/lib/python3*/*-packages/nvidia/cu*/lib/",
-    "/usr/lib/python3/*-packages/nvidia/cu*/lib/",
     "/usr/local/lib/python3*/*-packages/nvidia/cu*/lib/",
     "/opt/*/lib/python3*/site-packages/nvidia/cu*/lib/",
-    "/root/.local/lib/python3*/site-packages/nvidia/cu*/lib/"};
+    "/opt/*/.venv/lib/python3*/site-packages/nvidia/cu*/lib/"};
+constexpr const char* kPackages = "/lib/python3*/site-packages/nvidia/cu*/lib/";
 
 struct Loaded {
   CublasApi api;
@@ -37,20 +40,22 @@ std::vector<std::string> matches(const std::string& pattern) {
   return paths;
 }
 
-// NOLINTBEGIN(concurrency-mt-unsafe): nobody changes the environment.
 std::vector<std::string> candidates() {
-  if (const char* chosen = std::getenv("WEFT_CUBLAS"); chosen != nullptr && *chosen != '\0') {
-    return {chosen};
+  const Env env = Env::read();
+  if (env.cublas) {
+    return {*env.cublas};
+  }
+  std::vector<std::string> folders(std::begin(kFolders), std::end(kFolders));
+  if (env.virtual_env) {
+    folders.insert(folders.begin(), *env.virtual_env + kPackages);
+  }
+  if (env.home) {
+    folders.push_back(*env.home + "/.local" + kPackages);
+    folders.push_back(*env.home + "/.pyenv/versions/*" + kPackages);
   }
   std::vector<std::string> paths = {kLibrary};
-  for (const char* folder : kFolders) {
-    for (std::string& path : matches(std::string(folder) + kLibrary)) {
-      paths.push_back(std::move(path));
-    }
-  }
-  if (const char* environment = std::getenv("VIRTUAL_ENV"); environment != nullptr) {
-    const std::string packages = "/lib/python3*/site-packages/nvidia/cu*/lib/";
-    for (std::string& path : matches(environment + packages + kLibrary)) {
+  for (const std::string& folder : folders) {
+    for (std::string& path : matches(folder + kLibrary)) {
       paths.push_back(std::move(path));
     }
   }
@@ -90,7 +95,6 @@ Loaded load() {
   find(library, "cublasGetStatusString", loaded.api.status_text, loaded.obstacle);
   return loaded;
 }
-// NOLINTEND(concurrency-mt-unsafe)
 
 }  // namespace
 

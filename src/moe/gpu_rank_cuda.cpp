@@ -2,7 +2,10 @@
 #include "moe/gpu_rank_cuda.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <numeric>
 #include <type_traits>
+#include <utility>
 
 #include "moe/kernels_cuda.hpp"
 
@@ -76,7 +79,7 @@ auto GpuRank::tensor(Data* data, DType dtype, int64_t rows, int64_t cols) const 
       reinterpret_cast<Byte*>(data), dtype, rows, cols, -1, context_->exchange.config().device};
 }
 
-Plan GpuRank::plan(const int32_t* topk_idx) {
+CountedPlan GpuRank::plan(const int32_t* topk_idx) {
   meet();
   Plan plan = context_->exchange.plan(
       {.topk_idx = tensor(topk_idx, DType::kInt32, num_tokens_, config().topk)},
@@ -84,41 +87,85 @@ Plan GpuRank::plan(const int32_t* topk_idx) {
       {.stream = stream_.get()}
   );
   part();
-  return plan;
+  const auto rows = plan.rows_per_expert();
+  const int64_t logical_rows = std::reduce(rows.begin(), rows.end(), int64_t{0});
+  return {std::move(plan), count_wire_rows(topk_idx), logical_rows};
+}
+
+// A token crosses once to each other rank that has one of its experts.
+int64_t GpuRank::count_wire_rows(const int32_t* topk_idx) {
+  const int topk = config().topk;
+  host_topk_idx_.resize(static_cast<size_t>(num_tokens_ * topk));
+  if (host_topk_idx_.empty()) {
+    return 0;
+  }
+  const size_t num_bytes = host_topk_idx_.size() * sizeof(int32_t);
+  WEFT_CUDA(
+      Context{},
+      cudaMemcpyAsync(
+          host_topk_idx_.data(), topk_idx, num_bytes, cudaMemcpyDeviceToHost, stream_.get()
+      )
+  );
+  synchronize();
+  const int experts_per_rank = config().num_experts / group_->num_ranks();
+  int64_t num_rows = 0;
+  for (size_t first = 0; first < host_topk_idx_.size(); first += static_cast<size_t>(topk)) {
+    uint64_t ranks = 0;  // there are at most kMaxTopk
+    for (int k = 0; k < topk; ++k) {
+      const int32_t expert = host_topk_idx_[first + static_cast<size_t>(k)];
+      ranks |= expert < 0 ? 0 : uint64_t{1} << (expert / experts_per_rank);
+    }
+    ranks &= ~(uint64_t{1} << group_->rank());
+    num_rows += std::popcount(ranks);
+  }
+  return num_rows;
 }
 
 Buffer GpuRank::dispatch(
-    const Plan& plan, const uint16_t* x, const float* weights, float* row_weights
+    const CountedPlan& counted, const uint16_t* x, const float* weights, float* row_weights
 ) {
   Exchange& exchange = context_->exchange;
-  Buffer rows = exchange.allocate(plan.num_rows(), config().hidden, DType::kBFloat16);
+  const int64_t num_rows = counted.plan.num_rows();
+  Buffer rows = exchange.allocate(num_rows, config().hidden, DType::kBFloat16);
   meet();
   exchange.dispatch(
-      plan,
+      counted.plan,
       {.x = tensor(x, DType::kBFloat16, num_tokens_, config().hidden),
        .weights = tensor(weights, DType::kFloat32, num_tokens_, config().topk)},
-      {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, plan.num_rows(), 1)},
+      {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, num_rows, 1)},
       {.stream = stream_.get()}
   );
   part();
-  context_->dispatch.count(plan, rows.tensor().row_bytes());
+  count(context_->dispatch, counted);
   return rows;
 }
 
 void GpuRank::combine(
-    const Plan& plan, const uint16_t* rows, const float* row_grads, uint16_t* x, float* grads
+    const CountedPlan& counted,
+    const uint16_t* rows,
+    const float* row_grads,
+    uint16_t* x,
+    float* grads
 ) {
-  const Tensor out = tensor(x, DType::kBFloat16, num_tokens_, config().hidden);
+  const int64_t num_rows = counted.plan.num_rows();
   meet();
   context_->exchange.combine(
-      plan,
-      {.rows = tensor(rows, DType::kBFloat16, plan.num_rows(), config().hidden),
-       .weights = tensor(row_grads, DType::kFloat32, plan.num_rows(), 1)},
-      {.x = out, .weights = tensor(grads, DType::kFloat32, num_tokens_, config().topk)},
+      counted.plan,
+      {.rows = tensor(rows, DType::kBFloat16, num_rows, config().hidden),
+       .weights = tensor(row_grads, DType::kFloat32, num_rows, 1)},
+      {.x = tensor(x, DType::kBFloat16, num_tokens_, config().hidden),
+       .weights = tensor(grads, DType::kFloat32, num_tokens_, config().topk)},
       {.stream = stream_.get()}
   );
   part();
-  context_->combine.count(plan, out.row_bytes());
+  count(context_->combine, counted);
+}
+
+void GpuRank::count(Traffic& traffic, const CountedPlan& counted) const {
+  const int64_t row_bytes = config().hidden * dtype_bytes(DType::kBFloat16);
+  ++traffic.calls;
+  traffic.wire_bytes += counted.wire_rows * row_bytes;
+  traffic.logical_bytes += counted.logical_rows * row_bytes;
 }
 
 }  // namespace weft::moe

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "moe/device_array_cuda.hpp"
 #include "moe/linear_cuda.hpp"
@@ -40,6 +41,14 @@ struct DeviceScratch {
   DeviceArray<float> row_grads;       // [num_rows]
 };
 
+// A plan and the rows that each of its exchanges moves. Counted here from the routing, because a
+// plan on a GPU would have to come to the host as a whole to tell.
+struct CountedPlan {
+  Plan plan;
+  int64_t wire_rows = 0;     // to other ranks
+  int64_t logical_rows = 0;  // to this rank's experts
+};
+
 class GpuRank {
  public:
   GpuRank(const Group& group, MoeContext& context, int64_t num_tokens);
@@ -52,16 +61,20 @@ class GpuRank {
   void synchronize();
 
   // --- the exchange, collective: bf16 rows, fp32 weights, all in device memory ---
-  [[nodiscard]] Plan plan(const int32_t* topk_idx);  // [num_tokens, topk]
+  [[nodiscard]] CountedPlan plan(const int32_t* topk_idx);  // [num_tokens, topk]
   // x [num_tokens, hidden], weights [num_tokens, topk], row_weights [plan.num_rows()]; both weights
   // may be null.
   [[nodiscard]] Buffer dispatch(
-      const Plan& plan, const uint16_t* x, const float* weights, float* row_weights
+      const CountedPlan& counted, const uint16_t* x, const float* weights, float* row_weights
   );
   // rows [plan.num_rows(), hidden], row_grads [plan.num_rows()], x [num_tokens, hidden], grads
   // [num_tokens, topk]; both gradients may be null.
   void combine(
-      const Plan& plan, const uint16_t* rows, const float* row_grads, uint16_t* x, float* grads
+      const CountedPlan& counted,
+      const uint16_t* rows,
+      const float* row_grads,
+      uint16_t* x,
+      float* grads
   );
 
   [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
@@ -72,6 +85,8 @@ class GpuRank {
   [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }
 
  private:
+  [[nodiscard]] int64_t count_wire_rows(const int32_t* topk_idx);
+  void count(Traffic& traffic, const CountedPlan& counted) const;
   void meet();
   void part();
   template <class Data>
@@ -84,6 +99,7 @@ class GpuRank {
   GpuStream stream_;
   DeviceLinear linear_;
   DeviceScratch scratch_;
+  std::vector<int32_t> host_topk_idx_;
 };
 
 }  // namespace weft::moe
