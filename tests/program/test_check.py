@@ -32,3 +32,9 @@ def test_what_cannot_run_fails_with_its_reason():
 
 def test_bad_usage_is_told_apart():
     assert "--ranks" in weft("check", "--ranks", "many", code=2).stderr
+
+
+def test_the_cpu_can_be_asked_for():
+    done = weft("check", "--quick", "--ranks", 2, "--device", "cpu")
+    assert done.stdout.startswith("2 ranks\n")
+    assert "--device" in weft("check", "--device", "abacus", code=2).stderr
