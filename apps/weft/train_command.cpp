@@ -88,7 +88,7 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.steps == 0 && options.seconds == 0) {
     options.seconds = kDefaultSeconds;
   }
-  settle_device(command, options);
+  choose_train_device(command, options);
   if (!is_launched()) {
     try {
       moe::validate(options.config, -1, options.ranks.num_ranks);
@@ -109,7 +109,7 @@ void add_train(CLI::App& app) {
   auto options = std::make_shared<TrainOptions>();
   add_limit_options(*command, *options);
   add_model_options(*command, *options);
-  add_device_options(*command, *options);
+  add_train_device_options(*command, *options);
   add_file_options(*command, *options);
   command->callback([command, options] { run_train(*command, *options); });
 }

@@ -1,34 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "train_device.hpp"
 
-#include <algorithm>
-#include <cstdlib>
-
 #include "choices.hpp"
-#include "core/gpu_probe.hpp"
 
 namespace weft::program {
-namespace {
 
-// What the GPU executor has no answer to was meant for the host.
-bool asks_for_cpu(const CLI::App& command, const TrainOptions& options) {
-  const std::string& transport = options.config.transport;
-  const bool has_dtype = command.count("--dtype") > 0;
-  return (has_dtype && options.config.dtype != DType::kBFloat16) ||
-         (transport != "auto" && transport != "peer");
-}
-
-}  // namespace
-
-void add_device_options(CLI::App& command, TrainOptions& options) {
-  command.add_option("--device", options.device, "Where the model is: GPUs if there are any")
-      ->transform(Choice<DeviceChoice>(
-          {{"auto", DeviceChoice::kAuto},
-           {"cpu", DeviceChoice::kCpu},
-           {"cuda", DeviceChoice::kCuda}},
-          "auto|cpu|cuda"
-      ))
-      ->default_str("auto");
+void add_train_device_options(CLI::App& command, TrainOptions& options) {
+  add_device_option(command, options.device);
   command.add_option("--dtype", options.config.dtype, "Type of the rows that travel")
       ->transform(Choice<DType>(
           {{"fp32", DType::kFloat32},
@@ -41,37 +19,22 @@ void add_device_options(CLI::App& command, TrainOptions& options) {
       ->group("Model");
 }
 
-void settle_device(const CLI::App& command, TrainOptions& options) {
-  if (options.device == DeviceChoice::kAuto && asks_for_cpu(command, options)) {
-    options.device = DeviceChoice::kCpu;
+void choose_train_device(const CLI::App& command, TrainOptions& options) {
+  const bool has_dtype = command.count("--dtype") > 0;
+  if (has_dtype && options.config.dtype != DType::kBFloat16 && options.device.wanted == "auto") {
+    options.device.wanted = "cpu";  // GPUs have no answer to it
   }
-  if (options.device == DeviceChoice::kCpu) {
+  choose_device(options.device, options.config.transport);
+  if (!options.device.is_on_gpu()) {
     return;
   }
-  options.num_gpus = static_cast<int>(probe_gpus().gpus.size());
-  if (options.device == DeviceChoice::kAuto) {
-    options.device = options.num_gpus > 0 ? DeviceChoice::kCuda : DeviceChoice::kCpu;
-  }
-  if (options.device == DeviceChoice::kCpu) {
-    return;
-  }
-  options.config.device = {Device::Kind::kCuda, 0};
-  if (command.count("--dtype") == 0) {
+  options.config.device = options.device.device(0);
+  if (!has_dtype) {
     options.config.dtype = DType::kBFloat16;
   }
-  if (options.ranks.num_ranks > options.num_gpus) {
-    options.ranks.use_threads = options.ranks.use_threads || command.count("--processes") == 0;
-    // A queue for each stream, lest kernels of ranks that wait for each other stand in line.
-    ::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);  // NOLINT(concurrency-mt-unsafe): no threads
+  if (command.count("--processes") == 0) {
+    options.ranks = with_ranks(options.ranks, options.device, options.ranks.num_ranks);
   }
-}
-
-Device device_of_rank(const TrainOptions& options, int rank) {
-  Device device = options.config.device;
-  if (device.kind == Device::Kind::kCuda) {
-    device.index = rank % std::max(options.num_gpus, 1);
-  }
-  return device;
 }
 
 }  // namespace weft::program

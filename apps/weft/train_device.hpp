@@ -9,14 +9,10 @@
 namespace weft::program {
 
 // Adds --device and --dtype.
-void add_device_options(CLI::App& command, TrainOptions& options);
+void add_train_device_options(CLI::App& command, TrainOptions& options);
 
-// Turns `auto` into a device, and fills in what follows from it: bf16 on GPUs, and ranks as threads
-// where there are more of them than GPUs, because processes take turns on one. `command` says what
-// the user asked for in words. Touches no GPU, so that ranks may still be forked.
-void settle_device(const CLI::App& command, TrainOptions& options);
-
-// The GPU of one rank: they go round.
-[[nodiscard]] Device device_of_rank(const TrainOptions& options, int rank);
+// Settles the device and what follows from it: bf16 on GPUs, and ranks as threads where several
+// share one. `command` knows what the user said in words. CUDA stays untouched in this process.
+void choose_train_device(const CLI::App& command, TrainOptions& options);
 
 }  // namespace weft::program

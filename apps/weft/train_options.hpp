@@ -5,19 +5,17 @@
 #include <cstdint>
 #include <string>
 
+#include "device_choice.hpp"
 #include "moe/config.hpp"
 #include "ranks.hpp"
 
 namespace weft::program {
 
-enum class DeviceChoice : uint8_t { kAuto, kCpu, kCuda };
-
 struct TrainOptions {
   std::string text_path;
   moe::TrainConfig config;
   RankOptions ranks;
-  DeviceChoice device = DeviceChoice::kAuto;
-  int num_gpus = 0;    // of this machine; not asked for a CPU run
+  DeviceChoice device;
   int64_t steps = 0;   // in all, those of the checkpoint included; 0: no such limit
   double seconds = 0;  // of this run; 0: no such limit
   std::string checkpoint_path;

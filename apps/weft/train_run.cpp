@@ -15,7 +15,6 @@
 #include "moe/trainer.hpp"
 #include "plan/routing_file.hpp"
 #include "progress.hpp"
-#include "train_device.hpp"
 #include "train_record.hpp"
 #include "train_report.hpp"
 
@@ -30,7 +29,7 @@ int64_t token_row_bytes(const moe::TrainConfig& config) {
 
 moe::TrainConfig config_of_rank(const TrainOptions& options, int rank) {
   moe::TrainConfig config = options.config;
-  config.device = device_of_rank(options, rank);
+  config.device = options.device.device(rank);
   return config;
 }
 
@@ -57,7 +56,7 @@ class TrainRun {
         .text_bytes = static_cast<int64_t>(text.size()),
         .config = options.config,
         .transport = trainer_.exchange().config().transport,
-        .num_gpus = is_on_gpu() ? std::min(options.num_gpus, group.num_ranks()) : 0,
+        .num_gpus = is_on_gpu() ? std::min(options.device.num_gpus, group.num_ranks()) : 0,
         .num_ranks = group.num_ranks(),
         .num_parameters = trainer_.num_parameters(),
         .num_active_parameters = trainer_.num_active_parameters(),
@@ -81,9 +80,7 @@ class TrainRun {
   }
 
  private:
-  [[nodiscard]] bool is_on_gpu() const {
-    return options_.config.device.kind == Device::Kind::kCuda;
-  }
+  [[nodiscard]] bool is_on_gpu() const { return options_.device.is_on_gpu(); }
   [[nodiscard]] bool has_all_steps() const {
     return options_.steps > 0 && trainer_.steps_done() >= options_.steps;
   }
