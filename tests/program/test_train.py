@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from conftest import TIMEOUT, TINY, start, weft
+from conftest import TIMEOUT, TINY, TINY_MODEL, start, weft
 
 
 def losses(path):
@@ -118,3 +118,17 @@ def test_a_signal_finishes_the_step_and_leaves_a_whole_checkpoint(tmp_path, book
     text = weft(*args, "--resume", "--steps", last + 1).stdout
     assert f"Done after step {last + 1}" in text
     assert [path.name for path in tmp_path.iterdir() if path != book] == ["model.ckpt"]
+
+
+def test_gpus_are_chosen_where_there_are_any(tmp_path, book):
+    if not json.loads(weft("info", "--json").stdout)["gpus"]["list"]:
+        pytest.skip("no GPU")
+    numbers = tmp_path / "run.json"
+    args = ["train", book, *TINY_MODEL, "--ranks", 2, "--steps", 60, "--json", numbers]
+    runs = []
+    for _ in range(2):
+        weft(*args)
+        runs.append(losses(numbers))
+        assert json.loads(numbers.read_text())["config"]["executor"] == "cuda"
+    assert runs[0] == runs[1]
+    assert sum(runs[0][-10:]) < 0.8 * sum(runs[0][:10])
