@@ -81,6 +81,7 @@ void take_case(BenchOptions& options, const std::string& name) {
       options.hidden = one.hidden;
       options.topk = one.topk;
       options.num_experts = one.num_experts;
+      options.pad_multiple = name == "D" ? 1 : options.pad_multiple;  // decoding pads nothing
     }
   }
 }
@@ -136,6 +137,7 @@ void add_gpu_options(CLI::App& command, BenchOptions& options) {
       ->capture_default_str();
   command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU, one or several")
       ->delimiter(',')
+      ->allow_extra_args(false)
       ->check(CLI::Range(0, 1024));
   command.add_flag("--graph", options.is_graph, "On GPUs also as replayed CUDA graphs");
   command.add_option("--mover", options.mover, "How a GPU moves rows")

@@ -55,7 +55,7 @@ void CudaExchange::check() {
     std::rethrow_exception(broken);
   }
   if (*static_cast<volatile FaultKind*>(&own->fault.get()->kind) != FaultKind::kNone) {
-    throw_fault(own->stream.get());
+    throw_fault();
   }
 }
 
@@ -73,7 +73,7 @@ void CudaExchange::refuse(DeviceOp op, cudaStream_t stream) {
   }
 }
 
-void CudaExchange::throw_fault(cudaStream_t stream) {
+void CudaExchange::throw_fault() {
   const FaultRecord record = *own->fault.get();
   const std::string_view op = name_of(record.op);
   const auto give_up = [&](ErrorCode code, const std::string& problem) {
@@ -113,8 +113,10 @@ void CudaExchange::throw_fault(cudaStream_t stream) {
         )
     );
   }
-  // Nothing was harmed on any rank: all of them gave the call up, and count it.
-  WEFT_CUDA(context, cudaDeviceSynchronize());
+  // Nothing was harmed on any rank: all of them gave the call up, and count it. Only this rank's
+  // own work is waited for: a peer on the same GPU may wait for this rank already.
+  const cudaStream_t stream = last_stream;
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
   WEFT_CUDA(context, cudaMemsetAsync(&own->local.get()->stopped, 0, sizeof(uint32_t), stream));
   WEFT_CUDA(context, cudaStreamSynchronize(stream));
   *own->fault.get() = {};

@@ -32,6 +32,7 @@ void CudaExchange::combine(
     launch.from_map = shape.shape.from_map;
     launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
     launch.scale = in.scale;
+    launch.mover = mover();
 
     const int64_t per_token = std::min(context.num_ranks, shape.shape.topk);
     const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;

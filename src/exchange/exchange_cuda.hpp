@@ -56,7 +56,7 @@ struct CudaExchange final : Exchange::State {
 
   void refuse(DeviceOp op, cudaStream_t stream);
   // Throws what the record says. A refusal that harmed nothing is cleared first.
-  void throw_fault(cudaStream_t stream);
+  void throw_fault();
   void finish(cudaStream_t stream);
 
   // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
@@ -86,6 +86,7 @@ struct CudaExchange final : Exchange::State {
   PeerRegion staging;
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired;
+  cudaStream_t last_stream = nullptr;  // of the last call
   bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
   int num_gpu_sms = 0;
   int compute_capability = 0;  // 90 for 9.0
@@ -100,6 +101,7 @@ auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& 
   const bool is_own = call.stream == nullptr;
   const cudaStream_t stream = is_own ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
   is_launched = false;
+  last_stream = stream;
   const auto launched = [&] {
     try {
       return launch(stream);

@@ -23,14 +23,18 @@ __device__ __forceinline__ int warp_in_block() {
 struct CallSetup {
   uint32_t epoch;
   uint32_t failures;
-  DeviceWord own;
-  std::byte* rows[kMaxDomainRanks];  // where that rank wants its rows
+  alignas(16) std::byte own_bytes[sizeof(DeviceWord)];  // shared memory takes no initialisers
+  std::byte* rows[kMaxDomainRanks];                     // where that rank wants its rows
   std::byte* scales[kMaxDomainRanks];
   float* weights[kMaxDomainRanks];  // this rank's part of its weights area
   uint32_t* signals[kMaxDomainRanks];
   int32_t first_row[kMaxDomainRanks];  // of this rank's arrivals in that rank's staging
   DevicePlace place[kMaxDomainRanks];
   int32_t tokens[kMaxDomainRanks];  // of that rank
+
+  [[nodiscard]] __device__ __forceinline__ DeviceWord& own() {
+    return *reinterpret_cast<DeviceWord*>(own_bytes);
+  }
 };
 
 // All threads of every block. False if the call is given up. `word` is the caller's but for what is
@@ -41,22 +45,22 @@ __device__ inline bool begin_call(
   if (threadIdx.x == 0) {
     setup.epoch = current_epoch(me);
     setup.failures = 0;
-    setup.own = word;
-    setup.own.num_tokens = plan.header()->num_tokens;
-    setup.own.signature[0] = plan.header()->epoch;
+    setup.own() = word;
+    setup.own().num_tokens = plan.header()->num_tokens;
+    setup.own().signature[0] = plan.header()->epoch;
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;
   if (blockIdx.x == 0) {
-    post_word_by_thread(me, epoch, setup.own);
+    post_word_by_thread(me, epoch, setup.own());
   }
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
     const auto slots = me.map.signals();
-    const WaitSite site = {setup.own.op, epoch, peer, WaitFor::kRecords};
+    const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
     const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
-    const auto plan_epoch = static_cast<uint32_t>(setup.own.signature[0]);
-    if (accept_word(me, epoch, setup.own, peer) && wait_reached(me, records, plan_epoch, site)) {
+    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
+    if (accept_word(me, epoch, setup.own(), peer) && wait_reached(me, records, plan_epoch, site)) {
       const volatile DeviceWord* said = word_of(me, me.rank, epoch, peer);
       const PeerAddress rows = {said->rows.region, 0, said->rows.offset};
       const PeerAddress scales = {said->scales.region, 0, said->scales.offset};

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
 // in the data flow: exchange/combine_call_cuda.cpp.
+#include <type_traits>
+
 #include "core/check_cuda.hpp"
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
@@ -9,43 +11,98 @@
 namespace weft {
 namespace {
 
-constexpr int kThreads = 384;
+constexpr int kVectorThreads = 256;
+constexpr int kBulkWarps = 8;
+constexpr int kBulkThreads = kBulkWarps * kWarpLanes;
+constexpr int kBulkSharedBytes = kBulkWarps * kQueueStages * kQueuePiece;
 
-template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kThreads, 1)
-    combine_kernel(const __grid_constant__ CombineLaunch call) {
-  __shared__ CallSetup setup;
+__device__ DeviceWord word_of_call(const CombineLaunch& call) {
   DeviceWord word;
   word.op = DeviceOp::kCombine;
   word.rows = call.staging;
   for (int i = 0; i < kDeviceSignatureFields; ++i) {
     word.signature[i] = call.signature[i];
   }
-  if (begin_call(setup, call.me, call.plan, word)) {
-    if (static_cast<int>(blockIdx.x) < call.num_reduce) {
-      CombineReduce<Element, kScaled>(call, setup).run();
-    } else {
-      CombineSum<Element>(call, setup).run();
+  return word;
+}
+
+// Calls sum(source, slice) with the source of this block's role.
+template <bool kScaled, class Sum>
+__device__ __forceinline__ void run_roles(
+    const CombineLaunch& call, const CallSetup& setup, TeamProgress& progress, const Sum& sum
+) {
+  const int block = static_cast<int>(blockIdx.x);
+  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+  if (block < call.num_reduce) {
+    const Team team = make_team(warps, block, call.num_reduce);
+    CombineReduce<kScaled> source(call, setup, progress, team);
+    if (source.begin()) {
+      sum(source, slice_of(team, call.row_bytes, kSumPiece));
     }
+  } else {
+    const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
+    CombineSum source(call, setup, team);
+    source.begin();
+    sum(source, slice_of(team, call.row_bytes, kSumPiece));
+  }
+}
+
+template <class Element, bool kScaled>
+__global__ void __launch_bounds__(kVectorThreads, 1)
+    combine_vector(const __grid_constant__ CombineLaunch call) {
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  clear_progress(progress);
+  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    run_roles<kScaled>(call, setup, progress, [](auto& source, const Slice& slice) {
+      using Source = std::remove_reference_t<decltype(source)>;
+      constexpr bool kIsReduce = !Source::kStoresEmpty;
+      sum_rows_vector<Element, kScaled && kIsReduce>(source, slice);
+    });
   }
   finish_call(call.me, setup.epoch);
+}
+
+template <class Element, bool kScaled>
+__global__ void __launch_bounds__(kBulkThreads, 1)
+    combine_bulk(const __grid_constant__ CombineLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stages[];
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  __shared__ uint64_t full[kBulkWarps * kQueueStages];
+  clear_progress(progress);
+  const int warp = warp_in_block();
+  RowQueue queue(stages + warp * kQueueStages * kQueuePiece, full + warp * kQueueStages);
+  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    run_roles<kScaled>(call, setup, progress, [&](auto& source, const Slice& slice) {
+      using Source = std::remove_reference_t<decltype(source)>;
+      constexpr bool kIsReduce = !Source::kStoresEmpty;
+      sum_rows_bulk<Element, kScaled && kIsReduce>(source, slice, queue);
+    });
+  }
+  finish_call(call.me, setup.epoch);
+#endif
 }
 
 using Kernel = void (*)(CombineLaunch);
 
 template <class Element>
-Kernel kernel_of(bool is_scaled) {
-  return is_scaled ? combine_kernel<Element, true> : combine_kernel<Element, false>;
+Kernel kernel_of(bool is_scaled, bool is_bulk) {
+  if (is_bulk) {
+    return is_scaled ? combine_bulk<Element, true> : combine_bulk<Element, false>;
+  }
+  return is_scaled ? combine_vector<Element, true> : combine_vector<Element, false>;
 }
 
-Kernel kernel_of(DType dtype, bool is_scaled) {
+Kernel kernel_of(DType dtype, bool is_scaled, bool is_bulk) {
   switch (dtype) {
     case DType::kBFloat16:
-      return kernel_of<BFloat16>(is_scaled);
+      return kernel_of<BFloat16>(is_scaled, is_bulk);
     case DType::kFloat16:
-      return kernel_of<Float16>(is_scaled);
+      return kernel_of<Float16>(is_scaled, is_bulk);
     default:
-      return kernel_of<Float32>(is_scaled);
+      return kernel_of<Float32>(is_scaled, is_bulk);
   }
 }
 
@@ -54,20 +111,32 @@ Kernel kernel_of(DType dtype, bool is_scaled) {
 void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
-      cudaFuncAttributes attributes{};
-      WEFT_CUDA(
-          Context{},
-          cudaFuncGetAttributes(
-              &attributes, reinterpret_cast<const void*>(kernel_of(dtype, is_scaled))
-          )
-      );
+      for (const bool is_bulk : {false, true}) {
+        const auto* kernel = reinterpret_cast<const void*>(kernel_of(dtype, is_scaled, is_bulk));
+        cudaFuncAttributes attributes{};
+        WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel));
+        if (is_bulk && attributes.binaryVersion >= 90) {
+          WEFT_CUDA(
+              Context{},
+              cudaFuncSetAttribute(
+                  kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
+              )
+          );
+        }
+      }
     }
   }
 }
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(call.num_reduce + call.num_sum);
-  kernel_of(call.dtype, call.scale != CombineScale::kNone)<<<blocks, kThreads, 0, stream>>>(call);
+  const bool is_bulk = call.mover == Mover::kBulk;
+  const Kernel kernel = kernel_of(call.dtype, call.scale != CombineScale::kNone, is_bulk);
+  if (is_bulk) {
+    kernel<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+  } else {
+    kernel<<<blocks, kVectorThreads, 0, stream>>>(call);
+  }
   WEFT_CUDA(Context{}, cudaGetLastError());
 }
 

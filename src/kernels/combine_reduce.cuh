@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The pre-reduce role of combine: a warp takes the arrivals that one chunk of one rank's tokens
-// made here, sums the rows of each and stores one row per arrival in that rank's staging, weight
-// gradients with it; then one signal.
+// The pre-reduce role of combine: a team of warps takes the arrivals that one chunk of one rank's
+// tokens made here, sums the rows of each and stores one row per arrival in that rank's staging,
+// weight gradients with it; then one signal.
 #pragma once
 
 #include "kernels/launch.hpp"
@@ -9,46 +9,24 @@
 
 namespace weft {
 
-template <class Element, bool kScaled>
+template <bool kScaled>
 class CombineReduce {
  public:
-  __device__ CombineReduce(const CombineLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me) {
-    const int warps_per_block = static_cast<int>(blockDim.x) / kWarpLanes;
-    warp_ = static_cast<int>(blockIdx.x) + warp_in_block() * call.num_reduce;
-    num_warps_ = warps_per_block * call.num_reduce;
+  static constexpr bool kStoresEmpty = false;  // a dropped arrival has no row
+
+  __device__ CombineReduce(
+      const CombineLaunch& call, const CallSetup& setup, TeamProgress& progress, const Team& team
+  )
+      : call_(call), setup_(setup), me_(call.me), progress_(progress), team_(team) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    pieces_ = cut_row(call.row_bytes, kSumPiece);
+    num_items_ = num_items(me_, setup);
   }
 
-  __device__ void run() {
-    if (call_.has_source_weights && !wait_source_weights()) {
-      return;
+  // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
+  [[nodiscard]] __device__ bool begin() const {
+    if (!call_.has_source_weights) {
+      return true;
     }
-    const int items = num_items(me_, setup_);
-    for (int index = warp_; index < items; index += num_warps_) {
-      const ChunkItem item = item_at(me_, index);
-      if (item.chunk >= num_device_chunks(setup_.tokens[item.source])) {
-        continue;
-      }
-      const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
-      for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
-        reduce(item.source, arrival);
-      }
-      __syncwarp();
-      if (lane_index() == 0) {
-        ptx::fence_sys();
-        const auto slot = me_.map.signals().combine(
-            static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(item.chunk)
-        );
-        ptx::store_relaxed_sys(setup_.signals[item.source] + slot, setup_.epoch);
-      }
-    }
-  }
-
- private:
-  // Weights that the tokens' ranks hand in, of every rank at once.
-  __device__ bool wait_source_weights() const {
     bool is_here = true;
     const int source = lane_index();
     if (source < me_.num_ranks) {
@@ -59,65 +37,128 @@ class CombineReduce {
     return __all_sync(kAllLanes, is_here);
   }
 
-  __device__ __forceinline__ void reduce(int source, int arrival) const {
-    const auto from = static_cast<uint32_t>(source);
-    const ArrivalHead head = call_.plan.heads(from)[arrival];
-    if (head.num_routes == 0) {
-      return;
+  // The ordinal-th item of this team; an empty one where the source has fewer chunks than others.
+  [[nodiscard]] __device__ __forceinline__ SumItem fetch(int ordinal) const {
+    SumItem item;
+    const int index = team_.index + ordinal * team_.count;
+    if (index >= num_items_) {
+      return item;
     }
+    const ChunkItem place = item_at(me_, index);
+    item.ordinal = ordinal;
+    item.source = place.source;
+    item.chunk = place.chunk;
+    if (!is_chunk(place)) {
+      return item;
+    }
+    const auto from = static_cast<uint32_t>(place.source);
+    const ChunkArrivals arrivals = arrivals_of(call_.plan, place.source, place.chunk);
     const int lane = lane_index();
-    const int64_t first = static_cast<int64_t>(arrival) * max_topk_;
-    int32_t slot = 0;
-    int32_t k = -1;
-    if (lane < head.num_routes) {
-      slot = call_.plan.slots(from)[first + lane];
-      k = call_.plan.origins(from)[first + lane] & 0xff;
+    item.count = arrivals.end - arrivals.begin;
+    ArrivalHead head;
+    if (lane < item.count) {
+      head = call_.plan.heads(from)[arrivals.begin + lane];
     }
-    float scale = 1;
-    if constexpr (kScaled) {
-      if (k >= 0) {
-        scale = call_.scale == CombineScale::kPlanWeights ? call_.plan.weights(from)[first + lane]
-                                                          : source_weight(from, first + k);
+#pragma unroll
+    for (int entry = 0; entry < kMaxEntries; ++entry) {
+      const int64_t at = static_cast<int64_t>(arrivals.begin + entry) * max_topk_ + lane;
+      const bool is_inside = entry < item.count && lane < call_.topk;
+      item.row[entry] = is_inside ? call_.plan.slots(from)[at] : 0;
+      item.scale[entry] = 1;
+      if (kScaled && is_inside) {
+        item.scale[entry] = scale_of_route(from, at);
       }
     }
-    if (call_.row_weights != nullptr && k >= 0) {
-      const int64_t at = call_.one_row ? static_cast<int64_t>(slot) * call_.topk + k : slot;
-      float* returned =
-          reinterpret_cast<float*>(control_of(me_, source) + me_.map.returned_offset());
-      returned[static_cast<int64_t>(head.token) * max_topk_ + k] = call_.row_weights[at];
+#pragma unroll
+    for (int entry = 0; entry < kMaxEntries; ++entry) {
+      const int routes = __shfl_sync(kAllLanes, head.num_routes, entry);
+      item.num_rows[entry] = call_.one_row ? min(routes, 1) : routes;
+      item.out_row[entry] = __shfl_sync(kAllLanes, head.return_row, entry);
     }
-    const int count = call_.one_row ? 1 : head.num_routes;
-    std::byte* out = setup_.rows[source] + head.return_row * call_.row_bytes;
-    for (int piece = 0; piece < pieces_.count; ++piece) {
-      const int32_t offset = piece * pieces_.each;
-      const int32_t bytes = pieces_.bytes(piece);
-      const PieceBits sum = sum_piece<Element, kScaled>(
-          count,
-          bytes,
-          [&](int row) {
-            const int64_t of_row = __shfl_sync(kAllLanes, slot, row);
-            return call_.rows + of_row * call_.row_bytes + offset;
-          },
-          [&](int row) { return __shfl_sync(kAllLanes, scale, row); }
-      );
-      store_piece(out + offset, bytes, sum);
-    }
+    return item;
   }
 
-  [[nodiscard]] __device__ __forceinline__ float source_weight(uint32_t source, int64_t at) const {
+  // Nothing to wait for: the rows are this rank's own.
+  [[nodiscard]] __device__ __forceinline__ bool is_ready(const SumItem&) const {
+    return true;
+  }
+  [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem&) const {
+    return true;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
+    return call_.rows + static_cast<int64_t>(index) * call_.row_bytes;
+  }
+  [[nodiscard]] __device__ __forceinline__ std::byte* out(const SumItem& item, int32_t row) const {
+    return setup_.rows[item.source] + static_cast<int64_t>(row) * call_.row_bytes;
+  }
+
+  __device__ __forceinline__ void finish(const SumItem& item) {
+    if (call_.row_weights != nullptr && item.count > 0 &&
+        item.ordinal % team_.warps == team_.warp) {
+      return_weights(item);
+    }
+    finish_chunk(progress_, team_, static_cast<uint32_t>(item.ordinal) + 1, [&](int n) {
+      signal(n);
+    });
+  }
+
+ private:
+  // Of route `at` of a source: held by the plan, or sent by the token's rank for this call.
+  [[nodiscard]] __device__ __forceinline__ float scale_of_route(uint32_t source, int64_t at) const {
+    if (call_.scale == CombineScale::kPlanWeights) {
+      return call_.plan.weights(source)[at];
+    }
+    const int64_t arrival = at / max_topk_;
+    const int32_t k = call_.plan.origins(source)[at] & 0xff;
     const auto* weights = reinterpret_cast<const volatile float*>(
         control_of(me_, me_.rank) + me_.map.weights_offset(source)
     );
-    return weights[at];
+    return k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
+  }
+
+  // Lane j has route j of each entry.
+  __device__ __forceinline__ void return_weights(const SumItem& item) const {
+    const auto from = static_cast<uint32_t>(item.source);
+    const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
+    auto* returned =
+        reinterpret_cast<float*>(control_of(me_, item.source) + me_.map.returned_offset());
+    for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
+      const ArrivalHead head = call_.plan.heads(from)[arrival];
+      const int lane = lane_index();
+      if (lane < head.num_routes) {
+        const int64_t at = static_cast<int64_t>(arrival) * max_topk_ + lane;
+        const int64_t slot = call_.plan.slots(from)[at];
+        const int32_t k = call_.plan.origins(from)[at] & 0xff;
+        const int64_t place = call_.one_row ? slot * call_.topk + k : slot;
+        returned[static_cast<int64_t>(head.token) * max_topk_ + k] = call_.row_weights[place];
+      }
+    }
+  }
+
+  [[nodiscard]] __device__ __forceinline__ bool is_chunk(const ChunkItem& place) const {
+    return place.chunk < num_device_chunks(setup_.tokens[place.source]);
+  }
+
+  // The team's n-th item is stored.
+  __device__ __forceinline__ void signal(int n) const {
+    const ChunkItem place = item_at(me_, team_.index + n * team_.count);
+    if (lane_index() == 0 && is_chunk(place)) {
+      ptx::fence_sys();
+      const auto slot = me_.map.signals().combine(
+          static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(place.chunk)
+      );
+      ptx::store_relaxed_sys(setup_.signals[place.source] + slot, setup_.epoch);
+    }
   }
 
   const CombineLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
-  int warp_;
-  int num_warps_;
+  TeamProgress& progress_;
+  Team team_;
   int max_topk_;
-  Pieces pieces_;
+  int num_items_;
 };
 
 }  // namespace weft

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sum role of combine: a warp takes a chunk of this rank's tokens, waits until every rank has
-// returned its arrivals, and adds each token's arrivals in ascending rank order. Before that, if
-// the call is scaled by weights of this side, it sends them to the experts' ranks.
+// The sum role of combine: a team of warps takes a chunk of this rank's tokens, waits until every
+// rank has returned its arrivals, and adds each token's arrivals in ascending rank order. Before
+// that, if the call is scaled by weights of this side, it sends them to the experts' ranks.
 #pragma once
 
 #include "kernels/launch.hpp"
@@ -9,92 +9,112 @@
 
 namespace weft {
 
-template <class Element>
 class CombineSum {
  public:
-  __device__ CombineSum(const CombineLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me) {
-    const int warps_per_block = static_cast<int>(blockDim.x) / kWarpLanes;
-    warp_ = static_cast<int>(blockIdx.x) - call.num_reduce + warp_in_block() * call.num_sum;
-    num_warps_ = warps_per_block * call.num_sum;
+  static constexpr bool kStoresEmpty = true;  // a token without routes gets zeros
+
+  __device__ CombineSum(const CombineLaunch& call, const CallSetup& setup, const Team& team)
+      : call_(call), setup_(setup), me_(call.me), team_(team) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     num_tokens_ = call.plan.header()->num_tokens;
-    pieces_ = cut_row(call.row_bytes, kSumPiece);
+    per_token_ = min(me_.num_ranks, call.topk);
   }
 
-  __device__ void run() {
+  __device__ void begin() const {
     if (call_.has_source_weights) {
       send_weights();
     }
-    const int chunk_size = chunk_tokens(num_tokens_);
-    const int chunks = num_device_chunks(num_tokens_);
-    for (int chunk = warp_; chunk < chunks; chunk += num_warps_) {
-      if (!wait_returned(chunk)) {
-        return;
-      }
-      const int end = min((chunk + 1) * chunk_size, num_tokens_);
-      for (int token = chunk * chunk_size; token < end; ++token) {
-        sum(token);
-      }
-    }
   }
 
- private:
-  __device__ __forceinline__ bool wait_returned(int chunk) const {
+  [[nodiscard]] __device__ __forceinline__ SumItem fetch(int ordinal) const {
+    SumItem item;
+    const int chunk = team_.index + ordinal * team_.count;
+    if (chunk >= num_device_chunks(num_tokens_)) {
+      return item;
+    }
+    const int size = chunk_tokens(num_tokens_);
+    const int first = chunk * size;
+    const int lane = lane_index();
+    item.ordinal = ordinal;
+    item.chunk = chunk;
+    item.count = min(size, num_tokens_ - first);
+    int32_t arrival[kMaxEntries];
+    int32_t primary[kMaxEntries];
+#pragma unroll
+    for (int entry = 0; entry < kMaxEntries; ++entry) {
+      const int64_t pair = static_cast<int64_t>(first + entry) * me_.num_ranks + lane;
+      const bool is_inside = entry < item.count && lane < me_.num_ranks;
+      arrival[entry] = is_inside ? call_.plan.arrival()[pair] : -1;
+      primary[entry] = is_inside ? call_.plan.primary()[pair] : -1;
+    }
+#pragma unroll
+    for (int entry = 0; entry < kMaxEntries; ++entry) {
+      // Ranks the token went to, and those of them where a row was kept.
+      const uint32_t sent = __ballot_sync(kAllLanes, arrival[entry] >= 0);
+      const uint32_t kept = __ballot_sync(kAllLanes, primary[entry] >= 0);
+      const int token = first + entry;
+      int place = 0;
+      if (lane < __popc(kept)) {
+        const uint32_t rank = __fns(kept, 0, lane + 1);
+        place = __popc(sent & ((1U << rank) - 1U));
+      }
+      item.num_rows[entry] = __popc(kept);
+      item.out_row[entry] = token;
+      item.row[entry] = token * per_token_ + place;
+      item.scale[entry] = 1;
+    }
+    return item;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ bool is_ready(const SumItem& item) const {
+    bool is_here = true;
+    if (lane_index() < me_.num_ranks) {
+      is_here = is_reached(ptx::load_acquire_sys(signal_from(item, lane_index())), setup_.epoch);
+    }
+    const bool all = __all_sync(kAllLanes, is_here);
+    if (all) {
+      ptx::fence_async_proxy();
+    }
+    return all;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem& item) const {
     bool is_here = true;
     const int peer = lane_index();
     if (peer < me_.num_ranks) {
       const WaitSite site = {DeviceOp::kCombine, setup_.epoch, peer, WaitFor::kRows};
-      const auto slot =
-          me_.map.signals().combine(static_cast<uint32_t>(peer), static_cast<uint32_t>(chunk));
-      is_here = wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site);
+      is_here = wait_reached(me_, signal_from(item, peer), setup_.epoch, site);
     }
-    return __all_sync(kAllLanes, is_here);
+    const bool all = __all_sync(kAllLanes, is_here);
+    ptx::fence_async_proxy();
+    return all;
   }
 
-  __device__ __forceinline__ void sum(int token) const {
-    const int lane = lane_index();
-    // Ranks the token went to, and those of them where a row was kept.
-    bool is_sent = false;
-    bool is_kept = false;
-    if (lane < me_.num_ranks) {
-      const int64_t pair = static_cast<int64_t>(token) * me_.num_ranks + lane;
-      is_sent = call_.plan.arrival()[pair] >= 0;
-      is_kept = call_.plan.primary()[pair] >= 0;
+  [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
+    return call_.staged + static_cast<int64_t>(index) * call_.row_bytes;
+  }
+  [[nodiscard]] __device__ __forceinline__ std::byte* out(const SumItem&, int32_t row) const {
+    return call_.out + static_cast<int64_t>(row) * call_.row_bytes;
+  }
+
+  __device__ __forceinline__ void finish(const SumItem& item) const {
+    if (call_.out_weights == nullptr || item.ordinal % team_.warps != team_.warp) {
+      return;
     }
-    const uint32_t sent = __ballot_sync(kAllLanes, is_sent);
-    const uint32_t kept = __ballot_sync(kAllLanes, is_kept);
-    const int count = __popc(kept);
-    // Lane i learns where the i-th kept arrival lies among the sent ones.
-    int place = 0;
-    if (lane < count) {
-      const auto rank = __fns(kept, 0, lane + 1);
-      place = __popc(sent & ((1U << rank) - 1U));
+    for (int entry = 0; entry < item.count; ++entry) {
+      return_weights(pick(item.out_row, entry));
     }
-    const int per_token = min(me_.num_ranks, call_.topk);
-    const std::byte* first =
-        call_.staged + static_cast<int64_t>(token) * per_token * call_.row_bytes;
-    std::byte* out = call_.out + static_cast<int64_t>(token) * call_.row_bytes;
-    for (int piece = 0; piece < pieces_.count; ++piece) {
-      const int32_t offset = piece * pieces_.each;
-      const int32_t bytes = pieces_.bytes(piece);
-      PieceBits result = {};
-      if (count > 0) {
-        result = sum_piece<Element, false>(
-            count,
-            bytes,
-            [&](int i) {
-              const int64_t row = __shfl_sync(kAllLanes, place, i);
-              return first + row * call_.row_bytes + offset;
-            },
-            [](int) { return 1.0F; }
-        );
-      }
-      store_piece(out + offset, bytes, result);
-    }
-    if (call_.out_weights != nullptr) {
-      return_weights(token);
-    }
+  }
+
+ private:
+  [[nodiscard]] __device__ __forceinline__ const uint32_t* signal_from(
+      const SumItem& item, int peer
+  ) const {
+    return signal_of(
+        me_,
+        me_.rank,
+        me_.map.signals().combine(static_cast<uint32_t>(peer), static_cast<uint32_t>(item.chunk))
+    );
   }
 
   __device__ __forceinline__ void return_weights(int token) const {
@@ -129,7 +149,9 @@ class CombineSum {
   // kSourceWeights: [arrival][k] to each rank the token went to; the last warp tells all ranks.
   __device__ void send_weights() const {
     const int lane = lane_index();
-    for (int token = warp_; token < num_tokens_; token += num_warps_) {
+    const int num_warps = team_.count * team_.warps;
+    const int warp = team_.index * team_.warps + team_.warp;
+    for (int token = warp; token < num_tokens_; token += num_warps) {
       float weight = 0;
       if (lane < call_.topk) {
         int64_t at = static_cast<int64_t>(token) * call_.topk + lane;
@@ -162,7 +184,7 @@ class CombineSum {
     uint32_t is_last = 0;
     if (lane == 0) {
       ptx::fence_sys();
-      is_last = ptx::add_acq_rel_gpu(&me_.local->grid, 1) + 1 == static_cast<uint32_t>(num_warps_)
+      is_last = ptx::add_acq_rel_gpu(&me_.local->grid, 1) + 1 == static_cast<uint32_t>(num_warps)
                     ? 1U
                     : 0U;
     }
@@ -177,11 +199,10 @@ class CombineSum {
   const CombineLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
-  int warp_;
-  int num_warps_;
+  Team team_;
   int max_topk_;
   int num_tokens_;
-  Pieces pieces_;
+  int per_token_;
 };
 
 }  // namespace weft

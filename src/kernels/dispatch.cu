@@ -28,9 +28,11 @@ __device__ DeviceWord word_of_call(const DispatchLaunch& call) {
 __global__ void __launch_bounds__(kVectorThreads, 1)
     dispatch_vector(const __grid_constant__ DispatchLaunch call) {
   __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  clear_progress(progress);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush(call, setup).run_vector();
+      DispatchPush(call, setup, progress).run_vector();
     } else {
       DispatchFanOut(call, setup).run(MoveRowsVector{});
     }
@@ -45,12 +47,14 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stages[];
   __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  clear_progress(progress);
   __shared__ uint64_t full[kBulkWarps * kBulkStages];
   const int warp = warp_in_block();
   BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush(call, setup).run_bulk(ring);
+      DispatchPush(call, setup, progress).run_bulk(ring);
     } else {
       DispatchFanOut(call, setup).run(MoveRowsBulk{ring});
     }

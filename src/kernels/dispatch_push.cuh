@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The push role of dispatch: a warp takes a chunk of this rank's tokens, loads each row once and
-// stores it to one place on every other rank it goes to and to every slot on this rank; then
-// weights and scales, then a signal to each rank. Warps are on their own: none waits for another.
+// The push role of dispatch: a team of warps takes a chunk of this rank's tokens, loads each row
+// once and stores it to one place on every other rank it goes to and to every slot on this rank;
+// then weights and scales, then a signal to each rank.
 #pragma once
 
 #include "kernels/launch.hpp"
 #include "kernels/quantise.cuh"
 #include "kernels/row_mover.cuh"
+#include "kernels/team.cuh"
 
 namespace weft {
 
@@ -19,58 +20,70 @@ struct TokenRoutes {
 
 class DispatchPush {
  public:
-  __device__ DispatchPush(const DispatchLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me) {
+  __device__ DispatchPush(
+      const DispatchLaunch& call, const CallSetup& setup, TeamProgress& progress
+  )
+      : call_(call), setup_(setup), me_(call.me), progress_(progress) {
     const PlanView& plan = call.plan;
     num_tokens_ = plan.header()->num_tokens;
     chunk_tokens_ = chunk_tokens(num_tokens_);
     num_chunks_ = num_device_chunks(num_tokens_);
     local_experts_ = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
     max_topk_ = static_cast<int>(plan.map.max_topk);
-    first_chunk_ = static_cast<int>(blockIdx.x) + warp_in_block() * call.num_push;
-    chunk_step_ = static_cast<int>(blockDim.x) / kWarpLanes * call.num_push;
+    // A scale belongs to a whole group of columns, so that quantising takes rows as a whole.
+    const int warps =
+        call.quantise == Quantise::kNone ? team_warps(call.row_bytes, num_tokens_) : 1;
+    team_ = make_team(warps, static_cast<int>(blockIdx.x), call.num_push);
   }
 
   __device__ void run_vector() {
-    const Pieces pieces = cut_row(call_.row_bytes, kVectorPiece);
-    for (int chunk = first_chunk_; chunk < num_chunks_; chunk += chunk_step_) {
-      const int begin = chunk * chunk_tokens_;
-      const int end = min(begin + chunk_tokens_, num_tokens_);
-      for (int token = begin; token < end; ++token) {
-        const TokenRoutes routes = routes_of(token);
-        const Targets targets = targets_of(routes);
-        const std::byte* row = call_.x + static_cast<int64_t>(token) * call_.row_bytes;
-        if (call_.quantise == Quantise::kNone) {
-          for (int piece = 0; piece < pieces.count; ++piece) {
-            move_piece(row, piece * pieces.each, pieces.bytes(piece), targets);
-          }
-        } else {
-          quantise_row(call_.quantise, row, call_.row_bytes, targets, scale_targets_of(routes));
-        }
-        move_extras(token, routes);
+    const Slice slice = slice_of(team_, call_.row_bytes, kVectorPiece);
+    const Pieces& pieces = slice.pieces;
+    uint32_t finished = 0;
+    TokenRoutes next = first_routes();
+    const int tokens = num_own_tokens();
+    for (int index = 0; index < tokens; ++index) {
+      const int token = token_at(index);
+      const TokenRoutes routes = next;
+      if (index + 1 < tokens) {
+        next = routes_of(token_at(index + 1));
       }
-      __syncwarp();
-      signal(chunk);
+      const Targets targets = targets_of(routes);
+      const std::byte* row = call_.x + static_cast<int64_t>(token) * call_.row_bytes;
+      if (call_.quantise == Quantise::kNone) {
+        for (int piece = 0; piece < pieces.count; ++piece) {
+          const int32_t offset = slice.offset + piece * pieces.each;
+          move_piece(row, offset, pieces.bytes(piece), targets);
+        }
+      } else {
+        quantise_row(call_.quantise, row, call_.row_bytes, targets, scale_targets_of(routes));
+      }
+      move_extras(index, token, routes);
+      if (is_last_of_chunk(index, tokens)) {
+        finish(++finished);
+      }
     }
   }
 
 #if __CUDA_ARCH__ >= 900
   __device__ void run_bulk(BulkRing& ring) {
-    const Pieces pieces = cut_row(call_.row_bytes, kBulkPiece);
+    const Slice slice = slice_of(team_, call_.row_bytes, kBulkPiece);
+    const Pieces& pieces = slice.pieces;
     const int tokens = num_own_tokens();
-    TokenRoutes next = tokens > 0 ? routes_of(token_at(0)) : TokenRoutes{};
+    TokenRoutes next = first_routes();
     TokenRoutes routes;
     Targets targets;
-    int pending = -1;  // chunk whose stores are on their way, and after how many units to look
-    int patience = 0;
-    int index = 0;  // of the token being stored
+    uint32_t finished = 0;
+    int patience = 0;  // units until the stores of a finished chunk are looked at; 0: none is open
+    int index = 0;     // of the token being stored
     int piece = 0;
     int load_index = 0;
     int load_piece = 0;
     const auto source = [&](int) -> RowSpan {
       const std::byte* row = call_.x + static_cast<int64_t>(token_at(load_index)) * call_.row_bytes;
       const RowSpan span = {
-          row + load_piece * pieces.each, static_cast<uint32_t>(pieces.bytes(load_piece))};
+          row + slice.offset + load_piece * pieces.each,
+          static_cast<uint32_t>(pieces.bytes(load_piece))};
       if (++load_piece == pieces.count) {
         load_piece = 0;
         ++load_index;
@@ -84,9 +97,9 @@ class DispatchPush {
         if (index + 1 < tokens) {
           next = routes_of(token_at(index + 1));
         }
-        move_extras(token_at(index), routes);
+        move_extras(index, token_at(index), routes);
       }
-      const int32_t offset = piece * pieces.each;
+      const int32_t offset = slice.offset + piece * pieces.each;
       const auto bytes = static_cast<uint32_t>(pieces.bytes(piece));
       if (targets.first != nullptr) {
         ptx::bulk_store(targets.first + offset, data, bytes);
@@ -96,32 +109,28 @@ class DispatchPush {
       }
     };
     const auto after = [&](int) {
-      if (pending >= 0 && --patience == 0) {
+      if (patience > 0 && --patience == 0) {
         ptx::wait_stores<kPatience>();
-        __syncwarp();
-        signal(pending);
-        pending = -1;
+        finish(++finished);
       }
       if (++piece < pieces.count) {
         return;
       }
       piece = 0;
-      const int token = token_at(index++);
-      if (index == tokens || token % chunk_tokens_ == chunk_tokens_ - 1) {
-        if (pending >= 0) {
+      if (is_last_of_chunk(index++, tokens)) {
+        if (patience > 0) {
           ptx::wait_stores<1>();
-          __syncwarp();
-          signal(pending);
+          finish(++finished);
         }
-        pending = token / chunk_tokens_;
         patience = kPatience;
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
     ptx::wait_stores<0>();
-    __syncwarp();
-    if (pending >= 0) {
-      signal(pending);
+    // Also the chunks of a warp without columns.
+    const auto all = static_cast<uint32_t>((tokens + chunk_tokens_ - 1) / chunk_tokens_);
+    if (finished < all) {
+      finish(all);
     }
   }
 #endif
@@ -131,19 +140,32 @@ class DispatchPush {
   static constexpr int kPatience = 2;
 
   [[nodiscard]] __device__ __forceinline__ int num_own_tokens() const {
-    if (first_chunk_ >= num_chunks_) {
+    if (team_.index >= num_chunks_) {
       return 0;
     }
-    const int chunks = (num_chunks_ - 1 - first_chunk_) / chunk_step_ + 1;
-    const int last = first_chunk_ + (chunks - 1) * chunk_step_;
+    const int chunks = (num_chunks_ - 1 - team_.index) / team_.count + 1;
+    const int last = chunk_at(chunks - 1);
     const int missing = last == num_chunks_ - 1 ? num_chunks_ * chunk_tokens_ - num_tokens_ : 0;
     return chunks * chunk_tokens_ - missing;
   }
 
-  // The warp's index-th token.
-  [[nodiscard]] __device__ __forceinline__ int token_at(int index) const {
-    const int chunk = first_chunk_ + index / chunk_tokens_ * chunk_step_;
-    return chunk * chunk_tokens_ + index % chunk_tokens_;
+  // The team's n-th chunk and token.
+  [[nodiscard]] __device__ __forceinline__ int chunk_at(int n) const {
+    return team_.index + n * team_.count;
+  }
+  [[nodiscard]] __device__ __forceinline__ int token_at(int n) const {
+    return chunk_at(n / chunk_tokens_) * chunk_tokens_ + n % chunk_tokens_;
+  }
+  [[nodiscard]] __device__ __forceinline__ bool is_last_of_chunk(int n, int tokens) const {
+    return n + 1 == tokens || n % chunk_tokens_ == chunk_tokens_ - 1;
+  }
+  [[nodiscard]] __device__ __forceinline__ TokenRoutes first_routes() const {
+    return num_own_tokens() > 0 ? routes_of(token_at(0)) : TokenRoutes{};
+  }
+
+  // This warp's part of `finished` chunks is stored.
+  __device__ __forceinline__ void finish(uint32_t finished) const {
+    finish_chunk(progress_, team_, finished, [&](int n) { signal(chunk_at(n)); });
   }
 
   [[nodiscard]] __device__ __forceinline__ TokenRoutes routes_of(int token) const {
@@ -197,9 +219,13 @@ class DispatchPush {
     return setup_.scales[lane] + row * staged_scale_bytes(call_.scale_bytes);
   }
 
-  // Weights and scale rows of one token, to every rank it goes to, this one included.
-  __device__ __forceinline__ void move_extras(int token, const TokenRoutes& routes) const {
+  // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
+  // a team take turns.
+  __device__ __forceinline__ void move_extras(int n, int token, const TokenRoutes& routes) const {
     const int lane = lane_index();
+    if (n % team_.warps != team_.warp) {
+      return;
+    }
     if (call_.scales != nullptr) {
       const Targets targets = {scale_targets_of(routes), nullptr};
       const std::byte* row = call_.scales + static_cast<int64_t>(token) * call_.scale_bytes;
@@ -251,13 +277,13 @@ class DispatchPush {
   const DispatchLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
+  TeamProgress& progress_;
   int num_tokens_;
   int chunk_tokens_;
   int num_chunks_;
   int local_experts_;
   int max_topk_;
-  int first_chunk_;
-  int chunk_step_;
+  Team team_;
 };
 
 }  // namespace weft

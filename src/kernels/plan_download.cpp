@@ -19,22 +19,24 @@
 namespace weft {
 namespace {
 
-struct FreeHost {
-  void operator()(uint32_t* data) const { static_cast<void>(cudaFreeHost(data)); }
-};
-
+// Stream-ordered memory alone: anything else may wait for the whole GPU, where the kernel of a peer
+// may wait for this rank.
 void wait_records(
     const RankView& me, const PlanView& plan, const Context& context, cudaStream_t stream
 ) {
-  uint32_t* pinned = nullptr;
-  WEFT_CUDA(context, cudaMallocHost(reinterpret_cast<void**>(&pinned), sizeof(uint32_t)));
-  const std::unique_ptr<uint32_t, FreeHost> is_here(pinned);
-  *is_here = 0;
-  launch_wait_records(me, plan, is_here.get(), stream);
+  uint32_t* on_device = nullptr;
+  uint32_t is_here = 0;
+  WEFT_CUDA(context, cudaMallocAsync(&on_device, sizeof is_here, stream));
+  launch_wait_records(me, plan, on_device, stream);
+  WEFT_CUDA(
+      context,
+      cudaMemcpyAsync(&is_here, on_device, sizeof is_here, cudaMemcpyDeviceToHost, stream)
+  );
+  WEFT_CUDA(context, cudaFreeAsync(on_device, stream));
   WEFT_CUDA(context, cudaStreamSynchronize(stream));
   WEFT_CHECK(
       context,
-      *is_here == 1,
+      is_here == 1,
       ErrorCode::kTimeout,
       "plan: the arrival records of some rank have not come (waited {:.1f} s at most)",
       static_cast<double>(me.timeout_ns) * 1e-9

@@ -21,11 +21,15 @@ struct Pieces {
   }
 };
 
-__device__ __forceinline__ Pieces cut_row(int64_t row_bytes, int32_t most) {
+// Into `wanted` pieces; fewer if the row is short.
+__device__ __forceinline__ Pieces cut_row_into(int64_t row_bytes, int32_t wanted) {
   const auto bytes = static_cast<int32_t>(row_bytes);
-  const int32_t wanted = (bytes + most - 1) / most;
   const int32_t each = ((bytes + wanted - 1) / wanted + 15) / 16 * 16;
   return {bytes, each, (bytes + each - 1) / each};
+}
+
+__device__ __forceinline__ Pieces cut_row(int64_t row_bytes, int32_t most) {
+  return cut_row_into(row_bytes, (static_cast<int32_t>(row_bytes) + most - 1) / most);
 }
 
 struct RowSpan {

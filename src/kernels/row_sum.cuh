@@ -1,81 +1,234 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums rows in fp32, in the order given, and rounds once: one warp, one piece of the rows at a
-// time.
+// Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine are this, over other
+// rows: a *source* hands out items of a few entries; each entry is some rows and the place of their
+// sum.
 #pragma once
 
 #include "kernels/elements.cuh"
-#include "kernels/row_mover.cuh"
+#include "kernels/row_queue.cuh"
+#include "kernels/team.cuh"
 
 namespace weft {
 
 inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row
 inline constexpr int32_t kSumPiece = kSumVectors * kWarpLanes * 16;
+static_assert(kSumPiece == kQueuePiece);
 
-// A row's piece in registers.
-struct PieceBits {
-  uint4 bits[kSumVectors];
+inline constexpr int kMaxEntries = 4;  // of an item: chunk_tokens() at most
+
+// Spread over a warp: what is said to be of lane i is held by that lane, all else by every lane.
+struct SumItem {
+  int32_t ordinal = -1;  // among the team's items; -1: there are no more
+  int32_t source = 0;
+  int32_t chunk = 0;
+  int32_t count = 0;  // entries
+  int32_t num_rows[kMaxEntries];
+  int32_t out_row[kMaxEntries];
+  int32_t row[kMaxEntries];  // of lane i: the entry's i-th row
+  float scale[kMaxEntries];  // of lane i: its factor
 };
 
-__device__ __forceinline__ PieceBits load_piece(const std::byte* data, int32_t bytes) {
-  PieceBits piece;
+// Register arrays take no index that is known at run time alone.
+template <class T>
+__device__ __forceinline__ T pick(const T (&values)[kMaxEntries], int index) {
+  T value = values[0];
 #pragma unroll
-  for (int i = 0; i < kSumVectors; ++i) {
-    const int at = (i * kWarpLanes + lane_index()) * 16;
-    if (at < bytes) {
-      piece.bits[i] = ptx::load_16(data + at);
-    }
+  for (int i = 1; i < kMaxEntries; ++i) {
+    value = index == i ? values[i] : value;
   }
-  return piece;
+  return value;
 }
 
-__device__ __forceinline__ void store_piece(
-    std::byte* data, int32_t bytes, const PieceBits& piece
-) {
-#pragma unroll
-  for (int i = 0; i < kSumVectors; ++i) {
-    const int at = (i * kWarpLanes + lane_index()) * 16;
-    if (at < bytes) {
-      ptx::store_16(data + at, piece.bits[i]);
-    }
-  }
-}
-
-// Rows 0 .. count - 1 are row_of(i) (a pointer to the piece, the same on all lanes), each
-// multiplied by scale_of(i) if kScaled. Products and sums are rounded one by one, as on the CPU.
-template <class Element, bool kScaled, class RowOf, class ScaleOf>
-__device__ __forceinline__ PieceBits
-sum_piece(int count, int32_t bytes, const RowOf& row_of, const ScaleOf& scale_of) {
-  constexpr int kPer = Element::kPerVector;
-  PieceBits next = load_piece(row_of(0), bytes);
-  if (count == 1 && !kScaled) {
-    return next;
-  }
-  float sums[kSumVectors][kPer];
-  PieceBits after = count > 1 ? load_piece(row_of(1), bytes) : next;
-  for (int row = 0; row < count; ++row) {
-    const PieceBits current = next;
-    next = after;
-    if (row + 2 < count) {
-      after = load_piece(row_of(row + 2), bytes);
-    }
-    const float scale = kScaled ? scale_of(row) : 1.0F;
+// Sums of one piece of one entry, in registers.
+template <class Element, bool kScaled>
+class PieceSum {
+ public:
+  __device__ __forceinline__ void add(
+      const uint4 (&bits)[kSumVectors], float scale, bool is_first
+  ) {
 #pragma unroll
     for (int i = 0; i < kSumVectors; ++i) {
-      float values[kPer];
-      unpack<Element>(current.bits[i], values);
+      float values[Element::kPerVector];
+      unpack<Element>(bits[i], values);
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) {
+      for (int j = 0; j < Element::kPerVector; ++j) {
         const float term = kScaled ? __fmul_rn(values[j], scale) : values[j];
-        sums[i][j] = row == 0 ? term : __fadd_rn(sums[i][j], term);
+        sums_[i][j] = is_first ? term : __fadd_rn(sums_[i][j], term);
       }
     }
   }
-  PieceBits result;
+
+  __device__ __forceinline__ void store(std::byte* out, int32_t bytes) const {
 #pragma unroll
-  for (int i = 0; i < kSumVectors; ++i) {
-    result.bits[i] = pack<Element>(sums[i]);
+    for (int i = 0; i < kSumVectors; ++i) {
+      const int at = (i * kWarpLanes + lane_index()) * 16;
+      if (at < bytes) {
+        ptx::store_16(out + at, pack<Element>(sums_[i]));
+      }
+    }
   }
-  return result;
+
+ private:
+  float sums_[kSumVectors][Element::kPerVector];
+};
+
+__device__ __forceinline__ void store_zeros(std::byte* out, int32_t bytes) {
+  for (int at = lane_index() * 16; at < bytes; at += kWarpLanes * 16) {
+    ptx::store_16(out + at, uint4{0, 0, 0, 0});
+  }
 }
+
+// Runs all items of a team's source, 16-byte loads two rows ahead.
+template <class Element, bool kScaled, class Source>
+__device__ void sum_rows_vector(Source& source, const Slice& slice) {
+  for (SumItem item = source.fetch(0); item.ordinal >= 0; item = source.fetch(item.ordinal + 1)) {
+    if (!source.wait(item)) {
+      return;
+    }
+    for (int entry = 0; entry < item.count; ++entry) {
+      const int num_rows = pick(item.num_rows, entry);
+      const int32_t rows = pick(item.row, entry);
+      const float scales = pick(item.scale, entry);
+      for (int piece = 0; piece < slice.pieces.count; ++piece) {
+        const int32_t offset = slice.offset + piece * slice.pieces.each;
+        const int32_t bytes = slice.pieces.bytes(piece);
+        std::byte* out = source.out(item, pick(item.out_row, entry)) + offset;
+        if (num_rows == 0) {
+          if (Source::kStoresEmpty) {
+            store_zeros(out, bytes);
+          }
+          continue;
+        }
+        PieceSum<Element, kScaled> sum;
+        uint4 bits[2][kSumVectors];
+        const auto load = [&](int row, uint4(&to)[kSumVectors]) {
+          const std::byte* data = source.row(__shfl_sync(kAllLanes, rows, row)) + offset;
+#pragma unroll
+          for (int i = 0; i < kSumVectors; ++i) {
+            const int at = (i * kWarpLanes + lane_index()) * 16;
+            to[i] = at < bytes ? ptx::load_16(data + at) : uint4{0, 0, 0, 0};
+          }
+        };
+        load(0, bits[0]);
+        for (int row = 0; row < num_rows; row += 2) {
+          if (row + 1 < num_rows) {
+            load(row + 1, bits[1]);
+          }
+          sum.add(bits[0], __shfl_sync(kAllLanes, scales, row), row == 0);
+          if (row + 2 < num_rows) {
+            load(row + 2, bits[0]);
+          }
+          if (row + 1 < num_rows) {
+            sum.add(bits[1], __shfl_sync(kAllLanes, scales, row + 1), false);
+          }
+        }
+        sum.store(out, bytes);
+      }
+    }
+    source.finish(item);
+  }
+}
+
+#if __CUDA_ARCH__ >= 900
+
+// Where a warp stands in its items: entry by entry, piece by piece, row by row.
+struct SumCursor {
+  int entry = 0;
+  int piece = 0;
+  int row = 0;
+
+  // Skips entries without rows; false at the end of the item.
+  [[nodiscard]] __device__ __forceinline__ bool settle(const SumItem& item, int pieces) {
+    if (pieces == 0) {
+      return false;
+    }
+    while (entry < item.count && pick(item.num_rows, entry) == 0) {
+      ++entry;
+    }
+    return entry < item.count;
+  }
+  __device__ __forceinline__ void advance(const SumItem& item, int pieces) {
+    if (++row < pick(item.num_rows, entry)) {
+      return;
+    }
+    row = 0;
+    if (++piece < pieces) {
+      return;
+    }
+    piece = 0;
+    ++entry;
+  }
+};
+
+// The same by the bulk copy engine: the queue is filled from this item and the next while this one
+// is added.
+template <class Element, bool kScaled, class Source>
+__device__ void sum_rows_bulk(Source& source, const Slice& slice, RowQueue& queue) {
+  const int pieces = slice.pieces.count;
+  const auto push = [&](const SumItem& item, const SumCursor& at) {
+    const int32_t row = __shfl_sync(kAllLanes, pick(item.row, at.entry), at.row);
+    const int32_t offset = slice.offset + at.piece * slice.pieces.each;
+    queue.push(source.row(row) + offset, slice.pieces.bytes(at.piece));
+  };
+  SumItem item = source.fetch(0);
+  SumCursor load;
+  bool is_open = false;  // the next item may be loaded: what it waits for is here
+  if (item.ordinal >= 0 && !source.wait(item)) {
+    return;
+  }
+  while (item.ordinal >= 0) {
+    SumItem next = source.fetch(item.ordinal + 1);
+    SumCursor ahead;  // in the next item
+    is_open = next.ordinal >= 0 && source.is_ready(next);
+    const auto fill = [&] {
+      while (!queue.is_full() && load.settle(item, pieces)) {
+        push(item, load);
+        load.advance(item, pieces);
+      }
+      while (is_open && !queue.is_full() && ahead.settle(next, pieces)) {
+        push(next, ahead);
+        ahead.advance(next, pieces);
+      }
+    };
+    fill();
+    for (int entry = 0; entry < item.count; ++entry) {
+      const int num_rows = pick(item.num_rows, entry);
+      const float scales = pick(item.scale, entry);
+      for (int piece = 0; piece < pieces; ++piece) {
+        const int32_t bytes = slice.pieces.bytes(piece);
+        std::byte* out =
+            source.out(item, pick(item.out_row, entry)) + slice.offset + piece * slice.pieces.each;
+        if (num_rows == 0) {
+          if (Source::kStoresEmpty) {
+            store_zeros(out, bytes);
+          }
+          continue;
+        }
+        PieceSum<Element, kScaled> sum;
+        for (int row = 0; row < num_rows; ++row) {
+          const std::byte* data = queue.front();
+          uint4 bits[kSumVectors];
+#pragma unroll
+          for (int i = 0; i < kSumVectors; ++i) {
+            const int at = (i * kWarpLanes + lane_index()) * 16;
+            bits[i] = *reinterpret_cast<const uint4*>(data + at);  // beyond the piece: not stored
+          }
+          queue.pop();
+          fill();
+          sum.add(bits, __shfl_sync(kAllLanes, scales, row), row == 0);
+        }
+        sum.store(out, bytes);
+      }
+    }
+    source.finish(item);
+    if (next.ordinal >= 0 && !is_open && !source.wait(next)) {
+      return;
+    }
+    item = next;
+    load = ahead;
+  }
+}
+
+#endif
 
 }  // namespace weft
