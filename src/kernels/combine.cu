@@ -11,10 +11,7 @@
 namespace weft {
 namespace {
 
-constexpr int kVectorThreads = 256;
-constexpr int kBulkWarps = 8;
-constexpr int kBulkThreads = kBulkWarps * kWarpLanes;
-constexpr int kBulkSharedBytes = kBulkWarps * kQueueStages * kQueuePiece;
+constexpr int kBulkSharedBytes = kMoverWarps * kQueueStages * kQueuePiece;
 
 __device__ DeviceWord word_of_call(const CombineLaunch& call) {
   DeviceWord word;
@@ -32,14 +29,17 @@ __device__ __forceinline__ void run_roles(
     const CombineLaunch& call, const CallSetup& setup, TeamProgress& progress, const Sum& sum
 ) {
   const int block = static_cast<int>(blockIdx.x);
+  const bool is_signaller = warp_in_block() == kMoverWarps;
   const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
   if (block < call.num_reduce) {
     const Team team = make_team(warps, block, call.num_reduce);
     CombineReduce<kScaled> source(call, setup, progress, team);
-    if (source.begin()) {
+    if (is_signaller) {
+      source.run_signals();
+    } else if (source.begin()) {
       sum(source, slice_of(team, call.row_bytes, kSumPiece));
     }
-  } else {
+  } else if (!is_signaller) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
     CombineSum source(call, setup, team);
     source.begin();
@@ -48,7 +48,7 @@ __device__ __forceinline__ void run_roles(
 }
 
 template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kVectorThreads, 1)
+__global__ void __launch_bounds__(kRoleThreads, 1)
     combine_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
@@ -64,16 +64,17 @@ __global__ void __launch_bounds__(kVectorThreads, 1)
 }
 
 template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kBulkThreads, 1)
+__global__ void __launch_bounds__(kRoleThreads, 1)
     combine_bulk(const __grid_constant__ CombineLaunch call) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stages[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
-  __shared__ uint64_t full[kBulkWarps * kQueueStages];
+  __shared__ uint64_t full[(kMoverWarps + 1) * kQueueStages];
   clear_progress(progress);
   const int warp = warp_in_block();
-  RowQueue queue(stages + warp * kQueueStages * kQueuePiece, full + warp * kQueueStages);
+  const int mover = warp < kMoverWarps ? warp : 0;
+  RowQueue queue(stages + mover * kQueueStages * kQueuePiece, full + warp * kQueueStages);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     run_roles<kScaled>(call, setup, progress, [&](auto& source, const Slice& slice) {
       using Source = std::remove_reference_t<decltype(source)>;
@@ -133,9 +134,9 @@ void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const bool is_bulk = call.mover == Mover::kBulk;
   const Kernel kernel = kernel_of(call.dtype, call.scale != CombineScale::kNone, is_bulk);
   if (is_bulk) {
-    kernel<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+    kernel<<<blocks, kRoleThreads, kBulkSharedBytes, stream>>>(call);
   } else {
-    kernel<<<blocks, kVectorThreads, 0, stream>>>(call);
+    kernel<<<blocks, kRoleThreads, 0, stream>>>(call);
   }
   WEFT_CUDA(Context{}, cudaGetLastError());
 }

@@ -98,8 +98,24 @@ class CombineReduce {
         item.ordinal % team_.warps == team_.warp) {
       return_weights(item);
     }
-    finish_chunk(progress_, team_, static_cast<uint32_t>(item.ordinal) + 1, [&](int n) {
-      signal(n);
+    report_progress(progress_, team_, static_cast<uint32_t>(item.ordinal) + 1);
+  }
+
+  // The block's last warp: lane 0 tells the tokens' rank.
+  __device__ void run_signals() const {
+    const int block = static_cast<int>(blockIdx.x);
+    const auto first = [&](int in_block) { return team_index(block, call_.num_reduce, in_block); };
+    const auto items_of = [&](int in_block) -> uint32_t {
+      return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_items_));
+    };
+    signal_chunks(me_, progress_, team_.warps, items_of, [&](int in_block, int n) {
+      const ChunkItem place = item_at(me_, first(in_block) + n * team_.count);
+      if (lane_index() == 0 && is_chunk(place)) {
+        const auto slot = me_.map.signals().combine(
+            static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(place.chunk)
+        );
+        ptx::store_relaxed_sys(setup_.signals[place.source] + slot, setup_.epoch);
+      }
     });
   }
 
@@ -138,18 +154,6 @@ class CombineReduce {
 
   [[nodiscard]] __device__ __forceinline__ bool is_chunk(const ChunkItem& place) const {
     return place.chunk < num_device_chunks(setup_.tokens[place.source]);
-  }
-
-  // The team's n-th item is stored.
-  __device__ __forceinline__ void signal(int n) const {
-    const ChunkItem place = item_at(me_, team_.index + n * team_.count);
-    if (lane_index() == 0 && is_chunk(place)) {
-      ptx::fence_sys();
-      const auto slot = me_.map.signals().combine(
-          static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(place.chunk)
-      );
-      ptx::store_relaxed_sys(setup_.signals[place.source] + slot, setup_.epoch);
-    }
   }
 
   const CombineLaunch& call_;

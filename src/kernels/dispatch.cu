@@ -9,10 +9,6 @@
 namespace weft {
 namespace {
 
-constexpr int kVectorThreads = 512;
-constexpr int kBulkWarps = 8;
-constexpr int kBulkThreads = kBulkWarps * kWarpLanes;
-
 __device__ DeviceWord word_of_call(const DispatchLaunch& call) {
   DeviceWord word;
   word.op = DeviceOp::kDispatch;
@@ -25,37 +21,42 @@ __device__ DeviceWord word_of_call(const DispatchLaunch& call) {
   return word;
 }
 
-__global__ void __launch_bounds__(kVectorThreads, 1)
+__global__ void __launch_bounds__(kRoleThreads, 1)
     dispatch_vector(const __grid_constant__ DispatchLaunch call) {
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
   clear_progress(progress);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    const bool is_signaller = warp_in_block() == kMoverWarps;
     if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush(call, setup, progress).run_vector();
-    } else {
+      DispatchPush push(call, setup, progress);
+      is_signaller ? push.run_signals() : push.run_vector();
+    } else if (!is_signaller) {
       DispatchFanOut(call, setup).run(MoveRowsVector{});
     }
   }
   finish_call(call.me, setup.epoch);
 }
 
-constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkPiece;
+constexpr int kBulkSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
 
-__global__ void __launch_bounds__(kBulkThreads, 1)
+__global__ void __launch_bounds__(kRoleThreads, 1)
     dispatch_bulk(const __grid_constant__ DispatchLaunch call) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stages[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
   clear_progress(progress);
-  __shared__ uint64_t full[kBulkWarps * kBulkStages];
+  __shared__ uint64_t full[(kMoverWarps + 1) * kBulkStages];
   const int warp = warp_in_block();
-  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
+  const int mover = warp < kMoverWarps ? warp : 0;
+  BulkRing ring(stages + mover * kBulkStages * kBulkPiece, full + warp * kBulkStages);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+    const bool is_signaller = warp == kMoverWarps;
     if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush(call, setup, progress).run_bulk(ring);
-    } else {
+      DispatchPush push(call, setup, progress);
+      is_signaller ? push.run_signals() : push.run_bulk(ring);
+    } else if (!is_signaller) {
       DispatchFanOut(call, setup).run(MoveRowsBulk{ring});
     }
   }
@@ -84,9 +85,9 @@ void prepare_dispatch() {
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(call.num_push + call.num_fan_out);
   if (call.mover == Mover::kBulk) {
-    dispatch_bulk<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+    dispatch_bulk<<<blocks, kRoleThreads, kBulkSharedBytes, stream>>>(call);
   } else {
-    dispatch_vector<<<blocks, kVectorThreads, 0, stream>>>(call);
+    dispatch_vector<<<blocks, kRoleThreads, 0, stream>>>(call);
   }
   WEFT_CUDA(Context{}, cudaGetLastError());
 }

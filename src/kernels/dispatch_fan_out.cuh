@@ -7,6 +7,7 @@
 #include "kernels/launch.hpp"
 #include "kernels/quantise.cuh"
 #include "kernels/row_mover.cuh"
+#include "kernels/team.cuh"
 
 namespace weft {
 
@@ -14,9 +15,8 @@ class DispatchFanOut {
  public:
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup)
       : call_(call), setup_(setup), me_(call.me) {
-    const int warps_per_block = static_cast<int>(blockDim.x) / kWarpLanes;
     warp_ = static_cast<int>(blockIdx.x) - call.num_push + warp_in_block() * call.num_fan_out;
-    num_warps_ = warps_per_block * call.num_fan_out;
+    num_warps_ = kMoverWarps * call.num_fan_out;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }

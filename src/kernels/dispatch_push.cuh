@@ -135,6 +135,23 @@ class DispatchPush {
   }
 #endif
 
+  // The block's last warp: lane r tells rank r.
+  __device__ void run_signals() const {
+    const int block = static_cast<int>(blockIdx.x);
+    const auto first = [&](int in_block) { return team_index(block, call_.num_push, in_block); };
+    const auto chunks_of = [&](int in_block) -> uint32_t {
+      return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_chunks_));
+    };
+    signal_chunks(me_, progress_, team_.warps, chunks_of, [&](int in_block, int n) {
+      const int lane = lane_index();
+      if (lane < me_.num_ranks) {
+        const auto chunk = static_cast<uint32_t>(first(in_block) + n * team_.count);
+        const auto slot = me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), chunk);
+        ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
+      }
+    });
+  }
+
  private:
   // A chunk is signalled once so many later pieces are under way: its own have arrived by then.
   static constexpr int kPatience = 2;
@@ -143,7 +160,7 @@ class DispatchPush {
     if (team_.index >= num_chunks_) {
       return 0;
     }
-    const int chunks = (num_chunks_ - 1 - team_.index) / team_.count + 1;
+    const int chunks = count_from(team_.index, team_.count, num_chunks_);
     const int last = chunk_at(chunks - 1);
     const int missing = last == num_chunks_ - 1 ? num_chunks_ * chunk_tokens_ - num_tokens_ : 0;
     return chunks * chunk_tokens_ - missing;
@@ -163,9 +180,8 @@ class DispatchPush {
     return num_own_tokens() > 0 ? routes_of(token_at(0)) : TokenRoutes{};
   }
 
-  // This warp's part of `finished` chunks is stored.
   __device__ __forceinline__ void finish(uint32_t finished) const {
-    finish_chunk(progress_, team_, finished, [&](int n) { signal(chunk_at(n)); });
+    report_progress(progress_, team_, finished);
   }
 
   [[nodiscard]] __device__ __forceinline__ TokenRoutes routes_of(int token) const {
@@ -261,17 +277,6 @@ class DispatchPush {
         reinterpret_cast<float*>(target)[lane] = weight;
       }
     });
-  }
-
-  // The warp's stores are done or ordered before: lane r tells rank r.
-  __device__ __forceinline__ void signal(int chunk) const {
-    const int lane = lane_index();
-    if (lane < me_.num_ranks) {
-      ptx::fence_sys();
-      const auto slot =
-          me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(chunk));
-      ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
-    }
   }
 
   const DispatchLaunch& call_;

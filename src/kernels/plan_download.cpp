@@ -26,7 +26,7 @@ void wait_records(
 ) {
   uint32_t* on_device = nullptr;
   uint32_t is_here = 0;
-  WEFT_CUDA(context, cudaMallocAsync(&on_device, sizeof is_here, stream));
+  WEFT_CUDA(context, cudaMallocAsync(reinterpret_cast<void**>(&on_device), sizeof is_here, stream));
   launch_wait_records(me, plan, on_device, stream);
   WEFT_CUDA(
       context,

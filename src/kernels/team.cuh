@@ -9,7 +9,9 @@
 namespace weft {
 
 inline constexpr int kMaxTeamWarps = 8;
-inline constexpr int kMaxTeams = 16;  // of a block
+inline constexpr int kMoverWarps = 8;  // of a block; one more signals
+inline constexpr int kMaxTeams = kMoverWarps;
+inline constexpr int kRoleThreads = (kMoverWarps + 1) * kWarpLanes;
 
 struct Team {
   int index = 0;  // among the teams of the role
@@ -29,14 +31,23 @@ __device__ __forceinline__ int team_warps(int64_t row_bytes, int64_t num_tokens)
   return warps;
 }
 
+__device__ __forceinline__ int team_index(int block, int num_blocks, int in_block) {
+  return block + in_block * num_blocks;
+}
+
+// The chunks or items first, first + step, ... below `end`.
+__device__ __forceinline__ int count_from(int first, int step, int end) {
+  return first < end ? (end - 1 - first) / step + 1 : 0;
+}
+
 // `block` of the `num_blocks` of a role. Neighbouring teams sit on different multiprocessors.
 __device__ __forceinline__ Team make_team(int warps, int block, int num_blocks) {
-  const int per_block = static_cast<int>(blockDim.x) / kWarpLanes / warps;
+  const int per_block = kMoverWarps / warps;
   Team team;
   team.warps = warps;
   team.warp = warp_in_block() % warps;
   team.in_block = warp_in_block() / warps;
-  team.index = block + team.in_block * num_blocks;
+  team.index = team_index(block, num_blocks, team.in_block);
   team.count = per_block * num_blocks;
   return team;
 }
@@ -56,11 +67,9 @@ __device__ __forceinline__ Slice slice_of(const Team& team, int64_t row_bytes, i
   return slice;
 }
 
-// In shared memory, zero at first: how far each team has come. Whoever completes a chunk signals
-// it.
+// In shared memory, zero at first: chunks that each warp of each team has stored.
 struct TeamProgress {
-  uint32_t done[kMaxTeams][kMaxTeamWarps];  // chunks finished by each warp
-  uint32_t signalled[kMaxTeams];
+  uint32_t done[kMaxTeams][kMaxTeamWarps];
 };
 
 __device__ __forceinline__ void clear_progress(TeamProgress& progress) {
@@ -70,41 +79,58 @@ __device__ __forceinline__ void clear_progress(TeamProgress& progress) {
   }
 }
 
-// One warp, all lanes, when its part of the team's next chunk is stored: calls signal(ordinal) for
-// each chunk that is now complete in all warps and that no other warp has taken.
-template <class Signal>
-__device__ __forceinline__ void finish_chunk(
-    TeamProgress& progress, const Team& team, uint32_t finished, const Signal& signal
+// One warp, all lanes: its part of so many chunks is stored.
+__device__ __forceinline__ void report_progress(
+    TeamProgress& progress, const Team& team, uint32_t finished
 ) {
   __syncwarp();
-  volatile uint32_t* done = progress.done[team.in_block];
   if (lane_index() == 0) {
     __threadfence_block();
-    done[team.warp] = finished;
-    __threadfence_block();
+    *static_cast<volatile uint32_t*>(&progress.done[team.in_block][team.warp]) = finished;
   }
-  __syncwarp();
-  for (;;) {
-    const uint32_t mine = lane_index() < team.warps ? done[lane_index()] : 0xffffffffU;
-    const uint32_t complete = __reduce_min_sync(kAllLanes, mine);
-    uint32_t taken = 0xffffffffU;
-    if (lane_index() == 0) {
-      __threadfence_block();
-      const uint32_t next = *static_cast<volatile uint32_t*>(&progress.signalled[team.in_block]);
-      if (next < complete &&
-          atomicCAS(&progress.signalled[team.in_block], next, next + 1) == next) {
-        taken = next;
-      } else if (next < complete) {
-        taken = 0xfffffffeU;  // another warp took it; look again
+}
+
+// The block's last warp, which moves nothing: calls signal(team in block, n) for the n-th chunk of
+// a team once all of the team's warps have stored it. One fence covers all chunks that are complete
+// by then; the warps that move rows never wait for it. chunks_of(team in block) is what there is to
+// do.
+template <class ChunksOf, class Signal>
+__device__ __forceinline__ void signal_chunks(
+    const RankView& me,
+    const TeamProgress& progress,
+    int warps_per_team,
+    const ChunksOf& chunks_of,
+    const Signal& signal
+) {
+  const int lane = lane_index();
+  const int teams = kMoverWarps / warps_per_team;
+  const uint32_t total = lane < teams ? chunks_of(lane) : 0;
+  uint32_t sent = 0;
+  uint32_t round = 0;
+  while (__any_sync(kAllLanes, sent < total)) {
+    uint32_t complete = total;
+    for (int warp = 0; lane < teams && warp < warps_per_team; ++warp) {
+      const uint32_t done = *static_cast<const volatile uint32_t*>(&progress.done[lane][warp]);
+      complete = done < complete ? done : complete;
+    }
+    uint32_t left = __ballot_sync(kAllLanes, complete > sent);
+    if (left == 0) {
+      if (++round % 256 == 0 && is_stopped(me)) {
+        return;
+      }
+      __nanosleep(40);
+      continue;
+    }
+    ptx::fence_sys();
+    while (left != 0) {
+      const int team = __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+      const uint32_t end = __shfl_sync(kAllLanes, complete, team);
+      for (uint32_t n = __shfl_sync(kAllLanes, sent, team); n < end; ++n) {
+        signal(team, static_cast<int>(n));
       }
     }
-    taken = __shfl_sync(kAllLanes, taken, 0);
-    if (taken == 0xffffffffU) {
-      return;
-    }
-    if (taken != 0xfffffffeU) {
-      signal(static_cast<int>(taken));
-    }
+    sent = complete;
   }
 }
 
