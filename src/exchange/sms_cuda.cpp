@@ -2,6 +2,7 @@
 #include "exchange/sms_cuda.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "core/env.hpp"
 
@@ -9,6 +10,7 @@ namespace weft {
 namespace {
 
 RoleBlocks split(int num_sms, double share_of_first) {
+  if (const char* s = std::getenv("WEFT_SPLIT")) { share_of_first = std::atof(s); }
   const int first =
       std::clamp(static_cast<int>(num_sms * share_of_first + 0.5), 1, std::max(1, num_sms - 1));
   return {first, std::max(1, num_sms - first)};

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
 // in the data flow: exchange/combine_call_cuda.cpp.
-#include <type_traits>
-
 #include "core/check_cuda.hpp"
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
 #include "kernels/launch.hpp"
+#include "kernels/row_pipeline.cuh"
 
 namespace weft {
 namespace {
 
-constexpr int kBulkSharedBytes = kMoverWarps * kQueueStages * kQueuePiece;
+constexpr int kBulkSharedBytes = kRowStageBytes;
 
 __device__ DeviceWord word_of_call(const CombineLaunch& call) {
   DeviceWord word;
@@ -23,30 +22,6 @@ __device__ DeviceWord word_of_call(const CombineLaunch& call) {
   return word;
 }
 
-// Calls sum(source, slice) with the source of this block's role.
-template <bool kScaled, class Sum>
-__device__ __forceinline__ void run_roles(
-    const CombineLaunch& call, const CallSetup& setup, TeamProgress& progress, const Sum& sum
-) {
-  const int block = static_cast<int>(blockIdx.x);
-  const bool is_signaller = warp_in_block() == kMoverWarps;
-  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
-  if (block < call.num_reduce) {
-    const Team team = make_team(warps, block, call.num_reduce);
-    CombineReduce<kScaled> source(call, setup, progress, team);
-    if (is_signaller) {
-      source.run_signals();
-    } else if (source.begin()) {
-      sum(source, slice_of(team, call.row_bytes, kSumPiece));
-    }
-  } else if (!is_signaller) {
-    const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
-    CombineSum source(call, setup, team);
-    source.begin();
-    sum(source, slice_of(team, call.row_bytes, kSumPiece));
-  }
-}
-
 template <class Element, bool kScaled>
 __global__ void __launch_bounds__(kRoleThreads, 1)
     combine_vector(const __grid_constant__ CombineLaunch call) {
@@ -54,33 +29,61 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   __shared__ TeamProgress progress;
   clear_progress(progress);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    run_roles<kScaled>(call, setup, progress, [](auto& source, const Slice& slice) {
-      using Source = std::remove_reference_t<decltype(source)>;
-      constexpr bool kIsReduce = !Source::kStoresEmpty;
-      sum_rows_vector<Element, kScaled && kIsReduce>(source, slice);
-    });
+    const int block = static_cast<int>(blockIdx.x);
+    const bool is_signaller = warp_in_block() == kMoverWarps;
+    const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+    if (block < call.num_reduce) {
+      const Team team = make_team(warps, block, call.num_reduce);
+      CombineReduce<kScaled> source(call, setup, progress, team);
+      if (is_signaller) {
+        source.run_signals();
+      } else if (source.is_open()) {
+        sum_rows_vector<Element, kScaled>(source, slice_of(team, call.row_bytes, kSumPiece));
+      }
+    } else if (!is_signaller) {
+      const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
+      CombineSum source(call, setup, team);
+      source.begin();
+      sum_rows_vector<Element, false>(source, slice_of(team, call.row_bytes, kSumPiece));
+    }
   }
   finish_call(call.me, setup.epoch);
 }
 
 template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kRoleThreads, 1)
+__global__ void __launch_bounds__(kPipelineThreads, 1)
     combine_bulk(const __grid_constant__ CombineLaunch call) {
 #if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) std::byte stages[];
+  extern __shared__ __align__(128) std::byte stage_bytes[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
-  __shared__ uint64_t full[(kMoverWarps + 1) * kQueueStages];
+  __shared__ PipelineShared pipeline;
   clear_progress(progress);
-  const int warp = warp_in_block();
-  const int mover = warp < kMoverWarps ? warp : 0;
-  RowQueue queue(stages + mover * kQueueStages * kQueuePiece, full + warp * kQueueStages);
+  init_pipeline(pipeline);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    run_roles<kScaled>(call, setup, progress, [&](auto& source, const Slice& slice) {
-      using Source = std::remove_reference_t<decltype(source)>;
-      constexpr bool kIsReduce = !Source::kStoresEmpty;
-      sum_rows_bulk<Element, kScaled && kIsReduce>(source, slice, queue);
-    });
+    const int block = static_cast<int>(blockIdx.x);
+    const int warp = warp_in_block();
+    const RowStages stages = row_stages(stage_bytes, call.row_bytes);
+    if (block < call.num_reduce) {
+      const Team team = make_team(kMoverWarps, block, call.num_reduce);
+      CombineReduce<kScaled> source(call, setup, progress, team);
+      if (warp < kMoverWarps) {
+        add_rows<Element, kScaled>(source, stages, pipeline);
+      } else if (warp == kMoverWarps) {
+        source.run_signals();
+      } else {
+        load_rows(source, stages, pipeline);
+      }
+    } else {
+      const Team team = make_team(kMoverWarps, block - call.num_reduce, call.num_sum);
+      CombineSum source(call, setup, team);
+      if (warp < kMoverWarps) {
+        source.begin();
+        add_rows<Element, false>(source, stages, pipeline);
+      } else if (warp > kMoverWarps) {
+        load_rows(source, stages, pipeline);
+      }
+    }
   }
   finish_call(call.me, setup.epoch);
 #endif
@@ -134,7 +137,7 @@ void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const bool is_bulk = call.mover == Mover::kBulk;
   const Kernel kernel = kernel_of(call.dtype, call.scale != CombineScale::kNone, is_bulk);
   if (is_bulk) {
-    kernel<<<blocks, kRoleThreads, kBulkSharedBytes, stream>>>(call);
+    kernel<<<blocks, kPipelineThreads, kBulkSharedBytes, stream>>>(call);
   } else {
     kernel<<<blocks, kRoleThreads, 0, stream>>>(call);
   }

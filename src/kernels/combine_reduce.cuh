@@ -12,6 +12,7 @@ namespace weft {
 template <bool kScaled>
 class CombineReduce {
  public:
+  static constexpr bool kScales = kScaled;
   static constexpr bool kStoresEmpty = false;  // a dropped arrival has no row
 
   __device__ CombineReduce(
@@ -23,7 +24,7 @@ class CombineReduce {
   }
 
   // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
-  [[nodiscard]] __device__ bool begin() const {
+  [[nodiscard]] __device__ bool is_open() const {
     if (!call_.has_source_weights) {
       return true;
     }
@@ -89,16 +90,17 @@ class CombineReduce {
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
     return call_.rows + static_cast<int64_t>(index) * call_.row_bytes;
   }
-  [[nodiscard]] __device__ __forceinline__ std::byte* out(const SumItem& item, int32_t row) const {
-    return setup_.rows[item.source] + static_cast<int64_t>(row) * call_.row_bytes;
+  [[nodiscard]] __device__ __forceinline__ std::byte* out(int source, int32_t row) const {
+    return setup_.rows[source] + static_cast<int64_t>(row) * call_.row_bytes;
   }
 
-  __device__ __forceinline__ void finish(const SumItem& item) {
-    if (call_.row_weights != nullptr && item.count > 0 &&
-        item.ordinal % team_.warps == team_.warp) {
-      return_weights(item);
+  // This warp's part of the team's n-th item is stored.
+  __device__ __forceinline__ void finish(int source, int chunk, int count, uint32_t n) {
+    if (call_.row_weights != nullptr && count > 0 &&
+        static_cast<int>(n) % team_.warps == team_.warp) {
+      return_weights(source, chunk);
     }
-    report_progress(progress_, team_, static_cast<uint32_t>(item.ordinal) + 1);
+    report_progress(progress_, team_, n + 1);
   }
 
   // The block's last warp: lane 0 tells the tokens' rank.
@@ -134,11 +136,10 @@ class CombineReduce {
   }
 
   // Lane j has route j of each entry.
-  __device__ __forceinline__ void return_weights(const SumItem& item) const {
-    const auto from = static_cast<uint32_t>(item.source);
-    const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
-    auto* returned =
-        reinterpret_cast<float*>(control_of(me_, item.source) + me_.map.returned_offset());
+  __device__ __forceinline__ void return_weights(int source, int chunk) const {
+    const auto from = static_cast<uint32_t>(source);
+    const ChunkArrivals arrivals = arrivals_of(call_.plan, source, chunk);
+    auto* returned = reinterpret_cast<float*>(control_of(me_, source) + me_.map.returned_offset());
     for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
       const ArrivalHead head = call_.plan.heads(from)[arrival];
       const int lane = lane_index();

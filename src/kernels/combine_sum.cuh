@@ -11,6 +11,7 @@ namespace weft {
 
 class CombineSum {
  public:
+  static constexpr bool kScales = false;
   static constexpr bool kStoresEmpty = true;  // a token without routes gets zeros
 
   __device__ CombineSum(const CombineLaunch& call, const CallSetup& setup, const Team& team)
@@ -20,11 +21,14 @@ class CombineSum {
     per_token_ = min(me_.num_ranks, call.topk);
   }
 
+  // The warps that add, before anything else.
   __device__ void begin() const {
     if (call_.has_source_weights) {
       send_weights();
     }
   }
+
+  [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
   [[nodiscard]] __device__ __forceinline__ SumItem fetch(int ordinal) const {
     SumItem item;
@@ -66,18 +70,6 @@ class CombineSum {
     return item;
   }
 
-  [[nodiscard]] __device__ __forceinline__ bool is_ready(const SumItem& item) const {
-    bool is_here = true;
-    if (lane_index() < me_.num_ranks) {
-      is_here = is_reached(ptx::load_acquire_sys(signal_from(item, lane_index())), setup_.epoch);
-    }
-    const bool all = __all_sync(kAllLanes, is_here);
-    if (all) {
-      ptx::fence_async_proxy();
-    }
-    return all;
-  }
-
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem& item) const {
     bool is_here = true;
     const int peer = lane_index();
@@ -93,16 +85,17 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
     return call_.staged + static_cast<int64_t>(index) * call_.row_bytes;
   }
-  [[nodiscard]] __device__ __forceinline__ std::byte* out(const SumItem&, int32_t row) const {
+  [[nodiscard]] __device__ __forceinline__ std::byte* out(int, int32_t row) const {
     return call_.out + static_cast<int64_t>(row) * call_.row_bytes;
   }
 
-  __device__ __forceinline__ void finish(const SumItem& item) const {
-    if (call_.out_weights == nullptr || item.ordinal % team_.warps != team_.warp) {
+  __device__ __forceinline__ void finish(int, int chunk, int count, uint32_t n) const {
+    if (call_.out_weights == nullptr || static_cast<int>(n) % team_.warps != team_.warp) {
       return;
     }
-    for (int entry = 0; entry < item.count; ++entry) {
-      return_weights(pick(item.out_row, entry));
+    const int first = chunk * chunk_tokens(num_tokens_);
+    for (int token = first; token < first + count; ++token) {
+      return_weights(token);
     }
   }
 

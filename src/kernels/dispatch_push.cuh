@@ -73,9 +73,7 @@ class DispatchPush {
     TokenRoutes next = first_routes();
     TokenRoutes routes;
     Targets targets;
-    uint32_t finished = 0;
-    int patience = 0;  // units until the stores of a finished chunk are looked at; 0: none is open
-    int index = 0;     // of the token being stored
+    int index = 0;  // of the token being stored
     int piece = 0;
     int load_index = 0;
     int load_piece = 0;
@@ -108,30 +106,20 @@ class DispatchPush {
         ptx::bulk_store(targets.second + offset, data, bytes);
       }
     };
-    const auto after = [&](int) {
-      if (patience > 0 && --patience == 0) {
+    const int units_per_chunk = chunk_tokens_ * pieces.count;
+    const auto after = [&](int unit) {
+      if (++piece == pieces.count) {
+        piece = 0;
+        ++index;
+      }
+      if ((unit + 1) % units_per_chunk == 0 && unit >= kPatience) {
         ptx::wait_stores<kPatience>();
-        finish(++finished);
-      }
-      if (++piece < pieces.count) {
-        return;
-      }
-      piece = 0;
-      if (is_last_of_chunk(index++, tokens)) {
-        if (patience > 0) {
-          ptx::wait_stores<1>();
-          finish(++finished);
-        }
-        patience = kPatience;
+        finish(static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk));
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
     ptx::wait_stores<0>();
-    // Also the chunks of a warp without columns.
-    const auto all = static_cast<uint32_t>((tokens + chunk_tokens_ - 1) / chunk_tokens_);
-    if (finished < all) {
-      finish(all);
-    }
+    finish(static_cast<uint32_t>((tokens + chunk_tokens_ - 1) / chunk_tokens_));
   }
 #endif
 
@@ -153,8 +141,9 @@ class DispatchPush {
   }
 
  private:
-  // A chunk is signalled once so many later pieces are under way: its own have arrived by then.
-  static constexpr int kPatience = 2;
+  // Units whose stores may be on their way while the warp goes on; a chunk counts as stored when so
+  // many later ones follow it.
+  static constexpr int kPatience = 8;
 
   [[nodiscard]] __device__ __forceinline__ int num_own_tokens() const {
     if (team_.index >= num_chunks_) {

@@ -87,7 +87,7 @@ __device__ __forceinline__ void move_piece(
 }
 
 inline constexpr int kBulkStages = 12;  // pieces in shared memory per warp
-inline constexpr int kBulkAhead = 6;   // of these being loaded
+inline constexpr int kBulkAhead = 6;    // of these being loaded
 inline constexpr int32_t kBulkPiece = 2048;
 
 #if __CUDA_ARCH__ >= 900

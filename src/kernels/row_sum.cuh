@@ -5,14 +5,13 @@
 #pragma once
 
 #include "kernels/elements.cuh"
-#include "kernels/row_queue.cuh"
+#include "kernels/row_mover.cuh"
 #include "kernels/team.cuh"
 
 namespace weft {
 
 inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row
 inline constexpr int32_t kSumPiece = kSumVectors * kWarpLanes * 16;
-static_assert(kSumPiece == kQueuePiece);
 
 inline constexpr int kMaxEntries = 4;  // of an item: chunk_tokens() at most
 
@@ -92,7 +91,7 @@ __device__ void sum_rows_vector(Source& source, const Slice& slice) {
       for (int piece = 0; piece < slice.pieces.count; ++piece) {
         const int32_t offset = slice.offset + piece * slice.pieces.each;
         const int32_t bytes = slice.pieces.bytes(piece);
-        std::byte* out = source.out(item, pick(item.out_row, entry)) + offset;
+        std::byte* out = source.out(item.source, pick(item.out_row, entry)) + offset;
         if (num_rows == 0) {
           if (Source::kStoresEmpty) {
             store_zeros(out, bytes);
@@ -125,110 +124,8 @@ __device__ void sum_rows_vector(Source& source, const Slice& slice) {
         sum.store(out, bytes);
       }
     }
-    source.finish(item);
+    source.finish(item.source, item.chunk, item.count, static_cast<uint32_t>(item.ordinal));
   }
 }
-
-#if __CUDA_ARCH__ >= 900
-
-// Where a warp stands in its items: entry by entry, piece by piece, row by row.
-struct SumCursor {
-  int entry = 0;
-  int piece = 0;
-  int row = 0;
-
-  // Skips entries without rows; false at the end of the item.
-  [[nodiscard]] __device__ __forceinline__ bool settle(const SumItem& item, int pieces) {
-    if (pieces == 0) {
-      return false;
-    }
-    while (entry < item.count && pick(item.num_rows, entry) == 0) {
-      ++entry;
-    }
-    return entry < item.count;
-  }
-  __device__ __forceinline__ void advance(const SumItem& item, int pieces) {
-    if (++row < pick(item.num_rows, entry)) {
-      return;
-    }
-    row = 0;
-    if (++piece < pieces) {
-      return;
-    }
-    piece = 0;
-    ++entry;
-  }
-};
-
-// The same by the bulk copy engine: the queue is filled from this item and the next while this one
-// is added.
-template <class Element, bool kScaled, class Source>
-__device__ void sum_rows_bulk(Source& source, const Slice& slice, RowQueue& queue) {
-  const int pieces = slice.pieces.count;
-  const auto push = [&](const SumItem& item, const SumCursor& at) {
-    const int32_t row = __shfl_sync(kAllLanes, pick(item.row, at.entry), at.row);
-    const int32_t offset = slice.offset + at.piece * slice.pieces.each;
-    queue.push(source.row(row) + offset, slice.pieces.bytes(at.piece));
-  };
-  SumItem item = source.fetch(0);
-  SumCursor load;
-  bool is_open = false;  // the next item may be loaded: what it waits for is here
-  if (item.ordinal >= 0 && !source.wait(item)) {
-    return;
-  }
-  while (item.ordinal >= 0) {
-    SumItem next = source.fetch(item.ordinal + 1);
-    SumCursor ahead;  // in the next item
-    is_open = next.ordinal >= 0 && source.is_ready(next);
-    const auto fill = [&] {
-      while (!queue.is_full() && load.settle(item, pieces)) {
-        push(item, load);
-        load.advance(item, pieces);
-      }
-      while (is_open && !queue.is_full() && ahead.settle(next, pieces)) {
-        push(next, ahead);
-        ahead.advance(next, pieces);
-      }
-    };
-    fill();
-    for (int entry = 0; entry < item.count; ++entry) {
-      const int num_rows = pick(item.num_rows, entry);
-      const float scales = pick(item.scale, entry);
-      for (int piece = 0; piece < pieces; ++piece) {
-        const int32_t bytes = slice.pieces.bytes(piece);
-        std::byte* out =
-            source.out(item, pick(item.out_row, entry)) + slice.offset + piece * slice.pieces.each;
-        if (num_rows == 0) {
-          if (Source::kStoresEmpty) {
-            store_zeros(out, bytes);
-          }
-          continue;
-        }
-        PieceSum<Element, kScaled> sum;
-        for (int row = 0; row < num_rows; ++row) {
-          const std::byte* data = queue.front();
-          uint4 bits[kSumVectors];
-#pragma unroll
-          for (int i = 0; i < kSumVectors; ++i) {
-            const int at = (i * kWarpLanes + lane_index()) * 16;
-            bits[i] = *reinterpret_cast<const uint4*>(data + at);  // beyond the piece: not stored
-          }
-          queue.pop();
-          fill();
-          sum.add(bits, __shfl_sync(kAllLanes, scales, row), row == 0);
-        }
-        sum.store(out, bytes);
-      }
-    }
-    source.finish(item);
-    if (next.ordinal >= 0 && !is_open && !source.wait(next)) {
-      return;
-    }
-    item = next;
-    load = ahead;
-  }
-}
-
-#endif
 
 }  // namespace weft

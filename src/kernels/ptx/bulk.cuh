@@ -14,8 +14,17 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+// A phase is complete after so many arrivals and the bytes they announced.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier, uint32_t arrivals = 1) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+
+// Releases what this thread did before to whoever waits for the phase.
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // After init_barrier() and before the first use of the barrier by the copy engine.
@@ -28,9 +37,8 @@ __device__ __forceinline__ void publish_barriers() {
 __device__ __forceinline__ void bulk_load(
     void* shared, const void* global, uint32_t bytes, uint64_t* barrier
 ) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)
-               ),
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier
+               )),
                "r"(bytes)
                : "memory");
   asm volatile(
@@ -81,8 +89,8 @@ __device__ __forceinline__ void wait_stores() {
 
 #endif
 
-// Between an acquire and a bulk load of what it made visible, and between ordinary stores and a bulk
-// store that reads them.
+// Between an acquire and a bulk load of what it made visible, and between ordinary stores and a
+// bulk store that reads them.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
