@@ -21,36 +21,47 @@ class DispatchFanOut {
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
-  // `mover(source row, targets)` moves one row.
+  // `move_rows(role, records)` copies the rows of one item.
   template <class MoveRows>
   __device__ void run(const MoveRows& move_rows) {
-    zero_padding();
     const int items = num_items(me_, setup_);
+    Records next = load_records(warp_, items);
+    zero_padding();
     const bool has_extras = call_.out_weights != nullptr || call_.out_scales != nullptr;
     for (int index = warp_; index < items; index += num_warps_) {
-      const ChunkItem item = item_at(me_, index);
-      if (item.chunk >= num_device_chunks(setup_.tokens[item.source])) {
-        continue;
+      const Records records = next;
+      next = load_records(index + num_warps_, items);
+      if (!records.is_there || (records.source == me_.rank && !has_extras)) {
+        continue;  // of its own tokens the push role wrote every slot
       }
-      if (item.source == me_.rank && !has_extras) {
-        continue;  // the push role wrote every slot
-      }
-      const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
       const auto slot = me_.map.signals().dispatch(
-          static_cast<uint32_t>(item.source), static_cast<uint32_t>(item.chunk)
+          static_cast<uint32_t>(records.source), static_cast<uint32_t>(records.chunk)
       );
-      const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
+      const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, records.source, WaitFor::kRows};
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;
       }
-      move_rows(*this, item.source, arrivals);
+      if (records.source != me_.rank) {
+        move_rows(*this, records);
+      }
       if (has_extras) {
-        for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
-          move_extras(item.source, arrival);
+        for (int arrival = records.begin; arrival < records.begin + records.count; ++arrival) {
+          move_extras(records.source, arrival);
         }
       }
     }
   }
+
+  // What the plan says of an item's arrivals, loaded while the item before is worked on.
+  struct Records {
+    bool is_there = false;
+    int32_t source = 0;
+    int32_t chunk = 0;
+    int32_t begin = 0;
+    int32_t count = 0;
+    int32_t num_routes[kMaxChunkTokens];
+    int32_t slot[kMaxChunkTokens];  // lane i: of the arrival's i-th row
+  };
 
   // One arrival's row and where it must still go.
   struct Job {
@@ -58,22 +69,19 @@ class DispatchFanOut {
     std::byte* target = nullptr;  // of this lane
   };
 
-  [[nodiscard]] __device__ __forceinline__ Job job_of(int source, int arrival) const {
-    const ArrivalHead head = call_.plan.heads(static_cast<uint32_t>(source))[arrival];
+  [[nodiscard]] __device__ __forceinline__ Job job_of(const Records& records, int i) const {
     const int lane = lane_index();
-    const int num_rows = call_.one_row ? min(head.num_routes, 1) : head.num_routes;
-    int32_t slot = -1;
-    if (lane < num_rows) {
-      slot = call_.plan.slots(static_cast<uint32_t>(source)
-      )[static_cast<int64_t>(arrival) * max_topk_ + lane];
-    }
+    const int num_routes = pick(records.num_routes, i);
+    const int num_rows = call_.one_row ? min(num_routes, 1) : num_routes;
+    const int32_t listed = pick(records.slot, i);
+    const int32_t slot = lane < num_rows ? listed : -1;
     Job job;
-    if (source == me_.rank || num_rows == 0) {
+    if (num_rows == 0) {
       return job;
     }
     const bool is_staged = call_.place == DevicePlace::kStaging;
     if (is_staged) {
-      const int64_t row = call_.plan.received_base()[source] + arrival;
+      const int64_t row = call_.plan.received_base()[records.source] + records.begin + i;
       job.row = call_.staged_rows + row * row_bytes_;
     } else {
       const int64_t primary = __shfl_sync(kAllLanes, slot, 0);
@@ -88,6 +96,34 @@ class DispatchFanOut {
   [[nodiscard]] __device__ __forceinline__ int64_t row_bytes() const { return row_bytes_; }
 
  private:
+  [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
+    Records records;
+    if (index >= items) {
+      return records;
+    }
+    const ChunkItem item = item_at(me_, index);
+    records.source = item.source;
+    records.chunk = item.chunk;
+    records.is_there = item.chunk < num_device_chunks(setup_.tokens[item.source]);
+    if (!records.is_there) {
+      return records;
+    }
+    const auto from = static_cast<uint32_t>(item.source);
+    const ChunkArrivals arrivals = arrivals_of(call_.plan, item.source, item.chunk);
+    records.begin = arrivals.begin;
+    records.count = arrivals.end - arrivals.begin;
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const int64_t arrival = arrivals.begin + i;
+      const bool is_inside = i < records.count;
+      records.num_routes[i] = is_inside ? call_.plan.heads(from)[arrival].num_routes : 0;
+      records.slot[i] =
+          is_inside && lane < call_.topk ? call_.plan.slots(from)[arrival * max_topk_ + lane] : -1;
+    }
+    return records;
+  }
+
   // Rows between an expert's last and the end of its block.
   __device__ void zero_padding() const {
     if (call_.one_row) {
@@ -180,16 +216,30 @@ class DispatchFanOut {
 
 struct MoveRowsVector {
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, int source, const ChunkArrivals& arrivals
+      const DispatchFanOut& role, const DispatchFanOut::Records& records
   ) const {
     const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
-    for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
-      const DispatchFanOut::Job job = role.job_of(source, arrival);
-      if (!__any_sync(kAllLanes, job.target != nullptr)) {
-        continue;
+    for (int piece = 0; piece < pieces.count; ++piece) {
+      const int32_t offset = piece * pieces.each;
+      const int32_t bytes = pieces.bytes(piece);
+      PieceVectors rows[kMaxChunkTokens];
+      std::byte* targets[kMaxChunkTokens];
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        targets[i] = nullptr;
+        if (i < records.count) {
+          const DispatchFanOut::Job job = role.job_of(records, i);
+          if (__any_sync(kAllLanes, job.target != nullptr)) {
+            targets[i] = job.target;
+            load_vectors(rows[i], job.row + offset, bytes);
+          }
+        }
       }
-      for (int piece = 0; piece < pieces.count; ++piece) {
-        move_piece(job.row, piece * pieces.each, pieces.bytes(piece), {job.target, nullptr});
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        for_each_target({targets[i], nullptr}, [&](std::byte* target) {
+          store_vectors(target + offset, rows[i], bytes);
+        });
       }
     }
   }
@@ -200,51 +250,55 @@ struct MoveRowsBulk {
   BulkRing& ring;
 
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, int source, const ChunkArrivals& arrivals
+      const DispatchFanOut& role, const DispatchFanOut::Records& records
   ) const {
     // What the signal made visible was read by ordinary accesses so far.
     ptx::fence_async_proxy();
-    constexpr int kMost = 4;  // chunk_tokens() at most
-    DispatchFanOut::Job jobs[kMost];
+    const std::byte* rows[kMaxChunkTokens];
+    std::byte* targets[kMaxChunkTokens];
     int count = 0;
 #pragma unroll
-    for (int i = 0; i < kMost; ++i) {
-      if (arrivals.begin + i < arrivals.end) {
-        const DispatchFanOut::Job job = role.job_of(source, arrivals.begin + i);
-        if (__any_sync(kAllLanes, job.target != nullptr)) {
-          // Kept in registers: no index that is known at run time alone.
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      rows[i] = nullptr;
+      targets[i] = nullptr;
+      const DispatchFanOut::Job job =
+          i < records.count ? role.job_of(records, i) : DispatchFanOut::Job{};
+      if (__any_sync(kAllLanes, job.target != nullptr)) {
 #pragma unroll
-          for (int place = 0; place <= i; ++place) {
-            if (place == count) {
-              jobs[place] = job;
-            }
+        for (int place = 0; place <= i; ++place) {
+          if (place == count) {
+            rows[place] = job.row;
+            targets[place] = job.target;
           }
-          ++count;
         }
+        ++count;
       }
     }
     const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
-    const auto job_at = [&](int index) {
-      DispatchFanOut::Job job = jobs[0];
-#pragma unroll
-      for (int place = 1; place < kMost; ++place) {
-        job = index == place ? jobs[place] : job;
+    int load_job = 0;
+    int load_piece = 0;
+    const auto source_of = [&](int) -> RowSpan {
+      const RowSpan span = {
+          pick(rows, load_job) + load_piece * pieces.each,
+          static_cast<uint32_t>(pieces.bytes(load_piece))};
+      if (++load_piece == pieces.count) {
+        load_piece = 0;
+        ++load_job;
       }
-      return job;
+      return span;
     };
-    const auto source_of = [&](int unit) -> RowSpan {
-      const int piece = unit % pieces.count;
-      return {
-          job_at(unit / pieces.count).row + piece * pieces.each,
-          static_cast<uint32_t>(pieces.bytes(piece))};
-    };
-    const auto store = [&](int unit, const std::byte* data) {
-      const int piece = unit % pieces.count;
-      std::byte* target = job_at(unit / pieces.count).target;
+    int job = 0;
+    int piece = 0;
+    const auto store = [&](int, const std::byte* data) {
+      std::byte* target = pick(targets, job);
       if (target != nullptr) {
         ptx::bulk_store(
             target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
         );
+      }
+      if (++piece == pieces.count) {
+        piece = 0;
+        ++job;
       }
     };
     ring.stream(count * pieces.count, source_of, store, [](int) {});

@@ -38,30 +38,34 @@ class DispatchPush {
 
   __device__ void run_vector() {
     const Slice slice = slice_of(team_, call_.row_bytes, kVectorPiece);
-    const Pieces& pieces = slice.pieces;
-    uint32_t finished = 0;
-    TokenRoutes next = first_routes();
-    const int tokens = num_own_tokens();
-    for (int index = 0; index < tokens; ++index) {
-      const int token = token_at(index);
-      const TokenRoutes routes = next;
-      if (index + 1 < tokens) {
-        next = routes_of(token_at(index + 1));
+    const int chunks = num_own_chunks();
+    ChunkRoutes next = chunks > 0 ? load_chunk(0) : ChunkRoutes{};
+    for (int n = 0; n < chunks; ++n) {
+      const ChunkRoutes routes = next;
+      if (n + 1 < chunks) {
+        next = load_chunk(n + 1);
       }
-      const Targets targets = targets_of(routes);
-      const std::byte* row = call_.x + static_cast<int64_t>(token) * call_.row_bytes;
+      const int begin = chunk_at(n) * chunk_tokens_;
+      const int count = min(chunk_tokens_, num_tokens_ - begin);
       if (call_.quantise == Quantise::kNone) {
-        for (int piece = 0; piece < pieces.count; ++piece) {
-          const int32_t offset = slice.offset + piece * pieces.each;
-          move_piece(row, offset, pieces.bytes(piece), targets);
+        for (int piece = 0; piece < slice.pieces.count; ++piece) {
+          move_chunk_piece(slice, piece, begin, count, routes);
         }
-      } else {
-        quantise_row(call_.quantise, row, call_.row_bytes, targets, scale_targets_of(routes));
       }
-      move_extras(index, token, routes);
-      if (is_last_of_chunk(index, tokens)) {
-        finish(++finished);
+      for (int i = 0; i < count; ++i) {
+        const TokenRoutes token_routes = routes_at(routes, i);
+        if (call_.quantise != Quantise::kNone) {
+          quantise_row(
+              call_.quantise,
+              row_of(begin + i),
+              call_.row_bytes,
+              targets_of(token_routes),
+              scale_targets_of(token_routes)
+          );
+        }
+        move_extras(begin + i, token_routes);
       }
+      report_progress(progress_, team_, static_cast<uint32_t>(n) + 1);
     }
   }
 
@@ -69,18 +73,18 @@ class DispatchPush {
   __device__ void run_bulk(BulkRing& ring) {
     const Slice slice = slice_of(team_, call_.row_bytes, kBulkPiece);
     const Pieces& pieces = slice.pieces;
-    const int tokens = num_own_tokens();
-    TokenRoutes next = first_routes();
-    TokenRoutes routes;
+    const int chunks = num_own_chunks();
+    const int tokens = num_own_tokens(chunks);
+    ChunkRoutes next = chunks > 0 ? load_chunk(0) : ChunkRoutes{};
+    ChunkRoutes routes;
     Targets targets;
     int index = 0;  // of the token being stored
     int piece = 0;
     int load_index = 0;
     int load_piece = 0;
     const auto source = [&](int) -> RowSpan {
-      const std::byte* row = call_.x + static_cast<int64_t>(token_at(load_index)) * call_.row_bytes;
       const RowSpan span = {
-          row + slice.offset + load_piece * pieces.each,
+          row_of(token_at(load_index)) + slice.offset + load_piece * pieces.each,
           static_cast<uint32_t>(pieces.bytes(load_piece))};
       if (++load_piece == pieces.count) {
         load_piece = 0;
@@ -90,12 +94,17 @@ class DispatchPush {
     };
     const auto store = [&](int, const std::byte* data) {
       if (piece == 0) {
-        routes = next;
-        targets = targets_of(routes);
-        if (index + 1 < tokens) {
-          next = routes_of(token_at(index + 1));
+        const int in_chunk = index % chunk_tokens_;
+        if (in_chunk == 0) {
+          routes = next;
+          const int n = index / chunk_tokens_ + 1;
+          if (n < chunks) {
+            next = load_chunk(n);
+          }
         }
-        move_extras(index, token_at(index), routes);
+        const TokenRoutes token_routes = routes_at(routes, in_chunk);
+        targets = targets_of(token_routes);
+        move_extras(token_at(index), token_routes);
       }
       const int32_t offset = slice.offset + piece * pieces.each;
       const auto bytes = static_cast<uint32_t>(pieces.bytes(piece));
@@ -114,12 +123,14 @@ class DispatchPush {
       }
       if ((unit + 1) % units_per_chunk == 0 && unit >= kPatience) {
         ptx::wait_stores<kPatience>();
-        finish(static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk));
+        report_progress(
+            progress_, team_, static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk)
+        );
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
     ptx::wait_stores<0>();
-    finish(static_cast<uint32_t>((tokens + chunk_tokens_ - 1) / chunk_tokens_));
+    report_progress(progress_, team_, static_cast<uint32_t>(chunks));
   }
 #endif
 
@@ -145,16 +156,22 @@ class DispatchPush {
   // many later ones follow it.
   static constexpr int kPatience = 8;
 
-  [[nodiscard]] __device__ __forceinline__ int num_own_tokens() const {
-    if (team_.index >= num_chunks_) {
-      return 0;
-    }
-    const int chunks = count_from(team_.index, team_.count, num_chunks_);
-    const int last = chunk_at(chunks - 1);
-    const int missing = last == num_chunks_ - 1 ? num_chunks_ * chunk_tokens_ - num_tokens_ : 0;
-    return chunks * chunk_tokens_ - missing;
-  }
+  // What the plan says of a chunk's tokens, as it was loaded: lane r has rank r, lane k route k.
+  // Nothing looks at it before the chunk before is done, so that no load is waited for.
+  struct ChunkRoutes {
+    int32_t primary[kMaxChunkTokens];
+    int32_t arrival[kMaxChunkTokens];
+    int32_t expert[kMaxChunkTokens];
+    int32_t slot[kMaxChunkTokens];
+  };
 
+  [[nodiscard]] __device__ __forceinline__ int num_own_chunks() const {
+    return count_from(team_.index, team_.count, num_chunks_);
+  }
+  [[nodiscard]] __device__ __forceinline__ int num_own_tokens(int chunks) const {
+    const bool has_last = chunks > 0 && chunk_at(chunks - 1) == num_chunks_ - 1;
+    return chunks * chunk_tokens_ - (has_last ? num_chunks_ * chunk_tokens_ - num_tokens_ : 0);
+  }
   // The team's n-th chunk and token.
   [[nodiscard]] __device__ __forceinline__ int chunk_at(int n) const {
     return team_.index + n * team_.count;
@@ -162,36 +179,66 @@ class DispatchPush {
   [[nodiscard]] __device__ __forceinline__ int token_at(int n) const {
     return chunk_at(n / chunk_tokens_) * chunk_tokens_ + n % chunk_tokens_;
   }
-  [[nodiscard]] __device__ __forceinline__ bool is_last_of_chunk(int n, int tokens) const {
-    return n + 1 == tokens || n % chunk_tokens_ == chunk_tokens_ - 1;
-  }
-  [[nodiscard]] __device__ __forceinline__ TokenRoutes first_routes() const {
-    return num_own_tokens() > 0 ? routes_of(token_at(0)) : TokenRoutes{};
+  [[nodiscard]] __device__ __forceinline__ const std::byte* row_of(int token) const {
+    return call_.x + static_cast<int64_t>(token) * call_.row_bytes;
   }
 
-  __device__ __forceinline__ void finish(uint32_t finished) const {
-    report_progress(progress_, team_, finished);
-  }
-
-  [[nodiscard]] __device__ __forceinline__ TokenRoutes routes_of(int token) const {
+  [[nodiscard]] __device__ __forceinline__ ChunkRoutes load_chunk(int n) const {
     const PlanView& plan = call_.plan;
     const int lane = lane_index();
-    TokenRoutes routes;
-    if (lane < me_.num_ranks) {
-      const int64_t pair = static_cast<int64_t>(token) * me_.num_ranks + lane;
-      routes.primary = plan.primary()[pair];
-      routes.arrival = plan.arrival()[pair];
-    }
-    const int64_t route = static_cast<int64_t>(token) * max_topk_ + lane;
-    if (call_.one_row) {
-      routes.own_slot = lane == me_.rank ? routes.primary : -1;
-    } else if (lane < call_.topk) {
-      const int32_t expert = plan.route_expert()[route] - me_.rank * local_experts_;
-      if (expert >= 0 && expert < local_experts_) {
-        routes.own_slot = plan.route_slot()[route];
-      }
+    const int begin = chunk_at(n) * chunk_tokens_;
+    const int count = min(chunk_tokens_, num_tokens_ - begin);
+    ChunkRoutes routes;
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const int64_t pair = static_cast<int64_t>(begin + i) * me_.num_ranks + lane;
+      const int64_t route = static_cast<int64_t>(begin + i) * max_topk_ + lane;
+      const bool is_rank = i < count && lane < me_.num_ranks;
+      const bool is_route = i < count && lane < call_.topk;
+      routes.primary[i] = is_rank ? plan.primary()[pair] : -1;
+      routes.arrival[i] = is_rank ? plan.arrival()[pair] : -1;
+      routes.expert[i] = is_route ? plan.route_expert()[route] : -1;
+      routes.slot[i] = is_route ? plan.route_slot()[route] : -1;
     }
     return routes;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ TokenRoutes
+  routes_at(const ChunkRoutes& chunk, int i) const {
+    TokenRoutes routes;
+    routes.primary = pick(chunk.primary, i);
+    routes.arrival = pick(chunk.arrival, i);
+    const int32_t expert = pick(chunk.expert, i) - me_.rank * local_experts_;
+    const int32_t slot = pick(chunk.slot, i);
+    if (call_.one_row) {
+      routes.own_slot = lane_index() == me_.rank ? routes.primary : -1;
+    } else {
+      routes.own_slot = expert >= 0 && expert < local_experts_ ? slot : -1;
+    }
+    return routes;
+  }
+
+  // One piece of every row of a chunk: all loads, then all stores.
+  __device__ __forceinline__ void move_chunk_piece(
+      const Slice& slice, int piece, int begin, int count, const ChunkRoutes& routes
+  ) const {
+    const int32_t offset = slice.offset + piece * slice.pieces.each;
+    const int32_t bytes = slice.pieces.bytes(piece);
+    PieceVectors rows[kMaxChunkTokens];
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (i < count) {
+        load_vectors(rows[i], row_of(begin + i) + offset, bytes);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (i < count) {
+        for_each_target(targets_of(routes_at(routes, i)), [&](std::byte* target) {
+          store_vectors(target + offset, rows[i], bytes);
+        });
+      }
+    }
   }
 
   [[nodiscard]] __device__ __forceinline__ int64_t out_row_bytes() const {
@@ -226,9 +273,9 @@ class DispatchPush {
 
   // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
   // a team take turns.
-  __device__ __forceinline__ void move_extras(int n, int token, const TokenRoutes& routes) const {
+  __device__ __forceinline__ void move_extras(int token, const TokenRoutes& routes) const {
     const int lane = lane_index();
-    if (n % team_.warps != team_.warp) {
+    if (token % team_.warps != team_.warp) {
       return;
     }
     if (call_.scales != nullptr) {

@@ -9,6 +9,20 @@
 
 namespace weft {
 
+// Most entries of small register arrays by token, arrival, ...: chunk_tokens() at most.
+inline constexpr int kMaxChunkTokens = 4;
+
+// Register arrays take no index that is known at run time alone.
+template <class T>
+__device__ __forceinline__ T pick(const T (&values)[kMaxChunkTokens], int index) {
+  T value = values[0];
+#pragma unroll
+  for (int i = 1; i < kMaxChunkTokens; ++i) {
+    value = index == i ? values[i] : value;
+  }
+  return value;
+}
+
 // Rows are cut into equal pieces, so that the last is not a small one.
 struct Pieces {
   int32_t row_bytes = 0;
@@ -59,31 +73,36 @@ __device__ __forceinline__ void for_each_target(const Targets& targets, const St
   visit(targets.second);
 }
 
-inline constexpr int kVectorLoads = 8;  // in flight per lane
+inline constexpr int kVectorLoads = 4;  // of 16 bytes in flight, per lane and row
 inline constexpr int32_t kVectorPiece = kVectorLoads * kWarpLanes * 16;
 
-// One warp: `bytes` <= kVectorPiece from `source` to offset `offset` of every target.
-__device__ __forceinline__ void move_piece(
-    const std::byte* source, int32_t offset, int32_t bytes, const Targets& targets
+// A warp's piece of a row in registers.
+struct PieceVectors {
+  uint4 bits[kVectorLoads];
+};
+
+__device__ __forceinline__ void load_vectors(
+    PieceVectors& piece, const std::byte* data, int32_t bytes
 ) {
-  uint4 values[kVectorLoads];
-  const int first = lane_index() * 16;
 #pragma unroll
   for (int i = 0; i < kVectorLoads; ++i) {
-    const int at = first + i * kWarpLanes * 16;
+    const int at = (i * kWarpLanes + lane_index()) * 16;
     if (at < bytes) {
-      values[i] = ptx::load_16(source + offset + at);
+      piece.bits[i] = ptx::load_16(data + at);
     }
   }
-  for_each_target(targets, [&](std::byte* target) {
+}
+
+__device__ __forceinline__ void store_vectors(
+    std::byte* data, const PieceVectors& piece, int32_t bytes
+) {
 #pragma unroll
-    for (int i = 0; i < kVectorLoads; ++i) {
-      const int at = first + i * kWarpLanes * 16;
-      if (at < bytes) {
-        ptx::store_16(target + offset + at, values[i]);
-      }
+  for (int i = 0; i < kVectorLoads; ++i) {
+    const int at = (i * kWarpLanes + lane_index()) * 16;
+    if (at < bytes) {
+      ptx::store_16(data + at, piece.bits[i]);
     }
-  });
+  }
 }
 
 inline constexpr int kBulkStages = 12;  // pieces in shared memory per warp

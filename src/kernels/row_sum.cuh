@@ -13,7 +13,7 @@ namespace weft {
 inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row
 inline constexpr int32_t kSumPiece = kSumVectors * kWarpLanes * 16;
 
-inline constexpr int kMaxEntries = 4;  // of an item: chunk_tokens() at most
+inline constexpr int kMaxEntries = kMaxChunkTokens;  // of an item
 
 // Spread over a warp: what is said to be of lane i is held by that lane, all else by every lane.
 struct SumItem {
@@ -26,17 +26,6 @@ struct SumItem {
   int32_t row[kMaxEntries];  // of lane i: the entry's i-th row
   float scale[kMaxEntries];  // of lane i: its factor
 };
-
-// Register arrays take no index that is known at run time alone.
-template <class T>
-__device__ __forceinline__ T pick(const T (&values)[kMaxEntries], int index) {
-  T value = values[0];
-#pragma unroll
-  for (int i = 1; i < kMaxEntries; ++i) {
-    value = index == i ? values[i] : value;
-  }
-  return value;
-}
 
 // Sums of one piece of one entry, in registers.
 template <class Element, bool kScaled>

@@ -46,7 +46,7 @@ __device__ __forceinline__ Team make_team(int warps, int block, int num_blocks) 
   Team team;
   team.warps = warps;
   team.warp = warp_in_block() % warps;
-  team.in_block = warp_in_block() / warps;
+  team.in_block = warp_in_block() % kMoverWarps / warps;  // warps beyond the movers: the first
   team.index = team_index(block, num_blocks, team.in_block);
   team.count = per_block * num_blocks;
   return team;
