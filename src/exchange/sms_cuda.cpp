@@ -10,7 +10,9 @@ namespace weft {
 namespace {
 
 RoleBlocks split(int num_sms, double share_of_first) {
-  if (const char* s = std::getenv("WEFT_SPLIT")) { share_of_first = std::atof(s); }
+  if (const char* s = std::getenv("WEFT_SPLIT")) {
+    share_of_first = std::atof(s);
+  }
   const int first =
       std::clamp(static_cast<int>(num_sms * share_of_first + 0.5), 1, std::max(1, num_sms - 1));
   return {first, std::max(1, num_sms - first)};

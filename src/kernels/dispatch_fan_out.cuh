@@ -13,17 +13,16 @@ namespace weft {
 
 class DispatchFanOut {
  public:
-  __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me) {
-    warp_ = static_cast<int>(blockIdx.x) - call.num_push + warp_in_block() * call.num_fan_out;
-    num_warps_ = kMoverWarps * call.num_fan_out;
+  // `warp` of `num_warps` that have this role on the GPU.
+  __device__ DispatchFanOut(
+      const DispatchLaunch& call, const CallSetup& setup, int warp, int num_warps
+  )
+      : call_(call), setup_(setup), me_(call.me), warp_(warp), num_warps_(num_warps) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
-  // `move_rows(role, records)` copies the rows of one item.
-  template <class MoveRows>
-  __device__ void run(const MoveRows& move_rows) {
+  __device__ void run() {
     const int items = num_items(me_, setup_);
     Records next = load_records(warp_, items);
     zero_padding();
@@ -42,7 +41,7 @@ class DispatchFanOut {
         return;
       }
       if (records.source != me_.rank) {
-        move_rows(*this, records);
+        move_rows(records);
       }
       if (has_extras) {
         for (int arrival = records.begin; arrival < records.begin + records.count; ++arrival) {
@@ -93,8 +92,6 @@ class DispatchFanOut {
     return job;
   }
 
-  [[nodiscard]] __device__ __forceinline__ int64_t row_bytes() const { return row_bytes_; }
-
  private:
   [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
     Records records;
@@ -124,6 +121,38 @@ class DispatchFanOut {
     return records;
   }
 
+  // Two arrivals at a time: all loads, then all stores.
+  __device__ __forceinline__ void move_rows(const Records& records) const {
+    constexpr int kAtOnce = 2;
+    const Pieces pieces = cut_row(row_bytes_, kVectorPiece);
+    for (int first = 0; first < records.count; first += kAtOnce) {
+      Job jobs[kAtOnce];
+      bool is_needed[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        jobs[i] = first + i < records.count ? job_of(records, first + i) : Job{};
+        is_needed[i] = __any_sync(kAllLanes, jobs[i].target != nullptr);
+      }
+      for (int piece = 0; piece < pieces.count; ++piece) {
+        const int32_t offset = piece * pieces.each;
+        const int32_t bytes = pieces.bytes(piece);
+        PieceVectors rows[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (is_needed[i]) {
+            load_vectors(rows[i], jobs[i].row + offset, bytes);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          for_each_target({jobs[i].target, nullptr}, [&](std::byte* target) {
+            store_vectors(target + offset, rows[i], bytes);
+          });
+        }
+      }
+    }
+  }
+
   // Rows between an expert's last and the end of its block.
   __device__ void zero_padding() const {
     if (call_.one_row) {
@@ -131,13 +160,26 @@ class DispatchFanOut {
     }
     const PlanView& plan = call_.plan;
     const int num_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
-    for (int expert = 0; expert < num_experts; ++expert) {
-      const int64_t begin = plan.expert_begin()[expert];
-      const int64_t end = begin + plan.padded_rows_per_expert()[expert];
-      int64_t row = begin + plan.rows_per_expert()[expert] +
-                    (warp_ + expert * 37) % num_warps_;  // not always the same warps first
-      for (; row < end; row += num_warps_) {
-        zero_row(row);
+    for (int first = 0; first < num_experts; first += kWarpLanes) {
+      // Lane i knows expert first + i.
+      const int expert = first + lane_index();
+      int32_t begin = 0;
+      int32_t count = 0;
+      if (expert < num_experts) {
+        const int64_t rows = plan.rows_per_expert()[expert];
+        begin = static_cast<int32_t>(plan.expert_begin()[expert] + rows);
+        count = static_cast<int32_t>(plan.padded_rows_per_expert()[expert] - rows);
+      }
+      uint32_t left = __ballot_sync(kAllLanes, count > 0);
+      while (left != 0) {
+        const int lane = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        const int32_t from = __shfl_sync(kAllLanes, begin, lane);
+        const int32_t rows = __shfl_sync(kAllLanes, count, lane);
+        // Not always the same warps first.
+        for (int row = (warp_ + (first + lane) * 37) % num_warps_; row < rows; row += num_warps_) {
+          zero_row(from + row);
+        }
       }
     }
   }
@@ -213,97 +255,5 @@ class DispatchFanOut {
   int max_topk_;
   int64_t row_bytes_;
 };
-
-struct MoveRowsVector {
-  __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const DispatchFanOut::Records& records
-  ) const {
-    const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
-    for (int piece = 0; piece < pieces.count; ++piece) {
-      const int32_t offset = piece * pieces.each;
-      const int32_t bytes = pieces.bytes(piece);
-      PieceVectors rows[kMaxChunkTokens];
-      std::byte* targets[kMaxChunkTokens];
-#pragma unroll
-      for (int i = 0; i < kMaxChunkTokens; ++i) {
-        targets[i] = nullptr;
-        if (i < records.count) {
-          const DispatchFanOut::Job job = role.job_of(records, i);
-          if (__any_sync(kAllLanes, job.target != nullptr)) {
-            targets[i] = job.target;
-            load_vectors(rows[i], job.row + offset, bytes);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kMaxChunkTokens; ++i) {
-        for_each_target({targets[i], nullptr}, [&](std::byte* target) {
-          store_vectors(target + offset, rows[i], bytes);
-        });
-      }
-    }
-  }
-};
-
-#if __CUDA_ARCH__ >= 900
-struct MoveRowsBulk {
-  BulkRing& ring;
-
-  __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const DispatchFanOut::Records& records
-  ) const {
-    // What the signal made visible was read by ordinary accesses so far.
-    ptx::fence_async_proxy();
-    const std::byte* rows[kMaxChunkTokens];
-    std::byte* targets[kMaxChunkTokens];
-    int count = 0;
-#pragma unroll
-    for (int i = 0; i < kMaxChunkTokens; ++i) {
-      rows[i] = nullptr;
-      targets[i] = nullptr;
-      const DispatchFanOut::Job job =
-          i < records.count ? role.job_of(records, i) : DispatchFanOut::Job{};
-      if (__any_sync(kAllLanes, job.target != nullptr)) {
-#pragma unroll
-        for (int place = 0; place <= i; ++place) {
-          if (place == count) {
-            rows[place] = job.row;
-            targets[place] = job.target;
-          }
-        }
-        ++count;
-      }
-    }
-    const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
-    int load_job = 0;
-    int load_piece = 0;
-    const auto source_of = [&](int) -> RowSpan {
-      const RowSpan span = {
-          pick(rows, load_job) + load_piece * pieces.each,
-          static_cast<uint32_t>(pieces.bytes(load_piece))};
-      if (++load_piece == pieces.count) {
-        load_piece = 0;
-        ++load_job;
-      }
-      return span;
-    };
-    int job = 0;
-    int piece = 0;
-    const auto store = [&](int, const std::byte* data) {
-      std::byte* target = pick(targets, job);
-      if (target != nullptr) {
-        ptx::bulk_store(
-            target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
-        );
-      }
-      if (++piece == pieces.count) {
-        piece = 0;
-        ++job;
-      }
-    };
-    ring.stream(count * pieces.count, source_of, store, [](int) {});
-  }
-};
-#endif
 
 }  // namespace weft

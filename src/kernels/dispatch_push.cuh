@@ -11,9 +11,10 @@
 
 namespace weft {
 
-// Where one token goes, spread over the lanes: lane r knows rank r, lane k route k.
+// Where one token goes, spread over the lanes: lane j knows the j-th rank after this one (the last
+// is this one), so that ranks do not all write to the same peer first; lane k knows route k.
 struct TokenRoutes {
-  int32_t primary = -1;   // slot on rank `lane`
+  int32_t primary = -1;   // slot on the lane's rank
   int32_t arrival = -1;   // number of the arrival there
   int32_t own_slot = -1;  // slot of route `lane` if its expert is this rank's
 };
@@ -34,6 +35,8 @@ class DispatchPush {
     const int warps =
         call.quantise == Quantise::kNone ? team_warps(call.row_bytes, num_tokens_) : 1;
     team_ = make_team(warps, static_cast<int>(blockIdx.x), call.num_push);
+    const int next = me_.rank + 1 + lane_index();
+    peer_ = next >= me_.num_ranks ? next - me_.num_ranks : next;
   }
 
   __device__ void run_vector() {
@@ -121,10 +124,10 @@ class DispatchPush {
         piece = 0;
         ++index;
       }
-      if ((unit + 1) % units_per_chunk == 0 && unit >= kPatience) {
-        ptx::wait_stores<kPatience>();
+      if ((unit + 1) % units_per_chunk == 0 && unit >= call_.patience) {
+        wait_patiently(call_.patience);
         report_progress(
-            progress_, team_, static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk)
+            progress_, team_, static_cast<uint32_t>((unit + 1 - call_.patience) / units_per_chunk)
         );
       }
     };
@@ -152,11 +155,7 @@ class DispatchPush {
   }
 
  private:
-  // Units whose stores may be on their way while the warp goes on; a chunk counts as stored when so
-  // many later ones follow it.
-  static constexpr int kPatience = 8;
-
-  // What the plan says of a chunk's tokens, as it was loaded: lane r has rank r, lane k route k.
+  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes.
   // Nothing looks at it before the chunk before is done, so that no load is waited for.
   struct ChunkRoutes {
     int32_t primary[kMaxChunkTokens];
@@ -191,7 +190,7 @@ class DispatchPush {
     ChunkRoutes routes;
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
-      const int64_t pair = static_cast<int64_t>(begin + i) * me_.num_ranks + lane;
+      const int64_t pair = static_cast<int64_t>(begin + i) * me_.num_ranks + peer_;
       const int64_t route = static_cast<int64_t>(begin + i) * max_topk_ + lane;
       const bool is_rank = i < count && lane < me_.num_ranks;
       const bool is_route = i < count && lane < call_.topk;
@@ -211,7 +210,7 @@ class DispatchPush {
     const int32_t expert = pick(chunk.expert, i) - me_.rank * local_experts_;
     const int32_t slot = pick(chunk.slot, i);
     if (call_.one_row) {
-      routes.own_slot = lane_index() == me_.rank ? routes.primary : -1;
+      routes.own_slot = peer_ == me_.rank && lane_index() < me_.num_ranks ? routes.primary : -1;
     } else {
       routes.own_slot = expert >= 0 && expert < local_experts_ ? slot : -1;
     }
@@ -246,13 +245,12 @@ class DispatchPush {
   }
 
   [[nodiscard]] __device__ __forceinline__ Targets targets_of(const TokenRoutes& routes) const {
-    const int lane = lane_index();
     Targets targets;
-    if (routes.primary >= 0 && lane != me_.rank) {
-      const int64_t row = setup_.place[lane] == DevicePlace::kPrimarySlot
+    if (routes.primary >= 0 && peer_ != me_.rank) {
+      const int64_t row = setup_.place[peer_] == DevicePlace::kPrimarySlot
                               ? routes.primary
-                              : setup_.first_row[lane] + routes.arrival;
-      targets.first = setup_.rows[lane] + row * out_row_bytes();
+                              : setup_.first_row[peer_] + routes.arrival;
+      targets.first = setup_.rows[peer_] + row * out_row_bytes();
     }
     if (routes.own_slot >= 0) {
       targets.second = call_.out_rows + routes.own_slot * out_row_bytes();
@@ -263,12 +261,11 @@ class DispatchPush {
   // Scale rows always go through staging.
   [[nodiscard]] __device__ __forceinline__ std::byte* scale_targets_of(const TokenRoutes& routes
   ) const {
-    const int lane = lane_index();
     if (routes.primary < 0 || call_.scale_bytes == 0) {
       return nullptr;
     }
-    const int64_t row = setup_.first_row[lane] + routes.arrival;
-    return setup_.scales[lane] + row * staged_scale_bytes(call_.scale_bytes);
+    const int64_t row = setup_.first_row[peer_] + routes.arrival;
+    return setup_.scales[peer_] + row * staged_scale_bytes(call_.scale_bytes);
   }
 
   // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
@@ -305,7 +302,7 @@ class DispatchPush {
     std::byte* mine = nullptr;
     if (routes.primary >= 0) {
       mine = reinterpret_cast<std::byte*>(
-          setup_.weights[lane] + static_cast<int64_t>(routes.arrival) * max_topk_
+          setup_.weights[peer_] + static_cast<int64_t>(routes.arrival) * max_topk_
       );
     }
     for_each_target({mine, nullptr}, [&](std::byte* target) {
@@ -325,6 +322,7 @@ class DispatchPush {
   int local_experts_;
   int max_topk_;
   Team team_;
+  int peer_;  // of this lane, if below num_ranks
 };
 
 }  // namespace weft
