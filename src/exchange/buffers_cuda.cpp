@@ -2,6 +2,7 @@
 #include "exchange/buffers_cuda.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 
 #include "core/check.hpp"
@@ -13,6 +14,11 @@ namespace {
 // How long a new region may stay unknown to peers before it is handed out; until they know it,
 // dispatch into it is staged.
 constexpr auto kPatience = std::chrono::seconds(2);
+
+// Blocks up to this size share regions, whose number is bounded.
+constexpr uint64_t kLargestShared = 16 << 20;
+constexpr uint64_t kSmallestShared = 64 << 10;
+constexpr uint64_t kSharedPieces = 8;
 
 Block whole(const PeerRegion& region) {
   return {region.data, region.bytes, {.region = region.region, .offset = 0}};
@@ -30,41 +36,51 @@ BlockPool::~BlockPool() {
 }
 
 void BlockPool::grow(uint64_t num_pieces) {
-  const PeerRegion region = memory_->allocate(num_pieces * piece_bytes_);
+  add_pieces(piece_bytes_, num_pieces);
+}
+
+void BlockPool::add_pieces(uint64_t piece_bytes, uint64_t num_pieces) {
+  const PeerRegion region = memory_->allocate(num_pieces * piece_bytes);
   static_cast<void>(memory_->wait_reachable(region, kPatience));
   const std::lock_guard lock(mutex_);
   regions_.push_back(region);
-  for (uint64_t i = 0; i < region.bytes / piece_bytes_; ++i) {
+  for (uint64_t i = 0; i < region.bytes / piece_bytes; ++i) {
     Block block = whole(region);
-    block.address.offset = i * piece_bytes_;
+    block.address.offset = i * piece_bytes;
     block.data += block.address.offset;
-    block.bytes = piece_bytes_;
+    block.bytes = piece_bytes;
     unused_.push_back(block);
   }
 }
 
-std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
-  Block block;
-  {
-    const std::lock_guard lock(mutex_);
-    // The smallest that fits, if it does not waste half.
-    auto best = unused_.end();
-    for (auto it = unused_.begin(); it != unused_.end(); ++it) {
-      const bool fits =
-          it->bytes >= bytes && (piece_bytes_ > 0 || it->bytes / 2 <= size_class(bytes));
-      if (fits && (best == unused_.end() || it->bytes < best->bytes)) {
-        best = it;
-      }
-    }
-    if (best != unused_.end()) {
-      block = *best;
-      unused_.erase(best);
+// The smallest unused block that fits, if it does not waste half.
+Block BlockPool::take_unused(uint64_t bytes) {
+  const std::lock_guard lock(mutex_);
+  auto best = unused_.end();
+  for (auto it = unused_.begin(); it != unused_.end(); ++it) {
+    const bool fits =
+        it->bytes >= bytes && (piece_bytes_ > 0 || it->bytes / 2 <= size_class(bytes));
+    if (fits && (best == unused_.end() || it->bytes < best->bytes)) {
+      best = it;
     }
   }
-  if (block.data == nullptr) {
-    if (piece_bytes_ > 0) {
-      return nullptr;
-    }
+  Block block;
+  if (best != unused_.end()) {
+    block = *best;
+    unused_.erase(best);
+  }
+  return block;
+}
+
+std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
+  Block block = take_unused(bytes);
+  if (block.data == nullptr && piece_bytes_ > 0) {
+    return nullptr;
+  }
+  if (block.data == nullptr && bytes <= kLargestShared) {
+    add_pieces(std::bit_ceil(std::max(bytes, kSmallestShared)), kSharedPieces);
+    block = take_unused(bytes);
+  } else if (block.data == nullptr) {
     const PeerRegion region = memory_->allocate(size_class(bytes));
     static_cast<void>(memory_->wait_reachable(region, kPatience));
     block = whole(region);
@@ -85,20 +101,21 @@ void BlockPool::give_back(const Block& block) {
   used_bytes_ -= block.bytes;
 }
 
+// Shared regions stay: some of their blocks are in use sooner or later.
 void BlockPool::release_unused() {
   const std::lock_guard lock(mutex_);
-  if (piece_bytes_ > 0) {
-    return;
-  }
-  for (const Block& block : unused_) {
-    const auto is_it = [&](const PeerRegion& region) {
-      return region.region == block.address.region;
+  std::erase_if(unused_, [&](const Block& block) {
+    const auto is_whole = [&](const PeerRegion& region) {
+      return region.region == block.address.region && region.bytes == block.bytes;
     };
-    const auto region = std::find_if(regions_.begin(), regions_.end(), is_it);
+    const auto region = std::find_if(regions_.begin(), regions_.end(), is_whole);
+    if (region == regions_.end()) {
+      return false;
+    }
     memory_->release(*region);
     regions_.erase(region);
-  }
-  unused_.clear();
+    return true;
+  });
 }
 
 uint64_t BlockPool::used_bytes() const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks of device memory in peers' reach, kept for the next use when their holder ends: outputs of
-// any size, and plans, which are all of one size. Freeing waits for the whole GPU, so it happens
-// only when asked for.
+// any size, small ones several to a region, and plans, which are all of one size. Freeing waits for
+// the whole GPU, so it happens only when asked for.
 #pragma once
 
 #include <memory>
@@ -35,6 +35,8 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   [[nodiscard]] uint64_t unused_bytes() const;
 
  private:
+  void add_pieces(uint64_t piece_bytes, uint64_t num_pieces);
+  [[nodiscard]] Block take_unused(uint64_t bytes);
   void give_back(const Block& block);
 
   mutable std::mutex mutex_;

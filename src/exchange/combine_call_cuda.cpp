@@ -47,15 +47,15 @@ void CudaExchange::combine(
         static_cast<int64_t>(in.scale),
         in.weights.is_given()};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const int num_sms = sms_of(call);
-    if (launch.mover == Mover::kBulk) {
-      launch.num_reduce = num_sms;
-      launch.num_sum = num_sms;
-    } else {
-      const RoleBlocks blocks = split_combine({.num_sms = num_sms, .one_row = launch.one_row});
-      launch.num_reduce = blocks.first;
-      launch.num_sum = blocks.second;
-    }
+    const RoleBlocks blocks = split_combine(
+        {.num_sms = sms_of(call),
+         .num_ranks = context.num_ranks,
+         .num_tokens = shape.shape.num_tokens,
+         .row_bytes = launch.row_bytes,
+         .one_row = launch.one_row}
+    );
+    launch.num_reduce = blocks.first;
+    launch.num_sum = blocks.second;
     launch_combine(launch, stream);
     is_launched = true;
     ++counters.num_combines;

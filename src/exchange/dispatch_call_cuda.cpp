@@ -75,16 +75,16 @@ void CudaExchange::dispatch(
         static_cast<int64_t>(in.quantise)};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
     launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
-    const int num_sms = sms_of(call);
-    if (launch.mover == Mover::kBulk) {
-      launch.num_push = num_sms;
-      launch.num_fan_out = num_sms;
-    } else {
-      const RoleBlocks blocks =
-          split_dispatch({.num_sms = num_sms, .one_row = launch.one_row, .is_staged = !is_direct});
-      launch.num_push = blocks.first;
-      launch.num_fan_out = blocks.second;
-    }
+    const RoleBlocks blocks = split_dispatch(
+        {.num_sms = sms_of(call),
+         .num_ranks = context.num_ranks,
+         .num_tokens = shape.shape.num_tokens,
+         .row_bytes = launch.row_bytes,
+         .one_row = launch.one_row,
+         .is_staged = !is_direct}
+    );
+    launch.num_push = blocks.first;
+    launch.num_fan_out = blocks.second;
     if (const char* p = std::getenv("WEFT_PATIENCE")) launch.patience = std::atoi(p);
     launch_dispatch(launch, stream);
     is_launched = true;

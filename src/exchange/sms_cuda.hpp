@@ -11,9 +11,12 @@ struct RoleBlocks {
   int second = 1;  // fan-out, or sum
 };
 
-// What decides the split of blocks between two roles; only Mover::kVector splits.
+// What decides the split. `num_sms` is the most that the call may occupy, at least 2.
 struct CallSize {
   int num_sms = 2;
+  int num_ranks = 1;
+  int64_t num_tokens = 0;  // max_tokens
+  int64_t row_bytes = 0;
   bool one_row = false;  // rank_major: nothing to fan out or to sum
   bool is_staged = false;
 };

@@ -60,13 +60,12 @@ __device__ inline bool begin_call(
     const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
     const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
-    if (accept_word(me, epoch, setup.own(), peer) && wait_reached(me, records, plan_epoch, site)) {
-      const volatile DeviceWord* said = word_of(me, me.rank, epoch, peer);
-      const PeerAddress rows = {said->rows.region, 0, said->rows.offset};
-      const PeerAddress scales = {said->scales.region, 0, said->scales.offset};
-      setup.rows[peer] = peer_data(me, peer, rows);
-      setup.scales[peer] = peer_data(me, peer, scales);
-      setup.place[peer] = static_cast<DevicePlace>(said->place);
+    DeviceWord said;
+    if (accept_word(me, epoch, setup.own(), peer, said) &&
+        wait_reached(me, records, plan_epoch, site)) {
+      setup.rows[peer] = peer_data(me, peer, said.rows);
+      setup.scales[peer] = peer_data(me, peer, said.scales);
+      setup.place[peer] = said.place;
       setup.tokens[peer] = plan.tokens_of()[peer];
       setup.first_row[peer] = plan.arrival_base()[peer];
       setup.weights[peer] = reinterpret_cast<float*>(
@@ -93,26 +92,28 @@ __device__ __forceinline__ ChunkArrivals arrivals_of(const PlanView& plan, int s
   return {begin[0], begin[1]};
 }
 
-// Items (source, chunk) in the order in which sources raise them: chunk by chunk, the sources after
-// this rank first.
+// Items (source, chunk) in the order in which sources raise them: chunk by chunk, of `num_sources`
+// the ones after this rank first; this rank itself is the last, or left out.
 struct ChunkItem {
   int source;
   int chunk;
 };
 
-__device__ __forceinline__ ChunkItem item_at(const RankView& me, int index) {
-  const int chunk = index / me.num_ranks;
-  int source = me.rank + 1 + index % me.num_ranks;
+__device__ __forceinline__ ChunkItem item_at(const RankView& me, int num_sources, int index) {
+  const int chunk = index / num_sources;
+  int source = me.rank + 1 + index % num_sources;
   source -= source >= me.num_ranks ? me.num_ranks : 0;
   return {source, chunk};
 }
 
-__device__ __forceinline__ int num_items(const RankView& me, const CallSetup& setup) {
+__device__ __forceinline__ int num_items(
+    const RankView& me, const CallSetup& setup, int num_sources
+) {
   int most = 0;
   for (int rank = 0; rank < me.num_ranks; ++rank) {
     most = max(most, num_device_chunks(setup.tokens[rank]));
   }
-  return most * me.num_ranks;
+  return most * num_sources;
 }
 
 }  // namespace weft

@@ -50,13 +50,8 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   finish_call(call.me, setup.epoch);
 }
 
-// Every block has both roles: rows to be pre-reduced come through shared memory by the bulk copy
-// engine, returned ones by ordinary loads.
-constexpr int kSumWarps = 6;
-constexpr int kBulkThreads = kPipelineThreads + kSumWarps * kWarpLanes;
-
 template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kBulkThreads, 1)
+__global__ void __launch_bounds__(kPipelineThreads, 1)
     combine_bulk(const __grid_constant__ CombineLaunch call) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stage_bytes[];
@@ -68,8 +63,8 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const int block = static_cast<int>(blockIdx.x);
     const int warp = warp_in_block();
-    if (warp < kMoverWarps + 2) {
-      const RowStages stages = row_stages(stage_bytes, call.row_bytes);
+    const RowStages stages = row_stages(stage_bytes, call.row_bytes);
+    if (block < call.num_reduce) {
       const Team team = make_team(kMoverWarps, block, call.num_reduce);
       CombineReduce<kScaled> source(call, setup, progress, team);
       if (warp < kMoverWarps) {
@@ -80,12 +75,14 @@ __global__ void __launch_bounds__(kBulkThreads, 1)
         load_rows(source, stages, pipeline);
       }
     } else {
-      Team team;  // of one warp
-      team.index = block + (warp - kMoverWarps - 2) * call.num_sum;
-      team.count = kSumWarps * call.num_sum;
+      const Team team = make_team(kMoverWarps, block - call.num_reduce, call.num_sum);
       CombineSum source(call, setup, team);
-      source.begin();
-      sum_rows_vector<Element, false>(source, slice_of(team, call.row_bytes, kSumPiece));
+      if (warp < kMoverWarps) {
+        source.begin();
+        add_rows<Element, false>(source, stages, pipeline);
+      } else if (warp > kMoverWarps) {
+        load_rows(source, stages, pipeline);
+      }
     }
   }
   finish_call(call.me, setup.epoch);
@@ -136,12 +133,11 @@ void prepare_combine() {
 }
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(call.num_reduce + call.num_sum);
   const bool is_bulk = call.mover == Mover::kBulk;
-  const auto blocks =
-      static_cast<unsigned>(is_bulk ? call.num_reduce : call.num_reduce + call.num_sum);
   const Kernel kernel = kernel_of(call.dtype, call.scale != CombineScale::kNone, is_bulk);
   if (is_bulk) {
-    kernel<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+    kernel<<<blocks, kPipelineThreads, kBulkSharedBytes, stream>>>(call);
   } else {
     kernel<<<blocks, kRoleThreads, 0, stream>>>(call);
   }

@@ -20,7 +20,7 @@ class CombineReduce {
   )
       : call_(call), setup_(setup), me_(call.me), progress_(progress), team_(team) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    num_items_ = num_items(me_, setup);
+    num_items_ = num_items(me_, setup, me_.num_ranks);
   }
 
   // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
@@ -45,7 +45,7 @@ class CombineReduce {
     if (index >= num_items_) {
       return item;
     }
-    const ChunkItem place = item_at(me_, index);
+    const ChunkItem place = item_at(me_, me_.num_ranks, index);
     item.ordinal = ordinal;
     item.source = place.source;
     item.chunk = place.chunk;
@@ -111,7 +111,7 @@ class CombineReduce {
       return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_items_));
     };
     signal_chunks(me_, progress_, team_.warps, items_of, [&](int in_block, int n) {
-      const ChunkItem place = item_at(me_, first(in_block) + n * team_.count);
+      const ChunkItem place = item_at(me_, me_.num_ranks, first(in_block) + n * team_.count);
       if (lane_index() == 0 && is_chunk(place)) {
         const auto slot = me_.map.signals().combine(
             static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(place.chunk)

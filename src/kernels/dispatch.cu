@@ -27,47 +27,40 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   __shared__ TeamProgress progress;
   clear_progress(progress);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    const int block = static_cast<int>(blockIdx.x);
-    const int warp = warp_in_block();
-    const bool is_signaller = warp == kMoverWarps;
-    if (block < call.num_push) {
+    const bool is_signaller = warp_in_block() == kMoverWarps;
+    if (static_cast<int>(blockIdx.x) < call.num_push) {
       DispatchPush push(call, setup, progress);
       is_signaller ? push.run_signals() : push.run_vector();
     } else if (!is_signaller) {
-      const int first = block - call.num_push + warp * call.num_fan_out;
-      DispatchFanOut(call, setup, first, kMoverWarps * call.num_fan_out).run();
+      DispatchFanOut(call, setup).run(MoveRowsVector{});
     }
   }
   finish_call(call.me, setup.epoch);
 }
 
-// Every block has both roles: the bulk copy engine pushes, while other warps fan out by ordinary
-// loads and stores, which do not compete with it inside a multiprocessor.
-constexpr int kFanOutWarps = 7;
-constexpr int kBulkThreads = (kMoverWarps + 1 + kFanOutWarps) * kWarpLanes;
 constexpr int kBulkSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
 
-__global__ void __launch_bounds__(kBulkThreads, 1)
+__global__ void __launch_bounds__(kRoleThreads, 1)
     dispatch_bulk(const __grid_constant__ DispatchLaunch call) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stages[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
-  __shared__ uint64_t full[kMoverWarps * kBulkStages];
   clear_progress(progress);
-  const int block = static_cast<int>(blockIdx.x);
+  __shared__ uint64_t full[(kMoverWarps + 1) * kBulkStages];
   const int warp = warp_in_block();
+  const int mover = warp < kMoverWarps ? warp : 0;
+  BulkRing ring(stages + mover * kBulkStages * kBulkPiece, full + warp * kBulkStages);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    if (warp < kMoverWarps) {
-      BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
-      DispatchPush(call, setup, progress).run_bulk(ring);
-    } else if (warp == kMoverWarps) {
-      DispatchPush(call, setup, progress).run_signals();
-    } else {
-      const int first = block + (warp - kMoverWarps - 1) * call.num_fan_out;
-      DispatchFanOut(call, setup, first, kFanOutWarps * call.num_fan_out).run();
+    const bool is_signaller = warp == kMoverWarps;
+    if (static_cast<int>(blockIdx.x) < call.num_push) {
+      DispatchPush push(call, setup, progress);
+      is_signaller ? push.run_signals() : push.run_bulk(ring);
+    } else if (!is_signaller) {
+      DispatchFanOut(call, setup).run(MoveRowsBulk{ring});
     }
   }
+  ptx::wait_stores<0>();
   finish_call(call.me, setup.epoch);
 #endif
 }
@@ -90,11 +83,10 @@ void prepare_dispatch() {
 }
 
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(call.num_push + call.num_fan_out);
   if (call.mover == Mover::kBulk) {
-    const auto blocks = static_cast<unsigned>(call.num_push);
-    dispatch_bulk<<<blocks, kBulkThreads, kBulkSharedBytes, stream>>>(call);
+    dispatch_bulk<<<blocks, kRoleThreads, kBulkSharedBytes, stream>>>(call);
   } else {
-    const auto blocks = static_cast<unsigned>(call.num_push + call.num_fan_out);
     dispatch_vector<<<blocks, kRoleThreads, 0, stream>>>(call);
   }
   WEFT_CUDA(Context{}, cudaGetLastError());

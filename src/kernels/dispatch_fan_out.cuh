@@ -13,25 +13,28 @@ namespace weft {
 
 class DispatchFanOut {
  public:
-  // `warp` of `num_warps` that have this role on the GPU.
-  __device__ DispatchFanOut(
-      const DispatchLaunch& call, const CallSetup& setup, int warp, int num_warps
-  )
-      : call_(call), setup_(setup), me_(call.me), warp_(warp), num_warps_(num_warps) {
+  __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup)
+      : call_(call), setup_(setup), me_(call.me) {
+    warp_ = static_cast<int>(blockIdx.x) - call.num_push + warp_in_block() * call.num_fan_out;
+    num_warps_ = kMoverWarps * call.num_fan_out;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
+    has_extras_ = call.out_weights != nullptr || call.out_scales != nullptr;
+    // Of its own tokens the push role wrote every slot.
+    num_sources_ = has_extras_ ? me_.num_ranks : me_.num_ranks - 1;
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
-  __device__ void run() {
-    const int items = num_items(me_, setup_);
+  // `move_rows(role, records)` copies the rows of one item.
+  template <class MoveRows>
+  __device__ void run(const MoveRows& move_rows) {
+    const int items = num_items(me_, setup_, num_sources_);
     Records next = load_records(warp_, items);
     zero_padding();
-    const bool has_extras = call_.out_weights != nullptr || call_.out_scales != nullptr;
     for (int index = warp_; index < items; index += num_warps_) {
       const Records records = next;
       next = load_records(index + num_warps_, items);
-      if (!records.is_there || (records.source == me_.rank && !has_extras)) {
-        continue;  // of its own tokens the push role wrote every slot
+      if (!records.is_there) {
+        continue;
       }
       const auto slot = me_.map.signals().dispatch(
           static_cast<uint32_t>(records.source), static_cast<uint32_t>(records.chunk)
@@ -41,9 +44,9 @@ class DispatchFanOut {
         return;
       }
       if (records.source != me_.rank) {
-        move_rows(records);
+        move_rows(*this, records);
       }
-      if (has_extras) {
+      if (has_extras_) {
         for (int arrival = records.begin; arrival < records.begin + records.count; ++arrival) {
           move_extras(records.source, arrival);
         }
@@ -92,13 +95,15 @@ class DispatchFanOut {
     return job;
   }
 
+  [[nodiscard]] __device__ __forceinline__ int64_t row_bytes() const { return row_bytes_; }
+
  private:
   [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
     Records records;
     if (index >= items) {
       return records;
     }
-    const ChunkItem item = item_at(me_, index);
+    const ChunkItem item = item_at(me_, num_sources_, index);
     records.source = item.source;
     records.chunk = item.chunk;
     records.is_there = item.chunk < num_device_chunks(setup_.tokens[item.source]);
@@ -119,38 +124,6 @@ class DispatchFanOut {
           is_inside && lane < call_.topk ? call_.plan.slots(from)[arrival * max_topk_ + lane] : -1;
     }
     return records;
-  }
-
-  // Two arrivals at a time: all loads, then all stores.
-  __device__ __forceinline__ void move_rows(const Records& records) const {
-    constexpr int kAtOnce = 2;
-    const Pieces pieces = cut_row(row_bytes_, kVectorPiece);
-    for (int first = 0; first < records.count; first += kAtOnce) {
-      Job jobs[kAtOnce];
-      bool is_needed[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        jobs[i] = first + i < records.count ? job_of(records, first + i) : Job{};
-        is_needed[i] = __any_sync(kAllLanes, jobs[i].target != nullptr);
-      }
-      for (int piece = 0; piece < pieces.count; ++piece) {
-        const int32_t offset = piece * pieces.each;
-        const int32_t bytes = pieces.bytes(piece);
-        PieceVectors rows[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (is_needed[i]) {
-            load_vectors(rows[i], jobs[i].row + offset, bytes);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          for_each_target({jobs[i].target, nullptr}, [&](std::byte* target) {
-            store_vectors(target + offset, rows[i], bytes);
-          });
-        }
-      }
-    }
   }
 
   // Rows between an expert's last and the end of its block.
@@ -253,7 +226,101 @@ class DispatchFanOut {
   int warp_;
   int num_warps_;
   int max_topk_;
+  int num_sources_;
+  bool has_extras_;
   int64_t row_bytes_;
 };
+
+struct MoveRowsVector {
+  __device__ __forceinline__ void operator()(
+      const DispatchFanOut& role, const DispatchFanOut::Records& records
+  ) const {
+    const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
+    for (int piece = 0; piece < pieces.count; ++piece) {
+      const int32_t offset = piece * pieces.each;
+      const int32_t bytes = pieces.bytes(piece);
+      PieceVectors rows[kMaxChunkTokens];
+      std::byte* targets[kMaxChunkTokens];
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        targets[i] = nullptr;
+        if (i < records.count) {
+          const DispatchFanOut::Job job = role.job_of(records, i);
+          if (__any_sync(kAllLanes, job.target != nullptr)) {
+            targets[i] = job.target;
+            load_vectors(rows[i], job.row + offset, bytes);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        for_each_target({targets[i], nullptr}, [&](std::byte* target) {
+          store_vectors(target + offset, rows[i], bytes);
+        });
+      }
+    }
+  }
+};
+
+#if __CUDA_ARCH__ >= 900
+struct MoveRowsBulk {
+  BulkRing& ring;
+
+  __device__ __forceinline__ void operator()(
+      const DispatchFanOut& role, const DispatchFanOut::Records& records
+  ) const {
+    // What the signal made visible was read by ordinary accesses so far.
+    ptx::fence_async_proxy();
+    const std::byte* rows[kMaxChunkTokens];
+    std::byte* targets[kMaxChunkTokens];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      rows[i] = nullptr;
+      targets[i] = nullptr;
+      const DispatchFanOut::Job job =
+          i < records.count ? role.job_of(records, i) : DispatchFanOut::Job{};
+      if (__any_sync(kAllLanes, job.target != nullptr)) {
+#pragma unroll
+        for (int place = 0; place <= i; ++place) {
+          if (place == count) {
+            rows[place] = job.row;
+            targets[place] = job.target;
+          }
+        }
+        ++count;
+      }
+    }
+    const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
+    int load_job = 0;
+    int load_piece = 0;
+    const auto source_of = [&](int) -> RowSpan {
+      const RowSpan span = {
+          pick(rows, load_job) + load_piece * pieces.each,
+          static_cast<uint32_t>(pieces.bytes(load_piece))};
+      if (++load_piece == pieces.count) {
+        load_piece = 0;
+        ++load_job;
+      }
+      return span;
+    };
+    int job = 0;
+    int piece = 0;
+    const auto store = [&](int, const std::byte* data) {
+      std::byte* target = pick(targets, job);
+      if (target != nullptr) {
+        ptx::bulk_store(
+            target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
+        );
+      }
+      if (++piece == pieces.count) {
+        piece = 0;
+        ++job;
+      }
+    };
+    ring.stream(count * pieces.count, source_of, store, [](int) {});
+  }
+};
+#endif
 
 }  // namespace weft

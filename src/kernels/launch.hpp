@@ -63,7 +63,7 @@ struct DispatchLaunch {
   int64_t signature[kDeviceSignatureFields] = {};  // field 0 is filled in on the device
   Mover mover = Mover::kVector;                    // not kAuto
   int32_t num_push = 1;                            // blocks of each role
-  int32_t num_fan_out = 1;                         // kBulk: the same blocks as num_push
+  int32_t num_fan_out = 1;
   // kBulk: pieces whose stores a warp lets be on their way; 1, 2, 3, 4, 6 or 8.
   int32_t patience = 4;
 };
@@ -88,7 +88,7 @@ struct CombineLaunch {
   int64_t signature[kDeviceSignatureFields] = {};
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_reduce = 1;        // blocks of each role
-  int32_t num_sum = 1;                  // kBulk: the same blocks as num_reduce
+  int32_t num_sum = 1;
 };
 
 // Once per device and before any capture.

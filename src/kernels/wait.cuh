@@ -146,37 +146,52 @@ __device__ inline void post_word_by_thread(
   );
 }
 
+// A word as its sender wrote it, in one round trip.
+__device__ __forceinline__ DeviceWord read_word(const DeviceWord* from) {
+  static_assert(sizeof(DeviceWord) % sizeof(uint4) == 0);
+  constexpr int kVectors = sizeof(DeviceWord) / sizeof(uint4);
+  union Bits {
+    __device__ Bits() {}
+    uint4 vectors[kVectors];
+    DeviceWord word;
+  } bits;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    bits.vectors[i] = ptx::load_16(reinterpret_cast<const uint4*>(from) + i);
+  }
+  return bits.word;
+}
+
 // One thread per peer, [0, num_ranks): waits for the peer's word of this call and compares it with
-// this rank's. False if the call is given up. The word itself may be read after the block's
-// barrier.
+// this rank's. False if the call is given up.
 __device__ inline bool accept_word(
-    const RankView& me, uint32_t epoch, const DeviceWord& own, int peer
+    const RankView& me, uint32_t epoch, const DeviceWord& own, int peer, DeviceWord& word
 ) {
   const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
   const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
   if (!wait_reached(me, signal_of(me, me.rank, slot), epoch, site)) {
     return false;
   }
-  const volatile DeviceWord* word = word_of(me, me.rank, epoch, peer);
+  word = read_word(word_of(me, me.rank, epoch, peer));
   FaultRecord fault;
   fault.op = own.op;
   fault.epoch = epoch;
   fault.peer = peer;
   fault.what = -1;
-  if (word->status == WordStatus::kRefused) {
+  if (word.status == WordStatus::kRefused) {
     fault.kind = FaultKind::kRefused;
-  } else if (word->op != own.op) {
+  } else if (word.op != own.op) {
     fault.kind = FaultKind::kMismatch;
-    fault.seen = static_cast<int64_t>(word->op);
+    fault.seen = static_cast<int64_t>(word.op);
     fault.wanted = static_cast<int64_t>(own.op);
   } else {
+#pragma unroll
     for (int field = 0; field < kDeviceSignatureFields; ++field) {
-      if (word->signature[field] != own.signature[field]) {
+      if (word.signature[field] != own.signature[field] && fault.kind == FaultKind::kNone) {
         fault.kind = FaultKind::kMismatch;
         fault.what = field;
-        fault.seen = word->signature[field];
+        fault.seen = word.signature[field];
         fault.wanted = own.signature[field];
-        break;
       }
     }
   }
