@@ -101,19 +101,25 @@ void BlockPool::give_back(const Block& block) {
   used_bytes_ -= block.bytes;
 }
 
-// Shared regions stay: some of their blocks are in use sooner or later.
+// Regions none of whose blocks is in use.
 void BlockPool::release_unused() {
   const std::lock_guard lock(mutex_);
-  std::erase_if(unused_, [&](const Block& block) {
-    const auto is_whole = [&](const PeerRegion& region) {
-      return region.region == block.address.region && region.bytes == block.bytes;
+  if (piece_bytes_ > 0) {
+    return;
+  }
+  std::erase_if(regions_, [&](const PeerRegion& region) {
+    const auto is_inside = [&](const Block& block) {
+      return block.address.region == region.region;
     };
-    const auto region = std::find_if(regions_.begin(), regions_.end(), is_whole);
-    if (region == regions_.end()) {
+    uint64_t unused_bytes = 0;
+    for (const Block& block : unused_) {
+      unused_bytes += is_inside(block) ? block.bytes : 0;
+    }
+    if (unused_bytes < region.bytes) {
       return false;
     }
-    memory_->release(*region);
-    regions_.erase(region);
+    std::erase_if(unused_, is_inside);
+    memory_->release(region);
     return true;
   });
 }

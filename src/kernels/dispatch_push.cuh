@@ -119,16 +119,18 @@ class DispatchPush {
       }
     };
     const int units_per_chunk = chunk_tokens_ * pieces.count;
+    uint32_t reported = 0;
     const auto after = [&](int unit) {
       if (++piece == pieces.count) {
         piece = 0;
         ++index;
       }
-      if ((unit + 1) % units_per_chunk == 0 && unit >= call_.patience) {
-        wait_patiently(call_.patience);
-        report_progress(
-            progress_, team_, static_cast<uint32_t>((unit + 1 - call_.patience) / units_per_chunk)
-        );
+      // Few stores on their way at a time: links that are offered more carry less.
+      wait_patiently(call_.patience);
+      const auto stored = static_cast<uint32_t>((unit + 1 - call_.patience) / units_per_chunk);
+      if (unit >= call_.patience && stored > reported) {
+        reported = stored;
+        report_progress(progress_, team_, stored);
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
