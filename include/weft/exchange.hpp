@@ -164,7 +164,8 @@ class Exchange {
 
   // Local. [rows, cols], contents undefined.
   [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);
-  void release_pooled();  // gives unused pool memory back to the system
+  // Gives unused pool memory back to the system. On a GPU while no rank runs or begins a call.
+  void release_pooled();
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int num_ranks() const;

@@ -2,7 +2,6 @@
 // dispatch on a GPU: decides where this rank's rows shall be written, then one kernel. Previous in
 // the data flow: plan_call_cuda.cpp; next: kernels/dispatch.cu.
 #include <algorithm>
-#include <cstdlib>
 
 #include "exchange/exchange_cuda.hpp"
 #include "exchange/validate.hpp"
@@ -85,7 +84,6 @@ void CudaExchange::dispatch(
     );
     launch.num_push = blocks.first;
     launch.num_fan_out = blocks.second;
-    if (const char* p = std::getenv("WEFT_PATIENCE")) launch.patience = std::atoi(p);
     launch_dispatch(launch, stream);
     is_launched = true;
     ++counters.num_dispatches;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 
 #include "core/devices.hpp"
 #include "exchange/buffer_pool.hpp"
@@ -106,6 +107,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   // Enough for combine of 16-bit rows; what needs more makes it grow.
   const int64_t rows = static_cast<int64_t>(tokens) * std::min<int64_t>(ranks, topk);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows * settings.hidden * 2), nullptr));
+  if (const char* t = std::getenv("WEFT_POLL")) view.poll_ns = static_cast<uint32_t>(std::atoi(t));
   WEFT_CUDA(context, cudaDeviceSynchronize());
   group.barrier();  // nobody leaves the constructor before everybody can be written to
 }
@@ -188,6 +190,9 @@ Buffer CudaExchange::allocate(const Tensor& shape) {
 void CudaExchange::release_pooled() {
   const CudaDeviceGuard guard(settings.device.index);
   buffers->release_unused();
+  // Freeing waits for all kernels of the GPU: it shall not meet a later call, where peers wait for
+  // this rank.
+  static_cast<void>(memory->wait_freed(std::chrono::seconds(2)));
 }
 
 ExchangeStats CudaExchange::stats() const {

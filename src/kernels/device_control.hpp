@@ -167,6 +167,7 @@ struct RankView {
   LocalState* local = nullptr;
   FaultRecord* fault = nullptr;
   uint64_t timeout_ns = 0;
+  uint32_t poll_ns = 100;  // between two looks at a signal
 };
 
 }  // namespace weft

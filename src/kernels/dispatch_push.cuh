@@ -119,18 +119,16 @@ class DispatchPush {
       }
     };
     const int units_per_chunk = chunk_tokens_ * pieces.count;
-    uint32_t reported = 0;
     const auto after = [&](int unit) {
       if (++piece == pieces.count) {
         piece = 0;
         ++index;
       }
-      // Few stores on their way at a time: links that are offered more carry less.
-      wait_patiently(call_.patience);
-      const auto stored = static_cast<uint32_t>((unit + 1 - call_.patience) / units_per_chunk);
-      if (unit >= call_.patience && stored > reported) {
-        reported = stored;
-        report_progress(progress_, team_, stored);
+      if ((unit + 1) % units_per_chunk == 0 && unit >= kPatience) {
+        ptx::wait_stores<kPatience>();
+        report_progress(
+            progress_, team_, static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk)
+        );
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
@@ -157,6 +155,10 @@ class DispatchPush {
   }
 
  private:
+  // Pieces whose stores a warp lets be on their way at the end of a chunk. Few: links that are
+  // offered more carry less.
+  static constexpr int kPatience = 1;
+
   // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes.
   // Nothing looks at it before the chunk before is done, so that no load is waited for.
   struct ChunkRoutes {

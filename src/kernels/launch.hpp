@@ -64,8 +64,6 @@ struct DispatchLaunch {
   Mover mover = Mover::kVector;                    // not kAuto
   int32_t num_push = 1;                            // blocks of each role
   int32_t num_fan_out = 1;
-  // kBulk: pieces whose stores a warp lets be on their way; 1, 2, 3, 4, 6 or 8.
-  int32_t patience = 4;
 };
 
 struct CombineLaunch {

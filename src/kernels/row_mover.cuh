@@ -111,24 +111,6 @@ inline constexpr int32_t kBulkPiece = 2048;
 
 #if __CUDA_ARCH__ >= 900
 
-// Until all but the latest `pending` groups of this thread are complete.
-__device__ __forceinline__ void wait_patiently(int pending) {
-  switch (pending) {
-    case 1:
-      return ptx::wait_stores<1>();
-    case 2:
-      return ptx::wait_stores<2>();
-    case 3:
-      return ptx::wait_stores<3>();
-    case 4:
-      return ptx::wait_stores<4>();
-    case 6:
-      return ptx::wait_stores<6>();
-    default:
-      return ptx::wait_stores<8>();
-  }
-}
-
 // A warp's ring of pieces. Every lane stores and counts its own groups; lane 0 loads.
 class BulkRing {
  public:

@@ -74,6 +74,7 @@ __device__ inline bool wait_reached(
   for (;;) {
     uint32_t seen = 0;
     for (int i = 0; i < 32; ++i) {
+      __nanosleep(me.poll_ns);  // waiting warps shall leave the memory to working ones
       seen = ptx::load_acquire_sys(signal);
       if (is_reached(seen, wanted)) {
         atomicAdd(

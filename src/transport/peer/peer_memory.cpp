@@ -73,6 +73,10 @@ bool PeerMemory::is_reachable(const PeerRegion& region) const {
   return state_->regions.is_reachable(region);
 }
 
+bool PeerMemory::wait_freed(std::chrono::milliseconds at_most) const {
+  return state_->regions.wait_freed(at_most);
+}
+
 bool PeerMemory::wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most) const {
   return state_->regions.wait_reachable(region, at_most);
 }

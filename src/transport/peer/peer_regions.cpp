@@ -262,4 +262,23 @@ bool PeerRegions::wait_reachable(const PeerRegion& region, std::chrono::millisec
   }
 }
 
+bool PeerRegions::wait_freed(std::chrono::milliseconds at_most) const {
+  const auto deadline = Clock::now() + at_most;
+  for (;;) {
+    const uint32_t seen = transport_->doorbell();
+    {
+      const std::lock_guard lock(mutex_);
+      const auto is_dead = [](const Slot& slot) { return slot.use == Use::kDead; };
+      if (std::ranges::none_of(slots_, is_dead)) {
+        return true;
+      }
+    }
+    const auto left = deadline - Clock::now();
+    if (left.count() <= 0) {
+      return false;
+    }
+    transport_->park(seen, std::min<std::chrono::nanoseconds>(left, kSlice));
+  }
+}
+
 }  // namespace weft
