@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "bench_cases.hpp"
 #include "bench_options.hpp"
 #include "bench_report.hpp"
 #include "bench_run.hpp"
@@ -59,31 +60,6 @@ void print_report(const BenchReport& report, const BenchOptions& options) {
 
 bool is_on_gpu(const BenchOptions& options) {
   return options.device == "cuda" || (options.device == "auto" && !list_gpus().gpus.empty());
-}
-
-// The cases that published figures are about; everything else stays as asked for.
-void take_case(BenchOptions& options, const std::string& name) {
-  struct Reference {
-    std::string_view name;
-    int64_t num_tokens;
-    int64_t hidden;
-    int topk;
-    int num_experts;
-  };
-  static constexpr std::array<Reference, 4> kCases = {
-      {{"A", 4096, 7168, 8, 256},
-       {"B", 8192, 2048, 8, 128},
-       {"C", 4096, 4096, 2, 8},
-       {"D", 128, 7168, 8, 256}}};
-  for (const Reference& one : kCases) {
-    if (one.name == name) {
-      options.num_tokens = one.num_tokens;
-      options.hidden = one.hidden;
-      options.topk = one.topk;
-      options.num_experts = one.num_experts;
-      options.pad_multiple = name == "D" ? 1 : options.pad_multiple;  // decoding pads nothing
-    }
-  }
 }
 
 int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, double limit_gbps) {
@@ -140,6 +116,7 @@ void add_gpu_options(CLI::App& command, BenchOptions& options) {
       ->allow_extra_args(false)
       ->check(CLI::Range(0, 1024));
   command.add_flag("--graph", options.is_graph, "On GPUs also as replayed CUDA graphs");
+  command.add_flag("--fp8", options.is_fp8, "On GPUs: dispatch FP8 rows with scales");
   command.add_option("--mover", options.mover, "How a GPU moves rows")
       ->transform(mover_choice())
       ->default_str("auto");

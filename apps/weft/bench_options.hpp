@@ -41,6 +41,7 @@ struct BenchOptions {
   std::string device = "auto";  // cpu, cuda, or a GPU if there is one
   std::vector<int> sms = {};    // of a GPU call, each measured; empty: the default
   bool is_graph = false;        // on a GPU also as a replayed graph
+  bool is_fp8 = false;          // on a GPU: rows of one byte an element, a scale for 128 of them
   Mover mover = Mover::kAuto;
   int iterations = 50;
   int warmup = 5;

@@ -77,6 +77,23 @@ std::string bench_case_text(const BenchReport& report) {
     return "nothing measured";
   }
   const ResultRow& row = report.results.front().row;
+  if (row.executor == "cuda") {
+    return fmt::format(
+        "{} ranks on GPUs, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}; "
+        "rows of "
+        "{} B; copy engines move {:.1f} GB/s out of each GPU",
+        row.ranks,
+        count_text(row.tokens),
+        row.hidden,
+        row.experts,
+        row.topk,
+        row.dtype,
+        row.layout,
+        row.pad,
+        report.row_bytes,
+        report.rates.scatter
+    );
+  }
   return fmt::format(
       "{} ranks over {}, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}, {}; "
       "plain copies of {} B rows reach {:.1f} GB/s scattering, {:.1f} GB/s gathering",

@@ -12,6 +12,7 @@ namespace weft::program {
 void add_info(CLI::App& app);
 void add_plan(CLI::App& app);
 void add_train(CLI::App& app);
+void add_tune(CLI::App& app);
 void add_check(CLI::App& app);
 void add_limits(CLI::App& app);
 void add_bench(CLI::App& app);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# cmake -DSOURCE=... -DOUTPUT=... -P commit.cmake: writes the commit of the sources, only when it changed.
+# cmake -DSOURCE=... -DOUTPUT=... [-DCOMMIT=...] -P commit.cmake: writes the commit of the sources, only when it changed.
 execute_process(COMMAND git -C ${SOURCE} rev-parse --short=12 HEAD
   OUTPUT_VARIABLE commit OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
 execute_process(COMMAND git -C ${SOURCE} status --porcelain --untracked-files=no
@@ -7,6 +7,10 @@ execute_process(COMMAND git -C ${SOURCE} status --porcelain --untracked-files=no
 set(dirty false)
 if(changes)
   set(dirty true)
+endif()
+if(COMMIT)  # sources without their history
+  set(commit ${COMMIT})
+  set(dirty false)
 endif()
 set(text "#define WEFT_COMMIT \"${commit}\"\n#define WEFT_DIRTY ${dirty}\n")
 if(EXISTS ${OUTPUT})

@@ -2,6 +2,8 @@
 // `weft bench` on GPUs. gpu_bench_cuda.cpp or gpu_bench_none.cpp answers.
 #pragma once
 
+#include <vector>
+
 #include "bench_options.hpp"
 #include "bench_run.hpp"
 #include "weft/group.hpp"
@@ -14,5 +16,16 @@ namespace weft::program {
 [[nodiscard]] BenchReport run_gpu_bench(
     const Group& group, const BenchOptions& options, double limit_gbps
 );
+
+// Collective. Every sensible split of multiprocessors, timed for dispatch and combine of the
+// options' shape; the same on every rank.
+struct GpuSplit {
+  BenchOp op = BenchOp::kDispatch;
+  int64_t row_bytes = 0;
+  int senders = 0;
+  int others = 0;
+  double us = 0;  // median of the slowest rank
+};
+[[nodiscard]] std::vector<GpuSplit> run_gpu_tune(const Group& group, const BenchOptions& options);
 
 }  // namespace weft::program

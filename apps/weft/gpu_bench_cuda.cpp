@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every sample starts behind a barrier of the GPUs themselves and takes the next of several
 // routings; its time is that of the slowest rank, between events on its stream.
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <optional>
@@ -25,6 +28,7 @@ namespace {
 
 constexpr uint64_t kTokenSeed = 1;
 constexpr uint64_t kExpertSeed = 2;
+constexpr int64_t kScaleGroup = 128;
 constexpr int64_t kSampledRows = 256;
 constexpr int64_t kSampledTokens = 96;
 
@@ -63,6 +67,11 @@ class GpuBench {
     budget_ = max_rows_;
     rows_ = exchange_.allocate(max_rows_, options_.hidden, options_.dtype);
     staged_rows_ = options_.is_staged ? plain(max_rows_) : Tensor{};
+    if (options_.is_fp8) {
+      const int64_t groups = options_.hidden / kScaleGroup;
+      scales_ = plain(num_tokens(), groups, DType::kFloat32);
+      row_scales_ = plain(max_rows_, groups, DType::kFloat32);
+    }
     experts_ = plain(max_rows_);
     x_ = plain(num_tokens());
     out_ = plain(num_tokens());
@@ -77,9 +86,40 @@ class GpuBench {
   GpuBench(const GpuBench&) = delete;
   GpuBench& operator=(const GpuBench&) = delete;
 
+  std::vector<GpuSplit> tune() {
+    int all = 0;
+    WEFT_CUDA(
+        Context{}, cudaDeviceGetAttribute(&all, cudaDevAttrMultiProcessorCount, device_.index)
+    );
+    Progress progress("tune", group_.rank() == 0);
+    std::vector<GpuSplit> splits;
+    constexpr std::array<int, 9> kSms = {12, 16, 24, 32, 40, 48, 64, 96, 0};
+    constexpr std::array<double, 6> kShares = {0.3, 0.4, 0.5, 0.6, 0.7, 0.8};
+    double done = 0;
+    for (const int sms : kSms) {
+      for (const double share : kShares) {
+        progress.update(
+            done++ / static_cast<double>(kSms.size() * kShares.size()),
+            fmt::format("{} multiprocessors", sms > 0 ? sms : all)
+        );
+        num_sms_ = sms > 0 ? sms : all;
+        num_senders_ = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
+        for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
+          const auto samples =
+              slowest(time([&](size_t version) { run_once(op, version, false); }, false));
+          splits.push_back(
+              {op, row_bytes(), num_senders_, num_sms_ - num_senders_, percentile(samples, 50)}
+          );
+        }
+      }
+    }
+    return splits;
+  }
+
   BenchReport run() {
     BenchReport report;
-    report.row_bytes = options_.hidden * dtype_bytes(options_.dtype);
+    report.row_bytes = row_bytes();
+    report.rates.scatter = limit_gbps_;
     std::vector<int> sms = options_.sms;
     if (sms.empty()) {
       sms.push_back(0);
@@ -122,6 +162,12 @@ class GpuBench {
     bool is_combine_good = false;
   };
 
+  [[nodiscard]] int64_t row_bytes() const {
+    const int64_t scales = options_.hidden / kScaleGroup * static_cast<int64_t>(sizeof(float));
+    return options_.is_fp8 ? options_.hidden + scales
+                           : options_.hidden * dtype_bytes(options_.dtype);
+  }
+
   static int num_gpus() { return static_cast<int>(list_gpus().gpus.size()); }
 
   [[nodiscard]] int64_t max_tokens() const {
@@ -154,7 +200,9 @@ class GpuBench {
     };
   }
 
-  [[nodiscard]] CallOptions call() const { return {.stream = stream_, .num_sms = num_sms_}; }
+  [[nodiscard]] CallOptions call() const {
+    return {.stream = stream_, .num_sms = num_sms_, .num_senders = num_senders_};
+  }
 
   [[nodiscard]] Routing routing_of(size_t version) const {
     const RouteTable& mine = routing_.versions[version][rank_];
@@ -167,12 +215,19 @@ class GpuBench {
             .device = device_}};
   }
 
-  // [rows, hidden] in memory that peers do not know.
-  Tensor plain(int64_t rows) {
-    Tensor tensor = {.dtype = options_.dtype, .rows = rows, .cols = options_.hidden};
+  // In memory that peers do not know.
+  Tensor plain(int64_t rows) { return plain(rows, options_.hidden, options_.dtype); }
+  Tensor plain(int64_t rows, int64_t cols, DType dtype) {
+    Tensor tensor = {.dtype = dtype, .rows = rows, .cols = cols};
     tensor.device = device_;
     memory_.push_back(allocate_on(device_, static_cast<uint64_t>(tensor.num_bytes())));
     tensor.data = memory_.back().get();
+    return tensor;
+  }
+
+  // The same memory as rows of `hidden` bytes: any bytes do.
+  static Tensor as_bytes(Tensor tensor) {
+    tensor.dtype = DType::kByte;
     return tensor;
   }
 
@@ -183,6 +238,16 @@ class GpuBench {
 
   void dispatch(const Plan& plan) {
     const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
+    if (options_.is_fp8) {
+      exchange_.dispatch(
+          plan,
+          {.x = as_bytes(head(x_, plan.num_tokens())), .scales = head(scales_, plan.num_tokens())},
+          {.rows = as_bytes(head(rows, plan.num_rows())),
+           .scales = head(row_scales_, plan.num_rows())},
+          call()
+      );
+      return;
+    }
     exchange_.dispatch(
         plan, {.x = head(x_, plan.num_tokens())}, {.rows = head(rows, plan.num_rows())}, call()
     );
@@ -313,14 +378,14 @@ class GpuBench {
       return *traffic_;
     }
     Traffic all;
-    const auto row_bytes = options_.hidden * dtype_bytes(options_.dtype);
     for (const Plan& plan : plans_) {
       double numbers[3] = {};
-      numbers[0] = static_cast<double>(plan.wire_bytes(row_bytes));
-      numbers[1] = static_cast<double>(plan.logical_bytes(row_bytes));
+      numbers[0] = static_cast<double>(plan.wire_bytes(row_bytes()));
+      numbers[1] = static_cast<double>(plan.logical_bytes(row_bytes()));
       for (int peer = 0; peer < plan.num_ranks(); ++peer) {
-        numbers[2] +=
-            peer == plan.rank() ? 0 : static_cast<double>(plan.received_arrivals(peer) * row_bytes);
+        numbers[2] += peer == plan.rank()
+                          ? 0
+                          : static_cast<double>(plan.received_arrivals(peer) * row_bytes());
       }
       Bytes block(sizeof numbers);
       std::memcpy(block.data(), numbers, sizeof numbers);
@@ -354,7 +419,7 @@ class GpuBench {
     row.executor = "cuda";
     row.transport = exchange_.config().transport;
     row.layout = layout_name(options_.layout);
-    row.dtype = dtype_name(options_.dtype);
+    row.dtype = options_.is_fp8 ? "fp8" : dtype_name(options_.dtype);
     row.ranks = group_.num_ranks();
     row.tokens = max_tokens();
     row.hidden = options_.hidden;
@@ -362,6 +427,11 @@ class GpuBench {
     row.topk = routing_.topk;
     row.pad = plan_options().pad_multiple;
     row.sms = num_sms_;
+    if (row.sms == 0) {
+      WEFT_CUDA(
+          Context{}, cudaDeviceGetAttribute(&row.sms, cudaDevAttrMultiProcessorCount, device_.index)
+      );
+    }
     row.mode = is_graph ? "budget graph" : "exact";
     row.mode += options_.is_staged ? " staged" : " direct";
     row.us_p50 = percentile(result.samples_us, 50);
@@ -477,6 +547,7 @@ class GpuBench {
   uint32_t round_ = 0;
   cudaStream_t stream_ = nullptr;
   int num_sms_ = 0;
+  int num_senders_ = 0;
   std::vector<std::shared_ptr<std::byte>> indices_;  // by version
   std::vector<Plan> plans_;                          // by version
   int64_t max_rows_ = 1;
@@ -486,11 +557,18 @@ class GpuBench {
   Tensor staged_rows_;
   Tensor experts_;
   Tensor x_;
+  Tensor scales_;
+  Tensor row_scales_;
   Tensor out_;
   std::optional<Traffic> traffic_;
 };
 
 }  // namespace
+
+std::vector<GpuSplit> run_gpu_tune(const Group& group, const BenchOptions& options) {
+  const BenchRouting routing = bench_routing(options, group.num_ranks());
+  return GpuBench(group, options, routing, 0).tune();
+}
 
 BenchReport run_gpu_bench(const Group& group, const BenchOptions& options, double limit_gbps) {
   const BenchRouting routing = bench_routing(options, group.num_ranks());

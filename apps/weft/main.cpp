@@ -37,6 +37,7 @@ void add_commands(CLI::App& app) {
   add_bench(app);
   add_plan(app);
   add_train(app);
+  add_tune(app);
 }
 
 // One line; the command's name is not said twice.

@@ -64,6 +64,9 @@ struct CallOptions {
   // CPU.
   void* stream = nullptr;
   int num_sms = 0;  // of this call; 0: as configured
+  // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
+  // out or sums. 0: by the measured table. For `weft tune`.
+  int num_senders = 0;
 };
 
 // What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every

@@ -116,6 +116,7 @@ Env Env::read(const Lookup& lookup) {
   if (const auto value = reader.text("WEFT_LOG")) {
     env.log_level = weft::log_level(*value);
   }
+  env.tuning = reader.text("WEFT_TUNING");
   env.cublas = reader.text("WEFT_CUBLAS");
   env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");

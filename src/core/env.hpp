@@ -53,6 +53,8 @@ struct Env {
   int num_threads = 0;                   // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
   LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
 
+  std::optional<std::string> tuning;  // WEFT_TUNING, a file that `weft tune` wrote
+
   // Where cuBLAS is.
   std::optional<std::string> cublas;       // WEFT_CUBLAS, a file
   std::optional<std::string> virtual_env;  // VIRTUAL_ENV of Python

@@ -47,12 +47,12 @@ void CudaExchange::combine(
         static_cast<int64_t>(in.scale),
         in.weights.is_given()};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const RoleBlocks blocks = split_combine(
-        {.num_sms = sms_of(call),
-         .num_ranks = context.num_ranks,
-         .num_tokens = shape.shape.num_tokens,
+    const RoleBlocks blocks = choose_blocks(
+        tuning,
+        {.op = TunedOp::kCombine,
          .row_bytes = launch.row_bytes,
-         .one_row = launch.one_row}
+         .num_sms = sms_of(call),
+         .num_senders = call.num_senders}
     );
     launch.num_reduce = blocks.first;
     launch.num_sum = blocks.second;

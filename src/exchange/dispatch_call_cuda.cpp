@@ -74,13 +74,13 @@ void CudaExchange::dispatch(
         static_cast<int64_t>(in.quantise)};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
     launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
-    const RoleBlocks blocks = split_dispatch(
-        {.num_sms = sms_of(call),
-         .num_ranks = context.num_ranks,
-         .num_tokens = shape.shape.num_tokens,
+    const RoleBlocks blocks = choose_blocks(
+        tuning,
+        {.op = TunedOp::kDispatch,
          .row_bytes = launch.row_bytes,
-         .one_row = launch.one_row,
-         .is_staged = !is_direct}
+         .num_sms = sms_of(call),
+         .num_senders = call.num_senders,
+         .is_one_role = launch.one_row && is_direct}
     );
     launch.num_push = blocks.first;
     launch.num_fan_out = blocks.second;

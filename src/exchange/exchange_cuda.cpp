@@ -5,9 +5,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 
 #include "core/devices.hpp"
+#include "core/env.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
 
@@ -80,6 +80,8 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   compute_capability = major * 10 + minor;
   num_gpu_sms = std::max(2, num_gpu_sms / memory->ranks_on_this_gpu());
 
+  const std::optional<std::string> tuning_file = Env::read().tuning;
+  tuning = tuning_file ? load_tuning(*tuning_file) : built_in_tuning();
   own = std::make_shared<CudaRankState>();
   own->memory = memory;
   own->stream.create(context);
@@ -107,7 +109,6 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   // Enough for combine of 16-bit rows; what needs more makes it grow.
   const int64_t rows = static_cast<int64_t>(tokens) * std::min<int64_t>(ranks, topk);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows * settings.hidden * 2), nullptr));
-  if (const char* t = std::getenv("WEFT_POLL")) view.poll_ns = static_cast<uint32_t>(std::atoi(t));
   WEFT_CUDA(context, cudaDeviceSynchronize());
   group.barrier();  // nobody leaves the constructor before everybody can be written to
 }
@@ -135,9 +136,7 @@ void CudaExchange::check_aligned(
 
 int CudaExchange::sms_of(const CallOptions& call) const {
   const int wanted = call.num_sms > 0 ? call.num_sms : settings.num_sms;
-  const auto row_bytes = settings.hidden * 2;
-  const int chosen = wanted > 0 ? wanted : default_sms(num_gpu_sms, settings.max_tokens, row_bytes);
-  return std::clamp(chosen, 2, num_gpu_sms);
+  return std::clamp(wanted > 0 ? wanted : num_gpu_sms, 2, num_gpu_sms);
 }
 
 Mover CudaExchange::mover() const {

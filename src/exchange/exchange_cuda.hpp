@@ -88,6 +88,7 @@ struct CudaExchange final : Exchange::State {
   std::vector<PeerRegion> retired;
   cudaStream_t last_stream = nullptr;  // of the last call
   bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
+  std::vector<TunedSplit> tuning;
   int num_gpu_sms = 0;
   int compute_capability = 0;  // 90 for 9.0
   std::exception_ptr broken;

@@ -1,35 +1,97 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/sms_cuda.hpp"
 
-#include <algorithm>
-#include <cstdlib>
+#include <nlohmann/json.hpp>
 
-#include "core/env.hpp"
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "core/check.hpp"
 
 namespace weft {
 namespace {
 
-RoleBlocks split(int num_sms, double share_of_first) {
-  if (const char* s = std::getenv("WEFT_SPLIT")) {
-    share_of_first = std::atof(s);
-  }
-  const int first =
-      std::clamp(static_cast<int>(num_sms * share_of_first + 0.5), 1, std::max(1, num_sms - 1));
+constexpr double kDefaultShare = 0.55;  // of the senders, where nothing measured fits
+constexpr double kOneRoleShare = 0.85;
+
+RoleBlocks split(int num_sms, int senders) {
+  const int first = std::clamp(senders, 1, std::max(1, num_sms - 1));
   return {first, std::max(1, num_sms - first)};
+}
+
+// How far apart two row sizes are, by factor.
+double distance(int64_t a, int64_t b) {
+  return std::abs(std::log2(static_cast<double>(a)) - std::log2(static_cast<double>(b)));
 }
 
 }  // namespace
 
-int default_sms(int num_gpu_sms, int64_t /*num_tokens*/, int64_t /*row_bytes*/) {
-  return num_gpu_sms;
+const std::vector<TunedSplit>& built_in_tuning() {
+  static const std::vector<TunedSplit> splits = {
+      {TunedOp::kDispatch, 14336, {14, 10}, 524},
+      {TunedOp::kDispatch, 14336, {48, 48}, 499},
+      {TunedOp::kDispatch, 14336, {66, 66}, 484},
+      {TunedOp::kCombine, 14336, {17, 7}, 843},
+      {TunedOp::kCombine, 14336, {28, 20}, 492},
+      {TunedOp::kCombine, 14336, {66, 66}, 492},
+  };
+  return splits;
 }
 
-RoleBlocks split_dispatch(const CallSize& size) {
-  return split(size.num_sms, size.one_row && !size.is_staged ? 0.8 : 0.5);
+std::vector<TunedSplit> load_tuning(const std::string& path) {
+  const auto fail = [&](const std::string& problem) {
+    raise_error(ErrorCode::kFile, Context{}, fmt::format("tuning: {}: {}", path, problem));
+  };
+  std::ifstream file(path);
+  if (!file) {
+    fail("cannot be opened");
+  }
+  std::vector<TunedSplit> splits;
+  try {
+    const auto json = nlohmann::json::parse(file);
+    for (const auto& one : json.at("splits")) {
+      TunedSplit split;
+      split.op =
+          one.at("op").get<std::string>() == "dispatch" ? TunedOp::kDispatch : TunedOp::kCombine;
+      split.row_bytes = one.at("row_bytes").get<int64_t>();
+      split.blocks = {one.at("senders").get<int>(), one.at("others").get<int>()};
+      split.us = one.at("us").get<double>();
+      splits.push_back(split);
+    }
+  } catch (const nlohmann::json::exception& error) {
+    fail(error.what());
+  }
+  for (const TunedSplit& split : splits) {
+    if (split.row_bytes < 1 || split.blocks.first < 1 || split.blocks.second < 1) {
+      fail("row_bytes, senders and others must be at least 1");
+    }
+  }
+  return splits;
 }
 
-RoleBlocks split_combine(const CallSize& size) {
-  return split(size.num_sms, 0.66);
+RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size) {
+  if (size.num_senders > 0) {
+    return split(size.num_sms, size.num_senders);
+  }
+  if (size.is_one_role) {
+    return split(size.num_sms, static_cast<int>(size.num_sms * kOneRoleShare));
+  }
+  const TunedSplit* best = nullptr;
+  for (const TunedSplit& one : tuning) {
+    const bool fits = one.op == size.op && one.blocks.first + one.blocks.second <= size.num_sms;
+    if (!fits) {
+      continue;
+    }
+    const double nearer = best == nullptr ? -1
+                                          : distance(one.row_bytes, size.row_bytes) -
+                                                distance(best->row_bytes, size.row_bytes);
+    if (nearer < 0 || (nearer == 0 && one.us < best->us)) {
+      best = &one;
+    }
+  }
+  return best == nullptr ? split(size.num_sms, static_cast<int>(size.num_sms * kDefaultShare + 0.5))
+                         : best->blocks;
 }
 
 }  // namespace weft

@@ -1,28 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many multiprocessors a call occupies and how they share its two roles, from measurements.
+// How many multiprocessors a call occupies and how they share its two roles: the fastest of what
+// was measured within the caller's bound. `weft tune` measures a machine; WEFT_TUNING names its
+// file.
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace weft {
+
+enum class TunedOp : uint8_t { kDispatch, kCombine };
 
 struct RoleBlocks {
   int first = 1;   // push, or pre-reduce
   int second = 1;  // fan-out, or sum
 };
 
-// What decides the split. `num_sms` is the most that the call may occupy, at least 2.
-struct CallSize {
-  int num_sms = 2;
-  int num_ranks = 1;
-  int64_t num_tokens = 0;  // max_tokens
+// One measurement.
+struct TunedSplit {
+  TunedOp op = TunedOp::kDispatch;
   int64_t row_bytes = 0;
-  bool one_row = false;  // rank_major: nothing to fan out or to sum
-  bool is_staged = false;
+  RoleBlocks blocks = {};
+  double us = 0;
 };
 
-[[nodiscard]] int default_sms(int num_gpu_sms, int64_t num_tokens, int64_t row_bytes);
-[[nodiscard]] RoleBlocks split_dispatch(const CallSize& size);
-[[nodiscard]] RoleBlocks split_combine(const CallSize& size);
+// Of one machine; those built in were measured on 4 x H200.
+[[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
+// Throws Error (kFile).
+[[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
+
+struct CallSize {
+  TunedOp op = TunedOp::kDispatch;
+  int64_t row_bytes = 0;
+  int num_sms = 2;           // most that the call may occupy, at least 2
+  int num_senders = 0;       // as asked for; 0: by the table
+  bool is_one_role = false;  // dispatch in rank_major: almost nothing to fan out
+};
+
+[[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
 }  // namespace weft
