@@ -11,6 +11,11 @@ find_program(CCACHE_PROGRAM ccache)
 if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 endif()
+# By its dependencies: nvcc preprocesses several architectures as one, so that ccache would not see a
+# change in what only the others compile.
+if(CCACHE_PROGRAM AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_DEPEND=1 ${CCACHE_PROGRAM})
+endif()
 
 # Flags of our own targets only. Contraction is off because sums must be the same bits on every machine.
 add_library(weft_flags INTERFACE)
