@@ -29,8 +29,7 @@ void wait_records(
   WEFT_CUDA(context, cudaMallocAsync(reinterpret_cast<void**>(&on_device), sizeof is_here, stream));
   launch_wait_records(me, plan, on_device, stream);
   WEFT_CUDA(
-      context,
-      cudaMemcpyAsync(&is_here, on_device, sizeof is_here, cudaMemcpyDeviceToHost, stream)
+      context, cudaMemcpyAsync(&is_here, on_device, sizeof is_here, cudaMemcpyDeviceToHost, stream)
   );
   WEFT_CUDA(context, cudaFreeAsync(on_device, stream));
   WEFT_CUDA(context, cudaStreamSynchronize(stream));

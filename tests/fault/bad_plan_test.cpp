@@ -73,12 +73,9 @@ TEST(BadPlanTest, RefusesATensorOfAnotherKind) {
   expect_refused("plan: topk_idx has dtype float32 (int64 or int32)", [](auto& routing, auto&) {
     routing.topk_idx.dtype = DType::kFloat32;
   });
-  expect_refused(
-      "plan: topk_idx is on cuda 3 (the exchange is on cpu)",
-      [](auto& routing, auto&) {
-        routing.topk_idx.device = {Device::Kind::kCuda, 3};
-      }
-  );
+  expect_refused("plan: topk_idx is on cuda 3 (the exchange is on cpu)", [](auto& routing, auto&) {
+    routing.topk_idx.device = {Device::Kind::kCuda, 3};
+  });
   expect_refused(
       "plan: topk_idx is not contiguous (row_stride = 3, 2 columns)",
       [](auto& routing, auto&) { routing.topk_idx.row_stride = 3; }
