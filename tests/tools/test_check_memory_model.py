@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+from run_tool import run_tool, write_tree
+
+SOURCE = """
+// a comment with store_relaxed_sys(x)
+template <class T>
+class Role {
+  __device__ void tell(T n) const {
+    const auto each = [&](int lane) { ptx::store_relaxed_sys(signal + lane, n); };
+    if (n > 0) {
+      ptx::fence_sys();
+      ptx::fence_sys();
+    }
+  }
+  __device__ bool hear() { return ptx::load_acquire_sys(signal) == 1; }
+};
+"""
+DOCUMENT = """
+| id | what |
+|---|---|
+| `rows` | rows |
+
+| file | function | what stands there | releases | acquires |
+|---|---|---|---|---|
+| `src/kernels/a.cuh` | `tell` | `fence_sys` x 2, `store_relaxed_sys` | rows | |
+| `src/kernels/a.cuh` | `hear` | `load_acquire_sys` | | rows |
+"""
+
+
+def check(tmp_path, source=SOURCE, document=DOCUMENT):
+    texts = {"src/kernels/a.cuh": source, "docs/memory_model.md": document}
+    return run_tool("check_memory_model", write_tree(tmp_path, texts))
+
+
+def test_accepts_what_is_paired(tmp_path):
+    assert check(tmp_path) == (0, "check_memory_model: 1 hand-overs, 2 ends, all paired\n")
+
+
+@pytest.mark.parametrize(
+    "old, new, problem",
+    [
+        ("ptx::fence_sys();\n", "", "a.cuh: tell has `fence_sys`, `store_relaxed_sys`, the document says `fence_sys` x 2"),
+        ("== 1; }", "== 1; }\n void more() { ptx::fence_sys(); }", "more has `fence_sys`, the document says nothing"),
+        ("load_acquire_sys", "load", "hear has nothing, the document says `load_acquire_sys`"),
+    ],
+)
+def test_finds_a_source_that_went_on(tmp_path, old, new, problem):
+    status, out = check(tmp_path, source=SOURCE.replace(old, new, 1))
+    assert status == 1
+    assert problem in out
+
+
+@pytest.mark.parametrize(
+    "old, new, problem",
+    [
+        ("| | rows |", "| | |", "rows has no acquire"),
+        ("| rows | |", "| others | |", "tell names others, which no row explains"),
+        ("| rows | |", "| | |", "rows has no release"),
+        ("| | rows |", "| | |", "hear serves no hand-over"),
+    ],
+)
+def test_finds_a_hand_over_without_an_end(tmp_path, old, new, problem):
+    status, out = check(tmp_path, document=DOCUMENT.replace(old, new, 1))
+    assert status == 1
+    assert problem in out

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks docs/memory_model.md against the source: every ordering access and fence stands in its table of ends, with the
+hand-overs that it serves, and every hand-over has a release and an acquire.
+
+An end is a use of one of the primitives below in a function of a watched file. A new one fails until the table has it.
+"""
+
+import re
+import sys
+from collections import Counter
+
+import tree
+
+DOCUMENT = "docs/memory_model.md"
+DEVICE = [
+    *["store_relaxed_sys", "store_release_sys", "load_acquire_sys", "load_acquire_gpu", "load_relaxed_sys"],
+    *["add_acq_rel_gpu", "fence_sys", "fence_async_proxy", "bulk_load", "bulk_store", "wait_stores_read"],
+    *["wait_stores", "arrive", "init_barrier", "publish_barriers", "try_wait_barrier", "wait_barrier"],
+    *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicCAS", "volatile"],
+    *["__threadfence_block", "__threadfence", "__threadfence_system"],
+]
+HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile"]
+WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
+    (re.compile(r"^src/kernels/[^/]+$"), DEVICE),
+    (re.compile(r"^src/transport/(peer|mapped)/[^/]+$"), HOST),
+    (re.compile(r"^src/exchange/[^/]+$"), HOST),
+]
+NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#[^\n]*', re.S | re.M)
+BLOCK = re.compile(r"^(?:else\b|do\b|(?:if|for|while|switch|catch)\b)")
+CALLED = re.compile(r"([A-Za-z_]\w*)\s*\(")
+NOT_A_NAME = {"__launch_bounds__", "__align__", "alignas", "decltype", "volatile", "asm", "constexpr"}
+ROW = re.compile(r"^\|(.*)\|$", re.M)
+
+
+def without_noise(text):
+    """Comments, strings and directives blanked; lines stay where they are."""
+    return NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
+
+
+def name_of_scope(head):
+    """The function that a brace after `head` opens; None for other blocks, lambdas and types included."""
+    head = re.sub(r"\[\[\w+\]\]|\b(?:public|private|protected):|template\s*<[^{}]*?>\s*(?=[\w_\[])", " ", head).strip()
+    if BLOCK.match(head) or re.search(r"\[[&=\w, ]*\]\s*(?:\(|$)|^(?:struct|class|union|enum|namespace)\b", head):
+        return None
+    if re.search(r"=\s*$|\breturn\b", head):
+        return None
+    names = [name for name in CALLED.findall(head) if name not in NOT_A_NAME]
+    return names[0] if names else None
+
+
+def uses(text, primitives):
+    """{(function, primitive): number of uses}"""
+    found = Counter()
+    pattern = re.compile(r"[{};]|(?<![\w.])(?<!asm )(?:" + "|".join(primitives) + r")\b")
+    clean = without_noise(text)
+    scopes, begin = [], 0
+    for match in pattern.finditer(clean):
+        token = match.group()
+        if token == "{":
+            scopes.append(name_of_scope(clean[begin : match.start()]))
+        elif token == "}":
+            if scopes:
+                scopes.pop()
+        elif token != ";":
+            function = next((name for name in reversed(scopes) if name), None)
+            if function and function != token:
+                found[function, token] += 1
+            continue
+        begin = match.end()
+    return found
+
+
+def uses_in_tree(root):
+    found = {}
+    for path in tree.files(root, ".cuh", ".cu", ".hpp", ".cpp"):
+        place = path.relative_to(root).as_posix()
+        for pattern, primitives in WATCHED:
+            if pattern.match(place):
+                for (function, primitive), count in uses(path.read_text(), primitives).items():
+                    found.setdefault((place, function), {})[primitive] = count
+    return found
+
+
+def tables(text):
+    """[{column: cell}] of all tables of a document."""
+    rows, header = [], None
+    for line in text.splitlines():
+        match = ROW.match(line)
+        if not match:
+            header = None
+            continue
+        cells = [cell.strip() for cell in match.group(1).split("|")]
+        if header is None:
+            header = cells
+        elif not set(line) <= set("|-: "):
+            rows.append(dict(zip(header, cells)))
+    return rows
+
+
+def ids(cell):
+    return re.findall(r"[a-z]+(?:-[a-z]+)*", cell)
+
+
+def counted(cell):
+    """{primitive: count} of '`a`, `b` x 2'."""
+    return {name: int(count or 1) for name, count in re.findall(r"`(\w+)`(?: x (\d+))?", cell)}
+
+
+def shown(primitives):
+    return ", ".join(f"`{name}` x {n}" if n > 1 else f"`{name}`" for name, n in sorted(primitives.items()))
+
+
+def compare(root):
+    rows = tables((root / DOCUMENT).read_text())
+    hand_overs = [row["id"].strip("`") for row in rows if "id" in row]
+    ends = {}
+    released, acquired = set(), set()
+    findings = []
+    for row in rows:
+        if "function" not in row:
+            continue
+        key = (row["file"].strip("`"), row["function"].strip("`"))
+        if key in ends:
+            findings.append(f"{DOCUMENT}: {key[0]}: {key[1]} stands there twice")
+        ends[key] = counted(row["what stands there"])
+        of_row = ids(row["releases"]) + ids(row["acquires"])
+        released.update(ids(row["releases"]))
+        acquired.update(ids(row["acquires"]))
+        if not of_row:
+            findings.append(f"{DOCUMENT}: {key[0]}: {key[1]} serves no hand-over")
+        findings += [
+            f"{DOCUMENT}: {key[0]}: {key[1]} names {one}, which no row explains"
+            for one in of_row
+            if one not in hand_overs
+        ]
+    for one in hand_overs:
+        if one not in released:
+            findings.append(f"{DOCUMENT}: {one} has no release")
+        if one not in acquired:
+            findings.append(f"{DOCUMENT}: {one} has no acquire")
+    found = uses_in_tree(root)
+    for key in sorted(found.keys() | ends.keys()):
+        told, there = ends.get(key, {}), found.get(key, {})
+        if told != there:
+            findings.append(
+                f"{key[0]}: {key[1]} has {shown(there) or 'nothing'}, the document says {shown(told) or 'nothing'}"
+            )
+    return findings, len(hand_overs), len(ends)
+
+
+def main():
+    parser = tree.parser(__doc__.splitlines()[0])
+    parser.add_argument("--list", action="store_true", help="print the ends in the source as rows of the table")
+    args = parser.parse_args()
+    root = args.root.resolve()
+    if args.list:
+        for (place, function), primitives in sorted(uses_in_tree(root).items()):
+            print(f"| `{place}` | `{function}` | {shown(primitives)} | | |")
+        return 0
+    findings, num_hand_overs, num_ends = compare(root)
+    return tree.report("check_memory_model", findings, f"{num_hand_overs} hand-overs, {num_ends} ends, all paired")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
