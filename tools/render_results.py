@@ -53,6 +53,8 @@ def times_faster(row):
 
 
 def case_text(row):
+    if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
+        return f"{row['ranks']} GPUs, {row['mode']}"
     padding = f" padded to {row['pad']}" if row["pad"] > 1 else ""
     return (
         f"{row['ranks']} ranks ({row['executor']}, {row['transport']}), {row['tokens']:,} tokens each, "
@@ -73,12 +75,16 @@ def provenance(results):
 
 def table(rows):
     has_rival = any("rival" in row for row in rows)
-    header = ["operation", "checked", "p50 us", "p99 us", "wire GB/s", "logical GB/s", "% of limit"]
+    has_sms = any(row["sms"] for row in rows)
+    header = ["operation", *(["SMs"] if has_sms else []), "checked"]
+    header += ["p50 us", "p99 us", "wire GB/s", "logical GB/s", "% of limit"]
     header += ["rival", "rival p50 us", "times faster"] if has_rival else []
-    lines = ["| " + " | ".join(header) + " |", "|---|---|" + "--:|" * 5 + ("---|--:|--:|" if has_rival else "")]
+    rule = "|---|" + ("--:|" if has_sms else "") + "---|" + "--:|" * 5 + ("---|--:|--:|" if has_rival else "")
+    lines = ["| " + " | ".join(header) + " |", rule]
     for row in rows:
         cells = [
             row["op"],
+            *([number(row["sms"])] if has_sms else []),
             "yes" if row["checked"] else "no",
             number(row["us_p50"]),
             number(row["us_p99"]),
@@ -108,13 +114,29 @@ def markdown(results):
     return "\n".join(lines)
 
 
+def bar(row):
+    """(class, label, microseconds) of what a row says of Weft itself, of links, or of another library."""
+    if row["op"] in ("link", "signal"):
+        name = row["mode"]
+    elif row["executor"] == "nccl":
+        return "rival", f"NCCL, {row['mode']}", row["us_p50"]
+    else:
+        name = "Weft, as a graph" if "graph" in row["mode"] else "Weft"
+    return "weft", name + (f", {row['sms']} SMs" if row["sms"] else ""), row["us_p50"]
+
+
 def bars(results):
-    """[(group, [(class, label, microseconds)])]: one group per case and operation, Weft first."""
-    groups = {}
+    """[(group, [(class, label, microseconds)])]: one group per case and operation, Weft first. Of rows that
+    differ in their number of multiprocessors alone, the fastest."""
+    fastest = {}
     for row in results["rows"]:
-        group = groups.setdefault((case_text(row), row["op"]), [("weft", "Weft", row["us_p50"])])
+        key = case_text(row), row["op"]
+        if key not in fastest or row["us_p50"] < fastest[key]["us_p50"]:
+            fastest[key] = row
+    groups = {key: [bar(row)] for key, row in fastest.items()}
+    for row in results["rows"]:
         if "rival" in row:
-            group.append(("rival", row["rival"]["name"], row["rival"]["us_p50"]))
+            groups[case_text(row), row["op"]].append(("rival", row["rival"]["name"], row["rival"]["us_p50"]))
     return [(op, group) for (_, op), group in groups.items()]
 
 

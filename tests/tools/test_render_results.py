@@ -35,6 +35,19 @@ def test_quotes_numbers_between_the_marks_alone(tmp_path):
     )
 
 
+def test_shows_multiprocessors_and_plots_the_fastest(tmp_path):
+    alone = {key: value for key, value in ROW.items() if key != "rival"} | {"executor": "cuda", "mode": "budget graph"}
+    rows = [{**alone, "sms": sms, "us_p50": us} for sms, us in [(8, 90.0), (32, 40.0)]]
+    rows.append({**ROW, "executor": "nccl", "mode": "one row per rank", "us_p50": 70.0})
+    root = make_tree(tmp_path, {**RESULTS, "rows": rows})
+    assert run_tool("render_results", root)[0] == 0
+    text = (root / "README.md").read_text()
+    assert "| dispatch | 8 | yes | 90 |" in text and "| dispatch | 32 | yes | 40 |" in text
+    plot = (root / "docs/plots/case.m.svg").read_text()
+    assert "40 us, Weft, as a graph, 32 SMs" in plot and "8 SMs" not in plot
+    assert "70 us, NCCL, one row per rank" in plot
+
+
 def test_finds_a_number_that_was_typed_by_hand(tmp_path):
     root = make_tree(tmp_path)
     run_tool("render_results", root)
