@@ -8,6 +8,7 @@
 #include <fstream>
 
 #include "core/check.hpp"
+#include "exchange/tuning_table_cuda.hpp"
 
 namespace weft {
 namespace {
@@ -28,14 +29,7 @@ double distance(int64_t a, int64_t b) {
 }  // namespace
 
 const std::vector<TunedSplit>& built_in_tuning() {
-  static const std::vector<TunedSplit> splits = {
-      {TunedOp::kDispatch, 14336, {14, 10}, 524},
-      {TunedOp::kDispatch, 14336, {48, 48}, 499},
-      {TunedOp::kDispatch, 14336, {66, 66}, 484},
-      {TunedOp::kCombine, 14336, {17, 7}, 843},
-      {TunedOp::kCombine, 14336, {28, 20}, 492},
-      {TunedOp::kCombine, 14336, {66, 66}, 492},
-  };
+  static const std::vector<TunedSplit> splits(kBuiltInTuning.begin(), kBuiltInTuning.end());
   return splits;
 }
 

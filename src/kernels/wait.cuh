@@ -7,13 +7,21 @@
 
 namespace weft {
 
+// An entry of the table of regions, from where the host's copies arrive: never from a cache that an
+// earlier table at this address may have left behind.
+__device__ __forceinline__ std::byte* region_of(const RankView& me, int rank, uint32_t region) {
+  const auto* entry = reinterpret_cast<const unsigned long long*>(
+      me.regions + static_cast<uint32_t>(rank) * kMaxPeerRegions + region
+  );
+  return reinterpret_cast<std::byte*>(__ldcg(entry));
+}
+
 __device__ __forceinline__ std::byte* peer_data(const RankView& me, int rank, PeerAddress address) {
-  return me.regions[static_cast<uint32_t>(rank) * kMaxPeerRegions + address.region] +
-         address.offset;
+  return region_of(me, rank, address.region) + address.offset;
 }
 
 __device__ __forceinline__ std::byte* control_of(const RankView& me, int rank) {
-  return me.regions[static_cast<uint32_t>(rank) * kMaxPeerRegions];
+  return region_of(me, rank, 0);
 }
 
 // Signal `slot` of `rank`.
