@@ -6,21 +6,29 @@ A document quotes measurements only between these lines, FILE being the name of 
 
     <!-- results FILE -->
     <!-- end results -->
+
+and between these what gpu_results.py shows of all files of a MACHINE, nothing if there are none yet:
+
+    <!-- gpus MACHINE -->
+    <!-- end gpus -->
 """
 
 import json
+import os
 import re
 import sys
 from xml.sax.saxutils import escape
 
+import gpu_results
 import tree
 
 MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
+MARKED_GPUS = re.compile(r"<!-- gpus (\S+) -->\n.*?<!-- end gpus -->", re.S)
 FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "gather_gbps", "rows"]
-BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 230
+BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 300
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #24292f } .note { font-size: 11px }
-.weft { fill: #0969da } .rival { fill: #afb8c1 } .axis { stroke: #8c959f }
+.weft { fill: #0969da } .rival { fill: #afb8c1 } .limit { fill: #2da44e } .axis { stroke: #8c959f }
 @media (prefers-color-scheme: dark) { text { fill: #d0d7de } .weft { fill: #58a6ff } .rival { fill: #57606a } }
 </style>"""
 
@@ -66,10 +74,15 @@ def case_text(row):
 def provenance(results):
     dirty = " with local changes" if results["dirty"] else ""
     gpus = f", {len(results['gpus'])} x {results['gpus'][0]}, CUDA {results['cuda']}" if results["gpus"] else ""
+    limit = (
+        f"copy engines move {number(results['limit_gbps'], 1)} GB/s out of each GPU while all send to all"
+        if results["gpus"]
+        else f"plain copies reach {number(results['limit_gbps'], 1)} GB/s scattering rows, "
+        f"{number(results['gather_gbps'], 1)} GB/s gathering them"
+    )
     return (
         f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}; "
-        f"plain copies reach {number(results['limit_gbps'], 1)} GB/s scattering rows, "
-        f"{number(results['gather_gbps'], 1)} GB/s gathering them."
+        f"{limit}."
     )
 
 
@@ -140,8 +153,7 @@ def bars(results):
     return [(op, group) for (_, op), group in groups.items()]
 
 
-def plot(results):
-    groups = bars(results)
+def plot(groups):
     longest = max((us for _, group in groups for _, _, us in group), default=1) or 1
     body, y = [], 10
     for op, group in groups:
@@ -179,7 +191,17 @@ def with_quotes(text, all_results, path):
             fail(f"{path} quotes {name}, but bench/results/{name}.json does not exist")
         return f"<!-- results {name} -->\n{markdown(all_results[name])}\n<!-- end results -->"
 
-    return MARKED.sub(quote, text)
+    def quote_gpus(match):
+        machine = match.group(1)
+        plot_path = os.path.relpath(gpu_plot(machine), path.parent)
+        body = gpu_results.summary(all_results, machine, provenance, plot_path)
+        return f"<!-- gpus {machine} -->\n{body + chr(10) if body else ''}<!-- end gpus -->"
+
+    return MARKED_GPUS.sub(quote_gpus, MARKED.sub(quote, text))
+
+
+def gpu_plot(machine):
+    return f"docs/plots/gpus.{machine}.svg"
 
 
 def wanted_files(root):
@@ -187,10 +209,14 @@ def wanted_files(root):
     all_results = {path.stem: load(path) for path in paths}
     wanted = {root / "docs/results.md": results_page(all_results)}
     for name, results in all_results.items():
-        wanted[root / f"docs/plots/{name}.svg"] = plot(results)
+        wanted[root / f"docs/plots/{name}.svg"] = plot(bars(results))
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
-        if path not in wanted and "<!-- results " in path.read_text():
-            wanted[path] = with_quotes(path.read_text(), all_results, path.relative_to(root))
+        text = path.read_text()
+        if path not in wanted and (MARKED.search(text) or MARKED_GPUS.search(text)):
+            wanted[path] = with_quotes(text, all_results, path.relative_to(root))
+            for machine in MARKED_GPUS.findall(text):
+                groups = gpu_results.bars(all_results, machine)
+                wanted.update({root / gpu_plot(machine): plot(groups)} if groups else {})
     return wanted
 
 

@@ -48,6 +48,43 @@ def test_shows_multiprocessors_and_plots_the_fastest(tmp_path):
     assert "70 us, NCCL, one row per rank" in plot
 
 
+def gpu_tree(root, names):
+    """Case A of a machine `m` with two GPUs, beside NCCL."""
+    alone = {key: value for key, value in ROW.items() if key != "rival"} | {"executor": "cuda", "mode": "exact direct"}
+    nccl = {**alone, "executor": "nccl", "mode": "one row per route", "us_p50": 120.0}
+    texts = {
+        "a.m": [{**alone, "sms": sms, "us_p50": us} for sms, us in [(16, 90.0), (40, 60.04), (120, 40.0)]],
+        "nccl.m": [nccl, {**nccl, "mode": "one row per rank", "us_p50": 80.0}, {**nccl, "hidden": 1, "us_p50": 1.0}],
+    }
+    files = {
+        f"bench/results/{name}.json": json.dumps({**RESULTS, "gpus": ["a GPU", "a GPU"], "rows": texts[name]})
+        for name in names
+    }
+    return write_tree(root, {"README.md": "<!-- gpus m -->\n<!-- end gpus -->\n", **files})
+
+
+def test_sums_up_a_machine_with_gpus(tmp_path):
+    root = gpu_tree(tmp_path, ["a.m", "nccl.m"])
+    assert run_tool("render_results", root)[0] == 0
+    text = (root / "README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| A |")]
+    assert rows == [
+        "| A | dispatch | exact direct | 120 | yes | 40.0 | 2,000.0 | 80 | 120 | 3.00 | 80 | 2.00 |",
+        "| A | dispatch | exact direct | 40 | yes | 60.0 | 2,000.0 | 80 | 120 | 2.00 | 80 | 1.33 |",
+        "| A | dispatch | exact direct | 16 | yes | 90.0 | 2,000.0 | 80 | 120 | 1.33 | 80 | 0.89 |",
+    ]
+    assert "2 x a GPU" in text and "![m](docs/plots/gpus.m.svg)" in text
+    assert "limit of the links" in (root / "docs/plots/gpus.m.svg").read_text()
+    assert run_tool("render_results", root, "--check")[0] == 0
+
+
+def test_shows_nothing_of_gpus_that_are_not_measured(tmp_path):
+    root = gpu_tree(tmp_path, [])
+    assert run_tool("render_results", root)[0] == 0
+    assert (root / "README.md").read_text() == "<!-- gpus m -->\n<!-- end gpus -->\n"
+    assert run_tool("render_results", root, "--check")[0] == 0
+
+
 def test_finds_a_number_that_was_typed_by_hand(tmp_path):
     root = make_tree(tmp_path)
     run_tool("render_results", root)
