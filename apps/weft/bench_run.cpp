@@ -196,7 +196,7 @@ class Bench {
   }
 
   std::vector<double> take_samples(BenchOp op) {
-    Bytes block(static_cast<size_t>(options_.iterations) * sizeof(double));
+    std::vector<double> mine;
     for (int i = -options_.warmup; i < options_.iterations; ++i) {
       const auto version = static_cast<size_t>(i + options_.warmup) % plans_.size();
       group_.barrier();
@@ -204,18 +204,10 @@ class Bench {
       run_once(op, version);
       const double us = watch.microseconds();
       if (i >= 0) {
-        std::memcpy(block.data() + static_cast<size_t>(i) * sizeof(us), &us, sizeof(us));
+        mine.push_back(us);
       }
     }
-    std::vector<double> slowest(static_cast<size_t>(options_.iterations), 0);
-    for (const Bytes& bytes : group_.all_gather(block)) {
-      for (size_t i = 0; i < slowest.size(); ++i) {
-        double us = 0;
-        std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));
-        slowest[i] = std::max(slowest[i], us);
-      }
-    }
-    return slowest;
+    return slowest_of(group_, mine);
   }
 
   [[nodiscard]] bool is_good(BenchOp op) const {

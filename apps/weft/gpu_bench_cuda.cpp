@@ -14,8 +14,8 @@
 #include "core/device_memory.hpp"
 #include "core/devices.hpp"
 #include "gpu_bench.hpp"
+#include "gpu_bench_check_cuda.hpp"
 #include "gpu_bench_kernels_cuda.hpp"
-#include "gpu_rows.hpp"
 #include "measure.hpp"
 #include "plan/reference_plan.hpp"
 #include "progress.hpp"
@@ -26,15 +26,7 @@
 namespace weft::program {
 namespace {
 
-constexpr uint64_t kTokenSeed = 1;
-constexpr uint64_t kExpertSeed = 2;
 constexpr int64_t kScaleGroup = 128;
-constexpr int64_t kSampledRows = 256;
-constexpr int64_t kSampledTokens = 96;
-
-uint64_t seed_of(uint64_t kind, int rank) {
-  return mix_seed(kind, static_cast<uint64_t>(rank));
-}
 
 class GpuBench {
  public:
@@ -75,10 +67,8 @@ class GpuBench {
     experts_ = plain(max_rows_);
     x_ = plain(num_tokens());
     out_ = plain(num_tokens());
-    launch_fill(x_.data, x_.rows, x_.cols, seed_of(kTokenSeed, group.rank()), stream_);
-    launch_fill(
-        experts_.data, experts_.rows, experts_.cols, seed_of(kExpertSeed, group.rank()), stream_
-    );
+    launch_fill(x_.data, x_.rows, x_.cols, token_seed(group.rank()), stream_);
+    launch_fill(experts_.data, experts_.rows, experts_.cols, expert_seed(group.rank()), stream_);
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
   }
 
@@ -106,7 +96,7 @@ class GpuBench {
         num_senders_ = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
         for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
           const auto samples =
-              slowest(time([&](size_t version) { run_once(op, version, false); }, false));
+              slowest_of(group_, time([&](size_t version) { run_once(op, version, false); }, false));
           splits.push_back(
               {op, row_bytes(), num_senders_, num_sms_ - num_senders_, percentile(samples, 50)}
           );
@@ -352,20 +342,6 @@ class GpuBench {
     return samples;
   }
 
-  std::vector<double> slowest(const std::vector<double>& mine) {
-    Bytes block(mine.size() * sizeof(double));
-    std::memcpy(block.data(), mine.data(), block.size());
-    std::vector<double> most(mine.size(), 0);
-    for (const Bytes& bytes : group_.all_gather(block)) {
-      for (size_t i = 0; i < most.size(); ++i) {
-        double us = 0;
-        std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));
-        most[i] = std::max(most[i], us);
-      }
-    }
-    return most;
-  }
-
   // Bytes: out of the rank that sends most and into the one that gets most, mean over the routings.
   struct Traffic {
     double wire = 0;
@@ -459,7 +435,9 @@ class GpuBench {
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
     exchange_.check();
     Verdict mine = {
-        plans_[0] == expected[rank_], check_rows(expected), check_sums(expected[rank_])};
+        plans_[0] == expected[rank_],
+        rows_are_right(options_.is_staged ? staged_rows_ : rows_.tensor(), expected, rank_),
+        sums_are_right(out_, expected[rank_])};
     Bytes block(sizeof mine);
     std::memcpy(block.data(), &mine, sizeof mine);
     Verdict all = {true, true, true};
@@ -470,70 +448,6 @@ class GpuBench {
       all.is_combine_good &= mine.is_combine_good;
     }
     return all;
-  }
-
-  std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
-    std::vector<uint16_t> host(static_cast<size_t>(tensor.cols));
-    const auto bytes = static_cast<uint64_t>(tensor.row_bytes());
-    copy_between(
-        reinterpret_cast<std::byte*>(host.data()),
-        {},
-        tensor.data + row * tensor.row_bytes(),
-        device_,
-        bytes
-    );
-    return host;
-  }
-
-  bool check_rows(const std::vector<Plan>& plans) {
-    const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
-    for (size_t source = 0; source < plans.size(); ++source) {
-      const Arrivals& arrivals = plans[source].data().sent[rank_];
-      const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
-      for (int64_t i = 0; i < arrivals.size(); i += step) {
-        for (const int32_t slot : arrivals.slots(i)) {
-          const auto got = read_row(rows, slot);
-          const int64_t token = arrivals.token[static_cast<size_t>(i)];
-          const uint64_t seed = seed_of(kTokenSeed, static_cast<int>(source));
-          for (int64_t col = 0; col < options_.hidden; ++col) {
-            if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
-              return false;
-            }
-          }
-        }
-      }
-    }
-    return true;
-  }
-
-  bool check_sums(const Plan& plan) {
-    const PlanData& data = plan.data();
-    const int64_t step = std::max<int64_t>(1, plan.num_tokens() / kSampledTokens);
-    for (int64_t token = 0; token < plan.num_tokens(); token += step) {
-      const auto got = read_row(out_, token);
-      const auto t = static_cast<size_t>(token);
-      for (int64_t col = 0; col < options_.hidden; ++col) {
-        float sum = 0;
-        for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
-          const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
-          const Arrivals& sent = data.sent[static_cast<size_t>(arrival.rank)];
-          const uint64_t seed = seed_of(kExpertSeed, arrival.rank);
-          float partial = 0;
-          bool is_first = true;
-          for (const int32_t slot : sent.slots(arrival.index)) {
-            const float value = bf16_to_float(float_to_bf16(row_element(seed, slot, col)));
-            partial = is_first ? value : partial + value;
-            is_first = false;
-          }
-          partial = bf16_to_float(float_to_bf16(partial));
-          sum = i == data.token_begin[t] ? partial : sum + partial;
-        }
-        if (got[static_cast<size_t>(col)] != float_to_bf16(sum)) {
-          return false;
-        }
-      }
-    }
-    return true;
   }
 
   const Group& group_;

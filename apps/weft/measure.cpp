@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <sched.h>
 #include <vector>
 
@@ -18,6 +19,18 @@ double percentile(std::span<const double> samples, double percent) {
   const double rank = std::ceil(percent / 100 * static_cast<double>(sorted.size()));
   const auto index = static_cast<size_t>(std::max(rank, 1.0)) - 1;
   return sorted[std::min(index, sorted.size() - 1)];
+}
+
+std::vector<double> slowest_of(const Group& group, std::span<const double> mine) {
+  std::vector<double> slowest(mine.size(), 0);
+  for (const Bytes& bytes : group.all_gather(std::as_bytes(mine))) {
+    for (size_t i = 0; i < slowest.size(); ++i) {
+      double us = 0;
+      std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));
+      slowest[i] = std::max(slowest[i], us);
+    }
+  }
+  return slowest;
 }
 
 int num_usable_cores() {

@@ -4,6 +4,9 @@
 
 #include <chrono>
 #include <span>
+#include <vector>
+
+#include "weft/group.hpp"
 
 namespace weft::program {
 
@@ -21,6 +24,9 @@ class Stopwatch {
 
 // The smallest sample that at least `percent` of all samples do not exceed; 0 without samples.
 [[nodiscard]] double percentile(std::span<const double> samples, double percent);
+
+// Collective: of each sample the slowest rank's.
+[[nodiscard]] std::vector<double> slowest_of(const Group& group, std::span<const double> mine);
 
 // Cores this process may run on.
 [[nodiscard]] int num_usable_cores();

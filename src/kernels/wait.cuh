@@ -139,8 +139,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   }
 }
 
-// Threads [0, num_ranks) of one block: each tells its word to one peer. `payload` of
-// `payload_words` int32 follows the word (plan calls).
+// Threads [0, num_ranks) of one block: each tells its word to one peer.
 __device__ inline void post_word_by_thread(
     const RankView& me, uint32_t epoch, const DeviceWord& word
 ) {
