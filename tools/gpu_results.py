@@ -25,7 +25,7 @@ def files_of(all_results, machine):
         is_case = any(row["op"] in OPS and row["executor"] == "cuda" for row in results["rows"])
         if of_machine == machine and case != "nccl" and is_case:
             found.append((case.removeprefix("gpu-"), results))
-    return sorted(found, key=lambda one: one[0])
+    return sorted(found, key=lambda one: (not is_reference(one[0]), one[0]))
 
 
 def is_reference(case):
@@ -52,17 +52,15 @@ def rivals(all_results, machine, case, row):
 
 
 def chosen(case, results):
-    """The fastest row of each operation, and of dispatch and combine of a reference case within each bound."""
+    """The fastest row of each operation and mode, and of dispatch and combine of a reference case within each bound."""
     found = []
     for op in OPS:
         rows = [row for row in results["rows"] if row["op"] == op and row["executor"] == "cuda"]
-        best = fastest(rows)
-        if best is None:
-            continue
-        found.append(best)
+        for mode in sorted({row["mode"] for row in rows}, reverse=True):
+            found.append(fastest([row for row in rows if row["mode"] == mode]))
         if op in ("dispatch", "combine") and is_reference(case):
             for bound in BOUNDS:
-                row = fastest([row for row in rows if 0 < row["sms"] <= bound])
+                row = fastest([row for row in rows if 0 < row["sms"] <= bound and "graph" not in row["mode"]])
                 found += [row] if row is not None and row not in found else []
     return found
 
