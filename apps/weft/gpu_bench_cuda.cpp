@@ -95,8 +95,9 @@ class GpuBench {
         num_sms_ = sms > 0 ? sms : all;
         num_senders_ = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
         for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
-          const auto samples =
-              slowest_of(group_, time([&](size_t version) { run_once(op, version, false); }, false));
+          const auto samples = slowest_of(
+              group_, time([&](size_t version) { run_once(op, version, false); }, false)
+          );
           splits.push_back(
               {op, row_bytes(), num_senders_, num_sms_ - num_senders_, percentile(samples, 50)}
           );
@@ -387,7 +388,8 @@ class GpuBench {
     const Traffic bytes = traffic();
     const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
     BenchResult result;
-    result.samples_us = slowest(
+    result.samples_us = slowest_of(
+        group_,
         is_graph ? time_graphs(op)
                  : time([&](size_t version) { run_once(op, version, false); }, is_planning)
     );
