@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <thread>
 
@@ -55,6 +56,7 @@ void CudaExchange::check() {
     std::rethrow_exception(broken);
   }
   if (*static_cast<volatile FaultKind*>(&own->fault.get()->kind) != FaultKind::kNone) {
+    std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
     throw_fault();
   }
 }
@@ -117,7 +119,7 @@ void CudaExchange::throw_fault() {
   // own work is waited for: a peer on the same GPU may wait for this rank already.
   const cudaStream_t stream = last_stream;
   WEFT_CUDA(context, cudaStreamSynchronize(stream));
-  WEFT_CUDA(context, cudaMemsetAsync(&own->local.get()->stopped, 0, sizeof(uint32_t), stream));
+  WEFT_CUDA(context, cudaMemsetAsync(&own->local.get()->stopped, 0, sizeof(StopState), stream));
   WEFT_CUDA(context, cudaStreamSynchronize(stream));
   *own->fault.get() = {};
   std::string problem;

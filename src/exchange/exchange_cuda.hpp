@@ -98,9 +98,16 @@ struct CudaExchange final : Exchange::State {
 template <class Launch>
 auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& launch) {
   const CudaDeviceGuard guard(settings.device.index);
-  check();
   const bool is_own = call.stream == nullptr;
   const cudaStream_t stream = is_own ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
+  try {
+    check();
+  } catch (const Error&) {
+    if (!broken) {  // the call counts on every rank, whichever of them hears of the fault first
+      refuse(op, stream);
+    }
+    throw;
+  }
   is_launched = false;
   last_stream = stream;
   const auto launched = [&] {

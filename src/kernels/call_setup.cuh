@@ -48,6 +48,10 @@ __device__ inline bool begin_call(
     setup.own() = word;
     setup.own().num_tokens = plan.header()->num_tokens;
     setup.own().signature[0] = plan.header()->epoch;
+    if (is_stopped(me
+        )) {  // a call before this one was given up: what it should have left is not there
+      setup.own().status = WordStatus::kRefused;
+    }
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;

@@ -35,6 +35,7 @@ class CombineReduce {
       const auto slot = me_.map.signals().source_weights(static_cast<uint32_t>(source));
       is_here = wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site);
     }
+    __syncwarp();  // what each lane acquired is every lane's now
     return __all_sync(kAllLanes, is_here);
   }
 

@@ -77,6 +77,7 @@ class CombineSum {
       const WaitSite site = {DeviceOp::kCombine, setup_.epoch, peer, WaitFor::kRows};
       is_here = wait_reached(me_, signal_from(item, peer), setup_.epoch, site);
     }
+    __syncwarp();  // what each lane acquired is every lane's now
     const bool all = __all_sync(kAllLanes, is_here);
     ptx::fence_async_proxy();
     return all;
@@ -181,6 +182,7 @@ class CombineSum {
                     ? 1U
                     : 0U;
     }
+    __syncwarp();
     is_last = __shfl_sync(kAllLanes, is_last, 0);
     if (is_last != 0 && lane < me_.num_ranks) {
       ptx::fence_sys();

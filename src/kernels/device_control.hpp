@@ -148,13 +148,21 @@ struct FaultRecord {
   int64_t wanted = 0;
 };
 
+// What the first fault of a rank does to its calls.
+enum class StopState : uint32_t {
+  kRunning,
+  kGivenUp,  // a call is given up by all ranks; so are those queued behind it, until the host
+             // clears it
+  kBroken,  // a peer did not come: no wait is worth its time
+};
+
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
 struct LocalState {
-  uint32_t epoch = 0;    // of the last finished call
-  uint32_t done = 0;     // blocks of the running call that are through
-  uint32_t grid = 0;     // blocks that reached the grid barrier of the running call
-  uint32_t stopped = 0;  // set by the first fault: every wait of this rank ends
-  uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
+  uint32_t epoch = 0;  // of the last finished call
+  uint32_t done = 0;   // blocks of the running call that are through
+  uint32_t grid = 0;   // blocks that reached the grid barrier of the running call
+  StopState stopped = StopState::kRunning;  // set by the first fault
+  uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
 };
 
 // What every kernel knows of its rank; passed by value.

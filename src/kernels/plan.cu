@@ -85,6 +85,23 @@ __device__ void raise_records(
   }
 }
 
+// All threads of one block: a plan that was given up leaves nothing that a later call would follow.
+__device__ void clear_plan(const PlanLaunch& call) {
+  const PlanMap& map = call.plan.map;
+  if (threadIdx.x == 0) {
+    *call.plan.header() = PlanHeader{};
+  }
+  for (uint32_t rank = threadIdx.x; rank < map.num_ranks; rank += blockDim.x) {
+    call.plan.tokens_of()[rank] = 0;
+  }
+  for (uint32_t expert = threadIdx.x; expert < map.num_experts / map.num_ranks;
+       expert += blockDim.x) {
+    call.plan.rows_per_expert()[expert] = 0;
+    call.plan.padded_rows_per_expert()[expert] = 0;
+    call.plan.expert_begin()[expert] = 0;
+  }
+}
+
 // All threads of all blocks. Returns early, all threads of a block together, if the call is given
 // up.
 __device__ void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
@@ -111,7 +128,11 @@ __device__ void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShar
   }
   __syncthreads();
   post_message(call, place, shared);
-  if (is_refused || !accept_words(call, place, shared)) {
+  const bool is_accepted = accept_words(call, place, shared);
+  if (is_refused || !is_accepted) {
+    if (blockIdx.x == 0) {
+      clear_plan(call);
+    }
     return;
   }
 

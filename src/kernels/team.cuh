@@ -121,6 +121,8 @@ __device__ __forceinline__ void signal_chunks(
       __nanosleep(40);
       continue;
     }
+    __threadfence_block();
+    __syncwarp();  // the lane that signals is not the one that saw the count
     ptx::fence_sys();
     while (left != 0) {
       const int team = __ffs(static_cast<int>(left)) - 1;

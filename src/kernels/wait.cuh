@@ -42,13 +42,24 @@ __device__ __forceinline__ bool is_reached(uint32_t seen, uint32_t wanted) {
   return static_cast<int32_t>(seen - wanted) >= 0;
 }
 
+__device__ __forceinline__ StopState stop_state(const RankView& me) {
+  return *reinterpret_cast<volatile StopState*>(&me.local->stopped);
+}
+
 __device__ __forceinline__ bool is_stopped(const RankView& me) {
-  return *reinterpret_cast<volatile uint32_t*>(&me.local->stopped) != 0;
+  return stop_state(me) != StopState::kRunning;
 }
 
 // The first fault of a rank is told to its host and ends all waits of its kernel.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
-  if (atomicCAS(&me.local->stopped, 0U, 1U) != 0U) {
+  const StopState state =
+      fault.kind == FaultKind::kTimeout ? StopState::kBroken : StopState::kGivenUp;
+  const auto before = atomicCAS(
+      reinterpret_cast<uint32_t*>(&me.local->stopped),
+      static_cast<uint32_t>(StopState::kRunning),
+      static_cast<uint32_t>(state)
+  );
+  if (before != static_cast<uint32_t>(StopState::kRunning)) {
     return;
   }
   FaultRecord* out = me.fault;
@@ -72,6 +83,8 @@ struct WaitSite {
 
 // One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
 // given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
+// Words are awaited also by a call that is given up, so that no rank gets two calls ahead of
+// another.
 __device__ inline bool wait_reached(
     const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
 ) {
@@ -92,7 +105,9 @@ __device__ inline bool wait_reached(
         return true;
       }
     }
-    if (is_stopped(me)) {
+    const StopState state = stop_state(me);
+    if (state == StopState::kBroken ||
+        (state == StopState::kGivenUp && site.waiting_for != WaitFor::kWord)) {
       return false;
     }
     if (ptx::nanoseconds() - begin > me.timeout_ns) {
@@ -118,6 +133,7 @@ __device__ __forceinline__ bool wait_reached_warp(
   if ((threadIdx.x & 31U) == 0) {
     reached = wait_reached(me, signal, wanted, site);
   }
+  __syncwarp();  // what the one lane acquired is every lane's now
   return __shfl_sync(0xffffffffU, static_cast<int>(reached), 0) != 0;
 }
 
