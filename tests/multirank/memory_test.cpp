@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thousand calls of changing shape leave the process as big as they found it.
+// A thousand calls of changing shape leave the process as big as they found it. What the kernel
+// gives and takes back meanwhile is chance: a leak grows in every thousand, so one that does not is
+// enough.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -11,6 +13,7 @@ namespace weft::test {
 namespace {
 
 constexpr int64_t kMiB = 1 << 20;
+constexpr int kMostThousands = kIsSanitized ? 1 : 6;
 
 class MemoryTest : public testing::TestWithParam<const char*> {};
 
@@ -26,6 +29,7 @@ TEST_P(MemoryTest, DoesNotGrowOverAThousandCallsOfChangingShape) {
     cases.push_back(make_case_data(setup, spec));
   }
   ProcessMemory before;
+  ProcessMemory between;  // before the last thousand
   ProcessMemory after;
   std::array<Footprint, 2> footprints;
   int64_t num_calls = 0;
@@ -52,10 +56,17 @@ TEST_P(MemoryTest, DoesNotGrowOverAThousandCallsOfChangingShape) {
     run_all();
     note(before, footprints[0]);
     const int64_t calls_before = calls();
-    while (calls() - calls_before < 1000) {
-      run_all();
+    for (int i = 0; i < kMostThousands; ++i) {
+      note(between, footprints[1]);
+      const int64_t calls_between = calls();
+      while (calls() - calls_between < 1000) {
+        run_all();
+      }
+      note(after, footprints[1]);
+      if (after.resident_bytes <= between.resident_bytes + kMiB) {
+        break;
+      }
     }
-    note(after, footprints[1]);
     if (group.rank() == 0) {
       num_calls = calls() - calls_before;
     }
@@ -69,7 +80,7 @@ TEST_P(MemoryTest, DoesNotGrowOverAThousandCallsOfChangingShape) {
   EXPECT_LE(after.num_descriptors, before.num_descriptors + 4);
   if (!kIsSanitized) {
     EXPECT_LE(after.num_mappings, before.num_mappings + 16);
-    EXPECT_LE(after.resident_bytes, before.resident_bytes + 4 * kMiB);
+    EXPECT_LE(after.resident_bytes, between.resident_bytes + kMiB);
   }
 }
 
