@@ -53,7 +53,7 @@ class PeerMemory {
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
   // Until the memory of every released region is the system's again; false if it took longer.
-  bool wait_freed(std::chrono::milliseconds at_most) const;
+  [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
   // The live region of this rank that holds these bytes.
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
 

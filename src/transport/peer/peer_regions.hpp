@@ -42,7 +42,7 @@ class PeerRegions {
   // Whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
   // Until the memory of every released region is the system's again, or so long.
-  bool wait_freed(std::chrono::milliseconds at_most) const;
+  [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
 
  private:
   enum class Use : uint8_t { kFree, kTaken, kLive, kDead };
