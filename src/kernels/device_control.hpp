@@ -153,7 +153,7 @@ enum class StopState : uint32_t {
   kRunning,
   kGivenUp,  // a call is given up by all ranks; so are those queued behind it, until the host
              // clears it
-  kBroken,  // a peer did not come: no wait is worth its time
+  kBroken,   // a peer did not come: no wait is worth its time
 };
 
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
