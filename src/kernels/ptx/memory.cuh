@@ -12,12 +12,6 @@ __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* address) {
   return value;
 }
 
-__device__ __forceinline__ uint32_t load_relaxed_sys(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
 __device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -29,12 +23,6 @@ __device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t va
 // Orders this thread's accesses, and those it has observed, for every GPU and the host.
 __device__ __forceinline__ void fence_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
-
-__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
 }
 
 __device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* address, uint32_t value) {
