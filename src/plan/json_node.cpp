@@ -16,6 +16,12 @@ std::string shown(const nlohmann::json& value) {
   return text.size() <= 40 ? text : text.substr(0, 37) + "...";
 }
 
+// What the parser says, without its "[json.exception....] ".
+std::string_view without_id(std::string_view what) {
+  const size_t end = what.find("] ");
+  return end == what.npos ? what : what.substr(end + 2);
+}
+
 }  // namespace
 
 void JsonNode::fail(std::string_view problem) const {
@@ -111,18 +117,18 @@ std::vector<float> JsonNode::floats() const {
 }
 
 nlohmann::json parse_json(std::string_view text, std::string_view file) {
+  std::string what;
   try {
     return nlohmann::json::parse(text);
   } catch (const nlohmann::json::parse_error& error) {
-    std::string_view what = error.what();
-    what.remove_prefix(std::min(what.size(), what.find("] ") + 2));
-    raise_error(
-        ErrorCode::kFile,
-        {},
-        text.empty() ? fmt::format("load: {}: the file is empty (expected a plan as JSON)", file)
-                     : fmt::format("load: {}: not JSON at byte {} ({})", file, error.byte, what)
-    );
+    what = fmt::format("not JSON at byte {} ({})", error.byte, without_id(error.what()));
+  } catch (const nlohmann::json::out_of_range& error) {  // a number beyond the range of a double
+    what = without_id(error.what());
   }
+  if (text.empty()) {
+    what = "the file is empty (expected a plan as JSON)";
+  }
+  raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", file, what));
 }
 
 nlohmann::json floats_to_json(const std::vector<float>& values) {

@@ -63,6 +63,7 @@ TEST_F(FaultyJsonTest, NamesTheByteWhereTextStopsToBeJson) {
   const std::string cut = whole_.dump().substr(0, 100);
   EXPECT_EQ(refusal(cut).substr(0, 38), "load: plan.json: not JSON at byte 101 ");
   EXPECT_EQ(refusal("\xff\xfe").substr(0, 33), "load: plan.json: not JSON at byte");
+  EXPECT_EQ(refusal("{\"format\": 1e999}"), "load: plan.json: number overflow parsing '1e999'");
 }
 
 TEST_F(FaultyJsonTest, NamesForeignFormats) {
