@@ -108,6 +108,7 @@ class Plan {
   // for a plan of the CPU. With kRankMajor rows_per_expert counts dropped routes too.
   struct OnDevice {
     const int64_t* num_rows = nullptr;
+    const int64_t* required_rows = nullptr;
     const int32_t* overflow = nullptr;                // 0 or 1
     const int64_t* rows_per_expert = nullptr;         // [num_local_experts]
     const int64_t* padded_rows_per_expert = nullptr;  // [num_local_experts]

@@ -58,6 +58,7 @@ class CudaPlan final : public DevicePlan {
     const PlanHeader* header = view_.header();
     return {
         &header->num_rows,
+        &header->required_rows,
         &header->overflow,
         view_.rows_per_expert(),
         view_.padded_rows_per_expert(),

@@ -1,0 +1,341 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls run without the interpreter's lock and one at a time: forward and backward may come from
+// different threads.
+#include <memory>
+#include <mutex>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.hpp"
+#include "tensor_py.hpp"
+#include "weft/error.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft::py {
+namespace {
+
+template <class Choice>
+using Names = std::vector<std::pair<std::string_view, Choice>>;
+
+template <class Choice>
+Choice choose(const char* what, std::string_view name, const Names<Choice>& names) {
+  std::string known;
+  for (const auto& [one, choice] : names) {
+    if (one == name) {
+      return choice;
+    }
+    known += (known.empty() ? "" : ", ") + std::string(one);
+  }
+  throw Error(
+      ErrorCode::kInvalidArgument,
+      std::string(what) + " = '" + std::string(name) + "' is unknown (one of: " + known + ")",
+      -1,
+      ""
+  );
+}
+
+CallOptions call_of(uintptr_t stream, int num_sms) {
+  CallOptions call;
+  call.stream =
+      reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
+  call.num_sms = num_sms;
+  return call;
+}
+
+class Calls {
+ public:
+  Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
+
+  [[nodiscard]] const Exchange& exchange() const { return exchange_; }
+
+  // Arguments that cannot even be viewed are refused on all ranks too, by a call without any.
+  template <class Build, class Run, class Refuse>
+  auto call(const Build& build, const Run& run, const Refuse& refuse) {
+    using Arguments = decltype(build());
+    std::optional<Arguments> arguments;
+    try {
+      arguments.emplace(build());
+    } catch (const Error&) {
+      try {
+        locked(refuse);
+      } catch (const Error&) {  // as wanted; the reason is in the error that goes on
+      }
+      throw;
+    }
+    return locked([&](Exchange& exchange) { return run(exchange, *arguments); });
+  }
+
+  template <class Body>
+  auto locked(const Body& body) {
+    const nb::gil_scoped_release no_gil;
+    const std::scoped_lock lock(mutex_);
+    return body(exchange_);
+  }
+
+ private:
+  std::mutex mutex_;
+  Exchange exchange_;
+};
+
+std::shared_ptr<Calls> make(
+    const Group& group,
+    int64_t hidden,
+    int64_t max_tokens,
+    int num_experts,
+    int max_topk,
+    int device,
+    const std::string& transport,
+    int num_threads,
+    int num_sms,
+    double timeout
+) {
+  ExchangeConfig config;
+  config.hidden = hidden;
+  config.max_tokens = max_tokens;
+  config.num_experts = num_experts;
+  config.max_topk = max_topk;
+  if (device >= 0) {
+    config.device = {Device::Kind::kCuda, device};
+  }
+  config.transport = transport;
+  config.num_threads = num_threads;
+  config.num_sms = num_sms;
+  config.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
+  const nb::gil_scoped_release no_gil;
+  return std::make_shared<Calls>(group, config);
+}
+
+struct PlanArguments {
+  Routing routing;
+  PlanOptions options;
+};
+
+Plan plan(
+    Calls& calls,
+    const MaybeArray& topk_idx,
+    const MaybeArray& routing_map,
+    const MaybeArray& weights,
+    std::string_view layout,
+    int64_t pad_multiple,
+    int64_t expert_stride,
+    std::optional<int64_t> row_budget,
+    std::string_view overflow,
+    uintptr_t stream,
+    int num_sms
+) {
+  const CallOptions call = call_of(stream, num_sms);
+  const auto build = [&]() -> PlanArguments {
+    const Names<Layout> layouts = {
+        {"rank_major", Layout::kRankMajor},
+        {"expert_major", Layout::kExpertMajor},
+        {"expert_strided", Layout::kExpertStrided}};
+    const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
+    return {
+        {.topk_idx = view_of(topk_idx, "topk_idx"),
+         .map = view_of(routing_map, "routing_map"),
+         .weights = view_of(weights, "weights")},
+        {.layout = choose("layout", layout, layouts),
+         .pad_multiple = pad_multiple,
+         .expert_stride = expert_stride,
+         .row_budget = row_budget,
+         .overflow = choose("overflow", overflow, overflows)}};
+  };
+  return calls.call(
+      build,
+      [&](Exchange& exchange, const PlanArguments& a) {
+        return exchange.plan(a.routing, a.options, call);
+      },
+      [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
+  );
+}
+
+struct DispatchArguments {
+  DispatchInput in;
+  DispatchOutput out;
+};
+
+void dispatch(
+    Calls& calls,
+    const Plan& plan,
+    const Array& x,
+    const MaybeArray& weights,
+    const MaybeArray& scales,
+    const Array& rows,
+    const MaybeArray& row_weights,
+    const MaybeArray& row_scales,
+    std::string_view quantise,
+    uintptr_t stream,
+    int num_sms
+) {
+  const CallOptions call = call_of(stream, num_sms);
+  const auto build = [&]() -> DispatchArguments {
+    const Names<Quantise> kinds = {
+        {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
+    return {
+        {.x = view_of(x, "x"),
+         .weights = view_of(weights, "weights"),
+         .scales = view_of(scales, "scales"),
+         .quantise = choose("quantise", quantise, kinds)},
+        {.rows = view_of(rows, "rows"),
+         .weights = view_of(row_weights, "row_weights"),
+         .scales = view_of(row_scales, "row_scales")}};
+  };
+  calls.call(
+      build,
+      [&](Exchange& exchange, const DispatchArguments& a) {
+        exchange.dispatch(plan, a.in, a.out, call);
+      },
+      [&](Exchange& exchange) { exchange.dispatch(plan, {}, {}, call); }
+  );
+}
+
+struct CombineArguments {
+  CombineInput in;
+  CombineOutput out;
+};
+
+void combine(
+    Calls& calls,
+    const Plan& plan,
+    const Array& rows,
+    const MaybeArray& row_weights,
+    const MaybeArray& source_weights,
+    const Array& x,
+    const MaybeArray& weights,
+    std::string_view scale,
+    uintptr_t stream,
+    int num_sms
+) {
+  const CallOptions call = call_of(stream, num_sms);
+  const auto build = [&]() -> CombineArguments {
+    const Names<CombineScale> scales = {
+        {"none", CombineScale::kNone},
+        {"plan", CombineScale::kPlanWeights},
+        {"source", CombineScale::kSourceWeights}};
+    return {
+        {.rows = view_of(rows, "rows"),
+         .weights = view_of(row_weights, "row_weights"),
+         .source_weights = view_of(source_weights, "source_weights"),
+         .scale = choose("scale", scale, scales)},
+        {.x = view_of(x, "x"), .weights = view_of(weights, "weights")}};
+  };
+  calls.call(
+      build,
+      [&](Exchange& exchange, const CombineArguments& a) {
+        exchange.combine(plan, a.in, a.out, call);
+      },
+      [&](Exchange& exchange) { exchange.combine(plan, {}, {}, call); }
+  );
+}
+
+// Rows where peers can write. They outlive the exchange if need be.
+nb::object allocate(
+    const std::shared_ptr<Calls>& calls, int64_t rows, int64_t cols, const Array& like
+) {
+  const DType dtype = view_of(like, "like").dtype;
+  auto buffer = std::make_shared<Buffer>(calls->locked([&](Exchange& exchange) {
+    return exchange.allocate(rows, cols, dtype);
+  }));
+  const Tensor tensor = buffer->tensor();
+  return array_of(
+      tensor, std::move(buffer), {static_cast<size_t>(rows), static_cast<size_t>(cols)}
+  );
+}
+
+nb::dict stats(Calls& calls) {
+  const ExchangeStats found = calls.locked([](Exchange& exchange) { return exchange.stats(); });
+  nb::dict all;
+  all["num_plans"] = found.num_plans;
+  all["num_dispatches"] = found.num_dispatches;
+  all["num_combines"] = found.num_combines;
+  all["wait_seconds"] = found.wait_seconds;
+  return all;
+}
+
+nb::dict footprint(Calls& calls) {
+  const Footprint found = calls.locked([](Exchange& exchange) { return exchange.footprint(); });
+  nb::dict all;
+  all["control_bytes"] = found.control_bytes;
+  all["staging_bytes"] = found.staging_bytes;
+  all["buffer_bytes"] = found.buffer_bytes;
+  all["pooled_bytes"] = found.pooled_bytes;
+  return all;
+}
+
+}  // namespace
+
+void bind_exchange(nb::module_& m) {
+  using nb::arg;
+  nb::class_<Calls>(m, "Exchange", "Moves tokens to their experts and back.")
+      .def(
+          nb::new_(&make),
+          arg("group"),
+          nb::kw_only(),
+          arg("hidden"),
+          arg("max_tokens"),
+          arg("num_experts"),
+          arg("max_topk"),
+          arg("device") = -1,
+          arg("transport") = "auto",
+          arg("num_threads") = 0,
+          arg("num_sms") = 0,
+          arg("timeout") = 30.0
+      )
+      .def(
+          "plan",
+          &plan,
+          arg("topk_idx").none(),
+          arg("routing_map").none(),
+          arg("weights").none(),
+          arg("layout"),
+          arg("pad_multiple"),
+          arg("expert_stride"),
+          arg("row_budget").none(),
+          arg("overflow"),
+          arg("stream"),
+          arg("num_sms")
+      )
+      .def(
+          "dispatch",
+          &dispatch,
+          arg("plan"),
+          arg("x"),
+          arg("weights").none(),
+          arg("scales").none(),
+          arg("rows"),
+          arg("row_weights").none(),
+          arg("row_scales").none(),
+          arg("quantise"),
+          arg("stream"),
+          arg("num_sms")
+      )
+      .def(
+          "combine",
+          &combine,
+          arg("plan"),
+          arg("rows"),
+          arg("row_weights").none(),
+          arg("source_weights").none(),
+          arg("x"),
+          arg("weights").none(),
+          arg("scale"),
+          arg("stream"),
+          arg("num_sms")
+      )
+      .def("allocate", &allocate, arg("rows"), arg("cols"), arg("like"))
+      .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
+      .def(
+          "release_pooled",
+          [](Calls& calls) { calls.locked([](Exchange& e) { e.release_pooled(); }); }
+      )
+      .def("stats", &stats)
+      .def("footprint", &footprint)
+      .def_prop_ro("transport", [](const Calls& calls) {
+        return calls.exchange().config().transport;
+      });
+}
+
+}  // namespace weft::py

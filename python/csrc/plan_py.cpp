@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+#include <sstream>
+
+#include "bind.hpp"
+#include "tensor_py.hpp"
+#include "weft/plan.hpp"
+
+namespace weft::py {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+Ints ints_of(std::span<const int64_t> values) {
+  return {values.begin(), values.end()};
+}
+
+// The plan's own numbers on a GPU; null on a CPU.
+nb::object on_gpu(const Plan& plan, const void* data, DType dtype, size_t count, int device) {
+  if (data == nullptr) {
+    return nb::none();
+  }
+  Tensor tensor = {
+      static_cast<std::byte*>(const_cast<void*>(data)),  // NOLINT: nobody writes it
+      dtype,
+      static_cast<int64_t>(count),
+      1};
+  tensor.device = {Device::Kind::kCuda, device};
+  return array_of(tensor, std::make_shared<Plan>(plan), {count});
+}
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  nb::class_<Plan>(m, "Plan", "Everything derived from routing before a byte of payload moves.")
+      .def_prop_ro("rank", &Plan::rank)
+      .def_prop_ro("num_ranks", &Plan::num_ranks)
+      .def_prop_ro("num_experts", &Plan::num_experts)
+      .def_prop_ro("num_local_experts", &Plan::num_local_experts)
+      .def_prop_ro("num_tokens", &Plan::num_tokens)
+      .def_prop_ro("topk", &Plan::topk)
+      .def_prop_ro("layout", [](const Plan& p) { return std::string(layout_name(p.layout())); })
+      .def_prop_ro("pad_multiple", &Plan::pad_multiple)
+      .def_prop_ro("from_map", &Plan::from_map)
+      .def_prop_ro("num_rows", &Plan::num_rows)
+      .def_prop_ro("required_rows", &Plan::required_rows)
+      .def_prop_ro("overflow", &Plan::overflow)
+      .def_prop_ro("row_weight_cols", &Plan::row_weight_cols)
+      .def_prop_ro("rows_per_expert", [](const Plan& p) { return ints_of(p.rows_per_expert()); })
+      .def_prop_ro(
+          "padded_rows_per_expert",
+          [](const Plan& p) { return ints_of(p.padded_rows_per_expert()); }
+      )
+      .def_prop_ro("expert_begin", [](const Plan& p) { return ints_of(p.expert_begin()); })
+      .def_prop_ro(
+          "global_routes_per_expert",
+          [](const Plan& p) { return ints_of(p.global_routes_per_expert()); }
+      )
+      .def_prop_ro(
+          "received_arrivals",
+          [](const Plan& p) {
+            Ints counts;
+            for (int rank = 0; rank < p.num_ranks(); ++rank) {
+              counts.push_back(p.received_arrivals(rank));
+            }
+            return counts;
+          }
+      )
+      .def_prop_ro(
+          "sent_arrivals",
+          [](const Plan& p) {
+            Ints counts;
+            for (int rank = 0; rank < p.num_ranks(); ++rank) {
+              counts.push_back(p.sent_arrivals(rank));
+            }
+            return counts;
+          }
+      )
+      .def("wire_bytes", &Plan::wire_bytes, nb::arg("row_bytes"))
+      .def("logical_bytes", &Plan::logical_bytes, nb::arg("row_bytes"))
+      .def("to_json", &Plan::to_json)
+      .def_static("from_json", &Plan::from_json, nb::arg("text"), nb::arg("name") = "text")
+      .def(
+          "on_device",
+          [](const Plan& p, int device) {
+            const Plan::OnDevice here = p.on_device();
+            const auto local = static_cast<size_t>(p.num_local_experts());
+            nb::dict all;
+            all["required_rows"] = on_gpu(p, here.required_rows, DType::kInt64, 1, device);
+            all["overflow"] = on_gpu(p, here.overflow, DType::kInt32, 1, device);
+            all["rows_per_expert"] = on_gpu(p, here.rows_per_expert, DType::kInt64, local, device);
+            all["padded_rows_per_expert"] =
+                on_gpu(p, here.padded_rows_per_expert, DType::kInt64, local, device);
+            all["expert_begin"] = on_gpu(p, here.expert_begin, DType::kInt64, local, device);
+            return all;
+          },
+          nb::arg("device"),
+          "Tensors over the plan's own memory on GPU `device`; None each for a plan of the CPU."
+      )
+      .def("__eq__", [](const Plan& a, const Plan& b) { return a == b; })
+      .def("__repr__", [](const Plan& p) {
+        std::ostringstream out;
+        out << p;
+        return out.str();
+      });
+}
+
+}  // namespace weft::py

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weft: expert-parallel exchange of Mixture-of-Experts tokens.
+
+    exchange = weft.Exchange(process_group, hidden=H, num_experts=E)
+    plan = exchange.plan(topk_idx)
+    rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
+    x, _ = weft.combine(plan, experts(rows) * row_weights)
+"""
+
+from weft.autograd import combine, dispatch
+from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
+from weft.exchange import Combined, Dispatched, Exchange
+from weft.group import Group
+from weft.plan import Plan
+
+__all__ = [
+    "Combined",
+    "Dispatched",
+    "Error",
+    "Exchange",
+    "Group",
+    "InvalidArgument",
+    "NotAvailable",
+    "PeerError",
+    "Plan",
+    "TimeoutError",
+    "Unsupported",
+    "combine",
+    "dispatch",
+]

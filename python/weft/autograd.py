@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dispatch and combine with gradients. Each is the other's adjoint, so there is no other backward.
+
+Neither saves its input: a plan is all that backward needs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from weft.exchange import Combined, Dispatched
+from weft.plan import Plan
+
+Tensor = torch.Tensor
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, x, weights, scales, quantise, num_sms):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.num_sms = plan, num_sms
+        ctx.set_materialize_grads(False)
+        out = plan.exchange.dispatch(
+            plan, x, weights, scales, quantise=quantise, num_sms=num_sms
+        )
+        ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
+        ctx.has_weights = weights is not None
+        ctx.x = (x.dtype, x.shape, x.device)
+        return out.rows, out.weights, out.scales
+
+    @staticmethod
+    def backward(ctx, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
+        # All ranks take this path or none: what a rank does not use gets zeros.
+        plan = ctx.plan
+        dtype, shape, device = ctx.x
+        if grad_rows is None:
+            grad_rows = torch.zeros((plan.num_rows, shape[1]), dtype=dtype, device=device)
+        if ctx.has_weights and grad_weights is None:
+            grad_weights = torch.zeros((plan.num_rows, plan.row_weight_cols), device=device)
+        x, weights = plan.exchange.combine(plan, grad_rows, grad_weights, num_sms=ctx.num_sms)
+        return None, x, weights, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan, rows, row_weights, num_sms):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.num_sms = plan, num_sms
+        ctx.set_materialize_grads(False)
+        out = plan.exchange.combine(plan, rows, row_weights, num_sms=num_sms)
+        ctx.has_weights = row_weights is not None
+        ctx.rows = (rows.dtype, rows.shape, rows.device)
+        return out.x, out.weights
+
+    @staticmethod
+    def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
+        plan = ctx.plan
+        dtype, shape, device = ctx.rows
+        if grad_x is None:
+            grad_x = torch.zeros((plan.num_tokens, shape[1]), dtype=dtype, device=device)
+        if ctx.has_weights and grad_weights is None:
+            grad_weights = torch.zeros((plan.num_tokens, plan.weight_cols), device=device)
+        out = plan.exchange.dispatch(plan, grad_x, grad_weights, num_sms=ctx.num_sms)
+        return None, out.rows, out.weights, None
+
+
+def dispatch(
+    plan: Plan,
+    x: Tensor,
+    weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    *,
+    quantise: str = "none",
+    num_sms: int = 0,
+) -> Dispatched:
+    """Collective. Tokens to their experts; differentiable in `x` and `weights`.
+
+    x [T, hidden] bf16, fp16 or fp32, or [T, any] of a one-byte dtype, moved as it is (row bytes a
+    multiple of 16); made contiguous. weights fp32 [T, K], or [T, E] beside a routing map.
+    scales [T, S] of any dtype, moved as bytes. quantise "e4m3" or "e5m2": bf16 becomes FP8 on the
+    way, with one fp32 scale for 128 elements (GPU).
+    Returns rows [plan.num_rows, cols of x], padding rows zero, slack of a budget undefined;
+    weights fp32 [plan.num_rows, plan.row_weight_cols], zero where no route; scales
+    [plan.num_rows, S].
+    Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
+    """
+    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, num_sms))
+
+
+def combine(
+    plan: Plan,
+    rows: Tensor,
+    row_weights: Tensor | None = None,
+    *,
+    scale: str = "none",
+    source_weights: Tensor | None = None,
+    num_sms: int = 0,
+) -> Combined:
+    """Collective. Rows back to their tokens, summed; differentiable in `rows` and `row_weights`.
+
+    rows [plan.num_rows, hidden] bf16, fp16 or fp32. row_weights fp32 like those of `dispatch`,
+    usually gradients. scale "plan": each row times its route's weight in the plan; "source": times
+    source_weights fp32 [T, K] (not with rank_major); neither has gradients.
+    Returns x [T, hidden]: sums in fp32, the rows of a rank first (rounded once), then ranks in
+    ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
+    Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
+    """
+    if scale == "none":
+        return Combined(*_Combine.apply(plan, rows, row_weights, num_sms))
+    if torch.is_grad_enabled() and rows.requires_grad:
+        raise NotImplementedError(
+            f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
+        )
+    return plan.exchange.combine(
+        plan, rows, row_weights, scale=scale, source_weights=source_weights, num_sms=num_sms
+    )

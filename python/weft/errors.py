@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Weft raises. The text says what was asked, what is allowed, and which rank speaks."""
+
+
+class Error(RuntimeError):
+    """Base of all. `code` names the kind, `rank` the rank that raises (-1 outside a group)."""
+
+    def __init__(self, message: str, code: str = "internal", rank: int = -1) -> None:
+        super().__init__(message)
+        self.code = code
+        self.rank = rank
+
+
+class InvalidArgument(Error, ValueError):
+    """The caller's input; raised before anything is written."""
+
+    def __init__(self, message: str, code: str = "invalid argument", rank: int = -1) -> None:
+        super().__init__(message, code, rank)
+
+
+class Unsupported(Error):
+    """A legal request that this build or device cannot do."""
+
+
+class NotAvailable(Error):
+    """A library, device or permission is missing."""
+
+
+class TimeoutError(Error, TimeoutError):  # noqa: A001  (also the built-in one)
+    """A deadline passed; the message names who waited for whom."""
+
+
+class PeerError(Error):
+    """Another rank died or left."""

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks that exchange tokens: those of a torch.distributed process group, of any backend."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch.distributed as dist
+
+from weft import _core
+from weft.errors import NotAvailable
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+
+
+class Group:
+    """Ranks by their number in the process group, not in the world."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        """Collective. `Group.of` keeps one for each process group."""
+        # A group must not keep its process group alive, which torch destroys.
+        kept = weakref.ref(process_group)
+
+        def all_gather(block: bytes) -> list[bytes]:
+            alive = kept()
+            if alive is None:
+                raise NotAvailable("all_gather: the process group was destroyed", "not available")
+            blocks: list[bytes] = [b""] * dist.get_world_size(alive)
+            dist.all_gather_object(blocks, block, group=alive)
+            return blocks
+
+        self._process_group = kept
+        self._all_gather = all_gather
+        self.core = _core.Group.from_all_gather(
+            dist.get_rank(process_group), dist.get_world_size(process_group), all_gather
+        )
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None = None) -> Group:
+        """Collective at the first call for a process group (None: the default one)."""
+        if process_group is None:
+            process_group = dist.group.WORLD
+        if process_group is None:
+            raise NotAvailable(
+                "group: torch.distributed is not initialised (call init_process_group first)",
+                "not available",
+            )
+        if process_group not in _groups:
+            _groups[process_group] = Group(process_group)
+        return _groups[process_group]
+
+    @property
+    def rank(self) -> int:
+        return self.core.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.core.num_ranks
+
+    @property
+    def domains(self) -> list[list[int]]:
+        """Ranks by domain: those that can map each other's memory."""
+        return self.core.domains
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """None once torch has destroyed it."""
+        return self._process_group()
+
+    def all_gather(self, block: bytes) -> list[bytes]:
+        """Collective, for set-up: the blocks of all ranks, by rank."""
+        return self.core.all_gather(block)

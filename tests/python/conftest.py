@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+from ranks import ranks  # noqa: F401  (a fixture)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients against a dense layer in double precision that torch differentiates by itself."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import weft
+
+HIDDEN, LOCAL, TOPK = 16, 2, 2
+
+
+def layer_inputs(rank, num_ranks, tokens):
+    gen = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, HIDDEN, generator=gen)
+    scores = torch.randn(tokens, LOCAL * num_ranks, generator=gen)
+    weights, idx = torch.softmax(scores, 1).topk(TOPK)
+    if tokens > 2:
+        idx[1, 0] = -1
+        idx[2] = -1
+    return x, idx, weights
+
+
+def expert_of(expert):
+    gen = torch.Generator().manual_seed(100 + expert)
+    return torch.randn(HIDDEN, HIDDEN, generator=gen) / HIDDEN**0.5
+
+
+def dense(x, idx, weights, num_experts):
+    """Every expert on every token."""
+    out = torch.zeros_like(x)
+    for expert in range(num_experts):
+        share = torch.where(idx == expert, weights, torch.zeros_like(weights)).sum(1, keepdim=True)
+        out = out + share * torch.tanh(x @ expert_of(expert).to(x.dtype))
+    return out
+
+
+def moe(exchange, x, idx, weights, layout):
+    """Experts apply the weights, as Megatron-LM's do."""
+    first = exchange.rank * LOCAL
+    plan = exchange.plan(idx, layout=layout, pad_multiple=1 if layout == "rank_major" else 4)
+    rows, row_weights, _ = weft.dispatch(plan, x, weights)
+    if layout == "expert_major":
+        parts = []
+        for e, part in enumerate(rows.split(plan.padded_rows_per_expert.tolist())):
+            parts.append(torch.tanh(part @ expert_of(first + e)))
+        return weft.combine(plan, torch.cat(parts) * row_weights).x
+    ids = plan_experts(exchange, plan, idx)
+    out = torch.zeros_like(rows)
+    for e in range(LOCAL):
+        share = torch.where(ids == e, row_weights, torch.zeros(())).sum(1, keepdim=True)
+        out = out + share * torch.tanh(rows @ expert_of(first + e))
+    return weft.combine(plan, out).x
+
+
+def plan_experts(exchange, plan, idx):
+    sent = weft.dispatch(plan, torch.zeros(idx.size(0), HIDDEN), None, idx).scales
+    local = sent - exchange.rank * LOCAL
+    return torch.where((sent >= 0) & (local >= 0) & (local < LOCAL), local, -1)
+
+
+def gradients(rank, num_ranks, group, layout, tokens, how):
+    num_experts = LOCAL * num_ranks
+    x, idx, weights = layer_inputs(rank, num_ranks, tokens[rank])
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
+    mine, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    if how == "checkpoint":
+        out = checkpoint(moe, exchange, mine, idx, w, layout, use_reentrant=False)
+    else:
+        out = moe(exchange, mine, idx, w, layout)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(50 + rank))
+    out.backward(grad)
+
+    exact_x, exact_w = x.double().requires_grad_(), weights.double().requires_grad_()
+    want = dense(exact_x, idx, exact_w, num_experts)
+    want.backward(grad.double())
+    torch.testing.assert_close(out, want.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.grad, exact_x.grad.float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(w.grad, exact_w.grad.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major"])
+@pytest.mark.parametrize("tokens", [(9, 5), (0, 7), (3, 3, 0, 8)])
+def test_gradients_are_those_of_a_dense_layer(ranks, layout, tokens):
+    ranks(gradients, len(tokens), layout, tokens, "plain")
+
+
+def test_gradients_with_recomputation(ranks):
+    ranks(gradients, 2, "expert_major", (6, 9), "checkpoint")
+
+
+def freed_inputs(rank, num_ranks, group):
+    """Neither direction may need its input afterwards: schedules free it at once."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    x, idx, weights = layer_inputs(rank, num_ranks, 6)
+    grads = []
+    for frees in (False, True):
+        leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        plan = exchange.plan(idx)
+        sent = leaf * 1.0
+        rows, row_weights, _ = weft.dispatch(plan, sent, w * 1.0)
+        if frees:
+            sent.untyped_storage().resize_(0)
+        scaled = rows.detach().requires_grad_()
+        back = weft.combine(plan, scaled * 2.0).x
+        back.sum().backward()
+        torch.autograd.backward([rows, row_weights], [scaled.grad, torch.ones_like(row_weights)])
+        grads.append((leaf.grad, w.grad))
+    assert torch.equal(grads[0][0], grads[1][0]) and torch.equal(grads[0][1], grads[1][1])
+    assert torch.equal(grads[1][1], (idx >= 0).float())
+
+
+def test_inputs_may_be_freed_after_forward(ranks):
+    ranks(freed_inputs, 2)
+
+
+def weighted(rank, num_ranks, group):
+    num_experts = LOCAL * num_ranks
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
+    x, idx, weights = layer_inputs(rank, num_ranks, 6)
+    plan = exchange.plan(idx, weights)
+    rows = weft.dispatch(plan, x).rows
+    want = x * torch.where(idx >= 0, weights, torch.zeros(())).sum(1, keepdim=True)
+    torch.testing.assert_close(weft.combine(plan, rows, scale="plan").x, want)
+    got = weft.combine(plan, rows, scale="source", source_weights=weights).x
+    torch.testing.assert_close(got, want)
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        weft.combine(plan, rows.requires_grad_(), scale="plan")
+
+
+def test_combine_can_weigh_rows(ranks):
+    ranks(weighted, 2)

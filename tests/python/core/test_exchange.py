@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""weft.Exchange against loops over everybody's inputs, bit for bit."""
+
+import oracle
+import pytest
+import torch
+
+import weft
+
+HIDDEN = 32
+
+
+def inputs(rank, num_tokens, topk, num_experts, dtype=torch.float32, seed=0):
+    gen = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=gen).to(dtype)
+    idx = torch.randint(-1, num_experts, (num_tokens, topk), generator=gen)
+    weights = torch.rand(num_tokens, topk, generator=gen)
+    return x, idx, weights
+
+
+def exact(rank, num_ranks, group, layout, dtype, tokens):
+    num_experts, topk = 4 * num_ranks, 3
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
+    x, idx, weights = inputs(rank, tokens[rank % len(tokens)], topk, num_experts, dtype)
+    pad = 1 if layout == "rank_major" else 4
+    stride = 64 if layout == "expert_strided" else 0
+    plan = ex.plan(idx, layout=layout, pad_multiple=pad, expert_stride=stride)
+    all_idx, all_x = oracle.gather(group, idx), oracle.gather(group, x)
+    slots = oracle.Slots(all_idx, num_experts, layout, pad, stride)
+    assert plan.num_rows == slots.rows[rank]
+    assert plan.rows_per_expert.tolist() == slots.counts[rank]
+    assert plan.expert_begin.tolist() == slots.begin[rank]
+    assert plan.overflow.tolist() == [0]
+    rows, row_weights, scales = weft.dispatch(plan, x, weights, x[:, :5].contiguous())
+    used = torch.ones(plan.num_rows, dtype=torch.bool)
+    if layout == "expert_strided":  # the rest of a block is left as it was
+        used = torch.arange(stride).repeat(4) < plan.padded_rows_per_expert.repeat_interleave(stride)
+    want = oracle.dispatched(all_idx, slots, all_x, rank, num_experts)
+    assert torch.equal(rows[used], want[used])
+    want = oracle.dispatched(all_idx, slots, [a[:, :5] for a in all_x], rank, num_experts)
+    assert torch.equal(scales[used], want[used])
+    out, back = weft.combine(plan, rows, row_weights)
+    all_rows = oracle.gather(group, rows)
+    want = oracle.combined(idx, slots.slots[rank], all_rows, num_experts, dtype)
+    assert torch.equal(out, want)
+    assert torch.equal(back, torch.where(idx >= 0, weights, torch.zeros(())))
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "expert_strided"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_is_exact(ranks, layout, num_ranks):
+    ranks(exact, num_ranks, layout, torch.float32, (17, 0, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_is_exact_in_half_precision(ranks, dtype):
+    ranks(exact, 2, "expert_major", dtype, (20, 7))
+
+
+def nobody(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    plan = ex.plan(torch.empty(0, 2, dtype=torch.int64))
+    rows, weights, _ = weft.dispatch(plan, torch.empty(0, HIDDEN), torch.empty(0, 2))
+    assert rows.shape == (0, HIDDEN) and weights.shape == (0, 1)
+    out, _ = weft.combine(plan, rows)
+    assert out.shape == (0, HIDDEN)
+
+
+def test_without_any_token(ranks):
+    ranks(nobody, 2)
+
+
+def growth(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4, max_tokens=8, max_topk=1)
+    old_x, old_idx, _ = inputs(rank, 4, 1, 4)
+    old = ex.plan(old_idx)
+    before, _, _ = weft.dispatch(old, old_x)
+    tokens = 100 if rank == 1 else 3
+    x, idx, _ = inputs(rank, tokens, 1, 4, seed=1)
+    plan = ex.plan(idx)
+    assert ex.max_tokens == 128
+    rows, _, _ = weft.dispatch(plan, x)
+    out, _ = weft.combine(plan, rows)
+    assert torch.equal(out, torch.where(idx >= 0, x, torch.zeros(())))
+    again, _, _ = weft.dispatch(old, old_x)  # a plan of before is as good as it was
+    assert torch.equal(again, before)
+    wide = torch.zeros(tokens, 5, dtype=torch.int64)
+    assert ex.plan(wide).topk == 5
+    assert ex.plan(routing_map=torch.ones(tokens, 4, dtype=torch.bool)).num_rows == 206
+
+
+def test_grows_when_one_rank_has_more_tokens(ranks):
+    ranks(growth, 2)
+
+
+def refusals(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 6, 2, 4)
+    bad = idx.clone()
+    if rank == 0:
+        bad[3, 1] = 4
+    texts = []
+    for call in (
+        lambda: ex.plan(bad),
+        lambda: ex.plan(idx.float() if rank == 0 else idx),
+        lambda: ex.plan(idx.double() if rank == 0 else idx),
+        lambda: ex.plan(idx, layout="sideways" if rank == 0 else "rank_major"),
+        lambda: ex.plan(torch.zeros(2, 33, dtype=torch.int64)),
+    ):
+        with pytest.raises(weft.InvalidArgument) as refused:
+            call()
+        texts.append(str(refused.value))
+        assert refused.value.code and isinstance(refused.value, ValueError)
+    plan = ex.plan(idx)
+    for call in (
+        lambda: weft.dispatch(plan, x[:5] if rank == 0 else x),
+        lambda: weft.dispatch(plan, x.double() if rank == 0 else x),
+        lambda: weft.combine(plan, torch.zeros(plan.num_rows + (rank == 0), HIDDEN)),
+    ):
+        with pytest.raises(weft.InvalidArgument) as refused:
+            call()
+        texts.append(str(refused.value))
+    rows, _, _ = weft.dispatch(plan, x)  # still usable
+    return texts
+
+
+def test_every_rank_raises_and_the_exchange_stays_usable(ranks):
+    first, second = ranks(refusals, 2)
+    assert "topk_idx[3, 1] = 4" in first[0] and "4" in second[0]
+    assert "rank 0 refused the call" in second[0]
+    assert "'sideways' is unknown" in first[3]
+
+
+def budget(rank, num_ranks, group):
+    num_experts, rows_given = 4, 12
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
+    x, idx, _ = inputs(rank, 20, 2, num_experts)
+    plan = ex.plan(idx, pad_multiple=4, row_budget=rows_given)
+    all_idx, all_x = oracle.gather(group, idx), oracle.gather(group, x)
+    slots = oracle.Slots(all_idx, num_experts, "expert_major", 4, 0, [rows_given] * num_ranks)
+    assert plan.num_rows == rows_given and plan.overflow.tolist() == [1]
+    assert plan.required_rows == slots.required[rank]
+    assert plan.num_rows_used.tolist() == [rows_given]
+    assert plan.rows_per_expert.tolist() == slots.counts[rank]
+    rows, _, _ = weft.dispatch(plan, x)
+    assert torch.equal(rows, oracle.dispatched(all_idx, slots, all_x, rank, num_experts))
+    out, _ = weft.combine(plan, rows)
+    kept = (slots.slots[rank] >= 0).sum(1, keepdim=True)
+    assert torch.allclose(out, x * kept)
+    roomy = ex.plan(idx, pad_multiple=4, row_budget=400)
+    assert roomy.overflow.tolist() == [0]
+    assert roomy.num_rows_used.tolist() == [roomy.required_rows]
+
+
+def test_budget_drops_the_last_slots(ranks):
+    ranks(budget, 2)
+
+
+def plans_out_of_order(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    made = []
+    for seed in range(5):
+        x, idx, _ = inputs(rank, 3 + 4 * seed, 2, 4, seed=seed)
+        plan = ex.plan(idx, layout="rank_major" if seed % 2 else "expert_major")
+        made.append((x, idx, plan, weft.dispatch(plan, x).rows))
+    for x, idx, plan, rows in reversed(made):
+        out, _ = weft.combine(plan, rows)
+        local = 4 // num_ranks
+        if plan.layout == "rank_major":
+            hit = [(idx // local == r).logical_and(idx >= 0).any(1) for r in range(num_ranks)]
+            count = torch.stack(hit).sum(0)
+        else:
+            count = (idx >= 0).sum(1)
+        assert torch.allclose(out, x * count[:, None])
+
+
+def test_many_plans_alive(ranks):
+    ranks(plans_out_of_order, 2)
+
+
+def bytes_of_any_kind(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 9, 2, 4)
+    plan = ex.plan(idx, layout="rank_major")
+    rows = weft.dispatch(plan, x).rows
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8):
+        got = weft.dispatch(plan, x.to(dtype)).rows
+        assert got.dtype == dtype
+        assert torch.equal(got.view(torch.uint8), rows.to(dtype).view(torch.uint8))
+
+
+def test_opaque_bytes(ranks):
+    ranks(bytes_of_any_kind, 2)
+
+
+def closed(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    _, idx, _ = inputs(rank, 9, 2, 4)
+    ex.plan(idx)
+    assert ex.stats()["num_plans"] == 1 and ex.footprint()["control_bytes"] > 0
+    ex.close()
+    with pytest.raises(weft.InvalidArgument, match="was closed"):
+        ex.plan(idx)
+    assert weft.Group.of(group) is ex.group
+
+
+def test_use_after_close(ranks):
+    ranks(closed, 2)
+
+
+def subgroups(rank, num_ranks, group):
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+    ex = weft.Exchange(mine, hidden=HIDDEN, num_experts=4)
+    assert (ex.rank, ex.num_ranks) == (rank // 2, 2)
+    exact_in = inputs(rank, 8, 2, 4)
+    plan = ex.plan(exact_in[1])
+    out, _ = weft.combine(plan, weft.dispatch(plan, exact_in[0]).rows)
+    assert torch.allclose(out, exact_in[0] * (exact_in[1] >= 0).sum(1, keepdim=True))
+
+
+def test_group_rank_decides_not_world_rank(ranks):
+    ranks(subgroups, 4)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a function of a test file on several ranks, each in a process of its own.
+
+The processes live on between tests: starting one costs seconds, calling one a millisecond. Each
+call gets a gloo process group of exactly the wanted size (also torch.distributed's default group).
+"""
+
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+DEADLINE = 60.0  # seconds a call may take
+
+
+def _load(path: str):
+    """The test module of a file, once per process."""
+    name = "ranks_" + path.replace("/", "_").replace(".", "_")
+    if name not in sys.modules:
+        for folder in (str(HERE), str(Path(path).parent)):
+            if folder not in sys.path:
+                sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _join(rank: int, num_ranks: int, store: str) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=40),
+    )
+
+
+def _serve(rank: int, pipe) -> None:
+    """The life of one process: answers calls until the pipe closes."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    joined = None
+    while True:
+        try:
+            store, num_ranks, path, function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            if joined != store:
+                _join(rank, num_ranks, store)
+                joined = store
+            body = getattr(_load(path), function)
+            answer = ("result", body(rank, num_ranks, dist.group.WORLD, *args))
+        except BaseException:  # whatever it was, the test shall show it
+            answer = ("error", traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list = []
+        self._folder = tempfile.TemporaryDirectory(prefix="weft_ranks_")
+        self._joined = (0, "")  # size and store of the group that is up
+        self._num_groups = 0
+
+    def __call__(self, body, num_ranks: int, *args) -> list:
+        self._start(num_ranks)
+        if self._joined[0] != num_ranks:
+            self._num_groups += 1
+            self._joined = (num_ranks, f"{self._folder.name}/store{self._num_groups}")
+        call = (self._joined[1], num_ranks, body.__code__.co_filename, body.__name__, args)
+        workers = self._workers[:num_ranks]
+        for _, pipe in workers:
+            pipe.send_bytes(pickle.dumps(call))
+        answers = self._collect(workers, time.monotonic() + DEADLINE)
+        faults = [f"rank {r}: {text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
+        if faults:
+            self.stop()  # the group may be out of step
+            pytest.fail("\n".join(faults), pytrace=False)
+        return [value for _, value in answers]
+
+    def _start(self, num_ranks: int) -> None:
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+        if len(self._workers) < num_ranks:
+            self._joined = (0, "")
+        while len(self._workers) < num_ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve, args=(len(self._workers), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self, workers, deadline: float) -> list:
+        answers = []
+        for rank, (process, pipe) in enumerate(workers):
+            if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                for late, _ in workers[rank:]:
+                    if late.is_alive():
+                        os.kill(late.pid, signal.SIGUSR1)  # prints its stacks
+                time.sleep(0.5)
+                self.stop()
+                pytest.fail(f"rank {rank} did not answer within {DEADLINE:.0f} s", pytrace=False)
+            try:
+                answers.append(pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                process.join(5)
+                answers.append(("error", f"the process ended with {process.exitcode}"))
+        return answers
+
+    def stop(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+        self._joined = (0, "")
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(body, num_ranks, *args)` -> the results of `body(rank, num_ranks, group, *args)`."""
+    pool = Ranks()
+    yield pool
+    pool.stop()
