@@ -2,7 +2,7 @@
 option(WEFT_TESTS "Build the tests" ON)
 option(WEFT_PROGRAM "Build the program weft" ON)
 option(WEFT_BENCH "Build the benchmarks" ON)
-option(WEFT_PYTHON "Build the Python module weft._core (needs nanobind, from PyPI)" OFF)
+option(WEFT_PYTHON_MODULE "Build the Python module weft._core (needs nanobind, from PyPI)" OFF)
 option(WEFT_FUZZ "Build the fuzz targets and only those tests (needs clang)" OFF)
 option(WEFT_ASSERT "Check internal invariants" ON)
 set(WEFT_CUDA "OFF" CACHE STRING "CUDA parts: OFF, AUTO (when nvcc is found) or ON (nvcc required)")
