@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole MoE layer around any token dispatcher: router, grouped SwiGLU experts, weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from weft.dispatcher import (
+    DispatcherConfig,
+    DispatcherGroups,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    MoETokenDispatcher,
+)
+
+Tensor = torch.Tensor
+
+DISPATCHERS = ("alltoall", "deepep", "hybridep", "uccl_ep")
+
+
+def make_dispatcher(
+    name: str, groups: DispatcherGroups, num_experts: int, topk: int
+) -> MoETokenDispatcher:
+    """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft."""
+    local = num_experts // groups.ep.size()
+    first = groups.ep.rank() * local
+    config = DispatcherConfig(
+        num_moe_experts=num_experts,
+        moe_router_topk=topk,
+        moe_token_dispatcher_type="alltoall" if name == "alltoall" else "flex",
+    )
+    if name != "alltoall":
+        config.moe_flex_dispatcher_backend = name
+    kind = MoEAlltoAllTokenDispatcher if name == "alltoall" else MoEFlexTokenDispatcher
+    return kind(local, list(range(first, first + local)), config.validate(), groups)
+
+
+class Experts(nn.Module):
+    """El SwiGLU experts. rows [P, H] by expert -> [P, H], each times its probability."""
+
+    def __init__(self, num_local: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(num_local, hidden, 2 * width))
+        self.down = nn.Parameter(torch.empty(num_local, width, hidden))
+
+    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+        gate, value = self._product(rows, self.up, counts).chunk(2, dim=-1)
+        act = functional.silu(gate) * value * probs.unsqueeze(-1).to(rows.dtype)
+        return self._product(act, self.down, counts)
+
+    def _product(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+        """One matrix product for each expert's rows."""
+        if rows.is_cuda and rows.dtype == torch.bfloat16:
+            ends = counts.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
+            return torch._grouped_mm(rows, weights, offs=ends)
+        parts = zip(rows.split(counts.tolist()), weights, strict=True)
+        return torch.cat([part @ weight for part, weight in parts])
+
+
+class MoELayer(nn.Module):
+    """x [T, H] -> [T, H]: top-k experts of a softmax router, weighted."""
+
+    def __init__(
+        self,
+        dispatcher: MoETokenDispatcher,
+        hidden: int,
+        width: int,
+        num_experts: int,
+        topk: int,
+    ) -> None:
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.topk = topk
+        self.num_experts = num_experts
+        self.router = nn.Linear(hidden, num_experts, bias=False)
+        self.experts = Experts(dispatcher.num_local_experts, hidden, width)
+
+    def reset(self, seed: int) -> None:
+        """The same weights for an expert, wherever it lives, and the same router everywhere."""
+        device = self.router.weight.device
+
+        def fill(weights: Tensor, key: int) -> None:
+            gen = torch.Generator().manual_seed(seed + key)
+            values = torch.randn(weights.shape, generator=gen) / weights.shape[0] ** 0.5
+            weights.copy_(values.to(device, weights.dtype))
+
+        with torch.no_grad():
+            fill(self.router.weight.T, 0)
+            for i, expert in enumerate(self.dispatcher.local_expert_indices):
+                fill(self.experts.up[i], 2 * expert + 1)
+                fill(self.experts.down[i], 2 * expert + 2)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """routing_map bool [T, E] and probs fp32 [T, E], zero off the map."""
+        scores = torch.softmax(self.router(x).float(), dim=-1)
+        chosen = scores.topk(self.topk, dim=-1).indices
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
+        return routing_map, scores * routing_map
+
+    def forward(self, x: Tensor) -> Tensor:
+        dispatcher = self.dispatcher
+        hidden, probs = dispatcher.dispatch_preprocess(x, *self.route(x))
+        rows, row_probs = dispatcher.token_dispatch(hidden, probs)
+        rows, counts, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+        rows = self.experts(rows, counts, row_probs)
+        hidden = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        return dispatcher.combine_postprocess(hidden)
