@@ -8,4 +8,5 @@ NB_MODULE(_core, m) {
   weft::py::bind_group(m);
   weft::py::bind_plan(m);
   weft::py::bind_exchange(m);
+  weft::py::bind_pool(m);
 }

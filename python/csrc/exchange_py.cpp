@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls run without the interpreter's lock and one at a time: forward and backward may come from
-// different threads.
 #include <memory>
-#include <mutex>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -10,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
+#include "calls_py.hpp"
 #include "tensor_py.hpp"
 #include "weft/error.hpp"
 #include "weft/exchange.hpp"
@@ -44,41 +42,6 @@ CallOptions call_of(uintptr_t stream, int num_sms) {
   call.num_sms = num_sms;
   return call;
 }
-
-class Calls {
- public:
-  Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
-
-  [[nodiscard]] const Exchange& exchange() const { return exchange_; }
-
-  // Arguments that cannot even be viewed are refused on all ranks too, by a call without any.
-  template <class Build, class Run, class Refuse>
-  auto call(const Build& build, const Run& run, const Refuse& refuse) {
-    using Arguments = decltype(build());
-    std::optional<Arguments> arguments;
-    try {
-      arguments.emplace(build());
-    } catch (const Error&) {
-      try {
-        locked(refuse);
-      } catch (const Error&) {  // as wanted; the reason is in the error that goes on
-      }
-      throw;
-    }
-    return locked([&](Exchange& exchange) { return run(exchange, *arguments); });
-  }
-
-  template <class Body>
-  auto locked(const Body& body) {
-    const nb::gil_scoped_release no_gil;
-    const std::scoped_lock lock(mutex_);
-    return body(exchange_);
-  }
-
- private:
-  std::mutex mutex_;
-  Exchange exchange_;
-};
 
 std::shared_ptr<Calls> make(
     const Group& group,

@@ -14,6 +14,7 @@ from weft import _core
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.plan import Plan
+from weft.pool import OutputPool
 
 Tensor = torch.Tensor
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,6 +96,7 @@ class Exchange:
             "timeout": timeout,
         }
         self._core: _core.Exchange | None = self._make()
+        self._pools: dict[_core.Exchange, OutputPool] = {}  # of this exchange and grown-out ones
 
     def _make(self) -> _core.Exchange:
         return _core.Exchange(
@@ -123,6 +125,7 @@ class Exchange:
     def close(self) -> None:
         """Lets go of the memory. Plans that are alive can still be used."""
         self._core = None
+        self._pools.clear()
 
     def plan(
         self,
@@ -270,10 +273,17 @@ class Exchange:
         return torch.cuda.current_stream(self.device).cuda_stream or 1
 
     def _allocate(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-        """Rows of an output: on a CPU in memory that peers can write, so that they are not staged.
+        """Rows of an output, in memory that peers can write, so that they are not staged.
 
-        On a GPU from torch's allocator, which knows the streams that still use a tensor."""
-        if self.device.type == "cuda" or not (dtype.itemsize == 1 or dtype in _FLOATS):
+        Inside a capture from the graph's own memory: its addresses must stay the graph's."""
+        is_payload = dtype.itemsize == 1 or dtype in _FLOATS  # anything else will be refused
+        if self.device.type == "cuda" and is_payload:
+            if not torch.cuda.is_current_stream_capturing():
+                if calls not in self._pools:
+                    self._pools[calls] = OutputPool(calls)
+                return self._pools[calls].empty(rows, cols, dtype, self.device)
+            is_payload = False
+        if not is_payload:
             return torch.empty((rows, cols), dtype=dtype, device=self.device)
         like = torch.empty((0, 1), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
         return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token dispatcher over torch.distributed alone: what every other one is compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .base import MoETokenDispatcher, check_experts
+from .capacity import get_align_size_for_quantization, get_capacity, pad_routing_map
+from .checks import expect
+from .collectives import all_to_all, gather_counts, gather_rows_of, reduce_scatter_rows
+from .config import option
+from .permute import permute, sort_chunks_by_idxs, unpermute
+
+Tensor = torch.Tensor
+
+
+class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
+    """Permute, all-to-all over EP, gather over TP, sort by expert; and all of it backwards.
+
+    Runs on any backend of torch.distributed that has an all-to-all with uneven splits, gloo on
+    CPUs included. Rows reach the experts by local expert, then TP source rank, then EP source
+    rank, then token. tokens_per_expert is int64 [El] on the CPU.
+
+    Counts of routes come to the host once per forward, all together, so that a GPU is waited for
+    there. Only drop-and-pad has sizes that are known beforehand: no wait, but T must be equal on
+    all ranks. Tokens may have fewer routes than top-k in every mode; the reference counts T * K
+    rows without a capacity factor, whatever the map says.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any,
+    ) -> None:
+        """local_expert_indices: this rank's experts, consecutive; EP rank r has the r-th share."""
+        super().__init__(config, pg_collection)
+        check_experts(num_local_experts, local_expert_indices)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self.num_experts: int = config.num_moe_experts
+        expect(
+            self.num_experts == num_local_experts * self.ep_size,
+            f"alltoall: {num_local_experts} local experts on {self.ep_size} ranks are not "
+            f"num_moe_experts = {self.num_experts}",
+        )
+        self.drop_and_pad: bool = option(config, "moe_pad_expert_input_to_capacity")
+        self.moe_expert_capacity_factor = option(config, "moe_expert_capacity_factor")
+        expect(
+            not self.drop_and_pad or self.moe_expert_capacity_factor is not None,
+            "moe_pad_expert_input_to_capacity: needs moe_expert_capacity_factor",
+        )
+        self.capacity: int | None = None
+        self.cudagraph_attrs = [
+            "routing_map",
+            "num_out_tokens",
+            "input_splits",
+            "output_splits",
+            "output_splits_tp",
+            "chunk_sizes",
+            "tokens_per_expert",
+            "reversed_local_input_permutation_mapping",
+        ]
+        # Chunks arrive by source, and inside a source by expert. chunk_order[i] is the place of
+        # the i-th chunk by expert; back_order undoes that.
+        num_sources = self.tp_size * self.ep_size
+        order = torch.arange(num_sources * num_local_experts)
+        self.chunk_order = order.reshape(num_sources, num_local_experts).T.ravel().tolist()
+        self.back_order = order.reshape(num_local_experts, num_sources).T.ravel().tolist()
+
+    def preprocess(self, routing_map: Tensor) -> Tensor:
+        """Collective. Sets the splits from bool [T, E]; returns tokens_per_expert."""
+        shape = (self.ep_size, self.tp_size, self.num_experts)
+        if self.drop_and_pad:
+            self.capacity = get_capacity(
+                routing_map.shape[0] * option(self.config, "moe_router_topk"),
+                self.num_experts,
+                self.moe_expert_capacity_factor,
+            )
+            counts = torch.full(shape, self.capacity)
+        else:
+            own = routing_map.sum(0, dtype=torch.int64)
+            counts = gather_counts(own, self.tp_ep_group).cpu().reshape(shape)
+        # counts[ep, tp, e]: routes of that source rank to expert e.
+        first = self.local_expert_indices[0]
+        here = counts[:, :, first : first + self.num_local_experts]
+        own = counts[self.ep_rank, self.tp_rank]
+        self.num_out_tokens = int(own.sum())
+        self.input_splits = own.reshape(self.ep_size, self.num_local_experts).sum(1).tolist()
+        self.output_splits = here[:, self.tp_rank].sum(1).tolist()
+        self.output_splits_tp = here.sum((0, 2)).tolist()
+        self.chunk_sizes = here.transpose(0, 1).reshape(-1)  # [TP * EP * El]
+        return here.sum((0, 1))
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Collective. [..., H] -> rows by expert [P, H] and their probabilities [P]."""
+        expect(probs.dim() == 2, "Expected 2D tensor for probs")
+        expect(routing_map.dim() == 2, "Expected 2D tensor for token2expert mask")
+        expect(routing_map.dtype == torch.bool, "Expected bool tensor for mask")
+        tokens = self._flatten(hidden_states)
+        if option(self.config, "moe_router_padding_for_quantization"):
+            # The added routes must not weigh anything, and the caller keeps its map.
+            probs = probs.masked_fill(~routing_map, 0)
+            align = get_align_size_for_quantization(self.config)
+            routing_map = pad_routing_map(routing_map.clone(), align)
+        self.routing_map = routing_map
+        self.tokens_per_expert = self.preprocess(routing_map)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states)
+        self.hidden_shape_before_permute = tokens.shape
+        permuted = permute(
+            tokens,
+            routing_map,
+            probs=probs,
+            num_out_tokens=self.num_out_tokens,
+            fused=option(self.config, "moe_permute_fusion"),
+            drop_and_pad=self.drop_and_pad,
+        )
+        self.reversed_local_input_permutation_mapping = permuted.row_token
+        return permuted.rows, permuted.probs
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Collective. Rows and probabilities over EP: tokens first, then probabilities."""
+        splits = self.output_splits, self.input_splits
+        rows = all_to_all(hidden_states, self.ep_group, *splits)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc1_forward_and_act(rows)
+        return rows, all_to_all(probs, self.ep_group, *splits)
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective with TP. Returns rows [N, H] by expert, tokens_per_expert, probs [N]."""
+        rows = gather_rows_of(hidden_states, self.tp_group, self.output_splits_tp)
+        probs = gather_rows_of(probs, self.tp_group, self.output_splits_tp)
+        self._probs_dtype = probs.dtype
+        if self.num_local_experts > 1:
+            rows, probs = sort_chunks_by_idxs(rows, self.chunk_sizes, self.chunk_order, probs)
+        return rows, self.tokens_per_expert, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Collective with TP. Rows by expert [N, H] back to the order of their arrival."""
+        rows = hidden_states
+        if self.num_local_experts > 1:
+            by_expert = self.chunk_sizes[self.chunk_order]
+            rows, _ = sort_chunks_by_idxs(rows, by_expert, self.back_order)
+        # At least fp32, so that partial results are rounded once; fp64 if the router wants it.
+        sum_dtype = torch.promote_types(self._probs_dtype, torch.float32)
+        return reduce_scatter_rows(rows, self.tp_group, self.output_splits_tp, sum_dtype)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """Collective. Rows over EP to the ranks that they came from."""
+        rows = all_to_all(hidden_states, self.ep_group, self.input_splits, self.output_splits)
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(rows)
+            self.shared_experts.post_forward_comm()
+        return rows
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows to tokens, in the shape of the input, with the shared experts' output added."""
+        tokens = unpermute(
+            hidden_states,
+            self.reversed_local_input_permutation_mapping,
+            restore_shape=self.hidden_shape_before_permute,
+            routing_map=self.routing_map,
+            fused=option(self.config, "moe_permute_fusion"),
+            drop_and_pad=self.drop_and_pad,
+        )
+        return self._restore(tokens)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every token dispatcher offers to the layer around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import expect
+from .config import option
+from .groups import groups_of, rank_in, size_of
+
+Tensor = torch.Tensor
+
+
+class MoETokenDispatcher:
+    """Moves tokens to their experts and back in six phases, called in this order.
+
+        hidden, probs = dispatch_preprocess(hidden, routing_map, probs)
+        rows, row_probs = token_dispatch(hidden, probs)
+        rows, tokens_per_expert, row_probs = dispatch_postprocess(rows, row_probs)
+        ... experts on `rows`, times row_probs ...
+        rows = combine_preprocess(rows)
+        hidden = token_combine(rows)
+        hidden = combine_postprocess(hidden)
+
+    hidden [..., H] with T tokens in all; routing_map bool [T, E]; probs [T, E] of any float dtype.
+    T may differ on every rank and be zero, but every rank of the group calls every phase.
+    The two token phases are collective; a schedule may run them on a stream of their own, and may
+    hand detached tensors from phase to phase.
+    With tensor parallelism every TP rank of an expert gets the token, and the results are summed.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        """config: any object with (some of) the attributes of DispatcherConfig.
+        pg_collection: see `groups_of`."""
+        groups = groups_of(pg_collection)
+        self.config = config
+        self.ep_group = groups.ep
+        self.tp_group = groups.expt_tp  # the tensor parallelism of the experts
+        self.tp_ep_group = groups.tp_ep
+        self.ep_size = size_of(self.ep_group)
+        self.ep_rank = rank_in(self.ep_group)
+        self.tp_size = size_of(self.tp_group)
+        self.tp_rank = rank_in(self.tp_group)
+        self.shared_experts: Any = None
+        self.use_nccl_stream = False
+        self.hidden_shape: torch.Size | None = None
+        # Attributes that the phases after dispatch_preprocess read, for schedules that replay it.
+        self.cudagraph_attrs: list[str] = []
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def set_shared_experts(self, shared_experts: Any) -> None:
+        """Has the dispatcher run these experts beside its communication.
+
+        They have pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
+        post_forward_comm and get_output. Raises AssertionError without
+        moe_shared_expert_overlap.
+        """
+        expect(
+            option(self.config, "moe_shared_expert_overlap"),
+            "set_shared_experts: the overlap is off (set moe_shared_expert_overlap)",
+        )
+        self.shared_experts = shared_experts
+        self.use_nccl_stream = True
+
+    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
+        """Communication memory that the experts could write into: none."""
+        return None, None
+
+    def _flatten(self, hidden_states: Tensor) -> Tensor:
+        """[..., H] -> [T, H]; the shape is kept for `_restore`."""
+        self.hidden_shape = hidden_states.shape
+        hidden = hidden_states.shape[-1]
+        return hidden_states.reshape(hidden_states.numel() // max(hidden, 1), hidden)
+
+    def _restore(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> the shape of the input, with the output of the shared experts added."""
+        hidden_states = hidden_states.reshape(self.hidden_shape)
+        if self.shared_experts is None:
+            return hidden_states
+        return hidden_states + self.shared_experts.get_output().reshape(self.hidden_shape)
+
+
+def check_experts(num_local_experts: int, local_expert_indices: list[int]) -> None:
+    """Raises AssertionError unless these are `num_local_experts` consecutive experts."""
+    expect(num_local_experts > 0, "Expected at least one expert")
+    expect(len(local_expert_indices) == num_local_experts, "Invalid local expert indices")
+    first = local_expert_indices[0]
+    expect(
+        list(local_expert_indices) == list(range(first, first + num_local_experts)),
+        "local_expert_indices must be continuous",
+    )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, then a permute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import backends
+from .capacity import get_align_size_for_quantization, pad_routing_map
+from .checks import expect
+from .config import option
+from .manager import _DispatchManager, as_float32, chosen_experts
+from .multihot import indices_to_multihot
+from .permute import permute, unpermute
+
+Tensor = torch.Tensor
+
+_logger = logging.getLogger(__name__)
+
+
+class _DeepepManager(_DispatchManager):
+    """Any number of tokens on any rank, zero included; nothing is padded on the way.
+
+    Differs from the references where they go wrong: a choice that the routing map does not have
+    (a masked token, a dropped one) is sent nowhere, with or without a capacity factor; and
+    padding of the router is left out where there are too few rows for it, in both families.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        router_topk: int,
+        permute_fusion: bool = False,
+        capacity_factor: float | None = None,
+        num_experts: int | None = None,
+        num_local_experts: int | None = None,
+        router_dtype: str | None = None,
+        moe_router_expert_pad_multiple: int | None = None,
+        _dispatch_fn: Callable[..., Any] | None = None,
+        _combine_fn: Callable[..., Any] | None = None,
+        *,
+        config: Any = None,
+    ) -> None:
+        """NeMo Automodel's arguments; with `config`, Megatron-LM's: group, router_topk,
+        num_experts and num_local_experts by keyword, everything else from the config.
+
+        router_topk and num_experts count every TP rank. `_dispatch_fn` and `_combine_fn` take the
+        place of fused_dispatch and fused_combine.
+        Raises ImportError without a dispatch function, ValueError for drop-and-pad.
+        """
+        if _dispatch_fn is None or _combine_fn is None:
+            functions = backends.backend("deepep")
+            _dispatch_fn = _dispatch_fn or functions.dispatch
+            _combine_fn = _combine_fn or functions.combine
+        if _dispatch_fn is None:
+            raise ImportError(
+                "Neither DeepEP nor UCCL-EP is installed. (weft.fused_a2a has no fused_dispatch)"
+                if config is None
+                else "DeepEP is not installed. (weft.fused_a2a has no fused_dispatch)"
+            )
+        self._dispatch_fn, self._combine_fn = _dispatch_fn, _combine_fn
+        self.group = group
+        self.config = config
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.num_local_experts = num_local_experts
+        self.permute_fusion = permute_fusion
+        self.capacity_factor = capacity_factor
+        self.router_dtype = router_dtype
+        self.align_size = 0  # the experts' wish; rows are padded to it by a fused permute
+        self.pad_multiple = moe_router_expert_pad_multiple  # of the routing map
+        if config is not None:
+            self._read(config)
+        self.token_indices: Tensor | None = None
+
+    def _read(self, config: Any) -> None:
+        if option(config, "moe_pad_expert_input_to_capacity"):
+            raise ValueError(
+                "moe_pad_expert_input_to_capacity: this flex backend has no fixed sizes "
+                "(use 'hybridep' or the alltoall dispatcher)"
+            )
+        self.permute_fusion = option(config, "moe_permute_fusion")
+        self.capacity_factor = option(config, "moe_expert_capacity_factor")
+        self.router_dtype = option(config, "moe_router_dtype")
+        self.align_size = get_align_size_for_quantization(config)
+        if option(config, "moe_router_padding_for_quantization"):
+            self.pad_multiple = self.align_size
+
+    def setup_metadata(self, routing_map: Tensor | int, probs: Tensor) -> None:
+        """Megatron-LM: routing map and probs [T, G, El]. NeMo Automodel: T and probs; choices of
+        probability 0 are none then."""
+        num_tokens = probs.shape[0] if isinstance(routing_map, torch.Tensor) else routing_map
+        shape = (num_tokens, self.num_experts)
+        if isinstance(routing_map, torch.Tensor):
+            routing_map = routing_map.reshape(shape)
+        else:
+            routing_map = None
+        self.token_probs, self.token_indices = chosen_experts(
+            routing_map, probs.reshape(shape), self.router_topk
+        )
+
+    def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
+        self.token_indices, self.token_probs = token_indices, token_probs
+
+    def dispatch(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tensor:
+        probs = as_float32(self.token_probs, None if self.config is None else "DeepEP")
+        self.token_probs = probs.detach()  # or the router's graph would live until the next pass
+        (
+            rows,
+            self.dispatched_indices,
+            self.dispatched_probs,
+            self.tokens_per_expert,
+            self.handle,
+        ) = self._dispatch_fn(
+            hidden_states,
+            self.token_indices,
+            probs,
+            self.num_experts,
+            self.group,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+        return rows
+
+    def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.dispatched_indices, self.dispatched_probs
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        routing_map, probs = indices_to_multihot(
+            self.dispatched_indices, self.dispatched_probs, self.num_local_experts
+        )
+        if self.pad_multiple:
+            routing_map = self._pad(routing_map)
+        expect(probs.dtype == torch.float32, "DeepEP only supports float32 probs")
+        self.dispatched_routing_map = routing_map
+        self.hidden_shape_before_permute = hidden_states.shape
+        permuted = permute(
+            hidden_states,
+            routing_map,
+            probs=probs,
+            num_out_tokens=int(self.tokens_per_expert.sum()),  # on the CPU: no wait
+            fused=self.permute_fusion,
+            tokens_per_expert=self.tokens_per_expert,
+            align_size=self.align_size,
+        )
+        self.reversed_mapping_for_combine = permuted.row_token
+        self.pad_offsets = permuted.pad_offsets
+        if permuted.tokens_per_expert is not None:
+            self.tokens_per_expert = permuted.tokens_per_expert
+        row_probs = permuted.probs
+        if self.router_dtype == "fp64":
+            row_probs = row_probs.double()
+        return permuted.rows, row_probs
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        return unpermute(
+            hidden_states,
+            self.reversed_mapping_for_combine,
+            restore_shape=self.hidden_shape_before_permute,
+            routing_map=self.dispatched_routing_map,
+            fused=self.permute_fusion,
+            pad_offsets=self.pad_offsets,
+        )
+
+    def combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> Tensor:
+        hidden_states, _ = self._combine_fn(
+            hidden_states,
+            self.group,
+            self.handle,
+            async_finish=async_finish,
+            allocate_on_comm_stream=allocate_on_comm_stream,
+        )
+        self.handle = self.dispatched_indices = self.dispatched_probs = None
+        return hidden_states
+
+    def _pad(self, routing_map: Tensor) -> Tensor:
+        """Adds rows of probability 0 until counts are multiples, if there are enough rows."""
+        counts = -(-self.tokens_per_expert // self.pad_multiple) * self.pad_multiple
+        if counts.numel() and int(counts.max()) > routing_map.shape[0]:
+            _logger.warning(
+                "Not enough tokens to pad. (%d rows, multiples of %d: left to the experts)",
+                routing_map.shape[0],
+                self.pad_multiple,
+            )
+            return routing_map
+        self.tokens_per_expert = counts
+        return pad_routing_map(routing_map, self.pad_multiple)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drop-and-pad behind a dispatch that groups rows by expert: every expert's block has one size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .capacity import get_capacity
+from .groups import size_of
+from .rows import gather_rows, sum_rows
+
+Tensor = torch.Tensor
+
+
+def limit_to_capacity(routing_map: Tensor, probs: Tensor, capacity: int) -> Tensor:
+    """The map with at most `capacity` entries for each expert, the first ones.
+
+    Entries of probability 0 go too: routers set them to fill an expert up to its capacity, which
+    needs no tokens here.
+    """
+    is_routed = routing_map & (probs.detach() != 0)
+    return is_routed & (is_routed.cumsum(0) <= capacity)
+
+
+class FixedCapacity:
+    """Rows arrive in blocks as long as they happen to be, and are spread to equal blocks.
+
+    Zero rows, which no link has to carry, fill the blocks. Nothing waits for a GPU.
+    """
+
+    def __init__(self, per_source: int, per_expert: int, num_local_experts: int) -> None:
+        """per_source: rows of one expert from one rank; per_expert: from all of them, padded."""
+        self.per_source = per_source
+        self.per_expert = per_expert
+        self.num_rows = per_expert * num_local_experts
+        self.tokens_per_expert = torch.full((num_local_experts,), per_expert)
+        self._arrived: Tensor | None = None  # int64 [num_rows]: the arrived row of each, or P
+        self._num_arrived = 0
+
+    @staticmethod
+    def of(manager: Any, num_tokens: int) -> FixedCapacity:
+        """The blocks for `num_tokens` tokens on every rank.
+
+        Top-k and experts both count every TP rank, so that the capacity does not depend on TP;
+        the reference divides one of them alone, which makes it TP times too small.
+        """
+        per_source = get_capacity(
+            num_tokens * manager.router_topk, manager.num_experts, manager.capacity_factor
+        )
+        align = manager.align_size or 1
+        per_expert = -(-per_source * size_of(manager.group) // align) * align
+        return FixedCapacity(per_source, per_expert, manager.num_local_experts)
+
+    def spread(self, rows: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [P, H], probs [P], int64 counts [El] -> rows [num_rows, H], probs [num_rows]."""
+        self._num_arrived = rows.shape[0]
+        counts = counts.to(rows.device, non_blocking=True)
+        begin = counts.cumsum(0) - counts
+        place = torch.arange(self.per_expert, device=rows.device)
+        arrived = begin.unsqueeze(1) + place
+        arrived = arrived.masked_fill(place >= counts.unsqueeze(1), self._num_arrived)
+        self._arrived = arrived.reshape(-1)
+        probs = gather_rows(probs.unsqueeze(1), self._arrived, has_absent=True)
+        return gather_rows(rows, self._arrived, has_absent=True), probs.squeeze(1)
+
+    def gather_back(self, rows: Tensor) -> Tensor:
+        """Rows in equal blocks [num_rows, H] -> the places where they arrived [P, H]."""
+        return sum_rows(rows, self._arrived, self._num_arrived, has_absent=True)

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token dispatcher over Weft: one exchange over all ranks of TP x EP."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from . import backends
+from .base import MoETokenDispatcher, check_experts
+from .config import num_sms, option
+from .deepep import _DeepepManager
+from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
+from .manager import _DispatchManager
+from .nemo import NemoPhases
+
+Tensor = torch.Tensor
+
+
+class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
+    """For Megatron-LM's layer and, with the phases of `NemoPhases`, for NeMo Automodel's.
+
+    Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move one row per token and rank
+    and permute afterwards; "hybridep" moves rows straight to their place by expert. All of them
+    take different T on every rank, zero included, with no all-reduce, no wait and no padding for
+    it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have no
+    effect. All of them work with one rank, which the references refuse for "deepep". A token has
+    at most 32 routes, TP ranks counted.
+
+    A token goes to every TP rank of an expert (rank EP * TP + TP rank of the group), with its
+    probability; combine adds up what the TP ranks computed.
+    """
+
+    # NeMo Automodel shares one manager among layers: the last one made for each backend.
+    shared_deepep_manager: ClassVar[_DispatchManager | None] = None
+    shared_hybridep_manager: ClassVar[_DispatchManager | None] = None
+    shared_uccl_manager: ClassVar[_DispatchManager | None] = None
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        ep_group: Any = None,
+    ) -> None:
+        """pg_collection: Megatron-LM's groups (ep, expt_tp, tp_ep), or NeMo Automodel's process
+        group, which may also be given as `ep_group`.
+
+        Raises ValueError for an unknown backend, ImportError where its functions are missing.
+        """
+        super().__init__(config, ep_group if pg_collection is None else pg_collection)
+        check_experts(num_local_experts, local_expert_indices)
+        self.group = self.tp_ep_group
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self.num_experts: int = config.num_moe_experts
+        self.hybridep_metadata_processor: _HybridEPMetadataProcessor | None = None
+        name = option(config, "moe_flex_dispatcher_backend")
+        if name not in ("deepep", "hybridep", "uccl_ep"):
+            raise ValueError(
+                f"Invalid backend: {name}. Please set moe_flex_dispatcher_backend='deepep', "
+                "'hybridep', or 'uccl_ep'"
+            )
+        self._is_by_expert = name == "hybridep"
+        self._comm_manager = self._expert_rows() if self._is_by_expert else self._rank_rows(name)
+        routing = "routing_map" if self._is_by_expert else "token_indices"
+        self.cudagraph_attrs = ["_comm_manager.token_probs", f"_comm_manager.{routing}"]
+
+    def _rank_rows(self, name: str) -> _DispatchManager:
+        functions = backends.backend(name)
+        if functions.set_num_sms is not None:
+            functions.set_num_sms(num_sms(self.config, "moe_deepep_num_sms") or 20)
+        arguments = self._common_arguments()
+        if name == "uccl_ep":
+            arguments.update(_dispatch_fn=functions.dispatch, _combine_fn=functions.combine)
+        arguments["moe_router_expert_pad_multiple"] = option(
+            self.config, "moe_router_expert_pad_multiple"
+        )
+        shared = "shared_uccl_manager" if name == "uccl_ep" else "shared_deepep_manager"
+        return self._make(_DeepepManager, shared, arguments)
+
+    def _expert_rows(self) -> _DispatchManager:
+        self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
+            self.tp_size * self.num_experts, option(self.config, "moe_permute_fusion")
+        )
+        return self._make(_HybridEPManager, "shared_hybridep_manager", self._common_arguments())
+
+    def _common_arguments(self) -> dict[str, Any]:
+        return {
+            "group": self.tp_ep_group,
+            "router_topk": self.tp_size * option(self.config, "moe_router_topk"),
+            "num_experts": self.tp_size * self.num_experts,
+            "num_local_experts": self.num_local_experts,
+            "config": self.config,
+        }
+
+    def _make(self, kind: type, shared_name: str, arguments: dict[str, Any]) -> _DispatchManager:
+        if not option(self.config, "moe_share_token_dispatcher"):
+            return kind(**arguments)
+        # A manager of other arguments would send tokens of this model over another one's group;
+        # the reference hands it out all the same.
+        shared = getattr(MoEFlexTokenDispatcher, shared_name)
+        if shared is None or getattr(shared, "made_with", None) != arguments:
+            shared = kind(**arguments)
+            shared.made_with = arguments
+            setattr(MoEFlexTokenDispatcher, shared_name, shared)
+        return shared
+
+    def _initialize_metadata(self, per_expert: Tensor) -> Tensor:
+        """[T, E] -> [T, ranks of TP x EP, El]: every TP rank of an expert gets its entry."""
+        num_tokens = per_expert.shape[0]
+        shape = (num_tokens, self.ep_size, self.tp_size, self.num_local_experts)
+        spread = per_expert.reshape(num_tokens, self.ep_size, 1, self.num_local_experts)
+        ranks = self.ep_size * self.tp_size
+        return spread.expand(shape).reshape(num_tokens, ranks, self.num_local_experts)
+
+    def dispatch_preprocess(
+        self,
+        hidden_states: Tensor,
+        routing_map: Tensor | int | None = None,
+        probs: Tensor | None = None,
+        *,
+        num_local_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [..., H], routing_map bool [T, E], probs [T, E] -> hidden [T, H] and the
+        probabilities that travel.
+
+        In place of the map NeMo Automodel gives the number of tokens: every expert of non-zero
+        probability is a route then.
+        """
+        if isinstance(routing_map, int):
+            routing_map, num_local_tokens = None, routing_map
+        if routing_map is None:
+            return self._preprocess_probs(hidden_states, num_local_tokens, probs)
+        tokens = self._flatten(hidden_states)
+        self._comm_manager.setup_metadata(
+            self._initialize_metadata(routing_map), self._initialize_metadata(probs)
+        )
+        return tokens, self._comm_manager.token_probs
+
+    def token_dispatch(
+        self,
+        hidden_states: Tensor,
+        probs: Tensor | None = None,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Collective. [T, H] -> received rows and their probabilities.
+
+        probs, if given, replaces the probabilities of dispatch_preprocess (a detached copy).
+        """
+        if self.shared_experts is not None:
+            self.shared_experts.wait_current_stream()
+        if probs is not None:
+            self._comm_manager.token_probs = probs
+        rows = self._comm_manager.dispatch(hidden_states, async_finish, allocate_on_comm_stream)
+        if self.shared_experts is not None:
+            self.shared_experts.pre_forward_comm(hidden_states, wait_current_stream=False)
+            self.shared_experts.linear_fc1_forward_and_act(rows)
+        return rows, self._comm_manager.dispatched_probs
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Received rows -> rows by expert [P, H], tokens_per_expert int64 [El], probs [P]."""
+        if probs is not None:
+            self._comm_manager.dispatched_probs = probs
+        rows, row_probs = self._comm_manager.get_permuted_hidden_states_by_experts(hidden_states)
+        return rows, self._comm_manager.get_number_of_tokens_per_expert(), row_probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Rows by expert [P, H] -> rows as they were received."""
+        return self._comm_manager.get_restored_hidden_states_by_experts(hidden_states)
+
+    def token_combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> Tensor:
+        """Collective. Rows -> [T, H], summed over the ranks, unweighted."""
+        return self._comm_manager.combine(hidden_states, async_finish, allocate_on_comm_stream)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """[T, H] -> the shape of the input, with the shared experts' output added."""
+        if self.shared_experts is not None:
+            self.shared_experts.linear_fc2_forward(hidden_states)
+            self.shared_experts.post_forward_comm()
+        return self._restore(hidden_states)
+
+    # Row budgets.
+
+    def check_over_budget(self) -> Tensor | None:
+        """bool [1] where the tokens are: whether this rank's row budget ran out since the last
+        reset. None without a budget or before the first dispatch. Does not wait for a GPU."""
+        return getattr(self._comm_manager, "over_budget", None)
+
+    def reset_over_budget(self) -> None:
+        flag = self.check_over_budget()
+        if flag is not None:
+            flag.zero_()
+
+    def check_required_capacity(self) -> None:
+        """Rows that would have been needed: not known without a wait, so None."""
+        return None
+
+    def grow_ep_recv_capacity(self, num_rows: int) -> None:
+        """Row budgets are at least `num_rows` from now on.
+
+        Raises ValueError unless that is growth, and for a backend without a budget.
+        """
+        if not self._is_by_expert:
+            raise ValueError("grow: this backend has no row budget (use 'hybridep')")
+        self._comm_manager.grow_recv_capacity(num_rows)
+
+    def invalidate_ep_bootstrap(self) -> None:
+        """Nothing to invalidate: exchanges grow by themselves."""

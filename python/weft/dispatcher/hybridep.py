@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flex backend of HybridEP: rows arrive by expert, padded, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import backends
+from .capacity import get_align_size_for_quantization
+from .config import num_sms, option
+from .fixed_capacity import FixedCapacity, limit_to_capacity
+from .manager import _DispatchManager, as_float32
+from .multihot import indices_to_multihot
+
+Tensor = torch.Tensor
+
+
+class _HybridEPMetadataProcessor(torch.nn.Module):
+    """Top-k choices to flags: int64 and float [T, K] -> bool [T, E], fp32 [T, E]; -1 is dropped."""
+
+    def __init__(self, num_experts: int, permute_fusion: bool = False) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.permute_fusion = permute_fusion  # changes nothing
+
+    def forward(self, token_indices: Tensor, token_probs: Tensor) -> tuple[Tensor, Tensor]:
+        return indices_to_multihot(token_indices, token_probs.float(), self.num_experts)
+
+
+class _HybridEPManager(_DispatchManager):
+    """Any number of tokens on any rank, zero included: counts travel with the tokens, so there is
+    no all-reduce for a maximum, no wait for it and no padding. The flags that ask the reference
+    for that padding are accepted and do nothing; input that is padded already works.
+
+    Three modes. Exact: as many rows as arrive. Row budget (moe_expert_rank_capacity_factor): a
+    fixed number of rows, no wait for a GPU; what does not fit is dropped, and `over_budget` says
+    so. The budget is T * (choices of a token, every TP rank counted) * factor: the reference
+    forgets the TP ranks, which makes it TP times too small. T is moe_max_tokens_per_rank where
+    that is set and larger; set it where ranks bring different numbers of tokens.
+    Fixed capacity (drop-and-pad): see `FixedCapacity`; T must be equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_local_experts: int,
+        num_experts: int,
+        router_topk: int | None = None,
+        permute_fusion: bool = False,
+        moe_hybridep_num_sms: int | None = 24,
+        *,
+        config: Any = None,
+        _dispatch_fn: Callable[..., Any] | None = None,
+        _combine_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """NeMo Automodel's arguments; with `config`, Megatron-LM's: group, num_local_experts and
+        num_experts, everything else from the config.
+
+        router_topk and num_experts count every TP rank. `_dispatch_fn` and `_combine_fn` take the
+        place of hybrid_ep_dispatch and hybrid_ep_combine.
+        Raises ImportError without a dispatch function, ValueError for drop-and-pad without a
+        capacity factor.
+        """
+        if router_topk is not None and not isinstance(router_topk, int):
+            config, router_topk = router_topk, None  # Megatron-LM's fourth argument
+        functions = backends.backend("hybridep") if None in (_dispatch_fn, _combine_fn) else None
+        self._dispatch_fn = _dispatch_fn or functions.dispatch
+        self._combine_fn = _combine_fn or functions.combine
+        if self._dispatch_fn is None:
+            raise ImportError(
+                "HybridEP is not installed. (weft.fused_a2a has no hybrid_ep_dispatch)"
+            )
+        self.group = group
+        self.config = config
+        self.num_local_experts = num_local_experts
+        self.num_experts = num_experts
+        self.router_topk = router_topk
+        self.permute_fusion = permute_fusion
+        self.moe_hybridep_num_sms = moe_hybridep_num_sms
+        self.moe_expert_rank_capacity_factor: float | None = None
+        self.drop_and_pad = False
+        self.align_size = 0
+        self._extra: dict[str, Any] = {}  # further arguments of the dispatch function
+        if config is not None:
+            self._read(config)
+
+        self.routing_map: Tensor | None = None
+        self.num_permuted_tokens: int | None = None
+        self.pad_multiple: int | None = None
+        self.over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
+        self._grown_budget = 0
+        self._original_num_tokens: int | None = None
+        self._padded_num_tokens: int | None = None
+        self._fixed: FixedCapacity | None = None
+
+    def _read(self, config: Any) -> None:
+        if self.router_topk is None:
+            tp_size = self.num_experts // config.num_moe_experts
+            self.router_topk = tp_size * option(config, "moe_router_topk")
+        self.permute_fusion = option(config, "moe_permute_fusion")
+        self.moe_hybridep_num_sms = num_sms(config, "moe_hybridep_num_sms")
+        self.moe_expert_rank_capacity_factor = option(config, "moe_expert_rank_capacity_factor")
+        self.align_size = get_align_size_for_quantization(config)
+        self.drop_and_pad = option(config, "moe_pad_expert_input_to_capacity")
+        self.capacity_factor = option(config, "moe_expert_capacity_factor")
+        if self.drop_and_pad and self.capacity_factor is None:
+            raise ValueError(
+                "moe_pad_expert_input_to_capacity: there is no capacity to pad to "
+                "(set moe_expert_capacity_factor)"
+            )
+        if option(config, "moe_permute_fusion_into_hybridep"):
+            self._extra["fused"] = True
+            self._extra["num_sms_preprocessing_api"] = option(
+                config, "moe_hybridep_num_sms_preprocessing"
+            )
+        for name in ("num_blocks_permute", "num_blocks_unpermute"):
+            if option(config, f"moe_hybridep_{name}") is not None:
+                self._extra[name] = option(config, f"moe_hybridep_{name}")
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        shape = (routing_map.shape[0], self.num_experts)
+        self._set(routing_map.reshape(shape), probs.reshape(shape))
+
+    def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
+        self._set(*indices_to_multihot(token_indices, token_probs, self.num_experts))
+
+    def _set(self, routing_map: Tensor, probs: Tensor) -> None:
+        num_tokens = routing_map.shape[0]
+        self._original_num_tokens = self._padded_num_tokens = num_tokens
+        if self.drop_and_pad:
+            self._fixed = FixedCapacity.of(self, num_tokens)
+            routing_map = limit_to_capacity(routing_map, probs, self._fixed.per_source)
+        self.routing_map, self.token_probs = routing_map, probs
+
+    def dispatch(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        # Computed anew each time: activation checkpointing dispatches twice before one combine.
+        self.pad_multiple = self.align_size or None
+        budget = self._row_budget(hidden_states.shape[0])
+        if self._fixed is not None:
+            self.pad_multiple, budget = None, self._fixed.num_rows
+        probs = as_float32(self.token_probs, None if self.config is None else "HybridEP")
+        self.token_probs = probs.detach()  # or the router's graph would live until the next pass
+        arguments = {
+            "x": hidden_states,
+            "routing_map": self.routing_map,
+            "probs": probs,
+            "group": self.group,
+            "num_local_experts": self.num_local_experts,
+            "num_sms_dispatch_api": self.moe_hybridep_num_sms,
+            "num_sms_combine_api": self.moe_hybridep_num_sms,
+            "num_permuted_tokens": budget,
+            "pad_multiple": self.pad_multiple,
+        }
+        rows, self.dispatched_probs, _, counts, self.handle = self._dispatch_fn(
+            **arguments, **self._extra
+        )
+        if self.moe_expert_rank_capacity_factor is not None:
+            self._note_overflow(self.handle[-1])
+        self.tokens_per_expert = counts.to(torch.int64)
+        # The rows say how many there are; the sum of the counts could be on a GPU.
+        self.num_permuted_tokens = rows.shape[0]
+        if self._fixed is not None:
+            rows, self.dispatched_probs = self._fixed.spread(
+                rows, self.dispatched_probs, self.tokens_per_expert
+            )
+            self.tokens_per_expert = self._fixed.tokens_per_expert
+        return rows
+
+    def combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        if self._fixed is not None:
+            hidden_states = self._fixed.gather_back(hidden_states)
+        is_fused = {"fused": True} if "fused" in self._extra else {}
+        tokens = self._combine_fn(
+            x=hidden_states,
+            handle=self.handle,
+            num_permuted_tokens=self.num_permuted_tokens,
+            pad_multiple=self.pad_multiple,
+            **is_fused,
+        )
+        self.handle = self.num_permuted_tokens = None
+        self.dispatched_probs = self.dispatched_probs.detach()
+        self._original_num_tokens = self._padded_num_tokens = self._fixed = None
+        return tokens
+
+    def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
+        return None, self.dispatched_probs
+
+    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, self.dispatched_probs
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def grow_recv_capacity(self, num_rows: int) -> None:
+        """Row budgets are at least `num_rows` from now on.
+
+        Raises ValueError unless that is more than the last such number.
+        """
+        if num_rows <= self._grown_budget:
+            raise ValueError(
+                f"grow: {num_rows} rows are no growth (expected more than {self._grown_budget})"
+            )
+        self._grown_budget = num_rows
+
+    def _row_budget(self, num_tokens: int) -> int | None:
+        factor = self.moe_expert_rank_capacity_factor
+        if factor is None:
+            return None
+        num_tokens = max(num_tokens, option(self.config, "moe_max_tokens_per_rank") or 0)
+        rows = max(int(num_tokens * self.router_topk * factor), self._grown_budget)
+        align = self.align_size or 1
+        return -(-rows // align) * align
+
+    def _note_overflow(self, overflow: Tensor) -> None:
+        if self.over_budget is None or self.over_budget.device != overflow.device:
+            self.over_budget = torch.zeros(1, dtype=torch.bool, device=overflow.device)
+        self.over_budget |= overflow != 0

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU outputs in memory that peers write straight into, under torch's own allocator."""
+
+from __future__ import annotations
+
+import torch
+
+from weft import _core
+
+
+class OutputPool:
+    """A torch.cuda.MemPool whose segments an exchange gives.
+
+    torch keeps book of the streams that still use a tensor and hands memory out again in their
+    order; the exchange recognises its own memory and has no need to stage rows.
+    """
+
+    def __init__(self, calls: _core.Exchange) -> None:
+        self._calls = calls
+        allocator = torch.cuda.memory.CUDAPluggableAllocator(
+            _core.__file__, "weft_pool_malloc", "weft_pool_free"
+        )
+        self._allocator = allocator  # as long as the pool
+        self._pool = torch.cuda.MemPool(allocator.allocator())
+
+    def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[rows, cols], contents undefined, for the current stream."""
+        _core.give_segments(self._calls)
+        try:
+            with torch.cuda.use_mem_pool(self._pool, device=device):
+                return torch.empty((rows, cols), dtype=dtype, device=device)
+        finally:
+            _core.give_segments(None)
