@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times Weft from Python on GPUs: its calls, and a whole MoE layer against alltoall over NCCL.
+
+    torchrun --nproc-per-node 4 bench/torch_bench.py exchange --json FILE --commit HASH
+    torchrun --nproc-per-node 4 bench/torch_bench.py layer --json FILE --commit HASH
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+import torch
+import torch.distributed as dist
+
+import weft
+from weft.dispatcher import DispatcherGroups
+from weft.examples.layer import MoELayer, make_dispatcher
+
+
+@dataclass
+class Case:
+    tokens: int
+    hidden: int
+    experts: int
+    topk: int
+    width: int  # of an expert
+
+
+CASES = {
+    "A": Case(4096, 7168, 256, 8, 2048),
+    "B": Case(8192, 2048, 128, 8, 768),
+    "C": Case(4096, 4096, 8, 2, 14336),
+    "D": Case(128, 7168, 256, 8, 2048),
+}
+
+
+def slowest(microseconds: list[float]) -> list[float]:
+    """Of each iteration, over the ranks."""
+    times = torch.tensor(microseconds, device="cuda")
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return sorted(times.tolist())
+
+
+def timed(run, prepare, rounds: int, host: bool = False) -> list[float]:
+    """us of each call of run(prepare()): on the GPU, or until the call returns on the host."""
+    times = []
+    for step in range(rounds + 5):
+        given = prepare()
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The GPUs start together: what the host does before is not the exchange's time.
+        torch.cuda._sleep(200_000)
+        start = time.perf_counter()
+        begin.record()
+        kept = run(given)
+        end.record()
+        spent = 1e6 * (time.perf_counter() - start)
+        torch.cuda.synchronize()
+        del kept
+        if step >= 5:
+            times.append(spent if host else 1e3 * begin.elapsed_time(end))
+    return slowest(times)
+
+
+def row_of(op: str, case: Case, mode: str, times: list[float], layout: str) -> dict:
+    return {
+        "op": op,
+        "executor": "cuda",
+        "transport": "peer",
+        "layout": layout,
+        "dtype": "bfloat16",
+        "ranks": dist.get_world_size(),
+        "tokens": case.tokens,
+        "hidden": case.hidden,
+        "experts": case.experts,
+        "topk": case.topk,
+        "pad": 128,
+        "sms": 0,
+        "mode": mode,
+        "us_p50": round(statistics.median(times), 3),
+        "us_p99": round(times[min(len(times) - 1, int(0.99 * len(times)))], 3),
+        "wire_bytes": 0,
+        "logical_bytes": 0,
+        "limit_us": 0.0,
+        "percent_of_limit": 0.0,
+        "checked": False,
+    }
+
+
+def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    exchange = weft.Exchange(
+        hidden=case.hidden,
+        num_experts=case.experts,
+        max_tokens=case.tokens,
+        max_topk=case.topk,
+        device=device,
+    )
+    x = torch.randn(case.tokens, case.hidden, device=device).to(torch.bfloat16)
+    budget = 2 * case.tokens * case.topk
+
+    def routing():
+        scores = torch.rand(case.tokens, case.experts, device=device)
+        return scores.topk(case.topk).indices
+
+    def both(idx, **options):
+        plan = exchange.plan(idx, pad_multiple=128, **options)
+        return plan, weft.dispatch(plan, x)
+
+    def planned():
+        plan, out = both(routing())
+        return plan, out.rows
+
+    rows = []
+    kinds = [
+        ("plan+dispatch", "exact", lambda idx: both(idx), routing, False),
+        ("plan+dispatch", "budget", lambda idx: both(idx, row_budget=budget), routing, False),
+        ("plan+dispatch", "budget, host", lambda idx: both(idx, row_budget=budget), routing, True),
+        ("combine", "exact", lambda given: weft.combine(*given), planned, False),
+        ("combine", "exact, host", lambda given: weft.combine(*given), planned, True),
+    ]
+    for op, mode, run, prepare, host in kinds:
+        times = timed(run, prepare, rounds, host)
+        rows.append(row_of(op, case, f"python {mode}", times, "expert_major"))
+        say(f"{name} {op:<14} {mode:<13} {rows[-1]['us_p50']:9.1f} us")
+    return rows
+
+
+def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
+    group = dist.group.WORLD
+    groups = DispatcherGroups(ep=group, expt_tp=None, tp_ep=group)
+    x = torch.randn(case.tokens, case.hidden, device="cuda").to(torch.bfloat16)
+    rows = []
+    for kind in ("alltoall", "deepep", "hybridep"):
+        dispatcher = make_dispatcher(kind, groups, case.experts, case.topk)
+        layer = MoELayer(dispatcher, case.hidden, case.width, case.experts, case.topk)
+        layer.to("cuda", torch.bfloat16).reset(seed=1)
+
+        def step(leaf, layer=layer):
+            out = layer(leaf)
+            out.backward(leaf.detach())
+            return out
+
+        torch.cuda.reset_peak_memory_stats()
+        times = timed(step, lambda: x.clone().requires_grad_(), rounds)
+        row = row_of("moe_layer", case, f"{kind}, forward + backward", times, "expert_major")
+        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        if rows:
+            row["rival"] = {"name": "alltoall over NCCL", "us_p50": rows[0]["us_p50"]}
+        else:
+            row["executor"] = row["transport"] = "nccl"
+        rows.append(row)
+        say(
+            f"{name} {kind:<9} {row['us_p50']:9.1f} us {row['peak_bytes'] / 2**30:6.2f} GiB "
+            f"{rows[0]['us_p50'] / row['us_p50']:5.2f} x"
+        )
+        del layer, dispatcher, step
+        torch.cuda.empty_cache()
+    return rows
+
+
+def say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("exchange", "layer"))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=["A", "B"])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", help="results file")
+    parser.add_argument("--commit", help="that the build is of; default: asks git")
+    args = parser.parse_args()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not everywhere allowed
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rows = []
+    for name in args.cases:
+        measure = exchange_rows if args.what == "exchange" else layer_rows
+        rows += measure(name, CASES[name], args.rounds)
+    if args.json and dist.get_rank() == 0:
+        with open(args.json, "w") as file:
+            json.dump({**machine(args.commit), "rows": rows}, file, indent=1)
+            file.write("\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def machine(commit: str | None) -> dict:
+    def git(*command):
+        return subprocess.run(["git", *command], capture_output=True, text=True).stdout.strip()
+
+    cpu = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "?"
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
+    return {
+        "commit": commit or git("rev-parse", "--short=12", "HEAD"),
+        "dirty": False if commit else bool(git("status", "--porcelain")),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "machine": f"{cpu}, {os.cpu_count()} cores, {memory} GB",
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "driver": torch.version.cuda,
+        "cuda": torch.version.cuda,
+        "limit_gbps": 0.0,
+        "gather_gbps": 0.0,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every interface on a GPU against itself on the CPU: the executors promise the same bits.
+
+Ranks share the GPUs that there are.
+"""
+
+import pytest
+import torch
+
+import weft
+from weft import fused_a2a, ops
+from weft.compat import deep_ep
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+HIDDEN, LOCAL, TOPK = 512, 4, 3
+
+
+class Inputs:
+    """The same on every device: made on the CPU."""
+
+    def __init__(self, rank, num_ranks, device, tokens=(37, 0, 64, 5)):
+        gen = torch.Generator().manual_seed(rank)
+        num_tokens = tokens[rank % len(tokens)]
+        self.num_experts = LOCAL * num_ranks
+        self.device = device
+        x = torch.randn(num_tokens, HIDDEN, generator=gen).to(torch.bfloat16)
+        scores = torch.rand(num_tokens, self.num_experts, generator=gen)
+        weights, idx = scores.topk(TOPK)
+        idx[torch.rand(idx.shape, generator=gen) < 0.1] = -1
+        chosen = torch.zeros(num_tokens, self.num_experts + 1, dtype=torch.bool)
+        chosen = chosen.scatter(1, idx.where(idx >= 0, self.num_experts), True)[:, :-1]
+        self.x, self.idx, self.weights = x.to(device), idx.to(device), weights.to(device)
+        self.map, self.probs = chosen.to(device), (scores * chosen).to(device)
+
+
+def core(group, inputs, layout, budget=None):
+    exchange = weft.Exchange(
+        group, hidden=HIDDEN, num_experts=inputs.num_experts, device=inputs.device
+    )
+    pad = 1 if layout == "rank_major" else 16
+    stride = 256 if layout == "expert_strided" else 0
+    plan = exchange.plan(
+        inputs.idx, layout=layout, pad_multiple=pad, expert_stride=stride, row_budget=budget
+    )
+    x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
+    rows, row_weights, scales = weft.dispatch(plan, x, w, inputs.idx)
+    used = int(plan.num_rows_used)
+    is_row = torch.arange(plan.num_rows, device=inputs.device) < used
+    if layout == "expert_strided":
+        is_row = torch.arange(stride, device=inputs.device).repeat(LOCAL)
+        is_row = is_row < plan.rows_per_expert.repeat_interleave(stride)
+    kept = torch.where(is_row[:, None], rows, 0)
+    out, _ = weft.combine(plan, kept * 3)
+    torch.autograd.backward([out, row_weights], [out.detach(), row_weights.detach()])
+    counts = [plan.rows_per_expert, plan.padded_rows_per_expert, plan.expert_begin, plan.overflow]
+    return [kept, row_weights[is_row], scales[is_row], out, x.grad, w.grad, *counts]
+
+
+def rank_major(group, inputs):
+    return core(group, inputs, "rank_major")
+
+
+def expert_major(group, inputs):
+    return core(group, inputs, "expert_major")
+
+
+def expert_strided(group, inputs):
+    return core(group, inputs, "expert_strided")
+
+
+def row_budget(group, inputs):
+    return core(group, inputs, "expert_major", 96)
+
+
+def roomy_budget(group, inputs):
+    return core(group, inputs, "rank_major", 512)
+
+
+def fused(name):
+    def case(group, inputs):
+        dispatch = getattr(fused_a2a, f"{name}dispatch")
+        combine = getattr(fused_a2a, f"{name}combine")
+        x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
+        for async_finish in (False, True):
+            rows, idx, probs, counts, handle = dispatch(
+                x, inputs.idx, w, inputs.num_experts, group, async_finish, async_finish
+            )
+            out, _ = combine(rows * 2, group, handle, async_finish, async_finish)
+        torch.autograd.backward([out, probs], [out.detach(), probs.detach()])
+        return [rows, idx, probs, counts, out, x.grad, w.grad]
+
+    return case
+
+
+def hybrid(group, inputs):
+    x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
+    rows, row_probs, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+        x, inputs.map, probs, group, LOCAL, pad_multiple=16
+    )
+    out = fused_a2a.hybrid_ep_combine(rows * 2, handle, rows.size(0), 16)
+    torch.autograd.backward([out, row_probs], [out.detach(), row_probs.detach()])
+    return [rows, row_probs, counts, out, x.grad, probs.grad]
+
+
+def low_latency(group, inputs):
+    most = 64
+    buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
+    results = []
+    for use_fp8 in (False, True):
+        got, counts, handle, _, hook = buffer.low_latency_dispatch(
+            inputs.x, inputs.idx, most, inputs.num_experts, use_fp8=use_fp8, return_recv_hook=True
+        )
+        hook()
+        rows = got[0].float() * got[1].repeat_interleave(128, -1) if use_fp8 else got
+        is_row = torch.arange(rows.size(1), device=inputs.device) < counts[:, None]
+        rows = torch.where(is_row[:, :, None], rows, 0).to(torch.bfloat16)
+        out, _, hook = buffer.low_latency_combine(
+            rows, inputs.idx, inputs.weights, handle, return_recv_hook=True
+        )
+        hook()
+        results += [rows, counts, out]
+    return results
+
+
+def traced(group, inputs):
+    exchange = weft.Exchange(
+        group, hidden=HIDDEN, num_experts=inputs.num_experts, device=inputs.device
+    )
+    name = ops.register(exchange)
+    x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
+    rows, row_weights, counts, ticket = ops.dispatch(x, inputs.idx, w, name)
+    out = ops.combine(rows * row_weights.to(rows.dtype), ticket, x.size(0))
+    out.square().sum().backward()
+    return [rows, row_weights, counts, out, x.grad, w.grad]
+
+
+CASES = {
+    "rank_major": rank_major,
+    "expert_major": expert_major,
+    "expert_strided": expert_strided,
+    "row_budget": row_budget,
+    "roomy_budget": roomy_budget,
+    "fused": fused("fused_"),
+    "uccl_fused": fused("uccl_fused_"),
+    "hybrid": hybrid,
+    "low_latency": low_latency,
+    "traced": traced,
+}
+
+
+def both(rank, num_ranks, group, name):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    results = []
+    for where in (torch.device("cpu"), device):
+        results.append([t.detach().cpu() for t in CASES[name](group, Inputs(rank, num_ranks, where))])
+        fused_a2a.free_buffer()
+        fused_a2a.reset_hybrid_ep_buffer()
+    for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
+        assert cpu.dtype == gpu.dtype and torch.equal(cpu, gpu), f"result {i} of {name}"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_on_the_cpu(ranks, name, num_ranks):
+    ranks(both, num_ranks, name)
+
+
+def captured(rank, num_ranks, group):
+    """A layer in budget mode, replayed with new routing in the same tensors."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs = Inputs(rank, num_ranks, device, (64,))
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=inputs.num_experts, device=device)
+
+    def layer():
+        plan = exchange.plan(inputs.idx, row_budget=1024)
+        rows, row_weights, _ = weft.dispatch(plan, inputs.x, inputs.weights)
+        scaled = torch.where(row_weights > 0, rows * row_weights.to(rows.dtype), 0)
+        return plan, weft.combine(plan, scaled).x
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        warm = [layer() for _ in range(3)]  # as many plans as the graph will keep
+    torch.cuda.synchronize()
+    del warm
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        kept, out = layer()
+    for seed in range(5):
+        fresh = Inputs(rank + 100 * seed, num_ranks, device, (64,))
+        inputs.x.copy_(fresh.x)
+        inputs.idx.copy_(fresh.idx)
+        inputs.weights.copy_(fresh.weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = out.clone()
+        with torch.cuda.stream(stream):
+            _, eager = layer()
+        torch.cuda.synchronize()
+        assert torch.equal(replayed, eager), f"replay {seed}"
+    exchange.check()
+    del kept
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_layer_can_be_captured(ranks, num_ranks):
+    ranks(captured, num_ranks)
