@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times Weft from Python on GPUs: its calls, and a whole MoE layer against alltoall over NCCL.
 
-    torchrun --nproc-per-node 4 bench/torch_bench.py exchange --json FILE --commit HASH
-    torchrun --nproc-per-node 4 bench/torch_bench.py layer --json FILE --commit HASH
+torchrun --nproc-per-node 4 bench/torch_bench.py exchange --json FILE --commit HASH
+torchrun --nproc-per-node 4 bench/torch_bench.py layer --json FILE --commit HASH
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -200,9 +201,8 @@ def machine(commit: str | None) -> dict:
     def git(*command):
         return subprocess.run(["git", *command], capture_output=True, text=True).stdout.strip()
 
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line), "?"
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
     return {
         "commit": commit or git("rev-parse", "--short=12", "HEAD"),

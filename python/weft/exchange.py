@@ -48,7 +48,11 @@ def _view(tensor: Tensor | None):
 
 def _as_bytes(tensor: Tensor | None) -> Tensor | None:
     """[rows, bytes] uint8: payload that nobody computes with."""
-    return None if tensor is None else tensor.detach().contiguous().view(torch.uint8)
+    if tensor is None:
+        return None
+    flat = tensor.detach().reshape(-1).contiguous()  # [T, 1] of any stride counts as contiguous
+    cols = tensor.size(1) * tensor.element_size()
+    return flat.view(torch.uint8).reshape(tensor.size(0), cols)
 
 
 class Exchange:

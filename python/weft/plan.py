@@ -54,10 +54,15 @@ class Plan:
     @property
     def num_rows_used(self) -> torch.Tensor:
         """int64 [1] on the exchange's device: rows in use, at most `num_rows`."""
-        required = self._numbers()["required_rows"]
+        required = self.num_rows_required
         if self.layout == "expert_strided":  # its budget is the stride
             return torch.full_like(required, self.num_rows)
         return required.clamp(max=self.num_rows)
+
+    @property
+    def num_rows_required(self) -> torch.Tensor:
+        """int64 [1] on the exchange's device: `required_rows` without a wait."""
+        return self._numbers()["required_rows"]
 
     @property
     def overflow(self) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exchange must return, by gathering everything on every rank and looping. Slow, obvious."""
+"""What the exchange must return: everything gathered on every rank, and loops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def routes_of_map(routing_map: torch.Tensor) -> torch.Tensor:
 
 
 class Slots:
-    """slots[source][t][k]: row on the expert's rank or -1; rows[rank]; per rank and expert counts."""
+    """slots[source][t][k]: row on the expert's rank or -1; counts by rank and expert."""
 
     def __init__(self, all_idx, num_experts, layout, pad=1, stride=0, budgets=None):
         num_ranks = len(all_idx)
@@ -66,8 +66,10 @@ class Slots:
             for source, idx in enumerate(all_idx):
                 for t, k in (idx == expert).nonzero().tolist():
                     slot = row + count
-                    fits = slot < row + stride if layout == "expert_strided" else (
-                        budget is None or slot < budget
+                    fits = (
+                        slot < row + stride
+                        if layout == "expert_strided"
+                        else (budget is None or slot < budget)
                     )
                     if fits:
                         self.slots[source][t, k] = slot

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """weft.Exchange against loops over everybody's inputs, bit for bit."""
 
-import oracle
 import pytest
 import torch
 
+import oracle
 import weft
 
 HIDDEN = 32
@@ -34,7 +34,9 @@ def exact(rank, num_ranks, group, layout, dtype, tokens):
     rows, row_weights, scales = weft.dispatch(plan, x, weights, x[:, :5].contiguous())
     used = torch.ones(plan.num_rows, dtype=torch.bool)
     if layout == "expert_strided":  # the rest of a block is left as it was
-        used = torch.arange(stride).repeat(4) < plan.padded_rows_per_expert.repeat_interleave(stride)
+        used = torch.arange(stride).repeat(4) < plan.padded_rows_per_expert.repeat_interleave(
+            stride
+        )
     want = oracle.dispatched(all_idx, slots, all_x, rank, num_experts)
     assert torch.equal(rows[used], want[used])
     want = oracle.dispatched(all_idx, slots, [a[:, :5] for a in all_x], rank, num_experts)
@@ -187,6 +189,21 @@ def bytes_of_any_kind(rank, num_ranks, group):
         got = weft.dispatch(plan, x.to(dtype)).rows
         assert got.dtype == dtype
         assert torch.equal(got.view(torch.uint8), rows.to(dtype).view(torch.uint8))
+
+
+def one_column(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, weights = inputs(rank, 9, 2, 4)
+    plan = ex.plan(idx, layout="rank_major")
+    whole = weft.dispatch(plan, x, scales=weights).scales
+    assert torch.equal(weft.dispatch(plan, x, scales=weights[:, 1:]).scales, whole[:, 1:])
+    assert torch.equal(
+        weft.dispatch(plan, x.repeat(1, 2)[:, :HIDDEN]).rows, weft.dispatch(plan, x).rows
+    )
+
+
+def test_strided_inputs(ranks):
+    ranks(one_column, 2)
 
 
 def test_opaque_bytes(ranks):

@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from weft.dispatcher import backends
 
-
 _real = backends.backend
 
 

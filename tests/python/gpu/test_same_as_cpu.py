@@ -154,7 +154,9 @@ def both(rank, num_ranks, group, name):
     torch.cuda.set_device(device)
     results = []
     for where in (torch.device("cpu"), device):
-        results.append([t.detach().cpu() for t in CASES[name](group, Inputs(rank, num_ranks, where))])
+        results.append(
+            [t.detach().cpu() for t in CASES[name](group, Inputs(rank, num_ranks, where))]
+        )
         fused_a2a.free_buffer()
         fused_a2a.reset_hybrid_ep_buffer()
     for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):

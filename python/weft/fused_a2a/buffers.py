@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buffers behind the fused functions: made at the first call, and replaced when too small."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import fused_a2a as state
+
+from . import cache
+
+
+def get_hidden_bytes(x: torch.Tensor) -> int:
+    """The bytes of one row of `x` [T, H], an element counted as two bytes at least.
+
+    A one-byte dtype counts as two because what comes back for it is two bytes wide.
+    """
+    return x.size(1) * max(x.element_size(), 2)
+
+
+def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+    """The `Buffer` of `group` for rows of `hidden_bytes`; makes or grows it (collective then)."""
+    nvl, rdma = _size_hints(state.Buffer, group, hidden_bytes, _is_nvshmem_available())
+
+    def build(nvl: int, rdma: int) -> Any:
+        return state.Buffer(group, nvl, rdma, explicitly_destroy=True)
+
+    return _cached_by_size("_buffer", group, nvl, rdma, build)
+
+
+def get_uccl_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
+    """The `UCCLBuffer` of `group`, like `get_buffer`."""
+    nvl, rdma = _size_hints(state.UCCLBuffer, group, hidden_bytes, True)
+
+    def build(nvl: int, rdma: int) -> Any:
+        return state.UCCLBuffer(group, nvl, rdma)
+
+    return _cached_by_size("_uccl_buffer", group, nvl, rdma, build)
+
+
+def get_elastic_buffer(
+    group: dist.ProcessGroup, num_max_tokens_per_rank: int, hidden: int, num_topk: int
+) -> Any:
+    """The `ElasticBuffer` of `group` for these sizes; makes or grows it (collective then).
+
+    `num_max_tokens_per_rank` must be the same on every rank.
+    """
+
+    def size_hint(tokens: int) -> int:
+        return state.ElasticBuffer.get_buffer_size_hint(group, tokens, hidden, num_topk=num_topk)
+
+    def is_enough(buffer: Any) -> bool:
+        return (
+            buffer.num_max_tokens_per_rank >= num_max_tokens_per_rank
+            and buffer.num_bytes >= size_hint(num_max_tokens_per_rank)
+        )
+
+    def build(old: Any) -> Any:
+        tokens, num_bytes = num_max_tokens_per_rank, None
+        if old is not None:  # never shrinks, or two kinds of layers would replace it in turns
+            tokens = max(tokens, old.num_max_tokens_per_rank)
+            num_bytes = max(size_hint(tokens), old.num_bytes)
+        return state.ElasticBuffer(
+            group,
+            num_bytes=num_bytes,
+            num_max_tokens_per_rank=tokens,
+            hidden=hidden,
+            num_topk=num_topk,
+        )
+
+    return cache.get("_elastic_buffer", group, is_enough, build)
+
+
+def free_buffer() -> None:
+    """Destroys what `get_buffer` made; without effect when there is nothing.
+
+    Call it on every rank before the process group goes. Errors of the buffer are swallowed, since
+    this runs while a program shuts down.
+    """
+    for buffer in cache.take_all("_buffer"):
+        cache.destroy(buffer)
+
+
+def init_hybrid_ep_buffer(
+    group: dist.ProcessGroup,
+    hidden_dim: int,
+    seq_len: int | None = None,
+    num_local_experts: int | None = None,
+    num_sms_dispatch_api: int | None = None,
+    num_sms_combine_api: int | None = None,
+    fp8_dispatch: bool = False,
+    *,
+    num_tokens: int | None = None,
+    num_blocks_permute: int | None = None,
+    num_blocks_unpermute: int | None = None,
+    num_sms_preprocessing_api: int | None = None,
+) -> None:
+    """Makes a new `HybridEPBuffer` for `group` and has `hybrid_ep_dispatch` use it. Collective.
+
+    `seq_len` or, by its other name, `num_tokens` is the number of tokens a rank starts with room
+    for; it may grow later. Counts of SMs and blocks that are None are left to the buffer.
+    `fp8_dispatch` must be False (AssertionError).
+    """
+    assert not fp8_dispatch, "HybridEP dispatcher does not support fp8 dispatch now"
+    if (seq_len is None) == (num_tokens is None):
+        raise TypeError(
+            f"init_hybrid_ep_buffer: seq_len={seq_len} and num_tokens={num_tokens} "
+            "(give one of the two)"
+        )
+    if num_local_experts is None:
+        raise TypeError("init_hybrid_ep_buffer: no num_local_experts (it has no default)")
+    options = {
+        "num_sms_dispatch_api": num_sms_dispatch_api,
+        "num_sms_combine_api": num_sms_combine_api,
+        "num_blocks_permute": num_blocks_permute,
+        "num_blocks_unpermute": num_blocks_unpermute,
+        "num_sms_preprocessing_api": num_sms_preprocessing_api,
+    }
+    tokens = seq_len if seq_len is not None else num_tokens
+    with cache.lock:
+        cache.take("_hybrid_ep_buffer", group)  # dropped: the new one replaces it
+        state._hybrid_ep_buffer = _new_hybrid_ep_buffer(
+            group, hidden_dim, tokens, num_local_experts, options
+        )
+
+
+def get_hybrid_ep_buffer(
+    group: dist.ProcessGroup, x: torch.Tensor, num_local_experts: int, options: dict[str, Any]
+) -> Any:
+    """The `HybridEPBuffer` of `group`; made for the sizes of `x` [T, H] when there is none.
+
+    Other sizes need no other buffer: it grows by itself.
+    """
+    num_tokens, hidden_dim = x.shape[-2:]
+
+    def build(_old: Any) -> Any:
+        return _new_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, options)
+
+    return cache.get("_hybrid_ep_buffer", group, lambda _buffer: True, build)
+
+
+def current_hybrid_ep_buffer() -> Any:
+    """The `HybridEPBuffer` used last (RuntimeError without one)."""
+    with cache.lock:
+        if state._hybrid_ep_buffer is None:
+            raise RuntimeError("hybrid_ep_combine: no buffer (hybrid_ep_dispatch makes it)")
+        return state._hybrid_ep_buffer
+
+
+def reset_hybrid_ep_buffer() -> None:
+    """Forgets what `init_hybrid_ep_buffer` and `hybrid_ep_dispatch` made."""
+    cache.take_all("_hybrid_ep_buffer")
+
+
+def _is_nvshmem_available() -> bool:
+    """Whether buffers may span hosts (asked once)."""
+    if state._nvshmem_available is None:
+        state._nvshmem_available = state.Buffer.is_sm90_compiled()
+    return state._nvshmem_available
+
+
+def _new_hybrid_ep_buffer(
+    group: Any, hidden_dim: int, num_tokens: int, num_local_experts: int, options: dict[str, Any]
+) -> Any:
+    given = {name: value for name, value in options.items() if value is not None}
+    return state.HybridEPBuffer(
+        group=group,
+        hidden_dim=hidden_dim,
+        max_num_of_tokens_per_rank=num_tokens,
+        num_local_experts=num_local_experts,
+        use_fp8=False,
+        **given,
+    )
+
+
+def _size_hints(kind: Any, group: Any, hidden_bytes: int, with_rdma: bool) -> tuple[int, int]:
+    """The bytes that a buffer of class `kind` needs: to ranks of one host, and to others."""
+    size = group.size()
+    configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
+    nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
+    if not with_rdma:
+        return nvl, 0
+    return nvl, max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+
+
+def _cached_by_size(
+    name: str, group: Any, nvl: int, rdma: int, build: Callable[[int, int], Any]
+) -> Any:
+    def is_enough(buffer: Any) -> bool:
+        # A buffer that has no RDMA bytes needs none, whatever the hint: its group is on one host.
+        has_rdma = buffer.num_rdma_bytes == 0 or buffer.num_rdma_bytes >= rdma
+        return buffer.num_nvl_bytes >= nvl and has_rdma
+
+    def build_larger(old: Any) -> Any:
+        if old is None:
+            return build(nvl, rdma)
+        return build(max(nvl, old.num_nvl_bytes), max(rdma, old.num_rdma_bytes))
+
+    return cache.get(name, group, is_enough, build_larger)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch and combine with the rows grouped by expert, on a `HybridEPBuffer`."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from weft import fused_a2a as state
+
+from .buffers import current_hybrid_ep_buffer, get_hybrid_ep_buffer
+
+
+class _Options(NamedTuple):
+    """What follows `num_sms_combine_api` among the arguments of `HybridEPDispatch`."""
+
+    num_blocks_permute: int | None = None
+    num_blocks_unpermute: int | None = None
+    fused: bool = False
+    num_permuted_tokens: Any = None
+    pad_multiple: int | None = None
+    num_sms_preprocessing_api: int | None = None
+
+    @classmethod
+    def of(cls, rest: tuple) -> "_Options":
+        """Up to three arguments are NeMo Automodel's, more of them Megatron-LM's."""
+        if len(rest) > 3:
+            return cls(*rest)
+        return cls(**dict(zip(("num_permuted_tokens", "pad_multiple", "fused"), rest)))
+
+
+class HybridEPDispatch(torch.autograd.Function):
+    """`hybrid_ep_dispatch` with autograd; arguments by position.
+
+    After `num_sms_combine_api` come `num_permuted_tokens, pad_multiple`, or the six arguments
+    `num_blocks_permute, num_blocks_unpermute, fused, num_permuted_tokens, pad_multiple,
+    num_sms_preprocessing_api`. Backward returns as many gradients as forward had arguments.
+    """
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        routing_map,
+        probs,
+        group,
+        num_local_experts,
+        num_sms_dispatch_api=24,
+        num_sms_combine_api=24,
+        *rest,
+    ):
+        options = _without_unknown(_Options.of(rest))
+        buffer = get_hybrid_ep_buffer(
+            group,
+            x,
+            num_local_experts,
+            {
+                "num_sms_dispatch_api": num_sms_dispatch_api,
+                "num_sms_combine_api": num_sms_combine_api,
+                "num_blocks_permute": options.num_blocks_permute,
+                "num_blocks_unpermute": options.num_blocks_unpermute,
+                "num_sms_preprocessing_api": options.num_sms_preprocessing_api,
+            },
+        )
+        rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
+            hidden=x.contiguous(),
+            routing_map=routing_map.contiguous(),
+            probs=probs.contiguous(),
+            scaling_factor=None,
+            num_of_experts_per_rank=num_local_experts,
+            pad_multiple=options.pad_multiple,
+            num_permuted_tokens=options.num_permuted_tokens,
+            non_blocking=options.num_permuted_tokens is not None,
+            **_fused_argument("fuse_permute_dispatch", options.fused),
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.pad_multiple, ctx.fused = options.pad_multiple, options.fused
+        ctx.mark_non_differentiable(tokens_per_expert)
+        return rows, row_probs, scales, tokens_per_expert, handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_x, grad_probs, grad_scaling_factor, grad_tokens_per_expert, grad_handle):
+        grad_hidden, grad_dense_probs = ctx.buffer.combine_with_unpermute(
+            hidden=grad_x.contiguous(),
+            probs=grad_probs.contiguous(),
+            handle=ctx.handle,
+            pad_multiple=ctx.pad_multiple,
+            **_fused_argument("fuse_unpermute_combine", ctx.fused),
+        )
+        return (grad_hidden, None, grad_dense_probs) + (None,) * (len(ctx.needs_input_grad) - 3)
+
+
+class HybridEPCombine(torch.autograd.Function):
+    """`hybrid_ep_combine` with autograd; arguments by position."""
+
+    @staticmethod
+    def forward(ctx, x, handle, num_permuted_tokens=None, pad_multiple=None, fused=False):
+        ctx.buffer, ctx.handle, ctx.pad_multiple = current_hybrid_ep_buffer(), handle, pad_multiple
+        ctx.fused, ctx.num_rows = fused, x.shape[0]
+        combined, _ = ctx.buffer.combine_with_unpermute(
+            hidden=x.contiguous(),
+            handle=handle,
+            pad_multiple=pad_multiple,
+            **_fused_argument("fuse_unpermute_combine", fused),
+        )
+        return combined
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_x):
+        # The caller's num_permuted_tokens may be a tensor, and reading it would wait for a GPU;
+        # the number of rows that were combined is the same number.
+        grad_rows, *_ = ctx.buffer.dispatch_with_permute(
+            hidden=grad_x.contiguous(),
+            scaling_factor=None,
+            handle=ctx.handle,
+            pad_multiple=ctx.pad_multiple,
+            num_permuted_tokens=ctx.num_rows,
+            **_fused_argument("fuse_permute_dispatch", ctx.fused),
+        )
+        return (grad_rows,) + (None,) * (len(ctx.needs_input_grad) - 1)
+
+
+def hybrid_ep_dispatch(
+    x: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor,
+    group: dist.ProcessGroup,
+    num_local_experts: int,
+    num_sms_dispatch_api: int | None = 24,
+    num_sms_combine_api: int | None = 24,
+    num_permuted_tokens: int | None = None,
+    pad_multiple: int | None = None,
+    *,
+    fused: bool = False,
+    num_blocks_permute: int | None = None,
+    num_blocks_unpermute: int | None = None,
+    num_sms_preprocessing_api: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, Any]:
+    """Sends each token to its experts, one row per route. Collective.
+
+    `x` [T, H]; `routing_map` bool [T, E]; `probs` fp32 [T, E], dense.
+
+    Returns P rows [P, H], grouped by local expert, each group padded with zero rows to
+    `pad_multiple`; their probabilities fp32 [P]; None; the padded counts int64 [num_local_experts];
+    and the handle for `hybrid_ep_combine`. Differentiable in `x` and, densely, in `probs`; no input
+    is kept for backward.
+
+    Without `num_permuted_tokens` the host learns P, and the counts are on the CPU. With it, P is
+    that number, nothing waits for the device, the counts stay there, routes that do not fit are
+    dropped (`handle[-1]`, int32 [1], is then 1), and rows behind the last group are undefined.
+
+    `fused` and the numbers of SMs and blocks choose how the work is done, not its results.
+    Raises what the buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
+    """
+    return HybridEPDispatch.apply(
+        x,
+        routing_map,
+        probs,
+        group,
+        num_local_experts,
+        num_sms_dispatch_api,
+        num_sms_combine_api,
+        num_blocks_permute,
+        num_blocks_unpermute,
+        fused,
+        num_permuted_tokens,
+        pad_multiple,
+        num_sms_preprocessing_api,
+    )
+
+
+def hybrid_ep_combine(
+    x: torch.Tensor,
+    handle: Any,
+    num_permuted_tokens: int | torch.Tensor | None = None,
+    pad_multiple: int | None = None,
+    fused: bool = False,
+) -> torch.Tensor:
+    """Sums the rows of each token, unweighted. Collective.
+
+    `x` [P, H] in the row order of the dispatch that made `handle`; padding rows count for nothing.
+    Returns [T, H]; a token without experts is zero. Differentiable in `x`, which is not kept for
+    backward. `num_permuted_tokens` is not needed: `x` has that many rows.
+    """
+    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, fused)
+
+
+def _fused_argument(name: str, fused: bool) -> dict[str, bool]:
+    # Buffers without the argument are served as long as nobody asks for it.
+    return {name: True} if fused else {}
+
+
+def _without_unknown(options: _Options) -> _Options:
+    """The options less those that the buffer's class is too old for, with a warning."""
+    if not options.fused and options.num_blocks_permute is options.num_blocks_unpermute is None:
+        return options
+    if _knows_fused(state.HybridEPBuffer.dispatch_with_permute):
+        return options
+    warnings.warn(
+        "hybrid_ep_dispatch: fused or num_blocks_* given, but this HybridEPBuffer does not support "
+        "fused permute dispatch or the block settings (uses unfused dispatch)",
+        UserWarning,
+        stacklevel=2,
+    )
+    return options._replace(fused=False, num_blocks_permute=None, num_blocks_unpermute=None)
+
+
+@functools.cache
+def _knows_fused(dispatch_with_permute: Callable) -> bool:
+    return "fuse_permute_dispatch" in inspect.signature(dispatch_with_permute).parameters
