@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weft: expert-parallel exchange of Mixture-of-Experts tokens.
 
-    exchange = weft.Exchange(process_group, hidden=H, num_experts=E)
-    plan = exchange.plan(topk_idx)
-    rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
-    x, _ = weft.combine(plan, experts(rows) * row_weights)
+exchange = weft.Exchange(process_group, hidden=H, num_experts=E)
+plan = exchange.plan(topk_idx)
+rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
+x, _ = weft.combine(plan, experts(rows) * row_weights)
 """
 
 from weft.autograd import combine, dispatch

@@ -19,9 +19,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, plan, x, weights, scales, quantise, num_sms):  # noqa: ANN001, ANN205
         ctx.plan, ctx.num_sms = plan, num_sms
         ctx.set_materialize_grads(False)
-        out = plan.exchange.dispatch(
-            plan, x, weights, scales, quantise=quantise, num_sms=num_sms
-        )
+        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, num_sms=num_sms)
         ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
         ctx.has_weights = weights is not None
         ctx.x = (x.dtype, x.shape, x.device)

@@ -185,9 +185,7 @@ def dispatch(
     """
     budget = -1 if row_budget is None else row_budget
     return Traced(
-        *_plan_dispatch(
-            x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, budget
-        )
+        *_plan_dispatch(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, budget)
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One MoE layer, forward and backward, with each dispatcher; all must give the same result.
 
-    python -m weft.examples.moe_layer
-    torchrun --nproc-per-node 4 -m weft.examples.moe_layer --tokens 1024
+python -m weft.examples.moe_layer
+torchrun --nproc-per-node 4 -m weft.examples.moe_layer --tokens 1024
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def main() -> int:
         first = first or result
         for key in ("loss", "x", "up", "down", "router"):
             if abs(result[key] - first[key]) > tolerance * abs(first[key]):
-                differing.append(f"{name}: {key} = {result[key]}, {args.dispatchers[0]} has {first[key]}")
+                differing.append(
+                    f"{name}: {key} = {result[key]}, {args.dispatchers[0]} has {first[key]}"
+                )
     dist.barrier()
     dist.destroy_process_group()
     say("the results differ:\n  " + "\n  ".join(differing) if differing else "all results agree")

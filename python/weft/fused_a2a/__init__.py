@@ -39,10 +39,9 @@ _hybrid_ep_buffer: Any = None
 _elastic_buffer: Any = None
 _nvshmem_available: bool | None = None
 
-from .buffers import (  # noqa: E402  (they read the state above)
-    _is_nvshmem_available as _is_nvshmem_available,  # callers ask for it by name
-)
+# They read the state above.
 from .buffers import (
+    _is_nvshmem_available,
     free_buffer,
     get_buffer,
     get_elastic_buffer,
@@ -51,26 +50,26 @@ from .buffers import (
     init_hybrid_ep_buffer,
     reset_hybrid_ep_buffer,
 )
-from .deepep import (  # noqa: E402
+from .deepep import (
     FusedCombine,
     FusedDispatch,
     fused_combine,
     fused_dispatch,
     set_deepep_num_sms,
 )
-from .deepepv2 import (  # noqa: E402
+from .deepepv2 import (
     DeepepV2Combine,
     DeepepV2Dispatch,
     deepepv2_combine,
     deepepv2_dispatch,
 )
-from .hybridep import (  # noqa: E402
+from .hybridep import (
     HybridEPCombine,
     HybridEPDispatch,
     hybrid_ep_combine,
     hybrid_ep_dispatch,
 )
-from .nccl_ep import (  # noqa: E402
+from .nccl_ep import (
     HAVE_TE_EP,
     alloc_ep_symm_buffer,
     ensure_nccl_ep_bootstrapped,
@@ -80,7 +79,7 @@ from .nccl_ep import (  # noqa: E402
     nccl_ep_finalize,
     new_nccl_ep_buffer,
 )
-from .uccl import (  # noqa: E402
+from .uccl import (
     UCCLFusedCombine,
     UCCLFusedDispatch,
     set_uccl_num_sms,

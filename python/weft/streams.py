@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When work on a communication stream begins, and who waits for it.
+
+    with stream.call(device, inputs, previous_event=..., async_finish=...) as call:
+        out = ...                  # torch's current stream is the communication stream here
+        call.returns(out)
+    call.event                     # torch.cuda.Event, or None if the current stream waits already
+
+The work begins after `previous_event`, or else after all that the current stream was given. Then
+the current stream waits for it, or the caller does (`async_finish`). Memory that was allocated on
+one stream and is used on the other is known to both, so that it is not given away too early.
+
+Outputs always come from the communication stream's memory. On CPU tensors nothing runs aside; the
+rules about arguments hold all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class CommStream:
+    """The communication stream of one buffer: one for each device it meets, made when needed."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream on a CUDA device; it has high priority."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)
+        return self._streams[device]
+
+    def call(
+        self,
+        device: torch.device,
+        inputs: Iterable[Tensor | None] = (),
+        *,
+        previous_event: Any = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> StreamCall:
+        """A context for the work of one call on tensors of `device`.
+
+        previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
+        (None there is no event). It replaces the wait for the current stream, so it must be newer
+        than all that produces `inputs`. async_finish: the current stream does not wait.
+        AssertionError if allocate_on_comm_stream comes without both of them.
+        """
+        event = getattr(previous_event, "event", previous_event)
+        if allocate_on_comm_stream and (event is None or not async_finish):
+            raise AssertionError(
+                f"allocate_on_comm_stream: previous_event is {event}, async_finish is "
+                f"{async_finish} (it needs an event and async_finish)"
+            )
+        comm = self.of(device) if device.type == "cuda" else None
+        return StreamCall(comm, list(inputs), event, async_finish)
+
+
+class StreamCall:
+    """One call's stay on a communication stream; `CommStream.call` makes it."""
+
+    def __init__(
+        self,
+        comm: torch.cuda.Stream | None,
+        inputs: list[Tensor | None],
+        previous_event: Any,
+        async_finish: bool,
+    ) -> None:
+        self.async_finish = async_finish
+        self.event: torch.cuda.Event | None = None  # with async_finish, after the context
+        self._comm = comm
+        self._inputs = inputs
+        self._previous_event = previous_event
+        self._outputs: list[Tensor | None] = []
+
+    def returns(self, *tensors: Tensor | None) -> None:
+        """Says which tensors the caller will use on its own stream."""
+        self._outputs += tensors
+
+    def __enter__(self) -> StreamCall:
+        if self._comm is not None:
+            self._caller = torch.cuda.current_stream(self._comm.device)
+            self._on_comm = torch.cuda.stream(self._comm)
+            self._on_comm.__enter__()
+            if self._previous_event is None:
+                self._comm.wait_stream(self._caller)
+            else:
+                self._previous_event.current_stream_wait()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._comm is None:
+            return
+        self._on_comm.__exit__(kind, error, trace)
+        for tensor in _on_gpu(self._outputs):
+            tensor.record_stream(self._caller)
+        if error is not None or not self.async_finish:
+            self._caller.wait_stream(self._comm)
+            return
+        for tensor in _on_gpu(self._inputs):
+            tensor.record_stream(self._comm)
+        self.event = self._comm.record_event()
+
+
+def _on_gpu(tensors: list[Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
