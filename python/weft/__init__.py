@@ -7,11 +7,11 @@ rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
 x, _ = weft.combine(plan, experts(rows) * row_weights)
 """
 
-from weft.autograd import combine, dispatch
+from weft.autograd import combine, dispatch, plan
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Combined, Dispatched, Exchange
 from weft.group import Group
-from weft.plan import Plan
+from weft.planned import Plan
 
 __all__ = [
     "Combined",
@@ -27,4 +27,5 @@ __all__ = [
     "Unsupported",
     "combine",
     "dispatch",
+    "plan",
 ]

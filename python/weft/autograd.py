@@ -6,10 +6,12 @@ Neither saves its input: a plan is all that backward needs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from weft.exchange import Combined, Dispatched
-from weft.plan import Plan
+from weft.exchange import Combined, Dispatched, Exchange
+from weft.planned import Plan
 
 Tensor = torch.Tensor
 
@@ -58,6 +60,11 @@ class _Combine(torch.autograd.Function):
             grad_weights = torch.zeros((plan.num_tokens, plan.weight_cols), device=device)
         out = plan.exchange.dispatch(plan, grad_x, grad_weights, num_sms=ctx.num_sms)
         return None, out.rows, out.weights, None
+
+
+def plan(exchange: Exchange, topk_idx: Tensor | None = None, *args: Any, **options: Any) -> Plan:
+    """Collective. Where every token goes: `exchange.plan` with the same arguments."""
+    return exchange.plan(topk_idx, *args, **options)
 
 
 def dispatch(

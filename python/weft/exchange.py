@@ -13,7 +13,7 @@ from torch.utils.dlpack import to_dlpack
 from weft import _core
 from weft.errors import InvalidArgument
 from weft.group import Group
-from weft.plan import Plan
+from weft.planned import Plan
 from weft.pool import OutputPool
 
 Tensor = torch.Tensor

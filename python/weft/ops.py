@@ -16,7 +16,7 @@ import torch
 
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
-from weft.plan import Plan
+from weft.planned import Plan
 
 Tensor = torch.Tensor
 

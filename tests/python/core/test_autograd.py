@@ -118,7 +118,7 @@ def weighted(rank, num_ranks, group):
     num_experts = LOCAL * num_ranks
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
     x, idx, weights = layer_inputs(rank, num_ranks, 6)
-    plan = exchange.plan(idx, weights)
+    plan = weft.plan(exchange, idx, weights)
     rows = weft.dispatch(plan, x).rows
     want = x * torch.where(idx >= 0, weights, torch.zeros(())).sum(1, keepdim=True)
     torch.testing.assert_close(weft.combine(plan, rows, scale="plan").x, want)
