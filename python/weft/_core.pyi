@@ -128,3 +128,6 @@ class Exchange:
 
     @property
     def transport(self) -> str: ...
+
+def give_segments(exchange: Exchange | None) -> None:
+    """The exchange that gives this thread's next segments; None: nobody."""
