@@ -177,6 +177,9 @@ class Exchange:
         try:
             return make()
         except InvalidArgument:
+            has_size = row_budget is not None or expert_stride > 0
+            if self.device.type == "cuda" and has_size and overflow == "drop":
+                raise  # nobody waited, so the others do not know yet
             if not self._grow(topk_idx, routing_map):
                 raise
         return make()

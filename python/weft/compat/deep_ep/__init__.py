@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of DeepEP, on Weft.
+
+`weft.compat.install()` makes `import deep_ep` mean this package.
+"""
+
+import torch
+
+from .buffer import Buffer
+from .config import Config, get_low_latency_rdma_size_hint
+from .elastic import ElasticBuffer
+from .elastic_handle import EPHandle
+from .events import EventHandle, EventOverlap
+from .hybrid_ep import HybridEPBuffer
+
+topk_idx_t = torch.int64
+is_sm90_compiled = Buffer.is_sm90_compiled
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "HybridEPBuffer",
+    "get_low_latency_rdma_size_hint",
+    "is_sm90_compiled",
+    "topk_idx_t",
+]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers that `ElasticBuffer` computes rather than measures: SMs, queue pairs, bytes.
+
+Weft itself uses none of them: it chooses SMs by a measured table, has no queue pairs here and
+sizes its memory by itself. Callers plan with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import torch
+
+ALIGNMENT = 2 << 20  # of buffer sizes
+ANY_TOPK = 32  # counted where the number of choices is not known
+_SMS_WITHOUT_GPU = 132
+_NVLINK_SHARE = 0.9  # of the links' rate that rows reach
+_FAST_ATOMIC_NIC = "MT4131"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """scaleup: ranks that a second hop can reach over NVLink; scaleout: groups of those."""
+
+    num_ranks: int
+    num_scaleout: int
+    num_scaleup: int
+    num_rdma: int
+    num_nvlink: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """GB/s: of the network and of NVLink (one direction of a GPU), and of one SM."""
+
+    rdma: float
+    nvlink: float
+    sm_read: float = 200
+    sm_write: float = 50
+
+
+def round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple
+
+
+def expected_groups(num_experts: int, num_topk: int, num_groups: int) -> float:
+    """Groups of experts that a token with `num_topk` random experts meets, on average."""
+    each = num_experts // num_groups
+    missed = math.comb(num_experts - each, num_topk) / math.comb(num_experts, num_topk)
+    return num_groups * (1 - missed)
+
+
+def theoretical_num_sms(
+    num_experts: int,
+    num_topk: int,
+    ranks: Ranks,
+    rates: Rates,
+    device_sms: int,
+    prefer_overlap_with_compute: bool,
+) -> int:
+    """SMs that keep the slower of network and NVLink busy, by the bytes each SM reads and writes.
+
+    In units of the rows that this rank receives. Even, at least 4, at most the device's.
+    """
+    met = expected_groups(num_experts, num_topk, ranks.num_ranks)
+    if ranks.num_scaleout > 1:
+        out = expected_groups(num_experts, num_topk, ranks.num_scaleout)
+        read = (1 + out) / met
+        write = 1 / met + out / (met * ranks.num_scaleout) + 1
+        rdma_traffic = out / met * (1 - 1 / ranks.num_scaleout)
+        nvlink_traffic = 1 - 1 / ranks.num_scaleup
+        is_rdma_bound = rdma_traffic / rates.rdma > nvlink_traffic / rates.nvlink
+    else:
+        near = ranks.num_nvlink / ranks.num_ranks
+        read = 1 / met
+        write = near + (1 / met if ranks.num_rdma > 1 else 0)
+        rdma_traffic = 0.0
+        nvlink_traffic = near * (1 - 1 / ranks.num_nvlink)
+        is_rdma_bound = False
+    rate, traffic = (rates.rdma, rdma_traffic) if is_rdma_bound else (rates.nvlink, nvlink_traffic)
+    needed = float(device_sms)
+    if traffic > 0:
+        rows = rate / traffic
+        needed = max(rows * read / rates.sm_read, rows * write / rates.sm_write)
+    num_sms = round_up(max(4, math.ceil(1.25 * needed)), 2)
+    if not prefer_overlap_with_compute:
+        num_sms = max(num_sms, 64)
+    return min(device_sms, num_sms)
+
+
+def buffer_bytes(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int,
+    use_fp8_dispatch: bool,
+    allow_multiple_reduction: bool,
+) -> int:
+    """What such a buffer may hold at once: rows from every rank, and those that come back."""
+    topk = num_topk or ANY_TOPK
+    scales = 4 * math.ceil(hidden / 128) if use_fp8_dispatch else 0
+    row = hidden * (1 if use_fp8_dispatch else 2) + scales + topk * 12 + 16
+    received = num_ranks * num_max_tokens_per_rank * row
+    returns = min(topk, num_ranks) if allow_multiple_reduction else topk
+    returned = num_max_tokens_per_rank * returns * (hidden * 2 + topk * 4)
+    return round_up(max(received + returned, 1), ALIGNMENT)
+
+
+def device_sms() -> int:
+    """Multiprocessors of the current GPU; a usual number where there is none."""
+    if not torch.cuda.is_available():
+        return _SMS_WITHOUT_GPU
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def nvlink_gbs() -> float:
+    """By the GPU's generation: links times the rate of one in GB/s, less overhead."""
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+    links, rate = {8: (12, 25.0), 9: (18, 26.5625)}.get(major, (18, 53.125))
+    return links * rate * _NVLINK_SHARE
+
+
+def rdma_gbs() -> float:
+    """Of the network card (EP_NIC_NAME), as the system states it; a usual one if it does not."""
+    rate = _nic_file("ports/1/rate").split()  # like: 400 Gb/sec (4X NDR)
+    return float(rate[0]) / 8 if rate else 50.0
+
+
+def allocated_qps(hybrid: bool) -> int:
+    """Queue pairs that `deep_ep` would allocate."""
+    if not hybrid:
+        return 17
+    return 65 if _nic_file("hca_type").strip() == _FAST_ATOMIC_NIC else 129
+
+
+def theoretical_num_qps(num_sms: int, hybrid: bool, allocated: int) -> int:
+    """Queue pairs for a call that uses `num_sms`."""
+    return min(16 * num_sms + 1 if hybrid else min(num_sms, 9), allocated)
+
+
+def _nic_file(name: str) -> str:
+    nic = os.environ.get("EP_NIC_NAME", "mlx5_0")
+    try:
+        return Path("/sys/class/infiniband", nic, name).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HybridEPBuffer`: the interface of `deep_ep`'s hybrid-ep branch, on Weft exchanges.
+
+Same names, arguments, results and row order. What Weft lifts:
+
+* Any number of tokens, another one on every rank, none included; no multiple of 64. Row bytes need
+  only be a multiple of 16; there is no largest token count, and no rule about chunks, probability
+  rows or pipeline stages, which `deep_ep` needs for its bulk copies and network queues.
+* topk_idx may contain -1 (no route) anywhere; other numbers outside [0, E) are refused.
+* combine takes bf16, fp16 and fp32, and inputs need not be contiguous.
+* The overflow flag, item -1 of a permuted handle, is always defined.
+* A handle remembers its number of rows, so that reuse does not need num_permuted_tokens, and
+  dropped rows are no trouble for it: they come back as zeros.
+
+"Fused" and unfused are the same code here, since rows are written once, to their final place,
+either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import check
+from .hybrid_handle import HybridEPHandle, PermuteHandle
+from .hybrid_plain import PlainCalls
+from .hybrid_routing import count_of, routing_of, scales_of, scatter_columns
+from .hybrid_setup import warn_deprecated
+
+Tensor = torch.Tensor
+
+
+class HybridEPBuffer(PlainCalls):
+    """Moves tokens to the ranks of their experts and back, with or without grouping by expert.
+
+    Collective, as are all its calls that move tokens; on a GPU they are queued on the current
+    stream. group: the ranks, in whose order experts lie. max_num_of_tokens_per_rank: a capacity to
+    begin with. Counts of SMs are those a call may occupy, None or 0: by Weft's measured table; of
+    the others, num_sms_preprocessing_api and the block counts have no meaning here. The last two
+    arguments are deprecated.
+    """
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts_per_rank: int | None = None,
+        num_of_experts: int | None = None,
+        use_fp8: bool | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: Any = None,
+        pad_multiple: int | None = None,
+        handle: PermuteHandle | None = None,
+        non_blocking: bool = False,
+        fuse_permute_dispatch: bool = False,
+        num_dispatched_tokens: int | None = None,
+        use_host_meta: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, PermuteHandle]:
+        """Collective. Tokens to their experts, one row per route, grouped by local expert.
+
+        hidden [T, H] bf16, fp16 or fp32, or a one-byte dtype (FP8) with scaling_factor
+        [T, H / 128]. routing_map bool [T, E] with probs fp32 [T, E] or None; or topk_idx [T, K]
+        with topk_weights fp32 [T, K] or None and num_of_experts; or the handle of an earlier call,
+        whose routing is used again, with or without probs.
+        pad_multiple: rows of an expert are rounded up to it; None and 0: not.
+
+        Returns (rows, probs, scaling_factor, tokens_per_expert, handle):
+        rows [P, H]: by expert, then source rank, then token; padding rows zero;
+        probs fp32 [P] and scaling_factor [P, H / 128], zero in padding; None if not given (scaling
+        factors: nor with a wider dtype);
+        tokens_per_expert int64 [El]: rows of each expert, padding included; None with a handle.
+
+        Blocking: P is what is needed, or num_permuted_tokens, which must be enough (else every
+        rank raises); tokens_per_expert lies on the host (pinned on a machine with GPUs).
+        non_blocking: P is num_permuted_tokens, a multiple of pad_multiple; no wait for a GPU, so
+        that the call can be captured; tokens_per_expert lies beside the rows. What does not fit
+        is dropped, later experts and later rows first; handle[-1], int32 [1], is then 1.
+        Rows past the last expert's are uninitialised in either mode, probs too.
+        With a handle P is its number of rows; num_permuted_tokens must be that or None. One on a
+        GPU is not read, which would wait.
+        Without waiting a GPU cannot learn of another rank's T: one above the buffer's capacity must
+        then be the same on all ranks (`update_template_config` raises the capacity beforehand).
+        Raises InvalidArgument (also an AssertionError).
+        """
+        verb = "dispatch_with_permute"
+        if num_dispatched_tokens is not None:
+            warn_deprecated(verb, "num_dispatched_tokens")
+        if use_host_meta is not None:
+            warn_deprecated(verb, "use_host_meta", "read as: not non_blocking")
+            non_blocking = not use_host_meta
+        self._check_dtype(verb, hidden, use_fp8)
+        tokens_per_expert = None
+        if handle is None:
+            experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
+            routing = routing_of(
+                verb,
+                num_experts=experts,
+                routing_map=routing_map,
+                probs=probs,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                may_wait=not non_blocking,
+            )
+            exchange = self._exchange(verb, hidden, routing, non_blocking)
+            rows = _rows_of(verb, num_permuted_tokens, pad_multiple, non_blocking)
+            plan = exchange.plan(
+                routing.refused,
+                routing_map=routing.accepted,
+                layout="expert_major",
+                pad_multiple=pad_multiple or 1,
+                row_budget=rows,
+                overflow="drop" if non_blocking else "error",
+            )
+            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
+            handle = PermuteHandle(plan, config, has_budget=non_blocking)
+            probs = routing.probs
+            tokens_per_expert = _counts(handle, on_host=not non_blocking)
+        else:
+            _check_reuse(verb, handle, num_permuted_tokens, pad_multiple)
+            if topk_idx is not None and topk_weights is not None:
+                probs = scatter_columns(topk_idx, topk_weights, handle.plan.num_experts)
+        plan = handle.plan
+        out = plan.exchange.dispatch(
+            plan,
+            hidden,
+            probs,
+            scales_of(hidden, scaling_factor),
+            num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
+        )
+        row_probs = None if out.weights is None else out.weights.view(-1)
+        return out.rows, row_probs, out.scales, tokens_per_expert, handle
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: PermuteHandle,
+        pad_multiple: int | None = None,
+        fuse_unpermute_combine: bool = False,
+        num_dispatched_tokens: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Collective. Rows as `dispatch_with_permute` returned them, summed into their tokens.
+
+        hidden [P, H] bf16, fp16 or fp32, unweighted: a rank's rows of a token are summed in fp32
+        and rounded, then ranks are, in ascending order. probs fp32 [P]. Padding and slack rows are
+        not read. Returns ([T, H], fp32 [T, E] or None): zeros for tokens without rows, and for
+        probabilities where the handle's routing has no route.
+        Raises InvalidArgument (also an AssertionError).
+        """
+        verb = "combine_with_unpermute"
+        del fuse_unpermute_combine  # the same either way
+        if num_dispatched_tokens is not None:
+            warn_deprecated(verb, "num_dispatched_tokens")
+        _check_reuse(verb, handle, None, pad_multiple)
+        row_probs = None if probs is None else probs.reshape(-1, 1)
+        out = handle.plan.exchange.combine(
+            handle.plan,
+            hidden,
+            row_probs,
+            num_sms=self._sms(hidden, "num_of_blocks_combine_api"),
+        )
+        return out.x, out.weights
+
+
+def _rows_of(
+    verb: str, num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: bool
+) -> int | None:
+    """Rows to allocate; None: as many as are needed."""
+    check(
+        num_permuted_tokens is not None or not non_blocking,
+        f"{verb}: num_permuted_tokens is None (required for non-blocking mode)",
+    )
+    if num_permuted_tokens is None:
+        return None
+    rows = count_of(verb, "num_permuted_tokens", num_permuted_tokens)
+    check(
+        not non_blocking or not pad_multiple or rows % pad_multiple == 0,
+        f"{verb}: num_permuted_tokens = {rows} (expected a multiple of pad_multiple = "
+        f"{pad_multiple} in non-blocking mode)",
+    )
+    return rows
+
+
+def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
+    """int64 [El]: rows of each expert, padding included."""
+    plan = handle.plan
+    if not on_host:
+        return plan.padded_rows_per_expert.clone()
+    pinned = plan.exchange.device.type == "cuda"
+    return torch.tensor(plan.padded_rows_per_expert_list, dtype=torch.int64, pin_memory=pinned)
+
+
+def _check_reuse(
+    verb: str, handle: HybridEPHandle, num_permuted_tokens: Any, pad_multiple: int | None
+) -> None:
+    check(
+        isinstance(handle, PermuteHandle),
+        f"{verb}: handle is {type(handle).__name__} (expected one of dispatch_with_permute)",
+    )
+    plan = handle.plan
+    check(
+        not pad_multiple or pad_multiple == plan.pad_multiple,
+        f"{verb}: pad_multiple = {pad_multiple} (the handle has {plan.pad_multiple})",
+    )
+    is_on_gpu = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.is_cuda
+    if num_permuted_tokens is not None and not is_on_gpu:
+        rows = count_of(verb, "num_permuted_tokens", num_permuted_tokens)
+        check(
+            rows == plan.num_rows,
+            f"{verb}: num_permuted_tokens = {rows} (the handle has {plan.num_rows} rows)",
+        )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls.
+
+A handle is a plan that reads like the sequence callers know from `deep_ep`: it has a length, can be
+indexed (negative too) and unpacked. Items are made when they are asked for. Those that only the
+kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and using one says why not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from weft import Plan
+
+from .hybrid_config import HybridEPConfig
+
+Tensor = torch.Tensor
+
+
+class PrivateItem:
+    """Stands where `deep_ep` keeps a map for its own kernels; any use raises AttributeError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: not kept by Weft, whose plan replaces it>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"handle: {self!r} has no {name}")
+
+
+class HybridEPHandle(Sequence):
+    """Holds the plan; items by position are attributes of the name in `items`."""
+
+    items: tuple[str, ...] = ()
+    _private: frozenset[str] = frozenset(
+        {
+            "sparse_to_dense_map",
+            "rdma_to_attn_map",
+            "attn_to_rdma_map",
+            "dense_chunk_layout",
+        }
+    )
+
+    def __init__(self, plan: Plan, config: HybridEPConfig) -> None:
+        self.plan = plan
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(self._item(name) for name in self.items[index])
+        return self._item(self.items[index])
+
+    def _item(self, name: str) -> Any:
+        return PrivateItem(name) if name in self._private else getattr(self, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} items: {self.plan!r}>"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank."""
+        return self.plan.num_tokens
+
+
+class PlainHandle(HybridEPHandle):
+    """Of `dispatch`: rows of a rank_major plan."""
+
+    items = (
+        "sparse_to_dense_map",
+        "rdma_to_attn_map",
+        "attn_to_rdma_map",
+        "num_dispatched_tokens_tensor",
+        "local_expert_routing_map",
+        "num_tokens",
+        "config",
+    )
+
+    def __init__(self, plan: Plan, config: HybridEPConfig, ids: Tensor) -> None:
+        """ids int32 [plan.num_rows, K]: this rank's experts of every row, -1 elsewhere."""
+        super().__init__(plan, config)
+        self.ids = ids
+
+    @property
+    def num_dispatched_tokens_tensor(self) -> Tensor:
+        """int32 [1]: rows in use."""
+        return self.plan.num_rows_used.to(torch.int32)
+
+    @property
+    def local_expert_routing_map(self) -> Tensor:
+        """bool [plan.num_rows, El]: which of this rank's experts each row goes to."""
+        experts = self.plan.num_local_experts
+        routing_map = torch.zeros(
+            (self.plan.num_rows, experts + 1), dtype=torch.bool, device=self.ids.device
+        )
+        columns = torch.where(self.ids >= 0, self.ids, experts).to(torch.int64)
+        return routing_map.scatter_(1, columns, True)[:, :experts].contiguous()
+
+
+class PermuteHandle(HybridEPHandle):
+    """Of `dispatch_with_permute`: rows of an expert_major plan.
+
+    Items 3, 4 and 6 (those about arrivals: tokens that reach this rank, once each) come from a
+    copy of the plan on the host; on a GPU asking for one waits.
+    """
+
+    items = (
+        *PlainHandle.items[:5],
+        "dense_chunk_layout",
+        "dense_to_expert_map",
+        "tokens_per_expert",
+        "num_tokens",
+        "config",
+        "overflow_flag",
+    )
+
+    def __init__(self, plan: Plan, config: HybridEPConfig, has_budget: bool) -> None:
+        super().__init__(plan, config)
+        # Made here and not when asked for: a replayed CUDA graph must set it anew.
+        self.overflow_flag = overflow_here(plan) if has_budget else plan.overflow
+        self._has_budget = has_budget
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """int32 [El] on the plan's device: rows that carry a token, without padding."""
+        return self.plan.rows_per_expert.to(torch.int32)
+
+    @property
+    def num_dispatched_tokens_tensor(self) -> Tensor:
+        """int32 [1]: arrivals. On the host, or beside the plan if it has a budget."""
+        device = self.plan.exchange.device if self._has_budget else "cpu"
+        count = sum(self.plan.received_arrivals)
+        return torch.tensor([count], dtype=torch.int32, device=device)
+
+    @property
+    def local_expert_routing_map(self) -> Tensor:
+        """bool [arrivals, El]: which of this rank's experts each arrival goes to."""
+        return self.dense_to_expert_map >= 0
+
+    @property
+    def dense_to_expert_map(self) -> Tensor:
+        """int32 [arrivals, El]: the row of each arrival at each expert, or -1."""
+        rows: list[list[int]] = []
+        for pair in json.loads(self.plan.core.to_json())["received"]:
+            bounds = pair["route_begin"]
+            for first, last in itertools.pairwise(bounds):
+                row = [-1] * self.plan.num_local_experts
+                for route in range(first, last):
+                    row[pair["expert"][route]] = pair["slot"][route]
+                rows.append(row)
+        table = torch.tensor(rows, dtype=torch.int32, device=self.plan.exchange.device)
+        return table.view(len(rows), self.plan.num_local_experts)
+
+
+def overflow_here(plan: Plan) -> Tensor:
+    """int32 [1] on the plan's device: 1 if a row for this rank was dropped. No wait.
+
+    A plan's own flag also tells of this rank's routes that others dropped.
+    """
+    return (plan.num_rows_required > plan.num_rows).to(torch.int32)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routing that callers of `HybridEPBuffer` give, as a bool map with dense weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+
+from .checks import BadCall, check
+from .received import row_major
+
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """A map [T, E] and probs fp32 [T, E] or None; `refused` are indices that a plan must refuse."""
+
+    map: Tensor
+    probs: Tensor | None
+    refused: Tensor | None = None
+
+    @property
+    def accepted(self) -> Tensor | None:
+        """The map to plan with. None if there is something to refuse: given `refused` instead,
+        `Exchange.plan` raises on every rank."""
+        return self.map if self.refused is None else None
+
+    def most_routes(self) -> int:
+        """Of a token of this rank. Waits for a GPU."""
+        return int(self.map.sum(dim=1).max()) if self.map.numel() > 0 else 0
+
+
+def routing_of(
+    verb: str,
+    *,
+    num_experts: int | None,
+    routing_map: Tensor | None,
+    probs: Tensor | None,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    may_wait: bool,
+) -> Routing:
+    """The one of `routing_map` and `topk_idx` that is given (the map if both are).
+
+    may_wait: whether indices on a GPU are worth a wait to refuse those outside [-1, E); otherwise
+    such indices name no route. num_experts is needed with indices and checked with a map.
+    """
+    if routing_map is not None:
+        check(
+            routing_map.dtype == torch.bool and routing_map.dim() == 2,
+            f"{verb}: routing_map is {routing_map.dtype} {list(routing_map.shape)} "
+            "(expected bool [tokens, experts])",
+        )
+        check(
+            num_experts is None or routing_map.size(1) == num_experts,
+            f"{verb}: routing_map has {routing_map.size(1)} columns "
+            f"(expected {num_experts}, the experts of all ranks)",
+        )
+        return Routing(routing_map, probs)
+    if topk_idx is None:
+        raise BadCall(f"{verb}: no routing (expected a handle, routing_map or topk_idx)")
+    check(
+        topk_idx.dtype in (torch.int64, torch.int32) and topk_idx.dim() == 2,
+        f"{verb}: topk_idx is {topk_idx.dtype} {list(topk_idx.shape)} "
+        "(expected int64 or int32 [tokens, k])",
+    )
+    if num_experts is None:
+        raise BadCall(f"{verb}: num_of_experts is None (required with topk_idx)")
+    routes = scatter_columns(topk_idx, None, num_experts)
+    if topk_weights is not None:
+        probs = scatter_columns(topk_idx, topk_weights, num_experts)
+    refused = None
+    if may_wait or not topk_idx.is_cuda:
+        is_wrong = (topk_idx < -1) | (topk_idx >= num_experts)
+        refused = topk_idx if bool(is_wrong.any()) else None
+    return Routing(routes, probs, refused)
+
+
+def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
+    """[rows, num_columns]: zeros, and values [rows, K] in the columns of indices [rows, K].
+
+    Without values: bool, True there. Indices outside [0, num_columns) are skipped.
+    """
+    is_inside = (indices >= 0) & (indices < num_columns)
+    columns = torch.where(is_inside, indices, num_columns).to(torch.int64)
+    dtype = torch.bool if values is None else values.dtype
+    table = torch.zeros(
+        (indices.size(0), num_columns + 1), dtype=dtype, device=indices.device
+    )  # the last column takes what is skipped
+    table.scatter_(1, columns, True if values is None else values)
+    return table[:, :num_columns].contiguous()
+
+
+def count_of(verb: str, name: str, value: Any) -> int:
+    """`value` (an int, or anything with __index__: a 0-d tensor) as an int of at least 0."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise BadCall(f"{verb}: {name} = {value!r} (expected an integer)") from None
+    check(count >= 0, f"{verb}: {name} = {count} (expected at least 0)")
+    return count
+
+
+def is_bytes(hidden: Tensor) -> bool:
+    """Whether rows are of a one-byte dtype, which is moved but never computed with."""
+    return hidden.element_size() == 1
+
+
+def scales_of(hidden: Tensor, scaling_factor: Tensor | None) -> Tensor | None:
+    """The scaling factors that travel: none beside rows of a wider dtype."""
+    if scaling_factor is None or not is_bytes(hidden):
+        return None
+    return row_major(scaling_factor)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 rows as FP8 with one scaling factor for every 128 elements."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+GROUP = 128  # elements that share a factor
+_LARGEST = 448.0  # of float8_e4m3fn
+_SMALLEST_AMAX = 1e-4  # keeps the factor of an all-zero group away from zero
+_MANTISSA_BITS = 23
+
+
+def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
+    """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product.
+
+    The factor is max(largest magnitude, 1e-4) / 448; round_scale: rounded up to a power of two.
+    """
+    groups = x.float().unflatten(1, (-1, GROUP))
+    scales = groups.abs().amax(2).clamp(min=_SMALLEST_AMAX) / _LARGEST
+    if round_scale:
+        scales = _up_to_power_of_two(scales)
+    rows = (groups / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
+    return rows, scales
+
+
+def to_ue8m0(scales: Tensor) -> Tensor:
+    """float32 powers of two [T, S] -> int32 [T, S / 4]: their exponents, four bytes in one."""
+    exponents = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+    return exponents.view(torch.int32)
+
+
+def _up_to_power_of_two(scales: Tensor) -> Tensor:
+    """Of positive normal numbers: any mantissa bit carries into the exponent, then all go."""
+    mantissa = (1 << _MANTISSA_BITS) - 1
+    return ((scales.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of the `uccl.ep` extension.
+
+`Buffer` is the one that programs call, not the raw one that UCCL's own wrapper is written on.
+Proxies, threads that post network commands for a GPU, do not exist in Weft: there are none to
+count or register, and making one raises `weft.Unsupported`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft import Unsupported
+from weft.compat.deep_ep.config import Config, get_low_latency_rdma_size_hint
+
+from .buffer import Buffer
+from .events import EventHandle, EventOverlap
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EventHandle",
+    "EventOverlap",
+    "Proxy",
+    "get_low_latency_rdma_size_hint",
+    "get_num_proxy_threads",
+    "is_sm90_compiled",
+    "register_proxies",
+    "unregister_proxy",
+]
+
+is_sm90_compiled = Buffer.is_sm90_compiled
+
+
+class Proxy:
+    """Raises `weft.Unsupported`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        raise Unsupported(
+            "Proxy: Weft has no proxies (use weft.compat.uccl.UCCLBuffer instead of a wrapper "
+            "around UCCL's raw runtime)",
+            "unsupported",
+        )
+
+
+def get_num_proxy_threads() -> int:
+    """0."""
+    return 0
+
+
+def register_proxies(device_index: int, proxies: list[Proxy]) -> None:
+    """Nothing: there is no `Proxy` to register."""
+
+
+def unregister_proxy(device_index: int) -> None:
+    """Nothing: there is no `Proxy` to forget."""

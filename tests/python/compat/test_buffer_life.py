@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constructors, attributes and the end of a `Buffer`, asynchronous calls, and what it refuses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from buffer_cases import Case, dispatch, gather
+
+import weft
+from weft.compat.deep_ep import Buffer, Config, EventOverlap
+
+
+def constructors(rank, num_ranks, group):
+    buffer = Buffer(group, 1 << 20, 256, True, 12, False, True, explicitly_destroy=True)
+    assert (buffer.rank, buffer.group, buffer.group_size) == (rank, group, num_ranks)
+    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes) == (1 << 20, 256)
+    assert buffer.low_latency_mode and buffer.explicitly_destroy and not buffer.enable_shrink
+    assert buffer.runtime.is_available() and buffer.runtime.get_num_rdma_ranks() == 1
+    assert isinstance(buffer.get_comm_stream(), torch.Stream | torch.cpu.Stream)
+    Buffer(
+        group=group,
+        num_nvl_bytes=0,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        comm=None,
+        num_qps_per_rank=24,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        use_fabric=True,
+        explicitly_destroy=False,
+        enable_shrink=True,
+    )
+    Buffer(group, allow_nvlink_for_normal_mode=False, use_fabric=False)
+    with pytest.raises(ValueError, match="Either 'group' or 'comm' must be provided."):
+        Buffer(None)
+    with pytest.raises(AssertionError, match="num_nvl_bytes = 100"):
+        Buffer(group, 100)
+    with pytest.raises(AssertionError, match="num_rdma_bytes = -128"):
+        Buffer(group, 0, -128)
+
+
+def test_constructors_of_all_revisions(ranks):
+    ranks(constructors, 2)
+
+
+class Comm:
+    """As much of an mpi4py communicator as is needed."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def Get_rank(self):
+        return dist.get_rank(self._group)
+
+    def Get_size(self):
+        return dist.get_world_size(self._group)
+
+    def allgather(self, value):
+        return gather(self._group, value)
+
+
+def over_mpi(rank, num_ranks, group):
+    comm = Comm(group)
+    buffer = Buffer(None, comm=comm)
+    assert buffer.group is comm and (buffer.rank, buffer.group_size) == (rank, num_ranks)
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
+    assert torch.equal(dispatch(buffer, case)[0], case.rows(case.all_x))
+
+
+def test_an_mpi_communicator_will_do(ranks):
+    ranks(over_mpi, 2)
+
+
+def destroyed(rank, num_ranks, group):
+    buffer = Buffer(group, explicitly_destroy=True, low_latency_mode=True)
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
+    recv_x, *_, handle, _ = dispatch(buffer, case)
+    buffer.destroy()
+    assert buffer.runtime is None
+    for call in (
+        lambda: buffer.get_dispatch_layout(case.idx, case.num_experts),
+        lambda: buffer.dispatch(case.x, handle=handle),
+        lambda: buffer.combine(recv_x, handle),
+        lambda: buffer.low_latency_dispatch(case.x, case.idx, 8, case.num_experts),
+        buffer.get_comm_stream,
+        buffer.destroy,
+    ):
+        with pytest.raises(RuntimeError, match="destroyed"):
+            call()
+    with pytest.raises(AssertionError, match="`explicitly_destroy` flag must be set"):
+        Buffer(group).destroy()
+    Buffer(group, explicitly_destroy=True)  # goes without a word
+    assert torch.equal(dispatch(Buffer(group), case)[0], recv_x)
+
+
+def test_use_after_destroy(ranks):
+    ranks(destroyed, 2)
+
+
+def asynchronous(rank, num_ranks, group):
+    buffer = Buffer(group)
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
+    streams = {"async_finish": True, "allocate_on_comm_stream": True}
+    per_rank, _, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        case.idx, case.num_experts, previous_event=Buffer.capture(), **streams
+    )
+    assert isinstance(event, EventOverlap) and event.event is not None
+    recv_x, _, recv_weights, _, handle, event = buffer.dispatch(
+        case.x,
+        topk_idx=case.idx,
+        topk_weights=case.weights,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=event,
+        **streams,
+    )
+    event.current_stream_wait()
+    assert torch.equal(recv_x, case.rows(case.all_x))
+    out, _, event = buffer.combine(recv_x, handle, previous_event=Buffer.capture(), **streams)
+    with event:
+        pass
+    assert torch.equal(out, case.summed(gather(group, recv_x)))
+    *_, event = buffer.dispatch(case.x, handle=handle, previous_event=event)
+    assert event.event is None
+    with pytest.raises(AssertionError, match="allocate_on_comm_stream"):
+        buffer.combine(recv_x, handle, allocate_on_comm_stream=True, async_finish=True)
+
+
+def test_asynchronous_calls(ranks):
+    ranks(asynchronous, 2)
+
+
+def refusals(rank, num_ranks, group):
+    buffer = Buffer(group)
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(case.idx, case.num_experts)
+    recv_x, _, recv_weights, _, handle, _ = dispatch(buffer, case)
+    rows, tokens = recv_x.size(0), case.x.size(0)
+
+    def refused(match, x=case.x, **changes):
+        arguments = {
+            "num_tokens_per_rank": per_rank,
+            "is_token_in_rank": in_rank,
+            "num_tokens_per_expert": per_expert,
+            "topk_idx": case.idx,
+            "topk_weights": case.weights,
+        }
+        with pytest.raises(weft.InvalidArgument, match=match) as found:
+            buffer.dispatch(x, **(arguments | changes))
+        assert isinstance(found.value, AssertionError) and isinstance(found.value, ValueError)
+
+    refused("both or neither", topk_weights=None)
+    refused("both or neither", topk_idx=None)
+    refused("float32", topk_weights=case.weights.bfloat16())
+    refused(r"shape \[\d, 1\]", topk_weights=case.weights[:, :1])
+    refused("int16", topk_idx=case.idx.short())
+    refused("K <= 32", topk_idx=case.idx.repeat(1, 17))
+    refused("num_tokens_per_rank is None", num_tokens_per_rank=None)
+    refused("is_token_in_rank is None", is_token_in_rank=None)
+    refused("num_tokens_per_expert is None", num_tokens_per_expert=None)
+    refused("num_experts = 3", num_tokens_per_expert=per_expert[:3])
+    refused("is_token_in_rank has shape", is_token_in_rank=in_rank[1:])
+    refused("num_worst_tokens = 8 without", num_worst_tokens=8, topk_idx=None, topk_weights=None)
+    refused("num_worst_tokens = -1", num_worst_tokens=-1)
+    refused("expert_alignment = 0", expert_alignment=0)
+    refused("num_sms = 21", config=Config(21))
+    refused(r"topk_idx has \d rows", topk_idx=case.idx[1:], topk_weights=case.weights[1:])
+    refused("beside a handle", handle=handle)
+    refused("handle is a tuple", handle=(), topk_idx=None, topk_weights=None)
+    refused("the handle's", case.x[1:], handle=handle, topk_idx=None, topk_weights=None)
+    refused("16 columns", case.x[:, :16], handle=handle, topk_idx=None, topk_weights=None)
+    refused("rows of 6 bytes", case.x[:, :3])
+    refused(r"expected \[T, H\]", case.x[0])
+    refused("one byte", (case.x, torch.zeros(tokens, 1)))
+    raw = case.x.view(torch.uint8)
+    refused("int32", (raw, torch.zeros(tokens, 1, dtype=torch.float64)))
+    refused("scales have shape", (raw, torch.zeros(tokens + 1, 1)))
+
+    def not_combined(match, x=recv_x, of=handle, **options):
+        with pytest.raises(weft.InvalidArgument, match=match):
+            buffer.combine(x, of, **options)
+
+    not_combined("x has dtype torch.int32", torch.zeros(rows, 32, dtype=torch.int32))
+    not_combined("x has shape", torch.zeros(rows + 1, 32))
+    not_combined("handle is a list", of=[])
+    not_combined("topk_weights has dtype", topk_weights=recv_weights.double())
+    not_combined("topk_weights has shape", topk_weights=recv_weights[:, :1])
+    not_combined("bias has dtype", bias=case.x.float())
+    not_combined("bias has shape", bias=case.x[:1].expand(tokens + 1, 32))
+    not_combined("a tuple of two", bias=(case.x,))
+    with pytest.raises(weft.InvalidArgument, match="num_experts = 0"):
+        buffer.get_dispatch_layout(case.idx, 0)
+    with pytest.raises(weft.InvalidArgument, match=f"num_experts = {num_ranks + 1}"):
+        buffer.get_dispatch_layout(case.idx, num_ranks + 1)
+    # Nothing ran, so all ranks are still in step.
+    assert torch.equal(buffer.dispatch(case.x, handle=handle)[0], recv_x)
+
+
+def test_bad_arguments_are_refused_before_anything_runs(ranks):
+    ranks(refusals, 2)
+
+
+def one_rank_is_wrong(rank, num_ranks, group):
+    buffer = Buffer(group, low_latency_mode=True)
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5), hidden=128, distinct=True)
+    recv_x, _, _, _, handle, _ = dispatch(buffer, case)
+    out, _, _ = buffer.combine(recv_x, handle)
+    rows, _, fixed, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, 8, case.num_experts, use_fp8=False
+    )
+    is_wrong = rank == 0
+    with pytest.raises(weft.InvalidArgument):
+        dispatch(buffer, case, expert_alignment=0 if is_wrong else 1)
+    with pytest.raises(weft.InvalidArgument):
+        buffer.dispatch(case.x[1:] if is_wrong else case.x, handle=handle)
+    with pytest.raises(weft.InvalidArgument):
+        buffer.combine(recv_x[1:] if is_wrong else recv_x, handle)
+    with pytest.raises(weft.InvalidArgument):
+        x = torch.zeros(9, 128, dtype=torch.bfloat16) if is_wrong else case.x
+        buffer.low_latency_dispatch(x, case.idx, 8, case.num_experts, use_fp8=False)
+    with pytest.raises(weft.InvalidArgument):
+        place = case.x.float() if is_wrong else None
+        buffer.low_latency_combine(rows, case.idx, case.weights, fixed, out=place)
+    assert torch.equal(buffer.dispatch(case.x, handle=handle)[0], recv_x)
+    assert torch.equal(buffer.combine(recv_x, handle)[0], out)
+
+
+def test_what_one_rank_does_wrong_all_ranks_raise(ranks):
+    ranks(one_rank_is_wrong, 3)
+
+
+def private_items(rank, num_ranks, group):
+    case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
+    buffer = Buffer(group)
+    handle = dispatch(buffer, case)[4]
+    prefix, *others = handle
+    assert len(others) == 5 and prefix.dtype == torch.int32
+    others_known = prefix[:, [r for r in range(num_ranks) if r != rank]]
+    assert (others_known == -1).all()
+    with pytest.raises(AttributeError, match="send_head"):
+        handle[-1].data_ptr()
+    assert torch.equal(handle[3:5][1], handle[4]) and "Handle" in repr(handle)
+    with pytest.raises(IndexError):
+        handle[6]
+
+
+def test_handle_reads_like_a_tuple(ranks):
+    ranks(private_items, 2)
+
+
+def raw_buffer(rank, num_ranks, group):
+    buffer = Buffer(group, 1024, 2048)
+    assert buffer.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).zero_().numel() == 2048
+    assert buffer.get_local_buffer_tensor(torch.int32, offset=512).numel() == 128
+    view = buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([4, 8]), 64)
+    assert view.shape == (4, 8)
+    with pytest.raises(AssertionError, match="at most 512"):
+        buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([513]))
+
+
+def test_raw_buffer_has_the_asked_size(ranks):
+    ranks(raw_buffer, 1)

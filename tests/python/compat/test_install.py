@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weft.compat.install`, each time in an interpreter of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[3] / "python"
+
+
+def run(code: str, *paths: Path) -> str:
+    given = [str(path) for path in paths] + [os.environ.get("PYTHONPATH", str(PACKAGE))]
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(given)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Path:
+    """A folder with libraries called deep_ep and uccl."""
+    for name in ("deep_ep", "uccl"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("who = 'the real one'\n")
+        (tmp_path / name / "utils.py").write_text("who = 'the real one'\n")
+    return tmp_path
+
+
+def test_names_resolve_to_weft():
+    run("""
+import weft.compat
+weft.compat.install()
+weft.compat.install()
+import importlib, importlib.util
+import deep_ep, deep_ep.utils, uccl.ep
+from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, HybridEPBuffer, topk_idx_t
+from deep_ep import EventHandle, EventOverlap
+from deep_ep.utils import EventHandle as Again, EventOverlap as Overlap
+from uccl import ep
+from uccl.ep import Buffer as EPBuffer
+import weft.compat.deep_ep, weft.compat.uccl
+assert Buffer is weft.compat.deep_ep.Buffer and EPBuffer is weft.compat.uccl.Buffer
+assert Again is EventHandle and Overlap is EventOverlap and ep is uccl.ep
+for name in ("deep_ep", "deep_ep.utils", "uccl", "uccl.ep"):
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.name == name, name
+    assert importlib.import_module(name).__name__ == name
+try:
+    import deep_ep.buffer
+except ModuleNotFoundError as error:
+    assert error.name == "deep_ep.buffer"
+else:
+    raise SystemExit("deep_ep.buffer was imported a second time")
+weft.compat.uninstall()
+weft.compat.uninstall()
+assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec("uccl") is None
+weft.compat.install("uccl")
+assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec("uccl.ep")
+""")
+
+
+def test_nothing_is_installed_by_import_alone():
+    run("""
+import importlib.util
+import weft.compat, weft.compat.deep_ep, weft.compat.uccl
+assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec("uccl") is None
+""")
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_real_installation_is_not_covered_up(real, imported):
+    told = run(
+        f"""
+import sys
+import weft.compat
+if {imported}:
+    import deep_ep.utils, uccl
+for names in (("deep_ep",), ("uccl",), ("deep_ep", "uccl")):
+    try:
+        weft.compat.install(names)
+    except weft.NotAvailable as error:
+        print(error)
+    else:
+        raise SystemExit("it was covered up")
+assert ("deep_ep" in sys.modules) == {imported}
+import deep_ep.utils
+assert deep_ep.who == deep_ep.utils.who == "the real one"
+""",
+        real,
+    )
+    assert str(real / "deep_ep" / "__init__.py") in told
+    assert str(real / "uccl" / "__init__.py") in told and "force=True" in told
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_force_covers_it_up_until_uninstall(real, imported):
+    run(
+        f"""
+import sys
+import weft.compat
+if {imported}:
+    import deep_ep.utils
+weft.compat.install(force=True)
+from deep_ep.utils import EventHandle
+import deep_ep
+assert not hasattr(deep_ep, "who") and deep_ep.Buffer
+weft.compat.uninstall()
+import deep_ep.utils
+assert deep_ep.who == deep_ep.utils.who == "the real one"
+""",
+        real,
+    )
+
+
+def test_unknown_names_are_refused():
+    run("""
+import weft, weft.compat
+try:
+    weft.compat.install(("deep_ep", "deepspeed"))
+except weft.InvalidArgument as error:
+    assert "deepspeed" in str(error) and "deep_ep, uccl" in str(error)
+else:
+    raise SystemExit("no error")
+import sys
+assert "deep_ep" not in sys.modules
+""")

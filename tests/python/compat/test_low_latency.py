@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-latency calls of `Buffer` against loops over everybody's inputs."""
+
+import pytest
+import torch
+from buffer_cases import Case, gather
+
+import weft
+from weft.compat.deep_ep import Buffer
+
+NUM_MAX = 16
+TOKENS = (16, 0, 5, 9)
+
+
+def make(rank, num_ranks, group, *, hidden=128, low=-1, topk=3, **options):
+    case = Case(rank, group, 2 * num_ranks, topk, TOKENS, low=low, hidden=hidden, distinct=True)
+    return case, Buffer(group, low_latency_mode=True, explicitly_destroy=True, **options)
+
+
+def routes(case, expert, without=()):
+    """(source, token) of the rows of one of the rank's experts."""
+    number = case.rank * case.local + expert
+    return [
+        (source, token)
+        for source, idx in enumerate(case.all_idx)
+        if source not in without
+        for token, row in enumerate(idx.tolist())
+        for k in row
+        if k == number
+    ]
+
+
+def expected_rows(case, expert, all_values, without=()):
+    rows = [all_values[source][token] for source, token in routes(case, expert, without)]
+    return torch.stack(rows) if rows else all_values[0].new_zeros((0, *all_values[0].shape[1:]))
+
+
+def check_handle(case, handle, recv_count, without=()):
+    src_info, layout_range, num_max, hidden, num_experts = handle
+    assert (num_max, hidden, num_experts) == (NUM_MAX, case.x.size(1), case.num_experts)
+    assert src_info.dtype == torch.int32 and layout_range.dtype == torch.int64
+    assert src_info.shape == (case.local, case.num_ranks * NUM_MAX)
+    assert recv_count.dtype == torch.int32
+    for expert in range(case.local):
+        want = routes(case, expert, without)
+        assert int(recv_count[expert]) == len(want)
+        assert src_info[expert, : len(want)].tolist() == [token for _, token in want]
+        for source in range(case.num_ranks):
+            entry = int(layout_range[expert, source])
+            begin, count = entry >> 32, entry & 0xFFFFFFFF
+            assert [s for s, _ in want[begin : begin + count]] == [source] * count
+            assert count == sum(s == source for s, _ in want)
+
+
+def weighted(case, all_rows, weights, skip=None):
+    """The sums: those of a rank's rows first, rounded, then of the ranks in order, rounded."""
+    out = torch.zeros(case.x.shape, dtype=torch.float32)
+    for rank, rows in enumerate(all_rows):
+        here = torch.zeros_like(out)
+        for expert in range(case.local):
+            number, row = rank * case.local + expert, 0
+            for source, idx in enumerate(case.all_idx):
+                for token, k in (idx == number).nonzero().tolist():
+                    if source == case.rank and not (skip is not None and skip[token, k]):
+                        here[token] += rows[expert, row].float() * weights[token, k]
+                    row += 1
+        out += here
+    return out
+
+
+def plain(rank, num_ranks, group, low, topk):
+    case, buffer = make(rank, num_ranks, group, low=low, topk=topk, hidden=24)
+    stats = torch.full((case.local,), 5, dtype=torch.int32)
+    waited = torch.zeros(num_ranks, dtype=torch.int64)
+    recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, stats, waited, use_fp8=False
+    )
+    assert event.event is None and hook is None
+    assert recv_x.dtype == torch.bfloat16 and recv_x.shape == (case.local, num_ranks * NUM_MAX, 24)
+    check_handle(case, handle, count)
+    assert torch.equal(stats, count + 5)
+    for expert in range(case.local):
+        want = expected_rows(case, expert, case.all_x)
+        assert torch.equal(recv_x[expert, : want.size(0)], want)
+
+    gen = torch.Generator().manual_seed(rank)
+    rows = torch.randn(recv_x.shape, generator=gen).to(torch.bfloat16)
+    want = weighted(case, gather(group, rows), case.weights)
+    out, event, hook = buffer.low_latency_combine(rows, case.idx, case.weights, handle)
+    assert event.event is None and hook is None and out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
+    place = torch.full_like(case.x, 3.0)
+    same, _, _ = buffer.low_latency_combine(
+        rows,
+        case.idx,
+        case.weights,
+        handle,
+        use_logfmt=True,
+        out=place,
+        combine_wait_recv_cost_stats=waited,
+    )
+    assert same is place and torch.equal(place, out)
+    buffer.get_next_low_latency_combine_buffer(handle)[:] = rows
+    other, _, _ = buffer.low_latency_combine(
+        torch.zeros_like(rows), case.idx, case.weights, handle, zero_copy=True
+    )
+    assert torch.equal(other, out)
+    skipped = case.idx.clone()
+    skipped[:, 0] = -1
+    without_first, _, _ = buffer.low_latency_combine(rows, skipped, case.weights, handle)
+    want = weighted(case, gather(group, rows), case.weights, skip=skipped < 0)
+    torch.testing.assert_close(without_first.float(), want, rtol=0.02, atol=0.02)
+    buffer.clean_low_latency_buffer(NUM_MAX, 24, case.num_experts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_round_trip(ranks, num_ranks):
+    ranks(plain, num_ranks, -1, 3)
+
+
+def test_ids_that_name_no_expert_are_ignored(ranks):
+    ranks(plain, 2, -3, 3)
+
+
+def test_one_choice(ranks):
+    ranks(plain, 2, -1, 1)
+
+
+def exact_sums(rank, num_ranks, group):
+    """Small whole numbers, which bf16 adds without rounding."""
+    case, buffer = make(rank, num_ranks, group)
+    x = torch.randint(-4, 5, case.x.shape).to(torch.bfloat16)
+    weights = torch.randint(0, 3, case.weights.shape).float()
+    recv_x, _, handle, *_ = buffer.low_latency_dispatch(
+        x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+    )
+    out, *_ = buffer.low_latency_combine(recv_x, case.idx, weights, handle)
+    times = torch.where(case.idx >= 0, weights, torch.zeros(())).sum(1, keepdim=True)
+    assert torch.equal(out.float(), x.float() * times)
+
+
+def test_sums_are_weighted(ranks):
+    ranks(exact_sums, 4)
+
+
+def quantised(rank, num_ranks, group, round_scale, use_ue8m0):
+    case, buffer = make(rank, num_ranks, group, hidden=1024)
+    case.x[:1] = 0
+    case.all_x = gather(group, case.x)
+    (recv, scales), count, handle, _, _ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, round_scale=round_scale, use_ue8m0=use_ue8m0
+    )
+    check_handle(case, handle, count)
+    blocks = (case.local, num_ranks * NUM_MAX)
+    assert recv.dtype == torch.float8_e4m3fn and recv.shape == (*blocks, 1024)
+    if use_ue8m0:
+        assert scales.dtype == torch.int32 and scales.shape == (*blocks, 2)
+        assert scales.stride()[1:] == (1, blocks[1])
+        exponents = scales.contiguous().view(torch.uint8).int()
+        scales = torch.ldexp(torch.ones(()), exponents - 127)
+    else:
+        assert scales.dtype == torch.float32 and scales.shape == (*blocks, 8)
+        assert scales.stride()[1:] == (1, blocks[1])
+    for expert in range(case.local):
+        rows = expected_rows(case, expert, case.all_x).float().view(-1, 8, 128)
+        used = rows.size(0)
+        want = rows.abs().amax(2).clamp(min=1e-4) / 448
+        if round_scale:
+            want = torch.exp2(torch.ceil(torch.log2(want)))
+        torch.testing.assert_close(scales[expert, :used], want, rtol=1e-6, atol=0)
+        back = recv[expert, :used].float().view(-1, 8, 128) * scales[expert, :used].unsqueeze(2)
+        assert not back.isnan().any()
+        # e4m3 has three bits of mantissa, and steps of 2**-9 near zero.
+        error, step = (back - rows).abs(), scales[expert, :used].unsqueeze(2) * 2**-9
+        assert (error <= torch.maximum(rows.abs() / 16, step)).all()
+
+
+@pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
+def test_fp8_rows_have_a_scale_for_128_elements(ranks, round_scale, use_ue8m0):
+    ranks(quantised, 2, round_scale, use_ue8m0)
+
+
+def later(rank, num_ranks, group):
+    case, buffer = make(rank, num_ranks, group)
+    arguments = (case.x, case.idx, NUM_MAX, case.num_experts)
+    recv_x, _, handle, event, hook = buffer.low_latency_dispatch(
+        *arguments, use_fp8=False, return_recv_hook=True
+    )
+    assert event.event is None
+    hook()
+    out, event, hook = buffer.low_latency_combine(
+        recv_x, case.idx, case.weights, handle, return_recv_hook=True
+    )
+    hook()
+    again, _, other, event, hook = buffer.low_latency_dispatch(
+        *arguments, use_fp8=False, async_finish=True
+    )
+    assert hook is None
+    event.current_stream_wait()
+    used = handle.is_row
+    assert torch.equal(again[used], recv_x[used])
+    same, event, _ = buffer.low_latency_combine(
+        again, case.idx, case.weights, other, async_finish=True
+    )
+    event.current_stream_wait()
+    assert torch.equal(same, out)
+    # Both results are still whole, and usable in any order.
+    assert torch.equal(buffer.low_latency_combine(recv_x, case.idx, case.weights, handle)[0], out)
+
+
+def test_hooks_and_events(ranks):
+    ranks(later, 2)
+
+
+def with_weights(rank, num_ranks, group):
+    case, buffer = make(rank, num_ranks, group)
+    recv_x, count, weights, sources, handle, event, hook = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, topk_weights=case.weights, use_fp8=False
+    )
+    check_handle(case, handle, count)
+    for expert in range(case.local):
+        want = routes(case, expert)
+        number = rank * case.local + expert
+        assert sources[expert, : len(want)].tolist() == [source for source, _ in want]
+        sent = [
+            case.all_weights[source][token, k]
+            for source, idx in enumerate(case.all_idx)
+            for token, k in (idx == number).nonzero().tolist()
+        ]
+        assert weights[expert, : len(want)].tolist() == [float(one) for one in sent]
+
+
+def test_weights_travel_on_request(ranks):
+    ranks(with_weights, 2)
+
+
+def masked(rank, num_ranks, group):
+    case, buffer = make(rank, num_ranks, group, enable_shrink=True)
+    status = torch.full((num_ranks,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * num_ranks
+    out_of_it = num_ranks - 1
+    buffer.low_latency_update_mask_buffer(out_of_it, True)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [int(r == out_of_it) for r in range(num_ranks)]
+    for idx in case.all_idx:  # nothing is sent to it
+        idx[idx // case.local == out_of_it] = -1
+    recv_x, count, handle, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+    )
+    check_handle(case, handle, count, without=(out_of_it,))
+    for expert in range(case.local):
+        want = expected_rows(case, expert, case.all_x, without=(out_of_it,))
+        assert torch.equal(recv_x[expert, : want.size(0)], want)
+    ones = torch.ones_like(case.weights)
+    rows = torch.where(handle.is_row.unsqueeze(2), torch.ones_like(recv_x), float("nan"))
+    out, *_ = buffer.low_latency_combine(rows, case.idx, ones, handle)
+    choices = (case.all_idx[rank] >= 0).sum(1) if rank != out_of_it else torch.zeros(())
+    assert torch.equal(out.float(), choices.float().view(-1, 1).expand_as(out))
+    buffer.low_latency_clean_mask_buffer()
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * num_ranks
+    with pytest.raises(AssertionError, match="rank_to_mask = 9"):
+        buffer.low_latency_update_mask_buffer(9, True)
+    with pytest.raises(AssertionError, match="mask_status is"):
+        buffer.low_latency_query_mask_buffer(status[:1])
+    with pytest.raises(AssertionError, match="enable_shrink is False"):
+        Buffer(group).low_latency_clean_mask_buffer()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_masked_ranks_are_left_out(ranks, num_ranks):
+    ranks(masked, num_ranks)
+
+
+def refusals(rank, num_ranks, group):
+    case, buffer = make(rank, num_ranks, group)
+    recv_x, _, handle, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+    )
+
+    def refused(
+        match, x=case.x, idx=case.idx, num_max=NUM_MAX, experts=case.num_experts, **options
+    ):
+        with pytest.raises(weft.InvalidArgument, match=match):
+            buffer.low_latency_dispatch(x, idx, num_max, experts, **options)
+
+    refused("float32", case.x.float())
+    refused("12 columns", case.x[:, :12], use_fp8=False)
+    refused("multiple of 128", case.x[:, :64])
+    refused("multiple of 512", use_ue8m0=True, round_scale=True)
+    refused("without round_scale", use_ue8m0=True)
+    long = torch.zeros(NUM_MAX + 1, 128, dtype=torch.bfloat16)
+    refused(f"at most num_max_dispatch_tokens_per_rank = {NUM_MAX}", long)
+    refused("topk_idx has 17 rows", idx=torch.zeros(17, 1, dtype=torch.int64))
+    refused("num_experts = 1", experts=1)
+    refused("one of the two", async_finish=True, return_recv_hook=True)
+    refused("topk_weights is", topk_weights=case.weights.double())
+    stats = torch.zeros(case.local)
+    refused("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats=stats)
+    refused("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats=stats)
+    with pytest.raises(weft.Unsupported, match="NVFP4"):
+        buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts, use_nvfp4=True)
+    with pytest.raises(AssertionError, match="low_latency_mode is False"):
+        Buffer(group).low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts)
+
+    def not_combined(match, x=recv_x, idx=case.idx, weights=case.weights, of=handle, **options):
+        with pytest.raises(weft.InvalidArgument, match=match):
+            buffer.low_latency_combine(x, idx, weights, of, **options)
+
+    not_combined("x is", recv_x[:, 1:])
+    not_combined("handle is a tuple", of=())
+    not_combined("topk_idx has shape", idx=case.idx[:, :1])
+    not_combined("topk_weights is", weights=case.weights.bfloat16())
+    not_combined("out is", out=case.x.float())
+    not_combined("zero_copy without rows", zero_copy=True)
+    not_combined("use_logfmt beside", zero_copy=True, use_logfmt=True)
+    not_combined("one of the two", async_finish=True, return_recv_hook=True)
+    with pytest.raises(weft.Unsupported, match="overlap"):
+        buffer.low_latency_combine(recv_x, case.idx, case.weights, handle, overlap=True)
+    buffer.low_latency_combine(recv_x, case.idx, case.weights, handle)
+
+
+def test_bad_arguments_are_refused_before_anything_runs(ranks):
+    ranks(refusals, 2)
