@@ -39,43 +39,68 @@ class CombineReduce {
     return __all_sync(kAllLanes, is_here);
   }
 
+  struct Place {
+    int32_t ordinal = -1;
+    int32_t source = 0;
+    int32_t chunk = 0;
+    ChunkArrivals arrivals = {0, 0};
+  };
+  struct Numbers {
+    Place place;
+    ArrivalHead head = {};  // of lane i: of the i-th arrival
+    int32_t row[kMaxEntries] = {};
+    float scale[kMaxEntries] = {};
+  };
+
   // The ordinal-th item of this team; an empty one where the source has fewer chunks than others.
-  [[nodiscard]] __device__ __forceinline__ SumItem fetch(int ordinal) const {
-    SumItem item;
+  [[nodiscard]] __device__ __forceinline__ Place locate(int ordinal) const {
+    Place place;
     const int index = team_.index + ordinal * team_.count;
     if (index >= num_items_) {
-      return item;
+      return place;
     }
-    const ChunkItem place = item_at(me_, me_.num_ranks, index);
-    item.ordinal = ordinal;
-    item.source = place.source;
-    item.chunk = place.chunk;
-    if (!is_chunk(place)) {
-      return item;
+    const ChunkItem item = item_at(me_, me_.num_ranks, index);
+    place.ordinal = ordinal;
+    place.source = item.source;
+    place.chunk = item.chunk;
+    if (is_chunk(item)) {
+      place.arrivals = arrivals_of(call_.plan, item.source, item.chunk);
     }
+    return place;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
+    Numbers numbers;
+    numbers.place = place;
     const auto from = static_cast<uint32_t>(place.source);
-    const ChunkArrivals arrivals = arrivals_of(call_.plan, place.source, place.chunk);
+    const int count = place.arrivals.end - place.arrivals.begin;
     const int lane = lane_index();
-    item.count = arrivals.end - arrivals.begin;
-    ArrivalHead head;
-    if (lane < item.count) {
-      head = call_.plan.heads(from)[arrivals.begin + lane];
+    if (lane < count) {
+      numbers.head = call_.plan.heads(from)[place.arrivals.begin + lane];
     }
 #pragma unroll
     for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int64_t at = static_cast<int64_t>(arrivals.begin + entry) * max_topk_ + lane;
-      const bool is_inside = entry < item.count && lane < call_.topk;
-      item.row[entry] = is_inside ? call_.plan.slots(from)[at] : 0;
-      item.scale[entry] = 1;
-      if (kScaled && is_inside) {
-        item.scale[entry] = scale_of_route(from, at);
-      }
+      const int64_t at = static_cast<int64_t>(place.arrivals.begin + entry) * max_topk_ + lane;
+      const bool is_inside = entry < count && lane < call_.topk;
+      numbers.row[entry] = is_inside ? call_.plan.slots(from)[at] : 0;
+      numbers.scale[entry] = kScaled && is_inside ? scale_of_route(from, at) : 1.0F;
     }
+    return numbers;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ SumItem resolve(const Numbers& numbers) const {
+    SumItem item;
+    item.ordinal = numbers.place.ordinal;
+    item.source = numbers.place.source;
+    item.chunk = numbers.place.chunk;
+    item.count = numbers.place.arrivals.end - numbers.place.arrivals.begin;
 #pragma unroll
     for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int routes = __shfl_sync(kAllLanes, head.num_routes, entry);
+      const int routes = __shfl_sync(kAllLanes, numbers.head.num_routes, entry);
       item.num_rows[entry] = call_.one_row ? min(routes, 1) : routes;
-      item.out_row[entry] = __shfl_sync(kAllLanes, head.return_row, entry);
+      item.out_row[entry] = __shfl_sync(kAllLanes, numbers.head.return_row, entry);
+      item.row[entry] = numbers.row[entry];
+      item.scale[entry] = numbers.scale[entry];
     }
     return item;
   }

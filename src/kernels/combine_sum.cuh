@@ -30,33 +30,57 @@ class CombineSum {
 
   [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
-  [[nodiscard]] __device__ __forceinline__ SumItem fetch(int ordinal) const {
-    SumItem item;
+  struct Place {
+    int32_t ordinal = -1;
+    int32_t chunk = 0;
+    int32_t first = 0;  // token
+    int32_t count = 0;
+  };
+  struct Numbers {
+    Place place;
+    int32_t arrival[kMaxEntries] = {};  // of lane r: at rank r, -1 = none
+    int32_t primary[kMaxEntries] = {};  // of lane r: slot there, -1 = no row was kept
+  };
+
+  [[nodiscard]] __device__ __forceinline__ Place locate(int ordinal) const {
+    Place place;
     const int chunk = team_.index + ordinal * team_.count;
-    if (chunk >= num_device_chunks(num_tokens_)) {
-      return item;
+    if (chunk < num_device_chunks(num_tokens_)) {
+      const int size = chunk_tokens(num_tokens_);
+      place.ordinal = ordinal;
+      place.chunk = chunk;
+      place.first = chunk * size;
+      place.count = min(size, num_tokens_ - place.first);
     }
-    const int size = chunk_tokens(num_tokens_);
-    const int first = chunk * size;
+    return place;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
+    Numbers numbers;
+    numbers.place = place;
     const int lane = lane_index();
-    item.ordinal = ordinal;
-    item.chunk = chunk;
-    item.count = min(size, num_tokens_ - first);
-    int32_t arrival[kMaxEntries];
-    int32_t primary[kMaxEntries];
 #pragma unroll
     for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int64_t pair = static_cast<int64_t>(first + entry) * me_.num_ranks + lane;
-      const bool is_inside = entry < item.count && lane < me_.num_ranks;
-      arrival[entry] = is_inside ? call_.plan.arrival()[pair] : -1;
-      primary[entry] = is_inside ? call_.plan.primary()[pair] : -1;
+      const int64_t pair = static_cast<int64_t>(place.first + entry) * me_.num_ranks + lane;
+      const bool is_inside = entry < place.count && lane < me_.num_ranks;
+      numbers.arrival[entry] = is_inside ? call_.plan.arrival()[pair] : -1;
+      numbers.primary[entry] = is_inside ? call_.plan.primary()[pair] : -1;
     }
+    return numbers;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ SumItem resolve(const Numbers& numbers) const {
+    SumItem item;
+    item.ordinal = numbers.place.ordinal;
+    item.chunk = numbers.place.chunk;
+    item.count = numbers.place.count;
+    const int lane = lane_index();
 #pragma unroll
     for (int entry = 0; entry < kMaxEntries; ++entry) {
       // Ranks the token went to, and those of them where a row was kept.
-      const uint32_t sent = __ballot_sync(kAllLanes, arrival[entry] >= 0);
-      const uint32_t kept = __ballot_sync(kAllLanes, primary[entry] >= 0);
-      const int token = first + entry;
+      const uint32_t sent = __ballot_sync(kAllLanes, numbers.arrival[entry] >= 0);
+      const uint32_t kept = __ballot_sync(kAllLanes, numbers.primary[entry] >= 0);
+      const int token = numbers.place.first + entry;
       int place = 0;
       if (lane < __popc(kept)) {
         const uint32_t rank = __fns(kept, 0, lane + 1);

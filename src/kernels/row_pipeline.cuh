@@ -89,11 +89,16 @@ template <class Source>
 __device__ void load_rows(const Source& source, const RowStages& stages, PipelineShared& shared) {
   RingPlace slot;
   RingPlace stage;
-  SumItem item;
+  typename Source::Numbers numbers;  // of the next item, on their way
+  typename Source::Place place;      // of the one after that
   if (source.is_open()) {
-    item = source.fetch(0);
+    numbers = source.load(source.locate(0));
+    place = source.locate(1);
   }
   for (;;) {
+    const SumItem item = source.resolve(numbers);
+    numbers = source.load(place);
+    place = source.locate(item.ordinal + 2);
     const bool is_good = item.ordinal >= 0 && source.wait(item);
     wait_barrier(shared.item_empty + slot.index, slot.parity ^ 1U);
     PipelineItem& out = shared.items[slot.index];
@@ -122,7 +127,6 @@ __device__ void load_rows(const Source& source, const RowStages& stages, Pipelin
     if (!is_good) {
       return;
     }
-    const SumItem next = source.fetch(item.ordinal + 1);  // on its way while rows are asked for
     for (int entry = 0; entry < item.count; ++entry) {
       const int num_rows = pick(item.num_rows, entry);
       const int32_t rows = pick(item.row, entry);
@@ -143,7 +147,6 @@ __device__ void load_rows(const Source& source, const RowStages& stages, Pipelin
         }
       }
     }
-    item = next;
   }
 }
 

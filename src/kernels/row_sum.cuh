@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine are this, over other
 // rows: a *source* hands out items of a few entries; each entry is some rows and the place of their
-// sum.
+// sum. It does so in three steps, so that a warp can ask for the next items while it works on one:
+// locate() begins to read where the item's numbers lie, load() to read them, and only resolve()
+// looks at what has come.
 #pragma once
 
 #include "kernels/elements.cuh"
@@ -66,10 +68,15 @@ __device__ __forceinline__ void store_zeros(std::byte* out, int32_t bytes) {
   }
 }
 
+template <class Source>
+__device__ __forceinline__ SumItem fetch(const Source& source, int ordinal) {
+  return source.resolve(source.load(source.locate(ordinal)));
+}
+
 // Runs all items of a team's source, 16-byte loads two rows ahead.
 template <class Element, bool kScaled, class Source>
 __device__ void sum_rows_vector(Source& source, const Slice& slice) {
-  for (SumItem item = source.fetch(0); item.ordinal >= 0; item = source.fetch(item.ordinal + 1)) {
+  for (SumItem item = fetch(source, 0); item.ordinal >= 0; item = fetch(source, item.ordinal + 1)) {
     if (!source.wait(item)) {
       return;
     }
