@@ -76,7 +76,9 @@ def interpreter(code, *paths):
 
 def distinct(kind):
     """(rest of the marker, block) of all pages, once each: several pages say the same."""
-    return sorted({(" ".join(rest), body) for page in PAGES for rest, body in blocks_of(page, kind)})
+    return sorted(
+        {(" ".join(rest), body) for page in PAGES for rest, body in blocks_of(page, kind)}
+    )
 
 
 def on_rank(rank, num_ranks, group, page):

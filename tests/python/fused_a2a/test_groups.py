@@ -76,9 +76,7 @@ def exact(rank, num_ranks, group, tokens, names, pad, budget, fused):
     tail += (fused,) if len(names) > 2 else ()
     back = fa.HybridEPCombine.apply(out, handle, *tail)
     all_out = oracle.gather(group, out.detach())
-    assert torch.equal(
-        back, oracle.combined(idx, slots.slots[rank], all_out, num_experts, x.dtype)
-    )
+    assert torch.equal(back, oracle.combined(idx, slots.slots[rank], all_out, num_experts, x.dtype))
     grad_back = torch.randn(back.shape, generator=gen).to(back.dtype)
     back.backward(grad_back)
     all_grads = oracle.gather(group, grad_back)
@@ -142,3 +140,20 @@ def lonely(rank, num_ranks, group):
 
 def test_ranks_without_rows_or_tokens(ranks):
     ranks(lonely, 3)
+
+
+def first_call_uneven(rank, num_ranks, group):
+    """The buffer is made from the first call's T, which is another on every rank."""
+    fa.reset_hybrid_ep_buffer()
+    tokens = 600 if rank == 0 else 1300
+    x = torch.randn(tokens, 16).to(torch.bfloat16)
+    chosen = torch.zeros(tokens, 2 * num_ranks, dtype=torch.bool)
+    chosen[:, rank] = True
+    rows, _, _, counts, handle = fa.hybrid_ep_dispatch(x, chosen, chosen.float(), group, 2)
+    assert counts.tolist() == ([600, 1300] if rank == 0 else [0, 0])
+    assert torch.equal(fa.hybrid_ep_combine(rows, handle), x)
+    fa.reset_hybrid_ep_buffer()
+
+
+def test_the_first_call_may_bring_another_t_on_every_rank(ranks):
+    ranks(first_call_uneven, 2)

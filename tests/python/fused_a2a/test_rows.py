@@ -50,9 +50,7 @@ def exact(rank, num_ranks, group, family, tokens, flags):
     back, second = cases.combine_rows(family, group, out, handle, **flags)
     assert second is None
     all_out = oracle.gather(group, out.detach())
-    assert torch.equal(
-        back, oracle.combined(idx, slots.slots[rank], all_out, num_experts, x.dtype)
-    )
+    assert torch.equal(back, oracle.combined(idx, slots.slots[rank], all_out, num_experts, x.dtype))
 
     # Backward of combine: a dispatch.
     grad_back = torch.randn(back.shape, generator=gen).to(back.dtype)
@@ -129,9 +127,7 @@ def without_probs_grad(rank, num_ranks, group, family):
     x, idx, probs = cases.inputs(rank, 6, 2, 4 * num_ranks)
     x, probs = cases.leaves(x, probs)
     strided = torch.stack([idx, idx], 2)[:, :, 0]
-    rows, _, row_probs, _, _ = cases.dispatch_rows(
-        family, group, x, strided, probs, 4 * num_ranks
-    )
+    rows, _, row_probs, _, _ = cases.dispatch_rows(family, group, x, strided, probs, 4 * num_ranks)
     loss = rows.float().sum()
     if rank == 0:
         loss = loss + (row_probs * 0.0).sum()

@@ -55,7 +55,7 @@ class ExchangePool:
             elif old is not None:
                 topk = old.max_topk
             else:
-                topk = self._largest(max_topk())
+                topk = self.largest(max_topk())
             topk = min(max(topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
             if old is not None and old.max_tokens >= max_tokens and old.max_topk >= topk:
                 return old
@@ -78,7 +78,8 @@ class ExchangePool:
                 exchange.close()
             self._exchanges.clear()
 
-    def _largest(self, here: int) -> int:
+    def largest(self, here: int) -> int:
+        """Collective: the largest of all ranks' numbers."""
         blocks = self.group.all_gather(_Count.pack(here))
         return max(_Count.unpack(block)[0] for block in blocks)
 

@@ -64,10 +64,12 @@ class HybridEPSetup:
         self.local_rank: int = self.rank % domain
         self.node_rank: int = self.rank // domain
         self.num_of_nodes: int = self.group_size // domain
+        self.runtime = ExchangePool(ranks, _TIMEOUT)
         self.configurer = HybridEPConfigurer(
             HybridEPConfig(
                 hidden_dim=hidden_dim,
-                max_num_of_tokens_per_rank=max_num_of_tokens_per_rank,
+                # Callers give their own T, which need not be that of others.
+                max_num_of_tokens_per_rank=self.runtime.largest(max_num_of_tokens_per_rank),
                 num_of_experts_per_rank=num_local_experts,
                 num_of_ranks_per_node=domain,
                 num_of_nodes=self.num_of_nodes,
@@ -79,7 +81,6 @@ class HybridEPSetup:
                 num_blocks_unpermute=num_blocks_unpermute or 0,
             )
         )
-        self.runtime = ExchangePool(ranks, _TIMEOUT)
 
     def empty_jit_cache(self) -> None:
         """Nothing: Weft compiles no kernels while it runs."""
