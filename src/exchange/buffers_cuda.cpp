@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 
 #include "core/check.hpp"
 #include "exchange/buffer_pool.hpp"
@@ -35,13 +34,23 @@ BlockPool::~BlockPool() {
   }
 }
 
-void BlockPool::grow(uint64_t num_pieces) {
-  add_pieces(piece_bytes_, num_pieces);
+bool BlockPool::grow(uint64_t num_pieces, std::chrono::milliseconds at_most) {
+  const auto region = memory_->allocate_reachable(num_pieces * piece_bytes_, at_most);
+  if (region) {
+    cut(*region, piece_bytes_);
+  }
+  return region.has_value();
 }
 
-void BlockPool::add_pieces(uint64_t piece_bytes, uint64_t num_pieces) {
-  const PeerRegion region = memory_->allocate(num_pieces * piece_bytes);
+// For outputs: those that a peer does not reach are filled from staging.
+PeerRegion BlockPool::new_region(uint64_t bytes) {
+  const PeerRegion region = memory_->allocate(bytes);
   static_cast<void>(memory_->wait_reachable(region, kPatience));
+  return region;
+}
+
+// Into unused blocks.
+void BlockPool::cut(const PeerRegion& region, uint64_t piece_bytes) {
   const std::lock_guard lock(mutex_);
   regions_.push_back(region);
   for (uint64_t i = 0; i < region.bytes / piece_bytes; ++i) {
@@ -78,11 +87,11 @@ std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
     return nullptr;
   }
   if (block.data == nullptr && bytes <= kLargestShared) {
-    add_pieces(std::bit_ceil(std::max(bytes, kSmallestShared)), kSharedPieces);
+    const uint64_t piece_bytes = std::bit_ceil(std::max(bytes, kSmallestShared));
+    cut(new_region(kSharedPieces * piece_bytes), piece_bytes);
     block = take_unused(bytes);
   } else if (block.data == nullptr) {
-    const PeerRegion region = memory_->allocate(size_class(bytes));
-    static_cast<void>(memory_->wait_reachable(region, kPatience));
+    const PeerRegion region = new_region(size_class(bytes));
     block = whole(region);
     const std::lock_guard lock(mutex_);
     regions_.push_back(region);

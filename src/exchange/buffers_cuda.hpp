@@ -4,6 +4,7 @@
 // the whole GPU, so it happens only when asked for.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -24,8 +25,9 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   BlockPool(std::shared_ptr<PeerMemory> memory, uint64_t piece_bytes);
   ~BlockPool();
 
-  // Adds one region's worth of unused blocks of a pool of pieces.
-  void grow(uint64_t num_pieces);
+  // Adds one region's worth of unused blocks to a pool of pieces; nothing, and false, unless all
+  // peers map them before so long.
+  [[nodiscard]] bool grow(uint64_t num_pieces, std::chrono::milliseconds at_most);
   // Goes back when the last copy of the pointer does, from any thread. Null if the pool is one of
   // pieces and all are in use; sizes are rounded up otherwise.
   [[nodiscard]] std::shared_ptr<const Block> take(uint64_t bytes);
@@ -35,7 +37,8 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
   [[nodiscard]] uint64_t unused_bytes() const;
 
  private:
-  void add_pieces(uint64_t piece_bytes, uint64_t num_pieces);
+  [[nodiscard]] PeerRegion new_region(uint64_t bytes);
+  void cut(const PeerRegion& region, uint64_t piece_bytes);
   [[nodiscard]] Block take_unused(uint64_t bytes);
   void give_back(const Block& block);
 

@@ -2,54 +2,15 @@
 // How a call on a GPU fails: what a kernel wrote to the fault record becomes an exception.
 #include <fmt/format.h>
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <thread>
 
+#include "core/log.hpp"
 #include "exchange/exchange_cuda.hpp"
+#include "transport/peer/cuda_handle.hpp"
 
 namespace weft {
-namespace {
-
-constexpr std::array<std::string_view, 4> kOpNames = {"call", "plan", "dispatch", "combine"};
-
-std::string_view name_of(DeviceOp op) {
-  return kOpNames.at(static_cast<size_t>(op));
-}
-
-// Field names of DeviceWord::signature, by operation, as the *_call_cuda.cpp files fill it.
-std::string_view field_name(DeviceOp op, int field) {
-  using Names = std::array<std::string_view, kDeviceSignatureFields>;
-  static constexpr Names kPlan = {
-      "layout", "pad_multiple", "expert_stride", "overflow", "topk", "map", "weights"};
-  static constexpr Names kDispatch = {
-      "plan (number of its call)", "dtype", "row bytes", "scale bytes", "weights", "quantise"};
-  static constexpr Names kCombine = {
-      "plan (number of its call)", "dtype", "row bytes", "scale", "weights"};
-  const Names& names = op == DeviceOp::kPlan       ? kPlan
-                       : op == DeviceOp::kDispatch ? kDispatch
-                                                   : kCombine;
-  return names.at(static_cast<size_t>(field));
-}
-
-std::string_view waited_for(WaitFor what) {
-  switch (what) {
-    case WaitFor::kWord:
-      return "call word";
-    case WaitFor::kRecords:
-      return "records of the plan";
-    case WaitFor::kSourceWeights:
-      return "source weights";
-    case WaitFor::kRows:
-      return "rows";
-    case WaitFor::kGrid:
-      return "blocks of its own";
-  }
-  return "signal";
-}
-
-}  // namespace
 
 void CudaExchange::check() {
   if (broken) {
@@ -67,17 +28,44 @@ void CudaExchange::finish(cudaStream_t stream) {
 }
 
 void CudaExchange::refuse(DeviceOp op, cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
-  if (capture == cudaStreamCaptureStatusNone) {
+  if (!is_capturing(stream)) {
     launch_refusal(view, op, stream);
     WEFT_CUDA(context, cudaStreamSynchronize(stream));
   }
 }
 
+bool CudaExchange::is_capturing(cudaStream_t stream) const {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
+  return capture != cudaStreamCaptureStatusNone;
+}
+
+void CudaExchange::set_launched(cudaStream_t stream) {
+  is_launched = true;
+  if (!is_capturing(stream)) {
+    WEFT_CUDA(context, cudaEventRecord(own->last_call.get(), stream));
+  }
+}
+
+// Once this rank's part of the call has ended, in whatever stream it was replayed, and what is
+// queued behind it. Nobody else is waited for: a peer on the same GPU may wait for this rank.
+void CudaExchange::clear_fault(uint32_t epoch) {
+  const CudaDeviceGuard guard(settings.device.index);
+  const RelaxedCapture no_capture;
+  const auto deadline = std::chrono::steady_clock::now() + 2 * settings.timeout;  // of its waits
+  WEFT_CUDA(context, cudaEventSynchronize(own->last_call.get()));
+  while (static_cast<int32_t>(read_local().epoch - epoch) < 0 &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  *own->fault.get() = {};  // first: once calls may go on, the next fault may come
+  const cudaStream_t stream = own->stream.get();
+  WEFT_CUDA(context, cudaMemsetAsync(&own->local.get()->stopped, 0, sizeof(StopState), stream));
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+}
+
 void CudaExchange::throw_fault() {
   const FaultRecord record = *own->fault.get();
-  const std::string_view op = name_of(record.op);
   const auto give_up = [&](ErrorCode code, const std::string& problem) {
     try {
       raise_error(code, context, problem);
@@ -93,77 +81,44 @@ void CudaExchange::throw_fault() {
           ErrorCode::kPeerFailed,
           fmt::format(
               "{}: rank {} {} during call {}",
-              op,
+              op_name(record.op),
               record.peer,
               state == PeerState::kDied ? "died" : "left the exchange",
-              record.epoch
+              call_number(view, record.epoch)
           )
       );
     }
-    give_up(
-        ErrorCode::kTimeout,
-        fmt::format(
-            "{}: rank {} waited {} ms for {} of rank {} in call {} (seen {}, wanted {})",
-            op,
-            context.rank,
-            settings.timeout.count(),
-            waited_for(record.waiting_for),
-            record.peer,
-            record.epoch,
-            record.seen,
-            record.wanted
-        )
-    );
+    ControlSurvey survey;
+    try {
+      survey = survey_control(record.epoch);
+    } catch (const Error& error) {  // the timeout is what matters
+      log(LogLevel::kDebug, "exchange: {}", error.what());
+    }
+    give_up(ErrorCode::kTimeout, fault_text(record, view, survey));
   }
-  // Nothing was harmed on any rank: all of them gave the call up, and count it. Only this rank's
-  // own work is waited for: a peer on the same GPU may wait for this rank already.
-  const cudaStream_t stream = last_stream;
-  WEFT_CUDA(context, cudaStreamSynchronize(stream));
-  WEFT_CUDA(context, cudaMemsetAsync(&own->local.get()->stopped, 0, sizeof(StopState), stream));
-  WEFT_CUDA(context, cudaStreamSynchronize(stream));
-  *own->fault.get() = {};
-  std::string problem;
-  switch (record.kind) {
-    case FaultKind::kRefused:
-      problem = fmt::format("{}: rank {} refused the call", op, record.peer);
-      break;
-    case FaultKind::kBadIndex:
-      problem = fmt::format(
-          "{}: topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
-          op,
-          record.seen,
-          record.what,
-          record.wanted,
-          settings.num_experts
-      );
-      break;
-    case FaultKind::kTooMany:
-      problem = fmt::format(
-          "{}: map[{}] names more than {} experts (max_topk)", op, record.seen, record.wanted
-      );
-      break;
-    default:
-      if (record.what < 0) {
-        problem = fmt::format(
-            "{}: rank {} calls {} (all ranks make the same calls in the same order; this is call "
-            "{})",
-            op,
-            record.peer,
-            name_of(static_cast<DeviceOp>(record.seen)),
-            record.epoch
-        );
-      } else {
-        problem = fmt::format(
-            "{}: {} = {} here and {} on rank {} (must be equal on all ranks)",
-            op,
-            field_name(record.op, record.what),
-            record.wanted,
-            record.seen,
-            record.peer
-        );
-      }
+  if (record.kind == FaultKind::kStranger || record.kind == FaultKind::kUnmapped) {
+    give_up(ErrorCode::kInternal, fault_text(record, view));
   }
-  raise_error(ErrorCode::kInvalidArgument, context, problem);
+  clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
+  raise_error(ErrorCode::kInvalidArgument, context, fault_text(record, view));
+}
+
+// By a copy, which takes another way than the kernel that failed.
+ControlSurvey CudaExchange::survey_control(uint32_t epoch) const {
+  const CudaDeviceGuard guard(settings.device.index);
+  const RelaxedCapture no_capture;
+  const cudaStream_t stream = own->stream.get();
+  const auto copy = [&](void* to, uint64_t offset, uint64_t bytes) {
+    const std::byte* from = memory->control().data + offset;
+    WEFT_CUDA(context, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+  };
+  ControlSurvey survey;
+  survey.words.resize(static_cast<size_t>(context.num_ranks));
+  const uint64_t first = sizeof(uint32_t) * control_map.signals().word(epoch, 0);
+  copy(survey.words.data(), first, sizeof(uint32_t) * survey.words.size());
+  copy(&survey.stamp, control_map.stamp_offset(), sizeof survey.stamp);
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+  return survey;
 }
 
 }  // namespace weft

@@ -57,7 +57,7 @@ void CudaExchange::combine(
     launch.num_reduce = blocks.first;
     launch.num_sum = blocks.second;
     launch_combine(launch, stream);
-    is_launched = true;
+    set_launched(stream);
     ++counters.num_combines;
   });
 }

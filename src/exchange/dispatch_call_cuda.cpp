@@ -85,7 +85,7 @@ void CudaExchange::dispatch(
     launch.num_push = blocks.first;
     launch.num_fan_out = blocks.second;
     launch_dispatch(launch, stream);
-    is_launched = true;
+    set_launched(stream);
     ++counters.num_dispatches;
   });
 }

@@ -5,11 +5,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <random>
+#include <span>
 
 #include "core/devices.hpp"
 #include "core/env.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
+#include "transport/agree.hpp"
 
 namespace weft {
 namespace {
@@ -53,6 +57,16 @@ void check_device(const ExchangeConfig& config, const Context& context) {
   );
 }
 
+// Rank 0's: some bits of its own, then the number of the exchange in its process.
+uint64_t agree_on_stamp(const Group& group, uint64_t id) {
+  static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
+  const uint64_t own = process_bits | (id & 0xffffffffU);
+  const auto stamps = group.all_gather(std::as_bytes(std::span(&own, 1)));
+  uint64_t stamp = 0;
+  std::memcpy(&stamp, stamps[0].data(), sizeof stamp);
+  return stamp;
+}
+
 }  // namespace
 
 CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
@@ -70,7 +84,11 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   control_map = {ranks, experts, tokens, topk};
   plan_map = {ranks, experts, tokens, topk};
   memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
+  const uint64_t stamp = agree_on_stamp(group, id);
+  agree(group, [&] { set_up(stamp); });  // nobody leaves before everybody can be written to
+}
 
+void CudaExchange::set_up(uint64_t stamp) {
   int major = 0;
   int minor = 0;
   const int gpu = settings.device.index;
@@ -85,6 +103,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   own = std::make_shared<CudaRankState>();
   own->memory = memory;
   own->stream.create(context);
+  own->last_call.create(context);
   own->local.create(1, context);
   own->fault.create(1, context);
   host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
@@ -94,30 +113,46 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   prepare_combine();
   prepare_refusal();
   plans = std::make_shared<BlockPool>(memory, plan_map.num_bytes());
-  plans->grow(kFirstPlans);
+  add_plans(kFirstPlans);
   buffers = std::make_shared<BlockPool>(memory, 0);
   view = {
       .rank = context.rank,
       .num_ranks = context.num_ranks,
       .map = control_map,
+      .stamp = stamp,
+      .control = {},
       .regions = memory->table(),
       .local = own->local.get(),
       .fault = own->fault.get(),
       .timeout_ns = static_cast<uint64_t>(
           std::chrono::duration_cast<std::chrono::nanoseconds>(settings.timeout).count()
       )};
+  for (int rank = 0; rank < context.num_ranks; ++rank) {
+    view.control[rank] = memory->control_of(rank);
+  }
+  const uint32_t base = epoch_base(stamp);
+  std::byte* const stamp_place = memory->control().data + control_map.stamp_offset();
+  WEFT_CUDA(context, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
+  WEFT_CUDA(
+      context, cudaMemcpy(&own->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
+  );
   // Enough for combine of 16-bit rows; what needs more makes it grow.
-  const int64_t rows = static_cast<int64_t>(tokens) * std::min<int64_t>(ranks, topk);
+  const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) *
+                       std::min<int64_t>(context.num_ranks, settings.max_topk);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows * settings.hidden * 2), nullptr));
   WEFT_CUDA(context, cudaDeviceSynchronize());
-  group.barrier();  // nobody leaves the constructor before everybody can be written to
 }
 
 CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; a kernel of ours may still run.
+  int before = -1;
+  static_cast<void>(cudaGetDevice(&before));
   static_cast<void>(cudaSetDevice(settings.device.index));
   static_cast<void>(cudaStreamSynchronize(own->stream.get()));
   memory->close();
+  if (before >= 0 && before != settings.device.index) {
+    static_cast<void>(cudaSetDevice(before));
+  }
 }
 
 void CudaExchange::check_aligned(
@@ -150,32 +185,41 @@ const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) 
   if (bytes <= staging.bytes && staging.data != nullptr) {
     return staging;
   }
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
   WEFT_CHECK(
       context,
-      capture == cudaStreamCaptureStatusNone,
+      !is_capturing(stream),
       ErrorCode::kUnsupported,
       "exchange: a captured call needs {} bytes of staging, {} are there (make a call of this size "
       "before the capture)",
       bytes,
       staging.bytes
   );
-  const PeerRegion grown =
-      memory->allocate(size_class(std::max<uint64_t>({bytes, 2 * staging.bytes, 1})));
+  const uint64_t wanted = size_class(std::max<uint64_t>({bytes, 2 * staging.bytes, 1}));
+  const auto grown = memory->allocate_reachable(wanted, settings.timeout);
   WEFT_CHECK(
       context,
-      memory->wait_reachable(grown, settings.timeout),
-      ErrorCode::kTimeout,
-      "exchange: peers have not mapped {} bytes of staging within {} ms",
-      grown.bytes,
+      grown.has_value(),
+      ErrorCode::kNotAvailable,
+      "exchange: some rank cannot map {} bytes of staging (or has not within {} ms)",
+      wanted,
       settings.timeout.count()
   );
   if (staging.data != nullptr) {
     retired.push_back(staging);
   }
-  staging = grown;
+  staging = *grown;
   return staging;
+}
+
+void CudaExchange::add_plans(uint64_t num_plans) {
+  WEFT_CHECK(
+      context,
+      plans->grow(num_plans, settings.timeout),
+      ErrorCode::kNotAvailable,
+      "plan: some rank cannot map memory for {} more plans (or has not within {} ms)",
+      num_plans,
+      settings.timeout.count()
+  );
 }
 
 Buffer CudaExchange::allocate(const Tensor& shape) {
@@ -194,14 +238,19 @@ void CudaExchange::release_pooled() {
   static_cast<void>(memory->wait_freed(std::chrono::seconds(2)));
 }
 
+LocalState CudaExchange::read_local() const {
+  LocalState now;
+  const cudaStream_t stream = own->stream.get();
+  WEFT_CUDA(
+      context, cudaMemcpyAsync(&now, own->local.get(), sizeof now, cudaMemcpyDeviceToHost, stream)
+  );
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+  return now;
+}
+
 ExchangeStats CudaExchange::stats() const {
   const CudaDeviceGuard guard(settings.device.index);
-  LocalState now;
-  WEFT_CUDA(
-      context,
-      cudaMemcpyAsync(&now, own->local.get(), sizeof now, cudaMemcpyDeviceToHost, own->stream.get())
-  );
-  WEFT_CUDA(context, cudaStreamSynchronize(own->stream.get()));
+  const LocalState now = read_local();
   ExchangeStats stats = counters;
   for (int peer = 0; peer < context.num_ranks; ++peer) {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);

@@ -12,6 +12,7 @@
 #include "core/check.hpp"
 #include "exchange/buffers_cuda.hpp"
 #include "exchange/exchange_state.hpp"
+#include "exchange/fault_text.hpp"
 #include "exchange/memory_cuda.hpp"
 #include "exchange/sms_cuda.hpp"
 #include "kernels/launch.hpp"
@@ -24,6 +25,7 @@ namespace weft {
 struct CudaRankState {
   std::shared_ptr<PeerMemory> memory;
   CudaStream stream;
+  CudaEvent last_call;  // end of the last call that was not captured
   CudaBuffer<LocalState> local;
   PinnedBuffer<FaultRecord> fault;
 };
@@ -49,19 +51,29 @@ struct CudaExchange final : Exchange::State {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+  // This rank's part of the constructor.
+  void set_up(uint64_t stamp);
   // One call: faults of earlier ones are thrown, `launch(stream)` queues it; a refusal of its
   // arguments is told to the peers. Without a stream of the caller's it is waited for.
   template <class Launch>
   auto run_call(DeviceOp op, const CallOptions& call, const Launch& launch);
 
   void refuse(DeviceOp op, cudaStream_t stream);
+  // The running call is in the stream: its end can be waited for, and peers will hear of it.
+  void set_launched(cudaStream_t stream);
+  [[nodiscard]] bool is_capturing(cudaStream_t stream) const;
   // Throws what the record says. A refusal that harmed nothing is cleared first.
   void throw_fault();
+  void clear_fault(uint32_t epoch);
+  [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
+  [[nodiscard]] LocalState read_local() const;
   void finish(cudaStream_t stream);
 
   // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
   // twice its size.
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
+  // Memory for so many more plans.
+  void add_plans(uint64_t num_plans);
   [[nodiscard]] int sms_of(const CallOptions& call) const;
   // Where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
@@ -86,7 +98,6 @@ struct CudaExchange final : Exchange::State {
   PeerRegion staging;
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired;
-  cudaStream_t last_stream = nullptr;  // of the last call
   bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
   std::vector<TunedSplit> tuning;
   int num_gpu_sms = 0;
@@ -109,7 +120,6 @@ auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& 
     throw;
   }
   is_launched = false;
-  last_stream = stream;
   const auto launched = [&] {
     try {
       return launch(stream);

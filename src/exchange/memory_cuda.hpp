@@ -54,6 +54,26 @@ class CudaStream {
   cudaStream_t stream_ = nullptr;
 };
 
+// Says when the work before it in a stream has ended, also if the stream has ended since.
+class CudaEvent {
+ public:
+  CudaEvent() = default;
+  ~CudaEvent() {
+    if (event_ != nullptr) {
+      static_cast<void>(cudaEventDestroy(event_));
+    }
+  }
+  CudaEvent(const CudaEvent&) = delete;
+  CudaEvent& operator=(const CudaEvent&) = delete;
+  void create(const Context& context) {
+    WEFT_CUDA(context, cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+  }
+  [[nodiscard]] cudaEvent_t get() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 // Zeroed device memory of this process alone.
 template <class T>
 class CudaBuffer {

@@ -26,15 +26,9 @@ int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
 
 class CudaPlan final : public DevicePlan {
  public:
-  CudaPlan(
-      std::shared_ptr<const Block> block,
-      const CudaExchange& maker,
-      PlanShape shape,
-      cudaStream_t stream
-  )
+  CudaPlan(std::shared_ptr<const Block> block, const CudaExchange& maker, PlanShape shape)
       : block_(std::move(block)),
         own_(maker.own),
-        stream_(stream),
         exchange_id_(maker.id),
         view_{block_->data, maker.plan_map},
         me_(maker.view),
@@ -47,7 +41,10 @@ class CudaPlan final : public DevicePlan {
     const std::lock_guard lock(mutex_);
     if (!copy_) {
       const CudaDeviceGuard guard(gpu_);
-      PlanData data = download_plan(me_, view_, shape_, stream_);
+      // Not the caller's stream, which may be gone.
+      const cudaStream_t stream = own_->stream.get();
+      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, own_->last_call.get()));
+      PlanData data = download_plan(me_, view_, shape_, stream);
       data.exchange_id = exchange_id_;
       copy_ = std::move(data);
     }
@@ -68,7 +65,6 @@ class CudaPlan final : public DevicePlan {
  private:
   std::shared_ptr<const Block> block_;
   std::shared_ptr<CudaRankState> own_;
-  cudaStream_t stream_;  // of the call that made it
   uint64_t exchange_id_;
   PlanView view_;
   RankView me_;
@@ -153,17 +149,15 @@ Plan CudaExchange::make_plan(
     );
     auto block = plans->take(0);
     if (!block) {
-      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-      WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
       WEFT_CHECK(
           context,
-          capture == cudaStreamCaptureStatusNone,
+          !is_capturing(stream),
           ErrorCode::kUnsupported,
           "plan: memory for one more plan is needed inside a capture (keep as many plans alive "
           "once "
           "before it)"
       );
-      plans->grow(kMorePlans);
+      add_plans(kMorePlans);
       block = plans->take(0);
     }
 
@@ -178,7 +172,7 @@ Plan CudaExchange::make_plan(
         .has_weights = routing.weights.is_given(),
         .options = options};
     data.exchange_id = id;
-    const auto device = std::make_shared<CudaPlan>(block, *this, data.shape, stream);
+    const auto device = std::make_shared<CudaPlan>(block, *this, data.shape);
     data.device = device;
 
     const std::optional<int64_t> rows = given_rows(options, data.shape.num_local_experts());
@@ -214,7 +208,7 @@ Plan CudaExchange::make_plan(
     launch.scratch = plan_scratch.get();
     launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
     launch_plan(launch, stream);
-    is_launched = true;
+    set_launched(stream);
     ++counters.num_plans;
 
     if (rows) {

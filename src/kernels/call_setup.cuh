@@ -46,6 +46,7 @@ __device__ inline bool begin_call(
     setup.epoch = current_epoch(me);
     setup.failures = 0;
     setup.own() = word;
+    setup.own().stamp = me.stamp;
     setup.own().num_tokens = plan.header()->num_tokens;
     setup.own().signature[0] = plan.header()->epoch;
     if (is_stopped(me
@@ -65,10 +66,11 @@ __device__ inline bool begin_call(
     const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
     DeviceWord said;
+    bool is_good = false;
     if (accept_word(me, epoch, setup.own(), peer, said) &&
         wait_reached(me, records, plan_epoch, site)) {
-      setup.rows[peer] = peer_data(me, peer, said.rows);
-      setup.scales[peer] = peer_data(me, peer, said.scales);
+      setup.rows[peer] = peer_data(me, said.rows, site);
+      setup.scales[peer] = peer_data(me, said.scales, site);
       setup.place[peer] = said.place;
       setup.tokens[peer] = plan.tokens_of()[peer];
       setup.first_row[peer] = plan.arrival_base()[peer];
@@ -76,7 +78,9 @@ __device__ inline bool begin_call(
           control_of(me, peer) + me.map.weights_offset(static_cast<uint32_t>(me.rank))
       );
       setup.signals[peer] = signal_of(me, peer, 0);
-    } else {
+      is_good = setup.rows[peer] != nullptr && setup.scales[peer] != nullptr;
+    }
+    if (!is_good) {
       atomicAdd(&setup.failures, 1U);
     }
   }

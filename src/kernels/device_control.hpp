@@ -13,6 +13,7 @@
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
 //               kSourceWeights
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
+//   stamp       uint64 of the exchange, written by the owner when the exchange is made
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it, because no
 // kernel ends before it has seen the words of all ranks.
@@ -51,7 +52,7 @@ struct alignas(16) DeviceWord {
   PeerAddress scales;  // dispatch: staging
   int64_t row_budget = -1;
   int64_t signature[kDeviceSignatureFields] = {};  // must be equal on all ranks
-  int64_t padding = 0;
+  uint64_t stamp = 0;                              // of the sender's exchange
 };
 
 // Tokens that one signal covers. Few tokens: a signal each, since latency decides; many: fewer
@@ -118,8 +119,11 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset() const {
     return weights_offset(num_ranks);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+    return stamp_offset() + align(sizeof(uint64_t));
   }
 };
 
@@ -130,8 +134,16 @@ enum class FaultKind : uint32_t {
   kRefused,   // the peer's word says so
   kBadIndex,  // topk_idx[token = seen, k = what] is `wanted`
   kTooMany,   // a map's row `seen` has more than max_topk = `wanted` experts
-  kDied,      // the host saw the peer's process end
+  kStranger,  // the peer's word has the stamp `seen`, this exchange `wanted`
+  kUnmapped,  // the peer names its region `seen`, which is not mapped here
 };
+
+// Where an exchange begins to count. The low bits of stamps are numbers of exchanges, so that what
+// an earlier one left in memory that a later one got lies behind and is not reached: but for one
+// exchange in 4096, and after some 65536 calls.
+WEFT_HD constexpr uint32_t epoch_base(uint64_t stamp) {
+  return static_cast<uint32_t>(stamp % 4096) << 16;
+}
 
 // What a wait was for.
 enum class WaitFor : uint32_t { kWord, kRecords, kSourceWeights, kRows, kGrid };
@@ -146,6 +158,7 @@ struct FaultRecord {
   int32_t what = 0;
   int64_t seen = 0;
   int64_t wanted = 0;
+  uint64_t control = 0;  // address of this rank's control region, as the kernel knew it
 };
 
 // What the first fault of a rank does to its calls.
@@ -170,6 +183,10 @@ struct RankView {
   int32_t rank = 0;
   int32_t num_ranks = 1;
   DeviceControlMap map;
+  uint64_t stamp = 0;  // the same on all ranks, and of no other exchange
+  // Region 0 of every rank as mapped here. It never changes, so that words and signals depend on no
+  // table, whose entries change while kernels run.
+  std::byte* control[kMaxDomainRanks] = {};
   std::byte* const* regions =
       nullptr;  // device memory, [num_ranks][kMaxPeerRegions] as mapped here
   LocalState* local = nullptr;

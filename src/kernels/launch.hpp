@@ -89,6 +89,11 @@ struct CombineLaunch {
   int32_t num_sum = 1;
 };
 
+static_assert(
+    sizeof(PlanLaunch) <= 4096 && sizeof(DispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
+    "a kernel takes 4 KB of parameters"
+);
+
 // Once per device and before any capture.
 void prepare_dispatch();
 void prepare_combine();

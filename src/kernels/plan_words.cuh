@@ -16,6 +16,7 @@ __device__ inline void write_message(const PlanLaunch& call, const PlanShared& s
   word.num_tokens = call.num_tokens;
   word.rows = call.plan_address;
   word.row_budget = call.row_budget;
+  word.stamp = call.me.stamp;
   for (int field = 0; field < kDeviceSignatureFields; ++field) {
     word.signature[field] = call.signature[field];
   }
@@ -116,7 +117,11 @@ __device__ inline bool check_word(
   fault.epoch = place.epoch;
   fault.peer = peer;
   fault.what = -1;
-  if (word.status == WordStatus::kRefused) {
+  if (word.stamp != call.me.stamp) {
+    fault.kind = FaultKind::kStranger;
+    fault.seen = static_cast<int64_t>(word.stamp);
+    fault.wanted = static_cast<int64_t>(call.me.stamp);
+  } else if (word.status == WordStatus::kRefused) {
     fault.kind = FaultKind::kRefused;
   } else if (word.op != DeviceOp::kPlan) {
     fault.kind = FaultKind::kMismatch;
@@ -190,7 +195,10 @@ __device__ inline bool accept_words(
     const DeviceWord& word = shared.words[thread];
     is_good = check_word(call, place, word, static_cast<int>(thread));
     if (is_good) {
-      shared.blocks[thread] = peer_data(me, static_cast<int>(thread), word.rows);
+      const WaitSite site = {
+          DeviceOp::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};
+      shared.blocks[thread] = peer_data(me, word.rows, site);
+      is_good = shared.blocks[thread] != nullptr;
     }
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;

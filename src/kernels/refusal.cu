@@ -7,10 +7,11 @@
 namespace weft {
 namespace {
 
-__global__ void refuse(RankView me, DeviceOp op) {
+__global__ void refuse(const __grid_constant__ RankView me, DeviceOp op) {
   const uint32_t epoch = current_epoch(me);
   DeviceWord word;
   word.op = op;
+  word.stamp = me.stamp;
   word.status = WordStatus::kRefused;
   post_word_by_thread(me, epoch, word);
   // The words of all ranks are awaited as by every kernel: a word lives for two calls.

@@ -16,12 +16,8 @@ __device__ __forceinline__ std::byte* region_of(const RankView& me, int rank, ui
   return reinterpret_cast<std::byte*>(__ldcg(entry));
 }
 
-__device__ __forceinline__ std::byte* peer_data(const RankView& me, int rank, PeerAddress address) {
-  return region_of(me, rank, address.region) + address.offset;
-}
-
 __device__ __forceinline__ std::byte* control_of(const RankView& me, int rank) {
-  return region_of(me, rank, 0);
+  return me.control[rank];
 }
 
 // Signal `slot` of `rank`.
@@ -52,8 +48,10 @@ __device__ __forceinline__ bool is_stopped(const RankView& me) {
 
 // The first fault of a rank is told to its host and ends all waits of its kernel.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
-  const StopState state =
-      fault.kind == FaultKind::kTimeout ? StopState::kBroken : StopState::kGivenUp;
+  // Of a stranger or a missing region the peer does not know: it goes on alone.
+  const bool is_mutual = fault.kind != FaultKind::kTimeout && fault.kind != FaultKind::kStranger &&
+                         fault.kind != FaultKind::kUnmapped;
+  const StopState state = is_mutual ? StopState::kGivenUp : StopState::kBroken;
   const auto before = atomicCAS(
       reinterpret_cast<uint32_t*>(&me.local->stopped),
       static_cast<uint32_t>(StopState::kRunning),
@@ -70,6 +68,7 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   out->what = fault.what;
   out->seen = fault.seen;
   out->wanted = fault.wanted;
+  out->control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
   ptx::fence_sys();
   *reinterpret_cast<volatile FaultKind*>(&out->kind) = fault.kind;
 }
@@ -80,6 +79,24 @@ struct WaitSite {
   int peer;
   WaitFor waiting_for;
 };
+
+// Memory that the peer of this site names; null, with a fault, if this GPU does not map it.
+__device__ inline std::byte* peer_data(
+    const RankView& me, PeerAddress address, const WaitSite& site
+) {
+  std::byte* region = region_of(me, site.peer, address.region);
+  if (region == nullptr) {
+    FaultRecord fault;
+    fault.kind = FaultKind::kUnmapped;
+    fault.op = site.op;
+    fault.epoch = site.epoch;
+    fault.peer = site.peer;
+    fault.seen = address.region;
+    raise_fault(me, fault);
+    return nullptr;
+  }
+  return region + address.offset;
+}
 
 // One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
 // given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
@@ -202,7 +219,11 @@ __device__ inline bool accept_word(
   fault.epoch = epoch;
   fault.peer = peer;
   fault.what = -1;
-  if (word.status == WordStatus::kRefused) {
+  if (word.stamp != me.stamp) {
+    fault.kind = FaultKind::kStranger;
+    fault.seen = static_cast<int64_t>(word.stamp);
+    fault.wanted = static_cast<int64_t>(me.stamp);
+  } else if (word.status == WordStatus::kRefused) {
     fault.kind = FaultKind::kRefused;
   } else if (word.op != own.op) {
     fault.kind = FaultKind::kMismatch;

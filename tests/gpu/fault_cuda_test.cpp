@@ -3,8 +3,11 @@
 // that goes on where nothing was lost.
 #include <fmt/format.h>
 
+#include <cuda_runtime_api.h>
+
 #include <thread>
 
+#include "core/check_cuda.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 
@@ -201,6 +204,58 @@ TEST_P(GpuFaultTest, TellsAfterAQueuedCallByCheck) {
   for (const std::string& text : texts) {
     EXPECT_TRUE(text.starts_with("dispatch: dtype = ")) << text;
   }
+}
+
+TEST_P(GpuFaultTest, TellsAfterTheStreamIsGone) {
+  const auto texts = fault_texts(gpus(), [](FaultRank& own) {
+    {
+      const TestStream stream(own.exchange.config().device);
+      own.dispatch_in.weights = own.rank == 2 ? ConstTensor{} : own.dispatch_in.weights;
+      own.dispatch_out.weights = own.rank == 2 ? Tensor{} : own.dispatch_out.weights;
+      own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, {.stream = stream.get()});
+    }
+    own.exchange.check();
+  });
+  for (const std::string& text : texts) {
+    EXPECT_TRUE(text.starts_with("dispatch: weights = ")) << text;
+  }
+}
+
+// The exchange knows the stream of the capture at most.
+TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
+  expect_refusal(
+      gpus(),
+      "plan",
+      "plan: topk_idx[7, 1] = -2 is out of range (num_experts = 6, -1 = no route)",
+      [](FaultRank& own) {
+        const TestStream captured(own.exchange.config().device);
+        const TestStream replayed(own.exchange.config().device);
+        const auto stream = static_cast<cudaStream_t>(captured.get());
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t runnable = nullptr;
+        own.options.row_budget = 200;
+        WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        own.plan.emplace(own.exchange.plan(own.routing, own.options, {.stream = stream}));
+        WEFT_CUDA(Context{}, cudaStreamEndCapture(stream, &graph));
+        WEFT_CUDA(Context{}, cudaGraphInstantiate(&runnable, graph, 0));
+        if (own.rank == 1) {
+          own.set_index(7, 1, -2);
+        }
+        WEFT_CUDA(Context{}, cudaGraphLaunch(runnable, static_cast<cudaStream_t>(replayed.get())));
+        const auto deadline = std::chrono::steady_clock::now() + 2 * kGpuTimeout;
+        const auto thrown = thrown_by([&] {
+          while (std::chrono::steady_clock::now() < deadline) {
+            own.exchange.check();  // while blocks of the call may still run
+          }
+        });
+        replayed.wait();
+        static_cast<void>(cudaGraphExecDestroy(runnable));
+        static_cast<void>(cudaGraphDestroy(graph));
+        if (thrown) {
+          throw Error(thrown->code, thrown->text, own.rank, "");
+        }
+      }
+  );
 }
 
 TEST_P(GpuFaultTest, RefusesAConfigThatCannotBe) {

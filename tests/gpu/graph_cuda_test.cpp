@@ -243,7 +243,7 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
           try {
             text = replay_all(group, cases);
           } catch (const Error& error) {
-            text = error.what();
+            text = fmt::format("{} {}", error.what(), describe(setup, cases[0].spec));
           }
         });
         for (const std::string& text : texts) {

@@ -78,6 +78,9 @@ PlanWorld::PlanWorld(const ExchangeSetup& setup, int num_blocks, uint64_t timeou
     call.me.rank = r;
     call.me.num_ranks = setup.num_ranks;
     call.me.map = control_map;
+    for (size_t peer = 0; peer < ranks_.size(); ++peer) {
+      call.me.control[peer] = ranks_[peer]->control.get();
+    }
     call.me.regions = reinterpret_cast<std::byte* const*>(rank.regions.get());
     call.me.local = reinterpret_cast<LocalState*>(rank.local.get());
     call.me.fault = reinterpret_cast<FaultRecord*>(rank.fault.get());

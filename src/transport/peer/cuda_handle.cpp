@@ -10,6 +10,7 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
+#include "core/log.hpp"
 
 namespace weft {
 namespace {
@@ -48,10 +49,14 @@ Registry& registry() {
 // For deleters: CUDA may already be shut down, and nobody could act on an error.
 template <class Step>
 void on_device_quietly(int device, Step step) {
+  const RelaxedCapture no_capture;
   int before = -1;
   static_cast<void>(cudaGetDevice(&before));
   if (cudaSetDevice(device) == cudaSuccess) {
-    static_cast<void>(step());
+    const cudaError_t status = step();
+    if (status != cudaSuccess && status != cudaErrorCudartUnloading) {
+      log(LogLevel::kDebug, "peer memory: not given back: {}", cudaGetErrorString(status));
+    }
   }
   if (before >= 0 && before != device) {
     static_cast<void>(cudaSetDevice(before));

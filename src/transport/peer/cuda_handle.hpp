@@ -2,6 +2,8 @@
 // One region of GPU memory: made, named to other processes, and mapped from one.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <memory>
 
 #include "core/context.hpp"
@@ -19,6 +21,19 @@ class DeviceScope {
 
  private:
   int before_ = -1;  // -1: nothing to restore
+};
+
+// What this thread does meanwhile belongs to no capture, its own or another thread's, which by
+// default forbids half of CUDA.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
 };
 
 // On the current device; contents undefined. With `is_exported` other processes can map it. Throws

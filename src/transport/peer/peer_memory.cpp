@@ -65,6 +65,12 @@ PeerRegion PeerMemory::allocate(uint64_t bytes) {
   return state_->regions.allocate(bytes);
 }
 
+std::optional<PeerRegion> PeerMemory::allocate_reachable(
+    uint64_t bytes, std::chrono::milliseconds at_most
+) {
+  return state_->regions.allocate_reachable(bytes, at_most);
+}
+
 void PeerMemory::release(const PeerRegion& region) {
   state_->regions.release(region);
 }
@@ -87,6 +93,10 @@ std::optional<PeerRegion> PeerMemory::find(const void* data, uint64_t bytes) con
 
 const PeerRegion& PeerMemory::control() const {
   return state_->regions.control();
+}
+
+std::byte* PeerMemory::control_of(int rank) const {
+  return state_->regions.control_of(rank);
 }
 
 std::byte* const* PeerMemory::table() const {

@@ -44,8 +44,13 @@ class PeerMemory {
   // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
   // its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
+  // As above, but nothing unless all peers map it before so long.
+  [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
+      uint64_t bytes, std::chrono::milliseconds at_most
+  );
   // No kernel of any rank may use it any more. The memory comes back when all peers have unmapped
-  // it; returns at once. Throws Error (kInvalidArgument) for what is not allocated.
+  // it, after close() when this ends; returns at once. Throws Error (kInvalidArgument) for what is
+  // not allocated.
   void release(const PeerRegion& region);
   // Whether every peer has mapped it, those that left or died aside; the second form waits so long,
   // or until a peer has failed to map it.
@@ -58,6 +63,8 @@ class PeerMemory {
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
 
   [[nodiscard]] const PeerRegion& control() const;
+  // Region 0 of any rank as this GPU maps it, from construction to close().
+  [[nodiscard]] std::byte* control_of(int rank) const;
   // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
   // mapped.
   [[nodiscard]] std::byte* const* table() const;

@@ -169,9 +169,25 @@ PeerRegion PeerRegions::allocate(uint64_t bytes) {
   }
 }
 
+std::optional<PeerRegion> PeerRegions::allocate_reachable(
+    uint64_t bytes, std::chrono::milliseconds at_most
+) {
+  const PeerRegion region = allocate(bytes);
+  if (wait_reachable(region, at_most)) {
+    return region;
+  }
+  release(region);
+  return std::nullopt;
+}
+
 // --- going ---
 
 void PeerRegions::release(const PeerRegion& region) {
+  const std::lock_guard closing(close_mutex_);
+  // Kernels of peers may run on: they let go when they close, and the memory goes with this object.
+  if (is_closed_) {
+    return;
+  }
   {
     const std::lock_guard lock(mutex_);
     const auto found = std::ranges::find_if(live_, [&](const PeerRegion& live) {
@@ -190,11 +206,15 @@ void PeerRegions::release(const PeerRegion& region) {
   tell_all();
 }
 
+bool PeerRegions::is_unmapped_by(int rank) const {
+  const Board& board = boards_[static_cast<size_t>(rank)];
+  return board.head().has_unmapped.load(std::memory_order_acquire) != 0 ||
+         transport_->peer_state(rank) == PeerState::kDied;
+}
+
 bool PeerRegions::is_unmapped_by_peers() const {
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    const Board& board = boards_[static_cast<size_t>(rank)];
-    if (is_peer(rank) && board.head().has_unmapped.load(std::memory_order_acquire) == 0 &&
-        transport_->peer_state(rank) != PeerState::kDied) {
+    if (is_peer(rank) && !is_unmapped_by(rank)) {
       return false;
     }
   }
@@ -216,6 +236,11 @@ std::optional<PeerRegion> PeerRegions::find(const void* data, uint64_t bytes) co
   const auto offset = static_cast<uint64_t>(begin - region.data);
   const bool is_inside = offset <= region.bytes && bytes <= region.bytes - offset;
   return is_inside && offset < region.bytes ? std::optional(region) : std::nullopt;
+}
+
+// Mapped by the constructor, and left alone by the service thread.
+std::byte* PeerRegions::control_of(int rank) const {
+  return is_peer(rank) ? mapped_[static_cast<size_t>(rank)][0].data.get() : control_.data;
 }
 
 PeerRegions::Reach PeerRegions::reach(const PeerRegion& region) const {

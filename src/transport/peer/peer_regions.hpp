@@ -31,12 +31,16 @@ class PeerRegions {
 
   // --- any thread; as in PeerMemory ---
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
+  [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
+      uint64_t bytes, std::chrono::milliseconds at_most
+  );
   void release(const PeerRegion& region);
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
   [[nodiscard]] const PeerRegion& control() const { return control_; }
+  [[nodiscard]] std::byte* control_of(int rank) const;
   [[nodiscard]] PeerState peer_state(int rank) const { return transport_->peer_state(rank); }
   void close();
   // Whether no living peer maps this rank's memory any more.
@@ -68,6 +72,8 @@ class PeerRegions {
   void tell_all();
   void tell(int rank);
   [[nodiscard]] bool has_dead() const;
+  // Whether the peer maps nobody's memory any more.
+  [[nodiscard]] bool is_unmapped_by(int rank) const;
 
   // --- the service thread (before it starts and after it ended: the caller) ---
   void run();

@@ -89,12 +89,12 @@ void PeerRegions::follow(int owner, uint32_t region, uint64_t stamp) {
   board.acknowledge(rank_, region, stamp, false);
 }
 
+// Who left may still have kernels running, until it has unmapped everything.
 bool PeerRegions::is_let_go(uint32_t region) const {
   const Board& own = boards_[static_cast<size_t>(rank_)];
   const uint64_t stamp = own.entry(region).stamp.load(std::memory_order_acquire);
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (is_peer(rank) && !own.is_acknowledged(rank, region, stamp) &&
-        transport_->peer_state(rank) == PeerState::kAlive) {
+    if (is_peer(rank) && !own.is_acknowledged(rank, region, stamp) && !is_unmapped_by(rank)) {
       return false;
     }
   }

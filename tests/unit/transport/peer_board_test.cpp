@@ -228,10 +228,34 @@ TEST(PeerBoardTest, IsNeverReachableWhereAPeerCannotMapIt) {
       EXPECT_FALSE(regions.is_reachable(region));
       regions.release(region);
       EXPECT_TRUE(comes_true([&] { return source.num_own() == 1; }));
+      EXPECT_FALSE(regions.allocate_reachable(1, kBound));
+      EXPECT_TRUE(comes_true([&] { return source.num_own() == 1; })) << "given back";
     }
     group.barrier();
   });
   set_log_level(LogLevel::kWarn);
+}
+
+TEST(PeerBoardTest, LeavesPeersTheirMappingsWhenItsOwnerIsGone) {
+  run_threads(2, [](Group& group) {
+    FakeSource source;
+    PeerRegions regions(group, source, 1);
+    const auto region = regions.allocate_reachable(1, kBound);
+    ASSERT_TRUE(region);
+    group.barrier();
+    if (group.rank() == 0) {
+      regions.close();
+      regions.release(*region);
+    }
+    group.barrier();
+    if (group.rank() == 1) {
+      regions.release(*region);
+      EXPECT_TRUE(regions.wait_freed(kBound)) << "so this rank has looked at the boards";
+      EXPECT_NE(source.entry(0, region->region), nullptr);
+      EXPECT_EQ(source.num_mapped(), 2U);
+    }
+    group.barrier();
+  });
 }
 
 TEST(PeerBoardTest, ThrowsOnAllRanksIfOneCannotMapAnother) {

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/fault_text.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <string_view>
+
+namespace weft {
+namespace {
+
+constexpr std::array<std::string_view, 4> kOpNames = {"call", "plan", "dispatch", "combine"};
+
+// Field names of DeviceWord::signature, by operation, as the *_call_cuda.cpp files fill it.
+std::string_view field_name(DeviceOp op, int field) {
+  using Names = std::array<std::string_view, kDeviceSignatureFields>;
+  static constexpr Names kPlan = {
+      "layout", "pad_multiple", "expert_stride", "overflow", "topk", "map", "weights"};
+  static constexpr Names kDispatch = {
+      "plan (number of its call)", "dtype", "row bytes", "scale bytes", "weights", "quantise"};
+  static constexpr Names kCombine = {
+      "plan (number of its call)", "dtype", "row bytes", "scale", "weights"};
+  const Names& names = op == DeviceOp::kPlan       ? kPlan
+                       : op == DeviceOp::kDispatch ? kDispatch
+                                                   : kCombine;
+  const auto index = static_cast<size_t>(field);
+  return index < names.size() && !names[index].empty() ? names[index] : "a field of its word";
+}
+
+std::string_view waited_for(WaitFor what) {
+  switch (what) {
+    case WaitFor::kWord:
+      return "call word";
+    case WaitFor::kRecords:
+      return "records of the plan";
+    case WaitFor::kSourceWeights:
+      return "source weights";
+    case WaitFor::kRows:
+      return "rows";
+    case WaitFor::kGrid:
+      return "blocks of its own";
+  }
+  return "signal";
+}
+
+// The value of a signal: a call of this exchange, or what something else left there.
+std::string signal_text(const RankView& me, uint32_t value) {
+  const uint32_t number = call_number(me, value);
+  return static_cast<int32_t>(number) >= 0 ? fmt::format("{}", number)
+                                           : fmt::format("{:#x} (of another exchange)", value);
+}
+
+std::string timeout_text(
+    const FaultRecord& fault, const RankView& me, const ControlSurvey& survey
+) {
+  std::string more;
+  if (fault.waiting_for == WaitFor::kWord && !survey.words.empty()) {
+    more += "; words of all ranks:";
+    for (const uint32_t word : survey.words) {
+      more += " " + signal_text(me, word);
+    }
+  }
+  if (!survey.words.empty() && survey.stamp != me.stamp) {
+    more += fmt::format(
+        "; the control region at {:#x} has the stamp {:#x}, this exchange {:#x}",
+        fault.control,
+        survey.stamp,
+        me.stamp
+    );
+  }
+  const auto value = [&](int64_t number) {
+    return fault.waiting_for == WaitFor::kGrid ? fmt::format("{}", number)
+                                               : signal_text(me, static_cast<uint32_t>(number));
+  };
+  return fmt::format(
+      "rank {} waited {} ms for {} of rank {} in call {} (seen {}, wanted {}{})",
+      me.rank,
+      me.timeout_ns / 1'000'000,
+      waited_for(fault.waiting_for),
+      fault.peer,
+      call_number(me, fault.epoch),
+      value(fault.seen),
+      value(fault.wanted),
+      more
+  );
+}
+
+std::string mismatch_text(const FaultRecord& fault, const RankView& me) {
+  if (fault.what < 0) {
+    return fmt::format(
+        "rank {} calls {} (all ranks make the same calls in the same order; this is call {})",
+        fault.peer,
+        op_name(static_cast<DeviceOp>(fault.seen)),
+        call_number(me, fault.epoch)
+    );
+  }
+  const bool is_call = fault.op != DeviceOp::kPlan && fault.what == 0;
+  const auto value = [&](int64_t number) {
+    return is_call ? call_number(me, static_cast<uint32_t>(number)) : number;
+  };
+  return fmt::format(
+      "{} = {} here and {} on rank {} (must be equal on all ranks)",
+      field_name(fault.op, fault.what),
+      value(fault.wanted),
+      value(fault.seen),
+      fault.peer
+  );
+}
+
+std::string problem_text(
+    const FaultRecord& fault, const RankView& me, const ControlSurvey& survey
+) {
+  switch (fault.kind) {
+    case FaultKind::kTimeout:
+      return timeout_text(fault, me, survey);
+    case FaultKind::kMismatch:
+      return mismatch_text(fault, me);
+    case FaultKind::kRefused:
+      return fmt::format("rank {} refused the call", fault.peer);
+    case FaultKind::kBadIndex:
+      return fmt::format(
+          "topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
+          fault.seen,
+          fault.what,
+          fault.wanted,
+          me.map.num_experts
+      );
+    case FaultKind::kTooMany:
+      return fmt::format("map[{}] names more than {} experts (max_topk)", fault.seen, fault.wanted);
+    case FaultKind::kStranger:
+      return fmt::format(
+          "the call word of rank {} in the control region at {:#x} is of another exchange (stamp "
+          "{:#x}, expected {:#x})",
+          fault.peer,
+          fault.control,
+          static_cast<uint64_t>(fault.seen),
+          static_cast<uint64_t>(fault.wanted)
+      );
+    case FaultKind::kUnmapped:
+      return fmt::format(
+          "rank {} names its region {} (which is not mapped here)", fault.peer, fault.seen
+      );
+    case FaultKind::kNone:
+      break;
+  }
+  return fmt::format("a fault of kind {} (defect)", static_cast<uint32_t>(fault.kind));
+}
+
+}  // namespace
+
+// A peer's word may hold anything.
+std::string op_name(DeviceOp op) {
+  const auto index = static_cast<size_t>(op);
+  return index < kOpNames.size() ? std::string(kOpNames[index])
+                                 : fmt::format("nothing known (op {})", index);
+}
+
+uint32_t call_number(const RankView& me, uint32_t epoch) {
+  return epoch == 0 ? 0 : epoch - epoch_base(me.stamp);
+}
+
+std::string fault_text(const FaultRecord& fault, const RankView& me, const ControlSurvey& survey) {
+  return fmt::format("{}: {}", op_name(fault.op), problem_text(fault, me, survey));
+}
+
+}  // namespace weft

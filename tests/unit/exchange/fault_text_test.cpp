@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/fault_text.hpp"
+
+#include <gtest/gtest.h>
+
+namespace weft::test {
+namespace {
+
+RankView some_rank() {
+  RankView me;
+  me.rank = 1;
+  me.num_ranks = 3;
+  me.map.num_experts = 8;
+  me.timeout_ns = 500'000'000;
+  me.stamp = 0xab00000005;
+  return me;
+}
+
+FaultRecord fault_of(FaultKind kind, DeviceOp op) {
+  FaultRecord fault;
+  fault.kind = kind;
+  fault.op = op;
+  fault.epoch = epoch_base(some_rank().stamp) + 7;
+  fault.peer = 2;
+  fault.what = -1;
+  return fault;
+}
+
+TEST(FaultTextTest, NamesWhatAnUnknownCallCannotBe) {
+  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kPlan);
+  const std::string why = " (all ranks make the same calls in the same order; this is call 7)";
+  fault.seen = static_cast<int64_t>(DeviceOp::kCombine);
+  EXPECT_EQ(fault_text(fault, some_rank()), "plan: rank 2 calls combine" + why);
+  fault.seen = 77;
+  EXPECT_EQ(fault_text(fault, some_rank()), "plan: rank 2 calls nothing known (op 77)" + why);
+}
+
+TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
+  FaultRecord fault = fault_of(FaultKind::kTimeout, DeviceOp::kDispatch);
+  fault.wanted = fault.epoch;
+  fault.control = 0x7f00;
+  const std::string begin =
+      "dispatch: rank 1 waited 500 ms for call word of rank 2 in call 7 (seen 0, wanted 7";
+  EXPECT_EQ(fault_text(fault, some_rank()), begin + ")");
+  EXPECT_EQ(
+      fault_text(fault, some_rank(), {{fault.epoch, 69, 0}, some_rank().stamp}),
+      begin + "; words of all ranks: 7 0x45 (of another exchange) 0)"
+  );
+  EXPECT_EQ(
+      fault_text(fault, some_rank(), {{fault.epoch, 0, 0}, 4}),
+      begin +
+          "; words of all ranks: 7 0 0; the control region at 0x7f00 has the stamp 0x4, this "
+          "exchange 0xab00000005)"
+  );
+}
+
+TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
+  FaultRecord fault = fault_of(FaultKind::kStranger, DeviceOp::kPlan);
+  fault.seen = 0xab00000004;
+  fault.wanted = 0xab00000005;
+  fault.control = 0x7f00;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "plan: the call word of rank 2 in the control region at 0x7f00 is of another exchange (stamp "
+      "0xab00000004, expected 0xab00000005)"
+  );
+}
+
+TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
+  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kCombine);
+  fault.what = 0;
+  fault.seen = 0;
+  fault.wanted = epoch_base(some_rank().stamp) + 6;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "combine: plan (number of its call) = 6 here and 0 on rank 2 (must be equal on all ranks)"
+  );
+  fault.op = DeviceOp::kPlan;
+  fault.seen = 3;
+  fault.wanted = 4;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "plan: layout = 4 here and 3 on rank 2 (must be equal on all ranks)"
+  );
+}
+
+TEST(FaultTextTest, NamesAnyFieldAndAnyRegion) {
+  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kPlan);
+  fault.what = kDeviceSignatureFields + 3;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "plan: a field of its word = 0 here and 0 on rank 2 (must be equal on all ranks)"
+  );
+  fault.kind = FaultKind::kUnmapped;
+  fault.seen = 9;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()), "plan: rank 2 names its region 9 (which is not mapped here)"
+  );
+}
+
+}  // namespace
+}  // namespace weft::test
