@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy
 import torch
+from torch import library
 
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
@@ -61,7 +62,7 @@ def _exchange(name: str) -> Exchange:
     return exchange
 
 
-@torch.library.custom_op("weft::plan_dispatch", mutates_args=())
+@library.custom_op("weft::plan_dispatch", mutates_args=())
 def _plan_dispatch(
     x: Tensor,
     topk_idx: Tensor,
@@ -91,7 +92,7 @@ def _(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, row_b
     elif row_budget >= 0:
         num_rows = row_budget
     else:
-        num_rows = torch.library.get_ctx().new_dynamic_size()
+        num_rows = library.get_ctx().new_dynamic_size()
     cols = topk_idx.size(1) if layout == "rank_major" else 1
     return (
         x.new_empty((num_rows, x.size(1))),
@@ -101,7 +102,7 @@ def _(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, row_b
     )
 
 
-@torch.library.custom_op("weft::combine_rows", mutates_args=())
+@library.custom_op("weft::combine_rows", mutates_args=())
 def _combine_rows(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
     plan = plan_of(ticket)
     return plan.exchange.combine(plan, rows).x
@@ -112,7 +113,7 @@ def _(rows, ticket, num_tokens):  # noqa: ANN001, ANN202
     return rows.new_empty((num_tokens, rows.size(1)))
 
 
-@torch.library.custom_op("weft::dispatch_backward", mutates_args=())
+@library.custom_op("weft::dispatch_backward", mutates_args=())
 def _dispatch_backward(
     rows: Tensor, row_weights: Tensor, ticket: Tensor, num_tokens: int, topk: int
 ) -> tuple[Tensor, Tensor]:
@@ -126,7 +127,7 @@ def _(rows, row_weights, ticket, num_tokens, topk):  # noqa: ANN001, ANN202
     return rows.new_empty((num_tokens, rows.size(1))), row_weights.new_empty((num_tokens, topk))
 
 
-@torch.library.custom_op("weft::combine_backward", mutates_args=())
+@library.custom_op("weft::combine_backward", mutates_args=())
 def _combine_backward(x: Tensor, ticket: Tensor, num_rows: int) -> Tensor:
     plan = plan_of(ticket)
     return plan.exchange.dispatch(plan, x).rows
