@@ -57,7 +57,7 @@ std::string timeout_text(
   if (fault.waiting_for == WaitFor::kWord && !survey.words.empty()) {
     more += "; words of all ranks:";
     for (const uint32_t word : survey.words) {
-      more += " " + signal_text(me, word);
+      more += fmt::format(" {}", signal_text(me, word));
     }
   }
   if (!survey.words.empty() && survey.stamp != me.stamp) {
