@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[3] / "python"
-
 
 def run(code: str, *paths: Path) -> str:
-    given = [str(path) for path in paths] + [os.environ.get("PYTHONPATH", str(PACKAGE))]
+    given = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(given)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, given))},
         capture_output=True,
         text=True,
         timeout=60,

@@ -61,10 +61,10 @@ def resolve(name):
 
 def interpreter(code, *paths):
     """Runs `code` in a new interpreter that looks into `paths` first. Returns what it printed."""
-    given = [*map(str, paths), os.environ.get("PYTHONPATH", str(ROOT / "python"))]
+    given = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(given)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, given))},
         capture_output=True,
         text=True,
         timeout=60,
