@@ -13,6 +13,7 @@
 #include "core/check_cuda.hpp"
 #include "core/device_memory.hpp"
 #include "core/devices.hpp"
+#include "core/gpu_stream.hpp"
 #include "gpu_bench.hpp"
 #include "gpu_bench_check_cuda.hpp"
 #include "gpu_bench_kernels_cuda.hpp"
@@ -39,10 +40,11 @@ class GpuBench {
         limit_gbps_(limit),
         rank_(static_cast<size_t>(group.rank())),
         device_{Device::Kind::kCuda, group.rank() % std::max<int>(1, num_gpus())},
+        own_stream_(device_.index),
+        stream_(own_stream_.get()),
         exchange_(group, config()),
         signals_(group, device_.index, 4096) {
     WEFT_CUDA(Context{}, cudaSetDevice(device_.index));
-    WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     for (const auto& routes : routing_.versions) {
       const RouteTable& mine = routes[rank_];
       std::vector<int64_t> wide(mine.expert.begin(), mine.expert.end());
@@ -72,7 +74,6 @@ class GpuBench {
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
   }
 
-  ~GpuBench() { static_cast<void>(cudaStreamDestroy(stream_)); }
   GpuBench(const GpuBench&) = delete;
   GpuBench& operator=(const GpuBench&) = delete;
 
@@ -458,10 +459,11 @@ class GpuBench {
   double limit_gbps_;
   size_t rank_;
   Device device_;
+  GpuStream own_stream_;
+  cudaStream_t stream_;
   Exchange exchange_;
   PeerMemory signals_;
   uint32_t round_ = 0;
-  cudaStream_t stream_ = nullptr;
   int num_sms_ = 0;
   int num_senders_ = 0;
   std::vector<std::shared_ptr<std::byte>> indices_;  // by version

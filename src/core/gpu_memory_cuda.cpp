@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stream-ordered memory: cudaFree would wait for every kernel on the GPU, those of other ranks too.
 #include <limits>
+#include <map>
+#include <mutex>
 
 #include "core/check_cuda.hpp"
 #include "core/gpu_memory.hpp"
+#include "core/gpu_stream.hpp"
 
 namespace weft {
 namespace {
@@ -16,25 +19,39 @@ void keep_memory(int gpu) {
   WEFT_CUDA(Context{}, cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
 }
 
+// Not the thread's: a new thread's stream is a new one (gpu_stream.hpp). Only short work is in it.
+cudaStream_t memory_stream(int gpu) {
+  static auto& streams = *new std::map<int, GpuStream>;  // freeing may outlive static objects
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  auto found = streams.find(gpu);
+  if (found == streams.end()) {
+    found = streams.emplace(gpu, GpuStream(gpu)).first;
+  }
+  return found->second.get();
+}
+
 }  // namespace
 
 std::shared_ptr<std::byte> allocate_on_gpu(int gpu, uint64_t bytes) {
   WEFT_CUDA(Context{}, cudaSetDevice(gpu));
   keep_memory(gpu);
+  const cudaStream_t stream = memory_stream(gpu);
   void* data = nullptr;
-  WEFT_CUDA(Context{}, cudaMallocAsync(&data, bytes, cudaStreamPerThread));
-  WEFT_CUDA(Context{}, cudaStreamSynchronize(cudaStreamPerThread));
-  return {static_cast<std::byte*>(data), [gpu](std::byte* memory) {
+  WEFT_CUDA(Context{}, cudaMallocAsync(&data, bytes, stream));
+  WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
+  return {static_cast<std::byte*>(data), [gpu, stream](std::byte* memory) {
             if (cudaSetDevice(gpu) == cudaSuccess) {
-              static_cast<void>(cudaFreeAsync(memory, cudaStreamPerThread));
+              static_cast<void>(cudaFreeAsync(memory, stream));
             }
           }};
 }
 
 void copy_by_gpu(int gpu, std::byte* to, const std::byte* from, uint64_t bytes) {
   WEFT_CUDA(Context{}, cudaSetDevice(gpu));
-  WEFT_CUDA(Context{}, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cudaStreamPerThread));
-  WEFT_CUDA(Context{}, cudaStreamSynchronize(cudaStreamPerThread));
+  const cudaStream_t stream = memory_stream(gpu);
+  WEFT_CUDA(Context{}, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+  WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
 }
 
 }  // namespace weft

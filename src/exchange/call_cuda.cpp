@@ -8,7 +8,6 @@
 
 #include "core/log.hpp"
 #include "exchange/exchange_cuda.hpp"
-#include "transport/peer/cuda_handle.hpp"
 
 namespace weft {
 

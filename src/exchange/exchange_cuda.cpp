@@ -102,7 +102,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   tuning = tuning_file ? load_tuning(*tuning_file) : built_in_tuning();
   own = std::make_shared<CudaRankState>();
   own->memory = memory;
-  own->stream.create(context);
+  own->stream = GpuStream(gpu);
   own->last_call.create(context);
   own->local.create(1, context);
   own->fault.create(1, context);

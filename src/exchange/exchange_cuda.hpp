@@ -10,6 +10,8 @@
 #include <memory>
 
 #include "core/check.hpp"
+#include "core/cuda_scope.hpp"
+#include "core/gpu_stream.hpp"
 #include "exchange/buffers_cuda.hpp"
 #include "exchange/exchange_state.hpp"
 #include "exchange/fault_text.hpp"
@@ -24,7 +26,7 @@ namespace weft {
 // What kernels of this rank use besides regions; a plan keeps it alive after its exchange.
 struct CudaRankState {
   std::shared_ptr<PeerMemory> memory;
-  CudaStream stream;
+  GpuStream stream;
   CudaEvent last_call;  // end of the last call that was not captured
   CudaBuffer<LocalState> local;
   PinnedBuffer<FaultRecord> fault;

@@ -11,49 +11,6 @@
 
 namespace weft {
 
-// The calling thread's GPU, put back at the end.
-class CudaDeviceGuard {
- public:
-  explicit CudaDeviceGuard(int device) {
-    WEFT_CUDA(Context{}, cudaGetDevice(&before_));
-    if (before_ != device) {
-      WEFT_CUDA(Context{}, cudaSetDevice(device));
-      is_changed_ = true;
-    }
-  }
-  ~CudaDeviceGuard() {
-    if (is_changed_) {
-      static_cast<void>(cudaSetDevice(before_));
-    }
-  }
-  CudaDeviceGuard(const CudaDeviceGuard&) = delete;
-  CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
-
- private:
-  int before_ = 0;
-  bool is_changed_ = false;
-};
-
-// Does not wait for the legacy default stream, nor is waited for by it.
-class CudaStream {
- public:
-  CudaStream() = default;
-  ~CudaStream() {
-    if (stream_ != nullptr) {
-      static_cast<void>(cudaStreamDestroy(stream_));
-    }
-  }
-  CudaStream(const CudaStream&) = delete;
-  CudaStream& operator=(const CudaStream&) = delete;
-  void create(const Context& context) {
-    WEFT_CUDA(context, cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-  }
-  [[nodiscard]] cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
 // Says when the work before it in a stream has ended, also if the stream has ended since.
 class CudaEvent {
  public:

@@ -11,21 +11,22 @@
 
 namespace weft::moe {
 
-GpuStream::GpuStream(int device) {
-  WEFT_CUDA(Context{}, cudaSetDevice(device));
-  WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+namespace {
+
+// What follows on this thread is for this GPU.
+GpuStream enter_gpu(int gpu) {
+  WEFT_CUDA(Context{}, cudaSetDevice(gpu));
+  return GpuStream(gpu);
 }
 
-GpuStream::~GpuStream() {
-  static_cast<void>(cudaStreamDestroy(stream_));
-}
+}  // namespace
 
 GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t num_tokens)
     : group_(&group),
       context_(&context),
       num_tokens_(num_tokens),
       shares_process_(group.num_ranks() > 1 && group.topology().one_process),
-      stream_(context.exchange.config().device.index),
+      stream_(enter_gpu(context.exchange.config().device.index)),
       linear_(stream_.get()) {
   const ModelConfig& model = context.config;
   const auto elements = [&](int cols) { return static_cast<size_t>(num_tokens * cols); };

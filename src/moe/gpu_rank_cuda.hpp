@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/gpu_stream.hpp"
 #include "moe/device_array_cuda.hpp"
 #include "moe/linear_cuda.hpp"
 #include "moe/moe_block.hpp"
@@ -15,19 +16,6 @@
 #include "weft/group.hpp"
 
 namespace weft::moe {
-
-// Makes the GPU current for this thread, then owns a stream on it.
-class GpuStream {
- public:
-  explicit GpuStream(int device);
-  ~GpuStream();
-  GpuStream(const GpuStream&) = delete;
-  GpuStream& operator=(const GpuStream&) = delete;
-  [[nodiscard]] cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
 
 // Overwritten by every layer.
 struct DeviceScratch {

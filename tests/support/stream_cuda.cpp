@@ -2,19 +2,16 @@
 #include <cuda_runtime_api.h>
 
 #include "core/check_cuda.hpp"
+#include "core/gpu_stream.hpp"
 #include "support/stream.hpp"
 
 namespace weft::test {
 
 TestStream::TestStream(const Device& device) : device_(device) {
   WEFT_CUDA(Context{}, cudaSetDevice(device.index));
-  cudaStream_t stream = nullptr;
-  WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  stream_ = {stream, [gpu = device.index](void* own) {
-               if (cudaSetDevice(gpu) == cudaSuccess) {
-                 static_cast<void>(cudaStreamSynchronize(static_cast<cudaStream_t>(own)));
-                 static_cast<void>(cudaStreamDestroy(static_cast<cudaStream_t>(own)));
-               }
+  const GpuStream own(device.index);
+  stream_ = {own.get(), [own](void* stream) {
+               static_cast<void>(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
              }};
 }
 

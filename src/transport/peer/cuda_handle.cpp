@@ -10,6 +10,7 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
+#include "core/cuda_scope.hpp"
 #include "core/log.hpp"
 
 namespace weft {
@@ -98,21 +99,6 @@ const std::byte* allocation_begin(std::byte* data, const Context& context) {
 }
 
 }  // namespace
-
-DeviceScope::DeviceScope(int device, const Context& context) {
-  int before = -1;
-  WEFT_CUDA(context, cudaGetDevice(&before));
-  if (before != device) {  // to set a device makes a context there, also on the way back
-    WEFT_CUDA(context, cudaSetDevice(device));
-    before_ = before;
-  }
-}
-
-DeviceScope::~DeviceScope() {
-  if (before_ >= 0) {
-    static_cast<void>(cudaSetDevice(before_));
-  }
-}
 
 OwnRegion make_cuda_region(uint64_t bytes, bool is_exported, const Context& context) {
   const int device = current_device(context);

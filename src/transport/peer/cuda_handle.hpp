@@ -11,31 +11,6 @@
 
 namespace weft {
 
-// Makes `device` current on this thread for a while; the caller's device returns afterwards.
-class DeviceScope {
- public:
-  DeviceScope(int device, const Context& context);
-  ~DeviceScope();
-  DeviceScope(const DeviceScope&) = delete;
-  DeviceScope& operator=(const DeviceScope&) = delete;
-
- private:
-  int before_ = -1;  // -1: nothing to restore
-};
-
-// What this thread does meanwhile belongs to no capture, its own or another thread's, which by
-// default forbids half of CUDA.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
-};
-
 // On the current device; contents undefined. With `is_exported` other processes can map it. Throws
 // Error (kOutOfMemory, kCuda).
 [[nodiscard]] OwnRegion make_cuda_region(uint64_t bytes, bool is_exported, const Context& context);

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
+#include "core/cuda_scope.hpp"
 #include "core/peer_address.hpp"
 #include "transport/agree.hpp"
 #include "transport/peer/cuda_handle.hpp"
@@ -57,23 +58,22 @@ void CudaRegions::enable_access() const {
 
 void CudaRegions::make_table() {
   const uint64_t bytes = sizeof(std::byte*) * static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions;
-  WEFT_CUDA(context(), cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  stream_ = GpuStream(device_);
   WEFT_CUDA(context(), cudaMallocHost(reinterpret_cast<void**>(&word_), sizeof *word_));
   WEFT_CUDA(context(), cudaMalloc(reinterpret_cast<void**>(&table_), bytes));
-  WEFT_CUDA(context(), cudaMemsetAsync(table_, 0, bytes, stream_));
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_));
+  WEFT_CUDA(context(), cudaMemsetAsync(table_, 0, bytes, stream_.get()));
+  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
 }
 
 // Never throws: nobody could act on it.
 void CudaRegions::free_table() {
-  if (stream_ == nullptr) {
+  if (stream_.get() == nullptr) {
     return;
   }
   int before = -1;
   if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device_) == cudaSuccess) {
     static_cast<void>(cudaFree(table_));
     static_cast<void>(cudaFreeHost(word_));
-    static_cast<void>(cudaStreamDestroy(stream_));
     if (before != device_) {
       static_cast<void>(cudaSetDevice(before));
     }
@@ -90,14 +90,14 @@ void CudaRegions::enter_thread() {
 }
 
 OwnRegion CudaRegions::allocate(uint64_t bytes) {
-  const DeviceScope scope(device_, context());
+  const CudaDeviceGuard guard(device_, context());
   const auto& own = gpus_[static_cast<size_t>(rank_)];
   const bool is_exported =
       std::ranges::any_of(gpus_, [&](const GpuIdentity& gpu) { return !own.is_same_process(gpu); });
   OwnRegion region = make_cuda_region(bytes, is_exported, context());
   const std::lock_guard lock(stream_mutex_);
-  WEFT_CUDA(context(), cudaMemsetAsync(region.data.get(), 0, bytes, stream_));
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_));
+  WEFT_CUDA(context(), cudaMemsetAsync(region.data.get(), 0, bytes, stream_.get()));
+  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
   return region;
 }
 
@@ -114,23 +114,23 @@ std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle
     );
     return data;
   }
-  const DeviceScope scope(device_, context());
+  const CudaDeviceGuard guard(device_, context());
   return open_cuda_region(handle, rank, context());
 }
 
 void CudaRegions::set_entry(int rank, uint32_t region, std::byte* data) {
-  const DeviceScope scope(device_, context());
+  const CudaDeviceGuard guard(device_, context());
   const std::lock_guard lock(stream_mutex_);
   *word_ = data;
   std::byte** const entry = table_ + static_cast<size_t>(rank) * kMaxPeerRegions + region;
   WEFT_CUDA(
-      context(), cudaMemcpyAsync(entry, word_, sizeof *word_, cudaMemcpyHostToDevice, stream_)
+      context(), cudaMemcpyAsync(entry, word_, sizeof *word_, cudaMemcpyHostToDevice, stream_.get())
   );
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_));
+  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
 }
 
 void CudaRegions::quiesce() {
-  const DeviceScope scope(device_, context());
+  const CudaDeviceGuard guard(device_, context());
   WEFT_CUDA(context(), cudaDeviceSynchronize());
 }
 

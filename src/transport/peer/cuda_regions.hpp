@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/context.hpp"
+#include "core/gpu_stream.hpp"
 #include "transport/peer/gpu_identity.hpp"
 #include "transport/peer/region_source.hpp"
 
@@ -49,7 +50,7 @@ class CudaRegions final : public RegionSource {
   std::vector<GpuIdentity> gpus_;  // [num_ranks]
 
   std::mutex stream_mutex_;  // guards what follows
-  cudaStream_t stream_ = nullptr;
+  GpuStream stream_;
   std::byte** table_ = nullptr;  // device memory [num_ranks][kMaxPeerRegions]
   std::byte** word_ = nullptr;   // pinned, of one entry on its way
 };

@@ -19,7 +19,9 @@ def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     The factor is max(largest magnitude, 1e-4) / 448; round_scale: rounded up to a power of two.
     """
     groups = x.float().unflatten(1, (-1, GROUP))
-    scales = groups.abs().amax(2).clamp(min=_SMALLEST_AMAX) / _LARGEST
+    amax = groups.abs().amax(2).clamp(min=_SMALLEST_AMAX)
+    # By a tensor: torch divides by a number exactly on CPUs, on GPUs by its rounded reciprocal.
+    scales = amax / amax.new_full((), _LARGEST)
     if round_scale:
         scales = _up_to_power_of_two(scales)
     rows = (groups / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/gpu_stream.hpp"
+
+#include <deque>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "core/check_cuda.hpp"
+#include "core/cuda_scope.hpp"
+
+namespace weft {
+namespace {
+
+constexpr size_t kStreamsAtOnce = 32;
+
+class StreamPool {
+ public:
+  // The one that was given back longest ago.
+  [[nodiscard]] cudaStream_t take(int gpu) {
+    const std::lock_guard lock(mutex_);
+    auto& free = free_[gpu];
+    if (free.empty()) {
+      add_streams(gpu, free);
+    }
+    const cudaStream_t stream = free.front();
+    free.pop_front();
+    return stream;
+  }
+
+  void give_back(int gpu, cudaStream_t stream) {
+    const std::lock_guard lock(mutex_);
+    free_[gpu].push_back(stream);
+  }
+
+ private:
+  static void add_streams(int gpu, std::deque<cudaStream_t>& free) {
+    const RelaxedCapture no_capture;
+    const CudaDeviceGuard guard(gpu);
+    void* data = nullptr;
+    WEFT_CUDA(Context{}, cudaMalloc(&data, kStreamsAtOnce));
+    std::vector<cudaStream_t> added(kStreamsAtOnce);
+    for (size_t i = 0; i < kStreamsAtOnce; ++i) {
+      WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&added[i], cudaStreamNonBlocking));
+      WEFT_CUDA(Context{}, cudaMemsetAsync(static_cast<std::byte*>(data) + i, 0, 1, added[i]));
+    }
+    for (const cudaStream_t stream : added) {
+      WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
+    }
+    WEFT_CUDA(Context{}, cudaFree(data));
+    free.insert(free.end(), added.begin(), added.end());
+  }
+
+  std::mutex mutex_;
+  std::map<int, std::deque<cudaStream_t>> free_;  // by GPU
+};
+
+StreamPool& pool() {
+  static auto& instance = *new StreamPool;  // never destroyed: streams may outlive static objects
+  return instance;
+}
+
+}  // namespace
+
+GpuStream::GpuStream(int gpu)
+    : stream_(pool().take(gpu), [gpu](CUstream_st* stream) { pool().give_back(gpu, stream); }) {}
+
+}  // namespace weft

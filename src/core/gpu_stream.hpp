@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams that have run something before they are handed out. The first work of a new stream may
+// stay unseen by the GPU until kernels that run there have ended: if those are exchange kernels of
+// other ranks that share the GPU, they wait for this very work, and all run into their deadline.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+namespace weft {
+
+// Does not wait for the legacy default stream, nor is waited for by it. Goes back to the process
+// with its last copy; work in it goes on.
+class GpuStream {
+ public:
+  GpuStream() = default;
+  // Makes many streams at a time, as few of them as possible beside running kernels. Throws Error
+  // kCuda.
+  explicit GpuStream(int gpu);
+  [[nodiscard]] cudaStream_t get() const { return stream_.get(); }
+
+ private:
+  std::shared_ptr<CUstream_st> stream_;
+};
+
+}  // namespace weft
