@@ -43,6 +43,10 @@ CASES = {
 }
 
 
+WARMUP = 5
+HOST_CALLS = 20  # one after the other, before anybody waits
+
+
 def slowest(microseconds: list[float]) -> list[float]:
     """Of each iteration, over the ranks."""
     times = torch.tensor(microseconds, device="cuda")
@@ -50,26 +54,35 @@ def slowest(microseconds: list[float]) -> list[float]:
     return sorted(times.tolist())
 
 
-def timed(run, prepare, rounds: int, host: bool = False) -> list[float]:
-    """us of each call of run(prepare()): on the GPU, or until the call returns on the host."""
-    times = []
-    for step in range(rounds + 5):
+def timed(run, prepare, rounds: int) -> list[float]:
+    """us of run(prepare()) on the GPU, where nobody waits between the rounds but `run` itself."""
+    flag = torch.zeros(1, device="cuda")
+    events = []
+    for _ in range(rounds + WARMUP):
         given = prepare()
-        dist.barrier()
-        torch.cuda.synchronize()
+        dist.all_reduce(flag)  # the GPUs start together
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The GPUs start together: what the host does before is not the exchange's time.
-        torch.cuda._sleep(200_000)
-        start = time.perf_counter()
         begin.record()
         kept = run(given)
         end.record()
-        spent = 1e6 * (time.perf_counter() - start)
+        del kept, given
+        events.append((begin, end))
+    torch.cuda.synchronize()
+    return slowest([1e3 * begin.elapsed_time(end) for begin, end in events[WARMUP:]])
+
+
+def host_timed(run, given, rounds: int) -> list[float]:
+    """us until a call returns, of calls that follow each other; the GPU is behind."""
+    times = []
+    for _ in range(rounds + WARMUP):
         torch.cuda.synchronize()
-        del kept
-        if step >= 5:
-            times.append(spent if host else 1e3 * begin.elapsed_time(end))
-    return slowest(times)
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            run(given)
+        times.append(1e6 * (time.perf_counter() - start) / HOST_CALLS)
+    torch.cuda.synchronize()
+    return slowest(times[WARMUP:])
 
 
 def row_of(op: str, case: Case, mode: str, times: list[float], layout: str) -> dict:
@@ -121,18 +134,28 @@ def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
         plan, out = both(routing())
         return plan, out.rows
 
-    rows = []
+    idx = routing()
+    plan, sent = both(idx, row_budget=budget)
     kinds = [
-        ("plan+dispatch", "exact", lambda idx: both(idx), routing, False),
-        ("plan+dispatch", "budget", lambda idx: both(idx, row_budget=budget), routing, False),
-        ("plan+dispatch", "budget, host", lambda idx: both(idx, row_budget=budget), routing, True),
-        ("combine", "exact", lambda given: weft.combine(*given), planned, False),
-        ("combine", "exact, host", lambda given: weft.combine(*given), planned, True),
+        ("plan+dispatch", "exact", both, routing),
+        ("plan+dispatch", "budget", lambda idx: both(idx, row_budget=budget), routing),
+        ("combine", "exact", lambda given: weft.combine(*given), planned),
     ]
-    for op, mode, run, prepare, host in kinds:
-        times = timed(run, prepare, rounds, host)
+    host_kinds = [
+        ("plan", lambda idx: exchange.plan(idx, pad_multiple=128, row_budget=budget), idx),
+        ("dispatch", lambda plan: weft.dispatch(plan, x), plan),
+        ("combine", lambda rows: weft.combine(plan, rows), sent.rows),
+    ]
+    rows = []
+
+    def note(op: str, mode: str, times: list[float]) -> None:
         rows.append(row_of(op, case, f"python {mode}", times, "expert_major"))
         say(f"{name} {op:<14} {mode:<13} {rows[-1]['us_p50']:9.1f} us")
+
+    for op, mode, run, prepare in kinds:
+        note(op, mode, timed(run, prepare, rounds))
+    for op, run, given in host_kinds:
+        note(op, "budget, host", host_timed(run, given, max(rounds // 4, 5)))
     return rows
 
 
@@ -144,15 +167,19 @@ def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
     for kind in ("alltoall", "deepep", "hybridep"):
         dispatcher = make_dispatcher(kind, groups, case.experts, case.topk)
         layer = MoELayer(dispatcher, case.hidden, case.width, case.experts, case.topk)
-        layer.to("cuda", torch.bfloat16).reset(seed=1)
+        layer.to("cuda", torch.bfloat16)
+        for weights in layer.parameters():
+            torch.nn.init.normal_(weights, std=0.02)
+
+        def leaf(layer=layer):
+            layer.zero_grad()
+            return x.clone().requires_grad_()
 
         def step(leaf, layer=layer):
-            out = layer(leaf)
-            out.backward(leaf.detach())
-            return out
+            layer(leaf).backward(leaf.detach())
 
         torch.cuda.reset_peak_memory_stats()
-        times = timed(step, lambda: x.clone().requires_grad_(), rounds)
+        times = timed(step, leaf, rounds)
         row = row_of("moe_layer", case, f"{kind}, forward + backward", times, "expert_major")
         row["peak_bytes"] = torch.cuda.max_memory_allocated()
         if rows:
@@ -164,7 +191,7 @@ def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
             f"{name} {kind:<9} {row['us_p50']:9.1f} us {row['peak_bytes'] / 2**30:6.2f} GiB "
             f"{rows[0]['us_p50'] / row['us_p50']:5.2f} x"
         )
-        del layer, dispatcher, step
+        del layer, dispatcher, leaf, step
         torch.cuda.empty_cache()
     return rows
 

@@ -62,6 +62,12 @@ class _Combine(torch.autograd.Function):
         return None, out.rows, out.weights, None
 
 
+def _has_gradient(first: Tensor, second: Tensor | None) -> bool:
+    """Whether autograd must know of the call; telling it costs more than the call itself."""
+    is_wanted = first.requires_grad or (second is not None and second.requires_grad)
+    return is_wanted and torch.is_grad_enabled()
+
+
 def plan(exchange: Exchange, topk_idx: Tensor | None = None, *args: Any, **options: Any) -> Plan:
     """Collective. Where every token goes: `exchange.plan` with the same arguments."""
     return exchange.plan(topk_idx, *args, **options)
@@ -87,6 +93,8 @@ def dispatch(
     [plan.num_rows, S].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
+    if not _has_gradient(x, weights):
+        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, num_sms=num_sms)
     return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, num_sms))
 
 
@@ -108,9 +116,9 @@ def combine(
     ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    if scale == "none":
+    if scale == "none" and _has_gradient(rows, row_weights):
         return Combined(*_Combine.apply(plan, rows, row_weights, num_sms))
-    if torch.is_grad_enabled() and rows.requires_grad:
+    if scale != "none" and _has_gradient(rows, None):
         raise NotImplementedError(
             f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
         )

@@ -277,7 +277,7 @@ class Exchange:
         handle is 1: 0 would stand for none."""
         if self.device.type != "cuda":
             return 0
-        return torch.cuda.current_stream(self.device).cuda_stream or 1
+        return torch._C._cuda_getCurrentRawStream(self.device.index) or 1
 
     def _allocate(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """Rows of an output, in memory that peers can write, so that they are not staged.

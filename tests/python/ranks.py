@@ -121,8 +121,14 @@ class Ranks:
                     if late.is_alive():
                         os.kill(late.pid, signal.SIGUSR1)  # prints its stacks
                 time.sleep(0.5)
+                said = [
+                    f"rank {other}: {pickle.loads(end.recv_bytes())[1]}"
+                    for other, (_, end) in enumerate(workers)
+                    if other > rank and end.poll(0)
+                ]
                 self.stop()
-                pytest.fail(f"rank {rank} did not answer within {DEADLINE:.0f} s", pytrace=False)
+                late = f"rank {rank} did not answer within {DEADLINE:.0f} s"
+                pytest.fail("\n".join([late, *said]), pytrace=False)
             try:
                 answers.append(pickle.loads(pipe.recv_bytes()))
             except EOFError:

@@ -14,6 +14,7 @@ from weft.compat import deep_ep
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 HIDDEN, LOCAL, TOPK = 512, 4, 3
+TIMEOUT = 10.0  # several calls' waits fit in what the ranks of a test have
 
 
 class Inputs:
@@ -36,7 +37,11 @@ class Inputs:
 
 def core(group, inputs, layout, budget=None):
     exchange = weft.Exchange(
-        group, hidden=HIDDEN, num_experts=inputs.num_experts, device=inputs.device
+        group,
+        hidden=HIDDEN,
+        num_experts=inputs.num_experts,
+        device=inputs.device,
+        timeout=TIMEOUT,
     )
     pad = 1 if layout == "rank_major" else 16
     stride = 256 if layout == "expert_strided" else 0
@@ -125,7 +130,11 @@ def low_latency(group, inputs):
 
 def traced(group, inputs):
     exchange = weft.Exchange(
-        group, hidden=HIDDEN, num_experts=inputs.num_experts, device=inputs.device
+        group,
+        hidden=HIDDEN,
+        num_experts=inputs.num_experts,
+        device=inputs.device,
+        timeout=TIMEOUT,
     )
     name = ops.register(exchange)
     x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
@@ -174,7 +183,9 @@ def captured(rank, num_ranks, group):
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     inputs = Inputs(rank, num_ranks, device, (64,))
-    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=inputs.num_experts, device=device)
+    exchange = weft.Exchange(
+        group, hidden=HIDDEN, num_experts=inputs.num_experts, device=device, timeout=TIMEOUT
+    )
 
     def layer():
         plan = exchange.plan(inputs.idx, row_budget=1024)
