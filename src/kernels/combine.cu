@@ -58,36 +58,30 @@ __global__ void __launch_bounds__(kPipelineThreads, 1)
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
   __shared__ PipelineShared pipeline;
-  const int warps = pipeline_warps(call.row_bytes, call.plan.header()->num_tokens);
   clear_progress(progress);
-  init_pipeline(pipeline, warps);
+  init_pipeline(pipeline);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const int block = static_cast<int>(blockIdx.x);
     const int warp = warp_in_block();
-    const RowStages stages = row_stages(stage_bytes, call.row_bytes, warps);
-    const int num_teams = kMoverWarps / warps;
-    const bool is_reduce = block < call.num_reduce;
-    const int place = is_reduce ? block : block - call.num_reduce;
-    const int blocks = is_reduce ? call.num_reduce : call.num_sum;
-    // The loader works for all teams of the block.
-    const Team team = warp > kMoverWarps ? Team{.index = place, .count = blocks}
-                                         : make_team(warps, place, blocks);
-    if (is_reduce) {
+    const RowStages stages = row_stages(stage_bytes, call.row_bytes);
+    if (block < call.num_reduce) {
+      const Team team = make_team(kMoverWarps, block, call.num_reduce);
       CombineReduce<kScaled> source(call, setup, progress, team);
       if (warp < kMoverWarps) {
-        add_rows<Element, kScaled>(source, team, stages, pipeline);
+        add_rows<Element, kScaled>(source, stages, pipeline);
       } else if (warp == kMoverWarps) {
         source.run_signals();
       } else {
-        load_rows(source, stages, num_teams, pipeline);
+        load_rows(source, stages, pipeline);
       }
     } else {
+      const Team team = make_team(kMoverWarps, block - call.num_reduce, call.num_sum);
       CombineSum source(call, setup, team);
       if (warp < kMoverWarps) {
         source.begin();
-        add_rows<Element, false>(source, team, stages, pipeline);
+        add_rows<Element, false>(source, stages, pipeline);
       } else if (warp > kMoverWarps) {
-        load_rows(source, stages, num_teams, pipeline);
+        load_rows(source, stages, pipeline);
       }
     }
   }

@@ -1,38 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // How combine adds rows with the bulk copy engine. A block has three kinds of warps: one loader,
-// which learns what is to be added and keeps shared memory filled with rows; eight that add, in
-// teams just large enough for a row, which take turns with the items; and one that signals. The
-// loader is never more than a few items ahead, and nobody waits for the whole block. To add a row
-// takes a team much longer than its arithmetic (it waits for the row, reads it, gives it back), so
-// teams of few warps with many vectors each, side by side, add more than one team of all.
+// which learns what is to be added and keeps shared memory filled with rows; eight that add, each
+// its columns of every row; and one that signals. The loader is never more than a few items ahead,
+// and nobody waits for the whole block.
 #pragma once
 
 #include "kernels/row_sum.cuh"
 
 namespace weft {
 
-inline constexpr int kItemSlots = 2 * kMaxTeams;  // items that the loader may be ahead
-inline constexpr int kMaxRowStages = 48;          // rows, or pieces of rows, in shared memory
+inline constexpr int kItemSlots = 4;      // items that the loader may be ahead
+inline constexpr int kMaxRowStages = 32;  // rows, or pieces of rows, in shared memory
 inline constexpr int kRowStageBytes = 190 * 1024;
-inline constexpr int kPipelineVectors = 8;  // of 16 bytes, per lane and row
-inline constexpr int32_t kWarpPiece = kPipelineVectors * kWarpLanes * 16;
+inline constexpr int32_t kPipelinePiece = kSumVectors * kMoverWarps * kWarpLanes * 16;
 inline constexpr int kPipelineThreads = (kMoverWarps + 2) * kWarpLanes;
-
-// Warps that add a row together; more where few tokens make latency count.
-__device__ __forceinline__ int pipeline_warps(int64_t row_bytes, int64_t num_tokens) {
-  const int32_t each = num_tokens <= 512 ? kWarpPiece / 2 : kWarpPiece;
-  int warps = 1;
-  while (warps < kMoverWarps && row_bytes > each * warps) {
-    warps *= 2;
-  }
-  return warps;
-}
 
 // What the adding warps must know of an item, in shared memory.
 struct PipelineItem {
-  int32_t is_end;       // no item: the role is through
-  int32_t first_stage;  // where its rows begin
-  uint32_t stage_parity;
+  int32_t is_end;  // no item: the role is through
   int32_t source;
   int32_t chunk;
   int32_t count;
@@ -58,27 +43,26 @@ struct RowStages {
   Pieces pieces;  // of a row
 };
 
-__device__ __forceinline__ RowStages
-row_stages(std::byte* data, int64_t row_bytes, int team_warps) {
+__device__ __forceinline__ RowStages row_stages(std::byte* data, int64_t row_bytes) {
   RowStages stages;
   stages.data = data;
-  stages.pieces = cut_row(row_bytes, team_warps * kWarpPiece);
+  stages.pieces = cut_row(row_bytes, kPipelinePiece);
   stages.bytes = (stages.pieces.each + 127) / 128 * 128;
   stages.count = min(kMaxRowStages, kRowStageBytes / stages.bytes);
   return stages;
 }
 
 // Every thread of the block, before a barrier.
-__device__ __forceinline__ void init_pipeline(PipelineShared& shared, int team_warps) {
-  const int i = static_cast<int>(threadIdx.x);
-  const auto arrivals = static_cast<uint32_t>(team_warps);
-  if (i < kItemSlots) {
-    ptx::init_barrier(shared.item_full + i, 1);
-    ptx::init_barrier(shared.item_empty + i, arrivals);
-  }
-  if (i < kMaxRowStages) {
-    ptx::init_barrier(shared.row_full + i, 1);
-    ptx::init_barrier(shared.row_empty + i, arrivals);
+__device__ __forceinline__ void init_pipeline(PipelineShared& shared) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kItemSlots; ++i) {
+      ptx::init_barrier(shared.item_full + i, 1);
+      ptx::init_barrier(shared.item_empty + i, kMoverWarps);
+    }
+    for (int i = 0; i < kMaxRowStages; ++i) {
+      ptx::init_barrier(shared.row_full + i, 1);
+      ptx::init_barrier(shared.row_empty + i, kMoverWarps);
+    }
     ptx::publish_barriers();
   }
 }
@@ -87,10 +71,9 @@ __device__ __forceinline__ void init_pipeline(PipelineShared& shared, int team_w
 struct RingPlace {
   int32_t index = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int32_t count, int32_t step = 1) {
-    index += step;
-    if (index >= count) {
-      index -= count;
+  __device__ __forceinline__ void advance(int32_t count) {
+    if (++index == count) {
+      index = 0;
       parity ^= 1U;
     }
   }
@@ -101,24 +84,9 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
   }
 }
 
-// No more items: told to every team of the block.
-__device__ __forceinline__ void end_items(PipelineShared& shared, RingPlace slot, int num_teams) {
-  for (int team = 0; team < num_teams; ++team) {
-    wait_barrier(shared.item_empty + slot.index, slot.parity ^ 1U);
-    if (lane_index() == 0) {
-      shared.items[slot.index].is_end = 1;
-      ptx::arrive(shared.item_full + slot.index);
-    }
-    slot.advance(kItemSlots);
-  }
-}
-
-// The loader warp, whose source is the whole block's: its teams take the items in turn. A given-up
-// call still ends the items, so that the others leave.
+// The loader warp. A given-up call still ends the items, so that the others leave.
 template <class Source>
-__device__ void load_rows(
-    const Source& source, const RowStages& stages, int num_teams, PipelineShared& shared
-) {
+__device__ void load_rows(const Source& source, const RowStages& stages, PipelineShared& shared) {
   RingPlace slot;
   RingPlace stage;
   typename Source::Numbers numbers;  // of the next item, on their way
@@ -131,16 +99,11 @@ __device__ void load_rows(
     const SumItem item = source.resolve(numbers);
     numbers = source.load(place);
     place = source.locate(item.ordinal + 2);
-    if (item.ordinal < 0 || !source.wait(item)) {
-      end_items(shared, slot, num_teams);
-      return;
-    }
+    const bool is_good = item.ordinal >= 0 && source.wait(item);
     wait_barrier(shared.item_empty + slot.index, slot.parity ^ 1U);
     PipelineItem& out = shared.items[slot.index];
     if (lane_index() == 0) {
-      out.is_end = 0;
-      out.first_stage = stage.index;
-      out.stage_parity = stage.parity;
+      out.is_end = is_good ? 0 : 1;
       out.source = item.source;
       out.chunk = item.chunk;
       out.count = item.count;
@@ -161,6 +124,9 @@ __device__ void load_rows(
       ptx::arrive(shared.item_full + slot.index);
     }
     slot.advance(kItemSlots);
+    if (!is_good) {
+      return;
+    }
     for (int entry = 0; entry < item.count; ++entry) {
       const int num_rows = pick(item.num_rows, entry);
       const int32_t rows = pick(item.row, entry);
@@ -184,35 +150,31 @@ __device__ void load_rows(
   }
 }
 
-// The warps that add: of a team of n threads, the i-th has every n-th vector of 16 bytes of a row.
+// The warps that add: thread i has every 256th vector of 16 bytes of a row.
 template <class Element, bool kScaled, class Source>
-__device__ void add_rows(
-    Source& source, const Team& team, const RowStages& stages, PipelineShared& shared
-) {
-  const int num_teams = kMoverWarps / team.warps;
-  const int num_threads = team.warps * kWarpLanes;
-  const int thread = team.warp * kWarpLanes + lane_index();
-  RingPlace slot = {.index = team.in_block};
+__device__ void add_rows(Source& source, const RowStages& stages, PipelineShared& shared) {
+  RingPlace slot;
+  RingPlace stage;
   uint32_t finished = 0;
+  const int thread = static_cast<int>(threadIdx.x);
   for (;;) {
     wait_barrier(shared.item_full + slot.index, slot.parity);
     const PipelineItem& item = shared.items[slot.index];
     if (item.is_end != 0) {
       return;
     }
-    RingPlace stage = {item.first_stage, item.stage_parity};
     for (int entry = 0; entry < item.count; ++entry) {
       const int num_rows = item.num_rows[entry];
       for (int piece = 0; piece < stages.pieces.count; ++piece) {
         const int32_t bytes = stages.pieces.bytes(piece);
-        float sums[kPipelineVectors][Element::kPerVector];
+        float sums[kSumVectors][Element::kPerVector];
         const auto add_row = [&](int row, bool is_first) {
           wait_barrier(shared.row_full + stage.index, stage.parity);
           const std::byte* data = stages.data + stage.index * stages.bytes;
-          uint4 bits[kPipelineVectors];
+          uint4 bits[kSumVectors];
 #pragma unroll
-          for (int i = 0; i < kPipelineVectors; ++i) {
-            const int at = (i * num_threads + thread) * 16;
+          for (int i = 0; i < kSumVectors; ++i) {
+            const int at = (i * kMoverWarps * kWarpLanes + thread) * 16;
             if (at < bytes) {
               bits[i] = *reinterpret_cast<const uint4*>(data + at);
             }
@@ -224,8 +186,8 @@ __device__ void add_rows(
           stage.advance(stages.count);
           const float scale = kScaled ? item.scale[entry][row] : 1.0F;
 #pragma unroll
-          for (int i = 0; i < kPipelineVectors; ++i) {
-            const int at = (i * num_threads + thread) * 16;
+          for (int i = 0; i < kSumVectors; ++i) {
+            const int at = (i * kMoverWarps * kWarpLanes + thread) * 16;
             if (at < bytes) {
               float values[Element::kPerVector];
               unpack<Element>(bits[i], values);
@@ -247,8 +209,8 @@ __device__ void add_rows(
         }
         std::byte* out = source.out(item.source, item.out_row[entry]) + piece * stages.pieces.each;
 #pragma unroll
-        for (int i = 0; i < kPipelineVectors; ++i) {
-          const int at = (i * num_threads + thread) * 16;
+        for (int i = 0; i < kSumVectors; ++i) {
+          const int at = (i * kMoverWarps * kWarpLanes + thread) * 16;
           if (at < bytes) {
             ptx::store_16(out + at, num_rows > 0 ? pack<Element>(sums[i]) : uint4{0, 0, 0, 0});
           }
@@ -260,7 +222,7 @@ __device__ void add_rows(
     if (lane_index() == 0) {
       ptx::arrive(shared.item_empty + slot.index);
     }
-    slot.advance(kItemSlots, num_teams);
+    slot.advance(kItemSlots);
   }
 }
 
