@@ -19,6 +19,8 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kFirstPlans = 4;
+constexpr int64_t kSmallScaleBytes = 256;
+constexpr int kUsualRanks = 8;  // of a domain; their staging is ready for every token of all
 
 std::atomic<uint64_t> next_exchange_id = 1;
 
@@ -136,10 +138,12 @@ void CudaExchange::set_up(uint64_t stamp) {
   WEFT_CUDA(
       context, cudaMemcpy(&own->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
   );
-  // Enough for combine of 16-bit rows; what needs more makes it grow.
+  // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows beside
+  // them. What needs more makes it grow, and then peers that are ahead may be too busy to map it.
   const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) *
-                       std::min<int64_t>(context.num_ranks, settings.max_topk);
-  static_cast<void>(staging_of(static_cast<uint64_t>(rows * settings.hidden * 2), nullptr));
+                       std::min(context.num_ranks, std::max(settings.max_topk, kUsualRanks));
+  const auto row_bytes = static_cast<uint64_t>(settings.hidden * 2 + kSmallScaleBytes);
+  static_cast<void>(staging_of(static_cast<uint64_t>(rows) * row_bytes, nullptr));
   WEFT_CUDA(context, cudaDeviceSynchronize());
 }
 

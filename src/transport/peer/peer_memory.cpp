@@ -12,9 +12,9 @@
 namespace weft {
 namespace {
 
-// How long a rank that ends waits for other processes to unmap its memory: freeing before they do
-// is legal but leaves the driver more to clean up.
-constexpr auto kFarewell = std::chrono::milliseconds(200);
+// How long a rank that ends waits for other processes to unmap its memory: CUDA does not say what
+// becomes of memory that is freed before.
+constexpr auto kFarewell = std::chrono::seconds(1);
 
 }  // namespace
 
