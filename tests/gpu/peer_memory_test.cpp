@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "core/check_cuda.hpp"
+#include "core/gpu_stream.hpp"
 #include "gpu/peer_patterns_cuda.hpp"
 #include "support/errors.hpp"
 
@@ -161,16 +162,17 @@ void leave(Group& group, int device) {
   group.barrier();
 }
 
-// Growth must not need the peer's GPU to be idle: its kernel may be waiting for this rank.
-void grow_beside_a_running_kernel(Group& group, int device) {
+// Growth must not need the peer's GPU to be idle: its kernel may be waiting for this rank. The
+// kernel runs in a stream of its own, or in the default stream, where PyTorch's usually do.
+void grow_beside_a_kernel(Group& group, int device, bool is_default_stream) {
   PeerMemory memory(group, device, 4096);
   uint32_t* flag = nullptr;
   WEFT_CUDA(Context{}, cudaMallocHost(reinterpret_cast<void**>(&flag), sizeof *flag));
   *reinterpret_cast<volatile uint32_t*>(flag) = 0;
   spin_on_flag(flag, 1, nullptr);  // loads the kernel
   WEFT_CUDA(Context{}, cudaDeviceSynchronize());
-  cudaStream_t stream = nullptr;
-  WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const GpuStream own(device);
+  const cudaStream_t stream = is_default_stream ? cudaStreamLegacy : own.get();
   group.barrier();
   if (group.rank() != 0) {
     spin_on_flag(flag, 6'000'000'000, stream);
@@ -188,8 +190,15 @@ void grow_beside_a_running_kernel(Group& group, int device) {
   group.barrier();
   *reinterpret_cast<volatile uint32_t*>(flag) = 1;
   WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
-  WEFT_CUDA(Context{}, cudaStreamDestroy(stream));
   WEFT_CUDA(Context{}, cudaFreeHost(flag));
+}
+
+void grow_beside_a_running_kernel(Group& group, int device) {
+  grow_beside_a_kernel(group, device, false);
+}
+
+void grow_beside_a_kernel_of_the_default_stream(Group& group, int device) {
+  grow_beside_a_kernel(group, device, true);
 }
 
 void miss_a_gpu(Group& group, int device) {
@@ -260,6 +269,10 @@ TEST_F(PeerMemoryTest, GrowsBesideARunningKernelOfAProcess) {
   run_as_processes(2, 1, grow_beside_a_running_kernel);
 }
 
+TEST_F(PeerMemoryTest, GrowsBesideAKernelOfTheDefaultStream) {
+  run_as_processes(2, 1, grow_beside_a_kernel_of_the_default_stream);
+}
+
 TEST_F(PeerMemoryTest, SaysOnEveryRankThatOneHasNoGpu) {
   run_as_threads(2, 1, miss_a_gpu);
   run_as_processes(2, 1, miss_a_gpu);
@@ -290,6 +303,10 @@ TEST_F(PeerMemoryOnSeveralGpusTest, JoinsProcesses) {
 TEST_F(PeerMemoryOnSeveralGpusTest, GrowsBesideRunningKernels) {
   run_as_threads(2, 2, grow_beside_a_running_kernel);
   run_as_processes(2, 2, grow_beside_a_running_kernel);
+}
+
+TEST_F(PeerMemoryOnSeveralGpusTest, GrowsBesideKernelsOfTheDefaultStream) {
+  run_as_processes(2, 2, grow_beside_a_kernel_of_the_default_stream);
 }
 
 TEST_F(PeerMemoryOnSeveralGpusTest, SaysHowRanksAreReached) {
