@@ -25,13 +25,30 @@ class _Options(NamedTuple):
     num_permuted_tokens: Any = None
     pad_multiple: int | None = None
     num_sms_preprocessing_api: int | None = None
+    topk_idx: torch.Tensor | None = None
+    num_experts: int | None = None
 
     @classmethod
     def of(cls, rest: tuple) -> "_Options":
-        """Up to three arguments are NeMo Automodel's, more of them Megatron-LM's."""
+        """Up to three arguments are NeMo Automodel's, six Megatron-LM's, eight Automodel's since
+        0.7.0."""
+        if len(rest) == len(_NEMO):
+            return cls(**dict(zip(_NEMO, rest)))
         if len(rest) > 3:
             return cls(*rest)
         return cls(**dict(zip(("num_permuted_tokens", "pad_multiple", "fused"), rest)))
+
+
+_NEMO = (
+    "num_permuted_tokens",
+    "pad_multiple",
+    "topk_idx",
+    "num_experts",
+    "fused",
+    "num_sms_preprocessing_api",
+    "num_blocks_permute",
+    "num_blocks_unpermute",
+)
 
 
 class HybridEPDispatch(torch.autograd.Function):
@@ -39,7 +56,9 @@ class HybridEPDispatch(torch.autograd.Function):
 
     After `num_sms_combine_api` come `num_permuted_tokens, pad_multiple`, or the six arguments
     `num_blocks_permute, num_blocks_unpermute, fused, num_permuted_tokens, pad_multiple,
-    num_sms_preprocessing_api`. Backward returns as many gradients as forward had arguments.
+    num_sms_preprocessing_api`, or the eight `num_permuted_tokens, pad_multiple, topk_idx,
+    num_experts, fuse_permute, num_sms_preprocessing_api, num_blocks_permute,
+    num_blocks_unpermute`. Backward returns as many gradients as forward had arguments.
     """
 
     @staticmethod
@@ -69,8 +88,8 @@ class HybridEPDispatch(torch.autograd.Function):
         )
         rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
             hidden=x.contiguous(),
-            routing_map=routing_map.contiguous(),
             probs=probs.contiguous(),
+            **_routing(routing_map, options),
             scaling_factor=None,
             num_of_experts_per_rank=num_local_experts,
             pad_multiple=options.pad_multiple,
@@ -142,10 +161,14 @@ def hybrid_ep_dispatch(
     num_blocks_permute: int | None = None,
     num_blocks_unpermute: int | None = None,
     num_sms_preprocessing_api: int | None = None,
+    topk_idx: torch.Tensor | None = None,
+    num_experts: int | None = None,
+    fuse_permute: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor, Any]:
     """Sends each token to its experts, one row per route. Collective.
 
-    `x` [T, H]; `routing_map` bool [T, E]; `probs` fp32 [T, E], dense.
+    `x` [T, H]; `routing_map` bool [T, E]; `probs` fp32 [T, E], dense. With `routing_map` None,
+    `topk_idx` [T, K] names the experts, -1 for none, and `num_experts` is E.
 
     Returns P rows [P, H], grouped by local expert, each group padded with zero rows to
     `pad_multiple`; their probabilities fp32 [P]; None; the padded counts int64 [num_local_experts];
@@ -156,8 +179,10 @@ def hybrid_ep_dispatch(
     that number, nothing waits for the device, the counts stay there, routes that do not fit are
     dropped (`handle[-1]`, int32 [1], is then 1), and rows behind the last group are undefined.
 
-    `fused` and the numbers of SMs and blocks choose how the work is done, not its results.
-    Raises what the buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
+    `fused`, NeMo Automodel's `fuse_permute`, and the numbers of SMs and blocks choose how the work
+    is done, not its results.
+    Raises ValueError without a map or indices, or for indices without `num_experts`, and what the
+    buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
     """
     return HybridEPDispatch.apply(
         x,
@@ -167,12 +192,14 @@ def hybrid_ep_dispatch(
         num_local_experts,
         num_sms_dispatch_api,
         num_sms_combine_api,
-        num_blocks_permute,
-        num_blocks_unpermute,
-        fused,
         num_permuted_tokens,
         pad_multiple,
+        topk_idx,
+        num_experts,
+        fused or fuse_permute,
         num_sms_preprocessing_api,
+        num_blocks_permute,
+        num_blocks_unpermute,
     )
 
 
@@ -182,6 +209,8 @@ def hybrid_ep_combine(
     num_permuted_tokens: int | torch.Tensor | None = None,
     pad_multiple: int | None = None,
     fused: bool = False,
+    *,
+    fuse_permute: bool = False,
 ) -> torch.Tensor:
     """Sums the rows of each token, unweighted. Collective.
 
@@ -189,7 +218,18 @@ def hybrid_ep_combine(
     Returns [T, H]; a token without experts is zero. Differentiable in `x`, which is not kept for
     backward. `num_permuted_tokens` is not needed: `x` has that many rows.
     """
-    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, fused)
+    is_fused = fused or fuse_permute
+    return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, is_fused)
+
+
+def _routing(routing_map: torch.Tensor | None, options: _Options) -> dict[str, Any]:
+    if routing_map is not None:
+        return {"routing_map": routing_map.contiguous()}
+    if options.topk_idx is None:
+        raise ValueError("hybrid_ep_dispatch: neither routing_map nor topk_idx is given")
+    if options.num_experts is None:
+        raise ValueError("hybrid_ep_dispatch: topk_idx needs num_experts (how many there are)")
+    return {"topk_idx": options.topk_idx.contiguous(), "num_of_experts": options.num_experts}
 
 
 def _fused_argument(name: str, fused: bool) -> dict[str, bool]:

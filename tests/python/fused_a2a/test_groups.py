@@ -157,3 +157,27 @@ def first_call_uneven(rank, num_ranks, group):
 
 def test_the_first_call_may_bring_another_t_on_every_rank(ranks):
     ranks(first_call_uneven, 2)
+
+
+def routed_by_indices(rank, num_ranks, group):
+    """Indices in place of the map, as NeMo Automodel 0.7.0 gives them: the same in every way."""
+    fa.reset_hybrid_ep_buffer()
+    num_experts = 2 * num_ranks
+    x, idx, probs = cases.inputs(rank, 9 + rank, 3, num_experts)
+    routing_map, dense = cases.to_dense(idx, probs, num_experts)
+    given = ((routing_map, {}), (None, {"topk_idx": idx, "num_experts": num_experts}))
+    results = []
+    for chosen, options in given:
+        leaves = cases.leaves(x, dense)
+        rows, row_probs, _, counts, handle = fa.hybrid_ep_dispatch(
+            leaves[0], chosen, leaves[1], group, 2, fuse_permute=True, **options
+        )
+        out = fa.hybrid_ep_combine(rows * 2, handle, fuse_permute=True)
+        torch.autograd.backward([out, row_probs], [out.detach(), row_probs.detach()])
+        results.append([rows, row_probs, counts, out, leaves[0].grad, leaves[1].grad])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    assert results[0][0].size(0) == results[0][2].sum() > 0
+
+
+def test_routing_by_indices(ranks):
+    ranks(routed_by_indices, 2)

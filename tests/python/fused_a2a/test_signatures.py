@@ -100,9 +100,16 @@ def test_init_hybrid_positions():
             "num_permuted_tokens pad_multiple num_sms_preprocessing_api",
         ),
         ("hybrid_ep_combine", "x handle num_permuted_tokens pad_multiple fused"),
+        (  # NeMo Automodel 0.7.0
+            "hybrid_ep_dispatch",
+            "x topk_idx routing_map probs num_experts group num_local_experts num_sms_dispatch_api "
+            "num_sms_combine_api num_permuted_tokens pad_multiple fuse_permute "
+            "num_sms_preprocessing_api num_blocks_permute num_blocks_unpermute",
+        ),
+        ("hybrid_ep_combine", "x handle num_permuted_tokens pad_multiple fuse_permute"),
     ],
 )
-def test_megatron_keywords(name, keywords):
+def test_keywords(name, keywords):
     inspect.signature(getattr(fa, name)).bind(**dict.fromkeys(keywords.split()))
 
 
@@ -137,6 +144,7 @@ def arguments():
         ((8, 4, True), (8, 4, True)),
         ((5, 6, False, 8, 4, 108), (8, 4, False)),  # Megatron-LM: 13
         ((None, None, True, None, 4, 108), (None, 4, True)),
+        ((8, 4, None, None, True, 108, 5, 6), (8, 4, True)),  # NeMo Automodel 0.7.0: 15
     ],
 )
 def test_hybrid_dispatch_gradients(monkeypatch, rest, want):
@@ -178,6 +186,20 @@ def test_hybrid_combine_gradients(monkeypatch, rest):
     assert sent.get("fuse_unpermute_combine") == back.get("fuse_permute_dispatch") == fused
     grads = out.grad_fn._forward_cls.backward(out.grad_fn, out)
     assert len(grads) == 2 + len(rest)
+
+
+def test_hybrid_routing_by_indices(monkeypatch):
+    buffer = hybrid(monkeypatch)
+    x, _, probs, _, local, *_ = arguments()
+    idx = torch.tensor([[0], [-1]])
+    fa.hybrid_ep_dispatch(x, None, probs, None, local, topk_idx=idx, num_experts=2)
+    sent = buffer.dispatch_with_permute.call_args.kwargs
+    assert sent["topk_idx"] is idx and sent["num_of_experts"] == 2
+    assert "routing_map" not in sent and sent["probs"].shape == probs.shape
+    with pytest.raises(ValueError, match="neither routing_map nor topk_idx"):
+        fa.hybrid_ep_dispatch(x, None, probs, None, local)
+    with pytest.raises(ValueError, match="topk_idx needs num_experts"):
+        fa.hybrid_ep_dispatch(x, None, probs, None, local, topk_idx=idx)
 
 
 def test_old_buffers_are_used_unfused(monkeypatch):
