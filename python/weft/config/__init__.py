@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the overlap of expert-parallel communication, and the rules that hold for them.
+
+overlap = CommOverlapConfig(tp_comm_overlap=False, overlap_moe_expert_parallel_comm=True)
+apply_flex_dispatcher_backend(model_config, "hybridep")
+overlap.setup(model_config, optimizer_config, ddp_config)
+validate_model_overlap(model_config)
+
+All configurations are plain objects with the attributes of Megatron-LM.
+"""
+
+from .comm_overlap import CommOverlapConfig
+from .flex_backend import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
+from .overrides import _set_moe_a2a_overlap_overrides
+from .rules import (
+    validate_graph_replay,
+    validate_model_overlap,
+    validate_overlap_arguments,
+    validate_overlap_schedule,
+    validate_user_overlap,
+)
+from .settings import OverlapModelConfig
+
+__all__ = [
+    "CommOverlapConfig",
+    "OverlapModelConfig",
+    "_set_moe_a2a_overlap_overrides",
+    "apply_flex_dispatcher_backend",
+    "validate_flex_dispatcher_backend",
+    "validate_graph_replay",
+    "validate_model_overlap",
+    "validate_overlap_arguments",
+    "validate_overlap_schedule",
+    "validate_user_overlap",
+]

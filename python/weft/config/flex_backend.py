@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend of the flex dispatcher the GPU of this process gets."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_BACKENDS = ("deepep", "hybridep")
+_DEEPEP_NAMES = ("NVIDIA B200", "NVIDIA B300")
+
+
+def apply_flex_dispatcher_backend(
+    model_config: Any, moe_flex_dispatcher_backend: str | None = None
+) -> None:
+    """Turns on the flex dispatcher with "deepep" or "hybridep", where the GPU can run it.
+
+    Where it cannot, the dispatcher becomes "alltoall". A model without experts and another
+    backend change nothing. Rank 0 logs a warning in all three cases. Without CUDA any GPU is
+    supposed to be good: the configuration may be made on another machine.
+
+    Raises what torch raises where the GPU cannot be asked, for another backend as well.
+    """
+    backend = moe_flex_dispatcher_backend
+    if not getattr(model_config, "num_moe_experts", None):
+        _warn(
+            "DeepEP and HybridEP are only applicable to MoE models. num_moe_experts is not set "
+            "or is 0, and the dispatcher stays as it is."
+        )
+        return
+    if backend in _BACKENDS and not torch.cuda.is_available():
+        _use_flex(model_config, backend)
+        return
+    gpu = torch.cuda.get_device_properties(0)
+    if backend not in _BACKENDS:
+        _warn(
+            "Not a valid flex dispatcher backend. Skipping flex dispatcher backend configuration."
+        )
+    elif backend == "deepep" and not _can_run_deepep(gpu):
+        _warn(
+            "DeepEP is only applicable to Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
+            f"Current GPU: {gpu.name}. Falling back to alltoall."
+        )
+        _fall_back(model_config)
+    elif backend == "hybridep" and not _can_run_hybridep(gpu):
+        _warn(
+            "HybridEP is only applicable for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 "
+            f"and B300 GPUs. Current GPU: {gpu.name}. Falling back to alltoall."
+        )
+        _fall_back(model_config)
+    else:
+        _use_flex(model_config, backend)
+
+
+def validate_flex_dispatcher_backend(model_config: Any) -> None:
+    """Checks that the GPU can run the backend of the flex dispatcher.
+
+    The flex dispatcher without a backend becomes "alltoall". Other dispatchers and backends are
+    not checked.
+
+    Raises ValueError where the GPU cannot run it; what torch raises where it cannot be asked.
+    """
+    if model_config.moe_token_dispatcher_type != "flex":
+        return
+    backend = model_config.moe_flex_dispatcher_backend
+    if backend is None:
+        _fall_back(model_config)
+    if backend not in _BACKENDS:
+        return
+    gpu = torch.cuda.get_device_properties(0)
+    if backend == "deepep" and not _can_run_deepep(gpu):
+        raise ValueError(
+            "DeepEP is supported for Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
+            f"Current GPU: {gpu.name}"
+        )
+    if backend == "hybridep" and not _can_run_hybridep(gpu):
+        raise ValueError(
+            "HybridEP is supported for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 and "
+            "B300 GPUs"
+        )
+
+
+def _can_run_deepep(gpu: Any) -> bool:
+    # GB200 and GB300 share the major number of B200 and B300: only the name tells them apart.
+    return gpu.major in (8, 9) or gpu.name.startswith(_DEEPEP_NAMES)
+
+
+def _can_run_hybridep(gpu: Any) -> bool:
+    return gpu.major in (8, 9, 10)
+
+
+def _use_flex(model_config: Any, backend: str) -> None:
+    model_config.moe_token_dispatcher_type = "flex"
+    model_config.moe_flex_dispatcher_backend = backend
+    model_config.moe_shared_expert_overlap = False
+
+
+def _fall_back(model_config: Any) -> None:
+    # alltoall overlaps shared experts as well: that setting stays.
+    model_config.moe_token_dispatcher_type = "alltoall"
+    model_config.moe_flex_dispatcher_backend = None
+
+
+def _warn(text: str) -> None:
+    """Every rank comes here, and one of them says it."""
+    if _rank() == 0:
+        logger.warning(text)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

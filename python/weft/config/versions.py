@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of torch and Transformer Engine, which is never imported: it may be absent."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import torch
+from torch.torch_version import TorchVersion
+
+
+def get_torch_version() -> str:
+    """The version of torch."""
+    return str(torch.__version__)
+
+
+def get_te_version() -> str | None:
+    """The version of Transformer Engine, or None where it is not installed."""
+    try:
+        return metadata.version("transformer-engine")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_torch_min_version(minimum: str) -> bool:
+    """Whether torch is `minimum` or newer. A pre-release of `minimum` is older."""
+    return _at_least(get_torch_version(), minimum)
+
+
+def is_te_min_version(minimum: str) -> bool:
+    """Whether Transformer Engine is `minimum` or newer. An absent one is older than all."""
+    version = get_te_version()
+    return version is not None and _at_least(version, minimum)
+
+
+def _at_least(version: str, minimum: str) -> bool:
+    # torch's own type orders any Python package version, so that no other package is needed.
+    return bool(TorchVersion(version) >= TorchVersion(minimum))
