@@ -13,7 +13,7 @@
 #include "core/check_cuda.hpp"
 #include "core/device_memory.hpp"
 #include "core/devices.hpp"
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 #include "gpu_bench.hpp"
 #include "gpu_bench_check_cuda.hpp"
 #include "gpu_bench_kernels_cuda.hpp"

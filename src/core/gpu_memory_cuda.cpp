@@ -6,7 +6,7 @@
 
 #include "core/check_cuda.hpp"
 #include "core/gpu_memory.hpp"
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 
 namespace weft {
 namespace {
@@ -19,7 +19,7 @@ void keep_memory(int gpu) {
   WEFT_CUDA(Context{}, cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
 }
 
-// Not the thread's: a new thread's stream is a new one (gpu_stream.hpp). Only short work is in it.
+// Not the thread's: a new thread's stream is a new one (stream_cuda.hpp). Only short work is in it.
 cudaStream_t memory_stream(int gpu) {
   static auto& streams = *new std::map<int, GpuStream>;  // freeing may outlive static objects
   static std::mutex mutex;

@@ -10,8 +10,8 @@
 #include <memory>
 
 #include "core/check.hpp"
-#include "core/cuda_scope.hpp"
-#include "core/gpu_stream.hpp"
+#include "core/scope_cuda.hpp"
+#include "core/stream_cuda.hpp"
 #include "exchange/buffers_cuda.hpp"
 #include "exchange/exchange_state.hpp"
 #include "exchange/fault_text.hpp"

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 #include "moe/device_array_cuda.hpp"
 #include "moe/linear_cuda.hpp"
 #include "moe/moe_block.hpp"

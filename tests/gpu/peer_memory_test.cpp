@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "core/check_cuda.hpp"
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 #include "gpu/peer_patterns_cuda.hpp"
 #include "support/errors.hpp"
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/stream_cuda.hpp"
+
 #include <cuda_runtime_api.h>
 
 #include "core/check_cuda.hpp"
-#include "core/gpu_stream.hpp"
 #include "support/stream.hpp"
 
 namespace weft::test {

@@ -10,8 +10,8 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
-#include "core/cuda_scope.hpp"
 #include "core/log.hpp"
+#include "core/scope_cuda.hpp"
 
 namespace weft {
 namespace {

@@ -5,8 +5,8 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
-#include "core/cuda_scope.hpp"
 #include "core/peer_address.hpp"
+#include "core/scope_cuda.hpp"
 #include "transport/agree.hpp"
 #include "transport/peer/cuda_handle.hpp"
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/context.hpp"
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 #include "transport/peer/gpu_identity.hpp"
 #include "transport/peer/region_source.hpp"
 

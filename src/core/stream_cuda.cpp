@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/gpu_stream.hpp"
+#include "core/stream_cuda.hpp"
 
 #include <deque>
 #include <map>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/check_cuda.hpp"
-#include "core/cuda_scope.hpp"
+#include "core/scope_cuda.hpp"
 
 namespace weft {
 namespace {

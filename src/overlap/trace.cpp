@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "overlap/trace.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "core/atomic_file.hpp"
+
+namespace weft::overlap {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// The format counts in microseconds.
+double microseconds(int64_t nanoseconds) {
+  return static_cast<double>(nanoseconds) / 1000.0;
+}
+
+Json lane_row(Lane lane, int process) {
+  return {
+      {"name", "thread_name"},
+      {"ph", "M"},
+      {"pid", process},
+      {"tid", lane_idx(lane)},
+      {"args", {{"name", lane_name(lane)}}}};
+}
+
+Json span_event(const Span& span, int process) {
+  return {
+      {"name", span.name},
+      {"cat", lane_name(span.lane)},
+      {"ph", "X"},
+      {"ts", microseconds(span.begin_ns)},
+      {"dur", microseconds(span.end_ns - span.begin_ns)},
+      {"pid", process},
+      {"tid", lane_idx(span.lane)},
+      {"args", {{"step", span.step}, {"micro_batch", span.micro_batch}}}};
+}
+
+}  // namespace
+
+void sort_spans(Trace& trace) {
+  std::sort(trace.spans.begin(), trace.spans.end(), [](const Span& a, const Span& b) {
+    return std::tie(a.begin_ns, a.step) < std::tie(b.begin_ns, b.step);
+  });
+}
+
+std::string trace_json(const Trace& trace, int process) {
+  auto events =
+      Json::array({lane_row(Lane::kCompute, process), lane_row(Lane::kExchange, process)});
+  for (const Span& span : trace.spans) {
+    events.push_back(span_event(span, process));
+  }
+  return Json({{"traceEvents", std::move(events)}, {"displayTimeUnit", "ns"}}).dump(1) + "\n";
+}
+
+void write_trace(const std::string& path, const Trace& trace, int process) {
+  write_file_atomically(path, trace_json(trace, process));
+}
+
+}  // namespace weft::overlap

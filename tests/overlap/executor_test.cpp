@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two lanes on two threads: order, failure, and use after failure.
+#include <gtest/gtest.h>
+
+#include <future>
+#include <map>
+#include <stdexcept>
+#include <thread>
+
+#include "overlap/no_pipelining.hpp"
+#include "overlap/plain_nodes.hpp"
+#include "overlap/recorder.hpp"
+#include "overlap/thread_executor.hpp"
+
+namespace weft::overlap::test {
+namespace {
+
+Step step(std::string name, Lane lane, Work work, std::vector<int> waits = {}) {
+  Step made;
+  made.name = std::move(name);
+  made.lane = lane;
+  made.work = std::move(work);
+  made.waits = std::move(waits);
+  return made;
+}
+
+const Work kNothing = [](const LaneContext&) {};
+
+Work throwing(const char* text) {
+  return [=](const LaneContext&) { throw std::runtime_error(text); };
+}
+
+// What the run throws; "nothing" if it does not.
+std::string failure_of(Executor& executor, const Schedule& schedule) {
+  try {
+    executor.run(schedule);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+TEST(ThreadExecutorTest, RunsEveryStepOnceAfterWhatItWaitsFor) {
+  const Schedule schedule =
+      schedule_overlapped({4, [](int) {
+                             return plain_nodes({3, Kind::kMtp, true, true, true});
+                           }});
+  const Trace trace = ThreadExecutor().run(schedule);
+  ASSERT_EQ(trace.spans.size(), schedule.steps().size());
+  std::map<int, Span> by_step;
+  std::map<Lane, Span> last;
+  for (const Span& span : trace.spans) {
+    EXPECT_TRUE(by_step.emplace(span.step, span).second);
+    EXPECT_LE(span.begin_ns, span.end_ns);
+    if (last.contains(span.lane)) {
+      EXPECT_LT(last[span.lane].step, span.step);
+      EXPECT_LE(last[span.lane].end_ns, span.begin_ns);
+    }
+    last[span.lane] = span;
+  }
+  for (size_t idx = 0; idx < schedule.steps().size(); ++idx) {
+    for (const int wait : schedule.steps()[idx].waits) {
+      EXPECT_LE(by_step[wait].end_ns, by_step[static_cast<int>(idx)].begin_ns);
+    }
+  }
+}
+
+TEST(ThreadExecutorTest, RunsEachLaneOnAThreadOfItsOwn) {
+  std::array<std::thread::id, kNumLanes> threads;
+  const Work note = [&](const LaneContext& context) {
+    threads[lane_idx(context.lane)] = std::this_thread::get_id();
+  };
+  Schedule schedule;
+  schedule.add_step(step("a", Lane::kCompute, note));
+  schedule.add_step(step("b", Lane::kExchange, note));
+  ThreadExecutor().run(schedule);
+  EXPECT_EQ(threads[0], std::this_thread::get_id());
+  EXPECT_NE(threads[1], std::this_thread::get_id());
+  EXPECT_NE(threads[1], std::thread::id());
+}
+
+// Each waits for the other inside its callback: this ends only if both run at the same time.
+TEST(ThreadExecutorTest, RunsBothLanesAtTheSameTime) {
+  std::promise<void> compute_is_in;
+  std::promise<void> exchange_is_in;
+  Schedule schedule;
+  schedule.add_step(step("compute", Lane::kCompute, [&](const LaneContext&) {
+    compute_is_in.set_value();
+    exchange_is_in.get_future().wait();
+  }));
+  schedule.add_step(step("exchange", Lane::kExchange, [&](const LaneContext&) {
+    exchange_is_in.set_value();
+    compute_is_in.get_future().wait();
+  }));
+  EXPECT_EQ(ThreadExecutor().run(schedule).spans.size(), 2U);
+}
+
+class ThreadFailureTest : public testing::TestWithParam<Lane> {};
+
+TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
+  const Lane lane = GetParam();
+  const Lane other = lane == Lane::kCompute ? Lane::kExchange : Lane::kCompute;
+  std::vector<std::string> released;
+  const auto noting = [&](const char* name) {
+    return [&released, name](const LaneContext&) { released.emplace_back(name); };
+  };
+  bool later_ran = false;
+  const Work later = [&](const LaneContext&) { later_ran = true; };
+  Schedule schedule;
+  const int given = schedule.add_value("given", noting("given"));
+  const int gone = schedule.add_value("gone", noting("gone"));
+  const int half = schedule.add_value("half", noting("half"));
+  const int never = schedule.add_value("never", noting("never"));
+  Step first = step("first", lane, kNothing);
+  first.frees = {gone};
+  schedule.add_step(first);
+  Step failing = step("failing", lane, throwing("broken"));
+  failing.writes = {half};
+  const int failed = schedule.add_step(failing);
+  Step waiting = step("waiting", other, later, {failed});
+  waiting.writes = {never};
+  waiting.frees = {given};
+  schedule.add_step(waiting);
+  schedule.add_step(step("next", lane, later));
+
+  ThreadExecutor executor;
+  EXPECT_EQ(failure_of(executor, schedule), "broken");
+  EXPECT_FALSE(later_ran);
+  EXPECT_EQ(released, (std::vector<std::string>{"gone", "half", "given"}));
+
+  Schedule good;
+  good.add_step(step("good", lane, later));
+  EXPECT_EQ(executor.run(good).spans.size(), 1U);
+  EXPECT_TRUE(later_ran);
+}
+
+TEST_P(ThreadFailureTest, IsSeenByTheCallbackOfTheOtherLane) {
+  const Lane lane = GetParam();
+  const Lane other = lane == Lane::kCompute ? Lane::kExchange : Lane::kCompute;
+  std::promise<void> is_running;
+  bool has_ended = false;
+  Schedule schedule;
+  schedule.add_step(step("long", other, [&](const LaneContext& context) {
+    is_running.set_value();
+    while (!context.is_stopping()) {
+      std::this_thread::yield();
+    }
+    has_ended = true;
+  }));
+  schedule.add_step(step("failing", lane, [&](const LaneContext&) {
+    is_running.get_future().wait();
+    throw std::runtime_error("broken");
+  }));
+  ThreadExecutor executor;
+  EXPECT_EQ(failure_of(executor, schedule), "broken");
+  EXPECT_TRUE(has_ended);
+}
+
+TEST_P(ThreadFailureTest, MayComeFromARelease) {
+  int num_calls = 0;
+  Schedule schedule;
+  const int value = schedule.add_value("value", [&](const LaneContext&) {
+    ++num_calls;
+    throw std::runtime_error("release");
+  });
+  Step freeing = step("freeing", GetParam(), kNothing);
+  freeing.frees = {value};
+  schedule.add_step(freeing);
+  ThreadExecutor executor;
+  EXPECT_EQ(failure_of(executor, schedule), "release");
+  EXPECT_EQ(num_calls, 1);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Lanes, ThreadFailureTest, testing::Values(Lane::kCompute, Lane::kExchange)
+);
+
+TEST(ThreadExecutorTest, ReportsTheFirstFailureOfTwo) {
+  std::promise<void> is_running;
+  Schedule schedule;
+  schedule.add_step(step("second", Lane::kExchange, [&](const LaneContext& context) {
+    is_running.set_value();
+    while (!context.is_stopping()) {
+      std::this_thread::yield();
+    }
+    throw std::runtime_error("second");
+  }));
+  schedule.add_step(step("first", Lane::kCompute, [&](const LaneContext&) {
+    is_running.get_future().wait();
+    throw std::runtime_error("first");
+  }));
+  ThreadExecutor executor;
+  EXPECT_EQ(failure_of(executor, schedule), "first");
+}
+
+TEST(ThreadExecutorTest, RunsAnEmptySchedule) {
+  EXPECT_TRUE(ThreadExecutor().run(Schedule()).spans.empty());
+}
+
+TEST(RecorderTest, CallsNothingAndKeepsTheOrderOfIssue) {
+  Schedule schedule;
+  const Work forbidden = throwing("called");
+  const int value = schedule.add_value("value", forbidden);
+  Step a = step("a", Lane::kCompute, forbidden);
+  a.frees = {value};
+  schedule.add_step(a);
+  schedule.add_step(step("b", Lane::kExchange, forbidden, {0}));
+  schedule.add_step(step("c", Lane::kCompute, forbidden));
+  schedule.add_step(step("join", Lane::kCompute, {}, {1}));
+  const Trace trace = Recorder().run(schedule);
+  std::vector<std::pair<std::string, int64_t>> begins;
+  for (const Span& span : trace.spans) {
+    begins.emplace_back(span.name, span.begin_ns);
+  }
+  const std::vector<std::pair<std::string, int64_t>> expected = {
+      {"a", 0}, {"b", 1000}, {"c", 1000}, {"join", 2000}};
+  EXPECT_EQ(begins, expected);
+}
+
+}  // namespace
+}  // namespace weft::overlap::test

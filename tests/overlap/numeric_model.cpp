@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "overlap/numeric_model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <stdexcept>
+#include <utility>
+
+namespace weft::overlap::test {
+namespace {
+
+constexpr size_t kWidth = 24;
+constexpr size_t kNodesPerLayer = 4;
+
+// Irregular numbers, so that another order of adding gives other bits.
+float number(size_t seed) {
+  return static_cast<float>(std::sin(static_cast<double>(seed) * 12.9898));
+}
+
+Row plus(const Row& a, const Row& b) {
+  Row sum(a.size());
+  std::transform(a.begin(), a.end(), b.begin(), sum.begin(), std::plus<>());
+  return sum;
+}
+
+Row rotated(Row row, size_t by) {
+  std::rotate(row.begin(), row.begin() + static_cast<std::ptrdiff_t>(by), row.end());
+  return row;
+}
+
+// A layer is f(W x) with f(h) = h / (1 + |h|).
+Row forward_product(const Row& weights, const Row& x) {
+  Row h(kWidth, 0.0F);
+  for (size_t i = 0; i < kWidth; ++i) {
+    for (size_t j = 0; j < kWidth; ++j) {
+      h[i] += weights[i * kWidth + j] * x[j];
+    }
+  }
+  return h;
+}
+
+Row backward_product(const Row& weights, const Row& gradient) {
+  Row x(kWidth, 0.0F);
+  for (size_t i = 0; i < kWidth; ++i) {
+    for (size_t j = 0; j < kWidth; ++j) {
+      x[j] += weights[i * kWidth + j] * gradient[i];
+    }
+  }
+  return x;
+}
+
+Work dropping(Cell& cell) {
+  return [&cell](const LaneContext&) { cell.drop(); };
+}
+
+}  // namespace
+
+void Cell::put(Row row) {
+  if (row_) {
+    throw std::logic_error("a cell is written twice");
+  }
+  row_ = std::move(row);
+}
+
+const Row& Cell::get() const {
+  if (!row_) {
+    throw std::logic_error("an empty cell is read");
+  }
+  return *row_;
+}
+
+NumericModel::NumericModel(const NumericOptions& options) : options_(options) {
+  const auto num_layers = static_cast<size_t>(options.num_layers);
+  for (size_t idx = 0; idx < 2 * num_layers; ++idx) {
+    Row value(kWidth * kWidth);
+    for (size_t i = 0; i < value.size(); ++i) {
+      value[i] = number(idx * value.size() + i + 1) / 4;
+    }
+    weights_.push_back({std::move(value), Row(kWidth * kWidth, 0.0F)});
+  }
+  losses_.resize(static_cast<size_t>(options.num_micro_batches));
+  for (size_t idx = 0; idx < losses_.size(); ++idx) {
+    MicroBatch& batch = batches_.emplace_back();
+    batch.cells.resize(kNodesPerLayer * num_layers + 2);
+    batch.residual.resize(num_layers);
+    batch.residual_gradient.resize(num_layers);
+  }
+}
+
+Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights, bool free_input) {
+  Cells& cells = batch.cells[place];
+  Cell& output = batch.cells[place + 1].input;
+  Cell& input_gradient = batch.cells[place - 1].gradient;
+  Weights& own = weights_[weights];
+  Node node;
+  node.free_input = free_input;
+  // Saved: h, then x unless the input stays.
+  node.forward = [&, free_input](const LaneContext&) {
+    const Row& x = cells.input.get();
+    const Row h = forward_product(own.value, x);
+    Row y = h;
+    for (float& v : y) {
+      v /= 1 + std::abs(v);
+    }
+    Row saved = h;
+    if (free_input) {
+      saved.insert(saved.end(), x.begin(), x.end());
+    }
+    cells.saved.put(std::move(saved));
+    output.put(std::move(y));
+  };
+  const auto gradient_of_h = [&cells] {
+    Row gradient = cells.gradient.get();
+    for (size_t i = 0; i < kWidth; ++i) {
+      const float scale = 1 + std::abs(cells.saved.get()[i]);
+      gradient[i] /= scale * scale;
+    }
+    return gradient;
+  };
+  const Work add_weight_gradient = [&, free_input, gradient_of_h](const LaneContext&) {
+    const Row gradient = gradient_of_h();
+    const float* x = free_input ? &cells.saved.get()[kWidth] : cells.input.get().data();
+    for (size_t i = 0; i < kWidth * kWidth; ++i) {
+      own.gradient[i] += gradient[i / kWidth] * x[i % kWidth];
+    }
+  };
+  const bool defer = options_.defer_weight_gradients;
+  node.backward = [&, defer, gradient_of_h, add_weight_gradient](const LaneContext& context) {
+    input_gradient.put(backward_product(own.value, gradient_of_h()));
+    if (defer) {
+      cells.queue.put(add_weight_gradient);
+    } else {
+      add_weight_gradient(context);
+    }
+  };
+  if (defer) {
+    node.weight_gradient = [&](const LaneContext& context) { cells.queue.run(context); };
+  }
+  node.release_input = dropping(cells.input);
+  node.release_saved = dropping(cells.saved);
+  node.release_gradient = dropping(cells.gradient);
+  return node;
+}
+
+// The exchange: values change their places.
+Node NumericModel::rotation(MicroBatch& batch, size_t place, size_t by) {
+  Cells& cells = batch.cells[place];
+  Cell& output = batch.cells[place + 1].input;
+  Cell& input_gradient = batch.cells[place - 1].gradient;
+  Node node;
+  node.free_input = options_.free_inputs;
+  node.forward = [&, by](const LaneContext&) { output.put(rotated(cells.input.get(), by)); };
+  node.backward = [&, by](const LaneContext&) {
+    input_gradient.put(rotated(cells.gradient.get(), kWidth - by));
+  };
+  node.release_input = dropping(cells.input);
+  node.release_saved = dropping(cells.saved);
+  node.release_gradient = dropping(cells.gradient);
+  return node;
+}
+
+// From pre_dispatch past the experts to moe_combine, as the residual goes.
+void NumericModel::add_residual(LayerNodes& layer, MicroBatch& batch, size_t layer_idx) {
+  const size_t first = 1 + kNodesPerLayer * layer_idx;
+  Cell& residual = batch.residual[layer_idx];
+  Cell& residual_gradient = batch.residual_gradient[layer_idx];
+  Cell& layer_input = batch.cells[first].input;
+  Cell& layer_output = batch.cells[first + kNodesPerLayer].input;
+  Cell& output_gradient = batch.cells[first + kNodesPerLayer - 1].gradient;
+  Cell& input_gradient = batch.cells[first - 1].gradient;
+  const auto add = [](Cell& to, Cell& from) {
+    Row sum = plus(to.get(), from.get());
+    to.drop();
+    from.drop();
+    to.put(std::move(sum));
+  };
+  layer.pre_dispatch.forward = [&, inner = layer.pre_dispatch.forward](const LaneContext& context) {
+    inner(context);
+    residual.put(layer_input.get());
+  };
+  layer.moe_combine.forward = [&, add, inner = layer.moe_combine.forward](const LaneContext& context
+                              ) {
+    inner(context);
+    add(layer_output, residual);
+  };
+  layer.moe_combine.backward = [&, inner = layer.moe_combine.backward](const LaneContext& context) {
+    inner(context);
+    residual_gradient.put(output_gradient.get());
+  };
+  layer.pre_dispatch.backward =
+      [&, add, inner = layer.pre_dispatch.backward](const LaneContext& context) {
+        inner(context);
+        add(input_gradient, residual_gradient);
+      };
+}
+
+Node NumericModel::pre_process(MicroBatch& batch, int micro_batch) {
+  Node node;
+  node.forward = [&, micro_batch](const LaneContext&) {
+    Row row(kWidth);
+    for (size_t i = 0; i < kWidth; ++i) {
+      row[i] = number(1000 + static_cast<size_t>(micro_batch) * kWidth + i);
+    }
+    batch.cells[1].input.put(std::move(row));
+  };
+  node.backward = [&](const LaneContext&) { static_cast<void>(batch.cells[0].gradient.get()); };
+  node.release_gradient = dropping(batch.cells[0].gradient);
+  return node;
+}
+
+Node NumericModel::post_process(MicroBatch& batch, int micro_batch) {
+  Cells& last = batch.cells.back();
+  Cell& input_gradient = batch.cells[batch.cells.size() - 2].gradient;
+  float& loss = losses_[static_cast<size_t>(micro_batch)];
+  Node node;
+  node.forward = [&](const LaneContext&) {
+    for (const float v : last.input.get()) {
+      loss += v * v;
+    }
+    batch.output.put({loss});
+  };
+  node.backward = [&](const LaneContext&) {
+    Row gradient = last.input.get();
+    for (float& v : gradient) {
+      v *= 2;
+    }
+    input_gradient.put(std::move(gradient));
+  };
+  node.release_input = dropping(last.input);
+  return node;
+}
+
+ChunkNodes NumericModel::nodes(int micro_batch) {
+  MicroBatch& batch = batches_[static_cast<size_t>(micro_batch)];
+  ChunkNodes nodes;
+  nodes.pre_process = pre_process(batch, micro_batch);
+  for (size_t idx = 0; idx < static_cast<size_t>(options_.num_layers); ++idx) {
+    const size_t first = 1 + kNodesPerLayer * idx;
+    LayerNodes layer;
+    layer.pre_dispatch = linear(batch, first, 2 * idx, false);
+    layer.moe_dispatch = rotation(batch, first + 1, 5 + idx);
+    layer.mlp = linear(batch, first + 2, 2 * idx + 1, options_.free_inputs);
+    layer.moe_combine = rotation(batch, first + 3, 7 + idx);
+    add_residual(layer, batch, idx);
+    nodes.layers.push_back(std::move(layer));
+  }
+  nodes.post_process = post_process(batch, micro_batch);
+  nodes.release_output = dropping(batch.output);
+  nodes.release_state = [&batch](const LaneContext&) {
+    for (auto* side : {&batch.residual, &batch.residual_gradient}) {
+      std::for_each(side->begin(), side->end(), [](Cell& cell) { cell.drop(); });
+    }
+  };
+  return nodes;
+}
+
+Row NumericModel::gradients() const {
+  Row all;
+  for (const Weights& weights : weights_) {
+    all.insert(all.end(), weights.gradient.begin(), weights.gradient.end());
+  }
+  return all;
+}
+
+int NumericModel::num_live_cells() const {
+  int num = 0;
+  const auto count = [&](const Cell& cell) { num += cell.is_empty() ? 0 : 1; };
+  for (const MicroBatch& batch : batches_) {
+    for (const Cells& cells : batch.cells) {
+      count(cells.input);
+      count(cells.saved);
+      count(cells.gradient);
+    }
+    std::for_each(batch.residual.begin(), batch.residual.end(), count);
+    std::for_each(batch.residual_gradient.begin(), batch.residual_gradient.end(), count);
+    count(batch.output);
+  }
+  return num;
+}
+
+}  // namespace weft::overlap::test

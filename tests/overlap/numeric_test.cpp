@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// A woven run gives the bits of a sequential one.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "overlap/no_pipelining.hpp"
+#include "overlap/numeric_model.hpp"
+#include "overlap/thread_executor.hpp"
+
+namespace weft::overlap::test {
+namespace {
+
+struct Result {
+  Row losses;
+  Row gradients;
+  int num_live_cells = 0;
+};
+
+MicroBatches batches_of(NumericModel& model, const NumericOptions& options) {
+  return {options.num_micro_batches, [&](int idx) { return model.nodes(idx); }};
+}
+
+Result result_of(const NumericModel& model) {
+  return {model.losses(), model.gradients(), model.num_live_cells()};
+}
+
+// Without an executor: step after step in a loop, nothing released.
+Result run_in_a_loop(const NumericOptions& options) {
+  NumericModel model(options);
+  const Schedule schedule = schedule_sequential(batches_of(model, options));
+  for (const Step& step : schedule.steps()) {
+    if (step.work) {
+      step.work({step.lane});
+    }
+  }
+  return result_of(model);
+}
+
+Result run_woven(const NumericOptions& options, bool early) {
+  NumericModel model(options);
+  const Schedule schedule =
+      schedule_overlapped(batches_of(model, options), {.early_attention_release = early});
+  ThreadExecutor().run(schedule);
+  return result_of(model);
+}
+
+bool same_bits(const Row& a, const Row& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+class OverlapNumericTest : public testing::TestWithParam<int> {};
+
+TEST_P(OverlapNumericTest, GivesTheBitsOfTheSequentialRun) {
+  const int layers = GetParam();
+  const Result expected = run_in_a_loop({layers, 4, false, false});
+  ASSERT_GT(expected.losses[0], 0);
+  ASSERT_NE(expected.losses[0], expected.losses[1]);
+  for (int choice = 0; choice < 8; ++choice) {
+    SCOPED_TRACE(choice);
+    const bool defer = (choice & 1) != 0;
+    const bool free_inputs = (choice & 2) != 0;
+    const bool early = (choice & 4) != 0;
+    for (int round = 0; round < 10; ++round) {
+      const Result woven = run_woven({layers, 4, defer, free_inputs}, early);
+      EXPECT_TRUE(same_bits(woven.losses, expected.losses));
+      EXPECT_TRUE(same_bits(woven.gradients, expected.gradients));
+      EXPECT_EQ(woven.num_live_cells, 0);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Layers, OverlapNumericTest, testing::Values(1, 2, 3, 4));
+
+// Or equal bits would mean nothing.
+TEST(OverlapNumericModelTest, SeesAnotherOrderOfMicroBatches) {
+  const NumericOptions options = {2, 4};
+  const Result expected = run_in_a_loop(options);
+  NumericModel model(options);
+  const auto reversed = [&](int idx) { return model.nodes(options.num_micro_batches - 1 - idx); };
+  ThreadExecutor().run(schedule_overlapped({options.num_micro_batches, reversed}));
+  EXPECT_TRUE(same_bits(model.losses(), expected.losses));
+  EXPECT_FALSE(same_bits(model.gradients(), expected.gradients));
+}
+
+TEST(OverlapNumericModelTest, ThrowsWhenAFreedValueIsRead) {
+  const NumericOptions options = {1, 1};
+  NumericModel model(options);
+  const auto nodes = [&](int idx) {
+    ChunkNodes made = model.nodes(idx);
+    made.layers[0].pre_dispatch.free_input = true;  // its weight gradient reads it
+    return made;
+  };
+  EXPECT_THROW(ThreadExecutor().run(schedule_overlapped({1, nodes})), std::logic_error);
+  EXPECT_EQ(model.num_live_cells(), 0);
+}
+
+// Every place where a run may be stopped.
+TEST(OverlapNumericModelTest, KeepsNothingAfterAnyFailure) {
+  const NumericOptions options = {2, 3, true};
+  const auto num_steps = [&] {
+    NumericModel model(options);
+    return schedule_overlapped(batches_of(model, options)).steps().size();
+  }();
+  for (size_t failing = 0; failing < num_steps; ++failing) {
+    NumericModel model(options);
+    const Schedule good = schedule_overlapped(batches_of(model, options));
+    Schedule bad;
+    for (const Value& value : good.values()) {
+      bad.add_value(value.name, value.release);
+    }
+    for (size_t idx = 0; idx < num_steps; ++idx) {
+      Step step = good.steps()[idx];
+      if (idx == failing) {
+        step.work = [inner = step.work](const LaneContext& context) {
+          if (inner) {
+            inner(context);
+          }
+          throw std::runtime_error("stopped");
+        };
+      }
+      bad.add_step(step);
+    }
+    EXPECT_THROW(ThreadExecutor().run(bad), std::runtime_error);
+    EXPECT_EQ(model.num_live_cells(), 0) << good.steps()[failing].name;
+  }
+}
+
+}  // namespace
+}  // namespace weft::overlap::test
