@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch on one model chunk, and two of them woven into each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from weft.config.settings import option
+
+from . import lanes
+from .chunk_order import issue_chunks
+from .layer_node import TransformerLayerNode
+from .layer_plan import TransformerLayerSchedulePlan
+from .nodes import AbstractSchedulePlan
+from .rules import check_overlap
+from .wgrad import delayed_modules, drop_pending
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class ChunkState:
+    """The arguments of a micro-batch, for its nodes."""
+
+    name: str = ""  # in the record of the issue order
+    input_ids: Any = None
+    position_ids: Any = None
+    attention_mask: Any = None
+    decoder_input: Tensor | None = None
+    labels: Any = None
+    loss_mask: Any = None
+
+    def drop(self) -> None:
+        """Drops all but the name, in place: the nodes hold this object."""
+        for field in fields(self):
+            if field.name != "name":
+                setattr(self, field.name, None)
+
+
+class PreProcessNode(TransformerLayerNode):
+    """No input -> the input of the first layer. A decoder_input has its gradient in `.grad`."""
+
+    def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
+        def forward(node: TransformerLayerNode) -> Tensor:
+            return model.preprocess(state.input_ids, state.position_ids, state.decoder_input)
+
+        super().__init__(
+            forward,
+            stream,
+            event,
+            name="pre_process",
+            chunk_name=state.name,
+            bwd_dw_callables=delayed_modules([model.embedding]),
+        )
+
+
+class PostProcessNode(TransformerLayerNode):
+    """The output of the last layer -> loss or logits, fp32."""
+
+    def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
+        def forward(node: TransformerLayerNode, hidden: Tensor) -> Tensor:
+            return model.postprocess(hidden, state.labels, state.loss_mask)
+
+        last = model.output_layer
+        super().__init__(
+            forward,
+            stream,
+            event,
+            name="post_process",
+            chunk_name=state.name,
+            bwd_dw_callables=delayed_modules([last] if isinstance(last, torch.nn.Module) else []),
+        )
+
+
+class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
+    """The nodes of one micro-batch on `model`, a `ModelChunk` or whatever has its attributes."""
+
+    LAYER_SCHEDULE_PLAN_CLASS: type = TransformerLayerSchedulePlan
+    PRE_PROCESS_NODE_CLASS: type = PreProcessNode
+    POST_PROCESS_NODE_CLASS: type = PostProcessNode
+
+    def __init__(
+        self,
+        model: Any,
+        input_ids: Any,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        loss_mask: Any = None,
+        padding_mask: Any = None,
+        *,
+        output_processor: Callable[..., Tensor] | None = None,
+        output_processor_context: Any = None,
+        name: str = "",
+    ) -> None:
+        """name: for the record of the issue order.
+
+        Raises AssertionError for settings that `check_overlap` refuses, NotImplementedError for
+        arguments that a `ModelChunk` has no use for.
+        """
+        unused = {
+            "packed_seq_params": packed_seq_params,
+            "extra_block_kwargs": extra_block_kwargs,
+            "runtime_gather_output": runtime_gather_output,
+            "padding_mask": padding_mask,
+            "output_processor": output_processor,
+            "output_processor_context": output_processor_context,
+        }
+        given = [key for key, value in unused.items() if value is not None]
+        if given:
+            raise NotImplementedError(f"schedule plan: {', '.join(given)} (expected None)")
+        config = model.config
+        check_overlap(config)
+        lanes.set_streams(high_priority=option(config, "high_priority_a2a_comm_stream"))
+        self.model = model
+        self.vp_stage = getattr(model, "vp_stage", None)
+        self.event = lanes.new_event()
+        self.state = ChunkState(
+            name, input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask
+        )
+        streams = (lanes.get_comp_stream, lanes.get_comm_stream)
+        early = option(config, "ep_overlap_early_attn_memory_release")
+        self.layers = [
+            self.LAYER_SCHEDULE_PLAN_CLASS(
+                layer,
+                self.event,
+                self.state,
+                *streams,
+                extra_args={"layer_number": i, "early_attn_memory_release": early},
+            )
+            for i, layer in enumerate(model.layers)
+        ]
+        node_args = (model, self.state, self.event, streams[0])
+        self.pre_process = self.PRE_PROCESS_NODE_CLASS(*node_args)
+        self.post_process: Any = None
+        if model.output_layer is not None:
+            self.post_process = self.POST_PROCESS_NODE_CLASS(*node_args)
+
+    @property
+    def name(self) -> str:
+        return self.state.name
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def record_current_stream(self) -> None:
+        """The next node waits for what the current stream was given."""
+        self.event.record(lanes.get_comp_stream())
+
+    def wait_current_stream(self) -> None:
+        """The current stream waits for the last node."""
+        self.event.wait(lanes.get_comp_stream())
+
+    def release_state(self) -> None:
+        """Drops every graph and tensor."""
+        for layer in self.layers:
+            layer.release_state()
+        self.pre_process.release()
+        if self.post_process is not None:
+            self.post_process.release()
+        self.state.drop()
+
+    def abandon(self) -> None:
+        """Drops what a stopped schedule left, in the model too, which then can be used again."""
+        self.release_state()
+        drop_pending(self.model)
+        for layer in self.layers:
+            manager = getattr(getattr(layer.layer, "moe", None), "dispatcher", None)
+            manager = getattr(manager, "_comm_manager", None)
+            if manager is not None:
+                manager.token_probs = manager.dispatched_probs = manager.handle = None
+
+    @staticmethod
+    def run(
+        f_schedule_plan: TransformerModelChunkSchedulePlan | None,
+        b_schedule_plan: TransformerModelChunkSchedulePlan | None,
+        b_grad: Any = None,
+        pre_forward: Callable[..., None] | None = None,
+        pre_backward: Callable[..., None] | None = None,
+        post_forward: Callable[..., None] | None = None,
+        post_backward: Callable[..., None] | None = None,
+    ) -> Any:
+        """Collective. The forward of f_schedule_plan and the backward of b_schedule_plan.
+
+        b_grad: the gradient of b's output. Returns f's output; a decoder_input of b has its
+        gradient. Hooks, for a pipeline: pre_forward(vp_stage), pre_backward(vp_stage) on the
+        compute lane, post_forward(output, vp_stage) on the exchange lane, post_backward(grad,
+        vp_stage) on the compute lane.
+        What a node or a hook throws reaches the caller: nothing more is issued, the compute
+        stream waits for the other, both plans and what their forwards left in the model are
+        dropped. Gradients that were finished before stay in the parameters. The process group can
+        be used again if every rank stopped at the same node.
+        """
+        hooks = (pre_forward, pre_backward, post_forward, post_backward)
+        try:
+            return issue_chunks(f_schedule_plan, b_schedule_plan, b_grad, *hooks)
+        except BaseException:
+            with suppress(RuntimeError):  # a broken GPU must not hide what broke it
+                lanes.join_lanes()
+            for plan in (f_schedule_plan, b_schedule_plan):
+                if plan is not None:
+                    plan.abandon()
+            raise
