@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who runs a schedule. One on GPU streams would call the callbacks from one host thread in the
-// order of issue, with LaneContext::stream set, and turn waits between lanes into events of the
-// streams.
+// Who runs a schedule: thread_executor.hpp, stream_executor_cuda.hpp, or recorder.hpp, which only
+// notes the order.
 #pragma once
 
 #include "overlap/schedule.hpp"
