@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of Qwen3-30B-A3B and its attention, whose results are the same bits each time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from weft.overlap import DelayedLinear
+
+Tensor = torch.Tensor
+
+EPS = 1e-6
+ROPE_BASE = 1e6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; the defaults are those of Qwen3-30B-A3B."""
+
+    layers: int = 48
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    topk: int = 8
+    width: int = 768  # of an expert
+    vocabulary: int = 151936
+    sequence: int = 4096
+
+
+class Attention(nn.Module):
+    """A norm and causal grouped-query attention. x [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, shape: Shape, delay: bool) -> None:
+        super().__init__()
+        dim, self.shape = shape.head_dim, shape
+        self.norm = nn.RMSNorm(shape.hidden, eps=EPS)
+        self.sizes = [n * dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        options = {"bias": False, "delay_wgrad_compute": delay}
+        self.qkv = DelayedLinear(shape.hidden, sum(self.sizes), **options)
+        self.out = DelayedLinear(self.sizes[0], shape.hidden, **options)
+        self.q_norm = nn.RMSNorm(dim, eps=EPS)
+        self.k_norm = nn.RMSNorm(dim, eps=EPS)
+        # In float: positions of a long sequence are no bf16 numbers.
+        inverse = ROPE_BASE ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        angles = torch.arange(shape.sequence, dtype=torch.float32)[:, None] * inverse
+        table = torch.cat((angles, angles), dim=-1)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("cos", table.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", table.sin().to(dtype), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
+        q, k = (self._rotate(t.transpose(1, 2)) for t in (self.q_norm(q), self.k_norm(k)))
+        return self.out(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
+
+    def _rotate(self, t: Tensor) -> Tensor:
+        """Rotary embedding of [B, heads, S, D], whose halves are the pairs."""
+        length = t.shape[2]
+        left, right = t.chunk(2, dim=-1)
+        turned = torch.cat((-right, left), dim=-1)
+        return t * self.cos[:length] + turned * self.sin[:length]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with the same bits each time, backward included."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if out.grad_fn is not None and "Flash" in out.grad_fn.name() and out.is_cuda:
+        # This backward adds up gradients in any order unless told not to. It is told so for its
+        # own time only: other operations would become slower, those of a dispatcher too.
+        out.grad_fn.register_prehook(lambda _: _fix_order(True))
+        out.grad_fn.register_hook(lambda *_: _fix_order(False))
+    return out
+
+
+def _fix_order(wanted: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing here
+    torch.use_deterministic_algorithms(wanted)  # with warn_only, flash attention does not obey

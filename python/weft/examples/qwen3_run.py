@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one mode for some steps, and measures it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weft.dispatcher import DispatcherGroups
+from weft.examples.qwen3_attention import Shape
+from weft.examples.qwen3_data import micro_batch, token_ids
+from weft.examples.qwen3_exposed import Exposure
+from weft.examples.qwen3_model import build, fill, is_expert_weight
+from weft.examples.qwen3_trace import finish, trace_step
+from weft.overlap import (
+    TransformerModelChunkSchedulePlan,
+    combined_1f1b_schedule_for_no_pipelining,
+    sequential_schedule_for_no_pipelining,
+)
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Mode:
+    dispatcher: str
+    overlap: bool = False
+    delay: bool = False  # weight gradients
+
+
+MODES = {
+    "alltoall": Mode("alltoall"),
+    "alltoall-overlap": Mode("alltoall", overlap=True),
+    "weft": Mode("hybridep"),
+    "weft-overlap": Mode("hybridep", overlap=True),
+    "weft-overlap-wgrad": Mode("hybridep", overlap=True, delay=True),
+}
+
+
+@dataclass
+class Result:
+    """What one mode did. Times are the slowest rank's; None where there is no GPU to ask."""
+
+    losses: Tensor  # fp32 [steps, micro-batches] of this rank
+    seconds: list[float]  # of each timed step
+    exposure: Exposure | None = None  # mean over the ranks
+    memory: tuple[int, int] | None = None  # see `memory`
+
+
+class Trainer:
+    """The model of one mode, its schedule and its text."""
+
+    def __init__(
+        self, name: str, args: argparse.Namespace, shape: Shape, device: torch.device
+    ) -> None:
+        mode, group = MODES[name], dist.group.WORLD
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        try:
+            with device:
+                groups = DispatcherGroups(ep=group, expt_tp=None, tp_ep=group)
+                options = {"delay": mode.delay, "high_priority": args.high_priority}
+                self.model = build(shape, mode.dispatcher, groups, **options)
+        finally:
+            torch.set_default_dtype(usual)
+        fill(self.model, args.seed)
+        # The last layer's input has the square H, which bounds the rate from above.
+        rate = 4 / shape.hidden if args.lr is None else args.lr
+        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=rate)
+        # The vocabulary may be smaller than the tokens are.
+        self.ids = token_ids(args.tokens) % shape.vocabulary
+        self.sequence, self.num, self.device = shape.sequence, args.micro_batches, device
+        self.schedule = sequential_schedule_for_no_pipelining
+        if mode.overlap:
+            self.schedule = combined_1f1b_schedule_for_no_pipelining
+        self.losses: list[Tensor] = []  # fp32 [micro-batches] of each step
+
+    def step(self) -> None:
+        """Collective. All micro-batches of a step, and new weights."""
+        self.optimiser.zero_grad()
+        scale = 1.0 / (self.num * dist.get_world_size())
+        losses = self.schedule(
+            self._plan, self.num, output_grad=lambda out: torch.full_like(out, scale)
+        )
+        add_over_ranks(self.model)
+        self.optimiser.step()
+        self.losses.append(torch.stack(losses))
+
+    def _plan(self, i: int) -> TransformerModelChunkSchedulePlan:
+        index = (len(self.losses) * self.num + i) * dist.get_world_size() + dist.get_rank()
+        given = micro_batch(self.ids, index, self.sequence)
+        inputs, labels = (t.to(self.device) for t in given)
+        return self.model.build_schedule_plan(inputs, labels=labels, name=f"m{i}")
+
+
+def run_mode(
+    name: str,
+    args: argparse.Namespace,
+    shape: Shape,
+    device: torch.device,
+    say: Callable[..., None],
+) -> Result:
+    """Collective. Every mode begins with the same weights and sees the same tokens."""
+    trainer = Trainer(name, args, shape, device)
+    is_gpu = device.type == "cuda"
+    seconds = []
+    for i in range(args.warmup + args.steps):
+        if i == args.warmup and is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+        begin = time.perf_counter()
+        trainer.step()
+        finish(device)
+        seconds.append(time.perf_counter() - begin)
+        loss = trainer.losses[-1].mean()
+        say(f"{name}: step {i}, loss {loss:.4f}, {seconds[-1]:.3f} s", flush=True)
+    slowest = torch.tensor(seconds[args.warmup :], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    held = memory(device)
+    traced = None
+    if is_gpu or args.trace:
+        traced = trace_step(trainer.step, name, args.trace, device)
+    result = Result(torch.stack(trainer.losses).cpu(), slowest.tolist(), traced, held)
+    del trainer
+    gc.collect()  # nodes refer to each other: the next mode's peak would have these, too
+    if is_gpu:
+        torch.cuda.empty_cache()
+    return result
+
+
+def add_over_ranks(model: torch.nn.Module) -> None:
+    """Data parallelism for the weights that every rank has; an expert's are whole already."""
+    grads = [w.grad for name, w in model.named_parameters() if not is_expert_weight(name)]
+    for work in [dist.all_reduce(grad, async_op=True) for grad in grads]:
+        work.wait()
+
+
+def memory(device: torch.device) -> tuple[int, int] | None:
+    """Bytes on the rank that has most: torch's peak, and what others hold now on this GPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info()
+    others = total - free - torch.cuda.memory_reserved()
+    most = torch.tensor([torch.cuda.max_memory_allocated(), others])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return tuple(most.tolist())

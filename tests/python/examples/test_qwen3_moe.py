@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of Qwen3's layers: what it makes of a trace, and a small run of it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from weft.examples.qwen3_attention import ROPE_BASE, Attention, Shape
+from weft.examples.qwen3_data import micro_batch, token_ids
+from weft.examples.qwen3_exposed import (
+    Exposure,
+    Kernel,
+    difference,
+    exposure,
+    is_exchange,
+    length,
+    union,
+)
+from weft.examples.qwen3_model import QwenMoE
+from weft.examples.qwen3_moe import complaints, rows_of, table
+from weft.examples.qwen3_run import MODES, Result
+from weft.examples.qwen3_start import layers_that_fit
+from weft.examples.qwen3_trace import read_trace
+
+SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ([], []),
+        ([(1, 1)], []),
+        ([(3, 4), (0, 1)], [(0, 1), (3, 4)]),
+        ([(0, 1), (1, 2)], [(0, 2)]),  # touching
+        ([(0, 9), (2, 3), (4, 5)], [(0, 9)]),  # nested
+        ([(0, 3), (2, 5), (6, 7)], [(0, 5), (6, 7)]),
+    ],
+)
+def test_union(given, expected):
+    assert union(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given, covers, expected",
+    [
+        ([], [(0, 9)], []),
+        ([(0, 9)], [], [(0, 9)]),
+        ([(2, 3)], [(0, 9)], []),
+        ([(2, 3)], [(2, 3)], []),
+        ([(0, 9)], [(2, 3), (5, 6)], [(0, 2), (3, 5), (6, 9)]),
+        ([(2, 4)], [(0, 2), (4, 6)], [(2, 4)]),  # touching covers nothing
+        ([(0, 4), (6, 9)], [(3, 7)], [(0, 3), (7, 9)]),  # one cover over two
+        ([(1, 2), (3, 4)], [(0, 9)], []),
+    ],
+)
+def test_difference(given, covers, expected):
+    assert difference(given, covers) == expected
+
+
+def test_difference_is_what_counting_gives():
+    maker = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        begins = torch.randint(40, (2, 6), generator=maker)
+        ends = begins + torch.randint(8, (2, 6), generator=maker)
+        given, covers = (union(zip(*pair)) for pair in zip(begins.tolist(), ends.tolist()))
+        cells = set().union(*(range(*time) for time in given))
+        cells -= set().union(*(range(*time) for time in covers))
+        left = difference(given, covers)
+        assert left == union(left)
+        assert length(left) == len(cells)
+
+
+@pytest.mark.parametrize(
+    "kernels, expected",
+    [
+        ([], (0, 0, 0, 0)),
+        ([Kernel(0, 4, "gemm", 7)], (4, 0, 0, 0)),
+        ([Kernel(0, 4, SEND, 9)], (4, 4, 4, 0)),
+        # Half hidden, then nothing for a while.
+        ([Kernel(0, 4, SEND, 9), Kernel(2, 6, "gemm", 7), Kernel(8, 9, "add", 7)], (9, 4, 2, 2)),
+        # Kernels of its own stream do not hide an exchange, whatever a trace says of their times.
+        ([Kernel(0, 4, SEND, 9), Kernel(3, 6, "gemm", 9)], (6, 4, 4, 0)),
+        # Nor does another exchange; what two of them expose counts once.
+        ([Kernel(0, 4, SEND, 9), Kernel(2, 6, SEND, 11)], (6, 6, 6, 0)),
+        ([Kernel(0, 4, SEND, 9), Kernel(0, 4, SEND, 11), Kernel(1, 9, "gemm", 7)], (9, 4, 1, 0)),
+    ],
+)
+def test_exposure(kernels, expected):
+    assert exposure(kernels) == Exposure(*expected)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        (SEND, True),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", False),  # gradients
+        ("weft::(anonymous namespace)::dispatch_bulk(weft::DispatchLaunch)", True),
+        ("weft::(anonymous namespace)::combine_vector(weft::CombineLaunch)", True),
+        ("weft::(anonymous namespace)::plan_kernel(weft::PlanLaunch)", True),
+        ("sm90_xmma_gemm_bf16", False),
+        ("void at::native::elementwise_kernel<128, 4>", False),
+    ],
+)
+def test_exchanges_are_known_by_name(name, expected):
+    assert is_exchange(name) is expected
+
+
+def test_only_kernels_of_a_trace_count(tmp_path):
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.5, "dur": 2.0, "pid": 0, "tid": 7}
+    events = [
+        kernel | {"args": {"stream": 7}},
+        kernel | {"cat": "gpu_memcpy", "args": {"stream": 7}},
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "ts": 1, "pid": 0, "tid": 0},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert read_trace(path) == [Kernel(5.5, 7.5, "gemm", 7)]
+
+
+def test_layers_that_fit():
+    shape = Shape()
+    counts = [layers_that_fit(shape, 4, gib << 30) for gib in (1, 40, 78, 139, 10**4)]
+    assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 48
+    assert 10 < counts[2] < 48
+    assert layers_that_fit(shape, 8, 78 << 30) > counts[2]
+
+
+def test_text_goes_round(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"abcde")
+    tokens, labels = micro_batch(token_ids(path), 1, 3)
+    assert bytes(tokens[0].tolist()) == b"dea" and bytes(labels[0].tolist()) == b"eab"
+    assert len(token_ids(None)) > 10_000
+
+
+def test_attention_is_that_of_the_formula():
+    torch.manual_seed(0)
+    shape = Shape(hidden=24, heads=4, kv_heads=2, head_dim=8, sequence=6)
+    attention = Attention(shape, delay=False)
+    x = torch.randn(2, 6, 24)
+    q, k, v = attention.qkv(attention.norm(x)).split([32, 16, 16], dim=-1)
+    frequency = ROPE_BASE ** -(torch.arange(4) / 4)
+    turn = torch.polar(torch.ones(6, 4), torch.arange(6)[:, None] * frequency)
+    heads = []
+    for i in range(4):
+        own, shared = slice(8 * i, 8 * i + 8), slice(8 * (i // 2), 8 * (i // 2) + 8)
+        parts = attention.q_norm(q[..., own]), attention.k_norm(k[..., shared])
+        a, b = (torch.complex(*part.chunk(2, dim=-1)) * turn for part in parts)
+        scores = (a @ b.mH).real / 8**0.5
+        scores = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), float("-inf"))
+        heads.append(scores.softmax(-1) @ v[..., shared])
+    torch.testing.assert_close(attention(x), attention.out(torch.cat(heads, dim=-1)))
+
+
+def test_router_weighs_the_best_only():
+    torch.manual_seed(0)
+    moe = QwenMoE.__new__(QwenMoE)
+    torch.nn.Module.__init__(moe)
+    moe.router, moe.topk = torch.nn.Linear(5, 8, bias=False), 3
+    x = torch.randn(7, 5)
+    routing_map, probs = moe.route(x)
+    best = moe.router(x).topk(3)
+    expected = torch.zeros(7, 8).scatter(1, best.indices, best.values.softmax(-1))
+    assert torch.equal(routing_map, expected > 0)
+    torch.testing.assert_close(probs, expected)
+
+
+def test_rows_and_table():
+    losses = torch.ones(2, 3)
+    slow = Result(losses, [4.0, 2.0, 3.0], Exposure(10, 4, 3, 1), (3 << 30, 1 << 29))
+    rows = rows_of({"alltoall": slow, "weft": Result(losses, [1.5])})
+    assert [row["ratio"] for row in rows] == [1.0, 2.0]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| alltoall | 3.0000 | 1.00 | 75.0 % | 30.0 % | 10.0 % | 3.0 | 0.5 |"
+    assert lines[3] == "| weft | 1.5000 | 2.00 | - | - | - | - | - |"
+
+
+def test_another_bit_is_found(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    losses = torch.tensor([[1.0, 2.0]])
+    other = torch.tensor([[1.0000001, 2.0]])
+    same = {"alltoall": losses, "weft": other, "weft-overlap": other.clone()}
+    results = {name: Result(values, [1.0]) for name, values in same.items()}
+    assert complaints(results) == []
+    results["alltoall-overlap"] = Result(other, [1.0])
+    assert complaints(results) == ["alltoall-overlap: 1 of 2 losses are not those of alltoall"]
+    results = {"weft": Result(losses / 0, [1.0])}
+    assert complaints(results) == ["weft: 2 of 2 losses are not finite (try a smaller --lr)"]
+
+
+def test_all_modes_on_two_cpu_ranks(tmp_path):
+    found, traces = tmp_path / "found.json", tmp_path / "traces"
+    sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 16 --micro-batches 3"
+    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces}"
+    program = "-m weft.examples.qwen3_moe --device cpu --gpus 2"
+    done = subprocess.run(
+        [sys.executable, *f"{program} {sizes} {steps}".split()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [line.split()[1] for line in lines[2:]] == list(MODES)
+    assert done.stdout.rstrip().endswith("losses equal bit for bit")
+    result = json.loads(found.read_text())
+    assert result["losses_equal"] and result["gpus"] == 2
+    assert [row["mode"] for row in result["rows"]] == list(MODES)
+    assert all(row["seconds"] > 0 and row["exposed_of_step"] is None for row in result["rows"])
+    assert len(set(result["rows"][0]["losses"])) > 1
+    assert {path.stem for path in traces.iterdir()} == set(MODES)
