@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
 import pytest
-from overlap_cases import COMMON_RULES, NEEDS_FUSION, NEEDS_TE, OVERLAP
+from rule_cases import COMMON_RULES, NEEDS_FUSION, NEEDS_TE, OVERLAP
 
 from weft.config import CommOverlapConfig, OverlapModelConfig, _set_moe_a2a_overlap_overrides
 from weft.config import derive as derive_module

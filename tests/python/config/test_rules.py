@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rule: the text on violation, and the nearest configuration that passes.
 
-A row is as in overlap_cases.
+A row is as in rule_cases.
 """
 
 from enum import Enum
 
 import pytest
-from overlap_cases import COMMON_RULES, NEEDS_FUSION, NEEDS_TE, OVERLAP
+from rule_cases import COMMON_RULES, NEEDS_FUSION, NEEDS_TE, OVERLAP
 
 from weft.config import (
     OverlapModelConfig,
