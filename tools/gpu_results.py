@@ -90,6 +90,9 @@ def summary(all_results, machine, provenance, plot_path):
     shapes = [shape_text(case, results["rows"][0]) for case, results in files if is_reference(case)]
     others = {results["commit"][:12] for _, results in files} - {files[0][1]["commit"][:12]}
     also = f" Some cases were measured at {', '.join(f'`{one}`' for one in sorted(others))}." if others else ""
+    nccl = all_results.get(f"nccl.{machine}")
+    if nccl and nccl["commit"][:12] != files[0][1]["commit"][:12]:
+        also += f" NCCL was measured in another run, with the benchmark of `{nccl['commit'][:12]}`."
     lines = [provenance(files[0][1]) + also, "", "; ".join(shapes) + ".", ""]
     lines.append(
         "| case | operation | mode | SMs | checked | p50 us | limit us | % of limit "
