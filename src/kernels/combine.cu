@@ -64,24 +64,29 @@ __global__ void __launch_bounds__(kPipelineThreads, 1)
     const int block = static_cast<int>(blockIdx.x);
     const int warp = warp_in_block();
     const RowStages stages = row_stages(stage_bytes, call.row_bytes);
-    if (block < call.num_reduce) {
-      const Team team = make_team(kMoverWarps, block, call.num_reduce);
+    const bool is_reduce = block < call.num_reduce;
+    const int place = is_reduce ? block : block - call.num_reduce;
+    const int blocks = is_reduce ? call.num_reduce : call.num_sum;
+    const int loader = warp - kMoverWarps - 1;
+    const Team team = loader < 0
+                          ? make_team(kMoverWarps, place, blocks)
+                          : Team{.index = place + loader * blocks, .count = kLoaders * blocks};
+    if (is_reduce) {
       CombineReduce<kScaled> source(call, setup, progress, team);
-      if (warp < kMoverWarps) {
-        add_rows<Element, kScaled>(source, stages, pipeline);
+      if (loader >= 0) {
+        load_rows(source, loader, stages, pipeline);
       } else if (warp == kMoverWarps) {
         source.run_signals();
       } else {
-        load_rows(source, stages, pipeline);
+        add_rows<Element, kScaled>(source, stages, pipeline);
       }
     } else {
-      const Team team = make_team(kMoverWarps, block - call.num_reduce, call.num_sum);
       CombineSum source(call, setup, team);
-      if (warp < kMoverWarps) {
+      if (loader >= 0) {
+        load_rows(source, loader, stages, pipeline);
+      } else if (warp < kMoverWarps) {
         source.begin();
         add_rows<Element, false>(source, stages, pipeline);
-      } else if (warp > kMoverWarps) {
-        load_rows(source, stages, pipeline);
       }
     }
   }

@@ -9,6 +9,17 @@
 
 namespace weft {
 
+// An array of each source in a plan. To find one takes divisions, so it is done once.
+template <class T>
+struct BySource {
+  const std::byte* begin = nullptr;
+  uint64_t stride = 0;
+
+  [[nodiscard]] __device__ __forceinline__ const T* of(int source) const {
+    return reinterpret_cast<const T*>(begin + static_cast<uint32_t>(source) * stride);
+  }
+};
+
 template <bool kScaled>
 class CombineReduce {
  public:
@@ -18,10 +29,23 @@ class CombineReduce {
   __device__ CombineReduce(
       const CombineLaunch& call, const CallSetup& setup, TeamProgress& progress, const Team& team
   )
-      : call_(call), setup_(setup), me_(call.me), progress_(progress), team_(team) {
-    max_topk_ = static_cast<int>(call.plan.map.max_topk);
+      : call_(call),
+        setup_(setup),
+        me_(call.me),
+        progress_(progress),
+        team_(team),
+        shape_(static_cast<int>(call.plan.map.max_topk)) {
+    const PlanView& plan = call.plan;
+    max_topk_ = static_cast<int>(plan.map.max_topk);
     num_items_ = num_items(me_, setup, me_.num_ranks);
+    step_chunks_ = team.count / me_.num_ranks;
+    step_sources_ = team.count % me_.num_ranks;
+    chunks_ = {plan.data + plan.map.chunk_begin(0), plan.map.chunk_stride()};
+    heads_ = {plan.data + plan.map.heads(0), plan.map.heads(1) - plan.map.heads(0)};
+    slots_ = {plan.data + plan.map.slots(0), plan.map.slots(1) - plan.map.slots(0)};
   }
+
+  [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
 
   // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
   [[nodiscard]] __device__ bool is_open() const {
@@ -40,67 +64,85 @@ class CombineReduce {
   }
 
   struct Place {
-    int32_t ordinal = -1;
-    int32_t source = 0;
-    int32_t chunk = 0;
-    ChunkArrivals arrivals = {0, 0};
+    int index = 0;   // among the items of all teams
+    int offset = 0;  // of the source behind this rank
+    int chunk = 0;
+    int source = 0;
+    ChunkArrivals arrivals = {0, 0};  // none where the source has fewer chunks than others
   };
   struct Numbers {
     Place place;
     ArrivalHead head = {};  // of lane i: of the i-th arrival
-    int32_t row[kMaxEntries] = {};
-    float scale[kMaxEntries] = {};
+    int32_t row[kItemSteps] = {};
+    float scale[kItemSteps] = {};
   };
 
-  // The ordinal-th item of this team; an empty one where the source has fewer chunks than others.
-  [[nodiscard]] __device__ __forceinline__ Place locate(int ordinal) const {
+  // The team's items.
+  [[nodiscard]] __device__ __forceinline__ Place first() const {
     Place place;
-    const int index = team_.index + ordinal * team_.count;
-    if (index >= num_items_) {
-      return place;
+    place.index = team_.index;
+    place.chunk = team_.index / me_.num_ranks;
+    place.offset = team_.index % me_.num_ranks;
+    find(place);
+    return place;
+  }
+  [[nodiscard]] __device__ __forceinline__ Place after(const Place& before) const {
+    Place place;
+    place.index = before.index + team_.count;
+    place.chunk = before.chunk + step_chunks_;
+    place.offset = before.offset + step_sources_;
+    if (place.offset >= me_.num_ranks) {
+      place.offset -= me_.num_ranks;
+      ++place.chunk;
     }
-    const ChunkItem item = item_at(me_, me_.num_ranks, index);
-    place.ordinal = ordinal;
-    place.source = item.source;
-    place.chunk = item.chunk;
-    if (is_chunk(item)) {
-      place.arrivals = arrivals_of(call_.plan, item.source, item.chunk);
-    }
+    find(place);
     return place;
   }
 
   [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
     Numbers numbers;
     numbers.place = place;
-    const auto from = static_cast<uint32_t>(place.source);
     const int count = place.arrivals.end - place.arrivals.begin;
     const int lane = lane_index();
     if (lane < count) {
-      numbers.head = call_.plan.heads(from)[place.arrivals.begin + lane];
+      numbers.head = heads_.of(place.source)[place.arrivals.begin + lane];
     }
+    const int64_t begin = static_cast<int64_t>(place.arrivals.begin) * max_topk_;
+    const int end = count * max_topk_;
 #pragma unroll
-    for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int64_t at = static_cast<int64_t>(place.arrivals.begin + entry) * max_topk_ + lane;
-      const bool is_inside = entry < count && lane < call_.topk;
-      numbers.row[entry] = is_inside ? call_.plan.slots(from)[at] : 0;
-      numbers.scale[entry] = kScaled && is_inside ? scale_of_route(from, at) : 1.0F;
+    for (int step = 0; step < kItemSteps; ++step) {
+      const int position = ItemShape::position(step);
+      if (shape_.has(step) && position < end) {
+        numbers.row[step] = slots_.of(place.source)[begin + position];
+        if constexpr (kScaled) {
+          numbers.scale[step] =
+              scale_of_route(static_cast<uint32_t>(place.source), begin + position);
+        }
+      }
     }
     return numbers;
   }
 
   [[nodiscard]] __device__ __forceinline__ SumItem resolve(const Numbers& numbers) const {
+    const Place& place = numbers.place;
     SumItem item;
-    item.ordinal = numbers.place.ordinal;
-    item.source = numbers.place.source;
-    item.chunk = numbers.place.chunk;
-    item.count = numbers.place.arrivals.end - numbers.place.arrivals.begin;
+    item.is_there = place.index < num_items_;
+    item.source = place.source;
+    item.chunk = place.chunk;
+    item.count = place.arrivals.end - place.arrivals.begin;
+    item.out_row = numbers.head.return_row;
+    const int routes = call_.one_row ? min(numbers.head.num_routes, 1) : numbers.head.num_routes;
 #pragma unroll
-    for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int routes = __shfl_sync(kAllLanes, numbers.head.num_routes, entry);
-      item.num_rows[entry] = call_.one_row ? min(routes, 1) : routes;
-      item.out_row[entry] = __shfl_sync(kAllLanes, numbers.head.return_row, entry);
-      item.row[entry] = numbers.row[entry];
-      item.scale[entry] = numbers.scale[entry];
+    for (int step = 0; step < kItemSteps; ++step) {
+      if (shape_.has(step)) {
+        const int entry = shape_.entry[step];
+        const int kept = __shfl_sync(kAllLanes, routes, entry);
+        const bool is_used =
+            entry < item.count && ItemShape::position(step) - entry * max_topk_ < kept;
+        item.used[step] = __ballot_sync(kAllLanes, is_used);
+        item.row[step] = numbers.row[step];
+        item.scale[step] = numbers.scale[step];
+      }
     }
     return item;
   }
@@ -148,6 +190,15 @@ class CombineReduce {
   }
 
  private:
+  __device__ __forceinline__ void find(Place& place) const {
+    place.source = me_.rank + 1 + place.offset;
+    place.source -= place.source >= me_.num_ranks ? me_.num_ranks : 0;
+    if (place.index < num_items_ && place.chunk < num_device_chunks(setup_.tokens[place.source])) {
+      const int32_t* begin = chunks_.of(place.source) + place.chunk;
+      place.arrivals = {begin[0], begin[1]};
+    }
+  }
+
   // Of route `at` of a source: held by the plan, or sent by the token's rank for this call.
   [[nodiscard]] __device__ __forceinline__ float scale_of_route(uint32_t source, int64_t at) const {
     if (call_.scale == CombineScale::kPlanWeights) {
@@ -188,8 +239,14 @@ class CombineReduce {
   const RankView& me_;
   TeamProgress& progress_;
   Team team_;
+  ItemShape shape_;
   int max_topk_;
   int num_items_;
+  int step_chunks_;
+  int step_sources_;
+  BySource<int32_t> chunks_;
+  BySource<ArrivalHead> heads_;
+  BySource<int32_t> slots_;
 };
 
 }  // namespace weft

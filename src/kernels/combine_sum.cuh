@@ -15,11 +15,16 @@ class CombineSum {
   static constexpr bool kStoresEmpty = true;  // a token without routes gets zeros
 
   __device__ CombineSum(const CombineLaunch& call, const CallSetup& setup, const Team& team)
-      : call_(call), setup_(setup), me_(call.me), team_(team) {
+      : call_(call), setup_(setup), me_(call.me), team_(team), shape_(call.me.num_ranks) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     num_tokens_ = call.plan.header()->num_tokens;
+    chunk_tokens_ = chunk_tokens(num_tokens_);
     per_token_ = min(me_.num_ranks, call.topk);
+    arrival_ = call.plan.arrival();  // once: to find it takes divisions
+    primary_ = call.plan.primary();
   }
+
+  [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
 
   // The warps that add, before anything else.
   __device__ void begin() const {
@@ -31,65 +36,58 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ bool is_open() const { return true; }
 
   struct Place {
-    int32_t ordinal = -1;
-    int32_t chunk = 0;
-    int32_t first = 0;  // token
-    int32_t count = 0;
+    int chunk = 0;
+    int first = 0;  // token
   };
   struct Numbers {
     Place place;
-    int32_t arrival[kMaxEntries] = {};  // of lane r: at rank r, -1 = none
-    int32_t primary[kMaxEntries] = {};  // of lane r: slot there, -1 = no row was kept
+    int32_t arrival[kItemSteps];  // at the rank of this lane's position, -1 = none
+    int32_t primary[kItemSteps];  // slot there, -1 = no row was kept
   };
 
-  [[nodiscard]] __device__ __forceinline__ Place locate(int ordinal) const {
-    Place place;
-    const int chunk = team_.index + ordinal * team_.count;
-    if (chunk < num_device_chunks(num_tokens_)) {
-      const int size = chunk_tokens(num_tokens_);
-      place.ordinal = ordinal;
-      place.chunk = chunk;
-      place.first = chunk * size;
-      place.count = min(size, num_tokens_ - place.first);
-    }
-    return place;
+  [[nodiscard]] __device__ __forceinline__ Place first() const { return place_of(team_.index); }
+  [[nodiscard]] __device__ __forceinline__ Place after(const Place& before) const {
+    return place_of(before.chunk + team_.count);
   }
 
   [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
     Numbers numbers;
     numbers.place = place;
-    const int lane = lane_index();
+    const int64_t begin = static_cast<int64_t>(place.first) * me_.num_ranks;
+    const int end = count_of(place) * me_.num_ranks;
 #pragma unroll
-    for (int entry = 0; entry < kMaxEntries; ++entry) {
-      const int64_t pair = static_cast<int64_t>(place.first + entry) * me_.num_ranks + lane;
-      const bool is_inside = entry < place.count && lane < me_.num_ranks;
-      numbers.arrival[entry] = is_inside ? call_.plan.arrival()[pair] : -1;
-      numbers.primary[entry] = is_inside ? call_.plan.primary()[pair] : -1;
+    for (int step = 0; step < kItemSteps; ++step) {
+      const int position = ItemShape::position(step);
+      const bool is_inside = shape_.has(step) && position < end;
+      numbers.arrival[step] = is_inside ? arrival_[begin + position] : -1;
+      numbers.primary[step] = is_inside ? primary_[begin + position] : -1;
     }
     return numbers;
   }
 
   [[nodiscard]] __device__ __forceinline__ SumItem resolve(const Numbers& numbers) const {
+    const Place& place = numbers.place;
     SumItem item;
-    item.ordinal = numbers.place.ordinal;
-    item.chunk = numbers.place.chunk;
-    item.count = numbers.place.count;
-    const int lane = lane_index();
+    item.is_there = place.first < num_tokens_;
+    item.chunk = place.chunk;
+    item.count = count_of(place);
+    item.out_row = place.first + lane_index();
+    uint32_t sent[kItemSteps] = {};  // ranks the token went to; used: those where a row was kept
 #pragma unroll
-    for (int entry = 0; entry < kMaxEntries; ++entry) {
-      // Ranks the token went to, and those of them where a row was kept.
-      const uint32_t sent = __ballot_sync(kAllLanes, numbers.arrival[entry] >= 0);
-      const uint32_t kept = __ballot_sync(kAllLanes, numbers.primary[entry] >= 0);
-      const int token = numbers.place.first + entry;
-      int place = 0;
-      if (lane < __popc(kept)) {
-        const uint32_t rank = __fns(kept, 0, lane + 1);
-        place = __popc(sent & ((1U << rank) - 1U));
+    for (int step = 0; step < kItemSteps; ++step) {
+      if (shape_.has(step)) {
+        sent[step] = __ballot_sync(kAllLanes, numbers.arrival[step] >= 0);
+        item.used[step] = __ballot_sync(kAllLanes, numbers.primary[step] >= 0);
       }
-      item.num_rows[entry] = __popc(kept);
-      item.out_row[entry] = token;
-      item.row[entry] = token * per_token_ + place;
-      item.scale[entry] = 1;
+    }
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
+      if (shape_.has(step)) {
+        const int entry = shape_.entry[step];
+        const int before = count_before(shape_, sent, ItemShape::position(step)) -
+                           count_before(shape_, sent, entry * me_.num_ranks);
+        item.row[step] = (place.first + entry) * per_token_ + before;
+      }
     }
     return item;
   }
@@ -118,7 +116,7 @@ class CombineSum {
     if (call_.out_weights == nullptr || static_cast<int>(n) % team_.warps != team_.warp) {
       return;
     }
-    const int first = chunk * chunk_tokens(num_tokens_);
+    const int first = chunk * chunk_tokens_;
     for (int token = first; token < first + count; ++token) {
       return_weights(token);
     }
@@ -215,13 +213,25 @@ class CombineSum {
     }
   }
 
+  [[nodiscard]] __device__ __forceinline__ Place place_of(int chunk) const {
+    return {chunk, chunk * chunk_tokens_};
+  }
+  // Tokens of an item; not positive behind the last.
+  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
+    return min(chunk_tokens_, num_tokens_ - place.first);
+  }
+
   const CombineLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
   Team team_;
+  ItemShape shape_;
   int max_topk_;
   int num_tokens_;
+  int chunk_tokens_;
   int per_token_;
+  const int32_t* arrival_;
+  const int32_t* primary_;
 };
 
 }  // namespace weft

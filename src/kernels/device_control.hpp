@@ -57,13 +57,18 @@ struct alignas(16) DeviceWord {
 
 // Tokens that one signal covers. Few tokens: a signal each, since latency decides; many: fewer
 // signals, which cost a fence each.
+inline constexpr int kLongChunkTokens = 4;
+
 WEFT_HD constexpr int chunk_tokens(int64_t num_tokens) {
-  return num_tokens <= 512 ? 1 : 4;
+  return num_tokens <= 512 ? 1 : kLongChunkTokens;
 }
 
+// By constants: a GPU divides by a variable slowly.
 WEFT_HD constexpr int num_device_chunks(int64_t num_tokens) {
-  const int each = chunk_tokens(num_tokens);
-  return static_cast<int>((num_tokens + each - 1) / each);
+  const bool is_long = chunk_tokens(num_tokens) > 1;
+  return static_cast<int>(
+      is_long ? (num_tokens + kLongChunkTokens - 1) / kLongChunkTokens : num_tokens
+  );
 }
 
 // Indices of the uint32 signals of a rank; `source` is the rank that raises.

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// How combine adds rows with the bulk copy engine. A block has three kinds of warps: one loader,
-// which learns what is to be added and keeps shared memory filled with rows; eight that add, each
-// its columns of every row; and one that signals. The loader is never more than a few items ahead,
-// and nobody waits for the whole block.
+// How combine adds rows with the bulk copy engine. A block has three kinds of warps: two loaders,
+// which learn what is to be added and keep shared memory filled with rows, each for every second
+// item; eight that add, each its columns of every row; and one that signals. A loader is never more
+// than a few items ahead, and nobody waits for the whole block. To prepare an item takes a loader
+// as long as the adding of its rows takes eight warps, hence two of them.
 #pragma once
 
 #include "kernels/row_sum.cuh"
 
 namespace weft {
 
-inline constexpr int kItemSlots = 4;      // items that the loader may be ahead
+inline constexpr int kItemSlots = 8;      // items that the loaders may be ahead
 inline constexpr int kMaxRowStages = 32;  // rows, or pieces of rows, in shared memory
 inline constexpr int kRowStageBytes = 190 * 1024;
 inline constexpr int32_t kPipelinePiece = kSumVectors * kMoverWarps * kWarpLanes * 16;
-inline constexpr int kPipelineThreads = (kMoverWarps + 2) * kWarpLanes;
+inline constexpr int kLoaders = 2;
+inline constexpr unsigned kLoaderBarrier = 1;  // 0 is everybody's
+inline constexpr int kPipelineThreads = (kMoverWarps + 1 + kLoaders) * kWarpLanes;
 
 // What the adding warps must know of an item, in shared memory.
 struct PipelineItem {
@@ -23,7 +26,7 @@ struct PipelineItem {
   int32_t count;
   int32_t num_rows[kMaxEntries];
   int32_t out_row[kMaxEntries];
-  float scale[kMaxEntries][kWarpLanes];
+  float scale[kMaxEntries * kWarpLanes];  // of the rows, one after the other
 };
 
 struct PipelineShared {
@@ -32,14 +35,17 @@ struct PipelineShared {
   uint64_t item_empty[kItemSlots];
   uint64_t row_full[kMaxRowStages];
   uint64_t row_empty[kMaxRowStages];
+  int32_t is_shut;  // a loader may not begin
 };
 
 #if __CUDA_ARCH__ >= 900
 
+// Of each loader, one after the other.
 struct RowStages {
   std::byte* data;
   int32_t bytes;  // of one stage
-  int32_t count;
+  int32_t count;  // of one loader
+  int32_t batch;  // that the loader awaits together
   Pieces pieces;  // of a row
 };
 
@@ -48,13 +54,15 @@ __device__ __forceinline__ RowStages row_stages(std::byte* data, int64_t row_byt
   stages.data = data;
   stages.pieces = cut_row(row_bytes, kPipelinePiece);
   stages.bytes = (stages.pieces.each + 127) / 128 * 128;
-  stages.count = min(kMaxRowStages, kRowStageBytes / stages.bytes);
+  stages.count = min(kMaxRowStages, kRowStageBytes / stages.bytes) / kLoaders;
+  stages.batch = max(1, stages.count / 2);  // the others shall be on their way meanwhile
   return stages;
 }
 
 // Every thread of the block, before a barrier.
 __device__ __forceinline__ void init_pipeline(PipelineShared& shared) {
   if (threadIdx.x == 0) {
+    shared.is_shut = 0;
     for (int i = 0; i < kItemSlots; ++i) {
       ptx::init_barrier(shared.item_full + i, 1);
       ptx::init_barrier(shared.item_empty + i, kMoverWarps);
@@ -71,9 +79,10 @@ __device__ __forceinline__ void init_pipeline(PipelineShared& shared) {
 struct RingPlace {
   int32_t index = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int32_t count) {
-    if (++index == count) {
-      index = 0;
+  __device__ __forceinline__ void advance(int32_t count, int32_t by = 1) {
+    index += by;
+    if (index >= count) {
+      index -= count;
       parity ^= 1U;
     }
   }
@@ -84,69 +93,128 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
   }
 }
 
-// The loader warp. A given-up call still ends the items, so that the others leave.
+// A loader warp: what adding warps must know of an item.
 template <class Source>
-__device__ void load_rows(const Source& source, const RowStages& stages, PipelineShared& shared) {
-  RingPlace slot;
-  RingPlace stage;
-  typename Source::Numbers numbers;  // of the next item, on their way
-  typename Source::Place place;      // of the one after that
-  if (source.is_open()) {
-    numbers = source.load(source.locate(0));
-    place = source.locate(1);
+__device__ __forceinline__ void write_item(
+    const Source& source, const SumItem& item, PipelineItem& out
+) {
+  const ItemShape& shape = source.shape();
+  const int lane = lane_index();
+  if (lane == 0) {
+    out.is_end = item.is_there ? 0 : 1;
+    out.source = item.source;
+    out.chunk = item.chunk;
+    out.count = item.count;
   }
+  if (lane < kMaxEntries) {
+    out.num_rows[lane] = count_before(shape, item.used, (lane + 1) * shape.width) -
+                         count_before(shape, item.used, lane * shape.width);
+    out.out_row[lane] = item.out_row;
+  }
+  if constexpr (Source::kScales) {
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
+      if (shape.has(step) && (item.used[step] >> lane & 1U) != 0) {
+        out.scale[count_before(shape, item.used, ItemShape::position(step))] = item.scale[step];
+      }
+    }
+  }
+}
+
+// A loader warp: an item's rows into the next of its stages, each by the lane that has it, entry by
+// entry and piece by piece.
+template <class Source>
+__device__ __forceinline__ void load_item(
+    const Source& source,
+    const SumItem& item,
+    const RowStages& stages,
+    PipelineShared& shared,
+    int first_stage,  // of this loader
+    RingPlace& stage
+) {
+  const ItemShape& shape = source.shape();
+  const int num_pieces = stages.pieces.count;
+  int32_t ordinal[kItemSteps];   // of this lane's row, its first piece; -1: it has none
+  int32_t distance[kItemSteps];  // to its next piece
+  const std::byte* data[kItemSteps];
+#pragma unroll
+  for (int step = 0; step < kItemSteps; ++step) {
+    ordinal[step] = -1;
+    if (shape.has(step) && (item.used[step] >> lane_index() & 1U) != 0) {
+      const int before = count_before(shape, item.used, ItemShape::position(step));
+      data[step] = source.row(item.row[step]);
+      ordinal[step] = before;
+      distance[step] = 1;
+      if (num_pieces > 1) {
+        const int begin = shape.entry[step] * shape.width;
+        const int first = count_before(shape, item.used, begin);
+        ordinal[step] += first * (num_pieces - 1);
+        distance[step] = count_before(shape, item.used, begin + shape.width) - first;
+      }
+    }
+  }
+  const int total = count_before(shape, item.used, kItemSteps * kWarpLanes) * num_pieces;
+  for (int done = 0; done < total; done += stages.batch) {
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
+      if (!shape.has(step) || ordinal[step] < 0) {
+        continue;
+      }
+      for (int piece = 0; piece < num_pieces; ++piece) {
+        const int place = ordinal[step] + piece * distance[step] - done;
+        if (place < 0 || place >= stages.batch) {
+          continue;
+        }
+        RingPlace at = stage;
+        at.advance(stages.count, place);
+        const int index = first_stage + at.index;
+        wait_barrier(shared.row_empty + index, at.parity ^ 1U);
+        ptx::bulk_load(
+            stages.data + index * stages.bytes,
+            data[step] + piece * stages.pieces.each,
+            static_cast<uint32_t>(stages.pieces.bytes(piece)),
+            shared.row_full + index
+        );
+      }
+    }
+    __syncwarp();
+    stage.advance(stages.count, min(stages.batch, total - done));
+  }
+}
+
+// A loader warp, whose source hands out its items. A given-up call still ends them, so that the
+// others leave.
+template <class Source>
+__device__ void load_rows(
+    const Source& source, int loader, const RowStages& stages, PipelineShared& shared
+) {
+  RingPlace slot = {.index = loader};
+  RingPlace stage;
+  if (!source.is_open()) {
+    shared.is_shut = 1;
+  }
+  // All or none: whoever signals counts items in their order.
+  __barrier_sync_count(kLoaderBarrier, kLoaders * kWarpLanes);
+  const bool is_open = shared.is_shut == 0;
+  typename Source::Place place = source.first();
+  typename Source::Numbers numbers = source.load(place);  // of the next item, on their way
+  place = source.after(place);                            // of the one after that
   for (;;) {
-    const SumItem item = source.resolve(numbers);
+    SumItem item = source.resolve(numbers);
     numbers = source.load(place);
-    place = source.locate(item.ordinal + 2);
-    const bool is_good = item.ordinal >= 0 && source.wait(item);
+    place = source.after(place);
+    item.is_there = is_open && item.is_there && source.wait(item);
     wait_barrier(shared.item_empty + slot.index, slot.parity ^ 1U);
-    PipelineItem& out = shared.items[slot.index];
-    if (lane_index() == 0) {
-      out.is_end = is_good ? 0 : 1;
-      out.source = item.source;
-      out.chunk = item.chunk;
-      out.count = item.count;
-#pragma unroll
-      for (int entry = 0; entry < kMaxEntries; ++entry) {
-        out.num_rows[entry] = item.num_rows[entry];
-        out.out_row[entry] = item.out_row[entry];
-      }
-    }
-    if constexpr (Source::kScales) {
-#pragma unroll
-      for (int entry = 0; entry < kMaxEntries; ++entry) {
-        out.scale[entry][lane_index()] = item.scale[entry];
-      }
-    }
+    write_item(source, item, shared.items[slot.index]);
     __syncwarp();
     if (lane_index() == 0) {
       ptx::arrive(shared.item_full + slot.index);
     }
-    slot.advance(kItemSlots);
-    if (!is_good) {
+    slot.advance(kItemSlots, kLoaders);
+    if (!item.is_there) {
       return;
     }
-    for (int entry = 0; entry < item.count; ++entry) {
-      const int num_rows = pick(item.num_rows, entry);
-      const int32_t rows = pick(item.row, entry);
-      for (int piece = 0; piece < stages.pieces.count; ++piece) {
-        const auto bytes = static_cast<uint32_t>(stages.pieces.bytes(piece));
-        for (int row = 0; row < num_rows; ++row) {
-          const int32_t index = __shfl_sync(kAllLanes, rows, row);
-          wait_barrier(shared.row_empty + stage.index, stage.parity ^ 1U);
-          if (lane_index() == 0) {
-            ptx::bulk_load(
-                stages.data + stage.index * stages.bytes,
-                source.row(index) + piece * stages.pieces.each,
-                bytes,
-                shared.row_full + stage.index
-            );
-          }
-          stage.advance(stages.count);
-        }
-      }
-    }
+    load_item(source, item, stages, shared, loader * stages.count, stage);
   }
 }
 
@@ -154,23 +222,39 @@ __device__ void load_rows(const Source& source, const RowStages& stages, Pipelin
 template <class Element, bool kScaled, class Source>
 __device__ void add_rows(Source& source, const RowStages& stages, PipelineShared& shared) {
   RingPlace slot;
-  RingPlace stage;
+  RingPlace stage;        // of the loader whose item it is
+  RingPlace other_stage;  // of the other
+  int first_stage = 0;
+  int ended = 0;  // loaders; the rows of the other must still be taken
   uint32_t finished = 0;
   const int thread = static_cast<int>(threadIdx.x);
+  const auto next = [&] {
+    slot.advance(kItemSlots);
+    const RingPlace last = stage;
+    stage = other_stage;
+    other_stage = last;
+    first_stage = stages.count - first_stage;
+  };
   for (;;) {
     wait_barrier(shared.item_full + slot.index, slot.parity);
     const PipelineItem& item = shared.items[slot.index];
     if (item.is_end != 0) {
-      return;
+      if (++ended == kLoaders) {
+        return;
+      }
+      next();
+      continue;
     }
+    const float* scales = item.scale;
     for (int entry = 0; entry < item.count; ++entry) {
       const int num_rows = item.num_rows[entry];
       for (int piece = 0; piece < stages.pieces.count; ++piece) {
         const int32_t bytes = stages.pieces.bytes(piece);
         float sums[kSumVectors][Element::kPerVector];
         const auto add_row = [&](int row, bool is_first) {
-          wait_barrier(shared.row_full + stage.index, stage.parity);
-          const std::byte* data = stages.data + stage.index * stages.bytes;
+          const int index = first_stage + stage.index;
+          wait_barrier(shared.row_full + index, stage.parity);
+          const std::byte* data = stages.data + index * stages.bytes;
           uint4 bits[kSumVectors];
 #pragma unroll
           for (int i = 0; i < kSumVectors; ++i) {
@@ -181,10 +265,10 @@ __device__ void add_rows(Source& source, const RowStages& stages, PipelineShared
           }
           __syncwarp();
           if (lane_index() == 0) {
-            ptx::arrive(shared.row_empty + stage.index);
+            ptx::arrive(shared.row_empty + index);
           }
           stage.advance(stages.count);
-          const float scale = kScaled ? item.scale[entry][row] : 1.0F;
+          const float scale = kScaled ? scales[row] : 1.0F;
 #pragma unroll
           for (int i = 0; i < kSumVectors; ++i) {
             const int at = (i * kMoverWarps * kWarpLanes + thread) * 16;
@@ -216,13 +300,17 @@ __device__ void add_rows(Source& source, const RowStages& stages, PipelineShared
           }
         }
       }
+      scales += num_rows;
     }
     source.finish(item.source, item.chunk, item.count, finished++);
     __syncwarp();
     if (lane_index() == 0) {
       ptx::arrive(shared.item_empty + slot.index);
     }
-    slot.advance(kItemSlots);
+    next();
+    if (ended > 0) {
+      next();  // nothing more comes from the one that has ended
+    }
   }
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine are this, over other
 // rows: a *source* hands out items of a few entries; each entry is some rows and the place of their
-// sum. It does so in three steps, so that a warp can ask for the next items while it works on one:
-// locate() begins to read where the item's numbers lie, load() to read them, and only resolve()
-// looks at what has come.
+// sum. It does so in steps, so that a warp can ask for the next items while it works on one:
+// first() and after() begin to read where the numbers of an item lie, load() to read them, and only
+// resolve() looks at what has come.
 #pragma once
 
 #include "kernels/elements.cuh"
@@ -16,18 +16,69 @@ inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row
 inline constexpr int32_t kSumPiece = kSumVectors * kWarpLanes * 16;
 
 inline constexpr int kMaxEntries = kMaxChunkTokens;  // of an item
+inline constexpr int kItemSteps = kMaxEntries;       // an entry has up to 32 positions
 
-// Spread over a warp: what is said to be of lane i is held by that lane, all else by every lane.
+// An item's rows lie in positions, `width` for each entry, of which some are empty. They are spread
+// over the warp: position p is lane p % 32 of step p / 32. What is looked at row by row costs the
+// one warp that prepares items more time than all that follows, so it looks at 32 at a time.
+struct ItemShape {
+  int32_t width = 1;
+  int32_t steps = 1;
+  int32_t entry[kItemSteps] = {};  // of this lane's position of each step
+
+  __device__ explicit ItemShape(int item_width) : width(item_width) {
+    steps = (kMaxEntries * width + kWarpLanes - 1) / kWarpLanes;
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
+      entry[step] = position(step) / width;
+    }
+  }
+  [[nodiscard]] static __device__ __forceinline__ int position(int step) {
+    return step * kWarpLanes + lane_index();
+  }
+  [[nodiscard]] __device__ __forceinline__ bool has(int step) const {
+    return step == 0 || step < steps;
+  }
+};
+
 struct SumItem {
-  int32_t ordinal = -1;  // among the team's items; -1: there are no more
+  bool is_there = false;  // false: there are no more
   int32_t source = 0;
   int32_t chunk = 0;
-  int32_t count = 0;  // entries
-  int32_t num_rows[kMaxEntries];
-  int32_t out_row[kMaxEntries];
-  int32_t row[kMaxEntries];  // of lane i: the entry's i-th row
-  float scale[kMaxEntries];  // of lane i: its factor
+  int32_t count = 0;               // entries
+  int32_t out_row = 0;             // of lane i: where entry i's sum goes
+  uint32_t used[kItemSteps] = {};  // positions that have a row
+  int32_t row[kItemSteps] = {};    // of this lane's positions
+  float scale[kItemSteps] = {};    // and their factors
 };
+
+// Bits of [0, end) that are set.
+__device__ __forceinline__ int count_before(
+    const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int end
+) {
+  int count = 0;
+#pragma unroll
+  for (int step = 0; step < kItemSteps; ++step) {
+    if (shape.has(step)) {
+      const int here = min(max(end - step * kWarpLanes, 0), kWarpLanes);
+      count += __popc(bits[step] & (here == kWarpLanes ? kAllLanes : (1U << here) - 1));
+    }
+  }
+  return count;
+}
+
+// Positions of one entry: bit i is its i-th.
+__device__ __forceinline__ uint32_t
+entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry) {
+  const int begin = entry * shape.width;
+  const int step = begin / kWarpLanes;
+  const int shift = begin % kWarpLanes;
+  const uint64_t two =
+      pick(bits, step) | static_cast<uint64_t>(step + 1 < kItemSteps ? pick(bits, step + 1) : 0)
+                             << 32;
+  const auto found = static_cast<uint32_t>(two >> shift);
+  return shape.width == kWarpLanes ? found : found & ((1U << shape.width) - 1);
+}
 
 // Sums of one piece of one entry, in registers.
 template <class Element, bool kScaled>
@@ -68,59 +119,64 @@ __device__ __forceinline__ void store_zeros(std::byte* out, int32_t bytes) {
   }
 }
 
-template <class Source>
-__device__ __forceinline__ SumItem fetch(const Source& source, int ordinal) {
-  return source.resolve(source.load(source.locate(ordinal)));
-}
-
 // Runs all items of a team's source, 16-byte loads two rows ahead.
 template <class Element, bool kScaled, class Source>
 __device__ void sum_rows_vector(Source& source, const Slice& slice) {
-  for (SumItem item = fetch(source, 0); item.ordinal >= 0; item = fetch(source, item.ordinal + 1)) {
-    if (!source.wait(item)) {
+  const ItemShape& shape = source.shape();
+  uint32_t finished = 0;
+  for (auto at = source.first();; at = source.after(at)) {
+    const SumItem item = source.resolve(source.load(at));
+    if (!item.is_there || !source.wait(item)) {
       return;
     }
     for (int entry = 0; entry < item.count; ++entry) {
-      const int num_rows = pick(item.num_rows, entry);
-      const int32_t rows = pick(item.row, entry);
-      const float scales = pick(item.scale, entry);
+      const uint32_t used = entry_bits(shape, item.used, entry);
+      std::byte* const out_begin =
+          source.out(item.source, __shfl_sync(kAllLanes, item.out_row, entry)) + slice.offset;
       for (int piece = 0; piece < slice.pieces.count; ++piece) {
-        const int32_t offset = slice.offset + piece * slice.pieces.each;
+        const int32_t offset = piece * slice.pieces.each;
         const int32_t bytes = slice.pieces.bytes(piece);
-        std::byte* out = source.out(item.source, pick(item.out_row, entry)) + offset;
-        if (num_rows == 0) {
+        if (used == 0) {
           if (Source::kStoresEmpty) {
-            store_zeros(out, bytes);
+            store_zeros(out_begin + offset, bytes);
           }
           continue;
         }
         PieceSum<Element, kScaled> sum;
         uint4 bits[2][kSumVectors];
-        const auto load = [&](int row, uint4(&to)[kSumVectors]) {
-          const std::byte* data = source.row(__shfl_sync(kAllLanes, rows, row)) + offset;
+        float scale[2];
+        uint32_t left = used;
+        const auto load = [&](int buffer) {
+          const int position = entry * shape.width + __ffs(static_cast<int>(left)) - 1;
+          left &= left - 1;
+          const int step = position / kWarpLanes;
+          const int32_t row = __shfl_sync(kAllLanes, pick(item.row, step), position);
+          scale[buffer] = __shfl_sync(kAllLanes, pick(item.scale, step), position);
+          const std::byte* data = source.row(row) + slice.offset + offset;
 #pragma unroll
           for (int i = 0; i < kSumVectors; ++i) {
-            const int at = (i * kWarpLanes + lane_index()) * 16;
-            to[i] = at < bytes ? ptx::load_16(data + at) : uint4{0, 0, 0, 0};
+            const int place = (i * kWarpLanes + lane_index()) * 16;
+            bits[buffer][i] = place < bytes ? ptx::load_16(data + place) : uint4{0, 0, 0, 0};
           }
         };
-        load(0, bits[0]);
+        const int num_rows = __popc(used);
+        load(0);
         for (int row = 0; row < num_rows; row += 2) {
           if (row + 1 < num_rows) {
-            load(row + 1, bits[1]);
+            load(1);
           }
-          sum.add(bits[0], __shfl_sync(kAllLanes, scales, row), row == 0);
+          sum.add(bits[0], scale[0], row == 0);
           if (row + 2 < num_rows) {
-            load(row + 2, bits[0]);
+            load(0);
           }
           if (row + 1 < num_rows) {
-            sum.add(bits[1], __shfl_sync(kAllLanes, scales, row + 1), false);
+            sum.add(bits[1], scale[1], false);
           }
         }
-        sum.store(out, bytes);
+        sum.store(out_begin + offset, bytes);
       }
     }
-    source.finish(item.source, item.chunk, item.count, static_cast<uint32_t>(item.ordinal));
+    source.finish(item.source, item.chunk, item.count, finished++);
   }
 }
 

@@ -86,7 +86,7 @@ __device__ __forceinline__ void report_progress(
   __syncwarp();
   if (lane_index() == 0) {
     __threadfence_block();
-    *static_cast<volatile uint32_t*>(&progress.done[team.in_block][team.warp]) = finished;
+    atomicExch(&progress.done[team.in_block][team.warp], finished);
   }
 }
 
@@ -97,7 +97,7 @@ __device__ __forceinline__ void report_progress(
 template <class ChunksOf, class Signal>
 __device__ __forceinline__ void signal_chunks(
     const RankView& me,
-    const TeamProgress& progress,
+    TeamProgress& progress,
     int warps_per_team,
     const ChunksOf& chunks_of,
     const Signal& signal
@@ -110,7 +110,7 @@ __device__ __forceinline__ void signal_chunks(
   while (__any_sync(kAllLanes, sent < total)) {
     uint32_t complete = total;
     for (int warp = 0; lane < teams && warp < warps_per_team; ++warp) {
-      const uint32_t done = *static_cast<const volatile uint32_t*>(&progress.done[lane][warp]);
+      const uint32_t done = atomicOr(&progress.done[lane][warp], 0U);
       complete = done < complete ? done : complete;
     }
     uint32_t left = __ballot_sync(kAllLanes, complete > sent);
