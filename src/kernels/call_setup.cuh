@@ -28,7 +28,8 @@ struct CallSetup {
   std::byte* scales[kMaxDomainRanks];
   float* weights[kMaxDomainRanks];  // this rank's part of its weights area
   uint32_t* signals[kMaxDomainRanks];
-  int32_t first_row[kMaxDomainRanks];  // of this rank's arrivals in that rank's staging
+  int32_t first_row[kMaxDomainRanks];      // of this rank's arrivals in that rank's staging
+  int32_t received_base[kMaxDomainRanks];  // of that rank's arrivals in this rank's staging
   DevicePlace place[kMaxDomainRanks];
   int32_t tokens[kMaxDomainRanks];  // of that rank
 
@@ -74,6 +75,7 @@ __device__ inline bool begin_call(
       setup.place[peer] = said.place;
       setup.tokens[peer] = plan.tokens_of()[peer];
       setup.first_row[peer] = plan.arrival_base()[peer];
+      setup.received_base[peer] = plan.received_base()[peer];
       setup.weights[peer] = reinterpret_cast<float*>(
           control_of(me, peer) + me.map.weights_offset(static_cast<uint32_t>(me.rank))
       );

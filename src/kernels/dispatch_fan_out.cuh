@@ -4,8 +4,8 @@
 // where they belong. Padding is zeroed before the first wait.
 #pragma once
 
+#include "kernels/dispatch_extras.cuh"
 #include "kernels/launch.hpp"
-#include "kernels/quantise.cuh"
 #include "kernels/row_mover.cuh"
 #include "kernels/team.cuh"
 
@@ -14,13 +14,13 @@ namespace weft {
 class DispatchFanOut {
  public:
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me) {
+      : call_(call), setup_(setup), me_(call.me), extras_(call) {
     warp_ = static_cast<int>(blockIdx.x) - call.num_push + warp_in_block() * call.num_fan_out;
     num_warps_ = kMoverWarps * call.num_fan_out;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    has_extras_ = call.out_weights != nullptr || call.out_scales != nullptr;
+    const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
     // Of its own tokens the push role wrote every slot.
-    num_sources_ = has_extras_ ? me_.num_ranks : me_.num_ranks - 1;
+    num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
@@ -46,24 +46,16 @@ class DispatchFanOut {
       if (records.source != me_.rank) {
         move_rows(*this, records);
       }
-      if (has_extras_) {
-        for (int arrival = records.begin; arrival < records.begin + records.count; ++arrival) {
-          move_extras(records.source, arrival);
-        }
+      if (call_.out_weights != nullptr) {
+        extras_.move_weights(records);
+      }
+      if (call_.out_scales != nullptr) {
+        extras_.move_scales(records, setup_.received_base[records.source]);
       }
     }
   }
 
-  // What the plan says of an item's arrivals, loaded while the item before is worked on.
-  struct Records {
-    bool is_there = false;
-    int32_t source = 0;
-    int32_t chunk = 0;
-    int32_t begin = 0;
-    int32_t count = 0;
-    int32_t num_routes[kMaxChunkTokens];
-    int32_t slot[kMaxChunkTokens];  // lane i: of the arrival's i-th row
-  };
+  using Records = ArrivalRecords;
 
   // One arrival's row and where it must still go.
   struct Job {
@@ -83,7 +75,7 @@ class DispatchFanOut {
     }
     const bool is_staged = call_.place == DevicePlace::kStaging;
     if (is_staged) {
-      const int64_t row = call_.plan.received_base()[records.source] + records.begin + i;
+      const int64_t row = setup_.received_base[records.source] + records.begin + i;
       job.row = call_.staged_rows + row * row_bytes_;
     } else {
       const int64_t primary = __shfl_sync(kAllLanes, slot, 0);
@@ -120,8 +112,12 @@ class DispatchFanOut {
       const int64_t arrival = arrivals.begin + i;
       const bool is_inside = i < records.count;
       records.num_routes[i] = is_inside ? call_.plan.heads(from)[arrival].num_routes : 0;
-      records.slot[i] =
-          is_inside && lane < call_.topk ? call_.plan.slots(from)[arrival * max_topk_ + lane] : -1;
+      const bool is_route = is_inside && lane < call_.topk;
+      const int64_t route = arrival * max_topk_ + lane;
+      records.slot[i] = is_route ? call_.plan.slots(from)[route] : -1;
+      if (call_.out_weights != nullptr) {
+        records.k[i] = is_route ? call_.plan.origins(from)[route] & 0xff : 0;
+      }
     }
     return records;
   }
@@ -173,53 +169,6 @@ class DispatchFanOut {
     }
   }
 
-  __device__ __forceinline__ void move_extras(int source, int arrival) const {
-    const auto from = static_cast<uint32_t>(source);
-    const int num_routes = call_.plan.heads(from)[arrival].num_routes;
-    const int lane = lane_index();
-    const int64_t first = static_cast<int64_t>(arrival) * max_topk_;
-    int32_t slot = -1;
-    int32_t k = -1;
-    if (lane < num_routes) {
-      slot = call_.plan.slots(from)[first + lane];
-      k = call_.plan.origins(from)[first + lane] & 0xff;
-    }
-    if (num_routes == 0) {
-      return;
-    }
-    if (call_.out_weights != nullptr) {
-      const float* weights =
-          reinterpret_cast<const float*>(control_of(me_, me_.rank) + me_.map.weights_offset(from));
-      if (call_.one_row) {
-        const uint32_t kept =
-            __reduce_or_sync(kAllLanes, k >= 0 ? 1U << static_cast<uint32_t>(k) : 0U);
-        const int64_t row = __shfl_sync(kAllLanes, slot, 0);
-        if (lane < call_.topk) {
-          const bool is_kept = (kept >> static_cast<uint32_t>(lane) & 1U) != 0;
-          call_.out_weights[row * call_.topk + lane] =
-              is_kept ? load_fresh(weights + first + lane) : 0.0F;
-        }
-      } else if (slot >= 0) {
-        call_.out_weights[slot] = load_fresh(weights + first + k);
-      }
-    }
-    if (call_.out_scales != nullptr) {
-      const int64_t row = call_.plan.received_base()[source] + arrival;
-      const std::byte* scales = call_.staged_scales + row * staged_scale_bytes(call_.scale_bytes);
-      const bool is_target = call_.one_row ? lane == 0 : slot >= 0;
-      std::byte* target =
-          is_target ? call_.out_scales + static_cast<int64_t>(slot) * call_.scale_bytes : nullptr;
-      for_each_target({target, nullptr}, [&](std::byte* to) {
-        copy_bytes_warp(to, scales, call_.scale_bytes);
-      });
-    }
-  }
-
-  // A peer wrote it during this kernel: never from a cache that could be older.
-  [[nodiscard]] static __device__ __forceinline__ float load_fresh(const float* address) {
-    return *const_cast<const volatile float*>(address);
-  }
-
   const DispatchLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
@@ -227,7 +176,7 @@ class DispatchFanOut {
   int num_warps_;
   int max_topk_;
   int num_sources_;
-  bool has_extras_;
+  DispatchExtras extras_;
   int64_t row_bytes_;
 };
 

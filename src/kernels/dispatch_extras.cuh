@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// What arrives beside the rows of dispatch: a warp puts weights and scale rows of an item's
+// arrivals where they belong. All loads of an item come before its stores, so that it waits once
+// for memory.
+#pragma once
+
+#include "kernels/launch.hpp"
+#include "kernels/row_mover.cuh"
+#include "kernels/staged_rows.hpp"
+
+namespace weft {
+
+// What the plan says of the arrivals that one chunk of one source's tokens made here.
+struct ArrivalRecords {
+  bool is_there = false;
+  int32_t source = 0;
+  int32_t chunk = 0;
+  int32_t begin = 0;  // number of the first arrival
+  int32_t count = 0;
+  int32_t num_routes[kMaxChunkTokens];
+  int32_t slot[kMaxChunkTokens];  // lane i: of the arrival's i-th row
+  int32_t k[kMaxChunkTokens];     // lane i: which of its token's routes that is; only with weights
+};
+
+class DispatchExtras {
+ public:
+  __device__ explicit DispatchExtras(const DispatchLaunch& call) : call_(call) {
+    const auto bits =
+        reinterpret_cast<uintptr_t>(call.out_scales) | static_cast<uintptr_t>(call.scale_bytes);
+    is_wide_ = bits % sizeof(uint4) == 0;
+    has_words_ = bits % sizeof(uint32_t) == 0;
+  }
+
+  __device__ __forceinline__ void move_weights(const ArrivalRecords& records) const {
+    const auto from = static_cast<uint32_t>(records.source);
+    const int64_t max_topk = call_.plan.map.max_topk;
+    const int lane = lane_index();
+    const float* weights =
+        reinterpret_cast<const float*>(
+            control_of(call_.me, call_.me.rank) + call_.me.map.weights_offset(from)
+        ) +
+        records.begin * max_topk;
+    float weight[kMaxChunkTokens];
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const int32_t k = call_.one_row ? lane : records.k[i];
+      const bool is_wanted =
+          call_.one_row ? i < records.count && lane < call_.topk : has_route(records, i);
+      weight[i] = is_wanted ? load_fresh(weights + i * max_topk + k) : 0.0F;
+    }
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (call_.one_row) {
+        store_row_weights(records, i, weight[i]);
+      } else if (has_route(records, i)) {
+        call_.out_weights[records.slot[i]] = weight[i];
+      }
+    }
+  }
+
+  // `first_row` is that of the source's arrivals in staging.
+  __device__ __forceinline__ void move_scales(const ArrivalRecords& records, int32_t first_row)
+      const {
+    if (is_wide_) {
+      copy_scales<uint4>(records, first_row);
+    } else if (has_words_) {
+      copy_scales<uint32_t>(records, first_row);
+    } else {
+      copy_scales<uint8_t>(records, first_row);
+    }
+  }
+
+ private:
+  // Of this lane.
+  [[nodiscard]] static __device__ __forceinline__ bool has_route(
+      const ArrivalRecords& records, int i
+  ) {
+    return i < records.count && lane_index() < records.num_routes[i];
+  }
+
+  // rank_major: one row with the weights of all of its token's routes, zero where not kept here.
+  __device__ __forceinline__ void store_row_weights(
+      const ArrivalRecords& records, int i, float weight
+  ) const {
+    const int lane = lane_index();
+    const uint32_t kept = __reduce_or_sync(
+        kAllLanes, has_route(records, i) ? 1U << static_cast<uint32_t>(records.k[i]) : 0U
+    );
+    const int64_t row = __shfl_sync(kAllLanes, records.slot[i], 0);
+    if (kept != 0 && lane < call_.topk) {
+      const bool is_kept = (kept >> static_cast<uint32_t>(lane) & 1U) != 0;
+      call_.out_weights[row * call_.topk + lane] = is_kept ? weight : 0.0F;
+    }
+  }
+
+  template <class Unit>
+  __device__ __forceinline__ void copy_scales(const ArrivalRecords& records, int32_t first_row)
+      const {
+    const auto units = static_cast<int>(call_.scale_bytes / static_cast<int64_t>(sizeof(Unit)));
+    const int64_t stride = staged_scale_bytes(call_.scale_bytes);
+    const std::byte* staged = call_.staged_scales + (first_row + records.begin) * stride;
+    for (int first = 0; first < units; first += kWarpLanes) {
+      const int at = first + lane_index();
+      Unit values[kMaxChunkTokens];
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        if (i < records.count && records.num_routes[i] > 0 && at < units) {
+          values[i] = load_fresh(reinterpret_cast<const Unit*>(staged + i * stride) + at);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kMaxChunkTokens; ++i) {
+        const bool is_target = has_route(records, i) && (!call_.one_row || lane_index() == 0);
+        std::byte* target =
+            is_target ? call_.out_scales + records.slot[i] * call_.scale_bytes : nullptr;
+        for_each_target({target, nullptr}, [&](std::byte* to) {
+          if (at < units) {
+            reinterpret_cast<Unit*>(to)[at] = values[i];
+          }
+        });
+      }
+    }
+  }
+
+  // A peer wrote it during this kernel: never from a cache that could be older.
+  template <class T>
+  [[nodiscard]] static __device__ __forceinline__ T load_fresh(const T* address) {
+    return *const_cast<const volatile T*>(address);
+  }
+  [[nodiscard]] static __device__ __forceinline__ uint4 load_fresh(const uint4* address) {
+    return ptx::load_16(address);
+  }
+
+  const DispatchLaunch& call_;
+  bool is_wide_;
+  bool has_words_;
+};
+
+}  // namespace weft
