@@ -38,7 +38,13 @@ uint64_t expert_seed(int rank) {
   return mix_seed(2, static_cast<uint64_t>(rank));
 }
 
-bool rows_are_right(const Tensor& rows, const std::vector<Plan>& plans, size_t rank) {
+uint64_t scale_seed(int rank) {
+  return mix_seed(3, static_cast<uint64_t>(rank));
+}
+
+bool rows_are_right(
+    const Tensor& rows, const std::vector<Plan>& plans, size_t rank, uint64_t (*seed_of)(int source)
+) {
   for (size_t source = 0; source < plans.size(); ++source) {
     const Arrivals& arrivals = plans[source].data().sent[rank];
     const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
@@ -46,7 +52,7 @@ bool rows_are_right(const Tensor& rows, const std::vector<Plan>& plans, size_t r
       for (const int32_t slot : arrivals.slots(i)) {
         const auto got = read_row(rows, slot);
         const int64_t token = arrivals.token[static_cast<size_t>(i)];
-        const uint64_t seed = token_seed(static_cast<int>(source));
+        const uint64_t seed = seed_of(static_cast<int>(source));
         for (int64_t col = 0; col < rows.cols; ++col) {
           if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
             return false;

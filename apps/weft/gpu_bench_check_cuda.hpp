@@ -11,12 +11,16 @@
 
 namespace weft::program {
 
-// Of the rows that a rank's tokens and its experts have, for launch_fill.
+// Of what a rank's tokens, their scales and its experts' rows are filled with by launch_fill.
 [[nodiscard]] uint64_t token_seed(int rank);
+[[nodiscard]] uint64_t scale_seed(int rank);
 [[nodiscard]] uint64_t expert_seed(int rank);
 
-// rows: what `rank` got of tokens made from their seeds, in bf16; plans: those of all ranks.
-[[nodiscard]] bool rows_are_right(const Tensor& rows, const std::vector<Plan>& plans, size_t rank);
+// rows: what `rank` got of rows that each source filled from seed_of(source), seen as bf16 of
+// whatever they are; plans: those of all ranks.
+[[nodiscard]] bool rows_are_right(
+    const Tensor& rows, const std::vector<Plan>& plans, size_t rank, uint64_t (*seed_of)(int source)
+);
 // sums: what combine made of experts' rows made from their seeds, in bf16; plan: of this rank.
 [[nodiscard]] bool sums_are_right(const Tensor& sums, const Plan& plan);
 

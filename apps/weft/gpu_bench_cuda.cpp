@@ -69,7 +69,12 @@ class GpuBench {
     experts_ = plain(max_rows_);
     x_ = plain(num_tokens());
     out_ = plain(num_tokens());
-    launch_fill(x_.data, x_.rows, x_.cols, token_seed(group.rank()), stream_);
+    const Tensor tokens = options_.is_fp8 ? as_bf16(as_bytes(x_)) : x_;
+    launch_fill(tokens.data, tokens.rows, tokens.cols, token_seed(group.rank()), stream_);
+    if (options_.is_fp8) {
+      const Tensor scales = as_bf16(scales_);
+      launch_fill(scales.data, scales.rows, scales.cols, scale_seed(group.rank()), stream_);
+    }
     launch_fill(experts_.data, experts_.rows, experts_.cols, expert_seed(group.rank()), stream_);
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
   }
@@ -220,6 +225,13 @@ class GpuBench {
   // The same memory as rows of `hidden` bytes: any bytes do.
   static Tensor as_bytes(Tensor tensor) {
     tensor.dtype = DType::kByte;
+    return tensor;
+  }
+
+  // The same memory as rows of bf16, which is what launch_fill writes.
+  static Tensor as_bf16(Tensor tensor) {
+    tensor.cols = tensor.row_bytes() / static_cast<int64_t>(sizeof(uint16_t));
+    tensor.dtype = DType::kBFloat16;
     return tensor;
   }
 
@@ -425,6 +437,15 @@ class GpuBench {
     return result;
   }
 
+  bool is_dispatch_right(const std::vector<Plan>& expected) {
+    const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
+    if (!options_.is_fp8) {
+      return rows_are_right(rows, expected, rank_, token_seed);
+    }
+    return rows_are_right(as_bf16(as_bytes(rows)), expected, rank_, token_seed) &&
+           rows_are_right(as_bf16(row_scales_), expected, rank_, scale_seed);
+  }
+
   // Plans in full; of the rows a sample, every element of them.
   Verdict check() {
     std::vector<Plan> expected;
@@ -439,7 +460,7 @@ class GpuBench {
     exchange_.check();
     Verdict mine = {
         plans_[0] == expected[rank_],
-        rows_are_right(options_.is_staged ? staged_rows_ : rows_.tensor(), expected, rank_),
+        is_dispatch_right(expected),
         sums_are_right(out_, expected[rank_])};
     Bytes block(sizeof mine);
     std::memcpy(block.data(), &mine, sizeof mine);
