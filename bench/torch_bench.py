@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft import fused_a2a
 from weft.dispatcher import DispatcherGroups
-from weft.examples.layer import MoELayer, make_dispatcher
+from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
 
 
 @dataclass
@@ -54,21 +55,32 @@ def slowest(microseconds: list[float]) -> list[float]:
     return sorted(times.tolist())
 
 
-def timed(run, prepare, rounds: int) -> list[float]:
-    """us of run(prepare()) on the GPU, where nobody waits between the rounds but `run` itself."""
+def timed(parts, prepare, rounds: int) -> list[list[float]]:
+    """us on the GPU of the parts together, then of each. The first takes what prepare() gives, each
+    other what the one before returned. Nobody waits between the rounds but the parts themselves.
+
+    The peak of torch's memory afterwards is that of the rounds that count.
+    """
     flag = torch.zeros(1, device="cuda")
-    events = []
-    for _ in range(rounds + WARMUP):
-        given = prepare()
+    rows = []
+    for i in range(rounds + WARMUP):
+        if i == WARMUP:
+            torch.cuda.reset_peak_memory_stats()
+        kept = [prepare()]
         dist.all_reduce(flag)  # the GPUs start together
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        kept = run(given)
-        end.record()
-        del kept, given
-        events.append((begin, end))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(parts) + 1)]
+        events[0].record()
+        for part, event in zip(parts, events[1:], strict=True):
+            kept.append(part(kept[-1]))
+            event.record()
+        del kept
+        rows.append(events)
     torch.cuda.synchronize()
-    return slowest([1e3 * begin.elapsed_time(end) for begin, end in events[WARMUP:]])
+    spans = [(0, -1), *((i, i + 1) for i in range(len(parts)))]
+    return [
+        slowest([1e3 * events[a].elapsed_time(events[b]) for events in rows[WARMUP:]])
+        for a, b in spans
+    ]
 
 
 def host_timed(run, given, rounds: int) -> list[float]:
@@ -85,9 +97,11 @@ def host_timed(run, given, rounds: int) -> list[float]:
     return slowest(times[WARMUP:])
 
 
-def row_of(op: str, case: Case, mode: str, times: list[float], layout: str) -> dict:
+def row_of(op: str, name: str, mode: str, times: list[float], layout: str) -> dict:
+    case = CASES[name]
     return {
         "op": op,
+        "case": name,
         "executor": "cuda",
         "transport": "peer",
         "layout": layout,
@@ -149,11 +163,11 @@ def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
     rows = []
 
     def note(op: str, mode: str, times: list[float]) -> None:
-        rows.append(row_of(op, case, f"python {mode}", times, "expert_major"))
+        rows.append(row_of(op, name, f"python {mode}", times, "expert_major"))
         say(f"{name} {op:<14} {mode:<13} {rows[-1]['us_p50']:9.1f} us")
 
     for op, mode, run, prepare in kinds:
-        note(op, mode, timed(run, prepare, rounds))
+        note(op, mode, timed([run], prepare, rounds)[0])
     for op, run, given in host_kinds:
         note(op, "budget, host", host_timed(run, given, max(rounds // 4, 5)))
     return rows
@@ -164,7 +178,7 @@ def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
     groups = DispatcherGroups(ep=group, expt_tp=None, tp_ep=group)
     x = torch.randn(case.tokens, case.hidden, device="cuda").to(torch.bfloat16)
     rows = []
-    for kind in ("alltoall", "deepep", "hybridep"):
+    for kind in DISPATCHERS:
         dispatcher = make_dispatcher(kind, groups, case.experts, case.topk)
         layer = MoELayer(dispatcher, case.hidden, case.width, case.experts, case.topk)
         layer.to("cuda", torch.bfloat16)
@@ -175,25 +189,49 @@ def layer_rows(name: str, case: Case, rounds: int) -> list[dict]:
             layer.zero_grad()
             return x.clone().requires_grad_()
 
-        def step(leaf, layer=layer):
-            layer(leaf).backward(leaf.detach())
+        def forward(leaf, layer=layer):
+            return layer(leaf)
 
-        torch.cuda.reset_peak_memory_stats()
-        times = timed(step, leaf, rounds)
-        row = row_of("moe_layer", case, f"{kind}, forward + backward", times, "expert_major")
-        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+        def backward(out):
+            out.backward(x)
+
+        both, first, second = timed([forward, backward], leaf, rounds)
+        row = row_of("moe_layer", name, f"{kind}, forward + backward", both, "expert_major")
+        row["forward_us_p50"] = round(statistics.median(first), 3)
+        row["backward_us_p50"] = round(statistics.median(second), 3)
+        row |= memory_of(kind, layer)
         if rows:
             row["rival"] = {"name": "alltoall over NCCL", "us_p50": rows[0]["us_p50"]}
         else:
             row["executor"] = row["transport"] = "nccl"
         rows.append(row)
         say(
-            f"{name} {kind:<9} {row['us_p50']:9.1f} us {row['peak_bytes'] / 2**30:6.2f} GiB "
-            f"{rows[0]['us_p50'] / row['us_p50']:5.2f} x"
+            f"{name} {kind:<9} {row['us_p50']:9.1f} us ({row['forward_us_p50']:.1f} + "
+            f"{row['backward_us_p50']:.1f}) {rows[0]['us_p50'] / row['us_p50']:5.2f} x "
+            f"{row['peak_bytes'] / 2**30:6.2f} GiB, without parameters and gradients "
+            f"{(row['peak_bytes'] - row['parameter_bytes']) / 2**30:.2f}, exchange "
+            f"{row['exchange_bytes'] / 2**20:.0f} MiB"
         )
-        del layer, dispatcher, leaf, step
+        del layer, dispatcher, leaf, forward
         torch.cuda.empty_cache()
     return rows
+
+
+def memory_of(kind: str, layer: MoELayer) -> dict[str, int]:
+    """Bytes, those of the rank that has the most: torch's peak, what of it no dispatcher changes,
+    and what the exchange has beside torch."""
+    buffers = {"deepep": "_buffer", "uccl_ep": "_uccl_buffer", "hybridep": "_hybrid_ep_buffer"}
+    beside = 0
+    if kind in buffers:
+        runtime = getattr(fused_a2a, buffers[kind]).runtime
+        held = getattr(runtime, "exchanges", runtime).footprint()
+        beside = sum(held.values()) - held["buffer_bytes"]  # output rows, which torch has counted
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in layer.parameters())
+    found = torch.tensor(
+        [torch.cuda.max_memory_allocated(), 2 * weights, beside], dtype=torch.int64, device="cuda"
+    )
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return dict(zip(("peak_bytes", "parameter_bytes", "exchange_bytes"), found.tolist()))
 
 
 def say(text: str) -> None:

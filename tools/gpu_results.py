@@ -3,6 +3,8 @@
 NCCL. The files of one machine are bench/results/CASE.MACHINE.json and nccl.MACHINE.json. A CASE is a letter, for a
 variant with a dash and its name behind; gpu- may stand before it."""
 
+import torch_results
+
 OPS = ["plan", "dispatch", "combine", "plan+dispatch"]
 BOUNDS = [48, 24]  # multiprocessors that a call may take where others compute beside it
 USUAL_WAY = "one row per route"
@@ -23,7 +25,7 @@ def files_of(all_results, machine):
     for name, results in sorted(all_results.items()):
         case, _, of_machine = name.partition(".")
         is_case = any(row["op"] in OPS and row["executor"] == "cuda" for row in results["rows"])
-        if of_machine == machine and case != "nccl" and is_case:
+        if of_machine == machine and case != "nccl" and is_case and not torch_results.is_torch(results):
             found.append((case.removeprefix("gpu-"), results))
     return sorted(found, key=lambda one: (not is_reference(one[0]), one[0]))
 

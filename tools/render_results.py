@@ -20,6 +20,7 @@ import sys
 from xml.sax.saxutils import escape
 
 import gpu_results
+import torch_results
 import tree
 
 MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
@@ -81,8 +82,8 @@ def provenance(results):
         f"{number(results['gather_gbps'], 1)} GB/s gathering them"
     )
     return (
-        f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}; "
-        f"{limit}."
+        f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}"
+        f"{'; ' + limit if results['limit_gbps'] else ''}."
     )
 
 
@@ -122,6 +123,8 @@ def by_case(rows):
 
 def markdown(results):
     lines = [provenance(results)]
+    if torch_results.is_torch(results):
+        return "\n".join([*lines, torch_results.markdown(results)])
     for case, rows in by_case(results["rows"]).items():
         lines += ["", case[0].upper() + case[1:] + ":", "", *table(rows)]
     return "\n".join(lines)
@@ -209,7 +212,8 @@ def wanted_files(root):
     all_results = {path.stem: load(path) for path in paths}
     wanted = {root / "docs/results.md": results_page(all_results)}
     for name, results in all_results.items():
-        wanted[root / f"docs/plots/{name}.svg"] = plot(bars(results))
+        groups = torch_results.bars(results) if torch_results.is_torch(results) else bars(results)
+        wanted[root / f"docs/plots/{name}.svg"] = plot(groups)
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
         text = path.read_text()
         if path not in wanted and (MARKED.search(text) or MARKED_GPUS.search(text)):

@@ -109,3 +109,39 @@ def test_refuses_what_it_cannot_quote(tmp_path):
     status, out = run_tool("render_results", make_tree(tmp_path, results={"rows": []}))
     assert status == 1
     assert "lacks commit, dirty, date" in out
+
+
+def torch_tree(root):
+    names = ["torch-layer.m", "torch-exchange.m"]
+    layer = {**ROW, "op": "moe_layer", "case": "A", "us_p50": 9000.0, "peak_bytes": 3 * 2**30}
+    mine = {**layer, "executor": "cuda", "mode": "deepep, forward + backward", "rival": {"name": "n", "us_p50": 13500.0}}
+    mine |= {"forward_us_p50": 4000.0, "backward_us_p50": 5000.0, "parameter_bytes": 2**30, "exchange_bytes": 2**29}
+    theirs = {key: value for key, value in layer.items() if key != "rival"}
+    theirs |= {"executor": "nccl", "mode": "alltoall, forward + backward", "us_p50": 13500.0}
+    call = {key: value for key, value in ROW.items() if key != "rival"} | {"executor": "cuda", "mode": "python exact"}
+    texts = {"torch-layer.m": [theirs, mine], "torch-exchange.m": [call, {**call, "mode": "python budget"}]}
+    results = {**RESULTS, "gpus": ["a GPU"], "limit_gbps": 0.0}
+    files = {f"bench/results/{name}.json": json.dumps({**results, "rows": texts[name]}) for name in names}
+    return write_tree(root, {"README.md": "<!-- gpus m -->\n<!-- end gpus -->\n", **files})
+
+
+def test_shows_a_layer_with_each_dispatcher(tmp_path):
+    root = torch_tree(tmp_path)
+    assert run_tool("render_results", root)[0] == 0
+    page = (root / "docs/results.md").read_text()
+    assert "Case A, MoE layer, forward and backward: 2 GPUs, 2,048 tokens each, hidden 4,096" in page
+    assert "| alltoall | 13,500 | 3,000 | - | - | - | 3.00 | - | - |" in page
+    assert "| deepep | 9,000 | 3,000 | 4,000 | 5,000 | 1.50 | 3.00 | 2.00 | 0.50 |" in page
+    assert "copy engines" not in page
+    plot = (root / "docs/plots/torch-layer.m.svg").read_text()
+    assert "A moe_layer" in plot and "9,000 us, deepep, 3.00 GiB" in plot and plot.count('class="rival"') == 1
+    assert run_tool("render_results", root, "--check")[0] == 0
+
+
+def test_shows_calls_from_python_beside_no_reference_case(tmp_path):
+    root = torch_tree(tmp_path)
+    assert run_tool("render_results", root)[0] == 0
+    page = (root / "docs/results.md").read_text()
+    assert "Calls from Python: 2 GPUs" in page and "| dispatch | budget | 2,500 | 3,000 |" in page
+    assert "2,500 us, exact" in (root / "docs/plots/torch-exchange.m.svg").read_text()
+    assert (root / "README.md").read_text() == "<!-- gpus m -->\n<!-- end gpus -->\n"

@@ -57,6 +57,8 @@ class DispatcherConfig:
     moe_grouped_gemm: bool = False
 
     moe_shared_expert_overlap: bool = False
+    # Megatron-LM's own schedule, which frees what "deepep" received once the experts have run.
+    overlap_moe_expert_parallel_comm: bool = False
     moe_dispatch_fwd_dtype: str = "bf16"
     moe_combine_bwd_dtype: str = "bf16"
     moe_ncclep_zero_copy: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, then a permute."""
+"""The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, and is permuted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from . import backends
 from .capacity import get_align_size_for_quantization, pad_routing_map
 from .checks import expect
-from .config import option
+from .config import num_sms, option
 from .manager import _DispatchManager, as_float32, chosen_experts
 from .multihot import indices_to_multihot
 from .permute import permute, unpermute
@@ -21,6 +21,8 @@ Tensor = torch.Tensor
 
 _logger = logging.getLogger(__name__)
 
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
+
 
 class _DeepepManager(_DispatchManager):
     """Any number of tokens on any rank, zero included; nothing is padded on the way.
@@ -28,6 +30,13 @@ class _DeepepManager(_DispatchManager):
     Differs from the references where they go wrong: a choice that the routing map does not have
     (a masked token, a dropped one) is sent nowhere, with or without a capacity factor; and
     padding of the router is left out where there are too few rows for it, in both families.
+
+    On Weft's own functions rows arrive by expert, so that permute and unpermute are views, with the
+    same bits; the received rows are the experts' then, each with one choice (K' is 1). Not with
+    padding of the router, which repeats received rows, nor under Megatron-LM's schedule of
+    overlap_moe_expert_parallel_comm, which frees them while the experts still need theirs, nor with
+    other dtypes than bf16, fp16 and fp32. The work is on the current stream then, whatever the
+    flags of `dispatch` and `combine`.
     """
 
     def __init__(
@@ -44,18 +53,21 @@ class _DeepepManager(_DispatchManager):
         _combine_fn: Callable[..., Any] | None = None,
         *,
         config: Any = None,
+        _by_expert: Any = None,
     ) -> None:
         """NeMo Automodel's arguments; with `config`, Megatron-LM's: group, router_topk,
         num_experts and num_local_experts by keyword, everything else from the config.
 
         router_topk and num_experts count every TP rank. `_dispatch_fn` and `_combine_fn` take the
-        place of fused_dispatch and fused_combine.
+        place of fused_dispatch and fused_combine; `_by_expert` does their work and the permute's
+        in one step, as long as they are the functions that it stands for.
         Raises ImportError without a dispatch function, ValueError for drop-and-pad.
         """
         if _dispatch_fn is None or _combine_fn is None:
             functions = backends.backend("deepep")
             _dispatch_fn = _dispatch_fn or functions.dispatch
             _combine_fn = _combine_fn or functions.combine
+            _by_expert = _by_expert or functions.by_expert
         if _dispatch_fn is None:
             raise ImportError(
                 "Neither DeepEP nor UCCL-EP is installed. (weft.fused_a2a has no fused_dispatch)"
@@ -63,6 +75,7 @@ class _DeepepManager(_DispatchManager):
                 else "DeepEP is not installed. (weft.fused_a2a has no fused_dispatch)"
             )
         self._dispatch_fn, self._combine_fn = _dispatch_fn, _combine_fn
+        self._by_expert = _by_expert
         self.group = group
         self.config = config
         self.router_topk = router_topk
@@ -73,9 +86,18 @@ class _DeepepManager(_DispatchManager):
         self.router_dtype = router_dtype
         self.align_size = 0  # the experts' wish; rows are padded to it by a fused permute
         self.pad_multiple = moe_router_expert_pad_multiple  # of the routing map
+        self.num_sms = 0  # of an exchange by expert; 0: Weft's table
+        self._keeps_received_rows = True  # until the backward
         if config is not None:
             self._read(config)
         self.token_indices: Tensor | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """What a dispatch leaves for its combine."""
+        self.handle = self.dispatched_probs = self._indices = None
+        self._arrives_by_expert = False
+        self.dispatched_routing_map = self.reversed_mapping_for_combine = self.pad_offsets = None
 
     def _read(self, config: Any) -> None:
         if option(config, "moe_pad_expert_input_to_capacity"):
@@ -87,6 +109,8 @@ class _DeepepManager(_DispatchManager):
         self.capacity_factor = option(config, "moe_expert_capacity_factor")
         self.router_dtype = option(config, "moe_router_dtype")
         self.align_size = get_align_size_for_quantization(config)
+        self.num_sms = num_sms(config, "moe_deepep_num_sms") or 0
+        self._keeps_received_rows = not option(config, "overlap_moe_expert_parallel_comm")
         if option(config, "moe_router_padding_for_quantization"):
             self.pad_multiple = self.align_size
 
@@ -114,9 +138,12 @@ class _DeepepManager(_DispatchManager):
     ) -> Tensor:
         probs = as_float32(self.token_probs, None if self.config is None else "DeepEP")
         self.token_probs = probs.detach()  # or the router's graph would live until the next pass
+        self._forget()
+        if self.experts_read_received_rows and hidden_states.dtype in _FLOATS:
+            return self._dispatch_by_expert(hidden_states, probs)
         (
             rows,
-            self.dispatched_indices,
+            self._indices,
             self.dispatched_probs,
             self.tokens_per_expert,
             self.handle,
@@ -131,10 +158,42 @@ class _DeepepManager(_DispatchManager):
         )
         return rows
 
+    @property
+    def experts_read_received_rows(self) -> bool:
+        functions = (self._dispatch_fn, self._combine_fn)  # they may be replaced at any time
+        return (
+            self._by_expert is not None
+            and self._by_expert.replaces == functions
+            and self._keeps_received_rows
+            and not self.pad_multiple
+        )
+
+    def _dispatch_by_expert(self, hidden_states: Tensor, probs: Tensor) -> Tensor:
+        rows, self.dispatched_probs, self.tokens_per_expert, self.handle = self._by_expert.dispatch(
+            hidden_states,
+            self.token_indices,
+            probs,
+            self.num_experts,
+            self.group,
+            pad_multiple=self.align_size if self.permute_fusion and self.align_size else 1,
+            num_sms=self.num_sms,
+        )
+        self._arrives_by_expert = True
+        return rows
+
+    @property
+    def dispatched_indices(self) -> Tensor | None:
+        """int64 [N, K']: local experts of each received row, -1 for none. None after combine."""
+        if self._indices is None and self._arrives_by_expert:
+            self._indices = self.handle.local_experts
+        return self._indices
+
     def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
         return self.dispatched_indices, self.dispatched_probs
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        if self._arrives_by_expert:
+            return hidden_states, self._row_probs(self.dispatched_probs.reshape(-1))
         routing_map, probs = indices_to_multihot(
             self.dispatched_indices, self.dispatched_probs, self.num_local_experts
         )
@@ -156,12 +215,14 @@ class _DeepepManager(_DispatchManager):
         self.pad_offsets = permuted.pad_offsets
         if permuted.tokens_per_expert is not None:
             self.tokens_per_expert = permuted.tokens_per_expert
-        row_probs = permuted.probs
-        if self.router_dtype == "fp64":
-            row_probs = row_probs.double()
-        return permuted.rows, row_probs
+        return permuted.rows, self._row_probs(permuted.probs)
+
+    def _row_probs(self, probs: Tensor) -> Tensor:
+        return probs.double() if self.router_dtype == "fp64" else probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
+        if self._arrives_by_expert:
+            return hidden_states
         return unpermute(
             hidden_states,
             self.reversed_mapping_for_combine,
@@ -177,15 +238,18 @@ class _DeepepManager(_DispatchManager):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> Tensor:
-        hidden_states, _ = self._combine_fn(
-            hidden_states,
-            self.group,
-            self.handle,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        )
-        self.handle = self.dispatched_indices = self.dispatched_probs = None
-        return hidden_states
+        if self._arrives_by_expert:
+            tokens = self._by_expert.combine(hidden_states, self.handle)
+        else:
+            tokens, _ = self._combine_fn(
+                hidden_states,
+                self.group,
+                self.handle,
+                async_finish=async_finish,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            )
+        self._forget()
+        return tokens
 
     def _pad(self, routing_map: Tensor) -> Tensor:
         """Adds rows of probability 0 until counts are multiples, if there are enough rows."""

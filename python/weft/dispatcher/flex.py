@@ -21,8 +21,9 @@ Tensor = torch.Tensor
 class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
     """For Megatron-LM's layer and, with the phases of `NemoPhases`, for NeMo Automodel's.
 
-    Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move one row per token and rank
-    and permute afterwards; "hybridep" moves rows straight to their place by expert. All of them
+    Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move top-k choices and give what
+    one row per token and rank and a permute would; "hybridep" moves a routing map. All of them, but
+    the first two with padding of the router, write rows straight to their place by expert. All
     take different T on every rank, zero included, with no all-reduce, no wait and no padding for
     it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have no
     effect. All of them work with one rank, which the references refuse for "deepep". A token has
@@ -75,7 +76,11 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
             functions.set_num_sms(num_sms(self.config, "moe_deepep_num_sms") or 20)
         arguments = self._common_arguments()
         if name == "uccl_ep":
-            arguments.update(_dispatch_fn=functions.dispatch, _combine_fn=functions.combine)
+            arguments.update(
+                _dispatch_fn=functions.dispatch,
+                _combine_fn=functions.combine,
+                _by_expert=functions.by_expert,
+            )
         arguments["moe_router_expert_pad_multiple"] = option(
             self.config, "moe_router_expert_pad_multiple"
         )
@@ -190,6 +195,12 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
             self.shared_experts.linear_fc2_forward(hidden_states)
             self.shared_experts.post_forward_comm()
         return self._restore(hidden_states)
+
+    @property
+    def experts_read_received_rows(self) -> bool:
+        """Whether the rows of token_dispatch are the experts' input itself: a schedule that frees
+        memory must leave them until the backward then."""
+        return self._comm_manager.experts_read_received_rows
 
     # Row budgets.
 

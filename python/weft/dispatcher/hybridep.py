@@ -43,6 +43,8 @@ class _HybridEPManager(_DispatchManager):
     Fixed capacity (drop-and-pad): see `FixedCapacity`; T must be equal on all ranks.
     """
 
+    experts_read_received_rows = True
+
     def __init__(
         self,
         group: Any,

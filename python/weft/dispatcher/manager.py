@@ -26,6 +26,8 @@ class _DispatchManager:
     dispatched_probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
     handle: Any = None
+    # Whether `get_permuted_...` hands on the rows of `dispatch`, which must be left valid then.
+    experts_read_received_rows: bool = False
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         """routing_map bool and probs, both [T, G, El] or [T, E]."""

@@ -76,4 +76,6 @@ def _sum(rows: Tensor, index: Tensor, num_rows: int) -> Tensor:
     # embedding_bag adds a bag's rows one after the other in fp32, without atomics.
     bags = torch.arange(num_rows + 1, device=index.device)
     begin = torch.searchsorted(index[order], bags)
-    return F.embedding_bag(order, rows, begin, mode="sum")[:num_rows]
+    # On a CPU it rounds bf16 sums that lie halfway away from zero, not to even as everything else.
+    addends = rows.float() if rows.dtype == torch.bfloat16 and not rows.is_cuda else rows
+    return F.embedding_bag(order, addends, begin, mode="sum")[:num_rows].to(rows.dtype)

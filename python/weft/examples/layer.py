@@ -15,6 +15,8 @@ from weft.dispatcher import (
     MoETokenDispatcher,
 )
 
+from .grouped import grouped_product, row_ends
+
 Tensor = torch.Tensor
 
 DISPATCHERS = ("alltoall", "deepep", "hybridep", "uccl_ep")
@@ -46,17 +48,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_local, width, hidden))
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
-        gate, value = self._product(rows, self.up, counts).chunk(2, dim=-1)
+        ends = row_ends(counts, rows)
+        gate, value = grouped_product(rows, self.up, ends).chunk(2, dim=-1)
         act = functional.silu(gate) * value * probs.unsqueeze(-1).to(rows.dtype)
-        return self._product(act, self.down, counts)
-
-    def _product(self, rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        """One matrix product for each expert's rows."""
-        if rows.is_cuda and rows.dtype == torch.bfloat16:
-            ends = counts.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
-            return torch._grouped_mm(rows, weights, offs=ends)
-        parts = zip(rows.split(counts.tolist()), weights, strict=True)
-        return torch.cat([part @ weight for part, weight in parts])
+        return grouped_product(act, self.down, ends)
 
 
 class MoELayer(nn.Module):

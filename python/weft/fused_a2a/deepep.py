@@ -11,6 +11,7 @@ from weft import fused_a2a as state
 
 from . import rank_rows
 from .buffers import get_buffer
+from .expert_rows import ByExpert
 from .rank_rows import Call, Library
 
 
@@ -110,6 +111,9 @@ def fused_combine(
     a token without experts is zero. Differentiable in `x`, which is not kept for backward.
     """
     return FusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+
+
+BY_EXPERT = ByExpert(_LIBRARY, (fused_dispatch, fused_combine))
 
 
 def set_deepep_num_sms(num_sms: int) -> None:

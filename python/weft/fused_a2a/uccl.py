@@ -12,6 +12,7 @@ from weft import fused_a2a as state
 
 from . import rank_rows
 from .buffers import get_uccl_buffer
+from .expert_rows import ByExpert
 from .rank_rows import Call, Library
 
 
@@ -94,6 +95,9 @@ def uccl_fused_combine(
 ) -> tuple[torch.Tensor, None]:
     """Like `fused_combine`, on the buffer of `get_uccl_buffer`."""
     return UCCLFusedCombine.apply(x, group, handle, async_finish, allocate_on_comm_stream)
+
+
+BY_EXPERT = ByExpert(_LIBRARY, (uccl_fused_dispatch, uccl_fused_combine))
 
 
 def set_uccl_num_sms(num_sms: int) -> None:

@@ -27,7 +27,8 @@ def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInp
 
     Experts in FP8 or FP4 save a copy of their own. One expert on its own behind the all-to-all
     gets the rows as they arrived, and saves them; the other dispatchers permute them first, except
-    "hybridep" and "ncclep", whose rows are the experts' input. Flex backends keep what they sent.
+    where they say that received rows are the experts' input ("hybridep" and "ncclep" if they say
+    nothing). Flex backends keep what they sent.
     preprocess_in_graph: the input of moe_dispatch is static memory of a CUDA graph.
     The experts' last operation must not save its output, which moe_combine frees.
     """
@@ -36,11 +37,13 @@ def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInp
     backend = None if is_alltoall else option(config, "moe_flex_dispatcher_backend")
     is_low_precision = option(config, "fp8") is not None or option(config, "fp4") is not None
     has_permute = dispatcher.num_local_experts > 1 or not is_alltoall
+    by_name = backend in ("hybridep", "ncclep")
+    reads_received = getattr(dispatcher, "experts_read_received_rows", by_name)
     return FreedInputs(
         # "uccl_ep" is DeepEP's interface.
         moe_dispatch=backend not in ("deepep", "uccl_ep", "hybridep", "ncclep")
         and not preprocess_in_graph,
-        mlp=is_low_precision or (has_permute and backend not in ("hybridep", "ncclep")),
+        mlp=is_low_precision or (has_permute and not reads_received),
         moe_combine=True,
     )
 

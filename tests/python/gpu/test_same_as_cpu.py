@@ -10,6 +10,7 @@ import torch
 import weft
 from weft import fused_a2a, ops
 from weft.compat import deep_ep
+from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -98,6 +99,43 @@ def fused(name):
     return case
 
 
+def by_expert(name):
+    def case(group, inputs):
+        calls = getattr(fused_a2a, name).BY_EXPERT
+        x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
+        rows, probs, counts, handle = calls.dispatch(
+            x, inputs.idx, w, inputs.num_experts, group, pad_multiple=16
+        )
+        out = calls.combine(rows * 2, handle)
+        torch.autograd.backward([out, probs], [out.detach(), probs.detach()])
+        return [rows, probs, counts, handle.local_experts, out, x.grad, w.grad]
+
+    return case
+
+
+def dispatcher(backend):
+    """All phases of the flex dispatcher, whose experts scale their rows."""
+
+    def case(group, inputs):
+        config = DispatcherConfig(
+            num_moe_experts=inputs.num_experts,
+            moe_router_topk=TOPK,
+            moe_flex_dispatcher_backend=backend,
+        )
+        first = LOCAL * group.rank()
+        own = list(range(first, first + LOCAL))
+        made = MoEFlexTokenDispatcher(LOCAL, own, config, group)
+        x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
+        given = made.token_dispatch(*made.dispatch_preprocess(x, inputs.map, probs))
+        rows, counts, row_probs = made.dispatch_postprocess(*given)
+        scaled = rows * row_probs.to(rows.dtype).unsqueeze(1)
+        out = made.combine_postprocess(made.token_combine(made.combine_preprocess(scaled)))
+        out.backward(out.detach())
+        return [rows, counts, row_probs, out, x.grad, probs.grad]
+
+    return case
+
+
 def hybrid(group, inputs):
     x, probs = inputs.x.clone().requires_grad_(), inputs.probs.clone().requires_grad_()
     rows, row_probs, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
@@ -152,6 +190,11 @@ CASES = {
     "roomy_budget": roomy_budget,
     "fused": fused("fused_"),
     "uccl_fused": fused("uccl_fused_"),
+    "by_expert": by_expert("deepep"),
+    "uccl_by_expert": by_expert("uccl"),
+    "dispatcher_deepep": dispatcher("deepep"),
+    "dispatcher_uccl": dispatcher("uccl_ep"),
+    "dispatcher_hybridep": dispatcher("hybridep"),
     "hybrid": hybrid,
     "low_latency": low_latency,
     "traced": traced,
@@ -168,6 +211,7 @@ def both(rank, num_ranks, group, name):
         )
         fused_a2a.free_buffer()
         fused_a2a.reset_hybrid_ep_buffer()
+        fused_a2a._uccl_buffer = None
     for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
         assert cpu.dtype == gpu.dtype and torch.equal(cpu, gpu), f"result {i} of {name}"
 

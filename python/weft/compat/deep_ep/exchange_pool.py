@@ -78,6 +78,12 @@ class ExchangePool:
                 exchange.close()
             self._exchanges.clear()
 
+    def footprint(self) -> dict[str, int]:
+        """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
+        with self._lock:
+            found = [exchange.footprint() for exchange in self._exchanges.values()]
+        return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
+
     def largest(self, here: int) -> int:
         """Collective: the largest of all ranks' numbers."""
         blocks = self.group.all_gather(_Count.pack(here))

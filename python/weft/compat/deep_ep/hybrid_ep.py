@@ -95,7 +95,8 @@ class HybridEPBuffer(PlainCalls):
             non_blocking = not use_host_meta
         self._check_dtype(verb, hidden, use_fp8)
         tokens_per_expert = None
-        if handle is None:
+        is_new = handle is None
+        if is_new:
             experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
             routing = routing_of(
                 verb,
@@ -116,15 +117,12 @@ class HybridEPBuffer(PlainCalls):
                 row_budget=rows,
                 overflow="drop" if non_blocking else "error",
             )
-            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
-            handle = PermuteHandle(plan, config, has_budget=non_blocking)
             probs = routing.probs
-            tokens_per_expert = _counts(handle, on_host=not non_blocking)
         else:
             _check_reuse(verb, handle, num_permuted_tokens, pad_multiple)
             if topk_idx is not None and topk_weights is not None:
                 probs = scatter_columns(topk_idx, topk_weights, handle.plan.num_experts)
-        plan = handle.plan
+            plan = handle.plan
         out = plan.exchange.dispatch(
             plan,
             hidden,
@@ -132,6 +130,10 @@ class HybridEPBuffer(PlainCalls):
             scales_of(hidden, scaling_factor),
             num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
         )
+        if is_new:  # after the launch, which a GPU awaits once the host has waited for the plan
+            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
+            handle = PermuteHandle(plan, config, has_budget=non_blocking)
+            tokens_per_expert = _counts(handle, on_host=not non_blocking)
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
 

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows by expert in one step, for callers who would permute the rows of the fused functions.
+
+What a permute behind `fused_dispatch` gives, and an unpermute before `fused_combine` takes, bit for
+bit: rows ascending by local expert, source rank, token. But every row is written once, to its final
+place, and the sums over a rank's experts are made on the way back; neither exists as a pass of its
+own, forward or backward. It runs on the exchanges of the same buffer, on the current stream.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from weft import Plan
+from weft.compat.deep_ep.layout import routes_of
+
+from .buffers import get_hidden_bytes
+from .rank_rows import Library
+
+Tensor = torch.Tensor
+
+# Capacities that an exchange begins with; it grows by itself where a rank needs more.
+_MIN_TOKENS, _MIN_TOPK = 4096, 8
+
+
+class ExpertRows(NamedTuple):
+    """What the combine of a dispatch needs. It holds no tensor of the caller."""
+
+    plan: Plan
+    num_sms: int
+
+    @property
+    def local_experts(self) -> Tensor:
+        """int64 [P, 1] on the plan's device: the local expert of each row, -1 for padding."""
+        plan = self.plan
+        row = torch.arange(plan.num_rows, device=plan.exchange.device)
+        end = plan.expert_begin + plan.padded_rows_per_expert
+        expert = torch.searchsorted(end, row, right=True)
+        is_padding = row >= (plan.expert_begin + plan.rows_per_expert)[expert]
+        return expert.masked_fill(is_padding, -1).unsqueeze(1)
+
+
+class ByExpert(NamedTuple):
+    """The calls on the buffers of one library, in place of its fused functions."""
+
+    library: Library
+    replaces: tuple[Callable[..., Any], Callable[..., Any]]  # dispatch, combine
+
+    def dispatch(
+        self,
+        x: Tensor,
+        token_indices: Tensor,
+        token_probs: Tensor,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        pad_multiple: int = 1,
+        num_sms: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor, ExpertRows]:
+        """Collective. The arguments of `fused_dispatch`; x bf16, fp16 or fp32 [T, H].
+
+        pad_multiple: zero rows of probability 0 fill each expert's rows up to a multiple of it.
+        num_sms: GPU multiprocessors of each exchange, forward and backward; 0: by Weft's table.
+        Returns rows [P, H]; their probabilities fp32 [P, 1]; rows per local expert, padding
+        included, int64 [El] on the CPU; and the handle for `combine`. Differentiable in `x` and
+        `token_probs`; no input is kept for backward. Waits once for a GPU, to learn P.
+        Raises what the exchange does: InvalidArgument, TimeoutError, PeerError.
+        """
+        buffer = self.library.get_buffer(group, get_hidden_bytes(x))
+        exchange = buffer._runtime("dispatch").exchanges.get(
+            hidden=x.size(1),
+            num_experts=num_experts,
+            device=x.device,
+            max_tokens=_MIN_TOKENS,
+            max_topk=max(_MIN_TOPK, token_indices.size(1)),
+        )
+        num_sms = num_sms if x.is_cuda else 0
+        plan = exchange.plan(
+            routes_of(token_indices, num_experts),
+            layout="expert_major",
+            pad_multiple=pad_multiple,
+            num_sms=num_sms,
+        )
+        rows, row_probs = _Dispatch.apply(x, token_probs, plan, num_sms)
+        # After the launch: a GPU has nothing to do from the wait for the plan up to there.
+        counts = torch.tensor(plan.padded_rows_per_expert_list, dtype=torch.int64)
+        return rows, row_probs, counts, ExpertRows(plan, num_sms)
+
+    def combine(self, rows: Tensor, handle: ExpertRows) -> Tensor:
+        """Collective. Rows [P, H] of the dispatch that made `handle` -> tokens [T, H].
+
+        The sum of a token's rows on each rank in fp32, rounded, then over the ranks; unweighted,
+        padding rows count for nothing. Differentiable in `rows`, which is not kept for backward.
+        """
+        return _Combine.apply(rows, handle.plan, handle.num_sms)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, probs, plan, num_sms):
+        ctx.plan, ctx.num_sms = plan, num_sms
+        out = plan.exchange.dispatch(plan, x, probs, num_sms=num_sms)
+        return out.rows, out.weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, grad_probs):
+        out = ctx.plan.exchange.combine(ctx.plan, grad_rows, grad_probs, num_sms=ctx.num_sms)
+        return out.x, out.weights, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, plan, num_sms):
+        ctx.plan, ctx.num_sms = plan, num_sms
+        return plan.exchange.combine(plan, rows, num_sms=num_sms).x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_x):
+        return ctx.plan.exchange.dispatch(ctx.plan, grad_x, num_sms=ctx.num_sms).rows, None, None
