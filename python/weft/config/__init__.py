@@ -13,10 +13,12 @@ from .comm_overlap import CommOverlapConfig
 from .flex_backend import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
 from .overrides import _set_moe_a2a_overlap_overrides
 from .rules import (
+    validate_delayed_linear,
     validate_graph_replay,
     validate_model_overlap,
     validate_overlap_arguments,
     validate_overlap_schedule,
+    validate_sharded_overlap,
     validate_user_overlap,
 )
 from .settings import OverlapModelConfig
@@ -26,10 +28,12 @@ __all__ = [
     "OverlapModelConfig",
     "_set_moe_a2a_overlap_overrides",
     "apply_flex_dispatcher_backend",
+    "validate_delayed_linear",
     "validate_flex_dispatcher_backend",
     "validate_graph_replay",
     "validate_model_overlap",
     "validate_overlap_arguments",
     "validate_overlap_schedule",
+    "validate_sharded_overlap",
     "validate_user_overlap",
 ]

@@ -67,7 +67,8 @@ class CommOverlapConfig:
         left out. The optimizer's and DDP's are written for the distributed optimizer only.
 
         Raises AssertionError with the text of the broken rule, or where the model has no field
-        for the overlap; TypeError where num_moe_experts is None. Nothing is written then.
+        for the overlap; TypeError where num_moe_experts is None; ValueError for delayed weight
+        gradients with version 2 of Megatron-FSDP. Nothing is written then.
         """
         self.finalize()
         values = self._get_model_comm_overlap_cfgs(model_config, ddp_config)

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
+
+from . import rank0
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +108,4 @@ def _fall_back(model_config: Any) -> None:
 
 
 def _warn(text: str) -> None:
-    """Every rank comes here, and one of them says it."""
-    if _rank() == 0:
-        logger.warning(text)
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    rank0.warn(logger, text)

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from . import rules_advice as advice
 from . import rules_overlap as overlap
+from . import rules_sharding as sharding
 from . import rules_wgrad as wgrad
 from .settings import option
 
@@ -44,9 +47,11 @@ _USER_OVERLAP = (
 def validate_model_overlap(model_config: Any) -> None:
     """Rules 1 to 16, 23 and 24, as Megatron-LM's model configuration has them.
 
-    Raises AssertionError with the text of the first rule that is broken.
+    Raises AssertionError with the text of the first rule that is broken. Rank 0 logs a warning for
+    ncclep with zero copy.
     """
-    if option(model_config, "overlap_moe_expert_parallel_comm"):
+    has_overlap = option(model_config, "overlap_moe_expert_parallel_comm")
+    if has_overlap:
         for rule in _MODEL_OVERLAP:
             rule(model_config)
     wgrad.needs_overlap(model_config)
@@ -54,13 +59,18 @@ def validate_model_overlap(model_config: Any) -> None:
         wgrad.partial_graph(model_config)
     wgrad.staged_dispatch_backward(model_config)
     overlap.early_release(model_config)
+    if has_overlap:
+        advice.zero_copy(model_config)
 
 
 def validate_overlap_arguments(args: Any) -> None:
     """Rules 17 to 22, as Megatron-LM's command line has them.
 
-    Raises AssertionError with the text of the first rule that is broken.
+    Raises AssertionError with the text of the first rule that is broken. Rank 0 logs a warning for
+    tensor or context parallelism beside the overlap on GPUs older than Blackwell.
     """
+    if option(args, "overlap_moe_expert_parallel_comm"):
+        advice.device_connections(args)
     if not option(args, "delay_wgrad_compute"):
         return
     wgrad.implementation(args)
@@ -75,12 +85,15 @@ def validate_overlap_arguments(args: Any) -> None:
 def validate_user_overlap(user: Any, model_config: Any, ddp_config: Any = None) -> None:
     """The rules of Megatron-Bridge for the user's values `user`, which count where they are True.
 
+    With Megatron-FSDP also those of `validate_sharded_overlap`, which would refuse the model later.
     Raises AssertionError with the text of the first rule that is broken; TypeError where
-    num_moe_experts is None.
+    num_moe_experts is None; ValueError as `validate_sharded_overlap`.
     """
     if option(user, "overlap_moe_expert_parallel_comm") is True:
         for rule in _USER_OVERLAP:
             rule(model_config)
+        if _is_sharded(ddp_config):
+            _sharded_overlap(model_config, ddp_config)
     if option(user, "delay_wgrad_compute") is True:
         _delayed_wgrad(user, model_config, ddp_config)
 
@@ -97,6 +110,46 @@ def _delayed_wgrad(user: Any, model: Any, ddp: Any) -> None:
     # that what Bridge refuses is refused with Bridge's words.
     wgrad.grad_reduce(has_grad_reduce)
     wgrad.unfused_accumulation(model)
+    if _is_sharded(ddp):
+        sharding.delayed_wgrad(ddp)
+
+
+def validate_delayed_linear(model_config: Any) -> None:
+    """Before Transformer Engine's linear layers are built with delayed weight gradients.
+
+    Raises RuntimeError where it is older than 2.3.0 or absent.
+    """
+    if option(model_config, "delay_wgrad_compute"):
+        wgrad.linear_te_version(model_config)
+
+
+def validate_sharded_overlap(
+    model_config: Any, ddp_config: Any, fsdp_unit_modules: Sequence[type] | None = None
+) -> None:
+    """Before Megatron-FSDP wraps a model, as its adapter and the interleaved schedule have it.
+
+    Nothing is checked without ddp_config.use_megatron_fsdp. fsdp_unit_modules: see
+    `rules_sharding.unit_modules`.
+    Raises AssertionError with the text of the first rule that is broken; ValueError for version 2
+    with delayed weight gradients.
+    """
+    if not _is_sharded(ddp_config):
+        return
+    if option(model_config, "delay_wgrad_compute"):
+        sharding.delayed_wgrad(ddp_config)
+    if option(model_config, "overlap_moe_expert_parallel_comm"):
+        _sharded_overlap(model_config, ddp_config)
+        sharding.unit_modules(ddp_config, fsdp_unit_modules)
+
+
+def _is_sharded(ddp: Any) -> bool:
+    return bool(getattr(ddp, "use_megatron_fsdp", False))
+
+
+def _sharded_overlap(model: Any, ddp: Any) -> None:
+    sharding.double_buffer(ddp)
+    sharding.graphs(model)
+    sharding.interleaved(True, option(model, "virtual_pipeline_model_parallel_size"))
 
 
 def validate_overlap_schedule(checkpoint_activations_microbatch: Any = None) -> None:

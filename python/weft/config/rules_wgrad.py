@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules 15 to 23: what delayed weight gradients go with.
+"""Rules 15 to 23, and one without a number: what delayed weight gradients go with.
 
 Each function raises AssertionError with the text of the reference. "Megatron" is Megatron-LM's
 model configuration, "arguments" its command line, "Bridge" is Megatron-Bridge; a "b" marks
@@ -43,6 +43,16 @@ def partial_graph(config: Any) -> None:
         or versions.is_te_min_version("2.10.0"),
         f"TE version >= 2.10.0 is required for {_DELAY} with partial cuda graph",
     )
+
+
+def linear_te_version(config: Any) -> None:
+    """Transformer Engine's linear layers: 2.3.0 or newer. Raises RuntimeError.
+
+    Other implementations delay what they can: `weft.overlap.DelayedLinear` needs no TE.
+    """
+    is_te = option(config, "transformer_impl") == "transformer_engine"
+    if is_te and not versions.is_te_min_version("2.3.0"):
+        raise RuntimeError(f"Only TE with version >=2.3.0 supports {_DELAY} now.")
 
 
 def implementation(args: Any) -> None:

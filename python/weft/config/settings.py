@@ -35,6 +35,7 @@ class OverlapModelConfig:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     sequence_parallel: bool = False
 
@@ -42,6 +43,7 @@ class OverlapModelConfig:
     num_moe_experts: int | None = None
     moe_token_dispatcher_type: str = "allgather"
     moe_flex_dispatcher_backend: str | None = "deepep"
+    moe_ncclep_zero_copy: bool = False
     moe_shared_expert_overlap: bool = False
     moe_shared_expert_intermediate_size: int | None = None
 

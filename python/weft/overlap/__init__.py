@@ -17,6 +17,14 @@ from .chunk_plan import (
     TransformerModelChunkSchedulePlan,
 )
 from .experts import DelayedExperts
+from .interleaved import PointToPoint, combined_1f1b_schedule_for_interleaved_pipelining
+from .interleaved_order import (
+    PipelineShape,
+    VirtualStage,
+    backward_order,
+    forward_order,
+    num_warm_up,
+)
 from .issue_log import Step, record_issue_order
 from .lanes import get_comm_stream, get_comp_stream, set_streams
 from .layer import TransformerLayer
@@ -40,6 +48,8 @@ __all__ = [
     "FreedInputs",
     "ModelChunk",
     "NoopScheduleNode",
+    "PipelineShape",
+    "PointToPoint",
     "PostProcessNode",
     "PreProcessNode",
     "ScheduleNode",
@@ -48,12 +58,17 @@ __all__ = [
     "TransformerLayerNode",
     "TransformerLayerSchedulePlan",
     "TransformerModelChunkSchedulePlan",
+    "VirtualStage",
     "WeightGradientQueue",
+    "backward_order",
     "check_overlap",
+    "combined_1f1b_schedule_for_interleaved_pipelining",
     "combined_1f1b_schedule_for_no_pipelining",
+    "forward_order",
     "freed_inputs",
     "get_comm_stream",
     "get_comp_stream",
+    "num_warm_up",
     "record_issue_order",
     "sequential_schedule_for_no_pipelining",
     "set_streams",

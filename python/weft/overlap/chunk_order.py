@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import lanes
+import torch
+
+from . import issue_log, lanes
 
 
 def issue_chunks(
@@ -23,17 +25,23 @@ def issue_chunks(
     """
     if f is None and b is None:
         return None
-    if b is not None and b_grad is None:
-        raise AssertionError("run: the backward has no gradient (expected b_grad)")
+    if b is not None and pre_backward is None:
+        _check_grad(b_grad)
     f_input = None
     if f is not None:
         if pre_forward is not None:
-            pre_forward(f.vp_stage)
+            _note(f, "pre_forward", "comp")
+            received = pre_forward(f.vp_stage)
+            if isinstance(received, torch.Tensor):
+                f.receive(received)
         f.record_current_stream()
         f_input = f.pre_process.forward()
     if b is not None:
         if pre_backward is not None:
-            pre_backward(b.vp_stage)
+            _note(b, "pre_backward", "comp")
+            received = pre_backward(b.vp_stage)
+            b_grad = received if isinstance(received, torch.Tensor) else b_grad
+            _check_grad(b_grad)
         b.record_current_stream()
         if b.post_process is not None:
             b_grad = b.post_process.backward(b_grad)
@@ -42,12 +50,15 @@ def issue_chunks(
     f_input, b_grad = _issue_layers(f, b, f_input, b_grad)
 
     if f is not None and post_forward is not None:
+        _note(f, "post_forward", "comm")
         comm = lanes.get_comm_stream()
         with lanes.on_stream(comm):
             f.event.wait(comm)
+            lanes.known_to([f_input], comm)  # a dense layer made it on the other
             post_forward(f_input, f.vp_stage)
     if b is not None:
         if post_backward is not None:
+            _note(b, "post_backward", "comp")
             b.wait_current_stream()
             post_backward(b_grad, b.vp_stage)
         # Left until here so that it hides what post_backward sends.
@@ -65,6 +76,15 @@ def issue_chunks(
     if b is not None:
         b.release_state()
     return f_input
+
+
+def _check_grad(b_grad: Any) -> None:
+    if b_grad is None:
+        raise AssertionError("run: the backward has no gradient (expected b_grad)")
+
+
+def _note(plan: Any, hook: str, lane: str) -> None:
+    issue_log.note(issue_log.Step(plan.name, hook, "", lane))
 
 
 def _issue_layers(f: Any, b: Any, f_input: Any, b_grad: Any) -> tuple[Any, Any]:

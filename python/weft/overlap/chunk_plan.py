@@ -153,6 +153,10 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def receive(self, hidden: Tensor) -> None:
+        """`hidden` is what goes into the first layer; its gradient goes to post_backward."""
+        self.state.decoder_input = hidden.detach().requires_grad_()
+
     def record_current_stream(self) -> None:
         """The next node waits for what the current stream was given."""
         self.event.record(lanes.get_comp_stream())
@@ -195,7 +199,8 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         b_grad: the gradient of b's output. Returns f's output; a decoder_input of b has its
         gradient. Hooks, for a pipeline: pre_forward(vp_stage), pre_backward(vp_stage) on the
         compute lane, post_forward(output, vp_stage) on the exchange lane, post_backward(grad,
-        vp_stage) on the compute lane.
+        vp_stage) on the compute lane. A tensor that pre_forward returns is f's decoder_input, one
+        that pre_backward returns is b_grad.
         What a node or a hook throws reaches the caller: nothing more is issued, the compute
         stream waits for the other, both plans and what their forwards left in the model are
         dropped. Gradients that were finished before stay in the parameters. The process group can

@@ -12,8 +12,8 @@ class Step(NamedTuple):
     """One step of a node, e.g. m0.L1.mlp.fwd on "comp"."""
 
     chunk: str  # the plan's name
-    node: str  # "L1.mlp", "pre_process", ...
-    what: str  # "fwd", "bwd", "backward_dw"
+    node: str  # "L1.mlp", "pre_process", ...; "pre_forward" and the other hooks
+    what: str  # "fwd", "bwd", "backward_dw"; "" for a hook
     lane: str  # "comp", "comm"
 
     def __str__(self) -> str:

@@ -8,9 +8,13 @@ from typing import Any
 
 from weft.config import OverlapModelConfig
 from weft.config import rules_overlap as rules
+from weft.config import rules_sharding as sharding
 
 # What may be recomputed: pieces that lie inside one node.
 RECOMPUTABLE = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts")
+
+# Classes of Megatron-FSDP and of PyTorch's fully_shard, whichever of their versions.
+_SHARDED = {"MegatronFSDP", "FSDPModule"}
 
 
 def check_overlap(config: Any) -> None:
@@ -33,3 +37,11 @@ def check_recompute(modules: Iterable[str]) -> None:
     unknown = sorted(set(modules) - set(RECOMPUTABLE))
     if unknown:
         raise ValueError(f"recompute_modules: {unknown} (expected some of {RECOMPUTABLE})")
+
+
+def check_interleaved(model: Any, num_chunks: int) -> None:
+    """Raises AssertionError for several chunks on a rank, if fully sharded data parallelism gathers
+    the parameters of `model`: its hooks know one chunk."""
+    if num_chunks > 1:
+        names = {base.__name__ for part in model.modules() for base in type(part).__mro__}
+        sharding.interleaved(not names.isdisjoint(_SHARDED), num_chunks)

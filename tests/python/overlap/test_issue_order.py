@@ -28,7 +28,7 @@ def two_chunks(group, f_kinds, b_kinds, hooks=False, **options):
         called = {}
         if hooks:
             for name in ("pre_forward", "pre_backward", "post_forward", "post_backward"):
-                called[name] = lambda *args, name=name: steps.append(name)
+                called[name] = lambda *args, name=name: steps.append(f"{name} is called")
         run(f, b, torch.ones_like(loss), **called)
     return [str(step) for step in steps]
 
@@ -121,9 +121,11 @@ def test_chunk_pairs_the_first_layer_with_the_last(ranks):
     """Layer 0 of f is MoE and meets the dense layer 1 of b; then the other way round."""
     hooks = {"delay": True, "hooks": True}
     assert ranks(_order, 1, ("md", "md"), hooks)[0] == [
-        "pre_forward",
+        "f.pre_forward",
+        "pre_forward is called",
         "f.pre_process.fwd",
-        "pre_backward",
+        "b.pre_backward",
+        "pre_backward is called",
         "b.post_process.bwd",
         "f.L0.pre_dispatch_computation.fwd",
         "b.L1.mlp.bwd",
@@ -140,8 +142,10 @@ def test_chunk_pairs_the_first_layer_with_the_last(ranks):
         "b.L0.moe_dispatch.bwd [comm]",
         "f.L1.mlp.fwd",
         "b.L0.pre_dispatch_computation.bwd",
-        "post_forward",
-        "post_backward",
+        "f.post_forward [comm]",
+        "post_forward is called",
+        "b.post_backward",
+        "post_backward is called",
         "b.L0.pre_dispatch_computation.backward_dw",
         "f.post_process.fwd",
         "b.pre_process.bwd",
