@@ -17,6 +17,7 @@
 #include "gpu_bench.hpp"
 #include "gpu_bench_check_cuda.hpp"
 #include "gpu_bench_kernels_cuda.hpp"
+#include "gpu_bench_views.hpp"
 #include "measure.hpp"
 #include "plan/reference_plan.hpp"
 #include "progress.hpp"
@@ -219,24 +220,6 @@ class GpuBench {
     tensor.device = device_;
     memory_.push_back(allocate_on(device_, static_cast<uint64_t>(tensor.num_bytes())));
     tensor.data = memory_.back().get();
-    return tensor;
-  }
-
-  // The same memory as rows of `hidden` bytes: any bytes do.
-  static Tensor as_bytes(Tensor tensor) {
-    tensor.dtype = DType::kByte;
-    return tensor;
-  }
-
-  // The same memory as rows of bf16, which is what launch_fill writes.
-  static Tensor as_bf16(Tensor tensor) {
-    tensor.cols = tensor.row_bytes() / static_cast<int64_t>(sizeof(uint16_t));
-    tensor.dtype = DType::kBFloat16;
-    return tensor;
-  }
-
-  static Tensor head(Tensor tensor, int64_t rows) {
-    tensor.rows = rows;
     return tensor;
   }
 
