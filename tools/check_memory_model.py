@@ -18,7 +18,7 @@ DEVICE = [
     *["add_acq_rel_gpu", "fence_sys", "fence_async_proxy", "bulk_load", "bulk_store", "wait_stores_read"],
     *["wait_stores", "arrive", "init_barrier", "publish_barriers", "try_wait_barrier", "wait_barrier"],
     *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicCAS", "volatile"],
-    *["__threadfence_block", "__threadfence", "__threadfence_system"],
+    *["atomicExch", "atomicOr", "__threadfence_block", "__threadfence", "__threadfence_system"],
 ]
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile"]
 WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
