@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# weft_test(NAME file.cpp ... [LIBS ...] [LABELS ...] [TIMEOUT seconds]): one program, one CTest entry
-# per case; sees private headers.
+# weft_test(NAME file.cpp ... [LIBS ...] [LABELS ...] [ENV NAME=value ...] [TIMEOUT seconds]): one
+# program, one CTest entry per case; sees private headers.
 function(weft_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "LIBS;LABELS" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT" "LIBS;LABELS;ENV" ${ARGN})
   add_executable(${name} ${ARG_UNPARSED_ARGUMENTS})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE weft weft_flags fmt::fmt nlohmann_json::nlohmann_json
@@ -10,7 +10,14 @@ function(weft_test name)
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 120)
   endif()
-  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
+  set(properties TIMEOUT ${ARG_TIMEOUT})  # an empty value would take the next name for its own
+  if(ARG_ENV)
+    list(APPEND properties ENVIRONMENT "${ARG_ENV}")
+  endif()
+  if(ARG_LABELS)
+    list(APPEND properties LABELS "${ARG_LABELS}")
+  endif()
+  gtest_discover_tests(${name} DISCOVERY_TIMEOUT 60 PROPERTIES ${properties})
 endfunction()
 
 # weft_fuzz(NAME file.cpp ... [SECONDS n]): a libFuzzer target, run for so long; the corpus folder

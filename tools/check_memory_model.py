@@ -23,7 +23,7 @@ DEVICE = [
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile"]
 WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
     (re.compile(r"^src/kernels/[^/]+$"), DEVICE),
-    (re.compile(r"^src/transport/(peer|mapped)/[^/]+$"), HOST),
+    (re.compile(r"^src/transport/(peer|mapped|ofi)/[^/]+$"), HOST),
     (re.compile(r"^src/exchange/[^/]+$"), HOST),
 ]
 NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#[^\n]*', re.S | re.M)

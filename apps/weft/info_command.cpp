@@ -22,6 +22,7 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kFooter = R"(Examples:
   weft info
   weft info --json | jq .transports
+  weft info --fabric
 
 A transport that cannot be used says why. All sizes in the JSON are bytes.)";
 
@@ -110,8 +111,12 @@ void add_info(CLI::App& app) {
   command->footer(kFooter);
   auto as_json = std::make_shared<bool>(false);
   command->add_flag("--json", *as_json, "Print JSON instead of text");
-  command->callback([as_json] {
-    const Json info = info_values();
+  auto fabric_only = std::make_shared<bool>(false);
+  command->add_flag(
+      "--fabric", *fabric_only, "Only the network: providers of libfabric, which is chosen and why"
+  );
+  command->callback([as_json, fabric_only] {
+    const Json info = *fabric_only ? fabric_values() : info_values();
     if (*as_json) {
       fmt::print("{}\n", info.dump(2));
     } else {

@@ -15,6 +15,7 @@
 #include "core/devices.hpp"
 #include "exchange/row_sum.hpp"
 #include "machine_info.hpp"
+#include "transport/ofi/ofi.hpp"
 #include "transport/transport.hpp"
 #include "weft/plan.hpp"
 #include "weft/routing.hpp"
@@ -158,10 +159,35 @@ Json gpus_json() {
   return json;
 }
 
+// A row for each provider of libfabric that Weft knows.
+Json fabric_json() {
+  const FabricReport report = fabric_report();
+  Json json = {
+      {"library", report.library},
+      {"chosen", report.chosen.empty() ? "none" : report.chosen},
+      {"why", report.chosen.empty() ? "none can be used" : report.why},
+      {"bound_to", report.address.empty() ? "nothing" : report.address},
+      {"queues", report.num_queues},
+      {"providers", Json::array()}};
+  for (const FabricReport::Entry& entry : report.providers) {
+    const auto or_dash = [](const std::string& text) { return text.empty() ? "-" : text; };
+    json["providers"].push_back(
+        {{"name", entry.provider},
+         {"state", entry.state},
+         {"fabric", or_dash(entry.fabric)},
+         {"domain", or_dash(entry.domain)},
+         {"registration", or_dash(entry.memory)},
+         {"remark", or_dash(entry.remark)}}
+    );
+  }
+  return json;
+}
+
 // Variables that change what Weft does. A secret's value is not shown.
 Json environment_json() {
   static constexpr std::array kPrefixes = {
       "WEFT_",
+      "FI_",
       "OMPI_COMM_WORLD_",
       "SLURM_PROCID",
       "SLURM_NTASKS",
@@ -192,6 +218,10 @@ Json environment_json() {
 }
 
 }  // namespace
+
+nlohmann::ordered_json fabric_values() {
+  return {{"fabric", fabric_json()}};
+}
 
 nlohmann::ordered_json info_values() {
   return {

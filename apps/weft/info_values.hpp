@@ -9,4 +9,7 @@ namespace weft::program {
 // Forks two processes to try the transports: call before starting threads.
 [[nodiscard]] nlohmann::ordered_json info_values();
 
+// What libfabric offers on this host, which provider is chosen and why.
+[[nodiscard]] nlohmann::ordered_json fabric_values();
+
 }  // namespace weft::program

@@ -113,6 +113,9 @@ Env Env::read(const Lookup& lookup) {
   env.ranks_per_domain = reader.number("WEFT_RANKS_PER_DOMAIN", 1, kMaxInt);
   env.transport = reader.text("WEFT_TRANSPORT").value_or(env.transport);
   env.num_threads = reader.number("WEFT_NUM_THREADS", 0, kMaxInt).value_or(0);
+  env.fabric = reader.text("WEFT_FABRIC");
+  env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
+  env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
   if (const auto value = reader.text("WEFT_LOG")) {
     env.log_level = weft::log_level(*value);
   }

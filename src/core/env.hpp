@@ -48,10 +48,13 @@ struct Env {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  // WEFT_TIMEOUT_S, of set-up
 
   // How it works.
-  std::optional<int> ranks_per_domain;   // WEFT_RANKS_PER_DOMAIN, makes domains smaller
-  std::string transport = "auto";        // WEFT_TRANSPORT, a name listed by `weft info`
-  int num_threads = 0;                   // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
-  LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
+  std::optional<int> ranks_per_domain;  // WEFT_RANKS_PER_DOMAIN, makes domains smaller
+  std::string transport = "auto";       // WEFT_TRANSPORT, a name listed by `weft info`
+  int num_threads = 0;                  // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
+  std::optional<std::string> fabric;    // WEFT_FABRIC, "tcp" or "verbs/mlx5_0"
+  std::optional<std::string> fabric_address;  // WEFT_FABRIC_ADDRESS, interface, address or network
+  int fabric_queues = 1;                      // WEFT_FABRIC_QUEUES, endpoints of each rank
+  LogLevel log_level = LogLevel::kWarn;       // WEFT_LOG: debug, info, warn, error or off
 
   std::optional<std::string> tuning;  // WEFT_TUNING, a file that `weft tune` wrote
 

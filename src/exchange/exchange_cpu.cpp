@@ -55,7 +55,7 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted)
       .num_ranks = static_cast<uint32_t>(context.num_ranks),
       .max_chunks = static_cast<uint32_t>(num_chunks(settings.max_tokens))};
   settled.resize(signals.size());
-  transport = make_transport(settings.transport, group, signals.size());
+  transport = make_transport(settings.transport, group, signals.size(), settings.timeout);
   settings.transport = transport->name();
   context.transport = settings.transport;
   waiter = std::make_unique<Waiter>(*transport, context, settings.timeout);

@@ -10,6 +10,7 @@
 #include "transport/faulty/faulty_transport.hpp"
 #include "transport/loopback/loopback.hpp"
 #include "transport/mapped/mapped_transport.hpp"
+#include "transport/ofi/ofi.hpp"
 #include "transport/shm/shm.hpp"
 #include "transport/transport.hpp"
 
@@ -18,14 +19,20 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  std::string (*obstacle)(const Group& group);  // what can be known without trying
+  // What can be known without trying. `kind` is what follows "ofi:" in a name, often nothing.
+  std::string (*obstacle)(const Group& group, std::string_view kind);
   // Collective; throws on every rank or on none.
-  std::unique_ptr<Transport> (*make)(const Group& group, uint32_t num_signals);
+  std::unique_ptr<Transport> (*make
+  )(const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind);
+  bool has_kinds = false;
 };
 
 // Ranks of different domains must not share memory even where they could: WEFT_RANKS_PER_DOMAIN
 // makes one machine behave like several.
-std::string domain_obstacle(const Group& group) {
+std::string domain_obstacle(const Group& group, std::string_view /*kind*/) {
   const auto& domains = group.topology().domains;
   if (domains.size() <= 1) {
     return {};
@@ -38,8 +45,8 @@ std::string domain_obstacle(const Group& group) {
   );
 }
 
-std::string loopback_obstacle(const Group& group) {
-  return group.topology().one_process ? domain_obstacle(group)
+std::string loopback_obstacle(const Group& group, std::string_view kind) {
+  return group.topology().one_process ? domain_obstacle(group, kind)
                                       : "the ranks are not threads of one process";
 }
 
@@ -48,20 +55,33 @@ constexpr std::array kEntries = {
     Entry{
         .name = "loopback",
         .obstacle = loopback_obstacle,
-        .make = [](const Group& group, uint32_t num_signals) -> std::unique_ptr<Transport> {
+        .make = [](const Group& group,
+                   uint32_t num_signals,
+                   std::chrono::milliseconds /*timeout*/,
+                   std::string_view /*kind*/) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_loopback_memory(), group, num_signals);
         }},
     Entry{
         .name = "shm",
         .obstacle = domain_obstacle,
-        .make = [](const Group& group, uint32_t num_signals) -> std::unique_ptr<Transport> {
+        .make = [](const Group& group,
+                   uint32_t num_signals,
+                   std::chrono::milliseconds /*timeout*/,
+                   std::string_view /*kind*/) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
         }},
+    Entry{.name = "ofi", .obstacle = ofi_obstacle, .make = make_ofi, .has_kinds = true},
 };
+
+// "ofi:tcp" is transport ofi of kind tcp.
+std::string_view kind_of(std::string_view name) {
+  const size_t colon = name.find(':');
+  return colon == std::string_view::npos ? std::string_view() : name.substr(colon + 1);
+}
 
 const Entry* find_entry(std::string_view name) {
   for (const Entry& entry : kEntries) {
-    if (entry.name == name) {
+    if (entry.name == name || (entry.has_kinds && entry.name == name.substr(0, name.find(':')))) {
       return &entry;
     }
   }
@@ -73,9 +93,15 @@ std::string known_names() {
 }
 
 // Joins the ranks by one kind or throws the same on all of them.
-std::unique_ptr<Transport> join(const Entry& entry, const Group& group, uint32_t num_signals) {
+std::unique_ptr<Transport> join(
+    const Entry& entry,
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind
+) {
   agree(group, [&] {
-    const std::string obstacle = entry.obstacle(group);
+    const std::string obstacle = entry.obstacle(group, kind);
     WEFT_CHECK(
         (Context{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = entry.name}),
         obstacle.empty(),
@@ -85,14 +111,16 @@ std::unique_ptr<Transport> join(const Entry& entry, const Group& group, uint32_t
         obstacle
     );
   });
-  return entry.make(group, num_signals);
+  return entry.make(group, num_signals, timeout, kind);
 }
 
-std::unique_ptr<Transport> join_best(const Group& group, uint32_t num_signals) {
+std::unique_ptr<Transport> join_best(
+    const Group& group, uint32_t num_signals, std::chrono::milliseconds timeout
+) {
   std::string reasons;
   for (const Entry& entry : kEntries) {
     try {
-      return join(entry, group, num_signals);
+      return join(entry, group, num_signals, timeout, "");
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kNotAvailable) {
         throw;
@@ -144,7 +172,7 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
   if (name == "auto") {
     std::string reasons;
     for (const Entry& entry : kEntries) {
-      const std::string reason = entry.obstacle(group);
+      const std::string reason = entry.obstacle(group, "");
       if (reason.empty()) {
         return {};
       }
@@ -156,19 +184,22 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
   if (entry == nullptr) {
     return fmt::format("there is no transport \"{}\" (known: {})", name, known_names());
   }
-  return entry->obstacle(group);
+  return entry->obstacle(group, kind_of(name));
 }
 
 std::unique_ptr<Transport> make_transport(
-    std::string_view name, const Group& group, uint32_t num_signals
+    std::string_view name,
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout
 ) {
   check_same_name(name, group);
   if (const auto faulty = parse_faulty_name(name)) {
-    auto inner = make_transport(faulty->inner, group, num_signals);
+    auto inner = make_transport(faulty->inner, group, num_signals, timeout);
     return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);
   }
   if (name == "auto") {
-    return join_best(group, num_signals);
+    return join_best(group, num_signals, timeout);
   }
   const Entry* entry = find_entry(name);
   WEFT_CHECK_ARG(
@@ -178,7 +209,7 @@ std::unique_ptr<Transport> make_transport(
       name,
       transport_obstacle(name, group)
   );
-  return join(*entry, group, num_signals);
+  return join(*entry, group, num_signals, timeout, kind_of(name));
 }
 
 }  // namespace weft

@@ -62,8 +62,8 @@ class Transport {
   virtual void import(int rank, const RegionRef& region) = 0;
 
   // --- moving: any thread ---
-  // Returns when the sources may be reused. Throws Error (kTransport) naming the rank; then nothing
-  // is promised of it.
+  // Returns when the sources may be reused. Throws Error (kTransport, or kTimeout for a peer that
+  // takes nothing) naming the rank; then nothing is promised of it.
   virtual void put(int rank, std::span<const Put> puts) = 0;
   // Raises a signal by `amount` after everything this thread wrote through mapped() before is
   // visible.
@@ -74,7 +74,8 @@ class Transport {
   // --- waiting: any thread ---
   // This rank's own signal; what its raises covered is visible to the caller (acquire).
   [[nodiscard]] virtual uint64_t signal_value(uint32_t signal) const = 0;
-  // Drives transfers of transports that need it.
+  // Drives transfers of transports that need it. This and park() throw Error (kTransport) for an
+  // earlier put that has failed since it returned.
   virtual void progress() = 0;
   // A number that moves whenever a signal of this rank does; park() sleeps until it differs from
   // `seen` or time is up.
@@ -88,11 +89,15 @@ class Transport {
   virtual void close() = 0;
 };
 
-// Collective. `name` is "auto" (the cheapest that reaches all ranks) or one of transport_names().
-// Each rank gets `num_signals` signals, all zero. Throws Error (kNotAvailable) saying why on every
+// Collective. `name` is "auto" (the cheapest that reaches all ranks), one of transport_names(), or
+// "ofi:" with a provider of libfabric ("ofi:tcp"). Each rank gets `num_signals` signals, all zero.
+// A put waits for its peer at most `timeout`. Throws Error (kNotAvailable) saying why on every
 // rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see faulty/fault_plan.hpp.
 [[nodiscard]] std::unique_ptr<Transport> make_transport(
-    std::string_view name, const Group& group, uint32_t num_signals
+    std::string_view name,
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout = std::chrono::seconds(60)
 );
 
 // Every name that this build knows, best first.

@@ -6,6 +6,7 @@
 #include <cctype>
 
 #include "core/half.hpp"
+#include "multirank/worlds.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {
@@ -19,6 +20,9 @@ TEST_P(SameBitsTest, ForAnyNumberOfWorkersAnyWireAndAnyFanOut) {
   ExchangeSetup setup;
   setup.num_ranks = 3;
   setup.transport = std::get<0>(GetParam());
+  if (const std::string reason = obstacle(setup.transport); !reason.empty()) {
+    GTEST_SKIP() << reason;
+  }
   setup.num_threads = std::get<1>(GetParam());
   setup.fan_out = std::get<2>(GetParam());
   setup.num_experts = 9;
@@ -41,6 +45,23 @@ std::string test_name(const testing::TestParamInfo<Parameters>& info) {
   );
   return name;
 }
+
+// Libfabric's transport is skipped where it is missing.
+INSTANTIATE_TEST_SUITE_P(
+    Fabric,
+    SameBitsTest,
+    testing::Combine(
+        testing::Values(
+            "ofi:tcp",
+            "ofi:shm",
+            "faulty:ofi:tcp?seed=6&delay=0.2&reorder=0.5",
+            "faulty:ofi:shm?seed=7&delay=0.2&reorder=0.5"
+        ),
+        testing::Values(1, 3),
+        testing::Values(FanOut::kReceiver)
+    ),
+    test_name
+);
 
 INSTANTIATE_TEST_SUITE_P(
     All,

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "multirank/worlds.hpp"
 
+#include "transport/transport.hpp"
+
 namespace weft::test {
 
 std::vector<std::string> worlds() {
-  return {"loopback", "shm"};
+  return {"loopback", "shm", "ofi"};
 }
 
-std::string obstacle(const std::string& /*world*/) {
-  return {};
+std::string obstacle(const std::string& world) {
+  return transport_obstacle(world, Group::local(1).front());
 }
 
 std::vector<ExchangeSetup> in_world(const std::string& world, const ExchangeSetup& setup) {

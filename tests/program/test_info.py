@@ -36,6 +36,26 @@ def test_transports_say_where_they_work_or_why_not():
     assert transports["shm"]["between_processes"] == "available"
 
 
+def test_fabric_says_which_provider_is_chosen_and_why():
+    fabric = json.loads(weft("info", "--fabric", "--json").stdout)["fabric"]
+    if not fabric["library"].startswith("libfabric 1"):
+        assert fabric["chosen"] == "none" and not fabric["providers"]
+        return
+    states = {p["name"]: p["state"] for p in fabric["providers"]}
+    assert list(states) == ["cxi", "efa", "verbs", "tcp", "shm"]
+    assert states[fabric["chosen"]] == "chosen"
+    assert fabric["bound_to"] == "127.0.0.1"
+    asked = json.loads(weft("info", "--fabric", "--json", WEFT_FABRIC="shm").stdout)["fabric"]
+    assert (asked["chosen"], asked["why"]) == ("shm", "asked for by name")
+    assert "tcp" in weft("info", "--fabric").stdout
+
+
+def test_fabric_of_an_unknown_name_is_an_error_that_lists_the_known_ones():
+    done = weft("info", "--fabric", code=1, WEFT_FABRIC="avian")
+    if "libfabric" not in done.stdout:
+        assert "cxi, efa, verbs, tcp, shm" in done.stderr
+
+
 def test_a_build_without_gpus_says_why():
     gpus = info()["gpus"]
     assert gpus["list"] or gpus["none_because"]

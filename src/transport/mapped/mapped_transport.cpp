@@ -5,12 +5,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <thread>
 #include <unistd.h>
 #include <utility>
 
 #include "core/copy.hpp"
 #include "transport/agree.hpp"
+#include "transport/spin_time.hpp"
 
 namespace weft {
 namespace {
@@ -29,16 +29,6 @@ Hello decode(const Bytes& block) {
   WEFT_ASSERT(block.size() == sizeof hello);
   std::memcpy(&hello, block.data(), sizeof hello);
   return hello;
-}
-
-// A wake-up through the kernel costs tens of microseconds, so a rank with a core of its own looks
-// around a while first; where ranks share cores, spinning keeps the awaited peer from running.
-std::chrono::nanoseconds spin_time(const Group& group) {
-  const auto& hosts = group.topology().host_of;
-  const auto rank = static_cast<size_t>(group.rank());
-  const auto on_host = std::count(hosts.begin(), hosts.end(), hosts[rank]);
-  const bool is_alone = on_host <= static_cast<int64_t>(std::thread::hardware_concurrency());
-  return is_alone ? std::chrono::microseconds(20) : std::chrono::microseconds(1);
 }
 
 }  // namespace

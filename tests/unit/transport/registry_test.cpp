@@ -29,7 +29,7 @@ bool contains(const std::string& text, const std::string& part) {
 }  // namespace
 
 TEST(TransportRegistryTest, ListsTheCheapestFirst) {
-  EXPECT_EQ(transport_names(), (std::vector<std::string>{"loopback", "shm"}));
+  EXPECT_EQ(transport_names(), (std::vector<std::string>{"loopback", "shm", "ofi"}));
 }
 
 TEST(TransportRegistryTest, ChoosesLoopbackForThreads) {
@@ -64,7 +64,7 @@ TEST(TransportRegistryTest, NamesTheKnownTransportsForAnUnknownOne) {
     EXPECT_TRUE(contains(
         error,
         "invalid argument: open(avian): there is no transport \"avian\" (known: auto, loopback, "
-        "shm)"
+        "shm, ofi)"
     )) << error;
     EXPECT_TRUE(contains(transport_obstacle("avian", group), "there is no transport"));
   });
@@ -100,14 +100,30 @@ TEST(TransportRegistryTest, KeepsDomainsApart) {
   ::setenv("WEFT_RANKS_PER_DOMAIN", "2", 1);
   run_threads(4, [](Group& group) {
     const std::string reason = "the ranks are in 2 domains (ranks 0 and 2 do not map";
-    for (const char* name : {"auto", "loopback", "shm", "faulty:shm"}) {
+    for (const char* name : {"loopback", "shm", "faulty:shm"}) {
       EXPECT_TRUE(contains(transport_obstacle(name, group), reason)) << name;
+      const std::string error =
+          error_of([&] { static_cast<void>(make_transport(name, group, 1)); });
+      EXPECT_TRUE(contains(error, reason)) << error;
+    }
+  });
+  ::unsetenv("WEFT_RANKS_PER_DOMAIN");
+}
+
+TEST(TransportRegistryTest, JoinsDomainsByLibfabricIfThereIsOne) {
+  ::setenv("WEFT_RANKS_PER_DOMAIN", "2", 1);
+  run_threads(4, [](Group& group) {
+    const std::string obstacle = transport_obstacle("ofi", group);
+    if (obstacle.empty()) {
+      EXPECT_EQ(transport_obstacle("auto", group), "");
+      EXPECT_EQ(make_transport("auto", group, 1)->name(), "ofi");
+      return;
     }
     const std::string error =
         error_of([&] { static_cast<void>(make_transport("auto", group, 1)); });
     EXPECT_TRUE(contains(error, "not available: open(auto): no transport joins these ranks"))
         << error;
-    EXPECT_TRUE(contains(error, reason)) << error;
+    EXPECT_TRUE(contains(error, obstacle)) << error;
   });
   ::unsetenv("WEFT_RANKS_PER_DOMAIN");
 }

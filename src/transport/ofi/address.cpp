@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/ofi/address.hpp"
+
+#include <algorithm>
+#include <arpa/inet.h>
+#include <array>
+#include <charconv>
+#include <cstring>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <vector>
+
+#include "core/check.hpp"
+
+namespace weft::ofi {
+namespace {
+
+constexpr const char* kLoopback = "127.0.0.1";
+
+struct HostAddress {
+  std::string interface;
+  int family = AF_INET;
+  std::array<uint8_t, 16> bytes = {};  // network order; 4 of them for IPv4
+
+  [[nodiscard]] std::string text() const {
+    std::array<char, INET6_ADDRSTRLEN> buffer = {};
+    const char* text = ::inet_ntop(family, bytes.data(), buffer.data(), buffer.size());
+    return text == nullptr ? std::string() : text;
+  }
+};
+
+// A link-local IPv6 address means nothing without its link.
+bool is_link_local(const HostAddress& address) {
+  return address.family == AF_INET6 && address.bytes[0] == 0xfe &&
+         (address.bytes[1] & 0xc0) == 0x80;
+}
+
+// Of interfaces that are up; IPv4 first.
+std::vector<HostAddress> host_addresses() {
+  ifaddrs* list = nullptr;
+  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getifaddrs(&list));
+  std::vector<HostAddress> addresses;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) {
+      continue;
+    }
+    HostAddress address = {
+        .interface = entry->ifa_name, .family = entry->ifa_addr->sa_family, .bytes = {}};
+    if (address.family == AF_INET) {
+      sockaddr_in ip = {};
+      std::memcpy(&ip, entry->ifa_addr, sizeof ip);
+      std::memcpy(address.bytes.data(), &ip.sin_addr, sizeof ip.sin_addr);
+    } else if (address.family == AF_INET6) {
+      sockaddr_in6 ip = {};
+      std::memcpy(&ip, entry->ifa_addr, sizeof ip);
+      std::memcpy(address.bytes.data(), &ip.sin6_addr, sizeof ip.sin6_addr);
+    } else {
+      continue;
+    }
+    if (!is_link_local(address)) {
+      addresses.push_back(address);
+    }
+  }
+  ::freeifaddrs(list);
+  std::stable_partition(addresses.begin(), addresses.end(), [](const HostAddress& address) {
+    return address.family == AF_INET;
+  });
+  return addresses;
+}
+
+// "10.1.0.0/16", or "10.1.2.3" for itself alone.
+class Network {
+ public:
+  explicit Network(const std::string& text) {
+    const size_t slash = text.find('/');
+    const std::string base = text.substr(0, slash);
+    family_ = base.find(':') == std::string::npos ? AF_INET : AF_INET6;
+    is_valid_ = ::inet_pton(family_, base.c_str(), bytes_.data()) == 1;
+    const unsigned max_bits = family_ == AF_INET ? 32 : 128;
+    bits_ = max_bits;
+    if (slash != std::string::npos) {
+      const char* end = text.data() + text.size();
+      const auto [stop, error] = std::from_chars(text.data() + slash + 1, end, bits_);
+      is_valid_ = is_valid_ && error == std::errc() && stop == end && bits_ <= max_bits;
+    }
+  }
+
+  [[nodiscard]] bool contains(const HostAddress& address) const {
+    if (!is_valid_ || address.family != family_) {
+      return false;
+    }
+    for (unsigned bit = 0; bit < bits_; ++bit) {
+      const unsigned mask = 0x80U >> (bit % 8);
+      if (((bytes_[bit / 8] ^ address.bytes[bit / 8]) & mask) != 0) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  int family_ = AF_INET;
+  std::array<uint8_t, 16> bytes_ = {};
+  unsigned bits_ = 0;
+  bool is_valid_ = false;
+};
+
+}  // namespace
+
+std::string local_address(const std::string& wanted) {
+  if (wanted.empty()) {
+    return kLoopback;
+  }
+  const std::vector<HostAddress> addresses = host_addresses();
+  const Network network(wanted);
+  std::string known;
+  for (const HostAddress& address : addresses) {
+    if (address.interface == wanted || network.contains(address)) {
+      return address.text();
+    }
+    known += fmt::format("{}{} {}", known.empty() ? "" : ", ", address.interface, address.text());
+  }
+  raise_error(
+      ErrorCode::kNotAvailable,
+      Context{},
+      fmt::format(
+          "WEFT_FABRIC_ADDRESS = \"{}\" is no interface, address or network of this host (it has "
+          "{})",
+          wanted,
+          known
+      )
+  );
+}
+
+}  // namespace weft::ofi

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which of this host's IP addresses a provider is bound to.
+#pragma once
+
+#include <string>
+
+namespace weft::ofi {
+
+// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
+// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
+// one setting serves all hosts. Throws Error (kNotAvailable) with the addresses that there are.
+[[nodiscard]] std::string local_address(const std::string& wanted);
+
+}  // namespace weft::ofi

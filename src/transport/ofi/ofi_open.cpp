@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// Set-up: one provider for all ranks, queues, and who is where.
+#include <algorithm>
+#include <cstring>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <utility>
+
+#include "group/topology.hpp"
+#include "transport/agree.hpp"
+#include "transport/ofi/ofi.hpp"
+#include "transport/ofi/ofi_transport.hpp"
+#include "transport/spin_time.hpp"
+
+namespace weft::ofi {
+namespace {
+
+constexpr uint32_t kWireVersion = 1;
+
+// How a rank introduces itself; the addresses of its queues follow, each after its length.
+struct Hello {
+  uint32_t version = kWireVersion;
+  uint32_t num_queues = 0;
+  uint64_t num_signals = 0;
+  uint64_t session = 0;        // rank 0's counts
+  uint64_t process_space = 0;  // in which the number of its process means something
+  int32_t pid = 0;
+  uint32_t unused = 0;
+};
+
+uint64_t process_space() {
+  struct stat space = {};
+  return ::stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
+}
+
+Hello decode_hello(const Bytes& block) {
+  Hello hello;
+  WEFT_ASSERT(block.size() >= sizeof hello);
+  std::memcpy(&hello, block.data(), sizeof hello);
+  return hello;
+}
+
+uint64_t random_number() {
+  uint64_t number = 0;
+  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getrandom(&number, sizeof number, 0));
+  return number;
+}
+
+}  // namespace
+
+OfiTransport::OfiTransport(
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind
+)
+    : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "ofi"},
+      rank_(group.rank()),
+      num_ranks_(group.num_ranks()),
+      num_signals_(num_signals),
+      timeout_(timeout),
+      spin_(spin_time(group)),
+      session_(random_number()),
+      addresses_(static_cast<size_t>(num_ranks_)) {
+  open(group, kind);
+  const std::vector<Bytes> hellos = group.all_gather(make_hello());
+  agree(group, [&] {
+    session_ = decode_hello(hellos.front()).session;
+    closing_ = fabric_->provider().is_local ? Closing::join(session_) : nullptr;
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      const auto at = static_cast<size_t>(rank);
+      connect(rank, hellos[at], group.topology().host_of[at]);
+    }
+    for (const auto& queue : queues_) {
+      threads_.push_back(std::make_unique<ProgressThread>(*queue, spin_));
+    }
+  });
+  if (closing_ != nullptr) {
+    agree(group, [&] { greet_all(); });
+  }
+}
+
+void OfiTransport::open(const Group& group, std::string_view kind) {
+  Selection selection = select_provider(group, kind);
+  agree(group, [&] {
+    const uint64_t bytes = SignalBlock::num_bytes(num_signals_);
+    signal_memory_ = SignalMemory(bytes / sizeof(SignalLine) + 1);
+    own_ = SignalBlock(reinterpret_cast<std::byte*>(signal_memory_.data()));
+    fabric_ = std::make_shared<Fabric>(*selection.provider, std::move(selection.info), context_);
+    immediate_ =
+        std::make_unique<Immediate>(num_signals_, fabric_->info()->domain_attr->cq_data_size);
+    WEFT_CHECK(
+        context_,
+        immediate_->max_amount() > 0,
+        ErrorCode::kNotAvailable,
+        "open(ofi): {} signals do not fit into the {} B that provider {} carries with a write",
+        num_signals_,
+        fabric_->info()->domain_attr->cq_data_size,
+        fabric_->name()
+    );
+    peers_ = std::make_unique<Peers>(num_ranks_, selection.num_queues);
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      remote_.push_back(std::make_unique<RemoteRegions>());
+    }
+    QueueEvents& events = *this;
+    for (uint32_t i = 0; i < selection.num_queues; ++i) {
+      queues_.push_back(std::make_unique<Queue>(fabric_, events, num_ranks_));
+    }
+    local_ = std::make_unique<LocalRegions>(fabric_, own_, queues_.front()->endpoint());
+  });
+}
+
+Bytes OfiTransport::make_hello() const {
+  const Hello hello = {
+      .num_queues = static_cast<uint32_t>(queues_.size()),
+      .num_signals = num_signals_,
+      .session = session_,
+      .process_space = process_space(),
+      .pid = ::getpid()};
+  Bytes block;
+  const auto append = [&](const void* data, size_t bytes) {
+    const size_t at = block.size();
+    block.resize(at + bytes);
+    std::memcpy(block.data() + at, data, bytes);
+  };
+  append(&hello, sizeof hello);
+  for (const auto& queue : queues_) {
+    const Bytes address = queue->address();
+    const auto length = static_cast<uint32_t>(address.size());
+    append(&length, sizeof length);
+    append(address.data(), address.size());
+  }
+  return block;
+}
+
+void OfiTransport::connect(int rank, const Bytes& block, const std::string& host) {
+  const Hello hello = decode_hello(block);
+  WEFT_CHECK_ARG(
+      context_,
+      hello.version == kWireVersion,
+      "connect: rank {} speaks version {} of transport ofi (this rank {})",
+      rank,
+      hello.version,
+      kWireVersion
+  );
+  WEFT_CHECK_ARG(
+      context_,
+      hello.num_signals == num_signals_,
+      "connect: rank {} asks for {} signals (this rank for {})",
+      rank,
+      hello.num_signals,
+      num_signals_
+  );
+  if (hello.pid == ::getpid() && hello.process_space == process_space() && host == this_host()) {
+    peers_->set_same_process(rank);
+  } else if (hello.process_space == process_space() && host == this_host()) {
+    peers_->watch(rank, hello.pid);
+  }
+  size_t at = sizeof hello;
+  for (size_t i = 0; rank != rank_ && i < queues_.size(); ++i) {
+    uint32_t length = 0;
+    WEFT_ASSERT(at + sizeof length <= block.size());
+    std::memcpy(&length, block.data() + at, sizeof length);
+    at += sizeof length;
+    WEFT_ASSERT(at + length <= block.size());
+    const auto begin = block.begin() + static_cast<std::ptrdiff_t>(at);
+    const Bytes address(begin, begin + length);
+    queues_[i]->connect(rank, address);
+    addresses_[static_cast<size_t>(rank)].push_back(address);
+    at += length;
+  }
+}
+
+void OfiTransport::greet_all() {
+  const Message ping = message(MessageKind::kPing);
+  for (const auto& queue : queues_) {
+    const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      if (rank != rank_) {
+        require(send(*queue, rank, ping, Clock::now() + timeout_, pending), rank);
+      }
+    }
+    require(await(*queue, rank_, pending), rank_);
+  }
+}
+
+}  // namespace weft::ofi
+
+namespace weft {
+
+std::unique_ptr<Transport> make_ofi(
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind
+) {
+  return std::make_unique<ofi::OfiTransport>(group, num_signals, timeout, kind);
+}
+
+}  // namespace weft

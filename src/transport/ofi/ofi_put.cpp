@@ -1,0 +1,366 @@
+// SPDX-License-Identifier: Apache-2.0
+// Moving: small puts are copied and go on alone, large ones go from where they are and are waited
+// for.
+#include <hwy/cache_control.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <rdma/fi_errno.h>
+#include <thread>
+
+#include "transport/ofi/ofi_transport.hpp"
+
+namespace weft::ofi {
+namespace {
+
+// Up to so many bytes are copied, so that put() need not wait; a chunk of rows fits.
+constexpr uint64_t kCopyBytes = 256 << 10;
+
+constexpr int kRoundsPerKnock = 512;  // some 20 ms
+
+// Others run while this thread waits for the fabric.
+void relax(int round) {
+  if (round < 64) {
+    hwy::Pause();
+  } else if (round < 128) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+}  // namespace
+
+// --- waiting for the fabric ---
+
+template <class Attempt>
+OfiTransport::Outcome OfiTransport::persist(
+    Queue& queue, int rank, Clock::time_point deadline, const Attempt& attempt
+) {
+  for (int round = 0;; ++round) {
+    if (peers_->has_left(rank)) {
+      return Outcome::kGone;
+    }
+    if (!peers_->has_failed(rank)) {
+      const int64_t result = attempt();
+      if (result == 0) {
+        return Outcome::kDone;
+      }
+      if (result != -FI_EAGAIN) {
+        on_failure(rank, "post", static_cast<int>(-result));
+      }
+    }
+    if (queue.poll() > 0) {
+      round = 0;
+      continue;
+    }
+    if (round > 0 && peers_->has_died(rank)) {
+      return Outcome::kGone;
+    }
+    if (round % kRoundsPerKnock == kRoundsPerKnock - 1) {
+      knock_at(rank);
+    }
+    if (peers_->failure(rank)) {
+      return Outcome::kFailed;
+    }
+    if (Clock::now() >= deadline) {
+      return Outcome::kLate;
+    }
+    relax(round);
+  }
+}
+
+OfiTransport::Outcome OfiTransport::start(
+    Queue& queue,
+    int rank,
+    uint64_t bytes,
+    Clock::time_point deadline,
+    Queue::Operation*& operation,
+    Pending pending
+) {
+  return persist(queue, rank, deadline, [&]() -> int64_t {
+    operation = queue.start(rank, bytes, pending);
+    return operation != nullptr ? 0 : -FI_EAGAIN;
+  });
+}
+
+OfiTransport::Outcome OfiTransport::send(
+    Queue& queue,
+    int rank,
+    const Message& message,
+    Clock::time_point deadline,
+    const Pending& pending
+) {
+  Queue::Operation* operation = nullptr;
+  Outcome outcome = start(queue, rank, sizeof message, deadline, operation, pending);
+  if (outcome != Outcome::kDone) {
+    return outcome;
+  }
+  outcome = persist(queue, rank, deadline, [&] { return queue.post(*operation, message); });
+  if (outcome != Outcome::kDone) {
+    queue.abandon(*operation);
+  }
+  return outcome;
+}
+
+OfiTransport::Outcome OfiTransport::await(Queue& queue, int rank, const Pending& pending) {
+  return persist(queue, rank, Clock::now() + timeout_, [&]() -> int64_t {
+    // Pairs with Queue::finish(); a failure was noted before and is persist()'s to report.
+    const bool has_ended = pending->load(std::memory_order_acquire) == 0;
+    const bool is_well = !peers_->has_failed(rank) && !peers_->has_died(rank);
+    return has_ended && is_well ? 0 : -FI_EAGAIN;
+  });
+}
+
+void OfiTransport::require(Outcome outcome, int rank) const {
+  const std::string failure = peers_->failure(rank).value_or("");
+  switch (outcome) {
+    case Outcome::kDone:
+      return;
+    case Outcome::kGone:
+      raise_error(
+          ErrorCode::kTransport,
+          context_,
+          fmt::format("put: rank {} {}", rank, peers_->has_left(rank) ? "has left" : "died")
+      );
+    case Outcome::kFailed:
+      raise_error(
+          ErrorCode::kTransport, context_, fmt::format("put: to rank {} failed, {}", rank, failure)
+      );
+    case Outcome::kLate:
+      raise_error(
+          ErrorCode::kTimeout,
+          context_,
+          fmt::format(
+              "put: rank {} took nothing for {:.1f} s (provider {}). Is the peer alive?",
+              rank,
+              static_cast<double>(timeout_.count()) / 1000.0,
+              fabric_->name()
+          )
+      );
+  }
+}
+
+// --- checks ---
+
+void OfiTransport::check_rank(std::string_view verb, int rank) const {
+  WEFT_CHECK(
+      context_,
+      rank >= 0 && rank < num_ranks_,
+      ErrorCode::kTransport,
+      "{}: rank {} is out of range (num_ranks = {})",
+      verb,
+      rank,
+      num_ranks_
+  );
+}
+
+void OfiTransport::check_signal(std::string_view verb, int rank, uint32_t signal) const {
+  WEFT_CHECK(
+      context_,
+      signal < num_signals_,
+      ErrorCode::kTransport,
+      "{}: signal {} of rank {} is out of range (num_signals = {})",
+      verb,
+      signal,
+      rank,
+      num_signals_
+  );
+}
+
+void OfiTransport::check_put(int rank, const Put& put) const {
+  const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
+  WEFT_CHECK(
+      context_,
+      view && !view->is_released,
+      ErrorCode::kTransport,
+      "put: region {} of rank {} is {}",
+      put.region,
+      rank,
+      view ? "released" : "not imported"
+  );
+  WEFT_CHECK(
+      context_,
+      put.offset <= view->bytes && put.bytes <= view->bytes - put.offset,
+      ErrorCode::kTransport,
+      "put: {} B at offset {} end past region {} of rank {} ({} B)",
+      put.bytes,
+      put.offset,
+      put.region,
+      rank,
+      view->bytes
+  );
+  check_signal("put", rank, put.signal);
+}
+
+// --- puts ---
+
+Queue& OfiTransport::pick_queue() {
+  static std::atomic<size_t> num_threads = 0;
+  thread_local const size_t mine = num_threads++;  // threads spread over the queues
+  return *queues_[mine % queues_.size()];
+}
+
+void OfiTransport::put(int rank, std::span<const Put> puts) {
+  check_rank("put", rank);
+  for (const Put& put : puts) {
+    check_put(rank, put);
+  }
+  if (rank == rank_) {
+    for (const Put& put : puts) {
+      put_to_self(put);
+    }
+    own_.ring();
+    return;
+  }
+  Queue& queue = pick_queue();
+  Pending pending;
+  while (!puts.empty()) {
+    const std::span<const Put> batch = next_batch(puts);
+    puts = puts.subspan(batch.size());
+    const Put& first = batch.front();
+    if (first.bytes <= kCopyBytes) {
+      send_copy(queue, rank, batch);
+      continue;
+    }
+    const bool is_reachable =
+        !fabric_->needs_local() || local_->descriptor(first.source, first.bytes) != nullptr;
+    if (!is_reachable || first.bytes > fabric_->info()->ep_attr->max_msg_size) {
+      send_pieces(queue, rank, first);
+      continue;
+    }
+    if (pending == nullptr) {
+      pending = std::make_shared<std::atomic<uint32_t>>(0);
+    }
+    send_direct(queue, rank, first, pending);
+  }
+  if (pending != nullptr) {
+    require(await(queue, rank, pending), rank);
+  }
+}
+
+void OfiTransport::put_to_self(const Put& put) {
+  const auto view = remote_[static_cast<size_t>(rank_)]->find(put.region);
+  if (put.bytes > 0) {
+    std::memcpy(reinterpret_cast<std::byte*>(view->data) + put.offset, put.source, put.bytes);
+  }
+  own_.raise(put.signal, 1);
+}
+
+// Puts that one write can carry: neighbours in the target that raise one signal.
+std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
+  const Put& first = puts.front();
+  uint64_t bytes = first.bytes;
+  size_t count = 1;
+  for (; count < puts.size() && count < immediate_->max_amount(); ++count) {
+    const Put& next = puts[count];
+    const bool follows = next.region == first.region && next.signal == first.signal &&
+                         next.offset == first.offset + bytes;
+    if (!follows || bytes + next.bytes > kCopyBytes) {
+      break;
+    }
+    bytes += next.bytes;
+  }
+  return puts.first(count);
+}
+
+// Its bytes and where they come from are still to be filled in.
+Write OfiTransport::write_to(int rank, const Put& put) const {
+  const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
+  Write write;
+  write.address = view->base + put.offset;
+  write.key = view->key;
+  write.completion = FI_DELIVERY_COMPLETE;
+  return write;
+}
+
+Write OfiTransport::signalling_write_to(int rank, const Put& put, size_t amount) const {
+  Write write = write_to(rank, put);
+  write.completion = fabric_->provider().write_completion;
+  write.has_immediate = true;
+  write.immediate = immediate_->encode(put.signal, amount);
+  return write;
+}
+
+void OfiTransport::post(Queue& queue, int rank, Queue::Operation& operation, const Write& write) {
+  const Outcome outcome =
+      persist(queue, rank, Clock::now() + timeout_, [&] { return queue.post(operation, write); });
+  if (outcome != Outcome::kDone) {
+    queue.abandon(operation);
+  }
+  require(outcome, rank);
+}
+
+void OfiTransport::post_copy(
+    Queue& queue, int rank, std::span<const Put> batch, Write write, const Pending& pending
+) {
+  for (const Put& put : batch) {
+    write.bytes += put.bytes;
+  }
+  Queue::Operation* operation = nullptr;
+  const Clock::time_point deadline = Clock::now() + timeout_;
+  require(start(queue, rank, write.bytes, deadline, operation, pending), rank);
+  std::byte* room = queue.room(*operation);
+  write.source = room;
+  write.descriptor = queue.room_descriptor();
+  for (const Put& put : batch) {
+    if (put.bytes > 0) {
+      std::memcpy(room, put.source, put.bytes);
+      room += put.bytes;
+    }
+  }
+  post(queue, rank, *operation, write);
+}
+
+void OfiTransport::send_copy(Queue& queue, int rank, std::span<const Put> batch) {
+  const Put& first = batch.front();
+  if (std::any_of(batch.begin(), batch.end(), [](const Put& put) { return put.bytes > 0; })) {
+    post_copy(queue, rank, batch, signalling_write_to(rank, first, batch.size()), nullptr);
+    return;
+  }
+  const Message raising = message(MessageKind::kRaise, first.signal, batch.size());
+  require(send(queue, rank, raising, Clock::now() + timeout_), rank);
+}
+
+void OfiTransport::send_direct(Queue& queue, int rank, const Put& put, const Pending& pending) {
+  Queue::Operation* operation = nullptr;
+  require(start(queue, rank, 0, Clock::now() + timeout_, operation, pending), rank);
+  Write write = signalling_write_to(rank, put, 1);
+  write.source = put.source;
+  write.bytes = put.bytes;
+  write.descriptor = fabric_->needs_local() ? local_->descriptor(put.source, put.bytes) : nullptr;
+  post(queue, rank, *operation, write);
+}
+
+void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put) {
+  const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
+  Put rest = put;
+  while (rest.bytes > kCopyBytes) {
+    Put piece = rest;
+    piece.bytes = kCopyBytes;
+    post_copy(queue, rank, std::span(&piece, 1), write_to(rank, piece), pending);
+    rest.source = static_cast<const std::byte*>(rest.source) + kCopyBytes;
+    rest.offset += kCopyBytes;
+    rest.bytes -= kCopyBytes;
+  }
+  require(await(queue, rank, pending), rank);
+  send_copy(queue, rank, std::span(&rest, 1));
+}
+
+void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
+  check_rank("raise", rank);
+  check_signal("raise", rank, signal);
+  if (rank == rank_) {
+    own_.raise(signal, amount);
+    own_.ring();
+    return;
+  }
+  const Message raising = message(MessageKind::kRaise, signal, amount);
+  const Outcome outcome = send(pick_queue(), rank, raising, Clock::now() + timeout_);
+  if (outcome != Outcome::kGone) {  // nobody is there to see it
+    require(outcome, rank);
+  }
+}
+
+}  // namespace weft::ofi

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/ofi/peers.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "core/check.hpp"
+#include "transport/ofi/api.hpp"
+
+namespace weft::ofi {
+namespace {
+
+// A connection breaks a moment before the death of its process can be seen.
+constexpr auto kGrace = std::chrono::seconds(1);
+
+// Errors of a connection whose other end has gone.
+bool is_end_of_connection(int error) {
+  static constexpr std::array kErrors = {
+      ECONNRESET,
+      ECONNREFUSED,
+      ECONNABORTED,
+      ENOTCONN,
+      EPIPE,
+      ESHUTDOWN,
+      EHOSTUNREACH,
+      EHOSTDOWN,
+      ENETUNREACH,
+      ETIMEDOUT};
+  return std::find(kErrors.begin(), kErrors.end(), error) != kErrors.end();
+}
+
+}  // namespace
+
+void Peers::watch(int rank, int32_t pid) {
+  try {
+    at(rank).watch = ProcessWatch(pid);
+    at(rank).is_watched = true;
+  } catch (const Error&) {  // another process space: messages will tell
+  }
+}
+
+void Peers::set_same_process(int rank) {
+  at(rank).is_watched = true;  // the empty watch is always alive
+}
+
+void Peers::on_left(int rank) {
+  at(rank).num_farewells.fetch_add(1, std::memory_order_release);  // pairs with has_left()
+}
+
+void Peers::on_failure(int rank, const char* call, int error, std::string_view provider) {
+  if (has_left(rank)) {
+    return;
+  }
+  Peer& peer = at(rank);
+  if (!peer.is_watched && is_end_of_connection(error)) {
+    on_lost(rank);
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  if (peer.has_failed.load(std::memory_order_relaxed)) {
+    return;  // the first is the cause
+  }
+  peer.what = fmt::format("{}: {}, provider {}", call, error_text(error), provider);
+  peer.when = Clock::now();
+  peer.has_failed.store(true, std::memory_order_release);
+  has_any_failure_.store(true, std::memory_order_release);
+}
+
+void Peers::on_lost(int rank) {
+  at(rank).is_lost.store(true, std::memory_order_release);
+}
+
+bool Peers::has_left(int rank) const {
+  return at(rank).num_farewells.load(std::memory_order_acquire) >= num_queues_;
+}
+
+bool Peers::has_died(int rank) const {
+  return at(rank).is_lost.load(std::memory_order_acquire) || !at(rank).watch.is_alive();
+}
+
+bool Peers::needs_ping(int rank) const {
+  return !at(rank).is_watched && !at(rank).is_lost.load(std::memory_order_relaxed);
+}
+
+std::chrono::nanoseconds Peers::note_unanswered(int rank) {
+  const std::lock_guard lock(mutex_);
+  Peer& peer = at(rank);
+  const auto now = Clock::now();
+  peer.unanswered_since = peer.unanswered_since.value_or(now);
+  return now - *peer.unanswered_since;
+}
+
+void Peers::note_answered(int rank) {
+  const std::lock_guard lock(mutex_);
+  at(rank).unanswered_since.reset();
+}
+
+bool Peers::has_failed(int rank) const {
+  return at(rank).has_failed.load(std::memory_order_acquire);
+}
+
+std::optional<std::string> Peers::failure(int rank) const {
+  if (!has_failed(rank) || is_gone(rank)) {
+    return std::nullopt;
+  }
+  const std::lock_guard lock(mutex_);
+  const Peer& peer = at(rank);
+  return Clock::now() - peer.when < kGrace ? std::nullopt : std::optional(peer.what);
+}
+
+std::optional<std::string> Peers::any_failure() const {
+  if (!has_any_failure_.load(std::memory_order_acquire)) {
+    return std::nullopt;
+  }
+  for (int rank = 0; std::cmp_less(rank, peers_.size()); ++rank) {
+    if (const auto what = failure(rank)) {
+      return fmt::format("put: to rank {} failed, {}", rank, *what);
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace weft::ofi

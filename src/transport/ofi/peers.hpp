@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this rank knows of its peers' lives: who said farewell, whose process ended, which
+// operations failed. Any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "group/process_watch.hpp"
+#include "transport/transport.hpp"
+
+namespace weft::ofi {
+
+class Peers {
+ public:
+  Peers(int num_ranks, uint32_t num_queues)
+      : num_queues_(num_queues), peers_(static_cast<size_t>(num_ranks)) {}
+
+  // Set-up: the death of this rank's process can be seen here. Nothing happens if it cannot.
+  void watch(int rank, int32_t pid);
+  // Set-up: a rank of this process, which ends with this one.
+  void set_same_process(int rank);
+
+  void on_left(int rank);  // once for each queue
+  void on_failure(int rank, const char* call, int error, std::string_view provider);
+
+  // It is gone without a farewell.
+  void on_lost(int rank);
+
+  // The fabric takes nothing for this rank; since when. And that it does.
+  [[nodiscard]] std::chrono::nanoseconds note_unanswered(int rank);
+  void note_answered(int rank);
+
+  [[nodiscard]] bool has_left(int rank) const;
+  // Its process is known to have ended.
+  [[nodiscard]] bool has_died(int rank) const;
+  [[nodiscard]] bool is_gone(int rank) const { return has_left(rank) || has_died(rank); }
+  // Only messages to it can tell whether it lives.
+  [[nodiscard]] bool needs_ping(int rank) const;
+  // An operation to it failed, perhaps because it is about to be gone.
+  [[nodiscard]] bool has_failed(int rank) const;
+  // What failed, once it is clear that the rank is not simply gone; empty if nothing.
+  [[nodiscard]] std::optional<std::string> failure(int rank) const;
+  // The same of any rank; cheap while nothing has failed.
+  [[nodiscard]] std::optional<std::string> any_failure() const;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Peer {
+    ProcessWatch watch;
+    bool is_watched = false;
+    std::atomic<uint32_t> num_farewells = 0;
+    std::atomic<bool> is_lost = false;  // no process can be watched, but its end is gone
+    std::atomic<bool> has_failed = false;
+    // Under mutex_:
+    std::string what;  // failed first
+    Clock::time_point when;
+    std::optional<Clock::time_point> unanswered_since;
+  };
+  [[nodiscard]] const Peer& at(int rank) const { return peers_[static_cast<size_t>(rank)]; }
+  [[nodiscard]] Peer& at(int rank) { return peers_[static_cast<size_t>(rank)]; }
+
+  uint32_t num_queues_;
+  mutable std::mutex mutex_;
+  std::atomic<bool> has_any_failure_ = false;
+  std::vector<Peer> peers_;
+};
+
+}  // namespace weft::ofi

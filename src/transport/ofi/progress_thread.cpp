@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/ofi/progress_thread.hpp"
+
+#include <hwy/cache_control.h>
+
+#include <algorithm>
+#include <array>
+#include <ctime>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+namespace weft::ofi {
+namespace {
+
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// With a descriptor the time is a safety net only, since not every provider reports all its
+// timers there.
+constexpr nanoseconds kLongestWait = milliseconds(100);
+constexpr nanoseconds kWaitInFlight = milliseconds(5);
+// Without one: the first slice and the longest, which bounds how late a peer's bytes are noticed.
+constexpr nanoseconds kFirstSlice = microseconds(20);
+constexpr nanoseconds kSliceInFlight = microseconds(200);
+constexpr nanoseconds kLongestSlice = milliseconds(1);
+constexpr int kLooksPerClock = 16;
+
+}  // namespace
+
+ProgressThread::ProgressThread(Queue& queue, nanoseconds spin)
+    : queue_(queue),
+      spin_(spin),
+      event_(WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
+      ),
+      thread_([this] { run(); }) {}
+
+ProgressThread::~ProgressThread() {
+  is_stopping_ = true;
+  ring();
+  thread_.join();
+}
+
+void ProgressThread::ring() {
+  const uint64_t one = 1;
+  static_cast<void>(::write(event_.get(), &one, sizeof one));  // full: it is awake anyway
+}
+
+void ProgressThread::add_sleeper() {
+  const bool is_first = num_sleepers_.fetch_add(1, std::memory_order_relaxed) == 0;
+  if (is_first && queue_.descriptor() < 0) {
+    ring();  // it may be in a long slice
+  }
+}
+
+void ProgressThread::run() {
+  using Clock = std::chrono::steady_clock;
+  auto last_event = Clock::now();
+  int num_slices = 0;
+  while (!is_stopping_) {
+    bool has_event = false;
+    for (int look = 0; look < kLooksPerClock && !has_event; ++look) {
+      has_event = queue_.try_poll() > 0;
+      hwy::Pause();
+    }
+    const auto now = Clock::now();
+    if (has_event) {
+      last_event = now;
+      num_slices = 0;
+    } else if (now - last_event >= spin_) {
+      sleep(num_slices++);
+    }
+  }
+}
+
+void ProgressThread::sleep(int num_slices) {
+  const bool is_flying = queue_.num_flying() > 0;
+  const bool is_awaited = is_flying || num_sleepers_.load(std::memory_order_relaxed) > 0;
+  std::array<pollfd, 2> wanted = {
+      pollfd{.fd = event_.get(), .events = POLLIN, .revents = 0},
+      pollfd{.fd = queue_.descriptor(), .events = POLLIN, .revents = 0}};  // -1 is passed over
+  nanoseconds time = is_flying ? kWaitInFlight : kLongestWait;
+  if (queue_.descriptor() < 0) {
+    const nanoseconds longest = is_awaited ? kSliceInFlight : kLongestSlice;
+    time = std::min(longest, kFirstSlice * (1 << std::min(num_slices, 10)));
+  } else if (!queue_.may_sleep()) {
+    time = num_slices == 0 ? nanoseconds(0) : kFirstSlice;  // something has come meanwhile
+  }
+  const timespec timeout = {.tv_sec = 0, .tv_nsec = static_cast<long>(time.count())};
+  ::ppoll(wanted.data(), wanted.size(), &timeout, nullptr);
+  if (wanted[0].revents != 0) {
+    uint64_t count = 0;
+    static_cast<void>(::read(event_.get(), &count, sizeof count));
+  }
+}
+
+}  // namespace weft::ofi

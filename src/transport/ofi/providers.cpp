@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "transport/ofi/providers.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "transport/ofi/address.hpp"
+#include "transport/ofi/queue.hpp"
+
+namespace weft::ofi {
+namespace {
+
+constexpr std::array kProviders = {
+    Provider{
+        .name = "cxi",
+        .remark = "Slingshot; memory is bound to one endpoint, so there is one queue"},
+    Provider{
+        .name = "efa", .remark = "unordered; memory of sources is registered, keys are its own"},
+    Provider{
+        .name = "verbs",
+        .remark = "InfiniBand and RoCE, reliable datagrams by ofi_rxm; memory of sources is "
+                  "registered, keys are its own"},
+    Provider{
+        .name = "tcp",
+        .takes_address = true,
+        .write_completion = FI_TRANSMIT_COMPLETE,
+        .remark = "sockets of any host, one stream for each pair of endpoints"},
+    // Last and by name alone: ranks that share a host have a better way, and a process that is
+    // killed leaves this provider's files in /dev/shm.
+    Provider{
+        .name = "shm",
+        .is_local = true,
+        .remark = "between processes of one host, when asked for by name"},
+};
+
+Info make_hints(const Provider& provider, const FabricWish& wish) {
+  Info hints(api().dupinfo(nullptr));
+  WEFT_CHECK(Context{}, hints != nullptr, ErrorCode::kOutOfMemory, "fi_dupinfo: no memory");
+  hints->caps = FI_MSG | FI_RMA;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->tx_attr->size = kMaxFlying;  // providers set memory aside for each
+  hints->rx_attr->size = kNumReceives;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  hints->domain_attr->threading = FI_THREAD_SAFE;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  // Freed with the hints.
+  hints->fabric_attr->prov_name = ::strdup(std::string(provider.name).c_str());
+  if (!wish.domain.empty()) {
+    hints->domain_attr->name = ::strdup(wish.domain.c_str());
+  }
+  return hints;
+}
+
+// Throws Error for what can be said better than libfabric does.
+Info query(const Provider& provider, const FabricWish& wish) {
+  const Info hints = make_hints(provider, wish);
+  const std::string address = provider.takes_address ? local_address(wish.address) : "";
+  fi_info* found = nullptr;
+  const int result = api().getinfo(
+      kApiVersion,
+      provider.takes_address ? address.c_str() : nullptr,
+      nullptr,
+      provider.takes_address ? FI_SOURCE | FI_NUMERICHOST : 0,
+      hints.get(),
+      &found
+  );
+  check_call(Context{}, provider.name, "fi_getinfo", result);
+  Info info(found);
+  WEFT_CHECK(  // not every provider minds what it is asked
+      Context{},
+      wish.domain.empty() || wish.domain == info->domain_attr->name,
+      ErrorCode::kNotAvailable,
+      "it has no domain \"{}\" (but {})",
+      wish.domain,
+      info->domain_attr->name
+  );
+  WEFT_CHECK(
+      Context{},
+      info->domain_attr->cq_data_size >= 4,
+      ErrorCode::kNotAvailable,
+      "it carries {} B of data with a write (at least 4)",
+      info->domain_attr->cq_data_size
+  );
+  return info;
+}
+
+std::string known_names() {
+  std::string names;
+  for (const Provider& provider : kProviders) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", provider.name);
+  }
+  return names;
+}
+
+// What speaks against a provider without asking libfabric.
+std::string obstacle_to(const Provider& provider, const FabricWish& wish) {
+  if (!wish.provider.empty() && wish.provider != provider.name) {
+    return fmt::format("{} is asked for", wish.provider);
+  }
+  if (provider.is_local && !wish.has_one_host) {
+    return "the ranks are on several hosts";
+  }
+  if (provider.is_local && wish.provider.empty()) {
+    return "used only when asked for by name";
+  }
+  if (provider.takes_address && !wish.has_one_host && wish.address.empty()) {
+    return "the ranks are on several hosts and WEFT_FABRIC_ADDRESS, the network to use, is not set";
+  }
+  return {};
+}
+
+// An error's text without the place in the source.
+std::string plain_text(const Error& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.rfind(" at "));
+}
+
+}  // namespace
+
+std::span<const Provider> providers() {
+  return kProviders;
+}
+
+FabricWish read_wish(const Env& env, std::string_view kind) {
+  FabricWish wish;
+  const std::string fabric(kind.empty() ? env.fabric.value_or("") : kind);
+  const size_t slash = fabric.find('/');
+  wish.provider = fabric.substr(0, slash);
+  wish.domain = slash == std::string::npos ? "" : fabric.substr(slash + 1);
+  const bool is_known =
+      wish.provider.empty() ||
+      std::any_of(kProviders.begin(), kProviders.end(), [&](const Provider& provider) {
+        return provider.name == wish.provider;
+      });
+  WEFT_CHECK_ARG(
+      Context{},
+      is_known,
+      "open(ofi): \"{}\" names no provider that is known ({})",
+      fabric,
+      known_names()
+  );
+  wish.address = env.fabric_address.value_or("");
+  wish.num_queues = env.fabric_queues;
+  return wish;
+}
+
+std::vector<Offer> list_offers(const FabricWish& wish) {
+  std::vector<Offer> offers;
+  for (const Provider& provider : kProviders) {
+    Offer offer = {.provider = &provider, .info = {}, .obstacle = obstacle_to(provider, wish)};
+    if (offer.obstacle.empty()) {
+      try {
+        offer.info = query(provider, wish);
+      } catch (const Error& error) {
+        offer.obstacle = plain_text(error);
+      }
+    }
+    offers.push_back(std::move(offer));
+  }
+  return offers;
+}
+
+std::string reason_for(const FabricWish& wish) {
+  return wish.provider.empty() ? "best of those that are usable" : "asked for by name";
+}
+
+}  // namespace weft::ofi

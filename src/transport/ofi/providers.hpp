@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// The providers of libfabric that Weft knows, and all that differs between them which libfabric
+// does not tell itself (kProviders in providers.cpp is the table). The rest, such as how memory is
+// registered, is read from fi_info.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/env.hpp"
+#include "transport/ofi/api.hpp"
+
+namespace weft::ofi {
+
+struct Provider {
+  std::string_view name;
+  // Shares memory between ranks of one host. Used when asked for by name; every rank sends a first
+  // message to every other at set-up, since one whose sender has closed crashes its receiver, and
+  // ranks of one process close together.
+  bool is_local = false;
+  // Bound to an IP address that is ours to choose.
+  bool takes_address = false;
+  // Completion level of a write that raises a signal. FI_DELIVERY_COMPLETE where only that says
+  // that an endpoint may close; FI_TRANSMIT_COMPLETE where what is sent later on the same
+  // connection arrives later, so that a delivered farewell vouches for all writes before it.
+  uint64_t write_completion = FI_DELIVERY_COMPLETE;
+  std::string_view remark;
+};
+
+// Best first.
+[[nodiscard]] std::span<const Provider> providers();
+
+// What the user asked for.
+struct FabricWish {
+  std::string provider;  // empty: the best
+  std::string domain;    // of libfabric, such as "mlx5_0"; empty: the first
+  std::string address;   // for local_address()
+  int num_queues = 1;
+  bool has_one_host = true;  // all ranks are on this host
+};
+
+// `kind` ("tcp" or "verbs/mlx5_0"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS, WEFT_FABRIC_QUEUES.
+// Throws Error (kInvalidArgument) for an unknown provider.
+[[nodiscard]] FabricWish read_wish(const Env& env, std::string_view kind);
+
+// A provider as this rank finds it.
+struct Offer {
+  const Provider* provider = nullptr;
+  Info info;             // null if there is an obstacle
+  std::string obstacle;  // why it cannot be used
+};
+
+// One for each entry of providers(), in that order; api() must have loaded.
+[[nodiscard]] std::vector<Offer> list_offers(const FabricWish& wish);
+
+// "best of those that are usable" or "asked for by WEFT_FABRIC"
+[[nodiscard]] std::string reason_for(const FabricWish& wish);
+
+}  // namespace weft::ofi

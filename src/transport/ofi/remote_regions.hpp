@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The regions of one rank that this rank has imported, by slot, and which of them their owner has
+// released. Any thread.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "transport/transport.hpp"
+
+namespace weft::ofi {
+
+class RemoteRegions {
+ public:
+  struct View {
+    uint64_t base = 0;  // what a write adds its offset to
+    uint64_t data = 0;  // the owner's own address
+    uint64_t key = 0;
+    uint64_t bytes = 0;
+    bool is_released = false;
+  };
+
+  // Empty: nothing was imported under this slot.
+  [[nodiscard]] std::optional<View> find(uint32_t slot) const;
+  // False if the owner has released this generation, as far as it has told.
+  [[nodiscard]] bool insert(const RegionRef& region);
+  void release(uint32_t slot, uint32_t generation);
+
+ private:
+  struct Entry {
+    RegionRef region;                  // generation 0: never imported
+    uint32_t released_generation = 0;  // the newest
+  };
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<uint32_t, Entry> entries_;  // by slot
+};
+
+}  // namespace weft::ofi

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ranks as processes over libfabric: the bits of the reference, several queues, domains that share
+// nothing, and a peer that is killed.
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+#include <unistd.h>
+
+#include "multirank/worlds.hpp"
+#include "support/errors.hpp"
+#include "support/run_case.hpp"
+
+namespace weft::test {
+namespace {
+
+// Set for one test; the ranks inherit it.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const char* value) : name_(name) { ::setenv(name, value, 1); }
+  ~ScopedVariable() { ::unsetenv(name_); }
+  ScopedVariable(const ScopedVariable&) = delete;
+  ScopedVariable& operator=(const ScopedVariable&) = delete;
+
+ private:
+  const char* name_;
+};
+
+class FabricProcessesTest : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    setup_.transport = GetParam();
+    setup_.num_threads = 2;
+    if (const std::string reason = obstacle(setup_.transport); !reason.empty()) {
+      GTEST_SKIP() << reason;
+    }
+  }
+
+  void expect_reference_bits(int num_ranks) {
+    setup_.num_ranks = num_ranks;
+    setup_.num_experts = 3 * num_ranks;
+    std::vector<CaseData> cases;
+    for (uint64_t seed = 600; seed < 604; ++seed) {
+      Case spec = random_case(setup_, seed);
+      spec.is_late = seed % 4 == 0;
+      cases.push_back(make_case_data(setup_, spec));
+    }
+    const std::vector<int> all_well(static_cast<size_t>(num_ranks), 0);
+    EXPECT_EQ(run_cases_on_processes(cases), all_well);
+  }
+
+  ExchangeSetup setup_;
+};
+
+TEST_P(FabricProcessesTest, GiveTheBitsOfTheReference) {
+  for (const int num_ranks : {1, 2, 4}) {
+    expect_reference_bits(num_ranks);
+  }
+}
+
+TEST_P(FabricProcessesTest, GiveTheSameBitsOverSeveralQueues) {
+  const ScopedVariable queues("WEFT_FABRIC_QUEUES", "3");
+  expect_reference_bits(3);
+}
+
+TEST_P(FabricProcessesTest, ReachOtherDomains) {
+  const ScopedVariable domains("WEFT_RANKS_PER_DOMAIN", "2");
+  expect_reference_bits(4);
+}
+
+TEST_P(FabricProcessesTest, NameAPeerThatIsKilled) {
+  setup_.num_ranks = 3;
+  setup_.num_experts = 6;
+  Case spec;
+  spec.num_tokens = {60, 32, 64};
+  const CaseData data = make_case_data(setup_, spec);
+  const auto statuses = run_forked(3, [&](Group& group) {
+    Exchange exchange(group, setup_.config());
+    static_cast<void>(run_cases(exchange, {&data, 1}));
+    group.barrier();
+    if (group.rank() == 1) {
+      ::kill(::getpid(), SIGKILL);
+    }
+    const auto thrown = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
+    const bool is_named = thrown && thrown->code == ErrorCode::kPeerFailed &&
+                          thrown->text.find("rank 1 died") != std::string::npos;
+    if (!is_named) {
+      std::cerr << "rank " << group.rank() << ": " << text_of(thrown) << "\n";
+    }
+    return is_named ? 0 : 1;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All,
+    FabricProcessesTest,
+    testing::Values("ofi:tcp", "ofi:shm"),
+    [](const testing::TestParamInfo<const char*>& param) {
+      return std::string(param.param).substr(4);
+    }
+);
+
+}  // namespace
+}  // namespace weft::test

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of transport ofi that need no fabric.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/env.hpp"
+#include "transport/ofi/address.hpp"
+#include "transport/ofi/bounce_ring.hpp"
+#include "transport/ofi/immediate.hpp"
+#include "transport/ofi/peers.hpp"
+#include "transport/ofi/providers.hpp"
+#include "transport/ofi/remote_regions.hpp"
+#include "weft/error.hpp"
+
+namespace weft::ofi {
+namespace {
+
+template <class Action>
+std::string error_of(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+RegionRef region(uint32_t slot, uint32_t generation) {
+  return {.slot = slot, .generation = generation, .bytes = 100, .cookie = {1000, 7, 2000, 0}};
+}
+
+}  // namespace
+
+TEST(OfiImmediateTest, KeepsSignalAndAmountApartInBothWidths) {
+  for (const size_t data_bytes : {size_t{4}, size_t{8}}) {
+    for (const uint32_t num_signals : {1U, 2U, 1000U, 1U << 20}) {
+      const Immediate immediate(num_signals, data_bytes);
+      for (const uint32_t signal : {0U, num_signals / 2, num_signals - 1}) {
+        for (const uint64_t amount : {uint64_t{1}, immediate.max_amount()}) {
+          const uint64_t data = immediate.encode(signal, amount);
+          EXPECT_EQ(immediate.signal(data), signal);
+          EXPECT_EQ(immediate.amount(data), amount);
+          EXPECT_TRUE(data_bytes == 8 || data >> 32 == 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(OfiImmediateTest, SaysThatTooManySignalsDoNotFit) {
+  EXPECT_EQ(Immediate(1U << 31, 4).max_amount(), 0U);
+  EXPECT_GT(Immediate(1U << 30, 4).max_amount(), 0U);
+  EXPECT_GT(Immediate(1U << 31, 8).max_amount(), 0U);
+}
+
+TEST(OfiBounceRingTest, NeverHandsOutTheSameByteTwice) {
+  constexpr uint64_t kBytes = 4096;
+  BounceRing ring(kBytes);
+  std::vector<int> owner(kBytes, 0);
+  struct Taken {
+    BounceRing::Block block;
+    uint64_t bytes;
+  };
+  std::vector<Taken> taken;
+  std::mt19937 random(5);
+  int num_taken = 0;
+  for (int step = 1; step < 20'000; ++step) {
+    const uint64_t bytes = random() % 700 + 1;
+    const auto block = ring.take(bytes);
+    if (block) {
+      EXPECT_EQ(block->offset % 64, 0U);
+      ASSERT_LE(block->offset + bytes, kBytes);
+      for (uint64_t i = 0; i < bytes; ++i) {
+        ASSERT_EQ(owner[block->offset + i], 0) << "step " << step;
+        owner[block->offset + i] = step;
+      }
+      taken.push_back({*block, bytes});
+      ++num_taken;
+    }
+    while (!taken.empty() && (!block || random() % 2 == 0)) {
+      const size_t which = random() % taken.size();
+      const Taken one = taken[which];
+      taken.erase(taken.begin() + static_cast<std::ptrdiff_t>(which));
+      std::fill_n(owner.begin() + static_cast<std::ptrdiff_t>(one.block.offset), one.bytes, 0);
+      ring.give_back(one.block.ticket);
+    }
+  }
+  EXPECT_GT(num_taken, 5000);
+}
+
+TEST(OfiBounceRingTest, IsWholeAgainWhenAllIsGivenBack) {
+  BounceRing ring(1024);
+  for (int round = 0; round < 5; ++round) {
+    const auto a = ring.take(500);
+    const auto b = ring.take(500);
+    ASSERT_TRUE(a && b);
+    EXPECT_FALSE(ring.take(1));
+    ring.give_back(b->ticket);
+    EXPECT_FALSE(ring.take(600));  // the oldest is still out
+    ring.give_back(a->ticket);
+    const auto all = ring.take(1024);
+    ASSERT_TRUE(all);
+    ring.give_back(all->ticket);
+  }
+  EXPECT_FALSE(ring.take(1025));
+}
+
+TEST(OfiRemoteRegionsTest, RefusesWhatItsOwnerReleased) {
+  RemoteRegions regions;
+  EXPECT_FALSE(regions.find(3));
+  EXPECT_TRUE(regions.insert(region(3, 1)));
+  ASSERT_TRUE(regions.find(3));
+  EXPECT_EQ(regions.find(3)->base, 1000U);
+  EXPECT_EQ(regions.find(3)->key, 7U);
+  EXPECT_EQ(regions.find(3)->data, 2000U);
+  EXPECT_FALSE(regions.find(3)->is_released);
+  regions.release(3, 1);
+  EXPECT_TRUE(regions.find(3)->is_released);
+  EXPECT_FALSE(regions.insert(region(3, 1)));
+  EXPECT_TRUE(regions.insert(region(3, 2)));
+  EXPECT_FALSE(regions.find(3)->is_released);
+  EXPECT_FALSE(regions.insert(region(4, 0)));
+}
+
+TEST(OfiRemoteRegionsTest, TakesWordsOfReleaseInAnyOrder) {
+  RemoteRegions regions;
+  regions.release(0, 2);
+  regions.release(0, 1);
+  EXPECT_FALSE(regions.find(0));
+  EXPECT_FALSE(regions.insert(region(0, 2)));
+  EXPECT_TRUE(regions.insert(region(0, 3)));
+  regions.release(0, UINT32_MAX);  // before the wrap
+  EXPECT_TRUE(regions.insert(region(0, 4)));
+}
+
+TEST(OfiPeersTest, SeesAFarewellOnceItCameOnEveryQueue) {
+  Peers peers(2, 3);
+  peers.set_same_process(1);
+  for (int queue = 0; queue < 3; ++queue) {
+    EXPECT_FALSE(peers.has_left(1));
+    peers.on_left(1);
+  }
+  EXPECT_TRUE(peers.has_left(1));
+  peers.on_failure(1, "fi_writemsg", ECONNRESET, "tcp");
+  EXPECT_FALSE(peers.has_failed(1));  // who has left may close its end
+}
+
+TEST(OfiPeersTest, TakesABrokenConnectionForADeathOnlyWhereNoProcessIsWatched) {
+  Peers peers(2, 1);
+  peers.set_same_process(1);
+  EXPECT_TRUE(peers.needs_ping(0));
+  peers.on_failure(0, "fi_writemsg", ECONNRESET, "tcp");
+  EXPECT_TRUE(peers.has_died(0));
+  EXPECT_FALSE(peers.needs_ping(0));
+  EXPECT_FALSE(peers.any_failure());
+  peers.on_failure(1, "fi_writemsg", ECONNRESET, "tcp");
+  EXPECT_FALSE(peers.has_died(1));
+  EXPECT_TRUE(peers.has_failed(1));
+  EXPECT_FALSE(peers.failure(1));  // its death may come to light in a moment
+}
+
+TEST(OfiAddressTest, BindsToLoopbackUnlessTold) {
+  EXPECT_EQ(local_address(""), "127.0.0.1");
+  EXPECT_EQ(local_address("lo"), "127.0.0.1");
+  EXPECT_EQ(local_address("127.0.0.1"), "127.0.0.1");
+  EXPECT_EQ(local_address("127.0.0.0/8"), "127.0.0.1");
+}
+
+TEST(OfiAddressTest, NamesWhatIsNoAddressOfThisHost) {
+  for (const char* wrong : {"avian0", "198.51.100.7", "198.51.100.0/24", "127.0.0.1/33", "::g"}) {
+    const std::string error = error_of([&] { static_cast<void>(local_address(wrong)); });
+    EXPECT_TRUE(contains(error, std::string("WEFT_FABRIC_ADDRESS = \"") + wrong + "\" is no"))
+        << error;
+    EXPECT_TRUE(contains(error, "lo 127.0.0.1")) << error;
+  }
+}
+
+TEST(OfiProvidersTest, ReadsWhatIsAskedFor) {
+  const Env env = Env::read([](const char* name) -> const char* {
+    const std::string text = name;
+    return text == "WEFT_FABRIC"           ? "verbs/mlx5_0"
+           : text == "WEFT_FABRIC_ADDRESS" ? "eth0"
+           : text == "WEFT_FABRIC_QUEUES"  ? "4"
+                                           : nullptr;
+  });
+  const FabricWish wish = read_wish(env, "");
+  EXPECT_EQ(wish.provider, "verbs");
+  EXPECT_EQ(wish.domain, "mlx5_0");
+  EXPECT_EQ(wish.address, "eth0");
+  EXPECT_EQ(wish.num_queues, 4);
+  EXPECT_EQ(read_wish(env, "tcp").provider, "tcp");
+  EXPECT_EQ(read_wish(env, "tcp").domain, "");
+  EXPECT_TRUE(contains(
+      error_of([&] { static_cast<void>(read_wish(env, "avian")); }),
+      "open(ofi): \"avian\" names no provider that is known (cxi, efa, verbs, tcp, shm)"
+  ));
+}
+
+TEST(OfiProvidersTest, SaysWhyEachCannotBeUsed) {
+  if (!api().obstacle.empty()) {
+    GTEST_SKIP() << api().obstacle;
+  }
+  const auto obstacle_of = [](const FabricWish& wish, std::string_view name) {
+    for (const Offer& offer : list_offers(wish)) {
+      if (offer.provider->name == name) {
+        EXPECT_EQ(offer.obstacle.empty(), offer.info != nullptr);
+        return offer.obstacle;
+      }
+    }
+    return std::string("not in the table");
+  };
+  FabricWish wish;
+  EXPECT_EQ(obstacle_of(wish, "tcp"), "");
+  EXPECT_EQ(obstacle_of(wish, "shm"), "used only when asked for by name");
+  wish.has_one_host = false;
+  EXPECT_TRUE(contains(obstacle_of(wish, "tcp"), "WEFT_FABRIC_ADDRESS"));
+  EXPECT_EQ(obstacle_of(wish, "shm"), "the ranks are on several hosts");
+  wish.address = "127.0.0.1";
+  EXPECT_EQ(obstacle_of(wish, "tcp"), "");
+  wish.provider = "shm";
+  EXPECT_EQ(obstacle_of(wish, "tcp"), "shm is asked for");
+  wish.provider = "tcp";
+  wish.domain = "avian0";
+  EXPECT_NE(obstacle_of(wish, "tcp"), "");
+}
+
+}  // namespace weft::ofi
