@@ -3,6 +3,7 @@
 // light and dark screens.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -45,8 +46,27 @@ struct HeatMap {
   double high = 0;                   // value of full colour; 0: the largest
 };
 
+// What ran when on a few lanes, each a row; colours tell groups apart.
+struct LaneBar {
+  std::string name;
+  double begin = 0;
+  double end = 0;
+  size_t group = 0;
+};
+struct LaneRow {
+  std::string name;
+  std::vector<LaneBar> bars;
+};
+struct LaneChart {
+  std::string title;
+  std::string x_label;
+  std::vector<LaneRow> lanes;
+  std::vector<std::string> groups;  // their names
+};
+
 [[nodiscard]] std::string svg(const LineChart& chart);
 [[nodiscard]] std::string svg(const BarChart& chart);
 [[nodiscard]] std::string svg(const HeatMap& chart);
+[[nodiscard]] std::string svg(const LaneChart& chart);
 
 }  // namespace weft::program

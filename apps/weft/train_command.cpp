@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // `weft train`: a small mixture-of-experts language model on any file.
 #include <CLI/CLI.hpp>
+#include <fmt/format.h>
 
 #include <memory>
 #include <string>
@@ -18,6 +19,8 @@ namespace weft::program {
 namespace {
 
 constexpr double kDefaultSeconds = 60;
+constexpr int kOverlappedMicroBatches =
+    4;  // a guess: more hide more, but compute in smaller pieces
 
 constexpr const char* kFooter =
     R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
@@ -32,6 +35,7 @@ Examples:
   weft train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
   weft train book.txt --checkpoint run.ckpt --resume --steps 1000
   weft train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
+  weft train book.txt --overlap --trace step.json    exchanges under computation; what ran when
   weft train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
   mpirun -n 4 weft train book.txt                    ranks started by a launcher)";
 
@@ -65,6 +69,30 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
       ->capture_default_str();
 }
 
+void add_overlap_options(CLI::App& app, TrainOptions& options) {
+  auto& config = options.config;
+  app.add_option("--micro-batches", config.num_micro_batches, "Parts of a step")
+      ->check(Positive())
+      ->default_str(fmt::format("1, with --overlap {}", kOverlappedMicroBatches))
+      ->group("Overlap");
+  auto* overlap = app.add_flag(
+      "--overlap",
+      config.overlap.is_on,
+      "Run the forward of a micro-batch with the backward of the one before; same results"
+  );
+  overlap->group("Overlap");
+  app.add_flag(
+         "--delay-wgrad",
+         config.overlap.delays_weight_gradients,
+         "Compute gradients of experts' weights where they hide an exchange; same results"
+  )
+      ->group("Overlap")
+      ->needs(overlap);
+  app.add_option("--trace", options.trace_path, "Write what ran when in the last step of rank 0")
+      ->group("Overlap")
+      ->needs(overlap);
+}
+
 void add_file_options(CLI::App& app, TrainOptions& options) {
   const auto add = [&](const char* name, auto& value, const char* text) {
     return app.add_option(name, value, text)->group("Files");
@@ -88,6 +116,9 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.steps == 0 && options.seconds == 0) {
     options.seconds = kDefaultSeconds;
   }
+  if (options.config.overlap.is_on && command.count("--micro-batches") == 0) {
+    options.config.num_micro_batches = kOverlappedMicroBatches;
+  }
   choose_train_device(command, options);
   if (!is_launched()) {
     try {
@@ -110,6 +141,7 @@ void add_train(CLI::App& app) {
   add_limit_options(*command, *options);
   add_model_options(*command, *options);
   add_train_device_options(*command, *options);
+  add_overlap_options(*command, *options);
   add_file_options(*command, *options);
   command->callback([command, options] { run_train(*command, *options); });
 }

@@ -23,6 +23,7 @@ struct TrainOptions {
   bool is_resumed = false;
   std::string routing_path;
   int64_t routing_every = 1;  // steps
+  std::string trace_path;
   std::string html_path;
   std::string json_path;
 };

@@ -88,6 +88,39 @@ BarChart phase_chart(const TrainRecord& record) {
   return chart;
 }
 
+// What rank 0 did in its last step.
+LaneChart lane_chart(const TrainRecord& record) {
+  LaneChart chart = {
+      fmt::format("Step {} of rank 0", record.last_step()), "ms since forward began", {}, {}};
+  for (const overlap::Lane lane : {overlap::Lane::kCompute, overlap::Lane::kExchange}) {
+    LaneRow row = {std::string(overlap::lane_name(lane)), {}};
+    for (const overlap::Span& span : record.trace().spans) {
+      const auto group = static_cast<size_t>(std::max(span.micro_batch, 0));
+      if (span.lane == lane && span.end_ns > span.begin_ns) {
+        row.bars.push_back(
+            {span.name,
+             static_cast<double>(span.begin_ns) / 1e6,
+             static_cast<double>(span.end_ns) / 1e6,
+             group}
+        );
+      }
+      while (chart.groups.size() <= group) {
+        chart.groups.push_back(fmt::format("micro-batch {}", chart.groups.size()));
+      }
+    }
+    chart.lanes.push_back(std::move(row));
+  }
+  return chart;
+}
+
+Json lanes_json(const LaneSeconds& lanes) {
+  return {
+      {"seconds", lanes.wall},
+      {"compute_seconds", lanes.compute},
+      {"exchange_seconds", lanes.exchange},
+      {"exposed_seconds", lanes.exposed}};
+}
+
 Json moved_json(const MovedBytes& moved, double limit_us) {
   Json json = {
       {"calls", std::llround(moved.calls)},
@@ -120,6 +153,9 @@ Json config_json(const TrainFacts& facts) {
       {"transport", facts.transport},
       {"dtype", dtype_name(config.dtype)},
       {"global_batch", config.global_batch},
+      {"micro_batches", config.num_micro_batches},
+      {"overlap", config.overlap.is_on},
+      {"delay_wgrad", config.overlap.delays_weight_gradients},
       {"seed", config.seed},
       {"window", model.window},
       {"hidden", model.hidden},
@@ -129,6 +165,20 @@ Json config_json(const TrainFacts& facts) {
       {"topk", model.topk},
       {"num_parameters", facts.num_parameters},
       {"num_active_parameters", facts.num_active_parameters}};
+}
+
+void add_lanes(Page& page, const TrainRecord& record) {
+  page.add_heading("What the exchange hid under");
+  page.add_figure(
+      svg(lane_chart(record)),
+      "Each bar is one piece of one micro-batch; where the exchange has a bar and the computation "
+      "has none, nothing hides it."
+  );
+  page.add_table(lane_table(record));
+  page.add_text(
+      lane_text(record) + ". The gradients and values of the parameters that every rank holds " +
+      "travel after that."
+  );
 }
 
 }  // namespace
@@ -159,6 +209,9 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds()[i];
   }
+  if (facts.config.overlap.is_on) {
+    json["lanes"] = lanes_json(record.lanes());
+  }
   for (const StepPoint& point : record.points()) {
     json["steps"].push_back(
         {{"step", point.step},
@@ -182,8 +235,12 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
   ));
   page.add_figure(svg(loss_chart(record)));
   page.add_heading("Where the time went");
+  page.add_text(phase_text(facts) + ".");
   page.add_figure(svg(phase_chart(record)), "Mean over the ranks.");
   page.add_table(phase_table(record));
+  if (facts.config.overlap.is_on) {
+    add_lanes(page, record);
+  }
   page.add_heading("What the exchange moved");
   page.add_table(exchange_table(facts, record));
   page.add_text(

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "overlap/lane_times.hpp"
+
 namespace weft::program {
 namespace {
 
@@ -37,24 +39,25 @@ void add_times(MovedBytes& sum, std::span<const RankStep> ranks, moe::Phase phas
   sum.seconds = slowest.phase_seconds[static_cast<size_t>(phase)];
 }
 
-MovedBytes dispatched(std::span<const RankStep> ranks, int64_t row_bytes) {
+// `token_bytes` of a token in one call: a call moves the tokens of one micro-batch.
+MovedBytes dispatched(std::span<const RankStep> ranks, double token_bytes) {
   MovedBytes sum;
   for (const RankStep& rank : ranks) {
     sum.wire += static_cast<double>(rank.dispatch_wire_bytes);
     sum.logical += static_cast<double>(rank.dispatch_logical_bytes);
-    sum.tokens += static_cast<double>(rank.dispatch_calls * rank.num_tokens * row_bytes);
+    sum.tokens += static_cast<double>(rank.dispatch_calls * rank.num_tokens) * token_bytes;
   }
   sum.calls = static_cast<double>(ranks.front().dispatch_calls);
   add_times(sum, ranks, moe::Phase::kDispatch);
   return sum;
 }
 
-MovedBytes combined(std::span<const RankStep> ranks, int64_t row_bytes) {
+MovedBytes combined(std::span<const RankStep> ranks, double token_bytes) {
   MovedBytes sum;
   for (const RankStep& rank : ranks) {
     sum.wire += static_cast<double>(rank.combine_wire_bytes);
     sum.logical += static_cast<double>(rank.combine_logical_bytes);
-    sum.tokens += static_cast<double>(rank.combine_calls * rank.num_tokens * row_bytes);
+    sum.tokens += static_cast<double>(rank.combine_calls * rank.num_tokens) * token_bytes;
   }
   sum.calls = static_cast<double>(ranks.front().combine_calls);
   add_times(sum, ranks, moe::Phase::kCombine);
@@ -63,10 +66,21 @@ MovedBytes combined(std::span<const RankStep> ranks, int64_t row_bytes) {
 
 }  // namespace
 
+LaneSeconds LaneSeconds::from(const overlap::Trace& trace) {
+  const overlap::LaneTimes times = overlap::lane_times(trace);
+  const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / 1e9; };
+  return {
+      seconds(times.wall_ns),
+      seconds(times.busy_ns[overlap::lane_idx(overlap::Lane::kCompute)]),
+      seconds(times.busy_ns[overlap::lane_idx(overlap::Lane::kExchange)]),
+      seconds(times.exposed_ns)};
+}
+
 RankStep RankStep::from(const moe::StepReport& report) {
   RankStep step;
   step.phase_seconds = report.phase_seconds;
   step.seconds = report.seconds;
+  step.lanes = LaneSeconds::from(report.trace);
   step.num_tokens = report.num_tokens;
   step.dispatch_calls = report.dispatch.calls;
   step.dispatch_wire_bytes = report.dispatch.wire_bytes;
@@ -96,19 +110,28 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   point.loss = report.loss;
   point.balance_loss = report.balance_loss;
   point.routes.assign(report.routes.begin(), report.routes.end());
+  const double part = 1.0 / static_cast<double>(ranks.size());
   for (const RankStep& rank : ranks) {
     point.seconds = std::max(point.seconds, rank.seconds);
+    rank_seconds_ += rank.seconds * part;
     for (size_t i = 0; i < moe::kNumPhases; ++i) {
-      phase_seconds_[i] += rank.phase_seconds[i] / static_cast<double>(ranks.size());
+      phase_seconds_[i] += rank.phase_seconds[i] * part;
     }
+    lanes_.wall += rank.lanes.wall * part;
+    lanes_.compute += rank.lanes.compute * part;
+    lanes_.exchange += rank.lanes.exchange * part;
+    lanes_.exposed += rank.lanes.exposed * part;
   }
+  trace_ = report.trace;
   seconds_ += point.seconds;
   wait_seconds_ = 0;
   for (const RankStep& rank : ranks) {
     wait_seconds_ += rank.wait_seconds / static_cast<double>(ranks.size());
   }
-  dispatch_ += dispatched(ranks, row_bytes_);
-  combine_ += combined(ranks, row_bytes_);
+  const double token_bytes =
+      static_cast<double>(row_bytes_) / static_cast<double>(num_micro_batches_);
+  dispatch_ += dispatched(ranks, token_bytes);
+  combine_ += combined(ranks, token_bytes);
 
   recent_.push_back(report.loss);
   if (recent_.size() > kRecentSteps) {

@@ -9,13 +9,25 @@
 #include <vector>
 
 #include "moe/trainer.hpp"
+#include "overlap/trace.hpp"
 
 namespace weft::program {
+
+// Forward and backward of overlapped steps; nothing without overlap.
+struct LaneSeconds {
+  double wall = 0;      // from the first begin to the last end
+  double compute = 0;   // the lane was busy
+  double exchange = 0;  // the same
+  double exposed = 0;   // the exchange lane was busy, the compute lane not
+
+  static LaneSeconds from(const overlap::Trace& trace);
+};
 
 // What every rank tells of a step; trivially copyable, travels between ranks.
 struct RankStep {
   std::array<double, moe::kNumPhases> phase_seconds = {};
   double seconds = 0;
+  LaneSeconds lanes = {};
   int64_t num_tokens = 0;
   int64_t dispatch_calls = 0;
   int64_t dispatch_wire_bytes = 0;
@@ -53,8 +65,8 @@ struct StepPoint {
 class TrainRecord {
  public:
   // `row_bytes`: of a token that travels.
-  TrainRecord(const moe::ModelConfig& model, int64_t row_bytes)
-      : model_(model), row_bytes_(row_bytes) {}
+  TrainRecord(const moe::TrainConfig& config, int64_t row_bytes)
+      : model_(config.model), num_micro_batches_(config.num_micro_batches), row_bytes_(row_bytes) {}
 
   void add(const moe::StepReport& report, std::span<const RankStep> ranks);
 
@@ -65,10 +77,15 @@ class TrainRecord {
   [[nodiscard]] int64_t last_step() const { return last_step_; }
   [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }  // of all ranks and steps
   [[nodiscard]] double seconds() const { return seconds_; }  // of the slowest rank of each step
+  [[nodiscard]] double rank_seconds() const { return rank_seconds_; }  // mean over the ranks
   // Mean over the ranks, sum over the steps.
   [[nodiscard]] const std::array<double, moe::kNumPhases>& phase_seconds() const {
     return phase_seconds_;
   }
+  // The same of the lanes.
+  [[nodiscard]] const LaneSeconds& lanes() const { return lanes_; }
+  // The last step of this rank; empty without overlap.
+  [[nodiscard]] const overlap::Trace& trace() const { return trace_; }
   [[nodiscard]] const MovedBytes& dispatch() const { return dispatch_; }
   [[nodiscard]] const MovedBytes& combine() const { return combine_; }
   // Mean over the ranks of what they waited, at least, in plan, dispatch and combine.
@@ -82,6 +99,7 @@ class TrainRecord {
   void merge_neighbours();
 
   moe::ModelConfig model_;
+  int64_t num_micro_batches_;
   int64_t row_bytes_;
   int64_t steps_per_point_ = 1;
   std::vector<StepPoint> points_;
@@ -91,6 +109,9 @@ class TrainRecord {
   int64_t num_tokens_ = 0;
   double seconds_ = 0;
   std::array<double, moe::kNumPhases> phase_seconds_ = {};
+  double rank_seconds_ = 0;
+  LaneSeconds lanes_;
+  overlap::Trace trace_;
   double wait_seconds_ = 0;
   MovedBytes dispatch_;
   MovedBytes combine_;

@@ -19,6 +19,19 @@ double percent(double part, double whole) {
   return whole > 0 ? 100 * part / whole : 0;
 }
 
+// Nothing to say of one.
+std::string micro_batch_text(const moe::TrainConfig& config) {
+  if (config.num_micro_batches == 1) {
+    return {};
+  }
+  return fmt::format(
+      " in {} micro-batches{}{}",
+      config.num_micro_batches,
+      config.overlap.is_on ? " that overlap" : "",
+      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : ""
+  );
+}
+
 struct ExchangeLine {
   const char* op;
   const MovedBytes* moved;
@@ -55,7 +68,7 @@ std::string train_headline(const TrainFacts& facts) {
   return fmt::format(
       "{} ({}): {} parameters, {} met by a token\n"
       "{} blocks of {} experts, top-{}, hidden {}, expert hidden {}, window {}\n"
-      "{} ranks{} over {}, {} tokens a step, {}, seed {}\n",
+      "{} ranks{} over {}, {} tokens a step{}, {}, seed {}\n",
       facts.text_path,
       bytes_text(static_cast<double>(facts.text_bytes)),
       count_text(facts.num_parameters),
@@ -70,6 +83,7 @@ std::string train_headline(const TrainFacts& facts) {
       facts.num_gpus > 0 ? fmt::format(" on {} GPUs", facts.num_gpus) : "",
       facts.transport,
       count_text(config.global_batch),
+      micro_batch_text(config),
       dtype_name(config.dtype),
       config.seed
   );
@@ -103,10 +117,7 @@ Table loss_table(const TrainRecord& record) {
 
 Table phase_table(const TrainRecord& record) {
   Table table({"phase", "time", "share", "per step"});
-  double sum = 0;
-  for (const double seconds : record.phase_seconds()) {
-    sum += seconds;
-  }
+  const double sum = record.rank_seconds();
   const auto num_steps = static_cast<double>(std::max<int64_t>(record.num_steps(), 1));
   const auto add = [&](std::string_view name, double seconds) {
     table.add_row(
@@ -144,6 +155,40 @@ Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
   add_exchange_row(table, {"dispatch", &dispatch, limit(dispatch_limit_us, dispatch)});
   add_exchange_row(table, {"combine", &combine, limit(combine_limit_us, combine)});
   return table;
+}
+
+std::string phase_text(const TrainFacts& facts) {
+  return facts.config.overlap.is_on ? "Where the time went, mean over the ranks; lanes work at the "
+                                      "same time, so the parts are more than all"
+                                    : "Where the time went, mean over the ranks";
+}
+
+Table lane_table(const TrainRecord& record) {
+  Table table({"lane", "busy", "share of the steps", "per step"});
+  const LaneSeconds& lanes = record.lanes();
+  const auto num_steps = static_cast<double>(std::max<int64_t>(record.num_steps(), 1));
+  const auto add = [&](const char* name, double seconds) {
+    table.add_row(
+        {name,
+         seconds_text(seconds),
+         fmt::format("{:.1f} %", percent(seconds, record.rank_seconds())),
+         seconds_text(seconds / num_steps)}
+    );
+  };
+  add("compute", lanes.compute);
+  add("exchange", lanes.exchange);
+  add("exchange alone", lanes.exposed);
+  return table;
+}
+
+std::string lane_text(const TrainRecord& record) {
+  const LaneSeconds& lanes = record.lanes();
+  return fmt::format(
+      "Forward and backward took {} on two lanes; {:.1f} % of the exchange had no computation "
+      "beside it",
+      seconds_text(lanes.wall),
+      percent(lanes.exposed, lanes.exchange)
+  );
 }
 
 std::string wait_text(const TrainRecord& record) {

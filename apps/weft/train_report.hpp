@@ -32,6 +32,11 @@ struct TrainFacts {
 [[nodiscard]] std::string train_headline(const TrainFacts& facts);
 [[nodiscard]] Table loss_table(const TrainRecord& record);
 [[nodiscard]] Table phase_table(const TrainRecord& record);
+// Of overlapped steps: how long each lane worked, and how much of the exchange nothing hid.
+[[nodiscard]] Table lane_table(const TrainRecord& record);
+// What the two tables say, before them and between them.
+[[nodiscard]] std::string phase_text(const TrainFacts& facts);
+[[nodiscard]] std::string lane_text(const TrainRecord& record);
 [[nodiscard]] Table exchange_table(const TrainFacts& facts, const TrainRecord& record);
 // How long ranks waited for each other, in a sentence.
 [[nodiscard]] std::string wait_text(const TrainRecord& record);

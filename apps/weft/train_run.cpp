@@ -46,7 +46,7 @@ class TrainRun {
         stop_(stop),
         is_speaker_(group.rank() == 0),
         trainer_(group, config_of_rank(options, group.rank()), text),
-        record_(options.config.model, token_row_bytes(options.config)),
+        record_(options.config, token_row_bytes(options.config)),
         progress_("train", is_speaker_) {
     if (options.is_resumed) {
       trainer_.resume(options.checkpoint_path);
@@ -180,6 +180,9 @@ class TrainRun {
   }
 
   void write_reports() const {
+    if (!options_.trace_path.empty()) {
+      overlap::write_trace(options_.trace_path, record_.trace());
+    }
     if (!options_.html_path.empty()) {
       train_page(facts_, record_).save(options_.html_path);
     }
@@ -202,16 +205,25 @@ class TrainRun {
     group_.barrier();
   }
 
+  [[nodiscard]] std::string lanes_text() const {
+    if (!options_.config.overlap.is_on) {
+      return {};
+    }
+    return fmt::format("{}\n{}\n", lane_text(record_), lane_table(record_).text());
+  }
+
   void print_result() const {
     if (record_.num_steps() == 0) {
       fmt::print("Nothing to do: {} steps are done already\n", trainer_.steps_done());
       return;
     }
     fmt::print(
-        "\n{}\nWhere the time went, mean over the ranks\n{}\n"
+        "\n{}\n{}\n{}\n{}"
         "What the exchange moved, all ranks together{}\n{}{}\n\n{}\n",
         loss_table(record_).text(),
+        phase_text(facts_),
         phase_table(record_).text(),
+        lanes_text(),
         is_on_gpu() ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts_.rates.scatter),
         exchange_table(facts_, record_).text(),
         wait_text(record_),
@@ -227,6 +239,7 @@ class TrainRun {
     for (const auto& [what, path] :
          {std::pair{"Checkpoint", &options_.checkpoint_path},
           std::pair{"Routing", &options_.routing_path},
+          std::pair{"Trace", &options_.trace_path},
           std::pair{"Report", &options_.html_path},
           std::pair{"Numbers", &options_.json_path}}) {
       if (!path->empty()) {

@@ -30,6 +30,19 @@ Shards make_shards(int64_t global_batch, int64_t rank, int64_t num_ranks) {
   return shards;
 }
 
+std::vector<MicroBatch> make_micro_batches(
+    int64_t global_batch, int64_t num_micro_batches, int64_t rank, int64_t num_ranks
+) {
+  std::vector<MicroBatch> made;
+  for (int64_t nth = 0; nth < num_micro_batches; ++nth) {
+    const int64_t begin = global_batch * nth / num_micro_batches;
+    const int64_t size = global_batch * (nth + 1) / num_micro_batches - begin;
+    const Range own = tokens_of_rank(size, rank, num_ranks);
+    made.push_back({{begin + own.begin, begin + own.end}, make_shards(size, rank, num_ranks)});
+  }
+  return made;
+}
+
 void BatchSource::draw(int64_t step, Range tokens, Batch& batch) const {
   const auto count = static_cast<size_t>(tokens.size());
   batch.windows.resize(count * window_);

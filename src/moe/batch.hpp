@@ -19,6 +19,18 @@ namespace weft::moe {
 // A rank's shards as ranges of its own tokens.
 [[nodiscard]] Shards make_shards(int64_t global_batch, int64_t rank, int64_t num_ranks);
 
+// One rank's part of a micro-batch: a run of the global batch is shared out as a whole one would
+// be.
+struct MicroBatch {
+  Range tokens;   // of the global batch
+  Shards shards;  // as ranges of these tokens
+};
+// All of a step, in order. Their gradients are added in this order to those of the shards, so that
+// every sum has one order for any number of ranks.
+[[nodiscard]] std::vector<MicroBatch> make_micro_batches(
+    int64_t global_batch, int64_t num_micro_batches, int64_t rank, int64_t num_ranks
+);
+
 struct Batch {
   std::vector<std::byte> windows;  // [num_tokens, window]
   std::vector<std::byte> targets;  // [num_tokens] the byte after each window

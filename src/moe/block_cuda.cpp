@@ -7,8 +7,13 @@
 
 namespace weft::moe {
 
-DeviceBlock::DeviceBlock(GpuRank& rank, const BlockLayout& layout, const DeviceMemory& memory)
+using overlap::Lane;
+
+DeviceBlock::DeviceBlock(
+    GpuRank& rank, DeviceTokens& tokens, const BlockLayout& layout, const DeviceMemory& memory
+)
     : rank_(&rank),
+      tokens_(&tokens),
       gain_(memory.replicated.at(layout.norm)),
       router_weight_(memory.replicated.at(layout.router)),
       experts_(
@@ -20,7 +25,7 @@ DeviceBlock::DeviceBlock(GpuRank& rank, const BlockLayout& layout, const DeviceM
           rank.config().hidden,
           rank.config().expert_hidden
       ) {
-  const auto num_tokens = static_cast<size_t>(rank.num_tokens());
+  const auto num_tokens = static_cast<size_t>(tokens.num_tokens);
   const auto num_experts = static_cast<size_t>(rank.config().num_experts);
   const size_t num_routes = num_tokens * static_cast<size_t>(rank.config().topk);
   const size_t num_elements = num_tokens * static_cast<size_t>(rank.config().hidden);
@@ -34,82 +39,103 @@ DeviceBlock::DeviceBlock(GpuRank& rank, const BlockLayout& layout, const DeviceM
   host_prob_sums_.resize(num_experts);
 }
 
-void DeviceBlock::forward(float* x) {
-  DeviceScratch& scratch = rank_->scratch();
-  rank_->start(Phase::kDense);
+void DeviceBlock::pre_dispatch(const DeviceArray<float>& x) {
+  rank_->start(Lane::kCompute, Phase::kDense);
   WEFT_CUDA(
       Context{},
       cudaMemcpyAsync(
-          x_.data(), x, x_.size() * sizeof(float), cudaMemcpyDeviceToDevice, rank_->stream()
+          x_.data(), x.data(), x_.size() * sizeof(float), cudaMemcpyDeviceToDevice, rank_->stream()
       )
   );
   rmsnorm_forward_cuda(norm(), normed_.data(), rank_->stream());
-
-  rank_->start(Phase::kRoute);
+  rank_->start(Lane::kCompute, Phase::kRoute);
   route();
-
-  rank_->start(Phase::kPlan);
-  plan_.reset();  // so that its memory serves the next
-  plan_ = rank_->plan(topk_idx_.data());
-  rank_->start(Phase::kRoute);
-  balance();
-  const auto num_rows = static_cast<size_t>(plan().num_rows());
-  row_weights_.resize(num_rows);
-  scratch.expert_out.resize(num_rows * static_cast<size_t>(rank_->config().hidden));
-
-  rank_->start(Phase::kDispatch);
-  rows_ = rank_->dispatch(*plan_, normed_.data(), weights_.data(), row_weights_.data());
-
-  rank_->start(Phase::kExperts);
-  experts_.forward(expert_rows(), scratch.expert_out.data());
-
-  rank_->start(Phase::kCombine);
-  rank_->combine(*plan_, scratch.expert_out.data(), nullptr, scratch.tokens.data(), nullptr);
-
-  rank_->start(Phase::kDense);
-  add_cuda(scratch.tokens.data(), x, static_cast<int64_t>(x_.size()), rank_->stream());
 }
 
-void DeviceBlock::backward(float* grad_x) {
-  DeviceScratch& scratch = rank_->scratch();
-  const auto num_rows = static_cast<size_t>(plan().num_rows());
-  rank_->start(Phase::kDispatch);
-  to_bf16_cuda(grad_x, scratch.tokens.data(), static_cast<int64_t>(x_.size()), rank_->stream());
-  const Buffer grad_out = rank_->dispatch(*plan_, scratch.tokens.data(), nullptr, nullptr);
+void DeviceBlock::moe_dispatch() {
+  rank_->start(Lane::kExchange, Phase::kPlan);
+  plan_.reset();  // so that its memory serves the next
+  plan_ = rank_->plan(tokens_->num_tokens, topk_idx_.data());
+  row_weights_.resize(num_rows());
 
-  rank_->start(Phase::kExperts);
-  scratch.expert_out.resize(num_rows * static_cast<size_t>(rank_->config().hidden));
-  scratch.row_grads.resize(num_rows);
-  experts_.backward(
-      expert_rows(),
-      reinterpret_cast<const uint16_t*>(grad_out.tensor().data),
-      scratch.expert_out.data(),
-      scratch.row_grads.data()
-  );
-
-  rank_->start(Phase::kCombine);
+  rank_->start(Lane::kExchange, Phase::kDispatch);
   rows_ = {};
+  rows_ = rank_->dispatch(*plan_, normed_.data(), weights_.data(), row_weights_.data());
+}
+
+void DeviceBlock::mlp() {
+  rank_->start(Lane::kCompute, Phase::kRoute);
+  balance();
+  rank_->start(Lane::kCompute, Phase::kExperts);
+  tokens_->expert_out.resize(num_rows() * static_cast<size_t>(rank_->config().hidden));
+  experts_.forward(expert_rows(), tokens_->expert_out.data());
+}
+
+void DeviceBlock::moe_combine(DeviceArray<float>& x) {
+  rank_->start(Lane::kExchange, Phase::kCombine);
+  rank_->combine(*plan_, tokens_->expert_out.data(), nullptr, tokens_->tokens.data(), nullptr);
+  rank_->start(Lane::kExchange, Phase::kDense);
+  add_cuda(
+      tokens_->tokens.data(),
+      x.data(),
+      static_cast<int64_t>(x_.size()),
+      rank_->stream(Lane::kExchange)
+  );
+}
+
+void DeviceBlock::moe_combine_backward(const DeviceArray<float>& grad_x) {
+  rank_->start(Lane::kExchange, Phase::kDispatch);
+  to_bf16_cuda(
+      grad_x.data(),
+      tokens_->tokens.data(),
+      static_cast<int64_t>(x_.size()),
+      rank_->stream(Lane::kExchange)
+  );
+  // The block after this one has used them: its last piece came before this one.
+  tokens_->grad_rows = {};
+  tokens_->grad_rows = rank_->dispatch(*plan_, tokens_->tokens.data(), nullptr, nullptr);
+}
+
+void DeviceBlock::mlp_backward() {
+  rank_->start(Lane::kCompute, Phase::kExperts);
+  tokens_->expert_out.resize(num_rows() * static_cast<size_t>(rank_->config().hidden));
+  tokens_->row_grads.resize(num_rows());
+  experts_.backward(
+      expert_rows(), grad_rows(), tokens_->expert_out.data(), tokens_->row_grads.data()
+  );
+}
+
+void DeviceBlock::mlp_weight_gradient() {
+  rank_->start(Lane::kCompute, Phase::kExperts);
+  experts_.add_weight_gradients(expert_rows(), grad_rows());
+}
+
+void DeviceBlock::moe_dispatch_backward() {
+  rank_->start(Lane::kExchange, Phase::kCombine);
   rank_->combine(
       *plan_,
-      scratch.expert_out.data(),
-      scratch.row_grads.data(),
-      scratch.tokens.data(),
-      scratch.grad_weights.data()
+      tokens_->expert_out.data(),
+      tokens_->row_grads.data(),
+      tokens_->tokens.data(),
+      tokens_->grad_weights.data()
   );
+}
 
-  rank_->start(Phase::kRoute);
+void DeviceBlock::pre_dispatch_backward(DeviceArray<float>& grad_x) {
+  DeviceScratch& scratch = rank_->scratch();
+  rank_->start(Lane::kCompute, Phase::kRoute);
   route_backward();
-
-  rank_->start(Phase::kDense);
+  rank_->start(Lane::kCompute, Phase::kDense);
   rmsnorm_backward_cuda(
-      norm(), scratch.grad_normed.data(), grad_x, scratch.gain_terms.data(), rank_->stream()
+      norm(), scratch.grad_normed.data(), grad_x.data(), scratch.gain_terms.data(), rank_->stream()
   );
   column_sums_cuda(
       {scratch.gain_terms.data(),
-       rank_->num_tokens(),
+       tokens_->num_tokens,
        rank_->config().hidden,
        scratch.sum_parts.data(),
-       gain_.grad},
+       gain_.grad,
+       tokens_->adds_grads},
       rank_->stream()
   );
 }
@@ -117,7 +143,7 @@ void DeviceBlock::backward(float* grad_x) {
 void DeviceBlock::route() {
   const ModelConfig& model = rank_->config();
   rank_->linear().forward(
-      {rank_->num_tokens(), model.hidden, model.num_experts},
+      {tokens_->num_tokens, model.hidden, model.num_experts},
       normed_.data(),
       router_weight_.rounded,
       probs_.data()
@@ -130,13 +156,12 @@ void DeviceBlock::balance() {
   const ModelConfig& model = rank_->config();
   column_sums_cuda(
       {probs_.data(),
-       rank_->num_tokens(),
+       tokens_->num_tokens,
        model.num_experts,
        rank_->scratch().sum_parts.data(),
        prob_sums_.data()},
       rank_->stream()
   );
-  prob_sums_.download(host_prob_sums_, rank_->stream());
   const Matrix no_tokens(0, model.num_experts);
   balance_grads_ =
       balance_loss(no_tokens, plan().global_routes_per_expert(), rank_->context().global_tokens)
@@ -146,19 +171,23 @@ void DeviceBlock::balance() {
   grad_probs_.upload(host_prob_grads_, rank_->stream());
 }
 
+void DeviceBlock::finish() {
+  prob_sums_.download(host_prob_sums_, rank_->stream());
+}
+
 void DeviceBlock::route_backward() {
   DeviceScratch& scratch = rank_->scratch();
   const ModelConfig& model = rank_->config();
-  const DeviceLinear::Shape shape = {rank_->num_tokens(), model.hidden, model.num_experts};
+  const DeviceLinear::Shape shape = {tokens_->num_tokens, model.hidden, model.num_experts};
   router_backward_cuda(
       router(),
-      scratch.grad_weights.data(),
+      tokens_->grad_weights.data(),
       grad_probs_.data(),
       scratch.grad_logits.data(),
       rank_->stream()
   );
   to_float_cuda(
-      scratch.tokens.data(),
+      tokens_->tokens.data(),
       scratch.grad_normed.data(),
       static_cast<int64_t>(x_.size()),
       rank_->stream()
@@ -172,12 +201,12 @@ void DeviceBlock::route_backward() {
 }
 
 NormShape DeviceBlock::norm() {
-  return {rank_->num_tokens(), rank_->config().hidden, x_.data(), gain_.value, inverse_rms_.data()};
+  return {tokens_->num_tokens, rank_->config().hidden, x_.data(), gain_.value, inverse_rms_.data()};
 }
 
 RouterShape DeviceBlock::router() {
   return {
-      rank_->num_tokens(),
+      tokens_->num_tokens,
       rank_->config().num_experts,
       rank_->config().topk,
       probs_.data(),
@@ -190,6 +219,10 @@ DeviceExpertRows DeviceBlock::expert_rows() const {
       reinterpret_cast<const uint16_t*>(rows_.tensor().data),
       row_weights_.data(),
       plan().padded_rows_per_expert()};
+}
+
+const uint16_t* DeviceBlock::grad_rows() const {
+  return reinterpret_cast<const uint16_t*>(tokens_->grad_rows.tensor().data);
 }
 
 double DeviceBlock::balance_share() const {

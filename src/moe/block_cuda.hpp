@@ -17,12 +17,27 @@ namespace weft::moe {
 
 class DeviceBlock {
  public:
-  DeviceBlock(GpuRank& rank, const BlockLayout& layout, const DeviceMemory& memory);
+  // For the tokens of one micro-batch, which outlive it.
+  DeviceBlock(
+      GpuRank& rank, DeviceTokens& tokens, const BlockLayout& layout, const DeviceMemory& memory
+  );
 
-  // Collective. x [num_tokens, hidden].
-  void forward(float* x);
-  // Collective, after forward. In: the gradient for what forward left in x; out: for what it found.
-  void backward(float* grad_x);
+  // The pieces of forward and backward, as MoeBlock has them; each queues its work on the stream of
+  // its lane. x [num_tokens, hidden]: tokens in the forward, their gradients in the backward.
+  void pre_dispatch(const DeviceArray<float>& x);
+  void moe_dispatch();
+  void mlp();
+  void moe_combine(DeviceArray<float>& x);
+  void moe_combine_backward(const DeviceArray<float>& grad_x);
+  void mlp_backward();
+  void mlp_weight_gradient();
+  void moe_dispatch_backward();
+  void pre_dispatch_backward(DeviceArray<float>& grad_x);
+
+  // The streams are through: fetches what balance_share() needs.
+  void finish();
+  // The streams are through and no backward will come.
+  void release() { rows_ = {}; }
 
   // Of the last forward; all but the plan once the stream is through.
   [[nodiscard]] const Plan& plan() const { return plan_->plan; }
@@ -34,11 +49,14 @@ class DeviceBlock {
   [[nodiscard]] NormShape norm();
   [[nodiscard]] RouterShape router();
   [[nodiscard]] DeviceExpertRows expert_rows() const;
+  [[nodiscard]] const uint16_t* grad_rows() const;
+  [[nodiscard]] size_t num_rows() const { return static_cast<size_t>(plan().num_rows()); }
   void route();
   void balance();
   void route_backward();
 
   GpuRank* rank_;
+  DeviceTokens* tokens_;
   DeviceParameter gain_;           // [hidden]
   DeviceParameter router_weight_;  // [num_experts, hidden]
   DeviceExperts experts_;
@@ -51,7 +69,8 @@ class DeviceBlock {
   DeviceArray<int32_t> topk_idx_;   // [num_tokens, topk]
   DeviceArray<float> weights_;      // [num_tokens, topk]
   std::optional<CountedPlan> plan_;
-  Buffer rows_;                     // [num_rows, hidden] as they arrived
+  // [num_rows, hidden] as they arrived. Kept until the next ones come: by then no stream uses them.
+  Buffer rows_;
   DeviceArray<float> row_weights_;  // [num_rows]
   DeviceArray<float> grad_probs_;   // [num_experts] of the balancing loss, weighted
   DeviceArray<float> prob_sums_;    // [num_experts] over the tokens

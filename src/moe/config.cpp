@@ -40,6 +40,27 @@ void check_model(const ModelConfig& model, const Context& context, int num_ranks
   );
 }
 
+void check_micro_batches(const TrainConfig& config, const Context& context) {
+  check_at_least(context, "num_micro_batches", config.num_micro_batches, 1);
+  WEFT_CHECK_ARG(
+      context,
+      config.num_micro_batches <= config.global_batch,
+      "train: num_micro_batches = {} (at most global_batch, {})",
+      config.num_micro_batches,
+      config.global_batch
+  );
+  WEFT_CHECK_ARG(
+      context,
+      config.num_micro_batches > 1 || !config.overlap.is_on,
+      "train: num_micro_batches = 1 with overlap (at least 2: one computes while another travels)"
+  );
+  WEFT_CHECK_ARG(
+      context,
+      config.overlap.is_on || !config.overlap.delays_weight_gradients,
+      "train: delayed weight gradients without overlap (there is nothing they could hide)"
+  );
+}
+
 }  // namespace
 
 float learning_rate_at(const TrainConfig& config, int64_t step) {
@@ -72,6 +93,8 @@ uint64_t signature(const TrainConfig& config) {
         whole(model.topk),
         real(model.balance_weight),
         whole(config.global_batch),
+        whole(config.num_micro_batches),
+        whole(config.overlap.is_on ? 1 : 0),  // the order in which ranks call each other
         config.seed,
         whole(static_cast<int64_t>(config.dtype)),
         whole(static_cast<int64_t>(config.device.kind)),
@@ -98,6 +121,7 @@ void validate(const TrainConfig& config, int rank, int num_ranks) {
   );
   check_model(config.model, context, num_ranks);
   check_at_least(context, "global_batch", config.global_batch, 1);
+  check_micro_batches(config, context);
   check_at_least(context, "warmup_steps", config.warmup_steps, 0);
   check_at_least(context, "decay_steps", config.decay_steps, 0);
   WEFT_CHECK_ARG(

@@ -2,7 +2,7 @@
 // Sizes and settings of the byte-level language model and its training.
 //
 // Purpose of this folder: a small mixture-of-experts model that shows how the library is used. May
-// include: the public headers and core. May not include: anything else.
+// include: the public headers, core and overlap. May not include: anything else.
 #pragma once
 
 #include <chrono>
@@ -25,9 +25,17 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
+// Which of the micro-batches of a step run at the same time. The results are the same.
+struct OverlapConfig {
+  bool is_on = false;  // the forward of one runs with the backward of the one before it
+  bool delays_weight_gradients = false;  // of experts: behind those that the exchange waits for
+};
+
 struct TrainConfig {
   ModelConfig model = {};
   int64_t global_batch = 1024;  // tokens of all ranks in one step; any number of ranks shares them
+  int num_micro_batches = 1;    // parts of it, whose gradients are summed in their order
+  OverlapConfig overlap = {};
   uint64_t seed = 1;
   DType dtype = DType::kFloat32;  // of the rows that travel: kFloat32, or kBFloat16 as on any GPU
   Device device = {};             // where tokens meet the model; the same kind on every rank
@@ -48,7 +56,8 @@ struct TrainConfig {
 // Learning rate of step `step` (from 0).
 [[nodiscard]] float learning_rate_at(const TrainConfig& config, int64_t step);
 
-// A number that two configurations share if every field that changes the result is equal.
+// A number that two configurations share if every field is equal that changes the result, or the
+// order of the calls that ranks make together.
 [[nodiscard]] uint64_t signature(const TrainConfig& config);
 
 // Throws Error (kInvalidArgument) naming the field, its value and its bound.

@@ -10,21 +10,17 @@
 #include <span>
 
 #include "moe/adamw.hpp"
-#include "moe/model.hpp"
+#include "moe/batch.hpp"
 #include "moe/parameters.hpp"
+#include "moe/step_model.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
 
-class DeviceModel {
+// Its forward_backward() writes the gradients of the replicated parameters to the host, as of one
+// shard, and keeps those of the experts.
+class DeviceModel : public StepModel {
  public:
-  virtual ~DeviceModel() = default;
-  DeviceModel(const DeviceModel&) = delete;
-  DeviceModel& operator=(const DeviceModel&) = delete;
-
-  // Collective. As Model::forward_backward: writes the gradients of the replicated parameters to
-  // the host, as of one shard, and keeps those of the experts.
-  virtual LossShare forward_backward(const Batch& batch) = 0;
   virtual void update_experts(const AdamStep& step) = 0;
 
   // The host's replicated values are new.
@@ -32,20 +28,14 @@ class DeviceModel {
   // Experts' values and moments from, or to, the host's memory.
   virtual void load_experts() = 0;
   virtual void store_experts() = 0;
-
-  // Of the last forward_backward; the spans, in host memory, until the next.
-  [[nodiscard]] virtual const Plan& plan(int block) const = 0;
-  [[nodiscard]] virtual std::span<const int32_t> topk_idx(int block) = 0;
-  [[nodiscard]] virtual std::span<const float> weights(int block) = 0;
-
- protected:
-  DeviceModel() = default;
 };
 
 // All of it must outlive the model.
 struct DeviceModelParts {
   const Group& group;
   MoeContext& context;  // its exchange decides which GPU
+  std::span<const MicroBatch> micro_batches;
+  OverlapConfig overlap;
   const ModelLayout& layout;
   ModelMemory memory;  // of the host
   AdamMoments& expert_moments;

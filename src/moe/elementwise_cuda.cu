@@ -51,7 +51,7 @@ __global__ void add_parts_kernel(ColumnSums call) {
   for (int64_t part = 0; part < kSumParts; ++part) {
     sum += call.scratch[part * call.cols + col];
   }
-  call.sums[col] = sum;
+  call.sums[col] = call.adds ? call.sums[col] + sum : sum;
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ __global__ void embed_backward_kernel(
         sum += grad_x[token * shape.hidden + h];
       }
     }
-    grad[h] = sum;
+    grad[h] = shape.adds ? grad[h] + sum : sum;
   }
 }
 

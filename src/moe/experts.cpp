@@ -86,7 +86,6 @@ void Experts::backward(
     const int64_t count = rows.rows_per_expert[e];
     const ConstRows gy = slice(grad_y, begin, count);
     const Rows grad_gate_up = slice(rows_of(grad_gate_up_), begin, count);
-    linear_backward_weight(gy, slice(active_, begin, count), expert_out(out_.grad, e).data());
     linear_backward_input(
         gy, expert_out(out_.value, e).data(), slice(rows_of(grad_active_), begin, count)
     );
@@ -96,11 +95,24 @@ void Experts::backward(
           gate_up_.row(i), rows.weight[row], inner_, grad_active_.row(i), grad_gate_up_.row(i)
       );
     }
-    linear_backward_weight(
-        grad_gate_up, slice(rows.x, begin, count), expert_in(in_.grad, e).data()
-    );
     linear_backward_input(
         grad_gate_up, expert_in(in_.value, e).data(), slice(rows_of(grad_x), begin, count)
+    );
+    begin += count;
+  }
+}
+
+void Experts::add_weight_gradients(const ExpertRows& rows, ConstRows grad_y) {
+  int64_t begin = 0;
+  for (size_t e = 0; e < rows.rows_per_expert.size(); ++e) {
+    const int64_t count = rows.rows_per_expert[e];
+    linear_backward_weight(
+        slice(grad_y, begin, count), slice(active_, begin, count), expert_out(out_.grad, e).data()
+    );
+    linear_backward_weight(
+        slice(rows_of(grad_gate_up_), begin, count),
+        slice(rows.x, begin, count),
+        expert_in(in_.grad, e).data()
     );
     begin += count;
   }

@@ -28,6 +28,9 @@ class Experts {
   void backward(
       const ExpertRows& rows, ConstRows grad_y, Matrix& grad_x, std::vector<float>& grad_weight
   );
+  // The rest of the backward, any time after it: adds to the parameters' gradients. Rows and grad_y
+  // as they were.
+  void add_weight_gradients(const ExpertRows& rows, ConstRows grad_y);
 
  private:
   [[nodiscard]] std::span<float> expert_in(std::span<float> all, size_t expert) const;

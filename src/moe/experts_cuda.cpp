@@ -65,13 +65,11 @@ void DeviceExperts::backward(
   grad_gate_up_.resize(static_cast<size_t>(num_rows * 2 * inner_));
   for_each_expert(rows.rows_per_expert, [&](const Place& at) {
     const DeviceLinear::Shape shape = {at.count, inner_, hidden_};
-    const uint16_t* gy = grad_y + at.begin * hidden_;
-    const int64_t expert = at.expert * hidden_ * inner_;
-    linear_->add_backward_weight(
-        shape, gy, active_.data() + at.begin * inner_, weights_.grad_out + expert
-    );
     linear_->backward_input(
-        shape, gy, weights_.out + expert, grad_active_.data() + at.begin * inner_
+        shape,
+        grad_y + at.begin * hidden_,
+        weights_.out + at.expert * hidden_ * inner_,
+        grad_active_.data() + at.begin * inner_
     );
   });
   swiglu_backward_cuda(
@@ -83,12 +81,29 @@ void DeviceExperts::backward(
   );
   for_each_expert(rows.rows_per_expert, [&](const Place& at) {
     const DeviceLinear::Shape shape = {at.count, hidden_, 2 * inner_};
-    const uint16_t* grad_gate_up = grad_gate_up_.data() + at.begin * 2 * inner_;
-    const int64_t expert = at.expert * 2 * inner_ * hidden_;
-    linear_->add_backward_weight(
-        shape, grad_gate_up, rows.x + at.begin * hidden_, weights_.grad_in + expert
+    linear_->backward_input(
+        shape,
+        grad_gate_up_.data() + at.begin * 2 * inner_,
+        weights_.in + at.expert * 2 * inner_ * hidden_,
+        grad_x + at.begin * hidden_
     );
-    linear_->backward_input(shape, grad_gate_up, weights_.in + expert, grad_x + at.begin * hidden_);
+  });
+}
+
+void DeviceExperts::add_weight_gradients(const DeviceExpertRows& rows, const uint16_t* grad_y) {
+  for_each_expert(rows.rows_per_expert, [&](const Place& at) {
+    linear_->add_backward_weight(
+        {at.count, inner_, hidden_},
+        grad_y + at.begin * hidden_,
+        active_.data() + at.begin * inner_,
+        weights_.grad_out + at.expert * hidden_ * inner_
+    );
+    linear_->add_backward_weight(
+        {at.count, hidden_, 2 * inner_},
+        grad_gate_up_.data() + at.begin * 2 * inner_,
+        rows.x + at.begin * hidden_,
+        weights_.grad_in + at.expert * 2 * inner_ * hidden_
+    );
   });
 }
 

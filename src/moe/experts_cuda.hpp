@@ -32,11 +32,13 @@ class DeviceExperts {
 
   // Queued on the stream of `linear`. y [num_rows, hidden].
   void forward(const DeviceExpertRows& rows, uint16_t* y);
-  // Rows as in forward; grad_y, grad_x [num_rows, hidden]; grad_weight [num_rows]. Adds to the
-  // weights' gradients.
+  // Rows as in forward; grad_y, grad_x [num_rows, hidden]; grad_weight [num_rows].
   void backward(
       const DeviceExpertRows& rows, const uint16_t* grad_y, uint16_t* grad_x, float* grad_weight
   );
+  // The rest of the backward, any time after it: adds to the weights' gradients. Rows and grad_y as
+  // they were.
+  void add_weight_gradients(const DeviceExpertRows& rows, const uint16_t* grad_y);
 
  private:
   DeviceLinear* linear_;

@@ -13,6 +13,8 @@ namespace weft::moe {
 
 namespace {
 
+using overlap::Lane;
+
 // What follows on this thread is for this GPU.
 GpuStream enter_gpu(int gpu) {
   WEFT_CUDA(Context{}, cudaSetDevice(gpu));
@@ -21,20 +23,26 @@ GpuStream enter_gpu(int gpu) {
 
 }  // namespace
 
-GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t num_tokens)
+DeviceTokens::DeviceTokens(int64_t the_num_tokens, bool the_adds_grads, const ModelConfig& config)
+    : num_tokens(the_num_tokens),
+      adds_grads(the_adds_grads),
+      tokens(static_cast<size_t>(num_tokens * config.hidden)),
+      grad_weights(static_cast<size_t>(num_tokens * config.topk)) {}
+
+GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t most_tokens)
     : group_(&group),
       context_(&context),
-      num_tokens_(num_tokens),
       shares_process_(group.num_ranks() > 1 && group.topology().one_process),
       stream_(enter_gpu(context.exchange.config().device.index)),
+      exchange_stream_(
+          context.has_two_lanes ? GpuStream(context.exchange.config().device.index) : stream_
+      ),
       linear_(stream_.get()) {
   const ModelConfig& model = context.config;
-  const auto elements = [&](int cols) { return static_cast<size_t>(num_tokens * cols); };
-  scratch_.tokens.resize(elements(model.hidden));
+  const auto elements = [&](int cols) { return static_cast<size_t>(most_tokens * cols); };
   scratch_.grad_normed.resize(elements(model.hidden));
   scratch_.gain_terms.resize(elements(model.hidden));
   scratch_.grad_logits.resize(elements(model.num_experts));
-  scratch_.grad_weights.resize(elements(model.topk));
   const int64_t most_cols = std::max(model.hidden, model.num_experts);
   scratch_.sum_parts.resize(static_cast<size_t>(kSumParts * most_cols));
 }
@@ -43,13 +51,32 @@ void GpuRank::enter() const {
   WEFT_CUDA(Context{}, cudaSetDevice(context_->exchange.config().device.index));
 }
 
-void GpuRank::start(Phase phase) {
+void GpuRank::start(Lane lane, Phase phase) {
+  if (context_->has_two_lanes) {
+    phases_.mark(lane, phase, stream(lane));
+    return;
+  }
   synchronize();
   context_->timer.start(phase);
 }
 
+void GpuRank::pause(Lane lane) {
+  phases_.mark(lane, std::nullopt, stream(lane));
+}
+
+void GpuRank::read_phases() {
+  for (const Lane lane : {Lane::kCompute, Lane::kExchange}) {
+    phases_.read(lane, context_->timer_of(lane));
+  }
+}
+
 void GpuRank::synchronize() {
   WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_.get()));
+  wait_for_exchange();
+}
+
+void GpuRank::wait_for_exchange() {
+  WEFT_CUDA(Context{}, cudaStreamSynchronize(exchange_stream_.get()));
   context_->exchange.check();
 }
 
@@ -58,14 +85,14 @@ void GpuRank::synchronize() {
 // So all ranks begin an exchange together and none goes on before its own kernel is through.
 void GpuRank::meet() {
   if (shares_process_) {
-    synchronize();
+    wait_for_exchange();
     group_->barrier();
   }
 }
 
 void GpuRank::part() {
   if (shares_process_) {
-    synchronize();
+    wait_for_exchange();
   }
 }
 
@@ -80,23 +107,23 @@ auto GpuRank::tensor(Data* data, DType dtype, int64_t rows, int64_t cols) const 
       reinterpret_cast<Byte*>(data), dtype, rows, cols, -1, context_->exchange.config().device};
 }
 
-CountedPlan GpuRank::plan(const int32_t* topk_idx) {
+CountedPlan GpuRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
   meet();
   Plan plan = context_->exchange.plan(
-      {.topk_idx = tensor(topk_idx, DType::kInt32, num_tokens_, config().topk)},
+      {.topk_idx = tensor(topk_idx, DType::kInt32, num_tokens, config().topk)},
       {.layout = Layout::kExpertMajor},
-      {.stream = stream_.get()}
+      {.stream = exchange_stream_.get()}
   );
   part();
   const auto rows = plan.rows_per_expert();
   const int64_t logical_rows = std::reduce(rows.begin(), rows.end(), int64_t{0});
-  return {std::move(plan), count_wire_rows(topk_idx), logical_rows};
+  return {std::move(plan), num_tokens, count_wire_rows(num_tokens, topk_idx), logical_rows};
 }
 
 // A token crosses once to each other rank that has one of its experts.
-int64_t GpuRank::count_wire_rows(const int32_t* topk_idx) {
+int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
   const int topk = config().topk;
-  host_topk_idx_.resize(static_cast<size_t>(num_tokens_ * topk));
+  host_topk_idx_.resize(static_cast<size_t>(num_tokens * topk));
   if (host_topk_idx_.empty()) {
     return 0;
   }
@@ -104,10 +131,10 @@ int64_t GpuRank::count_wire_rows(const int32_t* topk_idx) {
   WEFT_CUDA(
       Context{},
       cudaMemcpyAsync(
-          host_topk_idx_.data(), topk_idx, num_bytes, cudaMemcpyDeviceToHost, stream_.get()
+          host_topk_idx_.data(), topk_idx, num_bytes, cudaMemcpyDeviceToHost, exchange_stream_.get()
       )
   );
-  synchronize();
+  wait_for_exchange();
   const int experts_per_rank = config().num_experts / group_->num_ranks();
   int64_t num_rows = 0;
   for (size_t first = 0; first < host_topk_idx_.size(); first += static_cast<size_t>(topk)) {
@@ -131,10 +158,10 @@ Buffer GpuRank::dispatch(
   meet();
   exchange.dispatch(
       counted.plan,
-      {.x = tensor(x, DType::kBFloat16, num_tokens_, config().hidden),
-       .weights = tensor(weights, DType::kFloat32, num_tokens_, config().topk)},
+      {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
+       .weights = tensor(weights, DType::kFloat32, counted.num_tokens, config().topk)},
       {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, num_rows, 1)},
-      {.stream = stream_.get()}
+      {.stream = exchange_stream_.get()}
   );
   part();
   count(context_->dispatch, counted);
@@ -154,9 +181,9 @@ void GpuRank::combine(
       counted.plan,
       {.rows = tensor(rows, DType::kBFloat16, num_rows, config().hidden),
        .weights = tensor(row_grads, DType::kFloat32, num_rows, 1)},
-      {.x = tensor(x, DType::kBFloat16, num_tokens_, config().hidden),
-       .weights = tensor(grads, DType::kFloat32, num_tokens_, config().topk)},
-      {.stream = stream_.get()}
+      {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
+       .weights = tensor(grads, DType::kFloat32, counted.num_tokens, config().topk)},
+      {.stream = exchange_stream_.get()}
   );
   part();
   count(context_->combine, counted);

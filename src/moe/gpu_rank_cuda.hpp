@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the layers of one rank share on its GPU: a stream, scratch memory, and the calls of the
-// exchange on them.
+// What the layers of one rank share on its GPU: a stream for each lane, scratch memory, and the
+// calls of the exchange on them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,46 +10,66 @@
 
 #include "core/stream_cuda.hpp"
 #include "moe/device_array_cuda.hpp"
+#include "moe/lane_phases_cuda.hpp"
 #include "moe/linear_cuda.hpp"
 #include "moe/moe_block.hpp"
+#include "overlap/lane.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
 
-// Overwritten by every layer.
+// Overwritten by every layer of every micro-batch, on the compute lane alone.
 struct DeviceScratch {
-  DeviceArray<uint16_t> tokens;       // [num_tokens, hidden]
   DeviceArray<float> grad_normed;     // [num_tokens, hidden]
   DeviceArray<float> gain_terms;      // [num_tokens, hidden]
   DeviceArray<uint16_t> grad_logits;  // [num_tokens, num_experts]
-  DeviceArray<float> grad_weights;    // [num_tokens, topk]
   DeviceArray<float> sum_parts;       // [kSumParts, the larger of hidden and num_experts]
-  DeviceArray<uint16_t> expert_out;   // [num_rows, hidden]
-  DeviceArray<float> row_grads;       // [num_rows]
+};
+
+// Overwritten by every layer of one micro-batch. Both lanes use it, each piece of the micro-batch
+// after the one before it.
+struct DeviceTokens {
+  int64_t num_tokens = 0;
+  bool adds_grads = false;           // there are micro-batches before this one
+  DeviceArray<uint16_t> tokens;      // [num_tokens, hidden]
+  DeviceArray<float> grad_weights;   // [num_tokens, topk]
+  DeviceArray<uint16_t> expert_out;  // [num_rows, hidden]
+  DeviceArray<float> row_grads;      // [num_rows]
+  Buffer grad_rows;                  // [num_rows, hidden] gradients as they arrived
+
+  DeviceTokens(int64_t num_tokens, bool adds_grads, const ModelConfig& config);
 };
 
 // A plan and the rows that each of its exchanges moves. Counted here from the routing, because a
 // plan on a GPU would have to come to the host as a whole to tell.
 struct CountedPlan {
   Plan plan;
+  int64_t num_tokens = 0;
   int64_t wire_rows = 0;     // to other ranks
   int64_t logical_rows = 0;  // to this rank's experts
 };
 
 class GpuRank {
  public:
-  GpuRank(const Group& group, MoeContext& context, int64_t num_tokens);
+  // Without two lanes in the context both have the same stream. `most_tokens` of a micro-batch.
+  GpuRank(const Group& group, MoeContext& context, int64_t most_tokens);
 
   // Makes the rank's GPU current for the calling thread.
   void enter() const;
-  // Waits for the stream, so that a phase has the time of its own work, and starts the next.
-  void start(Phase phase);
-  // Waits for the stream; throws what the GPU or the exchange found.
+  // Starts a phase of a lane. With one lane it waits for the stream first, so that a phase has the
+  // time of its own work; with two it only leaves a mark.
+  void start(overlap::Lane lane, Phase phase);
+  // With two lanes: ends the phase; adds all that were marked to the timers, once the streams are
+  // through.
+  void pause(overlap::Lane lane);
+  void read_phases();
+  void forget_phases() { phases_ = {}; }
+  // Waits for the streams; throws what the GPU or the exchange found.
   void synchronize();
 
-  // --- the exchange, collective: bf16 rows, fp32 weights, all in device memory ---
-  [[nodiscard]] CountedPlan plan(const int32_t* topk_idx);  // [num_tokens, topk]
+  // --- the exchange, collective, on its lane: bf16 rows, fp32 weights, all in device memory ---
+  [[nodiscard]] CountedPlan plan(int64_t num_tokens, const int32_t* topk_idx);  // [tokens, topk]
   // x [num_tokens, hidden], weights [num_tokens, topk], row_weights [plan.num_rows()]; both weights
   // may be null.
   [[nodiscard]] Buffer dispatch(
@@ -65,16 +85,18 @@ class GpuRank {
       float* grads
   );
 
-  [[nodiscard]] cudaStream_t stream() const { return stream_.get(); }
+  [[nodiscard]] cudaStream_t stream(overlap::Lane lane = overlap::Lane::kCompute) const {
+    return lane == overlap::Lane::kExchange ? exchange_stream_.get() : stream_.get();
+  }
   [[nodiscard]] DeviceLinear& linear() { return linear_; }
   [[nodiscard]] DeviceScratch& scratch() { return scratch_; }
   [[nodiscard]] MoeContext& context() { return *context_; }
   [[nodiscard]] const ModelConfig& config() const { return context_->config; }
-  [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }
 
  private:
-  [[nodiscard]] int64_t count_wire_rows(const int32_t* topk_idx);
+  [[nodiscard]] int64_t count_wire_rows(int64_t num_tokens, const int32_t* topk_idx);
   void count(Traffic& traffic, const CountedPlan& counted) const;
+  void wait_for_exchange();
   void meet();
   void part();
   template <class Data>
@@ -82,11 +104,12 @@ class GpuRank {
 
   const Group* group_;
   MoeContext* context_;
-  int64_t num_tokens_;
   bool shares_process_;
   GpuStream stream_;
+  GpuStream exchange_stream_;
   DeviceLinear linear_;
   DeviceScratch scratch_;
+  LanePhases phases_;
   std::vector<int32_t> host_topk_idx_;
 };
 

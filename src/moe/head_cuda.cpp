@@ -5,9 +5,14 @@
 
 namespace weft::moe {
 
-DeviceHead::DeviceHead(GpuRank& rank, const DeviceParameter& gain, const DeviceParameter& weight)
-    : rank_(&rank), gain_(gain), weight_(weight) {
-  const auto num_tokens = static_cast<size_t>(rank.num_tokens());
+DeviceHead::DeviceHead(
+    GpuRank& rank,
+    const DeviceTokens& tokens,
+    const DeviceParameter& gain,
+    const DeviceParameter& weight
+)
+    : rank_(&rank), tokens_(&tokens), gain_(gain), weight_(weight) {
+  const auto num_tokens = static_cast<size_t>(tokens.num_tokens);
   const size_t num_elements = num_tokens * static_cast<size_t>(rank.config().hidden);
   x_.resize(num_elements);
   inverse_rms_.resize(num_tokens);
@@ -18,11 +23,15 @@ DeviceHead::DeviceHead(GpuRank& rank, const DeviceParameter& gain, const DeviceP
   host_losses_.resize(num_tokens);
 }
 
-double DeviceHead::forward_backward(float* x, std::span<const std::byte> targets) {
+void DeviceHead::load_targets(std::span<const std::byte> targets) {
+  targets_.upload(
+      {reinterpret_cast<const uint8_t*>(targets.data()), targets.size()}, rank_->stream()
+  );
+}
+
+void DeviceHead::forward(const float* x) {
   const cudaStream_t stream = rank_->stream();
-  const int64_t num_tokens = rank_->num_tokens();
-  const float scale = 1.0F / static_cast<float>(rank_->context().global_tokens);
-  targets_.upload({reinterpret_cast<const uint8_t*>(targets.data()), targets.size()}, stream);
+  const int64_t num_tokens = tokens_->num_tokens;
   WEFT_CUDA(
       Context{},
       cudaMemcpyAsync(x_.data(), x, x_.size() * sizeof(float), cudaMemcpyDeviceToDevice, stream)
@@ -39,47 +48,49 @@ double DeviceHead::forward_backward(float* x, std::span<const std::byte> targets
       logits_.data()
   );
   cross_entropy_cuda(
-      {num_tokens, kNumBytes, logits_.data(), targets_.data(), scale},
+      {num_tokens, kNumBytes, logits_.data(), targets_.data(), scale()},
       losses_.data(),
       grad_logits_.data(),
       stream
   );
-  losses_.download(host_losses_, stream);
-  backward(x);
-  rank_->synchronize();
-  double sum = 0;
-  for (const float loss : host_losses_) {
-    sum += static_cast<double>(loss);
-  }
-  return sum * static_cast<double>(scale);
 }
 
-void DeviceHead::backward(float* x) {
+void DeviceHead::backward(float* grad_x) {
   const cudaStream_t stream = rank_->stream();
   DeviceScratch& scratch = rank_->scratch();
+  const int64_t num_tokens = tokens_->num_tokens;
   const int64_t hidden = rank_->config().hidden;
-  const DeviceLinear::Shape shape = {rank_->num_tokens(), hidden, kNumBytes};
+  const DeviceLinear::Shape shape = {num_tokens, hidden, kNumBytes};
   rank_->linear().add_backward_weight(shape, grad_logits_.data(), normed_.data(), weight_.grad);
   scratch.grad_normed.clear(stream);
   rank_->linear().add_backward_input(
       shape, grad_logits_.data(), weight_.rounded, scratch.grad_normed.data()
   );
-  WEFT_CUDA(Context{}, cudaMemsetAsync(x, 0, x_.size() * sizeof(float), stream));
+  WEFT_CUDA(Context{}, cudaMemsetAsync(grad_x, 0, x_.size() * sizeof(float), stream));
   rmsnorm_backward_cuda(
-      {rank_->num_tokens(), hidden, x_.data(), gain_.value, inverse_rms_.data()},
+      {num_tokens, hidden, x_.data(), gain_.value, inverse_rms_.data()},
       scratch.grad_normed.data(),
-      x,
+      grad_x,
       scratch.gain_terms.data(),
       stream
   );
   column_sums_cuda(
       {scratch.gain_terms.data(),
-       rank_->num_tokens(),
+       num_tokens,
        hidden,
        scratch.sum_parts.data(),
-       gain_.grad},
+       gain_.grad,
+       tokens_->adds_grads},
       stream
   );
+}
+
+double DeviceHead::loss() const {
+  double sum = 0;
+  for (const float loss : host_losses_) {
+    sum += static_cast<double>(loss);
+  }
+  return sum * static_cast<double>(scale());
 }
 
 }  // namespace weft::moe

@@ -15,17 +15,34 @@ namespace weft::moe {
 
 class DeviceHead {
  public:
-  // gain: [hidden]; weight: [kNumBytes, hidden].
-  DeviceHead(GpuRank& rank, const DeviceParameter& gain, const DeviceParameter& weight);
+  // For the tokens of one micro-batch, which outlive it. gain: [hidden]; weight: [kNumBytes,
+  // hidden].
+  DeviceHead(
+      GpuRank& rank,
+      const DeviceTokens& tokens,
+      const DeviceParameter& gain,
+      const DeviceParameter& weight
+  );
 
-  // x [num_tokens, hidden] becomes its gradient. Returns this rank's part of the mean over the
-  // global batch, in nats.
-  double forward_backward(float* x, std::span<const std::byte> targets);
+  // What forward() is to find; [num_tokens] in host memory.
+  void load_targets(std::span<const std::byte> targets);
+  // Both queue their work on the stream of the compute lane. x [num_tokens, hidden]; backward
+  // overwrites it.
+  void forward(const float* x);
+  void backward(float* grad_x);
+
+  // The stream is through: fetches what loss() needs.
+  void finish() { losses_.download(host_losses_, rank_->stream()); }
+  // Of the last forward: this micro-batch's part of the mean over the global batch, in nats.
+  [[nodiscard]] double loss() const;
 
  private:
-  void backward(float* x);
+  [[nodiscard]] float scale() const {
+    return 1.0F / static_cast<float>(rank_->context().global_tokens);
+  }
 
   GpuRank* rank_;
+  const DeviceTokens* tokens_;
   DeviceParameter gain_;
   DeviceParameter weight_;
   DeviceArray<float> x_;

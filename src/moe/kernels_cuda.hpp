@@ -27,6 +27,7 @@ struct ColumnSums {
   int64_t cols = 0;
   float* scratch = nullptr;
   float* sums = nullptr;
+  bool adds = false;  // to what is in `sums`
 };
 void column_sums_cuda(const ColumnSums& call, cudaStream_t stream);
 
@@ -36,12 +37,13 @@ struct EmbeddingShape {
   int64_t window = 0;
   int64_t hidden = 0;
   const uint8_t* windows = nullptr;  // [num_tokens, window]
+  bool adds = false;                 // backward adds to the table's gradient
 };
 // x [num_tokens, hidden]; table [window, kNumBytes, hidden].
 void embedding_forward_cuda(
     const EmbeddingShape& shape, const float* table, float* x, cudaStream_t stream
 );
-// Overwrites grad_table.
+// Overwrites grad_table, or adds to it.
 void embedding_backward_cuda(
     const EmbeddingShape& shape, const float* grad_x, float* grad_table, cudaStream_t stream
 );

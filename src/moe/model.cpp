@@ -1,42 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/model.hpp"
 
+#include <algorithm>
+#include <functional>
+#include <utility>
+
 #include "moe/loss.hpp"
 
 namespace weft::moe {
 
-Model::Model(MoeContext& context, const ModelLayout& layout, const ModelMemory& memory)
+LossShare& LossShare::operator+=(const LossShare& other) {
+  std::ranges::transform(cross_entropy, other.cross_entropy, cross_entropy.begin(), std::plus<>());
+  balance += other.balance;
+  return *this;
+}
+
+Model::Model(
+    MoeContext& context, Shards shards, const ModelLayout& layout, const ModelMemory& memory
+)
     : context_(&context),
+      shards_(std::make_unique<const Shards>(std::move(shards))),
       embedding_(
           layout.embedding.in(memory.replicated), context.config.window, context.config.hidden
       ),
       head_(layout.final_norm.in(memory.replicated), layout.head.in(memory.replicated)) {
   blocks_.reserve(layout.blocks.size());
   for (const BlockLayout& block : layout.blocks) {
-    blocks_.emplace_back(context, block, memory);
+    blocks_.emplace_back(context, *shards_, block, memory);
   }
 }
 
-LossShare Model::forward_backward(const Batch& batch) {
-  LossShare share;
-  embedding_.forward(batch.windows, x_);
+LossShare Model::forward_backward() {
+  pre_process();
   for (MoeBlock& block : blocks_) {
     block.forward(x_);
-    share.balance += block.balance_share() / static_cast<double>(blocks_.size());
   }
-  const Shards& shards = context_->shards;
-  head_.forward(x_, logits_, shards);
-  const float scale = 1.0F / static_cast<float>(context_->global_tokens);
-  for (const Range& shard : shards) {
-    const auto targets = std::span(batch.targets).subspan(static_cast<size_t>(shard.begin));
-    share.cross_entropy.push_back(cross_entropy(slice(rows_of(logits_), shard), targets, scale));
-  }
-
-  head_.backward(logits_, x_, shards);
+  post_process();
+  post_process_backward();
   for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
     block->backward(x_);
   }
-  embedding_.backward(batch.windows, x_, shards);
+  pre_process_backward();
+  return share();
+}
+
+void Model::pre_process() {
+  context_->timer.start(Phase::kDense);
+  embedding_.forward(batch_->windows, x_);
+}
+
+void Model::post_process() {
+  context_->timer.start(Phase::kDense);
+  head_.forward(x_, logits_, *shards_);
+  const float scale = 1.0F / static_cast<float>(context_->global_tokens);
+  cross_entropy_.clear();
+  for (const Range& shard : *shards_) {
+    const auto targets = std::span(batch_->targets).subspan(static_cast<size_t>(shard.begin));
+    cross_entropy_.push_back(cross_entropy(slice(rows_of(logits_), shard), targets, scale));
+  }
+}
+
+void Model::post_process_backward() {
+  context_->timer.start(Phase::kDense);
+  head_.backward(logits_, x_, *shards_);
+}
+
+void Model::pre_process_backward() {
+  context_->timer.start(Phase::kDense);
+  embedding_.backward(batch_->windows, x_, *shards_);
+}
+
+LossShare Model::share() const {
+  LossShare share = {cross_entropy_};
+  for (const MoeBlock& block : blocks_) {
+    share.balance += block.balance_share() / static_cast<double>(blocks_.size());
+  }
   return share;
 }
 

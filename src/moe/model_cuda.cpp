@@ -2,14 +2,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <numeric>
+#include <deque>
 #include <vector>
 
 #include "core/devices.hpp"
-#include "moe/block_cuda.hpp"
+#include "moe/chunk_nodes.hpp"
 #include "moe/device_model.hpp"
-#include "moe/embedding.hpp"
-#include "moe/head_cuda.hpp"
+#include "moe/micro_batch_cuda.hpp"
+#include "overlap/no_pipelining.hpp"
+#include "overlap/stream_executor_cuda.hpp"
 
 namespace weft::moe {
 namespace {
@@ -33,27 +34,25 @@ class CudaModel final : public DeviceModel {
  public:
   explicit CudaModel(const DeviceModelParts& parts)
       : parts_(parts),
-        rank_(parts.group, parts.context, num_tokens_of(parts.context.shards)),
+        rank_(parts.group, parts.context, most_tokens(parts.micro_batches)),
         replicated_(parts.layout.num_replicated),
         experts_(parts.layout.num_expert),
         mean_(parts.layout.num_expert),
-        square_(parts.layout.num_expert),
-        head_(
-            rank_,
-            replicated_.get().at(parts.layout.final_norm),
-            replicated_.get().at(parts.layout.head)
-        ) {
-    const DeviceMemory memory = {replicated_.get(), experts_.get()};
-    blocks_.reserve(parts.layout.blocks.size());
-    for (const BlockLayout& block : parts.layout.blocks) {
-      blocks_.emplace_back(rank_, block, memory);
+        square_(parts.layout.num_expert) {
+    for (const MicroBatch& micro_batch : parts.micro_batches) {
+      micro_batches_.emplace_back(
+          rank_,
+          micro_batch.tokens.size(),
+          !micro_batches_.empty(),
+          parts.layout,
+          DeviceMemory{replicated_.get(), experts_.get()}
+      );
     }
-    x_.resize(static_cast<size_t>(rank_.num_tokens() * rank_.config().hidden));
     load_replicated();
     load_experts();
   }
 
-  LossShare forward_backward(const Batch& batch) override;
+  LossShare forward_backward(std::span<const Batch> batches) override;
 
   void update_experts(const AdamStep& step) override {
     rank_.enter();
@@ -91,22 +90,41 @@ class CudaModel final : public DeviceModel {
     rank_.synchronize();
   }
 
-  [[nodiscard]] const Plan& plan(int block) const override {
-    return blocks_[static_cast<size_t>(block)].plan();
+  [[nodiscard]] const overlap::Trace& trace() const override { return trace_; }
+  [[nodiscard]] const Plan& plan(size_t micro_batch, int block) const override {
+    return micro_batches_[micro_batch].blocks()[static_cast<size_t>(block)].plan();
   }
   [[nodiscard]] std::span<const int32_t> topk_idx(int block) override {
-    rank_.enter();
-    return blocks_[static_cast<size_t>(block)].topk_idx();
+    all_topk_idx_.clear();
+    for_each_block(block, [&](DeviceBlock& of_one) { append(of_one.topk_idx(), all_topk_idx_); });
+    return all_topk_idx_;
   }
   [[nodiscard]] std::span<const float> weights(int block) override {
-    rank_.enter();
-    return blocks_[static_cast<size_t>(block)].weights();
+    all_weights_.clear();
+    for_each_block(block, [&](DeviceBlock& of_one) { append(of_one.weights(), all_weights_); });
+    return all_weights_;
   }
 
  private:
-  static int64_t num_tokens_of(const Shards& shards) {
-    return shards.empty() ? 0 : shards.back().end;
+  static int64_t most_tokens(std::span<const MicroBatch> micro_batches) {
+    int64_t most = 0;
+    for (const MicroBatch& micro_batch : micro_batches) {
+      most = std::max(most, micro_batch.tokens.size());
+    }
+    return most;
   }
+  template <class T>
+  static void append(std::span<const T> from, std::vector<T>& to) {
+    to.insert(to.end(), from.begin(), from.end());
+  }
+  template <class Visit>
+  void for_each_block(int block, const Visit& visit) {
+    rank_.enter();
+    for (DeviceMicroBatch& micro_batch : micro_batches_) {
+      visit(micro_batch.blocks()[static_cast<size_t>(block)]);
+    }
+  }
+  void run_overlapped();
   [[nodiscard]] cudaStream_t stream() const { return rank_.stream(); }
 
   DeviceModelParts parts_;
@@ -115,41 +133,58 @@ class CudaModel final : public DeviceModel {
   DeviceVector experts_;
   DeviceArray<float> mean_;  // of the experts
   DeviceArray<float> square_;
-  DeviceHead head_;
-  std::vector<DeviceBlock> blocks_;
-  DeviceArray<uint8_t> windows_;  // [num_tokens, window]
-  DeviceArray<float> x_;          // [num_tokens, hidden], then its gradient
+  std::deque<DeviceMicroBatch> micro_batches_;
+  overlap::Trace trace_;
+  std::vector<int32_t> all_topk_idx_;
+  std::vector<float> all_weights_;
 };
 
-LossShare CudaModel::forward_backward(const Batch& batch) {
+LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
   rank_.enter();
-  const ModelConfig& model = rank_.config();
-  const std::span windows(
-      reinterpret_cast<const uint8_t*>(batch.windows.data()), batch.windows.size()
-  );
-  windows_.upload(windows, stream());
+  for (size_t idx = 0; idx < micro_batches_.size(); ++idx) {
+    micro_batches_[idx].load(batches[idx]);
+  }
   replicated_.grad.clear(stream());
   experts_.grad.clear(stream());
-
-  const DeviceParameter table = replicated_.get().at(parts_.layout.embedding);
-  const EmbeddingShape tokens = {rank_.num_tokens(), model.window, model.hidden, windows_.data()};
-  embedding_forward_cuda(tokens, table.value, x_.data(), stream());
-  for (DeviceBlock& block : blocks_) {
-    block.forward(x_.data());
+  if (parts_.overlap.is_on) {
+    run_overlapped();
+  } else {
+    for (DeviceMicroBatch& micro_batch : micro_batches_) {
+      micro_batch.forward_backward();
+    }
   }
-  LossShare share;
-  share.cross_entropy = {head_.forward_backward(x_.data(), batch.targets)};
-  for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
-    block->backward(x_.data());
-  }
-  embedding_backward_cuda(tokens, x_.data(), table.grad, stream());
-
   replicated_.grad.download(parts_.memory.replicated.grad.first(replicated_.grad.size()), stream());
+  for (DeviceMicroBatch& micro_batch : micro_batches_) {
+    micro_batch.finish();
+  }
   rank_.synchronize();
-  for (const DeviceBlock& block : blocks_) {
-    share.balance += block.balance_share() / static_cast<double>(blocks_.size());
+  LossShare share = {{0.0}};
+  for (const DeviceMicroBatch& micro_batch : micro_batches_) {
+    share += {{micro_batch.cross_entropy()}, micro_batch.balance()};
   }
   return share;
+}
+
+void CudaModel::run_overlapped() {
+  const auto nodes = [&](int idx) {
+    return chunk_nodes(micro_batches_[static_cast<size_t>(idx)], parts_.overlap);
+  };
+  const auto schedule =
+      overlap::schedule_overlapped({.num = static_cast<int>(micro_batches_.size()), .nodes = nodes}
+      );
+  parts_.context.timer.pause();
+  overlap::StreamExecutor executor(stream(), rank_.stream(overlap::Lane::kExchange));
+  try {
+    trace_ = executor.run(schedule);
+    rank_.synchronize();  // throws what the exchange found on the GPU
+  } catch (...) {
+    for (DeviceMicroBatch& micro_batch : micro_batches_) {
+      micro_batch.release();
+    }
+    rank_.forget_phases();
+    throw;
+  }
+  rank_.read_phases();
 }
 
 }  // namespace

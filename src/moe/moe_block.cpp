@@ -7,14 +7,19 @@
 namespace weft::moe {
 namespace {
 
+using overlap::Lane;
+
 void add(const Matrix& from, Matrix& to) {
   std::ranges::transform(from.span(), to.span(), to.data(), std::plus<>());
 }
 
 }  // namespace
 
-MoeBlock::MoeBlock(MoeContext& context, const BlockLayout& layout, const ModelMemory& memory)
+MoeBlock::MoeBlock(
+    MoeContext& context, const Shards& shards, const BlockLayout& layout, const ModelMemory& memory
+)
     : context_(&context),
+      shards_(&shards),
       norm_(layout.norm.in(memory.replicated)),
       router_(layout.router.in(memory.replicated), context.config.num_experts, context.config.topk),
       experts_(
@@ -25,75 +30,95 @@ MoeBlock::MoeBlock(MoeContext& context, const BlockLayout& layout, const ModelMe
       ) {}
 
 void MoeBlock::forward(Matrix& x) {
-  PhaseTimer& timer = context_->timer;
-  timer.start(Phase::kDense);
+  pre_dispatch(x);
+  moe_dispatch();
+  mlp();
+  moe_combine(x);
+}
+
+void MoeBlock::backward(Matrix& grad_x) {
+  moe_combine_backward(grad_x);
+  mlp_backward();
+  mlp_weight_gradient();
+  release_rows();
+  release_grads();
+  moe_dispatch_backward();
+  pre_dispatch_backward(grad_x);
+}
+
+void MoeBlock::pre_dispatch(const Matrix& x) {
+  start(Lane::kCompute, Phase::kDense);
   norm_.forward(x, normed_);
+  start(Lane::kCompute, Phase::kRoute);
+  router_.forward(normed_, *shards_);
+}
 
-  timer.start(Phase::kRoute);
-  router_.forward(normed_, context_->shards);
+void MoeBlock::moe_dispatch() {
   const Matrix& weights = router_.weights();
-
-  timer.start(Phase::kPlan);
+  start(Lane::kExchange, Phase::kPlan);
   const Routing routing = {
       .topk_idx = matrix(router_.topk_idx().data(), weights.rows(), weights.cols())};
   plan_ = context_->exchange.plan(routing, {.layout = Layout::kExpertMajor});
-  timer.start(Phase::kRoute);
-  balance_ =
-      balance_loss(router_.probs(), plan_->global_routes_per_expert(), context_->global_tokens);
 
-  timer.start(Phase::kDispatch);
+  start(Lane::kExchange, Phase::kDispatch);
   row_weights_.resize(static_cast<size_t>(plan_->num_rows()));
   rows_ = dispatch(
       normed_,
       matrix(weights.data(), weights.rows(), weights.cols()),
       matrix(row_weights_.data(), plan_->num_rows(), 1)
   );
+}
 
-  timer.start(Phase::kExperts);
-  experts_.forward(expert_rows(), expert_out_);
+void MoeBlock::mlp() {
+  start(Lane::kCompute, Phase::kRoute);
+  balance_ =
+      balance_loss(router_.probs(), plan_->global_routes_per_expert(), context_->global_tokens);
+  start(Lane::kCompute, Phase::kExperts);
+  expert_rows_ = {as_rows(rows_.tensor(), row_floats_), row_weights_, plan_->rows_per_expert()};
+  experts_.forward(expert_rows_, expert_out_);
+}
 
-  timer.start(Phase::kCombine);
-  combine(expert_out_, {}, tokens_, {});
-
-  timer.start(Phase::kDense);
+void MoeBlock::moe_combine(Matrix& x) {
+  start(Lane::kExchange, Phase::kCombine);
+  combine({}, {});
+  start(Lane::kExchange, Phase::kDense);
   add(tokens_, x);
 }
 
-void MoeBlock::backward(Matrix& grad_x) {
-  PhaseTimer& timer = context_->timer;
-  const Matrix& weights = router_.weights();
-
-  timer.start(Phase::kDispatch);
-  const Buffer grad_out = dispatch(grad_x, {}, {});
-
-  timer.start(Phase::kExperts);
-  Matrix grad_floats;
-  std::vector<float> grad_row_weights;
-  experts_.backward(
-      expert_rows(), as_rows(grad_out.tensor(), grad_floats), expert_out_, grad_row_weights
-  );
-  rows_ = {};
-
-  timer.start(Phase::kCombine);
-  Matrix grad_weights(weights.rows(), weights.cols());
-  combine(
-      expert_out_,
-      matrix(grad_row_weights.data(), plan_->num_rows(), 1),
-      tokens_,
-      matrix(grad_weights.data(), weights.rows(), weights.cols())
-  );
-
-  timer.start(Phase::kRoute);
-  std::vector<float> grad_probs = balance_.grad_probs;
-  std::ranges::for_each(grad_probs, [&](float& g) { g *= context_->config.balance_weight; });
-  router_.backward(normed_, grad_weights, grad_probs, tokens_, context_->shards);
-
-  timer.start(Phase::kDense);
-  norm_.backward(tokens_, grad_x, context_->shards);
+void MoeBlock::moe_combine_backward(const Matrix& grad_x) {
+  start(Lane::kExchange, Phase::kDispatch);
+  grad_rows_ = dispatch(grad_x, {}, {});
 }
 
-ExpertRows MoeBlock::expert_rows() {
-  return {as_rows(rows_.tensor(), row_floats_), row_weights_, plan_->rows_per_expert()};
+void MoeBlock::mlp_backward() {
+  start(Lane::kCompute, Phase::kExperts);
+  expert_grads_ = as_rows(grad_rows_.tensor(), grad_floats_);
+  experts_.backward(expert_rows_, expert_grads_, expert_out_, grad_row_weights_);
+}
+
+void MoeBlock::mlp_weight_gradient() {
+  start(Lane::kCompute, Phase::kExperts);
+  experts_.add_weight_gradients(expert_rows_, expert_grads_);
+}
+
+void MoeBlock::moe_dispatch_backward() {
+  start(Lane::kExchange, Phase::kCombine);
+  const Matrix& weights = router_.weights();
+  grad_weights_.resize(weights.rows(), weights.cols());
+  combine(
+      matrix(grad_row_weights_.data(), plan_->num_rows(), 1),
+      matrix(grad_weights_.data(), weights.rows(), weights.cols())
+  );
+}
+
+void MoeBlock::pre_dispatch_backward(Matrix& grad_x) {
+  start(Lane::kCompute, Phase::kRoute);
+  std::vector<float> grad_probs = balance_.grad_probs;
+  std::ranges::for_each(grad_probs, [&](float& g) { g *= context_->config.balance_weight; });
+  router_.backward(normed_, grad_weights_, grad_probs, tokens_, *shards_);
+
+  start(Lane::kCompute, Phase::kDense);
+  norm_.backward(tokens_, grad_x, *shards_);
 }
 
 Buffer MoeBlock::dispatch(const Matrix& x, const ConstTensor& weights, const Tensor& row_weights) {
@@ -108,18 +133,16 @@ Buffer MoeBlock::dispatch(const Matrix& x, const ConstTensor& weights, const Ten
   return rows;
 }
 
-void MoeBlock::combine(
-    const Matrix& rows, const ConstTensor& row_grads, Matrix& x, const Tensor& grads
-) {
+void MoeBlock::combine(const ConstTensor& row_grads, const Tensor& grads) {
   const DType dtype = context_->dtype;
-  x.resize(plan_->num_tokens(), rows.cols());
-  const ConstTensor sent = as_tensor(rows, dtype, bits_);
+  tokens_.resize(plan_->num_tokens(), expert_out_.cols());
+  const ConstTensor sent = as_tensor(expert_out_, dtype, bits_);
   std::vector<uint16_t> arrived;
-  const Tensor out = tensor_for(x, dtype, arrived);
+  const Tensor out = tensor_for(tokens_, dtype, arrived);
   context_->exchange.combine(
       *plan_, {.rows = sent, .weights = row_grads}, {.x = out, .weights = grads}
   );
-  take_values(out, x);
+  take_values(out, tokens_);
   context_->combine.count(*plan_, out.row_bytes());
 }
 

@@ -16,30 +16,58 @@
 #include "moe/rmsnorm.hpp"
 #include "moe/router.hpp"
 #include "moe/traffic.hpp"
+#include "overlap/lane.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::moe {
 
-// What the blocks of a rank share.
+// What the blocks of a rank share, those of all micro-batches included.
 struct MoeContext {
   Exchange& exchange;
   const ModelConfig& config;
   DType dtype = DType::kFloat32;  // of the rows that travel
   int64_t global_tokens = 0;      // of all ranks in a step
-  Shards shards = {};             // of this rank's tokens
+  bool has_two_lanes = false;     // the calls of the exchange run beside the computation
   PhaseTimer timer = {};
-  Traffic dispatch = {};
+  PhaseTimer exchange_timer = {};  // of the second lane
+  Traffic dispatch = {};           // written by the lane that calls the exchange
   Traffic combine = {};
+
+  [[nodiscard]] PhaseTimer& timer_of(overlap::Lane lane) {
+    return has_two_lanes && lane == overlap::Lane::kExchange ? exchange_timer : timer;
+  }
 };
 
 class MoeBlock {
  public:
-  MoeBlock(MoeContext& context, const BlockLayout& layout, const ModelMemory& memory);
+  // `shards` of the tokens that this block meets; they outlive it.
+  MoeBlock(
+      MoeContext& context,
+      const Shards& shards,
+      const BlockLayout& layout,
+      const ModelMemory& memory
+  );
 
   // Collective. x [num_tokens, hidden].
   void forward(Matrix& x);
   // Collective, after forward. In: the gradient for what forward left in x; out: for what it found.
   void backward(Matrix& grad_x);
+
+  // The pieces of forward and backward, in their order, each named for the node of a layer that it
+  // is in a schedule. The exchange is called by those that move tokens alone, which are collective.
+  void pre_dispatch(const Matrix& x);
+  void moe_dispatch();
+  void mlp();
+  void moe_combine(Matrix& x);
+  void moe_combine_backward(const Matrix& grad_x);
+  void mlp_backward();
+  void mlp_weight_gradient();  // any time between its neighbours and the next mlp_backward()
+  void moe_dispatch_backward();
+  void pre_dispatch_backward(Matrix& grad_x);
+
+  // Gives back the rows that arrived, or the gradients that did. From any thread.
+  void release_rows() { rows_ = {}; }
+  void release_grads() { grad_rows_ = {}; }
 
   // Of the last forward.
   [[nodiscard]] const Router& router() const { return router_; }
@@ -47,13 +75,14 @@ class MoeBlock {
   [[nodiscard]] double balance_share() const { return balance_.share; }
 
  private:
-  [[nodiscard]] ExpertRows expert_rows();
+  void start(overlap::Lane lane, Phase phase) { context_->timer_of(lane).start(phase); }
   [[nodiscard]] Buffer dispatch(
       const Matrix& x, const ConstTensor& weights, const Tensor& row_weights
   );
-  void combine(const Matrix& rows, const ConstTensor& row_grads, Matrix& x, const Tensor& grads);
+  void combine(const ConstTensor& row_grads, const Tensor& grads);
 
   MoeContext* context_;
+  const Shards* shards_;
   RmsNorm norm_;
   Router router_;
   Experts experts_;
@@ -63,13 +92,19 @@ class MoeBlock {
   std::optional<Plan> plan_;
   Buffer rows_;                     // [num_rows, hidden] as they arrived
   std::vector<float> row_weights_;  // [num_rows]
+  ExpertRows expert_rows_;          // both, in fp32
+  Matrix row_floats_;
   BalanceLoss balance_;
 
-  // Scratch.
-  Matrix row_floats_;
-  Matrix expert_out_;
-  Matrix tokens_;
-  std::vector<uint16_t> bits_;
+  // From one piece to the next ones.
+  Matrix expert_out_;       // [num_rows, hidden] what experts made: rows or gradients
+  Matrix tokens_;           // [num_tokens, hidden] what came back
+  Buffer grad_rows_;        // [num_rows, hidden] gradients as they arrived
+  ConstRows expert_grads_;  // the same in fp32
+  Matrix grad_floats_;
+  std::vector<float> grad_row_weights_;  // [num_rows]
+  Matrix grad_weights_;                  // [num_tokens, topk]
+  std::vector<uint16_t> bits_;           // scratch of the lane that calls the exchange
 };
 
 }  // namespace weft::moe

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the time of a step goes. Phases follow each other; starting one ends the one before.
+// Where the time of one lane goes. Phases follow each other; starting one ends the one before.
 #pragma once
 
 #include <array>
@@ -29,27 +29,38 @@ class PhaseTimer {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Forgets what was measured and starts with `phase`.
-  void restart(Phase phase) {
+  // Forgets what was measured; no phase begins.
+  void reset() {
     seconds_ = {};
-    phase_ = phase;
-    since_ = Clock::now();
+    is_running_ = false;
   }
   void start(Phase phase) {
     const auto now = Clock::now();
-    seconds_[static_cast<size_t>(phase_)] += std::chrono::duration<double>(now - since_).count();
+    end_phase(now);
     phase_ = phase;
     since_ = now;
+    is_running_ = true;
   }
-  // By phase; ends the current one.
-  [[nodiscard]] std::array<double, kNumPhases> stop() {
-    start(phase_);
-    return seconds_;
+  // Ends the current phase; what follows counts for none.
+  void pause() {
+    end_phase(Clock::now());
+    is_running_ = false;
   }
+  // What someone else has measured.
+  void add(Phase phase, double seconds) { seconds_[static_cast<size_t>(phase)] += seconds; }
+  // By phase, ended ones alone.
+  [[nodiscard]] const std::array<double, kNumPhases>& seconds() const { return seconds_; }
 
  private:
+  void end_phase(Clock::time_point now) {
+    if (is_running_) {
+      add(phase_, std::chrono::duration<double>(now - since_).count());
+    }
+  }
+
   std::array<double, kNumPhases> seconds_ = {};
   Phase phase_ = Phase::kDense;
+  bool is_running_ = false;
   Clock::time_point since_ = Clock::now();
 };
 

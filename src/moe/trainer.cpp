@@ -3,6 +3,7 @@
 
 #include <numeric>
 
+#include "core/clock.hpp"
 #include "moe/checkpoint.hpp"
 #include "moe/together.hpp"
 #include "moe/trainer_state.hpp"
@@ -17,7 +18,10 @@ Trainer& Trainer::operator=(Trainer&&) noexcept = default;
 
 StepReport Trainer::step() {
   State& s = *state_;
-  s.context.timer.restart(Phase::kDense);
+  const auto begin = Clock::now();
+  s.context.timer.reset();
+  s.context.exchange_timer.reset();
+  s.context.timer.start(Phase::kDense);
   s.context.dispatch = {};
   s.context.combine = {};
   s.replicated.reset_traffic();
@@ -25,7 +29,13 @@ StepReport Trainer::step() {
   s.compute_gradients();
   s.update(learning_rate);
   ++s.steps_done;
-  return s.report(learning_rate);
+  s.context.timer.pause();
+  const std::chrono::duration<double> wall = Clock::now() - begin;
+  StepReport report = s.report(learning_rate);
+  const auto& phases = report.phase_seconds;
+  report.seconds =
+      s.config.overlap.is_on ? wall.count() : std::reduce(phases.begin(), phases.end());
+  return report;
 }
 
 void Trainer::save(const std::string& path) const {
@@ -57,7 +67,7 @@ int64_t Trainer::steps_done() const {
   return state_->steps_done;
 }
 int64_t Trainer::num_tokens() const {
-  return state_->tokens.size();
+  return state_->num_tokens();
 }
 const Exchange& Trainer::exchange() const {
   return state_->exchange;
@@ -77,14 +87,10 @@ int64_t Trainer::num_active_parameters() const {
 }
 
 std::span<const int32_t> Trainer::last_topk_idx(int block) const {
-  return state_->gpu != nullptr
-             ? state_->gpu->topk_idx(block)
-             : state_->model.blocks()[static_cast<size_t>(block)].router().topk_idx();
+  return state_->model->topk_idx(block);
 }
 std::span<const float> Trainer::last_topk_weights(int block) const {
-  return state_->gpu != nullptr
-             ? state_->gpu->weights(block)
-             : state_->model.blocks()[static_cast<size_t>(block)].router().weights().span();
+  return state_->model->weights(block);
 }
 
 }  // namespace weft::moe

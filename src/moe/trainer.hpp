@@ -2,9 +2,10 @@
 // Trains the model on a text, one step at a time. All that a program needs of this folder, with
 // text.hpp for reading the file.
 //
-// The loss of a step depends on the seed and the global batch, not on the number of ranks: in fp32
-// with at most two experts to a token the bits are the same for one to eight ranks, otherwise they
-// are equal to rounding. Two runs on equal ranks always have the same bits.
+// The loss of a step depends on the seed, the global batch and the number of micro-batches it is
+// cut into, not on their overlap, nor on the number of ranks: in fp32 with at most two experts to a
+// token the bits are the same for one to eight ranks, otherwise they are equal to rounding. Two
+// runs on equal ranks always have the same bits.
 #pragma once
 
 #include <array>
@@ -18,6 +19,7 @@
 #include "moe/config.hpp"
 #include "moe/phase_timer.hpp"
 #include "moe/traffic.hpp"
+#include "overlap/trace.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
@@ -31,8 +33,11 @@ struct StepReport {
   int64_t num_tokens = 0;     // of this rank
   int64_t global_tokens = 0;  // of all ranks
   double seconds = 0;         // of the whole step on this rank
-  std::array<double, kNumPhases> phase_seconds = {};  // by Phase, of this rank; add up to `seconds`
-  Traffic dispatch;                                   // tokens, of this rank
+  // By Phase, of this rank. Without overlap they add up to `seconds`; with it each is the time that
+  // its lane worked on it, and lanes work at the same time.
+  std::array<double, kNumPhases> phase_seconds = {};
+  overlap::Trace trace;  // with overlap: forward and backward on the two lanes of this rank
+  Traffic dispatch;      // tokens, of this rank
   Traffic combine;
   Traffic reduce;               // replicated parameters: gradients in, new values out
   std::vector<int64_t> routes;  // [num_blocks, num_experts] of all ranks
@@ -54,9 +59,9 @@ class Trainer {
   // new one is complete on the disk. Throws Error (kFile) on every rank.
   void save(const std::string& path) const;
   // Collective. Continues where save() stopped, with any number of ranks; with the same number the
-  // same bits. Model, global batch, seed, dtype and text must be those of the file; learning rate
-  // and schedule may change. Throws Error (kFile) on every rank, naming the file and what is wrong;
-  // the trainer is then as before.
+  // same bits. Model, global batch, seed, dtype and text must be those of the file; learning rate,
+  // schedule and micro-batches may change. Throws Error (kFile) on every rank, naming the file and
+  // what is wrong; the trainer is then as before.
   void resume(const std::string& path);
 
   [[nodiscard]] const TrainConfig& config() const;
@@ -68,7 +73,8 @@ class Trainer {
   // Collective. A number that two trainers share if all their parameters have equal bits.
   [[nodiscard]] uint64_t fingerprint() const;
 
-  // Routing of this rank's tokens in the last step, [num_tokens, topk]; empty before the first.
+  // Routing of this rank's tokens in the last step, [num_tokens, topk], micro-batch after
+  // micro-batch; empty before the first.
   [[nodiscard]] std::span<const int32_t> last_topk_idx(int block) const;
   [[nodiscard]] std::span<const float> last_topk_weights(int block) const;
 

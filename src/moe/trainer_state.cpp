@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
+#include <functional>
+#include <utility>
 
 #include "core/check.hpp"
 #include "moe/blas.hpp"
+#include "moe/host_model.hpp"
 #include "moe/together.hpp"
 
 namespace weft::moe {
@@ -45,11 +47,14 @@ const TrainConfig& checked(
   return config;
 }
 
-// Of any rank in a step.
-int64_t most_tokens(int64_t global_batch, int num_ranks) {
+// Of any rank in a micro-batch.
+int64_t most_tokens(const TrainConfig& config, int num_ranks) {
   int64_t most = 1;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    most = std::max(most, tokens_of_rank(global_batch, rank, num_ranks).size());
+    for (const MicroBatch& micro_batch :
+         make_micro_batches(config.global_batch, config.num_micro_batches, rank, num_ranks)) {
+      most = std::max(most, micro_batch.tokens.size());
+    }
   }
   return most;
 }
@@ -57,7 +62,7 @@ int64_t most_tokens(int64_t global_batch, int num_ranks) {
 ExchangeConfig exchange_config(const TrainConfig& config, int num_ranks) {
   return {
       .hidden = config.model.hidden,
-      .max_tokens = most_tokens(config.global_batch, num_ranks),
+      .max_tokens = most_tokens(config, num_ranks),
       .num_experts = config.model.num_experts,
       .max_topk = config.model.topk,
       .device = config.device,
@@ -87,7 +92,9 @@ Trainer::State::State(
       config(checked(the_group, the_config, the_text)),
       text(the_text),
       source(text, config.model.window, config.seed),
-      tokens(tokens_of_rank(config.global_batch, group.rank(), group.num_ranks())),
+      micro_batches(make_micro_batches(
+          config.global_batch, config.num_micro_batches, group.rank(), group.num_ranks()
+      )),
       layout(make_layout(config.model, group.rank(), group.num_ranks())),
       exchange(group, exchange_config(config, group.num_ranks())),
       replicated(group, layout.num_replicated + kNumScalars, config),
@@ -95,31 +102,41 @@ Trainer::State::State(
       expert_grads(layout.num_expert),
       own_moments(replicated.own().value.size()),
       expert_moments(layout.num_expert),
-      context{
-          exchange,
-          config.model,
-          config.dtype,
-          config.global_batch,
-          make_shards(config.global_batch, group.rank(), group.num_ranks())},
-      model(context, layout, {replicated.all(), experts()}) {
+      context{exchange, config.model, config.dtype, config.global_batch, config.overlap.is_on},
+      batches(micro_batches.size()) {
   initialise(layout.replicated(), config.seed, replicated.all().value);
   initialise(layout.experts(), config.seed, expert_values);
   const auto own = replicated.own().value;
   std::ranges::copy(
       replicated.all().value.subspan(replicated.own_begin(), own.size()), own.begin()
   );
+  const ModelMemory memory = {replicated.all(), experts()};
   if (config.device.kind == Device::Kind::kCuda) {
-    gpu =
-        make_device_model({group, context, layout, {replicated.all(), experts()}, expert_moments});
+    auto made = make_device_model(
+        {group, context, micro_batches, config.overlap, layout, memory, expert_moments}
+    );
+    gpu = made.get();
+    model = std::move(made);
+  } else {
+    model = std::make_unique<HostModel>(context, micro_batches, config.overlap, layout, memory);
   }
+}
+
+int64_t Trainer::State::num_tokens() const {
+  int64_t sum = 0;
+  for (const MicroBatch& micro_batch : micro_batches) {
+    sum += micro_batch.tokens.size();
+  }
+  return sum;
 }
 
 void Trainer::State::compute_gradients() {
   replicated.clear_grads();
   std::ranges::fill(expert_grads, 0.0F);
-  source.draw(steps_done, tokens, batch);
-  const LossShare share =
-      gpu != nullptr ? gpu->forward_backward(batch) : model.forward_backward(batch);
+  for (size_t i = 0; i < batches.size(); ++i) {
+    source.draw(steps_done, micro_batches[i].tokens, batches[i]);
+  }
+  const LossShare share = model->forward_backward(batches);
   const Parameter all = replicated.all();
   for (size_t i = 0; i < share.cross_entropy.size(); ++i) {
     const auto scalars = all.grad_of(i).subspan(layout.num_replicated);
@@ -175,10 +192,6 @@ void Trainer::State::broadcast() {
   }
 }
 
-const Plan& Trainer::State::plan(size_t block) const {
-  return gpu != nullptr ? gpu->plan(static_cast<int>(block)) : model.blocks()[block].plan();
-}
-
 StepReport Trainer::State::report(float learning_rate) {
   StepReport report;
   const auto scalars = replicated.all().value.subspan(layout.num_replicated);
@@ -186,15 +199,24 @@ StepReport Trainer::State::report(float learning_rate) {
   report.loss = static_cast<double>(scalars[kLossScalar]);
   report.balance_loss = static_cast<double>(scalars[kBalanceScalar]);
   report.learning_rate = learning_rate;
-  report.num_tokens = tokens.size();
+  report.num_tokens = num_tokens();
   report.global_tokens = config.global_batch;
-  report.phase_seconds = context.timer.stop();
-  report.seconds = std::reduce(report.phase_seconds.begin(), report.phase_seconds.end());
+  std::ranges::transform(
+      context.timer.seconds(),
+      context.exchange_timer.seconds(),
+      report.phase_seconds.begin(),
+      std::plus<>()
+  );
+  report.trace = model->trace();
   report.dispatch = context.dispatch;
   report.combine = context.combine;
   report.reduce = replicated.traffic();
-  for (size_t block = 0; block < layout.blocks.size(); ++block) {
-    const auto routes = plan(block).global_routes_per_expert();
+  for (int block = 0; block < config.model.num_blocks; ++block) {
+    std::vector<int64_t> routes(static_cast<size_t>(config.model.num_experts));
+    for (size_t i = 0; i < batches.size(); ++i) {
+      const auto more = model->plan(i, block).global_routes_per_expert();
+      std::ranges::transform(routes, more, routes.begin(), std::plus<>());
+    }
     report.routes.insert(report.routes.end(), routes.begin(), routes.end());
   }
   return report;

@@ -10,9 +10,9 @@
 #include "moe/batch.hpp"
 #include "moe/checkpoint.hpp"
 #include "moe/device_model.hpp"
-#include "moe/model.hpp"
 #include "moe/parameters.hpp"
 #include "moe/replicated_vector.hpp"
+#include "moe/step_model.hpp"
 #include "moe/trainer.hpp"
 
 namespace weft::moe {
@@ -26,8 +26,7 @@ struct Trainer::State {
   void update(float learning_rate);
   [[nodiscard]] StepReport report(float learning_rate);
 
-  // Routing of the last step.
-  [[nodiscard]] const Plan& plan(size_t block) const;
+  [[nodiscard]] int64_t num_tokens() const;  // of this rank in a step
 
   // For checkpoints: what this rank owns, as it is now, and of which run.
   [[nodiscard]] std::vector<StatePiece> pieces();
@@ -41,7 +40,7 @@ struct Trainer::State {
   TrainConfig config;
   std::span<const std::byte> text;
   BatchSource source;
-  Range tokens;  // of this rank in every step
+  std::vector<MicroBatch> micro_batches;  // of every step
   ModelLayout layout;
   Exchange exchange;
   ReplicatedVector replicated;  // the parameters, then the scalars of a step
@@ -50,9 +49,9 @@ struct Trainer::State {
   AdamMoments own_moments;
   AdamMoments expert_moments;
   MoeContext context;
-  Model model;
-  std::unique_ptr<DeviceModel> gpu;  // in place of `model` and of the experts' AdamW; or null
-  Batch batch;
+  std::unique_ptr<StepModel> model;
+  DeviceModel* gpu = nullptr;  // the model if it is on a GPU, whose AdamW the experts have then
+  std::vector<Batch> batches;
   int64_t steps_done = 0;
 };
 

@@ -96,6 +96,7 @@ class DeviceExpertsTest : public TrainGpuTest {
     HostResult result;
     experts.forward(rows, result.y);
     experts.backward(rows, probe, result.grad_x, result.grad_weight);
+    experts.add_weight_gradients(rows, probe);
     return result;
   }
 
@@ -126,6 +127,7 @@ class DeviceExpertsTest : public TrainGpuTest {
     const DeviceExpertRows expert_rows = {rows.data(), weights.data(), kRowsPerExpert};
     experts.forward(expert_rows, y.data());
     experts.backward(expert_rows, grad_y.data(), grad_x.data(), grad_weight.data());
+    experts.add_weight_gradients(expert_rows, grad_y.data());
     return {
         fetched(y, stream.get()),
         fetched(grad_x, stream.get()),

@@ -9,6 +9,7 @@
 
 #include "gpu/train_gpu_test.hpp"
 #include "moe/trainer.hpp"
+#include "overlap/lane_times.hpp"
 #include "unit/moe/training_runs.hpp"
 
 namespace weft::moe {
@@ -87,6 +88,75 @@ TEST_F(TrainGpuTest, ReportsWhatAStepDid) {
     EXPECT_EQ(std::reduce(report.routes.begin(), report.routes.end()), 67 * 2 * 2);
     EXPECT_EQ(trainer.last_topk_idx(1).size(), static_cast<size_t>(trainer.num_tokens() * 2));
     EXPECT_EQ(trainer.last_topk_weights(1).size(), trainer.last_topk_idx(1).size());
+  });
+}
+
+TrainConfig micro_batched(int num_micro_batches, const OverlapConfig& overlap) {
+  TrainConfig config = gpu_config();
+  config.num_micro_batches = num_micro_batches;
+  config.overlap = overlap;
+  return config;
+}
+
+TEST_F(TrainGpuTest, OverlapChangesNoBit) {
+  constexpr int kSteps = 5;
+  for (const int num_ranks : {1, 2, 4}) {
+    for (const int num_micro_batches : {2, 3, 4}) {
+      const TrainingRun expected = train(num_ranks, micro_batched(num_micro_batches, {}), kSteps);
+      for (const bool delays : {false, true}) {
+        const OverlapConfig overlap = {.is_on = true, .delays_weight_gradients = delays};
+        const TrainingRun run = train(num_ranks, micro_batched(num_micro_batches, overlap), kSteps);
+        EXPECT_EQ(run.fingerprint, expected.fingerprint)
+            << num_ranks << " ranks, " << num_micro_batches << " micro-batches, delayed " << delays;
+        for (size_t i = 0; i < kSteps; ++i) {
+          EXPECT_EQ(run.reports[i].loss, expected.reports[i].loss) << "step " << i;
+          EXPECT_EQ(run.reports[i].balance_loss, expected.reports[i].balance_loss) << "step " << i;
+          EXPECT_EQ(run.reports[i].routes, expected.reports[i].routes) << "step " << i;
+        }
+      }
+    }
+  }
+}
+
+// Only rounding differs.
+TEST_F(TrainGpuTest, MicroBatchesFollowTheRunThatIsNotCut) {
+  const TrainingRun whole = train(2, gpu_config(), 10);
+  const TrainingRun cut = train(2, micro_batched(4, {}), 10);
+  for (size_t i = 0; i < whole.reports.size(); ++i) {
+    const double expected = whole.reports[i].loss;
+    EXPECT_NEAR(cut.reports[i].loss, expected, 0.03 * expected) << "step " << i;
+  }
+}
+
+TEST_F(TrainGpuTest, OverlappedRanksMayHaveNoTokens) {
+  TrainConfig config = micro_batched(3, {});
+  config.global_batch = 3;
+  const TrainingRun expected = train(4, config, 3);
+  config.overlap.is_on = true;
+  EXPECT_EQ(train(4, config, 3).fingerprint, expected.fingerprint);
+}
+
+TEST_F(TrainGpuTest, ReportsTheLanesOfAnOverlappedStep) {
+  const OverlapConfig overlap = {.is_on = true, .delays_weight_gradients = true};
+  train(2, micro_batched(3, overlap), 1, {}, [&](Trainer& trainer) {
+    const StepReport report = trainer.step();
+    EXPECT_EQ(report.dispatch.calls, 12);  // two blocks, three micro-batches, forward and backward
+    EXPECT_EQ(report.combine.calls, 12);
+    EXPECT_EQ(std::reduce(report.routes.begin(), report.routes.end()), 67 * 2 * 2);
+    EXPECT_EQ(trainer.last_topk_idx(1).size(), static_cast<size_t>(trainer.num_tokens() * 2));
+    const overlap::LaneTimes times = overlap::lane_times(report.trace);
+    const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / 1e9; };
+    const auto of = [&](Phase phase) { return report.phase_seconds[static_cast<size_t>(phase)]; };
+    EXPECT_GT(times.busy_ns[0], 0);
+    EXPECT_LE(times.exposed_ns, times.busy_ns[1]);
+    EXPECT_LE(times.exposed_ns + times.busy_ns[0], times.wall_ns);
+    // Marks lie within the spans; both clocks count in half a microsecond.
+    const double slack = 1e-6 * static_cast<double>(report.trace.spans.size());
+    const double exchange = of(Phase::kPlan) + of(Phase::kDispatch) + of(Phase::kCombine);
+    EXPECT_GT(exchange, 0);
+    EXPECT_LE(exchange, seconds(times.busy_ns[1]) + slack);
+    EXPECT_LE(of(Phase::kExperts), seconds(times.busy_ns[0]) + slack);
+    EXPECT_LE(seconds(times.wall_ns), report.seconds);
   });
 }
 

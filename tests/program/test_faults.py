@@ -56,10 +56,10 @@ def train_until_it_runs(tmp_path, book, *args):
     return process, kept
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(tmp_path, book, victim):
+@pytest.mark.parametrize("victim, args", [(0, []), (2, []), (2, ["--overlap", "--delay-wgrad"])])
+def test_a_killed_rank_ends_the_others_with_an_error_that_names_it(tmp_path, book, victim, args):
     before = shared_files()
-    process, kept = train_until_it_runs(tmp_path, book)
+    process, kept = train_until_it_runs(tmp_path, book, *args)
     ranks = children_of(process.pid)
     assert len(ranks) == 4
     assert holders_of_memory(ranks)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`weft train`: it learns, reports, saves and goes on."""
 
+import itertools
 import json
 import signal
 import time
@@ -118,6 +119,122 @@ def test_a_signal_finishes_the_step_and_leaves_a_whole_checkpoint(tmp_path, book
     text = weft(*args, "--resume", "--steps", last + 1).stdout
     assert f"Done after step {last + 1}" in text
     assert [path.name for path in tmp_path.iterdir() if path != book] == ["model.ckpt"]
+
+
+def micro_batched(tmp_path, book, micro_batches, ranks, *args):
+    """Losses of three steps, and what the checkpoint after them holds."""
+    kept = tmp_path / "model.ckpt"
+    args = ["--micro-batches", micro_batches, "--ranks", ranks, "--checkpoint", kept, *args]
+    values, _ = train(book, tmp_path / "run.json", "--steps", 3, *args)
+    return values, kept.read_bytes()
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 4])
+def test_overlap_changes_no_bit(tmp_path, book, micro_batches):
+    expected = micro_batched(tmp_path, book, micro_batches, 1)
+    assert len(expected[0]) == 3
+    runs = itertools.product((1, 2, 4), ([], ["--overlap"], ["--overlap", "--delay-wgrad"]))
+    for ranks, args in itertools.islice(runs, 1, None):  # the first one is what is expected
+        assert micro_batched(tmp_path, book, micro_batches, ranks, *args) == expected, (ranks, args)
+
+
+@pytest.mark.parametrize("how", ["--processes", "--threads"])
+def test_overlap_changes_no_bit_in_bf16(tmp_path, book, how):
+    args = [tmp_path, book, 4, 2, "--dtype", "bf16", how]
+    expected = micro_batched(*args)
+    assert micro_batched(*args, "--overlap") == expected
+    assert micro_batched(*args, "--overlap", "--delay-wgrad") == expected
+
+
+def test_one_micro_batch_is_the_whole_batch(tmp_path, book):
+    whole, _ = train(book, tmp_path / "run.json", "--ranks", 2, "--steps", 3)
+    assert micro_batched(tmp_path, book, 1, 2)[0] == whole
+    # Another order of sums, from the second step on in the parameters too.
+    assert micro_batched(tmp_path, book, 4, 2)[0] == pytest.approx(whole, rel=0.01)
+
+
+def test_overlapped_runs_say_what_was_hidden(tmp_path, book):
+    numbers, page, trace = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "trace.json"
+    args = ["--ranks", 2, "--steps", 3, "--overlap", "--delay-wgrad"]
+    _, text = train(book, numbers, *args, "--html", page, "--trace", trace)
+    assert "in 4 micro-batches that overlap, weight gradients delayed" in text
+    assert "\nexchange alone " in text and "of the exchange had no computation beside it" in text
+    assert f"Trace: {trace}" in text
+
+    run = json.loads(numbers.read_text())
+    assert run["config"]["micro_batches"] == 4 and run["config"]["overlap"]
+    lanes = run["lanes"]
+    assert 0 < lanes["exposed_seconds"] <= lanes["exchange_seconds"]
+    assert lanes["compute_seconds"] + lanes["exposed_seconds"] <= lanes["seconds"] * 1.001
+    assert lanes["seconds"] < run["seconds"]
+    phases = run["phase_seconds"]
+    exchange = phases["plan"] + phases["dispatch"] + phases["combine"]
+    assert 0 < exchange <= lanes["exchange_seconds"]
+    assert 0 < phases["experts"] <= lanes["compute_seconds"]
+
+    # One bar for each piece of the last step, on both lanes.
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
+    moves = [e for e in events if e["cat"] == "exchange"]
+    assert len(moves) == 4 * 2 * 4  # micro-batches, blocks, dispatches and combines
+    assert [e["name"] for e in moves] == [
+        e["name"] for e in sorted(moves, key=lambda e: e["args"]["step"])
+    ]
+    assert {e["args"]["micro_batch"] for e in moves} == {0, 1, 2, 3}
+    assert sum("backward_dw" in e["name"] for e in events) == 4 * 2
+    picture = page.read_text()
+    assert picture.count("<svg") == picture.count("</svg>") == 6
+    for event in events:
+        if event["dur"] > 0:
+            assert f"<title>{event['name']}: " in picture
+
+
+def test_a_resumed_run_may_overlap(tmp_path, book):
+    numbers = tmp_path / "run.json"
+    args = ["--ranks", 2, "--micro-batches", 2]
+    whole, _ = train(book, numbers, *args, "--steps", 4)
+    kept = ["--checkpoint", tmp_path / "model.ckpt"]
+    first, _ = train(book, numbers, *args, *kept, "--steps", 2)
+    second, _ = train(book, numbers, *args, *kept, "--steps", 4, "--resume", "--overlap")
+    assert first + second == whole
+
+
+def test_overlapped_routing_is_saved_whole(tmp_path, book):
+    files = [tmp_path / "cut.wrt", tmp_path / "overlapped.wrt"]
+    args = ["train", book, *TINY, "--ranks", 2, "--steps", 2, "--micro-batches", 3]
+    weft(*args, "--save-routing", files[0])
+    weft(*args, "--save-routing", files[1], "--overlap")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "step 2, layer 0" in weft("plan", files[1]).stdout
+
+
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        (["--micro-batches", 0], "--micro-batches"),
+        (["--micro-batches", 33], "num_micro_batches = 33 (at most global_batch, 32)"),
+        (["--micro-batches", 1, "--overlap"], "num_micro_batches = 1 with overlap (at least 2"),
+        (["--delay-wgrad"], "--delay-wgrad requires --overlap"),
+        (["--trace", "trace.json"], "--trace requires --overlap"),
+    ],
+)
+def test_overlap_that_cannot_be_is_refused(book, args, problem):
+    assert problem in weft("train", book, *TINY, "--ranks", 2, "--steps", 1, *args, code=2).stderr
+
+
+@pytest.mark.parametrize("flags", [["--overlap"], ["--overlap", "--delay-wgrad"]])
+def test_overlap_changes_no_bit_on_gpus(tmp_path, book, flags):
+    if not json.loads(weft("info", "--json").stdout)["gpus"]["list"]:
+        pytest.skip("no GPU")
+    numbers = tmp_path / "run.json"
+    args = ["train", book, *TINY_MODEL, "--ranks", 2, "--steps", 5, "--micro-batches", 3]
+    args += ["--json", numbers]
+    weft(*args)
+    expected = losses(numbers)
+    weft(*args, *flags)
+    assert losses(numbers) == expected
+    run = json.loads(numbers.read_text())
+    assert run["config"]["executor"] == "cuda"
+    assert 0 < run["lanes"]["exchange_seconds"] < run["seconds"]
 
 
 def test_gpus_are_chosen_where_there_are_any(tmp_path, book):

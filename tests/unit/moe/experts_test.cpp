@@ -62,17 +62,34 @@ TEST_F(ExpertsTest, GradientsMatchDifferences) {
   Matrix grad_x;
   std::vector<float> grad_weight;
   experts.backward(rows(), probe, grad_x, grad_weight);
+  experts.add_weight_gradients(rows(), probe);
   expect_gradient("x", x.span(), grad_x.span(), loss);
   expect_gradient("weight", weight, grad_weight, loss);
   expect_gradient("in", in.value, in.grad, loss, 60);
   expect_gradient("out", out.value, out.grad, loss, 60);
 }
 
-TEST_F(ExpertsTest, AnIdleExpertGetsNoGradient) {
+TEST_F(ExpertsTest, LeavesWeightGradientsForLater) {
+  const auto is_zero = [](float g) { return g == 0.0F; };
+  const Matrix probe = random_matrix(kRows, kHidden, 6);
   experts.forward(rows(), y);
   Matrix grad_x;
   std::vector<float> grad_weight;
-  experts.backward(rows(), random_matrix(kRows, kHidden, 6), grad_x, grad_weight);
+  experts.backward(rows(), probe, grad_x, grad_weight);
+  EXPECT_TRUE(std::ranges::all_of(in.grad, is_zero));
+  EXPECT_TRUE(std::ranges::all_of(out.grad, is_zero));
+  experts.add_weight_gradients(rows(), probe);
+  EXPECT_FALSE(std::ranges::all_of(in.grad, is_zero));
+  EXPECT_FALSE(std::ranges::all_of(out.grad, is_zero));
+}
+
+TEST_F(ExpertsTest, AnIdleExpertGetsNoGradient) {
+  const Matrix probe = random_matrix(kRows, kHidden, 6);
+  experts.forward(rows(), y);
+  Matrix grad_x;
+  std::vector<float> grad_weight;
+  experts.backward(rows(), probe, grad_x, grad_weight);
+  experts.add_weight_gradients(rows(), probe);
   const auto idle = std::span(in.grad).subspan(2 * kInner * kHidden, 2 * kInner * kHidden);
   EXPECT_TRUE(std::ranges::all_of(idle, [](float g) { return g == 0.0F; }));
 }

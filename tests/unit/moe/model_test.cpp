@@ -61,13 +61,13 @@ class Rig {
         grads_(layout_.num_replicated),
         expert_values_(layout_.num_expert),
         expert_grads_(layout_.num_expert),
-        context_{
-            exchange_,
-            config_,
-            DType::kFloat32,
-            global_tokens,
-            one_shard(tokens_of_rank(global_tokens, group.rank(), group.num_ranks()).size())},
-        model_(context_, layout_, {{values_, grads_}, {expert_values_, expert_grads_}}),
+        context_{exchange_, config_, DType::kFloat32, global_tokens},
+        model_(
+            context_,
+            one_shard(tokens_of_rank(global_tokens, group.rank(), group.num_ranks()).size()),
+            layout_,
+            {{values_, grads_}, {expert_values_, expert_grads_}}
+        ),
         text_(make_text(500)) {
     initialise(layout_.replicated(), 3, values_);
     initialise(layout_.experts(), 3, expert_values_);
@@ -83,7 +83,8 @@ class Rig {
 
   // Of the global batch, the same on every rank.
   double loss() {
-    const LossShare share = model_.forward_backward(batch_);
+    model_.load(batch_);
+    const LossShare share = model_.forward_backward();
     const double balance = share.balance * config_.num_blocks;
     const auto weight = static_cast<double>(config_.balance_weight);
     return sum_over_ranks(group_, share.cross_entropy.at(0) + weight * balance);

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// Model on a GPU: embedding, blocks, head and loss for one micro-batch. Those of a step share their
+// parameters.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "moe/batch.hpp"
+#include "moe/block_cuda.hpp"
+#include "moe/head_cuda.hpp"
+
+namespace weft::moe {
+
+class DeviceMicroBatch {
+ public:
+  // Gradients that backward would overwrite are added to if `adds_grads`.
+  DeviceMicroBatch(
+      GpuRank& rank,
+      int64_t num_tokens,
+      bool adds_grads,
+      const ModelLayout& layout,
+      const DeviceMemory& memory
+  );
+
+  // What the next forward and backward are of. The host's memory must outlive them.
+  void load(const Batch& batch);
+  // Collective, one piece after another; waits for the stream between them.
+  void forward_backward();
+
+  // The pieces of it, the blocks' own aside; each queues its work on the stream of the compute
+  // lane.
+  void pre_process();
+  void post_process();
+  void post_process_backward();
+  void pre_process_backward();
+  // Ends the phase that a piece on this lane has begun.
+  void pause(overlap::Lane lane) { rank_->pause(lane); }
+
+  // The streams are through: fetches what the losses need; they are there once they are through
+  // again.
+  void finish();
+  [[nodiscard]] double cross_entropy() const { return head_.loss(); }
+  [[nodiscard]] double balance() const;
+  // The streams are through and no backward will come: gives back what the exchange lent.
+  void release();
+
+  // [num_tokens, hidden] tokens, from post_process_backward() on gradients.
+  [[nodiscard]] DeviceArray<float>& x() { return x_; }
+  [[nodiscard]] std::span<DeviceBlock> blocks() { return blocks_; }
+  [[nodiscard]] std::span<const DeviceBlock> blocks() const { return blocks_; }
+
+ private:
+  [[nodiscard]] EmbeddingShape embedding() const;
+
+  GpuRank* rank_;
+  std::unique_ptr<DeviceTokens> tokens_;  // in one place: blocks point to it
+  int64_t window_;
+  DeviceParameter table_;
+  DeviceHead head_;
+  std::vector<DeviceBlock> blocks_;
+  DeviceArray<uint8_t> windows_;  // [num_tokens, window]
+  DeviceArray<float> x_;          // [num_tokens, hidden]
+};
+
+}  // namespace weft::moe
