@@ -17,6 +17,7 @@ LEVELS = {
     "src/exchange": 3,
     "src/overlap": 3,
     "src/moe": 4,
+    "src/simulate": 4,
     "apps": 5,
     "bench": 5,
     "python": 5,

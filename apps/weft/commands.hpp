@@ -11,6 +11,7 @@ namespace weft::program {
 
 void add_info(CLI::App& app);
 void add_plan(CLI::App& app);
+void add_simulate(CLI::App& app);
 void add_train(CLI::App& app);
 void add_tune(CLI::App& app);
 void add_check(CLI::App& app);

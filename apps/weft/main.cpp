@@ -36,6 +36,7 @@ void add_commands(CLI::App& app) {
   add_limits(app);
   add_bench(app);
   add_plan(app);
+  add_simulate(app);
   add_train(app);
   add_tune(app);
 }

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// What simulations say, as tables and as JSON.
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "simulate/simulate.hpp"
+#include "table.hpp"
+
+namespace weft::program {
+
+// The tables that there are, in order: "times", "busy", "bytes", "cpu", "gpu", "messages".
+[[nodiscard]] std::vector<std::string> simulation_tables();
+// Those named in `wanted` (empty: all), each with a line for each size.
+[[nodiscard]] std::string simulation_text(
+    std::span<const sim::Simulation> sizes, std::span<const std::string> wanted
+);
+
+// Every number with its meaning and origin, and the plans that it was fitted to.
+[[nodiscard]] std::string model_text(const sim::Model& model);
+
+[[nodiscard]] nlohmann::ordered_json simulation_json(
+    std::span<const sim::Simulation> sizes, const sim::Model& model
+);
+
+// Where each resource ends: the most ranks that fit its bound, the rest of the scenario as it is.
+[[nodiscard]] Table ends_table(
+    const sim::Scenario& scenario, const sim::Model& model, int64_t budget_bytes
+);
+
+}  // namespace weft::program

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "simulate/model.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <cmath>
+
+#include "core/atomic_file.hpp"
+#include "core/check.hpp"
+
+namespace weft::sim {
+namespace {
+
+constexpr double kTiny = 1e-9;  // least of what is divided by
+
+constexpr std::array kFields = {
+    ModelField{
+        "link_gbps", &Model::link_gbps, kTiny, "GB/s out of, and into, a rank inside its domain"},
+    ModelField{"link_latency_us", &Model::link_latency_us, 0, "from a rank's store to its peer"},
+    ModelField{"link_signal_us", &Model::link_signal_us, 0, "of the sender, for a chunk's signal"},
+    ModelField{"copy_gbps", &Model::copy_gbps, kTiny, "GB/s a rank copies or sums in its memory"},
+    ModelField{"one_mover", &Model::one_mover, 0, "1: who sends also copies, so the times add"},
+    ModelField{"card_gbps", &Model::card_gbps, kTiny, "GB/s out of, and into, a network card"},
+    ModelField{"card_latency_us", &Model::card_latency_us, 0, "from card to card"},
+    ModelField{"card_messages", &Model::card_messages, kTiny, "million messages/s of a card"},
+    ModelField{"card_window", &Model::card_window, 1, "messages of a rank not yet confirmed"},
+    ModelField{"post_us", &Model::post_us, 0, "of a proxy thread, for a message"},
+    ModelField{"proxies", &Model::proxies, 1, "proxy threads of a rank"},
+    ModelField{"message_rows", &Model::message_rows, 1, "most rows of a network message"},
+    ModelField{"call_us", &Model::call_us, 0, "of a dispatch or combine, whatever it moves"},
+    ModelField{"plan_base_us", &Model::plan_base_us, 0, "of a plan, whatever it holds"},
+    ModelField{"plan_token_ns", &Model::plan_token_ns, 0, "of a plan, for each token of a rank"},
+    ModelField{
+        "plan_count_ns",
+        &Model::plan_count_ns,
+        0,
+        "of a plan, for each of ranks x (experts + ranks) counts"},
+};
+
+const ModelField* find_field(std::string_view name) {
+  for (const ModelField& field : kFields) {
+    if (field.name == name) {
+      return &field;
+    }
+  }
+  return nullptr;
+}
+
+[[noreturn]] void refuse_file(const std::string& path, std::string_view problem) {
+  raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", path, problem));
+}
+
+// {"value": 350, "origin": "measured: ..."}
+void read_field(const std::string& path, const nlohmann::json& values, Model& model, size_t idx) {
+  const ModelField& field = kFields[idx];
+  const auto found = values.find(field.name);
+  if (found == values.end() || !found->is_object()) {
+    refuse_file(path, fmt::format("/values/{} is missing", field.name));
+  }
+  const auto value = found->find("value");
+  const auto origin = found->find("origin");
+  if (value == found->end() || !value->is_number() || origin == found->end() ||
+      !origin->is_string()) {
+    refuse_file(path, fmt::format("/values/{} has no number and origin", field.name));
+  }
+  const auto number = value->get<double>();
+  if (!std::isfinite(number) || number < field.least) {
+    refuse_file(
+        path, fmt::format("/values/{} is {} (at least {})", field.name, value->dump(), field.least)
+    );
+  }
+  set_field(model, field.name, number, origin->get<std::string>());
+}
+
+void read_samples(const std::string& path, const nlohmann::json& samples, Model& model) {
+  for (const nlohmann::json& entry : samples) {
+    const std::string at = fmt::format("/plan_samples/{}", model.plan_samples.size());
+    for (const char* key : {"ranks", "experts", "tokens", "us"}) {
+      if (!entry.is_object() || !entry.contains(key) || !entry[key].is_number()) {
+        refuse_file(path, fmt::format("{}/{} is no number", at, key));
+      }
+    }
+    model.plan_samples.push_back(
+        {entry["ranks"].get<int>(),
+         entry["experts"].get<int>(),
+         entry["tokens"].get<int64_t>(),
+         entry["us"].get<double>()}
+    );
+  }
+}
+
+}  // namespace
+
+std::span<const ModelField> model_fields() {
+  return kFields;
+}
+
+void set_field(Model& model, std::string_view name, double value, std::string_view origin) {
+  const ModelField* field = find_field(name);
+  WEFT_CHECK_ARG(Context{}, field != nullptr, "model: it has no field \"{}\"", name);
+  WEFT_CHECK_ARG(
+      Context{},
+      std::isfinite(value) && value >= field->least,
+      "model: {} = {} (at least {})",
+      name,
+      value,
+      field->least
+  );
+  model.*field->value = value;
+  model.origin[std::string(name)] = origin;
+}
+
+double plan_work_us(const Model& model, int num_ranks, int num_experts, int64_t num_tokens) {
+  const double counts = num_ranks * (static_cast<double>(num_experts) + num_ranks);
+  const double tokens = static_cast<double>(num_tokens);
+  return model.plan_base_us + (model.plan_token_ns * tokens + model.plan_count_ns * counts) / 1e3;
+}
+
+std::string model_json(const Model& model) {
+  nlohmann::ordered_json json = {
+      {"name", model.name}, {"values", nlohmann::ordered_json::object()}};
+  for (const ModelField& field : kFields) {
+    const auto origin = model.origin.find(field.name);
+    json["values"][std::string(field.name)] = {
+        {"value", model.*field.value},
+        {"meaning", field.meaning},
+        {"origin", origin == model.origin.end() ? "assumed" : origin->second}};
+  }
+  json["plan_samples"] = nlohmann::ordered_json::array();
+  for (const PlanSample& sample : model.plan_samples) {
+    json["plan_samples"].push_back(
+        {{"ranks", sample.num_ranks},
+         {"experts", sample.num_experts},
+         {"tokens", sample.num_tokens},
+         {"us", sample.us}}
+    );
+  }
+  return json.dump(2) + "\n";
+}
+
+Model load_model(const std::string& path) {
+  const auto json = nlohmann::json::parse(read_whole_file(path), nullptr, false);
+  if (json.is_discarded() || !json.is_object()) {
+    refuse_file(path, "it is not a JSON object");
+  }
+  const auto name = json.find("name");
+  const auto values = json.find("values");
+  if (name == json.end() || !name->is_string() || values == json.end() || !values->is_object()) {
+    refuse_file(path, "/name or /values is missing");
+  }
+  Model model;
+  model.name = name->get<std::string>();
+  for (size_t i = 0; i < kFields.size(); ++i) {
+    read_field(path, *values, model, i);
+  }
+  if (const auto samples = json.find("plan_samples"); samples != json.end()) {
+    read_samples(path, *samples, model);
+  }
+  return model;
+}
+
+}  // namespace weft::sim

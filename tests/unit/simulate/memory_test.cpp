@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// agreement_test.cpp compares with real exchanges; here is how memory grows.
+#include "simulate/memory.hpp"
+
+#include <gtest/gtest.h>
+
+#include "kernels/device_control.hpp"
+#include "kernels/device_plan.hpp"
+#include "unit/simulate/simulate_cases.hpp"
+
+namespace weft::sim {
+namespace {
+
+Memory reserved(int num_ranks, int num_experts = 2304) {
+  Scenario scenario = small_scenario();
+  scenario.num_ranks = num_ranks;
+  scenario.num_experts = num_experts;
+  scenario.max_tokens = 4096;
+  scenario.topk = 8;
+  return reserved_memory(scenario);
+}
+
+TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
+  const Memory memory = reserved(32);
+  const DeviceControlMap control = {32, 2304, 4096, 8};
+  const PlanMap plan = {32, 2304, 4096, 8};
+  EXPECT_EQ(memory.gpu.control(), control.num_bytes());
+  EXPECT_EQ(memory.gpu.plan, plan.num_bytes());
+}
+
+TEST(SimulatedMemoryTest, RecordsGrowWithRanksAndWordsWithTheirSquare) {
+  const Memory few = reserved(256, 256);
+  const Memory many = reserved(2304, 2304);
+  EXPECT_EQ(many.cpu.records, few.cpu.records * 9);
+  EXPECT_GT(many.cpu.words, few.cpu.words * 9);
+  EXPECT_GT(many.gpu.plan, few.gpu.plan * 8);
+}
+
+TEST(SimulatedMemoryTest, DoesNotDependOnTheRoutingButForWhatItUses) {
+  const Scenario scenario = small_scenario();
+  const Memory empty = reserved_memory(scenario);
+  const Traffic traffic = count_traffic(scenario, 8, make_routes(scenario));
+  const Memory full = memory_of(scenario, traffic, 3);
+  EXPECT_EQ(full.cpu.control(), empty.cpu.control());
+  EXPECT_EQ(full.gpu.control(), empty.gpu.control());
+  EXPECT_EQ(empty.output + empty.relay + empty.cpu.records_used + empty.cpu.staging, 0U);
+  EXPECT_LT(full.cpu.records_used, full.cpu.records);
+  EXPECT_EQ(full.relay, static_cast<uint64_t>(traffic.ranks[3].card_in * scenario.row_bytes));
+}
+
+}  // namespace
+}  // namespace weft::sim
