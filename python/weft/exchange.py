@@ -40,7 +40,10 @@ def _view(tensor: Tensor | None):
     """What the C++ side takes: a contiguous view without gradient; one-byte floats as bytes."""
     if tensor is None:
         return None
-    tensor = tensor.detach().contiguous()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     if tensor.element_size() == 1 and tensor.dtype not in (torch.uint8, torch.bool):
         tensor = tensor.view(torch.uint8)
     return to_dlpack(tensor)

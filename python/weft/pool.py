@@ -4,6 +4,11 @@
 from __future__ import annotations
 
 import torch
+from torch.cuda.memory import (
+    _cuda_beginAllocateCurrentThreadToPool,
+    _cuda_endAllocateToPool,
+    _cuda_releasePool,
+)
 
 from weft import _core
 
@@ -22,6 +27,7 @@ class OutputPool:
         )
         self._allocator = allocator  # as long as the pool
         self._pool = torch.cuda.MemPool(allocator.allocator())
+        self._id = self._pool.id
 
     def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """[rows, cols], contents undefined, for the current stream.
@@ -32,9 +38,13 @@ class OutputPool:
         step = 1 << max(rows.bit_length() - 5, 0)
         roomy = -(-rows // step) * step
         _core.give_segments(self._calls)
+        # As torch.cuda.use_mem_pool, whose context manager costs as much as the allocation.
+        _cuda_beginAllocateCurrentThreadToPool(device.index, self._id)
         try:
-            with torch.cuda.use_mem_pool(self._pool, device=device.index):
-                tensor = torch.empty((roomy, cols), dtype=dtype, device=device)
+            tensor = torch.empty((roomy, cols), dtype=dtype, device=device)
         finally:
+            _cuda_endAllocateToPool(device.index, self._id)
+            _cuda_releasePool(device.index, self._id)
             _core.give_segments(None)
-        return tensor.resize_(rows, cols)  # not a view: it may be changed in place
+        # Not a view: it may be changed in place.
+        return tensor if roomy == rows else tensor.resize_(rows, cols)

@@ -241,6 +241,10 @@ TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
         if (own.rank == 1) {
           own.set_index(7, 1, -2);
         }
+        WEFT_CUDA(Context{}, cudaGraphUpload(runnable, stream));
+        captured.wait();
+        // Making a graph may wait for the whole GPU, where kernels of other ranks wait for this one.
+        own.group->barrier();
         WEFT_CUDA(Context{}, cudaGraphLaunch(runnable, static_cast<cudaStream_t>(replayed.get())));
         const auto deadline = std::chrono::steady_clock::now() + 2 * kGpuTimeout;
         const auto thrown = thrown_by([&] {

@@ -54,6 +54,7 @@ std::vector<std::string> fault_texts(int num_gpus, const FaultCall& call) {
   run_threads(3, [&](const Group& group) {
     Exchange exchange(group, world.setup.config(group.rank()));
     FaultRank own(exchange, world.good);
+    own.group = &group;
     own.make_plan();
     const auto thrown = thrown_by([&] { call(own); });
     texts[static_cast<size_t>(group.rank())] = text_of(thrown);

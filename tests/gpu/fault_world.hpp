@@ -29,6 +29,7 @@ struct FaultRank {
   void set_index(int64_t token, int64_t k, int64_t value);
 
   Exchange& exchange;
+  const Group* group = nullptr;  // in a FaultCall
   int rank;
   CaseMemory memory;
   const CaseMemory::Placed* idx = nullptr;

@@ -14,8 +14,9 @@ from weft.dispatcher import (
     MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
+from weft.overlap.grouped import row_ends
 
-from .grouped import grouped_product, row_ends
+from .grouped import grouped_product
 
 Tensor = torch.Tensor
 

@@ -32,6 +32,7 @@ class Shape:
     width: int = 768  # of an expert
     vocabulary: int = 151936
     sequence: int = 4096
+    sequences: int = 2  # of a micro-batch
 
 
 class Attention(nn.Module):

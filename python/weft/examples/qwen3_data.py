@@ -20,8 +20,11 @@ def token_ids(path: str | None) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
-def micro_batch(ids: Tensor, index: int, sequence: int) -> tuple[Tensor, Tensor]:
-    """Window `index` of a text that goes round, and what follows each of its tokens. [1, S]."""
-    places = (index * sequence + torch.arange(sequence + 1)) % len(ids)
-    window = ids[places][None]
-    return window[:, :-1], window[:, 1:]
+def micro_batch(
+    ids: Tensor, index: int, sequence: int, sequences: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Windows of a text that goes round, from `index * sequences` on, and what follows each of
+    their tokens. [sequences, sequence]."""
+    first = torch.arange(index * sequences, (index + 1) * sequences)[:, None] * sequence
+    windows = ids[(first + torch.arange(sequence + 1)) % len(ids)]
+    return windows[:, :-1], windows[:, 1:]

@@ -125,7 +125,7 @@ def heading(args: argparse.Namespace, shape: Shape) -> str:
     return (
         f"{dist.get_world_size()} x {device_name(args)}: {shape.layers} layers, H {shape.hidden}, "
         f"{shape.experts} experts, top {shape.topk}, width {shape.width}, "
-        f"{args.micro_batches} x {shape.sequence} tokens a step and rank"
+        f"{args.micro_batches} x {shape.sequences} x {shape.sequence} tokens a step and rank"
     )
 
 

@@ -75,7 +75,7 @@ class Trainer:
         self.optimiser = torch.optim.SGD(self.model.parameters(), lr=rate)
         # The vocabulary may be smaller than the tokens are.
         self.ids = token_ids(args.tokens) % shape.vocabulary
-        self.sequence, self.num, self.device = shape.sequence, args.micro_batches, device
+        self.shape, self.num, self.device = shape, args.micro_batches, device
         self.schedule = sequential_schedule_for_no_pipelining
         if mode.overlap:
             self.schedule = combined_1f1b_schedule_for_no_pipelining
@@ -94,8 +94,10 @@ class Trainer:
 
     def _plan(self, i: int) -> TransformerModelChunkSchedulePlan:
         index = (len(self.losses) * self.num + i) * dist.get_world_size() + dist.get_rank()
-        given = micro_batch(self.ids, index, self.sequence)
-        inputs, labels = (t.to(self.device) for t in given)
+        given = micro_batch(self.ids, index, self.shape.sequence, self.shape.sequences)
+        if self.device.type == "cuda":  # copies of memory that is not pinned wait for the GPU
+            given = [t.pin_memory() for t in given]
+        inputs, labels = (t.to(self.device, non_blocking=True) for t in given)
         return self.model.build_schedule_plan(inputs, labels=labels, name=f"m{i}")
 
 
@@ -111,8 +113,11 @@ def run_mode(
     is_gpu = device.type == "cuda"
     seconds = []
     for i in range(args.warmup + args.steps):
-        if i == args.warmup and is_gpu:
-            torch.cuda.reset_peak_memory_stats()
+        if i == args.warmup:
+            gc.collect()
+            gc.freeze()  # what lives by now is not looked at again: a look takes milliseconds
+            if is_gpu:
+                torch.cuda.reset_peak_memory_stats()
         dist.barrier()
         begin = time.perf_counter()
         trainer.step()
@@ -128,6 +133,7 @@ def run_mode(
         traced = trace_step(trainer.step, name, args.trace, device)
     result = Result(torch.stack(trainer.losses).cpu(), slowest.tolist(), traced, held)
     del trainer
+    gc.unfreeze()
     gc.collect()  # nodes refer to each other: the next mode's peak would have these, too
     if is_gpu:
         torch.cuda.empty_cache()

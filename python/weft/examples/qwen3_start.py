@@ -15,7 +15,7 @@ from torch import multiprocessing
 
 from weft.examples.qwen3_attention import Shape
 
-TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32)  # for CPUs
+TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32, sequences=1)  # for CPUs
 
 
 def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
@@ -28,7 +28,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
         usual = "48 or what fits" if field.name == "layers" else field.default
         name = "--" + field.name.replace("_", "-")
         add(name, type=int, help=f"default {usual}, on CPU {tiny}")
-    add("--micro-batches", type=int, help="in a step, one sequence each (default 8, on CPU 2)")
+    add("--micro-batches", type=int, help="in a step (default 8, on CPU 2)")
     add("--steps", type=int, default=5, help="timed, in each mode (default 5)")
     add("--warmup", type=int, default=2, help="steps before them, not timed (default 2)")
     add("--modes", nargs="+", default=modes, choices=modes)
@@ -103,7 +103,7 @@ def layers_that_fit(shape: Shape, ranks: int, free_bytes: int) -> int:
     Weights and gradients are bf16. Activations are those of one micro-batch and a half: while one
     grows, the other shrinks.
     """
-    s, tokens = shape, shape.sequence
+    s, tokens = shape, shape.sequences * shape.sequence
     projections = s.head_dim * (2 * s.heads + 2 * s.kv_heads)
     weights = s.hidden * (projections + s.experts) + 3 * s.hidden * s.width * s.experts // ranks
     attention = 8 * s.hidden + 3 * projections

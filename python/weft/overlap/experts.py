@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from .grouped import product, row_ends, weight_gradient
 from .wgrad import DelayedWgradModule
 
 Tensor = torch.Tensor
@@ -36,12 +37,13 @@ class DelayedExperts(DelayedWgradModule):
         self.delay(self.up, self.down)
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
-        inner = _GroupedProduct.apply(rows, self.up, counts, self._queue())
+        ends = row_ends(counts, rows)
+        inner = _GroupedProduct.apply(rows, self.up, ends, self._queue())
         if self.recompute_activation:
             act = checkpoint(self._activate, inner, probs, use_reentrant=False)
         else:
             act = self._activate(inner, probs)
-        return _GroupedProduct.apply(act, self.down, counts, self._queue())
+        return _GroupedProduct.apply(act, self.down, ends, self._queue())
 
     def _activate(self, inner: Tensor, probs: Tensor) -> Tensor:
         gate, value = inner.chunk(2, dim=-1)
@@ -49,51 +51,27 @@ class DelayedExperts(DelayedWgradModule):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Each expert's rows times its matrix: [P, A], [El, A, B], counts -> [P, B]."""
+    """Each expert's rows times its matrix: [P, A], [El, A, B], ends of `row_ends` -> [P, B]."""
 
     @staticmethod
-    def forward(ctx, rows, weights, counts, queue):  # noqa: ANN001, ANN205
-        ctx.save_for_backward(rows, weights, counts)
+    def forward(ctx, rows, weights, ends, queue):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(rows, weights, ends)
         ctx.queue, ctx.weights = queue, weights
-        return _product(rows, weights, counts)
+        return product(rows, weights, ends)
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
-        rows, weights, counts = ctx.saved_tensors
+        rows, weights, ends = ctx.saved_tensors
         grad_rows = None
         if ctx.needs_input_grad[0]:
-            grad_rows = _product(grad, weights.transpose(1, 2), counts)
+            grad_rows = product(grad, weights.transpose(1, 2), ends)
         if not ctx.needs_input_grad[1]:
             return grad_rows, None, None, None
 
         def gradient() -> Tensor:
-            return _weight_gradient(rows, grad, counts)
+            return weight_gradient(rows, grad, ends)
 
         if ctx.queue is None:
             return grad_rows, gradient(), None, None
         ctx.queue.put(ctx.weights, gradient)
         return grad_rows, None, None, None
-
-
-def _is_grouped(rows: Tensor) -> bool:
-    return rows.is_cuda and rows.dtype == torch.bfloat16
-
-
-def _ends(rows: Tensor, counts: Tensor) -> Tensor:
-    return counts.to(rows.device, non_blocking=True).cumsum(0).to(torch.int32)
-
-
-def _product(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    if _is_grouped(rows):
-        return torch._grouped_mm(rows.contiguous(), weights, offs=_ends(rows, counts))
-    parts = zip(rows.split(counts.tolist()), weights, strict=True)
-    return torch.cat([part @ weight for part, weight in parts])
-
-
-def _weight_gradient(rows: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
-    """[P, A], [P, B] -> [El, A, B]."""
-    if _is_grouped(rows):
-        return torch._grouped_mm(rows.T, grad.contiguous(), offs=_ends(rows, counts))
-    sizes = counts.tolist()
-    parts = zip(rows.split(sizes), grad.split(sizes), strict=True)
-    return torch.stack([part.T @ part_grad for part, part_grad in parts])

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from weft.examples import grouped
+from weft.overlap.grouped import row_ends
 
 
 def operands(counts, dtype=torch.float64):
     gen = torch.Generator().manual_seed(1)
     rows = torch.randn(sum(counts), 5, generator=gen, dtype=dtype).requires_grad_()
     weights = torch.randn(len(counts), 5, 3, generator=gen, dtype=dtype).requires_grad_()
-    return rows, weights, grouped.row_ends(torch.tensor(counts), rows)
+    return rows, weights, row_ends(torch.tensor(counts), rows)
 
 
 @pytest.mark.parametrize("counts", [(4, 0, 3), (0, 0, 0), (0, 7, 0)])
@@ -44,13 +45,13 @@ def test_rows_are_gone_before_their_gradient_is_made(monkeypatch, keeps_graph):
     out = grouped.grouped_product(rows, weights, ends)
     del rows
     alive = []
-    product = grouped._product
+    product = grouped.product
 
     def watched(*args):
         alive.append(held() is not None)
         return product(*args)
 
-    monkeypatch.setattr(grouped, "_product", watched)
+    monkeypatch.setattr(grouped, "product", watched)
     out.sum().backward(retain_graph=keeps_graph)
     assert alive == [keeps_graph]
     if keeps_graph:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,10 +124,11 @@ def test_only_kernels_of_a_trace_count(tmp_path):
 
 
 def test_layers_that_fit():
-    shape = Shape()
+    shape = Shape(sequences=1)
     counts = [layers_that_fit(shape, 4, gib << 30) for gib in (1, 40, 78, 139, 10**4)]
     assert counts == sorted(counts) and counts[0] == 1 and counts[-1] == 48
     assert 10 < counts[2] < 48
+    assert 1 < layers_that_fit(replace(shape, sequences=2), 4, 78 << 30) < counts[2]
     assert layers_that_fit(shape, 8, 78 << 30) > counts[2]
 
 
@@ -135,6 +137,9 @@ def test_text_goes_round(tmp_path):
     path.write_bytes(b"abcde")
     tokens, labels = micro_batch(token_ids(path), 1, 3)
     assert bytes(tokens[0].tolist()) == b"dea" and bytes(labels[0].tolist()) == b"eab"
+    tokens, labels = micro_batch(token_ids(path), 1, 2, sequences=2)
+    assert [bytes(row.tolist()) for row in tokens] == [b"ea", b"bc"]
+    assert [bytes(row.tolist()) for row in labels] == [b"ab", b"cd"]
     assert len(token_ids(None)) > 10_000
 
 
