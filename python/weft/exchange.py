@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.dlpack import to_dlpack
 
 from weft import _core
+from weft.beside import usual_sms
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.planned import Plan
@@ -240,7 +241,7 @@ class Exchange:
             _view(out_scales),
             quantise,
             self._stream(),
-            num_sms,
+            self._sms(num_sms),
         )
         if scales is not None and out_scales is not None:
             out_scales = out_scales.view(scales.dtype)
@@ -271,9 +272,12 @@ class Exchange:
             _view(weights),
             scale,
             self._stream(),
-            num_sms,
+            self._sms(num_sms),
         )
         return Combined(x, weights)
+
+    def _sms(self, num_sms: int) -> int:
+        return num_sms or (usual_sms() if self.device.type == "cuda" else 0)
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

@@ -24,9 +24,16 @@ DISPATCHERS = ("alltoall", "deepep", "hybridep", "uccl_ep")
 
 
 def make_dispatcher(
-    name: str, groups: DispatcherGroups, num_experts: int, topk: int
+    name: str,
+    groups: DispatcherGroups,
+    num_experts: int,
+    topk: int,
+    num_sms: int | None = None,
 ) -> MoETokenDispatcher:
-    """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft."""
+    """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft.
+
+    num_sms: GPU multiprocessors of each exchange by Weft; None: by its table, often all.
+    """
     local = num_experts // groups.ep.size()
     first = groups.ep.rank() * local
     config = DispatcherConfig(
@@ -36,6 +43,7 @@ def make_dispatcher(
     )
     if name != "alltoall":
         config.moe_flex_dispatcher_backend = name
+        config.moe_flex_dispatcher_num_sms = num_sms
     kind = MoEAlltoAllTokenDispatcher if name == "alltoall" else MoEFlexTokenDispatcher
     return kind(local, list(range(first, first + local)), config.validate(), groups)
 

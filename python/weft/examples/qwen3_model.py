@@ -21,8 +21,15 @@ Tensor = torch.Tensor
 class QwenMoE(MoELayer):
     """The router's probabilities sum to 1 over the chosen experts."""
 
-    def __init__(self, dispatcher_name: str, groups: DispatcherGroups, shape: Shape, delay: bool):
-        made = make_dispatcher(dispatcher_name, groups, shape.experts, shape.topk)
+    def __init__(
+        self,
+        dispatcher_name: str,
+        groups: DispatcherGroups,
+        shape: Shape,
+        delay: bool,
+        num_sms: int | None = None,
+    ) -> None:
+        made = make_dispatcher(dispatcher_name, groups, shape.experts, shape.topk, num_sms)
         super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk)
         self.router = DelayedLinear(
             shape.hidden, shape.experts, bias=False, delay_wgrad_compute=delay
@@ -66,11 +73,15 @@ def build(
     *,
     delay: bool = False,
     high_priority: bool = False,
+    num_sms: int | None = None,
 ) -> ModelChunk:
-    """The model, with torch's default device and type. Its weights are left to `fill`."""
+    """The model, with torch's default device and type. Its weights are left to `fill`.
+
+    num_sms: see `make_dispatcher`.
+    """
 
     def layer() -> TransformerLayer:
-        moe = QwenMoE(dispatcher, groups, shape, delay)
+        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms)
         norm = nn.RMSNorm(shape.hidden, eps=EPS)
         return TransformerLayer(Attention(shape, delay), moe=moe, pre_mlp_norm=norm)
 

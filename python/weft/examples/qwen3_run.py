@@ -66,6 +66,8 @@ class Trainer:
             with device:
                 groups = DispatcherGroups(ep=group, expt_tp=None, tp_ep=group)
                 options = {"delay": mode.delay, "high_priority": args.high_priority}
+                if mode.overlap:
+                    options["num_sms"] = args.exchange_sms
                 self.model = build(shape, mode.dispatcher, groups, **options)
         finally:
             torch.set_default_dtype(usual)

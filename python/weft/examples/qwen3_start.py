@@ -35,6 +35,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
     add("--lr", type=float, help="default 4 / hidden: about the largest that is stable")
     add("--seed", type=int, default=1, help="of the weights")
+    add("--exchange-sms", type=int, help="of Weft's exchanges beside computation (default: table)")
     add("--high-priority", action="store_true", help="free SMs go to the exchange lane first")
     add("--json", metavar="FILE", help="the results, for programs")
     add("--trace", metavar="FOLDER", help="Chrome traces of one step of rank 0, one for each mode")

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from weft.beside import beside_computation
 from weft.config.settings import option
 
 from . import lanes
@@ -207,8 +208,10 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         be used again if every rank stopped at the same node.
         """
         hooks = (pre_forward, pre_backward, post_forward, post_backward)
+        is_pair = f_schedule_plan is not None and b_schedule_plan is not None
         try:
-            return issue_chunks(f_schedule_plan, b_schedule_plan, b_grad, *hooks)
+            with beside_computation() if is_pair else nullcontext():
+                return issue_chunks(f_schedule_plan, b_schedule_plan, b_grad, *hooks)
         except BaseException:
             with suppress(RuntimeError):  # a broken GPU must not hide what broke it
                 lanes.join_lanes()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU multiprocessors of exchanges that run beside computation, where nobody chose their number.
+
+An exchange that has the GPU to itself is fastest with all of them; beside products of matrices it
+would then wait until it gets them, and the products for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# By the name of a GPU: of the numbers that bench/overlap_bench.py and steps of
+# weft.examples.qwen3_moe were measured with, the one with the shortest steps (docs/overlap.md).
+_MEASURED = {"NVIDIA H200": 48}
+_SHARE = 4 / 11  # of another GPU: the same part
+
+_usual = 0
+
+
+def usual_sms() -> int:
+    """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
+    return _usual
+
+
+@contextmanager
+def beside_computation() -> Iterator[None]:
+    """Within it, in all threads (backward has its own): exchanges leave room for other kernels."""
+    global _usual
+    before = _usual
+    _usual = sms_beside_computation()
+    try:
+        yield
+    finally:
+        _usual = before
+
+
+def sms_beside_computation() -> int:
+    """For the current GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return _sms_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _sms_of(device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    count = properties.multi_processor_count
+    return _MEASURED.get(properties.name, max(2, int(_SHARE * count) // 2 * 2))
