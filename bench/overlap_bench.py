@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
-from torch_bench import CASES, Case, machine, row_of, say
+from torch_bench import CASES, Case, row_of, say
 
 import weft
+from weft.examples.measured import machine
 
 Tensor = torch.Tensor
 ROUNDS = 7

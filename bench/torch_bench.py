@@ -12,11 +12,8 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,7 @@ import weft
 from weft import fused_a2a
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
+from weft.examples.measured import machine
 
 
 @dataclass
@@ -260,26 +258,6 @@ def main() -> None:
             file.write("\n")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def machine(commit: str | None) -> dict:
-    def git(*command):
-        return subprocess.run(["git", *command], capture_output=True, text=True).stdout.strip()
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "?")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
-    return {
-        "commit": commit or git("rev-parse", "--short=12", "HEAD"),
-        "dirty": False if commit else bool(git("status", "--porcelain")),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": f"{cpu}, {os.cpu_count()} cores, {memory} GB",
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "driver": torch.version.cuda,
-        "cuda": torch.version.cuda,
-        "limit_gbps": 0.0,
-        "gather_gbps": 0.0,
-    }
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import sys
 from xml.sax.saxutils import escape
 
 import gpu_results
+import overlap_results
 import torch_results
 import tree
 
@@ -87,6 +88,13 @@ def provenance(results):
     )
 
 
+def special_of(results):
+    """The module that knows this kind of file; None: this one does."""
+    if torch_results.is_torch(results):
+        return torch_results
+    return overlap_results if overlap_results.is_overlap(results) else None
+
+
 def table(rows):
     has_rival = any("rival" in row for row in rows)
     has_sms = any(row["sms"] for row in rows)
@@ -123,8 +131,8 @@ def by_case(rows):
 
 def markdown(results):
     lines = [provenance(results)]
-    if torch_results.is_torch(results):
-        return "\n".join([*lines, torch_results.markdown(results)])
+    if special := special_of(results):
+        return "\n".join([*lines, special.markdown(results)])
     for case, rows in by_case(results["rows"]).items():
         lines += ["", case[0].upper() + case[1:] + ":", "", *table(rows)]
     return "\n".join(lines)
@@ -212,7 +220,8 @@ def wanted_files(root):
     all_results = {path.stem: load(path) for path in paths}
     wanted = {root / "docs/results.md": results_page(all_results)}
     for name, results in all_results.items():
-        groups = torch_results.bars(results) if torch_results.is_torch(results) else bars(results)
+        special = special_of(results)
+        groups = special.bars(results) if special else bars(results)
         wanted[root / f"docs/plots/{name}.svg"] = plot(groups)
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
         text = path.read_text()

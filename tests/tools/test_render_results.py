@@ -145,3 +145,25 @@ def test_shows_calls_from_python_beside_no_reference_case(tmp_path):
     assert "Calls from Python: 2 GPUs" in page and "| dispatch | budget | 2,500 | 3,000 |" in page
     assert "2,500 us, exact" in (root / "docs/plots/torch-exchange.m.svg").read_text()
     assert (root / "README.md").read_text() == "<!-- gpus m -->\n<!-- end gpus -->\n"
+
+
+def test_shows_exchanges_beside_computation(tmp_path):
+    beside = {key: value for key, value in ROW.items() if key != "rival"}
+    beside |= {"case": "B", "mode": "beside products", "sms": 48, "quiet_us": 300.0, "slowdown": 0.25, "cost_us": 90.0}
+    step = {"op": "train_step", "mode": "weft-overlap", "seconds": 0.5, "ratio": 1.25, "peak_gib": 20.0}
+    step |= {"exposed_of_exchange": 0.25, "exposed_of_step": 0.04, "idle_of_step": None}
+    shape = {"layers": 6, "sequences": 2, "sequence": 4096}
+    results = {**RESULTS, "gpus": ["a GPU"], "limit_gbps": 0.0, "ranks": 2, "micro_batches": 4, "shape": shape}
+    files = {"beside.m": [beside], "steps.m": [step, {**step, "mode": "alltoall"}]}
+    root = write_tree(
+        tmp_path,
+        {f"bench/results/{name}.json": json.dumps({**results, "rows": rows}) for name, rows in files.items()},
+    )
+    assert run_tool("render_results", root)[0] == 0
+    page = (root / "docs/results.md").read_text()
+    assert "| dispatch | 48 | 300 | 2,500 | 25.0 | 90 |" in page and "Case B: 2 GPUs" in page
+    assert "6 layers of Qwen3-30B-A3B on 2 GPUs, 4 micro-batches of 2 x 4,096 tokens on each:" in page
+    assert "| weft-overlap | 0.5000 | 1.25 | 25.0 | 4.0 | - | 20.0 |" in page
+    assert "90 us, lost by products, 48 SMs" in (root / "docs/plots/beside.m.svg").read_text()
+    steps = (root / "docs/plots/steps.m.svg").read_text()
+    assert "500,000 us, weft-overlap" in steps and steps.count('class="rival"') == 1

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.examples.measured import machine
 from weft.examples.qwen3_attention import Shape
 from weft.examples.qwen3_run import MODES, Result, run_mode
 from weft.examples.qwen3_start import options, sizes, start
@@ -46,6 +47,7 @@ def rows_of(results: dict[str, Result]) -> list[Row]:
         peak, others = result.memory or (None, None)
         span = seen.span if seen else 0
         row = {
+            "op": "train_step",
             "mode": name,
             "seconds": seconds,
             "ratio": first / seconds,
@@ -114,7 +116,7 @@ def work(args: argparse.Namespace) -> int:
     say(table(rows))
     say("the losses are wrong:\n  " + "\n  ".join(lines) if lines else "losses equal bit for bit")
     if args.json and dist.get_rank() == 0:
-        found = {"gpus": dist.get_world_size(), "device": device_name(args), "shape": asdict(shape)}
+        found = machine(args.commit) | {"ranks": dist.get_world_size(), "shape": asdict(shape)}
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
         found |= {"losses_equal": not lines}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")

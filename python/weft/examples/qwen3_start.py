@@ -38,6 +38,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     add("--exchange-sms", type=int, help="of Weft's exchanges beside computation (default: table)")
     add("--high-priority", action="store_true", help="free SMs go to the exchange lane first")
     add("--json", metavar="FILE", help="the results, for programs")
+    add("--commit", help="of the build, for --json (default: asks git)")
     add("--trace", metavar="FOLDER", help="Chrome traces of one step of rank 0, one for each mode")
     return parser
 

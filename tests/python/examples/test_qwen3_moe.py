@@ -216,7 +216,7 @@ def test_all_modes_on_two_cpu_ranks(tmp_path):
     assert [line.split()[1] for line in lines[2:]] == list(MODES)
     assert done.stdout.rstrip().endswith("losses equal bit for bit")
     result = json.loads(found.read_text())
-    assert result["losses_equal"] and result["gpus"] == 2
+    assert result["losses_equal"] and result["ranks"] == 2
     assert [row["mode"] for row in result["rows"]] == list(MODES)
     assert all(row["seconds"] > 0 and row["exposed_of_step"] is None for row in result["rows"])
     assert len(set(result["rows"][0]["losses"])) > 1

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What render_results.py shows of exchanges beside computation: bench/overlap_bench.py, and steps of the example
+qwen3_moe."""
+
+from torch_results import number, shape
+
+
+def is_overlap(results):
+    return bool(results["rows"]) and all(is_step(row) or is_beside(row) for row in results["rows"])
+
+
+def is_step(row):
+    return row["op"] == "train_step"
+
+
+def is_beside(row):
+    return row["mode"] == "beside products"
+
+
+def percent(share):
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def table(header, num_names, lines):
+    rule = "|" + "---|" * num_names + "--:|" * (len(header) - num_names)
+    return ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)]
+
+
+STEP_HEADER = ["mode", "s/step", "times faster", "exposed, % of exchange", "% of step", "idle, % of step", "peak GiB"]
+
+
+def step_line(row):
+    shares = [percent(row[key]) for key in ("exposed_of_exchange", "exposed_of_step", "idle_of_step")]
+    return [row["mode"], number(row["seconds"], 4), number(row["ratio"], 2), *shares, number(row["peak_gib"], 1)]
+
+
+def steps(results):
+    model = results["shape"]
+    text = (
+        f"{model['layers']} layers of Qwen3-30B-A3B on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
+        f"of {model['sequences']} x {model['sequence']:,} tokens on each:"
+    )
+    return ["", text, "", *table(STEP_HEADER, 1, [step_line(row) for row in results["rows"]])]
+
+
+BESIDE_HEADER = ["exchange", "SMs", "alone, us", "beside products, us", "products slower by, %", "costs, us"]
+
+
+def beside_line(row):
+    numbers = [number(row["quiet_us"]), number(row["us_p50"]), percent(row["slowdown"]), number(row["cost_us"])]
+    return [row["op"], number(row["sms"]), *numbers]
+
+
+def beside(results):
+    lines, cases = [], {}
+    for row in results["rows"]:
+        cases.setdefault(f"Case {row['case']}: {shape(row)}:", []).append(row)
+    for text, rows in cases.items():
+        lines += ["", text, "", *table(BESIDE_HEADER, 1, [beside_line(row) for row in rows])]
+    return lines
+
+
+def markdown(results):
+    return "\n".join(steps(results) if is_step(results["rows"][0]) else beside(results))
+
+
+def bars(results):
+    """[(group, [(class, label, microseconds)])]: steps, or what an exchange costs by its multiprocessors."""
+    groups = {}
+    for row in results["rows"]:
+        if is_step(row):
+            kind = "rival" if row["mode"].startswith("alltoall") else "weft"
+            groups.setdefault("step", []).append((kind, row["mode"], 1e6 * row["seconds"]))
+        else:
+            label = f"lost by products, {row['sms']} SMs"
+            groups.setdefault(f"{row['case']} {row['op']}", []).append(("weft", label, row["cost_us"]))
+    return list(groups.items())
