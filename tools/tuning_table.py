@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a file of `weft tune` into the table that is built in: of each operation and row size the
-splits that no smaller number of multiprocessors beats.
+"""Turns files of `weft tune` into the table that is built in: of each operation, number of ranks and
+row size the splits that no smaller number of multiprocessors beats.
 
-usage: tools/tuning_table.py bench/tuning/h200.json > src/exchange/tuning_table_cuda.hpp
+usage: tools/tuning_table.py bench/tuning/2xh200.json bench/tuning/4xh200.json > src/exchange/tuning_table.hpp
 """
 
 import json
@@ -15,7 +15,7 @@ HEAD = """// SPDX-License-Identifier: Apache-2.0
 
 #include <array>
 
-#include "exchange/sms_cuda.hpp"
+#include "exchange/tuning.hpp"
 
 namespace weft {{
 
@@ -39,19 +39,21 @@ def best_splits(splits):
     return kept
 
 
-def main(path):
-    with open(path, encoding="utf-8") as file:
-        splits = json.load(file)["splits"]
-    rows = []
-    for op in ("dispatch", "combine"):
-        for row_bytes in sorted({s["row_bytes"] for s in splits}):
-            rows += best_splits([s for s in splits if (s["op"], s["row_bytes"]) == (op, row_bytes)])
-    print(HEAD.format(source=path, count=len(rows)), end="")
+def main(paths):
+    splits = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            splits += json.load(file)["splits"]
+    kinds = {}
+    for split in splits:
+        kinds.setdefault((split["op"], split["ranks"], split["row_bytes"]), []).append(split)
+    rows = [row for kind in sorted(kinds) for row in best_splits(kinds[kind])]
+    print(HEAD.format(source=" and ".join(paths), count=len(rows)), end="")
     for row in rows:
         op = "TunedOp::k" + row["op"].capitalize()
-        print(f"    {{{op}, {row['row_bytes']}, {{{row['senders']}, {row['others']}}}, {row['us']}}},")
+        print(f"    {{{op}, {row['ranks']}, {row['row_bytes']}, {{{row['senders']}, {row['others']}}}, {row['us']}}},")
     print(TAIL, end="")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -57,9 +57,10 @@ void print_splits(const std::string& name, const std::vector<GpuSplit>& splits) 
   fmt::print("case {}, rows of {} B\n\n{}\n", name, splits.front().row_bytes, table.text());
 }
 
-nlohmann::ordered_json json_of(const GpuSplit& split) {
+nlohmann::ordered_json json_of(const GpuSplit& split, int num_ranks) {
   return {
       {"op", op_of(split)},
+      {"ranks", num_ranks},
       {"row_bytes", split.row_bytes},
       {"senders", split.senders},
       {"others", split.others},
@@ -73,7 +74,7 @@ int tune_rank(const Group& group, const TuneOptions& options) {
     take_case(bench, name);
     const std::vector<GpuSplit> splits = run_gpu_tune(group, bench);
     for (const GpuSplit& split : splits) {
-      json["splits"].push_back(json_of(split));
+      json["splits"].push_back(json_of(split, group.num_ranks()));
     }
     if (group.rank() == 0) {
       print_splits(name, splits);

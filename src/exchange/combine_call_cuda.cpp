@@ -50,6 +50,7 @@ void CudaExchange::combine(
     const RoleBlocks blocks = choose_blocks(
         tuning,
         {.op = TunedOp::kCombine,
+         .num_ranks = context.num_ranks,
          .row_bytes = launch.row_bytes,
          .num_sms = sms_of(call),
          .num_senders = call.num_senders}

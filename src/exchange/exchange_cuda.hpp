@@ -16,7 +16,7 @@
 #include "exchange/exchange_state.hpp"
 #include "exchange/fault_text.hpp"
 #include "exchange/memory_cuda.hpp"
-#include "exchange/sms_cuda.hpp"
+#include "exchange/tuning.hpp"
 #include "kernels/launch.hpp"
 #include "plan/plan_data.hpp"
 #include "transport/peer/peer_memory.hpp"

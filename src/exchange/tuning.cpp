@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/sms_cuda.hpp"
+#include "exchange/tuning.hpp"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <tuple>
 
 #include "core/check.hpp"
-#include "exchange/tuning_table_cuda.hpp"
+#include "exchange/tuning_table.hpp"
 
 namespace weft {
 namespace {
@@ -21,7 +22,7 @@ RoleBlocks split(int num_sms, int senders) {
   return {first, std::max(1, num_sms - first)};
 }
 
-// How far apart two row sizes are, by factor.
+// How far apart two sizes are, by factor.
 double distance(int64_t a, int64_t b) {
   return std::abs(std::log2(static_cast<double>(a)) - std::log2(static_cast<double>(b)));
 }
@@ -48,6 +49,7 @@ std::vector<TunedSplit> load_tuning(const std::string& path) {
       TunedSplit split;
       split.op =
           one.at("op").get<std::string>() == "dispatch" ? TunedOp::kDispatch : TunedOp::kCombine;
+      split.num_ranks = one.at("ranks").get<int>();
       split.row_bytes = one.at("row_bytes").get<int64_t>();
       split.blocks = {one.at("senders").get<int>(), one.at("others").get<int>()};
       split.us = one.at("us").get<double>();
@@ -57,8 +59,9 @@ std::vector<TunedSplit> load_tuning(const std::string& path) {
     fail(error.what());
   }
   for (const TunedSplit& split : splits) {
-    if (split.row_bytes < 1 || split.blocks.first < 1 || split.blocks.second < 1) {
-      fail("row_bytes, senders and others must be at least 1");
+    if (split.num_ranks < 1 || split.row_bytes < 1 || split.blocks.first < 1 ||
+        split.blocks.second < 1) {
+      fail("ranks, row_bytes, senders and others must be at least 1");
     }
   }
   return splits;
@@ -71,16 +74,16 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
   if (size.is_one_role) {
     return split(size.num_sms, static_cast<int>(size.num_sms * kOneRoleShare));
   }
+  // More ranks have fewer rows of a token each, which decides how much there is to fan out or sum.
+  const auto rank_of = [&](const TunedSplit& one) {
+    return std::tuple(
+        distance(one.num_ranks, size.num_ranks), distance(one.row_bytes, size.row_bytes), one.us
+    );
+  };
   const TunedSplit* best = nullptr;
   for (const TunedSplit& one : tuning) {
     const bool fits = one.op == size.op && one.blocks.first + one.blocks.second <= size.num_sms;
-    if (!fits) {
-      continue;
-    }
-    const double nearer = best == nullptr ? -1
-                                          : distance(one.row_bytes, size.row_bytes) -
-                                                distance(best->row_bytes, size.row_bytes);
-    if (nearer < 0 || (nearer == 0 && one.us < best->us)) {
+    if (fits && (best == nullptr || rank_of(one) < rank_of(*best))) {
       best = &one;
     }
   }

@@ -20,24 +20,27 @@ struct RoleBlocks {
 // One measurement.
 struct TunedSplit {
   TunedOp op = TunedOp::kDispatch;
+  int num_ranks = 1;
   int64_t row_bytes = 0;
   RoleBlocks blocks = {};
   double us = 0;
 };
 
-// Of one machine; those built in were measured on 4 x H200.
+// Of one machine; those built in were measured on 2 and 4 x H200.
 [[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
 // Throws Error (kFile).
 [[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
 
 struct CallSize {
   TunedOp op = TunedOp::kDispatch;
+  int num_ranks = 1;
   int64_t row_bytes = 0;
   int num_sms = 2;           // most that the call may occupy, at least 2
   int num_senders = 0;       // as asked for; 0: by the table
   bool is_one_role = false;  // dispatch in rank_major: almost nothing to fan out
 };
 
+// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
 }  // namespace weft

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/tuning.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <string>
+#include <unistd.h>
+
+#include "support/errors.hpp"
+
+namespace weft {
+namespace {
+
+using test::text_of;
+using test::thrown_by;
+
+std::pair<int, int> blocks(const std::vector<TunedSplit>& table, const CallSize& size) {
+  const RoleBlocks chosen = choose_blocks(table, size);
+  return {chosen.first, chosen.second};
+}
+
+TEST(TuningTest, TakesTheFastestSplitThatFits) {
+  const std::vector<TunedSplit> table = {
+      {TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
+      {TunedOp::kDispatch, 4, 4096, {10, 14}, 310},
+      {TunedOp::kDispatch, 4, 4096, {48, 48}, 200},
+      {TunedOp::kCombine, 4, 4096, {4, 4}, 100}};
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 24}), std::pair(12, 12));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 95}), std::pair(12, 12));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 96}), std::pair(48, 48));
+  EXPECT_EQ(blocks(table, {TunedOp::kCombine, 4, 4096, 96}), std::pair(4, 4));
+}
+
+TEST(TuningTest, PrefersTheNearestNumberOfRanksThenOfRowBytes) {
+  const std::vector<TunedSplit> table = {
+      {TunedOp::kDispatch, 2, 4096, {1, 2}, 900},
+      {TunedOp::kDispatch, 2, 16384, {2, 2}, 900},
+      {TunedOp::kDispatch, 4, 4096, {3, 2}, 100}};
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 4096, 24}), std::pair(1, 2));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 14336, 24}), std::pair(2, 2));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 8, 14336, 24}), std::pair(3, 2));
+}
+
+TEST(TuningTest, SharesByRuleWhereNothingIsMeasuredOrSomethingIsAsked) {
+  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20}), std::pair(11, 9));
+  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 2}), std::pair(1, 1));
+  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20, 5}), std::pair(5, 15));
+  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20, 0, true}), std::pair(17, 3));
+}
+
+TEST(TuningTest, TheBuiltInTableHasBothOperations) {
+  for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
+    for (const int ranks : {2, 4}) {
+      EXPECT_TRUE(std::ranges::any_of(built_in_tuning(), [&](const TunedSplit& one) {
+        return one.op == op && one.num_ranks == ranks && one.blocks.first + one.blocks.second <= 24;
+      }));
+    }
+  }
+}
+
+TEST(TuningTest, ReadsAFileAndSaysWhatIsWrongWithIt) {
+  const std::string path = testing::TempDir() + "weft_tuning_" + std::to_string(getpid()) + ".json";
+  const auto load = [&](const std::string& text) {
+    std::ofstream(path) << text;
+    return load_tuning(path);
+  };
+  const std::string good =
+      R"({"op": "dispatch", "ranks": 2, "row_bytes": 4096, "senders": 3, "others": 4, "us": 5.5})";
+  const auto table = load(R"({"splits": [)" + good + "]}");
+  ASSERT_EQ(table.size(), 1U);
+  EXPECT_EQ(table[0].num_ranks, 2);
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 4096, 7}), std::pair(3, 4));
+  const auto fault = [&](const std::string& text) {
+    return text_of(thrown_by([&] { static_cast<void>(load(text)); }));
+  };
+  EXPECT_NE(fault("{").find(path), std::string::npos);
+  EXPECT_NE(
+      fault(R"({"splits": [{"op": "dispatch"}]})").find("key 'ranks' not found"), std::string::npos
+  );
+  std::string none = good;
+  none.replace(none.find("\"ranks\": 2"), 10, "\"ranks\": 0");
+  EXPECT_NE(
+      fault(R"({"splits": [)" + none + "]}")
+          .find("ranks, row_bytes, senders and others must be at least 1"),
+      std::string::npos
+  );
+}
+
+}  // namespace
+}  // namespace weft
