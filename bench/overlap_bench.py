@@ -6,8 +6,6 @@ torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 
 One stream repeats the two products of the experts of a case, another dispatches or combines
 without a pause. A hidden exchange costs what the products lose while one exchange lasts: `cost_us`.
-"copies" are those that copy engines would make instead: the bytes that leave a rank, in one block
-for each peer, and nothing before or after them.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
 from torch_bench import CASES, Case, row_of, say
 
 import weft
@@ -70,30 +67,6 @@ class Work:
         if op == "dispatch":
             return lambda: self.exchange.dispatch(self.plan, self.x, num_sms=num_sms)
         return lambda: self.exchange.combine(self.plan, self.rows, num_sms=num_sms)
-
-    def copies(self):
-        """Blocks for all peers, as large as the rows that this rank sends each of them."""
-        rank = dist.get_rank()
-        sizes = self.plan.sent_arrivals
-        most = max(max(sizes), max(self.plan.received_arrivals))
-        counts = [None] * len(sizes)
-        dist.all_gather_object(counts, most)
-        inbox = self.x.new_empty((len(sizes), max(counts), self.case.hidden))
-        handles = [None] * len(sizes)
-        dist.all_gather_object(handles, reduce_tensor(inbox))
-        places = {
-            peer: make(*args)[rank, : sizes[peer]]
-            for peer, (make, args) in enumerate(handles)
-            if peer != rank
-        }
-        block = self.x.new_zeros((max(sizes), self.case.hidden))
-        self._kept = (inbox, block)
-
-        def run() -> None:
-            for peer, place in places.items():
-                place.copy_(block[: sizes[peer]], non_blocking=True)
-
-        return run
 
 
 def events(count: int) -> list[torch.cuda.Event]:
@@ -148,7 +121,6 @@ def measure(name: str, sms: list[int]) -> list[dict]:
     one = medians(work.products, None, 8, 0)[0] / 8
     num_products = max(4, round(8000 / one))
     kinds = [(op, n, work.exchanges(op, n)) for op in ("dispatch", "combine") for n in sms]
-    kinds.append(("copies", 0, work.copies()))
     rows = []
     for op, num_sms, run in kinds:
         alone = medians(work.products, None, num_products, 0)[0]
