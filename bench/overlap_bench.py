@@ -74,7 +74,7 @@ def events(count: int) -> list[torch.cuda.Event]:
 
 
 def beside(products, exchange, num_products: int, num_exchanges: int) -> tuple[float, float, float]:
-    """us of the products, us of an exchange while they ran, and of one after them. Collective."""
+    """Collective. us of the products, of an exchange while they ran (mean), of one after them."""
     side = beside.stream
     start, end = events(2)
     marks = events(num_exchanges + 1)
@@ -99,7 +99,7 @@ def beside(products, exchange, num_products: int, num_exchanges: int) -> tuple[f
     after = [b - a for a, b in zip(times, times[1:]) if a >= total]
     return (
         total,
-        statistics.median(during) if during else 0.0,
+        statistics.mean(during) if during else total,  # some wait for a product to end
         statistics.median(after) if after else 0.0,
     )
 
