@@ -58,7 +58,9 @@ std::vector<uint64_t> expected_rows(const BenchShape& shape, std::span<const Pla
   return prints;
 }
 
-std::vector<uint64_t> expected_x(const BenchShape& shape, std::span<const Plan> plans) {
+std::vector<uint64_t> expected_x(
+    const BenchShape& shape, std::span<const Plan> plans, std::span<const int> domain_of
+) {
   std::vector<Matrix> rows;
   std::vector<Matrix> x;
   for (const Plan& plan : plans) {
@@ -71,7 +73,7 @@ std::vector<uint64_t> expected_x(const BenchShape& shape, std::span<const Plan> 
     inputs.push_back({.rows = rows[rank].view()});
     outputs.push_back({.x = x[rank].view()});
   }
-  reference_combine(plans, inputs, outputs);
+  reference_combine(plans, inputs, outputs, domain_of);
   std::vector<uint64_t> prints;
   for (const CombineOutput& output : outputs) {
     prints.push_back(fingerprint(output.x));
@@ -111,7 +113,7 @@ Verdict judge(
   Verdict verdict = {true, true, true};
   if (group.rank() == 0) {
     const auto rows = expected_rows(shape, plans);
-    const auto x = expected_x(shape, plans);
+    const auto x = expected_x(shape, plans, group.topology().domain_of);
     for (size_t rank = 0; rank < blocks.size(); ++rank) {
       const RankVerdict said = verdict_from(blocks[rank]);
       verdict.is_plan_good &= said.is_plan_good;

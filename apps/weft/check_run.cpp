@@ -29,6 +29,7 @@ class CaseRun {
   CaseRun(const Group& group, const CheckCase& check_case, const CheckSettings& settings)
       : case_(check_case),
         rank_(static_cast<size_t>(group.rank())),
+        domain_of_(group.topology().domain_of),
         device_(device_of(group.rank(), settings)),
         exchange_(group, config(check_case, settings, device_)) {}
 
@@ -217,7 +218,7 @@ class CaseRun {
       }
       outputs.push_back({.x = x[rank].view(), .weights = weights[rank].view()});
     }
-    reference_combine(run.expected, inputs, outputs);
+    reference_combine(run.expected, inputs, outputs, domain_of_);
 
     Matrix actual_x(case_.workload.dtype, x[rank_].rows(), x[rank_].cols(), kUntouched);
     Matrix actual_weights(
@@ -246,6 +247,7 @@ class CaseRun {
 
   const CheckCase& case_;
   size_t rank_;
+  std::vector<int> domain_of_;
   Device device_;
   Exchange exchange_;
   std::optional<std::string> failure_;

@@ -12,6 +12,12 @@
 // plan() waits for the GPU unless the number of rows is given (PlanOptions::row_budget or
 // expert_stride, with Overflow::kDrop); without that wait every call can be captured in a CUDA
 // graph, if calls of the same size were made before.
+//
+// In a group of several domains (Group::topology) a token crosses to each other domain once, and
+// one row comes back from there. Combine then adds, over domains ascending, what the token's ranks
+// of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
+// on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
+// nothing else.
 #pragma once
 
 #include <chrono>
@@ -126,6 +132,10 @@ struct ExchangeStats {
   int64_t num_dispatches = 0;
   int64_t num_combines = 0;
   std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
+  // Of rows and scales that this rank has put to other domains: what crossed, and what would have
+  // crossed with a row for each arrival there. CPU.
+  int64_t crossing_bytes = 0;
+  int64_t crossing_bytes_by_arrival = 0;
 };
 
 struct Footprint {
@@ -142,6 +152,8 @@ class Exchange {
   // Collective. Throws Error (kInvalidArgument) on every rank if any rank's config is wrong or
   // differs.
   Exchange(const Group& group, const ExchangeConfig& config);
+  // For tests, which make executors in ways that no config can ask for.
+  explicit Exchange(std::unique_ptr<State> state);
   ~Exchange();
   Exchange(Exchange&&) noexcept;
   Exchange& operator=(Exchange&&) noexcept;

@@ -87,8 +87,13 @@ class Plan {
   // Traffic.
   [[nodiscard]] int64_t sent_arrivals(int to_rank) const;
   [[nodiscard]] int64_t received_arrivals(int from_rank) const;
-  // Bytes of rows that leave this rank for others; combine brings as many back.
+  // Bytes of rows that leave this rank for others; combine brings as many back. In a group of
+  // several domains: its own tokens, once for each other rank of its domain and once for each other
+  // domain they go to, and what it hands on in its domain for ranks of others.
   [[nodiscard]] int64_t wire_bytes(int64_t row_bytes) const;
+  // Those of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
+  // from a file.
+  [[nodiscard]] int64_t crossing_bytes(int64_t row_bytes) const;
   // Bytes of all rows that this rank receives, its own included, padding excluded.
   [[nodiscard]] int64_t logical_bytes(int64_t row_bytes) const;
   // [num_experts] routes of all ranks to each expert, before dropping.

@@ -12,12 +12,19 @@
 
 namespace weft {
 
+// Whom an error names when a chunk does not come (Missing).
+struct ChunkSender {
+  int peer = 0;
+  int via = -1;
+};
+
 // What one call lets arrive here.
 struct ChunkTraffic {
   std::vector<int64_t>
       num_arrivals;  // [num_ranks] by the peer that sends them; 0 for this rank itself
   std::vector<uint64_t> puts_per_arrival;  // [num_ranks]
   uint64_t puts_per_chunk = 0;             // on top, e.g. one for all weights of a chunk
+  std::vector<ChunkSender> senders = {};   // as the above, or empty: each peer itself
 };
 
 class ChunkSignals {
@@ -55,11 +62,14 @@ class ChunkSignals {
   }
   [[nodiscard]] Missing missing(size_t peer, int64_t chunk) const {
     const uint32_t number = signal(peer, chunk);
+    const ChunkSender sender =
+        traffic_.senders.empty() ? ChunkSender{static_cast<int>(peer)} : traffic_.senders[peer];
     return {
-        .peer = static_cast<int>(peer),
+        .peer = sender.peer,
         .signal = number,
         .seen = transport_.signal_value(number),
-        .wanted = wanted(peer, chunk)};
+        .wanted = wanted(peer, chunk),
+        .via = sender.via};
   }
   // After all chunks are complete, by one thread.
   void settle() {

@@ -3,8 +3,22 @@
 // them. Previous in the data flow: the caller's experts; next: combine_cpu.cpp.
 #include "exchange/exchange_cpu.hpp"
 #include "exchange/validate.hpp"
+#include "plan/domain_traffic.hpp"
 
 namespace weft {
+namespace {
+
+// `peer` reads this rank's rows, if it can, for its own tokens or for those that it carries. The
+// weights of the latter are with this rank when their source hands them in.
+bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
+  if (plan.between && !plan.between->domains->is_near(static_cast<int>(peer))) {
+    return false;
+  }
+  return plan.received[peer].size() > 0 ||
+         (scale != CombineScale::kSourceWeights && rows_from(plan, peer) > 0);
+}
+
+}  // namespace
 
 void CpuExchange::combine(
     const Plan& handle,
@@ -20,7 +34,8 @@ void CpuExchange::combine(
         plan,
         {.rows = static_cast<uint64_t>(in.rows.row_bytes()),
          .weights = in.weights.is_given() ? sizeof(float) : 0,
-         .source_weights = has_source_weights ? sizeof(float) : 0}
+         .source_weights = has_source_weights ? sizeof(float) : 0,
+         .crossing_rows = static_cast<uint64_t>(in.rows.row_bytes())}
     );
     reserve_staging(ready.num_bytes);
     return ready;
@@ -35,26 +50,31 @@ void CpuExchange::combine(
         in.weights.is_given()};
     const auto region = pool->find(in.rows.data, static_cast<uint64_t>(in.rows.num_bytes()));
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
+    const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     for (size_t peer = 0; peer < to.size(); ++peer) {
-      if (plan.sent[peer].size() > 0) {  // see dispatch_call.cpp
+      if (rows_to(plan, peer) > 0) {  // see dispatch_call.cpp
         to[peer].rows = staging_at(ready.rows[peer]);
-        if (in.weights.is_given()) {
-          to[peer].weights = staging_at(ready.weights[peer]);
-        }
+      } else if (crossings_to(plan, peer) > 0) {
+        to[peer].rows = staging_at(ready.crossing_rows[peer]);
       }
-      if (plan.received[peer].size() > 0 && region && may_touch_peers()) {
+      if (plan.sent[peer].size() > 0 && in.weights.is_given()) {
+        to[peer].weights = staging_at(ready.weights[peer]);
+      }
+      if (reads_rows(plan, peer, in.scale) && region && may_touch_peers()) {
         const auto begin = static_cast<uint64_t>(in.rows.data - region->data);
         to[peer].own_rows = {.region = region->ref, .offset = begin, .place = Place::kEverySlot};
       }
-      if (in.scale == CombineScale::kSourceWeights) {
+      if (has_source_weights) {
         to[peer].source_weights = staging_at(ready.source_weights[peer]);
       }
     }
     std::vector<CallWord> words = board->swap(to, {});
     for (size_t peer = 0; peer < words.size(); ++peer) {
       // A rank that reads this rank's rows itself gets no partial sums; it waits for nothing here
-      // and may have released its staging by now.
-      if (to[peer].own_rows.region.generation != 0) {
+      // and may have released its staging by now. (Of what it carries it may get some.)
+      const bool has_sums =
+          has_source_weights && rows_from(plan, peer) > plan.received[peer].size();
+      if (to[peer].own_rows.region.generation != 0 && !has_sums) {
         words[peer].rows = {};
       }
     }
@@ -62,6 +82,7 @@ void CpuExchange::combine(
     const CpuCall cpu_call = {call_number, plan, words, to, ready, staging.data};
     combine_cpu(cpu_rank(), cpu_call, in, out);
     ++counters.num_combines;
+    count_crossings(count_carried(plan), in.rows.row_bytes());
   });
 }
 

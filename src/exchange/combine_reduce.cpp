@@ -4,6 +4,7 @@
 #include <array>
 
 #include "exchange/row_sum.hpp"
+#include "plan/domain_traffic.hpp"
 
 namespace weft {
 
@@ -14,11 +15,32 @@ CombineReduce::CombineReduce(const CpuRank& rank, const CpuCall& call, const Com
       in_(in),
       self_(static_cast<size_t>(call.plan.shape.rank)),
       row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
-  for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
-    if (peer != self_) {
-      num_units_ = std::max(num_units_, num_chunks(plan_.received[peer].size()));
+  const size_t num_ranks = plan_.received.size();
+  for (const bool is_near : {false, true}) {
+    for (size_t step = 1; step < num_ranks; ++step) {
+      const size_t peer = (self_ + step) % num_ranks;
+      const int p = static_cast<int>(peer);
+      if (is_near == (!plan_.between || plan_.between->domains->is_near(p))) {
+        peers_.emplace_back(peer, taker_of(peer));
+        num_units_ = std::max(num_units_, num_chunks(plan_.received[peer].size()));
+      }
     }
   }
+}
+
+CombineReduce::Taker CombineReduce::taker_of(size_t peer) const {
+  const int p = static_cast<int>(peer);
+  if (!plan_.between || plan_.between->domains->is_near(p)) {
+    const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), 0);
+    return {peer, 0, signal, reads_itself(peer)};
+  }
+  const Domains& domains = *plan_.between->domains;
+  const auto carrier = static_cast<size_t>(domains.carrier(p, plan_.shape.rank));
+  // CombineCarry::rows_of_ is the same from the other side.
+  const bool has_rows =
+      carrier == self_ || (reads_itself(carrier) && in_.scale != CombineScale::kSourceWeights);
+  const uint32_t signal = rank_.signals.carried(domains.pair_at_carrier(p), 0);
+  return {carrier, plan_.between->first_row[peer], signal, has_rows};
 }
 
 void CombineReduce::swap_source_weights() {
@@ -55,34 +77,32 @@ void CombineReduce::swap_source_weights() {
 }
 
 void CombineReduce::run(int64_t unit, Scratch& scratch) const {
-  const size_t num_ranks = plan_.received.size();
-  for (size_t step = 1; step < num_ranks; ++step) {
-    send((self_ + step) % num_ranks, unit, scratch);
+  for (const auto& [peer, taker] : peers_) {
+    const ChunkRange range = chunk_range(plan_.received[peer].size(), unit);
+    if (range.first == range.last) {
+      continue;
+    }
+    const auto chunk = static_cast<uint32_t>(unit);
+    if (!taker.has_rows_itself) {
+      send_rows(peer, taker, range, taker.first_signal + chunk, scratch);
+    }
+    if (in_.weights.is_given()) {
+      const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), chunk);
+      send_weights(peer, range, signal, scratch);
+    }
   }
 }
 
-void CombineReduce::send(size_t to, int64_t chunk, Scratch& scratch) const {
-  const ChunkRange range = chunk_range(plan_.received[to].size(), chunk);
-  if (range.first == range.last) {
-    return;
-  }
-  const uint32_t signal =
-      rank_.signals.combine(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
-  if (!reads_itself(to)) {
-    send_rows(to, range, signal, scratch);
-  }
-  if (in_.weights.is_given()) {
-    send_weights(to, range, signal, scratch);
-  }
-}
-
-void CombineReduce::send_rows(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)
-    const {
+void CombineReduce::send_rows(
+    size_t peer, const Taker& taker, ChunkRange range, uint32_t signal, Scratch& scratch
+) const {
+  const int to = static_cast<int>(taker.rank);
   const auto count = static_cast<size_t>(range.last - range.first);
-  const Target& target = call_.words[to].rows;
-  const uint64_t offset = target.offset + static_cast<uint64_t>(range.first) * row_bytes_;
+  const Target& target = call_.words[taker.rank].rows;
+  const uint64_t offset =
+      target.offset + static_cast<uint64_t>(taker.first_row + range.first) * row_bytes_;
   // Sums go straight into the peer's memory where this rank can store there.
-  std::byte* const peer_memory = rank_.transport.mapped(static_cast<int>(to), target.region.slot);
+  std::byte* const peer_memory = rank_.transport.mapped(to, target.region.slot);
   std::byte* rows = peer_memory;
   if (peer_memory != nullptr) {
     rows += offset;
@@ -91,10 +111,10 @@ void CombineReduce::send_rows(size_t to, ChunkRange range, uint32_t signal, Scra
     rows = scratch.rows.data();
   }
   for (size_t i = 0; i < count; ++i) {
-    reduce(to, range.first + static_cast<int64_t>(i), rows + i * row_bytes_, scratch);
+    reduce(peer, range.first + static_cast<int64_t>(i), rows + i * row_bytes_, scratch);
   }
   if (peer_memory != nullptr) {
-    rank_.transport.raise(static_cast<int>(to), signal, count);
+    rank_.transport.raise(to, signal, count);
     return;
   }
   std::array<Put, kChunkArrivals> puts;
@@ -106,7 +126,7 @@ void CombineReduce::send_rows(size_t to, ChunkRange range, uint32_t signal, Scra
         .signal = signal,
         .offset = offset + i * row_bytes_};
   }
-  rank_.transport.put(static_cast<int>(to), {puts.data(), count});
+  rank_.transport.put(to, {puts.data(), count});
 }
 
 void CombineReduce::send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sending role of combine: sums an arrival's rows where the experts are and returns one row to
-// the token's rank, with the gradients of its weights.
+// the token's rank, or to the carrier that adds up this domain's, with the gradients of its
+// weights.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "exchange/chunk.hpp"
@@ -27,7 +29,8 @@ class CombineReduce {
   void swap_source_weights();
 
   [[nodiscard]] int64_t num_units() const { return num_units_; }
-  // One chunk to every token rank but this one. Any worker, each unit once.
+  // One chunk for every token rank but this one, those of other domains first. Any worker, each
+  // unit once.
   void run(int64_t unit, Scratch& scratch) const;
   // Until every token rank that reads rows here has done so: the caller may then change them.
   void wait_for_readers() const;
@@ -35,9 +38,18 @@ class CombineReduce {
  private:
   // The partial sum of one arrival that came from `peer`, rounded to the dtype.
   void reduce(size_t peer, int64_t arrival, std::byte* out, Scratch& scratch) const;
+  // Who takes the partial sums of a token rank's arrivals, and where in its area they begin.
+  struct Taker {
+    size_t rank;
+    int64_t first_row;
+    uint32_t first_signal;
+    bool has_rows_itself;  // and needs no sums
+  };
+  [[nodiscard]] Taker taker_of(size_t peer) const;
   [[nodiscard]] bool reads_itself(size_t peer) const;
-  void send(size_t to, int64_t chunk, Scratch& scratch) const;
-  void send_rows(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
+  void send_rows(
+      size_t peer, const Taker& taker, ChunkRange range, uint32_t signal, Scratch& scratch
+  ) const;
   void send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
   [[nodiscard]] const float* scale_of(size_t peer, int64_t arrival) const;
 
@@ -47,6 +59,7 @@ class CombineReduce {
   const CombineInput& in_;
   size_t self_;
   size_t row_bytes_;
+  std::vector<std::pair<size_t, Taker>> peers_;  // in the order of sending
   int64_t num_units_ = 0;
 };
 

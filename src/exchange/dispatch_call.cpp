@@ -5,6 +5,7 @@
 
 #include "exchange/exchange_cpu.hpp"
 #include "exchange/validate.hpp"
+#include "plan/domain_traffic.hpp"
 
 namespace weft {
 
@@ -33,7 +34,9 @@ void CpuExchange::dispatch(
         plan,
         {.rows = staged_bytes(in.x, ready.rows.has_value()),
          .scales = staged_bytes(in.scales, ready.scales.has_value()),
-         .weights = in.weights.is_given() ? sizeof(float) : 0}
+         .weights = in.weights.is_given() ? sizeof(float) : 0,
+         .crossing_rows = static_cast<uint64_t>(in.x.row_bytes()),
+         .crossing_scales = staged_bytes(in.scales, false)}
     );
     reserve_staging(ready.staging.num_bytes);
     return ready;
@@ -49,28 +52,35 @@ void CpuExchange::dispatch(
     const Place direct = may_touch_peers() ? Place::kEverySlot : Place::kPrimarySlot;
     std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
+      const bool is_self = source == static_cast<size_t>(context.rank);
       // A source that writes nothing must not look for the memory: this rank may be past the call
       // by then, and have released it.
-      if (plan.received[source].size() == 0 && source != static_cast<size_t>(context.rank)) {
-        continue;
+      if (rows_from(plan, source) > 0 || is_self) {
+        const auto place =
+            [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
+              if (!region) {
+                return staging_at(offset);
+              }
+              const auto begin = static_cast<uint64_t>(tensor.data - region->data);
+              return Target{.region = region->ref, .offset = begin, .place = direct};
+            };
+        to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
+        to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);
+      } else if (crossings_from(plan, source) > 0) {
+        to[source].rows = staging_at(ready.staging.crossing_rows[source]);
+        to[source].scales = staging_at(ready.staging.crossing_scales[source]);
       }
-      const auto place =
-          [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
-            if (!region) {
-              return staging_at(offset);
-            }
-            const auto begin = static_cast<uint64_t>(tensor.data - region->data);
-            return Target{.region = region->ref, .offset = begin, .place = direct};
-          };
-      to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
-      to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);
-      to[source].weights = staging_at(ready.staging.weights[source]);
+      if (in.weights.is_given() && plan.received[source].size() > 0) {
+        to[source].weights = staging_at(ready.staging.weights[source]);
+      }
     }
     const std::vector<CallWord> words = board->swap(to, {});
     import_targets(words);
     const CpuCall cpu_call = {call_number, plan, words, to, ready.staging, staging.data};
     dispatch_cpu(cpu_rank(), cpu_call, in, out);
     ++counters.num_dispatches;
+    const int64_t bytes = in.x.row_bytes() + (in.scales.is_given() ? in.scales.row_bytes() : 0);
+    count_crossings(count_sent(plan), bytes);
   });
 }
 

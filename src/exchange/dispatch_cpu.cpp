@@ -2,11 +2,12 @@
 // Dispatch on CPU threads. Previous in the data flow: dispatch_call.cpp; next: the caller's
 // experts, then combine_call.cpp.
 //
-// Each worker takes turns: push a chunk to every receiver, fan out what has arrived meanwhile. The
-// last units zero the padding.
+// Each worker takes turns: push a chunk to every receiver, hand on what has come from other domains
+// and fan out what has arrived meanwhile. The last units zero the padding.
 #include <atomic>
 #include <cstring>
 
+#include "exchange/dispatch_carry.hpp"
 #include "exchange/dispatch_fan_out.hpp"
 #include "exchange/dispatch_push.hpp"
 
@@ -23,7 +24,8 @@ std::vector<RowStream> streams_of(
        .row_bytes = static_cast<size_t>(in.x.row_bytes()),
        .target = &CallWord::rows,
        .place = own.rows.place,
-       .staged = &call.staging.rows}};
+       .staged = &call.staging.rows,
+       .crossed = &call.staging.crossing_rows}};
   if (in.scales.is_given()) {
     streams.push_back(
         {.source = in.scales.data,
@@ -31,7 +33,8 @@ std::vector<RowStream> streams_of(
          .row_bytes = static_cast<size_t>(in.scales.row_bytes()),
          .target = &CallWord::scales,
          .place = own.scales.place,
-         .staged = &call.staging.scales}
+         .staged = &call.staging.scales,
+         .crossed = &call.staging.crossing_scales}
     );
   }
   for (RowStream& stream : streams) {
@@ -39,6 +42,27 @@ std::vector<RowStream> streams_of(
         prefers_streaming(static_cast<uint64_t>(call.plan.num_rows) * stream.row_bytes);
   }
   return streams;
+}
+
+// Until one of the two has something to do or everything is claimed.
+void wait(
+    const CpuRank& rank,
+    const CpuCall& call,
+    const DispatchCarry& carry,
+    const DispatchFanOut& fan_out
+) {
+  const auto ready = [&] {
+    return carry.has_ready() || fan_out.has_ready() || (carry.is_claimed() && fan_out.is_claimed());
+  };
+  const auto missing = [&] {
+    std::vector<Missing> late;
+    carry.add_missing(late);
+    fan_out.add_missing(late);
+    return late;
+  };
+  rank.waiter.until({.op = "dispatch", .call = call.number, .what = "rows"}, ready, missing, [&] {
+    return rank.workers.is_stopping();
+  });
 }
 
 }  // namespace
@@ -50,6 +74,7 @@ void dispatch_cpu(
   const RowWeights row_weights(call.plan, out.weights);
   const DispatchPush push(rank, call, streams, in.weights, row_weights);
   DispatchFanOut fan_out(rank, call, streams, row_weights);
+  DispatchCarry carry(rank, call, streams);
   const auto zero = [&](const std::pair<int64_t, int64_t>& range) {
     for (const RowStream& stream : streams) {
       const auto count = static_cast<size_t>(range.second - range.first);
@@ -71,15 +96,17 @@ void dispatch_cpu(
       } else if (unit < num_units) {
         zero(call.plan.padding[static_cast<size_t>(unit - num_push_units)]);
       }
-      if (fan_out.run_ready() || unit < num_units) {
+      const bool has_carried = carry.run_ready();
+      if (fan_out.run_ready() || has_carried || unit < num_units) {
         continue;
       }
-      if (fan_out.is_claimed()) {
+      if (carry.is_claimed() && fan_out.is_claimed()) {
         return;
       }
-      fan_out.wait();
+      wait(rank, call, carry, fan_out);
     }
   });
+  carry.settle();
   fan_out.settle();
 }
 

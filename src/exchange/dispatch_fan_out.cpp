@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/dispatch_fan_out.hpp"
 
+#include "plan/domain_traffic.hpp"
+
 namespace weft {
 namespace {
+
+bool is_carried_here(const PlanData& plan, int source) {
+  return plan.between && plan.between->find_carried(source) != nullptr;
+}
 
 ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {
   ChunkTraffic traffic = {
@@ -10,8 +16,16 @@ ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weigh
       .puts_per_arrival = std::vector<uint64_t>(plan.received.size(), num_streams),
       .puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
-    const bool is_self = source == plan.shape.rank;
-    traffic.num_arrivals.push_back(is_self ? 0 : plan.received[static_cast<size_t>(source)].size());
+    const auto s = static_cast<size_t>(source);
+    const bool is_carried = is_carried_here(plan, source);
+    const bool has_any = source != plan.shape.rank && (!is_carried || has_weights);
+    traffic.num_arrivals.push_back(has_any ? plan.received[s].size() : 0);
+    if (is_carried) {
+      traffic.puts_per_arrival[s] = 0;
+    }
+    if (plan.between) {
+      traffic.senders.push_back({source, plan.between->domains->between(source)});
+    }
   }
   return traffic;
 }
@@ -36,7 +50,11 @@ DispatchFanOut::DispatchFanOut(
           traffic_of(call.plan, streams.size(), row_weights.is_given()),
           rank.settled
       ),
-      next_(call.plan.received.size()) {}
+      next_(call.plan.received.size()) {
+  for (int source = 0; source < plan_.shape.num_ranks; ++source) {
+    is_carried_.push_back(is_carried_here(plan_, source));
+  }
+}
 
 bool DispatchFanOut::run_ready() {
   const auto self = static_cast<size_t>(plan_.shape.rank);
@@ -60,11 +78,12 @@ bool DispatchFanOut::run_next(size_t source) {
 void DispatchFanOut::run(size_t source, int64_t chunk) const {
   const Arrivals& pair = plan_.received[source];
   const ChunkRange range = chunk_range(pair.size(), chunk);
+  const auto streams = is_carried_[source] ? std::span<const RowStream>() : streams_;
   const auto* staged_weights =
       reinterpret_cast<const float*>(call_.staging_data + call_.staging.weights[source]);
   for (int64_t i = range.first; i < range.last; ++i) {
     const std::span<const int32_t> slots = pair.slots(i);
-    for (const RowStream& stream : streams_) {
+    for (const RowStream& stream : streams) {
       if (stream.place == Place::kEverySlot) {
         continue;
       }
@@ -83,46 +102,34 @@ void DispatchFanOut::run(size_t source, int64_t chunk) const {
   streaming_fence();
 }
 
-bool DispatchFanOut::is_claimed() const {
+template <class Visit>
+void DispatchFanOut::each_unclaimed(const Visit& visit) const {
   for (size_t source = 0; source < next_.size(); ++source) {
-    if (next_[source].load(std::memory_order_relaxed) < arrived_.num_chunks_from(source)) {
-      return false;
+    const int64_t chunk = next_[source].load(std::memory_order_relaxed);
+    if (chunk < arrived_.num_chunks_from(source)) {
+      visit(source, chunk);
     }
   }
-  return true;
 }
 
-void DispatchFanOut::wait() {
-  const auto each_unclaimed = [this](auto&& visit) {
-    for (size_t source = 0; source < next_.size(); ++source) {
-      const int64_t chunk = next_[source].load(std::memory_order_relaxed);
-      if (chunk < arrived_.num_chunks_from(source)) {
-        visit(source, chunk);
-      }
-    }
-  };
-  const auto ready = [&] {
-    bool has_any = false;
-    bool has_complete = false;
-    each_unclaimed([&](size_t source, int64_t chunk) {
-      has_any = true;
-      has_complete = has_complete || arrived_.is_complete(source, chunk);
-    });
-    return !has_any || has_complete;
-  };
-  const auto missing = [&] {
-    std::vector<Missing> late;
-    each_unclaimed([&](size_t source, int64_t chunk) {
-      late.push_back(arrived_.missing(source, chunk));
-    });
-    return late;
-  };
-  rank_.waiter.until(
-      {.op = "dispatch", .call = call_.number, .what = "rows"},
-      ready,
-      missing,
-      [this] { return rank_.workers.is_stopping(); }
-  );
+bool DispatchFanOut::is_claimed() const {
+  bool is_all = true;
+  each_unclaimed([&](size_t /*source*/, int64_t /*chunk*/) { is_all = false; });
+  return is_all;
+}
+
+bool DispatchFanOut::has_ready() const {
+  bool has_complete = false;
+  each_unclaimed([&](size_t source, int64_t chunk) {
+    has_complete = has_complete || arrived_.is_complete(source, chunk);
+  });
+  return has_complete;
+}
+
+void DispatchFanOut::add_missing(std::vector<Missing>& late) const {
+  each_unclaimed([&](size_t source, int64_t chunk) {
+    late.push_back(arrived_.missing(source, chunk));
+  });
 }
 
 }  // namespace weft

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <atomic>
-#include <functional>
 #include <span>
 #include <vector>
 
@@ -26,12 +25,16 @@ class DispatchFanOut {
   bool run_ready();
   // Every chunk is claimed by some worker.
   [[nodiscard]] bool is_claimed() const;
-  // Until run_ready() has something to do or everything is claimed.
-  void wait();
+  // run_ready() has something to do.
+  [[nodiscard]] bool has_ready() const;
+  // Chunks that nobody has claimed and that have not come.
+  void add_missing(std::vector<Missing>& late) const;
   // After all workers have ended.
   void settle() { arrived_.settle(); }
 
  private:
+  template <class Visit>
+  void each_unclaimed(const Visit& visit) const;
   bool run_next(size_t source);
   void run(size_t source, int64_t chunk) const;
 
@@ -41,6 +44,7 @@ class DispatchFanOut {
   std::span<const RowStream> streams_;
   const RowWeights& row_weights_;
   ChunkSignals arrived_;
+  std::vector<bool> is_carried_;  // by source: its rows come by DispatchCarry, its weights here
   std::vector<std::atomic<int64_t>> next_;  // by source, first chunk nobody has claimed
 };
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/dispatch_push.hpp"
 
+#include <algorithm>
 #include <array>
 
-#include "exchange/chunk.hpp"
+#include "plan/domain_traffic.hpp"
 
 namespace weft {
 
@@ -21,80 +22,117 @@ DispatchPush::DispatchPush(
       weights_(reinterpret_cast<const float*>(weights.data)),
       row_weights_(row_weights),
       self_(static_cast<size_t>(call.plan.shape.rank)) {
-  for (const Arrivals& pair : plan_.sent) {
+  const size_t num_ranks = plan_.sent.size();
+  for (size_t step = 1; step < num_ranks; ++step) {
+    const size_t peer = (self_ + step) % num_ranks;
+    const bool is_near = !plan_.between || plan_.between->domains->is_near(static_cast<int>(peer));
+    (is_near ? near_ : far_).push_back(peer);
+  }
+  for (const Arrivals& pair : plan_.sent) {  // crossings of a domain are at least as many as those
     num_units_ = std::max(num_units_, num_chunks(pair.size()));
+  }
+  if (plan_.between) {
+    const auto& sent = plan_.between->sent;
+    const auto own = static_cast<size_t>(plan_.between->domains->own());
+    for (size_t step = 1; step < sent.size(); ++step) {
+      domains_.push_back((own + step) % sent.size());
+      const auto num_tokens = static_cast<int64_t>(sent[domains_.back()].size());
+      num_units_ = std::max(num_units_, num_chunks(num_tokens));
+    }
   }
 }
 
 // Receivers mostly take the same tokens, so a chunk's rows are read from memory once.
 void DispatchPush::run(int64_t unit) const {
-  const size_t num_ranks = plan_.sent.size();
-  for (size_t step = 1; step < num_ranks; ++step) {
-    send((self_ + step) % num_ranks, unit);
+  for (const size_t domain : domains_) {
+    send_across(domain, unit);
+  }
+  if (weights_ != nullptr) {
+    for (const size_t peer : far_) {
+      send_weights(peer, unit);
+    }
+  }
+  for (const size_t peer : near_) {
+    send(peer, unit);
   }
   keep(unit);
 }
 
 void DispatchPush::send(size_t to, int64_t chunk) const {
   const Arrivals& pair = plan_.sent[to];
-  const ChunkRange range = chunk_range(pair.size(), chunk);
+  const PairChunk part = {
+      .to = to,
+      .pair = pair,
+      .range = chunk_range(pair.size(), chunk),
+      .signal = rank_.signals.dispatch(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk)),
+      .first_row = 0};
+  if (part.range.first == part.range.last) {
+    return;
+  }
+  PutList puts;
+  for (const RowStream& stream : streams_) {
+    add_rows(puts, rank_, call_, part, stream, [&](int64_t i) {
+      return stream.token(pair.token[static_cast<size_t>(i)]);
+    });
+  }
+  std::array<float, kChunkArrivals * kMaxTopk> weights;
+  if (weights_ != nullptr) {
+    puts.add(weights_put(to, part.range, part.signal, weights));
+  }
+  puts.send(rank_.transport, to, part.signal);
+}
+
+// Each token once, to the carrier.
+void DispatchPush::send_across(size_t domain, int64_t chunk) const {
+  const std::vector<int32_t>& tokens = plan_.between->sent[domain];
+  const ChunkRange range = chunk_range(static_cast<int64_t>(tokens.size()), chunk);
+  const auto to = static_cast<size_t>(
+      plan_.between->domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
+  );
+  const uint32_t signal =
+      rank_.signals.crossing(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
+  PutList puts;
+  for (const RowStream& stream : streams_) {
+    const Target& target = call_.words[to].*stream.target;
+    for (int64_t i = range.first; i < range.last; ++i) {
+      puts.add(
+          {.source = stream.token(tokens[static_cast<size_t>(i)]),
+           .bytes = stream.row_bytes,
+           .region = target.region.slot,
+           .signal = signal,
+           .offset = target.offset + static_cast<uint64_t>(i) * stream.row_bytes}
+      );
+    }
+  }
+  puts.send(rank_.transport, to, signal);
+}
+
+// To a rank of another domain; they are few and need no carrier.
+void DispatchPush::send_weights(size_t to, int64_t chunk) const {
+  const ChunkRange range = chunk_range(plan_.sent[to].size(), chunk);
   if (range.first == range.last) {
     return;
   }
   const uint32_t signal =
       rank_.signals.dispatch(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
-  std::array<Put, 2 * kChunkArrivals + 1> puts;
-  size_t num_puts = 0;
-  uint64_t num_stored = 0;  // arrivals that this rank stores itself, each counted like one put
-  for (const RowStream& stream : streams_) {
-    const Target& target = call_.words[to].*stream.target;
-    if (target.place == Place::kEverySlot) {
-      store(to, range, stream);
-      num_stored += static_cast<uint64_t>(range.last - range.first);
-      continue;
-    }
-    for (int64_t i = range.first; i < range.last; ++i) {
-      const bool is_staged = target.place == Place::kStaging;
-      const auto row = static_cast<uint64_t>(is_staged ? i : pair.slots(i)[0]);
-      puts[num_puts++] = {
-          .source = stream.token(pair.token[static_cast<size_t>(i)]),
-          .bytes = stream.row_bytes,
-          .region = target.region.slot,
-          .signal = signal,
-          .offset = target.offset + row * stream.row_bytes};
-    }
-  }
   std::array<float, kChunkArrivals * kMaxTopk> weights;
-  if (weights_ != nullptr) {
-    const Target& target = call_.words[to].weights;
-    const auto first = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.first)]);
-    puts[num_puts++] = {
-        .source = weights.data(),
-        .bytes = gather_weights(pair, range.first, range.last, weights.data()) * sizeof(float),
-        .region = target.region.slot,
-        .signal = signal,
-        .offset = target.offset + first * sizeof(float)};
-  }
-  if (num_puts > 0) {
-    rank_.transport.put(static_cast<int>(to), {puts.data(), num_puts});
-  }
-  if (num_stored > 0) {
-    rank_.transport.raise(static_cast<int>(to), signal, num_stored);
-  }
+  const Put put = weights_put(to, range, signal, weights);
+  rank_.transport.put(static_cast<int>(to), {&put, 1});
 }
 
-// Rows to all their slots in the memory of `to`.
-void DispatchPush::store(size_t to, ChunkRange range, const RowStream& stream) const {
+// Weights of a chunk, gathered in `memory`, which must live until they are sent.
+Put DispatchPush::weights_put(size_t to, ChunkRange range, uint32_t signal, std::span<float> memory)
+    const {
   const Arrivals& pair = plan_.sent[to];
-  const Target& target = call_.words[to].*stream.target;
-  std::byte* const base =
-      rank_.transport.mapped(static_cast<int>(to), target.region.slot) + target.offset;
-  for (int64_t i = range.first; i < range.last; ++i) {
-    const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
-    for (const int32_t slot : pair.slots(i)) {
-      stream.copy_row(base + static_cast<size_t>(slot) * stream.row_bytes, row);
-    }
-  }
+  const Target& target = call_.words[to].weights;
+  const auto first = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.first)]);
+  const size_t count = gather_weights(pair, range.first, range.last, memory.data());
+  return {
+      .source = memory.data(),
+      .bytes = count * sizeof(float),
+      .region = target.region.slot,
+      .signal = signal,
+      .offset = target.offset + first * sizeof(float)};
 }
 
 // Arrivals from this rank to itself go to all their slots at once.

@@ -12,6 +12,7 @@ Exchange::Exchange(const Group& group, const ExchangeConfig& config)
           config.device.kind == Device::Kind::kCuda ? make_cuda_exchange(group, config)
                                                     : make_cpu_exchange(group, config)
       ) {}
+Exchange::Exchange(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 Exchange& Exchange::operator=(Exchange&&) noexcept = default;

@@ -38,8 +38,13 @@ std::span<const std::byte> bytes_of(const T& value) {
 
 }  // namespace
 
-CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted)
-    : settings(wanted), context(context_of(group)), id(next_exchange_id++) {
+CpuExchange::CpuExchange(
+    const Group& group, const ExchangeConfig& wanted, std::vector<std::vector<int>> domains_wanted
+)
+    : settings(wanted),
+      context(context_of(group)),
+      id(next_exchange_id++),
+      domains(std::make_shared<const Domains>(std::move(domains_wanted), context.rank)) {
   agree_on_config(group, settings, context);
   const Env env = Env::read();
   if (settings.num_threads == 0) {
@@ -53,7 +58,9 @@ CpuExchange::CpuExchange(const Group& group, const ExchangeConfig& wanted)
   }
   signals = {
       .num_ranks = static_cast<uint32_t>(context.num_ranks),
-      .max_chunks = static_cast<uint32_t>(num_chunks(settings.max_tokens))};
+      .max_chunks = static_cast<uint32_t>(num_chunks(settings.max_tokens)),
+      .has_crossings = domains->has_several(),
+      .num_carried_pairs = domains->max_carried_pairs()};
   settled.resize(signals.size());
   transport = make_transport(settings.transport, group, signals.size(), settings.timeout);
   settings.transport = transport->name();
@@ -71,7 +78,10 @@ void CpuExchange::connect(const Group& group) {
       .num_ranks = ranks,
       .word_bytes = sizeof(CallWord),
       .payload_bytes = (static_cast<uint64_t>(settings.num_experts) + ranks) * sizeof(int32_t),
-      .record_bytes = max_record_bytes(settings.max_tokens, settings.max_topk)};
+      .record_bytes =
+          domains->has_several()
+              ? max_bundle_bytes(settings.max_tokens, settings.max_topk, domains->max_members())
+              : max_record_bytes(settings.max_tokens, settings.max_topk)};
   control = transport->allocate(control_map.num_bytes());
   const std::vector<Bytes> refs = group.all_gather(bytes_of(control.ref));
   for (size_t rank = 0; rank < refs.size(); ++rank) {
@@ -179,6 +189,11 @@ Buffer CpuExchange::allocate(const Tensor& shape) {
   const auto region = pool->take(static_cast<uint64_t>(tensor.num_bytes()));
   tensor.data = region->data;
   return {tensor, std::const_pointer_cast<Region>(region)};
+}
+
+void CpuExchange::count_crossings(const CrossingCount& count, int64_t row_bytes) {
+  counters.crossing_bytes += count.rows * row_bytes;
+  counters.crossing_bytes_by_arrival += count.arrivals * row_bytes;
 }
 
 ExchangeStats CpuExchange::stats() const {

@@ -13,13 +13,19 @@
 #include "exchange/call_board.hpp"
 #include "exchange/cpu_call.hpp"
 #include "exchange/exchange_state.hpp"
+#include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
 
 struct CpuExchange final : Exchange::State {
-  CpuExchange(const Group& group, const ExchangeConfig& wanted);
+  CpuExchange(const Group& group, const ExchangeConfig& wanted)
+      : CpuExchange(group, wanted, group.topology().domains) {}
+  // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
+  CpuExchange(
+      const Group& group, const ExchangeConfig& wanted, std::vector<std::vector<int>> domains
+  );
   ~CpuExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
@@ -59,11 +65,13 @@ struct CpuExchange final : Exchange::State {
   void import_targets(std::span<const CallWord> words);
   // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
   [[nodiscard]] bool may_touch_peers() const;
+  void count_crossings(const CrossingCount& count, int64_t row_bytes);
   [[nodiscard]] CpuRank cpu_rank() { return {*transport, *waiter, *workers, signals, settled}; }
 
   ExchangeConfig settings;  // "auto" and 0 resolved
   Context context;
   uint64_t id;
+  std::shared_ptr<const Domains> domains;
   std::shared_ptr<Transport> transport;
   ControlMap control_map;
   SignalMap signals;

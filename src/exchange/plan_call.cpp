@@ -4,7 +4,10 @@
 #include <cstring>
 
 #include "exchange/exchange_cpu.hpp"
+#include "exchange/plan_records.hpp"
 #include "plan/build.hpp"
+#include "plan/domain_traffic.hpp"
+#include "plan/group_shape.hpp"
 
 namespace weft {
 namespace {
@@ -27,43 +30,13 @@ std::vector<RankCounts> counts_of(const CpuExchange& state, std::span<const Call
   return counts;
 }
 
-// Each pair's slots travel from source to receiver. An area is free again when its source begins
-// the next plan call, for which it needs this rank's next call word.
-std::vector<Arrivals> swap_records(CpuExchange& state, const PlanData& plan) {
-  std::vector<Missing> wanted;
-  for (int step = 1; step < state.context.num_ranks; ++step) {
-    const int peer = (state.context.rank + step) % state.context.num_ranks;
-    const auto p = static_cast<size_t>(peer);
-    const std::vector<std::byte> records = encode_records(plan.sent[p]);
-    const uint64_t length = records.size();
-    std::vector<std::byte> message(sizeof length + records.size());
-    std::memcpy(message.data(), &length, sizeof length);
-    std::memcpy(message.data() + sizeof length, records.data(), records.size());
-    const Put put = {
-        .source = message.data(),
-        .bytes = message.size(),
-        .region = state.control_slots[p],
-        .signal = state.signals.records(static_cast<uint32_t>(state.context.rank)),
-        .offset = state.control_map.record_offset(static_cast<uint64_t>(state.context.rank))};
-    state.transport->put(peer, {&put, 1});
-    const uint32_t signal = state.signals.records(static_cast<uint32_t>(peer));
-    wanted.push_back({.peer = peer, .signal = signal, .wanted = ++state.settled[signal]});
+// Rows of every rank's output.
+std::vector<int64_t> output_rows(const GroupShape& shape) {
+  std::vector<int64_t> rows;
+  for (const OutputShape& output : shape.outputs) {
+    rows.push_back(output.num_rows);
   }
-  state.waiter->until_raised({.op = "plan", .call = state.call_number, .what = "records"}, wanted);
-  std::vector<Arrivals> received;
-  for (int source = 0; source < state.context.num_ranks; ++source) {
-    const auto s = static_cast<size_t>(source);
-    if (source == state.context.rank) {
-      received.push_back(plan.sent[s]);
-      continue;
-    }
-    const std::byte* area = state.control.data + state.control_map.record_offset(s);
-    uint64_t length = 0;
-    std::memcpy(&length, area, sizeof length);
-    length = std::min(length, state.control_map.record_bytes);
-    received.push_back(decode_records({area + sizeof length, length}, plan, source, state.context));
-  }
-  return received;
+  return rows;
 }
 
 }  // namespace
@@ -94,12 +67,20 @@ Plan CpuExchange::make_plan(
     payload.insert(payload.end(), own.arrivals.begin(), own.arrivals.end());
     const std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     const std::vector<CallWord> words = board->swap(to, std::as_bytes(std::span(payload)));
-    PlanData data = place_routes(
-        routes, counts_of(*this, words), context.rank, settings.num_experts, options, context
-    );
+    const std::vector<RankCounts> counts = counts_of(*this, words);
+    PlanData data =
+        place_routes(routes, counts, context.rank, settings.num_experts, options, context);
     data.exchange_id = id;
     data.call = call_number;
-    add_received(data, swap_records(*this, data));
+    std::vector<int64_t> rows;
+    if (domains->has_several()) {  // a carrier checks the slots of others
+      rows = output_rows(group_shape(counts, settings.num_experts, options, context));
+    }
+    SwappedRecords records = swap_records(*this, data, counts, rows);
+    add_received(data, std::move(records.received));
+    if (domains->has_several()) {
+      data.between = make_domain_traffic(data, domains, std::move(records.carried));
+    }
     ++counters.num_plans;
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #include "core/check.hpp"
@@ -148,11 +149,26 @@ struct PartialSum {
   }
 };
 
-void write_sum(const CombineOutput& out, int64_t token, std::span<const PartialSum> partials) {
+// What the ranks of one domain have of a token, by rank.
+using DomainSum = std::vector<PartialSum>;
+
+float sum_at_col(const DomainSum& partials, int64_t col) {
+  float sum = partials[0].at_col(col);
+  for (size_t i = 1; i < partials.size(); ++i) {
+    sum += partials[i].at_col(col);
+  }
+  return round_to(partials[0].receiver.rows.dtype, sum);
+}
+
+// `domains`: by domain; those that have nothing of the token are left out.
+void write_sum(const CombineOutput& out, int64_t token, const std::map<int, DomainSum>& domains) {
   for (int64_t col = 0; col < out.x.cols; ++col) {
-    float sum = partials[0].at_col(col);
-    for (size_t i = 1; i < partials.size(); ++i) {
-      sum += partials[i].at_col(col);
+    float sum = 0;
+    bool is_first = true;
+    for (const auto& [domain, partials] : domains) {
+      const float part = sum_at_col(partials, col);
+      sum = is_first ? part : sum + part;
+      is_first = false;
     }
     store(out.x, token, col, sum);
   }
@@ -169,7 +185,8 @@ void combine_rank(
     const PlanData& plan,
     std::span<const CombineInput> in,
     const CombineInput& mine,
-    const CombineOutput& out
+    const CombineOutput& out,
+    std::span<const int> domain_of
 ) {
   const bool one_row = plan.shape.options.layout == Layout::kRankMajor;
   std::vector<std::vector<Route>> routes;
@@ -181,13 +198,14 @@ void combine_rank(
     if (out.weights.is_given()) {
       zero_row(out.weights, token);
     }
-    std::vector<PartialSum> partials;
+    std::map<int, DomainSum> domains;
     for (size_t peer = 0; peer < routes.size(); ++peer) {
       const auto there = routes_of(routes[peer], token);
       if (there.empty()) {
         continue;
       }
-      partials.push_back({in[peer], mine, there, one_row});
+      const int domain = domain_of.empty() ? 0 : domain_of[peer];
+      domains[domain].push_back({in[peer], mine, there, one_row});
       if (!out.weights.is_given()) {
         continue;
       }
@@ -195,8 +213,8 @@ void combine_rank(
         at(out.weights, token, route.source_col) = at(in[peer].weights, route.slot, route.row_col);
       }
     }
-    if (!partials.empty()) {
-      write_sum(out, token, partials);
+    if (!domains.empty()) {
+      write_sum(out, token, domains);
     }
   }
 }
@@ -235,7 +253,8 @@ void reference_dispatch(
 void reference_combine(
     std::span<const Plan> plans,
     std::span<const CombineInput> in,
-    std::span<const CombineOutput> out
+    std::span<const CombineOutput> out,
+    std::span<const int> domain_of
 ) {
   for (size_t rank = 0; rank < plans.size(); ++rank) {
     WEFT_CHECK_ARG(
@@ -243,7 +262,7 @@ void reference_combine(
         plans[rank].layout() != Layout::kRankMajor || in[rank].scale == CombineScale::kNone,
         "combine: rows cannot be scaled (a row of layout rank_major belongs to several routes)"
     );
-    combine_rank(plans[rank].data(), in, in[rank], out[rank]);
+    combine_rank(plans[rank].data(), in, in[rank], out[rank], domain_of);
   }
 }
 

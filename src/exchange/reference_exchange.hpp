@@ -26,11 +26,16 @@ void reference_dispatch(
 // fp32 in ascending slot order, each first multiplied by its weight (the product rounded to fp32)
 // if asked; rounded to the dtype. Then the partials added in fp32 in that order, rounded to the
 // dtype. A sum starts with its first term, not with zero. Weights come back to the place they left.
+//
+// `domain_of` [num_ranks] says which ranks share a domain (Topology::domain_of); empty: all do. If
+// there are several, the partials of a domain's ranks are added in that way and rounded to the
+// dtype, then the sums of the domains, ascending, and rounded again.
 // Throws Error (kInvalidArgument): scale with kRankMajor, whose rows belong to several routes.
 void reference_combine(
     std::span<const Plan> plans,
     std::span<const CombineInput> in,
-    std::span<const CombineOutput> out
+    std::span<const CombineOutput> out,
+    std::span<const int> domain_of = {}
 );
 
 }  // namespace weft

@@ -14,9 +14,10 @@ struct RowStream {
   const std::byte* source = nullptr;  // [num_tokens] rows of this rank
   std::byte* out = nullptr;           // [num_rows] rows of this rank's output
   size_t row_bytes = 0;
-  const Target CallWord::*target = nullptr;       // where receivers want it
-  Place place = Place::kStaging;                  // where this rank receives it
-  const std::vector<uint64_t>* staged = nullptr;  // by source, offset in this rank's staging
+  const Target CallWord::*target = nullptr;        // where receivers want it
+  Place place = Place::kStaging;                   // where this rank receives it
+  const std::vector<uint64_t>* staged = nullptr;   // by source, offset in this rank's staging
+  const std::vector<uint64_t>* crossed = nullptr;  // the same of rows that this rank hands on
 
   bool is_streamed = false;  // the output is too big to be found in a cache by whoever reads it
 

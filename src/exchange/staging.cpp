@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/staging.hpp"
 
+#include "plan/domain_traffic.hpp"
+
 namespace weft {
 namespace {
 
-// Arrivals and routes that one peer writes here, and routes whose weights it hands in.
+// Rows and weights that one peer writes here, weights of routes that it hands in, and crossing
+// tokens.
 struct PeerCounts {
-  int64_t arrivals = 0;
+  int64_t rows = 0;
   int64_t routes = 0;
   int64_t source_routes = 0;
+  int64_t crossings = 0;
 };
 
 template <class CountsOf>
@@ -21,25 +25,52 @@ Staging lay_out(const PlanData& plan, const StagedRowBytes& bytes, const CountsO
   for (int peer = 0; peer < plan.shape.num_ranks; ++peer) {
     const PeerCounts counts =
         peer == plan.shape.rank ? PeerCounts{} : counts_of(static_cast<size_t>(peer));
-    add(staging.rows, counts.arrivals, bytes.rows);
-    add(staging.scales, counts.arrivals, bytes.scales);
+    add(staging.rows, counts.rows, bytes.rows);
+    add(staging.scales, counts.rows, bytes.scales);
     add(staging.weights, counts.routes, bytes.weights);
     add(staging.source_weights, counts.source_routes, bytes.source_weights);
+    add(staging.crossing_rows, counts.crossings, bytes.crossing_rows);
+    add(staging.crossing_scales, counts.crossings, bytes.crossing_scales);
   }
   return staging;
+}
+
+// Pairs that another rank of this domain puts here lie in its area.
+void place_handed_on(const PlanData& plan, const StagedRowBytes& bytes, Staging& staging) {
+  for (int source = 0; source < plan.shape.num_ranks; ++source) {
+    const int carrier = plan.between->domains->between(source);
+    if (carrier >= 0) {
+      const auto s = static_cast<size_t>(source);
+      const auto c = static_cast<size_t>(carrier);
+      const auto first = static_cast<uint64_t>(plan.between->first_row[s]);
+      staging.rows[s] = staging.rows[c] + first * bytes.rows;
+      staging.scales[s] = staging.scales[c] + first * bytes.scales;
+    }
+  }
 }
 
 }  // namespace
 
 Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes) {
-  return lay_out(plan, bytes, [&](size_t source) -> PeerCounts {
-    return {plan.received[source].size(), plan.received[source].num_routes(), 0};
+  Staging staging = lay_out(plan, bytes, [&](size_t source) -> PeerCounts {
+    return {
+        .rows = rows_from(plan, source),
+        .routes = plan.received[source].num_routes(),
+        .crossings = crossings_from(plan, source)};
   });
+  if (plan.between) {
+    place_handed_on(plan, bytes, staging);
+  }
+  return staging;
 }
 
 Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes) {
   return lay_out(plan, bytes, [&](size_t peer) -> PeerCounts {
-    return {plan.sent[peer].size(), plan.sent[peer].num_routes(), plan.received[peer].num_routes()};
+    return {
+        .rows = rows_to(plan, peer),
+        .routes = plan.sent[peer].num_routes(),
+        .source_routes = plan.received[peer].num_routes(),
+        .crossings = crossings_to(plan, peer)};
   });
 }
 

@@ -12,12 +12,16 @@
 namespace weft {
 
 // Offsets by peer; this rank's own entries are unused. Zero bytes of a kind: it does not travel or
-// goes straight to its slots.
+// goes straight to its slots. In a group of several domains rows and scales of a pair lie in the
+// area of whoever puts them here (plan/domain_traffic.hpp).
 struct Staging {
   std::vector<uint64_t> rows;
   std::vector<uint64_t> scales;
   std::vector<uint64_t> weights;
   std::vector<uint64_t> source_weights;
+  // Crossing tokens: in dispatch by the source that this rank carries, in combine by carrier.
+  std::vector<uint64_t> crossing_rows;
+  std::vector<uint64_t> crossing_scales;
   uint64_t num_bytes = 0;
 };
 
@@ -27,9 +31,11 @@ struct StagedRowBytes {
   uint64_t scales = 0;
   uint64_t weights = 0;         // of one route
   uint64_t source_weights = 0;  // of one route
+  uint64_t crossing_rows = 0;
+  uint64_t crossing_scales = 0;
 };
 
-// dispatch: by source, what it sends here.
+// dispatch: by source, what it sends here, itself or through a carrier.
 [[nodiscard]] Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes);
 // combine: by expert rank, what it sends back here; source_weights by token rank.
 [[nodiscard]] Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes);

@@ -87,28 +87,40 @@ void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& 
   until(reason, ready, missing);
 }
 
+// A peer that left has given all it had to whoever hands it on.
+Waiter::Gone Waiter::find_gone(const Missing& one) const {
+  const PeerState state = transport_.peer_state(one.peer);
+  if (one.via < 0) {
+    return {&one, one.peer, state};
+  }
+  const PeerState carrier = transport_.peer_state(one.via);
+  if (carrier == PeerState::kAlive && state == PeerState::kDied) {
+    return {&one, one.peer, state};
+  }
+  return {&one, one.via, carrier};
+}
+
 void Waiter::check_peers(
     const WaitReason& reason,
     const std::vector<Missing>& missing,
     const std::function<bool()>& ready
 ) {
-  const Missing* gone = nullptr;  // rather one that died than one that left for that reason
-  PeerState how = PeerState::kLeft;
+  Gone gone;  // rather one that died than one that left for that reason
   for (const Missing& one : missing) {
-    const PeerState state = transport_.peer_state(one.peer);
+    const Gone found = find_gone(one);
     // What a peer raised before it ended still counts, so look once more after its state.
     const bool is_raised = transport_.signal_value(one.signal) >= one.wanted;
-    if (state != PeerState::kAlive && !is_raised && (gone == nullptr || how == PeerState::kLeft)) {
-      gone = &one;
-      how = state;
+    if (found.how != PeerState::kAlive && !is_raised && gone.how != PeerState::kDied) {
+      gone = found;
     }
   }
-  if (gone == nullptr || ready()) {
+  if (gone.missing == nullptr || ready()) {
     return;
   }
+  const Missing& late = *gone.missing;
   // A peer that left may have done so because another died: that one is to blame.
   std::string cause;
-  for (int rank = 0; rank < context_.num_ranks && how == PeerState::kLeft && cause.empty();
+  for (int rank = 0; rank < context_.num_ranks && gone.how == PeerState::kLeft && cause.empty();
        ++rank) {
     if (rank != context_.rank && transport_.peer_state(rank) == PeerState::kDied) {
       cause = fmt::format("rank {} died and ", rank);
@@ -118,16 +130,17 @@ void Waiter::check_peers(
       ErrorCode::kPeerFailed,
       context_,
       fmt::format(
-          "{}: {}rank {} {} before its {} arrived (call {}, signal {} at {} of {})",
+          "{}: {}rank {} {} before {} {} arrived (call {}, signal {} at {} of {})",
           reason.op,
           cause,
-          gone->peer,
-          how == PeerState::kDied ? "died" : "left the exchange",
+          gone.rank,
+          gone.how == PeerState::kDied ? "died" : "left the exchange",
+          gone.rank == late.peer ? "its" : fmt::format("rank {}'s", late.peer),
           reason.what,
           reason.call,
-          gone->signal,
-          gone->seen,
-          gone->wanted
+          late.signal,
+          late.seen,
+          late.wanted
       )
   );
 }
@@ -136,9 +149,10 @@ void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missi
   std::string peers;
   for (const Missing& one : missing) {
     peers += fmt::format(
-        "{}rank {} (signal {} at {} of {})",
+        "{}rank {}{} (signal {} at {} of {})",
         peers.empty() ? "" : ", ",
         one.peer,
+        one.via < 0 ? "" : fmt::format(" by way of rank {}", one.via),
         one.signal,
         one.seen,
         one.wanted

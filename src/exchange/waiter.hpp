@@ -15,12 +15,13 @@
 
 namespace weft {
 
-// A signal of this rank that must reach a number, and the peer that raises it.
+// A signal of this rank that must reach a number, and the peer whose bytes it stands for.
 struct Missing {
   int peer = 0;
   uint32_t signal = 0;
   uint64_t seen = 0;
   uint64_t wanted = 0;
+  int via = -1;  // the rank that hands them on and raises the signal; -1: `peer` does
 };
 
 struct WaitReason {
@@ -48,6 +49,13 @@ class Waiter {
   [[nodiscard]] std::vector<double> wait_seconds() const;
 
  private:
+  // Whose end leaves a signal unraised, and how it ended.
+  struct Gone {
+    const Missing* missing = nullptr;
+    int rank = 0;
+    PeerState how = PeerState::kAlive;
+  };
+  [[nodiscard]] Gone find_gone(const Missing& one) const;
   void check_peers(
       const WaitReason& reason,
       const std::vector<Missing>& missing,

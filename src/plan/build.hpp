@@ -95,8 +95,26 @@ struct RankCounts {
     int source_rank,
     const Context& context
 );
+// The same for a pair whose receiver, of `receiver_rows` rows, is another rank than the reader.
+[[nodiscard]] Arrivals decode_records(
+    std::span<const std::byte> bytes,
+    const PlanShape& shape,
+    int64_t receiver_rows,
+    int source_rank,
+    const Context& context
+);
 // Most bytes that encode_records can return.
 [[nodiscard]] uint64_t max_record_bytes(int64_t max_tokens, int max_topk);
+
+// Records of one source for several receivers, one after the other, and back into as many; the
+// latter throws what decode_records throws.
+[[nodiscard]] std::vector<std::byte> bundle_records(std::span<const std::vector<std::byte>> records
+);
+[[nodiscard]] std::vector<std::span<const std::byte>> unbundle_records(
+    std::span<const std::byte> bundle, size_t num_receivers, int source_rank, const Context& context
+);
+// Most bytes of a bundle for so many receivers.
+[[nodiscard]] uint64_t max_bundle_bytes(int64_t max_tokens, int max_topk, int num_receivers);
 
 // Completes the plan: `received` by source rank, then what follows from it (row_experts).
 void add_received(PlanData& plan, std::vector<Arrivals> received);

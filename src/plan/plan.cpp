@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "core/check.hpp"
+#include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {
@@ -145,11 +146,16 @@ int64_t Plan::received_arrivals(int from_rank) const {
 }
 
 int64_t Plan::wire_bytes(int64_t row_bytes) const {
+  const PlanData& plan = data();
   int64_t rows = 0;
   for (int peer = 0; peer < num_ranks(); ++peer) {
-    rows += peer == rank() ? 0 : sent_arrivals(peer);
+    rows += peer == rank() ? 0 : rows_to(plan, static_cast<size_t>(peer));
   }
-  return rows * row_bytes;
+  return rows * row_bytes + crossing_bytes(row_bytes);
+}
+
+int64_t Plan::crossing_bytes(int64_t row_bytes) const {
+  return count_sent(data()).rows * row_bytes;
 }
 
 int64_t Plan::logical_bytes(int64_t row_bytes) const {

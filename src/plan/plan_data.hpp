@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <utility>
 #include <vector>
@@ -39,6 +40,19 @@ struct Arrivals {
   friend bool operator==(const Arrivals& a, const Arrivals& b);  // weights by their bits
 };
 
+// The tokens of one source that cross to a domain (crossings.hpp).
+struct Crossings {
+  size_t num_members = 0;        // ranks of the domain
+  std::vector<int32_t> token;    // [num_crossings] ascending
+  std::vector<int32_t> arrival;  // [num_crossings, num_members] in the pair with that member, or -1
+  std::vector<std::vector<int32_t>> crossing;  // [num_members][arrivals of that pair]
+
+  [[nodiscard]] int64_t size() const { return static_cast<int64_t>(token.size()); }
+  [[nodiscard]] int32_t arrival_at(int64_t i, size_t member) const {
+    return arrival[static_cast<size_t>(i) * num_members + member];
+  }
+};
+
 // Where a token went: arrival `index` of the pair (this rank, rank).
 struct TokenArrival {
   int32_t rank = 0;
@@ -60,6 +74,7 @@ struct PlanShape {
 };
 
 struct PlanData;
+struct DomainTraffic;  // domain_traffic.hpp
 
 // A plan whose contents lie on a GPU.
 class DevicePlan {
@@ -103,7 +118,11 @@ struct PlanData {
   // slack are elsewhere.
   std::vector<std::pair<int64_t, int64_t>> padding;
 
-  friend bool operator==(const PlanData& a, const PlanData& b);  // all but exchange_id and call
+  // Null in a group of one domain, and in a plan that no exchange made.
+  std::shared_ptr<const DomainTraffic> between;
+
+  // All but exchange_id, call and between.
+  friend bool operator==(const PlanData& a, const PlanData& b);
 };
 
 }  // namespace weft

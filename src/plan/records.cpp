@@ -4,6 +4,9 @@
 //   u32 num_arrivals, u32 num_routes, u32 flags (1: one row, 2: weights), u32 zero
 //   i32 token[num_arrivals], i32 slot[num_routes], i32 expert[num_routes], f32 weight[num_routes]
 //   (flag 2), u8 k[num_routes], u8 routes of the arrival[num_arrivals]
+//
+// A bundle: for each receiver u64 length, then its records.
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -67,14 +70,23 @@ void read_route_begins(const std::byte*& at, Arrivals& arrivals) {
   arrivals.route_begin.back() = begin;
 }
 
-ArrivalBounds bounds_of(const PlanData& receiver) {
-  const PlanShape& shape = receiver.shape;
+ArrivalBounds bounds_of(const PlanShape& shape, int64_t receiver_rows) {
   return {
       .num_tokens = std::numeric_limits<int32_t>::max(),  // the source's T is not the plan's
-      .num_rows = receiver.num_rows,
+      .num_rows = receiver_rows,
       .topk = shape.topk,
       .num_local_experts = shape.num_local_experts(),
       .one_row = shape.options.layout == Layout::kRankMajor};
+}
+
+[[noreturn]] void refuse_records(
+    int source_rank, const std::string& fault, const Context& context
+) {
+  raise_error(
+      ErrorCode::kTransport,
+      context,
+      fmt::format("plan: records of rank {} are malformed: {}", source_rank, fault)
+  );
 }
 
 }  // namespace
@@ -114,12 +126,18 @@ Arrivals decode_records(
     int source_rank,
     const Context& context
 ) {
+  return decode_records(bytes, receiver.shape, receiver.num_rows, source_rank, context);
+}
+
+Arrivals decode_records(
+    std::span<const std::byte> bytes,
+    const PlanShape& shape,
+    int64_t receiver_rows,
+    int source_rank,
+    const Context& context
+) {
   const auto refuse = [&](const std::string& fault) {
-    raise_error(
-        ErrorCode::kTransport,
-        context,
-        fmt::format("plan: records of rank {} are malformed: {}", source_rank, fault)
-    );
+    refuse_records(source_rank, fault, context);
   };
   Header header;
   if (bytes.size() < sizeof(header)) {
@@ -150,10 +168,65 @@ Arrivals decode_records(
   read(at, arrivals.weight, (header.flags & kWeights) != 0 ? header.num_routes : 0);
   read_ks(at, arrivals);
   read_route_begins(at, arrivals);
-  if (const std::string fault = arrivals_fault(arrivals, bounds_of(receiver)); !fault.empty()) {
+  if (const std::string fault = arrivals_fault(arrivals, bounds_of(shape, receiver_rows));
+      !fault.empty()) {
     refuse(fault);
   }
   return arrivals;
+}
+
+std::vector<std::byte> bundle_records(std::span<const std::vector<std::byte>> records) {
+  std::vector<std::byte> bundle;
+  for (const std::vector<std::byte>& one : records) {
+    const uint64_t length = one.size();
+    const auto* begin = reinterpret_cast<const std::byte*>(&length);
+    bundle.insert(bundle.end(), begin, begin + sizeof length);
+    bundle.insert(bundle.end(), one.begin(), one.end());
+  }
+  return bundle;
+}
+
+std::vector<std::span<const std::byte>> unbundle_records(
+    std::span<const std::byte> bundle, size_t num_receivers, int source_rank, const Context& context
+) {
+  std::vector<std::span<const std::byte>> records;
+  for (size_t i = 0; i < num_receivers; ++i) {
+    uint64_t length = 0;
+    if (bundle.size() < sizeof length) {
+      refuse_records(
+          source_rank, fmt::format("they end before receiver {} of {}", i, num_receivers), context
+      );
+    }
+    std::memcpy(&length, bundle.data(), sizeof length);
+    bundle = bundle.subspan(sizeof length);
+    if (bundle.size() < length) {
+      refuse_records(
+          source_rank,
+          fmt::format("receiver {} has {} B ({} B are left)", i, length, bundle.size()),
+          context
+      );
+    }
+    records.push_back(bundle.first(length));
+    bundle = bundle.subspan(length);
+  }
+  if (!bundle.empty()) {
+    refuse_records(
+        source_rank,
+        fmt::format("{} B follow those of {} receivers", bundle.size(), num_receivers),
+        context
+    );
+  }
+  return records;
+}
+
+// A token has at most one arrival on each receiver, and none without a route.
+uint64_t max_bundle_bytes(int64_t max_tokens, int max_topk, int num_receivers) {
+  const auto tokens = static_cast<uint64_t>(max_tokens);
+  const auto receivers = static_cast<uint64_t>(num_receivers);
+  const auto topk = static_cast<uint64_t>(max_topk);
+  return receivers * (sizeof(uint64_t) + sizeof(Header)) +
+         tokens * std::min(receivers, topk) * kBytesPerArrival +
+         tokens * topk * (kBytesPerRoute + sizeof(float));
 }
 
 }  // namespace weft

@@ -243,7 +243,8 @@ TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
         }
         WEFT_CUDA(Context{}, cudaGraphUpload(runnable, stream));
         captured.wait();
-        // Making a graph may wait for the whole GPU, where kernels of other ranks wait for this one.
+        // Making a graph may wait for the whole GPU, where kernels of other ranks wait for this
+        // one.
         own.group->barrier();
         WEFT_CUDA(Context{}, cudaGraphLaunch(runnable, static_cast<cudaStream_t>(replayed.get())));
         const auto deadline = std::chrono::steady_clock::now() + 2 * kGpuTimeout;

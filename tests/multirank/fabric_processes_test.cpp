@@ -66,6 +66,7 @@ TEST_P(FabricProcessesTest, GiveTheSameBitsOverSeveralQueues) {
 
 TEST_P(FabricProcessesTest, ReachOtherDomains) {
   const ScopedVariable domains("WEFT_RANKS_PER_DOMAIN", "2");
+  setup_.domain_of = {0, 0, 1, 1};
   expect_reference_bits(4);
 }
 

@@ -198,7 +198,7 @@ std::vector<RankCall> make_combine(const CaseData& data, RandomSource& random) {
     in.push_back(call.combine_input(spec.scale));
     out.push_back(call.combine_output());
   }
-  reference_combine(data.plans, in, out);
+  reference_combine(data.plans, in, out, data.setup.domain_of);
   return calls;
 }
 

@@ -59,11 +59,12 @@ ExchangeConfig ExchangeSetup::config(int rank) const {
 
 std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
-      "[seed {}: {} ranks, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
+      "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "room {}, calls "
       "{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
+      setup.domain_of,
       executor_text(setup),
       static_cast<int>(setup.fan_out),
       setup.hidden,

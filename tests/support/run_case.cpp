@@ -11,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "exchange/exchange_cpu.hpp"
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"
 #include "support/stream.hpp"
@@ -159,7 +160,7 @@ class CaseRun {
 
 std::string run_all(const Group& group, std::span<const CaseData> cases) {
   try {
-    Exchange exchange(group, cases[0].setup.config(group.rank()));
+    Exchange exchange = make_exchange(group, cases[0].setup);
     return run_cases(exchange, cases);
   } catch (const std::exception& error) {
     return fmt::format("{} {}", error.what(), describe(cases[0].setup, cases[0].spec));
@@ -167,6 +168,20 @@ std::string run_all(const Group& group, std::span<const CaseData> cases) {
 }
 
 }  // namespace
+
+Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
+  const ExchangeConfig config = setup.config(group.rank());
+  if (setup.domain_of.empty() || setup.domain_of == group.topology().domain_of) {
+    return Exchange(group, config);
+  }
+  std::vector<std::vector<int>> domains;
+  for (int rank = 0; rank < setup.num_ranks; ++rank) {
+    const auto domain = static_cast<size_t>(setup.domain_of[static_cast<size_t>(rank)]);
+    domains.resize(std::max(domains.size(), domain + 1));
+    domains[domain].push_back(rank);
+  }
+  return Exchange(std::make_unique<CpuExchange>(group, config, std::move(domains)));
+}
 
 std::string run_cases(Exchange& exchange, std::span<const CaseData> cases) {
   std::optional<TestStream> stream;

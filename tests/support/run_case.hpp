@@ -11,6 +11,9 @@
 
 namespace weft::test {
 
+// Collective. An exchange as the setup wants it, in domains that the group need not have.
+[[nodiscard]] Exchange make_exchange(const Group& group, const ExchangeSetup& setup);
+
 // Collective. Makes the plans of all cases, then uses them in another order, so that several are
 // alive at once. Returns the first difference on this rank with the case's description, or nothing.
 // Differences do not stop it: the calls that follow are collective.

@@ -54,6 +54,26 @@ TEST(SignalMapTest, GivesEachPurposeItsOwnSignal) {
   }
 }
 
+TEST(SignalMapTest, GivesCrossingsAndCarriedPairsTheirOwn) {
+  const SignalMap map = {
+      .num_ranks = 4, .max_chunks = 3, .has_crossings = true, .num_carried_pairs = 5};
+  const uint32_t before =
+      SignalMap{.num_ranks = 4, .max_chunks = 3, .has_crossings = false, .num_carried_pairs = 0}
+          .size();
+  std::set<uint32_t> signals;
+  for (uint32_t chunk = 0; chunk < map.max_chunks; ++chunk) {
+    for (uint32_t peer = 0; peer < map.num_ranks; ++peer) {
+      signals.insert(map.crossing(peer, chunk));
+    }
+    for (uint32_t pair = 0; pair < map.num_carried_pairs; ++pair) {
+      signals.insert(map.carried(pair, chunk));
+    }
+  }
+  EXPECT_EQ(signals.size(), (4 + 5) * 3U);
+  EXPECT_EQ(*signals.begin(), before);
+  EXPECT_EQ(*signals.rbegin() + 1, map.size());
+}
+
 TEST(ChunkTest, CoversEveryItemOnce) {
   for (const int64_t num_items : {0, 1, 31, 32, 33, 100}) {
     int64_t next = 0;

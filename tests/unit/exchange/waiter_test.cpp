@@ -142,5 +142,52 @@ TEST_F(WaiterTest, BooksTheTimeOnThePeersThatWereMissing) {
   EXPECT_EQ(seconds[2], 0);
 }
 
+TEST_F(WaiterTest, NamesTheRankThatHandsOn) {
+  const auto thrown = thrown_by([&] {
+    waiter(milliseconds(100))
+        .until_raised(kReason, {{.peer = 1, .signal = 1, .wanted = 4, .via = 3}});
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: no rows for 0.1 s from rank 1 by way of rank 3 (signal 1 at 0 of 4) (call 7). Is "
+      "the peer alive and in the same call? [rank 0/4, fake]"
+  );
+}
+
+TEST_F(WaiterTest, NamesARankThatEndedBeforeItHandedOn) {
+  transport_.peers[3] = PeerState::kDied;
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60))
+        .until_raised(kReason, {{.peer = 1, .signal = 1, .wanted = 4, .via = 3}});
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: rank 3 died before rank 1's rows arrived (call 7, signal 1 at 0 of 4) [rank 0/4, "
+      "fake]"
+  );
+}
+
+TEST_F(WaiterTest, NamesASourceThatDiedBehindTheRankThatHandsOn) {
+  transport_.peers[1] = PeerState::kDied;
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(60))
+        .until_raised(kReason, {{.peer = 1, .signal = 1, .wanted = 4, .via = 3}});
+  });
+  EXPECT_EQ(
+      text_of(thrown),
+      "dispatch: rank 1 died before its rows arrived (call 7, signal 1 at 0 of 4) [rank 0/4, fake]"
+  );
+}
+
+// It may have put its rows and ended while they are still handed on.
+TEST_F(WaiterTest, WaitsForRowsOfASourceThatLeft) {
+  transport_.peers[1] = PeerState::kLeft;
+  int slices = 0;
+  transport_.on_park = [&] { transport_.signals[1] = ++slices < 3 ? 0 : 4; };
+  waiter(std::chrono::seconds(60))
+      .until_raised(kReason, {{.peer = 1, .signal = 1, .wanted = 4, .via = 3}});
+  EXPECT_EQ(slices, 3);
+}
+
 }  // namespace
 }  // namespace weft::test

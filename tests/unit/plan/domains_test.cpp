@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/domains.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+namespace weft {
+namespace {
+
+using Groups = std::vector<std::vector<int>>;
+
+const std::vector<Groups>& all_groups() {
+  static const std::vector<Groups> groups = {
+      {{0}},
+      {{0, 1, 2}},
+      {{0, 1}, {2, 3}},
+      {{0, 1}, {2}},
+      {{0, 2, 4}, {1, 3}},
+      {{0}, {1}, {2}},
+      {{0, 1, 2, 3, 4}, {5, 6}, {7}}};
+  return groups;
+}
+
+int num_ranks_of(const Groups& groups) {
+  size_t count = 0;
+  for (const auto& members : groups) {
+    count += members.size();
+  }
+  return static_cast<int>(count);
+}
+
+TEST(DomainsTest, CarriesToTheSamePlaceInDomainsOfOneSize) {
+  const Domains domains({{0, 1}, {2, 3}}, 3);
+  EXPECT_EQ(domains.carrier(0, 2), 2);
+  EXPECT_EQ(domains.carrier(0, 3), 2);
+  EXPECT_EQ(domains.carrier(1, 2), 3);
+  EXPECT_EQ(domains.carrier(3, 1), 1);
+  EXPECT_EQ(domains.carrier(3, 2), 3);  // nobody is needed in one domain
+  EXPECT_EQ(domains.between(0), 2);
+  EXPECT_EQ(domains.between(1), -1);  // this rank carries it
+  EXPECT_EQ(domains.between(2), -1);
+}
+
+TEST(DomainsTest, SharesSourcesOutWhereDomainsDiffer) {
+  const Domains domains({{0, 1, 2, 3, 4}, {5, 6}, {7}}, 6);
+  const auto carried = domains.carried();
+  EXPECT_EQ(std::vector<int>(carried.begin(), carried.end()), (std::vector<int>{1, 3}));
+  const auto by_five = domains.carried_by(5);
+  EXPECT_EQ(std::vector<int>(by_five.begin(), by_five.end()), (std::vector<int>{0, 2, 4, 7}));
+  EXPECT_EQ(domains.carrier_into(2, 4), 7);
+  EXPECT_EQ(domains.max_members(), 5);
+}
+
+TEST(DomainsTest, AgreesOnCarriersOnAllRanks) {
+  for (const Groups& groups : all_groups()) {
+    const int num_ranks = num_ranks_of(groups);
+    for (int source = 0; source < num_ranks; ++source) {
+      for (int to = 0; to < num_ranks; ++to) {
+        const int carrier = Domains(groups, 0).carrier(source, to);
+        for (int viewer = 1; viewer < num_ranks; ++viewer) {
+          EXPECT_EQ(Domains(groups, viewer).carrier(source, to), carrier);
+        }
+        const Domains there(groups, to);
+        EXPECT_TRUE(there.is_near(carrier));
+        if (carrier != source) {
+          EXPECT_TRUE(std::ranges::count(there.carried_by(carrier), source) == 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(DomainsTest, NumbersEachPairOfACarrierOnce) {
+  for (const Groups& groups : all_groups()) {
+    const int num_ranks = num_ranks_of(groups);
+    for (int carrier = 0; carrier < num_ranks; ++carrier) {
+      const Domains here(groups, carrier);
+      std::set<uint32_t> numbers;
+      size_t num_pairs = 0;
+      for (const int member : here.near()) {
+        for (const int source : here.carried()) {
+          numbers.insert(Domains(groups, member).pair_at_carrier(source));
+          ++num_pairs;
+        }
+      }
+      EXPECT_EQ(numbers.size(), num_pairs);
+      EXPECT_TRUE(numbers.empty() || *numbers.rbegin() + 1 == num_pairs);
+      EXPECT_LE(num_pairs, here.max_carried_pairs());
+    }
+  }
+  EXPECT_EQ(Domains({{0, 1, 2}}, 1).max_carried_pairs(), 0U);
+}
+
+}  // namespace
+}  // namespace weft
