@@ -14,6 +14,7 @@
 
 #include "check_case.hpp"
 #include "commands.hpp"
+#include "core/check.hpp"
 #include "device_choice.hpp"
 #include "progress.hpp"
 #include "ranks.hpp"
@@ -29,6 +30,7 @@ struct CheckOptions {
   CheckSettings settings = {};
   bool is_quick = false;
   uint64_t seed = 1;
+  std::string only = {};
 };
 
 constexpr const char* kFooter =
@@ -40,12 +42,25 @@ Examples:
   weft check --quick                      a few seconds, four ranks
   weft check --ranks 8 --transport shm    1, 2, 3, 4 and 8 ranks over shared memory
   weft check --threads                    ranks as threads of one process
+  weft check --only "byte, padded"        a failure once more
   weft check --device cpu                 not on the GPUs that are there)";
 
 struct Failure {
   std::string name;
   std::string text;
 };
+
+std::string name_of(const CheckCase& check_case) {
+  return check_case.row + ", " + check_case.column;
+}
+
+// Those whose name holds the text.
+std::vector<CheckCase> pick(std::vector<CheckCase> cases, const std::string& only) {
+  std::erase_if(cases, [&](const CheckCase& check_case) {
+    return name_of(check_case).find(only) == std::string::npos;
+  });
+  return cases;
+}
 
 Bytes bytes_of(const std::string& text) {
   const auto* data = reinterpret_cast<const std::byte*>(text.data());
@@ -78,6 +93,8 @@ class ResultTable {
     }
     cells_[{check_case.row, check_case.column}] = is_good ? "ok" : "FAIL";
   }
+
+  [[nodiscard]] bool is_empty() const { return rows_.empty(); }
 
   [[nodiscard]] std::string text() const {
     std::vector<std::string> header = {title_};
@@ -113,8 +130,12 @@ class CheckRun {
       const auto more = matrix_cases(n, options_.is_quick, options_.seed, Mover::kVector);
       matrix.insert(matrix.end(), more.begin(), more.end());
     }
-    const auto hard = hard_cases(n, options_.is_quick, options_.seed);
+    matrix = pick(std::move(matrix), options_.only);
+    const auto hard = pick(hard_cases(n, options_.is_quick, options_.seed), options_.only);
     num_cases_ = matrix.size() + hard.size();
+    WEFT_CHECK_ARG(
+        Context{}, num_cases_ > 0, "check: no case is called \"{}\" (--only)", options_.only
+    );
     ResultTable matrix_table("layout and dtype");
     ResultTable hard_table("hard case");
     run_all(matrix, matrix_table);
@@ -140,7 +161,7 @@ class CheckRun {
       const std::string failure = first_failure(group_, mine);
       table.add(check_case, failure.empty());
       if (!failure.empty()) {
-        failures_.push_back({check_case.row + ", " + check_case.column, failure});
+        failures_.push_back({name_of(check_case), failure});
       }
     }
   }
@@ -155,7 +176,13 @@ class CheckRun {
   }
 
   void print(const ResultTable& matrix, const ResultTable& hard) const {
-    fmt::print("{}\n\n{}\n{}\n", who(), matrix.text(), hard.text());
+    fmt::print("{}\n", who());
+    for (const ResultTable* table : {&matrix, &hard}) {
+      if (!table->is_empty()) {
+        fmt::print("\n{}", table->text());
+      }
+    }
+    fmt::print("\n");
     for (const Failure& failure : failures_) {
       fmt::print("FAIL {}: {}\n", failure.name, failure.text);
     }
@@ -205,6 +232,9 @@ void add_check(CLI::App& app) {
   command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
       ->check(CLI::Range(0, 256))
       ->default_str("the cores shared among the ranks");
+  command->add_option(
+      "--only", options->only, "Cases with this in their names, as tables and errors show"
+  );
   command->add_option("--seed", options->seed, "Of routing and rows")->capture_default_str();
   command->callback([options, command] {
     choose_device(options->device, options->settings.transport);

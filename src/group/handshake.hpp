@@ -13,9 +13,9 @@
 #include <cstdint>
 #include <string_view>
 
-namespace weft {
+#include "group/protocol_version.hpp"
 
-inline constexpr uint32_t kRendezvousVersion = 1;
+namespace weft {
 
 using Magic = std::array<char, 8>;
 using Key = std::array<unsigned char, 32>;
@@ -37,7 +37,7 @@ struct Challenge {
 };
 
 struct Claim {
-  uint32_t version = kRendezvousVersion;
+  uint32_t version = kProtocolVersion;
   int32_t rank = 0;
   int32_t num_ranks = 0;
 };

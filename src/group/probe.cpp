@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "core/log.hpp"
+#include "group/protocol_version.hpp"
 #include "group/shared_memory.hpp"
 #include "group/topology.hpp"
 
@@ -27,8 +28,9 @@ struct ProcessPlace {
   friend bool operator==(const ProcessPlace&, const ProcessPlace&) = default;
 };
 
-// What each rank tells the others. Trivially copyable.
+// What each rank tells the others. Trivially copyable; begins with the version in every version.
 struct Card {
+  uint32_t version = kProtocolVersion;
   SharedMemoryRef probe;
   Nonce nonce = {};
   ProcessPlace place;
@@ -59,18 +61,28 @@ std::span<const std::byte> bytes_of(const T& value) {
   return std::as_bytes(std::span(&value, 1));
 }
 
+// A group over the caller's own control plane has had no rendezvous that would have told.
+void check_version(const Bytes& card, size_t rank, const Context& context) {
+  uint32_t version = 0;
+  std::memcpy(&version, card.data(), std::min(card.size(), sizeof version));
+  WEFT_CHECK(
+      context,
+      version == kProtocolVersion && card.size() == sizeof(Card),
+      ErrorCode::kPeerFailed,
+      "topology: rank {} speaks version {} in {} B (here: {} in {} B). Run the same Weft on all "
+      "ranks",
+      rank,
+      version,
+      card.size(),
+      kProtocolVersion,
+      sizeof(Card)
+  );
+}
+
 std::vector<Card> swap_cards(ControlPlane& control, const Card& card, const Context& context) {
   std::vector<Card> cards;
   for (const Bytes& block : control.all_gather(bytes_of(card))) {
-    WEFT_CHECK(
-        context,
-        block.size() == sizeof(Card),
-        ErrorCode::kPeerFailed,
-        "topology: rank {} sent {} B (expected {}). Do all ranks run the same version?",
-        cards.size(),
-        block.size(),
-        sizeof(Card)
-    );
+    check_version(block, cards.size(), context);
     std::memcpy(&cards.emplace_back(), block.data(), sizeof(Card));
     cards.back().host.back() = '\0';
   }

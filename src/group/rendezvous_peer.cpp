@@ -87,7 +87,7 @@ class Knock {
       const Challenge& challenge,
       const Deadline& deadline
   ) {
-    const Claim claim = {kRendezvousVersion, rendezvous_.rank, rendezvous_.num_ranks};
+    const Claim claim = {kProtocolVersion, rendezvous_.rank, rendezvous_.num_ranks};
     const bool is_same_secret = is_proven(key_, greeting, challenge);
     // Without proof there is none in return: rank 0 only learns who has another secret.
     const Hello hello =

@@ -141,12 +141,12 @@ class Admission {
     const auto failure = [](std::string text) {
       return Failure{ErrorCode::kInvalidArgument, std::move(text)};
     };
-    if (claim.version != kRendezvousVersion) {
+    if (claim.version != kProtocolVersion) {
       return failure(fmt::format(
           "connect: rank {} speaks version {} (rank 0: {}). Run the same Weft on all ranks",
           claim.rank,
           claim.version,
-          kRendezvousVersion
+          kProtocolVersion
       ));
     }
     if (claim.num_ranks != rendezvous_.num_ranks) {

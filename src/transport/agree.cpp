@@ -3,8 +3,10 @@
 
 #include <cstring>
 #include <exception>
+#include <new>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "core/check.hpp"
@@ -26,6 +28,11 @@ Bytes run(const std::function<void()>& step) {
     return {};
   } catch (const Error& error) {
     return encode(error.code(), error.what());
+  } catch (const std::bad_alloc&) {
+    return encode(ErrorCode::kOutOfMemory, "open: no memory left");
+  } catch (const std::system_error& error) {
+    const std::string text = fmt::format("open: the system refuses a thread ({})", error.what());
+    return encode(ErrorCode::kOutOfMemory, text);
   } catch (const std::exception& error) {
     return encode(ErrorCode::kInternal, error.what());
   }

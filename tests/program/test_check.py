@@ -30,6 +30,16 @@ def test_what_cannot_run_fails_with_its_reason():
     assert re.search(r"FAIL expert_major bfloat16, exact: .*pigeon", done.stdout)
 
 
+def test_cases_can_be_picked_by_name():
+    done = weft("check", "--quick", "--ranks", 2, "--only", "byte, padded")
+    assert num_equal(done) == (2, 2)
+    for word in ("expert_major byte", "expert_strided byte"):
+        assert word in done.stdout
+    assert "hard case" not in done.stdout and "float16" not in done.stdout
+    done = weft("check", "--quick", "--ranks", 2, "--only", "pigeons", code=1)
+    assert 'no case is called "pigeons" (--only)' in done.stderr
+
+
 def test_bad_usage_is_told_apart():
     assert "--ranks" in weft("check", "--ranks", "many", code=2).stderr
 

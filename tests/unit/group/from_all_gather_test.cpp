@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "group/protocol_version.hpp"
 #include "group_test.hpp"
 
 namespace weft {
@@ -41,6 +43,21 @@ TEST(FromAllGatherTest, RefusesWhatCannotBe) {
   expect_refused(
       0, 2, alone, "all_gather: the function returned 1 blocks (one per rank: 2) [rank 0/2]"
   );
+}
+
+TEST(FromAllGatherTest, NamesARankOfAnotherVersion) {
+  run_threads(3, [](Group& outer) {
+    const auto as_the_next_version = [&](std::span<const std::byte> block) {
+      auto blocks = outer.all_gather(block);
+      blocks[1][0] = static_cast<std::byte>(kProtocolVersion + 1);
+      return blocks;
+    };
+    const std::string text =
+        fmt::format("topology: rank 1 speaks version {} in ", kProtocolVersion + 1);
+    expect_error(ErrorCode::kPeerFailed, text, [&] {
+      static_cast<void>(Group::from_all_gather(outer.rank(), 3, as_the_next_version));
+    });
+  });
 }
 
 TEST(FromAllGatherTest, PassesTheFunctionsOwnErrorOn) {

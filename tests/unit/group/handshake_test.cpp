@@ -10,7 +10,7 @@ struct Talk {
   Key key = derive_key("a secret of the tests");
   Greeting greeting = {kMagic, random_nonce()};
   Challenge challenge = make_challenge(key, greeting);
-  Claim claim = {kRendezvousVersion, 3, 8};
+  Claim claim = {kProtocolVersion, 3, 8};
   Hello hello = make_hello(key, greeting, challenge, claim);
 };
 
@@ -37,8 +37,10 @@ TEST(HandshakeTest, AProofHoldsForItsOwnNoncesAlone) {
 }
 
 TEST(HandshakeTest, AProofCoversTheClaim) {
+  constexpr uint32_t kOther = kProtocolVersion + 1;
   const Talk talk;
-  for (const Claim& claim : {Claim{2, 3, 8}, Claim{1, 4, 8}, Claim{1, 3, 9}}) {
+  for (const Claim& claim :
+       {Claim{kOther, 3, 8}, Claim{kProtocolVersion, 4, 8}, Claim{kProtocolVersion, 3, 9}}) {
     Hello hello = talk.hello;
     hello.claim = claim;
     EXPECT_FALSE(is_proven(talk.key, talk.greeting, talk.challenge, hello));

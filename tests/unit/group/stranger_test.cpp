@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Connections that are not ranks: they are dropped, and the ranks meet all the same.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "group/frame.hpp"
@@ -59,7 +60,7 @@ TEST(StrangerTest, AGreetingWithoutProofChangesNothing) {
   for (const int rank : {0, 1, 1, 2, -5, 70}) {
     const Socket& socket = sockets.emplace_back(open_to(port.port));
     send_to(socket, bytes_of(Greeting{}));
-    send_to(socket, bytes_of(Hello{{kRendezvousVersion, rank, 99}, {}}));
+    send_to(socket, bytes_of(Hello{{kProtocolVersion, rank, 99}, {}}));
   }
   expect_group_meets(port);
 }
@@ -78,7 +79,7 @@ TEST(StrangerTest, AProofCannotBeUsedTwice) {
   Challenge challenge;
   ASSERT_EQ(receive_from(first, challenge), IoState::kDone);
   ASSERT_TRUE(is_proven(key, greeting, challenge));
-  const Hello hello = make_hello(key, greeting, challenge, {kRendezvousVersion, 1, 2});
+  const Hello hello = make_hello(key, greeting, challenge, {kProtocolVersion, 1, 2});
 
   const Socket second = open_to(port.port);
   send_to(second, bytes_of(greeting));
@@ -125,7 +126,8 @@ TEST(StrangerTest, AnotherServiceOnThePortIsNamed) {
 
 TEST(StrangerTest, AnotherVersionIsNamedOnBothSides) {
   TestPort port;
-  const std::string text = "connect: rank 1 speaks version 7 (rank 0: 1)";
+  const std::string text =
+      fmt::format("connect: rank 1 speaks version 7 (rank 0: {})", kProtocolVersion);
   std::jthread root([&] {
     const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port)});
     EXPECT_EQ(outcomes[0].error.substr(0, text.size()), text);

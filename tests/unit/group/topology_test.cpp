@@ -178,7 +178,7 @@ TEST(ProbeTest, SettingsThatDifferAreNamedOnEveryRank) {
 
 TEST(ProbeTest, ABlockOfAnotherSizeIsNamed) {
   run_threads(2, [](Group& group) {
-    expect_error(ErrorCode::kPeerFailed, "topology: rank 0 sent 5 B (expected", [&] {
+    expect_error(ErrorCode::kPeerFailed, "topology: rank 0 speaks version 0 in 5 B (here: ", [&] {
       static_cast<void>(Group::from_all_gather(group.rank(), 2, [&](std::span<const std::byte>) {
         return group.all_gather(Bytes(5));
       }));

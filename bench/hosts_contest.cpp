@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "hosts_contest.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "bench_check.hpp"
+#include "core/env.hpp"
+#include "fabric_stream.hpp"
+#include "group/handshake.hpp"
+#include "group/rendezvous.hpp"
+#include "measure.hpp"
+#include "plan/random_routing.hpp"
+#include "transport/ofi/address.hpp"
+#include "transport/ofi/select.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft::bench {
+namespace {
+
+using namespace weft::program;
+
+// Of one write of the stream: large ones, as suit it best.
+constexpr uint64_t kWriteBytes = 256 << 10;
+
+// The first rank of each of two hosts; all others only wait.
+class Stream {
+ public:
+  explicit Stream(const Group& group) {
+    const auto& domains = group.topology().domains;
+    const std::array<int, 2> ranks = {domains[0].front(), domains[1].front()};
+    const auto place = std::find(ranks.begin(), ranks.end(), group.rank());
+    // They meet on a port and with a secret that the first one draws.
+    struct Meeting {
+      std::array<char, 64> address = {};
+      int32_t port = 0;
+      Nonce secret = {};
+    } meeting;
+    Socket listener;
+    if (group.rank() == ranks[0]) {
+      const std::string address =
+          ofi::local_address(Env::read().fabric_address.value_or(std::string()));
+      address.copy(meeting.address.data(), meeting.address.size() - 1);
+      listener = listen_on(address, 0, Context{});
+      meeting.port = port_of(listener);
+      meeting.secret = random_nonce();
+    }
+    const auto told = group.all_gather(std::as_bytes(std::span(&meeting, 1)));
+    std::memcpy(&meeting, told[static_cast<size_t>(ranks[0])].data(), sizeof meeting);
+    if (place == ranks.end()) {
+      return;
+    }
+    Rendezvous rendezvous = {.rank = static_cast<int>(place - ranks.begin()), .num_ranks = 2};
+    rendezvous.address = meeting.address.data();
+    rendezvous.port = meeting.port;
+    rendezvous.secret.assign(meeting.secret.begin(), meeting.secret.end());
+    pair_.emplace(connect_group(rendezvous, std::move(listener)));
+    ofi::Selection selection = ofi::select_provider(*pair_, "");
+    fabric_.emplace(*selection.provider, std::move(selection.info), Context{});
+    stream_.emplace(*pair_, *fabric_, 64 * kWriteBytes);
+  }
+
+  [[nodiscard]] std::string provider() const {
+    return fabric_ ? std::string(fabric_->name()) : std::string();
+  }
+
+  void run(double bytes) {
+    if (stream_) {
+      const auto count = static_cast<uint64_t>(bytes / static_cast<double>(kWriteBytes) + 0.5);
+      stream_->run(kWriteBytes, std::max<uint64_t>(count, 1));
+    }
+  }
+
+ private:
+  std::optional<Group> pair_;
+  std::optional<ofi::Fabric> fabric_;
+  std::optional<FabricStream> stream_;
+};
+
+class Contest {
+ public:
+  Contest(const Group& group, const ContestShape& shape)
+      : group_(group), shape_(shape), routes_(make_routes()), exchange_(group, config()) {
+    const RouteTable& mine = routes_[static_cast<size_t>(group.rank())];
+    const ConstTensor topk_idx = matrix(mine.expert.data(), mine.num_tokens, mine.topk);
+    plan_.emplace(exchange_.plan({.topk_idx = topk_idx}, options()));
+    x_ = bench_tokens(kDType, shape.num_tokens, shape.hidden, shape.seed, group.rank());
+    y_ = bench_rows(kDType, plan_->num_rows(), shape.hidden, shape.seed, group.rank());
+    combined_ = Matrix(kDType, shape.num_tokens, shape.hidden);
+    rows_ = exchange_.allocate(plan_->num_rows(), shape.hidden, kDType);
+  }
+
+  HostsContest run() {
+    HostsContest result;
+    result.crossing_bytes = crossing_bytes();
+    const Verdict verdict = check();
+    Stream stream(group_);
+    std::vector<double> stream_us;
+    std::vector<double> dispatch_us;
+    std::vector<double> combine_us;
+    for (int i = -shape_.warmup; i < shape_.iterations; ++i) {
+      const double streamed = time([&] { stream.run(result.crossing_bytes); });
+      const double dispatched = time([&] { dispatch(); });
+      const double combined = time([&] { combine(); });
+      if (i >= 0) {
+        stream_us.push_back(streamed);
+        dispatch_us.push_back(dispatched);
+        combine_us.push_back(combined);
+      }
+    }
+    result.provider = stream.provider();
+    result.stream_us = percentile(slowest_of(group_, stream_us), 50);
+    const Rival rival = {"fabric stream", result.stream_us};
+    result.rows.push_back(row("dispatch", slowest_of(group_, dispatch_us)));
+    result.rows.back().checked = verdict.is_dispatch_good;
+    result.rows.push_back(row("combine", slowest_of(group_, combine_us)));
+    result.rows.back().checked = verdict.is_combine_good;
+    const double logical_bytes = all_logical_bytes();
+    for (ResultRow& each : result.rows) {
+      each.logical_bytes = logical_bytes;
+      each.wire_bytes = result.crossing_bytes;
+      each.rival = rival;
+    }
+    return result;
+  }
+
+ private:
+  static constexpr DType kDType = DType::kBFloat16;
+
+  [[nodiscard]] std::vector<RouteTable> make_routes() const {
+    RandomRouting spec;
+    spec.num_tokens = shape_.num_tokens;
+    spec.num_experts = shape_.num_experts;
+    spec.topk = shape_.topk;
+    spec.with_weights = false;
+    spec.seed = shape_.seed;
+    std::vector<RouteTable> routes;
+    for (int rank = 0; rank < group_.num_ranks(); ++rank) {
+      routes.push_back(random_routing(spec, rank));
+    }
+    return routes;
+  }
+
+  [[nodiscard]] ExchangeConfig config() const {
+    ExchangeConfig config;
+    config.hidden = shape_.hidden;
+    config.max_tokens = std::max<int64_t>(1, shape_.num_tokens);
+    config.num_experts = shape_.num_experts;
+    config.max_topk = shape_.topk;
+    config.num_threads = shape_.num_threads;
+    return config;
+  }
+
+  [[nodiscard]] static PlanOptions options() { return {.layout = Layout::kExpertMajor}; }
+
+  // What has to cross, whatever really does.
+  [[nodiscard]] double crossing_bytes() const {
+    const auto& domain_of = group_.topology().domain_of;
+    const int per_rank = shape_.num_experts / group_.num_ranks();
+    int64_t num_rows = 0;
+    for (size_t rank = 0; rank < routes_.size(); ++rank) {
+      const RouteTable& table = routes_[rank];
+      for (int64_t token = 0; token < table.num_tokens; ++token) {
+        std::vector<bool> is_met(group_.topology().domains.size());
+        is_met[static_cast<size_t>(domain_of[rank])] = true;
+        for (int k = 0; k < table.topk; ++k) {
+          const int expert = table.expert[static_cast<size_t>(token * table.topk + k)];
+          if (expert >= 0) {
+            const int domain = domain_of[static_cast<size_t>(expert / per_rank)];
+            num_rows += is_met[static_cast<size_t>(domain)] ? 0 : 1;
+            is_met[static_cast<size_t>(domain)] = true;
+          }
+        }
+      }
+    }
+    return static_cast<double>(num_rows * shape_.hidden * dtype_bytes(kDType));
+  }
+
+  [[nodiscard]] double all_logical_bytes() const {
+    const int64_t mine = plan_->logical_bytes(shape_.hidden * dtype_bytes(kDType));
+    double sum = 0;
+    for (const Bytes& block : group_.all_gather(std::as_bytes(std::span(&mine, 1)))) {
+      int64_t theirs = 0;
+      std::memcpy(&theirs, block.data(), sizeof theirs);
+      sum += static_cast<double>(theirs);
+    }
+    return sum;
+  }
+
+  void dispatch() {
+    exchange_.dispatch(*plan_, {.x = std::as_const(x_).view()}, {.rows = rows_.tensor()});
+  }
+
+  void combine() {
+    exchange_.combine(*plan_, {.rows = std::as_const(y_).view()}, {.x = combined_.view()});
+  }
+
+  // Collective.
+  Verdict check() {
+    dispatch();
+    OutputPrints prints = {.rows = fingerprint(rows_.tensor())};
+    combine();
+    prints.x = fingerprint(std::as_const(combined_).view());
+    const BenchShape shape = {
+        .routes = routes_,
+        .num_experts = shape_.num_experts,
+        .options = options(),
+        .dtype = kDType,
+        .hidden = shape_.hidden,
+        .seed = shape_.seed,
+    };
+    return judge(group_, shape, *plan_, prints);
+  }
+
+  template <class Run>
+  double time(const Run& run) {
+    group_.barrier();
+    const Stopwatch watch;
+    run();
+    return watch.microseconds();
+  }
+
+  [[nodiscard]] ResultRow row(const std::string& op, const std::vector<double>& samples_us) const {
+    ResultRow row;
+    row.op = op;
+    row.transport = exchange_.config().transport;
+    row.layout = layout_name(options().layout);
+    row.dtype = dtype_name(kDType);
+    row.ranks = group_.num_ranks();
+    row.tokens = shape_.num_tokens;
+    row.hidden = shape_.hidden;
+    row.experts = shape_.num_experts;
+    row.topk = shape_.topk;
+    row.mode = fmt::format("exact direct, {} hosts", group_.topology().domains.size());
+    row.us_p50 = percentile(samples_us, 50);
+    row.us_p99 = percentile(samples_us, 99);
+    return row;
+  }
+
+  const Group& group_;
+  const ContestShape& shape_;
+  std::vector<RouteTable> routes_;  // by rank
+  Exchange exchange_;
+  std::optional<Plan> plan_;
+  Matrix x_;
+  Matrix y_;
+  Matrix combined_;
+  Buffer rows_;
+};
+
+}  // namespace
+
+HostsContest run_hosts_contest(const Group& group, const ContestShape& shape) {
+  return Contest(group, shape).run();
+}
+
+}  // namespace weft::bench

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dispatch and combine between hosts, and a plain stream of as many bytes, in turns.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "results.hpp"
+#include "weft/group.hpp"
+
+namespace weft::bench {
+
+struct ContestShape {
+  int64_t num_tokens = 512;  // per rank
+  int64_t hidden = 4096;
+  int num_experts = 64;
+  int topk = 8;
+  int num_threads = 0;
+  int iterations = 20;
+  int warmup = 3;
+  uint64_t seed = 1;
+};
+
+struct HostsContest {
+  std::string provider;       // of the stream
+  double crossing_bytes = 0;  // a row for each token and each other host that it goes to, all ranks
+  double stream_us = 0;       // median, for so many bytes
+  // dispatch and combine; wire_bytes are the crossing bytes, the rival is the stream.
+  std::vector<program::ResultRow> rows;
+};
+
+// Collective, in a group of at least two domains. Complete on every rank.
+[[nodiscard]] HostsContest run_hosts_contest(const Group& group, const ContestShape& shape);
+
+}  // namespace weft::bench
