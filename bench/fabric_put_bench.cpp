@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What share of a plain stream of libfabric writes do the puts of transport ofi reach, with the
 // same bytes in the same run? Two processes of this host; the provider is what WEFT_FABRIC says.
-// usage: fabric_put_bench [--smoke]
+// Both ways take turns; shares are medians over the pairs, with the lower and upper quartile. The
+// processor time of both ranks tells what a busy machine hides.
+// usage: fabric_put_bench [--smoke | part of a shape's name]
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -9,6 +11,7 @@
 #include <cstring>
 #include <optional>
 #include <string_view>
+#include <sys/resource.h>
 #include <vector>
 
 #include "fabric_stream.hpp"
@@ -22,24 +25,28 @@ using namespace weft;
 using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kMemoryBytes = 64 << 20;
+constexpr uint64_t kScatter = 7919;  // prime: neighbours in the target are far apart in the source
 constexpr int kExitSkipped = 77;
 
-// One way of cutting a stream into puts; the plain stream writes `bytes` at once.
+// One way of cutting a stream into puts.
 struct Shape {
   const char* name;
-  uint64_t bytes;     // of a put
-  uint64_t per_call;  // puts of a call
-  uint64_t stride;    // between them in the target, in puts: 1 for neighbours
+  uint64_t bytes;        // of a put
+  uint64_t per_call;     // puts of a call
+  uint64_t stride;       // between them in the target, in puts: 1 for neighbours
+  uint64_t plain_bytes;  // of a write of the plain stream
 };
 
+// A chunk is what an exchange puts at once: rows from anywhere, one behind the other in the target.
 constexpr Shape kShapes[] = {
-    {"8 MiB blocks", 8 << 20, 1, 1},
-    {"1 MiB blocks", 1 << 20, 1, 1},
-    {"256 KiB blocks", 256 << 10, 1, 1},
-    {"rows of 14336 B, neighbours", 14336, 16, 1},
-    {"rows of 14336 B, apart", 14336, 16, 2},
-    {"rows of 4096 B, neighbours", 4096, 16, 1},
-    {"rows of 4096 B, apart", 4096, 16, 2},
+    {"8 MiB blocks", 8 << 20, 1, 1, 8 << 20},
+    {"1 MiB blocks", 1 << 20, 1, 1, 1 << 20},
+    {"256 KiB blocks", 256 << 10, 1, 1, 256 << 10},
+    {"chunks of 32 x 14336 B", 14336, 32, 1, 14336 * 32},
+    {"chunks of 32 x 8192 B", 8192, 32, 1, 8192 * 32},
+    {"chunks of 32 x 4096 B", 4096, 32, 1, 4096 * 32},
+    {"rows of 14336 B, apart", 14336, 32, 2, 14336},
+    {"rows of 4096 B, apart", 4096, 32, 2, 4096},
 };
 
 class Puts {
@@ -64,8 +71,9 @@ class Puts {
     for (uint64_t call = 0; call < count / shape.per_call; ++call) {
       for (uint64_t i = 0; i < shape.per_call; ++i) {
         const uint64_t place = (call % room * shape.per_call + i) * shape.stride;
+        const uint64_t from = place * kScatter % (kMemoryBytes / shape.bytes);
         puts[i] = {
-            .source = source_.data() + place * shape.bytes,
+            .source = source_.data() + from * shape.bytes,
             .bytes = shape.bytes,
             .region = peer_.slot,
             .signal = 0,
@@ -95,50 +103,98 @@ class Puts {
   uint64_t wanted_ = 0;
 };
 
+struct Cost {
+  double seconds = 0;
+  double cpu_seconds = 0;  // of both ranks
+};
+
+double cpu_seconds() {
+  rusage usage = {};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
 template <class Run>
-double seconds_of(const Group& group, const Run& run) {
+Cost cost_of(const Group& group, const Run& run) {
   group.barrier();
   const auto begin = Clock::now();
+  const double cpu_begin = cpu_seconds();
   run();
   group.barrier();  // the receiver has all
-  return std::chrono::duration<double>(Clock::now() - begin).count();
+  Cost cost = {.seconds = std::chrono::duration<double>(Clock::now() - begin).count()};
+  const double own = cpu_seconds() - cpu_begin;
+  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&own, 1)))) {
+    double of_rank = 0;
+    std::memcpy(&of_rank, block.data(), sizeof of_rank);
+    cost.cpu_seconds += of_rank;
+  }
+  return cost;
 }
 
-double median(std::vector<double> values) {
+// `part` of the way from the least to the greatest: 0.5 is the median.
+double quantile(std::vector<double> values, double part) {
   std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
+  return values[static_cast<size_t>(part * static_cast<double>(values.size() - 1) + 0.5)];
 }
 
-int run_rank(const Group& group, bool is_smoke) {
+int run_rank(const Group& group, bool is_smoke, std::string_view only) {
   ofi::Selection selection = ofi::select_provider(group, "");
   ofi::Fabric fabric(*selection.provider, std::move(selection.info), Context{});
   bench::FabricStream stream(group, fabric, kMemoryBytes);
   Puts puts(group);
   if (group.rank() == 0) {
     fmt::print("provider {}, 2 processes, medians\n", fabric.name());
-    fmt::print("{:<30} {:>10} {:>10} {:>8}\n", "", "puts GB/s", "plain GB/s", "share");
+    fmt::print(
+        "{:<24} {:>9} {:>10} {:>6} {:>13} {:>14} {:>15}\n",
+        "",
+        "puts GB/s",
+        "plain GB/s",
+        "share",
+        "(quartiles)",
+        "puts cpu s/GB",
+        "plain cpu s/GB"
+    );
   }
-  const uint64_t total = is_smoke ? 1 << 20 : 256 << 20;
-  const int num_rounds = is_smoke ? 1 : 5;
+  const uint64_t total = is_smoke ? 1 << 20 : 64 << 20;
+  const int num_rounds = is_smoke ? 1 : 15;
   for (const Shape& shape : kShapes) {
+    if (std::string_view(shape.name).find(only) == std::string_view::npos) {
+      continue;
+    }
     const uint64_t calls = std::max<uint64_t>(total / shape.bytes / shape.per_call, 1);
     const uint64_t count = calls * shape.per_call;
+    const uint64_t num_writes = count * shape.bytes / shape.plain_bytes;
+    const double gigabytes = static_cast<double>(count * shape.bytes) / 1e9;
     std::vector<double> put_gbps;
     std::vector<double> plain_gbps;
+    std::vector<double> shares;
+    std::vector<double> put_cpu;
+    std::vector<double> plain_cpu;
     for (int round = -1; round < num_rounds; ++round) {  // the first connects and warms up
-      const auto bytes = static_cast<double>(count * shape.bytes);
-      const double plain = seconds_of(group, [&] { stream.run(shape.bytes, count); });
-      const double put = seconds_of(group, [&] { puts.run(shape, count); });
+      const Cost plain = cost_of(group, [&] { stream.run(shape.plain_bytes, num_writes); });
+      const Cost put = cost_of(group, [&] { puts.run(shape, count); });
       if (round >= 0) {
-        plain_gbps.push_back(bytes / plain / 1e9);
-        put_gbps.push_back(bytes / put / 1e9);
+        plain_gbps.push_back(gigabytes / plain.seconds);
+        put_gbps.push_back(gigabytes / put.seconds);
+        shares.push_back(100 * plain.seconds / put.seconds);
+        plain_cpu.push_back(plain.cpu_seconds / gigabytes);
+        put_cpu.push_back(put.cpu_seconds / gigabytes);
       }
     }
     if (group.rank() == 0) {
-      const double put = median(put_gbps);
-      const double plain = median(plain_gbps);
       fmt::print(
-          "{:<30} {:>10.2f} {:>10.2f} {:>7.0f}%\n", shape.name, put, plain, 100 * put / plain
+          "{:<24} {:>9.2f} {:>10.2f} {:>5.0f}% {:>6.0f} {:>5.0f}% {:>14.2f} {:>15.2f}\n",
+          shape.name,
+          quantile(put_gbps, 0.5),
+          quantile(plain_gbps, 0.5),
+          quantile(shares, 0.5),
+          quantile(shares, 0.25),
+          quantile(shares, 0.75),
+          quantile(put_cpu, 0.5),
+          quantile(plain_cpu, 0.5)
       );
       std::fflush(stdout);
     }
@@ -156,6 +212,8 @@ int main(int argc, char** argv) {
     fmt::print("fabric_put_bench: {}\n", obstacle);
     return kExitSkipped;
   }
-  const auto statuses = run_forked(2, [&](Group& group) { return run_rank(group, is_smoke); });
+  const std::string_view only = argc > 1 && !is_smoke ? argv[1] : "";
+  const auto statuses =
+      run_forked(2, [&](Group& group) { return run_rank(group, is_smoke, only); });
   return std::any_of(statuses.begin(), statuses.end(), [](int status) { return status != 0; });
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every transport of this build in one table. A new one: its folder, a line here, a file in
 // tests/conformance.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -19,7 +20,7 @@ namespace {
 
 struct Entry {
   std::string_view name;
-  // What can be known without trying. `kind` is what follows "ofi:" in a name, often nothing.
+  // What can be known without trying. `kind` is what follows the colon in a name, often nothing.
   std::string (*obstacle)(const Group& group, std::string_view kind);
   // Collective; throws on every rank or on none.
   std::unique_ptr<Transport> (*make
@@ -50,6 +51,18 @@ std::string loopback_obstacle(const Group& group, std::string_view kind) {
                                       : "the ranks are not threads of one process";
 }
 
+std::string domains_obstacle(const Group& group, std::string_view kind) {
+  const auto& domains = group.topology().domains;
+  if (domains.size() <= 1) {
+    return "all ranks are in one domain";
+  }
+  const auto has_many = [](const auto& ranks) { return ranks.size() > 1; };
+  if (std::none_of(domains.begin(), domains.end(), has_many)) {
+    return "no domain has several ranks";
+  }
+  return ofi_obstacle(group, kind);
+}
+
 // Best first.
 constexpr std::array kEntries = {
     Entry{
@@ -70,6 +83,7 @@ constexpr std::array kEntries = {
                    std::string_view /*kind*/) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
         }},
+    Entry{.name = "domains", .obstacle = domains_obstacle, .make = make_domains, .has_kinds = true},
     Entry{.name = "ofi", .obstacle = ofi_obstacle, .make = make_ofi, .has_kinds = true},
 };
 

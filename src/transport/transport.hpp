@@ -90,9 +90,10 @@ class Transport {
 };
 
 // Collective. `name` is "auto" (the cheapest that reaches all ranks), one of transport_names(), or
-// "ofi:" with a provider of libfabric ("ofi:tcp"). Each rank gets `num_signals` signals, all zero.
-// A put waits for its peer at most `timeout`. Throws Error (kNotAvailable) saying why on every
-// rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see faulty/fault_plan.hpp.
+// "domains:" or "ofi:" with a provider of libfabric ("ofi:tcp"). Each rank gets `num_signals`
+// signals, all zero. A put waits for its peer at most `timeout`. Throws Error (kNotAvailable)
+// saying why on every rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see
+// faulty/fault_plan.hpp.
 [[nodiscard]] std::unique_ptr<Transport> make_transport(
     std::string_view name,
     const Group& group,

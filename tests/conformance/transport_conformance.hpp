@@ -24,6 +24,7 @@ struct TransportCase {
   int num_ranks = 2;
   Launch launch = Launch::kThreads;
   bool refuses_at_once = true;  // a wrong put throws where it is called, not at a later call
+  int ranks_per_domain = 0;     // 0: one domain; else it divides num_ranks
 };
 
 // A name for each case: letters, digits and underscores of its members.
@@ -65,6 +66,8 @@ void require_refusal(const std::function<void()>& action, const std::string& tex
 
 class TransportConformance : public ::testing::TestWithParam<TransportCase> {
  protected:
+  void SetUp() override;
+  void TearDown() override;
   // Runs `body` on every rank and reports what it threw; ends with a barrier of all ranks.
   void run(const std::function<void(Wire&)>& body, uint64_t region_bytes = 4096) const;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
@@ -18,6 +19,9 @@ std::string case_name(const ::testing::TestParamInfo<TransportCase>& info) {
       info.param.launch == Launch::kThreads ? "threads" : "processes",
       info.param.num_ranks
   );
+  if (info.param.ranks_per_domain > 0) {
+    name += fmt::format("_by_{}", info.param.ranks_per_domain);
+  }
   std::replace_if(
       name.begin(), name.end(), [](unsigned char c) { return std::isalnum(c) == 0; }, '_'
   );
@@ -89,6 +93,16 @@ void require_refusal(const std::function<void()>& action, const std::string& tex
     return;
   }
   require(false, fmt::format("nothing was thrown (expected \"{}\")", text));
+}
+
+void TransportConformance::SetUp() {
+  if (GetParam().ranks_per_domain > 0) {
+    ::setenv("WEFT_RANKS_PER_DOMAIN", std::to_string(GetParam().ranks_per_domain).c_str(), 1);
+  }
+}
+
+void TransportConformance::TearDown() {
+  ::unsetenv("WEFT_RANKS_PER_DOMAIN");
 }
 
 void TransportConformance::run(const std::function<void(Wire&)>& body, uint64_t region_bytes)

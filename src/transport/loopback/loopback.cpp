@@ -58,7 +58,7 @@ class LoopbackMemory final : public MemorySource {
     return {
         .data = data,
         .bytes = bytes,
-        .cookie = {*id, static_cast<uint64_t>(::getpid()), 0, 0},
+        .cookie = {*id, static_cast<uint64_t>(::getpid())},
         .owner = owner};
   }
 

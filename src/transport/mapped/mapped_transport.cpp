@@ -34,13 +34,17 @@ Hello decode(const Bytes& block) {
 }  // namespace
 
 MappedTransport::MappedTransport(
-    std::unique_ptr<MemorySource> source, const Group& group, uint32_t num_signals
+    std::unique_ptr<MemorySource> source,
+    const Group& group,
+    uint32_t num_signals,
+    std::span<const int> members
 )
     : source_(std::move(source)),
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
-      spin_(spin_time(group)) {
+      spin_(spin_time(group)),
+      peers_(static_cast<size_t>(num_ranks_)) {
   Hello hello = {.num_signals = num_signals};
   Memory block;
   agree(group, [&] {
@@ -54,12 +58,16 @@ MappedTransport::MappedTransport(
   const std::vector<Bytes> hellos = group.all_gather(std::as_bytes(std::span(&hello, 1)));
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      peers_.push_back(std::make_unique<Peer>());
+      const auto at = static_cast<size_t>(rank);
+      if (!members.empty() && std::find(members.begin(), members.end(), rank) == members.end()) {
+        continue;
+      }
+      peers_[at] = std::make_unique<Peer>();
       if (rank == rank_) {
-        peers_.back()->memory = block;
-        peers_.back()->signals = own_;
+        peers_[at]->memory = block;
+        peers_[at]->signals = own_;
       } else {
-        connect(rank, hellos[static_cast<size_t>(rank)]);
+        connect(rank, hellos[at]);
       }
     }
   });
@@ -97,7 +105,19 @@ MappedTransport::Peer& MappedTransport::peer(std::string_view verb, int rank) co
       rank,
       num_ranks_
   );
+  WEFT_CHECK(
+      context(),
+      has_member(rank),
+      ErrorCode::kTransport,
+      "{}: rank {} is in another domain",
+      verb,
+      rank
+  );
   return *peers_[static_cast<size_t>(rank)];
+}
+
+bool MappedTransport::has_member(int rank) const {
+  return rank >= 0 && rank < num_ranks_ && peers_[static_cast<size_t>(rank)] != nullptr;
 }
 
 // --- memory ---
@@ -228,14 +248,18 @@ uint64_t MappedTransport::signal_value(uint32_t signal) const {
 
 // Copies need no help; the chance is taken to give back memory that peers released.
 void MappedTransport::progress() {
-  const auto is_outdated = [](const auto& of) { return of->regions.is_outdated(of->signals); };
+  const auto is_outdated = [](const auto& of) {
+    return of != nullptr && of->regions.is_outdated(of->signals);
+  };
   if (std::none_of(peers_.begin(), peers_.end(), is_outdated)) {
     return;
   }
   const std::unique_lock lock(memory_mutex_, std::try_to_lock);
   if (lock.owns_lock()) {
     for (const auto& of : peers_) {
-      of->regions.drop_released(of->signals);
+      if (of != nullptr) {
+        of->regions.drop_released(of->signals);
+      }
     }
   }
 }
@@ -278,7 +302,9 @@ void MappedTransport::close() {
   }
   own_.set_left();
   for (const auto& to : peers_) {
-    to->signals.ring();  // whoever is parked learns of it now
+    if (to != nullptr) {
+      to->signals.ring();  // whoever is parked learns of it now
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A transport over memory that every rank maps: puts are copies, signals are atomic additions.
-// loopback and shm are this class over two sources of memory. See signal_block.hpp for the order.
+// loopback and shm are this class over two sources of memory; transports domains and ofi have one
+// for the ranks that share memory. See signal_block.hpp for the order.
 #pragma once
 
 #include <chrono>
@@ -20,11 +21,22 @@ namespace weft {
 
 class MappedTransport final : public Transport {
  public:
-  // Collective. Throws the same Error on every rank if any rank cannot reach a peer.
-  MappedTransport(std::unique_ptr<MemorySource> source, const Group& group, uint32_t num_signals);
+  // Collective over the group. `members`: the ranks that this one is joined with, itself included;
+  // empty: all. Throws the same Error on every rank if any rank cannot reach a member.
+  MappedTransport(
+      std::unique_ptr<MemorySource> source,
+      const Group& group,
+      uint32_t num_signals,
+      std::span<const int> members = {}
+  );
   ~MappedTransport() override;
   MappedTransport(const MappedTransport&) = delete;
   MappedTransport& operator=(const MappedTransport&) = delete;
+
+  // Whether `rank` is a member; all other calls are for members alone.
+  [[nodiscard]] bool has_member(int rank) const;
+  // Where this rank's signals are, for who raises them by other means.
+  [[nodiscard]] const SignalBlock& signals() const { return own_; }
 
   [[nodiscard]] std::string_view name() const override { return source_->name(); }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
@@ -58,7 +70,7 @@ class MappedTransport final : public Transport {
   int num_ranks_;
   uint32_t num_signals_;
   std::chrono::nanoseconds spin_;             // before sleeping in park()
-  std::vector<std::unique_ptr<Peer>> peers_;  // [num_ranks], this rank included
+  std::vector<std::unique_ptr<Peer>> peers_;  // [num_ranks], this rank included; null: no member
   SignalBlock own_;
 
   std::mutex memory_mutex_;  // guards own_regions_ and every change of a RegionTable

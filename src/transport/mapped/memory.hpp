@@ -11,8 +11,9 @@
 
 namespace weft {
 
-// Tells a peer how to reach a Memory; travels between ranks.
-using Cookie = std::array<uint64_t, 4>;
+// Tells a peer how to reach a Memory; travels between ranks, in the first words of a
+// RegionRef::cookie.
+using Cookie = std::array<uint64_t, 2>;
 
 // Bytes that this rank can load and store; unmapped when the last holder is gone.
 struct Memory {
@@ -28,7 +29,7 @@ class MemorySource {
   [[nodiscard]] virtual std::string_view name() const = 0;  // of the transport; a literal
   // Zero-filled, page aligned. Throws Error (kOutOfMemory).
   [[nodiscard]] virtual Memory allocate(uint64_t bytes) = 0;
-  // A peer's memory. Throws Error (kNotAvailable) with the reason.
+  // A peer's memory of as many bytes as it allocated. Throws Error (kNotAvailable) with the reason.
   [[nodiscard]] virtual Memory reach(const Cookie& cookie, uint64_t bytes) = 0;
 };
 

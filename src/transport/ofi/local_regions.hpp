@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions that this rank allocated, each registered with the fabric. One thread at a time but
-// for descriptor().
+// The registrations of this rank's regions with the fabric. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +8,6 @@
 #include <memory>
 #include <shared_mutex>
 
-#include "transport/mapped/own_regions.hpp"
 #include "transport/ofi/fabric.hpp"
 #include "transport/transport.hpp"
 
@@ -17,26 +15,29 @@ namespace weft::ofi {
 
 class LocalRegions {
  public:
-  // `signals` holds the generations; `endpoint` is what memory is bound to, where it is.
-  LocalRegions(std::shared_ptr<Fabric> fabric, const SignalBlock& signals, fid_ep* endpoint);
+  // `endpoint` is what memory is bound to, where it is.
+  LocalRegions(std::shared_ptr<Fabric> fabric, fid_ep* endpoint)
+      : fabric_(std::move(fabric)), endpoint_(endpoint) {}
 
-  // Throws Error (kOutOfMemory), also if the provider refuses the memory.
-  [[nodiscard]] Region allocate(uint64_t bytes);
-  void release(const RegionRef& region);
-  // Of the region that holds these bytes, for writes out of it; null: none holds them. Any thread.
+  // Makes it writable over the fabric until remove(), and completes its cookie for peers there.
+  // Throws Error (kOutOfMemory) if the provider refuses the memory.
+  void add(Region& region);
+  // Nothing happens if it was not added.
+  void remove(const RegionRef& region);
+  // Of the region that holds these bytes, for writes out of it; null: none holds them.
   [[nodiscard]] void* descriptor(const void* data, uint64_t bytes) const;
 
  private:
-  struct Span {
+  struct Entry {
     uint64_t bytes = 0;
-    void* descriptor = nullptr;
+    uint32_t generation = 0;
+    Owned<fid_mr> memory;
   };
 
   std::shared_ptr<Fabric> fabric_;
   fid_ep* endpoint_;
-  OwnRegions regions_;
-  mutable std::shared_mutex mutex_;            // guards spans_
-  std::map<const std::byte*, Span> spans_;     // by first byte
+  mutable std::shared_mutex mutex_;            // guards what follows
+  std::map<const std::byte*, Entry> entries_;  // by first byte
   std::map<uint32_t, const std::byte*> data_;  // by slot
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks on any hosts, over any network that libfabric drives. The library is loaded at run time;
-// ofi_none.cpp answers for builds without its headers. This header needs neither.
+// Ranks on any hosts, over any network that libfabric drives; make_domains() does the same between
+// domains and shares memory inside them. The library is loaded at run time; ofi_none.cpp answers
+// for builds without its headers. This header needs neither.
 #pragma once
 
 #include <chrono>
@@ -20,6 +21,12 @@ namespace weft {
 
 // Collective. Throws the same Error on every rank. No call waits for a peer longer than `timeout`.
 [[nodiscard]] std::unique_ptr<Transport> make_ofi(
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind
+);
+[[nodiscard]] std::unique_ptr<Transport> make_domains(
     const Group& group,
     uint32_t num_signals,
     std::chrono::milliseconds timeout,

@@ -69,6 +69,9 @@ void OfiTransport::knock_at(int rank) const {
 
 PeerState OfiTransport::peer_state(int rank) const {
   check_rank("peer_state", rank);
+  if (!is_far(rank)) {
+    return near_->peer_state(rank);
+  }
   if (peers_->has_left(rank)) {
     return PeerState::kLeft;
   }
@@ -100,6 +103,7 @@ void OfiTransport::close() {
   if (std::exchange(is_closed_, true)) {
     return;
   }
+  near_->close();  // nothing is under way there
   const Clock::time_point deadline =
       Clock::now() + std::min<Clock::duration>(kClosePatience, timeout_);
   const auto finish_flying = [&] {
@@ -124,9 +128,7 @@ void OfiTransport::close() {
   const Message farewell = message(MessageKind::kLeft);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     for (const auto& queue : queues_) {
-      if (rank == rank_) {
-        peers_->on_left(rank);
-      } else if (!peers_->is_gone(rank)) {
+      if (is_far(rank) && !peers_->is_gone(rank)) {
         static_cast<void>(send(*queue, rank, farewell, deadline));
       }
     }

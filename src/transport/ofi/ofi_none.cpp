@@ -9,6 +9,14 @@ namespace {
 constexpr const char* kReason =
     "this build leaves it out, because libfabric's headers were missing (package libfabric-dev)";
 
+[[noreturn]] void refuse(const Group& group, std::string_view transport) {
+  raise_error(
+      ErrorCode::kNotAvailable,
+      {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport},
+      fmt::format("open({}): {}", transport, kReason)
+  );
+}
+
 }  // namespace
 
 std::string ofi_obstacle(const Group& /*group*/, std::string_view /*kind*/) {
@@ -21,11 +29,16 @@ std::unique_ptr<Transport> make_ofi(
     std::chrono::milliseconds /*timeout*/,
     std::string_view /*kind*/
 ) {
-  raise_error(
-      ErrorCode::kNotAvailable,
-      {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "ofi"},
-      fmt::format("open(ofi): {}", kReason)
-  );
+  refuse(group, "ofi");
+}
+
+std::unique_ptr<Transport> make_domains(
+    const Group& group,
+    uint32_t /*num_signals*/,
+    std::chrono::milliseconds /*timeout*/,
+    std::string_view /*kind*/
+) {
+  refuse(group, "domains");
 }
 
 FabricReport fabric_report() {

@@ -9,14 +9,20 @@
 
 #include "group/topology.hpp"
 #include "transport/agree.hpp"
+#include "transport/loopback/loopback.hpp"
 #include "transport/ofi/ofi.hpp"
 #include "transport/ofi/ofi_transport.hpp"
+#include "transport/shm/shm.hpp"
 #include "transport/spin_time.hpp"
 
 namespace weft::ofi {
 namespace {
 
 constexpr uint32_t kWireVersion = 1;
+
+// Bytes of one write come in for longer than a signal takes to cross shared memory, and to be woken
+// for each part of them costs more than to look on; who looks lets others run in between.
+constexpr int kSpins = 50;
 
 // How a rank introduces itself; the addresses of its queues follow, each after its length.
 struct Hello {
@@ -51,19 +57,21 @@ uint64_t random_number() {
 
 OfiTransport::OfiTransport(
     const Group& group,
+    Neighbours neighbours,
     uint32_t num_signals,
     std::chrono::milliseconds timeout,
     std::string_view kind
 )
-    : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "ofi"},
+    : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = neighbours.transport},
+      hides_memory_(neighbours.hides_memory),
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
       timeout_(timeout),
-      spin_(spin_time(group)),
+      spin_(kSpins * spin_time(group)),
       session_(random_number()),
       addresses_(static_cast<size_t>(num_ranks_)) {
-  open(group, kind);
+  open(group, std::move(neighbours), kind);
   const std::vector<Bytes> hellos = group.all_gather(make_hello());
   agree(group, [&] {
     session_ = decode_hello(hellos.front()).session;
@@ -81,12 +89,13 @@ OfiTransport::OfiTransport(
   }
 }
 
-void OfiTransport::open(const Group& group, std::string_view kind) {
+void OfiTransport::open(const Group& group, Neighbours neighbours, std::string_view kind) {
   Selection selection = select_provider(group, kind);
+  near_ = std::make_unique<MappedTransport>(
+      std::move(neighbours.memory), group, num_signals_, neighbours.ranks
+  );
+  own_ = near_->signals();
   agree(group, [&] {
-    const uint64_t bytes = SignalBlock::num_bytes(num_signals_);
-    signal_memory_ = SignalMemory(bytes / sizeof(SignalLine) + 1);
-    own_ = SignalBlock(reinterpret_cast<std::byte*>(signal_memory_.data()));
     fabric_ = std::make_shared<Fabric>(*selection.provider, std::move(selection.info), context_);
     immediate_ =
         std::make_unique<Immediate>(num_signals_, fabric_->info()->domain_attr->cq_data_size);
@@ -107,7 +116,7 @@ void OfiTransport::open(const Group& group, std::string_view kind) {
     for (uint32_t i = 0; i < selection.num_queues; ++i) {
       queues_.push_back(std::make_unique<Queue>(fabric_, events, num_ranks_));
     }
-    local_ = std::make_unique<LocalRegions>(fabric_, own_, queues_.front()->endpoint());
+    local_ = std::make_unique<LocalRegions>(fabric_, queues_.front()->endpoint());
   });
 }
 
@@ -152,13 +161,16 @@ void OfiTransport::connect(int rank, const Bytes& block, const std::string& host
       hello.num_signals,
       num_signals_
   );
+  if (!is_far(rank)) {
+    return;
+  }
   if (hello.pid == ::getpid() && hello.process_space == process_space() && host == this_host()) {
     peers_->set_same_process(rank);
   } else if (hello.process_space == process_space() && host == this_host()) {
     peers_->watch(rank, hello.pid);
   }
   size_t at = sizeof hello;
-  for (size_t i = 0; rank != rank_ && i < queues_.size(); ++i) {
+  for (size_t i = 0; i < queues_.size(); ++i) {
     uint32_t length = 0;
     WEFT_ASSERT(at + sizeof length <= block.size());
     std::memcpy(&length, block.data() + at, sizeof length);
@@ -177,7 +189,7 @@ void OfiTransport::greet_all() {
   for (const auto& queue : queues_) {
     const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      if (rank != rank_) {
+      if (is_far(rank)) {
         require(send(*queue, rank, ping, Clock::now() + timeout_, pending), rank);
       }
     }
@@ -195,7 +207,31 @@ std::unique_ptr<Transport> make_ofi(
     std::chrono::milliseconds timeout,
     std::string_view kind
 ) {
-  return std::make_unique<ofi::OfiTransport>(group, num_signals, timeout, kind);
+  ofi::Neighbours neighbours = {
+      .transport = "ofi",
+      .memory = make_loopback_memory(),
+      .ranks = {group.rank()},
+      .hides_memory = true};
+  return std::make_unique<ofi::OfiTransport>(
+      group, std::move(neighbours), num_signals, timeout, kind
+  );
+}
+
+std::unique_ptr<Transport> make_domains(
+    const Group& group,
+    uint32_t num_signals,
+    std::chrono::milliseconds timeout,
+    std::string_view kind
+) {
+  const Topology& topology = group.topology();
+  const int domain = topology.domain_of[static_cast<size_t>(group.rank())];
+  ofi::Neighbours neighbours = {
+      .transport = "domains",
+      .memory = topology.one_process ? make_loopback_memory() : make_shm_memory(),
+      .ranks = topology.domains[static_cast<size_t>(domain)]};
+  return std::make_unique<ofi::OfiTransport>(
+      group, std::move(neighbours), num_signals, timeout, kind
+  );
 }
 
 }  // namespace weft

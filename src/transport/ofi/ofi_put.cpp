@@ -1,146 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Moving: small puts are copied and go on alone, large ones go from where they are and are waited
 // for.
-#include <hwy/cache_control.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <rdma/fi_errno.h>
-#include <thread>
 
+#include "core/copy.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 
 namespace weft::ofi {
 namespace {
 
-// Up to so many bytes are copied, so that put() need not wait; a chunk of rows fits.
-constexpr uint64_t kCopyBytes = 256 << 10;
-
-constexpr int kRoundsPerKnock = 512;  // some 20 ms
-
-// Others run while this thread waits for the fabric.
-void relax(int round) {
-  if (round < 64) {
-    hwy::Pause();
-  } else if (round < 128) {
-    std::this_thread::yield();
-  } else {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-}
+// Up to so many bytes are copied, so that put() need not wait; a chunk of rows fits in one write,
+// since each costs as much as the copying of many KiB.
+constexpr uint64_t kCopyBytes = 512 << 10;
 
 }  // namespace
-
-// --- waiting for the fabric ---
-
-template <class Attempt>
-OfiTransport::Outcome OfiTransport::persist(
-    Queue& queue, int rank, Clock::time_point deadline, const Attempt& attempt
-) {
-  for (int round = 0;; ++round) {
-    if (peers_->has_left(rank)) {
-      return Outcome::kGone;
-    }
-    if (!peers_->has_failed(rank)) {
-      const int64_t result = attempt();
-      if (result == 0) {
-        return Outcome::kDone;
-      }
-      if (result != -FI_EAGAIN) {
-        on_failure(rank, "post", static_cast<int>(-result));
-      }
-    }
-    if (queue.poll() > 0) {
-      round = 0;
-      continue;
-    }
-    if (round > 0 && peers_->has_died(rank)) {
-      return Outcome::kGone;
-    }
-    if (round % kRoundsPerKnock == kRoundsPerKnock - 1) {
-      knock_at(rank);
-    }
-    if (peers_->failure(rank)) {
-      return Outcome::kFailed;
-    }
-    if (Clock::now() >= deadline) {
-      return Outcome::kLate;
-    }
-    relax(round);
-  }
-}
-
-OfiTransport::Outcome OfiTransport::start(
-    Queue& queue,
-    int rank,
-    uint64_t bytes,
-    Clock::time_point deadline,
-    Queue::Operation*& operation,
-    Pending pending
-) {
-  return persist(queue, rank, deadline, [&]() -> int64_t {
-    operation = queue.start(rank, bytes, pending);
-    return operation != nullptr ? 0 : -FI_EAGAIN;
-  });
-}
-
-OfiTransport::Outcome OfiTransport::send(
-    Queue& queue,
-    int rank,
-    const Message& message,
-    Clock::time_point deadline,
-    const Pending& pending
-) {
-  Queue::Operation* operation = nullptr;
-  Outcome outcome = start(queue, rank, sizeof message, deadline, operation, pending);
-  if (outcome != Outcome::kDone) {
-    return outcome;
-  }
-  outcome = persist(queue, rank, deadline, [&] { return queue.post(*operation, message); });
-  if (outcome != Outcome::kDone) {
-    queue.abandon(*operation);
-  }
-  return outcome;
-}
-
-OfiTransport::Outcome OfiTransport::await(Queue& queue, int rank, const Pending& pending) {
-  return persist(queue, rank, Clock::now() + timeout_, [&]() -> int64_t {
-    // Pairs with Queue::finish(); a failure was noted before and is persist()'s to report.
-    const bool has_ended = pending->load(std::memory_order_acquire) == 0;
-    const bool is_well = !peers_->has_failed(rank) && !peers_->has_died(rank);
-    return has_ended && is_well ? 0 : -FI_EAGAIN;
-  });
-}
-
-void OfiTransport::require(Outcome outcome, int rank) const {
-  const std::string failure = peers_->failure(rank).value_or("");
-  switch (outcome) {
-    case Outcome::kDone:
-      return;
-    case Outcome::kGone:
-      raise_error(
-          ErrorCode::kTransport,
-          context_,
-          fmt::format("put: rank {} {}", rank, peers_->has_left(rank) ? "has left" : "died")
-      );
-    case Outcome::kFailed:
-      raise_error(
-          ErrorCode::kTransport, context_, fmt::format("put: to rank {} failed, {}", rank, failure)
-      );
-    case Outcome::kLate:
-      raise_error(
-          ErrorCode::kTimeout,
-          context_,
-          fmt::format(
-              "put: rank {} took nothing for {:.1f} s (provider {}). Is the peer alive?",
-              rank,
-              static_cast<double>(timeout_.count()) / 1000.0,
-              fabric_->name()
-          )
-      );
-  }
-}
 
 // --- checks ---
 
@@ -204,15 +79,12 @@ Queue& OfiTransport::pick_queue() {
 
 void OfiTransport::put(int rank, std::span<const Put> puts) {
   check_rank("put", rank);
+  if (!is_far(rank)) {
+    near_->put(rank, puts);
+    return;
+  }
   for (const Put& put : puts) {
     check_put(rank, put);
-  }
-  if (rank == rank_) {
-    for (const Put& put : puts) {
-      put_to_self(put);
-    }
-    own_.ring();
-    return;
   }
   Queue& queue = pick_queue();
   Pending pending;
@@ -238,14 +110,6 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
   if (pending != nullptr) {
     require(await(queue, rank, pending), rank);
   }
-}
-
-void OfiTransport::put_to_self(const Put& put) {
-  const auto view = remote_[static_cast<size_t>(rank_)]->find(put.region);
-  if (put.bytes > 0) {
-    std::memcpy(reinterpret_cast<std::byte*>(view->data) + put.offset, put.source, put.bytes);
-  }
-  own_.raise(put.signal, 1);
 }
 
 // Puts that one write can carry: neighbours in the target that raise one signal.
@@ -281,15 +145,6 @@ Write OfiTransport::signalling_write_to(int rank, const Put& put, size_t amount)
   write.has_immediate = true;
   write.immediate = immediate_->encode(put.signal, amount);
   return write;
-}
-
-void OfiTransport::post(Queue& queue, int rank, Queue::Operation& operation, const Write& write) {
-  const Outcome outcome =
-      persist(queue, rank, Clock::now() + timeout_, [&] { return queue.post(operation, write); });
-  if (outcome != Outcome::kDone) {
-    queue.abandon(operation);
-  }
-  require(outcome, rank);
 }
 
 void OfiTransport::post_copy(
@@ -350,12 +205,12 @@ void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put) {
 
 void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   check_rank("raise", rank);
-  check_signal("raise", rank, signal);
-  if (rank == rank_) {
-    own_.raise(signal, amount);
-    own_.ring();
+  if (!is_far(rank)) {
+    near_->raise(rank, signal, amount);
     return;
   }
+  check_signal("raise", rank, signal);
+  streaming_fence();  // the caller may have stored into a neighbour's memory before
   const Message raising = message(MessageKind::kRaise, signal, amount);
   const Outcome outcome = send(pick_queue(), rank, raising, Clock::now() + timeout_);
   if (outcome != Outcome::kGone) {  // nobody is there to see it

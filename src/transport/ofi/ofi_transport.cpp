@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ofi/ofi_transport.hpp"
 
-#include <hwy/cache_control.h>
-
 #include <algorithm>
 #include <thread>
 
@@ -74,22 +72,25 @@ void OfiTransport::on_batch_end() {
 // --- memory ---
 
 Region OfiTransport::allocate(uint64_t bytes) {
-  const std::lock_guard lock(memory_mutex_);
-  return local_->allocate(bytes);
+  Region region = near_->allocate(bytes);
+  try {
+    local_->add(region);
+  } catch (...) {
+    near_->release(region.ref);
+    throw;
+  }
+  return region;
 }
 
 void OfiTransport::release(const RegionRef& region) {
-  {
-    const std::lock_guard lock(memory_mutex_);
-    local_->release(region);
-  }
+  local_->remove(region);
+  near_->release(region);  // throws for what is not allocated
   const Message released = message(MessageKind::kReleased, region.slot, region.generation);
-  on_message(released);  // this rank may have imported it too
   Queue& queue = *queues_.front();
   const Clock::time_point deadline = Clock::now() + kReleasePatience;
   const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (rank != rank_ && !peers_->is_gone(rank)) {
+    if (is_far(rank) && !peers_->is_gone(rank)) {
       static_cast<void>(send(queue, rank, released, deadline, pending));
     }
   }
@@ -115,6 +116,10 @@ void OfiTransport::poll_until_quiet(Queue& queue) {
 
 void OfiTransport::import(int rank, const RegionRef& region) {
   check_rank("import", rank);
+  if (!is_far(rank)) {
+    near_->import(rank, region);
+    return;
+  }
   poll_until_quiet(*queues_.front());  // which brings word of releases
   WEFT_CHECK(
       context_,
@@ -127,16 +132,15 @@ void OfiTransport::import(int rank, const RegionRef& region) {
   );
 }
 
-std::byte* OfiTransport::mapped(int rank, uint32_t /*region*/) const {
+std::byte* OfiTransport::mapped(int rank, uint32_t region) const {
   check_rank("mapped", rank);
-  return nullptr;
+  return is_far(rank) || hides_memory_ ? nullptr : near_->mapped(rank, region);
 }
 
 // --- waiting ---
 
 uint64_t OfiTransport::signal_value(uint32_t signal) const {
-  check_signal("wait", rank_, signal);
-  return own_.signal(signal);
+  return near_->signal_value(signal);
 }
 
 void OfiTransport::throw_failure() const {
@@ -147,6 +151,7 @@ void OfiTransport::throw_failure() const {
 
 void OfiTransport::progress() {
   throw_failure();
+  near_->progress();
   for (const auto& queue : queues_) {
     queue->try_poll();
   }
@@ -166,7 +171,7 @@ void OfiTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
         return;
       }
       queues_[static_cast<size_t>(look) % queues_.size()]->try_poll();
-      hwy::Pause();
+      std::this_thread::yield();
     }
   } while (Clock::now() < spin_end);
   const auto left = at_most - (Clock::now() - begin);

@@ -1,13 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts as writes of libfabric whose data names the signal. Set-up is in ofi_open.cpp,
-// moving in ofi_put.cpp, leaving in ofi_life.cpp, the rest in ofi_transport.cpp.
+// Puts as writes of libfabric whose data names the signal, and plain copies between the ranks of a
+// domain. Set-up is in ofi_open.cpp, moving in ofi_put.cpp and ofi_wait.cpp, leaving in
+// ofi_life.cpp, the rest in ofi_transport.cpp.
 //
-// Order. A put is one write that carries its signal, so the signal is seen with that write's bytes
-// or after them, on fabrics without order too. A put too large for that goes in pieces: the last
-// one is posted when all others have been delivered, and it alone carries the signal.
+// Memory, signals and the ranks of this rank's domain are a MappedTransport's. This class
+// registers that memory with the fabric and raises the same signals for what comes over it, so a
+// signal grows from either side and there is one doorbell to wait for.
+//
+// Order. A put over the fabric is one write that carries its signal, so the signal is seen with
+// that write's bytes or after them, on fabrics without order too. A put too large for that goes in
+// pieces: the last one is posted when all others have been delivered, and it alone carries the
+// signal.
 //
 // Three hand-overs inside a rank:
-//   1. on_put(): signal += n (release)        with  signal_value(): load (acquire).
+//   1. on_put(): signal += n (release)        with  signal_value(): load (acquire), like the raises
+//      of ranks that map the signal; all are additions, so one load acquires them all.
 //   2. on_batch_end(): doorbell               with  doorbell(), park(); see signal_block.hpp.
 //   3. Queue::finish(): pending -= 1 (release) with  await(): load (acquire).
 #pragma once
@@ -15,12 +22,12 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/check.hpp"
+#include "transport/mapped/mapped_transport.hpp"
 #include "transport/mapped/signal_block.hpp"
 #include "transport/ofi/closing.hpp"
 #include "transport/ofi/fabric.hpp"
@@ -35,11 +42,20 @@
 
 namespace weft::ofi {
 
+// The ranks that are reached without the fabric.
+struct Neighbours {
+  std::string_view transport;  // name of the whole, a literal
+  std::unique_ptr<MemorySource> memory;
+  std::vector<int> ranks;     // this one included
+  bool hides_memory = false;  // mapped() is null for all of them
+};
+
 class OfiTransport final : public Transport, private QueueEvents {
  public:
   // Collective. Throws the same Error on every rank.
   OfiTransport(
       const Group& group,
+      Neighbours neighbours,
       uint32_t num_signals,
       std::chrono::milliseconds timeout,
       std::string_view kind
@@ -48,7 +64,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   OfiTransport(const OfiTransport&) = delete;
   OfiTransport& operator=(const OfiTransport&) = delete;
 
-  [[nodiscard]] std::string_view name() const override { return "ofi"; }
+  [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
@@ -64,14 +80,10 @@ class OfiTransport final : public Transport, private QueueEvents {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct alignas(64) SignalLine {
-    uint64_t words[8] = {};
-  };
-  using SignalMemory = std::vector<SignalLine>;
   // How an attempt ended that is repeated until the fabric takes it.
   enum class Outcome : uint8_t { kDone, kGone, kFailed, kLate };
 
-  void open(const Group& group, std::string_view kind);
+  void open(const Group& group, Neighbours neighbours, std::string_view kind);
   [[nodiscard]] Bytes make_hello() const;
   [[nodiscard]] Message message(MessageKind kind, uint64_t a = 0, uint64_t b = 0) const;
   void connect(int rank, const Bytes& hello, const std::string& host);
@@ -87,19 +99,20 @@ class OfiTransport final : public Transport, private QueueEvents {
   void check_rank(std::string_view verb, int rank) const;
   void check_signal(std::string_view verb, int rank, uint32_t signal) const;
   void check_put(int rank, const Put& put) const;
-  void put_to_self(const Put& put);
   [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
   void send_copy(Queue& queue, int rank, std::span<const Put> batch);
   void send_direct(Queue& queue, int rank, const Put& put, const Pending& pending);
   void send_pieces(Queue& queue, int rank, const Put& put);
   [[nodiscard]] Write write_to(int rank, const Put& put) const;
   [[nodiscard]] Write signalling_write_to(int rank, const Put& put, size_t amount) const;
-  void post(Queue& queue, int rank, Queue::Operation& operation, const Write& write);
   void post_copy(
       Queue& queue, int rank, std::span<const Put> batch, Write write, const Pending& pending
   );
-  void require(Outcome outcome, int rank) const;
   [[nodiscard]] Queue& pick_queue();
+
+  // ofi_wait.cpp
+  void post(Queue& queue, int rank, Queue::Operation& operation, const Write& write);
+  void require(Outcome outcome, int rank) const;
   // `attempt` returns 0, -FI_EAGAIN or libfabric's error; kDone is what is left.
   template <class Attempt>
   Outcome persist(Queue& queue, int rank, Clock::time_point deadline, const Attempt& attempt);
@@ -128,7 +141,11 @@ class OfiTransport final : public Transport, private QueueEvents {
   void remove_files_of(int rank) const;
   void throw_failure() const;
 
+  // Over the fabric.
+  [[nodiscard]] bool is_far(int rank) const { return !near_->has_member(rank); }
+
   Context context_;
+  bool hides_memory_;
   int rank_;
   int num_ranks_;
   uint32_t num_signals_;
@@ -139,15 +156,14 @@ class OfiTransport final : public Transport, private QueueEvents {
   std::shared_ptr<Closing> closing_;           // null where endpoints may close alone
   std::vector<std::vector<Bytes>> addresses_;  // [num_ranks][num_queues]
 
-  SignalMemory signal_memory_;
-  SignalBlock own_;
+  std::unique_ptr<MappedTransport> near_;
+  SignalBlock own_;  // near_'s
   std::shared_ptr<Fabric> fabric_;
   std::unique_ptr<Immediate> immediate_;
   std::unique_ptr<Peers> peers_;
-  std::vector<std::unique_ptr<RemoteRegions>> remote_;  // [num_ranks], this rank included
+  std::vector<std::unique_ptr<RemoteRegions>> remote_;  // [num_ranks], used for far ones
   std::vector<std::unique_ptr<Queue>> queues_;
   std::unique_ptr<LocalRegions> local_;
-  std::mutex memory_mutex_;  // guards local_
   std::atomic<bool> has_news_ = false;
   bool is_closed_ = false;
   std::vector<std::unique_ptr<ProgressThread>> threads_;  // by queue; last: stop before all else

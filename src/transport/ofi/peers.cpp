@@ -21,6 +21,7 @@ bool is_end_of_connection(int error) {
       ECONNRESET,
       ECONNREFUSED,
       ECONNABORTED,
+      ECANCELED,  // of writes that were under way when it ended
       ENOTCONN,
       EPIPE,
       ESHUTDOWN,

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/ofi/progress_thread.hpp"
 
-#include <hwy/cache_control.h>
-
 #include <algorithm>
 #include <array>
 #include <ctime>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
+#include <utility>
 
 namespace weft::ofi {
 namespace {
@@ -25,6 +24,10 @@ constexpr nanoseconds kWaitInFlight = milliseconds(5);
 constexpr nanoseconds kFirstSlice = microseconds(20);
 constexpr nanoseconds kSliceInFlight = microseconds(200);
 constexpr nanoseconds kLongestSlice = milliseconds(1);
+// While others poll: the first nap and the longest, which bounds how late this thread takes over
+// from a rank that stops polling to compute. One that stops to sleep says so.
+constexpr nanoseconds kFirstNap = microseconds(100);
+constexpr nanoseconds kLongestNap = milliseconds(1);
 constexpr int kLooksPerClock = 16;
 
 }  // namespace
@@ -49,20 +52,33 @@ void ProgressThread::ring() {
 
 void ProgressThread::add_sleeper() {
   const bool is_first = num_sleepers_.fetch_add(1, std::memory_order_relaxed) == 0;
-  if (is_first && queue_.descriptor() < 0) {
-    ring();  // it may be in a long slice
+  if (is_first && (queue_.descriptor() < 0 || is_napping_.load(std::memory_order_relaxed))) {
+    ring();  // it may be in a long slice; to miss that it begins a nap costs no more than the nap
   }
+}
+
+bool ProgressThread::is_helped() {
+  const uint32_t polls = queue_.num_polls() - num_own_polls_;
+  return std::exchange(seen_polls_, polls) != polls &&
+         num_sleepers_.load(std::memory_order_relaxed) == 0;
 }
 
 void ProgressThread::run() {
   using Clock = std::chrono::steady_clock;
   auto last_event = Clock::now();
   int num_slices = 0;
+  int num_naps = 0;
   while (!is_stopping_) {
+    if (is_helped()) {
+      nap(num_naps++);
+      continue;
+    }
+    num_naps = 0;
     bool has_event = false;
     for (int look = 0; look < kLooksPerClock && !has_event; ++look) {
       has_event = queue_.try_poll() > 0;
-      hwy::Pause();
+      ++num_own_polls_;
+      std::this_thread::yield();
     }
     const auto now = Clock::now();
     if (has_event) {
@@ -74,12 +90,15 @@ void ProgressThread::run() {
   }
 }
 
+void ProgressThread::nap(int num_naps) {
+  is_napping_.store(true, std::memory_order_relaxed);
+  wait(std::min(kLongestNap, kFirstNap * (1 << std::min(num_naps, 10))), -1);
+  is_napping_.store(false, std::memory_order_relaxed);
+}
+
 void ProgressThread::sleep(int num_slices) {
   const bool is_flying = queue_.num_flying() > 0;
   const bool is_awaited = is_flying || num_sleepers_.load(std::memory_order_relaxed) > 0;
-  std::array<pollfd, 2> wanted = {
-      pollfd{.fd = event_.get(), .events = POLLIN, .revents = 0},
-      pollfd{.fd = queue_.descriptor(), .events = POLLIN, .revents = 0}};  // -1 is passed over
   nanoseconds time = is_flying ? kWaitInFlight : kLongestWait;
   if (queue_.descriptor() < 0) {
     const nanoseconds longest = is_awaited ? kSliceInFlight : kLongestSlice;
@@ -87,7 +106,15 @@ void ProgressThread::sleep(int num_slices) {
   } else if (!queue_.may_sleep()) {
     time = num_slices == 0 ? nanoseconds(0) : kFirstSlice;  // something has come meanwhile
   }
-  const timespec timeout = {.tv_sec = 0, .tv_nsec = static_cast<long>(time.count())};
+  wait(time, queue_.descriptor());
+}
+
+// Until something comes; -1: for no descriptor.
+void ProgressThread::wait(nanoseconds at_most, int descriptor) {
+  std::array<pollfd, 2> wanted = {
+      pollfd{.fd = event_.get(), .events = POLLIN, .revents = 0},
+      pollfd{.fd = descriptor, .events = POLLIN, .revents = 0}};  // -1 is passed over
+  const timespec timeout = {.tv_sec = 0, .tv_nsec = static_cast<long>(at_most.count())};
   ::ppoll(wanted.data(), wanted.size(), &timeout, nullptr);
   if (wanted[0].revents != 0) {
     uint64_t count = 0;

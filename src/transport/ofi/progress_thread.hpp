@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Keeps one queue moving while the rank computes: most providers move bytes only when asked. Busy
 // while there is traffic, then asleep on the queue's descriptor, or in slices that grow where the
-// provider has none.
+// provider has none. While other threads of the rank look after the queue it only looks in at
+// times, since two that poll keep each other, and whoever shares their cores, from working.
 #pragma once
 
 #include <atomic>
@@ -27,13 +28,20 @@ class ProgressThread {
 
  private:
   void run();
+  // Whether other threads have polled since the last call.
+  [[nodiscard]] bool is_helped();
+  void nap(int num_naps);
   void sleep(int num_slices);
+  void wait(std::chrono::nanoseconds at_most, int descriptor);
   void ring();
 
   Queue& queue_;
   std::chrono::nanoseconds spin_;
   Descriptor event_;  // written to end a sleep
   std::atomic<uint32_t> num_sleepers_ = 0;
+  std::atomic<bool> is_napping_ = false;
+  uint32_t num_own_polls_ = 0;
+  uint32_t seen_polls_ = 0;  // of other threads
   std::atomic<bool> is_stopping_ = false;
   std::thread thread_;
 };

@@ -4,138 +4,18 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
-#include <sys/mman.h>
 #include <utility>
 
-#include "group/map_pages.hpp"
+#include "transport/ofi/queue_parts.hpp"
 
 namespace weft::ofi {
 namespace {
 
-constexpr uint64_t kRingBytes = uint64_t{4} << 20;  // copies in flight
-constexpr size_t kMessageBytes = 64;                // a receive buffer, on a cache line of its own
-constexpr size_t kCompletionRoom = 16384;           // a guess; providers hold more back themselves
 constexpr size_t kReadAtOnce = 32;
 
 }  // namespace
-
-// libfabric may keep its notes in the first member while the operation flies.
-struct Queue::Operation {
-  fi_context2 notes = {};
-  int rank = 0;
-  const char* call = "";
-  bool has_room = false;
-  BounceRing::Block block;
-  Pending pending;
-};
-
-struct Queue::Receive {
-  fi_context2 notes = {};
-  std::byte* data = nullptr;
-};
-
-struct Queue::Space {
-  static constexpr uint64_t kBytes = kRingBytes + kNumReceives * kMessageBytes;
-
-  explicit Space(Fabric& fabric)
-      : data(map_pages(-1, kBytes, ErrorCode::kOutOfMemory), [](std::byte* at) {
-          ::munmap(at, kBytes);
-        }) {
-    if (fabric.needs_local()) {
-      const uint64_t access = FI_SEND | FI_RECV | FI_WRITE;
-      memory = fabric.add_memory(data.get(), kBytes, access, nullptr);
-      descriptor = fi_mr_desc(memory.get());
-    }
-  }
-
-  std::unique_ptr<std::byte, void (*)(std::byte*)> data;
-  Owned<fid_mr> memory;
-  void* descriptor = nullptr;
-};
-
-Queue::Queue(std::shared_ptr<Fabric> fabric, QueueEvents& events, int num_ranks)
-    : fabric_(std::move(fabric)),
-      events_(events),
-      targets_(static_cast<size_t>(num_ranks), FI_ADDR_NOTAVAIL),
-      flying_to_(static_cast<size_t>(num_ranks)),
-      ring_(kRingBytes),
-      operations_(std::clamp<size_t>(fabric_->info()->tx_attr->size, 1, kMaxFlying)),
-      receives_(std::clamp<size_t>(fabric_->info()->rx_attr->size, 1, kNumReceives)) {
-  open();
-  space_ = std::make_unique<Space>(*fabric_);
-  for (Operation& operation : operations_) {
-    idle_.push_back(&operation);
-  }
-  for (size_t i = 0; i < receives_.size(); ++i) {
-    receives_[i].data = space_->data.get() + kRingBytes + i * kMessageBytes;
-    post_receive(receives_[i]);
-  }
-}
-
-Queue::~Queue() = default;
-
-void Queue::open() {
-  const Context& context = fabric_->context();
-  const std::string_view name = fabric_->name();
-  fi_av_attr av_attr = {};
-  av_attr.type = fabric_->info()->domain_attr->av_type;
-  av_attr.count = targets_.size();
-  fid_av* av = nullptr;
-  check_call(context, name, "fi_av_open", fi_av_open(fabric_->domain(), &av_attr, &av, nullptr));
-  addresses_.reset(av);
-
-  fi_cq_attr cq_attr = {};
-  cq_attr.size = kCompletionRoom;
-  cq_attr.format = FI_CQ_FORMAT_DATA;
-  cq_attr.wait_obj = FI_WAIT_FD;
-  fid_cq* cq = nullptr;
-  if (fi_cq_open(fabric_->domain(), &cq_attr, &cq, nullptr) == 0) {
-    completions_.reset(cq);
-    check_call(
-        context, name, "fi_control(FI_GETWAIT)", fi_control(&cq->fid, FI_GETWAIT, &descriptor_)
-    );
-  } else {
-    cq_attr.wait_obj = FI_WAIT_NONE;
-    check_call(context, name, "fi_cq_open", fi_cq_open(fabric_->domain(), &cq_attr, &cq, nullptr));
-    completions_.reset(cq);
-  }
-
-  fid_ep* ep = nullptr;
-  check_call(
-      context, name, "fi_endpoint", fi_endpoint(fabric_->domain(), fabric_->info(), &ep, nullptr)
-  );
-  endpoint_.reset(ep);
-  check_call(context, name, "fi_ep_bind(av)", fi_ep_bind(ep, &av->fid, 0));
-  check_call(context, name, "fi_ep_bind(cq)", fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV));
-  check_call(context, name, "fi_enable", fi_enable(ep));
-}
-
-Bytes Queue::address() const {
-  Bytes name(256);
-  size_t bytes = name.size();
-  check_call(
-      fabric_->context(),
-      fabric_->name(),
-      "fi_getname",
-      fi_getname(&endpoint_->fid, name.data(), &bytes)
-  );
-  name.resize(bytes);
-  return name;
-}
-
-void Queue::connect(int rank, const Bytes& address) {
-  fi_addr_t& at = targets_[static_cast<size_t>(rank)];
-  const int inserted = fi_av_insert(addresses_.get(), address.data(), 1, &at, 0, nullptr);
-  check_call(
-      fabric_->context(),
-      fabric_->name(),
-      fmt::format("fi_av_insert of the address of rank {}", rank),
-      inserted == 1 ? 0 : (inserted < 0 ? inserted : -FI_EADDRNOTAVAIL)
-  );
-}
 
 fi_addr_t Queue::target(const Operation& operation) const {
   return targets_[static_cast<size_t>(operation.rank)];
@@ -255,11 +135,13 @@ uint32_t Queue::num_flying() const {
 // --- completions ---
 
 size_t Queue::poll() {
+  num_polls_.fetch_add(1, std::memory_order_relaxed);
   const std::lock_guard lock(mutex_);
   return read_completions();
 }
 
 size_t Queue::try_poll() {
+  num_polls_.fetch_add(1, std::memory_order_relaxed);
   const std::unique_lock lock(mutex_, std::try_to_lock);
   return lock.owns_lock() ? read_completions() : 0;
 }

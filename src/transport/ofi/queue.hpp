@@ -80,6 +80,8 @@ class Queue {
   size_t poll();
   // The same, but 0 at once while another thread polls or posts.
   size_t try_poll();
+  // Calls of poll() and try_poll() so far; wraps.
+  [[nodiscard]] uint32_t num_polls() const { return num_polls_.load(std::memory_order_relaxed); }
   // Operations in flight.
   [[nodiscard]] uint32_t num_flying() const;
   [[nodiscard]] uint32_t num_flying_to(int rank) const;
@@ -115,6 +117,7 @@ class Queue {
   int descriptor_ = -1;
   std::vector<fi_addr_t> targets_;                // [num_ranks]
   std::vector<std::atomic<uint32_t>> flying_to_;  // [num_ranks]
+  std::atomic<uint32_t> num_polls_ = 0;
 
   std::mutex mutex_;  // guards what follows and all calls of libfabric on this endpoint
   BounceRing ring_;

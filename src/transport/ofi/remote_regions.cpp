@@ -21,9 +21,8 @@ std::optional<RemoteRegions::View> RemoteRegions::find(uint32_t slot) const {
   }
   const auto& [region, released_generation] = found->second;
   return View{
-      .base = region.cookie[0],
-      .data = region.cookie[2],
-      .key = region.cookie[1],
+      .base = region.cookie[kBaseWord],
+      .key = region.cookie[kKeyWord],
       .bytes = region.bytes,
       .is_released = !is_after(region.generation, released_generation)};
 }

@@ -6,17 +6,23 @@
 #include <cstdint>
 #include <optional>
 #include <shared_mutex>
+#include <tuple>
 #include <unordered_map>
 
+#include "transport/mapped/memory.hpp"
 #include "transport/transport.hpp"
 
 namespace weft::ofi {
+
+// Words of RegionRef::cookie that the fabric needs; those before are for ranks that map the region.
+constexpr size_t kBaseWord = std::tuple_size_v<Cookie>;
+constexpr size_t kKeyWord = kBaseWord + 1;
+static_assert(kKeyWord < std::size(RegionRef{}.cookie));
 
 class RemoteRegions {
  public:
   struct View {
     uint64_t base = 0;  // what a write adds its offset to
-    uint64_t data = 0;  // the owner's own address
     uint64_t key = 0;
     uint64_t bytes = 0;
     bool is_released = false;

@@ -9,12 +9,13 @@
 namespace weft {
 namespace {
 
-static_assert(sizeof(SharedMemoryRef) <= sizeof(Cookie));
-
+// A SharedMemoryRef but for its size, which peers know.
 struct RefBits {
-  SharedMemoryRef ref;
-  uint64_t unused = 0;
+  uint64_t inode = 0;
+  int32_t pid = 0;
+  int32_t fd = -1;
 };
+static_assert(sizeof(RefBits) == sizeof(Cookie));
 
 class ShmMemory final : public MemorySource {
  public:
@@ -24,17 +25,19 @@ class ShmMemory final : public MemorySource {
     return hold(SharedMemory::create(bytes));
   }
 
-  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t /*bytes*/) override {
-    return hold(SharedMemory::open(std::bit_cast<RefBits>(cookie).ref));
+  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes) override {
+    const auto [inode, pid, fd] = std::bit_cast<RefBits>(cookie);
+    return hold(SharedMemory::open({.bytes = bytes, .inode = inode, .pid = pid, .fd = fd}));
   }
 
  private:
   static Memory hold(SharedMemory memory) {
     auto owner = std::make_shared<SharedMemory>(std::move(memory));
+    const SharedMemoryRef& ref = owner->ref();
     return {
         .data = owner->data(),
         .bytes = owner->bytes(),
-        .cookie = std::bit_cast<Cookie>(RefBits{.ref = owner->ref()}),
+        .cookie = std::bit_cast<Cookie>(RefBits{.inode = ref.inode, .pid = ref.pid, .fd = ref.fd}),
         .owner = owner};
   }
 };

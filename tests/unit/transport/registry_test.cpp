@@ -29,7 +29,7 @@ bool contains(const std::string& text, const std::string& part) {
 }  // namespace
 
 TEST(TransportRegistryTest, ListsTheCheapestFirst) {
-  EXPECT_EQ(transport_names(), (std::vector<std::string>{"loopback", "shm", "ofi"}));
+  EXPECT_EQ(transport_names(), (std::vector<std::string>{"loopback", "shm", "domains", "ofi"}));
 }
 
 TEST(TransportRegistryTest, ChoosesLoopbackForThreads) {
@@ -64,7 +64,7 @@ TEST(TransportRegistryTest, NamesTheKnownTransportsForAnUnknownOne) {
     EXPECT_TRUE(contains(
         error,
         "invalid argument: open(avian): there is no transport \"avian\" (known: auto, loopback, "
-        "shm, ofi)"
+        "shm, domains, ofi)"
     )) << error;
     EXPECT_TRUE(contains(transport_obstacle("avian", group), "there is no transport"));
   });
@@ -116,7 +116,9 @@ TEST(TransportRegistryTest, JoinsDomainsByLibfabricIfThereIsOne) {
     const std::string obstacle = transport_obstacle("ofi", group);
     if (obstacle.empty()) {
       EXPECT_EQ(transport_obstacle("auto", group), "");
-      EXPECT_EQ(make_transport("auto", group, 1)->name(), "ofi");
+      EXPECT_EQ(transport_obstacle("domains", group), "");
+      EXPECT_EQ(make_transport("auto", group, 1)->name(), "domains");
+      EXPECT_EQ(make_transport("ofi", group, 1)->name(), "ofi");
       return;
     }
     const std::string error =
@@ -124,6 +126,25 @@ TEST(TransportRegistryTest, JoinsDomainsByLibfabricIfThereIsOne) {
     EXPECT_TRUE(contains(error, "not available: open(auto): no transport joins these ranks"))
         << error;
     EXPECT_TRUE(contains(error, obstacle)) << error;
+  });
+  ::unsetenv("WEFT_RANKS_PER_DOMAIN");
+}
+
+// Then nothing is shared that transport domains could use.
+TEST(TransportRegistryTest, NeedsADomainOfSeveralRanksAndAnotherDomain) {
+  run_threads(2, [](Group& group) {
+    EXPECT_EQ(transport_obstacle("domains", group), "all ranks are in one domain");
+    const std::string error =
+        error_of([&] { static_cast<void>(make_transport("domains", group, 1)); });
+    EXPECT_TRUE(contains(error, "not available: open(domains): all ranks are in one domain"))
+        << error;
+  });
+  ::setenv("WEFT_RANKS_PER_DOMAIN", "1", 1);
+  run_threads(2, [](Group& group) {
+    EXPECT_EQ(transport_obstacle("domains", group), "no domain has several ranks");
+    if (transport_obstacle("ofi", group).empty()) {
+      EXPECT_EQ(make_transport("auto", group, 1)->name(), "ofi");
+    }
   });
   ::unsetenv("WEFT_RANKS_PER_DOMAIN");
 }
