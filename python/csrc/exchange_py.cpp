@@ -215,6 +215,8 @@ nb::dict stats(Calls& calls) {
   all["num_dispatches"] = found.num_dispatches;
   all["num_combines"] = found.num_combines;
   all["wait_seconds"] = found.wait_seconds;
+  all["crossing_bytes"] = found.crossing_bytes;
+  all["crossing_bytes_by_arrival"] = found.crossing_bytes_by_arrival;
   return all;
 }
 

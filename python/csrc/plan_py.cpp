@@ -81,6 +81,7 @@ void bind_plan(nb::module_& m) {
           }
       )
       .def("wire_bytes", &Plan::wire_bytes, nb::arg("row_bytes"))
+      .def("crossing_bytes", &Plan::crossing_bytes, nb::arg("row_bytes"))
       .def("logical_bytes", &Plan::logical_bytes, nb::arg("row_bytes"))
       .def("to_json", &Plan::to_json)
       .def_static("from_json", &Plan::from_json, nb::arg("text"), nb::arg("name") = "text")

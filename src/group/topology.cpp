@@ -43,6 +43,13 @@ std::vector<std::vector<int>> split_domains(
       ranks_per_domain
   );
   const auto size = static_cast<size_t>(ranks_per_domain);
+  size_t num_ranks = 0;
+  for (const std::vector<int>& domain : domains) {
+    num_ranks += domain.size();
+  }
+  if (num_ranks < size) {
+    return domains;  // a program's small group beside its large one
+  }
   std::vector<std::vector<int>> parts;
   for (const std::vector<int>& domain : domains) {
     WEFT_CHECK_ARG(

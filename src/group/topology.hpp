@@ -21,8 +21,8 @@ using Reach = std::vector<std::vector<uint8_t>>;
 // all of whose ranks it can.
 [[nodiscard]] std::vector<std::vector<int>> domains_of(const Reach& reach);
 
-// Cuts each domain into runs of `ranks_per_domain`. Throws Error (kInvalidArgument) if that does
-// not divide a domain's size.
+// Cuts each domain into runs of `ranks_per_domain`; a group of fewer ranks stays as it is. Throws
+// Error (kInvalidArgument) if that does not divide a domain's size.
 [[nodiscard]] std::vector<std::vector<int>> split_domains(
     const std::vector<std::vector<int>>& domains, int ranks_per_domain, const Context& context
 );

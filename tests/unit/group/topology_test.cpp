@@ -71,6 +71,7 @@ TEST(TopologyTest, SplitsDomainsIntoEqualRuns) {
   const Domains domains = {{0, 2, 4, 6}, {1, 3}};
   EXPECT_EQ(split_domains(domains, 1, {}), (Domains{{0}, {1}, {2}, {3}, {4}, {6}}));
   EXPECT_EQ(split_domains(domains, 2, {}), (Domains{{0, 2}, {1, 3}, {4, 6}}));
+  EXPECT_EQ(split_domains(domains, 7, {}), domains);  // fewer ranks than one domain holds
 }
 
 TEST(TopologyTest, RefusesASplitThatDoesNotDivide) {
