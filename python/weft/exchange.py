@@ -307,8 +307,10 @@ class Exchange:
         self.core.check()
 
     def stats(self) -> dict:
-        """Calls so far, the seconds this rank waited for each peer, and (CPU) the bytes that it put to
-        other domains: what crossed, and what would have with a row for each rank there."""
+        """Calls so far, the seconds this rank waited for each peer, and (CPU) the bytes of rows
+        that it put to other domains: what crossed, and what would have with a row for each rank
+        there.
+        """
         return self.core.stats()
 
     def footprint(self) -> dict:

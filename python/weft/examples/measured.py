@@ -14,6 +14,7 @@ import torch
 
 def machine(commit: str | None) -> dict[str, Any]:
     """commit: that the build is of; None asks git about the current folder."""
+
     def git(*command):
         return subprocess.run(["git", *command], capture_output=True, text=True).stdout.strip()
 

@@ -24,7 +24,7 @@ FRAMEWORKS = ("megatron", "automodel", "vllm", "sglang")
 PAGES = ("pytorch", "overlap", *FRAMEWORKS)
 BLOCK = re.compile(r"^(?:<!-- (ranks|process|file \S+) -->\n)?```python\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.M | re.S)
-MARKER = re.compile(r"^<!-- .* -->$", re.M)
+MARKER = re.compile(r"^<!-- (?!results |end results).* -->$", re.M)  # those: render_results
 NAME = re.compile(r"\bweft(?:\.[A-Za-z_]\w*)+")
 MEMBER = re.compile(r"`(plan|exchange)\.(\w+)")
 
