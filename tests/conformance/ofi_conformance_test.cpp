@@ -5,6 +5,15 @@
 namespace weft::testing {
 namespace {
 
+// Processes take long to start; threads come in all sizes.
+std::vector<TransportCase> processes(const std::string& transport) {
+  std::vector<TransportCase> cases;
+  for (const int num_ranks : {2, 4}) {
+    cases.push_back({.transport = transport, .num_ranks = num_ranks, .launch = Launch::kProcesses});
+  }
+  return cases;
+}
+
 TransportCase late(const std::string& transport, int num_ranks, Launch launch) {
   return {
       .transport = transport, .num_ranks = num_ranks, .launch = launch, .refuses_at_once = false};
@@ -17,10 +26,7 @@ INSTANTIATE_TEST_SUITE_P(
 );
 
 INSTANTIATE_TEST_SUITE_P(
-    TcpProcesses,
-    TransportConformance,
-    ::testing::ValuesIn(all_sizes("ofi:tcp", Launch::kProcesses)),
-    case_name
+    TcpProcesses, TransportConformance, ::testing::ValuesIn(processes("ofi:tcp")), case_name
 );
 
 INSTANTIATE_TEST_SUITE_P(
@@ -28,10 +34,7 @@ INSTANTIATE_TEST_SUITE_P(
 );
 
 INSTANTIATE_TEST_SUITE_P(
-    ShmProcesses,
-    TransportConformance,
-    ::testing::ValuesIn(all_sizes("ofi:shm", Launch::kProcesses)),
-    case_name
+    ShmProcesses, TransportConformance, ::testing::ValuesIn(processes("ofi:shm")), case_name
 );
 
 INSTANTIATE_TEST_SUITE_P(

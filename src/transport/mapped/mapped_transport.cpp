@@ -157,7 +157,7 @@ void MappedTransport::import(int rank, const RegionRef& region) {
     memory = own_regions_.at(region.slot);
   } else {
     Cookie cookie = {};
-    std::copy(std::begin(region.cookie), std::end(region.cookie), cookie.begin());
+    std::copy_n(std::begin(region.cookie), cookie.size(), cookie.begin());
     memory = source_->reach(cookie, std::max<uint64_t>(region.bytes, 1));
   }
   memory.bytes = region.bytes;
