@@ -8,6 +8,30 @@
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
+namespace {
+
+// What this rank has for its output: regions that peers reach, where it lies in some, and staging.
+struct Ready {
+  std::optional<Region> rows;
+  std::optional<Region> scales;
+  Staging staging;
+};
+
+uint64_t staged_bytes(const ConstTensor& tensor, bool is_direct) {
+  return tensor.is_given() && !is_direct ? static_cast<uint64_t>(tensor.row_bytes()) : 0;
+}
+
+Target place_of(
+    const std::optional<Region>& region, const Tensor& tensor, Place direct, const Target& staged
+) {
+  if (!region) {
+    return staged;
+  }
+  const auto begin = static_cast<uint64_t>(tensor.data - region->data);
+  return {.region = region->ref, .offset = begin, .place = direct};
+}
+
+}  // namespace
 
 void CpuExchange::dispatch(
     const Plan& handle,
@@ -16,20 +40,12 @@ void CpuExchange::dispatch(
     const CallOptions& /*call*/
 ) {
   const PlanData& plan = handle.data();
-  struct Ready {
-    std::optional<Region> rows;
-    std::optional<Region> scales;
-    Staging staging;
-  };
   const auto prepare = [&] {
     Validator{context, settings, id}.dispatch(plan, in, out);
     const auto region_of = [&](const Tensor& tensor) {
       return pool->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
     };
     Ready ready = {.rows = region_of(out.rows), .scales = region_of(out.scales), .staging = {}};
-    const auto staged_bytes = [](const ConstTensor& tensor, bool is_direct) {
-      return tensor.is_given() && !is_direct ? static_cast<uint64_t>(tensor.row_bytes()) : 0;
-    };
     ready.staging = dispatch_staging(
         plan,
         {.rows = staged_bytes(in.x, ready.rows.has_value()),
@@ -56,16 +72,10 @@ void CpuExchange::dispatch(
       // A source that writes nothing must not look for the memory: this rank may be past the call
       // by then, and have released it.
       if (rows_from(plan, source) > 0 || is_self) {
-        const auto place =
-            [&](const std::optional<Region>& region, const Tensor& tensor, uint64_t offset) {
-              if (!region) {
-                return staging_at(offset);
-              }
-              const auto begin = static_cast<uint64_t>(tensor.data - region->data);
-              return Target{.region = region->ref, .offset = begin, .place = direct};
-            };
-        to[source].rows = place(ready.rows, out.rows, ready.staging.rows[source]);
-        to[source].scales = place(ready.scales, out.scales, ready.staging.scales[source]);
+        const Staging& staged = ready.staging;
+        to[source].rows = place_of(ready.rows, out.rows, direct, staging_at(staged.rows[source]));
+        to[source].scales =
+            place_of(ready.scales, out.scales, direct, staging_at(staged.scales[source]));
       } else if (crossings_from(plan, source) > 0) {
         to[source].rows = staging_at(ready.staging.crossing_rows[source]);
         to[source].scales = staging_at(ready.staging.crossing_scales[source]);

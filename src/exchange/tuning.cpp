@@ -87,8 +87,9 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
       best = &one;
     }
   }
-  return best == nullptr ? split(size.num_sms, static_cast<int>(size.num_sms * kDefaultShare + 0.5))
-                         : best->blocks;
+  return best == nullptr
+             ? split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)))
+             : best->blocks;
 }
 
 }  // namespace weft
