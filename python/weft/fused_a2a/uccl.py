@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused dispatch and combine on a `UCCLBuffer`: as on a `Buffer`, with a cache of its own."""
 
-import os
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from weft import fused_a2a as state
+from weft.compat import environment
 
 from . import rank_rows
 from .buffers import get_uccl_buffer
@@ -107,5 +107,4 @@ def set_uccl_num_sms(num_sms: int) -> None:
 
 def set_uccl_num_sms_from_environment() -> None:
     """UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20."""
-    number = os.environ.get("UCCL_EP_SM_NUMS") or os.environ.get("DEEP_EP_SM_NUMS") or "20"
-    set_uccl_num_sms(int(number))
+    set_uccl_num_sms(environment.number("UCCL_EP_SM_NUMS", "DEEP_EP_SM_NUMS", default=20))

@@ -93,13 +93,21 @@ class Case:
         ]
         return torch.tensor(rows, dtype=torch.int32).cumsum(0).int()
 
-    def summed(self, all_rows: list[torch.Tensor], biases=()) -> torch.Tensor:
-        """This rank's tokens: sums in fp32 by rank, then the bias, rounded once."""
+    def summed(self, all_rows: list[torch.Tensor], biases=(), domains=None) -> torch.Tensor:
+        """This rank's tokens: sums in fp32 by rank, then the bias, rounded once.
+
+        With several domains (lists of ranks) those of each are added up and, without bias,
+        rounded; then the domains are.
+        """
+        domains = domains or [list(range(self.num_ranks))]
         out = torch.zeros(self.x.shape, dtype=torch.float32)
-        for rank, rows in enumerate(all_rows):
-            for row, (source, token) in enumerate(self.arrivals(rank)):
-                if source == self.rank:
-                    out[token] += rows[row].float()
+        for domain in domains:
+            part = torch.zeros_like(out)
+            for rank in domain:
+                for row, (source, token) in enumerate(self.arrivals(rank)):
+                    if source == self.rank:
+                        part[token] += all_rows[rank][row].float()
+            out += part if biases else part.to(all_rows[0].dtype).float()
         for bias in biases:
             out += bias.float()
         return out.to(all_rows[0].dtype)

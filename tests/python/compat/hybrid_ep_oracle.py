@@ -20,6 +20,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def rounded(values, dtype):
+    """Their sum in fp32, each rounded before and the sum after; None stands for nothing."""
+    total = None
+    for value in values:
+        if value is not None:
+            value = value.to(dtype).float()
+            total = value if total is None else total + value
+    return None if total is None else total.to(dtype)
+
+
 class Case:
     """One rank's inputs, and those of all ranks once gathered."""
 
@@ -85,13 +95,18 @@ class Case:
             scales[row] = self.all_scales[source][t]
         return rows, probs, scales, blocks, budget is not None and needed > budget
 
-    def unpermuted(self, rows, probs=None, pad=1, budgets=None):
-        """This rank's tokens and dense probabilities from its own `rows` and `probs` of all."""
+    def unpermuted(self, rows, probs=None, pad=1, budgets=None, domains=None):
+        """This rank's tokens and dense probabilities from its own `rows` and `probs` of all.
+
+        With several domains (lists of ranks) those of each are added up and rounded, then the
+        domains are.
+        """
+        domains = domains or [list(range(self.num_ranks))]
         all_rows = gather(self.group, rows)
         all_probs = gather(self.group, probs)
         out = torch.zeros((self.map.size(0), rows.size(1)), dtype=rows.dtype)
         dense = torch.zeros(self.map.shape)
-        total = [None] * self.map.size(0)
+        parts = []  # of each rank
         for peer in range(self.num_ranks):
             kept, _, _ = self.slots(peer, pad, None if budgets is None else budgets[peer])
             part = [None] * self.map.size(0)
@@ -102,13 +117,12 @@ class Case:
                 part[t] = value if part[t] is None else part[t] + value
                 if probs is not None:
                     dense[t, peer * self.local + expert] = all_probs[peer][row]
-            for t, value in enumerate(part):
-                if value is not None:
-                    value = value.to(rows.dtype).float()
-                    total[t] = value if total[t] is None else total[t] + value
-        for t, value in enumerate(total):
-            if value is not None:
-                out[t] = value.to(rows.dtype)
+            parts.append(part)
+        for t in range(self.map.size(0)):
+            sums = [rounded([parts[peer][t] for peer in domain], rows.dtype) for domain in domains]
+            total = rounded(sums, rows.dtype)
+            if total is not None:
+                out[t] = total
         return out, dense
 
     def arrivals(self, rank):

@@ -6,7 +6,8 @@ import torch
 from buffer_cases import Case, dispatch, gather
 
 from weft.compat.deep_ep import Buffer
-from weft.compat.deep_ep.handle import Handle
+from weft.compat.deep_ep.handle_hosts import handle_of
+from weft.compat.deep_ep.hosts import Hosts
 from weft.compat.deep_ep.layout import layout_of, routes_to_ranks
 
 TOKENS = (17, 0, 5, 9)
@@ -48,6 +49,7 @@ def round_trip(rank, num_ranks, group, topk, tokens, low):
     assert len(handle) == 6 and torch.equal(
         handle[4], buffer.get_dispatch_layout(case.idx, case.num_experts)[3]
     )
+    check_private_items(handle, case)
 
     again = buffer.dispatch(recv_x.new_tensor(case.x), handle=handle)
     assert torch.equal(again[0], recv_x) and again[1:5] == (None, None, None, None)
@@ -68,6 +70,22 @@ def round_trip(rank, num_ranks, group, topk, tokens, low):
     assert torch.equal(out, case.summed(all_rows, biases[:1]))
     out, _, _ = buffer.combine(rows, handle, bias=biases)
     assert torch.equal(out, case.summed(all_rows, biases))
+
+
+def check_private_items(handle, case):
+    """Of a dispatch with 20 multiprocessors."""
+    _, sent, received, src_idx, in_rank, head = handle
+    R = case.num_ranks
+    sources = [len(case.tokens_of(s, case.rank)) for s in range(R)]
+    assert sent.shape == received.shape == (R, 10)
+    assert torch.equal(sent, in_rank.sum(0, dtype=torch.int32).unsqueeze(1).expand(R, 10))
+    assert received.dtype == torch.int32 and received.tolist() == [[n] * 10 for n in sources]
+    assert src_idx.dtype == torch.int32
+    assert src_idx.tolist() == [token for _, token in case.arrivals(case.rank)]
+    assert head.dtype == torch.int32 and head.shape == in_rank.shape
+    for r in range(R):
+        assert head[:, r][in_rank[:, r]].tolist() == list(range(int(in_rank[:, r].sum())))
+    assert (head[~in_rank] == -1).all()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -137,6 +155,8 @@ def worst_case(rank, num_ranks, group):
     assert torch.equal(recv_x[:used], want) and torch.equal(recv_idx[:used], case.row_idx())
     assert torch.equal(recv_weights[:used], case.row_weights())
     assert (recv_idx[used:] == -1).all()
+    tokens = [token for _, token in case.arrivals(rank)]
+    assert handle.recv_src_idx.tolist() == tokens + [-1] * (bound - used)
     recv_x[used:] = float("nan")
     out, _, _ = buffer.combine(recv_x, handle)
     assert torch.equal(
@@ -229,11 +249,12 @@ def test_more_tokens_than_a_buffer_starts_with(ranks):
 
 def test_layout_of_more_ranks_than_a_host_has():
     idx = torch.tensor([[0, 1, 16], [23, 22, -1], [15, 17, 24]])  # two experts a rank, 12 ranks
-    found = layout_of(idx, 24, 12)
+    hosts = Hosts([range(12)], rank=3)
+    found = layout_of(idx, 24, hosts)
     assert found.num_tokens_per_rank.tolist() == [1, 0, 0, 0, 0, 0, 0, 1, 2, 0, 0, 1]
     assert found.num_tokens_per_rdma_rank.dtype == torch.int32
     assert found.num_tokens_per_rdma_rank.tolist() == [2, 3]
-    assert layout_of(idx[:0], 24, 12).num_tokens_per_rdma_rank.tolist() == [0, 0]
+    assert layout_of(idx[:0], 24, hosts).num_tokens_per_rdma_rank.tolist() == [0, 0]
 
 
 def test_routes_to_ranks_fit_the_largest_number_of_choices():
@@ -256,8 +277,8 @@ class LargePlan:
 
 def test_handle_of_more_ranks_than_a_host_has():
     in_rank = torch.zeros(1, 12, dtype=torch.bool)
-    handle = Handle(LargePlan(), in_rank, has_topk=True)
+    handle = handle_of(LargePlan(), in_rank, None, 10, Hosts([range(12)], rank=3))
     assert len(handle) == 10 and handle[0] is in_rank
     assert handle[-4].dtype == torch.int32
     assert handle[-4].tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 8]
-    assert handle.rank_prefix_matrix[:, 3].tolist() == handle[-4].tolist()
+    assert handle[4].tolist() == [3, 8] and handle[3].shape == (2, 10)

@@ -63,7 +63,8 @@ def items(rank, num_ranks, group, non_blocking):
     assert config.pad_multiple == 4 and config.hidden_dim == 16
     assert flag.tolist() == [0] and same_bits(handle[-1], flag)
     assert handle[7:9][1] == num_tokens
-    for private in (s2d, r2a, a2r, chunks):
+    assert a2r.dtype == torch.bool and a2r.shape == (num_tokens, 0)  # there is no other node
+    for private in (s2d, r2a, chunks):
         with pytest.raises(AttributeError, match="not kept by Weft"):
             _ = private.shape
     with pytest.raises(IndexError):

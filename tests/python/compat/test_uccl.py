@@ -6,6 +6,7 @@ import torch
 from buffer_cases import Case, dispatch, gather
 
 import weft
+from domain_cases import DOMAINS, NUM_RANKS, two_domains
 from weft.compat.deep_ep import EventHandle as DeepEPHandle
 from weft.compat.uccl import Buffer, EventHandle, EventOverlap, UCCLBuffer, ep
 
@@ -54,6 +55,33 @@ def several_hosts(rank, num_ranks, group):
 
 def test_ranks_of_several_hosts(ranks):
     ranks(several_hosts, 2)
+
+
+def hosts_by_memory(rank, num_ranks, group):
+    """No more ranks than a host has may still be ranks of two."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    with two_domains() as hosts:
+        for kind in (Buffer, UCCLBuffer):
+            with pytest.raises(ValueError, match="with 4 ranks in 2 domains"):
+                kind(hosts, is_intranode=True)
+        buffer = UCCLBuffer(hosts, 128, 256)
+        assert buffer.num_rdma_bytes == 256 and not buffer.is_intranode
+        assert buffer.runtime.get_num_rdma_ranks() == 2
+        case = Case(rank, hosts, 2 * num_ranks, 2, (5, 0, 3))
+        recv_x, recv_idx, _, _, handle, _ = dispatch(buffer, case)
+        assert len(handle) == 10 and torch.equal(recv_idx, case.row_idx())
+        assert torch.equal(recv_x, case.rows(case.all_x))
+        event = EventOverlap(EventHandle())
+        again, *_ = buffer.dispatch(case.x, handle=handle, previous_event=event, async_finish=True)
+        assert torch.equal(again, recv_x)
+        out, _, _ = buffer.combine(recv_x, handle)
+        assert torch.equal(out, case.summed(gather(hosts, recv_x), domains=DOMAINS))
+        worst = dispatch(buffer, case, num_worst_tokens=5 * num_ranks)[0]
+        assert worst.size(0) == 5 * num_ranks and torch.equal(worst[: recv_x.size(0)], recv_x)
+
+
+def test_hosts_that_share_no_memory(ranks):
+    ranks(hosts_by_memory, NUM_RANKS)
 
 
 def low_latency(rank, num_ranks, group):

@@ -6,6 +6,7 @@ import dispatcher_standins as standins
 import pytest
 import torch
 
+from domain_cases import NUM_RANKS, two_domains
 from weft.dispatcher import (
     MoEFlexTokenDispatcher,
     TokenDispatcherConfig,
@@ -76,6 +77,16 @@ def _calls(rank, num_ranks, group, functions, backend, num_tokens):
 @pytest.mark.parametrize("num_tokens", [(8, 8), (5, 0), (0, 0)])
 def test_every_way_to_call(ranks, functions, backend, num_tokens):
     ranks(_calls, 2, functions, backend, num_tokens)
+
+
+def _between_hosts(rank, num_ranks, group, num_tokens):
+    with two_domains() as hosts:
+        for backend in BACKENDS:
+            _calls(rank, num_ranks, hosts, "weft", backend, num_tokens)
+
+
+def test_every_way_to_call_between_hosts(ranks):
+    ranks(_between_hosts, NUM_RANKS, (8, 5, 0, 3))
 
 
 def _pad_multiple(rank, num_ranks, group, functions, num_tokens):

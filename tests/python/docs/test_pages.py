@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 FRAMEWORKS = ("megatron", "automodel", "vllm", "sglang")
-PAGES = ("pytorch", "overlap", *FRAMEWORKS)
+PAGES = ("pytorch", "overlap", "compat", *FRAMEWORKS)
 BLOCK = re.compile(r"^(?:<!-- (ranks|process|file \S+) -->\n)?```python\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.M | re.S)
 MARKER = re.compile(r"^<!-- (?!results |end results).* -->$", re.M)  # those: render_results

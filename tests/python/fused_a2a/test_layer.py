@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import weft.fused_a2a as fa
+from domain_cases import NUM_RANKS, two_domains
+
 
 def layer(rank, num_ranks, group, family, tokens, dtype, flags):
     cases.reset()
@@ -32,6 +35,20 @@ def test_gradients_in_fp32(ranks, family):
 
 def test_gradients_fused(ranks):
     ranks(layer, 2, "hybridep", (9, 5), torch.bfloat16, {"fused": True})
+
+
+def several_hosts(rank, num_ranks, group, tokens):
+    with two_domains() as hosts:
+        for family in cases.FAMILIES:
+            cases.reset()
+            cases.check_layer(family, hosts, rank, tokens[rank], 4 * num_ranks, 3)
+            for buffer in (fa._buffer, fa._uccl_buffer):
+                assert buffer is None or buffer.runtime.get_num_rdma_ranks() == 2
+        cases.reset()
+
+
+def test_gradients_between_hosts(ranks):
+    ranks(several_hosts, NUM_RANKS, (9, 0, 17, 4))
 
 
 def freed_inputs(rank, num_ranks, group, family):

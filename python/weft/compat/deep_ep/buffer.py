@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from weft import Group
+from weft.compat import environment
 
 from . import config as configs
 from .checks import check
@@ -17,9 +18,10 @@ from .events import EventHandle, EventOverlap
 from .low_latency import LowLatencyMode
 from .normal import NormalMode
 from .rank_mask import RankMask
-from .runtime import MpiGroup, Runtime
+from .runtime import TIMEOUT, MpiGroup, Runtime
 
 _ALIGNMENT = 128  # bytes
+_QP_DEPTH = 1024  # what callers read if nothing else was set
 
 
 class Buffer(NormalMode, LowLatencyMode):
@@ -75,7 +77,8 @@ class Buffer(NormalMode, LowLatencyMode):
         self.low_latency_mode = low_latency_mode
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime: Runtime | None = Runtime(ranks)
+        self.nvshmem_qp_depth: int = environment.number("NVSHMEM_QP_DEPTH", default=_QP_DEPTH)
+        self.runtime: Runtime | None = Runtime(ranks, self._timeout())
         self._mask = RankMask(self.group_size)
 
     def destroy(self) -> None:
@@ -163,6 +166,14 @@ class Buffer(NormalMode, LowLatencyMode):
         num_sms = self.num_sms if config is None else config.num_sms
         check_even(f"{verb}: config", num_sms)
         return num_sms if device.type == "cuda" else 0
+
+    def _num_channels(self, config: Config | None) -> int:
+        """Of a handle: `deep_ep` has one for two multiprocessors."""
+        return (self.num_sms if config is None else config.num_sms) // 2
+
+    def _timeout(self) -> float:
+        """Seconds of every wait."""
+        return TIMEOUT
 
 
 def check_even(verb: str, num_sms: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 
 import torch
+
+from weft.compat import environment
 
 ALIGNMENT = 2 << 20  # of buffer sizes
 ANY_TOPK = 32  # counted where the number of choices is not known
@@ -142,7 +143,7 @@ def theoretical_num_qps(num_sms: int, hybrid: bool, allocated: int) -> int:
 
 
 def _nic_file(name: str) -> str:
-    nic = os.environ.get("EP_NIC_NAME", "mlx5_0")
+    nic = environment.text("EP_NIC_NAME") or "mlx5_0"
     try:
         return Path("/sys/class/infiniband", nic, name).read_text()
     except OSError:

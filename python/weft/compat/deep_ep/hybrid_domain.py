@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 from weft import Group
+from weft.compat import environment
 
 from .checks import check
 
@@ -30,7 +30,7 @@ def ranks_per_domain(group: Group) -> int:
     Raises InvalidArgument if the number of ranks is not a multiple of it.
     """
     found = found_ranks_per_domain(group)
-    text = os.environ.get(ENVIRONMENT)
+    text = environment.text(ENVIRONMENT)
     if text is None:
         return found
     is_number = text.isdecimal() and int(text) > 0

@@ -43,7 +43,6 @@ class HybridEPHandle(Sequence):
         {
             "sparse_to_dense_map",
             "rdma_to_attn_map",
-            "attn_to_rdma_map",
             "dense_chunk_layout",
         }
     )
@@ -70,6 +69,22 @@ class HybridEPHandle(Sequence):
     def num_tokens(self) -> int:
         """Tokens of this rank."""
         return self.plan.num_tokens
+
+    @property
+    def attn_to_rdma_map(self) -> Tensor:
+        """bool [T, nodes - 1]: which tokens of this rank go to each node but its own.
+
+        From a copy of the plan on the host; on a GPU this waits.
+        """
+        nodes = self.config.num_of_nodes
+        experts = self.config.num_of_ranks_per_node * self.plan.num_local_experts  # of a node
+        shape = (self.plan.num_tokens, self.plan.topk)
+        routes = torch.tensor(json.loads(self.plan.core.to_json())["route_expert"]).view(shape)
+        to_node = torch.where(routes >= 0, routes // experts, nodes).to(torch.int64)
+        marks = torch.zeros((shape[0], nodes + 1), dtype=torch.bool).scatter_(1, to_node, True)
+        own = self.plan.exchange.rank // self.config.num_of_ranks_per_node
+        others = [node for node in range(nodes) if node != own]
+        return marks[:, others].to(self.plan.exchange.device)
 
 
 class PlainHandle(HybridEPHandle):

@@ -8,39 +8,42 @@ from typing import NamedTuple
 import torch
 
 from .checks import check
+from .hosts import Hosts
 
 Tensor = torch.Tensor
 
 MAX_TOPK = 32
-HOST_RANKS = 8  # ranks that the interface counts as one host
 
 
 class Layout(NamedTuple):
     """What `get_dispatch_layout` returns, less the event."""
 
     num_tokens_per_rank: Tensor  # int32 [R]
-    num_tokens_per_rdma_rank: Tensor | None  # int32 [ceil(R / 8)], None for up to 8 ranks
+    num_tokens_per_rdma_rank: Tensor | None  # int32 [hosts], None for one host
     num_tokens_per_expert: Tensor  # int32 [E]
     is_token_in_rank: Tensor  # bool [T, R]
 
 
-def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Layout:
+def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
     """Counts of the choices in topk_idx [T, K]; values outside [0, num_experts) do not count.
 
     A token counts once for a rank or a host however many of its experts are there.
     """
-    device, num_tokens = topk_idx.device, topk_idx.size(0)
+    device, num_ranks = topk_idx.device, hosts.num_ranks
     idx = topk_idx.long()
     is_route = (idx >= 0) & (idx < num_experts)
     expert = torch.where(is_route, idx, num_experts)  # one more, for those that do not count
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     per_expert.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten()).int())
     rank = torch.where(is_route, idx // (num_experts // num_ranks), num_ranks)
-    in_rank = torch.zeros((num_tokens, num_ranks + 1), dtype=torch.bool, device=device)
-    in_rank = in_rank.scatter_(1, rank, True)[:, :num_ranks].contiguous()
+    in_rank = _marks(rank, num_ranks)
+    per_host = None
+    if hosts.are_several:
+        in_host = _marks(hosts.of_ranks(device)[rank], hosts.num_hosts)
+        per_host = in_host.sum(0, dtype=torch.int32)
     return Layout(
         num_tokens_per_rank=in_rank.sum(0, dtype=torch.int32),
-        num_tokens_per_rdma_rank=_per_host(in_rank) if num_ranks > HOST_RANKS else None,
+        num_tokens_per_rdma_rank=per_host,
         num_tokens_per_expert=per_expert[:num_experts],
         is_token_in_rank=in_rank,
     )
@@ -80,6 +83,7 @@ def check_experts(verb: str, num_experts: int, num_ranks: int) -> None:
     )
 
 
-def _per_host(in_rank: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(in_rank, (0, -in_rank.size(1) % HOST_RANKS))
-    return padded.unflatten(1, (-1, HOST_RANKS)).any(2).sum(0, dtype=torch.int32)
+def _marks(columns: Tensor, num_columns: int) -> Tensor:
+    """bool [T, num_columns], True in the columns [T, K]; number num_columns stands for none."""
+    marks = torch.zeros((columns.size(0), num_columns + 1), dtype=torch.bool, device=columns.device)
+    return marks.scatter_(1, columns, True)[:, :num_columns].contiguous()

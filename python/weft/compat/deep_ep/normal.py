@@ -15,6 +15,7 @@ from .checks import refused_by_all
 from .config import Config
 from .events import EventOverlap, event_of
 from .handle import Handle
+from .handle_hosts import handle_of
 from .layout import (
     MAX_TOPK,
     Layout,
@@ -52,6 +53,7 @@ class NormalMode:
     group_size: int
     _runtime: Callable[[str], Runtime]
     _num_sms: Callable[..., int]
+    _num_channels: Callable[[Config | None], int]
 
     def get_dispatch_layout(
         self,
@@ -63,9 +65,9 @@ class NormalMode:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Local. Counts of topk_idx [T, K]; values outside [0, num_experts) do not count.
 
-        Returns num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [ceil(R / 8)] (None
-        for up to 8 ranks), num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event.
-        A token counts once for a rank.
+        Returns num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [hosts] (None for
+        one host; `Hosts` says what that is), num_tokens_per_expert int32 [E], is_token_in_rank
+        bool [T, R], event. A token counts once for a rank, and once for a host.
         """
         runtime = self._runtime("get_dispatch_layout")
         check_topk("get_dispatch_layout", topk_idx)
@@ -77,7 +79,7 @@ class NormalMode:
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         ) as call:
-            layout = layout_of(topk_idx, num_experts, self.group_size)
+            layout = layout_of(topk_idx, num_experts, runtime.hosts)
             call.returns(*layout)
         return *layout, event_of(call)
 
@@ -105,6 +107,7 @@ class NormalMode:
         any strides); or the three tensors of NVFP4. Row bytes are a multiple of 16. topk_idx [T, K]
         int64, K up to 32, values outside [0, E) are no choice; topk_weights float32 [T, K].
         Without them the layout alone says where tokens go. T may differ between ranks.
+        num_tokens_per_rdma_rank is not needed, only checked.
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
         event). recv_x [N, H] like x, rows by source rank, then token. recv_topk_idx int64 [N, K]:
@@ -141,7 +144,7 @@ class NormalMode:
         exchange = _exchange(runtime, payload, layout, topk_idx, num_worst_tokens)
         options = {"layout": "rank_major", "row_budget": num_worst_tokens or None}
         with refused_by_all(lambda: exchange.plan(**options)):
-            check_layout(layout, payload.num_tokens, self.group_size)
+            check_layout(layout, payload.num_tokens, runtime.hosts)
             check_routing(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
             check_alignment(expert_alignment)
             check_capacity(payload, num_worst_tokens, exchange.max_tokens)
@@ -152,16 +155,17 @@ class NormalMode:
             else:
                 routes = routes_of(topk_idx, exchange.num_experts)
             plan = exchange.plan(routes, num_sms=num_sms, **options)
-            handle = Handle(plan, is_token_in_rank, has_topk=topk_idx is not None)
+            recv_idx = ids = None
             if topk_idx is None:
                 recv_x, recv_weights, _ = payload.send(plan, None, (), num_sms)
-                recv_idx = None
             else:
                 beside = (routes.to(torch.int32),)
                 recv_x, recv_weights, (ids,) = payload.send(plan, topk_weights, beside, num_sms)
                 recv_idx = received_topk(plan, ids.long())
+            channels = self._num_channels(config)
+            handle = handle_of(plan, is_token_in_rank, ids, channels, runtime.hosts)
             counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
-            call.returns(*_tensors(recv_x), recv_idx, recv_weights)
+            call.returns(*_tensors(recv_x), recv_idx, recv_weights, ids)
         counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
         return recv_x, recv_idx, recv_weights, counts, handle, event_of(call)
 
@@ -181,8 +185,9 @@ class NormalMode:
 
         x [N, H] bf16 (fp16 and fp32 too), the rows of the dispatch that made `handle`; topk_weights
         float32 [N, K]; bias: one or two tensors [T, H] of x's dtype, on every rank or on none.
-        Returns combined_x [T, H]: sums in fp32, by rank, then the bias, rounded once; zeros (and
-        bias) for a token that went nowhere. combined_topk_weights float32 [T, K]: of each slot the
+        Returns combined_x [T, H]: sums in fp32, by rank, then the bias, rounded once (without bias
+        and among several domains: in each of them, and their sum); zeros (and bias) for a token
+        that went nowhere. combined_topk_weights float32 [T, K]: of each slot the
         value of the rank that has its expert, or None. event.
         """
         runtime = self._runtime("combine")

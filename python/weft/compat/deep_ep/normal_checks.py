@@ -9,6 +9,7 @@ import torch
 
 from .checks import check
 from .handle import Handle
+from .hosts import Hosts
 from .layout import Layout, check_experts
 from .payload import Payload
 
@@ -29,8 +30,9 @@ def experts_of(layout: Layout, num_ranks: int) -> int:
     return per_expert.size(0)
 
 
-def check_layout(layout: Layout, num_tokens: int, num_ranks: int) -> None:
+def check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
     """That of `get_dispatch_layout`, given back."""
+    num_ranks = hosts.num_ranks
     experts = list(layout.num_tokens_per_expert.shape)
     for name, tensor, dtype, shape in (
         ("num_tokens_per_rank", layout.num_tokens_per_rank, torch.int32, [num_ranks]),
@@ -39,6 +41,10 @@ def check_layout(layout: Layout, num_tokens: int, num_ranks: int) -> None:
     ):
         _check_given(name, tensor)
         _check_tensor("dispatch", name, tensor, dtype, shape)
+    per_host = layout.num_tokens_per_rdma_rank
+    if per_host is not None and hosts.are_several:
+        name, shape = "num_tokens_per_rdma_rank", [hosts.num_hosts]
+        _check_tensor("dispatch", name, per_host, torch.int32, shape)
 
 
 def check_routing(

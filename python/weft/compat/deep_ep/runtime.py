@@ -11,7 +11,7 @@ from weft import Group, _core
 from weft.streams import CommStream
 
 from .exchange_pool import ExchangePool
-from .layout import HOST_RANKS
+from .hosts import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 
@@ -19,20 +19,27 @@ TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are use
 class Runtime:
     """Lives from the constructor of a `Buffer` to `destroy`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, timeout: float = TIMEOUT) -> None:
+        """timeout: seconds, of every wait."""
         self.group = group
-        self.exchanges = ExchangePool(group, TIMEOUT)
+        self.hosts = Hosts(group.domains, group.rank)
+        self.exchanges = ExchangePool(group, timeout)
         self.stream = CommStream()
 
     def is_available(self) -> bool:
         return True
 
     def get_num_rdma_ranks(self) -> int:
-        """Hosts as the interface counts them: of 8 ranks each."""
-        return -(-self.group.num_ranks // HOST_RANKS)
+        """Hosts as the interface counts them: domains, of at most 8 ranks each."""
+        return self.hosts.num_hosts
 
     def get_rdma_rank(self) -> int:
-        return self.group.rank // HOST_RANKS
+        """This rank's host, from 0."""
+        return self.hosts.here
+
+    def is_internode_available(self) -> bool:
+        """Whether the ranks are on several hosts."""
+        return self.hosts.are_several
 
     def get_local_device_id(self) -> int:
         return torch.cuda.current_device() if torch.cuda.is_available() else -1

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weft import InvalidArgument
+from weft import Group, InvalidArgument
+from weft.compat import environment
 from weft.compat.deep_ep import config as configs
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
 from weft.compat.deep_ep.buffer import check_even
 from weft.compat.deep_ep.config import Config
 from weft.compat.deep_ep.low_latency_handle import LowLatencyHandle
+from weft.compat.deep_ep.runtime import TIMEOUT
 
 from .config import COMBINE, DISPATCH
+from .fabric import adopt_network
 
 
 class Buffer(DeepEPBuffer):
@@ -36,15 +38,19 @@ class Buffer(DeepEPBuffer):
         explicitly_destroy: bool = False,
         is_intranode: bool | None = None,
     ) -> None:
-        """Collective. is_intranode None: found out. No environment variable is needed.
+        """Collective. is_intranode None: found out. No environment variable is needed; UCCL's
+        choice of network is honoured.
 
-        ValueError for is_intranode=True on a group that is larger than a host has ranks.
+        ValueError for is_intranode=True on a group that is larger than a host has ranks, or whose
+        ranks do not all share memory.
         """
-        on_one_host = group.size() <= local_world_size()
+        adopt_network()
+        on_one_host = is_on_one_host(group)
         if is_intranode and not on_one_host:
             raise InvalidArgument(
-                f"Buffer: is_intranode = True with {group.size()} ranks "
-                f"(expected at most {local_world_size()}, those of a host)"
+                f"Buffer: is_intranode = True with {group.size()} ranks in "
+                f"{len(Group.of(group).domains)} domains "
+                f"(expected at most {local_world_size()}, those of a host, in one)"
             )
         super().__init__(
             group,
@@ -57,6 +63,9 @@ class Buffer(DeepEPBuffer):
             explicitly_destroy=explicitly_destroy,
         )
         self.is_intranode = on_one_host if is_intranode is None else is_intranode
+
+    def _timeout(self) -> float:
+        return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=int(TIMEOUT)))
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
@@ -126,7 +135,7 @@ class UCCLBuffer(Buffer):
         is_intranode: bool = False,
     ) -> None:
         """Collective. num_rdma_bytes becomes 0 for a group that fits on one host."""
-        if group.size() <= local_world_size():
+        if is_on_one_host(group):
             num_rdma_bytes, is_intranode = 0, True
         super().__init__(
             group,
@@ -143,5 +152,10 @@ class UCCLBuffer(Buffer):
 
 def local_world_size() -> int:
     """Ranks of a host: LOCAL_WORLD_SIZE, else its GPUs, else 1."""
-    given = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(given) if given else max(torch.cuda.device_count(), 1)
+    return environment.number("LOCAL_WORLD_SIZE", default=max(torch.cuda.device_count(), 1))
+
+
+def is_on_one_host(group: dist.ProcessGroup) -> bool:
+    """Collective at the first call for a group. Not more ranks than a host has may still be ranks
+    of several."""
+    return group.size() <= local_world_size() and len(Group.of(group).domains) == 1

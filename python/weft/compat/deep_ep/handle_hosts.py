@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of a dispatch among ranks of several hosts, and the choice between the two kinds."""
+
+from __future__ import annotations
+
+import torch
+
+from weft import Plan
+
+from .handle import Handle, OneHostHandle, places
+from .hosts import HOST_RANKS, Hosts
+
+Tensor = torch.Tensor
+
+
+class SeveralHostsHandle(Handle):
+    """10 items. S: hosts, as `Hosts` counts them.
+
+    ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k.
+    """
+
+    items = (
+        "is_token_in_rank",
+        "rdma_channel_prefix_matrix",
+        "gbl_channel_prefix_matrix",
+        "recv_rdma_channel_prefix_matrix",
+        "recv_rdma_rank_prefix_sum",
+        "recv_gbl_channel_prefix_matrix",
+        "recv_gbl_rank_prefix_sum",
+        "recv_src_meta",
+        "send_rdma_head",
+        "send_nvl_head",
+    )
+
+    def __init__(
+        self,
+        plan: Plan,
+        is_token_in_rank: Tensor,
+        ids: Tensor | None,
+        num_channels: int,
+        hosts: Hosts,
+    ) -> None:
+        super().__init__(plan, is_token_in_rank, ids is not None, num_channels)
+        self._hosts = hosts
+        self._ids = ids
+
+    @property
+    def rdma_channel_prefix_matrix(self) -> Tensor:
+        """int32 [S, C]: tokens that go to each host."""
+        return self.by_channel(self._is_token_in_host().sum(0))
+
+    @property
+    def gbl_channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: tokens that go to each rank."""
+        return self.by_channel(self.is_token_in_rank.sum(0))
+
+    @property
+    def recv_rdma_channel_prefix_matrix(self) -> Tensor:
+        """int32 [S, C]: rows from each host."""
+        return self.by_channel(self._rows_of_hosts())
+
+    @property
+    def recv_rdma_rank_prefix_sum(self) -> Tensor:
+        """int32 [S]: rows that stay here from hosts 0 to i. What a rank hands on is not counted."""
+        return self._rows_of_hosts().cumsum(0).to(torch.int32)
+
+    @property
+    def recv_gbl_channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: rows from each rank."""
+        return self.by_channel(self.rows_of_ranks())
+
+    @property
+    def recv_gbl_rank_prefix_sum(self) -> Tensor:
+        """int32 [R]: rows from ranks 0 to i."""
+        return self.rows_of_ranks().cumsum(0).to(torch.int32)
+
+    @property
+    def recv_src_meta(self) -> Tensor:
+        """uint8 [N, 8], two int32 in native order: the host of each row's source (-1 beyond the
+        last row); a bit for each rank of this host that the token goes to, by its place there.
+
+        Without top-k only this rank's bit is known.
+        """
+        counts = self.rows_of_ranks().long()
+        used = int(counts.sum())
+        ranks = torch.repeat_interleave(counts)
+        meta = torch.zeros((self.plan.num_rows, 2), dtype=torch.int32, device=self.device)
+        meta[:, 0] = -1
+        meta[:used, 0] = self._hosts.of_ranks(self.device)[ranks].to(torch.int32)
+        meta[:used, 1] = self._bits_here(used)
+        return meta.view(torch.uint8)
+
+    @property
+    def send_rdma_head(self) -> Tensor:
+        """int32 [T, S]: the place of each token among those that go to the host, or -1."""
+        return places(self._is_token_in_host())
+
+    @property
+    def send_nvl_head(self) -> Tensor:
+        """int32 [N, 8]: -1. Weft's handle does not say what a rank hands on within its host."""
+        shape = (self.plan.num_rows, HOST_RANKS)
+        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
+
+    def _is_token_in_host(self) -> Tensor:
+        """bool [T, S]."""
+        columns = [self.is_token_in_rank[:, ranks].any(1) for ranks in self._hosts.ranks]
+        return torch.stack(columns, dim=1)
+
+    def _rows_of_hosts(self) -> Tensor:
+        """int32 [S]: rows from each host."""
+        by_host = torch.zeros(self._hosts.num_hosts, dtype=torch.int32, device=self.device)
+        hosts = self._hosts.of_ranks(self.device)[:-1]
+        return by_host.index_add_(0, hosts, self.rows_of_ranks())
+
+    def _bits_here(self, used: int) -> Tensor:
+        """int32 [used]."""
+        here = self._hosts.ranks[self._hosts.here]
+        own = 1 << here.index(self.plan.exchange.rank)
+        bits = torch.full((used,), own, dtype=torch.int32, device=self.device)
+        if self._ids is not None:
+            owners = self._ids[:used].div(self.plan.num_local_experts, rounding_mode="floor")
+            for place, rank in enumerate(here):
+                bits |= (owners == rank).any(1).to(torch.int32) << place
+        return bits
+
+
+def handle_of(
+    plan: Plan, is_token_in_rank: Tensor, ids: Tensor | None, num_channels: int, hosts: Hosts
+) -> Handle:
+    """The handle of a dispatch among `hosts`. ids: see `SeveralHostsHandle`."""
+    if hosts.are_several:
+        return SeveralHostsHandle(plan, is_token_in_rank, ids, num_channels, hosts)
+    return OneHostHandle(plan, is_token_in_rank, ids is not None, num_channels)
