@@ -67,7 +67,7 @@ Table ends_table(const sim::Scenario& scenario, const sim::Model& model, int64_t
                    return control(ranks).words_us <= kPatienceUs;
                  })});
   table.add_row({"words of a call, one for each domain", patience, most_ranks([&](int ranks) {
-                   return control(ranks).words_by_relay_us <= kPatienceUs;
+                   return control(ranks).words_by_carrier_us <= kPatienceUs;
                  })});
   table.add_row({"counts of a plan, to each rank", patience, most_ranks([&](int ranks) {
                    return control(ranks).plan_words_us <= kPatienceUs;

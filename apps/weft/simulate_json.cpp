@@ -36,7 +36,7 @@ Json traffic_json(const RankTraffic& rank) {
 Json memory_json(const sim::Memory& memory) {
   return {
       {"output", memory.output},
-      {"relay", memory.relay},
+      {"carrier", memory.carrier},
       {"cpu",
        {{"signals", memory.cpu.signals},
         {"words", memory.cpu.words},
@@ -65,7 +65,7 @@ Json control_json(const sim::ControlCost& control) {
   return {
       {"word_messages", control.word_messages},
       {"words_us", rounded(control.words_us)},
-      {"words_by_relay_us", rounded(control.words_by_relay_us)},
+      {"words_by_carrier_us", rounded(control.words_by_carrier_us)},
       {"plan_words_us", rounded(control.plan_words_us)},
       {"plan_local_us", rounded(control.plan_local_us)},
       {"plan_records_us", rounded(control.plan_records_us)},

@@ -107,7 +107,8 @@ Table bytes_table(std::span<const Simulation> sizes) {
 }
 
 Table cpu_memory_table(std::span<const Simulation> sizes) {
-  Table table({"ranks", "output", "signals", "words", "records", "records used", "staging", "relay"}
+  Table table(
+      {"ranks", "output", "signals", "words", "records", "records used", "staging", "carrier"}
   );
   for (const Simulation& one : sizes) {
     const auto& cpu = one.memory.cpu;
@@ -119,14 +120,15 @@ Table cpu_memory_table(std::span<const Simulation> sizes) {
          size_text(cpu.records),
          size_text(cpu.records_used),
          size_text(cpu.staging),
-         size_text(one.memory.relay)}
+         size_text(one.memory.carrier)}
     );
   }
   return table;
 }
 
 Table gpu_memory_table(std::span<const Simulation> sizes) {
-  Table table({"ranks", "output", "signals", "words", "weights", "each plan", "staging", "relay"});
+  Table table({"ranks", "output", "signals", "words", "weights", "each plan", "staging", "carrier"}
+  );
   for (const Simulation& one : sizes) {
     const auto& gpu = one.memory.gpu;
     table.add_row(
@@ -137,7 +139,7 @@ Table gpu_memory_table(std::span<const Simulation> sizes) {
          size_text(gpu.weights),
          size_text(gpu.plan),
          size_text(gpu.staging),
-         size_text(one.memory.relay)}
+         size_text(one.memory.carrier)}
     );
   }
   return table;
@@ -151,7 +153,7 @@ Table messages_table(std::span<const Simulation> sizes) {
        "card messages",
        "words",
        "words us",
-       "by relay us",
+       "by carrier us",
        "plan bytes"}
   );
   for (const Simulation& one : sizes) {
@@ -162,7 +164,7 @@ Table messages_table(std::span<const Simulation> sizes) {
          count_text(one.most.messages_out),
          count_text(one.control.word_messages),
          us_text(one.control.words_us),
-         us_text(one.control.words_by_relay_us),
+         us_text(one.control.words_by_carrier_us),
          size_text(static_cast<uint64_t>(one.control.plan_bytes_out))}
     );
   }

@@ -2,6 +2,7 @@
 #include "plan/domains.hpp"
 
 #include <algorithm>
+#include <map>
 
 #include "core/check.hpp"
 
@@ -46,19 +47,23 @@ uint32_t Domains::pair_at_carrier(int source) const {
          static_cast<uint32_t>(place_of(rank_));
 }
 
-// The first rank of a domain carries at least as much as each other one there.
+// The first rank of a domain carries at least as much as each other one there. Domains are many,
+// their sizes few.
 uint32_t Domains::max_carried_pairs() const {
-  uint32_t most = 0;
-  for (const std::vector<int>& here : domains_) {
-    size_t num_sources = 0;
-    for (const std::vector<int>& there : domains_) {
-      if (&there != &here) {
-        num_sources += (there.size() + here.size() - 1) / here.size();
-      }
-    }
-    most = std::max(most, static_cast<uint32_t>(num_sources * here.size()));
+  std::map<size_t, size_t> num_of;  // domains by size
+  for (const std::vector<int>& members : domains_) {
+    ++num_of[members.size()];
   }
-  return most;
+  size_t most = 0;
+  for (const auto& [here, num_here] : num_of) {
+    size_t num_sources = 0;
+    for (const auto& [there, num_there] : num_of) {
+      const size_t num_others = num_there - (there == here ? 1 : 0);
+      num_sources += num_others * ((there + here - 1) / here);
+    }
+    most = std::max(most, num_sources * here);
+  }
+  return static_cast<uint32_t>(most);
 }
 
 int Domains::max_members() const {

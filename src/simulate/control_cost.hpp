@@ -10,11 +10,11 @@ namespace weft::sim {
 
 struct ControlCost {
   // Every rank tells every other rank by itself, as the executors do.
-  int64_t word_messages = 0;     // of a rank over its card, each call
-  double words_us = 0;           // of dispatch and combine
-  double words_by_relay_us = 0;  // one for each domain instead, passed on inside it
-  double plan_words_us = 0;      // with counts
-  double plan_local_us = 0;      // counting and placing this rank's routes
+  int64_t word_messages = 0;       // of a rank over its card, each call
+  double words_us = 0;             // of dispatch and combine
+  double words_by_carrier_us = 0;  // one for each domain instead, passed on inside it
+  double plan_words_us = 0;        // with counts
+  double plan_local_us = 0;        // counting and placing this rank's routes
   double plan_records_us = 0;
   int64_t plan_bytes_out = 0;  // counts and records over the card of a rank
 

@@ -2,6 +2,8 @@
 #include "simulate/memory.hpp"
 
 #include <algorithm>
+#include <numeric>
+#include <utility>
 
 #include "exchange/buffer_pool.hpp"
 #include "exchange/call_board.hpp"
@@ -9,60 +11,138 @@
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
 #include "plan/build.hpp"
+#include "plan/domains.hpp"
 
 namespace weft::sim {
 namespace {
 
-// Of the arrivals of all other ranks at `rank`, with weights.
-uint64_t used_records(const Scenario& scenario, const Traffic& traffic, int rank) {
-  const uint64_t fixed = max_record_bytes(0, scenario.topk);
-  const uint64_t of_route = max_record_bytes(1, 2) - max_record_bytes(1, 1);
-  const uint64_t of_arrival = max_record_bytes(1, 1) - fixed - of_route;
-  const int per_rank = scenario.num_experts / scenario.num_ranks;
-  uint64_t bytes = 0;
-  for (int source = 0; source < scenario.num_ranks; ++source) {
-    if (source == rank) {
-      continue;
+// The last may be smaller: where a resource ends is looked for at any number of ranks.
+Domains domains_of(const Scenario& scenario, int rank) {
+  const int most_members = scenario.is_flat ? scenario.num_ranks : scenario.ranks_per_domain;
+  std::vector<std::vector<int>> domains;
+  for (int member = 0; member < scenario.num_ranks; ++member) {
+    if (member % most_members == 0) {
+      domains.emplace_back();
     }
-    const std::span<const int32_t> routes = traffic.counts[static_cast<size_t>(source)].routes;
-    uint64_t num_routes = 0;
-    for (const int32_t count : routes.subspan(
-             static_cast<size_t>(rank) * static_cast<size_t>(per_rank),
-             static_cast<size_t>(per_rank)
-         )) {
-      num_routes += static_cast<uint64_t>(count);
-    }
-    bytes += fixed + static_cast<uint64_t>(traffic.arrivals(source, rank)) * of_arrival +
-             num_routes * of_route;
+    domains.back().push_back(member);
   }
-  return bytes;
+  return {std::move(domains), rank};
 }
 
-// Each peer's rows begin at a multiple of 64 bytes.
-template <class CountOf>
-uint64_t staged_rows(const Scenario& scenario, int rank, const CountOf& count_of) {
-  uint64_t bytes = 0;
-  for (int peer = 0; peer < scenario.num_ranks; ++peer) {
-    if (peer != rank) {
-      bytes = align_up(
-          bytes + static_cast<uint64_t>(count_of(peer)) * static_cast<uint64_t>(scenario.row_bytes),
-          64
-      );
+// What one rank's part in a routing takes.
+class RankUse {
+ public:
+  RankUse(const Scenario& scenario, const Traffic& traffic, int rank)
+      : scenario_(scenario), traffic_(traffic), rank_(rank), domains_(domains_of(scenario, rank)) {}
+
+  // Of all other ranks; of a source that this rank carries those for the whole domain, bundled.
+  [[nodiscard]] uint64_t records() const {
+    uint64_t bytes = 0;
+    for (int source = 0; source < scenario_.num_ranks; ++source) {
+      if (source == rank_) {
+        continue;
+      }
+      if (!carries(source)) {
+        bytes += record_bytes(source, rank_);
+        continue;
+      }
+      for (const int member : domains_.near()) {
+        bytes += sizeof(uint64_t) + record_bytes(source, member);
+      }
     }
+    return bytes;
   }
-  return bytes;
-}
+
+  // Rows of a dispatch or of a combine, whichever are more.
+  [[nodiscard]] uint64_t staging() const {
+    const uint64_t dispatched = staged_rows([this](int peer) { return dispatched_from(peer); });
+    const uint64_t combined = staged_rows([this](int peer) { return combined_from(peer); });
+    const uint64_t staged = std::max(dispatched, combined);
+    return staged > 0 ? size_class(staged) : 0;
+  }
+
+ private:
+  [[nodiscard]] bool carries(int source) const {
+    return !domains_.is_near(source) && domains_.carrier(source, rank_) == rank_;
+  }
+
+  // With weights.
+  [[nodiscard]] uint64_t record_bytes(int source, int to) const {
+    const uint64_t fixed = max_record_bytes(0, scenario_.topk);
+    const uint64_t of_route = max_record_bytes(1, 2) - max_record_bytes(1, 1);
+    const uint64_t of_arrival = max_record_bytes(1, 1) - fixed - of_route;
+    const auto per_rank = static_cast<size_t>(scenario_.num_experts / scenario_.num_ranks);
+    const auto routes = std::span(traffic_.counts[static_cast<size_t>(source)].routes)
+                            .subspan(static_cast<size_t>(to) * per_rank, per_rank);
+    const auto num_routes = std::accumulate(routes.begin(), routes.end(), uint64_t{0});
+    return fixed + static_cast<uint64_t>(traffic_.arrivals(source, to)) * of_arrival +
+           num_routes * of_route;
+  }
+
+  [[nodiscard]] int64_t crossings(int source, int domain) const {
+    const auto num_domains = static_cast<size_t>(domains_.num_domains());
+    return traffic_
+        .domain_rows[static_cast<size_t>(source) * num_domains + static_cast<size_t>(domain)];
+  }
+
+  // A peer of the domain puts its own rows and those that it carries.
+  [[nodiscard]] int64_t dispatched_from(int peer) const {
+    if (!domains_.is_near(peer)) {
+      return carries(peer) ? crossings(peer, domains_.own()) : 0;
+    }
+    int64_t rows = traffic_.arrivals(peer, rank_);
+    for (const int source : domains_.carried_by(peer)) {
+      rows += traffic_.arrivals(source, rank_);
+    }
+    return rows;
+  }
+
+  // Sums for this rank's tokens and for those that it carries.
+  [[nodiscard]] int64_t combined_from(int peer) const {
+    if (!domains_.is_near(peer)) {
+      const bool is_carrier = domains_.carrier(rank_, peer) == peer;
+      return is_carrier ? crossings(rank_, domains_.domain_of(peer)) : 0;
+    }
+    int64_t rows = traffic_.arrivals(rank_, peer);
+    for (const int source : domains_.carried()) {
+      rows += traffic_.arrivals(source, peer);
+    }
+    return rows;
+  }
+
+  // Each peer's begin at a multiple of 64 bytes.
+  template <class RowsFrom>
+  [[nodiscard]] uint64_t staged_rows(const RowsFrom& rows_from) const {
+    uint64_t bytes = 0;
+    for (int peer = 0; peer < scenario_.num_ranks; ++peer) {
+      const int64_t rows = peer == rank_ ? 0 : rows_from(peer);
+      bytes = align_up(bytes + static_cast<uint64_t>(rows * scenario_.row_bytes), 64);
+    }
+    return bytes;
+  }
+
+  const Scenario& scenario_;
+  const Traffic& traffic_;
+  int rank_;
+  Domains domains_;
+};
 
 Memory::Cpu reserved_by_cpu(const Scenario& scenario) {
   const auto ranks = static_cast<uint64_t>(scenario.num_ranks);
+  const Domains domains = domains_of(scenario, 0);
   const ControlMap map = {
       .num_ranks = ranks,
       .word_bytes = sizeof(CallWord),
       .payload_bytes = (static_cast<uint64_t>(scenario.num_experts) + ranks) * sizeof(int32_t),
-      .record_bytes = max_record_bytes(scenario.max_tokens, scenario.topk)};
+      .record_bytes =
+          domains.has_several()
+              ? max_bundle_bytes(scenario.max_tokens, scenario.topk, domains.max_members())
+              : max_record_bytes(scenario.max_tokens, scenario.topk)};
   const SignalMap signals = {
       .num_ranks = static_cast<uint32_t>(scenario.num_ranks),
-      .max_chunks = static_cast<uint32_t>(num_chunks(scenario.max_tokens))};
+      .max_chunks = static_cast<uint32_t>(num_chunks(scenario.max_tokens)),
+      .has_crossings = domains.has_several(),
+      .num_carried_pairs = domains.max_carried_pairs()};
   Memory::Cpu cpu;
   cpu.signals = uint64_t{signals.size()} * sizeof(uint64_t);
   cpu.words = map.record_offset(0);
@@ -100,14 +180,10 @@ Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank) {
   const auto row_bytes = static_cast<uint64_t>(scenario.row_bytes);
   Memory memory = reserved_memory(scenario);
   memory.output = static_cast<uint64_t>(own.num_rows) * row_bytes;
-  memory.relay = scenario.is_flat ? 0 : static_cast<uint64_t>(own.card_in) * row_bytes;
-  memory.cpu.records_used = used_records(scenario, traffic, rank);
-  const uint64_t dispatched =
-      staged_rows(scenario, rank, [&](int peer) { return traffic.arrivals(peer, rank); });
-  const uint64_t combined =
-      staged_rows(scenario, rank, [&](int peer) { return traffic.arrivals(rank, peer); });
-  const uint64_t staged = std::max(dispatched, combined);
-  memory.cpu.staging = staged > 0 ? size_class(staged) : 0;
+  memory.carrier = scenario.is_flat ? 0 : static_cast<uint64_t>(own.card_in) * row_bytes;
+  const RankUse use(scenario, traffic, rank);
+  memory.cpu.records_used = use.records();
+  memory.cpu.staging = use.staging();
   return memory;
 }
 

@@ -9,10 +9,10 @@
 
 namespace weft::sim {
 
-// Bytes of one rank. A relay's rows are those of other domains, should all of them wait there.
+// Bytes of one rank. A carrier's rows are those of other domains, should all of them wait there.
 struct Memory {
   uint64_t output = 0;  // the rows themselves
-  uint64_t relay = 0;
+  uint64_t carrier = 0;
 
   struct Cpu {
     uint64_t signals = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Combine: a rank sums the rows of each part and returns one row per arrival, to the token's rank
-// inside the domain, else to the relay, which sums what its domain has and sends one row back.
+// inside the domain, else to the carrier, which sums what its domain has and sends one row back.
 #include <algorithm>
 #include <tuple>
 
@@ -55,24 +55,24 @@ class CombineReplay final : public ReplayMachine {
   void pace_other_domains(const Model& model, const Traffic& traffic) {
     std::vector<std::vector<uint32_t>> sent(parts_.size());
     for (uint32_t c = 0; c < schedule().card_chunks.size(); ++c) {
-      const int relay = schedule().card_chunks[c].target;
-      if (!is_replayed(relay)) {
-        sent[static_cast<size_t>(relay)].push_back(c);
+      const int carrier = schedule().card_chunks[c].target;
+      if (!is_replayed(carrier)) {
+        sent[static_cast<size_t>(carrier)].push_back(c);
       }
     }
-    for (size_t relay = 0; relay < sent.size(); ++relay) {
+    for (size_t carrier = 0; carrier < sent.size(); ++carrier) {
       const auto turn = [&](uint32_t id) {
         const Chunk& chunk = schedule().card_chunks[id];
-        const int step =
-            (chunk.source - static_cast<int>(relay) + scenario().num_ranks) % scenario().num_ranks;
+        const int step = (chunk.source - static_cast<int>(carrier) + scenario().num_ranks) %
+                         scenario().num_ranks;
         return std::pair(chunk.index, step);
       };
-      std::ranges::sort(sent[relay], {}, turn);
-      const double load = domain_load_us(scenario(), model, traffic.ranks[relay]);
-      for (size_t i = 0; i < sent[relay].size(); ++i) {
-        const double share = static_cast<double>(i + 1) / static_cast<double>(sent[relay].size());
+      std::ranges::sort(sent[carrier], {}, turn);
+      const double load = domain_load_us(scenario(), model, traffic.ranks[carrier]);
+      for (size_t i = 0; i < sent[carrier].size(); ++i) {
+        const double share = static_cast<double>(i + 1) / static_cast<double>(sent[carrier].size());
         const Ticks ready = ticks_of_us(load * share);
-        add_in_turn(Turn::kReady, static_cast<int>(relay), ready, Step::kReady, sent[relay][i]);
+        add_in_turn(Turn::kReady, static_cast<int>(carrier), ready, Step::kReady, sent[carrier][i]);
       }
     }
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Dispatch: a rank pushes its own domain's rows one chunk after the other, while its proxies send
-// the others; what a relay takes in goes on over the links, behind what it is pushing.
+// the others; what a carrier takes in goes on over the links, behind what it is pushing.
 #include "simulate/replay_machine.hpp"
 
 namespace weft::sim {
@@ -64,7 +64,7 @@ class DispatchReplay final : public ReplayMachine {
   void forward(const Chunk& chunk, Ticks now) {
     for (uint32_t p = chunk.first_part; p < chunk.first_part + chunk.num_parts; ++p) {
       if (part(p).rank == chunk.target) {
-        // A relay's own rows lie in its staging, unless they came for it alone.
+        // A carrier's own rows lie in its staging, unless they came for it alone.
         const int64_t copies = scenario().is_flat ? part(p).routes - part(p).rows : part(p).routes;
         is_done(copy(chunk.target, copies, now));
       } else {

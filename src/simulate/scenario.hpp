@@ -25,7 +25,7 @@ struct Scenario {
   [[nodiscard]] int domain_of(int rank) const { return rank / ranks_per_domain; }
   [[nodiscard]] int owner_of(int expert) const { return expert / (num_experts / num_ranks); }
   // The rank of `domain` that takes in what `source` sends there.
-  [[nodiscard]] int relay(int source, int domain) const {
+  [[nodiscard]] int carrier(int source, int domain) const {
     return domain * ranks_per_domain + source % ranks_per_domain;
   }
 };

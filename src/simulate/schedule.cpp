@@ -46,7 +46,7 @@ class SourceChunks {
     return schedule_.is_replayed[static_cast<size_t>(scenario_.domain_of(to))];
   }
   [[nodiscard]] int target_for(int to) const {
-    return is_remote(to) && !scenario_.is_flat ? scenario_.relay(source_, scenario_.domain_of(to))
+    return is_remote(to) && !scenario_.is_flat ? scenario_.carrier(source_, scenario_.domain_of(to))
                                                : to;
   }
 

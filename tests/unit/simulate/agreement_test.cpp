@@ -1,51 +1,98 @@
 // SPDX-License-Identifier: Apache-2.0
-// One domain, simulated, against what an exchange on the CPU does with the same routing: rows,
-// bytes, memory, and every signal as its peers have raised it.
+// One domain or several, simulated, against what an exchange on the CPU does with the same routing:
+// rows, bytes, memory, and every signal as its peers have raised it.
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <functional>
+#include <span>
 #include <string>
 #include <tuple>
 
 #include "exchange/exchange_cpu.hpp"
 #include "plan/build.hpp"
+#include "plan/domain_traffic.hpp"
 #include "unit/simulate/simulate_cases.hpp"
 
 namespace weft::sim {
 namespace {
 
-// Signals [first, first + count) of this rank: how many have grown, and by how much in all.
+// Every signal of this rank.
+std::vector<uint64_t> signals_of(const CpuExchange& exchange) {
+  std::vector<uint64_t> values;
+  for (uint32_t signal = 0; signal < exchange.signals.size(); ++signal) {
+    values.push_back(exchange.transport->signal_value(signal));
+  }
+  return values;
+}
+
+// Signals of chunks: how many have grown, and by how much in all.
 struct Grown {
   int64_t signals = 0;
   int64_t raises = 0;
 };
 
-Grown grown(const CpuExchange& exchange, uint32_t first, uint32_t count) {
+Grown grown(
+    const SignalMap& map, std::span<const uint64_t> before, std::span<const uint64_t> after
+) {
   Grown grown;
-  for (uint32_t signal = first; signal < first + count; ++signal) {
-    const uint64_t value = exchange.transport->signal_value(signal);
-    grown.signals += value > 0 ? 1 : 0;
-    grown.raises += static_cast<int64_t>(value);
+  for (uint32_t signal = map.dispatch(0, 0); signal < map.size(); ++signal) {
+    grown.signals += after[signal] > before[signal] ? 1 : 0;
+    grown.raises += static_cast<int64_t>(after[signal] - before[signal]);
   }
   return grown;
 }
 
-using Param = std::tuple<int, std::string, bool>;  // ranks, transport, output in shared memory
+// Bytes that all others wrote into this rank's room for records.
+uint64_t record_bytes(const CpuExchange& exchange, const PlanData& plan) {
+  const Domains& domains = *exchange.domains;
+  uint64_t bytes = 0;
+  for (int from = 0; from < domains.num_ranks(); ++from) {
+    const CarriedSource* carried = plan.between ? plan.between->find_carried(from) : nullptr;
+    if (carried != nullptr) {
+      for (size_t m = 0; m < domains.near().size(); ++m) {
+        bytes += sizeof(uint64_t) + encode_records(carried_pair(plan, *carried, m)).size();
+      }
+    } else if (from != exchange.rank()) {
+      bytes += encode_records(plan.received[static_cast<size_t>(from)]).size();
+    }
+  }
+  return bytes;
+}
+
+struct Size {
+  int num_ranks;
+  int ranks_per_domain;
+};
+
+using Param = std::tuple<Size, std::string, bool>;  // transport, output in shared memory
 
 class AgreementTest : public testing::TestWithParam<Param> {
  protected:
   AgreementTest() {
     scenario_ = small_scenario();
-    scenario_.num_ranks = std::get<0>(GetParam());
-    scenario_.ranks_per_domain = scenario_.num_ranks;
+    scenario_.num_ranks = std::get<0>(GetParam()).num_ranks;
+    scenario_.ranks_per_domain = std::get<0>(GetParam()).ranks_per_domain;
     scenario_.pad_multiple = 8;
   }
 
-  // Each rank's exchange after one plan, dispatch and combine, and the rank's plan.
-  void run(
-      const std::vector<RouteTable>& routes,
-      const std::function<void(const CpuExchange&, const Plan&)>& look
-  ) {
+  [[nodiscard]] std::vector<std::vector<int>> domains() const {
+    std::vector<std::vector<int>> domains(static_cast<size_t>(scenario_.num_domains()));
+    for (int rank = 0; rank < scenario_.num_ranks; ++rank) {
+      domains[static_cast<size_t>(scenario_.domain_of(rank))].push_back(rank);
+    }
+    return domains;
+  }
+
+  // Each rank after one plan, dispatch and combine.
+  struct Done {
+    const CpuExchange& exchange;
+    const Plan& plan;
+    Grown by_dispatch;
+    Grown by_combine;
+  };
+
+  void run(const std::vector<RouteTable>& routes, const std::function<void(const Done&)>& look)
+      const {
     run_threads(scenario_.num_ranks, [&](const Group& group) {
       const int64_t hidden = scenario_.row_bytes / 2;
       ExchangeConfig config;
@@ -56,7 +103,7 @@ class AgreementTest : public testing::TestWithParam<Param> {
       config.transport = std::get<1>(GetParam());
       config.num_threads = 1;
       config.fan_out = FanOut::kReceiver;
-      CpuExchange exchange(group, config);
+      CpuExchange exchange(group, config, domains());
       const RouteTable& own = routes[static_cast<size_t>(group.rank())];
       const std::vector<float> weights(own.expert.size(), 0.5F);
       PlanOptions options;
@@ -76,10 +123,17 @@ class AgreementTest : public testing::TestWithParam<Param> {
         out = buffer.tensor();
       }
       const Tensor tokens = tensor(x, own.num_tokens);
+      const std::vector<uint64_t> planned = signals_of(exchange);
       exchange.dispatch(plan, {.x = tokens}, {.rows = out}, {});
+      const std::vector<uint64_t> dispatched = signals_of(exchange);
       exchange.combine(plan, {.rows = out}, {.x = tokens}, {});
-      group.barrier();
-      look(exchange, plan);
+      const std::vector<uint64_t> combined = signals_of(exchange);
+      look(
+          {exchange,
+           plan,
+           grown(exchange.signals, planned, dispatched),
+           grown(exchange.signals, dispatched, combined)}
+      );
       group.barrier();
     });
   }
@@ -93,29 +147,25 @@ TEST_P(AgreementTest, ARealExchangeMovesTheSameRowsAndRaisesTheSameSignals) {
         .skew = skew, .hole_fraction = 0.1, .has_uneven_tokens = skew > 0};
     const auto routes = make_routes(scenario_, choice);
     const Traffic traffic = count_traffic(scenario_, 8, routes);
-    run(routes, [&](const CpuExchange& exchange, const Plan& plan) {
-      SCOPED_TRACE("rank " + std::to_string(exchange.rank()));
-      const RankTraffic& own = traffic.ranks[static_cast<size_t>(exchange.rank())];
-      EXPECT_EQ(own.num_rows, plan.num_rows());
-      EXPECT_EQ(own.link_out * scenario_.row_bytes, plan.wire_bytes(scenario_.row_bytes));
-      EXPECT_EQ(own.routes * scenario_.row_bytes, plan.logical_bytes(scenario_.row_bytes));
-      EXPECT_EQ(own.card_out + own.card_in + own.messages_out, 0);
-      int64_t received = 0;
+    run(routes, [&](const Done& done) {
+      const int rank = done.exchange.rank();
+      SCOPED_TRACE("rank " + std::to_string(rank));
+      const RankTraffic& own = traffic.ranks[static_cast<size_t>(rank)];
+      EXPECT_EQ(own.num_rows, done.plan.num_rows());
+      const int64_t moved = own.link_out + own.card_out;
+      EXPECT_EQ(moved * scenario_.row_bytes, done.plan.wire_bytes(scenario_.row_bytes));
+      EXPECT_EQ(own.routes * scenario_.row_bytes, done.plan.logical_bytes(scenario_.row_bytes));
+      const int64_t crossed = own.card_out + own.card_in;  // the latter as sums, on their way back
+      EXPECT_EQ(crossed * scenario_.row_bytes, done.exchange.stats().crossing_bytes);
+      EXPECT_EQ(crossed > 0, scenario_.num_domains() > 1);
       for (int from = 0; from < scenario_.num_ranks; ++from) {
-        EXPECT_EQ(traffic.arrivals(from, exchange.rank()), plan.received_arrivals(from));
-        received += from == exchange.rank() ? 0 : plan.received_arrivals(from);
+        EXPECT_EQ(traffic.arrivals(from, rank), done.plan.received_arrivals(from));
       }
-      EXPECT_EQ(own.link_in, received);
-
-      const SignalMap& map = exchange.signals;
-      const uint32_t chunks = map.num_ranks * map.max_chunks;
-      const Grown dispatched = grown(exchange, map.dispatch(0, 0), chunks);
-      EXPECT_EQ(own.dispatch_signals, dispatched.signals);
-      EXPECT_EQ(own.dispatch_raises, dispatched.raises);
-      const Grown combined = grown(exchange, map.combine(0, 0), chunks);
-      EXPECT_EQ(own.combine_signals, combined.signals);
-      EXPECT_EQ(own.combine_raises, combined.raises);
-      EXPECT_GT(dispatched.raises + combined.raises, 0);
+      EXPECT_EQ(own.dispatch_signals, done.by_dispatch.signals);
+      EXPECT_EQ(own.dispatch_raises, done.by_dispatch.raises);
+      EXPECT_EQ(own.combine_signals, done.by_combine.signals);
+      EXPECT_EQ(own.combine_raises, done.by_combine.raises);
+      EXPECT_GT(own.dispatch_raises + own.combine_raises, 0);
     });
   }
 }
@@ -123,20 +173,16 @@ TEST_P(AgreementTest, ARealExchangeMovesTheSameRowsAndRaisesTheSameSignals) {
 TEST_P(AgreementTest, ARealExchangeReservesTheSameMemory) {
   const auto routes = make_routes(scenario_, {.skew = 1, .has_uneven_tokens = true});
   const Traffic traffic = count_traffic(scenario_, 8, routes);
-  run(routes, [&](const CpuExchange& exchange, const Plan& plan) {
-    SCOPED_TRACE("rank " + std::to_string(exchange.rank()));
-    const Memory memory = memory_of(scenario_, traffic, exchange.rank());
-    const Footprint footprint = exchange.footprint();
+  run(routes, [&](const Done& done) {
+    const int rank = done.exchange.rank();
+    SCOPED_TRACE("rank " + std::to_string(rank));
+    const Memory memory = memory_of(scenario_, traffic, rank);
+    const Footprint footprint = done.exchange.footprint();
     EXPECT_EQ(memory.cpu.control(), static_cast<uint64_t>(footprint.control_bytes));
-    EXPECT_EQ(memory.cpu.signals, exchange.signals.size() * sizeof(uint64_t));
-    EXPECT_EQ(memory.output, static_cast<uint64_t>(plan.num_rows() * scenario_.row_bytes));
-    uint64_t records = 0;
-    for (int from = 0; from < scenario_.num_ranks; ++from) {
-      const Arrivals& pair = plan.data().received[static_cast<size_t>(from)];
-      records += from == exchange.rank() ? 0 : encode_records(pair).size();
-    }
-    EXPECT_EQ(memory.cpu.records_used, records);
-    if (!std::get<2>(GetParam())) {  // else combine alone is staged
+    EXPECT_EQ(memory.cpu.signals, done.exchange.signals.size() * sizeof(uint64_t));
+    EXPECT_EQ(memory.output, static_cast<uint64_t>(done.plan.num_rows() * scenario_.row_bytes));
+    EXPECT_EQ(memory.cpu.records_used, record_bytes(done.exchange, done.plan.data()));
+    if (!std::get<2>(GetParam())) {  // else combine alone is staged, and rows for other ranks
       EXPECT_EQ(memory.cpu.staging, static_cast<uint64_t>(footprint.staging_bytes));
     }
   });
@@ -145,10 +191,17 @@ TEST_P(AgreementTest, ARealExchangeReservesTheSameMemory) {
 INSTANTIATE_TEST_SUITE_P(
     All,
     AgreementTest,
-    testing::Combine(testing::Values(2, 3, 4), testing::Values("loopback", "shm"), testing::Bool()),
+    testing::Combine(
+        testing::Values(Size{2, 2}, Size{3, 3}, Size{4, 4}, Size{4, 2}, Size{6, 2}, Size{6, 3}),
+        testing::Values("loopback", "shm"),
+        testing::Bool()
+    ),
     [](const testing::TestParamInfo<Param>& param) {
-      return std::to_string(std::get<0>(param.param)) + "_" + std::get<1>(param.param) +
-             (std::get<2>(param.param) ? "_direct" : "_staged");
+      const Size size = std::get<0>(param.param);
+      const bool has_several = size.ranks_per_domain < size.num_ranks;
+      return std::to_string(size.num_ranks) +
+             (has_several ? "_by_" + std::to_string(size.ranks_per_domain) : "") + "_" +
+             std::get<1>(param.param) + (std::get<2>(param.param) ? "_direct" : "_staged");
     }
 );
 

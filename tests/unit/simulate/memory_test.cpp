@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include "exchange/region_map.hpp"
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
 #include "unit/simulate/simulate_cases.hpp"
@@ -28,6 +29,25 @@ TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
   EXPECT_EQ(memory.gpu.plan, plan.num_bytes());
 }
 
+TEST(SimulatedMemoryTest, DomainsTakeRoomForBundlesAndSignalsForWhatIsCarried) {
+  const Scenario several = small_scenario();
+  Scenario one = several;
+  one.ranks_per_domain = one.num_ranks;
+  const Memory::Cpu with = reserved_memory(several).cpu;
+  const Memory::Cpu without = reserved_memory(one).cpu;
+  // Chunks of crossing tokens of 24 ranks, and of sums of 5 sources for 4 members.
+  const uint64_t chunks = static_cast<uint64_t>(num_chunks(several.max_tokens));
+  EXPECT_EQ(with.signals - without.signals, (24 + 5 * 4) * chunks * sizeof(uint64_t));
+  EXPECT_EQ(without.records, 24 * align_up(sizeof(uint64_t) + max_record_bytes(200, 4), 64));
+  EXPECT_EQ(with.records, 24 * align_up(sizeof(uint64_t) + max_bundle_bytes(200, 4, 4), 64));
+  EXPECT_EQ(with.words, without.words);
+
+  Scenario flat = several;
+  flat.is_flat = true;
+  EXPECT_EQ(reserved_memory(flat).cpu.signals, without.signals);
+  EXPECT_EQ(reserved_memory(flat).cpu.records, without.records);
+}
+
 TEST(SimulatedMemoryTest, RecordsGrowWithRanksAndWordsWithTheirSquare) {
   const Memory few = reserved(256, 256);
   const Memory many = reserved(2304, 2304);
@@ -43,9 +63,9 @@ TEST(SimulatedMemoryTest, DoesNotDependOnTheRoutingButForWhatItUses) {
   const Memory full = memory_of(scenario, traffic, 3);
   EXPECT_EQ(full.cpu.control(), empty.cpu.control());
   EXPECT_EQ(full.gpu.control(), empty.gpu.control());
-  EXPECT_EQ(empty.output + empty.relay + empty.cpu.records_used + empty.cpu.staging, 0U);
+  EXPECT_EQ(empty.output + empty.carrier + empty.cpu.records_used + empty.cpu.staging, 0U);
   EXPECT_LT(full.cpu.records_used, full.cpu.records);
-  EXPECT_EQ(full.relay, static_cast<uint64_t>(traffic.ranks[3].card_in * scenario.row_bytes));
+  EXPECT_EQ(full.carrier, static_cast<uint64_t>(traffic.ranks[3].card_in * scenario.row_bytes));
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ TEST(ReplayTest, ARowInsideTheDomainTakesItsLinkAndItsLatency) {
 
 TEST(ReplayTest, ARowToAnotherDomainIsPostedSentAndForwarded) {
   const Scenario scenario = tiny_scenario();
-  // Rank 2 relays for rank 0, so the row goes on to rank 3.
+  // Rank 2 carries for rank 0, so the row goes on to rank 3.
   const Replayed done = replay_of(scenario, plain_model(), one_token(scenario, {3, -1}));
   const double over_card = kPostUs + kCardUs + kCardLatencyUs;
   const double over_link = kLinkUs + kSignalUs + kLinkLatencyUs;
