@@ -8,32 +8,12 @@
 
 #include "bind.hpp"
 #include "calls_py.hpp"
+#include "choice_py.hpp"
 #include "tensor_py.hpp"
-#include "weft/error.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::py {
 namespace {
-
-template <class Choice>
-using Names = std::vector<std::pair<std::string_view, Choice>>;
-
-template <class Choice>
-Choice choose(const char* what, std::string_view name, const Names<Choice>& names) {
-  std::string known;
-  for (const auto& [one, choice] : names) {
-    if (one == name) {
-      return choice;
-    }
-    known += (known.empty() ? "" : ", ") + std::string(one);
-  }
-  throw Error(
-      ErrorCode::kInvalidArgument,
-      std::string(what) + " = '" + std::string(name) + "' is unknown (one of: " + known + ")",
-      -1,
-      ""
-  );
-}
 
 CallOptions call_of(uintptr_t stream, int num_sms) {
   CallOptions call;

@@ -11,7 +11,7 @@ namespace {
 // `peer` reads this rank's rows, if it can, for its own tokens or for those that it carries. The
 // weights of the latter are with this rank when their source hands them in.
 bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
-  if (plan.between && !plan.between->domains->is_near(static_cast<int>(peer))) {
+  if (!is_near(plan, peer)) {
     return false;
   }
   return plan.received[peer].size() > 0 ||

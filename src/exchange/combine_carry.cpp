@@ -2,7 +2,8 @@
 #include "exchange/combine_carry.hpp"
 
 #include <algorithm>
-#include <array>
+
+#include "exchange/send_sums.hpp"
 
 namespace weft {
 namespace {
@@ -154,44 +155,23 @@ bool CombineCarry::is_complete(size_t carried, int64_t chunk) const {
 
 void CombineCarry::run(const CarriedSource& carried, int64_t chunk, Scratch& scratch) const {
   const ChunkRange range = chunk_range(carried.crossings.size(), chunk);
-  const auto count = static_cast<size_t>(range.last - range.first);
-  const Target& target = call_.words[static_cast<size_t>(carried.source)].rows;
-  const uint64_t offset = target.offset + static_cast<uint64_t>(range.first) * row_bytes_;
-  const uint32_t signal =
-      rank_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), static_cast<uint32_t>(chunk));
-  std::byte* const source_memory = rank_.transport.mapped(carried.source, target.region.slot);
-  std::byte* rows = source_memory;
-  if (source_memory != nullptr) {
-    rows += offset;
-  } else {
-    scratch.rows.resize(static_cast<size_t>(kChunkArrivals) * row_bytes_);
-    rows = scratch.rows.data();
-  }
+  const SumChunk sums = {
+      .to = static_cast<size_t>(carried.source),
+      .first_row = range.first,
+      .num_rows = range.last - range.first,
+      .row_bytes = row_bytes_,
+      .signal = rank_.signals.crossing(
+          static_cast<uint32_t>(plan_.shape.rank), static_cast<uint32_t>(chunk)
+      )};
   list(carried, range.first, scratch.groups);
-  for (size_t i = 0; i < count; ++i) {
+  send_sums(rank_, call_, sums, scratch.rows, [&](int64_t i, std::byte* row) {
     scratch.next.clear();
-    if (i + 1 < count) {
-      list(carried, range.first + static_cast<int64_t>(i) + 1, scratch.next);
+    if (i + 1 < sums.num_rows) {
+      list(carried, range.first + i + 1, scratch.next);
     }
-    sum_groups(
-        rows + i * row_bytes_, scratch.groups, in_.rows.dtype, in_.rows.cols, scratch.next.rows
-    );
+    sum_groups(row, scratch.groups, in_.rows.dtype, in_.rows.cols, scratch.next.rows);
     std::swap(scratch.groups, scratch.next);
-  }
-  if (source_memory != nullptr) {
-    rank_.transport.raise(carried.source, signal, count);
-    return;
-  }
-  std::array<Put, kChunkArrivals> puts;
-  for (size_t i = 0; i < count; ++i) {
-    puts[i] = {
-        .source = rows + i * row_bytes_,
-        .bytes = row_bytes_,
-        .region = target.region.slot,
-        .signal = signal,
-        .offset = offset + i * row_bytes_};
-  }
-  rank_.transport.put(carried.source, {puts.data(), count});
+  });
 }
 
 // A group for each rank of the domain that has the token: its rows where they can be read here,

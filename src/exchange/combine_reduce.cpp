@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/combine_reduce.hpp"
 
-#include <array>
-
 #include "exchange/row_sum.hpp"
+#include "exchange/send_sums.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -16,11 +15,10 @@ CombineReduce::CombineReduce(const CpuRank& rank, const CpuCall& call, const Com
       self_(static_cast<size_t>(call.plan.shape.rank)),
       row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
   const size_t num_ranks = plan_.received.size();
-  for (const bool is_near : {false, true}) {
+  for (const bool wants_near : {false, true}) {
     for (size_t step = 1; step < num_ranks; ++step) {
       const size_t peer = (self_ + step) % num_ranks;
-      const int p = static_cast<int>(peer);
-      if (is_near == (!plan_.between || plan_.between->domains->is_near(p))) {
+      if (wants_near == is_near(plan_, peer)) {
         peers_.emplace_back(peer, taker_of(peer));
         num_units_ = std::max(num_units_, num_chunks(plan_.received[peer].size()));
       }
@@ -29,12 +27,12 @@ CombineReduce::CombineReduce(const CpuRank& rank, const CpuCall& call, const Com
 }
 
 CombineReduce::Taker CombineReduce::taker_of(size_t peer) const {
-  const int p = static_cast<int>(peer);
-  if (!plan_.between || plan_.between->domains->is_near(p)) {
+  if (is_near(plan_, peer)) {
     const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), 0);
     return {peer, 0, signal, reads_itself(peer)};
   }
   const Domains& domains = *plan_.between->domains;
+  const int p = static_cast<int>(peer);
   const auto carrier = static_cast<size_t>(domains.carrier(p, plan_.shape.rank));
   // CombineCarry::rows_of_ is the same from the other side.
   const bool has_rows =
@@ -84,49 +82,21 @@ void CombineReduce::run(int64_t unit, Scratch& scratch) const {
     }
     const auto chunk = static_cast<uint32_t>(unit);
     if (!taker.has_rows_itself) {
-      send_rows(peer, taker, range, taker.first_signal + chunk, scratch);
+      const SumChunk sums = {
+          .to = taker.rank,
+          .first_row = taker.first_row + range.first,
+          .num_rows = range.last - range.first,
+          .row_bytes = row_bytes_,
+          .signal = taker.first_signal + chunk};
+      send_sums(rank_, call_, sums, scratch.rows, [&, peer = peer](int64_t i, std::byte* row) {
+        reduce(peer, range.first + i, row, scratch);
+      });
     }
     if (in_.weights.is_given()) {
       const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), chunk);
       send_weights(peer, range, signal, scratch);
     }
   }
-}
-
-void CombineReduce::send_rows(
-    size_t peer, const Taker& taker, ChunkRange range, uint32_t signal, Scratch& scratch
-) const {
-  const int to = static_cast<int>(taker.rank);
-  const auto count = static_cast<size_t>(range.last - range.first);
-  const Target& target = call_.words[taker.rank].rows;
-  const uint64_t offset =
-      target.offset + static_cast<uint64_t>(taker.first_row + range.first) * row_bytes_;
-  // Sums go straight into the peer's memory where this rank can store there.
-  std::byte* const peer_memory = rank_.transport.mapped(to, target.region.slot);
-  std::byte* rows = peer_memory;
-  if (peer_memory != nullptr) {
-    rows += offset;
-  } else {
-    scratch.rows.resize(static_cast<size_t>(kChunkArrivals) * row_bytes_);
-    rows = scratch.rows.data();
-  }
-  for (size_t i = 0; i < count; ++i) {
-    reduce(peer, range.first + static_cast<int64_t>(i), rows + i * row_bytes_, scratch);
-  }
-  if (peer_memory != nullptr) {
-    rank_.transport.raise(to, signal, count);
-    return;
-  }
-  std::array<Put, kChunkArrivals> puts;
-  for (size_t i = 0; i < count; ++i) {
-    puts[i] = {
-        .source = rows + i * row_bytes_,
-        .bytes = row_bytes_,
-        .region = target.region.slot,
-        .signal = signal,
-        .offset = offset + i * row_bytes_};
-  }
-  rank_.transport.put(to, {puts.data(), count});
 }
 
 void CombineReduce::send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch)

@@ -47,9 +47,6 @@ class CombineReduce {
   };
   [[nodiscard]] Taker taker_of(size_t peer) const;
   [[nodiscard]] bool reads_itself(size_t peer) const;
-  void send_rows(
-      size_t peer, const Taker& taker, ChunkRange range, uint32_t signal, Scratch& scratch
-  ) const;
   void send_weights(size_t to, ChunkRange range, uint32_t signal, Scratch& scratch) const;
   [[nodiscard]] const float* scale_of(size_t peer, int64_t arrival) const;
 

@@ -7,8 +7,8 @@
 #include <atomic>
 
 #include "exchange/chunk_signals.hpp"
+#include "exchange/combine_rows.hpp"
 #include "exchange/cpu_call.hpp"
-#include "exchange/row_sum.hpp"
 
 namespace weft {
 
@@ -19,14 +19,9 @@ class CombineSum {
   );
 
   // Memory of one worker.
-  struct Token {
-    RowGroups rows;
-    RowGroups near;                   // of this domain, where it is one of several
-    std::vector<std::byte> near_sum;  // of those
-  };
   struct Scratch {
-    Token now;
-    Token next;
+    CombineRows::Token now;
+    CombineRows::Token next;
   };
 
   // Sums the next chunk of tokens if it is complete. Any worker. False: it was not.
@@ -44,13 +39,6 @@ class CombineSum {
   void release_rows() const;
 
  private:
-  void list(int64_t token, Token& out) const;
-  void list_across(int64_t token, Token& out) const;
-  // Rows of the token's arrivals, a group for each.
-  template <class Filter>
-  void list_arrivals(int64_t token, RowGroups& groups, const Filter& is_wanted) const;
-  void add_row(const std::byte* row, RowGroups& groups) const;
-  [[nodiscard]] float scale_of(const Arrivals& pair, int64_t token, size_t route) const;
   void give_weights(int64_t token) const;
   // Visits (signals, peer, chunk) of all partial sums that a unit reads, until `visit` returns
   // false.
@@ -74,7 +62,8 @@ class CombineSum {
   const CombineOutput& out_;
   size_t self_;
   size_t row_bytes_;
-  std::vector<const std::byte*> rows_of_;  // by rank, where its rows can be read here; else null
+  bool has_weights_;
+  CombineRows rows_;
   ChunkSignals arrived_;  // by rank: partial sums of this domain's ranks, weights of all
   ChunkSignals crossed_;  // by carrier: sums of its domain
   int64_t num_units_;

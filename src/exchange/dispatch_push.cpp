@@ -25,8 +25,7 @@ DispatchPush::DispatchPush(
   const size_t num_ranks = plan_.sent.size();
   for (size_t step = 1; step < num_ranks; ++step) {
     const size_t peer = (self_ + step) % num_ranks;
-    const bool is_near = !plan_.between || plan_.between->domains->is_near(static_cast<int>(peer));
-    (is_near ? near_ : far_).push_back(peer);
+    (is_near(plan_, peer) ? near_ : far_).push_back(peer);
   }
   for (const Arrivals& pair : plan_.sent) {  // crossings of a domain are at least as many as those
     num_units_ = std::max(num_units_, num_chunks(pair.size()));

@@ -53,6 +53,11 @@ struct DomainTraffic {
     std::vector<std::vector<Arrivals>> carried
 );
 
+// No other domain lies between this rank and `peer`.
+[[nodiscard]] inline bool is_near(const PlanData& plan, size_t peer) {
+  return !plan.between || plan.between->domains->is_near(static_cast<int>(peer));
+}
+
 // The pair (carried source, member), wherever it is kept.
 [[nodiscard]] inline const Arrivals& carried_pair(
     const PlanData& plan, const CarriedSource& carried, size_t member

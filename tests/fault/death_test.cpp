@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "support/errors.hpp"
+#include "support/killed_rank.hpp"
 #include "support/process_memory.hpp"
 #include "support/run_case.hpp"
 
@@ -123,26 +124,7 @@ TEST_F(DeathTest, AKilledRankIsNamedAtEveryStep) {
 
 TEST_F(DeathTest, ARankKilledAnywhereEndsTheOthersInTime) {
   for (int delay_us = 200; delay_us < 20'000; delay_us *= 3) {
-    const auto statuses = run_forked(3, [&](const Group& group) {
-      Exchange exchange(group, setup_.config());
-      if (group.rank() == 1) {
-        std::thread([delay_us] {
-          std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-          std::raise(SIGKILL);
-        }).detach();
-      }
-      const auto thrown = thrown_by([&] {
-        for (;;) {
-          if (!run_cases(exchange, {&data_, 1}).empty()) {
-            return;
-          }
-        }
-      });
-      return verdict(
-          thrown && thrown->is_peer_error && thrown->text.find("rank 1 died ") != std::string::npos,
-          text_of(thrown)
-      );
-    });
+    const auto statuses = run_until_killed(data_, 1, std::chrono::microseconds(delay_us));
     EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0})) << "after " << delay_us << " us";
   }
 }

@@ -6,10 +6,10 @@
 
 #include <atomic>
 #include <csignal>
-#include <iostream>
 #include <thread>
 
 #include "support/errors.hpp"
+#include "support/killed_rank.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {
@@ -87,28 +87,7 @@ TEST(CarrierDeathTest, ARankKilledAnywhereEndsTheOthersInTime) {
   setup.num_threads = 2;
   const CaseData data = staged_case(setup, "dc");
   for (int delay_us = 300; delay_us < 25'000; delay_us *= 3) {
-    const auto statuses = run_forked(4, [&](const Group& group) {
-      Exchange exchange = make_exchange(group, setup);
-      if (group.rank() == 2) {
-        std::thread([delay_us] {
-          std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-          std::raise(SIGKILL);
-        }).detach();
-      }
-      const auto thrown = thrown_by([&] {
-        for (;;) {
-          if (!run_cases(exchange, {&data, 1}).empty()) {
-            return;
-          }
-        }
-      });
-      const bool is_named =
-          thrown && thrown->is_peer_error && thrown->text.find("rank 2 died ") != std::string::npos;
-      if (!is_named) {
-        std::cerr << "rank " << group.rank() << ": " << text_of(thrown) << std::endl;
-      }
-      return is_named ? 0 : 1;
-    });
+    const auto statuses = run_until_killed(data, 2, std::chrono::microseconds(delay_us));
     EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0}))
         << "after " << delay_us << " us";
   }

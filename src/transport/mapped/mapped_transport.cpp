@@ -10,6 +10,7 @@
 
 #include "core/copy.hpp"
 #include "transport/agree.hpp"
+#include "transport/checks.hpp"
 #include "transport/spin_time.hpp"
 
 namespace weft {
@@ -40,6 +41,7 @@ MappedTransport::MappedTransport(
     std::span<const int> members
 )
     : source_(std::move(source)),
+      context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = source_->name()},
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
@@ -76,7 +78,7 @@ MappedTransport::MappedTransport(
 void MappedTransport::connect(int rank, const Bytes& block) {
   const Hello hello = decode(block);
   WEFT_CHECK_ARG(
-      context(),
+      context_,
       hello.num_signals == num_signals_,
       "connect: rank {} asks for {} signals (this rank for {})",
       rank,
@@ -91,22 +93,10 @@ void MappedTransport::connect(int rank, const Bytes& block) {
   }
 }
 
-Context MappedTransport::context() const {
-  return {.rank = rank_, .num_ranks = num_ranks_, .transport = name()};
-}
-
 MappedTransport::Peer& MappedTransport::peer(std::string_view verb, int rank) const {
+  check_rank(context_, verb, rank);
   WEFT_CHECK(
-      context(),
-      rank >= 0 && rank < num_ranks_,
-      ErrorCode::kTransport,
-      "{}: rank {} is out of range (num_ranks = {})",
-      verb,
-      rank,
-      num_ranks_
-  );
-  WEFT_CHECK(
-      context(),
+      context_,
       has_member(rank),
       ErrorCode::kTransport,
       "{}: rank {} is in another domain",
@@ -125,12 +115,12 @@ bool MappedTransport::has_member(int rank) const {
 Region MappedTransport::allocate(uint64_t bytes) {
   Memory memory = source_->allocate(std::max<uint64_t>(bytes, 1));
   const std::lock_guard lock(memory_mutex_);
-  return own_regions_.add(std::move(memory), bytes, context());
+  return own_regions_.add(std::move(memory), bytes, context_);
 }
 
 void MappedTransport::release(const RegionRef& region) {
   const std::lock_guard lock(memory_mutex_);
-  own_regions_.remove(region, context());
+  own_regions_.remove(region, context_);
   peer("release", rank_).regions.drop_released(own_);
 }
 
@@ -139,7 +129,7 @@ void MappedTransport::import(int rank, const RegionRef& region) {
   const bool is_current = region.slot < kMaxRegions && region.generation != 0 &&
                           from.signals.generation(region.slot) == region.generation;
   WEFT_CHECK(
-      context(),
+      context_,
       is_current,
       ErrorCode::kTransport,
       "import: region {} generation {} of rank {} is not allocated there",
@@ -166,48 +156,16 @@ void MappedTransport::import(int rank, const RegionRef& region) {
 
 // --- moving ---
 
-void MappedTransport::check_signal(std::string_view verb, int rank, uint32_t signal) const {
-  WEFT_CHECK(
-      context(),
-      signal < num_signals_,
-      ErrorCode::kTransport,
-      "{}: signal {} of rank {} is out of range (num_signals = {})",
-      verb,
-      signal,
-      rank,
-      num_signals_
-  );
-}
-
-void MappedTransport::check_put(const Peer& to, int rank, const Put& put) const {
-  const RegionTable::View view = to.regions.find(put.region);
-  WEFT_CHECK(
-      context(),
-      view.generation != 0 && view.generation == to.signals.generation(put.region),
-      ErrorCode::kTransport,
-      "put: region {} of rank {} is {}",
-      put.region,
-      rank,
-      view.generation == 0 ? "not imported" : "released"
-  );
-  WEFT_CHECK(
-      context(),
-      put.offset <= view.bytes && put.bytes <= view.bytes - put.offset,
-      ErrorCode::kTransport,
-      "put: {} B at offset {} end past region {} of rank {} ({} B)",
-      put.bytes,
-      put.offset,
-      put.region,
-      rank,
-      view.bytes
-  );
-  check_signal("put", rank, put.signal);
-}
-
 void MappedTransport::put(int rank, std::span<const Put> puts) {
   Peer& to = peer("put", rank);
   for (const Put& put : puts) {
-    check_put(to, rank, put);
+    const RegionTable::View view = to.regions.find(put.region);
+    const bool is_imported = view.generation != 0;  // else the slot may be any number
+    const PutRegion region = {
+        .is_imported = is_imported,
+        .is_released = is_imported && view.generation != to.signals.generation(put.region),
+        .bytes = view.bytes};
+    check_put(context_, rank, put, region, num_signals_);
   }
   for (size_t i = 0; i < puts.size();) {
     const uint32_t signal = puts[i].signal;
@@ -226,7 +184,7 @@ void MappedTransport::put(int rank, std::span<const Put> puts) {
 
 void MappedTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   Peer& to = peer("raise", rank);
-  check_signal("raise", rank, signal);
+  check_signal(context_, "raise", rank, signal, num_signals_);
   streaming_fence();  // the caller may have stored by copy_streaming()
   to.signals.raise(signal, amount);
   to.signals.ring();
@@ -242,7 +200,7 @@ std::byte* MappedTransport::mapped(int rank, uint32_t region) const {
 // --- waiting ---
 
 uint64_t MappedTransport::signal_value(uint32_t signal) const {
-  check_signal("wait", rank_, signal);
+  check_signal(context_, "wait", rank_, signal, num_signals_);
   return own_.signal(signal);
 }
 

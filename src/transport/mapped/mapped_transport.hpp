@@ -38,7 +38,7 @@ class MappedTransport final : public Transport {
   // Where this rank's signals are, for who raises them by other means.
   [[nodiscard]] const SignalBlock& signals() const { return own_; }
 
-  [[nodiscard]] std::string_view name() const override { return source_->name(); }
+  [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
@@ -59,13 +59,11 @@ class MappedTransport final : public Transport {
     ProcessWatch watch;
     RegionTable regions;  // of that rank, imported here
   };
-  [[nodiscard]] Context context() const;
   [[nodiscard]] Peer& peer(std::string_view verb, int rank) const;
-  void check_put(const Peer& to, int rank, const Put& put) const;
-  void check_signal(std::string_view verb, int rank, uint32_t signal) const;
   void connect(int rank, const Bytes& block);
 
   std::unique_ptr<MemorySource> source_;
+  Context context_;
   int rank_;
   int num_ranks_;
   uint32_t num_signals_;

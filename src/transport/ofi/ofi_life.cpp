@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "transport/checks.hpp"
 #include "transport/ofi/knock.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 
@@ -68,7 +69,7 @@ void OfiTransport::knock_at(int rank) const {
 }
 
 PeerState OfiTransport::peer_state(int rank) const {
-  check_rank("peer_state", rank);
+  check_rank(context_, "peer_state", rank);
   if (!is_far(rank)) {
     return near_->peer_state(rank);
   }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/copy.hpp"
+#include "transport/checks.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 
 namespace weft::ofi {
@@ -17,60 +18,6 @@ constexpr uint64_t kCopyBytes = 512 << 10;
 
 }  // namespace
 
-// --- checks ---
-
-void OfiTransport::check_rank(std::string_view verb, int rank) const {
-  WEFT_CHECK(
-      context_,
-      rank >= 0 && rank < num_ranks_,
-      ErrorCode::kTransport,
-      "{}: rank {} is out of range (num_ranks = {})",
-      verb,
-      rank,
-      num_ranks_
-  );
-}
-
-void OfiTransport::check_signal(std::string_view verb, int rank, uint32_t signal) const {
-  WEFT_CHECK(
-      context_,
-      signal < num_signals_,
-      ErrorCode::kTransport,
-      "{}: signal {} of rank {} is out of range (num_signals = {})",
-      verb,
-      signal,
-      rank,
-      num_signals_
-  );
-}
-
-void OfiTransport::check_put(int rank, const Put& put) const {
-  const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
-  WEFT_CHECK(
-      context_,
-      view && !view->is_released,
-      ErrorCode::kTransport,
-      "put: region {} of rank {} is {}",
-      put.region,
-      rank,
-      view ? "released" : "not imported"
-  );
-  WEFT_CHECK(
-      context_,
-      put.offset <= view->bytes && put.bytes <= view->bytes - put.offset,
-      ErrorCode::kTransport,
-      "put: {} B at offset {} end past region {} of rank {} ({} B)",
-      put.bytes,
-      put.offset,
-      put.region,
-      rank,
-      view->bytes
-  );
-  check_signal("put", rank, put.signal);
-}
-
-// --- puts ---
-
 Queue& OfiTransport::pick_queue() {
   static std::atomic<size_t> num_threads = 0;
   thread_local const size_t mine = num_threads++;  // threads spread over the queues
@@ -78,13 +25,18 @@ Queue& OfiTransport::pick_queue() {
 }
 
 void OfiTransport::put(int rank, std::span<const Put> puts) {
-  check_rank("put", rank);
+  check_rank(context_, "put", rank);
   if (!is_far(rank)) {
     near_->put(rank, puts);
     return;
   }
   for (const Put& put : puts) {
-    check_put(rank, put);
+    const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
+    const PutRegion region = {
+        .is_imported = view.has_value(),
+        .is_released = view && view->is_released,
+        .bytes = view ? view->bytes : 0};
+    check_put(context_, rank, put, region, num_signals_);
   }
   Queue& queue = pick_queue();
   Pending pending;
@@ -204,12 +156,12 @@ void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put) {
 }
 
 void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
-  check_rank("raise", rank);
+  check_rank(context_, "raise", rank);
   if (!is_far(rank)) {
     near_->raise(rank, signal, amount);
     return;
   }
-  check_signal("raise", rank, signal);
+  check_signal(context_, "raise", rank, signal, num_signals_);
   streaming_fence();  // the caller may have stored into a neighbour's memory before
   const Message raising = message(MessageKind::kRaise, signal, amount);
   const Outcome outcome = send(pick_queue(), rank, raising, Clock::now() + timeout_);

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "transport/checks.hpp"
+
 namespace weft::ofi {
 namespace {
 
@@ -115,7 +117,7 @@ void OfiTransport::poll_until_quiet(Queue& queue) {
 }
 
 void OfiTransport::import(int rank, const RegionRef& region) {
-  check_rank("import", rank);
+  check_rank(context_, "import", rank);
   if (!is_far(rank)) {
     near_->import(rank, region);
     return;
@@ -133,7 +135,7 @@ void OfiTransport::import(int rank, const RegionRef& region) {
 }
 
 std::byte* OfiTransport::mapped(int rank, uint32_t region) const {
-  check_rank("mapped", rank);
+  check_rank(context_, "mapped", rank);
   return is_far(rank) || hides_memory_ ? nullptr : near_->mapped(rank, region);
 }
 

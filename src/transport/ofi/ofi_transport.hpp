@@ -96,9 +96,6 @@ class OfiTransport final : public Transport, private QueueEvents {
   void note_news();
 
   // ofi_put.cpp
-  void check_rank(std::string_view verb, int rank) const;
-  void check_signal(std::string_view verb, int rank, uint32_t signal) const;
-  void check_put(int rank, const Put& put) const;
   [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
   void send_copy(Queue& queue, int rank, std::span<const Put> batch);
   void send_direct(Queue& queue, int rank, const Put& put, const Pending& pending);

@@ -2,30 +2,13 @@
 // Staging in a group of several domains: areas, and crossing tokens.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-
 #include "exchange/staging.hpp"
 #include "plan/domain_traffic.hpp"
 #include "support/case_data.hpp"
+#include "unit/exchange/byte_spans.hpp"
 
 namespace weft::test {
 namespace {
-
-struct Span {
-  uint64_t begin;
-  uint64_t end;
-};
-
-void expect_apart(std::vector<Span> spans, uint64_t num_bytes) {
-  std::erase_if(spans, [](const Span& span) { return span.begin == span.end; });
-  std::ranges::sort(spans, {}, &Span::begin);
-  uint64_t end = 0;
-  for (const Span& span : spans) {
-    EXPECT_GE(span.begin, end);
-    end = span.end;
-  }
-  EXPECT_LE(end, num_bytes);
-}
 
 class DomainsStagingTest : public testing::Test {
  protected:
@@ -59,10 +42,6 @@ class DomainsStagingTest : public testing::Test {
   std::vector<PlanData> plans_;
 };
 
-Span span_of(uint64_t first, int64_t count, uint64_t each) {
-  return {first, first + static_cast<uint64_t>(count) * each};
-}
-
 TEST_F(DomainsStagingTest, GivesEachPairOfADispatchItsOwnRoom) {
   const StagedRowBytes bytes = {
       .rows = 48,
@@ -73,7 +52,7 @@ TEST_F(DomainsStagingTest, GivesEachPairOfADispatchItsOwnRoom) {
       .crossing_scales = 7};
   for (const PlanData& plan : plans_) {
     const Staging staging = dispatch_staging(plan, bytes);
-    std::vector<Span> spans;
+    std::vector<ByteSpan> spans;
     for (size_t s = 0; s < 5; ++s) {
       if (static_cast<int>(s) == plan.shape.rank) {
         continue;
@@ -97,7 +76,7 @@ TEST_F(DomainsStagingTest, GivesEachAreaOfACombineItsOwnRoom) {
       .rows = 64, .scales = 0, .weights = 4, .source_weights = 4, .crossing_rows = 64};
   for (const PlanData& plan : plans_) {
     const Staging staging = combine_staging(plan, bytes);
-    std::vector<Span> spans;
+    std::vector<ByteSpan> spans;
     for (size_t p = 0; p < 5; ++p) {
       if (static_cast<int>(p) == plan.shape.rank) {
         continue;

@@ -6,46 +6,24 @@
 #include <algorithm>
 
 #include "support/case_data.hpp"
+#include "unit/exchange/byte_spans.hpp"
 
 namespace weft::test {
 namespace {
 
-struct Span {
-  uint64_t begin;
-  uint64_t end;
-};
-
-void expect_apart(std::vector<Span> spans, uint64_t num_bytes) {
-  std::erase_if(spans, [](const Span& span) { return span.begin == span.end; });
-  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
-    return a.begin < b.begin;
-  });
-  uint64_t end = 0;
-  for (const Span& span : spans) {
-    EXPECT_GE(span.begin, end);
-    EXPECT_EQ(span.begin % 16, 0U);
-    end = span.end;
-  }
-  EXPECT_LE(end, num_bytes);
-}
-
 // What a peer may write, by its offset of each kind.
-std::vector<Span> spans_of(
+std::vector<ByteSpan> spans_of(
     const Staging& staging,
     const StagedRowBytes& bytes,
     size_t peer,
     const std::array<int64_t, 3>& counts
 ) {
   const auto [arrivals, routes, source_routes] = counts;
-  const auto span = [](const std::vector<uint64_t>& offsets, size_t at, int64_t count, uint64_t each
-                    ) {
-    return Span{offsets[at], offsets[at] + static_cast<uint64_t>(count) * each};
-  };
   return {
-      span(staging.rows, peer, arrivals, bytes.rows),
-      span(staging.scales, peer, arrivals, bytes.scales),
-      span(staging.weights, peer, routes, bytes.weights),
-      span(staging.source_weights, peer, source_routes, bytes.source_weights)};
+      span_of(staging.rows[peer], arrivals, bytes.rows),
+      span_of(staging.scales[peer], arrivals, bytes.scales),
+      span_of(staging.weights[peer], routes, bytes.weights),
+      span_of(staging.source_weights[peer], source_routes, bytes.source_weights)};
 }
 
 class StagingTest : public testing::Test {
@@ -67,7 +45,7 @@ TEST_F(StagingTest, GivesEachSourceOfADispatchItsOwnRoom) {
   const StagedRowBytes bytes = {.rows = 48, .scales = 7, .weights = 4, .source_weights = 0};
   for (const Plan& plan : data_.plans) {
     const Staging staging = dispatch_staging(plan.data(), bytes);
-    std::vector<Span> spans;
+    std::vector<ByteSpan> spans;
     for (size_t peer = 0; peer < 3; ++peer) {
       const Arrivals& pair = plan.data().received[peer];
       if (static_cast<int>(peer) != plan.rank()) {
@@ -77,7 +55,7 @@ TEST_F(StagingTest, GivesEachSourceOfADispatchItsOwnRoom) {
         );
       }
     }
-    expect_apart(spans, staging.num_bytes);
+    expect_apart(spans, staging.num_bytes, 16);
   }
 }
 
@@ -85,7 +63,7 @@ TEST_F(StagingTest, GivesEachExpertRankOfACombineItsOwnRoom) {
   const StagedRowBytes bytes = {.rows = 64, .scales = 0, .weights = 4, .source_weights = 4};
   for (const Plan& plan : data_.plans) {
     const Staging staging = combine_staging(plan.data(), bytes);
-    std::vector<Span> spans;
+    std::vector<ByteSpan> spans;
     for (size_t peer = 0; peer < 3; ++peer) {
       const Arrivals& sent = plan.data().sent[peer];
       const int64_t source_routes = plan.data().received[peer].num_routes();
@@ -96,7 +74,7 @@ TEST_F(StagingTest, GivesEachExpertRankOfACombineItsOwnRoom) {
         );
       }
     }
-    expect_apart(spans, staging.num_bytes);
+    expect_apart(spans, staging.num_bytes, 16);
   }
 }
 
