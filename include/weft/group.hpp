@@ -64,6 +64,7 @@ class Group {
   struct State;
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
   friend Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
+  friend Group part_of(const Group& group, const std::vector<int>& members);
   std::shared_ptr<State> state_;
 };
 

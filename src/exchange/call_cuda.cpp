@@ -64,7 +64,7 @@ void CudaExchange::clear_fault(uint32_t epoch) {
 }
 
 void CudaExchange::throw_fault() {
-  const FaultRecord record = *own->fault.get();
+  FaultRecord record = *own->fault.get();
   const auto give_up = [&](ErrorCode code, const std::string& problem) {
     try {
       raise_error(code, context, problem);
@@ -73,8 +73,14 @@ void CudaExchange::throw_fault() {
       throw;
     }
   };
+  const PeerState state =
+      record.kind == FaultKind::kTimeout ? memory->peer_state(record.peer) : PeerState::kAlive;
+  RankView named = view;
+  if (!rank_names.empty()) {
+    named.rank = rank_names[static_cast<size_t>(view.rank)];
+    record.peer = record.peer < 0 ? -1 : rank_names[static_cast<size_t>(record.peer)];
+  }
   if (record.kind == FaultKind::kTimeout) {
-    const PeerState state = memory->peer_state(record.peer);
     if (record.waiting_for != WaitFor::kGrid && state != PeerState::kAlive) {
       give_up(
           ErrorCode::kPeerFailed,
@@ -93,13 +99,13 @@ void CudaExchange::throw_fault() {
     } catch (const Error& error) {  // the timeout is what matters
       log(LogLevel::kDebug, "exchange: {}", error.what());
     }
-    give_up(ErrorCode::kTimeout, fault_text(record, view, survey));
+    give_up(ErrorCode::kTimeout, fault_text(record, named, survey));
   }
   if (record.kind == FaultKind::kStranger || record.kind == FaultKind::kUnmapped) {
-    give_up(ErrorCode::kInternal, fault_text(record, view));
+    give_up(ErrorCode::kInternal, fault_text(record, named));
   }
   clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
-  raise_error(ErrorCode::kInvalidArgument, context, fault_text(record, view));
+  raise_error(ErrorCode::kInvalidArgument, context, fault_text(record, named));
 }
 
 // By a copy, which takes another way than the kernel that failed.
@@ -112,7 +118,7 @@ ControlSurvey CudaExchange::survey_control(uint32_t epoch) const {
     WEFT_CUDA(context, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
   };
   ControlSurvey survey;
-  survey.words.resize(static_cast<size_t>(context.num_ranks));
+  survey.words.resize(static_cast<size_t>(view.num_ranks));
   const uint64_t first = sizeof(uint32_t) * control_map.signals().word(epoch, 0);
   copy(survey.words.data(), first, sizeof(uint32_t) * survey.words.size());
   copy(&survey.stamp, control_map.stamp_offset(), sizeof survey.stamp);

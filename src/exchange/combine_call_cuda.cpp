@@ -34,7 +34,7 @@ void CudaExchange::combine(
     launch.scale = in.scale;
     launch.mover = mover();
 
-    const int64_t per_token = std::min(context.num_ranks, shape.shape.topk);
+    const int64_t per_token = std::min(view.num_ranks, shape.shape.topk);
     const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;
     const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
     launch.staging = {.region = area.region, .offset = 0};
@@ -50,7 +50,7 @@ void CudaExchange::combine(
     const RoleBlocks blocks = choose_blocks(
         tuning,
         {.op = TunedOp::kCombine,
-         .num_ranks = context.num_ranks,
+         .num_ranks = view.num_ranks,
          .row_bytes = launch.row_bytes,
          .num_sms = sms_of(call),
          .num_senders = call.num_senders}

@@ -77,7 +77,7 @@ void CudaExchange::dispatch(
     const RoleBlocks blocks = choose_blocks(
         tuning,
         {.op = TunedOp::kDispatch,
-         .num_ranks = context.num_ranks,
+         .num_ranks = view.num_ranks,
          .row_bytes = launch.row_bytes,
          .num_sms = sms_of(call),
          .num_senders = call.num_senders,

@@ -9,8 +9,9 @@ namespace weft {
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
     : state_(
-          config.device.kind == Device::Kind::kCuda ? make_cuda_exchange(group, config)
-                                                    : make_cpu_exchange(group, config)
+          config.device.kind == Device::Kind::kCuda
+              ? make_cuda_exchange(group, config, group.topology().domains)
+              : make_cpu_exchange(group, config)
       ) {}
 Exchange::Exchange(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Exchange::~Exchange() = default;

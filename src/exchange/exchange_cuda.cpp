@@ -111,6 +111,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
   plan_scratch.create(plan_scratch_bytes(plan_map) / sizeof(int32_t) + 1, context);
   prepare_plan(plan_map);
+  prepare_given_plan();
   prepare_dispatch();
   prepare_combine();
   prepare_refusal();
@@ -171,6 +172,19 @@ void CudaExchange::check_aligned(
       name,
       address
   );
+}
+
+void CudaExchange::join_domains(
+    const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms
+) {
+  int num_sms = 0;
+  WEFT_CUDA(
+      context,
+      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, settings.device.index)
+  );
+  num_gpu_sms = std::max(2, (num_sms - num_kept_sms) / num_sharing);
+  context = whole;
+  rank_names.assign(ranks.begin(), ranks.end());
 }
 
 int CudaExchange::sms_of(const CallOptions& call) const {
@@ -256,7 +270,7 @@ ExchangeStats CudaExchange::stats() const {
   const CudaDeviceGuard guard(settings.device.index);
   const LocalState now = read_local();
   ExchangeStats stats = counters;
-  for (int peer = 0; peer < context.num_ranks; ++peer) {
+  for (int peer = 0; peer < view.num_ranks; ++peer) {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);
   }
   return stats;
@@ -274,12 +288,6 @@ Footprint CudaExchange::footprint() const {
       .staging_bytes = static_cast<int64_t>(staged),
       .buffer_bytes = static_cast<int64_t>(buffers->used_bytes()),
       .pooled_bytes = static_cast<int64_t>(buffers->unused_bytes())};
-}
-
-std::unique_ptr<Exchange::State> make_cuda_exchange(
-    const Group& group, const ExchangeConfig& config
-) {
-  return std::make_unique<CudaExchange>(group, config);
 }
 
 }  // namespace weft

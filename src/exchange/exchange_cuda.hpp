@@ -8,6 +8,7 @@
 
 #include <exception>
 #include <memory>
+#include <span>
 
 #include "core/check.hpp"
 #include "core/scope_cuda.hpp"
@@ -53,6 +54,11 @@ struct CudaExchange final : Exchange::State {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+  // Its ranks are `ranks` of a larger group: messages call them so. `num_sharing` ranks of that
+  // group share this GPU, and so many multiprocessors are kept for other kernels.
+  void join_domains(
+      const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms
+  );
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
   // One call: faults of earlier ones are thrown, `launch(stream)` queues it; a refusal of its
@@ -77,6 +83,21 @@ struct CudaExchange final : Exchange::State {
   // Memory for so many more plans.
   void add_plans(uint64_t num_plans);
   [[nodiscard]] int sms_of(const CallOptions& call) const;
+  // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory
+  // that the GPU reads and that must stay until the stream has passed. Collective, like make_plan;
+  // `number` tells calls apart and must be equal on all ranks.
+  Plan adopt_plan(
+      PlanData data,
+      const std::byte* image,
+      std::span<const GivenRecords> records,
+      int64_t number,
+      const CallOptions& call
+  );
+  // Memory for one plan, grown if need be, and the plan in it.
+  std::shared_ptr<const Block> take_plan(cudaStream_t stream);
+  [[nodiscard]] std::shared_ptr<DevicePlan> device_plan(
+      std::shared_ptr<const Block> block, const PlanShape& shape
+  ) const;
   // Where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
   // Rows must begin at multiples of 16 bytes.
@@ -87,6 +108,7 @@ struct CudaExchange final : Exchange::State {
 
   ExchangeConfig settings;  // "auto" and 0 resolved
   Context context;
+  std::vector<int> rank_names;  // [num_ranks] in messages; empty: as they are
   uint64_t id;
   std::shared_ptr<PeerMemory> memory;
   std::shared_ptr<CudaRankState> own;

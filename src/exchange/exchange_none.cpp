@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for exchange_cuda.cpp in a build without CUDA.
+// Stands for exchange_domains_cuda.cpp in a build without CUDA.
 #include "core/check.hpp"
 #include "exchange/config_agreement.hpp"
 #include "exchange/exchange_state.hpp"
@@ -8,7 +8,9 @@ namespace weft {
 
 // Through the agreement, so that ranks with another build hear of it.
 std::unique_ptr<Exchange::State> make_cuda_exchange(
-    const Group& group, const ExchangeConfig& config
+    const Group& group,
+    const ExchangeConfig& config,
+    const std::vector<std::vector<int>>& /*domains*/
 ) {
   const Context context = {.rank = group.rank(), .num_ranks = group.num_ranks()};
   agree_on_config(group, config, context, [&] {

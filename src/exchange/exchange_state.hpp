@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "weft/exchange.hpp"
 
@@ -38,9 +39,10 @@ struct Exchange::State {
 [[nodiscard]] std::unique_ptr<Exchange::State> make_cpu_exchange(
     const Group& group, const ExchangeConfig& config
 );
-// exchange_cuda.cpp or exchange_none.cpp; the latter throws Error (kUnsupported).
+// exchange_domains_cuda.cpp or exchange_none.cpp; the latter throws Error (kUnsupported).
+// `domains` as Topology::domains; others than the group's are for tests.
 [[nodiscard]] std::unique_ptr<Exchange::State> make_cuda_exchange(
-    const Group& group, const ExchangeConfig& config
+    const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
 );
 
 }  // namespace weft

@@ -147,24 +147,11 @@ Plan CudaExchange::make_plan(
         settings.device,
         context
     );
-    auto block = plans->take(0);
-    if (!block) {
-      WEFT_CHECK(
-          context,
-          !is_capturing(stream),
-          ErrorCode::kUnsupported,
-          "plan: memory for one more plan is needed inside a capture (keep as many plans alive "
-          "once "
-          "before it)"
-      );
-      add_plans(kMorePlans);
-      block = plans->take(0);
-    }
-
+    const auto block = take_plan(stream);
     PlanData data;
     data.shape = {
-        .rank = context.rank,
-        .num_ranks = context.num_ranks,
+        .rank = view.rank,
+        .num_ranks = view.num_ranks,
         .num_experts = settings.num_experts,
         .topk = routes.topk,
         .num_tokens = routes.num_tokens,
@@ -172,8 +159,7 @@ Plan CudaExchange::make_plan(
         .has_weights = routing.weights.is_given(),
         .options = options};
     data.exchange_id = id;
-    const auto device = std::make_shared<CudaPlan>(block, *this, data.shape);
-    data.device = device;
+    data.device = device_plan(block, data.shape);
 
     const std::optional<int64_t> rows = given_rows(options, data.shape.num_local_experts());
     auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape.get() + plan_map.shape_bytes());
@@ -182,7 +168,7 @@ Plan CudaExchange::make_plan(
     }
     PlanLaunch launch;
     launch.me = view;
-    launch.plan = device->view();
+    launch.plan = view_of(data);
     launch.plan_address = block->address;
     launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
     launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
@@ -223,6 +209,28 @@ Plan CudaExchange::make_plan(
     }
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });
+}
+
+std::shared_ptr<const Block> CudaExchange::take_plan(cudaStream_t stream) {
+  auto block = plans->take(0);
+  if (!block) {
+    WEFT_CHECK(
+        context,
+        !is_capturing(stream),
+        ErrorCode::kUnsupported,
+        "plan: memory for one more plan is needed inside a capture (keep as many plans alive once "
+        "before it)"
+    );
+    add_plans(kMorePlans);
+    block = plans->take(0);
+  }
+  return block;
+}
+
+std::shared_ptr<DevicePlan> CudaExchange::device_plan(
+    std::shared_ptr<const Block> block, const PlanShape& shape
+) const {
+  return std::make_shared<CudaPlan>(std::move(block), *this, shape);
 }
 
 PlanView CudaExchange::view_of(const PlanData& plan) const {

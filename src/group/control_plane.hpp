@@ -23,4 +23,9 @@ class ControlPlane {
 // Collective: measures the topology.
 [[nodiscard]] Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
 
+// The ranks `members` (ascending, the caller's among them) as a group of one domain, numbered from
+// 0. It speaks through `group`, so every rank of that makes a part of its own at the same time, and
+// all make the same calls on it.
+[[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
+
 }  // namespace weft

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "weft/group.hpp"
 
+#include <algorithm>
+#include <numeric>
+
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "group/control_plane.hpp"
@@ -39,6 +42,26 @@ class FunctionControl final : public ControlPlane {
  private:
   AllGather all_gather_;
   Context context_;
+};
+
+// All ranks of the group call it; each hears the members of its own part.
+class PartControl final : public ControlPlane {
+ public:
+  PartControl(Group group, std::vector<int> members)
+      : group_(std::move(group)), members_(std::move(members)) {}
+
+  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
+    std::vector<Bytes> blocks = group_.all_gather(block);
+    std::vector<Bytes> mine;
+    for (const int member : members_) {
+      mine.push_back(std::move(blocks[static_cast<size_t>(member)]));
+    }
+    return mine;
+  }
+
+ private:
+  Group group_;
+  std::vector<int> members_;
 };
 
 }  // namespace
@@ -81,6 +104,28 @@ Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control)
   Topology topology = probe_topology(*control, env.ranks_per_domain, {rank, num_ranks, {}});
   return Group(std::make_shared<Group::State>(Group::State{
       rank, num_ranks, std::move(control), std::move(topology)}));
+}
+
+Group part_of(const Group& group, const std::vector<int>& members) {
+  const auto place = std::ranges::find(members, group.rank());
+  WEFT_CHECK_ARG(
+      (Context{group.rank(), group.num_ranks(), {}}),
+      place != members.end(),
+      "group: rank {} is not among the {} ranks of its part",
+      group.rank(),
+      members.size()
+  );
+  std::vector<std::string> hosts;
+  for (const int member : members) {
+    hosts.push_back(group.topology().host_of[static_cast<size_t>(member)]);
+  }
+  std::vector<int> ranks(members.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return Group(std::make_shared<Group::State>(Group::State{
+      static_cast<int>(place - members.begin()),
+      static_cast<int>(members.size()),
+      std::make_unique<PartControl>(group, members),
+      make_topology({ranks}, std::move(hosts), group.topology().one_process)}));
 }
 
 int Group::rank() const {

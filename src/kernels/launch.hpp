@@ -8,6 +8,7 @@
 
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
+#include "kernels/given_records.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -39,6 +40,22 @@ struct PlanLaunch {
 // Once per device and before any capture.
 void prepare_plan(const PlanMap& map);
 void launch_plan(const PlanLaunch& call, cudaStream_t stream);
+
+// A plan whose slots are known. `image` is host memory that the GPU reads: this rank's plan block
+// up to PlanMap::chunk_begin(0), then the records of each receiver.
+struct GivenPlanLaunch {
+  RankView me;
+  PlanView plan;
+  PeerAddress plan_address;
+  const std::byte* image = nullptr;
+  GivenRecords to[kMaxDomainRanks];
+  int32_t num_tokens = 0;
+  int64_t signature[kDeviceSignatureFields] = {};
+  int32_t num_blocks = 1;
+};
+
+void prepare_given_plan();
+void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream);
 
 struct DispatchLaunch {
   RankView me;
@@ -90,7 +107,8 @@ struct CombineLaunch {
 };
 
 static_assert(
-    sizeof(PlanLaunch) <= 4096 && sizeof(DispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
+    sizeof(PlanLaunch) <= 4096 && sizeof(GivenPlanLaunch) <= 4096 &&
+        sizeof(DispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
 

@@ -49,7 +49,7 @@ ExchangeConfig ExchangeSetup::config(int rank) const {
       .num_experts = num_experts,
       .max_topk = max_topk,
       .device = is_on_gpu() ? Device{Device::Kind::kCuda, rank % num_gpus} : Device{},
-      .transport = is_on_gpu() ? "auto" : transport,
+      .transport = is_on_gpu() && domain_of.empty() ? "auto" : transport,
       .num_threads = num_threads,
       .num_sms = num_sms,
       .mover = mover,

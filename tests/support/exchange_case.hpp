@@ -23,8 +23,8 @@ struct ExchangeSetup {
   int num_experts = 8;
   int max_topk = 4;
   std::chrono::milliseconds timeout = std::chrono::seconds(60);
-  // [num_ranks] the domain of each, on a CPU; empty: one domain, whatever the environment says of
-  // the group. Domains are numbered by their first rank.
+  // [num_ranks] the domain of each; empty: one domain, whatever the environment says of the group.
+  // Domains are numbered by their first rank.
   std::vector<int> domain_of = {};
 
   // On GPUs: rank r uses GPU r % num_gpus; 0: on the CPU.

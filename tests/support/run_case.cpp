@@ -180,6 +180,9 @@ Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
     domains.resize(std::max(domains.size(), domain + 1));
     domains[domain].push_back(rank);
   }
+  if (setup.is_on_gpu()) {
+    return Exchange(make_cuda_exchange(group, config, domains));
+  }
   return Exchange(std::make_unique<CpuExchange>(group, config, std::move(domains)));
 }
 

@@ -1,0 +1,400 @@
+// SPDX-License-Identifier: Apache-2.0
+// combine over several domains of GPUs: each domain adds up what its ranks have for a token, its
+// carrier sends the sum back, and the token's rank adds the domains' sums. Previous in the data
+// flow: the caller's experts.
+#include "exchange/crossing_memory.hpp"
+#include "exchange/exchange_domains_cuda.hpp"
+#include "exchange/validate.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+namespace {
+
+// Of one source that this rank carries, in this GPU's memory.
+struct CarriedSums {
+  uint64_t rows = 0;
+  uint64_t weights = 0;         // gradients that go back
+  uint64_t source_weights = 0;  // that came
+};
+
+class CombineAcross {
+ public:
+  CombineAcross(
+      DomainsCudaExchange& owner,
+      const DomainsPlan& device,
+      const CombineInput& in,
+      const CombineOutput& out,
+      cudaStream_t stream,
+      CallOptions options
+  )
+      : owner_(owner),
+        far_(*owner.far),
+        device_(device),
+        plan_(device.on_host()),
+        traffic_(*plan_.between),
+        in_(in),
+        out_(out),
+        stream_(stream),
+        options_(options),
+        topk_(plan_.shape.topk) {
+    options_.stream = stream;
+    const int64_t weight_bytes = topk_ * kWeightBytes;
+    sums_ = crossing_chunk(
+        in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
+    );
+    // All that a domain gets, in one message.
+    weights_ = {
+        .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
+        .rows = std::max<int64_t>(owner.settings.max_tokens, 1)};
+    lay_out();
+  }
+
+  // Where everything lies in the memory that make_room() has reserved.
+  void lay_out() {
+    AreaMap staging;
+    AreaMap work;
+    AreaMap messages;
+    int64_t num_chunks = 0;
+    for (const CarriedSource& carried : traffic_.carried) {
+      const int64_t count = carried.crossings.size();
+      carried_.push_back(
+          {work.add(count * sums_.row_bytes),
+           work.add(count * sums_.weight_bytes),
+           work.add(count * weights_.weight_bytes)}
+      );
+      staged_weights_.push_back(staging.add(weights_bytes(count)));
+      sum_messages_.push_back(messages.add(sums_.area_bytes(count)));
+      sum_chunks_.push_back(num_chunks);
+      num_chunks += sums_.num_chunks(count);
+    }
+    num_parts_ = plan_.shape.num_tokens;
+    for (const auto& tokens : traffic_.sent) {
+      const auto count = static_cast<int64_t>(tokens.size());
+      first_part_.push_back(num_parts_);
+      num_parts_ += count;
+      staged_sums_.push_back(staging.add(sums_.area_bytes(count)));
+      weight_messages_.push_back(messages.add(weights_bytes(count)));
+      weight_chunks_.push_back(num_chunks);
+      num_chunks += 1;
+    }
+    parts_ = work.add(num_parts_ * sums_.row_bytes);
+    part_weights_ = work.add(num_parts_ * sums_.weight_bytes);
+    own_weights_ = work.add(plan_.shape.num_tokens * weights_.weight_bytes);
+    work_ = owner_.work->data;
+  }
+
+  void run() {
+    const std::vector<CallWord> words = far_.board->swap(own_words(), {});
+    far_.import_targets(words);
+    try {
+      owner_.let_copies_follow(stream_);
+      WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
+      if (in_.source_weights.is_given()) {
+        swap_weights(words);
+      }
+      const std::vector<CrossingSend> sends = sum_carried(words);
+      sum_own();
+      swap_sums(sends);
+    } catch (...) {
+      owner_.refuse_rounds(DeviceOp::kCombine, num_launched_, device_.rounds.size(), stream_);
+      throw;
+    }
+    owner_.let_follow_copies(stream_);
+    add_parts();
+    ++far_.counters.num_combines;
+    far_.count_crossings(count_carried(plan_), sums_.row_bytes);
+  }
+
+ private:
+  [[nodiscard]] int64_t weights_bytes(int64_t count) const { return count * weights_.weight_bytes; }
+  [[nodiscard]] size_t carrier_of(size_t domain) const {
+    return static_cast<size_t>(
+        traffic_.domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
+    );
+  }
+  [[nodiscard]] int64_t num_sent(size_t domain) const {
+    return static_cast<int64_t>(traffic_.sent[domain].size());
+  }
+  [[nodiscard]] CrossingTransfer transfer(const CrossingChunk& chunk, std::string_view what) const {
+    const CrossingTransfer::Owner owner = {
+        *far_.transport, *far_.waiter, far_.settled, far_.context, owner_.settings.timeout};
+    return {owner, chunk, {"combine", far_.call_number, what}};
+  }
+
+  [[nodiscard]] std::vector<CallWord> own_words() const {
+    CallWord word = far_.new_word(Op::kCombine);
+    word.signature = {
+        static_cast<int64_t>(plan_.call),
+        static_cast<int64_t>(in_.rows.dtype),
+        in_.rows.row_bytes(),
+        static_cast<int64_t>(in_.scale),
+        in_.weights.is_given()};
+    std::vector<CallWord> to(static_cast<size_t>(far_.context.num_ranks), word);
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) > 0) {
+        to[carrier_of(domain)].rows = far_.staging_at(staged_sums_[domain]);
+      }
+    }
+    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
+      const CarriedSource& carried = traffic_.carried[i];
+      if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
+        to[static_cast<size_t>(carried.source)].source_weights =
+            far_.staging_at(staged_weights_[i]);
+      }
+    }
+    return to;
+  }
+
+  // The weights of crossing tokens go to their carriers, and those of carried tokens come.
+  void swap_weights(std::span<const CallWord> words) {
+    const uint32_t number = ++owner_.number;
+    std::vector<CrossingSend> sends;
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) == 0) {
+        continue;
+      }
+      PackLaunch launch = weights_launch();
+      launch.index = device_.index.sent[domain];
+      launch.count = num_sent(domain);
+      launch.messages = owner_.messages->get() + weight_messages_[domain];
+      launch.done = owner_.done->get() + weight_chunks_[domain];
+      launch.number = number;
+      launch_pack(launch, owner_.copies.get());
+      sends.push_back(
+          {.to = static_cast<int>(carrier_of(domain)),
+           .count = num_sent(domain),
+           .target = words[carrier_of(domain)].source_weights,
+           .first_signal = far_.signals.source_weights(static_cast<uint32_t>(plan_.shape.rank)),
+           .messages = launch.messages,
+           .done = launch.done,
+           .number = number}
+      );
+    }
+    std::vector<CrossingReceive> receives;
+    for (const CarriedSource& carried : traffic_.carried) {
+      receives.push_back(
+          {.from = carried.source,
+           .count = carried.crossings.size(),
+           .first_signal = far_.signals.source_weights(static_cast<uint32_t>(carried.source))}
+      );
+    }
+    const auto take = [&](size_t i, int64_t /*chunk*/) {
+      copy_in(
+          carried_[i].source_weights,
+          far_.staging.data + staged_weights_[i],
+          weights_bytes(traffic_.carried[i].crossings.size())
+      );
+    };
+    transfer(weights_, "weights").run(sends, receives, take, [&] { owner_.near->check(); });
+  }
+
+  [[nodiscard]] PackLaunch weights_launch() const {
+    PackLaunch launch;
+    launch.chunk = weights_;
+    launch.weights = reinterpret_cast<const float*>(in_.source_weights.data);
+    launch.weight_column = device_.index.weight_column;
+    launch.topk = topk_;
+    launch.weight_cols = static_cast<int32_t>(in_.source_weights.cols);
+    return launch;
+  }
+
+  // This domain's sums for the tokens of others, and their messages.
+  std::vector<CrossingSend> sum_carried(std::span<const CallWord> words) {
+    const uint32_t number = ++owner_.number;
+    std::vector<CrossingSend> sends;
+    owner_.let_follow_copies(stream_);
+    for (size_t round = 1; round < device_.rounds.size(); ++round) {
+      const size_t i = round - 1;
+      const bool is_carried = i < carried_.size();
+      const CarriedSums at = is_carried ? carried_[i] : CarriedSums();
+      const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
+      CombineInput in = in_;
+      CombineOutput out = {.x = rows_view(at.rows, count), .weights = {}};
+      if (in_.weights.is_given()) {
+        out.weights = weights_view(at.weights, count);
+      }
+      if (in_.source_weights.is_given()) {
+        in.source_weights = weights_view(at.source_weights, count);
+      }
+      launch_round(round, in, out);
+      if (count == 0) {
+        continue;
+      }
+      const auto source = static_cast<size_t>(traffic_.carried[i].source);
+      PackLaunch launch;
+      launch.chunk = sums_;
+      launch.rows = out.x.data;
+      launch.weights = reinterpret_cast<const float*>(out.weights.data);
+      launch.topk = topk_;
+      launch.weight_cols = topk_;
+      launch.count = count;
+      launch.messages = owner_.messages->get() + sum_messages_[i];
+      launch.done = owner_.done->get() + sum_chunks_[i];
+      launch.number = number;
+      owner_.let_copies_follow(stream_);
+      launch_pack(launch, owner_.copies.get());
+      sends.push_back(
+          {.to = static_cast<int>(source),
+           .count = count,
+           .target = words[source].rows,
+           .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
+           .messages = launch.messages,
+           .done = launch.done,
+           .number = number}
+      );
+    }
+    return sends;
+  }
+
+  // The last round, though its number is the first: others wait for the rounds before.
+  void sum_own() {
+    CombineInput in = in_;
+    if (plan_.shape.from_map && in_.source_weights.is_given()) {  // rounds know weights by k
+      PackLaunch launch = weights_launch();
+      launch.chunk.rows = std::max<int64_t>(plan_.shape.num_tokens, 1);
+      launch.count = plan_.shape.num_tokens;
+      launch.messages = work_ + own_weights_;
+      launch_pack(launch, stream_);
+      in.source_weights = weights_view(own_weights_, plan_.shape.num_tokens);
+    }
+    CombineOutput out = {.x = rows_view(parts_, plan_.shape.num_tokens), .weights = {}};
+    if (in_.weights.is_given()) {
+      out.weights = weights_view(part_weights_, plan_.shape.num_tokens);
+    }
+    launch_round(0, in, out);
+  }
+
+  void launch_round(size_t round, const CombineInput& in, const CombineOutput& out) {
+    ++num_launched_;
+    owner_.near->combine(device_.rounds[round], in, out, options_);
+  }
+
+  // The sums of other domains come in beside this one's.
+  void swap_sums(std::span<const CrossingSend> sends) {
+    std::vector<CrossingReceive> receives;
+    std::vector<size_t> domains;
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) > 0) {
+        domains.push_back(domain);
+        receives.push_back(
+            {.from = static_cast<int>(carrier_of(domain)),
+             .count = num_sent(domain),
+             .first_signal = far_.signals.crossing(static_cast<uint32_t>(carrier_of(domain)), 0)}
+        );
+      }
+    }
+    const auto take = [&](size_t i, int64_t c) {
+      const size_t domain = domains[i];
+      const int64_t num = sums_.num_rows(c, num_sent(domain));
+      const int64_t first = first_part_[domain] + sums_.first_row(c);
+      const std::byte* message =
+          far_.staging.data + staged_sums_[domain] + static_cast<uint64_t>(c * sums_.stride());
+      copy_in(
+          parts_ + static_cast<uint64_t>(first * sums_.row_bytes), message, num * sums_.row_bytes
+      );
+      copy_in(
+          part_weights_ + static_cast<uint64_t>(first * sums_.weight_bytes),
+          message + sums_.weights_at(num),
+          num * sums_.weight_bytes
+      );
+    };
+    transfer(sums_, "sums").run(sends, receives, take, [&] { owner_.near->check(); });
+  }
+
+  void copy_in(uint64_t area, const std::byte* from, int64_t bytes) const {
+    if (bytes > 0) {
+      WEFT_CUDA(
+          far_.context,
+          cudaMemcpyAsync(
+              work_ + area,
+              from,
+              static_cast<size_t>(bytes),
+              cudaMemcpyHostToDevice,
+              owner_.copies.get()
+          )
+      );
+    }
+  }
+
+  void add_parts() const {
+    SumPartsLaunch launch;
+    launch.dtype = in_.rows.dtype;
+    launch.parts = work_ + parts_;
+    launch.begin = device_.index.part_begin;
+    launch.row = device_.index.part_row;
+    launch.out = out_.x.data;
+    launch.row_bytes = sums_.row_bytes;
+    launch.num_tokens = plan_.shape.num_tokens;
+    if (in_.weights.is_given()) {
+      launch.part_weights = reinterpret_cast<const float*>(work_ + part_weights_);
+      launch.weight_row = device_.index.weight_row;
+      launch.weight_column = device_.index.weight_column;
+      launch.out_weights = reinterpret_cast<float*>(out_.weights.data);
+      launch.topk = topk_;
+      launch.weight_cols = static_cast<int32_t>(out_.weights.cols);
+    }
+    launch_sum_parts(launch, stream_);
+  }
+
+  [[nodiscard]] Tensor rows_view(uint64_t area, int64_t rows) const {
+    return {work_ + area, in_.rows.dtype, rows, in_.rows.cols, -1, owner_.settings.device};
+  }
+  [[nodiscard]] Tensor weights_view(uint64_t area, int64_t rows) const {
+    return {work_ + area, DType::kFloat32, rows, topk_, -1, owner_.settings.device};
+  }
+
+  DomainsCudaExchange& owner_;
+  CpuExchange& far_;
+  const DomainsPlan& device_;
+  const PlanData& plan_;
+  const DomainTraffic& traffic_;
+  const CombineInput& in_;
+  const CombineOutput& out_;
+  cudaStream_t stream_;
+  CallOptions options_;
+  int32_t topk_;
+  CrossingChunk sums_;
+  CrossingChunk weights_;
+  std::byte* work_ = nullptr;
+  std::vector<CarriedSums> carried_;       // [carried] in `work`
+  std::vector<uint64_t> staged_weights_;   // [carried] in the far executor's staging
+  std::vector<uint64_t> sum_messages_;     // [carried]
+  std::vector<int64_t> sum_chunks_;        // [carried] first of `done`
+  std::vector<int64_t> first_part_;        // [num_domains]
+  std::vector<uint64_t> staged_sums_;      // [num_domains]
+  std::vector<uint64_t> weight_messages_;  // [num_domains]
+  std::vector<int64_t> weight_chunks_;     // [num_domains] of `done`
+  int64_t num_parts_ = 0;
+  uint64_t parts_ = 0;
+  uint64_t part_weights_ = 0;
+  uint64_t own_weights_ = 0;
+  size_t num_launched_ = 0;
+};
+
+}  // namespace
+
+void DomainsCudaExchange::combine(
+    const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+) {
+  const CudaDeviceGuard guard(settings.device.index);
+  const cudaStream_t stream = stream_of(call);
+  const PlanData& header = plan.header();
+  const std::exception_ptr refusal = refusal_of([&] {
+    Validator{far->context, settings, far->id}.combine(header, in, out);
+    near->check_aligned("combine", "rows", in.rows);
+    near->check_aligned("combine", "x", out.x);
+    begin_call("combine", stream);
+  });
+  if (!refusal) {  // weights cross both ways
+    make_room(Op::kCombine, in.rows.row_bytes() + 2 * kWeightBytes * header.shape.topk, stream);
+  }
+  const auto prepare = [&] {
+    rethrow(refusal);
+    const auto& device = static_cast<const DomainsPlan&>(*header.device);
+    return std::make_unique<CombineAcross>(*this, device, in, out, stream, call);
+  };
+  far->run_call(Op::kCombine, prepare, [&](const auto& across) { across->run(); });
+  end_call(call, stream);
+}
+
+}  // namespace weft

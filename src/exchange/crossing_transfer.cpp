@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/crossing_transfer.hpp"
+
+#include <atomic>
+#include <thread>
+
+namespace weft {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+void CrossingTransfer::run(
+    std::span<const CrossingSend> sends,
+    std::span<const CrossingReceive> receives,
+    const std::function<void(size_t, int64_t)>& take,
+    const std::function<void()>& look
+) {
+  sends_ = sends;
+  receives_ = receives;
+  next_send_.assign(sends.size(), 0);
+  next_receive_.assign(receives.size(), 0);
+  last_move_ = Clock::now();
+  while (!is_sent() || !is_received()) {
+    const bool has_sent = send_packed();
+    const bool has_taken = take_arrived(take);
+    if (has_sent || has_taken) {
+      last_move_ = Clock::now();
+    } else if (is_sent()) {
+      await_arrival();
+    } else {
+      await_packing(look);
+    }
+  }
+}
+
+bool CrossingTransfer::is_sent() const {
+  for (size_t i = 0; i < sends_.size(); ++i) {
+    if (next_send_[i] < chunk_.num_chunks(sends_[i].count)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool CrossingTransfer::is_received() const {
+  for (size_t i = 0; i < receives_.size(); ++i) {
+    if (next_receive_[i] < chunk_.num_chunks(receives_[i].count)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Written by a GPU beside this thread.
+bool CrossingTransfer::is_packed(size_t i) const {
+  const CrossingSend& send = sends_[i];
+  if (next_send_[i] >= chunk_.num_chunks(send.count)) {
+    return false;
+  }
+  const auto* done = static_cast<const volatile uint32_t*>(send.done + next_send_[i]);
+  if (*done != send.number) {
+    return false;
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
+}
+
+// One message of each peer at a time, so that none waits for all of another's.
+bool CrossingTransfer::send_packed() {
+  bool has_sent = false;
+  for (size_t i = 0; i < sends_.size(); ++i) {
+    if (!is_packed(i)) {
+      continue;
+    }
+    const CrossingSend& send = sends_[i];
+    const int64_t c = next_send_[i]++;
+    const auto offset = static_cast<uint64_t>(c * chunk_.stride());
+    const Put put = {
+        .source = send.messages + offset,
+        .bytes = static_cast<uint64_t>(chunk_.num_rows(c, send.count) * chunk_.token_bytes()),
+        .region = send.target.region.slot,
+        .signal = send.first_signal + static_cast<uint32_t>(c),
+        .offset = send.target.offset + offset};
+    owner_.transport.put(send.to, {&put, 1});
+    has_sent = true;
+  }
+  return has_sent;
+}
+
+uint64_t CrossingTransfer::wanted(size_t i) const {
+  return owner_.settled[receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i])] + 1;
+}
+
+bool CrossingTransfer::has_come(size_t i) const {
+  const CrossingReceive& receive = receives_[i];
+  if (next_receive_[i] >= chunk_.num_chunks(receive.count)) {
+    return false;
+  }
+  const uint32_t signal = receive.first_signal + static_cast<uint32_t>(next_receive_[i]);
+  return owner_.transport.signal_value(signal) >= wanted(i);
+}
+
+bool CrossingTransfer::take_arrived(const std::function<void(size_t, int64_t)>& take) {
+  bool has_taken = false;
+  for (size_t i = 0; i < receives_.size(); ++i) {
+    while (has_come(i)) {
+      const int64_t c = next_receive_[i];
+      ++owner_.settled[receives_[i].first_signal + static_cast<uint32_t>(c)];
+      ++next_receive_[i];
+      take(i, c);
+      has_taken = true;
+    }
+  }
+  return has_taken;
+}
+
+std::vector<Missing> CrossingTransfer::missing() const {
+  std::vector<Missing> late;
+  for (size_t i = 0; i < receives_.size(); ++i) {
+    if (next_receive_[i] < chunk_.num_chunks(receives_[i].count) && !has_come(i)) {
+      const uint32_t signal = receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i]);
+      late.push_back(
+          {.peer = receives_[i].from,
+           .signal = signal,
+           .seen = owner_.transport.signal_value(signal),
+           .wanted = wanted(i)}
+      );
+    }
+  }
+  return late;
+}
+
+void CrossingTransfer::await_arrival() {
+  const auto has_any = [&] {
+    for (size_t i = 0; i < receives_.size(); ++i) {
+      if (has_come(i)) {
+        return true;
+      }
+    }
+    return false;
+  };
+  owner_.waiter.until(reason_, has_any, [&] { return missing(); });
+}
+
+// The GPU rings no bell: a look, then a turn for other threads.
+void CrossingTransfer::await_packing(const std::function<void()>& look) {
+  constexpr int kLooks = 64;
+  for (int n = 0; n < kLooks; ++n) {
+    owner_.transport.progress();
+    for (size_t i = 0; i < sends_.size(); ++i) {
+      if (is_packed(i)) {
+        return;
+      }
+    }
+  }
+  look();
+  std::this_thread::yield();
+  for (size_t i = 0; i < sends_.size(); ++i) {
+    const int64_t all = chunk_.num_chunks(sends_[i].count);
+    WEFT_CHECK(
+        owner_.context,
+        next_send_[i] == all || Clock::now() - last_move_ < owner_.timeout,
+        ErrorCode::kTimeout,
+        "{}: call {}: the GPU has packed {} of {} messages for rank {} (no other within {} ms)",
+        reason_.op,
+        reason_.call,
+        next_send_[i],
+        all,
+        sends_[i].to,
+        owner_.timeout.count()
+    );
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch over several domains of GPUs: crossing tokens go to their carriers as messages in host
+// memory, while this domain's executor moves the others; what arrives is dispatched here as if it
+// were this rank's own. Previous in the data flow: plan_domains_cuda.cpp.
+#include "exchange/crossing_memory.hpp"
+#include "exchange/exchange_domains_cuda.hpp"
+#include "exchange/validate.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+namespace {
+
+// Tokens of one source, in this GPU's memory.
+struct CarriedTokens {
+  uint64_t rows = 0;
+  uint64_t weights = 0;
+  uint64_t scales = 0;
+};
+
+class DispatchAcross {
+ public:
+  DispatchAcross(
+      DomainsCudaExchange& owner,
+      const DomainsPlan& device,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      cudaStream_t stream,
+      CallOptions options
+  )
+      : owner_(owner),
+        far_(*owner.far),
+        device_(device),
+        plan_(device.on_host()),
+        traffic_(*plan_.between),
+        in_(in),
+        out_(out),
+        stream_(stream),
+        options_(options) {
+    options_.stream = stream;
+    const int64_t weight_bytes = in.weights.is_given() ? plan_.shape.topk * kWeightBytes : 0;
+    const int64_t scale_bytes = in.scales.is_given() ? in.scales.row_bytes() : 0;
+    chunk_ = crossing_chunk(in.x.row_bytes(), weight_bytes, scale_bytes, kChunkArrivals);
+    lay_out();
+  }
+
+  // Where everything lies in the memory that make_room() has reserved.
+  void lay_out() {
+    AreaMap staging;
+    AreaMap work;
+    for (const CarriedSource& carried : traffic_.carried) {
+      const int64_t count = carried.crossings.size();
+      staged_.push_back(staging.add(chunk_.area_bytes(count)));
+      carried_.push_back(
+          {work.add(count * chunk_.row_bytes),
+           work.add(count * chunk_.weight_bytes),
+           work.add(count * chunk_.scale_bytes)}
+      );
+    }
+    own_weights_ = work.add(plan_.shape.num_tokens * chunk_.weight_bytes);
+    AreaMap messages;
+    int64_t num_chunks = 0;
+    for (const auto& tokens : traffic_.sent) {
+      const auto count = static_cast<int64_t>(tokens.size());
+      first_chunk_.push_back(num_chunks);
+      messages_.push_back(messages.add(chunk_.area_bytes(count)));
+      num_chunks += chunk_.num_chunks(count);
+    }
+    work_ = owner_.work->data;
+  }
+
+  void run() {
+    CallWord word = far_.new_word(Op::kDispatch);
+    word.signature = {
+        static_cast<int64_t>(plan_.call),
+        static_cast<int64_t>(in_.x.dtype),
+        chunk_.row_bytes,
+        in_.scales.is_given() ? chunk_.scale_bytes : -1,
+        in_.weights.is_given(),
+        static_cast<int64_t>(in_.quantise)};
+    std::vector<CallWord> to(static_cast<size_t>(far_.context.num_ranks), word);
+    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
+      const CarriedSource& carried = traffic_.carried[i];
+      if (carried.crossings.size() > 0) {
+        to[static_cast<size_t>(carried.source)].rows = far_.staging_at(staged_[i]);
+      }
+    }
+    const std::vector<CallWord> words = far_.board->swap(to, {});
+    far_.import_targets(words);
+    try {
+      move(words);
+    } catch (...) {
+      owner_.refuse_rounds(DeviceOp::kDispatch, next_round_, device_.rounds.size(), stream_);
+      throw;
+    }
+    ++far_.counters.num_dispatches;
+    far_.count_crossings(count_sent(plan_), chunk_.row_bytes + chunk_.scale_bytes);
+  }
+
+ private:
+  void move(std::span<const CallWord> words) {
+    owner_.let_copies_follow(stream_);
+    WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
+    const std::vector<CrossingSend> sends = pack(words);
+    std::vector<CrossingReceive> receives;
+    for (const CarriedSource& carried : traffic_.carried) {
+      receives.push_back(
+          {.from = carried.source,
+           .count = carried.crossings.size(),
+           .first_signal = far_.signals.crossing(static_cast<uint32_t>(carried.source), 0)}
+      );
+      left_.push_back(chunk_.num_chunks(carried.crossings.size()));
+    }
+    launch_own();
+    launch_ready();
+    const CrossingTransfer::Owner owner = {
+        *far_.transport, *far_.waiter, far_.settled, far_.context, owner_.settings.timeout};
+    CrossingTransfer(owner, chunk_, {"dispatch", far_.call_number, "rows"})
+        .run(
+            sends, receives, [&](size_t i, int64_t c) { take(i, c); }, [&] { owner_.near->check(); }
+        );
+    launch_ready();
+  }
+
+  // Each token once, to the carrier of its domain.
+  std::vector<CrossingSend> pack(std::span<const CallWord> words) {
+    std::vector<CrossingSend> sends;
+    const auto own = static_cast<size_t>(traffic_.domains->own());
+    const size_t num_domains = traffic_.sent.size();
+    const uint32_t number = ++owner_.number;
+    for (size_t step = 1; step < num_domains; ++step) {
+      const size_t domain = (own + step) % num_domains;
+      const auto count = static_cast<int64_t>(traffic_.sent[domain].size());
+      if (count == 0) {
+        continue;
+      }
+      const int carrier =
+          traffic_.domains->carrier_into(static_cast<int>(domain), plan_.shape.rank);
+      const CrossingSend send = {
+          .to = carrier,
+          .count = count,
+          .target = words[static_cast<size_t>(carrier)].rows,
+          .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
+          .messages = owner_.messages->get() + messages_[domain],
+          .done = owner_.done->get() + first_chunk_[domain],
+          .number = number};
+      PackLaunch launch = pack_launch();
+      launch.chunk = chunk_;
+      launch.rows = in_.x.data;
+      launch.scales = in_.scales.data;
+      launch.index = device_.index.sent[domain];
+      launch.count = count;
+      launch.messages = owner_.messages->get() + messages_[domain];
+      launch.done = owner_.done->get() + first_chunk_[domain];
+      launch.number = number;
+      launch_pack(launch, owner_.copies.get());
+      sends.push_back(send);
+    }
+    return sends;
+  }
+
+  [[nodiscard]] PackLaunch pack_launch() const {
+    PackLaunch launch;
+    launch.weights = reinterpret_cast<const float*>(in_.weights.data);
+    launch.weight_column = device_.index.weight_column;
+    launch.topk = plan_.shape.topk;
+    launch.weight_cols = static_cast<int32_t>(in_.weights.cols);
+    return launch;
+  }
+
+  // A message has come: to where its tokens are dispatched from.
+  void take(size_t i, int64_t c) {
+    const int64_t count = traffic_.carried[i].crossings.size();
+    const int64_t num = chunk_.num_rows(c, count);
+    const int64_t first = chunk_.first_row(c);
+    const std::byte* message =
+        far_.staging.data + staged_[i] + static_cast<uint64_t>(c * chunk_.stride());
+    const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
+      if (each > 0) {
+        WEFT_CUDA(
+            far_.context,
+            cudaMemcpyAsync(
+                work_ + area + first * each,
+                message + from,
+                static_cast<size_t>(num * each),
+                cudaMemcpyHostToDevice,
+                owner_.copies.get()
+            )
+        );
+      }
+    };
+    copy(carried_[i].rows, chunk_.row_bytes, 0);
+    copy(carried_[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
+    copy(carried_[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
+    if (--left_[i] == 0) {
+      launch_ready();
+    }
+  }
+
+  // The rounds whose tokens are here, in order: all ranks of the domain launch them in the same.
+  void launch_ready() {
+    while (next_round_ < device_.rounds.size() &&
+           (next_round_ > left_.size() || left_[next_round_ - 1] == 0)) {
+      owner_.let_follow_copies(stream_);
+      const size_t round = next_round_++;
+      owner_.near->dispatch(device_.rounds[round], carried_input(round - 1), out_, options_);
+    }
+  }
+
+  void launch_own() {
+    DispatchInput own = in_;
+    if (plan_.shape.from_map && in_.weights.is_given()) {  // rounds know weights by k
+      PackLaunch launch = pack_launch();
+      launch.chunk = {
+          .weight_bytes = chunk_.weight_bytes,
+          .rows = std::max<int64_t>(plan_.shape.num_tokens, 1)};
+      launch.count = plan_.shape.num_tokens;
+      launch.messages = work_ + own_weights_;
+      launch_pack(launch, stream_);
+      own.weights = view(own_weights_, DType::kFloat32, plan_.shape.num_tokens, plan_.shape.topk);
+    }
+    next_round_ = 1;
+    owner_.near->dispatch(device_.rounds[0], own, out_, options_);
+  }
+
+  [[nodiscard]] ConstTensor view(uint64_t area, DType dtype, int64_t rows, int64_t cols) const {
+    return {work_ + area, dtype, rows, cols, -1, owner_.settings.device};
+  }
+
+  [[nodiscard]] DispatchInput carried_input(size_t i) const {
+    const bool is_carried = i < carried_.size();
+    const CarriedTokens tokens = is_carried ? carried_[i] : CarriedTokens();
+    const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
+    DispatchInput in;
+    in.x = view(tokens.rows, in_.x.dtype, count, in_.x.cols);
+    if (in_.weights.is_given()) {
+      in.weights = view(tokens.weights, DType::kFloat32, count, plan_.shape.topk);
+    }
+    if (in_.scales.is_given()) {
+      in.scales = view(tokens.scales, in_.scales.dtype, count, in_.scales.cols);
+    }
+    in.quantise = in_.quantise;
+    return in;
+  }
+
+  DomainsCudaExchange& owner_;
+  CpuExchange& far_;
+  const DomainsPlan& device_;
+  const PlanData& plan_;
+  const DomainTraffic& traffic_;
+  const DispatchInput& in_;
+  const DispatchOutput& out_;
+  cudaStream_t stream_;
+  CallOptions options_;
+  CrossingChunk chunk_;
+  std::vector<uint64_t> staged_;        // [carried] in the far executor's staging
+  std::vector<CarriedTokens> carried_;  // [carried] in `work`
+  uint64_t own_weights_ = 0;
+  std::vector<uint64_t> messages_;    // [num_domains]
+  std::vector<int64_t> first_chunk_;  // [num_domains]
+  std::byte* work_ = nullptr;
+  std::vector<int64_t> left_;  // [carried] messages that have not come
+  size_t next_round_ = 0;
+};
+
+}  // namespace
+
+void DomainsCudaExchange::dispatch(
+    const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+) {
+  const CudaDeviceGuard guard(settings.device.index);
+  const cudaStream_t stream = stream_of(call);
+  const PlanData& header = plan.header();
+  const std::exception_ptr refusal = refusal_of([&] {
+    Validator{far->context, settings, far->id}.dispatch(header, in, out);
+    near->check_aligned("dispatch", "x", in.x);
+    near->check_aligned("dispatch", "rows", out.rows);
+    begin_call("dispatch", stream);
+  });
+  if (!refusal) {
+    const int64_t weights = in.weights.is_given() ? header.shape.topk * kWeightBytes : 0;
+    const int64_t scales = in.scales.is_given() ? in.scales.row_bytes() : 0;
+    make_room(Op::kDispatch, in.x.row_bytes() + weights + scales, stream);
+  }
+  const auto prepare = [&] {
+    rethrow(refusal);
+    const auto& device = static_cast<const DomainsPlan&>(*header.device);
+    return std::make_unique<DispatchAcross>(*this, device, in, out, stream, call);
+  };
+  far->run_call(Op::kDispatch, prepare, [&](const auto& across) { across->run(); });
+  end_call(call, stream);
+}
+
+}  // namespace weft

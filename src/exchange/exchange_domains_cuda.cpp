@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sets the CUDA executor of a group of several domains up, owns what its calls use and answers for
+// it.
+#include "exchange/exchange_domains_cuda.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+#include "core/log.hpp"
+#include "exchange/buffer_pool.hpp"
+#include "exchange/config_agreement.hpp"
+#include "group/control_plane.hpp"
+#include "transport/peer/gpu_identity.hpp"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;  // pages of its own for what is pinned
+constexpr int64_t kSmallScaleBytes = 256;
+constexpr int64_t kGrowing = -1;  // stands for the number of a plan in words
+
+ExchangeConfig far_config(ExchangeConfig config) {
+  config.device = {};
+  config.num_threads = 1;  // it makes plans and moves no rows
+  config.transport = config.transport == "peer" ? "auto" : config.transport;
+  return config;
+}
+
+ExchangeConfig near_config(ExchangeConfig config, const Domains& domains) {
+  const int per_rank = config.num_experts / domains.num_ranks();
+  config.num_experts = per_rank * static_cast<int>(domains.near().size());
+  config.transport = "auto";
+  return config;
+}
+
+// Ranks of the group on this rank's GPU. Also those of other domains, whose kernels wait for this
+// rank no less, if by way of the network.
+int num_sharing(const Group& group, const Device& device) {
+  const std::vector<GpuIdentity> gpus = gather_identities(group, device.index);
+  const GpuIdentity& own = gpus[static_cast<size_t>(group.rank())];
+  return static_cast<int>(std::ranges::count_if(gpus, [&](const GpuIdentity& gpu) {
+    return own.is_same_gpu(gpu);
+  }));
+}
+
+}  // namespace
+
+DomainsCudaExchange::DomainsCudaExchange(
+    const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
+)
+    : settings(wanted) {
+  agree_on_config(group, settings, {.rank = group.rank(), .num_ranks = group.num_ranks()});
+  far = std::make_unique<CpuExchange>(group, far_config(wanted), domains);
+  const auto members = far->domains->near();
+  near = std::make_unique<CudaExchange>(
+      part_of(group, {members.begin(), members.end()}), near_config(wanted, *far->domains)
+  );
+  settings.transport = "peer+" + far->settings.transport;
+  far->context.transport = settings.transport;
+  near->join_domains(far->context, members, num_sharing(group, settings.device), kPackBlocks);
+  const CudaDeviceGuard guard(settings.device.index);
+  own_stream = GpuStream(settings.device.index);
+  copies = GpuStream(settings.device.index);
+  caller_event.create(far->context);
+  copy_event.create(far->context);
+  last_use.create(far->context);
+  prepare_crossing_rows();
+  // Enough for 16-bit rows with weights and small scale rows, and for most plans.
+  reserve(settings.hidden * 2 + settings.max_topk * 8 + kSmallScaleBytes);
+  const uint64_t per_round = 2 * near->plan_map.num_bytes();
+  reserve_image(per_round * (1 + far->domains->carried().size()) + kLeastBytes);
+  group.barrier();
+}
+
+DomainsCudaExchange::~DomainsCudaExchange() {
+  static_cast<void>(cudaStreamSynchronize(copies.get()));
+  static_cast<void>(cudaStreamSynchronize(own_stream.get()));
+  if (pinned_staging != nullptr) {
+    static_cast<void>(cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
+  }
+}
+
+void DomainsCudaExchange::check() {
+  if (far->broken) {
+    std::rethrow_exception(far->broken);
+  }
+  near->check();
+}
+
+ExchangeStats DomainsCudaExchange::stats() const {
+  ExchangeStats stats = far->stats();
+  const ExchangeStats in_domain = near->stats();
+  const auto members = far->domains->near();
+  for (size_t place = 0; place < members.size(); ++place) {
+    stats.wait_seconds[static_cast<size_t>(members[place])] += in_domain.wait_seconds[place];
+  }
+  return stats;
+}
+
+Footprint DomainsCudaExchange::footprint() const {
+  Footprint sum = near->footprint();
+  const Footprint network = far->footprint();
+  sum.control_bytes += network.control_bytes + static_cast<int64_t>(image_bytes);
+  sum.staging_bytes += network.staging_bytes + static_cast<int64_t>(message_bytes);
+  return sum;
+}
+
+cudaStream_t DomainsCudaExchange::stream_of(const CallOptions& call) const {
+  return call.stream == nullptr ? own_stream.get() : static_cast<cudaStream_t>(call.stream);
+}
+
+void DomainsCudaExchange::begin_call(std::string_view op, cudaStream_t stream) {
+  near->check();
+  WEFT_CHECK(
+      far->context,
+      !near->is_capturing(stream),
+      ErrorCode::kUnsupported,
+      "{}: a call between domains cannot be captured in a graph",
+      op
+  );
+  WEFT_CUDA(far->context, cudaStreamSynchronize(copies.get()));
+}
+
+void DomainsCudaExchange::let_copies_follow(cudaStream_t stream) {
+  WEFT_CUDA(far->context, cudaEventRecord(caller_event.get(), stream));
+  WEFT_CUDA(far->context, cudaStreamWaitEvent(copies.get(), caller_event.get()));
+}
+
+void DomainsCudaExchange::let_follow_copies(cudaStream_t stream) {
+  WEFT_CUDA(far->context, cudaEventRecord(copy_event.get(), copies.get()));
+  WEFT_CUDA(far->context, cudaStreamWaitEvent(stream, copy_event.get()));
+}
+
+void DomainsCudaExchange::end_call(const CallOptions& call, cudaStream_t stream) {
+  WEFT_CUDA(far->context, cudaEventRecord(last_use.get(), stream));
+  if (call.stream == nullptr) {
+    near->finish(stream);
+  }
+}
+
+void DomainsCudaExchange::refuse_rounds(
+    DeviceOp op, size_t first, size_t last, cudaStream_t stream
+) {
+  for (size_t round = first; round < last; ++round) {
+    try {
+      near->refuse(op, stream);
+    } catch (const Error& error) {  // the error that led here is what matters
+      log(LogLevel::kDebug, "exchange: {}", error.what());
+    }
+  }
+}
+
+void DomainsCudaExchange::make_room(Op op, int64_t token_bytes, cudaStream_t stream) {
+  if (token_bytes <= room) {
+    return;
+  }
+  far->run_call(
+      op,
+      [] { return 0; },
+      [&](int /*nothing*/) {
+        WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
+        CallWord word = far->new_word(op);
+        word.signature = {kGrowing, token_bytes};
+        const std::vector<CallWord> to(static_cast<size_t>(far->context.num_ranks), word);
+        static_cast<void>(far->board->swap(to, {}));
+      }
+  );
+  reserve(token_bytes);  // nobody launches anything before the words of the call itself
+}
+
+// For as many tokens as each rank may ever have, all of them crossing to every domain.
+void DomainsCudaExchange::reserve(int64_t token_bytes) {
+  const Domains& domains = *far->domains;
+  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(settings.max_tokens, 1));
+  const auto others = static_cast<uint64_t>(domains.num_domains()) - 1;
+  const auto carried = static_cast<uint64_t>(domains.carried().size());
+  // Areas begin at multiples of some bytes, and there are a few for each peer.
+  const uint64_t area = tokens * static_cast<uint64_t>(token_bytes) +
+                        static_cast<uint64_t>(num_chunks(settings.max_tokens) + 4) * 1024;
+  reserve_staging((others + carried) * area);
+  retired.emplace_back(std::move(messages));
+  retired.emplace_back(std::move(done));
+  retired.push_back(std::move(work));
+  message_bytes = (others + carried) * area;
+  messages = std::make_unique<PinnedBuffer<std::byte>>();
+  messages->create(message_bytes, far->context);
+  done = std::make_unique<PinnedBuffer<uint32_t>>();
+  const auto chunks = static_cast<uint64_t>(num_chunks(settings.max_tokens)) + 2;
+  done->create((others + carried) * chunks, far->context);
+  work = near->buffers->take((others + carried + 2) * area);
+  room = token_bytes;
+}
+
+// Memory that CUDA cannot pin can still be copied from, by way of CUDA's own.
+void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
+  if (pinned_staging != nullptr) {
+    WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
+    pinned_staging = nullptr;
+  }
+  far->reserve_staging(std::max(bytes, kLeastBytes));
+  const cudaError_t status =
+      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable);
+  if (status == cudaSuccess) {
+    pinned_staging = far->staging.data;
+  } else {
+    static_cast<void>(cudaGetLastError());
+    log(LogLevel::kWarn,
+        "exchange: {} bytes of staging cannot be pinned: {}",
+        far->staging.ref.bytes,
+        cudaGetErrorString(status));
+  }
+}
+
+void DomainsCudaExchange::reserve_image(uint64_t bytes) {
+  if (bytes > image_bytes) {
+    image_bytes = size_class(std::max(bytes, kLeastBytes));
+    retired.emplace_back(std::move(image));
+    image = std::make_unique<PinnedBuffer<std::byte>>();
+    image->create(image_bytes, far->context);
+  }
+}
+
+std::unique_ptr<Exchange::State> make_cuda_exchange(
+    const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
+) {
+  if (domains.size() > 1) {
+    return std::make_unique<DomainsCudaExchange>(group, config, domains);
+  }
+  return std::make_unique<CudaExchange>(group, config);
+}
+
+}  // namespace weft

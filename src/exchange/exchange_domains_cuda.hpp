@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA executor in a group of several domains: a CPU executor of the whole group makes plans,
+// swaps call words and owns the network; a CUDA executor of this domain moves rows between its
+// GPUs. A call is some rounds of the latter: one with this rank's own tokens, then one with those
+// of each source that it carries. Operations: plan_domains_cuda.cpp, dispatch_domains_cuda.cpp,
+// combine_domains_cuda.cpp.
+//
+// A call returns when what it must send and receive over the network has passed; the kernels after
+// that run in the caller's stream. It cannot be captured.
+#pragma once
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "exchange/crossing_transfer.hpp"
+#include "exchange/exchange_cpu.hpp"
+#include "exchange/exchange_cuda.hpp"
+#include "exchange/plan_image.hpp"
+#include "kernels/crossing_rows.hpp"
+
+namespace weft {
+
+// Device arrays of a plan, in one block; null where a plan has no use for them.
+struct CrossingIndex {
+  std::vector<const int32_t*> sent;  // [num_domains] tokens that cross, ascending
+  // Of combine: parts are the own domain's sums, a row for each token, then the sums of the other
+  // domains, ascending, a row for each crossing token.
+  const int32_t* part_begin = nullptr;  // [num_tokens + 1]
+  const int32_t* part_row = nullptr;    // by token, ascending domain
+  const int32_t* weight_row = nullptr;  // [num_tokens, topk] the part with the route's weight, -1
+  const int32_t* weight_column =
+      nullptr;  // [num_tokens, topk] expert of the route, -1; from_map only
+};
+
+class DomainsPlan final : public DevicePlan {
+ public:
+  // `host` is the far executor's.
+  explicit DomainsPlan(Plan host) : host_(std::move(host)) {}
+  [[nodiscard]] const PlanData& on_host() const override { return host_.data(); }
+  [[nodiscard]] Plan::OnDevice on_device() const override { return rounds[0].on_device(); }
+
+  std::vector<Plan> rounds;  // of the domain's executor
+  std::shared_ptr<const Block> index_block;
+  CrossingIndex index;
+
+ private:
+  Plan host_;
+};
+
+inline constexpr int64_t kWeightBytes = sizeof(float);
+
+// What `check` throws, or null.
+template <class Check>
+[[nodiscard]] std::exception_ptr refusal_of(const Check& check) {
+  try {
+    check();
+  } catch (const Error&) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+inline void rethrow(const std::exception_ptr& refusal) {
+  if (refusal) {
+    std::rethrow_exception(refusal);
+  }
+}
+
+struct DomainsCudaExchange final : Exchange::State {
+  // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
+  DomainsCudaExchange(
+      const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
+  );
+  ~DomainsCudaExchange() override;
+
+  Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
+      override;
+  void dispatch(
+      const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  ) override;
+  void combine(
+      const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
+  ) override;
+  void check() override;
+  [[nodiscard]] Buffer allocate(const Tensor& shape) override { return near->allocate(shape); }
+  void release_pooled() override { near->release_pooled(); }
+  [[nodiscard]] int rank() const override { return far->rank(); }
+  [[nodiscard]] int num_ranks() const override { return far->num_ranks(); }
+  [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
+  [[nodiscard]] ExchangeStats stats() const override;
+  [[nodiscard]] Footprint footprint() const override;
+
+  // A plan of the far executor's to the GPUs of this domain. Collective.
+  Plan bring_plan(const Plan& host, cudaStream_t stream);
+
+  // --- one call ---
+  // The stream of a call; of this exchange's own if the caller has none.
+  [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const;
+  // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no host memory.
+  void begin_call(std::string_view op, cudaStream_t stream);
+  // Work in the copy stream goes on behind what is in the caller's, and the other way round.
+  void let_copies_follow(cudaStream_t stream);
+  void let_follow_copies(cudaStream_t stream);
+  // After the last launch; a call on its own stream waits for it.
+  void end_call(const CallOptions& call, cudaStream_t stream);
+  // The rounds [first, last) do not run: near ranks must hear of it instead of waiting.
+  void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
+
+  // --- memory ---
+  void reserve_image(uint64_t bytes);
+  // For calls that move so many bytes for a token, as all ranks do or none. To make room is
+  // collective and waits for the stream: CUDA waits for the whole GPU then, where kernels of others
+  // may wait for this rank. Throws Error (kInvalidArgument) if some rank refuses the call.
+  void make_room(Op op, int64_t token_bytes, cudaStream_t stream);
+  void reserve(int64_t token_bytes);
+  // Of the far executor's, which peers write and the GPU copies from.
+  void reserve_staging(uint64_t bytes);
+
+  ExchangeConfig settings;
+  std::unique_ptr<CpuExchange> far;
+  std::unique_ptr<CudaExchange> near;
+  GpuStream own_stream;
+  GpuStream copies;
+  CudaEvent caller_event;
+  CudaEvent copy_event;
+  CudaEvent last_use;  // of `work` by the caller's stream
+  int64_t room = 0;    // bytes of a token
+  const std::byte* pinned_staging = nullptr;
+  // What the GPU packs and the network reads, and a word for each message that says so.
+  std::unique_ptr<PinnedBuffer<std::byte>> messages;
+  std::unique_ptr<PinnedBuffer<uint32_t>> done;
+  uint64_t message_bytes = 0;
+  uint32_t number = 0;                             // of the last packing, which `done` gets
+  std::unique_ptr<PinnedBuffer<std::byte>> image;  // of a plan, on its way
+  uint64_t image_bytes = 0;
+  std::shared_ptr<const Block> work;  // what has come, and sums on their way
+  // Outgrown: see CudaExchange::retired.
+  std::vector<std::shared_ptr<const void>> retired;
+};
+
+}  // namespace weft

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/plan_image.hpp"
+
+#include <algorithm>
+
+#include "exchange/region_map.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+namespace {
+
+constexpr uint64_t kAlignment = 16;  // of what the kernel copies
+
+template <class T>
+T* at(std::span<std::byte> image, uint64_t offset) {
+  return reinterpret_cast<T*>(image.data() + offset);
+}
+
+}  // namespace
+
+Round find_round(const PlanData& plan, size_t index) {
+  const DomainTraffic& traffic = *plan.between;
+  const auto near = traffic.domains->near();
+  Round round;
+  if (index == 0) {
+    round.num_tokens = static_cast<int32_t>(plan.shape.num_tokens);
+    for (const int member : near) {
+      const Arrivals& pair = plan.sent[static_cast<size_t>(member)];
+      round.pairs.push_back({&pair, pair.token});
+    }
+  } else if (index <= traffic.carried.size()) {
+    const CarriedSource& carried = traffic.carried[index - 1];
+    round.num_tokens = static_cast<int32_t>(carried.crossings.size());
+    for (size_t member = 0; member < near.size(); ++member) {
+      round.pairs.push_back(
+          {&carried_pair(plan, carried, member), carried.crossings.crossing[member]}
+      );
+    }
+  } else {
+    static const Arrivals kNone;
+    round.pairs.resize(near.size(), {&kNone, {}});
+  }
+  return round;
+}
+
+size_t num_rounds(const PlanData& plan) {
+  const Domains& domains = *plan.between->domains;
+  size_t most = 0;
+  for (const int member : domains.near()) {
+    most = std::max(most, domains.carried_by(member).size());
+  }
+  return 1 + most;
+}
+
+PlanImage::PlanImage(const PlanMap& map, const Round& round, int topk)
+    : map_(map), round_(round), topk_(topk) {
+  uint64_t next = align_up(map.chunk_begin(0), kAlignment);
+  const auto take = [&](uint64_t bytes) {
+    const uint64_t offset = next;
+    next = align_up(next + bytes, kAlignment);
+    return offset;
+  };
+  const auto chunks = static_cast<uint64_t>(num_device_chunks(round.num_tokens));
+  for (const Round::Pair& pair : round.pairs) {
+    const auto arrivals = static_cast<uint64_t>(pair.arrivals->size());
+    const uint64_t routes = arrivals * map.max_topk;
+    GivenRecords records;
+    records.num_arrivals = static_cast<int32_t>(arrivals);
+    records.chunk_begin = take((chunks + 1) * sizeof(int32_t));
+    records.heads = take(arrivals * sizeof(ArrivalHead));
+    records.slots = take(routes * sizeof(int32_t));
+    records.weights = take(routes * sizeof(float));
+    records.origins = take(routes * sizeof(int32_t));
+    records_.push_back(records);
+  }
+  num_bytes_ = next;
+}
+
+void PlanImage::write(std::span<std::byte> image, const PlanData& plan, bool is_first) const {
+  const PlanView block = {image.data(), map_};
+  write_shape(block, plan, is_first);
+  write_routes(block, plan);
+  // By token: how many ranks of the domain before the member it goes to.
+  std::vector<int32_t> num_arrivals(static_cast<size_t>(round_.num_tokens));
+  for (size_t member = 0; member < round_.pairs.size(); ++member) {
+    write_records(image, member, num_arrivals);
+  }
+}
+
+// What the kernel learns from the other ranks it fills in.
+void PlanImage::write_shape(const PlanView& block, const PlanData& plan, bool is_first) const {
+  PlanHeader header;
+  header.num_tokens = round_.num_tokens;
+  header.overflow = plan.overflow ? 1 : 0;
+  header.num_rows = plan.num_rows;
+  header.required_rows = plan.required_rows;
+  header.expert_stride = plan.shape.options.expert_stride;
+  *block.header() = header;
+  const auto& padded = is_first ? plan.padded_rows_per_expert : plan.rows_per_expert;
+  std::ranges::copy(plan.rows_per_expert, block.rows_per_expert());
+  std::ranges::copy(padded, block.padded_rows_per_expert());
+  std::ranges::copy(plan.expert_begin, block.expert_begin());
+}
+
+void PlanImage::write_routes(const PlanView& block, const PlanData& plan) const {
+  const auto tokens = static_cast<size_t>(round_.num_tokens);
+  const size_t topk = map_.max_topk;
+  const size_t members = round_.pairs.size();
+  std::fill_n(block.route_expert(), tokens * topk, -1);
+  std::fill_n(block.route_slot(), tokens * topk, -1);
+  std::fill_n(block.route_weight(), tokens * topk, 0.0F);
+  std::fill_n(block.primary(), tokens * members, -1);
+  std::fill_n(block.arrival(), tokens * members, -1);
+  const int per_rank = plan.shape.num_local_experts();
+  for (size_t member = 0; member < members; ++member) {
+    const Arrivals& pair = *round_.pairs[member].arrivals;
+    for (size_t i = 0; i < pair.token.size(); ++i) {
+      const auto token = static_cast<size_t>(round_.pairs[member].token[i]);
+      const auto first = static_cast<size_t>(pair.route_begin[i]);
+      const auto last = static_cast<size_t>(pair.route_begin[i + 1]);
+      block.primary()[token * members + member] = pair.slot[first];
+      block.arrival()[token * members + member] = static_cast<int32_t>(i);
+      for (size_t route = first; route < last; ++route) {
+        const size_t place = token * topk + static_cast<size_t>(pair.k[route]);
+        block.route_expert()[place] = static_cast<int32_t>(member) * per_rank + pair.expert[route];
+        block.route_slot()[place] = pair.slot[route];
+        block.route_weight()[place] = pair.weight.empty() ? 0.0F : pair.weight[route];
+      }
+    }
+  }
+}
+
+// What the plan kernel would write at the receiver (kernels/plan_routes.cuh).
+void PlanImage::write_records(
+    std::span<std::byte> image, size_t member, std::span<int32_t> num_arrivals
+) const {
+  const GivenRecords& to = records_[member];
+  const Round::Pair& from = round_.pairs[member];
+  const Arrivals& pair = *from.arrivals;
+  const auto topk = static_cast<int32_t>(map_.max_topk);
+  const int32_t per_token = std::min(static_cast<int32_t>(map_.num_ranks), topk_);
+  auto* heads = at<ArrivalHead>(image, to.heads);
+  for (size_t i = 0; i < pair.token.size(); ++i) {
+    const int32_t token = from.token[i];
+    const auto first = static_cast<size_t>(pair.route_begin[i]);
+    const auto count = static_cast<size_t>(pair.route_begin[i + 1]) - first;
+    const int32_t place = num_arrivals[static_cast<size_t>(token)]++;
+    heads[i] = {token, static_cast<int32_t>(count), token * per_token + place, 0};
+    const size_t begin = i * static_cast<size_t>(topk);
+    for (size_t j = 0; j < count; ++j) {
+      const size_t route = first + j;
+      at<int32_t>(image, to.slots)[begin + j] = pair.slot[route];
+      at<float>(image, to.weights)[begin + j] = pair.weight.empty() ? 0.0F : pair.weight[route];
+      at<int32_t>(image, to.origins)[begin + j] = pair.expert[route] << 8 | pair.k[route];
+    }
+  }
+  // The number of the first arrival of each chunk; the last entry closes the last chunk.
+  auto* begin = at<int32_t>(image, to.chunk_begin);
+  const int num_chunks = num_device_chunks(round_.num_tokens);
+  const int32_t tokens = chunk_tokens(round_.num_tokens);
+  for (int chunk = 0; chunk <= num_chunks; ++chunk) {
+    const auto found = std::ranges::lower_bound(from.token, chunk * tokens);
+    begin[chunk] = static_cast<int32_t>(found - from.token.begin());
+  }
+}
+
+}  // namespace weft

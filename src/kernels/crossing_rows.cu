@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "core/check_cuda.hpp"
+#include "kernels/crossing_rows.hpp"
+#include "kernels/elements.cuh"
+#include "kernels/ptx/memory.cuh"
+
+namespace weft {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kLanes = 32;
+constexpr int64_t kSumBlocks = 264;
+
+__device__ void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
+  const auto vectors = static_cast<int>(bytes / static_cast<int64_t>(sizeof(uint4)));
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < vectors; i += kLanes) {
+    reinterpret_cast<uint4*>(to)[i] = ptx::load_16(reinterpret_cast<const uint4*>(from) + i);
+  }
+}
+
+__device__ void pack_token(
+    const PackLaunch& call, std::byte* message, int64_t num, int64_t place, int64_t token
+) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const CrossingChunk& chunk = call.chunk;
+  copy_row(message + place * chunk.row_bytes, call.rows + token * chunk.row_bytes, chunk.row_bytes);
+  if (call.weights != nullptr && lane < call.topk) {
+    const int32_t column =
+        call.weight_column == nullptr ? lane : call.weight_column[token * call.topk + lane];
+    auto* out = reinterpret_cast<float*>(message + chunk.weights_at(num)) + place * call.topk;
+    out[lane] = column < 0 ? 0.0F : call.weights[token * call.weight_cols + column];
+  }
+  std::byte* scales = message + chunk.scales_at(num) + place * chunk.scale_bytes;
+  for (int64_t i = lane; i < chunk.scale_bytes; i += kLanes) {
+    scales[i] = call.scales[token * chunk.scale_bytes + i];
+  }
+}
+
+// A block fills whole messages, so that the first ones can leave while others are packed.
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackLaunch call) {
+  const int64_t num_chunks = call.chunk.num_chunks(call.count);
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
+    std::byte* message = call.messages + c * call.chunk.stride();
+    const int64_t first = call.chunk.first_row(c);
+    const int64_t num = call.chunk.num_rows(c, call.count);
+    for (int64_t i = warp; i < num; i += kThreads / kLanes) {
+      const int64_t token = call.index == nullptr ? first + i : call.index[first + i];
+      pack_token(call, message, num, i, token);
+    }
+    __syncthreads();
+    if (call.done != nullptr && threadIdx.x == 0) {
+      ptx::fence_sys();
+      ptx::store_relaxed_sys(call.done + c, call.number);
+    }
+  }
+}
+
+template <class Element>
+__device__ void sum_token(const SumPartsLaunch& call, int64_t token) {
+  const auto vectors = static_cast<int>(call.row_bytes / static_cast<int64_t>(sizeof(uint4)));
+  const int32_t first = call.begin[token];
+  const int32_t last = call.begin[token + 1];
+  auto* out = reinterpret_cast<uint4*>(call.out + token * call.row_bytes);
+  for (int v = static_cast<int>(threadIdx.x) % kLanes; v < vectors; v += kLanes) {
+    uint4 bits = {0, 0, 0, 0};
+    if (first < last) {
+      const auto load = [&](int32_t i) {
+        return ptx::load_16(call.parts + call.row[i] * call.row_bytes + v * sizeof(uint4));
+      };
+      float sum[Element::kPerVector];
+      unpack<Element>(load(first), sum);
+      for (int32_t i = first + 1; i < last; ++i) {
+        float term[Element::kPerVector];
+        unpack<Element>(load(i), term);
+#pragma unroll
+        for (int e = 0; e < Element::kPerVector; ++e) {
+          sum[e] += term[e];
+        }
+      }
+      bits = pack<Element>(sum);
+    }
+    out[v] = bits;
+  }
+}
+
+__device__ void return_weights(const SumPartsLaunch& call, int64_t token) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  float* out = call.out_weights + token * call.weight_cols;
+  if (call.weight_column != nullptr) {
+    for (int column = lane; column < call.weight_cols; column += kLanes) {
+      out[column] = 0.0F;
+    }
+    __syncwarp();
+  }
+  if (lane < call.topk) {
+    const int64_t route = token * call.topk + lane;
+    const int32_t column = call.weight_column == nullptr ? lane : call.weight_column[route];
+    const int64_t row = call.weight_row[route];
+    if (column >= 0) {
+      out[column] = row < 0 ? 0.0F : call.part_weights[row * call.topk + lane];
+    }
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    sum_parts_kernel(const __grid_constant__ SumPartsLaunch call) {
+  constexpr int kWarps = kThreads / kLanes;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+  for (int64_t token = warp; token < call.num_tokens; token += gridDim.x * kWarps) {
+    sum_token<Element>(call, token);
+    if (call.part_weights != nullptr) {
+      return_weights(call, token);
+    }
+  }
+}
+
+using SumKernel = void (*)(SumPartsLaunch);
+
+SumKernel sum_kernel_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return sum_parts_kernel<BFloat16>;
+    case DType::kFloat16:
+      return sum_parts_kernel<Float16>;
+    default:
+      return sum_parts_kernel<Float32>;
+  }
+}
+
+}  // namespace
+
+void launch_pack(const PackLaunch& call, cudaStream_t stream) {
+  const int64_t blocks = std::min<int64_t>(call.chunk.num_chunks(call.count), kPackBlocks);
+  if (blocks > 0) {
+    pack_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
+    WEFT_CUDA(Context{}, cudaGetLastError());
+  }
+}
+
+void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream) {
+  constexpr int64_t kTokensPerBlock = kThreads / kLanes;
+  const int64_t wanted = (call.num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
+  const int64_t blocks = std::min(wanted, kSumBlocks);
+  if (blocks > 0) {
+    sum_kernel_of(call.dtype)<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
+    WEFT_CUDA(Context{}, cudaGetLastError());
+  }
+}
+
+void prepare_crossing_rows() {
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, pack_kernel));
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    const auto* kernel = reinterpret_cast<const void*>(sum_kernel_of(dtype));
+    WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel));
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a GPU does for rows that cross between domains: it packs them into messages in host memory,
+// and adds up what the domains send back. Launches allocate nothing; each throws Error (kCuda).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/crossing_chunk.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft {
+
+// Blocks that pack: few, a link to the host takes no more.
+inline constexpr int kPackBlocks = 16;
+
+// Rows `index` [count] of up to three arrays into messages of `chunk` rows each.
+struct PackLaunch {
+  CrossingChunk chunk;
+  const std::byte* rows = nullptr;    // of chunk.row_bytes
+  const float* weights = nullptr;     // [., weight_cols]; null: none
+  const std::byte* scales = nullptr;  // of chunk.scale_bytes
+  const int32_t* index = nullptr;     // null: 0, 1, ...
+  // [., topk] the column of each weight, -1 = none (0 is packed); null: column k.
+  const int32_t* weight_column = nullptr;
+  int32_t topk = 0;
+  int32_t weight_cols = 0;
+  int64_t count = 0;
+  std::byte* messages = nullptr;  // chunk c at c * chunk.stride()
+  uint32_t* done = nullptr;  // [num chunks] gets `number` when a chunk is there; null: nobody asks
+  uint32_t number = 0;
+};
+
+void launch_pack(const PackLaunch& call, cudaStream_t stream);
+
+// out[t] = the sum of parts[row[i]] for i in begin[t] .. begin[t + 1]: in fp32, the first term
+// first, rounded once; zero without terms.
+struct SumPartsLaunch {
+  DType dtype = DType::kBFloat16;
+  const std::byte* parts = nullptr;
+  const int32_t* begin = nullptr;  // [num_tokens + 1]
+  const int32_t* row = nullptr;
+  std::byte* out = nullptr;
+  int64_t row_bytes = 0;
+  int64_t num_tokens = 0;
+  // Weights: out_weights[t, column of k] = part_weights[weight_row[t, k], k], zero where that is
+  // -1.
+  const float* part_weights = nullptr;  // [., topk]; null: none
+  const int32_t* weight_row = nullptr;  // [num_tokens, topk]
+  const int32_t* weight_column = nullptr;
+  float* out_weights = nullptr;  // [num_tokens, weight_cols]
+  int32_t topk = 0;
+  int32_t weight_cols = 0;
+};
+
+void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
+
+// Once per device.
+void prepare_crossing_rows();
+
+}  // namespace weft

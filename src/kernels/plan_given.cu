@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan that the host has made (exchange/plan_image.hpp) into the plan blocks of this domain: the
+// words of all ranks as in plan.cu, then this rank's own part, then the records of its arrivals
+// straight into the receivers' blocks. Later calls cannot tell it from a plan made here.
+#include "core/check_cuda.hpp"
+#include "kernels/launch.hpp"
+#include "kernels/wait.cuh"
+
+namespace weft {
+namespace {
+
+constexpr int kGivenThreads = 512;
+static_assert(kGivenThreads >= kMaxDomainRanks);
+
+// In shared memory.
+struct GivenSetup {
+  uint32_t epoch;
+  uint32_t failures;
+  alignas(16) std::byte own_bytes[sizeof(DeviceWord)];  // shared memory takes no initialisers
+  std::byte* blocks[kMaxDomainRanks];                   // plan blocks as mapped here
+
+  [[nodiscard]] __device__ DeviceWord& own() { return *reinterpret_cast<DeviceWord*>(own_bytes); }
+};
+
+// Behind the word of `source` in this rank's control region: its arrivals at each rank.
+__device__ const int32_t* counts_of(const RankView& me, uint32_t epoch, int source) {
+  return reinterpret_cast<const int32_t*>(word_of(me, me.rank, epoch, source) + 1);
+}
+
+// Threads [0, num_ranks) of one block.
+__device__ void post_counts(const GivenPlanLaunch& call, uint32_t epoch, const DeviceWord& word) {
+  const RankView& me = call.me;
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < me.num_ranks) {
+    auto* counts = reinterpret_cast<int32_t*>(word_of(me, peer, epoch, me.rank) + 1);
+    for (int rank = 0; rank < me.num_ranks; ++rank) {
+      counts[rank] = call.to[rank].num_arrivals;
+    }
+  }
+  post_word_by_thread(me, epoch, word);
+}
+
+// All threads of every block. False if the call is given up.
+__device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
+  const RankView& me = call.me;
+  if (threadIdx.x == 0) {
+    setup.epoch = current_epoch(me);
+    setup.failures = 0;
+    DeviceWord word;
+    word.op = DeviceOp::kPlan;
+    word.status = is_stopped(me) ? WordStatus::kRefused : WordStatus::kGood;
+    word.num_tokens = call.num_tokens;
+    word.rows = call.plan_address;
+    word.stamp = me.stamp;
+    for (int field = 0; field < kDeviceSignatureFields; ++field) {
+      word.signature[field] = call.signature[field];
+    }
+    setup.own() = word;
+  }
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    post_counts(call, setup.epoch, setup.own());
+  }
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < me.num_ranks) {
+    const WaitSite site = {DeviceOp::kPlan, setup.epoch, peer, WaitFor::kRecords};
+    DeviceWord said;
+    setup.blocks[peer] = nullptr;
+    if (accept_word(me, setup.epoch, setup.own(), peer, said)) {
+      setup.blocks[peer] = peer_data(me, said.rows, site);
+      if (blockIdx.x == 0) {
+        call.plan.tokens_of()[peer] = said.num_tokens;
+      }
+    }
+    if (setup.blocks[peer] == nullptr) {
+      atomicAdd(&setup.failures, 1U);
+    }
+  }
+  __syncthreads();
+  return setup.failures == 0;
+}
+
+// All threads of all blocks. `bytes` are rounded up to vectors: every array has room for that.
+__device__ void copy_array(std::byte* to, const std::byte* from, uint64_t bytes) {
+  const uint64_t count = (bytes + sizeof(uint4) - 1) / sizeof(uint4);
+  const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+#pragma unroll 4
+  for (uint64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += stride) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+}
+
+__device__ void copy_own(const GivenPlanLaunch& call) {
+  const PlanMap& map = call.plan.map;
+  const auto copy = [&](uint64_t offset, uint64_t bytes) {
+    copy_array(call.plan.data + offset, call.image + offset, bytes);
+  };
+  const auto tokens = static_cast<uint64_t>(call.num_tokens);
+  copy(map.rows_per_expert(), map.global_routes() - map.rows_per_expert());
+  copy(map.route_expert(), sizeof(int32_t) * tokens * map.max_topk);
+  copy(map.route_slot(), sizeof(int32_t) * tokens * map.max_topk);
+  copy(map.route_weight(), sizeof(float) * tokens * map.max_topk);
+  copy(map.primary(), sizeof(int32_t) * tokens * map.num_ranks);
+  copy(map.arrival(), sizeof(int32_t) * tokens * map.num_ranks);
+}
+
+__device__ void copy_records(const GivenPlanLaunch& call, const GivenSetup& setup, int rank) {
+  const PlanMap& map = call.plan.map;
+  const auto me = static_cast<uint32_t>(call.me.rank);
+  const GivenRecords& records = call.to[rank];
+  const auto arrivals = static_cast<uint64_t>(records.num_arrivals);
+  const uint64_t routes = arrivals * map.max_topk;
+  const auto copy = [&](uint64_t to, uint64_t from, uint64_t bytes) {
+    copy_array(setup.blocks[rank] + to, call.image + from, bytes);
+  };
+  const auto chunks = static_cast<uint64_t>(num_device_chunks(call.num_tokens));
+  copy(map.chunk_begin(me), records.chunk_begin, sizeof(int32_t) * (chunks + 1));
+  copy(map.heads(me), records.heads, sizeof(ArrivalHead) * arrivals);
+  copy(map.slots(me), records.slots, sizeof(int32_t) * routes);
+  copy(map.weights(me), records.weights, sizeof(float) * routes);
+  copy(map.origins(me), records.origins, sizeof(int32_t) * routes);
+}
+
+// One block: what follows from all ranks' counts.
+__device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
+  const RankView& me = call.me;
+  const int rank = static_cast<int>(threadIdx.x);
+  if (rank < me.num_ranks) {
+    int32_t arrivals_before = 0;  // at `rank`, of ranks before this one
+    int32_t received_before = 0;  // here, of ranks before `rank`
+    for (int source = 0; source < me.num_ranks; ++source) {
+      const int32_t* counts = counts_of(me, epoch, source);
+      arrivals_before += source < me.rank ? __ldcg(counts + rank) : 0;
+      received_before += source < rank ? __ldcg(counts + me.rank) : 0;
+    }
+    call.plan.received()[rank] = __ldcg(counts_of(me, epoch, rank) + me.rank);
+    call.plan.arrival_base()[rank] = arrivals_before;
+    call.plan.received_base()[rank] = received_before;
+  }
+  if (threadIdx.x == 0) {
+    PlanHeader header = *reinterpret_cast<const PlanHeader*>(call.image);
+    header.epoch = epoch;
+    *call.plan.header() = header;
+  }
+}
+
+// All threads: once every block has copied, the last one tells all receivers.
+__device__ void raise_records(const GivenPlanLaunch& call, uint32_t epoch) {
+  __syncthreads();
+  if (threadIdx.x != 0) {
+    return;
+  }
+  ptx::fence_sys();
+  if (ptx::add_acq_rel_gpu(&call.me.local->grid, 1) != gridDim.x - 1) {
+    return;
+  }
+  ptx::fence_sys();
+  const uint32_t slot = call.me.map.signals().records(static_cast<uint32_t>(call.me.rank));
+  for (int rank = 0; rank < call.me.num_ranks; ++rank) {
+    ptx::store_relaxed_sys(signal_of(call.me, rank, slot), epoch);
+  }
+}
+
+// One block: a plan that was given up leaves nothing that a later call would follow.
+__device__ void clear_plan(const GivenPlanLaunch& call) {
+  if (threadIdx.x == 0) {
+    *call.plan.header() = PlanHeader{};
+  }
+  if (threadIdx.x < call.plan.map.num_ranks) {
+    call.plan.tokens_of()[threadIdx.x] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kGivenThreads)
+    given_plan_kernel(const __grid_constant__ GivenPlanLaunch call) {
+  __shared__ GivenSetup setup;
+  if (meet_ranks(setup, call)) {
+    if (blockIdx.x == 0) {
+      write_counts(call, setup.epoch);
+    }
+    copy_own(call);
+    for (int rank = 0; rank < call.me.num_ranks; ++rank) {
+      copy_records(call, setup, rank);
+    }
+    raise_records(call, setup.epoch);
+  } else if (blockIdx.x == 0) {
+    clear_plan(call);
+  }
+  finish_call(call.me, setup.epoch);
+}
+
+}  // namespace
+
+void prepare_given_plan() {
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, given_plan_kernel));
+}
+
+void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream) {
+  given_plan_kernel<<<static_cast<unsigned>(call.num_blocks), kGivenThreads, 0, stream>>>(call);
+  WEFT_CUDA((Context{call.me.rank, call.me.num_ranks, "cuda"}), cudaGetLastError());
+}
+
+}  // namespace weft
