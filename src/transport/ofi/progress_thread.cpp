@@ -6,7 +6,6 @@
 #include <ctime>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <unistd.h>
 #include <utility>
 
 namespace weft::ofi {
@@ -46,8 +45,7 @@ ProgressThread::~ProgressThread() {
 }
 
 void ProgressThread::ring() {
-  const uint64_t one = 1;
-  static_cast<void>(::write(event_.get(), &one, sizeof one));  // full: it is awake anyway
+  static_cast<void>(::eventfd_write(event_.get(), 1));  // full: it is awake anyway
 }
 
 void ProgressThread::add_sleeper() {
@@ -117,8 +115,8 @@ void ProgressThread::wait(nanoseconds at_most, int descriptor) {
   const timespec timeout = {.tv_sec = 0, .tv_nsec = static_cast<long>(at_most.count())};
   ::ppoll(wanted.data(), wanted.size(), &timeout, nullptr);
   if (wanted[0].revents != 0) {
-    uint64_t count = 0;
-    static_cast<void>(::read(event_.get(), &count, sizeof count));
+    eventfd_t count = 0;
+    static_cast<void>(::eventfd_read(event_.get(), &count));
   }
 }
 
