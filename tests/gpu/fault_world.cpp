@@ -5,10 +5,12 @@
 
 namespace weft::test {
 
-FaultWorld::FaultWorld(int num_gpus) {
+FaultWorld::FaultWorld(int num_gpus, std::vector<int> domain_of) {
   setup = gpu_setup(3, num_gpus);
+  setup.domain_of = std::move(domain_of);
   setup.num_experts = 6;
   setup.max_tokens = 32;
+  setup.hidden = setup.domain_of.empty() ? 32 : 512;  // rows that need more room than there is
   Case spec;
   spec.num_tokens = {20, 32, 7};
   spec.scale_cols = 4;
@@ -48,11 +50,13 @@ void FaultRank::set_index(int64_t token, int64_t k, int64_t value) {
   memory.upload();
 }
 
-std::vector<std::string> fault_texts(int num_gpus, const FaultCall& call) {
-  const FaultWorld world(num_gpus);
+std::vector<std::string> fault_texts(
+    int num_gpus, const FaultCall& call, const std::vector<int>& domain_of
+) {
+  const FaultWorld world(num_gpus, domain_of);
   std::vector<std::string> texts(3);
   run_threads(3, [&](const Group& group) {
-    Exchange exchange(group, world.setup.config(group.rank()));
+    Exchange exchange = make_exchange(group, world.setup);
     FaultRank own(exchange, world.good);
     own.group = &group;
     own.make_plan();

@@ -16,7 +16,7 @@
 namespace weft::test {
 
 struct FaultWorld {
-  explicit FaultWorld(int num_gpus);
+  explicit FaultWorld(int num_gpus, std::vector<int> domain_of = {});
   ExchangeSetup setup;
   CaseData good;  // calls: a dispatch, then a combine
 };
@@ -46,7 +46,10 @@ using FaultCall = std::function<void(FaultRank&)>;
 
 // After a good plan: the texts of what `call` throws, by rank; then a good plan, dispatch and
 // combine on the same exchange, which must succeed.
-[[nodiscard]] std::vector<std::string> fault_texts(int num_gpus, const FaultCall& call);
+// `domain_of` [3]: in several domains.
+[[nodiscard]] std::vector<std::string> fault_texts(
+    int num_gpus, const FaultCall& call, const std::vector<int>& domain_of = {}
+);
 
 // Rank 2 differs from 0 and 1 in a field: all name it, both values and the other rank.
 void expect_disagreement(
