@@ -37,8 +37,8 @@ void print_result(const Group& group, const HostsContest& result) {
         row.checked ? "yes" : "WRONG",
         fmt::format("{:.1f}", row.us_p50),
         fmt::format("{:.1f}", row.us_p99),
-        fmt::format("{:.2f}", row.wire_gbps()),
-        fmt::format("{:.1f}", 100 * row.rival->us_p50 / row.us_p50),
+        row.rival ? fmt::format("{:.2f}", row.wire_gbps()) : "",
+        row.rival ? fmt::format("{:.1f}", 100 * row.rival->us_p50 / row.us_p50) : "",
     });
   }
   fmt::print("{}", table.text());
@@ -78,6 +78,7 @@ int main(int argc, char** argv) {
   app.add_option(
       "--threads-per-rank", shape.num_threads, "Workers of each rank; 0: a share of the cores"
   );
+  app.add_option("--gpus", shape.num_gpus, "On so many GPUs of each host; 0: on its CPUs");
   app.add_option("--iterations", shape.iterations, "Samples")->capture_default_str();
   app.add_option("--warmup", shape.warmup, "Calls before the first")->capture_default_str();
   app.add_option("--json", json_path, "Write the results here");

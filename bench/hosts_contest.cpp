@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bench_check.hpp"
+#include "core/device_memory.hpp"
 #include "core/env.hpp"
 #include "fabric_stream.hpp"
 #include "group/handshake.hpp"
@@ -25,6 +26,37 @@ using namespace weft::program;
 
 // Of one write of the stream: large ones, as suit it best.
 constexpr uint64_t kWriteBytes = 256 << 10;
+
+// A matrix where the exchange works, and on the host.
+class Placed {
+ public:
+  Placed() = default;
+  Placed(Matrix content, const Device& device) : host_(std::move(content)), tensor_(host_.view()) {
+    if (device.kind == Device::Kind::kCuda) {
+      const auto bytes = static_cast<uint64_t>(tensor_.num_bytes());
+      memory_ = allocate_on(device, bytes);
+      copy_between(memory_.get(), device, tensor_.data, {}, bytes);
+      tensor_.data = memory_.get();
+      tensor_.device = device;
+    }
+  }
+  [[nodiscard]] const Tensor& tensor() const { return tensor_; }
+
+ private:
+  Matrix host_;
+  Tensor tensor_;
+  std::shared_ptr<std::byte> memory_;
+};
+
+uint64_t print_of(const Tensor& tensor) {
+  if (tensor.device.kind == Device::Kind::kCpu) {
+    return fingerprint(tensor);
+  }
+  Matrix copy(tensor.dtype, tensor.rows, tensor.cols);
+  const auto bytes = static_cast<uint64_t>(tensor.num_bytes());
+  copy_between(copy.view().data, {}, tensor.data, tensor.device, bytes);
+  return fingerprint(std::as_const(copy).view());
+}
 
 // The first rank of each of two hosts; all others only wait.
 class Stream {
@@ -85,11 +117,15 @@ class Contest {
   Contest(const Group& group, const ContestShape& shape)
       : group_(group), shape_(shape), routes_(make_routes()), exchange_(group, config()) {
     const RouteTable& mine = routes_[static_cast<size_t>(group.rank())];
-    const ConstTensor topk_idx = matrix(mine.expert.data(), mine.num_tokens, mine.topk);
-    plan_.emplace(exchange_.plan({.topk_idx = topk_idx}, options()));
-    x_ = bench_tokens(kDType, shape.num_tokens, shape.hidden, shape.seed, group.rank());
-    y_ = bench_rows(kDType, plan_->num_rows(), shape.hidden, shape.seed, group.rank());
-    combined_ = Matrix(kDType, shape.num_tokens, shape.hidden);
+    const Device device = config().device;
+    Matrix topk_idx(DType::kInt32, mine.num_tokens, mine.topk);
+    std::memcpy(topk_idx.view().data, mine.expert.data(), mine.expert.size() * sizeof(int32_t));
+    topk_idx_ = {std::move(topk_idx), device};
+    plan_.emplace(make_plan());
+    const int rank = group.rank();
+    x_ = {bench_tokens(kDType, shape.num_tokens, shape.hidden, shape.seed, rank), device};
+    y_ = {bench_rows(kDType, plan_->num_rows(), shape.hidden, shape.seed, rank), device};
+    combined_ = {Matrix(kDType, shape.num_tokens, shape.hidden), device};
     rows_ = exchange_.allocate(plan_->num_rows(), shape.hidden, kDType);
   }
 
@@ -99,14 +135,17 @@ class Contest {
     const Verdict verdict = check();
     Stream stream(group_);
     std::vector<double> stream_us;
+    std::vector<double> plan_us;
     std::vector<double> dispatch_us;
     std::vector<double> combine_us;
     for (int i = -shape_.warmup; i < shape_.iterations; ++i) {
       const double streamed = time([&] { stream.run(result.crossing_bytes); });
+      const double planned = time([&] { static_cast<void>(make_plan()); });
       const double dispatched = time([&] { dispatch(); });
       const double combined = time([&] { combine(); });
       if (i >= 0) {
         stream_us.push_back(streamed);
+        plan_us.push_back(planned);
         dispatch_us.push_back(dispatched);
         combine_us.push_back(combined);
       }
@@ -124,6 +163,8 @@ class Contest {
       each.wire_bytes = result.crossing_bytes;
       each.rival = rival;
     }
+    result.rows.push_back(row("plan", slowest_of(group_, plan_us)));
+    result.rows.back().checked = verdict.is_plan_good;
     return result;
   }
 
@@ -151,6 +192,9 @@ class Contest {
     config.num_experts = shape_.num_experts;
     config.max_topk = shape_.topk;
     config.num_threads = shape_.num_threads;
+    if (shape_.num_gpus > 0) {
+      config.device = {Device::Kind::kCuda, group_.rank() % shape_.num_gpus};
+    }
     return config;
   }
 
@@ -190,20 +234,20 @@ class Contest {
     return sum;
   }
 
-  void dispatch() {
-    exchange_.dispatch(*plan_, {.x = std::as_const(x_).view()}, {.rows = rows_.tensor()});
+  [[nodiscard]] Plan make_plan() {
+    return exchange_.plan({.topk_idx = topk_idx_.tensor()}, options());
   }
 
-  void combine() {
-    exchange_.combine(*plan_, {.rows = std::as_const(y_).view()}, {.x = combined_.view()});
-  }
+  void dispatch() { exchange_.dispatch(*plan_, {.x = x_.tensor()}, {.rows = rows_.tensor()}); }
+
+  void combine() { exchange_.combine(*plan_, {.rows = y_.tensor()}, {.x = combined_.tensor()}); }
 
   // Collective.
   Verdict check() {
     dispatch();
-    OutputPrints prints = {.rows = fingerprint(rows_.tensor())};
+    OutputPrints prints = {.rows = print_of(rows_.tensor())};
     combine();
-    prints.x = fingerprint(std::as_const(combined_).view());
+    prints.x = print_of(combined_.tensor());
     const BenchShape shape = {
         .routes = routes_,
         .num_experts = shape_.num_experts,
@@ -226,6 +270,7 @@ class Contest {
   [[nodiscard]] ResultRow row(const std::string& op, const std::vector<double>& samples_us) const {
     ResultRow row;
     row.op = op;
+    row.executor = shape_.num_gpus > 0 ? "cuda" : "cpu";
     row.transport = exchange_.config().transport;
     row.layout = layout_name(options().layout);
     row.dtype = dtype_name(kDType);
@@ -245,9 +290,10 @@ class Contest {
   std::vector<RouteTable> routes_;  // by rank
   Exchange exchange_;
   std::optional<Plan> plan_;
-  Matrix x_;
-  Matrix y_;
-  Matrix combined_;
+  Placed topk_idx_;
+  Placed x_;
+  Placed y_;
+  Placed combined_;
   Buffer rows_;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch and combine between hosts, and a plain stream of as many bytes, in turns.
+// Plan, dispatch and combine between hosts, and a plain stream of as many bytes, in turns.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@ struct ContestShape {
   int num_experts = 64;
   int topk = 8;
   int num_threads = 0;
+  int num_gpus = 0;  // of each host, shared by its ranks in turn; 0: on CPUs
   int iterations = 20;
   int warmup = 3;
   uint64_t seed = 1;
@@ -26,7 +27,8 @@ struct HostsContest {
   std::string provider;       // of the stream
   double crossing_bytes = 0;  // a row for each token and each other host that it goes to, all ranks
   double stream_us = 0;       // median, for so many bytes
-  // dispatch and combine; wire_bytes are the crossing bytes, the rival is the stream.
+  // dispatch and combine, whose wire_bytes are the crossing bytes and whose rival is the stream;
+  // then plan.
   std::vector<program::ResultRow> rows;
 };
 

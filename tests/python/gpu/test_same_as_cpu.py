@@ -4,8 +4,11 @@
 Ranks share the GPUs that there are.
 """
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import weft
 from weft import fused_a2a, ops
@@ -220,6 +223,23 @@ def both(rank, num_ranks, group, name):
 @pytest.mark.parametrize("name", CASES)
 def test_same_bits_as_on_the_cpu(ranks, name, num_ranks):
     ranks(both, num_ranks, name)
+
+
+def in_domains(rank, num_ranks, group, name, per_domain):
+    os.environ["WEFT_RANKS_PER_DOMAIN"] = str(per_domain)
+    try:
+        # Another process group: Weft remembers what it found out about one.
+        other = dist.new_group(list(range(num_ranks)))
+        assert len(weft.Group.of(other).domains) == num_ranks // per_domain
+        both(rank, num_ranks, other, name)
+    finally:
+        del os.environ["WEFT_RANKS_PER_DOMAIN"]
+
+
+@pytest.mark.parametrize(("num_ranks", "per_domain"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_between_domains(ranks, name, num_ranks, per_domain):
+    ranks(in_domains, num_ranks, name, per_domain)
 
 
 def captured(rank, num_ranks, group):
