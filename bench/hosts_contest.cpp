@@ -153,9 +153,9 @@ class Contest {
     result.provider = stream.provider();
     result.stream_us = percentile(slowest_of(group_, stream_us), 50);
     const Rival rival = {"fabric stream", result.stream_us};
-    result.rows.push_back(row("dispatch", slowest_of(group_, dispatch_us)));
+    result.rows.push_back(row("dispatch", slowest_of(group_, dispatch_us), result.provider));
     result.rows.back().checked = verdict.is_dispatch_good;
-    result.rows.push_back(row("combine", slowest_of(group_, combine_us)));
+    result.rows.push_back(row("combine", slowest_of(group_, combine_us), result.provider));
     result.rows.back().checked = verdict.is_combine_good;
     const double logical_bytes = all_logical_bytes();
     for (ResultRow& each : result.rows) {
@@ -163,7 +163,7 @@ class Contest {
       each.wire_bytes = result.crossing_bytes;
       each.rival = rival;
     }
-    result.rows.push_back(row("plan", slowest_of(group_, plan_us)));
+    result.rows.push_back(row("plan", slowest_of(group_, plan_us), result.provider));
     result.rows.back().checked = verdict.is_plan_good;
     return result;
   }
@@ -267,7 +267,9 @@ class Contest {
     return watch.microseconds();
   }
 
-  [[nodiscard]] ResultRow row(const std::string& op, const std::vector<double>& samples_us) const {
+  [[nodiscard]] ResultRow row(
+      const std::string& op, const std::vector<double>& samples_us, const std::string& provider
+  ) const {
     ResultRow row;
     row.op = op;
     row.executor = shape_.num_gpus > 0 ? "cuda" : "cpu";
@@ -279,7 +281,8 @@ class Contest {
     row.hidden = shape_.hidden;
     row.experts = shape_.num_experts;
     row.topk = shape_.topk;
-    row.mode = fmt::format("exact direct, {} hosts", group_.topology().domains.size());
+    row.mode =
+        fmt::format("exact direct, {} hosts over {}", group_.topology().domains.size(), provider);
     row.us_p50 = percentile(samples_us, 50);
     row.us_p99 = percentile(samples_us, 99);
     return row;

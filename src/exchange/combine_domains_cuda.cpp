@@ -2,20 +2,13 @@
 // combine over several domains of GPUs: each domain adds up what its ranks have for a token, its
 // carrier sends the sum back, and the token's rank adds the domains' sums. Previous in the data
 // flow: the caller's experts.
-#include "exchange/crossing_memory.hpp"
+#include "exchange/combine_areas.hpp"
 #include "exchange/exchange_domains_cuda.hpp"
 #include "exchange/validate.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
-
-// Of one source that this rank carries, in this GPU's memory.
-struct CarriedSums {
-  uint64_t rows = 0;
-  uint64_t weights = 0;         // gradients that go back
-  uint64_t source_weights = 0;  // that came
-};
 
 class CombineAcross {
  public:
@@ -46,41 +39,8 @@ class CombineAcross {
     weights_ = {
         .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
         .rows = std::max<int64_t>(owner.settings.max_tokens, 1)};
-    lay_out();
-  }
-
-  // Where everything lies in the memory that make_room() has reserved.
-  void lay_out() {
-    AreaMap staging;
-    AreaMap work;
-    AreaMap messages;
-    int64_t num_chunks = 0;
-    for (const CarriedSource& carried : traffic_.carried) {
-      const int64_t count = carried.crossings.size();
-      carried_.push_back(
-          {work.add(count * sums_.row_bytes),
-           work.add(count * sums_.weight_bytes),
-           work.add(count * weights_.weight_bytes)}
-      );
-      staged_weights_.push_back(staging.add(weights_bytes(count)));
-      sum_messages_.push_back(messages.add(sums_.area_bytes(count)));
-      sum_chunks_.push_back(num_chunks);
-      num_chunks += sums_.num_chunks(count);
-    }
-    num_parts_ = plan_.shape.num_tokens;
-    for (const auto& tokens : traffic_.sent) {
-      const auto count = static_cast<int64_t>(tokens.size());
-      first_part_.push_back(num_parts_);
-      num_parts_ += count;
-      staged_sums_.push_back(staging.add(sums_.area_bytes(count)));
-      weight_messages_.push_back(messages.add(weights_bytes(count)));
-      weight_chunks_.push_back(num_chunks);
-      num_chunks += 1;
-    }
-    parts_ = work.add(num_parts_ * sums_.row_bytes);
-    part_weights_ = work.add(num_parts_ * sums_.weight_bytes);
-    own_weights_ = work.add(plan_.shape.num_tokens * weights_.weight_bytes);
-    work_ = owner_.work->data;
+    areas_ = CombineAreas(plan_, sums_, weights_);
+    work_ = owner.work->data;
   }
 
   void run() {
@@ -132,14 +92,14 @@ class CombineAcross {
     std::vector<CallWord> to(static_cast<size_t>(far_.context.num_ranks), word);
     for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
       if (num_sent(domain) > 0) {
-        to[carrier_of(domain)].rows = far_.staging_at(staged_sums_[domain]);
+        to[carrier_of(domain)].rows = far_.staging_at(areas_.staged_sums[domain]);
       }
     }
     for (size_t i = 0; i < traffic_.carried.size(); ++i) {
       const CarriedSource& carried = traffic_.carried[i];
       if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
         to[static_cast<size_t>(carried.source)].source_weights =
-            far_.staging_at(staged_weights_[i]);
+            far_.staging_at(areas_.staged_weights[i]);
       }
     }
     return to;
@@ -156,8 +116,8 @@ class CombineAcross {
       PackLaunch launch = weights_launch();
       launch.index = device_.index.sent[domain];
       launch.count = num_sent(domain);
-      launch.messages = owner_.messages->get() + weight_messages_[domain];
-      launch.done = owner_.done->get() + weight_chunks_[domain];
+      launch.messages = owner_.messages->get() + areas_.weight_messages[domain];
+      launch.done = owner_.done->get() + areas_.weight_chunks[domain];
       launch.number = number;
       launch_pack(launch, owner_.copies.get());
       sends.push_back(
@@ -180,8 +140,8 @@ class CombineAcross {
     }
     const auto take = [&](size_t i, int64_t /*chunk*/) {
       copy_in(
-          carried_[i].source_weights,
-          far_.staging.data + staged_weights_[i],
+          areas_.carried[i].source_weights,
+          far_.staging.data + areas_.staged_weights[i],
           weights_bytes(traffic_.carried[i].crossings.size())
       );
     };
@@ -205,8 +165,8 @@ class CombineAcross {
     owner_.let_follow_copies(stream_);
     for (size_t round = 1; round < device_.rounds.size(); ++round) {
       const size_t i = round - 1;
-      const bool is_carried = i < carried_.size();
-      const CarriedSums at = is_carried ? carried_[i] : CarriedSums();
+      const bool is_carried = i < areas_.carried.size();
+      const CarriedSums at = is_carried ? areas_.carried[i] : CarriedSums();
       const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
       CombineInput in = in_;
       CombineOutput out = {.x = rows_view(at.rows, count), .weights = {}};
@@ -228,8 +188,8 @@ class CombineAcross {
       launch.topk = topk_;
       launch.weight_cols = topk_;
       launch.count = count;
-      launch.messages = owner_.messages->get() + sum_messages_[i];
-      launch.done = owner_.done->get() + sum_chunks_[i];
+      launch.messages = owner_.messages->get() + areas_.sum_messages[i];
+      launch.done = owner_.done->get() + areas_.sum_chunks[i];
       launch.number = number;
       owner_.let_copies_follow(stream_);
       launch_pack(launch, owner_.copies.get());
@@ -253,13 +213,13 @@ class CombineAcross {
       PackLaunch launch = weights_launch();
       launch.chunk.rows = std::max<int64_t>(plan_.shape.num_tokens, 1);
       launch.count = plan_.shape.num_tokens;
-      launch.messages = work_ + own_weights_;
+      launch.messages = work_ + areas_.own_weights;
       launch_pack(launch, stream_);
-      in.source_weights = weights_view(own_weights_, plan_.shape.num_tokens);
+      in.source_weights = weights_view(areas_.own_weights, plan_.shape.num_tokens);
     }
-    CombineOutput out = {.x = rows_view(parts_, plan_.shape.num_tokens), .weights = {}};
+    CombineOutput out = {.x = rows_view(areas_.parts, plan_.shape.num_tokens), .weights = {}};
     if (in_.weights.is_given()) {
-      out.weights = weights_view(part_weights_, plan_.shape.num_tokens);
+      out.weights = weights_view(areas_.part_weights, plan_.shape.num_tokens);
     }
     launch_round(0, in, out);
   }
@@ -286,14 +246,16 @@ class CombineAcross {
     const auto take = [&](size_t i, int64_t c) {
       const size_t domain = domains[i];
       const int64_t num = sums_.num_rows(c, num_sent(domain));
-      const int64_t first = first_part_[domain] + sums_.first_row(c);
-      const std::byte* message =
-          far_.staging.data + staged_sums_[domain] + static_cast<uint64_t>(c * sums_.stride());
+      const int64_t first = areas_.first_part[domain] + sums_.first_row(c);
+      const std::byte* message = far_.staging.data + areas_.staged_sums[domain] +
+                                 static_cast<uint64_t>(c * sums_.stride());
       copy_in(
-          parts_ + static_cast<uint64_t>(first * sums_.row_bytes), message, num * sums_.row_bytes
+          areas_.parts + static_cast<uint64_t>(first * sums_.row_bytes),
+          message,
+          num * sums_.row_bytes
       );
       copy_in(
-          part_weights_ + static_cast<uint64_t>(first * sums_.weight_bytes),
+          areas_.part_weights + static_cast<uint64_t>(first * sums_.weight_bytes),
           message + sums_.weights_at(num),
           num * sums_.weight_bytes
       );
@@ -319,14 +281,14 @@ class CombineAcross {
   void add_parts() const {
     SumPartsLaunch launch;
     launch.dtype = in_.rows.dtype;
-    launch.parts = work_ + parts_;
+    launch.parts = work_ + areas_.parts;
     launch.begin = device_.index.part_begin;
     launch.row = device_.index.part_row;
     launch.out = out_.x.data;
     launch.row_bytes = sums_.row_bytes;
     launch.num_tokens = plan_.shape.num_tokens;
     if (in_.weights.is_given()) {
-      launch.part_weights = reinterpret_cast<const float*>(work_ + part_weights_);
+      launch.part_weights = reinterpret_cast<const float*>(work_ + areas_.part_weights);
       launch.weight_row = device_.index.weight_row;
       launch.weight_column = device_.index.weight_column;
       launch.out_weights = reinterpret_cast<float*>(out_.weights.data);
@@ -356,18 +318,7 @@ class CombineAcross {
   CrossingChunk sums_;
   CrossingChunk weights_;
   std::byte* work_ = nullptr;
-  std::vector<CarriedSums> carried_;       // [carried] in `work`
-  std::vector<uint64_t> staged_weights_;   // [carried] in the far executor's staging
-  std::vector<uint64_t> sum_messages_;     // [carried]
-  std::vector<int64_t> sum_chunks_;        // [carried] first of `done`
-  std::vector<int64_t> first_part_;        // [num_domains]
-  std::vector<uint64_t> staged_sums_;      // [num_domains]
-  std::vector<uint64_t> weight_messages_;  // [num_domains]
-  std::vector<int64_t> weight_chunks_;     // [num_domains] of `done`
-  int64_t num_parts_ = 0;
-  uint64_t parts_ = 0;
-  uint64_t part_weights_ = 0;
-  uint64_t own_weights_ = 0;
+  CombineAreas areas_;
   size_t num_launched_ = 0;
 };
 

@@ -59,12 +59,8 @@ bool CrossingTransfer::is_packed(size_t i) const {
   if (next_send_[i] >= chunk_.num_chunks(send.count)) {
     return false;
   }
-  const auto* done = static_cast<const volatile uint32_t*>(send.done + next_send_[i]);
-  if (*done != send.number) {
-    return false;
-  }
-  std::atomic_thread_fence(std::memory_order_acquire);
-  return true;
+  auto& done = const_cast<uint32_t&>(send.done[next_send_[i]]);
+  return std::atomic_ref(done).load(std::memory_order_acquire) == send.number;
 }
 
 // One message of each peer at a time, so that none waits for all of another's.

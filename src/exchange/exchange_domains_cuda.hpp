@@ -15,6 +15,7 @@
 #include <span>
 #include <vector>
 
+#include "exchange/crossing_index.hpp"
 #include "exchange/crossing_transfer.hpp"
 #include "exchange/exchange_cpu.hpp"
 #include "exchange/exchange_cuda.hpp"
@@ -22,18 +23,6 @@
 #include "kernels/crossing_rows.hpp"
 
 namespace weft {
-
-// Device arrays of a plan, in one block; null where a plan has no use for them.
-struct CrossingIndex {
-  std::vector<const int32_t*> sent;  // [num_domains] tokens that cross, ascending
-  // Of combine: parts are the own domain's sums, a row for each token, then the sums of the other
-  // domains, ascending, a row for each crossing token.
-  const int32_t* part_begin = nullptr;  // [num_tokens + 1]
-  const int32_t* part_row = nullptr;    // by token, ascending domain
-  const int32_t* weight_row = nullptr;  // [num_tokens, topk] the part with the route's weight, -1
-  const int32_t* weight_column =
-      nullptr;  // [num_tokens, topk] expert of the route, -1; from_map only
-};
 
 class DomainsPlan final : public DevicePlan {
  public:
@@ -44,7 +33,7 @@ class DomainsPlan final : public DevicePlan {
 
   std::vector<Plan> rounds;  // of the domain's executor
   std::shared_ptr<const Block> index_block;
-  CrossingIndex index;
+  CrossingArrays<const int32_t*> index;
 
  private:
   Plan host_;

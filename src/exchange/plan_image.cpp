@@ -37,8 +37,8 @@ Round find_round(const PlanData& plan, size_t index) {
       );
     }
   } else {
-    static const Arrivals kNone;
-    round.pairs.resize(near.size(), {&kNone, {}});
+    static const Arrivals none;
+    round.pairs.resize(near.size(), {&none, {}});
   }
   return round;
 }

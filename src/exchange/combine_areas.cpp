@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/combine_areas.hpp"
+
+namespace weft {
+
+CombineAreas::CombineAreas(
+    const PlanData& plan, const CrossingChunk& sums, const CrossingChunk& weights
+) {
+  const DomainTraffic& traffic = *plan.between;
+  AreaMap staging;
+  AreaMap work;
+  AreaMap messages;
+  int64_t num_chunks = 0;
+  for (const CarriedSource& one : traffic.carried) {
+    const int64_t count = one.crossings.size();
+    carried.push_back(
+        {work.add(count * sums.row_bytes),
+         work.add(count * sums.weight_bytes),
+         work.add(count * weights.weight_bytes)}
+    );
+    staged_weights.push_back(staging.add(weights.area_bytes(count)));
+    sum_messages.push_back(messages.add(sums.area_bytes(count)));
+    sum_chunks.push_back(num_chunks);
+    num_chunks += sums.num_chunks(count);
+  }
+  int64_t num_parts = plan.shape.num_tokens;
+  for (const auto& tokens : traffic.sent) {
+    const auto count = static_cast<int64_t>(tokens.size());
+    first_part.push_back(num_parts);
+    num_parts += count;
+    staged_sums.push_back(staging.add(sums.area_bytes(count)));
+    weight_messages.push_back(messages.add(weights.area_bytes(count)));
+    weight_chunks.push_back(num_chunks);
+    num_chunks += weights.num_chunks(count);
+  }
+  parts = work.add(num_parts * sums.row_bytes);
+  part_weights = work.add(num_parts * sums.weight_bytes);
+  own_weights = work.add(plan.shape.num_tokens * weights.weight_bytes);
+}
+
+}  // namespace weft
