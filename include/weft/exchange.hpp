@@ -17,7 +17,9 @@
 // one row comes back from there. Combine then adds, over domains ascending, what the token's ranks
 // of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
 // on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
-// nothing else.
+// nothing else. On GPUs rows cross through host memory: every call, with a stream or without,
+// returns only when what it sends and receives between domains has passed (the rest is queued),
+// plan() always waits for the GPU, and a call inside a capture throws Error (kUnsupported).
 #pragma once
 
 #include <chrono>
@@ -133,7 +135,7 @@ struct ExchangeStats {
   int64_t num_combines = 0;
   std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
   // Of rows and scales that this rank has put to other domains: what crossed, and what would have
-  // crossed with a row for each arrival there. CPU.
+  // crossed with a row for each arrival there.
   int64_t crossing_bytes = 0;
   int64_t crossing_bytes_by_arrival = 0;
 };
@@ -141,7 +143,7 @@ struct ExchangeStats {
 struct Footprint {
   int64_t control_bytes = 0;  // signals, counts and records
   int64_t staging_bytes = 0;
-  int64_t buffer_bytes = 0;  // in use by the caller
+  int64_t buffer_bytes = 0;  // in use by the caller, or for rows that cross to and from GPUs
   int64_t pooled_bytes = 0;  // kept for the next allocate()
 };
 

@@ -16,6 +16,8 @@
 namespace weft::sim {
 namespace {
 
+constexpr int64_t kSmallScaleBytes = 256;  // of a token, which executors of GPUs keep room for
+
 // The last may be smaller: where a resource ends is looked for at any number of ranks.
 Domains domains_of(const Scenario& scenario, int rank) {
   const int most_members = scenario.is_flat ? scenario.num_ranks : scenario.ranks_per_domain;
@@ -150,20 +152,57 @@ Memory::Cpu reserved_by_cpu(const Scenario& scenario) {
   return cpu;
 }
 
+// For 16-bit rows with small scale rows, as CudaExchange::set_up does.
+uint64_t staging_of_gpu(const Scenario& scenario, int num_members) {
+  constexpr int kUsualRanks = 8;
+  const int64_t rows = std::max<int64_t>(scenario.max_tokens, 1) *
+                       std::min(num_members, std::max(scenario.topk, kUsualRanks));
+  return size_class(static_cast<uint64_t>(rows * (scenario.row_bytes + kSmallScaleBytes)));
+}
+
+// For tokens that cross between domains, as DomainsCudaExchange::reserve does, and for the image of
+// a plan.
+void add_crossings(
+    const Scenario& scenario, const Domains& domains, uint64_t block_bytes, Memory::Gpu& gpu
+) {
+  constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
+  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(scenario.max_tokens, 1));
+  const auto chunks = static_cast<uint64_t>(num_chunks(scenario.max_tokens));
+  const auto token_bytes =
+      static_cast<uint64_t>(scenario.row_bytes + int64_t{scenario.topk} * 8 + kSmallScaleBytes);
+  const uint64_t area = tokens * token_bytes + (chunks + 4) * 1024;
+  const uint64_t carried = domains.carried().size();
+  const uint64_t peers = static_cast<uint64_t>(domains.num_domains()) - 1 + carried;
+  const uint64_t image = size_class(2 * block_bytes * (1 + carried) + kLeastBytes);
+  const uint64_t done = peers * (chunks + 2) * sizeof(uint32_t);
+  gpu.host = size_class(std::max(peers * area, kLeastBytes)) + peers * area + done + image;
+  gpu.staging += size_class((peers + 2) * area) + gpu.host;
+}
+
 Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
-  const auto ranks = static_cast<uint32_t>(scenario.num_ranks);
-  const auto experts = static_cast<uint32_t>(scenario.num_experts);
+  const Domains domains = domains_of(scenario, 0);
+  const auto members = static_cast<uint32_t>(domains.near().size());
+  const auto experts = static_cast<uint32_t>(
+      int64_t{scenario.num_experts} * domains.near().size() / scenario.num_ranks
+  );
   const auto tokens = static_cast<uint32_t>(scenario.max_tokens);
   const auto topk = static_cast<uint32_t>(scenario.topk);
-  const DeviceControlMap map = {ranks, experts, tokens, topk};
-  const PlanMap plan = {ranks, experts, tokens, topk};
-  const int64_t returned = scenario.max_tokens * std::min(scenario.num_ranks, scenario.topk);
-  return {
+  const DeviceControlMap map = {members, experts, tokens, topk};
+  const PlanMap plan = {members, experts, tokens, topk};
+  uint64_t rounds = 1;  // the same on all ranks of a domain
+  for (const int member : domains.near()) {
+    rounds = std::max<uint64_t>(rounds, 1 + domains.carried_by(member).size());
+  }
+  Memory::Gpu gpu = {
       .signals = map.word_offset(0, 0),
       .words = map.weights_offset(0) - map.word_offset(0, 0),
       .weights = map.num_bytes() - map.weights_offset(0),
-      .plan = plan.num_bytes(),
-      .staging = static_cast<uint64_t>(returned * scenario.row_bytes)};
+      .plan = rounds * plan.num_bytes(),
+      .staging = staging_of_gpu(scenario, static_cast<int>(members))};
+  if (domains.has_several()) {
+    add_crossings(scenario, domains, plan.num_bytes(), gpu);
+  }
+  return gpu;
 }
 
 }  // namespace

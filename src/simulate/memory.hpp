@@ -24,12 +24,15 @@ struct Memory {
     [[nodiscard]] uint64_t control() const { return words + records; }
   } cpu;
 
+  // Of the domain alone. Among several a rank has the CPU's signals, words and records as well.
   struct Gpu {
     uint64_t signals = 0;
     uint64_t words = 0;
     uint64_t weights = 0;  // of every peer's routes, were all its tokens for here
-    uint64_t plan = 0;     // of each plan that is alive
-    uint64_t staging = 0;  // of combine; dispatch to ordinary memory needs as much as its output
+    uint64_t plan = 0;     // of each plan that is alive: a block for each round
+    // For rows between GPUs and, among several domains, for all that may cross on their way.
+    uint64_t staging = 0;
+    uint64_t host = 0;  // of staging, what is pinned in the host's memory
 
     [[nodiscard]] uint64_t control() const { return signals + words + weights; }
   } gpu;

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include "exchange/buffer_pool.hpp"
 #include "exchange/region_map.hpp"
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
@@ -12,8 +13,10 @@
 namespace weft::sim {
 namespace {
 
-Memory reserved(int num_ranks, int num_experts = 2304) {
+// Rows of 256 B, in domains of 4 unless said.
+Memory reserved(int num_ranks, int num_experts = 2304, int ranks_per_domain = 4) {
   Scenario scenario = small_scenario();
+  scenario.ranks_per_domain = ranks_per_domain;
   scenario.num_ranks = num_ranks;
   scenario.num_experts = num_experts;
   scenario.max_tokens = 4096;
@@ -22,11 +25,39 @@ Memory reserved(int num_ranks, int num_experts = 2304) {
 }
 
 TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
-  const Memory memory = reserved(32);
+  const Memory memory = reserved(32, 2304, 32);
   const DeviceControlMap control = {32, 2304, 4096, 8};
   const PlanMap plan = {32, 2304, 4096, 8};
   EXPECT_EQ(memory.gpu.control(), control.num_bytes());
   EXPECT_EQ(memory.gpu.plan, plan.num_bytes());
+  EXPECT_EQ(memory.gpu.staging, size_class(4096 * 8 * (256 + 256)));
+  EXPECT_EQ(memory.gpu.host, 0U);
+}
+
+TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
+  const Memory memory = reserved(32);
+  const DeviceControlMap control = {4, 288, 4096, 8};
+  const PlanMap plan = {4, 288, 4096, 8};
+  EXPECT_EQ(memory.gpu.control(), control.num_bytes());
+  EXPECT_EQ(memory.gpu.plan, 8 * plan.num_bytes());  // own tokens, and those of 7 carried sources
+}
+
+TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
+  const Memory::Gpu gpu = reserved(32).gpu;
+  // To 7 domains and from 7 sources: rows, weights and small scale rows of every token.
+  const uint64_t area = 4096 * (256 + 64 + 256) + (128 + 4) * 1024;
+  const uint64_t done = 14 * (128 + 2) * 4;
+  const PlanMap plan = {4, 288, 4096, 8};
+  const uint64_t image = size_class(16 * plan.num_bytes() + (1 << 20));
+  EXPECT_EQ(gpu.host, size_class(14 * area) + 14 * area + done + image);
+  const uint64_t in_domain = size_class(4096 * 4 * (256 + 256));
+  EXPECT_EQ(gpu.staging, in_domain + size_class(16 * area) + gpu.host);
+}
+
+TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestCarrier) {
+  const Memory memory = reserved(9);  // domains of 4, 4 and 1: the last one's carrier is rank 0
+  const PlanMap plan = {4, 1024, 4096, 8};
+  EXPECT_EQ(memory.gpu.plan, 3 * plan.num_bytes());
 }
 
 TEST(SimulatedMemoryTest, DomainsTakeRoomForBundlesAndSignalsForWhatIsCarried) {
