@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// One round of one domain: the images of its ranks in plan blocks, and what the routing says should
+// be there. Ranks are named by their place in the domain.
+#pragma once
+
+#include "exchange/plan_image.hpp"
+#include "unit/exchange/domain_plans.hpp"
+#include "unit/exchange/plan_player.hpp"
+
+namespace weft::test {
+
+inline constexpr uint32_t kMaxTokens = 1200;
+inline constexpr size_t kMaxTopk = DomainPlans::kTopk + 2;
+
+class PlayedRound {
+ public:
+  PlayedRound(const DomainPlans& plans, const std::vector<int>& members, size_t index)
+      : plans_(plans), members_(members), index_(index), player_(map_of(plans, members.size())) {
+    std::vector<GivenImage> images;
+    for (const int member : members) {
+      const Round sent = find_round(plans.plan(member), index);
+      const PlanImage image(map_of(plans, members.size()), sent, plans.plan(member).shape.topk);
+      GivenImage& given = images.emplace_back();
+      given.num_tokens = sent.num_tokens;
+      given.bytes.assign(image.num_bytes(), kCanary);
+      given.records = image.records();
+      image.write(given.bytes, plans.plan(member), index == 0);
+    }
+    player_.play(images);
+  }
+
+  [[nodiscard]] const std::vector<int>& members() const { return members_; }
+  [[nodiscard]] size_t index() const { return index_; }
+  [[nodiscard]] const PlanData& plan(size_t member) const { return plans_.plan(members_[member]); }
+  [[nodiscard]] PlanView block(size_t member) const { return player_.block(member); }
+
+  // Whose tokens a member sends, or -1.
+  [[nodiscard]] int source(size_t member) const {
+    if (index_ == 0) {
+      return members_[member];
+    }
+    const auto carried = plan(member).between->domains->carried();
+    return index_ <= carried.size() ? carried[index_ - 1] : -1;
+  }
+  // Their numbers at the source.
+  [[nodiscard]] std::vector<int32_t> tokens(size_t member) const {
+    std::vector<int32_t> all;
+    if (index_ > 0) {
+      return source(member) < 0 ? all : plans_.tokens_into(source(member), members_);
+    }
+    for (int32_t token = 0; token < plan(member).shape.num_tokens; ++token) {
+      all.push_back(token);
+    }
+    return all;
+  }
+  [[nodiscard]] std::vector<KeptRoute> routes(size_t from, int32_t token, size_t to) const {
+    return plans_.routes(source(from), token, members_[to]);
+  }
+  // Of each arrival, ascending: the number of its token in the round.
+  [[nodiscard]] std::vector<int32_t> arrivals(size_t from, size_t to) const {
+    std::vector<int32_t> numbers;
+    const std::vector<int32_t> sent = tokens(from);
+    for (size_t t = 0; t < sent.size(); ++t) {
+      if (!routes(from, sent[t], to).empty()) {
+        numbers.push_back(static_cast<int32_t>(t));
+      }
+    }
+    return numbers;
+  }
+
+ private:
+  static PlanMap map_of(const DomainPlans& plans, size_t members) {
+    const auto num = static_cast<uint32_t>(members);
+    const auto per_rank = static_cast<uint32_t>(plans.plan(0).shape.num_local_experts());
+    return {num, num * per_rank, kMaxTokens, kMaxTopk};
+  }
+
+  const DomainPlans& plans_;
+  const std::vector<int>& members_;
+  size_t index_;
+  PlanPlayer player_;
+};
+
+}  // namespace weft::test
