@@ -105,7 +105,7 @@ TEST_P(PlanImageTest, ClearsPaddingInTheFirstRoundAlone) {
 TEST_P(PlanImageTest, KeepsTheRoutesIntoTheDomain) {
   for_each_round([](const PlayedRound& round) {
     for (size_t m = 0; m < round.members().size(); ++m) {
-      const std::vector<int32_t> tokens = round.tokens(m);
+      const std::vector<int32_t>& tokens = round.tokens(m);
       const int per_rank = round.plan(m).shape.num_local_experts();
       std::vector<int32_t> experts(tokens.size() * kMaxTopk, -1);
       std::vector<int32_t> slots(experts.size(), -1);
@@ -132,7 +132,7 @@ TEST_P(PlanImageTest, NumbersArrivalsInTokenOrder) {
   for_each_round([](const PlayedRound& round) {
     const size_t members = round.members().size();
     for (size_t m = 0; m < members; ++m) {
-      const std::vector<int32_t> tokens = round.tokens(m);
+      const std::vector<int32_t>& tokens = round.tokens(m);
       std::vector<int32_t> primary(tokens.size() * members, -1);
       std::vector<int32_t> number(primary.size(), -1);
       for (size_t to = 0; to < members; ++to) {
@@ -172,7 +172,7 @@ TEST_P(PlanImageTest, TellsReceiversTheRoutesOfEachArrival) {
   for_each_round([](const PlayedRound& round) {
     for (size_t m = 0; m < round.members().size(); ++m) {
       for (size_t from = 0; from < round.members().size(); ++from) {
-        const std::vector<int32_t> tokens = round.tokens(from);
+        const std::vector<int32_t>& tokens = round.tokens(from);
         const std::vector<int32_t> arrivals = round.arrivals(from, m);
         const PlanView block = round.block(m);
         const auto source = static_cast<uint32_t>(from);
@@ -244,7 +244,7 @@ TEST_P(PlanImageTest, RoundsCoverWhatEachRankReceives) {
     std::map<std::pair<int, int>, Arrivals> found;  // by source, receiver
     play_rounds(plans, [&](const PlayedRound& round) {
       for (size_t from = 0; from < round.members().size(); ++from) {
-        const std::vector<int32_t> tokens = round.tokens(from);
+        const std::vector<int32_t>& tokens = round.tokens(from);
         for (size_t to = 0; to < round.members().size() && round.source(from) >= 0; ++to) {
           const PlanShape& shape = round.plan(to).shape;
           const std::pair pair(round.source(from), round.members()[to]);

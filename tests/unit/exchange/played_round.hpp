@@ -3,6 +3,8 @@
 // be there. Ranks are named by their place in the domain.
 #pragma once
 
+#include <numeric>
+
 #include "exchange/plan_image.hpp"
 #include "unit/exchange/domain_plans.hpp"
 #include "unit/exchange/plan_player.hpp"
@@ -27,6 +29,9 @@ class PlayedRound {
       image.write(given.bytes, plans.plan(member), index == 0);
     }
     player_.play(images);
+    for (size_t member = 0; member < members.size(); ++member) {
+      tokens_.push_back(find_tokens(member));
+    }
   }
 
   [[nodiscard]] const std::vector<int>& members() const { return members_; }
@@ -43,23 +48,14 @@ class PlayedRound {
     return index_ <= carried.size() ? carried[index_ - 1] : -1;
   }
   // Their numbers at the source.
-  [[nodiscard]] std::vector<int32_t> tokens(size_t member) const {
-    std::vector<int32_t> all;
-    if (index_ > 0) {
-      return source(member) < 0 ? all : plans_.tokens_into(source(member), members_);
-    }
-    for (int32_t token = 0; token < plan(member).shape.num_tokens; ++token) {
-      all.push_back(token);
-    }
-    return all;
-  }
+  [[nodiscard]] const std::vector<int32_t>& tokens(size_t member) const { return tokens_[member]; }
   [[nodiscard]] std::vector<KeptRoute> routes(size_t from, int32_t token, size_t to) const {
     return plans_.routes(source(from), token, members_[to]);
   }
   // Of each arrival, ascending: the number of its token in the round.
   [[nodiscard]] std::vector<int32_t> arrivals(size_t from, size_t to) const {
     std::vector<int32_t> numbers;
-    const std::vector<int32_t> sent = tokens(from);
+    const std::vector<int32_t>& sent = tokens(from);
     for (size_t t = 0; t < sent.size(); ++t) {
       if (!routes(from, sent[t], to).empty()) {
         numbers.push_back(static_cast<int32_t>(t));
@@ -75,10 +71,21 @@ class PlayedRound {
     return {num, num * per_rank, kMaxTokens, kMaxTopk};
   }
 
+  [[nodiscard]] std::vector<int32_t> find_tokens(size_t member) const {
+    if (index_ > 0) {
+      return source(member) < 0 ? std::vector<int32_t>()
+                                : plans_.tokens_into(source(member), members_);
+    }
+    std::vector<int32_t> all(static_cast<size_t>(plan(member).shape.num_tokens));
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+
   const DomainPlans& plans_;
   const std::vector<int>& members_;
   size_t index_;
   PlanPlayer player_;
+  std::vector<std::vector<int32_t>> tokens_;  // [members]
 };
 
 }  // namespace weft::test
