@@ -182,9 +182,8 @@ void add_crossings(
 Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
   const Domains domains = domains_of(scenario, 0);
   const auto members = static_cast<uint32_t>(domains.near().size());
-  const auto experts = static_cast<uint32_t>(
-      int64_t{scenario.num_experts} * members / scenario.num_ranks
-  );
+  const auto experts =
+      static_cast<uint32_t>(int64_t{scenario.num_experts} * members / scenario.num_ranks);
   const auto tokens = static_cast<uint32_t>(scenario.max_tokens);
   const auto topk = static_cast<uint32_t>(scenario.topk);
   const DeviceControlMap map = {members, experts, tokens, topk};

@@ -4,9 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <random>
 
 #include "group/local_control.hpp"
+#include "group/shared_memory.hpp"
 #include "group_test.hpp"
 
 namespace weft {
@@ -95,6 +97,11 @@ TEST(TopologyTest, ListsEachRanksDomainAndHost) {
   EXPECT_EQ(topology.host_of, (std::vector<std::string>{"x", "y", "x"}));
 }
 
+// Where a rank's card holds its page and, behind that, the random number in it (probe.cpp).
+constexpr size_t kPageAt = sizeof(uint64_t);
+constexpr size_t kInodeAt = kPageAt + offsetof(SharedMemoryRef, inode);
+constexpr size_t kNumberAt = kPageAt + sizeof(SharedMemoryRef);
+
 // Runs the probe on threads; `tamper` may change what a rank hands to the others.
 std::vector<Topology> probe(
     int num_ranks,
@@ -138,7 +145,7 @@ TEST(ProbeTest, DomainsCanBeMadeSmaller) {
 TEST(ProbeTest, ARankWhosePageCannotBeMappedIsADomainOfItsOwn) {
   const auto topologies = probe(3, std::nullopt, [](int rank, Bytes& bytes) {
     if (rank == 1 && bytes.size() > 3) {
-      std::fill(bytes.begin() + 8, bytes.begin() + 16, std::byte{0x5a});  // the inode
+      std::fill_n(bytes.begin() + kInodeAt, sizeof(uint64_t), std::byte{0x5a});
     }
   });
   for (const Topology& topology : topologies) {
@@ -149,7 +156,7 @@ TEST(ProbeTest, ARankWhosePageCannotBeMappedIsADomainOfItsOwn) {
 TEST(ProbeTest, APageWithAnotherNumberIsNotMapped) {
   const auto topologies = probe(3, std::nullopt, [](int rank, Bytes& bytes) {
     if (rank == 2 && bytes.size() > 3) {
-      bytes[sizeof(uint64_t) * 3] ^= std::byte{1};  // the number itself
+      bytes[kNumberAt] ^= std::byte{1};
     }
   });
   for (const Topology& topology : topologies) {
