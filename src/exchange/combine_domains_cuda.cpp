@@ -3,14 +3,13 @@
 // carrier sends the sum back, and the token's rank adds the domains' sums. Previous in the data
 // flow: the caller's experts.
 #include "exchange/combine_areas.hpp"
-#include "exchange/exchange_domains_cuda.hpp"
+#include "exchange/domains_call_cuda.hpp"
 #include "exchange/validate.hpp"
-#include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
 
-class CombineAcross {
+class CombineAcross : DomainsCall {
  public:
   CombineAcross(
       DomainsCudaExchange& owner,
@@ -18,19 +17,12 @@ class CombineAcross {
       const CombineInput& in,
       const CombineOutput& out,
       cudaStream_t stream,
-      CallOptions options
+      const CallOptions& options
   )
-      : owner_(owner),
-        far_(*owner.far),
-        device_(device),
-        plan_(device.on_host()),
-        traffic_(*plan_.between),
+      : DomainsCall("combine", owner, device, stream, options),
         in_(in),
         out_(out),
-        stream_(stream),
-        options_(options),
         topk_(plan_.shape.topk) {
-    options_.stream = stream;
     const int64_t weight_bytes = topk_ * kWeightBytes;
     sums_ = crossing_chunk(
         in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
@@ -40,15 +32,13 @@ class CombineAcross {
         .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
         .rows = std::max<int64_t>(owner.settings.max_tokens, 1)};
     areas_ = CombineAreas(plan_, sums_, weights_);
-    work_ = owner.work->data;
   }
 
   void run() {
     const std::vector<CallWord> words = far_.board->swap(own_words(), {});
     far_.import_targets(words);
     try {
-      owner_.let_copies_follow(stream_);
-      WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
+      let_copies_begin();
       if (in_.source_weights.is_given()) {
         swap_weights(words);
       }
@@ -67,20 +57,6 @@ class CombineAcross {
 
  private:
   [[nodiscard]] int64_t weights_bytes(int64_t count) const { return count * weights_.weight_bytes; }
-  [[nodiscard]] size_t carrier_of(size_t domain) const {
-    return static_cast<size_t>(
-        traffic_.domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
-    );
-  }
-  [[nodiscard]] int64_t num_sent(size_t domain) const {
-    return static_cast<int64_t>(traffic_.sent[domain].size());
-  }
-  [[nodiscard]] CrossingTransfer transfer(const CrossingChunk& chunk, std::string_view what) const {
-    const CrossingTransfer::Owner owner = {
-        *far_.transport, *far_.waiter, far_.settled, far_.context, owner_.settings.timeout};
-    return {owner, chunk, {"combine", far_.call_number, what}};
-  }
-
   [[nodiscard]] std::vector<CallWord> own_words() const {
     CallWord word = far_.new_word(Op::kCombine);
     word.signature = {
@@ -145,7 +121,7 @@ class CombineAcross {
           weights_bytes(traffic_.carried[i].crossings.size())
       );
     };
-    transfer(weights_, "weights").run(sends, receives, take, [&] { owner_.near->check(); });
+    transfer(weights_, "weights", sends, receives, take);
   }
 
   [[nodiscard]] PackLaunch weights_launch() const {
@@ -260,22 +236,7 @@ class CombineAcross {
           num * sums_.weight_bytes
       );
     };
-    transfer(sums_, "sums").run(sends, receives, take, [&] { owner_.near->check(); });
-  }
-
-  void copy_in(uint64_t area, const std::byte* from, int64_t bytes) const {
-    if (bytes > 0) {
-      WEFT_CUDA(
-          far_.context,
-          cudaMemcpyAsync(
-              work_ + area,
-              from,
-              static_cast<size_t>(bytes),
-              cudaMemcpyHostToDevice,
-              owner_.copies.get()
-          )
-      );
-    }
+    transfer(sums_, "sums", sends, receives, take);
   }
 
   void add_parts() const {
@@ -299,25 +260,17 @@ class CombineAcross {
   }
 
   [[nodiscard]] Tensor rows_view(uint64_t area, int64_t rows) const {
-    return {work_ + area, in_.rows.dtype, rows, in_.rows.cols, -1, owner_.settings.device};
+    return view(area, in_.rows.dtype, rows, in_.rows.cols);
   }
   [[nodiscard]] Tensor weights_view(uint64_t area, int64_t rows) const {
-    return {work_ + area, DType::kFloat32, rows, topk_, -1, owner_.settings.device};
+    return view(area, DType::kFloat32, rows, topk_);
   }
 
-  DomainsCudaExchange& owner_;
-  CpuExchange& far_;
-  const DomainsPlan& device_;
-  const PlanData& plan_;
-  const DomainTraffic& traffic_;
   const CombineInput& in_;
   const CombineOutput& out_;
-  cudaStream_t stream_;
-  CallOptions options_;
   int32_t topk_;
   CrossingChunk sums_;
   CrossingChunk weights_;
-  std::byte* work_ = nullptr;
   CombineAreas areas_;
   size_t num_launched_ = 0;
 };

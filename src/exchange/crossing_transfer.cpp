@@ -28,7 +28,7 @@ void CrossingTransfer::run(
     if (has_sent || has_taken) {
       last_move_ = Clock::now();
     } else if (is_sent()) {
-      await_arrival();
+      await_arrival(look);
     } else {
       await_packing(look);
     }
@@ -128,7 +128,7 @@ std::vector<Missing> CrossingTransfer::missing() const {
   return late;
 }
 
-void CrossingTransfer::await_arrival() {
+void CrossingTransfer::await_arrival(const std::function<void()>& look) {
   const auto has_any = [&] {
     for (size_t i = 0; i < receives_.size(); ++i) {
       if (has_come(i)) {
@@ -137,7 +137,13 @@ void CrossingTransfer::await_arrival() {
     }
     return false;
   };
-  owner_.waiter.until(reason_, has_any, [&] { return missing(); });
+  const auto never_stops = [&] {
+    look();
+    return false;
+  };
+  owner_.waiter.until(
+      reason_, has_any, [&] { return missing(); }, never_stops
+  );
 }
 
 // The GPU rings no bell: a look, then a turn for other threads.

@@ -47,8 +47,8 @@ class CrossingTransfer {
       : owner_(owner), chunk_(chunk), reason_(reason) {}
 
   // Until all has passed. `take(i, c)`: message c of receive i is here; in order for each i.
-  // `look()` is called now and then while a message is to be packed and throws what has gone wrong
-  // elsewhere. Throws TimeoutError and PeerError.
+  // `look()` is called now and then during waits and throws what has gone wrong elsewhere. Throws
+  // TimeoutError and PeerError.
   void run(
       std::span<const CrossingSend> sends,
       std::span<const CrossingReceive> receives,
@@ -65,7 +65,7 @@ class CrossingTransfer {
   bool send_packed();
   bool take_arrived(const std::function<void(size_t, int64_t)>& take);
   void await_packing(const std::function<void()>& look);
-  void await_arrival();
+  void await_arrival(const std::function<void()>& look);
   [[nodiscard]] std::vector<Missing> missing() const;
 
   Owner owner_;

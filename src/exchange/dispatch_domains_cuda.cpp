@@ -3,9 +3,8 @@
 // memory, while this domain's executor moves the others; what arrives is dispatched here as if it
 // were this rank's own. Previous in the data flow: plan_domains_cuda.cpp.
 #include "exchange/crossing_memory.hpp"
-#include "exchange/exchange_domains_cuda.hpp"
+#include "exchange/domains_call_cuda.hpp"
 #include "exchange/validate.hpp"
-#include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
@@ -17,7 +16,7 @@ struct CarriedTokens {
   uint64_t scales = 0;
 };
 
-class DispatchAcross {
+class DispatchAcross : DomainsCall {
  public:
   DispatchAcross(
       DomainsCudaExchange& owner,
@@ -25,18 +24,9 @@ class DispatchAcross {
       const DispatchInput& in,
       const DispatchOutput& out,
       cudaStream_t stream,
-      CallOptions options
+      const CallOptions& options
   )
-      : owner_(owner),
-        far_(*owner.far),
-        device_(device),
-        plan_(device.on_host()),
-        traffic_(*plan_.between),
-        in_(in),
-        out_(out),
-        stream_(stream),
-        options_(options) {
-    options_.stream = stream;
+      : DomainsCall("dispatch", owner, device, stream, options), in_(in), out_(out) {
     const int64_t weight_bytes = in.weights.is_given() ? plan_.shape.topk * kWeightBytes : 0;
     const int64_t scale_bytes = in.scales.is_given() ? in.scales.row_bytes() : 0;
     chunk_ = crossing_chunk(in.x.row_bytes(), weight_bytes, scale_bytes, kChunkArrivals);
@@ -65,7 +55,6 @@ class DispatchAcross {
       messages_.push_back(messages.add(chunk_.area_bytes(count)));
       num_chunks += chunk_.num_chunks(count);
     }
-    work_ = owner_.work->data;
   }
 
   void run() {
@@ -98,8 +87,7 @@ class DispatchAcross {
 
  private:
   void move(std::span<const CallWord> words) {
-    owner_.let_copies_follow(stream_);
-    WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
+    let_copies_begin();
     const std::vector<CrossingSend> sends = pack(words);
     std::vector<CrossingReceive> receives;
     for (const CarriedSource& carried : traffic_.carried) {
@@ -112,12 +100,7 @@ class DispatchAcross {
     }
     launch_own();
     launch_ready();
-    const CrossingTransfer::Owner owner = {
-        *far_.transport, *far_.waiter, far_.settled, far_.context, owner_.settings.timeout};
-    CrossingTransfer(owner, chunk_, {"dispatch", far_.call_number, "rows"})
-        .run(
-            sends, receives, [&](size_t i, int64_t c) { take(i, c); }, [&] { owner_.near->check(); }
-        );
+    transfer(chunk_, "rows", sends, receives, [&](size_t i, int64_t c) { take(i, c); });
     launch_ready();
   }
 
@@ -129,16 +112,15 @@ class DispatchAcross {
     const uint32_t number = ++owner_.number;
     for (size_t step = 1; step < num_domains; ++step) {
       const size_t domain = (own + step) % num_domains;
-      const auto count = static_cast<int64_t>(traffic_.sent[domain].size());
+      const int64_t count = num_sent(domain);
       if (count == 0) {
         continue;
       }
-      const int carrier =
-          traffic_.domains->carrier_into(static_cast<int>(domain), plan_.shape.rank);
+      const size_t carrier = carrier_of(domain);
       const CrossingSend send = {
-          .to = carrier,
+          .to = static_cast<int>(carrier),
           .count = count,
-          .target = words[static_cast<size_t>(carrier)].rows,
+          .target = words[carrier].rows,
           .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
           .messages = owner_.messages->get() + messages_[domain],
           .done = owner_.done->get() + first_chunk_[domain],
@@ -175,18 +157,7 @@ class DispatchAcross {
     const std::byte* message =
         far_.staging.data + staged_[i] + static_cast<uint64_t>(c * chunk_.stride());
     const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
-      if (each > 0) {
-        WEFT_CUDA(
-            far_.context,
-            cudaMemcpyAsync(
-                work_ + area + first * each,
-                message + from,
-                static_cast<size_t>(num * each),
-                cudaMemcpyHostToDevice,
-                owner_.copies.get()
-            )
-        );
-      }
+      copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
     };
     copy(carried_[i].rows, chunk_.row_bytes, 0);
     copy(carried_[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
@@ -222,10 +193,6 @@ class DispatchAcross {
     owner_.near->dispatch(device_.rounds[0], own, out_, options_);
   }
 
-  [[nodiscard]] ConstTensor view(uint64_t area, DType dtype, int64_t rows, int64_t cols) const {
-    return {work_ + area, dtype, rows, cols, -1, owner_.settings.device};
-  }
-
   [[nodiscard]] DispatchInput carried_input(size_t i) const {
     const bool is_carried = i < carried_.size();
     const CarriedTokens tokens = is_carried ? carried_[i] : CarriedTokens();
@@ -242,23 +209,15 @@ class DispatchAcross {
     return in;
   }
 
-  DomainsCudaExchange& owner_;
-  CpuExchange& far_;
-  const DomainsPlan& device_;
-  const PlanData& plan_;
-  const DomainTraffic& traffic_;
   const DispatchInput& in_;
   const DispatchOutput& out_;
-  cudaStream_t stream_;
-  CallOptions options_;
   CrossingChunk chunk_;
   std::vector<uint64_t> staged_;        // [carried] in the far executor's staging
   std::vector<CarriedTokens> carried_;  // [carried] in `work`
   uint64_t own_weights_ = 0;
   std::vector<uint64_t> messages_;    // [num_domains]
   std::vector<int64_t> first_chunk_;  // [num_domains]
-  std::byte* work_ = nullptr;
-  std::vector<int64_t> left_;  // [carried] messages that have not come
+  std::vector<int64_t> left_;         // [carried] messages that have not come
   size_t next_round_ = 0;
 };
 

@@ -247,6 +247,30 @@ TEST(CrossingTransferFaultTest, EndsWhenSomethingElseHasGoneWrong) {
   });
 }
 
+TEST(CrossingTransferFaultTest, EndsWhenSomethingGoesWrongWhileNothingComes) {
+  run_threads(2, [](Group& group) {
+    CrossingRank rank(group, "loopback");
+    if (group.rank() == 0) {
+      const std::vector<CrossingReceive> receives = {rank.receive_from(1, 3)};
+      int num_looks = 0;
+      const auto thrown = thrown_by([&] {
+        rank.run(
+            {},
+            receives,
+            [](size_t, int64_t) {},
+            [&] {
+              if (++num_looks == 2) {
+                raise_error(ErrorCode::kCuda, {}, "dispatch: a kernel failed");
+              }
+            }
+        );
+      });
+      EXPECT_EQ(text_of(thrown), "dispatch: a kernel failed");
+    }
+    group.barrier();
+  });
+}
+
 TEST(CrossingTransferFaultTest, PassesOnWhatThePutThrows) {
   run_threads(2, [](Group& group) {
     CrossingRank rank(group, "faulty:loopback?fail=1");
