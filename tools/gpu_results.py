@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What render_results.py shows of a machine with GPUs in short: the best of each reference case, beside its limit and
-NCCL. The files of one machine are bench/results/CASE.MACHINE.json and nccl.MACHINE.json. A CASE is a letter, for a
-variant with a dash and its name behind; gpu- may stand before it."""
-
-import torch_results
+NCCL. The files of one machine are bench/results/gpu-CASE.MACHINE.json and nccl.MACHINE.json. A CASE is a letter, for a
+variant with a dash and its name behind."""
 
 OPS = ["plan", "dispatch", "combine", "plan+dispatch"]
 BOUNDS = [48, 24]  # multiprocessors that a call may take where others compute beside it
@@ -25,7 +23,7 @@ def files_of(all_results, machine):
     for name, results in sorted(all_results.items()):
         case, _, of_machine = name.partition(".")
         is_case = any(row["op"] in OPS and row["executor"] == "cuda" for row in results["rows"])
-        if of_machine == machine and case != "nccl" and is_case and not torch_results.is_torch(results):
+        if of_machine == machine and case.startswith("gpu-") and is_case:
             found.append((case.removeprefix("gpu-"), results))
     return sorted(found, key=lambda one: (not is_reference(one[0]), one[0]))
 
