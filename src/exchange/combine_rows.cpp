@@ -33,11 +33,8 @@ void CombineRows::list(int64_t token, Token& out) const {
 // needs no more than their groups.
 void CombineRows::list_across(int64_t token, Token& out) const {
   const DomainTraffic& between = *plan_.between;
-  const auto t = static_cast<size_t>(token);
-  const auto begin = static_cast<size_t>(between.token_begin[t]);
-  const auto end = static_cast<size_t>(between.token_begin[t + 1]);
-  for (size_t i = begin; i < end; ++i) {
-    const TokenPart& part = between.token_parts[i];
+  const auto parts = between.parts_of(static_cast<size_t>(token));
+  for (const TokenPart& part : parts) {
     if (part.index != TokenPart::kHere) {
       const int carrier = between.domains->carrier_into(part.domain, plan_.shape.rank);
       const uint64_t first = call_.staging.crossing_rows[static_cast<size_t>(carrier)];
@@ -46,7 +43,7 @@ void CombineRows::list_across(int64_t token, Token& out) const {
       continue;
     }
     const auto is_here = [this](size_t peer) { return is_near(plan_, peer); };
-    if (end - begin == 1) {
+    if (parts.size() == 1) {
       return list_arrivals(token, out.rows, is_here);
     }
     out.near.clear();

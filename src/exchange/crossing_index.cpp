@@ -5,66 +5,56 @@
 
 #include "exchange/region_map.hpp"
 #include "plan/domain_traffic.hpp"
+#include "plan/slots.hpp"
 
 namespace weft {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
 
-// Which part of combine holds what a token gets from a domain.
-class Parts {
- public:
-  explicit Parts(const PlanData& plan) : traffic_(*plan.between) {
-    int64_t next = plan.shape.num_tokens;
-    for (const auto& tokens : traffic_.sent) {
-      first_.push_back(next);
-      next += static_cast<int64_t>(tokens.size());
-    }
-  }
-  [[nodiscard]] int32_t row(int32_t token, const TokenPart& part) const {
-    const bool is_here = part.index == TokenPart::kHere;
-    return is_here ? token
-                   : static_cast<int32_t>(first_[static_cast<size_t>(part.domain)]) + part.index;
-  }
-  // -1: nothing comes from there.
-  [[nodiscard]] int32_t row_from(int32_t token, int domain) const {
-    const auto begin = static_cast<size_t>(traffic_.token_begin[static_cast<size_t>(token)]);
-    const auto end = static_cast<size_t>(traffic_.token_begin[static_cast<size_t>(token) + 1]);
-    for (size_t i = begin; i < end; ++i) {
-      if (traffic_.token_parts[i].domain == domain) {
-        return row(token, traffic_.token_parts[i]);
-      }
-    }
-    return -1;
-  }
-
- private:
-  const DomainTraffic& traffic_;
-  std::vector<int64_t> first_;  // [num_domains]
-};
-
-std::vector<int32_t> part_rows(const PlanData& plan, const Parts& parts) {
+// Which row of combine's parts holds what each token gets from a domain.
+std::vector<int32_t> part_rows(const PlanData& plan) {
   const DomainTraffic& traffic = *plan.between;
+  std::vector<int32_t> first;  // [num_domains]
+  auto next = static_cast<int32_t>(plan.shape.num_tokens);
+  for (const auto& tokens : traffic.sent) {
+    first.push_back(next);
+    next += static_cast<int32_t>(tokens.size());
+  }
   std::vector<int32_t> rows;
   rows.reserve(traffic.token_parts.size());
-  for (int32_t token = 0; token < plan.shape.num_tokens; ++token) {
-    const auto begin = static_cast<size_t>(traffic.token_begin[static_cast<size_t>(token)]);
-    const auto end = static_cast<size_t>(traffic.token_begin[static_cast<size_t>(token) + 1]);
-    for (size_t i = begin; i < end; ++i) {
-      rows.push_back(parts.row(token, traffic.token_parts[i]));
+  for (size_t token = 0; token + 1 < traffic.token_begin.size(); ++token) {
+    for (const TokenPart& part : traffic.parts_of(token)) {
+      const bool is_here = part.index == TokenPart::kHere;
+      rows.push_back(
+          is_here ? static_cast<int32_t>(token)
+                  : first[static_cast<size_t>(part.domain)] + part.index
+      );
     }
   }
   return rows;
 }
 
-std::vector<int32_t> weight_rows(const PlanData& plan, const Parts& parts) {
+// A route that was kept goes to a domain from which its token has a part.
+std::vector<int32_t> weight_rows(const PlanData& plan, std::span<const int32_t> part_row) {
+  const DomainTraffic& traffic = *plan.between;
+  std::vector<size_t> domain_of;  // by expert
+  for (int expert = 0; expert < plan.shape.num_experts; ++expert) {
+    const int owner = owner_rank(expert, plan.shape.num_local_experts());
+    domain_of.push_back(static_cast<size_t>(traffic.domains->domain_of(owner)));
+  }
   std::vector<int32_t> rows(plan.route_expert.size(), -1);
-  const int per_rank = plan.shape.num_local_experts();
-  for (size_t route = 0; route < rows.size(); ++route) {
-    if (plan.route_slot[route] >= 0) {
-      const int owner = plan.route_expert[route] / per_rank;
-      const auto token = static_cast<int32_t>(route / static_cast<size_t>(plan.shape.topk));
-      rows[route] = parts.row_from(token, plan.between->domains->domain_of(owner));
+  std::vector<int32_t> row_from(traffic.sent.size(), -1);  // of one token, by domain
+  const auto topk = static_cast<size_t>(plan.shape.topk);
+  const auto tokens = static_cast<size_t>(plan.shape.num_tokens);
+  for (size_t token = 0, next = 0; token < tokens; ++token) {
+    for (const TokenPart& part : traffic.parts_of(token)) {
+      row_from[static_cast<size_t>(part.domain)] = part_row[next++];
+    }
+    for (size_t route = token * topk; route < (token + 1) * topk; ++route) {
+      if (plan.route_slot[route] >= 0) {
+        rows[route] = row_from[domain_of[static_cast<size_t>(plan.route_expert[route])]];
+      }
     }
   }
   return rows;
@@ -73,9 +63,8 @@ std::vector<int32_t> weight_rows(const PlanData& plan, const Parts& parts) {
 }  // namespace
 
 CrossingIndex::CrossingIndex(const PlanData& plan) : from_map_(plan.shape.from_map) {
-  const Parts parts(plan);
-  part_row_ = part_rows(plan, parts);
-  weight_row_ = weight_rows(plan, parts);
+  part_row_ = part_rows(plan);
+  weight_row_ = weight_rows(plan, part_row_);
   for (const auto& tokens : plan.between->sent) {
     offsets_.sent.push_back(add(tokens));
   }

@@ -16,12 +16,14 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;  // pages of its own for what is pinned
+constexpr int kPlanThreads = 4;
 constexpr int64_t kSmallScaleBytes = 256;
 constexpr int64_t kGrowing = -1;  // stands for the number of a plan in words
 
 ExchangeConfig far_config(ExchangeConfig config) {
   config.device = {};
-  config.num_threads = 1;  // it makes plans and moves no rows
+  // It makes plans and moves no rows: more threads than records would keep busy are in the way.
+  config.num_threads = config.num_threads > 0 ? config.num_threads : kPlanThreads;
   config.transport = config.transport == "peer" ? "auto" : config.transport;
   return config;
 }

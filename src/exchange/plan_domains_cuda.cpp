@@ -14,6 +14,8 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kAlignment = 256;
+// Bytes of images that take longer to write than other threads to wake.
+constexpr uint64_t kMuchToWrite = uint64_t{1} << 18U;
 constexpr int64_t kMaxRounds = 4096;  // of a domain; tells the plans of one call apart
 
 // A tensor of the GPU's in host memory, once the stream has passed.
@@ -133,9 +135,11 @@ Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
       far->context,
       cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
   );
+  far->workers->for_each(rounds.size(), bytes >= kMuchToWrite, [&](size_t i) {
+    images[i].write({memory + begin[i], images[i].num_bytes()}, plan, i == 0);
+  });
   for (size_t i = 0; i < rounds.size(); ++i) {
     std::byte* const to = memory + begin[i];
-    images[i].write({to, images[i].num_bytes()}, plan, i == 0);
     device->rounds.push_back(near->adopt_plan(
         round_of(plan, rounds[i]),
         to,

@@ -16,6 +16,27 @@ T* at(std::span<std::byte> image, uint64_t offset) {
   return reinterpret_cast<T*>(image.data() + offset);
 }
 
+// The arrays of a pair: what a compiler cannot see stay the same while others are written.
+struct RoutesView {
+  explicit RoutesView(const Arrivals& pair)
+      : num_arrivals(pair.token.size()),
+        begin(pair.route_begin.data()),
+        slot(pair.slot.data()),
+        k(pair.k.data()),
+        expert(pair.expert.data()),
+        weight(pair.weight.empty() ? nullptr : pair.weight.data()) {}
+  [[nodiscard]] float weight_at(size_t route) const {
+    return weight == nullptr ? 0.0F : weight[route];
+  }
+
+  size_t num_arrivals;
+  const int32_t* begin;
+  const int32_t* slot;
+  const int32_t* k;
+  const int32_t* expert;
+  const float* weight;
+};
+
 }  // namespace
 
 Round find_round(const PlanData& plan, size_t index) {
@@ -106,25 +127,32 @@ void PlanImage::write_routes(const PlanView& block, const PlanData& plan) const 
   const auto tokens = static_cast<size_t>(round_.num_tokens);
   const size_t topk = map_.max_topk;
   const size_t members = round_.pairs.size();
-  std::fill_n(block.route_expert(), tokens * topk, -1);
-  std::fill_n(block.route_slot(), tokens * topk, -1);
-  std::fill_n(block.route_weight(), tokens * topk, 0.0F);
-  std::fill_n(block.primary(), tokens * members, -1);
-  std::fill_n(block.arrival(), tokens * members, -1);
+  int32_t* const experts = block.route_expert();
+  int32_t* const slots = block.route_slot();
+  float* const weights = block.route_weight();
+  int32_t* const primary = block.primary();
+  int32_t* const arrivals = block.arrival();
+  std::fill_n(experts, tokens * topk, -1);
+  std::fill_n(slots, tokens * topk, -1);
+  std::fill_n(weights, tokens * topk, 0.0F);
+  std::fill_n(primary, tokens * members, -1);
+  std::fill_n(arrivals, tokens * members, -1);
   const int per_rank = plan.shape.num_local_experts();
   for (size_t member = 0; member < members; ++member) {
-    const Arrivals& pair = *round_.pairs[member].arrivals;
-    for (size_t i = 0; i < pair.token.size(); ++i) {
-      const auto token = static_cast<size_t>(round_.pairs[member].token[i]);
-      const auto first = static_cast<size_t>(pair.route_begin[i]);
-      const auto last = static_cast<size_t>(pair.route_begin[i + 1]);
-      block.primary()[token * members + member] = pair.slot[first];
-      block.arrival()[token * members + member] = static_cast<int32_t>(i);
+    const RoutesView pair(*round_.pairs[member].arrivals);
+    const int32_t* const token_of = round_.pairs[member].token.data();
+    const int32_t first_expert = static_cast<int32_t>(member) * per_rank;
+    for (size_t i = 0; i < pair.num_arrivals; ++i) {
+      const auto token = static_cast<size_t>(token_of[i]);
+      const auto first = static_cast<size_t>(pair.begin[i]);
+      const auto last = static_cast<size_t>(pair.begin[i + 1]);
+      primary[token * members + member] = pair.slot[first];
+      arrivals[token * members + member] = static_cast<int32_t>(i);
       for (size_t route = first; route < last; ++route) {
         const size_t place = token * topk + static_cast<size_t>(pair.k[route]);
-        block.route_expert()[place] = static_cast<int32_t>(member) * per_rank + pair.expert[route];
-        block.route_slot()[place] = pair.slot[route];
-        block.route_weight()[place] = pair.weight.empty() ? 0.0F : pair.weight[route];
+        experts[place] = first_expert + pair.expert[route];
+        slots[place] = pair.slot[route];
+        weights[place] = pair.weight_at(route);
       }
     }
   }
@@ -136,31 +164,37 @@ void PlanImage::write_records(
 ) const {
   const GivenRecords& to = records_[member];
   const Round::Pair& from = round_.pairs[member];
-  const Arrivals& pair = *from.arrivals;
-  const auto topk = static_cast<int32_t>(map_.max_topk);
+  const RoutesView pair(*from.arrivals);
+  const auto topk = static_cast<size_t>(map_.max_topk);
   const int32_t per_token = std::min(static_cast<int32_t>(map_.num_ranks), topk_);
-  auto* heads = at<ArrivalHead>(image, to.heads);
-  for (size_t i = 0; i < pair.token.size(); ++i) {
+  auto* const heads = at<ArrivalHead>(image, to.heads);
+  auto* const slots = at<int32_t>(image, to.slots);
+  auto* const weights = at<float>(image, to.weights);
+  auto* const origins = at<int32_t>(image, to.origins);
+  for (size_t i = 0; i < pair.num_arrivals; ++i) {
     const int32_t token = from.token[i];
-    const auto first = static_cast<size_t>(pair.route_begin[i]);
-    const auto count = static_cast<size_t>(pair.route_begin[i + 1]) - first;
+    const auto first = static_cast<size_t>(pair.begin[i]);
+    const auto count = static_cast<size_t>(pair.begin[i + 1]) - first;
     const int32_t place = num_arrivals[static_cast<size_t>(token)]++;
     heads[i] = {token, static_cast<int32_t>(count), token * per_token + place, 0};
-    const size_t begin = i * static_cast<size_t>(topk);
     for (size_t j = 0; j < count; ++j) {
       const size_t route = first + j;
-      at<int32_t>(image, to.slots)[begin + j] = pair.slot[route];
-      at<float>(image, to.weights)[begin + j] = pair.weight.empty() ? 0.0F : pair.weight[route];
-      at<int32_t>(image, to.origins)[begin + j] = pair.expert[route] << 8 | pair.k[route];
+      slots[i * topk + j] = pair.slot[route];
+      weights[i * topk + j] = pair.weight_at(route);
+      origins[i * topk + j] = pair.expert[route] << 8 | pair.k[route];
     }
   }
   // The number of the first arrival of each chunk; the last entry closes the last chunk.
-  auto* begin = at<int32_t>(image, to.chunk_begin);
+  auto* const begin = at<int32_t>(image, to.chunk_begin);
   const int num_chunks = num_device_chunks(round_.num_tokens);
   const int32_t tokens = chunk_tokens(round_.num_tokens);
+  int32_t next = 0;
   for (int chunk = 0; chunk <= num_chunks; ++chunk) {
-    const auto found = std::ranges::lower_bound(from.token, chunk * tokens);
-    begin[chunk] = static_cast<int32_t>(found - from.token.begin());
+    while (next < records_[member].num_arrivals &&
+           from.token[static_cast<size_t>(next)] < chunk * tokens) {
+      ++next;
+    }
+    begin[chunk] = next;
   }
 }
 

@@ -2,11 +2,16 @@
 #include "exchange/plan_records.hpp"
 
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
+
+// Of a rank, from which on its records are worth waking other threads.
+constexpr int64_t kManyRoutes = 8192;
 
 // An area of the control region is free again when its source begins the next plan call, for which
 // it needs this rank's next call word.
@@ -20,15 +25,21 @@ class RecordSwap {
         num_ranks_(state.context.num_ranks) {}
 
   void send_own() const {
+    std::vector<std::vector<std::byte>> records(plan_.sent.size());
+    for_each(records.size(), [&](size_t peer) {
+      if (static_cast<int>(peer) != rank_) {
+        records[peer] = encode_records(plan_.sent[peer]);
+      }
+    });
     for (int domain = 0; domain < domains_.num_domains(); ++domain) {
       if (domain != domains_.own()) {
-        send_bundle(domain);
+        send_bundle(domain, records);
       }
     }
     for (int step = 1; step < num_ranks_; ++step) {
       const int peer = (rank_ + step) % num_ranks_;
       if (domains_.is_near(peer)) {
-        send(peer, rank_, encode_records(plan_.sent[static_cast<size_t>(peer)]));
+        send(peer, rank_, records[static_cast<size_t>(peer)]);
       }
     }
   }
@@ -38,7 +49,7 @@ class RecordSwap {
     for (const int source : domains_.carried()) {
       state_.waiter->until_raised(reason(), {missing(source)});
       const auto records =
-          unbundle_records(received(source), domains_.near().size(), source, state_.context);
+          unbundle_records(area_of(source), domains_.near().size(), source, state_.context);
       for (size_t m = 0; m < records.size(); ++m) {
         if (domains_.near()[m] != rank_) {
           send(domains_.near()[m], source, records[m]);
@@ -60,35 +71,61 @@ class RecordSwap {
     }
   }
 
-  [[nodiscard]] Arrivals received_from(int source) const {
-    if (source == rank_) {
-      return plan_.sent[static_cast<size_t>(rank_)];
-    }
-    std::span<const std::byte> records = received(source);
-    if (!domains_.is_near(source) && domains_.between(source) < 0) {
-      const auto place = static_cast<size_t>(domains_.place_of(rank_));
-      records = unbundle_records(records, domains_.near().size(), source, state_.context)[place];
-    }
-    return decode_records(records, plan_, source, state_.context);
+  // [num_ranks]
+  [[nodiscard]] std::vector<Arrivals> received() const {
+    std::vector<Arrivals> from(static_cast<size_t>(num_ranks_));
+    for_each(from.size(), [&](size_t source) {
+      from[source] = received_from(static_cast<int>(source));
+    });
+    return from;
   }
 
-  // Of the pairs (source, member), but for this rank's own.
-  [[nodiscard]] std::vector<Arrivals> carried_from(
-      int source, std::span<const int64_t> receiver_rows
-  ) const {
+  // [sources carried][members of this domain] but for this rank's own, which it received.
+  [[nodiscard]] std::vector<std::vector<Arrivals>> carried(std::span<const int64_t> rows) const {
+    const std::span<const int> sources = domains_.carried();
     const std::span<const int> near = domains_.near();
-    const auto records = unbundle_records(received(source), near.size(), source, state_.context);
-    std::vector<Arrivals> pairs(near.size());
-    for (size_t m = 0; m < near.size(); ++m) {
-      if (near[m] != rank_) {
-        const int64_t rows = receiver_rows[static_cast<size_t>(near[m])];
-        pairs[m] = decode_records(records[m], plan_.shape, rows, source, state_.context);
+    std::vector<std::vector<Arrivals>> pairs(sources.size(), std::vector<Arrivals>(near.size()));
+    for_each(sources.size() * near.size(), [&](size_t i) {
+      const size_t source = i / near.size();
+      const size_t member = i % near.size();
+      if (near[member] != rank_) {
+        pairs[source][member] =
+            carried_pair(sources[source], member, rows[static_cast<size_t>(near[member])]);
       }
-    }
+    });
     return pairs;
   }
 
  private:
+  void for_each(size_t count, const std::function<void(size_t)>& visit) const {
+    const bool is_much = plan_.shape.num_tokens * plan_.shape.topk >= kManyRoutes;
+    state_.workers->for_each(count, is_much, visit);
+  }
+
+  [[nodiscard]] Arrivals received_from(int source) const {
+    if (source == rank_) {
+      return plan_.sent[static_cast<size_t>(rank_)];
+    }
+    std::span<const std::byte> records = area_of(source);
+    if (!domains_.is_near(source) && domains_.between(source) < 0) {
+      records = of_member(source, static_cast<size_t>(domains_.place_of(rank_)));
+    }
+    return decode_records(records, plan_, source, state_.context);
+  }
+
+  [[nodiscard]] Arrivals carried_pair(int source, size_t member, int64_t receiver_rows) const {
+    return decode_records(
+        of_member(source, member), plan_.shape, receiver_rows, source, state_.context
+    );
+  }
+
+  // Of the bundle of a source that this rank carries.
+  [[nodiscard]] std::span<const std::byte> of_member(int source, size_t member) const {
+    return unbundle_records(
+        area_of(source), domains_.near().size(), source, state_.context
+    )[member];
+  }
+
   [[nodiscard]] WaitReason reason() const {
     return {.op = "plan", .call = state_.call_number, .what = "records"};
   }
@@ -103,7 +140,7 @@ class RecordSwap {
   }
 
   // What lies in the area of `source`, its length bounded by the area's.
-  [[nodiscard]] std::span<const std::byte> received(int source) const {
+  [[nodiscard]] std::span<const std::byte> area_of(int source) const {
     const std::byte* area =
         state_.control.data + state_.control_map.record_offset(static_cast<uint64_t>(source));
     uint64_t length = 0;
@@ -111,12 +148,13 @@ class RecordSwap {
     return {area + sizeof length, std::min(length, state_.control_map.record_bytes)};
   }
 
-  void send_bundle(int domain) const {
-    std::vector<std::vector<std::byte>> records;
+  // Takes those of the domain's ranks out of `records`, by rank.
+  void send_bundle(int domain, std::span<std::vector<std::byte>> records) const {
+    std::vector<std::vector<std::byte>> of_members;
     for (const int member : domains_.members(domain)) {
-      records.push_back(encode_records(plan_.sent[static_cast<size_t>(member)]));
+      of_members.push_back(std::move(records[static_cast<size_t>(member)]));
     }
-    send(domains_.carrier_into(domain, rank_), rank_, bundle_records(records));
+    send(domains_.carrier_into(domain, rank_), rank_, bundle_records(of_members));
   }
 
   void send(int peer, int source, std::span<const std::byte> records) const {
@@ -142,7 +180,7 @@ class RecordSwap {
 
 // More tokens than the source said it has could not be numbered by chunk signals.
 void check_carried(
-    const std::vector<Arrivals>& pairs, int source, const RankCounts& counts, const Context& context
+    std::span<const Arrivals> pairs, int source, const RankCounts& counts, const Context& context
 ) {
   for (const Arrivals& pair : pairs) {
     const int64_t last = pair.token.empty() ? -1 : pair.token.back();
@@ -173,15 +211,12 @@ SwappedRecords swap_records(
   swap.send_own();
   swap.pass_on();
   swap.wait_for_all();
-  SwappedRecords records;
-  for (int source = 0; source < state.context.num_ranks; ++source) {
-    records.received.push_back(swap.received_from(source));
-  }
-  for (const int source : state.domains->carried()) {
+  SwappedRecords records = {.received = swap.received(), .carried = swap.carried(receiver_rows)};
+  for (size_t i = 0; i < records.carried.size(); ++i) {
+    const int source = state.domains->carried()[i];
     const auto s = static_cast<size_t>(source);
-    records.carried.push_back(swap.carried_from(source, receiver_rows));
-    check_carried(records.carried.back(), source, counts[s], state.context);
-    check_carried({records.received[s]}, source, counts[s], state.context);
+    check_carried(records.carried[i], source, counts[s], state.context);
+    check_carried({&records.received[s], 1}, source, counts[s], state.context);
   }
   return records;
 }

@@ -38,6 +38,25 @@ void WorkerPool::run(const std::function<void(int)>& job) {
   }
 }
 
+void WorkerPool::for_each(size_t count, bool is_much, const std::function<void(size_t)>& visit) {
+  if (!is_much || threads_.empty()) {
+    for (size_t i = 0; i < count; ++i) {
+      visit(i);
+    }
+    return;
+  }
+  std::atomic<size_t> next = 0;
+  run([&](int /*worker*/) {
+    while (!is_stopping()) {
+      const size_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count) {
+        return;
+      }
+      visit(i);
+    }
+  });
+}
+
 void WorkerPool::run_guarded(int worker) {
   try {
     (*job_)(worker);

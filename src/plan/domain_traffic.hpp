@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "plan/domains.hpp"
@@ -42,6 +43,11 @@ struct DomainTraffic {
   // [num_ranks] by source, of the pair (source, this rank) in the area of whoever puts it here.
   std::vector<int64_t> first_row;
 
+  [[nodiscard]] std::span<const TokenPart> parts_of(size_t token) const {
+    const auto begin = static_cast<size_t>(token_begin[token]);
+    const auto end = static_cast<size_t>(token_begin[token + 1]);
+    return std::span(token_parts).subspan(begin, end - begin);
+  }
   // Null if this rank does not carry `source`.
   [[nodiscard]] const CarriedSource* find_carried(int source) const;
 };

@@ -35,6 +35,44 @@ TEST(WorkerPoolTest, UsesTheCallersThreadAsWorkerZero) {
   EXPECT_EQ(worker_zero, std::this_thread::get_id());
 }
 
+TEST(WorkerPoolTest, VisitsEachNumberOnce) {
+  for (const int num_workers : {1, 3}) {
+    WorkerPool pool(num_workers);
+    for (const bool is_much : {true, false}) {
+      for (const size_t count : {0U, 1U, 100U}) {
+        std::vector<std::atomic<int>> visits(count);
+        pool.for_each(count, is_much, [&](size_t i) { ++visits[i]; });
+        for (const auto& number : visits) {
+          EXPECT_EQ(number.load(), 1);
+        }
+      }
+    }
+  }
+}
+
+TEST(WorkerPoolTest, LeavesLittleWorkToTheCaller) {
+  WorkerPool pool(3);
+  pool.for_each(100, false, [caller = std::this_thread::get_id()](size_t /*i*/) {
+    ASSERT_EQ(std::this_thread::get_id(), caller);
+  });
+}
+
+TEST(WorkerPoolTest, EndsVisitsAfterAFailure) {
+  WorkerPool pool(3);
+  std::atomic<size_t> num_visits = 0;
+  const auto visit = [&](size_t i) {
+    ++num_visits;
+    if (i == 5) {
+      throw std::runtime_error("five");
+    }
+    while (i > 5 && !pool.is_stopping()) {
+      std::this_thread::yield();
+    }
+  };
+  EXPECT_THROW(pool.for_each(1'000'000, true, visit), std::runtime_error);
+  EXPECT_LE(num_visits.load(), 6U + 2 * 3);
+}
+
 TEST(WorkerPoolTest, RethrowsAFailureOfAnyWorkerAndStopsTheOthers) {
   WorkerPool pool(3);
   for (int failing = 0; failing < 3; ++failing) {
