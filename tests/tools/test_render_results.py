@@ -53,7 +53,8 @@ def gpu_tree(root, names):
     alone = {key: value for key, value in ROW.items() if key != "rival"} | {"executor": "cuda", "mode": "exact direct"}
     nccl = {**alone, "executor": "nccl", "mode": "one row per route", "us_p50": 120.0}
     texts = {
-        "a.m": [{**alone, "sms": sms, "us_p50": us} for sms, us in [(16, 90.0), (40, 60.04), (120, 40.0)]],
+        "gpu-a.m": [{**alone, "sms": sms, "us_p50": us} for sms, us in [(16, 90.0), (40, 60.04), (120, 40.0)]],
+        "domains-a.m": [{**alone, "sms": 8, "us_p50": 1.0}],
         "nccl.m": [nccl, {**nccl, "mode": "one row per rank", "us_p50": 80.0}, {**nccl, "hidden": 1, "us_p50": 1.0}],
     }
     files = {
@@ -64,10 +65,10 @@ def gpu_tree(root, names):
 
 
 def test_sums_up_a_machine_with_gpus(tmp_path):
-    root = gpu_tree(tmp_path, ["a.m", "nccl.m"])
+    root = gpu_tree(tmp_path, ["gpu-a.m", "domains-a.m", "nccl.m"])
     assert run_tool("render_results", root)[0] == 0
     text = (root / "README.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith("| A |")]
+    rows = [line for line in text.splitlines() if " dispatch " in line]
     assert rows == [
         "| A | dispatch | exact direct | 120 | yes | 40.0 | 2,000.0 | 80 | 120 | 3.00 | 80 | 2.00 |",
         "| A | dispatch | exact direct | 40 | yes | 60.0 | 2,000.0 | 80 | 120 | 2.00 | 80 | 1.33 |",
