@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "core/env.hpp"
+#include "core/host_map.hpp"
 #include "core/memory_nodes.hpp"
 #include "exchange/config_agreement.hpp"
 #include "plan/build.hpp"
@@ -39,7 +40,10 @@ std::span<const std::byte> bytes_of(const T& value) {
 }  // namespace
 
 CpuExchange::CpuExchange(
-    const Group& group, const ExchangeConfig& wanted, std::vector<std::vector<int>> domains_wanted
+    const Group& group,
+    const ExchangeConfig& wanted,
+    std::vector<std::vector<int>> domains_wanted,
+    const std::string& gpu
 )
     : settings(wanted),
       context(context_of(group)),
@@ -62,11 +66,15 @@ CpuExchange::CpuExchange(
       .has_crossings = domains->has_several(),
       .num_carried_pairs = domains->max_carried_pairs()};
   settled.resize(signals.size());
-  transport = make_transport(settings.transport, group, signals.size(), settings.timeout);
+  transport = make_transport(
+      settings.transport, group, signals.size(), {.timeout = settings.timeout, .device = gpu}
+  );
   settings.transport = transport->name();
   context.transport = settings.transport;
   waiter = std::make_unique<Waiter>(*transport, context, settings.timeout);
-  workers = std::make_unique<WorkerPool>(settings.num_threads);
+  workers = std::make_unique<WorkerPool>(
+      settings.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
+  );
   pool = std::make_shared<BufferPool>(transport);
   connect(group);
 }

@@ -23,8 +23,12 @@ struct CpuExchange final : Exchange::State {
   CpuExchange(const Group& group, const ExchangeConfig& wanted)
       : CpuExchange(group, wanted, group.topology().domains) {}
   // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
+  // `gpu`: PCI address of the GPU that it works for, whose neighbourhood its threads keep to.
   CpuExchange(
-      const Group& group, const ExchangeConfig& wanted, std::vector<std::vector<int>> domains
+      const Group& group,
+      const ExchangeConfig& wanted,
+      std::vector<std::vector<int>> domains,
+      const std::string& gpu = {}
   );
   ~CpuExchange() override;
 

@@ -4,6 +4,7 @@
 #include "exchange/exchange_domains_cuda.hpp"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "core/log.hpp"
@@ -35,6 +36,17 @@ ExchangeConfig near_config(ExchangeConfig config, const Domains& domains) {
   return config;
 }
 
+// "0000:17:00.0"; empty: the driver does not say.
+std::string pci_address(int device) {
+  std::array<char, 32> text = {};
+  const int length = static_cast<int>(text.size());
+  if (cudaDeviceGetPCIBusId(text.data(), length, device) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return {};
+  }
+  return text.data();
+}
+
 // Ranks of the group on this rank's GPU. Also those of other domains, whose kernels wait for this
 // rank no less, if by way of the network.
 int num_sharing(const Group& group, const Device& device) {
@@ -52,7 +64,9 @@ DomainsCudaExchange::DomainsCudaExchange(
 )
     : settings(wanted) {
   agree_on_config(group, settings, {.rank = group.rank(), .num_ranks = group.num_ranks()});
-  far = std::make_unique<CpuExchange>(group, far_config(wanted), domains);
+  far = std::make_unique<CpuExchange>(
+      group, far_config(wanted), domains, pci_address(settings.device.index)
+  );
   const auto members = far->domains->near();
   near = std::make_unique<CudaExchange>(
       part_of(group, {members.begin(), members.end()}), near_config(wanted, *far->domains)

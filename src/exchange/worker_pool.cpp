@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/worker_pool.hpp"
 
+#include "core/host_map.hpp"
+
 namespace weft {
 
-WorkerPool::WorkerPool(int num_workers) {
+WorkerPool::WorkerPool(int num_workers, const std::vector<int>& cores) {
   for (int worker = 1; worker < num_workers; ++worker) {
-    threads_.emplace_back([this, worker] { serve(worker); });
+    threads_.emplace_back([this, worker, cores] {
+      stay_on(cores);
+      serve(worker);
+    });
   }
 }
 

@@ -15,7 +15,8 @@ namespace weft {
 
 class WorkerPool {
  public:
-  explicit WorkerPool(int num_workers);
+  // All but worker 0 stay on `cores`, if there are any.
+  explicit WorkerPool(int num_workers, const std::vector<int>& cores = {});
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;

@@ -24,10 +24,8 @@ struct Entry {
   std::string (*obstacle)(const Group& group, std::string_view kind);
   // Collective; throws on every rank or on none.
   std::unique_ptr<Transport> (*make
-  )(const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout,
-    std::string_view kind);
+  )(const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
+  );
   bool has_kinds = false;
 };
 
@@ -70,7 +68,7 @@ constexpr std::array kEntries = {
         .obstacle = loopback_obstacle,
         .make = [](const Group& group,
                    uint32_t num_signals,
-                   std::chrono::milliseconds /*timeout*/,
+                   const TransportOptions& /*options*/,
                    std::string_view /*kind*/) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_loopback_memory(), group, num_signals);
         }},
@@ -79,7 +77,7 @@ constexpr std::array kEntries = {
         .obstacle = domain_obstacle,
         .make = [](const Group& group,
                    uint32_t num_signals,
-                   std::chrono::milliseconds /*timeout*/,
+                   const TransportOptions& /*options*/,
                    std::string_view /*kind*/) -> std::unique_ptr<Transport> {
           return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
         }},
@@ -111,7 +109,7 @@ std::unique_ptr<Transport> join(
     const Entry& entry,
     const Group& group,
     uint32_t num_signals,
-    std::chrono::milliseconds timeout,
+    const TransportOptions& options,
     std::string_view kind
 ) {
   agree(group, [&] {
@@ -125,16 +123,16 @@ std::unique_ptr<Transport> join(
         obstacle
     );
   });
-  return entry.make(group, num_signals, timeout, kind);
+  return entry.make(group, num_signals, options, kind);
 }
 
 std::unique_ptr<Transport> join_best(
-    const Group& group, uint32_t num_signals, std::chrono::milliseconds timeout
+    const Group& group, uint32_t num_signals, const TransportOptions& options
 ) {
   std::string reasons;
   for (const Entry& entry : kEntries) {
     try {
-      return join(entry, group, num_signals, timeout, "");
+      return join(entry, group, num_signals, options, "");
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kNotAvailable) {
         throw;
@@ -202,18 +200,15 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
 }
 
 std::unique_ptr<Transport> make_transport(
-    std::string_view name,
-    const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout
+    std::string_view name, const Group& group, uint32_t num_signals, const TransportOptions& options
 ) {
   check_same_name(name, group);
   if (const auto faulty = parse_faulty_name(name)) {
-    auto inner = make_transport(faulty->inner, group, num_signals, timeout);
+    auto inner = make_transport(faulty->inner, group, num_signals, options);
     return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);
   }
   if (name == "auto") {
-    return join_best(group, num_signals, timeout);
+    return join_best(group, num_signals, options);
   }
   const Entry* entry = find_entry(name);
   WEFT_CHECK_ARG(
@@ -223,7 +218,7 @@ std::unique_ptr<Transport> make_transport(
       name,
       transport_obstacle(name, group)
   );
-  return join(*entry, group, num_signals, timeout, kind_of(name));
+  return join(*entry, group, num_signals, options, kind_of(name));
 }
 
 }  // namespace weft

@@ -89,16 +89,21 @@ class Transport {
   virtual void close() = 0;
 };
 
+struct TransportOptions {
+  std::chrono::milliseconds timeout = std::chrono::seconds(60);  // of a put that its peer holds up
+  std::string device = {};  // PCI address of the GPU whose rows it carries; empty: there is none
+};
+
 // Collective. `name` is "auto" (the cheapest that reaches all ranks), one of transport_names(), or
 // "domains:" or "ofi:" with a provider of libfabric ("ofi:tcp"). Each rank gets `num_signals`
-// signals, all zero. A put waits for its peer at most `timeout`. Throws Error (kNotAvailable)
+// signals, all zero. Throws Error (kNotAvailable)
 // saying why on every rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see
 // faulty/fault_plan.hpp.
 [[nodiscard]] std::unique_ptr<Transport> make_transport(
     std::string_view name,
     const Group& group,
     uint32_t num_signals,
-    std::chrono::milliseconds timeout = std::chrono::seconds(60)
+    const TransportOptions& options = {}
 );
 
 // Every name that this build knows, best first.

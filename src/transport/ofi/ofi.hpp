@@ -19,18 +19,13 @@ namespace weft {
 // provider, or "provider/domain"; empty: what WEFT_FABRIC says.
 [[nodiscard]] std::string ofi_obstacle(const Group& group, std::string_view kind);
 
-// Collective. Throws the same Error on every rank. No call waits for a peer longer than `timeout`.
+// Collective. Throws the same Error on every rank. No call waits for a peer longer than the
+// options' timeout.
 [[nodiscard]] std::unique_ptr<Transport> make_ofi(
-    const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout,
-    std::string_view kind
+    const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 );
 [[nodiscard]] std::unique_ptr<Transport> make_domains(
-    const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout,
-    std::string_view kind
+    const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 );
 
 // What `weft info --fabric` shows, for ranks of this host.

@@ -26,7 +26,7 @@ std::string ofi_obstacle(const Group& /*group*/, std::string_view /*kind*/) {
 std::unique_ptr<Transport> make_ofi(
     const Group& group,
     uint32_t /*num_signals*/,
-    std::chrono::milliseconds /*timeout*/,
+    const TransportOptions& /*options*/,
     std::string_view /*kind*/
 ) {
   refuse(group, "ofi");
@@ -35,7 +35,7 @@ std::unique_ptr<Transport> make_ofi(
 std::unique_ptr<Transport> make_domains(
     const Group& group,
     uint32_t /*num_signals*/,
-    std::chrono::milliseconds /*timeout*/,
+    const TransportOptions& /*options*/,
     std::string_view /*kind*/
 ) {
   refuse(group, "domains");

@@ -10,6 +10,7 @@
 #include "group/topology.hpp"
 #include "transport/agree.hpp"
 #include "transport/loopback/loopback.hpp"
+#include "transport/ofi/card.hpp"
 #include "transport/ofi/ofi.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 #include "transport/shm/shm.hpp"
@@ -59,7 +60,7 @@ OfiTransport::OfiTransport(
     const Group& group,
     Neighbours neighbours,
     uint32_t num_signals,
-    std::chrono::milliseconds timeout,
+    const TransportOptions& options,
     std::string_view kind
 )
     : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = neighbours.transport},
@@ -67,11 +68,11 @@ OfiTransport::OfiTransport(
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
-      timeout_(timeout),
+      timeout_(options.timeout),
       spin_(kSpins * spin_time(group)),
       session_(random_number()),
       addresses_(static_cast<size_t>(num_ranks_)) {
-  open(group, std::move(neighbours), kind);
+  open(group, std::move(neighbours), kind, options.device);
   const std::vector<Bytes> hellos = group.all_gather(make_hello());
   agree(group, [&] {
     session_ = decode_hello(hellos.front()).session;
@@ -80,8 +81,9 @@ OfiTransport::OfiTransport(
       const auto at = static_cast<size_t>(rank);
       connect(rank, hellos[at], group.topology().host_of[at]);
     }
+    const std::vector<int> cores = cores_for(*fabric_->info(), options.device);
     for (const auto& queue : queues_) {
-      threads_.push_back(std::make_unique<ProgressThread>(*queue, spin_));
+      threads_.push_back(std::make_unique<ProgressThread>(*queue, spin_, cores));
     }
   });
   if (closing_ != nullptr) {
@@ -89,8 +91,10 @@ OfiTransport::OfiTransport(
   }
 }
 
-void OfiTransport::open(const Group& group, Neighbours neighbours, std::string_view kind) {
-  Selection selection = select_provider(group, kind);
+void OfiTransport::open(
+    const Group& group, Neighbours neighbours, std::string_view kind, std::string_view device
+) {
+  Selection selection = select_provider(group, kind, device);
   near_ = std::make_unique<MappedTransport>(
       std::move(neighbours.memory), group, num_signals_, neighbours.ranks
   );
@@ -202,10 +206,7 @@ void OfiTransport::greet_all() {
 namespace weft {
 
 std::unique_ptr<Transport> make_ofi(
-    const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout,
-    std::string_view kind
+    const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 ) {
   ofi::Neighbours neighbours = {
       .transport = "ofi",
@@ -213,15 +214,12 @@ std::unique_ptr<Transport> make_ofi(
       .ranks = {group.rank()},
       .hides_memory = true};
   return std::make_unique<ofi::OfiTransport>(
-      group, std::move(neighbours), num_signals, timeout, kind
+      group, std::move(neighbours), num_signals, options, kind
   );
 }
 
 std::unique_ptr<Transport> make_domains(
-    const Group& group,
-    uint32_t num_signals,
-    std::chrono::milliseconds timeout,
-    std::string_view kind
+    const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 ) {
   const Topology& topology = group.topology();
   const int domain = topology.domain_of[static_cast<size_t>(group.rank())];
@@ -230,7 +228,7 @@ std::unique_ptr<Transport> make_domains(
       .memory = topology.one_process ? make_loopback_memory() : make_shm_memory(),
       .ranks = topology.domains[static_cast<size_t>(domain)]};
   return std::make_unique<ofi::OfiTransport>(
-      group, std::move(neighbours), num_signals, timeout, kind
+      group, std::move(neighbours), num_signals, options, kind
   );
 }
 

@@ -57,7 +57,7 @@ class OfiTransport final : public Transport, private QueueEvents {
       const Group& group,
       Neighbours neighbours,
       uint32_t num_signals,
-      std::chrono::milliseconds timeout,
+      const TransportOptions& options,
       std::string_view kind
   );
   ~OfiTransport() override;
@@ -83,7 +83,9 @@ class OfiTransport final : public Transport, private QueueEvents {
   // How an attempt ended that is repeated until the fabric takes it.
   enum class Outcome : uint8_t { kDone, kGone, kFailed, kLate };
 
-  void open(const Group& group, Neighbours neighbours, std::string_view kind);
+  void open(
+      const Group& group, Neighbours neighbours, std::string_view kind, std::string_view device
+  );
   [[nodiscard]] Bytes make_hello() const;
   [[nodiscard]] Message message(MessageKind kind, uint64_t a = 0, uint64_t b = 0) const;
   void connect(int rank, const Bytes& hello, const std::string& host);

@@ -8,6 +8,8 @@
 #include <sys/eventfd.h>
 #include <utility>
 
+#include "core/host_map.hpp"
+
 namespace weft::ofi {
 namespace {
 
@@ -31,9 +33,10 @@ constexpr int kLooksPerClock = 16;
 
 }  // namespace
 
-ProgressThread::ProgressThread(Queue& queue, nanoseconds spin)
+ProgressThread::ProgressThread(Queue& queue, nanoseconds spin, std::vector<int> cores)
     : queue_(queue),
       spin_(spin),
+      cores_(std::move(cores)),
       event_(WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
       ),
       thread_([this] { run(); }) {}
@@ -63,6 +66,7 @@ bool ProgressThread::is_helped() {
 
 void ProgressThread::run() {
   using Clock = std::chrono::steady_clock;
+  stay_on(cores_);
   auto last_event = Clock::now();
   int num_slices = 0;
   int num_naps = 0;

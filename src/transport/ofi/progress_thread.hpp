@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <thread>
+#include <vector>
 
 #include "core/descriptor.hpp"
 #include "transport/ofi/queue.hpp"
@@ -16,8 +17,9 @@ namespace weft::ofi {
 
 class ProgressThread {
  public:
-  // `spin`: how long to look around after the last event before sleeping.
-  ProgressThread(Queue& queue, std::chrono::nanoseconds spin);
+  // `spin`: how long to look around after the last event before sleeping. It stays on `cores`, if
+  // there are any.
+  ProgressThread(Queue& queue, std::chrono::nanoseconds spin, std::vector<int> cores);
   ~ProgressThread();
   ProgressThread(const ProgressThread&) = delete;
   ProgressThread& operator=(const ProgressThread&) = delete;
@@ -37,6 +39,7 @@ class ProgressThread {
 
   Queue& queue_;
   std::chrono::nanoseconds spin_;
+  std::vector<int> cores_;
   Descriptor event_;  // written to end a sleep
   std::atomic<uint32_t> num_sleepers_ = 0;
   std::atomic<bool> is_napping_ = false;

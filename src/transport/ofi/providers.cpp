@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 #include "transport/ofi/address.hpp"
+#include "transport/ofi/card.hpp"
 #include "transport/ofi/queue.hpp"
 
 namespace weft::ofi {
@@ -55,7 +58,7 @@ Info make_hints(const Provider& provider, const FabricWish& wish) {
 }
 
 // Throws Error for what can be said better than libfabric does.
-Info query(const Provider& provider, const FabricWish& wish) {
+void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   const Info hints = make_hints(provider, wish);
   const std::string address = provider.takes_address ? local_address(wish.address) : "";
   fi_info* found = nullptr;
@@ -68,7 +71,16 @@ Info query(const Provider& provider, const FabricWish& wish) {
       &found
   );
   check_call(Context{}, provider.name, "fi_getinfo", result);
-  Info info(found);
+  const Info all(found);
+  const std::vector<const fi_info*> cards = list_cards(all.get());
+  std::vector<std::string> addresses;
+  std::ranges::transform(cards, std::back_inserter(addresses), [](const fi_info* card) {
+    return card_address(*card);
+  });
+  const size_t chosen =
+      cards.size() == 1 ? 0 : choose_card(HostMap::here(), wish.device, addresses, wish.turn);
+  Info info(api().dupinfo(cards[chosen]));
+  WEFT_CHECK(Context{}, info != nullptr, ErrorCode::kOutOfMemory, "fi_dupinfo: no memory");
   WEFT_CHECK(  // not every provider minds what it is asked
       Context{},
       wish.domain.empty() || wish.domain == info->domain_attr->name,
@@ -84,7 +96,8 @@ Info query(const Provider& provider, const FabricWish& wish) {
       "it carries {} B of data with a write (at least 4)",
       info->domain_attr->cq_data_size
   );
-  return info;
+  offer.info = std::move(info);
+  offer.num_cards = cards.size();
 }
 
 std::string known_names() {
@@ -150,10 +163,12 @@ FabricWish read_wish(const Env& env, std::string_view kind) {
 std::vector<Offer> list_offers(const FabricWish& wish) {
   std::vector<Offer> offers;
   for (const Provider& provider : kProviders) {
-    Offer offer = {.provider = &provider, .info = {}, .obstacle = obstacle_to(provider, wish)};
+    Offer offer;
+    offer.provider = &provider;
+    offer.obstacle = obstacle_to(provider, wish);
     if (offer.obstacle.empty()) {
       try {
-        offer.info = query(provider, wish);
+        query(provider, wish, offer);
       } catch (const Error& error) {
         offer.obstacle = plain_text(error);
       }

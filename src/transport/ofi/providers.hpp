@@ -35,10 +35,12 @@ struct Provider {
 // What the user asked for.
 struct FabricWish {
   std::string provider;  // empty: the best
-  std::string domain;    // of libfabric, such as "mlx5_0"; empty: the first
+  std::string domain;    // of libfabric, such as "mlx5_0"; empty: on the card that card.hpp chooses
   std::string address;   // for local_address()
   int num_queues = 1;
   bool has_one_host = true;  // all ranks are on this host
+  std::string device;        // PCI address of this rank's GPU; empty: none
+  size_t turn = 0;           // number of this rank among those of its host
 };
 
 // `kind` ("tcp" or "verbs/mlx5_0"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS, WEFT_FABRIC_QUEUES.
@@ -49,6 +51,7 @@ struct FabricWish {
 struct Offer {
   const Provider* provider = nullptr;
   Info info;             // null if there is an obstacle
+  size_t num_cards = 0;  // it could have been on
   std::string obstacle;  // why it cannot be used
 };
 

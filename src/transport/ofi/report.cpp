@@ -39,6 +39,9 @@ FabricReport::Entry entry_of(const ofi::Offer& offer) {
   if (offer.info != nullptr) {
     entry.fabric = offer.info->fabric_attr->prov_name;
     entry.domain = offer.info->domain_attr->name;
+    if (offer.num_cards > 1) {
+      entry.domain += fmt::format(", one of {}", offer.num_cards);
+    }
     entry.memory = memory_text(offer.info->domain_attr->mr_mode);
   }
   return entry;

@@ -59,9 +59,12 @@ int fewest_queues(const std::vector<Offer>& offers, int wanted) {
 
 }  // namespace
 
-FabricWish wish_for(const Group& group, std::string_view kind) {
+FabricWish wish_for(const Group& group, std::string_view kind, std::string_view device) {
   FabricWish wish = read_wish(Env::read(), kind);
   const auto& hosts = group.topology().host_of;
+  const auto self = hosts.begin() + group.rank();
+  wish.turn = static_cast<size_t>(std::count(hosts.begin(), self, *self));
+  wish.device = device;
   wish.has_one_host = std::set<std::string>(hosts.begin(), hosts.end()).size() <= 1;
   return wish;
 }
@@ -81,11 +84,11 @@ std::string obstacle_here(const FabricWish& wish) {
   return fmt::format("libfabric {} has no provider to use ({})", api().version, reasons);
 }
 
-Selection select_provider(const Group& group, std::string_view kind) {
+Selection select_provider(const Group& group, std::string_view kind, std::string_view device) {
   std::vector<Offer> offers;
   FabricWish wish;
   agree(group, [&] {
-    wish = wish_for(group, kind);
+    wish = wish_for(group, kind, device);
     WEFT_CHECK(Context{}, api().obstacle.empty(), ErrorCode::kNotAvailable, "{}", api().obstacle);
     offers = list_offers(wish);
   });

@@ -14,7 +14,9 @@
 namespace weft::ofi {
 
 // What `kind`, else the environment asks for, for these ranks.
-[[nodiscard]] FabricWish wish_for(const Group& group, std::string_view kind);
+[[nodiscard]] FabricWish wish_for(
+    const Group& group, std::string_view kind, std::string_view device = {}
+);
 
 struct Selection {
   const Provider* provider = nullptr;
@@ -22,9 +24,11 @@ struct Selection {
   uint32_t num_queues = 1;  // the fewest that any rank asks for or can have
 };
 
-// Collective. Throws the same Error (kNotAvailable) on every rank, with what each provider lacks
-// and where.
-[[nodiscard]] Selection select_provider(const Group& group, std::string_view kind);
+// Collective. `device`: PCI address of this rank's GPU, or empty. Throws the same Error
+// (kNotAvailable) on every rank, with what each provider lacks and where.
+[[nodiscard]] Selection select_provider(
+    const Group& group, std::string_view kind, std::string_view device = {}
+);
 
 // Why no provider can be used, as far as this rank can tell; empty: one can.
 [[nodiscard]] std::string obstacle_here(const FabricWish& wish);

@@ -227,7 +227,8 @@ TEST_P(OfiTransportTest, MovesWhileTheTargetDoesNotCall) {
 
 TEST_P(OfiTransportTest, GivesUpOnARankThatIsStopped) {
   const auto statuses = run_forked(2, [&](Group& group) {
-    auto transport = make_transport(GetParam(), group, 4, std::chrono::milliseconds(500));
+    auto transport =
+        make_transport(GetParam(), group, 4, {.timeout = std::chrono::milliseconds(500)});
     const Region own = transport->allocate(64 << 20);
     const auto refs = group.all_gather(std::as_bytes(std::span(&own.ref, 1)));
     RegionRef ref;

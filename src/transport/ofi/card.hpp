@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which of a host's network cards a rank uses: one that lies near its GPU, or near its cores, and
+// where several do, ranks of the host take them in turns.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/host_map.hpp"
+#include "transport/ofi/api.hpp"
+
+namespace weft::ofi {
+
+// Offers of a list, as fi_getinfo gives it, that differ from the first by their card alone: each
+// other domain of the same provider on the same fabric once. Cards of another fabric may lead
+// elsewhere.
+[[nodiscard]] std::vector<const fi_info*> list_cards(const fi_info* offers);
+
+// "0000:17:00.0"; empty: there is no card, or the provider does not say where.
+[[nodiscard]] std::string card_address(const fi_info& offer);
+
+// Index of the card. `device`: PCI address of the rank's GPU, or empty; `turn`: the rank's number
+// among those of its host.
+[[nodiscard]] size_t choose_card(
+    const HostMap& map, std::string_view device, std::span<const std::string> cards, size_t turn
+);
+
+// Cores for the threads that look after a card, or where it is not known those near the GPU.
+[[nodiscard]] std::vector<int> cores_for(const fi_info& offer, std::string_view device);
+
+}  // namespace weft::ofi
