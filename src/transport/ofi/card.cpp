@@ -12,16 +12,18 @@ std::string_view text(const char* name) {
 
 }  // namespace
 
-std::vector<const fi_info*> list_cards(const fi_info* offers) {
+std::vector<const fi_info*> list_cards(const fi_info* offers, std::span<const std::string> wanted) {
   std::vector<const fi_info*> cards;
   for (const fi_info* one = offers; one != nullptr; one = one->next) {
-    const bool is_same =
-        text(one->fabric_attr->prov_name) == text(offers->fabric_attr->prov_name) &&
-        text(one->fabric_attr->name) == text(offers->fabric_attr->name);
+    const std::string_view domain = text(one->domain_attr->name);
+    const bool is_wanted = wanted.empty()
+                               ? text(one->fabric_attr->name) == text(offers->fabric_attr->name)
+                               : std::ranges::find(wanted, domain) != wanted.end();
+    const bool is_same = text(one->fabric_attr->prov_name) == text(offers->fabric_attr->prov_name);
     const auto has_its_domain = [&](const fi_info* card) {
-      return text(card->domain_attr->name) == text(one->domain_attr->name);
+      return text(card->domain_attr->name) == domain;
     };
-    if (is_same && std::ranges::none_of(cards, has_its_domain)) {
+    if (is_wanted && is_same && std::ranges::none_of(cards, has_its_domain)) {
       cards.push_back(one);
     }
   }

@@ -14,10 +14,12 @@
 
 namespace weft::ofi {
 
-// Offers of a list, as fi_getinfo gives it, that differ from the first by their card alone: each
-// other domain of the same provider on the same fabric once. Cards of another fabric may lead
+// Of a list, as fi_getinfo gives it, what the first one's provider offers on each card: each domain
+// once, of those that are `wanted`, or if none is named of the first one's fabric: others may lead
 // elsewhere.
-[[nodiscard]] std::vector<const fi_info*> list_cards(const fi_info* offers);
+[[nodiscard]] std::vector<const fi_info*> list_cards(
+    const fi_info* offers, std::span<const std::string> wanted
+);
 
 // "0000:17:00.0"; empty: there is no card, or the provider does not say where.
 [[nodiscard]] std::string card_address(const fi_info& offer);

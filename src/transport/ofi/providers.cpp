@@ -51,8 +51,8 @@ Info make_hints(const Provider& provider, const FabricWish& wish) {
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   // Freed with the hints.
   hints->fabric_attr->prov_name = ::strdup(std::string(provider.name).c_str());
-  if (!wish.domain.empty()) {
-    hints->domain_attr->name = ::strdup(wish.domain.c_str());
+  if (wish.domains.size() == 1) {
+    hints->domain_attr->name = ::strdup(wish.domains.front().c_str());
   }
   return hints;
 }
@@ -72,7 +72,15 @@ void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   );
   check_call(Context{}, provider.name, "fi_getinfo", result);
   const Info all(found);
-  const std::vector<const fi_info*> cards = list_cards(all.get());
+  const std::vector<const fi_info*> cards = list_cards(all.get(), wish.domains);
+  WEFT_CHECK(  // not every provider minds what it is asked
+      Context{},
+      !cards.empty(),
+      ErrorCode::kNotAvailable,
+      "it has no domain \"{}\" (but {})",
+      fmt::join(wish.domains, ","),
+      all->domain_attr->name
+  );
   std::vector<std::string> addresses;
   std::ranges::transform(cards, std::back_inserter(addresses), [](const fi_info* card) {
     return card_address(*card);
@@ -81,14 +89,6 @@ void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
       cards.size() == 1 ? 0 : choose_card(HostMap::here(), wish.device, addresses, wish.turn);
   Info info(api().dupinfo(cards[chosen]));
   WEFT_CHECK(Context{}, info != nullptr, ErrorCode::kOutOfMemory, "fi_dupinfo: no memory");
-  WEFT_CHECK(  // not every provider minds what it is asked
-      Context{},
-      wish.domain.empty() || wish.domain == info->domain_attr->name,
-      ErrorCode::kNotAvailable,
-      "it has no domain \"{}\" (but {})",
-      wish.domain,
-      info->domain_attr->name
-  );
   WEFT_CHECK(
       Context{},
       info->domain_attr->cq_data_size >= 4,
@@ -142,7 +142,11 @@ FabricWish read_wish(const Env& env, std::string_view kind) {
   const std::string fabric(kind.empty() ? env.fabric.value_or("") : kind);
   const size_t slash = fabric.find('/');
   wish.provider = fabric.substr(0, slash);
-  wish.domain = slash == std::string::npos ? "" : fabric.substr(slash + 1);
+  for (size_t end = slash; end != std::string::npos;) {
+    const size_t begin = end + 1;
+    end = fabric.find(',', begin);
+    wish.domains.push_back(fabric.substr(begin, end - begin));
+  }
   const bool is_known =
       wish.provider.empty() ||
       std::any_of(kProviders.begin(), kProviders.end(), [&](const Provider& provider) {

@@ -34,17 +34,17 @@ struct Provider {
 
 // What the user asked for.
 struct FabricWish {
-  std::string provider;  // empty: the best
-  std::string domain;    // of libfabric, such as "mlx5_0"; empty: on the card that card.hpp chooses
-  std::string address;   // for local_address()
+  std::string provider;              // empty: the best
+  std::vector<std::string> domains;  // of libfabric, such as "mlx5_0", to choose from; none: any
+  std::string address;               // for local_address()
   int num_queues = 1;
   bool has_one_host = true;  // all ranks are on this host
   std::string device;        // PCI address of this rank's GPU; empty: none
   size_t turn = 0;           // number of this rank among those of its host
 };
 
-// `kind` ("tcp" or "verbs/mlx5_0"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS, WEFT_FABRIC_QUEUES.
-// Throws Error (kInvalidArgument) for an unknown provider.
+// `kind` ("tcp" or "verbs/mlx5_0,mlx5_1"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS,
+// WEFT_FABRIC_QUEUES. Throws Error (kInvalidArgument) for an unknown provider.
 [[nodiscard]] FabricWish read_wish(const Env& env, std::string_view kind);
 
 // A provider as this rank finds it.

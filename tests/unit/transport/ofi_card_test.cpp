@@ -40,9 +40,9 @@ class Offers {
     return *this;
   }
   [[nodiscard]] const fi_info* first() const { return &all_.front().info; }
-  [[nodiscard]] std::vector<std::string> cards() const {
+  [[nodiscard]] std::vector<std::string> cards(const std::vector<std::string>& wanted = {}) const {
     std::vector<std::string> domains;
-    for (const fi_info* card : list_cards(first())) {
+    for (const fi_info* card : list_cards(first(), wanted)) {
       domains.emplace_back(card->domain_attr->name);
     }
     return domains;
@@ -75,6 +75,8 @@ TEST(OfiCardTest, KeepsToTheProviderAndFabricOfTheFirst) {
       .add({.provider = "verbs;ofi_rxd", .domain = "mlx5_2"})
       .add({.domain = "mlx5_1"});
   EXPECT_EQ(offers.cards(), (Texts{"mlx5_0", "mlx5_1"}));
+  EXPECT_EQ(offers.cards({"mlx5_8", "mlx5_1", "mlx5_2"}), (Texts{"mlx5_8", "mlx5_1"})) << "named";
+  EXPECT_EQ(offers.cards({"mlx5_9"}), Texts{});
 }
 
 TEST(OfiCardTest, ReadsWhereACardIs) {

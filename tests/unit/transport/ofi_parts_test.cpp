@@ -194,11 +194,14 @@ TEST(OfiProvidersTest, ReadsWhatIsAskedFor) {
   });
   const FabricWish wish = read_wish(env, "");
   EXPECT_EQ(wish.provider, "verbs");
-  EXPECT_EQ(wish.domain, "mlx5_0");
+  EXPECT_EQ(wish.domains, (std::vector<std::string>{"mlx5_0"}));
   EXPECT_EQ(wish.address, "eth0");
   EXPECT_EQ(wish.num_queues, 4);
   EXPECT_EQ(read_wish(env, "tcp").provider, "tcp");
-  EXPECT_EQ(read_wish(env, "tcp").domain, "");
+  EXPECT_TRUE(read_wish(env, "tcp").domains.empty());
+  EXPECT_EQ(
+      read_wish(env, "verbs/mlx5_0,mlx5_3").domains, (std::vector<std::string>{"mlx5_0", "mlx5_3"})
+  );
   EXPECT_TRUE(contains(
       error_of([&] { static_cast<void>(read_wish(env, "avian")); }),
       "open(ofi): \"avian\" names no provider that is known (cxi, efa, verbs, tcp, shm)"
@@ -229,8 +232,10 @@ TEST(OfiProvidersTest, SaysWhyEachCannotBeUsed) {
   wish.provider = "shm";
   EXPECT_EQ(obstacle_of(wish, "tcp"), "shm is asked for");
   wish.provider = "tcp";
-  wish.domain = "avian0";
+  wish.domains = {"avian0"};
   EXPECT_NE(obstacle_of(wish, "tcp"), "");
+  wish.domains = {"avian0", "avian1"};
+  EXPECT_TRUE(contains(obstacle_of(wish, "tcp"), "it has no domain \"avian0,avian1\" (but "));
 }
 
 }  // namespace weft::ofi

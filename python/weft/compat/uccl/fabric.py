@@ -52,29 +52,36 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
     """What `WEFT_FABRIC` is to be, None to leave the choice to Weft.
 
     transport: a provider that Weft knows; any other word is no choice. cards: as for
-    `interface_of`, a port after ':' is cut off; it counts if it comes down to one of those in
-    `folder`.
+    `interface_of`, a port after ':' is cut off. Of several, those of the first one's driver count,
+    and each rank takes the nearest.
     """
     provider = transport if transport in _PROVIDERS else None
-    card = _card_of(cards, folder) if cards is not None else None
-    if card is None:
-        return provider
-    is_efa = (folder / card / "device" / "driver").resolve().name == "efa"
-    driver, domain = ("efa", f"{card}-rdm") if is_efa else ("verbs", card)
-    return f"{driver}/{domain}" if provider in (None, driver) else provider
+    found = _cards_of(cards, folder) if cards is not None else []
+    drivers = ["efa" if _driver(folder / card) == "efa" else "verbs" for card in found]
+    driver = provider or next(iter(drivers), None)
+    domains = [
+        f"{card}-rdm" if driver == "efa" else card
+        for card, of_card in zip(found, drivers)
+        if of_card == driver
+    ]
+    return f"{driver}/{','.join(domains)}" if domains else provider
 
 
-def _card_of(wanted: str, folder: Path) -> str | None:
-    if wanted.startswith("^"):
-        return None
-    listed = [one.split(":")[0] for one in wanted.removeprefix("=").split(",") if one]
+def _driver(card: Path) -> str:
+    return (card / "device" / "driver").resolve().name
+
+
+def _cards_of(wanted: str, folder: Path) -> list[str]:
+    """Names in order; as they are written where none of them is there."""
+    rest = wanted.removeprefix("^")
+    listed = [one.split(":")[0] for one in rest.removeprefix("=").split(",") if one]
     present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    found = {name for name in present if name in listed}
-    if not found and not wanted.startswith("="):
-        found = {name for name in present if any(name.startswith(one) for one in listed)}
-    if not found:
-        found = set(listed)
-    return found.pop() if len(found) == 1 else None
+    if not rest.startswith("="):
+        whole = [name for name in present if name in listed]
+        listed = whole or [name for name in present if name.startswith(tuple(listed))] or listed
+    if wanted.startswith("^"):
+        return [name for name in present if name not in listed]
+    return [name for name in present if name in listed] or listed
 
 
 def _give(name: str, value: str) -> None:
