@@ -36,9 +36,10 @@ def step_line(row):
 
 def steps(results):
     model = results["shape"]
+    routing = ", experts at random" if results.get("balanced") else ""
     text = (
         f"{model['layers']} layers of Qwen3-30B-A3B on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
-        f"of {model['sequences']} x {model['sequence']:,} tokens on each:"
+        f"of {model['sequences']} x {model['sequence']:,} tokens on each{routing}:"
     )
     return ["", text, "", *table(STEP_HEADER, 1, [step_line(row) for row in results["rows"]])]
 

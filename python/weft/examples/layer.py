@@ -99,9 +99,13 @@ class MoELayer(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """routing_map bool [T, E] and probs fp32 [T, E], zero off the map."""
         scores = torch.softmax(self.router(x).float(), dim=-1)
-        chosen = scores.topk(self.topk, dim=-1).indices
+        chosen = self.choose(scores)
         routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
         return routing_map, scores * routing_map
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """int64 [T, topk]: different experts for each token."""
+        return scores.topk(self.topk, dim=-1).indices
 
     def forward(self, x: Tensor) -> Tensor:
         dispatcher = self.dispatcher

@@ -19,7 +19,15 @@ Tensor = torch.Tensor
 
 
 class QwenMoE(MoELayer):
-    """The router's probabilities sum to 1 over the chosen experts."""
+    """The router's probabilities sum to 1 over the chosen experts.
+
+    balance: a seed; experts are then chosen at random, whatever the router says, as many benchmarks
+    do: synthetic weights know no loss that would keep the experts equally busy.
+    """
+
+    balance: int | None = None
+    loads: list[Tensor] | None = None  # [experts] routes of each call, while it is a list
+    _generator: torch.Generator | None = None
 
     def __init__(
         self,
@@ -28,6 +36,7 @@ class QwenMoE(MoELayer):
         shape: Shape,
         delay: bool,
         num_sms: int | None = None,
+        balance: int | None = None,
     ) -> None:
         made = make_dispatcher(dispatcher_name, groups, shape.experts, shape.topk, num_sms)
         super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk)
@@ -38,8 +47,20 @@ class QwenMoE(MoELayer):
             made.num_local_experts, shape.hidden, shape.width, delay_wgrad_compute=delay
         )
 
+        self.balance = balance
+
+    def choose(self, scores: Tensor) -> Tensor:
+        if self.balance is None:
+            return super().choose(scores)
+        if self._generator is None:
+            self._generator = torch.Generator(scores.device).manual_seed(self.balance)
+        keys = torch.rand(scores.shape, generator=self._generator, device=scores.device)
+        return keys.topk(self.topk, dim=-1).indices
+
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         routing_map, probs = super().route(x)
+        if self.loads is not None:
+            self.loads.append(routing_map.sum(dim=0))
         return routing_map, probs / probs.sum(dim=-1, keepdim=True)
 
 
@@ -74,19 +95,21 @@ def build(
     delay: bool = False,
     high_priority: bool = False,
     num_sms: int | None = None,
+    balance: int | None = None,
 ) -> ModelChunk:
     """The model, with torch's default device and type. Its weights are left to `fill`.
 
-    num_sms: see `make_dispatcher`.
+    num_sms: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
     """
 
-    def layer() -> TransformerLayer:
-        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms)
+    def layer(index: int) -> TransformerLayer:
+        seed = None if balance is None else balance + index
+        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms, seed)
         norm = nn.RMSNorm(shape.hidden, eps=EPS)
         return TransformerLayer(Attention(shape, delay), moe=moe, pre_mlp_norm=norm)
 
     return ModelChunk(
-        [layer() for _ in range(shape.layers)],
+        [layer(i) for i in range(shape.layers)],
         embedding=Embedding(shape),
         output_layer=Loss(shape, delay),
         final_norm=nn.RMSNorm(shape.hidden, eps=EPS),

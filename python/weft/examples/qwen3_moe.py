@@ -11,8 +11,11 @@ fails unless a dispatcher's losses are the same with and without overlap, bit fo
 
 "exposed": the time in which tokens travel and nothing else runs, as a share of all the time in
 which they travel, and of the step. "idle": the share of the step in which the GPU waits for the
-host. These are from a trace of one more step, mean over the ranks. "peak" is torch's memory,
-"others" what else is taken on the GPU after the mode: CUDA, NCCL, Weft, what earlier modes left.
+host. These are from a trace of one more step, mean over the ranks. "busiest": routes to the rank
+that gets most, of the mean, on the average of that step's calls: the others wait for it.
+--balanced chooses experts at random, as a training with a loss that balances them would end.
+"peak" is torch's memory, "others" what else is taken on the GPU after the mode: CUDA, NCCL, Weft,
+what earlier modes left.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ def rows_of(results: dict[str, Result]) -> list[Row]:
             "exposed_of_exchange": seen.exposed / seen.exchange if seen and seen.exchange else None,
             "exposed_of_step": seen.exposed / span if span else None,
             "idle_of_step": seen.idle / span if span else None,
+            "busiest_of_mean": result.busiest,
             "peak_gib": None if peak is None else peak / 2**30,
             "others_gib": None if others is None else others / 2**30,
             "losses": result.losses.mean(dim=1).tolist(),
@@ -71,11 +75,11 @@ def table(rows: list[Row]) -> str:
     def gib(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    shown = ("exposed/exchange", "exposed/step", "idle/step", "peak GiB", "others GiB")
-    lines = [("mode", "s/step", "ratio", *shown), ("---",) + ("---:",) * 7]
+    shown = ("exposed/exchange", "exposed/step", "idle/step", "busiest", "peak GiB", "others GiB")
+    lines = [("mode", "s/step", "ratio", *shown), ("---",) + ("---:",) * 8]
     for row in rows:
         times = (f"{row['seconds']:.4f}", f"{row['ratio']:.2f}")
-        shares = [share(row[key]) for key in SHARES]
+        shares = [share(row[key]) for key in (*SHARES, "busiest_of_mean")]
         lines.append((row["mode"], *times, *shares, gib(row["peak_gib"]), gib(row["others_gib"])))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -118,7 +122,7 @@ def work(args: argparse.Namespace) -> int:
     if args.json and dist.get_rank() == 0:
         found = machine(args.commit) | {"ranks": dist.get_world_size(), "shape": asdict(shape)}
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
-        found |= {"losses_equal": not lines}
+        found |= {"losses_equal": not lines, "balanced": args.balanced}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 1 if lines else 0
 

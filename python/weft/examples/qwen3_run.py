@@ -16,7 +16,7 @@ from weft.dispatcher import DispatcherGroups
 from weft.examples.qwen3_attention import Shape
 from weft.examples.qwen3_data import micro_batch, token_ids
 from weft.examples.qwen3_exposed import Exposure
-from weft.examples.qwen3_model import build, fill, is_expert_weight
+from weft.examples.qwen3_model import QwenMoE, build, fill, is_expert_weight
 from weft.examples.qwen3_trace import finish, trace_step
 from weft.overlap import (
     TransformerModelChunkSchedulePlan,
@@ -51,6 +51,7 @@ class Result:
     seconds: list[float]  # of each timed step
     exposure: Exposure | None = None  # mean over the ranks
     memory: tuple[int, int] | None = None  # see `memory`
+    busiest: float | None = None  # see `busiest`
 
 
 class Trainer:
@@ -68,6 +69,8 @@ class Trainer:
                 options = {"delay": mode.delay, "high_priority": args.high_priority}
                 if mode.overlap:
                     options["num_sms"] = args.exchange_sms
+                if args.balanced:  # other experts on every rank and in every layer
+                    options["balance"] = (args.seed + 7919 * (1 + group.rank())) * 1009
                 self.model = build(shape, mode.dispatcher, groups, **options)
         finally:
             torch.set_default_dtype(usual)
@@ -93,6 +96,14 @@ class Trainer:
         add_over_ranks(self.model)
         self.optimiser.step()
         self.losses.append(torch.stack(losses))
+
+    def count_loads(self) -> list[Tensor]:
+        """From now on: the routes of each call to each expert, by layer, then micro-batch."""
+        loads: list[Tensor] = []
+        for layer in self.model.modules():
+            if isinstance(layer, QwenMoE):
+                layer.loads = loads
+        return loads
 
     def _plan(self, i: int) -> TransformerModelChunkSchedulePlan:
         index = (len(self.losses) * self.num + i) * dist.get_world_size() + dist.get_rank()
@@ -131,15 +142,31 @@ def run_mode(
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     held = memory(device)
     traced = None
+    loads = trainer.count_loads()
     if is_gpu or args.trace:
         traced = trace_step(trainer.step, name, args.trace, device)
-    result = Result(torch.stack(trainer.losses).cpu(), slowest.tolist(), traced, held)
-    del trainer
+    result = Result(
+        torch.stack(trainer.losses).cpu(), slowest.tolist(), traced, held, busiest(loads)
+    )
+    del trainer, loads
     gc.unfreeze()
     gc.collect()  # nodes refer to each other: the next mode's peak would have these, too
     if is_gpu:
         torch.cuda.empty_cache()
     return result
+
+
+def busiest(loads: list[Tensor]) -> float | None:
+    """Collective. Routes to the rank that gets most, of the mean, on the average of all calls.
+
+    loads: [experts] routes from this rank in each call; None without a call.
+    """
+    if not loads:
+        return None
+    routes = torch.stack(loads)
+    dist.all_reduce(routes)
+    of_ranks = routes.view(len(loads), dist.get_world_size(), -1).sum(dim=2).double()
+    return (of_ranks.amax(dim=1) / of_ranks.mean(dim=1)).mean().item()
 
 
 def add_over_ranks(model: torch.nn.Module) -> None:

@@ -23,7 +23,7 @@ from weft.examples.qwen3_exposed import (
 )
 from weft.examples.qwen3_model import QwenMoE
 from weft.examples.qwen3_moe import complaints, rows_of, table
-from weft.examples.qwen3_run import MODES, Result
+from weft.examples.qwen3_run import MODES, Result, busiest
 from weft.examples.qwen3_start import layers_that_fit
 from weft.examples.qwen3_trace import read_trace
 
@@ -175,14 +175,41 @@ def test_router_weighs_the_best_only():
     torch.testing.assert_close(probs, expected)
 
 
+def test_balanced_experts_are_different_and_equally_busy():
+    moe = QwenMoE.__new__(QwenMoE)
+    torch.nn.Module.__init__(moe)
+    moe.topk, moe.balance = 3, 5
+    scores = torch.zeros(8000, 8)
+    scores[:, 0] = 1.0  # the router knows but one
+    first, second = moe.choose(scores), moe.choose(scores)
+    assert all(len(set(row)) == 3 for row in first[:100].tolist())
+    assert not torch.equal(first, second)
+    counts = torch.bincount(first.flatten(), minlength=8)
+    assert counts.min() > 0.9 * 3000 and counts.max() < 1.1 * 3000
+    again = QwenMoE.__new__(QwenMoE)
+    torch.nn.Module.__init__(again)
+    again.topk, again.balance = 3, 5
+    assert torch.equal(again.choose(scores), first) and torch.equal(again.choose(scores), second)
+
+
+def test_busiest_rank_of_each_call(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert busiest([]) is None
+    even, twice = torch.tensor([3, 1, 2, 2]), torch.tensor([8, 8, 0, 0])
+    assert busiest([even, twice]) == (1.0 + 2.0) / 2
+
+
 def test_rows_and_table():
     losses = torch.ones(2, 3)
-    slow = Result(losses, [4.0, 2.0, 3.0], Exposure(10, 4, 3, 1), (3 << 30, 1 << 29))
+    slow = Result(losses, [4.0, 2.0, 3.0], Exposure(10, 4, 3, 1), (3 << 30, 1 << 29), 1.25)
     rows = rows_of({"alltoall": slow, "weft": Result(losses, [1.5])})
     assert [row["ratio"] for row in rows] == [1.0, 2.0]
     lines = table(rows).splitlines()
-    assert lines[2] == "| alltoall | 3.0000 | 1.00 | 75.0 % | 30.0 % | 10.0 % | 3.0 | 0.5 |"
-    assert lines[3] == "| weft | 1.5000 | 2.00 | - | - | - | - | - |"
+    assert (
+        lines[2] == "| alltoall | 3.0000 | 1.00 | 75.0 % | 30.0 % | 10.0 % | 125.0 % | 3.0 | 0.5 |"
+    )
+    assert lines[3] == "| weft | 1.5000 | 2.00 | - | - | - | - | - | - |"
 
 
 def test_another_bit_is_found(monkeypatch):
@@ -199,10 +226,11 @@ def test_another_bit_is_found(monkeypatch):
     assert complaints(results) == ["weft: 2 of 2 losses are not finite (try a smaller --lr)"]
 
 
-def test_all_modes_on_two_cpu_ranks(tmp_path):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_all_modes_on_two_cpu_ranks(tmp_path, balanced):
     found, traces = tmp_path / "found.json", tmp_path / "traces"
     sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 16 --micro-batches 3"
-    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces}"
+    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces} {'--balanced' * balanced}"
     program = "-m weft.examples.qwen3_moe --device cpu --gpus 2"
     done = subprocess.run(
         [sys.executable, *f"{program} {sizes} {steps}".split()],
@@ -216,7 +244,9 @@ def test_all_modes_on_two_cpu_ranks(tmp_path):
     assert [line.split()[1] for line in lines[2:]] == list(MODES)
     assert done.stdout.rstrip().endswith("losses equal bit for bit")
     result = json.loads(found.read_text())
-    assert result["losses_equal"] and result["ranks"] == 2
+    assert result["losses_equal"] and result["ranks"] == 2 and result["balanced"] is balanced
+    assert len({row["busiest_of_mean"] for row in result["rows"][2:]}) == 1
+    assert all(1.0 <= row["busiest_of_mean"] < 2.0 for row in result["rows"])
     assert [row["mode"] for row in result["rows"]] == list(MODES)
     assert all(row["seconds"] > 0 and row["exposed_of_step"] is None for row in result["rows"])
     assert len(set(result["rows"][0]["losses"])) > 1
