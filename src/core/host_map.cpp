@@ -20,14 +20,15 @@ struct FreeTopology {
 };
 using Handle = std::unique_ptr<hwloc_topology, FreeTopology>;
 
-// With its cards, and without asking the drivers of GPUs, which take long to wake.
+// With its cards, as the kernel lists them: asking the drivers of GPUs would wake them, which takes
+// long, and libpciaccess keeps memory.
 Handle new_handle() {
   hwloc_topology_t topology = nullptr;
   if (hwloc_topology_init(&topology) != 0) {
     return nullptr;
   }
   Handle handle(topology);
-  for (const char* component : {"cuda", "nvml", "opencl", "rsmi", "levelzero", "gl"}) {
+  for (const char* component : {"pci", "cuda", "nvml", "opencl", "rsmi", "levelzero", "gl"}) {
     hwloc_topology_set_components(topology, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST, component);
   }
   hwloc_topology_set_io_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_ALL);
