@@ -126,7 +126,8 @@ def _rank_capacity(config: Any) -> None:
     _refuse(
         backend == "hybridep"
         and not option(config, "use_transformer_engine_op_fuser")
-        and not option(config, "moe_use_grouped_tensor"),
+        and not option(config, "moe_use_grouped_tensor")
+        and not option(config, "moe_experts_ignore_unused_rows"),
         "moe_expert_rank_capacity_factor: hybridep needs experts that ignore unused rows "
         "(set use_transformer_engine_op_fuser or moe_use_grouped_tensor)",
     )

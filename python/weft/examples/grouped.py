@@ -14,8 +14,7 @@ Tensor = torch.Tensor
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]. Differentiable.
 
-    The last end is P. On a GPU in bf16 it may be less: further rows are not read, and undefined in
-    the result.
+    The last end may be less than P: see `weft.overlap.grouped`.
     """
     return _GroupedProduct.apply(rows, weights, ends)
 

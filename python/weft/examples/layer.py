@@ -29,10 +29,13 @@ def make_dispatcher(
     num_experts: int,
     topk: int,
     num_sms: int | None = None,
+    capacity: float | None = None,
 ) -> MoETokenDispatcher:
     """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft.
 
-    num_sms: GPU multiprocessors of each exchange by Weft; None: by its table, often all.
+    num_sms: GPU multiprocessors of each exchange by Weft; None: by its table, often all. capacity:
+    rows of a rank, of T times topk, for "hybridep"; None: as many as come, which the host waits to
+    know.
     """
     local = num_experts // groups.ep.size()
     first = groups.ep.rank() * local
@@ -44,6 +47,9 @@ def make_dispatcher(
     if name != "alltoall":
         config.moe_flex_dispatcher_backend = name
         config.moe_flex_dispatcher_num_sms = num_sms
+    if capacity is not None:
+        config.moe_expert_rank_capacity_factor = capacity
+        config.moe_experts_ignore_unused_rows = True  # `grouped_product` does
     kind = MoEAlltoAllTokenDispatcher if name == "alltoall" else MoEFlexTokenDispatcher
     return kind(local, list(range(first, first + local)), config.validate(), groups)
 

@@ -37,8 +37,11 @@ class QwenMoE(MoELayer):
         delay: bool,
         num_sms: int | None = None,
         balance: int | None = None,
+        capacity: float | None = None,
     ) -> None:
-        made = make_dispatcher(dispatcher_name, groups, shape.experts, shape.topk, num_sms)
+        made = make_dispatcher(
+            dispatcher_name, groups, shape.experts, shape.topk, num_sms, capacity
+        )
         super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk)
         self.router = DelayedLinear(
             shape.hidden, shape.experts, bias=False, delay_wgrad_compute=delay
@@ -96,15 +99,16 @@ def build(
     high_priority: bool = False,
     num_sms: int | None = None,
     balance: int | None = None,
+    capacity: float | None = None,
 ) -> ModelChunk:
     """The model, with torch's default device and type. Its weights are left to `fill`.
 
-    num_sms: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
+    num_sms, capacity: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
     """
 
     def layer(index: int) -> TransformerLayer:
         seed = None if balance is None else balance + index
-        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms, seed)
+        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms, seed, capacity)
         norm = nn.RMSNorm(shape.hidden, eps=EPS)
         return TransformerLayer(Attention(shape, delay), moe=moe, pre_mlp_norm=norm)
 

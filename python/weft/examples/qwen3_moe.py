@@ -6,8 +6,9 @@ python -m weft.examples.qwen3_moe --gpus 2 --device cpu
 torchrun --nproc-per-node 4 -m weft.examples.qwen3_moe --tokens book.txt --trace traces
 
 Synthetic bf16 weights (fp32 on CPUs), the bytes of a file as tokens, plain SGD. "weft" is the flex
-dispatcher's "hybridep". Each mode trains from the same weights on the same tokens. The program
-fails unless a dispatcher's losses are the same with and without overlap, bit for bit.
+dispatcher's "hybridep"; with "budget" a rank has a fixed number of rows, and no host waits to know
+how many it gets. Each mode trains from the same weights on the same tokens. The program fails
+unless all losses of a dispatcher are the same, bit for bit, or if a budget did not suffice.
 
 "exposed": the time in which tokens travel and nothing else runs, as a share of all the time in
 which they travel, and of the step. "idle": the share of the step in which the GPU waits for the
@@ -100,6 +101,8 @@ def complaints(results: dict[str, Result]) -> list[str]:
         of = f"of {bits.numel() * dist.get_world_size()} losses"
         if different:
             lines.append(f"{name}: {different} {of} are not those of {first}")
+        if result.has_dropped:
+            lines.append(f"{name}: tokens were dropped (try a larger --capacity)")
         if infinite:
             lines.append(f"{name}: {infinite} {of} are not finite (try a smaller --lr)")
     return lines

@@ -32,6 +32,7 @@ class Mode:
     dispatcher: str
     overlap: bool = False
     delay: bool = False  # weight gradients
+    budget: bool = False  # rows of a rank are so many at most, and the host waits for no count
 
 
 MODES = {
@@ -40,6 +41,9 @@ MODES = {
     "weft": Mode("hybridep"),
     "weft-overlap": Mode("hybridep", overlap=True),
     "weft-overlap-wgrad": Mode("hybridep", overlap=True, delay=True),
+    "weft-budget": Mode("hybridep", budget=True),
+    "weft-budget-overlap": Mode("hybridep", overlap=True, budget=True),
+    "weft-budget-overlap-wgrad": Mode("hybridep", overlap=True, delay=True, budget=True),
 }
 
 
@@ -52,6 +56,7 @@ class Result:
     exposure: Exposure | None = None  # mean over the ranks
     memory: tuple[int, int] | None = None  # see `memory`
     busiest: float | None = None  # see `busiest`
+    has_dropped: bool = False  # some rank's rows were more than its budget
 
 
 class Trainer:
@@ -69,6 +74,8 @@ class Trainer:
                 options = {"delay": mode.delay, "high_priority": args.high_priority}
                 if mode.overlap:
                     options["num_sms"] = args.exchange_sms
+                if mode.budget:
+                    options["capacity"] = args.capacity
                 if args.balanced:  # other experts on every rank and in every layer
                     options["balance"] = (args.seed + 7919 * (1 + group.rank())) * 1009
                 self.model = build(shape, mode.dispatcher, groups, **options)
@@ -96,6 +103,16 @@ class Trainer:
         add_over_ranks(self.model)
         self.optimiser.step()
         self.losses.append(torch.stack(losses))
+
+    def has_dropped(self) -> bool:
+        """Collective. Whether any call of any rank had more rows than its budget."""
+        dropped = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for layer in self.model.modules():
+            flag = layer.dispatcher.check_over_budget() if isinstance(layer, QwenMoE) else None
+            if flag is not None:
+                dropped |= flag
+        dist.all_reduce(dropped)
+        return bool(dropped.item())
 
     def count_loads(self) -> list[Tensor]:
         """From now on: the routes of each call to each expert, by layer, then micro-batch."""
@@ -146,7 +163,12 @@ def run_mode(
     if is_gpu or args.trace:
         traced = trace_step(trainer.step, name, args.trace, device)
     result = Result(
-        torch.stack(trainer.losses).cpu(), slowest.tolist(), traced, held, busiest(loads)
+        torch.stack(trainer.losses).cpu(),
+        slowest.tolist(),
+        traced,
+        held,
+        busiest(loads),
+        MODES[name].budget and trainer.has_dropped(),
     )
     del trainer, loads
     gc.unfreeze()

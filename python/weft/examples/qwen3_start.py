@@ -33,6 +33,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     add("--warmup", type=int, default=2, help="steps before them, not timed (default 2)")
     add("--modes", nargs="+", default=modes, choices=modes)
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
+    add("--capacity", type=float, default=1.25, help="of the modes with a budget (default 1.25)")
     add("--balanced", action="store_true", help="experts at random instead of by the router")
     add("--lr", type=float, help="default 4 / hidden: about the largest that is stable")
     add("--seed", type=int, default=1, help="of the weights")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of each expert's rows with its matrix, without gradients.
 
-On a GPU in bf16 the last end may be less than the number of rows: further rows are not read, and
-undefined in the result. Elsewhere it is that number.
+The last end may be less than the number of rows: further rows are not read. In the result they are
+undefined on a GPU in bf16, elsewhere zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]."""
     if _is_grouped(rows):
         return torch._grouped_mm(rows.contiguous(), weights, offs=ends)
-    return torch.cat([part @ weight for part, weight in zip(_parts(rows, ends), weights)])
+    parts = [part @ weight for part, weight in zip(_parts(rows, ends), weights)]
+    rest = rows.shape[0] - sum(part.shape[0] for part in parts)
+    return torch.cat([*parts, rows.new_zeros(rest, weights.shape[2])])
 
 
 def weight_gradient(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ GEMM = {"moe_grouped_gemm": True}
         {**HYBRID, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         {**HYBRID, **FUSER, "moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True},
         {**HYBRID, "moe_use_grouped_tensor": True, "moe_expert_rank_capacity_factor": 1.5},
+        {**HYBRID, "moe_experts_ignore_unused_rows": True, "moe_expert_rank_capacity_factor": 1.5},
         {**NCCL, **FUSER, **GEMM, "moe_dispatch_fwd_dtype": "mxfp8"},
         {**FLEX, "moe_flex_dispatcher_backend": "uccl_ep"},
         {**FLEX, "moe_router_padding_for_quantization": True, "fp8": "hybrid"},

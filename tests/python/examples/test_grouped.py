@@ -29,6 +29,18 @@ def test_equals_a_product_for_each_expert(counts):
     torch.testing.assert_close(got, torch.autograd.grad((want * direction).sum(), (rows, weights)))
 
 
+def test_leaves_out_rows_behind_the_last_end():
+    rows, weights, _ = operands((4, 0, 3))
+    ends = row_ends(torch.tensor([2, 0, 3]), rows)
+    out = grouped.grouped_product(rows, weights, ends)
+    torch.testing.assert_close(out[:2], rows[:2] @ weights[0])
+    torch.testing.assert_close(out[2:5], rows[2:5] @ weights[2])
+    assert torch.equal(out[5:], torch.zeros(2, 3, dtype=out.dtype))
+    out.sum().backward()
+    assert torch.equal(rows.grad[5:], torch.zeros(2, 5, dtype=out.dtype))
+    torch.testing.assert_close(weights.grad[2], rows[2:5].T @ torch.ones(3, 3, dtype=out.dtype))
+
+
 def test_leaves_out_gradients_that_nobody_wants():
     rows, weights, ends = operands((4, 3))
     grouped.grouped_product(rows.detach(), weights, ends).sum().backward()

@@ -222,6 +222,8 @@ def test_another_bit_is_found(monkeypatch):
     assert complaints(results) == []
     results["alltoall-overlap"] = Result(other, [1.0])
     assert complaints(results) == ["alltoall-overlap: 1 of 2 losses are not those of alltoall"]
+    results = {"weft": Result(losses, [1.0], has_dropped=True)}
+    assert complaints(results) == ["weft: tokens were dropped (try a larger --capacity)"]
     results = {"weft": Result(losses / 0, [1.0])}
     assert complaints(results) == ["weft: 2 of 2 losses are not finite (try a smaller --lr)"]
 
@@ -230,10 +232,11 @@ def test_another_bit_is_found(monkeypatch):
 def test_all_modes_on_two_cpu_ranks(tmp_path, balanced):
     found, traces = tmp_path / "found.json", tmp_path / "traces"
     sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 16 --micro-batches 3"
-    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces} {'--balanced' * balanced}"
+    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces}"
+    routing = "--capacity 2 --balanced" if balanced else "--capacity 2"
     program = "-m weft.examples.qwen3_moe --device cpu --gpus 2"
     done = subprocess.run(
-        [sys.executable, *f"{program} {sizes} {steps}".split()],
+        [sys.executable, *f"{program} {sizes} {steps} {routing}".split()],
         capture_output=True,
         text=True,
         timeout=120,
