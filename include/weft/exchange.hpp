@@ -59,7 +59,7 @@ struct ExchangeConfig {
   int max_topk = 8;  // at most kMaxTopk
   Device device = {};
   std::string transport = "auto";  // "auto", or a name listed by `weft info`
-  int num_threads = 0;  // CPU: workers of this rank; 0: the host's cores shared among its ranks
+  int num_threads = 0;  // workers of a rank; 0: its share of the cores, 4 between domains of GPUs
   int num_sms = 0;      // GPU: multiprocessors a call may occupy; 0: by the measured table
   Mover mover = Mover::kAuto;  // GPU
   FanOut fan_out = FanOut::kAuto;

@@ -115,7 +115,7 @@ class Trainer:
         return bool(dropped.item())
 
     def count_loads(self) -> list[Tensor]:
-        """From now on: the routes of each call to each expert, by layer, then micro-batch."""
+        """From now on: the routes of each call to each expert, in the order of the calls."""
         loads: list[Tensor] = []
         for layer in self.model.modules():
             if isinstance(layer, QwenMoE):

@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "transport/ofi/card.hpp"
+#include "transport/ofi/select.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -97,6 +98,14 @@ TEST(OfiCardTest, RanksTakeEqualCardsInTurns) {
   }
   EXPECT_EQ(taken, (std::vector<size_t>{0, 1, 2, 0, 1}));
   EXPECT_EQ(choose_card(HostMap::here(), "0000:17:00.0", {}, 3), 0U);
+}
+
+TEST(OfiCardTest, RanksOfAHostCountThemselves) {
+  run_threads(3, [](Group& group) {
+    const FabricWish wish = wish_for(group, "tcp", "0000:17:00.0");
+    EXPECT_EQ(wish.turn, static_cast<size_t>(group.rank()));
+    EXPECT_EQ(wish.device, "0000:17:00.0");
+  });
 }
 
 TEST(OfiCardTest, ThreadsGoWhereTheyLikeWithoutACardAndAGpu) {
