@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
       const Team team = make_team(warps, block, call.num_reduce);
       CombineReduce<kScaled> source(call, setup, progress, team);
       if (is_signaller) {
-        source.run_signals();
+        source.run_signals(kMoverWarps / warps);
       } else if (source.is_open()) {
         sum_rows_vector<Element, kScaled>(source, slice_of(team, call.row_bytes, kSumPiece));
       }
@@ -57,36 +57,32 @@ __global__ void __launch_bounds__(kPipelineThreads, 1)
   extern __shared__ __align__(128) std::byte stage_bytes[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
-  __shared__ PipelineShared pipeline;
+  __shared__ PipelineShared pipelines;
   clear_progress(progress);
-  init_pipeline(pipeline);
+  init_pipelines(pipelines);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const int block = static_cast<int>(blockIdx.x);
-    const int warp = warp_in_block();
-    const RowStages stages = row_stages(stage_bytes, call.row_bytes);
     const bool is_reduce = block < call.num_reduce;
     const int place = is_reduce ? block : block - call.num_reduce;
-    const int blocks = is_reduce ? call.num_reduce : call.num_sum;
-    const int loader = warp - kMoverWarps - 1;
-    const Team team = loader < 0
-                          ? make_team(kMoverWarps, place, blocks)
-                          : Team{.index = place + loader * blocks, .count = kLoaders * blocks};
+    const PipelineRole role = pipeline_role();
+    const RowStages stages = row_stages(stage_bytes, call.row_bytes, role.pipeline);
+    const Team team = pipeline_team(role, place, is_reduce ? call.num_reduce : call.num_sum);
     if (is_reduce) {
       CombineReduce<kScaled> source(call, setup, progress, team);
-      if (loader >= 0) {
-        load_rows(source, loader, stages, pipeline);
-      } else if (warp == kMoverWarps) {
-        source.run_signals();
+      if (role.is_loader) {
+        load_rows(source, role.pipeline, stages, pipelines);
+      } else if (role.adder >= 0) {
+        add_rows<Element, kScaled>(source, role, stages, pipelines);
       } else {
-        add_rows<Element, kScaled>(source, stages, pipeline);
+        source.run_signals(kPipelines);
       }
     } else {
       CombineSum source(call, setup, team);
-      if (loader >= 0) {
-        load_rows(source, loader, stages, pipeline);
-      } else if (warp < kMoverWarps) {
+      if (role.is_loader) {
+        load_rows(source, role.pipeline, stages, pipelines);
+      } else if (role.adder >= 0) {
         source.begin();
-        add_rows<Element, false>(source, stages, pipeline);
+        add_rows<Element, false>(source, role, stages, pipelines);
       }
     }
   }

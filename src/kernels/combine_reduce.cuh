@@ -171,14 +171,14 @@ class CombineReduce {
     report_progress(progress_, team_, n + 1);
   }
 
-  // The block's last warp: lane 0 tells the tokens' rank.
-  __device__ void run_signals() const {
+  // The block's last warp, for its teams: lane 0 tells the tokens' rank.
+  __device__ void run_signals(int num_teams) const {
     const int block = static_cast<int>(blockIdx.x);
     const auto first = [&](int in_block) { return team_index(block, call_.num_reduce, in_block); };
     const auto items_of = [&](int in_block) -> uint32_t {
       return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_items_));
     };
-    signal_chunks(me_, progress_, team_.warps, items_of, [&](int in_block, int n) {
+    signal_chunks(me_, progress_, num_teams, team_.warps, items_of, [&](int in_block, int n) {
       const ChunkItem place = item_at(me_, me_.num_ranks, first(in_block) + n * team_.count);
       if (lane_index() == 0 && is_chunk(place)) {
         const auto slot = me_.map.signals().combine(

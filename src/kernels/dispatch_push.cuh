@@ -144,14 +144,21 @@ class DispatchPush {
     const auto chunks_of = [&](int in_block) -> uint32_t {
       return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_chunks_));
     };
-    signal_chunks(me_, progress_, team_.warps, chunks_of, [&](int in_block, int n) {
-      const int lane = lane_index();
-      if (lane < me_.num_ranks) {
-        const auto chunk = static_cast<uint32_t>(first(in_block) + n * team_.count);
-        const auto slot = me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), chunk);
-        ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
-      }
-    });
+    signal_chunks(
+        me_,
+        progress_,
+        kMoverWarps / team_.warps,
+        team_.warps,
+        chunks_of,
+        [&](int in_block, int n) {
+          const int lane = lane_index();
+          if (lane < me_.num_ranks) {
+            const auto chunk = static_cast<uint32_t>(first(in_block) + n * team_.count);
+            const auto slot = me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), chunk);
+            ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
+          }
+        }
+    );
   }
 
  private:

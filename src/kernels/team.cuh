@@ -98,12 +98,12 @@ template <class ChunksOf, class Signal>
 __device__ __forceinline__ void signal_chunks(
     const RankView& me,
     TeamProgress& progress,
+    int teams,
     int warps_per_team,
     const ChunksOf& chunks_of,
     const Signal& signal
 ) {
   const int lane = lane_index();
-  const int teams = kMoverWarps / warps_per_team;
   const uint32_t total = lane < teams ? chunks_of(lane) : 0;
   uint32_t sent = 0;
   uint32_t round = 0;
