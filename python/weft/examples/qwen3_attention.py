@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from weft.examples.qwen3_rotary import rotate
 from weft.overlap import DelayedLinear
 
 Tensor = torch.Tensor
@@ -51,23 +52,16 @@ class Attention(nn.Module):
         # In float: positions of a long sequence are no bf16 numbers.
         inverse = ROPE_BASE ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         angles = torch.arange(shape.sequence, dtype=torch.float32)[:, None] * inverse
-        table = torch.cat((angles, angles), dim=-1)
-        dtype = torch.get_default_dtype()
-        self.register_buffer("cos", table.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", table.sin().to(dtype), persistent=False)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         parts = self.qkv(self.norm(x)).split(self.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
-        q, k = (self._rotate(t.transpose(1, 2)) for t in (self.q_norm(q), self.k_norm(k)))
-        return self.out(attend(q, k, v.transpose(1, 2)).transpose(1, 2).flatten(2))
-
-    def _rotate(self, t: Tensor) -> Tensor:
-        """Rotary embedding of [B, heads, S, D], whose halves are the pairs."""
-        length = t.shape[2]
-        left, right = t.chunk(2, dim=-1)
-        turned = torch.cat((-right, left), dim=-1)
-        return t * self.cos[:length] + turned * self.sin[:length]
+        cos, sin = (table[: x.shape[1]] for table in (self.cos, self.sin))
+        q, k = (rotate(t, cos, sin) for t in (self.q_norm(q), self.k_norm(k)))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from .grouped import product, row_ends, weight_gradient
+from .swiglu import swiglu
 from .wgrad import DelayedWgradModule
 
 Tensor = torch.Tensor
@@ -40,14 +40,13 @@ class DelayedExperts(DelayedWgradModule):
         ends = row_ends(counts, rows)
         inner = _GroupedProduct.apply(rows, self.up, ends, self._queue())
         if self.recompute_activation:
-            act = checkpoint(self._activate, inner, probs, use_reentrant=False)
+            act = checkpoint(self._activate, inner, probs, ends, use_reentrant=False)
         else:
-            act = self._activate(inner, probs)
+            act = self._activate(inner, probs, ends)
         return _GroupedProduct.apply(act, self.down, ends, self._queue())
 
-    def _activate(self, inner: Tensor, probs: Tensor) -> Tensor:
-        gate, value = inner.chunk(2, dim=-1)
-        return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
+    def _activate(self, inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+        return swiglu(inner, probs, ends)
 
 
 class _GroupedProduct(torch.autograd.Function):

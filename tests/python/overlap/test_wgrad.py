@@ -62,9 +62,9 @@ def test_activation_is_really_recomputed():
     calls = []
 
     class Counting(DelayedExperts):
-        def _activate(self, inner, probs):
+        def _activate(self, inner, probs, ends):
             calls.append(inner.shape[0])
-            return super()._activate(inner, probs)
+            return super()._activate(inner, probs, ends)
 
     for recompute in (False, True):
         calls.clear()

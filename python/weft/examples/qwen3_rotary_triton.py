@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel of qwen3_rotary.py: a program turns some heads of some tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+_ROWS = 16  # of a program
+
+
+def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """t [B, S, heads, D], cos and sin fp32 [S, D / 2] -> [B, S, heads, D]; sign -1 turns back."""
+    length, heads, dim = t.shape[1:]
+    out = torch.empty_like(t)
+    rows = t.numel() // dim
+    grid = (triton.cdiv(rows, _ROWS),)
+    block = triton.next_power_of_2(dim // 2)
+    _turn[grid](t, cos, sin, out, rows, length, heads, dim // 2, sign, _ROWS, block)
+    return out
+
+
+@triton.jit
+def _turn(
+    t,
+    cos,
+    sin,
+    out,
+    num_rows,
+    length,
+    heads,
+    half,
+    sign,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (col < half)
+    at = row.to(tl.int64) * 2 * half + col
+    angle = row // heads % length * half + col
+    turned = tl.load(cos + angle, inside, 0.0)
+    across = tl.load(sin + angle, inside, 0.0) * sign
+    left = tl.load(t + at, inside, 0.0).to(tl.float32)
+    right = tl.load(t + at + half, inside, 0.0).to(tl.float32)
+    tl.store(out + at, left * turned - right * across, inside)
+    tl.store(out + at + half, right * turned + left * across, inside)

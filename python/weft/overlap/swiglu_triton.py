@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of swiglu.py: a program takes some rows, or nothing behind the last end."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+
+_ROWS = 8  # of a program
+
+
+def forward(inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+    """[P, 2 W] bf16, [P], [El] -> [P, W]."""
+    rows, width = inner.shape[0], inner.shape[1] // 2
+    out = inner.new_empty(rows, width)
+    if rows:
+        _forward[_grid(rows)](
+            inner, probs, ends, out, ends.numel(), rows, width, _ROWS, triton.next_power_of_2(width)
+        )
+    return out
+
+
+def backward(grad: Tensor, inner: Tensor, probs: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """[P, W], then what `forward` took -> gradients of inner and probs, the latter zero behind."""
+    rows, width = grad.shape
+    grad_inner, grad_probs = torch.empty_like(inner), torch.zeros_like(probs)
+    if rows:
+        block = triton.next_power_of_2(width)
+        given = (grad, inner, probs, ends, grad_inner, grad_probs)
+        _backward[_grid(rows)](*given, ends.numel(), rows, width, _ROWS, block)
+    return grad_inner, grad_probs
+
+
+def _grid(rows: int) -> tuple[int]:
+    return (triton.cdiv(rows, _ROWS),)
+
+
+@triton.jit
+def _forward(
+    inner,
+    probs,
+    ends,
+    out,
+    num_ends,
+    num_rows,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    for row in range(first, last):
+        at = inner + row.to(tl.int64) * 2 * width + cols
+        gate = tl.load(at, inside, 0.0).to(tl.float32)
+        value = tl.load(at + width, inside, 0.0).to(tl.float32)
+        prob = tl.load(probs + row).to(tl.float32)
+        result = gate * tl.sigmoid(gate) * value * prob
+        tl.store(out + row.to(tl.int64) * width + cols, result, inside)
+
+
+@triton.jit
+def _backward(
+    grad,
+    inner,
+    probs,
+    ends,
+    grad_inner,
+    grad_probs,
+    num_ends,
+    num_rows,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * ROWS
+    last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    for row in range(first, last):
+        begin = row.to(tl.int64) * width
+        over = tl.load(grad + begin + cols, inside, 0.0).to(tl.float32)
+        at = inner + 2 * begin + cols
+        gate = tl.load(at, inside, 0.0).to(tl.float32)
+        value = tl.load(at + width, inside, 0.0).to(tl.float32)
+        prob = tl.load(probs + row).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(grad_inner + 2 * begin + cols, over * prob * value * slope, inside)
+        tl.store(grad_inner + 2 * begin + width + cols, over * prob * silu, inside)
+        tl.store(grad_probs + row, tl.sum(over * silu * value, axis=0))
