@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import torch
 
-# By the name of a GPU: of the numbers that bench/overlap_bench.py and steps of
-# weft.examples.qwen3_moe were measured with, the one with the shortest steps (docs/overlap.md).
-_MEASURED = {"NVIDIA H200": 48}
-_SHARE = 4 / 11  # of another GPU: the same part
+# By the name of a GPU: of the numbers that steps of weft.examples.qwen3_moe were measured with, the
+# one with the shortest steps; more of them would not make an exchange faster (docs/overlap.md).
+_MEASURED = {"NVIDIA H200": 32}
+_SHARE = 8 / 33  # of another GPU: the same part
 
 _usual = 0
 

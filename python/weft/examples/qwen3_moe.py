@@ -125,7 +125,8 @@ def work(args: argparse.Namespace) -> int:
     if args.json and dist.get_rank() == 0:
         found = machine(args.commit) | {"ranks": dist.get_world_size(), "shape": asdict(shape)}
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
-        found |= {"losses_equal": not lines, "balanced": args.balanced}
+        found |= {"losses_equal": not lines, "balanced": args.balanced, "capacity": args.capacity}
+        found |= {"exchange_sms": args.exchange_sms, "high_priority": args.high_priority}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 1 if lines else 0
 

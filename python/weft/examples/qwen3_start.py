@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import traceback
 from collections.abc import Callable
 from dataclasses import fields, replace
 
@@ -83,6 +84,9 @@ def _join(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -
         dist.init_process_group("gloo")
     try:
         return work(args)
+    except Exception:
+        traceback.print_exc()  # now: to leave the group may take as long as the others need
+        raise
     finally:
         dist.destroy_process_group()
 

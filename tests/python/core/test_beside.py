@@ -30,7 +30,7 @@ def gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, count, sms", [("NVIDIA H200", 132, 48), ("another", 132, 48), ("small", 4, 2)]
+    "name, count, sms", [("NVIDIA H200", 132, 32), ("another", 132, 32), ("small", 4, 2)]
 )
 def test_a_part_of_the_gpu(gpu, name, count, sms):
     gpu(name, count)
