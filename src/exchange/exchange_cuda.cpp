@@ -18,7 +18,11 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kFirstPlans = 4;
+// Plans that may be alive before there must be more memory, in so many bytes at most: a peer that
+// is ahead may be too busy with waiting for this rank to map any.
+constexpr uint64_t kFirstPlans = 64;
+constexpr uint64_t kFewPlans = 4;
+constexpr uint64_t kFirstPlanBytes = 128 << 20;
 constexpr int64_t kSmallScaleBytes = 256;
 constexpr int kUsualRanks = 8;  // of a domain; their staging is ready for every token of all
 
@@ -116,7 +120,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_combine();
   prepare_refusal();
   plans = std::make_shared<BlockPool>(memory, plan_map.num_bytes());
-  add_plans(kFirstPlans);
+  add_plans(std::clamp(kFirstPlanBytes / plan_map.num_bytes(), kFewPlans, kFirstPlans));
   buffers = std::make_shared<BlockPool>(memory, 0);
   view = {
       .rank = context.rank,

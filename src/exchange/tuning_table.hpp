@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Made by tools/tuning_table.py from bench/tuning/2xh200.json and bench/tuning/4xh200.json; not to be edited.
+// Made by tools/tuning_table.py from bench/tuning/2xh200.json and bench/tuning/4xh200.json; not to
+// be edited.
 #pragma once
 
 #include <array>
