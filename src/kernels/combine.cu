@@ -5,7 +5,8 @@
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
 #include "kernels/launch.hpp"
-#include "kernels/row_pipeline.cuh"
+#include "kernels/row_adder.cuh"
+#include "kernels/row_loader.cuh"
 
 namespace weft {
 namespace {

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warps of a pipeline (row_pipeline.cuh) that add the rows which its loader brings.
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/row_pipeline.cuh"
+
+namespace weft {
+
+#if __CUDA_ARCH__ >= 900
+
+// One sum, or one piece of it, from the pipeline's next stages. Lane 0 of the pipeline's first
+// adder has the first 16 bytes, and every 64th after them.
+template <class Element, bool kScaled>
+__device__ __forceinline__ void add_piece(
+    const RowStages& stages,
+    Pipeline& pipeline,
+    RingPlace& stage,
+    int first,  // byte of this lane
+    int32_t bytes,
+    int num_rows,
+    const float* scales,
+    std::byte* out
+) {
+  constexpr int kStep = kAdders * kWarpLanes * 16;
+  float sums[kSumVectors][Element::kPerVector];
+  const auto add_row = [&](int row, auto is_first) {
+    wait_barrier(pipeline.row_full + stage.index, stage.parity);
+    const std::byte* data = stages.data + stage.index * stages.bytes + first;
+    uint4 bits[kSumVectors];
+#pragma unroll
+    for (int i = 0; i < kSumVectors; ++i) {
+      bits[i] = first + i * kStep < bytes ? *reinterpret_cast<const uint4*>(data + i * kStep)
+                                          : uint4{0, 0, 0, 0};
+    }
+    __syncwarp();
+    if (lane_index() == 0) {
+      ptx::arrive(pipeline.row_empty + stage.index);
+    }
+    stage.advance(stages.count);
+    const float scale = kScaled ? scales[row] : 1.0F;
+#pragma unroll
+    for (int i = 0; i < kSumVectors; ++i) {
+      float values[Element::kPerVector];
+      unpack<Element>(bits[i], values);
+#pragma unroll
+      for (int j = 0; j < Element::kPerVector; ++j) {
+        const float term = kScaled ? __fmul_rn(values[j], scale) : values[j];
+        sums[i][j] = is_first ? term : __fadd_rn(sums[i][j], term);
+      }
+    }
+  };
+  if (num_rows > 0) {
+    add_row(0, std::true_type{});
+  }
+  for (int row = 1; row < num_rows; ++row) {
+    add_row(row, std::false_type{});
+  }
+#pragma unroll
+  for (int i = 0; i < kSumVectors; ++i) {
+    if (first + i * kStep < bytes) {
+      ptx::store_16(
+          out + first + i * kStep, num_rows > 0 ? pack<Element>(sums[i]) : uint4{0, 0, 0, 0}
+      );
+    }
+  }
+}
+
+// The warps that add.
+template <class Element, bool kScaled, class Source>
+__device__ void add_rows(
+    Source& source, const PipelineRole& role, const RowStages& stages, PipelineShared& shared
+) {
+  Pipeline& pipeline = shared.pipelines[role.pipeline];
+  const int first = (role.adder * kWarpLanes + lane_index()) * 16;
+  RingPlace slot;
+  RingPlace stage;
+  for (uint32_t finished = 0;; ++finished) {
+    wait_barrier(pipeline.item_full + slot.index, slot.parity);
+    const PipelineItem& item = pipeline.items[slot.index];
+    if (item.is_end != 0) {
+      return;
+    }
+    const float* scales = item.scale;
+    for (int entry = 0; entry < item.count; ++entry) {
+      const int num_rows = item.num_rows[entry];
+      if (num_rows == 0 && !Source::kStoresEmpty) {
+        continue;
+      }
+      std::byte* out = source.out(item.source, item.out_row[entry]);
+      for (int piece = 0; piece < stages.pieces.count; ++piece) {
+        add_piece<Element, kScaled>(
+            stages,
+            pipeline,
+            stage,
+            first,
+            stages.pieces.bytes(piece),
+            num_rows,
+            scales,
+            out + piece * stages.pieces.each
+        );
+      }
+      scales += num_rows;
+    }
+    source.finish(item.source, item.chunk, item.count, finished);
+    __syncwarp();
+    if (lane_index() == 0) {
+      ptx::arrive(pipeline.item_empty + slot.index);
+    }
+    slot.advance(kItemSlots);
+  }
+}
+
+#endif
+
+}  // namespace weft
