@@ -92,9 +92,11 @@ class Trainer:
         if mode.overlap:
             self.schedule = combined_1f1b_schedule_for_no_pipelining
         self.losses: list[Tensor] = []  # fp32 [micro-batches] of each step
+        self.texts: tuple[Tensor, Tensor] | None = None  # of the running step, see `_load`
 
     def step(self) -> None:
         """Collective. All micro-batches of a step, and new weights."""
+        self.texts = self._load()
         self.optimiser.zero_grad()
         scale = 1.0 / (self.num * dist.get_world_size())
         losses = self.schedule(
@@ -122,12 +124,22 @@ class Trainer:
                 layer.loads = loads
         return loads
 
+    def _load(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of a step, int64 [micro-batches, sequences, sequence].
+
+        Before the step, as a loader of data does: to pin memory waits for all that a GPU has to do.
+        """
+        first = len(self.losses) * self.num
+        world, rank = dist.get_world_size(), dist.get_rank()
+        shape = (self.shape.sequence, self.shape.sequences)
+        parts = [micro_batch(self.ids, (first + i) * world + rank, *shape) for i in range(self.num)]
+        inputs, labels = (torch.stack(part) for part in zip(*parts))
+        if self.device.type == "cuda":
+            inputs, labels = inputs.pin_memory(), labels.pin_memory()
+        return tuple(t.to(self.device, non_blocking=True) for t in (inputs, labels))
+
     def _plan(self, i: int) -> TransformerModelChunkSchedulePlan:
-        index = (len(self.losses) * self.num + i) * dist.get_world_size() + dist.get_rank()
-        given = micro_batch(self.ids, index, self.shape.sequence, self.shape.sequences)
-        if self.device.type == "cuda":  # copies of memory that is not pinned wait for the GPU
-            given = [t.pin_memory() for t in given]
-        inputs, labels = (t.to(self.device, non_blocking=True) for t in given)
+        inputs, labels = (texts[i] for texts in self.texts)
         return self.model.build_schedule_plan(inputs, labels=labels, name=f"m{i}")
 
 
