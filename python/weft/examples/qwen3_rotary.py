@@ -9,10 +9,12 @@ import torch
 
 Tensor = torch.Tensor
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """t [B, S, heads, D] by the angles of its positions, cos and sin [S, D / 2]."""
-    if t.is_cuda and importlib.util.find_spec("triton") is not None:
+    if t.is_cuda and _HAS_TRITON:
         return _Rotate.apply(t, cos, sin)
     cos, sin = (table.to(t.dtype)[:, None] for table in (cos, sin))
     left, right = t.chunk(2, dim=-1)

@@ -14,17 +14,15 @@ from torch.nn import functional
 
 Tensor = torch.Tensor
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def swiglu(inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
     """inner [P, 2 W]: gate beside value; probs [P]; ends of `grouped.row_ends` -> [P, W]."""
-    if inner.is_cuda and inner.dtype == torch.bfloat16 and _has_triton():
+    if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
         return _Swiglu.apply(inner, probs, ends)
     gate, value = inner.chunk(2, dim=-1)
     return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
-
-
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class _Swiglu(torch.autograd.Function):
