@@ -6,6 +6,7 @@ parked. So layers on different groups can take turns without building buffers, a
 destroying one, which its whole group may have to do together.
 """
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from weft import fused_a2a as state
+
+_STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer")
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable
@@ -57,6 +60,16 @@ def take_all(name: str) -> list[Any]:
         current = getattr(state, name)
         setattr(state, name, None)
         return ([] if current is None else [current]) + parked.pop(name, [])
+
+
+@atexit.register
+def _forget() -> None:
+    """Buffers hold process groups, whose threads end with them.
+
+    A thread that outlives the interpreter and lets go of a tensor then aborts the process.
+    """
+    for name in _STATE:
+        take_all(name)
 
 
 def is_same_group(one: Any, other: Any) -> bool:
