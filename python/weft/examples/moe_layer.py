@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
+from weft.examples.leave import leave
 
 
 def parse() -> argparse.Namespace:
@@ -113,7 +114,7 @@ def main() -> int:
                     f"{name}: {key} = {result[key]}, {args.dispatchers[0]} has {first[key]}"
                 )
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
     say("the results differ:\n  " + "\n  ".join(differing) if differing else "all results agree")
     return 1 if differing else 0
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
+from weft.examples.leave import leave
 from weft.examples.qwen3_attention import Shape
 
 TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32, sequences=1)  # for CPUs
@@ -88,7 +89,7 @@ def _join(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -
         traceback.print_exc()  # now: to leave the group may take as long as the others need
         raise
     finally:
-        dist.destroy_process_group()
+        leave()
 
 
 def sizes(args: argparse.Namespace) -> Shape:
