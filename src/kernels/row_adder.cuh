@@ -42,13 +42,7 @@ __device__ __forceinline__ void add_piece(
     const float scale = kScaled ? scales[row] : 1.0F;
 #pragma unroll
     for (int i = 0; i < kSumVectors; ++i) {
-      float values[Element::kPerVector];
-      unpack<Element>(bits[i], values);
-#pragma unroll
-      for (int j = 0; j < Element::kPerVector; ++j) {
-        const float term = kScaled ? __fmul_rn(values[j], scale) : values[j];
-        sums[i][j] = is_first ? term : __fadd_rn(sums[i][j], term);
-      }
+      add_vector<Element, kScaled>(bits[i], scale, is_first, sums[i]);
     }
   };
   if (num_rows > 0) {

@@ -80,6 +80,20 @@ entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry
   return shape.width == kWarpLanes ? found : found & ((1U << shape.width) - 1);
 }
 
+// One vector of a row, added to its sums or their beginning.
+template <class Element, bool kScaled>
+__device__ __forceinline__ void add_vector(
+    const uint4& bits, float scale, bool is_first, float (&sums)[Element::kPerVector]
+) {
+  float values[Element::kPerVector];
+  unpack<Element>(bits, values);
+#pragma unroll
+  for (int j = 0; j < Element::kPerVector; ++j) {
+    const float term = kScaled ? __fmul_rn(values[j], scale) : values[j];
+    sums[j] = is_first ? term : __fadd_rn(sums[j], term);
+  }
+}
+
 // Sums of one piece of one entry, in registers.
 template <class Element, bool kScaled>
 class PieceSum {
@@ -89,13 +103,7 @@ class PieceSum {
   ) {
 #pragma unroll
     for (int i = 0; i < kSumVectors; ++i) {
-      float values[Element::kPerVector];
-      unpack<Element>(bits[i], values);
-#pragma unroll
-      for (int j = 0; j < Element::kPerVector; ++j) {
-        const float term = kScaled ? __fmul_rn(values[j], scale) : values[j];
-        sums_[i][j] = is_first ? term : __fadd_rn(sums_[i][j], term);
-      }
+      add_vector<Element, kScaled>(bits[i], scale, is_first, sums_[i]);
     }
   }
 

@@ -39,6 +39,16 @@ def _grid(rows: int) -> tuple[int]:
 
 
 @triton.jit
+def _load(inner, probs, row, width, cols, inside, is_row):
+    """gate, value and prob of a row, in fp32."""
+    at = inner + row * 2 * width + cols
+    gate = tl.load(at, inside, 0.0).to(tl.float32)
+    value = tl.load(at + width, inside, 0.0).to(tl.float32)
+    prob = tl.load(probs + row, is_row, 0.0).to(tl.float32)
+    return gate, value, prob
+
+
+@triton.jit
 def _forward(
     inner,
     probs,
@@ -53,14 +63,11 @@ def _forward(
     first = tl.program_id(0) * ROWS
     last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
     cols = tl.arange(0, BLOCK)
-    inside = cols < width
-    for row in range(first, last):
-        at = inner + row.to(tl.int64) * 2 * width + cols
-        gate = tl.load(at, inside, 0.0).to(tl.float32)
-        value = tl.load(at + width, inside, 0.0).to(tl.float32)
-        prob = tl.load(probs + row).to(tl.float32)
-        result = gate * tl.sigmoid(gate) * value * prob
-        tl.store(out + row.to(tl.int64) * width + cols, result, inside)
+    for i in tl.static_range(ROWS):
+        row = first.to(tl.int64) + i
+        inside = (cols < width) & (row < last)
+        gate, value, prob = _load(inner, probs, row, width, cols, inside, row < last)
+        tl.store(out + row * width + cols, gate * tl.sigmoid(gate) * value * prob, inside)
 
 
 @triton.jit
@@ -80,17 +87,15 @@ def _backward(
     first = tl.program_id(0) * ROWS
     last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
     cols = tl.arange(0, BLOCK)
-    inside = cols < width
-    for row in range(first, last):
-        begin = row.to(tl.int64) * width
-        over = tl.load(grad + begin + cols, inside, 0.0).to(tl.float32)
-        at = inner + 2 * begin + cols
-        gate = tl.load(at, inside, 0.0).to(tl.float32)
-        value = tl.load(at + width, inside, 0.0).to(tl.float32)
-        prob = tl.load(probs + row).to(tl.float32)
+    for i in tl.static_range(ROWS):
+        row = first.to(tl.int64) + i
+        inside = (cols < width) & (row < last)
+        over = tl.load(grad + row * width + cols, inside, 0.0).to(tl.float32)
+        gate, value, prob = _load(inner, probs, row, width, cols, inside, row < last)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(grad_inner + 2 * begin + cols, over * prob * value * slope, inside)
-        tl.store(grad_inner + 2 * begin + width + cols, over * prob * silu, inside)
-        tl.store(grad_probs + row, tl.sum(over * silu * value, axis=0))
+        to = grad_inner + row * 2 * width + cols
+        tl.store(to, over * prob * value * slope, inside)
+        tl.store(to + width, over * prob * silu, inside)
+        tl.store(grad_probs + row, tl.sum(over * silu * value, axis=0), row < last)
