@@ -13,7 +13,7 @@ demo: ## train a small MoE model on a real text over four ranks and report
 	@scripts/setup
 	@scripts/demo
 
-test: ## build and test everything, sanitizers included (about 45 minutes on two cores)
+test: ## build and test everything, sanitizers included (about an hour on two cores)
 	@scripts/test
 
 bench: ## measure this machine and write bench/results
