@@ -11,8 +11,6 @@
 namespace weft {
 namespace {
 
-constexpr int kBulkSharedBytes = kRowStageBytes;
-
 __device__ DeviceWord word_of_call(const CombineLaunch& call) {
   DeviceWord word;
   word.op = DeviceOp::kCombine;
@@ -51,23 +49,23 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   finish_call(call.me, setup.epoch);
 }
 
-template <class Element, bool kScaled>
-__global__ void __launch_bounds__(kPipelineThreads, 1)
+template <class Shape, class Element, bool kScaled>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     combine_bulk(const __grid_constant__ CombineLaunch call) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte stage_bytes[];
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
-  __shared__ PipelineShared pipelines;
+  __shared__ PipelineShared<Shape> pipelines;
   clear_progress(progress);
   init_pipelines(pipelines);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const int block = static_cast<int>(blockIdx.x);
     const bool is_reduce = block < call.num_reduce;
     const int place = is_reduce ? block : block - call.num_reduce;
-    const PipelineRole role = pipeline_role();
-    const RowStages stages = row_stages(stage_bytes, call.row_bytes, role.pipeline);
-    const Team team = pipeline_team(role, place, is_reduce ? call.num_reduce : call.num_sum);
+    const PipelineRole role = pipeline_role<Shape>();
+    const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
+    const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
     if (is_reduce) {
       CombineReduce<kScaled> source(call, setup, progress, team);
       if (role.is_loader) {
@@ -75,7 +73,7 @@ __global__ void __launch_bounds__(kPipelineThreads, 1)
       } else if (role.adder >= 0) {
         add_rows<Element, kScaled>(source, role, stages, pipelines);
       } else {
-        source.run_signals(kPipelines);
+        source.run_signals(Shape::kPipelines);
       }
     } else {
       CombineSum source(call, setup, team);
@@ -91,24 +89,51 @@ __global__ void __launch_bounds__(kPipelineThreads, 1)
 #endif
 }
 
-using Kernel = void (*)(CombineLaunch);
+// The less a row has, the fewer warps can share it without waiting more than they add.
+using ShortRows = PipelineShape<5, 2>;
+using LongRows = PipelineShape<3, 4>;
 
-template <class Element>
-Kernel kernel_of(bool is_scaled, bool is_bulk) {
-  if (is_bulk) {
-    return is_scaled ? combine_bulk<Element, true> : combine_bulk<Element, false>;
+// How rows come to the warps that add.
+enum class RowPath { kVector, kShortRows, kLongRows };
+
+RowPath path_of(Mover mover, int64_t row_bytes) {
+  if (mover != Mover::kBulk) {
+    return RowPath::kVector;
   }
-  return is_scaled ? combine_vector<Element, true> : combine_vector<Element, false>;
+  return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
 }
 
-Kernel kernel_of(DType dtype, bool is_scaled, bool is_bulk) {
+struct Kernel {
+  void (*function)(CombineLaunch);
+  unsigned threads;  // of a block
+  int shared_bytes;
+};
+
+template <class Element, bool kScaled>
+Kernel kernel_of(RowPath path) {
+  switch (path) {
+    case RowPath::kShortRows:
+      return {combine_bulk<ShortRows, Element, kScaled>, ShortRows::kThreads, kRowStageBytes};
+    case RowPath::kLongRows:
+      return {combine_bulk<LongRows, Element, kScaled>, LongRows::kThreads, kRowStageBytes};
+    default:
+      return {combine_vector<Element, kScaled>, kRoleThreads, 0};
+  }
+}
+
+template <class Element>
+Kernel kernel_of(RowPath path, bool is_scaled) {
+  return is_scaled ? kernel_of<Element, true>(path) : kernel_of<Element, false>(path);
+}
+
+Kernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
-      return kernel_of<BFloat16>(is_scaled, is_bulk);
+      return kernel_of<BFloat16>(path, is_scaled);
     case DType::kFloat16:
-      return kernel_of<Float16>(is_scaled, is_bulk);
+      return kernel_of<Float16>(path, is_scaled);
     default:
-      return kernel_of<Float32>(is_scaled, is_bulk);
+      return kernel_of<Float32>(path, is_scaled);
   }
 }
 
@@ -117,15 +142,15 @@ Kernel kernel_of(DType dtype, bool is_scaled, bool is_bulk) {
 void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
-      for (const bool is_bulk : {false, true}) {
-        const auto* kernel = reinterpret_cast<const void*>(kernel_of(dtype, is_scaled, is_bulk));
+      for (const RowPath path : {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows}) {
+        const Kernel kernel = kernel_of(path, is_scaled, dtype);
         cudaFuncAttributes attributes{};
-        WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel));
-        if (is_bulk && attributes.binaryVersion >= 90) {
+        WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel.function));
+        if (kernel.shared_bytes != 0 && attributes.binaryVersion >= 90) {
           WEFT_CUDA(
               Context{},
               cudaFuncSetAttribute(
-                  kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
+                  kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes
               )
           );
         }
@@ -136,13 +161,10 @@ void prepare_combine() {
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(call.num_reduce + call.num_sum);
-  const bool is_bulk = call.mover == Mover::kBulk;
-  const Kernel kernel = kernel_of(call.dtype, call.scale != CombineScale::kNone, is_bulk);
-  if (is_bulk) {
-    kernel<<<blocks, kPipelineThreads, kBulkSharedBytes, stream>>>(call);
-  } else {
-    kernel<<<blocks, kRoleThreads, 0, stream>>>(call);
-  }
+  const RowPath path = path_of(call.mover, call.row_bytes);
+  const Kernel kernel = kernel_of(path, call.scale != CombineScale::kNone, call.dtype);
+  kernel.function<<<blocks, kernel.threads, static_cast<size_t>(kernel.shared_bytes), stream>>>(call
+  );
   WEFT_CUDA(Context{}, cudaGetLastError());
 }
 

@@ -10,9 +10,9 @@ namespace weft {
 
 #if __CUDA_ARCH__ >= 900
 
-// One sum, or one piece of it, from the pipeline's next stages. Lane 0 of the pipeline's first
-// adder has the first 16 bytes, and every 64th after them.
-template <class Element, bool kScaled>
+// One sum, or one piece of it, from the pipeline's next stages. The lanes of all its adders take 16
+// bytes each in turn.
+template <class Shape, class Element, bool kScaled>
 __device__ __forceinline__ void add_piece(
     const RowStages& stages,
     Pipeline& pipeline,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_piece(
     const float* scales,
     std::byte* out
 ) {
-  constexpr int kStep = kAdders * kWarpLanes * 16;
+  constexpr int kStep = Shape::kAdders * kWarpLanes * 16;
   float sums[kSumVectors][Element::kPerVector];
   const auto add_row = [&](int row, auto is_first) {
     wait_barrier(pipeline.row_full + stage.index, stage.parity);
@@ -62,9 +62,9 @@ __device__ __forceinline__ void add_piece(
 }
 
 // The warps that add.
-template <class Element, bool kScaled, class Source>
+template <class Element, bool kScaled, class Shape, class Source>
 __device__ void add_rows(
-    Source& source, const PipelineRole& role, const RowStages& stages, PipelineShared& shared
+    Source& source, const PipelineRole& role, const RowStages& stages, PipelineShared<Shape>& shared
 ) {
   Pipeline& pipeline = shared.pipelines[role.pipeline];
   const int first = (role.adder * kWarpLanes + lane_index()) * 16;
@@ -84,7 +84,7 @@ __device__ void add_rows(
       }
       std::byte* out = source.out(item.source, item.out_row[entry]);
       for (int piece = 0; piece < stages.pieces.count; ++piece) {
-        add_piece<Element, kScaled>(
+        add_piece<Shape, Element, kScaled>(
             stages,
             pipeline,
             stage,

@@ -98,9 +98,9 @@ __device__ __forceinline__ void load_item(
 
 // A loader warp, whose source hands out its items. A given-up call still ends them, so that the
 // others leave.
-template <class Source>
+template <class Shape, class Source>
 __device__ void load_rows(
-    const Source& source, int index, const RowStages& stages, PipelineShared& shared
+    const Source& source, int index, const RowStages& stages, PipelineShared<Shape>& shared
 ) {
   Pipeline& pipeline = shared.pipelines[index];
   RingPlace slot;
@@ -109,7 +109,7 @@ __device__ void load_rows(
     shared.is_shut = 1;
   }
   // All or none: whoever signals counts items in their order.
-  __barrier_sync_count(kLoaderBarrier, kPipelines * kWarpLanes);
+  __barrier_sync_count(kLoaderBarrier, Shape::kPipelines * kWarpLanes);
   const bool is_open = shared.is_shut == 0;
   typename Source::Place place = source.first();
   typename Source::Numbers numbers = source.load(place);  // of the next item, on their way

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How combine adds rows with the bulk copy engine. A block has some pipelines, each a loader warp,
-// which learns what is to be added and keeps shared memory filled with rows, and two warps that
-// add, each half of every row; and one warp that signals. A loader is a few items ahead at most,
-// and no pipeline waits for another. To find out, to wait and to pass on takes about as many
+// which learns what is to be added and keeps shared memory filled with rows, and some warps that
+// add, each its part of every row; and one warp that signals. A loader is a few items ahead at
+// most, and no pipeline waits for another. To find out, to wait and to pass on takes about as many
 // instructions as to add, so a row is shared by few warps, and there are many pipelines: whatever
 // one of them waits for, the others go on.
 #pragma once
@@ -11,16 +11,21 @@
 
 namespace weft {
 
-inline constexpr int kPipelines = 5;      // of a block
-inline constexpr int kAdders = 2;         // warps of a pipeline that add
 inline constexpr int kItemSlots = 4;      // items that a loader may be ahead
 inline constexpr int kMaxRowStages = 16;  // rows, or pieces of rows, of a pipeline in shared memory
 inline constexpr int kRowStageBytes = 190 * 1024;  // of all
-inline constexpr int32_t kPipelinePiece = kSumVectors * kAdders * kWarpLanes * 16;
-inline constexpr unsigned kLoaderBarrier = 1;  // 0 is everybody's
-inline constexpr int kAddingWarps = kPipelines * kAdders;
-inline constexpr int kPipelineThreads = (kAddingWarps + kPipelines + 1) * kWarpLanes;
-static_assert(kPipelines <= kMaxTeams && kAdders <= kMaxTeamWarps);
+inline constexpr unsigned kLoaderBarrier = 1;      // 0 is everybody's
+
+// Of a block: how many pipelines, and how many warps of each add.
+template <int kNumPipelines, int kNumAdders>
+struct PipelineShape {
+  static constexpr int kPipelines = kNumPipelines;
+  static constexpr int kAdders = kNumAdders;
+  static constexpr int kAddingWarps = kPipelines * kAdders;
+  static constexpr int kThreads = (kAddingWarps + kPipelines + 1) * kWarpLanes;
+  static constexpr int32_t kPiece = kSumVectors * kAdders * kWarpLanes * 16;  // at a time
+  static_assert(kPipelines <= kMaxTeams && kAdders <= kMaxTeamWarps);
+};
 
 // What the adding warps must know of an item, in shared memory.
 struct PipelineItem {
@@ -41,8 +46,9 @@ struct Pipeline {
   uint64_t row_empty[kMaxRowStages];
 };
 
+template <class Shape>
 struct PipelineShared {
-  Pipeline pipelines[kPipelines];
+  Pipeline pipelines[Shape::kPipelines];
   int32_t is_shut;  // a loader may not begin
 };
 
@@ -57,11 +63,12 @@ struct RowStages {
   Pieces pieces;  // of a row
 };
 
+template <class Shape>
 __device__ __forceinline__ RowStages row_stages(std::byte* data, int64_t row_bytes, int pipeline) {
   RowStages stages;
-  stages.pieces = cut_row(row_bytes, kPipelinePiece);
+  stages.pieces = cut_row(row_bytes, Shape::kPiece);
   stages.bytes = (stages.pieces.each + 127) / 128 * 128;
-  stages.count = min(kMaxRowStages, kRowStageBytes / kPipelines / stages.bytes);
+  stages.count = min(kMaxRowStages, kRowStageBytes / Shape::kPipelines / stages.bytes);
   stages.batch = max(1, stages.count / 2);  // the others shall be on their way meanwhile
   stages.data = data + pipeline * stages.count * stages.bytes;
   return stages;
@@ -75,37 +82,40 @@ struct PipelineRole {
   bool is_loader;
 };
 
+template <class Shape>
 __device__ __forceinline__ PipelineRole pipeline_role() {
   const int warp = warp_in_block();
-  if (warp < kAddingWarps) {
-    return {warp / kAdders, warp % kAdders, false};
+  if (warp < Shape::kAddingWarps) {
+    return {warp / Shape::kAdders, warp % Shape::kAdders, false};
   }
-  const int loader = warp - kAddingWarps;
-  return {loader % kPipelines, -1, loader < kPipelines};
+  const int loader = warp - Shape::kAddingWarps;
+  return {loader % Shape::kPipelines, -1, loader < Shape::kPipelines};
 }
 
 // The pipelines of the `num_blocks` of a role. Neighbouring teams sit on different multiprocessors.
+template <class Shape>
 __device__ __forceinline__ Team pipeline_team(const PipelineRole& role, int block, int num_blocks) {
   return {
       .index = team_index(block, num_blocks, role.pipeline),
-      .count = kPipelines * num_blocks,
+      .count = Shape::kPipelines * num_blocks,
       .warp = max(role.adder, 0),
-      .warps = kAdders,
+      .warps = Shape::kAdders,
       .in_block = role.pipeline};
 }
 
 // Every thread of the block, before a barrier.
-__device__ __forceinline__ void init_pipelines(PipelineShared& shared) {
+template <class Shape>
+__device__ __forceinline__ void init_pipelines(PipelineShared<Shape>& shared) {
   if (threadIdx.x == 0) {
     shared.is_shut = 0;
     for (Pipeline& one : shared.pipelines) {
       for (int i = 0; i < kItemSlots; ++i) {
         ptx::init_barrier(one.item_full + i, 1);
-        ptx::init_barrier(one.item_empty + i, kAdders);
+        ptx::init_barrier(one.item_empty + i, Shape::kAdders);
       }
       for (int i = 0; i < kMaxRowStages; ++i) {
         ptx::init_barrier(one.row_full + i, 1);
-        ptx::init_barrier(one.row_empty + i, kAdders);
+        ptx::init_barrier(one.row_empty + i, Shape::kAdders);
       }
     }
     ptx::publish_barriers();
