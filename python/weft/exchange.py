@@ -50,6 +50,11 @@ def _view(tensor: Tensor | None):
     return to_dlpack(tensor)
 
 
+def _empty_like(tensor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """[rows, cols] where `tensor` is. torch reads strides sooner than it finds out there are none."""
+    return tensor.new_empty_strided((rows, cols), (cols, 1), dtype=dtype)
+
+
 def _as_bytes(tensor: Tensor | None) -> Tensor | None:
     """[rows, bytes] uint8: payload that nobody computes with."""
     if tensor is None:
@@ -94,10 +99,11 @@ class Exchange:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
+        self._on_gpu = device.type == "cuda"  # asking a device costs half a microsecond
         self._settings = {
             "hidden": hidden,
             "num_experts": num_experts,
-            "device": device.index if device.type == "cuda" else -1,
+            "device": device.index if self._on_gpu else -1,
             "transport": transport,
             "num_threads": num_threads,
             "num_sms": num_sms,
@@ -182,7 +188,7 @@ class Exchange:
             return make()
         except InvalidArgument:
             has_size = row_budget is not None or expert_stride > 0
-            if self.device.type == "cuda" and has_size and overflow == "drop":
+            if self._on_gpu and has_size and overflow == "drop":
                 raise  # nobody waited, so the others do not know yet
             if not self._grow(topk_idx, routing_map):
                 raise
@@ -226,11 +232,11 @@ class Exchange:
         rows = self._allocate(calls, plan.num_rows, cols, dtype)
         row_weights = out_scales = None
         if weights is not None:
-            row_weights = x.new_empty((plan.num_rows, plan.row_weight_cols), dtype=torch.float32)
+            row_weights = _empty_like(x, plan.num_rows, plan.row_weight_cols, torch.float32)
         if row_scales is not None:
-            out_scales = x.new_empty((plan.num_rows, row_scales.size(1)), dtype=torch.uint8)
+            out_scales = _empty_like(x, plan.num_rows, row_scales.size(1), torch.uint8)
         elif quantise != "none":
-            out_scales = x.new_empty((plan.num_rows, cols // 128), dtype=torch.float32)
+            out_scales = _empty_like(x, plan.num_rows, cols // 128, torch.float32)
         calls.dispatch(
             plan.core,
             _view(x),
@@ -259,10 +265,10 @@ class Exchange:
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
         cols = rows.size(1) if rows.dim() == 2 else 1
-        x = rows.new_empty((plan.num_tokens, cols))
+        x = _empty_like(rows, plan.num_tokens, cols, rows.dtype)
         weights = None
         if row_weights is not None:
-            weights = rows.new_empty((plan.num_tokens, plan.weight_cols), dtype=torch.float32)
+            weights = _empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
         plan.calls.combine(
             plan.core,
             _view(rows),
@@ -277,12 +283,12 @@ class Exchange:
         return Combined(x, weights)
 
     def _sms(self, num_sms: int) -> int:
-        return num_sms or (usual_sms() if self.device.type == "cuda" else 0)
+        return num_sms or (usual_sms() if self._on_gpu else 0)
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose
         handle is 1: 0 would stand for none."""
-        if self.device.type != "cuda":
+        if not self._on_gpu:
             return 0
         return torch._C._cuda_getCurrentRawStream(self.device.index) or 1
 
@@ -291,14 +297,14 @@ class Exchange:
 
         Inside a capture from the graph's own memory: its addresses must stay the graph's."""
         is_payload = dtype.itemsize == 1 or dtype in _FLOATS  # anything else will be refused
-        if self.device.type == "cuda" and is_payload:
+        if self._on_gpu and is_payload:
             if not torch.cuda.is_current_stream_capturing():
                 if calls not in self._pools:
                     self._pools[calls] = OutputPool(calls)
                 return self._pools[calls].empty(rows, cols, dtype, self.device)
             is_payload = False
         if not is_payload:
-            return torch.empty((rows, cols), dtype=dtype, device=self.device)
+            return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self.device)
         like = torch.empty((0, 1), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
         return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)
 

@@ -26,8 +26,7 @@ Block whole(const PeerRegion& region) {
 
 }  // namespace
 
-BlockPool::BlockPool(std::shared_ptr<PeerMemory> memory, uint64_t piece_bytes)
-    : memory_(std::move(memory)), piece_bytes_(piece_bytes) {}
+BlockPool::BlockPool(std::shared_ptr<PeerMemory> memory) : memory_(std::move(memory)) {}
 
 BlockPool::~BlockPool() {
   for (const PeerRegion& region : regions_) {
@@ -35,15 +34,7 @@ BlockPool::~BlockPool() {
   }
 }
 
-bool BlockPool::grow(uint64_t num_pieces, std::chrono::milliseconds at_most) {
-  const auto region = memory_->allocate_reachable(num_pieces * piece_bytes_, at_most);
-  if (region) {
-    cut(*region, piece_bytes_);
-  }
-  return region.has_value();
-}
-
-// For outputs: those that a peer does not reach are filled from staging.
+// One that a peer does not reach is filled from staging.
 PeerRegion BlockPool::new_region(uint64_t bytes) {
   const PeerRegion region = memory_->allocate(bytes);
   static_cast<void>(memory_->wait_reachable(region, kPatience));
@@ -68,8 +59,7 @@ Block BlockPool::take_unused(uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   auto best = unused_.end();
   for (auto it = unused_.begin(); it != unused_.end(); ++it) {
-    const bool fits =
-        it->bytes >= bytes && (piece_bytes_ > 0 || it->bytes / 2 <= size_class(bytes));
+    const bool fits = it->bytes >= bytes && it->bytes / 2 <= size_class(bytes);
     if (fits && (best == unused_.end() || it->bytes < best->bytes)) {
       best = it;
     }
@@ -84,9 +74,6 @@ Block BlockPool::take_unused(uint64_t bytes) {
 
 std::shared_ptr<const Block> BlockPool::take(uint64_t bytes) {
   Block block = take_unused(bytes);
-  if (block.data == nullptr && piece_bytes_ > 0) {
-    return nullptr;
-  }
   if (block.data == nullptr && bytes <= kLargestShared) {
     const uint64_t piece_bytes = std::bit_ceil(std::max(bytes, kSmallestShared));
     cut(new_region(kSharedPieces * piece_bytes), piece_bytes);
@@ -114,9 +101,6 @@ void BlockPool::give_back(const Block& block) {
 // Regions none of whose blocks is in use.
 void BlockPool::release_unused() {
   const std::lock_guard lock(mutex_);
-  if (piece_bytes_ > 0) {
-    return;
-  }
   std::erase_if(regions_, [&](const PeerRegion& region) {
     const auto is_inside = [&](const Block& block) {
       return block.address.region == region.region;

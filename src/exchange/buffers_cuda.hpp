@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks of device memory in peers' reach, kept for the next use when their holder ends: outputs of
-// any size, small ones several to a region, and plans, which are all of one size. Freeing waits for
-// the whole GPU, so it happens only when asked for.
+// any size, small ones several to a region. Freeing waits for the whole GPU, so it happens only
+// when asked for.
 #pragma once
 
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -21,15 +20,10 @@ struct Block {
 
 class BlockPool : public std::enable_shared_from_this<BlockPool> {
  public:
-  // `piece_bytes` > 0: all blocks have that size and are cut out of larger regions.
-  BlockPool(std::shared_ptr<PeerMemory> memory, uint64_t piece_bytes);
+  explicit BlockPool(std::shared_ptr<PeerMemory> memory);
   ~BlockPool();
 
-  // Adds one region's worth of unused blocks to a pool of pieces; nothing, and false, unless all
-  // peers map them before so long.
-  [[nodiscard]] bool grow(uint64_t num_pieces, std::chrono::milliseconds at_most);
-  // Goes back when the last copy of the pointer does, from any thread. Null if the pool is one of
-  // pieces and all are in use; sizes are rounded up otherwise.
+  // Goes back when the last copy of the pointer does, from any thread; sizes are rounded up.
   [[nodiscard]] std::shared_ptr<const Block> take(uint64_t bytes);
   void release_unused();
 
@@ -44,7 +38,6 @@ class BlockPool : public std::enable_shared_from_this<BlockPool> {
 
   mutable std::mutex mutex_;
   std::shared_ptr<PeerMemory> memory_;
-  uint64_t piece_bytes_;
   std::vector<PeerRegion> regions_;
   std::vector<Block> unused_;
   uint64_t used_bytes_ = 0;

@@ -18,8 +18,7 @@
 namespace weft {
 namespace {
 
-// Plans that may be alive before there must be more memory, in so many bytes at most: a peer that
-// is ahead may be too busy with waiting for this rank to map any.
+// Plans that may be alive before more memory is asked for, in so many bytes at most.
 constexpr uint64_t kFirstPlans = 64;
 constexpr uint64_t kFewPlans = 4;
 constexpr uint64_t kFirstPlanBytes = 128 << 20;
@@ -119,9 +118,9 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_dispatch();
   prepare_combine();
   prepare_refusal();
-  plans = std::make_shared<BlockPool>(memory, plan_map.num_bytes());
+  plans = std::make_shared<PlanPool>(memory, plan_map.num_bytes());
   add_plans(std::clamp(kFirstPlanBytes / plan_map.num_bytes(), kFewPlans, kFirstPlans));
-  buffers = std::make_shared<BlockPool>(memory, 0);
+  buffers = std::make_shared<BlockPool>(memory);
   view = {
       .rank = context.rank,
       .num_ranks = context.num_ranks,
@@ -281,8 +280,8 @@ ExchangeStats CudaExchange::stats() const {
 }
 
 Footprint CudaExchange::footprint() const {
-  const uint64_t control = memory->control().bytes + own->local.bytes() + plan_scratch.bytes() +
-                           plans->used_bytes() + plans->unused_bytes();
+  const uint64_t control =
+      memory->control().bytes + own->local.bytes() + plan_scratch.bytes() + plans->bytes();
   uint64_t staged = staging.bytes;
   for (const PeerRegion& region : retired) {
     staged += region.bytes;

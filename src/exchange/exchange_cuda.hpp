@@ -17,6 +17,7 @@
 #include "exchange/exchange_state.hpp"
 #include "exchange/fault_text.hpp"
 #include "exchange/memory_cuda.hpp"
+#include "exchange/plan_pool_cuda.hpp"
 #include "exchange/tuning.hpp"
 #include "kernels/launch.hpp"
 #include "plan/plan_data.hpp"
@@ -117,7 +118,7 @@ struct CudaExchange final : Exchange::State {
   CudaBuffer<int32_t> plan_scratch;
   PinnedBuffer<std::byte> host_shape;
   RankView view;
-  std::shared_ptr<BlockPool> plans;
+  std::shared_ptr<PlanPool> plans;
   std::shared_ptr<BlockPool> buffers;
   PeerRegion staging;
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.

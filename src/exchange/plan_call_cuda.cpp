@@ -212,17 +212,21 @@ Plan CudaExchange::make_plan(
 }
 
 std::shared_ptr<const Block> CudaExchange::take_plan(cudaStream_t stream) {
-  auto block = plans->take(0);
+  const bool is_captured = is_capturing(stream);
+  if (!is_captured) {
+    plans->look_ahead();
+  }
+  auto block = plans->take();
   if (!block) {
     WEFT_CHECK(
         context,
-        !is_capturing(stream),
+        !is_captured,
         ErrorCode::kUnsupported,
         "plan: memory for one more plan is needed inside a capture (keep as many plans alive once "
         "before it)"
     );
     add_plans(kMorePlans);
-    block = plans->take(0);
+    block = plans->take();
   }
   return block;
 }

@@ -22,9 +22,9 @@ RoleBlocks split(int num_sms, int senders) {
   return {first, std::max(1, num_sms - first)};
 }
 
-// How far apart two sizes are, by factor.
-double distance(int64_t a, int64_t b) {
-  return std::abs(std::log2(static_cast<double>(a)) - std::log2(static_cast<double>(b)));
+// How far apart two sizes are.
+double factor(int64_t a, int64_t b) {
+  return static_cast<double>(std::max(a, b)) / static_cast<double>(std::min(a, b));
 }
 
 }  // namespace
@@ -77,7 +77,7 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
   // More ranks have fewer rows of a token each, which decides how much there is to fan out or sum.
   const auto rank_of = [&](const TunedSplit& one) {
     return std::tuple(
-        distance(one.num_ranks, size.num_ranks), distance(one.row_bytes, size.row_bytes), one.us
+        factor(one.num_ranks, size.num_ranks), factor(one.row_bytes, size.row_bytes), one.us
     );
   };
   const TunedSplit* best = nullptr;

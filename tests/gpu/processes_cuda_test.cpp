@@ -76,7 +76,7 @@ TEST_F(GpuProcessesTest, HaveAGpuEach) {
   if (num_gpus_ < 2) {
     GTEST_SKIP() << "one GPU only";
   }
-  expect_reference_bits(num_gpus_, num_gpus_, 24);
+  expect_reference_bits(num_gpus_, num_gpus_, 100);  // more than it has memory for plans at first
 }
 
 // A domain each: nobody waits for another's time slice, what they say goes over the network.
