@@ -6,6 +6,9 @@ torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 
 One stream repeats the two products of the experts of a case, another dispatches or combines
 without a pause. A hidden exchange costs what the products lose while one exchange lasts: `cost_us`.
+
+Beside them stand the two parts that a dispatch by copy engines would have: `copies` of all tokens
+to every other GPU, and `fan-out` of what arrives to the rows of its experts.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 from torch_bench import CASES, Case, row_of, say
 
 import weft
@@ -25,6 +29,7 @@ from weft.examples.measured import machine
 
 Tensor = torch.Tensor
 ROUNDS = 7
+FAN_OUT_SMS = (8, 12, 16)
 
 
 @dataclass
@@ -67,6 +72,40 @@ class Work:
         if op == "dispatch":
             return lambda: self.exchange.dispatch(self.plan, self.x, num_sms=num_sms)
         return lambda: self.exchange.combine(self.plan, self.rows, num_sms=num_sms)
+
+    def copies(self):
+        """Collective. Copy engines move x to all other GPUs, one after the other."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        own = [torch.empty_like(self.x) for _ in range(ranks)]
+        exported: list = [None] * ranks
+        dist.all_gather_object(exported, [reduce_tensor(buffer) for buffer in own])
+        order = [(rank + i) % ranks for i in range(1, ranks)]
+        far = [(lambda make, args: make(*args))(*exported[peer][rank]) for peer in order]
+
+        def run() -> None:
+            for buffer in far:
+                buffer.copy_(self.x, non_blocking=True)
+
+        run.kept = own
+        return run
+
+    def fan_out(self, num_sms: int):
+        """Collective. As many arrivals as this rank has, to about as many rows, all of its own."""
+        groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
+        arrivals = sum(self.plan.received_arrivals)
+        per_arrival = max(1, round(sum(self.plan.rows_per_expert_list) / arrivals))
+        exchange = weft.Exchange(
+            groups[dist.get_rank()],
+            hidden=self.case.hidden,
+            num_experts=self.exchange.num_local_experts,
+            max_tokens=arrivals,
+            max_topk=per_arrival,
+            device=self.x.device,
+        )
+        x = self.x.repeat(-(-arrivals // self.x.size(0)), 1)[:arrivals]
+        scores = torch.rand(arrivals, exchange.num_experts, device=x.device)
+        plan = exchange.plan(scores.topk(per_arrival).indices, pad_multiple=128)
+        return lambda: exchange.dispatch(plan, x, num_sms=num_sms)
 
 
 def events(count: int) -> list[torch.cuda.Event]:
@@ -121,6 +160,8 @@ def measure(name: str, sms: list[int]) -> list[dict]:
     one = medians(work.products, None, 8, 0)[0] / 8
     num_products = max(4, round(8000 / one))
     kinds = [(op, n, work.exchanges(op, n)) for op in ("dispatch", "combine") for n in sms]
+    kinds.append(("copies", 0, work.copies()))
+    kinds += [("fan-out", n, work.fan_out(n)) for n in FAN_OUT_SMS]
     rows = []
     for op, num_sms, run in kinds:
         alone = medians(work.products, None, num_products, 0)[0]
