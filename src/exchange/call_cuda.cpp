@@ -15,7 +15,7 @@ void CudaExchange::check() {
   if (broken) {
     std::rethrow_exception(broken);
   }
-  if (*static_cast<volatile FaultKind*>(&own->fault.get()->kind) != FaultKind::kNone) {
+  if (has_fault()) {
     std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
     throw_fault();
   }

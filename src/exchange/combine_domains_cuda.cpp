@@ -42,9 +42,7 @@ class CombineAcross : DomainsCall {
       if (in_.source_weights.is_given()) {
         swap_weights(words);
       }
-      const std::vector<CrossingSend> sends = sum_carried(words);
-      sum_own();
-      swap_sums(sends);
+      swap_sums(sum_carried(words));
     } catch (...) {
       owner_.refuse_rounds(DeviceOp::kCombine, num_launched_, device_.rounds.size(), stream_);
       throw;
@@ -84,7 +82,9 @@ class CombineAcross : DomainsCall {
   // The weights of crossing tokens go to their carriers, and those of carried tokens come.
   void swap_weights(std::span<const CallWord> words) {
     const uint32_t number = ++owner_.number;
-    std::vector<CrossingSend> sends;
+    Transfer weights;
+    weights.chunk = weights_;
+    weights.what = "weights";
     for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
       if (num_sent(domain) == 0) {
         continue;
@@ -96,7 +96,7 @@ class CombineAcross : DomainsCall {
       launch.done = owner_.done->get() + areas_.weight_chunks[domain];
       launch.number = number;
       launch_pack(launch, owner_.copies.get());
-      sends.push_back(
+      weights.sends.push_back(
           {.to = static_cast<int>(carrier_of(domain)),
            .count = num_sent(domain),
            .target = words[carrier_of(domain)].source_weights,
@@ -106,22 +106,25 @@ class CombineAcross : DomainsCall {
            .number = number}
       );
     }
-    std::vector<CrossingReceive> receives;
     for (const CarriedSource& carried : traffic_.carried) {
-      receives.push_back(
+      weights.receives.push_back(
           {.from = carried.source,
            .count = carried.crossings.size(),
            .first_signal = far_.signals.source_weights(static_cast<uint32_t>(carried.source))}
       );
     }
-    const auto take = [&](size_t i, int64_t /*chunk*/) {
-      copy_in(
-          areas_.carried[i].source_weights,
-          far_.staging.data + areas_.staged_weights[i],
-          weights_bytes(traffic_.carried[i].crossings.size())
-      );
-    };
-    transfer(weights_, "weights", sends, receives, take);
+    const size_t transfer = start(std::move(weights));
+    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
+      const int64_t count = traffic_.carried[i].crossings.size();
+      if (count > 0) {
+        let_copies_await(transfer, i, 0);
+        copy_in(
+            areas_.carried[i].source_weights,
+            far_.staging.data + areas_.staged_weights[i],
+            weights_bytes(count)
+        );
+      }
+    }
   }
 
   [[nodiscard]] PackLaunch weights_launch() const {
@@ -206,37 +209,48 @@ class CombineAcross : DomainsCall {
   }
 
   // The sums of other domains come in beside this one's.
-  void swap_sums(std::span<const CrossingSend> sends) {
-    std::vector<CrossingReceive> receives;
+  void swap_sums(std::vector<CrossingSend> sends) {
+    Transfer sums;
+    sums.chunk = sums_;
+    sums.what = "sums";
+    sums.sends = std::move(sends);
     std::vector<size_t> domains;
     for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
       if (num_sent(domain) > 0) {
         domains.push_back(domain);
-        receives.push_back(
+        sums.receives.push_back(
             {.from = static_cast<int>(carrier_of(domain)),
              .count = num_sent(domain),
              .first_signal = far_.signals.crossing(static_cast<uint32_t>(carrier_of(domain)), 0)}
         );
       }
     }
-    const auto take = [&](size_t i, int64_t c) {
-      const size_t domain = domains[i];
-      const int64_t num = sums_.num_rows(c, num_sent(domain));
-      const int64_t first = areas_.first_part[domain] + sums_.first_row(c);
-      const std::byte* message = far_.staging.data + areas_.staged_sums[domain] +
-                                 static_cast<uint64_t>(c * sums_.stride());
-      copy_in(
-          areas_.parts + static_cast<uint64_t>(first * sums_.row_bytes),
-          message,
-          num * sums_.row_bytes
-      );
-      copy_in(
-          areas_.part_weights + static_cast<uint64_t>(first * sums_.weight_bytes),
-          message + sums_.weights_at(num),
-          num * sums_.weight_bytes
-      );
-    };
-    transfer(sums_, "sums", sends, receives, take);
+    const size_t transfer = start(std::move(sums));
+    sum_own();
+    for (size_t i = 0; i < domains.size(); ++i) {
+      for (int64_t c = 0; c < sums_.num_chunks(num_sent(domains[i])); ++c) {
+        let_copies_await(transfer, i, c);
+        copy_sums(domains[i], c);
+      }
+    }
+  }
+
+  // Message c of a domain.
+  void copy_sums(size_t domain, int64_t c) const {
+    const int64_t num = sums_.num_rows(c, num_sent(domain));
+    const int64_t first = areas_.first_part[domain] + sums_.first_row(c);
+    const std::byte* message =
+        far_.staging.data + areas_.staged_sums[domain] + static_cast<uint64_t>(c * sums_.stride());
+    copy_in(
+        areas_.parts + static_cast<uint64_t>(first * sums_.row_bytes),
+        message,
+        num * sums_.row_bytes
+    );
+    copy_in(
+        areas_.part_weights + static_cast<uint64_t>(first * sums_.weight_bytes),
+        message + sums_.weights_at(num),
+        num * sums_.weight_bytes
+    );
   }
 
   void add_parts() const {
@@ -281,6 +295,8 @@ void DomainsCudaExchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
   const CudaDeviceGuard guard(settings.device.index);
+  settle();
+  last_op = Op::kCombine;
   const cudaStream_t stream = stream_of(call);
   const PlanData& header = plan.header();
   const std::exception_ptr refusal = refusal_of([&] {

@@ -88,20 +88,29 @@ class DispatchAcross : DomainsCall {
  private:
   void move(std::span<const CallWord> words) {
     let_copies_begin();
-    const std::vector<CrossingSend> sends = pack(words);
-    std::vector<CrossingReceive> receives;
+    Transfer rows;
+    rows.chunk = chunk_;
+    rows.what = "rows";
+    rows.sends = pack(words);
     for (const CarriedSource& carried : traffic_.carried) {
-      receives.push_back(
+      rows.receives.push_back(
           {.from = carried.source,
            .count = carried.crossings.size(),
            .first_signal = far_.signals.crossing(static_cast<uint32_t>(carried.source), 0)}
       );
-      left_.push_back(chunk_.num_chunks(carried.crossings.size()));
     }
+    const size_t transfer = start(std::move(rows));
     launch_own();
-    launch_ready();
-    transfer(chunk_, "rows", sends, receives, [&](size_t i, int64_t c) { take(i, c); });
-    launch_ready();
+    // All ranks of the domain launch the rounds in the same order.
+    while (next_round_ < device_.rounds.size()) {
+      const size_t i = next_round_ - 1;
+      if (i < carried_.size()) {
+        copy_carried(transfer, i);
+      }
+      owner_.let_follow_copies(stream_);
+      owner_.near->dispatch(device_.rounds[next_round_++], carried_input(i), out_, options_);
+    }
+    owner_.let_follow_copies(stream_);  // x is read there
   }
 
   // Each token once, to the carrier of its domain.
@@ -149,31 +158,21 @@ class DispatchAcross : DomainsCall {
     return launch;
   }
 
-  // A message has come: to where its tokens are dispatched from.
-  void take(size_t i, int64_t c) {
+  // The messages of one source, each once it has come, to where its tokens are dispatched from.
+  void copy_carried(size_t transfer, size_t i) const {
     const int64_t count = traffic_.carried[i].crossings.size();
-    const int64_t num = chunk_.num_rows(c, count);
-    const int64_t first = chunk_.first_row(c);
-    const std::byte* message =
-        far_.staging.data + staged_[i] + static_cast<uint64_t>(c * chunk_.stride());
-    const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
-      copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
-    };
-    copy(carried_[i].rows, chunk_.row_bytes, 0);
-    copy(carried_[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
-    copy(carried_[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
-    if (--left_[i] == 0) {
-      launch_ready();
-    }
-  }
-
-  // The rounds whose tokens are here, in order: all ranks of the domain launch them in the same.
-  void launch_ready() {
-    while (next_round_ < device_.rounds.size() &&
-           (next_round_ > left_.size() || left_[next_round_ - 1] == 0)) {
-      owner_.let_follow_copies(stream_);
-      const size_t round = next_round_++;
-      owner_.near->dispatch(device_.rounds[round], carried_input(round - 1), out_, options_);
+    for (int64_t c = 0; c < chunk_.num_chunks(count); ++c) {
+      let_copies_await(transfer, i, c);
+      const int64_t num = chunk_.num_rows(c, count);
+      const int64_t first = chunk_.first_row(c);
+      const std::byte* message =
+          far_.staging.data + staged_[i] + static_cast<uint64_t>(c * chunk_.stride());
+      const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
+        copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
+      };
+      copy(carried_[i].rows, chunk_.row_bytes, 0);
+      copy(carried_[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
+      copy(carried_[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
     }
   }
 
@@ -217,7 +216,6 @@ class DispatchAcross : DomainsCall {
   uint64_t own_weights_ = 0;
   std::vector<uint64_t> messages_;    // [num_domains]
   std::vector<int64_t> first_chunk_;  // [num_domains]
-  std::vector<int64_t> left_;         // [carried] messages that have not come
   size_t next_round_ = 0;
 };
 
@@ -227,6 +225,8 @@ void DomainsCudaExchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
   const CudaDeviceGuard guard(settings.device.index);
+  settle();
+  last_op = Op::kDispatch;
   const cudaStream_t stream = stream_of(call);
   const PlanData& header = plan.header();
   const std::exception_ptr refusal = refusal_of([&] {

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a dispatch and a combine between domains of GPUs have in common: whose call it is, by which
 // plan, and how messages pass and are copied up.
+//
+// A call queues all that the GPU has to do, copies of messages that have not come included, and
+// leaves the network to a thread.
 #pragma once
 
-#include <functional>
 #include <span>
 #include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
 
+#include "core/driver_cuda.hpp"
 #include "exchange/exchange_domains_cuda.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -39,19 +45,29 @@ class DomainsCall {
     WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
   }
 
-  // See CrossingTransfer::run.
-  void transfer(
-      const CrossingChunk& chunk,
-      std::string_view what,
-      std::span<const CrossingSend> sends,
-      std::span<const CrossingReceive> receives,
-      const std::function<void(size_t, int64_t)>& take
-  ) const {
-    const CrossingTransfer::Owner owner = {
-        *far_.transport, *far_.waiter, far_.settled, far_.context, owner_.settings.timeout};
-    CrossingTransfer(owner, chunk, {op_, far_.call_number, what}).run(sends, receives, take, [&] {
-      owner_.near->check();
-    });
+  // What it moves begins to pass. -> the number of the transfer in this call.
+  size_t start(Transfer transfer) {
+    transfer.number = before_.size();
+    for (size_t i = 0; i < transfer.receives.size(); ++i) {
+      const size_t place = owner_.place_of(transfer.number, i);
+      const int64_t count = transfer.chunk.num_chunks(transfer.receives[i].count);
+      transfer.before.push_back(owner_.message_counts->expect(place, count));
+    }
+    before_.push_back(transfer.before);
+    owner_.start_transfer(op_, std::move(transfer));
+    return before_.size() - 1;
+  }
+  // The copy stream goes on once message c of a transfer's receive i has come.
+  void let_copies_await(size_t transfer, size_t i, int64_t c) const {
+    const size_t place = owner_.place_of(transfer, i);
+    const uint32_t count = before_[transfer][i] + static_cast<uint32_t>(c) + 1;
+    if (!owner_.waits_on_host) {
+      wait_for_word(owner_.copies.get(), owner_.message_counts->word(place), count, far_.context);
+      return;
+    }
+    while (!owner_.message_counts->has_reached(place, count)) {
+      std::this_thread::yield();
+    }
   }
 
   // Into `work`, in the copy stream.
@@ -94,6 +110,7 @@ class DomainsCall {
 
  private:
   std::string_view op_;
+  std::vector<std::vector<uint32_t>> before_;  // [transfer][receive] messages of earlier calls
 };
 
 }  // namespace weft

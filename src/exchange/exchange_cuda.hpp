@@ -71,6 +71,10 @@ struct CudaExchange final : Exchange::State {
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
   [[nodiscard]] bool is_capturing(cudaStream_t stream) const;
+  // Whether check() would throw; any thread.
+  [[nodiscard]] bool has_fault() const {
+    return *static_cast<volatile FaultKind*>(&own->fault.get()->kind) != FaultKind::kNone;
+  }
   // Throws what the record says. A refusal that harmed nothing is cleared first.
   void throw_fault();
   void clear_fault(uint32_t epoch);

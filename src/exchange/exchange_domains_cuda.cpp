@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 
+#include "core/host_map.hpp"
 #include "core/log.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
@@ -19,7 +19,8 @@ namespace {
 constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;  // pages of its own for what is pinned
 constexpr int kPlanThreads = 4;
 constexpr int64_t kSmallScaleBytes = 256;
-constexpr int64_t kGrowing = -1;  // stands for the number of a plan in words
+constexpr int64_t kGrowing = -1;     // stands for the number of a plan in words
+constexpr size_t kMaxTransfers = 2;  // of a call
 
 ExchangeConfig far_config(ExchangeConfig config) {
   config.device = {};
@@ -47,14 +48,22 @@ std::string pci_address(int device) {
   return text.data();
 }
 
-// Ranks of the group on this rank's GPU. Also those of other domains, whose kernels wait for this
-// rank no less, if by way of the network.
-int num_sharing(const Group& group, const Device& device) {
+// Ranks of the group on this rank's GPU, itself included. Also those of other domains, whose
+// kernels wait for this rank no less, if by way of the network.
+struct Sharing {
+  int on_gpu = 0;
+  int in_process = 0;  // of these
+};
+
+Sharing sharing_of(const Group& group, const Device& device) {
   const std::vector<GpuIdentity> gpus = gather_identities(group, device.index);
   const GpuIdentity& own = gpus[static_cast<size_t>(group.rank())];
-  return static_cast<int>(std::ranges::count_if(gpus, [&](const GpuIdentity& gpu) {
-    return own.is_same_gpu(gpu);
-  }));
+  Sharing sharing;
+  for (const GpuIdentity& gpu : gpus) {
+    sharing.on_gpu += own.is_same_gpu(gpu) ? 1 : 0;
+    sharing.in_process += own.is_same_gpu(gpu) && own.is_same_process(gpu) ? 1 : 0;
+  }
+  return sharing;
 }
 
 }  // namespace
@@ -73,7 +82,9 @@ DomainsCudaExchange::DomainsCudaExchange(
   );
   settings.transport = "peer+" + far->settings.transport;
   far->context.transport = settings.transport;
-  near->join_domains(far->context, members, num_sharing(group, settings.device), kPackBlocks);
+  const Sharing sharing = sharing_of(group, settings.device);
+  near->join_domains(far->context, members, sharing.on_gpu, kPackBlocks);
+  waits_on_host = sharing.in_process > 1;
   const CudaDeviceGuard guard(settings.device.index);
   own_stream = GpuStream(settings.device.index);
   copies = GpuStream(settings.device.index);
@@ -81,6 +92,12 @@ DomainsCudaExchange::DomainsCudaExchange(
   copy_event.create(far->context);
   last_use.create(far->context);
   prepare_crossing_rows();
+  max_receives = std::max(far->domains->carried().size(), domains.size());
+  arrived.create(kMaxTransfers * max_receives, far->context);
+  message_counts.emplace(std::span(arrived.get(), kMaxTransfers * max_receives));
+  thread =
+      std::make_unique<TransferThread>(HostMap::here().cores_near(pci_address(settings.device.index)
+      ));
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
   reserve(settings.hidden * 2 + settings.max_topk * 8 + kSmallScaleBytes);
   const uint64_t per_round = 2 * near->plan_map.num_bytes();
@@ -89,6 +106,7 @@ DomainsCudaExchange::DomainsCudaExchange(
 }
 
 DomainsCudaExchange::~DomainsCudaExchange() {
+  thread.reset();  // peers may still wait for what it sends
   static_cast<void>(cudaStreamSynchronize(copies.get()));
   static_cast<void>(cudaStreamSynchronize(own_stream.get()));
   if (pinned_staging != nullptr) {
@@ -99,6 +117,9 @@ DomainsCudaExchange::~DomainsCudaExchange() {
 void DomainsCudaExchange::check() {
   if (far->broken) {
     std::rethrow_exception(far->broken);
+  }
+  if (!thread->is_running()) {
+    settle();
   }
   near->check();
 }
@@ -149,8 +170,57 @@ void DomainsCudaExchange::let_follow_copies(cudaStream_t stream) {
 
 void DomainsCudaExchange::end_call(const CallOptions& call, cudaStream_t stream) {
   WEFT_CUDA(far->context, cudaEventRecord(last_use.get(), stream));
-  if (call.stream == nullptr) {
-    near->finish(stream);
+  if (call.stream != nullptr) {
+    if (waits_on_host) {
+      settle();
+    }
+    return;
+  }
+  const std::exception_ptr failure = refusal_of([&] { settle(); });
+  const std::exception_ptr fault = refusal_of([&] { near->finish(stream); });
+  rethrow(failure);  // nothing runs any more
+  rethrow(fault);
+}
+
+// The job owns what it needs: the call's plan and tensors may be gone.
+void DomainsCudaExchange::start_transfer(std::string_view op, Transfer transfer) {
+  const auto one = std::make_shared<const Transfer>(std::move(transfer));
+  const auto look = [this] {
+    WEFT_CHECK(
+        far->context,
+        !near->has_fault(),
+        ErrorCode::kInternal,
+        "exchange: the GPU's part of a call between domains has failed"
+    );
+  };
+  const auto run = [this, op, one, look, call = far->call_number] {
+    const CrossingTransfer::Owner owner = {
+        *far->transport, *far->waiter, far->settled, far->context, settings.timeout};
+    const auto take = [&](size_t i, int64_t c) {
+      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(c) + 1);
+    };
+    CrossingTransfer(owner, one->chunk, {op, call, one->what})
+        .run(one->sends, one->receives, take, look);
+  };
+  const auto give_up = [this, one] {
+    for (size_t i = 0; i < one->receives.size(); ++i) {
+      const int64_t count = one->chunk.num_chunks(one->receives[i].count);
+      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
+    }
+  };
+  thread->start({run, give_up});
+}
+
+void DomainsCudaExchange::settle() {
+  try {
+    thread->wait();
+  } catch (const Error& error) {
+    const std::exception_ptr fault = refusal_of([&] { near->check(); });  // says more
+    far->broken = fault ? fault : far->cause_of(last_op, error);
+    std::rethrow_exception(far->broken);
+  } catch (...) {
+    far->broken = std::current_exception();
+    throw;
   }
 }
 
@@ -207,24 +277,18 @@ void DomainsCudaExchange::reserve(int64_t token_bytes) {
   room = token_bytes;
 }
 
-// Memory that CUDA cannot pin can still be copied from, by way of CUDA's own.
+// Copies out of memory that is not pinned would not wait in the stream for what comes there.
 void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
   if (pinned_staging != nullptr) {
     WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
     pinned_staging = nullptr;
   }
   far->reserve_staging(std::max(bytes, kLeastBytes));
-  const cudaError_t status =
-      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable);
-  if (status == cudaSuccess) {
-    pinned_staging = far->staging.data;
-  } else {
-    static_cast<void>(cudaGetLastError());
-    log(LogLevel::kWarn,
-        "exchange: {} bytes of staging cannot be pinned: {}",
-        far->staging.ref.bytes,
-        cudaGetErrorString(status));
-  }
+  WEFT_CUDA(
+      far->context,
+      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable)
+  );
+  pinned_staging = far->staging.data;
 }
 
 void DomainsCudaExchange::reserve_image(uint64_t bytes) {

@@ -5,21 +5,26 @@
 // of each source that it carries. Operations: plan_domains_cuda.cpp, dispatch_domains_cuda.cpp,
 // combine_domains_cuda.cpp.
 //
-// A call returns when what it must send and receive over the network has passed; the kernels after
-// that run in the caller's stream. It cannot be captured.
+// A dispatch or combine returns once all ranks have made it and its work is queued; a thread moves
+// what crosses, and the caller's stream waits for that. The next call waits until it has passed,
+// and throws what went wrong with it. A plan waits. None can be captured. Ranks of one process on
+// one GPU wait in the call itself.
 #pragma once
 
 #include <exception>
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "exchange/crossing_index.hpp"
 #include "exchange/crossing_transfer.hpp"
 #include "exchange/exchange_cpu.hpp"
 #include "exchange/exchange_cuda.hpp"
+#include "exchange/message_counts.hpp"
 #include "exchange/plan_image.hpp"
+#include "exchange/transfer_thread.hpp"
 #include "kernels/crossing_rows.hpp"
 
 namespace weft {
@@ -40,6 +45,16 @@ class DomainsPlan final : public DevicePlan {
 };
 
 inline constexpr int64_t kWeightBytes = sizeof(float);
+
+// What passes over the network in a call, all of one kind.
+struct Transfer {
+  CrossingChunk chunk;
+  std::string_view what;
+  std::vector<CrossingSend> sends;
+  std::vector<CrossingReceive> receives;
+  size_t number = 0;             // in its call
+  std::vector<uint32_t> before;  // [receives] messages of earlier calls, see MessageCounts
+};
 
 // What `check` throws, or null.
 template <class Check>
@@ -95,6 +110,14 @@ struct DomainsCudaExchange final : Exchange::State {
   void let_follow_copies(cudaStream_t stream);
   // After the last launch; a call on its own stream waits for it.
   void end_call(const CallOptions& call, cudaStream_t stream);
+  // Of a call that may return before it has ended.
+  void start_transfer(std::string_view op, Transfer transfer);
+  // Until all have. Throws what went wrong; then the exchange is broken.
+  void settle();
+  // Of `message_counts`, for a call's transfers by number.
+  [[nodiscard]] size_t place_of(size_t transfer, size_t receive) const {
+    return transfer * max_receives + receive;
+  }
   // The rounds [first, last) do not run: near ranks must hear of it instead of waiting.
   void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
 
@@ -128,6 +151,14 @@ struct DomainsCudaExchange final : Exchange::State {
   std::shared_ptr<const Block> work;  // what has come, and sums on their way
   // Outgrown: see CudaExchange::retired.
   std::vector<std::shared_ptr<const void>> retired;
+  // Where several ranks of a process share a GPU: a stream of one that waits may keep back work of
+  // another's that it waits for, as the GPU has fewer queues than they have streams.
+  bool waits_on_host = false;
+  size_t max_receives = 0;  // of a transfer
+  PinnedBuffer<uint32_t> arrived;
+  std::optional<MessageCounts> message_counts;
+  Op last_op = Op::kPlan;                  // whose transfers they are
+  std::unique_ptr<TransferThread> thread;  // last: its job uses the others
 };
 
 }  // namespace weft

@@ -74,6 +74,7 @@ Plan DomainsCudaExchange::make_plan(
     const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
   const CudaDeviceGuard guard(settings.device.index);
+  settle();
   const cudaStream_t stream = stream_of(call);
   std::optional<HostCopy> idx;
   std::optional<HostCopy> map;

@@ -1,19 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks as processes: CUDA is touched in forked children alone.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cuda_runtime_api.h>
+
+#include <atomic>
 #include <csignal>
+#include <optional>
+#include <thread>
 #include <unistd.h>
 
+#include "core/check_cuda.hpp"
 #include "core/gpu_probe.hpp"
+#include "gpu/fault_world.hpp"
 #include "gpu/gpu_test.hpp"
 #include "support/errors.hpp"
 #include "support/run_case.hpp"
+#include "support/stream.hpp"
 
 namespace weft::test {
 namespace {
 
 using namespace std::chrono_literals;
+
+// A stream of the caller's whose work waits for open().
+class GatedStream {
+ public:
+  explicit GatedStream(const Device& device) : stream_(device) {}
+  ~GatedStream() { open(); }
+  GatedStream(const GatedStream&) = delete;
+  GatedStream& operator=(const GatedStream&) = delete;
+
+  void close() {
+    const auto wait = [](void* gate) {
+      while (!static_cast<std::atomic<bool>*>(gate)->load()) {
+        std::this_thread::sleep_for(1ms);
+      }
+    };
+    WEFT_CUDA(
+        Context{}, cudaLaunchHostFunc(static_cast<cudaStream_t>(stream_.get()), wait, &is_open_)
+    );
+  }
+  void open() { is_open_.store(true); }
+  void wait() const { stream_.wait(); }
+  [[nodiscard]] CallOptions call() const { return {.stream = stream_.get()}; }
+
+ private:
+  std::atomic<bool> is_open_ = false;
+  TestStream stream_;  // whose end waits for its work
+};
 
 class GpuProcessesTest : public testing::Test {
  protected:
@@ -65,6 +101,33 @@ class GpuProcessesTest : public testing::Test {
     EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL}));
   }
 
+  [[nodiscard]] std::vector<int> run_between(
+      std::vector<int> domain_of, const char* transport, bool has_own_stream, uint64_t num_cases
+  ) const {
+    ExchangeSetup setup = gpu_setup(static_cast<int>(domain_of.size()), num_gpus_);
+    setup.timeout = 20s;
+    setup.domain_of = std::move(domain_of);
+    setup.transport = transport;
+    setup.has_own_stream = has_own_stream;
+    std::vector<CaseData> cases;
+    for (uint64_t seed = 600; seed < 600 + num_cases; ++seed) {
+      cases.push_back(make_case_data(setup, random_case(setup, seed)));
+    }
+    return run_cases_on_processes(cases);
+  }
+
+  // Two ranks, each a domain of its own.
+  [[nodiscard]] CaseData two_domains(std::chrono::milliseconds timeout) const {
+    ExchangeSetup setup = gpu_setup(2, num_gpus_);
+    setup.domain_of = {0, 1};
+    setup.transport = "shm";
+    setup.timeout = timeout;
+    Case spec;
+    spec.num_tokens = {20, 30};
+    spec.calls = "dc";
+    return make_case_data(setup, spec);
+  }
+
   int num_gpus_ = 0;
 };
 
@@ -82,16 +145,81 @@ TEST_F(GpuProcessesTest, HaveAGpuEach) {
 // A domain each: nobody waits for another's time slice, what they say goes over the network.
 TEST_F(GpuProcessesTest, ExchangeBetweenDomains) {
   for (const char* transport : {"shm", "ofi:tcp"}) {
-    ExchangeSetup setup = gpu_setup(2, num_gpus_);
-    setup.timeout = 20s;
-    setup.domain_of = {0, 1};
-    setup.transport = transport;
-    std::vector<CaseData> cases;
-    for (uint64_t seed = 600; seed < 606; ++seed) {
-      cases.push_back(make_case_data(setup, random_case(setup, seed)));
+    for (const bool has_own_stream : {false, true}) {
+      EXPECT_EQ(run_between({0, 1}, transport, has_own_stream, 6), (std::vector<int>{0, 0}))
+          << transport;
     }
-    EXPECT_EQ(run_cases_on_processes(cases), (std::vector<int>{0, 0})) << transport;
   }
+}
+
+TEST_F(GpuProcessesTest, ExchangeWithinAndBetweenDomains) {
+  if (num_gpus_ < 2) {
+    GTEST_SKIP() << "one GPU only";
+  }
+  for (const bool has_own_stream : {false, true}) {
+    EXPECT_EQ(run_between({0, 0, 1, 1}, "shm", has_own_stream, 6), (std::vector<int>{0, 0, 0, 0}));
+  }
+}
+
+// The calls of both return although rank 1's rows are not there yet.
+TEST_F(GpuProcessesTest, CallsBetweenDomainsReturnBeforeTheirRowsHaveCome) {
+  const CaseData data = two_domains(20s);
+  const std::vector<int> statuses = run_forked(2, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, data.setup);
+    FaultRank own(exchange, data);
+    own.make_plan();
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);  // makes room, and waits
+    exchange.combine(*own.plan, own.combine_in, own.combine_out);
+    for (const bool is_dispatch : {true, false}) {
+      GatedStream stream(exchange.config().device);
+      if (group.rank() == 1) {
+        stream.close();
+      }
+      if (is_dispatch) {
+        exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, stream.call());
+      } else {
+        exchange.combine(*own.plan, own.combine_in, own.combine_out, stream.call());
+      }
+      group.barrier();
+      stream.open();
+      stream.wait();
+    }
+    exchange.check();
+    return run_cases(exchange, {&data, 1}).empty() ? 0 : 2;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+// Nobody waits for ever for rows that come too late, and the next question hears of it.
+TEST_F(GpuProcessesTest, RowsThatComeTooLateAreHeardOfLater) {
+  const CaseData data = two_domains(1s);
+  const std::vector<int> statuses = run_forked(2, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, data.setup);
+    FaultRank own(exchange, data);
+    own.make_plan();
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+    GatedStream stream(exchange.config().device);
+    if (group.rank() == 1) {
+      stream.close();
+    }
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, stream.call());
+    std::this_thread::sleep_for(3s);
+    stream.open();
+    stream.wait();
+    const Thrown heard = thrown_by([&] { exchange.check(); }).value_or(Thrown{});
+    const bool is_named =
+        heard.text.find(
+            group.rank() == 0 ? "no rows for 1.0 s from rank 1" : "the GPU has packed 0 of"
+        ) != std::string::npos;
+    const auto after =
+        thrown_by([&] { exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out); });
+    if (!heard.is_timeout || !is_named || !after) {
+      static_cast<void>(std::fprintf(stderr, "rank %d: %s\n", group.rank(), heard.text.c_str()));
+      return 2;
+    }
+    return 0;
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
 }
 
 TEST_F(GpuProcessesTest, HearThatARankDied) {

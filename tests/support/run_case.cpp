@@ -161,7 +161,7 @@ class CaseRun {
 std::string run_all(const Group& group, std::span<const CaseData> cases) {
   try {
     Exchange exchange = make_exchange(group, cases[0].setup);
-    return run_cases(exchange, cases);
+    return run_cases(exchange, cases, &group);
   } catch (const std::exception& error) {
     return fmt::format("{} {}", error.what(), describe(cases[0].setup, cases[0].spec));
   }
@@ -186,7 +186,7 @@ Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
   return Exchange(std::make_unique<CpuExchange>(group, config, std::move(domains)));
 }
 
-std::string run_cases(Exchange& exchange, std::span<const CaseData> cases) {
+std::string run_cases(Exchange& exchange, std::span<const CaseData> cases, const Group* group) {
   std::optional<TestStream> stream;
   if (cases[0].setup.has_own_stream) {
     stream.emplace(exchange.config().device);
@@ -204,6 +204,9 @@ std::string run_cases(Exchange& exchange, std::span<const CaseData> cases) {
   for (CaseRun& run : runs) {
     run.compare_all();
     failure = failure.empty() ? run.failure() : failure;
+  }
+  if (group != nullptr) {
+    group->barrier();
   }
   return failure;
 }

@@ -16,8 +16,12 @@ namespace weft::test {
 
 // Collective. Makes the plans of all cases, then uses them in another order, so that several are
 // alive at once. Returns the first difference on this rank with the case's description, or nothing.
-// Differences do not stop it: the calls that follow are collective.
-[[nodiscard]] std::string run_cases(Exchange& exchange, std::span<const CaseData> cases);
+// Differences do not stop it: the calls that follow are collective. With a `group` no rank frees
+// memory before all have finished: that keeps other threads of the process out of CUDA until the
+// GPU has nothing to do, and it may wait for a rank that has yet to call.
+[[nodiscard]] std::string run_cases(
+    Exchange& exchange, std::span<const CaseData> cases, const Group* group = nullptr
+);
 
 // The same with an exchange of their own on one thread per rank; what any rank has to say. What a
 // rank throws becomes text, too.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "transport/peer/cuda_handle.hpp"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstring>
@@ -10,6 +9,7 @@
 
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
+#include "core/driver_cuda.hpp"
 #include "core/log.hpp"
 #include "core/scope_cuda.hpp"
 
@@ -71,33 +71,6 @@ int current_device(const Context& context) {
   return device;
 }
 
-// Where the allocation begins that holds `data`: that is what an IPC handle names. Asked of the
-// driver through the runtime, so that a program without a driver still loads.
-const std::byte* allocation_begin(std::byte* data, const Context& context) {
-  using GetAddressRange = CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr);
-  void* function = nullptr;
-  auto found = cudaDriverEntryPointSymbolNotFound;
-  WEFT_CUDA(
-      context,
-      cudaGetDriverEntryPointByVersion(
-          "cuMemGetAddressRange", &function, 12000, cudaEnableDefault, &found
-      )
-  );
-  CUdeviceptr begin = 0;
-  size_t bytes = 0;
-  const bool is_known = found == cudaDriverEntryPointSuccess && function != nullptr &&
-                        reinterpret_cast<GetAddressRange>(function
-                        )(&begin, &bytes, reinterpret_cast<CUdeviceptr>(data)) == CUDA_SUCCESS;
-  WEFT_CHECK(
-      context,
-      is_known,
-      ErrorCode::kCuda,
-      "allocate: the driver does not say where the allocation of {} begins",
-      static_cast<const void*>(data)
-  );
-  return reinterpret_cast<const std::byte*>(begin);
-}
-
 }  // namespace
 
 OwnRegion make_cuda_region(uint64_t bytes, bool is_exported, const Context& context) {
@@ -118,9 +91,16 @@ OwnRegion make_cuda_region(uint64_t bytes, bool is_exported, const Context& cont
     cudaIpcMemHandle_t handle{};
     WEFT_CUDA(context, cudaIpcGetMemHandle(&handle, data));
     std::memcpy(region.handle.exported.data(), &handle, sizeof handle);
-    region.handle.offset = static_cast<uint64_t>(
-        static_cast<std::byte*>(data) - allocation_begin(static_cast<std::byte*>(data), context)
+    // An IPC handle names the whole allocation.
+    const auto begin = allocation_begin(region.data.get(), context);
+    WEFT_CHECK(
+        context,
+        begin.has_value(),
+        ErrorCode::kCuda,
+        "allocate: the driver does not say where the allocation of {} begins",
+        data
     );
+    region.handle.offset = static_cast<uint64_t>(region.data.get() - *begin);
   }
   return region;
 }

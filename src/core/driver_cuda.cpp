@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/driver_cuda.hpp"
+
+#include <cuda.h>
+
+#include "core/check.hpp"
+#include "core/check_cuda.hpp"
+
+namespace weft {
+namespace {
+
+constexpr unsigned kDriverVersion = 12000;
+
+// Null if the driver has none of this name.
+template <class Function>
+Function* driver_function(const char* name, const Context& context) {
+  void* function = nullptr;
+  auto found = cudaDriverEntryPointSymbolNotFound;
+  WEFT_CUDA(
+      context,
+      cudaGetDriverEntryPointByVersion(name, &function, kDriverVersion, cudaEnableDefault, &found)
+  );
+  return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
+}
+
+}  // namespace
+
+std::optional<const std::byte*> allocation_begin(const std::byte* data, const Context& context) {
+  using GetAddressRange = CUresult(CUdeviceptr*, size_t*, CUdeviceptr);
+  static auto* const ask = driver_function<GetAddressRange>("cuMemGetAddressRange", context);
+  CUdeviceptr begin = 0;
+  size_t bytes = 0;
+  if (ask == nullptr || ask(&begin, &bytes, reinterpret_cast<CUdeviceptr>(data)) != CUDA_SUCCESS) {
+    return {};
+  }
+  return reinterpret_cast<const std::byte*>(begin);
+}
+
+void wait_for_word(
+    cudaStream_t stream, const uint32_t* word, uint32_t value, const Context& context
+) {
+  using WaitValue = CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+  // To find it takes longer than all the rest.
+  static auto* const wait = driver_function<WaitValue>("cuStreamWaitValue32", context);
+  const CUresult status =
+      wait == nullptr
+          ? CUDA_ERROR_NOT_FOUND
+          : wait(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WAIT_VALUE_GEQ);
+  WEFT_CHECK(
+      context,
+      status == CUDA_SUCCESS,
+      ErrorCode::kCuda,
+      "cuStreamWaitValue32: the driver answers {}",
+      static_cast<int>(status)
+  );
+}
+
+}  // namespace weft

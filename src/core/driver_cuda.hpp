@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What only the driver can do. It is asked for through the runtime, so that a program also starts
+// where no driver is.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "core/context.hpp"
+
+namespace weft {
+
+// Where the allocation begins that holds `data`; nothing if the driver does not say.
+[[nodiscard]] std::optional<const std::byte*> allocation_begin(
+    const std::byte* data, const Context& context
+);
+
+// What follows in `stream` waits until *word, in pinned host memory, is at `value` or up to 2^31
+// beyond it, counting round. No multiprocessor waits; whoever writes the word must write it in any
+// case. Throws Error (kCuda).
+void wait_for_word(
+    cudaStream_t stream, const uint32_t* word, uint32_t value, const Context& context
+);
+
+}  // namespace weft
