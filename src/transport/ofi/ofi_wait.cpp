@@ -11,13 +11,16 @@
 namespace weft::ofi {
 namespace {
 
-constexpr int kRoundsPerKnock = 512;  // some 20 ms
+constexpr int kPauses = 64;
+// A message takes less than that; two peers that sleep wait for each other's naps.
+constexpr int kYields = 1024;         // a millisecond or two
+constexpr int kRoundsPerKnock = 512;  // some 20 ms of naps
 
 // Others run while this thread waits for the fabric.
 void relax(int round) {
-  if (round < 64) {
+  if (round < kPauses) {
     hwy::Pause();
-  } else if (round < 128) {
+  } else if (round < kYields) {
     std::this_thread::yield();
   } else {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -50,7 +53,7 @@ OfiTransport::Outcome OfiTransport::persist(
     if (round > 0 && peers_->has_died(rank)) {
       return Outcome::kGone;
     }
-    if (round % kRoundsPerKnock == kRoundsPerKnock - 1) {
+    if (round > kYields && round % kRoundsPerKnock == kRoundsPerKnock - 1) {
       knock_at(rank);
     }
     if (peers_->failure(rank)) {
