@@ -7,8 +7,8 @@ torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 One stream repeats the two products of the experts of a case, another dispatches or combines
 without a pause. A hidden exchange costs what the products lose while one exchange lasts: `cost_us`.
 
-Beside them stand the two parts that a dispatch by copy engines would have: `copies` of all tokens
-to every other GPU, and `fan-out` of what arrives to the rows of its experts.
+Beside them stands what multiprocessors would still have to do in a dispatch by copy engines:
+`fan-out` of what arrives to the rows of its experts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
 from torch_bench import CASES, Case, row_of, say
 
 import weft
@@ -72,22 +71,6 @@ class Work:
         if op == "dispatch":
             return lambda: self.exchange.dispatch(self.plan, self.x, num_sms=num_sms)
         return lambda: self.exchange.combine(self.plan, self.rows, num_sms=num_sms)
-
-    def copies(self):
-        """Collective. Copy engines move x to all other GPUs, one after the other."""
-        ranks, rank = dist.get_world_size(), dist.get_rank()
-        own = [torch.empty_like(self.x) for _ in range(ranks)]
-        exported: list = [None] * ranks
-        dist.all_gather_object(exported, [reduce_tensor(buffer) for buffer in own])
-        order = [(rank + i) % ranks for i in range(1, ranks)]
-        far = [(lambda make, args: make(*args))(*exported[peer][rank]) for peer in order]
-
-        def run() -> None:
-            for buffer in far:
-                buffer.copy_(self.x, non_blocking=True)
-
-        run.kept = own
-        return run
 
     def fan_out(self, num_sms: int):
         """Collective. As many arrivals as this rank has, to about as many rows, all of its own."""
@@ -160,7 +143,6 @@ def measure(name: str, sms: list[int]) -> list[dict]:
     one = medians(work.products, None, 8, 0)[0] / 8
     num_products = max(4, round(8000 / one))
     kinds = [(op, n, work.exchanges(op, n)) for op in ("dispatch", "combine") for n in sms]
-    kinds.append(("copies", 0, work.copies()))
     kinds += [("fan-out", n, work.fan_out(n)) for n in FAN_OUT_SMS]
     rows = []
     for op, num_sms, run in kinds:
