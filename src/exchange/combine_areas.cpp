@@ -36,6 +36,11 @@ CombineAreas::CombineAreas(
   parts = work.add(num_parts * sums.row_bytes);
   part_weights = work.add(num_parts * sums.weight_bytes);
   own_weights = work.add(plan.shape.num_tokens * weights.weight_bytes);
+  room = {
+      .staging = staging.num_bytes(),
+      .messages = messages.num_bytes(),
+      .work = work.num_bytes(),
+      .num_messages = static_cast<uint64_t>(num_chunks)};
 }
 
 }  // namespace weft

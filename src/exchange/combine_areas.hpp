@@ -38,6 +38,7 @@ struct CombineAreas {
   uint64_t parts = 0;
   uint64_t part_weights = 0;
   uint64_t own_weights = 0;
+  CrossingRoom room;  // all of it
 };
 
 }  // namespace weft

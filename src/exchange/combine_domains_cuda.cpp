@@ -32,6 +32,7 @@ class CombineAcross : DomainsCall {
         .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
         .rows = std::max<int64_t>(owner.settings.max_tokens, 1)};
     areas_ = CombineAreas(plan_, sums_, weights_);
+    check_room(areas_.room);
   }
 
   void run() {

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Offsets of the areas that a call between domains uses: taken one after the other, aligned, before
-// the memory is reserved as a whole.
+// Offsets of the areas that a call between domains uses, taken one after the other, aligned; and
+// how much all of them may need.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "exchange/chunk.hpp"
 #include "exchange/region_map.hpp"
 #include "kernels/crossing_chunk.hpp"
 
@@ -38,6 +40,47 @@ class AreaMap {
     chunk.rows = kMessageBytes / token;
   }
   return chunk;
+}
+
+// Of one call, or of any.
+struct CrossingRoom {
+  uint64_t staging = 0;       // bytes in host memory that peers write
+  uint64_t messages = 0;      // bytes in host memory that the GPU packs
+  uint64_t work = 0;          // bytes in the GPU's
+  uint64_t num_messages = 0;  // that the GPU packs
+
+  [[nodiscard]] constexpr bool holds(const CrossingRoom& call) const {
+    return call.staging <= staging && call.messages <= messages && call.work <= work &&
+           call.num_messages <= num_messages;
+  }
+};
+
+// What decides it.
+struct CrossingBounds {
+  uint64_t num_others = 0;   // domains
+  uint64_t num_carried = 0;  // sources
+  int64_t max_tokens = 0;    // of each rank
+  int max_topk = 0;
+  int64_t token_bytes = 0;  // that cross with a token: there in a dispatch, both ways in a combine
+};
+
+// Enough for any dispatch or combine. A token crosses to every other domain or to as many as it has
+// experts, whichever is less; all tokens of a carried source may cross to its carrier. What goes
+// one way in dispatch comes back in combine, so of host memory the larger part is needed once.
+[[nodiscard]] constexpr CrossingRoom crossing_room(const CrossingBounds& bounds) {
+  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(bounds.max_tokens, 1));
+  const auto bytes = tokens * static_cast<uint64_t>(bounds.token_bytes);
+  const auto chunks = static_cast<uint64_t>(num_chunks(bounds.max_tokens)) + 1;
+  const uint64_t crossed =
+      std::min<uint64_t>(bounds.num_others, static_cast<uint64_t>(std::max(bounds.max_topk, 1)));
+  const uint64_t peers = bounds.num_others + bounds.num_carried;
+  const uint64_t gaps = (peers + 1) * (chunks * 64 + AreaMap::kAlignment);  // see stride()
+  const uint64_t host = std::max(crossed, bounds.num_carried) * bytes + gaps;
+  return {
+      .staging = host,
+      .messages = host,
+      .work = (crossed + bounds.num_carried + 2) * bytes + 3 * (peers + 1) * AreaMap::kAlignment,
+      .num_messages = peers * chunks};
 }
 
 }  // namespace weft

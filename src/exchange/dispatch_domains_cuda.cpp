@@ -2,19 +2,12 @@
 // dispatch over several domains of GPUs: crossing tokens go to their carriers as messages in host
 // memory, while this domain's executor moves the others; what arrives is dispatched here as if it
 // were this rank's own. Previous in the data flow: plan_domains_cuda.cpp.
-#include "exchange/crossing_memory.hpp"
+#include "exchange/dispatch_areas.hpp"
 #include "exchange/domains_call_cuda.hpp"
 #include "exchange/validate.hpp"
 
 namespace weft {
 namespace {
-
-// Tokens of one source, in this GPU's memory.
-struct CarriedTokens {
-  uint64_t rows = 0;
-  uint64_t weights = 0;
-  uint64_t scales = 0;
-};
 
 class DispatchAcross : DomainsCall {
  public:
@@ -30,31 +23,8 @@ class DispatchAcross : DomainsCall {
     const int64_t weight_bytes = in.weights.is_given() ? plan_.shape.topk * kWeightBytes : 0;
     const int64_t scale_bytes = in.scales.is_given() ? in.scales.row_bytes() : 0;
     chunk_ = crossing_chunk(in.x.row_bytes(), weight_bytes, scale_bytes, kChunkArrivals);
-    lay_out();
-  }
-
-  // Where everything lies in the memory that make_room() has reserved.
-  void lay_out() {
-    AreaMap staging;
-    AreaMap work;
-    for (const CarriedSource& carried : traffic_.carried) {
-      const int64_t count = carried.crossings.size();
-      staged_.push_back(staging.add(chunk_.area_bytes(count)));
-      carried_.push_back(
-          {work.add(count * chunk_.row_bytes),
-           work.add(count * chunk_.weight_bytes),
-           work.add(count * chunk_.scale_bytes)}
-      );
-    }
-    own_weights_ = work.add(plan_.shape.num_tokens * chunk_.weight_bytes);
-    AreaMap messages;
-    int64_t num_chunks = 0;
-    for (const auto& tokens : traffic_.sent) {
-      const auto count = static_cast<int64_t>(tokens.size());
-      first_chunk_.push_back(num_chunks);
-      messages_.push_back(messages.add(chunk_.area_bytes(count)));
-      num_chunks += chunk_.num_chunks(count);
-    }
+    areas_ = DispatchAreas(plan_, chunk_);
+    check_room(areas_.room);
   }
 
   void run() {
@@ -70,7 +40,7 @@ class DispatchAcross : DomainsCall {
     for (size_t i = 0; i < traffic_.carried.size(); ++i) {
       const CarriedSource& carried = traffic_.carried[i];
       if (carried.crossings.size() > 0) {
-        to[static_cast<size_t>(carried.source)].rows = far_.staging_at(staged_[i]);
+        to[static_cast<size_t>(carried.source)].rows = far_.staging_at(areas_.staged[i]);
       }
     }
     const std::vector<CallWord> words = far_.board->swap(to, {});
@@ -104,7 +74,7 @@ class DispatchAcross : DomainsCall {
     // All ranks of the domain launch the rounds in the same order.
     while (next_round_ < device_.rounds.size()) {
       const size_t i = next_round_ - 1;
-      if (i < carried_.size()) {
+      if (i < areas_.carried.size()) {
         copy_carried(transfer, i);
       }
       owner_.let_follow_copies(stream_);
@@ -131,8 +101,8 @@ class DispatchAcross : DomainsCall {
           .count = count,
           .target = words[carrier].rows,
           .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
-          .messages = owner_.messages->get() + messages_[domain],
-          .done = owner_.done->get() + first_chunk_[domain],
+          .messages = owner_.messages->get() + areas_.messages[domain],
+          .done = owner_.done->get() + areas_.chunks[domain],
           .number = number};
       PackLaunch launch = pack_launch();
       launch.chunk = chunk_;
@@ -140,8 +110,8 @@ class DispatchAcross : DomainsCall {
       launch.scales = in_.scales.data;
       launch.index = device_.index.sent[domain];
       launch.count = count;
-      launch.messages = owner_.messages->get() + messages_[domain];
-      launch.done = owner_.done->get() + first_chunk_[domain];
+      launch.messages = owner_.messages->get() + areas_.messages[domain];
+      launch.done = owner_.done->get() + areas_.chunks[domain];
       launch.number = number;
       launch_pack(launch, owner_.copies.get());
       sends.push_back(send);
@@ -166,13 +136,13 @@ class DispatchAcross : DomainsCall {
       const int64_t num = chunk_.num_rows(c, count);
       const int64_t first = chunk_.first_row(c);
       const std::byte* message =
-          far_.staging.data + staged_[i] + static_cast<uint64_t>(c * chunk_.stride());
+          far_.staging.data + areas_.staged[i] + static_cast<uint64_t>(c * chunk_.stride());
       const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
         copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
       };
-      copy(carried_[i].rows, chunk_.row_bytes, 0);
-      copy(carried_[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
-      copy(carried_[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
+      copy(areas_.carried[i].rows, chunk_.row_bytes, 0);
+      copy(areas_.carried[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
+      copy(areas_.carried[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
     }
   }
 
@@ -184,17 +154,18 @@ class DispatchAcross : DomainsCall {
           .weight_bytes = chunk_.weight_bytes,
           .rows = std::max<int64_t>(plan_.shape.num_tokens, 1)};
       launch.count = plan_.shape.num_tokens;
-      launch.messages = work_ + own_weights_;
+      launch.messages = work_ + areas_.own_weights;
       launch_pack(launch, stream_);
-      own.weights = view(own_weights_, DType::kFloat32, plan_.shape.num_tokens, plan_.shape.topk);
+      own.weights =
+          view(areas_.own_weights, DType::kFloat32, plan_.shape.num_tokens, plan_.shape.topk);
     }
     next_round_ = 1;
     owner_.near->dispatch(device_.rounds[0], own, out_, options_);
   }
 
   [[nodiscard]] DispatchInput carried_input(size_t i) const {
-    const bool is_carried = i < carried_.size();
-    const CarriedTokens tokens = is_carried ? carried_[i] : CarriedTokens();
+    const bool is_carried = i < areas_.carried.size();
+    const CarriedTokens tokens = is_carried ? areas_.carried[i] : CarriedTokens();
     const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
     DispatchInput in;
     in.x = view(tokens.rows, in_.x.dtype, count, in_.x.cols);
@@ -211,11 +182,7 @@ class DispatchAcross : DomainsCall {
   const DispatchInput& in_;
   const DispatchOutput& out_;
   CrossingChunk chunk_;
-  std::vector<uint64_t> staged_;        // [carried] in the far executor's staging
-  std::vector<CarriedTokens> carried_;  // [carried] in `work`
-  uint64_t own_weights_ = 0;
-  std::vector<uint64_t> messages_;    // [num_domains]
-  std::vector<int64_t> first_chunk_;  // [num_domains]
+  DispatchAreas areas_;
   size_t next_round_ = 0;
 };
 

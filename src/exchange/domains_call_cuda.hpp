@@ -39,6 +39,24 @@ class DomainsCall {
     options_.stream = stream;
   }
 
+  void check_room(const CrossingRoom& call) const {
+    WEFT_CHECK(
+        far_.context,
+        owner_.room.holds(call),
+        ErrorCode::kInternal,
+        "{}: {} B of staging, {} B and {} messages, {} B on the GPU (there are {}, {}, {} and {})",
+        op_,
+        call.staging,
+        call.messages,
+        call.num_messages,
+        call.work,
+        owner_.room.staging,
+        owner_.room.messages,
+        owner_.room.num_messages,
+        owner_.room.work
+    );
+  }
+
   // Before the first copy: behind the caller's stream, and the last call that used the memory.
   void let_copies_begin() const {
     owner_.let_copies_follow(stream_);

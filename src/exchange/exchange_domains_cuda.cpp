@@ -236,8 +236,8 @@ void DomainsCudaExchange::refuse_rounds(
   }
 }
 
-void DomainsCudaExchange::make_room(Op op, int64_t token_bytes, cudaStream_t stream) {
-  if (token_bytes <= room) {
+void DomainsCudaExchange::make_room(Op op, int64_t bytes_of_token, cudaStream_t stream) {
+  if (bytes_of_token <= token_bytes) {
     return;
   }
   far->run_call(
@@ -246,35 +246,35 @@ void DomainsCudaExchange::make_room(Op op, int64_t token_bytes, cudaStream_t str
       [&](int /*nothing*/) {
         WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
         CallWord word = far->new_word(op);
-        word.signature = {kGrowing, token_bytes};
+        word.signature = {kGrowing, bytes_of_token};
         const std::vector<CallWord> to(static_cast<size_t>(far->context.num_ranks), word);
         static_cast<void>(far->board->swap(to, {}));
       }
   );
-  reserve(token_bytes);  // nobody launches anything before the words of the call itself
+  reserve(bytes_of_token);  // nobody launches anything before the words of the call itself
 }
 
-// For as many tokens as each rank may ever have, all of them crossing to every domain.
-void DomainsCudaExchange::reserve(int64_t token_bytes) {
+// For as many tokens as each rank may ever have, all of them crossing.
+void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
   const Domains& domains = *far->domains;
-  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(settings.max_tokens, 1));
-  const auto others = static_cast<uint64_t>(domains.num_domains()) - 1;
-  const auto carried = static_cast<uint64_t>(domains.carried().size());
-  // Areas begin at multiples of some bytes, and there are a few for each peer.
-  const uint64_t area = tokens * static_cast<uint64_t>(token_bytes) +
-                        static_cast<uint64_t>(num_chunks(settings.max_tokens) + 4) * 1024;
-  reserve_staging((others + carried) * area);
+  token_bytes = bytes_of_token;
+  room = crossing_room(
+      {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
+       .num_carried = domains.carried().size(),
+       .max_tokens = settings.max_tokens,
+       .max_topk = settings.max_topk,
+       .token_bytes = token_bytes}
+  );
+  reserve_staging(room.staging);
   retired.emplace_back(std::move(messages));
   retired.emplace_back(std::move(done));
   retired.push_back(std::move(work));
-  message_bytes = (others + carried) * area;
+  message_bytes = room.messages;
   messages = std::make_unique<PinnedBuffer<std::byte>>();
   messages->create(message_bytes, far->context);
   done = std::make_unique<PinnedBuffer<uint32_t>>();
-  const auto chunks = static_cast<uint64_t>(num_chunks(settings.max_tokens)) + 2;
-  done->create((others + carried) * chunks, far->context);
-  work = near->buffers->take((others + carried + 2) * area);
-  room = token_bytes;
+  done->create(room.num_messages, far->context);
+  work = near->buffers->take(room.work);
 }
 
 // Copies out of memory that is not pinned would not wait in the stream for what comes there.

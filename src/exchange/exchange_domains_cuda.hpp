@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "exchange/crossing_index.hpp"
+#include "exchange/crossing_memory.hpp"
 #include "exchange/crossing_transfer.hpp"
 #include "exchange/exchange_cpu.hpp"
 #include "exchange/exchange_cuda.hpp"
@@ -126,8 +127,8 @@ struct DomainsCudaExchange final : Exchange::State {
   // For calls that move so many bytes for a token, as all ranks do or none. To make room is
   // collective and waits for the stream: CUDA waits for the whole GPU then, where kernels of others
   // may wait for this rank. Throws Error (kInvalidArgument) if some rank refuses the call.
-  void make_room(Op op, int64_t token_bytes, cudaStream_t stream);
-  void reserve(int64_t token_bytes);
+  void make_room(Op op, int64_t bytes_of_token, cudaStream_t stream);
+  void reserve(int64_t bytes_of_token);
   // Of the far executor's, which peers write and the GPU copies from.
   void reserve_staging(uint64_t bytes);
 
@@ -138,8 +139,9 @@ struct DomainsCudaExchange final : Exchange::State {
   GpuStream copies;
   CudaEvent caller_event;
   CudaEvent copy_event;
-  CudaEvent last_use;  // of `work` by the caller's stream
-  int64_t room = 0;    // bytes of a token
+  CudaEvent last_use;       // of `work` by the caller's stream
+  int64_t token_bytes = 0;  // that there is room for
+  CrossingRoom room;
   const std::byte* pinned_staging = nullptr;
   // What the GPU packs and the network reads, and a word for each message that says so.
   std::unique_ptr<PinnedBuffer<std::byte>> messages;

@@ -7,6 +7,7 @@
 
 #include "exchange/buffer_pool.hpp"
 #include "exchange/call_board.hpp"
+#include "exchange/crossing_memory.hpp"
 #include "exchange/region_map.hpp"
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
@@ -166,17 +167,18 @@ void add_crossings(
     const Scenario& scenario, const Domains& domains, uint64_t block_bytes, Memory::Gpu& gpu
 ) {
   constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
-  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(scenario.max_tokens, 1));
-  const auto chunks = static_cast<uint64_t>(num_chunks(scenario.max_tokens));
-  const auto token_bytes =
-      static_cast<uint64_t>(scenario.row_bytes + int64_t{scenario.topk} * 8 + kSmallScaleBytes);
-  const uint64_t area = tokens * token_bytes + (chunks + 4) * 1024;
   const uint64_t carried = domains.carried().size();
-  const uint64_t peers = static_cast<uint64_t>(domains.num_domains()) - 1 + carried;
+  const CrossingRoom room = crossing_room(
+      {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
+       .num_carried = carried,
+       .max_tokens = scenario.max_tokens,
+       .max_topk = scenario.topk,
+       .token_bytes = scenario.row_bytes + int64_t{scenario.topk} * 8 + kSmallScaleBytes}
+  );
   const uint64_t image = size_class(2 * block_bytes * (1 + carried) + kLeastBytes);
-  const uint64_t done = peers * (chunks + 2) * sizeof(uint32_t);
-  gpu.host = size_class(std::max(peers * area, kLeastBytes)) + peers * area + done + image;
-  gpu.staging += size_class((peers + 2) * area) + gpu.host;
+  const uint64_t done = room.num_messages * sizeof(uint32_t);
+  gpu.host = size_class(std::max(room.staging, kLeastBytes)) + room.messages + done + image;
+  gpu.staging += size_class(room.work) + gpu.host;
 }
 
 Memory::Gpu reserved_by_gpu(const Scenario& scenario) {

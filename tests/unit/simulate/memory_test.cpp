@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "exchange/buffer_pool.hpp"
+#include "exchange/crossing_memory.hpp"
 #include "exchange/region_map.hpp"
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
@@ -44,14 +45,21 @@ TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
 
 TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
   const Memory::Gpu gpu = reserved(32).gpu;
-  // To 7 domains and from 7 sources: rows, weights and small scale rows of every token.
-  const uint64_t area = 4096 * (256 + 64 + 256) + (128 + 4) * 1024;
-  const uint64_t done = 14 * (128 + 2) * 4;
+  // To 7 domains or from 7 sources: rows, weights and small scale rows of every token.
+  const CrossingRoom room = crossing_room(
+      {.num_others = 7,
+       .num_carried = 7,
+       .max_tokens = 4096,
+       .max_topk = 8,
+       .token_bytes = 256 + 64 + 256}
+  );
   const PlanMap plan = {4, 288, 4096, 8};
   const uint64_t image = size_class(16 * plan.num_bytes() + (1 << 20));
-  EXPECT_EQ(gpu.host, size_class(14 * area) + 14 * area + done + image);
+  const uint64_t done = room.num_messages * 4;
+  EXPECT_EQ(gpu.host, size_class(room.staging) + room.messages + done + image);
   const uint64_t in_domain = size_class(4096 * 4 * (256 + 256));
-  EXPECT_EQ(gpu.staging, in_domain + size_class(16 * area) + gpu.host);
+  EXPECT_EQ(gpu.staging, in_domain + size_class(room.work) + gpu.host);
+  EXPECT_LT(room.staging, uint64_t{7} * 4096 * (256 + 64 + 256) * 11 / 10);
 }
 
 TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestCarrier) {

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where everything of a dispatch between domains lies, and that what is reserved is enough for it
+// and for a combine.
+#include "exchange/dispatch_areas.hpp"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+#include "exchange/combine_areas.hpp"
+#include "unit/exchange/byte_spans.hpp"
+#include "unit/exchange/domain_plans.hpp"
+
+namespace weft::test {
+namespace {
+
+constexpr uint64_t kNoEnd = uint64_t{1} << 60;
+
+TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
+  const DomainPlans plans({{0, 1, 2}, {3, 4}, {5}}, plan_variants()[1]);
+  const CrossingChunk chunk = {48, 12, 7, 7};  // few rows to a message
+  for (int rank = 0; rank < plans.num_ranks(); ++rank) {
+    SCOPED_TRACE(rank);
+    const PlanData& plan = plans.plan(rank);
+    const DispatchAreas areas(plan, chunk);
+    std::vector<ByteSpan> staged;
+    std::vector<ByteSpan> work;
+    for (size_t i = 0; i < plan.between->carried.size(); ++i) {
+      const int64_t count = plan.between->carried[i].crossings.size();
+      staged.push_back(span_of(areas.staged.at(i), chunk.area_bytes(count), 1));
+      work.push_back(span_of(areas.carried.at(i).rows, count, 48));
+      work.push_back(span_of(areas.carried.at(i).weights, count, 12));
+      work.push_back(span_of(areas.carried.at(i).scales, count, 7));
+    }
+    work.push_back(span_of(areas.own_weights, plan.shape.num_tokens, 12));
+    std::vector<ByteSpan> messages;
+    int64_t next = 0;
+    for (size_t domain = 0; domain < plan.between->sent.size(); ++domain) {
+      const auto count = static_cast<int64_t>(plan.between->sent[domain].size());
+      messages.push_back(span_of(areas.messages.at(domain), chunk.area_bytes(count), 1));
+      EXPECT_EQ(areas.chunks.at(domain), next);
+      next += chunk.num_chunks(count);
+    }
+    EXPECT_EQ(areas.room.num_messages, static_cast<uint64_t>(next));
+    expect_apart(staged, areas.room.staging, AreaMap::kAlignment);
+    expect_apart(messages, areas.room.messages, AreaMap::kAlignment);
+    expect_apart(work, areas.room.work, AreaMap::kAlignment);
+  }
+}
+
+// All tokens of this rank cross to `crossed` other domains in turn, all of each carried source's
+// come here.
+PlanData busiest(const CrossingBounds& bounds, size_t crossed) {
+  PlanData plan;
+  plan.shape.num_tokens = bounds.max_tokens;
+  auto traffic = std::make_shared<DomainTraffic>();
+  traffic->sent.resize(bounds.num_others + 1);
+  for (int64_t token = 0; token < bounds.max_tokens; ++token) {
+    for (size_t i = 0; i < crossed; ++i) {
+      const size_t domain = (static_cast<size_t>(token) + i) % bounds.num_others;
+      traffic->sent[domain].push_back(static_cast<int32_t>(token));
+    }
+  }
+  for (uint64_t i = 0; i < bounds.num_carried; ++i) {
+    CarriedSource& carried = traffic->carried.emplace_back();
+    carried.crossings.token.resize(static_cast<size_t>(bounds.max_tokens));
+  }
+  plan.between = std::move(traffic);
+  return plan;
+}
+
+TEST(CrossingRoomTest, HoldsTheBusiestCalls) {
+  for (const uint64_t others : {1, 3, 20}) {
+    for (const uint64_t carried : {0, 1, 5}) {
+      for (const int64_t tokens : {1, 100, 5000}) {
+        for (const int64_t row_bytes : {16, 14336}) {
+          SCOPED_TRACE(
+              ::testing::Message() << others << " domains, " << carried << " sources, " << tokens
+                                   << " tokens of " << row_bytes << " B"
+          );
+          const int64_t weight_bytes = 4 * 4;
+          const int64_t scale_bytes = 23;
+          CrossingBounds bounds = {
+              .num_others = others,
+              .num_carried = carried,
+              .max_tokens = tokens,
+              .max_topk = 4,
+              .token_bytes = row_bytes + weight_bytes + scale_bytes};
+          const PlanData plan = busiest(bounds, std::min<size_t>(others, 4));
+          const CrossingChunk rows =
+              crossing_chunk(row_bytes, weight_bytes, scale_bytes, kChunkArrivals);
+          EXPECT_TRUE(crossing_room(bounds).holds(DispatchAreas(plan, rows).room));
+
+          bounds.token_bytes = row_bytes + 2 * weight_bytes;
+          const CrossingChunk sums = crossing_chunk(row_bytes, weight_bytes, 0, kChunkArrivals);
+          const CrossingChunk weights = {.weight_bytes = weight_bytes, .rows = tokens};
+          EXPECT_TRUE(crossing_room(bounds).holds(CombineAreas(plan, sums, weights).room));
+        }
+      }
+    }
+  }
+}
+
+TEST(CrossingRoomTest, DoesNotHoldMore) {
+  const CrossingRoom room = {4, 3, 2, 1};
+  EXPECT_TRUE(room.holds({4, 3, 2, 1}));
+  EXPECT_FALSE(room.holds({5, 3, 2, 1}));
+  EXPECT_FALSE(room.holds({4, 4, 2, 1}));
+  EXPECT_FALSE(room.holds({4, 3, 3, 1}));
+  EXPECT_FALSE(room.holds({4, 3, 2, 2}));
+}
+
+}  // namespace
+}  // namespace weft::test
