@@ -16,6 +16,7 @@ from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.planned import Plan
 from weft.pool import OutputPool
+from weft.views import as_bytes, empty_like, view
 
 Tensor = torch.Tensor
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,33 +36,6 @@ class Combined(NamedTuple):
 
     x: Tensor
     weights: Tensor | None
-
-
-def _view(tensor: Tensor | None):
-    """What the C++ side takes: a contiguous view without gradient; one-byte floats as bytes."""
-    if tensor is None:
-        return None
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.element_size() == 1 and tensor.dtype not in (torch.uint8, torch.bool):
-        tensor = tensor.view(torch.uint8)
-    return to_dlpack(tensor)
-
-
-def _empty_like(tensor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """[rows, cols] where `tensor` is. torch reads strides sooner than it finds out there are none."""
-    return tensor.new_empty_strided((rows, cols), (cols, 1), dtype=dtype)
-
-
-def _as_bytes(tensor: Tensor | None) -> Tensor | None:
-    """[rows, bytes] uint8: payload that nobody computes with."""
-    if tensor is None:
-        return None
-    flat = tensor.detach().reshape(-1).contiguous()  # [T, 1] of any stride counts as contiguous
-    cols = tensor.size(1) * tensor.element_size()
-    return flat.view(torch.uint8).reshape(tensor.size(0), cols)
 
 
 class Exchange:
@@ -171,9 +145,9 @@ class Exchange:
         def make() -> Plan:
             core = self.core
             made = core.plan(
-                _view(topk_idx),
-                _view(routing_map),
-                _view(weights),
+                view(topk_idx),
+                view(routing_map),
+                view(weights),
                 layout,
                 pad_multiple,
                 expert_stride,
@@ -226,25 +200,25 @@ class Exchange:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         calls = plan.calls
         cols = x.size(1) if x.dim() == 2 else 1
-        dtype, row_scales = x.dtype, _as_bytes(scales)
+        dtype, row_scales = x.dtype, as_bytes(scales)
         if quantise != "none":
             dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[quantise]
         rows = self._allocate(calls, plan.num_rows, cols, dtype)
         row_weights = out_scales = None
         if weights is not None:
-            row_weights = _empty_like(x, plan.num_rows, plan.row_weight_cols, torch.float32)
+            row_weights = empty_like(x, plan.num_rows, plan.row_weight_cols, torch.float32)
         if row_scales is not None:
-            out_scales = _empty_like(x, plan.num_rows, row_scales.size(1), torch.uint8)
+            out_scales = empty_like(x, plan.num_rows, row_scales.size(1), torch.uint8)
         elif quantise != "none":
-            out_scales = _empty_like(x, plan.num_rows, cols // 128, torch.float32)
+            out_scales = empty_like(x, plan.num_rows, cols // 128, torch.float32)
         calls.dispatch(
             plan.core,
-            _view(x),
-            _view(weights),
-            _view(row_scales),
-            _view(rows),
-            _view(row_weights),
-            _view(out_scales),
+            view(x),
+            view(weights),
+            view(row_scales),
+            view(rows),
+            view(row_weights),
+            view(out_scales),
             quantise,
             self._stream(),
             self._sms(num_sms),
@@ -265,17 +239,17 @@ class Exchange:
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
         cols = rows.size(1) if rows.dim() == 2 else 1
-        x = _empty_like(rows, plan.num_tokens, cols, rows.dtype)
+        x = empty_like(rows, plan.num_tokens, cols, rows.dtype)
         weights = None
         if row_weights is not None:
-            weights = _empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
+            weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
         plan.calls.combine(
             plan.core,
-            _view(rows),
-            _view(row_weights),
-            _view(source_weights),
-            _view(x),
-            _view(weights),
+            view(rows),
+            view(row_weights),
+            view(source_weights),
+            view(x),
+            view(weights),
             scale,
             self._stream(),
             self._sms(num_sms),
