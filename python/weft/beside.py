@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
-# By the name of a GPU: of the numbers that steps of weft.examples.qwen3_moe were measured with, the
-# one with the shortest steps; more of them would not make an exchange faster (docs/overlap.md).
+# By the name of a GPU: what suffices for an exchange in case B to be as fast as with half as many
+# more (docs/overlap.md).
 _MEASURED = {"NVIDIA H200": 32}
 _SHARE = 8 / 33  # of another GPU: the same part
 
