@@ -73,7 +73,7 @@ class Exchange:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
-        self._on_gpu = device.type == "cuda"  # asking a device costs half a microsecond
+        self._on_gpu = device.type == "cuda"  # to ask a device is slow
         self._settings = {
             "hidden": hidden,
             "num_experts": num_experts,

@@ -41,7 +41,7 @@ class OutputPool:
         # As torch.cuda.use_mem_pool, whose context manager costs as much as the allocation.
         _cuda_beginAllocateCurrentThreadToPool(device.index, self._id)
         try:
-            # torch.empty() takes twice as long to read its arguments.
+            # torch.empty() takes longer to read its arguments.
             tensor = torch.empty_strided((roomy, cols), (cols, 1), dtype=dtype, device=device)
         finally:
             _cuda_endAllocateToPool(device.index, self._id)

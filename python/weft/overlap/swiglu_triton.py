@@ -39,6 +39,14 @@ def _grid(rows: int) -> tuple[int]:
 
 
 @triton.jit
+def _span(ends, num_ends, num_rows, ROWS: tl.constexpr):
+    """First row of this program, and the end of those that are in use."""
+    first = tl.program_id(0) * ROWS
+    last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
+    return first.to(tl.int64), last
+
+
+@triton.jit
 def _load(inner, probs, row, width, cols, inside, is_row):
     """gate, value and prob of a row, in fp32."""
     at = inner + row * 2 * width + cols
@@ -60,11 +68,10 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
-    last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
+    first, last = _span(ends, num_ends, num_rows, ROWS)
     cols = tl.arange(0, BLOCK)
     for i in tl.static_range(ROWS):
-        row = first.to(tl.int64) + i
+        row = first + i
         inside = (cols < width) & (row < last)
         gate, value, prob = _load(inner, probs, row, width, cols, inside, row < last)
         tl.store(out + row * width + cols, gate * tl.sigmoid(gate) * value * prob, inside)
@@ -84,11 +91,10 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    first = tl.program_id(0) * ROWS
-    last = tl.minimum(tl.minimum(first + ROWS, num_rows), tl.load(ends + num_ends - 1))
+    first, last = _span(ends, num_ends, num_rows, ROWS)
     cols = tl.arange(0, BLOCK)
     for i in tl.static_range(ROWS):
-        row = first.to(tl.int64) + i
+        row = first + i
         inside = (cols < width) & (row < last)
         over = tl.load(grad + row * width + cols, inside, 0.0).to(tl.float32)
         gate, value, prob = _load(inner, probs, row, width, cols, inside, row < last)
