@@ -169,6 +169,17 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
+  // plan and dispatch by it, with the same result. On GPUs of one domain one launch makes both if
+  // ExchangeConfig::max_tokens is at most 512 and the routing is topk_idx, for rows of up to 16 bits
+  // an element: rows then travel while the plan is made. `options` must say the number of rows: by
+  // row_budget or expert_stride, with Overflow::kDrop.
+  Plan dispatch(
+      const Routing& routing,
+      const PlanOptions& options,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call = {}
+  );
   void combine(
       const Plan& plan,
       const CombineInput& in,

@@ -20,31 +20,37 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
 
 }  // namespace
 
+DispatchLaunch CudaExchange::prepare_dispatch(
+    const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
+) const {
+  Validator{context, settings, id}.dispatch(plan, in, out);
+  check_aligned("dispatch", "x", in.x);
+  check_aligned("dispatch", "rows", out.rows);
+  DispatchLaunch launch;
+  launch.me = view;
+  launch.plan = view_of(plan);
+  launch.x = in.x.data;
+  launch.weights = reinterpret_cast<const float*>(in.weights.data);
+  launch.scales = in.scales.data;
+  launch.out_rows = out.rows.data;
+  launch.out_weights = reinterpret_cast<float*>(out.weights.data);
+  launch.out_scales = out.scales.data;
+  launch.row_bytes = in.x.row_bytes();
+  launch.scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
+  launch.topk = plan.shape.topk;
+  launch.from_map = plan.shape.from_map;
+  launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
+  launch.quantise = in.quantise;
+  launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
+  return launch;
+}
+
 void CudaExchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
   const PlanData& shape = plan.header();
   run_call(DeviceOp::kDispatch, call, [&](cudaStream_t stream) {
-    Validator{context, settings, id}.dispatch(shape, in, out);
-    check_aligned("dispatch", "x", in.x);
-    check_aligned("dispatch", "rows", out.rows);
-
-    DispatchLaunch launch;
-    launch.me = view;
-    launch.plan = view_of(shape);
-    launch.x = in.x.data;
-    launch.weights = reinterpret_cast<const float*>(in.weights.data);
-    launch.scales = in.scales.data;
-    launch.out_rows = out.rows.data;
-    launch.out_weights = reinterpret_cast<float*>(out.weights.data);
-    launch.out_scales = out.scales.data;
-    launch.row_bytes = in.x.row_bytes();
-    launch.scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
-    launch.topk = shape.shape.topk;
-    launch.from_map = shape.shape.from_map;
-    launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
-    launch.quantise = in.quantise;
-
+    DispatchLaunch launch = prepare_dispatch(shape, in, out);
     const int64_t arrivals = most_arrivals(shape, settings.max_tokens);
     const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
     const bool is_direct = region && memory->is_reachable(*region);
@@ -73,7 +79,6 @@ void CudaExchange::dispatch(
         in.weights.is_given(),
         static_cast<int64_t>(in.quantise)};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
     const RoleBlocks blocks = choose_blocks(
         tuning,
         {.op = TunedOp::kDispatch,

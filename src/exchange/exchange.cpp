@@ -4,8 +4,21 @@
 
 #include "core/check.hpp"
 #include "exchange/exchange_state.hpp"
+#include "plan/build.hpp"
 
 namespace weft {
+
+Plan Exchange::State::dispatch_routed(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  Plan plan = make_plan(routing, options, call);
+  dispatch(plan, in, out, call);
+  return plan;
+}
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
     : state_(
@@ -26,6 +39,22 @@ void Exchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
   state_->dispatch(plan, in, out, call);
+}
+
+Plan Exchange::dispatch(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  WEFT_CHECK_ARG(
+      (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
+      given_rows(options, 1).has_value(),
+      "dispatch: the number of rows is open while the output is given (row_budget or expert_stride "
+      "must be given, with overflow drop)"
+  );
+  return state_->dispatch_routed(routing, options, in, out, call);
 }
 
 void Exchange::combine(

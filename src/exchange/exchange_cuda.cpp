@@ -74,7 +74,9 @@ uint64_t agree_on_stamp(const Group& group, uint64_t id) {
 
 }  // namespace
 
-CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
+CudaExchange::CudaExchange(
+    const Group& group, const ExchangeConfig& wanted, bool has_early_rows
+)
     : settings(wanted),
       context({.rank = group.rank(), .num_ranks = group.num_ranks()}),
       id(next_exchange_id++) {
@@ -86,7 +88,13 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted)
   const auto experts = static_cast<uint32_t>(settings.num_experts);
   const auto tokens = static_cast<uint32_t>(std::max<int64_t>(settings.max_tokens, 1));
   const auto topk = static_cast<uint32_t>(settings.max_topk);
-  control_map = {ranks, experts, tokens, topk};
+  const auto hidden = static_cast<uint64_t>(settings.hidden);
+  control_map = {
+      .num_ranks = ranks,
+      .num_experts = experts,
+      .max_tokens = tokens,
+      .max_topk = topk,
+      .early_row_bytes = has_early_rows ? early_row_room(ranks, tokens, hidden) : 0};
   plan_map = {ranks, experts, tokens, topk};
   memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
   const uint64_t stamp = agree_on_stamp(group, id);
@@ -113,9 +121,10 @@ void CudaExchange::set_up(uint64_t stamp) {
   own->fault.create(1, context);
   host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
   plan_scratch.create(plan_scratch_bytes(plan_map) / sizeof(int32_t) + 1, context);
-  prepare_plan(plan_map);
+  weft::prepare_plan(plan_map);
   prepare_given_plan();
-  prepare_dispatch();
+  weft::prepare_dispatch();
+  prepare_routed_dispatch();
   prepare_combine();
   prepare_refusal();
   plans = std::make_shared<PlanPool>(memory, plan_map.num_bytes());

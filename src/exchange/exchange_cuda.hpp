@@ -35,13 +35,21 @@ struct CudaRankState {
 };
 
 struct CudaExchange final : Exchange::State {
-  CudaExchange(const Group& group, const ExchangeConfig& wanted);
+  // `has_early_rows`: dispatch_routed will be called.
+  CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows);
   ~CudaExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
       override;
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
+  ) override;
+  Plan dispatch_routed(
+      const Routing& routing,
+      const PlanOptions& options,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call
   ) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
@@ -88,6 +96,19 @@ struct CudaExchange final : Exchange::State {
   // Memory for so many more plans.
   void add_plans(uint64_t num_plans);
   [[nodiscard]] int sms_of(const CallOptions& call) const;
+  // A plan to be made, and the launch that makes it.
+  struct PreparedPlan {
+    PlanData data;
+    PlanLaunch launch;
+  };
+  // Checks the arguments and takes memory. Throws Error (kInvalidArgument).
+  PreparedPlan prepare_plan(
+      const Routing& routing, const PlanOptions& options, cudaStream_t stream
+  );
+  // What every dispatch by `plan` begins with; where rows are to be written is left open.
+  [[nodiscard]] DispatchLaunch prepare_dispatch(
+      const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
+  ) const;
   // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory
   // that the GPU reads and that must stay until the stream has passed. Collective, like make_plan;
   // `number` tells calls apart and must be equal on all ranks.

@@ -78,7 +78,7 @@ DomainsCudaExchange::DomainsCudaExchange(
   );
   const auto members = far->domains->near();
   near = std::make_unique<CudaExchange>(
-      part_of(group, {members.begin(), members.end()}), near_config(wanted, *far->domains)
+      part_of(group, {members.begin(), members.end()}), near_config(wanted, *far->domains), false
   );
   settings.transport = "peer+" + far->settings.transport;
   far->context.transport = settings.transport;
@@ -306,7 +306,7 @@ std::unique_ptr<Exchange::State> make_cuda_exchange(
   if (domains.size() > 1) {
     return std::make_unique<DomainsCudaExchange>(group, config, domains);
   }
-  return std::make_unique<CudaExchange>(group, config);
+  return std::make_unique<CudaExchange>(group, config, true);
 }
 
 }  // namespace weft

@@ -21,6 +21,14 @@ struct Exchange::State {
   virtual void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) = 0;
+  // Makes a plan and dispatches by it.
+  [[nodiscard]] virtual Plan dispatch_routed(
+      const Routing& routing,
+      const PlanOptions& options,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call
+  );
   virtual void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;

@@ -15,7 +15,16 @@ constexpr std::array<std::string_view, 4> kOpNames = {"call", "plan", "dispatch"
 std::string_view field_name(DeviceOp op, int field) {
   using Names = std::array<std::string_view, kDeviceSignatureFields>;
   static constexpr Names kPlan = {
-      "layout", "pad_multiple", "expert_stride", "overflow", "topk", "map", "weights"};
+      "layout",
+      "pad_multiple",
+      "expert_stride",
+      "overflow",
+      "topk",
+      "map",
+      "weights",
+      "kind of the rows that go with it (0: none)",
+      "row bytes",
+      "scale bytes"};
   static constexpr Names kDispatch = {
       "plan (number of its call)", "dtype", "row bytes", "scale bytes", "weights", "quantise"};
   static constexpr Names kCombine = {

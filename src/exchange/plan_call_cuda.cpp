@@ -74,18 +74,6 @@ class CudaPlan final : public DevicePlan {
   mutable std::optional<PlanData> copy_;
 };
 
-// The number of rows if it is known beforehand, so that nobody has to wait.
-std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {
-  if (options.overflow == Overflow::kError) {
-    return std::nullopt;
-  }
-  if (options.layout == Layout::kExpertStrided) {
-    return options.expert_stride > 0 ? std::optional(options.expert_stride * num_local_experts)
-                                     : std::nullopt;
-  }
-  return options.row_budget;
-}
-
 std::vector<int64_t> copy_of(const int64_t* data, size_t count) {
   return {data, data + count};
 }
@@ -134,73 +122,80 @@ void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context
 
 }  // namespace
 
+CudaExchange::PreparedPlan CudaExchange::prepare_plan(
+    const Routing& routing, const PlanOptions& options, cudaStream_t stream
+) {
+  check_options(options, context);
+  const RoutingShape routes = check_routing(
+      routing,
+      settings.num_experts,
+      settings.max_topk,
+      settings.max_tokens,
+      settings.device,
+      context
+  );
+  const auto block = take_plan(stream);
+  PlanData data;
+  data.shape = {
+      .rank = view.rank,
+      .num_ranks = view.num_ranks,
+      .num_experts = settings.num_experts,
+      .topk = routes.topk,
+      .num_tokens = routes.num_tokens,
+      .from_map = routes.from_map,
+      .has_weights = routing.weights.is_given(),
+      .options = options};
+  data.exchange_id = id;
+  data.device = device_plan(block, data.shape);
+  if (const auto rows = given_rows(options, data.shape.num_local_experts())) {
+    data.num_rows = *rows;
+    data.has_output_shape = false;
+  }
+
+  PlanLaunch launch;
+  launch.me = view;
+  launch.plan = view_of(data);
+  launch.plan_address = block->address;
+  launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
+  launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
+  launch.weights = reinterpret_cast<const float*>(routing.weights.data);
+  launch.index_bytes = static_cast<int32_t>(dtype_bytes(routing.topk_idx.dtype));
+  launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
+  launch.topk = routes.topk;
+  launch.has_weights = data.shape.has_weights;
+  launch.layout = options.layout;
+  launch.pad_multiple = options.pad_multiple;
+  launch.expert_stride = options.expert_stride;
+  launch.row_budget = options.row_budget.value_or(-1);
+  const int64_t signature[] = {
+      static_cast<int64_t>(options.layout),
+      options.pad_multiple,
+      options.expert_stride,
+      static_cast<int64_t>(options.overflow),
+      routes.topk,
+      routes.from_map,
+      data.shape.has_weights};
+  std::copy(std::begin(signature), std::end(signature), launch.signature);
+  launch.scratch = plan_scratch.get();
+  launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
+  return {std::move(data), launch};
+}
+
 Plan CudaExchange::make_plan(
     const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
   return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
-    check_options(options, context);
-    const RoutingShape routes = check_routing(
-        routing,
-        settings.num_experts,
-        settings.max_topk,
-        settings.max_tokens,
-        settings.device,
-        context
-    );
-    const auto block = take_plan(stream);
-    PlanData data;
-    data.shape = {
-        .rank = view.rank,
-        .num_ranks = view.num_ranks,
-        .num_experts = settings.num_experts,
-        .topk = routes.topk,
-        .num_tokens = routes.num_tokens,
-        .from_map = routes.from_map,
-        .has_weights = routing.weights.is_given(),
-        .options = options};
-    data.exchange_id = id;
-    data.device = device_plan(block, data.shape);
-
-    const std::optional<int64_t> rows = given_rows(options, data.shape.num_local_experts());
+    auto [data, launch] = prepare_plan(routing, options, stream);
+    const bool waits = data.has_output_shape;
     auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape.get() + plan_map.shape_bytes());
-    if (!rows) {
+    if (waits) {
       *seen = 0;
+      launch.host_shape = host_shape.get();
     }
-    PlanLaunch launch;
-    launch.me = view;
-    launch.plan = view_of(data);
-    launch.plan_address = block->address;
-    launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
-    launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
-    launch.weights = reinterpret_cast<const float*>(routing.weights.data);
-    launch.index_bytes = static_cast<int32_t>(dtype_bytes(routing.topk_idx.dtype));
-    launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
-    launch.topk = routes.topk;
-    launch.has_weights = data.shape.has_weights;
-    launch.layout = options.layout;
-    launch.pad_multiple = options.pad_multiple;
-    launch.expert_stride = options.expert_stride;
-    launch.row_budget = options.row_budget.value_or(-1);
-    const int64_t signature[] = {
-        static_cast<int64_t>(options.layout),
-        options.pad_multiple,
-        options.expert_stride,
-        static_cast<int64_t>(options.overflow),
-        routes.topk,
-        routes.from_map,
-        data.shape.has_weights};
-    std::copy(std::begin(signature), std::end(signature), launch.signature);
-    launch.host_shape = rows ? nullptr : host_shape.get();
-    launch.scratch = plan_scratch.get();
-    launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
     launch_plan(launch, stream);
     set_launched(stream);
     ++counters.num_plans;
-
-    if (rows) {
-      data.num_rows = *rows;
-      data.has_output_shape = false;
-    } else {
+    if (waits) {
       wait_shape(seen, stream);
       read_shape({host_shape.get(), plan_map}, data);
       if (options.overflow == Overflow::kError) {

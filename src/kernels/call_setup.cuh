@@ -4,20 +4,10 @@
 #pragma once
 
 #include "kernels/device_plan.hpp"
+#include "kernels/lanes.cuh"
 #include "kernels/wait.cuh"
 
 namespace weft {
-
-inline constexpr int kWarpLanes = 32;
-inline constexpr uint32_t kAllLanes = 0xffffffffU;
-
-__device__ __forceinline__ int lane_index() {
-  return static_cast<int>(threadIdx.x) % kWarpLanes;
-}
-
-__device__ __forceinline__ int warp_in_block() {
-  return static_cast<int>(threadIdx.x) / kWarpLanes;
-}
 
 // In shared memory; by rank, as this rank reaches it.
 struct CallSetup {

@@ -14,9 +14,12 @@
 //               kSourceWeights
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //   stamp       uint64 of the exchange, written by the owner when the exchange is made
+//   early       [2 parities] of a dispatch that makes its plan: rows [num_ranks][max_tokens] by
+//               (source, token), scale rows and weights [max_topk] likewise
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it, because no
-// kernel ends before it has seen the words of all ranks.
+// kernel ends before it has seen the words of all ranks. The same holds for early rows, which are
+// written before any word of their call has come.
 #pragma once
 
 #include <cstddef>
@@ -38,6 +41,7 @@ enum class WordStatus : uint32_t {
 enum class DevicePlace : uint32_t {
   kStaging,      // row (arrival_base + arrival) of the receiver's staging; it copies to every slot
   kPrimarySlot,  // the first slot of the receiver's output; it copies to the others
+  kEarly,        // before slots are known: the token's place among the receiver's early rows
 };
 
 inline constexpr int kDeviceSignatureFields = 10;
@@ -97,11 +101,28 @@ struct SignalSlots {
   }
 };
 
+// Most tokens of a rank in a call whose rows may go before their slots are known, and most memory
+// for such rows: beyond, the wire takes longer than a plan.
+inline constexpr uint32_t kMaxEarlyTokens = 512;
+inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
+inline constexpr uint32_t kEarlyScaleBytes = 256;
+
+// Of a row of 16-bit elements; 0 where there is to be no room for early rows.
+WEFT_HD constexpr uint32_t early_row_room(
+    uint64_t num_ranks, uint64_t max_tokens, uint64_t hidden
+) {
+  const uint64_t row = (2 * hidden + 15) / 16 * 16;
+  const bool fits = max_tokens <= kMaxEarlyTokens &&
+                    2 * num_ranks * max_tokens * (row + kEarlyScaleBytes) <= kMaxEarlyBytes;
+  return fits ? static_cast<uint32_t>(row) : 0;
+}
+
 struct DeviceControlMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
+  uint32_t early_row_bytes = 0;
 
   [[nodiscard]] WEFT_HD static constexpr uint64_t align(uint64_t value) {
     return (value + 127) / 128 * 128;
@@ -127,8 +148,26 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
-    return stamp_offset() + align(sizeof(uint64_t));
+  // Early rows, scale rows and weights of all sources in a call's parity, [num_ranks * max_tokens]
+  // each; rows and scale rows are as long as the call's.
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_rows_offset(uint32_t epoch) const {
+    return stamp_offset() + align(sizeof(uint64_t)) + epoch % 2 * early_bytes();
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_scales_offset(uint32_t epoch) const {
+    return early_rows_offset(epoch) + align(early_tokens() * early_row_bytes);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(uint32_t epoch) const {
+    return early_scales_offset(epoch) + align(early_tokens() * kEarlyScaleBytes);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return early_rows_offset(0) + 2 * early_bytes(); }
+
+ private:
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_tokens() const {
+    return early_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_bytes() const {
+    return align(early_tokens() * early_row_bytes) + align(early_tokens() * kEarlyScaleBytes) +
+           align(early_tokens() * max_topk * sizeof(float));
   }
 };
 

@@ -9,6 +9,9 @@
 namespace weft {
 namespace {
 
+using Push = DispatchPush<PlannedRoutes>;
+using FanOutRole = DispatchFanOut<false>;
+
 __device__ DeviceWord word_of_call(const DispatchLaunch& call) {
   DeviceWord word;
   word.op = DeviceOp::kDispatch;
@@ -28,17 +31,17 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   clear_progress(progress);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const bool is_signaller = warp_in_block() == kMoverWarps;
-    if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush push(call, setup, progress);
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < call.num_push) {
+      Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_vector();
     } else if (!is_signaller) {
-      DispatchFanOut(call, setup).run(MoveRowsVector{});
+      FanOutRole fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      fan_out.run(MoveRowsVector{});
     }
   }
   finish_call(call.me, setup.epoch);
 }
-
-constexpr int kBulkSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
 
 __global__ void __launch_bounds__(kRoleThreads, 1)
     dispatch_bulk(const __grid_constant__ DispatchLaunch call) {
@@ -53,11 +56,13 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   BulkRing ring(stages + mover * kBulkStages * kBulkPiece, full + warp * kBulkStages);
   if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
     const bool is_signaller = warp == kMoverWarps;
-    if (static_cast<int>(blockIdx.x) < call.num_push) {
-      DispatchPush push(call, setup, progress);
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < call.num_push) {
+      Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_bulk(ring);
     } else if (!is_signaller) {
-      DispatchFanOut(call, setup).run(MoveRowsBulk{ring});
+      FanOutRole fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      fan_out.run(MoveRowsBulk{ring});
     }
   }
   ptx::wait_stores<0>();

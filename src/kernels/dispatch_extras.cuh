@@ -31,15 +31,12 @@ class DispatchExtras {
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
 
-  __device__ __forceinline__ void move_weights(const ArrivalRecords& records) const {
-    const auto from = static_cast<uint32_t>(records.source);
+  // `weights` [count, max_topk] as they were pushed.
+  __device__ __forceinline__ void move_weights(
+      const ArrivalRecords& records, const float* weights
+  ) const {
     const int64_t max_topk = call_.plan.map.max_topk;
     const int lane = lane_index();
-    const float* weights =
-        reinterpret_cast<const float*>(
-            control_of(call_.me, call_.me.rank) + call_.me.map.weights_offset(from)
-        ) +
-        records.begin * max_topk;
     float weight[kMaxChunkTokens];
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
@@ -58,15 +55,16 @@ class DispatchExtras {
     }
   }
 
-  // `first_row` is that of the source's arrivals in staging.
-  __device__ __forceinline__ void move_scales(const ArrivalRecords& records, int32_t first_row)
-      const {
+  // `staged` likewise, rows of staged_scale_bytes().
+  __device__ __forceinline__ void move_scales(
+      const ArrivalRecords& records, const std::byte* staged
+  ) const {
     if (is_wide_) {
-      copy_scales<uint4>(records, first_row);
+      copy_scales<uint4>(records, staged);
     } else if (has_words_) {
-      copy_scales<uint32_t>(records, first_row);
+      copy_scales<uint32_t>(records, staged);
     } else {
-      copy_scales<uint8_t>(records, first_row);
+      copy_scales<uint8_t>(records, staged);
     }
   }
 
@@ -94,11 +92,11 @@ class DispatchExtras {
   }
 
   template <class Unit>
-  __device__ __forceinline__ void copy_scales(const ArrivalRecords& records, int32_t first_row)
-      const {
+  __device__ __forceinline__ void copy_scales(
+      const ArrivalRecords& records, const std::byte* staged
+  ) const {
     const auto units = static_cast<int>(call_.scale_bytes / static_cast<int64_t>(sizeof(Unit)));
     const int64_t stride = staged_scale_bytes(call_.scale_bytes);
-    const std::byte* staged = call_.staged_scales + (first_row + records.begin) * stride;
     for (int first = 0; first < units; first += kWarpLanes) {
       const int at = first + lane_index();
       Unit values[kMaxChunkTokens];

@@ -6,21 +6,24 @@
 
 #include "kernels/dispatch_extras.cuh"
 #include "kernels/launch.hpp"
+#include "kernels/dispatch_staged.cuh"
 #include "kernels/row_mover.cuh"
 #include "kernels/team.cuh"
 
 namespace weft {
 
+// `kIsEarly`: rows came before their slots were known.
+template <bool kIsEarly>
 class DispatchFanOut {
  public:
-  __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup), me_(call.me), extras_(call) {
-    warp_ = static_cast<int>(blockIdx.x) - call.num_push + warp_in_block() * call.num_fan_out;
-    num_warps_ = kMoverWarps * call.num_fan_out;
+  __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
+      : call_(call), setup_(setup), me_(call.me), staged_(call, setup), extras_(call) {
+    warp_ = block.index + warp_in_block() * block.count;
+    num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
-    // Of its own tokens the push role wrote every slot.
-    num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
+    // Of its own tokens the push role wrote every slot, where it knew them.
+    num_sources_ = kIsEarly || has_extras ? me_.num_ranks : me_.num_ranks - 1;
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
@@ -43,14 +46,14 @@ class DispatchFanOut {
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;
       }
-      if (records.source != me_.rank) {
+      if (kIsEarly || records.source != me_.rank) {
         move_rows(*this, records);
       }
       if (call_.out_weights != nullptr) {
-        extras_.move_weights(records);
+        extras_.move_weights(records, staged_.weights(records));
       }
       if (call_.out_scales != nullptr) {
-        extras_.move_scales(records, setup_.received_base[records.source]);
+        extras_.move_scales(records, staged_.scales(records));
       }
     }
   }
@@ -73,10 +76,9 @@ class DispatchFanOut {
     if (num_rows == 0) {
       return job;
     }
-    const bool is_staged = call_.place == DevicePlace::kStaging;
+    const bool is_staged = kIsEarly || call_.place == DevicePlace::kStaging;
     if (is_staged) {
-      const int64_t row = setup_.received_base[records.source] + records.begin + i;
-      job.row = call_.staged_rows + row * row_bytes_;
+      job.row = staged_.rows(records, row_bytes_) + i * row_bytes_;
     } else {
       const int64_t primary = __shfl_sync(kAllLanes, slot, 0);
       job.row = call_.out_rows + primary * row_bytes_;
@@ -176,14 +178,17 @@ class DispatchFanOut {
   int num_warps_;
   int max_topk_;
   int num_sources_;
+  StagedItems<kIsEarly> staged_;
   DispatchExtras extras_;
   int64_t row_bytes_;
 };
 
 struct MoveRowsVector {
+  template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const DispatchFanOut::Records& records
+      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records
   ) const {
+    using Job = typename DispatchFanOut<kIsEarly>::Job;
     const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
     for (int piece = 0; piece < pieces.count; ++piece) {
       const int32_t offset = piece * pieces.each;
@@ -194,7 +199,7 @@ struct MoveRowsVector {
       for (int i = 0; i < kMaxChunkTokens; ++i) {
         targets[i] = nullptr;
         if (i < records.count) {
-          const DispatchFanOut::Job job = role.job_of(records, i);
+          const Job job = role.job_of(records, i);
           if (__any_sync(kAllLanes, job.target != nullptr)) {
             targets[i] = job.target;
             load_vectors(rows[i], job.row + offset, bytes);
@@ -215,9 +220,11 @@ struct MoveRowsVector {
 struct MoveRowsBulk {
   BulkRing& ring;
 
+  template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const DispatchFanOut::Records& records
+      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records
   ) const {
+    using Job = typename DispatchFanOut<kIsEarly>::Job;
     // What the signal made visible was read by ordinary accesses so far.
     ptx::fence_async_proxy();
     const std::byte* rows[kMaxChunkTokens];
@@ -227,8 +234,7 @@ struct MoveRowsBulk {
     for (int i = 0; i < kMaxChunkTokens; ++i) {
       rows[i] = nullptr;
       targets[i] = nullptr;
-      const DispatchFanOut::Job job =
-          i < records.count ? role.job_of(records, i) : DispatchFanOut::Job{};
+      const Job job = i < records.count ? role.job_of(records, i) : Job{};
       if (__any_sync(kAllLanes, job.target != nullptr)) {
 #pragma unroll
         for (int place = 0; place <= i; ++place) {

@@ -4,6 +4,7 @@
 // then weights and scales, then a signal to each rank.
 #pragma once
 
+#include "kernels/dispatch_routes.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/quantise.cuh"
 #include "kernels/row_mover.cuh"
@@ -11,40 +12,36 @@
 
 namespace weft {
 
-// Where one token goes, spread over the lanes: lane j knows the j-th rank after this one (the last
-// is this one), so that ranks do not all write to the same peer first; lane k knows route k.
-struct TokenRoutes {
-  int32_t primary = -1;   // slot on the lane's rank
-  int32_t arrival = -1;   // number of the arrival there
-  int32_t own_slot = -1;  // slot of route `lane` if its expert is this rank's
-};
-
+// `Routes`: PlannedRoutes or EarlyRoutes.
+template <class Routes>
 class DispatchPush {
  public:
   __device__ DispatchPush(
-      const DispatchLaunch& call, const CallSetup& setup, TeamProgress& progress
+      const DispatchLaunch& call, const CallSetup& setup, TeamProgress& progress, RoleBlock block
   )
-      : call_(call), setup_(setup), me_(call.me), progress_(progress) {
-    const PlanView& plan = call.plan;
-    num_tokens_ = plan.header()->num_tokens;
+      : call_(call),
+        setup_(setup),
+        me_(call.me),
+        progress_(progress),
+        block_(block),
+        routes_(call),
+        peer_(peer_of_lane(call.me)) {
+    num_tokens_ = routes_.num_tokens();
     chunk_tokens_ = chunk_tokens(num_tokens_);
     num_chunks_ = num_device_chunks(num_tokens_);
-    local_experts_ = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
-    max_topk_ = static_cast<int>(plan.map.max_topk);
+    max_topk_ = static_cast<int>(call.plan.map.max_topk);
     // A scale belongs to a whole group of columns, so that quantising takes rows as a whole.
     const int warps =
         call.quantise == Quantise::kNone ? team_warps(call.row_bytes, num_tokens_) : 1;
-    team_ = make_team(warps, static_cast<int>(blockIdx.x), call.num_push);
-    const int next = me_.rank + 1 + lane_index();
-    peer_ = next >= me_.num_ranks ? next - me_.num_ranks : next;
+    team_ = make_team(warps, block.index, block.count);
   }
 
   __device__ void run_vector() {
     const Slice slice = slice_of(team_, call_.row_bytes, kVectorPiece);
     const int chunks = num_own_chunks();
-    ChunkRoutes next = chunks > 0 ? load_chunk(0) : ChunkRoutes{};
+    Chunk next = chunks > 0 ? load_chunk(0) : Chunk{};
     for (int n = 0; n < chunks; ++n) {
-      const ChunkRoutes routes = next;
+      const Chunk routes = next;
       if (n + 1 < chunks) {
         next = load_chunk(n + 1);
       }
@@ -56,7 +53,7 @@ class DispatchPush {
         }
       }
       for (int i = 0; i < count; ++i) {
-        const TokenRoutes token_routes = routes_at(routes, i);
+        const TokenRoutes token_routes = routes_.at(routes, i);
         if (call_.quantise != Quantise::kNone) {
           quantise_row(
               call_.quantise,
@@ -78,8 +75,8 @@ class DispatchPush {
     const Pieces& pieces = slice.pieces;
     const int chunks = num_own_chunks();
     const int tokens = num_own_tokens(chunks);
-    ChunkRoutes next = chunks > 0 ? load_chunk(0) : ChunkRoutes{};
-    ChunkRoutes routes;
+    Chunk next = chunks > 0 ? load_chunk(0) : Chunk{};
+    Chunk routes{};
     Targets targets;
     int index = 0;  // of the token being stored
     int piece = 0;
@@ -105,7 +102,7 @@ class DispatchPush {
             next = load_chunk(n);
           }
         }
-        const TokenRoutes token_routes = routes_at(routes, in_chunk);
+        const TokenRoutes token_routes = routes_.at(routes, in_chunk);
         targets = targets_of(token_routes);
         move_extras(token_at(index), token_routes);
       }
@@ -139,8 +136,9 @@ class DispatchPush {
 
   // The block's last warp: lane r tells rank r.
   __device__ void run_signals() const {
-    const int block = static_cast<int>(blockIdx.x);
-    const auto first = [&](int in_block) { return team_index(block, call_.num_push, in_block); };
+    const auto first = [&](int in_block) {
+      return team_index(block_.index, block_.count, in_block);
+    };
     const auto chunks_of = [&](int in_block) -> uint32_t {
       return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_chunks_));
     };
@@ -166,14 +164,7 @@ class DispatchPush {
   // offered more carry less.
   static constexpr int kPatience = 1;
 
-  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes.
-  // Nothing looks at it before the chunk before is done, so that no load is waited for.
-  struct ChunkRoutes {
-    int32_t primary[kMaxChunkTokens];
-    int32_t arrival[kMaxChunkTokens];
-    int32_t expert[kMaxChunkTokens];
-    int32_t slot[kMaxChunkTokens];
-  };
+  using Chunk = typename Routes::Chunk;
 
   [[nodiscard]] __device__ __forceinline__ int num_own_chunks() const {
     return count_from(team_.index, team_.count, num_chunks_);
@@ -193,44 +184,14 @@ class DispatchPush {
     return call_.x + static_cast<int64_t>(token) * call_.row_bytes;
   }
 
-  [[nodiscard]] __device__ __forceinline__ ChunkRoutes load_chunk(int n) const {
-    const PlanView& plan = call_.plan;
-    const int lane = lane_index();
+  [[nodiscard]] __device__ __forceinline__ Chunk load_chunk(int n) const {
     const int begin = chunk_at(n) * chunk_tokens_;
-    const int count = min(chunk_tokens_, num_tokens_ - begin);
-    ChunkRoutes routes;
-#pragma unroll
-    for (int i = 0; i < kMaxChunkTokens; ++i) {
-      const int64_t pair = static_cast<int64_t>(begin + i) * me_.num_ranks + peer_;
-      const int64_t route = static_cast<int64_t>(begin + i) * max_topk_ + lane;
-      const bool is_rank = i < count && lane < me_.num_ranks;
-      const bool is_route = i < count && lane < call_.topk;
-      routes.primary[i] = is_rank ? plan.primary()[pair] : -1;
-      routes.arrival[i] = is_rank ? plan.arrival()[pair] : -1;
-      routes.expert[i] = is_route ? plan.route_expert()[route] : -1;
-      routes.slot[i] = is_route ? plan.route_slot()[route] : -1;
-    }
-    return routes;
-  }
-
-  [[nodiscard]] __device__ __forceinline__ TokenRoutes
-  routes_at(const ChunkRoutes& chunk, int i) const {
-    TokenRoutes routes;
-    routes.primary = pick(chunk.primary, i);
-    routes.arrival = pick(chunk.arrival, i);
-    const int32_t expert = pick(chunk.expert, i) - me_.rank * local_experts_;
-    const int32_t slot = pick(chunk.slot, i);
-    if (call_.one_row) {
-      routes.own_slot = peer_ == me_.rank && lane_index() < me_.num_ranks ? routes.primary : -1;
-    } else {
-      routes.own_slot = expert >= 0 && expert < local_experts_ ? slot : -1;
-    }
-    return routes;
+    return routes_.load(begin, min(chunk_tokens_, num_tokens_ - begin));
   }
 
   // One piece of every row of a chunk: all loads, then all stores.
   __device__ __forceinline__ void move_chunk_piece(
-      const Slice& slice, int piece, int begin, int count, const ChunkRoutes& routes
+      const Slice& slice, int piece, int begin, int count, const Chunk& routes
   ) const {
     const int32_t offset = slice.offset + piece * slice.pieces.each;
     const int32_t bytes = slice.pieces.bytes(piece);
@@ -244,7 +205,7 @@ class DispatchPush {
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
       if (i < count) {
-        for_each_target(targets_of(routes_at(routes, i)), [&](std::byte* target) {
+        for_each_target(targets_of(routes_.at(routes, i)), [&](std::byte* target) {
           store_vectors(target + offset, rows[i], bytes);
         });
       }
@@ -257,7 +218,7 @@ class DispatchPush {
 
   [[nodiscard]] __device__ __forceinline__ Targets targets_of(const TokenRoutes& routes) const {
     Targets targets;
-    if (routes.primary >= 0 && peer_ != me_.rank) {
+    if (routes.primary >= 0 && (Routes::kIsEarly || peer_ != me_.rank)) {
       const int64_t row = setup_.place[peer_] == DevicePlace::kPrimarySlot
                               ? routes.primary
                               : setup_.first_row[peer_] + routes.arrival;
@@ -327,13 +288,14 @@ class DispatchPush {
   const CallSetup& setup_;
   const RankView& me_;
   TeamProgress& progress_;
+  RoleBlock block_;
+  Routes routes_;
+  int peer_;  // of this lane, if it is below num_ranks
   int num_tokens_;
   int chunk_tokens_;
   int num_chunks_;
-  int local_experts_;
   int max_topk_;
   Team team_;
-  int peer_;  // of this lane, if below num_ranks
 };
 
 }  // namespace weft

@@ -81,6 +81,20 @@ struct DispatchLaunch {
   Mover mover = Mover::kVector;                    // not kAuto
   int32_t num_push = 1;                            // blocks of each role
   int32_t num_fan_out = 1;
+  // With DevicePlace::kEarly alone, where no plan says it.
+  const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
+  int32_t index_bytes = 8;
+  int32_t num_tokens = 0;
+};
+
+inline constexpr unsigned kRoutedThreads = 288;  // of a block
+
+// A plan and the dispatch by it. The first plan.num_blocks blocks make the plan; the others push
+// rows to where DevicePlace::kEarly says, then wait for the plan and fan out.
+struct RoutedDispatchLaunch {
+  PlanLaunch plan;
+  DispatchLaunch dispatch;
+  int32_t num_blocks = 2;  // in all
 };
 
 struct CombineLaunch {
@@ -108,15 +122,17 @@ struct CombineLaunch {
 
 static_assert(
     sizeof(PlanLaunch) <= 4096 && sizeof(GivenPlanLaunch) <= 4096 &&
-        sizeof(DispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
+        sizeof(RoutedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
 
 // Once per device and before any capture.
 void prepare_dispatch();
+void prepare_routed_dispatch();
 void prepare_combine();
 void prepare_refusal();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
+void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 
 // Tells every peer that this rank does not run its next call, which is `op`.

@@ -8,13 +8,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/lanes.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/plan_numbers.hpp"
 #include "kernels/plan_shared_map.hpp"
 
 namespace weft {
-
-inline constexpr uint32_t kAllLanes = 0xffffffffU;
 
 // What the threads of a block share.
 struct PlanShared {
@@ -43,6 +42,7 @@ struct PlanPlace {
   uint32_t columns = 0;
   uint32_t warp = 0;
   uint32_t num_warps = 1;
+  uint32_t num_blocks = 1;  // the first of the grid
   uint32_t lane = 0;
   PartSpan tokens;
   uint32_t step = 1;
@@ -59,8 +59,9 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   place.columns = call.plan.map.num_ranks + call.plan.map.num_experts;
   place.warp = threadIdx.x / kPlanLanes;
   place.num_warps = blockDim.x / kPlanLanes;
+  place.num_blocks = static_cast<uint32_t>(call.num_blocks);
   place.lane = threadIdx.x % kPlanLanes;
-  const PartSpan block = part_span(0, call.num_tokens, gridDim.x, blockIdx.x);
+  const PartSpan block = part_span(0, call.num_tokens, place.num_blocks, blockIdx.x);
   place.tokens = part_span(block.first, block.last, place.num_warps, place.warp);
   const auto topk = static_cast<uint32_t>(call.topk);
   place.step = kPlanLanes / topk;

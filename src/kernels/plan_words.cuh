@@ -28,9 +28,9 @@ __device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& plac
   __syncthreads();
   if (threadIdx.x == 0) {
     LocalState* local = call.me.local;
-    if (ptx::add_acq_rel_gpu(&local->grid, 1) != gridDim.x - 1) {
+    if (ptx::add_acq_rel_gpu(&local->grid, 1) != place.num_blocks - 1) {
       const WaitSite site = {DeviceOp::kPlan, place.epoch, call.me.rank, WaitFor::kGrid};
-      is_met = wait_reached(call.me, &local->grid, gridDim.x, site);
+      is_met = wait_reached(call.me, &local->grid, place.num_blocks, site);
     }
   }
   return __syncthreads_and(static_cast<int>(is_met)) != 0;
@@ -52,14 +52,14 @@ __device__ inline bool sum_blocks(
       *count = sum;
       sum += here;
     }
-    if (gridDim.x == 1) {
+    if (place.num_blocks == 1) {
       own[column] = static_cast<int32_t>(sum);
       shared.before[column] = 0;
     } else {
       __stcg(call.scratch + blockIdx.x * place.columns + column, static_cast<int32_t>(sum));
     }
   }
-  if (gridDim.x == 1) {
+  if (place.num_blocks == 1) {
     __syncthreads();
     return true;
   }
@@ -71,7 +71,7 @@ __device__ inline bool sum_blocks(
     int32_t before = 0;
     const int32_t* count = call.scratch + column;
 #pragma unroll 16
-    for (uint32_t block = 0; block < gridDim.x; ++block, count += place.columns) {
+    for (uint32_t block = 0; block < place.num_blocks; ++block, count += place.columns) {
       const int32_t there = __ldcg(count);
       before += block < blockIdx.x ? there : 0;
       sum += there;
@@ -92,7 +92,7 @@ __device__ inline void post_message(
   const uint32_t num_vectors =
       (sizeof(DeviceWord) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) / sizeof(uint4);
   const auto* from = reinterpret_cast<const uint4*>(shared.message);
-  for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += gridDim.x) {
+  for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
     auto* to = reinterpret_cast<uint4*>(shared.control[peer] + offset);
     for (uint32_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
       to[i] = from[i];
@@ -102,7 +102,7 @@ __device__ inline void post_message(
   if (threadIdx.x == 0 && blockIdx.x < place.num_ranks) {
     ptx::fence_sys();
     const uint32_t slot = call.me.map.signals().word(place.epoch, me);
-    for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += gridDim.x) {
+    for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
       ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch);
     }
   }

@@ -12,6 +12,13 @@ inline constexpr int kMaxTeamWarps = 8;
 inline constexpr int kMoverWarps = 8;  // of a block; one more signals
 inline constexpr int kMaxTeams = kMoverWarps;
 inline constexpr int kRoleThreads = (kMoverWarps + 1) * kWarpLanes;
+inline constexpr int kBulkSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
+
+// The `index`-th of the `count` blocks of a role.
+struct RoleBlock {
+  int index = 0;
+  int count = 1;
+};
 
 struct Team {
   int index = 0;  // among the teams of the role

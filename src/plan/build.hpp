@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -61,6 +62,11 @@ struct RoutingShape {
 // Options that are wrong by themselves (pad_multiple < 1, a budget with kExpertStrided, ...).
 // Throws Error (kInvalidArgument).
 void check_options(const PlanOptions& options, const Context& context);
+
+// Rows of a rank's output if the options alone say it, so that nobody has to wait for the plan.
+[[nodiscard]] std::optional<int64_t> given_rows(
+    const PlanOptions& options, int num_local_experts
+);
 
 // What one rank tells all others before slots can be known.
 struct RankCounts {

@@ -80,4 +80,15 @@ void check_options(const PlanOptions& options, const Context& context) {
   check_layout(options, context);
 }
 
+std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {
+  if (options.overflow == Overflow::kError) {
+    return std::nullopt;
+  }
+  if (options.layout == Layout::kExpertStrided) {
+    return options.expert_stride > 0 ? std::optional(options.expert_stride * num_local_experts)
+                                     : std::nullopt;
+  }
+  return options.row_budget;
+}
+
 }  // namespace weft

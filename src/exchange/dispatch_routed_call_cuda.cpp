@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plan and dispatch on GPUs of one domain in one launch, where tokens are few. Previous in the data
+// flow: the router; next: kernels/dispatch_routed.cu.
+#include <algorithm>
+
+#include "exchange/exchange_cuda.hpp"
+#include "kernels/plan_shared_map.hpp"
+#include "kernels/staged_rows.hpp"
+#include "plan/build.hpp"
+
+namespace weft {
+namespace {
+
+// Decided by what all ranks pass alike.
+bool goes_early(
+    const DeviceControlMap& map,
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out
+) {
+  const PlanSharedMap plan = {map.num_ranks, map.num_experts};
+  const int64_t scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
+  return map.early_row_bytes > 0 && !routing.map.is_given() &&
+         given_rows(options, 1).has_value() && in.x.row_bytes() <= map.early_row_bytes &&
+         staged_scale_bytes(scale_bytes) <= kEarlyScaleBytes &&
+         plan.num_threads() >= kRoutedThreads;
+}
+
+}  // namespace
+
+Plan CudaExchange::dispatch_routed(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  if (!goes_early(control_map, routing, options, in, out)) {
+    return State::dispatch_routed(routing, options, in, out, call);
+  }
+  return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
+    auto [data, plan] = prepare_plan(routing, options, stream);
+    RoutedDispatchLaunch launch;
+    launch.dispatch = prepare_dispatch(data, in, out);
+    launch.dispatch.place = DevicePlace::kEarly;
+    launch.dispatch.topk_idx = plan.topk_idx;
+    launch.dispatch.index_bytes = plan.index_bytes;
+    launch.dispatch.num_tokens = plan.num_tokens;
+    launch.num_blocks = sms_of(call);
+    launch.plan = plan;
+    launch.plan.num_blocks = std::min(plan.num_blocks, launch.num_blocks - 1);
+    // Behind the plan's own fields. 0 in the first: no rows go with it.
+    const int64_t kind = 1 + static_cast<int64_t>(in.x.dtype) +
+                         100 * static_cast<int64_t>(in.quantise) +
+                         1000 * static_cast<int64_t>(in.weights.is_given());
+    const int64_t rows[] = {kind, launch.dispatch.row_bytes, launch.dispatch.scale_bytes};
+    std::copy(
+        std::begin(rows), std::end(rows), std::end(launch.plan.signature) - std::size(rows)
+    );
+    launch_routed_dispatch(launch, stream);
+    set_launched(stream);
+    ++counters.num_plans;
+    ++counters.num_dispatches;
+    return Plan(std::make_shared<const PlanData>(std::move(data)));
+  });
+}
+
+}  // namespace weft

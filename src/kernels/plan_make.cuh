@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole plan of one rank, by the first blocks of a grid:
+//
+//   read routing, count -> [blocks meet] -> counts to all ranks -> counts of all ranks -> shape
+//   -> slots, records to their receivers -> [last block] records are there
+//
+// Each block does the counting of the whole rank and the shape of the whole group by itself: that
+// costs less than another meeting of blocks.
+#pragma once
+
+#include "kernels/plan_group.cuh"
+#include "kernels/plan_read.cuh"
+#include "kernels/plan_routes.cuh"
+#include "kernels/plan_shared.cuh"
+#include "kernels/plan_words.cuh"
+
+namespace weft {
+
+// Constant sizes; the rest is dynamic.
+struct SmallPlanShared {
+  std::byte* control[kMaxDomainRanks];
+  std::byte* blocks[kMaxDomainRanks];
+  int32_t received[kMaxDomainRanks];
+  int64_t partial[kMaxPlanThreads / kPlanLanes];
+};
+
+// `base` has PlanSharedMap::num_bytes().
+__device__ inline PlanShared carve(
+    const PlanSharedMap& map, std::byte* base, SmallPlanShared& small
+) {
+  PlanShared shared;
+  shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
+  shared.before = reinterpret_cast<uint32_t*>(base + map.before());
+  shared.message = reinterpret_cast<DeviceWord*>(base + map.message());
+  shared.total = reinterpret_cast<int64_t*>(base + map.total());
+  shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
+  shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
+  shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
+  shared.words = reinterpret_cast<DeviceWord*>(base + map.words());
+  shared.control = small.control;
+  shared.blocks = small.blocks;
+  shared.received = small.received;
+  shared.partial = small.partial;
+  return shared;
+}
+
+// All threads of one block: this rank's shape into its plan and, if asked for, to the host.
+__device__ inline void publish_shape(
+    const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
+) {
+  if (call.host_shape != nullptr) {
+    write_shape(call, group, place, shared, {call.host_shape, call.plan.map});
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::fence_sys();
+      ptx::store_relaxed_sys(
+          reinterpret_cast<uint32_t*>(call.host_shape + call.plan.map.shape_bytes()), place.epoch
+      );
+    }
+  }
+  write_shape(call, group, place, shared, call.plan);
+}
+
+// All threads: once every block has written its records, the last one tells all receivers.
+__device__ inline void raise_records(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  __syncthreads();
+  if (threadIdx.x != 0) {
+    return;
+  }
+  ptx::fence_sys();
+  if (place.num_blocks > 1) {  // the counter goes on from where the blocks met
+    if (ptx::add_acq_rel_gpu(&call.me.local->grid, 1) != 2 * place.num_blocks - 1) {
+      return;
+    }
+    ptx::fence_sys();
+  }
+  const uint32_t slot = call.me.map.signals().records(static_cast<uint32_t>(call.me.rank));
+  for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
+    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[rank]) + slot, place.epoch);
+  }
+}
+
+// All threads of one block: a plan that was given up leaves nothing that a later call would follow.
+__device__ inline void clear_plan(const PlanLaunch& call) {
+  const PlanMap& map = call.plan.map;
+  if (threadIdx.x == 0) {
+    *call.plan.header() = PlanHeader{};
+  }
+  for (uint32_t rank = threadIdx.x; rank < map.num_ranks; rank += blockDim.x) {
+    call.plan.tokens_of()[rank] = 0;
+  }
+  for (uint32_t expert = threadIdx.x; expert < map.num_experts / map.num_ranks;
+       expert += blockDim.x) {
+    call.plan.rows_per_expert()[expert] = 0;
+    call.plan.padded_rows_per_expert()[expert] = 0;
+    call.plan.expert_begin()[expert] = 0;
+  }
+}
+
+// All threads of all blocks. Returns early, all threads of a block together, if the call is given
+// up.
+__device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
+  const PlanPlace place = plan_place(call, epoch);
+  for (uint32_t i = threadIdx.x; i < place.num_warps * place.columns; i += blockDim.x) {
+    shared.counts[i] = 0;
+  }
+  if (threadIdx.x < place.num_ranks) {
+    shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    write_message(call, shared);
+  }
+  __syncthreads();
+  count_tokens(call, place, shared);
+
+  // A fault of this rank's own routing is known to all its blocks once they have met.
+  const bool is_met = sum_blocks(call, place, shared);
+  const bool is_first = threadIdx.x == 0;
+  const bool is_refused =
+      __syncthreads_or(static_cast<int>(!is_met || (is_first && is_stopped(call.me)))) != 0;
+  if (is_first && is_refused) {
+    shared.message->status = WordStatus::kRefused;
+  }
+  __syncthreads();
+  post_message(call, place, shared);
+  const bool is_accepted = accept_words(call, place, shared);
+  if (is_refused || !is_accepted) {
+    if (blockIdx.x == 0) {
+      clear_plan(call);
+    }
+    return;
+  }
+
+  const PlanGroup group = shape_group(call, place, shared);
+  if (blockIdx.x == 0) {
+    publish_shape(call, group, place, shared);
+    close_chunks(call, place, shared);
+  }
+  place_tokens(call, place, shared);
+  raise_records(call, place, shared);
+}
+
+}  // namespace weft
