@@ -27,15 +27,17 @@ class DispatchFanOut {
     row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
   }
 
-  // `move_rows(role, records)` copies the rows of one item.
+  // `move_rows(role, records, slice)` copies so much of the rows of one item.
   template <class MoveRows>
   __device__ void run(const MoveRows& move_rows) {
     const int items = num_items(me_, setup_, num_sources_);
-    Records next = load_records(warp_, items);
+    const int parts = kIsEarly ? num_parts(items) : 1;
+    Records next = load_records(warp_ / parts, items);
     zero_padding();
-    for (int index = warp_; index < items; index += num_warps_) {
+    for (int index = warp_; index < items * parts; index += num_warps_) {
       const Records records = next;
-      next = load_records(index + num_warps_, items);
+      const int part = index % parts;
+      next = load_records((index + num_warps_) / parts, items);
       if (!records.is_there) {
         continue;
       }
@@ -47,7 +49,10 @@ class DispatchFanOut {
         return;
       }
       if (kIsEarly || records.source != me_.rank) {
-        move_rows(*this, records);
+        move_rows(*this, records, slice_of(part, parts, row_bytes_, MoveRows::kPiece));
+      }
+      if (part > 0) {
+        continue;
       }
       if (call_.out_weights != nullptr) {
         extras_.move_weights(records, staged_.weights(records));
@@ -89,9 +94,17 @@ class DispatchFanOut {
     return job;
   }
 
-  [[nodiscard]] __device__ __forceinline__ int64_t row_bytes() const { return row_bytes_; }
-
  private:
+  // Warps that share an item, where there are fewer items than warps.
+  [[nodiscard]] __device__ __forceinline__ int num_parts(int items) const {
+    int parts = 1;
+    while (2 * parts * items <= num_warps_ && row_bytes_ > parts * kLeastPart) {
+      parts *= 2;
+    }
+    return parts;
+  }
+  static constexpr int64_t kLeastPart = 1024;
+
   [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
     Records records;
     if (index >= items) {
@@ -184,14 +197,16 @@ class DispatchFanOut {
 };
 
 struct MoveRowsVector {
+  static constexpr int32_t kPiece = kVectorPiece;
+
   template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records
+      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records, const Slice& slice
   ) const {
     using Job = typename DispatchFanOut<kIsEarly>::Job;
-    const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
+    const Pieces& pieces = slice.pieces;
     for (int piece = 0; piece < pieces.count; ++piece) {
-      const int32_t offset = piece * pieces.each;
+      const int32_t offset = slice.offset + piece * pieces.each;
       const int32_t bytes = pieces.bytes(piece);
       PieceVectors rows[kMaxChunkTokens];
       std::byte* targets[kMaxChunkTokens];
@@ -218,11 +233,13 @@ struct MoveRowsVector {
 
 #if __CUDA_ARCH__ >= 900
 struct MoveRowsBulk {
+  static constexpr int32_t kPiece = kBulkPiece;
+
   BulkRing& ring;
 
   template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records
+      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records, const Slice& slice
   ) const {
     using Job = typename DispatchFanOut<kIsEarly>::Job;
     // What the signal made visible was read by ordinary accesses so far.
@@ -246,12 +263,12 @@ struct MoveRowsBulk {
         ++count;
       }
     }
-    const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
+    const Pieces& pieces = slice.pieces;
     int load_job = 0;
     int load_piece = 0;
     const auto source_of = [&](int) -> RowSpan {
       const RowSpan span = {
-          pick(rows, load_job) + load_piece * pieces.each,
+          pick(rows, load_job) + slice.offset + load_piece * pieces.each,
           static_cast<uint32_t>(pieces.bytes(load_piece))};
       if (++load_piece == pieces.count) {
         load_piece = 0;
@@ -265,7 +282,9 @@ struct MoveRowsBulk {
       std::byte* target = pick(targets, job);
       if (target != nullptr) {
         ptx::bulk_store(
-            target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
+            target + slice.offset + piece * pieces.each,
+            data,
+            static_cast<uint32_t>(pieces.bytes(piece))
         );
       }
       if (++piece == pieces.count) {

@@ -65,13 +65,19 @@ struct Slice {
   Pieces pieces;
 };
 
-__device__ __forceinline__ Slice slice_of(const Team& team, int64_t row_bytes, int32_t most) {
-  const Pieces parts = cut_row_into(row_bytes, team.warps);
+// The `part`-th of `num_parts`.
+__device__ __forceinline__ Slice
+slice_of(int part, int num_parts, int64_t row_bytes, int32_t most) {
+  const Pieces parts = cut_row_into(row_bytes, num_parts);
   Slice slice;
-  slice.offset = team.warp * parts.each;
-  const int32_t bytes = max(0, parts.bytes(team.warp));
+  slice.offset = part * parts.each;
+  const int32_t bytes = max(0, parts.bytes(part));
   slice.pieces = bytes == 0 ? Pieces{} : cut_row(bytes, most);
   return slice;
+}
+
+__device__ __forceinline__ Slice slice_of(const Team& team, int64_t row_bytes, int32_t most) {
+  return slice_of(team.warp, team.warps, row_bytes, most);
 }
 
 // In shared memory, zero at first: chunks that each warp of each team has stored.
