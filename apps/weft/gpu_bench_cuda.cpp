@@ -223,20 +223,32 @@ class GpuBench {
     return tensor;
   }
 
-  void dispatch(const Plan& plan) {
-    const Tensor& rows = options_.is_staged ? staged_rows_ : rows_.tensor();
+  [[nodiscard]] DispatchInput input(int64_t num_tokens) const {
+    const Tensor x = head(x_, num_tokens);
     if (options_.is_fp8) {
-      exchange_.dispatch(
-          plan,
-          {.x = as_bytes(head(x_, plan.num_tokens())), .scales = head(scales_, plan.num_tokens())},
-          {.rows = as_bytes(head(rows, plan.num_rows())),
-           .scales = head(row_scales_, plan.num_rows())},
-          call()
-      );
-      return;
+      return {.x = as_bytes(x), .scales = head(scales_, num_tokens)};
     }
-    exchange_.dispatch(
-        plan, {.x = head(x_, plan.num_tokens())}, {.rows = head(rows, plan.num_rows())}, call()
+    return {.x = x};
+  }
+  [[nodiscard]] DispatchOutput output(int64_t num_rows) const {
+    const Tensor rows = head(options_.is_staged ? staged_rows_ : rows_.tensor(), num_rows);
+    if (options_.is_fp8) {
+      return {.rows = as_bytes(rows), .scales = head(row_scales_, num_rows)};
+    }
+    return {.rows = rows};
+  }
+
+  void dispatch(const Plan& plan) {
+    exchange_.dispatch(plan, input(plan.num_tokens()), output(plan.num_rows()), call());
+  }
+
+  // With a row budget, as a graph needs it.
+  Plan plan_and_dispatch(size_t version) {
+    PlanOptions options = plan_options();
+    options.row_budget = budget_;
+    const Routing routing = routing_of(version);
+    return exchange_.dispatch(
+        routing, options, input(routing.topk_idx.rows), output(budget_), call()
     );
   }
 
@@ -315,13 +327,12 @@ class GpuBench {
     for (size_t version = 0; version < plans_.size(); ++version) {
       cudaGraph_t graph = nullptr;
       WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-      if (op == BenchOp::kPlan || op == BenchOp::kPlanDispatch) {
+      if (op == BenchOp::kPlan) {
         PlanOptions options = plan_options();
         options.row_budget = budget_;
         alive.push_back(exchange_.plan(routing_of(version), options, call()));
-        if (op == BenchOp::kPlanDispatch) {
-          dispatch(alive.back());
-        }
+      } else if (op == BenchOp::kPlanDispatch) {
+        alive.push_back(plan_and_dispatch(version));
       } else {
         run_once(op, version, true);
       }
@@ -445,6 +456,13 @@ class GpuBench {
         plans_[0] == expected[rank_],
         is_dispatch_right(expected),
         sums_are_right(out_, expected[rank_])};
+    if (options_.is_graph) {
+      launch_fill(rows_.tensor().data, max_rows_, options_.hidden, 77, stream_);
+      static_cast<void>(plan_and_dispatch(0));
+      WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+      exchange_.check();
+      mine.is_dispatch_good &= is_dispatch_right(expected);
+    }
     Bytes block(sizeof mine);
     std::memcpy(block.data(), &mine, sizeof mine);
     Verdict all = {true, true, true};

@@ -33,6 +33,29 @@ std::vector<CaseData> matrix_cases(const ExchangeSetup& setup, DType dtype, Layo
   return cases;
 }
 
+// Plan and dispatch in one call, again and again on one exchange, so that both parities of early
+// rows are used while the other ranks may be a call behind.
+std::vector<CaseData> routed_cases(const ExchangeSetup& setup, Layout layout, uint64_t num_cases) {
+  std::vector<CaseData> cases;
+  for (uint64_t seed = 0; cases.size() < num_cases; ++seed) {
+    Case spec = random_case(setup, 40'000 + seed);
+    spec.layout = layout;
+    spec.index = seed % 2 == 0 ? IndexKind::kInt64 : IndexKind::kInt32;
+    spec.room = seed % 3 == 0 ? Room::kOneRowShort : Room::kSpare;
+    spec.dtype = seed % 4 == 3 ? DType::kByte : DType::kBFloat16;
+    spec.byte_cols = setup.hidden;
+    spec.calls = spec.dtype == DType::kByte || seed % 2 == 0 ? "d" : "dc";
+    spec.is_routed = true;
+    spec.is_late = seed % 5 == 0;
+    if (layout == Layout::kRankMajor) {
+      spec.pad_multiple = 1;
+      spec.scale = CombineScale::kNone;
+    }
+    cases.push_back(make_case_data(setup, spec));
+  }
+  return cases;
+}
+
 class GpuMatrixTest : public GpuParamTest<int> {
  protected:
   // Every layout and dtype by every mover and number of SMs.
@@ -70,6 +93,32 @@ TEST_P(GpuMatrixTest, OnAllGpus) {
     GTEST_SKIP() << "one GPU serves all ranks";
   }
   run_matrix(num_gpus());
+}
+
+// Rows travel while the plan is made.
+TEST_P(GpuMatrixTest, PlanAndDispatchInOneCall) {
+  FailureCount failures;
+  for (const int gpus : {1, num_gpus()}) {
+    ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+    setup.num_experts = 3 * setup.num_ranks;
+    setup.max_topk = 5;
+    for (const Layout layout :
+         {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+      for (const Mover mover : movers_here()) {
+        for (const int num_sms : {2, 0}) {
+          setup.mover = mover;
+          setup.num_sms = num_sms;
+          setup.max_tokens = num_sms == 2 ? 70 : 300;  // several blocks plan
+          setup.hidden = num_sms == 2 ? 64 : 2080;
+          setup.has_own_stream = !setup.has_own_stream;
+          failures.add(run_cases_on_threads(routed_cases(setup, layout, 8)));
+          if (failures.are_too_many()) {
+            return;
+          }
+        }
+      }
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GpuMatrixTest, testing::Values(1, 2, 3, 4, 8));

@@ -61,7 +61,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "room {}, calls "
-      "{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
+      "{}{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
       setup.domain_of,
@@ -76,6 +76,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       spec.pad_multiple,
       static_cast<int>(spec.room),
       spec.calls,
+      spec.is_routed ? " routed" : "",
       dtype_name(spec.dtype),
       spec.has_plan_weights,
       spec.has_weights,
@@ -138,6 +139,7 @@ Case random_case(const ExchangeSetup& setup, uint64_t seed) {
     );
   }
   spec.has_plan_weights = spec.has_plan_weights || spec.scale == CombineScale::kPlanWeights;
+  spec.is_routed = spec.room != Room::kExact && spec.calls[0] == 'd' && one_in(random, 2);
   return spec;
 }
 

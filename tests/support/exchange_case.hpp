@@ -74,6 +74,7 @@ struct Case {
 
   // Calls: 'd' dispatches, 'c' combines; with data of their own each, in this order.
   std::string calls = "dc";
+  bool is_routed = false;  // the first call is a dispatch that makes the plan; not with kExact
   DType dtype = DType::kFloat32;
   int64_t byte_cols = 48;  // of a dispatch of kByte
   bool has_weights = true;

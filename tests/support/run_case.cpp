@@ -37,7 +37,10 @@ class CaseRun {
         random_(data.spec.seed + rank_),
         memory_(exchange) {
     place_all();
-    plan_ = make_plan();
+    if (!data.spec.is_routed) {
+      be_late();
+      plan_ = exchange_.plan(routing(), plan_options(), options_);
+    }
   }
 
   void run_calls() {
@@ -83,11 +86,10 @@ class CaseRun {
     memory_.upload();
   }
 
-  Plan make_plan() {
-    be_late();
-    const Routing routing = {idx_->tensor(), map_->tensor(), weights_->tensor()};
-    return exchange_.plan(routing, data_.routing[rank_].options, options_);
+  [[nodiscard]] Routing routing() const {
+    return {idx_->tensor(), map_->tensor(), weights_->tensor()};
   }
+  [[nodiscard]] const PlanOptions& plan_options() const { return data_.routing[rank_].options; }
 
   void place_dispatch(const RankCall& call) {
     const bool is_mixed = data_.spec.output == OutputMemory::kMixed;
@@ -99,12 +101,13 @@ class CaseRun {
     const auto* row_weights = &memory_.add_output(call.row_weights);
     const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
     calls_.emplace_back([this, x, weights, scales, rows, row_weights, row_scales] {
-      exchange_.dispatch(
-          *plan_,
-          {x->tensor(), weights->tensor(), scales->tensor()},
-          {rows->tensor(), row_weights->tensor(), row_scales->tensor()},
-          options_
-      );
+      const DispatchInput in = {x->tensor(), weights->tensor(), scales->tensor()};
+      const DispatchOutput out = {rows->tensor(), row_weights->tensor(), row_scales->tensor()};
+      if (plan_) {
+        exchange_.dispatch(*plan_, in, out, options_);
+      } else {
+        plan_ = exchange_.dispatch(routing(), plan_options(), in, out, options_);
+      }
     });
     expected_.push_back({"dispatch: rows", rows, &call.rows, false});
     expected_.push_back({"dispatch: weights", row_weights, &call.row_weights, false});
