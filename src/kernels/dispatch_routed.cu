@@ -13,7 +13,7 @@
 namespace weft {
 namespace {
 
-static_assert(kRoutedThreads == kRoleThreads);
+static_assert(kRoutedThreads >= kRoleThreads && kRoutedThreads <= kMaxPlanThreads);
 
 constexpr unsigned kMoversBarrier = 1;  // 0 is everybody's
 
@@ -42,7 +42,7 @@ __device__ void set_places(CallSetup& setup, const RankView& me, uint32_t epoch)
   __syncthreads();
 }
 
-// All threads but those of the last warp: until this rank's plan is made and the records of all
+// All threads that move rows: until this rank's plan is made and the records of all
 // ranks are in it. False if the call is given up.
 __device__ bool await_plan(CallSetup& setup, const DispatchLaunch& call) {
   const RankView& me = call.me;
@@ -69,7 +69,7 @@ __device__ void run_plan(const PlanLaunch& call, uint32_t epoch, SmallPlanShared
   make_plan(call, epoch, carve({map.num_ranks, map.num_experts}, routed_shared, small));
 }
 
-__global__ void __launch_bounds__(kRoleThreads, 1)
+__global__ void __launch_bounds__(kRoutedThreads, 1)
     dispatch_routed_vector(const __grid_constant__ RoutedDispatchLaunch call) {
   __shared__ SmallPlanShared small;
   __shared__ CallSetup setup;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     Push push(rows, setup, progress, place);
     if (warp_in_block() == kMoverWarps) {
       push.run_signals();
-    } else {
+    } else if (warp_in_block() < kMoverWarps) {
       push.run_vector();
       if (await_plan(setup, rows)) {
         FanOut(rows, setup, place).run(MoveRowsVector{});
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   finish_call(rows.me, epoch);
 }
 
-__global__ void __launch_bounds__(kRoleThreads, 1)
+__global__ void __launch_bounds__(kRoutedThreads, 1)
     dispatch_routed_bulk(const __grid_constant__ RoutedDispatchLaunch call) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SmallPlanShared small;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     const int warp = warp_in_block();
     if (warp == kMoverWarps) {
       push.run_signals();
-    } else {
+    } else if (warp < kMoverWarps) {
       BulkRing ring(routed_shared + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
       push.run_bulk(ring);
       if (await_plan(setup, rows)) {
@@ -158,7 +158,7 @@ void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t strea
   const bool is_bulk = call.dispatch.mover == Mover::kBulk;
   const auto kernel = is_bulk ? dispatch_routed_bulk : dispatch_routed_vector;
   const auto shared = static_cast<size_t>(shared_bytes(call, is_bulk ? kBulkSharedBytes : 0));
-  kernel<<<static_cast<unsigned>(call.num_blocks), kRoleThreads, shared, stream>>>(call);
+  kernel<<<static_cast<unsigned>(call.num_blocks), kRoutedThreads, shared, stream>>>(call);
   WEFT_CUDA(Context{}, cudaGetLastError());
 }
 

@@ -87,7 +87,7 @@ struct DispatchLaunch {
   int32_t num_tokens = 0;
 };
 
-inline constexpr unsigned kRoutedThreads = 288;  // of a block
+inline constexpr unsigned kRoutedThreads = 512;  // of a block: more warps than move rows make plans
 
 // A plan and the dispatch by it. The first plan.num_blocks blocks make the plan; the others push
 // rows to where DevicePlace::kEarly says, then wait for the plan and fan out.
