@@ -39,6 +39,8 @@ void CudaExchange::combine(
     const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
     launch.staging = {.region = area.region, .offset = 0};
     launch.staged = area.data;
+    launch.is_early = launch.row_bytes <= control_map.early_row_bytes &&
+                      in.scale != CombineScale::kSourceWeights;
 
     const int64_t signature[] = {
         0,

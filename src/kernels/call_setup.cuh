@@ -29,9 +29,14 @@ struct CallSetup {
 };
 
 // All threads of every block. False if the call is given up. `word` is the caller's but for what is
-// known on the device alone.
+// known on the device alone. `is_early`: this block's rows go among the peers' early rows, so that
+// it waits for no word; other blocks of the call do.
 __device__ inline bool begin_call(
-    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+    CallSetup& setup,
+    const RankView& me,
+    const PlanView& plan,
+    const DeviceWord& word,
+    bool is_early = false
 ) {
   if (threadIdx.x == 0) {
     setup.epoch = current_epoch(me);
@@ -58,11 +63,18 @@ __device__ inline bool begin_call(
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
     DeviceWord said;
     bool is_good = false;
-    if (accept_word(me, epoch, setup.own(), peer, said) &&
-        wait_reached(me, records, plan_epoch, site)) {
-      setup.rows[peer] = peer_data(me, said.rows, site);
-      setup.scales[peer] = peer_data(me, said.scales, site);
-      setup.place[peer] = said.place;
+    const bool is_going_on =
+        is_early ? !is_stopped(me) : accept_word(me, epoch, setup.own(), peer, said);
+    if (is_going_on && wait_reached(me, records, plan_epoch, site)) {
+      if (is_early) {
+        setup.rows[peer] = control_of(me, peer) + me.map.early_rows_offset(epoch);
+        setup.scales[peer] = control_of(me, peer) + me.map.early_scales_offset(epoch);
+        setup.place[peer] = DevicePlace::kEarly;
+      } else {
+        setup.rows[peer] = peer_data(me, said.rows, site);
+        setup.scales[peer] = peer_data(me, said.scales, site);
+        setup.place[peer] = said.place;
+      }
       setup.tokens[peer] = plan.tokens_of()[peer];
       setup.first_row[peer] = plan.arrival_base()[peer];
       setup.received_base[peer] = plan.received_base()[peer];

@@ -27,8 +27,9 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
   clear_progress(progress);
-  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    const int block = static_cast<int>(blockIdx.x);
+  const int block = static_cast<int>(blockIdx.x);
+  const bool is_early = call.is_early && block < call.num_reduce;
+  if (begin_call(setup, call.me, call.plan, word_of_call(call), is_early)) {
     const bool is_signaller = warp_in_block() == kMoverWarps;
     const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
     if (block < call.num_reduce) {
@@ -59,9 +60,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ PipelineShared<Shape> pipelines;
   clear_progress(progress);
   init_pipelines(pipelines);
-  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
-    const int block = static_cast<int>(blockIdx.x);
-    const bool is_reduce = block < call.num_reduce;
+  const int block = static_cast<int>(blockIdx.x);
+  const bool is_reduce = block < call.num_reduce;
+  if (begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early && is_reduce)) {
     const int place = is_reduce ? block : block - call.num_reduce;
     const PipelineRole role = pipeline_role<Shape>();
     const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);

@@ -216,7 +216,9 @@ class CombineReduce {
   __device__ __forceinline__ void return_weights(int source, int chunk) const {
     const auto from = static_cast<uint32_t>(source);
     const ChunkArrivals arrivals = arrivals_of(call_.plan, source, chunk);
-    auto* returned = reinterpret_cast<float*>(control_of(me_, source) + me_.map.returned_offset());
+    auto* returned = reinterpret_cast<float*>(
+        control_of(me_, source) + me_.map.returned_offset(setup_.epoch, call_.is_early)
+    );
     for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
       const ArrivalHead head = call_.plan.heads(from)[arrival];
       const int lane = lane_index();

@@ -22,6 +22,12 @@ class CombineSum {
     per_token_ = min(me_.num_ranks, call.topk);
     arrival_ = call.plan.arrival();  // once: to find it takes divisions
     primary_ = call.plan.primary();
+    const std::byte* own = control_of(me_, me_.rank);
+    staged_ = call.is_early ? own + me_.map.early_rows_offset(setup.epoch)
+                            : static_cast<const std::byte*>(call.staged);
+    returned_ = reinterpret_cast<const float*>(
+        own + me_.map.returned_offset(setup.epoch, call.is_early)
+    );
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
@@ -106,7 +112,7 @@ class CombineSum {
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
-    return call_.staged + static_cast<int64_t>(index) * call_.row_bytes;
+    return staged_ + static_cast<int64_t>(index) * call_.row_bytes;
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int, int32_t row) const {
     return call_.out + static_cast<int64_t>(row) * call_.row_bytes;
@@ -140,10 +146,7 @@ class CombineSum {
     bool is_kept = false;
     if (lane < call_.topk) {
       is_kept = call_.plan.route_slot()[route] >= 0;
-      const auto* returned = reinterpret_cast<const volatile float*>(
-          control_of(me_, me_.rank) + me_.map.returned_offset()
-      );
-      weight = is_kept ? returned[route] : 0.0F;
+      weight = is_kept ? *const_cast<const volatile float*>(returned_ + route) : 0.0F;
     }
     if (!call_.from_map) {
       if (lane < call_.topk) {
@@ -232,6 +235,8 @@ class CombineSum {
   int per_token_;
   const int32_t* arrival_;
   const int32_t* primary_;
+  const std::byte* staged_;
+  const float* returned_;
 };
 
 }  // namespace weft

@@ -14,8 +14,9 @@
 //               kSourceWeights
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //   stamp       uint64 of the exchange, written by the owner when the exchange is made
-//   early       [2 parities] of a dispatch that makes its plan: rows [num_ranks][max_tokens] by
-//               (source, token), scale rows and weights [max_topk] likewise
+//   early       [2 parities] of calls whose rows go before words have come: rows, scale rows and
+//               weights [max_topk] of [num_ranks * max_tokens] tokens. Of a dispatch that makes its
+//               plan by (source, token); of combine as in staging and in `returned`
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it, because no
 // kernel ends before it has seen the words of all ranks. The same holds for early rows, which are
@@ -142,8 +143,8 @@ struct DeviceControlMap {
     return word_offset(0, 0) + 2 * num_ranks * word_stride() +
            source * align(sizeof(float) * max_tokens * max_topk);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset() const {
-    return weights_offset(num_ranks);
+  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset(uint32_t epoch, bool is_early) const {
+    return is_early ? early_weights_offset(epoch) : weights_offset(num_ranks);
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
@@ -219,6 +220,7 @@ struct LocalState {
   uint32_t done = 0;   // blocks of the running call that are through
   uint32_t grid = 0;   // blocks that reached the grid barrier of the running call
   StopState stopped = StopState::kRunning;  // set by the first fault
+  uint32_t told = 0;  // epoch of the last plan whose counts are on their way to the peers
   uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
 };
 

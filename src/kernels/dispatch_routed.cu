@@ -20,11 +20,24 @@ constexpr unsigned kMoversBarrier = 1;  // 0 is everybody's
 using Push = DispatchPush<EarlyRoutes>;
 using FanOut = DispatchFanOut<true>;
 
+// One thread: until the counts of the plan are ahead of the rows, behind which they would queue for
+// as long as those take. For some time only, as nothing depends on it.
+__device__ void let_counts_go_first(const RankView& me, uint32_t epoch) {
+  constexpr uint64_t kMostNanoseconds = 20'000;
+  const volatile uint32_t* told = &me.local->told;
+  const uint64_t begin = ptx::nanoseconds();
+  while (*told != epoch && ptx::nanoseconds() - begin < kMostNanoseconds) {
+    __nanosleep(20);
+  }
+}
+
 // All threads of a block: places that depend on nothing that peers would have to say.
 __device__ void set_places(CallSetup& setup, const RankView& me, uint32_t epoch) {
   if (threadIdx.x == 0) {
     setup.epoch = epoch;
     setup.failures = 0;
+  } else if (threadIdx.x == kWarpLanes) {
+    let_counts_go_first(me, epoch);
   }
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {

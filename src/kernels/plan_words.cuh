@@ -99,6 +99,9 @@ __device__ inline void post_message(
     }
   }
   __syncthreads();
+  if (threadIdx.x == 0 && blockIdx.x == 0) {
+    *reinterpret_cast<volatile uint32_t*>(&call.me.local->told) = place.epoch;
+  }
   if (threadIdx.x == 0 && blockIdx.x < place.num_ranks) {
     ptx::fence_sys();
     const uint32_t slot = call.me.map.signals().word(place.epoch, me);
