@@ -56,6 +56,32 @@ struct PlanArguments {
   PlanOptions options;
 };
 
+PlanArguments plan_arguments(
+    const MaybeArray& topk_idx,
+    const MaybeArray& routing_map,
+    const MaybeArray& weights,
+    std::string_view layout,
+    int64_t pad_multiple,
+    int64_t expert_stride,
+    std::optional<int64_t> row_budget,
+    std::string_view overflow
+) {
+  const Names<Layout> layouts = {
+      {"rank_major", Layout::kRankMajor},
+      {"expert_major", Layout::kExpertMajor},
+      {"expert_strided", Layout::kExpertStrided}};
+  const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
+  return {
+      {.topk_idx = view_of(topk_idx, "topk_idx"),
+       .map = view_of(routing_map, "routing_map"),
+       .weights = view_of(weights, "weights")},
+      {.layout = choose("layout", layout, layouts),
+       .pad_multiple = pad_multiple,
+       .expert_stride = expert_stride,
+       .row_budget = row_budget,
+       .overflow = choose("overflow", overflow, overflows)}};
+}
+
 Plan plan(
     Calls& calls,
     const MaybeArray& topk_idx,
@@ -70,21 +96,10 @@ Plan plan(
     int num_sms
 ) {
   const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&]() -> PlanArguments {
-    const Names<Layout> layouts = {
-        {"rank_major", Layout::kRankMajor},
-        {"expert_major", Layout::kExpertMajor},
-        {"expert_strided", Layout::kExpertStrided}};
-    const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
-    return {
-        {.topk_idx = view_of(topk_idx, "topk_idx"),
-         .map = view_of(routing_map, "routing_map"),
-         .weights = view_of(weights, "weights")},
-        {.layout = choose("layout", layout, layouts),
-         .pad_multiple = pad_multiple,
-         .expert_stride = expert_stride,
-         .row_budget = row_budget,
-         .overflow = choose("overflow", overflow, overflows)}};
+  const auto build = [&] {
+    return plan_arguments(
+        topk_idx, routing_map, weights, layout, pad_multiple, expert_stride, row_budget, overflow
+    );
   };
   return calls.call(
       build,
@@ -100,6 +115,27 @@ struct DispatchArguments {
   DispatchOutput out;
 };
 
+DispatchArguments dispatch_arguments(
+    const Array& x,
+    const MaybeArray& weights,
+    const MaybeArray& scales,
+    const Array& rows,
+    const MaybeArray& row_weights,
+    const MaybeArray& row_scales,
+    std::string_view quantise
+) {
+  const Names<Quantise> kinds = {
+      {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
+  return {
+      {.x = view_of(x, "x"),
+       .weights = view_of(weights, "weights"),
+       .scales = view_of(scales, "scales"),
+       .quantise = choose("quantise", quantise, kinds)},
+      {.rows = view_of(rows, "rows"),
+       .weights = view_of(row_weights, "row_weights"),
+       .scales = view_of(row_scales, "row_scales")}};
+}
+
 void dispatch(
     Calls& calls,
     const Plan& plan,
@@ -114,24 +150,56 @@ void dispatch(
     int num_sms
 ) {
   const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&]() -> DispatchArguments {
-    const Names<Quantise> kinds = {
-        {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
-    return {
-        {.x = view_of(x, "x"),
-         .weights = view_of(weights, "weights"),
-         .scales = view_of(scales, "scales"),
-         .quantise = choose("quantise", quantise, kinds)},
-        {.rows = view_of(rows, "rows"),
-         .weights = view_of(row_weights, "row_weights"),
-         .scales = view_of(row_scales, "row_scales")}};
-  };
   calls.call(
-      build,
+      [&] {
+        return dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
+      },
       [&](Exchange& exchange, const DispatchArguments& a) {
         exchange.dispatch(plan, a.in, a.out, call);
       },
       [&](Exchange& exchange) { exchange.dispatch(plan, {}, {}, call); }
+  );
+}
+
+struct RoutedArguments {
+  PlanArguments plan;
+  DispatchArguments dispatch;
+};
+
+Plan plan_and_dispatch(
+    Calls& calls,
+    const Array& topk_idx,
+    const MaybeArray& plan_weights,
+    std::string_view layout,
+    int64_t pad_multiple,
+    int64_t expert_stride,
+    std::optional<int64_t> row_budget,
+    const Array& x,
+    const MaybeArray& weights,
+    const MaybeArray& scales,
+    const Array& rows,
+    const MaybeArray& row_weights,
+    const MaybeArray& row_scales,
+    std::string_view quantise,
+    uintptr_t stream,
+    int num_sms
+) {
+  const CallOptions call = call_of(stream, num_sms);
+  const auto build = [&]() -> RoutedArguments {
+    return {
+        plan_arguments(
+            topk_idx, {}, plan_weights, layout, pad_multiple, expert_stride, row_budget, "drop"
+        ),
+        dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise)};
+  };
+  return calls.call(
+      build,
+      [&](Exchange& exchange, const RoutedArguments& a) {
+        return exchange.dispatch(
+            a.plan.routing, a.plan.options, a.dispatch.in, a.dispatch.out, call
+        );
+      },
+      [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
   );
 }
 
@@ -247,6 +315,25 @@ void bind_exchange(nb::module_& m) {
           "dispatch",
           &dispatch,
           arg("plan"),
+          arg("x"),
+          arg("weights").none(),
+          arg("scales").none(),
+          arg("rows"),
+          arg("row_weights").none(),
+          arg("row_scales").none(),
+          arg("quantise"),
+          arg("stream"),
+          arg("num_sms")
+      )
+      .def(
+          "plan_and_dispatch",
+          &plan_and_dispatch,
+          arg("topk_idx"),
+          arg("plan_weights").none(),
+          arg("layout"),
+          arg("pad_multiple"),
+          arg("expert_stride"),
+          arg("row_budget").none(),
           arg("x"),
           arg("weights").none(),
           arg("scales").none(),

@@ -9,8 +9,9 @@ x, _ = weft.combine(plan, experts(rows) * row_weights)
 
 from weft.autograd import combine, dispatch, plan
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
-from weft.exchange import Combined, Dispatched, Exchange
+from weft.exchange import Exchange
 from weft.group import Group
+from weft.outputs import Combined, Dispatched
 from weft.planned import Plan
 
 __all__ = [

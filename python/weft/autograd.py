@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from weft.exchange import Combined, Dispatched, Exchange
+from weft.exchange import Exchange
+from weft.outputs import Combined, Dispatched
 from weft.planned import Plan
 
 Tensor = torch.Tensor

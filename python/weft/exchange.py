@@ -4,38 +4,20 @@
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils.dlpack import to_dlpack
 
 from weft import _core
 from weft.beside import usual_sms
 from weft.errors import InvalidArgument
 from weft.group import Group
+from weft.outputs import Combined, Dispatched, Outputs
 from weft.planned import Plan
-from weft.pool import OutputPool
-from weft.views import as_bytes, empty_like, view
+from weft.views import empty_like, view
 
 Tensor = torch.Tensor
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _Shape = struct.Struct("<qq")  # max_tokens, max_topk
-
-
-class Dispatched(NamedTuple):
-    """What `dispatch` returns; what was not sent is None."""
-
-    rows: Tensor
-    weights: Tensor | None
-    scales: Tensor | None
-
-
-class Combined(NamedTuple):
-    """What `combine` returns; weights are None if none were sent."""
-
-    x: Tensor
-    weights: Tensor | None
 
 
 class Exchange:
@@ -84,7 +66,7 @@ class Exchange:
             "timeout": timeout,
         }
         self._core: _core.Exchange | None = self._make()
-        self._pools: dict[_core.Exchange, OutputPool] = {}  # of this exchange and grown-out ones
+        self._outputs = Outputs(device)
 
     def _make(self) -> _core.Exchange:
         return _core.Exchange(
@@ -113,7 +95,7 @@ class Exchange:
     def close(self) -> None:
         """Lets go of the memory. Plans that are alive can still be used."""
         self._core = None
-        self._pools.clear()
+        self._outputs.clear()
 
     def plan(
         self,
@@ -158,11 +140,15 @@ class Exchange:
             )
             return Plan(self, made, core)
 
+        has_size = (row_budget is not None or expert_stride > 0) and overflow == "drop"
+        return self._growing(make, topk_idx, routing_map, has_size)
+
+    def _growing(self, make, topk_idx, routing_map, has_size: bool):  # noqa: ANN001, ANN202
+        """make(), on an exchange that has grown if this one was too small."""
         try:
             return make()
         except InvalidArgument:
-            has_size = row_budget is not None or expert_stride > 0
-            if self._on_gpu and has_size and overflow == "drop":
+            if self._on_gpu and has_size:
                 raise  # nobody waited, so the others do not know yet
             if not self._grow(topk_idx, routing_map):
                 raise
@@ -198,34 +184,52 @@ class Exchange:
         num_sms: int = 0,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
-        calls = plan.calls
-        cols = x.size(1) if x.dim() == 2 else 1
-        dtype, row_scales = x.dtype, as_bytes(scales)
-        if quantise != "none":
-            dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[quantise]
-        rows = self._allocate(calls, plan.num_rows, cols, dtype)
-        row_weights = out_scales = None
-        if weights is not None:
-            row_weights = empty_like(x, plan.num_rows, plan.row_weight_cols, torch.float32)
-        if row_scales is not None:
-            out_scales = empty_like(x, plan.num_rows, row_scales.size(1), torch.uint8)
-        elif quantise != "none":
-            out_scales = empty_like(x, plan.num_rows, cols // 128, torch.float32)
-        calls.dispatch(
-            plan.core,
-            view(x),
-            view(weights),
-            view(row_scales),
-            view(rows),
-            view(row_weights),
-            view(out_scales),
-            quantise,
-            self._stream(),
-            self._sms(num_sms),
-        )
-        if scales is not None and out_scales is not None:
-            out_scales = out_scales.view(scales.dtype)
-        return Dispatched(rows, row_weights, out_scales)
+        size = (plan.num_rows, plan.row_weight_cols)
+        out, views = self._outputs.of_dispatch(plan.calls, size, x, weights, scales, quantise)
+        plan.calls.dispatch(plan.core, *views, quantise, self._stream(), self._sms(num_sms))
+        return out.with_scales_of(scales)
+
+    def plan_and_dispatch(
+        self,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None = None,
+        scales: Tensor | None = None,
+        *,
+        plan_weights: Tensor | None = None,
+        layout: str = "expert_major",
+        pad_multiple: int = 1,
+        expert_stride: int = 0,
+        row_budget: int | None = None,
+        quantise: str = "none",
+        num_sms: int = 0,
+    ) -> tuple[Plan, Dispatched]:
+        """Collective. `plan` with topk_idx and plan_weights, then `dispatch` by it; no gradients.
+
+        On GPUs of one domain one launch, in which rows travel while the plan is made, if
+        max_tokens is at most 512. The number of rows must be given: row_budget, or expert_stride
+        with layout "expert_strided".
+        """
+        num_rows = row_budget
+        if layout == "expert_strided" and expert_stride > 0:
+            num_rows = expert_stride * self.num_local_experts
+        if num_rows is None:
+            raise InvalidArgument(
+                "plan_and_dispatch: the number of rows is open (give row_budget or expert_stride)",
+                rank=self.rank,
+            )
+        size = (num_rows, topk_idx.size(-1) if layout == "rank_major" else 1)
+        options = (view(plan_weights), layout, pad_multiple, expert_stride, row_budget)
+
+        def make() -> tuple[Plan, Dispatched]:
+            core = self.core
+            out, views = self._outputs.of_dispatch(core, size, x, weights, scales, quantise)
+            made = core.plan_and_dispatch(
+                view(topk_idx), *options, *views, quantise, self._stream(), self._sms(num_sms)
+            )
+            return Plan(self, made, core), out.with_scales_of(scales)
+
+        return self._growing(make, topk_idx, None, has_size=True)
 
     def combine(
         self,
@@ -265,22 +269,6 @@ class Exchange:
         if not self._on_gpu:
             return 0
         return torch._C._cuda_getCurrentRawStream(self.device.index) or 1
-
-    def _allocate(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-        """Rows of an output, in memory that peers can write, so that they are not staged.
-
-        Inside a capture from the graph's own memory: its addresses must stay the graph's."""
-        is_payload = dtype.itemsize == 1 or dtype in _FLOATS  # anything else will be refused
-        if self._on_gpu and is_payload:
-            if not torch.cuda.is_current_stream_capturing():
-                if calls not in self._pools:
-                    self._pools[calls] = OutputPool(calls)
-                return self._pools[calls].empty(rows, cols, dtype, self.device)
-            is_payload = False
-        if not is_payload:
-            return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self.device)
-        like = torch.empty((0, 1), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
-        return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)
 
     def check(self) -> None:
         """Raises what a call that has finished on the GPU found; nothing on a CPU."""

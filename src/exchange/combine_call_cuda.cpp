@@ -39,8 +39,9 @@ void CudaExchange::combine(
     const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
     launch.staging = {.region = area.region, .offset = 0};
     launch.staged = area.data;
+    // Weights have one place there, for one of their two ways.
     launch.is_early = launch.row_bytes <= control_map.early_row_bytes &&
-                      in.scale != CombineScale::kSourceWeights;
+                      !(launch.has_source_weights && in.weights.is_given());
 
     const int64_t signature[] = {
         0,

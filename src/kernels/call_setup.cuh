@@ -29,8 +29,8 @@ struct CallSetup {
 };
 
 // All threads of every block. False if the call is given up. `word` is the caller's but for what is
-// known on the device alone. `is_early`: this block's rows go among the peers' early rows, so that
-// it waits for no word; other blocks of the call do.
+// known on the device alone. `is_early`: the call's rows go among the peers' early rows, so that no
+// word is waited for; accept_peers() does, in some blocks.
 __device__ inline bool begin_call(
     CallSetup& setup,
     const RankView& me,
@@ -66,9 +66,11 @@ __device__ inline bool begin_call(
     const bool is_going_on =
         is_early ? !is_stopped(me) : accept_word(me, epoch, setup.own(), peer, said);
     if (is_going_on && wait_reached(me, records, plan_epoch, site)) {
+      std::byte* control = control_of(me, peer);
+      const auto own = static_cast<uint32_t>(me.rank);
       if (is_early) {
-        setup.rows[peer] = control_of(me, peer) + me.map.early_rows_offset(epoch);
-        setup.scales[peer] = control_of(me, peer) + me.map.early_scales_offset(epoch);
+        setup.rows[peer] = control + me.map.early_rows_offset(epoch);
+        setup.scales[peer] = control + me.map.early_scales_offset(epoch);
         setup.place[peer] = DevicePlace::kEarly;
       } else {
         setup.rows[peer] = peer_data(me, said.rows, site);
@@ -79,7 +81,7 @@ __device__ inline bool begin_call(
       setup.first_row[peer] = plan.arrival_base()[peer];
       setup.received_base[peer] = plan.received_base()[peer];
       setup.weights[peer] = reinterpret_cast<float*>(
-          control_of(me, peer) + me.map.weights_offset(static_cast<uint32_t>(me.rank))
+          control + (is_early ? me.map.early_weights_offset(epoch, own) : me.map.weights_offset(own))
       );
       setup.signals[peer] = signal_of(me, peer, 0);
       is_good = setup.rows[peer] != nullptr && setup.scales[peer] != nullptr;
@@ -87,6 +89,17 @@ __device__ inline bool begin_call(
     if (!is_good) {
       atomicAdd(&setup.failures, 1U);
     }
+  }
+  __syncthreads();
+  return setup.failures == 0;
+}
+
+// All threads of a block whose call began early, which may have failed: as begin_call() does else.
+__device__ inline bool accept_peers(CallSetup& setup, const RankView& me) {
+  const int peer = static_cast<int>(threadIdx.x);
+  DeviceWord said;
+  if (peer < me.num_ranks && !accept_word(me, setup.epoch, setup.own(), peer, said)) {
+    atomicAdd(&setup.failures, 1U);
   }
   __syncthreads();
   return setup.failures == 0;

@@ -28,23 +28,26 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   __shared__ TeamProgress progress;
   clear_progress(progress);
   const int block = static_cast<int>(blockIdx.x);
-  const bool is_early = call.is_early && block < call.num_reduce;
-  if (begin_call(setup, call.me, call.plan, word_of_call(call), is_early)) {
-    const bool is_signaller = warp_in_block() == kMoverWarps;
-    const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
-    if (block < call.num_reduce) {
-      const Team team = make_team(warps, block, call.num_reduce);
-      CombineReduce<kScaled> source(call, setup, progress, team);
-      if (is_signaller) {
-        source.run_signals(kMoverWarps / warps);
-      } else if (source.is_open()) {
-        sum_rows_vector<Element, kScaled>(source, slice_of(team, call.row_bytes, kSumPiece));
-      }
-    } else if (!is_signaller) {
-      const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
-      CombineSum source(call, setup, team);
+  const bool is_signaller = warp_in_block() == kMoverWarps;
+  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early);
+  if (block >= call.num_reduce) {
+    const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
+    CombineSum source(call, setup, team);
+    if (is_open && !is_signaller) {
       source.begin();
+    }
+    is_open = call.is_early ? accept_peers(setup, call.me) : is_open;
+    if (is_open && !is_signaller) {
       sum_rows_vector<Element, false>(source, slice_of(team, call.row_bytes, kSumPiece));
+    }
+  } else if (is_open) {
+    const Team team = make_team(warps, block, call.num_reduce);
+    CombineReduce<kScaled> source(call, setup, progress, team);
+    if (is_signaller) {
+      source.run_signals(kMoverWarps / warps);
+    } else if (source.is_open()) {
+      sum_rows_vector<Element, kScaled>(source, slice_of(team, call.row_bytes, kSumPiece));
     }
   }
   finish_call(call.me, setup.epoch);
@@ -62,28 +65,30 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   init_pipelines(pipelines);
   const int block = static_cast<int>(blockIdx.x);
   const bool is_reduce = block < call.num_reduce;
-  if (begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early && is_reduce)) {
-    const int place = is_reduce ? block : block - call.num_reduce;
-    const PipelineRole role = pipeline_role<Shape>();
-    const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
-    const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
-    if (is_reduce) {
-      CombineReduce<kScaled> source(call, setup, progress, team);
-      if (role.is_loader) {
-        load_rows(source, role.pipeline, stages, pipelines);
-      } else if (role.adder >= 0) {
-        add_rows<Element, kScaled>(source, role, stages, pipelines);
-      } else {
-        source.run_signals(Shape::kPipelines);
-      }
+  const int place = is_reduce ? block : block - call.num_reduce;
+  const PipelineRole role = pipeline_role<Shape>();
+  const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
+  const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early);
+  if (!is_reduce) {
+    CombineSum source(call, setup, team);
+    if (is_open && role.adder >= 0) {
+      source.begin();
+    }
+    is_open = call.is_early ? accept_peers(setup, call.me) : is_open;
+    if (is_open && role.is_loader) {
+      load_rows(source, role.pipeline, stages, pipelines);
+    } else if (is_open && role.adder >= 0) {
+      add_rows<Element, false>(source, role, stages, pipelines);
+    }
+  } else if (is_open) {
+    CombineReduce<kScaled> source(call, setup, progress, team);
+    if (role.is_loader) {
+      load_rows(source, role.pipeline, stages, pipelines);
+    } else if (role.adder >= 0) {
+      add_rows<Element, kScaled>(source, role, stages, pipelines);
     } else {
-      CombineSum source(call, setup, team);
-      if (role.is_loader) {
-        load_rows(source, role.pipeline, stages, pipelines);
-      } else if (role.adder >= 0) {
-        source.begin();
-        add_rows<Element, false>(source, role, stages, pipelines);
-      }
+      source.run_signals(Shape::kPipelines);
     }
   }
   finish_call(call.me, setup.epoch);

@@ -207,7 +207,9 @@ class CombineReduce {
     const int64_t arrival = at / max_topk_;
     const int32_t k = call_.plan.origins(source)[at] & 0xff;
     const auto* weights = reinterpret_cast<const volatile float*>(
-        control_of(me_, me_.rank) + me_.map.weights_offset(source)
+        control_of(me_, me_.rank) + (call_.is_early
+                                         ? me_.map.early_weights_offset(setup_.epoch, source)
+                                         : me_.map.weights_offset(source))
     );
     return k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
   }

@@ -144,7 +144,7 @@ struct DeviceControlMap {
            source * align(sizeof(float) * max_tokens * max_topk);
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset(uint32_t epoch, bool is_early) const {
-    return is_early ? early_weights_offset(epoch) : weights_offset(num_ranks);
+    return is_early ? early_weights_offset(epoch, 0) : weights_offset(num_ranks);
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
@@ -157,8 +157,11 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t early_scales_offset(uint32_t epoch) const {
     return early_rows_offset(epoch) + align(early_tokens() * early_row_bytes);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(uint32_t epoch) const {
-    return early_scales_offset(epoch) + align(early_tokens() * kEarlyScaleBytes);
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(
+      uint32_t epoch, uint32_t source
+  ) const {
+    return early_scales_offset(epoch) + align(early_tokens() * kEarlyScaleBytes) +
+           sizeof(float) * source * max_tokens * max_topk;
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return early_rows_offset(0) + 2 * early_bytes(); }
 

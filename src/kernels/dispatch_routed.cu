@@ -46,8 +46,9 @@ __device__ void set_places(CallSetup& setup, const RankView& me, uint32_t epoch)
     const int64_t first = static_cast<int64_t>(me.rank) * map.max_tokens;
     setup.rows[peer] = control + map.early_rows_offset(epoch);
     setup.scales[peer] = control + map.early_scales_offset(epoch);
-    setup.weights[peer] =
-        reinterpret_cast<float*>(control + map.early_weights_offset(epoch)) + first * map.max_topk;
+    setup.weights[peer] = reinterpret_cast<float*>(
+        control + map.early_weights_offset(epoch, static_cast<uint32_t>(me.rank))
+    );
     setup.signals[peer] = signal_of(me, peer, 0);
     setup.place[peer] = DevicePlace::kEarly;
     setup.first_row[peer] = static_cast<int32_t>(first);

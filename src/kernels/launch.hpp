@@ -114,7 +114,7 @@ struct CombineLaunch {
   CombineScale scale = CombineScale::kNone;
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers
   std::byte* staged = nullptr;  // the same, as this rank sees it
-  bool is_early = false;        // sums go among the early rows instead; not with kSourceWeights
+  bool is_early = false;        // sums and weights go among the early rows instead
   int64_t signature[kDeviceSignatureFields] = {};
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_reduce = 1;        // blocks of each role

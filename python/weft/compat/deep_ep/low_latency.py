@@ -105,11 +105,10 @@ class LowLatencyMode(MaskCalls):
             routes = routes_of(topk_idx, num_experts)
             if self._mask:
                 routes = self._mask.without_routes(routes, local)
-            plan = exchange.plan(routes, **options)
             rows, scales = to_fp8(x, round_scale) if use_fp8 else (x, None)
             if use_fp8 and use_ue8m0:
                 scales = to_ue8m0(scales)
-            blocks = dispatch_blocks(plan, rows, scales, topk_weights, num_max)
+            plan, blocks = dispatch_blocks(exchange, routes, rows, scales, topk_weights, num_max)
             handle = LowLatencyHandle(plan, blocks.sources, num_max)
             if self._mask:
                 blocks = blocks.in_order(handle.keep(self._mask.is_kept(handle.source_rank)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from weft import Plan
+from weft import Exchange, Plan
 
 Tensor = torch.Tensor
 
@@ -38,18 +38,25 @@ class Blocks(NamedTuple):
 
 
 def dispatch_blocks(
-    plan: Plan, rows: Tensor, scales: Tensor | None, weights: Tensor | None, num_max: int
-) -> Blocks:
-    """Collective. rows [T, H], scales [T, S] of four bytes, weights float32 [T, K]."""
-    exchange, num_tokens = plan.exchange, plan.num_tokens
+    exchange: Exchange,
+    routes: Tensor,
+    rows: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    num_max: int,
+) -> tuple[Plan, Blocks]:
+    """Collective. rows [T, H], scales [T, S] of four bytes, routes and float32 weights [T, K]."""
     first = exchange.rank * num_max
-    sources = torch.arange(first, first + num_tokens, dtype=torch.int32, device=rows.device)
+    sources = torch.arange(first, first + rows.size(0), dtype=torch.int32, device=rows.device)
     beside = sources.unsqueeze(1)
     if scales is not None:
         beside = torch.cat([scales.view(torch.int32), beside], dim=1)
-    out = exchange.dispatch(plan, rows, weights, beside)
-    blocks = (plan.num_local_experts, exchange.num_ranks * num_max)
-    return Blocks(
+    stride = exchange.num_ranks * num_max
+    plan, out = exchange.plan_and_dispatch(
+        routes, rows, weights, beside, layout="expert_strided", expert_stride=stride
+    )
+    blocks = (plan.num_local_experts, stride)
+    return plan, Blocks(
         out.rows.view(*blocks, rows.size(1)),
         out.scales.view(*blocks, beside.size(1)),
         None if out.weights is None else out.weights.view(blocks),
