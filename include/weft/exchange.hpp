@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves tokens to their experts and back. Previous in the data flow: plan.hpp.
+// Moves tokens to their experts and back. Previous in the data flow: calls.hpp.
 //
 // plan, dispatch and combine are collective: every rank of the group calls them in the same order,
 // with T = 0 if it has no tokens. One thread per rank. Arguments are checked before anything is
@@ -17,9 +17,9 @@
 // one row comes back from there. Combine then adds, over domains ascending, what the token's ranks
 // of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
 // on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
-// nothing else. On GPUs rows cross through host memory: every call, with a stream or without,
-// returns only when what it sends and receives between domains has passed (the rest is queued),
-// plan() always waits for the GPU, and a call inside a capture throws Error (kUnsupported).
+// nothing else. On GPUs rows cross through host memory: a call waits until all ranks have made
+// it and what crossed in the call before has passed, whose errors it throws; plan() always waits
+// for the GPU, and a call inside a capture throws Error (kUnsupported).
 #pragma once
 
 #include <chrono>
@@ -28,6 +28,7 @@
 #include <string>
 #include <vector>
 
+#include "weft/calls.hpp"
 #include "weft/group.hpp"
 #include "weft/plan.hpp"
 #include "weft/routing.hpp"
@@ -64,56 +65,6 @@ struct ExchangeConfig {
   Mover mover = Mover::kAuto;  // GPU
   FanOut fan_out = FanOut::kAuto;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
-};
-
-// Of one call on a GPU; a CPU exchange takes the default only.
-struct CallOptions {
-  // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
-  // CPU.
-  void* stream = nullptr;
-  int num_sms = 0;  // of this call; 0: as configured
-  // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
-  // out or sums. 0: by the measured table. For `weft tune`.
-  int num_senders = 0;
-};
-
-// What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every
-// 128 elements (the largest magnitude divided by the largest FP8 number). `out.rows` is then kByte
-// [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / 128], and no input scales are given.
-enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
-
-struct DispatchInput {
-  ConstTensor
-      x;  // [num_tokens, hidden] of any float dtype, or kByte [num_tokens, bytes] (bytes % 16 == 0)
-  ConstTensor weights = {};  // fp32, shaped like Routing::weights; travels untouched, NaN included
-  ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
-  Quantise quantise = Quantise::kNone;
-};
-
-struct DispatchOutput {
-  Tensor rows;  // [plan.num_rows(), cols of x], dtype of x; padding rows are zeroed, budget slack
-                // is left as it was
-  Tensor weights = {};  // fp32 [plan.num_rows(), plan.row_weight_cols()]; zero where no route
-  Tensor scales = {};   // [plan.num_rows(), cols of scales]
-};
-
-enum class CombineScale : uint8_t {
-  kNone,           // plain sum
-  kPlanWeights,    // each row times its route's weight in Routing::weights
-  kSourceWeights,  // each row times CombineInput::source_weights
-};
-
-struct CombineInput {
-  ConstTensor rows;          // [plan.num_rows(), hidden] bf16, fp16 or fp32
-  ConstTensor weights = {};  // fp32 gradients, shaped like DispatchOutput::weights
-  ConstTensor source_weights =
-      {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
-  CombineScale scale = CombineScale::kNone;
-};
-
-struct CombineOutput {
-  Tensor x;             // [num_tokens, hidden], dtype of rows; a token without routes gets zeros
-  Tensor weights = {};  // fp32, shaped like Routing::weights; zero where no route
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the
@@ -170,9 +121,9 @@ class Exchange {
       const CallOptions& call = {}
   );
   // plan and dispatch by it, with the same result. On GPUs of one domain one launch makes both if
-  // ExchangeConfig::max_tokens is at most 512 and the routing is topk_idx, for rows of up to 16 bits
-  // an element: rows then travel while the plan is made. `options` must say the number of rows: by
-  // row_budget or expert_stride, with Overflow::kDrop.
+  // ExchangeConfig::max_tokens is at most 512 and the routing is topk_idx, for rows of up to 16
+  // bits an element: rows then travel while the plan is made. `options` must say the number of
+  // rows: by row_budget or expert_stride, with Overflow::kDrop.
   Plan dispatch(
       const Routing& routing,
       const PlanOptions& options,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Everything derived from routing before a byte of payload moves. Previous: routing.hpp; next:
-// exchange.hpp.
+// calls.hpp.
 //
 // A Plan is immutable, owns its memory and touches no peer: keep as many as you like, use them in
 // any order. A plan made on a GPU lies there; questions about more than its shape and number of

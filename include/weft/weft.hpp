@@ -2,6 +2,7 @@
 // The whole public API, in the order of the data flow.
 #pragma once
 
+#include "weft/calls.hpp"
 #include "weft/error.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"

@@ -50,8 +50,7 @@ void CudaExchange::combine(
         static_cast<int64_t>(in.scale),
         in.weights.is_given()};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const RoleBlocks blocks = choose_blocks(
-        tuning,
+    const RoleBlocks blocks = tuning.of(
         {.op = TunedOp::kCombine,
          .num_ranks = view.num_ranks,
          .row_bytes = launch.row_bytes,

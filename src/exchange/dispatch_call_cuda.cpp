@@ -79,8 +79,7 @@ void CudaExchange::dispatch(
         in.weights.is_given(),
         static_cast<int64_t>(in.quantise)};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const RoleBlocks blocks = choose_blocks(
-        tuning,
+    const RoleBlocks blocks = tuning.of(
         {.op = TunedOp::kDispatch,
          .num_ranks = view.num_ranks,
          .row_bytes = launch.row_bytes,

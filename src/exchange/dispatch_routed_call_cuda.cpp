@@ -21,8 +21,8 @@ bool goes_early(
 ) {
   const PlanSharedMap plan = {map.num_ranks, map.num_experts};
   const int64_t scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
-  return map.early_row_bytes > 0 && !routing.map.is_given() &&
-         given_rows(options, 1).has_value() && in.x.row_bytes() <= map.early_row_bytes &&
+  return map.early_row_bytes > 0 && !routing.map.is_given() && given_rows(options, 1).has_value() &&
+         in.x.row_bytes() <= map.early_row_bytes &&
          staged_scale_bytes(scale_bytes) <= kEarlyScaleBytes &&
          plan.num_threads() >= kRoutedThreads;
 }
@@ -55,9 +55,7 @@ Plan CudaExchange::dispatch_routed(
                          100 * static_cast<int64_t>(in.quantise) +
                          1000 * static_cast<int64_t>(in.weights.is_given());
     const int64_t rows[] = {kind, launch.dispatch.row_bytes, launch.dispatch.scale_bytes};
-    std::copy(
-        std::begin(rows), std::end(rows), std::end(launch.plan.signature) - std::size(rows)
-    );
+    std::copy(std::begin(rows), std::end(rows), std::end(launch.plan.signature) - std::size(rows));
     launch_routed_dispatch(launch, stream);
     set_launched(stream);
     ++counters.num_plans;

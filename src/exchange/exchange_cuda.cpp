@@ -74,9 +74,7 @@ uint64_t agree_on_stamp(const Group& group, uint64_t id) {
 
 }  // namespace
 
-CudaExchange::CudaExchange(
-    const Group& group, const ExchangeConfig& wanted, bool has_early_rows
-)
+CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows)
     : settings(wanted),
       context({.rank = group.rank(), .num_ranks = group.num_ranks()}),
       id(next_exchange_id++) {
@@ -112,7 +110,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   num_gpu_sms = std::max(2, num_gpu_sms / memory->ranks_on_this_gpu());
 
   const std::optional<std::string> tuning_file = Env::read().tuning;
-  tuning = tuning_file ? load_tuning(*tuning_file) : built_in_tuning();
+  tuning = BlockChoice(tuning_file ? load_tuning(*tuning_file) : built_in_tuning());
   own = std::make_shared<CudaRankState>();
   own->memory = memory;
   own->stream = GpuStream(gpu);

@@ -149,7 +149,7 @@ struct CudaExchange final : Exchange::State {
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired;
   bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
-  std::vector<TunedSplit> tuning;
+  BlockChoice tuning;
   int num_gpu_sms = 0;
   int compute_capability = 0;  // 90 for 9.0
   std::exception_ptr broken;

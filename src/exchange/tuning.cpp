@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <tuple>
+#include <utility>
 
 #include "core/check.hpp"
 #include "exchange/tuning_table.hpp"
@@ -16,6 +16,7 @@ namespace {
 
 constexpr double kDefaultShare = 0.55;  // of the senders, where nothing measured fits
 constexpr double kOneRoleShare = 0.85;
+constexpr double kNearly = 1.01;  // times that are not apart
 
 RoleBlocks split(int num_sms, int senders) {
   const int first = std::clamp(senders, 1, std::max(1, num_sms - 1));
@@ -75,21 +76,42 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
     return split(size.num_sms, static_cast<int>(size.num_sms * kOneRoleShare));
   }
   // More ranks have fewer rows of a token each, which decides how much there is to fan out or sum.
-  const auto rank_of = [&](const TunedSplit& one) {
-    return std::tuple(
-        factor(one.num_ranks, size.num_ranks), factor(one.row_bytes, size.row_bytes), one.us
-    );
+  const auto distance = [&](const TunedSplit& one) {
+    return std::pair(factor(one.num_ranks, size.num_ranks), factor(one.row_bytes, size.row_bytes));
   };
-  const TunedSplit* best = nullptr;
+  const auto fits = [&](const TunedSplit& one) {
+    return one.op == size.op && one.blocks.first + one.blocks.second <= size.num_sms;
+  };
+  const TunedSplit* fastest = nullptr;
   for (const TunedSplit& one : tuning) {
-    const bool fits = one.op == size.op && one.blocks.first + one.blocks.second <= size.num_sms;
-    if (fits && (best == nullptr || rank_of(one) < rank_of(*best))) {
+    if (fits(one) && (fastest == nullptr || std::pair(distance(one), one.us) <
+                                                std::pair(distance(*fastest), fastest->us))) {
+      fastest = &one;
+    }
+  }
+  // Of those that are as fast the one with most blocks: with few, chance decides where they run.
+  const auto rank_of = [](const TunedSplit& one) {
+    return std::pair(-(one.blocks.first + one.blocks.second), one.us);
+  };
+  const TunedSplit* best = fastest;
+  for (const TunedSplit& one : tuning) {
+    if (fastest != nullptr && fits(one) && distance(one) == distance(*fastest) &&
+        one.us <= kNearly * fastest->us && rank_of(one) < rank_of(*best)) {
       best = &one;
     }
   }
   return best == nullptr
              ? split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)))
              : best->blocks;
+}
+
+RoleBlocks BlockChoice::of(const CallSize& size) {
+  const auto op = static_cast<size_t>(size.op);
+  if (last_[op] != size) {
+    blocks_[op] = choose_blocks(tuning_, size);
+    last_[op] = size;
+  }
+  return blocks_[op];
 }
 
 }  // namespace weft

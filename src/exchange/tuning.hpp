@@ -4,8 +4,10 @@
 // file.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -38,9 +40,25 @@ struct CallSize {
   int num_sms = 2;           // most that the call may occupy, at least 2
   int num_senders = 0;       // as asked for; 0: by the table
   bool is_one_role = false;  // dispatch in rank_major: almost nothing to fan out
+
+  friend bool operator==(const CallSize&, const CallSize&) = default;
 };
 
-// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest.
+// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest;
+// of those that are as fast the one with most blocks.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
+
+// The same, which looks into the table only where a call differs from the last one of its kind.
+class BlockChoice {
+ public:
+  BlockChoice() = default;
+  explicit BlockChoice(std::vector<TunedSplit> tuning) : tuning_(std::move(tuning)) {}
+  [[nodiscard]] RoleBlocks of(const CallSize& size);
+
+ private:
+  std::vector<TunedSplit> tuning_;
+  std::array<CallSize, 2> last_;  // by operation; at first of a size that none has
+  std::array<RoleBlocks, 2> blocks_;
+};
 
 }  // namespace weft

@@ -81,7 +81,8 @@ __device__ inline bool begin_call(
       setup.first_row[peer] = plan.arrival_base()[peer];
       setup.received_base[peer] = plan.received_base()[peer];
       setup.weights[peer] = reinterpret_cast<float*>(
-          control + (is_early ? me.map.early_weights_offset(epoch, own) : me.map.weights_offset(own))
+          control +
+          (is_early ? me.map.early_weights_offset(epoch, own) : me.map.weights_offset(own))
       );
       setup.signals[peer] = signal_of(me, peer, 0);
       is_good = setup.rows[peer] != nullptr && setup.scales[peer] != nullptr;

@@ -25,9 +25,8 @@ class CombineSum {
     const std::byte* own = control_of(me_, me_.rank);
     staged_ = call.is_early ? own + me_.map.early_rows_offset(setup.epoch)
                             : static_cast<const std::byte*>(call.staged);
-    returned_ = reinterpret_cast<const float*>(
-        own + me_.map.returned_offset(setup.epoch, call.is_early)
-    );
+    returned_ =
+        reinterpret_cast<const float*>(own + me_.map.returned_offset(setup.epoch, call.is_early));
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }

@@ -157,13 +157,14 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t early_scales_offset(uint32_t epoch) const {
     return early_rows_offset(epoch) + align(early_tokens() * early_row_bytes);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(
-      uint32_t epoch, uint32_t source
-  ) const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(uint32_t epoch, uint32_t source)
+      const {
     return early_scales_offset(epoch) + align(early_tokens() * kEarlyScaleBytes) +
            sizeof(float) * source * max_tokens * max_topk;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return early_rows_offset(0) + 2 * early_bytes(); }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+    return early_rows_offset(0) + 2 * early_bytes();
+  }
 
  private:
   [[nodiscard]] WEFT_HD constexpr uint64_t early_tokens() const {
@@ -224,7 +225,7 @@ struct LocalState {
   uint32_t grid = 0;   // blocks that reached the grid barrier of the running call
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint32_t told = 0;  // epoch of the last plan whose counts are on their way to the peers
-  uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
+  uint64_t wait_ns[kMaxDomainRanks] = {};  // by peer
 };
 
 // What every kernel knows of its rank; passed by value.

@@ -32,9 +32,8 @@ class DispatchExtras {
   }
 
   // `weights` [count, max_topk] as they were pushed.
-  __device__ __forceinline__ void move_weights(
-      const ArrivalRecords& records, const float* weights
-  ) const {
+  __device__ __forceinline__ void move_weights(const ArrivalRecords& records, const float* weights)
+      const {
     const int64_t max_topk = call_.plan.map.max_topk;
     const int lane = lane_index();
     float weight[kMaxChunkTokens];

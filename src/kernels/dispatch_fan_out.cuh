@@ -5,8 +5,8 @@
 #pragma once
 
 #include "kernels/dispatch_extras.cuh"
-#include "kernels/launch.hpp"
 #include "kernels/dispatch_staged.cuh"
+#include "kernels/launch.hpp"
 #include "kernels/row_mover.cuh"
 #include "kernels/team.cuh"
 

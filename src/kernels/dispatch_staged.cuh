@@ -34,8 +34,8 @@ class StagedItems {
   [[nodiscard]] __device__ __forceinline__ const float* weights(const ArrivalRecords& records
   ) const {
     const auto source = static_cast<uint32_t>(records.source);
-    const uint64_t all = kIsEarly ? map().early_weights_offset(setup_.epoch, source)
-                                  : map().weights_offset(source);
+    const uint64_t all =
+        kIsEarly ? map().early_weights_offset(setup_.epoch, source) : map().weights_offset(source);
     const int64_t arrival = kIsEarly ? records.chunk : records.begin;
     return reinterpret_cast<const float*>(own() + all) + arrival * map().max_topk;
   }

@@ -64,9 +64,7 @@ struct RoutingShape {
 void check_options(const PlanOptions& options, const Context& context);
 
 // Rows of a rank's output if the options alone say it, so that nobody has to wait for the plan.
-[[nodiscard]] std::optional<int64_t> given_rows(
-    const PlanOptions& options, int num_local_experts
-);
+[[nodiscard]] std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts);
 
 // What one rank tells all others before slots can be known.
 struct RankCounts {

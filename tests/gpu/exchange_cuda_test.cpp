@@ -102,8 +102,7 @@ TEST_P(GpuMatrixTest, PlanAndDispatchInOneCall) {
     ExchangeSetup setup = gpu_setup(GetParam(), gpus);
     setup.num_experts = 3 * setup.num_ranks;
     setup.max_topk = 5;
-    for (const Layout layout :
-         {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+    for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
       for (const Mover mover : movers_here()) {
         for (const int num_sms : {2, 0}) {
           setup.mover = mover;

@@ -25,6 +25,8 @@ struct FaultWorld {
 struct FaultRank {
   FaultRank(Exchange& used, const CaseData& data);
   void make_plan() { plan.emplace(exchange.plan(routing, options)); }
+  // Once there is a plan, whose number of rows it takes for a budget.
+  void plan_and_dispatch();
   // Another content of topk_idx.
   void set_index(int64_t token, int64_t k, int64_t value);
 
@@ -59,6 +61,15 @@ void expect_disagreement(
 // Rank 1 alone gets `reason`, the others that rank 1 refused the call.
 void expect_refusal(
     int num_gpus, const std::string& op, const std::string& reason, const FaultCall& call
+);
+
+// Rank 2 does not make the last call that the others make.
+void expect_timeout(
+    int num_gpus,
+    const std::string& op,
+    uint32_t number,
+    const FaultCall& before,
+    const FaultCall& call
 );
 
 }  // namespace weft::test

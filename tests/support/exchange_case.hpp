@@ -74,7 +74,8 @@ struct Case {
 
   // Calls: 'd' dispatches, 'c' combines; with data of their own each, in this order.
   std::string calls = "dc";
-  bool is_routed = false;  // the first call is a dispatch that makes the plan; not with kExact
+  // The first call, if it is a dispatch, makes the plan, if that gives the number of rows.
+  bool is_routed = false;
   DType dtype = DType::kFloat32;
   int64_t byte_cols = 48;  // of a dispatch of kByte
   bool has_weights = true;

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "exchange/exchange_cpu.hpp"
+#include "plan/build.hpp"
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"
 #include "support/stream.hpp"
@@ -37,7 +38,7 @@ class CaseRun {
         random_(data.spec.seed + rank_),
         memory_(exchange) {
     place_all();
-    if (!data.spec.is_routed) {
+    if (!is_routed()) {
       be_late();
       plan_ = exchange_.plan(routing(), plan_options(), options_);
     }
@@ -88,6 +89,10 @@ class CaseRun {
 
   [[nodiscard]] Routing routing() const {
     return {idx_->tensor(), map_->tensor(), weights_->tensor()};
+  }
+  [[nodiscard]] bool is_routed() const {
+    return data_.spec.is_routed && data_.spec.calls.starts_with('d') &&
+           given_rows(plan_options(), 1).has_value();
   }
   [[nodiscard]] const PlanOptions& plan_options() const { return data_.routing[rank_].options; }
 

@@ -33,6 +33,30 @@ TEST(TuningTest, TakesTheFastestSplitThatFits) {
   EXPECT_EQ(blocks(table, {TunedOp::kCombine, 4, 4096, 96}), std::pair(4, 4));
 }
 
+// With few blocks chance decides where they run.
+TEST(TuningTest, TakesTheMostBlocksOfSplitsThatAreAsFast) {
+  const std::vector<TunedSplit> table = {
+      {TunedOp::kDispatch, 4, 4096, {38, 58}, 485.8},
+      {TunedOp::kDispatch, 4, 4096, {40, 92}, 487.6},
+      {TunedOp::kDispatch, 4, 4096, {66, 66}, 486.1},
+      {TunedOp::kDispatch, 4, 4096, {92, 40}, 496.8},
+      {TunedOp::kDispatch, 2, 4096, {99, 33}, 485.8}};
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 132}), std::pair(66, 66));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 96}), std::pair(38, 58));
+}
+
+TEST(TuningTest, RemembersTheLastCallOfEachKindAlone) {
+  BlockChoice choice(
+      {{TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
+       {TunedOp::kDispatch, 4, 4096, {48, 48}, 200},
+       {TunedOp::kCombine, 4, 4096, {4, 4}, 100}}
+  );
+  for (const int sms : {24, 24, 96, 24}) {
+    EXPECT_EQ(choice.of({TunedOp::kDispatch, 4, 4096, sms}).first, sms / 2);
+    EXPECT_EQ(choice.of({TunedOp::kCombine, 4, 4096, sms}).first, 4);
+  }
+}
+
 TEST(TuningTest, PrefersTheNearestNumberOfRanksThenOfRowBytes) {
   const std::vector<TunedSplit> table = {
       {TunedOp::kDispatch, 2, 4096, {1, 2}, 900},

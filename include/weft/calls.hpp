@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// What dispatch and combine take and give. Previous: plan.hpp; next: exchange.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "weft/tensor.hpp"
+
+namespace weft {
+
+// Of one call on a GPU; a CPU exchange takes the default only.
+struct CallOptions {
+  // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
+  // CPU.
+  void* stream = nullptr;
+  int num_sms = 0;  // of this call; 0: as configured
+  // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
+  // out or sums. 0: by the measured table. For `weft tune`.
+  int num_senders = 0;
+};
+
+// What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every
+// 128 elements (the largest magnitude divided by the largest FP8 number). `out.rows` is then kByte
+// [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / 128], and no input scales are given.
+enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
+
+struct DispatchInput {
+  ConstTensor
+      x;  // [num_tokens, hidden] of any float dtype, or kByte [num_tokens, bytes] (bytes % 16 == 0)
+  ConstTensor weights = {};  // fp32, shaped like Routing::weights; travels untouched, NaN included
+  ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
+  Quantise quantise = Quantise::kNone;
+};
+
+struct DispatchOutput {
+  Tensor rows;  // [plan.num_rows(), cols of x], dtype of x; padding rows are zeroed, budget slack
+                // is left as it was
+  Tensor weights = {};  // fp32 [plan.num_rows(), plan.row_weight_cols()]; zero where no route
+  Tensor scales = {};   // [plan.num_rows(), cols of scales]
+};
+
+enum class CombineScale : uint8_t {
+  kNone,           // plain sum
+  kPlanWeights,    // each row times its route's weight in Routing::weights
+  kSourceWeights,  // each row times CombineInput::source_weights
+};
+
+struct CombineInput {
+  ConstTensor rows;          // [plan.num_rows(), hidden] bf16, fp16 or fp32
+  ConstTensor weights = {};  // fp32 gradients, shaped like DispatchOutput::weights
+  ConstTensor source_weights =
+      {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
+  CombineScale scale = CombineScale::kNone;
+};
+
+struct CombineOutput {
+  Tensor x;             // [num_tokens, hidden], dtype of rows; a token without routes gets zeros
+  Tensor weights = {};  // fp32, shaped like Routing::weights; zero where no route
+};
+
+}  // namespace weft
