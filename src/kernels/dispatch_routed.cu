@@ -64,7 +64,8 @@ __device__ bool await_plan(CallSetup& setup, const DispatchLaunch& call) {
   if (peer < me.num_ranks) {
     const WaitSite site = {DeviceOp::kPlan, setup.epoch, peer, WaitFor::kRecords};
     const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
-    if (!wait_reached(me, signal_of(me, me.rank, slot), setup.epoch, site)) {
+    // The blocks that plan know who is missing.
+    if (!wait_reached(me, signal_of(me, me.rank, slot), setup.epoch, site, 2)) {
       atomicAdd(&setup.failures, 1U);
     }
   }

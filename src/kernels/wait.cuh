@@ -101,9 +101,13 @@ __device__ inline std::byte* peer_data(
 // One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
 // given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
 // Words are awaited also by a call that is given up, so that no rank gets two calls ahead of
-// another.
+// another. `patience`: so many times as long as others wait, whose fault says more.
 __device__ inline bool wait_reached(
-    const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
+    const RankView& me,
+    const uint32_t* signal,
+    uint32_t wanted,
+    const WaitSite& site,
+    uint32_t patience = 1
 ) {
   if (is_reached(ptx::load_acquire_sys(signal), wanted)) {
     return true;
@@ -127,7 +131,7 @@ __device__ inline bool wait_reached(
         (state == StopState::kGivenUp && site.waiting_for != WaitFor::kWord)) {
       return false;
     }
-    if (ptx::nanoseconds() - begin > me.timeout_ns) {
+    if (ptx::nanoseconds() - begin > patience * me.timeout_ns) {
       FaultRecord fault;
       fault.kind = FaultKind::kTimeout;
       fault.op = site.op;
