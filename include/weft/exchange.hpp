@@ -92,7 +92,7 @@ struct ExchangeStats {
 };
 
 struct Footprint {
-  int64_t control_bytes = 0;  // signals, counts and records
+  int64_t control_bytes = 0;  // signals, counts, records, and rows of short calls on a GPU
   int64_t staging_bytes = 0;
   int64_t buffer_bytes = 0;  // in use by the caller, or for rows that cross to and from GPUs
   int64_t pooled_bytes = 0;  // kept for the next allocate()

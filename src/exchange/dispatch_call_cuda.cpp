@@ -40,6 +40,7 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.topk = plan.shape.topk;
   launch.from_map = plan.shape.from_map;
   launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
+  launch.has_padding = !launch.one_row && plan.shape.options.pad_multiple > 1;
   launch.quantise = in.quantise;
   launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
   return launch;

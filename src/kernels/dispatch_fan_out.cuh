@@ -139,7 +139,7 @@ class DispatchFanOut {
 
   // Rows between an expert's last and the end of its block.
   __device__ void zero_padding() const {
-    if (call_.one_row) {
+    if (!call_.has_padding) {
       return;
     }
     const PlanView& plan = call_.plan;

@@ -70,7 +70,8 @@ struct DispatchLaunch {
   int64_t scale_bytes = 0;
   int32_t topk = 0;
   bool from_map = false;
-  bool one_row = false;  // rank_major
+  bool one_row = false;      // rank_major
+  bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
   Quantise quantise = Quantise::kNone;
   PeerAddress rows_target;  // out_rows for peers, or this rank's staging
   DevicePlace place = DevicePlace::kStaging;

@@ -28,7 +28,7 @@ struct Memory {
   struct Gpu {
     uint64_t signals = 0;
     uint64_t words = 0;
-    uint64_t weights = 0;  // of every peer's routes, were all its tokens for here
+    uint64_t weights = 0;  // of every peer's routes, were all its tokens for here; and early rows
     uint64_t plan = 0;     // of each plan that is alive: a block for each round
     // For rows between GPUs and, among several domains, for all that may cross on their way.
     uint64_t staging = 0;

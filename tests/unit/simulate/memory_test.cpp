@@ -35,6 +35,18 @@ TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
   EXPECT_EQ(memory.gpu.host, 0U);
 }
 
+TEST(SimulatedMemoryTest, ShortCallsOfOneDomainHaveRoomForEarlyRows) {
+  Scenario scenario = small_scenario();
+  scenario.row_bytes = 14336;
+  scenario.ranks_per_domain = 4;
+  scenario.num_ranks = 4;
+  scenario.num_experts = 256;
+  scenario.max_tokens = 128;
+  scenario.topk = 8;
+  const DeviceControlMap control = {4, 256, 128, 8, 14336};
+  EXPECT_EQ(reserved_memory(scenario).gpu.control(), control.num_bytes());
+}
+
 TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
   const Memory memory = reserved(32);
   const DeviceControlMap control = {4, 288, 4096, 8};
