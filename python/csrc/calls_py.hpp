@@ -55,4 +55,7 @@ class Calls {
   Exchange exchange_;
 };
 
+// plan, dispatch and combine.
+void bind_calls(nb::class_<Calls>& exchange);
+
 }  // namespace weft::py

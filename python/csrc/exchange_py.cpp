@@ -1,27 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
 #include "calls_py.hpp"
-#include "choice_py.hpp"
 #include "tensor_py.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::py {
 namespace {
-
-CallOptions call_of(uintptr_t stream, int num_sms) {
-  CallOptions call;
-  call.stream =
-      reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
-  call.num_sms = num_sms;
-  return call;
-}
 
 std::shared_ptr<Calls> make(
     const Group& group,
@@ -49,197 +38,6 @@ std::shared_ptr<Calls> make(
   config.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
   const nb::gil_scoped_release no_gil;
   return std::make_shared<Calls>(group, config);
-}
-
-struct PlanArguments {
-  Routing routing;
-  PlanOptions options;
-};
-
-PlanArguments plan_arguments(
-    const MaybeArray& topk_idx,
-    const MaybeArray& routing_map,
-    const MaybeArray& weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    std::string_view overflow
-) {
-  const Names<Layout> layouts = {
-      {"rank_major", Layout::kRankMajor},
-      {"expert_major", Layout::kExpertMajor},
-      {"expert_strided", Layout::kExpertStrided}};
-  const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
-  return {
-      {.topk_idx = view_of(topk_idx, "topk_idx"),
-       .map = view_of(routing_map, "routing_map"),
-       .weights = view_of(weights, "weights")},
-      {.layout = choose("layout", layout, layouts),
-       .pad_multiple = pad_multiple,
-       .expert_stride = expert_stride,
-       .row_budget = row_budget,
-       .overflow = choose("overflow", overflow, overflows)}};
-}
-
-Plan plan(
-    Calls& calls,
-    const MaybeArray& topk_idx,
-    const MaybeArray& routing_map,
-    const MaybeArray& weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    std::string_view overflow,
-    uintptr_t stream,
-    int num_sms
-) {
-  const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&] {
-    return plan_arguments(
-        topk_idx, routing_map, weights, layout, pad_multiple, expert_stride, row_budget, overflow
-    );
-  };
-  return calls.call(
-      build,
-      [&](Exchange& exchange, const PlanArguments& a) {
-        return exchange.plan(a.routing, a.options, call);
-      },
-      [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
-  );
-}
-
-struct DispatchArguments {
-  DispatchInput in;
-  DispatchOutput out;
-};
-
-DispatchArguments dispatch_arguments(
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
-    std::string_view quantise
-) {
-  const Names<Quantise> kinds = {
-      {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
-  return {
-      {.x = view_of(x, "x"),
-       .weights = view_of(weights, "weights"),
-       .scales = view_of(scales, "scales"),
-       .quantise = choose("quantise", quantise, kinds)},
-      {.rows = view_of(rows, "rows"),
-       .weights = view_of(row_weights, "row_weights"),
-       .scales = view_of(row_scales, "row_scales")}};
-}
-
-void dispatch(
-    Calls& calls,
-    const Plan& plan,
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
-    std::string_view quantise,
-    uintptr_t stream,
-    int num_sms
-) {
-  const CallOptions call = call_of(stream, num_sms);
-  calls.call(
-      [&] {
-        return dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
-      },
-      [&](Exchange& exchange, const DispatchArguments& a) {
-        exchange.dispatch(plan, a.in, a.out, call);
-      },
-      [&](Exchange& exchange) { exchange.dispatch(plan, {}, {}, call); }
-  );
-}
-
-struct RoutedArguments {
-  PlanArguments plan;
-  DispatchArguments dispatch;
-};
-
-Plan plan_and_dispatch(
-    Calls& calls,
-    const Array& topk_idx,
-    const MaybeArray& plan_weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
-    std::string_view quantise,
-    uintptr_t stream,
-    int num_sms
-) {
-  const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&]() -> RoutedArguments {
-    return {
-        plan_arguments(
-            topk_idx, {}, plan_weights, layout, pad_multiple, expert_stride, row_budget, "drop"
-        ),
-        dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise)};
-  };
-  return calls.call(
-      build,
-      [&](Exchange& exchange, const RoutedArguments& a) {
-        return exchange.dispatch(
-            a.plan.routing, a.plan.options, a.dispatch.in, a.dispatch.out, call
-        );
-      },
-      [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
-  );
-}
-
-struct CombineArguments {
-  CombineInput in;
-  CombineOutput out;
-};
-
-void combine(
-    Calls& calls,
-    const Plan& plan,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& source_weights,
-    const Array& x,
-    const MaybeArray& weights,
-    std::string_view scale,
-    uintptr_t stream,
-    int num_sms
-) {
-  const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&]() -> CombineArguments {
-    const Names<CombineScale> scales = {
-        {"none", CombineScale::kNone},
-        {"plan", CombineScale::kPlanWeights},
-        {"source", CombineScale::kSourceWeights}};
-    return {
-        {.rows = view_of(rows, "rows"),
-         .weights = view_of(row_weights, "row_weights"),
-         .source_weights = view_of(source_weights, "source_weights"),
-         .scale = choose("scale", scale, scales)},
-        {.x = view_of(x, "x"), .weights = view_of(weights, "weights")}};
-  };
-  calls.call(
-      build,
-      [&](Exchange& exchange, const CombineArguments& a) {
-        exchange.combine(plan, a.in, a.out, call);
-      },
-      [&](Exchange& exchange) { exchange.combine(plan, {}, {}, call); }
-  );
 }
 
 // Rows where peers can write. They outlive the exchange if need be.
@@ -282,7 +80,8 @@ nb::dict footprint(Calls& calls) {
 
 void bind_exchange(nb::module_& m) {
   using nb::arg;
-  nb::class_<Calls>(m, "Exchange", "Moves tokens to their experts and back.")
+  nb::class_<Calls> exchange(m, "Exchange", "Moves tokens to their experts and back.");
+  exchange
       .def(
           nb::new_(&make),
           arg("group"),
@@ -297,66 +96,6 @@ void bind_exchange(nb::module_& m) {
           arg("num_sms") = 0,
           arg("timeout") = 30.0
       )
-      .def(
-          "plan",
-          &plan,
-          arg("topk_idx").none(),
-          arg("routing_map").none(),
-          arg("weights").none(),
-          arg("layout"),
-          arg("pad_multiple"),
-          arg("expert_stride"),
-          arg("row_budget").none(),
-          arg("overflow"),
-          arg("stream"),
-          arg("num_sms")
-      )
-      .def(
-          "dispatch",
-          &dispatch,
-          arg("plan"),
-          arg("x"),
-          arg("weights").none(),
-          arg("scales").none(),
-          arg("rows"),
-          arg("row_weights").none(),
-          arg("row_scales").none(),
-          arg("quantise"),
-          arg("stream"),
-          arg("num_sms")
-      )
-      .def(
-          "plan_and_dispatch",
-          &plan_and_dispatch,
-          arg("topk_idx"),
-          arg("plan_weights").none(),
-          arg("layout"),
-          arg("pad_multiple"),
-          arg("expert_stride"),
-          arg("row_budget").none(),
-          arg("x"),
-          arg("weights").none(),
-          arg("scales").none(),
-          arg("rows"),
-          arg("row_weights").none(),
-          arg("row_scales").none(),
-          arg("quantise"),
-          arg("stream"),
-          arg("num_sms")
-      )
-      .def(
-          "combine",
-          &combine,
-          arg("plan"),
-          arg("rows"),
-          arg("row_weights").none(),
-          arg("source_weights").none(),
-          arg("x"),
-          arg("weights").none(),
-          arg("scale"),
-          arg("stream"),
-          arg("num_sms")
-      )
       .def("allocate", &allocate, arg("rows"), arg("cols"), arg("like"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
       .def(
@@ -368,6 +107,7 @@ void bind_exchange(nb::module_& m) {
       .def_prop_ro("transport", [](const Calls& calls) {
         return calls.exchange().config().transport;
       });
+  bind_calls(exchange);
 }
 
 }  // namespace weft::py
