@@ -114,6 +114,24 @@ void expect_refusal(
   }
 }
 
+void expect_bad_index_is_refused(int num_gpus, const FaultCall& call) {
+  for (const int64_t value : {-2, 6}) {
+    expect_refusal(
+        num_gpus,
+        "plan",
+        fmt::format(
+            "plan: topk_idx[7, 1] = {} is out of range (num_experts = 6, -1 = no route)", value
+        ),
+        [&](FaultRank& own) {
+          if (own.rank == 1) {
+            own.set_index(7, 1, value);
+          }
+          call(own);
+        }
+    );
+  }
+}
+
 void expect_timeout(
     int num_gpus,
     const std::string& op,

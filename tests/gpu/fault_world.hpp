@@ -63,6 +63,9 @@ void expect_refusal(
     int num_gpus, const std::string& op, const std::string& reason, const FaultCall& call
 );
 
+// As above, of a call that plans: rank 1 has an index below and above what there is.
+void expect_bad_index_is_refused(int num_gpus, const FaultCall& call);
+
 // Rank 2 does not make the last call that the others make.
 void expect_timeout(
     int num_gpus,

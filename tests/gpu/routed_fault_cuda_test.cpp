@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
 // knows of it.
-#include <fmt/format.h>
-
 #include "gpu/fault_world.hpp"
 
 namespace weft::test {
@@ -13,21 +11,7 @@ constexpr const char* kKind = "plan: kind of the rows that go with it (0: none)"
 class GpuRoutedFaultTest : public GpuTest {};
 
 TEST_F(GpuRoutedFaultTest, RefusesAnIndexOutOfRange) {
-  for (const int64_t value : {-2, 6}) {
-    expect_refusal(
-        num_gpus(),
-        "plan",
-        fmt::format(
-            "plan: topk_idx[7, 1] = {} is out of range (num_experts = 6, -1 = no route)", value
-        ),
-        [&](FaultRank& own) {
-          if (own.rank == 1) {
-            own.set_index(7, 1, value);
-          }
-          own.plan_and_dispatch();
-        }
-    );
-  }
+  expect_bad_index_is_refused(num_gpus(), [](FaultRank& own) { own.plan_and_dispatch(); });
 }
 
 TEST_F(GpuRoutedFaultTest, RefusesWrongArguments) {

@@ -15,12 +15,14 @@ namespace weft::sim {
 namespace {
 
 // Rows of 256 B, in domains of 4 unless said.
-Memory reserved(int num_ranks, int num_experts = 2304, int ranks_per_domain = 4) {
+Memory reserved(
+    int num_ranks, int num_experts = 2304, int ranks_per_domain = 4, int64_t max_tokens = 4096
+) {
   Scenario scenario = small_scenario();
   scenario.ranks_per_domain = ranks_per_domain;
   scenario.num_ranks = num_ranks;
   scenario.num_experts = num_experts;
-  scenario.max_tokens = 4096;
+  scenario.max_tokens = max_tokens;
   scenario.topk = 8;
   return reserved_memory(scenario);
 }
@@ -36,15 +38,9 @@ TEST(SimulatedMemoryTest, FollowsTheMapsOfTheExecutors) {
 }
 
 TEST(SimulatedMemoryTest, ShortCallsOfOneDomainHaveRoomForEarlyRows) {
-  Scenario scenario = small_scenario();
-  scenario.row_bytes = 14336;
-  scenario.ranks_per_domain = 4;
-  scenario.num_ranks = 4;
-  scenario.num_experts = 256;
-  scenario.max_tokens = 128;
-  scenario.topk = 8;
-  const DeviceControlMap control = {4, 256, 128, 8, 14336};
-  EXPECT_EQ(reserved_memory(scenario).gpu.control(), control.num_bytes());
+  const Memory memory = reserved(4, 256, 4, 128);
+  const DeviceControlMap control = {4, 256, 128, 8, 256};
+  EXPECT_EQ(memory.gpu.control(), control.num_bytes());
 }
 
 TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
