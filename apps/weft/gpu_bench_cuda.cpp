@@ -13,6 +13,7 @@
 #include "core/check_cuda.hpp"
 #include "gpu_bench.hpp"
 #include "gpu_bench_calls_cuda.hpp"
+#include "gpu_bench_graphs_cuda.hpp"
 #include "gpu_bench_kernels_cuda.hpp"
 #include "measure.hpp"
 #include "progress.hpp"
@@ -89,11 +90,11 @@ class GpuBench {
         progress.update(
             done++ / static_cast<double>(kBenchOps.size() * sms.size()), std::string(name)
         );
-        for (const bool is_graph : {false, true}) {
-          if (is_graph && !options_.is_graph) {
+        for (const int graph_calls : {0, 1, kLongGraph}) {
+          if (graph_calls > 0 && !options_.is_graph) {
             continue;
           }
-          report.results.push_back(measure(op, is_graph));
+          report.results.push_back(measure(op, graph_calls));
           ResultRow& row = report.results.back().row;
           row.op = name;
           row.checked = op == BenchOp::kCombine ? verdict.is_combine_good
@@ -143,36 +144,19 @@ class GpuBench {
     return samples;
   }
 
-  // One graph for each routing.
-  std::vector<double> time_graphs(BenchOp op) {
-    const cudaStream_t stream = calls_.stream();
-    const size_t num_versions = calls_.plans().size();
-    std::vector<cudaGraphExec_t> graphs;
-    std::vector<Plan> alive;  // a graph writes into its plan at every replay
-    for (size_t version = 0; version < num_versions; ++version) {
-      alive.push_back(calls_.plan_in_budget(version));
-    }
-    alive.clear();  // their memory is there for the capture
-    for (size_t version = 0; version < num_versions; ++version) {
-      cudaGraph_t graph = nullptr;
-      WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-      if (op == BenchOp::kPlan) {
-        alive.push_back(calls_.plan_in_budget(version));
-      } else if (op == BenchOp::kPlanDispatch) {
-        alive.push_back(calls_.plan_and_dispatch(version));
-      } else {
-        calls_.run(op, version);
-      }
-      WEFT_CUDA(Context{}, cudaStreamEndCapture(stream, &graph));
-      WEFT_CUDA(Context{}, cudaGraphInstantiate(&graphs.emplace_back(), graph, 0));
-      WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
-    }
-    auto samples = time(
-        [&](size_t version) { WEFT_CUDA(Context{}, cudaGraphLaunch(graphs[version], stream)); },
-        false
-    );
-    for (cudaGraphExec_t graph : graphs) {
-      WEFT_CUDA(Context{}, cudaGraphExecDestroy(graph));
+  // Calls of a graph in which each finds the one before it just ended, as in a model's.
+  static constexpr int kLongGraph = 8;
+
+  static const char* mode_of(int graph_calls) {
+    return graph_calls == 0 ? "exact" : graph_calls == 1 ? "budget graph" : "budget graph of 8";
+  }
+
+  // Of one call in graphs of so many.
+  std::vector<double> time_graphs(BenchOp op, int num_calls) {
+    const BenchGraphs graphs(calls_, op, num_calls);
+    auto samples = time([&](size_t version) { graphs.launch(version); }, false);
+    for (double& sample : samples) {
+      sample /= num_calls;
     }
     return samples;
   }
@@ -218,14 +202,15 @@ class GpuBench {
     return all;
   }
 
-  BenchResult measure(BenchOp op, bool is_graph) {
+  // `graph_calls`: of each graph, 0 for calls outside of graphs.
+  BenchResult measure(BenchOp op, int graph_calls) {
     const Traffic bytes = traffic();
     const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
     BenchResult result;
     result.samples_us = slowest_of(
         group_,
-        is_graph ? time_graphs(op)
-                 : time([&](size_t version) { calls_.run(op, version); }, is_planning)
+        graph_calls > 0 ? time_graphs(op, graph_calls)
+                        : time([&](size_t version) { calls_.run(op, version); }, is_planning)
     );
     ResultRow& row = result.row;
     row.executor = "cuda";
@@ -244,7 +229,7 @@ class GpuBench {
           Context{}, cudaDeviceGetAttribute(&row.sms, cudaDevAttrMultiProcessorCount, calls_.gpu())
       );
     }
-    row.mode = is_graph ? "budget graph" : "exact";
+    row.mode = mode_of(graph_calls);
     row.mode += options_.is_staged ? " staged" : " direct";
     row.us_p50 = percentile(result.samples_us, 50);
     row.us_p99 = percentile(result.samples_us, 99);
