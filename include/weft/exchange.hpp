@@ -121,8 +121,9 @@ class Exchange {
       const CallOptions& call = {}
   );
   // plan and dispatch by it, with the same result. On GPUs of one domain one launch makes both if
-  // ExchangeConfig::max_tokens is at most 512 and the routing is topk_idx, for rows of up to 16
-  // bits an element: rows then travel while the plan is made. `options` must say the number of
+  // ExchangeConfig::max_tokens is at most 512, all ranks' max_tokens * max_topk at most 32,768 and
+  // the routing is topk_idx, for rows of up to 16 bits an element: rows then travel while the plan
+  // is made. `options` must say the number of
   // rows: by row_budget or expert_stride, with Overflow::kDrop.
   Plan dispatch(
       const Routing& routing,

@@ -207,8 +207,8 @@ class Exchange:
         """Collective. `plan` with topk_idx and plan_weights, then `dispatch` by it; no gradients.
 
         On GPUs of one domain one launch, in which rows travel while the plan is made, if
-        max_tokens is at most 512. The number of rows must be given: row_budget, or expert_stride
-        with layout "expert_strided".
+        max_tokens is at most 512 and max_tokens * max_topk of all ranks at most 32,768. The number
+        of rows must be given: row_budget, or expert_stride with layout "expert_strided".
         """
         num_rows = row_budget
         if layout == "expert_strided" and expert_stride > 0:

@@ -50,13 +50,19 @@ void CudaExchange::combine(
         static_cast<int64_t>(in.scale),
         in.weights.is_given()};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const RoleBlocks blocks = tuning.of(
+    const int num_sms = sms_of(call);
+    RoleBlocks blocks = tuning.of(
         {.op = TunedOp::kCombine,
          .num_ranks = view.num_ranks,
          .row_bytes = launch.row_bytes,
-         .num_sms = sms_of(call),
+         .num_sms = num_sms,
          .num_senders = call.num_senders}
     );
+    if (launch.is_early && call.num_senders == 0) {
+      const int64_t tokens = shape.shape.num_tokens;
+      const int at_once = sums_at_once(launch.mover, launch.row_bytes, tokens);
+      blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);
+    }
     launch.num_reduce = blocks.first;
     launch.num_sum = blocks.second;
     launch_combine(launch, stream);

@@ -4,12 +4,19 @@
 #include <algorithm>
 
 #include "exchange/exchange_cuda.hpp"
-#include "kernels/plan_shared_map.hpp"
 #include "kernels/staged_rows.hpp"
 #include "plan/build.hpp"
 
 namespace weft {
 namespace {
+
+// Blocks among which each rank's tokens are shared: as many as get a step of each of their warps,
+// within a quarter of all blocks.
+int plan_parts(int64_t max_tokens, int num_ranks, int num_blocks) {
+  constexpr int64_t kPartTokens = 64;
+  const auto wanted = static_cast<int>((max_tokens + kPartTokens - 1) / kPartTokens);
+  return std::max(1, std::min(wanted, num_blocks / 4 / num_ranks));
+}
 
 // Decided by what all ranks pass alike.
 bool goes_early(
@@ -19,12 +26,10 @@ bool goes_early(
     const DispatchInput& in,
     const DispatchOutput& out
 ) {
-  const PlanSharedMap plan = {map.num_ranks, map.num_experts};
   const int64_t scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
-  return map.early_row_bytes > 0 && !routing.map.is_given() && given_rows(options, 1).has_value() &&
+  return !routing.map.is_given() && given_rows(options, 1).has_value() &&
          in.x.row_bytes() <= map.early_row_bytes &&
-         staged_scale_bytes(scale_bytes) <= kEarlyScaleBytes &&
-         plan.num_threads() >= kRoutedThreads;
+         staged_scale_bytes(scale_bytes) <= kEarlyScaleBytes;
 }
 
 }  // namespace
@@ -36,7 +41,7 @@ Plan CudaExchange::dispatch_routed(
     const DispatchOutput& out,
     const CallOptions& call
 ) {
-  if (!goes_early(control_map, routing, options, in, out)) {
+  if (!can_plan_beside || !goes_early(control_map, routing, options, in, out)) {
     return State::dispatch_routed(routing, options, in, out, call);
   }
   return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
@@ -49,7 +54,9 @@ Plan CudaExchange::dispatch_routed(
     launch.dispatch.num_tokens = plan.num_tokens;
     launch.num_blocks = sms_of(call);
     launch.plan = plan;
-    launch.plan.num_blocks = std::min(plan.num_blocks, launch.num_blocks - 1);
+    launch.plan.num_parts = plan_parts(settings.max_tokens, view.num_ranks, launch.num_blocks);
+    const int jobs = 1 + view.num_ranks * launch.plan.num_parts;
+    launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
     // Behind the plan's own fields. 0 in the first: no rows go with it.
     const int64_t kind = 1 + static_cast<int64_t>(in.x.dtype) +
                          100 * static_cast<int64_t>(in.quantise) +

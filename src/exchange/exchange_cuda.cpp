@@ -5,14 +5,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <random>
-#include <span>
 
 #include "core/devices.hpp"
 #include "core/env.hpp"
+#include "exchange/agree_cuda.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
+#include "kernels/plan_shared_map.hpp"
 #include "transport/agree.hpp"
 
 namespace weft {
@@ -62,16 +61,6 @@ void check_device(const ExchangeConfig& config, const Context& context) {
   );
 }
 
-// Rank 0's: some bits of its own, then the number of the exchange in its process.
-uint64_t agree_on_stamp(const Group& group, uint64_t id) {
-  static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
-  const uint64_t own = process_bits | (id & 0xffffffffU);
-  const auto stamps = group.all_gather(std::as_bytes(std::span(&own, 1)));
-  uint64_t stamp = 0;
-  std::memcpy(&stamp, stamps[0].data(), sizeof stamp);
-  return stamp;
-}
-
 }  // namespace
 
 CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows)
@@ -88,15 +77,18 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   const auto topk = static_cast<uint32_t>(settings.max_topk);
   const auto hidden = static_cast<uint64_t>(settings.hidden);
   control_map = {
-      .num_ranks = ranks,
-      .num_experts = experts,
-      .max_tokens = tokens,
-      .max_topk = topk,
-      .early_row_bytes = has_early_rows ? early_row_room(ranks, tokens, hidden) : 0};
+      ranks,
+      experts,
+      tokens,
+      topk,
+      has_early_rows ? early_row_room(ranks, tokens, topk, hidden) : 0};
   plan_map = {ranks, experts, tokens, topk};
   memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
-  const uint64_t stamp = agree_on_stamp(group, id);
-  agree(group, [&] { set_up(stamp); });  // nobody leaves before everybody can be written to
+  const DomainFacts facts = agree_on_facts(group, id, settings.device.index, context);
+  const PlanSharedMap beside = {ranks, experts, tokens * topk};
+  can_plan_beside = control_map.early_row_bytes > 0 && beside.num_threads() >= kRoutedThreads &&
+                    beside.num_bytes() + kMostStaticShared <= facts.shared_bytes;
+  agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
 }
 
 void CudaExchange::set_up(uint64_t stamp) {

@@ -139,6 +139,7 @@ struct CudaExchange final : Exchange::State {
   std::shared_ptr<PeerMemory> memory;
   std::shared_ptr<CudaRankState> own;
   DeviceControlMap control_map;
+  bool can_plan_beside = false;  // plan and dispatch of few tokens in one launch, on all ranks
   PlanMap plan_map;
   CudaBuffer<int32_t> plan_scratch;
   PinnedBuffer<std::byte> host_shape;

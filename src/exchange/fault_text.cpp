@@ -40,6 +40,8 @@ std::string_view waited_for(WaitFor what) {
   switch (what) {
     case WaitFor::kWord:
       return "call word";
+    case WaitFor::kRouting:
+      return "routing";
     case WaitFor::kRecords:
       return "records of the plan";
     case WaitFor::kSourceWeights:

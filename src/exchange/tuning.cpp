@@ -105,6 +105,14 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
              : best->blocks;
 }
 
+std::optional<RoleBlocks> blocks_of_short_combine(int num_sms, int64_t num_tokens, int at_once) {
+  const int64_t sums = std::max<int64_t>(1, (num_tokens + at_once - 1) / at_once);
+  if (2 * sums > num_sms) {
+    return std::nullopt;
+  }
+  return RoleBlocks{num_sms - static_cast<int>(sums), static_cast<int>(sums)};
+}
+
 RoleBlocks BlockChoice::of(const CallSize& size) {
   const auto op = static_cast<size_t>(size.op);
   if (last_[op] != size) {

@@ -38,24 +38,33 @@ __device__ inline bool begin_call(
     const DeviceWord& word,
     bool is_early = false
 ) {
+  const int peer = static_cast<int>(threadIdx.x);
+  int32_t tokens = 0;
+  int32_t first_row = 0;
+  int32_t received_base = 0;
+  if (peer < me.num_ranks) {  // here since the plan's kernel has ended; all loads at once
+    tokens = plan.tokens_of()[peer];
+    first_row = plan.arrival_base()[peer];
+    received_base = plan.received_base()[peer];
+  }
   if (threadIdx.x == 0) {
-    setup.epoch = current_epoch(me);
+    const uint32_t epoch = current_epoch(me);
+    const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
+    const int32_t num_tokens = plan.header()->num_tokens;
+    const uint32_t plan_epoch = plan.header()->epoch;
     setup.failures = 0;
     setup.own() = word;
     setup.own().stamp = me.stamp;
-    setup.own().num_tokens = plan.header()->num_tokens;
-    setup.own().signature[0] = plan.header()->epoch;
-    if (is_stopped(me
-        )) {  // a call before this one was given up: what it should have left is not there
-      setup.own().status = WordStatus::kRefused;
-    }
+    setup.own().num_tokens = num_tokens;
+    setup.own().signature[0] = plan_epoch;
+    setup.own().status = is_refused ? WordStatus::kRefused : word.status;
+    setup.epoch = epoch;
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;
   if (blockIdx.x == 0) {
     post_word_by_thread(me, epoch, setup.own());
   }
-  const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
     const auto slots = me.map.signals();
     const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
@@ -77,9 +86,9 @@ __device__ inline bool begin_call(
         setup.scales[peer] = peer_data(me, said.scales, site);
         setup.place[peer] = said.place;
       }
-      setup.tokens[peer] = plan.tokens_of()[peer];
-      setup.first_row[peer] = plan.arrival_base()[peer];
-      setup.received_base[peer] = plan.received_base()[peer];
+      setup.tokens[peer] = tokens;
+      setup.first_row[peer] = first_row;
+      setup.received_base[peer] = received_base;
       setup.weights[peer] = reinterpret_cast<float*>(
           control +
           (is_early ? me.map.early_weights_offset(epoch, own) : me.map.weights_offset(own))

@@ -145,6 +145,17 @@ Kernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
 
 }  // namespace
 
+int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens) {
+  switch (path_of(mover, row_bytes)) {
+    case RowPath::kShortRows:
+      return ShortRows::kPipelines;
+    case RowPath::kLongRows:
+      return LongRows::kPipelines;
+    default:
+      return kMoverWarps / team_warps(row_bytes, num_tokens);
+  }
+}
+
 void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {

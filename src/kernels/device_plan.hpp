@@ -37,113 +37,139 @@ struct ArrivalHead {
   int32_t padding = 0;
 };
 
-// Offsets of every array in a plan block. `T` is max_tokens, `K` max_topk: strides do not depend on
-// the call. [...] are the extents in elements.
+// Offsets in bytes of every array in a plan block, found once: a kernel that computed them would
+// spend more instructions on them than on a short plan. Strides do not depend on the call.
 struct PlanMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
 
-  [[nodiscard]] WEFT_HD static constexpr uint64_t align(uint64_t bytes) {
-    return (bytes + 127) / 128 * 128;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t routes() const {
-    return static_cast<uint64_t>(max_tokens) * max_topk;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t pairs() const {
-    return static_cast<uint64_t>(max_tokens) * num_ranks;
+  constexpr PlanMap() : PlanMap(1, 1, 1, 1) {}
+  constexpr PlanMap(uint32_t ranks, uint32_t experts, uint32_t tokens, uint32_t topk)
+      : num_ranks(ranks), num_experts(experts), max_tokens(tokens), max_topk(topk) {
+    const uint64_t per_local = align(sizeof(int64_t) * (num_experts / num_ranks));
+    const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
+    const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);
+    const uint64_t per_pair = align(sizeof(int32_t) * max_tokens * num_ranks);
+    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
+    chunk_stride_ = align(sizeof(int32_t) * ((chunks < 512 ? 512 : chunks) + 1));
+    head_stride_ = align(sizeof(ArrivalHead) * max_tokens);
+    route_stride_ = per_route;
+    uint64_t end = align(sizeof(PlanHeader));
+    const auto take = [&](uint64_t bytes) {
+      const uint64_t begin = end;
+      end += bytes;
+      return begin;
+    };
+    rows_per_expert_ = take(per_local);
+    padded_rows_per_expert_ = take(per_local);
+    expert_begin_ = take(per_local);
+    global_routes_ = take(align(sizeof(int64_t) * num_experts));
+    tokens_of_ = take(per_rank);
+    received_ = take(per_rank);
+    arrival_base_ = take(per_rank);
+    received_base_ = take(per_rank);
+    route_expert_ = take(per_route);
+    route_slot_ = take(per_route);
+    route_weight_ = take(per_route);
+    primary_ = take(per_pair);
+    arrival_ = take(per_pair);
+    chunk_begin_ = take(num_ranks * chunk_stride_);
+    heads_ = take(num_ranks * head_stride_);
+    slots_ = take(num_ranks * route_stride_);
+    weights_ = take(num_ranks * route_stride_);
+    origins_ = take(num_ranks * route_stride_);
+    num_bytes_ = end;
   }
 
   // --- shape of this rank's output and of the group ---
   [[nodiscard]] WEFT_HD constexpr uint64_t header() const { return 0; }
   // int64 [num_local_experts] each, as in Plan; with rank_major `rows` counts dropped routes too.
-  [[nodiscard]] WEFT_HD constexpr uint64_t rows_per_expert() const {
-    return align(sizeof(PlanHeader));
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t expert_bytes() const {
-    return align(sizeof(int64_t) * (num_experts / num_ranks));
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t rows_per_expert() const { return rows_per_expert_; }
   [[nodiscard]] WEFT_HD constexpr uint64_t padded_rows_per_expert() const {
-    return rows_per_expert() + expert_bytes();
+    return padded_rows_per_expert_;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t expert_begin() const {
-    return padded_rows_per_expert() + expert_bytes();
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t expert_begin() const { return expert_begin_; }
   // int64 [num_experts] routes of all ranks, before dropping.
-  [[nodiscard]] WEFT_HD constexpr uint64_t global_routes() const {
-    return expert_begin() + expert_bytes();
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t global_routes() const { return global_routes_; }
   // int32 [num_ranks] tokens of each rank.
-  [[nodiscard]] WEFT_HD constexpr uint64_t tokens_of() const {
-    return global_routes() + align(sizeof(int64_t) * num_experts);
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t tokens_of() const { return tokens_of_; }
   // int32 [num_ranks] arrivals from each source to this rank, dropped ones included.
-  [[nodiscard]] WEFT_HD constexpr uint64_t received() const {
-    return tokens_of() + align(sizeof(int32_t) * num_ranks);
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t received() const { return received_; }
   // int32 [num_ranks] arrivals to each receiver from ranks before this one: where this rank's
   // begin in that receiver's staging.
-  [[nodiscard]] WEFT_HD constexpr uint64_t arrival_base() const {
-    return received() + align(sizeof(int32_t) * num_ranks);
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t arrival_base() const { return arrival_base_; }
   // int32 [num_ranks] arrivals from each source, summed over the sources before it: where they
   // begin in this rank's staging.
-  [[nodiscard]] WEFT_HD constexpr uint64_t received_base() const {
-    return arrival_base() + align(sizeof(int32_t) * num_ranks);
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t received_base() const { return received_base_; }
 
   // What the host reads in exact mode lies before this offset.
-  [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const {
-    return received_base() + align(sizeof(int32_t) * num_ranks);
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert_; }
 
-  // --- this rank's tokens; row stride K = max_topk even where the call's topk is smaller ---
+  // --- this rank's tokens; T = max_tokens, K = max_topk even where the call has less ---
   // int32 [T, K] expert and slot of each route, -1 = none (slot: or dropped).
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_expert() const { return shape_bytes(); }
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_slot() const {
-    return route_expert() + align(sizeof(int32_t) * routes());
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t route_expert() const { return route_expert_; }
+  [[nodiscard]] WEFT_HD constexpr uint64_t route_slot() const { return route_slot_; }
   // float [T, K] weights, if the routing carried any.
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_weight() const {
-    return route_slot() + align(sizeof(int32_t) * routes());
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t route_weight() const { return route_weight_; }
   // int32 [T, num_ranks] smallest slot of the token on each rank, -1 = none kept there.
-  [[nodiscard]] WEFT_HD constexpr uint64_t primary() const {
-    return route_weight() + align(sizeof(float) * routes());
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t primary() const { return primary_; }
   // int32 [T, num_ranks] number of the arrival in its pair, -1 = the token has no route there.
-  [[nodiscard]] WEFT_HD constexpr uint64_t arrival() const {
-    return primary() + align(sizeof(int32_t) * pairs());
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t arrival() const { return arrival_; }
 
   // --- arrivals on this rank, written by their sources ---
   // int32 [num_ranks][max_chunks + 1]: number of the first arrival of each chunk of the source's
   // tokens; entry num_device_chunks(tokens) closes the last.
-  [[nodiscard]] WEFT_HD constexpr uint64_t chunk_stride() const {
-    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
-    return align(sizeof(int32_t) * ((chunks < 512 ? 512 : chunks) + 1));
-  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t chunk_stride() const { return chunk_stride_; }
   [[nodiscard]] WEFT_HD constexpr uint64_t chunk_begin(uint32_t source) const {
-    return arrival() + align(sizeof(int32_t) * pairs()) + source * chunk_stride();
+    return chunk_begin_ + source * chunk_stride_;
   }
   // ArrivalHead [num_ranks][T]
   [[nodiscard]] WEFT_HD constexpr uint64_t heads(uint32_t source) const {
-    return chunk_begin(num_ranks) + source * align(sizeof(ArrivalHead) * max_tokens);
+    return heads_ + source * head_stride_;
   }
   // Of the kept routes of each arrival, ascending slot (equal slots: ascending k), [num_ranks][T,
   // K]: int32 slot, float weight, int32 local expert << 8 | k.
   [[nodiscard]] WEFT_HD constexpr uint64_t slots(uint32_t source) const {
-    return heads(num_ranks) + source * align(sizeof(int32_t) * routes());
+    return slots_ + source * route_stride_;
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t weights(uint32_t source) const {
-    return slots(num_ranks) + source * align(sizeof(float) * routes());
+    return weights_ + source * route_stride_;
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t origins(uint32_t source) const {
-    return weights(num_ranks) + source * align(sizeof(int32_t) * routes());
+    return origins_ + source * route_stride_;
   }
 
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return origins(num_ranks); }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  [[nodiscard]] static constexpr uint64_t align(uint64_t bytes) {
+    return (bytes + 127) / 128 * 128;
+  }
+
+  uint64_t rows_per_expert_ = 0;
+  uint64_t padded_rows_per_expert_ = 0;
+  uint64_t expert_begin_ = 0;
+  uint64_t global_routes_ = 0;
+  uint64_t tokens_of_ = 0;
+  uint64_t received_ = 0;
+  uint64_t arrival_base_ = 0;
+  uint64_t received_base_ = 0;
+  uint64_t route_expert_ = 0;
+  uint64_t route_slot_ = 0;
+  uint64_t route_weight_ = 0;
+  uint64_t primary_ = 0;
+  uint64_t arrival_ = 0;
+  uint64_t chunk_begin_ = 0;
+  uint64_t chunk_stride_ = 0;
+  uint64_t heads_ = 0;
+  uint64_t head_stride_ = 0;
+  uint64_t slots_ = 0;
+  uint64_t weights_ = 0;
+  uint64_t origins_ = 0;
+  uint64_t route_stride_ = 0;
+  uint64_t num_bytes_ = 0;
 };
 
 // A plan block with typed access; `data` may be the block as mapped from a peer.

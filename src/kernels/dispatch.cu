@@ -10,7 +10,6 @@ namespace weft {
 namespace {
 
 using Push = DispatchPush<PlannedRoutes>;
-using FanOutRole = DispatchFanOut<false>;
 
 __device__ DeviceWord word_of_call(const DispatchLaunch& call) {
   DeviceWord word;
@@ -36,7 +35,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
       Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_vector();
     } else if (!is_signaller) {
-      FanOutRole fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      DispatchFanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
       fan_out.run(MoveRowsVector{});
     }
   }
@@ -61,7 +60,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
       Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_bulk(ring);
     } else if (!is_signaller) {
-      FanOutRole fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      DispatchFanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
       fan_out.run(MoveRowsBulk{ring});
     }
   }

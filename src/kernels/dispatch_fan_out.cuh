@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/dispatch_extras.cuh"
+#include "kernels/dispatch_padding.cuh"
 #include "kernels/dispatch_staged.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/row_mover.cuh"
@@ -12,8 +13,6 @@
 
 namespace weft {
 
-// `kIsEarly`: rows came before their slots were known.
-template <bool kIsEarly>
 class DispatchFanOut {
  public:
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
@@ -22,22 +21,20 @@ class DispatchFanOut {
     num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
-    // Of its own tokens the push role wrote every slot, where it knew them.
-    num_sources_ = kIsEarly || has_extras ? me_.num_ranks : me_.num_ranks - 1;
-    row_bytes_ = call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
+    // Of its own tokens the push role wrote every slot.
+    num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
+    row_bytes_ = output_row_bytes(call);
   }
 
-  // `move_rows(role, records, slice)` copies so much of the rows of one item.
+  // `move_rows(role, records)` copies the rows of one item.
   template <class MoveRows>
   __device__ void run(const MoveRows& move_rows) {
     const int items = num_items(me_, setup_, num_sources_);
-    const int parts = kIsEarly ? num_parts(items) : 1;
-    Records next = load_records(warp_ / parts, items);
-    zero_padding();
-    for (int index = warp_; index < items * parts; index += num_warps_) {
+    Records next = load_records(warp_, items);
+    zero_padding(call_, warp_, num_warps_);
+    for (int index = warp_; index < items; index += num_warps_) {
       const Records records = next;
-      const int part = index % parts;
-      next = load_records((index + num_warps_) / parts, items);
+      next = load_records(index + num_warps_, items);
       if (!records.is_there) {
         continue;
       }
@@ -48,11 +45,8 @@ class DispatchFanOut {
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;
       }
-      if (kIsEarly || records.source != me_.rank) {
-        move_rows(*this, records, slice_of(part, parts, row_bytes_, MoveRows::kPiece));
-      }
-      if (part > 0) {
-        continue;
+      if (records.source != me_.rank) {
+        move_rows(*this, records);
       }
       if (call_.out_weights != nullptr) {
         extras_.move_weights(records, staged_.weights(records));
@@ -62,6 +56,8 @@ class DispatchFanOut {
       }
     }
   }
+
+  [[nodiscard]] __device__ __forceinline__ int64_t row_bytes() const { return row_bytes_; }
 
   using Records = ArrivalRecords;
 
@@ -81,7 +77,7 @@ class DispatchFanOut {
     if (num_rows == 0) {
       return job;
     }
-    const bool is_staged = kIsEarly || call_.place == DevicePlace::kStaging;
+    const bool is_staged = call_.place == DevicePlace::kStaging;
     if (is_staged) {
       job.row = staged_.rows(records, row_bytes_) + i * row_bytes_;
     } else {
@@ -95,16 +91,6 @@ class DispatchFanOut {
   }
 
  private:
-  // Warps that share an item, where there are fewer items than warps.
-  [[nodiscard]] __device__ __forceinline__ int num_parts(int items) const {
-    int parts = 1;
-    while (2 * parts * items <= num_warps_ && row_bytes_ > parts * kLeastPart) {
-      parts *= 2;
-    }
-    return parts;
-  }
-  static constexpr int64_t kLeastPart = 1024;
-
   [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
     Records records;
     if (index >= items) {
@@ -137,53 +123,6 @@ class DispatchFanOut {
     return records;
   }
 
-  // Rows between an expert's last and the end of its block.
-  __device__ void zero_padding() const {
-    if (!call_.has_padding) {
-      return;
-    }
-    const PlanView& plan = call_.plan;
-    const int num_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
-    for (int first = 0; first < num_experts; first += kWarpLanes) {
-      // Lane i knows expert first + i.
-      const int expert = first + lane_index();
-      int32_t begin = 0;
-      int32_t count = 0;
-      if (expert < num_experts) {
-        const int64_t rows = plan.rows_per_expert()[expert];
-        begin = static_cast<int32_t>(plan.expert_begin()[expert] + rows);
-        count = static_cast<int32_t>(plan.padded_rows_per_expert()[expert] - rows);
-      }
-      uint32_t left = __ballot_sync(kAllLanes, count > 0);
-      while (left != 0) {
-        const int lane = __ffs(static_cast<int>(left)) - 1;
-        left &= left - 1;
-        const int32_t from = __shfl_sync(kAllLanes, begin, lane);
-        const int32_t rows = __shfl_sync(kAllLanes, count, lane);
-        // Not always the same warps first.
-        for (int row = (warp_ + (first + lane) * 37) % num_warps_; row < rows; row += num_warps_) {
-          zero_row(from + row);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void zero_row(int64_t row) const {
-    const int lane = lane_index();
-    std::byte* out = call_.out_rows + row * row_bytes_;
-    for (int64_t at = lane * 16; at < row_bytes_; at += kWarpLanes * 16) {
-      ptx::store_16(out + at, uint4{0, 0, 0, 0});
-    }
-    if (call_.out_weights != nullptr && lane == 0) {
-      call_.out_weights[row] = 0;
-    }
-    if (call_.out_scales != nullptr) {
-      for (int64_t at = lane; at < call_.scale_bytes; at += kWarpLanes) {
-        call_.out_scales[row * call_.scale_bytes + at] = std::byte{0};
-      }
-    }
-  }
-
   const DispatchLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
@@ -191,22 +130,19 @@ class DispatchFanOut {
   int num_warps_;
   int max_topk_;
   int num_sources_;
-  StagedItems<kIsEarly> staged_;
+  StagedItems staged_;
   DispatchExtras extras_;
   int64_t row_bytes_;
 };
 
 struct MoveRowsVector {
-  static constexpr int32_t kPiece = kVectorPiece;
-
-  template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records, const Slice& slice
+      const DispatchFanOut& role, const ArrivalRecords& records
   ) const {
-    using Job = typename DispatchFanOut<kIsEarly>::Job;
-    const Pieces& pieces = slice.pieces;
+    using Job = DispatchFanOut::Job;
+    const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
     for (int piece = 0; piece < pieces.count; ++piece) {
-      const int32_t offset = slice.offset + piece * pieces.each;
+      const int32_t offset = piece * pieces.each;
       const int32_t bytes = pieces.bytes(piece);
       PieceVectors rows[kMaxChunkTokens];
       std::byte* targets[kMaxChunkTokens];
@@ -233,15 +169,12 @@ struct MoveRowsVector {
 
 #if __CUDA_ARCH__ >= 900
 struct MoveRowsBulk {
-  static constexpr int32_t kPiece = kBulkPiece;
-
   BulkRing& ring;
 
-  template <bool kIsEarly>
   __device__ __forceinline__ void operator()(
-      const DispatchFanOut<kIsEarly>& role, const ArrivalRecords& records, const Slice& slice
+      const DispatchFanOut& role, const ArrivalRecords& records
   ) const {
-    using Job = typename DispatchFanOut<kIsEarly>::Job;
+    using Job = DispatchFanOut::Job;
     // What the signal made visible was read by ordinary accesses so far.
     ptx::fence_async_proxy();
     const std::byte* rows[kMaxChunkTokens];
@@ -263,12 +196,12 @@ struct MoveRowsBulk {
         ++count;
       }
     }
-    const Pieces& pieces = slice.pieces;
+    const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
     int load_job = 0;
     int load_piece = 0;
     const auto source_of = [&](int) -> RowSpan {
       const RowSpan span = {
-          pick(rows, load_job) + slice.offset + load_piece * pieces.each,
+          pick(rows, load_job) + load_piece * pieces.each,
           static_cast<uint32_t>(pieces.bytes(load_piece))};
       if (++load_piece == pieces.count) {
         load_piece = 0;
@@ -282,9 +215,7 @@ struct MoveRowsBulk {
       std::byte* target = pick(targets, job);
       if (target != nullptr) {
         ptx::bulk_store(
-            target + slice.offset + piece * pieces.each,
-            data,
-            static_cast<uint32_t>(pieces.bytes(piece))
+            target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
         );
       }
       if (++piece == pieces.count) {

@@ -1,43 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan and the dispatch by it in one launch, for calls of few tokens, whose latency decides: the
-// first blocks make the plan (plan_make.cuh) while the others push rows to where no plan has to say
-// (dispatch_push.cuh); then those wait for the plan and fan out (dispatch_fan_out.cuh). Previous in
-// the data flow: exchange/dispatch_routed_call_cuda.cpp.
+// first blocks make the plan (plan_routed.cuh) while the others push rows to where no plan has to
+// say (dispatch_push.cuh) and then fan them out (dispatch_early.cuh). Previous in the data flow:
+// exchange/dispatch_routed_call_cuda.cpp.
 #include <algorithm>
 
 #include "core/check_cuda.hpp"
-#include "kernels/dispatch_fan_out.cuh"
+#include "kernels/dispatch_early.cuh"
 #include "kernels/dispatch_push.cuh"
-#include "kernels/plan_make.cuh"
+#include "kernels/plan_routed.cuh"
 
 namespace weft {
 namespace {
 
-static_assert(kRoutedThreads >= kRoleThreads && kRoutedThreads <= kMaxPlanThreads);
+static_assert(
+    sizeof(SmallPlanShared) + sizeof(CallSetup) + sizeof(TeamProgress) + sizeof(SeenPlan) +
+        sizeof(uint64_t) * kMoverWarps * kBulkStages <=
+    kMostStaticShared
+);
+static_assert(kRoutedThreads >= kRoleThreads + 2 * kWarpLanes && kRoutedThreads <= kMaxPlanThreads);
 
-constexpr unsigned kMoversBarrier = 1;  // 0 is everybody's
+// Of a block that moves rows, behind the warp that signals.
+constexpr int kWatchWarp = kMoverWarps + 1;
+constexpr int kWordWarp = kMoverWarps + 2;  // of one block alone
 
 using Push = DispatchPush<EarlyRoutes>;
-using FanOut = DispatchFanOut<true>;
-
-// One thread: until the counts of the plan are ahead of the rows, behind which they would queue for
-// as long as those take. For some time only, as nothing depends on it.
-__device__ void let_counts_go_first(const RankView& me, uint32_t epoch) {
-  constexpr uint64_t kMostNanoseconds = 20'000;
-  const volatile uint32_t* told = &me.local->told;
-  const uint64_t begin = ptx::nanoseconds();
-  while (*told != epoch && ptx::nanoseconds() - begin < kMostNanoseconds) {
-    __nanosleep(20);
-  }
-}
 
 // All threads of a block: places that depend on nothing that peers would have to say.
-__device__ void set_places(CallSetup& setup, const RankView& me, uint32_t epoch) {
+__device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
   if (threadIdx.x == 0) {
+    seen.clear();
     setup.epoch = epoch;
     setup.failures = 0;
-  } else if (threadIdx.x == kWarpLanes) {
-    let_counts_go_first(me, epoch);
   }
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
@@ -56,32 +50,16 @@ __device__ void set_places(CallSetup& setup, const RankView& me, uint32_t epoch)
   __syncthreads();
 }
 
-// All threads that move rows: until this rank's plan is made and the records of all
-// ranks are in it. False if the call is given up.
-__device__ bool await_plan(CallSetup& setup, const DispatchLaunch& call) {
-  const RankView& me = call.me;
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer < me.num_ranks) {
-    const WaitSite site = {DeviceOp::kPlan, setup.epoch, peer, WaitFor::kRecords};
-    const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
-    // The blocks that plan know who is missing.
-    if (!wait_reached(me, signal_of(me, me.rank, slot), setup.epoch, site, 2)) {
-      atomicAdd(&setup.failures, 1U);
-    }
-  }
-  __barrier_sync_count(kMoversBarrier, kMoverWarps * kWarpLanes);
-  if (peer < me.num_ranks) {
-    setup.tokens[peer] = call.plan.tokens_of()[peer];
-  }
-  __barrier_sync_count(kMoversBarrier, kMoverWarps * kWarpLanes);
-  return setup.failures == 0;
+WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
+  const PlanMap& map = call.plan.map;
+  return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
 extern __shared__ __align__(128) std::byte routed_shared[];
 
 __device__ void run_plan(const PlanLaunch& call, uint32_t epoch, SmallPlanShared& small) {
-  const PlanMap& map = call.plan.map;
-  make_plan(call, epoch, carve({map.num_ranks, map.num_experts}, routed_shared, small));
+  send_routing(call, epoch);
+  make_routed_plan(call, epoch, carve(shared_map(call), routed_shared, small));
 }
 
 __global__ void __launch_bounds__(kRoutedThreads, 1)
@@ -89,6 +67,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
   __shared__ SmallPlanShared small;
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
+  __shared__ SeenPlan seen;
   const DispatchLaunch& rows = call.dispatch;
   const uint32_t epoch = current_epoch(rows.me);
   const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
@@ -96,16 +75,18 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     run_plan(call.plan, epoch, small);
   } else {
     clear_progress(progress);
-    set_places(setup, rows.me, epoch);
+    set_places(setup, seen, rows.me, epoch);
     const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
     Push push(rows, setup, progress, place);
     if (warp_in_block() == kMoverWarps) {
       push.run_signals();
+    } else if (warp_in_block() == kWordWarp && block == 0) {
+      accept_plan_words(call.plan, epoch, setup.own());
+    } else if (warp_in_block() == kWatchWarp) {
+      watch_plan(call.plan, setup, seen);
     } else if (warp_in_block() < kMoverWarps) {
       push.run_vector();
-      if (await_plan(setup, rows)) {
-        FanOut(rows, setup, place).run(MoveRowsVector{});
-      }
+      EarlyFanOut(rows, setup, seen, place).run(MoveEarlyRowVector{});
     }
   }
   finish_call(rows.me, epoch);
@@ -117,6 +98,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
   __shared__ SmallPlanShared small;
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
+  __shared__ SeenPlan seen;
   __shared__ uint64_t full[kMoverWarps * kBulkStages];
   const DispatchLaunch& rows = call.dispatch;
   const uint32_t epoch = current_epoch(rows.me);
@@ -125,18 +107,20 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     run_plan(call.plan, epoch, small);
   } else {
     clear_progress(progress);
-    set_places(setup, rows.me, epoch);
+    set_places(setup, seen, rows.me, epoch);
     const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
     Push push(rows, setup, progress, place);
     const int warp = warp_in_block();
     if (warp == kMoverWarps) {
       push.run_signals();
+    } else if (warp == kWordWarp && block == 0) {
+      accept_plan_words(call.plan, epoch, setup.own());
+    } else if (warp == kWatchWarp) {
+      watch_plan(call.plan, setup, seen);
     } else if (warp < kMoverWarps) {
       BulkRing ring(routed_shared + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
       push.run_bulk(ring);
-      if (await_plan(setup, rows)) {
-        FanOut(rows, setup, place).run(MoveRowsBulk{ring});
-      }
+      EarlyFanOut(rows, setup, seen, place).run(MoveEarlyRowBulk{ring});
     }
   }
   ptx::wait_stores<0>();
@@ -146,9 +130,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
 
 // The plan's blocks need room too.
 int shared_bytes(const RoutedDispatchLaunch& call, int of_rows) {
-  const PlanMap& map = call.plan.plan.map;
-  const PlanSharedMap plan = {map.num_ranks, map.num_experts};
-  return std::max(of_rows, static_cast<int>(plan.num_bytes()));
+  return std::max(of_rows, static_cast<int>(shared_map(call.plan).num_bytes()));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the fan-out role finds what sources have pushed for an item, but for rows in their primary
-// slots: in this rank's staging, closely packed by arrival; or among its early rows, by token.
+// Where the fan-out role finds what sources have pushed, but for rows in their primary slots: in
+// this rank's staging, closely packed by arrival.
 #pragma once
 
 #include "kernels/dispatch_extras.cuh"
@@ -9,7 +9,6 @@
 
 namespace weft {
 
-template <bool kIsEarly>
 class StagedItems {
  public:
   __device__ StagedItems(const DispatchLaunch& call, const CallSetup& setup)
@@ -19,38 +18,25 @@ class StagedItems {
   [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
       const ArrivalRecords& records, int64_t row_bytes
   ) const {
-    const std::byte* all = kIsEarly ? own() + map().early_rows_offset(setup_.epoch)
-                                    : static_cast<const std::byte*>(call_.staged_rows);
-    return all + place(records) * row_bytes;
+    return call_.staged_rows + place(records) * row_bytes;
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const ArrivalRecords& records
   ) const {
-    const std::byte* all = kIsEarly ? own() + map().early_scales_offset(setup_.epoch)
-                                    : static_cast<const std::byte*>(call_.staged_scales);
-    return all + place(records) * staged_scale_bytes(call_.scale_bytes);
+    return call_.staged_scales + place(records) * staged_scale_bytes(call_.scale_bytes);
   }
 
   [[nodiscard]] __device__ __forceinline__ const float* weights(const ArrivalRecords& records
   ) const {
-    const auto source = static_cast<uint32_t>(records.source);
-    const uint64_t all =
-        kIsEarly ? map().early_weights_offset(setup_.epoch, source) : map().weights_offset(source);
-    const int64_t arrival = kIsEarly ? records.chunk : records.begin;
-    return reinterpret_cast<const float*>(own() + all) + arrival * map().max_topk;
+    const RankView& me = call_.me;
+    const uint64_t all = me.map.weights_offset(static_cast<uint32_t>(records.source));
+    return reinterpret_cast<const float*>(control_of(me, me.rank) + all) +
+           static_cast<int64_t>(records.begin) * me.map.max_topk;
   }
 
  private:
-  [[nodiscard]] __device__ __forceinline__ const DeviceControlMap& map() const {
-    return call_.me.map;
-  }
-  [[nodiscard]] __device__ __forceinline__ const std::byte* own() const {
-    return control_of(call_.me, call_.me.rank);
-  }
-  // A chunk of early rows is one token.
   [[nodiscard]] __device__ __forceinline__ int64_t place(const ArrivalRecords& records) const {
-    return kIsEarly ? static_cast<int64_t>(records.source) * map().max_tokens + records.chunk
-                    : setup_.received_base[records.source] + records.begin;
+    return setup_.received_base[records.source] + records.begin;
   }
 
   const DispatchLaunch& call_;

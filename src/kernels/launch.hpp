@@ -34,6 +34,7 @@ struct PlanLaunch {
   std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
   int32_t num_blocks = 1;           // at most kMaxPlanBlocks
+  int32_t num_parts = 1;            // of each rank's tokens, if a block makes no more than one
 };
 
 [[nodiscard]] uint64_t plan_scratch_bytes(const PlanMap& map);
@@ -89,6 +90,7 @@ struct DispatchLaunch {
 };
 
 inline constexpr unsigned kRoutedThreads = 512;  // of a block: more warps than move rows make plans
+inline constexpr uint32_t kMostStaticShared = 8 << 10;  // of a block, beside what a launch asks for
 
 // A plan and the dispatch by it. The first plan.num_blocks blocks make the plan; the others push
 // rows to where DevicePlace::kEarly says, then wait for the plan and fan out.
@@ -127,6 +129,9 @@ static_assert(
         sizeof(RoutedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
+
+// Tokens that one block of combine's summing role works on at the same time.
+[[nodiscard]] int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens);
 
 // Once per device and before any capture.
 void prepare_dispatch();

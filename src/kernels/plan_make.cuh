@@ -8,58 +8,13 @@
 // costs less than another meeting of blocks.
 #pragma once
 
-#include "kernels/plan_group.cuh"
+#include "kernels/plan_publish.cuh"
 #include "kernels/plan_read.cuh"
 #include "kernels/plan_routes.cuh"
 #include "kernels/plan_shared.cuh"
 #include "kernels/plan_words.cuh"
 
 namespace weft {
-
-// Constant sizes; the rest is dynamic.
-struct SmallPlanShared {
-  std::byte* control[kMaxDomainRanks];
-  std::byte* blocks[kMaxDomainRanks];
-  int32_t received[kMaxDomainRanks];
-  int64_t partial[kMaxPlanThreads / kPlanLanes];
-};
-
-// `base` has PlanSharedMap::num_bytes().
-__device__ inline PlanShared carve(
-    const PlanSharedMap& map, std::byte* base, SmallPlanShared& small
-) {
-  PlanShared shared;
-  shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
-  shared.before = reinterpret_cast<uint32_t*>(base + map.before());
-  shared.message = reinterpret_cast<DeviceWord*>(base + map.message());
-  shared.total = reinterpret_cast<int64_t*>(base + map.total());
-  shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
-  shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
-  shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
-  shared.words = reinterpret_cast<DeviceWord*>(base + map.words());
-  shared.control = small.control;
-  shared.blocks = small.blocks;
-  shared.received = small.received;
-  shared.partial = small.partial;
-  return shared;
-}
-
-// All threads of one block: this rank's shape into its plan and, if asked for, to the host.
-__device__ inline void publish_shape(
-    const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
-) {
-  if (call.host_shape != nullptr) {
-    write_shape(call, group, place, shared, {call.host_shape, call.plan.map});
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      ptx::fence_sys();
-      ptx::store_relaxed_sys(
-          reinterpret_cast<uint32_t*>(call.host_shape + call.plan.map.shape_bytes()), place.epoch
-      );
-    }
-  }
-  write_shape(call, group, place, shared, call.plan);
-}
 
 // All threads: once every block has written its records, the last one tells all receivers.
 __device__ inline void raise_records(
@@ -82,23 +37,6 @@ __device__ inline void raise_records(
   }
 }
 
-// All threads of one block: a plan that was given up leaves nothing that a later call would follow.
-__device__ inline void clear_plan(const PlanLaunch& call) {
-  const PlanMap& map = call.plan.map;
-  if (threadIdx.x == 0) {
-    *call.plan.header() = PlanHeader{};
-  }
-  for (uint32_t rank = threadIdx.x; rank < map.num_ranks; rank += blockDim.x) {
-    call.plan.tokens_of()[rank] = 0;
-  }
-  for (uint32_t expert = threadIdx.x; expert < map.num_experts / map.num_ranks;
-       expert += blockDim.x) {
-    call.plan.rows_per_expert()[expert] = 0;
-    call.plan.padded_rows_per_expert()[expert] = 0;
-    call.plan.expert_begin()[expert] = 0;
-  }
-}
-
 // All threads of all blocks. Returns early, all threads of a block together, if the call is given
 // up.
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
@@ -110,7 +48,7 @@ __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const P
     shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
   }
   if (threadIdx.x == blockDim.x - 1) {
-    write_message(call, shared);
+    write_word(call, *shared.message);  // the counts follow once they are summed
   }
   __syncthreads();
   count_tokens(call, place, shared);

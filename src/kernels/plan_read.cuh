@@ -8,17 +8,25 @@
 
 namespace weft {
 
-// Lane r < num_ranks: which lanes are the first of their token to go to rank r. `target` is the
-// lane's receiver, num_ranks or more for none.
-__device__ __forceinline__ uint32_t
-first_lanes(const PlanPlace& place, uint32_t pair, uint32_t target) {
+// What the lanes know of the arrivals that a step's tokens make.
+struct StepArrivals {
+  uint32_t lanes = 0;  // lane r < num_ranks: which lanes are the first of their token to rank r
+  uint32_t lower_ranks = 0;  // receivers of the lane's token before the lane's own
+};
+
+// `target` is the lane's receiver, num_ranks or more for none.
+__device__ __forceinline__ StepArrivals
+step_arrivals(const PlanPlace& place, uint32_t pair, uint32_t target, uint32_t topk) {
   const bool is_first = (pair & low_lanes(place.lane)) == 0;
-  uint32_t mine = 0;
+  const uint32_t token_lanes = low_lanes(topk) << place.group * topk;
+  StepArrivals out;
+#pragma unroll 1
   for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
     const uint32_t lanes = __ballot_sync(kAllLanes, is_first && target == rank);
-    mine = place.lane == rank ? lanes : mine;
+    out.lanes = place.lane == rank ? lanes : out.lanes;
+    out.lower_ranks += rank < target && (lanes & token_lanes) != 0 ? 1U : 0U;
   }
-  return mine;
+  return out;
 }
 
 // Lanes of the same token with the same receiver; a lane without a route is alone.
@@ -195,6 +203,7 @@ __device__ inline void count_tokens(
 ) {
   constexpr int kBatch = 4;  // steps in flight
   uint32_t* counts = shared.counts + place.warp * place.columns;
+  const auto topk = static_cast<uint32_t>(call.topk);
   uint32_t arrivals = 0;  // lane r: to rank r
   if (call.map != nullptr) {
     read_map(call, place);
@@ -226,7 +235,7 @@ __device__ inline void count_tokens(
         atomicAdd(counts + place.num_ranks + column, 1U);
       }
       const uint32_t pair = pair_lanes(place, is_route, target);
-      arrivals += static_cast<uint32_t>(__popc(first_lanes(place, pair, target)));
+      arrivals += static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
     }
   }
   if (place.lane < place.num_ranks) {

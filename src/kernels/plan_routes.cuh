@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Last part of the plan kernel: a warp gives its routes their slots and writes the records of its
-// arrivals straight into the receivers' plan blocks.
+// Last part of a plan: a warp gives its routes their slots and writes the records of its arrivals
+// straight into the receivers' plan blocks, and what concerns the tokens' own rank into its plan.
 #pragma once
 
 #include "kernels/plan_read.cuh"
@@ -33,8 +33,9 @@ struct LaneRoute {
   int32_t expert = -1;
   float weight = 0.0F;
   uint32_t target = 0;
-  uint32_t pair = 0;     // lanes of its arrival
-  uint32_t arrival = 0;  // number of its arrival in the pair (this rank, target)
+  uint32_t pair = 0;         // lanes of its arrival
+  uint32_t arrival = 0;      // number of its arrival in the pair (this rank, target)
+  uint32_t lower_ranks = 0;  // receivers of the token before `target`
   int32_t slot = -1;
 
   [[nodiscard]] __device__ bool is_route() const { return expert >= 0; }
@@ -44,20 +45,17 @@ struct LaneRoute {
 struct TokenNeighbours {
   uint32_t place = 0;            // of the route among the kept ones of its arrival
   uint32_t lowest = 0xffffffff;  // slot of the arrival; all ones: none kept
-  uint32_t ranks = 0;            // bit mask of the receivers of the token
 };
 
 __device__ __forceinline__ TokenNeighbours
 token_neighbours(const PlanPlace& place, const LaneRoute& route, uint32_t topk) {
   TokenNeighbours out;
   const auto slot = static_cast<uint32_t>(route.slot);  // dropped: behind all
-  const uint32_t own_rank = route.is_route() ? 1U << route.target : 0U;
   const uint32_t first = place.group * topk;
 #pragma unroll 4
   for (uint32_t k = 0; k < topk; ++k) {
     const uint32_t lane = (first + k) % kPlanLanes;
     const uint32_t other = __shfl_sync(kAllLanes, slot, lane);
-    out.ranks |= __shfl_sync(kAllLanes, own_rank, lane);
     if ((route.pair >> lane & 1U) != 0) {
       out.place += other < slot || (other == slot && k < place.k) ? 1U : 0U;
       out.lowest = min(out.lowest, other);
@@ -81,7 +79,7 @@ __device__ __forceinline__ void write_pairs(
   const auto topk = static_cast<uint32_t>(call.topk);
   const auto left = static_cast<uint32_t>(place.tokens.last - first_token);
   const uint32_t num_pairs = min(left, place.step) * place.num_ranks;
-  const auto chunk_mask = static_cast<uint32_t>(chunk_tokens(call.num_tokens)) - 1;
+  const auto chunk_mask = static_cast<uint32_t>(chunk_tokens(place.num_tokens)) - 1;
   const auto chunk_shift = static_cast<uint32_t>(__popc(chunk_mask));
   const size_t first_pair = static_cast<size_t>(first_token) * place.num_ranks;
   for (uint32_t base = 0; base < num_pairs; base += kPlanLanes) {
@@ -96,12 +94,14 @@ __device__ __forceinline__ void write_pairs(
     const uint32_t below = group * topk;
     const auto number = static_cast<int32_t>(begin) + __popc(firsts & low_lanes(below));
     const bool is_arrival = (firsts >> below & low_lanes(topk)) != 0;
-    call.plan.arrival()[first_pair + pair] = is_arrival ? number : -1;
-    if (!is_arrival) {
-      call.plan.primary()[first_pair + pair] = -1;  // else the arrival's first lane writes it
+    if (place.writes_tokens) {
+      call.plan.arrival()[first_pair + pair] = is_arrival ? number : -1;
+      if (!is_arrival) {
+        call.plan.primary()[first_pair + pair] = -1;  // else the arrival's first lane writes it
+      }
     }
     const uint32_t token = static_cast<uint32_t>(first_token) + group;
-    if ((token & chunk_mask) == 0) {
+    if ((token & chunk_mask) == 0 && shared.blocks[rank] != nullptr) {
       reinterpret_cast<int32_t*>(shared.blocks[rank] + offsets.chunk_begin)[token >> chunk_shift] =
           number;
     }
@@ -121,17 +121,20 @@ __device__ __forceinline__ void write_record(
   std::byte* block = shared.blocks[route.target];
   if ((route.pair & low_lanes(place.lane)) == 0) {
     const auto most = min(place.num_ranks, static_cast<uint32_t>(call.topk));
-    const int lower_ranks = __popc(neighbours.ranks & low_lanes(route.target));
     int4 head;  // an ArrivalHead
     head.x = route.token;
     head.y = __popc(kept_lanes & route.pair);
-    head.z = route.token * static_cast<int32_t>(most) + lower_ranks;
+    head.z = route.token * static_cast<int32_t>(most) + static_cast<int32_t>(route.lower_ranks);
     head.w = 0;
-    reinterpret_cast<int4*>(block + offsets.heads)[route.arrival] = head;
-    const size_t pair = static_cast<size_t>(route.token) * place.num_ranks + route.target;
-    call.plan.primary()[pair] = static_cast<int32_t>(neighbours.lowest);
+    if (block != nullptr) {
+      reinterpret_cast<int4*>(block + offsets.heads)[route.arrival] = head;
+    }
+    if (place.writes_tokens) {
+      const size_t pair = static_cast<size_t>(route.token) * place.num_ranks + route.target;
+      call.plan.primary()[pair] = static_cast<int32_t>(neighbours.lowest);
+    }
   }
-  if (route.slot >= 0) {
+  if (route.slot >= 0 && block != nullptr) {
     const auto local =
         static_cast<uint32_t>(route.expert) - route.target * place.experts_per_rank.divisor();
     const size_t at =
@@ -139,9 +142,30 @@ __device__ __forceinline__ void write_record(
     reinterpret_cast<int32_t*>(block + offsets.slots)[at] = route.slot;
     reinterpret_cast<int32_t*>(block + offsets.origins)[at] =
         static_cast<int32_t>(local << 8 | place.k);
-    if (call.weights != nullptr) {
+    if (call.has_weights) {
       reinterpret_cast<float*>(block + offsets.weights)[at] = route.weight;
     }
+  }
+}
+
+// Every entry of the step's tokens among the early slots: kept routes first, by slot.
+__device__ __forceinline__ void write_early_slots(
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const LaneRoute& route,
+    const TokenNeighbours& neighbours
+) {
+  const auto topk = static_cast<uint32_t>(call.topk);
+  const bool is_kept = route.slot >= 0 && route.target == static_cast<uint32_t>(call.me.rank);
+  const uint32_t of_token = low_lanes(topk) << place.group * topk;
+  const uint32_t kept = __ballot_sync(kAllLanes, is_kept) & of_token;
+  const uint32_t others = of_token & ~kept & low_lanes(place.lane);
+  const auto behind = static_cast<uint32_t>(__popc(kept) + __popc(others));
+  if (place.is_used && route.token < place.tokens.last) {
+    const uint32_t at =
+        static_cast<uint32_t>(route.token) * topk + (is_kept ? neighbours.place : behind);
+    const int2 entry = {is_kept ? route.slot : -1, static_cast<int32_t>(place.k)};
+    *reinterpret_cast<int2*>(place.early_slots + at) = entry;
   }
 }
 
@@ -151,10 +175,10 @@ load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
   LaneRoute route;
   route.token = first + static_cast<int32_t>(place.group);
   if (place.is_used && route.token < place.tokens.last) {
-    const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
-    route.expert = call.plan.route_expert()[at];
-    if (call.weights != nullptr) {
-      route.weight = call.plan.route_weight()[at];
+    const size_t at = static_cast<size_t>(route.token) * place.stride + place.k;
+    route.expert = place.route_expert[at];
+    if (call.has_weights) {
+      route.weight = place.route_weight[at];
     }
   }
   return route;
@@ -188,7 +212,7 @@ __device__ inline void place_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
   const auto topk = static_cast<uint32_t>(call.topk);
-  const RecordOffsets offsets = record_offsets(call.plan.map, static_cast<uint32_t>(call.me.rank));
+  const RecordOffsets offsets = record_offsets(call.plan.map, place.source);
   const FastDivide by_ranks(place.num_ranks);
   uint32_t next = 0;  // lane r: number of the warp's next arrival at rank r
   if (place.lane < place.num_ranks) {
@@ -203,7 +227,9 @@ __device__ inline void place_tokens(
     const auto expert = static_cast<uint32_t>(route.expert);
     route.target = route.is_route() ? place.experts_per_rank.divide(expert) : place.num_ranks;
     route.pair = pair_lanes(place, route.is_route(), route.target);
-    const uint32_t firsts = first_lanes(place, route.pair, route.target);
+    const StepArrivals arrivals = step_arrivals(place, route.pair, route.target, topk);
+    const uint32_t firsts = arrivals.lanes;
+    route.lower_ranks = arrivals.lower_ranks;
     const uint32_t of_target = __shfl_sync(kAllLanes, firsts, route.target % kPlanLanes);
     route.arrival = __shfl_sync(kAllLanes, next, route.target % kPlanLanes) +
                     static_cast<uint32_t>(__popc(of_target & low_lanes(place.group * topk)));
@@ -211,9 +237,12 @@ __device__ inline void place_tokens(
 
     const TokenNeighbours neighbours = token_neighbours(place, route, topk);
     const uint32_t kept_lanes = __ballot_sync(kAllLanes, route.slot >= 0);
-    if (place.is_used && route.token < place.tokens.last) {
+    if (place.is_used && place.writes_tokens && route.token < place.tokens.last) {
       const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
       call.plan.route_slot()[at] = route.slot;
+    }
+    if (place.early_slots != nullptr) {
+      write_early_slots(call, place, route, neighbours);
     }
     if (route.is_route()) {
       write_record(call, place, shared, offsets, route, neighbours, kept_lanes);
@@ -224,15 +253,15 @@ __device__ inline void place_tokens(
   }
 }
 
-// All threads of one block: closes this rank's chunks at every receiver.
+// All threads of one block: closes the tokens' chunks at every receiver.
 __device__ inline void close_chunks(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
   const uint32_t rank = threadIdx.x;
-  if (rank < place.num_ranks) {
-    const uint64_t offset = call.plan.map.chunk_begin(static_cast<uint32_t>(call.me.rank));
+  if (rank < place.num_ranks && shared.blocks[rank] != nullptr) {
+    const uint64_t offset = call.plan.map.chunk_begin(place.source);
     auto* chunk_begin = reinterpret_cast<int32_t*>(shared.blocks[rank] + offset);
-    chunk_begin[num_device_chunks(call.num_tokens)] = shared.own()[rank];
+    chunk_begin[num_device_chunks(place.num_tokens)] = shared.own()[rank];
   }
 }
 

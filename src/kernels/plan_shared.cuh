@@ -26,18 +26,68 @@ struct PlanShared {
   SlotRun* runs;        // [columns] of this block's routes, or arrivals (rank_major)
   DeviceWord* words;    // [num_ranks] as told by each rank
   std::byte** control;  // [num_ranks] control regions as mapped here
-  std::byte** blocks;   // [num_ranks] plan blocks as mapped here
+  std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
   int32_t* received;    // [num_ranks] arrivals from each rank
   int64_t* partial;     // [num_warps] of a reduction or scan
+  // Of a plan that every rank makes of all ranks' routing, null else.
+  uint32_t* others;       // [kOtherCounts][columns]
+  uint16_t* experts;      // [num_ranks][num_routes] of routes, all ones for none
+  uint32_t num_routes;    // most of a rank
+  int32_t* route_expert;  // [num_tokens, topk] of the rank that is planned
+  float* route_weight;
 
   // [columns] of this rank.
+  [[nodiscard]] __device__ uint16_t* experts_of(uint32_t rank) const {
+    return experts + rank * num_routes;
+  }
   [[nodiscard]] __device__ int32_t* own() const { return reinterpret_cast<int32_t*>(message + 1); }
 };
+
+// Constant sizes; the rest is dynamic.
+struct SmallPlanShared {
+  std::byte* control[kMaxDomainRanks];
+  std::byte* blocks[kMaxDomainRanks];
+  int32_t received[kMaxDomainRanks];
+  int64_t partial[kMaxPlanThreads / kPlanLanes];
+};
+
+// `base` has PlanSharedMap::num_bytes().
+__device__ inline PlanShared carve(
+    const PlanSharedMap& map, std::byte* base, SmallPlanShared& small
+) {
+  PlanShared shared;
+  shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
+  shared.before = reinterpret_cast<uint32_t*>(base + map.before());
+  shared.message = reinterpret_cast<DeviceWord*>(base + map.message());
+  shared.total = reinterpret_cast<int64_t*>(base + map.total());
+  shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
+  shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
+  shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
+  shared.words = reinterpret_cast<DeviceWord*>(base + map.words());
+  shared.control = small.control;
+  shared.blocks = small.blocks;
+  shared.received = small.received;
+  shared.partial = small.partial;
+  shared.others = nullptr;
+  shared.experts = nullptr;
+  shared.num_routes = map.num_routes;
+  shared.route_expert = nullptr;
+  shared.route_weight = nullptr;
+  if (map.num_routes > 0) {
+    shared.others = reinterpret_cast<uint32_t*>(base + map.others());
+    shared.experts = reinterpret_cast<uint16_t*>(base + map.experts());
+    shared.route_expert = reinterpret_cast<int32_t*>(base + map.route_expert());
+    shared.route_weight = reinterpret_cast<float*>(base + map.route_weight());
+  }
+  return shared;
+}
 
 // Where this thread stands in the call. A warp takes the tokens [tokens.first, tokens.last), `step`
 // at a time: lane = group * topk + k, so that all routes of a token are in one warp instruction.
 struct PlanPlace {
   uint32_t epoch = 0;
+  uint32_t source = 0;     // the rank whose tokens are planned: this one, but in plan_routed.cuh
+  int32_t num_tokens = 0;  // of that rank
   uint32_t num_ranks = 1;
   uint32_t columns = 0;
   uint32_t warp = 0;
@@ -50,11 +100,23 @@ struct PlanPlace {
   uint32_t k = 0;
   bool is_used = false;  // the lane stands for a route
   FastDivide experts_per_rank;
+  bool writes_tokens = true;  // this block writes what this rank keeps of its own tokens
+  // Where routes are read: row `token` has its k-th at token * stride + k.
+  const int32_t* route_expert = nullptr;
+  const float* route_weight = nullptr;
+  uint32_t stride = 0;
+  EarlySlot* early_slots = nullptr;  // [num_tokens, topk]; null: none wanted
+
+  [[nodiscard]] __device__ bool is_own(const RankView& me) const {
+    return source == static_cast<uint32_t>(me.rank);
+  }
 };
 
 __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   PlanPlace place;
   place.epoch = epoch;
+  place.source = static_cast<uint32_t>(call.me.rank);
+  place.num_tokens = call.num_tokens;
   place.num_ranks = call.plan.map.num_ranks;
   place.columns = call.plan.map.num_ranks + call.plan.map.num_experts;
   place.warp = threadIdx.x / kPlanLanes;
@@ -69,6 +131,9 @@ __device__ inline PlanPlace plan_place(const PlanLaunch& call, uint32_t epoch) {
   place.k = place.lane - place.group * topk;
   place.is_used = place.group < place.step;
   place.experts_per_rank = FastDivide(call.plan.map.num_experts / call.plan.map.num_ranks);
+  place.route_expert = call.plan.route_expert();
+  place.route_weight = call.plan.route_weight();
+  place.stride = call.plan.map.max_topk;
   return place;
 }
 

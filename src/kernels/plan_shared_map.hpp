@@ -13,10 +13,15 @@ namespace weft {
 inline constexpr uint32_t kPlanLanes = 32;
 inline constexpr uint32_t kMaxPlanThreads = 512;
 
+// What a block that plans for a part of one rank's tokens counts beside them.
+enum OtherCounts : uint32_t { kEarlierRanks, kLaterRanks, kEarlierParts, kLaterParts };
+inline constexpr uint32_t kOtherCounts = 4;
+
 // Offsets in bytes; kernels/plan_shared.cuh says what lies there.
 struct PlanSharedMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;
+  uint32_t num_routes = 0;  // most of a rank; 0 where routes are not kept here
 
   [[nodiscard]] WEFT_HD static constexpr uint32_t align(uint32_t bytes) {
     return (bytes + 15) / 16 * 16;
@@ -54,8 +59,20 @@ struct PlanSharedMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t words() const {
     return runs() + align(columns() * sizeof(SlotRun));
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t num_bytes() const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t others() const {
     return words() + static_cast<uint32_t>(num_ranks * sizeof(DeviceWord));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t experts() const {
+    return others() + (num_routes == 0 ? 0 : align(kOtherCounts * columns() * sizeof(uint32_t)));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t route_expert() const {
+    return experts() + align(num_ranks * num_routes * sizeof(uint16_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t route_weight() const {
+    return route_expert() + align(num_routes * sizeof(int32_t));
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t num_bytes() const {
+    return route_weight() + align(num_routes * sizeof(float));
   }
 };
 

@@ -8,9 +8,8 @@
 
 namespace weft {
 
-// One thread: this rank's word but for its status. The payload follows once it is summed.
-__device__ inline void write_message(const PlanLaunch& call, const PlanShared& shared) {
-  DeviceWord& word = *shared.message;
+// One thread: this rank's word but for its status.
+__device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
   word = DeviceWord();
   word.op = DeviceOp::kPlan;
   word.num_tokens = call.num_tokens;
@@ -99,9 +98,6 @@ __device__ inline void post_message(
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0 && blockIdx.x == 0) {
-    *reinterpret_cast<volatile uint32_t*>(&call.me.local->told) = place.epoch;
-  }
   if (threadIdx.x == 0 && blockIdx.x < place.num_ranks) {
     ptx::fence_sys();
     const uint32_t slot = call.me.map.signals().word(place.epoch, me);

@@ -29,7 +29,7 @@ struct Team {
 };
 
 // Slices of about two kilobytes; half of one where few tokens make latency count.
-__device__ __forceinline__ int team_warps(int64_t row_bytes, int64_t num_tokens) {
+WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
   const int64_t slice = num_tokens <= 512 ? 1024 : 2048;
   int warps = 1;
   while (warps < kMaxTeamWarps && row_bytes > slice * warps) {

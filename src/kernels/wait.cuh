@@ -171,9 +171,21 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
     if (ptx::add_acq_rel_gpu(&me.local->done, 1) == num_blocks - 1) {
       me.local->done = 0;
       me.local->grid = 0;
+      me.local->placed = 0;
       me.local->epoch = epoch;
     }
   }
+}
+
+// One thread: this rank's word to one peer.
+__device__ inline void post_word(
+    const RankView& me, uint32_t epoch, const DeviceWord& word, int peer
+) {
+  *word_of(me, peer, epoch, me.rank) = word;
+  ptx::fence_sys();
+  ptx::store_relaxed_sys(
+      signal_of(me, peer, me.map.signals().word(epoch, static_cast<uint32_t>(me.rank))), epoch
+  );
 }
 
 // Threads [0, num_ranks) of one block: each tells its word to one peer.
@@ -181,14 +193,9 @@ __device__ inline void post_word_by_thread(
     const RankView& me, uint32_t epoch, const DeviceWord& word
 ) {
   const int peer = static_cast<int>(threadIdx.x);
-  if (peer >= me.num_ranks) {
-    return;
+  if (peer < me.num_ranks) {
+    post_word(me, epoch, word, peer);
   }
-  *word_of(me, peer, epoch, me.rank) = word;
-  ptx::fence_sys();
-  ptx::store_relaxed_sys(
-      signal_of(me, peer, me.map.signals().word(epoch, static_cast<uint32_t>(me.rank))), epoch
-  );
 }
 
 // A word as its sender wrote it, in one round trip.

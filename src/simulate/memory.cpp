@@ -190,11 +190,11 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
   const auto topk = static_cast<uint32_t>(scenario.topk);
   const auto hidden = static_cast<uint64_t>(scenario.row_bytes) / 2;
   const DeviceControlMap map = {
-      .num_ranks = members,
-      .num_experts = experts,
-      .max_tokens = tokens,
-      .max_topk = topk,
-      .early_row_bytes = domains.has_several() ? 0 : early_row_room(members, tokens, hidden)};
+      members,
+      experts,
+      tokens,
+      topk,
+      domains.has_several() ? 0 : early_row_room(members, tokens, topk, hidden)};
   const PlanMap plan = {members, experts, tokens, topk};
   uint64_t rounds = 1;  // the same on all ranks of a domain
   for (const int member : domains.near()) {

@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/device_control.hpp"
-
 #include <gtest/gtest.h>
+
+#include "kernels/device_control_map.hpp"
 
 namespace weft {
 namespace {
 
 TEST(DeviceControlTest, HasRoomForEarlyRowsOfShortCalls) {
-  EXPECT_EQ(early_row_room(4, 128, 7168), 14336U);
-  EXPECT_EQ(early_row_room(4, 512, 4), 16U);
-  EXPECT_EQ(early_row_room(4, 513, 4), 0U);
-  EXPECT_EQ(early_row_room(32, 512, 7168), 0U);  // half a gigabyte
+  EXPECT_EQ(early_row_room(4, 128, 8, 7168), 14336U);
+  EXPECT_EQ(early_row_room(4, 512, 8, 4), 16U);
+  EXPECT_EQ(early_row_room(4, 513, 8, 4), 0U);
+  EXPECT_EQ(early_row_room(32, 512, 1, 7168), 0U);  // half a gigabyte
+  EXPECT_EQ(early_row_room(8, 512, 8, 4), 16U);
+  EXPECT_EQ(early_row_room(8, 512, 9, 4), 0U);  // more routes than shared memory holds
 }
 
 // Two calls that follow each other share nothing, and nothing lies on what the call words use.
 TEST(DeviceControlTest, KeepsEarlyRowsOfTwoCallsApart) {
-  const DeviceControlMap map = {4, 256, 100, 8, early_row_room(4, 100, 7168)};
+  const DeviceControlMap map = {4, 256, 100, 8, early_row_room(4, 100, 8, 7168)};
   const uint64_t tokens = uint64_t{4} * 100;
   for (const uint32_t epoch : {6U, 7U}) {
     EXPECT_GE(map.early_rows_offset(epoch), map.stamp_offset() + sizeof(uint64_t));
@@ -36,8 +38,27 @@ TEST(DeviceControlTest, KeepsEarlyRowsOfTwoCallsApart) {
   EXPECT_LE(map.early_weights_offset(7, 4), map.num_bytes());
 }
 
+TEST(DeviceControlTest, KeepsRoutingOfTwoCallsAndOfEveryRankApart) {
+  const DeviceControlMap map = {4, 256, 100, 8, early_row_room(4, 100, 8, 7168)};
+  const RoutingMap routing = map.routing();
+  EXPECT_EQ(routing.max_routes, 800U);
+  EXPECT_GE(RoutingMap::experts(), RoutingMap::kFields);
+  EXPECT_EQ(routing.weights(), RoutingMap::experts() + 800);
+  EXPECT_EQ(routing.size(), routing.weights() + 800);
+  const uint64_t bytes = sizeof(uint64_t) * routing.size();
+  EXPECT_GE(map.routing_offset(6, 0), map.early_weights_offset(7, 4));
+  for (const uint32_t epoch : {6U, 7U}) {
+    EXPECT_GE(map.routing_offset(epoch, 1), map.routing_offset(epoch, 0) + bytes);
+    EXPECT_EQ(map.routing_offset(epoch, 3), map.routing_offset(epoch + 2, 3));
+  }
+  EXPECT_GE(map.routing_offset(7, 0), map.routing_offset(6, 3) + bytes);
+  EXPECT_GE(map.early_slots_offset(0), map.routing_offset(7, 3) + bytes);
+  EXPECT_GE(map.early_slots_offset(1), map.early_slots_offset(0) + 800 * sizeof(EarlySlot));
+  EXPECT_EQ(map.early_slots_offset(4), map.num_bytes());
+}
+
 TEST(DeviceControlTest, NeedsNoMemoryWithoutEarlyRows) {
-  const DeviceControlMap map = {4, 256, 4096, 8, early_row_room(4, 4096, 7168)};
+  const DeviceControlMap map = {4, 256, 4096, 8, early_row_room(4, 4096, 8, 7168)};
   EXPECT_EQ(map.num_bytes(), map.stamp_offset() + 128);
 }
 

@@ -74,6 +74,14 @@ TEST(TuningTest, SharesByRuleWhereNothingIsMeasuredOrSomethingIsAsked) {
   EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20, 0, true}), std::pair(17, 3));
 }
 
+TEST(TuningTest, AShortCombineSumsAllTokensAtOnceWithinHalfOfTheBlocks) {
+  EXPECT_EQ(blocks_of_short_combine(132, 128, 3), (RoleBlocks{89, 43}));
+  EXPECT_EQ(blocks_of_short_combine(132, 0, 3), (RoleBlocks{131, 1}));
+  EXPECT_EQ(blocks_of_short_combine(132, 198, 3), (RoleBlocks{66, 66}));
+  EXPECT_EQ(blocks_of_short_combine(132, 199, 3), std::nullopt);
+  EXPECT_EQ(blocks_of_short_combine(2, 1, 1), (RoleBlocks{1, 1}));
+}
+
 TEST(TuningTest, TheBuiltInTableHasBothOperations) {
   for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
     for (const int ranks : {2, 4}) {

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the GPUs of a domain say it: the byte geometry of a rank's control region in device memory,
+// for host and device alike. Peers write it, its owner reads it; it starts all zero and nothing in
+// it is ever reset.
+//
+// Every call has a number, its epoch, counted on each GPU by the kernels themselves, so that a
+// replayed graph goes on counting. A signal is raised by storing the epoch of the call: it says
+// "done up to this call", and a signal that a failed call never raised does not confuse the next.
+//
+//   signals     see SignalSlots
+//   words       [2 parities][num_ranks]  DeviceWord, then arrivals [num_ranks] and routes
+//               [num_experts] int32 of a plan call
+//   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
+//               kSourceWeights
+//   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
+//   stamp       uint64 of the exchange, written by the owner when the exchange is made
+//   early       [2 parities] of calls whose rows go before words have come: rows, scale rows and
+//               weights [max_topk] of [num_ranks * max_tokens] tokens. Of a dispatch that makes its
+//               plan by (source, token); of combine as in staging and in `returned`
+//   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
+//               rank makes by itself
+//   early slots [num_ranks][max_tokens * max_topk]  EarlySlot: where early rows go, for this rank
+//
+// A parity's word may be overwritten two calls later: by then every rank has read it, because no
+// kernel ends before it has seen the words of all ranks. The same holds for early rows and routing,
+// which are written before any word of their call has come.
+#pragma once
+
+#include "kernels/device_words.hpp"
+
+namespace weft {
+
+// Most tokens of a rank in a call whose rows may go before their slots are known, and most memory
+// for such rows: beyond, the wire takes longer than a plan.
+inline constexpr uint32_t kMaxEarlyTokens = 512;
+inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
+inline constexpr uint32_t kMaxEarlyRoutes = 32768;  // of all ranks: shared memory holds them
+inline constexpr uint32_t kEarlyScaleBytes = 256;
+
+// Of a row of 16-bit elements; 0 where there is to be no room for early rows.
+WEFT_HD constexpr uint32_t early_row_room(
+    uint64_t num_ranks, uint64_t max_tokens, uint64_t max_topk, uint64_t hidden
+) {
+  const uint64_t row = (2 * hidden + 15) / 16 * 16;
+  const bool fits = max_tokens <= kMaxEarlyTokens &&
+                    num_ranks * max_tokens * max_topk <= kMaxEarlyRoutes &&
+                    2 * num_ranks * max_tokens * (row + kEarlyScaleBytes) <= kMaxEarlyBytes;
+  return fits ? static_cast<uint32_t>(row) : 0;
+}
+
+// A rank's routing in the memory of another: words of 64 bits, of which the upper half is the epoch
+// of the call. Offsets in words.
+struct RoutingMap {
+  uint32_t max_routes = 0;
+
+  static constexpr uint32_t kNumTokens = 0;
+  static constexpr uint32_t kRowBudget = 1;  // int32, -1: none
+  static constexpr uint32_t kFields = 2;
+
+  // Of route token * topk + k: int32 expert, anything out of range for what the caller should not
+  // have passed; float weight.
+  [[nodiscard]] WEFT_HD static constexpr uint32_t experts() { return kFields; }
+  [[nodiscard]] WEFT_HD constexpr uint32_t weights() const { return kFields + max_routes; }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return kFields + 2 * max_routes; }
+};
+
+// Where a token of a source goes on this rank: its i-th row here, by ascending slot.
+struct alignas(8) EarlySlot {
+  int32_t slot = -1;  // -1: it has fewer
+  int32_t k = 0;
+};
+
+// Offsets in bytes, found once, as those of PlanMap are.
+struct DeviceControlMap {
+  uint32_t num_ranks = 1;
+  uint32_t num_experts = 1;
+  uint32_t max_tokens = 1;
+  uint32_t max_topk = 1;
+  uint32_t early_row_bytes = 0;  // 0: no room for early rows
+
+  constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
+  constexpr DeviceControlMap(
+      uint32_t ranks, uint32_t experts, uint32_t tokens, uint32_t topk, uint32_t early_row_room = 0
+  )
+      : num_ranks(ranks),
+        num_experts(experts),
+        max_tokens(tokens),
+        max_topk(topk),
+        early_row_bytes(early_row_room) {
+    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
+    max_chunks_ = chunks < 512 ? 512 : chunks;  // 512: shorter calls have a chunk per token
+    const uint64_t token_weights = sizeof(float) * max_tokens * max_topk;
+    const uint64_t early_tokens = early_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
+    word_stride_ = align(sizeof(DeviceWord) + sizeof(int32_t) * (num_ranks + num_experts));
+    weights_stride_ = align(token_weights);
+    early_weights_stride_ = token_weights;
+    routing_stride_ = align(sizeof(uint64_t) * routing().size());
+    early_slots_stride_ = align(sizeof(EarlySlot) * routing().max_routes);
+    words_ = align(sizeof(uint32_t) * signals().size());
+    weights_ = words_ + 2 * num_ranks * word_stride_;
+    early_ = stamp_offset() + align(sizeof(uint64_t));
+    early_scales_ = align(early_tokens * early_row_bytes);
+    early_weights_ = early_scales_ + align(early_tokens * kEarlyScaleBytes);
+    early_stride_ = early_weights_ + align(early_tokens * max_topk * sizeof(float));
+    routing_ = early_ + 2 * early_stride_;
+  }
+
+  [[nodiscard]] WEFT_HD static constexpr uint64_t align(uint64_t value) {
+    return (value + 127) / 128 * 128;
+  }
+  [[nodiscard]] WEFT_HD constexpr SignalSlots signals() const { return {num_ranks, max_chunks_}; }
+  [[nodiscard]] WEFT_HD constexpr uint64_t word_stride() const { return word_stride_; }
+  [[nodiscard]] WEFT_HD constexpr uint64_t word_offset(uint32_t epoch, uint32_t source) const {
+    return words_ + (epoch % 2 * num_ranks + source) * word_stride_;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t weights_offset(uint32_t source) const {
+    return weights_ + source * weights_stride_;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset(uint32_t epoch, bool is_early) const {
+    return is_early ? early_weights_offset(epoch, 0) : weights_offset(num_ranks);
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
+    return weights_offset(num_ranks + 1);
+  }
+  // Early rows, scale rows and weights of all sources in a call's parity, [num_ranks * max_tokens]
+  // each; rows and scale rows are as long as the call's.
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_rows_offset(uint32_t epoch) const {
+    return early_ + epoch % 2 * early_stride_;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_scales_offset(uint32_t epoch) const {
+    return early_rows_offset(epoch) + early_scales_;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(uint32_t epoch, uint32_t source)
+      const {
+    return early_rows_offset(epoch) + early_weights_ + source * early_weights_stride_;
+  }
+  [[nodiscard]] WEFT_HD constexpr RoutingMap routing() const {
+    return {early_row_bytes == 0 ? 0 : max_tokens * max_topk};
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t routing_offset(uint32_t epoch, uint32_t source) const {
+    return routing_ + (epoch % 2 * num_ranks + source) * routing_stride_;
+  }
+  // EarlySlot [num_ranks][max_tokens * max_topk], of this rank's own use within a call.
+  [[nodiscard]] WEFT_HD constexpr uint64_t early_slots_offset(uint32_t source) const {
+    return routing_offset(1, num_ranks) + source * early_slots_stride_;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
+    return early_row_bytes == 0 ? early_ : early_slots_offset(num_ranks);
+  }
+
+ private:
+  uint32_t max_chunks_ = 0;
+  uint64_t words_ = 0;
+  uint64_t word_stride_ = 0;
+  uint64_t weights_ = 0;
+  uint64_t weights_stride_ = 0;
+  uint64_t early_ = 0;  // of a parity; what follows is within it
+  uint64_t early_stride_ = 0;
+  uint64_t early_scales_ = 0;
+  uint64_t early_weights_ = 0;
+  uint64_t early_weights_stride_ = 0;
+  uint64_t routing_ = 0;
+  uint64_t routing_stride_ = 0;
+  uint64_t early_slots_stride_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fan-out role of a dispatch that makes its plan: a warp waits for one token of one source and
+// loads its part of the row while the plan is made, then stores it to the token's slots here. Of a
+// token without any it loads what an earlier call left, and stores nothing.
+#pragma once
+
+#include "kernels/dispatch_extras.cuh"
+#include "kernels/dispatch_padding.cuh"
+#include "kernels/row_mover.cuh"
+#include "kernels/seen_plan.cuh"
+#include "kernels/team.cuh"
+
+namespace weft {
+
+class EarlyFanOut {
+ public:
+  __device__ EarlyFanOut(
+      const DispatchLaunch& call, const CallSetup& setup, SeenPlan& seen, RoleBlock block
+  )
+      : call_(call), setup_(setup), seen_(seen), me_(call.me), extras_(call) {
+    warp_ = block.index + warp_in_block() * block.count;
+    num_warps_ = kMoverWarps * block.count;
+    row_bytes_ = output_row_bytes(call);
+  }
+
+  // `move_row(role, records, slice)` calls find_slots(records) once it has begun to load.
+  template <class MoveRow>
+  __device__ void run(const MoveRow& move_row) {
+    if (!await_block(seen_.sizes)) {
+      return;
+    }
+    const int items = num_items(me_, setup_, me_.num_ranks);
+    const int parts = num_parts(items);
+    for (int index = warp_; index < items * parts; index += num_warps_) {
+      const ChunkItem item = item_at(me_, me_.num_ranks, index / parts);
+      if (item.chunk >= setup_.tokens[item.source]) {
+        continue;
+      }
+      ArrivalRecords records;
+      records.source = item.source;
+      records.chunk = item.chunk;
+      const auto slot = me_.map.signals().dispatch(
+          static_cast<uint32_t>(item.source), static_cast<uint32_t>(item.chunk)
+      );
+      const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
+      if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
+        return;
+      }
+      const int part = index % parts;
+      move_row(*this, records, slice_of(part, parts, row_bytes_, MoveRow::kPiece));
+      if (part == 0) {
+        move_extras(records);
+      }
+    }
+    if (call_.has_padding && await_block(seen_.plan)) {
+      zero_padding(call_, warp_, num_warps_);
+    }
+  }
+
+  // Waits for the plan. No slots if the call is given up.
+  __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
+    int2 entry = {-1, 0};
+    if (await_block(seen_.plan) && lane_index() < call_.topk) {
+      const EarlySlot* slots = early_slots_of(me_, static_cast<uint32_t>(records.source));
+      entry = reinterpret_cast<const int2*>(slots + records.chunk * call_.topk)[lane_index()];
+    }
+    records.count = 1;
+    records.num_routes[0] = __popc(__ballot_sync(kAllLanes, entry.x >= 0));
+    records.slot[0] = entry.x;
+    records.k[0] = entry.y;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const std::byte* row(const ArrivalRecords& records
+  ) const {
+    return own() + me_.map.early_rows_offset(setup_.epoch) + place(records) * row_bytes_;
+  }
+
+  // Of this lane.
+  [[nodiscard]] __device__ __forceinline__ std::byte* target(const ArrivalRecords& records) const {
+    const bool is_one = !call_.one_row || lane_index() == 0;
+    return is_one && records.slot[0] >= 0 ? call_.out_rows + records.slot[0] * row_bytes_ : nullptr;
+  }
+
+ private:
+  // Warps that share an item, where there are fewer items than warps.
+  [[nodiscard]] __device__ __forceinline__ int num_parts(int items) const {
+    constexpr int64_t kLeastPart = 1024;
+    int parts = 1;
+    while (2 * parts * items <= num_warps_ && row_bytes_ > parts * kLeastPart) {
+      parts *= 2;
+    }
+    return parts;
+  }
+
+  __device__ __forceinline__ void move_extras(const ArrivalRecords& records) const {
+    const DeviceControlMap& map = me_.map;
+    if (call_.out_weights != nullptr) {
+      const auto source = static_cast<uint32_t>(records.source);
+      const auto* weights =
+          reinterpret_cast<const float*>(own() + map.early_weights_offset(setup_.epoch, source));
+      extras_.move_weights(records, weights + records.chunk * static_cast<int>(map.max_topk));
+    }
+    if (call_.out_scales != nullptr) {
+      const std::byte* scales = own() + map.early_scales_offset(setup_.epoch);
+      extras_.move_scales(records, scales + place(records) * staged_scale_bytes(call_.scale_bytes));
+    }
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const std::byte* own() const {
+    return control_of(me_, me_.rank);
+  }
+  [[nodiscard]] __device__ __forceinline__ int64_t place(const ArrivalRecords& records) const {
+    return static_cast<int64_t>(records.source) * me_.map.max_tokens + records.chunk;
+  }
+
+  const DispatchLaunch& call_;
+  const CallSetup& setup_;
+  SeenPlan& seen_;
+  const RankView& me_;
+  DispatchExtras extras_;
+  int warp_;
+  int num_warps_;
+  int64_t row_bytes_;
+};
+
+struct MoveEarlyRowVector {
+  static constexpr int32_t kPiece = kVectorPiece;
+
+  __device__ __forceinline__ void operator()(
+      const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice
+  ) const {
+    const std::byte* row = role.row(records) + slice.offset;
+    for (int piece = 0; piece < max(slice.pieces.count, 1); ++piece) {
+      const int32_t offset = piece * slice.pieces.each;
+      const int32_t bytes = slice.pieces.bytes(piece);
+      PieceVectors vectors;
+      load_vectors(vectors, row + offset, bytes);
+      if (piece == 0) {
+        role.find_slots(records);
+      }
+      for_each_target({role.target(records), nullptr}, [&](std::byte* target) {
+        store_vectors(target + slice.offset + offset, vectors, bytes);
+      });
+    }
+  }
+};
+
+#if __CUDA_ARCH__ >= 900
+struct MoveEarlyRowBulk {
+  static constexpr int32_t kPiece = kBulkPiece;
+
+  BulkRing& ring;
+
+  __device__ __forceinline__ void operator()(
+      const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice
+  ) const {
+    // What the signal made visible was read by ordinary accesses so far.
+    ptx::fence_async_proxy();
+    const Pieces& pieces = slice.pieces;
+    const std::byte* row = role.row(records) + slice.offset;
+    std::byte* target = nullptr;
+    const auto source_of = [&](int piece) -> RowSpan {
+      return {row + piece * pieces.each, static_cast<uint32_t>(pieces.bytes(piece))};
+    };
+    const auto store = [&](int piece, const std::byte* data) {
+      if (piece == 0) {
+        role.find_slots(records);
+        target = role.target(records);
+      }
+      if (target != nullptr) {
+        const auto bytes = static_cast<uint32_t>(pieces.bytes(piece));
+        ptx::bulk_store(target + slice.offset + piece * pieces.each, data, bytes);
+      }
+    };
+    ring.stream(pieces.count, source_of, store, [](int) {});
+  }
+};
+#endif
+
+}  // namespace weft

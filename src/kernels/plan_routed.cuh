@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan of a call of few tokens, by some blocks of a grid. Every rank sends its whole routing to
+// all others and makes of all of them what concerns itself, so that ranks wait for each other once:
+//
+//   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
+//
+// A block plans for a part of one rank's tokens, as plan_make.cuh plans for its own, and writes the
+// records of what comes from there. Each counts the routes of all ranks by itself; one more writes
+// the shape. What a block executes it executes once or twice, so that its time is that of fetching
+// instructions: loops are not unrolled but where loads must be in flight together.
+#pragma once
+
+#include "kernels/plan_publish.cuh"
+#include "kernels/plan_read.cuh"
+#include "kernels/plan_routes.cuh"
+#include "kernels/plan_routing.cuh"
+#include "kernels/plan_words.cuh"
+
+namespace weft {
+
+__device__ __forceinline__ EarlySlot* early_slots_of(const RankView& me, uint32_t source) {
+  return reinterpret_cast<EarlySlot*>(control_of(me, me.rank) + me.map.early_slots_offset(source));
+}
+
+// One warp: its share of a span of tokens of rank `from`.
+__device__ __forceinline__ void count_span(
+    const PlanLaunch& call,
+    const PlanPlace& place,
+    const PlanShared& shared,
+    uint32_t from,
+    const PartSpan& span,
+    uint32_t* counts
+) {
+  constexpr uint32_t kNone = UINT16_MAX;
+  const auto topk = static_cast<uint32_t>(call.topk);
+  const auto step = static_cast<int32_t>(place.step);
+  const PartSpan tokens = part_span(span.first, span.last, place.num_warps, place.warp);
+  const uint16_t* experts = shared.experts_of(from);
+  uint32_t arrivals = 0;  // lane r: to rank r
+#pragma unroll 1
+  for (int32_t first = tokens.first; first < tokens.last; first += step) {
+    const uint32_t token = static_cast<uint32_t>(first) + place.group;
+    const bool is_there = place.is_used && token < static_cast<uint32_t>(tokens.last);
+    const uint32_t expert = is_there ? experts[token * topk + place.k] : kNone;
+    const bool is_route = expert != kNone;
+    const uint32_t target = is_route ? place.experts_per_rank.divide(expert) : place.num_ranks;
+    if (is_route) {
+      atomicAdd(counts + place.num_ranks + expert, 1U);
+    }
+    const uint32_t pair = pair_lanes(place, is_route, target);
+    arrivals += static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
+  }
+  if (place.lane < place.num_ranks && arrivals > 0) {
+    atomicAdd(counts + place.lane, arrivals);
+    if (place.lane == static_cast<uint32_t>(call.me.rank)) {
+      atomicAdd(shared.received + from, static_cast<int32_t>(arrivals));
+    }
+  }
+}
+
+// All threads: everybody's counts, as plan_words.cuh leaves them. `part`: of the tokens of the rank
+// that is planned.
+__device__ inline void count_all(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const PartSpan& part
+) {
+  uint32_t* row = shared.counts + place.warp * place.columns;
+#pragma unroll 1
+  for (uint32_t i = 0; i < place.num_ranks + 2; ++i) {
+    const uint32_t from = i < place.num_ranks ? i : place.source;
+    PartSpan span = {0, shared.words[from].num_tokens};
+    OtherCounts others = from < place.source ? kEarlierRanks : kLaterRanks;
+    if (i == place.num_ranks) {
+      span.last = part.first;
+      others = kEarlierParts;
+    } else if (i > place.num_ranks) {
+      span.first = part.last;
+      others = kLaterParts;
+    }
+    const bool is_part = i == place.source;
+    uint32_t* counts = is_part ? row : shared.others + others * place.columns;
+    count_span(call, place, shared, from, is_part ? part : span, counts);
+  }
+  sum_blocks(call, place, shared);
+  for (uint32_t column = threadIdx.x; column < place.columns; column += blockDim.x) {
+    const uint32_t* count = shared.others + column;
+    const uint32_t before = count[kEarlierParts * place.columns];
+    const uint32_t parts = before + count[kLaterParts * place.columns];
+    const int32_t own = shared.own()[column] + static_cast<int32_t>(parts);
+    const uint32_t earlier = count[kEarlierRanks * place.columns];
+    shared.own()[column] = own;
+    shared.before[column] = before;
+    shared.earlier[column] = earlier;
+    shared.total[column] = int64_t{earlier} + own + count[kLaterRanks * place.columns];
+  }
+  __syncthreads();
+}
+
+// All threads of a block that plans for one of `num_parts` parts of the tokens of place.source:
+// until everybody's routes are counted. False if the call is given up.
+__device__ inline bool count_for(
+    const PlanLaunch& call,
+    const PlanShared& shared,
+    PlanPlace& place,
+    uint32_t num_parts,
+    uint32_t part_idx
+) {
+  place.num_blocks = 1;
+  auto* counts = reinterpret_cast<uint4*>(shared.counts);
+  const uint32_t num_vectors = place.num_warps * place.columns / 4;  // 16 warps
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {
+    counts[i] = uint4{0, 0, 0, 0};
+  }
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < kOtherCounts * place.columns; i += blockDim.x) {
+    shared.others[i] = 0;
+  }
+  if (threadIdx.x < place.num_ranks) {
+    const bool is_here = threadIdx.x == static_cast<uint32_t>(call.me.rank);
+    shared.received[threadIdx.x] = 0;
+    shared.blocks[threadIdx.x] = is_here ? call.plan.data : nullptr;
+  }
+  if (!read_all(call, place, shared)) {
+    return false;
+  }
+  place.num_tokens = shared.words[place.source].num_tokens;
+  const PartSpan part = part_span(0, place.num_tokens, num_parts, part_idx);
+  place.tokens = part_span(part.first, part.last, place.num_warps, place.warp);
+  place.route_expert = shared.route_expert;
+  place.route_weight = shared.route_weight;
+  place.stride = static_cast<uint32_t>(call.topk);
+  count_all(call, place, shared, part);
+  return true;
+}
+
+// One warp: the routing of its tokens, as the plan keeps it.
+__device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& place) {
+  const auto step = static_cast<int32_t>(place.step);
+#pragma unroll 1
+  for (int32_t first = place.tokens.first; first < place.tokens.last; first += step) {
+    const LaneRoute route = load_route(call, place, first);
+    if (place.is_used && route.token < place.tokens.last) {
+      const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
+      call.plan.route_expert()[at] = route.expert;
+      if (call.has_weights) {
+        call.plan.route_weight()[at] = route.weight;
+      }
+    }
+  }
+}
+
+// Of LocalState::grid: the shape is written, the words of all ranks are accepted.
+inline constexpr uint32_t kRoutedPlanParts = 2;
+
+// One thread: until a plan has its parts beside the records. False if the call is given up.
+__device__ inline bool await_parts(const RankView& me, uint32_t epoch) {
+  const WaitSite site = {DeviceOp::kPlan, epoch, me.rank, WaitFor::kGrid};
+  return wait_reached(me, &me.local->grid, kRoutedPlanParts, site, 2);
+}
+
+// All threads of a block: the shape, and this rank's routing. False if the call is given up.
+__device__ inline bool plan_shape(
+    const PlanLaunch& call, const PlanShared& shared, PlanPlace place
+) {
+  bool is_made = count_for(call, shared, place, 1, 0);
+  if (is_made) {
+    publish_shape(call, shape_group(call, place, shared), place, shared);
+    keep_routing(call, place);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      ptx::add_acq_rel_gpu(&call.me.local->grid, 1);
+      is_made = await_parts(call.me, place.epoch);
+    }
+    is_made = __syncthreads_and(static_cast<int>(is_made)) != 0;
+  }
+  if (!is_made) {
+    clear_plan(call);
+  }
+  return is_made;
+}
+
+// All threads of a block: the records of what a part of the tokens of place.source makes here, and
+// what this rank keeps of its own tokens. False if the call is given up.
+__device__ inline bool plan_records(
+    const PlanLaunch& call, const PlanShared& shared, PlanPlace place, uint32_t part_idx
+) {
+  const RankView& me = call.me;
+  place.writes_tokens = place.is_own(me);
+  place.early_slots = early_slots_of(me, place.source);
+  const auto num_parts = static_cast<uint32_t>(call.num_parts);
+  if (!count_for(call, shared, place, num_parts, part_idx)) {
+    return false;
+  }
+  shape_group(call, place, shared);
+  close_chunks(call, place, shared);
+  place_tokens(call, place, shared);
+  __syncthreads();
+  const uint32_t num_jobs = place.num_ranks * num_parts;
+  if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->placed, 1) == num_jobs - 1) {
+    ptx::fence_gpu();
+    for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
+      ptx::store_relaxed_sys(signal_of(me, me.rank, me.map.signals().records(rank)), place.epoch);
+    }
+  }
+  return true;
+}
+
+// One thread of another block: until the records are there, and what await_parts() waits for. False
+// if the call is given up.
+__device__ inline bool await_plan(const PlanLaunch& call, uint32_t epoch) {
+  const RankView& me = call.me;
+  const WaitSite site = {DeviceOp::kPlan, epoch, me.rank, WaitFor::kGrid};
+  const auto num_jobs = static_cast<uint32_t>(me.num_ranks * call.num_parts);
+  return wait_reached(me, &me.local->placed, num_jobs, site, 2) && await_parts(me, epoch);
+}
+
+// All threads of the first call.num_blocks blocks, behind send_routing. Returns early if the call
+// is given up.
+__device__ inline void make_routed_plan(
+    const PlanLaunch& call, uint32_t epoch, const PlanShared& shared
+) {
+  PlanPlace place = plan_place(call, epoch);
+  bool is_made = true;
+  const int num_jobs = call.me.num_ranks * call.num_parts + 1;
+#pragma unroll 1
+  for (int job = static_cast<int>(blockIdx.x); job < num_jobs && is_made; job += call.num_blocks) {
+    if (job == 0) {
+      is_made = plan_shape(call, shared, place);
+    } else {
+      place.source = static_cast<uint32_t>((job - 1) % call.me.num_ranks);
+      is_made =
+          plan_records(call, shared, place, static_cast<uint32_t>((job - 1) / call.me.num_ranks));
+      place.source = static_cast<uint32_t>(call.me.rank);
+    }
+    __syncthreads();
+  }
+}
+
+// One warp of the grid, with `word` in shared memory: the words of the call, as every call has
+// them. The planning blocks are told once they are accepted.
+__device__ inline void accept_plan_words(const PlanLaunch& call, uint32_t epoch, DeviceWord& word) {
+  const RankView& me = call.me;
+  const int peer = lane_index();
+  if (peer == 0) {
+    write_word(call, word);
+    if (is_stopped(me)) {
+      word.status = WordStatus::kRefused;
+    }
+  }
+  __syncwarp();
+  bool is_good = true;
+  if (peer < me.num_ranks) {
+    post_word(me, epoch, word, peer);
+    DeviceWord said;
+    is_good = accept_word(me, epoch, word, peer, said);
+  }
+  if (__all_sync(kAllLanes, is_good) && peer == 0) {
+    ptx::add_acq_rel_gpu(&me.local->grid, 1);
+  }
+}
+
+}  // namespace weft
