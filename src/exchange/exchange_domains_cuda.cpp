@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sets the CUDA executor of a group of several domains up, owns what its calls use and answers for
-// it.
+// Sets the CUDA executor of a group of several domains up and answers for it.
 #include "exchange/exchange_domains_cuda.hpp"
 
 #include <algorithm>
 #include <array>
 
 #include "core/host_map.hpp"
-#include "core/log.hpp"
-#include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
 #include "group/control_plane.hpp"
 #include "transport/peer/gpu_identity.hpp"
@@ -16,10 +13,8 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;  // pages of its own for what is pinned
 constexpr int kPlanThreads = 4;
 constexpr int64_t kSmallScaleBytes = 256;
-constexpr int64_t kGrowing = -1;     // stands for the number of a plan in words
 constexpr size_t kMaxTransfers = 2;  // of a call
 
 ExchangeConfig far_config(ExchangeConfig config) {
@@ -140,164 +135,6 @@ Footprint DomainsCudaExchange::footprint() const {
   sum.control_bytes += network.control_bytes + static_cast<int64_t>(image_bytes);
   sum.staging_bytes += network.staging_bytes + static_cast<int64_t>(message_bytes);
   return sum;
-}
-
-cudaStream_t DomainsCudaExchange::stream_of(const CallOptions& call) const {
-  return call.stream == nullptr ? own_stream.get() : static_cast<cudaStream_t>(call.stream);
-}
-
-void DomainsCudaExchange::begin_call(std::string_view op, cudaStream_t stream) {
-  near->check();
-  WEFT_CHECK(
-      far->context,
-      !near->is_capturing(stream),
-      ErrorCode::kUnsupported,
-      "{}: a call between domains cannot be captured in a graph",
-      op
-  );
-  WEFT_CUDA(far->context, cudaStreamSynchronize(copies.get()));
-}
-
-void DomainsCudaExchange::let_copies_follow(cudaStream_t stream) {
-  WEFT_CUDA(far->context, cudaEventRecord(caller_event.get(), stream));
-  WEFT_CUDA(far->context, cudaStreamWaitEvent(copies.get(), caller_event.get()));
-}
-
-void DomainsCudaExchange::let_follow_copies(cudaStream_t stream) {
-  WEFT_CUDA(far->context, cudaEventRecord(copy_event.get(), copies.get()));
-  WEFT_CUDA(far->context, cudaStreamWaitEvent(stream, copy_event.get()));
-}
-
-void DomainsCudaExchange::end_call(const CallOptions& call, cudaStream_t stream) {
-  WEFT_CUDA(far->context, cudaEventRecord(last_use.get(), stream));
-  if (call.stream != nullptr) {
-    if (waits_on_host) {
-      settle();
-    }
-    return;
-  }
-  const std::exception_ptr failure = refusal_of([&] { settle(); });
-  const std::exception_ptr fault = refusal_of([&] { near->finish(stream); });
-  rethrow(failure);  // nothing runs any more
-  rethrow(fault);
-}
-
-// The job owns what it needs: the call's plan and tensors may be gone.
-void DomainsCudaExchange::start_transfer(std::string_view op, Transfer transfer) {
-  const auto one = std::make_shared<const Transfer>(std::move(transfer));
-  const auto look = [this] {
-    WEFT_CHECK(
-        far->context,
-        !near->has_fault(),
-        ErrorCode::kInternal,
-        "exchange: the GPU's part of a call between domains has failed"
-    );
-  };
-  const auto run = [this, op, one, look, call = far->call_number] {
-    const CrossingTransfer::Owner owner = {
-        *far->transport, *far->waiter, far->settled, far->context, settings.timeout};
-    const auto take = [&](size_t i, int64_t c) {
-      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(c) + 1);
-    };
-    CrossingTransfer(owner, one->chunk, {op, call, one->what})
-        .run(one->sends, one->receives, take, look);
-  };
-  const auto give_up = [this, one] {
-    for (size_t i = 0; i < one->receives.size(); ++i) {
-      const int64_t count = one->chunk.num_chunks(one->receives[i].count);
-      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
-    }
-  };
-  thread->start({run, give_up});
-}
-
-void DomainsCudaExchange::settle() {
-  try {
-    thread->wait();
-  } catch (const Error& error) {
-    const std::exception_ptr fault = refusal_of([&] { near->check(); });  // says more
-    far->broken = fault ? fault : far->cause_of(last_op, error);
-    std::rethrow_exception(far->broken);
-  } catch (...) {
-    far->broken = std::current_exception();
-    throw;
-  }
-}
-
-void DomainsCudaExchange::refuse_rounds(
-    DeviceOp op, size_t first, size_t last, cudaStream_t stream
-) {
-  for (size_t round = first; round < last; ++round) {
-    try {
-      near->refuse(op, stream);
-    } catch (const Error& error) {  // the error that led here is what matters
-      log(LogLevel::kDebug, "exchange: {}", error.what());
-    }
-  }
-}
-
-void DomainsCudaExchange::make_room(Op op, int64_t bytes_of_token, cudaStream_t stream) {
-  if (bytes_of_token <= token_bytes) {
-    return;
-  }
-  far->run_call(
-      op,
-      [] { return 0; },
-      [&](int /*nothing*/) {
-        WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
-        CallWord word = far->new_word(op);
-        word.signature = {kGrowing, bytes_of_token};
-        const std::vector<CallWord> to(static_cast<size_t>(far->context.num_ranks), word);
-        static_cast<void>(far->board->swap(to, {}));
-      }
-  );
-  reserve(bytes_of_token);  // nobody launches anything before the words of the call itself
-}
-
-// For as many tokens as each rank may ever have, all of them crossing.
-void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
-  const Domains& domains = *far->domains;
-  token_bytes = bytes_of_token;
-  room = crossing_room(
-      {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
-       .num_carried = domains.carried().size(),
-       .max_tokens = settings.max_tokens,
-       .max_topk = settings.max_topk,
-       .token_bytes = token_bytes}
-  );
-  reserve_staging(room.staging);
-  retired.emplace_back(std::move(messages));
-  retired.emplace_back(std::move(done));
-  retired.push_back(std::move(work));
-  message_bytes = room.messages;
-  messages = std::make_unique<PinnedBuffer<std::byte>>();
-  messages->create(message_bytes, far->context);
-  done = std::make_unique<PinnedBuffer<uint32_t>>();
-  done->create(room.num_messages, far->context);
-  work = near->buffers->take(room.work);
-}
-
-// Copies out of memory that is not pinned would not wait in the stream for what comes there.
-void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
-  if (pinned_staging != nullptr) {
-    WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
-    pinned_staging = nullptr;
-  }
-  far->reserve_staging(std::max(bytes, kLeastBytes));
-  WEFT_CUDA(
-      far->context,
-      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable)
-  );
-  pinned_staging = far->staging.data;
-}
-
-void DomainsCudaExchange::reserve_image(uint64_t bytes) {
-  if (bytes > image_bytes) {
-    image_bytes = size_class(std::max(bytes, kLeastBytes));
-    retired.emplace_back(std::move(image));
-    image = std::make_unique<PinnedBuffer<std::byte>>();
-    image->create(image_bytes, far->context);
-  }
 }
 
 std::unique_ptr<Exchange::State> make_cuda_exchange(

@@ -123,6 +123,8 @@ struct DomainsCudaExchange final : Exchange::State {
   void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
 
   // --- memory ---
+  // Pages of its own for what is pinned.
+  static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;
   void reserve_image(uint64_t bytes);
   // For calls that move so many bytes for a token, as all ranks do or none. To make room is
   // collective and waits for the stream: CUDA waits for the whole GPU then, where kernels of others

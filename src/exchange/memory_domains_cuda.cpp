@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory that calls between domains of GPUs share: how much, and how it grows.
+#include <algorithm>
+
+#include "exchange/buffer_pool.hpp"
+#include "exchange/exchange_domains_cuda.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int64_t kGrowing = -1;  // stands for the number of a plan in words
+
+}  // namespace
+
+void DomainsCudaExchange::make_room(Op op, int64_t bytes_of_token, cudaStream_t stream) {
+  if (bytes_of_token <= token_bytes) {
+    return;
+  }
+  far->run_call(
+      op,
+      [] { return 0; },
+      [&](int /*nothing*/) {
+        WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
+        CallWord word = far->new_word(op);
+        word.signature = {kGrowing, bytes_of_token};
+        const std::vector<CallWord> to(static_cast<size_t>(far->context.num_ranks), word);
+        static_cast<void>(far->board->swap(to, {}));
+      }
+  );
+  reserve(bytes_of_token);  // nobody launches anything before the words of the call itself
+}
+
+// For as many tokens as each rank may ever have, all of them crossing.
+void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
+  const Domains& domains = *far->domains;
+  token_bytes = bytes_of_token;
+  room = crossing_room(
+      {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
+       .num_carried = domains.carried().size(),
+       .max_tokens = settings.max_tokens,
+       .max_topk = settings.max_topk,
+       .token_bytes = token_bytes}
+  );
+  reserve_staging(room.staging);
+  retired.emplace_back(std::move(messages));
+  retired.emplace_back(std::move(done));
+  retired.push_back(std::move(work));
+  message_bytes = room.messages;
+  messages = std::make_unique<PinnedBuffer<std::byte>>();
+  messages->create(message_bytes, far->context);
+  done = std::make_unique<PinnedBuffer<uint32_t>>();
+  done->create(room.num_messages, far->context);
+  work = near->buffers->take(room.work);
+}
+
+// Copies out of memory that is not pinned would not wait in the stream for what comes there.
+void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
+  if (pinned_staging != nullptr) {
+    WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
+    pinned_staging = nullptr;
+  }
+  far->reserve_staging(std::max(bytes, kLeastBytes));
+  WEFT_CUDA(
+      far->context,
+      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable)
+  );
+  pinned_staging = far->staging.data;
+}
+
+void DomainsCudaExchange::reserve_image(uint64_t bytes) {
+  if (bytes > image_bytes) {
+    image_bytes = size_class(std::max(bytes, kLeastBytes));
+    retired.emplace_back(std::move(image));
+    image = std::make_unique<PinnedBuffer<std::byte>>();
+    image->create(image_bytes, far->context);
+  }
+}
+
+}  // namespace weft
