@@ -34,7 +34,7 @@ struct PlanLaunch {
   std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
   int32_t num_blocks = 1;           // at most kMaxPlanBlocks
-  int32_t num_parts = 1;            // of each rank's tokens, if a block makes no more than one
+  int32_t num_parts = 1;  // beside a dispatch: of each rank's tokens, each a block's share
 };
 
 [[nodiscard]] uint64_t plan_scratch_bytes(const PlanMap& map);
