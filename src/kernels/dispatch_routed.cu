@@ -31,7 +31,6 @@ __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me,
   if (threadIdx.x == 0) {
     seen.clear();
     setup.epoch = epoch;
-    setup.failures = 0;
   }
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {

@@ -5,6 +5,7 @@
 
 #include "kernels/launch.hpp"
 #include "kernels/row_mover.cuh"
+#include "kernels/topk_index.cuh"
 
 namespace weft {
 
@@ -105,10 +106,8 @@ class EarlyRoutes {
     const int lane = lane_index();
     int64_t expert = -1;
     if (lane < call_.topk) {
-      const int64_t route = static_cast<int64_t>(begin) * call_.topk + lane;
-      expert = call_.index_bytes == sizeof(int64_t)
-                   ? static_cast<const int64_t*>(call_.topk_idx)[route]
-                   : static_cast<const int32_t*>(call_.topk_idx)[route];
+      const int route = begin * call_.topk + lane;
+      expert = given_expert(call_.topk_idx, call_.index_bytes, static_cast<size_t>(route));
     }
     const bool is_route = expert >= 0 && expert < me_.map.num_experts;
     const uint32_t local_experts = me_.map.num_experts / static_cast<uint32_t>(me_.num_ranks);

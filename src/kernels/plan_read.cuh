@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/plan_shared.cuh"
+#include "kernels/topk_index.cuh"
 #include "kernels/wait.cuh"
 
 namespace weft {
@@ -172,8 +173,7 @@ __device__ __forceinline__ void read_topk(
     value[i] = -1;
     weight[i] = 0.0F;
     if (place.is_used && token < place.tokens.last) {
-      value[i] = call.index_bytes == 8 ? __ldg(static_cast<const long long*>(call.topk_idx) + route)
-                                       : __ldg(static_cast<const int*>(call.topk_idx) + route);
+      value[i] = given_expert(call.topk_idx, call.index_bytes, route);
       if (call.weights != nullptr) {
         weight[i] = __ldg(call.weights + route);
       }

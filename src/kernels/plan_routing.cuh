@@ -30,9 +30,7 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
       store_tagged(to + RoutingMap::kRowBudget, epoch, static_cast<uint32_t>(budget));
     }
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
-      const int64_t expert = call.index_bytes == sizeof(int64_t)
-                                 ? __ldg(static_cast<const long long*>(call.topk_idx) + i)
-                                 : __ldg(static_cast<const int*>(call.topk_idx) + i);
+      const int64_t expert = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(i));
       const bool fits = expert >= -1 && expert < static_cast<int64_t>(call.plan.map.num_experts);
       const auto said = static_cast<uint32_t>(fits ? expert : kOutOfRange);
       store_tagged(to + RoutingMap::experts() + i, epoch, said);
@@ -47,19 +45,16 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
 __device__ __noinline__ void raise_bad_route(
     const PlanLaunch& call, const PlanPlace& place, int route
 ) {
+  if (place.is_own(call.me)) {
+    const int64_t value = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(route));
+    raise_bad_index(call.me, place.epoch, route / call.topk, route % call.topk, value);
+    return;
+  }
   FaultRecord fault;
   fault.kind = FaultKind::kRefused;
   fault.op = DeviceOp::kPlan;
   fault.epoch = place.epoch;
   fault.peer = static_cast<int32_t>(place.source);
-  if (place.is_own(call.me)) {
-    fault.kind = FaultKind::kBadIndex;
-    fault.seen = route / call.topk;
-    fault.what = route % call.topk;
-    fault.wanted = call.index_bytes == sizeof(int64_t)
-                       ? __ldg(static_cast<const long long*>(call.topk_idx) + route)
-                       : __ldg(static_cast<const int*>(call.topk_idx) + route);
-  }
   raise_fault(call.me, fault);
 }
 

@@ -34,15 +34,7 @@ await_tagged(const RankView& me, const uint64_t* from, const WaitSite& site) {
       return 0;
     }
     if (ptx::nanoseconds() - begin > kPatience * me.timeout_ns) {
-      FaultRecord fault;
-      fault.kind = FaultKind::kTimeout;
-      fault.op = site.op;
-      fault.epoch = site.epoch;
-      fault.peer = site.peer;
-      fault.waiting_for = site.waiting_for;
-      fault.seen = static_cast<int64_t>(seen >> 32);
-      fault.wanted = site.epoch;
-      raise_fault(me, fault);
+      raise_timeout(me, site, static_cast<uint32_t>(seen >> 32), site.epoch);
       return 0;
     }
     __nanosleep(me.poll_ns);

@@ -80,6 +80,21 @@ struct WaitSite {
   WaitFor waiting_for;
 };
 
+// A wait at this site has come to its deadline.
+__device__ inline void raise_timeout(
+    const RankView& me, const WaitSite& site, uint32_t seen, uint32_t wanted
+) {
+  FaultRecord fault;
+  fault.kind = FaultKind::kTimeout;
+  fault.op = site.op;
+  fault.epoch = site.epoch;
+  fault.peer = site.peer;
+  fault.waiting_for = site.waiting_for;
+  fault.seen = seen;
+  fault.wanted = wanted;
+  raise_fault(me, fault);
+}
+
 // Memory that the peer of this site names; null, with a fault, if this GPU does not map it.
 __device__ inline std::byte* peer_data(
     const RankView& me, PeerAddress address, const WaitSite& site
@@ -132,15 +147,7 @@ __device__ inline bool wait_reached(
       return false;
     }
     if (ptx::nanoseconds() - begin > patience * me.timeout_ns) {
-      FaultRecord fault;
-      fault.kind = FaultKind::kTimeout;
-      fault.op = site.op;
-      fault.epoch = site.epoch;
-      fault.peer = site.peer;
-      fault.waiting_for = site.waiting_for;
-      fault.seen = seen;
-      fault.wanted = wanted;
-      raise_fault(me, fault);
+      raise_timeout(me, site, seen, wanted);
       return false;
     }
   }
