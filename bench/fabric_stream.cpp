@@ -32,7 +32,7 @@ FabricStream::FabricStream(const Group& group, ofi::Fabric& fabric, uint64_t byt
   check("fi_ep_bind", fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV));
   check("fi_enable", fi_enable(ep));
   registration_ =
-      fabric_.add_memory(memory_.data(), bytes, FI_WRITE | FI_REMOTE_WRITE, endpoint_.get());
+      fabric_.add_memory({memory_.data(), bytes}, FI_WRITE | FI_REMOTE_WRITE, endpoint_.get());
 
   struct Hello {
     std::array<std::byte, 256> address = {};

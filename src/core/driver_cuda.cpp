@@ -36,16 +36,30 @@ std::optional<const std::byte*> allocation_begin(const std::byte* data, const Co
   return reinterpret_cast<const std::byte*>(begin);
 }
 
+RemoteWrites remote_writes_of(int device, const Context& context) {
+  int order = 0;
+  int can_flush = 0;
+  WEFT_CUDA(
+      context, cudaDeviceGetAttribute(&order, cudaDevAttrGPUDirectRDMAWritesOrdering, device)
+  );
+  WEFT_CUDA(context, cudaDeviceGetAttribute(&can_flush, cudaDevAttrCanFlushRemoteWrites, device));
+  if (order >= cudaGPUDirectRDMAWritesOrderingOwner) {
+    return RemoteWrites::kInOrder;
+  }
+  return can_flush != 0 ? RemoteWrites::kAfterFlush : RemoteWrites::kUnknown;
+}
+
 void wait_for_word(
-    cudaStream_t stream, const uint32_t* word, uint32_t value, const Context& context
+    cudaStream_t stream, const uint32_t* word, uint32_t value, bool flushes, const Context& context
 ) {
   using WaitValue = CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned);
   // To find it takes longer than all the rest.
   static auto* const wait = driver_function<WaitValue>("cuStreamWaitValue32", context);
-  const CUresult status =
-      wait == nullptr
-          ? CUDA_ERROR_NOT_FOUND
-          : wait(stream, reinterpret_cast<CUdeviceptr>(word), value, CU_STREAM_WAIT_VALUE_GEQ);
+  const unsigned flags =
+      CU_STREAM_WAIT_VALUE_GEQ | (flushes ? unsigned{CU_STREAM_WAIT_VALUE_FLUSH} : 0U);
+  const CUresult status = wait == nullptr
+                              ? CUDA_ERROR_NOT_FOUND
+                              : wait(stream, reinterpret_cast<CUdeviceptr>(word), value, flags);
   WEFT_CHECK(
       context,
       status == CUDA_SUCCESS,

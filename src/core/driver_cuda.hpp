@@ -18,11 +18,19 @@ namespace weft {
     const std::byte* data, const Context& context
 );
 
+// When a stream sees what a network card has written into the GPU's memory and the host knows of.
+enum class RemoteWrites : uint8_t {
+  kInOrder,     // at once
+  kAfterFlush,  // behind a wait_for_word() that flushes
+  kUnknown,     // nothing helps
+};
+[[nodiscard]] RemoteWrites remote_writes_of(int device, const Context& context);
+
 // What follows in `stream` waits until *word, in pinned host memory, is at `value` or up to 2^31
-// beyond it, counting round. No multiprocessor waits; whoever writes the word must write it in any
-// case. Throws Error (kCuda).
+// beyond it, counting round; with `flushes` it also sees what network cards wrote before. No
+// multiprocessor waits; whoever writes the word must write it in any case. Throws Error (kCuda).
 void wait_for_word(
-    cudaStream_t stream, const uint32_t* word, uint32_t value, const Context& context
+    cudaStream_t stream, const uint32_t* word, uint32_t value, bool flushes, const Context& context
 );
 
 }  // namespace weft

@@ -41,6 +41,22 @@ LogLevel log_level(const std::string& value) {
   return *level;
 }
 
+FabricGpuMemory fabric_gpu_memory(const std::string& value) {
+  if (value == "auto") {
+    return FabricGpuMemory::kAuto;
+  }
+  if (value == "direct") {
+    return FabricGpuMemory::kDirect;
+  }
+  WEFT_CHECK_ARG(
+      Context{},
+      value == "host",
+      "environment: WEFT_FABRIC_GPU_MEMORY = \"{}\" is not one of auto, direct, host",
+      value
+  );
+  return FabricGpuMemory::kHost;
+}
+
 std::chrono::milliseconds timeout(const std::string& value) {
   double seconds = 0;
   const char* end = value.data() + value.size();
@@ -116,6 +132,9 @@ Env Env::read(const Lookup& lookup) {
   env.fabric = reader.text("WEFT_FABRIC");
   env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
   env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
+  if (const auto value = reader.text("WEFT_FABRIC_GPU_MEMORY")) {
+    env.fabric_gpu_memory = weft::fabric_gpu_memory(*value);
+  }
   if (const auto value = reader.text("WEFT_LOG")) {
     env.log_level = weft::log_level(*value);
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
@@ -37,6 +38,13 @@ struct LauncherEnv {
   Text slurm_step_id;    // SLURM_STEP_ID
 };
 
+// How rows get from a GPU to a network and back.
+enum class FabricGpuMemory : uint8_t {
+  kAuto,    // straight where the network's card reaches the GPU's memory
+  kDirect,  // also where libfabric itself copies it
+  kHost,    // by way of pinned memory of the host
+};
+
 struct Env {
   // Who this process is: all ranks must agree on everything but the rank.
   std::optional<int> rank;                 // WEFT_RANK
@@ -54,7 +62,8 @@ struct Env {
   std::optional<std::string> fabric;    // WEFT_FABRIC, "tcp" or "verbs/mlx5_0"
   std::optional<std::string> fabric_address;  // WEFT_FABRIC_ADDRESS, interface, address or network
   int fabric_queues = 1;                      // WEFT_FABRIC_QUEUES, endpoints of each rank
-  LogLevel log_level = LogLevel::kWarn;       // WEFT_LOG: debug, info, warn, error or off
+  FabricGpuMemory fabric_gpu_memory = FabricGpuMemory::kAuto;  // WEFT_FABRIC_GPU_MEMORY
+  LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
 
   std::optional<std::string> tuning;  // WEFT_TUNING, a file that `weft tune` wrote
 

@@ -36,7 +36,7 @@ std::vector<CrossingSend> CombineAcross::sum_carried(std::span<const CallWord> w
     launch.topk = topk_;
     launch.weight_cols = topk_;
     launch.count = count;
-    launch.messages = owner_.messages->get() + areas_.sum_messages[i];
+    launch.messages = owner_.messages.data + areas_.sum_messages[i];
     launch.done = owner_.done->get() + areas_.sum_chunks[i];
     launch.number = number;
     owner_.let_copies_follow(stream_);

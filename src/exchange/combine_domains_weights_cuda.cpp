@@ -17,7 +17,7 @@ void CombineAcross::swap_weights(std::span<const CallWord> words) {
     PackLaunch launch = weights_launch();
     launch.index = device_.index.sent[domain];
     launch.count = num_sent(domain);
-    launch.messages = owner_.messages->get() + areas_.weight_messages[domain];
+    launch.messages = owner_.messages.data + areas_.weight_messages[domain];
     launch.done = owner_.done->get() + areas_.weight_chunks[domain];
     launch.number = number;
     launch_pack(launch, owner_.copies.get());

@@ -44,9 +44,9 @@ class AreaMap {
 
 // Of one call, or of any.
 struct CrossingRoom {
-  uint64_t staging = 0;       // bytes in host memory that peers write
-  uint64_t messages = 0;      // bytes in host memory that the GPU packs
-  uint64_t work = 0;          // bytes in the GPU's
+  uint64_t staging = 0;       // bytes that peers write
+  uint64_t messages = 0;      // bytes that the GPU packs
+  uint64_t work = 0;          // bytes in the GPU's memory
   uint64_t num_messages = 0;  // that the GPU packs
 
   [[nodiscard]] constexpr bool holds(const CrossingRoom& call) const {
@@ -66,7 +66,8 @@ struct CrossingBounds {
 
 // Enough for any dispatch or combine. A token crosses to every other domain or to as many as it has
 // experts, whichever is less; all tokens of a carried source may cross to its carrier. What goes
-// one way in dispatch comes back in combine, so of host memory the larger part is needed once.
+// one way in dispatch comes back in combine, so of what the network touches the larger part is
+// needed once.
 [[nodiscard]] constexpr CrossingRoom crossing_room(const CrossingBounds& bounds) {
   const auto tokens = static_cast<uint64_t>(std::max<int64_t>(bounds.max_tokens, 1));
   const auto bytes = tokens * static_cast<uint64_t>(bounds.token_bytes);

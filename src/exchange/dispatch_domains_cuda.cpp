@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch over several domains of GPUs: crossing tokens go to their carriers as messages in host
-// memory, while this domain's executor moves the others; what arrives is dispatched here as if it
+// dispatch over several domains of GPUs: crossing tokens go to their carriers as messages,
+// while this domain's executor moves the others; what arrives is dispatched here as if it
 // were this rank's own. Previous in the data flow: plan_domains_cuda.cpp.
 #include "exchange/dispatch_areas.hpp"
 #include "exchange/domains_call_cuda.hpp"
@@ -101,7 +101,7 @@ class DispatchAcross : DomainsCall {
           .count = count,
           .target = words[carrier].rows,
           .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
-          .messages = owner_.messages->get() + areas_.messages[domain],
+          .messages = owner_.messages.data + areas_.messages[domain],
           .done = owner_.done->get() + areas_.chunks[domain],
           .number = number};
       PackLaunch launch = pack_launch();
@@ -110,7 +110,7 @@ class DispatchAcross : DomainsCall {
       launch.scales = in_.scales.data;
       launch.index = device_.index.sent[domain];
       launch.count = count;
-      launch.messages = owner_.messages->get() + areas_.messages[domain];
+      launch.messages = owner_.messages.data + areas_.messages[domain];
       launch.done = owner_.done->get() + areas_.chunks[domain];
       launch.number = number;
       launch_pack(launch, owner_.copies.get());

@@ -80,7 +80,13 @@ class DomainsCall {
     const size_t place = owner_.place_of(transfer, i);
     const uint32_t count = before_[transfer][i] + static_cast<uint32_t>(c) + 1;
     if (!owner_.waits_on_host) {
-      wait_for_word(owner_.copies.get(), owner_.message_counts->word(place), count, far_.context);
+      wait_for_word(
+          owner_.copies.get(),
+          owner_.message_counts->word(place),
+          count,
+          owner_.remote_writes == RemoteWrites::kAfterFlush,
+          far_.context
+      );
       return;
     }
     while (!owner_.message_counts->has_reached(place, count)) {
@@ -94,11 +100,7 @@ class DomainsCall {
       WEFT_CUDA(
           far_.context,
           cudaMemcpyAsync(
-              work_ + area,
-              from,
-              static_cast<size_t>(bytes),
-              cudaMemcpyHostToDevice,
-              owner_.copies.get()
+              work_ + area, from, static_cast<size_t>(bytes), cudaMemcpyDefault, owner_.copies.get()
           )
       );
     }

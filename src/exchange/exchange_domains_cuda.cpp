@@ -6,6 +6,7 @@
 #include <array>
 
 #include "core/host_map.hpp"
+#include "core/log.hpp"
 #include "exchange/config_agreement.hpp"
 #include "group/control_plane.hpp"
 #include "transport/peer/gpu_identity.hpp"
@@ -87,6 +88,10 @@ DomainsCudaExchange::DomainsCudaExchange(
   copy_event.create(far->context);
   last_use.create(far->context);
   prepare_crossing_rows();
+  remote_writes = remote_writes_of(settings.device.index, far->context);
+  // A host that waits itself does not flush.
+  is_direct = remote_writes == RemoteWrites::kInOrder ||
+              (remote_writes == RemoteWrites::kAfterFlush && !waits_on_host);
   max_receives = std::max(far->domains->carried().size(), domains.size());
   arrived.create(kMaxTransfers * max_receives, far->context);
   message_counts.emplace(std::span(arrived.get(), kMaxTransfers * max_receives));
@@ -95,6 +100,9 @@ DomainsCudaExchange::DomainsCudaExchange(
       ));
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
   reserve(settings.hidden * 2 + settings.max_topk * 8 + kSmallScaleBytes);
+  if (is_direct) {
+    log(LogLevel::kInfo, "exchange: the network reads and writes the GPU's memory itself");
+  }
   const uint64_t per_round = 2 * near->plan_map.num_bytes();
   reserve_image(per_round * (1 + far->domains->carried().size()) + kLeastBytes);
   group.barrier();

@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/driver_cuda.hpp"
 #include "exchange/crossing_index.hpp"
 #include "exchange/crossing_memory.hpp"
 #include "exchange/crossing_transfer.hpp"
@@ -46,6 +47,13 @@ class DomainsPlan final : public DevicePlan {
 };
 
 inline constexpr int64_t kWeightBytes = sizeof(float);
+
+// Memory that the network reads or writes. In that of the GPU it is a lent region.
+struct WireMemory {
+  std::byte* data = nullptr;
+  Region lent = {};
+  std::shared_ptr<const void> owner;
+};
 
 // What passes over the network in a call, all of one kind.
 struct Transfer {
@@ -104,7 +112,7 @@ struct DomainsCudaExchange final : Exchange::State {
   // --- one call ---
   // The stream of a call; of this exchange's own if the caller has none.
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const;
-  // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no host memory.
+  // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no copies.
   void begin_call(std::string_view op, cudaStream_t stream);
   // Work in the copy stream goes on behind what is in the caller's, and the other way round.
   void let_copies_follow(cudaStream_t stream);
@@ -133,8 +141,15 @@ struct DomainsCudaExchange final : Exchange::State {
   void reserve(int64_t bytes_of_token);
   // Of the far executor's, which peers write and the GPU copies from.
   void reserve_staging(uint64_t bytes);
+  void reserve_messages(uint64_t bytes);
+  // The GPU's own, if the network can reach that.
+  [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
 
   ExchangeConfig settings;
+  // Before `far`, whose network they outlive. What the GPU packs and the network reads, and if it
+  // is the GPU's, what the network writes (pinned memory for that is the network's own).
+  WireMemory messages;
+  WireMemory direct_staging;
   std::unique_ptr<CpuExchange> far;
   std::unique_ptr<CudaExchange> near;
   GpuStream own_stream;
@@ -145,9 +160,9 @@ struct DomainsCudaExchange final : Exchange::State {
   int64_t token_bytes = 0;  // that there is room for
   CrossingRoom room;
   const std::byte* pinned_staging = nullptr;
-  // What the GPU packs and the network reads, and a word for each message that says so.
-  std::unique_ptr<PinnedBuffer<std::byte>> messages;
-  std::unique_ptr<PinnedBuffer<uint32_t>> done;
+  bool is_direct = false;  // wire memory is the GPU's, where that can be had
+  RemoteWrites remote_writes = RemoteWrites::kUnknown;
+  std::unique_ptr<PinnedBuffer<uint32_t>> done;  // a word for each message that is packed
   uint64_t message_bytes = 0;
   uint32_t number = 0;                             // of the last packing, which `done` gets
   std::unique_ptr<PinnedBuffer<std::byte>> image;  // of a plan, on its way

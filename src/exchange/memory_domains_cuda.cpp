@@ -2,6 +2,7 @@
 // The memory that calls between domains of GPUs share: how much, and how it grows.
 #include <algorithm>
 
+#include "core/log.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/exchange_domains_cuda.hpp"
 
@@ -42,19 +43,57 @@ void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
        .token_bytes = token_bytes}
   );
   reserve_staging(room.staging);
-  retired.emplace_back(std::move(messages));
+  reserve_messages(room.messages);
   retired.emplace_back(std::move(done));
   retired.push_back(std::move(work));
-  message_bytes = room.messages;
-  messages = std::make_unique<PinnedBuffer<std::byte>>();
-  messages->create(message_bytes, far->context);
   done = std::make_unique<PinnedBuffer<uint32_t>>();
   done->create(room.num_messages, far->context);
   work = near->buffers->take(room.work);
 }
 
-// Copies out of memory that is not pinned would not wait in the stream for what comes there.
+// Falls back to the host's memory for good: what was refused once will be again.
+std::optional<WireMemory> DomainsCudaExchange::take_direct(std::string_view what, uint64_t bytes) {
+  if (!is_direct) {
+    return {};
+  }
+  try {
+    const auto buffer = std::make_shared<CudaBuffer<std::byte>>();
+    buffer->create(bytes, far->context);
+    const Region lent = far->transport->lend(buffer->get(), bytes, settings.device);
+    return WireMemory{.data = buffer->get(), .lent = lent, .owner = buffer};
+  } catch (const Error& error) {
+    log(LogLevel::kInfo, "exchange: {} by way of host memory: {}", what, error.what());
+    is_direct = false;
+    return {};
+  }
+}
+
+void DomainsCudaExchange::reserve_messages(uint64_t bytes) {
+  if (messages.lent.data != nullptr) {
+    far->transport->release(messages.lent.ref);
+  }
+  retired.push_back(std::move(messages.owner));
+  message_bytes = bytes;
+  if (auto direct = take_direct("messages", bytes)) {
+    messages = std::move(*direct);
+    return;
+  }
+  const auto buffer = std::make_shared<PinnedBuffer<std::byte>>();
+  buffer->create(bytes, far->context);
+  messages = {.data = buffer->get(), .lent = {}, .owner = buffer};
+}
+
+// Copies out of host memory that is not pinned would not wait in the stream for what comes there.
 void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
+  if (auto direct = take_direct("staging", std::max(bytes, kLeastBytes))) {
+    if (far->staging.data != nullptr) {
+      far->transport->release(far->staging.ref);
+    }
+    retired.push_back(std::move(direct_staging.owner));
+    direct_staging = std::move(*direct);
+    far->staging = direct_staging.lent;
+    return;
+  }
   if (pinned_staging != nullptr) {
     WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
     pinned_staging = nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GPU does for rows that cross between domains: it packs them into messages in host memory,
-// and adds up what the domains send back. Launches allocate nothing; each throws Error (kCuda).
+// What a GPU does for rows that cross between domains: it packs them into messages, and adds
+// up what the domains send back. Launches allocate nothing; each throws Error (kCuda).
 #pragma once
 
 #include <cuda_runtime_api.h>

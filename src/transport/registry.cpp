@@ -169,6 +169,14 @@ void check_same_name(std::string_view name, const Group& group) {
 
 }  // namespace
 
+Region Transport::lend(std::byte* /*data*/, uint64_t bytes, const Device& /*device*/) {
+  raise_error(
+      ErrorCode::kNotAvailable,
+      {.transport = name()},
+      fmt::format("lend: transport {} cannot take {} B of the caller's memory", name(), bytes)
+  );
+}
+
 std::vector<std::string> transport_names() {
   std::vector<std::string> names;
   for (const Entry& entry : kEntries) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "weft/group.hpp"
+#include "weft/tensor.hpp"
 
 namespace weft {
 
@@ -56,6 +57,10 @@ class Transport {
   // --- memory: one thread at a time ---
   // 64-byte aligned, contents undefined. Throws Error (kOutOfMemory).
   [[nodiscard]] virtual Region allocate(uint64_t bytes) = 0;
+  // Makes memory of the caller's a region, which it keeps until release(): peers that do not share
+  // memory with this rank may put into it, and this rank's puts may come out of it. A GPU's is
+  // touched by the network alone. Throws Error (kNotAvailable) if the network cannot, as most.
+  [[nodiscard]] virtual Region lend(std::byte* data, uint64_t bytes, const Device& device);
   // The caller vouches that no peer still writes there; peers drop their mapping by themselves.
   virtual void release(const RegionRef& region) = 0;
   // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <thread>
 #include <unistd.h>
 
@@ -169,6 +170,13 @@ TEST_F(GpuProcessesTest, ExchangeBetweenDomains) {
           << transport;
     }
   }
+}
+
+// The GPU's memory given to the network, where libfabric knows CUDA; elsewhere the host's is used.
+TEST_F(GpuProcessesTest, ExchangeOutOfGpuMemory) {
+  ::setenv("WEFT_FABRIC_GPU_MEMORY", "direct", 1);
+  EXPECT_EQ(run_between({0, 1}, "ofi:shm", true, 6), (std::vector<int>{0, 0}));
+  ::unsetenv("WEFT_FABRIC_GPU_MEMORY");
 }
 
 TEST_F(GpuProcessesTest, ExchangeWithinAndBetweenDomains) {

@@ -68,6 +68,18 @@ void FaultyTransport::hold(Held held) {
   held_changed_.notify_one();
 }
 
+// What is held back is copied by this process.
+Region FaultyTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
+  WEFT_CHECK(
+      context(),
+      device.kind == Device::Kind::kCpu,
+      ErrorCode::kNotAvailable,
+      "lend: transport {} cannot hold back what lies in a GPU's memory",
+      name_
+  );
+  return inner_->lend(data, bytes, device);
+}
+
 void FaultyTransport::put(int rank, std::span<const Put> puts) {
   std::vector<Put> now;
   {

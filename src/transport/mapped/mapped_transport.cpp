@@ -118,6 +118,12 @@ Region MappedTransport::allocate(uint64_t bytes) {
   return own_regions_.add(std::move(memory), bytes, context_);
 }
 
+Region MappedTransport::add_lent(std::byte* data, uint64_t bytes) {
+  Memory memory = {.data = data, .bytes = bytes, .cookie = {}, .owner = nullptr};
+  const std::lock_guard lock(memory_mutex_);
+  return own_regions_.add(std::move(memory), bytes, context_);
+}
+
 void MappedTransport::release(const RegionRef& region) {
   const std::lock_guard lock(memory_mutex_);
   own_regions_.remove(region, context_);

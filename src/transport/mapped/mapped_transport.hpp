@@ -40,6 +40,8 @@ class MappedTransport final : public Transport {
 
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
+  // As Transport::lend(), for a network that this one stands beside: members cannot reach it.
+  [[nodiscard]] Region add_lent(std::byte* data, uint64_t bytes);
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
   void put(int rank, std::span<const Put> puts) override;

@@ -23,6 +23,7 @@ Fabric::Fabric(const Provider& provider, Info info, const Context& context)
     : provider_(&provider),
       context_(context),
       info_(std::move(info)),
+      takes_gpu_memory_((info_->caps & FI_HMEM) != 0),
       next_key_(first_key(*info_)) {
   fid_fabric* fabric = nullptr;
   check_call(context_, name(), "fi_fabric", api().fabric(info_->fabric_attr, &fabric, nullptr));
@@ -32,23 +33,30 @@ Fabric::Fabric(const Provider& provider, Info info, const Context& context)
   domain_.reset(domain);
 }
 
-Owned<fid_mr> Fabric::add_memory(
-    const void* data, uint64_t bytes, uint64_t access, fid_ep* endpoint
-) {
-  fid_mr* memory = nullptr;
-  const std::string call = fmt::format("fi_mr_reg of {} B", bytes);
+Owned<fid_mr> Fabric::add_memory(const Memory& memory, uint64_t access, fid_ep* endpoint) {
+  const bool is_on_gpu = memory.device.kind == Device::Kind::kCuda;
+  const iovec area = {.iov_base = const_cast<void*>(memory.data), .iov_len = memory.bytes};
+  fi_mr_attr attributes = {};
+  attributes.mr_iov = &area;
+  attributes.iov_count = 1;
+  attributes.access = access;
+  attributes.requested_key = next_key_++;
+  attributes.iface = is_on_gpu ? FI_HMEM_CUDA : FI_HMEM_SYSTEM;
+  attributes.device.cuda = is_on_gpu ? memory.device.index : 0;
+  fid_mr* registered = nullptr;
+  const std::string call = fmt::format("fi_mr_regattr of {} B", memory.bytes);
   check_call(
       context_,
       name(),
       call,
-      fi_mr_reg(domain_.get(), data, bytes, access, 0, next_key_++, 0, &memory, nullptr),
+      fi_mr_regattr(domain_.get(), &attributes, 0, &registered),
       ErrorCode::kOutOfMemory
   );
-  Owned<fid_mr> owned(memory);
+  Owned<fid_mr> owned(registered);
   if (binds_memory()) {
     const ErrorCode code = ErrorCode::kOutOfMemory;
-    check_call(context_, name(), "fi_mr_bind", fi_mr_bind(memory, &endpoint->fid, 0), code);
-    check_call(context_, name(), "fi_mr_enable", fi_mr_enable(memory), code);
+    check_call(context_, name(), "fi_mr_bind", fi_mr_bind(registered, &endpoint->fid, 0), code);
+    check_call(context_, name(), "fi_mr_enable", fi_mr_enable(registered), code);
   }
   return owned;
 }

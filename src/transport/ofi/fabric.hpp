@@ -9,6 +9,7 @@
 
 #include "transport/ofi/api.hpp"
 #include "transport/ofi/providers.hpp"
+#include "weft/tensor.hpp"
 
 namespace weft::ofi {
 
@@ -33,11 +34,18 @@ class Fabric {
   // Memory belongs to one endpoint.
   [[nodiscard]] bool binds_memory() const { return has_mode(FI_MR_ENDPOINT); }
 
+  // Memory of GPUs can be registered. Set-up may find out that it cannot.
+  [[nodiscard]] bool takes_gpu_memory() const { return takes_gpu_memory_; }
+  void refuse_gpu_memory() { takes_gpu_memory_ = false; }
+
+  struct Memory {
+    const void* data = nullptr;
+    uint64_t bytes = 0;
+    Device device = {};
+  };
   // Registers memory for as long as the result lives; `endpoint` is used where memory is bound to
   // one. Throws Error (kOutOfMemory).
-  [[nodiscard]] Owned<fid_mr> add_memory(
-      const void* data, uint64_t bytes, uint64_t access, fid_ep* endpoint
-  );
+  [[nodiscard]] Owned<fid_mr> add_memory(const Memory& memory, uint64_t access, fid_ep* endpoint);
 
  private:
   [[nodiscard]] bool has_mode(int bit) const { return (info_->domain_attr->mr_mode & bit) != 0; }
@@ -45,6 +53,7 @@ class Fabric {
   const Provider* provider_;
   Context context_;
   Info info_;
+  bool takes_gpu_memory_;
   Owned<fid_fabric> fabric_;
   Owned<fid_domain> domain_;
   std::atomic<uint64_t> next_key_;  // asked for where the provider makes none itself

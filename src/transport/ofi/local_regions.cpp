@@ -9,17 +9,23 @@
 
 namespace weft::ofi {
 
-void LocalRegions::add(Region& region) {
-  const uint64_t bytes = std::max<uint64_t>(region.ref.bytes, 1);
-  Owned<fid_mr> memory =
-      fabric_->add_memory(region.data, bytes, FI_WRITE | FI_REMOTE_WRITE, endpoint_);
+void LocalRegions::add(Region& region, std::optional<Device> lender) {
+  const Fabric::Memory area = {
+      .data = region.data,
+      .bytes = std::max<uint64_t>(region.ref.bytes, 1),
+      .device = lender.value_or(Device())};
+  Owned<fid_mr> memory = fabric_->add_memory(area, FI_WRITE | FI_REMOTE_WRITE, endpoint_);
   region.ref.cookie[kBaseWord] =
       fabric_->has_addresses() ? reinterpret_cast<uint64_t>(region.data) : 0;
   region.ref.cookie[kKeyWord] = fi_mr_key(memory.get());
   const std::unique_lock lock(mutex_);
   data_[region.ref.slot] = region.data;
   entries_[region.data] = {
-      .bytes = region.ref.bytes, .generation = region.ref.generation, .memory = std::move(memory)};
+      .bytes = region.ref.bytes,
+      .generation = region.ref.generation,
+      .is_lent = lender.has_value(),
+      .memory = std::move(memory)};
+  num_lent_ += lender.has_value() ? 1 : 0;
 }
 
 void LocalRegions::remove(const RegionRef& region) {
@@ -32,21 +38,24 @@ void LocalRegions::remove(const RegionRef& region) {
   const auto entry = entries_.find(slot->second);
   if (entry->second.generation == region.generation) {
     ended = std::move(entry->second.memory);
+    num_lent_ -= entry->second.is_lent ? 1 : 0;
     entries_.erase(entry);
     data_.erase(slot);
   }
 }
 
-void* LocalRegions::descriptor(const void* data, uint64_t bytes) const {
+LocalRegions::Source LocalRegions::source_at(const void* data, uint64_t bytes) const {
   const auto* const begin = static_cast<const std::byte*>(data);
   const std::shared_lock lock(mutex_);
   auto after = entries_.upper_bound(begin);
   if (after == entries_.begin()) {
-    return nullptr;
+    return {};
   }
   const auto& [first, entry] = *--after;
-  const bool is_inside = static_cast<uint64_t>(begin - first) + bytes <= entry.bytes;
-  return is_inside ? fi_mr_desc(entry.memory.get()) : nullptr;
+  if (static_cast<uint64_t>(begin - first) + bytes > entry.bytes) {
+    return {};
+  }
+  return {.descriptor = fi_mr_desc(entry.memory.get()), .is_lent = entry.is_lent};
 }
 
 }  // namespace weft::ofi

@@ -41,30 +41,39 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
   Queue& queue = pick_queue();
   Pending pending;
   while (!puts.empty()) {
-    const std::span<const Put> batch = next_batch(puts);
-    puts = puts.subspan(batch.size());
-    const Put& first = batch.front();
-    if (first.bytes <= kCopyBytes) {
+    const Put& first = puts.front();
+    const Source source = source_of(first);
+    if (first.bytes <= kCopyBytes && !source.is_lent) {
+      const std::span<const Put> batch = next_batch(puts);
+      puts = puts.subspan(batch.size());
       send_copy(queue, rank, batch);
       continue;
     }
-    const bool is_reachable =
-        !fabric_->needs_local() || local_->descriptor(first.source, first.bytes) != nullptr;
+    puts = puts.subspan(1);
+    const bool is_reachable = !fabric_->needs_local() || source.descriptor != nullptr;
     if (!is_reachable || first.bytes > fabric_->info()->ep_attr->max_msg_size) {
-      send_pieces(queue, rank, first);
+      send_pieces(queue, rank, first, source);
       continue;
     }
     if (pending == nullptr) {
       pending = std::make_shared<std::atomic<uint32_t>>(0);
     }
-    send_direct(queue, rank, first, pending);
+    post_direct(queue, rank, first, signalling_write_to(rank, first, 1), source, pending);
   }
   if (pending != nullptr) {
     require(await(queue, rank, pending), rank);
   }
 }
 
-// Puts that one write can carry: neighbours in the target that raise one signal.
+// What this process may not copy, and what a write from where it lies needs.
+OfiTransport::Source OfiTransport::source_of(const Put& put) const {
+  const bool may_be_direct = put.bytes > kCopyBytes && fabric_->needs_local();
+  return put.bytes > 0 && (may_be_direct || local_->has_lent())
+             ? local_->source_at(put.source, put.bytes)
+             : Source();
+}
+
+// Puts that one write can carry, as copies: neighbours in the target that raise one signal.
 std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
   const Put& first = puts.front();
   uint64_t bytes = first.bytes;
@@ -73,7 +82,7 @@ std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
     const Put& next = puts[count];
     const bool follows = next.region == first.region && next.signal == first.signal &&
                          next.offset == first.offset + bytes;
-    if (!follows || bytes + next.bytes > kCopyBytes) {
+    if (!follows || bytes + next.bytes > kCopyBytes || source_of(next).is_lent) {
       break;
     }
     bytes += next.bytes;
@@ -130,29 +139,46 @@ void OfiTransport::send_copy(Queue& queue, int rank, std::span<const Put> batch)
   require(send(queue, rank, raising, Clock::now() + timeout_), rank);
 }
 
-void OfiTransport::send_direct(Queue& queue, int rank, const Put& put, const Pending& pending) {
+void OfiTransport::post_direct(
+    Queue& queue,
+    int rank,
+    const Put& put,
+    Write write,
+    const Source& source,
+    const Pending& pending
+) {
   Queue::Operation* operation = nullptr;
   require(start(queue, rank, 0, Clock::now() + timeout_, operation, pending), rank);
-  Write write = signalling_write_to(rank, put, 1);
   write.source = put.source;
   write.bytes = put.bytes;
-  write.descriptor = fabric_->needs_local() ? local_->descriptor(put.source, put.bytes) : nullptr;
+  write.descriptor = source.descriptor;
   post(queue, rank, *operation, write);
 }
 
-void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put) {
+void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put, const Source& source) {
   const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
+  const uint64_t most = source.is_lent ? fabric_->info()->ep_attr->max_msg_size : kCopyBytes;
+  const auto send = [&](const Put& piece, const Write& write) {
+    if (source.is_lent) {
+      post_direct(queue, rank, piece, write, source, pending);
+    } else {
+      post_copy(queue, rank, std::span(&piece, 1), write, pending);
+    }
+  };
   Put rest = put;
-  while (rest.bytes > kCopyBytes) {
+  while (rest.bytes > most) {
     Put piece = rest;
-    piece.bytes = kCopyBytes;
-    post_copy(queue, rank, std::span(&piece, 1), write_to(rank, piece), pending);
-    rest.source = static_cast<const std::byte*>(rest.source) + kCopyBytes;
-    rest.offset += kCopyBytes;
-    rest.bytes -= kCopyBytes;
+    piece.bytes = most;
+    send(piece, write_to(rank, piece));
+    rest.source = static_cast<const std::byte*>(rest.source) + most;
+    rest.offset += most;
+    rest.bytes -= most;
   }
   require(await(queue, rank, pending), rank);
-  send_copy(queue, rank, std::span(&rest, 1));
+  send(rest, signalling_write_to(rank, rest, 1));
+  if (source.is_lent) {
+    require(await(queue, rank, pending), rank);
+  }
 }
 
 void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {

@@ -84,6 +84,24 @@ Region OfiTransport::allocate(uint64_t bytes) {
   return region;
 }
 
+Region OfiTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
+  WEFT_CHECK(
+      context_,
+      device.kind == Device::Kind::kCpu || fabric_->takes_gpu_memory(),
+      ErrorCode::kNotAvailable,
+      "lend: provider {} is not to reach GPU memory, or cannot",
+      fabric_->name()
+  );
+  Region region = near_->add_lent(data, bytes);
+  try {
+    local_->add(region, device);
+  } catch (...) {
+    near_->release(region.ref);
+    throw;
+  }
+  return region;
+}
+
 void OfiTransport::release(const RegionRef& region) {
   local_->remove(region);
   near_->release(region);  // throws for what is not allocated

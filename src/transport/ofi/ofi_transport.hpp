@@ -66,6 +66,7 @@ class OfiTransport final : public Transport, private QueueEvents {
 
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
+  [[nodiscard]] Region lend(std::byte* data, uint64_t bytes, const Device& device) override;
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
   void put(int rank, std::span<const Put> puts) override;
@@ -100,12 +101,22 @@ class OfiTransport final : public Transport, private QueueEvents {
   // ofi_put.cpp
   [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
   void send_copy(Queue& queue, int rank, std::span<const Put> batch);
-  void send_direct(Queue& queue, int rank, const Put& put, const Pending& pending);
-  void send_pieces(Queue& queue, int rank, const Put& put);
+  using Source = LocalRegions::Source;
+  [[nodiscard]] Source source_of(const Put& put) const;
+  void send_pieces(Queue& queue, int rank, const Put& put, const Source& source);
   [[nodiscard]] Write write_to(int rank, const Put& put) const;
   [[nodiscard]] Write signalling_write_to(int rank, const Put& put, size_t amount) const;
   void post_copy(
       Queue& queue, int rank, std::span<const Put> batch, Write write, const Pending& pending
+  );
+  // From where it lies.
+  void post_direct(
+      Queue& queue,
+      int rank,
+      const Put& put,
+      Write write,
+      const Source& source,
+      const Pending& pending
   );
   [[nodiscard]] Queue& pick_queue();
 

@@ -17,11 +17,15 @@ namespace {
 constexpr std::array kProviders = {
     Provider{
         .name = "cxi",
+        .reaches_gpus = true,
         .remark = "Slingshot; memory is bound to one endpoint, so there is one queue"},
     Provider{
-        .name = "efa", .remark = "unordered; memory of sources is registered, keys are its own"},
+        .name = "efa",
+        .reaches_gpus = true,
+        .remark = "unordered; memory of sources is registered, keys are its own"},
     Provider{
         .name = "verbs",
+        .reaches_gpus = true,
         .remark = "InfiniBand and RoCE, reliable datagrams by ofi_rxm; memory of sources is "
                   "registered, keys are its own"},
     Provider{
@@ -37,7 +41,7 @@ constexpr std::array kProviders = {
         .remark = "between processes of one host, when asked for by name"},
 };
 
-Info make_hints(const Provider& provider, const FabricWish& wish) {
+Info make_hints(const Provider& provider, const FabricWish& wish, bool has_gpu_memory) {
   Info hints(api().dupinfo(nullptr));
   WEFT_CHECK(Context{}, hints != nullptr, ErrorCode::kOutOfMemory, "fi_dupinfo: no memory");
   hints->caps = FI_MSG | FI_RMA;
@@ -49,6 +53,10 @@ Info make_hints(const Provider& provider, const FabricWish& wish) {
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
   hints->domain_attr->threading = FI_THREAD_SAFE;
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  if (has_gpu_memory) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
   // Freed with the hints.
   hints->fabric_attr->prov_name = ::strdup(std::string(provider.name).c_str());
   if (wish.domains.size() == 1) {
@@ -57,21 +65,34 @@ Info make_hints(const Provider& provider, const FabricWish& wish) {
   return hints;
 }
 
-// Throws Error for what can be said better than libfabric does.
-void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
-  const Info hints = make_hints(provider, wish);
+bool wants_gpu_memory(const Provider& provider, const FabricWish& wish) {
+  return wish.has_gpu && (wish.gpu_memory == FabricGpuMemory::kDirect ||
+                          (wish.gpu_memory == FabricGpuMemory::kAuto && provider.reaches_gpus));
+}
+
+// fi_getinfo's list, or its negative error.
+int ask(const Provider& provider, const FabricWish& wish, bool has_gpu_memory, Info& found) {
+  const Info hints = make_hints(provider, wish, has_gpu_memory);
   const std::string address = provider.takes_address ? local_address(wish.address) : "";
-  fi_info* found = nullptr;
+  fi_info* list = nullptr;
   const int result = api().getinfo(
       kApiVersion,
       provider.takes_address ? address.c_str() : nullptr,
       nullptr,
       provider.takes_address ? FI_SOURCE | FI_NUMERICHOST : 0,
       hints.get(),
-      &found
+      &list
   );
-  check_call(Context{}, provider.name, "fi_getinfo", result);
-  const Info all(found);
+  found.reset(list);
+  return result;
+}
+
+// Throws Error for what can be said better than libfabric does.
+void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
+  Info all;
+  if (!wants_gpu_memory(provider, wish) || ask(provider, wish, true, all) != 0) {
+    check_call(Context{}, provider.name, "fi_getinfo", ask(provider, wish, false, all));
+  }
   const std::vector<const fi_info*> cards = list_cards(all.get(), wish.domains);
   WEFT_CHECK(  // not every provider minds what it is asked
       Context{},
@@ -161,6 +182,7 @@ FabricWish read_wish(const Env& env, std::string_view kind) {
   );
   wish.address = env.fabric_address.value_or("");
   wish.num_queues = env.fabric_queues;
+  wish.gpu_memory = env.fabric_gpu_memory;
   return wish;
 }
 

@@ -20,6 +20,9 @@ struct Provider {
   // message to every other at set-up, since one whose sender has closed crashes its receiver, and
   // ranks of one process close together.
   bool is_local = false;
+  // Its cards read and write the memory of GPUs. Others that take it have libfabric copy it by
+  // calls of CUDA, which may wait for work that waits for them.
+  bool reaches_gpus = false;
   // Bound to an IP address that is ours to choose.
   bool takes_address = false;
   // Completion level of a write that raises a signal. FI_DELIVERY_COMPLETE where only that says
@@ -40,11 +43,14 @@ struct FabricWish {
   int num_queues = 1;
   bool has_one_host = true;  // all ranks are on this host
   std::string device;        // PCI address of this rank's GPU; empty: none
-  size_t turn = 0;           // number of this rank among those of its host
+  bool has_gpu = false;      // memory of which would be sent and received
+  FabricGpuMemory gpu_memory = FabricGpuMemory::kAuto;
+  size_t turn = 0;  // number of this rank among those of its host
 };
 
 // `kind` ("tcp" or "verbs/mlx5_0,mlx5_1"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS,
-// WEFT_FABRIC_QUEUES. Throws Error (kInvalidArgument) for an unknown provider.
+// WEFT_FABRIC_QUEUES, WEFT_FABRIC_GPU_MEMORY. Throws Error (kInvalidArgument) for an unknown
+// provider.
 [[nodiscard]] FabricWish read_wish(const Env& env, std::string_view kind);
 
 // A provider as this rank finds it.

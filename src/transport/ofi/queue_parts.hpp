@@ -37,7 +37,7 @@ struct Queue::Space {
         }) {
     if (fabric.needs_local()) {
       const uint64_t access = FI_SEND | FI_RECV | FI_WRITE;
-      memory = fabric.add_memory(data.get(), kBytes, access, nullptr);
+      memory = fabric.add_memory({.data = data.get(), .bytes = kBytes}, access, nullptr);
       descriptor = fi_mr_desc(memory.get());
     }
   }

@@ -43,6 +43,7 @@ FabricReport::Entry entry_of(const ofi::Offer& offer) {
       entry.domain += fmt::format(", one of {}", offer.num_cards);
     }
     entry.memory = memory_text(offer.info->domain_attr->mr_mode);
+    entry.memory += (offer.info->caps & FI_HMEM) != 0 ? ", GPUs' too" : "";
   }
   return entry;
 }
@@ -56,7 +57,8 @@ FabricReport fabric_report() {
     return report;
   }
   report.library = fmt::format("libfabric {}", ofi::api().version);
-  const ofi::FabricWish wish = ofi::read_wish(Env::read(), "");
+  ofi::FabricWish wish = ofi::read_wish(Env::read(), "");
+  wish.has_gpu = true;  // to see what it could do
   report.num_queues = wish.num_queues;
   try {
     report.address = ofi::local_address(wish.address);

@@ -65,6 +65,7 @@ FabricWish wish_for(const Group& group, std::string_view kind, std::string_view 
   const auto self = hosts.begin() + group.rank();
   wish.turn = static_cast<size_t>(std::count(hosts.begin(), self, *self));
   wish.device = device;
+  wish.has_gpu = !device.empty();
   wish.has_one_host = std::set<std::string>(hosts.begin(), hosts.end()).size() <= 1;
   return wish;
 }

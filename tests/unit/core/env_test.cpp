@@ -33,6 +33,7 @@ TEST(EnvTest, ReadsEachVariable) {
       {"WEFT_RANKS_PER_DOMAIN", "2"},
       {"WEFT_TRANSPORT", "shm"},
       {"WEFT_NUM_THREADS", "6"},
+      {"WEFT_FABRIC_GPU_MEMORY", "direct"},
       {"WEFT_LOG", "debug"},
   });
   EXPECT_EQ(env.rank, 3);
@@ -45,6 +46,7 @@ TEST(EnvTest, ReadsEachVariable) {
   EXPECT_EQ(env.ranks_per_domain, 2);
   EXPECT_EQ(env.transport, "shm");
   EXPECT_EQ(env.num_threads, 6);
+  EXPECT_EQ(env.fabric_gpu_memory, FabricGpuMemory::kDirect);
   EXPECT_EQ(env.log_level, LogLevel::kDebug);
 }
 
@@ -68,6 +70,8 @@ TEST(EnvTest, NamesTheVariableAndItsValue) {
       {{"WEFT_TIMEOUT_S", "soon"}, "WEFT_TIMEOUT_S = \"soon\" is not a number of seconds in"},
       {{"WEFT_TIMEOUT_S", "0"}, "WEFT_TIMEOUT_S = \"0\" is not a number of seconds in"},
       {{"WEFT_TIMEOUT_S", "nan"}, "WEFT_TIMEOUT_S = \"nan\" is not a number of seconds in"},
+      {{"WEFT_FABRIC_GPU_MEMORY", "on"},
+       "WEFT_FABRIC_GPU_MEMORY = \"on\" is not one of auto, direct, host"},
       {{"WEFT_LOG", "loud"}, "WEFT_LOG = \"loud\" is not one of debug, info, warn, error, off"},
   };
   for (const auto& [variable, text] : cases) {

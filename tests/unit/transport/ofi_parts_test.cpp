@@ -187,16 +187,19 @@ TEST(OfiAddressTest, NamesWhatIsNoAddressOfThisHost) {
 TEST(OfiProvidersTest, ReadsWhatIsAskedFor) {
   const Env env = Env::read([](const char* name) -> const char* {
     const std::string text = name;
-    return text == "WEFT_FABRIC"           ? "verbs/mlx5_0"
-           : text == "WEFT_FABRIC_ADDRESS" ? "eth0"
-           : text == "WEFT_FABRIC_QUEUES"  ? "4"
-                                           : nullptr;
+    return text == "WEFT_FABRIC"              ? "verbs/mlx5_0"
+           : text == "WEFT_FABRIC_ADDRESS"    ? "eth0"
+           : text == "WEFT_FABRIC_QUEUES"     ? "4"
+           : text == "WEFT_FABRIC_GPU_MEMORY" ? "host"
+                                              : nullptr;
   });
   const FabricWish wish = read_wish(env, "");
   EXPECT_EQ(wish.provider, "verbs");
   EXPECT_EQ(wish.domains, (std::vector<std::string>{"mlx5_0"}));
   EXPECT_EQ(wish.address, "eth0");
   EXPECT_EQ(wish.num_queues, 4);
+  EXPECT_EQ(wish.gpu_memory, FabricGpuMemory::kHost);
+  EXPECT_FALSE(wish.has_gpu);
   EXPECT_EQ(read_wish(env, "tcp").provider, "tcp");
   EXPECT_TRUE(read_wish(env, "tcp").domains.empty());
   EXPECT_EQ(

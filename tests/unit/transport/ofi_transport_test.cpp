@@ -33,7 +33,8 @@ class OfiTransportTest : public ::testing::TestWithParam<const char*> {
     }
   }
   void TearDown() override {
-    for (const char* name : {"WEFT_FABRIC_QUEUES", "WEFT_FABRIC", "WEFT_FABRIC_ADDRESS"}) {
+    for (const char* name :
+         {"WEFT_FABRIC_QUEUES", "WEFT_FABRIC", "WEFT_FABRIC_ADDRESS", "WEFT_FABRIC_GPU_MEMORY"}) {
       ::unsetenv(name);
     }
   }
@@ -260,6 +261,32 @@ TEST_P(OfiTransportTest, GivesUpOnARankThatIsStopped) {
     return is_right ? 0 : 1;
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0}));
+}
+
+// With and without the provider's leave to take it; no library here moves any.
+TEST_P(OfiTransportTest, SaysThatItTakesNoGpuMemory) {
+  const std::string kind = std::string(GetParam()).substr(4);
+  const Device gpu = {.kind = Device::Kind::kCuda, .index = 0};
+  for (const char* wish : {"auto", "direct", "host"}) {
+    ::setenv("WEFT_FABRIC_GPU_MEMORY", wish, 1);
+    const Group group = std::move(Group::local(1).front());
+    const auto transport = make_ofi(group, 1, {.device = "0000:01:00.0"}, kind);
+    std::vector<std::byte> memory(4096);
+    std::string text = "nothing was thrown";
+    try {
+      static_cast<void>(transport->lend(memory.data(), memory.size(), gpu));
+    } catch (const Error& error) {
+      text = error.what();
+    }
+    // libfabric's shm would take it if it knew CUDA.
+    const bool is_asked = kind == "shm" && std::string(wish) == "direct";
+    const std::string expected = is_asked ? "fi_mr_regattr of 4096 B: " : "lend: provider " + kind;
+    EXPECT_NE(text.find(expected), std::string::npos) << wish << ": " << text;
+    const Region own = transport->lend(memory.data(), memory.size(), Device());
+    EXPECT_EQ(own.data, memory.data());
+    transport->release(own.ref);
+    EXPECT_THROW(transport->release(own.ref), Error);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(
