@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan: counts travel, then slots; routing tables never do. Previous in the data flow:
 // plan/build.hpp; next: dispatch_call.cpp.
+#include <algorithm>
 #include <cstring>
 
 #include "exchange/exchange_cpu.hpp"
@@ -28,6 +29,19 @@ std::vector<RankCounts> counts_of(const CpuExchange& state, std::span<const Call
     std::memcpy(one.arrivals.data(), payload + route_bytes, one.arrivals.size() * sizeof(int32_t));
   }
   return counts;
+}
+
+// Waking the other threads pays for this many routes of a part.
+constexpr int64_t kRoutesOfPart = 4096;
+
+Sharing sharing_of(const CpuExchange& state, const RouteTable& routes) {
+  const int64_t most = routes.num_tokens * routes.topk / kRoutesOfPart;
+  const int64_t parts = std::clamp<int64_t>(most, 1, state.workers->num_workers());
+  return {
+      .num_parts = static_cast<size_t>(parts),
+      .for_each = [&workers = *state.workers](size_t count, const auto& visit) {
+        workers.for_each(count, count > 1, visit);
+      }};
 }
 
 // Rows of every rank's output.
@@ -68,8 +82,15 @@ Plan CpuExchange::make_plan(
     const std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     const std::vector<CallWord> words = board->swap(to, std::as_bytes(std::span(payload)));
     const std::vector<RankCounts> counts = counts_of(*this, words);
-    PlanData data =
-        place_routes(routes, counts, context.rank, settings.num_experts, options, context);
+    PlanData data = place_routes(
+        routes,
+        counts,
+        context.rank,
+        settings.num_experts,
+        options,
+        context,
+        sharing_of(*this, routes)
+    );
     data.exchange_id = id;
     data.call = call_number;
     std::vector<int64_t> rows;

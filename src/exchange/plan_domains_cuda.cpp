@@ -136,8 +136,14 @@ Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
       far->context,
       cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
   );
-  far->workers->for_each(rounds.size(), bytes >= kMuchToWrite, [&](size_t i) {
-    images[i].write({memory + begin[i], images[i].num_bytes()}, plan, i == 0);
+  far->workers->for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
+    const size_t i = part / 2;
+    const std::span<std::byte> to(memory + begin[i], images[i].num_bytes());
+    if (part % 2 == 0) {
+      images[i].write_block(to, plan, i == 0);
+    } else {
+      images[i].write_records(to);
+    }
   });
   for (size_t i = 0; i < rounds.size(); ++i) {
     std::byte* const to = memory + begin[i];

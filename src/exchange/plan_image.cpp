@@ -97,10 +97,13 @@ PlanImage::PlanImage(const PlanMap& map, const Round& round, int topk)
   num_bytes_ = next;
 }
 
-void PlanImage::write(std::span<std::byte> image, const PlanData& plan, bool is_first) const {
+void PlanImage::write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const {
   const PlanView block = {image.data(), map_};
   write_shape(block, plan, is_first);
   write_routes(block, plan);
+}
+
+void PlanImage::write_records(std::span<std::byte> image) const {
   // By token: how many ranks of the domain before the member it goes to.
   std::vector<int32_t> num_arrivals(static_cast<size_t>(round_.num_tokens));
   for (size_t member = 0; member < round_.pairs.size(); ++member) {

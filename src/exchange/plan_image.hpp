@@ -38,8 +38,10 @@ class PlanImage {
   [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
   // [members]
   [[nodiscard]] const std::vector<GivenRecords>& records() const { return records_; }
-  // `image` has num_bytes(). `is_first`: padding of the output is this round's to zero.
-  void write(std::span<std::byte> image, const PlanData& plan, bool is_first) const;
+  // In two parts, by any threads; `image` has num_bytes(). `is_first`: padding of the output is
+  // this round's to zero.
+  void write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const;
+  void write_records(std::span<std::byte> image) const;
 
  private:
   void write_shape(const PlanView& block, const PlanData& plan, bool is_first) const;

@@ -139,8 +139,13 @@ class BlockReader {
     plan_.sent.resize(static_cast<size_t>(plan_.shape.num_ranks));
     for (Arrivals& arrivals : plan_.sent) {
       arrivals.one_row = is_rank_major();
-      const auto num_routes = static_cast<int64_t>(plan_.route_expert.size());
-      writers.emplace_back(arrivals, plan_.shape.num_tokens, num_routes, plan_.shape.has_weights);
+      PairWriter::resize(
+          arrivals,
+          static_cast<size_t>(plan_.shape.num_tokens),
+          plan_.route_expert.size(),
+          plan_.shape.has_weights
+      );
+      writers.emplace_back(arrivals);
     }
     std::array<PairWriter::Route, kMaxTopk> kept = {};
     for (int32_t token = 0; token < plan_.shape.num_tokens; ++token) {
@@ -168,8 +173,8 @@ class BlockReader {
         writers[target].add(token, route);
       }
     }
-    for (PairWriter& writer : writers) {
-      writer.finish();
+    for (size_t rank = 0; rank < writers.size(); ++rank) {
+      writers[rank].finish(plan_.sent[rank]);
     }
   }
 

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -74,9 +75,29 @@ struct RankCounts {
   std::vector<int32_t> arrivals;  // [num_ranks] (token, rank) pairs
 };
 
+// Adds the routes and arrivals of the tokens from `begin` to before `end`.
+void add_counts(const RouteTable& routes, int64_t begin, int64_t end, RankCounts& counts);
+
 [[nodiscard]] RankCounts count_routes(
     const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
 );
+
+// How threads share work that falls into parts. Results do not depend on it.
+struct Sharing {
+  size_t num_parts = 1;
+  // visit(i) for each i below `count`, in any order, on any threads; empty: here, in order.
+  std::function<void(size_t count, const std::function<void(size_t)>& visit)> for_each = {};
+
+  void each(size_t count, const std::function<void(size_t)>& visit) const {
+    if (for_each) {
+      for_each(count, visit);
+      return;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      visit(i);
+    }
+  }
+};
 
 // Slots of this rank's routes and the shape of its output, from everyone's counts. `received` is
 // still empty. Throws Error for Overflow::kError, with the same text on every rank (but for the
@@ -87,7 +108,8 @@ struct RankCounts {
     int rank,
     int num_experts,
     const PlanOptions& options,
-    const Context& context
+    const Context& context,
+    const Sharing& sharing = {}
 );
 
 // One pair's arrivals as bytes, and back. Decoding checks every bound: the bytes come from another

@@ -4,19 +4,12 @@
 
 namespace weft {
 
-RankCounts count_routes(
-    const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
-) {
-  RankCounts counts;
-  counts.num_tokens = routes.num_tokens;
-  counts.row_budget = options.row_budget.value_or(-1);
-  counts.routes.resize(static_cast<size_t>(num_experts));
-  counts.arrivals.resize(static_cast<size_t>(num_ranks));
-
-  const int per_rank = num_experts / num_ranks;
-  std::vector<int64_t> last_token(static_cast<size_t>(num_ranks), -1);  // seen going to each rank
-  const int32_t* expert = routes.expert.data();
-  for (int64_t token = 0; token < routes.num_tokens; ++token) {
+void add_counts(const RouteTable& routes, int64_t begin, int64_t end, RankCounts& counts) {
+  const auto num_ranks = counts.arrivals.size();
+  const int per_rank = static_cast<int>(counts.routes.size() / num_ranks);
+  std::vector<int64_t> last_token(num_ranks, -1);  // seen going to each rank
+  const int32_t* expert = routes.expert.data() + begin * routes.topk;
+  for (int64_t token = begin; token < end; ++token) {
     for (int k = 0; k < routes.topk; ++k, ++expert) {
       if (*expert < 0) {
         continue;
@@ -27,6 +20,17 @@ RankCounts count_routes(
       last_token[target] = token;
     }
   }
+}
+
+RankCounts count_routes(
+    const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
+) {
+  RankCounts counts;
+  counts.num_tokens = routes.num_tokens;
+  counts.row_budget = options.row_budget.value_or(-1);
+  counts.routes.resize(static_cast<size_t>(num_experts));
+  counts.arrivals.resize(static_cast<size_t>(num_ranks));
+  add_counts(routes, 0, routes.num_tokens, counts);
   return counts;
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
 #include <array>
 
 #include "plan/build.hpp"
@@ -71,67 +72,43 @@ void order_by_expert(std::span<const int32_t> experts, std::array<int32_t, kMaxT
   }
 }
 
+// Some tokens in a row, and where their slots and arrivals begin.
+struct Part {
+  int64_t begin = 0;  // token
+  int64_t end = 0;
+  std::vector<SlotCursor> cursors;  // by expert, or for kRankMajor by rank
+  std::vector<PairWriter> writers;  // [num_ranks]
+  bool overflow = false;
+};
+
 // The loops over routes, token by token. Each keeps what fits as arrivals of `plan.sent`.
 class RoutePlacer {
  public:
-  RoutePlacer(PlanData& plan, const RouteTable& routes, const RankCounts& own)
-      : plan_(plan), routes_(routes) {
+  RoutePlacer(PlanData& plan, const RouteTable& routes, const GroupShape& group)
+      : plan_(plan), routes_(routes), topk_(static_cast<size_t>(routes.topk)) {
     plan.route_expert = routes.expert;
-    plan.route_slot.assign(routes.expert.size(), -1);
-    plan.sent.resize(own.arrivals.size());
+    plan.route_slot.resize(routes.expert.size());
     const int per_rank = plan.shape.num_local_experts();
     for (int expert = 0; expert < plan.shape.num_experts; ++expert) {
       homes_.push_back({owner_rank(expert, per_rank), local_expert(expert, per_rank)});
     }
-    std::vector<int64_t> num_routes(own.arrivals.size());
-    for (size_t expert = 0; expert < homes_.size(); ++expert) {
-      num_routes[static_cast<size_t>(homes_[expert].rank)] += own.routes[expert];
-    }
-    for (size_t rank = 0; rank < plan.sent.size(); ++rank) {
-      plan.sent[rank].one_row = plan.shape.options.layout == Layout::kRankMajor;
-      writers_.emplace_back(
-          plan.sent[rank], own.arrivals[rank], num_routes[rank], plan.shape.has_weights
-      );
-    }
+    is_rank_major_ = plan.shape.options.layout == Layout::kRankMajor;
+    drops_ = is_rank_major_ ? std::ranges::any_of(group.outputs, &OutputShape::overflow)
+                            : std::ranges::any_of(group.experts, [](const ExpertBlock& block) {
+                                return block.begin + block.rows > block.limit;
+                              });
   }
 
-  void place_by_expert(std::vector<SlotCursor> cursors) {
-    std::array<int32_t, kMaxTopk> order;
-    const auto topk = static_cast<size_t>(routes_.topk);
-    for (int32_t token = 0; token < routes_.num_tokens; ++token) {
-      const size_t first = static_cast<size_t>(token) * topk;
-      order_by_expert(std::span(routes_.expert).subspan(first, topk), order);
-      for (size_t i = 0; i < topk; ++i) {
-        const size_t route = first + static_cast<size_t>(order[i]);
-        const int32_t expert = routes_.expert[route];
-        if (expert < 0) {
-          break;
-        }
-        place(token, order[i], route, cursors[static_cast<size_t>(expert)].take());
-      }
+  void run(const RankCounts& own, std::vector<SlotCursor> cursors, const Sharing& sharing) {
+    make_room(own);
+    std::vector<Part> parts = cut(drops_ ? 1 : sharing.num_parts, own, cursors, sharing);
+    sharing.each(parts.size(), [&](size_t i) {
+      is_rank_major_ ? place_by_arrival(parts[i]) : place_by_expert(parts[i]);
+    });
+    for (size_t rank = 0; rank < plan_.sent.size(); ++rank) {
+      parts.back().writers[rank].finish(plan_.sent[rank]);
     }
-    finish();
-  }
-
-  void place_by_arrival(std::vector<SlotCursor> cursors) {
-    std::vector<int32_t> last_token(cursors.size(), -1);
-    std::vector<int32_t> row(cursors.size(), -1);  // of that token
-    size_t route = 0;
-    for (int32_t token = 0; token < routes_.num_tokens; ++token) {
-      for (int32_t k = 0; k < routes_.topk; ++k, ++route) {
-        const int32_t expert = routes_.expert[route];
-        if (expert < 0) {
-          continue;
-        }
-        const auto target = static_cast<size_t>(homes_[static_cast<size_t>(expert)].rank);
-        if (last_token[target] != token) {
-          last_token[target] = token;
-          row[target] = cursors[target].take();
-        }
-        place(token, k, route, row[target]);
-      }
-    }
-    finish();
+    plan_.overflow = plan_.overflow || std::ranges::any_of(parts, &Part::overflow);
   }
 
  private:
@@ -140,27 +117,118 @@ class RoutePlacer {
     int32_t local;
   };
 
-  void place(int32_t token, int32_t k, size_t route, int32_t slot) {
+  void make_room(const RankCounts& own) {
+    const std::vector<size_t> num_routes = routes_by_rank(own);
+    plan_.sent.resize(own.arrivals.size());
+    for (size_t rank = 0; rank < plan_.sent.size(); ++rank) {
+      plan_.sent[rank].one_row = is_rank_major_;
+      const auto arrivals = static_cast<size_t>(own.arrivals[rank]);
+      PairWriter::resize(plan_.sent[rank], arrivals, num_routes[rank], plan_.shape.has_weights);
+    }
+  }
+
+  [[nodiscard]] std::vector<size_t> routes_by_rank(const RankCounts& counts) const {
+    std::vector<size_t> sums(counts.arrivals.size());
+    for (size_t expert = 0; expert < homes_.size(); ++expert) {
+      sums[static_cast<size_t>(homes_[expert].rank)] += static_cast<size_t>(counts.routes[expert]);
+    }
+    return sums;
+  }
+
+  // Parts of about as many tokens each. All but a lone one have to be counted.
+  [[nodiscard]] std::vector<Part> cut(
+      size_t num_parts,
+      const RankCounts& own,
+      std::vector<SlotCursor>& cursors,
+      const Sharing& sharing
+  ) const {
+    const auto count = static_cast<int64_t>(num_parts);
+    std::vector<Part> parts(num_parts);
+    std::vector<RankCounts> counts(num_parts, own);
+    sharing.each(num_parts, [&](size_t i) {
+      const auto n = static_cast<int64_t>(i);
+      parts[i].begin = routes_.num_tokens * n / count;
+      parts[i].end = routes_.num_tokens * (n + 1) / count;
+      if (num_parts > 1) {
+        std::ranges::fill(counts[i].routes, 0);
+        std::ranges::fill(counts[i].arrivals, 0);
+        add_counts(routes_, parts[i].begin, parts[i].end, counts[i]);
+      }
+    });
+    std::vector<size_t> num_arrivals(plan_.sent.size());
+    std::vector<size_t> num_routes(plan_.sent.size());
+    for (size_t i = 0; i < num_parts; ++i) {
+      parts[i].cursors = cursors;
+      const std::vector<size_t> routes = routes_by_rank(counts[i]);
+      for (size_t rank = 0; rank < plan_.sent.size(); ++rank) {
+        parts[i].writers.emplace_back(plan_.sent[rank], num_arrivals[rank], num_routes[rank]);
+        num_arrivals[rank] += static_cast<size_t>(counts[i].arrivals[rank]);
+        num_routes[rank] += routes[rank];
+      }
+      const auto& taken = is_rank_major_ ? counts[i].arrivals : counts[i].routes;
+      for (size_t c = 0; c < cursors.size(); ++c) {
+        cursors[c].next += taken[c];
+      }
+    }
+    return parts;
+  }
+
+  void place_by_expert(Part& part) {
+    std::array<int32_t, kMaxTopk> order;
+    const int32_t* const experts = routes_.expert.data();
+    for (int64_t token = part.begin; token < part.end; ++token) {
+      const size_t first = static_cast<size_t>(token) * topk_;
+      order_by_expert({experts + first, topk_}, order);
+      for (size_t i = 0; i < topk_; ++i) {
+        const size_t route = first + static_cast<size_t>(order[i]);
+        const int32_t expert = experts[route];
+        const bool is_there = expert >= 0;
+        const auto slot = is_there ? part.cursors[static_cast<size_t>(expert)].take() : -1;
+        place(part, token, order[i], route, is_there, slot);
+      }
+    }
+  }
+
+  void place_by_arrival(Part& part) {
+    std::vector<int64_t> last_token(part.cursors.size(), -1);
+    std::vector<int32_t> row(part.cursors.size(), -1);  // of that token
+    auto route = static_cast<size_t>(part.begin) * topk_;
+    for (int64_t token = part.begin; token < part.end; ++token) {
+      for (int32_t k = 0; k < routes_.topk; ++k, ++route) {
+        const int32_t expert = routes_.expert[route];
+        if (expert < 0) {
+          place(part, token, k, route, false, -1);
+          continue;
+        }
+        const auto target = static_cast<size_t>(homes_[static_cast<size_t>(expert)].rank);
+        if (last_token[target] != token) {
+          last_token[target] = token;
+          row[target] = part.cursors[target].take();
+        }
+        place(part, token, k, route, true, row[target]);
+      }
+    }
+  }
+
+  void place(Part& part, int64_t token, int32_t k, size_t route, bool is_there, int32_t slot) {
     plan_.route_slot[route] = slot;
     if (slot < 0) {
-      plan_.overflow = true;
+      part.overflow = part.overflow || is_there;
       return;
     }
     const Home home = homes_[static_cast<size_t>(routes_.expert[route])];
     const float weight = plan_.shape.has_weights ? routes_.weight[route] : 0.0F;
-    writers_[static_cast<size_t>(home.rank)].add(token, {slot, k, home.local, weight});
-  }
-
-  void finish() {
-    for (PairWriter& writer : writers_) {
-      writer.finish();
-    }
+    part.writers[static_cast<size_t>(home.rank)].add(
+        static_cast<int32_t>(token), {slot, k, home.local, weight}
+    );
   }
 
   PlanData& plan_;
   const RouteTable& routes_;
-  std::vector<Home> homes_;          // [num_experts]
-  std::vector<PairWriter> writers_;  // [num_ranks]
+  size_t topk_;
+  std::vector<Home> homes_;  // [num_experts]
+  bool is_rank_major_ = false;
+  bool drops_ = false;  // then a route's place is known only once all before it are placed
 };
 
 // What this rank will receive, as far as counts tell.
@@ -203,7 +271,8 @@ PlanData place_routes(
     int rank,
     int num_experts,
     const PlanOptions& options,
-    const Context& context
+    const Context& context,
+    const Sharing& sharing
 ) {
   const GroupShape group = group_shape(counts, num_experts, options, context);
   const auto earlier = counts.first(static_cast<size_t>(rank));
@@ -220,12 +289,13 @@ PlanData place_routes(
   plan.shape.options.expert_stride = group.rule.stride;
   shape_output(plan, group);
 
-  RoutePlacer placer(plan, routes, counts[static_cast<size_t>(rank)]);
-  if (options.layout == Layout::kRankMajor) {
-    placer.place_by_arrival(arrival_cursors(group, earlier));
-  } else {
-    placer.place_by_expert(expert_cursors(group, earlier));
-  }
+  RoutePlacer(plan, routes, group)
+      .run(
+          counts[static_cast<size_t>(rank)],
+          options.layout == Layout::kRankMajor ? arrival_cursors(group, earlier)
+                                               : expert_cursors(group, earlier),
+          sharing
+      );
   link_tokens(plan);
   return plan;
 }

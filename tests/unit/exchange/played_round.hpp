@@ -26,7 +26,8 @@ class PlayedRound {
       given.num_tokens = sent.num_tokens;
       given.bytes.assign(image.num_bytes(), kCanary);
       given.records = image.records();
-      image.write(given.bytes, plans.plan(member), index == 0);
+      image.write_block(given.bytes, plans.plan(member), index == 0);
+      image.write_records(given.bytes);
     }
     player_.play(images);
     for (size_t member = 0; member < members.size(); ++member) {

@@ -252,5 +252,43 @@ TEST(PlanTest, DoesNotChangeARanksRoutesWithOtherRanksOrderOfCalls) {
   EXPECT_EQ(build_plans(routes, 8, {})[1], build_plans(routes, 8, {})[1]);
 }
 
+// However many threads share the work, in whatever order, also where rows are dropped.
+TEST(PlanTest, IsTheSameInAnyNumberOfParts) {
+  const auto backwards = [](size_t count, const auto& visit) {
+    for (size_t i = count; i-- > 0;) {
+      visit(i);
+    }
+  };
+  for (uint64_t seed = 0; seed < kNumCases; ++seed) {
+    const PlanCase c = random_case(seed);
+    std::vector<PlanOptions> options(c.routes.size(), c.options);
+    std::vector<RankCounts> counts;
+    for (size_t rank = 0; rank < c.routes.size(); ++rank) {
+      if (!c.row_budgets.empty() && c.row_budgets[rank] >= 0) {
+        options[rank].row_budget = c.row_budgets[rank];
+      }
+      counts.push_back(count_routes(c.routes[rank], c.num_experts, c.num_ranks(), options[rank]));
+    }
+    for (int rank = 0; rank < c.num_ranks(); ++rank) {
+      const auto place = [&](size_t num_parts) {
+        const auto r = static_cast<size_t>(rank);
+        return place_routes(
+            c.routes[r],
+            counts,
+            rank,
+            c.num_experts,
+            options[r],
+            {},
+            {.num_parts = num_parts, .for_each = backwards}
+        );
+      };
+      const PlanData one = place(1);
+      for (const size_t num_parts : {2, 3, 50}) {
+        ASSERT_TRUE(same_plan(place(num_parts), one)) << num_parts << " parts of " << describe(c);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace weft
