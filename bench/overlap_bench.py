@@ -7,8 +7,9 @@ torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 One stream repeats the two products of the experts of a case, another dispatches or combines
 without a pause. A hidden exchange costs what the products lose while one exchange lasts: `cost_us`.
 
-Beside them stands what multiprocessors would still have to do in a dispatch by copy engines:
-`fan-out` of what arrives to the rows of its experts.
+Beside them stand the steps of a dispatch by copy engines, each by itself: `pack` the rows of each
+peer into a block, by all SMs at once; `copies` of these blocks, by no SM; `fan-out` of what arrives
+to the rows of its experts. With layout rank_major the first two would be all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
 from torch_bench import CASES, Case, row_of, say
 
 import weft
@@ -28,7 +30,7 @@ from weft.examples.measured import machine
 
 Tensor = torch.Tensor
 ROUNDS = 7
-FAN_OUT_SMS = (8, 12, 16)
+FAN_OUT_SMS = (8, 12, 16, 132)
 
 
 @dataclass
@@ -38,11 +40,13 @@ class Work:
     case: Case
     exchange: weft.Exchange
     plan: weft.Plan
+    sent: dict[int, Tensor]  # by peer: int64 [tokens that go there]
     x: Tensor  # [T, H]
     rows: Tensor  # [P, H]
     ends: Tensor  # int32 [El]
     up: Tensor  # [El, H, 2 W]
     down: Tensor  # [El, W, H]
+    held: tuple = ()  # what must outlive the copies
 
     @classmethod
     def of(cls, case: Case) -> Work:
@@ -55,13 +59,20 @@ class Work:
             device=device,
         )
         scores = torch.rand(case.tokens, case.experts, device=device)
-        plan = exchange.plan(scores.topk(case.topk).indices, pad_multiple=128)
+        experts = scores.topk(case.topk).indices
+        plan = exchange.plan(experts, pad_multiple=128)
         x = torch.randn(case.tokens, case.hidden, device=device).to(torch.bfloat16)
         local = exchange.num_local_experts
+        sent = {
+            rank: (experts // local == rank).any(1).nonzero().flatten()
+            for rank in range(dist.get_world_size())
+            if rank != dist.get_rank()
+        }
         sizes = ((local, case.hidden, 2 * case.width), (local, case.width, case.hidden))
         up, down = (torch.randn(size, device=device).to(torch.bfloat16) * 0.02 for size in sizes)
         ends = plan.padded_rows_per_expert.cumsum(0).to(torch.int32)
-        return cls(case, exchange, plan, x, exchange.dispatch(plan, x).rows, ends, up, down)
+        rows = exchange.dispatch(plan, x).rows
+        return cls(case, exchange, plan, sent, x, rows, ends, up, down)
 
     def products(self) -> None:
         inner = torch._grouped_mm(self.rows, self.up, offs=self.ends)
@@ -71,6 +82,32 @@ class Work:
         if op == "dispatch":
             return lambda: self.exchange.dispatch(self.plan, self.x, num_sms=num_sms)
         return lambda: self.exchange.combine(self.plan, self.rows, num_sms=num_sms)
+
+    def pack(self):
+        blocks = {peer: self.x[tokens] for peer, tokens in self.sent.items()}
+
+        def run() -> None:
+            for peer, tokens in self.sent.items():
+                torch.index_select(self.x, 0, tokens, out=blocks[peer])
+
+        return run
+
+    def copies(self):
+        """Collective. What this rank packs, into memory of its peers."""
+        blocks = {peer: self.x[tokens] for peer, tokens in self.sent.items()}
+        room = {peer: torch.empty_like(self.x) for peer in self.sent}  # what each peer writes
+        handles = [None] * dist.get_world_size()
+        dist.all_gather_object(handles, {p: reduce_tensor(t) for p, t in room.items()})
+        own = dist.get_rank()
+        opened = {peer: handles[peer][own] for peer in self.sent}
+        there = {peer: rebuild(*args) for peer, (rebuild, args) in opened.items()}
+        self.held = (room, there)
+
+        def run() -> None:
+            for peer, block in blocks.items():
+                there[peer][: block.size(0)].copy_(block, non_blocking=True)
+
+        return run
 
     def fan_out(self, num_sms: int):
         """Collective. As many arrivals as this rank has, to about as many rows, all of its own."""
@@ -143,6 +180,8 @@ def measure(name: str, sms: list[int]) -> list[dict]:
     one = medians(work.products, None, 8, 0)[0] / 8
     num_products = max(4, round(8000 / one))
     kinds = [(op, n, work.exchanges(op, n)) for op in ("dispatch", "combine") for n in sms]
+    all_sms = torch.cuda.get_device_properties(work.x.device).multi_processor_count
+    kinds += [("pack", all_sms, work.pack()), ("copies", 0, work.copies())]
     kinds += [("fan-out", n, work.fan_out(n)) for n in FAN_OUT_SMS]
     rows = []
     for op, num_sms, run in kinds:
