@@ -15,6 +15,7 @@ to the rows of its experts. With layout rank_major the first two would be all.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import reduce_tensor
 from torch_bench import CASES, Case, row_of, say
 
 import weft
@@ -31,6 +31,54 @@ from weft.examples.measured import machine
 Tensor = torch.Tensor
 ROUNDS = 7
 FAN_OUT_SMS = (8, 12, 16, 132)
+
+
+class PeerRoom:
+    """Collective. Memory of each rank for every peer, which copy engines reach: torch's own copies
+    between processes take the way through the host."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        own, num_ranks = dist.get_rank(), dist.get_world_size()
+        handles = []
+        for _ in range(num_ranks):
+            data, handle = ctypes.c_void_p(), (ctypes.c_char * 64)()
+            self.check(self.cuda.cudaMalloc(ctypes.byref(data), ctypes.c_size_t(num_bytes)))
+            self.check(self.cuda.cudaIpcGetMemHandle(handle, data))
+            handles.append(bytes(handle))
+        everyones = [None] * num_ranks
+        dist.all_gather_object(everyones, handles)
+        self.there = {}
+        for peer in range(num_ranks):
+            if peer != own:
+                self.there[peer] = self.open(everyones[peer][own])
+
+    def open(self, raw: bytes) -> ctypes.c_void_p:
+        class Handle(ctypes.Structure):
+            _fields_ = [("bytes", ctypes.c_char * 64)]
+
+        data, with_peer_access = ctypes.c_void_p(), 1
+        handle = Handle.from_buffer_copy(raw)
+        self.check(self.cuda.cudaIpcOpenMemHandle(ctypes.byref(data), handle, with_peer_access))
+        return data
+
+    def copy_to(self, peer: int, block: Tensor) -> None:
+        device_to_device = 3
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self.check(
+            self.cuda.cudaMemcpyAsync(
+                self.there[peer],
+                ctypes.c_void_p(block.data_ptr()),
+                ctypes.c_size_t(block.nbytes),
+                device_to_device,
+                stream,
+            )
+        )
+
+    @staticmethod
+    def check(error: int) -> None:
+        if error != 0:
+            raise RuntimeError(f"CUDA error {error}")
 
 
 @dataclass
@@ -46,7 +94,6 @@ class Work:
     ends: Tensor  # int32 [El]
     up: Tensor  # [El, H, 2 W]
     down: Tensor  # [El, W, H]
-    held: tuple = ()  # what must outlive the copies
 
     @classmethod
     def of(cls, case: Case) -> Work:
@@ -95,17 +142,11 @@ class Work:
     def copies(self):
         """Collective. What this rank packs, into memory of its peers."""
         blocks = {peer: self.x[tokens] for peer, tokens in self.sent.items()}
-        room = {peer: torch.empty_like(self.x) for peer in self.sent}  # what each peer writes
-        handles = [None] * dist.get_world_size()
-        dist.all_gather_object(handles, {p: reduce_tensor(t) for p, t in room.items()})
-        own = dist.get_rank()
-        opened = {peer: handles[peer][own] for peer in self.sent}
-        there = {peer: rebuild(*args) for peer, (rebuild, args) in opened.items()}
-        self.held = (room, there)
+        room = PeerRoom(self.x.nbytes)
 
         def run() -> None:
             for peer, block in blocks.items():
-                there[peer][: block.size(0)].copy_(block, non_blocking=True)
+                room.copy_to(peer, block)
 
         return run
 
