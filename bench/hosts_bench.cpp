@@ -37,7 +37,7 @@ void print_result(const Group& group, const HostsContest& result) {
         row.checked ? "yes" : "WRONG",
         fmt::format("{:.1f}", row.us_p50),
         fmt::format("{:.1f}", row.us_p99),
-        row.rival ? fmt::format("{:.2f}", row.wire_gbps()) : "",
+        row.wire_bytes > 0 ? fmt::format("{:.2f}", row.wire_gbps()) : "",
         row.rival ? fmt::format("{:.1f}", 100 * row.rival->us_p50 / row.us_p50) : "",
     });
   }

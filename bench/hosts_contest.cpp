@@ -58,12 +58,37 @@ uint64_t print_of(const Tensor& tensor) {
   return fingerprint(std::as_const(copy).view());
 }
 
-// The first rank of each of two hosts; all others only wait.
-class Stream {
+using Pair = std::array<int, 2>;
+
+// The first rank of each of two hosts.
+std::vector<Pair> one_pair(const Group& group) {
+  const auto& domains = group.topology().domains;
+  return {{domains[0].front(), domains[1].front()}};
+}
+
+// All ranks, each with one of another host.
+std::vector<Pair> all_pairs(const Group& group) {
+  const auto& domains = group.topology().domains;
+  std::vector<Pair> pairs;
+  for (size_t host = 0; host + 1 < domains.size(); host += 2) {
+    const size_t ranks = std::min(domains[host].size(), domains[host + 1].size());
+    for (size_t i = 0; i < ranks; ++i) {
+      pairs.push_back({domains[host][i], domains[host + 1][i]});
+    }
+  }
+  return pairs;
+}
+
+// Plain streams between pairs of ranks, all at once; the other ranks only wait.
+class Streams {
  public:
-  explicit Stream(const Group& group) {
-    const auto& domains = group.topology().domains;
-    const std::array<int, 2> ranks = {domains[0].front(), domains[1].front()};
+  Streams(const Group& group, const std::vector<Pair>& pairs) : num_pairs_(pairs.size()) {
+    Pair ranks = {-1, -1};
+    for (const Pair& pair : pairs) {
+      if (std::find(pair.begin(), pair.end(), group.rank()) != pair.end()) {
+        ranks = pair;
+      }
+    }
     const auto place = std::find(ranks.begin(), ranks.end(), group.rank());
     // They meet on a port and with a secret that the first one draws.
     struct Meeting {
@@ -81,10 +106,10 @@ class Stream {
       meeting.secret = random_nonce();
     }
     const auto told = group.all_gather(std::as_bytes(std::span(&meeting, 1)));
-    std::memcpy(&meeting, told[static_cast<size_t>(ranks[0])].data(), sizeof meeting);
     if (place == ranks.end()) {
       return;
     }
+    std::memcpy(&meeting, told[static_cast<size_t>(ranks[0])].data(), sizeof meeting);
     Rendezvous rendezvous = {.rank = static_cast<int>(place - ranks.begin()), .num_ranks = 2};
     rendezvous.address = meeting.address.data();
     rendezvous.port = meeting.port;
@@ -99,14 +124,17 @@ class Stream {
     return fabric_ ? std::string(fabric_->name()) : std::string();
   }
 
+  // `bytes` of all streams together.
   void run(double bytes) {
     if (stream_) {
-      const auto count = static_cast<uint64_t>(bytes / static_cast<double>(kWriteBytes) + 0.5);
+      const double writes = bytes / static_cast<double>(kWriteBytes * num_pairs_);
+      const auto count = static_cast<uint64_t>(writes + 0.5);
       stream_->run(kWriteBytes, std::max<uint64_t>(count, 1));
     }
   }
 
  private:
+  size_t num_pairs_;
   std::optional<Group> pair_;
   std::optional<ofi::Fabric> fabric_;
   std::optional<FabricStream> stream_;
@@ -133,18 +161,23 @@ class Contest {
     HostsContest result;
     result.crossing_bytes = crossing_bytes();
     const Verdict verdict = check();
-    Stream stream(group_);
+    Streams stream(group_, one_pair(group_));
+    const std::vector<Pair> pairs = all_pairs(group_);
+    Streams streams(group_, pairs);
     std::vector<double> stream_us;
+    std::vector<double> streams_us;
     std::vector<double> plan_us;
     std::vector<double> dispatch_us;
     std::vector<double> combine_us;
     for (int i = -shape_.warmup; i < shape_.iterations; ++i) {
       const double streamed = time([&] { stream.run(result.crossing_bytes); });
+      const double all_streamed = time([&] { streams.run(result.crossing_bytes); });
       const double planned = time([&] { static_cast<void>(make_plan()); });
       const double dispatched = time([&] { dispatch(); });
       const double combined = time([&] { combine(); });
       if (i >= 0) {
         stream_us.push_back(streamed);
+        streams_us.push_back(all_streamed);
         plan_us.push_back(planned);
         dispatch_us.push_back(dispatched);
         combine_us.push_back(combined);
@@ -163,6 +196,10 @@ class Contest {
       each.wire_bytes = result.crossing_bytes;
       each.rival = rival;
     }
+    const std::string name = fmt::format("{} fabric streams at once", pairs.size());
+    result.rows.push_back(row(name, slowest_of(group_, streams_us), result.provider));
+    result.rows.back().wire_bytes = result.crossing_bytes;
+    result.rows.back().checked = true;
     result.rows.push_back(row("plan", slowest_of(group_, plan_us), result.provider));
     result.rows.back().checked = verdict.is_plan_good;
     return result;

@@ -28,7 +28,7 @@ struct HostsContest {
   double crossing_bytes = 0;  // a row for each token and each other host that it goes to, all ranks
   double stream_us = 0;       // median, for so many bytes
   // dispatch and combine, whose wire_bytes are the crossing bytes and whose rival is the stream;
-  // then plan.
+  // then all streams that the ranks make room for, at once, and plan.
   std::vector<program::ResultRow> rows;
 };
 
