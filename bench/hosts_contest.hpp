@@ -27,6 +27,7 @@ struct HostsContest {
   std::string provider;       // of the stream
   double crossing_bytes = 0;  // a row for each token and each other host that it goes to, all ranks
   double stream_us = 0;       // median, for so many bytes
+  bool is_good = false;       // what Weft made equals the reference; streams carry nothing to check
   // dispatch and combine, whose wire_bytes are the crossing bytes and whose rival is the stream;
   // then all streams that the ranks make room for, at once, and plan.
   std::vector<program::ResultRow> rows;
