@@ -50,13 +50,18 @@ RemoteWrites remote_writes_of(int device, const Context& context) {
 }
 
 void wait_for_word(
-    cudaStream_t stream, const uint32_t* word, uint32_t value, bool flushes, const Context& context
+    cudaStream_t stream,
+    const uint32_t* word,
+    uint32_t value,
+    RemoteWrites writes,
+    const Context& context
 ) {
   using WaitValue = CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned);
   // To find it takes longer than all the rest.
   static auto* const wait = driver_function<WaitValue>("cuStreamWaitValue32", context);
   const unsigned flags =
-      CU_STREAM_WAIT_VALUE_GEQ | (flushes ? unsigned{CU_STREAM_WAIT_VALUE_FLUSH} : 0U);
+      CU_STREAM_WAIT_VALUE_GEQ |
+      (writes == RemoteWrites::kAfterFlush ? unsigned{CU_STREAM_WAIT_VALUE_FLUSH} : 0U);
   const CUresult status = wait == nullptr
                               ? CUDA_ERROR_NOT_FOUND
                               : wait(stream, reinterpret_cast<CUdeviceptr>(word), value, flags);

@@ -27,10 +27,14 @@ enum class RemoteWrites : uint8_t {
 [[nodiscard]] RemoteWrites remote_writes_of(int device, const Context& context);
 
 // What follows in `stream` waits until *word, in pinned host memory, is at `value` or up to 2^31
-// beyond it, counting round; with `flushes` it also sees what network cards wrote before. No
-// multiprocessor waits; whoever writes the word must write it in any case. Throws Error (kCuda).
+// beyond it, counting round, and sees what `writes` of network cards came before. No multiprocessor
+// waits; whoever writes the word must write it in any case. Throws Error (kCuda).
 void wait_for_word(
-    cudaStream_t stream, const uint32_t* word, uint32_t value, bool flushes, const Context& context
+    cudaStream_t stream,
+    const uint32_t* word,
+    uint32_t value,
+    RemoteWrites writes,
+    const Context& context
 );
 
 }  // namespace weft

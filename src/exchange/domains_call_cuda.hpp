@@ -84,7 +84,7 @@ class DomainsCall {
           owner_.copies.get(),
           owner_.message_counts->word(place),
           count,
-          owner_.remote_writes == RemoteWrites::kAfterFlush,
+          owner_.direct_staging.is_lent() ? owner_.remote_writes : RemoteWrites::kInOrder,
           far_.context
       );
       return;

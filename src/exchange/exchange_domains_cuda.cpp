@@ -88,10 +88,7 @@ DomainsCudaExchange::DomainsCudaExchange(
   copy_event.create(far->context);
   last_use.create(far->context);
   prepare_crossing_rows();
-  remote_writes = remote_writes_of(settings.device.index, far->context);
-  // A host that waits itself does not flush.
-  is_direct = remote_writes == RemoteWrites::kInOrder ||
-              (remote_writes == RemoteWrites::kAfterFlush && !waits_on_host);
+  choose_wire_memory();
   max_receives = std::max(far->domains->carried().size(), domains.size());
   arrived.create(kMaxTransfers * max_receives, far->context);
   message_counts.emplace(std::span(arrived.get(), kMaxTransfers * max_receives));
@@ -106,6 +103,22 @@ DomainsCudaExchange::DomainsCudaExchange(
   const uint64_t per_round = 2 * near->plan_map.num_bytes();
   reserve_image(per_round * (1 + far->domains->carried().size()) + kLeastBytes);
   group.barrier();
+}
+
+void DomainsCudaExchange::choose_wire_memory() {
+  remote_writes = remote_writes_of(settings.device.index, far->context);
+  std::string obstacle = far->transport->lend_obstacle(settings.device);
+  if (obstacle.empty() && remote_writes == RemoteWrites::kUnknown) {
+    obstacle = "this GPU does not say when it shows what a card has written";
+  }
+  if (obstacle.empty() && remote_writes == RemoteWrites::kAfterFlush && waits_on_host) {
+    obstacle =
+        "what a card has written must be flushed, and ranks that share a GPU wait on the host";
+  }
+  is_direct = obstacle.empty();
+  if (!is_direct) {
+    log(LogLevel::kInfo, "exchange: rows cross by way of host memory: {}", obstacle);
+  }
 }
 
 DomainsCudaExchange::~DomainsCudaExchange() {
@@ -141,7 +154,7 @@ Footprint DomainsCudaExchange::footprint() const {
   Footprint sum = near->footprint();
   const Footprint network = far->footprint();
   sum.control_bytes += network.control_bytes + static_cast<int64_t>(image_bytes);
-  sum.staging_bytes += network.staging_bytes + static_cast<int64_t>(message_bytes);
+  sum.staging_bytes += network.staging_bytes + static_cast<int64_t>(messages.bytes + retired_bytes);
   return sum;
 }
 

@@ -48,11 +48,13 @@ class DomainsPlan final : public DevicePlan {
 
 inline constexpr int64_t kWeightBytes = sizeof(float);
 
-// Memory that the network reads or writes. In that of the GPU it is a lent region.
+// Memory that the network reads or writes.
 struct WireMemory {
   std::byte* data = nullptr;
-  Region lent = {};
+  uint64_t bytes = 0;
+  RegionRef lent = {};  // to the network, if it is the GPU's
   std::shared_ptr<const void> owner;
+  [[nodiscard]] bool is_lent() const { return lent.generation != 0; }
 };
 
 // What passes over the network in a call, all of one kind.
@@ -131,6 +133,7 @@ struct DomainsCudaExchange final : Exchange::State {
   void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
 
   // --- memory ---
+  void choose_wire_memory();
   // Pages of its own for what is pinned.
   static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;
   void reserve_image(uint64_t bytes);
@@ -144,6 +147,8 @@ struct DomainsCudaExchange final : Exchange::State {
   void reserve_messages(uint64_t bytes);
   // The GPU's own, if the network can reach that.
   [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
+  // Nobody uses it any more; it is freed with the exchange.
+  void retire(WireMemory& memory);
 
   ExchangeConfig settings;
   // Before `far`, whose network they outlive. What the GPU packs and the network reads, and if it
@@ -162,8 +167,8 @@ struct DomainsCudaExchange final : Exchange::State {
   const std::byte* pinned_staging = nullptr;
   bool is_direct = false;  // wire memory is the GPU's, where that can be had
   RemoteWrites remote_writes = RemoteWrites::kUnknown;
-  std::unique_ptr<PinnedBuffer<uint32_t>> done;  // a word for each message that is packed
-  uint64_t message_bytes = 0;
+  std::unique_ptr<PinnedBuffer<uint32_t>> done;    // a word for each message that is packed
+  uint64_t retired_bytes = 0;                      // of wire memory
   uint32_t number = 0;                             // of the last packing, which `done` gets
   std::unique_ptr<PinnedBuffer<std::byte>> image;  // of a plan, on its way
   uint64_t image_bytes = 0;

@@ -57,10 +57,14 @@ std::optional<WireMemory> DomainsCudaExchange::take_direct(std::string_view what
     return {};
   }
   try {
-    const auto buffer = std::make_shared<CudaBuffer<std::byte>>();
-    buffer->create(bytes, far->context);
-    const Region lent = far->transport->lend(buffer->get(), bytes, settings.device);
-    return WireMemory{.data = buffer->get(), .lent = lent, .owner = buffer};
+    // Not cleared: that would be one more write that has to be waited for.
+    std::byte* data = nullptr;
+    WEFT_CUDA(far->context, cudaMalloc(reinterpret_cast<void**>(&data), bytes));
+    const std::shared_ptr<const void> owner(data, [](void* at) {
+      static_cast<void>(cudaFree(at));
+    });
+    const Region region = far->transport->lend(data, bytes, settings.device);
+    return WireMemory{.data = data, .bytes = bytes, .lent = region.ref, .owner = owner};
   } catch (const Error& error) {
     log(LogLevel::kInfo, "exchange: {} by way of host memory: {}", what, error.what());
     is_direct = false;
@@ -68,30 +72,35 @@ std::optional<WireMemory> DomainsCudaExchange::take_direct(std::string_view what
   }
 }
 
-void DomainsCudaExchange::reserve_messages(uint64_t bytes) {
-  if (messages.lent.data != nullptr) {
-    far->transport->release(messages.lent.ref);
+void DomainsCudaExchange::retire(WireMemory& memory) {
+  if (memory.is_lent()) {
+    far->transport->release(memory.lent);
   }
-  retired.push_back(std::move(messages.owner));
-  message_bytes = bytes;
+  retired_bytes += memory.bytes;
+  retired.push_back(std::move(memory.owner));
+  memory = {};
+}
+
+void DomainsCudaExchange::reserve_messages(uint64_t bytes) {
+  retire(messages);
   if (auto direct = take_direct("messages", bytes)) {
     messages = std::move(*direct);
     return;
   }
   const auto buffer = std::make_shared<PinnedBuffer<std::byte>>();
   buffer->create(bytes, far->context);
-  messages = {.data = buffer->get(), .lent = {}, .owner = buffer};
+  messages = {.data = buffer->get(), .bytes = bytes, .lent = {}, .owner = buffer};
 }
 
 // Copies out of host memory that is not pinned would not wait in the stream for what comes there.
 void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
+  if (direct_staging.is_lent()) {
+    retire(direct_staging);
+    far->staging = {};
+  }
   if (auto direct = take_direct("staging", std::max(bytes, kLeastBytes))) {
-    if (far->staging.data != nullptr) {
-      far->transport->release(far->staging.ref);
-    }
-    retired.push_back(std::move(direct_staging.owner));
     direct_staging = std::move(*direct);
-    far->staging = direct_staging.lent;
+    far->staging = {.data = direct_staging.data, .ref = direct_staging.lent};
     return;
   }
   if (pinned_staging != nullptr) {

@@ -169,12 +169,16 @@ void check_same_name(std::string_view name, const Group& group) {
 
 }  // namespace
 
-Region Transport::lend(std::byte* /*data*/, uint64_t bytes, const Device& /*device*/) {
+Region Transport::lend(std::byte* /*data*/, uint64_t /*bytes*/, const Device& device) {
   raise_error(
       ErrorCode::kNotAvailable,
       {.transport = name()},
-      fmt::format("lend: transport {} cannot take {} B of the caller's memory", name(), bytes)
+      fmt::format("lend: {}", lend_obstacle(device))
   );
+}
+
+std::string Transport::lend_obstacle(const Device& /*device*/) const {
+  return fmt::format("transport {} carries no memory of its caller's", name());
 }
 
 std::vector<std::string> transport_names() {

@@ -57,10 +57,14 @@ class Transport {
   // --- memory: one thread at a time ---
   // 64-byte aligned, contents undefined. Throws Error (kOutOfMemory).
   [[nodiscard]] virtual Region allocate(uint64_t bytes) = 0;
-  // Makes memory of the caller's a region, which it keeps until release(): peers that do not share
-  // memory with this rank may put into it, and this rank's puts may come out of it. A GPU's is
-  // touched by the network alone. Throws Error (kNotAvailable) if the network cannot, as most.
+  // Makes memory of the caller's a region: peers that do not share memory with this rank may put
+  // into it, this rank's puts may come out of it. The caller keeps the memory until it has released
+  // the region, with no put out of it under way. A GPU's is touched by the network alone. Throws
+  // Error: kNotAvailable with lend_obstacle(), kOutOfMemory if the network refuses these bytes,
+  // kInvalidArgument if a region holds some of them already.
   [[nodiscard]] virtual Region lend(std::byte* data, uint64_t bytes, const Device& device);
+  // Why memory of this device cannot be lent; empty: it can. Most transports take none.
+  [[nodiscard]] virtual std::string lend_obstacle(const Device& device) const;
   // The caller vouches that no peer still writes there; peers drop their mapping by themselves.
   virtual void release(const RegionRef& region) = 0;
   // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.

@@ -68,16 +68,17 @@ void FaultyTransport::hold(Held held) {
   held_changed_.notify_one();
 }
 
-// What is held back is copied by this process.
 Region FaultyTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
-  WEFT_CHECK(
-      context(),
-      device.kind == Device::Kind::kCpu,
-      ErrorCode::kNotAvailable,
-      "lend: transport {} cannot hold back what lies in a GPU's memory",
-      name_
-  );
+  const std::string obstacle = lend_obstacle(device);
+  WEFT_CHECK(context(), obstacle.empty(), ErrorCode::kNotAvailable, "lend: {}", obstacle);
   return inner_->lend(data, bytes, device);
+}
+
+// What is held back is copied by this process.
+std::string FaultyTransport::lend_obstacle(const Device& device) const {
+  return device.kind == Device::Kind::kCpu
+             ? inner_->lend_obstacle(device)
+             : fmt::format("transport {} cannot hold back what lies in a GPU's memory", name_);
 }
 
 void FaultyTransport::put(int rank, std::span<const Put> puts) {

@@ -39,6 +39,7 @@ class FaultyTransport final : public Transport {
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Region allocate(uint64_t bytes) override { return inner_->allocate(bytes); }
   [[nodiscard]] Region lend(std::byte* data, uint64_t bytes, const Device& device) override;
+  [[nodiscard]] std::string lend_obstacle(const Device& device) const override;
   void release(const RegionRef& region) override { inner_->release(region); }
   void import(int rank, const RegionRef& region) override { inner_->import(rank, region); }
   void put(int rank, std::span<const Put> puts) override;

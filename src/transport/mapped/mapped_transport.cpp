@@ -119,7 +119,7 @@ Region MappedTransport::allocate(uint64_t bytes) {
 }
 
 Region MappedTransport::add_lent(std::byte* data, uint64_t bytes) {
-  Memory memory = {.data = data, .bytes = bytes, .cookie = {}, .owner = nullptr};
+  Memory memory = {.data = data, .bytes = bytes, .cookie = kLentCookie, .owner = nullptr};
   const std::lock_guard lock(memory_mutex_);
   return own_regions_.add(std::move(memory), bytes, context_);
 }
@@ -141,6 +141,14 @@ void MappedTransport::import(int rank, const RegionRef& region) {
       "import: region {} generation {} of rank {} is not allocated there",
       region.slot,
       region.generation,
+      rank
+  );
+  WEFT_CHECK(
+      context_,
+      !std::equal(kLentCookie.begin(), kLentCookie.end(), region.cookie),
+      ErrorCode::kTransport,
+      "import: region {} of rank {} is lent; only ranks that share no memory with it reach it",
+      region.slot,
       rank
   );
   const std::lock_guard lock(memory_mutex_);

@@ -14,6 +14,8 @@ namespace weft {
 // Tells a peer how to reach a Memory; travels between ranks, in the first words of a
 // RegionRef::cookie.
 using Cookie = std::array<uint64_t, 2>;
+// Of a region that nobody can map.
+inline constexpr Cookie kLentCookie = {~uint64_t{0}, ~uint64_t{0}};
 
 // Bytes that this rank can load and store; unmapped when the last holder is gone.
 struct Memory {

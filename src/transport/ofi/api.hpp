@@ -15,7 +15,9 @@
 
 namespace weft::ofi {
 
-// What is asked of libfabric, whatever newer headers would ask.
+// What is asked of libfabric, whatever newer headers would ask. From 1.18 on providers may call
+// CUDA unless FI_OPT_CUDA_API_PERMITTED is set to false, and such a call may wait for work that
+// waits for its end.
 constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
 
 struct Api {

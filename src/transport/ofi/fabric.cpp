@@ -23,7 +23,7 @@ Fabric::Fabric(const Provider& provider, Info info, const Context& context)
     : provider_(&provider),
       context_(context),
       info_(std::move(info)),
-      takes_gpu_memory_((info_->caps & FI_HMEM) != 0),
+      gpu_memory_obstacle_((info_->caps & FI_HMEM) != 0 ? "" : "FI_HMEM was not asked for"),
       next_key_(first_key(*info_)) {
   fid_fabric* fabric = nullptr;
   check_call(context_, name(), "fi_fabric", api().fabric(info_->fabric_attr, &fabric, nullptr));

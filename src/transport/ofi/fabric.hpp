@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "transport/ofi/api.hpp"
 #include "transport/ofi/providers.hpp"
@@ -34,9 +35,9 @@ class Fabric {
   // Memory belongs to one endpoint.
   [[nodiscard]] bool binds_memory() const { return has_mode(FI_MR_ENDPOINT); }
 
-  // Memory of GPUs can be registered. Set-up may find out that it cannot.
-  [[nodiscard]] bool takes_gpu_memory() const { return takes_gpu_memory_; }
-  void refuse_gpu_memory() { takes_gpu_memory_ = false; }
+  // Why memory of GPUs cannot be registered; empty: it can. Set-up finds out.
+  [[nodiscard]] const std::string& gpu_memory_obstacle() const { return gpu_memory_obstacle_; }
+  void refuse_gpu_memory(std::string why) { gpu_memory_obstacle_ = std::move(why); }
 
   struct Memory {
     const void* data = nullptr;
@@ -53,7 +54,7 @@ class Fabric {
   const Provider* provider_;
   Context context_;
   Info info_;
-  bool takes_gpu_memory_;
+  std::string gpu_memory_obstacle_;
   Owned<fid_fabric> fabric_;
   Owned<fid_domain> domain_;
   std::atomic<uint64_t> next_key_;  // asked for where the provider makes none itself

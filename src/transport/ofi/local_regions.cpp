@@ -9,11 +9,33 @@
 
 namespace weft::ofi {
 
-void LocalRegions::add(Region& region, std::optional<Device> lender) {
+// Regions of the transport's own are apart in any case, lent ones may not be.
+void LocalRegions::check_apart(const Region& region) const {
+  const std::byte* const end = region.data + region.ref.bytes;
+  auto after = entries_.lower_bound(end);
+  bool is_apart = entries_.find(region.data) == entries_.end();
+  if (is_apart && after != entries_.begin()) {
+    const auto& [first, entry] = *--after;
+    is_apart = first + entry.bytes <= region.data;
+  }
+  WEFT_CHECK_ARG(
+      fabric_->context(),
+      is_apart,
+      "lend: {} B at {} are part of a region already",
+      region.ref.bytes,
+      fmt::ptr(region.data)
+  );
+}
+
+void LocalRegions::add(Region& region, std::optional<Device> lent_from) {
+  {
+    const std::shared_lock lock(mutex_);
+    check_apart(region);
+  }
   const Fabric::Memory area = {
       .data = region.data,
       .bytes = std::max<uint64_t>(region.ref.bytes, 1),
-      .device = lender.value_or(Device())};
+      .device = lent_from.value_or(Device())};
   Owned<fid_mr> memory = fabric_->add_memory(area, FI_WRITE | FI_REMOTE_WRITE, endpoint_);
   region.ref.cookie[kBaseWord] =
       fabric_->has_addresses() ? reinterpret_cast<uint64_t>(region.data) : 0;
@@ -23,9 +45,9 @@ void LocalRegions::add(Region& region, std::optional<Device> lender) {
   entries_[region.data] = {
       .bytes = region.ref.bytes,
       .generation = region.ref.generation,
-      .is_lent = lender.has_value(),
+      .is_lent = lent_from.has_value(),
       .memory = std::move(memory)};
-  num_lent_ += lender.has_value() ? 1 : 0;
+  num_lent_ += lent_from.has_value() ? 1 : 0;
 }
 
 void LocalRegions::remove(const RegionRef& region) {

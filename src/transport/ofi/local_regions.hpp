@@ -22,9 +22,9 @@ class LocalRegions {
       : fabric_(std::move(fabric)), endpoint_(endpoint) {}
 
   // Makes it writable over the fabric until remove(), and completes its cookie for peers there.
-  // `lender`: whose memory it is, if not the transport's. Throws Error (kOutOfMemory) if the
-  // provider refuses the memory.
-  void add(Region& region, std::optional<Device> lender = {});
+  // `lent_from`: where the memory is that is not the transport's. Throws Error: kOutOfMemory if the
+  // provider refuses the memory, kInvalidArgument if a region holds some of it already.
+  void add(Region& region, std::optional<Device> lent_from = {});
   // Nothing happens if it was not added.
   void remove(const RegionRef& region);
   struct Source {
@@ -37,6 +37,8 @@ class LocalRegions {
   [[nodiscard]] bool has_lent() const { return num_lent_.load(std::memory_order_relaxed) > 0; }
 
  private:
+  // With mutex_ held.
+  void check_apart(const Region& region) const;
   struct Entry {
     uint64_t bytes = 0;
     uint32_t generation = 0;

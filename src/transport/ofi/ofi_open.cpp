@@ -101,6 +101,9 @@ void OfiTransport::open(
   own_ = near_->signals();
   agree(group, [&] {
     fabric_ = std::make_shared<Fabric>(*selection.provider, std::move(selection.info), context_);
+    if (!selection.gpu_obstacle.empty()) {
+      fabric_->refuse_gpu_memory(selection.gpu_obstacle);
+    }
     immediate_ =
         std::make_unique<Immediate>(num_signals_, fabric_->info()->domain_attr->cq_data_size);
     WEFT_CHECK(

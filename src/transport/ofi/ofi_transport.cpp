@@ -85,13 +85,8 @@ Region OfiTransport::allocate(uint64_t bytes) {
 }
 
 Region OfiTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
-  WEFT_CHECK(
-      context_,
-      device.kind == Device::Kind::kCpu || fabric_->takes_gpu_memory(),
-      ErrorCode::kNotAvailable,
-      "lend: provider {} is not to reach GPU memory, or cannot",
-      fabric_->name()
-  );
+  const std::string obstacle = lend_obstacle(device);
+  WEFT_CHECK(context_, obstacle.empty(), ErrorCode::kNotAvailable, "lend: {}", obstacle);
   Region region = near_->add_lent(data, bytes);
   try {
     local_->add(region, device);
@@ -100,6 +95,10 @@ Region OfiTransport::lend(std::byte* data, uint64_t bytes, const Device& device)
     throw;
   }
   return region;
+}
+
+std::string OfiTransport::lend_obstacle(const Device& device) const {
+  return device.kind == Device::Kind::kCpu ? std::string() : fabric_->gpu_memory_obstacle();
 }
 
 void OfiTransport::release(const RegionRef& region) {

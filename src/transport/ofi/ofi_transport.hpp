@@ -67,6 +67,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
   [[nodiscard]] Region lend(std::byte* data, uint64_t bytes, const Device& device) override;
+  [[nodiscard]] std::string lend_obstacle(const Device& device) const override;
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
   void put(int rank, std::span<const Put> puts) override;

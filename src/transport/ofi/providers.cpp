@@ -65,34 +65,43 @@ Info make_hints(const Provider& provider, const FabricWish& wish, bool has_gpu_m
   return hints;
 }
 
-bool wants_gpu_memory(const Provider& provider, const FabricWish& wish) {
-  return wish.has_gpu && (wish.gpu_memory == FabricGpuMemory::kDirect ||
-                          (wish.gpu_memory == FabricGpuMemory::kAuto && provider.reaches_gpus));
+// An error's text without the place in the source.
+std::string plain_text(const Error& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.rfind(" at "));
 }
 
-// fi_getinfo's list, or its negative error.
-int ask(const Provider& provider, const FabricWish& wish, bool has_gpu_memory, Info& found) {
+// Why this rank does not ask for it.
+std::string gpu_memory_obstacle(const Provider& provider, const FabricWish& wish) {
+  if (!wish.has_gpu) {
+    return "this rank has no GPU";
+  }
+  if (wish.gpu_memory == FabricGpuMemory::kHost) {
+    return "WEFT_FABRIC_GPU_MEMORY is host";
+  }
+  if (wish.gpu_memory == FabricGpuMemory::kAuto && !provider.reaches_gpus) {
+    return fmt::format(
+        "provider {} does not reach it (WEFT_FABRIC_GPU_MEMORY is auto)", provider.name
+    );
+  }
+  return {};
+}
+
+// Asks libfabric and takes a card. Throws Error for what can be said better than libfabric does.
+void query(const Provider& provider, const FabricWish& wish, bool has_gpu_memory, Offer& offer) {
   const Info hints = make_hints(provider, wish, has_gpu_memory);
   const std::string address = provider.takes_address ? local_address(wish.address) : "";
-  fi_info* list = nullptr;
+  fi_info* found = nullptr;
   const int result = api().getinfo(
       kApiVersion,
       provider.takes_address ? address.c_str() : nullptr,
       nullptr,
       provider.takes_address ? FI_SOURCE | FI_NUMERICHOST : 0,
       hints.get(),
-      &list
+      &found
   );
-  found.reset(list);
-  return result;
-}
-
-// Throws Error for what can be said better than libfabric does.
-void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
-  Info all;
-  if (!wants_gpu_memory(provider, wish) || ask(provider, wish, true, all) != 0) {
-    check_call(Context{}, provider.name, "fi_getinfo", ask(provider, wish, false, all));
-  }
+  const Info all(found);
+  check_call(Context{}, provider.name, "fi_getinfo", result);
   const std::vector<const fi_info*> cards = list_cards(all.get(), wish.domains);
   WEFT_CHECK(  // not every provider minds what it is asked
       Context{},
@@ -121,6 +130,20 @@ void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   offer.num_cards = cards.size();
 }
 
+// With memory of GPUs if that can be had.
+void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
+  offer.gpu_obstacle = gpu_memory_obstacle(provider, wish);
+  if (offer.gpu_obstacle.empty()) {
+    try {
+      query(provider, wish, true, offer);
+      return;
+    } catch (const Error& error) {
+      offer.gpu_obstacle = fmt::format("with FI_HMEM: {}", plain_text(error));
+    }
+  }
+  query(provider, wish, false, offer);
+}
+
 std::string known_names() {
   std::string names;
   for (const Provider& provider : kProviders) {
@@ -144,12 +167,6 @@ std::string obstacle_to(const Provider& provider, const FabricWish& wish) {
     return "the ranks are on several hosts and WEFT_FABRIC_ADDRESS, the network to use, is not set";
   }
   return {};
-}
-
-// An error's text without the place in the source.
-std::string plain_text(const Error& error) {
-  const std::string text = error.what();
-  return text.substr(0, text.rfind(" at "));
 }
 
 }  // namespace

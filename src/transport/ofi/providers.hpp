@@ -56,9 +56,10 @@ struct FabricWish {
 // A provider as this rank finds it.
 struct Offer {
   const Provider* provider = nullptr;
-  Info info;             // null if there is an obstacle
-  size_t num_cards = 0;  // it could have been on
-  std::string obstacle;  // why it cannot be used
+  Info info;                 // null if there is an obstacle
+  size_t num_cards = 0;      // it could have been on
+  std::string obstacle;      // why it cannot be used
+  std::string gpu_obstacle;  // why it does not take memory of GPUs
 };
 
 // One for each entry of providers(), in that order; api() must have loaded.

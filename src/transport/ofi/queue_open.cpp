@@ -13,13 +13,13 @@ namespace {
 
 constexpr size_t kCompletionRoom = 16384;  // a guess; providers hold more back themselves
 
-// Memory of GPUs is moved by cards or not at all; false: not at all. A provider that does not know
-// the option has no other way.
-bool require_cards(fid_ep& endpoint) {
+// Memory of GPUs is moved by cards or not at all. Providers that do not know the option are taken
+// to have no other way. -> 0 or libfabric's error.
+int require_cards(fid_ep& endpoint) {
   const int wanted = FI_HMEM_P2P_REQUIRED;
   const int result =
       fi_setopt(&endpoint.fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &wanted, sizeof wanted);
-  return result == 0 || result == -FI_ENOPROTOOPT || result == -FI_ENOSYS;
+  return result == -FI_ENOPROTOOPT || result == -FI_ENOSYS ? 0 : result;
 }
 
 }  // namespace
@@ -78,8 +78,10 @@ void Queue::open() {
   endpoint_.reset(ep);
   check_call(context, name, "fi_ep_bind(av)", fi_ep_bind(ep, &av->fid, 0));
   check_call(context, name, "fi_ep_bind(cq)", fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV));
-  if (fabric_->takes_gpu_memory() && fabric_->provider().reaches_gpus && !require_cards(*ep)) {
-    fabric_->refuse_gpu_memory();
+  if (fabric_->gpu_memory_obstacle().empty() && fabric_->provider().reaches_gpus) {
+    if (const int refusal = require_cards(*ep); refusal != 0) {
+      fabric_->refuse_gpu_memory(fmt::format("fi_setopt(FI_HMEM_P2P): {}", error_text(refusal)));
+    }
   }
   check_call(context, name, "fi_enable", fi_enable(ep));
 }

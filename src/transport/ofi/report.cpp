@@ -43,7 +43,7 @@ FabricReport::Entry entry_of(const ofi::Offer& offer) {
       entry.domain += fmt::format(", one of {}", offer.num_cards);
     }
     entry.memory = memory_text(offer.info->domain_attr->mr_mode);
-    entry.memory += (offer.info->caps & FI_HMEM) != 0 ? ", GPUs' too" : "";
+    entry.memory += offer.gpu_obstacle.empty() ? ", GPUs' too" : "";
   }
   return entry;
 }

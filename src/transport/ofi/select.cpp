@@ -109,6 +109,7 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
       return {
           .provider = offers[i].provider,
           .info = std::move(offers[i].info),
+          .gpu_obstacle = offers[i].gpu_obstacle,
           .num_queues = num_queues};
     }
     reasons += fmt::format(

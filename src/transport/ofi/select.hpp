@@ -21,7 +21,8 @@ namespace weft::ofi {
 struct Selection {
   const Provider* provider = nullptr;
   Info info;
-  uint32_t num_queues = 1;  // the fewest that any rank asks for or can have
+  std::string gpu_obstacle;  // why memory of GPUs is not asked for; this rank's
+  uint32_t num_queues = 1;   // the fewest that any rank asks for or can have
 };
 
 // Collective. `device`: PCI address of this rank's GPU, or empty. Throws the same Error
