@@ -133,6 +133,7 @@ struct DomainsCudaExchange final : Exchange::State {
   void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
 
   // --- memory ---
+  // Decides is_direct, and tells why not.
   void choose_wire_memory();
   // Pages of its own for what is pinned.
   static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <ctime>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -39,7 +40,7 @@ ProgressThread::ProgressThread(Queue& queue, nanoseconds spin, std::vector<int> 
       cores_(std::move(cores)),
       event_(WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
       ),
-      thread_([this] { run(); }) {}
+      thread_([this] { run_guarded(); }) {}
 
 ProgressThread::~ProgressThread() {
   is_stopping_ = true;
@@ -62,6 +63,15 @@ bool ProgressThread::is_helped() {
   const uint32_t polls = queue_.num_polls() - num_own_polls_;
   return std::exchange(seen_polls_, polls) != polls &&
          num_sleepers_.load(std::memory_order_relaxed) == 0;
+}
+
+// Whoever waits for the queue must hear that nobody looks after it any more.
+void ProgressThread::run_guarded() {
+  try {
+    run();
+  } catch (...) {
+    queue_.break_off("progress thread", ENOTRECOVERABLE);
+  }
 }
 
 void ProgressThread::run() {

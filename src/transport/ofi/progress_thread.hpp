@@ -29,6 +29,7 @@ class ProgressThread {
   void remove_sleeper() { num_sleepers_.fetch_sub(1, std::memory_order_relaxed); }
 
  private:
+  void run_guarded();
   void run();
   // Whether other threads have polled since the last call.
   [[nodiscard]] bool is_helped();

@@ -146,6 +146,13 @@ size_t Queue::try_poll() {
   return lock.owns_lock() ? read_completions() : 0;
 }
 
+void Queue::break_off(const char* call, int error) {
+  const std::lock_guard lock(mutex_);
+  is_broken_ = true;
+  events_.on_failure(-1, call, error);
+  events_.on_batch_end();
+}
+
 size_t Queue::read_completions() {
   if (is_broken_) {
     return 0;

@@ -80,6 +80,8 @@ class Queue {
   size_t poll();
   // The same, but 0 at once while another thread polls or posts.
   size_t try_poll();
+  // Nothing will be handled any more, for this reason.
+  void break_off(const char* call, int error);
   // Calls of poll() and try_poll() so far; wraps.
   [[nodiscard]] uint32_t num_polls() const { return num_polls_.load(std::memory_order_relaxed); }
   // Operations in flight.

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// A queue whose progress thread comes to an end.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "transport/ofi/progress_thread.hpp"
+#include "transport/ofi/queue.hpp"
+#include "transport/ofi/select.hpp"
+#include "transport/transport.hpp"
+
+namespace weft::ofi {
+namespace {
+
+class Listener final : public QueueEvents {
+ public:
+  explicit Listener(bool throws = false) : throws_(throws) {}
+  void on_put(uint64_t /*immediate*/) override {}
+  void on_message(const Message& /*message*/) override {
+    if (throws_) {
+      throw std::runtime_error("a defect");
+    }
+  }
+  void on_failure(int rank, const char* call, int /*error*/) override {
+    if (rank == -1 && std::string(call) == "progress thread") {
+      has_failed = true;
+    }
+  }
+  void on_batch_end() override {}
+
+  std::atomic<bool> has_failed = false;
+
+ private:
+  bool throws_;
+};
+
+TEST(OfiQueueTest, TellsThatItsThreadHasEnded) {
+  const Group group = std::move(Group::local(1).front());
+  if (!transport_obstacle("ofi:tcp", group).empty()) {
+    GTEST_SKIP() << transport_obstacle("ofi:tcp", group);
+  }
+  Selection selection = select_provider(group, "tcp");
+  const auto fabric =
+      std::make_shared<Fabric>(*selection.provider, std::move(selection.info), Context{});
+  Listener sending;
+  Listener throwing(true);
+  Queue from(fabric, sending, 1);
+  Queue to(fabric, throwing, 1);
+  from.connect(0, to.address());
+  const ProgressThread thread(to, std::chrono::milliseconds(1), {});
+
+  const Message message = {};
+  Queue::Operation* const operation = from.start(0, sizeof message);
+  ASSERT_NE(operation, nullptr);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  bool is_posted = false;
+  while (!throwing.has_failed && std::chrono::steady_clock::now() < deadline) {
+    is_posted = is_posted || from.post(*operation, message) == 0;
+    from.poll();
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(is_posted);
+  EXPECT_TRUE(throwing.has_failed);
+  EXPECT_FALSE(sending.has_failed);
+  EXPECT_EQ(to.poll(), 0U);
+}
+
+}  // namespace
+}  // namespace weft::ofi
