@@ -73,7 +73,8 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
     def _rank_rows(self, name: str) -> _DispatchManager:
         functions = backends.backend(name)
         if functions.set_num_sms is not None:
-            functions.set_num_sms(num_sms(self.config, "moe_deepep_num_sms") or 20)
+            wanted = num_sms(self.config, "moe_deepep_num_sms")
+            functions.set_num_sms(20 if wanted is None else wanted)
         arguments = self._common_arguments()
         if name == "uccl_ep":
             arguments.update(

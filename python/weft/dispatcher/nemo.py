@@ -93,9 +93,13 @@ class NemoPhases:
     def token_unpermutation(self, hidden_states: Tensor) -> Tensor:
         """Collective. All phases of combine: rows by expert [P, H] -> the shape of the input."""
         rows = self.combine_preprocess(hidden_states)
-        return self.combine_postprocess(self.token_combine(rows, False, False))
+        is_async = self._is_async()
+        return self.combine_postprocess(self.token_combine(rows, is_async, is_async))
 
     def _dispatch_phases(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        is_async = not self._is_by_expert and option(self.config, "moe_deepep_async_dispatch")
+        is_async = self._is_async()
         rows, probs = self.token_dispatch(tokens, None, is_async, is_async)
         return self.dispatch_postprocess(rows, probs)
+
+    def _is_async(self) -> bool:
+        return not self._is_by_expert and option(self.config, "moe_deepep_async_dispatch")

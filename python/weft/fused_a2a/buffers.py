@@ -11,6 +11,8 @@ from weft import fused_a2a as state
 
 from . import cache
 
+_MOST_RANKS_OF_A_NODE = 8
+
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
     """The bytes of one row of `x` [T, H], an element counted as two bytes at least.
@@ -22,7 +24,14 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
 
 def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The `Buffer` of `group` for rows of `hidden_bytes`; makes or grows it (collective then)."""
-    nvl, rdma = _size_hints(state.Buffer, group, hidden_bytes, _is_nvshmem_available())
+    has_nvshmem = _is_nvshmem_available()
+    nvl, rdma = _size_hints(state.Buffer, group, hidden_bytes, has_nvshmem)
+    if not has_nvshmem and group.size() > _MOST_RANKS_OF_A_NODE:  # of a Buffer put in Weft's place
+        raise RuntimeError(
+            "DeepEP was compiled without NVSHMEM support (SM90 features disabled), but expert "
+            f"parallelism group size {group.size()} > {_MOST_RANKS_OF_A_NODE} requires internode "
+            "RDMA communication."
+        )
 
     def build(nvl: int, rdma: int) -> Any:
         return state.Buffer(group, nvl, rdma, explicitly_destroy=True)

@@ -273,6 +273,26 @@ def test_masked_ranks_are_left_out(ranks, num_ranks):
     ranks(masked, num_ranks)
 
 
+def masked_late(rank, num_ranks, group):
+    """A rank is found dead between dispatch and combine: what it was sent does not count."""
+    case, buffer = make(rank, num_ranks, group, enable_shrink=True)
+    recv_x, _, handle, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+    )
+    out_of_it = num_ranks - 1
+    buffer.low_latency_update_mask_buffer(out_of_it, True)
+    out, *_ = buffer.low_latency_combine(
+        torch.ones_like(recv_x), case.idx, torch.ones_like(case.weights), handle
+    )
+    counts = (case.idx >= 0) & (case.idx // case.local != out_of_it)
+    assert torch.equal(out.float(), counts.sum(1).float().view(-1, 1).expand_as(out))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_masked_after_the_dispatch_do_not_count(ranks, num_ranks):
+    ranks(masked_late, num_ranks)
+
+
 def refusals(rank, num_ranks, group):
     case, buffer = make(rank, num_ranks, group)
     recv_x, _, handle, *_ = buffer.low_latency_dispatch(

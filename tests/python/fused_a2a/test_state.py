@@ -197,8 +197,11 @@ def test_nvshmem_is_asked_once(monkeypatch):
     monkeypatch.setattr(kind, "is_sm90_compiled", asked)
     monkeypatch.setattr(fa, "Buffer", kind)
     assert fa._is_nvshmem_available() is False and fa._nvshmem_available is False
-    buffer = fa.get_buffer(group_of(16), 1024)
+    buffer = fa.get_buffer(group_of(8), 1024)
     assert buffer.num_rdma_bytes == 0
+    with pytest.raises(RuntimeError, match="expert parallelism group size 9 > 8 requires inter"):
+        fa.get_buffer(group_of(9), 1024)
+    assert fa._buffer is buffer
     asked.assert_called_once_with()
 
 

@@ -176,7 +176,7 @@ def _rows_of(
     """Rows to allocate; None: as many as are needed."""
     check(
         num_permuted_tokens is not None or not non_blocking,
-        f"{verb}: num_permuted_tokens is None (required for non-blocking mode)",
+        "The num_permuted_tokens is required for non-blocking mode.",
     )
     if num_permuted_tokens is None:
         return None

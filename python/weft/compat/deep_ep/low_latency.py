@@ -147,7 +147,8 @@ class LowLatencyMode(MaskCalls):
 
         x bf16 [El, R * num_max, H]; with zero_copy the rows are those in
         `get_next_low_latency_combine_buffer(handle)` instead. topk_idx [T, K] and topk_weights
-        float32 [T, K] are the source's, as for dispatch; slots with a negative index do not count.
+        float32 [T, K] are the source's, as for dispatch; slots with a negative index do not count,
+        nor do those of ranks that are masked by now (their rows must be numbers all the same).
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
@@ -179,11 +180,14 @@ class LowLatencyMode(MaskCalls):
         ) as call:
             if handle.order is not None:
                 rows = put_back(rows, handle.order, handle.is_row)
+            routes = topk_idx
+            if self._mask:  # also of ranks that were masked since the dispatch
+                routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
             combined, _ = plan.exchange.combine(
                 plan,
                 rows.reshape(-1, handle.hidden),
                 scale="source",
-                source_weights=topk_weights.masked_fill(topk_idx < 0, 0.0),
+                source_weights=topk_weights.masked_fill(routes < 0, 0.0),
             )
             if out is not None:
                 combined = out.copy_(combined)
