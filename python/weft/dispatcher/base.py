@@ -32,6 +32,8 @@ class MoETokenDispatcher:
     With tensor parallelism every TP rank of an expert gets the token, and the results are summed.
     """
 
+    shared_experts: Any = None
+
     def __init__(self, config: Any, pg_collection: Any) -> None:
         """config: any object with (some of) the attributes of DispatcherConfig.
         pg_collection: see `groups_of`."""
@@ -44,7 +46,6 @@ class MoETokenDispatcher:
         self.ep_rank = rank_in(self.ep_group)
         self.tp_size = size_of(self.tp_group)
         self.tp_rank = rank_in(self.tp_group)
-        self.shared_experts: Any = None
         self.use_nccl_stream = False
         self.hidden_shape: torch.Size | None = None
         # Attributes that the phases after dispatch_preprocess read, for schedules that replay it.

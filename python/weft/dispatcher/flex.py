@@ -37,6 +37,7 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
     shared_deepep_manager: ClassVar[_DispatchManager | None] = None
     shared_hybridep_manager: ClassVar[_DispatchManager | None] = None
     shared_uccl_manager: ClassVar[_DispatchManager | None] = None
+    _is_by_expert = False
 
     def __init__(
         self,
