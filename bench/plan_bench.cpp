@@ -62,15 +62,15 @@ void count_routes_of_one_rank(benchmark::State& state) {
 void place_routes_of_one_rank(benchmark::State& state) {
   const Case c(state);
   for ([[maybe_unused]] const auto iteration : state) {
-    benchmark::DoNotOptimize(place_routes(c.routes[0], c.counts, 0, c.num_experts, c.options, {}));
+    benchmark::DoNotOptimize(place_routes(c.routes[0], c.counts, 0, c.options, {}));
   }
   set_rate(state, c);
 }
 
 void encode_and_decode_records(benchmark::State& state) {
   const Case c(state);
-  const PlanData source = place_routes(c.routes[0], c.counts, 0, c.num_experts, c.options, {});
-  const PlanData receiver = place_routes(c.routes[1], c.counts, 1, c.num_experts, c.options, {});
+  const PlanData source = place_routes(c.routes[0], c.counts, 0, c.options, {});
+  const PlanData receiver = place_routes(c.routes[1], c.counts, 1, c.options, {});
   for ([[maybe_unused]] const auto iteration : state) {
     const auto bytes = encode_records(source.sent[1]);
     benchmark::DoNotOptimize(decode_records(bytes, receiver, 0, {}));

@@ -65,7 +65,7 @@ PlanSample measure_plan(int num_ranks, int64_t num_tokens) {
   }
   const auto work = [&] {
     counts[0] = count_routes(own, kNumExperts, num_ranks, options);
-    const PlanData plan = place_routes(own, counts, 0, kNumExperts, options, {});
+    const PlanData plan = place_routes(own, counts, 0, options, {});
     for (const Arrivals& pair : plan.sent) {
       static_cast<void>(encode_records(pair));
     }

@@ -82,15 +82,8 @@ Plan CpuExchange::make_plan(
     const std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
     const std::vector<CallWord> words = board->swap(to, std::as_bytes(std::span(payload)));
     const std::vector<RankCounts> counts = counts_of(*this, words);
-    PlanData data = place_routes(
-        routes,
-        counts,
-        context.rank,
-        settings.num_experts,
-        options,
-        context,
-        sharing_of(*this, routes)
-    );
+    PlanData data =
+        place_routes(routes, counts, context.rank, options, context, sharing_of(*this, routes));
     data.exchange_id = id;
     data.call = call_number;
     std::vector<int64_t> rows;

@@ -106,7 +106,6 @@ struct Sharing {
     const RouteTable& routes,
     std::span<const RankCounts> counts,  // by rank
     int rank,
-    int num_experts,
     const PlanOptions& options,
     const Context& context,
     const Sharing& sharing = {}

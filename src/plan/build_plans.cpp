@@ -62,7 +62,7 @@ std::vector<Plan> build_plans(
   std::vector<PlanData> plans;
   for (int rank = 0; rank < num_ranks; ++rank) {
     const auto r = static_cast<size_t>(rank);
-    plans.push_back(place_routes(routes[r], counts, rank, num_experts, options_of[r], {}));
+    plans.push_back(place_routes(routes[r], counts, rank, options_of[r], {}));
   }
   std::vector<Plan> finished;
   for (size_t to = 0; to < plans.size(); ++to) {

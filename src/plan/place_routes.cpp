@@ -269,11 +269,11 @@ PlanData place_routes(
     const RouteTable& routes,
     std::span<const RankCounts> counts,
     int rank,
-    int num_experts,
     const PlanOptions& options,
     const Context& context,
     const Sharing& sharing
 ) {
+  const auto num_experts = static_cast<int>(counts[static_cast<size_t>(rank)].routes.size());
   const GroupShape group = group_shape(counts, num_experts, options, context);
   const auto earlier = counts.first(static_cast<size_t>(rank));
 

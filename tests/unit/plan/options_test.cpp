@@ -87,9 +87,7 @@ TEST(OverflowTest, SaysTheSameOnEveryRankButForTheSpeaker) {
   for (int rank = 0; rank < 2; ++rank) {
     const Context speaker = {.rank = rank, .num_ranks = 2};
     EXPECT_EQ(
-        message_of([&] {
-          static_cast<void>(place_routes(table, counts, rank, 2, options, speaker));
-        }),
+        message_of([&] { static_cast<void>(place_routes(table, counts, rank, options, speaker)); }),
         fmt::format("plan: rank 1 needs 4 rows (row_budget = 3) [rank {}/2]", rank)
     );
   }
@@ -131,7 +129,7 @@ TEST(OverflowTest, RefusesMalformedCountsOfAPeer) {
   const RouteTable table = table_of(1, {{0}});
   std::vector<RankCounts> counts(2, count_routes(table, 2, 2, {}));
   counts[1].routes[0] = -5;
-  const auto place = [&] { static_cast<void>(place_routes(table, counts, 0, 2, {}, {})); };
+  const auto place = [&] { static_cast<void>(place_routes(table, counts, 0, {}, {})); };
   EXPECT_EQ(message_of(place), "plan: the counts of rank 1 are malformed");
   counts[1].routes = {1};
   EXPECT_EQ(message_of(place), "plan: the counts of rank 1 are malformed");

@@ -276,7 +276,6 @@ TEST(PlanTest, IsTheSameInAnyNumberOfParts) {
             c.routes[r],
             counts,
             rank,
-            c.num_experts,
             options[r],
             {},
             {.num_parts = num_parts, .for_each = backwards}
