@@ -7,15 +7,12 @@ torchrun --nproc-per-node 4 bench/overlap_bench.py --json FILE --commit HASH
 One stream repeats the two products of the experts of a case, another dispatches or combines
 without a pause. A hidden exchange costs what the products lose while one exchange lasts: `cost_us`.
 
-Beside them stand the steps of a dispatch by copy engines, each by itself: `pack` the rows of each
-peer into a block, by all SMs at once; `copies` of these blocks, by no SM; `fan-out` of what arrives
-to the rows of its experts. With layout rank_major the first two would be all.
+The same for calls by copy engines, whose SMs only pack rows before and store or add them after.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -30,55 +27,6 @@ from weft.examples.measured import machine
 
 Tensor = torch.Tensor
 ROUNDS = 7
-FAN_OUT_SMS = (8, 12, 16, 132)
-
-
-class PeerRoom:
-    """Collective. Memory of each rank for every peer, which copy engines reach: torch's own copies
-    between processes take the way through the host."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.cuda = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-        own, num_ranks = dist.get_rank(), dist.get_world_size()
-        handles = []
-        for _ in range(num_ranks):
-            data, handle = ctypes.c_void_p(), (ctypes.c_char * 64)()
-            self.check(self.cuda.cudaMalloc(ctypes.byref(data), ctypes.c_size_t(num_bytes)))
-            self.check(self.cuda.cudaIpcGetMemHandle(handle, data))
-            handles.append(bytes(handle))
-        everyones = [None] * num_ranks
-        dist.all_gather_object(everyones, handles)
-        self.there = {}
-        for peer in range(num_ranks):
-            if peer != own:
-                self.there[peer] = self.open(everyones[peer][own])
-
-    def open(self, raw: bytes) -> ctypes.c_void_p:
-        class Handle(ctypes.Structure):
-            _fields_ = [("bytes", ctypes.c_char * 64)]
-
-        data, with_peer_access = ctypes.c_void_p(), 1
-        handle = Handle.from_buffer_copy(raw)
-        self.check(self.cuda.cudaIpcOpenMemHandle(ctypes.byref(data), handle, with_peer_access))
-        return data
-
-    def copy_to(self, peer: int, block: Tensor) -> None:
-        device_to_device = 3
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        self.check(
-            self.cuda.cudaMemcpyAsync(
-                self.there[peer],
-                ctypes.c_void_p(block.data_ptr()),
-                ctypes.c_size_t(block.nbytes),
-                device_to_device,
-                stream,
-            )
-        )
-
-    @staticmethod
-    def check(error: int) -> None:
-        if error != 0:
-            raise RuntimeError(f"CUDA error {error}")
 
 
 @dataclass
@@ -88,7 +36,6 @@ class Work:
     case: Case
     exchange: weft.Exchange
     plan: weft.Plan
-    sent: dict[int, Tensor]  # by peer: int64 [tokens that go there]
     x: Tensor  # [T, H]
     rows: Tensor  # [P, H]
     ends: Tensor  # int32 [El]
@@ -104,69 +51,28 @@ class Work:
             max_tokens=case.tokens,
             max_topk=case.topk,
             device=device,
+            copy_engines=True,
         )
         scores = torch.rand(case.tokens, case.experts, device=device)
         experts = scores.topk(case.topk).indices
         plan = exchange.plan(experts, pad_multiple=128)
         x = torch.randn(case.tokens, case.hidden, device=device).to(torch.bfloat16)
         local = exchange.num_local_experts
-        sent = {
-            rank: (experts // local == rank).any(1).nonzero().flatten()
-            for rank in range(dist.get_world_size())
-            if rank != dist.get_rank()
-        }
         sizes = ((local, case.hidden, 2 * case.width), (local, case.width, case.hidden))
         up, down = (torch.randn(size, device=device).to(torch.bfloat16) * 0.02 for size in sizes)
         ends = plan.padded_rows_per_expert.cumsum(0).to(torch.int32)
         rows = exchange.dispatch(plan, x).rows
-        return cls(case, exchange, plan, sent, x, rows, ends, up, down)
+        return cls(case, exchange, plan, x, rows, ends, up, down)
 
     def products(self) -> None:
         inner = torch._grouped_mm(self.rows, self.up, offs=self.ends)
         torch._grouped_mm(inner[:, : self.case.width].contiguous(), self.down, offs=self.ends)
 
-    def exchanges(self, op: str, num_sms: int):
+    def exchanges(self, op: str, num_sms: int, copies: bool):
+        how = {"num_sms": num_sms, "copy_engines": copies}
         if op == "dispatch":
-            return lambda: self.exchange.dispatch(self.plan, self.x, num_sms=num_sms)
-        return lambda: self.exchange.combine(self.plan, self.rows, num_sms=num_sms)
-
-    def pack(self):
-        blocks = {peer: self.x[tokens] for peer, tokens in self.sent.items()}
-
-        def run() -> None:
-            for peer, tokens in self.sent.items():
-                torch.index_select(self.x, 0, tokens, out=blocks[peer])
-
-        return run
-
-    def copies(self):
-        """Collective. What this rank packs, into memory of its peers."""
-        blocks = {peer: self.x[tokens] for peer, tokens in self.sent.items()}
-        room = PeerRoom(self.x.nbytes)
-
-        def run() -> None:
-            for peer, block in blocks.items():
-                room.copy_to(peer, block)
-
-        return run
-
-    def fan_out(self, num_sms: int):
-        """Collective. As many arrivals as this rank has, to about as many rows, all of its own."""
-        groups = [dist.new_group([rank], backend="gloo") for rank in range(dist.get_world_size())]
-        arrivals = sum(self.plan.received_arrivals)
-        per_arrival = max(1, round(sum(self.plan.rows_per_expert_list) / arrivals))
-        exchange = weft.Exchange(
-            groups[dist.get_rank()],
-            hidden=self.case.hidden,
-            num_experts=self.exchange.num_local_experts,
-            max_tokens=arrivals,
-            max_topk=per_arrival,
-            device=self.x.device,
-        )
-        x = self.x.repeat(-(-arrivals // self.x.size(0)), 1)[:arrivals]
-        scores = torch.rand(arrivals, exchange.num_experts, device=x.device)
-        plan = exchange.plan(scores.topk(per_arrival).indices, pad_multiple=128)
-        return lambda: exchange.dispatch(plan, x, num_sms=num_sms)
+            return lambda: self.exchange.dispatch(self.plan, self.x, **how)
+        return lambda: self.exchange.combine(self.plan, self.rows, **how)
 
 
 def events(count: int) -> list[torch.cuda.Event]:
@@ -220,10 +126,12 @@ def measure(name: str, sms: list[int]) -> list[dict]:
 
     one = medians(work.products, None, 8, 0)[0] / 8
     num_products = max(4, round(8000 / one))
-    kinds = [(op, n, work.exchanges(op, n)) for op in ("dispatch", "combine") for n in sms]
-    all_sms = torch.cuda.get_device_properties(work.x.device).multi_processor_count
-    kinds += [("pack", all_sms, work.pack()), ("copies", 0, work.copies())]
-    kinds += [("fan-out", n, work.fan_out(n)) for n in FAN_OUT_SMS]
+    kinds = [
+        (op + (" by copies" if copies else ""), n, work.exchanges(op, n, copies))
+        for copies in (False, True)
+        for op in ("dispatch", "combine")
+        for n in sms
+    ]
     rows = []
     for op, num_sms, run in kinds:
         alone = medians(work.products, None, num_products, 0)[0]
@@ -241,7 +149,7 @@ def measure(name: str, sms: list[int]) -> list[dict]:
         }
         rows.append(row)
         say(
-            f"{name} {op:<9} {num_sms:>3} SMs {quiet:8.1f} us alone {loaded:8.1f} us beside "
+            f"{name} {op:<18} {num_sms:>3} SMs {quiet:8.1f} us alone {loaded:8.1f} us beside "
             f"products, which are {100 * lost:5.1f} % slower: costs {row['cost_us']:7.1f} us"
         )
     return rows

@@ -20,7 +20,7 @@ DEVICE = [
     *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicCAS", "volatile"],
     *["atomicExch", "atomicOr", "__threadfence_block", "__threadfence", "__threadfence_system"],
 ]
-HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile"]
+HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile", "write_word"]
 WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
     (re.compile(r"^src/kernels/[^/]+$"), DEVICE),
     (re.compile(r"^src/transport/(peer|mapped|ofi)/[^/]+$"), HOST),

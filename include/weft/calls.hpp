@@ -17,6 +17,12 @@ struct CallOptions {
   // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
   // out or sums. 0: by the measured table. For `weft tune`.
   int num_senders = 0;
+  // Of all ranks or none. dispatch: copy engines carry the rows between GPUs, and multiprocessors
+  // only pack them before and store them after, so that little is taken from computation beside it
+  // but memory bandwidth. Needs ExchangeConfig::copy_engines, and rows of at most 16 bits an
+  // element and 256 bytes of scales; what does not fit, and a captured call, goes as usual. The
+  // result is the same.
+  bool copy_engines = false;
 };
 
 // What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every

@@ -64,6 +64,9 @@ struct ExchangeConfig {
   int num_sms = 0;      // GPU: multiprocessors a call may occupy; 0: by the measured table
   Mover mover = Mover::kAuto;  // GPU
   FanOut fan_out = FanOut::kAuto;
+  // GPUs of one domain: room for dispatches by copy engines (CallOptions::copy_engines), about
+  // three times the rows that a rank can get.
+  bool copy_engines = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
 };
 
@@ -84,6 +87,7 @@ struct ExchangeStats {
   int64_t num_plans = 0;
   int64_t num_dispatches = 0;
   int64_t num_combines = 0;
+  int64_t num_copied = 0;            // dispatches and combines by copy engines, of these
   std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
   // Of rows and scales that this rank has put to other domains: what crossed, and what would have
   // crossed with a row for each arrival there.

@@ -11,11 +11,12 @@
 namespace weft::py {
 namespace {
 
-CallOptions call_of(uintptr_t stream, int num_sms) {
+CallOptions call_of(uintptr_t stream, int num_sms, bool copy_engines = false) {
   CallOptions call;
   call.stream =
       reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
   call.num_sms = num_sms;
+  call.copy_engines = copy_engines;
   return call;
 }
 
@@ -115,9 +116,10 @@ void dispatch(
     const MaybeArray& row_scales,
     std::string_view quantise,
     uintptr_t stream,
-    int num_sms
+    int num_sms,
+    bool copy_engines
 ) {
-  const CallOptions call = call_of(stream, num_sms);
+  const CallOptions call = call_of(stream, num_sms, copy_engines);
   calls.call(
       [&] {
         return dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
@@ -186,9 +188,10 @@ void combine(
     const MaybeArray& weights,
     std::string_view scale,
     uintptr_t stream,
-    int num_sms
+    int num_sms,
+    bool copy_engines
 ) {
-  const CallOptions call = call_of(stream, num_sms);
+  const CallOptions call = call_of(stream, num_sms, copy_engines);
   const auto build = [&]() -> CombineArguments {
     const Names<CombineScale> scales = {
         {"none", CombineScale::kNone},
@@ -241,7 +244,8 @@ void bind_calls(nb::class_<Calls>& exchange) {
           arg("row_scales").none(),
           arg("quantise"),
           arg("stream"),
-          arg("num_sms")
+          arg("num_sms"),
+          arg("copy_engines")
       )
       .def(
           "plan_and_dispatch",
@@ -273,7 +277,8 @@ void bind_calls(nb::class_<Calls>& exchange) {
           arg("weights").none(),
           arg("scale"),
           arg("stream"),
-          arg("num_sms")
+          arg("num_sms"),
+          arg("copy_engines")
       );
 }
 

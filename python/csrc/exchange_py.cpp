@@ -22,6 +22,7 @@ std::shared_ptr<Calls> make(
     const std::string& transport,
     int num_threads,
     int num_sms,
+    bool copy_engines,
     double timeout
 ) {
   ExchangeConfig config;
@@ -35,6 +36,7 @@ std::shared_ptr<Calls> make(
   config.transport = transport;
   config.num_threads = num_threads;
   config.num_sms = num_sms;
+  config.copy_engines = copy_engines;
   config.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
   const nb::gil_scoped_release no_gil;
   return std::make_shared<Calls>(group, config);
@@ -60,6 +62,7 @@ nb::dict stats(Calls& calls) {
   all["num_plans"] = found.num_plans;
   all["num_dispatches"] = found.num_dispatches;
   all["num_combines"] = found.num_combines;
+  all["num_copied"] = found.num_copied;
   all["wait_seconds"] = found.wait_seconds;
   all["crossing_bytes"] = found.crossing_bytes;
   all["crossing_bytes_by_arrival"] = found.crossing_bytes_by_arrival;
@@ -94,6 +97,7 @@ void bind_exchange(nb::module_& m) {
           arg("transport") = "auto",
           arg("num_threads") = 0,
           arg("num_sms") = 0,
+          arg("copy_engines") = false,
           arg("timeout") = 30.0
       )
       .def("allocate", &allocate, arg("rows"), arg("cols"), arg("like"))

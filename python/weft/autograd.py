@@ -19,10 +19,10 @@ Tensor = torch.Tensor
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, x, weights, scales, quantise, num_sms):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.num_sms = plan, num_sms
+    def forward(ctx, plan, x, weights, scales, quantise, how):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.how = plan, how
         ctx.set_materialize_grads(False)
-        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, num_sms=num_sms)
+        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
         ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
         ctx.has_weights = weights is not None
         ctx.x = (x.dtype, x.shape, x.device)
@@ -37,16 +37,16 @@ class _Dispatch(torch.autograd.Function):
             grad_rows = torch.zeros((plan.num_rows, shape[1]), dtype=dtype, device=device)
         if ctx.has_weights and grad_weights is None:
             grad_weights = torch.zeros((plan.num_rows, plan.row_weight_cols), device=device)
-        x, weights = plan.exchange.combine(plan, grad_rows, grad_weights, num_sms=ctx.num_sms)
+        x, weights = plan.exchange.combine(plan, grad_rows, grad_weights, **ctx.how)
         return None, x, weights, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, rows, row_weights, num_sms):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.num_sms = plan, num_sms
+    def forward(ctx, plan, rows, row_weights, how):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.how = plan, how
         ctx.set_materialize_grads(False)
-        out = plan.exchange.combine(plan, rows, row_weights, num_sms=num_sms)
+        out = plan.exchange.combine(plan, rows, row_weights, **how)
         ctx.has_weights = row_weights is not None
         ctx.rows = (rows.dtype, rows.shape, rows.device)
         return out.x, out.weights
@@ -59,7 +59,7 @@ class _Combine(torch.autograd.Function):
             grad_x = torch.zeros((plan.num_tokens, shape[1]), dtype=dtype, device=device)
         if ctx.has_weights and grad_weights is None:
             grad_weights = torch.zeros((plan.num_tokens, plan.weight_cols), device=device)
-        out = plan.exchange.dispatch(plan, grad_x, grad_weights, num_sms=ctx.num_sms)
+        out = plan.exchange.dispatch(plan, grad_x, grad_weights, **ctx.how)
         return None, out.rows, out.weights, None
 
 
@@ -82,21 +82,26 @@ def dispatch(
     *,
     quantise: str = "none",
     num_sms: int = 0,
+    copy_engines: bool | None = None,
 ) -> Dispatched:
     """Collective. Tokens to their experts; differentiable in `x` and `weights`.
 
     x [T, hidden] bf16, fp16 or fp32, or [T, any] of a one-byte dtype, moved as it is (row bytes a
     multiple of 16); made contiguous. weights fp32 [T, K], or [T, E] beside a routing map.
     scales [T, S] of any dtype, moved as bytes. quantise "e4m3" or "e5m2": bf16 becomes FP8 on the
-    way, with one fp32 scale for 128 elements (GPU).
+    way, with one fp32 scale for 128 elements (GPU). num_sms: GPU multiprocessors. copy_engines:
+    whether these carry the rows between GPUs, the same on all ranks; None: if the exchange runs
+    beside computation and they were measured to cost it less (docs/overlap.md). The backward takes
+    both as the forward did.
     Returns rows [plan.num_rows, cols of x], padding rows zero, slack of a budget undefined;
     weights fp32 [plan.num_rows, plan.row_weight_cols], zero where no route; scales
     [plan.num_rows, S].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
+    how = {"num_sms": num_sms, "copy_engines": copy_engines}
     if not _has_gradient(x, weights):
-        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, num_sms=num_sms)
-    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, num_sms))
+        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
+    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, how))
 
 
 def combine(
@@ -107,22 +112,25 @@ def combine(
     scale: str = "none",
     source_weights: Tensor | None = None,
     num_sms: int = 0,
+    copy_engines: bool | None = None,
 ) -> Combined:
     """Collective. Rows back to their tokens, summed; differentiable in `rows` and `row_weights`.
 
     rows [plan.num_rows, hidden] bf16, fp16 or fp32. row_weights fp32 like those of `dispatch`,
     usually gradients. scale "plan": each row times its route's weight in the plan; "source": times
-    source_weights fp32 [T, K] (not with rank_major); neither has gradients.
+    source_weights fp32 [T, K] (not with rank_major); neither has gradients. num_sms and
+    copy_engines: see `dispatch`.
     Returns x [T, hidden]: sums in fp32, the rows of a rank first (rounded once), then ranks in
     ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
+    how = {"num_sms": num_sms, "copy_engines": copy_engines}
     if scale == "none" and _has_gradient(rows, row_weights):
-        return Combined(*_Combine.apply(plan, rows, row_weights, num_sms))
+        return Combined(*_Combine.apply(plan, rows, row_weights, how))
     if scale != "none" and _has_gradient(rows, None):
         raise NotImplementedError(
             f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
         )
     return plan.exchange.combine(
-        plan, rows, row_weights, scale=scale, source_weights=source_weights, num_sms=num_sms
+        plan, rows, row_weights, scale=scale, source_weights=source_weights, **how
     )

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU multiprocessors of exchanges that run beside computation, where nobody chose their number.
+"""How exchanges run beside computation, where nobody chose: their GPU multiprocessors, and whether
+copy engines carry their rows.
 
-An exchange that has the GPU to itself is fastest with all of them; beside products of matrices it
-would then wait until it gets them, and the products for it.
+An exchange that has the GPU to itself is fastest with all multiprocessors; beside products of
+matrices it would then wait until it gets them, and the products for it. Copy engines take none, but
+rows must be packed before and stored after.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +21,12 @@ import torch
 _MEASURED = {"NVIDIA H200": 32}
 _SHARE = 8 / 33  # of another GPU: the same part
 
+# From so many elements of a token on, copy engines cost computation less (docs/overlap.md).
+_COPIED_HIDDEN = 4096
+_CHOICES = ("auto", "never", "always")
+
 _usual = 0
+_is_beside = False
 
 
 def usual_sms() -> int:
@@ -26,16 +34,32 @@ def usual_sms() -> int:
     return _usual
 
 
+def usual_copies(hidden: int) -> bool:
+    """Whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
+
+    Raises ValueError for another value.
+    """
+    return _is_beside and _copies(hidden)
+
+
+@functools.cache
+def _copies(hidden: int) -> bool:
+    choice = os.environ.get("WEFT_COPY_ENGINES", "auto")
+    if choice not in _CHOICES:
+        raise ValueError(f"WEFT_COPY_ENGINES = {choice} (expected one of {', '.join(_CHOICES)})")
+    return choice == "always" or (choice == "auto" and hidden >= _COPIED_HIDDEN)
+
+
 @contextmanager
 def beside_computation() -> Iterator[None]:
     """Within it, in all threads (backward has its own): exchanges leave room for other kernels."""
-    global _usual
-    before = _usual
-    _usual = sms_beside_computation()
+    global _usual, _is_beside
+    before = _usual, _is_beside
+    _usual, _is_beside = sms_beside_computation(), True
     try:
         yield
     finally:
-        _usual = before
+        _usual, _is_beside = before
 
 
 def sms_beside_computation() -> int:

@@ -8,8 +8,7 @@ import struct
 import torch
 import torch.distributed as dist
 
-from weft import _core
-from weft.beside import usual_sms
+from weft import _core, beside
 from weft.errors import InvalidArgument
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Outputs
@@ -28,8 +27,10 @@ class Exchange:
     begin with; a `plan` call in which some rank needs more makes all ranks grow. (In budget mode
     on a GPU the host does not wait and cannot know: give the largest T beforehand.)
     device: of all tensors. num_sms: GPU multiprocessors a call may occupy, 0 by the measured
-    table. num_threads: CPU workers of this rank, 0 to share the host's cores. timeout: seconds,
-    of every wait. Raises InvalidArgument on every rank if any rank's arguments are wrong or differ.
+    table. copy_engines: room for calls by copy engines from the begin; without it there is room
+    from the first plan on that is made beside computation, if copy engines are chosen there
+    (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
+    timeout: seconds, of every wait. Raises InvalidArgument on every rank if any rank's arguments are wrong or differ.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Exchange:
         max_topk: int = 8,
         device: torch.device | str = "cpu",
         num_sms: int = 0,
+        copy_engines: bool = False,
         num_threads: int = 0,
         transport: str = "auto",
         timeout: float = 30.0,
@@ -63,6 +65,7 @@ class Exchange:
             "transport": transport,
             "num_threads": num_threads,
             "num_sms": num_sms,
+            "copy_engines": copy_engines,
             "timeout": timeout,
         }
         self._core: _core.Exchange | None = self._make()
@@ -124,6 +127,10 @@ class Exchange:
         ("error").
         """
 
+        if not self._settings["copy_engines"] and self._usual_copies():
+            self._settings["copy_engines"] = True  # on all ranks, which are beside computation too
+            self._core = self._make()
+
         def make() -> Plan:
             core = self.core
             made = core.plan(
@@ -182,11 +189,13 @@ class Exchange:
         *,
         quantise: str = "none",
         num_sms: int = 0,
+        copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         size = (plan.num_rows, plan.row_weight_cols)
         out, views = self._outputs.of_dispatch(plan.calls, size, x, weights, scales, quantise)
-        plan.calls.dispatch(plan.core, *views, quantise, self._stream(), self._sms(num_sms))
+        how = self._how(num_sms, copy_engines)
+        plan.calls.dispatch(plan.core, *views, quantise, self._stream(), *how)
         return out.with_scales_of(scales)
 
     def plan_and_dispatch(
@@ -220,12 +229,13 @@ class Exchange:
             )
         size = (num_rows, topk_idx.size(-1) if layout == "rank_major" else 1)
         options = (view(plan_weights), layout, pad_multiple, expert_stride, row_budget)
+        sms, _ = self._how(num_sms, False)
 
         def make() -> tuple[Plan, Dispatched]:
             core = self.core
             out, views = self._outputs.of_dispatch(core, size, x, weights, scales, quantise)
             made = core.plan_and_dispatch(
-                view(topk_idx), *options, *views, quantise, self._stream(), self._sms(num_sms)
+                view(topk_idx), *options, *views, quantise, self._stream(), sms
             )
             return Plan(self, made, core), out.with_scales_of(scales)
 
@@ -240,6 +250,7 @@ class Exchange:
         scale: str = "none",
         source_weights: Tensor | None = None,
         num_sms: int = 0,
+        copy_engines: bool | None = None,
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
         cols = rows.size(1) if rows.dim() == 2 else 1
@@ -256,12 +267,20 @@ class Exchange:
             view(weights),
             scale,
             self._stream(),
-            self._sms(num_sms),
+            *self._how(num_sms, copy_engines),
         )
         return Combined(x, weights)
 
-    def _sms(self, num_sms: int) -> int:
-        return num_sms or (usual_sms() if self._on_gpu else 0)
+    def _usual_copies(self) -> bool:
+        return self._on_gpu and beside.usual_copies(self.hidden)
+
+    def _how(self, num_sms: int, copy_engines: bool | None) -> tuple[int, bool]:
+        """Multiprocessors and copy engines of a call, where the caller left it open."""
+        if not self._on_gpu:
+            return num_sms, False
+        if copy_engines is None:
+            copy_engines = num_sms == 0 and beside.usual_copies(self.hidden)
+        return num_sms or (0 if copy_engines else beside.usual_sms()), copy_engines
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <string_view>
+
 #include "core/check.hpp"
 #include "core/check_cuda.hpp"
 
@@ -21,6 +23,17 @@ Function* driver_function(const char* name, const Context& context) {
       cudaGetDriverEntryPointByVersion(name, &function, kDriverVersion, cudaEnableDefault, &found)
   );
   return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function*>(function) : nullptr;
+}
+
+void check_driver(CUresult status, std::string_view name, const Context& context) {
+  WEFT_CHECK(
+      context,
+      status == CUDA_SUCCESS,
+      ErrorCode::kCuda,
+      "{}: the driver answers {}",
+      name,
+      static_cast<int>(status)
+  );
 }
 
 }  // namespace
@@ -65,13 +78,17 @@ void wait_for_word(
   const CUresult status = wait == nullptr
                               ? CUDA_ERROR_NOT_FOUND
                               : wait(stream, reinterpret_cast<CUdeviceptr>(word), value, flags);
-  WEFT_CHECK(
-      context,
-      status == CUDA_SUCCESS,
-      ErrorCode::kCuda,
-      "cuStreamWaitValue32: the driver answers {}",
-      static_cast<int>(status)
-  );
+  check_driver(status, "cuStreamWaitValue32", context);
+}
+
+void write_word(cudaStream_t stream, uint32_t* word, uint32_t value, const Context& context) {
+  using WriteValue = CUresult(CUstream, CUdeviceptr, cuuint32_t, unsigned);
+  static auto* const write = driver_function<WriteValue>("cuStreamWriteValue32", context);
+  const unsigned flags = CU_STREAM_WRITE_VALUE_DEFAULT;  // behind a barrier for all memory
+  const CUresult status = write == nullptr
+                              ? CUDA_ERROR_NOT_FOUND
+                              : write(stream, reinterpret_cast<CUdeviceptr>(word), value, flags);
+  check_driver(status, "cuStreamWriteValue32", context);
 }
 
 }  // namespace weft

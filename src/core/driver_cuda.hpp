@@ -37,4 +37,8 @@ void wait_for_word(
     const Context& context
 );
 
+// *word, in memory that this GPU reaches, is `value` once all work before in `stream` is done, and
+// whoever sees it sees what that work has written. No multiprocessor writes. Throws Error (kCuda).
+void write_word(cudaStream_t stream, uint32_t* word, uint32_t value, const Context& context);
+
 }  // namespace weft

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine on a GPU: one kernel, through this rank's staging. Previous in the data flow: the
+// combine on a GPU: one kernel, through this rank's staging; or the steps of a call by copy engines
+// (copies_cuda.cpp). Previous in the data flow: the
 // caller's experts; next: kernels/combine.cu.
 #include <algorithm>
 
@@ -34,41 +35,68 @@ void CudaExchange::combine(
     launch.scale = in.scale;
     launch.mover = mover();
 
-    const int64_t per_token = std::min(view.num_ranks, shape.shape.topk);
-    const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;
-    const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
-    launch.staging = {.region = area.region, .offset = 0};
-    launch.staged = area.data;
-    // Weights have one place there, for one of their two ways.
-    launch.is_early = launch.row_bytes <= control_map.early_row_bytes &&
-                      !(launch.has_source_weights && in.weights.is_given());
-
+    launch.copied.rows = {
+        .row_bytes = launch.row_bytes,
+        .weight_bytes = in.weights.is_given() ? settings.max_topk * int64_t{sizeof(float)} : 0};
+    // Weights of the tokens' ranks would have to be there first.
+    const bool is_copied = !launch.has_source_weights && launch.dtype != DType::kFloat32 &&
+                           goes_by_copies(launch.copied.rows, call, stream);
     const int64_t signature[] = {
         0,
         static_cast<int64_t>(in.rows.dtype),
         launch.row_bytes,
         static_cast<int64_t>(in.scale),
-        in.weights.is_given()};
+        in.weights.is_given(),
+        is_copied};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const int num_sms = sms_of(call);
-    RoleBlocks blocks = tuning.of(
-        {.op = TunedOp::kCombine,
-         .num_ranks = view.num_ranks,
-         .row_bytes = launch.row_bytes,
-         .num_sms = num_sms,
-         .num_senders = call.num_senders}
-    );
-    if (launch.is_early && call.num_senders == 0) {
-      const int64_t tokens = shape.shape.num_tokens;
-      const int at_once = sums_at_once(launch.mover, launch.row_bytes, tokens);
-      blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);
-    }
-    launch.num_reduce = blocks.first;
-    launch.num_sum = blocks.second;
-    launch_combine(launch, stream);
+    is_copied ? combine_by_copies(launch, call, stream)
+              : combine_by_stores(shape, launch, call, stream);
     set_launched(stream);
     ++counters.num_combines;
+    counters.num_copied += is_copied ? 1 : 0;
   });
+}
+
+void CudaExchange::combine_by_stores(
+    const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+) {
+  const int64_t per_token = std::min(view.num_ranks, plan.shape.topk);
+  const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;
+  const PeerRegion& area = staging_of(static_cast<uint64_t>(rows * launch.row_bytes), stream);
+  launch.staging = {.region = area.region, .offset = 0};
+  launch.staged = area.data;
+  // Weights have one place there, for one of their two ways.
+  launch.is_early = launch.row_bytes <= control_map.early_row_bytes &&
+                    !(launch.has_source_weights && launch.copied.rows.weight_bytes > 0);
+
+  const int num_sms = sms_of(call);
+  RoleBlocks blocks = tuning.of(
+      {.op = TunedOp::kCombine,
+       .num_ranks = view.num_ranks,
+       .row_bytes = launch.row_bytes,
+       .num_sms = num_sms,
+       .num_senders = call.num_senders}
+  );
+  if (launch.is_early && call.num_senders == 0) {
+    const int64_t tokens = plan.shape.num_tokens;
+    const int at_once = sums_at_once(launch.mover, launch.row_bytes, tokens);
+    blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);
+  }
+  launch.num_reduce = blocks.first;
+  launch.num_sum = blocks.second;
+  launch_combine(launch, stream);
+}
+
+void CudaExchange::combine_by_copies(
+    CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+) {
+  launch.copied = next_copies(launch.copied.rows);
+  launch.staging = copied_address(launch.copied);
+  launch.num_reduce = sms_of(call);
+  launch.num_sum = launch.num_reduce;
+  launch_combine_pack(launch, stream);
+  queue_copies(launch.copied, settings.max_tokens, stream);  // peers may have so many
+  launch_combine_sum(launch, stream);
 }
 
 }  // namespace weft

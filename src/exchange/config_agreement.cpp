@@ -19,6 +19,7 @@ struct ConfigWord {
   int64_t num_experts;
   int64_t max_topk;
   int64_t is_on_gpu;
+  int64_t copy_engines;
   uint64_t is_refused;
   std::array<char, 512> refusal;
 };
@@ -37,6 +38,7 @@ void agree_on_config(
       config.num_experts,
       config.max_topk,
       config.device.kind == Device::Kind::kCuda,
+      config.copy_engines,
       0,
       {}};
   std::exception_ptr failure;
@@ -85,6 +87,7 @@ void agree_on_config(
     compare("num_experts", own.num_experts, word.num_experts);
     compare("max_topk", own.max_topk, word.max_topk);
     compare("device is a GPU", own.is_on_gpu, word.is_on_gpu);
+    compare("copy_engines", own.copy_engines, word.copy_engines);
   }
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel. Previous in
+// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or
+// the steps of a call by copy engines (copies_cuda.cpp). Previous in
 // the data flow: plan_call_cuda.cpp; next: kernels/dispatch.cu.
 #include <algorithm>
 
@@ -16,6 +17,14 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
   return plan.shape.options.row_budget || plan.shape.options.layout == Layout::kExpertStrided
              ? all
              : std::min(all, plan.num_rows);
+}
+
+CopiedRows copied_rows(const DispatchLaunch& launch, const DispatchInput& in, int max_topk) {
+  const bool is_smaller = in.quantise != Quantise::kNone;
+  return {
+      .row_bytes = is_smaller ? launch.row_bytes / 2 : launch.row_bytes,
+      .scale_bytes = staged_scale_bytes(launch.scale_bytes),
+      .weight_bytes = in.weights.is_given() ? max_topk * int64_t{sizeof(float)} : 0};
 }
 
 }  // namespace
@@ -52,48 +61,77 @@ void CudaExchange::dispatch(
   const PlanData& shape = plan.header();
   run_call(DeviceOp::kDispatch, call, [&](cudaStream_t stream) {
     DispatchLaunch launch = prepare_dispatch(shape, in, out);
-    const int64_t arrivals = most_arrivals(shape, settings.max_tokens);
-    const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
-    const bool is_direct = region && memory->is_reachable(*region);
-    const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : out.rows.row_bytes());
-    const auto scale_bytes = static_cast<uint64_t>(staged_scale_bytes(launch.scale_bytes));
-    const uint64_t scales_offset = static_cast<uint64_t>(arrivals) * row_bytes;
-    const uint64_t staged = scales_offset + static_cast<uint64_t>(arrivals) * scale_bytes;
-    if (staged > 0) {
-      const PeerRegion& area = staging_of(staged, stream);
-      launch.staged_rows = area.data;
-      launch.staged_scales = area.data + scales_offset;
-      launch.rows_target = {.region = area.region, .offset = 0};
-      launch.scales_target = {.region = area.region, .offset = scales_offset};
-    }
-    if (is_direct) {
-      launch.place = DevicePlace::kPrimarySlot;
-      launch.rows_target = {
-          .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
-    }
-
+    launch.copied.rows = copied_rows(launch, in, settings.max_topk);
+    const bool is_copied = goes_by_copies(launch.copied.rows, call, stream);
     const int64_t signature[] = {
         0,
         static_cast<int64_t>(in.x.dtype),
         launch.row_bytes,
         launch.scale_bytes,
         in.weights.is_given(),
-        static_cast<int64_t>(in.quantise)};
+        static_cast<int64_t>(in.quantise),
+        is_copied};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    const RoleBlocks blocks = tuning.of(
-        {.op = TunedOp::kDispatch,
-         .num_ranks = view.num_ranks,
-         .row_bytes = launch.row_bytes,
-         .num_sms = sms_of(call),
-         .num_senders = call.num_senders,
-         .is_one_role = launch.one_row && is_direct}
-    );
-    launch.num_push = blocks.first;
-    launch.num_fan_out = blocks.second;
-    launch_dispatch(launch, stream);
+    is_copied ? dispatch_by_copies(shape, launch, call, stream)
+              : dispatch_by_stores(shape, out, launch, call, stream);
     set_launched(stream);
     ++counters.num_dispatches;
+    counters.num_copied += is_copied ? 1 : 0;
   });
+}
+
+void CudaExchange::dispatch_by_stores(
+    const PlanData& plan,
+    const DispatchOutput& out,
+    DispatchLaunch& launch,
+    const CallOptions& call,
+    cudaStream_t stream
+) {
+  const int64_t arrivals = most_arrivals(plan, settings.max_tokens);
+  const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
+  const bool is_direct = region && memory->is_reachable(*region);
+  const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : out.rows.row_bytes());
+  const auto scale_bytes = static_cast<uint64_t>(staged_scale_bytes(launch.scale_bytes));
+  const uint64_t scales_offset = static_cast<uint64_t>(arrivals) * row_bytes;
+  const uint64_t staged = scales_offset + static_cast<uint64_t>(arrivals) * scale_bytes;
+  if (staged > 0) {
+    const PeerRegion& area = staging_of(staged, stream);
+    launch.staged_rows = area.data;
+    launch.staged_scales = area.data + scales_offset;
+    launch.rows_target = {.region = area.region, .offset = 0};
+    launch.scales_target = {.region = area.region, .offset = scales_offset};
+  }
+  if (is_direct) {
+    launch.place = DevicePlace::kPrimarySlot;
+    launch.rows_target = {
+        .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
+  }
+
+  const RoleBlocks blocks = tuning.of(
+      {.op = TunedOp::kDispatch,
+       .num_ranks = view.num_ranks,
+       .row_bytes = launch.row_bytes,
+       .num_sms = sms_of(call),
+       .num_senders = call.num_senders,
+       .is_one_role = launch.one_row && is_direct}
+  );
+  launch.num_push = blocks.first;
+  launch.num_fan_out = blocks.second;
+  launch_dispatch(launch, stream);
+}
+
+void CudaExchange::dispatch_by_copies(
+    const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
+) {
+  launch.copied = next_copies(launch.copied.rows);
+  launch.place = DevicePlace::kCopied;
+  launch.rows_target = copied_address(launch.copied);
+  launch.scales_target = launch.rows_target;
+  launch.num_push = sms_of(call);
+  launch.num_fan_out = launch.num_push;
+  launch_dispatch_pack(launch, stream);
+  queue_copies(launch.copied, plan.shape.num_tokens, stream);
+  launch_dispatch_fan_out(launch, stream);
 }
 
 }  // namespace weft

@@ -28,8 +28,7 @@ bool goes_early(
 ) {
   const int64_t scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
   return !routing.map.is_given() && given_rows(options, 1).has_value() &&
-         in.x.row_bytes() <= map.early_row_bytes &&
-         staged_scale_bytes(scale_bytes) <= kEarlyScaleBytes;
+         in.x.row_bytes() <= map.early_row_bytes && staged_scale_bytes(scale_bytes) <= kScaleRoom;
 }
 
 }  // namespace

@@ -81,7 +81,8 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       experts,
       tokens,
       topk,
-      has_early_rows ? early_row_room(ranks, tokens, topk, hidden) : 0};
+      has_early_rows ? early_row_room(ranks, tokens, topk, hidden) : 0,
+      settings.copy_engines ? copied_token_room(topk, hidden) : 0};
   plan_map = {ranks, experts, tokens, topk};
   memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
   const DomainFacts facts = agree_on_facts(group, id, settings.device.index, context);
@@ -111,11 +112,17 @@ void CudaExchange::set_up(uint64_t stamp) {
   own->fault.create(1, context);
   host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
   plan_scratch.create(plan_scratch_bytes(plan_map) / sizeof(int32_t) + 1, context);
+  if (settings.copy_engines) {
+    const auto peers = static_cast<uint64_t>(context.num_ranks - 1);
+    packed.create(peers * control_map.copied_stride(), context);
+  }
   weft::prepare_plan(plan_map);
   prepare_given_plan();
   weft::prepare_dispatch();
+  prepare_copied_dispatch();
   prepare_routed_dispatch();
   prepare_combine();
+  prepare_copied_combine();
   prepare_refusal();
   plans = std::make_shared<PlanPool>(memory, plan_map.num_bytes());
   add_plans(std::clamp(kFirstPlanBytes / plan_map.num_bytes(), kFewPlans, kFirstPlans));
@@ -136,6 +143,7 @@ void CudaExchange::set_up(uint64_t stamp) {
     view.control[rank] = memory->control_of(rank);
   }
   const uint32_t base = epoch_base(stamp);
+  num_copies = base;
   std::byte* const stamp_place = memory->control().data + control_map.stamp_offset();
   WEFT_CUDA(context, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
   WEFT_CUDA(
@@ -279,8 +287,8 @@ ExchangeStats CudaExchange::stats() const {
 }
 
 Footprint CudaExchange::footprint() const {
-  const uint64_t control =
-      memory->control().bytes + own->local.bytes() + plan_scratch.bytes() + plans->bytes();
+  const uint64_t control = memory->control().bytes + own->local.bytes() + plan_scratch.bytes() +
+                           plans->bytes() + packed.bytes();
   uint64_t staged = staging.bytes;
   for (const PeerRegion& region : retired) {
     staged += region.bytes;

@@ -109,6 +109,30 @@ struct CudaExchange final : Exchange::State {
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
   ) const;
+  // A dispatch that is prepared but for its places, by one kernel or by copy engines.
+  void dispatch_by_stores(
+      const PlanData& plan,
+      const DispatchOutput& out,
+      DispatchLaunch& launch,
+      const CallOptions& call,
+      cudaStream_t stream
+  );
+  void dispatch_by_copies(
+      const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
+  );
+  // A combine likewise.
+  void combine_by_stores(
+      const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+  );
+  void combine_by_copies(CombineLaunch& launch, const CallOptions& call, cudaStream_t stream);
+  // Calls by copy engines: whether such rows go so, the next call's places, this rank's place in
+  // the memory of a peer, and the copies of what `num_tokens` tokens need at most.
+  [[nodiscard]] bool goes_by_copies(
+      const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
+  ) const;
+  [[nodiscard]] CopiedLaunch next_copies(const CopiedRows& rows);
+  [[nodiscard]] PeerAddress copied_address(const CopiedLaunch& copied) const;
+  void queue_copies(const CopiedLaunch& copied, int64_t num_tokens, cudaStream_t stream) const;
   // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory
   // that the GPU reads and that must stay until the stream has passed. Collective, like make_plan;
   // `number` tells calls apart and must be equal on all ranks.
@@ -147,6 +171,8 @@ struct CudaExchange final : Exchange::State {
   std::shared_ptr<PlanPool> plans;
   std::shared_ptr<BlockPool> buffers;
   PeerRegion staging;
+  CudaBuffer<std::byte> packed;  // what copy engines carry to the peers, if they may
+  uint32_t num_copies = 0;       // calls by copy engines; does not begin at 0, as epochs
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired;
   bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it

@@ -30,6 +30,7 @@ ExchangeConfig near_config(ExchangeConfig config, const Domains& domains) {
   const int per_rank = config.num_experts / domains.num_ranks();
   config.num_experts = per_rank * static_cast<int>(domains.near().size());
   config.transport = "auto";
+  config.copy_engines = false;
   return config;
 }
 

@@ -26,9 +26,15 @@ std::string_view field_name(DeviceOp op, int field) {
       "row bytes",
       "scale bytes"};
   static constexpr Names kDispatch = {
-      "plan (number of its call)", "dtype", "row bytes", "scale bytes", "weights", "quantise"};
+      "plan (number of its call)",
+      "dtype",
+      "row bytes",
+      "scale bytes",
+      "weights",
+      "quantise",
+      "copy engines"};
   static constexpr Names kCombine = {
-      "plan (number of its call)", "dtype", "row bytes", "scale", "weights"};
+      "plan (number of its call)", "dtype", "row bytes", "scale", "weights", "copy engines"};
   const Names& names = op == DeviceOp::kPlan       ? kPlan
                        : op == DeviceOp::kDispatch ? kDispatch
                                                    : kCombine;

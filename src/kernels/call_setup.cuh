@@ -28,6 +28,24 @@ struct CallSetup {
   }
 };
 
+// One thread of a block: what this rank says of a call, of which `word` has what the device does
+// not know better.
+__device__ inline void set_own_word(
+    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+) {
+  const uint32_t epoch = current_epoch(me);
+  const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
+  const int32_t num_tokens = plan.header()->num_tokens;
+  const uint32_t plan_epoch = plan.header()->epoch;
+  setup.failures = 0;
+  setup.own() = word;
+  setup.own().stamp = me.stamp;
+  setup.own().num_tokens = num_tokens;
+  setup.own().signature[0] = plan_epoch;
+  setup.own().status = is_refused ? WordStatus::kRefused : word.status;
+  setup.epoch = epoch;
+}
+
 // All threads of every block. False if the call is given up. `word` is the caller's but for what is
 // known on the device alone. `is_early`: the call's rows go among the peers' early rows, so that no
 // word is waited for; accept_peers() does, in some blocks.
@@ -48,17 +66,7 @@ __device__ inline bool begin_call(
     received_base = plan.received_base()[peer];
   }
   if (threadIdx.x == 0) {
-    const uint32_t epoch = current_epoch(me);
-    const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
-    const int32_t num_tokens = plan.header()->num_tokens;
-    const uint32_t plan_epoch = plan.header()->epoch;
-    setup.failures = 0;
-    setup.own() = word;
-    setup.own().stamp = me.stamp;
-    setup.own().num_tokens = num_tokens;
-    setup.own().signature[0] = plan_epoch;
-    setup.own().status = is_refused ? WordStatus::kRefused : word.status;
-    setup.epoch = epoch;
+    set_own_word(setup, me, plan, word);
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;

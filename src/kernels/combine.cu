@@ -2,6 +2,7 @@
 // combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
 // in the data flow: exchange/combine_call_cuda.cpp.
 #include "core/check_cuda.hpp"
+#include "kernels/combine_paths.cuh"
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
 #include "kernels/launch.hpp"
@@ -10,16 +11,6 @@
 
 namespace weft {
 namespace {
-
-__device__ DeviceWord word_of_call(const CombineLaunch& call) {
-  DeviceWord word;
-  word.op = DeviceOp::kCombine;
-  word.rows = call.staging;
-  for (int i = 0; i < kDeviceSignatureFields; ++i) {
-    word.signature[i] = call.signature[i];
-  }
-  return word;
-}
 
 template <class Element, bool kScaled>
 __global__ void __launch_bounds__(kRoleThreads, 1)
@@ -30,10 +21,10 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   const int block = static_cast<int>(blockIdx.x);
   const bool is_signaller = warp_in_block() == kMoverWarps;
   const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
   if (block >= call.num_reduce) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
-    CombineSum source(call, setup, team);
+    CombineSum<false> source(call, setup, team);
     if (is_open && !is_signaller) {
       source.begin();
     }
@@ -43,7 +34,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     }
   } else if (is_open) {
     const Team team = make_team(warps, block, call.num_reduce);
-    CombineReduce<kScaled> source(call, setup, progress, team);
+    CombineReduce<kScaled, false> source(call, setup, progress, team);
     if (is_signaller) {
       source.run_signals(kMoverWarps / warps);
     } else if (source.is_open()) {
@@ -69,9 +60,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const PipelineRole role = pipeline_role<Shape>();
   const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
   const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of_call(call), call.is_early);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
   if (!is_reduce) {
-    CombineSum source(call, setup, team);
+    CombineSum<false> source(call, setup, team);
     if (is_open && role.adder >= 0) {
       source.begin();
     }
@@ -82,7 +73,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       add_rows<Element, false>(source, role, stages, pipelines);
     }
   } else if (is_open) {
-    CombineReduce<kScaled> source(call, setup, progress, team);
+    CombineReduce<kScaled, false> source(call, setup, progress, team);
     if (role.is_loader) {
       load_rows(source, role.pipeline, stages, pipelines);
     } else if (role.adder >= 0) {
@@ -95,28 +86,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-// The less a row has, the fewer warps can share it without waiting more than they add.
-using ShortRows = PipelineShape<5, 2>;
-using LongRows = PipelineShape<3, 4>;
-
-// How rows come to the warps that add.
-enum class RowPath { kVector, kShortRows, kLongRows };
-
-RowPath path_of(Mover mover, int64_t row_bytes) {
-  if (mover != Mover::kBulk) {
-    return RowPath::kVector;
-  }
-  return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
-}
-
-struct Kernel {
-  void (*function)(CombineLaunch);
-  unsigned threads;  // of a block
-  int shared_bytes;
-};
-
 template <class Element, bool kScaled>
-Kernel kernel_of(RowPath path) {
+CombineKernel kernel_of(RowPath path) {
   switch (path) {
     case RowPath::kShortRows:
       return {combine_bulk<ShortRows, Element, kScaled>, ShortRows::kThreads, kRowStageBytes};
@@ -128,11 +99,11 @@ Kernel kernel_of(RowPath path) {
 }
 
 template <class Element>
-Kernel kernel_of(RowPath path, bool is_scaled) {
+CombineKernel kernel_of(RowPath path, bool is_scaled) {
   return is_scaled ? kernel_of<Element, true>(path) : kernel_of<Element, false>(path);
 }
 
-Kernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
+CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
   switch (dtype) {
     case DType::kBFloat16:
       return kernel_of<BFloat16>(path, is_scaled);
@@ -160,17 +131,7 @@ void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
       for (const RowPath path : {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows}) {
-        const Kernel kernel = kernel_of(path, is_scaled, dtype);
-        cudaFuncAttributes attributes{};
-        WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel.function));
-        if (kernel.shared_bytes != 0 && attributes.binaryVersion >= 90) {
-          WEFT_CUDA(
-              Context{},
-              cudaFuncSetAttribute(
-                  kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes
-              )
-          );
-        }
+        prepare(kernel_of(path, is_scaled, dtype));
       }
     }
   }
@@ -179,10 +140,8 @@ void prepare_combine() {
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(call.num_reduce + call.num_sum);
   const RowPath path = path_of(call.mover, call.row_bytes);
-  const Kernel kernel = kernel_of(path, call.scale != CombineScale::kNone, call.dtype);
-  kernel.function<<<blocks, kernel.threads, static_cast<size_t>(kernel.shared_bytes), stream>>>(call
-  );
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  const CombineKernel kernel = kernel_of(path, call.scale != CombineScale::kNone, call.dtype);
+  launch(kernel, blocks, call, stream);
 }
 
 }  // namespace weft

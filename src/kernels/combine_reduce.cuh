@@ -20,7 +20,8 @@ struct BySource {
   }
 };
 
-template <bool kScaled>
+// `kCopied`: by copy engines; sums and weights are packed by arrival instead.
+template <bool kScaled, bool kCopied>
 class CombineReduce {
  public:
   static constexpr bool kScales = kScaled;
@@ -49,7 +50,7 @@ class CombineReduce {
 
   // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
   [[nodiscard]] __device__ bool is_open() const {
-    if (!call_.has_source_weights) {
+    if (kCopied || !call_.has_source_weights) {
       return true;
     }
     bool is_here = true;
@@ -130,7 +131,7 @@ class CombineReduce {
     item.source = place.source;
     item.chunk = place.chunk;
     item.count = place.arrivals.end - place.arrivals.begin;
-    item.out_row = numbers.head.return_row;
+    item.out_row = kCopied ? place.arrivals.begin + lane_index() : numbers.head.return_row;
     const int routes = call_.one_row ? min(numbers.head.num_routes, 1) : numbers.head.num_routes;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
@@ -214,13 +215,21 @@ class CombineReduce {
     return k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
   }
 
+  [[nodiscard]] __device__ __forceinline__ float* returned_to(int source) const {
+    if constexpr (kCopied) {
+      return setup_.weights[source];
+    } else {
+      return reinterpret_cast<float*>(
+          control_of(me_, source) + me_.map.returned_offset(setup_.epoch, call_.is_early)
+      );
+    }
+  }
+
   // Lane j has route j of each entry.
   __device__ __forceinline__ void return_weights(int source, int chunk) const {
     const auto from = static_cast<uint32_t>(source);
     const ChunkArrivals arrivals = arrivals_of(call_.plan, source, chunk);
-    auto* returned = reinterpret_cast<float*>(
-        control_of(me_, source) + me_.map.returned_offset(setup_.epoch, call_.is_early)
-    );
+    float* returned = returned_to(source);
     for (int arrival = arrivals.begin; arrival < arrivals.end; ++arrival) {
       const ArrivalHead head = call_.plan.heads(from)[arrival];
       const int lane = lane_index();
@@ -229,7 +238,8 @@ class CombineReduce {
         const int64_t slot = call_.plan.slots(from)[at];
         const int32_t k = call_.plan.origins(from)[at] & 0xff;
         const int64_t place = call_.one_row ? slot * call_.topk + k : slot;
-        returned[static_cast<int64_t>(head.token) * max_topk_ + k] = call_.row_weights[place];
+        const int64_t to = kCopied ? arrival : head.token;
+        returned[to * max_topk_ + k] = call_.row_weights[place];
       }
     }
   }

@@ -9,6 +9,8 @@
 
 namespace weft {
 
+// `kCopied`: by copy engines; all sums are here when the kernel begins, by rank and arrival.
+template <bool kCopied>
 class CombineSum {
  public:
   static constexpr bool kScales = false;
@@ -33,7 +35,7 @@ class CombineSum {
 
   // The warps that add, before anything else.
   __device__ void begin() const {
-    if (call_.has_source_weights) {
+    if (!kCopied && call_.has_source_weights) {
       send_weights();
     }
   }
@@ -89,9 +91,14 @@ class CombineSum {
     for (int step = 0; step < kItemSteps; ++step) {
       if (shape_.has(step)) {
         const int entry = shape_.entry[step];
-        const int before = count_before(shape_, sent, ItemShape::position(step)) -
-                           count_before(shape_, sent, entry * me_.num_ranks);
-        item.row[step] = (place.first + entry) * per_token_ + before;
+        const int rank = ItemShape::position(step) - entry * me_.num_ranks;
+        if constexpr (kCopied) {
+          item.row[step] = rank << kArrivalBits | max(numbers.arrival[step], 0);
+        } else {
+          const int before = count_before(shape_, sent, ItemShape::position(step)) -
+                             count_before(shape_, sent, entry * me_.num_ranks);
+          item.row[step] = (place.first + entry) * per_token_ + before;
+        }
       }
     }
     return item;
@@ -100,7 +107,7 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem& item) const {
     bool is_here = true;
     const int peer = lane_index();
-    if (peer < me_.num_ranks) {
+    if (!kCopied && peer < me_.num_ranks) {
       const WaitSite site = {DeviceOp::kCombine, setup_.epoch, peer, WaitFor::kRows};
       is_here = wait_reached(me_, signal_from(item, peer), setup_.epoch, site);
     }
@@ -111,7 +118,12 @@ class CombineSum {
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
-    return staged_ + static_cast<int64_t>(index) * call_.row_bytes;
+    if constexpr (kCopied) {
+      const int64_t arrival = index & ((1 << kArrivalBits) - 1);
+      return setup_.rows[index >> kArrivalBits] + arrival * call_.row_bytes;
+    } else {
+      return staged_ + static_cast<int64_t>(index) * call_.row_bytes;
+    }
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int, int32_t row) const {
     return call_.out + static_cast<int64_t>(row) * call_.row_bytes;
@@ -138,6 +150,19 @@ class CombineSum {
     );
   }
 
+  // Of route k of a token; it was kept.
+  [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
+      const {
+    if constexpr (kCopied) {
+      const auto local_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
+      const int rank = call_.plan.route_expert()[route] / local_experts;
+      const int64_t arrival = arrival_[static_cast<int64_t>(token) * me_.num_ranks + rank];
+      return setup_.weights[rank] + arrival * max_topk_ + k;
+    } else {
+      return returned_ + route;
+    }
+  }
+
   __device__ __forceinline__ void return_weights(int token) const {
     const int lane = lane_index();
     const int64_t route = static_cast<int64_t>(token) * max_topk_ + lane;
@@ -145,7 +170,7 @@ class CombineSum {
     bool is_kept = false;
     if (lane < call_.topk) {
       is_kept = call_.plan.route_slot()[route] >= 0;
-      weight = is_kept ? *const_cast<const volatile float*>(returned_ + route) : 0.0F;
+      weight = is_kept ? *const_cast<const volatile float*>(returned_at(route, token, lane)) : 0.0F;
     }
     if (!call_.from_map) {
       if (lane < call_.topk) {
@@ -222,6 +247,8 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
     return min(chunk_tokens_, num_tokens_ - place.first);
   }
+
+  static constexpr int kArrivalBits = kCopiedArrivalBits;  // of the index of a row; then the rank
 
   const CombineLaunch& call_;
   const CallSetup& setup_;

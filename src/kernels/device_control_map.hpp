@@ -20,10 +20,13 @@
 //   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
 //               rank makes by itself
 //   early slots [num_ranks][max_tokens * max_topk]  EarlySlot: where early rows go, for this rank
+//   copied      [2 areas][num_ranks]  CopiedRows of a source, by its copy engines
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it, because no
 // kernel ends before it has seen the words of all ranks. The same holds for early rows and routing,
-// which are written before any word of their call has come.
+// which are written before any word of their call has come. Copied rows are written before too, to
+// the two areas in turn: between two calls that use the same one there is another, which the reader
+// entered after the first.
 #pragma once
 
 #include "kernels/device_words.hpp"
@@ -35,7 +38,7 @@ namespace weft {
 inline constexpr uint32_t kMaxEarlyTokens = 512;
 inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
 inline constexpr uint32_t kMaxEarlyRoutes = 32768;  // of all ranks: shared memory holds them
-inline constexpr uint32_t kEarlyScaleBytes = 256;
+inline constexpr uint32_t kScaleRoom = 256;         // of a row
 
 // Of a row of 16-bit elements; 0 where there is to be no room for early rows.
 WEFT_HD constexpr uint32_t early_row_room(
@@ -44,8 +47,13 @@ WEFT_HD constexpr uint32_t early_row_room(
   const uint64_t row = (2 * hidden + 15) / 16 * 16;
   const bool fits = max_tokens <= kMaxEarlyTokens &&
                     num_ranks * max_tokens * max_topk <= kMaxEarlyRoutes &&
-                    2 * num_ranks * max_tokens * (row + kEarlyScaleBytes) <= kMaxEarlyBytes;
+                    2 * num_ranks * max_tokens * (row + kScaleRoom) <= kMaxEarlyBytes;
   return fits ? static_cast<uint32_t>(row) : 0;
+}
+
+// Of a token: a row of 16-bit elements, a row of scales, weights.
+WEFT_HD constexpr uint64_t copied_token_room(uint64_t max_topk, uint64_t hidden) {
+  return (2 * hidden + 15) / 16 * 16 + kScaleRoom + max_topk * sizeof(float);
 }
 
 // A rank's routing in the memory of another: words of 64 bits, of which the upper half is the epoch
@@ -76,17 +84,24 @@ struct DeviceControlMap {
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
-  uint32_t early_row_bytes = 0;  // 0: no room for early rows
+  uint32_t early_row_bytes = 0;     // 0: no room for early rows
+  uint64_t copied_token_bytes = 0;  // 0: no room for copied rows
 
   constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
   constexpr DeviceControlMap(
-      uint32_t ranks, uint32_t experts, uint32_t tokens, uint32_t topk, uint32_t early_row_room = 0
+      uint32_t ranks,
+      uint32_t experts,
+      uint32_t tokens,
+      uint32_t topk,
+      uint32_t early_row_room = 0,
+      uint64_t copied_token_room = 0
   )
       : num_ranks(ranks),
         num_experts(experts),
         max_tokens(tokens),
         max_topk(topk),
-        early_row_bytes(early_row_room) {
+        early_row_bytes(early_row_room),
+        copied_token_bytes(copied_token_room) {
     const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
     max_chunks_ = chunks < 512 ? 512 : chunks;  // 512: shorter calls have a chunk per token
     const uint64_t token_weights = sizeof(float) * max_tokens * max_topk;
@@ -100,9 +115,11 @@ struct DeviceControlMap {
     weights_ = words_ + 2 * num_ranks * word_stride_;
     early_ = stamp_offset() + align(sizeof(uint64_t));
     early_scales_ = align(early_tokens * early_row_bytes);
-    early_weights_ = early_scales_ + align(early_tokens * kEarlyScaleBytes);
+    early_weights_ = early_scales_ + align(early_tokens * kScaleRoom);
     early_stride_ = early_weights_ + align(early_tokens * max_topk * sizeof(float));
     routing_ = early_ + 2 * early_stride_;
+    copied_ = align(early_row_bytes == 0 ? early_ : early_slots_offset(num_ranks));
+    copied_stride_ = align(max_tokens * copied_token_bytes);
   }
 
   [[nodiscard]] WEFT_HD static constexpr uint64_t align(uint64_t value) {
@@ -144,9 +161,12 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t early_slots_offset(uint32_t source) const {
     return routing_offset(1, num_ranks) + source * early_slots_stride_;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const {
-    return early_row_bytes == 0 ? early_ : early_slots_offset(num_ranks);
+  // Bytes from one source's copied rows to the next one's.
+  [[nodiscard]] WEFT_HD constexpr uint64_t copied_stride() const { return copied_stride_; }
+  [[nodiscard]] WEFT_HD constexpr uint64_t copied_offset(uint32_t area, uint32_t source) const {
+    return copied_ + (area * num_ranks + source) * copied_stride_;
   }
+  [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return copied_offset(2, 0); }
 
  private:
   uint32_t max_chunks_ = 0;
@@ -162,6 +182,8 @@ struct DeviceControlMap {
   uint64_t routing_ = 0;
   uint64_t routing_stride_ = 0;
   uint64_t early_slots_stride_ = 0;
+  uint64_t copied_ = 0;
+  uint64_t copied_stride_ = 0;
 };
 
 }  // namespace weft

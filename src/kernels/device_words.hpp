@@ -23,6 +23,7 @@ enum class DevicePlace : uint32_t {
   kStaging,      // row (arrival_base + arrival) of the receiver's staging; it copies to every slot
   kPrimarySlot,  // the first slot of the receiver's output; it copies to the others
   kEarly,        // before slots are known: the token's place among the receiver's early rows
+  kCopied,       // by copy engines, in blocks: a block of the receiver's, by source
 };
 
 inline constexpr int kDeviceSignatureFields = 10;
@@ -34,8 +35,8 @@ struct alignas(16) DeviceWord {
   DevicePlace place = DevicePlace::kStaging;
   PeerAddress rows;  // plan: the sender's plan block; dispatch: its output or staging; combine: its
                      // staging
-  PeerAddress scales;  // dispatch: staging
-  int64_t row_budget = -1;
+  PeerAddress scales;   // dispatch: staging
+  int64_t number = -1;  // plan: row budget, -1: none; by copy engines: see CopiedLaunch
   int64_t signature[kDeviceSignatureFields] = {};  // must be equal on all ranks
   uint64_t stamp = 0;                              // of the sender's exchange
 };
@@ -77,8 +78,12 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
     return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
+  // No epoch, but a number of its own: a stream raises it behind the copies of a call.
+  [[nodiscard]] WEFT_HD constexpr uint32_t copied(uint32_t source) const {
+    return 4 * num_ranks + 2 * num_ranks * max_chunks + source;
+  }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
-    return 4 * num_ranks + 2 * num_ranks * max_chunks;
+    return 5 * num_ranks + 2 * num_ranks * max_chunks;
   }
 };
 

@@ -4,38 +4,28 @@
 #include "core/check_cuda.hpp"
 #include "kernels/dispatch_fan_out.cuh"
 #include "kernels/dispatch_push.cuh"
+#include "kernels/dispatch_staged.cuh"
 #include "kernels/launch.hpp"
 
 namespace weft {
 namespace {
 
 using Push = DispatchPush<PlannedRoutes>;
-
-__device__ DeviceWord word_of_call(const DispatchLaunch& call) {
-  DeviceWord word;
-  word.op = DeviceOp::kDispatch;
-  word.place = call.place;
-  word.rows = call.rows_target;
-  word.scales = call.scales_target;
-  for (int i = 0; i < kDeviceSignatureFields; ++i) {
-    word.signature[i] = call.signature[i];
-  }
-  return word;
-}
+using FanOut = DispatchFanOut<StagedItems>;
 
 __global__ void __launch_bounds__(kRoleThreads, 1)
     dispatch_vector(const __grid_constant__ DispatchLaunch call) {
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;
   clear_progress(progress);
-  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+  if (begin_call(setup, call.me, call.plan, word_of(call))) {
     const bool is_signaller = warp_in_block() == kMoverWarps;
     const int block = static_cast<int>(blockIdx.x);
     if (block < call.num_push) {
       Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_vector();
     } else if (!is_signaller) {
-      DispatchFanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      FanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
       fan_out.run(MoveRowsVector{});
     }
   }
@@ -53,14 +43,14 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   const int warp = warp_in_block();
   const int mover = warp < kMoverWarps ? warp : 0;
   BulkRing ring(stages + mover * kBulkStages * kBulkPiece, full + warp * kBulkStages);
-  if (begin_call(setup, call.me, call.plan, word_of_call(call))) {
+  if (begin_call(setup, call.me, call.plan, word_of(call))) {
     const bool is_signaller = warp == kMoverWarps;
     const int block = static_cast<int>(blockIdx.x);
     if (block < call.num_push) {
       Push push(call, setup, progress, {block, call.num_push});
       is_signaller ? push.run_signals() : push.run_bulk(ring);
     } else if (!is_signaller) {
-      DispatchFanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      FanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
       fan_out.run(MoveRowsBulk{ring});
     }
   }

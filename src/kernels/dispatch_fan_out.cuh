@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fan-out role of dispatch: a warp waits for the signal of one chunk of one source, then copies
-// each arrival to its other slots (from staging: to all of them) and puts weights and scale rows
-// where they belong. Padding is zeroed before the first wait.
+// The fan-out role of dispatch: a warp waits for one chunk of one source, then copies each arrival
+// to its other slots (from staging: to all of them) and puts weights and scale rows where they
+// belong. Padding is zeroed before the first wait.
 #pragma once
 
 #include "kernels/dispatch_extras.cuh"
 #include "kernels/dispatch_padding.cuh"
-#include "kernels/dispatch_staged.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/row_mover.cuh"
 #include "kernels/team.cuh"
 
 namespace weft {
 
+// `Items`: StagedItems or CopiedItems.
+template <class Items>
 class DispatchFanOut {
  public:
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
-      : call_(call), setup_(setup), me_(call.me), staged_(call, setup), extras_(call) {
+      : call_(call), setup_(setup), me_(call.me), items_(call, setup), extras_(call) {
     warp_ = block.index + warp_in_block() * block.count;
     num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
@@ -38,21 +39,17 @@ class DispatchFanOut {
       if (!records.is_there) {
         continue;
       }
-      const auto slot = me_.map.signals().dispatch(
-          static_cast<uint32_t>(records.source), static_cast<uint32_t>(records.chunk)
-      );
-      const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, records.source, WaitFor::kRows};
-      if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
+      if (!items_.wait(records)) {
         return;
       }
       if (records.source != me_.rank) {
         move_rows(*this, records);
       }
       if (call_.out_weights != nullptr) {
-        extras_.move_weights(records, staged_.weights(records));
+        extras_.move_weights(records, items_.weights(records));
       }
       if (call_.out_scales != nullptr) {
-        extras_.move_scales(records, staged_.scales(records));
+        extras_.move_scales(records, items_.scales(records));
       }
     }
   }
@@ -77,9 +74,9 @@ class DispatchFanOut {
     if (num_rows == 0) {
       return job;
     }
-    const bool is_staged = call_.place == DevicePlace::kStaging;
+    const bool is_staged = items_.has_rows();
     if (is_staged) {
-      job.row = staged_.rows(records, row_bytes_) + i * row_bytes_;
+      job.row = items_.rows(records, row_bytes_) + i * row_bytes_;
     } else {
       const int64_t primary = __shfl_sync(kAllLanes, slot, 0);
       job.row = call_.out_rows + primary * row_bytes_;
@@ -130,16 +127,16 @@ class DispatchFanOut {
   int num_warps_;
   int max_topk_;
   int num_sources_;
-  StagedItems staged_;
+  Items items_;
   DispatchExtras extras_;
   int64_t row_bytes_;
 };
 
 struct MoveRowsVector {
-  __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const ArrivalRecords& records
-  ) const {
-    using Job = DispatchFanOut::Job;
+  template <class Role>
+  __device__ __forceinline__ void operator()(const Role& role, const ArrivalRecords& records)
+      const {
+    using Job = typename Role::Job;
     const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
     for (int piece = 0; piece < pieces.count; ++piece) {
       const int32_t offset = piece * pieces.each;
@@ -171,10 +168,10 @@ struct MoveRowsVector {
 struct MoveRowsBulk {
   BulkRing& ring;
 
-  __device__ __forceinline__ void operator()(
-      const DispatchFanOut& role, const ArrivalRecords& records
-  ) const {
-    using Job = DispatchFanOut::Job;
+  template <class Role>
+  __device__ __forceinline__ void operator()(const Role& role, const ArrivalRecords& records)
+      const {
+    using Job = typename Role::Job;
     // What the signal made visible was read by ordinary accesses so far.
     ptx::fence_async_proxy();
     const std::byte* rows[kMaxChunkTokens];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the fan-out role finds what sources have pushed, but for rows in their primary slots: in
-// this rank's staging, closely packed by arrival.
+// Where the fan-out role finds what sources have pushed, and when: in this rank's staging, closely
+// packed by arrival, but for rows that are in their primary slots.
 #pragma once
 
 #include "kernels/dispatch_extras.cuh"
@@ -13,6 +13,21 @@ class StagedItems {
  public:
   __device__ StagedItems(const DispatchLaunch& call, const CallSetup& setup)
       : call_(call), setup_(setup) {}
+
+  // One warp, every lane: until the item is here. False if the call is given up.
+  [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& records) const {
+    const RankView& me = call_.me;
+    const auto slot = me.map.signals().dispatch(
+        static_cast<uint32_t>(records.source), static_cast<uint32_t>(records.chunk)
+    );
+    const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, records.source, WaitFor::kRows};
+    return wait_reached_warp(me, signal_of(me, me.rank, slot), setup_.epoch, site);
+  }
+
+  // Whether rows are here too.
+  [[nodiscard]] __device__ __forceinline__ bool has_rows() const {
+    return call_.place == DevicePlace::kStaging;
+  }
 
   // Each the first of the item's arrivals; the others follow.
   [[nodiscard]] __device__ __forceinline__ const std::byte* rows(

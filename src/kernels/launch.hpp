@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "kernels/copied_rows.hpp"
 #include "kernels/device_control.hpp"
 #include "kernels/device_plan.hpp"
 #include "kernels/given_records.hpp"
@@ -83,6 +84,7 @@ struct DispatchLaunch {
   Mover mover = Mover::kVector;                    // not kAuto
   int32_t num_push = 1;                            // blocks of each role
   int32_t num_fan_out = 1;
+  CopiedLaunch copied;  // with DevicePlace::kCopied alone
   // With DevicePlace::kEarly alone, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
@@ -118,6 +120,7 @@ struct CombineLaunch {
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_early = false;        // sums and weights go among the early rows instead
+  CopiedLaunch copied;          // of a call by copy engines
   int64_t signature[kDeviceSignatureFields] = {};
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_reduce = 1;        // blocks of each role
@@ -130,17 +133,49 @@ static_assert(
     "a kernel takes 4 KB of parameters"
 );
 
+// What this rank tells its peers of a call, but for what is known on the device alone.
+[[nodiscard]] WEFT_HD inline DeviceWord word_of(const DispatchLaunch& call) {
+  DeviceWord word;
+  word.op = DeviceOp::kDispatch;
+  word.place = call.place;
+  word.rows = call.rows_target;
+  word.scales = call.scales_target;
+  word.number = call.copied.number;
+  for (int i = 0; i < kDeviceSignatureFields; ++i) {
+    word.signature[i] = call.signature[i];
+  }
+  return word;
+}
+[[nodiscard]] WEFT_HD inline DeviceWord word_of(const CombineLaunch& call) {
+  DeviceWord word;
+  word.op = DeviceOp::kCombine;
+  word.rows = call.staging;
+  word.number = call.copied.number;
+  for (int i = 0; i < kDeviceSignatureFields; ++i) {
+    word.signature[i] = call.signature[i];
+  }
+  return word;
+}
+
 // Tokens that one block of combine's summing role works on at the same time.
 [[nodiscard]] int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens);
 
 // Once per device and before any capture.
 void prepare_dispatch();
+void prepare_copied_dispatch();
 void prepare_routed_dispatch();
 void prepare_combine();
+void prepare_copied_combine();
 void prepare_refusal();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
+
+// The steps of a call by copy engines before the copies, and behind them.
+void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);
+void launch_combine_pack(const CombineLaunch& call, cudaStream_t stream);
+void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream);
+void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream);
 
 // Tells every peer that this rank does not run its next call, which is `op`.
 void launch_refusal(const RankView& me, DeviceOp op, cudaStream_t stream);

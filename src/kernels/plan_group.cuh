@@ -44,7 +44,7 @@ needed_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
 // Rows of the output of `rank`.
 __device__ __forceinline__ int64_t
 output_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
-  const int64_t budget = shared.words[rank].row_budget;
+  const int64_t budget = shared.words[rank].number;
   return budget < 0 ? needed_rows(group, shared, rank) : budget;
 }
 

@@ -80,7 +80,7 @@ __device__ __forceinline__ int read_sizes(
     if (place.lane == RoutingMap::kNumTokens) {
       word.num_tokens = static_cast<int32_t>(tokens);
     } else {
-      word.row_budget = static_cast<int32_t>(value);
+      word.number = static_cast<int32_t>(value);
     }
   }
   return is_good ? static_cast<int>(tokens) * call.topk : -1;

@@ -14,7 +14,7 @@ __device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
   word.op = DeviceOp::kPlan;
   word.num_tokens = call.num_tokens;
   word.rows = call.plan_address;
-  word.row_budget = call.row_budget;
+  word.number = call.row_budget;
   word.stamp = call.me.stamp;
   for (int field = 0; field < kDeviceSignatureFields; ++field) {
     word.signature[field] = call.signature[field];

@@ -10,6 +10,7 @@ using namespace std::chrono_literals;
 FaultWorld::FaultWorld(int num_gpus, std::vector<int> domain_of) {
   setup = gpu_setup(3, num_gpus);
   setup.domain_of = std::move(domain_of);
+  setup.has_copy_room = setup.domain_of.empty();
   setup.num_experts = 6;
   setup.max_tokens = 32;
   setup.hidden = setup.domain_of.empty() ? 32 : 512;  // rows that need more room than there is

@@ -72,7 +72,8 @@ class GraphRank {
   }
 
   void make_calls(const CaseData& data, void* stream) {
-    const CallOptions call = {.stream = stream};
+    CallOptions call = {.stream = stream};
+    call.copy_engines = data.setup.copy_engines;  // but not in a capture
     const Routing routing = {.topk_idx = idx_->tensor(), .weights = weights_->tensor()};
     plan_.reset();
     plan_.emplace(exchange_.plan(routing, data.routing[rank_].options, call));
@@ -236,6 +237,7 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
       for (const OutputMemory output : {OutputMemory::kDirect, OutputMemory::kStaged}) {
         ExchangeSetup setup = gpu_setup(GetParam(), gpus);
         setup.mover = output == OutputMemory::kDirect ? movers_here().back() : Mover::kVector;
+        setup.copy_engines = output == OutputMemory::kStaged;
         const auto cases = graph_cases(setup, layout, output);
         std::vector<std::string> texts(static_cast<size_t>(setup.num_ranks));
         run_threads(setup.num_ranks, [&](const Group& group) {

@@ -32,11 +32,12 @@ std::string executor_text(const ExchangeSetup& setup) {
   }
   constexpr std::array<std::string_view, 3> kMovers = {"auto", "vector", "bulk"};
   return fmt::format(
-      "{} GPUs, mover {}, {} SMs{}",
+      "{} GPUs, mover {}, {} SMs{}{}",
       setup.num_gpus,
       kMovers[static_cast<size_t>(setup.mover)],
       setup.num_sms,
-      setup.has_own_stream ? ", own stream" : ""
+      setup.has_own_stream ? ", own stream" : "",
+      setup.copy_engines ? ", copy engines" : ""
   );
 }
 
@@ -54,6 +55,7 @@ ExchangeConfig ExchangeSetup::config(int rank) const {
       .num_sms = num_sms,
       .mover = mover,
       .fan_out = fan_out,
+      .copy_engines = has_copy_room || copy_engines,
       .timeout = timeout};
 }
 

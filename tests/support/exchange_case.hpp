@@ -32,6 +32,8 @@ struct ExchangeSetup {
   Mover mover = Mover::kAuto;
   int num_sms = 0;
   bool has_own_stream = false;  // calls are queued on a stream of the caller's
+  bool has_copy_room = false;   // calls by copy engines are possible
+  bool copy_engines = false;    // and asked for
 
   [[nodiscard]] bool is_on_gpu() const { return num_gpus > 0; }
   [[nodiscard]] ExchangeConfig config(int rank = 0) const;

@@ -201,7 +201,9 @@ std::string run_cases(Exchange& exchange, std::span<const CaseData> cases, const
   }
   std::deque<CaseRun> runs;  // whose addresses stay
   for (const CaseData& data : cases) {
-    runs.emplace_back(exchange, data, CallOptions{.stream = stream ? stream->get() : nullptr});
+    CallOptions options = {.stream = stream ? stream->get() : nullptr};
+    options.copy_engines = data.setup.copy_engines;
+    runs.emplace_back(exchange, data, options);
   }
   std::for_each(runs.rbegin(), runs.rend(), [](CaseRun& run) { run.run_calls(); });
   if (stream) {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include "kernels/copied_rows.hpp"
 #include "kernels/device_control_map.hpp"
 
 namespace weft {
@@ -25,8 +26,7 @@ TEST(DeviceControlTest, KeepsEarlyRowsOfTwoCallsApart) {
         map.early_scales_offset(epoch), map.early_rows_offset(epoch) + tokens * map.early_row_bytes
     );
     EXPECT_GE(
-        map.early_weights_offset(epoch, 0),
-        map.early_scales_offset(epoch) + tokens * kEarlyScaleBytes
+        map.early_weights_offset(epoch, 0), map.early_scales_offset(epoch) + tokens * kScaleRoom
     );
     EXPECT_EQ(
         map.early_weights_offset(epoch, 1) - map.early_weights_offset(epoch, 0),
@@ -60,6 +60,30 @@ TEST(DeviceControlTest, KeepsRoutingOfTwoCallsAndOfEveryRankApart) {
 TEST(DeviceControlTest, NeedsNoMemoryWithoutEarlyRows) {
   const DeviceControlMap map = {4, 256, 4096, 8, early_row_room(4, 4096, 8, 7168)};
   EXPECT_EQ(map.num_bytes(), map.stamp_offset() + 128);
+}
+
+// Each source has its block in each of the two areas, behind all else.
+TEST(DeviceControlTest, KeepsCopiedRowsApart) {
+  const uint64_t token = copied_token_room(8, 7168);
+  EXPECT_EQ(token, 14336U + 256 + 32);
+  for (const uint32_t early : {0U, early_row_room(4, 100, 8, 7168)}) {
+    const DeviceControlMap without = {4, 256, 100, 8, early};
+    const DeviceControlMap map = {4, 256, 100, 8, early, token};
+    EXPECT_GE(map.copied_stride(), 100 * token);
+    EXPECT_EQ(map.copied_offset(0, 0), without.num_bytes());
+    EXPECT_EQ(map.copied_offset(0, 1), map.copied_offset(0, 0) + map.copied_stride());
+    EXPECT_EQ(map.copied_offset(1, 0), map.copied_offset(0, 4));
+    EXPECT_EQ(map.num_bytes(), map.copied_offset(1, 4));
+    EXPECT_EQ(map.early_slots_offset(4), without.early_slots_offset(4));
+  }
+}
+
+TEST(DeviceControlTest, PutsPartsOfCopiedRowsBehindEachOther) {
+  const CopiedRows rows = {.row_bytes = 64, .scale_bytes = 16, .weight_bytes = 32};
+  EXPECT_EQ(rows.scales_offset(10), 640);
+  EXPECT_EQ(rows.weights_offset(10), 800);
+  EXPECT_EQ(rows.num_bytes(10), 1120);
+  EXPECT_EQ(rows.num_bytes(0), 0);
 }
 
 }  // namespace

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls by copy engines: this rank packs a block for each peer (dispatch: rows; combine: sums), its
+// copy engines carry them, the stream tells the peers, and a kernel takes what peers have copied
+// here. Copies need addresses on the host, so rows lie in the control region, which every rank has
+// mapped as long as the exchange lives.
+#include "core/driver_cuda.hpp"
+#include "exchange/exchange_cuda.hpp"
+
+namespace weft {
+
+// Decided by what all ranks pass alike, but for captures: which area is free is known to the host,
+// whom a replay does not ask.
+bool CudaExchange::goes_by_copies(
+    const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
+) const {
+  return call.copy_engines && view.num_ranks > 1 && settings.max_tokens < 1 << kCopiedArrivalBits &&
+         static_cast<uint64_t>(rows.num_bytes(settings.max_tokens)) <=
+             control_map.copied_stride() &&
+         !is_capturing(stream);
+}
+
+CopiedLaunch CudaExchange::next_copies(const CopiedRows& rows) {
+  ++num_copies;
+  return {.rows = rows, .number = num_copies, .area = num_copies % 2, .packed = packed.get()};
+}
+
+PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
+  const auto own_rank = static_cast<uint32_t>(view.rank);
+  return {
+      .region = memory->control().region,
+      .offset = control_map.copied_offset(copied.area, own_rank)};
+}
+
+// One after the other, as each alone fills the link; all ranks begin with another peer.
+void CudaExchange::queue_copies(const CopiedLaunch& copied, int64_t num_tokens, cudaStream_t stream)
+    const {
+  const auto bytes = static_cast<size_t>(copied.rows.num_bytes(num_tokens));
+  const uint64_t place = copied_address(copied).offset;
+  const uint32_t signal = control_map.signals().copied(static_cast<uint32_t>(view.rank));
+  const std::byte* from = copied.packed;
+  for (int step = 1; step < view.num_ranks; ++step) {
+    std::byte* control = view.control[(view.rank + step) % view.num_ranks];
+    if (bytes > 0) {
+      WEFT_CUDA(
+          context, cudaMemcpyAsync(control + place, from, bytes, cudaMemcpyDeviceToDevice, stream)
+      );
+    }
+    write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context);
+    from += control_map.copied_stride();
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// combine by copy engines, before and after the copies (exchange/copies_cuda.cpp): the pre-reduce
+// role alone packs sums for each peer in this rank's memory; the sum role alone adds what has been
+// copied. Kernels of many blocks wait for nothing but this GPU's memory.
+#include "kernels/combine_paths.cuh"
+#include "kernels/combine_reduce.cuh"
+#include "kernels/combine_sum.cuh"
+#include "kernels/copied_places.cuh"
+#include "kernels/launch.hpp"
+#include "kernels/row_adder.cuh"
+#include "kernels/row_loader.cuh"
+
+namespace weft {
+namespace {
+
+constexpr int kThreads = kMoverWarps * kWarpLanes;  // of a vector kernel
+
+// Both roles: `Source` is made by every warp, for its team.
+template <class Element, class Source, class... More>
+__device__ void run_vector(
+    const CombineLaunch& call, const CallSetup& setup, const Team& team, More&... more
+) {
+  Source source(call, setup, more..., team);
+  sum_rows_vector<Element, Source::kScales>(source, slice_of(team, call.row_bytes, kSumPiece));
+}
+
+__device__ Team this_team(const CombineLaunch& call) {
+  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+  return make_team(warps, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
+template <class Element, bool kScaled>
+__global__ void __launch_bounds__(kThreads, 1)
+    pack_vector(const __grid_constant__ CombineLaunch call) {
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;  // nobody looks at it
+  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+    run_vector<Element, CombineReduce<kScaled, true>>(call, setup, this_team(call), progress);
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads, 1)
+    sum_vector(const __grid_constant__ CombineLaunch call) {
+  __shared__ CallSetup setup;
+  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+    run_vector<Element, CombineSum<true>>(call, setup, this_team(call));
+  }
+  finish_call(call.me, setup.epoch);
+}
+
+#if __CUDA_ARCH__ >= 900
+// Of a whole block, which has no warp that signals.
+template <class Shape, class Element, class Source, class... More>
+__device__ void run_bulk(
+    const CombineLaunch& call,
+    const CallSetup& setup,
+    std::byte* stage_bytes,
+    PipelineShared<Shape>& pipelines,
+    More&... more
+) {
+  const PipelineRole role = pipeline_role<Shape>();
+  const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
+  const auto blocks = static_cast<int>(gridDim.x);
+  const Team team = pipeline_team<Shape>(role, static_cast<int>(blockIdx.x), blocks);
+  Source source(call, setup, more..., team);
+  if (role.is_loader) {
+    load_rows(source, role.pipeline, stages, pipelines);
+  } else if (role.adder >= 0) {
+    add_rows<Element, Source::kScales>(source, role, stages, pipelines);
+  }
+}
+#endif
+
+template <class Shape, class Element, bool kScaled>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    pack_bulk(const __grid_constant__ CombineLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stage_bytes[];
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  __shared__ PipelineShared<Shape> pipelines;
+  init_pipelines(pipelines);
+  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+    using Source = CombineReduce<kScaled, true>;
+    run_bulk<Shape, Element, Source>(call, setup, stage_bytes, pipelines, progress);
+  }
+#endif
+}
+
+template <class Shape, class Element>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    sum_bulk(const __grid_constant__ CombineLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stage_bytes[];
+  __shared__ CallSetup setup;
+  __shared__ PipelineShared<Shape> pipelines;
+  init_pipelines(pipelines);
+  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+    run_bulk<Shape, Element, CombineSum<true>>(call, setup, stage_bytes, pipelines);
+  }
+  finish_call(call.me, setup.epoch);
+#endif
+}
+
+struct Kernels {
+  CombineKernel pack;
+  CombineKernel sum;
+};
+
+template <class Element, bool kScaled>
+Kernels kernels_of(RowPath path) {
+  switch (path) {
+    case RowPath::kShortRows:
+      return {
+          {pack_bulk<ShortRows, Element, kScaled>, ShortRows::kThreads, kRowStageBytes},
+          {sum_bulk<ShortRows, Element>, ShortRows::kThreads, kRowStageBytes}};
+    case RowPath::kLongRows:
+      return {
+          {pack_bulk<LongRows, Element, kScaled>, LongRows::kThreads, kRowStageBytes},
+          {sum_bulk<LongRows, Element>, LongRows::kThreads, kRowStageBytes}};
+    default:
+      return {{pack_vector<Element, kScaled>, kThreads, 0}, {sum_vector<Element>, kThreads, 0}};
+  }
+}
+
+// Of 16-bit elements.
+Kernels kernels_of(RowPath path, bool is_scaled, DType dtype) {
+  if (dtype == DType::kBFloat16) {
+    return is_scaled ? kernels_of<BFloat16, true>(path) : kernels_of<BFloat16, false>(path);
+  }
+  return is_scaled ? kernels_of<Float16, true>(path) : kernels_of<Float16, false>(path);
+}
+
+Kernels kernels_of(const CombineLaunch& call) {
+  const RowPath path = path_of(call.mover, call.row_bytes);
+  return kernels_of(path, call.scale != CombineScale::kNone, call.dtype);
+}
+
+}  // namespace
+
+void prepare_copied_combine() {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const bool is_scaled : {false, true}) {
+      for (const RowPath path : {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows}) {
+        const Kernels kernels = kernels_of(path, is_scaled, dtype);
+        prepare(kernels.pack);
+        prepare(kernels.sum);
+      }
+    }
+  }
+}
+
+void launch_combine_pack(const CombineLaunch& call, cudaStream_t stream) {
+  launch(kernels_of(call).pack, static_cast<unsigned>(call.num_reduce), call, stream);
+}
+
+void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream) {
+  launch(kernels_of(call).sum, static_cast<unsigned>(call.num_sum), call, stream);
+}
+
+}  // namespace weft

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the two kernels of a call by copy engines begin: the first packs and tells the peers of the
+// call, the second takes what they have copied here. All functions: all threads of every block.
+#pragma once
+
+#include "kernels/call_setup.cuh"
+#include "kernels/copied_rows.hpp"
+
+namespace weft {
+
+// What of `rank`'s tokens lies in `block`.
+__device__ __forceinline__ void set_places(
+    CallSetup& setup, const CopiedRows& rows, int rank, std::byte* block, int32_t tokens
+) {
+  setup.rows[rank] = block;
+  setup.scales[rank] = block + rows.scales_offset(tokens);
+  setup.weights[rank] = reinterpret_cast<float*>(block + rows.weights_offset(tokens));
+  setup.first_row[rank] = 0;
+  setup.place[rank] = DevicePlace::kCopied;
+}
+
+// This rank's block for a peer, before it is copied; its own is at once where other ranks copy
+// theirs to.
+__device__ __forceinline__ std::byte* packed_for(
+    const RankView& me, const CopiedLaunch& copied, int peer
+) {
+  if (peer == me.rank) {
+    const auto own = static_cast<uint32_t>(me.rank);
+    return control_of(me, me.rank) + me.map.copied_offset(copied.area, own);
+  }
+  const int step = peer - me.rank - 1 + (peer > me.rank ? 0 : me.num_ranks);
+  return copied.packed + static_cast<uint64_t>(step) * me.map.copied_stride();
+}
+
+// Whether rows of this rank's tokens come back, else those of peers' tokens come.
+enum class CopiedWay : uint8_t { kOut, kBack };
+
+// This rank's word goes out. On the way back also waits for the records of the peers' tokens. False
+// if an earlier call has failed, or this one is given up.
+__device__ inline bool begin_pack(
+    CallSetup& setup,
+    const RankView& me,
+    const PlanView& plan,
+    const DeviceWord& word,
+    const CopiedLaunch& copied,
+    CopiedWay way
+) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer == 0) {
+    set_own_word(setup, me, plan, word);
+    setup.failures = setup.own().status == WordStatus::kGood ? 0 : 1;
+  }
+  __syncthreads();
+  if (blockIdx.x == 0) {
+    post_word_by_thread(me, setup.epoch, setup.own());
+  }
+  if (peer < me.num_ranks && setup.failures == 0) {
+    const bool is_back = way == CopiedWay::kBack;
+    const int32_t tokens = is_back ? plan.tokens_of()[peer] : setup.own().num_tokens;
+    setup.tokens[peer] = tokens;
+    set_places(setup, copied.rows, peer, packed_for(me, copied, peer), tokens);
+    const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
+    const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
+    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
+    if (is_back && !wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site)) {
+      atomicAdd(&setup.failures, 1U);
+    }
+  }
+  __syncthreads();
+  return setup.failures == 0;
+}
+
+// What one peer says of the call, and where it has copied its rows to, once they are here. False if
+// the call is given up.
+__device__ inline bool accept_copies(
+    CallSetup& setup,
+    const RankView& me,
+    const PlanView& plan,
+    const CopiedLaunch& copied,
+    CopiedWay way,
+    int peer
+) {
+  const auto slots = me.map.signals();
+  const auto source = static_cast<uint32_t>(peer);
+  const auto is_here = [&](uint32_t slot, uint32_t wanted, WaitFor what) {
+    const WaitSite site = {setup.own().op, setup.epoch, peer, what};
+    return wait_reached(me, signal_of(me, me.rank, slot), wanted, site);
+  };
+  DeviceWord said;
+  if (!accept_word(me, setup.epoch, setup.own(), peer, said) ||
+      !is_here(
+          slots.records(source), static_cast<uint32_t>(said.signature[0]), WaitFor::kRecords
+      ) ||
+      (peer != me.rank &&
+       !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kRows))) {
+    return false;
+  }
+  const int32_t tokens = plan.tokens_of()[peer];
+  setup.tokens[peer] = tokens;
+  std::byte* block = control_of(me, me.rank) + said.rows.offset;
+  const bool is_back = way == CopiedWay::kBack;
+  set_places(setup, copied.rows, peer, block, is_back ? setup.own().num_tokens : tokens);
+  return true;
+}
+
+// Waits for all words, and for the copies of all peers. False if the call is given up.
+__device__ inline bool begin_receive(
+    CallSetup& setup,
+    const RankView& me,
+    const PlanView& plan,
+    const DeviceWord& word,
+    const CopiedLaunch& copied,
+    CopiedWay way
+) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer == 0) {
+    set_own_word(setup, me, plan, word);
+    setup.failures = is_stopped(me) ? 1 : 0;
+  }
+  __syncthreads();
+  if (peer < me.num_ranks && !accept_copies(setup, me, plan, copied, way, peer)) {
+    atomicAdd(&setup.failures, 1U);
+  }
+  __syncthreads();
+  return setup.failures == 0;
+}
+
+}  // namespace weft

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one rank sends another in a call by copy engines, as it lies in memory on both sides: rows,
+// then scale rows, then weights, each by arrival, with room for all tokens of the rank whose tokens
+// they are. For host and device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hd.hpp"
+
+namespace weft {
+
+inline constexpr int kCopiedArrivalBits = 24;  // arrivals of a rank are numbered in so many bits
+
+struct CopiedRows {
+  int64_t row_bytes = 0;     // as it arrives
+  int64_t scale_bytes = 0;   // staged_scale_bytes(); 0: none
+  int64_t weight_bytes = 0;  // of all weights of an arrival; 0: none
+
+  [[nodiscard]] WEFT_HD constexpr int64_t scales_offset(int64_t num_tokens) const {
+    return num_tokens * row_bytes;
+  }
+  [[nodiscard]] WEFT_HD constexpr int64_t weights_offset(int64_t num_tokens) const {
+    return num_tokens * (row_bytes + scale_bytes);
+  }
+  [[nodiscard]] WEFT_HD constexpr int64_t num_bytes(int64_t num_tokens) const {
+    return num_tokens * (row_bytes + scale_bytes + weight_bytes);
+  }
+};
+
+// Of one call.
+struct CopiedLaunch {
+  CopiedRows rows;
+  uint32_t number = 0;          // what SignalSlots::copied() says then, of this rank's copies
+  uint32_t area = 0;            // which of every receiver's two
+  std::byte* packed = nullptr;  // [num_ranks - 1] blocks of DeviceControlMap::copied_stride(), in
+                                // order from the next rank on
+};
+
+}  // namespace weft

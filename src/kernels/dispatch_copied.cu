@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// dispatch by copy engines, before and after the copies (exchange/copies_cuda.cpp): the push role
+// alone packs rows for each peer in this rank's memory; the fan-out role alone stores what has been
+// copied in its slots. Kernels of many blocks wait for nothing but this GPU's memory.
+#include "core/check_cuda.hpp"
+#include "kernels/copied_places.cuh"
+#include "kernels/dispatch_fan_out.cuh"
+#include "kernels/dispatch_push.cuh"
+#include "kernels/launch.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int kThreads = kMoverWarps * kWarpLanes;
+
+__device__ RoleBlock this_block() {
+  return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+}
+
+// What the fan-out role asks of where rows are, and when.
+class CopiedItems {
+ public:
+  __device__ CopiedItems(const DispatchLaunch& call, const CallSetup& setup)
+      : call_(call), setup_(setup) {}
+
+  [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& /*records*/) const {
+    return true;
+  }
+  [[nodiscard]] __device__ __forceinline__ bool has_rows() const { return true; }
+
+  [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
+      const ArrivalRecords& records, int64_t row_bytes
+  ) const {
+    return setup_.rows[records.source] + records.begin * row_bytes;
+  }
+  [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const ArrivalRecords& records
+  ) const {
+    return setup_.scales[records.source] + records.begin * call_.copied.rows.scale_bytes;
+  }
+  [[nodiscard]] __device__ __forceinline__ const float* weights(const ArrivalRecords& records
+  ) const {
+    return setup_.weights[records.source] +
+           static_cast<int64_t>(records.begin) * call_.me.map.max_topk;
+  }
+
+ private:
+  const DispatchLaunch& call_;
+  const CallSetup& setup_;
+};
+
+using Push = DispatchPush<PlannedRoutes>;
+using FanOut = DispatchFanOut<CopiedItems>;
+
+__global__ void __launch_bounds__(kThreads, 1)
+    pack_vector(const __grid_constant__ DispatchLaunch call) {
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;  // nobody looks at it
+  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    Push push(call, setup, progress, this_block());
+    push.run_vector();
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    fan_out_vector(const __grid_constant__ DispatchLaunch call) {
+  __shared__ CallSetup setup;
+  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    FanOut fan_out(call, setup, this_block());
+    fan_out.run(MoveRowsVector{});
+  }
+  finish_call(call.me, setup.epoch);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    pack_bulk(const __grid_constant__ DispatchLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stages[];
+  __shared__ CallSetup setup;
+  __shared__ TeamProgress progress;
+  __shared__ uint64_t full[kMoverWarps * kBulkStages];
+  const int warp = warp_in_block();
+  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
+  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    Push push(call, setup, progress, this_block());
+    push.run_bulk(ring);
+  }
+  ptx::wait_stores<0>();
+#endif
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    fan_out_bulk(const __grid_constant__ DispatchLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stages[];
+  __shared__ CallSetup setup;
+  __shared__ uint64_t full[kMoverWarps * kBulkStages];
+  const int warp = warp_in_block();
+  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
+  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    FanOut fan_out(call, setup, this_block());
+    fan_out.run(MoveRowsBulk{ring});
+  }
+  ptx::wait_stores<0>();
+  finish_call(call.me, setup.epoch);
+#endif
+}
+
+}  // namespace
+
+void prepare_copied_dispatch() {
+  const Context nobody;
+  for (const auto kernel : {pack_vector, fan_out_vector, pack_bulk, fan_out_bulk}) {
+    cudaFuncAttributes attributes{};
+    WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, kernel));
+    const bool is_bulk = kernel == pack_bulk || kernel == fan_out_bulk;
+    if (is_bulk && attributes.binaryVersion >= 90) {
+      WEFT_CUDA(
+          nobody,
+          cudaFuncSetAttribute(
+              kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
+          )
+      );
+    }
+  }
+}
+
+void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(call.num_push);
+  if (call.mover == Mover::kBulk) {
+    pack_bulk<<<blocks, kThreads, kBulkSharedBytes, stream>>>(call);
+  } else {
+    pack_vector<<<blocks, kThreads, 0, stream>>>(call);
+  }
+  WEFT_CUDA(Context{}, cudaGetLastError());
+}
+
+void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(call.num_fan_out);
+  if (call.mover == Mover::kBulk) {
+    fan_out_bulk<<<blocks, kThreads, kBulkSharedBytes, stream>>>(call);
+  } else {
+    fan_out_vector<<<blocks, kThreads, 0, stream>>>(call);
+  }
+  WEFT_CUDA(Context{}, cudaGetLastError());
+}
+
+}  // namespace weft
