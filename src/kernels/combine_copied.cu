@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
     run_vector<Element, CombineReduce<kScaled, true>>(call, setup, this_team(call), progress);
   }
+  finish_pack(setup, call.me);
 }
 
 template <class Element>
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     using Source = CombineReduce<kScaled, true>;
     run_bulk<Shape, Element, Source>(call, setup, stage_bytes, pipelines, progress);
   }
+  finish_pack(setup, call.me);
 #endif
 }
 

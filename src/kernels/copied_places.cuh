@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the two kernels of a call by copy engines begin: the first packs and tells the peers of the
-// call, the second takes what they have copied here. All functions: all threads of every block.
+// How the two kernels of a call by copy engines begin, and the first ends: it packs and tells the
+// peers of the call, the second takes what they have copied here. All functions: all threads of
+// every block.
 #pragma once
 
 #include "kernels/call_setup.cuh"
@@ -35,8 +36,8 @@ __device__ __forceinline__ std::byte* packed_for(
 // Whether rows of this rank's tokens come back, else those of peers' tokens come.
 enum class CopiedWay : uint8_t { kOut, kBack };
 
-// This rank's word goes out. On the way back also waits for the records of the peers' tokens. False
-// if an earlier call has failed, or this one is given up.
+// On the way back also waits for the records of the peers' tokens. False if an earlier call has
+// failed, or this one is given up.
 __device__ inline bool begin_pack(
     CallSetup& setup,
     const RankView& me,
@@ -48,26 +49,39 @@ __device__ inline bool begin_pack(
   const int peer = static_cast<int>(threadIdx.x);
   if (peer == 0) {
     set_own_word(setup, me, plan, word);
-    setup.failures = setup.own().status == WordStatus::kGood ? 0 : 1;
+    setup.failures = is_stopped(me) ? 1 : 0;
   }
   __syncthreads();
-  if (blockIdx.x == 0) {
-    post_word_by_thread(me, setup.epoch, setup.own());
-  }
-  if (peer < me.num_ranks && setup.failures == 0) {
-    const bool is_back = way == CopiedWay::kBack;
+  const bool is_back = way == CopiedWay::kBack;
+  bool is_good = setup.failures == 0;
+  __syncthreads();
+  if (is_good && peer < me.num_ranks) {
     const int32_t tokens = is_back ? plan.tokens_of()[peer] : setup.own().num_tokens;
     setup.tokens[peer] = tokens;
     set_places(setup, copied.rows, peer, packed_for(me, copied, peer), tokens);
     const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
     const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
-    if (is_back && !wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site)) {
-      atomicAdd(&setup.failures, 1U);
+    is_good = !is_back || wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site);
+  }
+  return __syncthreads_and(is_good ? 1 : 0) != 0;
+}
+
+// The last thing in the kernel that packs: its last block tells the peers of the call, or that this
+// rank gives it up, since what it has not packed is copied all the same.
+__device__ inline void finish_pack(CallSetup& setup, const RankView& me) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = ptx::add_acq_rel_gpu(&me.local->grid, 1) == gridDim.x - 1;
+    if (is_stopped(me)) {
+      setup.own().status = WordStatus::kRefused;
     }
   }
   __syncthreads();
-  return setup.failures == 0;
+  if (is_last) {
+    post_word_by_thread(me, setup.epoch, setup.own());
+  }
 }
 
 // What one peer says of the call, and where it has copied its rows to, once they are here. False if

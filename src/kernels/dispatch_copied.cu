@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Push push(call, setup, progress, this_block());
     push.run_vector();
   }
+  finish_pack(setup, call.me);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     push.run_bulk(ring);
   }
   ptx::wait_stores<0>();
+  finish_pack(setup, call.me);
 #endif
 }
 
