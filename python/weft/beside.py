@@ -16,22 +16,22 @@ from contextlib import contextmanager
 
 import torch
 
-# By the name of a GPU: what suffices for an exchange in case B to be as fast as with half as many
-# more (docs/overlap.md).
-_MEASURED = {"NVIDIA H200": 32}
-_SHARE = 8 / 33  # of another GPU: the same part
+# By the name of a GPU (docs/overlap.md): what suffices for an exchange in case B to be as fast as
+# with half as many more, and with what a dispatch by copy engines costs least.
+_MEASURED = {"NVIDIA H200": (32, 64)}
+_SHARES = (8 / 33, 16 / 33)  # of another GPU: the same parts
 
 # From so many elements of a token on, copy engines cost computation less (docs/overlap.md).
 _COPIED_HIDDEN = 4096
 _CHOICES = ("auto", "never", "always")
 
-_usual = 0
+_usual = (0, 0)
 _is_beside = False
 
 
-def usual_sms() -> int:
+def usual_sms(is_copied_dispatch: bool = False) -> int:
     """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
-    return _usual
+    return _usual[is_copied_dispatch]
 
 
 def usual_copies(hidden: int) -> bool:
@@ -62,15 +62,16 @@ def beside_computation() -> Iterator[None]:
         _usual, _is_beside = before
 
 
-def sms_beside_computation() -> int:
-    """For the current GPU; 0 without one."""
+def sms_beside_computation() -> tuple[int, int]:
+    """For the current GPU: of calls, and of a dispatch by copy engines. 0 without one."""
     if not torch.cuda.is_available():
-        return 0
+        return 0, 0
     return _sms_of(torch.cuda.current_device())
 
 
 @functools.cache
-def _sms_of(device: int) -> int:
+def _sms_of(device: int) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(device)
     count = properties.multi_processor_count
-    return _MEASURED.get(properties.name, max(2, int(_SHARE * count) // 2 * 2))
+    usual, copied = (max(2, int(share * count) // 2 * 2) for share in _SHARES)
+    return _MEASURED.get(properties.name, (usual, copied))

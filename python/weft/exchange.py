@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import struct
+import warnings
 
 import torch
 import torch.distributed as dist
 
 from weft import _core, beside
-from weft.errors import InvalidArgument
+from weft.errors import Error, InvalidArgument
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Outputs
 from weft.planned import Plan
@@ -30,7 +31,8 @@ class Exchange:
     table. copy_engines: room for calls by copy engines from the begin; without it there is room
     from the first plan on that is made beside computation, if copy engines are chosen there
     (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
-    timeout: seconds, of every wait. Raises InvalidArgument on every rank if any rank's arguments are wrong or differ.
+    timeout: seconds, of every wait. Raises InvalidArgument on every rank if any rank's arguments
+    are wrong or differ.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Exchange:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._on_gpu = device.type == "cuda"  # to ask a device is slow
+        self._has_copy_room = copy_engines
         self._settings = {
             "hidden": hidden,
             "num_experts": num_experts,
@@ -127,9 +130,8 @@ class Exchange:
         ("error").
         """
 
-        if not self._settings["copy_engines"] and self._usual_copies():
-            self._settings["copy_engines"] = True  # on all ranks, which are beside computation too
-            self._core = self._make()
+        if not self._has_copy_room and self._on_gpu and beside.usual_copies(self.hidden):
+            self._make_copy_room()  # on all ranks, which are beside computation too
 
         def make() -> Plan:
             core = self.core
@@ -194,7 +196,7 @@ class Exchange:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         size = (plan.num_rows, plan.row_weight_cols)
         out, views = self._outputs.of_dispatch(plan.calls, size, x, weights, scales, quantise)
-        how = self._how(num_sms, copy_engines)
+        how = self._how(num_sms, copy_engines, is_dispatch=True)
         plan.calls.dispatch(plan.core, *views, quantise, self._stream(), *how)
         return out.with_scales_of(scales)
 
@@ -271,16 +273,27 @@ class Exchange:
         )
         return Combined(x, weights)
 
-    def _usual_copies(self) -> bool:
-        return self._on_gpu and beside.usual_copies(self.hidden)
+    def _make_copy_room(self) -> None:
+        """Collective. Where some rank has too little memory, calls go on as usual."""
+        self._has_copy_room = True  # asked for once
+        self._settings["copy_engines"] = True
+        try:
+            self._core = self._make()
+        except Error as error:
+            if error.code != "out of memory":
+                raise
+            self._settings["copy_engines"] = False
+            warnings.warn(f"no calls by copy engines: {error}", stacklevel=3)
 
-    def _how(self, num_sms: int, copy_engines: bool | None) -> tuple[int, bool]:
+    def _how(
+        self, num_sms: int, copy_engines: bool | None, *, is_dispatch: bool = False
+    ) -> tuple[int, bool]:
         """Multiprocessors and copy engines of a call, where the caller left it open."""
         if not self._on_gpu:
             return num_sms, False
         if copy_engines is None:
             copy_engines = num_sms == 0 and beside.usual_copies(self.hidden)
-        return num_sms or (0 if copy_engines else beside.usual_sms()), copy_engines
+        return num_sms or beside.usual_sms(copy_engines and is_dispatch), copy_engines
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

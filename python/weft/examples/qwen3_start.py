@@ -40,6 +40,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     add("--lr", type=float, help="default 4 / hidden: about the largest that is stable")
     add("--seed", type=int, default=1, help="of the weights")
     add("--exchange-sms", type=int, help="of Weft's exchanges beside computation (default: table)")
+    add("--exchange-copies", choices=("auto", "never", "always"), help="by copy engines (auto)")
     add("--high-priority", action="store_true", help="free SMs go to the exchange lane first")
     add("--json", metavar="FILE", help="the results, for programs")
     add("--commit", help="of the build, for --json (default: asks git)")
@@ -75,6 +76,8 @@ def _process(rank: int, num: int, port: int, args: argparse.Namespace, work: Cal
 
 
 def _join(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
+    if args.exchange_copies:
+        os.environ["WEFT_COPY_ENGINES"] = args.exchange_copies
     if args.device == "cuda":
         # Sums inside NVSwitch have no order of ours; rings have, and runs must agree in all bits.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
