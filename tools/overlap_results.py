@@ -37,8 +37,14 @@ def step_line(row):
 def steps(results):
     model = results["shape"]
     routing = ", experts at random" if results.get("balanced") else ""
+    sizes = [model[key] for key in ("hidden", "experts", "topk", "width")]
+    name = "Qwen3-30B-A3B"
+    if sizes != [2048, 128, 8, 768]:
+        name = "hidden {:,}, {} experts, top-{}, width {:,}".format(*sizes)
+    choice = results.get("exchange_copies", "auto")
+    routing += {"auto": "", "never": ", no copy engines", "always": ", by copy engines beside computation"}[choice]
     text = (
-        f"{model['layers']} layers of Qwen3-30B-A3B on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
+        f"{model['layers']} layers of {name} on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
         f"of {model['sequences']} x {model['sequence']:,} tokens on each{routing}:"
     )
     return ["", text, "", *table(STEP_HEADER, 1, [step_line(row) for row in results["rows"]])]

@@ -154,16 +154,23 @@ def test_shows_exchanges_beside_computation(tmp_path):
     step = {"op": "train_step", "mode": "weft-overlap", "seconds": 0.5, "ratio": 1.25, "peak_gib": 20.0}
     step |= {"exposed_of_exchange": 0.25, "exposed_of_step": 0.04, "idle_of_step": None}
     shape = {"layers": 6, "sequences": 2, "sequence": 4096}
+    shape |= {"hidden": 2048, "experts": 128, "topk": 8, "width": 768}
     results = {**RESULTS, "gpus": ["a GPU"], "limit_gbps": 0.0, "ranks": 2, "micro_batches": 4, "shape": shape}
-    files = {"beside.m": [beside], "steps.m": [step, {**step, "mode": "alltoall"}]}
+    other = {**results, "shape": {**shape, "hidden": 7168}, "exchange_copies": "always"}
+    files = {
+        "beside.m": {**results, "rows": [beside]},
+        "steps.m": {**results, "rows": [step, {**step, "mode": "alltoall"}]},
+        "other.m": {**other, "rows": [step]},
+    }
     root = write_tree(
-        tmp_path,
-        {f"bench/results/{name}.json": json.dumps({**results, "rows": rows}) for name, rows in files.items()},
+        tmp_path, {f"bench/results/{name}.json": json.dumps(found) for name, found in files.items()}
     )
     assert run_tool("render_results", root)[0] == 0
     page = (root / "docs/results.md").read_text()
     assert "| dispatch | 48 | 300 | 2,500 | 25.0 | 90 |" in page and "Case B: 2 GPUs" in page
     assert "6 layers of Qwen3-30B-A3B on 2 GPUs, 4 micro-batches of 2 x 4,096 tokens on each:" in page
+    assert "6 layers of hidden 7,168, 128 experts, top-8, width 768 on 2 GPUs" in page
+    assert "on each, by copy engines beside computation:" in page
     assert "| weft-overlap | 0.5000 | 1.25 | 25.0 | 4.0 | - | 20.0 |" in page
     assert "90 us, lost by products, 48 SMs" in (root / "docs/plots/beside.m.svg").read_text()
     steps = (root / "docs/plots/steps.m.svg").read_text()
