@@ -17,11 +17,12 @@ struct CallOptions {
   // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
   // out or sums. 0: by the measured table. For `weft tune`.
   int num_senders = 0;
-  // Of all ranks or none. dispatch: copy engines carry the rows between GPUs, and multiprocessors
-  // only pack them before and store them after, so that little is taken from computation beside it
-  // but memory bandwidth. Needs ExchangeConfig::copy_engines, and rows of at most 16 bits an
-  // element and 256 bytes of scales; what does not fit, and a captured call, goes as usual. The
-  // result is the same.
+  // Of all ranks or none. dispatch, combine: copy engines carry the rows between GPUs, and
+  // multiprocessors only pack them before and store or add them after, so that little is taken from
+  // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is
+  // for rows of 16 bits an element with 256 bytes of scales; what does not fit, a captured call,
+  // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
+  // fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
 };
 

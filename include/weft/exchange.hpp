@@ -64,8 +64,8 @@ struct ExchangeConfig {
   int num_sms = 0;      // GPU: multiprocessors a call may occupy; 0: by the measured table
   Mover mover = Mover::kAuto;  // GPU
   FanOut fan_out = FanOut::kAuto;
-  // GPUs of one domain: room for dispatches by copy engines (CallOptions::copy_engines), about
-  // three times the rows that a rank can get.
+  // GPUs of one domain: room for calls by copy engines (CallOptions::copy_engines), about three
+  // times the rows that a rank can get.
   bool copy_engines = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
 };
@@ -96,7 +96,8 @@ struct ExchangeStats {
 };
 
 struct Footprint {
-  int64_t control_bytes = 0;  // signals, counts, records, and rows of short calls on a GPU
+  // Signals, counts, records, and on a GPU rows of short calls and of calls by copy engines.
+  int64_t control_bytes = 0;
   int64_t staging_bytes = 0;
   int64_t buffer_bytes = 0;  // in use by the caller, or for rows that cross to and from GPUs
   int64_t pooled_bytes = 0;  // kept for the next allocate()

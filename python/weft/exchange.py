@@ -71,13 +71,18 @@ class Exchange:
             "copy_engines": copy_engines,
             "timeout": timeout,
         }
-        self._core: _core.Exchange | None = self._make()
         self._outputs = Outputs(device)
+        self._core: _core.Exchange | None = None
+        self._take(self._make())
 
     def _make(self) -> _core.Exchange:
         return _core.Exchange(
             self.group.core, max_tokens=self.max_tokens, max_topk=self.max_topk, **self._settings
         )
+
+    def _take(self, core: _core.Exchange | None) -> None:
+        self._core = core
+        self._outputs.follow(core)
 
     @property
     def rank(self) -> int:
@@ -100,8 +105,7 @@ class Exchange:
 
     def close(self) -> None:
         """Lets go of the memory. Plans that are alive can still be used."""
-        self._core = None
-        self._outputs.clear()
+        self._take(None)
 
     def plan(
         self,
@@ -130,7 +134,7 @@ class Exchange:
         ("error").
         """
 
-        if not self._has_copy_room and self._on_gpu and beside.usual_copies(self.hidden):
+        if self._core is not None and not self._has_copy_room and self._chooses_copies():
             self._make_copy_room()  # on all ranks, which are beside computation too
 
         def make() -> Plan:
@@ -179,7 +183,8 @@ class Exchange:
             return False
         self.max_tokens = max(self.max_tokens, 1 << max(tokens - 1, 0).bit_length())
         self.max_topk = max(self.max_topk, topk)
-        self._core = self._make()
+        if not self._settings["copy_engines"] or not self._make_copy_room():
+            self._take(self._make())
         return True
 
     def dispatch(
@@ -196,7 +201,7 @@ class Exchange:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         size = (plan.num_rows, plan.row_weight_cols)
         out, views = self._outputs.of_dispatch(plan.calls, size, x, weights, scales, quantise)
-        how = self._how(num_sms, copy_engines, is_dispatch=True)
+        how = self._how(plan, num_sms, copy_engines, is_dispatch=True)
         plan.calls.dispatch(plan.core, *views, quantise, self._stream(), *how)
         return out.with_scales_of(scales)
 
@@ -231,7 +236,7 @@ class Exchange:
             )
         size = (num_rows, topk_idx.size(-1) if layout == "rank_major" else 1)
         options = (view(plan_weights), layout, pad_multiple, expert_stride, row_budget)
-        sms, _ = self._how(num_sms, False)
+        sms = num_sms or self._settings["num_sms"] or beside.usual_sms()
 
         def make() -> tuple[Plan, Dispatched]:
             core = self.core
@@ -269,30 +274,45 @@ class Exchange:
             view(weights),
             scale,
             self._stream(),
-            *self._how(num_sms, copy_engines),
+            *self._how(plan, num_sms, copy_engines),
         )
         return Combined(x, weights)
 
-    def _make_copy_room(self) -> None:
-        """Collective. Where some rank has too little memory, calls go on as usual."""
+    def _chooses_copies(self) -> bool:
+        """Whether calls go by copy engines where the caller leaves it open."""
+        return (
+            self._on_gpu
+            and self._settings["num_sms"] == 0
+            and beside.usual_copies(self.hidden)
+            and self.num_ranks > 1
+            and len(self.group.domains) == 1
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def _make_copy_room(self) -> bool:
+        """Collective. Another core, with room for copies; plans keep theirs. False, and calls go as
+        usual, where some rank has too little memory."""
         self._has_copy_room = True  # asked for once
         self._settings["copy_engines"] = True
         try:
-            self._core = self._make()
+            self._take(self._make())
         except Error as error:
+            self._settings["copy_engines"] = False
             if error.code != "out of memory":
                 raise
-            self._settings["copy_engines"] = False
             warnings.warn(f"no calls by copy engines: {error}", stacklevel=3)
+        return self._settings["copy_engines"]
 
     def _how(
-        self, num_sms: int, copy_engines: bool | None, *, is_dispatch: bool = False
+        self, plan: Plan, num_sms: int, copy_engines: bool | None, *, is_dispatch: bool = False
     ) -> tuple[int, bool]:
         """Multiprocessors and copy engines of a call, where the caller left it open."""
         if not self._on_gpu:
             return num_sms, False
         if copy_engines is None:
-            copy_engines = num_sms == 0 and beside.usual_copies(self.hidden)
+            has_room = self._settings["copy_engines"] and plan.calls is self._core
+            copy_engines = num_sms == 0 and has_room and self._chooses_copies()
+        num_sms = num_sms or self._settings["num_sms"]
         return num_sms or beside.usual_sms(copy_engines and is_dispatch), copy_engines
 
     def _stream(self) -> int:

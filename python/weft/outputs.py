@@ -38,16 +38,17 @@ class Combined(NamedTuple):
 
 
 class Outputs:
-    """Of one exchange, and of those that it has grown out of."""
+    """Of one exchange, and of plans of those that it has grown out of."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"  # to ask a device is slow
-        self._pools: dict[_core.Exchange, OutputPool] = {}
+        self._calls: _core.Exchange | None = None
+        self._pool: OutputPool | None = None  # of _calls
 
-    def clear(self) -> None:
-        """Lets go of memory that is not in use."""
-        self._pools.clear()
+    def follow(self, calls: _core.Exchange | None) -> None:
+        """From now on `calls` gives the memory; what it grew out of lives as long as its plans."""
+        self._calls, self._pool = calls, None
 
     def of_dispatch(
         self,
@@ -80,13 +81,14 @@ class Outputs:
     def _rows(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """Rows of an output, in memory that peers can write, so that they are not staged.
 
-        Inside a capture from the graph's own memory: its addresses must stay the graph's."""
+        Inside a capture from the graph's own memory: its addresses must stay the graph's. By an
+        outgrown exchange from torch's, or a pool would keep that exchange."""
         is_payload = dtype.itemsize == 1 or dtype in _FLOATS  # anything else will be refused
         if self._on_gpu and is_payload:
-            if not torch.cuda.is_current_stream_capturing():
-                if calls not in self._pools:
-                    self._pools[calls] = OutputPool(calls)
-                return self._pools[calls].empty(rows, cols, dtype, self._device)
+            if calls is self._calls and not torch.cuda.is_current_stream_capturing():
+                if self._pool is None:
+                    self._pool = OutputPool(calls)
+                return self._pool.empty(rows, cols, dtype, self._device)
             is_payload = False
         if not is_payload:
             return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self._device)

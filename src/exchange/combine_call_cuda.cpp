@@ -49,7 +49,7 @@ void CudaExchange::combine(
         in.weights.is_given(),
         is_copied};
     std::copy(std::begin(signature), std::end(signature), launch.signature);
-    is_copied ? combine_by_copies(launch, call, stream)
+    is_copied ? combine_by_copies(shape, launch, call, stream)
               : combine_by_stores(shape, launch, call, stream);
     set_launched(stream);
     ++counters.num_combines;
@@ -88,14 +88,14 @@ void CudaExchange::combine_by_stores(
 }
 
 void CudaExchange::combine_by_copies(
-    CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+    const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   launch.copied = next_copies(launch.copied.rows);
   launch.staging = copied_address(launch.copied);
   launch.num_reduce = sms_of(call);
   launch.num_sum = launch.num_reduce;
   launch_combine_pack(launch, stream);
-  queue_copies(launch.copied, settings.max_tokens, stream);  // peers may have so many
+  queue_copies(launch.copied, plan.rank_tokens, settings.max_tokens, stream);
   launch_combine_sum(launch, stream);
 }
 

@@ -32,14 +32,20 @@ PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
 }
 
 // One after the other, as each alone fills the link; all ranks begin with another peer.
-void CudaExchange::queue_copies(const CopiedLaunch& copied, int64_t num_tokens, cudaStream_t stream)
-    const {
-  const auto bytes = static_cast<size_t>(copied.rows.num_bytes(num_tokens));
+void CudaExchange::queue_copies(
+    const CopiedLaunch& copied,
+    std::span<const int32_t> rank_tokens,
+    int64_t most_tokens,
+    cudaStream_t stream
+) const {
   const uint64_t place = copied_address(copied).offset;
   const uint32_t signal = control_map.signals().copied(static_cast<uint32_t>(view.rank));
   const std::byte* from = copied.packed;
   for (int step = 1; step < view.num_ranks; ++step) {
-    std::byte* control = view.control[(view.rank + step) % view.num_ranks];
+    const auto peer = static_cast<size_t>((view.rank + step) % view.num_ranks);
+    const int64_t tokens = rank_tokens.empty() ? most_tokens : rank_tokens[peer];
+    const auto bytes = static_cast<size_t>(copied.rows.num_bytes(tokens));
+    std::byte* control = view.control[peer];
     if (bytes > 0) {
       WEFT_CUDA(
           context, cudaMemcpyAsync(control + place, from, bytes, cudaMemcpyDeviceToDevice, stream)

@@ -124,15 +124,23 @@ struct CudaExchange final : Exchange::State {
   void combine_by_stores(
       const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
-  void combine_by_copies(CombineLaunch& launch, const CallOptions& call, cudaStream_t stream);
+  void combine_by_copies(
+      const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+  );
   // Calls by copy engines: whether such rows go so, the next call's places, this rank's place in
-  // the memory of a peer, and the copies of what `num_tokens` tokens need at most.
+  // the memory of a peer, and the copies of what tokens need at most: of each rank, or
+  // `most_tokens`.
   [[nodiscard]] bool goes_by_copies(
       const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
   ) const;
   [[nodiscard]] CopiedLaunch next_copies(const CopiedRows& rows);
   [[nodiscard]] PeerAddress copied_address(const CopiedLaunch& copied) const;
-  void queue_copies(const CopiedLaunch& copied, int64_t num_tokens, cudaStream_t stream) const;
+  void queue_copies(
+      const CopiedLaunch& copied,
+      std::span<const int32_t> rank_tokens,
+      int64_t most_tokens,
+      cudaStream_t stream
+  ) const;
   // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory
   // that the GPU reads and that must stay until the stream has passed. Collective, like make_plan;
   // `number` tells calls apart and must be equal on all ranks.

@@ -54,6 +54,8 @@ std::string_view waited_for(WaitFor what) {
       return "source weights";
     case WaitFor::kRows:
       return "rows";
+    case WaitFor::kCopies:
+      return "copies";
     case WaitFor::kGrid:
       return "blocks of its own";
   }

@@ -106,7 +106,7 @@ __device__ inline bool accept_copies(
           slots.records(source), static_cast<uint32_t>(said.signature[0]), WaitFor::kRecords
       ) ||
       (peer != me.rank &&
-       !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kRows))) {
+       !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kCopies))) {
     return false;
   }
   const int32_t tokens = plan.tokens_of()[peer];

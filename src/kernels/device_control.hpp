@@ -25,7 +25,7 @@ WEFT_HD constexpr uint32_t epoch_base(uint64_t stamp) {
 }
 
 // What a wait was for.
-enum class WaitFor : uint32_t { kWord, kRouting, kRecords, kSourceWeights, kRows, kGrid };
+enum class WaitFor : uint32_t { kWord, kRouting, kRecords, kSourceWeights, kRows, kCopies, kGrid };
 
 // In pinned host memory; `kind` is stored last. The first fault of a call wins.
 struct FaultRecord {

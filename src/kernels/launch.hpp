@@ -117,7 +117,8 @@ struct CombineLaunch {
   bool from_map = false;
   bool one_row = false;
   CombineScale scale = CombineScale::kNone;
-  PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers
+  PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
+                                // engines where this rank copies to in a peer's control region
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_early = false;        // sums and weights go among the early rows instead
   CopiedLaunch copied;          // of a call by copy engines

@@ -54,6 +54,17 @@ TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
   );
 }
 
+TEST(FaultTextTest, CountsTheCopiesThatDidNotCome) {
+  FaultRecord fault = fault_of(FaultKind::kTimeout, DeviceOp::kCombine);
+  fault.waiting_for = WaitFor::kCopies;
+  fault.seen = epoch_base(some_rank().stamp) + 2;
+  fault.wanted = fault.seen + 1;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "combine: rank 1 waited 500 ms for copies of rank 2 in call 7 (seen 2, wanted 3)"
+  );
+}
+
 TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
   FaultRecord fault = fault_of(FaultKind::kStranger, DeviceOp::kPlan);
   fault.seen = 0xab00000004;
