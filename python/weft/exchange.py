@@ -279,10 +279,9 @@ class Exchange:
         return Combined(x, weights)
 
     def _chooses_copies(self) -> bool:
-        """Whether calls go by copy engines where the caller leaves it open."""
+        """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and self._settings["num_sms"] == 0
             and beside.usual_copies(self.hidden)
             and self.num_ranks > 1
             and len(self.group.domains) == 1
