@@ -82,10 +82,13 @@ void expect_quantised(const ExchangeSetup& setup, const Case& spec, Quantise kin
     const auto& scales = memory.add_output(expected.scales, is_direct);
     memory.upload();
     const Plan plan = exchange.plan({.topk_idx = idx.tensor()}, data.routing[rank].options);
+    CallOptions call;
+    call.copy_engines = setup.copy_engines;
     exchange.dispatch(
         plan,
         {.x = tokens.tensor(), .quantise = kind},
-        {.rows = rows.tensor(), .scales = scales.tensor()}
+        {.rows = rows.tensor(), .scales = scales.tensor()},
+        call
     );
     memory.download();
     const std::string text = describe(setup, spec);
@@ -99,12 +102,16 @@ void expect_quantised(const ExchangeSetup& setup, const Case& spec, Quantise kin
   });
 }
 
-TEST_F(GpuQuantiseTest, StoresFp8AndItsScales) {
+class GpuQuantisedRowsTest : public GpuParamTest<bool> {};
+
+TEST_P(GpuQuantisedRowsTest, AreFp8WithTheirScales) {
+  const bool copies = GetParam();
   for (const int num_ranks : {1, 2, 4}) {
     for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
       for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
         ExchangeSetup setup = gpu_setup(num_ranks, num_gpus());
         setup.hidden = kind == Quantise::kE4M3 ? 384 : 128;
+        setup.copy_engines = copies;
         Case spec;
         spec.num_tokens.assign(static_cast<size_t>(num_ranks), 60);
         spec.num_tokens.back() = 13;
@@ -123,6 +130,9 @@ TEST_F(GpuQuantiseTest, StoresFp8AndItsScales) {
     }
   }
 }
+
+// Without and with copy engines.
+INSTANTIATE_TEST_SUITE_P(All, GpuQuantisedRowsTest, testing::Bool());
 
 // [T, H] bytes with [T, H / 128] fp32 scales, as an fp8 model has them.
 TEST_F(GpuQuantiseTest, CarriesFp8RowsAndTheirScales) {
