@@ -139,7 +139,10 @@ def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
         return scores.topk(case.topk).indices
 
     def both(idx, **options):
-        plan = exchange.plan(idx, pad_multiple=128, **options)
+        return weft.plan_and_dispatch(exchange, idx, x, pad_multiple=128, **options)
+
+    def two_calls(idx):
+        plan = exchange.plan(idx, pad_multiple=128)
         return plan, weft.dispatch(plan, x)
 
     def planned():
@@ -150,6 +153,7 @@ def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
     plan, sent = both(idx, row_budget=budget)
     kinds = [
         ("plan+dispatch", "exact", both, routing),
+        ("plan+dispatch", "exact, two calls", two_calls, routing),
         ("plan+dispatch", "budget", lambda idx: both(idx, row_budget=budget), routing),
         ("combine", "exact", lambda given: weft.combine(*given), planned),
     ]
@@ -162,7 +166,7 @@ def exchange_rows(name: str, case: Case, rounds: int) -> list[dict]:
 
     def note(op: str, mode: str, times: list[float]) -> None:
         rows.append(row_of(op, name, f"python {mode}", times, "expert_major"))
-        say(f"{name} {op:<14} {mode:<13} {rows[-1]['us_p50']:9.1f} us")
+        say(f"{name} {op:<14} {mode:<16} {rows[-1]['us_p50']:9.1f} us")
 
     for op, mode, run, prepare in kinds:
         note(op, mode, timed([run], prepare, rounds)[0])

@@ -3,6 +3,7 @@
 #include "calls_py.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 
 #include "choice_py.hpp"
@@ -88,7 +89,7 @@ DispatchArguments dispatch_arguments(
     const Array& x,
     const MaybeArray& weights,
     const MaybeArray& scales,
-    const Array& rows,
+    const MaybeArray& rows,
     const MaybeArray& row_weights,
     const MaybeArray& row_scales,
     std::string_view quantise
@@ -136,41 +137,91 @@ struct RoutedArguments {
   DispatchArguments dispatch;
 };
 
-Plan plan_and_dispatch(
+// Whether the call that is one launch where tokens are few can do it.
+bool has_size(const PlanArguments& plan) {
+  const bool is_given =
+      plan.options.row_budget.has_value() ||
+      (plan.options.layout == Layout::kExpertStrided && plan.options.expert_stride > 0);
+  return is_given && !plan.routing.map.is_given() && plan.options.overflow == Overflow::kDrop;
+}
+
+// Whether memory that was taken before the number of rows was known holds them, and wastes little.
+bool suits(const Tensor& rows, int64_t num_rows) {
+  return rows.is_given() && num_rows <= rows.rows && rows.rows <= num_rows + num_rows / 8;
+}
+
+DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
+  for (Tensor* tensor : {&out.rows, &out.weights, &out.scales}) {
+    if (tensor->is_given()) {
+      tensor->rows = num_rows;
+    }
+  }
+  return out;
+}
+
+// The plan, and whether the dispatch is on its way: not if `rows` is None or does not suit.
+// `failed` gets an element if it was the dispatch that raised.
+std::pair<Plan, bool> plan_and_dispatch(
     Calls& calls,
-    const Array& topk_idx,
+    const MaybeArray& topk_idx,
+    const MaybeArray& routing_map,
     const MaybeArray& plan_weights,
     std::string_view layout,
     int64_t pad_multiple,
     int64_t expert_stride,
     std::optional<int64_t> row_budget,
+    std::string_view overflow,
     const Array& x,
     const MaybeArray& weights,
     const MaybeArray& scales,
-    const Array& rows,
+    const MaybeArray& rows,
     const MaybeArray& row_weights,
     const MaybeArray& row_scales,
     std::string_view quantise,
     uintptr_t stream,
-    int num_sms
+    int num_sms,
+    bool copy_engines,
+    nb::list failed
 ) {
-  const CallOptions call = call_of(stream, num_sms);
+  const CallOptions call = call_of(stream, num_sms, copy_engines);
   const auto build = [&]() -> RoutedArguments {
     return {
         plan_arguments(
-            topk_idx, {}, plan_weights, layout, pad_multiple, expert_stride, row_budget, "drop"
+            topk_idx,
+            routing_map,
+            plan_weights,
+            layout,
+            pad_multiple,
+            expert_stride,
+            row_budget,
+            overflow
         ),
         dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise)};
   };
-  return calls.call(
-      build,
-      [&](Exchange& exchange, const RoutedArguments& a) {
-        return exchange.dispatch(
-            a.plan.routing, a.plan.options, a.dispatch.in, a.dispatch.out, call
-        );
-      },
-      [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
-  );
+  bool is_planned = false;
+  const auto run = [&](Exchange& exchange, const RoutedArguments& a) -> std::pair<Plan, bool> {
+    const auto& [plan, dispatch] = a;
+    if (!copy_engines && has_size(plan)) {
+      return {exchange.dispatch(plan.routing, plan.options, dispatch.in, dispatch.out, call), true};
+    }
+    Plan found = exchange.plan(plan.routing, plan.options, call_of(stream, num_sms));
+    if (!suits(dispatch.out.rows, found.num_rows())) {
+      return {std::move(found), false};
+    }
+    is_planned = true;
+    exchange.dispatch(found, dispatch.in, first_rows(dispatch.out, found.num_rows()), call);
+    return {std::move(found), true};
+  };
+  try {
+    return calls.call(build, run, [&](Exchange& exchange) {
+      static_cast<void>(exchange.plan({}, {}, call));
+    });
+  } catch (const Error&) {
+    if (is_planned) {
+      failed.append(true);
+    }
+    throw;
+  }
 }
 
 struct CombineArguments {
@@ -250,21 +301,25 @@ void bind_calls(nb::class_<Calls>& exchange) {
       .def(
           "plan_and_dispatch",
           &plan_and_dispatch,
-          arg("topk_idx"),
+          arg("topk_idx").none(),
+          arg("routing_map").none(),
           arg("plan_weights").none(),
           arg("layout"),
           arg("pad_multiple"),
           arg("expert_stride"),
           arg("row_budget").none(),
+          arg("overflow"),
           arg("x"),
           arg("weights").none(),
           arg("scales").none(),
-          arg("rows"),
+          arg("rows").none(),
           arg("row_weights").none(),
           arg("row_scales").none(),
           arg("quantise"),
           arg("stream"),
-          arg("num_sms")
+          arg("num_sms"),
+          arg("copy_engines"),
+          arg("failed")
       )
       .def(
           "combine",

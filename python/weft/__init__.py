@@ -7,7 +7,7 @@ rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
 x, _ = weft.combine(plan, experts(rows) * row_weights)
 """
 
-from weft.autograd import combine, dispatch, plan
+from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Exchange
 from weft.group import Group
@@ -29,4 +29,5 @@ __all__ = [
     "combine",
     "dispatch",
     "plan",
+    "plan_and_dispatch",
 ]

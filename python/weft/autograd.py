@@ -23,22 +23,43 @@ class _Dispatch(torch.autograd.Function):
         ctx.plan, ctx.how = plan, how
         ctx.set_materialize_grads(False)
         out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
-        ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
-        ctx.has_weights = weights is not None
-        ctx.x = (x.dtype, x.shape, x.device)
+        _keep_dispatch(ctx, x, weights, out)
         return out.rows, out.weights, out.scales
 
     @staticmethod
     def backward(ctx, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
-        # All ranks take this path or none: what a rank does not use gets zeros.
-        plan = ctx.plan
-        dtype, shape, device = ctx.x
-        if grad_rows is None:
-            grad_rows = torch.zeros((plan.num_rows, shape[1]), dtype=dtype, device=device)
-        if ctx.has_weights and grad_weights is None:
-            grad_weights = torch.zeros((plan.num_rows, plan.row_weight_cols), device=device)
-        x, weights = plan.exchange.combine(plan, grad_rows, grad_weights, **ctx.how)
-        return None, x, weights, None, None, None
+        return None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
+
+
+class _PlanAndDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange, topk_idx, x, weights, scales, options, how):  # noqa: ANN001, ANN205
+        ctx.set_materialize_grads(False)
+        plan, out = exchange.plan_and_dispatch(topk_idx, x, weights, scales, **options, **how)
+        ctx.plan, ctx.how = plan, how
+        _keep_dispatch(ctx, x, weights, out)
+        return plan, out.rows, out.weights, out.scales
+
+    @staticmethod
+    def backward(ctx, _plan, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
+        return None, None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
+
+
+def _keep_dispatch(ctx, x, weights, out) -> None:  # noqa: ANN001
+    ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
+    ctx.has_weights = weights is not None
+    ctx.x = (x.dtype, x.shape, x.device)
+
+
+def _undo_dispatch(ctx, grad_rows, grad_weights) -> Combined:  # noqa: ANN001
+    # All ranks take this path or none: what a rank does not use gets zeros.
+    plan = ctx.plan
+    dtype, shape, device = ctx.x
+    if grad_rows is None:
+        grad_rows = torch.zeros((plan.num_rows, shape[1]), dtype=dtype, device=device)
+    if ctx.has_weights and grad_weights is None:
+        grad_weights = torch.zeros((plan.num_rows, plan.row_weight_cols), device=device)
+    return plan.exchange.combine(plan, grad_rows, grad_weights, **ctx.how)
 
 
 class _Combine(torch.autograd.Function):
@@ -102,6 +123,30 @@ def dispatch(
     if not _has_gradient(x, weights):
         return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
     return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, how))
+
+
+def plan_and_dispatch(
+    exchange: Exchange,
+    topk_idx: Tensor | None,
+    x: Tensor,
+    weights: Tensor | None = None,
+    scales: Tensor | None = None,
+    *,
+    num_sms: int = 0,
+    copy_engines: bool | None = None,
+    **options: Any,
+) -> tuple[Plan, Dispatched]:
+    """Collective. `exchange.plan` with topk_idx, then `dispatch` by it; differentiable likewise.
+
+    Faster than the two calls: a GPU that tells the number of rows finds everything else ready, and
+    where the number is given and tokens are few, both are one launch. options: those of
+    `Exchange.plan_and_dispatch`, which says when. Raises what the two raise.
+    """
+    how = {"num_sms": num_sms, "copy_engines": copy_engines}
+    if not _has_gradient(x, weights):
+        return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **options, **how)
+    plan, *out = _PlanAndDispatch.apply(exchange, topk_idx, x, weights, scales, options, how)
+    return plan, Dispatched(*out)
 
 
 def combine(

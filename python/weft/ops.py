@@ -73,14 +73,15 @@ def _plan_dispatch(
     expert_stride: int,
     row_budget: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan = _exchange(exchange).plan(
+    plan, (rows, row_weights, _) = _exchange(exchange).plan_and_dispatch(
         topk_idx,
+        x,
+        weights,
         layout=layout,
         pad_multiple=pad_multiple,
         expert_stride=expert_stride,
         row_budget=None if row_budget < 0 else row_budget,
     )
-    rows, row_weights, _ = plan.exchange.dispatch(plan, x, weights)
     return rows, row_weights, plan.padded_rows_per_expert.clone(), _ticket_of(plan)
 
 
@@ -179,7 +180,7 @@ def dispatch(
     expert_stride: int = 0,
     row_budget: int | None = None,
 ) -> Traced:
-    """Collective. `Exchange.plan` and `weft.dispatch` in one operator; differentiable likewise.
+    """Collective. `weft.plan_and_dispatch` as an operator; differentiable likewise.
 
     x [T, hidden], topk_idx [T, K], weights fp32 [T, K]; exchange as `register` names it; the
     options as in `Exchange.plan`.

@@ -23,6 +23,9 @@ class Dispatched(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
 
+    def views(self) -> tuple:
+        return view(self.rows), view(self.weights), view(self.scales)
+
     def with_scales_of(self, scales: Tensor | None) -> Dispatched:
         """Scale rows come as bytes; with the dtype that they were given in."""
         if scales is None or self.scales is None:
@@ -37,6 +40,18 @@ class Combined(NamedTuple):
     weights: Tensor | None
 
 
+class Wanted(NamedTuple):
+    """What a dispatch sends, and so what it returns but for the number of rows."""
+
+    x: Tensor
+    weights: Tensor | None
+    scales: Tensor | None
+    quantise: str
+
+    def views(self) -> tuple:
+        return view(self.x), view(self.weights), view(as_bytes(self.scales))
+
+
 class Outputs:
     """Of one exchange, and of plans of those that it has grown out of."""
 
@@ -45,38 +60,32 @@ class Outputs:
         self._on_gpu = device.type == "cuda"  # to ask a device is slow
         self._calls: _core.Exchange | None = None
         self._pool: OutputPool | None = None  # of _calls
+        self.last_rows: int | None = None  # of a dispatch whose plan told the number
 
     def follow(self, calls: _core.Exchange | None) -> None:
         """From now on `calls` gives the memory; what it grew out of lives as long as its plans."""
         self._calls, self._pool = calls, None
 
     def of_dispatch(
-        self,
-        calls: _core.Exchange,
-        size: tuple[int, int],
-        x: Tensor,
-        weights: Tensor | None,
-        scales: Tensor | None,
-        quantise: str,
-    ) -> tuple[Dispatched, tuple]:
-        """Memory for what a dispatch returns; size: rows, columns of their weights. Then views of
-        what goes in and of what comes out."""
+        self, calls: _core.Exchange, size: tuple[int, int], wanted: Wanted
+    ) -> Dispatched:
+        """Memory for what a dispatch returns. size: rows, columns of their weights."""
         num_rows, weight_cols = size
+        x, weights, scales, quantise = wanted
         cols = x.size(1) if x.dim() == 2 else 1
-        dtype, given_scales = x.dtype, as_bytes(scales)
+        dtype = x.dtype
         if quantise != "none":
             dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[quantise]
         rows = self._rows(calls, num_rows, cols, dtype)
         row_weights = row_scales = None
         if weights is not None:
             row_weights = empty_like(x, num_rows, weight_cols, torch.float32)
-        if given_scales is not None:
-            row_scales = empty_like(x, num_rows, given_scales.size(1), torch.uint8)
+        if scales is not None:
+            scale_bytes = scales.size(1) * scales.element_size()
+            row_scales = empty_like(x, num_rows, scale_bytes, torch.uint8)
         elif quantise != "none":
             row_scales = empty_like(x, num_rows, cols // 128, torch.float32)
-        given = (view(x), view(weights), view(given_scales))
-        made = (view(rows), view(row_weights), view(row_scales))
-        return Dispatched(rows, row_weights, row_scales), given + made
+        return Dispatched(rows, row_weights, row_scales)
 
     def _rows(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """Rows of an output, in memory that peers can write, so that they are not staged.
@@ -94,3 +103,46 @@ class Outputs:
             return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self._device)
         like = torch.empty((0, 1), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
         return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)
+
+
+class OutputsAhead:
+    """Outputs of a dispatch whose plan is still to be made, so that a GPU that has counted waits
+    for little more than the launch. If nobody gave the number of rows, the memory is that of the
+    last such call and a little more.
+    """
+
+    def __init__(
+        self, outputs: Outputs, wanted: Wanted, num_rows: int | None, weight_cols: int
+    ) -> None:
+        self._outputs, self._wanted = outputs, wanted
+        self._is_open = num_rows is None
+        if num_rows is None and outputs.last_rows is not None:
+            num_rows = outputs.last_rows + outputs.last_rows // 64
+        self._size = None if num_rows is None else (num_rows, weight_cols)
+        self._calls: _core.Exchange | None = None
+        self._made = Dispatched(None, None, None)
+
+    def views(self, calls: _core.Exchange) -> tuple:
+        """What goes in, and what comes out: None if there is no last call. Again for an exchange
+        that has grown."""
+        if calls is not self._calls and self._size is not None:
+            self._made = self._outputs.of_dispatch(calls, self._size, self._wanted)
+            self._calls = calls
+        return self._wanted.views() + self._made.views()
+
+    def cut(self, num_rows: int) -> Dispatched:
+        """What `views` were of, with the rows that there are."""
+        if self._is_open:
+            self._outputs.last_rows = num_rows
+            for tensor in self._made:
+                if tensor is not None:
+                    tensor.resize_(num_rows, tensor.size(1))
+        return self._made
+
+    def other(self, calls: _core.Exchange, size: tuple[int, int]) -> tuple[Dispatched, tuple]:
+        """Memory of that size instead, where that does not suit, and views of what goes in and
+        comes out."""
+        self._outputs.last_rows = size[0]
+        self._made = Dispatched(None, None, None)  # gives it back first
+        out = self._outputs.of_dispatch(calls, size, self._wanted)
+        return out, self._wanted.views() + out.views()

@@ -77,13 +77,10 @@ class ByExpert(NamedTuple):
             max_topk=max(_MIN_TOPK, token_indices.size(1)),
         )
         num_sms = num_sms if x.is_cuda else 0
-        plan = exchange.plan(
-            routes_of(token_indices, num_experts),
-            layout="expert_major",
-            pad_multiple=pad_multiple,
-            num_sms=num_sms,
+        routes = routes_of(token_indices, num_experts)
+        plan, rows, row_probs = _Dispatch.apply(
+            x, token_probs, exchange, routes, pad_multiple, num_sms
         )
-        rows, row_probs = _Dispatch.apply(x, token_probs, plan, num_sms)
         # After the launch: a GPU has nothing to do from the wait for the plan up to there.
         counts = torch.tensor(plan.padded_rows_per_expert_list, dtype=torch.int64)
         return rows, row_probs, counts, ExpertRows(plan, num_sms)
@@ -99,16 +96,18 @@ class ByExpert(NamedTuple):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, probs, plan, num_sms):
+    def forward(ctx, x, probs, exchange, routes, pad_multiple, num_sms):
+        plan, out = exchange.plan_and_dispatch(
+            routes, x, probs, layout="expert_major", pad_multiple=pad_multiple, num_sms=num_sms
+        )
         ctx.plan, ctx.num_sms = plan, num_sms
-        out = plan.exchange.dispatch(plan, x, probs, num_sms=num_sms)
-        return out.rows, out.weights
+        return plan, out.rows, out.weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_rows, grad_probs):
+    def backward(ctx, _plan, grad_rows, grad_probs):
         out = ctx.plan.exchange.combine(ctx.plan, grad_rows, grad_probs, num_sms=ctx.num_sms)
-        return out.x, out.weights, None, None
+        return out.x, out.weights, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -240,34 +240,3 @@ def subgroups(rank, num_ranks, group):
 
 def test_group_rank_decides_not_world_rank(ranks):
     ranks(subgroups, 4)
-
-
-def in_one_call(rank, num_ranks, group, layout):
-    num_experts = 4 * num_ranks
-    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_tokens=32)
-    x, idx, weights = inputs(rank, (17, 0, 5)[rank % 3], 3, num_experts, torch.bfloat16)
-    options = {"layout": layout, "row_budget": 40}
-    if layout == "expert_strided":
-        options = {"layout": layout, "expert_stride": 12}
-    scales = x[:, :4].contiguous()
-    plan, made = ex.plan_and_dispatch(idx, x, weights, scales, plan_weights=weights, **options)
-    expected = ex.plan(idx, weights, **options)
-    rows, row_weights, row_scales = ex.dispatch(expected, x, weights, scales)
-    assert plan.overflow.tolist() == expected.overflow.tolist()
-    assert plan.rows_per_expert.tolist() == expected.rows_per_expert.tolist()
-    is_row = torch.arange(plan.num_rows) < plan.num_rows_used
-    if layout == "expert_strided":
-        is_row = torch.arange(12).repeat(4) < plan.rows_per_expert.repeat_interleave(12)
-    assert torch.equal(made.rows[is_row], rows[is_row])
-    assert torch.equal(made.weights[is_row], row_weights[is_row])
-    assert made.scales.dtype == scales.dtype
-    assert torch.equal(made.scales[is_row], row_scales[is_row])
-    out, _ = ex.combine(plan, made.rows, scale="none" if layout == "rank_major" else "plan")
-    assert out.shape == x.shape
-    with pytest.raises(weft.InvalidArgument, match="the number of rows is open"):
-        ex.plan_and_dispatch(idx, x)
-
-
-@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "expert_strided"])
-def test_plan_and_dispatch_in_one_call(ranks, layout):
-    ranks(in_one_call, 2, layout)

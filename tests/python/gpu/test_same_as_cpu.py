@@ -99,6 +99,29 @@ def in_one_call(group, inputs):
     return made
 
 
+def rows_open(group, inputs):
+    exchange = weft.Exchange(
+        group,
+        hidden=HIDDEN,
+        num_experts=inputs.num_experts,
+        max_tokens=64,
+        device=inputs.device,
+        timeout=TIMEOUT,
+    )
+    made = []
+    for share in (1, 1, 2, 3, 1):  # of the tokens: the memory taken ahead suits or does not
+        few = slice(0, inputs.x.size(0) // share)
+        x = inputs.x[few].clone().requires_grad_()
+        w = inputs.weights[few].clone().requires_grad_()
+        plan, out = weft.plan_and_dispatch(
+            exchange, inputs.idx[few], x, w, inputs.idx[few], pad_multiple=16
+        )
+        sums, _ = weft.combine(plan, out.rows * 3)
+        torch.autograd.backward([sums, out.weights], [sums.detach(), out.weights.detach()])
+        made += [*out, sums, x.grad, w.grad, plan.rows_per_expert]
+    return made
+
+
 def row_budget(group, inputs):
     return core(group, inputs, "expert_major", 96)
 
@@ -211,6 +234,7 @@ CASES = {
     "expert_major": expert_major,
     "expert_strided": expert_strided,
     "in_one_call": in_one_call,
+    "rows_open": rows_open,
     "row_budget": row_budget,
     "roomy_budget": roomy_budget,
     "fused": fused("fused_"),

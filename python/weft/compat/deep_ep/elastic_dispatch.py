@@ -107,9 +107,11 @@ class ElasticDispatch(ElasticBase):
                 has_cpu_sync = do_cpu_sync is None or do_cpu_sync
                 topk_idx, num_experts = _required(topk_idx, num_experts)
                 exchange = self._exchange(x, topk_idx, num_experts, most)
-                plan = self._plan(exchange, topk_idx, most, alignment, has_cpu_sync, do_expand)
-                rows, weights, sf, sources, ids = self._send(
-                    plan, x, sf, topk_idx, topk_weights, most, num_sms
+                options = self._options(
+                    exchange, topk_idx, most, alignment, has_cpu_sync, do_expand
+                )
+                plan, rows, weights, sf, sources, ids = self._send(
+                    exchange, x, sf, topk_idx, topk_weights, most, num_sms=num_sms, **options
                 )
                 handle = EPHandle(
                     plan,
@@ -159,7 +161,7 @@ class ElasticDispatch(ElasticBase):
             )
         return exchange
 
-    def _plan(
+    def _options(
         self,
         exchange: Exchange,
         topk_idx: Tensor,
@@ -167,7 +169,7 @@ class ElasticDispatch(ElasticBase):
         alignment: int,
         has_cpu_sync: bool,
         do_expand: bool,
-    ) -> Plan:
+    ) -> dict[str, Any]:
         rows = None
         if not has_cpu_sync:
             rows = self.num_ranks * most
@@ -175,35 +177,38 @@ class ElasticDispatch(ElasticBase):
                 local = exchange.num_local_experts
                 rows *= min(topk_idx.size(1), local)
                 rows = round_up(rows + (alignment - 1) * local, alignment)
-        return exchange.plan(
-            topk_idx,
-            layout="expert_major" if do_expand else "rank_major",
-            pad_multiple=alignment if do_expand else 1,
-            row_budget=rows,
-        )
+        return {
+            "layout": "expert_major" if do_expand else "rank_major",
+            "pad_multiple": alignment if do_expand else 1,
+            "row_budget": rows,
+        }
 
     def _send(
         self,
-        plan: Plan,
+        exchange: Exchange,
         x: Tensor,
         sf: Tensor | None,
         topk_idx: Tensor,
         topk_weights: Tensor | None,
         most: int,
+        *,
         num_sms: int,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-        """Rows, weights and scaling factors, and each row's token number and local experts."""
+        **options: Any,
+    ) -> tuple[Plan, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+        """Plan, rows, weights and scaling factors, and each row's token number and local experts.
+        options: of the plan."""
         tokens = torch.arange(x.size(0), device=x.device) + self.rank_idx * most
         origin = numbers(torch.cat([tokens.unsqueeze(1), topk_idx], dim=1))
         parts = [origin] if sf is None else [origin, sf]
-        out = plan.exchange.dispatch(
-            plan, x, topk_weights, pack_columns(*parts), num_sms=sms_of(x, num_sms)
+        plan, out = exchange.plan_and_dispatch(
+            topk_idx, x, topk_weights, pack_columns(*parts), num_sms=sms_of(x, num_sms), **options
         )
         assert out.scales is not None
         origin, *row_sf = unpack_columns(out.scales, *parts)
         origin = received_numbers(plan, origin)
         ids = received_topk(plan, origin[:, 1:])
-        return out.rows, out.weights, row_sf[0] if row_sf else None, origin[:, 0].contiguous(), ids
+        sf = row_sf[0] if row_sf else None
+        return plan, out.rows, out.weights, sf, origin[:, 0].contiguous(), ids
 
 
 def _required(topk_idx: Tensor | None, num_experts: int | None) -> tuple[Tensor, int]:

@@ -95,8 +95,7 @@ class HybridEPBuffer(PlainCalls):
             non_blocking = not use_host_meta
         self._check_dtype(verb, hidden, use_fp8)
         tokens_per_expert = None
-        is_new = handle is None
-        if is_new:
+        if handle is None:
             experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
             routing = routing_of(
                 verb,
@@ -109,31 +108,34 @@ class HybridEPBuffer(PlainCalls):
             )
             exchange = self._exchange(verb, hidden, routing, non_blocking)
             rows = _rows_of(verb, num_permuted_tokens, pad_multiple, non_blocking)
-            plan = exchange.plan(
+            plan, out = exchange.plan_and_dispatch(
                 routing.refused,
+                hidden,
+                routing.probs,
+                scales_of(hidden, scaling_factor),
                 routing_map=routing.accepted,
                 layout="expert_major",
                 pad_multiple=pad_multiple or 1,
                 row_budget=rows,
                 overflow="drop" if non_blocking else "error",
+                num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
             )
-            probs = routing.probs
+            # After the launch, which a GPU awaits once it has told the number of rows.
+            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
+            handle = PermuteHandle(plan, config, has_budget=non_blocking)
+            tokens_per_expert = _counts(handle, on_host=not non_blocking)
         else:
             _check_reuse(verb, handle, num_permuted_tokens, pad_multiple)
             if topk_idx is not None and topk_weights is not None:
                 probs = scatter_columns(topk_idx, topk_weights, handle.plan.num_experts)
             plan = handle.plan
-        out = plan.exchange.dispatch(
-            plan,
-            hidden,
-            probs,
-            scales_of(hidden, scaling_factor),
-            num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
-        )
-        if is_new:  # after the launch, which a GPU awaits once the host has waited for the plan
-            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
-            handle = PermuteHandle(plan, config, has_budget=non_blocking)
-            tokens_per_expert = _counts(handle, on_host=not non_blocking)
+            out = plan.exchange.dispatch(
+                plan,
+                hidden,
+                probs,
+                scales_of(hidden, scaling_factor),
+                num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
+            )
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft import Exchange, Plan
+from weft import Dispatched, Exchange, Plan
 
 from .checks import refused_by_all
 from .config import Config
@@ -134,7 +135,10 @@ class NormalMode:
             with refused_by_all(lambda: _nothing(handle.plan, Exchange.dispatch)):
                 check_repeats(payload, handle, topk_idx, topk_weights)
             with runtime.stream.call(payload.device, payload.tensors, **streams) as call:
-                recv_x, _, _ = payload.send(handle.plan, None, (), num_sms)
+                again = functools.partial(
+                    handle.plan.exchange.dispatch, handle.plan, num_sms=num_sms
+                )
+                recv_x, _, _ = payload.send(again)
                 call.returns(*_tensors(recv_x))
             return recv_x, None, None, None, None, event_of(call)
 
@@ -154,13 +158,18 @@ class NormalMode:
                 routes = routes_to_ranks(is_token_in_rank, exchange.num_local_experts)
             else:
                 routes = routes_of(topk_idx, exchange.num_experts)
-            plan = exchange.plan(routes, num_sms=num_sms, **options)
-            recv_idx = ids = None
+            plan = recv_idx = ids = None
+
+            def send(*given: Tensor | None) -> Dispatched:
+                nonlocal plan
+                plan, out = exchange.plan_and_dispatch(routes, *given, num_sms=num_sms, **options)
+                return out
+
             if topk_idx is None:
-                recv_x, recv_weights, _ = payload.send(plan, None, (), num_sms)
+                recv_x, recv_weights, _ = payload.send(send)
             else:
                 beside = (routes.to(torch.int32),)
-                recv_x, recv_weights, (ids,) = payload.send(plan, topk_weights, beside, num_sms)
+                recv_x, recv_weights, (ids,) = payload.send(send, topk_weights, beside)
                 recv_idx = received_topk(plan, ids.long())
             channels = self._num_channels(config)
             handle = handle_of(plan, is_token_in_rank, ids, channels, runtime.hosts)

@@ -7,9 +7,11 @@ with whatever else the receiver wants to know of the row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from weft import Plan
+from weft import Dispatched
 
 from .checks import check
 from .received import pack_columns, row_major, unpack_columns
@@ -52,9 +54,12 @@ class Payload:
         return (self._rows, *self.scales)
 
     def send(
-        self, plan: Plan, weights: Tensor | None, beside: tuple[Tensor, ...], num_sms: int
+        self,
+        dispatch: Callable[[Tensor, Tensor | None, Tensor | None], Dispatched],
+        weights: Tensor | None = None,
+        beside: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...]]:
-        """Collective: dispatches along `plan`, with weights [T, K] and the columns of `beside`.
+        """Gives `dispatch` rows, weights [T, K], and scales that hold the columns of `beside` too.
 
         Returns `x` as received (a tuple if a tuple was given), row weights, and `beside` as
         received.
@@ -63,7 +68,7 @@ class Payload:
         rows = self._rows if is_known else row_major(self._rows).view(torch.uint8)
         columns = (*self.scales, *beside)
         packed = pack_columns(*columns) if columns else None
-        out = plan.exchange.dispatch(plan, rows, weights, packed, num_sms=num_sms)
+        out = dispatch(rows, weights, packed)
         received = unpack_columns(out.scales, *columns) if columns else ()
         scales, others = received[: len(self.scales)], received[len(self.scales) :]
         x = out.rows.view(self._dtype)
