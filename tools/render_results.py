@@ -145,7 +145,8 @@ def bar(row):
     elif row["executor"] == "nccl":
         return "rival", f"NCCL, {row['mode']}", row["us_p50"]
     else:
-        name = "Weft, as a graph" if "graph" in row["mode"] else "Weft"
+        ways = {"graph": "Weft, as a graph", "copies": "Weft, by copy engines"}
+        name = next((name for word, name in ways.items() if word in row["mode"]), "Weft")
     return "weft", name + (f", {row['sms']} SMs" if row["sms"] else ""), row["us_p50"]
 
 

@@ -117,6 +117,8 @@ void add_gpu_options(CLI::App& command, BenchOptions& options) {
       ->check(CLI::Range(0, 1024));
   command.add_flag("--graph", options.is_graph, "On GPUs also as replayed CUDA graphs");
   command.add_flag("--fp8", options.is_fp8, "On GPUs: dispatch FP8 rows with scales");
+  command.add_flag("--copy-engines", options.is_copied, "On GPUs: copy engines carry the rows")
+      ->excludes("--graph", "--staged");
   command.add_option("--mover", options.mover, "How a GPU moves rows")
       ->transform(mover_choice())
       ->default_str("auto");
@@ -171,6 +173,9 @@ void add_bench(CLI::App& app) {
     }
     take_case(*options, *reference);
     const bool is_gpu = is_on_gpu(*options);
+    if (options->is_copied && !is_gpu) {
+      throw CLI::ValidationError("--copy-engines", "GPUs have them, and this would run on the CPU");
+    }
     double limit_gbps = 0;
     if (is_gpu) {
       limit_gbps = all_to_all_limit_gbps();

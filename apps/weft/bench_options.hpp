@@ -42,6 +42,7 @@ struct BenchOptions {
   std::vector<int> sms = {};    // of a GPU call, each measured; empty: the default
   bool is_graph = false;        // on a GPU also as a replayed graph
   bool is_fp8 = false;          // on a GPU: rows of one byte an element, a scale for 128 of them
+  bool is_copied = false;       // on GPUs: rows travel by copy engines
   Mover mover = Mover::kAuto;
   int iterations = 50;
   int warmup = 5;

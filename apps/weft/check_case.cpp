@@ -109,18 +109,12 @@ std::vector<Trouble> payload_troubles() {
 
 }  // namespace
 
-std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed, Mover mover) {
+std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed) {
   std::vector<CheckCase> cases;
   for (const Layout layout : kLayouts) {
     for (const DType dtype : kDTypes) {
       CheckCase base;
-      base.row = fmt::format(
-          "{} {}{}",
-          layout_name(layout),
-          dtype_name(dtype),
-          mover == Mover::kVector ? ", vector moves" : ""
-      );
-      base.mover = mover;
+      base.row = fmt::format("{} {}", layout_name(layout), dtype_name(dtype));
       base.workload = base_workload(num_ranks, is_quick, mix_seed(seed, cases.size()));
       base.workload.dtype = dtype;
       base.options.layout = layout;
@@ -158,6 +152,26 @@ std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed) {
       trouble.apply(hard);
       cases.push_back(hard);
     }
+  }
+  return cases;
+}
+
+std::vector<CheckCase> with_vector_moves(std::vector<CheckCase> cases) {
+  for (CheckCase& check_case : cases) {
+    check_case.row += ", vector moves";
+    check_case.mover = Mover::kVector;
+  }
+  return cases;
+}
+
+std::vector<CheckCase> by_copy_engines(std::vector<CheckCase> cases) {
+  std::erase_if(cases, [](const CheckCase& check_case) {
+    const DType dtype = check_case.workload.dtype;
+    return dtype != DType::kBFloat16 && dtype != DType::kByte;  // fp16 goes as bf16 does
+  });
+  for (CheckCase& check_case : cases) {
+    check_case.row += ", copy engines";
+    check_case.copy_engines = true;
   }
   return cases;
 }

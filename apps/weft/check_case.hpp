@@ -30,6 +30,7 @@ struct CheckCase {
   int num_plans = 1;      // alive at once, used in reverse order
   CombineScale scale = CombineScale::kNone;
   Mover mover = Mover::kAuto;
+  bool copy_engines = false;
 };
 
 struct CheckSettings {
@@ -44,12 +45,14 @@ struct CheckSettings {
     const Group& group, const CheckCase& check_case, const CheckSettings& settings
 );
 
-// Layouts by dtypes, exact, padded, with room to spare and one row short; with `mover`, which is
-// part of the row's name if it is not kAuto.
-[[nodiscard]] std::vector<CheckCase> matrix_cases(
-    int num_ranks, bool is_quick, uint64_t seed, Mover mover = Mover::kAuto
-);
+// Layouts by dtypes, exact, padded, with room to spare and one row short.
+[[nodiscard]] std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed);
 // What goes wrong first: no tokens, one expert for all, holes, odd sizes, maps, several plans, ...
 [[nodiscard]] std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed);
+
+// The same cases as older GPUs move rows, and those of types that copy engines carry, by them. The
+// row's name says it.
+[[nodiscard]] std::vector<CheckCase> with_vector_moves(std::vector<CheckCase> cases);
+[[nodiscard]] std::vector<CheckCase> by_copy_engines(std::vector<CheckCase> cases);
 
 }  // namespace weft::program

@@ -62,6 +62,10 @@ std::vector<CheckCase> pick(std::vector<CheckCase> cases, const std::string& onl
   return cases;
 }
 
+void append(const std::vector<CheckCase>& more, std::vector<CheckCase>& cases) {
+  cases.insert(cases.end(), more.begin(), more.end());
+}
+
 Bytes bytes_of(const std::string& text) {
   const auto* data = reinterpret_cast<const std::byte*>(text.data());
   return {data, data + text.size()};
@@ -126,12 +130,15 @@ class CheckRun {
   int run() {
     const int n = group_.num_ranks();
     auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
-    if (options_.settings.num_gpus > 0) {  // what older GPUs do
-      const auto more = matrix_cases(n, options_.is_quick, options_.seed, Mover::kVector);
-      matrix.insert(matrix.end(), more.begin(), more.end());
+    auto hard = hard_cases(n, options_.is_quick, options_.seed);
+    if (options_.settings.num_gpus > 0) {
+      const auto copied = by_copy_engines(matrix);
+      append(with_vector_moves(matrix), matrix);
+      append(copied, matrix);
+      append(by_copy_engines(hard), hard);
     }
     matrix = pick(std::move(matrix), options_.only);
-    const auto hard = pick(hard_cases(n, options_.is_quick, options_.seed), options_.only);
+    hard = pick(std::move(hard), options_.only);
     num_cases_ = matrix.size() + hard.size();
     WEFT_CHECK_ARG(
         Context{}, num_cases_ > 0, "check: no case is called \"{}\" (--only)", options_.only

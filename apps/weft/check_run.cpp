@@ -75,8 +75,15 @@ class CaseRun {
     config.num_threads = settings.num_threads;
     config.device = device;
     config.mover = check_case.mover;
+    config.copy_engines = check_case.copy_engines;
     config.timeout = kTimeout;
     return config;
+  }
+
+  [[nodiscard]] CallOptions call() const {
+    CallOptions call;
+    call.copy_engines = case_.copy_engines;
+    return call;
   }
 
   // Keeps the first failure. All ranks go on, since the calls that follow are collective.
@@ -177,7 +184,8 @@ class CaseRun {
     exchange_.dispatch(
         *run.plan,
         {x.tensor(), weights.tensor(), scales.tensor()},
-        {rows.tensor(), row_weights.tensor(), row_scales.tensor()}
+        {rows.tensor(), row_weights.tensor(), row_scales.tensor()},
+        call()
     );
     rows.read_back(out.rows);
     row_weights.read_back(out.weights);
@@ -233,7 +241,8 @@ class CaseRun {
     exchange_.combine(
         *run.plan,
         {in_rows.tensor(), in_weights.tensor(), source_weights.tensor(), in.scale},
-        {out_x.tensor(), out_weights.tensor()}
+        {out_x.tensor(), out_weights.tensor()},
+        call()
     );
     out_x.read_back(actual_x.view());
     out_weights.read_back(actual_weights.view());

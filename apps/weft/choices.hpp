@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "core/env.hpp"
 #include "weft/exchange.hpp"
 #include "weft/plan.hpp"
 #include "weft/tensor.hpp"
@@ -65,6 +66,14 @@ class Positive : public CLI::Validator {
   return {
       {{"auto", Mover::kAuto}, {"vector", Mover::kVector}, {"bulk", Mover::kBulk}},
       "auto|vector|bulk"};
+}
+
+[[nodiscard]] inline Choice<CopyEngines> copies_choice() {
+  return {
+      {{"auto", CopyEngines::kAuto},
+       {"never", CopyEngines::kNever},
+       {"always", CopyEngines::kAlways}},
+      "auto|never|always"};
 }
 
 }  // namespace weft::program

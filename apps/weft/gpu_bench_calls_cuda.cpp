@@ -89,6 +89,7 @@ ExchangeConfig GpuCalls::config() const {
   config.max_topk = routing_.topk;
   config.device = device_;
   config.mover = options_.mover;
+  config.copy_engines = options_.is_copied;
   config.timeout = std::chrono::seconds(10);
   return config;
 }

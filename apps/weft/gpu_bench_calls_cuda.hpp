@@ -56,7 +56,11 @@ class GpuCalls {
   [[nodiscard]] int64_t num_tokens() const { return routing_.versions[0][rank_].num_tokens; }
   [[nodiscard]] ExchangeConfig config() const;
   [[nodiscard]] CallOptions call() const {
-    return {.stream = stream(), .num_sms = num_sms_, .num_senders = num_senders_};
+    return {
+        .stream = stream(),
+        .num_sms = num_sms_,
+        .num_senders = num_senders_,
+        .copy_engines = options_.is_copied};
   }
   [[nodiscard]] Routing routing_of(size_t version) const;
   // In memory that peers do not know.

@@ -72,6 +72,7 @@ class GpuBench {
     BenchReport report;
     report.row_bytes = calls_.row_bytes();
     report.rates.scatter = limit_gbps_;
+    check_copies();
     std::vector<int> sms = options_.sms;
     if (sms.empty()) {
       sms.push_back(0);
@@ -109,6 +110,24 @@ class GpuBench {
   }
 
  private:
+  // What copy engines cannot carry goes as usual, which is not what was asked for.
+  void check_copies() {
+    if (!options_.is_copied) {
+      return;
+    }
+    calls_.run(BenchOp::kDispatch, 0);
+    calls_.run(BenchOp::kCombine, 0);
+    const int64_t num_copied = calls_.exchange().stats().num_copied;
+    WEFT_CHECK(
+        Context{},
+        num_copied == 2,
+        ErrorCode::kUnsupported,
+        "bench: --copy-engines carried {} of 2 calls (dispatch and combine of 16-bit rows, between "
+        "several ranks of one domain)",
+        num_copied
+    );
+  }
+
   // Microseconds of each sample on this rank.
   std::vector<double> time(const std::function<void(size_t)>& work, bool waits_for_host) {
     const cudaStream_t stream = calls_.stream();
@@ -230,7 +249,7 @@ class GpuBench {
       );
     }
     row.mode = mode_of(graph_calls);
-    row.mode += options_.is_staged ? " staged" : " direct";
+    row.mode += options_.is_copied ? " copies" : options_.is_staged ? " staged" : " direct";
     row.us_p50 = percentile(result.samples_us, 50);
     row.us_p99 = percentile(result.samples_us, 99);
     if (op != BenchOp::kPlan) {

@@ -88,6 +88,15 @@ void add_overlap_options(CLI::App& app, TrainOptions& options) {
   )
       ->group("Overlap")
       ->needs(overlap);
+  app.add_option(
+         "--exchange-copies",
+         config.overlap.copy_engines,
+         "On GPUs: copy engines carry what is exchanged beside computation; same results"
+  )
+      ->transform(copies_choice())
+      ->default_str("auto: as measured, or as WEFT_COPY_ENGINES says")
+      ->group("Overlap")
+      ->needs(overlap);
   app.add_option("--trace", options.trace_path, "Write what ran when in the last step of rank 0")
       ->group("Overlap")
       ->needs(overlap);

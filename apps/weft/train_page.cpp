@@ -156,6 +156,7 @@ Json config_json(const TrainFacts& facts) {
       {"micro_batches", config.num_micro_batches},
       {"overlap", config.overlap.is_on},
       {"delay_wgrad", config.overlap.delays_weight_gradients},
+      {"copy_engines", facts.is_copied},
       {"seed", config.seed},
       {"window", model.window},
       {"hidden", model.hidden},

@@ -20,15 +20,17 @@ double percent(double part, double whole) {
 }
 
 // Nothing to say of one.
-std::string micro_batch_text(const moe::TrainConfig& config) {
+std::string micro_batch_text(const TrainFacts& facts) {
+  const moe::TrainConfig& config = facts.config;
   if (config.num_micro_batches == 1) {
     return {};
   }
   return fmt::format(
-      " in {} micro-batches{}{}",
+      " in {} micro-batches{}{}{}",
       config.num_micro_batches,
       config.overlap.is_on ? " that overlap" : "",
-      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : ""
+      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : "",
+      facts.is_copied ? ", rows by copy engines" : ""
   );
 }
 
@@ -83,7 +85,7 @@ std::string train_headline(const TrainFacts& facts) {
       facts.num_gpus > 0 ? fmt::format(" on {} GPUs", facts.num_gpus) : "",
       facts.transport,
       count_text(config.global_batch),
-      micro_batch_text(config),
+      micro_batch_text(facts),
       dtype_name(config.dtype),
       config.seed
   );

@@ -57,6 +57,7 @@ class TrainRun {
         .config = options.config,
         .transport = trainer_.exchange().config().transport,
         .num_gpus = is_on_gpu() ? std::min(options.device.num_gpus, group.num_ranks()) : 0,
+        .is_copied = trainer_.exchange().config().copy_engines,
         .num_ranks = group.num_ranks(),
         .num_parameters = trainer_.num_parameters(),
         .num_active_parameters = trainer_.num_active_parameters(),

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/env.hpp"
 
+#include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstdlib>
 #include <limits>
@@ -41,20 +43,21 @@ LogLevel log_level(const std::string& value) {
   return *level;
 }
 
-FabricGpuMemory fabric_gpu_memory(const std::string& value) {
-  if (value == "auto") {
-    return FabricGpuMemory::kAuto;
-  }
-  if (value == "direct") {
-    return FabricGpuMemory::kDirect;
-  }
+// One of three words, which stand for 0, 1 and 2.
+template <class Enum>
+Enum choice(
+    const char* name, const std::string& value, const std::array<std::string_view, 3>& words
+) {
+  const auto found = std::find(words.begin(), words.end(), value);
   WEFT_CHECK_ARG(
       Context{},
-      value == "host",
-      "environment: WEFT_FABRIC_GPU_MEMORY = \"{}\" is not one of auto, direct, host",
-      value
+      found != words.end(),
+      "environment: {} = \"{}\" is not one of {}",
+      name,
+      value,
+      fmt::join(words, ", ")
   );
-  return FabricGpuMemory::kHost;
+  return static_cast<Enum>(found - words.begin());
 }
 
 std::chrono::milliseconds timeout(const std::string& value) {
@@ -133,12 +136,17 @@ Env Env::read(const Lookup& lookup) {
   env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
   env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
   if (const auto value = reader.text("WEFT_FABRIC_GPU_MEMORY")) {
-    env.fabric_gpu_memory = weft::fabric_gpu_memory(*value);
+    env.fabric_gpu_memory =
+        choice<FabricGpuMemory>("WEFT_FABRIC_GPU_MEMORY", *value, {"auto", "direct", "host"});
   }
   if (const auto value = reader.text("WEFT_LOG")) {
     env.log_level = weft::log_level(*value);
   }
   env.tuning = reader.text("WEFT_TUNING");
+  if (const auto value = reader.text("WEFT_COPY_ENGINES")) {
+    env.copy_engines =
+        choice<CopyEngines>("WEFT_COPY_ENGINES", *value, {"auto", "never", "always"});
+  }
   env.cublas = reader.text("WEFT_CUBLAS");
   env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");

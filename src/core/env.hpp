@@ -45,6 +45,9 @@ enum class FabricGpuMemory : uint8_t {
   kHost,    // by way of pinned memory of the host
 };
 
+// Whether copy engines carry the rows of exchanges that run beside computation.
+enum class CopyEngines : uint8_t { kAuto, kNever, kAlways };  // auto: as measured (docs/overlap.md)
+
 struct Env {
   // Who this process is: all ranks must agree on everything but the rank.
   std::optional<int> rank;                 // WEFT_RANK
@@ -65,7 +68,8 @@ struct Env {
   FabricGpuMemory fabric_gpu_memory = FabricGpuMemory::kAuto;  // WEFT_FABRIC_GPU_MEMORY
   LogLevel log_level = LogLevel::kWarn;  // WEFT_LOG: debug, info, warn, error or off
 
-  std::optional<std::string> tuning;  // WEFT_TUNING, a file that `weft tune` wrote
+  std::optional<std::string> tuning;              // WEFT_TUNING, a file that `weft tune` wrote
+  CopyEngines copy_engines = CopyEngines::kAuto;  // WEFT_COPY_ENGINES, the same on every rank
 
   // Where cuBLAS is.
   std::optional<std::string> cublas;       // WEFT_CUBLAS, a file

@@ -60,7 +60,9 @@ void DeviceBlock::moe_dispatch() {
 
   rank_->start(Lane::kExchange, Phase::kDispatch);
   rows_ = {};
-  rows_ = rank_->dispatch(*plan_, normed_.data(), weights_.data(), row_weights_.data());
+  rows_ = rank_->dispatch(
+      *plan_, !tokens_->place.is_first, normed_.data(), weights_.data(), row_weights_.data()
+  );
 }
 
 void DeviceBlock::mlp() {
@@ -73,7 +75,14 @@ void DeviceBlock::mlp() {
 
 void DeviceBlock::moe_combine(DeviceArray<float>& x) {
   rank_->start(Lane::kExchange, Phase::kCombine);
-  rank_->combine(*plan_, tokens_->expert_out.data(), nullptr, tokens_->tokens.data(), nullptr);
+  rank_->combine(
+      *plan_,
+      !tokens_->place.is_first,
+      tokens_->expert_out.data(),
+      nullptr,
+      tokens_->tokens.data(),
+      nullptr
+  );
   rank_->start(Lane::kExchange, Phase::kDense);
   add_cuda(
       tokens_->tokens.data(),
@@ -93,7 +102,8 @@ void DeviceBlock::moe_combine_backward(const DeviceArray<float>& grad_x) {
   );
   // The block after this one has used them: its last piece came before this one.
   tokens_->grad_rows = {};
-  tokens_->grad_rows = rank_->dispatch(*plan_, tokens_->tokens.data(), nullptr, nullptr);
+  tokens_->grad_rows =
+      rank_->dispatch(*plan_, !tokens_->place.is_last, tokens_->tokens.data(), nullptr, nullptr);
 }
 
 void DeviceBlock::mlp_backward() {
@@ -114,6 +124,7 @@ void DeviceBlock::moe_dispatch_backward() {
   rank_->start(Lane::kExchange, Phase::kCombine);
   rank_->combine(
       *plan_,
+      !tokens_->place.is_last,
       tokens_->expert_out.data(),
       tokens_->row_grads.data(),
       tokens_->tokens.data(),

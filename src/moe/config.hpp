@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <string>
 
+#include "core/env.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::moe {
@@ -29,6 +30,7 @@ struct ModelConfig {
 struct OverlapConfig {
   bool is_on = false;  // the forward of one runs with the backward of the one before it
   bool delays_weight_gradients = false;  // of experts: behind those that the exchange waits for
+  CopyEngines copy_engines = CopyEngines::kAuto;  // on GPUs; auto: as WEFT_COPY_ENGINES says
 };
 
 struct TrainConfig {

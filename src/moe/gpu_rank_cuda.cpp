@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "moe/beside.hpp"
 #include "moe/kernels_cuda.hpp"
 
 namespace weft::moe {
@@ -23,9 +24,12 @@ GpuStream enter_gpu(int gpu) {
 
 }  // namespace
 
-DeviceTokens::DeviceTokens(int64_t the_num_tokens, bool the_adds_grads, const ModelConfig& config)
+DeviceTokens::DeviceTokens(
+    int64_t the_num_tokens, const MicroBatchPlace& the_place, const ModelConfig& config
+)
     : num_tokens(the_num_tokens),
-      adds_grads(the_adds_grads),
+      place(the_place),
+      adds_grads(!place.is_first),
       tokens(static_cast<size_t>(num_tokens * config.hidden)),
       grad_weights(static_cast<size_t>(num_tokens * config.topk)) {}
 
@@ -38,6 +42,8 @@ GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t most_tokens)
           context.has_two_lanes ? GpuStream(context.exchange.config().device.index) : stream_
       ),
       linear_(stream_.get()) {
+  const int gpu = context.exchange.config().device.index;
+  WEFT_CUDA(Context{}, cudaDeviceGetAttribute(&num_gpu_sms_, cudaDevAttrMultiProcessorCount, gpu));
   const ModelConfig& model = context.config;
   const auto elements = [&](int cols) { return static_cast<size_t>(most_tokens * cols); };
   scratch_.grad_normed.resize(elements(model.hidden));
@@ -149,8 +155,22 @@ int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
   return num_rows;
 }
 
+// The exchange has room for copies if they are to be made.
+CallOptions GpuRank::call(bool is_beside, bool is_dispatch) const {
+  CallOptions call = {.stream = exchange_stream_.get()};
+  if (is_beside && context_->exchange.config().copy_engines) {
+    call.copy_engines = true;
+    call.num_sms = copied_sms(num_gpu_sms_, is_dispatch);
+  }
+  return call;
+}
+
 Buffer GpuRank::dispatch(
-    const CountedPlan& counted, const uint16_t* x, const float* weights, float* row_weights
+    const CountedPlan& counted,
+    bool is_beside,
+    const uint16_t* x,
+    const float* weights,
+    float* row_weights
 ) {
   Exchange& exchange = context_->exchange;
   const int64_t num_rows = counted.plan.num_rows();
@@ -161,7 +181,7 @@ Buffer GpuRank::dispatch(
       {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
        .weights = tensor(weights, DType::kFloat32, counted.num_tokens, config().topk)},
       {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, num_rows, 1)},
-      {.stream = exchange_stream_.get()}
+      call(is_beside, true)
   );
   part();
   count(context_->dispatch, counted);
@@ -170,6 +190,7 @@ Buffer GpuRank::dispatch(
 
 void GpuRank::combine(
     const CountedPlan& counted,
+    bool is_beside,
     const uint16_t* rows,
     const float* row_grads,
     uint16_t* x,
@@ -183,7 +204,7 @@ void GpuRank::combine(
        .weights = tensor(row_grads, DType::kFloat32, num_rows, 1)},
       {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
        .weights = tensor(grads, DType::kFloat32, counted.num_tokens, config().topk)},
-      {.stream = exchange_stream_.get()}
+      call(is_beside, false)
   );
   part();
   count(context_->combine, counted);

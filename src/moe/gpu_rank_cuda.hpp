@@ -27,10 +27,18 @@ struct DeviceScratch {
   DeviceArray<float> sum_parts;       // [kSumParts, the larger of hidden and num_experts]
 };
 
+// Of a micro-batch in a step. With overlap the forward of the first and the backward of the last
+// have no computation beside them.
+struct MicroBatchPlace {
+  bool is_first = true;
+  bool is_last = true;
+};
+
 // Overwritten by every layer of one micro-batch. Both lanes use it, each piece of the micro-batch
 // after the one before it.
 struct DeviceTokens {
   int64_t num_tokens = 0;
+  MicroBatchPlace place;
   bool adds_grads = false;           // there are micro-batches before this one
   DeviceArray<uint16_t> tokens;      // [num_tokens, hidden]
   DeviceArray<float> grad_weights;   // [num_tokens, topk]
@@ -38,7 +46,7 @@ struct DeviceTokens {
   DeviceArray<float> row_grads;      // [num_rows]
   Buffer grad_rows;                  // [num_rows, hidden] gradients as they arrived
 
-  DeviceTokens(int64_t num_tokens, bool adds_grads, const ModelConfig& config);
+  DeviceTokens(int64_t num_tokens, const MicroBatchPlace& place, const ModelConfig& config);
 };
 
 // A plan and the rows that each of its exchanges moves. Counted here from the routing, because a
@@ -71,14 +79,19 @@ class GpuRank {
   // --- the exchange, collective, on its lane: bf16 rows, fp32 weights, all in device memory ---
   [[nodiscard]] CountedPlan plan(int64_t num_tokens, const int32_t* topk_idx);  // [tokens, topk]
   // x [num_tokens, hidden], weights [num_tokens, topk], row_weights [plan.num_rows()]; both weights
-  // may be null.
+  // may be null. `is_beside`: computation; of combine too.
   [[nodiscard]] Buffer dispatch(
-      const CountedPlan& counted, const uint16_t* x, const float* weights, float* row_weights
+      const CountedPlan& counted,
+      bool is_beside,
+      const uint16_t* x,
+      const float* weights,
+      float* row_weights
   );
   // rows [plan.num_rows(), hidden], row_grads [plan.num_rows()], x [num_tokens, hidden], grads
   // [num_tokens, topk]; both gradients may be null.
   void combine(
       const CountedPlan& counted,
+      bool is_beside,
       const uint16_t* rows,
       const float* row_grads,
       uint16_t* x,
@@ -96,6 +109,7 @@ class GpuRank {
  private:
   [[nodiscard]] int64_t count_wire_rows(int64_t num_tokens, const int32_t* topk_idx);
   void count(Traffic& traffic, const CountedPlan& counted) const;
+  [[nodiscard]] CallOptions call(bool is_beside, bool is_dispatch) const;
   void wait_for_exchange();
   void meet();
   void part();
@@ -105,6 +119,7 @@ class GpuRank {
   const Group* group_;
   MoeContext* context_;
   bool shares_process_;
+  int num_gpu_sms_ = 0;
   GpuStream stream_;
   GpuStream exchange_stream_;
   DeviceLinear linear_;

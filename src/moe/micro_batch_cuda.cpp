@@ -8,12 +8,12 @@ using overlap::Lane;
 DeviceMicroBatch::DeviceMicroBatch(
     GpuRank& rank,
     int64_t num_tokens,
-    bool adds_grads,
+    const MicroBatchPlace& place,
     const ModelLayout& layout,
     const DeviceMemory& memory
 )
     : rank_(&rank),
-      tokens_(std::make_unique<DeviceTokens>(num_tokens, adds_grads, rank.config())),
+      tokens_(std::make_unique<DeviceTokens>(num_tokens, place, rank.config())),
       window_(rank.config().window),
       table_(memory.replicated.at(layout.embedding)),
       head_(

@@ -16,11 +16,11 @@ namespace weft::moe {
 
 class DeviceMicroBatch {
  public:
-  // Gradients that backward would overwrite are added to if `adds_grads`.
+  // Gradients that backward would overwrite are added to unless it is the first.
   DeviceMicroBatch(
       GpuRank& rank,
       int64_t num_tokens,
-      bool adds_grads,
+      const MicroBatchPlace& place,
       const ModelLayout& layout,
       const DeviceMemory& memory
   );

@@ -39,11 +39,12 @@ class CudaModel final : public DeviceModel {
         experts_(parts.layout.num_expert),
         mean_(parts.layout.num_expert),
         square_(parts.layout.num_expert) {
-    for (const MicroBatch& micro_batch : parts.micro_batches) {
+    const size_t num = parts.micro_batches.size();
+    for (size_t idx = 0; idx < num; ++idx) {
       micro_batches_.emplace_back(
           rank_,
-          micro_batch.tokens.size(),
-          !micro_batches_.empty(),
+          parts.micro_batches[idx].tokens.size(),
+          MicroBatchPlace{.is_first = idx == 0, .is_last = idx + 1 == num},
           parts.layout,
           DeviceMemory{replicated_.get(), experts_.get()}
       );

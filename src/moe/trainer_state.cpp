@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "moe/beside.hpp"
 #include "moe/blas.hpp"
 #include "moe/host_model.hpp"
 #include "moe/together.hpp"
@@ -59,15 +60,16 @@ int64_t most_tokens(const TrainConfig& config, int num_ranks) {
   return most;
 }
 
-ExchangeConfig exchange_config(const TrainConfig& config, int num_ranks) {
+ExchangeConfig exchange_config(const TrainConfig& config, const Group& group) {
   return {
       .hidden = config.model.hidden,
-      .max_tokens = most_tokens(config, num_ranks),
+      .max_tokens = most_tokens(config, group.num_ranks()),
       .num_experts = config.model.num_experts,
       .max_topk = config.model.topk,
       .device = config.device,
       .transport = config.transport,
       .num_threads = config.num_threads,
+      .copy_engines = copies_beside_computation(config, group),
       .timeout = config.timeout};
 }
 
@@ -96,7 +98,7 @@ Trainer::State::State(
           config.global_batch, config.num_micro_batches, group.rank(), group.num_ranks()
       )),
       layout(make_layout(config.model, group.rank(), group.num_ranks())),
-      exchange(group, exchange_config(config, group.num_ranks())),
+      exchange(group, exchange_config(config, group)),
       replicated(group, layout.num_replicated + kNumScalars, config),
       expert_values(layout.num_expert),
       expert_grads(layout.num_expert),

@@ -118,6 +118,24 @@ TEST_F(TrainGpuTest, OverlapChangesNoBit) {
   }
 }
 
+TEST_F(TrainGpuTest, CopyEnginesChangeNoBit) {
+  constexpr int kSteps = 3;
+  for (const int num_ranks : {2, 4}) {
+    const TrainingRun expected = train(num_ranks, micro_batched(3, {}), kSteps);
+    const OverlapConfig overlap = {
+        .is_on = true, .delays_weight_gradients = true, .copy_engines = CopyEngines::kAlways};
+    const auto finish = [&](const Trainer& trainer) {
+      const ExchangeStats stats = trainer.exchange().stats();
+      EXPECT_EQ(stats.num_dispatches, kSteps * 2 * 2 * 3);  // blocks, directions, micro-batches
+      EXPECT_EQ(
+          stats.num_copied, kSteps * 2 * 2 * 4
+      );  // but of the first forward, the last backward
+    };
+    const TrainingRun run = train(num_ranks, micro_batched(3, overlap), kSteps, {}, finish);
+    EXPECT_EQ(run.fingerprint, expected.fingerprint) << num_ranks << " ranks";
+  }
+}
+
 // Only rounding differs.
 TEST_F(TrainGpuTest, MicroBatchesFollowTheRunThatIsNotCut) {
   const TrainingRun whole = train(2, gpu_config(), 10);

@@ -79,6 +79,28 @@ def test_foreign_routing_is_an_error_that_names_the_file(tmp_path):
     assert "foreign" in one_error(weft("bench", "--routing", path, code=1))
 
 
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        (["--device", "cpu"], "--copy-engines: GPUs have them, and this would run on the CPU"),
+        (["--graph"], "--graph excludes --copy-engines"),
+        (["--staged"], "--staged excludes --copy-engines"),
+    ],
+)
+def test_copy_engines_that_cannot_be_are_refused(args, problem):
+    assert problem in weft("bench", "--smoke", "--copy-engines", *args, code=2).stderr
+
+
+def test_copy_engines_have_rows_of_their_own(tmp_path):
+    if len(json.loads(weft("info", "--json").stdout)["gpus"]["list"]) < 2:
+        pytest.skip("needs two GPUs")
+    path = tmp_path / "out.json"
+    weft("bench", "--smoke", "--ranks", 2, "--copy-engines", "--json", path)
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["mode"] for row in rows} == {"exact copies"}
+    assert all(row["checked"] for row in rows)
+
+
 def test_wrong_words_are_bad_usage():
     assert "float8" in weft("bench", "--dtype", "float8", code=2).stderr
     assert "gather" in weft("bench", "gather", code=2).stderr

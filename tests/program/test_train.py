@@ -215,13 +215,23 @@ def test_overlapped_routing_is_saved_whole(tmp_path, book):
         (["--micro-batches", 1, "--overlap"], "num_micro_batches = 1 with overlap (at least 2"),
         (["--delay-wgrad"], "--delay-wgrad requires --overlap"),
         (["--trace", "trace.json"], "--trace requires --overlap"),
+        (["--exchange-copies", "never"], "--exchange-copies requires --overlap"),
+        (["--overlap", "--exchange-copies", "often"], '"often" is not one of auto|never|always'),
     ],
 )
 def test_overlap_that_cannot_be_is_refused(book, args, problem):
     assert problem in weft("train", book, *TINY, "--ranks", 2, "--steps", 1, *args, code=2).stderr
 
 
-@pytest.mark.parametrize("flags", [["--overlap"], ["--overlap", "--delay-wgrad"]])
+def test_copy_engines_have_no_meaning_on_a_cpu(tmp_path, book):
+    numbers = tmp_path / "run.json"
+    train(book, numbers, "--ranks", 2, "--steps", 1, "--overlap", "--exchange-copies", "always")
+    assert json.loads(numbers.read_text())["config"]["copy_engines"] is False
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--delay-wgrad"], ["--exchange-copies", "always"], ["--exchange-copies", "never"]]
+)
 def test_overlap_changes_no_bit_on_gpus(tmp_path, book, flags):
     if not json.loads(weft("info", "--json").stdout)["gpus"]["list"]:
         pytest.skip("no GPU")
@@ -230,10 +240,11 @@ def test_overlap_changes_no_bit_on_gpus(tmp_path, book, flags):
     args += ["--json", numbers]
     weft(*args)
     expected = losses(numbers)
-    weft(*args, *flags)
+    weft(*args, "--overlap", *flags)
     assert losses(numbers) == expected
     run = json.loads(numbers.read_text())
     assert run["config"]["executor"] == "cuda"
+    assert run["config"]["copy_engines"] == ("always" in flags)
     assert 0 < run["lanes"]["exchange_seconds"] < run["seconds"]
 
 

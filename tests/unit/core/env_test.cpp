@@ -34,6 +34,7 @@ TEST(EnvTest, ReadsEachVariable) {
       {"WEFT_TRANSPORT", "shm"},
       {"WEFT_NUM_THREADS", "6"},
       {"WEFT_FABRIC_GPU_MEMORY", "direct"},
+      {"WEFT_COPY_ENGINES", "always"},
       {"WEFT_LOG", "debug"},
   });
   EXPECT_EQ(env.rank, 3);
@@ -47,6 +48,7 @@ TEST(EnvTest, ReadsEachVariable) {
   EXPECT_EQ(env.transport, "shm");
   EXPECT_EQ(env.num_threads, 6);
   EXPECT_EQ(env.fabric_gpu_memory, FabricGpuMemory::kDirect);
+  EXPECT_EQ(env.copy_engines, CopyEngines::kAlways);
   EXPECT_EQ(env.log_level, LogLevel::kDebug);
 }
 
@@ -72,6 +74,8 @@ TEST(EnvTest, NamesTheVariableAndItsValue) {
       {{"WEFT_TIMEOUT_S", "nan"}, "WEFT_TIMEOUT_S = \"nan\" is not a number of seconds in"},
       {{"WEFT_FABRIC_GPU_MEMORY", "on"},
        "WEFT_FABRIC_GPU_MEMORY = \"on\" is not one of auto, direct, host"},
+      {{"WEFT_COPY_ENGINES", "sometimes"},
+       "WEFT_COPY_ENGINES = \"sometimes\" is not one of auto, never, always"},
       {{"WEFT_LOG", "loud"}, "WEFT_LOG = \"loud\" is not one of debug, info, warn, error, off"},
   };
   for (const auto& [variable, text] : cases) {

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/beside.hpp"
+
+namespace weft::moe {
+namespace {
+
+// From so many elements of a token on, copy engines cost computation less (docs/overlap.md).
+constexpr int kCopiedHidden = 4096;
+
+}  // namespace
+
+bool copies_beside_computation(const TrainConfig& config, const Group& group) {
+  CopyEngines choice = config.overlap.copy_engines;
+  if (choice == CopyEngines::kAuto) {
+    choice = Env::read().copy_engines;
+  }
+  const bool is_wanted = choice == CopyEngines::kAlways ||
+                         (choice == CopyEngines::kAuto && config.model.hidden >= kCopiedHidden);
+  return is_wanted && config.overlap.is_on && config.device.kind == Device::Kind::kCuda &&
+         group.num_ranks() > 1 && group.topology().domains.size() == 1;
+}
+
+}  // namespace weft::moe

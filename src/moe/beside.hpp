@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// How exchanges run beside computation on a GPU: the rules of python/weft/beside.py.
+#pragma once
+
+#include <algorithm>
+
+#include "moe/config.hpp"
+#include "weft/group.hpp"
+
+namespace weft::moe {
+
+// Whether copy engines carry the rows of exchanges beside computation; the same on every rank if
+// WEFT_COPY_ENGINES is.
+[[nodiscard]] bool copies_beside_computation(const TrainConfig& config, const Group& group);
+
+// Multiprocessors of a call by copy engines there, of those of its GPU (docs/overlap.md).
+[[nodiscard]] constexpr int copied_sms(int num_gpu_sms, bool is_dispatch) {
+  return std::max(2, num_gpu_sms * (is_dispatch ? 16 : 8) / 33 / 2 * 2);
+}
+
+}  // namespace weft::moe
