@@ -95,7 +95,7 @@ void CudaExchange::combine_by_copies(
   launch.num_reduce = sms_of(call);
   launch.num_sum = launch.num_reduce;
   launch_combine_pack(launch, stream);
-  queue_copies(launch.copied, plan.rank_tokens, settings.max_tokens, stream);
+  queue_copies(launch.copied, plan.num_received, settings.max_tokens, stream);
   launch_combine_sum(launch, stream);
 }
 

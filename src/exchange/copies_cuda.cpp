@@ -34,8 +34,8 @@ PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
 // One after the other, as each alone fills the link; all ranks begin with another peer.
 void CudaExchange::queue_copies(
     const CopiedLaunch& copied,
-    std::span<const int32_t> rank_tokens,
-    int64_t most_tokens,
+    std::span<const int32_t> arrivals,
+    int64_t most_arrivals,
     cudaStream_t stream
 ) const {
   const uint64_t place = copied_address(copied).offset;
@@ -43,8 +43,8 @@ void CudaExchange::queue_copies(
   const std::byte* from = copied.packed;
   for (int step = 1; step < view.num_ranks; ++step) {
     const auto peer = static_cast<size_t>((view.rank + step) % view.num_ranks);
-    const int64_t tokens = rank_tokens.empty() ? most_tokens : rank_tokens[peer];
-    const auto bytes = static_cast<size_t>(copied.rows.num_bytes(tokens));
+    const int64_t count = arrivals.empty() ? most_arrivals : arrivals[peer];
+    const auto bytes = static_cast<size_t>(copied.rows.num_bytes(count));
     std::byte* control = view.control[peer];
     if (bytes > 0) {
       WEFT_CUDA(

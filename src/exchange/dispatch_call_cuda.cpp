@@ -130,7 +130,7 @@ void CudaExchange::dispatch_by_copies(
   launch.num_push = sms_of(call);
   launch.num_fan_out = launch.num_push;
   launch_dispatch_pack(launch, stream);
-  queue_copies(launch.copied, {}, plan.shape.num_tokens, stream);
+  queue_copies(launch.copied, plan.num_sent, plan.shape.num_tokens, stream);
   launch_dispatch_fan_out(launch, stream);
 }
 

@@ -137,7 +137,7 @@ struct CudaExchange final : Exchange::State {
   [[nodiscard]] PeerAddress copied_address(const CopiedLaunch& copied) const;
   void queue_copies(
       const CopiedLaunch& copied,
-      std::span<const int32_t> rank_tokens,
+      std::span<const int32_t> arrivals,
       int64_t most_tokens,
       cudaStream_t stream
   ) const;

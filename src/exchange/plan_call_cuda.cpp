@@ -90,7 +90,8 @@ void read_shape(const PlanView& host, PlanData& data) {
   data.padded_rows_per_expert = copy_of(host.padded_rows_per_expert(), local);
   data.expert_begin = copy_of(host.expert_begin(), local);
   data.global_routes = copy_of(host.global_routes(), static_cast<size_t>(data.shape.num_experts));
-  data.rank_tokens = {host.tokens_of(), host.tokens_of() + data.shape.num_ranks};
+  data.num_sent = {host.sent(), host.sent() + data.shape.num_ranks};
+  data.num_received = {host.received(), host.received() + data.shape.num_ranks};
   data.has_output_shape = true;
 }
 

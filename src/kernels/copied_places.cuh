@@ -9,13 +9,13 @@
 
 namespace weft {
 
-// What of `rank`'s tokens lies in `block`.
+// What goes to `rank` or has come from it lies in `block`.
 __device__ __forceinline__ void set_places(
-    CallSetup& setup, const CopiedRows& rows, int rank, std::byte* block, int32_t tokens
+    CallSetup& setup, const CopiedRows& rows, int rank, std::byte* block, int32_t arrivals
 ) {
   setup.rows[rank] = block;
-  setup.scales[rank] = block + rows.scales_offset(tokens);
-  setup.weights[rank] = reinterpret_cast<float*>(block + rows.weights_offset(tokens));
+  setup.scales[rank] = block + rows.scales_offset(arrivals);
+  setup.weights[rank] = reinterpret_cast<float*>(block + rows.weights_offset(arrivals));
   setup.first_row[rank] = 0;
   setup.place[rank] = DevicePlace::kCopied;
 }
@@ -56,9 +56,9 @@ __device__ inline bool begin_pack(
   bool is_good = setup.failures == 0;
   __syncthreads();
   if (is_good && peer < me.num_ranks) {
-    const int32_t tokens = is_back ? plan.tokens_of()[peer] : setup.own().num_tokens;
-    setup.tokens[peer] = tokens;
-    set_places(setup, copied.rows, peer, packed_for(me, copied, peer), tokens);
+    setup.tokens[peer] = is_back ? plan.tokens_of()[peer] : setup.own().num_tokens;
+    const int32_t arrivals = is_back ? plan.received()[peer] : plan.sent()[peer];
+    set_places(setup, copied.rows, peer, packed_for(me, copied, peer), arrivals);
     const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
     const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
@@ -109,11 +109,11 @@ __device__ inline bool accept_copies(
        !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kCopies))) {
     return false;
   }
-  const int32_t tokens = plan.tokens_of()[peer];
-  setup.tokens[peer] = tokens;
+  setup.tokens[peer] = plan.tokens_of()[peer];
   std::byte* block = control_of(me, me.rank) + said.rows.offset;
   const bool is_back = way == CopiedWay::kBack;
-  set_places(setup, copied.rows, peer, block, is_back ? setup.own().num_tokens : tokens);
+  const int32_t arrivals = is_back ? plan.sent()[peer] : plan.received()[peer];
+  set_places(setup, copied.rows, peer, block, arrivals);
   return true;
 }
 

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one rank sends another in a call by copy engines, as it lies in memory on both sides: rows,
-// then scale rows, then weights, each by arrival, with room for all tokens of the rank whose tokens
-// they are. For host and device.
+// then scale rows, then weights, each by arrival. For host and device.
 #pragma once
 
 #include <cstddef>
@@ -18,14 +17,14 @@ struct CopiedRows {
   int64_t scale_bytes = 0;   // staged_scale_bytes(); 0: none
   int64_t weight_bytes = 0;  // of all weights of an arrival; 0: none
 
-  [[nodiscard]] WEFT_HD constexpr int64_t scales_offset(int64_t num_tokens) const {
-    return num_tokens * row_bytes;
+  [[nodiscard]] WEFT_HD constexpr int64_t scales_offset(int64_t arrivals) const {
+    return arrivals * row_bytes;
   }
-  [[nodiscard]] WEFT_HD constexpr int64_t weights_offset(int64_t num_tokens) const {
-    return num_tokens * (row_bytes + scale_bytes);
+  [[nodiscard]] WEFT_HD constexpr int64_t weights_offset(int64_t arrivals) const {
+    return arrivals * (row_bytes + scale_bytes);
   }
-  [[nodiscard]] WEFT_HD constexpr int64_t num_bytes(int64_t num_tokens) const {
-    return num_tokens * (row_bytes + scale_bytes + weight_bytes);
+  [[nodiscard]] WEFT_HD constexpr int64_t num_bytes(int64_t arrivals) const {
+    return arrivals * (row_bytes + scale_bytes + weight_bytes);
   }
 };
 

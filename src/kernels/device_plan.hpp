@@ -67,6 +67,7 @@ struct PlanMap {
     expert_begin_ = take(per_local);
     global_routes_ = take(align(sizeof(int64_t) * num_experts));
     tokens_of_ = take(per_rank);
+    sent_ = take(per_rank);
     received_ = take(per_rank);
     arrival_base_ = take(per_rank);
     received_base_ = take(per_rank);
@@ -95,6 +96,8 @@ struct PlanMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t global_routes() const { return global_routes_; }
   // int32 [num_ranks] tokens of each rank.
   [[nodiscard]] WEFT_HD constexpr uint64_t tokens_of() const { return tokens_of_; }
+  // int32 [num_ranks] arrivals from this rank to each receiver, dropped ones included.
+  [[nodiscard]] WEFT_HD constexpr uint64_t sent() const { return sent_; }
   // int32 [num_ranks] arrivals from each source to this rank, dropped ones included.
   [[nodiscard]] WEFT_HD constexpr uint64_t received() const { return received_; }
   // int32 [num_ranks] arrivals to each receiver from ranks before this one: where this rank's
@@ -153,6 +156,7 @@ struct PlanMap {
   uint64_t expert_begin_ = 0;
   uint64_t global_routes_ = 0;
   uint64_t tokens_of_ = 0;
+  uint64_t sent_ = 0;
   uint64_t received_ = 0;
   uint64_t arrival_base_ = 0;
   uint64_t received_base_ = 0;
@@ -191,6 +195,7 @@ struct PlanView {
   [[nodiscard]] WEFT_HD int64_t* expert_begin() const { return at<int64_t>(map.expert_begin()); }
   [[nodiscard]] WEFT_HD int64_t* global_routes() const { return at<int64_t>(map.global_routes()); }
   [[nodiscard]] WEFT_HD int32_t* tokens_of() const { return at<int32_t>(map.tokens_of()); }
+  [[nodiscard]] WEFT_HD int32_t* sent() const { return at<int32_t>(map.sent()); }
   [[nodiscard]] WEFT_HD int32_t* received() const { return at<int32_t>(map.received()); }
   [[nodiscard]] WEFT_HD int32_t* arrival_base() const { return at<int32_t>(map.arrival_base()); }
   [[nodiscard]] WEFT_HD int32_t* received_base() const { return at<int32_t>(map.received_base()); }

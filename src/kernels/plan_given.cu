@@ -133,6 +133,7 @@ __device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
       arrivals_before += source < me.rank ? __ldcg(counts + rank) : 0;
       received_before += source < rank ? __ldcg(counts + me.rank) : 0;
     }
+    call.plan.sent()[rank] = __ldcg(counts_of(me, epoch, me.rank) + rank);
     call.plan.received()[rank] = __ldcg(counts_of(me, epoch, rank) + me.rank);
     call.plan.arrival_base()[rank] = arrivals_before;
     call.plan.received_base()[rank] = received_before;

@@ -229,6 +229,7 @@ __device__ inline void write_shape(
       received_base += shared.received[source];
     }
     to.tokens_of()[rank] = shared.words[rank].num_tokens;
+    to.sent()[rank] = shared.own()[rank];
     to.received()[rank] = shared.received[rank];
     to.arrival_base()[rank] = static_cast<int32_t>(shared.earlier[rank]);
     to.received_base()[rank] = received_base;

@@ -89,7 +89,10 @@ struct PlanData {
   PlanShape shape;
   std::shared_ptr<DevicePlan> device;  // null: everything is below
   bool has_output_shape = true;        // beside `device`: the first block below is filled in
-  std::vector<int32_t> rank_tokens;    // [num_ranks] beside `device`; empty: known there alone
+  // Arrivals to and from each rank, dropped ones included: [num_ranks] beside `device`; empty: known
+  // there alone.
+  std::vector<int32_t> num_sent;
+  std::vector<int32_t> num_received;
   uint64_t exchange_id = 0;            // which exchange made it; 0: a file or a test did
   uint64_t call = 0;                   // number of the call that made it, the same on every rank
 
@@ -122,7 +125,7 @@ struct PlanData {
   // Null in a group of one domain, and in a plan that no exchange made.
   std::shared_ptr<const DomainTraffic> between;
 
-  // All but exchange_id, call, rank_tokens and between.
+  // All but exchange_id, call, num_sent, num_received and between.
   friend bool operator==(const PlanData& a, const PlanData& b);
 };
 
