@@ -89,12 +89,12 @@ struct PlanData {
   PlanShape shape;
   std::shared_ptr<DevicePlan> device;  // null: everything is below
   bool has_output_shape = true;        // beside `device`: the first block below is filled in
-  // Arrivals to and from each rank, dropped ones included: [num_ranks] beside `device`; empty: known
-  // there alone.
+  // Arrivals to and from each rank, dropped ones included: [num_ranks] beside `device`; empty:
+  // known there alone.
   std::vector<int32_t> num_sent;
   std::vector<int32_t> num_received;
-  uint64_t exchange_id = 0;            // which exchange made it; 0: a file or a test did
-  uint64_t call = 0;                   // number of the call that made it, the same on every rank
+  uint64_t exchange_id = 0;  // which exchange made it; 0: a file or a test did
+  uint64_t call = 0;         // number of the call that made it, the same on every rank
 
   // The receiver's output.
   int64_t num_rows = 0;
