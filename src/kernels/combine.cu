@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
 // in the data flow: exchange/combine_call_cuda.cpp.
-#include "core/check_cuda.hpp"
 #include "kernels/combine_paths.cuh"
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
@@ -138,10 +137,9 @@ void prepare_combine() {
 }
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(call.num_reduce + call.num_sum);
   const RowPath path = path_of(call.mover, call.row_bytes);
   const CombineKernel kernel = kernel_of(path, call.scale != CombineScale::kNone, call.dtype);
-  launch(kernel, blocks, call, stream);
+  launch(kernel, call.num_reduce + call.num_sum, call, stream);
 }
 
 }  // namespace weft

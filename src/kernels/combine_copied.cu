@@ -154,11 +154,11 @@ void prepare_copied_combine() {
 }
 
 void launch_combine_pack(const CombineLaunch& call, cudaStream_t stream) {
-  launch(kernels_of(call).pack, static_cast<unsigned>(call.num_reduce), call, stream);
+  launch(kernels_of(call).pack, call.num_reduce, call, stream);
 }
 
 void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream) {
-  launch(kernels_of(call).sum, static_cast<unsigned>(call.num_sum), call, stream);
+  launch(kernels_of(call).sum, call.num_sum, call, stream);
 }
 
 }  // namespace weft

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows come to the warps that add them, and the kernels made for each way.
+// How rows come to the warps that add them.
 #pragma once
 
-#include "core/check_cuda.hpp"
+#include "kernels/kernel.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/row_pipeline.cuh"
 
@@ -22,31 +22,6 @@ inline RowPath path_of(Mover mover, int64_t row_bytes) {
   return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
 }
 
-struct CombineKernel {
-  void (*function)(CombineLaunch);
-  unsigned threads;  // of a block
-  int shared_bytes;
-};
-
-inline void prepare(const CombineKernel& kernel) {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel.function));
-  if (kernel.shared_bytes != 0 && attributes.binaryVersion >= 90) {
-    WEFT_CUDA(
-        Context{},
-        cudaFuncSetAttribute(
-            kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes
-        )
-    );
-  }
-}
-
-inline void launch(
-    const CombineKernel& kernel, unsigned blocks, const CombineLaunch& call, cudaStream_t stream
-) {
-  const auto shared_bytes = static_cast<size_t>(kernel.shared_bytes);
-  kernel.function<<<blocks, kernel.threads, shared_bytes, stream>>>(call);
-  WEFT_CUDA(Context{}, cudaGetLastError());
-}
+using CombineKernel = Kernel<CombineLaunch>;
 
 }  // namespace weft

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU: one launch, blocks of two roles (dispatch_push.cuh, dispatch_fan_out.cuh).
 // Previous in the data flow: exchange/dispatch_call_cuda.cpp; next: the caller's experts.
-#include "core/check_cuda.hpp"
 #include "kernels/dispatch_fan_out.cuh"
 #include "kernels/dispatch_push.cuh"
 #include "kernels/dispatch_staged.cuh"
+#include "kernels/kernel.cuh"
 #include "kernels/launch.hpp"
 
 namespace weft {
@@ -59,31 +59,21 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
 #endif
 }
 
+Kernel<DispatchLaunch> kernel_of(Mover mover) {
+  return mover == Mover::kBulk
+             ? Kernel<DispatchLaunch>{dispatch_bulk, kRoleThreads, kBulkSharedBytes}
+             : Kernel<DispatchLaunch>{dispatch_vector, kRoleThreads};
+}
+
 }  // namespace
 
 void prepare_dispatch() {
-  const Context nobody;
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, dispatch_vector));
-  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, dispatch_bulk));
-  if (attributes.binaryVersion >= 90) {
-    WEFT_CUDA(
-        nobody,
-        cudaFuncSetAttribute(
-            dispatch_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
-        )
-    );
-  }
+  prepare(kernel_of(Mover::kVector));
+  prepare(kernel_of(Mover::kBulk));
 }
 
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(call.num_push + call.num_fan_out);
-  if (call.mover == Mover::kBulk) {
-    dispatch_bulk<<<blocks, kRoleThreads, kBulkSharedBytes, stream>>>(call);
-  } else {
-    dispatch_vector<<<blocks, kRoleThreads, 0, stream>>>(call);
-  }
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  launch(kernel_of(call.mover), call.num_push + call.num_fan_out, call, stream);
 }
 
 }  // namespace weft

@@ -2,10 +2,10 @@
 // dispatch by copy engines, before and after the copies (exchange/copies_cuda.cpp): the push role
 // alone packs rows for each peer in this rank's memory; the fan-out role alone stores what has been
 // copied in its slots. Kernels of many blocks wait for nothing but this GPU's memory.
-#include "core/check_cuda.hpp"
 #include "kernels/copied_places.cuh"
 #include "kernels/dispatch_fan_out.cuh"
 #include "kernels/dispatch_push.cuh"
+#include "kernels/kernel.cuh"
 #include "kernels/launch.hpp"
 
 namespace weft {
@@ -107,43 +107,34 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
+struct Kernels {
+  Kernel<DispatchLaunch> pack;
+  Kernel<DispatchLaunch> fan_out;
+};
+
+Kernels kernels_of(Mover mover) {
+  if (mover == Mover::kBulk) {
+    return {{pack_bulk, kThreads, kBulkSharedBytes}, {fan_out_bulk, kThreads, kBulkSharedBytes}};
+  }
+  return {{pack_vector, kThreads}, {fan_out_vector, kThreads}};
+}
+
 }  // namespace
 
 void prepare_copied_dispatch() {
-  const Context nobody;
-  for (const auto kernel : {pack_vector, fan_out_vector, pack_bulk, fan_out_bulk}) {
-    cudaFuncAttributes attributes{};
-    WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, kernel));
-    const bool is_bulk = kernel == pack_bulk || kernel == fan_out_bulk;
-    if (is_bulk && attributes.binaryVersion >= 90) {
-      WEFT_CUDA(
-          nobody,
-          cudaFuncSetAttribute(
-              kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBulkSharedBytes
-          )
-      );
-    }
+  for (const Mover mover : {Mover::kVector, Mover::kBulk}) {
+    const Kernels kernels = kernels_of(mover);
+    prepare(kernels.pack);
+    prepare(kernels.fan_out);
   }
 }
 
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(call.num_push);
-  if (call.mover == Mover::kBulk) {
-    pack_bulk<<<blocks, kThreads, kBulkSharedBytes, stream>>>(call);
-  } else {
-    pack_vector<<<blocks, kThreads, 0, stream>>>(call);
-  }
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  launch(kernels_of(call.mover).pack, call.num_push, call, stream);
 }
 
 void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(call.num_fan_out);
-  if (call.mover == Mover::kBulk) {
-    fan_out_bulk<<<blocks, kThreads, kBulkSharedBytes, stream>>>(call);
-  } else {
-    fan_out_vector<<<blocks, kThreads, 0, stream>>>(call);
-  }
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  launch(kernels_of(call.mover).fan_out, call.num_fan_out, call, stream);
 }
 
 }  // namespace weft
