@@ -125,7 +125,7 @@ def measure(name: str, sms: list[int]) -> list[dict]:
         return [statistics.median(column) for column in zip(*found)]
 
     one = medians(work.products, None, 8, 0)[0] / 8
-    num_products = max(4, round(8000 / one))
+    num_products = max(8, round(8000 / one))
     kinds = [
         (op + (" by copies" if copies else ""), n, work.exchanges(op, n, copies))
         for copies in (False, True)

@@ -21,8 +21,9 @@ import torch
 _MEASURED = {"NVIDIA H200": (32, 64)}
 _SHARES = (8 / 33, 16 / 33)  # of another GPU: the same parts
 
-# From so many elements of a token on, copy engines cost computation less (docs/overlap.md).
-_COPIED_HIDDEN = 4096
+# From so many elements of a token on, copy engines cost computation less (docs/overlap.md). Their
+# room grows with the ranks; of more they are not chosen.
+_COPIED_HIDDEN, _COPIED_RANKS = 4096, 8
 _CHOICES = ("auto", "never", "always")
 
 _usual = (0, 0)
@@ -34,20 +35,21 @@ def usual_sms(is_copied_dispatch: bool = False) -> int:
     return _usual[is_copied_dispatch]
 
 
-def usual_copies(hidden: int) -> bool:
+def usual_copies(hidden: int, num_ranks: int) -> bool:
     """Whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
 
     Raises ValueError for another value.
     """
-    return _is_beside and _copies(hidden)
+    return _is_beside and _copies(hidden, num_ranks)
 
 
 @functools.cache
-def _copies(hidden: int) -> bool:
-    choice = os.environ.get("WEFT_COPY_ENGINES", "auto")
+def _copies(hidden: int, num_ranks: int) -> bool:
+    choice = os.environ.get("WEFT_COPY_ENGINES") or "auto"
     if choice not in _CHOICES:
         raise ValueError(f"WEFT_COPY_ENGINES = {choice} (expected one of {', '.join(_CHOICES)})")
-    return choice == "always" or (choice == "auto" and hidden >= _COPIED_HIDDEN)
+    is_better = hidden >= _COPIED_HIDDEN and num_ranks <= _COPIED_RANKS
+    return choice == "always" or (choice == "auto" and is_better)
 
 
 @contextmanager

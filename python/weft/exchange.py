@@ -285,7 +285,7 @@ class Exchange:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and beside.usual_copies(self.hidden)
+            and beside.usual_copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
             and len(self.group.domains) == 1
             and not torch.cuda.is_current_stream_capturing()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -127,7 +128,7 @@ def work(args: argparse.Namespace) -> int:
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
         found |= {"losses_equal": not lines, "balanced": args.balanced, "capacity": args.capacity}
         found |= {"exchange_sms": args.exchange_sms, "high_priority": args.high_priority}
-        found |= {"exchange_copies": args.exchange_copies or "auto"}
+        found |= {"exchange_copies": os.environ.get("WEFT_COPY_ENGINES", "auto")}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 1 if lines else 0
 

@@ -102,17 +102,22 @@ def choose(monkeypatch):
 )
 def test_copy_engines_beside_computation_alone(choose, choice, short, long):
     choose(choice)
-    assert not beside.usual_copies(7168)
+    assert not beside.usual_copies(7168, 2)
     with beside.beside_computation():
-        assert beside.usual_copies(2048) is short
-        assert beside.usual_copies(7168) is long
-    assert not beside.usual_copies(7168)
+        assert beside.usual_copies(2048, 2) is short
+        assert beside.usual_copies(7168, 2) is long
+        assert beside.usual_copies(7168, 8) is long
+        assert beside.usual_copies(7168, 9) is short
+    assert not beside.usual_copies(7168, 2)
 
 
 def test_refuses_another_choice(choose):
+    choose("")
+    with beside.beside_computation():
+        assert beside.usual_copies(7168, 2)
     choose("sometimes")
     with beside.beside_computation(), pytest.raises(ValueError, match="sometimes .expected one of"):
-        beside.usual_copies(7168)
+        beside.usual_copies(7168, 2)
 
 
 def on_a_cpu(rank, num_ranks, group):
