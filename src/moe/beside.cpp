@@ -16,8 +16,7 @@ bool copies_beside_computation(const TrainConfig& config, const Group& group) {
   if (choice == CopyEngines::kAuto) {
     choice = Env::read().copy_engines;
   }
-  const bool is_better =
-      config.model.hidden >= kCopiedHidden && group.num_ranks() <= kCopiedRanks;
+  const bool is_better = config.model.hidden >= kCopiedHidden && group.num_ranks() <= kCopiedRanks;
   const bool is_wanted =
       choice == CopyEngines::kAlways || (choice == CopyEngines::kAuto && is_better);
   return is_wanted && config.overlap.is_on && config.device.kind == Device::Kind::kCuda &&
