@@ -17,13 +17,13 @@ from contextlib import contextmanager
 import torch
 
 # By the name of a GPU (docs/overlap.md): what suffices for an exchange in case B to be as fast as
-# with half as many more, and with what a dispatch by copy engines costs least.
+# with half as many more, and with what a dispatch by copy engines costs little.
 _MEASURED = {"NVIDIA H200": (32, 64)}
 _SHARES = (8 / 33, 16 / 33)  # of another GPU: the same parts
 
 # From so many elements of a token on, copy engines cost computation less (docs/overlap.md). Their
 # room grows with the ranks; of more they are not chosen.
-_COPIED_HIDDEN, _COPIED_RANKS = 4096, 8
+_COPIED_HIDDEN, _COPIED_RANKS = 2048, 8
 _CHOICES = ("auto", "never", "always")
 
 _usual = (0, 0)

@@ -6,7 +6,7 @@ namespace {
 
 // From so many elements of a token on, copy engines cost computation less (docs/overlap.md). Their
 // room grows with the ranks; of more they are not chosen.
-constexpr int kCopiedHidden = 4096;
+constexpr int kCopiedHidden = 2048;
 constexpr int kCopiedRanks = 8;
 
 }  // namespace

@@ -104,7 +104,7 @@ def test_copy_engines_beside_computation_alone(choose, choice, short, long):
     choose(choice)
     assert not beside.usual_copies(7168, 2)
     with beside.beside_computation():
-        assert beside.usual_copies(2048, 2) is short
+        assert beside.usual_copies(2032, 2) is short
         assert beside.usual_copies(7168, 2) is long
         assert beside.usual_copies(7168, 8) is long
         assert beside.usual_copies(7168, 9) is short

@@ -18,9 +18,9 @@ bool takes_copies(int num_ranks, CopyEngines choice, int hidden, bool is_overlap
 }
 
 TEST(BesideTest, CopyEnginesCarryLongRows) {
-  EXPECT_FALSE(takes_copies(2, CopyEngines::kAuto, 2048));
-  EXPECT_TRUE(takes_copies(8, CopyEngines::kAuto, 4096));
-  EXPECT_FALSE(takes_copies(9, CopyEngines::kAuto, 4096));
+  EXPECT_FALSE(takes_copies(2, CopyEngines::kAuto, 2032));
+  EXPECT_TRUE(takes_copies(8, CopyEngines::kAuto, 2048));
+  EXPECT_FALSE(takes_copies(9, CopyEngines::kAuto, 2048));
   EXPECT_TRUE(takes_copies(2, CopyEngines::kAlways, 16));
   EXPECT_FALSE(takes_copies(2, CopyEngines::kNever, 7168));
 }
