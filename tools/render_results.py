@@ -11,6 +11,11 @@ and between these what gpu_results.py shows of all files of a MACHINE, nothing i
 
     <!-- gpus MACHINE -->
     <!-- end gpus -->
+
+and between these what bound_results.py does:
+
+    <!-- bounds MACHINE -->
+    <!-- end bounds -->
 """
 
 import json
@@ -19,6 +24,7 @@ import re
 import sys
 from xml.sax.saxutils import escape
 
+import bound_results
 import gpu_results
 import overlap_results
 import torch_results
@@ -26,6 +32,7 @@ import tree
 
 MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
 MARKED_GPUS = re.compile(r"<!-- gpus (\S+) -->\n.*?<!-- end gpus -->", re.S)
+MARKED_BOUNDS = re.compile(r"<!-- bounds (\S+) -->\n.*?<!-- end bounds -->", re.S)
 FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "gather_gbps", "rows"]
 BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 300
 STYLE = """<style>
@@ -209,6 +216,11 @@ def with_quotes(text, all_results, path):
         body = gpu_results.summary(all_results, machine, provenance, plot_path)
         return f"<!-- gpus {machine} -->\n{body + chr(10) if body else ''}<!-- end gpus -->"
 
+    def quote_bounds(match):
+        body = bound_results.summary(all_results, match.group(1))
+        return f"<!-- bounds {match.group(1)} -->\n{body + chr(10) if body else ''}<!-- end bounds -->"
+
+    text = MARKED_BOUNDS.sub(quote_bounds, text)
     return MARKED_GPUS.sub(quote_gpus, MARKED.sub(quote, text))
 
 
@@ -226,7 +238,7 @@ def wanted_files(root):
         wanted[root / f"docs/plots/{name}.svg"] = plot(groups)
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
         text = path.read_text()
-        if path not in wanted and (MARKED.search(text) or MARKED_GPUS.search(text)):
+        if path not in wanted and any(marked.search(text) for marked in (MARKED, MARKED_GPUS, MARKED_BOUNDS)):
             wanted[path] = with_quotes(text, all_results, path.relative_to(root))
             for machine in MARKED_GPUS.findall(text):
                 groups = gpu_results.bars(all_results, machine)

@@ -13,9 +13,9 @@ namespace weft::moe {
 // WEFT_COPY_ENGINES is.
 [[nodiscard]] bool copies_beside_computation(const TrainConfig& config, const Group& group);
 
-// Multiprocessors of a call by copy engines there, of those of its GPU (docs/overlap.md).
-[[nodiscard]] constexpr int copied_sms(int num_gpu_sms, bool is_dispatch) {
-  return std::max(2, num_gpu_sms * (is_dispatch ? 16 : 8) / 33 / 2 * 2);
+// Multiprocessors of a call there, of those of its GPU (docs/overlap.md).
+[[nodiscard]] constexpr int sms_beside_computation(int num_gpu_sms, bool is_copied_dispatch) {
+  return std::max(2, num_gpu_sms * (is_copied_dispatch ? 16 : 8) / 33 / 2 * 2);
 }
 
 }  // namespace weft::moe

@@ -158,9 +158,9 @@ int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
 // The exchange has room for copies if they are to be made.
 CallOptions GpuRank::call(bool is_beside, bool is_dispatch) const {
   CallOptions call = {.stream = exchange_stream_.get()};
-  if (is_beside && context_->exchange.config().copy_engines) {
-    call.copy_engines = true;
-    call.num_sms = copied_sms(num_gpu_sms_, is_dispatch);
+  if (is_beside && context_->has_two_lanes) {
+    call.copy_engines = context_->exchange.config().copy_engines;
+    call.num_sms = sms_beside_computation(num_gpu_sms_, is_dispatch && call.copy_engines);
   }
   return call;
 }

@@ -79,6 +79,25 @@ def test_sums_up_a_machine_with_gpus(tmp_path):
     assert run_tool("render_results", root, "--check")[0] == 0
 
 
+def test_says_what_bounds_the_calls_of_a_machine_with_gpus(tmp_path):
+    root = gpu_tree(tmp_path, ["gpu-a.m"])
+    (root / "README.md").write_text("<!-- bounds m -->\n<!-- end bounds -->\n")
+    assert run_tool("render_results", root)[0] == 0
+    assert (root / "README.md").read_text() == "<!-- bounds m -->\n<!-- end bounds -->\n"  # half of it is missing
+    row = {**ROW, "executor": "cuda", "us_p50": 30.0, "limit_us": 10.0, "sms": 132}
+    link = {**row, "op": "link", "sms": 120}
+    links = [
+        {**link, "mode": f"{way} 4 KB", "percent_of_limit": percent}
+        for way, percent in [("bulk stores", 75.0), ("stores", 80.0), ("bulk loads", 90.0)]
+    ]
+    for name, rows in [("gpu-d.m", [row]), ("limits.m", links)]:
+        (root / f"bench/results/{name}.json").write_text(json.dumps({**RESULTS, "rows": rows}))
+    assert run_tool("render_results", root)[0] == 0
+    lines = [line for line in (root / "README.md").read_text().splitlines() if line.startswith("| A")]
+    assert lines == ["| A | dispatch | 120 | 40.0 | 2,000.0 | 80 | 2,500.0 | 20.0 | 2,520.0 | 79 | 6,300 |"]
+    assert run_tool("render_results", root, "--check")[0] == 0
+
+
 def test_shows_nothing_of_gpus_that_are_not_measured(tmp_path):
     root = gpu_tree(tmp_path, [])
     assert run_tool("render_results", root)[0] == 0

@@ -34,9 +34,9 @@ TEST(BesideTest, CopyEnginesNeedPeersOnGpusAndComputation) {
 }
 
 TEST(BesideTest, CallsTakeAPartOfTheGpu) {
-  EXPECT_EQ(copied_sms(132, true), 64);
-  EXPECT_EQ(copied_sms(132, false), 32);
-  EXPECT_EQ(copied_sms(4, true), 2);
+  EXPECT_EQ(sms_beside_computation(132, true), 64);
+  EXPECT_EQ(sms_beside_computation(132, false), 32);
+  EXPECT_EQ(sms_beside_computation(4, true), 2);
 }
 
 }  // namespace
