@@ -2,6 +2,7 @@
 // From arrays and names to the arguments of plan, dispatch and combine.
 #include "calls_py.hpp"
 
+#include <exception>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
@@ -132,17 +133,13 @@ void dispatch(
   );
 }
 
-struct RoutedArguments {
-  PlanArguments plan;
-  DispatchArguments dispatch;
-};
-
-// Whether the call that is one launch where tokens are few can do it.
-bool has_size(const PlanArguments& plan) {
+// Whether the call that is one launch on GPUs where tokens are few can do it.
+bool may_be_one_launch(const Exchange& exchange, const PlanArguments& plan) {
   const bool is_given =
       plan.options.row_budget.has_value() ||
       (plan.options.layout == Layout::kExpertStrided && plan.options.expert_stride > 0);
-  return is_given && !plan.routing.map.is_given() && plan.options.overflow == Overflow::kDrop;
+  return exchange.config().device.kind == Device::Kind::kCuda && is_given &&
+         !plan.routing.map.is_given() && plan.options.overflow == Overflow::kDrop;
 }
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
@@ -159,7 +156,33 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   return out;
 }
 
-// The plan, and whether the dispatch is on its way: not if `rows` is None or does not suit.
+// What a dispatch is given, or why that cannot even be viewed.
+struct MaybeDispatch {
+  DispatchArguments arguments;
+  std::exception_ptr problem;
+  bool is_due = false;  // the plan is made
+};
+
+// The plan, and whether the dispatch is on its way: not if its output is not given or does not
+// suit. What cannot be viewed is refused where the others dispatch: they count the plan as a call,
+// too.
+std::pair<Plan, bool> plan_then_dispatch(
+    Exchange& exchange, const PlanArguments& plan, MaybeDispatch& dispatch, const CallOptions& call
+) {
+  const auto& [in, out] = dispatch.arguments;
+  if (!call.copy_engines && may_be_one_launch(exchange, plan)) {
+    dispatch.is_due = true;
+    return {exchange.dispatch(plan.routing, plan.options, in, out, call), true};
+  }
+  Plan found = exchange.plan(plan.routing, plan.options, call);
+  if (!dispatch.problem && !suits(out.rows, found.num_rows())) {
+    return {std::move(found), false};
+  }
+  dispatch.is_due = true;
+  exchange.dispatch(found, in, first_rows(out, found.num_rows()), call);
+  return {std::move(found), true};
+}
+
 // `failed` gets an element if it was the dispatch that raised.
 std::pair<Plan, bool> plan_and_dispatch(
     Calls& calls,
@@ -184,41 +207,39 @@ std::pair<Plan, bool> plan_and_dispatch(
     nb::list failed
 ) {
   const CallOptions call = call_of(stream, num_sms, copy_engines);
-  const auto build = [&]() -> RoutedArguments {
-    return {
-        plan_arguments(
-            topk_idx,
-            routing_map,
-            plan_weights,
-            layout,
-            pad_multiple,
-            expert_stride,
-            row_budget,
-            overflow
-        ),
-        dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise)};
+  const auto build = [&] {
+    return plan_arguments(
+        topk_idx,
+        routing_map,
+        plan_weights,
+        layout,
+        pad_multiple,
+        expert_stride,
+        row_budget,
+        overflow
+    );
   };
-  bool is_planned = false;
-  const auto run = [&](Exchange& exchange, const RoutedArguments& a) -> std::pair<Plan, bool> {
-    const auto& [plan, dispatch] = a;
-    if (!copy_engines && has_size(plan)) {
-      return {exchange.dispatch(plan.routing, plan.options, dispatch.in, dispatch.out, call), true};
-    }
-    Plan found = exchange.plan(plan.routing, plan.options, call_of(stream, num_sms));
-    if (!suits(dispatch.out.rows, found.num_rows())) {
-      return {std::move(found), false};
-    }
-    is_planned = true;
-    exchange.dispatch(found, dispatch.in, first_rows(dispatch.out, found.num_rows()), call);
-    return {std::move(found), true};
-  };
+  MaybeDispatch dispatch;
   try {
-    return calls.call(build, run, [&](Exchange& exchange) {
-      static_cast<void>(exchange.plan({}, {}, call));
-    });
+    dispatch.arguments =
+        dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
   } catch (const Error&) {
-    if (is_planned) {
+    dispatch.problem = std::current_exception();
+  }
+  try {
+    return calls.call(
+        build,
+        [&](Exchange& exchange, const PlanArguments& plan) {
+          return plan_then_dispatch(exchange, plan, dispatch, call);
+        },
+        [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
+    );
+  } catch (const Error&) {
+    if (dispatch.is_due) {
       failed.append(true);
+    }
+    if (dispatch.is_due && dispatch.problem) {
+      std::rethrow_exception(dispatch.problem);
     }
     throw;
   }

@@ -147,6 +147,7 @@ class Exchange:
 
     def _growing(self, make, topk_idx, routing_map, has_size, failed=()):  # noqa: ANN001, ANN202
         """make(), on an exchange that has grown if this one was too small."""
+        _ = self.core  # one that was closed does not grow
         try:
             return make()
         except InvalidArgument:
@@ -218,7 +219,8 @@ class Exchange:
         without gradients; `weft.plan_and_dispatch` has them.
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
-        by then. Where the number is given (row_budget, or expert_stride with "expert_strided"),
+        by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
+        all ranks or none),
         routing by topk_idx, overflow "drop" and no copy engines, it is one launch on GPUs of one
         domain, in which rows travel while the plan is made, if max_tokens is at most 512 and
         max_tokens * max_topk of all ranks at most 32,768.
@@ -227,11 +229,8 @@ class Exchange:
         num_rows = row_budget
         if layout == "expert_strided" and expert_stride > 0:
             num_rows = expert_stride * self.num_local_experts
-        weight_cols = 1
-        if layout == "rank_major":
-            weight_cols = self.max_topk if topk_idx is None else topk_idx.size(-1)
         wanted = Wanted(x, weights, scales, quantise)
-        ahead = OutputsAhead(self._outputs, wanted, num_rows, weight_cols)
+        ahead = OutputsAhead(self._outputs, wanted, num_rows)
         options = (layout, pad_multiple, expert_stride, row_budget, overflow)
         failed: list[bool] = []  # not empty: it was the dispatch
 
@@ -240,7 +239,11 @@ class Exchange:
             how = self._how(core, num_sms, copy_engines, is_dispatch=True)
             given = (view(topk_idx), view(routing_map), view(plan_weights), *options)
             how = (quantise, self._stream(), *how)
-            return core, how, *core.plan_and_dispatch(*given, *ahead.views(core), *how, failed)
+            weight_cols = 1
+            if layout == "rank_major":
+                weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
+            views = ahead.views(core, weight_cols)
+            return core, how, *core.plan_and_dispatch(*given, *views, *how, failed)
 
         has_size = num_rows is not None and overflow == "drop"
         core, how, made, is_sent = self._growing(make, topk_idx, routing_map, has_size, failed)
@@ -352,3 +355,7 @@ class Exchange:
     def release_pooled(self) -> None:
         """Gives unused memory back. On a GPU while no rank runs or begins a call."""
         self.core.release_pooled()
+
+
+def _columns(tensor: Tensor) -> int:
+    return tensor.size(1) if tensor.dim() == 2 else 1

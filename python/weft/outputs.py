@@ -9,11 +9,13 @@ import torch
 from torch.utils.dlpack import to_dlpack
 
 from weft import _core
+from weft.errors import Error
 from weft.pool import OutputPool
 from weft.views import as_bytes, empty_like, view
 
 Tensor = torch.Tensor
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Dispatched(NamedTuple):
@@ -73,9 +75,7 @@ class Outputs:
         num_rows, weight_cols = size
         x, weights, scales, quantise = wanted
         cols = x.size(1) if x.dim() == 2 else 1
-        dtype = x.dtype
-        if quantise != "none":
-            dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[quantise]
+        dtype = _FP8.get(quantise, x.dtype)  # the call refuses another name
         rows = self._rows(calls, num_rows, cols, dtype)
         row_weights = row_scales = None
         if weights is not None:
@@ -83,7 +83,7 @@ class Outputs:
         if scales is not None:
             scale_bytes = scales.size(1) * scales.element_size()
             row_scales = empty_like(x, num_rows, scale_bytes, torch.uint8)
-        elif quantise != "none":
+        elif quantise in _FP8:
             row_scales = empty_like(x, num_rows, cols // 128, torch.float32)
         return Dispatched(rows, row_weights, row_scales)
 
@@ -111,23 +111,26 @@ class OutputsAhead:
     last such call and a little more.
     """
 
-    def __init__(
-        self, outputs: Outputs, wanted: Wanted, num_rows: int | None, weight_cols: int
-    ) -> None:
+    def __init__(self, outputs: Outputs, wanted: Wanted, num_rows: int | None) -> None:
         self._outputs, self._wanted = outputs, wanted
         self._is_open = num_rows is None
         if num_rows is None and outputs.last_rows is not None:
             num_rows = outputs.last_rows + outputs.last_rows // 64
-        self._size = None if num_rows is None else (num_rows, weight_cols)
+        self._num_rows = num_rows
         self._calls: _core.Exchange | None = None
         self._made = Dispatched(None, None, None)
 
-    def views(self, calls: _core.Exchange) -> tuple:
-        """What goes in, and what comes out: None if there is no last call. Again for an exchange
-        that has grown."""
-        if calls is not self._calls and self._size is not None:
-            self._made = self._outputs.of_dispatch(calls, self._size, self._wanted)
-            self._calls = calls
+    def views(self, calls: _core.Exchange, weight_cols: int) -> tuple:
+        """What goes in, and what comes out: None if there is no last call or no memory for as much.
+        Again for an exchange that has grown."""
+        if calls is not self._calls and self._num_rows is not None:
+            self._made, self._calls = Dispatched(None, None, None), calls
+            size = (self._num_rows, weight_cols)
+            try:
+                self._made = self._outputs.of_dispatch(calls, size, self._wanted)
+            except (torch.cuda.OutOfMemoryError, Error):
+                if not self._is_open:
+                    raise
         return self._wanted.views() + self._made.views()
 
     def cut(self, num_rows: int) -> Dispatched:

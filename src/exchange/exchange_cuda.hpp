@@ -128,8 +128,8 @@ struct CudaExchange final : Exchange::State {
       const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
   // Calls by copy engines: whether such rows go so, the next call's places, this rank's place in
-  // the memory of a peer, and the copies of what tokens need at most: of each rank, or
-  // `most_tokens`.
+  // the memory of a peer, and the copies of as many rows as there are arrivals of each peer, or of
+  // `most_arrivals` where only the GPU knows.
   [[nodiscard]] bool goes_by_copies(
       const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
   ) const;
@@ -138,7 +138,7 @@ struct CudaExchange final : Exchange::State {
   void queue_copies(
       const CopiedLaunch& copied,
       std::span<const int32_t> arrivals,
-      int64_t most_tokens,
+      int64_t most_arrivals,
       cudaStream_t stream
   ) const;
   // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory

@@ -9,8 +9,9 @@ namespace weft {
 template <class Call>
 struct Kernel {
   void (*function)(Call);
-  int threads;           // of a block
-  int shared_bytes = 0;  // of a block, beside what it declares; on GPUs of capability 9.0 alone
+  int threads;  // of a block
+  int shared_bytes =
+      0;  // of a block, beside what it declares; only kernels of 9.0 and later have any
 };
 
 // Once per device and before any capture.

@@ -90,6 +90,14 @@ def from_map(rank, num_ranks, group):
     with pytest.raises(weft.InvalidArgument, match="row_budget = 1"):
         ex.plan_and_dispatch(None, x, routing_map=chosen, row_budget=1, overflow="error")
 
+    longer = torch.ones(x.size(0), num_experts, dtype=torch.bool)  # in a row than there is room for
+    small = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_topk=2)
+    for seen in (chosen[:, :2].any(1, keepdim=True) & (torch.arange(num_experts) < 2), longer):
+        options = {"routing_map": seen.contiguous(), "layout": "rank_major"}
+        plan, made = small.plan_and_dispatch(None, x, probs, **options)
+        expected = small.plan(**options)
+        assert is_same(made, small.dispatch(expected, x, probs))
+
 
 def test_routing_maps(ranks):
     ranks(from_map, 2)
@@ -134,8 +142,44 @@ def refused(rank, num_ranks, group):
         ex.plan_and_dispatch(bad, x)
     with pytest.raises(weft.InvalidArgument):
         ex.plan_and_dispatch(idx, x[:4] if rank == 1 else x)
-    plan, out = ex.plan_and_dispatch(idx, x)
-    assert out.rows.shape == (plan.num_rows, HIDDEN)
+    for options in ({}, {"row_budget": 40}, {"row_budget": 40} if rank == 1 else {}):
+        for wrong in (x[:4], x.double(), x[0]):
+            with pytest.raises(weft.InvalidArgument):
+                ex.plan_and_dispatch(idx, wrong if rank == 1 else x, **options)
+        for flat in (idx, idx[:, 0].contiguous()):  # one choice of each token
+            plan, out = ex.plan_and_dispatch(flat, x, layout="rank_major", **options)
+            assert out.rows.shape == (plan.num_rows, HIDDEN)
+    with pytest.raises(weft.InvalidArgument):
+        ex.plan_and_dispatch(idx, x, quantise="e9" if rank == 1 else "none")
+    ex.close()
+    with pytest.raises(weft.InvalidArgument, match="closed"):
+        ex.plan_and_dispatch(idx.repeat(2000, 1), x.repeat(2000, 1))
+
+
+def memory_short(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 64, 2, 4)
+    ex.plan_and_dispatch(idx, x)
+    usual, wanted = ex._outputs.of_dispatch, []
+
+    def of_dispatch(calls, size, given):
+        wanted.append(size[0])
+        if len(wanted) == 1 and rank == 0:
+            raise weft.Error("as many rows as before", "out of memory")
+        return usual(calls, size, given)
+
+    ex._outputs.of_dispatch = of_dispatch
+    plan, out = ex.plan_and_dispatch(idx[:2], x[:2])
+    assert out.rows.shape == (plan.num_rows, HIDDEN) and wanted[-1] == plan.num_rows
+    with pytest.raises(weft.Error, match="as many rows"):
+        wanted.clear()
+        ex.plan_and_dispatch(idx[:2], x[:2], row_budget=8)
+        assert rank == 1
+        raise weft.Error("as many rows")
+
+
+def test_memory_for_as_many_rows_as_before_is_no_condition(ranks):
+    ranks(memory_short, 1)
 
 
 def test_every_rank_raises_what_one_did_wrong(ranks):
