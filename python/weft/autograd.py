@@ -47,19 +47,28 @@ class _PlanAndDispatch(torch.autograd.Function):
 
 def _keep_dispatch(ctx, x, weights, out) -> None:  # noqa: ANN001
     ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
-    ctx.has_weights = weights is not None
-    ctx.x = (x.dtype, x.shape, x.device)
+    _keep(ctx, x, weights)
 
 
 def _undo_dispatch(ctx, grad_rows, grad_weights) -> Combined:  # noqa: ANN001
-    # All ranks take this path or none: what a rank does not use gets zeros.
     plan = ctx.plan
-    dtype, shape, device = ctx.x
-    if grad_rows is None:
-        grad_rows = torch.zeros((plan.num_rows, shape[1]), dtype=dtype, device=device)
+    grads = _filled(ctx, grad_rows, grad_weights, plan.num_rows, plan.row_weight_cols)
+    return plan.exchange.combine(plan, *grads, **ctx.how)
+
+
+def _keep(ctx, rows, weights) -> None:  # noqa: ANN001
+    ctx.has_weights = weights is not None
+    ctx.sent = (rows.dtype, rows.shape, rows.device)
+
+
+def _filled(ctx, grad, grad_weights, num_rows, weight_cols):  # noqa: ANN001, ANN202
+    """All ranks call in the backward or none: what a rank does not use gets zeros."""
+    dtype, shape, device = ctx.sent
+    if grad is None:
+        grad = torch.zeros((num_rows, shape[1]), dtype=dtype, device=device)
     if ctx.has_weights and grad_weights is None:
-        grad_weights = torch.zeros((plan.num_rows, plan.row_weight_cols), device=device)
-    return plan.exchange.combine(plan, grad_rows, grad_weights, **ctx.how)
+        grad_weights = torch.zeros((num_rows, weight_cols), device=device)
+    return grad, grad_weights
 
 
 class _Combine(torch.autograd.Function):
@@ -68,19 +77,14 @@ class _Combine(torch.autograd.Function):
         ctx.plan, ctx.how = plan, how
         ctx.set_materialize_grads(False)
         out = plan.exchange.combine(plan, rows, row_weights, **how)
-        ctx.has_weights = row_weights is not None
-        ctx.rows = (rows.dtype, rows.shape, rows.device)
+        _keep(ctx, rows, row_weights)
         return out.x, out.weights
 
     @staticmethod
     def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
         plan = ctx.plan
-        dtype, shape, device = ctx.rows
-        if grad_x is None:
-            grad_x = torch.zeros((plan.num_tokens, shape[1]), dtype=dtype, device=device)
-        if ctx.has_weights and grad_weights is None:
-            grad_weights = torch.zeros((plan.num_tokens, plan.weight_cols), device=device)
-        out = plan.exchange.dispatch(plan, grad_x, grad_weights, **ctx.how)
+        grads = _filled(ctx, grad_x, grad_weights, plan.num_tokens, plan.weight_cols)
+        out = plan.exchange.dispatch(plan, *grads, **ctx.how)
         return None, out.rows, out.weights, None
 
 

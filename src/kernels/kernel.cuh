@@ -9,9 +9,8 @@ namespace weft {
 template <class Call>
 struct Kernel {
   void (*function)(Call);
-  int threads;  // of a block
-  int shared_bytes =
-      0;  // of a block, beside what it declares; only kernels of 9.0 and later have any
+  int threads;           // of a block
+  int shared_bytes = 0;  // of a block, beside what the kernel declares
 };
 
 // Once per device and before any capture.

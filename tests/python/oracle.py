@@ -6,6 +6,17 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+HIDDEN = 32
+
+
+def inputs(rank, num_tokens, topk, num_experts, dtype=torch.float32, seed=0):
+    """x [T, HIDDEN], topk_idx with holes and weights [T, K] of a rank, the same on every rank."""
+    gen = torch.Generator().manual_seed(1000 * seed + rank)
+    x = torch.randn(num_tokens, HIDDEN, generator=gen).to(dtype)
+    idx = torch.randint(-1, num_experts, (num_tokens, topk), generator=gen)
+    weights = torch.rand(num_tokens, topk, generator=gen)
+    return x, idx, weights
+
 
 def gather(group, value) -> list:
     """`value` of every rank, by rank."""

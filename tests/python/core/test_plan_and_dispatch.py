@@ -5,16 +5,7 @@ import pytest
 import torch
 
 import weft
-
-HIDDEN = 32
-
-
-def inputs(rank, num_tokens, topk, num_experts, dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(1000 * seed + rank)
-    x = torch.randn(num_tokens, HIDDEN, generator=gen).to(dtype)
-    idx = torch.randint(-1, num_experts, (num_tokens, topk), generator=gen)
-    weights = torch.rand(num_tokens, topk, generator=gen)
-    return x, idx, weights
+from oracle import HIDDEN, inputs
 
 
 def in_one_call(rank, num_ranks, group, layout):

@@ -39,14 +39,19 @@ class Inputs:
         self.map, self.probs = chosen.to(device), (scores * chosen).to(device)
 
 
-def core(group, inputs, layout, budget=None):
-    exchange = weft.Exchange(
+def exchange_of(group, inputs, **more):
+    return weft.Exchange(
         group,
         hidden=HIDDEN,
         num_experts=inputs.num_experts,
         device=inputs.device,
         timeout=TIMEOUT,
+        **more,
     )
+
+
+def core(group, inputs, layout, budget=None):
+    exchange = exchange_of(group, inputs)
     pad = 1 if layout == "rank_major" else 16
     stride = 256 if layout == "expert_strided" else 0
     plan = exchange.plan(
@@ -79,14 +84,7 @@ def expert_strided(group, inputs):
 
 
 def in_one_call(group, inputs):
-    exchange = weft.Exchange(
-        group,
-        hidden=HIDDEN,
-        num_experts=inputs.num_experts,
-        max_tokens=64,
-        device=inputs.device,
-        timeout=TIMEOUT,
-    )
+    exchange = exchange_of(group, inputs, max_tokens=64)
     made = []
     for _ in range(3):  # the last may be ahead of a peer that is in the one before
         plan, out = exchange.plan_and_dispatch(
@@ -100,14 +98,7 @@ def in_one_call(group, inputs):
 
 
 def rows_open(group, inputs):
-    exchange = weft.Exchange(
-        group,
-        hidden=HIDDEN,
-        num_experts=inputs.num_experts,
-        max_tokens=64,
-        device=inputs.device,
-        timeout=TIMEOUT,
-    )
+    exchange = exchange_of(group, inputs, max_tokens=64)
     made = []
     for share in (1, 1, 2, 3, 1):  # of the tokens: the memory taken ahead suits or does not
         few = slice(0, inputs.x.size(0) // share)
@@ -214,13 +205,7 @@ def low_latency(group, inputs):
 
 
 def traced(group, inputs):
-    exchange = weft.Exchange(
-        group,
-        hidden=HIDDEN,
-        num_experts=inputs.num_experts,
-        device=inputs.device,
-        timeout=TIMEOUT,
-    )
+    exchange = exchange_of(group, inputs)
     name = ops.register(exchange)
     x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
     rows, row_weights, counts, ticket = ops.dispatch(x, inputs.idx, w, name)

@@ -25,7 +25,7 @@ import torch
 from .checks import check
 from .hybrid_handle import HybridEPHandle, PermuteHandle
 from .hybrid_plain import PlainCalls
-from .hybrid_routing import count_of, routing_of, scales_of, scatter_columns
+from .hybrid_routing import count_of, routing_of, scales_of
 from .hybrid_setup import warn_deprecated
 
 Tensor = torch.Tensor
@@ -126,16 +126,8 @@ class HybridEPBuffer(PlainCalls):
             tokens_per_expert = _counts(handle, on_host=not non_blocking)
         else:
             _check_reuse(verb, handle, num_permuted_tokens, pad_multiple)
-            if topk_idx is not None and topk_weights is not None:
-                probs = scatter_columns(topk_idx, topk_weights, handle.plan.num_experts)
-            plan = handle.plan
-            out = plan.exchange.dispatch(
-                plan,
-                hidden,
-                probs,
-                scales_of(hidden, scaling_factor),
-                num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
-            )
+            routing = (probs, topk_idx, topk_weights)
+            out = self._send_by(handle.plan, hidden, scaling_factor, *routing)
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
 

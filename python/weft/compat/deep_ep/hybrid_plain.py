@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weft import Plan
+from weft import Dispatched, Plan
 
 from .checks import check
 from .hybrid_handle import PlainHandle
@@ -132,17 +132,29 @@ class PlainCalls(HybridEPSetup):
         topk_weights: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, PlainHandle]:
         plan = _handle_of("dispatch", handle).plan
+        out = self._send_by(plan, hidden, scaling_factor, probs, topk_idx, topk_weights)
+        row_probs = None if out.weights is None else self._columns_of(handle, out.weights)
+        return out.rows, row_probs, out.scales, handle
+
+    def _send_by(
+        self,
+        plan: Plan,
+        hidden: Tensor,
+        scaling_factor: Tensor | None,
+        probs: Tensor | None,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+    ) -> Dispatched:
+        """Along the plan of a handle; topk_idx and topk_weights in place of probs."""
         if topk_idx is not None and topk_weights is not None:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
-        out = plan.exchange.dispatch(
+        return plan.exchange.dispatch(
             plan,
             hidden,
             probs,
             scales_of(hidden, scaling_factor),
             num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
         )
-        row_probs = None if out.weights is None else self._columns_of(handle, out.weights)
-        return out.rows, row_probs, out.scales, handle
 
     def _first_column(self, plan: Plan) -> int:
         """Of this rank's experts among those of its domain."""
