@@ -26,12 +26,22 @@ def table(header, num_names, lines):
     return ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)]
 
 
-STEP_HEADER = ["mode", "s/step", "times faster", "exposed, % of exchange", "% of step", "idle, % of step", "peak GiB"]
+STEP_HEADER = ["mode", "s/step", "times faster", "exposed, % of exchange", "% of step", "idle, % of step"]
+STEP_HEADER += ["busiest rank, of mean", "peak GiB"]
 
 
-def step_line(row):
+def step_line(row, results):
     shares = [percent(row[key]) for key in ("exposed_of_exchange", "exposed_of_step", "idle_of_step")]
-    return [row["mode"], number(row["seconds"], 4), number(row["ratio"], 2), *shares, number(row["peak_gib"], 1)]
+    if may_miss_copies(row, results):
+        shares = ["-"] * len(shares)
+    numbers = [number(row["seconds"], 4), number(row["ratio"], 2)]
+    return [row["mode"], *numbers, *shares, number(row.get("busiest_of_mean"), 2), number(row["peak_gib"], 1)]
+
+
+def may_miss_copies(row, results):
+    """Whether copy engines carried rows when traces were not yet looked through for that."""
+    by_copies = results.get("exchange_copies", "never") != "never" and "overlap" in row["mode"]
+    return by_copies and not results.get("exposed_has_copies")
 
 
 def steps(results):
@@ -47,7 +57,7 @@ def steps(results):
         f"{model['layers']} layers of {name} on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
         f"of {model['sequences']} x {model['sequence']:,} tokens on each{routing}:"
     )
-    return ["", text, "", *table(STEP_HEADER, 1, [step_line(row) for row in results["rows"]])]
+    return ["", text, "", *table(STEP_HEADER, 1, [step_line(row, results) for row in results["rows"]])]
 
 
 BESIDE_HEADER = ["exchange", "SMs", "alone, us", "beside products, us", "products slower by, %", "costs, us"]

@@ -2,7 +2,9 @@
 """How much of the exchange nothing hides, from a trace of one step.
 
 An exchange kernel is known by its name, in every mode alike, and not by its stream: NCCL has
-streams of its own, and the lane of exchanges also adds up residuals and puts rows in order.
+streams of its own, and the lane of exchanges also adds up residuals and puts rows in order. Where
+copy engines carry rows, no kernel runs between the one that packs them and the one that takes what
+has arrived; this time belongs to the exchange, whether the trace has the copies or not.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import NamedTuple
 
 Interval = tuple[float, float]
 
-_WEFT = re.compile(r"weft.*(dispatch|combine|plan|wait_records)")
+_PACKS = re.compile(r"weft::.*\bpack_(vector|bulk)\b")
+_TAKES = re.compile(r"weft::.*\b(fan_out|sum)_(vector|bulk)\b")
 
 
 class Kernel(NamedTuple):
@@ -31,7 +34,7 @@ class Exposure:
     """Times in the unit of the trace."""
 
     span: float  # from the first kernel's begin to the last one's end
-    exchange: float  # some exchange runs
+    exchange: float  # some exchange runs, copies included
     exposed: float  # some exchange runs, and no kernel of another kind on another stream
     idle: float  # nothing runs: the GPU waits for the host
 
@@ -40,7 +43,19 @@ def is_exchange(name: str) -> bool:
     """Tokens and their counts, by NCCL or by Weft. Sums are of gradients: no exchange."""
     if "nccl" in name.lower():
         return "Reduce" not in name
-    return _WEFT.search(name) is not None
+    return "weft::" in name  # the library has no other kernels
+
+
+def copies(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """What copy engines do between two kernels of a stream, as one more kernel."""
+    found = []
+    last: dict[int, Kernel] = {}
+    for kernel in sorted(kernels):
+        before = last.get(kernel.stream)
+        if before is not None and _PACKS.search(before.name) and _TAKES.search(kernel.name):
+            found.append(Kernel(before.end, kernel.begin, "weft::copies", kernel.stream))
+        last[kernel.stream] = kernel
+    return found
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -83,6 +98,7 @@ def exposure(
 ) -> Exposure:
     """Exchanges hide under kernels of other streams only, and not under other exchanges."""
     kernels = list(kernels)
+    kernels += copies(kernels)
     busy = union((k.begin, k.end) for k in kernels)
     if not busy:
         return Exposure(0.0, 0.0, 0.0, 0.0)

@@ -128,7 +128,8 @@ def work(args: argparse.Namespace) -> int:
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
         found |= {"losses_equal": not lines, "balanced": args.balanced, "capacity": args.capacity}
         found |= {"exchange_sms": args.exchange_sms, "high_priority": args.high_priority}
-        found |= {"exchange_copies": os.environ.get("WEFT_COPY_ENGINES", "auto")}
+        copies = os.environ.get("WEFT_COPY_ENGINES", "auto")
+        found |= {"exchange_copies": copies, "exposed_has_copies": True}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 1 if lines else 0
 

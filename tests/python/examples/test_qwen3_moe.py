@@ -28,6 +28,10 @@ from weft.examples.qwen3_start import layers_that_fit
 from weft.examples.qwen3_trace import read_trace
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+PACK = "weft::(anonymous namespace)::pack_bulk(weft::DispatchLaunch)"
+FAN_OUT = "weft::(anonymous namespace)::fan_out_bulk(weft::DispatchLaunch)"
+PACK_SUMS = "void weft::(anonymous namespace)::pack_vector<__half, true>(weft::CombineLaunch)"
+ADD_SUMS = "void weft::(anonymous namespace)::sum_vector<__half>(weft::CombineLaunch)"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,15 @@ def test_difference_is_what_counting_gives():
         # Nor does another exchange; what two of them expose counts once.
         ([Kernel(0, 4, SEND, 9), Kernel(2, 6, SEND, 11)], (6, 6, 6, 0)),
         ([Kernel(0, 4, SEND, 9), Kernel(0, 4, SEND, 11), Kernel(1, 9, "gemm", 7)], (9, 4, 1, 0)),
+        # Copy engines carry what was packed, with nothing beside, and the GPU does not wait for
+        # the host meanwhile.
+        ([Kernel(0, 1, PACK, 9), Kernel(4, 6, FAN_OUT, 9)], (6, 6, 6, 0)),
+        ([Kernel(0, 1, PACK_SUMS, 9), Kernel(4, 6, ADD_SUMS, 9)], (6, 6, 6, 0)),
+        ([Kernel(4, 6, FAN_OUT, 9), Kernel(0, 1, PACK, 9), Kernel(2, 7, "gemm", 7)], (7, 6, 2, 0)),
+        # Two streams' calls are two.
+        ([Kernel(0, 1, PACK, 9), Kernel(4, 6, FAN_OUT, 7)], (6, 3, 3, 3)),
+        # After the rows have been taken, the time until the next call is nobody's.
+        ([Kernel(0, 1, FAN_OUT, 9), Kernel(4, 6, PACK, 9)], (6, 3, 3, 3)),
     ],
 )
 def test_exposure(kernels, expected):
@@ -103,6 +116,10 @@ def test_exposure(kernels, expected):
         ("weft::(anonymous namespace)::dispatch_bulk(weft::DispatchLaunch)", True),
         ("weft::(anonymous namespace)::combine_vector(weft::CombineLaunch)", True),
         ("weft::(anonymous namespace)::plan_kernel(weft::PlanLaunch)", True),
+        (PACK, True),
+        (FAN_OUT, True),
+        (PACK_SUMS, True),
+        (ADD_SUMS, True),
         ("sm90_xmma_gemm_bf16", False),
         ("void at::native::elementwise_kernel<128, 4>", False),
     ],
