@@ -26,14 +26,17 @@ def table(header, num_names, lines):
     return ["| " + " | ".join(header) + " |", rule, *("| " + " | ".join(line) + " |" for line in lines)]
 
 
-STEP_HEADER = ["mode", "s/step", "times faster", "exposed, % of exchange", "% of step", "idle, % of step"]
-STEP_HEADER += ["busiest rank, of mean", "peak GiB"]
+STEP_HEADER = ["mode", "s/step", "times faster", "exchange, % of step", "moving, % of step"]
+STEP_HEADER += ["exposed, % of exchange", "% of step", "idle, % of step", "busiest rank, of mean", "peak GiB"]
+SHARES = ["exchange_of_step", "moving_of_step", "exposed_of_exchange", "exposed_of_step", "idle_of_step"]
 
 
 def step_line(row, results):
-    shares = [percent(row[key]) for key in ("exposed_of_exchange", "exposed_of_step", "idle_of_step")]
+    shares = [percent(row.get(key)) for key in SHARES]
     if may_miss_copies(row, results):
         shares = ["-"] * len(shares)
+    elif "exchange_of_step" not in row and row["exposed_of_exchange"]:
+        shares[0] = percent(row["exposed_of_step"] / row["exposed_of_exchange"])
     numbers = [number(row["seconds"], 4), number(row["ratio"], 2)]
     return [row["mode"], *numbers, *shares, number(row.get("busiest_of_mean"), 2), number(row["peak_gib"], 1)]
 
@@ -57,7 +60,10 @@ def steps(results):
         f"{model['layers']} layers of {name} on {results['ranks']} GPUs, {results['micro_batches']} micro-batches "
         f"of {model['sequences']} x {model['sequence']:,} tokens on each{routing}:"
     )
-    return ["", text, "", *table(STEP_HEADER, 1, [step_line(row, results) for row in results["rows"]])]
+    columns = zip(STEP_HEADER, *(step_line(row, results) for row in results["rows"]))
+    known = [column for column in columns if set(column[1:]) != {"-"}]
+    header, *lines = zip(*known)
+    return ["", text, "", *table(header, 1, lines)]
 
 
 BESIDE_HEADER = ["exchange", "SMs", "alone, us", "beside products, us", "products slower by, %", "costs, us"]

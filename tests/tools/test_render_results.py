@@ -172,6 +172,7 @@ def test_shows_exchanges_beside_computation(tmp_path):
     beside |= {"case": "B", "mode": "beside products", "sms": 48, "quiet_us": 300.0, "slowdown": 0.25, "cost_us": 90.0}
     step = {"op": "train_step", "mode": "weft-overlap", "seconds": 0.5, "ratio": 1.25, "peak_gib": 20.0}
     step |= {"exposed_of_exchange": 0.25, "exposed_of_step": 0.04, "idle_of_step": None, "busiest_of_mean": 1.5}
+    traced = {**step, "ratio": 1.5, "exchange_of_step": 0.17, "moving_of_step": 0.09}
     shape = {"layers": 6, "sequences": 2, "sequence": 4096}
     shape |= {"hidden": 2048, "experts": 128, "topk": 8, "width": 768}
     results = {**RESULTS, "gpus": ["a GPU"], "limit_gbps": 0.0, "ranks": 2, "micro_batches": 4, "shape": shape}
@@ -180,7 +181,7 @@ def test_shows_exchanges_beside_computation(tmp_path):
         "beside.m": {**results, "rows": [beside]},
         "steps.m": {**results, "rows": [step, {**step, "mode": "alltoall"}]},
         "other.m": {**other, "rows": [step, {**step, "mode": "weft"}]},
-        "traced.m": {**other, "rows": [{**step, "ratio": 1.5}], "exposed_has_copies": True},
+        "traced.m": {**other, "rows": [traced], "exposed_has_copies": True},
     }
     root = write_tree(
         tmp_path, {f"bench/results/{name}.json": json.dumps(found) for name, found in files.items()}
@@ -191,11 +192,12 @@ def test_shows_exchanges_beside_computation(tmp_path):
     assert "6 layers of Qwen3-30B-A3B on 2 GPUs, 4 micro-batches of 2 x 4,096 tokens on each:" in page
     assert "6 layers of hidden 7,168, 128 experts, top-8, width 768 on 2 GPUs" in page
     assert "on each, by copy engines beside computation:" in page
-    assert "| weft-overlap | 0.5000 | 1.25 | 25.0 | 4.0 | - | 1.50 | 20.0 |" in page
+    # Columns of which nothing is known are not shown.
+    assert "| weft-overlap | 0.5000 | 1.25 | 16.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in page
     # Copies were not looked for in this trace, and are nowhere but with overlap.
     assert "| weft-overlap | 0.5000 | 1.25 | - | - | - | 1.50 | 20.0 |" in page
-    assert "| weft | 0.5000 | 1.25 | 25.0 | 4.0 | - | 1.50 | 20.0 |" in page
-    assert "| weft-overlap | 0.5000 | 1.50 | 25.0 | 4.0 | - | 1.50 | 20.0 |" in page
+    assert "| weft | 0.5000 | 1.25 | 16.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in page
+    assert "| weft-overlap | 0.5000 | 1.50 | 17.0 | 9.0 | 25.0 | 4.0 | 1.50 | 20.0 |" in page
     assert "90 us, lost by products, 48 SMs" in (root / "docs/plots/beside.m.svg").read_text()
     steps = (root / "docs/plots/steps.m.svg").read_text()
     assert "500,000 us, weft-overlap" in steps and steps.count('class="rival"') == 1

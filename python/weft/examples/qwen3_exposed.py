@@ -37,6 +37,7 @@ class Exposure:
     exchange: float  # some exchange runs, copies included
     exposed: float  # some exchange runs, and no kernel of another kind on another stream
     idle: float  # nothing runs: the GPU waits for the host
+    moving: float | None = None  # of `exchange`, without the waits for other ranks; None: not known
 
 
 def is_exchange(name: str) -> bool:
@@ -91,6 +92,12 @@ def difference(intervals: list[Interval], covers: list[Interval]) -> list[Interv
 
 def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
+
+
+def exchange_times(kernels: Iterable[Kernel]) -> list[float]:
+    """How long each kernel of an exchange took, copies included, in the order of their begins."""
+    kernels = sorted(kernels)
+    return [k.end - k.begin for k in sorted(kernels + copies(kernels)) if is_exchange(k.name)]
 
 
 def exposure(

@@ -10,10 +10,12 @@ dispatcher's "hybridep"; with "budget" a rank has a fixed number of rows, and no
 how many it gets. Each mode trains from the same weights on the same tokens. The program fails
 unless all losses of a dispatcher are the same, bit for bit, or if a budget did not suffice.
 
-"exposed": the time in which tokens travel and nothing else runs, as a share of all the time in
-which they travel, and of the step. "idle": the share of the step in which the GPU waits for the
-host. These are from a trace of one more step, mean over the ranks. "busiest": routes to the rank
-that gets most, of the mean, on the average of that step's calls: the others wait for it.
+"exchange": the share of the step in which some exchange runs. "moving": the same without the waits
+for other ranks: of each exchange the time of the rank that waited least. "exposed": the time in
+which tokens travel and nothing else runs, as a share of all the time in which they travel, and of
+the step. "idle": the share of the step in which the GPU waits for the host. These are from a trace
+of one more step, mean over the ranks. "busiest": routes to the rank that gets most, of the mean, on
+the average of that step's calls: the others wait for it.
 --balanced chooses experts at random, as a training with a loss that balances them would end.
 "peak" is torch's memory, "others" what else is taken on the GPU after the mode: CUDA, NCCL, Weft,
 what earlier modes left.
@@ -40,7 +42,8 @@ from weft.examples.qwen3_start import options, sizes, start
 
 Row = dict[str, Any]
 
-SHARES = ("exposed_of_exchange", "exposed_of_step", "idle_of_step")
+SHARES = ("exchange_of_step", "moving_of_step", "exposed_of_exchange", "exposed_of_step")
+SHARES += ("idle_of_step",)
 
 
 def rows_of(results: dict[str, Result]) -> list[Row]:
@@ -50,15 +53,17 @@ def rows_of(results: dict[str, Result]) -> list[Row]:
     for name, result in results.items():
         seconds, seen = median(result.seconds), result.exposure
         peak, others = result.memory or (None, None)
-        span = seen.span if seen else 0
+        span = seen.span if seen else None
         row = {
             "op": "train_step",
             "mode": name,
             "seconds": seconds,
             "ratio": first / seconds,
-            "exposed_of_exchange": seen.exposed / seen.exchange if seen and seen.exchange else None,
-            "exposed_of_step": seen.exposed / span if span else None,
-            "idle_of_step": seen.idle / span if span else None,
+            "exchange_of_step": part(seen and seen.exchange, span),
+            "moving_of_step": part(seen and seen.moving, span),
+            "exposed_of_exchange": part(seen and seen.exposed, seen and seen.exchange),
+            "exposed_of_step": part(seen and seen.exposed, span),
+            "idle_of_step": part(seen and seen.idle, span),
             "busiest_of_mean": result.busiest,
             "peak_gib": None if peak is None else peak / 2**30,
             "others_gib": None if others is None else others / 2**30,
@@ -66,6 +71,10 @@ def rows_of(results: dict[str, Result]) -> list[Row]:
         }
         rows.append(row)
     return rows
+
+
+def part(time: float | None, whole: float | None) -> float | None:
+    return None if time is None or not whole else time / whole
 
 
 def table(rows: list[Row]) -> str:
@@ -77,8 +86,9 @@ def table(rows: list[Row]) -> str:
     def gib(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    shown = ("exposed/exchange", "exposed/step", "idle/step", "busiest", "peak GiB", "others GiB")
-    lines = [("mode", "s/step", "ratio", *shown), ("---",) + ("---:",) * 8]
+    shown = ("exchange/step", "moving/step", "exposed/exchange", "exposed/step", "idle/step")
+    shown += ("busiest", "peak GiB", "others GiB")
+    lines = [("mode", "s/step", "ratio", *shown), ("---",) + ("---:",) * 10]
     for row in rows:
         times = (f"{row['seconds']:.4f}", f"{row['ratio']:.2f}")
         shares = [share(row[key]) for key in (*SHARES, "busiest_of_mean")]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from weft.examples.qwen3_exposed import Exposure, Kernel, exposure
+from weft.examples.qwen3_exposed import Exposure, Kernel, exchange_times, exposure
 
 
 def trace_step(
@@ -36,10 +36,27 @@ def trace_step(
         profiler.export_chrome_trace(str(path))
         if not is_gpu:
             return None
-        seen = exposure(read_trace(path))
+        kernels = read_trace(path)
+    seen = exposure(kernels)
     times = torch.tensor([seen.span, seen.exchange, seen.exposed, seen.idle], dtype=torch.float64)
     dist.all_reduce(times)
-    return Exposure(*(times / dist.get_world_size()).tolist())
+    mean = (times / dist.get_world_size()).tolist()
+    return Exposure(*mean, moving=without_waits(exchange_times(kernels)))
+
+
+def without_waits(times: list[float]) -> float | None:
+    """Collective. The sum over all exchanges of the time of the rank that had to wait least.
+
+    times: of this rank's exchanges, in the order in which all ranks have them. None if ranks saw
+    different numbers of them.
+    """
+    counts = torch.tensor([len(times), -len(times)])
+    dist.all_reduce(counts, dist.ReduceOp.MIN)
+    if counts[0] != -counts[1]:
+        return None
+    least = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.sum().item()
 
 
 def read_trace(path: Path) -> list[Kernel]:

@@ -16,6 +16,7 @@ from weft.examples.qwen3_exposed import (
     Exposure,
     Kernel,
     difference,
+    exchange_times,
     exposure,
     is_exchange,
     length,
@@ -25,7 +26,7 @@ from weft.examples.qwen3_model import QwenMoE
 from weft.examples.qwen3_moe import complaints, rows_of, table
 from weft.examples.qwen3_run import MODES, Result, busiest
 from weft.examples.qwen3_start import layers_that_fit
-from weft.examples.qwen3_trace import read_trace
+from weft.examples.qwen3_trace import read_trace, without_waits
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 PACK = "weft::(anonymous namespace)::pack_bulk(weft::DispatchLaunch)"
@@ -128,6 +129,30 @@ def test_exchanges_are_known_by_name(name, expected):
     assert is_exchange(name) is expected
 
 
+def test_times_of_exchanges_in_their_order():
+    kernels = [
+        Kernel(10, 11, FAN_OUT, 9),
+        Kernel(4, 6, PACK, 9),
+        Kernel(0, 3, SEND, 7),
+        Kernel(1, 9, "gemm", 5),
+    ]
+    assert exchange_times(kernels) == [3, 2, 4, 1]
+
+
+def test_waits_are_what_a_rank_takes_longer_than_another(monkeypatch):
+    others = [4.0, 1.0, 5.0]
+
+    def all_reduce(tensor, op):
+        assert op == torch.distributed.ReduceOp.MIN
+        other = [3, -3] if tensor.dtype == torch.int64 else others
+        tensor.copy_(tensor.minimum(torch.tensor(other)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert without_waits([2.0, 3.0, 6.0]) == 2.0 + 1.0 + 5.0
+    assert without_waits([2.0, 3.0]) is None  # a trace may lack some
+    assert without_waits([2.0, 3.0, 6.0, 1.0]) is None
+
+
 def test_only_kernels_of_a_trace_count(tmp_path):
     kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.5, "dur": 2.0, "pid": 0, "tid": 7}
     events = [
@@ -219,14 +244,14 @@ def test_busiest_rank_of_each_call(monkeypatch):
 
 def test_rows_and_table():
     losses = torch.ones(2, 3)
-    slow = Result(losses, [4.0, 2.0, 3.0], Exposure(10, 4, 3, 1), (3 << 30, 1 << 29), 1.25)
+    seen = Exposure(10, 4, 3, 1, moving=2.5)
+    slow = Result(losses, [4.0, 2.0, 3.0], seen, (3 << 30, 1 << 29), 1.25)
     rows = rows_of({"alltoall": slow, "weft": Result(losses, [1.5])})
     assert [row["ratio"] for row in rows] == [1.0, 2.0]
     lines = table(rows).splitlines()
-    assert (
-        lines[2] == "| alltoall | 3.0000 | 1.00 | 75.0 % | 30.0 % | 10.0 % | 125.0 % | 3.0 | 0.5 |"
-    )
-    assert lines[3] == "| weft | 1.5000 | 2.00 | - | - | - | - | - | - |"
+    shares = "40.0 % | 25.0 % | 75.0 % | 30.0 % | 10.0 % | 125.0 %"
+    assert lines[2] == f"| alltoall | 3.0000 | 1.00 | {shares} | 3.0 | 0.5 |"
+    assert lines[3] == "| weft | 1.5000 | 2.00 |" + " - |" * 8
 
 
 def test_another_bit_is_found(monkeypatch):
