@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// From arrays and names to the arguments of plan, dispatch and combine.
+// From tuples of arrays and names to the arguments of plan, dispatch and combine.
 #include "calls_py.hpp"
 
 #include <exception>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <tuple>
 
 #include "choice_py.hpp"
 #include "tensor_py.hpp"
@@ -13,7 +15,22 @@
 namespace weft::py {
 namespace {
 
-CallOptions call_of(uintptr_t stream, int num_sms, bool copy_engines = false) {
+// topk_idx, routing_map, weights.
+using RoutingArrays = std::tuple<MaybeArray, MaybeArray, MaybeArray>;
+// layout, pad_multiple, expert_stride, row_budget, overflow.
+using PlanChoices =
+    std::tuple<std::string_view, int64_t, int64_t, std::optional<int64_t>, std::string_view>;
+// x, weights, scales; and of the rows that come.
+using DispatchArrays = std::tuple<Array, MaybeArray, MaybeArray>;
+using DispatchedArrays = std::tuple<MaybeArray, MaybeArray, MaybeArray>;
+// rows, row_weights, source_weights; and x, weights.
+using CombineArrays = std::tuple<Array, MaybeArray, MaybeArray>;
+using CombinedArrays = std::tuple<Array, MaybeArray>;
+// stream, num_sms, copy_engines.
+using How = std::tuple<uintptr_t, int, bool>;
+
+CallOptions call_of(const How& how) {
+  const auto [stream, num_sms, copy_engines] = how;
   CallOptions call;
   call.stream =
       reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
@@ -27,16 +44,9 @@ struct PlanArguments {
   PlanOptions options;
 };
 
-PlanArguments plan_arguments(
-    const MaybeArray& topk_idx,
-    const MaybeArray& routing_map,
-    const MaybeArray& weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    std::string_view overflow
-) {
+PlanArguments plan_arguments(const RoutingArrays& routing, const PlanChoices& choices) {
+  const auto& [topk_idx, routing_map, weights] = routing;
+  const auto& [layout, pad_multiple, expert_stride, row_budget, overflow] = choices;
   const Names<Layout> layouts = {
       {"rank_major", Layout::kRankMajor},
       {"expert_major", Layout::kExpertMajor},
@@ -53,27 +63,10 @@ PlanArguments plan_arguments(
        .overflow = choose("overflow", overflow, overflows)}};
 }
 
-Plan plan(
-    Calls& calls,
-    const MaybeArray& topk_idx,
-    const MaybeArray& routing_map,
-    const MaybeArray& weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    std::string_view overflow,
-    uintptr_t stream,
-    int num_sms
-) {
-  const CallOptions call = call_of(stream, num_sms);
-  const auto build = [&] {
-    return plan_arguments(
-        topk_idx, routing_map, weights, layout, pad_multiple, expert_stride, row_budget, overflow
-    );
-  };
+Plan plan(Calls& calls, const RoutingArrays& routing, const PlanChoices& choices, const How& how) {
+  const CallOptions call = call_of(how);
   return calls.call(
-      build,
+      [&] { return plan_arguments(routing, choices); },
       [&](Exchange& exchange, const PlanArguments& a) {
         return exchange.plan(a.routing, a.options, call);
       },
@@ -87,14 +80,10 @@ struct DispatchArguments {
 };
 
 DispatchArguments dispatch_arguments(
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const MaybeArray& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
-    std::string_view quantise
+    const DispatchArrays& in, const DispatchedArrays& out, std::string_view quantise
 ) {
+  const auto& [x, weights, scales] = in;
+  const auto& [rows, row_weights, row_scales] = out;
   const Names<Quantise> kinds = {
       {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
   return {
@@ -110,22 +99,14 @@ DispatchArguments dispatch_arguments(
 void dispatch(
     Calls& calls,
     const Plan& plan,
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
+    const DispatchArrays& in,
+    const DispatchedArrays& out,
     std::string_view quantise,
-    uintptr_t stream,
-    int num_sms,
-    bool copy_engines
+    const How& how
 ) {
-  const CallOptions call = call_of(stream, num_sms, copy_engines);
+  const CallOptions call = call_of(how);
   calls.call(
-      [&] {
-        return dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
-      },
+      [&] { return dispatch_arguments(in, out, quantise); },
       [&](Exchange& exchange, const DispatchArguments& a) {
         exchange.dispatch(plan, a.in, a.out, call);
       },
@@ -186,49 +167,24 @@ std::pair<Plan, bool> plan_then_dispatch(
 // `failed` gets an element if it was the dispatch that raised.
 std::pair<Plan, bool> plan_and_dispatch(
     Calls& calls,
-    const MaybeArray& topk_idx,
-    const MaybeArray& routing_map,
-    const MaybeArray& plan_weights,
-    std::string_view layout,
-    int64_t pad_multiple,
-    int64_t expert_stride,
-    std::optional<int64_t> row_budget,
-    std::string_view overflow,
-    const Array& x,
-    const MaybeArray& weights,
-    const MaybeArray& scales,
-    const MaybeArray& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& row_scales,
+    const RoutingArrays& routing,
+    const PlanChoices& choices,
+    const DispatchArrays& in,
+    const DispatchedArrays& out,
     std::string_view quantise,
-    uintptr_t stream,
-    int num_sms,
-    bool copy_engines,
+    const How& how,
     nb::list failed
 ) {
-  const CallOptions call = call_of(stream, num_sms, copy_engines);
-  const auto build = [&] {
-    return plan_arguments(
-        topk_idx,
-        routing_map,
-        plan_weights,
-        layout,
-        pad_multiple,
-        expert_stride,
-        row_budget,
-        overflow
-    );
-  };
+  const CallOptions call = call_of(how);
   MaybeDispatch dispatch;
   try {
-    dispatch.arguments =
-        dispatch_arguments(x, weights, scales, rows, row_weights, row_scales, quantise);
+    dispatch.arguments = dispatch_arguments(in, out, quantise);
   } catch (const Error&) {
     dispatch.problem = std::current_exception();
   }
   try {
     return calls.call(
-        build,
+        [&] { return plan_arguments(routing, choices); },
         [&](Exchange& exchange, const PlanArguments& plan) {
           return plan_then_dispatch(exchange, plan, dispatch, call);
         },
@@ -250,34 +206,34 @@ struct CombineArguments {
   CombineOutput out;
 };
 
+CombineArguments combine_arguments(
+    const CombineArrays& in, const CombinedArrays& out, std::string_view scale
+) {
+  const auto& [rows, row_weights, source_weights] = in;
+  const auto& [x, weights] = out;
+  const Names<CombineScale> scales = {
+      {"none", CombineScale::kNone},
+      {"plan", CombineScale::kPlanWeights},
+      {"source", CombineScale::kSourceWeights}};
+  return {
+      {.rows = view_of(rows, "rows"),
+       .weights = view_of(row_weights, "row_weights"),
+       .source_weights = view_of(source_weights, "source_weights"),
+       .scale = choose("scale", scale, scales)},
+      {.x = view_of(x, "x"), .weights = view_of(weights, "weights")}};
+}
+
 void combine(
     Calls& calls,
     const Plan& plan,
-    const Array& rows,
-    const MaybeArray& row_weights,
-    const MaybeArray& source_weights,
-    const Array& x,
-    const MaybeArray& weights,
+    const CombineArrays& in,
+    const CombinedArrays& out,
     std::string_view scale,
-    uintptr_t stream,
-    int num_sms,
-    bool copy_engines
+    const How& how
 ) {
-  const CallOptions call = call_of(stream, num_sms, copy_engines);
-  const auto build = [&]() -> CombineArguments {
-    const Names<CombineScale> scales = {
-        {"none", CombineScale::kNone},
-        {"plan", CombineScale::kPlanWeights},
-        {"source", CombineScale::kSourceWeights}};
-    return {
-        {.rows = view_of(rows, "rows"),
-         .weights = view_of(row_weights, "row_weights"),
-         .source_weights = view_of(source_weights, "source_weights"),
-         .scale = choose("scale", scale, scales)},
-        {.x = view_of(x, "x"), .weights = view_of(weights, "weights")}};
-  };
+  const CallOptions call = call_of(how);
   calls.call(
-      build,
+      [&] { return combine_arguments(in, out, scale); },
       [&](Exchange& exchange, const CombineArguments& a) {
         exchange.combine(plan, a.in, a.out, call);
       },
@@ -289,72 +245,29 @@ void combine(
 
 void bind_calls(nb::class_<Calls>& exchange) {
   using nb::arg;
-  exchange
-      .def(
-          "plan",
-          &plan,
-          arg("topk_idx").none(),
-          arg("routing_map").none(),
-          arg("weights").none(),
-          arg("layout"),
-          arg("pad_multiple"),
-          arg("expert_stride"),
-          arg("row_budget").none(),
-          arg("overflow"),
-          arg("stream"),
-          arg("num_sms")
-      )
+  exchange.def("plan", &plan, arg("routing"), arg("choices"), arg("how"))
       .def(
           "dispatch",
           &dispatch,
           arg("plan"),
-          arg("x"),
-          arg("weights").none(),
-          arg("scales").none(),
-          arg("rows"),
-          arg("row_weights").none(),
-          arg("row_scales").none(),
+          arg("inputs"),
+          arg("outputs"),
           arg("quantise"),
-          arg("stream"),
-          arg("num_sms"),
-          arg("copy_engines")
+          arg("how")
       )
       .def(
           "plan_and_dispatch",
           &plan_and_dispatch,
-          arg("topk_idx").none(),
-          arg("routing_map").none(),
-          arg("plan_weights").none(),
-          arg("layout"),
-          arg("pad_multiple"),
-          arg("expert_stride"),
-          arg("row_budget").none(),
-          arg("overflow"),
-          arg("x"),
-          arg("weights").none(),
-          arg("scales").none(),
-          arg("rows").none(),
-          arg("row_weights").none(),
-          arg("row_scales").none(),
+          arg("routing"),
+          arg("choices"),
+          arg("inputs"),
+          arg("outputs"),
           arg("quantise"),
-          arg("stream"),
-          arg("num_sms"),
-          arg("copy_engines"),
+          arg("how"),
           arg("failed")
       )
       .def(
-          "combine",
-          &combine,
-          arg("plan"),
-          arg("rows"),
-          arg("row_weights").none(),
-          arg("source_weights").none(),
-          arg("x"),
-          arg("weights").none(),
-          arg("scale"),
-          arg("stream"),
-          arg("num_sms"),
-          arg("copy_engines")
+          "combine", &combine, arg("plan"), arg("inputs"), arg("outputs"), arg("scale"), arg("how")
       );
 }
 

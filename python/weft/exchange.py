@@ -140,7 +140,7 @@ class Exchange:
         def make() -> Plan:
             core = self.core
             given = (view(topk_idx), view(routing_map), view(weights))
-            return Plan(self, core.plan(*given, *options, self._stream(), num_sms), core)
+            return Plan(self, core.plan(given, options, (self._stream(), num_sms, False)), core)
 
         has_size = (row_budget is not None or expert_stride > 0) and overflow == "drop"
         return self._growing(make, topk_idx, routing_map, has_size)
@@ -193,8 +193,7 @@ class Exchange:
         wanted = Wanted(x, weights, scales, quantise)
         out = self._outputs.of_dispatch(plan.calls, size, wanted)
         how = self._how(plan.calls, num_sms, copy_engines, is_dispatch=True)
-        views = wanted.views() + out.views()
-        plan.calls.dispatch(plan.core, *views, quantise, self._stream(), *how)
+        plan.calls.dispatch(plan.core, wanted.views(), out.views(), quantise, how)
         return out.with_scales_of(scales)
 
     def plan_and_dispatch(
@@ -237,13 +236,13 @@ class Exchange:
         def make() -> tuple[_core.Exchange, tuple, _core.Plan, bool]:
             core = self.core
             how = self._how(core, num_sms, copy_engines, is_dispatch=True)
-            given = (view(topk_idx), view(routing_map), view(plan_weights), *options)
-            how = (quantise, self._stream(), *how)
+            given = (view(topk_idx), view(routing_map), view(plan_weights))
             weight_cols = 1
             if layout == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
             views = ahead.views(core, weight_cols)
-            return core, how, *core.plan_and_dispatch(*given, *views, *how, failed)
+            made = core.plan_and_dispatch(given, options, *views, quantise, how, failed)
+            return core, how, *made
 
         has_size = num_rows is not None and overflow == "drop"
         core, how, made, is_sent = self._growing(make, topk_idx, routing_map, has_size, failed)
@@ -251,7 +250,7 @@ class Exchange:
             out = ahead.cut(made.num_rows)
         else:
             out, views = ahead.other(core, (made.num_rows, made.row_weight_cols))
-            core.dispatch(made, *views, *how)
+            core.dispatch(made, *views, quantise, how)
         return Plan(self, made, core), out.with_scales_of(scales)
 
     def combine(
@@ -271,17 +270,9 @@ class Exchange:
         weights = None
         if row_weights is not None:
             weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
-        plan.calls.combine(
-            plan.core,
-            view(rows),
-            view(row_weights),
-            view(source_weights),
-            view(x),
-            view(weights),
-            scale,
-            self._stream(),
-            *self._how(plan.calls, num_sms, copy_engines),
-        )
+        given = (view(rows), view(row_weights), view(source_weights))
+        how = self._how(plan.calls, num_sms, copy_engines)
+        plan.calls.combine(plan.core, given, (view(x), view(weights)), scale, how)
         return Combined(x, weights)
 
     def _chooses_copies(self) -> bool:
@@ -320,15 +311,16 @@ class Exchange:
         copy_engines: bool | None,
         *,
         is_dispatch: bool = False,
-    ) -> tuple[int, bool]:
-        """Multiprocessors and copy engines of a call, where the caller left it open."""
+    ) -> tuple[int, int, bool]:
+        """Stream, multiprocessors and copy engines of a call, where the caller left them open."""
         if not self._on_gpu:
-            return num_sms, False
+            return 0, num_sms, False
         if copy_engines is None:
             has_room = self._settings["copy_engines"] and calls is self._core
             copy_engines = num_sms == 0 and has_room and self._chooses_copies()
         num_sms = num_sms or self._settings["num_sms"]
-        return num_sms or beside.usual_sms(copy_engines and is_dispatch), copy_engines
+        num_sms = num_sms or beside.usual_sms(copy_engines and is_dispatch)
+        return self._stream(), num_sms, copy_engines
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

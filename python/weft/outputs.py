@@ -131,7 +131,7 @@ class OutputsAhead:
             except (torch.cuda.OutOfMemoryError, Error):
                 if not self._is_open:
                     raise
-        return self._wanted.views() + self._made.views()
+        return self._wanted.views(), self._made.views()
 
     def cut(self, num_rows: int) -> Dispatched:
         """What `views` were of, with the rows that there are."""
@@ -148,4 +148,4 @@ class OutputsAhead:
         self._outputs.last_rows = size[0]
         self._made = Dispatched(None, None, None)  # gives it back first
         out = self._outputs.of_dispatch(calls, size, self._wanted)
-        return out, self._wanted.views() + out.views()
+        return out, (self._wanted.views(), out.views())
