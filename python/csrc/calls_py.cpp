@@ -114,13 +114,11 @@ void dispatch(
   );
 }
 
-// Whether the call that is one launch on GPUs where tokens are few can do it.
-bool may_be_one_launch(const Exchange& exchange, const PlanArguments& plan) {
-  const bool is_given =
-      plan.options.row_budget.has_value() ||
-      (plan.options.layout == Layout::kExpertStrided && plan.options.expert_stride > 0);
-  return exchange.config().device.kind == Device::Kind::kCuda && is_given &&
-         !plan.routing.map.is_given() && plan.options.overflow == Overflow::kDrop;
+// Whether all ranks make both by the call that does: where no GPU has to tell the number of rows.
+bool is_one_call(const Exchange& exchange, const PlanChoices& choices) {
+  const auto& [layout, pad_multiple, expert_stride, row_budget, overflow] = choices;
+  const bool has_rows = row_budget.has_value() || (layout == "expert_strided" && expert_stride > 0);
+  return exchange.config().device.kind == Device::Kind::kCuda && has_rows && overflow == "drop";
 }
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
@@ -141,7 +139,7 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
 struct MaybeDispatch {
   DispatchArguments arguments;
   std::exception_ptr problem;
-  bool is_due = false;  // the plan is made
+  bool is_due = false;  // what throws is not the plan alone
 };
 
 // The plan, and whether the dispatch is on its way: not if its output is not given or does not
@@ -151,10 +149,6 @@ std::pair<Plan, bool> plan_then_dispatch(
     Exchange& exchange, const PlanArguments& plan, MaybeDispatch& dispatch, const CallOptions& call
 ) {
   const auto& [in, out] = dispatch.arguments;
-  if (!call.copy_engines && may_be_one_launch(exchange, plan)) {
-    dispatch.is_due = true;
-    return {exchange.dispatch(plan.routing, plan.options, in, out, call), true};
-  }
   Plan found = exchange.plan(plan.routing, plan.options, call);
   if (!dispatch.problem && !suits(out.rows, found.num_rows())) {
     return {std::move(found), false};
@@ -185,10 +179,19 @@ std::pair<Plan, bool> plan_and_dispatch(
   try {
     return calls.call(
         [&] { return plan_arguments(routing, choices); },
-        [&](Exchange& exchange, const PlanArguments& plan) {
-          return plan_then_dispatch(exchange, plan, dispatch, call);
+        [&](Exchange& exchange, const PlanArguments& plan) -> std::pair<Plan, bool> {
+          if (!is_one_call(exchange, choices)) {
+            return plan_then_dispatch(exchange, plan, dispatch, call);
+          }
+          const DispatchArguments& a = dispatch.arguments;
+          dispatch.is_due = true;
+          return {exchange.dispatch(plan.routing, plan.options, a.in, a.out, call), true};
         },
-        [&](Exchange& exchange) { static_cast<void>(exchange.plan({}, {}, call)); }
+        [&](Exchange& exchange) {
+          is_one_call(exchange, choices)
+              ? static_cast<void>(exchange.dispatch({}, {}, {}, {}, call))
+              : static_cast<void>(exchange.plan({}, {}, call));
+        }
     );
   } catch (const Error&) {
     if (dispatch.is_due) {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one kernel, through this rank's staging; or the steps of a call by copy engines
-// (copies_cuda.cpp). Previous in the data flow: the
-// caller's experts; next: kernels/combine.cu.
+// (copies_cuda.cpp). Previous in the data flow: the caller's experts; next: kernels/combine.cu.
 #include <algorithm>
 
 #include "exchange/exchange_cuda.hpp"

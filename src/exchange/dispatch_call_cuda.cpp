@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or
-// the steps of a call by copy engines (copies_cuda.cpp). Previous in
-// the data flow: plan_call_cuda.cpp; next: kernels/dispatch.cu.
+// dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or the steps
+// of a call by copy engines (copies_cuda.cpp). Previous in the data flow: plan_call_cuda.cpp; next:
+// kernels/dispatch.cu.
 #include <algorithm>
 
 #include "exchange/exchange_cuda.hpp"

@@ -24,10 +24,11 @@ bool goes_early(
     const Routing& routing,
     const PlanOptions& options,
     const DispatchInput& in,
-    const DispatchOutput& out
+    const DispatchOutput& out,
+    const CallOptions& call
 ) {
   const int64_t scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
-  return !routing.map.is_given() && given_rows(options, 1).has_value() &&
+  return !call.copy_engines && !routing.map.is_given() && given_rows(options, 1).has_value() &&
          in.x.row_bytes() <= map.early_row_bytes && staged_scale_bytes(scale_bytes) <= kScaleRoom;
 }
 
@@ -40,8 +41,8 @@ Plan CudaExchange::dispatch_routed(
     const DispatchOutput& out,
     const CallOptions& call
 ) {
-  if (!can_plan_beside || !goes_early(control_map, routing, options, in, out)) {
-    return State::dispatch_routed(routing, options, in, out, call);
+  if (!can_plan_beside || !goes_early(control_map, routing, options, in, out, call)) {
+    return plan_then_dispatch(routing, options, in, out, call);
   }
   return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
     auto [data, plan] = prepare_plan(routing, options, stream);
@@ -68,6 +69,43 @@ Plan CudaExchange::dispatch_routed(
     ++counters.num_dispatches;
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });
+}
+
+// With a stream nobody waits for the plan: when the others hear that it was refused here, they have
+// dispatched already.
+Plan CudaExchange::plan_then_dispatch(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  const auto make = [&] {
+    try {
+      return make_plan(routing, options, call);
+    } catch (const Error&) {
+      if (call.stream != nullptr && !broken) {
+        const CudaDeviceGuard guard(settings.device.index);
+        refuse(DeviceOp::kDispatch, static_cast<cudaStream_t>(call.stream));
+      }
+      throw;
+    }
+  };
+  Plan plan = make();
+  dispatch(plan, in, out, call);
+  return plan;
+}
+
+// As many calls as the others' arguments most likely make of it.
+void CudaExchange::refuse_routed(const Error& reason, const CallOptions& call) {
+  if (can_plan_beside && !call.copy_engines) {
+    State::refuse_routed(reason, call);
+    return;
+  }
+  try {
+    static_cast<void>(plan_then_dispatch({}, {}, {}, {}, call));
+  } catch (const Error&) {  // as wanted; the caller has another reason
+  }
 }
 
 }  // namespace weft

@@ -20,6 +20,13 @@ Plan Exchange::State::dispatch_routed(
   return plan;
 }
 
+void Exchange::State::refuse_routed(const Error& /*reason*/, const CallOptions& call) {
+  try {
+    static_cast<void>(make_plan({}, {}, call));
+  } catch (const Error&) {  // as wanted; the caller has another reason
+  }
+}
+
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
     : state_(
           config.device.kind == Device::Kind::kCuda
@@ -48,12 +55,17 @@ Plan Exchange::dispatch(
     const DispatchOutput& out,
     const CallOptions& call
 ) {
-  WEFT_CHECK_ARG(
-      (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
-      given_rows(options, 1).has_value(),
-      "dispatch: the number of rows is open while the output is given (row_budget or expert_stride "
-      "must be given, with overflow drop)"
-  );
+  try {
+    WEFT_CHECK_ARG(
+        (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
+        given_rows(options, 1).has_value(),
+        "dispatch: the number of rows is open while the output is given (row_budget or "
+        "expert_stride must be given, with overflow drop)"
+    );
+  } catch (const Error& refusal) {
+    state_->refuse_routed(refusal, call);
+    throw;
+  }
   return state_->dispatch_routed(routing, options, in, out, call);
 }
 

@@ -37,6 +37,7 @@ struct CpuExchange final : Exchange::State {
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) override;
+  void refuse_routed(const Error& reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;

@@ -70,6 +70,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
   agree_on_config(group, settings, context, [&] { check_device(settings, context); });
   settings.transport = "peer";
   context.transport = "peer";
+  settings.copy_engines = settings.copy_engines && context.num_ranks > 1;
   const CudaDeviceGuard guard(settings.device.index);
   const auto ranks = static_cast<uint32_t>(context.num_ranks);
   const auto experts = static_cast<uint32_t>(settings.num_experts);
@@ -118,6 +119,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   }
   weft::prepare_plan(plan_map);
   prepare_given_plan();
+  prepare_wait_records();
   weft::prepare_dispatch();
   prepare_copied_dispatch();
   prepare_routed_dispatch();

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA executor's exchange: the device memory it owns and the frame that every call runs in.
-// The operations are in plan_call_cuda.cpp, dispatch_call_cuda.cpp and combine_call_cuda.cpp; the
-// kernels in src/kernels.
+// The operations are in plan_call_cuda.cpp, dispatch_call_cuda.cpp, combine_call_cuda.cpp and
+// dispatch_routed_call_cuda.cpp, calls by copy engines in copies_cuda.cpp; the kernels in
+// src/kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -51,6 +52,7 @@ struct CudaExchange final : Exchange::State {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
+  void refuse_routed(const Error& reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
@@ -76,6 +78,14 @@ struct CudaExchange final : Exchange::State {
   auto run_call(DeviceOp op, const CallOptions& call, const Launch& launch);
 
   void refuse(DeviceOp op, cudaStream_t stream);
+  // dispatch_routed() in two calls, of which every rank counts both.
+  Plan plan_then_dispatch(
+      const Routing& routing,
+      const PlanOptions& options,
+      const DispatchInput& in,
+      const DispatchOutput& out,
+      const CallOptions& call
+  );
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
   [[nodiscard]] bool is_capturing(cudaStream_t stream) const;

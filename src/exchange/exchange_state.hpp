@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "weft/error.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -21,7 +22,7 @@ struct Exchange::State {
   virtual void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) = 0;
-  // Makes a plan and dispatches by it.
+  // Makes a plan and dispatches by it. `options` say the number of rows.
   [[nodiscard]] virtual Plan dispatch_routed(
       const Routing& routing,
       const PlanOptions& options,
@@ -29,6 +30,9 @@ struct Exchange::State {
       const DispatchOutput& out,
       const CallOptions& call
   );
+  // This rank refuses to: the others hear of it, and it counts the calls that they make. May throw
+  // `reason`.
+  virtual void refuse_routed(const Error& reason, const CallOptions& call);
   virtual void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;

@@ -100,4 +100,10 @@ Plan CpuExchange::make_plan(
   });
 }
 
+// Nobody waits for the dispatch: every rank throws in the plan.
+void CpuExchange::refuse_routed(const Error& reason, const CallOptions& /*call*/) {
+  const auto refuse = [&]() -> int { throw reason; };
+  run_call(Op::kPlan, refuse, [](int) {});
+}
+
 }  // namespace weft

@@ -47,14 +47,14 @@ struct CallSize {
   friend bool operator==(const CallSize&, const CallSize&) = default;
 };
 
-// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest;
-// of those that are as fast the one with most blocks.
 // For a combine of few tokens, whose latency decides: as many blocks that sum as all tokens need at
 // the same time, at `at_once` each; none if that is more than half. Pure.
 [[nodiscard]] std::optional<RoleBlocks> blocks_of_short_combine(
     int num_sms, int64_t num_tokens, int at_once
 );
 
+// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest;
+// of those that are as fast the one with most blocks.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
 // The same, which looks into the table only where a call differs from the last one of its kind.

@@ -5,7 +5,7 @@
 #include "kernels/combine_paths.cuh"
 #include "kernels/combine_reduce.cuh"
 #include "kernels/combine_sum.cuh"
-#include "kernels/copied_places.cuh"
+#include "kernels/copied_call.cuh"
 #include "kernels/launch.hpp"
 #include "kernels/row_adder.cuh"
 #include "kernels/row_loader.cuh"

@@ -12,7 +12,6 @@ namespace weft {
 using ShortRows = PipelineShape<5, 2>;
 using LongRows = PipelineShape<3, 4>;
 
-// How rows come to the warps that add.
 enum class RowPath : uint8_t { kVector, kShortRows, kLongRows };
 
 inline RowPath path_of(Mover mover, int64_t row_bytes) {

@@ -93,7 +93,7 @@ class CombineSum {
         const int entry = shape_.entry[step];
         const int rank = ItemShape::position(step) - entry * me_.num_ranks;
         if constexpr (kCopied) {
-          item.row[step] = rank << kArrivalBits | max(numbers.arrival[step], 0);
+          item.row[step] = rank << kCopiedArrivalBits | max(numbers.arrival[step], 0);
         } else {
           const int before = count_before(shape_, sent, ItemShape::position(step)) -
                              count_before(shape_, sent, entry * me_.num_ranks);
@@ -119,8 +119,8 @@ class CombineSum {
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
     if constexpr (kCopied) {
-      const int64_t arrival = index & ((1 << kArrivalBits) - 1);
-      return setup_.rows[index >> kArrivalBits] + arrival * call_.row_bytes;
+      const int64_t arrival = index & ((1 << kCopiedArrivalBits) - 1);
+      return setup_.rows[index >> kCopiedArrivalBits] + arrival * call_.row_bytes;
     } else {
       return staged_ + static_cast<int64_t>(index) * call_.row_bytes;
     }
@@ -247,8 +247,6 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
     return min(chunk_tokens_, num_tokens_ - place.first);
   }
-
-  static constexpr int kArrivalBits = kCopiedArrivalBits;  // of the index of a row; then the rank
 
   const CombineLaunch& call_;
   const CallSetup& setup_;

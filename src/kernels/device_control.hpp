@@ -50,9 +50,10 @@ enum class StopState : uint32_t {
 
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
 struct LocalState {
-  uint32_t epoch = 0;   // of the last finished call
-  uint32_t done = 0;    // blocks of the running call that are through
-  uint32_t grid = 0;    // blocks that reached the grid barrier of the running call
+  uint32_t epoch = 0;  // of the last finished call
+  uint32_t done = 0;   // blocks of the running call that are through
+  uint32_t grid =
+      0;  // of the running call: blocks (or what else its kernel counts) that reached its barrier
   uint32_t placed = 0;  // parts of a plan made of all routing whose records are there
   StopState stopped = StopState::kRunning;  // set by the first fault
   uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer

@@ -2,7 +2,7 @@
 // dispatch by copy engines, before and after the copies (exchange/copies_cuda.cpp): the push role
 // alone packs rows for each peer in this rank's memory; the fan-out role alone stores what has been
 // copied in its slots. Kernels of many blocks wait for nothing but this GPU's memory.
-#include "kernels/copied_places.cuh"
+#include "kernels/copied_call.cuh"
 #include "kernels/dispatch_fan_out.cuh"
 #include "kernels/dispatch_push.cuh"
 #include "kernels/kernel.cuh"

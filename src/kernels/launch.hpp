@@ -84,7 +84,7 @@ struct DispatchLaunch {
   Mover mover = Mover::kVector;                    // not kAuto
   int32_t num_push = 1;                            // blocks of each role
   int32_t num_fan_out = 1;
-  CopiedLaunch copied;  // with DevicePlace::kCopied alone
+  CopiedLaunch copied;  // .rows always, the rest with DevicePlace::kCopied alone
   // With DevicePlace::kEarly alone, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
@@ -121,7 +121,7 @@ struct CombineLaunch {
                                 // engines where this rank copies to in a peer's control region
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_early = false;        // sums and weights go among the early rows instead
-  CopiedLaunch copied;          // of a call by copy engines
+  CopiedLaunch copied;          // .rows always, the rest of a call by copy engines
   int64_t signature[kDeviceSignatureFields] = {};
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_reduce = 1;        // blocks of each role

@@ -19,6 +19,9 @@ namespace weft {
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 );
 
+// Loads the kernel of the above: to load one while a peer's waits on this GPU may wait for that.
+void prepare_wait_records();
+
 // Part of the above: one block of `stream` waits for the records of the call that made `plan`.
 // *is_here, which the device writes, becomes 1 if all have come, else 2.
 void launch_wait_records(

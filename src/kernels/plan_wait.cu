@@ -28,6 +28,11 @@ __global__ void wait_records(
 
 }  // namespace
 
+void prepare_wait_records() {
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, wait_records));
+}
+
 void launch_wait_records(
     const RankView& me, const PlanView& plan, uint32_t* is_here, cudaStream_t stream
 ) {

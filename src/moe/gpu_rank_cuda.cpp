@@ -2,7 +2,7 @@
 #include "moe/gpu_rank_cuda.hpp"
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <numeric>
 #include <type_traits>
 #include <utility>
@@ -144,13 +144,16 @@ int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
   const int experts_per_rank = config().num_experts / group_->num_ranks();
   int64_t num_rows = 0;
   for (size_t first = 0; first < host_topk_idx_.size(); first += static_cast<size_t>(topk)) {
-    uint64_t ranks = 0;  // there are at most kMaxTopk
+    std::array<int, kMaxTopk + 1> ranks = {group_->rank()};  // of this token, and its own
+    auto last = ranks.begin() + 1;
     for (int k = 0; k < topk; ++k) {
       const int32_t expert = host_topk_idx_[first + static_cast<size_t>(k)];
-      ranks |= expert < 0 ? 0 : uint64_t{1} << (expert / experts_per_rank);
+      const int rank = expert < 0 ? group_->rank() : expert / experts_per_rank;
+      if (std::find(ranks.begin(), last, rank) == last) {
+        *last++ = rank;
+        ++num_rows;
+      }
     }
-    ranks &= ~(uint64_t{1} << group_->rank());
-    num_rows += std::popcount(ranks);
   }
   return num_rows;
 }

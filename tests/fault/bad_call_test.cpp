@@ -95,6 +95,24 @@ TEST(BadCallTest, RefusesAWrongRowSize) {
   );
 }
 
+TEST(BadCallTest, RefusesToDispatchByRoutingWithoutANumberOfRows) {
+  expect_refusal_of_rank_1(
+      "plan",
+      "dispatch: the number of rows is open while the output is given (row_budget or "
+      "expert_stride must be given, with overflow drop)",
+      [](RefusalRank& own) {
+        PlanOptions options = own.options();
+        options.row_budget.reset();
+        if (own.rank != 1) {
+          options.row_budget = own.scratch.rows.view().rows;
+        }
+        static_cast<void>(own.exchange.dispatch(
+            own.routing(), options, own.dispatch_input(), own.scratch.dispatch_output()
+        ));
+      }
+  );
+}
+
 TEST(BadCallTest, RefusesAPlanOfAnotherExchange) {
   // All ranks pass it: each refuses by itself.
   const RefusalWorld world;

@@ -2,6 +2,7 @@
 // What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
 // knows of it.
 #include "gpu/fault_world.hpp"
+#include "support/stream.hpp"
 
 namespace weft::test {
 namespace {
@@ -43,6 +44,40 @@ TEST_F(GpuRoutedFaultTest, NamesTheRankThatPlansAlone) {
     own.options.row_budget = own.dispatch_out.rows.rows;
     own.rank == 2 ? own.make_plan() : own.plan_and_dispatch();
   });
+}
+
+// With a stream nobody waits for the plan: ranks whose plan is good dispatch before they hear of
+// the other's. All must count that call; copy engines make two calls of it, else it is one launch.
+void expect_refusal_in_a_stream(int num_gpus, bool copy_engines, const FaultCall& spoil) {
+  const std::vector<std::string> texts = fault_texts(num_gpus, [&](FaultRank& own) {
+    const TestStream stream(own.exchange.config().device);
+    const CallOptions call = {.stream = stream.get(), .copy_engines = copy_engines};
+    own.options.row_budget = own.dispatch_out.rows.rows;
+    if (own.rank == 1) {
+      spoil(own);
+    }
+    own.plan.emplace(
+        own.exchange.dispatch(own.routing, own.options, own.dispatch_in, own.dispatch_out, call)
+    );
+    stream.wait();
+    own.exchange.check();
+  });
+  for (const int rank : {0, 2}) {
+    const std::string& text = texts[static_cast<size_t>(rank)];
+    EXPECT_NE(text.find("rank 1 refused the call"), std::string::npos) << text;
+  }
+}
+
+TEST_F(GpuRoutedFaultTest, CountsWhatARefusedPlanLeavesToOthers) {
+  for (const bool copy_engines : {false, true}) {
+    SCOPED_TRACE(copy_engines);
+    expect_refusal_in_a_stream(num_gpus(), copy_engines, [](FaultRank& own) {
+      own.routing.topk_idx.rows = 33;  // more than max_tokens
+    });
+    expect_refusal_in_a_stream(num_gpus(), copy_engines, [](FaultRank& own) {
+      own.options.row_budget.reset();
+    });
+  }
 }
 
 TEST_F(GpuRoutedFaultTest, NamesTheRankThatDoesNotCome) {
