@@ -23,6 +23,8 @@ if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nv
 endif()
 set(CMAKE_CUDA_STANDARD 20)
 add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>")
+# nvcc calls a conversion useless in the class for which its `requires` takes it away.
+add_compile_options("$<$<COMPILE_LANGUAGE:CUDA>:-diag-suppress=554>")
 find_package(CUDAToolkit REQUIRED)
 set(WEFT_HAS_CUDA ON)
 list(JOIN CMAKE_CUDA_ARCHITECTURES ", " architectures)

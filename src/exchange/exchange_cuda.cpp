@@ -11,6 +11,7 @@
 #include "exchange/agree_cuda.hpp"
 #include "exchange/buffer_pool.hpp"
 #include "exchange/config_agreement.hpp"
+#include "kernels/plan_download.hpp"
 #include "kernels/plan_shared_map.hpp"
 #include "transport/agree.hpp"
 
