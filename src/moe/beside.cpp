@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/beside.hpp"
 
+#include "core/log.hpp"
+#include "weft/error.hpp"
+
 namespace weft::moe {
 namespace {
 
@@ -21,6 +24,22 @@ bool copies_beside_computation(const TrainConfig& config, const Group& group) {
       choice == CopyEngines::kAlways || (choice == CopyEngines::kAuto && is_better);
   return is_wanted && config.overlap.is_on && config.device.kind == Device::Kind::kCuda &&
          group.num_ranks() > 1 && group.topology().domains.size() == 1;
+}
+
+Exchange make_beside_computation(
+    const ExchangeConfig& wanted, const std::function<Exchange(const ExchangeConfig&)>& make
+) {
+  try {
+    return make(wanted);
+  } catch (const Error& error) {  // the same code on every rank
+    if (!wanted.copy_engines || error.code() != ErrorCode::kOutOfMemory) {
+      throw;
+    }
+    log(LogLevel::kWarn, "train: no exchanges by copy engines: {}", error.what());
+  }
+  ExchangeConfig config = wanted;
+  config.copy_engines = false;
+  return make(config);
 }
 
 }  // namespace weft::moe

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 
 #include "moe/config.hpp"
+#include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
@@ -12,6 +14,11 @@ namespace weft::moe {
 // Whether copy engines carry the rows of exchanges beside computation; the same on every rank if
 // WEFT_COPY_ENGINES is.
 [[nodiscard]] bool copies_beside_computation(const TrainConfig& config, const Group& group);
+
+// make(wanted); without room for copies if that is more than some rank has memory for.
+[[nodiscard]] Exchange make_beside_computation(
+    const ExchangeConfig& wanted, const std::function<Exchange(const ExchangeConfig&)>& make
+);
 
 // Multiprocessors of a call there, of those of its GPU (docs/overlap.md).
 [[nodiscard]] constexpr int sms_beside_computation(int num_gpu_sms, bool is_copied_dispatch) {

@@ -98,7 +98,10 @@ Trainer::State::State(
           config.global_batch, config.num_micro_batches, group.rank(), group.num_ranks()
       )),
       layout(make_layout(config.model, group.rank(), group.num_ranks())),
-      exchange(group, exchange_config(config, group)),
+      exchange(make_beside_computation(
+          exchange_config(config, group),
+          [&](const ExchangeConfig& wanted) { return Exchange(group, wanted); }
+      )),
       replicated(group, layout.num_replicated + kNumScalars, config),
       expert_values(layout.num_expert),
       expert_grads(layout.num_expert),

@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
+#include "support/errors.hpp"
+#include "weft/error.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
@@ -31,6 +35,35 @@ TEST(BesideTest, CopyEnginesNeedPeersOnGpusAndComputation) {
   TrainConfig config;
   config.overlap = {.is_on = true, .copy_engines = CopyEngines::kAlways};
   EXPECT_FALSE(copies_beside_computation(config, Group::local(2)[0]));  // on the host
+}
+
+// What was asked for, in order, by a maker that fails with `code` while room for copies is wanted.
+std::vector<bool> rooms_asked_for(bool copy_engines, ErrorCode code) {
+  std::vector<bool> asked;
+  const ExchangeConfig wanted = {
+      .hidden = 16, .max_tokens = 4, .num_experts = 2, .copy_engines = copy_engines};
+  const auto make = [&](const ExchangeConfig& config) {
+    asked.push_back(config.copy_engines);
+    if (config.copy_engines || code == ErrorCode::kTimeout) {
+      throw Error(code, "no room", 0, "");
+    }
+    return Exchange(Group::local(1)[0], config);
+  };
+  const auto thrown = test::thrown_by([&] {
+    const Exchange exchange = make_beside_computation(wanted, make);
+    EXPECT_FALSE(exchange.config().copy_engines);
+    EXPECT_EQ(exchange.config().hidden, 16);
+  });
+  EXPECT_EQ(thrown.has_value(), code != ErrorCode::kOutOfMemory);
+  return asked;
+}
+
+TEST(BesideTest, RowsGoByStoresWhereMemoryIsShort) {
+  using Asked = std::vector<bool>;
+  EXPECT_EQ(rooms_asked_for(true, ErrorCode::kOutOfMemory), (Asked{true, false}));
+  EXPECT_EQ(rooms_asked_for(false, ErrorCode::kOutOfMemory), Asked{false});
+  EXPECT_EQ(rooms_asked_for(true, ErrorCode::kCuda), Asked{true});
+  EXPECT_EQ(rooms_asked_for(false, ErrorCode::kTimeout), Asked{false});
 }
 
 TEST(BesideTest, CallsTakeAPartOfTheGpu) {
