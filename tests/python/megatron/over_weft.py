@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core with deep_ep of Weft, as the page docs/megatron.md says: before it is imported."""
+
+import weft.compat
+
+weft.compat.install("deep_ep", force=True)
+try:
+    import megatron.core.transformer.moe.moe_layer  # noqa: F401
+finally:
+    weft.compat.uninstall()  # it has what it asked for

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's own MoE layer, as it comes from PyPI, over Weft: what docs/megatron.md promises.
+
+Its router, layer and dispatcher run unchanged, on CPU tensors; experts are products of this file,
+and what is expected is computed densely, from everybody's tokens.
+"""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+HIDDEN, WIDTH, EXPERTS, TOPK = 64, 32, 8, 2
+
+
+def expert_weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    maker = torch.Generator().manual_seed(1000 + expert)
+    up = torch.randn(HIDDEN, WIDTH, generator=maker) / HIDDEN**0.5
+    return up, torch.randn(WIDTH, HIDDEN, generator=maker) / WIDTH**0.5
+
+
+def inputs(rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, 1, H] and the gradient of the output."""
+    maker = torch.Generator().manual_seed(rank)
+    shape = (num_tokens, 1, HIDDEN)
+    return torch.randn(shape, generator=maker), torch.randn(shape, generator=maker)
+
+
+class Experts(nn.Module):
+    """Megatron's interface: rows by expert, their numbers, their probabilities -> (rows, bias)."""
+
+    def __init__(self, num_local, config, pg_collection=None):
+        super().__init__()
+        first = pg_collection.ep.rank() * num_local
+        made = [expert_weights(first + i) for i in range(num_local)]
+        self.up = nn.Parameter(torch.stack([up for up, _ in made]))
+        self.down = nn.Parameter(torch.stack([down for _, down in made]))
+
+    def forward(self, rows, counts, probs):
+        parts = rows.split(counts.tolist())
+        out = [functional.gelu(p @ up) @ down for p, up, down in zip(parts, self.up, self.down)]
+        return torch.cat(out) * probs.unsqueeze(-1), None
+
+
+def megatron(how: str):
+    """Its modules: over Weft's deep_ep ("names"), or with Weft's dispatcher in place of its own."""
+    import over_weft  # noqa: F401
+    from megatron.core import process_groups_config
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
+
+    import weft.dispatcher
+
+    own = token_dispatcher.MoEFlexTokenDispatcher
+    is_own = how == "names"
+    moe_layer.MoEFlexTokenDispatcher = own if is_own else weft.dispatcher.MoEFlexTokenDispatcher
+    moe_utils.te_general_gemm = None  # a name that it lacks without Transformer Engine
+    return process_groups_config, transformer_config, moe_layer
+
+
+def run_layer(rank, num_ranks, group, backend, how, num_tokens, settings):
+    """-> output, gradients of x, of the router's weight and of this rank's experts."""
+    groups_module, config_module, layers = megatron(how)
+    alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
+    groups = groups_module.ProcessGroupCollection()
+    groups.ep = groups.tp_ep = group
+    for name in ("tp", "cp", "expt_tp", "expt_dp", "tp_cp", "tp_dp_cp"):
+        setattr(groups, name, alone)
+    config = config_module.TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOPK,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+        expert_model_parallel_size=num_ranks,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        **settings,
+    )
+    submodules = layers.MoESubmodules(experts=Experts)
+    layer = layers.MoELayer(config, submodules, layer_number=1, pg_collection=groups)
+    with torch.no_grad():
+        maker = torch.Generator().manual_seed(7)
+        layer.router.weight.copy_(torch.randn(EXPERTS, HIDDEN, generator=maker))
+    x, grad = inputs(rank, num_tokens[rank])
+    x.requires_grad_()
+    no_compiler = torch._dynamo.config.patch(disable=True)  # it would take long
+    router_stays_here = patch.object(torch.cuda, "current_device", lambda: "cpu")
+    with no_compiler, router_stays_here:
+        out, bias = layer(x)
+        assert bias is None
+        out.backward(grad)
+    grads = (x.grad, layer.router.weight.grad, layer.experts.up.grad, layer.experts.down.grad)
+    return [t.detach().clone() for t in (out, *grads)], layer.router.weight.detach().clone()
+
+
+def expected(rank: int, num_ranks: int, num_tokens: list[int], router: torch.Tensor):
+    """The same by the definition, with every expert here."""
+    weights = [expert_weights(expert) for expert in range(EXPERTS)]
+    up, down = (torch.stack(part).requires_grad_() for part in zip(*weights))
+    for source in range(num_ranks):
+        x, grad = inputs(source, num_tokens[source])
+        x.requires_grad_()
+        matrix = router.clone().requires_grad_()
+        best = (x @ matrix.T).topk(TOPK)
+        probs = torch.zeros(*x.shape[:2], EXPERTS)
+        probs = probs.scatter(-1, best.indices, best.values.softmax(-1))
+        every = functional.gelu(torch.einsum("tbh,ehw->tbew", x, up))
+        out = torch.einsum("tbew,ewh,tbe->tbh", every, down, probs)
+        out.backward(grad)
+        if source == rank:
+            own = [out.detach(), x.grad, matrix.grad]
+    local = EXPERTS // num_ranks
+    mine = slice(rank * local, (rank + 1) * local)
+    return [*own, up.grad[mine], down.grad[mine]]
+
+
+@pytest.mark.parametrize("how", ["names", "dispatcher"])
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@pytest.mark.parametrize("num_tokens", [[4, 9], [33, 1]])
+def test_layer_gives_what_dense_experts_give(ranks, num_tokens, backend, how):
+    found = ranks(run_layer, 2, backend, how, num_tokens, {})
+    for rank, (tensors, router) in enumerate(found):
+        for tensor, wanted in zip(tensors, expected(rank, 2, num_tokens, router), strict=True):
+            torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-5)
+
+
+CAPACITY = {"moe_expert_capacity_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    "backend, settings",
+    [
+        ("deepep", {}),
+        ("deepep", CAPACITY),
+        ("hybridep", {}),
+        ("hybridep", CAPACITY),
+        ("hybridep", CAPACITY | {"moe_pad_expert_input_to_capacity": True}),
+    ],
+)
+def test_both_ways_give_the_same_bits(ranks, backend, settings):
+    ways = [ranks(run_layer, 2, backend, how, [8, 8], settings) for how in ("names", "dispatcher")]
+    for (one, _), (other, _) in zip(*ways, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
