@@ -67,7 +67,7 @@ def _filled(ctx, grad, grad_weights, num_rows, weight_cols):  # noqa: ANN001, AN
     if grad is None:
         grad = torch.zeros((num_rows, shape[1]), dtype=dtype, device=device)
     if ctx.has_weights and grad_weights is None:
-        grad_weights = torch.zeros((num_rows, weight_cols), device=device)
+        grad_weights = torch.zeros((num_rows, weight_cols), dtype=torch.float32, device=device)
     return grad, grad_weights
 
 

@@ -101,7 +101,8 @@ class Outputs:
             is_payload = False
         if not is_payload:
             return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self._device)
-        like = torch.empty((0, 1), dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+        kind = torch.uint8 if dtype.itemsize == 1 else dtype
+        like = torch.empty((0, 1), dtype=kind, device=self._device)
         return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)
 
 

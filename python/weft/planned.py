@@ -119,11 +119,17 @@ class Plan:
                 self._on_device = self.core.on_device(device.index)
             else:
                 core = self.core
-                self._on_device = {
-                    "required_rows": torch.tensor([core.required_rows]),
-                    "overflow": torch.tensor([int(core.overflow)], dtype=torch.int32),
-                    "rows_per_expert": torch.tensor(core.rows_per_expert),
-                    "padded_rows_per_expert": torch.tensor(core.padded_rows_per_expert),
-                    "expert_begin": torch.tensor(core.expert_begin),
+                host = {
+                    "required_rows": [core.required_rows],
+                    "rows_per_expert": core.rows_per_expert,
+                    "padded_rows_per_expert": core.padded_rows_per_expert,
+                    "expert_begin": core.expert_begin,
                 }
+                self._on_device = {
+                    name: torch.tensor(values, dtype=torch.int64, device=device)
+                    for name, values in host.items()
+                }
+                self._on_device["overflow"] = torch.tensor(
+                    [int(core.overflow)], dtype=torch.int32, device=device
+                )
         return self._on_device

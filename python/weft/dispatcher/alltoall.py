@@ -67,10 +67,9 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         ]
         # Chunks arrive by source, and inside a source by expert. chunk_order[i] is the place of
         # the i-th chunk by expert; back_order undoes that.
-        num_sources = self.tp_size * self.ep_size
-        order = torch.arange(num_sources * num_local_experts)
-        self.chunk_order = order.reshape(num_sources, num_local_experts).T.ravel().tolist()
-        self.back_order = order.reshape(num_local_experts, num_sources).T.ravel().tolist()
+        sources, experts = range(self.tp_size * self.ep_size), range(num_local_experts)
+        self.chunk_order = [s * len(experts) + e for e in experts for s in sources]
+        self.back_order = [e * len(sources) + s for s in sources for e in experts]
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         """Collective. Sets the splits from bool [T, E]; returns tokens_per_expert."""
@@ -81,7 +80,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
                 self.num_experts,
                 self.moe_expert_capacity_factor,
             )
-            counts = torch.full(shape, self.capacity)
+            counts = torch.full(shape, self.capacity, device="cpu")
         else:
             own = routing_map.sum(0, dtype=torch.int64)
             counts = gather_counts(own, self.tp_ep_group).cpu().reshape(shape)

@@ -77,7 +77,8 @@ class MoETokenDispatcher:
         """Has the dispatcher run these experts beside its communication.
 
         They have pre_forward_comm, linear_fc1_forward_and_act, linear_fc2_forward,
-        post_forward_comm and get_output. Raises AssertionError without
+        post_forward_comm and get_output; for the flex dispatcher also wait_current_stream, and
+        pre_forward_comm takes wait_current_stream=False there. Raises AssertionError without
         moe_shared_expert_overlap.
         """
         expect(

@@ -46,8 +46,9 @@ class DispatcherConfig:
     moe_experts_ignore_unused_rows: bool = False
     moe_router_padding_for_quantization: bool = False
 
-    # Different token counts on every rank work as they are: both flags are accepted, and nothing
-    # happens. Input that the caller has padded works too.
+    # Different token counts on every rank work as they are, but for sizes that are fixed beforehand
+    # (a rank capacity factor, drop-and-pad): with either flag they count with the largest of any
+    # rank, which is asked for at every call. Input that the caller has padded works too.
     moe_hybridep_pad_uneven_dispatch_inputs: bool = False
     moe_hybridep_pad_variable_tokens: bool = False
 

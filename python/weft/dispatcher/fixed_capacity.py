@@ -35,13 +35,13 @@ class FixedCapacity:
         self.per_source = per_source
         self.per_expert = per_expert
         self.num_rows = per_expert * num_local_experts
-        self.tokens_per_expert = torch.full((num_local_experts,), per_expert)
+        self.tokens_per_expert = torch.full((num_local_experts,), per_expert, device="cpu")
         self._arrived: Tensor | None = None  # int64 [num_rows]: the arrived row of each, or P
         self._num_arrived = 0
 
     @staticmethod
     def of(manager: Any, num_tokens: int) -> FixedCapacity:
-        """The blocks for `num_tokens` tokens on every rank.
+        """The blocks for at most `num_tokens` tokens on every rank.
 
         Top-k and experts both count every TP rank, so that the capacity does not depend on TP;
         the reference divides one of them alone, which makes it TP times too small.

@@ -25,9 +25,9 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
     one row per token and rank and a permute would; "hybridep" moves a routing map. All of them, but
     the first two with padding of the router, write rows straight to their place by expert. All
     take different T on every rank, zero included, with no all-reduce, no wait and no padding for
-    it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have no
-    effect. All of them work with one rank, which the references refuse for "deepep". A token has
-    at most 32 routes, TP ranks counted.
+    it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have an effect
+    with row budgets and drop-and-pad alone, see `_HybridEPManager`. All of them work with one rank,
+    which the references refuse for "deepep". A token has at most 32 routes, TP ranks counted.
 
     A token goes to every TP rank of an expert (rank EP * TP + TP rank of the group), with its
     probability; combine adds up what the TP ranks computed.
@@ -51,10 +51,13 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
         """pg_collection: Megatron-LM's groups (ep, expt_tp, tp_ep), or NeMo Automodel's process
         group, which may also be given as `ep_group`.
 
-        Raises ValueError for an unknown backend, ImportError where its functions are missing.
+        Raises ValueError for an unknown backend, TypeError without a group of TP x EP, ImportError
+        where the backend's functions are missing.
         """
         super().__init__(config, ep_group if pg_collection is None else pg_collection)
         check_experts(num_local_experts, local_expert_indices)
+        if self.tp_ep_group is None:
+            raise TypeError("dispatcher: tp_ep is None (expected the process group of TP x EP)")
         self.group = self.tp_ep_group
         self.num_local_experts = num_local_experts
         self.local_expert_indices = local_expert_indices

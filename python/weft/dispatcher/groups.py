@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class DispatcherGroups:
-    """Groups under Megatron-LM's names. None stands for a group of this rank alone.
+    """Groups under Megatron-LM's names. None stands for a group of this rank alone;
+    the flex dispatcher needs a real `tp_ep`.
 
     Rank r of `tp_ep` is rank r // TP of `ep` and rank r % TP of `expt_tp`.
     """

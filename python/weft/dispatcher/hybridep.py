@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from . import backends
 from .capacity import get_align_size_for_quantization
@@ -16,6 +17,10 @@ from .manager import _DispatchManager, as_float32
 from .multihot import indices_to_multihot
 
 Tensor = torch.Tensor
+
+# The reference pads every rank's tokens to the largest number of any rank, so aligned, with either.
+_UNEVEN = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
+_TOKEN_ALIGNMENT = 64
 
 
 class _HybridEPMetadataProcessor(torch.nn.Module):
@@ -32,15 +37,16 @@ class _HybridEPMetadataProcessor(torch.nn.Module):
 
 class _HybridEPManager(_DispatchManager):
     """Any number of tokens on any rank, zero included: counts travel with the tokens, so there is
-    no all-reduce for a maximum, no wait for it and no padding. The flags that ask the reference
-    for that padding are accepted and do nothing; input that is padded already works.
+    no padding, and in the exact mode no all-reduce for a maximum and no wait for it, whatever the
+    flags that ask the reference for that padding say. Input that is padded already works.
 
     Three modes. Exact: as many rows as arrive. Row budget (moe_expert_rank_capacity_factor): a
     fixed number of rows, no wait for a GPU; what does not fit is dropped, and `over_budget` says
     so. The budget is T * (choices of a token, every TP rank counted) * factor: the reference
-    forgets the TP ranks, which makes it TP times too small. T is moe_max_tokens_per_rank where
-    that is set and larger; set it where ranks bring different numbers of tokens.
-    Fixed capacity (drop-and-pad): see `FixedCapacity`; T must be equal on all ranks.
+    forgets the TP ranks, which makes it TP times too small.
+    Fixed capacity (drop-and-pad): see `FixedCapacity`.
+    T of the last two is what all ranks bring. Where they bring different numbers, the largest must
+    be told by moe_max_tokens_per_rank, or be asked for by the flags, at every call.
     """
 
     experts_read_received_rows = True
@@ -94,8 +100,7 @@ class _HybridEPManager(_DispatchManager):
         self.pad_multiple: int | None = None
         self.over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
         self._grown_budget = 0
-        self._original_num_tokens: int | None = None
-        self._padded_num_tokens: int | None = None
+        self._most = 0  # tokens, see `_most_tokens`
         self._fixed: FixedCapacity | None = None
 
     def _read(self, config: Any) -> None:
@@ -130,10 +135,9 @@ class _HybridEPManager(_DispatchManager):
         self._set(*indices_to_multihot(token_indices, token_probs, self.num_experts))
 
     def _set(self, routing_map: Tensor, probs: Tensor) -> None:
-        num_tokens = routing_map.shape[0]
-        self._original_num_tokens = self._padded_num_tokens = num_tokens
+        self._most = self._most_tokens(routing_map)
         if self.drop_and_pad:
-            self._fixed = FixedCapacity.of(self, num_tokens)
+            self._fixed = FixedCapacity.of(self, self._most)
             routing_map = limit_to_capacity(routing_map, probs, self._fixed.per_source)
         self.routing_map, self.token_probs = routing_map, probs
 
@@ -144,7 +148,7 @@ class _HybridEPManager(_DispatchManager):
         del async_finish, allocate_on_comm_stream
         # Computed anew each time: activation checkpointing dispatches twice before one combine.
         self.pad_multiple = self.align_size or None
-        budget = self._row_budget(hidden_states.shape[0])
+        budget = self._row_budget()
         if self._fixed is not None:
             self.pad_multiple, budget = None, self._fixed.num_rows
         probs = as_float32(self.token_probs, None if self.config is None else "HybridEP")
@@ -163,7 +167,7 @@ class _HybridEPManager(_DispatchManager):
         rows, self.dispatched_probs, _, counts, self.handle = self._dispatch_fn(
             **arguments, **self._extra
         )
-        if self.moe_expert_rank_capacity_factor is not None:
+        if budget is not None:
             self._note_overflow(self.handle[-1])
         self.tokens_per_expert = counts.to(torch.int64)
         # The rows say how many there are; the sum of the counts could be on a GPU.
@@ -192,7 +196,7 @@ class _HybridEPManager(_DispatchManager):
         )
         self.handle = self.num_permuted_tokens = None
         self.dispatched_probs = self.dispatched_probs.detach()
-        self._original_num_tokens = self._padded_num_tokens = self._fixed = None
+        self._fixed = None
         return tokens
 
     def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
@@ -215,12 +219,23 @@ class _HybridEPManager(_DispatchManager):
             )
         self._grown_budget = num_rows
 
-    def _row_budget(self, num_tokens: int) -> int | None:
+    def _most_tokens(self, routing_map: Tensor) -> int:
+        """What sizes that are fixed beforehand count with: the setting, or what any rank has if it
+        is to be asked for, as the reference pads (collective then, and waits for a GPU), or T."""
+        num_tokens = routing_map.shape[0]
+        given = option(self.config, "moe_max_tokens_per_rank")
+        is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None
+        if given or not is_sized or not any(option(self.config, name) for name in _UNEVEN):
+            return max(num_tokens, given or 0)
+        most = torch.tensor([num_tokens], device=routing_map.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        return -(-int(most.item()) // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT
+
+    def _row_budget(self) -> int | None:
         factor = self.moe_expert_rank_capacity_factor
         if factor is None:
             return None
-        num_tokens = max(num_tokens, option(self.config, "moe_max_tokens_per_rank") or 0)
-        rows = max(int(num_tokens * self.router_topk * factor), self._grown_budget)
+        rows = max(int(self._most * self.router_topk * factor), self._grown_budget)
         align = self.align_size or 1
         return -(-rows // align) * align
 

@@ -48,7 +48,8 @@ class DeepepV2Dispatch(torch.autograd.Function):
             event.current_stream_wait()
         ctx.buffer, ctx.handle = buffer, handle
         ctx.flags = (async_finish, allocate_on_comm_stream)
-        counts = torch.tensor(handle.num_recv_tokens_per_expert_list, dtype=torch.int64)
+        counts = handle.num_recv_tokens_per_expert_list
+        counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
         ctx.mark_non_differentiable(row_indices, counts)
         return rows, row_indices, row_probs, counts, handle
 

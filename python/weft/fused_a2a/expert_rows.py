@@ -82,7 +82,8 @@ class ByExpert(NamedTuple):
             x, token_probs, exchange, routes, pad_multiple, num_sms
         )
         # After the launch: a GPU has nothing to do from the wait for the plan up to there.
-        counts = torch.tensor(plan.padded_rows_per_expert_list, dtype=torch.int64)
+        counts = plan.padded_rows_per_expert_list
+        counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
         return rows, row_probs, counts, ExpertRows(plan, num_sms)
 
     def combine(self, rows: Tensor, handle: ExpertRows) -> Tensor:

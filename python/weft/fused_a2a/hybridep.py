@@ -88,7 +88,7 @@ class HybridEPDispatch(torch.autograd.Function):
         )
         rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
             hidden=x.contiguous(),
-            probs=probs.contiguous(),
+            probs=_contiguous(probs),
             **_routing(routing_map, options),
             scaling_factor=None,
             num_of_experts_per_rank=num_local_experts,
@@ -107,12 +107,16 @@ class HybridEPDispatch(torch.autograd.Function):
     def backward(ctx, grad_x, grad_probs, grad_scaling_factor, grad_tokens_per_expert, grad_handle):
         grad_hidden, grad_dense_probs = ctx.buffer.combine_with_unpermute(
             hidden=grad_x.contiguous(),
-            probs=grad_probs.contiguous(),
+            probs=_contiguous(grad_probs),
             handle=ctx.handle,
             pad_multiple=ctx.pad_multiple,
             **_fused_argument("fuse_unpermute_combine", ctx.fused),
         )
         return (grad_hidden, None, grad_dense_probs) + (None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def _contiguous(probs: torch.Tensor | None) -> torch.Tensor | None:
+    return None if probs is None else probs.contiguous()
 
 
 class HybridEPCombine(torch.autograd.Function):

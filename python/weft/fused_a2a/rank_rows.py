@@ -61,7 +61,7 @@ def dispatch(library: Library, ctx: Any, x, indices, probs, num_experts: int, ca
     )
     call.wait(event)
     ctx.call = call._replace(handle=handle)
-    tokens_per_expert = torch.tensor(counts, dtype=torch.int64)
+    tokens_per_expert = torch.tensor(counts, dtype=torch.int64, device="cpu")
     ctx.mark_non_differentiable(row_indices, tokens_per_expert)
     return rows, row_indices, row_probs, tokens_per_expert, handle
 

@@ -110,7 +110,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         """
         unused = {
             "packed_seq_params": packed_seq_params,
-            "extra_block_kwargs": extra_block_kwargs,
+            "extra_block_kwargs": extra_block_kwargs or None,
             "runtime_gather_output": runtime_gather_output,
             "padding_mask": padding_mask,
             "output_processor": output_processor,

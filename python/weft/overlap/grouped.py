@@ -21,7 +21,7 @@ def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
     """
     if counts.is_cuda or not rows.is_cuda:
         return counts.to(rows.device).cumsum(0).to(torch.int32)
-    ends = torch.empty(counts.shape, dtype=torch.int32, pin_memory=True)
+    ends = torch.empty(counts.shape, dtype=torch.int32, device="cpu", pin_memory=True)
     ends.copy_(counts.cumsum(0))
     return ends.to(rows.device, non_blocking=True)
 

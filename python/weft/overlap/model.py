@@ -72,9 +72,36 @@ class ModelChunk(nn.Module):
         return x if self.output_layer is None else self.postprocess(x, labels, loss_mask)
 
     def build_schedule_plan(
-        self, input_ids: Any, position_ids: Any = None, attention_mask: Any = None, **options: Any
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        inference_params: Any = None,
+        loss_mask: Any = None,
+        padding_mask: Any = None,
+        **options: Any,
     ) -> TransformerModelChunkSchedulePlan:
-        """The plan of one micro-batch; arguments as for the plan's class."""
+        """The plan of one micro-batch; arguments as for the plan's class, which has none for
+        inference: NotImplementedError, too."""
+        if inference_context is not None or inference_params is not None:
+            raise NotImplementedError("schedule plan: inference_context (expected None)")
         return TransformerModelChunkSchedulePlan(
-            self, input_ids, position_ids, attention_mask, **options
+            self,
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            packed_seq_params,
+            extra_block_kwargs,
+            runtime_gather_output,
+            loss_mask,
+            padding_mask,
+            **options,
         )

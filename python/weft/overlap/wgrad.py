@@ -113,11 +113,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        x, weight = ctx.saved_tensors  # under autocast of other types than grad
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
 
         def gradient() -> Tensor:
-            return grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+            rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
+            return (grad.reshape(-1, grad.shape[-1]).T @ rows).to(weight.dtype)
 
         if not ctx.needs_input_grad[1]:
             return grad_x, None, None

@@ -50,14 +50,13 @@ def megatron(how: str):
     import over_weft  # noqa: F401
     from megatron.core import process_groups_config
     from megatron.core.transformer import transformer_config
-    from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_layer, token_dispatcher
 
     import weft.dispatcher
 
     own = token_dispatcher.MoEFlexTokenDispatcher
     is_own = how == "names"
     moe_layer.MoEFlexTokenDispatcher = own if is_own else weft.dispatcher.MoEFlexTokenDispatcher
-    moe_utils.te_general_gemm = None  # a name that it lacks without Transformer Engine
     return process_groups_config, transformer_config, moe_layer
 
 

@@ -20,6 +20,7 @@ Tensor = torch.Tensor
 class ElasticCombine(ElasticBase):
     """Rows back to their tokens."""
 
+    @torch.no_grad()
     def combine(
         self,
         x: Tensor,

@@ -32,6 +32,7 @@ _TMA_BYTES = 16  # what a column of scaling factors is aligned to
 class ElasticDispatch(ElasticBase):
     """Tokens to their experts."""
 
+    @torch.no_grad()
     def dispatch(
         self,
         x: Rows,

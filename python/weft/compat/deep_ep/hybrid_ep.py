@@ -189,7 +189,8 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
     if not on_host:
         return plan.padded_rows_per_expert.clone()
     pinned = plan.exchange.device.type == "cuda"
-    return torch.tensor(plan.padded_rows_per_expert_list, dtype=torch.int64, pin_memory=pinned)
+    counts = plan.padded_rows_per_expert_list
+    return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
 def _check_reuse(

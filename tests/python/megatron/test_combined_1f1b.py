@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's own overlap of forward and backward, over Weft.
+
+Its GPT model and its combined 1F1B run unchanged but for CUDA's streams, which are the calling
+thread here: what is tested is the order of calls, which tensors are handed on and which are freed.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+VOCABULARY, LENGTH, MICRO_BATCHES = 32, 6, 3
+
+
+def make_model(num_ranks, backend):
+    import over_weft  # noqa: F401
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_layer_specs, gpt_model
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # for dropout, of which there is none
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=backend,
+        expert_model_parallel_size=num_ranks,
+        overlap_moe_expert_parallel_comm=True,
+        add_bias_linear=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bf16=True,
+    )
+    config.bf16 = False  # the rules are through
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    torch.manual_seed(5)
+    return gpt_model.GPTModel(config, spec, VOCABULARY, LENGTH)
+
+
+def texts(rank):
+    maker = torch.Generator().manual_seed(rank)
+    return [torch.randint(VOCABULARY, (1, LENGTH), generator=maker) for _ in range(MICRO_BATCHES)]
+
+
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train(rank, num_ranks, group, backend):
+    """Losses and gradients, one micro-batch after the other and woven into each other."""
+    from host_streams import host_streams
+
+    with host_streams():
+        model = make_model(num_ranks, backend)
+        from megatron.core.models.common.model_chunk_schedule_plan import (
+            TransformerModelChunkSchedulePlan,
+        )
+        from megatron.core.pipeline_parallel.utils import set_streams
+
+        set_streams()
+        positions = torch.arange(LENGTH).unsqueeze(0)
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        found = []
+        losses = []
+        for ids in texts(rank):
+            loss = model(ids, positions, mask, labels=ids)
+            loss.backward(torch.ones_like(loss))
+            losses.append(loss.detach())
+        found.append((losses, gradients(model)))
+        model.zero_grad()
+        losses, last = [], None
+        for ids in [*texts(rank), None]:
+            plan = None
+            if ids is not None:
+                plan = model.build_schedule_plan(ids, positions, mask, labels=ids)
+            grad = None if last is None else torch.ones_like(losses[-1])
+            loss = TransformerModelChunkSchedulePlan.run(plan, last, b_grad=grad)
+            if loss is not None:
+                losses.append(loss.detach())
+            last = plan
+        found.append((losses, gradients(model)))
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+def test_losses_and_gradients_are_those_without_overlap(ranks, backend):
+    for (losses, grads), (woven_losses, woven_grads) in ranks(train, 2, backend):
+        assert all(torch.equal(a, b) for a, b in zip(losses, woven_losses, strict=True))
+        assert grads.keys() == woven_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(woven_grads[name], grad, rtol=0.02, atol=1e-3, msg=name)
