@@ -130,3 +130,25 @@ def weighted(rank, num_ranks, group):
 
 def test_combine_can_weigh_rows(ranks):
     ranks(weighted, 2)
+
+
+def default_type(rank, num_ranks, group):
+    """Whatever torch's default type is: weights that nobody used have fp32 gradients, of zeros."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    x, idx, weights = layer_inputs(rank, num_ranks, 5)
+    x.requires_grad_()
+    weights.requires_grad_()
+    plan = exchange.plan(idx)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        weft.dispatch(plan, x, weights).rows.sum().backward()
+    finally:
+        torch.set_default_dtype(usual)
+    assert weights.grad.dtype == torch.float32 and not weights.grad.any()
+    expected = (idx >= 0).sum(1, keepdim=True).expand(x.shape)
+    torch.testing.assert_close(x.grad, expected.float())
+
+
+def test_backward_under_another_default_type(ranks):
+    ranks(default_type, 2)

@@ -8,7 +8,12 @@ import torch
 from test_alltoall import SharedExperts
 from torch.utils.checkpoint import checkpoint
 
-from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher, get_capacity
+from weft.dispatcher import (
+    DispatcherConfig,
+    DispatcherGroups,
+    MoEFlexTokenDispatcher,
+    get_capacity,
+)
 
 E, H, K = 8, 16, 2
 BACKENDS = ["deepep", "hybridep", "uccl_ep"]
@@ -284,6 +289,12 @@ def _construction(rank, num_ranks, group, functions):
             config.moe_flex_dispatcher_backend = name
             with pytest.raises(ValueError, match=f"Invalid backend: {name}"):
                 MoEFlexTokenDispatcher(E, list(range(E)), config, g)
+        config.moe_flex_dispatcher_backend = "deepep"
+        with pytest.raises(TypeError, match="tp_ep is None"):
+            MoEFlexTokenDispatcher(E, list(range(E)), config, DispatcherGroups(None, None, None))
+        with torch.device("meta"):  # as deferred initialisation makes layers
+            for kind in ("alltoall", "deepep", "hybridep"):
+                cases.dispatcher(kind, g, config)
 
 
 def test_construction(ranks, functions):

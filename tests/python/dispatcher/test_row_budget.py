@@ -117,14 +117,12 @@ def test_the_budget_counts_every_tp_rank(ranks, functions):
     ranks(_tensor_parallel, 4, functions)
 
 
-def _uneven(rank, num_ranks, group, functions):
+def _uneven(rank, num_ranks, group, functions, settings):
     """A rank without tokens has rows for those of the others if it knows how many they may be."""
     standins.use(functions)
     num_tokens = (20, 0)
     with cases.groups(1, 2) as g:
-        config = DispatcherConfig(
-            num_moe_experts=E, moe_expert_rank_capacity_factor=1.0, moe_max_tokens_per_rank=20
-        )
+        config = DispatcherConfig(num_moe_experts=E, **settings)
         made = cases.dispatcher("hybridep", g, config)
         case = cases.routing(rank, num_tokens[rank], H, E, K)
         probs = torch.full((num_tokens[rank], E), 1 / K)
@@ -133,8 +131,17 @@ def _uneven(rank, num_ranks, group, functions):
         torch.testing.assert_close(out, case.x)
 
 
-def test_uneven_tokens_share_the_largest_budget(ranks, functions):
-    ranks(_uneven, 2, functions)
+BUDGET = {"moe_expert_rank_capacity_factor": 1.0}
+BLOCKS = {"moe_expert_capacity_factor": 4.0, "moe_pad_expert_input_to_capacity": True}
+TOLD = {"moe_max_tokens_per_rank": 20}
+ASKED = {"moe_hybridep_pad_uneven_dispatch_inputs": True}
+ASKED_ON_DEV = {"moe_hybridep_pad_variable_tokens": True}
+
+
+@pytest.mark.parametrize("told", [TOLD, ASKED, ASKED_ON_DEV], ids=["told", "asked", "asked_on_dev"])
+@pytest.mark.parametrize("sizes", [BUDGET, BLOCKS], ids=["budget", "blocks"])
+def test_uneven_tokens_share_the_largest_size(ranks, functions, sizes, told):
+    ranks(_uneven, 2, functions, sizes | told)
 
 
 def _unused_rows(rank, num_ranks, group, functions):

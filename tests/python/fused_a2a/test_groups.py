@@ -159,6 +159,23 @@ def test_the_first_call_may_bring_another_t_on_every_rank(ranks):
     ranks(first_call_uneven, 2)
 
 
+def without_probs(rank, num_ranks, group):
+    """Rows alone, there and back, with gradients."""
+    x = torch.randn(5 + rank, 16).to(torch.bfloat16).requires_grad_()
+    chosen = torch.zeros(5 + rank, 2 * num_ranks, dtype=torch.bool)
+    chosen[:, [0, 2]] = True
+    rows, row_probs, _, counts, handle = fa.hybrid_ep_dispatch(x, chosen, None, group, 2)
+    assert row_probs is None and counts.tolist() == [11, 0]
+    out = fa.hybrid_ep_combine(rows, handle)
+    assert torch.equal(out, 2 * x)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2))
+
+
+def test_probabilities_may_be_missing(ranks):
+    ranks(without_probs, 2)
+
+
 def routed_by_indices(rank, num_ranks, group):
     """Indices in place of the map, as NeMo Automodel 0.7.0 gives them: the same in every way."""
     fa.reset_hybrid_ep_buffer()

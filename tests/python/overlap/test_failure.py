@@ -98,6 +98,21 @@ def test_node_that_throws(ranks, dispatcher, place):
     ranks(_failure, 2, dispatcher, place)
 
 
+def _arguments(rank, num_ranks, group):
+    """Those of Megatron-LM's models by position; what has no use here is refused."""
+    made = cases.model(group, "m")
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    plan = made.build_schedule_plan(ids, None, None, None, ids, None, None, {}, None, None)
+    assert plan.state.labels is ids and plan.state.decoder_input is None
+    for name in ("inference_context", "inference_params", "packed_seq_params"):
+        with pytest.raises(NotImplementedError):
+            made.build_schedule_plan(ids, **{name: object()})
+
+
+def test_arguments_of_a_plan(ranks):
+    ranks(_arguments, 1)
+
+
 def _hook(rank, num_ranks, group):
     made = cases.model(group, "m")
     plan = made.build_schedule_plan(**cases.batch(rank, 0))

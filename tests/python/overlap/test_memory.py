@@ -41,6 +41,7 @@ def test_rules():
         assert of("uccl_ep", num_local) == FreedInputs(False, True, True)
         assert of("hybridep", num_local) == FreedInputs(False, False, True)
         assert of("ncclep", num_local) == FreedInputs(False, False, True)
+    assert not of("hybridep", 2, fp8=False, fp4=False).mlp
     for low in ({"fp8": "hybrid"}, {"fp4": "e2m1"}):
         assert of("alltoall", 1, **low).mlp and of("hybridep", 1, **low).mlp
 

@@ -35,6 +35,25 @@ def test_linear(bias):
             torch.testing.assert_close(delayed.bias.grad, plain.bias.grad)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_linear_under_autocast(delay):
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(16, 8)
+    delayed = DelayedLinear(16, 8, delay_wgrad_compute=delay)
+    delayed.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 16, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = delayed(x), plain(y)
+    out.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    delayed.backward_dw()
+    pairs = [(x, y), (delayed.weight, plain.weight), (delayed.bias, plain.bias)]
+    for one, other in pairs:
+        assert one.grad.dtype == torch.float32
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.02, atol=0.1)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_grouped_experts(recompute):
     torch.manual_seed(0)
