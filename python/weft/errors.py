@@ -18,6 +18,13 @@ class InvalidArgument(Error, ValueError):
         super().__init__(message, code, rank)
 
 
+class BadCall(InvalidArgument, AssertionError):
+    """A caller's mistake in a call under another library's name, found before anything runs.
+
+    Such libraries fail assertions or raise RuntimeError; this is both of those, and ValueError.
+    """
+
+
 class Unsupported(Error):
     """A legal request that this build or device cannot do."""
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from weft.errors import BadCall
+
 Tensor = torch.Tensor
 
 
@@ -51,11 +53,11 @@ class CommStream:
         previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
         (None there is no event). It replaces the wait for the current stream, so it must be newer
         than all that produces `inputs`. async_finish: the current stream does not wait.
-        AssertionError if allocate_on_comm_stream comes without both of them.
+        BadCall if allocate_on_comm_stream comes without both of them.
         """
         event = getattr(previous_event, "event", previous_event)
         if allocate_on_comm_stream and (event is None or not async_finish):
-            raise AssertionError(
+            raise BadCall(
                 f"allocate_on_comm_stream: previous_event is {event}, async_finish is "
                 f"{async_finish} (it needs an event and async_finish)"
             )

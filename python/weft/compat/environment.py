@@ -59,12 +59,14 @@ def text(*names: str) -> str | None:
     return None
 
 
-def number(*names: str, default: int) -> int:
-    """The same as a whole number of at least 1. Raises InvalidArgument naming the variable."""
+def number(*names: str, default: int, least: int = 1) -> int:
+    """The same as a whole number of at least that. Raises InvalidArgument naming the variable."""
     value = text(*names)
     if value is None:
         return default
-    if not (value.isascii() and value.isdecimal() and int(value) >= 1):
+    if not (value.isascii() and value.isdecimal() and int(value) >= least):
         name = next(name for name in names if text(name) == value)
-        raise InvalidArgument(f"environment: {name} = '{value}' (expected a number of at least 1)")
+        raise InvalidArgument(
+            f"environment: {name} = '{value}' (expected a number of at least {least})"
+        )
     return int(value)

@@ -106,5 +106,5 @@ def set_uccl_num_sms(num_sms: int) -> None:
 
 
 def set_uccl_num_sms_from_environment() -> None:
-    """UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20."""
-    set_uccl_num_sms(environment.number("UCCL_EP_SM_NUMS", "DEEP_EP_SM_NUMS", default=20))
+    """UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20. Raises InvalidArgument for odd numbers."""
+    set_uccl_num_sms(environment.number("UCCL_EP_SM_NUMS", "DEEP_EP_SM_NUMS", default=20, least=0))

@@ -74,7 +74,9 @@ def test_values(monkeypatch):
 def test_numbers_of_multiprocessors(monkeypatch):
     before = UCCLBuffer.num_sms
     try:
-        for given, want in (({}, 20), ({SM_NUMS[1]: "24"}, 24), ({SM_NUMS[0]: "32"}, 32)):
+        of_uccl, of_both = SM_NUMS
+        cases = [({}, 20), ({of_both: "24"}, 24), ({of_uccl: "32"}, 32), ({of_uccl: "0"}, 0)]
+        for given, want in cases:
             for name, value in given.items():
                 monkeypatch.setenv(name, value)
             set_uccl_num_sms_from_environment()

@@ -7,15 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weft import Error, InvalidArgument
-
-
-class BadCall(InvalidArgument, AssertionError):
-    """A caller's mistake, found before anything runs.
-
-    The libraries that this stands for fail assertions or raise RuntimeError; this is both of
-    those, and ValueError.
-    """
+from weft.errors import BadCall, Error
 
 
 def check(is_good: object, problem: str) -> None:
