@@ -2,7 +2,8 @@
 """Megatron-Core's own overlap of forward and backward, over Weft.
 
 Its GPT model and its combined 1F1B run unchanged but for CUDA's streams, which are the calling
-thread here: what is tested is the order of calls, which tensors are handed on and which are freed.
+thread here: what is tested is the order of calls, what is handed on, and what is freed too early,
+but for the rows that Weft received, which cannot be freed on CPUs.
 """
 
 from contextlib import nullcontext
@@ -58,39 +59,45 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def one_after_the_other(model, batches):
+    losses = []
+    for batch in batches:
+        loss = model(*batch, labels=batch[0])
+        loss.backward(torch.ones_like(loss))
+        losses.append(loss.detach())
+    return losses
+
+
+def woven(model, batches):
+    """The forward of each micro-batch with the backward of the one before it."""
+    from megatron.core.models.common import model_chunk_schedule_plan
+    from megatron.core.pipeline_parallel.utils import set_streams
+
+    set_streams()
+    run = model_chunk_schedule_plan.TransformerModelChunkSchedulePlan.run
+    losses, last = [], None
+    for batch in batches:
+        plan = model.build_schedule_plan(*batch, labels=batch[0])
+        grad = None if last is None else torch.ones_like(losses[-1])
+        losses.append(run(plan, last, b_grad=grad).detach())
+        last = plan
+    run(None, last, b_grad=torch.ones_like(losses[-1]))
+    return losses
+
+
 def train(rank, num_ranks, group, backend):
-    """Losses and gradients, one micro-batch after the other and woven into each other."""
+    """Losses and gradients of both."""
     from host_streams import host_streams
 
+    found = []
     with host_streams():
         model = make_model(num_ranks, backend)
-        from megatron.core.models.common.model_chunk_schedule_plan import (
-            TransformerModelChunkSchedulePlan,
-        )
-        from megatron.core.pipeline_parallel.utils import set_streams
-
-        set_streams()
         positions = torch.arange(LENGTH).unsqueeze(0)
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        found = []
-        losses = []
-        for ids in texts(rank):
-            loss = model(ids, positions, mask, labels=ids)
-            loss.backward(torch.ones_like(loss))
-            losses.append(loss.detach())
-        found.append((losses, gradients(model)))
-        model.zero_grad()
-        losses, last = [], None
-        for ids in [*texts(rank), None]:
-            plan = None
-            if ids is not None:
-                plan = model.build_schedule_plan(ids, positions, mask, labels=ids)
-            grad = None if last is None else torch.ones_like(losses[-1])
-            loss = TransformerModelChunkSchedulePlan.run(plan, last, b_grad=grad)
-            if loss is not None:
-                losses.append(loss.detach())
-            last = plan
-        found.append((losses, gradients(model)))
+        batches = [(ids, positions, mask) for ids in texts(rank)]
+        for schedule in (one_after_the_other, woven):
+            model.zero_grad()
+            found.append((schedule(model, batches), gradients(model)))
     dist.barrier()
     return found
 
@@ -98,7 +105,9 @@ def train(rank, num_ranks, group, backend):
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 def test_losses_and_gradients_are_those_without_overlap(ranks, backend):
     for (losses, grads), (woven_losses, woven_grads) in ranks(train, 2, backend):
+        assert len(losses) == MICRO_BATCHES and all(loss.isfinite().all() for loss in losses)
         assert all(torch.equal(a, b) for a, b in zip(losses, woven_losses, strict=True))
+        assert any(".experts." in name for name in grads)
         assert grads.keys() == woven_grads.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(woven_grads[name], grad, rtol=0.02, atol=1e-3, msg=name)
+            assert torch.equal(woven_grads[name], grad), name
