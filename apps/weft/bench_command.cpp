@@ -98,6 +98,7 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
       ->capture_default_str();
   command.add_option("--skew", options.skew, "Popularity of the n-th expert is 1 / n^SKEW")
       ->check(CLI::Range(0.0, 8.0))
+      ->check(Finite())
       ->capture_default_str();
   command
       .add_option(

@@ -17,7 +17,7 @@ constexpr std::array kDTypes = {DType::kBFloat16, DType::kFloat16, DType::kFloat
 std::vector<int64_t> some_tokens(int num_ranks, int64_t about) {
   std::vector<int64_t> tokens;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    tokens.push_back(about + 5 * rank % 7 - rank);
+    tokens.push_back(about + 5 * rank % 7 - rank % 8);
   }
   return tokens;
 }

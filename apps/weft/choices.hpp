@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 
+#include <cmath>
 #include <map>
 #include <string>
 
@@ -39,6 +40,18 @@ class Positive : public CLI::Validator {
       double value = 0;
       const bool is_good = CLI::detail::lexical_cast(word, value) && value > 0;
       return is_good ? std::string() : word + " is not a number above zero";
+    };
+  }
+};
+
+// CLI::Range lets NaN pass.
+class Finite : public CLI::Validator {
+ public:
+  Finite() {
+    func_ = [](const std::string& word) {
+      double value = 0;
+      const bool is_good = CLI::detail::lexical_cast(word, value) && std::isfinite(value);
+      return is_good ? std::string() : word + " is not a finite number";
     };
   }
 };

@@ -118,7 +118,7 @@ void add_info(CLI::App& app) {
   command->callback([as_json, fabric_only] {
     const Json info = *fabric_only ? fabric_values() : info_values();
     if (*as_json) {
-      fmt::print("{}\n", info.dump(2));
+      fmt::print("{}\n", info.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
     } else {
       print_text(info);
     }

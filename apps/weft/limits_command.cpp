@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "choices.hpp"
 #include "commands.hpp"
 #include "core/devices.hpp"
 #include "gpu_limits.hpp"
@@ -145,6 +146,7 @@ void add_limits(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--seconds", options->seconds, "Time for each number")
       ->check(CLI::Range(0.001, 10.0))
+      ->check(Finite())
       ->capture_default_str();
   command->callback([options] { run_limits(*options); });
 }

@@ -93,5 +93,10 @@ int main(int argc, char** argv) {
   app.require_subcommand(1);
   app.set_version_flag("--version", "weft " WEFT_VERSION);
   add_commands(app);
-  return run(app, argc, argv);
+  const int status = run(app, argc, argv);
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    print_error(app, "what was printed could not be written in full");
+    return kFailed;
+  }
+  return status;
 }

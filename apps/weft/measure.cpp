@@ -8,6 +8,8 @@
 #include <sched.h>
 #include <vector>
 
+#include "core/check.hpp"
+
 namespace weft::program {
 
 double percentile(std::span<const double> samples, double percent) {
@@ -24,6 +26,13 @@ double percentile(std::span<const double> samples, double percent) {
 std::vector<double> slowest_of(const Group& group, std::span<const double> mine) {
   std::vector<double> slowest(mine.size(), 0);
   for (const Bytes& bytes : group.all_gather(std::as_bytes(mine))) {
+    WEFT_CHECK_ARG(
+        (Context{group.rank(), group.num_ranks()}),
+        bytes.size() == mine.size_bytes(),
+        "samples: {} here and {} on another rank (the same options on every rank)",
+        mine.size(),
+        bytes.size() / sizeof(double)
+    );
     for (size_t i = 0; i < slowest.size(); ++i) {
       double us = 0;
       std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));

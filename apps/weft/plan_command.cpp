@@ -77,7 +77,11 @@ void save_page(const PlanCommand& command, const PlanReport& report) {
 
 void show_report(const PlanCommand& command, const PlanReport& report) {
   if (command.as_json) {
-    fmt::print("{}\n", plan_json(report, command.with_slots).dump());
+    fmt::print(
+        "{}\n",
+        plan_json(report, command.with_slots)
+            .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
+    );
     return;
   }
   if (!command.file.empty()) {
@@ -156,7 +160,8 @@ void add_routing_options(CLI::App& app, PlanCommand& command) {
       app.add_option("--topk", made_up.topk, "Experts of a token")->check(CLI::Range(1, kMaxTopk))
   );
   only_made_up(app.add_option("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
-                   ->check(CLI::Range(0.0, 8.0)));
+                   ->check(CLI::Range(0.0, 8.0))
+                   ->check(Finite()));
   only_made_up(app.add_option("--seed", made_up.seed, "Seed"));
   app.add_option("--step", command.choice.step, "Step of a routing file (default: its last)")
       ->group("Routing file")

@@ -25,8 +25,8 @@ int guarded(Group& group, const std::function<int(Group&)>& body, const Report& 
   } catch (const std::exception& error) {
     report(failure_of(group.rank(), error));
   }
-  std::fflush(nullptr);
-  return status;
+  const bool is_written = std::fflush(nullptr) == 0 && std::ferror(stdout) == 0;
+  return is_written ? status : 1;
 }
 
 bool run_processes(const RankOptions& options, const std::function<int(Group&)>& body) {

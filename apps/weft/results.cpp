@@ -94,7 +94,10 @@ Json results_json(const std::vector<ResultRow>& rows, const CopyRates& rates) {
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 ) {
-  write_file_atomically(path, results_json(rows, rates).dump(2) + "\n");
+  write_file_atomically(
+      path,
+      results_json(rows, rates).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n"
+  );
 }
 
 }  // namespace weft::program

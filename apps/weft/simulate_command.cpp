@@ -202,6 +202,7 @@ void add_routing_options(CLI::App& command, SimulateOptions& options) {
   only_made_up(
       command.add_option("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
           ->check(CLI::Range(0.0, 8.0))
+          ->check(Finite())
   );
   only_made_up(command.add_option("--seed", made_up.seed, "Seed"));
   command.add_option("--step", options.choice.step, "Step of a routing file (default: its last)")

@@ -58,6 +58,9 @@ StopRequest::StopRequest() {
   action.sa_flags = SA_RESTART;
   for (size_t i = 0; i < kSignals.size(); ++i) {
     sigaction(kSignals[i], &action, &old_actions[i]);
+    if (old_actions[i].sa_handler == SIG_IGN) {  // a job in the background: not for us
+      sigaction(kSignals[i], &old_actions[i], nullptr);
+    }
   }
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/atomic_file.hpp"
+#include "group/block_value.hpp"
 #include "limits.hpp"
 #include "measure.hpp"
 #include "moe/trainer.hpp"
@@ -100,7 +101,7 @@ class TrainRun {
     const auto blocks = group_.all_gather(message(mine, saves_routing));
     std::vector<RankStep> ranks(blocks.size());
     for (size_t i = 0; i < blocks.size(); ++i) {
-      std::memcpy(&ranks[i], blocks[i].data(), sizeof(RankStep));
+      ranks[i] = block_value<RankStep>(blocks[i], i, {group_.rank(), group_.num_ranks()});
     }
     if (is_speaker_) {
       record_.add(report, ranks);
@@ -188,7 +189,12 @@ class TrainRun {
       train_page(facts_, record_).save(options_.html_path);
     }
     if (!options_.json_path.empty()) {
-      write_file_atomically(options_.json_path, train_json(facts_, record_).dump(2) + "\n");
+      write_file_atomically(
+          options_.json_path,
+          train_json(facts_, record_)
+                  .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+              "\n"
+      );
     }
   }
 
@@ -199,9 +205,10 @@ class TrainRun {
       if (!is_on_gpu()) {
         facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes());
       }
-      write_reports();
       progress_.clear();
       print_result();
+      std::fflush(stdout);
+      write_reports();
     }
     group_.barrier();
   }

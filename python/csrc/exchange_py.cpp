@@ -37,7 +37,10 @@ std::shared_ptr<Calls> make(
   config.num_threads = num_threads;
   config.num_sms = num_sms;
   config.copy_engines = copy_engines;
-  config.timeout = std::chrono::milliseconds(static_cast<int64_t>(timeout * 1e3));
+  // What is no number, or too large for the bounds that the exchange knows, is refused by them.
+  const double most = 1e12;
+  config.timeout =
+      std::chrono::milliseconds(timeout < most ? static_cast<int64_t>(timeout * 1e3) : INT64_MAX);
   const nb::gil_scoped_release no_gil;
   return std::make_shared<Calls>(group, config);
 }

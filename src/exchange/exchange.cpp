@@ -8,6 +8,16 @@
 
 namespace weft {
 
+namespace {
+
+bool is_addressable(int64_t rows, int64_t cols, int64_t element) {
+  int64_t bytes = 0;
+  return !__builtin_mul_overflow(rows, cols, &bytes) &&
+         !__builtin_mul_overflow(bytes, element, &bytes) && bytes < int64_t{1} << 62;
+}
+
+}  // namespace
+
 Plan Exchange::State::dispatch_routed(
     const Routing& routing,
     const PlanOptions& options,
@@ -82,8 +92,8 @@ void Exchange::check() {
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   WEFT_CHECK_ARG(
       (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
-      rows >= 0 && cols >= 0,
-      "allocate: shape [{}, {}] (expected no negative size)",
+      rows >= 0 && cols >= 0 && is_addressable(rows, cols, dtype_bytes(dtype)),
+      "allocate: shape [{}, {}] (expected no negative size, and less than 2^62 B)",
       rows,
       cols
   );

@@ -12,7 +12,9 @@
 #include "core/host_map.hpp"
 #include "core/memory_nodes.hpp"
 #include "exchange/config_agreement.hpp"
+#include "group/block_value.hpp"
 #include "plan/build.hpp"
+#include "transport/agree.hpp"
 
 namespace weft {
 namespace {
@@ -72,9 +74,11 @@ CpuExchange::CpuExchange(
   settings.transport = transport->name();
   context.transport = settings.transport;
   waiter = std::make_unique<Waiter>(*transport, context, settings.timeout);
-  workers = std::make_unique<WorkerPool>(
-      settings.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
-  );
+  agree(group, [&] {
+    workers = std::make_unique<WorkerPool>(
+        settings.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
+    );
+  });
   pool = std::make_shared<BufferPool>(transport);
   connect(group);
 }
@@ -90,17 +94,17 @@ void CpuExchange::connect(const Group& group) {
           domains->has_several()
               ? max_bundle_bytes(settings.max_tokens, settings.max_topk, domains->max_members())
               : max_record_bytes(settings.max_tokens, settings.max_topk)};
-  control = transport->allocate(control_map.num_bytes());
+  agree(group, [&] { control = transport->allocate(control_map.num_bytes()); });
   const std::vector<Bytes> refs = group.all_gather(bytes_of(control.ref));
-  for (size_t rank = 0; rank < refs.size(); ++rank) {
-    RegionRef ref;
-    std::memcpy(&ref, refs[rank].data(), sizeof ref);
-    transport->import(static_cast<int>(rank), ref);
-    control_slots.push_back(ref.slot);
-  }
-  board = std::make_unique<CallBoard>(*transport, *waiter, context, control_map, signals);
-  board->connect(control.data, control_slots);
-  group.barrier();  // nobody leaves the constructor before everybody can be written to
+  agree(group, [&] {  // nobody leaves the constructor before everybody can be written to
+    for (size_t rank = 0; rank < refs.size(); ++rank) {
+      const auto ref = block_value<RegionRef>(refs[rank], rank, context);
+      transport->import(static_cast<int>(rank), ref);
+      control_slots.push_back(ref.slot);
+    }
+    board = std::make_unique<CallBoard>(*transport, *waiter, context, control_map, signals);
+    board->connect(control.data, control_slots);
+  });
 }
 
 CpuExchange::~CpuExchange() {

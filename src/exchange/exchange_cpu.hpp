@@ -105,7 +105,7 @@ auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
   const auto prepared = [&] {
     try {
       return prepare();
-    } catch (const Error& refusal) {
+    } catch (const std::exception& refusal) {  // no memory is a reason, too
       try {
         board->refuse(op, refusal.what());
       } catch (...) {  // the others never called: still this rank's own error is the one to throw

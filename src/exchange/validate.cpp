@@ -6,8 +6,10 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kRowAlignment = 16;    // bytes; vector loads of every executor
-constexpr int64_t kQuantiseGroup = 128;  // elements of one scale
+constexpr int64_t kRowAlignment = 16;             // bytes; vector loads of every executor
+constexpr int64_t kQuantiseGroup = 128;           // elements of one scale
+constexpr int kMaxThreads = 1024;                 // workers of a rank
+constexpr int64_t kMaxTimeoutMs = 1'000'000'000;  // clocks overflow far above it
 
 bool is_float(DType dtype) {
   return dtype == DType::kBFloat16 || dtype == DType::kFloat16 || dtype == DType::kFloat32;
@@ -62,7 +64,7 @@ class Checker {
     );
     WEFT_CHECK_ARG(
         who_.context,
-        tensor.rows == shape.rows && tensor.cols == shape.cols,
+        tensor.rows == shape.rows && tensor.cols == shape.cols && tensor.cols >= 0,
         "{}: {} has shape [{}, {}] (expected [{}, {}])",
         op_,
         name,
@@ -251,6 +253,7 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
         WEFT_CHECK_ARG(context, is_good, "exchange: {} = {} (expected {})", name, value, want);
       };
   require(config.hidden >= 1, "hidden", config.hidden, "at least 1");
+  require(config.hidden < int64_t{1} << 31, "hidden", config.hidden, "below 2^31");
   require(config.max_tokens >= 0, "max_tokens", config.max_tokens, "at least 0");
   require(config.max_tokens < 1 << 30, "max_tokens", config.max_tokens, "below 2^30");
   require(config.num_experts >= 1, "num_experts", config.num_experts, "at least 1");
@@ -266,8 +269,14 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
       config.max_topk,
       fmt::format("1 to {}", kMaxTopk)
   );
-  require(config.num_threads >= 0, "num_threads", config.num_threads, "at least 0");
-  require(config.timeout.count() > 0, "timeout", config.timeout.count(), "above 0 ms");
+  require(
+      config.num_threads >= 0 && config.num_threads <= kMaxThreads,
+      "num_threads",
+      config.num_threads,
+      fmt::format("0 to {}", kMaxThreads)
+  );
+  const int64_t timeout = config.timeout.count();
+  require(timeout > 0 && timeout <= kMaxTimeoutMs, "timeout", timeout, "1 to 10^9 ms");
   require(config.num_sms >= 0, "num_sms", config.num_sms, "at least 0");
   require(config.device.index >= 0, "device.index", config.device.index, "at least 0");
 }

@@ -1,20 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exchange/worker_pool.hpp"
 
+#include <fmt/format.h>
+
+#include <system_error>
+
+#include "core/check.hpp"
 #include "core/host_map.hpp"
 
 namespace weft {
 
 WorkerPool::WorkerPool(int num_workers, const std::vector<int>& cores) {
-  for (int worker = 1; worker < num_workers; ++worker) {
-    threads_.emplace_back([this, worker, cores] {
-      stay_on(cores);
-      serve(worker);
-    });
+  try {
+    for (int worker = 1; worker < num_workers; ++worker) {
+      threads_.emplace_back([this, worker, cores] {
+        stay_on(cores);
+        serve(worker);
+      });
+    }
+  } catch (const std::system_error& error) {
+    const size_t num_started = threads_.size();
+    end();
+    raise_error(
+        ErrorCode::kOutOfMemory,
+        Context{},
+        fmt::format(
+            "workers: the system gives {} threads, {} are wanted ({})",
+            num_started,
+            num_workers - 1,
+            error.what()
+        )
+    );
   }
 }
 
 WorkerPool::~WorkerPool() {
+  end();
+}
+
+void WorkerPool::end() {
   {
     const std::lock_guard lock(mutex_);
     ending_ = true;

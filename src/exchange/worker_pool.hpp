@@ -31,6 +31,7 @@ class WorkerPool {
   [[nodiscard]] bool is_stopping() const { return stopping_.load(std::memory_order_relaxed); }
 
  private:
+  void end();
   void serve(int worker);
   void run_guarded(int worker);
 

@@ -39,8 +39,8 @@ void check_rendezvous(const Rendezvous& rendezvous) {
   );
   WEFT_CHECK_ARG(
       context,
-      rendezvous.timeout.count() > 0,
-      "connect: timeout = {} ms is too small (at least 1)",
+      rendezvous.timeout.count() > 0 && rendezvous.timeout <= std::chrono::seconds(1'000'000),
+      "connect: timeout = {} ms is out of range (1 to 10^9)",
       rendezvous.timeout.count()
   );
 }

@@ -15,6 +15,7 @@ namespace weft::moe {
 namespace {
 
 constexpr double kFinalFraction = 0.1;
+constexpr int64_t kMaxBatch = int64_t{1} << 30;
 
 void check_at_least(const Context& context, std::string_view field, int64_t value, int64_t bound) {
   WEFT_CHECK_ARG(context, value >= bound, "train: {} = {} (at least {})", field, value, bound);
@@ -121,6 +122,18 @@ void validate(const TrainConfig& config, int rank, int num_ranks) {
   );
   check_model(config.model, context, num_ranks);
   check_at_least(context, "global_batch", config.global_batch, 1);
+  WEFT_CHECK_ARG(
+      context,
+      config.global_batch <= kMaxBatch,
+      "train: global_batch = {} (at most 2^30)",
+      config.global_batch
+  );
+  WEFT_CHECK_ARG(
+      context,
+      std::isfinite(config.model.balance_weight) && config.model.balance_weight >= 0,
+      "train: balance_weight = {} (finite, at least 0)",
+      config.model.balance_weight
+  );
   check_micro_batches(config, context);
   check_at_least(context, "warmup_steps", config.warmup_steps, 0);
   check_at_least(context, "decay_steps", config.decay_steps, 0);

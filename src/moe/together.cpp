@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/check.hpp"
+#include "group/block_value.hpp"
 
 namespace weft::moe {
 namespace {
@@ -42,8 +43,8 @@ std::vector<uint64_t> together(const Group& group, const std::function<uint64_t(
 
   std::vector<uint64_t> results;
   for (const Bytes& other : group.all_gather(block)) {
-    Outcome outcome;
-    std::memcpy(&outcome, other.data(), sizeof(outcome));
+    const auto outcome =
+        block_value<Outcome>(other, results.size(), {group.rank(), group.num_ranks()});
     if (outcome.has_failed) {
       const auto* text = reinterpret_cast<const char*>(other.data()) + sizeof(outcome);
       std::string problem(text, other.size() - sizeof(outcome));

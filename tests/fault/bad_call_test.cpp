@@ -159,17 +159,25 @@ TEST(BadCallTest, RefusesAPlanFromAFile) {
   std::filesystem::remove(path);
 }
 
-TEST(BadCallTest, RefusesANegativeAllocation) {
+TEST(BadCallTest, RefusesAnAllocationThatCannotBe) {
   const RefusalWorld world;
+  constexpr int64_t kHuge = int64_t{1} << 31;
   run_threads(3, [&](const Group& group) {
     Exchange exchange(group, world.setup.config());
-    EXPECT_EQ(
-        text_of(thrown_by([&] { static_cast<void>(exchange.allocate(-1, 4, DType::kByte)); })),
-        fmt::format(
-            "allocate: shape [-1, 4] (expected no negative size) [rank {}/3, loopback]",
-            group.rank()
-        )
-    );
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{-1, 4}, {kHuge, kHuge}}) {
+      EXPECT_EQ(
+          text_of(thrown_by([&, rows = rows, cols = cols] {
+            static_cast<void>(exchange.allocate(rows, cols, DType::kFloat32));
+          })),
+          fmt::format(
+              "allocate: shape [{}, {}] (expected no negative size, and less than 2^62 B) "
+              "[rank {}/3, loopback]",
+              rows,
+              cols,
+              group.rank()
+          )
+      );
+    }
   });
 }
 

@@ -97,3 +97,30 @@ def test_info_on_a_terminal_ends_as_in_a_pipe():
     os.close(master)
     assert done.returncode == 0
     assert text.startswith("weft 0.")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["limits", "--device", "cpu", "--seconds", "nan"], "nan is not a finite number"),
+        (["bench", "--skew", "nan"], "nan is not a finite number"),
+        (["train", __file__, "--balance", "nan"], "balance_weight = nan (finite, at least 0)"),
+        (["train", __file__, "--batch", str(2**63 - 1)], "(at most 2^30)"),
+    ],
+)
+def test_numbers_that_are_none_or_too_large(args, expected):
+    assert expected in one_error(weft(*args, code=2))
+
+
+def test_hidden_that_no_memory_has():
+    assert "hidden = 2305843009213693952 (expected below 2^31)" in one_error(
+        weft("bench", "--ranks", 2, "--tokens", 64, "--hidden", 2**61, "--iterations", 1, code=1)
+    )
+
+
+def test_what_cannot_be_written_is_a_failure():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT, env=clean_environment()
+        )
+    assert done.returncode == 1 and "could not be written" in done.stderr

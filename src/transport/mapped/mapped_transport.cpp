@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/copy.hpp"
+#include "group/block_value.hpp"
 #include "transport/agree.hpp"
 #include "transport/checks.hpp"
 #include "transport/spin_time.hpp"
@@ -24,13 +25,6 @@ struct Hello {
   uint64_t num_signals = 0;
   Cookie cookie = {};
 };
-
-Hello decode(const Bytes& block) {
-  Hello hello;
-  WEFT_ASSERT(block.size() == sizeof hello);
-  std::memcpy(&hello, block.data(), sizeof hello);
-  return hello;
-}
 
 }  // namespace
 
@@ -76,7 +70,7 @@ MappedTransport::MappedTransport(
 }
 
 void MappedTransport::connect(int rank, const Bytes& block) {
-  const Hello hello = decode(block);
+  const auto hello = block_value<Hello>(block, static_cast<size_t>(rank), context_);
   WEFT_CHECK_ARG(
       context_,
       hello.num_signals == num_signals_,

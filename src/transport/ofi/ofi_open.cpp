@@ -7,6 +7,7 @@
 #include <unistd.h>
 #include <utility>
 
+#include "group/block_value.hpp"
 #include "group/topology.hpp"
 #include "transport/agree.hpp"
 #include "transport/loopback/loopback.hpp"
@@ -41,13 +42,6 @@ uint64_t process_space() {
   return ::stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
 }
 
-Hello decode_hello(const Bytes& block) {
-  Hello hello;
-  WEFT_ASSERT(block.size() >= sizeof hello);
-  std::memcpy(&hello, block.data(), sizeof hello);
-  return hello;
-}
-
 uint64_t random_number() {
   uint64_t number = 0;
   WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getrandom(&number, sizeof number, 0));
@@ -75,7 +69,7 @@ OfiTransport::OfiTransport(
   open(group, std::move(neighbours), kind, options.device);
   const std::vector<Bytes> hellos = group.all_gather(make_hello());
   agree(group, [&] {
-    session_ = decode_hello(hellos.front()).session;
+    session_ = block_value<Hello>(hellos.front(), 0, context_).session;
     closing_ = fabric_->provider().is_local ? Closing::join(session_) : nullptr;
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const auto at = static_cast<size_t>(rank);
@@ -151,7 +145,7 @@ Bytes OfiTransport::make_hello() const {
 }
 
 void OfiTransport::connect(int rank, const Bytes& block, const std::string& host) {
-  const Hello hello = decode_hello(block);
+  const auto hello = block_value<Hello>(block, static_cast<size_t>(rank), context_);
   WEFT_CHECK_ARG(
       context_,
       hello.version == kWireVersion,

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include "group/block_value.hpp"
 #include "group/protocol_version.hpp"
 #include "group_test.hpp"
 
@@ -58,6 +59,18 @@ TEST(FromAllGatherTest, NamesARankOfAnotherVersion) {
       static_cast<void>(Group::from_all_gather(outer.rank(), 3, as_the_next_version));
     });
   });
+}
+
+TEST(BlockValueTest, NamesTheRankWhoseBlockIsTooShort) {
+  const Bytes block(8, std::byte{1});
+  EXPECT_EQ(block_value<uint32_t>(block, 3, {0, 4}), 0x01010101U);
+  expect_error(
+      ErrorCode::kPeerFailed,
+      "all_gather: rank 3 sent 7 B where 8 B are expected (are all ranks in the same call",
+      [] {
+        static_cast<void>(block_value<uint64_t>(Bytes(7), 3, {0, 4}));
+      }
+  );
 }
 
 TEST(FromAllGatherTest, PassesTheFunctionsOwnErrorOn) {

@@ -158,7 +158,9 @@ TEST(RendezvousTest, RefusesWhatCannotBe) {
   expect_refused(rendezvous_of(0, 0, 5000), "connect: num_ranks = 0 is too small (at least 1)");
   expect_refused(rendezvous_of(0, 2, 0), "connect: port 0 is out of range (1 to 65535)");
   expect_refused(rendezvous_of(0, 2, 65536), "connect: port 65536 is out of range (1 to 65535)");
-  expect_refused(rendezvous_of(0, 2, 5000, 0ms), "connect: timeout = 0 ms is too small");
+  expect_refused(
+      rendezvous_of(0, 2, 5000, 0ms), "connect: timeout = 0 ms is out of range (1 to 10^9)"
+  );
   auto rendezvous = rendezvous_of(0, 2, 5000);
   rendezvous.secret = "fifteen letters";
   expect_refused(rendezvous, "connect: the secret has 15 B (at least 16)");
