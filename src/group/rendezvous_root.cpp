@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rank 0's side of the rendezvous.
 #include <algorithm>
+#include <cerrno>
 #include <optional>
 #include <poll.h>
 #include <string>
@@ -36,6 +37,9 @@ class Admission {
         end({ErrorCode::kTimeout, missing_text()}, 0);
       }
       wait(deadline);
+      if (had_too_few_files_ && guests_.empty()) {
+        end({ErrorCode::kNotAvailable, "connect: cannot accept a connection. " + files_text()}, 0);
+      }
       sort_guests();
       while (!proven_.empty()) {
         Guest guest = std::move(proven_.back());
@@ -75,6 +79,9 @@ class Admission {
           " (a connection that calls itself {} proved another secret)", rank_list(other_secret_)
       );
     }
+    if (had_too_few_files_) {
+      text += fmt::format(" ({})", files_text());
+    }
     return text;
   }
 
@@ -89,16 +96,30 @@ class Admission {
     }
     const auto time = std::min<std::chrono::milliseconds>(deadline.left(), kTick);
     poll(entries.data(), entries.size(), static_cast<int>(time.count()));
-    while (true) {
-      Socket socket = accept_from(listener_, context_);
-      if (!socket.is_open()) {
-        return;
-      }
+    for (Socket socket = accept_next(); socket.is_open(); socket = accept_next()) {
       if (guests_.size() == kMaxGuests) {
         guests_.erase(guests_.begin());
       }
       guests_.emplace_back(std::move(socket));
     }
+  }
+
+  // Where no file is left for it, the guest who has waited longest gives up his.
+  Socket accept_next() {
+    Socket socket = accept_from(listener_);
+    while (!socket.is_open() && (errno == EMFILE || errno == ENFILE)) {
+      had_too_few_files_ = true;
+      if (guests_.empty()) {
+        break;
+      }
+      guests_.erase(guests_.begin());
+      socket = accept_from(listener_);
+    }
+    return socket;
+  }
+
+  [[nodiscard]] static std::string files_text() {
+    return "Rank 0 may open too few files; raise the limit (ulimit -n)";
   }
 
   void sort_guests() {
@@ -216,6 +237,7 @@ class Admission {
   std::vector<Guest> proven_;   // to be admitted
   std::vector<Socket> joined_;  // by rank
   std::vector<int> other_secret_;
+  bool had_too_few_files_ = false;
 };
 
 }  // namespace

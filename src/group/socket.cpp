@@ -137,20 +137,11 @@ int port_of(const Socket& listener) {
   return port_of(local_endpoint(listener));
 }
 
-Socket accept_from(const Socket& listener, const Context& context) {
+Socket accept_from(const Socket& listener) {
   Socket socket(accept4(listener.fd(), nullptr, nullptr, kSocketFlags));
   if (socket.is_open()) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-    return socket;
   }
-  const bool is_out_of_files = errno == EMFILE || errno == ENFILE;
-  WEFT_CHECK(
-      context,
-      !is_out_of_files,
-      ErrorCode::kNotAvailable,
-      "connect: cannot accept a connection ({}). Raise the limit on open files (ulimit -n)",
-      std::strerror(errno)
-  );
   return socket;
 }
 

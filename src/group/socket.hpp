@@ -52,8 +52,8 @@ struct Endpoint {
 // a free one. Throws Error (kNotAvailable), e.g. when the port is taken.
 [[nodiscard]] Socket listen_on(const std::string& address, int port, const Context& context);
 [[nodiscard]] int port_of(const Socket& listener);
-// A waiting connection; not open if there is none.
-[[nodiscard]] Socket accept_from(const Socket& listener, const Context& context);
+// A waiting connection. Not open if there is none, or no file for it; errno says which.
+[[nodiscard]] Socket accept_from(const Socket& listener);
 // One attempt. Not open on failure; errno says why.
 [[nodiscard]] Socket connect_to(const Endpoint& endpoint, const Deadline& deadline);
 

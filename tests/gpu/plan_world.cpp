@@ -115,6 +115,7 @@ void PlanWorld::load(const CaseData& data) {
     call.num_tokens = static_cast<int32_t>(data.spec.num_tokens[r]);
     call.topk = from_map ? setup_.max_topk : data.spec.topk;
     call.weights = nullptr;
+    call.has_weights = data.spec.has_plan_weights;
     if (data.spec.has_plan_weights) {
       rank.weights = copy_matrix(routing.weights);
       call.weights = reinterpret_cast<const float*>(rank.weights.get());

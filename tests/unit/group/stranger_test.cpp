@@ -3,6 +3,12 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <csignal>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "group/frame.hpp"
 #include "group/handshake.hpp"
 #include "group_test.hpp"
@@ -54,6 +60,71 @@ TEST(StrangerTest, SilenceGarbageAndScannersChangeNothing) {
   expect_group_meets(port);
 }
 
+// Another process with many silent connections to the port, for as long as this object lives.
+class SilentCrowd {
+ public:
+  SilentCrowd(int port, int size) {
+    std::array<int, 2> ready = {};
+    EXPECT_EQ(pipe(ready.data()), 0);
+    child_ = fork();
+    if (child_ == 0) {
+      std::vector<Socket> sockets;
+      for (int i = 0; i < size; ++i) {
+        sockets.push_back(open_to(port));
+      }
+      static_cast<void>(write(ready[1], "", 1));
+      pause();
+    }
+    char word = 0;
+    EXPECT_EQ(read(ready[0], &word, 1), 1);
+    close(ready[0]);
+    close(ready[1]);
+  }
+  SilentCrowd(const SilentCrowd&) = delete;
+  SilentCrowd& operator=(const SilentCrowd&) = delete;
+  ~SilentCrowd() {
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+  }
+
+ private:
+  pid_t child_ = -1;
+};
+
+// Leaves this process only so many files to open.
+class FewFiles {
+ public:
+  explicit FewFiles(int num_left) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    const Socket next(dup(0));  // all below it are taken
+    rlimit few = before_;
+    few.rlim_cur = static_cast<rlim_t>(next.fd() + num_left);
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  }
+  FewFiles(const FewFiles&) = delete;
+  FewFiles& operator=(const FewFiles&) = delete;
+  ~FewFiles() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_ = {};
+};
+
+TEST(StrangerTest, MoreOfThemThanFilesChangeNothing) {
+  TestPort port;
+  const SilentCrowd crowd(port.port, 64);
+  const FewFiles files(24);
+  expect_group_meets(port);
+}
+
+TEST(StrangerTest, TooFewFilesForTheRanksAreNamed) {
+  TestPort port;
+  const SilentCrowd crowd(port.port, 1);
+  const FewFiles files(0);
+  const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port)});
+  EXPECT_EQ(outcomes[0].code, ErrorCode::kNotAvailable);
+  EXPECT_NE(outcomes[0].error.find("ulimit -n"), std::string::npos) << outcomes[0].error;
+}
+
 TEST(StrangerTest, AGreetingWithoutProofChangesNothing) {
   TestPort port;
   std::vector<Socket> sockets;
@@ -98,7 +169,7 @@ TEST(StrangerTest, AFalseRankZeroGetsNoProof) {
     });
   });
   ASSERT_TRUE(wait_readable(port.listener, Deadline(10s)));
-  const Socket socket = accept_from(port.listener, {});
+  const Socket socket = accept_from(port.listener);
   Greeting greeting;
   ASSERT_EQ(receive_from(socket, greeting), IoState::kDone);
   send_to(socket, bytes_of(make_challenge(derive_key("what it made up itself"), greeting)));
@@ -118,7 +189,7 @@ TEST(StrangerTest, AnotherServiceOnThePortIsNamed) {
     );
   });
   ASSERT_TRUE(wait_readable(port.listener, Deadline(10s)));
-  const Socket socket = accept_from(port.listener, {});
+  const Socket socket = accept_from(port.listener);
   const std::string text(sizeof(Challenge), '?');
   send_to(socket, std::as_bytes(std::span(text)));
   rank.join();
