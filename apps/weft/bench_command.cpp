@@ -36,12 +36,18 @@ Examples:
   weft bench --routing run.routing             the imbalance of a real model
   weft bench --json out.json --html out.html   for scripts, and with plots)";
 
-void shrink(BenchOptions& options) {
-  options.num_tokens = std::min<int64_t>(options.num_tokens, 64);
-  options.hidden = std::min<int64_t>(options.hidden, 256);
-  options.pad_multiple = std::min<int64_t>(options.pad_multiple, 16);
-  options.iterations = 3;
-  options.warmup = 1;
+// Only what was not asked for.
+void shrink(const CLI::App& command, BenchOptions& options) {
+  const auto set = [&](const char* name, auto& value, int small) {
+    if (command.count(name) == 0) {
+      value = small;
+    }
+  };
+  set("--tokens", options.num_tokens, 64);
+  set("--hidden", options.hidden, 256);
+  set("--pad", options.pad_multiple, 16);
+  set("--iterations", options.iterations, 3);
+  set("--warmup", options.warmup, 1);
 }
 
 void print_report(const BenchReport& report, const BenchOptions& options) {
@@ -104,7 +110,8 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
       .add_option(
           "--routing", options.routing_file, "File of real routing; gives ranks, tokens and experts"
       )
-      ->check(CLI::ExistingFile);
+      ->check(CLI::ExistingFile)
+      ->excludes("--tokens", "--experts", "--topk", "--skew");
   command.add_option("--seed", options.seed, "Of routing and rows")->capture_default_str();
 }
 
@@ -163,11 +170,13 @@ void add_bench(CLI::App& app) {
   add_run_options(*command, *options);
   add_gpu_options(*command, *options);
   command->add_option("--case", *reference, "Shape of a reference case: A, B, C or D")
-      ->check(CLI::IsMember({"A", "B", "C", "D"}));
-  command->add_flag("--smoke", *is_smoke, "Tiny and quick: does it run at all?");
+      ->check(CLI::IsMember({"A", "B", "C", "D"}))
+      ->excludes("--tokens", "--hidden", "--experts", "--topk", "--routing");
+  command->add_flag("--smoke", *is_smoke, "Tiny and quick: does it run at all?")
+      ->excludes("--case");
   command->callback([options, is_smoke, reference, command] {
     if (*is_smoke) {
-      shrink(*options);
+      shrink(*command, *options);
     }
     if (!options->routing_file.empty() && command->count("--ranks") == 0 && !is_launched()) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;

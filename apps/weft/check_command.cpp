@@ -48,6 +48,7 @@ Examples:
 struct Failure {
   std::string name;
   std::string text;
+  int num_more = 0;  // cases of which the text is the same
 };
 
 std::string name_of(const CheckCase& check_case) {
@@ -77,7 +78,7 @@ std::string first_failure(const Group& group, const std::string& mine) {
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     if (!texts[rank].empty()) {
       const std::string text(reinterpret_cast<const char*>(texts[rank].data()), texts[rank].size());
-      return fmt::format("{} [rank {}/{}]", text, rank, group.num_ranks());
+      return text;
     }
   }
   return {};
@@ -159,7 +160,9 @@ class CheckRun {
       progress_.update(static_cast<double>(num_done_++) / static_cast<double>(num_cases_));
       std::string mine;
       try {
-        mine = run_case(group_, check_case, options_.settings).value_or("");
+        if (const auto difference = run_case(group_, check_case, options_.settings)) {
+          mine = fmt::format("{} [rank {}/{}]", *difference, group_.rank(), group_.num_ranks());
+        }
       } catch (const TimeoutError&) {
         throw;  // the rest would wait as long again, each
       } catch (const Error& error) {
@@ -168,9 +171,20 @@ class CheckRun {
       const std::string failure = first_failure(group_, mine);
       table.add(check_case, failure.empty());
       if (!failure.empty()) {
-        failures_.push_back({name_of(check_case), failure});
+        note(name_of(check_case), failure);
       }
     }
+  }
+
+  void note(const std::string& name, const std::string& text) {
+    ++num_failed_;
+    for (Failure& failure : failures_) {
+      if (failure.text == text) {
+        ++failure.num_more;
+        return;
+      }
+    }
+    failures_.push_back({name, text});
   }
 
   // "4 ranks", or "4 ranks on 1 GPU".
@@ -191,11 +205,13 @@ class CheckRun {
     }
     fmt::print("\n");
     for (const Failure& failure : failures_) {
-      fmt::print("FAIL {}: {}\n", failure.name, failure.text);
+      const auto more =
+          failure.num_more == 0 ? "" : fmt::format(" (and {} more cases)", failure.num_more);
+      fmt::print("FAIL {}{}: {}\n", failure.name, more, failure.text);
     }
     fmt::print(
         "{} of {} cases equal the reference (seed {})\n\n",
-        num_cases_ - failures_.size(),
+        num_cases_ - num_failed_,
         num_cases_,
         options_.seed
     );
@@ -207,6 +223,7 @@ class CheckRun {
   std::vector<Failure> failures_;
   size_t num_cases_ = 0;
   size_t num_done_ = 0;
+  size_t num_failed_ = 0;
 };
 
 void run_check(const CheckOptions& options) {

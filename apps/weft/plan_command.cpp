@@ -104,6 +104,28 @@ void use_plan(const PlanCommand& command, const Plan& plan) {
   }
 }
 
+// A saved plan is what it is: nothing is made of it.
+void check_saved_plan_options(const CLI::App& app, const std::string& file) {
+  for (const char* name :
+       {"--step",
+        "--layer",
+        "--layout",
+        "--pad",
+        "--budget",
+        "--stride",
+        "--hidden",
+        "--dtype",
+        "--rank",
+        "--html",
+        "--slots"}) {
+    if (app.count(name) > 0) {
+      throw CLI::ValidationError(
+          fmt::format("{} is for a routing, and {} is a saved plan", name, file)
+      );
+    }
+  }
+}
+
 void run_on_saved_plan(const PlanCommand& command) {
   const Plan plan = Plan::load(command.file);
   if (command.compare_path.empty()) {
@@ -212,8 +234,9 @@ void add_plan(CLI::App& app) {
   add_routing_options(*sub, *command);
   add_plan_options(*sub, *command);
   add_output_options(*sub, *command);
-  sub->callback([command] {
+  sub->callback([command, sub] {
     if (!command->file.empty() && is_saved_plan(command->file)) {
+      check_saved_plan_options(*sub, command->file);
       run_on_saved_plan(*command);
     } else {
       run_on_routing(*command);

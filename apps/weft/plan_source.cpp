@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <utility>
@@ -153,6 +154,13 @@ Table routing_file_table(const std::string& path) {
 }
 
 bool is_saved_plan(const std::string& path) {
+  WEFT_CHECK(
+      Context{},
+      !std::filesystem::exists(path) || std::filesystem::is_regular_file(path),
+      ErrorCode::kFile,
+      "read: {} is not a file of a disk, and has to be read more than once",
+      path
+  );
   std::ifstream file(path, std::ios::binary);
   char first = 0;
   return file.get(first) && first == '{';

@@ -16,6 +16,7 @@
 #include "moe/trainer.hpp"
 #include "plan/routing_file.hpp"
 #include "progress.hpp"
+#include "train_agreement.hpp"
 #include "train_record.hpp"
 #include "train_report.hpp"
 
@@ -277,6 +278,7 @@ int train_on_rank(
     std::span<const std::byte> text,
     const StopRequest& stop
 ) {
+  agree_on_options(group, options);
   TrainRun run(group, options, text, stop);
   run.run();
   return 0;

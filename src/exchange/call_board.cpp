@@ -5,38 +5,9 @@
 #include <cstring>
 #include <string>
 
+#include "exchange/signature_text.hpp"
+
 namespace weft {
-namespace {
-
-using FieldNames = std::array<std::string_view, kSignatureFields>;
-
-// What each signature field means to the user, per operation; empty names are unused.
-const FieldNames& field_names(Op op) {
-  static constexpr FieldNames kPlan = {
-      "layout", "pad_multiple", "expert_stride", "overflow", "topk", "from_map", "has_weights", ""};
-  static constexpr FieldNames kDispatch = {
-      "plan number",
-      "dtype of x",
-      "row bytes of x",
-      "row bytes of scales",
-      "has_weights",
-      "",
-      "",
-      ""};
-  static constexpr FieldNames kCombine = {
-      "plan number", "dtype of rows", "row bytes of rows", "scale", "has_weights", "", "", ""};
-  switch (op) {
-    case Op::kPlan:
-      return kPlan;
-    case Op::kDispatch:
-      return kDispatch;
-    case Op::kCombine:
-      break;
-  }
-  return kCombine;
-}
-
-}  // namespace
 
 std::string_view op_name(Op op) {
   switch (op) {
@@ -160,12 +131,9 @@ void CallBoard::compare(std::span<const CallWord> words) const {
       WEFT_CHECK_ARG(
           context_,
           other.signature[field] == own.signature[field],
-          "{}: {} = {} here and {} on rank {} (must be equal on all ranks)",
+          "{}: {}",
           op_name(own.op),
-          field_names(own.op)[field],
-          own.signature[field],
-          other.signature[field],
-          rank
+          signature_text(own.op, field, own.signature[field], other.signature[field], rank)
       );
     }
   }

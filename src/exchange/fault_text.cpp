@@ -6,41 +6,20 @@
 #include <array>
 #include <string_view>
 
+#include "exchange/signature_text.hpp"
+
 namespace weft {
 namespace {
 
 constexpr std::array<std::string_view, 4> kOpNames = {"call", "plan", "dispatch", "combine"};
 
-// Field names of DeviceWord::signature, by operation, as the *_call_cuda.cpp files fill it.
-std::string_view field_name(DeviceOp op, int field) {
-  using Names = std::array<std::string_view, kDeviceSignatureFields>;
-  static constexpr Names kPlan = {
-      "layout",
-      "pad_multiple",
-      "expert_stride",
-      "overflow",
-      "topk",
-      "map",
-      "weights",
-      "kind of the rows that go with it (0: none)",
-      "row bytes",
-      "scale bytes"};
-  static constexpr Names kDispatch = {
-      "plan (number of its call)",
-      "dtype",
-      "row bytes",
-      "scale bytes",
-      "weights",
-      "quantise",
-      "copy engines"};
-  static constexpr Names kCombine = {
-      "plan (number of its call)", "dtype", "row bytes", "scale", "weights", "copy engines"};
-  const Names& names = op == DeviceOp::kPlan       ? kPlan
-                       : op == DeviceOp::kDispatch ? kDispatch
-                                                   : kCombine;
-  const auto index = static_cast<size_t>(field);
-  return index < names.size() && !names[index].empty() ? names[index] : "a field of its word";
+// DeviceOp has one more: 0, no call at all.
+Op op_of(DeviceOp op) {
+  return static_cast<Op>(op);
 }
+static_assert(static_cast<Op>(DeviceOp::kPlan) == Op::kPlan);
+static_assert(static_cast<Op>(DeviceOp::kDispatch) == Op::kDispatch);
+static_assert(static_cast<Op>(DeviceOp::kCombine) == Op::kCombine);
 
 std::string_view waited_for(WaitFor what) {
   switch (what) {
@@ -117,12 +96,12 @@ std::string mismatch_text(const FaultRecord& fault, const RankView& me) {
   const auto value = [&](int64_t number) {
     return is_call ? call_number(me, static_cast<uint32_t>(number)) : number;
   };
-  return fmt::format(
-      "{} = {} here and {} on rank {} (must be equal on all ranks)",
-      field_name(fault.op, fault.what),
+  return signature_text(
+      op_of(fault.op),
+      static_cast<size_t>(fault.what),
       value(fault.wanted),
       value(fault.seen),
-      fault.peer
+      static_cast<size_t>(fault.peer)
   );
 }
 

@@ -48,6 +48,7 @@ class Admission {
       }
       check_joined();
     }
+    guests_.clear();  // their files are free for what ranks open now
     for (const Socket& socket : joined_) {
       if (socket.is_open()) {  // one that has gone since is noticed at the first all_gather
         static_cast<void>(send_frame(socket, FrameKind::kWelcome, {}, Deadline(kTick)));

@@ -11,7 +11,9 @@ namespace {
 
 // Rank 2 differs from 0 and 1.
 void expect_disagreement(
-    const std::string& field, const std::pair<int, int>& values, const RefusalCall& call
+    const std::string& field,
+    const std::pair<std::string, std::string>& values,
+    const RefusalCall& call
 ) {
   const std::vector<std::string> texts = refused_texts(call);
   for (int rank = 0; rank < 3; ++rank) {
@@ -32,7 +34,7 @@ void expect_disagreement(
 
 void expect_plan_disagreement(
     const std::string& field,
-    const std::pair<int, int>& values,
+    const std::pair<std::string, std::string>& values,
     const std::function<void(Routing&, PlanOptions&)>& change
 ) {
   expect_disagreement("plan: " + field, values, [&](RefusalRank& own) {
@@ -46,22 +48,22 @@ void expect_plan_disagreement(
 }
 
 TEST(DisagreementTest, NamesEveryPlanOption) {
-  expect_plan_disagreement("layout", {1, 0}, [](auto&, auto& options) {
+  expect_plan_disagreement("layout", {"expert_major", "rank_major"}, [](auto&, auto& options) {
     options.layout = Layout::kRankMajor;
   });
-  expect_plan_disagreement("pad_multiple", {1, 16}, [](auto&, auto& options) {
+  expect_plan_disagreement("pad_multiple", {"1", "16"}, [](auto&, auto& options) {
     options.pad_multiple = 16;
   });
-  expect_plan_disagreement("overflow", {0, 1}, [](auto&, auto& options) {
+  expect_plan_disagreement("overflow", {"drop", "error"}, [](auto&, auto& options) {
     options.overflow = Overflow::kError;
   });
-  expect_plan_disagreement("has_weights", {1, 0}, [](auto& routing, auto&) {
+  expect_plan_disagreement("has_weights", {"true", "false"}, [](auto& routing, auto&) {
     routing.weights = {};
   });
 }
 
 TEST(DisagreementTest, NamesTheExpertStride) {
-  expect_disagreement("plan: expert_stride", {7, 8}, [](RefusalRank& own) {
+  expect_disagreement("plan: expert_stride", {"7", "8"}, [](RefusalRank& own) {
     PlanOptions options;
     options.layout = Layout::kExpertStrided;
     options.expert_stride = own.rank == 2 ? 8 : 7;
@@ -72,10 +74,10 @@ TEST(DisagreementTest, NamesTheExpertStride) {
 TEST(DisagreementTest, NamesTheFormOfRouting) {
   const std::vector<int64_t> indices = {0, 1, 2};
   const std::array<bool, 6> map = {};
-  expect_plan_disagreement("topk", {2, 3}, [&](auto& routing, auto&) {
+  expect_plan_disagreement("topk", {"2", "3"}, [&](auto& routing, auto&) {
     routing = {.topk_idx = matrix(indices.data(), 1, 3)};
   });
-  expect_disagreement("plan: from_map", {0, 1}, [&](RefusalRank& own) {
+  expect_disagreement("plan: from_map", {"false", "true"}, [&](RefusalRank& own) {
     const std::vector<int64_t> four = {0, 1, 2, 3};
     const Routing routing = own.rank == 2 ? Routing{.map = matrix(map.data(), 1, 6)}
                                           : Routing{.topk_idx = matrix(four.data(), 1, 4)};
@@ -92,7 +94,7 @@ TEST(DisagreementTest, NamesEveryDifferenceOfADispatch) {
     }
     own.exchange.dispatch(own.plan, in, out);
   };
-  expect_disagreement("dispatch: dtype of x", {2, 3}, [&](RefusalRank& own) {
+  expect_disagreement("dispatch: dtype of x", {"float32", "byte"}, [&](RefusalRank& own) {
     dispatch(own, [](auto& in, auto& out) {
       in.x.dtype = DType::kByte;
       in.x.cols = 128;
@@ -100,25 +102,25 @@ TEST(DisagreementTest, NamesEveryDifferenceOfADispatch) {
       out.rows.cols = 128;
     });
   });
-  expect_disagreement("dispatch: row bytes of scales", {4, 2}, [&](RefusalRank& own) {
+  expect_disagreement("dispatch: row bytes of scales", {"4", "2"}, [&](RefusalRank& own) {
     dispatch(own, [](auto& in, auto& out) {
       in.scales.cols = 2;
       out.scales.cols = 2;
     });
   });
-  expect_disagreement("dispatch: row bytes of scales", {4, -1}, [&](RefusalRank& own) {
+  expect_disagreement("dispatch: row bytes of scales", {"4", "none"}, [&](RefusalRank& own) {
     dispatch(own, [](auto& in, auto& out) {
       in.scales = {};
       out.scales = {};
     });
   });
-  expect_disagreement("dispatch: has_weights", {1, 0}, [&](RefusalRank& own) {
+  expect_disagreement("dispatch: has_weights", {"true", "false"}, [&](RefusalRank& own) {
     dispatch(own, [](auto& in, auto& out) {
       in.weights = {};
       out.weights = {};
     });
   });
-  expect_disagreement("dispatch: row bytes of x", {64, 32}, [](RefusalRank& own) {
+  expect_disagreement("dispatch: row bytes of x", {"64", "32"}, [](RefusalRank& own) {
     DispatchInput in = own.dispatch_input();
     DispatchOutput out = own.scratch.dispatch_output();
     in.x.dtype = DType::kByte;
@@ -130,7 +132,7 @@ TEST(DisagreementTest, NamesEveryDifferenceOfADispatch) {
 }
 
 TEST(DisagreementTest, NamesEveryDifferenceOfACombine) {
-  expect_disagreement("combine: has_weights", {1, 0}, [](RefusalRank& own) {
+  expect_disagreement("combine: has_weights", {"true", "false"}, [](RefusalRank& own) {
     CombineInput in = own.combine_input();
     CombineOutput out = own.scratch.combine_output();
     if (own.rank == 2) {
@@ -139,12 +141,12 @@ TEST(DisagreementTest, NamesEveryDifferenceOfACombine) {
     }
     own.exchange.combine(own.plan, in, out);
   });
-  expect_disagreement("combine: scale", {0, 1}, [](RefusalRank& own) {
+  expect_disagreement("combine: scale", {"none", "plan_weights"}, [](RefusalRank& own) {
     CombineInput in = own.combine_input();
     in.scale = own.rank == 2 ? CombineScale::kPlanWeights : CombineScale::kNone;
     own.exchange.combine(own.plan, in, own.scratch.combine_output());
   });
-  expect_disagreement("combine: dtype of rows", {2, 0}, [](RefusalRank& own) {
+  expect_disagreement("combine: dtype of rows", {"float32", "bfloat16"}, [](RefusalRank& own) {
     CombineInput in = own.combine_input();
     CombineOutput out = own.scratch.combine_output();
     if (own.rank == 2) {
@@ -156,7 +158,7 @@ TEST(DisagreementTest, NamesEveryDifferenceOfACombine) {
 }
 
 TEST(DisagreementTest, NamesAnotherPlan) {
-  expect_disagreement("dispatch: plan number", {1, 2}, [](RefusalRank& own) {
+  expect_disagreement("dispatch: plan number", {"1", "2"}, [](RefusalRank& own) {
     const Plan second = own.exchange.plan(own.routing(), own.options());
     const Plan& plan = own.rank == 2 ? second : own.plan;
     own.exchange.dispatch(plan, own.dispatch_input(), own.scratch.dispatch_output());

@@ -113,11 +113,11 @@ CallOptions by_copies() {
 }
 
 TEST_F(GpuCopiedCallsTest, NameTheFieldThatDiffers) {
-  expect_disagreement(num_gpus(), "dispatch: copy engines", {0, 1}, [](FaultRank& own) {
+  expect_disagreement(num_gpus(), "dispatch: copy_engines", {"false", "true"}, [](FaultRank& own) {
     const CallOptions call = own.rank == 2 ? by_copies() : CallOptions{};
     own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, call);
   });
-  expect_disagreement(num_gpus(), "combine: copy engines", {1, 0}, [](FaultRank& own) {
+  expect_disagreement(num_gpus(), "combine: copy_engines", {"true", "false"}, [](FaultRank& own) {
     const CallOptions call = own.rank == 2 ? CallOptions{} : by_copies();
     own.exchange.combine(*own.plan, own.combine_in, own.combine_out, call);
   });

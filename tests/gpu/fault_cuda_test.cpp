@@ -29,25 +29,25 @@ class GpuFaultTest : public GpuParamTest<bool> {
 };
 
 TEST_P(GpuFaultTest, NamesTheFieldOfAPlanThatDiffers) {
-  expect_disagreement(gpus(), "plan: pad_multiple", {1, 16}, [](FaultRank& own) {
+  expect_disagreement(gpus(), "plan: pad_multiple", {"1", "16"}, [](FaultRank& own) {
     own.options.pad_multiple = own.rank == 2 ? 16 : 1;
     own.make_plan();
   });
-  expect_disagreement(gpus(), "plan: layout", {1, 0}, [](FaultRank& own) {
+  expect_disagreement(gpus(), "plan: layout", {"expert_major", "rank_major"}, [](FaultRank& own) {
     own.options.layout = own.rank == 2 ? Layout::kRankMajor : Layout::kExpertMajor;
     own.make_plan();
   });
 }
 
 TEST_P(GpuFaultTest, NamesTheFieldOfADispatchThatDiffers) {
-  expect_disagreement(gpus(), "dispatch: dtype", {0, 3}, [](FaultRank& own) {
+  expect_disagreement(gpus(), "dispatch: dtype of x", {"bfloat16", "byte"}, [](FaultRank& own) {
     if (own.rank == 2) {  // the same bytes, told otherwise
       own.dispatch_in.x.dtype = own.dispatch_out.rows.dtype = DType::kByte;
       own.dispatch_in.x.cols = own.dispatch_out.rows.cols = 64;
     }
     own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
   });
-  expect_disagreement(gpus(), "dispatch: weights", {1, 0}, [](FaultRank& own) {
+  expect_disagreement(gpus(), "dispatch: has_weights", {"true", "false"}, [](FaultRank& own) {
     if (own.rank == 2) {
       own.dispatch_in.weights = {};
       own.dispatch_out.weights = {};
@@ -57,7 +57,7 @@ TEST_P(GpuFaultTest, NamesTheFieldOfADispatchThatDiffers) {
 }
 
 TEST_P(GpuFaultTest, NamesTheFieldOfACombineThatDiffers) {
-  expect_disagreement(gpus(), "combine: scale", {0, 1}, [](FaultRank& own) {
+  expect_disagreement(gpus(), "combine: scale", {"none", "plan_weights"}, [](FaultRank& own) {
     own.combine_in.scale = own.rank == 2 ? CombineScale::kPlanWeights : CombineScale::kNone;
     own.exchange.combine(*own.plan, own.combine_in, own.combine_out);
   });

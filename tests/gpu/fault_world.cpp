@@ -80,7 +80,10 @@ std::vector<std::string> fault_texts(
 }
 
 void expect_disagreement(
-    int num_gpus, const std::string& field, const std::pair<int, int>& values, const FaultCall& call
+    int num_gpus,
+    const std::string& field,
+    const std::pair<std::string, std::string>& values,
+    const FaultCall& call
 ) {
   const std::vector<std::string> texts = fault_texts(num_gpus, call);
   for (int rank = 0; rank < 3; ++rank) {

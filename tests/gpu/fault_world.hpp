@@ -55,7 +55,10 @@ using FaultCall = std::function<void(FaultRank&)>;
 
 // Rank 2 differs from 0 and 1 in a field: all name it, both values and the other rank.
 void expect_disagreement(
-    int num_gpus, const std::string& field, const std::pair<int, int>& values, const FaultCall& call
+    int num_gpus,
+    const std::string& field,
+    const std::pair<std::string, std::string>& values,
+    const FaultCall& call
 );
 
 // Rank 1 alone gets `reason`, the others that rank 1 refused the call.

@@ -7,7 +7,7 @@
 namespace weft::test {
 namespace {
 
-constexpr const char* kKind = "plan: kind of the rows that go with it (0: none)";
+constexpr const char* kRows = "plan: rows that go with it";
 
 class GpuRoutedFaultTest : public GpuTest {};
 
@@ -30,7 +30,7 @@ TEST_F(GpuRoutedFaultTest, RefusesWrongArguments) {
 }
 
 TEST_F(GpuRoutedFaultTest, NamesTheRowsThatDiffer) {
-  expect_disagreement(num_gpus(), kKind, {1001, 1}, [](FaultRank& own) {
+  expect_disagreement(num_gpus(), kRows, {"bfloat16 with weights", "bfloat16"}, [](FaultRank& own) {
     if (own.rank == 2) {
       own.dispatch_in.weights = {};
       own.dispatch_out.weights = {};
@@ -40,7 +40,7 @@ TEST_F(GpuRoutedFaultTest, NamesTheRowsThatDiffer) {
 }
 
 TEST_F(GpuRoutedFaultTest, NamesTheRankThatPlansAlone) {
-  expect_disagreement(num_gpus(), kKind, {1001, 0}, [](FaultRank& own) {
+  expect_disagreement(num_gpus(), kRows, {"bfloat16 with weights", "none"}, [](FaultRank& own) {
     own.options.row_budget = own.dispatch_out.rows.rows;
     own.rank == 2 ? own.make_plan() : own.plan_and_dispatch();
   });

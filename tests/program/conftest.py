@@ -24,11 +24,16 @@ def clean_environment(**extra):
     return {**kept, "OPENBLAS_NUM_THREADS": "1", **extra}
 
 
-def weft(*args, code=0, **extra):
+def weft(*args, code=0, stdin=None, **extra):
     """Runs it in a pipe, checks the exit code, returns what it wrote."""
     command = [PROGRAM, *map(str, args)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, env=clean_environment(**extra)
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        input=stdin,
+        env=clean_environment(**extra),
     )
     assert done.returncode == code, f"{command} gave {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

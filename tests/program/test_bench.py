@@ -91,6 +91,24 @@ def test_copy_engines_that_cannot_be_are_refused(args, problem):
     assert problem in weft("bench", "--smoke", "--copy-engines", *args, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    "args, problem",
+    [
+        (["--case", "D", "--hidden", "64"], "--hidden excludes --case"),
+        (["--case", "D", "--smoke"], "--case excludes --smoke"),
+        (["--routing", __file__, "--topk", "2"], "--topk excludes --routing"),
+        (["--routing", __file__, "--case", "A"], "--routing excludes --case"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(args, problem):
+    assert problem in one_error(weft("bench", *args, code=2))
+
+
+def test_smoke_leaves_alone_what_is_asked_for(tmp_path):
+    row = bench(tmp_path, "plan", "--tokens", 300)["rows"][0]
+    assert (row["tokens"], row["hidden"]) == (300, 256)
+
+
 def test_copy_engines_have_rows_of_their_own(tmp_path):
     if len(json.loads(weft("info", "--json").stdout)["gpus"]["list"]) < 2:
         pytest.skip("needs two GPUs")

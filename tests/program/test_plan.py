@@ -105,6 +105,20 @@ def test_a_saved_plan_is_read_described_and_equal_to_itself(tmp_path):
     assert "equal" in weft("plan", *args, "--rank", 1, "--compare", path).stdout
 
 
+def test_a_saved_plan_is_what_it_is(tmp_path):
+    path = tmp_path / "one.json"
+    weft("plan", "--tokens", 8, "--save", path)
+    for option in (["--html", tmp_path / "page.html"], ["--layout", "rank_major"], ["--rank", 1]):
+        error = one_error(weft("plan", path, *option, code=2))
+        assert f"{option[0]} is for a routing, and {path} is a saved plan" in error
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipe_is_no_routing_file():
+    error = one_error(weft("plan", "/dev/stdin", stdin="{}", code=1))
+    assert "/dev/stdin is not a file of a disk" in error
+
+
 def test_plans_that_differ_exit_with_1_and_say_where(tmp_path):
     path = tmp_path / "one.json"
     weft("plan", "--tokens", 64, "--seed", 1, "--save", path)

@@ -4,6 +4,7 @@
 import itertools
 import json
 import signal
+import socket
 import time
 
 import pytest
@@ -260,3 +261,20 @@ def test_gpus_are_chosen_where_there_are_any(tmp_path, book):
         assert json.loads(numbers.read_text())["config"]["executor"] == "cuda"
     assert runs[0] == runs[1]
     assert sum(runs[0][-10:]) < 0.8 * sum(runs[0][:10])
+
+
+def test_launched_ranks_with_other_options_are_named(book, tmp_path):
+    with socket.socket() as place:  # free until the ranks come
+        place.bind(("127.0.0.1", 0))
+        port = place.getsockname()[1]
+    routing = ["--save-routing", tmp_path / "run.wrt"]
+    ranks = [
+        start("train", book, *TINY, *more, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        for rank, more in enumerate([[*routing, "--steps", "2"], ["--steps", "2"]])
+    ]
+    values = ["1 here and 0 on rank 1", "0 here and 1 on rank 0"]
+    for process, value in zip(ranks, values, strict=True):
+        error = process.communicate(timeout=TIMEOUT)[1]
+        assert process.returncode == 1
+        assert f"--routing-every (with --save-routing) = {value}" in error
+    assert not (tmp_path / "run.wrt").exists()

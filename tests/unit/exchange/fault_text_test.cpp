@@ -84,7 +84,7 @@ TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
   fault.wanted = epoch_base(some_rank().stamp) + 6;
   EXPECT_EQ(
       fault_text(fault, some_rank()),
-      "combine: plan (number of its call) = 6 here and 0 on rank 2 (must be equal on all ranks)"
+      "combine: plan number = 6 here and 0 on rank 2 (must be equal on all ranks)"
   );
   fault.op = DeviceOp::kPlan;
   fault.seen = 3;

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "exchange/signature_text.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <span>
+#include <string_view>
+
+#include "weft/plan.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft {
+namespace {
+
+enum class Meaning : uint8_t {
+  kNumber,
+  kBytes,
+  kYesNo,
+  kLayout,
+  kOverflow,
+  kDtype,
+  kScale,
+  kQuantise,
+  kRoutedRows
+};
+
+struct Field {
+  std::string_view name;
+  Meaning meaning = Meaning::kNumber;
+};
+
+// In the order in which the *_call.cpp and *_call_cuda.cpp files fill signatures.
+std::span<const Field> fields_of(Op op) {
+  static constexpr Field kPlan[] = {
+      {"layout", Meaning::kLayout},
+      {"pad_multiple"},
+      {"expert_stride"},
+      {"overflow", Meaning::kOverflow},
+      {"topk"},
+      {"from_map", Meaning::kYesNo},
+      {"has_weights", Meaning::kYesNo},
+      {"rows that go with it", Meaning::kRoutedRows},
+      {"row bytes", Meaning::kBytes},
+      {"scale bytes", Meaning::kBytes}};
+  static constexpr Field kDispatch[] = {
+      {"plan number"},
+      {"dtype of x", Meaning::kDtype},
+      {"row bytes of x", Meaning::kBytes},
+      {"row bytes of scales", Meaning::kBytes},
+      {"has_weights", Meaning::kYesNo},
+      {"quantise", Meaning::kQuantise},
+      {"copy_engines", Meaning::kYesNo}};
+  static constexpr Field kCombine[] = {
+      {"plan number"},
+      {"dtype of rows", Meaning::kDtype},
+      {"row bytes of rows", Meaning::kBytes},
+      {"scale", Meaning::kScale},
+      {"has_weights", Meaning::kYesNo},
+      {"copy_engines", Meaning::kYesNo}};
+  switch (op) {
+    case Op::kPlan:
+      return kPlan;
+    case Op::kDispatch:
+      return kDispatch;
+    case Op::kCombine:
+      break;
+  }
+  return kCombine;
+}
+
+template <size_t N>
+std::string pick(const std::array<std::string_view, N>& names, int64_t value) {
+  const bool is_known = value >= 0 && value < static_cast<int64_t>(N);
+  return is_known ? std::string(names[static_cast<size_t>(value)]) : fmt::format("{}", value);
+}
+
+constexpr std::array<std::string_view, 3> kQuantiseNames = {"none", "e4m3", "e5m2"};
+
+std::string dtype_text(int64_t value) {
+  const bool is_known = value >= 0 && value <= static_cast<int64_t>(DType::kInt64);
+  return is_known ? std::string(dtype_name(static_cast<DType>(value))) : fmt::format("{}", value);
+}
+
+// See dispatch_routed_call_cuda.cpp: 0 for a plan alone.
+std::string routed_rows_text(int64_t value) {
+  if (value <= 0) {
+    return "none";
+  }
+  const int64_t quantise = value / 100 % 10;
+  return fmt::format(
+      "{}{}{}",
+      dtype_text(value % 100 - 1),
+      quantise == 0 ? "" : " as " + pick(kQuantiseNames, quantise),
+      value < 1000 ? "" : " with weights"
+  );
+}
+
+std::string value_text(Meaning meaning, int64_t value) {
+  switch (meaning) {
+    case Meaning::kNumber:
+      break;
+    case Meaning::kBytes:
+      return value > 0 ? fmt::format("{}", value) : "none";
+    case Meaning::kYesNo:
+      return pick<2>({"false", "true"}, value);
+    case Meaning::kLayout:
+      return pick<3>({"rank_major", "expert_major", "expert_strided"}, value);
+    case Meaning::kOverflow:
+      return pick<2>({"drop", "error"}, value);
+    case Meaning::kDtype:
+      return dtype_text(value);
+    case Meaning::kScale:
+      return pick<3>({"none", "plan_weights", "source_weights"}, value);
+    case Meaning::kQuantise:
+      return pick(kQuantiseNames, value);
+    case Meaning::kRoutedRows:
+      return routed_rows_text(value);
+  }
+  return fmt::format("{}", value);
+}
+
+}  // namespace
+
+std::string signature_text(Op op, size_t field, int64_t mine, int64_t theirs, size_t rank) {
+  const std::span<const Field> fields = fields_of(op);
+  const Field what = field < fields.size() ? fields[field] : Field{"a field of its word"};
+  return fmt::format(
+      "{} = {} here and {} on rank {} (must be equal on all ranks)",
+      what.name,
+      value_text(what.meaning, mine),
+      value_text(what.meaning, theirs),
+      rank
+  );
+}
+
+}  // namespace weft
