@@ -95,9 +95,8 @@ class CombineSum {
         if constexpr (kCopied) {
           item.row[step] = rank << kCopiedArrivalBits | max(numbers.arrival[step], 0);
         } else {
-          const int before = count_before(shape_, sent, ItemShape::position(step)) -
-                             count_before(shape_, sent, entry * me_.num_ranks);
-          item.row[step] = (place.first + entry) * per_token_ + before;
+          const uint32_t lower = entry_bits(shape_, sent, entry) & ((1U << rank) - 1);
+          item.row[step] = (place.first + entry) * per_token_ + __popc(lower);
         }
       }
     }

@@ -34,10 +34,7 @@ __device__ __forceinline__ void add_piece(
       bits[i] = first + i * kStep < bytes ? *reinterpret_cast<const uint4*>(data + i * kStep)
                                           : uint4{0, 0, 0, 0};
     }
-    __syncwarp();
-    if (lane_index() == 0) {
-      ptx::arrive(pipeline.row_empty + stage.index);
-    }
+    ptx::arrive(pipeline.row_empty + stage.index);
     stage.advance(stages.count);
     const float scale = kScaled ? scales[row] : 1.0F;
 #pragma unroll
@@ -76,14 +73,14 @@ __device__ void add_rows(
     if (item.is_end != 0) {
       return;
     }
-    const float* scales = item.scale;
-    for (int entry = 0; entry < item.count; ++entry) {
-      const int num_rows = item.num_rows[entry];
-      if (num_rows == 0 && !Source::kStoresEmpty) {
-        continue;
-      }
-      std::byte* out = source.out(item.source, item.out_row[entry]);
-      for (int piece = 0; piece < stages.pieces.count; ++piece) {
+    for (int piece = 0; piece < stages.pieces.count; ++piece) {
+      const float* scales = item.scale;
+      for (int entry = 0; entry < item.count; ++entry) {
+        const int num_rows = item.num_rows[entry];
+        if (num_rows == 0 && !Source::kStoresEmpty) {
+          continue;
+        }
+        std::byte* out = source.out(item.source, item.out_row[entry]);
         add_piece<Shape, Element, kScaled>(
             stages,
             pipeline,
@@ -94,14 +91,11 @@ __device__ void add_rows(
             scales,
             out + piece * stages.pieces.each
         );
+        scales += num_rows;
       }
-      scales += num_rows;
     }
     source.finish(item.source, item.chunk, item.count, finished);
-    __syncwarp();
-    if (lane_index() == 0) {
-      ptx::arrive(pipeline.item_empty + slot.index);
-    }
+    ptx::arrive(pipeline.item_empty + slot.index);
     slot.advance(kItemSlots);
   }
 }

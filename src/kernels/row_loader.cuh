@@ -23,22 +23,25 @@ __device__ __forceinline__ void write_item(
     out.count = item.count;
   }
   if (lane < kMaxEntries) {
-    out.num_rows[lane] = count_before(shape, item.used, (lane + 1) * shape.width) -
-                         count_before(shape, item.used, lane * shape.width);
+    out.num_rows[lane] = __popc(entry_bits(shape, item.used, lane));
     out.out_row[lane] = item.out_row;
   }
   if constexpr (Source::kScales) {
+    int before = 0;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      if (shape.has(step) && (item.used[step] >> lane & 1U) != 0) {
-        out.scale[count_before(shape, item.used, ItemShape::position(step))] = item.scale[step];
+      if (shape.has(step)) {
+        if ((item.used[step] >> lane & 1U) != 0) {
+          out.scale[before + __popc(item.used[step] & ((1U << lane) - 1))] = item.scale[step];
+        }
+        before += __popc(item.used[step]);
       }
     }
   }
 }
 
-// A loader warp: an item's rows into the next of its stages, each by the lane that has it, entry by
-// entry and piece by piece.
+// A loader warp: an item's rows into the next stages, piece by piece, each by the lane that has it.
+// Adding warps are through with stages in their order: the last of some is free after the others.
 template <class Source>
 __device__ __forceinline__ void load_item(
     const Source& source,
@@ -48,51 +51,32 @@ __device__ __forceinline__ void load_item(
     RingPlace& stage
 ) {
   const ItemShape& shape = source.shape();
-  const int num_pieces = stages.pieces.count;
-  int32_t ordinal[kItemSteps];   // of this lane's row, its first piece; -1: it has none
-  int32_t distance[kItemSteps];  // to its next piece
-  const std::byte* data[kItemSteps];
-#pragma unroll
-  for (int step = 0; step < kItemSteps; ++step) {
-    ordinal[step] = -1;
-    if (shape.has(step) && (item.used[step] >> lane_index() & 1U) != 0) {
-      const int before = count_before(shape, item.used, ItemShape::position(step));
-      data[step] = source.row(item.row[step]);
-      ordinal[step] = before;
-      distance[step] = 1;
-      if (num_pieces > 1) {
-        const int begin = shape.entry[step] * shape.width;
-        const int first = count_before(shape, item.used, begin);
-        ordinal[step] += first * (num_pieces - 1);
-        distance[step] = count_before(shape, item.used, begin + shape.width) - first;
-      }
-    }
-  }
-  const int total = count_before(shape, item.used, kItemSteps * kWarpLanes) * num_pieces;
-  for (int done = 0; done < total; done += stages.batch) {
-#pragma unroll
-    for (int step = 0; step < kItemSteps; ++step) {
-      if (!shape.has(step) || ordinal[step] < 0) {
-        continue;
-      }
-      for (int piece = 0; piece < num_pieces; ++piece) {
-        const int place = ordinal[step] + piece * distance[step] - done;
-        if (place < 0 || place >= stages.batch) {
-          continue;
+  for (int piece = 0; piece < stages.pieces.count; ++piece) {
+    const auto bytes = static_cast<uint32_t>(stages.pieces.bytes(piece));
+#pragma unroll 1
+    for (int step = 0; step < shape.steps; ++step) {
+      const uint32_t used = pick(item.used, step);
+      const std::byte* data = source.row(pick(item.row, step)) + piece * stages.pieces.each;
+      const bool has_row = (used >> lane_index() & 1U) != 0;
+      const int ordinal = __popc(used & ((1U << lane_index()) - 1));
+      const int total = __popc(used);
+      for (int done = 0; done < total; done += stages.batch) {
+        const int count = min(stages.batch, total - done);
+        RingPlace last = stage;
+        last.advance(stages.count, count - 1);
+        wait_barrier(pipeline.row_empty + last.index, last.parity ^ 1U);
+        const int place = ordinal - done;
+        if (has_row && place >= 0 && place < count) {
+          RingPlace at = stage;
+          at.advance(stages.count, place);
+          ptx::bulk_load(
+              stages.data + at.index * stages.bytes, data, bytes, pipeline.row_full + at.index
+          );
         }
-        RingPlace at = stage;
-        at.advance(stages.count, place);
-        wait_barrier(pipeline.row_empty + at.index, at.parity ^ 1U);
-        ptx::bulk_load(
-            stages.data + at.index * stages.bytes,
-            data[step] + piece * stages.pieces.each,
-            static_cast<uint32_t>(stages.pieces.bytes(piece)),
-            pipeline.row_full + at.index
-        );
+        __syncwarp();
+        stage.advance(stages.count, count);
       }
     }
-    __syncwarp();
-    stage.advance(stages.count, min(stages.batch, total - done));
   }
 }
 
@@ -121,10 +105,7 @@ __device__ void load_rows(
     item.is_there = is_open && item.is_there && source.wait(item);
     wait_barrier(pipeline.item_empty + slot.index, slot.parity ^ 1U);
     write_item(source, item, pipeline.items[slot.index]);
-    __syncwarp();
-    if (lane_index() == 0) {
-      ptx::arrive(pipeline.item_full + slot.index);
-    }
+    ptx::arrive(pipeline.item_full + slot.index);
     slot.advance(kItemSlots);
     if (!item.is_there) {
       return;

@@ -110,12 +110,12 @@ __device__ __forceinline__ void init_pipelines(PipelineShared<Shape>& shared) {
     shared.is_shut = 0;
     for (Pipeline& one : shared.pipelines) {
       for (int i = 0; i < kItemSlots; ++i) {
-        ptx::init_barrier(one.item_full + i, 1);
-        ptx::init_barrier(one.item_empty + i, Shape::kAdders);
+        ptx::init_barrier(one.item_full + i, kWarpLanes);
+        ptx::init_barrier(one.item_empty + i, Shape::kAdders * kWarpLanes);
       }
       for (int i = 0; i < kMaxRowStages; ++i) {
         ptx::init_barrier(one.row_full + i, 1);
-        ptx::init_barrier(one.row_empty + i, Shape::kAdders);
+        ptx::init_barrier(one.row_empty + i, Shape::kAdders * kWarpLanes);
       }
     }
     ptx::publish_barriers();

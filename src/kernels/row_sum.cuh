@@ -52,21 +52,6 @@ struct SumItem {
   float scale[kItemSteps] = {};    // and their factors
 };
 
-// Bits of [0, end) that are set.
-__device__ __forceinline__ int count_before(
-    const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int end
-) {
-  int count = 0;
-#pragma unroll
-  for (int step = 0; step < kItemSteps; ++step) {
-    if (shape.has(step)) {
-      const int here = min(max(end - step * kWarpLanes, 0), kWarpLanes);
-      count += __popc(bits[step] & (here == kWarpLanes ? kAllLanes : (1U << here) - 1));
-    }
-  }
-  return count;
-}
-
 // Positions of one entry: bit i is its i-th.
 __device__ __forceinline__ uint32_t
 entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry) {

@@ -130,6 +130,7 @@ __device__ inline bool wait_reached(
   const uint64_t begin = ptx::nanoseconds();
   for (;;) {
     uint32_t seen = 0;
+#pragma unroll 1  // what waits need not be fast, and code has to be fetched
     for (int i = 0; i < 32; ++i) {
       __nanosleep(me.poll_ns);  // waiting warps shall leave the memory to working ones
       seen = ptx::load_acquire_sys(signal);

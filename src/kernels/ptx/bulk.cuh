@@ -89,11 +89,11 @@ __device__ __forceinline__ void wait_stores() {
 
 #endif
 
-// Between an acquire and a bulk load of what it made visible, and between ordinary stores and a
-// bulk store that reads them.
+// Between an acquire and bulk loads of the global memory that it made visible. For all memory the
+// fence would wait for whatever else this thread has asked for.
 __device__ __forceinline__ void fence_async_proxy() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 #endif
 }
 
