@@ -81,6 +81,7 @@ struct PlanMap {
     slots_ = take(num_ranks * route_stride_);
     weights_ = take(num_ranks * route_stride_);
     origins_ = take(num_ranks * route_stride_);
+    has_records_ = take(align(sizeof(uint32_t)));
     num_bytes_ = end;
   }
 
@@ -144,6 +145,9 @@ struct PlanMap {
     return origins_ + source * route_stride_;
   }
 
+  // uint32 1 if a host that asked found the arrivals of all sources, 2 if not (plan_download.hpp).
+  [[nodiscard]] WEFT_HD constexpr uint64_t has_records() const { return has_records_; }
+
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }
 
  private:
@@ -173,6 +177,7 @@ struct PlanMap {
   uint64_t weights_ = 0;
   uint64_t origins_ = 0;
   uint64_t route_stride_ = 0;
+  uint64_t has_records_ = 0;
   uint64_t num_bytes_ = 0;
 };
 
@@ -219,6 +224,7 @@ struct PlanView {
   [[nodiscard]] WEFT_HD int32_t* origins(uint32_t source) const {
     return at<int32_t>(map.origins(source));
   }
+  [[nodiscard]] WEFT_HD uint32_t* has_records() const { return at<uint32_t>(map.has_records()); }
 };
 
 }  // namespace weft

@@ -19,29 +19,6 @@
 namespace weft {
 namespace {
 
-// Stream-ordered memory alone: anything else may wait for the whole GPU, where the kernel of a peer
-// may wait for this rank.
-void wait_records(
-    const RankView& me, const PlanView& plan, const Context& context, cudaStream_t stream
-) {
-  uint32_t* on_device = nullptr;
-  uint32_t is_here = 0;
-  WEFT_CUDA(context, cudaMallocAsync(reinterpret_cast<void**>(&on_device), sizeof is_here, stream));
-  launch_wait_records(me, plan, on_device, stream);
-  WEFT_CUDA(
-      context, cudaMemcpyAsync(&is_here, on_device, sizeof is_here, cudaMemcpyDeviceToHost, stream)
-  );
-  WEFT_CUDA(context, cudaFreeAsync(on_device, stream));
-  WEFT_CUDA(context, cudaStreamSynchronize(stream));
-  WEFT_CHECK(
-      context,
-      is_here == 1,
-      ErrorCode::kTimeout,
-      "plan: the arrival records of some rank have not come (waited {:.1f} s at most)",
-      static_cast<double>(me.timeout_ns) * 1e-9
-  );
-}
-
 // Reads a plan block in host memory.
 class BlockReader {
  public:
@@ -253,14 +230,22 @@ PlanData download_plan(
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 ) {
   const Context context = {me.rank, me.num_ranks, "cuda"};
-  wait_records(me, plan, context, stream);
+  launch_wait_records(me, plan, stream);
   std::vector<std::byte> bytes(plan.map.num_bytes());
   WEFT_CUDA(
       context,
       cudaMemcpyAsync(bytes.data(), plan.data, bytes.size(), cudaMemcpyDeviceToHost, stream)
   );
   WEFT_CUDA(context, cudaStreamSynchronize(stream));
-  return BlockReader({bytes.data(), plan.map}, shape, context).read();
+  const PlanView on_host = {bytes.data(), plan.map};
+  WEFT_CHECK(
+      context,
+      *on_host.has_records() == 1,
+      ErrorCode::kTimeout,
+      "plan: the arrival records of some rank have not come (waited {:.1f} s at most)",
+      static_cast<double>(me.timeout_ns) * 1e-9
+  );
+  return BlockReader(on_host, shape, context).read();
 }
 
 }  // namespace weft

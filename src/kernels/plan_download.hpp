@@ -23,9 +23,7 @@ namespace weft {
 void prepare_wait_records();
 
 // Part of the above: one block of `stream` waits for the records of the call that made `plan`.
-// *is_here, which the device writes, becomes 1 if all have come, else 2.
-void launch_wait_records(
-    const RankView& me, const PlanView& plan, uint32_t* is_here, cudaStream_t stream
-);
+// The plan's has_records() says afterwards whether all have come.
+void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream);
 
 }  // namespace weft

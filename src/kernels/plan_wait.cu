@@ -9,7 +9,7 @@ namespace {
 
 // Not a call of its own: it counts no epoch.
 __global__ void wait_records(
-    const __grid_constant__ RankView me, const __grid_constant__ PlanView plan, uint32_t* is_here
+    const __grid_constant__ RankView me, const __grid_constant__ PlanView plan
 ) {
   const int source = static_cast<int>(threadIdx.x);
   const uint32_t epoch = plan.header()->epoch;
@@ -21,8 +21,7 @@ __global__ void wait_records(
   }
   const int have_all = __syncthreads_and(static_cast<int>(has_come));
   if (threadIdx.x == 0) {
-    *is_here = have_all != 0 ? 1 : 2;
-    ptx::fence_sys();
+    *plan.has_records() = have_all != 0 ? 1 : 2;
   }
 }
 
@@ -33,10 +32,8 @@ void prepare_wait_records() {
   WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, wait_records));
 }
 
-void launch_wait_records(
-    const RankView& me, const PlanView& plan, uint32_t* is_here, cudaStream_t stream
-) {
-  wait_records<<<1, kMaxDomainRanks, 0, stream>>>(me, plan, is_here);
+void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream) {
+  wait_records<<<1, kMaxDomainRanks, 0, stream>>>(me, plan);
   WEFT_CUDA((Context{me.rank, me.num_ranks, "cuda"}), cudaGetLastError());
 }
 
