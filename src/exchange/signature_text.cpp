@@ -69,9 +69,9 @@ std::span<const Field> fields_of(Op op) {
   return kCombine;
 }
 
-template <size_t N>
-std::string pick(const std::array<std::string_view, N>& names, int64_t value) {
-  const bool is_known = value >= 0 && value < static_cast<int64_t>(N);
+template <size_t kCount>
+std::string pick(const std::array<std::string_view, kCount>& names, int64_t value) {
+  const bool is_known = value >= 0 && value < static_cast<int64_t>(kCount);
   return is_known ? std::string(names[static_cast<size_t>(value)]) : fmt::format("{}", value);
 }
 
