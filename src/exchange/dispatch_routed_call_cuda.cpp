@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "exchange/exchange_cuda.hpp"
+#include "exchange/signature_text.hpp"
 #include "kernels/staged_rows.hpp"
 #include "plan/build.hpp"
 
@@ -57,11 +58,11 @@ Plan CudaExchange::dispatch_routed(
     launch.plan.num_parts = plan_parts(settings.max_tokens, view.num_ranks, launch.num_blocks);
     const int jobs = 1 + view.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
-    // Behind the plan's own fields. 0 in the first: no rows go with it.
-    const int64_t kind = 1 + static_cast<int64_t>(in.x.dtype) +
-                         100 * static_cast<int64_t>(in.quantise) +
-                         1000 * static_cast<int64_t>(in.weights.is_given());
-    const int64_t rows[] = {kind, launch.dispatch.row_bytes, launch.dispatch.scale_bytes};
+    // Behind the plan's own fields.
+    const int64_t rows[] = {
+        routed_rows_field(in.x.dtype, in.quantise, in.weights.is_given()),
+        launch.dispatch.row_bytes,
+        launch.dispatch.scale_bytes};
     std::copy(std::begin(rows), std::end(rows), std::end(launch.plan.signature) - std::size(rows));
     launch_routed_dispatch(launch, stream);
     set_launched(stream);

@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include "weft/plan.hpp"
-#include "weft/tensor.hpp"
 
 namespace weft {
 namespace {
@@ -69,6 +68,10 @@ std::span<const Field> fields_of(Op op) {
   return kCombine;
 }
 
+// Digits of routed_rows_field().
+constexpr int64_t kQuantiseUnit = 100;
+constexpr int64_t kWeightsUnit = 1000;
+
 template <size_t kCount>
 std::string pick(const std::array<std::string_view, kCount>& names, int64_t value) {
   const bool is_known = value >= 0 && value < static_cast<int64_t>(kCount);
@@ -77,22 +80,26 @@ std::string pick(const std::array<std::string_view, kCount>& names, int64_t valu
 
 constexpr std::array<std::string_view, 3> kQuantiseNames = {"none", "e4m3", "e5m2"};
 
-std::string dtype_text(int64_t value) {
-  const bool is_known = value >= 0 && value <= static_cast<int64_t>(DType::kInt64);
-  return is_known ? std::string(dtype_name(static_cast<DType>(value))) : fmt::format("{}", value);
+template <class Enum>
+std::string pick(std::string_view (*name)(Enum), Enum last, int64_t value) {
+  const bool is_known = value >= 0 && value <= static_cast<int64_t>(last);
+  return is_known ? std::string(name(static_cast<Enum>(value))) : fmt::format("{}", value);
 }
 
-// See dispatch_routed_call_cuda.cpp: 0 for a plan alone.
+std::string dtype_text(int64_t value) {
+  return pick(dtype_name, DType::kInt64, value);
+}
+
 std::string routed_rows_text(int64_t value) {
   if (value <= 0) {
     return "none";
   }
-  const int64_t quantise = value / 100 % 10;
+  const int64_t quantise = value / kQuantiseUnit % (kWeightsUnit / kQuantiseUnit);
   return fmt::format(
       "{}{}{}",
-      dtype_text(value % 100 - 1),
+      dtype_text(value % kQuantiseUnit - 1),
       quantise == 0 ? "" : " as " + pick(kQuantiseNames, quantise),
-      value < 1000 ? "" : " with weights"
+      value < kWeightsUnit ? "" : " with weights"
   );
 }
 
@@ -105,7 +112,7 @@ std::string value_text(Meaning meaning, int64_t value) {
     case Meaning::kYesNo:
       return pick<2>({"false", "true"}, value);
     case Meaning::kLayout:
-      return pick<3>({"rank_major", "expert_major", "expert_strided"}, value);
+      return pick(layout_name, Layout::kExpertStrided, value);
     case Meaning::kOverflow:
       return pick<2>({"drop", "error"}, value);
     case Meaning::kDtype:
@@ -121,6 +128,11 @@ std::string value_text(Meaning meaning, int64_t value) {
 }
 
 }  // namespace
+
+int64_t routed_rows_field(DType dtype, Quantise quantise, bool has_weights) {
+  return 1 + static_cast<int64_t>(dtype) + kQuantiseUnit * static_cast<int64_t>(quantise) +
+         (has_weights ? kWeightsUnit : 0);
+}
 
 std::string signature_text(Op op, size_t field, int64_t mine, int64_t theirs, size_t rank) {
   const std::span<const Field> fields = fields_of(op);

@@ -27,11 +27,18 @@ TEST(SignatureTextTest, ValuesAreWords) {
 }
 
 TEST(SignatureTextTest, RowsThatGoWithAPlanAreTold) {
+  const auto field = routed_rows_field;
   EXPECT_EQ(
-      values_of(Op::kPlan, 7, 1 + kFloat16, 0), "rows that go with it = float16 here and none"
+      values_of(Op::kPlan, 7, field(DType::kFloat16, Quantise::kNone, false), 0),
+      "rows that go with it = float16 here and none"
   );
   EXPECT_EQ(
-      values_of(Op::kPlan, 7, 1101, 1001),
+      values_of(
+          Op::kPlan,
+          7,
+          field(DType::kBFloat16, Quantise::kE4M3, true),
+          field(DType::kBFloat16, Quantise::kNone, true)
+      ),
       "rows that go with it = bfloat16 as e4m3 with weights here and bfloat16 with weights"
   );
 }
