@@ -12,6 +12,7 @@
 
 #include "commands.hpp"
 #include "info_values.hpp"
+#include "json_text.hpp"
 #include "table.hpp"
 
 namespace weft::program {
@@ -118,7 +119,7 @@ void add_info(CLI::App& app) {
   command->callback([as_json, fabric_only] {
     const Json info = *fabric_only ? fabric_values() : info_values();
     if (*as_json) {
-      fmt::print("{}\n", info.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+      fmt::print("{}\n", json_text(info));
     } else {
       print_text(info);
     }

@@ -9,6 +9,7 @@
 
 #include "choices.hpp"
 #include "commands.hpp"
+#include "json_text.hpp"
 #include "plan_compare.hpp"
 #include "plan_report.hpp"
 #include "plan_source.hpp"
@@ -77,11 +78,7 @@ void save_page(const PlanCommand& command, const PlanReport& report) {
 
 void show_report(const PlanCommand& command, const PlanReport& report) {
   if (command.as_json) {
-    fmt::print(
-        "{}\n",
-        plan_json(report, command.with_slots)
-            .dump(-1, ' ', false, nlohmann::json::error_handler_t::replace)
-    );
+    fmt::print("{}\n", json_text(plan_json(report, command.with_slots), kOneLine));
     return;
   }
   if (!command.file.empty()) {

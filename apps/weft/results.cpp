@@ -10,6 +10,7 @@
 #include "build_info.hpp"
 #include "core/atomic_file.hpp"
 #include "core/devices.hpp"
+#include "json_text.hpp"
 #include "machine_info.hpp"
 #include "table.hpp"
 
@@ -94,10 +95,7 @@ Json results_json(const std::vector<ResultRow>& rows, const CopyRates& rates) {
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 ) {
-  write_file_atomically(
-      path,
-      results_json(rows, rates).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n"
-  );
+  write_file_atomically(path, json_text(results_json(rows, rates)) + "\n");
 }
 
 }  // namespace weft::program

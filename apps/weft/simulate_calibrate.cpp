@@ -17,6 +17,7 @@
 
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
+#include "json_text.hpp"
 #include "limits.hpp"
 #include "machine_info.hpp"
 #include "measure.hpp"
@@ -183,7 +184,7 @@ std::string file_text(const sim::Model& model) {
       {"usable_cores", machine.usable_cores},
       {"memory_bytes", machine.memory_bytes},
       {"system", machine.system}};
-  return json.dump(2) + "\n";
+  return json_text(json) + "\n";
 }
 
 }  // namespace

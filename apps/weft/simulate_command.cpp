@@ -9,6 +9,7 @@
 #include "choices.hpp"
 #include "commands.hpp"
 #include "core/atomic_file.hpp"
+#include "json_text.hpp"
 #include "plan/routing_file.hpp"
 #include "progress.hpp"
 #include "simulate_calibrate.hpp"
@@ -167,7 +168,7 @@ void run_simulate(SimulateOptions& options) {
   const std::vector<sim::Simulation> done =
       options.file.empty() ? run_made_up(options, model) : run_on_file(options, model);
   if (!options.json_path.empty()) {
-    write_file_atomically(options.json_path, simulation_json(done, model).dump(2) + "\n");
+    write_file_atomically(options.json_path, json_text(simulation_json(done, model)) + "\n");
   }
   fmt::print(
       "{}{}",

@@ -11,6 +11,7 @@
 
 #include "core/atomic_file.hpp"
 #include "group/block_value.hpp"
+#include "json_text.hpp"
 #include "limits.hpp"
 #include "measure.hpp"
 #include "moe/trainer.hpp"
@@ -190,12 +191,7 @@ class TrainRun {
       train_page(facts_, record_).save(options_.html_path);
     }
     if (!options_.json_path.empty()) {
-      write_file_atomically(
-          options_.json_path,
-          train_json(facts_, record_)
-                  .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-              "\n"
-      );
+      write_file_atomically(options_.json_path, json_text(train_json(facts_, record_)) + "\n");
     }
   }
 

@@ -14,6 +14,7 @@
 #include "core/check.hpp"
 #include "core/devices.hpp"
 #include "gpu_bench.hpp"
+#include "json_text.hpp"
 #include "ranks.hpp"
 #include "table.hpp"
 
@@ -81,7 +82,7 @@ int tune_rank(const Group& group, const TuneOptions& options) {
     }
   }
   if (group.rank() == 0 && !options.path.empty()) {
-    write_file_atomically(options.path, json.dump(2) + "\n");
+    write_file_atomically(options.path, json_text(json) + "\n");
     fmt::print("wrote {}\n", options.path);
   }
   return 0;
