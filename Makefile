@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Thin names for the scripts; each sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench soak format lint clean
+.PHONY: help setup demo check test nightly bench soak format lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -10,18 +10,24 @@ setup: ## install what building and running need (apt; only what is missing)
 	@scripts/setup
 
 demo: ## train a small MoE model on a real text over four ranks and report
-	@scripts/setup
+	@scripts/setup demo
 	@scripts/demo
 
-test: ## build and test everything, sanitizers included (about an hour on two cores)
+check: ## build, unit tests, Python tests, lint of what changed: the quick part of test
+	@scripts/test --check
+
+test: ## build and test everything, sanitizers included
 	@scripts/test
 
+nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, and the soak
+	@scripts/test --nightly
+
 bench: ## measure this machine and write bench/results
-	@scripts/setup
+	@scripts/setup bench
 	@scripts/bench-cpu
 
 soak: ## a million small random exchanges, bit-checked (long)
-	@scripts/setup
+	@scripts/setup test
 	@scripts/soak
 
 format: ## format the C++ sources in place
@@ -33,4 +39,4 @@ lint: ## clang-tidy on all C++ sources
 	@scripts/lint
 
 clean: ## remove the build directories of the presets
-	rm -rf build/cpu build/cpu-asan build/cpu-tsan build/cuda build/fuzz build/gpu-check
+	rm -rf build/cpu build/cpu-asan build/cpu-tsan build/cuda build/fuzz build/gpu-check build/demo build/bench

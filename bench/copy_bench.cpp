@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/copy.hpp"
-#include "exchange/row_sum.hpp"
+#include "cpu/combine/row_sum.hpp"
 
 namespace {
 

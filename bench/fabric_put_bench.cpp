@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "fabric_stream.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"
-#include "transport/ofi/select.hpp"
 #include "transport/transport.hpp"
 
 namespace {

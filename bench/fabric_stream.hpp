@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "transport/ofi/fabric.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "weft/group.hpp"
 
 namespace weft::bench {

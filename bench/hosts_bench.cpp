@@ -9,7 +9,7 @@
 #include <string>
 
 #include "hosts_contest.hpp"
-#include "table.hpp"
+#include "report/table.hpp"
 
 namespace weft::bench {
 namespace {

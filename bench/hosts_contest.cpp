@@ -7,16 +7,16 @@
 #include <optional>
 #include <utility>
 
-#include "bench_check.hpp"
-#include "core/device_memory.hpp"
 #include "core/env.hpp"
+#include "core/gpu/device_memory.hpp"
 #include "fabric_stream.hpp"
-#include "group/handshake.hpp"
-#include "group/rendezvous.hpp"
-#include "measure.hpp"
+#include "group/tcp/handshake.hpp"
+#include "group/tcp/rendezvous.hpp"
+#include "measure/bench_check.hpp"
+#include "measure/measure.hpp"
 #include "plan/random_routing.hpp"
-#include "transport/ofi/address.hpp"
-#include "transport/ofi/select.hpp"
+#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::bench {

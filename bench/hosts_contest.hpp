@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "results.hpp"
+#include "measure/results.hpp"
 #include "weft/group.hpp"
 
 namespace weft::bench {

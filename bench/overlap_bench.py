@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch_bench import CASES, Case, row_of, say
 
 import weft
-from weft.examples.measured import machine
+from weft.examples.program import machine
 
 Tensor = torch.Tensor
 ROUNDS = 7

@@ -22,7 +22,7 @@ import weft
 from weft import fused_a2a
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
-from weft.examples.measured import machine
+from weft.examples.program import machine
 
 
 @dataclass

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 option(WEFT_TESTS "Build the tests" ON)
 option(WEFT_PROGRAM "Build the program weft" ON)
+option(WEFT_LAB "Build the laboratory: the trainer, the simulator and the program weft-lab" OFF)
 option(WEFT_BENCH "Build the benchmarks" ON)
 option(WEFT_PYTHON_MODULE "Build the Python module weft._core (needs nanobind, from PyPI)" OFF)
 option(WEFT_FUZZ "Build the fuzz targets and only those tests (needs clang)" OFF)

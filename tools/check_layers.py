@@ -7,48 +7,60 @@ import sys
 
 import tree
 
-# A folder may include itself and folders of a lower level, not its neighbours.
-LEVELS = {
+# A room may include itself and rooms on lower floors, not its neighbours.
+FLOORS = {
     "src/core": 0,
     "src/group": 1,
     "src/plan": 1,
     "src/transport": 2,
-    "src/kernels": 2,
-    "src/exchange": 3,
-    "src/overlap": 3,
-    "src/moe": 4,
-    "src/simulate": 4,
-    "apps": 5,
-    "bench": 5,
-    "python": 5,
+    "src/call": 2,
+    "src/cpu": 3,
+    "src/cuda": 3,
+    "src/hosts": 4,
+    "src/overlap": 4,
+    "src/exchange": 5,
+    "apps/shared": 6,
+    "lab/train": 7,
+    "lab/simulate": 7,
+    "apps/weft": 8,
+    "bench": 8,
+    "python": 8,
 }
+# Where `#include "name"` is looked for, after the includer's own folder; as in CMake.
+INCLUDE_PATHS = ("src", "lab", "apps/shared", "apps/weft", "bench")
+GENERATED = {"commit.hpp"}  # by CMake
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]')
-CUDA = re.compile(r"^(cuda|cub/|cutlass/|cute/|thrust/|cooperative_groups|nccl|nv[^/]*\.h)")
+CUDA = re.compile(r"^(cuda(?!/)|cub/|cutlass/|cute/|thrust/|cooperative_groups|nccl\.|nv[^/]*\.h)")
 TORCH = re.compile(r"^(torch|ATen|c10)/")
-CUDA_PLACES = re.compile(r"^(src/kernels/|src/transport/peer/|tests/gpu/)|(_cuda|_rivals?)\.(cpp|cu|hpp|cuh)$")
+CUDA_PLACES = re.compile(
+    r"^(src/core/gpu/|src/cuda/|src/hosts/|lab/train/gpu/|tests/gpu/|tests/lab/gpu/)|(_cuda|_rivals?)\.(cpp|cu|hpp|cuh)$"
+)
 
 
-def folder_of(path):
-    """The folder of the table that holds the path; None outside the layers."""
-    return next((folder for folder in LEVELS if path.startswith(folder + "/")), None)
+def room_of(path):
+    """The room of the table that holds the path; None outside of the floors."""
+    return next((room for room in FLOORS if path.startswith(room + "/")), None)
 
 
-def folder_named(root, includer, name):
-    """The folder of the table that '#include "name"' leads to; None for a public header."""
-    if name.startswith("weft/"):
+def room_named(root, includer, name):
+    """The room that `#include "name"` leads to; None for a public header, '' for a name that leads nowhere."""
+    if name.startswith("weft/") and (root / "include" / name).is_file():
         return None
-    beside = (includer.parent / name).resolve()
-    if beside.is_file() and beside.is_relative_to(root):
-        return folder_of(beside.relative_to(root).as_posix())
-    return folder_of("src/" + name) or folder_of(name)
+    for folder in (includer.parent, *(root / path for path in INCLUDE_PATHS)):
+        found = (folder / name).resolve()
+        if found.is_file() and found.is_relative_to(root):
+            return room_of(found.relative_to(root).as_posix())
+    return ""
 
 
-def layer_problem(mine, theirs):
+def layer_problem(mine, theirs, name):
+    if theirs == "":
+        return None if name in GENERATED else "no file of this tree has that name"
     if theirs is None or mine is None or theirs == mine:
         return None
-    if LEVELS[theirs] < LEVELS[mine]:
+    if FLOORS[theirs] < FLOORS[mine]:
         return None
-    return f"{mine} (L{LEVELS[mine]}) may not include {theirs} (L{LEVELS[theirs]})"
+    return f"{mine} (floor {FLOORS[mine]}) may not include {theirs} (floor {FLOORS[theirs]})"
 
 
 def problem(root, path, bracket, name):
@@ -57,15 +69,15 @@ def problem(root, path, bracket, name):
     if TORCH.match(name):
         return "torch headers are allowed nowhere"
     if CUDA.match(name) and not CUDA_PLACES.search(place):
-        return "CUDA headers belong in src/kernels, src/transport/peer and *_cuda files"
+        return "CUDA headers belong in src/cuda, src/hosts, the folders named gpu and *_cuda files"
     if place.startswith("include/"):
         is_standard = bracket == "<" and re.fullmatch(r"[a-z_0-9]+", name)
         if not is_standard and not name.startswith("weft/"):
             return "public headers include only the standard library and each other"
     if place.startswith("examples/") and bracket == '"' and not name.startswith("weft/"):
         return "examples include only public headers"
-    if bracket == '"':
-        return layer_problem(folder_of(place), folder_named(root, path, name))
+    if bracket == '"' and room_of(place) is not None:
+        return layer_problem(room_of(place), room_named(root, path, name), name)
     return None
 
 

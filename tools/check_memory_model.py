@@ -22,9 +22,8 @@ DEVICE = [
 ]
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile", "write_word"]
 WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the primitives is left out
-    (re.compile(r"^src/kernels/[^/]+$"), DEVICE),
-    (re.compile(r"^src/transport/(peer|mapped|ofi)/[^/]+$"), HOST),
-    (re.compile(r"^src/exchange/[^/]+$"), HOST),
+    (re.compile(r"^src/(cuda|hosts)/(?!device/ptx/).*\.cuh?$"), DEVICE),
+    (re.compile(r"^src/(cpu|cuda|exchange|hosts|transport/(mapped|ofi))/.*\.[ch]pp$"), HOST),
 ]
 NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#[^\n]*', re.S | re.M)
 BLOCK = re.compile(r"^(?:else\b|do\b|(?:if|for|while|switch|catch)\b)")
@@ -33,35 +32,26 @@ NOT_A_NAME = {"__launch_bounds__", "__align__", "alignas", "decltype", "volatile
 ROW = re.compile(r"^\|(.*)\|$", re.M)
 
 
-def without_noise(text):
-    """Comments, strings and directives blanked; lines stay where they are."""
-    return NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
-
-
 def name_of_scope(head):
     """The function that a brace after `head` opens; None for other blocks, lambdas and types included."""
     head = re.sub(r"\[\[\w+\]\]|\b(?:public|private|protected):|template\s*<[^{}]*?>\s*(?=[\w_\[])", " ", head).strip()
-    if BLOCK.match(head) or re.search(r"\[[&=\w, ]*\]\s*(?:\(|$)|^(?:struct|class|union|enum|namespace)\b", head):
+    is_other = r"\[[&=\w, ]*\]\s*(?:\(|$)|^(?:struct|class|union|enum|namespace)\b|=\s*$|\breturn\b"
+    if BLOCK.match(head) or re.search(is_other, head):
         return None
-    if re.search(r"=\s*$|\breturn\b", head):
-        return None
-    names = [name for name in CALLED.findall(head) if name not in NOT_A_NAME]
-    return names[0] if names else None
+    return next((name for name in CALLED.findall(head) if name not in NOT_A_NAME), None)
 
 
 def uses(text, primitives):
     """{(function, primitive): number of uses}"""
-    found = Counter()
+    found, scopes, begin = Counter(), [], 0
     pattern = re.compile(r"[{};]|(?<![\w.])(?<!asm )(?:" + "|".join(primitives) + r")\b")
-    clean = without_noise(text)
-    scopes, begin = [], 0
+    clean = NOISE.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)  # lines stay where they are
     for match in pattern.finditer(clean):
         token = match.group()
         if token == "{":
             scopes.append(name_of_scope(clean[begin : match.start()]))
         elif token == "}":
-            if scopes:
-                scopes.pop()
+            scopes = scopes[:-1]
         elif token != ";":
             function = next((name for name in reversed(scopes) if name), None)
             if function and function != token:
@@ -114,39 +104,25 @@ def shown(primitives):
 def compare(root):
     rows = tables((root / DOCUMENT).read_text())
     hand_overs = [row["id"].strip("`") for row in rows if "id" in row]
-    ends = {}
-    released, acquired = set(), set()
-    findings = []
-    for row in rows:
-        if "function" not in row:
-            continue
+    ends, served, findings = {}, {"release": set(), "acquire": set()}, []
+    for row in [row for row in rows if "function" in row]:
         key = (row["file"].strip("`"), row["function"].strip("`"))
-        if key in ends:
-            findings.append(f"{DOCUMENT}: {key[0]}: {key[1]} stands there twice")
+        name = f"{DOCUMENT}: {key[0]}: {key[1]}"
+        findings += [f"{name} stands there twice"] if key in ends else []
         ends[key] = counted(row["what stands there"])
         of_row = ids(row["releases"]) + ids(row["acquires"])
-        released.update(ids(row["releases"]))
-        acquired.update(ids(row["acquires"]))
-        if not of_row:
-            findings.append(f"{DOCUMENT}: {key[0]}: {key[1]} serves no hand-over")
-        findings += [
-            f"{DOCUMENT}: {key[0]}: {key[1]} names {one}, which no row explains"
-            for one in of_row
-            if one not in hand_overs
-        ]
+        served["release"].update(ids(row["releases"]))
+        served["acquire"].update(ids(row["acquires"]))
+        findings += [] if of_row else [f"{name} serves no hand-over"]
+        findings += [f"{name} names {one}, which no row explains" for one in of_row if one not in hand_overs]
     for one in hand_overs:
-        if one not in released:
-            findings.append(f"{DOCUMENT}: {one} has no release")
-        if one not in acquired:
-            findings.append(f"{DOCUMENT}: {one} has no acquire")
+        findings += [f"{DOCUMENT}: {one} has no {half}" for half, names in served.items() if one not in names]
     found = uses_in_tree(root)
     for key in sorted(found.keys() | ends.keys()):
-        told, there = ends.get(key, {}), found.get(key, {})
+        told, there = shown(ends.get(key, {})) or "nothing", shown(found.get(key, {})) or "nothing"
         if told != there:
-            findings.append(
-                f"{key[0]}: {key[1]} has {shown(there) or 'nothing'}, the document says {shown(told) or 'nothing'}"
-            )
-    return findings, len(hand_overs), len(ends)
+            findings.append(f"{key[0]}: {key[1]} has {there}, the document says {told}")
+    return findings, f"{len(hand_overs)} hand-overs, {len(ends)} ends, all paired"
 
 
 def main():
@@ -154,12 +130,11 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the ends in the source as rows of the table")
     args = parser.parse_args()
     root = args.root.resolve()
-    if args.list:
-        for (place, function), primitives in sorted(uses_in_tree(root).items()):
-            print(f"| `{place}` | `{function}` | {shown(primitives)} | | |")
-        return 0
-    findings, num_hand_overs, num_ends = compare(root)
-    return tree.report("check_memory_model", findings, f"{num_hand_overs} hand-overs, {num_ends} ends, all paired")
+    if not args.list:
+        return tree.report("check_memory_model", *compare(root))
+    for (place, function), primitives in sorted(uses_in_tree(root).items()):
+        print(f"| `{place}` | `{function}` | {shown(primitives)} | | |")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,248 +1,295 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Renders bench/results/*.json into docs/results.md, docs/plots/*.svg and the marked parts of other documents.
+"""Fills the tables of measured times in the documents from the files in bench/results, and checks that they still agree.
 
-A document quotes measurements only between these lines, FILE being the name of a results file without .json:
+A table stands between two lines, `<!-- KIND NAME -->` and `<!-- end KIND -->`, in README.md or docs/*.md. The kinds are
+  results  all rows of one run, for instance vs-mpi.xeon-2core
+  gpus     the fastest of each case of a machine, for instance 4xh200, beside NCCL
+  bounds   what the dispatch and combine of that machine could reach at best
+  peers    Weft beside other libraries on that machine (bench/results/peers)
 
-    <!-- results FILE -->
-    <!-- end results -->
-
-and between these what gpu_results.py shows of all files of a MACHINE, nothing if there are none yet:
-
-    <!-- gpus MACHINE -->
-    <!-- end gpus -->
-
-and between these what bound_results.py does:
-
-    <!-- bounds MACHINE -->
-    <!-- end bounds -->
+A file in bench/results maps names of runs to runs. A benchmark writes one run to one file; this tool moves such a run,
+say gpu-a.4xh200.json, into the file of its subject and machine, gpu.4xh200.json.
 """
 
 import json
-import os
 import re
 import sys
-from xml.sax.saxutils import escape
 
-import bound_results
-import gpu_results
-import overlap_results
-import torch_results
 import tree
 
-MARKED = re.compile(r"<!-- results (\S+) -->\n.*?<!-- end results -->", re.S)
-MARKED_GPUS = re.compile(r"<!-- gpus (\S+) -->\n.*?<!-- end gpus -->", re.S)
-MARKED_BOUNDS = re.compile(r"<!-- bounds (\S+) -->\n.*?<!-- end bounds -->", re.S)
-FIELDS = ["commit", "dirty", "date", "machine", "gpus", "driver", "cuda", "limit_gbps", "gather_gbps", "rows"]
-BAR_HEIGHT, BAR_GAP, GROUP_GAP, LEFT, WIDTH, RIGHT = 18, 3, 16, 120, 520, 300
-STYLE = """<style>
-text { font: 13px sans-serif; fill: #24292f } .note { font-size: 11px }
-.weft { fill: #0969da } .rival { fill: #afb8c1 } .limit { fill: #2da44e } .axis { stroke: #8c959f }
-@media (prefers-color-scheme: dark) { text { fill: #d0d7de } .weft { fill: #58a6ff } .rival { fill: #57606a } }
-</style>"""
+BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers) (\S+) -->\n.*?<!-- end \1 -->", re.S)
+SUBJECTS = ["domains", "gpu", "hosts", "steps", "torch"]  # of several runs a machine; their names begin with it
+NONE = "-"
+USUAL_WAY = "one row per route"
+OPS = ["plan", "dispatch", "combine", "plan+dispatch"]
+BOUNDS = [48, 24]  # multiprocessors that a call may take where others compute at the same time
+SHAPE = ["ranks", "tokens", "hidden", "experts", "topk"]
+CASES = {(4096, 7168, 256, 8): "A", (8192, 2048, 128, 8): "B", (4096, 4096, 8, 2): "C", (128, 7168, 256, 8): "D"}
+
+# Columns of tables: {header: key of the row} for text, {header: (key, digits[, factor])} for numbers.
+CALL = {"operation": "op", "SMs": ("sms", 0), "checked": "checked", "p50 us": ("us_p50", 0), "p99 us": ("us_p99", 0)}
+CALL |= {"wire GB/s": ("wire_gbps", 1), "logical GB/s": ("logical_gbps", 1), "% of limit": ("percent_of_limit", 0)}
+CALL |= {"rival": "rival", "rival p50 us": ("rival_us", 0), "times faster": ("times", 2)}
+PYTHON = {"operation": "op", "mode": "mode", "p50 us": ("us_p50", 0), "p99 us": ("us_p99", 0)}
+LAYER = {"dispatcher": "mode", "p50 us": ("us_p50", 0), "p99 us": ("us_p99", 0), "forward us": ("forward_us_p50", 0)}
+LAYER |= {"backward us": ("backward_us_p50", 0), "times faster than alltoall": ("times", 2)}
+LAYER |= {"peak GiB": ("peak_bytes", 2, 2**-30), "without parameters and gradients": ("other_bytes", 2, 2**-30)}
+LAYER |= {"exchange beside it, GiB": ("exchange_bytes", 2, 2**-30)}
+STEP = {"mode": "mode", "s/step": ("seconds", 4), "times faster": ("ratio", 2)}
+STEP |= {"exchange, % of step": ("exchange_of_step", 1, 100), "moving, % of step": ("moving_of_step", 1, 100)}
+STEP |= {"exposed, % of exchange": ("exposed_of_exchange", 1, 100), "% of step": ("exposed_of_step", 1, 100)}
+STEP |= {"idle, % of step": ("idle_of_step", 1, 100), "busiest rank, of mean": ("busiest_of_mean", 2), "peak GiB": ("peak_gib", 1)}
+SHARES = ["exchange_of_step", "moving_of_step", "exposed_of_exchange", "exposed_of_step", "idle_of_step"]
+OVERLAP = {"exchange": "op", "SMs": ("sms", 0), "alone, us": ("quiet_us", 0), "beside products, us": ("us_p50", 0)}
+OVERLAP |= {"products slower by, %": ("slowdown", 1, 100), "costs, us": ("cost_us", 0)}
+GPUS = {"case": "case", "operation": "op", "mode": "mode", "SMs": ("sms", 0), "checked": "checked"}
+GPUS |= {"p50 us": ("us_p50", 1), "limit us": ("limit_us", 1), "% of limit": ("percent_of_limit", 0)}
+GPUS |= {f"NCCL, {USUAL_WAY}: us": ("usual_us", 0), "times faster": ("usual_times", 2)}
+GPUS |= {"fastest NCCL way: us": ("nccl_us", 0), "times faster than that": ("nccl_times", 2)}
+BOUND = {"case": "case", "operation": "op", "SMs": ("sms", 0), "p50 us": ("us_p50", 1)}
+BOUND |= {"copy engines: us": ("limit_us", 1), "stores reach, %": ("reached", 0), "by stores: us": ("at_link", 1)}
+BOUND |= {"few tokens beyond their bytes: us": ("beyond", 1), "together: us": ("least", 1)}
+BOUND |= {"which is % of the limit": ("least_of_limit", 0), "% of that reached": ("reached_of_least", 0)}
 
 
-def fail(text):
-    sys.exit(f"render_results: {text}")
+def run_of(runs, name):
+    return runs[name] if name in runs else sys.exit(f"render_results: a document quotes {name}, which bench/results does not have")
 
 
-def load(path):
-    try:
-        results = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        fail(f"{path} cannot be read ({error})")
-    missing = [field for field in FIELDS if field not in results]
-    if missing:
-        fail(f"{path} lacks {', '.join(missing)}")
-    return results
+def cell(row, column):
+    key, *how = [column] if isinstance(column, str) else column
+    value = row.get(key)
+    if value is None or (key == "sms" and not value):
+        return NONE
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value * (how[1:] or [1])[0]:,.{how[0]}f}" if how else value
 
 
-def number(value, digits=0):
-    return "-" if value is None else f"{value:,.{digits}f}"
+def table(columns, rows):
+    """Lines of Markdown; columns of which nothing is known are left out."""
+    filled = [(header, column, [cell(row, column) for row in rows]) for header, column in columns.items()]
+    filled = [one for one in filled if set(one[2]) != {NONE}]
+    lines = ["| " + " | ".join(header for header, _, _ in filled) + " |"]
+    lines.append("|" + "".join("---|" if isinstance(column, str) else "--:|" for _, column, _ in filled))
+    return lines + ["| " + " | ".join(cells) + " |" for cells in zip(*(cells for _, _, cells in filled))]
 
 
-def gbps(row, key):
-    return number(row[key] / row["us_p50"] / 1e3, 1) if row[key] else "-"
+def fastest(rows):
+    return min(rows, key=lambda row: row["us_p50"], default=None)
 
 
-def times_faster(row):
-    return row["rival"]["us_p50"] / row["us_p50"]
+def provenance(run):
+    gpus = f", {len(run['gpus'])} x {run['gpus'][0]}, CUDA {run['cuda']}" if run["gpus"] else ""
+    of_cpus = f"plain copies reach {run['limit_gbps']:,.1f} GB/s scattering rows, {run['gather_gbps']:,.1f} GB/s gathering them"
+    of_gpus = f"copy engines move {run['limit_gbps']:,.1f} GB/s out of each GPU while all send to all"
+    dirty = " with local changes" if run["dirty"] else ""
+    where = f"`{run['commit'][:12]}`{dirty} on {run['machine']}{gpus}"
+    return f"Measured {run['date'][:10]} at commit {where}{'; ' + (of_gpus if gpus else of_cpus) if run['limit_gbps'] else ''}."
 
 
-def case_text(row):
+def shape(row):
+    sizes = f"{row['tokens']:,} tokens each, hidden {row['hidden']:,}, {row['experts']} experts, top-{row['topk']}"
+    return f"{sizes}, {row['dtype']}"
+
+
+def step_heading(run):
+    model = run["shape"]
+    name = "hidden {hidden:,}, {experts} experts, top-{topk}, width {width:,}".format(**model)
+    if [model[key] for key in ("hidden", "experts", "topk", "width")] == [2048, 128, 8, 768]:
+        name = "Qwen3-30B-A3B"
+    batches = f"{run['micro_batches']} micro-batches of {model['sequences']} x {model['sequence']:,} tokens on each"
+    routing = ", experts at random" if run.get("balanced") else ""
+    copies = {"auto": "", "never": ", no copy engines", "always": ", by copy engines beside computation"}
+    how = routing + copies[run.get("exchange_copies", "auto")]
+    return f"{model['layers']} layers of {name} on {run['ranks']} GPUs, {batches}{how}"
+
+
+def kind_of(row, run):
+    """(heading, columns, the row as they show it)"""
+    if row["op"] == "train_step":
+        row = dict(row)
+        if run.get("exchange_copies", "never") != "never" and "overlap" in row["mode"] and not run.get("exposed_has_copies"):
+            # Copy engines carried rows, and the trace of the step was not searched for copies.
+            row |= dict.fromkeys(SHARES)
+        elif row["exposed_of_exchange"]:
+            row.setdefault("exchange_of_step", row["exposed_of_step"] / row["exposed_of_exchange"])
+        return step_heading(run), STEP, row
     if row["op"] in ("link", "signal"):  # between GPUs; moves no tokens
-        return f"{row['ranks']} GPUs, {row['mode']}"
+        return f"{row['ranks']} GPUs, {row['mode']}", CALL, row
+    rival = row.get("rival", {"name": None, "us_p50": None})
+    times = rival["us_p50"] and rival["us_p50"] / row["us_p50"]
+    row = row | {"rival": rival["name"], "rival_us": rival["us_p50"], "times": times}
+    case, of_gpus = f"Case {row['case']}" if "case" in row else "", f"{row['ranks']} GPUs, {shape(row)}"
+    if row["op"] == "moe_layer":
+        row |= {"mode": row["mode"].partition(",")[0], "other_bytes": row["peak_bytes"] - row.get("parameter_bytes", 0)}
+        return f"{case}{case and ', '}MoE layer, forward and backward: {of_gpus}", LAYER, row
+    if row["mode"] == "beside products":
+        return f"{case}: {of_gpus}", OVERLAP, row
+    if row["mode"].startswith("python "):
+        heading = f"{case}{case and ', '}calls from Python: {of_gpus}"
+        return heading[0].upper() + heading[1:], PYTHON, row | {"mode": row["mode"].removeprefix("python ")}
+    for key in ("wire", "logical"):
+        row[f"{key}_gbps"] = row[f"{key}_bytes"] / row["us_p50"] / 1e3 or None
     padding = f" padded to {row['pad']}" if row["pad"] > 1 else ""
-    return (
-        f"{row['ranks']} ranks ({row['executor']}, {row['transport']}), {row['tokens']:,} tokens each, "
-        f"hidden {row['hidden']:,}, {row['experts']} experts, top-{row['topk']}, {row['dtype']}, "
-        f"{row['layout']}{padding}, {row['mode']}"
-    )
+    ranks = f"{row['ranks']} ranks ({row['executor']}, {row['transport']})"
+    return f"{ranks}, {shape(row)}, {row['layout']}{padding}, {row['mode']}", CALL, row
 
 
-def provenance(results):
-    dirty = " with local changes" if results["dirty"] else ""
-    gpus = f", {len(results['gpus'])} x {results['gpus'][0]}, CUDA {results['cuda']}" if results["gpus"] else ""
-    limit = (
-        f"copy engines move {number(results['limit_gbps'], 1)} GB/s out of each GPU while all send to all"
-        if results["gpus"]
-        else f"plain copies reach {number(results['limit_gbps'], 1)} GB/s scattering rows, "
-        f"{number(results['gather_gbps'], 1)} GB/s gathering them"
-    )
-    return (
-        f"Measured {results['date'][:10]} at commit `{results['commit'][:12]}`{dirty} on {results['machine']}{gpus}"
-        f"{'; ' + limit if results['limit_gbps'] else ''}."
-    )
-
-
-def special_of(results):
-    """The module that knows this kind of file; None: this one does."""
-    if torch_results.is_torch(results):
-        return torch_results
-    return overlap_results if overlap_results.is_overlap(results) else None
-
-
-def table(rows):
-    has_rival = any("rival" in row for row in rows)
-    has_sms = any(row["sms"] for row in rows)
-    header = ["operation", *(["SMs"] if has_sms else []), "checked"]
-    header += ["p50 us", "p99 us", "wire GB/s", "logical GB/s", "% of limit"]
-    header += ["rival", "rival p50 us", "times faster"] if has_rival else []
-    rule = "|---|" + ("--:|" if has_sms else "") + "---|" + "--:|" * 5 + ("---|--:|--:|" if has_rival else "")
-    lines = ["| " + " | ".join(header) + " |", rule]
-    for row in rows:
-        cells = [
-            row["op"],
-            *([number(row["sms"])] if has_sms else []),
-            "yes" if row["checked"] else "no",
-            number(row["us_p50"]),
-            number(row["us_p99"]),
-            gbps(row, "wire_bytes"),
-            gbps(row, "logical_bytes"),
-            number(row["percent_of_limit"]),
-        ]
-        if has_rival:
-            rival = "rival" in row
-            cells += [row["rival"]["name"] if rival else "-"]
-            cells += [number(row["rival"]["us_p50"]) if rival else "-", number(times_faster(row), 2) if rival else "-"]
-        lines.append("| " + " | ".join(cells) + " |")
+def results_block(runs, name):
+    run = run_of(runs, name)
+    groups, lines = {}, [provenance(run)]
+    for row in run["rows"]:
+        heading, columns, row = kind_of(row, run)
+        groups.setdefault(heading, (columns, []))[1].append(row)
+    for heading, group in groups.items():
+        lines += ["", f"{heading}:", "", *table(*group)]
     return lines
 
 
-def by_case(rows):
-    cases = {}
-    for row in rows:
-        cases.setdefault(case_text(row), []).append(row)
-    return cases
+def cases_of(runs, machine):
+    """{case: run} of gpu-CASE.MACHINE; reference cases, which are letters, before their variants, which have a dash."""
+    names = [name for name in runs if name.startswith("gpu-") and name.endswith(f".{machine}")]
+    found = {name.split(".")[0].removeprefix("gpu-"): runs[name] for name in names}
+    return dict(sorted(found.items(), key=lambda one: ("-" in one[0], one[0])))
 
 
-def markdown(results):
-    lines = [provenance(results)]
-    if special := special_of(results):
-        return "\n".join([*lines, special.markdown(results)])
-    for case, rows in by_case(results["rows"]).items():
-        lines += ["", case[0].upper() + case[1:] + ":", "", *table(rows)]
-    return "\n".join(lines)
+def chosen(case, run):
+    """The fastest row of each operation and mode, and within each bound where calls are long. Graphs where they are short."""
+    letter, _, variant = case.partition("-")
+    name = {"case": letter.upper() + (f", {variant.replace('-', ' ')}" if variant else "")}
+    is_long = case in ("a", "b", "c")
+    found = []
+    for op in OPS:
+        rows = [name | row for row in run["rows"] if row["op"] == op and not (is_long and "graph" in row["mode"])]
+        for mode in sorted({row["mode"] for row in rows}, reverse=True):
+            found.append(fastest(row for row in rows if row["mode"] == mode))
+        for bound in BOUNDS if is_long and op in ("dispatch", "combine") else []:
+            row = fastest(row for row in rows if 0 < row["sms"] <= bound)
+            found += [row] if row is not None and row not in found else []
+    return found
 
 
-def bar(row):
-    """(class, label, microseconds) of what a row says of Weft itself, of links, or of another library."""
-    if row["op"] in ("link", "signal"):
-        name = row["mode"]
-    elif row["executor"] == "nccl":
-        return "rival", f"NCCL, {row['mode']}", row["us_p50"]
-    else:
-        ways = {"graph": "Weft, as a graph", "copies": "Weft, by copy engines"}
-        name = next((name for word, name in ways.items() if word in row["mode"]), "Weft")
-    return "weft", name + (f", {row['sms']} SMs" if row["sms"] else ""), row["us_p50"]
+def with_nccl(runs, machine, row):
+    """With NCCL on the same shape: the usual way, and the fastest of all ways."""
+    rows = runs.get(f"nccl.{machine}", {"rows": []})["rows"] if len(row["case"]) == 1 else []
+    same = [one for one in rows if one["executor"] == "nccl" and all(one[key] == row[key] for key in [*SHAPE, "op", "dtype"])]
+    for key, rival in ("usual", fastest(one for one in same if one["mode"] == USUAL_WAY)), ("nccl", fastest(same)):
+        if rival:
+            row = row | {f"{key}_us": rival["us_p50"], f"{key}_times": rival["us_p50"] / row["us_p50"]}
+    return row
 
 
-def bars(results):
-    """[(group, [(class, label, microseconds)])]: one group per case and operation, Weft first. Of rows that
-    differ in their number of multiprocessors alone, the fastest."""
-    fastest = {}
-    for row in results["rows"]:
-        key = case_text(row), row["op"]
-        if key not in fastest or row["us_p50"] < fastest[key]["us_p50"]:
-            fastest[key] = row
-    groups = {key: [bar(row)] for key, row in fastest.items()}
-    for row in results["rows"]:
-        if "rival" in row:
-            groups[case_text(row), row["op"]].append(("rival", row["rival"]["name"], row["rival"]["us_p50"]))
-    return [(op, group) for (_, op), group in groups.items()]
+def gpus_block(runs, machine):
+    cases = cases_of(runs, machine)
+    if not cases:
+        return []
+    first = next(iter(cases.values()))
+    others = sorted({run["commit"][:12] for run in cases.values()} - {first["commit"][:12]})
+    also = f" Some cases were measured at {', '.join(f'`{one}`' for one in others)}." if others else ""
+    nccl = runs.get(f"nccl.{machine}", first)["commit"][:12]
+    also += f" NCCL was measured with the benchmark of `{nccl}`." if nccl != first["commit"][:12] else ""
+    shapes = [f"{case.upper()} = {shape(run['rows'][0])}" for case, run in cases.items() if "-" not in case]
+    rows = [with_nccl(runs, machine, row) for case, run in cases.items() for row in chosen(case, run)]
+    return [provenance(first) + also, "", "; ".join(shapes) + ".", "", *table(GPUS, rows)]
 
 
-def plot(groups):
-    longest = max((us for _, group in groups for _, _, us in group), default=1) or 1
-    body, y = [], 10
-    for op, group in groups:
-        body.append(f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(op)}</text>')
-        for kind, label, us in group:
-            width = us / longest * WIDTH
-            body.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR_HEIGHT}"/>')
-            text = f"{number(us)} us, {escape(label)}"
-            body.append(f'<text class="note" x="{LEFT + width + 5:.1f}" y="{y + 13}">{text}</text>')
-            y += BAR_HEIGHT + BAR_GAP
-        y += GROUP_GAP
-    body.append(f'<line class="axis" x1="{LEFT}" y1="4" x2="{LEFT}" y2="{y - GROUP_GAP + 4}"/>')
-    size = f'width="{LEFT + WIDTH + RIGHT}" height="{y}" viewBox="0 0 {LEFT + WIDTH + RIGHT} {y}"'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, *body, "</svg>", ""])
+def bounds_block(runs, machine):
+    """The bytes of each call at the rate of the fastest way in which so many multiprocessors write to all peers, and what a
+    call of few tokens (case D) takes beyond its bytes."""
+    reached, rows, cases = {}, [], cases_of(runs, machine)
+    for row in runs.get(f"limits.{machine}", {"rows": []})["rows"]:
+        if row["op"] == "link" and "stores" in row["mode"]:
+            reached[row["sms"]] = max(reached.get(row["sms"], 0), row["percent_of_limit"])
+    for row in [row for case in "abc" if case in cases and "d" in cases for row in chosen(case, cases[case])]:
+        few = fastest(one for one in cases["d"]["rows"] if one["op"] == row["op"] and one["mode"] == row["mode"])
+        if row["op"] in ("dispatch", "combine") and few and row["sms"] in reached:
+            row |= {"reached": reached[row["sms"]], "beyond": few["us_p50"] - few["limit_us"]}
+            row["at_link"] = row["limit_us"] * 100 / row["reached"]
+            row["least"] = row["at_link"] + row["beyond"]
+            row |= {"least_of_limit": 100 * row["limit_us"] / row["least"], "reached_of_least": 100 * row["least"] / row["us_p50"]}
+            rows.append(row)
+    return table(BOUND, rows) if rows else []
 
 
-def results_page(all_results):
-    lines = [
-        "# Results",
-        "",
-        "Written by `tools/render_results.py` from the files in `bench/results/`; do not edit. Times are medians of the",
-        "slowest rank; [benchmarks.md](benchmarks.md) says what the columns mean and how to measure again.",
-    ]
-    if not all_results:
-        lines += ["", "Nothing is measured yet."]
-    for name, results in all_results.items():
-        lines += ["", f"## {name}", "", markdown(results), "", f"![{name}](plots/{name}.svg)"]
-    return "\n".join(lines) + "\n"
+def call_key(row, op, is_short):
+    """What must be equal to compare: shape, type, operation, whether rows are sorted by expert, whether tokens are few."""
+    return tuple(row[key] for key in SHAPE), row["dtype"], op, row["layout"] != "rank_major", is_short
 
 
-def with_quotes(text, all_results, path):
-    def quote(match):
-        name = match.group(1)
-        if name not in all_results:
-            fail(f"{path} quotes {name}, but bench/results/{name}.json does not exist")
-        return f"<!-- results {name} -->\n{markdown(all_results[name])}\n<!-- end results -->"
+def peers_block(runs, machine):
+    rows, mine, modes, measured, peers = {}, {}, {}, {}, run_of(runs, f"peers.{machine}")
+    for row in peers["rows"]:
+        op, is_short = row["op"].split("_")[-1], "low latency" in row["mode"] or row["mode"] == "graph"
+        if op == "dispatch" and (is_short or row["mode"] == "exact"):
+            op = "plan+dispatch"  # for few tokens, or exact: these make their plans themselves
+        if op in OPS:
+            rows.setdefault(call_key(row, op, is_short), {}).setdefault(row["executor"], []).append(row)
+            modes.setdefault(row["executor"], {}).update({row["mode"]: True} if row["mode"] else {})
+    for case, run in cases_of(runs, machine).items():
+        for row in run["rows"] if case in [*"abcd", "a-fp8", "d-fp8", "a-plan", "a-rank-major"] else []:
+            key = call_key(row, row["op"], "graph" in row["mode"])
+            if key in rows and row["mode"] in ("exact direct", "budget graph direct"):
+                mine.setdefault(key, []).append(row)
+                measured[f"{run['date'][:10]} (`{run['commit'][:12]}`)"] = True
 
-    def quote_gpus(match):
-        machine = match.group(1)
-        plot_path = os.path.relpath(gpu_plot(machine), path.parent)
-        body = gpu_results.summary(all_results, machine, provenance, plot_path)
-        return f"<!-- gpus {machine} -->\n{body + chr(10) if body else ''}<!-- end gpus -->"
+    def time(found):
+        best = fastest(found)
+        return NONE if best is None else f"{best['us_p50']:,.0f}" + (f" ({best['sms']})" if best.get("sms") else "")
 
-    def quote_bounds(match):
-        body = bound_results.summary(all_results, match.group(1))
-        return f"<!-- bounds {match.group(1)} -->\n{body + chr(10) if body else ''}<!-- end bounds -->"
+    lines = []
+    for key in sorted(rows, key=lambda key: (CASES.get(key[0][1:], "Z"), key[1] == "fp8", key[2] == "combine", not key[3])):
+        case = CASES.get(key[0][1:], "{:,} x {:,}".format(*key[0][1:3])) + (", FP8" if key[1] == "fp8" else "")
+        line = {"case": case, "operation": key[2], "rows lie": "by expert" if key[3] else "by rank"}
+        line["**Weft**"] = time(mine.get(key, []))
+        line["Weft on 24"] = time(row for row in mine.get(key, []) if 0 < row["sms"] <= BOUNDS[-1])
+        lines.append(line | {name: time(rows[key].get(name, [])) for name in modes})
+    when = f"Weft was measured {' and '.join(measured)}." if measured else "Weft is not measured yet."
+    short = " Where there are few tokens, Weft's calls are replayed as a graph." if any(key[4] for key in rows) else ""
+    head = f"Times in us, with the number of multiprocessors where it is known. {when}{short} {peers['about']}"
+    ran = "; ".join(f"{name}: {' and '.join(found)}" for name, found in modes.items() if found)
+    return [head, "", *table({header: header for header in lines[0]}, lines), "", f"Modes of the others: {ran}."]
 
-    text = MARKED_BOUNDS.sub(quote_bounds, text)
-    return MARKED_GPUS.sub(quote_gpus, MARKED.sub(quote, text))
+
+def load_runs(root):
+    """({name: run}, {path: text as it should be, None for a file that moves into another})"""
+    runs, files, texts = {}, {}, {}
+    found = {path: json.loads(path.read_text()) for path in sorted((root / "bench/results").glob("*.json"))}
+    for path in sorted(found, key=lambda path: "rows" in found[path]):
+        target, of_file = path, found[path]
+        if "rows" in of_file:  # as a benchmark wrote it
+            subject, dot, machine = path.stem.partition(".")
+            subject = next((one for one in SUBJECTS if subject.startswith(one)), subject)
+            target, of_file = path.with_name(f"{subject}{dot}{machine}.json"), {path.stem: of_file}
+            texts[path] = None
+        files.setdefault(target, {}).update(of_file)
+        runs.update(of_file)
+    return runs, texts | {path: json_text(files[path]) for path in files}
 
 
-def gpu_plot(machine):
-    return f"docs/plots/gpus.{machine}.svg"
+def json_text(runs):
+    """One row a line."""
+    texts = []
+    for name, run in sorted(runs.items()):
+        head = json.dumps({key: value for key, value in run.items() if key != "rows"})[:-1]
+        rows = ",\n".join(f"  {json.dumps(row)}" for row in run["rows"])
+        texts.append(f"{json.dumps(name)}: {head},\n \"rows\": [\n{rows}]}}")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def wanted_files(root):
-    paths = sorted((root / "bench/results").glob("*.json"))
-    all_results = {path.stem: load(path) for path in paths}
-    wanted = {root / "docs/results.md": results_page(all_results)}
-    for name, results in all_results.items():
-        special = special_of(results)
-        groups = special.bars(results) if special else bars(results)
-        wanted[root / f"docs/plots/{name}.svg"] = plot(groups)
+    runs, wanted = load_runs(root)
+    makers = {"results": results_block, "gpus": gpus_block, "bounds": bounds_block, "peers": peers_block}
+    for path in (root / "bench/results/peers").glob("*.json"):
+        runs[path.stem] = json.loads(path.read_text())
+
+    def fill(match):
+        kind, name = match.groups()
+        return "\n".join([f"<!-- {kind} {name} -->", *makers[kind](runs, name), f"<!-- end {kind} -->"])
+
     for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")]):
-        text = path.read_text()
-        if path not in wanted and any(marked.search(text) for marked in (MARKED, MARKED_GPUS, MARKED_BOUNDS)):
-            wanted[path] = with_quotes(text, all_results, path.relative_to(root))
-            for machine in MARKED_GPUS.findall(text):
-                groups = gpu_results.bars(all_results, machine)
-                wanted.update({root / gpu_plot(machine): plot(groups)} if groups else {})
+        wanted[path] = BLOCK.sub(fill, path.read_text())
     return wanted
 
 
@@ -252,18 +299,13 @@ def main():
     args = parser.parse_args()
     root = args.root.resolve()
     wanted = wanted_files(root)
-    stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
-    stale += [path for path in sorted((root / "docs/plots").glob("*.svg")) if path not in wanted]
+    stale = [path for path, text in wanted.items() if (path.read_text() if path.is_file() else None) != text]
     if args.check:
         findings = [f"{path.relative_to(root)}: differs from bench/results" for path in stale]
         return tree.report("render_results", findings, "every quoted number is in bench/results")
     for path in stale:
-        if path in wanted:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted[path])
-        else:
-            path.unlink()
-        print(f"{'wrote' if path in wanted else 'removed'} {path.relative_to(root)}")
+        path.unlink() if wanted[path] is None else path.write_text(wanted[path])
+        print(f"{'removed' if wanted[path] is None else 'wrote'} {path.relative_to(root)}")
     return 0
 
 

@@ -3,7 +3,6 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 SKIPPED_FOLDERS = {"build", "__pycache__", "node_modules"}
@@ -27,8 +26,5 @@ def parser(description):
 
 def report(tool, findings, summary):
     """Prints the findings, one a line, then the summary; returns the exit status."""
-    for finding in findings:
-        print(finding)
-    print(f"{tool}: {len(findings)} findings" if findings else f"{tool}: {summary}")
-    sys.stdout.flush()
+    print(*findings, f"{tool}: {f'{len(findings)} findings' if findings else summary}", sep="\n", flush=True)
     return 1 if findings else 0

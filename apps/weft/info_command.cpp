@@ -3,17 +3,29 @@
 // the text is the same value laid out for people.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <unistd.h>
 #include <vector>
 
 #include "commands.hpp"
-#include "info_values.hpp"
-#include "json_text.hpp"
-#include "table.hpp"
+#include "core/gpu/devices.hpp"
+#include "cpu/combine/row_sum.hpp"
+#include "cuda/transport/gpu_transport.hpp"
+#include "group/shared_memory.hpp"
+#include "measure/build_info.hpp"
+#include "measure/machine_info.hpp"
+#include "report/json_text.hpp"
+#include "report/table.hpp"
+#include "transport/ofi/ofi.hpp"
+#include "transport/transport.hpp"
+#include "weft/plan.hpp"
+#include "weft/routing.hpp"
 
 namespace weft::program {
 namespace {
@@ -105,6 +117,211 @@ void print_text(const Json& info) {
   }
 }
 
+Json build_json() {
+  const BuildInfo build = build_info();
+  const std::string commit = build.commit.empty() ? "unknown" : build.commit;
+  Json json = {
+      {"version", build.version},
+      {"commit", commit},
+      {"dirty", build.is_dirty},
+      {"compiler", build.compiler},
+      {"build_type", build.build_type},
+      {"sanitizers", build.sanitizers.empty() ? "none" : build.sanitizers},
+      {"assertions", build.has_asserts},
+      {"executors", build.executors},
+      {"layouts", Json::array()},
+      {"dispatch_dtypes", Json::array()},
+      {"combine_dtypes", Json::array()},
+      {"max_topk", kMaxTopk},
+      {"simd", row_sum_target()},
+  };
+  for (const auto layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+    json["layouts"].push_back(layout_name(layout));
+  }
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    json["dispatch_dtypes"].push_back(dtype_name(dtype));
+    json["combine_dtypes"].push_back(dtype_name(dtype));
+  }
+  json["dispatch_dtypes"].push_back(dtype_name(DType::kByte));
+  return json;
+}
+
+// Asks two real ranks: what can be reached depends on how ranks are started and on the system.
+std::string obstacle_between_threads(const std::string& name) {
+  std::vector<std::string> answers(2);
+  run_threads(2, [&](Group& group) {
+    answers[static_cast<size_t>(group.rank())] = transport_obstacle(name, group);
+  });
+  return answers[0];
+}
+
+std::string obstacle_between_processes(const std::string& name) {
+  constexpr size_t kAnswerBytes = 4096;
+  const SharedMemory shared = SharedMemory::create(kAnswerBytes);
+  auto* answer = reinterpret_cast<char*>(shared.data());
+  const auto statuses = run_forked(2, [&](Group& group) {
+    const std::string text = transport_obstacle(name, group);
+    if (group.rank() == 0) {
+      text.copy(answer, kAnswerBytes - 1);
+    }
+    return 0;
+  });
+  const bool is_good = std::all_of(statuses.begin(), statuses.end(), [](int s) { return s == 0; });
+  return is_good ? answer : "two processes could not form a group";
+}
+
+Json transports_json() {
+  Json json = Json::array();
+  const auto state = [](const std::string& obstacle) {
+    return obstacle.empty() ? "available" : obstacle;
+  };
+  for (const std::string& name : transport_names()) {
+    json.push_back(
+        {{"name", name},
+         {"between_processes", state(obstacle_between_processes(name))},
+         {"between_threads", state(obstacle_between_threads(name))}}
+    );
+  }
+  return json;
+}
+
+Json machine_json() {
+  const MachineInfo machine = machine_info();
+  return {
+      {"host", machine.host},
+      {"system", machine.system},
+      {"cpu", machine.cpu},
+      {"usable_cores", machine.usable_cores},
+      {"online_cores", machine.online_cores},
+      {"l1d_bytes", machine.l1d_bytes},
+      {"l2_bytes", machine.l2_bytes},
+      {"l3_bytes", machine.l3_bytes},
+      {"memory_bytes", machine.memory_bytes},
+      {"available_bytes", machine.available_bytes},
+      {"memory_limit_bytes", machine.memory_limit_bytes},
+      {"page_bytes", machine.page_bytes},
+      {"huge_page_bytes", machine.huge_page_bytes},
+      {"huge_pages_free", machine.huge_pages_free},
+      {"shared_huge_pages", machine.shared_huge_pages},
+      {"dev_shm_bytes", machine.dev_shm_bytes},
+      {"open_files_limit", machine.open_files_limit}};
+}
+
+// A row for each GPU: how it reaches the memory of each other one.
+Json peer_access_json() {
+  Json json = Json::array();
+  const auto reach = gpu_reach();
+  for (size_t from = 0; from < reach.size(); ++from) {
+    Json row = {{"gpu", static_cast<int64_t>(from)}};
+    for (size_t to = 0; to < reach[from].size(); ++to) {
+      row[fmt::format("to_{}", to)] = gpu_reach_name(reach[from][to]);
+    }
+    json.push_back(row);
+  }
+  return json;
+}
+
+Json gpus_json() {
+  const GpuList list = list_gpus();
+  Json json = {
+      {"cuda_runtime", list.runtime.empty() ? "none" : list.runtime},
+      {"cuda_driver", list.driver.empty() ? "none" : list.driver},
+      {"list", Json::array()},
+      {"transports", Json::array()}};
+  for (const std::string& name : gpu_transport_names()) {
+    const std::string obstacle =
+        list.gpus.empty() ? list.none_reason : gpu_transport_obstacle(name, 0);
+    json["transports"].push_back(
+        {{"gpu_transport", name}, {"between_processes", obstacle.empty() ? "available" : obstacle}}
+    );
+  }
+  for (const GpuInfo& gpu : list.gpus) {
+    json["list"].push_back(
+        {{"name", gpu.name},
+         {"capability", fmt::format("{}.{}", gpu.major, gpu.minor)},
+         {"multiprocessors", gpu.num_sms},
+         {"memory_bytes", gpu.memory_bytes},
+         {"l2_bytes", gpu.l2_bytes}}
+    );
+  }
+  if (list.gpus.size() > 1) {
+    json["peer_access"] = peer_access_json();
+  }
+  if (list.gpus.empty()) {
+    json["none_because"] = list.none_reason;
+  }
+  return json;
+}
+
+// A row for each provider of libfabric that Weft knows.
+Json fabric_json() {
+  const FabricReport report = fabric_report();
+  Json json = {
+      {"library", report.library},
+      {"chosen", report.chosen.empty() ? "none" : report.chosen},
+      {"why", report.chosen.empty() ? "none can be used" : report.why},
+      {"bound_to", report.address.empty() ? "nothing" : report.address},
+      {"queues", report.num_queues},
+      {"providers", Json::array()}};
+  for (const FabricReport::Entry& entry : report.providers) {
+    const auto or_dash = [](const std::string& text) { return text.empty() ? "-" : text; };
+    json["providers"].push_back(
+        {{"name", entry.provider},
+         {"state", entry.state},
+         {"fabric", or_dash(entry.fabric)},
+         {"domain", or_dash(entry.domain)},
+         {"registration", or_dash(entry.memory)},
+         {"remark", or_dash(entry.remark)}}
+    );
+  }
+  return json;
+}
+
+// Variables that change what Weft does. A secret's value is not shown.
+Json environment_json() {
+  static constexpr std::array kPrefixes = {
+      "WEFT_",
+      "FI_",
+      "OMPI_COMM_WORLD_",
+      "SLURM_PROCID",
+      "SLURM_NTASKS",
+      "SLURM_STEP_",
+      "TORCHELASTIC_RUN_ID"};
+  static constexpr std::array<std::string_view, 7> kNames = {
+      "RANK",
+      "WORLD_SIZE",
+      "LOCAL_WORLD_SIZE",
+      "MASTER_ADDR",
+      "MASTER_PORT",
+      "OMP_NUM_THREADS",
+      "OPENBLAS_NUM_THREADS"};
+  Json json = Json::object();
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry;
+    const std::string_view name = text.substr(0, text.find('='));
+    const bool is_ours = std::find(kNames.begin(), kNames.end(), name) != kNames.end() ||
+                         std::any_of(kPrefixes.begin(), kPrefixes.end(), [&](auto p) {
+                           return name.starts_with(p);
+                         });
+    if (is_ours && name.size() < text.size()) {
+      const bool is_secret = name == "WEFT_SECRET";
+      json[std::string(name)] = is_secret ? "(set)" : std::string(text.substr(name.size() + 1));
+    }
+  }
+  return json;
+}
+
+// All that `weft info` knows. Keys that end in _bytes hold bytes. Forks two processes to try the
+// transports: call before starting threads.
+Json info_values() {
+  return {
+      {"weft", build_json()},
+      {"transports", transports_json()},
+      {"machine", machine_json()},
+      {"gpus", gpus_json()},
+      {"environment", environment_json()}};
+}
+
 }  // namespace
 
 void add_info(CLI::App& app) {
@@ -117,7 +334,7 @@ void add_info(CLI::App& app) {
       "--fabric", *fabric_only, "Only the network: providers of libfabric, which is chosen and why"
   );
   command->callback([as_json, fabric_only] {
-    const Json info = *fabric_only ? fabric_values() : info_values();
+    const Json info = *fabric_only ? Json({{"fabric", fabric_json()}}) : info_values();
     if (*as_json) {
       fmt::print("{}\n", json_text(info));
     } else {

@@ -4,21 +4,34 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "choices.hpp"
+#include "cli/choices.hpp"
+#include "cli/progress.hpp"
 #include "commands.hpp"
-#include "core/devices.hpp"
-#include "gpu_limits.hpp"
-#include "limits.hpp"
-#include "measure.hpp"
-#include "progress.hpp"
-#include "table.hpp"
+#include "core/check.hpp"
+#include "core/gpu/devices.hpp"
+#include "measure/limits.hpp"
+#include "measure/limits_cuda.hpp"
+#include "measure/measure.hpp"
+#include "measure/results.hpp"
+#include "report/html.hpp"
+#include "report/svg.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 namespace {
+
+struct GpuLimitsOptions {
+  int num_gpus = 0;  // 0: all
+  bool is_quick = false;
+  std::string json_path;
+  std::string html_path;
+};
 
 constexpr int64_t kLargeBlock = 1 << 20;
 
@@ -44,6 +57,160 @@ Examples:
   weft limits --html limits.html           with a plot of the rates of GPUs
   weft limits --device cpu                 1 to as many ranks as there are cores
   weft limits --ranks 4 --row-bytes 4096 --device cpu   one row size, up to four ranks at once)";
+
+constexpr const char* kMeaning =
+    "GB/s (1e9) that leave each GPU while all send to all others at once; the slowest GPU counts. "
+    "Loads: what arrives at each.";
+
+// GB/s by way and SMs; without ways that use none.
+std::map<LinkWay, std::map<int, double>> rates_of(const GpuLinkLimits& limits) {
+  std::map<LinkWay, std::map<int, double>> rates;
+  for (const LinkRate& rate : limits.rates) {
+    if (rate.sms > 0) {
+      rates[rate.way][rate.sms] = rate.gbps();
+    }
+  }
+  return rates;
+}
+
+std::string summary(const GpuLinkLimits& limits, const GpuInfo& gpu) {
+  std::string text = fmt::format(
+      "{} x {}; a copy inside one GPU reads and writes {:.0f} GB/s",
+      limits.num_gpus,
+      gpu.name,
+      limits.local_copy_gbps
+  );
+  if (limits.num_gpus < 2) {
+    return text + "; with one GPU there are no links to measure";
+  }
+  return text +
+         fmt::format(
+             "; copy engines move {:.1f} GB/s out of each GPU, the limit of all percentages; a "
+             "signal to a peer and back takes {:.2f} us",
+             limits.copy_engine_gbps,
+             limits.signal_us
+         );
+}
+
+Table table_of(const GpuLinkLimits& limits) {
+  const auto rates = rates_of(limits);
+  std::vector<std::string> header = {"SMs"};
+  std::set<int> counts;
+  for (const auto& [way, by_sms] : rates) {
+    header.push_back(link_way_name(way));
+    for (const auto& [sms, gbps] : by_sms) {
+      counts.insert(sms);
+    }
+  }
+  Table table(header);
+  for (const int sms : counts) {
+    std::vector<std::string> cells = {std::to_string(sms)};
+    for (const auto& [way, by_sms] : rates) {
+      cells.push_back(by_sms.contains(sms) ? fmt::format("{:.1f}", by_sms.at(sms)) : "-");
+    }
+    table.add_row(std::move(cells));
+  }
+  return table;
+}
+
+LineChart chart_of(const GpuLinkLimits& limits) {
+  LineChart chart = {"Bytes per second between GPUs", "SMs", "GB/s out of each GPU", {}};
+  chart.is_log_x = true;
+  chart.starts_at_zero = true;
+  Series copy_engine = {link_way_name(LinkWay::kCopyEngine), {}, {}};
+  for (const auto& [way, by_sms] : rates_of(limits)) {
+    Series& series = chart.series.emplace_back();
+    series.name = link_way_name(way);
+    for (const auto& [sms, gbps] : by_sms) {
+      series.x.push_back(sms);
+      series.y.push_back(gbps);
+    }
+    copy_engine.x = series.x;
+  }
+  copy_engine.y.assign(copy_engine.x.size(), limits.copy_engine_gbps);
+  chart.series.push_back(std::move(copy_engine));
+  return chart;
+}
+
+ResultRow row_of(const GpuLinkLimits& limits, const LinkRate& rate) {
+  const bool is_local = rate.way == LinkWay::kLocalCopy;
+  ResultRow row;
+  row.op = "link";
+  row.executor = "cuda";
+  row.transport = is_local ? "loopback" : "peer";
+  row.ranks = is_local ? 1 : limits.num_gpus;
+  row.sms = rate.sms;
+  row.mode = link_way_name(rate.way);
+  row.us_p50 = rate.us_p50;
+  row.us_p99 = rate.us_p99;
+  row.wire_bytes = is_local ? 0 : rate.bytes * limits.num_gpus;
+  row.logical_bytes = is_local ? rate.bytes : row.wire_bytes;
+  row.limit_us = is_local ? 0 : rate.bytes / limits.copy_engine_gbps / 1e3;
+  row.checked = true;  // measuring throws where bytes arrive wrong
+  return row;
+}
+
+void save_json(const GpuLinkLimits& limits, const std::string& path) {
+  std::vector<ResultRow> rows;
+  for (const LinkRate& rate : limits.rates) {
+    rows.push_back(row_of(limits, rate));
+  }
+  if (limits.signal_us > 0) {
+    ResultRow& row = rows.emplace_back();
+    row.op = "signal";
+    row.executor = "cuda";
+    row.transport = "peer";
+    row.ranks = 2;
+    row.sms = 1;
+    row.mode = "there and back";
+    row.us_p50 = row.us_p99 = limits.signal_us;
+    row.checked = true;
+  }
+  save_results(path, rows, {.scatter = limits.copy_engine_gbps, .gather = limits.copy_engine_gbps});
+}
+
+void save_page(const GpuLinkLimits& limits, const GpuInfo& gpu, const std::string& path) {
+  Page page("Weft: limits");
+  page.add_text(summary(limits, gpu));
+  if (limits.num_gpus > 1) {
+    page.add_text(kMeaning);
+    page.add_table(table_of(limits));
+    page.add_figure(svg(chart_of(limits)), "Copy engines need no SMs: the level line.");
+  }
+  page.save(path);
+}
+
+// Measures, prints a table, writes the files.
+void run_gpu_limits(const GpuLimitsOptions& options) {
+  const GpuList list = list_gpus();
+  WEFT_CHECK(
+      Context{},
+      !list.gpus.empty(),
+      ErrorCode::kNotAvailable,
+      "limits: no GPU ({}). Choose --device cpu",
+      list.none_reason
+  );
+  const auto num_found = static_cast<int>(list.gpus.size());
+  WEFT_CHECK_ARG(
+      Context{},
+      options.num_gpus <= num_found,
+      "limits: {} GPUs asked for (there are {})",
+      options.num_gpus,
+      num_found
+  );
+  const int num_gpus = options.num_gpus > 0 ? options.num_gpus : num_found;
+  const GpuLinkLimits limits = measure_gpu_limits(num_gpus, options.is_quick);
+  fmt::print("{}\n", summary(limits, list.gpus.front()));
+  if (num_gpus > 1) {
+    fmt::print("\n{}\n\n{}", kMeaning, table_of(limits).text());
+  }
+  if (!options.json_path.empty()) {
+    save_json(limits, options.json_path);
+  }
+  if (!options.html_path.empty()) {
+    save_page(limits, list.gpus.front(), options.html_path);
+  }
+}
 
 std::string block_text(int64_t bytes) {
   return bytes >= kLargeBlock ? bytes_text(static_cast<double>(bytes)) : count_text(bytes) + " B";
@@ -107,9 +274,7 @@ void run_limits(const LimitsOptions& options) {
 }
 
 void add_gpu_options(CLI::App& command, LimitsOptions& options) {
-  command.add_option("--device", options.device, "auto, cpu or cuda; auto: GPUs if there are any")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->capture_default_str();
+  add_device_word(command, options.device);
   command.add_option("--gpus", options.gpu.num_gpus, "GPUs that take part")
       ->check(CLI::Range(1, 32))
       ->default_str("all");
@@ -138,16 +303,17 @@ void add_limits(CLI::App& app) {
       ->check(CLI::Range(int64_t{16}, int64_t{64} << 20))
       ->delimiter(',')
       ->capture_default_str();
-  command->add_option("--source-bytes", options->shape.source_bytes, "Private memory of a rank")
-      ->check(CLI::Range(int64_t{1} << 10, int64_t{1} << 30))
-      ->capture_default_str();
-  command->add_option("--copies", options->shape.copies, "Times each row is copied")
-      ->check(CLI::Range(1, 32))
-      ->capture_default_str();
-  command->add_option("--seconds", options->seconds, "Time for each number")
-      ->check(CLI::Range(0.001, 10.0))
-      ->check(Finite())
-      ->capture_default_str();
+  add_number(
+      *command,
+      "--source-bytes",
+      options->shape.source_bytes,
+      int64_t{1} << 10,
+      int64_t{1} << 30,
+      "Private memory of a rank"
+  );
+  add_number(*command, "--copies", options->shape.copies, 1, 32, "Times each row is copied");
+  add_number(*command, "--seconds", options->seconds, 0.001, 10.0, "Time for each number")
+      ->check(Finite());
   command->callback([options] { run_limits(*options); });
 }
 

@@ -2,23 +2,24 @@
 // `weft plan`: what a routing means before a byte of payload moves.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <iostream>
 #include <memory>
-#include <optional>
 #include <string>
+#include <vector>
 
-#include "choices.hpp"
+#include "cli/choices.hpp"
 #include "commands.hpp"
-#include "json_text.hpp"
-#include "plan_compare.hpp"
-#include "plan_report.hpp"
-#include "plan_source.hpp"
+#include "report/json_text.hpp"
+#include "routing/report.hpp"
+#include "routing/source.hpp"
+#include "weft/plan.hpp"
 
 namespace weft::program {
 namespace {
 
 constexpr const char* kFooter =
-    R"(FILE is what `weft train --save-routing` wrote, or a plan saved by --save. Without FILE the routing is
+    R"(FILE is what `weft-lab train --save-routing` wrote, or a plan saved by --save. Without FILE the routing is
 made up from --tokens, --experts, --topk, --ranks, --skew and --seed.
 
 An arrival is a (token, rank) pair: it crosses the wire once, however many of the token's experts
@@ -46,6 +47,56 @@ struct PlanCommand {
   bool as_json = false;
   bool with_slots = false;
 };
+
+using Json = nlohmann::ordered_json;
+
+// One line per field that differs, of an array with the first place, and both values.
+void add_differences(
+    const std::string& name, const Json& a, const Json& b, std::vector<std::string>& lines
+) {
+  const auto text = [](const Json& value) {
+    return value.is_string() ? value.get<std::string>() : value.dump();
+  };
+  if (a == b) {
+    return;
+  }
+  if (a.is_object() && b.is_object()) {
+    for (const auto& [field, value] : a.items()) {
+      add_differences(name.empty() ? field : name + "." + field, value, b.at(field), lines);
+    }
+  } else if (a.is_array() && b.is_array()) {
+    const auto [in_a, in_b] = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
+    const Json none = "nothing";
+    const auto place = fmt::format("{}[{}]", name, in_a - a.begin());
+    add_differences(place, in_a == a.end() ? none : *in_a, in_b == b.end() ? none : *in_b, lines);
+  } else {
+    lines.push_back(fmt::format("{}: {} and {}", name, text(a), text(b)));
+  }
+}
+
+// By the names of the library; empty if the plans are equal.
+std::vector<std::string> plan_differences(const Plan& a, const Plan& b) {
+  const auto fields = [](const Plan& plan) {
+    const Json json = Json::parse(plan.to_json());
+    Json all = json["shape"];
+    all.update(json["output"]);
+    all["global_routes"] = json["global_routes"];
+    all["topk_idx"] = json["route_expert"];
+    all["route_slots"] = json["route_slot"];
+    all["sent"] = json["sent"];
+    all["received"] = json["received"];
+    return all;
+  };
+  std::vector<std::string> lines;
+  if (a == b) {
+    return lines;
+  }
+  add_differences("", fields(a), fields(b), lines);
+  if (lines.empty()) {
+    lines.emplace_back("the plans differ in what follows from their routes");
+  }
+  return lines;
+}
 
 Plan plan_of_rank(const PlanReport& report, int rank) {
   if (rank >= report.num_ranks()) {
@@ -164,55 +215,30 @@ void run_on_routing(const PlanCommand& command) {
   use_plan(command, plan_of_rank(report, command.rank));
 }
 
-void add_routing_options(CLI::App& app, PlanCommand& command) {
-  auto& made_up = command.made_up;
-  auto* file = app.add_option("file", command.file, "Routing file or saved plan");
-  const auto only_made_up = [&](CLI::Option* option) {
-    option->group("Made-up routing")->capture_default_str()->excludes(file);
-  };
-  only_made_up(app.add_option("--ranks", made_up.num_ranks, "Ranks")->check(CLI::Range(1, 1024)));
-  only_made_up(app.add_option("--tokens", made_up.num_tokens, "Tokens of each rank")
-                   ->check(CLI::Range(int64_t{0}, int64_t{1} << 22)));
-  only_made_up(app.add_option("--experts", made_up.num_experts, "Experts, divisible by ranks")
-                   ->check(CLI::Range(1, 65536)));
-  only_made_up(
-      app.add_option("--topk", made_up.topk, "Experts of a token")->check(CLI::Range(1, kMaxTopk))
-  );
-  only_made_up(app.add_option("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
-                   ->check(CLI::Range(0.0, 8.0))
-                   ->check(Finite()));
-  only_made_up(app.add_option("--seed", made_up.seed, "Seed"));
-  app.add_option("--step", command.choice.step, "Step of a routing file (default: its last)")
-      ->group("Routing file")
-      ->needs(file);
-  app.add_option("--layer", command.choice.layer, "Layer of that step (default: its first)")
-      ->group("Routing file")
-      ->needs(file);
-}
-
 void add_plan_options(CLI::App& app, PlanCommand& command) {
   auto& options = command.options;
   app.add_option("--layout", options.layout, "Rule that gives each route its slot")
       ->transform(layout_choice())
       ->default_str("expert_major");
-  app.add_option("--pad", options.pad_multiple, "Round each expert's rows up to a multiple of this")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
-      ->capture_default_str();
+  add_number(
+      app,
+      "--pad",
+      options.pad_multiple,
+      1,
+      int64_t{1} << 20,
+      "Round each expert's rows up to a multiple of this"
+  );
   app.add_option("--budget", options.row_budget, "Rows each rank has room for; more are dropped");
-  app.add_option("--stride", options.expert_stride, "Rows of an expert's block (expert_strided)")
-      ->capture_default_str();
-  app.add_option("--hidden", command.format.hidden, "Elements of a row, for bytes")
-      ->check(CLI::Range(1, 1 << 20))
-      ->capture_default_str();
+  add_value(app, "--stride", options.expert_stride, "Rows of an expert's block (expert_strided)");
+  add_number(app, "--hidden", command.format.hidden, 1, 1 << 20, "Elements of a row, for bytes");
   app.add_option("--dtype", command.format.dtype, "Type of the elements")
       ->transform(dtype_choice())
       ->default_str("bf16");
 }
 
 void add_output_options(CLI::App& app, PlanCommand& command) {
-  app.add_option("--rank", command.rank, "The rank whose plan is saved or compared")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+  add_value(app, "--rank", command.rank, "The rank whose plan is saved or compared")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--save", command.save_path, "Save one rank's plan as JSON");
   app.add_option("--compare", command.compare_path, "Compare with a saved plan");
   app.add_option("--html", command.html_path, "Write a page with pictures");
@@ -228,7 +254,12 @@ void add_plan(CLI::App& app) {
   auto* sub = app.add_subcommand("plan", "What a routing means: rows, bytes, imbalance");
   sub->footer(kFooter);
   auto command = std::make_shared<PlanCommand>();
-  add_routing_options(*sub, *command);
+  MadeUpRouting& made_up = command->made_up;
+  auto* file = add_routing_options(*sub, command->file, made_up, command->choice);
+  file->description("Routing file or saved plan");
+  add_made_up(*sub, file, "--ranks", made_up.num_ranks, "Ranks")->check(CLI::Range(1, 1024));
+  add_made_up(*sub, file, "--experts", made_up.num_experts, "Experts, divisible by ranks")
+      ->check(CLI::Range(1, 65536));
   add_plan_options(*sub, *command);
   add_output_options(*sub, *command);
   sub->callback([command, sub] {

@@ -8,15 +8,16 @@
 #include <cmath>
 #include <memory>
 
-#include "bench_cases.hpp"
+#include "bench/gpu.hpp"
+#include "bench/options.hpp"
+#include "cli/ranks.hpp"
 #include "commands.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
-#include "core/devices.hpp"
-#include "gpu_bench.hpp"
-#include "json_text.hpp"
-#include "ranks.hpp"
-#include "table.hpp"
+#include "core/gpu/devices.hpp"
+#include "cuda/exchange/tuning.hpp"
+#include "report/json_text.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 namespace {
@@ -36,20 +37,20 @@ struct TuneOptions {
   std::string path;
 };
 
-std::string_view op_of(const GpuSplit& split) {
-  return split.op == BenchOp::kDispatch ? "dispatch" : "combine";
+std::string_view name_of(TunedOp op) {
+  return op == TunedOp::kDispatch ? "dispatch" : "combine";
 }
 
-void print_splits(const std::string& name, const std::vector<GpuSplit>& splits) {
+void print_splits(const std::string& name, const std::vector<TunedSplit>& splits) {
   Table table({"operation", "SMs", "senders", "others", "p50 us"});
-  for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
-    for (const GpuSplit& split : splits) {
+  for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
+    for (const TunedSplit& split : splits) {
       if (split.op == op) {
         table.add_row(
-            {std::string(op_of(split)),
-             fmt::format("{}", split.senders + split.others),
-             fmt::format("{}", split.senders),
-             fmt::format("{}", split.others),
+            {std::string(name_of(op)),
+             fmt::format("{}", split.blocks.first + split.blocks.second),
+             fmt::format("{}", split.blocks.first),
+             fmt::format("{}", split.blocks.second),
              fmt::format("{:.1f}", split.us)}
         );
       }
@@ -58,31 +59,56 @@ void print_splits(const std::string& name, const std::vector<GpuSplit>& splits) 
   fmt::print("case {}, rows of {} B\n\n{}\n", name, splits.front().row_bytes, table.text());
 }
 
-nlohmann::ordered_json json_of(const GpuSplit& split, int num_ranks) {
-  return {
-      {"op", op_of(split)},
-      {"ranks", num_ranks},
-      {"row_bytes", split.row_bytes},
-      {"senders", split.senders},
-      {"others", split.others},
-      {"us", std::round(split.us * 10) / 10}};
+// One split a line, so that such a file is short enough to be kept.
+std::string file_text(const std::vector<TunedSplit>& splits) {
+  std::string text = "{\n\"splits\": [";
+  for (const TunedSplit& split : splits) {
+    const nlohmann::ordered_json json = {
+        {"op", name_of(split.op)},
+        {"ranks", split.num_ranks},
+        {"row_bytes", split.row_bytes},
+        {"senders", split.blocks.first},
+        {"others", split.blocks.second},
+        {"us", std::round(split.us * 10) / 10}};
+    text += fmt::format("{}\n{}", &split == splits.data() ? "" : ",", json_text(json, kOneLine));
+  }
+  return text + "\n]\n}\n";
+}
+
+// What calls of this many ranks use where WEFT_TUNING names no file.
+std::string built_in_text(int num_ranks, int num_sms) {
+  const auto [below, above] =
+      measured_ranks(built_in_tuning(), {TunedOp::kDispatch, num_ranks, 14336, num_sms});
+  if (below == 0) {
+    return "a fixed share: nothing so small was measured";
+  }
+  if (below != above) {
+    return fmt::format("interpolated between those measured with {} and {}", below, above);
+  }
+  return below == num_ranks ? "measured" : fmt::format("those measured with {}", below);
 }
 
 int tune_rank(const Group& group, const TuneOptions& options) {
-  nlohmann::ordered_json json = {{"splits", nlohmann::ordered_json::array()}};
+  std::vector<TunedSplit> measured;
   for (const std::string& name : options.cases) {
     BenchOptions bench = options.bench;
     take_case(bench, name);
-    const std::vector<GpuSplit> splits = run_gpu_tune(group, bench);
-    for (const GpuSplit& split : splits) {
-      json["splits"].push_back(json_of(split, group.num_ranks()));
-    }
+    const std::vector<TunedSplit> splits = run_gpu_tune(group, bench);
+    measured.insert(measured.end(), splits.begin(), splits.end());
     if (group.rank() == 0) {
       print_splits(name, splits);
     }
   }
+  if (group.rank() == 0) {
+    const int num_sms = list_gpus().gpus.front().num_sms;
+    fmt::print(
+        "built-in splits for {} ranks: {}\n",
+        group.num_ranks(),
+        built_in_text(group.num_ranks(), num_sms)
+    );
+  }
   if (group.rank() == 0 && !options.path.empty()) {
-    write_file_atomically(options.path, json_text(json) + "\n");
+    write_file_atomically(options.path, file_text(useful_splits(measured)));
     fmt::print("wrote {}\n", options.path);
   }
   return 0;

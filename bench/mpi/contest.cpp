@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "mpi_contest.hpp"
+#include "mpi/contest.hpp"
 
 #include <mpi.h>
 
@@ -12,11 +12,11 @@
 #include <utility>
 
 #include "core/half.hpp"
-#include "limits.hpp"
-#include "measure.hpp"
+#include "measure/limits.hpp"
+#include "measure/measure.hpp"
+#include "measure/workload.hpp"
 #include "plan/random_routing.hpp"
 #include "weft/exchange.hpp"
-#include "workload.hpp"
 
 namespace weft::bench {
 namespace {

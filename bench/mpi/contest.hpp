@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "mpi_rival.hpp"
-#include "results.hpp"
+#include "measure/results.hpp"
+#include "mpi/rival.hpp"
 #include "weft/group.hpp"
 
 namespace weft::bench {

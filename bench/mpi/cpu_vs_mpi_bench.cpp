@@ -10,8 +10,8 @@
 #include <exception>
 #include <string>
 
-#include "mpi_contest.hpp"
-#include "table.hpp"
+#include "mpi/contest.hpp"
+#include "report/table.hpp"
 
 namespace weft::bench {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "mpi_rival.hpp"
+#include "mpi/rival.hpp"
 
 namespace weft::bench {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <numeric>
 
-#include "mpi_rival.hpp"
+#include "mpi/rival.hpp"
 
 namespace weft::bench {
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "mpi_rival.hpp"
+#include "mpi/rival.hpp"
 
 #include <array>
 #include <cstring>
 #include <numeric>
 
-#include "exchange/row_sum.hpp"
+#include "cpu/combine/row_sum.hpp"
 #include "weft/routing.hpp"
 
 namespace weft::bench {

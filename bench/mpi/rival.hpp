@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-#include "exchange/worker_pool.hpp"
+#include "cpu/protocol/worker_pool.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::bench {

@@ -15,11 +15,11 @@
 #include <unistd.h>
 #include <vector>
 
-#include "core/devices.hpp"
-#include "limits_cuda.hpp"
-#include "measure.hpp"
-#include "rival_contest.hpp"
-#include "table.hpp"
+#include "core/gpu/devices.hpp"
+#include "measure/limits_cuda.hpp"
+#include "measure/measure.hpp"
+#include "nccl/rival_contest.hpp"
+#include "report/table.hpp"
 
 namespace weft::bench {
 namespace {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nccl_rival_cuda.hpp"
+#include "nccl/nccl_rival_cuda.hpp"
 
 #include <numeric>
 #include <utility>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft::bench {
 namespace {

@@ -10,8 +10,8 @@
 #include <memory>
 #include <vector>
 
-#include "rival_kernels_cuda.hpp"
-#include "rival_library.hpp"
+#include "nccl/rival_kernels_cuda.hpp"
+#include "nccl/rival_library.hpp"
 #include "rival_lists.hpp"
 
 namespace weft::bench {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "rival_check_cuda.hpp"
+#include "nccl/rival_check_cuda.hpp"
 
 #include <algorithm>
 #include <cstddef>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 #include "core/half.hpp"
 #include "plan/slots.hpp"
 #include "rival_pattern.hpp"

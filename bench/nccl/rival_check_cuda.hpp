@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "nccl_rival_cuda.hpp"
+#include "nccl/nccl_rival_cuda.hpp"
 
 namespace weft::bench {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "results.hpp"
-#include "rival_library.hpp"
+#include "measure/results.hpp"
+#include "nccl/rival_library.hpp"
 #include "rival_lists.hpp"
 
 namespace weft::bench {

@@ -3,14 +3,14 @@
 #include <memory>
 #include <numeric>
 
-#include "core/check_cuda.hpp"
-#include "gpu_timer_cuda.hpp"
-#include "measure.hpp"
-#include "nccl_rival_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "measure/gpu_timer_cuda.hpp"
+#include "measure/measure.hpp"
+#include "measure/workload.hpp"
+#include "nccl/nccl_rival_cuda.hpp"
+#include "nccl/rival_check_cuda.hpp"
+#include "nccl/rival_contest.hpp"
 #include "plan/random_routing.hpp"
-#include "rival_check_cuda.hpp"
-#include "rival_contest.hpp"
-#include "workload.hpp"
 
 namespace weft::bench {
 namespace {

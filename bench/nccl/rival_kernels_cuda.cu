@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cuda_bf16.h>
 
-#include "rival_kernels_cuda.hpp"
+#include "nccl/rival_kernels_cuda.hpp"
 #include "rival_pattern.hpp"
 
 namespace weft::bench {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "rival_library.hpp"
+#include "nccl/rival_library.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -8,6 +8,9 @@
 
 namespace weft {
 
+// The collective operations. kPlanAndDispatch is the one call that makes both.
+enum class Op : uint32_t { kNone, kPlan, kDispatch, kCombine, kPlanAndDispatch };
+
 // Of one call on a GPU; a CPU exchange takes the default only.
 struct CallOptions {
   // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
@@ -27,9 +30,11 @@ struct CallOptions {
 };
 
 // What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every
-// 128 elements (the largest magnitude divided by the largest FP8 number). `out.rows` is then kByte
-// [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / 128], and no input scales are given.
+// kQuantiseGroup elements (the largest magnitude divided by the largest FP8 number). `out.rows` is
+// then kByte [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / kQuantiseGroup], and no
+// input scales are given.
 enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
+inline constexpr int kQuantiseGroup = 128;
 
 struct DispatchInput {
   ConstTensor

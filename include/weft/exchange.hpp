@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "weft/calls.hpp"
@@ -144,6 +145,11 @@ class Exchange {
       const CombineOutput& out,
       const CallOptions& call = {}
   );
+
+  // Instead of a call that the other ranks make and this one cannot: they throw `reason` (of which
+  // 511 bytes travel) and name this rank, and the exchange stays usable. Collective like the call.
+  // Inside a capture no other rank can hear of it: throws Error (kUnsupported).
+  void refuse(Op op, std::string_view reason, const CallOptions& call = {});
 
   // Local. Throws what a call that has finished on the GPU found; no effect on a CPU.
   void check();

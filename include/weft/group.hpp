@@ -41,7 +41,8 @@ class Group {
  public:
   // One group per rank, for one thread each. Throws Error: num_ranks < 1.
   [[nodiscard]] static std::vector<Group> local(int num_ranks);
-  // From torchrun, mpirun or srun variables (docs/launch.md lists them); alone, a group of one.
+  // From the variables of torchrun, mpirun or srun (docs/launch.md lists them); a group of one
+  // where none are set.
   [[nodiscard]] static Group from_env();
   // True if from_env() would make a group of several ranks.
   [[nodiscard]] static bool is_launched();

@@ -44,6 +44,7 @@ struct PlanOptions {
   // stride is the budget.
   std::optional<int64_t> row_budget = {};
   Overflow overflow = Overflow::kDrop;
+  friend bool operator==(const PlanOptions&, const PlanOptions&) = default;
 };
 
 struct PlanData;
@@ -89,7 +90,7 @@ class Plan {
   [[nodiscard]] int64_t received_arrivals(int from_rank) const;
   // Bytes of rows that leave this rank for others; combine brings as many back. In a group of
   // several domains: its own tokens, once for each other rank of its domain and once for each other
-  // domain they go to, and what it hands on in its domain for ranks of others.
+  // domain they go to, and what it forwards in its domain for ranks of others.
   [[nodiscard]] int64_t wire_bytes(int64_t row_bytes) const;
   // Those of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
   // from a file.
@@ -124,12 +125,12 @@ class Plan {
   // Same shape, routes, slots and weights; where the plan was made does not count.
   friend bool operator==(const Plan& a, const Plan& b);
 
-  // All of it; the first call copies a GPU's plan to the host and waits for that.
-  [[nodiscard]] const PlanData& data() const;
-  // What is known without that: shape and num_rows.
-  [[nodiscard]] const PlanData& header() const { return *data_; }
-
  private:
+  // For the library itself, see plan/plan_data.hpp.
+  friend const PlanData& contents_of(const Plan& plan);
+  friend const PlanData& header_of(const Plan& plan);
+
+  [[nodiscard]] const PlanData& data() const;
   [[nodiscard]] const PlanData& output_shape() const;
   std::shared_ptr<const PlanData> data_;
 };

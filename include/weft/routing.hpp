@@ -15,7 +15,7 @@ struct Routing {
   ConstTensor map =
       {};  // [num_tokens, num_experts] bool; at most ExchangeConfig::max_topk set in a row
   // Optional fp32 weights the plan keeps for CombineScale::kPlanWeights: [num_tokens, topk], or
-  // [num_tokens, num_experts] beside a map.
+  // [num_tokens, num_experts] with a map.
   ConstTensor weights = {};
 };
 

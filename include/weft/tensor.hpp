@@ -69,38 +69,25 @@ using ConstTensor = BasicTensor<const std::byte>;
 
 namespace detail {
 template <class T>
-struct DTypeOf;
-template <>
-struct DTypeOf<float> {
-  static constexpr DType value = DType::kFloat32;
-};
-template <>
-struct DTypeOf<int32_t> {
-  static constexpr DType value = DType::kInt32;
-};
-template <>
-struct DTypeOf<int64_t> {
-  static constexpr DType value = DType::kInt64;
-};
-template <>
-struct DTypeOf<bool> {
-  static constexpr DType value = DType::kBool;
-};
-template <>
-struct DTypeOf<std::byte> {
-  static constexpr DType value = DType::kByte;
-};
+constexpr DType dtype_of() {
+  static_assert(std::is_same_v<T, float> || std::is_same_v<T, int32_t> || std::is_same_v<T, int64_t> || std::is_same_v<T, bool> || std::is_same_v<T, std::byte>);
+  return std::is_same_v<T, float>     ? DType::kFloat32
+         : std::is_same_v<T, int32_t> ? DType::kInt32
+         : std::is_same_v<T, int64_t> ? DType::kInt64
+         : std::is_same_v<T, bool>    ? DType::kBool
+                                      : DType::kByte;
+}
 }  // namespace detail
 
 // View of typed CPU memory: `matrix(ptr, rows, cols)`. 16-bit floats have no C++ type here: build
 // the view by hand.
 template <class T>
 [[nodiscard]] Tensor matrix(T* data, int64_t rows, int64_t cols) {
-  return {reinterpret_cast<std::byte*>(data), detail::DTypeOf<T>::value, rows, cols};
+  return {reinterpret_cast<std::byte*>(data), detail::dtype_of<T>(), rows, cols};
 }
 template <class T>
 [[nodiscard]] ConstTensor matrix(const T* data, int64_t rows, int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(data), detail::DTypeOf<T>::value, rows, cols};
+  return {reinterpret_cast<const std::byte*>(data), detail::dtype_of<T>(), rows, cols};
 }
 
 }  // namespace weft

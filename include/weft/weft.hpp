@@ -6,6 +6,8 @@
 #include "weft/error.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
+#include "weft/overlap.hpp"
 #include "weft/plan.hpp"
 #include "weft/routing.hpp"
 #include "weft/tensor.hpp"
+#include "weft/version.hpp"

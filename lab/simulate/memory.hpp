@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of a rank beside its tensors, by the formulas that the executors allocate by.
+// What an exchange costs a rank before rows move: memory beside its tensors, by the formulas that
+// the executors allocate by, and the time of words and plans.
 #pragma once
 
 #include <cstdint>
 
-#include "simulate/scenario.hpp"
+#include "simulate/model.hpp"
 #include "simulate/traffic.hpp"
 
 namespace weft::sim {
 
-// Bytes of one rank. A carrier's rows are those of other domains, should all of them wait there.
+// Bytes of one rank. A forwarder's rows are those of other domains, should all of them wait there.
 struct Memory {
   uint64_t output = 0;  // the rows themselves
   uint64_t carrier = 0;
 
   struct Cpu {
     uint64_t signals = 0;
-    uint64_t words = 0;         // call words with counts
+    uint64_t words = 0;         // handshakes with counts
     uint64_t records = 0;       // room for the records of every peer, were all its tokens for here
     uint64_t records_used = 0;  // what this routing writes there
     uint64_t staging = 0;       // where outputs are ordinary memory
@@ -28,7 +29,7 @@ struct Memory {
   struct Gpu {
     uint64_t signals = 0;
     uint64_t words = 0;
-    uint64_t weights = 0;  // of every peer's routes, were all its tokens for here; and early rows
+    uint64_t weights = 0;  // of every peer's routes, were all its tokens for here; and eager rows
     uint64_t plan = 0;     // of each plan that is alive: a block for each round
     // For rows between GPUs and, among several domains, for all that may cross on their way.
     uint64_t staging = 0;
@@ -41,5 +42,26 @@ struct Memory {
 // What does not depend on the routing; the rest is 0.
 [[nodiscard]] Memory reserved_memory(const Scenario& scenario);
 [[nodiscard]] Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank);
+
+// What a call costs before rows move: the words that all ranks tell each other, and a plan's counts
+// and records.
+
+struct ControlCost {
+  // Every rank tells every other rank by itself, as the executors do.
+  int64_t word_messages = 0;       // of a rank over its card, each call
+  double words_us = 0;             // of dispatch and combine
+  double words_by_carrier_us = 0;  // one for each domain instead, passed on inside it
+  double plan_words_us = 0;        // with counts
+  double plan_local_us = 0;        // counting and placing this rank's routes
+  double plan_records_us = 0;
+  int64_t plan_bytes_out = 0;  // counts and records over the card of a rank
+
+  [[nodiscard]] double plan_us() const { return plan_words_us + plan_local_us + plan_records_us; }
+};
+
+// Of the rank whose memory is given.
+[[nodiscard]] ControlCost control_cost(
+    const Scenario& scenario, const Model& model, const Memory& memory
+);
 
 }  // namespace weft::sim

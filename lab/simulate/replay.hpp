@@ -32,7 +32,7 @@ struct ReplayTimes {
 );
 
 // Chunks of domains that are not replayed are ready to cross at an even pace over the time in which
-// their carrier's links and copies could have made them.
+// their forwarder's links and copies could have made them.
 [[nodiscard]] ReplayTimes replay_combine(
     const Scenario& scenario, const Model& model, const Schedule& schedule, const Traffic& traffic
 );

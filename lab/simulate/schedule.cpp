@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 
 namespace weft::sim {
 namespace {

@@ -7,7 +7,6 @@
 #include <span>
 #include <vector>
 
-#include "simulate/scenario.hpp"
 #include "simulate/traffic.hpp"
 
 namespace weft::sim {
@@ -22,7 +21,7 @@ struct Part {
 
 struct Chunk {
   int32_t source = 0;
-  int32_t target = 0;  // over the card: the carrier, which forwards
+  int32_t target = 0;  // over the card: the forwarder, which forwards
   int32_t index = 0;   // among the chunks of (source, target)
   int32_t rows = 0;
   uint32_t first_part = 0;

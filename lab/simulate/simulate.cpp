@@ -2,38 +2,16 @@
 #include "simulate/simulate.hpp"
 
 #include <algorithm>
-#include <array>
 #include <future>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 
 namespace weft::sim {
 namespace {
 
-using Field = int64_t RankTraffic::*;
-
-constexpr std::array<Field, 15> kFields = {
-    &RankTraffic::num_rows,
-    &RankTraffic::routes,
-    &RankTraffic::arrivals,
-    &RankTraffic::link_out,
-    &RankTraffic::link_in,
-    &RankTraffic::forwarded,
-    &RankTraffic::card_out,
-    &RankTraffic::card_in,
-    &RankTraffic::card_out_per_rank,
-    &RankTraffic::card_out_per_route,
-    &RankTraffic::messages_out,
-    &RankTraffic::dispatch_signals,
-    &RankTraffic::dispatch_raises,
-    &RankTraffic::combine_signals,
-    &RankTraffic::combine_raises,
-};
-static_assert(sizeof(RankTraffic) == kFields.size() * sizeof(int64_t), "a field is missing");
-
 void sum_up(Simulation& simulation) {
   const auto& ranks = simulation.traffic.ranks;
-  for (const Field field : kFields) {
+  for (const auto& [name, field] : traffic_fields()) {
     int64_t sum = 0;
     for (const RankTraffic& rank : ranks) {
       sum += rank.*field;

@@ -5,7 +5,6 @@
 #include <functional>
 #include <span>
 
-#include "simulate/control_cost.hpp"
 #include "simulate/memory.hpp"
 #include "simulate/model.hpp"
 #include "simulate/replay.hpp"

@@ -2,12 +2,59 @@
 #include "simulate/traffic.hpp"
 
 #include <algorithm>
+#include <array>
 
-#include "exchange/region_map.hpp"
-#include "plan/group_shape.hpp"
+#include "core/check.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "plan/build.hpp"
+#include "weft/routing.hpp"
 
 namespace weft::sim {
 namespace {
+
+template <class... Args>
+void require(bool is_good, fmt::format_string<Args...> text, Args&&... args) {
+  WEFT_CHECK_ARG(
+      Context{}, is_good, "simulate: {}", fmt::format(text, std::forward<Args>(args)...)
+  );
+}
+
+// Throws Error (kInvalidArgument) naming the number that does not fit.
+void check_scenario(const Scenario& scenario) {
+  require(
+      scenario.num_ranks >= 1 && scenario.num_ranks <= kMostRanks,
+      "num_ranks = {} (1 to {})",
+      scenario.num_ranks,
+      kMostRanks
+  );
+  require(
+      scenario.ranks_per_domain >= 1 && scenario.num_ranks % scenario.ranks_per_domain == 0,
+      "num_ranks = {} is not a multiple of ranks_per_domain = {}",
+      scenario.num_ranks,
+      scenario.ranks_per_domain
+  );
+  require(
+      scenario.num_experts >= scenario.num_ranks && scenario.num_experts % scenario.num_ranks == 0,
+      "num_experts = {} is not a positive multiple of num_ranks = {}",
+      scenario.num_experts,
+      scenario.num_ranks
+  );
+  require(
+      scenario.topk >= 1 && scenario.topk <= kMaxTopk,
+      "topk = {} (1 to {})",
+      scenario.topk,
+      kMaxTopk
+  );
+  require(
+      scenario.max_tokens >= 0 && scenario.row_bytes >= 16 && scenario.row_bytes % 16 == 0 &&
+          scenario.pad_multiple >= 1,
+      "max_tokens = {} (at least 0), row_bytes = {} (a multiple of 16), pad_multiple = {} "
+      "(at least 1)",
+      scenario.max_tokens,
+      scenario.row_bytes,
+      scenario.pad_multiple
+  );
+}
 
 // Goes through every route once.
 class TrafficCounter {
@@ -122,6 +169,27 @@ void count_signals(const Scenario& scenario, int64_t message_rows, Traffic& traf
 }
 
 }  // namespace
+
+std::span<const TrafficField> traffic_fields() {
+  static constexpr std::array<TrafficField, 15> kFields = {
+      {{"num_rows", &RankTraffic::num_rows},
+       {"routes", &RankTraffic::routes},
+       {"arrivals", &RankTraffic::arrivals},
+       {"link_out", &RankTraffic::link_out},
+       {"link_in", &RankTraffic::link_in},
+       {"forwarded", &RankTraffic::forwarded},
+       {"card_out", &RankTraffic::card_out},
+       {"card_in", &RankTraffic::card_in},
+       {"card_out_per_rank", &RankTraffic::card_out_per_rank},
+       {"card_out_per_route", &RankTraffic::card_out_per_route},
+       {"messages_out", &RankTraffic::messages_out},
+       {"dispatch_signals", &RankTraffic::dispatch_signals},
+       {"dispatch_raises", &RankTraffic::dispatch_raises},
+       {"combine_signals", &RankTraffic::combine_signals},
+       {"combine_raises", &RankTraffic::combine_raises}}};
+  static_assert(sizeof(RankTraffic) == kFields.size() * sizeof(int64_t), "a field is missing");
+  return kFields;
+}
 
 int64_t count_messages(int64_t rows, int64_t message_rows) {
   const auto messages_of = [&](int64_t count) { return (count + message_rows - 1) / message_rows; };

@@ -1,19 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a routing makes every rank send and receive: exact counts, all ranks, no times.
+// What is simulated, ranks in domains of equal size, and what a routing makes every rank send.
+// Purpose of this folder: replays an exchange that this machine cannot hold. May include: plan,
+// core, and of the executors what says how much memory they take.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "plan/build.hpp"
-#include "simulate/scenario.hpp"
 
 namespace weft::sim {
 
-// Of one rank, in one dispatch. Combine moves the same rows the other way. A row is one token's
-// vector; an arrival is a (token, rank) pair; all are of ranks other than this one unless it says
-// so.
+inline constexpr int kMostRanks = 1 << 14;
+
+struct Scenario {
+  int num_ranks = 16;
+  int ranks_per_domain = 8;  // divides num_ranks
+  int num_experts = 256;     // divisible by num_ranks
+  int topk = 8;
+  int64_t max_tokens = 4096;
+  int64_t row_bytes = 14336;
+  int64_t pad_multiple = 1;  // of an expert's rows
+  // Each row goes to every remote rank by itself, instead of once to a domain.
+  bool is_flat = false;
+
+  [[nodiscard]] int num_domains() const { return num_ranks / ranks_per_domain; }
+  [[nodiscard]] int domain_of(int rank) const { return rank / ranks_per_domain; }
+  [[nodiscard]] int owner_of(int expert) const { return expert / (num_experts / num_ranks); }
+  // The rank of `domain` that takes in what `source` sends there.
+  [[nodiscard]] int carrier(int source, int domain) const {
+    return domain * ranks_per_domain + source % ranks_per_domain;
+  }
+};
+
+// What a routing makes every rank send and receive: exact counts, no times. Of one rank, in one
+// dispatch. Combine moves the same rows the other way. A row is one token's vector; an arrival is a
+// (token, rank) pair; all are of ranks other than this one unless it says so.
 struct RankTraffic {
   int64_t num_rows = 0;  // of its output, padding included
   int64_t routes = 0;    // to its experts, from all ranks
@@ -37,6 +61,12 @@ struct RankTraffic {
   int64_t combine_signals = 0;
   int64_t combine_raises = 0;
 };
+struct TrafficField {
+  std::string_view name;
+  int64_t RankTraffic::*value;
+};
+// All of them.
+[[nodiscard]] std::span<const TrafficField> traffic_fields();
 
 struct Traffic {
   std::vector<RankTraffic> ranks;    // [num_ranks]

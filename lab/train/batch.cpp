@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/batch.hpp"
+#include "train/batch.hpp"
 
 #include <algorithm>
+#include <span>
 
-#include "moe/random.hpp"
+#include "core/atomic_file.hpp"
+#include "core/check.hpp"
+#include "train/layers/random.hpp"
 
 namespace weft::moe {
 
@@ -55,6 +58,21 @@ void BatchSource::draw(int64_t step, Range tokens, Batch& batch) const {
     std::ranges::copy(text_.subspan(position, window_), batch.windows.data() + t * window_);
     batch.targets[t] = text_[position + window_];
   }
+}
+
+std::vector<std::byte> read_text(const std::string& path, int window) {
+  const std::string text = read_whole_file(path);
+  WEFT_CHECK(
+      Context{},
+      text.size() > static_cast<size_t>(window),
+      ErrorCode::kFile,
+      "read: {} holds {} B (more than the window of {} B)",
+      path,
+      text.size(),
+      window
+  );
+  const auto bytes = std::as_bytes(std::span(text));
+  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace weft::moe

@@ -6,9 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
-#include "moe/shards.hpp"
+#include "train/shards.hpp"
 
 namespace weft::moe {
 
@@ -49,5 +50,9 @@ class BatchSource {
   size_t window_;
   uint64_t seed_;
 };
+
+// The text that is learned: any file, read as bytes. Throws Error (kFile) naming the file if it
+// cannot be read or holds at most `window` bytes.
+[[nodiscard]] std::vector<std::byte> read_text(const std::string& path, int window);
 
 }  // namespace weft::moe

@@ -2,7 +2,8 @@
 // The state of a training run in one file, the same whatever the number of ranks.
 //
 //   4096 B   "weft-moe-checkpoint 1 <checksum of the JSON>", newline, JSON (CheckpointHeader),
-//   zeros 3 parts  values, then AdamW's means, then its squares: fp32 for each element of the model
+//            zeros
+//   3 parts  values, then AdamW's means, then its squares: fp32 for each element of the model
 //
 // Each rank writes the elements it owns to a second file beside the first; only when all of it is
 // on the disk does it take the first one's name. So a crash leaves the old checkpoint whole.
@@ -14,10 +15,12 @@
 #include <string>
 #include <vector>
 
-#include "moe/config.hpp"
+#include "train/config.hpp"
 #include "weft/group.hpp"
 
 namespace weft::moe {
+
+inline constexpr size_t kHeaderBytes = 4096;
 
 struct CheckpointHeader {
   ModelConfig model;

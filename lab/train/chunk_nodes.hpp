@@ -4,8 +4,8 @@
 
 #include <utility>
 
-#include "moe/config.hpp"
-#include "overlap/nodes.hpp"
+#include "train/config.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::moe {
 

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/config.hpp"
+#include "train/config.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <cmath>
 #include <numbers>
 #include <string_view>
+#include <utility>
 
 #include "core/check.hpp"
-#include "moe/random.hpp"
+#include "train/layers/random.hpp"
 #include "weft/routing.hpp"
 
 namespace weft::moe {
@@ -17,48 +18,47 @@ namespace {
 constexpr double kFinalFraction = 0.1;
 constexpr int64_t kMaxBatch = int64_t{1} << 30;
 
-void check_at_least(const Context& context, std::string_view field, int64_t value, int64_t bound) {
-  WEFT_CHECK_ARG(context, value >= bound, "train: {} = {} (at least {})", field, value, bound);
+template <class... Args>
+void require(bool is_good, fmt::format_string<Args...> text, Args&&... args) {
+  WEFT_CHECK_ARG(Context{}, is_good, "train: {}", fmt::format(text, std::forward<Args>(args)...));
 }
 
-void check_model(const ModelConfig& model, const Context& context, int num_ranks) {
-  check_at_least(context, "window", model.window, 1);
-  check_at_least(context, "hidden", model.hidden, 1);
-  check_at_least(context, "expert_hidden", model.expert_hidden, 1);
-  check_at_least(context, "num_blocks", model.num_blocks, 1);
-  check_at_least(context, "num_experts", model.num_experts, 1);
-  check_at_least(context, "topk", model.topk, 1);
-  WEFT_CHECK_ARG(
-      context,
+void check_at_least(std::string_view field, int64_t value, int64_t bound) {
+  require(value >= bound, "{} = {} (at least {})", field, value, bound);
+}
+
+void check_model(const ModelConfig& model, int num_ranks) {
+  check_at_least("window", model.window, 1);
+  check_at_least("hidden", model.hidden, 1);
+  check_at_least("expert_hidden", model.expert_hidden, 1);
+  check_at_least("num_blocks", model.num_blocks, 1);
+  check_at_least("num_experts", model.num_experts, 1);
+  check_at_least("topk", model.topk, 1);
+  require(
       model.num_experts % num_ranks == 0,
-      "train: num_experts = {} (divisible by the number of ranks, {})",
+      "num_experts = {} (divisible by the number of ranks, {})",
       model.num_experts,
       num_ranks
   );
   const int most = std::min(model.num_experts, kMaxTopk);
-  WEFT_CHECK_ARG(
-      context, model.topk <= most, "train: topk = {} (at most {} here)", model.topk, most
-  );
+  require(model.topk <= most, "topk = {} (at most {} here)", model.topk, most);
 }
 
-void check_micro_batches(const TrainConfig& config, const Context& context) {
-  check_at_least(context, "num_micro_batches", config.num_micro_batches, 1);
-  WEFT_CHECK_ARG(
-      context,
+void check_micro_batches(const TrainConfig& config) {
+  check_at_least("num_micro_batches", config.num_micro_batches, 1);
+  require(
       config.num_micro_batches <= config.global_batch,
-      "train: num_micro_batches = {} (at most global_batch, {})",
+      "num_micro_batches = {} (at most global_batch, {})",
       config.num_micro_batches,
       config.global_batch
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       config.num_micro_batches > 1 || !config.overlap.is_on,
-      "train: num_micro_batches = 1 with overlap (at least 2: one computes while another travels)"
+      "num_micro_batches = 1 with overlap (at least 2: one computes while another travels)"
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       config.overlap.is_on || !config.overlap.delays_weight_gradients,
-      "train: delayed weight gradients without overlap (there is nothing they could hide)"
+      "delayed weight gradients without overlap (there is nothing they could hide)"
   );
 }
 
@@ -111,63 +111,52 @@ uint64_t signature(const TrainConfig& config) {
   return hash;
 }
 
-void validate(const TrainConfig& config, int rank, int num_ranks) {
-  const Context context = {rank, num_ranks};
-  WEFT_CHECK_ARG(
-      context,
+void validate(const TrainConfig& config, int num_ranks) {
+  require(
       num_ranks <= kMaxTopk,
-      "train: {} ranks (at most {}: replicated parameters reach all ranks as one top-k)",
+      "{} ranks (at most {}: replicated parameters reach all ranks as one top-k)",
       num_ranks,
       kMaxTopk
   );
-  check_model(config.model, context, num_ranks);
-  check_at_least(context, "global_batch", config.global_batch, 1);
-  WEFT_CHECK_ARG(
-      context,
-      config.global_batch <= kMaxBatch,
-      "train: global_batch = {} (at most 2^30)",
-      config.global_batch
+  check_model(config.model, num_ranks);
+  check_at_least("global_batch", config.global_batch, 1);
+  require(
+      config.global_batch <= kMaxBatch, "global_batch = {} (at most 2^30)", config.global_batch
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       std::isfinite(config.model.balance_weight) && config.model.balance_weight >= 0,
-      "train: balance_weight = {} (finite, at least 0)",
+      "balance_weight = {} (finite, at least 0)",
       config.model.balance_weight
   );
-  check_micro_batches(config, context);
-  check_at_least(context, "warmup_steps", config.warmup_steps, 0);
-  check_at_least(context, "decay_steps", config.decay_steps, 0);
-  WEFT_CHECK_ARG(
-      context,
+  check_micro_batches(config);
+  check_at_least("warmup_steps", config.warmup_steps, 0);
+  check_at_least("decay_steps", config.decay_steps, 0);
+  require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
-      "train: dtype {} (float32 or bfloat16)",
+      "dtype {} (float32 or bfloat16)",
       dtype_name(config.dtype)
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       config.dtype == DType::kBFloat16 || config.device.kind == Device::Kind::kCpu,
-      "train: dtype {} on a GPU (bfloat16)",
+      "dtype {} on a GPU (bfloat16)",
       dtype_name(config.dtype)
   );
   const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);
-  WEFT_CHECK_ARG(
-      context,
+  require(
       row_bytes % 16 == 0,
-      "train: hidden = {} makes rows of {} B (a multiple of 16 B in {})",
+      "hidden = {} makes rows of {} B (a multiple of 16 B in {})",
       config.model.hidden,
       row_bytes,
       dtype_name(config.dtype)
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       std::isfinite(config.learning_rate) && config.learning_rate > 0,
-      "train: learning_rate = {} (above 0)",
+      "learning_rate = {} (above 0)",
       config.learning_rate
   );
-  WEFT_CHECK_ARG(
-      context,
+  require(
       config.beta1 >= 0 && config.beta1 < 1 && config.beta2 >= 0 && config.beta2 < 1,
-      "train: beta1 = {}, beta2 = {} (in [0, 1))",
+      "beta1 = {}, beta2 = {} (in [0, 1))",
       config.beta1,
       config.beta2
   );

@@ -2,7 +2,7 @@
 // Sizes and settings of the byte-level language model and its training.
 //
 // Purpose of this folder: a small mixture-of-experts model that shows how the library is used. May
-// include: the public headers, core and overlap. May not include: anything else.
+// include: the public headers and core. May not include: anything else.
 #pragma once
 
 #include <chrono>
@@ -63,6 +63,6 @@ struct TrainConfig {
 [[nodiscard]] uint64_t signature(const TrainConfig& config);
 
 // Throws Error (kInvalidArgument) naming the field, its value and its bound.
-void validate(const TrainConfig& config, int rank, int num_ranks);
+void validate(const TrainConfig& config, int num_ranks);
 
 }  // namespace weft::moe

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/model.hpp"
+#include "train/model.hpp"
 
 #include <algorithm>
 #include <functional>
 #include <utility>
 
-#include "moe/loss.hpp"
+#include "train/layers/dense.hpp"
 
 namespace weft::moe {
 

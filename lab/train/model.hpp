@@ -7,10 +7,9 @@
 #include <span>
 #include <vector>
 
-#include "moe/batch.hpp"
-#include "moe/embedding.hpp"
-#include "moe/head.hpp"
-#include "moe/moe_block.hpp"
+#include "train/batch.hpp"
+#include "train/layers/dense.hpp"
+#include "train/layers/moe_block.hpp"
 
 namespace weft::moe {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for model_cuda.cpp in a build without CUDA.
+// Stands for gpu/model.cpp in a build without CUDA.
 #include "core/check.hpp"
-#include "moe/device_model.hpp"
+#include "train/step_model.hpp"
 
 namespace weft::moe {
 

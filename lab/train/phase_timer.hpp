@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "weft/plan.hpp"
+
 namespace weft::moe {
 
 enum class Phase : uint8_t {
@@ -62,6 +64,19 @@ class PhaseTimer {
   Phase phase_ = Phase::kDense;
   bool is_running_ = false;
   Clock::time_point since_ = Clock::now();
+};
+
+// Rows that one kind of operation moved, for one rank.
+struct Traffic {
+  int64_t calls = 0;
+  int64_t wire_bytes = 0;     // to other ranks in a dispatch, from them in a combine
+  int64_t logical_bytes = 0;  // all rows, this rank's own included
+
+  void count(const Plan& plan, int64_t row_bytes) {
+    ++calls;
+    wire_bytes += plan.wire_bytes(row_bytes);
+    logical_bytes += plan.logical_bytes(row_bytes);
+  }
 };
 
 }  // namespace weft::moe

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/replicated_vector.hpp"
+#include "train/replicated_vector.hpp"
 
 #include <algorithm>
 #include <functional>

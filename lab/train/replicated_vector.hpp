@@ -13,9 +13,9 @@
 #include <span>
 #include <vector>
 
-#include "moe/config.hpp"
-#include "moe/matrix.hpp"
-#include "moe/traffic.hpp"
+#include "train/config.hpp"
+#include "train/layers/matrix.hpp"
+#include "train/phase_timer.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 

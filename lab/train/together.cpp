@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/together.hpp"
+#include "train/together.hpp"
 
 #include <cstring>
 #include <string>
 #include <string_view>
 
 #include "core/check.hpp"
-#include "group/block_value.hpp"
+#include "group/control_plane.hpp"
 
 namespace weft::moe {
 namespace {

@@ -11,15 +11,15 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "moe/config.hpp"
-#include "moe/phase_timer.hpp"
-#include "moe/traffic.hpp"
-#include "overlap/trace.hpp"
+#include "train/config.hpp"
+#include "train/lanes/trace.hpp"
+#include "train/phase_timer.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
@@ -84,5 +84,14 @@ class Trainer {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+// Whether copy engines carry the rows of exchanges that share the GPU with computation; the same on
+// every rank if WEFT_COPY_ENGINES is.
+[[nodiscard]] bool uses_copy_engines(const TrainConfig& config, const Group& group);
+
+// make(wanted); without room for copies if that is more than some rank has memory for.
+[[nodiscard]] Exchange make_exchange(
+    const ExchangeConfig& wanted, const std::function<Exchange(const ExchangeConfig&)>& make
+);
 
 }  // namespace weft::moe

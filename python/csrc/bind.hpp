@@ -6,10 +6,10 @@
 
 namespace weft::py {
 
-void bind_errors(nanobind::module_& m);
 void bind_group(nanobind::module_& m);
 void bind_plan(nanobind::module_& m);
 void bind_exchange(nanobind::module_& m);
+void bind_overlap(nanobind::module_& m);
 void bind_pool(nanobind::module_& m);
 
 }  // namespace weft::py

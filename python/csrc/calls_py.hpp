@@ -20,18 +20,15 @@ class Calls {
 
   [[nodiscard]] const Exchange& exchange() const { return exchange_; }
 
-  // Arguments that cannot even be viewed are refused on all ranks too, by a call without any.
-  template <class Build, class Run, class Refuse>
-  auto call(const Build& build, const Run& run, const Refuse& refuse) {
+  // Arguments that cannot even be viewed are refused on all ranks too.
+  template <class Build, class Run>
+  auto call(Op op, const CallOptions& options, const Build& build, const Run& run) {
     using Arguments = decltype(build());
     std::optional<Arguments> arguments;
     try {
       arguments.emplace(build());
-    } catch (const Error&) {
-      try {
-        locked(refuse);
-      } catch (const Error&) {  // as wanted; the reason is in the error that goes on
-      }
+    } catch (const Error& error) {
+      locked([&](Exchange& exchange) { exchange.refuse(op, error.what(), options); });
       throw;
     }
     return locked([&](Exchange& exchange) { return run(exchange, *arguments); });
@@ -54,8 +51,5 @@ class Calls {
   std::mutex mutex_;
   Exchange exchange_;
 };
-
-// plan, dispatch and combine.
-void bind_calls(nb::class_<Calls>& exchange);
 
 }  // namespace weft::py

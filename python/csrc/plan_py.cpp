@@ -19,6 +19,14 @@ Ints ints_of(std::span<const int64_t> values) {
   return {values.begin(), values.end()};
 }
 
+Ints of_ranks(const Plan& plan, int64_t (Plan::*count)(int) const) {
+  Ints counts;
+  for (int rank = 0; rank < plan.num_ranks(); ++rank) {
+    counts.push_back((plan.*count)(rank));
+  }
+  return counts;
+}
+
 // The plan's own numbers on a GPU; null on a CPU.
 nb::object on_gpu(const Plan& plan, const void* data, DType dtype, size_t count, int device) {
   if (data == nullptr) {
@@ -61,25 +69,9 @@ void bind_plan(nb::module_& m) {
           [](const Plan& p) { return ints_of(p.global_routes_per_expert()); }
       )
       .def_prop_ro(
-          "received_arrivals",
-          [](const Plan& p) {
-            Ints counts;
-            for (int rank = 0; rank < p.num_ranks(); ++rank) {
-              counts.push_back(p.received_arrivals(rank));
-            }
-            return counts;
-          }
+          "received_arrivals", [](const Plan& p) { return of_ranks(p, &Plan::received_arrivals); }
       )
-      .def_prop_ro(
-          "sent_arrivals",
-          [](const Plan& p) {
-            Ints counts;
-            for (int rank = 0; rank < p.num_ranks(); ++rank) {
-              counts.push_back(p.sent_arrivals(rank));
-            }
-            return counts;
-          }
-      )
+      .def_prop_ro("sent_arrivals", [](const Plan& p) { return of_ranks(p, &Plan::sent_arrivals); })
       .def("wire_bytes", &Plan::wire_bytes, nb::arg("row_bytes"))
       .def("crossing_bytes", &Plan::crossing_bytes, nb::arg("row_bytes"))
       .def("logical_bytes", &Plan::logical_bytes, nb::arg("row_bytes"))
@@ -90,13 +82,15 @@ void bind_plan(nb::module_& m) {
           [](const Plan& p, int device) {
             const Plan::OnDevice here = p.on_device();
             const auto local = static_cast<size_t>(p.num_local_experts());
+            const auto numbers = [&](const void* data, size_t count) {
+              return on_gpu(p, data, DType::kInt64, count, device);
+            };
             nb::dict all;
-            all["required_rows"] = on_gpu(p, here.required_rows, DType::kInt64, 1, device);
+            all["required_rows"] = numbers(here.required_rows, 1);
             all["overflow"] = on_gpu(p, here.overflow, DType::kInt32, 1, device);
-            all["rows_per_expert"] = on_gpu(p, here.rows_per_expert, DType::kInt64, local, device);
-            all["padded_rows_per_expert"] =
-                on_gpu(p, here.padded_rows_per_expert, DType::kInt64, local, device);
-            all["expert_begin"] = on_gpu(p, here.expert_begin, DType::kInt64, local, device);
+            all["rows_per_expert"] = numbers(here.rows_per_expert, local);
+            all["padded_rows_per_expert"] = numbers(here.padded_rows_per_expert, local);
+            all["expert_begin"] = numbers(here.expert_begin, local);
             return all;
           },
           nb::arg("device"),

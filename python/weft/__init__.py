@@ -7,6 +7,7 @@ rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
 x, _ = weft.combine(plan, experts(rows) * row_weights)
 """
 
+from weft._version import __version__
 from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Exchange
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "TimeoutError",
     "Unsupported",
+    "__version__",
     "combine",
     "dispatch",
     "plan",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from numpy.typing import NDArray
 
+__version__: str
 
 class Group:
     """The ranks that exchange tokens."""
@@ -88,6 +89,7 @@ class Plan:
     def sent_arrivals(self) -> list[int]: ...
 
     def wire_bytes(self, row_bytes: int) -> int: ...
+
     def crossing_bytes(self, row_bytes: int) -> int: ...
 
     def logical_bytes(self, row_bytes: int) -> int: ...
@@ -106,18 +108,35 @@ class Plan:
 
     def __repr__(self) -> str: ...
 
+QUANTISE_GROUP: int = 128
+
+class Options:
+    """Of one call; names are those of weft.Exchange's arguments."""
+
+    def __init__(self, *, layout: str = 'expert_major', pad_multiple: int = 1, expert_stride: int = 0, row_budget: int | None = None, overflow: str = 'drop', quantise: str = 'none', scale: str = 'none', stream: int = 0, num_sms: int = 0, copy_engines: bool = False) -> None: ...
+
+class PlannedDispatch:
+    """What plan_and_dispatch returns."""
+
+    def take(self) -> tuple[Plan, bool]:
+        """
+        The plan, and whether the rows are on their way. Raises what the dispatch did.
+        """
+
 class Exchange:
     """Moves tokens to their experts and back."""
 
     def __init__(self, group: Group, *, hidden: int, max_tokens: int, num_experts: int, max_topk: int, device: int = -1, transport: str = 'auto', num_threads: int = 0, num_sms: int = 0, copy_engines: bool = False, timeout: float = 30.0) -> None: ...
 
-    def plan(self, routing: tuple[NDArray | None, NDArray | None, NDArray | None], choices: tuple[str, int, int, int | None, str], how: tuple[int, int, bool]) -> Plan: ...
+    def plan(self, routing: tuple[NDArray | None, NDArray | None, NDArray | None], options: Options) -> Plan: ...
 
-    def dispatch(self, plan: Plan, inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray | None, NDArray | None, NDArray | None], quantise: str, how: tuple[int, int, bool]) -> None: ...
+    def dispatch(self, plan: Plan, inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray | None, NDArray | None, NDArray | None], options: Options) -> None: ...
 
-    def plan_and_dispatch(self, routing: tuple[NDArray | None, NDArray | None, NDArray | None], choices: tuple[str, int, int, int | None, str], inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray | None, NDArray | None, NDArray | None], quantise: str, how: tuple[int, int, bool], failed: list) -> tuple[Plan, bool]: ...
+    def plan_and_dispatch(self, routing: tuple[NDArray | None, NDArray | None, NDArray | None], inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray | None, NDArray | None, NDArray | None], options: Options) -> PlannedDispatch: ...
 
-    def combine(self, plan: Plan, inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray, NDArray | None], scale: str, how: tuple[int, int, bool]) -> None: ...
+    def combine(self, plan: Plan, inputs: tuple[NDArray, NDArray | None, NDArray | None], outputs: tuple[NDArray, NDArray | None], options: Options) -> None: ...
+
+    def refuse(self, verb: str, reason: str, options: Options) -> None: ...
 
     def allocate(self, rows: int, cols: int, like: NDArray) -> object: ...
 
@@ -131,6 +150,26 @@ class Exchange:
 
     @property
     def transport(self) -> str: ...
+
+def pair_order(forward_layers: int | None, backward_layers: int | None, early_attention_release: bool) -> list[tuple[bool, str, str, int]]:
+    """
+    The steps of two micro-batches: is_backward, action, node, layer (-1: of no layer).
+    """
+
+def pipeline_order(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> list[tuple[tuple[int, int] | None, tuple[int, int] | None]]:
+    """
+    Pairs of a forward and a backward: micro-batch and chunk of each, or None.
+    """
+
+NODE_LANES: dict[str, str]
+
+def overlapped_sms(num_gpu_sms: int, is_copied_dispatch: bool) -> int:
+    """Multiprocessors of a call that shares its GPU with computation."""
+
+def overlapped_copies(hidden: int, num_ranks: int) -> bool:
+    """
+    Whether copy engines carry the rows of a call that shares its GPU with computation.
+    """
 
 def give_segments(exchange: Exchange | None) -> None:
     """The exchange that gives this thread's next segments; None: nobody."""

@@ -4,43 +4,43 @@
 Neither saves its input: a plan is all that backward needs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.exchange import Exchange
 from weft.outputs import Combined, Dispatched
 from weft.planned import Plan
 
-Tensor = torch.Tensor
-
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, x, weights, scales, quantise, how):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.how = plan, how
+    def forward(ctx, plan, x, weights, scales, quantise, options):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
-        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
+        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
         _keep_dispatch(ctx, x, weights, out)
         return out.rows, out.weights, out.scales
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
         return None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
 
 
 class _PlanAndDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, exchange, topk_idx, x, weights, scales, options, how):  # noqa: ANN001, ANN205
+    def forward(ctx, exchange, topk_idx, x, weights, scales, choices, options):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
-        plan, out = exchange.plan_and_dispatch(topk_idx, x, weights, scales, **options, **how)
-        ctx.plan, ctx.how = plan, how
+        plan, out = exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices, **options)
+        ctx.plan, ctx.options = plan, options
         _keep_dispatch(ctx, x, weights, out)
         return plan, out.rows, out.weights, out.scales
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _plan, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
         return None, None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
 
@@ -53,7 +53,7 @@ def _keep_dispatch(ctx, x, weights, out) -> None:  # noqa: ANN001
 def _undo_dispatch(ctx, grad_rows, grad_weights) -> Combined:  # noqa: ANN001
     plan = ctx.plan
     grads = _filled(ctx, grad_rows, grad_weights, plan.num_rows, plan.row_weight_cols)
-    return plan.exchange.combine(plan, *grads, **ctx.how)
+    return plan.exchange.combine(plan, *grads, **ctx.options)
 
 
 def _keep(ctx, rows, weights) -> None:  # noqa: ANN001
@@ -73,18 +73,19 @@ def _filled(ctx, grad, grad_weights, num_rows, weight_cols):  # noqa: ANN001, AN
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, rows, row_weights, how):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.how = plan, how
+    def forward(ctx, plan, rows, row_weights, options):  # noqa: ANN001, ANN205
+        ctx.plan, ctx.options = plan, options
         ctx.set_materialize_grads(False)
-        out = plan.exchange.combine(plan, rows, row_weights, **how)
+        out = plan.exchange.combine(plan, rows, row_weights, **options)
         _keep(ctx, rows, row_weights)
         return out.x, out.weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
         plan = ctx.plan
         grads = _filled(ctx, grad_x, grad_weights, plan.num_tokens, plan.weight_cols)
-        out = plan.exchange.dispatch(plan, *grads, **ctx.how)
+        out = plan.exchange.dispatch(plan, *grads, **ctx.options)
         return None, out.rows, out.weights, None
 
 
@@ -123,10 +124,10 @@ def dispatch(
     [plan.num_rows, S].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    how = {"num_sms": num_sms, "copy_engines": copy_engines}
+    options = {"num_sms": num_sms, "copy_engines": copy_engines}
     if not _has_gradient(x, weights):
-        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **how)
-    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, how))
+        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
+    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, options))
 
 
 def plan_and_dispatch(
@@ -138,18 +139,18 @@ def plan_and_dispatch(
     *,
     num_sms: int = 0,
     copy_engines: bool | None = None,
-    **options: Any,
+    **choices: Any,
 ) -> tuple[Plan, Dispatched]:
     """Collective. `exchange.plan` with topk_idx, then `dispatch` by it; differentiable likewise.
 
     Faster than the two calls: a GPU that tells the number of rows finds everything else ready, and
-    where the number is given and tokens are few, both are one launch. options: those of
+    where the number is given and tokens are few, both are one launch. choices: those of
     `Exchange.plan_and_dispatch`, which says when. Raises what the two raise.
     """
-    how = {"num_sms": num_sms, "copy_engines": copy_engines}
+    options = {"num_sms": num_sms, "copy_engines": copy_engines}
     if not _has_gradient(x, weights):
-        return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **options, **how)
-    plan, *out = _PlanAndDispatch.apply(exchange, topk_idx, x, weights, scales, options, how)
+        return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices, **options)
+    plan, *out = _PlanAndDispatch.apply(exchange, topk_idx, x, weights, scales, choices, options)
     return plan, Dispatched(*out)
 
 
@@ -173,13 +174,13 @@ def combine(
     ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    how = {"num_sms": num_sms, "copy_engines": copy_engines}
+    options = {"num_sms": num_sms, "copy_engines": copy_engines}
     if scale == "none" and _has_gradient(rows, row_weights):
-        return Combined(*_Combine.apply(plan, rows, row_weights, how))
+        return Combined(*_Combine.apply(plan, rows, row_weights, options))
     if scale != "none" and _has_gradient(rows, None):
         raise NotImplementedError(
             f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
         )
     return plan.exchange.combine(
-        plan, rows, row_weights, scale=scale, source_weights=source_weights, **how
+        plan, rows, row_weights, scale=scale, source_weights=source_weights, **options
     )

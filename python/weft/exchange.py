@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves tokens to their experts and back: torch tensors around the C++ exchange."""
 
-from __future__ import annotations
-
+import contextlib
 import struct
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from weft import _core, beside
+from weft import _core, overlap_settings
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import Combined, Dispatched, Outputs, OutputsAhead, Wanted
+from weft.outputs import (
+    Combined,
+    Dispatched,
+    Outputs,
+    OutputsAhead,
+    Wanted,
+    empty_like,
+    view,
+    views,
+)
 from weft.planned import Plan
-from weft.views import empty_like, view
 
-Tensor = torch.Tensor
 _Shape = struct.Struct("<qq")  # max_tokens, max_topk
 
 
@@ -124,7 +132,7 @@ class Exchange:
 
         topk_idx [T, K] int64 or int32, -1 = no route, any other value outside [0, E) is refused;
         or routing_map [T, E] bool, at most 32 set in a row. T may differ between ranks and be 0.
-        weights fp32, [T, K] or [T, E]: kept for `combine(scale="plan")` alone.
+        weights fp32, [T, K] or [T, E]: kept for `combine(scale="plan")` only.
         layout "rank_major": a row for each (token, rank), by source rank, then token;
         "expert_major": a row for each route, by local expert (rounded up to pad_multiple rows),
         source rank, token, k; "expert_strided": the same with expert e's block at
@@ -133,27 +141,32 @@ class Exchange:
         are dropped, last slots first, and give zeros (overflow="drop"), or every rank raises
         ("error").
         """
-
         self._prepare_copies()
-        options = (layout, pad_multiple, expert_stride, row_budget, overflow)
+        options = _core.Options(
+            layout=layout,
+            pad_multiple=pad_multiple,
+            expert_stride=expert_stride,
+            row_budget=row_budget,
+            overflow=overflow,
+            stream=self._stream(),
+            num_sms=num_sms,
+        )
 
         def make() -> Plan:
             core = self.core
-            given = (view(topk_idx), view(routing_map), view(weights))
-            return Plan(self, core.plan(given, options, (self._stream(), num_sms, False)), core)
+            return Plan(self, core.plan(views(topk_idx, routing_map, weights), options), core)
 
         has_size = (row_budget is not None or expert_stride > 0) and overflow == "drop"
         return self._growing(make, topk_idx, routing_map, has_size)
 
-    def _growing(self, make, topk_idx, routing_map, has_size, failed=()):  # noqa: ANN001, ANN202
-        """make(), on an exchange that has grown if this one was too small."""
+    def _growing(self, make, topk_idx, routing_map, has_size):  # noqa: ANN001, ANN202
+        """make(), on an exchange that has grown if this one was too small for the plan."""
         _ = self.core  # one that was closed does not grow
         try:
             return make()
         except InvalidArgument:
-            if failed or (self._on_gpu and has_size):
-                raise  # the plan is fine, or nobody waited and the others do not know yet
-            if not self._grow(topk_idx, routing_map):
+            # On a GPU with a given size nobody waited, and the others do not know yet.
+            if (self._on_gpu and has_size) or not self._grow(topk_idx, routing_map):
                 raise
         return make()
 
@@ -192,8 +205,8 @@ class Exchange:
         size = (plan.num_rows, plan.row_weight_cols)
         wanted = Wanted(x, weights, scales, quantise)
         out = self._outputs.of_dispatch(plan.calls, size, wanted)
-        how = self._how(plan.calls, num_sms, copy_engines, is_dispatch=True)
-        plan.calls.dispatch(plan.core, wanted.views(), out.views(), quantise, how)
+        options = self._options(plan.calls, num_sms, copy_engines, quantise=quantise)
+        plan.calls.dispatch(plan.core, wanted.views(), views(*out), options)
         return out.with_scales_of(scales)
 
     def plan_and_dispatch(
@@ -230,27 +243,33 @@ class Exchange:
             num_rows = expert_stride * self.num_local_experts
         wanted = Wanted(x, weights, scales, quantise)
         ahead = OutputsAhead(self._outputs, wanted, num_rows)
-        options = (layout, pad_multiple, expert_stride, row_budget, overflow)
-        failed: list[bool] = []  # not empty: it was the dispatch
+        choices = {
+            "layout": layout,
+            "pad_multiple": pad_multiple,
+            "expert_stride": expert_stride,
+            "row_budget": row_budget,
+            "overflow": overflow,
+            "quantise": quantise,
+        }
 
-        def make() -> tuple[_core.Exchange, tuple, _core.Plan, bool]:
+        def make() -> tuple[_core.Exchange, _core.Options, _core.PlannedDispatch]:
             core = self.core
-            how = self._how(core, num_sms, copy_engines, is_dispatch=True)
-            given = (view(topk_idx), view(routing_map), view(plan_weights))
+            options = self._options(core, num_sms, copy_engines, **choices)
             weight_cols = 1
             if layout == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
-            views = ahead.views(core, weight_cols)
-            made = core.plan_and_dispatch(given, options, *views, quantise, how, failed)
-            return core, how, *made
+            arrays = ahead.views(core, weight_cols)
+            routing = views(topk_idx, routing_map, plan_weights)
+            return core, options, core.plan_and_dispatch(routing, *arrays, options)
 
         has_size = num_rows is not None and overflow == "drop"
-        core, how, made, is_sent = self._growing(make, topk_idx, routing_map, has_size, failed)
+        core, options, planned = self._growing(make, topk_idx, routing_map, has_size)
+        made, is_sent = planned.take()
         if is_sent:
             out = ahead.cut(made.num_rows)
         else:
-            out, views = ahead.other(core, (made.num_rows, made.row_weight_cols))
-            core.dispatch(made, *views, quantise, how)
+            out = ahead.other(core, (made.num_rows, made.row_weight_cols))
+            core.dispatch(made, wanted.views(), views(*out), options)
         return Plan(self, made, core), out.with_scales_of(scales)
 
     def combine(
@@ -265,21 +284,42 @@ class Exchange:
         copy_engines: bool | None = None,
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
-        cols = rows.size(1) if rows.dim() == 2 else 1
-        x = empty_like(rows, plan.num_tokens, cols, rows.dtype)
+        x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
         weights = None
         if row_weights is not None:
             weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
-        given = (view(rows), view(row_weights), view(source_weights))
-        how = self._how(plan.calls, num_sms, copy_engines)
-        plan.calls.combine(plan.core, given, (view(x), view(weights)), scale, how)
+        given = views(rows, row_weights, source_weights)
+        options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
+        plan.calls.combine(plan.core, given, (view(x), view(weights)), options)
         return Combined(x, weights)
+
+    def refuse(self, verb: str, reason: str, plan: Plan | None = None, **options: Any) -> None:
+        """Collective, instead of a call that the other ranks make and this one cannot: they raise
+        `reason` and name this rank, and the exchange stays usable.
+
+        verb: "plan" or "plan_and_dispatch", with the options that the others give, or "dispatch"
+        or "combine", with their plan. Inside a capture nobody else can hear of it: raises
+        Unsupported.
+        """
+        if plan is not None:
+            plan.calls.refuse(verb, reason, self._options(plan.calls, 0, None))
+            return
+        self._prepare_copies()
+
+        def make() -> None:
+            self.core.refuse(verb, reason, self._options(self.core, 0, None, **options))
+            raise InvalidArgument(reason, rank=self.rank)
+
+        has_rows = options.get("row_budget") is not None or options.get("expert_stride", 0) > 0
+        has_size = has_rows and options.get("overflow", "drop") == "drop"
+        with contextlib.suppress(InvalidArgument):  # the others may grow first, and ask again
+            self._growing(make, None, None, has_size)
 
     def _chooses_copies(self) -> bool:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and beside.usual_copies(self.hidden, self.num_ranks)
+            and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
             and len(self.group.domains) == 1
             and not torch.cuda.is_current_stream_capturing()
@@ -304,23 +344,23 @@ class Exchange:
             warnings.warn(f"no calls by copy engines: {error}", stacklevel=3)
         return self._settings["copy_engines"]
 
-    def _how(
-        self,
-        calls: _core.Exchange,
-        num_sms: int,
-        copy_engines: bool | None,
-        *,
-        is_dispatch: bool = False,
-    ) -> tuple[int, int, bool]:
-        """Stream, multiprocessors and copy engines of a call, where the caller left them open."""
+    def _options(
+        self, calls: _core.Exchange, num_sms: int, copy_engines: bool | None, **choices: Any
+    ) -> _core.Options:
+        """The options of a call, and how it runs where the caller left that open.
+
+        A call with `quantise` among its choices is a dispatch.
+        """
         if not self._on_gpu:
-            return 0, num_sms, False
+            return _core.Options(num_sms=num_sms, **choices)
         if copy_engines is None:
             has_room = self._settings["copy_engines"] and calls is self._core
             copy_engines = num_sms == 0 and has_room and self._chooses_copies()
         num_sms = num_sms or self._settings["num_sms"]
-        num_sms = num_sms or beside.usual_sms(copy_engines and is_dispatch)
-        return self._stream(), num_sms, copy_engines
+        num_sms = num_sms or overlap_settings.sms(copy_engines and "quantise" in choices)
+        return _core.Options(
+            stream=self._stream(), num_sms=num_sms, copy_engines=copy_engines, **choices
+        )
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

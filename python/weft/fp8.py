@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """bf16 rows as FP8 with one scaling factor for every 128 elements."""
 
-from __future__ import annotations
-
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
+from weft import _core
 
-GROUP = 128  # elements that share a factor
+GROUP = _core.QUANTISE_GROUP  # elements that share a factor
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # by the name of `quantise`
 _LARGEST = 448.0  # of float8_e4m3fn
 _SMALLEST_AMAX = 1e-4  # keeps the factor of an all-zero group away from zero
 _MANTISSA_BITS = 23
@@ -16,14 +16,17 @@ _MANTISSA_BITS = 23
 def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, H] -> float8_e4m3fn [T, H] and float32 [T, H / 128]: x is about their product.
 
-    The factor is max(largest magnitude, 1e-4) / 448; round_scale: rounded up to a power of two.
+    The factor is max(largest magnitude, 1e-4) / 448; round_scale rounds it up to a power of two.
     """
     groups = x.float().unflatten(1, (-1, GROUP))
     amax = groups.abs().amax(2).clamp(min=_SMALLEST_AMAX)
-    # By a tensor: torch divides by a number exactly on CPUs, on GPUs by its rounded reciprocal.
+    # The divisor is a tensor: by a number torch divides exactly on CPUs, but on GPUs it multiplies
+    # by the rounded reciprocal.
     scales = amax / amax.new_full((), _LARGEST)
     if round_scale:
-        scales = _up_to_power_of_two(scales)
+        # These numbers are positive and normal: any mantissa bit carries into the exponent.
+        mantissa = (1 << _MANTISSA_BITS) - 1
+        scales = ((scales.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
     rows = (groups / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
     return rows, scales
 
@@ -32,9 +35,3 @@ def to_ue8m0(scales: Tensor) -> Tensor:
     """float32 powers of two [T, S] -> int32 [T, S / 4]: their exponents, four bytes in one."""
     exponents = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
     return exponents.view(torch.int32)
-
-
-def _up_to_power_of_two(scales: Tensor) -> Tensor:
-    """Of positive normal numbers: any mantissa bit carries into the exponent, then all go."""
-    mantissa = (1 << _MANTISSA_BITS) - 1
-    return ((scales.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)

@@ -5,21 +5,17 @@ A graph carries tensors only: in place of a plan goes a ticket, an int64 tensor 
 memory keeps the plan alive. `weft.dispatch` and `weft.combine` are the eager way to the same.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import NamedTuple
 
 import numpy
 import torch
-from torch import library
+from torch import Tensor, library
 
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.planned import Plan
-
-Tensor = torch.Tensor
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()

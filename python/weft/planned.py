@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     from weft.exchange import Exchange
 
 
+def _of_core(name: str, doc: str) -> property:
+    return property(lambda plan: getattr(plan.core, name), doc=doc)
+
+
+def _on_device(name: str, doc: str) -> property:
+    return property(lambda plan: plan._numbers()[name], doc=doc)
+
+
 class Plan:
     """Immutable; any number may be alive, used in any order and as often as wanted.
 
@@ -32,17 +40,9 @@ class Plan:
         self.row_weight_cols: int = core.row_weight_cols  # K with rank_major, else 1
         self._on_device: dict[str, torch.Tensor] | None = None
 
-    @property
-    def num_experts(self) -> int:
-        return self.core.num_experts
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.core.num_local_experts
-
-    @property
-    def pad_multiple(self) -> int:
-        return self.core.pad_multiple
+    num_experts = _of_core("num_experts", "Of all ranks.")
+    num_local_experts = _of_core("num_local_experts", "Of this rank.")
+    pad_multiple = _of_core("pad_multiple", "What the rows of each expert are rounded up to.")
 
     @property
     def weight_cols(self) -> int:
@@ -59,55 +59,37 @@ class Plan:
             return torch.full_like(required, self.num_rows)
         return required.clamp(max=self.num_rows)
 
-    @property
-    def num_rows_required(self) -> torch.Tensor:
-        """int64 [1] on the exchange's device: `required_rows` without a wait."""
-        return self._numbers()["required_rows"]
-
-    @property
-    def overflow(self) -> torch.Tensor:
-        """int32 [1] on the exchange's device: 1 if a route to or from this rank was dropped."""
-        return self._numbers()["overflow"]
-
-    @property
-    def rows_per_expert(self) -> torch.Tensor:
-        """int64 [El] on the exchange's device: rows that carry a token (rank_major: routes)."""
-        return self._numbers()["rows_per_expert"]
-
-    @property
-    def padded_rows_per_expert(self) -> torch.Tensor:
-        """int64 [El] on the exchange's device: rows of each expert's block, padding included."""
-        return self._numbers()["padded_rows_per_expert"]
-
-    @property
-    def expert_begin(self) -> torch.Tensor:
-        """int64 [El] on the exchange's device: first row of each expert's block."""
-        return self._numbers()["expert_begin"]
+    num_rows_required = _on_device(
+        "required_rows", "int64 [1] on the exchange's device: `required_rows` without a wait."
+    )
+    overflow = _on_device(
+        "overflow",
+        "int32 [1] on the exchange's device: 1 if a route to or from this rank was dropped.",
+    )
+    rows_per_expert = _on_device(
+        "rows_per_expert",
+        "int64 [El] on the exchange's device: rows that carry a token (rank_major: routes).",
+    )
+    padded_rows_per_expert = _on_device(
+        "padded_rows_per_expert",
+        "int64 [El] on the exchange's device: rows of each expert's block, padding included.",
+    )
+    expert_begin = _on_device(
+        "expert_begin", "int64 [El] on the exchange's device: first row of each expert's block."
+    )
 
     # Numbers on the host. In budget mode on a GPU the first question copies the plan, and waits.
 
-    @property
-    def rows_per_expert_list(self) -> list[int]:
-        return self.core.rows_per_expert
-
-    @property
-    def padded_rows_per_expert_list(self) -> list[int]:
-        return self.core.padded_rows_per_expert
-
-    @property
-    def required_rows(self) -> int:
-        """Rows that would hold every route: the budget that would not have dropped."""
-        return self.core.required_rows
-
-    @property
-    def received_arrivals(self) -> list[int]:
-        """[R] tokens that each rank sends here."""
-        return self.core.received_arrivals
-
-    @property
-    def sent_arrivals(self) -> list[int]:
-        """[R] tokens that this rank sends to each."""
-        return self.core.sent_arrivals
+    rows_per_expert_list = _of_core("rows_per_expert", "[El] rows that carry a token.")
+    padded_rows_per_expert_list = _of_core(
+        "padded_rows_per_expert", "[El] rows of each expert's block, padding included."
+    )
+    required_rows = _of_core(
+        "required_rows",
+        "Rows that would hold every route: the budget that would not have dropped.",
+    )
+    received_arrivals = _of_core("received_arrivals", "[R] tokens that each rank sends here.")
+    sent_arrivals = _of_core("sent_arrivals", "[R] tokens that this rank sends to each.")
 
     def __repr__(self) -> str:
         return repr(self.core)
@@ -115,21 +97,20 @@ class Plan:
     def _numbers(self) -> dict[str, torch.Tensor]:
         if self._on_device is None:
             device = self.exchange.device
+            core = self.core
             if device.type == "cuda":
-                self._on_device = self.core.on_device(device.index)
-            else:
-                core = self.core
-                host = {
-                    "required_rows": [core.required_rows],
-                    "rows_per_expert": core.rows_per_expert,
-                    "padded_rows_per_expert": core.padded_rows_per_expert,
-                    "expert_begin": core.expert_begin,
-                }
-                self._on_device = {
-                    name: torch.tensor(values, dtype=torch.int64, device=device)
-                    for name, values in host.items()
-                }
-                self._on_device["overflow"] = torch.tensor(
-                    [int(core.overflow)], dtype=torch.int32, device=device
-                )
+                self._on_device = core.on_device(device.index)
+                return self._on_device
+            numbers = {
+                "required_rows": [core.required_rows],
+                "rows_per_expert": core.rows_per_expert,
+                "padded_rows_per_expert": core.padded_rows_per_expert,
+                "expert_begin": core.expert_begin,
+            }
+            made = {
+                name: torch.tensor(n, dtype=torch.int64, device=device)
+                for name, n in numbers.items()
+            }
+            made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32, device=device)
+            self._on_device = made
         return self._on_device

@@ -17,14 +17,12 @@ rules about arguments hold all the same.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.errors import BadCall
-
-Tensor = torch.Tensor
 
 
 class CommStream:
@@ -43,7 +41,6 @@ class CommStream:
         self,
         device: torch.device,
         inputs: Iterable[Tensor | None] = (),
-        *,
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
@@ -97,12 +94,7 @@ class StreamCall:
                 self._previous_event.current_stream_wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self._comm is None:
             return
         self._on_comm.__exit__(kind, error, trace)

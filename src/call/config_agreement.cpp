@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/config_agreement.hpp"
+#include "call/config_agreement.hpp"
 
-#include <array>
 #include <cstring>
 #include <exception>
 #include <span>
 #include <string_view>
 
-#include "exchange/validate.hpp"
+#include "call/refusal.hpp"
+#include "call/validate.hpp"
 
 namespace weft {
 namespace {
@@ -21,7 +21,7 @@ struct ConfigWord {
   int64_t is_on_gpu;
   int64_t copy_engines;
   uint64_t is_refused;
-  std::array<char, 512> refusal;
+  RefusalText refusal;
 };
 
 }  // namespace
@@ -50,7 +50,7 @@ void agree_on_config(
   } catch (const Error& error) {
     failure = std::current_exception();
     own.is_refused = 1;
-    std::string_view(error.what()).copy(own.refusal.data(), own.refusal.size() - 1);
+    own.refusal = RefusalText(error.what());
   }
   const std::vector<Bytes> blocks = group.all_gather(std::as_bytes(std::span(&own, 1)));
   if (failure) {
@@ -69,7 +69,7 @@ void agree_on_config(
     );
     std::memcpy(&word, blocks[rank].data(), sizeof word);
     WEFT_CHECK_ARG(
-        context, word.is_refused == 0, "exchange: rank {} refused: {}", rank, word.refusal.data()
+        context, word.is_refused == 0, "exchange: rank {} refused: {}", rank, word.refusal.view()
     );
     const auto compare = [&](std::string_view name, int64_t mine, int64_t theirs) {
       WEFT_CHECK_ARG(

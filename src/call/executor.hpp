@@ -3,9 +3,9 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
-#include "weft/error.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -30,9 +30,8 @@ struct Exchange::State {
       const DispatchOutput& out,
       const CallOptions& call
   );
-  // This rank refuses to: the others hear of it, and it counts the calls that they make. May throw
-  // `reason`.
-  virtual void refuse_routed(const Error& reason, const CallOptions& call);
+  // See Exchange::refuse(). False if nobody else hears of it, as the stream is being captured.
+  virtual bool refuse(Op op, std::string_view reason, const CallOptions& call) = 0;
   virtual void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;

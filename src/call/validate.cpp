@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
 
 #include <string_view>
+
+#include "call/payload.hpp"
 
 namespace weft {
 namespace {
 
 constexpr int64_t kRowAlignment = 16;             // bytes; vector loads of every executor
-constexpr int64_t kQuantiseGroup = 128;           // elements of one scale
 constexpr int kMaxThreads = 1024;                 // workers of a rank
 constexpr int64_t kMaxTimeoutMs = 1'000'000'000;  // clocks overflow far above it
 

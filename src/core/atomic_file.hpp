@@ -8,8 +8,8 @@
 
 namespace weft {
 
-// Writes beside `path`, flushes to the disk, renames. Throws Error (kFile) naming the path; then
-// the old file is untouched and nothing is left beside it.
+// Writes a file next to `path`, flushes it to the disk and renames it. Throws Error (kFile) naming
+// the path; then the old file is untouched and nothing is left next to it.
 void write_file_atomically(const std::string& path, std::string_view bytes);
 
 // Throws Error (kFile) naming the path.

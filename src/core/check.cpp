@@ -47,49 +47,24 @@ std::string errno_text(std::string_view expression, int error_number) {
 }
 
 std::string_view error_code_name(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kInvalidArgument:
-      return "invalid argument";
-    case ErrorCode::kUnsupported:
-      return "unsupported";
-    case ErrorCode::kNotAvailable:
-      return "not available";
-    case ErrorCode::kOutOfMemory:
-      return "out of memory";
-    case ErrorCode::kTimeout:
-      return "timeout";
-    case ErrorCode::kPeerFailed:
-      return "peer failed";
-    case ErrorCode::kTransport:
-      return "transport";
-    case ErrorCode::kFile:
-      return "file";
-    case ErrorCode::kCuda:
-      return "cuda";
-    case ErrorCode::kInternal:
-      return "internal";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {
+      "invalid argument",
+      "unsupported",
+      "not available",
+      "out of memory",
+      "timeout",
+      "peer failed",
+      "transport",
+      "file",
+      "cuda",
+      "internal"};
+  return name_of(code, kNames);
 }
 
 std::string_view dtype_name(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kFloat32:
-      return "float32";
-    case DType::kByte:
-      return "byte";
-    case DType::kBool:
-      return "bool";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {
+      "bfloat16", "float16", "float32", "byte", "bool", "int32", "int64"};
+  return name_of(dtype, kNames);
 }
 
 }  // namespace weft

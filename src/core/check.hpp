@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <cerrno>
+#include <cstddef>
 #include <string>
 #include <string_view>
 
@@ -15,6 +16,15 @@ namespace weft {
 
 // "<expression>: <strerror> (errno 13)"
 [[nodiscard]] std::string errno_text(std::string_view expression, int error_number);
+
+// The word for an enumerator, of those that count from 0; "unknown" for a value that is none.
+template <class Enum, size_t kCount>
+[[nodiscard]] constexpr std::string_view name_of(
+    Enum value, const std::string_view (&names)[kCount]
+) {
+  const auto index = static_cast<size_t>(value);
+  return index < kCount ? names[index] : "unknown";
+}
 
 }  // namespace weft
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who is speaking, and the one function that throws. Apart from check.hpp because nvcc does not
-// take fmt.
+// Who is speaking, and the one function that throws. This is not in check.hpp because nvcc does not
+// compile fmt.
 #pragma once
 
 #include <string>

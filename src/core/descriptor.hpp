@@ -9,20 +9,27 @@ namespace weft {
 
 class Descriptor {
  public:
+  Descriptor() = default;
   explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  ~Descriptor() {
-    if (fd_ >= 0) {
-      ::close(fd_);
-    }
+  Descriptor(Descriptor&& other) noexcept : fd_(other.release()) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
   }
+  ~Descriptor() { close(); }
+
   [[nodiscard]] int get() const { return fd_; }
+  [[nodiscard]] bool is_open() const { return fd_ >= 0; }
   // Hands the descriptor over: the caller closes it.
   [[nodiscard]] int release() { return std::exchange(fd_, -1); }
+  void close() {
+    if (is_open()) {
+      ::close(release());
+    }
+  }
 
  private:
-  int fd_;
+  int fd_ = -1;
 };
 
 }  // namespace weft

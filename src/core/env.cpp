@@ -2,9 +2,9 @@
 #include "core/env.hpp"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cstdlib>
+#include <initializer_list>
 #include <limits>
 
 #include "core/check.hpp"
@@ -30,35 +30,28 @@ class Reader {
     const auto value = text(name);
     return value ? std::optional<int>(parse_env_int(name, *value, min, max)) : std::nullopt;
   }
+  // One of some words, which stand for 0, 1 and so on.
+  template <class Enum>
+  void choose(const char* name, Enum& choice, std::initializer_list<std::string_view> words) const {
+    const auto value = text(name);
+    if (!value) {
+      return;
+    }
+    const auto found = std::find(words.begin(), words.end(), *value);
+    WEFT_CHECK_ARG(
+        Context{},
+        found != words.end(),
+        "environment: {} = \"{}\" is not one of {}",
+        name,
+        *value,
+        fmt::join(words, ", ")
+    );
+    choice = static_cast<Enum>(found - words.begin());
+  }
 
  private:
   const Env::Lookup& lookup_;
 };
-
-LogLevel log_level(const std::string& value) {
-  const auto level = parse_log_level(value);
-  WEFT_CHECK_ARG(
-      Context{}, level, "environment: WEFT_LOG = \"{}\" is not one of {}", value, kLogLevelNames
-  );
-  return *level;
-}
-
-// One of three words, which stand for 0, 1 and 2.
-template <class Enum>
-Enum choice(
-    const char* name, const std::string& value, const std::array<std::string_view, 3>& words
-) {
-  const auto found = std::find(words.begin(), words.end(), value);
-  WEFT_CHECK_ARG(
-      Context{},
-      found != words.end(),
-      "environment: {} = \"{}\" is not one of {}",
-      name,
-      value,
-      fmt::join(words, ", ")
-  );
-  return static_cast<Enum>(found - words.begin());
-}
 
 std::chrono::milliseconds timeout(const std::string& value) {
   double seconds = 0;
@@ -131,22 +124,15 @@ Env Env::read(const Lookup& lookup) {
   }
   env.ranks_per_domain = reader.number("WEFT_RANKS_PER_DOMAIN", 1, kMaxInt);
   env.transport = reader.text("WEFT_TRANSPORT").value_or(env.transport);
+  env.gpu_transport = reader.text("WEFT_GPU_TRANSPORT");
   env.num_threads = reader.number("WEFT_NUM_THREADS", 0, kMaxInt).value_or(0);
   env.fabric = reader.text("WEFT_FABRIC");
   env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
   env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
-  if (const auto value = reader.text("WEFT_FABRIC_GPU_MEMORY")) {
-    env.fabric_gpu_memory =
-        choice<FabricGpuMemory>("WEFT_FABRIC_GPU_MEMORY", *value, {"auto", "direct", "host"});
-  }
-  if (const auto value = reader.text("WEFT_LOG")) {
-    env.log_level = weft::log_level(*value);
-  }
+  reader.choose("WEFT_FABRIC_GPU_MEMORY", env.fabric_gpu_memory, {"auto", "direct", "host"});
+  reader.choose("WEFT_LOG", env.log_level, {"debug", "info", "warn", "error", "off"});
   env.tuning = reader.text("WEFT_TUNING");
-  if (const auto value = reader.text("WEFT_COPY_ENGINES")) {
-    env.copy_engines =
-        choice<CopyEngines>("WEFT_COPY_ENGINES", *value, {"auto", "never", "always"});
-  }
+  reader.choose("WEFT_COPY_ENGINES", env.copy_engines, {"auto", "never", "always"});
   env.cublas = reader.text("WEFT_CUBLAS");
   env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");

@@ -45,7 +45,7 @@ enum class FabricGpuMemory : uint8_t {
   kHost,    // by way of pinned memory of the host
 };
 
-// Whether copy engines carry the rows of exchanges that run beside computation.
+// Whether copy engines carry the rows of exchanges that overlap with computation.
 enum class CopyEngines : uint8_t { kAuto, kNever, kAlways };  // auto: as measured (docs/overlap.md)
 
 struct Env {
@@ -55,14 +55,15 @@ struct Env {
   std::optional<std::string> address;      // WEFT_ADDRESS, where rank 0 listens
   std::optional<int> port;                 // WEFT_PORT
   std::optional<std::string> secret;       // WEFT_SECRET, at least 16 bytes
-  std::optional<std::string> secret_file;  // WEFT_SECRET_FILE, readable by its owner alone
+  std::optional<std::string> secret_file;  // WEFT_SECRET_FILE, readable only by its owner
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  // WEFT_TIMEOUT_S, of set-up
 
   // How it works.
-  std::optional<int> ranks_per_domain;  // WEFT_RANKS_PER_DOMAIN, makes domains smaller
-  std::string transport = "auto";       // WEFT_TRANSPORT, a name listed by `weft info`
-  int num_threads = 0;                  // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
-  std::optional<std::string> fabric;    // WEFT_FABRIC, "tcp" or "verbs/mlx5_0"
+  std::optional<int> ranks_per_domain;       // WEFT_RANKS_PER_DOMAIN, makes domains smaller
+  std::string transport = "auto";            // WEFT_TRANSPORT, a name listed by `weft info`
+  std::optional<std::string> gpu_transport;  // WEFT_GPU_TRANSPORT, likewise, of processes' GPUs
+  int num_threads = 0;                // WEFT_NUM_THREADS, 0: cores shared among the host's ranks
+  std::optional<std::string> fabric;  // WEFT_FABRIC, "tcp" or "verbs/mlx5_0"
   std::optional<std::string> fabric_address;  // WEFT_FABRIC_ADDRESS, interface, address or network
   int fabric_queues = 1;                      // WEFT_FABRIC_QUEUES, endpoints of each rank
   FabricGpuMemory fabric_gpu_memory = FabricGpuMemory::kAuto;  // WEFT_FABRIC_GPU_MEMORY

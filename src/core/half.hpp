@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 and fp16 <-> fp32, round to nearest even, by integer arithmetic alone: the same bits on
+// bf16 and fp16 <-> fp32, round to nearest even, only by integer arithmetic: the same bits on
 // every machine. A NaN becomes the quiet NaN of its sign.
 #pragma once
 

@@ -23,8 +23,8 @@ class HostMap {
   HostMap(const HostMap&) = delete;
   HostMap& operator=(const HostMap&) = delete;
 
-  // Of `cards` the indices of those nearest to `device`, ascending; without a device, of those
-  // beside a core that the process may use. All of them where nothing tells them apart.
+  // The indices of those `cards` that are nearest to `device`, ascending; without a device, of
+  // those next to a core that the process may use. All of them where nothing tells them apart.
   [[nodiscard]] std::vector<size_t> nearest(
       std::string_view device, std::span<const std::string> cards
   ) const;
@@ -38,7 +38,11 @@ class HostMap {
   std::unique_ptr<Topology> topology_;  // null: nothing is known
 };
 
-// Keeps the calling thread on these cores; none, or where the system refuses: leaves it alone.
+// Keeps the calling thread on these cores. With no cores, or where the system refuses, nothing
+// happens.
 void stay_on(std::span<const int> cores);
+
+// NUMA nodes of this host; 1 where the system does not say.
+[[nodiscard]] int num_memory_nodes();
 
 }  // namespace weft

@@ -15,7 +15,6 @@ namespace {
 thread_local std::string t_speaker;
 
 // By LogLevel.
-constexpr std::array<std::string_view, 5> kNames = {"debug", "info", "warn", "error", "off"};
 constexpr std::array<spdlog::level::level_enum, 5> kSpdLevels = {
     spdlog::level::debug,
     spdlog::level::info,
@@ -49,15 +48,6 @@ spdlog::logger& logger() {
 }
 
 }  // namespace
-
-std::optional<LogLevel> parse_log_level(std::string_view name) {
-  for (size_t i = 0; i < kNames.size(); ++i) {
-    if (kNames[i] == name) {
-      return static_cast<LogLevel>(i);
-    }
-  }
-  return std::nullopt;
-}
 
 void set_log_rank(int rank, int num_ranks) {
   t_speaker = fmt::format("[rank {}/{}] ", rank, num_ranks);

@@ -6,17 +6,12 @@
 #include <fmt/format.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
-#include <string_view>
 #include <utility>
 
 namespace weft {
 
 enum class LogLevel : uint8_t { kDebug, kInfo, kWarn, kError, kOff };
-
-inline constexpr std::string_view kLogLevelNames = "debug, info, warn, error, off";
-[[nodiscard]] std::optional<LogLevel> parse_log_level(std::string_view name);
 
 // Says who speaks on this thread from now on.
 void set_log_rank(int rank, int num_ranks);

@@ -6,11 +6,11 @@
 #include <span>
 #include <vector>
 
-#include "exchange/call_board.hpp"
-#include "exchange/region_map.hpp"
-#include "exchange/staging.hpp"
-#include "exchange/waiter.hpp"
-#include "exchange/worker_pool.hpp"
+#include "cpu/protocol/call_board.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "cpu/protocol/staging.hpp"
+#include "cpu/protocol/waiter.hpp"
+#include "cpu/protocol/worker_pool.hpp"
 #include "plan/plan_data.hpp"
 #include "transport/transport.hpp"
 #include "weft/exchange.hpp"

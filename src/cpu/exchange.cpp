@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sets the CPU executor's exchange up, owns the memory that peers write, and answers for it. Each
 // operation has its own file: plan_call.cpp, dispatch_call.cpp, combine_call.cpp.
-#include "exchange/exchange_cpu.hpp"
+#include "cpu/exchange.hpp"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
 
+#include "call/config_agreement.hpp"
 #include "core/env.hpp"
 #include "core/host_map.hpp"
-#include "core/memory_nodes.hpp"
-#include "exchange/config_agreement.hpp"
-#include "group/block_value.hpp"
+#include "core/size_class.hpp"
+#include "group/control_plane.hpp"
 #include "plan/build.hpp"
 #include "transport/agree.hpp"
 
@@ -47,69 +47,69 @@ CpuExchange::CpuExchange(
     std::vector<std::vector<int>> domains_wanted,
     const std::string& gpu
 )
-    : settings(wanted),
-      context(context_of(group)),
-      id(next_exchange_id++),
-      domains(std::make_shared<const Domains>(std::move(domains_wanted), context.rank)) {
-  agree_on_config(group, settings, context);
+    : settings_(wanted),
+      context_(context_of(group)),
+      id_(next_exchange_id++),
+      domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)) {
+  agree_on_config(group, settings_, context_);
   const Env env = Env::read();
-  if (settings.num_threads == 0) {
-    settings.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
+  if (settings_.num_threads == 0) {
+    settings_.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
   }
-  if (settings.transport == "auto") {
-    settings.transport = env.transport;
+  if (settings_.transport == "auto") {
+    settings_.transport = env.transport;
   }
-  if (settings.fan_out == FanOut::kAuto) {
-    settings.fan_out = num_memory_nodes() == 1 ? FanOut::kSource : FanOut::kReceiver;
+  if (settings_.fan_out == FanOut::kAuto) {
+    settings_.fan_out = num_memory_nodes() == 1 ? FanOut::kSource : FanOut::kReceiver;
   }
-  signals = {
-      .num_ranks = static_cast<uint32_t>(context.num_ranks),
-      .max_chunks = static_cast<uint32_t>(num_chunks(settings.max_tokens)),
-      .has_crossings = domains->has_several(),
-      .num_carried_pairs = domains->max_carried_pairs()};
-  settled.resize(signals.size());
-  transport = make_transport(
-      settings.transport, group, signals.size(), {.timeout = settings.timeout, .device = gpu}
+  signals_ = {
+      .num_ranks = static_cast<uint32_t>(context_.num_ranks),
+      .max_chunks = static_cast<uint32_t>(num_chunks(settings_.max_tokens)),
+      .has_crossings = domains_->has_several(),
+      .num_carried_pairs = domains_->max_carried_pairs()};
+  settled_.resize(signals_.size());
+  transport_ = make_transport(
+      settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
-  settings.transport = transport->name();
-  context.transport = settings.transport;
-  waiter = std::make_unique<Waiter>(*transport, context, settings.timeout);
+  settings_.transport = transport_->name();
+  context_.transport = settings_.transport;
+  waiter_ = std::make_unique<Waiter>(*transport_, context_, settings_.timeout);
   agree(group, [&] {
-    workers = std::make_unique<WorkerPool>(
-        settings.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
+    workers_ = std::make_unique<WorkerPool>(
+        settings_.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
     );
   });
-  pool = std::make_shared<BufferPool>(transport);
+  pool_ = std::make_shared<BufferPool>(transport_);
   connect(group);
 }
 
 // Tells every rank where this rank's control region is.
 void CpuExchange::connect(const Group& group) {
-  const auto ranks = static_cast<uint64_t>(context.num_ranks);
-  control_map = {
+  const auto ranks = static_cast<uint64_t>(context_.num_ranks);
+  control_map_ = {
       .num_ranks = ranks,
       .word_bytes = sizeof(CallWord),
-      .payload_bytes = (static_cast<uint64_t>(settings.num_experts) + ranks) * sizeof(int32_t),
+      .payload_bytes = (static_cast<uint64_t>(settings_.num_experts) + ranks) * sizeof(int32_t),
       .record_bytes =
-          domains->has_several()
-              ? max_bundle_bytes(settings.max_tokens, settings.max_topk, domains->max_members())
-              : max_record_bytes(settings.max_tokens, settings.max_topk)};
-  agree(group, [&] { control = transport->allocate(control_map.num_bytes()); });
-  const std::vector<Bytes> refs = group.all_gather(bytes_of(control.ref));
+          domains_->has_several()
+              ? max_bundle_bytes(settings_.max_tokens, settings_.max_topk, domains_->max_members())
+              : max_record_bytes(settings_.max_tokens, settings_.max_topk)};
+  agree(group, [&] { control_ = transport_->allocate(control_map_.num_bytes()); });
+  const std::vector<Bytes> refs = group.all_gather(bytes_of(control_.ref));
   agree(group, [&] {  // nobody leaves the constructor before everybody can be written to
     for (size_t rank = 0; rank < refs.size(); ++rank) {
-      const auto ref = block_value<RegionRef>(refs[rank], rank, context);
-      transport->import(static_cast<int>(rank), ref);
-      control_slots.push_back(ref.slot);
+      const auto ref = block_value<RegionRef>(refs[rank], rank, context_);
+      transport_->import(static_cast<int>(rank), ref);
+      control_slots_.push_back(ref.slot);
     }
-    board = std::make_unique<CallBoard>(*transport, *waiter, context, control_map, signals);
-    board->connect(control.data, control_slots);
+    board_ = std::make_unique<CallBoard>(*transport_, *waiter_, context_, control_map_, signals_);
+    board_->connect(control_.data, control_slots_);
   });
 }
 
 CpuExchange::~CpuExchange() {
-  if (transport) {
-    transport->close();  // a Buffer may keep the memory alive, peers shall not wait for it
+  if (transport_) {
+    transport_->close();  // a Buffer may keep the memory alive, peers shall not wait for it
   }
 }
 
@@ -117,8 +117,8 @@ int CpuExchange::find_gone_peer(std::chrono::milliseconds patience) const {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   for (;;) {
     for (const PeerState wanted : {PeerState::kDied, PeerState::kLeft}) {
-      for (int peer = 0; peer < context.num_ranks; ++peer) {
-        if (peer != context.rank && transport->peer_state(peer) == wanted) {
+      for (int peer = 0; peer < context_.num_ranks; ++peer) {
+        if (peer != context_.rank && transport_->peer_state(peer) == wanted) {
           return peer;
         }
       }
@@ -144,44 +144,58 @@ std::exception_ptr CpuExchange::cause_of(Op op, const Error& error) const {
       "{}: rank {} {} during call {} ({})",
       op_name(op),
       peer,
-      transport->peer_state(peer) == PeerState::kDied ? "died" : "left the exchange",
-      call_number,
+      transport_->peer_state(peer) == PeerState::kDied ? "died" : "left the exchange",
+      call_number_,
       error.what()
   );
   try {
-    raise_error(ErrorCode::kPeerFailed, context, problem);
+    raise_error(ErrorCode::kPeerFailed, context_, problem);
   } catch (const Error&) {
     return std::current_exception();
   }
 }
 
-CallWord CpuExchange::new_word(Op op) const {
+// Nobody waits for the dispatch behind a plan: every rank throws in the plan.
+bool CpuExchange::refuse(Op op, std::string_view reason, const CallOptions& /*call*/) {
+  if (!broken_) {
+    call_number_ = board_->next_call();
+    try {
+      board_->refuse(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason);
+    } catch (...) {  // the others never called: what this rank refuses for is the error to throw
+      broken_ = std::current_exception();
+    }
+  }
+  return true;
+}
+
+CallWord CpuExchange::new_word(const Call& call) const {
   CallWord word;
-  word.call = call_number;
-  word.op = op;
+  word.call = call_number_;
+  word.op = call.op;
+  word.signature = signature_of(call);
   return word;
 }
 
 // Grows in steps; nobody writes there between calls.
 void CpuExchange::reserve_staging(uint64_t bytes) {
-  if (bytes <= staging.ref.bytes) {
+  if (bytes <= staging_.ref.bytes) {
     return;
   }
-  if (staging.data != nullptr) {
-    transport->release(staging.ref);
-    staging = {};
+  if (staging_.data != nullptr) {
+    transport_->release(staging_.ref);
+    staging_ = {};
   }
-  staging = transport->allocate(size_class(bytes));
+  staging_ = transport_->allocate(size_class(bytes));
 }
 
 Target CpuExchange::staging_at(uint64_t offset) const {
-  return {.region = staging.ref, .offset = offset, .place = Place::kStaging};
+  return {.region = staging_.ref, .offset = offset, .place = Place::kStaging};
 }
 
 bool CpuExchange::may_touch_peers() const {
-  const uint32_t own_slot = control_slots[static_cast<size_t>(context.rank)];
-  return settings.fan_out == FanOut::kSource &&
-         transport->mapped(context.rank, own_slot) != nullptr;
+  const uint32_t own_slot = control_slots_[static_cast<size_t>(context_.rank)];
+  return settings_.fan_out == FanOut::kSource &&
+         transport_->mapped(context_.rank, own_slot) != nullptr;
 }
 
 void CpuExchange::import_targets(std::span<const CallWord> words) {
@@ -189,8 +203,8 @@ void CpuExchange::import_targets(std::span<const CallWord> words) {
     const CallWord& word = words[rank];
     for (const Target& target :
          {word.rows, word.scales, word.weights, word.source_weights, word.own_rows}) {
-      if (target.region.generation != 0 && rank != static_cast<size_t>(context.rank)) {
-        transport->import(static_cast<int>(rank), target.region);
+      if (target.region.generation != 0 && rank != static_cast<size_t>(context_.rank)) {
+        transport_->import(static_cast<int>(rank), target.region);
       }
     }
   }
@@ -198,28 +212,28 @@ void CpuExchange::import_targets(std::span<const CallWord> words) {
 
 Buffer CpuExchange::allocate(const Tensor& shape) {
   Tensor tensor = shape;
-  const auto region = pool->take(static_cast<uint64_t>(tensor.num_bytes()));
+  const auto region = pool_->take(static_cast<uint64_t>(tensor.num_bytes()));
   tensor.data = region->data;
   return {tensor, std::const_pointer_cast<Region>(region)};
 }
 
 void CpuExchange::count_crossings(const CrossingCount& count, int64_t row_bytes) {
-  counters.crossing_bytes += count.rows * row_bytes;
-  counters.crossing_bytes_by_arrival += count.arrivals * row_bytes;
+  counters_.crossing_bytes += count.rows * row_bytes;
+  counters_.crossing_bytes_by_arrival += count.arrivals * row_bytes;
 }
 
 ExchangeStats CpuExchange::stats() const {
-  ExchangeStats stats = counters;
-  stats.wait_seconds = waiter->wait_seconds();
+  ExchangeStats stats = counters_;
+  stats.wait_seconds = waiter_->wait_seconds();
   return stats;
 }
 
 Footprint CpuExchange::footprint() const {
   return {
-      .control_bytes = static_cast<int64_t>(control.ref.bytes),
-      .staging_bytes = static_cast<int64_t>(staging.ref.bytes),
-      .buffer_bytes = static_cast<int64_t>(pool->used_bytes()),
-      .pooled_bytes = static_cast<int64_t>(pool->unused_bytes())};
+      .control_bytes = static_cast<int64_t>(control_.ref.bytes),
+      .staging_bytes = static_cast<int64_t>(staging_.ref.bytes),
+      .buffer_bytes = static_cast<int64_t>(pool_->used_bytes()),
+      .pooled_bytes = static_cast<int64_t>(pool_->unused_bytes())};
 }
 
 std::unique_ptr<Exchange::State> make_cpu_exchange(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU executor's exchange: what it owns, and the frame that every collective call runs in. The
-// operations are in plan_call.cpp, dispatch_call.cpp and combine_call.cpp.
+// operations are in plan/call.cpp, dispatch/call.cpp and combine/call.cpp.
 #pragma once
 
 #include <chrono>
@@ -8,18 +8,19 @@
 #include <memory>
 #include <vector>
 
+#include "call/executor.hpp"
 #include "core/check.hpp"
-#include "exchange/buffer_pool.hpp"
-#include "exchange/call_board.hpp"
-#include "exchange/cpu_call.hpp"
-#include "exchange/exchange_state.hpp"
+#include "cpu/call.hpp"
+#include "cpu/protocol/buffer_pool.hpp"
+#include "cpu/protocol/call_board.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
 
-struct CpuExchange final : Exchange::State {
+class CpuExchange final : public Exchange::State {
+ public:
   CpuExchange(const Group& group, const ExchangeConfig& wanted)
       : CpuExchange(group, wanted, group.topology().domains) {}
   // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
@@ -37,18 +38,23 @@ struct CpuExchange final : Exchange::State {
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) override;
-  void refuse_routed(const Error& reason, const CallOptions& call) override;
+  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
   void check() override {}
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
-  void release_pooled() override { pool->release_unused(); }
-  [[nodiscard]] int rank() const override { return context.rank; }
-  [[nodiscard]] int num_ranks() const override { return context.num_ranks; }
-  [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
+  void release_pooled() override { pool_->release_unused(); }
+  [[nodiscard]] int rank() const override { return context_.rank; }
+  [[nodiscard]] int num_ranks() const override { return context_.num_ranks; }
+  [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
+
+ private:
+  friend class Network;     // for executors that leave plans and the network to this one
+  friend class RecordSwap;  // a step of make_plan
+  friend struct CpuInside;  // for tests
 
   // One collective call: `prepare()` looks at this rank's arguments alone and may refuse them,
   // which makes every rank throw and does no harm; `run(prepared)` talks to the others, and its
@@ -62,7 +68,7 @@ struct CpuExchange final : Exchange::State {
   // The exception being handled, or that a peer is gone if the call failed because of it.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
 
-  [[nodiscard]] CallWord new_word(Op op) const;
+  [[nodiscard]] CallWord new_word(const Call& call) const;
   // Makes room for what peers write here in this call. Nobody writes there between calls.
   void reserve_staging(uint64_t bytes);
   [[nodiscard]] Target staging_at(uint64_t offset) const;
@@ -71,49 +77,46 @@ struct CpuExchange final : Exchange::State {
   // Token ranks shall store and read rows in the experts' ranks themselves (FanOut::kSource).
   [[nodiscard]] bool may_touch_peers() const;
   void count_crossings(const CrossingCount& count, int64_t row_bytes);
-  [[nodiscard]] CpuRank cpu_rank() { return {*transport, *waiter, *workers, signals, settled}; }
+  [[nodiscard]] CpuRank cpu_rank() {
+    return {*transport_, *waiter_, *workers_, signals_, settled_};
+  }
 
-  ExchangeConfig settings;  // "auto" and 0 resolved
-  Context context;
-  uint64_t id;
-  std::shared_ptr<const Domains> domains;
-  std::shared_ptr<Transport> transport;
-  ControlMap control_map;
-  SignalMap signals;
-  std::vector<uint64_t> settled;
-  std::unique_ptr<Waiter> waiter;
-  std::unique_ptr<WorkerPool> workers;
-  std::unique_ptr<CallBoard> board;
-  std::shared_ptr<BufferPool> pool;
-  Region control;
-  std::vector<uint32_t> control_slots;  // [num_ranks] of each rank's control region
-  Region staging;
-  uint64_t call_number = 0;
-  std::exception_ptr broken;  // why the exchange can no longer be used
-  ExchangeStats counters;
+  ExchangeConfig settings_;  // "auto" and 0 resolved
+  Context context_;
+  uint64_t id_;
+  std::shared_ptr<const Domains> domains_;
+  std::shared_ptr<Transport> transport_;
+  ControlMap control_map_;
+  SignalMap signals_;
+  std::vector<uint64_t> settled_;
+  std::unique_ptr<Waiter> waiter_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::unique_ptr<CallBoard> board_;
+  std::shared_ptr<BufferPool> pool_;
+  Region control_;
+  std::vector<uint32_t> control_slots_;  // [num_ranks] of each rank's control region
+  Region staging_;
+  uint64_t call_number_ = 0;
+  std::exception_ptr broken_;  // why the exchange can no longer be used
+  ExchangeStats counters_;
 
- private:
   void connect(const Group& group);
 };
 
 template <class Prepare, class Run>
 auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
-  if (broken) {
-    std::rethrow_exception(broken);
+  if (broken_) {
+    std::rethrow_exception(broken_);
   }
-  call_number = board->next_call();
   const auto prepared = [&] {
     try {
       return prepare();
-    } catch (const std::exception& refusal) {  // no memory is a reason, too
-      try {
-        board->refuse(op, refusal.what());
-      } catch (...) {  // the others never called: still this rank's own error is the one to throw
-        broken = std::current_exception();
-      }
+    } catch (const std::exception& reason) {  // no memory is a reason, too
+      refuse(op, reason.what(), {});
       throw;
     }
   }();
+  call_number_ = board_->next_call();
   try {
     return run(prepared);
   } catch (const Error& error) {
@@ -121,10 +124,10 @@ auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
     if (error.code() == ErrorCode::kInvalidArgument) {
       throw;
     }
-    broken = cause_of(op, error);
-    std::rethrow_exception(broken);
+    broken_ = cause_of(op, error);
+    std::rethrow_exception(broken_);
   } catch (...) {
-    broken = std::current_exception();
+    broken_ = std::current_exception();
     throw;
   }
 }

@@ -2,8 +2,10 @@
 // The public class: checks what holds for every executor and hands over to the one that was chosen.
 #include "weft/exchange.hpp"
 
+#include "call/call.hpp"
+#include "call/executor.hpp"
+#include "call/refusal.hpp"
 #include "core/check.hpp"
-#include "exchange/exchange_state.hpp"
 #include "plan/build.hpp"
 
 namespace weft {
@@ -28,13 +30,6 @@ Plan Exchange::State::dispatch_routed(
   Plan plan = make_plan(routing, options, call);
   dispatch(plan, in, out, call);
   return plan;
-}
-
-void Exchange::State::refuse_routed(const Error& /*reason*/, const CallOptions& call) {
-  try {
-    static_cast<void>(make_plan({}, {}, call));
-  } catch (const Error&) {  // as wanted; the caller has another reason
-  }
 }
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
@@ -73,7 +68,9 @@ Plan Exchange::dispatch(
         "expert_stride must be given, with overflow drop)"
     );
   } catch (const Error& refusal) {
-    state_->refuse_routed(refusal, call);
+    if (!state_->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
+      throw untold(refusal);
+    }
     throw;
   }
   return state_->dispatch_routed(routing, options, in, out, call);
@@ -83,6 +80,18 @@ void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
   state_->combine(plan, in, out, call);
+}
+
+void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
+  if (!state_->refuse(op, reason, call)) {
+    raise_error(
+        ErrorCode::kUnsupported,
+        {.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport},
+        fmt::format(
+            "{}: {} (the call was being captured: no other rank hears of it)", op_name(op), reason
+        )
+    );
+  }
 }
 
 void Exchange::check() {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stands for exchange_domains_cuda.cpp in a build without CUDA.
+#include "call/config_agreement.hpp"
+#include "call/executor.hpp"
 #include "core/check.hpp"
-#include "exchange/config_agreement.hpp"
-#include "exchange/exchange_state.hpp"
 
 namespace weft {
 

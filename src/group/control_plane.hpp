@@ -3,10 +3,18 @@
 // own function.
 #pragma once
 
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
+#include <string>
+#include <type_traits>
 #include <vector>
 
+#include "core/check.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
@@ -27,5 +35,48 @@ class ControlPlane {
 // 0. It speaks through `group`, so every rank of that makes a part of its own at the same time, and
 // all make the same calls on it.
 [[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
+
+// Ranks that are threads of one process meet at a shared table. One per rank; a rank whose control
+// plane is destroyed has left.
+[[nodiscard]] std::vector<std::unique_ptr<ControlPlane>> make_local_control(
+    int num_ranks, std::chrono::milliseconds timeout
+);
+
+// What a rank said in an all_gather, as a value: the T at the beginning of its block. Throws Error
+// (kPeerFailed) where there is less: ranks made different calls, or an application's own all_gather
+// lost something.
+template <class T>
+T block_value(const Bytes& block, size_t rank, const Context& context) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  WEFT_CHECK(
+      context,
+      block.size() >= sizeof(T),
+      ErrorCode::kPeerFailed,
+      "all_gather: rank {} sent {} B where {} B are expected (are all ranks in the same call, with "
+      "the same options?)",
+      rank,
+      block.size(),
+      sizeof(T)
+  );
+  T value;
+  std::memcpy(&value, block.data(), sizeof value);
+  return value;
+}
+
+// Ranks in messages: "rank 3", "ranks 1, 4 and 5".
+[[nodiscard]] inline std::string rank_list(std::span<const int> ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const bool is_last = i + 1 == ranks.size();
+    text += i == 0 ? "" : is_last ? " and " : ", ";
+    text += fmt::format("{}", ranks[i]);
+  }
+  return text;
+}
+
+// The version of all that ranks say to each other: rendezvous, cards, handshakes of calls, records,
+// messages of transports. Raise it with every change to any of these, so that ranks of different
+// builds part with an error that says so.
+inline constexpr uint32_t kProtocolVersion = 3;
 
 }  // namespace weft

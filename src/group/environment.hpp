@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the environment's variables to a rendezvous. docs/launch.md tells the same to people.
+// From the environment's variables and secret files to a rendezvous. docs/launch.md tells the same
+// to people.
 #pragma once
+
+#include <string>
 
 #include "core/env.hpp"
 #include "weft/group.hpp"
@@ -14,5 +17,15 @@ namespace weft {
 
 // The number of ranks in it, without looking for port and secret.
 [[nodiscard]] int launched_ranks(const Env& env);
+
+inline constexpr size_t kMinSecretBytes = 16;
+
+// The file's text without the line end. Throws Error (kFile) naming the file: missing, another
+// user's, or open to other users.
+[[nodiscard]] std::string read_secret_file(const std::string& path);
+
+// A random secret of this user and host, made at first use in $XDG_RUNTIME_DIR/weft or
+// ~/.config/weft. Ranks that start together agree on one. Throws Error (kFile).
+[[nodiscard]] std::string user_secret(const Env& env);
 
 }  // namespace weft

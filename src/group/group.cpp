@@ -2,12 +2,16 @@
 #include "weft/group.hpp"
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <numeric>
+#include <optional>
+#include <string>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 #include "core/env.hpp"
 #include "group/control_plane.hpp"
-#include "group/local_control.hpp"
 #include "group/topology.hpp"
 
 namespace weft {
@@ -146,6 +150,142 @@ std::vector<Bytes> Group::all_gather(std::span<const std::byte> block) const {
 
 void Group::barrier() const {
   static_cast<void>(all_gather({}));
+}
+
+namespace {
+
+using Blocks = std::vector<Bytes>;
+
+class Table {
+ public:
+  Table(int num_ranks, std::chrono::milliseconds timeout)
+      : timeout_(timeout),
+        has_left_(static_cast<size_t>(num_ranks)),
+        block_of_(static_cast<size_t>(num_ranks)) {}
+
+  Blocks all_gather(int rank, std::span<const std::byte> block) {
+    const Deadline deadline(timeout_);
+    std::unique_lock lock(mutex_);
+    throw_if_broken(rank);
+    block_of_[static_cast<size_t>(rank)] = Bytes(block.begin(), block.end());
+    if (absent().empty()) {
+      complete_round();
+      return *done_;
+    }
+    const uint64_t round = round_;
+    while (round_ == round && !failure_) {
+      if (changed_.wait_until(lock, deadline.end()) == std::cv_status::timeout && round_ == round) {
+        break_off(ErrorCode::kTimeout, timeout_text());
+      }
+    }
+    if (round_ == round) {
+      throw_if_broken(rank);
+    }
+    // The next round cannot complete before this rank joins it, so `done_` is still this round's.
+    return *done_;
+  }
+
+  void leave(int rank) {
+    const std::lock_guard lock(mutex_);
+    has_left_[static_cast<size_t>(rank)] = true;
+    if (num_waiting() > 0) {
+      break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", rank));
+    }
+  }
+
+ private:
+  struct Failure {
+    ErrorCode code;
+    std::string text;
+  };
+
+  [[nodiscard]] int num_ranks() const { return static_cast<int>(block_of_.size()); }
+  [[nodiscard]] size_t num_waiting() const { return block_of_.size() - absent().size(); }
+
+  [[nodiscard]] std::vector<int> absent() const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < num_ranks(); ++rank) {
+      if (!block_of_[static_cast<size_t>(rank)]) {
+        ranks.push_back(rank);
+      }
+    }
+    return ranks;
+  }
+
+  void complete_round() {
+    auto blocks = std::make_shared<Blocks>();
+    for (auto& block : block_of_) {
+      blocks->push_back(std::move(*block));
+      block.reset();
+    }
+    done_ = std::move(blocks);
+    ++round_;
+    changed_.notify_all();
+  }
+
+  [[nodiscard]] std::string timeout_text() const {
+    return fmt::format(
+        "all_gather: {} did not call within {}", rank_list(absent()), seconds_text(timeout_)
+    );
+  }
+
+  // The first failure stays: a table that lost a rank is of no more use.
+  void break_off(ErrorCode code, std::string text) {
+    if (!failure_) {
+      failure_ = Failure{code, std::move(text)};
+    }
+    changed_.notify_all();
+  }
+
+  void throw_if_broken(int rank) {
+    for (int other = 0; other < num_ranks(); ++other) {
+      if (has_left_[static_cast<size_t>(other)]) {
+        break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", other));
+      }
+    }
+    if (failure_) {
+      raise_error(failure_->code, {rank, num_ranks(), {}}, failure_->text);
+    }
+  }
+
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t round_ = 0;
+  std::optional<Failure> failure_;
+  std::vector<bool> has_left_;
+  std::vector<std::optional<Bytes>> block_of_;  // by rank, of the round that is filling
+  std::shared_ptr<const Blocks> done_;          // of the last round that filled
+};
+
+class LocalControl final : public ControlPlane {
+ public:
+  LocalControl(std::shared_ptr<Table> table, int rank) : table_(std::move(table)), rank_(rank) {}
+  ~LocalControl() override { table_->leave(rank_); }
+
+  Blocks all_gather(std::span<const std::byte> block) override {
+    return table_->all_gather(rank_, block);
+  }
+
+ private:
+  std::shared_ptr<Table> table_;
+  int rank_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<ControlPlane>> make_local_control(
+    int num_ranks, std::chrono::milliseconds timeout
+) {
+  WEFT_CHECK_ARG(
+      Context{}, num_ranks >= 1, "local: num_ranks = {} is too small (at least 1)", num_ranks
+  );
+  const auto table = std::make_shared<Table>(num_ranks, timeout);
+  std::vector<std::unique_ptr<ControlPlane>> controls;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    controls.push_back(std::make_unique<LocalControl>(table, rank));
+  }
+  return controls;
 }
 
 }  // namespace weft

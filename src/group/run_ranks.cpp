@@ -1,20 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/run_forked.hpp"
+// Runs a body on every rank of a new group: in child processes, or in threads.
+#include "group/run_ranks.hpp"
 
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <iostream>
 #include <optional>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
+#include <vector>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
 #include "core/env.hpp"
-#include "group/handshake.hpp"
-#include "group/rendezvous.hpp"
+#include "core/log.hpp"
+#include "group/tcp/handshake.hpp"
+#include "group/tcp/rendezvous.hpp"
+#include "weft/error.hpp"
+#include "weft/group.hpp"
 
 namespace weft {
 namespace {
@@ -219,6 +226,54 @@ std::vector<int> run_forked(
   }
   listener.close();
   return nursery.wait();
+}
+
+namespace {
+
+bool is_peer_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerError&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+// The cause rather than its echo on the other ranks.
+std::exception_ptr first_cause(const std::vector<std::exception_ptr>& errors) {
+  std::exception_ptr first;
+  for (const std::exception_ptr& error : errors) {
+    if (error && !is_peer_error(error)) {
+      return error;
+    }
+    first = first ? first : error;
+  }
+  return first;
+}
+
+}  // namespace
+
+void run_threads(int num_ranks, const std::function<void(Group&)>& body) {
+  std::vector<Group> groups = Group::local(num_ranks);
+  std::vector<std::exception_ptr> errors(groups.size());
+  {
+    std::vector<std::jthread> threads;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      threads.emplace_back([&body, &error = errors[i], group = std::move(groups[i])]() mutable {
+        Group own = std::move(group);  // gone when the body ends, so that no peer waits for it
+        set_log_rank(own.rank(), own.num_ranks());
+        try {
+          body(own);
+        } catch (...) {
+          error = std::current_exception();
+        }
+      });
+    }
+  }
+  if (const std::exception_ptr error = first_cause(errors)) {
+    std::rethrow_exception(error);
+  }
 }
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// run_forked with other patience than usual, for tests.
+// run_forked() with another patience than the usual one, for tests.
 #pragma once
 
 #include <chrono>

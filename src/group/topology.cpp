@@ -1,9 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "group/topology.hpp"
 
+#include <sodium.h>
+
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <fstream>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include "core/log.hpp"
+#include "group/control_plane.hpp"
+#include "group/shared_memory.hpp"
 
 namespace weft {
 namespace {
@@ -97,6 +106,160 @@ Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain) {
 std::string this_host() {
   std::array<char, 256> name = {};
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+// --- what can really be mapped: each rank shares a page that holds a random number, and looks for
+// the numbers of all others ---
+
+namespace {
+
+using Nonce = std::array<std::byte, 32>;
+
+// Where a pid has a meaning: which boot of which machine, which pid namespace.
+struct ProcessPlace {
+  std::array<char, 40> boot_id = {};
+  uint64_t pid_namespace = 0;
+  int64_t pid = 0;
+  friend bool operator==(const ProcessPlace&, const ProcessPlace&) = default;
+};
+
+// What each rank tells the others. Trivially copyable; begins with the version in every version.
+struct Card {
+  uint32_t version = kProtocolVersion;
+  SharedMemoryRef probe;
+  Nonce nonce = {};
+  ProcessPlace place;
+  int32_t ranks_per_domain = 0;  // 0: not given
+  std::array<char, 256> host = {};
+};
+
+template <size_t kSize>
+void copy_text(std::array<char, kSize>& to, const std::string& text) {
+  to = {};
+  std::memcpy(to.data(), text.data(), std::min(text.size(), kSize - 1));
+}
+
+ProcessPlace this_place() {
+  ProcessPlace place;
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot_id;
+  file >> boot_id;
+  copy_text(place.boot_id, boot_id);
+  struct stat status = {};
+  place.pid_namespace = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+  place.pid = getpid();
+  return place;
+}
+
+template <class T>
+std::span<const std::byte> bytes_of(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+// A group over the caller's own control plane has had no rendezvous that would have told.
+void check_version(const Bytes& card, size_t rank, const Context& context) {
+  uint32_t version = 0;
+  std::memcpy(&version, card.data(), std::min(card.size(), sizeof version));
+  WEFT_CHECK(
+      context,
+      version == kProtocolVersion && card.size() == sizeof(Card),
+      ErrorCode::kPeerFailed,
+      "topology: rank {} speaks version {} in {} B (here: {} in {} B). Run the same Weft on all "
+      "ranks",
+      rank,
+      version,
+      card.size(),
+      kProtocolVersion,
+      sizeof(Card)
+  );
+}
+
+std::vector<Card> swap_cards(ControlPlane& control, const Card& card, const Context& context) {
+  std::vector<Card> cards;
+  for (const Bytes& block : control.all_gather(bytes_of(card))) {
+    check_version(block, cards.size(), context);
+    std::memcpy(&cards.emplace_back(), block.data(), sizeof(Card));
+    cards.back().host.back() = '\0';
+  }
+  return cards;
+}
+
+bool can_map(const Card& card) {
+  try {
+    const SharedMemory memory = SharedMemory::open(card.probe);
+    return memory.bytes() >= sizeof(Nonce) &&
+           std::memcmp(memory.data(), card.nonce.data(), sizeof(Nonce)) == 0;
+  } catch (const Error& error) {
+    log(LogLevel::kDebug, "topology: no shared memory with {}: {}", card.host.data(), error.what());
+    return false;
+  }
+}
+
+// The second exchange also tells that nobody needs the probes any more.
+Reach swap_rows(ControlPlane& control, const std::vector<Card>& cards, const Context& context) {
+  std::vector<uint8_t> row(cards.size());
+  std::ranges::transform(cards, row.begin(), [](const Card& card) {
+    return static_cast<uint8_t>(can_map(card));
+  });
+  Reach reach;
+  for (const Bytes& block : control.all_gather(std::as_bytes(std::span(row)))) {
+    WEFT_CHECK(
+        context,
+        block.size() == cards.size(),
+        ErrorCode::kPeerFailed,
+        "topology: rank {} sent a row of {} ranks (expected {})",
+        reach.size(),
+        block.size(),
+        cards.size()
+    );
+    std::memcpy(reach.emplace_back(block.size()).data(), block.data(), block.size());
+  }
+  return reach;
+}
+
+void check_same_setting(const std::vector<Card>& cards, const Context& context) {
+  for (size_t rank = 1; rank < cards.size(); ++rank) {
+    WEFT_CHECK_ARG(
+        context,
+        cards[rank].ranks_per_domain == cards[0].ranks_per_domain,
+        "topology: WEFT_RANKS_PER_DOMAIN differs: {} on rank 0, {} on rank {} (0: not set)",
+        cards[0].ranks_per_domain,
+        cards[rank].ranks_per_domain,
+        rank
+    );
+  }
+}
+
+}  // namespace
+
+Topology probe_topology(
+    ControlPlane& control, std::optional<int> ranks_per_domain, const Context& context
+) {
+  WEFT_CHECK(
+      context, sodium_init() >= 0, ErrorCode::kNotAvailable, "topology: libsodium has no entropy"
+  );
+  const SharedMemory probe = SharedMemory::create(sizeof(Nonce));
+  Card card = {.probe = probe.ref(), .place = this_place()};
+  card.ranks_per_domain = ranks_per_domain.value_or(0);
+  randombytes_buf(card.nonce.data(), card.nonce.size());
+  std::memcpy(probe.data(), card.nonce.data(), card.nonce.size());
+  copy_text(card.host, this_host());
+
+  const std::vector<Card> cards = swap_cards(control, card, context);
+  const Reach reach = swap_rows(control, cards, context);
+  check_same_setting(cards, context);
+
+  auto domains = domains_of(reach);
+  if (ranks_per_domain) {
+    domains = split_domains(domains, *ranks_per_domain, context);
+  }
+  std::vector<std::string> host_of;
+  for (const Card& other : cards) {
+    host_of.emplace_back(other.host.data());
+  }
+  const bool one_process =
+      std::ranges::all_of(cards, [&](const Card& other) { return other.place == cards[0].place; });
+  return make_topology(std::move(domains), std::move(host_of), one_process);
 }
 
 }  // namespace weft

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/driver_cuda.hpp"
-#include "exchange/exchange_domains_cuda.hpp"
+#include "core/gpu/driver.hpp"
+#include "hosts/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -28,7 +28,7 @@ class DomainsCall {
       const CallOptions& options
   )
       : owner_(owner),
-        far_(*owner.far),
+        network_(*owner.network),
         device_(device),
         plan_(device.on_host()),
         traffic_(*plan_.between),
@@ -41,7 +41,7 @@ class DomainsCall {
 
   void check_room(const CrossingRoom& call) const {
     WEFT_CHECK(
-        far_.context,
+        network_.context(),
         owner_.room.holds(call),
         ErrorCode::kInternal,
         "{}: {} B of staging, {} B and {} messages, {} B on the GPU (there are {}, {}, {} and {})",
@@ -60,7 +60,7 @@ class DomainsCall {
   // Before the first copy: behind the caller's stream, and the last call that used the memory.
   void let_copies_begin() const {
     owner_.let_copies_follow(stream_);
-    WEFT_CUDA(far_.context, cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
+    WEFT_CUDA(network_.context(), cudaStreamWaitEvent(owner_.copies.get(), owner_.last_use.get()));
   }
 
   // What it moves begins to pass. -> the number of the transfer in this call.
@@ -85,7 +85,7 @@ class DomainsCall {
           owner_.message_counts->word(place),
           count,
           owner_.direct_staging.is_lent() ? owner_.remote_writes : RemoteWrites::kInOrder,
-          far_.context
+          network_.context()
       );
       return;
     }
@@ -98,7 +98,7 @@ class DomainsCall {
   void copy_in(uint64_t area, const std::byte* from, int64_t bytes) const {
     if (bytes > 0) {
       WEFT_CUDA(
-          far_.context,
+          network_.context(),
           cudaMemcpyAsync(
               work_ + area, from, static_cast<size_t>(bytes), cudaMemcpyDefault, owner_.copies.get()
           )
@@ -120,7 +120,7 @@ class DomainsCall {
   }
 
   DomainsCudaExchange& owner_;
-  CpuExchange& far_;
+  Network& network_;
   const DomainsPlan& device_;
   const PlanData& plan_;
   const DomainTraffic& traffic_;

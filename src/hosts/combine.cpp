@@ -2,13 +2,25 @@
 // combine over several domains of GPUs: each domain adds up what its ranks have for a token, its
 // carrier sends the sum back, and the token's rank adds the domains' sums. Previous in the data
 // flow: the caller's experts.
-#include "exchange/combine_domains_cuda.hpp"
+#include "hosts/combine.hpp"
 
 #include <algorithm>
 
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
+#include "plan/device_plan.hpp"
 
 namespace weft {
+namespace {
+
+Call combine_call(const PlanData& plan, const CombineInput& in) {
+  return {
+      .op = Op::kCombine,
+      .plan_number = static_cast<int64_t>(plan.call),
+      .payload = payload_of(in, plan.shape.topk),
+      .scale = in.scale};
+}
+
+}  // namespace
 
 CombineAcross::CombineAcross(
     DomainsCudaExchange& owner,
@@ -35,43 +47,35 @@ CombineAcross::CombineAcross(
 }
 
 void CombineAcross::run() {
-  const std::vector<CallWord> words = far_.board->swap(own_words(), {});
-  far_.import_targets(words);
+  const std::vector<CallWord> words = network_.swap(own_words());
   try {
     let_copies_begin();
     if (in_.source_weights.is_given()) {
       swap_weights(words);
     }
     swap_sums(sum_carried(words));
-  } catch (...) {
-    owner_.refuse_rounds(DeviceOp::kCombine, num_launched_, device_.rounds.size(), stream_);
+  } catch (const std::exception& error) {
+    owner_.refuse_rounds(Op::kCombine, num_launched_, device_.rounds.size(), error.what(), stream_);
     throw;
   }
   owner_.let_follow_copies(stream_);
   add_parts();
-  ++far_.counters.num_combines;
-  far_.count_crossings(count_carried(plan_), sums_.row_bytes);
+  network_.count(Op::kCombine, count_carried(plan_), sums_.row_bytes);
 }
 
 std::vector<CallWord> CombineAcross::own_words() const {
-  CallWord word = far_.new_word(Op::kCombine);
-  word.signature = {
-      static_cast<int64_t>(plan_.call),
-      static_cast<int64_t>(in_.rows.dtype),
-      in_.rows.row_bytes(),
-      static_cast<int64_t>(in_.scale),
-      in_.weights.is_given()};
-  std::vector<CallWord> to(static_cast<size_t>(far_.context.num_ranks), word);
+  const CallWord word = network_.new_word(combine_call(plan_, in_));
+  std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
   for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
     if (num_sent(domain) > 0) {
-      to[carrier_of(domain)].rows = far_.staging_at(areas_.staged_sums[domain]);
+      to[carrier_of(domain)].rows = network_.staging_at(areas_.staged_sums[domain]);
     }
   }
   for (size_t i = 0; i < traffic_.carried.size(); ++i) {
     const CarriedSource& carried = traffic_.carried[i];
     if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
       to[static_cast<size_t>(carried.source)].source_weights =
-          far_.staging_at(areas_.staged_weights[i]);
+          network_.staging_at(areas_.staged_weights[i]);
     }
   }
   return to;
@@ -84,22 +88,24 @@ void DomainsCudaExchange::combine(
   settle();
   last_op = Op::kCombine;
   const cudaStream_t stream = stream_of(call);
-  const PlanData& header = plan.header();
+  const PlanData& header = header_of(plan);
   const std::exception_ptr refusal = refusal_of([&] {
-    Validator{far->context, settings, far->id}.combine(header, in, out);
+    network->validator(settings).combine(header, in, out);
     near->check_aligned("combine", "rows", in.rows);
     near->check_aligned("combine", "x", out.x);
     begin_call("combine", stream);
   });
   if (!refusal) {  // weights cross both ways
-    make_room(Op::kCombine, in.rows.row_bytes() + 2 * kWeightBytes * header.shape.topk, stream);
+    make_room(
+        combine_call(header, in), in.rows.row_bytes() + 2 * kWeightBytes * header.shape.topk, stream
+    );
   }
   const auto prepare = [&] {
     rethrow(refusal);
-    const auto& device = static_cast<const DomainsPlan&>(*header.device);
+    const auto& device = device_plan_as<DomainsPlan>(header, network->context());
     return std::make_unique<CombineAcross>(*this, device, in, out, stream, call);
   };
-  far->run_call(Op::kCombine, prepare, [&](const auto& across) { across->run(); });
+  network->run_call(Op::kCombine, prepare, [&](const auto& across) { across->run(); });
   end_call(call, stream);
 }
 

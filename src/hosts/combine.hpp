@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "exchange/combine_areas.hpp"
-#include "exchange/domains_call_cuda.hpp"
+#include "hosts/call.hpp"
+#include "hosts/combine_areas.hpp"
 
 namespace weft {
 

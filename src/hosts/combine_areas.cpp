@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/combine_areas.hpp"
+#include "hosts/combine_areas.hpp"
 
 namespace weft {
 

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where everything of a combine between domains of GPUs lies: offsets into the far executor's
-// staging, into the messages that the GPU packs, and into the GPU memory that calls work in.
+// Where everything of a combine between domains of GPUs lies: offsets into the
+// network's staging, into the messages that the GPU packs, and into the GPU memory that calls work
+// in.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "exchange/crossing_memory.hpp"
+#include "hosts/crossing_memory.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {

@@ -3,7 +3,7 @@
 // of others and for its own, swapped with other domains, and added up.
 #include <algorithm>
 
-#include "exchange/combine_domains_cuda.hpp"
+#include "hosts/combine.hpp"
 
 namespace weft {
 
@@ -45,7 +45,7 @@ std::vector<CrossingSend> CombineAcross::sum_carried(std::span<const CallWord> w
         {.to = static_cast<int>(source),
          .count = count,
          .target = words[source].rows,
-         .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
+         .first_signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
          .messages = launch.messages,
          .done = launch.done,
          .number = number}
@@ -88,7 +88,8 @@ void CombineAcross::swap_sums(std::vector<CrossingSend> sends) {
       sums.receives.push_back(
           {.from = static_cast<int>(carrier_of(domain)),
            .count = num_sent(domain),
-           .first_signal = far_.signals.crossing(static_cast<uint32_t>(carrier_of(domain)), 0)}
+           .first_signal =
+               network_.signals().crossing(static_cast<uint32_t>(carrier_of(domain)), 0)}
       );
     }
   }
@@ -106,7 +107,7 @@ void CombineAcross::copy_sums(size_t domain, int64_t c) const {
   const int64_t num = sums_.num_rows(c, num_sent(domain));
   const int64_t first = areas_.first_part[domain] + sums_.first_row(c);
   const std::byte* message =
-      far_.staging.data + areas_.staged_sums[domain] + static_cast<uint64_t>(c * sums_.stride());
+      network_.staging() + areas_.staged_sums[domain] + static_cast<uint64_t>(c * sums_.stride());
   copy_in(
       areas_.parts + static_cast<uint64_t>(first * sums_.row_bytes), message, num * sums_.row_bytes
   );

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Source weights of a combine between domains of GPUs: those of crossing tokens go to their
 // carriers before any round.
-#include "exchange/combine_domains_cuda.hpp"
+#include "hosts/combine.hpp"
 
 namespace weft {
 
@@ -25,7 +25,7 @@ void CombineAcross::swap_weights(std::span<const CallWord> words) {
         {.to = static_cast<int>(carrier_of(domain)),
          .count = num_sent(domain),
          .target = words[carrier_of(domain)].source_weights,
-         .first_signal = far_.signals.source_weights(static_cast<uint32_t>(plan_.shape.rank)),
+         .first_signal = network_.signals().source_weights(static_cast<uint32_t>(plan_.shape.rank)),
          .messages = launch.messages,
          .done = launch.done,
          .number = number}
@@ -35,7 +35,7 @@ void CombineAcross::swap_weights(std::span<const CallWord> words) {
     weights.receives.push_back(
         {.from = carried.source,
          .count = carried.crossings.size(),
-         .first_signal = far_.signals.source_weights(static_cast<uint32_t>(carried.source))}
+         .first_signal = network_.signals().source_weights(static_cast<uint32_t>(carried.source))}
     );
   }
   const size_t transfer = start(std::move(weights));
@@ -45,7 +45,7 @@ void CombineAcross::swap_weights(std::span<const CallWord> words) {
       let_copies_await(transfer, i, 0);
       copy_in(
           areas_.carried[i].source_weights,
-          far_.staging.data + areas_.staged_weights[i],
+          network_.staging() + areas_.staged_weights[i],
           weights_bytes(count)
       );
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/crossing_index.hpp"
+#include "hosts/crossing_index.hpp"
 
 #include <cstring>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/slots.hpp"
 

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "exchange/chunk.hpp"
-#include "exchange/region_map.hpp"
-#include "kernels/crossing_chunk.hpp"
+#include "call/chunks.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "hosts/crossing_chunk.hpp"
 
 namespace weft {
 

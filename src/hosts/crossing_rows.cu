@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "core/check_cuda.hpp"
-#include "kernels/crossing_rows.hpp"
-#include "kernels/elements.cuh"
-#include "kernels/ptx/memory.cuh"
+#include "core/gpu/check.hpp"
+#include "cuda/device/elements.cuh"
+#include "cuda/device/ptx/memory.cuh"
+#include "hosts/crossing_rows.hpp"
 
 namespace weft {
 namespace {

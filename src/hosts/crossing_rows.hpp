@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "kernels/crossing_chunk.hpp"
+#include "hosts/crossing_chunk.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/crossing_transfer.hpp"
+#include "hosts/crossing_transfer.hpp"
 
 #include <atomic>
 #include <thread>

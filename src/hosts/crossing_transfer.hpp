@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/check.hpp"
-#include "exchange/call_board.hpp"
-#include "exchange/waiter.hpp"
-#include "kernels/crossing_chunk.hpp"
+#include "cpu/protocol/call_board.hpp"
+#include "cpu/protocol/waiter.hpp"
+#include "hosts/crossing_chunk.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {

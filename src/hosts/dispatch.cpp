@@ -2,12 +2,20 @@
 // dispatch over several domains of GPUs: crossing tokens go to their carriers as messages,
 // while this domain's executor moves the others; what arrives is dispatched here as if it
 // were this rank's own. Previous in the data flow: plan_domains_cuda.cpp.
-#include "exchange/dispatch_areas.hpp"
-#include "exchange/domains_call_cuda.hpp"
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
+#include "hosts/call.hpp"
+#include "hosts/dispatch_areas.hpp"
+#include "plan/device_plan.hpp"
 
 namespace weft {
 namespace {
+
+Call dispatch_call(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) {
+  return {
+      .op = Op::kDispatch,
+      .plan_number = static_cast<int64_t>(plan.call),
+      .payload = payload_of(in, out, plan.shape.topk)};
+}
 
 class DispatchAcross : DomainsCall {
  public:
@@ -20,39 +28,33 @@ class DispatchAcross : DomainsCall {
       const CallOptions& options
   )
       : DomainsCall("dispatch", owner, device, stream, options), in_(in), out_(out) {
-    const int64_t weight_bytes = in.weights.is_given() ? plan_.shape.topk * kWeightBytes : 0;
-    const int64_t scale_bytes = in.scales.is_given() ? in.scales.row_bytes() : 0;
-    chunk_ = crossing_chunk(in.x.row_bytes(), weight_bytes, scale_bytes, kChunkArrivals);
+    const PayloadFormat payload = payload_of(in, out, plan_.shape.topk);
+    chunk_ = crossing_chunk(
+        payload.row_bytes, payload.weight_bytes, payload.in_scale_bytes(), kChunkArrivals
+    );
     areas_ = DispatchAreas(plan_, chunk_);
     check_room(areas_.room);
   }
 
   void run() {
-    CallWord word = far_.new_word(Op::kDispatch);
-    word.signature = {
-        static_cast<int64_t>(plan_.call),
-        static_cast<int64_t>(in_.x.dtype),
-        chunk_.row_bytes,
-        in_.scales.is_given() ? chunk_.scale_bytes : -1,
-        in_.weights.is_given(),
-        static_cast<int64_t>(in_.quantise)};
-    std::vector<CallWord> to(static_cast<size_t>(far_.context.num_ranks), word);
+    const CallWord word = network_.new_word(dispatch_call(plan_, in_, out_));
+    std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
     for (size_t i = 0; i < traffic_.carried.size(); ++i) {
       const CarriedSource& carried = traffic_.carried[i];
       if (carried.crossings.size() > 0) {
-        to[static_cast<size_t>(carried.source)].rows = far_.staging_at(areas_.staged[i]);
+        to[static_cast<size_t>(carried.source)].rows = network_.staging_at(areas_.staged[i]);
       }
     }
-    const std::vector<CallWord> words = far_.board->swap(to, {});
-    far_.import_targets(words);
+    const std::vector<CallWord> words = network_.swap(to);
     try {
       move(words);
-    } catch (...) {
-      owner_.refuse_rounds(DeviceOp::kDispatch, next_round_, device_.rounds.size(), stream_);
+    } catch (const std::exception& error) {
+      owner_.refuse_rounds(
+          Op::kDispatch, next_round_, device_.rounds.size(), error.what(), stream_
+      );
       throw;
     }
-    ++far_.counters.num_dispatches;
-    far_.count_crossings(count_sent(plan_), chunk_.row_bytes + chunk_.scale_bytes);
+    network_.count(Op::kDispatch, count_sent(plan_), chunk_.row_bytes + chunk_.scale_bytes);
   }
 
  private:
@@ -66,7 +68,7 @@ class DispatchAcross : DomainsCall {
       rows.receives.push_back(
           {.from = carried.source,
            .count = carried.crossings.size(),
-           .first_signal = far_.signals.crossing(static_cast<uint32_t>(carried.source), 0)}
+           .first_signal = network_.signals().crossing(static_cast<uint32_t>(carried.source), 0)}
       );
     }
     const size_t transfer = start(std::move(rows));
@@ -100,7 +102,7 @@ class DispatchAcross : DomainsCall {
           .to = static_cast<int>(carrier),
           .count = count,
           .target = words[carrier].rows,
-          .first_signal = far_.signals.crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
+          .first_signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0),
           .messages = owner_.messages.data + areas_.messages[domain],
           .done = owner_.done->get() + areas_.chunks[domain],
           .number = number};
@@ -136,7 +138,7 @@ class DispatchAcross : DomainsCall {
       const int64_t num = chunk_.num_rows(c, count);
       const int64_t first = chunk_.first_row(c);
       const std::byte* message =
-          far_.staging.data + areas_.staged[i] + static_cast<uint64_t>(c * chunk_.stride());
+          network_.staging() + areas_.staged[i] + static_cast<uint64_t>(c * chunk_.stride());
       const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
         copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
       };
@@ -195,24 +197,24 @@ void DomainsCudaExchange::dispatch(
   settle();
   last_op = Op::kDispatch;
   const cudaStream_t stream = stream_of(call);
-  const PlanData& header = plan.header();
+  const PlanData& header = header_of(plan);
   const std::exception_ptr refusal = refusal_of([&] {
-    Validator{far->context, settings, far->id}.dispatch(header, in, out);
+    network->validator(settings).dispatch(header, in, out);
     near->check_aligned("dispatch", "x", in.x);
     near->check_aligned("dispatch", "rows", out.rows);
     begin_call("dispatch", stream);
   });
   if (!refusal) {
-    const int64_t weights = in.weights.is_given() ? header.shape.topk * kWeightBytes : 0;
-    const int64_t scales = in.scales.is_given() ? in.scales.row_bytes() : 0;
-    make_room(Op::kDispatch, in.x.row_bytes() + weights + scales, stream);
+    const Call ahead = dispatch_call(header, in, out);
+    const PayloadFormat& payload = ahead.payload;
+    make_room(ahead, payload.row_bytes + payload.weight_bytes + payload.in_scale_bytes(), stream);
   }
   const auto prepare = [&] {
     rethrow(refusal);
-    const auto& device = static_cast<const DomainsPlan&>(*header.device);
+    const auto& device = device_plan_as<DomainsPlan>(header, network->context());
     return std::make_unique<DispatchAcross>(*this, device, in, out, stream, call);
   };
-  far->run_call(Op::kDispatch, prepare, [&](const auto& across) { across->run(); });
+  network->run_call(Op::kDispatch, prepare, [&](const auto& across) { across->run(); });
   end_call(call, stream);
 }
 

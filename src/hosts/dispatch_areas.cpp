@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/dispatch_areas.hpp"
+#include "hosts/dispatch_areas.hpp"
 
 namespace weft {
 

@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sets the CUDA executor of a group of several domains up and answers for it.
-#include "exchange/exchange_domains_cuda.hpp"
+#include "hosts/exchange.hpp"
 
 #include <algorithm>
 #include <array>
 
+#include "call/config_agreement.hpp"
 #include "core/host_map.hpp"
 #include "core/log.hpp"
-#include "exchange/config_agreement.hpp"
+#include "cuda/transport/gpu_identity.hpp"
 #include "group/control_plane.hpp"
-#include "transport/peer/gpu_identity.hpp"
 
 namespace weft {
 namespace {
 
 constexpr int kPlanThreads = 4;
-constexpr int64_t kSmallScaleBytes = 256;
 constexpr size_t kMaxTransfers = 2;  // of a call
 
-ExchangeConfig far_config(ExchangeConfig config) {
+ExchangeConfig network_config(ExchangeConfig config) {
   config.device = {};
   // It makes plans and moves no rows: more threads than records would keep busy are in the way.
   config.num_threads = config.num_threads > 0 ? config.num_threads : kPlanThreads;
@@ -70,45 +69,47 @@ DomainsCudaExchange::DomainsCudaExchange(
 )
     : settings(wanted) {
   agree_on_config(group, settings, {.rank = group.rank(), .num_ranks = group.num_ranks()});
-  far = std::make_unique<CpuExchange>(
-      group, far_config(wanted), domains, pci_address(settings.device.index)
+  network = std::make_unique<Network>(
+      group, network_config(wanted), domains, pci_address(settings.device.index)
   );
-  const auto members = far->domains->near();
+  const auto members = network->domains().near();
   near = std::make_unique<CudaExchange>(
-      part_of(group, {members.begin(), members.end()}), near_config(wanted, *far->domains), false
+      part_of(group, {members.begin(), members.end()}),
+      near_config(wanted, network->domains()),
+      false
   );
-  settings.transport = "peer+" + far->settings.transport;
-  far->context.transport = settings.transport;
+  settings.transport = "peer+" + network->transport_name();
+  network->name_transport(settings.transport);
   const Sharing sharing = sharing_of(group, settings.device);
-  near->join_domains(far->context, members, sharing.on_gpu, kPackBlocks);
+  near->join_domains(network->context(), members, sharing.on_gpu, kPackBlocks);
   waits_on_host = sharing.in_process > 1;
   const CudaDeviceGuard guard(settings.device.index);
   own_stream = GpuStream(settings.device.index);
   copies = GpuStream(settings.device.index);
-  caller_event.create(far->context);
-  copy_event.create(far->context);
-  last_use.create(far->context);
+  caller_event.create(network->context());
+  copy_event.create(network->context());
+  last_use.create(network->context());
   prepare_crossing_rows();
   choose_wire_memory();
-  max_receives = std::max(far->domains->carried().size(), domains.size());
-  arrived.create(kMaxTransfers * max_receives, far->context);
+  max_receives = std::max(network->domains().carried().size(), domains.size());
+  arrived.create(kMaxTransfers * max_receives, network->context());
   message_counts.emplace(std::span(arrived.get(), kMaxTransfers * max_receives));
   thread =
       std::make_unique<TransferThread>(HostMap::here().cores_near(pci_address(settings.device.index)
       ));
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
-  reserve(settings.hidden * 2 + settings.max_topk * 8 + kSmallScaleBytes);
+  reserve(settings.hidden * 2 + settings.max_topk * 8 + kScaleRoom);
   if (is_direct) {
     log(LogLevel::kInfo, "exchange: the network reads and writes the GPU's memory itself");
   }
   const uint64_t per_round = 2 * near->plan_map.num_bytes();
-  reserve_image(per_round * (1 + far->domains->carried().size()) + kLeastBytes);
+  reserve_image(per_round * (1 + network->domains().carried().size()) + kLeastBytes);
   group.barrier();
 }
 
 void DomainsCudaExchange::choose_wire_memory() {
-  remote_writes = remote_writes_of(settings.device.index, far->context);
-  std::string obstacle = far->transport->lend_obstacle(settings.device);
+  remote_writes = remote_writes_of(settings.device.index, network->context());
+  std::string obstacle = network->parts().transport.lend_obstacle(settings.device);
   if (obstacle.empty() && remote_writes == RemoteWrites::kUnknown) {
     obstacle = "this GPU does not say when it shows what a card has written";
   }
@@ -132,9 +133,7 @@ DomainsCudaExchange::~DomainsCudaExchange() {
 }
 
 void DomainsCudaExchange::check() {
-  if (far->broken) {
-    std::rethrow_exception(far->broken);
-  }
+  network->check();
   if (!thread->is_running()) {
     settle();
   }
@@ -142,9 +141,9 @@ void DomainsCudaExchange::check() {
 }
 
 ExchangeStats DomainsCudaExchange::stats() const {
-  ExchangeStats stats = far->stats();
+  ExchangeStats stats = network->stats();
   const ExchangeStats in_domain = near->stats();
-  const auto members = far->domains->near();
+  const auto members = network->domains().near();
   for (size_t place = 0; place < members.size(); ++place) {
     stats.wait_seconds[static_cast<size_t>(members[place])] += in_domain.wait_seconds[place];
   }
@@ -153,9 +152,9 @@ ExchangeStats DomainsCudaExchange::stats() const {
 
 Footprint DomainsCudaExchange::footprint() const {
   Footprint sum = near->footprint();
-  const Footprint network = far->footprint();
-  sum.control_bytes += network.control_bytes + static_cast<int64_t>(image_bytes);
-  sum.staging_bytes += network.staging_bytes + static_cast<int64_t>(messages.bytes + retired_bytes);
+  const Footprint whole = network->footprint();
+  sum.control_bytes += whole.control_bytes + static_cast<int64_t>(image_bytes);
+  sum.staging_bytes += whole.staging_bytes + static_cast<int64_t>(messages.bytes + retired_bytes);
   return sum;
 }
 

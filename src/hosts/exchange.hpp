@@ -18,24 +18,24 @@
 #include <string_view>
 #include <vector>
 
-#include "core/driver_cuda.hpp"
-#include "exchange/crossing_index.hpp"
-#include "exchange/crossing_memory.hpp"
-#include "exchange/crossing_transfer.hpp"
-#include "exchange/exchange_cpu.hpp"
-#include "exchange/exchange_cuda.hpp"
-#include "exchange/message_counts.hpp"
-#include "exchange/plan_image.hpp"
-#include "exchange/transfer_thread.hpp"
-#include "kernels/crossing_rows.hpp"
+#include "core/gpu/driver.hpp"
+#include "cpu/network.hpp"
+#include "cuda/exchange/exchange.hpp"
+#include "hosts/crossing_index.hpp"
+#include "hosts/crossing_memory.hpp"
+#include "hosts/crossing_rows.hpp"
+#include "hosts/crossing_transfer.hpp"
+#include "hosts/message_counts.hpp"
+#include "hosts/plan_image.hpp"
+#include "hosts/transfer_thread.hpp"
 
 namespace weft {
 
 class DomainsPlan final : public DevicePlan {
  public:
-  // `host` is the far executor's.
+  // `host` is the whole group's.
   explicit DomainsPlan(Plan host) : host_(std::move(host)) {}
-  [[nodiscard]] const PlanData& on_host() const override { return host_.data(); }
+  [[nodiscard]] const PlanData& on_host() const override { return contents_of(host_); }
   [[nodiscard]] Plan::OnDevice on_device() const override { return rounds[0].on_device(); }
 
   std::vector<Plan> rounds;  // of the domain's executor
@@ -99,16 +99,17 @@ struct DomainsCudaExchange final : Exchange::State {
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
+  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void check() override;
   [[nodiscard]] Buffer allocate(const Tensor& shape) override { return near->allocate(shape); }
   void release_pooled() override { near->release_pooled(); }
-  [[nodiscard]] int rank() const override { return far->rank(); }
-  [[nodiscard]] int num_ranks() const override { return far->num_ranks(); }
+  [[nodiscard]] int rank() const override { return network->context().rank; }
+  [[nodiscard]] int num_ranks() const override { return network->context().num_ranks; }
   [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
-  // A plan of the far executor's to the GPUs of this domain. Collective.
+  // A plan of the whole group to the GPUs of this domain. Collective.
   Plan bring_plan(const Plan& host, cudaStream_t stream);
 
   // --- one call ---
@@ -130,7 +131,9 @@ struct DomainsCudaExchange final : Exchange::State {
     return transfer * max_receives + receive;
   }
   // The rounds [first, last) do not run: near ranks must hear of it instead of waiting.
-  void refuse_rounds(DeviceOp op, size_t first, size_t last, cudaStream_t stream);
+  void refuse_rounds(
+      Op op, size_t first, size_t last, std::string_view reason, cudaStream_t stream
+  );
 
   // --- memory ---
   // Decides is_direct, and tells why not.
@@ -138,12 +141,12 @@ struct DomainsCudaExchange final : Exchange::State {
   // Pages of its own for what is pinned.
   static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;
   void reserve_image(uint64_t bytes);
-  // For calls that move so many bytes for a token, as all ranks do or none. To make room is
+  // Ahead of a call that moves so many bytes for a token, as all ranks do or none. To make room is
   // collective and waits for the stream: CUDA waits for the whole GPU then, where kernels of others
   // may wait for this rank. Throws Error (kInvalidArgument) if some rank refuses the call.
-  void make_room(Op op, int64_t bytes_of_token, cudaStream_t stream);
+  void make_room(Call call, int64_t bytes_of_token, cudaStream_t stream);
   void reserve(int64_t bytes_of_token);
-  // Of the far executor's, which peers write and the GPU copies from.
+  // What peers write and the GPU copies from.
   void reserve_staging(uint64_t bytes);
   void reserve_messages(uint64_t bytes);
   // The GPU's own, if the network can reach that.
@@ -152,11 +155,11 @@ struct DomainsCudaExchange final : Exchange::State {
   void retire(WireMemory& memory);
 
   ExchangeConfig settings;
-  // Before `far`, whose network they outlive. What the GPU packs and the network reads, and if it
+  // Before `network`, which they outlive. What the GPU packs and the network reads, and if it
   // is the GPU's, what the network writes (pinned memory for that is the network's own).
   WireMemory messages;
   WireMemory direct_staging;
-  std::unique_ptr<CpuExchange> far;
+  std::unique_ptr<Network> network;
   std::unique_ptr<CudaExchange> near;
   GpuStream own_stream;
   GpuStream copies;

@@ -3,29 +3,24 @@
 #include <algorithm>
 
 #include "core/log.hpp"
-#include "exchange/buffer_pool.hpp"
-#include "exchange/exchange_domains_cuda.hpp"
+#include "core/size_class.hpp"
+#include "hosts/exchange.hpp"
 
 namespace weft {
-namespace {
-
-constexpr int64_t kGrowing = -1;  // stands for the number of a plan in words
-
-}  // namespace
-
-void DomainsCudaExchange::make_room(Op op, int64_t bytes_of_token, cudaStream_t stream) {
+void DomainsCudaExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t stream) {
   if (bytes_of_token <= token_bytes) {
     return;
   }
-  far->run_call(
-      op,
+  call.token_room = bytes_of_token;
+  network->run_call(
+      call.op,
       [] { return 0; },
       [&](int /*nothing*/) {
-        WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
-        CallWord word = far->new_word(op);
-        word.signature = {kGrowing, bytes_of_token};
-        const std::vector<CallWord> to(static_cast<size_t>(far->context.num_ranks), word);
-        static_cast<void>(far->board->swap(to, {}));
+        WEFT_CUDA(network->context(), cudaStreamSynchronize(stream));
+        const std::vector<CallWord> to(
+            static_cast<size_t>(network->context().num_ranks), network->new_word(call)
+        );
+        static_cast<void>(network->swap(to));
       }
   );
   reserve(bytes_of_token);  // nobody launches anything before the words of the call itself
@@ -33,7 +28,7 @@ void DomainsCudaExchange::make_room(Op op, int64_t bytes_of_token, cudaStream_t 
 
 // For as many tokens as each rank may ever have, all of them crossing.
 void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
-  const Domains& domains = *far->domains;
+  const Domains& domains = network->domains();
   token_bytes = bytes_of_token;
   room = crossing_room(
       {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
@@ -47,7 +42,7 @@ void DomainsCudaExchange::reserve(int64_t bytes_of_token) {
   retired.emplace_back(std::move(done));
   retired.push_back(std::move(work));
   done = std::make_unique<PinnedBuffer<uint32_t>>();
-  done->create(room.num_messages, far->context);
+  done->create(room.num_messages, network->context());
   work = near->buffers->take(room.work);
 }
 
@@ -59,11 +54,11 @@ std::optional<WireMemory> DomainsCudaExchange::take_direct(std::string_view what
   try {
     // Not cleared: that would be one more write that has to be waited for.
     std::byte* data = nullptr;
-    WEFT_CUDA(far->context, cudaMalloc(reinterpret_cast<void**>(&data), bytes));
+    WEFT_CUDA(network->context(), cudaMalloc(reinterpret_cast<void**>(&data), bytes));
     const std::shared_ptr<const void> owner(data, [](void* at) {
       static_cast<void>(cudaFree(at));
     });
-    const Region region = far->transport->lend(data, bytes, settings.device);
+    const Region region = network->parts().transport.lend(data, bytes, settings.device);
     return WireMemory{.data = data, .bytes = bytes, .lent = region.ref, .owner = owner};
   } catch (const Error& error) {
     log(LogLevel::kInfo, "exchange: {} by way of host memory: {}", what, error.what());
@@ -74,7 +69,7 @@ std::optional<WireMemory> DomainsCudaExchange::take_direct(std::string_view what
 
 void DomainsCudaExchange::retire(WireMemory& memory) {
   if (memory.is_lent()) {
-    far->transport->release(memory.lent);
+    network->parts().transport.release(memory.lent);
   }
   retired_bytes += memory.bytes;
   retired.push_back(std::move(memory.owner));
@@ -88,7 +83,7 @@ void DomainsCudaExchange::reserve_messages(uint64_t bytes) {
     return;
   }
   const auto buffer = std::make_shared<PinnedBuffer<std::byte>>();
-  buffer->create(bytes, far->context);
+  buffer->create(bytes, network->context());
   messages = {.data = buffer->get(), .bytes = bytes, .lent = {}, .owner = buffer};
 }
 
@@ -96,23 +91,23 @@ void DomainsCudaExchange::reserve_messages(uint64_t bytes) {
 void DomainsCudaExchange::reserve_staging(uint64_t bytes) {
   if (direct_staging.is_lent()) {
     retire(direct_staging);
-    far->staging = {};
+    network->use_as_staging(nullptr, {});
   }
   if (auto direct = take_direct("staging", std::max(bytes, kLeastBytes))) {
     direct_staging = std::move(*direct);
-    far->staging = {.data = direct_staging.data, .ref = direct_staging.lent};
+    network->use_as_staging(direct_staging.data, direct_staging.lent);
     return;
   }
   if (pinned_staging != nullptr) {
-    WEFT_CUDA(far->context, cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
+    WEFT_CUDA(network->context(), cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
     pinned_staging = nullptr;
   }
-  far->reserve_staging(std::max(bytes, kLeastBytes));
+  network->reserve_staging(std::max(bytes, kLeastBytes));
   WEFT_CUDA(
-      far->context,
-      cudaHostRegister(far->staging.data, far->staging.ref.bytes, cudaHostRegisterPortable)
+      network->context(),
+      cudaHostRegister(network->staging(), network->staging_bytes(), cudaHostRegisterPortable)
   );
-  pinned_staging = far->staging.data;
+  pinned_staging = network->staging();
 }
 
 void DomainsCudaExchange::reserve_image(uint64_t bytes) {
@@ -120,7 +115,7 @@ void DomainsCudaExchange::reserve_image(uint64_t bytes) {
     image_bytes = size_class(std::max(bytes, kLeastBytes));
     retired.emplace_back(std::move(image));
     image = std::make_unique<PinnedBuffer<std::byte>>();
-    image->create(image_bytes, far->context);
+    image->create(image_bytes, network->context());
   }
 }
 

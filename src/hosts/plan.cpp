@@ -3,10 +3,9 @@
 // each GPU needs of it back. Previous in the data flow: the router; next:
 // dispatch_domains_cuda.cpp.
 #include <algorithm>
-#include <exception>
 
-#include "exchange/exchange_domains_cuda.hpp"
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "hosts/exchange.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -79,38 +78,31 @@ Plan DomainsCudaExchange::make_plan(
   std::optional<HostCopy> idx;
   std::optional<HostCopy> map;
   std::optional<HostCopy> weights;
-  const std::exception_ptr refusal = refusal_of([&] {
+  try {
     begin_call("plan", stream);
-    check_options(options, far->context);
+    check_options(options, network->context());
     static_cast<void>(check_routing(
         routing,
         settings.num_experts,
         settings.max_topk,
         settings.max_tokens,
         settings.device,
-        far->context
+        network->context()
     ));
-    idx.emplace(routing.topk_idx, stream, far->context);
-    map.emplace(routing.map, stream, far->context);
-    weights.emplace(routing.weights, stream, far->context);
-    WEFT_CUDA(far->context, cudaStreamSynchronize(stream));
-  });
-  if (refusal) {
-    far->run_call(
-        Op::kPlan,
-        [&] {
-          rethrow(refusal);
-          return 0;
-        },
-        [](int) {}
-    );
+    idx.emplace(routing.topk_idx, stream, network->context());
+    map.emplace(routing.map, stream, network->context());
+    weights.emplace(routing.weights, stream, network->context());
+    WEFT_CUDA(network->context(), cudaStreamSynchronize(stream));
+  } catch (const Error& error) {
+    network->refuse(Op::kPlan, error.what(), {});
+    throw;
   }
-  const Plan host = far->make_plan({idx->tensor(), map->tensor(), weights->tensor()}, options, {});
+  const Plan host = network->make_plan({idx->tensor(), map->tensor(), weights->tensor()}, options);
   return bring_plan(host, stream);
 }
 
 Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
-  const PlanData& plan = host.data();
+  const PlanData& plan = contents_of(host);
   const CrossingIndex index(plan);
   std::vector<Round> rounds;
   for (size_t i = 0; i < num_rounds(plan); ++i) {
@@ -133,10 +125,10 @@ Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   std::byte* const on_gpu = device->index_block->data;
   device->index = index.at(on_gpu);
   WEFT_CUDA(
-      far->context,
+      network->context(),
       cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
   );
-  far->workers->for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
+  network->parts().workers.for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
     const size_t i = part / 2;
     const std::span<std::byte> to(memory + begin[i], images[i].num_bytes());
     if (part % 2 == 0) {

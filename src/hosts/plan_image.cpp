@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/plan_image.hpp"
+#include "hosts/plan_image.hpp"
 
 #include <algorithm>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {

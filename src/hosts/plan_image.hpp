@@ -7,8 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "kernels/device_plan.hpp"
-#include "kernels/given_records.hpp"
+#include "cuda/layout/plan.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/transfer_thread.hpp"
+#include "hosts/transfer_thread.hpp"
 
 #include <utility>
 

@@ -1,15 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "plan/build.hpp"
+
 #include <algorithm>
 #include <array>
 
-#include "plan/build.hpp"
-#include "plan/complete_plan.hpp"
-#include "plan/group_shape.hpp"
 #include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
 #include "weft/routing.hpp"
 
 namespace weft {
+
+// --- counts ---
+
+void add_counts(const RouteTable& routes, int64_t begin, int64_t end, RankCounts& counts) {
+  const auto num_ranks = counts.arrivals.size();
+  const int per_rank = static_cast<int>(counts.routes.size() / num_ranks);
+  std::vector<int64_t> last_token(num_ranks, -1);  // seen going to each rank
+  const int32_t* expert = routes.expert.data() + begin * routes.topk;
+  for (int64_t token = begin; token < end; ++token) {
+    for (int k = 0; k < routes.topk; ++k, ++expert) {
+      if (*expert < 0) {
+        continue;
+      }
+      ++counts.routes[static_cast<size_t>(*expert)];
+      const auto target = static_cast<size_t>(owner_rank(*expert, per_rank));
+      counts.arrivals[target] += last_token[target] != token ? 1 : 0;
+      last_token[target] = token;
+    }
+  }
+}
+
+RankCounts count_routes(
+    const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
+) {
+  RankCounts counts;
+  counts.num_tokens = routes.num_tokens;
+  counts.row_budget = options.row_budget.value_or(-1);
+  counts.routes.resize(static_cast<size_t>(num_experts));
+  counts.arrivals.resize(static_cast<size_t>(num_ranks));
+  add_counts(routes, 0, routes.num_tokens, counts);
+  return counts;
+}
+
+// --- slots ---
+
 namespace {
 
 // Hands out the slots of one run of rows: an expert's block, or a rank's arrivals.
@@ -19,35 +53,24 @@ struct SlotCursor {
   int32_t take() { return slot_or_dropped(next++, limit); }
 };
 
-// This rank's first slot in every expert block.
-std::vector<SlotCursor> expert_cursors(
-    const GroupShape& group, std::span<const RankCounts> earlier
+// This rank's first slot in every expert block, or for kRankMajor its first row on every receiver.
+std::vector<SlotCursor> first_slots(
+    const GroupShape& group, std::span<const RankCounts> earlier, bool is_rank_major
 ) {
   std::vector<SlotCursor> cursors;
-  cursors.reserve(group.experts.size());
-  for (const ExpertBlock& block : group.experts) {
-    cursors.push_back({block.begin, block.limit});
-  }
-  for (const RankCounts& source : earlier) {
-    for (size_t e = 0; e < cursors.size(); ++e) {
-      cursors[e].next += source.routes[e];
+  if (is_rank_major) {
+    for (const OutputShape& output : group.outputs) {
+      cursors.push_back({0, output.num_rows});
+    }
+  } else {
+    for (const ExpertBlock& block : group.experts) {
+      cursors.push_back({block.begin, block.limit});
     }
   }
-  return cursors;
-}
-
-// This rank's first row on every receiver.
-std::vector<SlotCursor> arrival_cursors(
-    const GroupShape& group, std::span<const RankCounts> earlier
-) {
-  std::vector<SlotCursor> cursors;
-  cursors.reserve(group.outputs.size());
-  for (const OutputShape& output : group.outputs) {
-    cursors.push_back({0, output.num_rows});
-  }
   for (const RankCounts& source : earlier) {
-    for (size_t r = 0; r < cursors.size(); ++r) {
-      cursors[r].next += source.arrivals[r];
+    const std::vector<int32_t>& taken = is_rank_major ? source.arrivals : source.routes;
+    for (size_t i = 0; i < cursors.size(); ++i) {
+      cursors[i].next += taken[i];
     }
   }
   return cursors;
@@ -292,12 +315,132 @@ PlanData place_routes(
   RoutePlacer(plan, routes, group)
       .run(
           counts[static_cast<size_t>(rank)],
-          options.layout == Layout::kRankMajor ? arrival_cursors(group, earlier)
-                                               : expert_cursors(group, earlier),
+          first_slots(group, earlier, options.layout == Layout::kRankMajor),
           sharing
       );
   link_tokens(plan);
   return plan;
+}
+
+namespace {
+
+void note_row_experts(PlanData& plan, const Arrivals& from) {
+  const auto topk = static_cast<size_t>(plan.shape.topk);
+  for (size_t i = 0; i < from.slot.size(); ++i) {
+    plan.row_experts[static_cast<size_t>(from.slot[i]) * topk + static_cast<size_t>(from.k[i])] =
+        from.expert[i];
+    ++plan.rows_per_expert[static_cast<size_t>(from.expert[i])];
+  }
+}
+
+}  // namespace
+
+void link_tokens(PlanData& plan) {
+  std::vector<std::span<const int32_t>> tokens;
+  for (const Arrivals& arrivals : plan.sent) {
+    tokens.emplace_back(arrivals.token);
+  }
+  group_by_token<TokenArrival>(
+      tokens,
+      plan.shape.num_tokens,
+      plan.token_begin,
+      plan.token_arrivals,
+      [](size_t rank, size_t i) {
+        return TokenArrival{static_cast<int32_t>(rank), static_cast<int32_t>(i)};
+      }
+  );
+}
+
+void add_received(PlanData& plan, std::vector<Arrivals> received) {
+  plan.received = std::move(received);
+  if (plan.shape.options.layout != Layout::kRankMajor) {
+    return;
+  }
+  // Only arrivals tell which routes of a dropped row are gone.
+  plan.rows_per_expert.assign(plan.rows_per_expert.size(), 0);
+  plan.row_experts.assign(
+      static_cast<size_t>(plan.num_rows) * static_cast<size_t>(plan.shape.topk), -1
+  );
+  for (const Arrivals& from : plan.received) {
+    note_row_experts(plan, from);
+  }
+  plan.padded_rows_per_expert = plan.rows_per_expert;
+}
+
+namespace {
+
+void check_tables(
+    std::span<const RouteTable> routes, int num_experts, std::span<const int64_t> row_budgets
+) {
+  const Context nobody;
+  const auto num_ranks = static_cast<int>(routes.size());
+  WEFT_CHECK_ARG(nobody, num_ranks > 0, "plan: no rank's routing is given (at least one)");
+  WEFT_CHECK_ARG(
+      nobody,
+      num_experts > 0 && num_experts % num_ranks == 0,
+      "plan: num_experts = {} is not a positive multiple of num_ranks = {}",
+      num_experts,
+      num_ranks
+  );
+  WEFT_CHECK_ARG(
+      nobody,
+      row_budgets.empty() || row_budgets.size() == routes.size(),
+      "plan: {} row budgets for {} ranks",
+      row_budgets.size(),
+      num_ranks
+  );
+  for (size_t rank = 1; rank < routes.size(); ++rank) {
+    WEFT_CHECK_ARG(
+        nobody,
+        routes[rank].topk == routes[0].topk,
+        "plan: topk = {} on rank {} ({} on rank 0)",
+        routes[rank].topk,
+        rank,
+        routes[0].topk
+    );
+  }
+}
+
+}  // namespace
+
+std::vector<Plan> build_plans(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> row_budgets
+) {
+  check_tables(routes, num_experts, row_budgets);
+  const auto num_ranks = static_cast<int>(routes.size());
+  std::vector<PlanOptions> options_of(routes.size(), options);
+  std::vector<RankCounts> counts;
+  for (size_t rank = 0; rank < routes.size(); ++rank) {
+    if (!row_budgets.empty()) {
+      options_of[rank].row_budget.reset();
+      if (row_budgets[rank] >= 0) {
+        options_of[rank].row_budget = row_budgets[rank];
+      }
+    }
+    check_options(options_of[rank], {});
+    counts.push_back(count_routes(routes[rank], num_experts, num_ranks, options_of[rank]));
+  }
+
+  std::vector<PlanData> plans;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    const auto r = static_cast<size_t>(rank);
+    plans.push_back(place_routes(routes[r], counts, rank, options_of[r], {}));
+  }
+  std::vector<Plan> finished;
+  for (size_t to = 0; to < plans.size(); ++to) {
+    std::vector<Arrivals> received;
+    for (const PlanData& from : plans) {
+      received.push_back(from.sent[to]);
+    }
+    add_received(plans[to], std::move(received));
+  }
+  for (PlanData& plan : plans) {
+    finished.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
+  }
+  return finished;
 }
 
 }  // namespace weft

@@ -2,9 +2,8 @@
 // From routing to plan in steps without communication; the exchange carries counts and records
 // between the steps.
 //
-//   read_routing -> count_routes -> [counts travel] -> place_routes -> encode_records -> [records
-//   travel]
-//   -> add_received -> Plan
+//   read_routing -> count_routes -> [counts travel] -> place_routes -> encode_records
+//   -> [records travel] -> add_received -> Plan
 #pragma once
 
 #include <cstddef>
@@ -17,6 +16,7 @@
 
 #include "core/check.hpp"
 #include "plan/plan_data.hpp"
+#include "plan/slots.hpp"
 #include "weft/routing.hpp"
 
 namespace weft {
@@ -38,7 +38,7 @@ struct RoutingShape {
   bool from_map = false;
 };
 
-// Checks what can be told without reading the routing's memory, which lies on `device`. Throws
+// Checks what can be checked without reading the routing's memory, which lies on `device`. Throws
 // Error (kInvalidArgument).
 [[nodiscard]] RoutingShape check_routing(
     const Routing& routing,
@@ -64,7 +64,8 @@ struct RoutingShape {
 // Throws Error (kInvalidArgument).
 void check_options(const PlanOptions& options, const Context& context);
 
-// Rows of a rank's output if the options alone say it, so that nobody has to wait for the plan.
+// Rows of a rank's output if the options suffice to know it, so that nobody has to wait for the
+// plan.
 [[nodiscard]] std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts);
 
 // What one rank tells all others before slots can be known.
@@ -80,6 +81,36 @@ void add_counts(const RouteTable& routes, int64_t begin, int64_t end, RankCounts
 
 [[nodiscard]] RankCounts count_routes(
     const RouteTable& routes, int num_experts, int num_ranks, const PlanOptions& options
+);
+
+// What everyone's counts say about every rank's output; equal on all ranks.
+//
+// kExpertMajor and kExpertStrided; with kRankMajor only `rows` has a meaning.
+struct ExpertBlock {
+  int64_t rows = 0;   // routes of all ranks
+  int64_t begin = 0;  // first slot
+  int64_t limit = 0;  // first slot that is not the block's
+};
+
+struct OutputShape {
+  int64_t required_rows = 0;
+  int64_t num_rows = 0;
+  bool overflow = false;  // some route to this rank is dropped
+};
+
+struct GroupShape {
+  BlockRule rule;                    // stride resolved
+  std::vector<ExpertBlock> experts;  // [num_experts]
+  std::vector<OutputShape> outputs;  // [num_ranks]
+};
+
+// Throws Error (kInvalidArgument) if an output has more rows than slots can number, or lacks room
+// under Overflow::kError; the text is the same on every rank.
+[[nodiscard]] GroupShape group_shape(
+    std::span<const RankCounts> counts,
+    int num_experts,
+    const PlanOptions& options,
+    const Context& context
 );
 
 // How threads share work that falls into parts. Results do not depend on it.
@@ -131,6 +162,19 @@ struct Sharing {
 // Most bytes that encode_records can return.
 [[nodiscard]] uint64_t max_record_bytes(int64_t max_tokens, int max_topk);
 
+// Bounds of one pair's arrivals that came from outside: another process or a file.
+struct ArrivalBounds {
+  int64_t num_tokens = 0;  // of the source
+  int64_t num_rows = 0;    // of the receiver
+  int topk = 0;
+  int num_local_experts = 0;
+  bool one_row = false;
+};
+
+// Empty if executors may follow these arrivals, else what is wrong, e.g. "slot[3] = 70 is out of
+// range (num_rows = 64)".
+[[nodiscard]] std::string arrivals_fault(const Arrivals& arrivals, const ArrivalBounds& bounds);
+
 // Records of one source for several receivers, one after the other, and back into as many; the
 // latter throws what decode_records throws.
 [[nodiscard]] std::vector<std::byte> bundle_records(std::span<const std::vector<std::byte>> records
@@ -143,6 +187,9 @@ struct Sharing {
 
 // Completes the plan: `received` by source rank, then what follows from it (row_experts).
 void add_received(PlanData& plan, std::vector<Arrivals> received);
+
+// Fills token_begin and token_arrivals from `sent`.
+void link_tokens(PlanData& plan);
 
 // All ranks' plans at once, without any exchange: for files, tests and tools.
 [[nodiscard]] std::vector<Plan> build_plans(

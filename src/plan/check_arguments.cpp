@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What a caller of plan() may pass: its options and its routing, which is brought into one form.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -6,6 +7,88 @@
 #include "plan/build.hpp"
 
 namespace weft {
+namespace {
+
+constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
+
+void check_range(std::string_view name, int64_t value, int64_t low, const Context& context) {
+  WEFT_CHECK_ARG(
+      context,
+      value >= low && value <= kMaxRows,
+      "plan: {} = {} is out of range ({} to {})",
+      name,
+      value,
+      low,
+      kMaxRows
+  );
+}
+
+void check_layout(const PlanOptions& options, const Context& context) {
+  switch (options.layout) {
+    case Layout::kRankMajor:
+      WEFT_CHECK_ARG(
+          context,
+          options.pad_multiple == 1,
+          "plan: pad_multiple = {} (must be 1 with rank_major, whose rows have no expert blocks)",
+          options.pad_multiple
+      );
+      break;
+    case Layout::kExpertMajor:
+      break;
+    case Layout::kExpertStrided:
+      WEFT_CHECK_ARG(
+          context,
+          !options.row_budget,
+          "plan: row_budget = {} with expert_strided (its budget is expert_stride)",
+          options.row_budget.value_or(0)
+      );
+      return;
+    default:
+      raise_error(
+          ErrorCode::kInvalidArgument,
+          context,
+          fmt::format(
+              "plan: layout = {} is unknown (0 to 2)", static_cast<unsigned>(options.layout)
+          )
+      );
+  }
+  WEFT_CHECK_ARG(
+      context,
+      options.expert_stride == 0,
+      "plan: expert_stride = {} with {} (only expert_strided has a stride)",
+      options.expert_stride,
+      layout_name(options.layout)
+  );
+}
+
+}  // namespace
+
+void check_options(const PlanOptions& options, const Context& context) {
+  check_range("pad_multiple", options.pad_multiple, 1, context);
+  check_range("expert_stride", options.expert_stride, 0, context);
+  check_range("row_budget", options.row_budget.value_or(0), 0, context);
+  WEFT_CHECK_ARG(
+      context,
+      options.overflow == Overflow::kDrop || options.overflow == Overflow::kError,
+      "plan: overflow = {} is unknown (0 or 1)",
+      static_cast<unsigned>(options.overflow)
+  );
+  check_layout(options, context);
+}
+
+std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {
+  if (options.overflow == Overflow::kError) {
+    return std::nullopt;
+  }
+  if (options.layout == Layout::kExpertStrided) {
+    return options.expert_stride > 0 ? std::optional(options.expert_stride * num_local_experts)
+                                     : std::nullopt;
+  }
+  return options.row_budget;
+}
+
+// --- routing ---
+
 namespace {
 
 struct Limits {

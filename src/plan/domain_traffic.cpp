@@ -2,11 +2,136 @@
 #include "plan/domain_traffic.hpp"
 
 #include <algorithm>
+#include <map>
 
 #include "core/check.hpp"
-#include "plan/crossings.hpp"
 
 namespace weft {
+
+Domains::Domains(std::vector<std::vector<int>> domains, int rank)
+    : domains_(std::move(domains)), rank_(rank) {
+  size_t num_ranks = 0;
+  for (const std::vector<int>& members : domains_) {
+    num_ranks += members.size();
+  }
+  domain_of_.resize(num_ranks);
+  place_of_.resize(num_ranks);
+  carried_by_.resize(num_ranks);
+  for (size_t d = 0; d < domains_.size(); ++d) {
+    for (size_t place = 0; place < domains_[d].size(); ++place) {
+      const auto member = static_cast<size_t>(domains_[d][place]);
+      WEFT_ASSERT(member < num_ranks);
+      domain_of_[member] = static_cast<int>(d);
+      place_of_[member] = static_cast<int>(place);
+    }
+  }
+  for (int source = 0; source < static_cast<int>(num_ranks); ++source) {
+    if (!is_near(source)) {
+      carried_by_[static_cast<size_t>(carrier(source, rank_))].push_back(source);
+    }
+  }
+}
+
+int Domains::carrier_into(int domain, int source) const {
+  if (domain == domain_of(source)) {
+    return source;
+  }
+  const std::span<const int> there = members(domain);
+  return there[static_cast<size_t>(place_of(source)) % there.size()];
+}
+
+uint32_t Domains::pair_at_carrier(int source) const {
+  const std::span<const int> sources = carried_by(carrier(source, rank_));
+  const auto index = std::lower_bound(sources.begin(), sources.end(), source) - sources.begin();
+  return static_cast<uint32_t>(index) * static_cast<uint32_t>(near().size()) +
+         static_cast<uint32_t>(place_of(rank_));
+}
+
+// The first rank of a domain forwards at least as much as each other one there. Domains are many,
+// their sizes few.
+uint32_t Domains::max_carried_pairs() const {
+  std::map<size_t, size_t> num_of;  // domains by size
+  for (const std::vector<int>& members : domains_) {
+    ++num_of[members.size()];
+  }
+  size_t most = 0;
+  for (const auto& [here, num_here] : num_of) {
+    size_t num_sources = 0;
+    for (const auto& [there, num_there] : num_of) {
+      const size_t num_others = num_there - (there == here ? 1 : 0);
+      num_sources += num_others * ((there + here - 1) / here);
+    }
+    most = std::max(most, num_sources * here);
+  }
+  return static_cast<uint32_t>(most);
+}
+
+int Domains::max_members() const {
+  const auto& largest = std::ranges::max(domains_, {}, &std::vector<int>::size);
+  return static_cast<int>(largest.size());
+}
+
+namespace {
+
+// Marks, by token, whether any pair has it; the list ends with the largest token.
+std::vector<int32_t> mark_tokens(std::span<const Arrivals* const> pairs) {
+  std::vector<int32_t> is_there;
+  for (const Arrivals* pair : pairs) {
+    if (pair != nullptr && !pair->token.empty()) {
+      is_there.resize(std::max(is_there.size(), static_cast<size_t>(pair->token.back()) + 1));
+      for (const int32_t token : pair->token) {
+        is_there[static_cast<size_t>(token)] = 1;
+      }
+    }
+  }
+  return is_there;
+}
+
+// Lists the marked tokens, ascending; each one's number takes its mark's place. There is no branch,
+// since which tokens are there cannot be predicted.
+std::vector<int32_t> number_tokens(std::span<int32_t> marks) {
+  std::vector<int32_t> tokens(marks.size());
+  size_t next = 0;
+  for (size_t token = 0; token < marks.size(); ++token) {
+    const auto is_there = static_cast<size_t>(marks[token]);
+    marks[token] = static_cast<int32_t>(next);
+    tokens[next] = static_cast<int32_t>(token);
+    next += is_there;
+  }
+  tokens.resize(next);
+  return tokens;
+}
+
+}  // namespace
+
+std::vector<int32_t> crossing_tokens(std::span<const Arrivals* const> pairs) {
+  std::vector<int32_t> marks = mark_tokens(pairs);
+  return number_tokens(marks);
+}
+
+Crossings find_crossings(std::span<const Arrivals* const> pairs) {
+  const size_t members = pairs.size();
+  Crossings found;
+  found.num_members = members;
+  found.crossing.resize(members);
+  std::vector<int32_t> number = mark_tokens(pairs);
+  found.token = number_tokens(number);
+  found.arrival.assign(found.token.size() * members, -1);
+  for (size_t member = 0; member < members; ++member) {
+    if (pairs[member] == nullptr) {
+      continue;
+    }
+    const std::vector<int32_t>& tokens = pairs[member]->token;
+    std::vector<int32_t>& crossing = found.crossing[member];
+    crossing.resize(tokens.size());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      crossing[i] = number[static_cast<size_t>(tokens[i])];
+      found.arrival[static_cast<size_t>(crossing[i]) * members + member] = static_cast<int32_t>(i);
+    }
+  }
+  return found;
+}
+
 namespace {
 
 std::vector<const Arrivals*> pairs_into(
@@ -19,30 +144,22 @@ std::vector<const Arrivals*> pairs_into(
   return pairs;
 }
 
-// Parts by token: counted, then filled domain by domain, so that each token's come out ascending.
 void link_token_parts(const PlanData& plan, DomainTraffic& traffic) {
   const Domains& domains = *traffic.domains;
   const auto own = static_cast<size_t>(domains.own());
   std::vector<std::vector<int32_t>> tokens = traffic.sent;
   tokens[own] = crossing_tokens(pairs_into(domains.near(), plan.sent));
-  traffic.token_begin.assign(static_cast<size_t>(plan.shape.num_tokens) + 1, 0);
-  for (const std::vector<int32_t>& list : tokens) {
-    for (const int32_t token : list) {
-      ++traffic.token_begin[static_cast<size_t>(token) + 1];
-    }
-  }
-  for (size_t t = 1; t < traffic.token_begin.size(); ++t) {
-    traffic.token_begin[t] += traffic.token_begin[t - 1];
-  }
-  std::vector<int32_t> next(traffic.token_begin.begin(), traffic.token_begin.end() - 1);
-  traffic.token_parts.resize(static_cast<size_t>(traffic.token_begin.back()));
-  for (size_t domain = 0; domain < tokens.size(); ++domain) {
-    for (size_t i = 0; i < tokens[domain].size(); ++i) {
-      const auto place = next[static_cast<size_t>(tokens[domain][i])]++;
-      const auto index = domain == own ? TokenPart::kHere : static_cast<int32_t>(i);
-      traffic.token_parts[static_cast<size_t>(place)] = {static_cast<int32_t>(domain), index};
-    }
-  }
+  const std::vector<std::span<const int32_t>> lists(tokens.begin(), tokens.end());
+  group_by_token<TokenPart>(
+      lists,
+      plan.shape.num_tokens,
+      traffic.token_begin,
+      traffic.token_parts,
+      [own](size_t domain, size_t i) {
+        const auto index = domain == own ? TokenPart::kHere : static_cast<int32_t>(i);
+        return TokenPart{static_cast<int32_t>(domain), index};
+      }
+  );
 }
 
 void add_carried(

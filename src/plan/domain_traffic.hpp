@@ -1,21 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan of a group of several domains knows beside its pairs: which of this rank's tokens
-// cross to which domain, and what it hands on for the ranks that it carries.
-//
-// Rows pass between two ranks of a domain in one sequence, an area: the pair of the two, then the
-// pairs (source, receiver) that the sender carries, sources ascending. Both ends know all sizes.
+// Inter-node traffic of a plan: which tokens go to which domain, and who forwards them there.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "plan/domains.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {
 
-// The source of another domain whose tokens this rank hands on.
+// Who forwards tokens between domains. A token is sent to another domain once, to its forwarder
+// there (`carrier`): the rank that has the source's place in its own domain, modulo the size of
+// that domain, which may be another. The forwarder sends it on to the ranks of its domain.
+class Domains {
+ public:
+  // `domains` as in Topology: every rank once, ascending in each domain. Seen from `rank`.
+  Domains(std::vector<std::vector<int>> domains, int rank);
+
+  [[nodiscard]] bool has_several() const { return domains_.size() > 1; }
+  [[nodiscard]] int num_domains() const { return static_cast<int>(domains_.size()); }
+  [[nodiscard]] int num_ranks() const { return static_cast<int>(domain_of_.size()); }
+  [[nodiscard]] int own() const { return domain_of(rank_); }
+  [[nodiscard]] int domain_of(int rank) const { return domain_of_[static_cast<size_t>(rank)]; }
+  [[nodiscard]] std::span<const int> members(int domain) const {
+    return domains_[static_cast<size_t>(domain)];
+  }
+  // Ranks of this rank's domain, itself included.
+  [[nodiscard]] std::span<const int> near() const { return members(own()); }
+  [[nodiscard]] bool is_near(int rank) const { return domain_of(rank) == own(); }
+  // The place of a rank in its domain.
+  [[nodiscard]] int place_of(int rank) const { return place_of_[static_cast<size_t>(rank)]; }
+
+  // The rank that puts the rows of `source` to the ranks of `domain`: in its own domain, `source`.
+  [[nodiscard]] int carrier_into(int domain, int source) const;
+  [[nodiscard]] int carrier(int source, int to) const {
+    return carrier_into(domain_of(to), source);
+  }
+  // The rank that forwards what `source` sends to this rank; -1 if nobody is between them.
+  [[nodiscard]] int between(int source) const {
+    const int by = carrier(source, rank_);
+    return by == source || by == rank_ ? -1 : by;
+  }
+  // Sources of other domains whose tokens `near_rank` forwards in this domain, ascending.
+  [[nodiscard]] std::span<const int> carried_by(int near_rank) const {
+    return carried_by_[static_cast<size_t>(near_rank)];
+  }
+  [[nodiscard]] std::span<const int> carried() const { return carried_by(rank_); }
+
+  // The number of the pair (source, this rank) at the source's forwarder here: sources ascend, each
+  // with all ranks of the domain.
+  [[nodiscard]] uint32_t pair_at_carrier(int source) const;
+  // Most such pairs of any rank.
+  [[nodiscard]] uint32_t max_carried_pairs() const;
+  // Ranks of the largest domain.
+  [[nodiscard]] int max_members() const;
+
+ private:
+  std::vector<std::vector<int>> domains_;
+  int rank_;
+  std::vector<int> domain_of_;
+  std::vector<int> place_of_;
+  std::vector<std::vector<int>> carried_by_;  // [num_ranks], of this domain's ranks
+};
+
+// The inter-node tokens of one rank to one domain: those with an arrival in any of the pairs
+// (source, member of that domain), ascending, each once. An empty pair may be null. The source and
+// its forwarder derive the same list.
+[[nodiscard]] std::vector<int32_t> crossing_tokens(std::span<const Arrivals* const> pairs);
+
+// The same list with the way from arrivals to it and back.
+[[nodiscard]] Crossings find_crossings(std::span<const Arrivals* const> pairs);
+
+// The source of another domain whose tokens this rank forwards.
 struct CarriedSource {
   int source = 0;
   // [members of this domain] the pairs (source, member); this rank's own is in PlanData::received.
@@ -28,13 +86,18 @@ struct CarriedSource {
 struct TokenPart {
   static constexpr int32_t kHere = -1;
   int32_t domain = 0;
-  int32_t index = kHere;  // in that domain's list of crossing tokens; kHere: this rank's own domain
+  int32_t index = kHere;  // in that domain's inter-node tokens; kHere: this rank's own domain
   friend bool operator==(const TokenPart&, const TokenPart&) = default;
 };
 
+// What a plan of a group of several domains has in addition to its pairs: which of this rank's
+// tokens go to which domain, and what it forwards for ranks of other domains.
+//
+// Rows pass between two ranks of a domain in one sequence, an area: the pair of the two, then the
+// pairs (source, receiver) that the sender forwards, sources ascending. Both ends know all sizes.
 struct DomainTraffic {
   std::shared_ptr<const Domains> domains;
-  std::vector<std::vector<int32_t>> sent;  // [num_domains] tokens that cross, ascending; own: none
+  std::vector<std::vector<int32_t>> sent;  // [num_domains] inter-node tokens, ascending; own: none
   std::vector<int32_t> token_begin;        // [num_tokens + 1]
   std::vector<TokenPart> token_parts;      // by token, ascending domain: the order of combine's sum
   std::vector<CarriedSource> carried;      // ascending source
@@ -48,7 +111,7 @@ struct DomainTraffic {
     const auto end = static_cast<size_t>(token_begin[token + 1]);
     return std::span(token_parts).subspan(begin, end - begin);
   }
-  // Null if this rank does not carry `source`.
+  // Null if this rank does not forward for `source`.
   [[nodiscard]] const CarriedSource* find_carried(int source) const;
 };
 
@@ -64,7 +127,7 @@ struct DomainTraffic {
   return !plan.between || plan.between->domains->is_near(static_cast<int>(peer));
 }
 
-// The pair (carried source, member), wherever it is kept.
+// The pair (source that this rank forwards for, member), wherever it is kept.
 [[nodiscard]] inline const Arrivals& carried_pair(
     const PlanData& plan, const CarriedSource& carried, size_t member
 ) {
@@ -76,11 +139,11 @@ struct DomainTraffic {
 [[nodiscard]] int64_t rows_to(const PlanData& plan, size_t peer);
 [[nodiscard]] int64_t rows_from(const PlanData& plan, size_t peer);
 
-// Tokens of `source` that cross to this rank, and of this rank that cross to `peer`.
+// Inter-node tokens of `source` to this rank, and of this rank to `peer`.
 [[nodiscard]] int64_t crossings_from(const PlanData& plan, size_t source);
 [[nodiscard]] int64_t crossings_to(const PlanData& plan, size_t peer);
 
-// Rows that crossed to other domains, or came from there, and the arrivals they stand for.
+// Rows that went to other domains, or came from there, and the arrivals they stand for.
 struct CrossingCount {
   int64_t rows = 0;
   int64_t arrivals = 0;

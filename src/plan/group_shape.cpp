@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/group_shape.hpp"
-
 #include <algorithm>
 #include <limits>
+
+#include "plan/build.hpp"
 
 namespace weft {
 namespace {

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "weft/plan.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
+#include <numeric>
+#include <ostream>
 
 #include "core/check.hpp"
 #include "plan/domain_traffic.hpp"
@@ -10,18 +14,6 @@
 
 namespace weft {
 namespace {
-
-bool same_options(const PlanOptions& a, const PlanOptions& b) {
-  return a.layout == b.layout && a.pad_multiple == b.pad_multiple &&
-         a.expert_stride == b.expert_stride && a.row_budget == b.row_budget &&
-         a.overflow == b.overflow;
-}
-
-bool same_shape(const PlanShape& a, const PlanShape& b) {
-  return a.rank == b.rank && a.num_ranks == b.num_ranks && a.num_experts == b.num_experts &&
-         a.topk == b.topk && a.num_tokens == b.num_tokens && a.from_map == b.from_map &&
-         a.has_weights == b.has_weights && same_options(a.options, b.options);
-}
 
 size_t checked_rank(int rank, const PlanData& data, std::string_view verb) {
   WEFT_CHECK_ARG(
@@ -35,18 +27,27 @@ size_t checked_rank(int rank, const PlanData& data, std::string_view verb) {
   return static_cast<size_t>(rank);
 }
 
+std::string layout_text(const PlanShape& shape) {
+  std::string text(layout_name(shape.options.layout));
+  if (shape.options.pad_multiple > 1) {
+    text += fmt::format(", padded to {}", shape.options.pad_multiple);
+  }
+  if (shape.options.layout == Layout::kExpertStrided) {
+    text += fmt::format(", stride {}", shape.options.expert_stride);
+  }
+  return text;
+}
+
+int64_t num_arrivals(const std::vector<Arrivals>& pairs) {
+  const auto add = [](int64_t sum, const Arrivals& pair) { return sum + pair.size(); };
+  return std::accumulate(pairs.begin(), pairs.end(), int64_t{0}, add);
+}
+
 }  // namespace
 
 std::string_view layout_name(Layout layout) {
-  switch (layout) {
-    case Layout::kRankMajor:
-      return "rank_major";
-    case Layout::kExpertMajor:
-      return "expert_major";
-    case Layout::kExpertStrided:
-      return "expert_strided";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {"rank_major", "expert_major", "expert_strided"};
+  return name_of(layout, kNames);
 }
 
 // Weights by their bits: a NaN equals itself.
@@ -60,9 +61,8 @@ bool operator==(const Arrivals& a, const Arrivals& b) {
 }
 
 bool operator==(const PlanData& a, const PlanData& b) {
-  return same_shape(a.shape, b.shape) && a.num_rows == b.num_rows &&
-         a.required_rows == b.required_rows && a.overflow == b.overflow &&
-         a.rows_per_expert == b.rows_per_expert &&
+  return a.shape == b.shape && a.num_rows == b.num_rows && a.required_rows == b.required_rows &&
+         a.overflow == b.overflow && a.rows_per_expert == b.rows_per_expert &&
          a.padded_rows_per_expert == b.padded_rows_per_expert && a.expert_begin == b.expert_begin &&
          a.row_experts == b.row_experts && a.global_routes == b.global_routes &&
          a.route_expert == b.route_expert && a.route_slot == b.route_slot && a.sent == b.sent &&
@@ -74,6 +74,14 @@ Plan::Plan(std::shared_ptr<const PlanData> data) : data_(std::move(data)) {}
 
 const PlanData& Plan::data() const {
   return data_->device ? data_->device->on_host() : *data_;
+}
+
+const PlanData& contents_of(const Plan& plan) {
+  return plan.data();
+}
+
+const PlanData& header_of(const Plan& plan) {
+  return *plan.data_;
 }
 
 const PlanData& Plan::output_shape() const {
@@ -175,6 +183,46 @@ std::span<const int32_t> Plan::route_slots() const {
 
 bool operator==(const Plan& a, const Plan& b) {
   return a.data() == b.data();
+}
+
+std::ostream& operator<<(std::ostream& out, const Plan& plan) {
+  const PlanData& data = plan.data();
+  const auto rows = plan.rows_per_expert();
+  const auto own = static_cast<size_t>(plan.rank());
+  const int64_t kept = plan.logical_bytes(1);
+  const int64_t sent = num_arrivals(data.sent);
+  const int64_t received = num_arrivals(data.received);
+  const auto [least, most] = std::ranges::minmax(rows);
+  const double mean =
+      static_cast<double>(std::reduce(rows.begin(), rows.end())) / static_cast<double>(rows.size());
+
+  out << fmt::format(
+      "plan of rank {}/{}: {}\n", plan.rank(), plan.num_ranks(), layout_text(data.shape)
+  );
+  out << fmt::format(
+      "  routing   {} tokens, top {} of {} experts, {} here{}\n",
+      plan.num_tokens(),
+      plan.topk(),
+      plan.num_experts(),
+      plan.num_local_experts(),
+      plan.from_map() ? ", from a map" : ""
+  );
+  out << fmt::format(
+      "  output    {} rows, {} with a token ({} required){}\n",
+      plan.num_rows(),
+      kept,
+      plan.required_rows(),
+      plan.overflow() ? ", routes to or from this rank were dropped" : ""
+  );
+  out << fmt::format(
+      "  arrivals  {} sent, {} of them to other ranks; {} received, {} from other ranks\n",
+      sent,
+      sent - data.sent[own].size(),
+      received,
+      received - data.received[own].size()
+  );
+  out << fmt::format("  experts   {} to {} rows, {:.1f} on average\n", least, most, mean);
+  return out;
 }
 
 }  // namespace weft

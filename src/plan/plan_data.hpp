@@ -40,7 +40,7 @@ struct Arrivals {
   friend bool operator==(const Arrivals& a, const Arrivals& b);  // weights by their bits
 };
 
-// The tokens of one source that cross to a domain (crossings.hpp).
+// The inter-node tokens of one source to one domain (find_crossings in domain_traffic.hpp).
 struct Crossings {
   size_t num_members = 0;        // ranks of the domain
   std::vector<int32_t> token;    // [num_crossings] ascending
@@ -71,6 +71,7 @@ struct PlanShape {
   PlanOptions options = {};  // expert_stride resolved, row_budget as given
 
   [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
+  friend bool operator==(const PlanShape&, const PlanShape&) = default;
 };
 
 struct PlanData;
@@ -90,7 +91,7 @@ struct PlanData {
   std::shared_ptr<DevicePlan> device;  // null: everything is below
   bool has_output_shape = true;        // beside `device`: the first block below is filled in
   // Arrivals to and from each rank, dropped ones included: [num_ranks] beside `device`; empty:
-  // known there alone.
+  // known only there.
   std::vector<int32_t> num_sent;
   std::vector<int32_t> num_received;
   uint64_t exchange_id = 0;  // which exchange made it; 0: a file or a test did
@@ -128,5 +129,39 @@ struct PlanData {
   // All but exchange_id, call, num_sent, num_received and between.
   friend bool operator==(const PlanData& a, const PlanData& b);
 };
+
+// Everything that a plan holds; the first call copies a GPU's plan to the host and waits for that.
+[[nodiscard]] const PlanData& contents_of(const Plan& plan);
+// What is known without that: the shape and num_rows.
+[[nodiscard]] const PlanData& header_of(const Plan& plan);
+
+// Several ascending lists of tokens, turned round: token t has the entries [begin[t], begin[t +
+// 1]), lists ascending, and make(list, i) is the entry of the i-th token of a list.
+template <class Entry, class Make>
+void group_by_token(
+    std::span<const std::span<const int32_t>> lists,
+    int64_t num_tokens,
+    std::vector<int32_t>& begin,
+    std::vector<Entry>& entries,
+    const Make& make
+) {
+  begin.assign(static_cast<size_t>(num_tokens) + 1, 0);
+  for (const std::span<const int32_t> tokens : lists) {
+    for (const int32_t token : tokens) {
+      ++begin[static_cast<size_t>(token) + 1];
+    }
+  }
+  for (size_t t = 1; t < begin.size(); ++t) {
+    begin[t] += begin[t - 1];
+  }
+  std::vector<int32_t> next(begin.begin(), begin.end() - 1);
+  entries.resize(static_cast<size_t>(begin.back()));
+  for (size_t list = 0; list < lists.size(); ++list) {
+    for (size_t i = 0; i < lists[list].size(); ++i) {
+      const auto place = next[static_cast<size_t>(lists[list][i])]++;
+      entries[static_cast<size_t>(place)] = make(list, i);
+    }
+  }
+}
 
 }  // namespace weft

@@ -5,12 +5,10 @@
 #include <cmath>
 #include <numeric>
 
-#include "plan/random_source.hpp"
-
 namespace weft {
 namespace {
 
-// base^(sixteenths/16) by square roots and products alone: both are exact IEEE operations, so
+// base^(sixteenths/16) only by square roots and products: both are exact IEEE operations, so
 // every machine gets the same bits, unlike std::pow.
 double power_of_sixteenths(double base, int64_t sixteenths) {
   double root = base;
@@ -76,18 +74,6 @@ class ExpertSource {
 };
 
 }  // namespace
-
-std::string_view popularity_name(Popularity popularity) {
-  switch (popularity) {
-    case Popularity::kUniform:
-      return "uniform";
-    case Popularity::kZipf:
-      return "zipf";
-    case Popularity::kOneExpert:
-      return "one_expert";
-  }
-  return "unknown";
-}
 
 RouteTable random_routing(const RandomRouting& spec, int rank) {
   const bool may_repeat = spec.repeat_experts || spec.popularity == Popularity::kOneExpert;

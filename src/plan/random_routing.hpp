@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routing for tests, benchmarks and `weft check`: the same on every platform for the same seed.
+// Random numbers and routing for tests, benchmarks and `weft check`: the same on every platform for
+// the same seed.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +10,40 @@
 
 namespace weft {
 
+// The distributions of std are not the same on every platform.
+class RandomSource {
+ public:
+  explicit RandomSource(uint64_t seed) : state_(seed) {}
+
+  // Splitmix64 (Steele, Lea, Flood 2014): a counter through a mixing function.
+  uint64_t next() {
+    state_ += 0x9e3779b97f4a7c15U;
+    uint64_t z = state_;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9U;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebU;
+    return z ^ z >> 31;
+  }
+
+  // In [0, bound), bound from 1 to 2^32; the bias is below 2^-32.
+  uint64_t below(uint64_t bound) { return (next() >> 32) * bound >> 32; }
+
+  // In [low, high].
+  int64_t between(int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(below(static_cast<uint64_t>(high - low) + 1));
+  }
+
+  // In [0, 1), a multiple of 2^-24.
+  float uniform() { return static_cast<float>(next() >> 40) * 0x1p-24F; }
+
+ private:
+  uint64_t state_;
+};
+
 enum class Popularity : uint8_t {
   kUniform,
   kZipf,       // the n-th most popular expert is drawn with weight 1 / n^zipf_exponent
   kOneExpert,  // every route names the same expert
 };
-
-[[nodiscard]] std::string_view popularity_name(Popularity popularity);
 
 struct RandomRouting {
   int64_t num_tokens = 0;

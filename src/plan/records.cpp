@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Arrival records as bytes: what a source tells a receiver beside the payload.
+// Arrival records as bytes: what a source tells a receiver in addition to the payload.
 //
 //   u32 num_arrivals, u32 num_routes, u32 flags (1: one row, 2: weights), u32 zero
 //   i32 token[num_arrivals], i32 slot[num_routes], i32 expert[num_routes], f32 weight[num_routes]
 //   (flag 2), u8 k[num_routes], u8 routes of the arrival[num_arrivals]
 //
 // A bundle: for each receiver u64 length, then its records.
+
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
 #include <limits>
 
 #include "plan/build.hpp"
-#include "plan/check_arrivals.hpp"
 
 namespace weft {
 namespace {
@@ -227,6 +229,120 @@ uint64_t max_bundle_bytes(int64_t max_tokens, int max_topk, int num_receivers) {
   return receivers * (sizeof(uint64_t) + sizeof(Header)) +
          tokens * std::min(receivers, topk) * kBytesPerArrival +
          tokens * topk * (kBytesPerRoute + sizeof(float));
+}
+
+namespace {
+
+std::string sizes_fault(const Arrivals& a, const ArrivalBounds& /*bounds*/) {
+  const size_t routes = a.slot.size();
+  if (a.route_begin.size() != a.token.size() + 1) {
+    return fmt::format(
+        "route_begin has {} entries ({} arrivals need {})",
+        a.route_begin.size(),
+        a.token.size(),
+        a.token.size() + 1
+    );
+  }
+  if (a.k.size() != routes || a.expert.size() != routes) {
+    return fmt::format(
+        "slot, k and expert have {}, {} and {} entries (must be equal)",
+        routes,
+        a.k.size(),
+        a.expert.size()
+    );
+  }
+  if (!a.weight.empty() && a.weight.size() != routes) {
+    return fmt::format("weight has {} entries ({} routes)", a.weight.size(), routes);
+  }
+  if (a.route_begin.front() != 0 || a.route_begin.back() != static_cast<int64_t>(routes)) {
+    return fmt::format(
+        "route_begin runs from {} to {} (0 to {})",
+        a.route_begin.front(),
+        a.route_begin.back(),
+        routes
+    );
+  }
+  return {};
+}
+
+std::string tokens_fault(const Arrivals& a, const ArrivalBounds& bounds) {
+  int64_t previous = -1;
+  for (size_t i = 0; i < a.token.size(); ++i) {
+    const int64_t token = a.token[i];
+    if (token <= previous || token >= bounds.num_tokens) {
+      return fmt::format(
+          "token[{}] = {} is out of order or range ({} to {})",
+          i,
+          token,
+          previous + 1,
+          bounds.num_tokens - 1
+      );
+    }
+    previous = token;
+    const int64_t first = a.route_begin[i];
+    const int64_t last = a.route_begin[i + 1];
+    if (last <= first || last - first > bounds.topk || last > a.num_routes()) {
+      return fmt::format(
+          "arrival {} has routes {} to {} (1 to topk = {} of them)", i, first, last, bounds.topk
+      );
+    }
+  }
+  return {};
+}
+
+// Text is made only for a route that is at fault: this runs on every record that arrives.
+std::string routes_fault(const Arrivals& a, const ArrivalBounds& bounds) {
+  const auto is_in = [](int64_t value, int64_t end) { return value >= 0 && value < end; };
+  static constexpr const char kText[] = "{}[{}] = {} is out of range ({} = {})";
+  for (size_t i = 0; i < a.slot.size(); ++i) {
+    if (!is_in(a.slot[i], bounds.num_rows)) [[unlikely]] {
+      return fmt::format(kText, "slot", i, a.slot[i], "num_rows", bounds.num_rows);
+    }
+    if (!is_in(a.k[i], bounds.topk)) [[unlikely]] {
+      return fmt::format(kText, "k", i, a.k[i], "topk", bounds.topk);
+    }
+    if (const int end = bounds.num_local_experts; !is_in(a.expert[i], end)) [[unlikely]] {
+      return fmt::format(kText, "expert", i, a.expert[i], "num_local_experts", end);
+    }
+  }
+  return {};
+}
+
+// Inside an arrival slots ascend, or all routes share one; each k comes once.
+std::string order_fault(const Arrivals& a, const ArrivalBounds& /*bounds*/) {
+  for (size_t i = 0; i < a.token.size(); ++i) {
+    const auto first = static_cast<size_t>(a.route_begin[i]);
+    const auto last = static_cast<size_t>(a.route_begin[i + 1]);
+    uint64_t seen_k = 0;
+    for (size_t r = first; r < last; ++r) {
+      const uint64_t k_bit = uint64_t{1} << a.k[r];
+      if ((seen_k & k_bit) != 0) {
+        return fmt::format("k[{}] = {} comes twice in its arrival", r, a.k[r]);
+      }
+      seen_k |= k_bit;
+      if (a.one_row && a.slot[r] != a.slot[first]) {
+        return fmt::format("slot[{}] = {} (its arrival has row {})", r, a.slot[r], a.slot[first]);
+      }
+      if (!a.one_row && r > first && a.slot[r] <= a.slot[r - 1]) {
+        return fmt::format("slot[{}] = {} does not ascend (after {})", r, a.slot[r], a.slot[r - 1]);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string arrivals_fault(const Arrivals& arrivals, const ArrivalBounds& bounds) {
+  if (arrivals.one_row != bounds.one_row) {
+    return fmt::format("one_row is {} (the layout says otherwise)", arrivals.one_row);
+  }
+  for (const auto find_fault : {sizes_fault, tokens_fault, routes_fault, order_fault}) {
+    if (std::string fault = find_fault(arrivals, bounds); !fault.empty()) {
+      return fault;
+    }
+  }
+  return {};
 }
 
 }  // namespace weft

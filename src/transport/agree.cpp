@@ -5,11 +5,12 @@
 #include <exception>
 #include <new>
 #include <optional>
+#include <span>
 #include <string>
 #include <system_error>
 #include <vector>
 
-#include "core/check.hpp"
+#include "transport/common.hpp"
 
 namespace weft {
 namespace {
@@ -58,8 +59,27 @@ void agree(const Group& group, const std::function<void()>& step) {
     const std::string text(reinterpret_cast<const char*>(outcome.data()) + 1, outcome.size() - 1);
     raise_error(
         static_cast<ErrorCode>(outcome[0]),
-        {.rank = group.rank(), .num_ranks = group.num_ranks()},
+        context_of(group),
         fmt::format("{}, on rank {}", without_place(text), rank)
+    );
+  }
+}
+
+void agree_on_name(std::string_view name, const Group& group) {
+  const auto names = group.all_gather(std::as_bytes(std::span(name)));
+  const auto& first = names.front();
+  const std::string_view expected(reinterpret_cast<const char*>(first.data()), first.size());
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    const std::string_view theirs(
+        reinterpret_cast<const char*>(names[rank].data()), names[rank].size()
+    );
+    WEFT_CHECK_ARG(
+        (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
+        theirs == expected,
+        "open: rank {} asks for transport \"{}\" (rank 0 for \"{}\")",
+        rank,
+        theirs,
+        expected
     );
   }
 }

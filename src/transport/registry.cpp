@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every transport of this build in one table. A new one: its folder, a line here, a file in
-// tests/conformance.
+// Every transport of this build stands in one table. A new one needs its source, a line here and a
+// file in tests/conformance.
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <string>
 
 #include "core/check.hpp"
 #include "transport/agree.hpp"
+#include "transport/common.hpp"
 #include "transport/faulty/faulty_transport.hpp"
-#include "transport/loopback/loopback.hpp"
 #include "transport/mapped/mapped_transport.hpp"
+#include "transport/mapped/memory.hpp"
 #include "transport/ofi/ofi.hpp"
-#include "transport/shm/shm.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
@@ -22,10 +21,7 @@ struct Entry {
   std::string_view name;
   // What can be known without trying. `kind` is what follows the colon in a name, often nothing.
   std::string (*obstacle)(const Group& group, std::string_view kind);
-  // Collective; throws on every rank or on none.
-  std::unique_ptr<Transport> (*make
-  )(const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
-  );
+  decltype(&make_ofi) make;  // collective; throws on every rank or on none
   bool has_kinds = false;
 };
 
@@ -61,28 +57,19 @@ std::string domains_obstacle(const Group& group, std::string_view kind) {
   return ofi_obstacle(group, kind);
 }
 
+template <std::unique_ptr<MemorySource> (*kMakeMemory)()>
+std::unique_ptr<Transport> make_mapped(
+    const Group& group, uint32_t num_signals, const TransportOptions& /*options*/, std::string_view
+) {
+  return std::make_unique<MappedTransport>(kMakeMemory(), group, num_signals);
+}
+
 // Best first.
 constexpr std::array kEntries = {
-    Entry{
-        .name = "loopback",
-        .obstacle = loopback_obstacle,
-        .make = [](const Group& group,
-                   uint32_t num_signals,
-                   const TransportOptions& /*options*/,
-                   std::string_view /*kind*/) -> std::unique_ptr<Transport> {
-          return std::make_unique<MappedTransport>(make_loopback_memory(), group, num_signals);
-        }},
-    Entry{
-        .name = "shm",
-        .obstacle = domain_obstacle,
-        .make = [](const Group& group,
-                   uint32_t num_signals,
-                   const TransportOptions& /*options*/,
-                   std::string_view /*kind*/) -> std::unique_ptr<Transport> {
-          return std::make_unique<MappedTransport>(make_shm_memory(), group, num_signals);
-        }},
-    Entry{.name = "domains", .obstacle = domains_obstacle, .make = make_domains, .has_kinds = true},
-    Entry{.name = "ofi", .obstacle = ofi_obstacle, .make = make_ofi, .has_kinds = true},
+    Entry{"loopback", loopback_obstacle, make_mapped<make_loopback_memory>},
+    Entry{"shm", domain_obstacle, make_mapped<make_shm_memory>},
+    Entry{"domains", domains_obstacle, make_domains, true},
+    Entry{"ofi", ofi_obstacle, make_ofi, true},
 };
 
 // "ofi:tcp" is transport ofi of kind tcp.
@@ -115,7 +102,7 @@ std::unique_ptr<Transport> join(
   agree(group, [&] {
     const std::string obstacle = entry.obstacle(group, kind);
     WEFT_CHECK(
-        (Context{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = entry.name}),
+        context_of(group, entry.name),
         obstacle.empty(),
         ErrorCode::kNotAvailable,
         "open({}): {}",
@@ -142,29 +129,9 @@ std::unique_ptr<Transport> join_best(
   }
   raise_error(
       ErrorCode::kNotAvailable,
-      {.rank = group.rank(), .num_ranks = group.num_ranks()},
+      context_of(group),
       fmt::format("open(auto): no transport joins these ranks ({})", reasons)
   );
-}
-
-// Ranks that ask for different transports would wait for each other in different places.
-void check_same_name(std::string_view name, const Group& group) {
-  const auto names = group.all_gather(std::as_bytes(std::span(name)));
-  const auto& first = names.front();
-  const std::string_view expected(reinterpret_cast<const char*>(first.data()), first.size());
-  for (size_t rank = 0; rank < names.size(); ++rank) {
-    const std::string_view theirs(
-        reinterpret_cast<const char*>(names[rank].data()), names[rank].size()
-    );
-    WEFT_CHECK_ARG(
-        (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
-        theirs == expected,
-        "open: rank {} asks for transport \"{}\" (rank 0 for \"{}\")",
-        rank,
-        theirs,
-        expected
-    );
-  }
 }
 
 }  // namespace
@@ -214,7 +181,7 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
 std::unique_ptr<Transport> make_transport(
     std::string_view name, const Group& group, uint32_t num_signals, const TransportOptions& options
 ) {
-  check_same_name(name, group);
+  agree_on_name(name, group);
   if (const auto faulty = parse_faulty_name(name)) {
     auto inner = make_transport(faulty->inner, group, num_signals, options);
     return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);
@@ -224,11 +191,7 @@ std::unique_ptr<Transport> make_transport(
   }
   const Entry* entry = find_entry(name);
   WEFT_CHECK_ARG(
-      (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
-      entry != nullptr,
-      "open({}): {}",
-      name,
-      transport_obstacle(name, group)
+      context_of(group), entry != nullptr, "open({}): {}", name, transport_obstacle(name, group)
   );
   return join(*entry, group, num_signals, options, kind_of(name));
 }

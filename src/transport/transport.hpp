@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How bytes reach a peer. Purpose: one interface for every wire. May include: core, group. May not
-// include: plan, exchange.
+// How bytes reach a peer: one interface for every wire.
 //
 // It promises counts, not order: a put's signal grows by one after that put's own bytes are visible
 // at the target, and nothing is said about other puts. Signals only ever grow.
@@ -59,13 +58,13 @@ class Transport {
   [[nodiscard]] virtual Region allocate(uint64_t bytes) = 0;
   // Makes memory of the caller's a region: peers that do not share memory with this rank may put
   // into it, this rank's puts may come out of it. The caller keeps the memory until it has released
-  // the region, with no put out of it under way. A GPU's is touched by the network alone. Throws
+  // the region, with no put out of it under way. A GPU's is touched only by the network. Throws
   // Error: kNotAvailable with lend_obstacle(), kOutOfMemory if the network refuses these bytes,
   // kInvalidArgument if a region holds some of them already.
   [[nodiscard]] virtual Region lend(std::byte* data, uint64_t bytes, const Device& device);
   // Why memory of this device cannot be lent; empty: it can. Most transports take none.
   [[nodiscard]] virtual std::string lend_obstacle(const Device& device) const;
-  // The caller vouches that no peer still writes there; peers drop their mapping by themselves.
+  // The caller guarantees that no peer still writes there; peers drop their mapping by themselves.
   virtual void release(const RegionRef& region) = 0;
   // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.
   virtual void import(int rank, const RegionRef& region) = 0;
@@ -105,9 +104,8 @@ struct TransportOptions {
 
 // Collective. `name` is "auto" (the cheapest that reaches all ranks), one of transport_names(), or
 // "domains:" or "ofi:" with a provider of libfabric ("ofi:tcp"). Each rank gets `num_signals`
-// signals, all zero. Throws Error (kNotAvailable)
-// saying why on every rank. Tests may also ask for "faulty:<name>?delay=0.2&...", see
-// faulty/fault_plan.hpp.
+// signals, all zero. Throws Error (kNotAvailable) saying why on every rank. Tests may also ask for
+// "faulty:<name>?delay=0.2&...", see faulty/faulty_transport.hpp.
 [[nodiscard]] std::unique_ptr<Transport> make_transport(
     std::string_view name,
     const Group& group,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bad input to dispatch() and combine() on one rank: one error on every rank, nothing written, and
-// the exchange stays usable. tests/unit/exchange/validate_test.cpp has the text of every check.
+// the exchange stays usable. tests/unit/call/validate_test.cpp has the text of every check.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -197,6 +197,46 @@ TEST(BadCallTest, LetsEachRankSayItsOwnFault) {
   EXPECT_TRUE(texts[1].starts_with("dispatch: rank 0 refused the call: dispatch: x has row stride"))
       << texts[1];
   EXPECT_TRUE(texts[2].starts_with("dispatch: x has shape [1, 32]")) << texts[2];
+}
+
+// A caller that cannot make the call at all says why, instead of making it wrong.
+TEST(BadCallTest, ARankRefusesWithoutACall) {
+  using Refused = std::tuple<Op, std::string, std::function<void(RefusalRank&)>>;
+  const std::vector<Refused> calls = {
+      {Op::kPlan, "plan", [](auto& own) { static_cast<void>(own.exchange.plan(own.routing())); }},
+      {Op::kDispatch,
+       "dispatch",
+       [](auto& own) {
+         own.exchange.dispatch(own.plan, own.dispatch_input(), own.scratch.dispatch_output());
+       }},
+      {Op::kCombine,
+       "combine",
+       [](auto& own) {
+         own.exchange.combine(own.plan, own.combine_input(), own.scratch.combine_output());
+       }},
+      {Op::kPlanAndDispatch, "plan", [](auto& own) {
+         PlanOptions options = own.options();
+         options.row_budget = own.plan.num_rows();
+         static_cast<void>(own.exchange.dispatch(
+             own.routing(), options, own.dispatch_input(), own.scratch.dispatch_output()
+         ));
+       }}};
+  const std::string reason = "my rows are " + std::string(600, 'x');  // more than travels
+  for (const auto& [op, name, call] : calls) {
+    const std::vector<std::string> texts =
+        refused_texts([&, op = op, call = call](RefusalRank& own) {
+          if (own.rank == 1) {
+            own.exchange.refuse(op, reason);
+            throw Error(ErrorCode::kInvalidArgument, "as told", 1, "");
+          }
+          call(own);
+        });
+    EXPECT_EQ(texts[1], "as told");
+    EXPECT_EQ(
+        texts[0],
+        name + ": rank 1 refused the call: " + reason.substr(0, 511) + " [rank 0/3, loopback]"
+    );
+  }
 }
 
 }  // namespace

@@ -9,11 +9,10 @@
 #include <ostream>
 #include <stdexcept>
 
-#include "moe/host_model.hpp"
-#include "overlap/no_pipelining.hpp"
-#include "overlap/thread_executor.hpp"
+#include "lab/train/step_rig.hpp"
 #include "support/errors.hpp"
-#include "unit/moe/step_rig.hpp"
+#include "train/lanes/thread_executor.hpp"
+#include "train/step_model.hpp"
 
 namespace weft::moe {
 namespace {

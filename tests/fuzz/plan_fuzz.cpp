@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "fuzz/fuzz_input.hpp"
-#include "plan/reference_plan.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft::fuzz {
 namespace {
@@ -65,7 +65,7 @@ void compare(const std::vector<RouteTable>& routes, int num_experts, const PlanO
   try {
     const std::vector<Plan> fast = build_plans(routes, num_experts, options);
     for (size_t rank = 0; rank < fast.size(); ++rank) {
-      require(fast[rank].data() == slow[rank], "the plan equals the reference");
+      require(contents_of(fast[rank]) == slow[rank], "the plan equals the reference");
     }
   } catch (const Error& error) {
     refused = error.code() == ErrorCode::kInvalidArgument;

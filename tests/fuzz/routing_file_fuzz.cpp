@@ -4,8 +4,7 @@
 #include <sstream>
 
 #include "fuzz/fuzz_input.hpp"
-#include "plan/crc32.hpp"
-#include "plan/routing_file.hpp"
+#include "plan/file/routing_file.hpp"
 
 namespace weft::fuzz {
 namespace {

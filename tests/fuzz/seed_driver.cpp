@@ -8,7 +8,7 @@
 
 #include "core/atomic_file.hpp"
 #include "fuzz/fuzz_input.hpp"
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 
 namespace {
 

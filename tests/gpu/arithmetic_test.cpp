@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include "core/devices.hpp"
+#include "core/gpu/devices.hpp"
 #include "gpu/arithmetic_cases.hpp"
 
 namespace weft::testing {

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <memory>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft::test {
 

@@ -9,7 +9,7 @@
 
 #include "core/env.hpp"
 #include "gpu/gpu_test.hpp"
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {

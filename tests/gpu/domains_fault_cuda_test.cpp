@@ -8,7 +8,7 @@
 
 #include <thread>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 

@@ -7,7 +7,7 @@
 
 #include <thread>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 
@@ -117,6 +117,72 @@ TEST_P(GpuFaultTest, RefusesWrongArguments) {
   );
 }
 
+// The caller says why, and no call is made wrong for it. Another call goes on in between, whose
+// number the reason must not be taken for.
+TEST_P(GpuFaultTest, ARankRefusesWithoutACall) {
+  using Refused = std::pair<Op, std::function<void(FaultRank&)>>;
+  const std::vector<Refused> calls = {
+      {Op::kPlan, [](FaultRank& own) { own.make_plan(); }},
+      {Op::kDispatch,
+       [](FaultRank& own) { own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out); }},
+      {Op::kCombine,
+       [](FaultRank& own) { own.exchange.combine(*own.plan, own.combine_in, own.combine_out); }}};
+  for (const auto& [op, call] : calls) {
+    const auto texts = fault_texts(gpus(), [&, op = op, call = call](FaultRank& own) {
+      own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
+      if (own.rank == 1) {
+        own.exchange.refuse(op, "my rows are not ready");
+        throw Error(ErrorCode::kInvalidArgument, "as told", 1, "");
+      }
+      call(own);
+    });
+    EXPECT_EQ(texts[1], "as told");
+    for (const int rank : {0, 2}) {
+      EXPECT_EQ(
+          texts[static_cast<size_t>(rank)],
+          fmt::format(
+              "{}: rank 1 refused the call: my rows are not ready [rank {}/3, peer]",
+              op == Op::kPlan       ? "plan"
+              : op == Op::kDispatch ? "dispatch"
+                                    : "combine",
+              rank
+          )
+      );
+    }
+  }
+}
+
+// A call that is refused while it is captured was never begun by anybody: no rank counts it.
+TEST_P(GpuFaultTest, ARefusalInsideACaptureIsLocalAndSaysSo) {
+  const std::string local = "(the call was being captured: no other rank hears of it)";
+  const FaultWorld world(gpus());
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, world.setup);
+    FaultRank own(exchange, world.good);
+    own.make_plan();
+    if (group.rank() == 1) {
+      const TestStream stream(exchange.config().device);
+      const CallOptions call = {.stream = stream.get()};
+      const auto cuda_stream = static_cast<cudaStream_t>(stream.get());
+      WEFT_CUDA(Context{}, cudaStreamBeginCapture(cuda_stream, cudaStreamCaptureModeThreadLocal));
+      DispatchInput wrong = own.dispatch_in;
+      wrong.x.rows = 31;
+      const std::string text =
+          text_of(thrown_by([&] { exchange.dispatch(*own.plan, wrong, own.dispatch_out, call); }));
+      EXPECT_TRUE(text.starts_with("dispatch: x has shape [31, 32]")) << text;
+      EXPECT_NE(text.find(local), std::string::npos) << text;
+      const auto refused = thrown_by([&] { exchange.refuse(Op::kCombine, "not now", call); });
+      EXPECT_EQ(refused.value_or(Thrown{}).code, ErrorCode::kUnsupported);
+      EXPECT_NE(text_of(refused).find("combine: not now " + local), std::string::npos);
+      cudaGraph_t graph = nullptr;
+      WEFT_CUDA(Context{}, cudaStreamEndCapture(cuda_stream, &graph));
+      WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
+    }
+    EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "");
+    group.barrier();
+  });
+}
+
 TEST_P(GpuFaultTest, NamesTheRankThatDoesNotPlan) {
   expect_timeout(
       gpus(), "plan", 1, [](FaultRank&) {}, [](FaultRank& own) { own.make_plan(); }
@@ -211,7 +277,8 @@ TEST_P(GpuFaultTest, TellsOfAGraphInAnotherStream) {
         if (thrown) {
           throw Error(thrown->code, thrown->text, own.rank, "");
         }
-      }
+      },
+      false
   );
 }
 

@@ -61,9 +61,13 @@ void expect_disagreement(
     const FaultCall& call
 );
 
-// Rank 1 alone gets `reason`, the others that rank 1 refused the call.
+// Rank 1 alone gets `reason`, the others that rank 1 refused the call, and why if its host knew.
 void expect_refusal(
-    int num_gpus, const std::string& op, const std::string& reason, const FaultCall& call
+    int num_gpus,
+    const std::string& op,
+    const std::string& reason,
+    const FaultCall& call,
+    bool is_known_to_host = true
 );
 
 // As above, of a call that plans: rank 1 has an index below and above what there is.

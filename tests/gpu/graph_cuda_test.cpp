@@ -11,8 +11,8 @@
 #include <optional>
 #include <span>
 
-#include "core/check_cuda.hpp"
-#include "core/device_memory.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/device_memory.hpp"
 #include "gpu/gpu_test.hpp"
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/peer_address.hpp"
+#include "core/gpu/peer_address.hpp"
 #include "gpu/peer_patterns_cuda.hpp"
 
 namespace weft::test {

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "core/devices.hpp"
+#include "core/gpu/devices.hpp"
 #include "gpu/plan_world.hpp"
 
 namespace weft::test {
@@ -170,15 +170,15 @@ TEST_F(PlanCudaTest, NamesTheFieldThatDiffers) {
   PlanWorld world(shape, 2);
   const CaseData data = make_case_data(shape, case_of(shape, 20, 2));
   world.load(data);
-  world.launch_of(1).signature[6] = 5;
+  world.launch_of(1).signature.words[4] = 5;
   world.start(0);
   world.start(1);
   world.wait();
   EXPECT_EQ(world.fault(0).kind, FaultKind::kMismatch);
-  EXPECT_EQ(world.fault(0).what, 6);
+  EXPECT_EQ(world.fault(0).what, 4);
   EXPECT_EQ(world.fault(0).seen, 5);
-  EXPECT_EQ(world.fault(0).wanted, 106);
-  EXPECT_EQ(world.fault(1).seen, 106);
+  EXPECT_EQ(world.fault(0).wanted, 104);
+  EXPECT_EQ(world.fault(1).seen, 104);
 }
 
 TEST_F(PlanCudaTest, NamesTheRankThatDoesNotCome) {

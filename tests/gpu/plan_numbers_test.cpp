@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The plan kernel's arithmetic, on the host: needs no GPU.
-#include "kernels/plan_numbers.hpp"
-
 #include <gtest/gtest.h>
 
-#include "kernels/plan_shared_map.hpp"
+#include "cuda/plan/numbers.hpp"
+#include "cuda/plan/shared_map.hpp"
 
 namespace weft::test {
 namespace {

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "cuda/plan/download.hpp"
 #include "gpu/device_bytes.hpp"
-#include "kernels/plan_download.hpp"
 #include "plan/plan_data.hpp"
 #include "plan/slots.hpp"
 #include "support/compare.hpp"
@@ -124,8 +124,8 @@ void PlanWorld::load(const CaseData& data) {
     call.pad_multiple = routing.options.pad_multiple;
     call.expert_stride = routing.options.expert_stride;
     call.row_budget = routing.options.row_budget.value_or(-1);
-    for (int field = 0; field < kDeviceSignatureFields; ++field) {
-      call.signature[field] = 100 + field;
+    for (int word = 0; word < kSignatureWords; ++word) {
+      call.signature.words[word] = 100 + word;
     }
   }
   sync_device();
@@ -154,7 +154,7 @@ std::string PlanWorld::difference(const CaseData& data) {
   std::vector<Plan> made;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     const Rank& rank = *ranks_[r];
-    PlanShape shape = data.plans[r].data().shape;
+    PlanShape shape = contents_of(data.plans[r]).shape;
     shape.options.expert_stride = data.routing[r].options.expert_stride;
     PlanData plan = download_plan(rank.call.me, rank.call.plan, shape, rank.stream);
     made.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
@@ -206,7 +206,7 @@ std::string PlanWorld::internals_difference(const CaseData& data, int rank) {
     return "the host's shape differs";
   }
 
-  const PlanData& plan = data.plans[static_cast<size_t>(rank)].data();
+  const PlanData& plan = contents_of(data.plans[static_cast<size_t>(rank)]);
   const int num_ranks = setup_.num_ranks;
   const auto source = static_cast<uint32_t>(rank);
   const auto num_tokens = static_cast<int32_t>(plan.shape.num_tokens);

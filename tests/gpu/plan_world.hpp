@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels/launch.hpp"
+#include "cuda/layout/launch.hpp"
 #include "support/case_data.hpp"
 
 namespace weft::test {

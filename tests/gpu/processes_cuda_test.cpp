@@ -11,8 +11,8 @@
 #include <thread>
 #include <unistd.h>
 
-#include "core/check_cuda.hpp"
-#include "core/gpu_probe.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/devices.hpp"
 #include "gpu/fault_world.hpp"
 #include "gpu/gpu_test.hpp"
 #include "support/errors.hpp"

@@ -28,7 +28,7 @@ Fp8Rows expected_rows(
     Quantise kind, const CaseData& data, const std::vector<Matrix>& x, size_t to
 ) {
   const int64_t hidden = data.setup.hidden;
-  const PlanData& plan = data.plans[to].data();
+  const PlanData& plan = contents_of(data.plans[to]);
   Fp8Rows out = {
       Matrix(DType::kByte, plan.num_rows, hidden),
       Matrix(DType::kFloat32, plan.num_rows, hidden / 128)};
@@ -41,7 +41,7 @@ Fp8Rows expected_rows(
     }
   }
   for (size_t from = 0; from < data.plans.size(); ++from) {
-    const Arrivals& arrivals = data.plans[from].data().sent[to];
+    const Arrivals& arrivals = contents_of(data.plans[from]).sent[to];
     for (int64_t i = 0; i < arrivals.size(); ++i) {
       const int64_t token = arrivals.token[static_cast<size_t>(i)];
       const QuantisedRow row =

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/dispatch/quantise.cuh"
 #include "gpu/quantise_rows.hpp"
-#include "kernels/quantise.cuh"
 
 namespace weft::test {
 

@@ -7,8 +7,6 @@
 namespace weft::test {
 namespace {
 
-constexpr const char* kRows = "plan: rows that go with it";
-
 class GpuRoutedFaultTest : public GpuTest {};
 
 TEST_F(GpuRoutedFaultTest, RefusesAnIndexOutOfRange) {
@@ -30,7 +28,8 @@ TEST_F(GpuRoutedFaultTest, RefusesWrongArguments) {
 }
 
 TEST_F(GpuRoutedFaultTest, NamesTheRowsThatDiffer) {
-  expect_disagreement(num_gpus(), kRows, {"bfloat16 with weights", "bfloat16"}, [](FaultRank& own) {
+  const std::string field = "plan: has_weights of x in the same call";
+  expect_disagreement(num_gpus(), field, {"true", "false"}, [](FaultRank& own) {
     if (own.rank == 2) {
       own.dispatch_in.weights = {};
       own.dispatch_out.weights = {};
@@ -40,7 +39,8 @@ TEST_F(GpuRoutedFaultTest, NamesTheRowsThatDiffer) {
 }
 
 TEST_F(GpuRoutedFaultTest, NamesTheRankThatPlansAlone) {
-  expect_disagreement(num_gpus(), kRows, {"bfloat16 with weights", "none"}, [](FaultRank& own) {
+  const std::string field = "plan: dtype of x in the same call";
+  expect_disagreement(num_gpus(), field, {"bfloat16", "none"}, [](FaultRank& own) {
     own.options.row_budget = own.dispatch_out.rows.rows;
     own.rank == 2 ? own.make_plan() : own.plan_and_dispatch();
   });
@@ -64,7 +64,7 @@ void expect_refusal_in_a_stream(int num_gpus, bool copy_engines, const FaultCall
   });
   for (const int rank : {0, 2}) {
     const std::string& text = texts[static_cast<size_t>(rank)];
-    EXPECT_NE(text.find("rank 1 refused the call"), std::string::npos) << text;
+    EXPECT_NE(text.find("rank 1 refused the call: "), std::string::npos) << text;
   }
 }
 
@@ -76,6 +76,20 @@ TEST_F(GpuRoutedFaultTest, CountsWhatARefusedPlanLeavesToOthers) {
     });
     expect_refusal_in_a_stream(num_gpus(), copy_engines, [](FaultRank& own) {
       own.options.row_budget.reset();
+    });
+  }
+}
+
+// This rank does not know whether the others make one launch of it; it counts what they count.
+TEST_F(GpuRoutedFaultTest, ARankRefusesBothWithoutACall) {
+  for (const bool copy_engines : {false, true}) {
+    SCOPED_TRACE(copy_engines);
+    expect_refusal_in_a_stream(num_gpus(), copy_engines, [](FaultRank& own) {
+      const TestStream stream(own.exchange.config().device);
+      own.exchange.refuse(
+          Op::kPlanAndDispatch, "my tokens are not ready", {.stream = stream.get()}
+      );
+      throw Error(ErrorCode::kInvalidArgument, "as told", 1, "");
     });
   }
 }

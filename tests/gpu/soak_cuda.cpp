@@ -15,7 +15,7 @@
 #include <optional>
 #include <thread>
 
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 #include "support/gpus.hpp"
 #include "support/run_case.hpp"
 

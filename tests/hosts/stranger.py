@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of another build, as far as the rendezvous goes (src/group/handshake.hpp): proves the
+"""A rank of another build, as far as the rendezvous goes (src/group/tcp/handshake.hpp): proves the
 secret, claims a version and prints what rank 0 makes of it.
 usage: stranger.py ADDRESS RANK NUM_RANKS VERSION"""
 

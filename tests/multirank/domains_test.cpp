@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "multirank/worlds.hpp"
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 #include "support/process_memory.hpp"
 #include "support/run_case.hpp"
 

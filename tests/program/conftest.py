@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the tests run the program: WEFT_PROGRAM names it."""
+"""How the tests run the programs: WEFT_PROGRAM and WEFT_LAB_PROGRAM name them."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ import subprocess
 import pytest
 
 PROGRAM = os.environ.get("WEFT_PROGRAM", "build/cpu/apps/weft/weft")
+LAB = os.environ.get("WEFT_LAB_PROGRAM", "build/cpu/lab/weft-lab")
+LAB_COMMANDS = ("train", "simulate")
 
 # A sanitizer makes everything slower.
 TIMEOUT = 120
@@ -24,9 +26,14 @@ def clean_environment(**extra):
     return {**kept, "OPENBLAS_NUM_THREADS": "1", **extra}
 
 
+def command_line(args):
+    """`weft ...`, or `weft-lab ...` for a command of the laboratory."""
+    return [LAB if args and args[0] in LAB_COMMANDS else PROGRAM, *map(str, args)]
+
+
 def weft(*args, code=0, stdin=None, **extra):
     """Runs it in a pipe, checks the exit code, returns what it wrote."""
-    command = [PROGRAM, *map(str, args)]
+    command = command_line(args)
     done = subprocess.run(
         command,
         capture_output=True,
@@ -42,7 +49,7 @@ def weft(*args, code=0, stdin=None, **extra):
 def start(*args, **extra):
     """Starts it and does not wait."""
     return subprocess.Popen(
-        [PROGRAM, *map(str, args)],
+        command_line(args),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -59,6 +59,7 @@ def test_fabric_of_an_unknown_name_is_an_error_that_lists_the_known_ones():
 def test_a_build_without_gpus_says_why():
     gpus = info()["gpus"]
     assert gpus["list"] or gpus["none_because"]
+    assert {"ipc", "vmm", "fabric"} <= {entry["gpu_transport"] for entry in gpus["transports"]}
 
 
 def test_environment_is_shown_but_for_secrets():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft simulate`: agreement with `weft plan` and with measured times, files and refusals."""
+"""`weft-lab simulate`: agreement with `weft plan` and with measured times, files and refusals."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_one_domain_moves_the_bytes_of_the_plan(tmp_path, ranks, skew):
 @pytest.mark.parametrize("case", ["a", "b", "c"])
 def test_times_of_one_domain_are_those_measured_on_gpus(tmp_path, case):
     """With all multiprocessors, as the model assumes."""
-    rows = json.loads((RESULTS / f"gpu-{case}.4xh200.json").read_text())["rows"]
+    rows = json.loads((RESULTS / "gpu.4xh200.json").read_text())[f"gpu-{case}.4xh200"]["rows"]
     best = {}
     for row in rows:
         if row["op"] in ("dispatch", "combine") and row["mode"] == "exact direct":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft train`: it learns, reports, saves and goes on."""
+"""`weft-lab train`: it learns, reports, saves and goes on."""
 
 import itertools
 import json

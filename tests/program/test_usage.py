@@ -3,13 +3,15 @@
 
 import os
 import pty
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from conftest import PROGRAM, TIMEOUT, clean_environment, one_error, weft
+from conftest import LAB_COMMANDS, PROGRAM, TIMEOUT, clean_environment, one_error, weft
 
-COMMANDS = ["info", "check", "limits", "bench", "plan", "train"]
+COMMANDS = ["info", "check", "limits", "bench", "plan", "tune"]
 
 
 def test_help_lists_every_command():
@@ -19,15 +21,24 @@ def test_help_lists_every_command():
     assert "Exit codes: 0 good, 1 a check failed or a run broke, 2 bad usage" in text
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_the_program_holds_nothing_of_the_laboratory():
+    text = weft("--help").stdout
+    for command in LAB_COMMANDS:
+        assert f"\n  {command} " not in text
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *LAB_COMMANDS])
 def test_help_of_a_command_teaches_by_examples(command):
     text = weft(command, "--help").stdout
     assert "Examples:" in text
-    assert f"weft {command}" in text.split("Examples:")[1]
+    name = "weft-lab" if command in LAB_COMMANDS else "weft"
+    assert f"{name} {command}" in text.split("Examples:")[1]
 
 
-def test_version_is_one_line():
-    assert weft("--version").stdout.startswith("weft 0.")
+def test_version_is_that_of_the_sources():
+    sources = (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+    version = re.search(r"project\(weft VERSION ([\d.]+)", sources)[1]
+    assert weft("--version").stdout == f"weft {version}\n"
 
 
 def test_no_command_is_bad_usage():

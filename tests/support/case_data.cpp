@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "plan/reference_plan.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft::test {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "exchange/reference_exchange.hpp"
+#include "exchange/reference/reference_exchange.hpp"
 #include "support/exchange_case.hpp"
 #include "support/memory.hpp"
 

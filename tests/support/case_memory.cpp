@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/device_memory.hpp"
+#include "core/gpu/device_memory.hpp"
 
 namespace weft::test {
 namespace {

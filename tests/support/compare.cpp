@@ -148,8 +148,8 @@ std::string first_difference(const Plan& actual, const Plan& expected) {
   if (actual == expected) {
     return {};
   }
-  const PlanData& a = actual.data();
-  const PlanData& b = expected.data();
+  const PlanData& a = contents_of(actual);
+  const PlanData& b = contents_of(expected);
   for (const std::string& text :
        {differing("num_rows", a.num_rows, b.num_rows),
         differing("required_rows", a.required_rows, b.required_rows),

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <array>
 
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 
 namespace weft::test {
 namespace {

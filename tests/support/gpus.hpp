@@ -2,7 +2,7 @@
 // The GPUs that tests use.
 #pragma once
 
-#include "core/devices.hpp"
+#include "core/gpu/devices.hpp"
 
 namespace weft::test {
 

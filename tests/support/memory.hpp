@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::test {

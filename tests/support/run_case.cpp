@@ -11,7 +11,7 @@
 #include <optional>
 #include <thread>
 
-#include "exchange/exchange_cpu.hpp"
+#include "cpu/exchange.hpp"
 #include "plan/build.hpp"
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"

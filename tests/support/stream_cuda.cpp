@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/stream_cuda.hpp"
-
 #include <cuda_runtime_api.h>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/stream.hpp"
 #include "support/stream.hpp"
 
 namespace weft::test {

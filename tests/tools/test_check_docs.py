@@ -7,6 +7,7 @@ PROGRAM = """\
 case "$1" in
   --help) echo "weft: info bench" ;;
   bench) echo "bench: --json FILE  --ranks N" ;;
+  say) shift; printf "%s\\n" "$@" ;;
   *) exit 2 ;;
 esac
 """
@@ -24,7 +25,7 @@ def check(tmp_path, text, *arguments):
     root = write_tree(tmp_path / "tree", TREE | {"README.md": text})
     program = write_tree(tmp_path, {"weft": PROGRAM}) / "weft"
     program.chmod(0o755)
-    return run_tool("check_docs", root, "--weft", program, *arguments)
+    return run_tool("check_docs", root, "--programs", program, *arguments)
 
 
 GOOD = """\
@@ -95,3 +96,34 @@ def test_reports_a_marked_block_that_fails(tmp_path):
     status, out = check(tmp_path, "<!-- run -->\n```sh\nexit 3\n```\n", "--run")
     assert status == 1
     assert "README.md: exit status 3" in out
+
+
+QUOTE = "before\n<!-- output weft say a 'b  c' -->\n```text\nold\n```\nafter\n" * 2
+FILLED = QUOTE.replace("old", "a\nb  c")
+
+
+def test_fills_blocks_with_outputs_and_then_finds_them_true(tmp_path):
+    status, out = check(tmp_path, QUOTE, "--outputs", "check")
+    assert status == 1 and "README.md: weft say a 'b  c' prints something else" in out
+    readme = tmp_path / "tree/README.md"
+    assert readme.read_text() == QUOTE
+    assert check(tmp_path, QUOTE, "--outputs", "write")[0] == 0
+    assert readme.read_text() == FILLED
+    assert check(tmp_path, FILLED, "--outputs", "check") == (0, "check_docs: 2 documents are true\n")
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("<!-- output weft gone -->\n```text\nold\n```\n", "README.md: weft gone ended with 2"),
+        ("<!-- output weft say -->\n\n```text\n```\n", "README.md: no ```text block follows output weft say"),
+    ],
+)
+def test_leaves_a_block_that_it_cannot_fill(tmp_path, text, problem):
+    status, out = check(tmp_path, text, "--outputs", "write")
+    assert status == 1 and problem in out
+    assert (tmp_path / "tree/README.md").read_text() == text
+
+
+def test_leaves_outputs_of_programs_that_are_not_built(tmp_path):
+    assert check(tmp_path, QUOTE.replace("weft", "other"), "--outputs", "check")[0] == 0

@@ -23,13 +23,13 @@ DOCUMENT = """
 
 | file | function | what stands there | releases | acquires |
 |---|---|---|---|---|
-| `src/kernels/a.cuh` | `tell` | `fence_sys` x 2, `store_relaxed_sys` | rows | |
-| `src/kernels/a.cuh` | `hear` | `load_acquire_sys` | | rows |
+| `src/cuda/a.cuh` | `tell` | `fence_sys` x 2, `store_relaxed_sys` | rows | |
+| `src/cuda/a.cuh` | `hear` | `load_acquire_sys` | | rows |
 """
 
 
 def check(tmp_path, source=SOURCE, document=DOCUMENT):
-    texts = {"src/kernels/a.cuh": source, "docs/memory_model.md": document}
+    texts = {"src/cuda/a.cuh": source, "docs/memory_model.md": document}
     return run_tool("check_memory_model", write_tree(tmp_path, texts))
 
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 #include <string>
+#include <type_traits>
 
 #include "core/env.hpp"
 #include "weft/exchange.hpp"
@@ -55,6 +56,28 @@ class Finite : public CLI::Validator {
     };
   }
 };
+
+// An option whose default is shown; a number has to be from `least` to `most`.
+template <class T>
+CLI::Option* add_value(CLI::App& command, const char* name, T& value, const char* text) {
+  return command.add_option(name, value, text)->capture_default_str();
+}
+template <class T>
+CLI::Option* add_number(
+    CLI::App& command,
+    const char* name,
+    T& value,
+    std::type_identity_t<T> least,
+    std::type_identity_t<T> most,
+    const char* text
+) {
+  return add_value(command, name, value, text)->check(CLI::Range(least, most));
+}
+// --device, of a command that can use GPUs.
+inline void add_device_word(CLI::App& command, std::string& word) {
+  add_value(command, "--device", word, "auto, cpu or cuda; auto: GPUs if there are any")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+}
 
 [[nodiscard]] inline Choice<DType> dtype_choice() {
   return {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "progress.hpp"
+#include "cli/progress.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <string_view>
+#include <cstdio>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
@@ -35,13 +34,6 @@ std::string text_of(double fraction, const std::string& note, double elapsed) {
 
 }  // namespace
 
-bool has_colors(std::FILE* stream) {
-  const char* no_color = std::getenv("NO_COLOR");
-  const char* term = std::getenv("TERM");
-  return (no_color == nullptr || *no_color == '\0') && isatty(fileno(stream)) == 1 &&
-         (term == nullptr || std::string_view(term) != "dumb");
-}
-
 Progress::Progress(std::string label, bool is_enabled)
     : label_(std::move(label)),
       is_enabled_(is_enabled),
@@ -67,30 +59,19 @@ void Progress::update(double fraction, const std::string& note) {
   }
   last_ = now;
   fraction = std::clamp(fraction, 0.0, 1.0);
-  if (is_terminal_) {
-    draw_bar(fraction, note, elapsed);
-  } else {
-    print_line(fraction, note, elapsed);
+  const std::string text = text_of(fraction, note, elapsed);
+  if (!is_terminal_) {
+    fmt::print(stderr, "{}: {}\n", label_, text);
+    return;
   }
-}
-
-void Progress::draw_bar(double fraction, const std::string& note, double elapsed) {
   const auto filled = static_cast<size_t>(fraction * kBarWidth);
   std::string line = fmt::format(
-      "{} [{}{}] {}",
-      label_,
-      std::string(filled, '#'),
-      std::string(kBarWidth - filled, '.'),
-      text_of(fraction, note, elapsed)
+      "{} [{}{}] {}", label_, std::string(filled, '#'), std::string(kBarWidth - filled, '.'), text
   );
   line.resize(std::min(line.size(), terminal_columns() - 1));
   fmt::print(stderr, "\r{}\x1b[K", line);
   std::fflush(stderr);
   is_drawn_ = true;
-}
-
-void Progress::print_line(double fraction, const std::string& note, double elapsed) {
-  fmt::print(stderr, "{}: {}\n", label_, text_of(fraction, note, elapsed));
 }
 
 }  // namespace weft::program

@@ -4,13 +4,9 @@
 #pragma once
 
 #include <chrono>
-#include <cstdio>
 #include <string>
 
 namespace weft::program {
-
-// True if escape codes are welcome there: a terminal, TERM not "dumb", NO_COLOR not set.
-[[nodiscard]] bool has_colors(std::FILE* stream);
 
 class Progress {
  public:
@@ -27,8 +23,6 @@ class Progress {
 
  private:
   using Clock = std::chrono::steady_clock;
-  void draw_bar(double fraction, const std::string& note, double elapsed);
-  void print_line(double fraction, const std::string& note, double elapsed);
 
   std::string label_;
   bool is_enabled_;

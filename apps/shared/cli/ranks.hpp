@@ -1,16 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
-// --device, for every command that can use GPUs: which executor, how many ranks, and which GPU is a
-// rank's. CUDA stays untouched in this process, which may fork the ranks.
+// Runs a command's body on several ranks: forked processes, threads, or the processes that
+// torchrun, mpirun or srun started.
 #pragma once
 
 #include <CLI/CLI.hpp>
 
+#include <functional>
 #include <string>
 
-#include "ranks.hpp"
+#include "weft/group.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::program {
+
+struct RankOptions {
+  int num_ranks = 4;
+  bool use_threads = false;
+  std::string command;  // who speaks in errors
+};
+
+// Adds --ranks N, --processes and --threads.
+void add_rank_options(CLI::App& command, RankOptions& options);
+
+// Returns after all ranks have ended. If any threw, died or returned other than 0, says why on
+// stderr, one line per distinct reason, and throws CLI::RuntimeError(1). Call before starting
+// threads.
+void run_ranks(const RankOptions& options, const std::function<int(Group&)>& body);
+
+// --device, for every command that can use GPUs: which executor, how many ranks, and which GPU is a
+// rank's. CUDA stays untouched in this process, which may fork the ranks.
 
 struct DeviceChoice {
   std::string wanted = "auto";  // auto: GPUs if there are any

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "stop_request.hpp"
+#include "cli/stop_request.hpp"
 
 #include <array>
 #include <atomic>

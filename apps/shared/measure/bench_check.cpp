@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench_check.hpp"
+#include "measure/bench_check.hpp"
 
 #include <cstring>
 #include <memory>
 
-#include "exchange/reference_exchange.hpp"
-#include "plan/reference_plan.hpp"
+#include "exchange/reference/reference_exchange.hpp"
+#include "measure/measure.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft::program {
 namespace {
@@ -14,18 +15,6 @@ struct RankVerdict {
   OutputPrints prints;
   bool is_plan_good = false;
 };
-
-Bytes bytes_of(const RankVerdict& value) {
-  Bytes bytes(sizeof(value));
-  std::memcpy(bytes.data(), &value, sizeof(value));
-  return bytes;
-}
-
-RankVerdict verdict_from(const Bytes& bytes) {
-  RankVerdict value;
-  std::memcpy(&value, bytes.data(), std::min(bytes.size(), sizeof(value)));
-  return value;
-}
 
 std::vector<Plan> expected_plans(const BenchShape& shape) {
   std::vector<Plan> plans;
@@ -109,23 +98,18 @@ Verdict judge(
 ) {
   const auto plans = expected_plans(shape);
   const auto mine = static_cast<size_t>(group.rank());
-  const auto blocks = group.all_gather(bytes_of({prints, plan == plans[mine]}));
+  const auto verdicts = gather(group, RankVerdict{prints, plan == plans[mine]});
   Verdict verdict = {true, true, true};
   if (group.rank() == 0) {
     const auto rows = expected_rows(shape, plans);
     const auto x = expected_x(shape, plans, group.topology().domain_of);
-    for (size_t rank = 0; rank < blocks.size(); ++rank) {
-      const RankVerdict said = verdict_from(blocks[rank]);
-      verdict.is_plan_good &= said.is_plan_good;
-      verdict.is_dispatch_good &= said.prints.rows == rows[rank];
-      verdict.is_combine_good &= said.prints.x == x[rank];
+    for (size_t rank = 0; rank < verdicts.size(); ++rank) {
+      verdict.is_plan_good &= verdicts[rank].is_plan_good;
+      verdict.is_dispatch_good &= verdicts[rank].prints.rows == rows[rank];
+      verdict.is_combine_good &= verdicts[rank].prints.x == x[rank];
     }
   }
-  Bytes answer(sizeof(verdict));
-  std::memcpy(answer.data(), &verdict, sizeof(verdict));
-  const Bytes told = group.all_gather(answer)[0];
-  std::memcpy(&verdict, told.data(), sizeof(verdict));
-  return verdict;
+  return gather(group, verdict)[0];
 }
 
 }  // namespace weft::program

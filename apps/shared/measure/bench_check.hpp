@@ -7,10 +7,10 @@
 #include <span>
 #include <vector>
 
+#include "measure/workload.hpp"
 #include "plan/build.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
-#include "workload.hpp"
 
 namespace weft::program {
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "build_info.hpp"
+#include "measure/build_info.hpp"
 
 #include <fmt/format.h>
 
 #include "commit.hpp"
+#include "weft/version.hpp"
 
 namespace weft::program {
 namespace {
@@ -20,7 +21,7 @@ std::string compiler() {
 
 BuildInfo build_info() {
   BuildInfo info;
-  info.version = WEFT_VERSION;
+  info.version = version();
   info.commit = WEFT_COMMIT;
   info.is_dirty = WEFT_DIRTY;
   info.compiler = compiler();
@@ -29,7 +30,6 @@ BuildInfo build_info() {
 #ifdef WEFT_ENABLE_ASSERT
   info.has_asserts = true;
 #endif
-  info.blas = WEFT_BLAS;
   info.executors = {"cpu"};
   return info;
 }

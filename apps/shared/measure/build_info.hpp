@@ -15,7 +15,6 @@ struct BuildInfo {
   std::string build_type;  // "RelWithDebInfo"
   std::string sanitizers;  // empty: none
   bool has_asserts = false;
-  std::string blas;  // file name of the library
   std::vector<std::string> executors;
 };
 

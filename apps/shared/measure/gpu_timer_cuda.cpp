@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu_timer_cuda.hpp"
+#include "measure/gpu_timer_cuda.hpp"
 
 #include <algorithm>
 #include <atomic>
 
-#include "core/check_cuda.hpp"
-#include "link_copies_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "measure/link_copies_cuda.hpp"
 
 namespace weft::program {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "limits.hpp"
+#include "measure/limits.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -15,7 +15,7 @@
 #include "core/check.hpp"
 #include "core/copy.hpp"
 #include "group/shared_memory.hpp"
-#include "measure.hpp"
+#include "measure/measure.hpp"
 
 namespace weft::program {
 namespace {

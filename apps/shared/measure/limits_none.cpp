@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/check.hpp"
-#include "limits_cuda.hpp"
+#include "measure/limits_cuda.hpp"
 
 namespace weft::program {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/ptx/bulk.cuh"
-#include "kernels/ptx/memory.cuh"
-#include "link_copies_cuda.hpp"
+#include "cuda/device/ptx/bulk.cuh"
+#include "cuda/device/ptx/memory.cuh"
+#include "measure/link_copies_cuda.hpp"
 
 namespace weft::program {
 namespace {

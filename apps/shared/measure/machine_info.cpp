@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "machine_info.hpp"
+#include "measure/machine_info.hpp"
 
 #include <fmt/format.h>
 
@@ -10,7 +10,7 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
-#include "measure.hpp"
+#include "measure/measure.hpp"
 
 namespace weft::program {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "measure.hpp"
+#include "measure/measure.hpp"
 
 #include <algorithm>
 #include <cmath>

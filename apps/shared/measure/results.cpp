@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "results.hpp"
+#include "measure/results.hpp"
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
@@ -7,12 +7,11 @@
 #include <chrono>
 #include <cmath>
 
-#include "build_info.hpp"
-#include "core/atomic_file.hpp"
-#include "core/devices.hpp"
-#include "json_text.hpp"
-#include "machine_info.hpp"
-#include "table.hpp"
+#include "core/gpu/devices.hpp"
+#include "measure/build_info.hpp"
+#include "measure/machine_info.hpp"
+#include "report/json_text.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 namespace {
@@ -60,7 +59,9 @@ std::string text_or_none(const std::string& text) {
 
 }  // namespace
 
-Json results_json(const std::vector<ResultRow>& rows, const CopyRates& rates) {
+void save_results(
+    const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
+) {
   const BuildInfo build = build_info();
   const MachineInfo machine = machine_info();
   const GpuList gpus = list_gpus();
@@ -89,13 +90,7 @@ Json results_json(const std::vector<ResultRow>& rows, const CopyRates& rates) {
   for (const ResultRow& row : rows) {
     json["rows"].push_back(row_json(row));
   }
-  return json;
-}
-
-void save_results(
-    const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
-) {
-  write_file_atomically(path, json_text(results_json(rows, rates)) + "\n");
+  save_json(path, json);
 }
 
 }  // namespace weft::program

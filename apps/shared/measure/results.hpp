@@ -3,14 +3,12 @@
 // means.
 #pragma once
 
-#include <nlohmann/json.hpp>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "limits.hpp"
+#include "measure/limits.hpp"
 
 namespace weft::program {
 
@@ -49,12 +47,7 @@ struct ResultRow {
   }
 };
 
-// The file's content: this build, this machine, now.
-[[nodiscard]] nlohmann::ordered_json results_json(
-    const std::vector<ResultRow>& rows, const CopyRates& rates
-);
-
-// Throws Error (kFile).
+// The file says of which build and machine the rows are, and when. Throws Error (kFile).
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 );

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "workload.hpp"
+#include "measure/workload.hpp"
 
 #include <cstring>
 #include <limits>
 
 #include "core/check.hpp"
 #include "core/half.hpp"
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 
 namespace weft::program {
 namespace {

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "html.hpp"
+#include "report/html.hpp"
 
 #include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
 
 #include "core/atomic_file.hpp"
 
@@ -52,24 +56,12 @@ std::string table_line(
 }  // namespace
 
 std::string html_escape(std::string_view text) {
+  static constexpr std::array<std::pair<char, const char*>, 4> kEscapes = {
+      {{'&', "&amp;"}, {'<', "&lt;"}, {'>', "&gt;"}, {'"', "&quot;"}}};
   std::string out;
   for (const char c : text) {
-    switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      default:
-        out += c;
-    }
+    const auto* found = std::ranges::find(kEscapes, c, &std::pair<char, const char*>::first);
+    found == kEscapes.end() ? out.push_back(c) : static_cast<void>(out.append(found->second));
   }
   return out;
 }

@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include "table.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 

@@ -6,6 +6,8 @@
 
 #include <string>
 
+#include "core/atomic_file.hpp"
+
 namespace weft::program {
 
 inline constexpr int kOneLine = -1;
@@ -13,6 +15,11 @@ inline constexpr int kOneLine = -1;
 // Bytes of paths and names that are no UTF-8 become the replacement character.
 [[nodiscard]] inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2) {
   return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+// Throws Error (kFile).
+inline void save_json(const std::string& path, const nlohmann::ordered_json& json) {
+  write_file_atomically(path, json_text(json) + "\n");
 }
 
 }  // namespace weft::program

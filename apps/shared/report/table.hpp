@@ -2,8 +2,12 @@
 // Aligned text tables and the forms in which numbers are shown.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace weft::program {
@@ -32,5 +36,19 @@ class Table {
 [[nodiscard]] std::string count_text(int64_t value);     // 1,234,567
 [[nodiscard]] std::string bytes_text(double bytes);      // 1.5 GB (decimal)
 [[nodiscard]] std::string seconds_text(double seconds);  // 12.3 us, 4.56 ms, 7.89 s
+
+// Numbers as characters of growing darkness, for pictures that survive any pipe.
+inline constexpr std::string_view kShades = " .:-=+*#%@";
+
+// One character per value; `high` is the darkest.
+[[nodiscard]] inline std::string shaded(std::span<const double> values, double high) {
+  const auto last = static_cast<double>(kShades.size() - 1);
+  std::string out;
+  for (const double value : values) {
+    const double part = high > 0 ? std::clamp(value / high, 0.0, 1.0) : 0;
+    out += kShades[static_cast<size_t>(std::lround(part * last))];
+  }
+  return out;
+}
 
 }  // namespace weft::program

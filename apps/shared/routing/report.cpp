@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A PlanReport for a terminal: plain characters only, so that it survives any pipe.
+#include "routing/report.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 #include <span>
+#include <utility>
 
-#include "plan_report.hpp"
-#include "shades.hpp"
+#include "report/svg.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 namespace {
@@ -71,7 +73,126 @@ std::string busiest_experts(const PlanReport& report) {
   return out;
 }
 
+using Json = nlohmann::ordered_json;
+
+template <class T>
+std::vector<T> copy_of(std::span<const T> values) {
+  return {values.begin(), values.end()};
+}
+
+Json rank_json(const Plan& plan, int64_t row_bytes, bool with_slots) {
+  Json json = {
+      {"rank", plan.rank()},
+      {"num_tokens", plan.num_tokens()},
+      {"num_rows", plan.num_rows()},
+      {"required_rows", plan.required_rows()},
+      {"overflow", plan.overflow()},
+      {"wire_bytes", plan.wire_bytes(row_bytes)},
+      {"logical_bytes", plan.logical_bytes(row_bytes)},
+      {"rows_per_expert", copy_of(plan.rows_per_expert())},
+      {"padded_rows_per_expert", copy_of(plan.padded_rows_per_expert())},
+      {"expert_begin", copy_of(plan.expert_begin())}};
+  if (with_slots) {
+    json["topk_idx"] = contents_of(plan).route_expert;
+    json["route_slots"] = contents_of(plan).route_slot;
+  }
+  return json;
+}
+
+std::vector<std::string> numbers(int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    names.push_back(fmt::format("{}", i));
+  }
+  return names;
+}
+
+std::vector<double> as_doubles(std::span<const int64_t> values, double unit = 1) {
+  std::vector<double> out;
+  for (const int64_t value : values) {
+    out.push_back(static_cast<double>(value) / unit);
+  }
+  return out;
+}
+
+BarChart rows_per_expert(const PlanReport& report) {
+  BarChart chart = {
+      "Rows per expert", "expert", "rows", numbers(report.num_experts()), {{"rows", {}, {}}}};
+  const bool is_padded = report.plans.front().layout() != Layout::kRankMajor &&
+                         report.plans.front().pad_multiple() > 1;
+  if (is_padded) {
+    chart.series = {{"rows", {}, {}}, {"padding", {}, {}}};
+    chart.is_nested = true;
+  }
+  for (const Plan& plan : report.plans) {
+    for (size_t e = 0; e < plan.rows_per_expert().size(); ++e) {
+      chart.series[0].y.push_back(static_cast<double>(plan.rows_per_expert()[e]));
+      if (is_padded) {
+        chart.series[1].y.push_back(static_cast<double>(plan.padded_rows_per_expert()[e]));
+      }
+    }
+  }
+  return chart;
+}
+
 }  // namespace
+
+std::vector<int64_t> routes_of(const RouteTable& table, int num_experts) {
+  std::vector<int64_t> counts(static_cast<size_t>(num_experts), 0);
+  for (const int32_t expert : table.expert) {
+    if (expert >= 0) {
+      ++counts[static_cast<size_t>(expert)];
+    }
+  }
+  return counts;
+}
+
+double max_over_mean(const std::vector<int64_t>& counts) {
+  const int64_t sum = sum_of(counts);
+  if (sum == 0) {
+    return 1;
+  }
+  const int64_t largest = *std::max_element(counts.begin(), counts.end());
+  return static_cast<double>(largest) * static_cast<double>(counts.size()) /
+         static_cast<double>(sum);
+}
+
+Imbalance imbalance_of(const std::vector<int64_t>& routes_per_expert, int num_ranks) {
+  std::vector<int64_t> per_rank(static_cast<size_t>(num_ranks), 0);
+  const size_t num_local = routes_per_expert.size() / per_rank.size();
+  for (size_t e = 0; e < routes_per_expert.size(); ++e) {
+    per_rank[e / num_local] += routes_per_expert[e];
+  }
+  return {max_over_mean(routes_per_expert), max_over_mean(per_rank)};
+}
+
+PlanReport make_plan_report(
+    std::string source,
+    const std::vector<RouteTable>& routes,
+    int num_experts,
+    const PlanOptions& options,
+    const RowFormat& format
+) {
+  PlanReport report;
+  report.source = std::move(source);
+  report.dtype = format.dtype;
+  report.hidden = format.hidden;
+  report.plans = build_plans(routes, num_experts, options);
+  for (const RouteTable& table : routes) {
+    const auto counts = routes_of(table, num_experts);
+    report.routes_by_source.insert(report.routes_by_source.end(), counts.begin(), counts.end());
+  }
+  for (const Plan& plan : report.plans) {
+    for (int to = 0; to < plan.num_ranks(); ++to) {
+      report.sent_bytes.push_back(plan.sent_arrivals(to) * report.row_bytes());
+      report.num_arrivals += plan.sent_arrivals(to);
+    }
+  }
+  const auto totals = report.plans.front().global_routes_per_expert();
+  report.num_routes = sum_of(totals);
+  report.imbalance = imbalance_of({totals.begin(), totals.end()}, report.num_ranks());
+  return report;
+}
 
 std::string plan_summary(const PlanReport& report) {
   const Plan& first = report.plans.front();
@@ -127,7 +248,7 @@ Table plan_rank_table(const PlanReport& report) {
       wire_in += from == self ? 0 : report.sent_bytes[from * size + self];
       arrivals += plan.received_arrivals(static_cast<int>(from));
     }
-    for (const auto& [begin, end] : plan.data().padding) {
+    for (const auto& [begin, end] : contents_of(plan).padding) {
       padding += end - begin;
     }
     const int64_t kept = plan.logical_bytes(1);
@@ -148,6 +269,56 @@ Table plan_rank_table(const PlanReport& report) {
 
 std::string plan_picture(const PlanReport& report) {
   return shaded_lines(report) + "\n" + busiest_experts(report);
+}
+
+Json plan_json(const PlanReport& report, bool with_slots) {
+  const Plan& first = report.plans.front();
+  Json json = {
+      {"source", report.source},
+      {"num_ranks", report.num_ranks()},
+      {"num_experts", report.num_experts()},
+      {"topk", first.topk()},
+      {"layout", layout_name(first.layout())},
+      {"pad_multiple", first.pad_multiple()},
+      {"hidden", report.hidden},
+      {"dtype", dtype_name(report.dtype)},
+      {"row_bytes", report.row_bytes()},
+      {"num_routes", report.num_routes},
+      {"num_arrivals", report.num_arrivals},
+      {"imbalance_experts", report.imbalance.of_experts},
+      {"imbalance_ranks", report.imbalance.of_ranks},
+      {"routes_per_expert", copy_of(first.global_routes_per_expert())},
+      {"sent_bytes", report.sent_bytes},
+      {"ranks", Json::array()}};
+  for (const Plan& plan : report.plans) {
+    json["ranks"].push_back(rank_json(plan, report.row_bytes(), with_slots));
+  }
+  return json;
+}
+
+void add_plan_figures(const PlanReport& report, Page& page) {
+  const auto ranks = numbers(report.num_ranks());
+  page.add_figure(
+      svg(HeatMap{
+          "Bytes of rows from rank to rank",
+          "to rank",
+          "from rank",
+          "MB",
+          ranks,
+          ranks,
+          as_doubles(report.sent_bytes, 1e6)}),
+      "One row per token and rank, whatever the number of its experts there. What a rank keeps for "
+      "itself (the diagonal) does not cross the wire."
+  );
+  page.add_figure(svg(rows_per_expert(report)));
+  page.add_figure(svg(HeatMap{
+      "Routes from rank to expert",
+      "expert",
+      "from rank",
+      "routes",
+      ranks,
+      numbers(report.num_experts()),
+      as_doubles(report.routes_by_source)}));
 }
 
 }  // namespace weft::program

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one routing means for every rank: rows, bytes, imbalance. Numbers only; plan_text, plan_html
-// and plan_json show them.
+// What one routing means for every rank: rows, bytes, imbalance; as text, as pictures, as JSON.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -9,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "html.hpp"
 #include "plan/build.hpp"
-#include "table.hpp"
+#include "report/html.hpp"
+#include "report/table.hpp"
 #include "weft/plan.hpp"
 
 namespace weft::program {
@@ -52,6 +51,8 @@ struct RowFormat {
     const RowFormat& format
 );
 
+// Of all tokens of a rank, by expert.
+[[nodiscard]] std::vector<int64_t> routes_of(const RouteTable& table, int num_experts);
 [[nodiscard]] Imbalance imbalance_of(const std::vector<int64_t>& routes_per_expert, int num_ranks);
 [[nodiscard]] double max_over_mean(const std::vector<int64_t>& counts);
 

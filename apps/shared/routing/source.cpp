@@ -1,29 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan_source.hpp"
+#include "routing/source.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <map>
+#include <numeric>
 #include <utility>
 
+#include "cli/choices.hpp"
 #include "core/check.hpp"
-#include "plan/random_routing.hpp"
-#include "plan/routing_file.hpp"
-#include "plan_report.hpp"
+#include "plan/file/routing_file.hpp"
+#include "routing/report.hpp"
 
 namespace weft::program {
 namespace {
 
 constexpr int64_t kMostSampled = 400;  // records read for the overview
-
-// What the file's records are, in its order.
-struct RecordName {
-  int64_t step = 0;
-  int layer = 0;
-};
 
 struct LayerSums {
   int64_t num_records = 0;
@@ -32,26 +28,6 @@ struct LayerSums {
   Imbalance worst;
 };
 
-Imbalance imbalance_of_record(const RoutingRecord& record, int num_experts) {
-  std::vector<int64_t> counts(static_cast<size_t>(num_experts), 0);
-  for (const RouteTable& table : record.routes) {
-    for (const int32_t expert : table.expert) {
-      counts[static_cast<size_t>(std::max(expert, 0))] += expert >= 0 ? 1 : 0;
-    }
-  }
-  return imbalance_of(counts, static_cast<int>(record.routes.size()));
-}
-
-double count_routes_of(const RoutingRecord& record) {
-  double sum = 0;
-  for (const RouteTable& table : record.routes) {
-    sum += static_cast<double>(
-        std::count_if(table.expert.begin(), table.expert.end(), [](int32_t e) { return e >= 0; })
-    );
-  }
-  return sum;
-}
-
 bool is_chosen(const RoutingRecord& record, const RecordChoice& choice, int64_t last_step) {
   return record.step == choice.step.value_or(last_step) &&
          (!choice.layer || record.layer == *choice.layer);
@@ -59,12 +35,30 @@ bool is_chosen(const RoutingRecord& record, const RecordChoice& choice, int64_t 
 
 }  // namespace
 
-RoutingMoment make_up_routing(const MadeUpRouting& spec) {
-  RoutingMoment moment;
-  moment.name = fmt::format(
-      "Made-up routing: {} tokens a rank, skew {}, seed {}", spec.num_tokens, spec.skew, spec.seed
-  );
-  moment.num_experts = spec.num_experts;
+CLI::Option* add_routing_options(
+    CLI::App& command, std::string& file, MadeUpRouting& made_up, RecordChoice& choice
+) {
+  auto* option = command.add_option("file", file, "Routing file; without it routing is made up");
+  const auto add = [&](const char* name, auto& value, const char* text) {
+    return add_made_up(command, option, name, value, text);
+  };
+  add("--tokens", made_up.num_tokens, "Tokens of each rank")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 22));
+  add("--topk", made_up.topk, "Experts of a token")->check(CLI::Range(1, kMaxTopk));
+  add("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
+      ->check(CLI::Range(0.0, 8.0))
+      ->check(Finite());
+  add("--seed", made_up.seed, "Seed");
+  command.add_option("--step", choice.step, "Step of a routing file (default: its last)")
+      ->group("Routing file")
+      ->needs(option);
+  command.add_option("--layer", choice.layer, "Layer of that step (default: its first)")
+      ->group("Routing file")
+      ->needs(option);
+  return option;
+}
+
+RandomRouting random_spec(const MadeUpRouting& spec) {
   RandomRouting random;
   random.num_tokens = spec.num_tokens;
   random.num_experts = spec.num_experts;
@@ -73,8 +67,17 @@ RoutingMoment make_up_routing(const MadeUpRouting& spec) {
   random.zipf_exponent = spec.skew;
   random.with_weights = false;
   random.seed = spec.seed;
+  return random;
+}
+
+RoutingMoment make_up_routing(const MadeUpRouting& spec) {
+  RoutingMoment moment;
+  moment.name = fmt::format(
+      "Made-up routing: {} tokens a rank, skew {}, seed {}", spec.num_tokens, spec.skew, spec.seed
+  );
+  moment.num_experts = spec.num_experts;
   for (int rank = 0; rank < spec.num_ranks; ++rank) {
-    moment.routes.push_back(random_routing(random, rank));
+    moment.routes.push_back(random_routing(random_spec(spec), rank));
   }
   return moment;
 }
@@ -120,10 +123,15 @@ Table routing_file_table(const std::string& path) {
   // An odd stride meets every layer of the usual even or odd number of them.
   for (int64_t i = 0; i < reader.num_records(); i += stride) {
     const RoutingRecord record = reader.read(i);
-    const Imbalance one = imbalance_of_record(record, reader.shape().num_experts);
+    std::vector<int64_t> counts(static_cast<size_t>(reader.shape().num_experts), 0);
+    for (const RouteTable& table : record.routes) {
+      const auto more = routes_of(table, reader.shape().num_experts);
+      std::ranges::transform(counts, more, counts.begin(), std::plus<>());
+    }
+    const Imbalance one = imbalance_of(counts, static_cast<int>(record.routes.size()));
     LayerSums& layer = layers[record.layer];
     ++layer.num_records;
-    layer.routes += count_routes_of(record);
+    layer.routes += std::reduce(counts.begin(), counts.end(), 0.0);
     layer.mean.of_experts += one.of_experts;
     layer.mean.of_ranks += one.of_ranks;
     layer.worst.of_experts = std::max(layer.worst.of_experts, one.of_experts);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where `weft plan` takes its routing from: a file of real routing, or a made-up one.
+// Where commands take their routing from: a file of real routing, or a made-up one.
 #pragma once
+
+#include <CLI/CLI.hpp>
 
 #include <cstdint>
 #include <optional>
@@ -8,7 +10,8 @@
 #include <vector>
 
 #include "plan/build.hpp"
-#include "table.hpp"
+#include "plan/random_routing.hpp"
+#include "report/table.hpp"
 
 namespace weft::program {
 
@@ -33,6 +36,21 @@ struct RoutingMoment {
   std::vector<RouteTable> routes;  // by rank
 };
 
+// The positional option of a file, the options of made-up routing but for ranks and experts, and of
+// a record of the file.
+CLI::Option* add_routing_options(
+    CLI::App& command, std::string& file, MadeUpRouting& made_up, RecordChoice& choice
+);
+// Another option of made-up routing.
+template <class T>
+CLI::Option* add_made_up(
+    CLI::App& command, CLI::Option* file, const char* name, T& value, const char* text
+) {
+  auto* option = command.add_option(name, value, text);
+  return option->group("Made-up routing")->capture_default_str()->excludes(file);
+}
+
+[[nodiscard]] RandomRouting random_spec(const MadeUpRouting& spec);
 [[nodiscard]] RoutingMoment make_up_routing(const MadeUpRouting& spec);
 
 // Throws Error (kFile) naming the file and its place for a missing or damaged file, Error

@@ -9,18 +9,16 @@
 #include <string>
 #include <vector>
 
-#include "bench_cases.hpp"
-#include "bench_options.hpp"
-#include "bench_report.hpp"
-#include "bench_run.hpp"
-#include "choices.hpp"
+#include "bench/gpu.hpp"
+#include "bench/options.hpp"
+#include "bench/run.hpp"
+#include "cli/choices.hpp"
+#include "cli/ranks.hpp"
 #include "commands.hpp"
-#include "core/devices.hpp"
-#include "gpu_bench.hpp"
-#include "limits_cuda.hpp"
-#include "plan/routing_file.hpp"
-#include "ranks.hpp"
-#include "results.hpp"
+#include "core/gpu/devices.hpp"
+#include "measure/limits_cuda.hpp"
+#include "measure/results.hpp"
+#include "plan/file/routing_file.hpp"
 
 namespace weft::program {
 namespace {
@@ -81,44 +79,34 @@ int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, dou
 }
 
 void add_case_options(CLI::App& command, BenchOptions& options) {
-  command.add_option("--tokens", options.num_tokens, "Tokens of each rank")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
-      ->capture_default_str();
-  command.add_option("--hidden", options.hidden, "Elements of a token")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command.add_option("--experts", options.num_experts, "Experts of all ranks")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command.add_option("--topk", options.topk, "Experts of a token")
-      ->check(CLI::Range(1, kMaxTopk))
-      ->capture_default_str();
+  add_number(command, "--tokens", options.num_tokens, 0, int64_t{1} << 20, "Tokens of each rank");
+  add_value(command, "--hidden", options.hidden, "Elements of a token")->check(CLI::PositiveNumber);
+  add_value(command, "--experts", options.num_experts, "Experts of all ranks")
+      ->check(CLI::PositiveNumber);
+  add_number(command, "--topk", options.topk, 1, kMaxTopk, "Experts of a token");
   command.add_option("--dtype", options.dtype, "Of the rows")
       ->transform(dtype_choice())
       ->default_str("bf16");
   command.add_option("--layout", options.layout, "Of the receivers' rows")
       ->transform(layout_choice())
       ->default_str("expert_major");
-  command.add_option("--pad", options.pad_multiple, "Rows of an expert are a multiple of this")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  command.add_option("--skew", options.skew, "Popularity of the n-th expert is 1 / n^SKEW")
-      ->check(CLI::Range(0.0, 8.0))
-      ->check(Finite())
-      ->capture_default_str();
+  add_value(command, "--pad", options.pad_multiple, "Rows of an expert are a multiple of this")
+      ->check(CLI::PositiveNumber);
+  add_number(
+      command, "--skew", options.skew, 0.0, 8.0, "Popularity of the n-th expert is 1 / n^SKEW"
+  )
+      ->check(Finite());
   command
       .add_option(
           "--routing", options.routing_file, "File of real routing; gives ranks, tokens and experts"
       )
       ->check(CLI::ExistingFile)
       ->excludes("--tokens", "--experts", "--topk", "--skew");
-  command.add_option("--seed", options.seed, "Of routing and rows")->capture_default_str();
+  add_value(command, "--seed", options.seed, "Of routing and rows");
 }
 
 void add_gpu_options(CLI::App& command, BenchOptions& options) {
-  command.add_option("--device", options.device, "auto, cpu or cuda; auto: GPUs if there are any")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->capture_default_str();
+  add_device_word(command, options.device);
   command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU, one or several")
       ->delimiter(',')
       ->allow_extra_args(false)
@@ -136,15 +124,10 @@ void add_run_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--threads-per-rank", options.threads_per_rank, "Workers of each rank")
       ->check(CLI::Range(0, 256))
       ->default_str("the cores shared among the ranks");
-  command.add_option("--transport", options.transport, "As listed by `weft info`")
-      ->capture_default_str();
+  add_value(command, "--transport", options.transport, "As listed by `weft info`");
   command.add_flag("--staged", options.is_staged, "Output in ordinary memory, filled by a copy");
-  command.add_option("--iterations", options.iterations, "Samples")
-      ->check(CLI::Range(1, 1000000))
-      ->capture_default_str();
-  command.add_option("--warmup", options.warmup, "Calls before the first sample")
-      ->check(CLI::Range(0, 1000000))
-      ->capture_default_str();
+  add_number(command, "--iterations", options.iterations, 1, 1000000, "Samples");
+  add_number(command, "--warmup", options.warmup, 0, 1000000, "Calls before the first sample");
   command.add_flag("!--no-check", options.is_checked, "Skip the comparison with the reference");
   command.add_option("--json", options.json_path, "Write the results here");
   command.add_option("--html", options.html_path, "Write a page with plots here");
@@ -178,7 +161,7 @@ void add_bench(CLI::App& app) {
     if (*is_smoke) {
       shrink(*command, *options);
     }
-    if (!options->routing_file.empty() && command->count("--ranks") == 0 && !is_launched()) {
+    if (!options->routing_file.empty() && command->count("--ranks") == 0 && !Group::is_launched()) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
     }
     take_case(*options, *reference);

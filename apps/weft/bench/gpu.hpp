@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// `weft bench` on GPUs. gpu_bench_cuda.cpp or gpu_bench_none.cpp answers.
+// `weft bench` on GPUs. gpu_cuda.cpp or gpu_none.cpp answers.
 #pragma once
 
 #include <vector>
 
-#include "bench_options.hpp"
-#include "bench_run.hpp"
+#include "bench/options.hpp"
+#include "bench/run.hpp"
+#include "cuda/exchange/tuning.hpp"
 #include "weft/group.hpp"
 
 namespace weft::program {
@@ -18,14 +19,7 @@ namespace weft::program {
 );
 
 // Collective. Every sensible split of multiprocessors, timed for dispatch and combine of the
-// options' shape; the same on every rank.
-struct GpuSplit {
-  BenchOp op = BenchOp::kDispatch;
-  int64_t row_bytes = 0;
-  int senders = 0;
-  int others = 0;
-  double us = 0;  // median of the slowest rank
-};
-[[nodiscard]] std::vector<GpuSplit> run_gpu_tune(const Group& group, const BenchOptions& options);
+// options' shape: medians of the slowest rank, the same on every rank.
+[[nodiscard]] std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& options);
 
 }  // namespace weft::program

@@ -1,25 +1,134 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gpu_bench_calls_cuda.hpp"
+#include "bench/gpu_calls_cuda.hpp"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <vector>
 
-#include "core/check_cuda.hpp"
-#include "core/device_memory.hpp"
-#include "core/devices.hpp"
-#include "gpu_bench_check_cuda.hpp"
-#include "gpu_bench_kernels_cuda.hpp"
-#include "gpu_bench_views.hpp"
-#include "plan/reference_plan.hpp"
-#include "workload.hpp"
+#include "bench/gpu_kernels_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/gpu/devices.hpp"
+#include "core/half.hpp"
+#include "measure/gpu_rows.hpp"
+#include "measure/measure.hpp"
+#include "measure/workload.hpp"
+#include "plan/plan_data.hpp"
+#include "plan/reference/reference_plan.hpp"
+#include "weft/plan.hpp"
+#include "weft/tensor.hpp"
 
 namespace weft::program {
 namespace {
 
 constexpr int64_t kScaleGroup = 128;
+constexpr int64_t kSampledRows = 256;
+constexpr int64_t kSampledTokens = 96;
 
 int num_gpus() {
   return static_cast<int>(list_gpus().gpus.size());
+}
+
+// As rows of as many bytes as there were elements: any bytes do.
+Tensor as_bytes(Tensor tensor) {
+  tensor.dtype = DType::kByte;
+  return tensor;
+}
+
+// As rows of bf16, which is what launch_fill writes.
+Tensor as_bf16(Tensor tensor) {
+  tensor.cols = tensor.row_bytes() / static_cast<int64_t>(sizeof(uint16_t));
+  tensor.dtype = DType::kBFloat16;
+  return tensor;
+}
+
+// The first rows.
+Tensor head(Tensor tensor, int64_t rows) {
+  tensor.rows = rows;
+  return tensor;
+}
+
+std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
+  std::vector<uint16_t> host(static_cast<size_t>(tensor.cols));
+  const auto bytes = static_cast<uint64_t>(tensor.row_bytes());
+  copy_between(
+      reinterpret_cast<std::byte*>(host.data()),
+      {},
+      tensor.data + row * tensor.row_bytes(),
+      tensor.device,
+      bytes
+  );
+  return host;
+}
+
+// Of what a rank's tokens, their scales and its experts' rows are filled with by launch_fill.
+uint64_t token_seed(int rank) {
+  return mix_seed(1, static_cast<uint64_t>(rank));
+}
+
+uint64_t expert_seed(int rank) {
+  return mix_seed(2, static_cast<uint64_t>(rank));
+}
+
+uint64_t scale_seed(int rank) {
+  return mix_seed(3, static_cast<uint64_t>(rank));
+}
+
+// rows: what `rank` got of rows that each source filled from seed_of(source), seen as bf16 of
+// whatever they are; plans: those of all ranks. A sample of them, every element.
+bool rows_are_right(
+    const Tensor& rows, const std::vector<Plan>& plans, size_t rank, uint64_t (*seed_of)(int source)
+) {
+  for (size_t source = 0; source < plans.size(); ++source) {
+    const Arrivals& arrivals = contents_of(plans[source]).sent[rank];
+    const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
+    for (int64_t i = 0; i < arrivals.size(); i += step) {
+      for (const int32_t slot : arrivals.slots(i)) {
+        const auto got = read_row(rows, slot);
+        const int64_t token = arrivals.token[static_cast<size_t>(i)];
+        const uint64_t seed = seed_of(static_cast<int>(source));
+        for (int64_t col = 0; col < rows.cols; ++col) {
+          if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
+            return false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// sums: what combine made of experts' rows made from their seeds, in bf16; plan: of this rank.
+bool sums_are_right(const Tensor& sums, const Plan& plan) {
+  const PlanData& data = contents_of(plan);
+  const int64_t step = std::max<int64_t>(1, plan.num_tokens() / kSampledTokens);
+  for (int64_t token = 0; token < plan.num_tokens(); token += step) {
+    const auto got = read_row(sums, token);
+    const auto t = static_cast<size_t>(token);
+    for (int64_t col = 0; col < sums.cols; ++col) {
+      float sum = 0;
+      for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
+        const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
+        const Arrivals& sent = data.sent[static_cast<size_t>(arrival.rank)];
+        const uint64_t seed = expert_seed(arrival.rank);
+        float partial = 0;
+        bool is_first = true;
+        for (const int32_t slot : sent.slots(arrival.index)) {
+          const float value = bf16_to_float(float_to_bf16(row_element(seed, slot, col)));
+          partial = is_first ? value : partial + value;
+          is_first = false;
+        }
+        partial = bf16_to_float(float_to_bf16(partial));
+        sum = i == data.token_begin[t] ? partial : sum + partial;
+      }
+      if (got[static_cast<size_t>(col)] != float_to_bf16(sum)) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -72,13 +181,7 @@ int64_t GpuCalls::row_bytes() const {
 }
 
 int64_t GpuCalls::max_tokens() const {
-  int64_t most = 1;
-  for (const auto& routes : routing_.versions) {
-    for (const RouteTable& table : routes) {
-      most = std::max(most, table.num_tokens);
-    }
-  }
-  return most;
+  return std::max<int64_t>(1, routing_.max_tokens());
 }
 
 ExchangeConfig GpuCalls::config() const {
@@ -92,13 +195,6 @@ ExchangeConfig GpuCalls::config() const {
   config.copy_engines = options_.is_copied;
   config.timeout = std::chrono::seconds(10);
   return config;
-}
-
-PlanOptions GpuCalls::plan_options() const {
-  return {
-      .layout = options_.layout,
-      .pad_multiple = options_.layout == Layout::kRankMajor ? 1 : options_.pad_multiple,
-  };
 }
 
 Routing GpuCalls::routing_of(size_t version) const {
@@ -141,17 +237,13 @@ void GpuCalls::dispatch(const Plan& plan) {
 }
 
 Plan GpuCalls::plan_in_budget(size_t version) {
-  PlanOptions options = plan_options();
-  options.row_budget = max_rows_;
-  return exchange_.plan(routing_of(version), options, call());
+  return exchange_.plan(routing_of(version), plan_options(max_rows_), call());
 }
 
 Plan GpuCalls::plan_and_dispatch(size_t version) {
-  PlanOptions options = plan_options();
-  options.row_budget = max_rows_;
   const Routing routing = routing_of(version);
   return exchange_.dispatch(
-      routing, options, input(routing.topk_idx.rows), output(max_rows_), call()
+      routing, plan_options(max_rows_), input(routing.topk_idx.rows), output(max_rows_), call()
   );
 }
 
@@ -187,7 +279,7 @@ bool GpuCalls::is_dispatch_right(const std::vector<Plan>& expected) const {
          rows_are_right(as_bf16(row_scales_), expected, rank_, scale_seed);
 }
 
-GpuCalls::Verdict GpuCalls::check() {
+Verdict GpuCalls::check() {
   std::vector<Plan> expected;
   for (PlanData& data :
        reference_plans(routing_.versions[0], routing_.num_experts, plan_options())) {
@@ -209,14 +301,11 @@ GpuCalls::Verdict GpuCalls::check() {
     exchange_.check();
     mine.is_dispatch_good &= is_dispatch_right(expected);
   }
-  Bytes block(sizeof mine);
-  std::memcpy(block.data(), &mine, sizeof mine);
   Verdict all = {true, true, true};
-  for (const Bytes& bytes : group_.all_gather(block)) {
-    std::memcpy(&mine, bytes.data(), sizeof mine);
-    all.is_plan_good &= mine.is_plan_good;
-    all.is_dispatch_good &= mine.is_dispatch_good;
-    all.is_combine_good &= mine.is_combine_good;
+  for (const Verdict& one : gather(group_, mine)) {
+    all.is_plan_good &= one.is_plan_good;
+    all.is_dispatch_good &= one.is_dispatch_good;
+    all.is_combine_good &= one.is_combine_good;
   }
   return all;
 }

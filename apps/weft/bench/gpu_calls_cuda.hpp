@@ -6,12 +6,13 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
-#include "bench_options.hpp"
-#include "bench_routing.hpp"
-#include "bench_run.hpp"
-#include "core/stream_cuda.hpp"
+#include "bench/options.hpp"
+#include "bench/run.hpp"
+#include "core/gpu/stream.hpp"
+#include "measure/bench_check.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::program {
@@ -35,11 +36,6 @@ class GpuCalls {
   [[nodiscard]] Plan plan_in_budget(size_t version);
   [[nodiscard]] Plan plan_and_dispatch(size_t version);
 
-  struct Verdict {
-    bool is_plan_good = false;
-    bool is_dispatch_good = false;
-    bool is_combine_good = false;
-  };
   // Collective: of all ranks. Plans in full; of the rows a sample, every element of them.
   [[nodiscard]] Verdict check();
 
@@ -50,7 +46,12 @@ class GpuCalls {
   [[nodiscard]] int gpu() const { return device_.index; }
   [[nodiscard]] int64_t row_bytes() const;
   [[nodiscard]] int64_t max_tokens() const;  // of any rank
-  [[nodiscard]] PlanOptions plan_options() const;
+  // Without a number of rows: exactly as many as there are.
+  [[nodiscard]] PlanOptions plan_options(std::optional<int64_t> row_budget = {}) const {
+    PlanOptions options = options_.plan_options();
+    options.row_budget = row_budget;
+    return options;
+  }
 
  private:
   [[nodiscard]] int64_t num_tokens() const { return routing_.versions[0][rank_].num_tokens; }

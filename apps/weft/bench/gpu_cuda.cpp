@@ -3,24 +3,77 @@
 // routings; its time is that of the slowest rank, between events on its stream.
 #include <fmt/format.h>
 
+#include <cuda_runtime_api.h>
+
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <functional>
 #include <optional>
+#include <vector>
 
-#include "bench_routing.hpp"
-#include "core/check_cuda.hpp"
-#include "gpu_bench.hpp"
-#include "gpu_bench_calls_cuda.hpp"
-#include "gpu_bench_graphs_cuda.hpp"
-#include "gpu_bench_kernels_cuda.hpp"
-#include "measure.hpp"
-#include "progress.hpp"
-#include "transport/peer/peer_memory.hpp"
+#include "bench/gpu.hpp"
+#include "bench/gpu_calls_cuda.hpp"
+#include "bench/gpu_kernels_cuda.hpp"
+#include "bench/options.hpp"
+#include "cli/progress.hpp"
+#include "core/gpu/check.hpp"
+#include "cuda/transport/peer_memory.hpp"
+#include "measure/measure.hpp"
 
 namespace weft::program {
 namespace {
+
+// Graphs of the calls: one for each routing, of `num_calls` calls that begin with it and take the
+// others in turn.
+class BenchGraphs {
+ public:
+  BenchGraphs(GpuCalls& calls, BenchOp op, int num_calls) : calls_(calls) {
+    const size_t num_versions = calls_.plans().size();
+    const size_t num_plans = num_versions * static_cast<size_t>(num_calls);
+    for (size_t i = 0; i < num_plans; ++i) {
+      alive_.push_back(calls_.plan_in_budget(i % num_versions));
+    }
+    alive_.clear();  // their memory is there for the captures
+    const cudaStream_t stream = calls_.stream();
+    for (size_t version = 0; version < num_versions; ++version) {
+      cudaGraph_t graph = nullptr;
+      WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      for (size_t i = 0; i < static_cast<size_t>(num_calls); ++i) {
+        capture(op, (version + i) % num_versions);
+      }
+      WEFT_CUDA(Context{}, cudaStreamEndCapture(stream, &graph));
+      WEFT_CUDA(Context{}, cudaGraphInstantiate(&graphs_.emplace_back(), graph, 0));
+      WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
+    }
+  }
+  BenchGraphs(const BenchGraphs&) = delete;
+  BenchGraphs& operator=(const BenchGraphs&) = delete;
+  ~BenchGraphs() {
+    for (cudaGraphExec_t graph : graphs_) {
+      static_cast<void>(cudaGraphExecDestroy(graph));
+    }
+  }
+
+  // On the stream of the calls.
+  void launch(size_t version) const {
+    WEFT_CUDA(Context{}, cudaGraphLaunch(graphs_[version], calls_.stream()));
+  }
+
+ private:
+  void capture(BenchOp op, size_t version) {
+    if (op == BenchOp::kPlan) {
+      alive_.push_back(calls_.plan_in_budget(version));
+    } else if (op == BenchOp::kPlanDispatch) {
+      alive_.push_back(calls_.plan_and_dispatch(version));
+    } else {
+      calls_.run(op, version);
+    }
+  }
+
+  GpuCalls& calls_;
+  std::vector<cudaGraphExec_t> graphs_;
+  std::vector<Plan> alive_;  // a graph writes into its plans at every replay
+};
 
 class GpuBench {
  public:
@@ -37,13 +90,13 @@ class GpuBench {
   GpuBench(const GpuBench&) = delete;
   GpuBench& operator=(const GpuBench&) = delete;
 
-  std::vector<GpuSplit> tune() {
+  std::vector<TunedSplit> tune() {
     int all = 0;
     WEFT_CUDA(
         Context{}, cudaDeviceGetAttribute(&all, cudaDevAttrMultiProcessorCount, calls_.gpu())
     );
     Progress progress("tune", group_.rank() == 0);
-    std::vector<GpuSplit> splits;
+    std::vector<TunedSplit> splits;
     constexpr std::array<int, 9> kSms = {12, 16, 24, 32, 40, 48, 64, 96, 0};
     constexpr std::array<double, 6> kShares = {0.3, 0.4, 0.5, 0.6, 0.7, 0.8};
     double done = 0;
@@ -60,7 +113,11 @@ class GpuBench {
           const auto samples =
               slowest_of(group_, time([&](size_t version) { calls_.run(op, version); }, false));
           splits.push_back(
-              {op, calls_.row_bytes(), senders, num_sms - senders, percentile(samples, 50)}
+              {op == BenchOp::kDispatch ? TunedOp::kDispatch : TunedOp::kCombine,
+               group_.num_ranks(),
+               calls_.row_bytes(),
+               {senders, num_sms - senders},
+               percentile(samples, 50)}
           );
         }
       }
@@ -82,10 +139,9 @@ class GpuBench {
     for (const int num_sms : sms) {
       num_sms_ = num_sms;
       calls_.take(num_sms, 0);
-      const auto verdict = options_.is_checked ? calls_.check() : GpuCalls::Verdict{};
+      const auto verdict = options_.is_checked ? calls_.check() : Verdict{};
       for (const auto& [name, op] : kBenchOps) {
-        const auto& asked = options_.ops;
-        if (!asked.empty() && std::find(asked.begin(), asked.end(), name) == asked.end()) {
+        if (!options_.wants(name)) {
           continue;
         }
         progress.update(
@@ -98,11 +154,7 @@ class GpuBench {
           report.results.push_back(measure(op, graph_calls));
           ResultRow& row = report.results.back().row;
           row.op = name;
-          row.checked = op == BenchOp::kCombine ? verdict.is_combine_good
-                        : op == BenchOp::kPlan  ? verdict.is_plan_good
-                        : op == BenchOp::kDispatch
-                            ? verdict.is_dispatch_good
-                            : verdict.is_plan_good && verdict.is_dispatch_good;
+          row.checked = is_good(verdict, op);
         }
       }
     }
@@ -193,24 +245,20 @@ class GpuBench {
     }
     Traffic all;
     for (const Plan& plan : calls_.plans()) {
-      double numbers[3] = {};
-      numbers[0] = static_cast<double>(plan.wire_bytes(calls_.row_bytes()));
-      numbers[1] = static_cast<double>(plan.logical_bytes(calls_.row_bytes()));
+      const int64_t row_bytes = calls_.row_bytes();
+      Traffic mine = {.logical = static_cast<double>(plan.logical_bytes(row_bytes))};
+      mine.wire = mine.most_out = static_cast<double>(plan.wire_bytes(row_bytes));
       for (int peer = 0; peer < plan.num_ranks(); ++peer) {
-        numbers[2] += peer == plan.rank()
-                          ? 0
-                          : static_cast<double>(plan.received_arrivals(peer) * calls_.row_bytes());
+        mine.most_in +=
+            peer == plan.rank() ? 0 : static_cast<double>(plan.received_arrivals(peer) * row_bytes);
       }
-      Bytes block(sizeof numbers);
-      std::memcpy(block.data(), numbers, sizeof numbers);
       double most_out = 0;
       double most_in = 0;
-      for (const Bytes& bytes : group_.all_gather(block)) {
-        std::memcpy(numbers, bytes.data(), sizeof numbers);
-        all.wire += numbers[0];
-        all.logical += numbers[1];
-        most_out = std::max(most_out, numbers[0]);
-        most_in = std::max(most_in, numbers[2]);
+      for (const Traffic& one : gather(group_, mine)) {
+        all.wire += one.wire;
+        all.logical += one.logical;
+        most_out = std::max(most_out, one.most_out);
+        most_in = std::max(most_in, one.most_in);
       }
       all.most_out += most_out;
       all.most_in += most_in;
@@ -225,23 +273,21 @@ class GpuBench {
   BenchResult measure(BenchOp op, int graph_calls) {
     const Traffic bytes = traffic();
     const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
-    BenchResult result;
-    result.samples_us = slowest_of(
+    BenchResult result = bench_result(
         group_,
-        graph_calls > 0 ? time_graphs(op, graph_calls)
-                        : time([&](size_t version) { calls_.run(op, version); }, is_planning)
+        options_,
+        routing_,
+        slowest_of(
+            group_,
+            graph_calls > 0 ? time_graphs(op, graph_calls)
+                            : time([&](size_t version) { calls_.run(op, version); }, is_planning)
+        )
     );
     ResultRow& row = result.row;
     row.executor = "cuda";
     row.transport = calls_.exchange().config().transport;
-    row.layout = layout_name(options_.layout);
-    row.dtype = options_.is_fp8 ? "fp8" : dtype_name(options_.dtype);
-    row.ranks = group_.num_ranks();
+    row.dtype = options_.is_fp8 ? "fp8" : row.dtype;
     row.tokens = calls_.max_tokens();
-    row.hidden = options_.hidden;
-    row.experts = routing_.num_experts;
-    row.topk = routing_.topk;
-    row.pad = calls_.plan_options().pad_multiple;
     row.sms = num_sms_;
     if (row.sms == 0) {
       WEFT_CUDA(
@@ -250,8 +296,6 @@ class GpuBench {
     }
     row.mode = mode_of(graph_calls);
     row.mode += options_.is_copied ? " copies" : options_.is_staged ? " staged" : " direct";
-    row.us_p50 = percentile(result.samples_us, 50);
-    row.us_p99 = percentile(result.samples_us, 99);
     if (op != BenchOp::kPlan) {
       row.wire_bytes = bytes.wire;
       row.logical_bytes = bytes.logical;
@@ -275,7 +319,7 @@ class GpuBench {
 
 }  // namespace
 
-std::vector<GpuSplit> run_gpu_tune(const Group& group, const BenchOptions& options) {
+std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& options) {
   const BenchRouting routing = bench_routing(options, group.num_ranks());
   return GpuBench(group, options, routing, 0).tune();
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/check_cuda.hpp"
-#include "core/peer_address.hpp"
-#include "gpu_bench_kernels_cuda.hpp"
-#include "gpu_rows.hpp"
-#include "kernels/ptx/memory.cuh"
+#include "bench/gpu_kernels_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/peer_address.hpp"
+#include "cuda/device/ptx/memory.cuh"
+#include "measure/gpu_rows.hpp"
 
 namespace weft::program {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "bench/gpu.hpp"
 #include "core/check.hpp"
-#include "gpu_bench.hpp"
 
 namespace weft::program {
 
@@ -8,7 +8,7 @@ BenchReport run_gpu_bench(const Group&, const BenchOptions&, double /*limit_gbps
   raise_error(ErrorCode::kUnsupported, Context{}, "bench: this build has no CUDA");
 }
 
-std::vector<GpuSplit> run_gpu_tune(const Group&, const BenchOptions&) {
+std::vector<TunedSplit> run_gpu_tune(const Group&, const BenchOptions&) {
   raise_error(ErrorCode::kUnsupported, Context{}, "tune: this build has no CUDA");
 }
 

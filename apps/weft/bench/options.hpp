@@ -2,6 +2,7 @@
 // What `weft bench` measures.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -9,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "ranks.hpp"
+#include "cli/ranks.hpp"
+#include "plan/build.hpp"
 #include "weft/exchange.hpp"
 #include "weft/tensor.hpp"
 
@@ -50,6 +52,60 @@ struct BenchOptions {
   bool is_checked = true;
   std::string json_path;
   std::string html_path;
+
+  [[nodiscard]] bool wants(std::string_view op) const {
+    return ops.empty() || std::find(ops.begin(), ops.end(), op) != ops.end();
+  }
+  [[nodiscard]] PlanOptions plan_options() const {
+    return {.layout = layout, .pad_multiple = layout == Layout::kRankMajor ? 1 : pad_multiple};
+  }
 };
+
+// The shapes that published figures are about: "A" to "D"; everything else of the options stays as
+// it is. Another name changes nothing.
+inline void take_case(BenchOptions& options, std::string_view name) {
+  struct Reference {
+    std::string_view name;
+    int64_t num_tokens;
+    int64_t hidden;
+    int topk;
+    int num_experts;
+  };
+  constexpr std::array<Reference, 4> kCases = {
+      {{"A", 4096, 7168, 8, 256},
+       {"B", 8192, 2048, 8, 128},  // Qwen3-30B-A3B
+       {"C", 4096, 4096, 2, 8},    // Mixtral
+       {"D", 128, 7168, 8, 256}}};
+  for (const Reference& one : kCases) {
+    if (one.name == name) {
+      options.num_tokens = one.num_tokens;
+      options.hidden = one.hidden;
+      options.topk = one.topk;
+      options.num_experts = one.num_experts;
+      options.pad_multiple = name == "D" ? 1 : options.pad_multiple;  // decoding pads nothing
+    }
+  }
+}
+
+// The routing that `weft bench` cycles through.
+struct BenchRouting {
+  int num_experts = 0;
+  int topk = 0;
+  std::vector<std::vector<RouteTable>> versions;  // [versions][num_ranks]
+
+  // Of any rank.
+  [[nodiscard]] int64_t max_tokens() const {
+    int64_t most = 0;
+    for (const auto& routes : versions) {
+      for (const RouteTable& table : routes) {
+        most = std::max(most, table.num_tokens);
+      }
+    }
+    return most;
+  }
+};
+
+// Made up or read from the file. Throws Error (kFile) for a file of another number of ranks.
+[[nodiscard]] BenchRouting bench_routing(const BenchOptions& options, int num_ranks);
 
 }  // namespace weft::program

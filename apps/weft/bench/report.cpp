@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench_report.hpp"
-
 #include <fmt/format.h>
 
-#include <algorithm>
+#include <numeric>
 #include <vector>
 
-#include "html.hpp"
-#include "svg.hpp"
+#include "bench/run.hpp"
+#include "report/html.hpp"
+#include "report/svg.hpp"
 
 namespace weft::program {
 namespace {
@@ -16,19 +15,8 @@ std::string gbps_text(double gbps) {
   return gbps > 0 ? fmt::format("{:.2f}", gbps) : "-";
 }
 
-std::vector<double> counted(size_t n) {
-  std::vector<double> x(n);
-  for (size_t i = 0; i < n; ++i) {
-    x[i] = static_cast<double>(i);
-  }
-  return x;
-}
-
 BarChart rate_chart(const BenchReport& report) {
-  BarChart chart;
-  chart.title = "Bytes per second";
-  chart.x_label = "operation";
-  chart.y_label = "GB/s, all ranks together";
+  BarChart chart = {"Bytes per second", "operation", "GB/s, all ranks together", {}, {}};
   Series logical = {"logical", {}, {}};
   Series wire = {"wire", {}, {}};
   for (const BenchResult& result : report.results) {
@@ -43,10 +31,7 @@ BarChart rate_chart(const BenchReport& report) {
 }
 
 BarChart percent_chart(const BenchReport& report) {
-  BarChart chart;
-  chart.title = "Share of what plain copies reach";
-  chart.x_label = "operation";
-  chart.y_label = "% of the limit";
+  BarChart chart = {"Share of what plain copies reach", "operation", "% of the limit", {}, {}};
   Series percent = {"% of the limit", {}, {}};
   for (const BenchResult& result : report.results) {
     if (result.row.limit_us > 0) {
@@ -59,13 +44,12 @@ BarChart percent_chart(const BenchReport& report) {
 }
 
 LineChart sample_chart(const BenchReport& report) {
-  LineChart chart;
-  chart.title = "Time of each sample";
-  chart.x_label = "sample";
-  chart.y_label = "microseconds, slowest rank";
+  LineChart chart = {"Time of each sample", "sample", "microseconds, slowest rank", {}};
   chart.starts_at_zero = true;
   for (const BenchResult& result : report.results) {
-    chart.series.push_back({result.row.op, counted(result.samples_us.size()), result.samples_us});
+    std::vector<double> numbers(result.samples_us.size());
+    std::iota(numbers.begin(), numbers.end(), 0.0);
+    chart.series.push_back({result.row.op, numbers, result.samples_us});
   }
   return chart;
 }
@@ -77,28 +61,20 @@ std::string bench_case_text(const BenchReport& report) {
     return "nothing measured";
   }
   const ResultRow& row = report.results.front().row;
-  if (row.executor == "cuda") {
-    return fmt::format(
-        "{} ranks on GPUs, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}; "
-        "rows of "
-        "{} B; copy engines move {:.1f} GB/s out of each GPU",
-        row.ranks,
-        count_text(row.tokens),
-        row.hidden,
-        row.experts,
-        row.topk,
-        row.dtype,
-        row.layout,
-        row.pad,
-        report.row_bytes,
-        report.rates.scatter
-    );
-  }
+  const bool is_gpu = row.executor == "cuda";
+  const CopyRates& rates = report.rates;
+  const std::string reach =
+      is_gpu ? fmt::format("copy engines move {:.1f} GB/s out of each GPU", rates.scatter)
+             : fmt::format(
+                   "plain copies reach {:.1f} GB/s scattering, {:.1f} GB/s gathering",
+                   rates.scatter,
+                   rates.gather
+               );
   return fmt::format(
-      "{} ranks over {}, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}, {}; "
-      "plain copies of {} B rows reach {:.1f} GB/s scattering, {:.1f} GB/s gathering",
+      "{} ranks {}, {} tokens each, hidden {}, {} experts, top-{}, {}, {} padded to {}{}; rows of "
+      "{} B; {}",
       row.ranks,
-      row.transport,
+      is_gpu ? "on GPUs" : "over " + row.transport,
       count_text(row.tokens),
       row.hidden,
       row.experts,
@@ -106,10 +82,9 @@ std::string bench_case_text(const BenchReport& report) {
       row.dtype,
       row.layout,
       row.pad,
-      row.mode,
+      is_gpu ? "" : ", " + row.mode,
       report.row_bytes,
-      report.rates.scatter,
-      report.rates.gather
+      reach
   );
 }
 

@@ -1,32 +1,68 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench_run.hpp"
+#include "bench/run.hpp"
 
 #include <algorithm>
-#include <cstring>
 
-#include "bench_check.hpp"
-#include "bench_routing.hpp"
-#include "limits.hpp"
-#include "measure.hpp"
-#include "progress.hpp"
+#include "bench/options.hpp"
+#include "cli/progress.hpp"
+#include "core/check.hpp"
+#include "measure/bench_check.hpp"
+#include "measure/limits.hpp"
+#include "measure/measure.hpp"
+#include "measure/workload.hpp"
+#include "plan/file/routing_file.hpp"
+#include "plan/random_routing.hpp"
+#include "routing/source.hpp"
 #include "weft/exchange.hpp"
-#include "workload.hpp"
 
 namespace weft::program {
 namespace {
 
-constexpr int64_t kLimitMemoryBytes = 512 << 20;
+constexpr uint64_t kMadeUpVersions = 4;
+constexpr int64_t kFileVersions = 16;
 
-template <class T>
-std::vector<T> gather(const Group& group, const T& mine) {
-  Bytes block(sizeof(T));
-  std::memcpy(block.data(), &mine, sizeof(T));
-  std::vector<T> all;
-  for (const Bytes& bytes : group.all_gather(block)) {
-    std::memcpy(&all.emplace_back(), bytes.data(), std::min(bytes.size(), sizeof(T)));
+BenchRouting made_up_routing(const BenchOptions& options, int num_ranks) {
+  RandomRouting spec =
+      random_spec({num_ranks, options.num_tokens, options.num_experts, options.topk, options.skew});
+  BenchRouting routing;
+  routing.num_experts = options.num_experts;
+  routing.topk = options.topk;
+  for (uint64_t version = 0; version < kMadeUpVersions; ++version) {
+    spec.seed = mix_seed(options.seed, version);
+    auto& routes = routing.versions.emplace_back();
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      routes.push_back(random_routing(spec, rank));
+    }
   }
-  return all;
+  return routing;
 }
+
+// Records spread evenly over the file.
+BenchRouting file_routing(const std::string& path, int num_ranks) {
+  RoutingFileReader file(path);
+  WEFT_CHECK(
+      Context{},
+      file.shape().num_ranks == num_ranks,
+      ErrorCode::kFile,
+      "bench: {} holds routing of {} ranks (this run has {})",
+      path,
+      file.shape().num_ranks,
+      num_ranks
+  );
+  WEFT_CHECK(
+      Context{}, file.num_records() > 0, ErrorCode::kFile, "bench: {} holds no records", path
+  );
+  BenchRouting routing;
+  routing.num_experts = file.shape().num_experts;
+  routing.topk = file.shape().topk;
+  const int64_t num_versions = std::min(kFileVersions, file.num_records());
+  for (int64_t version = 0; version < num_versions; ++version) {
+    routing.versions.push_back(file.read(version * file.num_records() / num_versions).routes);
+  }
+  return routing;
+}
+
+constexpr int64_t kLimitMemoryBytes = 512 << 20;
 
 class Bench {
  public:
@@ -64,8 +100,7 @@ class Bench {
     double done = 0;
     for (const auto& [name, op] : kBenchOps) {
       progress.update(done++ / static_cast<double>(kBenchOps.size()), std::string(name));
-      const auto& asked = options_.ops;
-      if (asked.empty() || std::find(asked.begin(), asked.end(), name) != asked.end()) {
+      if (options_.wants(name)) {
         report.results.push_back(measure(op, report.rates));
         report.results.back().row.op = name;
       }
@@ -74,15 +109,7 @@ class Bench {
   }
 
  private:
-  [[nodiscard]] int64_t max_tokens() const {
-    int64_t most = 0;
-    for (const auto& routes : routing_.versions) {
-      for (const RouteTable& table : routes) {
-        most = std::max(most, table.num_tokens);
-      }
-    }
-    return most;
-  }
+  [[nodiscard]] int64_t max_tokens() const { return routing_.max_tokens(); }
 
   [[nodiscard]] ExchangeConfig config() const {
     ExchangeConfig config;
@@ -95,12 +122,7 @@ class Bench {
     return config;
   }
 
-  [[nodiscard]] PlanOptions plan_options() const {
-    return {
-        .layout = options_.layout,
-        .pad_multiple = options_.layout == Layout::kRankMajor ? 1 : options_.pad_multiple,
-    };
-  }
+  [[nodiscard]] PlanOptions plan_options() const { return options_.plan_options(); }
 
   [[nodiscard]] int64_t row_bytes() const { return options_.hidden * dtype_bytes(options_.dtype); }
 
@@ -210,38 +232,14 @@ class Bench {
     return slowest_of(group_, mine);
   }
 
-  [[nodiscard]] bool is_good(BenchOp op) const {
-    switch (op) {
-      case BenchOp::kPlan:
-        return verdict_.is_plan_good;
-      case BenchOp::kDispatch:
-        return verdict_.is_dispatch_good;
-      case BenchOp::kCombine:
-        return verdict_.is_combine_good;
-      case BenchOp::kPlanDispatch:
-        return verdict_.is_plan_good && verdict_.is_dispatch_good;
-    }
-    return false;
-  }
-
   BenchResult measure(BenchOp op, const CopyRates& rates) {
     const ExchangeBytes bytes = bytes_of_all_ranks();
-    BenchResult result;
-    result.samples_us = take_samples(op);
+    BenchResult result = bench_result(group_, options_, routing_, take_samples(op));
     ResultRow& row = result.row;
     row.transport = exchange_.config().transport;
-    row.layout = layout_name(options_.layout);
-    row.dtype = dtype_name(options_.dtype);
-    row.ranks = group_.num_ranks();
     row.tokens = max_tokens();
-    row.hidden = options_.hidden;
-    row.experts = routing_.num_experts;
-    row.topk = routing_.topk;
-    row.pad = plan_options().pad_multiple;
     row.mode = options_.is_staged ? "exact staged" : "exact direct";
-    row.us_p50 = percentile(result.samples_us, 50);
-    row.us_p99 = percentile(result.samples_us, 99);
-    row.checked = is_good(op);
+    row.checked = is_good(verdict_, op);
     if (op != BenchOp::kPlan) {
       row.wire_bytes = bytes.wire;
       row.logical_bytes = bytes.logical;
@@ -268,6 +266,46 @@ class Bench {
 };
 
 }  // namespace
+
+BenchRouting bench_routing(const BenchOptions& options, int num_ranks) {
+  return options.routing_file.empty() ? made_up_routing(options, num_ranks)
+                                      : file_routing(options.routing_file, num_ranks);
+}
+
+bool is_good(const Verdict& verdict, BenchOp op) {
+  switch (op) {
+    case BenchOp::kPlan:
+      return verdict.is_plan_good;
+    case BenchOp::kDispatch:
+      return verdict.is_dispatch_good;
+    case BenchOp::kCombine:
+      return verdict.is_combine_good;
+    case BenchOp::kPlanDispatch:
+      return verdict.is_plan_good && verdict.is_dispatch_good;
+  }
+  return false;
+}
+
+BenchResult bench_result(
+    const Group& group,
+    const BenchOptions& options,
+    const BenchRouting& routing,
+    std::vector<double> samples_us
+) {
+  BenchResult result;
+  result.samples_us = std::move(samples_us);
+  ResultRow& row = result.row;
+  row.layout = layout_name(options.layout);
+  row.dtype = dtype_name(options.dtype);
+  row.ranks = group.num_ranks();
+  row.hidden = options.hidden;
+  row.experts = routing.num_experts;
+  row.topk = routing.topk;
+  row.pad = options.plan_options().pad_multiple;
+  row.us_p50 = percentile(result.samples_us, 50);
+  row.us_p99 = percentile(result.samples_us, 99);
+  return result;
+}
 
 BenchReport run_bench(const Group& group, const BenchOptions& options) {
   const BenchRouting routing = bench_routing(options, group.num_ranks());

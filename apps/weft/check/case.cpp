@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "check_case.hpp"
+#include "check/case.hpp"
 
 #include <fmt/format.h>
 

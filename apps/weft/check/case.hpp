@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "measure/workload.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
-#include "workload.hpp"
 
 namespace weft::program {
 

@@ -12,13 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "check_case.hpp"
+#include "check/case.hpp"
+#include "cli/choices.hpp"
+#include "cli/progress.hpp"
+#include "cli/ranks.hpp"
 #include "commands.hpp"
 #include "core/check.hpp"
-#include "device_choice.hpp"
-#include "progress.hpp"
-#include "ranks.hpp"
-#include "table.hpp"
+#include "report/table.hpp"
 #include "weft/error.hpp"
 
 namespace weft::program {
@@ -228,7 +228,7 @@ class CheckRun {
 
 void run_check(const CheckOptions& options) {
   std::set<int> group_sizes = {options.ranks.num_ranks};
-  if (!options.is_quick && !is_launched()) {
+  if (!options.is_quick && !Group::is_launched()) {
     for (const int size : {1, 2, 3, 4}) {
       if (size < options.ranks.num_ranks) {
         group_sizes.insert(size);
@@ -251,15 +251,14 @@ void add_check(CLI::App& app) {
   add_rank_options(*command, options->ranks);
   add_device_option(*command, options->device);
   command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
-  command->add_option("--transport", options->settings.transport, "As listed by `weft info`")
-      ->capture_default_str();
+  add_value(*command, "--transport", options->settings.transport, "As listed by `weft info`");
   command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
       ->check(CLI::Range(0, 256))
       ->default_str("the cores shared among the ranks");
   command->add_option(
       "--only", options->only, "Cases with this in their names, as tables and errors show"
   );
-  command->add_option("--seed", options->seed, "Of routing and rows")->capture_default_str();
+  add_value(*command, "--seed", options->seed, "Of routing and rows");
   command->callback([options, command] {
     choose_device(options->device, options->settings.transport);
     options->settings.num_gpus = options->device.num_gpus;

@@ -3,19 +3,134 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 
-#include "check_case.hpp"
-#include "check_compare.hpp"
-#include "device_copy.hpp"
-#include "exchange/reference_exchange.hpp"
-#include "plan/reference_plan.hpp"
+#include "check/case.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/half.hpp"
+#include "exchange/reference/reference_exchange.hpp"
+#include "plan/plan_data.hpp"
+#include "plan/reference/reference_plan.hpp"
+#include "weft/tensor.hpp"
 
 namespace weft::program {
 namespace {
 
+// Value and bits: two numbers that print alike may still differ.
+std::string element_text(DType dtype, const std::byte* place) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, place, static_cast<size_t>(std::min<int64_t>(dtype_bytes(dtype), 4)));
+  const auto half = static_cast<uint16_t>(bits & 0xffffU);
+  switch (dtype) {
+    case DType::kBFloat16:
+      return fmt::format("{} (0x{:04x})", bf16_to_float(half), bits);
+    case DType::kFloat16:
+      return fmt::format("{} (0x{:04x})", fp16_to_float(half), bits);
+    case DType::kFloat32:
+      return fmt::format("{} (0x{:08x})", std::bit_cast<float>(bits), bits);
+    default:
+      return fmt::format("0x{:02x}", bits);
+  }
+}
+
+// "slot 7 (rank 1, token 5, k 2)", or what else the row is for.
+std::string slot_text(const PlanData& plan, int64_t slot) {
+  for (size_t rank = 0; rank < plan.received.size(); ++rank) {
+    const Arrivals& arrivals = plan.received[rank];
+    for (size_t i = 0; i < arrivals.token.size(); ++i) {
+      const auto begin = static_cast<size_t>(arrivals.route_begin[i]);
+      const auto end = static_cast<size_t>(arrivals.route_begin[i + 1]);
+      for (size_t j = begin; j < end; ++j) {
+        if (arrivals.slot[j] == slot) {
+          return fmt::format(
+              "slot {} (rank {}, token {}, k {})", slot, rank, arrivals.token[i], arrivals.k[j]
+          );
+        }
+      }
+    }
+  }
+  const bool is_padding =
+      std::any_of(plan.padding.begin(), plan.padding.end(), [&](const auto& range) {
+        return range.first <= slot && slot < range.second;
+      });
+  return fmt::format("slot {} ({})", slot, is_padding ? "padding" : "slack");
+}
+
+// Bit for bit. Both are contiguous and of one dtype; `row_text` names a row.
+std::optional<std::string> first_difference(
+    std::string_view what,
+    const ConstTensor& actual,
+    const ConstTensor& expected,
+    const std::function<std::string(int64_t)>& row_text
+) {
+  if (actual.rows != expected.rows || actual.cols != expected.cols) {
+    return fmt::format(
+        "{}: [{}, {}] (expected [{}, {}])",
+        what,
+        actual.rows,
+        actual.cols,
+        expected.rows,
+        expected.cols
+    );
+  }
+  const auto* differing =
+      std::mismatch(actual.data, actual.data + actual.num_bytes(), expected.data).first;
+  if (differing == actual.data + actual.num_bytes()) {
+    return std::nullopt;
+  }
+  const int64_t width = dtype_bytes(actual.dtype);
+  const int64_t index = (differing - actual.data) / width;
+  return fmt::format(
+      "{}: {}, element {}: {}, expected {}",
+      what,
+      row_text(index / actual.cols),
+      index % actual.cols,
+      element_text(actual.dtype, actual.data + index * width),
+      element_text(actual.dtype, expected.data + index * width)
+  );
+}
+
 constexpr std::byte kUntouched{0x5a};
 constexpr std::chrono::seconds kTimeout{20};
+
+// A copy of a host matrix in the memory that an exchange works on, a CPU's or a GPU's.
+class DeviceCopy {
+ public:
+  // A matrix that is not given stays so.
+  DeviceCopy(const Device& device, const ConstTensor& host) {
+    if (host.is_given()) {
+      memory_ = allocate_on(device, static_cast<uint64_t>(host.num_bytes()));
+      fill(device, memory_.get(), host);
+    }
+  }
+  // In memory of the exchange.
+  DeviceCopy(Exchange& exchange, const ConstTensor& host)
+      : buffer_(exchange.allocate(host.rows, host.cols, host.dtype)) {
+    fill(exchange.config().device, buffer_.tensor().data, host);
+  }
+
+  [[nodiscard]] const Tensor& tensor() const { return tensor_; }
+
+  void read_back(const Tensor& host) const {
+    copy_between(
+        host.data, {}, tensor_.data, tensor_.device, static_cast<uint64_t>(tensor_.num_bytes())
+    );
+  }
+
+ private:
+  void fill(const Device& device, std::byte* data, const ConstTensor& host) {
+    tensor_ = {data, host.dtype, host.rows, host.cols, -1, device};
+    copy_between(data, device, host.data, {}, static_cast<uint64_t>(host.num_bytes()));
+  }
+
+  Tensor tensor_;
+  std::shared_ptr<std::byte> memory_;
+  Buffer buffer_;
+};
 
 // Output and what it should be, for one call on all ranks; only this rank's actual output exists.
 struct PlanRun {
@@ -191,7 +306,9 @@ class CaseRun {
     row_weights.read_back(out.weights);
     row_scales.read_back(out.scales);
 
-    const auto row_text = [&](int64_t slot) { return slot_text(run.expected[rank_].data(), slot); };
+    const auto row_text = [&](int64_t slot) {
+      return slot_text(contents_of(run.expected[rank_]), slot);
+    };
     note(first_difference("dispatch rows", out.rows, outputs[rank_].rows, row_text));
     note(first_difference("dispatch weights", out.weights, outputs[rank_].weights, row_text));
     note(first_difference("dispatch scales", out.scales, outputs[rank_].scales, row_text));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate_calibrate.hpp"
+#include "simulate/command/calibrate.hpp"
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -7,23 +7,22 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <limits>
 #include <new>
-#include <sys/mman.h>
 #include <vector>
 
+#include "cli/progress.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
-#include "json_text.hpp"
-#include "limits.hpp"
-#include "machine_info.hpp"
-#include "measure.hpp"
+#include "group/shared_memory.hpp"
+#include "measure/limits.hpp"
+#include "measure/machine_info.hpp"
+#include "measure/measure.hpp"
 #include "plan/build.hpp"
 #include "plan/random_routing.hpp"
-#include "progress.hpp"
+#include "report/json_text.hpp"
 #include "simulate/model.hpp"
 #include "transport/transport.hpp"
 #include "weft/group.hpp"
@@ -83,22 +82,15 @@ struct MessageTimes {
 
 // Ranks report by what they leave in shared memory.
 MessageTimes measure_messages() {
-  void* const shared = mmap(
-      nullptr, sizeof(MessageTimes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0
-  );
-  WEFT_CHECK(
-      Context{}, shared != MAP_FAILED, ErrorCode::kOutOfMemory, "{}", errno_text("mmap", errno)
-  );
-  auto* const times = new (shared) MessageTimes;
+  const SharedMemory shared = SharedMemory::create(sizeof(MessageTimes));
+  auto* const times = new (shared.data()) MessageTimes;
   const std::vector<int> status = run_forked(2, [&](Group& group) {
     const std::byte one = {};
     const double gather_us = least_us(200, [&] { static_cast<void>(group.all_gather({&one, 1})); });
     const auto transport = make_transport("shm", group, 1);
     const Region region = transport->allocate(64);
-    const auto refs = group.all_gather(std::as_bytes(std::span(&region.ref, 1)));
-    RegionRef peer_ref;
     const int peer = 1 - group.rank();
-    std::memcpy(&peer_ref, refs[static_cast<size_t>(peer)].data(), sizeof peer_ref);
+    const RegionRef peer_ref = gather(group, region.ref)[static_cast<size_t>(peer)];
     transport->import(peer, peer_ref);
     group.barrier();
     if (group.rank() == 0) {
@@ -115,8 +107,6 @@ MessageTimes measure_messages() {
     group.barrier();
     return 0;
   });
-  const MessageTimes found = *times;
-  munmap(shared, sizeof(MessageTimes));
   WEFT_CHECK(
       Context{},
       status[0] == 0 && status[1] == 0,
@@ -125,7 +115,7 @@ MessageTimes measure_messages() {
       status[0],
       status[1]
   );
-  return found;
+  return *times;
 }
 
 double slope(double x0, double y0, double x1, double y1) {

@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// `weft simulate`: how an exchange of thousands of ranks would go.
+// `weft-lab simulate`: how an exchange of thousands of ranks would go.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <memory>
+#include <thread>
 
-#include "choices.hpp"
-#include "commands.hpp"
-#include "core/atomic_file.hpp"
-#include "json_text.hpp"
-#include "plan/routing_file.hpp"
-#include "progress.hpp"
-#include "simulate_calibrate.hpp"
-#include "simulate_options.hpp"
-#include "simulate_report.hpp"
-#include "simulate_source.hpp"
+#include "cli/choices.hpp"
+#include "cli/progress.hpp"
+#include "lab_commands.hpp"
+#include "measure/measure.hpp"
+#include "plan/file/routing_file.hpp"
+#include "plan/random_routing.hpp"
+#include "report/json_text.hpp"
+#include "routing/source.hpp"
+#include "simulate/command/calibrate.hpp"
+#include "simulate/command/report.hpp"
 
 namespace weft::program {
 namespace {
@@ -34,14 +36,66 @@ measures this machine's copies, plan and messages and writes a model to change a
 docs/scale.md explains the numbers and compares them with measured ones.
 
 Examples:
-  weft simulate                                      16 ranks, domains of 8
-  weft simulate --sweep 16,64,256,2304               how it grows
-  weft simulate --ranks 2304 --domain 72             domains of 72
-  weft simulate --ranks 64 --set card_gbps=100       another card
-  weft simulate --ranks 64 --flat                    each row to every remote rank by itself
-  weft simulate steps.wrt --step 100 --domain 2      real routing
-  weft simulate --ends                               where each resource ends
-  weft simulate --calibrate here.json                a model of this machine)";
+  weft-lab simulate                                      16 ranks, domains of 8
+  weft-lab simulate --sweep 16,64,256,2304               how it grows
+  weft-lab simulate --ranks 2304 --domain 72             domains of 72
+  weft-lab simulate --ranks 64 --set card_gbps=100       another card
+  weft-lab simulate --ranks 64 --flat                    each row to every remote rank by itself
+  weft-lab simulate steps.wrt --step 100 --domain 2      real routing
+  weft-lab simulate --ends                               where each resource ends
+  weft-lab simulate --calibrate here.json                a model of this machine)";
+
+struct SimulateOptions {
+  std::string file;  // of real routing; empty: made up
+  RecordChoice choice;
+  MadeUpRouting made_up = {};     // its num_ranks and num_experts are set for each size
+  std::vector<int> sizes = {16};  // ranks
+  int ranks_per_domain = 8;
+  int num_experts = 256;  // rounded up to a multiple of the ranks
+  int64_t hidden = 7168;
+  DType dtype = DType::kBFloat16;
+  int64_t pad_multiple = 1;
+  bool is_flat = false;
+
+  std::string model_path;
+  std::vector<std::string> settings;  // "card_gbps=100"
+  bool shows_model = false;
+  std::string calibrate_path;
+  std::vector<std::string> tables;  // empty: all
+  std::string json_path;
+  bool with_ends = false;
+  int64_t budget_bytes = 600'000'000;
+};
+
+// Of `num_ranks`; a domain is not larger than the group. Throws CLI::ValidationError for what does
+// not fit.
+sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
+  const sim::Scenario scenario = {
+      .num_ranks = num_ranks,
+      .ranks_per_domain = std::min(options.ranks_per_domain, num_ranks),
+      .num_experts = (options.num_experts + num_ranks - 1) / num_ranks * num_ranks,
+      .topk = options.made_up.topk,
+      .max_tokens = options.made_up.num_tokens,
+      .row_bytes = options.hidden * dtype_bytes(options.dtype),
+      .pad_multiple = options.pad_multiple,
+      .is_flat = options.is_flat};
+  if (num_ranks % scenario.ranks_per_domain != 0) {
+    throw CLI::ValidationError(fmt::format(
+        "--ranks {} is not divisible by --domain {}", num_ranks, scenario.ranks_per_domain
+    ));
+  }
+  if (scenario.row_bytes % 16 != 0) {
+    throw CLI::ValidationError(fmt::format(
+        "--hidden {} makes rows of {} B (a multiple of 16)", options.hidden, scenario.row_bytes
+    ));
+  }
+  if (scenario.topk > scenario.num_experts) {
+    throw CLI::ValidationError(
+        fmt::format("--topk {} is more than --experts {}", scenario.topk, scenario.num_experts)
+    );
+  }
+  return scenario;
+}
 
 void set_number(sim::Model& model, const std::string& name, double value) {
   std::string names;
@@ -116,6 +170,31 @@ std::vector<sim::Simulation> run_on_file(SimulateOptions& options, const sim::Mo
   return done;
 }
 
+// On all cores. `told` hears the share that is done, on the calling thread.
+std::vector<RouteTable> make_up_tables(
+    const MadeUpRouting& spec, const std::function<void(double)>& told
+) {
+  const RandomRouting random = random_spec(spec);
+  // What is wrong with the routing as a whole is thrown here, not on a thread.
+  std::vector<RouteTable> tables(static_cast<size_t>(spec.num_ranks));
+  tables[0] = random_routing(random, 0);
+  std::atomic<int> next_rank = 1;
+  const auto work = [&](bool tells) {
+    for (int rank = next_rank++; rank < spec.num_ranks; rank = next_rank++) {
+      tables[static_cast<size_t>(rank)] = random_routing(random, rank);
+      if (tells) {
+        told(static_cast<double>(rank) / spec.num_ranks);
+      }
+    }
+  };
+  std::vector<std::jthread> helpers;
+  for (int i = 1; i < num_usable_cores(); ++i) {
+    helpers.emplace_back(work, false);
+  }
+  work(true);
+  return tables;
+}
+
 std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const sim::Model& model) {
   Progress progress("simulate");
   double total = 0;
@@ -168,7 +247,7 @@ void run_simulate(SimulateOptions& options) {
   const std::vector<sim::Simulation> done =
       options.file.empty() ? run_made_up(options, model) : run_on_file(options, model);
   if (!options.json_path.empty()) {
-    write_file_atomically(options.json_path, json_text(simulation_json(done, model)) + "\n");
+    save_json(options.json_path, simulation_json(done, model));
   }
   fmt::print(
       "{}{}",
@@ -177,56 +256,36 @@ void run_simulate(SimulateOptions& options) {
   );
 }
 
-void add_routing_options(CLI::App& command, SimulateOptions& options) {
-  auto* file =
-      command.add_option("file", options.file, "Routing file; without it routing is made up");
-  const auto only_made_up = [&](CLI::Option* option) {
-    option->group("Made-up routing")->capture_default_str()->excludes(file);
+void add_size_options(CLI::App& command, SimulateOptions& options) {
+  MadeUpRouting& made_up = options.made_up;
+  auto* file = add_routing_options(command, options.file, made_up, options.choice);
+  const auto add = [&](const char* name, auto& value, const char* text) {
+    return add_made_up(command, file, name, value, text);
   };
-  only_made_up(command
-                   .add_option("--ranks,--sweep", options.sizes, "Ranks; several: a line for each")
-                   ->delimiter(',')
-                   ->allow_extra_args(false)
-                   ->check(CLI::Range(1, sim::kMostRanks)));
-  auto& made_up = options.made_up;
-  only_made_up(command.add_option("--tokens", made_up.num_tokens, "Tokens of each rank")
-                   ->check(CLI::Range(int64_t{0}, int64_t{1} << 20)));
-  only_made_up(
-      command
-          .add_option(
-              "--experts", options.num_experts, "Experts; rounded up to a multiple of the ranks"
-          )
-          ->check(CLI::Range(1, 65536))
-  );
-  only_made_up(command.add_option("--topk", made_up.topk, "Experts of a token")
-                   ->check(CLI::Range(1, kMaxTopk)));
-  only_made_up(
-      command.add_option("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
-          ->check(CLI::Range(0.0, 8.0))
-          ->check(Finite())
-  );
-  only_made_up(command.add_option("--seed", made_up.seed, "Seed"));
-  command.add_option("--step", options.choice.step, "Step of a routing file (default: its last)")
-      ->group("Routing file")
-      ->needs(file);
-  command.add_option("--layer", options.choice.layer, "Layer of that step (default: its first)")
-      ->group("Routing file")
-      ->needs(file);
+  add("--ranks,--sweep", options.sizes, "Ranks; several: a line for each")
+      ->delimiter(',')
+      ->allow_extra_args(false)
+      ->check(CLI::Range(1, sim::kMostRanks));
+  add("--experts", options.num_experts, "Experts; rounded up to a multiple of the ranks")
+      ->check(CLI::Range(1, 65536));
 }
 
 void add_shape_options(CLI::App& command, SimulateOptions& options) {
-  command.add_option("--domain", options.ranks_per_domain, "Ranks of a domain")
-      ->check(CLI::Range(1, sim::kMostRanks))
-      ->capture_default_str();
-  command.add_option("--hidden", options.hidden, "Elements of a row")
-      ->check(CLI::Range(int64_t{8}, int64_t{1} << 20))
-      ->capture_default_str();
+  add_number(
+      command, "--domain", options.ranks_per_domain, 1, sim::kMostRanks, "Ranks of a domain"
+  );
+  add_number(command, "--hidden", options.hidden, 8, int64_t{1} << 20, "Elements of a row");
   command.add_option("--dtype", options.dtype, "Type of the elements")
       ->transform(dtype_choice())
       ->default_str("bf16");
-  command.add_option("--pad", options.pad_multiple, "Round each expert's rows up to a multiple")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
-      ->capture_default_str();
+  add_number(
+      command,
+      "--pad",
+      options.pad_multiple,
+      1,
+      int64_t{1} << 20,
+      "Round each expert's rows up to a multiple"
+  );
   command.add_flag("--flat", options.is_flat, "Send each row to every remote rank by itself");
 }
 
@@ -256,39 +315,11 @@ void add_model_options(CLI::App& command, SimulateOptions& options) {
 
 }  // namespace
 
-sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
-  const sim::Scenario scenario = {
-      .num_ranks = num_ranks,
-      .ranks_per_domain = std::min(options.ranks_per_domain, num_ranks),
-      .num_experts = (options.num_experts + num_ranks - 1) / num_ranks * num_ranks,
-      .topk = options.made_up.topk,
-      .max_tokens = options.made_up.num_tokens,
-      .row_bytes = options.hidden * dtype_bytes(options.dtype),
-      .pad_multiple = options.pad_multiple,
-      .is_flat = options.is_flat};
-  if (num_ranks % scenario.ranks_per_domain != 0) {
-    throw CLI::ValidationError(fmt::format(
-        "--ranks {} is not divisible by --domain {}", num_ranks, scenario.ranks_per_domain
-    ));
-  }
-  if (scenario.row_bytes % 16 != 0) {
-    throw CLI::ValidationError(fmt::format(
-        "--hidden {} makes rows of {} B (a multiple of 16)", options.hidden, scenario.row_bytes
-    ));
-  }
-  if (scenario.topk > scenario.num_experts) {
-    throw CLI::ValidationError(
-        fmt::format("--topk {} is more than --experts {}", scenario.topk, scenario.num_experts)
-    );
-  }
-  return scenario;
-}
-
 void add_simulate(CLI::App& app) {
   auto* command = app.add_subcommand("simulate", "How an exchange of thousands of ranks would go");
   command->footer(kFooter);
   auto options = std::make_shared<SimulateOptions>();
-  add_routing_options(*command, *options);
+  add_size_options(*command, *options);
   add_shape_options(*command, *options);
   add_model_options(*command, *options);
   command->callback([options] { run_simulate(*options); });

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "report/table.hpp"
 #include "simulate/simulate.hpp"
-#include "table.hpp"
 
 namespace weft::program {
 

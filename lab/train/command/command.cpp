@@ -1,18 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// `weft train`: a small mixture-of-experts language model on any file.
+// `weft-lab train`: a small mixture-of-experts language model on any file.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
 #include <memory>
 #include <string>
 
-#include "choices.hpp"
-#include "commands.hpp"
-#include "moe/text.hpp"
-#include "stop_request.hpp"
-#include "train_device.hpp"
-#include "train_options.hpp"
-#include "train_run.hpp"
+#include "cli/choices.hpp"
+#include "cli/stop_request.hpp"
+#include "lab_commands.hpp"
+#include "train/batch.hpp"
+#include "train/command/run.hpp"
 #include "weft/error.hpp"
 
 namespace weft::program {
@@ -30,14 +28,14 @@ Where there are GPUs the model is on them, in bf16: rank r on GPU r modulo their
 Ctrl-C (or SIGTERM) finishes the step, saves and reports; a second one stops at once.
 
 Examples:
-  weft train book.txt                                one minute on four ranks
-  weft train book.txt --steps 500 --html run.html    a page with loss curve and load per expert
-  weft train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
-  weft train book.txt --checkpoint run.ckpt --resume --steps 1000
-  weft train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
-  weft train book.txt --overlap --trace step.json    exchanges under computation; what ran when
-  weft train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
-  mpirun -n 4 weft train book.txt                    ranks started by a launcher)";
+  weft-lab train book.txt                                one minute on four ranks
+  weft-lab train book.txt --steps 500 --html run.html    a page with loss curve and load per expert
+  weft-lab train book.txt --checkpoint run.ckpt          saved every 100 steps, at the end, on Ctrl-C
+  weft-lab train book.txt --checkpoint run.ckpt --resume --steps 1000
+  weft-lab train book.txt --device cpu                   on the cores, in fp32, although there are GPUs
+  weft-lab train book.txt --overlap --trace step.json    exchanges under computation; what ran when
+  weft-lab train book.txt --save-routing steps.wrt       for `weft plan` and `weft bench --routing`
+  mpirun -n 4 weft-lab train book.txt                    ranks started by a launcher)";
 
 void add_limit_options(CLI::App& app, TrainOptions& options) {
   app.add_option("file", options.text_path, "Text to learn: any file")->required();
@@ -65,8 +63,21 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   add("--learning-rate", config.learning_rate, "Learning rate");
   add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
   add("--seed", config.seed, "Seed of parameters and batches");
-  app.add_option("--transport", config.transport, "How rows travel, see `weft info`")
-      ->capture_default_str();
+  add_value(app, "--transport", config.transport, "How rows travel, see `weft info`");
+}
+
+void add_device_options(CLI::App& command, TrainOptions& options) {
+  add_device_option(command, options.device);
+  command.add_option("--dtype", options.config.dtype, "Type of the rows that travel")
+      ->transform(Choice<DType>(
+          {{"fp32", DType::kFloat32},
+           {"float32", DType::kFloat32},
+           {"bf16", DType::kBFloat16},
+           {"bfloat16", DType::kBFloat16}},
+          "fp32|bf16"
+      ))
+      ->default_str("fp32, on GPUs bf16")
+      ->group("Model");
 }
 
 void add_overlap_options(CLI::App& app, TrainOptions& options) {
@@ -121,6 +132,26 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
   add("--json", options.json_path, "Write the numbers");
 }
 
+// Settles the device and what follows from it: bf16 on GPUs, and ranks as threads where several
+// share one. `command` knows what the user said in words. CUDA stays untouched in this process.
+void choose_devices(const CLI::App& command, TrainOptions& options) {
+  const bool has_dtype = command.count("--dtype") > 0;
+  if (has_dtype && options.config.dtype != DType::kBFloat16 && options.device.wanted == "auto") {
+    options.device.wanted = "cpu";  // GPUs have no answer to it
+  }
+  choose_device(options.device, options.config.transport);
+  if (!options.device.is_on_gpu()) {
+    return;
+  }
+  options.config.device = options.device.device(0);
+  if (!has_dtype) {
+    options.config.dtype = DType::kBFloat16;
+  }
+  if (command.count("--processes") == 0) {
+    options.ranks = with_ranks(options.ranks, options.device, options.ranks.num_ranks);
+  }
+}
+
 void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.steps == 0 && options.seconds == 0) {
     options.seconds = kDefaultSeconds;
@@ -128,10 +159,10 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.config.overlap.is_on && command.count("--micro-batches") == 0) {
     options.config.num_micro_batches = kOverlappedMicroBatches;
   }
-  choose_train_device(command, options);
-  if (!is_launched()) {
+  choose_devices(command, options);
+  if (!Group::is_launched()) {
     try {
-      moe::validate(options.config, -1, options.ranks.num_ranks);
+      moe::validate(options.config, options.ranks.num_ranks);
     } catch (const Error& error) {
       throw CLI::ValidationError(error.what());
     }
@@ -149,7 +180,7 @@ void add_train(CLI::App& app) {
   auto options = std::make_shared<TrainOptions>();
   add_limit_options(*command, *options);
   add_model_options(*command, *options);
-  add_train_device_options(*command, *options);
+  add_device_options(*command, *options);
   add_overlap_options(*command, *options);
   add_file_options(*command, *options);
   command->callback([command, options] { run_train(*command, *options); });

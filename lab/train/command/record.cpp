@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train_record.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-#include "overlap/lane_times.hpp"
+#include "train/command/report.hpp"
+#include "train/lanes/trace.hpp"
 
 namespace weft::program {
 namespace {
@@ -30,43 +29,7 @@ void merge_into(StepPoint& sum, const StepPoint& point) {
   sum.num_steps += point.num_steps;
 }
 
-void add_times(MovedBytes& sum, std::span<const RankStep> ranks, moe::Phase phase) {
-  const auto [fastest, slowest] =
-      std::ranges::minmax(ranks, {}, [&](const RankStep& rank) -> double {
-        return rank.phase_seconds[static_cast<size_t>(phase)];
-      });
-  sum.fastest_seconds = fastest.phase_seconds[static_cast<size_t>(phase)];
-  sum.seconds = slowest.phase_seconds[static_cast<size_t>(phase)];
-}
-
-// `token_bytes` of a token in one call: a call moves the tokens of one micro-batch.
-MovedBytes dispatched(std::span<const RankStep> ranks, double token_bytes) {
-  MovedBytes sum;
-  for (const RankStep& rank : ranks) {
-    sum.wire += static_cast<double>(rank.dispatch_wire_bytes);
-    sum.logical += static_cast<double>(rank.dispatch_logical_bytes);
-    sum.tokens += static_cast<double>(rank.dispatch_calls * rank.num_tokens) * token_bytes;
-  }
-  sum.calls = static_cast<double>(ranks.front().dispatch_calls);
-  add_times(sum, ranks, moe::Phase::kDispatch);
-  return sum;
-}
-
-MovedBytes combined(std::span<const RankStep> ranks, double token_bytes) {
-  MovedBytes sum;
-  for (const RankStep& rank : ranks) {
-    sum.wire += static_cast<double>(rank.combine_wire_bytes);
-    sum.logical += static_cast<double>(rank.combine_logical_bytes);
-    sum.tokens += static_cast<double>(rank.combine_calls * rank.num_tokens) * token_bytes;
-  }
-  sum.calls = static_cast<double>(ranks.front().combine_calls);
-  add_times(sum, ranks, moe::Phase::kCombine);
-  return sum;
-}
-
-}  // namespace
-
-LaneSeconds LaneSeconds::from(const overlap::Trace& trace) {
+LaneSeconds lane_seconds(const overlap::Trace& trace) {
   const overlap::LaneTimes times = overlap::lane_times(trace);
   const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / 1e9; };
   return {
@@ -76,29 +39,17 @@ LaneSeconds LaneSeconds::from(const overlap::Trace& trace) {
       seconds(times.exposed_ns)};
 }
 
+}  // namespace
+
 RankStep RankStep::from(const moe::StepReport& report) {
   RankStep step;
   step.phase_seconds = report.phase_seconds;
   step.seconds = report.seconds;
-  step.lanes = LaneSeconds::from(report.trace);
+  step.lanes = lane_seconds(report.trace);
   step.num_tokens = report.num_tokens;
-  step.dispatch_calls = report.dispatch.calls;
-  step.dispatch_wire_bytes = report.dispatch.wire_bytes;
-  step.dispatch_logical_bytes = report.dispatch.logical_bytes;
-  step.combine_calls = report.combine.calls;
-  step.combine_wire_bytes = report.combine.wire_bytes;
-  step.combine_logical_bytes = report.combine.logical_bytes;
+  step.dispatch = report.dispatch;
+  step.combine = report.combine;
   return step;
-}
-
-MovedBytes& MovedBytes::operator+=(const MovedBytes& other) {
-  calls += other.calls;
-  wire += other.wire;
-  logical += other.logical;
-  tokens += other.tokens;
-  seconds += other.seconds;
-  fastest_seconds += other.fastest_seconds;
-  return *this;
 }
 
 void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> ranks) {
@@ -111,7 +62,9 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   point.balance_loss = report.balance_loss;
   point.routes.assign(report.routes.begin(), report.routes.end());
   const double part = 1.0 / static_cast<double>(ranks.size());
+  wait_seconds_ = 0;
   for (const RankStep& rank : ranks) {
+    wait_seconds_ += rank.wait_seconds * part;
     point.seconds = std::max(point.seconds, rank.seconds);
     rank_seconds_ += rank.seconds * part;
     for (size_t i = 0; i < moe::kNumPhases; ++i) {
@@ -124,30 +77,49 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   }
   trace_ = report.trace;
   seconds_ += point.seconds;
-  wait_seconds_ = 0;
-  for (const RankStep& rank : ranks) {
-    wait_seconds_ += rank.wait_seconds / static_cast<double>(ranks.size());
-  }
-  const double token_bytes =
-      static_cast<double>(row_bytes_) / static_cast<double>(num_micro_batches_);
-  dispatch_ += dispatched(ranks, token_bytes);
-  combine_ += combined(ranks, token_bytes);
+  add_moved(dispatch_, ranks, &RankStep::dispatch, moe::Phase::kDispatch);
+  add_moved(combine_, ranks, &RankStep::combine, moe::Phase::kCombine);
 
   recent_.push_back(report.loss);
   if (recent_.size() > kRecentSteps) {
     recent_.erase(recent_.begin());
   }
+  add_point(std::move(point));
+}
+
+void TrainRecord::add_moved(
+    MovedBytes& sum,
+    std::span<const RankStep> ranks,
+    moe::Traffic RankStep::*traffic,
+    moe::Phase phase
+) const {
+  const auto time_of = [&](const RankStep& rank) {
+    return rank.phase_seconds[static_cast<size_t>(phase)];
+  };
+  // Of a token in one call: a call moves the tokens of one micro-batch.
+  const double token_bytes =
+      static_cast<double>(row_bytes_) / static_cast<double>(num_micro_batches_);
+  for (const RankStep& rank : ranks) {
+    const moe::Traffic& moved = rank.*traffic;
+    sum.wire += static_cast<double>(moved.wire_bytes);
+    sum.logical += static_cast<double>(moved.logical_bytes);
+    sum.tokens += static_cast<double>(moved.calls * rank.num_tokens) * token_bytes;
+  }
+  sum.calls += static_cast<double>((ranks.front().*traffic).calls);
+  const auto [fastest, slowest] = std::ranges::minmax(ranks, {}, time_of);
+  sum.fastest_seconds += time_of(fastest);
+  sum.seconds += time_of(slowest);
+}
+
+void TrainRecord::add_point(StepPoint point) {
   if (!points_.empty() && points_.back().num_steps < steps_per_point_) {
     merge_into(points_.back(), point);
   } else {
     points_.push_back(std::move(point));
   }
-  if (points_.size() == kMostPoints && points_.back().num_steps == steps_per_point_) {
-    merge_neighbours();
+  if (points_.size() < kMostPoints || points_.back().num_steps < steps_per_point_) {
+    return;
   }
-}
-
-void TrainRecord::merge_neighbours() {
   for (size_t i = 0; i < points_.size() / 2; ++i) {
     points_[i] = points_[2 * i];
     merge_into(points_[i], points_[2 * i + 1]);

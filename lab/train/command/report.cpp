@@ -1,22 +1,85 @@
 // SPDX-License-Identifier: Apache-2.0
-// A training run as a page and as JSON.
+#include "train/command/report.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "build_info.hpp"
-#include "limits.hpp"
-#include "plan_report.hpp"
-#include "svg.hpp"
-#include "train_report.hpp"
+#include "measure/build_info.hpp"
+#include "measure/limits.hpp"
+#include "report/svg.hpp"
+#include "report/table.hpp"
+#include "routing/report.hpp"
 
 namespace weft::program {
 namespace {
 
 using Json = nlohmann::ordered_json;
+
+constexpr size_t kLossRows = 10;
+
+double percent(double part, double whole) {
+  return whole > 0 ? 100 * part / whole : 0;
+}
+
+// Nothing to say of one.
+std::string micro_batch_text(const TrainFacts& facts) {
+  const moe::TrainConfig& config = facts.config;
+  if (config.num_micro_batches == 1) {
+    return {};
+  }
+  return fmt::format(
+      " in {} micro-batches{}{}{}",
+      config.num_micro_batches,
+      config.overlap.is_on ? " that overlap" : "",
+      config.overlap.delays_weight_gradients ? ", weight gradients delayed" : "",
+      facts.is_copied ? ", rows by copy engines" : ""
+  );
+}
+
+// Zero where the rates are not known.
+double limit_us_of(
+    double (*limit)(const ExchangeBytes&, const CopyRates&),
+    const MovedBytes& moved,
+    const CopyRates& rates
+) {
+  return rates.scatter > 0 ? limit({moved.logical, moved.wire, moved.tokens}, rates) : 0;
+}
+
+void add_time_row(Table& table, const TrainRecord& record, std::string_view name, double seconds) {
+  table.add_row(
+      {std::string(name),
+       seconds_text(seconds),
+       fmt::format("{:.1f} %", percent(seconds, record.rank_seconds())),
+       seconds_text(record.per_step(seconds))}
+  );
+}
+
+void add_exchange_row(Table& table, const char* op, const MovedBytes& moved, double limit_seconds) {
+  const auto gbps = [&](double bytes) {
+    return moved.seconds > 0 ? fmt::format("{:.2f}", bytes / moved.seconds / 1e9) : "-";
+  };
+  const auto percent_text = [&](double seconds) {
+    const bool has_limit = limit_seconds > 0 && seconds > 0;
+    return has_limit ? fmt::format("{:.1f} %", percent(limit_seconds, seconds)) : "-";
+  };
+  table.add_row(
+      {op,
+       count_text(std::llround(moved.calls)),
+       seconds_text(moved.calls > 0 ? moved.seconds / moved.calls : 0),
+       bytes_text(moved.wire),
+       bytes_text(moved.logical),
+       gbps(moved.wire),
+       gbps(moved.logical),
+       percent_text(moved.seconds),
+       percent_text(moved.fastest_seconds)}
+  );
+}
 
 constexpr double kFullLoad = 4;  // times the mean: full colour, so that early chaos hides nothing
 
@@ -29,24 +92,25 @@ LineChart loss_chart(const TrainRecord& record) {
   return chart;
 }
 
+// Of one block's experts.
+std::span<const double> routes_of(const TrainRecord& record, const StepPoint& point, int block) {
+  const auto num_experts = static_cast<size_t>(record.model().num_experts);
+  return std::span(point.routes).subspan(static_cast<size_t>(block) * num_experts, num_experts);
+}
+
 LineChart imbalance_chart(const TrainRecord& record) {
   LineChart chart = {"Busiest expert of each block", "step", "routes, max / mean", {}};
-  const auto num_experts = static_cast<size_t>(record.model().num_experts);
   for (int block = 0; block < record.model().num_blocks; ++block) {
-    Series series = {fmt::format("block {}", block), {}, {}};
+    Series& series = chart.series.emplace_back();
+    series.name = fmt::format("block {}", block);
     for (const StepPoint& point : record.points()) {
-      const auto first = point.routes.begin() + block * record.model().num_experts;
       std::vector<int64_t> routes;
-      std::transform(
-          first,
-          first + static_cast<int64_t>(num_experts),
-          std::back_inserter(routes),
-          [](double r) { return std::llround(r); }
-      );
+      for (const double count : routes_of(record, point, block)) {
+        routes.push_back(std::llround(count));
+      }
       series.x.push_back(point.step);
       series.y.push_back(max_over_mean(routes));
     }
-    chart.series.push_back(std::move(series));
   }
   return chart;
 }
@@ -56,34 +120,26 @@ HeatMap load_map(const TrainRecord& record, int block) {
   HeatMap map = {
       fmt::format("Load per expert, block {}", block), "step", "expert", "x mean", {}, {}, {}};
   map.high = kFullLoad;
-  const auto num_experts = static_cast<size_t>(record.model().num_experts);
-  const size_t first = static_cast<size_t>(block) * num_experts;
-  for (size_t e = 0; e < num_experts; ++e) {
+  for (int e = 0; e < record.model().num_experts; ++e) {
     map.rows.push_back(fmt::format("{}", e));
+    for (const StepPoint& point : record.points()) {
+      const auto routes = routes_of(record, point, block);
+      const double mean =
+          std::reduce(routes.begin(), routes.end()) / static_cast<double>(routes.size());
+      map.values.push_back(mean > 0 ? routes[static_cast<size_t>(e)] / mean : 0);
+    }
   }
-  std::vector<double> means;
   for (const StepPoint& point : record.points()) {
     map.columns.push_back(fmt::format("{:.0f}", point.step));
-    double sum = 0;
-    for (size_t e = 0; e < num_experts; ++e) {
-      sum += point.routes[first + e];
-    }
-    means.push_back(sum / static_cast<double>(num_experts));
-  }
-  for (size_t e = 0; e < num_experts; ++e) {
-    for (size_t p = 0; p < means.size(); ++p) {
-      map.values.push_back(means[p] > 0 ? record.points()[p].routes[first + e] / means[p] : 0);
-    }
   }
   return map;
 }
 
 BarChart phase_chart(const TrainRecord& record) {
   BarChart chart = {"Time per step", "phase", "ms", {}, {{"time", {}, {}}}};
-  const auto num_steps = static_cast<double>(std::max<int64_t>(record.num_steps(), 1));
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     chart.labels.emplace_back(moe::kPhaseNames[i]);
-    chart.series[0].y.push_back(record.phase_seconds()[i] * 1e3 / num_steps);
+    chart.series[0].y.push_back(record.per_step(record.phase_seconds()[i]) * 1e3);
   }
   return chart;
 }
@@ -113,15 +169,9 @@ LaneChart lane_chart(const TrainRecord& record) {
   return chart;
 }
 
-Json lanes_json(const LaneSeconds& lanes) {
-  return {
-      {"seconds", lanes.wall},
-      {"compute_seconds", lanes.compute},
-      {"exchange_seconds", lanes.exchange},
-      {"exposed_seconds", lanes.exposed}};
-}
-
-Json moved_json(const MovedBytes& moved, double limit_us) {
+template <class Limit>
+Json moved_json(const TrainFacts& facts, const MovedBytes& moved, const Limit& limit) {
+  const double limit_us = limit_us_of(limit, moved, facts.rates);
   Json json = {
       {"calls", std::llround(moved.calls)},
       {"seconds", moved.seconds},
@@ -133,14 +183,6 @@ Json moved_json(const MovedBytes& moved, double limit_us) {
     json["percent_of_limit"] = limit_us / moved.seconds / 1e4;
   }
   return json;
-}
-
-double limit_us_of(
-    double (*limit)(const ExchangeBytes&, const CopyRates&),
-    const MovedBytes& moved,
-    const CopyRates& rates
-) {
-  return rates.scatter > 0 ? limit({moved.logical, moved.wire, moved.tokens}, rates) : 0;
 }
 
 Json config_json(const TrainFacts& facts) {
@@ -184,6 +226,147 @@ void add_lanes(Page& page, const TrainRecord& record) {
 
 }  // namespace
 
+std::string train_headline(const TrainFacts& facts) {
+  const auto& config = facts.config;
+  const auto& model = config.model;
+  return fmt::format(
+      "{} ({}): {} parameters, {} met by a token\n"
+      "{} blocks of {} experts, top-{}, hidden {}, expert hidden {}, window {}\n"
+      "{} ranks{} over {}, {} tokens a step{}, {}, seed {}\n",
+      facts.text_path,
+      bytes_text(static_cast<double>(facts.text_bytes)),
+      count_text(facts.num_parameters),
+      count_text(facts.num_active_parameters),
+      model.num_blocks,
+      model.num_experts,
+      model.topk,
+      model.hidden,
+      model.expert_hidden,
+      model.window,
+      facts.num_ranks,
+      facts.num_gpus > 0 ? fmt::format(" on {} GPUs", facts.num_gpus) : "",
+      facts.transport,
+      count_text(config.global_batch),
+      micro_batch_text(facts),
+      dtype_name(config.dtype),
+      config.seed
+  );
+}
+
+// About ten lines from the first step to the last, each the mean of what lies before it.
+Table loss_table(const TrainRecord& record) {
+  Table table({"step", "loss", "bits per byte", "balance", "step time"});
+  const auto& points = record.points();
+  const size_t num_rows = std::min(kLossRows, points.size());
+  for (size_t row = 0, begin = 0; row < num_rows; ++row) {
+    const size_t end = (row + 1) * points.size() / num_rows;
+    StepPoint mean = {};
+    for (size_t i = begin; i < end; ++i) {
+      const auto part = 1.0 / static_cast<double>(end - begin);
+      mean.loss += points[i].loss * part;
+      mean.balance_loss += points[i].balance_loss * part;
+      mean.seconds += points[i].seconds * part;
+    }
+    table.add_row(
+        {fmt::format("{:.0f}", points[end - 1].step),
+         fmt::format("{:.4f}", mean.loss),
+         fmt::format("{:.3f}", mean.loss / std::log(2.0)),
+         fmt::format("{:.3f}", mean.balance_loss),
+         seconds_text(mean.seconds)}
+    );
+    begin = end;
+  }
+  return table;
+}
+
+Table phase_table(const TrainRecord& record) {
+  Table table({"phase", "time", "share", "per step"});
+  for (size_t i = 0; i < moe::kNumPhases; ++i) {
+    add_time_row(table, record, moe::kPhaseNames[i], record.phase_seconds()[i]);
+  }
+  add_time_row(table, record, "all", record.rank_seconds());
+  return table;
+}
+
+Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
+  Table table(
+      {"op",
+       "calls",
+       "time",
+       "wire",
+       "logical",
+       "wire GB/s",
+       "logical GB/s",
+       "of limit",
+       "of limit, last rank"}
+  );
+  const MovedBytes& dispatch = record.dispatch();
+  const MovedBytes& combine = record.combine();
+  const double dispatch_us = limit_us_of(dispatch_limit_us, dispatch, facts.rates);
+  const double combine_us = limit_us_of(combine_limit_us, combine, facts.rates);
+  add_exchange_row(table, "dispatch", dispatch, dispatch_us / 1e6);
+  add_exchange_row(table, "combine", combine, combine_us / 1e6);
+  return table;
+}
+
+std::string phase_text(const TrainFacts& facts) {
+  return facts.config.overlap.is_on ? "Where the time went, mean over the ranks; lanes work at the "
+                                      "same time, so the parts are more than all"
+                                    : "Where the time went, mean over the ranks";
+}
+
+Table lane_table(const TrainRecord& record) {
+  Table table({"lane", "busy", "share of the steps", "per step"});
+  add_time_row(table, record, "compute", record.lanes().compute);
+  add_time_row(table, record, "exchange", record.lanes().exchange);
+  add_time_row(table, record, "exchange alone", record.lanes().exposed);
+  return table;
+}
+
+std::string lane_text(const TrainRecord& record) {
+  const LaneSeconds& lanes = record.lanes();
+  return fmt::format(
+      "Forward and backward took {} on two lanes; {:.1f} % of the exchange had no computation "
+      "beside it",
+      seconds_text(lanes.wall),
+      percent(lanes.exposed, lanes.exchange)
+  );
+}
+
+std::string wait_text(const TrainRecord& record) {
+  double seconds = 0;
+  for (const auto phase : {moe::Phase::kPlan, moe::Phase::kDispatch, moe::Phase::kCombine}) {
+    seconds += record.phase_seconds()[static_cast<size_t>(phase)];
+  }
+  return fmt::format(
+      "Of {} in plan, dispatch and combine a rank waited at least {} for the others",
+      seconds_text(seconds),
+      seconds_text(record.wait_seconds())
+  );
+}
+
+std::string load_picture(const TrainRecord& record) {
+  std::string out = fmt::format(
+      "Load per expert lately, one line per block (@ = {} times the mean or more):\n", 3
+  );
+  for (int block = 0; block < record.model().num_blocks; ++block) {
+    const auto routes = record.recent_routes(block);
+    double sum = 0;
+    for (const int64_t count : routes) {
+      sum += static_cast<double>(count);
+    }
+    const double mean = sum / static_cast<double>(routes.size());
+    const std::vector<double> loads(routes.begin(), routes.end());
+    out += fmt::format(
+        "  block {:>2} |{}| max / mean {:.2f}\n",
+        block,
+        shaded(loads, 3 * mean),
+        max_over_mean(routes)
+    );
+  }
+  return out;
+}
+
 Json train_json(const TrainFacts& facts, const TrainRecord& record) {
   const BuildInfo build = build_info();
   Json json = {
@@ -200,18 +383,18 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
       {"gather_gbps", facts.rates.gather},
       {"wait_seconds", record.wait_seconds()},
       {"phase_seconds", Json::object()},
-      {"dispatch",
-       moved_json(
-           record.dispatch(), limit_us_of(dispatch_limit_us, record.dispatch(), facts.rates)
-       )},
-      {"combine",
-       moved_json(record.combine(), limit_us_of(combine_limit_us, record.combine(), facts.rates))},
+      {"dispatch", moved_json(facts, record.dispatch(), dispatch_limit_us)},
+      {"combine", moved_json(facts, record.combine(), combine_limit_us)},
       {"steps", Json::array()}};
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds()[i];
   }
   if (facts.config.overlap.is_on) {
-    json["lanes"] = lanes_json(record.lanes());
+    json["lanes"] = {
+        {"seconds", record.lanes().wall},
+        {"compute_seconds", record.lanes().compute},
+        {"exchange_seconds", record.lanes().exchange},
+        {"exposed_seconds", record.lanes().exposed}};
   }
   for (const StepPoint& point : record.points()) {
     json["steps"].push_back(
@@ -247,10 +430,8 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
   page.add_text(
       "Bytes of all ranks together. Wire bytes crossed a rank boundary, logical bytes are all rows "
       "that ranks received. The time of a call is the slowest rank's, which waits for the others "
-      "to "
-      "come; the rank that comes last waits least. The limit is what plain copies of the same "
-      "bytes "
-      "reach on this machine."
+      "to come; the rank that comes last waits least. The limit is what plain copies of the same "
+      "bytes reach on this machine."
   );
   page.add_text(wait_text(record) + ".");
   if (facts.rates.scatter > 0) {

@@ -1,15 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What rank 0 knows about a training run: its steps, summed over ranks. Bounded however long the
-// run is: neighbouring steps are merged once there are many.
+// What rank 0 knows about a training run, for people and for other programs: its steps, summed over
+// ranks. Bounded however long the run is: neighbouring steps are merged once there are many.
 #pragma once
 
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
-#include "moe/trainer.hpp"
-#include "overlap/trace.hpp"
+#include "measure/limits.hpp"
+#include "report/html.hpp"
+#include "report/table.hpp"
+#include "train/config.hpp"
+#include "train/lanes/trace.hpp"
+#include "train/trainer.hpp"
 
 namespace weft::program {
 
@@ -19,8 +27,6 @@ struct LaneSeconds {
   double compute = 0;   // the lane was busy
   double exchange = 0;  // the same
   double exposed = 0;   // the exchange lane was busy, the compute lane not
-
-  static LaneSeconds from(const overlap::Trace& trace);
 };
 
 // What every rank tells of a step; trivially copyable, travels between ranks.
@@ -29,12 +35,8 @@ struct RankStep {
   double seconds = 0;
   LaneSeconds lanes = {};
   int64_t num_tokens = 0;
-  int64_t dispatch_calls = 0;
-  int64_t dispatch_wire_bytes = 0;
-  int64_t dispatch_logical_bytes = 0;
-  int64_t combine_calls = 0;
-  int64_t combine_wire_bytes = 0;
-  int64_t combine_logical_bytes = 0;
+  moe::Traffic dispatch = {};
+  moe::Traffic combine = {};
   double wait_seconds = 0;  // for the peer it waited for most, since the exchange was made
   int64_t wants_to_stop = 0;
 
@@ -49,7 +51,6 @@ struct MovedBytes {
   double tokens = 0;           // rows at their sources: calls x tokens
   double seconds = 0;          // of the slowest rank, which may have waited for others
   double fastest_seconds = 0;  // of the rank that came last and waited least
-  MovedBytes& operator+=(const MovedBytes& other);
 };
 
 // One step, or the means of several neighbours.
@@ -76,6 +77,10 @@ class TrainRecord {
   [[nodiscard]] int64_t num_steps() const { return num_steps_; }
   [[nodiscard]] int64_t last_step() const { return last_step_; }
   [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }  // of all ranks and steps
+  // A sum over the steps, as of one.
+  [[nodiscard]] double per_step(double sum) const {
+    return sum / static_cast<double>(std::max<int64_t>(num_steps_, 1));
+  }
   [[nodiscard]] double seconds() const { return seconds_; }  // of the slowest rank of each step
   [[nodiscard]] double rank_seconds() const { return rank_seconds_; }  // mean over the ranks
   // Mean over the ranks, sum over the steps.
@@ -96,7 +101,13 @@ class TrainRecord {
   [[nodiscard]] std::vector<int64_t> recent_routes(int block) const;
 
  private:
-  void merge_neighbours();
+  void add_moved(
+      MovedBytes& sum,
+      std::span<const RankStep> ranks,
+      moe::Traffic RankStep::*traffic,
+      moe::Phase phase
+  ) const;
+  void add_point(StepPoint point);
 
   moe::ModelConfig model_;
   int64_t num_micro_batches_;
@@ -116,5 +127,37 @@ class TrainRecord {
   MovedBytes dispatch_;
   MovedBytes combine_;
 };
+
+// What does not change from step to step.
+struct TrainFacts {
+  std::string text_path;
+  int64_t text_bytes = 0;
+  moe::TrainConfig config;
+  std::string transport;   // the one in use
+  int num_gpus = 0;        // in use; 0: the cores
+  bool is_copied = false;  // exchanges beside computation go by copy engines
+  int num_ranks = 0;
+  int64_t num_parameters = 0;
+  int64_t num_active_parameters = 0;
+  int64_t first_step = 0;  // that this run began with
+  CopyRates rates = {};    // of plain copies; zero: not measured (yet)
+};
+
+[[nodiscard]] std::string train_headline(const TrainFacts& facts);
+[[nodiscard]] Table loss_table(const TrainRecord& record);
+[[nodiscard]] Table phase_table(const TrainRecord& record);
+// Of overlapped steps: how long each lane worked, and how much of the exchange nothing hid.
+[[nodiscard]] Table lane_table(const TrainRecord& record);
+// What the two tables say, before them and between them.
+[[nodiscard]] std::string phase_text(const TrainFacts& facts);
+[[nodiscard]] std::string lane_text(const TrainRecord& record);
+[[nodiscard]] Table exchange_table(const TrainFacts& facts, const TrainRecord& record);
+// How long ranks waited for each other, in a sentence.
+[[nodiscard]] std::string wait_text(const TrainRecord& record);
+// One line per block: how busy its experts were lately.
+[[nodiscard]] std::string load_picture(const TrainRecord& record);
+
+[[nodiscard]] nlohmann::ordered_json train_json(const TrainFacts& facts, const TrainRecord& record);
+[[nodiscard]] Page train_page(const TrainFacts& facts, const TrainRecord& record);
 
 }  // namespace weft::program

@@ -1,28 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train_run.hpp"
+#include "train/command/run.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
-#include "core/atomic_file.hpp"
-#include "group/block_value.hpp"
-#include "json_text.hpp"
-#include "limits.hpp"
-#include "measure.hpp"
-#include "moe/trainer.hpp"
-#include "plan/routing_file.hpp"
-#include "progress.hpp"
-#include "train_agreement.hpp"
-#include "train_record.hpp"
-#include "train_report.hpp"
+#include "cli/progress.hpp"
+#include "core/check.hpp"
+#include "group/control_plane.hpp"
+#include "measure/limits.hpp"
+#include "measure/measure.hpp"
+#include "plan/file/routing_file.hpp"
+#include "report/json_text.hpp"
+#include "train/command/report.hpp"
+#include "train/trainer.hpp"
 
 namespace weft::program {
 namespace {
+
+// Collective. Throws Error (kInvalidArgument) on every rank where options differ that decide what
+// ranks say to each other between two steps; the model's are compared where it is made. Ranks that
+// a launcher starts have each their own command line.
+void agree_on_options(const Group& group, const TrainOptions& options) {
+  constexpr std::array kNames = {
+      "--steps",
+      "--resume",
+      "--checkpoint-every (with --checkpoint)",
+      "--routing-every (with --save-routing)"};
+  const std::array<int64_t, kNames.size()> mine = {
+      options.steps,
+      options.is_resumed,
+      options.checkpoint_path.empty() ? 0 : options.checkpoint_every,
+      options.routing_path.empty() ? 0 : options.routing_every};
+  const auto ranks = gather(group, mine);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (size_t i = 0; i < mine.size(); ++i) {
+      WEFT_CHECK_ARG(
+          (Context{group.rank(), group.num_ranks()}),
+          ranks[rank][i] == mine[i],
+          "train: {} = {} here and {} on rank {} (0: not given; must be equal on all ranks)",
+          kNames[i],
+          mine[i],
+          ranks[rank][i],
+          rank
+      );
+    }
+  }
+}
 
 constexpr double kReportSeconds = 15;  // between two versions of the page
 
@@ -191,7 +221,7 @@ class TrainRun {
       train_page(facts_, record_).save(options_.html_path);
     }
     if (!options_.json_path.empty()) {
-      write_file_atomically(options_.json_path, json_text(train_json(facts_, record_)) + "\n");
+      save_json(options_.json_path, train_json(facts_, record_));
     }
   }
 

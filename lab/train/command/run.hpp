@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `weft train` was asked to do.
+// What `weft-lab train` was asked to do, and one rank of it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 
-#include "device_choice.hpp"
-#include "moe/config.hpp"
-#include "ranks.hpp"
+#include "cli/ranks.hpp"
+#include "cli/stop_request.hpp"
+#include "train/config.hpp"
+#include "weft/group.hpp"
 
 namespace weft::program {
 
@@ -27,5 +30,13 @@ struct TrainOptions {
   std::string html_path;
   std::string json_path;
 };
+
+// Collective. Trains until a limit is reached or `stop` is set, then saves and, on rank 0, prints.
+int train_on_rank(
+    const Group& group,
+    const TrainOptions& options,
+    std::span<const std::byte> text,
+    const StopRequest& stop
+);
 
 }  // namespace weft::program

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/block_cuda.hpp"
+#include "train/gpu/block.hpp"
 
 #include <algorithm>
 
-#include "moe/balance.hpp"
+#include "train/layers/router.hpp"
 
 namespace weft::moe {
 
@@ -14,7 +14,7 @@ DeviceBlock::DeviceBlock(
 )
     : rank_(&rank),
       tokens_(&tokens),
-      gain_(memory.replicated.at(layout.norm)),
+      norm_(rank, tokens, memory.replicated.at(layout.norm)),
       router_weight_(memory.replicated.at(layout.router)),
       experts_(
           rank.linear(),
@@ -28,10 +28,6 @@ DeviceBlock::DeviceBlock(
   const auto num_tokens = static_cast<size_t>(tokens.num_tokens);
   const auto num_experts = static_cast<size_t>(rank.config().num_experts);
   const size_t num_routes = num_tokens * static_cast<size_t>(rank.config().topk);
-  const size_t num_elements = num_tokens * static_cast<size_t>(rank.config().hidden);
-  x_.resize(num_elements);
-  inverse_rms_.resize(num_tokens);
-  normed_.resize(num_elements);
   probs_.resize(num_tokens * num_experts);
   topk_idx_.resize(num_routes);
   weights_.resize(num_routes);
@@ -41,13 +37,7 @@ DeviceBlock::DeviceBlock(
 
 void DeviceBlock::pre_dispatch(const DeviceArray<float>& x) {
   rank_->start(Lane::kCompute, Phase::kDense);
-  WEFT_CUDA(
-      Context{},
-      cudaMemcpyAsync(
-          x_.data(), x.data(), x_.size() * sizeof(float), cudaMemcpyDeviceToDevice, rank_->stream()
-      )
-  );
-  rmsnorm_forward_cuda(norm(), normed_.data(), rank_->stream());
+  norm_.forward(x.data());
   rank_->start(Lane::kCompute, Phase::kRoute);
   route();
 }
@@ -61,7 +51,7 @@ void DeviceBlock::moe_dispatch() {
   rank_->start(Lane::kExchange, Phase::kDispatch);
   rows_ = {};
   rows_ = rank_->dispatch(
-      *plan_, !tokens_->place.is_first, normed_.data(), weights_.data(), row_weights_.data()
+      *plan_, !tokens_->place.is_first, norm_.normed(), weights_.data(), row_weights_.data()
   );
 }
 
@@ -87,7 +77,7 @@ void DeviceBlock::moe_combine(DeviceArray<float>& x) {
   add_cuda(
       tokens_->tokens.data(),
       x.data(),
-      static_cast<int64_t>(x_.size()),
+      static_cast<int64_t>(norm_.size()),
       rank_->stream(Lane::kExchange)
   );
 }
@@ -97,7 +87,7 @@ void DeviceBlock::moe_combine_backward(const DeviceArray<float>& grad_x) {
   to_bf16_cuda(
       grad_x.data(),
       tokens_->tokens.data(),
-      static_cast<int64_t>(x_.size()),
+      static_cast<int64_t>(norm_.size()),
       rank_->stream(Lane::kExchange)
   );
   // The block after this one has used them: its last piece came before this one.
@@ -133,29 +123,17 @@ void DeviceBlock::moe_dispatch_backward() {
 }
 
 void DeviceBlock::pre_dispatch_backward(DeviceArray<float>& grad_x) {
-  DeviceScratch& scratch = rank_->scratch();
   rank_->start(Lane::kCompute, Phase::kRoute);
   route_backward();
   rank_->start(Lane::kCompute, Phase::kDense);
-  rmsnorm_backward_cuda(
-      norm(), scratch.grad_normed.data(), grad_x.data(), scratch.gain_terms.data(), rank_->stream()
-  );
-  column_sums_cuda(
-      {scratch.gain_terms.data(),
-       tokens_->num_tokens,
-       rank_->config().hidden,
-       scratch.sum_parts.data(),
-       gain_.grad,
-       tokens_->adds_grads},
-      rank_->stream()
-  );
+  norm_.backward(grad_x.data());
 }
 
 void DeviceBlock::route() {
   const ModelConfig& model = rank_->config();
   rank_->linear().forward(
       {tokens_->num_tokens, model.hidden, model.num_experts},
-      normed_.data(),
+      norm_.normed(),
       router_weight_.rounded,
       probs_.data()
   );
@@ -200,19 +178,15 @@ void DeviceBlock::route_backward() {
   to_float_cuda(
       tokens_->tokens.data(),
       scratch.grad_normed.data(),
-      static_cast<int64_t>(x_.size()),
+      static_cast<int64_t>(norm_.size()),
       rank_->stream()
   );
   rank_->linear().add_backward_weight(
-      shape, scratch.grad_logits.data(), normed_.data(), router_weight_.grad
+      shape, scratch.grad_logits.data(), norm_.normed(), router_weight_.grad
   );
   rank_->linear().add_backward_input(
       shape, scratch.grad_logits.data(), router_weight_.rounded, scratch.grad_normed.data()
   );
-}
-
-NormShape DeviceBlock::norm() {
-  return {tokens_->num_tokens, rank_->config().hidden, x_.data(), gain_.value, inverse_rms_.data()};
 }
 
 RouterShape DeviceBlock::router() {
@@ -245,6 +219,7 @@ double DeviceBlock::balance_share() const {
 }
 
 std::span<const int32_t> DeviceBlock::topk_idx() {
+  rank_->enter();
   host_topk_idx_.resize(plan_ ? topk_idx_.size() : 0);
   topk_idx_.download(host_topk_idx_, rank_->stream());
   rank_->synchronize();
@@ -252,6 +227,7 @@ std::span<const int32_t> DeviceBlock::topk_idx() {
 }
 
 std::span<const float> DeviceBlock::weights() {
+  rank_->enter();
   host_weights_.resize(plan_ ? weights_.size() : 0);
   weights_.download(host_weights_, rank_->stream());
   rank_->synchronize();

@@ -8,10 +8,10 @@
 #include <span>
 #include <vector>
 
-#include "moe/device_memory_cuda.hpp"
-#include "moe/experts_cuda.hpp"
-#include "moe/gpu_rank_cuda.hpp"
-#include "moe/kernels_cuda.hpp"
+#include "train/gpu/device_array.hpp"
+#include "train/gpu/experts.hpp"
+#include "train/gpu/kernels.hpp"
+#include "train/gpu/rank.hpp"
 
 namespace weft::moe {
 
@@ -46,7 +46,6 @@ class DeviceBlock {
   [[nodiscard]] std::span<const float> weights();
 
  private:
-  [[nodiscard]] NormShape norm();
   [[nodiscard]] RouterShape router();
   [[nodiscard]] DeviceExpertRows expert_rows() const;
   [[nodiscard]] const uint16_t* grad_rows() const;
@@ -57,17 +56,14 @@ class DeviceBlock {
 
   GpuRank* rank_;
   DeviceTokens* tokens_;
-  DeviceParameter gain_;           // [hidden]
+  DeviceNorm norm_;
   DeviceParameter router_weight_;  // [num_experts, hidden]
   DeviceExperts experts_;
 
   // From forward to backward.
-  DeviceArray<float> x_;            // [num_tokens, hidden] as forward found it
-  DeviceArray<float> inverse_rms_;  // [num_tokens]
-  DeviceArray<uint16_t> normed_;    // [num_tokens, hidden]
-  DeviceArray<float> probs_;        // [num_tokens, num_experts]
-  DeviceArray<int32_t> topk_idx_;   // [num_tokens, topk]
-  DeviceArray<float> weights_;      // [num_tokens, topk]
+  DeviceArray<float> probs_;       // [num_tokens, num_experts]
+  DeviceArray<int32_t> topk_idx_;  // [num_tokens, topk]
+  DeviceArray<float> weights_;     // [num_tokens, topk]
   std::optional<CountedPlan> plan_;
   // [num_rows, hidden] as they arrived. Kept until the next ones come: by then no stream uses them.
   Buffer rows_;

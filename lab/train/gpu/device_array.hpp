@@ -6,11 +6,13 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <memory>
 #include <span>
 #include <type_traits>
-#include <utility>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "train/layers/parameters.hpp"
 
 namespace weft::moe {
 
@@ -21,75 +23,75 @@ class DeviceArray {
 
   DeviceArray() = default;
   explicit DeviceArray(size_t size) { resize(size); }
-  ~DeviceArray() { release(); }
-  DeviceArray(DeviceArray&& other) noexcept { swap(other); }
-  DeviceArray& operator=(DeviceArray&& other) noexcept {
-    swap(other);
-    return *this;
-  }
 
   // Contents are undefined afterwards; memory is kept when it shrinks, and when it grows there is
   // some to spare. Never null. Throws Error (kOutOfMemory).
   void resize(size_t size) {
     if (data_ == nullptr || size > capacity_) {
       const size_t capacity = std::max<size_t>(data_ == nullptr ? size : size + size / 4, 16);
-      release();
+      data_.reset();
       void* data = nullptr;
       WEFT_CUDA(Context{}, cudaMalloc(&data, capacity * sizeof(T)));
-      data_ = static_cast<T*>(data);
+      data_.reset(static_cast<T*>(data));
       capacity_ = capacity;
     }
     size_ = size;
   }
 
-  [[nodiscard]] T* data() { return data_; }
-  [[nodiscard]] const T* data() const { return data_; }
+  [[nodiscard]] T* data() { return data_.get(); }
+  [[nodiscard]] const T* data() const { return data_.get(); }
   [[nodiscard]] size_t size() const { return size_; }
 
   void clear(cudaStream_t stream) {
-    if (size_ == 0) {
-      return;
+    if (size_ > 0) {
+      WEFT_CUDA(Context{}, cudaMemsetAsync(data(), 0, size_ * sizeof(T), stream));
     }
-    WEFT_CUDA(Context{}, cudaMemsetAsync(data_, 0, size_ * sizeof(T), stream));
   }
   // As many elements as the span has. The host's memory is read, or filled, once the stream is
   // through.
   void upload(std::span<const T> from, cudaStream_t stream) {
     resize(from.size());
-    if (from.empty()) {
-      return;
-    }
-    WEFT_CUDA(
-        Context{},
-        cudaMemcpyAsync(data_, from.data(), from.size_bytes(), cudaMemcpyHostToDevice, stream)
-    );
+    copy(data(), from.data(), from.size_bytes(), cudaMemcpyHostToDevice, stream);
   }
   void download(std::span<T> to, cudaStream_t stream) const {
-    if (to.empty()) {
-      return;
-    }
-    WEFT_CUDA(
-        Context{},
-        cudaMemcpyAsync(to.data(), data_, to.size_bytes(), cudaMemcpyDeviceToHost, stream)
-    );
+    copy(to.data(), data(), to.size_bytes(), cudaMemcpyDeviceToHost, stream);
+  }
+  // As many as this one has.
+  void copy_from(const T* from, cudaStream_t stream) {
+    copy(data(), from, size_ * sizeof(T), cudaMemcpyDeviceToDevice, stream);
   }
 
  private:
-  void swap(DeviceArray& other) {
-    std::swap(data_, other.data_);
-    std::swap(size_, other.size_);
-    std::swap(capacity_, other.capacity_);
-  }
-  void release() noexcept {
-    if (data_ != nullptr) {
-      static_cast<void>(cudaFree(data_));
-      data_ = nullptr;
+  struct Free {
+    void operator()(T* data) const { static_cast<void>(cudaFree(data)); }
+  };
+  static void copy(
+      void* to, const void* from, size_t num_bytes, cudaMemcpyKind way, cudaStream_t stream
+  ) {
+    if (num_bytes > 0) {
+      WEFT_CUDA(Context{}, cudaMemcpyAsync(to, from, num_bytes, way, stream));
     }
   }
 
-  T* data_ = nullptr;
+  std::unique_ptr<T, Free> data_;
   size_t size_ = 0;
   size_t capacity_ = 0;
+};
+
+// Where the parameters lie on a GPU: the two flat vectors of parameters.hpp, each three times.
+struct DeviceParameter {
+  float* value = nullptr;
+  float* grad = nullptr;        // cleared before each step; backward adds to it
+  uint16_t* rounded = nullptr;  // `value` in bf16, for products
+
+  [[nodiscard]] DeviceParameter at(const ParameterSpan& span) const {
+    return {value + span.begin, grad + span.begin, rounded + span.begin};
+  }
+};
+
+struct DeviceMemory {
+  DeviceParameter replicated;
+  DeviceParameter experts;
 };
 
 }  // namespace weft::moe

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <span>
 
-#include "moe/device_array_cuda.hpp"
-#include "moe/linear_cuda.hpp"
+#include "train/gpu/device_array.hpp"
+#include "train/gpu/linear.hpp"
 
 namespace weft::moe {
 
@@ -41,6 +41,19 @@ class DeviceExperts {
   void add_weight_gradients(const DeviceExpertRows& rows, const uint16_t* grad_y);
 
  private:
+  // Where an expert's part begins, in elements, and the shapes of its two products.
+  struct Place {
+    DeviceLinear::Shape into;
+    DeviceLinear::Shape out_of;
+    int64_t x = 0;
+    int64_t gate_up = 0;
+    int64_t active = 0;
+    int64_t weight_in = 0;
+    int64_t weight_out = 0;
+  };
+  template <class Visit>
+  void for_each_expert(const DeviceExpertRows& rows, const Visit& visit) const;
+
   DeviceLinear* linear_;
   DeviceExpertWeights weights_;
   int64_t hidden_;

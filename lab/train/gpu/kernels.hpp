@@ -9,11 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "moe/adamw.hpp"
+#include "train/layers/adamw.hpp"
 
 namespace weft::moe {
 
-// --- elementwise_cuda.cu ---
+// --- element by element ---
 void to_bf16_cuda(const float* from, uint16_t* to, int64_t size, cudaStream_t stream);
 void to_float_cuda(const uint16_t* from, float* to, int64_t size, cudaStream_t stream);
 // to += from.
@@ -31,7 +31,7 @@ struct ColumnSums {
 };
 void column_sums_cuda(const ColumnSums& call, cudaStream_t stream);
 
-// --- embedding_cuda.cu ---
+// --- embedding ---
 struct EmbeddingShape {
   int64_t num_tokens = 0;
   int64_t window = 0;
@@ -48,7 +48,7 @@ void embedding_backward_cuda(
     const EmbeddingShape& shape, const float* grad_x, float* grad_table, cudaStream_t stream
 );
 
-// --- rmsnorm_cuda.cu ---
+// --- norm ---
 struct NormShape {
   int64_t num_tokens = 0;
   int64_t hidden = 0;
@@ -66,7 +66,7 @@ void rmsnorm_backward_cuda(
     cudaStream_t stream
 );
 
-// --- router_cuda.cu ---
+// --- router (router.cu) ---
 struct RouterShape {
   int64_t num_tokens = 0;
   int num_experts = 0;
@@ -88,7 +88,7 @@ void router_backward_cuda(
     cudaStream_t stream
 );
 
-// --- swiglu_cuda.cu ---
+// --- activation of an expert ---
 struct SwigluShape {
   int64_t rows = 0;
   int64_t inner = 0;
@@ -106,7 +106,7 @@ void swiglu_backward_cuda(
     cudaStream_t stream
 );
 
-// --- loss_cuda.cu ---
+// --- loss ---
 struct LossShape {
   int64_t num_tokens = 0;
   int64_t num_classes = 0;
@@ -119,7 +119,7 @@ void cross_entropy_cuda(
     const LossShape& shape, float* losses, uint16_t* grad_logits, cudaStream_t stream
 );
 
-// --- adamw_cuda.cu ---
+// --- AdamW ---
 struct DeviceMoments {
   float* mean = nullptr;
   float* square = nullptr;

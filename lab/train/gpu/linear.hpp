@@ -7,10 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "moe/cublas_cuda.hpp"
-#include "moe/device_array_cuda.hpp"
+#include "train/gpu/device_array.hpp"
 
 namespace weft::moe {
+
+using CublasHandle = struct cublasContext*;
+
+// Throws Error (kNotAvailable) if there is no cuBLAS.
+void check_cublas();
 
 // Matrices in device memory, row after row, as linear.hpp has them on the host. Products of no rows
 // do nothing. The same product gives the same bits each time.
@@ -49,6 +53,10 @@ class DeviceLinear {
  private:
   struct Product;
   void run(const Product& product);
+  void run_forward(const Shape& shape, const uint16_t* x, const uint16_t* w, Product product);
+  void run_backward_input(
+      const Shape& shape, const uint16_t* grad_y, const uint16_t* w, Product product
+  );
 
   cudaStream_t stream_;
   CublasHandle handle_ = nullptr;

@@ -1,7 +1,70 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/micro_batch_cuda.hpp"
+#include "train/gpu/micro_batch.hpp"
+
+#include "train/layers/dense.hpp"
 
 namespace weft::moe {
+
+DeviceHead::DeviceHead(
+    GpuRank& rank,
+    const DeviceTokens& tokens,
+    const DeviceParameter& gain,
+    const DeviceParameter& weight
+)
+    : rank_(&rank), tokens_(&tokens), norm_(rank, tokens, gain), weight_(weight) {
+  const auto num_tokens = static_cast<size_t>(tokens.num_tokens);
+  logits_.resize(num_tokens * kNumBytes);
+  grad_logits_.resize(num_tokens * kNumBytes);
+  losses_.resize(num_tokens);
+  host_losses_.resize(num_tokens);
+}
+
+void DeviceHead::load_targets(std::span<const std::byte> targets) {
+  targets_.upload(
+      {reinterpret_cast<const uint8_t*>(targets.data()), targets.size()}, rank_->stream()
+  );
+}
+
+void DeviceHead::forward(const float* x) {
+  const cudaStream_t stream = rank_->stream();
+  const int64_t num_tokens = tokens_->num_tokens;
+  norm_.forward(x);
+  rank_->linear().forward(
+      {num_tokens, rank_->config().hidden, kNumBytes},
+      norm_.normed(),
+      weight_.rounded,
+      logits_.data()
+  );
+  cross_entropy_cuda(
+      {num_tokens, kNumBytes, logits_.data(), targets_.data(), scale()},
+      losses_.data(),
+      grad_logits_.data(),
+      stream
+  );
+}
+
+void DeviceHead::backward(float* grad_x) {
+  const cudaStream_t stream = rank_->stream();
+  DeviceScratch& scratch = rank_->scratch();
+  const int64_t num_tokens = tokens_->num_tokens;
+  const int64_t hidden = rank_->config().hidden;
+  const DeviceLinear::Shape shape = {num_tokens, hidden, kNumBytes};
+  rank_->linear().add_backward_weight(shape, grad_logits_.data(), norm_.normed(), weight_.grad);
+  scratch.grad_normed.clear(stream);
+  rank_->linear().add_backward_input(
+      shape, grad_logits_.data(), weight_.rounded, scratch.grad_normed.data()
+  );
+  WEFT_CUDA(Context{}, cudaMemsetAsync(grad_x, 0, norm_.size() * sizeof(float), stream));
+  norm_.backward(grad_x);
+}
+
+double DeviceHead::loss() const {
+  double sum = 0;
+  for (const float loss : host_losses_) {
+    sum += static_cast<double>(loss);
+  }
+  return sum * static_cast<double>(scale());
+}
 
 using overlap::Lane;
 

@@ -3,16 +3,59 @@
 // parameters.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
 
-#include "moe/batch.hpp"
-#include "moe/block_cuda.hpp"
-#include "moe/head_cuda.hpp"
+#include "train/batch.hpp"
+#include "train/gpu/block.hpp"
+#include "train/gpu/device_array.hpp"
+#include "train/gpu/kernels.hpp"
+#include "train/gpu/rank.hpp"
 
 namespace weft::moe {
+
+// From the last block to the loss, and back: norm, product, cross-entropy.
+class DeviceHead {
+ public:
+  // For the tokens of one micro-batch, which outlive it. gain: [hidden]; weight: [kNumBytes,
+  // hidden].
+  DeviceHead(
+      GpuRank& rank,
+      const DeviceTokens& tokens,
+      const DeviceParameter& gain,
+      const DeviceParameter& weight
+  );
+
+  // What forward() is to find; [num_tokens] in host memory.
+  void load_targets(std::span<const std::byte> targets);
+  // Both queue their work on the stream of the compute lane. x [num_tokens, hidden]; backward
+  // overwrites it.
+  void forward(const float* x);
+  void backward(float* grad_x);
+
+  // The stream is through: fetches what loss() needs.
+  void finish() { losses_.download(host_losses_, rank_->stream()); }
+  // Of the last forward: this micro-batch's part of the mean over the global batch, in nats.
+  [[nodiscard]] double loss() const;
+
+ private:
+  [[nodiscard]] float scale() const {
+    return 1.0F / static_cast<float>(rank_->context().global_tokens);
+  }
+
+  GpuRank* rank_;
+  const DeviceTokens* tokens_;
+  DeviceNorm norm_;
+  DeviceParameter weight_;
+  DeviceArray<float> logits_;  // [num_tokens, kNumBytes]
+  DeviceArray<uint16_t> grad_logits_;
+  DeviceArray<uint8_t> targets_;  // [num_tokens]
+  DeviceArray<float> losses_;     // [num_tokens]
+  std::vector<float> host_losses_;
+};
 
 class DeviceMicroBatch {
  public:

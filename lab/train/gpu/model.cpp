@@ -2,15 +2,13 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <deque>
-#include <vector>
 
-#include "core/devices.hpp"
-#include "moe/chunk_nodes.hpp"
-#include "moe/device_model.hpp"
-#include "moe/micro_batch_cuda.hpp"
-#include "overlap/no_pipelining.hpp"
-#include "overlap/stream_executor_cuda.hpp"
+#include "core/check.hpp"
+#include "core/gpu/devices.hpp"
+#include "train/chunk_nodes.hpp"
+#include "train/gpu/micro_batch.hpp"
+#include "train/lanes/stream_executor_cuda.hpp"
+#include "train/step_model.hpp"
 
 namespace weft::moe {
 namespace {
@@ -30,7 +28,7 @@ struct DeviceVector {
   }
 };
 
-class CudaModel final : public DeviceModel {
+class CudaModel final : public MicroBatchModels<DeviceModel, DeviceMicroBatch> {
  public:
   explicit CudaModel(const DeviceModelParts& parts)
       : parts_(parts),
@@ -41,7 +39,7 @@ class CudaModel final : public DeviceModel {
         square_(parts.layout.num_expert) {
     const size_t num = parts.micro_batches.size();
     for (size_t idx = 0; idx < num; ++idx) {
-      micro_batches_.emplace_back(
+      models_.emplace_back(
           rank_,
           parts.micro_batches[idx].tokens.size(),
           MicroBatchPlace{.is_first = idx == 0, .is_last = idx + 1 == num},
@@ -52,6 +50,9 @@ class CudaModel final : public DeviceModel {
     load_replicated();
     load_experts();
   }
+  CudaModel(const CudaModel&) = delete;
+  CudaModel& operator=(const CudaModel&) = delete;
+  ~CudaModel() override { models_.clear(); }  // before what they use
 
   LossShare forward_backward(std::span<const Batch> batches) override;
 
@@ -91,21 +92,6 @@ class CudaModel final : public DeviceModel {
     rank_.synchronize();
   }
 
-  [[nodiscard]] const overlap::Trace& trace() const override { return trace_; }
-  [[nodiscard]] const Plan& plan(size_t micro_batch, int block) const override {
-    return micro_batches_[micro_batch].blocks()[static_cast<size_t>(block)].plan();
-  }
-  [[nodiscard]] std::span<const int32_t> topk_idx(int block) override {
-    all_topk_idx_.clear();
-    for_each_block(block, [&](DeviceBlock& of_one) { append(of_one.topk_idx(), all_topk_idx_); });
-    return all_topk_idx_;
-  }
-  [[nodiscard]] std::span<const float> weights(int block) override {
-    all_weights_.clear();
-    for_each_block(block, [&](DeviceBlock& of_one) { append(of_one.weights(), all_weights_); });
-    return all_weights_;
-  }
-
  private:
   static int64_t most_tokens(std::span<const MicroBatch> micro_batches) {
     int64_t most = 0;
@@ -113,17 +99,6 @@ class CudaModel final : public DeviceModel {
       most = std::max(most, micro_batch.tokens.size());
     }
     return most;
-  }
-  template <class T>
-  static void append(std::span<const T> from, std::vector<T>& to) {
-    to.insert(to.end(), from.begin(), from.end());
-  }
-  template <class Visit>
-  void for_each_block(int block, const Visit& visit) {
-    rank_.enter();
-    for (DeviceMicroBatch& micro_batch : micro_batches_) {
-      visit(micro_batch.blocks()[static_cast<size_t>(block)]);
-    }
   }
   void run_overlapped();
   [[nodiscard]] cudaStream_t stream() const { return rank_.stream(); }
@@ -134,33 +109,29 @@ class CudaModel final : public DeviceModel {
   DeviceVector experts_;
   DeviceArray<float> mean_;  // of the experts
   DeviceArray<float> square_;
-  std::deque<DeviceMicroBatch> micro_batches_;
-  overlap::Trace trace_;
-  std::vector<int32_t> all_topk_idx_;
-  std::vector<float> all_weights_;
 };
 
 LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
   rank_.enter();
-  for (size_t idx = 0; idx < micro_batches_.size(); ++idx) {
-    micro_batches_[idx].load(batches[idx]);
+  for (size_t idx = 0; idx < models_.size(); ++idx) {
+    models_[idx].load(batches[idx]);
   }
   replicated_.grad.clear(stream());
   experts_.grad.clear(stream());
   if (parts_.overlap.is_on) {
     run_overlapped();
   } else {
-    for (DeviceMicroBatch& micro_batch : micro_batches_) {
+    for (DeviceMicroBatch& micro_batch : models_) {
       micro_batch.forward_backward();
     }
   }
   replicated_.grad.download(parts_.memory.replicated.grad.first(replicated_.grad.size()), stream());
-  for (DeviceMicroBatch& micro_batch : micro_batches_) {
+  for (DeviceMicroBatch& micro_batch : models_) {
     micro_batch.finish();
   }
   rank_.synchronize();
   LossShare share = {{0.0}};
-  for (const DeviceMicroBatch& micro_batch : micro_batches_) {
+  for (const DeviceMicroBatch& micro_batch : models_) {
     share += {{micro_batch.cross_entropy()}, micro_batch.balance()};
   }
   return share;
@@ -168,18 +139,17 @@ LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
 
 void CudaModel::run_overlapped() {
   const auto nodes = [&](int idx) {
-    return chunk_nodes(micro_batches_[static_cast<size_t>(idx)], parts_.overlap);
+    return chunk_nodes(models_[static_cast<size_t>(idx)], parts_.overlap);
   };
   const auto schedule =
-      overlap::schedule_overlapped({.num = static_cast<int>(micro_batches_.size()), .nodes = nodes}
-      );
+      overlap::schedule_overlapped({.num = static_cast<int>(models_.size()), .nodes = nodes});
   parts_.context.timer.pause();
   overlap::StreamExecutor executor(stream(), rank_.stream(overlap::Lane::kExchange));
   try {
     trace_ = executor.run(schedule);
     rank_.synchronize();  // throws what the exchange found on the GPU
   } catch (...) {
-    for (DeviceMicroBatch& micro_batch : micro_batches_) {
+    for (DeviceMicroBatch& micro_batch : models_) {
       micro_batch.release();
     }
     rank_.forget_phases();
@@ -208,7 +178,7 @@ void check_can_train_on_gpu(int index) {
       index,
       num_gpus
   );
-  static_cast<void>(cublas());
+  check_cublas();
 }
 
 std::unique_ptr<DeviceModel> make_device_model(const DeviceModelParts& parts) {

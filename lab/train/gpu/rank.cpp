@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/gpu_rank_cuda.hpp"
+#include "train/gpu/rank.hpp"
 
 #include <algorithm>
 #include <array>
@@ -7,11 +7,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "moe/beside.hpp"
-#include "moe/kernels_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "train/gpu/kernels.hpp"
 
 namespace weft::moe {
-
 namespace {
 
 using overlap::Lane;
@@ -23,6 +22,37 @@ GpuStream enter_gpu(int gpu) {
 }
 
 }  // namespace
+
+void LanePhases::mark(overlap::Lane lane, std::optional<Phase> phase, cudaStream_t stream) {
+  EventOwner event;
+  if (unused_.empty()) {
+    cudaEvent_t made = nullptr;
+    WEFT_CUDA(Context{}, cudaEventCreate(&made));
+    event.reset(made);
+  } else {
+    event = std::move(unused_.back());
+    unused_.pop_back();
+  }
+  WEFT_CUDA(Context{}, cudaEventRecord(event.get(), stream));
+  marks_[overlap::lane_idx(lane)].push_back({std::move(event), phase});
+}
+
+void LanePhases::read(overlap::Lane lane, PhaseTimer& timer) {
+  std::vector<Mark>& marks = marks_[overlap::lane_idx(lane)];
+  for (size_t i = 0; i + 1 < marks.size(); ++i) {
+    if (marks[i].phase) {
+      float ms = 0;
+      WEFT_CUDA(
+          Context{}, cudaEventElapsedTime(&ms, marks[i].event.get(), marks[i + 1].event.get())
+      );
+      timer.add(*marks[i].phase, static_cast<double>(ms) / 1e3);
+    }
+  }
+  for (Mark& mark : marks) {
+    unused_.push_back(std::move(mark.event));
+  }
+  marks.clear();
+}
 
 DeviceTokens::DeviceTokens(
     int64_t the_num_tokens, const MicroBatchPlace& the_place, const ModelConfig& config
@@ -163,7 +193,7 @@ CallOptions GpuRank::call(bool is_beside, bool is_dispatch) const {
   CallOptions call = {.stream = exchange_stream_.get()};
   if (is_beside && context_->has_two_lanes) {
     call.copy_engines = context_->exchange.config().copy_engines;
-    call.num_sms = sms_beside_computation(num_gpu_sms_, is_dispatch && call.copy_engines);
+    call.num_sms = overlap::overlapped_sms(num_gpu_sms_, is_dispatch && call.copy_engines);
   }
   return call;
 }
@@ -218,6 +248,34 @@ void GpuRank::count(Traffic& traffic, const CountedPlan& counted) const {
   ++traffic.calls;
   traffic.wire_bytes += counted.wire_rows * row_bytes;
   traffic.logical_bytes += counted.logical_rows * row_bytes;
+}
+
+DeviceNorm::DeviceNorm(GpuRank& rank, const DeviceTokens& tokens, const DeviceParameter& gain)
+    : rank_(&rank),
+      tokens_(&tokens),
+      gain_(gain),
+      x_(static_cast<size_t>(tokens.num_tokens * rank.config().hidden)),
+      inverse_rms_(static_cast<size_t>(tokens.num_tokens)),
+      normed_(x_.size()) {}
+
+void DeviceNorm::forward(const float* x) {
+  x_.copy_from(x, rank_->stream());
+  rmsnorm_forward_cuda(shape(), normed_.data(), rank_->stream());
+}
+
+void DeviceNorm::backward(float* grad_x) {
+  DeviceScratch& scratch = rank_->scratch();
+  float* gain_terms = scratch.gain_terms.data();
+  rmsnorm_backward_cuda(shape(), scratch.grad_normed.data(), grad_x, gain_terms, rank_->stream());
+  column_sums_cuda(
+      {gain_terms,
+       tokens_->num_tokens,
+       rank_->config().hidden,
+       scratch.sum_parts.data(),
+       gain_.grad,
+       tokens_->adds_grads},
+      rank_->stream()
+  );
 }
 
 }  // namespace weft::moe

@@ -5,19 +5,47 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
-#include "core/stream_cuda.hpp"
-#include "moe/device_array_cuda.hpp"
-#include "moe/lane_phases_cuda.hpp"
-#include "moe/linear_cuda.hpp"
-#include "moe/moe_block.hpp"
-#include "overlap/lane.hpp"
+#include "core/gpu/stream.hpp"
+#include "train/gpu/device_array.hpp"
+#include "train/gpu/kernels.hpp"
+#include "train/gpu/linear.hpp"
+#include "train/layers/moe_block.hpp"
+#include "train/phase_timer.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
+#include "weft/overlap.hpp"
 
 namespace weft::moe {
+
+// PhaseTimer for work that is queued on two streams: marks between the kernels, read when all is
+// over.
+class LanePhases {
+ public:
+  // What the stream comes to from here on is this phase; none: no phase's.
+  void mark(overlap::Lane lane, std::optional<Phase> phase, cudaStream_t stream);
+  // Adds what was marked on a lane, whose stream must be through, and forgets it.
+  void read(overlap::Lane lane, PhaseTimer& timer);
+
+ private:
+  struct EventEnd {
+    void operator()(cudaEvent_t event) const { static_cast<void>(cudaEventDestroy(event)); }
+  };
+  using EventOwner = std::unique_ptr<CUevent_st, EventEnd>;
+
+  struct Mark {
+    EventOwner event;
+    std::optional<Phase> phase;
+  };
+
+  std::array<std::vector<Mark>, overlap::kNumLanes> marks_;
+  std::vector<EventOwner> unused_;
+};
 
 // Overwritten by every layer of every micro-batch, on the compute lane alone.
 struct DeviceScratch {
@@ -126,6 +154,35 @@ class GpuRank {
   DeviceScratch scratch_;
   LanePhases phases_;
   std::vector<int32_t> host_topk_idx_;
+};
+
+// A norm before a layer, as RmsNorm on the host.
+class DeviceNorm {
+ public:
+  // For the tokens of one micro-batch, which outlive it. gain: [hidden].
+  DeviceNorm(GpuRank& rank, const DeviceTokens& tokens, const DeviceParameter& gain);
+
+  // Both queue their work on the stream of the compute lane. Keeps a copy of x [num_tokens,
+  // hidden].
+  void forward(const float* x);
+  // grad_x += the gradient for x, from that for normed() in the scratch memory.
+  void backward(float* grad_x);
+
+  [[nodiscard]] const uint16_t* normed() const { return normed_.data(); }  // [num_tokens, hidden]
+  [[nodiscard]] size_t size() const { return x_.size(); }
+
+ private:
+  [[nodiscard]] NormShape shape() {
+    const int64_t hidden = rank_->config().hidden;
+    return {tokens_->num_tokens, hidden, x_.data(), gain_.value, inverse_rms_.data()};
+  }
+
+  GpuRank* rank_;
+  const DeviceTokens* tokens_;
+  DeviceParameter gain_;
+  DeviceArray<float> x_;
+  DeviceArray<float> inverse_rms_;  // [num_tokens]
+  DeviceArray<uint16_t> normed_;
 };
 
 }  // namespace weft::moe

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/half.hpp"
-#include "moe/kernels_cuda.hpp"
-#include "moe/row_cuda.cuh"
+#include "train/gpu/kernels.hpp"
+#include "train/gpu/row.cuh"
 
 namespace weft::moe {
 namespace {
@@ -143,11 +143,7 @@ __global__ void router_backward_kernel(
 }  // namespace
 
 void choose_experts_cuda(const RouterShape& shape, cudaStream_t stream) {
-  if (shape.num_tokens > 0) {
-    const unsigned blocks = num_blocks(shape.num_tokens, kRowsPerBlock);
-    choose_kernel<<<blocks, kRowThreads, 0, stream>>>(shape);
-    WEFT_CUDA(Context{}, cudaGetLastError());
-  }
+  launch_rows(choose_kernel, shape.num_tokens, stream, shape);
 }
 
 void router_backward_cuda(
@@ -157,13 +153,9 @@ void router_backward_cuda(
     uint16_t* grad_logits,
     cudaStream_t stream
 ) {
-  if (shape.num_tokens > 0) {
-    const unsigned blocks = num_blocks(shape.num_tokens, kRowsPerBlock);
-    router_backward_kernel<<<blocks, kRowThreads, 0, stream>>>(
-        shape, grad_weights, grad_probs, grad_logits
-    );
-    WEFT_CUDA(Context{}, cudaGetLastError());
-  }
+  launch_rows(
+      router_backward_kernel, shape.num_tokens, stream, shape, grad_weights, grad_probs, grad_logits
+  );
 }
 
 }  // namespace weft::moe

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft::moe {
 
@@ -43,6 +43,25 @@ __device__ inline float warp_max(float value) {
 
 inline unsigned num_blocks(int64_t size, int64_t per_block) {
   return static_cast<unsigned>((size + per_block - 1) / per_block);
+}
+
+template <class Kernel, class... Args>
+void launch(Kernel kernel, dim3 blocks, int threads, cudaStream_t stream, const Args&... args) {
+  kernel<<<blocks, static_cast<unsigned>(threads), 0, stream>>>(args...);
+  WEFT_CUDA(Context{}, cudaGetLastError());
+}
+// A warp for each row, or a thread for each element; nothing where there is none.
+template <class Kernel, class... Args>
+void launch_rows(Kernel kernel, int64_t rows, cudaStream_t stream, const Args&... args) {
+  if (rows > 0) {
+    launch(kernel, num_blocks(rows, kRowsPerBlock), kRowThreads, stream, args...);
+  }
+}
+template <class Kernel, class... Args>
+void launch_flat(Kernel kernel, int64_t size, cudaStream_t stream, const Args&... args) {
+  if (size > 0) {
+    launch(kernel, num_blocks(size, kFlatThreads), kFlatThreads, stream, args...);
+  }
 }
 
 }  // namespace weft::moe

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/stream_executor_cuda.hpp"
+#include "train/lanes/stream_executor_cuda.hpp"
 
 #include <atomic>
 #include <vector>
 
-#include "core/check_cuda.hpp"
-#include "overlap/held_values.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft::overlap {
 namespace {
@@ -38,7 +37,7 @@ class StreamRun {
   StreamRun(const Schedule& schedule, const std::array<cudaStream_t, kNumLanes>& streams)
       : schedule_(schedule),
         streams_(streams),
-        held_(schedule),
+        releases_(schedule),
         begin_(schedule.steps().size()),
         end_(schedule.steps().size()) {}
 
@@ -53,10 +52,11 @@ class StreamRun {
       return trace();
     } catch (...) {
       stopping_.store(true, std::memory_order_relaxed);
-      for (const cudaStream_t stream : streams_) {  // what is enqueued may still use the values
+      for (const cudaStream_t stream :
+           streams_) {  // what is enqueued may still use what is released
         static_cast<void>(cudaStreamSynchronize(stream));
       }
-      held_.release_all(context_of(Lane::kCompute));
+      releases_.call_rest(context_of(Lane::kCompute));
       throw;
     }
   }
@@ -77,12 +77,11 @@ class StreamRun {
       }
     }
     begin_[idx].record(stream);
-    held_.begin_step(step);
     if (step.work) {
       step.work(context_of(step.lane));
     }
     end_[idx].record(stream);
-    held_.end_step(step, context_of(step.lane));
+    releases_.call(idx, context_of(step.lane));
   }
 
   void synchronize() const {
@@ -110,7 +109,7 @@ class StreamRun {
 
   const Schedule& schedule_;
   const std::array<cudaStream_t, kNumLanes>& streams_;
-  HeldValues held_;
+  Releases releases_;
   std::atomic<bool> stopping_ = false;
   TimedEvent start_;
   std::vector<TimedEvent> begin_;  // by step

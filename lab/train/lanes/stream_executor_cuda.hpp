@@ -6,7 +6,7 @@
 
 #include <array>
 
-#include "overlap/executor.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap {
 
@@ -17,8 +17,8 @@ class StreamExecutor final : public Executor {
   StreamExecutor(cudaStream_t compute, cudaStream_t exchange) : streams_{compute, exchange} {}
 
   // Calls every callback from this thread, in the order of issue; waits between the lanes become
-  // events of the streams. Values are released when the step that frees them has been enqueued:
-  // memory must go back in the order of the lane's stream. Returns when both streams are through;
+  // events of the streams. A release is called when its step has been enqueued: memory must go back
+  // in the order of the lane's stream. Returns when both streams are through;
   // spans are those of the GPU. Throws Error (kCuda), and what callbacks throw.
   Trace run(const Schedule& schedule) override;
 

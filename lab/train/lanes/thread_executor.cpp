@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/thread_executor.hpp"
+#include "train/lanes/thread_executor.hpp"
 
 #include <algorithm>
 #include <condition_variable>
@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "core/clock.hpp"
-#include "overlap/held_values.hpp"
 
 namespace weft::overlap {
 namespace {
@@ -17,7 +16,7 @@ namespace {
 class ThreadRun {
  public:
   explicit ThreadRun(const Schedule& schedule)
-      : schedule_(schedule), held_(schedule), has_ended_(schedule.steps().size(), 0) {}
+      : schedule_(schedule), releases_(schedule), has_ended_(schedule.steps().size(), 0) {}
 
   Trace run() {
     try {
@@ -28,7 +27,7 @@ class ThreadRun {
       fail();
     }
     if (failure_) {
-      held_.release_all({Lane::kCompute, nullptr, &stopping_});
+      releases_.call_rest({Lane::kCompute, nullptr, &stopping_});
       std::rethrow_exception(failure_);
     }
     sort_spans(trace_);
@@ -69,11 +68,10 @@ class ThreadRun {
   void run_step(size_t idx, const LaneContext& context) {
     const Step& step = schedule_.steps()[idx];
     const int64_t begin = now_ns();
-    held_.begin_step(step);
     if (step.work) {
       step.work(context);
     }
-    held_.end_step(step, context);
+    releases_.call(idx, context);
     const int64_t end = now_ns();
     {
       const std::lock_guard lock(mutex_);
@@ -103,7 +101,7 @@ class ThreadRun {
 
   const Schedule& schedule_;
   const Clock::time_point start_ = Clock::now();
-  HeldValues held_;
+  Releases releases_;
   std::atomic<bool> stopping_ = false;
 
   std::mutex mutex_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/trace.hpp"
+#include "train/lanes/trace.hpp"
 
 #include <nlohmann/json.hpp>
 
@@ -40,6 +40,19 @@ Json span_event(const Span& span, int process) {
       {"args", {{"step", span.step}, {"micro_batch", span.micro_batch}}}};
 }
 
+// For how long at least one of these lanes worked.
+int64_t busy_ns(const Trace& trace, std::initializer_list<Lane> lanes) {
+  int64_t sum = 0;
+  int64_t reached = 0;
+  for (const Span& span : trace.spans) {  // by begin
+    if (std::find(lanes.begin(), lanes.end(), span.lane) != lanes.end()) {
+      sum += std::max<int64_t>(span.end_ns - std::max(span.begin_ns, reached), 0);
+      reached = std::max(reached, span.end_ns);
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
 void sort_spans(Trace& trace) {
@@ -59,6 +72,20 @@ std::string trace_json(const Trace& trace, int process) {
 
 void write_trace(const std::string& path, const Trace& trace, int process) {
   write_file_atomically(path, trace_json(trace, process));
+}
+
+LaneTimes lane_times(const Trace& trace) {
+  LaneTimes times;
+  times.busy_ns = {busy_ns(trace, {Lane::kCompute}), busy_ns(trace, {Lane::kExchange})};
+  times.exposed_ns = busy_ns(trace, {Lane::kCompute, Lane::kExchange}) - times.busy_ns[0];
+  if (!trace.spans.empty()) {
+    int64_t end = trace.spans.front().end_ns;
+    for (const Span& span : trace.spans) {
+      end = std::max(end, span.end_ns);
+    }
+    times.wall_ns = end - trace.spans.front().begin_ns;
+  }
+  return times;
 }
 
 }  // namespace weft::overlap

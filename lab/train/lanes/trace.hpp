@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ran when, and a file of it that chrome://tracing and ui.perfetto.dev show.
+// What ran when, a file of it that chrome://tracing and ui.perfetto.dev show, and how much of the
+// exchange nothing hid.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "overlap/lane.hpp"
+#include "weft/overlap.hpp"
 
 namespace weft::overlap {
 
@@ -32,5 +34,13 @@ void sort_spans(Trace& trace);
 
 // Throws Error (kFile) naming the path.
 void write_trace(const std::string& path, const Trace& trace, int process = 0);
+
+struct LaneTimes {
+  int64_t wall_ns = 0;                          // from the first begin to the last end
+  std::array<int64_t, kNumLanes> busy_ns = {};  // by lane; waiting for the other lane is not in it
+  int64_t exposed_ns = 0;                       // the exchange lane was busy, the compute lane not
+};
+
+[[nodiscard]] LaneTimes lane_times(const Trace& trace);
 
 }  // namespace weft::overlap

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/experts.hpp"
+#include "train/layers/experts.hpp"
 
 #include <cmath>
 
-#include "moe/linear.hpp"
+#include "train/layers/linear.hpp"
 
 namespace weft::moe {
 namespace {

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "moe/matrix.hpp"
+#include "train/layers/matrix.hpp"
 
 namespace weft::moe {
 

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "moe/matrix.hpp"
+#include "train/layers/matrix.hpp"
 
 namespace weft::moe {
 
@@ -14,6 +14,9 @@ void linear_forward(ConstRows x, const float* w, Rows y);
 void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x);
 // grad_w [out, in] += grad_y^T * x.
 void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w);
+
+// Throws Error (kNotAvailable) if the library of products could not be loaded.
+void check_blas();
 
 // The same for tokens, shard by shard.
 void linear_forward(ConstRows x, const Parameter& w, Rows y, const Shards& shards);

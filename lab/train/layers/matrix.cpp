@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/matrix.hpp"
+#include "train/layers/matrix.hpp"
 
 #include <algorithm>
 

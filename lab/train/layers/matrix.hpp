@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "moe/shards.hpp"
+#include "train/shards.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft::moe {

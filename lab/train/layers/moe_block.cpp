@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/moe_block.hpp"
+#include "train/layers/moe_block.hpp"
 
 #include <algorithm>
 #include <functional>

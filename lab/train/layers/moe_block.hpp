@@ -8,16 +8,14 @@
 #include <optional>
 #include <vector>
 
-#include "moe/balance.hpp"
-#include "moe/experts.hpp"
-#include "moe/matrix.hpp"
-#include "moe/parameters.hpp"
-#include "moe/phase_timer.hpp"
-#include "moe/rmsnorm.hpp"
-#include "moe/router.hpp"
-#include "moe/traffic.hpp"
-#include "overlap/lane.hpp"
+#include "train/layers/dense.hpp"
+#include "train/layers/experts.hpp"
+#include "train/layers/matrix.hpp"
+#include "train/layers/parameters.hpp"
+#include "train/layers/router.hpp"
+#include "train/phase_timer.hpp"
 #include "weft/exchange.hpp"
+#include "weft/overlap.hpp"
 
 namespace weft::moe {
 
@@ -72,6 +70,8 @@ class MoeBlock {
   // Of the last forward.
   [[nodiscard]] const Router& router() const { return router_; }
   [[nodiscard]] const Plan& plan() const { return *plan_; }
+  [[nodiscard]] std::span<const int32_t> topk_idx() const { return router_.topk_idx(); }
+  [[nodiscard]] std::span<const float> weights() const { return router_.weights().span(); }
   [[nodiscard]] double balance_share() const { return balance_.share; }
 
  private:

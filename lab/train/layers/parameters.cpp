@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/parameters.hpp"
+#include "train/layers/parameters.hpp"
 
 #include <cmath>
 
-#include "moe/embedding.hpp"
-#include "moe/random.hpp"
+#include "train/layers/dense.hpp"
+#include "train/layers/random.hpp"
 
 namespace weft::moe {
 namespace {

@@ -8,8 +8,8 @@
 #include <span>
 #include <vector>
 
-#include "moe/config.hpp"
-#include "moe/matrix.hpp"
+#include "train/config.hpp"
+#include "train/layers/matrix.hpp"
 
 namespace weft::moe {
 

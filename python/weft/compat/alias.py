@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes `import deep_ep` and `import uccl` find Weft in this process."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

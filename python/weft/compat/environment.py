@@ -4,8 +4,6 @@
 docs/compat.md says what each does here. An empty variable counts as not set.
 """
 
-from __future__ import annotations
-
 import os
 
 from weft import InvalidArgument

@@ -9,9 +9,8 @@ validate_model_overlap(model_config)
 All configurations are plain objects with the attributes of Megatron-LM.
 """
 
-from .comm_overlap import CommOverlapConfig
+from .comm_overlap import CommOverlapConfig, _set_moe_a2a_overlap_overrides
 from .flex_backend import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
-from .overrides import _set_moe_a2a_overlap_overrides
 from .rules import (
     validate_delayed_linear,
     validate_graph_replay,

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The user's choice of communication overlap, and how it reaches the other configurations."""
 
-from __future__ import annotations
-
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
-from weft.dispatcher.checks import expect
+from weft.dispatcher.config import expect
 
-from . import derive
 from .rules import validate_user_overlap
 from .settings import option
 
 logger = logging.getLogger(__name__)
 
+_BUCKET_SIZE = 128 * 1024 * 1024  # parameters
 _MOE_FLAGS = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
 _MODEL_FIELDS = (
     "overlap_p2p_comm",
@@ -90,8 +89,8 @@ class CommOverlapConfig:
         )
         validate_user_overlap(user, model_config, ddp_config)
         values = {
-            **derive.tensor_parallel(user, model_config),
-            **derive.pipeline_parallel(model_config),
+            **_tensor_parallel(user, model_config),
+            **_pipeline_parallel(model_config),
             "defer_embedding_wgrad_compute": False,
             "wgrad_deferral_limit": -1,
             "overlap_moe_expert_parallel_comm": False,
@@ -100,10 +99,10 @@ class CommOverlapConfig:
         return values | _given(user, _MODEL_FIELDS)
 
     def _get_optimizer_overlap_cfgs(self, model_config: Any) -> dict[str, Any]:
-        """What setup() writes for data parallelism: the user's values alone where its size is not
+        """What setup() writes for data parallelism: only the user's values where its size is not
         known."""
         size = self.data_parallel_size
-        values = {} if size is None else derive.data_parallel(size, model_config)
+        values = {} if size is None else _data_parallel(size, model_config)
         return values | _given(self.user_comm_overlap_cfg, _DATA_PARALLEL_FIELDS)
 
 
@@ -116,3 +115,83 @@ def _write(values: dict[str, Any], config: Any) -> None:
     for name, value in values.items():
         if hasattr(config, name):
             setattr(config, name, value)
+
+
+# The settings that follow from the parallel layout, before the user's values.
+
+
+def _tensor_parallel(user: Any, model: Any) -> dict[str, Any]:
+    """The overlap of tensor-parallel communication: off, with a warning, where it cannot work."""
+    is_on = bool(user.tp_comm_overlap)
+    obstacle = _tensor_parallel_obstacle(model) if is_on else None
+    if obstacle:
+        logger.warning("Disabling tensor parallel communication overlap due to %s.", obstacle)
+        is_on = False
+    if is_on and user.tp_comm_overlap_cfg is None:
+        logger.warning("tp_comm_overlap: no configuration is given, Transformer Engine's is used.")
+    return {
+        "tp_comm_overlap": is_on,
+        "tp_comm_overlap_cfg": _as_dict(user.tp_comm_overlap_cfg) if is_on else None,
+        "tp_comm_bootstrap_backend": user.tp_comm_bootstrap_backend,
+    }
+
+
+def _tensor_parallel_obstacle(model: Any) -> str | None:
+    if option(model, "tensor_model_parallel_size") < 2:
+        return "TP size < 2"
+    if not option(model, "sequence_parallel"):
+        return "sequence_parallel=False"
+    if find_spec("transformer_engine") is None:
+        return "TE not detected"
+    return None
+
+
+def _as_dict(config: Any) -> Any:
+    """Transformer Engine takes a dict without the entries that are None."""
+    if not is_dataclass(config):
+        return config
+    return {name: value for name, value in asdict(config).items() if value is not None}
+
+
+def _pipeline_parallel(model: Any) -> dict[str, Any]:
+    """Messages between stages overlap where chunks interleave, and are batched elsewhere."""
+    has_pipeline = option(model, "pipeline_model_parallel_size") > 1
+    is_interleaved = _num_chunks(model) > 1
+    return {
+        "overlap_p2p_comm": has_pipeline and is_interleaved,
+        "batch_p2p_comm": has_pipeline and not is_interleaved,
+    }
+
+
+def _data_parallel(data_parallel_size: int, model: Any) -> dict[str, Any]:
+    """Gradients and parameters travel in buckets while the backward runs, given several ranks."""
+    is_parallel = data_parallel_size > 1
+    has_chunks = option(model, "pipeline_model_parallel_size") > 1 and _num_chunks(model) > 1
+    return {
+        "bucket_size": _BUCKET_SIZE if is_parallel else None,
+        "overlap_grad_reduce": is_parallel,
+        "overlap_param_gather": is_parallel,
+        "overlap_param_gather_with_optimizer_step": False,
+        "align_param_gather": is_parallel and has_chunks,
+    }
+
+
+def _num_chunks(model: Any) -> int:
+    return option(model, "virtual_pipeline_model_parallel_size") or 1
+
+
+def _set_moe_a2a_overlap_overrides(recipe: Any, moe_a2a_overlap: bool = False) -> Any:
+    """Turns on the overlap and the delayed weight gradients in `recipe`, and returns it.
+
+    It has `model` and `comm_overlap`, which is created where it is None. False changes nothing.
+    Nothing is checked here: CommOverlapConfig.setup() does that.
+    """
+    if not moe_a2a_overlap:
+        return recipe
+    if getattr(recipe, "comm_overlap", None) is None:
+        is_parallel = option(recipe.model, "tensor_model_parallel_size") > 1
+        recipe.comm_overlap = CommOverlapConfig(tp_comm_overlap=is_parallel)
+    recipe.comm_overlap.overlap_moe_expert_parallel_comm = True
+    recipe.comm_overlap.delay_wgrad_compute = True
+    recipe.model.moe_shared_expert_overlap = False
+    return recipe

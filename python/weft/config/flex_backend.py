@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which backend of the flex dispatcher the GPU of this process gets."""
-
-from __future__ import annotations
+"""Chooses the backend of the flex dispatcher that the GPU of this process can run."""
 
 import logging
 from typing import Any
 
 import torch
 
-from . import rank0
+from .settings import warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
 _BACKENDS = ("deepep", "hybridep")
+_DEEPEP_GPUS = "Ampere, Hopper, and Blackwell (B200/B300) GPUs"
+_HYBRIDEP_GPUS = "GB200, GB300 with NVL72 and for Ampere, Hopper, B200 and B300 GPUs"
 _DEEPEP_NAMES = ("NVIDIA B200", "NVIDIA B300")
 
 
@@ -42,20 +42,14 @@ def apply_flex_dispatcher_backend(
         _warn(
             "Not a valid flex dispatcher backend. Skipping flex dispatcher backend configuration."
         )
-    elif backend == "deepep" and not _can_run_deepep(gpu):
-        _warn(
-            "DeepEP is only applicable to Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
-            f"Current GPU: {gpu.name}. Falling back to alltoall."
-        )
-        _fall_back(model_config)
-    elif backend == "hybridep" and not _can_run_hybridep(gpu):
-        _warn(
-            "HybridEP is only applicable for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 "
-            f"and B300 GPUs. Current GPU: {gpu.name}. Falling back to alltoall."
-        )
-        _fall_back(model_config)
-    else:
+    elif _can_run(backend, gpu):
         _use_flex(model_config, backend)
+    else:
+        text = f"DeepEP is only applicable to {_DEEPEP_GPUS}"
+        if backend == "hybridep":
+            text = f"HybridEP is only applicable for {_HYBRIDEP_GPUS}"
+        _warn(f"{text}. Current GPU: {gpu.name}. Falling back to alltoall.")
+        _fall_back(model_config)
 
 
 def validate_flex_dispatcher_backend(model_config: Any) -> None:
@@ -74,25 +68,19 @@ def validate_flex_dispatcher_backend(model_config: Any) -> None:
     if backend not in _BACKENDS:
         return
     gpu = torch.cuda.get_device_properties(0)
-    if backend == "deepep" and not _can_run_deepep(gpu):
+    if not _can_run(backend, gpu):
         raise ValueError(
-            "DeepEP is supported for Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
-            f"Current GPU: {gpu.name}"
-        )
-    if backend == "hybridep" and not _can_run_hybridep(gpu):
-        raise ValueError(
-            "HybridEP is supported for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 and "
-            "B300 GPUs"
+            f"DeepEP is supported for {_DEEPEP_GPUS}. Current GPU: {gpu.name}"
+            if backend == "deepep"
+            else f"HybridEP is supported for {_HYBRIDEP_GPUS}"
         )
 
 
-def _can_run_deepep(gpu: Any) -> bool:
+def _can_run(backend: str, gpu: Any) -> bool:
+    if backend == "hybridep":
+        return gpu.major in (8, 9, 10)
     # GB200 and GB300 share the major number of B200 and B300: only the name tells them apart.
     return gpu.major in (8, 9) or gpu.name.startswith(_DEEPEP_NAMES)
-
-
-def _can_run_hybridep(gpu: Any) -> bool:
-    return gpu.major in (8, 9, 10)
 
 
 def _use_flex(model_config: Any, backend: str) -> None:
@@ -108,4 +96,4 @@ def _fall_back(model_config: Any) -> None:
 
 
 def _warn(text: str) -> None:
-    rank0.warn(logger, text)
+    warn_on_rank_0(logger, text)

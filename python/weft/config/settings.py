@@ -5,11 +5,15 @@ The rules take any object that has (some of) these attributes, Megatron's own co
 included: what it lacks has the default that is written here.
 """
 
-from __future__ import annotations
-
+import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
+
+import torch
+
+from weft.dispatcher.config import Settings
 
 
 @dataclass
@@ -73,6 +77,11 @@ def option(config: Any, name: str) -> Any:
     return getattr(config, name, _DEFAULTS[name])
 
 
+def settings_of(config: Any) -> Settings:
+    """All of them as attributes."""
+    return Settings(config, _DEFAULTS)
+
+
 def graph_modules(config: Any) -> set[str]:
     """Names of the modules that CUDA graphs capture, from the newer and the older setting.
 
@@ -93,3 +102,15 @@ def _names(entry: Any) -> list[str]:
     """["attn"] for "attn", for an enumerator called attn, and for that enumerator as a text."""
     text = entry if isinstance(entry, str) else getattr(entry, "name", str(entry))
     return [part.strip().rsplit(".", 1)[-1] for part in text.split(",") if part.strip()]
+
+
+def warn_on_rank_0(logger: logging.Logger, text: str) -> None:
+    """Logs `text` on rank 0 of the default process group, or of RANK where there is none."""
+    if _rank() == 0:
+        logger.warning(text)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions of torch and Transformer Engine, which is never imported: it may be absent."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import torch

@@ -3,13 +3,13 @@
 
     dispatcher = MoEFlexTokenDispatcher(El, local_expert_indices, config, groups)
 
-`MoEAlltoAllTokenDispatcher` runs on torch.distributed alone; `MoEFlexTokenDispatcher` runs on Weft.
+`MoEAlltoAllTokenDispatcher` needs only torch.distributed; `MoEFlexTokenDispatcher` runs on Weft.
 Both take any settings object with the attributes of `DispatcherConfig`. `MoETokenDispatcher` lists
 the phases that a layer calls.
 """
 
 from .alltoall import MoEAlltoAllTokenDispatcher
-from .base import MoETokenDispatcher
+from .base import DispatcherGroups, MoETokenDispatcher
 from .capacity import (
     get_align_size_for_quantization,
     get_capacity,
@@ -19,10 +19,8 @@ from .capacity import (
 from .config import DispatcherConfig, TokenDispatcherConfig
 from .deepep import _DeepepManager
 from .flex import MoEFlexTokenDispatcher
-from .groups import DispatcherGroups
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
-from .manager import _DispatchManager
-from .multihot import fused_indices_to_multihot, indices_to_multihot
+from .manager import _DispatchManager, fused_indices_to_multihot, indices_to_multihot
 from .permute import permute, sort_chunks_by_idxs, unpermute
 
 __all__ = [

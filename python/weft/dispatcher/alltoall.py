@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dispatcher over torch.distributed alone: what every other one is compared with."""
-
-from __future__ import annotations
+"""The token dispatcher over torch.distributed only: every other one is compared with it."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .base import MoETokenDispatcher, check_experts
 from .capacity import get_align_size_for_quantization, get_capacity, pad_routing_map
-from .checks import expect
 from .collectives import all_to_all, gather_counts, gather_rows_of, reduce_scatter_rows
-from .config import option
+from .config import expect, option
 from .permute import permute, sort_chunks_by_idxs, unpermute
-
-Tensor = torch.Tensor
 
 
 class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):

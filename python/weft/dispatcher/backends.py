@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions of `weft.fused_a2a` carry the tokens of a flex backend."""
+"""Chooses the functions of `weft.fused_a2a` that move the tokens of a flex backend."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ class Backend(NamedTuple):
 
 def backend(name: str) -> Backend:
     """The functions of "deepep", "uccl_ep" or "hybridep"."""
-    from weft import fused_a2a  # looked up at each call, so that a replaced function counts
+    # Looked up at each call, so that a replaced function counts.
+    from weft import fused_a2a
+    from weft.fused_a2a import expert_rows
 
     if name == "deepep":
         return Backend(
             fused_a2a.fused_dispatch,
             fused_a2a.fused_combine,
             fused_a2a.set_deepep_num_sms,
-            _on_own_buffers(fused_a2a.deepep.BY_EXPERT, fused_a2a.Buffer),
+            _on_own_buffers(expert_rows.DEEPEP_BY_EXPERT, fused_a2a.Buffer),
         )
     if name == "uccl_ep":
         return Backend(
             fused_a2a.uccl_fused_dispatch,
             fused_a2a.uccl_fused_combine,
             fused_a2a.set_uccl_num_sms,
-            _on_own_buffers(fused_a2a.uccl.BY_EXPERT, fused_a2a.UCCLBuffer),
+            _on_own_buffers(expert_rows.UCCL_BY_EXPERT, fused_a2a.UCCLBuffer),
         )
     return Backend(fused_a2a.hybrid_ep_dispatch, fused_a2a.hybrid_ep_combine, None)
 

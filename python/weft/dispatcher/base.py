@@ -1,17 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every token dispatcher offers to the layer around it."""
+"""What every token dispatcher offers to the layer around it, and its process groups."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from .checks import expect
-from .config import option
-from .groups import groups_of, rank_in, size_of
+from .config import expect, option
 
-Tensor = torch.Tensor
+
+@dataclass(frozen=True)
+class DispatcherGroups:
+    """Groups under Megatron-LM's names. None stands for a group of only this rank;
+    the flex dispatcher needs a real `tp_ep`.
+
+    Rank r of `tp_ep` is rank r // TP of `ep` and rank r % TP of `expt_tp`.
+    """
+
+    ep: dist.ProcessGroup | None
+    expt_tp: dist.ProcessGroup | None
+    tp_ep: dist.ProcessGroup | None
+
+
+def groups_of(source: Any) -> DispatcherGroups:
+    """Groups from a collection of either generation of names, or from one process group.
+
+    A collection has `ep`, `expt_tp`, `tp_ep`, or the same names with `_group` behind. A process
+    group is the expert-parallel group; there is no tensor parallelism then.
+    Raises TypeError for anything else.
+    """
+    if isinstance(source, dist.ProcessGroup):
+        return DispatcherGroups(source, None, source)
+    for suffix in ("", "_group"):
+        names = [name + suffix for name in ("ep", "expt_tp", "tp_ep")]
+        if all(hasattr(source, name) for name in names):
+            return DispatcherGroups(*(getattr(source, name) for name in names))
+    raise TypeError(
+        f"dispatcher: {type(source).__name__} has no groups "
+        "(expected a process group, or an object with ep, expt_tp and tp_ep)"
+    )
+
+
+def size_of(group: Any) -> int:
+    return 1 if group is None else group.size()
+
+
+def rank_in(group: Any) -> int:
+    return 0 if group is None else group.rank()
 
 
 class MoETokenDispatcher:
@@ -50,28 +87,6 @@ class MoETokenDispatcher:
         self.hidden_shape: torch.Size | None = None
         # Attributes that the phases after dispatch_preprocess read, for schedules that replay it.
         self.cudagraph_attrs: list[str] = []
-
-    def dispatch_preprocess(
-        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def dispatch_postprocess(
-        self, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        raise NotImplementedError
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        raise NotImplementedError
 
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Has the dispatcher run these experts beside its communication.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many rows an expert gets: capacity, and padding for quantised matrix products."""
+"""How many rows an expert gets: capacity, padding for quantised products, and drop-and-pad."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .config import option
-
-Tensor = torch.Tensor
+from .base import size_of
+from .config import Settings
+from .permute import gather_rows, sum_rows
 
 
 def get_capacity(
@@ -36,24 +37,77 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
 
 def get_align_size_for_quantization(config: Any) -> int:
     """The multiple of rows that the experts' matrix products want; 0: any."""
-    if option(config, "use_transformer_engine_op_fuser") or option(
-        config, "moe_use_grouped_tensor"
-    ):
+    c = Settings(config)
+    if c.use_transformer_engine_op_fuser or c.moe_use_grouped_tensor:
         return 256
-    if option(config, "fp8"):
-        recipe = option(config, "fp8_recipe")
-        return 32 if getattr(recipe, "value", recipe) == "mxfp8" else 16
-    return 128 if option(config, "fp4") else 0
+    if c.fp8:
+        return 32 if getattr(c.fp8_recipe, "value", c.fp8_recipe) == "mxfp8" else 16
+    return 128 if c.fp4 else 0
 
 
 def skip_routed_expert_padding(config: Any) -> bool:
     """Whether rows reach the experts padded already, so that the experts must not pad again."""
-    if option(config, "moe_router_padding_for_quantization"):
+    c = Settings(config)
+    if c.moe_router_padding_for_quantization:
         return True
-    if option(config, "moe_token_dispatcher_type") != "flex":
+    if c.moe_token_dispatcher_type != "flex":
         return False
-    backend = option(config, "moe_flex_dispatcher_backend")
-    if backend in ("hybridep", "ncclep"):
+    if c.moe_flex_dispatcher_backend in ("hybridep", "ncclep"):
         return True
-    pads_in_permute = option(config, "moe_permute_fusion")
-    return bool(option(config, "moe_use_grouped_tensor") and pads_in_permute)
+    return bool(c.moe_use_grouped_tensor and c.moe_permute_fusion)
+
+
+def limit_to_capacity(routing_map: Tensor, probs: Tensor, capacity: int) -> Tensor:
+    """The map with at most `capacity` entries for each expert, the first ones.
+
+    Entries of probability 0 go too: routers set them to fill an expert up to its capacity, which
+    needs no tokens here.
+    """
+    is_routed = routing_map & (probs.detach() != 0)
+    return is_routed & (is_routed.cumsum(0) <= capacity)
+
+
+class FixedCapacity:
+    """Rows arrive in blocks as long as they happen to be, and are spread to equal blocks.
+
+    Zero rows, which no link has to carry, fill the blocks. Nothing waits for a GPU.
+    """
+
+    def __init__(self, per_source: int, per_expert: int, num_local_experts: int) -> None:
+        """per_source: rows of one expert from one rank; per_expert: from all of them, padded."""
+        self.per_source = per_source
+        self.per_expert = per_expert
+        self.num_rows = per_expert * num_local_experts
+        self.tokens_per_expert = torch.full((num_local_experts,), per_expert, device="cpu")
+        self._arrived: Tensor | None = None  # int64 [num_rows]: the arrived row of each, or P
+        self._num_arrived = 0
+
+    @staticmethod
+    def of(manager: Any, num_tokens: int) -> FixedCapacity:
+        """The blocks for at most `num_tokens` tokens on every rank.
+
+        Top-k and experts both count every TP rank, so that the capacity does not depend on TP;
+        the reference divides only one of them, which makes it TP times too small.
+        """
+        per_source = get_capacity(
+            num_tokens * manager.router_topk, manager.num_experts, manager.capacity_factor
+        )
+        align = manager.align_size or 1
+        per_expert = -(-per_source * size_of(manager.group) // align) * align
+        return FixedCapacity(per_source, per_expert, manager.num_local_experts)
+
+    def spread(self, rows: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """rows [P, H], probs [P], int64 counts [El] -> rows [num_rows, H], probs [num_rows]."""
+        self._num_arrived = rows.shape[0]
+        counts = counts.to(rows.device, non_blocking=True)
+        begin = counts.cumsum(0) - counts
+        place = torch.arange(self.per_expert, device=rows.device)
+        arrived = begin.unsqueeze(1) + place
+        arrived = arrived.masked_fill(place >= counts.unsqueeze(1), self._num_arrived)
+        self._arrived = arrived.reshape(-1)
+        probs = gather_rows(probs.unsqueeze(1), self._arrived, has_absent=True)
+        return gather_rows(rows, self._arrived, has_absent=True), probs.squeeze(1)
+
+    def gather_back(self, rows: Tensor) -> Tensor:
+        """Rows in equal blocks [num_rows, H] -> the places where they arrived [P, H]."""
+        return sum_rows(rows, self._arrived, self._num_arrived, has_absent=True)

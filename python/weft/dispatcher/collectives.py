@@ -5,17 +5,14 @@ All of them are one all-to-all with uneven splits, which gloo, NCCL and MPI have
 itself with the splits swapped. How long a call waits is set with the process group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from .groups import rank_in, size_of
-
-Tensor = torch.Tensor
+from .base import rank_in, size_of
 
 
 def all_to_all(

@@ -114,6 +114,16 @@ class TokenDispatcherConfig:
 _DEFAULTS = {f.name: f.default for f in fields(DispatcherConfig)}
 
 
+class Settings:
+    """The settings of `config` as attributes: what it lacks has its default."""
+
+    def __init__(self, config: Any, defaults: dict[str, Any] = _DEFAULTS) -> None:
+        self._config, self._defaults = config, defaults
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name, self._defaults[name])
+
+
 def option(config: Any, name: str) -> Any:
     """The setting `name` of `config`, or its default where `config` has no such attribute."""
     return getattr(config, name, _DEFAULTS[name])
@@ -123,3 +133,10 @@ def num_sms(config: Any, own_name: str) -> int | None:
     """SMs for a backend: the common setting, else the backend's own, `own_name`."""
     common = option(config, "moe_flex_dispatcher_num_sms")
     return option(config, own_name) if common is None else common
+
+
+def expect(condition: bool, text: str) -> None:
+    """Raises AssertionError(text) unless `condition`: what callers know as an assertion, kept under
+    `python -O`."""
+    if not condition:
+        raise AssertionError(text)

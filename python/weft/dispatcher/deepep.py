@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, and is permuted."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import backends
 from .capacity import get_align_size_for_quantization, pad_routing_map
-from .checks import expect
-from .config import num_sms, option
-from .manager import _DispatchManager, as_float32, chosen_experts
-from .multihot import indices_to_multihot
+from .config import Settings, expect, num_sms
+from .manager import _DispatchManager, as_float32, chosen_experts, indices_to_multihot
 from .permute import permute, unpermute
-
-Tensor = torch.Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -100,29 +95,27 @@ class _DeepepManager(_DispatchManager):
         self.dispatched_routing_map = self.reversed_mapping_for_combine = self.pad_offsets = None
 
     def _read(self, config: Any) -> None:
-        if option(config, "moe_pad_expert_input_to_capacity"):
+        c = Settings(config)
+        if c.moe_pad_expert_input_to_capacity:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity: this flex backend has no fixed sizes "
                 "(use 'hybridep' or the alltoall dispatcher)"
             )
-        self.permute_fusion = option(config, "moe_permute_fusion")
-        self.capacity_factor = option(config, "moe_expert_capacity_factor")
-        self.router_dtype = option(config, "moe_router_dtype")
+        self.permute_fusion = c.moe_permute_fusion
+        self.capacity_factor = c.moe_expert_capacity_factor
+        self.router_dtype = c.moe_router_dtype
         self.align_size = get_align_size_for_quantization(config)
         self.num_sms = num_sms(config, "moe_deepep_num_sms") or 0
-        self._keeps_received_rows = not option(config, "overlap_moe_expert_parallel_comm")
-        if option(config, "moe_router_padding_for_quantization"):
+        self._keeps_received_rows = not c.overlap_moe_expert_parallel_comm
+        if c.moe_router_padding_for_quantization:
             self.pad_multiple = self.align_size
 
     def setup_metadata(self, routing_map: Tensor | int, probs: Tensor) -> None:
         """Megatron-LM: routing map and probs [T, G, El]. NeMo Automodel: T and probs; choices of
         probability 0 are none then."""
-        num_tokens = probs.shape[0] if isinstance(routing_map, torch.Tensor) else routing_map
-        shape = (num_tokens, self.num_experts)
-        if isinstance(routing_map, torch.Tensor):
-            routing_map = routing_map.reshape(shape)
-        else:
-            routing_map = None
+        has_map = isinstance(routing_map, torch.Tensor)
+        shape = (probs.shape[0] if has_map else routing_map, self.num_experts)
+        routing_map = routing_map.reshape(shape) if has_map else None
         self.token_probs, self.token_indices = chosen_experts(
             routing_map, probs.reshape(shape), self.router_topk
         )
@@ -141,21 +134,15 @@ class _DeepepManager(_DispatchManager):
         self._forget()
         if self.experts_read_received_rows and hidden_states.dtype in _FLOATS:
             return self._dispatch_by_expert(hidden_states, probs)
-        (
-            rows,
-            self._indices,
-            self.dispatched_probs,
-            self.tokens_per_expert,
-            self.handle,
-        ) = self._dispatch_fn(
-            hidden_states,
-            self.token_indices,
-            probs,
+        tokens = (hidden_states, self.token_indices, probs)
+        rows, self._indices, self.dispatched_probs, *rest = self._dispatch_fn(
+            *tokens,
             self.num_experts,
             self.group,
             async_finish=async_finish,
             allocate_on_comm_stream=allocate_on_comm_stream,
         )
+        self.tokens_per_expert, self.handle = rest
         return rows
 
     @property

@@ -1,32 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token dispatcher over Weft: one exchange over all ranks of TP x EP."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from . import backends
 from .base import MoETokenDispatcher, check_experts
-from .config import num_sms, option
+from .config import Settings, num_sms
 from .deepep import _DeepepManager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
 from .manager import _DispatchManager
-from .nemo import NemoPhases
-
-Tensor = torch.Tensor
 
 
-class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
-    """For Megatron-LM's layer and, with the phases of `NemoPhases`, for NeMo Automodel's.
+class MoEFlexTokenDispatcher(MoETokenDispatcher):
+    """Serves Megatron-LM's layer, and by further names of its phases NeMo Automodel's.
 
     Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move top-k choices and give what
     one row per token and rank and a permute would; "hybridep" moves a routing map. All of them, but
     the first two with padding of the router, write rows straight to their place by expert. All
     take different T on every rank, zero included, with no all-reduce, no wait and no padding for
     it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have an effect
-    with row budgets and drop-and-pad alone, see `_HybridEPManager`. All of them work with one rank,
+    only with row budgets and drop-and-pad, see `_HybridEPManager`. All of them work with one rank,
     which the references refuse for "deepep". A token has at most 32 routes, TP ranks counted.
 
     A token goes to every TP rank of an expert (rank EP * TP + TP rank of the group), with its
@@ -63,52 +58,46 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
         self.local_expert_indices = local_expert_indices
         self.num_experts: int = config.num_moe_experts
         self.hybridep_metadata_processor: _HybridEPMetadataProcessor | None = None
-        name = option(config, "moe_flex_dispatcher_backend")
+        self._options = Settings(config)
+        name = self._options.moe_flex_dispatcher_backend
         if name not in ("deepep", "hybridep", "uccl_ep"):
             raise ValueError(
                 f"Invalid backend: {name}. Please set moe_flex_dispatcher_backend='deepep', "
                 "'hybridep', or 'uccl_ep'"
             )
         self._is_by_expert = name == "hybridep"
-        self._comm_manager = self._expert_rows() if self._is_by_expert else self._rank_rows(name)
+        self._comm_manager = self._manager(name)
         routing = "routing_map" if self._is_by_expert else "token_indices"
         self.cudagraph_attrs = ["_comm_manager.token_probs", f"_comm_manager.{routing}"]
 
-    def _rank_rows(self, name: str) -> _DispatchManager:
-        functions = backends.backend(name)
-        if functions.set_num_sms is not None:
-            wanted = num_sms(self.config, "moe_deepep_num_sms")
-            functions.set_num_sms(20 if wanted is None else wanted)
-        arguments = self._common_arguments()
-        if name == "uccl_ep":
-            arguments.update(
-                _dispatch_fn=functions.dispatch,
-                _combine_fn=functions.combine,
-                _by_expert=functions.by_expert,
-            )
-        arguments["moe_router_expert_pad_multiple"] = option(
-            self.config, "moe_router_expert_pad_multiple"
-        )
-        shared = "shared_uccl_manager" if name == "uccl_ep" else "shared_deepep_manager"
-        return self._make(_DeepepManager, shared, arguments)
-
-    def _expert_rows(self) -> _DispatchManager:
-        self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
-            self.tp_size * self.num_experts, option(self.config, "moe_permute_fusion")
-        )
-        return self._make(_HybridEPManager, "shared_hybridep_manager", self._common_arguments())
-
-    def _common_arguments(self) -> dict[str, Any]:
-        return {
+    def _manager(self, name: str) -> _DispatchManager:
+        arguments = {
             "group": self.tp_ep_group,
-            "router_topk": self.tp_size * option(self.config, "moe_router_topk"),
+            "router_topk": self.tp_size * self._options.moe_router_topk,
             "num_experts": self.tp_size * self.num_experts,
             "num_local_experts": self.num_local_experts,
             "config": self.config,
         }
+        if self._is_by_expert:
+            self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
+                self.tp_size * self.num_experts, self._options.moe_permute_fusion
+            )
+            return self._make(_HybridEPManager, "shared_hybridep_manager", arguments)
+        functions = backends.backend(name)
+        if functions.set_num_sms is not None:
+            wanted = num_sms(self.config, "moe_deepep_num_sms")
+            functions.set_num_sms(20 if wanted is None else wanted)
+        pad_multiple = self._options.moe_router_expert_pad_multiple
+        arguments["moe_router_expert_pad_multiple"] = pad_multiple
+        if name == "deepep":
+            return self._make(_DeepepManager, "shared_deepep_manager", arguments)
+        arguments["_dispatch_fn"] = functions.dispatch
+        arguments["_combine_fn"] = functions.combine
+        arguments["_by_expert"] = functions.by_expert
+        return self._make(_DeepepManager, "shared_uccl_manager", arguments)
 
     def _make(self, kind: type, shared_name: str, arguments: dict[str, Any]) -> _DispatchManager:
-        if not option(self.config, "moe_share_token_dispatcher"):
+        if not self._options.moe_share_token_dispatcher:
             return kind(**arguments)
         # A manager of other arguments would send tokens of this model over another one's group;
         # the reference hands it out all the same.
@@ -206,6 +195,83 @@ class MoEFlexTokenDispatcher(NemoPhases, MoETokenDispatcher):
         """Whether the rows of token_dispatch are the experts' input itself: a schedule that frees
         memory must leave them until the backward then."""
         return self._comm_manager.experts_read_received_rows
+
+    # The phases as NeMo Automodel names them. K: choices of a token.
+
+    def _preprocess_probs(
+        self, hidden_states: Tensor, num_local_tokens: int | None, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [..., H], probs [T, E] -> hidden [T, H] and the probabilities that travel."""
+        tokens = self._flatten(hidden_states)
+        num_tokens = tokens.shape[0] if num_local_tokens is None else num_local_tokens
+        probs = self._initialize_metadata(probs.reshape(num_tokens, self.num_experts))
+        if self._is_by_expert:
+            self._comm_manager.setup_metadata(probs != 0, probs)
+        else:
+            self._comm_manager.setup_metadata(num_tokens, probs)
+        return tokens, self._comm_manager.token_probs
+
+    def dispatch_preprocess2(
+        self,
+        hidden_states: Tensor,
+        num_local_tokens: int,
+        token_probs: Tensor,
+        token_indices: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [..., H]; token_probs [T, K]; token_indices int64 [T, K], -1 for no choice."""
+        del num_local_tokens  # the tensors say it
+        tokens = self._flatten(hidden_states)
+        if self._is_by_expert:
+            flags = self.hybridep_metadata_processor(token_indices, token_probs)
+            self._comm_manager.setup_metadata(*flags)
+        else:
+            self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
+        return tokens, self._comm_manager.token_probs
+
+    def dispatch_all_to_all(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        """Collective: token_dispatch by its other name."""
+        return self.token_dispatch(*arguments, **named)
+
+    def combine_all_to_all(self, *arguments: Any, **named: Any) -> Tensor:
+        """Collective: token_combine by its other name."""
+        return self.token_combine(*arguments, **named)
+
+    def token_permutation(
+        self, hidden_states: Tensor, num_local_tokens: int, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective. All phases of dispatch for dense probs [T, E].
+
+        Returns rows by expert [P, H], tokens_per_expert int64 [El], probs [P].
+        """
+        tokens, _ = self._preprocess_probs(hidden_states, num_local_tokens, probs)
+        return self._dispatch_phases(tokens)
+
+    def token_permutation2(
+        self,
+        hidden_states: Tensor,
+        num_local_tokens: int,
+        token_probs: Tensor,
+        token_indices: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective. All phases of dispatch for top-k choices; see dispatch_preprocess2."""
+        tokens, _ = self.dispatch_preprocess2(
+            hidden_states, num_local_tokens, token_probs, token_indices
+        )
+        return self._dispatch_phases(tokens)
+
+    def token_unpermutation(self, hidden_states: Tensor) -> Tensor:
+        """Collective. All phases of combine: rows by expert [P, H] -> the shape of the input."""
+        rows = self.combine_preprocess(hidden_states)
+        is_async = self._is_async()
+        return self.combine_postprocess(self.token_combine(rows, is_async, is_async))
+
+    def _dispatch_phases(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        is_async = self._is_async()
+        rows, probs = self.token_dispatch(tokens, None, is_async, is_async)
+        return self.dispatch_postprocess(rows, probs)
+
+    def _is_async(self) -> bool:
+        return not self._is_by_expert and self._options.moe_deepep_async_dispatch
 
     # Row budgets.
 

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flex backend of HybridEP: rows arrive by expert, padded, in one step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from . import backends
-from .capacity import get_align_size_for_quantization
-from .config import num_sms, option
-from .fixed_capacity import FixedCapacity, limit_to_capacity
-from .manager import _DispatchManager, as_float32
-from .multihot import indices_to_multihot
-
-Tensor = torch.Tensor
+from .capacity import FixedCapacity, get_align_size_for_quantization, limit_to_capacity
+from .config import Settings, num_sms, option
+from .manager import _DispatchManager, as_float32, indices_to_multihot
 
 # The reference pads every rank's tokens to the largest number of any rank, so aligned, with either.
 _UNEVEN = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
@@ -104,28 +99,26 @@ class _HybridEPManager(_DispatchManager):
         self._fixed: FixedCapacity | None = None
 
     def _read(self, config: Any) -> None:
+        c = Settings(config)
         if self.router_topk is None:
-            tp_size = self.num_experts // config.num_moe_experts
-            self.router_topk = tp_size * option(config, "moe_router_topk")
-        self.permute_fusion = option(config, "moe_permute_fusion")
+            self.router_topk = self.num_experts // config.num_moe_experts * c.moe_router_topk
+        self.permute_fusion = c.moe_permute_fusion
         self.moe_hybridep_num_sms = num_sms(config, "moe_hybridep_num_sms")
-        self.moe_expert_rank_capacity_factor = option(config, "moe_expert_rank_capacity_factor")
+        self.moe_expert_rank_capacity_factor = c.moe_expert_rank_capacity_factor
         self.align_size = get_align_size_for_quantization(config)
-        self.drop_and_pad = option(config, "moe_pad_expert_input_to_capacity")
-        self.capacity_factor = option(config, "moe_expert_capacity_factor")
+        self.drop_and_pad = c.moe_pad_expert_input_to_capacity
+        self.capacity_factor = c.moe_expert_capacity_factor
         if self.drop_and_pad and self.capacity_factor is None:
             raise ValueError(
                 "moe_pad_expert_input_to_capacity: there is no capacity to pad to "
                 "(set moe_expert_capacity_factor)"
             )
-        if option(config, "moe_permute_fusion_into_hybridep"):
-            self._extra["fused"] = True
-            self._extra["num_sms_preprocessing_api"] = option(
-                config, "moe_hybridep_num_sms_preprocessing"
-            )
+        if c.moe_permute_fusion_into_hybridep:
+            num_sms_before = c.moe_hybridep_num_sms_preprocessing
+            self._extra = {"fused": True, "num_sms_preprocessing_api": num_sms_before}
         for name in ("num_blocks_permute", "num_blocks_unpermute"):
-            if option(config, f"moe_hybridep_{name}") is not None:
-                self._extra[name] = option(config, f"moe_hybridep_{name}")
+            if getattr(c, f"moe_hybridep_{name}") is not None:
+                self._extra[name] = getattr(c, f"moe_hybridep_{name}")
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         shape = (routing_map.shape[0], self.num_experts)
@@ -153,19 +146,17 @@ class _HybridEPManager(_DispatchManager):
             self.pad_multiple, budget = None, self._fixed.num_rows
         probs = as_float32(self.token_probs, None if self.config is None else "HybridEP")
         self.token_probs = probs.detach()  # or the router's graph would live until the next pass
-        arguments = {
-            "x": hidden_states,
-            "routing_map": self.routing_map,
-            "probs": probs,
-            "group": self.group,
-            "num_local_experts": self.num_local_experts,
-            "num_sms_dispatch_api": self.moe_hybridep_num_sms,
-            "num_sms_combine_api": self.moe_hybridep_num_sms,
-            "num_permuted_tokens": budget,
-            "pad_multiple": self.pad_multiple,
-        }
         rows, self.dispatched_probs, _, counts, self.handle = self._dispatch_fn(
-            **arguments, **self._extra
+            x=hidden_states,
+            routing_map=self.routing_map,
+            probs=probs,
+            group=self.group,
+            num_local_experts=self.num_local_experts,
+            num_sms_dispatch_api=self.moe_hybridep_num_sms,
+            num_sms_combine_api=self.moe_hybridep_num_sms,
+            num_permuted_tokens=budget,
+            pad_multiple=self.pad_multiple,
+            **self._extra,
         )
         if budget is not None:
             self._note_overflow(self.handle[-1])

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the flex dispatcher asks of a backend."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Any
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
 
 class _DispatchManager:
     """Holds what the phases of one forward pass hand on to each other, beside the tensors.
+
+        setup_metadata(routing_map, probs)     bool and float, both [T, G, El] or [T, E]
+        setup_metadata_from_indices(indices, probs)     [T, K]; index -1 for no choice
+        rows = dispatch(hidden, async_finish, allocate_on_comm_stream)     collective; [T, H]
+        rows, probs = get_permuted_hidden_states_by_experts(rows)     by expert: [P, H], [P]
+        rows = get_restored_hidden_states_by_experts(rows)     as they were received
+        hidden = combine(rows, async_finish, allocate_on_comm_stream)     collective; [T, H]
 
     token_probs and dispatched_probs may be replaced between phases (a schedule detaches them).
     G: ranks of the group, E = experts of the group (each counted once for every TP rank).
@@ -28,37 +32,6 @@ class _DispatchManager:
     handle: Any = None
     # Whether `get_permuted_...` hands on the rows of `dispatch`, which must be left valid then.
     experts_read_received_rows: bool = False
-
-    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
-        """routing_map bool and probs, both [T, G, El] or [T, E]."""
-        raise NotImplementedError
-
-    def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
-        """token_indices int64 [T, K], -1 for no choice; token_probs [T, K]."""
-        raise NotImplementedError
-
-    def dispatch(
-        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
-    ) -> Tensor:
-        """Collective. [T, H] -> received rows."""
-        raise NotImplementedError
-
-    def combine(
-        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
-    ) -> Tensor:
-        """Collective. Rows like those of `dispatch` -> [T, H]."""
-        raise NotImplementedError
-
-    def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
-        raise NotImplementedError
-
-    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Received rows -> rows by expert [P, H] and their probabilities [P]."""
-        raise NotImplementedError
-
-    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """Rows by expert -> rows like those of `dispatch`."""
-        raise NotImplementedError
 
     def get_number_of_tokens_per_expert(self) -> Tensor:
         """int64 [El], padding included."""
@@ -95,3 +68,24 @@ def chosen_experts(
     is_chosen = routing_map.gather(1, indices)
     token_probs = probs.gather(1, indices).masked_fill(~is_chosen, 0)
     return token_probs, indices.masked_fill(~is_chosen, -1)
+
+
+def indices_to_multihot(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """indices int [N, K], probs [N, K] -> map bool [N, E], probs [N, E] in the dtype of `probs`.
+
+    -1 is no choice: it sets nothing, and its probability gets gradient 0. An expert that a token
+    names twice gets the sum. Differentiable in `probs`; no wait for a GPU.
+    """
+    num_rows = indices.shape[0]
+    # -1 goes to a column of its own that is cut off.
+    column = indices.long()
+    column = column.masked_fill(column < 0, num_experts)
+    routing_map = torch.zeros(
+        (num_rows, num_experts + 1), dtype=torch.bool, device=indices.device
+    ).scatter(1, column, True)
+    spread = probs.new_zeros((num_rows, num_experts + 1)).scatter_add(1, column, probs)
+    return routing_map[:, :num_experts].contiguous(), spread[:, :num_experts].contiguous()
+
+
+# The name that Megatron-LM and NeMo Automodel use.
+fused_indices_to_multihot = indices_to_multihot

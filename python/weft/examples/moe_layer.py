@@ -5,12 +5,8 @@ python -m weft.examples.moe_layer
 torchrun --nproc-per-node 4 -m weft.examples.moe_layer --tokens 1024
 """
 
-from __future__ import annotations
-
 import argparse
-import os
 import sys
-import tempfile
 import time
 
 import torch
@@ -18,7 +14,7 @@ import torch.distributed as dist
 
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
-from weft.examples.leave import leave
+from weft.examples.program import join, leave
 
 
 def parse() -> argparse.Namespace:
@@ -31,22 +27,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="timed, after one that is not")
     parser.add_argument("--dispatchers", nargs="+", default=DISPATCHERS, choices=DISPATCHERS)
     return parser.parse_args()
-
-
-def join() -> torch.device:
-    """The group that torchrun describes, or one of this process alone."""
-    is_gpu = torch.cuda.is_available()
-    device = torch.device("cpu")
-    if is_gpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="weft_"), "store"), 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return device
 
 
 def run(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, float]:
@@ -92,7 +72,7 @@ def run(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
 
 def main() -> int:
     args = parse()
-    device = join()
+    device = join(torch.cuda.is_available())
     say = print if dist.get_rank() == 0 else (lambda *_, **__: None)
     say(
         f"MoE layer on {dist.get_world_size()} {device.type} ranks: T <= {args.tokens}, "

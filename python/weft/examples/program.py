@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of what a file of results was measured: the head of every file in bench/results."""
+"""How the programs here begin and end, and of what their results were measured."""
 
-from __future__ import annotations
-
+import gc
 import os
 import subprocess
+import tempfile
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def machine(commit: str | None) -> dict[str, Any]:
@@ -32,3 +34,32 @@ def machine(commit: str | None) -> dict[str, Any]:
         "limit_gbps": 0.0,
         "gather_gbps": 0.0,
     }
+
+
+PATIENCE = 0.2  # seconds
+
+
+def leave() -> None:
+    """Leaves the default process group, long enough before the interpreter ends.
+
+    A thread of gloo lets go of the last collective's tensors after whoever waited for it goes on,
+    and needs the interpreter for that: without it the thread aborts the process.
+    """
+    dist.destroy_process_group()
+    gc.collect()
+    time.sleep(PATIENCE)
+
+
+def join(is_gpu: bool) -> torch.device:
+    """Joins the group that torchrun describes, or makes one of this process alone."""
+    device = torch.device("cpu")
+    if is_gpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="weft_"), "store"), 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return device

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of Qwen3-30B-A3B with synthetic weights, cut for the overlap of two micro-batches."""
 
-from __future__ import annotations
-
 import zlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from weft.config import OverlapModelConfig
@@ -14,8 +12,6 @@ from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import MoELayer, make_dispatcher
 from weft.examples.qwen3_attention import EPS, Attention, Shape
 from weft.overlap import DelayedExperts, DelayedLinear, ModelChunk, TransformerLayer
-
-Tensor = torch.Tensor
 
 
 class QwenMoE(MoELayer):

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of qwen3_rotary.py: a program turns some heads of some tokens."""
-
-from __future__ import annotations
+"""The kernel of `rotate` in qwen3_attention.py: a program turns some heads of some tokens."""
 
 import torch
 import triton
 import triton.language as tl
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 _ROWS = 16  # of a program
 

@@ -1,30 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one mode for some steps, and measures it."""
-
-from __future__ import annotations
+"""Trains one mode for some steps on the bytes of a file, and measures it."""
 
 import argparse
 import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft.dispatcher import DispatcherGroups
 from weft.examples.qwen3_attention import Shape
-from weft.examples.qwen3_data import micro_batch, token_ids
-from weft.examples.qwen3_exposed import Exposure
+from weft.examples.qwen3_exposed import Exposure, finish, trace_step
 from weft.examples.qwen3_model import QwenMoE, build, fill, is_expert_weight
-from weft.examples.qwen3_trace import finish, trace_step
 from weft.overlap import (
     TransformerModelChunkSchedulePlan,
     combined_1f1b_schedule_for_no_pipelining,
     sequential_schedule_for_no_pipelining,
 )
 
-Tensor = torch.Tensor
+
+def token_ids(path: str | None) -> Tensor:
+    """int64: the bytes of a file, or of this package's own source."""
+    if path is None:
+        files = sorted(Path(__file__).parents[1].rglob("*.py"))
+        text = b"".join(file.read_bytes() for file in files)
+    else:
+        text = Path(path).read_bytes()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def micro_batch(
+    ids: Tensor, index: int, sequence: int, sequences: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Windows of a text that goes round, from `index * sequences` on, and what follows each of
+    their tokens. [sequences, sequence]."""
+    first = torch.arange(index * sequences, (index + 1) * sequences)[:, None] * sequence
+    windows = ids[(first + torch.arange(sequence + 1)) % len(ids)]
+    return windows[:, :-1], windows[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class Trainer:
         return bool(dropped.item())
 
     def count_loads(self) -> list[Tensor]:
-        """From now on: the routes of each call to each expert, in the order of the calls."""
+        """A list that gets the routes of each later call to each expert, call by call."""
         loads: list[Tensor] = []
         for layer in self.model.modules():
             if isinstance(layer, QwenMoE):

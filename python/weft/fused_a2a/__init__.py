@@ -17,7 +17,8 @@ State lives in this module, under the names that both projects and their tests a
 `_nvshmem_available`.
 """
 
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 from weft.compat.deep_ep import Buffer, ElasticBuffer, EventHandle, EventOverlap, HybridEPBuffer
 from weft.compat.uccl import EventHandle as UCCLEventHandle
@@ -50,13 +51,6 @@ from .buffers import (
     init_hybrid_ep_buffer,
     reset_hybrid_ep_buffer,
 )
-from .deepep import (
-    FusedCombine,
-    FusedDispatch,
-    fused_combine,
-    fused_dispatch,
-    set_deepep_num_sms,
-)
 from .deepepv2 import (
     DeepepV2Combine,
     DeepepV2Dispatch,
@@ -69,19 +63,14 @@ from .hybridep import (
     hybrid_ep_combine,
     hybrid_ep_dispatch,
 )
-from .nccl_ep import (
-    HAVE_TE_EP,
-    alloc_ep_symm_buffer,
-    ensure_nccl_ep_bootstrapped,
-    is_nccl_ep_bootstrapped,
-    nccl_ep_combine,
-    nccl_ep_dispatch,
-    nccl_ep_finalize,
-    new_nccl_ep_buffer,
-)
-from .uccl import (
+from .rank_rows import (
+    FusedCombine,
+    FusedDispatch,
     UCCLFusedCombine,
     UCCLFusedDispatch,
+    fused_combine,
+    fused_dispatch,
+    set_deepep_num_sms,
     set_uccl_num_sms,
     set_uccl_num_sms_from_environment,
     uccl_fused_combine,
@@ -90,51 +79,32 @@ from .uccl import (
 
 set_uccl_num_sms_from_environment()
 
+# The names of the NCCL EP backend, which Weft does not offer: callers import before they ask.
+HAVE_TE_EP: bool = False
+alloc_ep_symm_buffer = new_nccl_ep_buffer = nccl_ep_dispatch = nccl_ep_combine = None
+
+
+def ensure_nccl_ep_bootstrapped(*_args: Any, **_settings: Any) -> NoReturn:
+    """RuntimeError: this backend belongs to Transformer Engine."""
+    raise RuntimeError(
+        "ensure_nccl_ep_bootstrapped: NCCL EP is not available (it needs Transformer Engine built "
+        "with NVTE_BUILD_WITH_NCCL_EP=1; hybrid_ep_dispatch gives the same rows)"
+    )
+
+
+def is_nccl_ep_bootstrapped() -> bool:
+    """False."""
+    return False
+
+
+def nccl_ep_finalize() -> None:
+    """Nothing: there is nothing to end."""
+
+
 __all__ = [
-    "Buffer",
-    "DeepepV2Combine",
-    "DeepepV2Dispatch",
-    "ElasticBuffer",
-    "EventHandle",
-    "EventOverlap",
-    "FusedCombine",
-    "FusedDispatch",
-    "HAVE_DEEP_EP",
-    "HAVE_DEEP_EP_V2",
-    "HAVE_HYBRIDEP",
-    "HAVE_TE_EP",
-    "HAVE_UCCL_EP",
-    "HYBRIDEP_TOKEN_ALIGNMENT",
-    "HybridEPBuffer",
-    "HybridEPCombine",
-    "HybridEPDispatch",
-    "UCCLBuffer",
-    "UCCLEventHandle",
-    "UCCLEventOverlap",
-    "UCCLFusedCombine",
-    "UCCLFusedDispatch",
-    "alloc_ep_symm_buffer",
-    "deepepv2_combine",
-    "deepepv2_dispatch",
-    "ensure_nccl_ep_bootstrapped",
-    "free_buffer",
-    "fused_combine",
-    "fused_dispatch",
-    "get_buffer",
-    "get_elastic_buffer",
-    "get_hidden_bytes",
-    "get_uccl_buffer",
-    "hybrid_ep_combine",
-    "hybrid_ep_dispatch",
-    "init_hybrid_ep_buffer",
-    "is_nccl_ep_bootstrapped",
-    "nccl_ep_combine",
-    "nccl_ep_dispatch",
-    "nccl_ep_finalize",
-    "new_nccl_ep_buffer",
-    "reset_hybrid_ep_buffer",
-    "set_deepep_num_sms",
-    "set_uccl_num_sms",
-    "uccl_fused_combine",
-    "uccl_fused_dispatch",
+    name
+    for name, value in globals().items()
+    if not name.startswith("_") and not isinstance(value, ModuleType)
 ]
+for _name in ("Any", "ModuleType", "NoReturn", "set_uccl_num_sms_from_environment"):
+    __all__.remove(_name)

@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers behind the fused functions: made at the first call, and replaced when too small."""
+"""The buffers behind the fused functions: made at the first call, and replaced when too small.
 
+There is one for each family and group of ranks. The one used last is in the family's state variable
+in `weft.fused_a2a`; those of other groups are parked. So layers on different groups can take turns
+without building buffers, and without destroying one, which its whole group may have to do together.
+"""
+
+import atexit
+import contextlib
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +18,11 @@ import torch.distributed as dist
 
 from weft import fused_a2a as state
 
-from . import cache
-
 _MOST_RANKS_OF_A_NODE = 8
+_STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer")
+
+lock = threading.RLock()  # forward and backward run on different threads
+parked: dict[str, list[Any]] = {}  # by the name of the state variable
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
@@ -33,9 +44,7 @@ def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
             "RDMA communication."
         )
 
-    def build(nvl: int, rdma: int) -> Any:
-        return state.Buffer(group, nvl, rdma, explicitly_destroy=True)
-
+    build = functools.partial(state.Buffer, group, explicitly_destroy=True)
     return _cached_by_size("_buffer", group, nvl, rdma, build)
 
 
@@ -43,9 +52,7 @@ def get_uccl_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The `UCCLBuffer` of `group`, like `get_buffer`."""
     nvl, rdma = _size_hints(state.UCCLBuffer, group, hidden_bytes, True)
 
-    def build(nvl: int, rdma: int) -> Any:
-        return state.UCCLBuffer(group, nvl, rdma)
-
+    build = functools.partial(state.UCCLBuffer, group)
     return _cached_by_size("_uccl_buffer", group, nvl, rdma, build)
 
 
@@ -79,7 +86,7 @@ def get_elastic_buffer(
             num_topk=num_topk,
         )
 
-    return cache.get("_elastic_buffer", group, is_enough, build)
+    return _cached("_elastic_buffer", group, is_enough, build)
 
 
 def free_buffer() -> None:
@@ -88,8 +95,8 @@ def free_buffer() -> None:
     Call it on every rank before the process group goes. Errors of the buffer are swallowed, since
     this runs while a program shuts down.
     """
-    for buffer in cache.take_all("_buffer"):
-        cache.destroy(buffer)
+    for buffer in take_all("_buffer"):
+        destroy(buffer)
 
 
 def init_hybrid_ep_buffer(
@@ -128,8 +135,8 @@ def init_hybrid_ep_buffer(
         "num_sms_preprocessing_api": num_sms_preprocessing_api,
     }
     tokens = seq_len if seq_len is not None else num_tokens
-    with cache.lock:
-        cache.take("_hybrid_ep_buffer", group)  # dropped: the new one replaces it
+    with lock:
+        take("_hybrid_ep_buffer", group)  # dropped: the new one replaces it
         state._hybrid_ep_buffer = _new_hybrid_ep_buffer(
             group, hidden_dim, tokens, num_local_experts, options
         )
@@ -147,12 +154,12 @@ def get_hybrid_ep_buffer(
     def build(_old: Any) -> Any:
         return _new_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, options)
 
-    return cache.get("_hybrid_ep_buffer", group, lambda _buffer: True, build)
+    return _cached("_hybrid_ep_buffer", group, lambda _buffer: True, build)
 
 
 def current_hybrid_ep_buffer() -> Any:
     """The `HybridEPBuffer` used last (RuntimeError without one)."""
-    with cache.lock:
+    with lock:
         if state._hybrid_ep_buffer is None:
             raise RuntimeError("hybrid_ep_combine: no buffer (hybrid_ep_dispatch makes it)")
         return state._hybrid_ep_buffer
@@ -160,7 +167,7 @@ def current_hybrid_ep_buffer() -> Any:
 
 def reset_hybrid_ep_buffer() -> None:
     """Forgets what `init_hybrid_ep_buffer` and `hybrid_ep_dispatch` made."""
-    cache.take_all("_hybrid_ep_buffer")
+    take_all("_hybrid_ep_buffer")
 
 
 def _is_nvshmem_available() -> bool:
@@ -207,4 +214,76 @@ def _cached_by_size(
             return build(nvl, rdma)
         return build(max(nvl, old.num_nvl_bytes), max(rdma, old.num_rdma_bytes))
 
-    return cache.get(name, group, is_enough, build_larger)
+    return _cached(name, group, is_enough, build_larger)
+
+
+def _cached(name: str, group: Any, is_enough: Callable[[Any], bool], build: Callable) -> Any:
+    """The buffer of `group`, made the current one.
+
+    `build(None)` makes it; `build(old)` replaces one that is not enough. Every rank of the group
+    must ask for the same sizes, since both are collective.
+    """
+    with lock:
+        buffer = take(name, group)
+        if buffer is None:
+            buffer = build(None)
+        elif not is_enough(buffer):
+            if getattr(buffer, "explicitly_destroy", False):
+                destroy(buffer)
+            buffer = build(buffer)
+        setattr(state, name, buffer)
+        return buffer
+
+
+def take(name: str, group: Any) -> Any:
+    """Takes the buffer of `group` out of the cache, None if there is none; then none is current."""
+    with lock:
+        found, others = None, []
+        for buffer in take_all(name):
+            theirs = getattr(buffer, "group", group)  # a stand-in without a group serves any
+            if found is None and is_same_group(theirs, group):
+                found = buffer
+            elif members(theirs) is not None:
+                others.append(buffer)  # the rest is of groups that torch has destroyed
+        parked[name] = others
+        return found
+
+
+def take_all(name: str) -> list[Any]:
+    """Empties the cache of a family and returns what was in it, the current buffer first."""
+    with lock:
+        current = getattr(state, name)
+        setattr(state, name, None)
+        return ([] if current is None else [current]) + parked.pop(name, [])
+
+
+@atexit.register
+def _forget() -> None:
+    """Buffers hold process groups, whose threads end with them.
+
+    A thread that outlives the interpreter and lets go of a tensor then aborts the process.
+    """
+    for name in _STATE:
+        take_all(name)
+
+
+def is_same_group(one: Any, other: Any) -> bool:
+    """Whether two process groups have the same ranks in the same order."""
+    if one is other:
+        return True
+    ranks = members(one)
+    return ranks is not None and ranks == members(other)
+
+
+def members(group: Any) -> list[int] | None:
+    """The ranks of a process group in its order; None if torch does not know it (any more)."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError, AttributeError):
+        return None
+
+
+def destroy(buffer: Any) -> None:
+    """Its errors are swallowed: nothing can be done about a buffer that is given up."""
+    with contextlib.suppress(Exception):
+        buffer.destroy()

@@ -1,20 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch and combine on an `ElasticBuffer`, which the caller gets from `get_elastic_buffer`."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 
-def _stream_arguments(buffer: Any, async_finish: bool, on_comm_stream: bool) -> dict[str, Any]:
-    # This buffer takes an earlier event only together with allocation on its own stream.
-    event = buffer.capture() if async_finish and on_comm_stream else None
-    return {
-        "previous_event": event,
-        "async_with_compute_stream": async_finish,
-        "allocate_on_comm_stream": on_comm_stream,
-    }
+class _Call(NamedTuple):
+    """What backward needs of a forward call. It holds no tensor of the caller."""
+
+    buffer: Any
+    handle: Any
+    num_sms: int
+    async_finish: bool
+    on_comm_stream: bool
+
+    def run(self, method: Callable[..., tuple], x: torch.Tensor, **arguments: Any) -> tuple:
+        """What `method` of the buffer returns, less the event, which is waited for."""
+        # This buffer takes an earlier event only together with allocation on its own stream.
+        has_event = self.async_finish and self.on_comm_stream
+        *results, event = method(
+            x.contiguous(),
+            **arguments,
+            previous_event=self.buffer.capture() if has_event else None,
+            async_with_compute_stream=self.async_finish,
+            allocate_on_comm_stream=self.on_comm_stream,
+        )
+        if self.async_finish:
+            event.current_stream_wait()
+        return results
 
 
 class DeepepV2Dispatch(torch.autograd.Function):
@@ -34,20 +50,18 @@ class DeepepV2Dispatch(torch.autograd.Function):
         async_finish=False,
         allocate_on_comm_stream=False,
     ):
-        rows, row_indices, row_probs, handle, event = buffer.dispatch(
-            x.contiguous(),
+        call = _Call(buffer, None, num_sms, async_finish, allocate_on_comm_stream)
+        rows, row_indices, row_probs, handle = call.run(
+            buffer.dispatch,
+            x,
             topk_idx=token_indices.contiguous(),
             topk_weights=token_probs.contiguous(),
             num_experts=num_experts,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             expert_alignment=expert_alignment,
             num_sms=num_sms,
-            **_stream_arguments(buffer, async_finish, allocate_on_comm_stream),
         )
-        if async_finish:
-            event.current_stream_wait()
-        ctx.buffer, ctx.handle = buffer, handle
-        ctx.flags = (async_finish, allocate_on_comm_stream)
+        ctx.call = call._replace(handle=handle)
         counts = handle.num_recv_tokens_per_expert_list
         counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
         ctx.mark_non_differentiable(row_indices, counts)
@@ -58,16 +72,15 @@ class DeepepV2Dispatch(torch.autograd.Function):
     def backward(
         ctx, grad_output, grad_token_indices, grad_token_probs, grad_tokens_per_expert, grad_handle
     ):
-        async_finish, on_comm_stream = ctx.flags
-        grad_x, grad_probs, event = ctx.buffer.combine(
-            grad_output.contiguous(),
-            handle=ctx.handle,
-            topk_weights=grad_token_probs.float().contiguous(),
-            num_sms=ctx.handle.num_sms,
-            **_stream_arguments(ctx.buffer, async_finish, on_comm_stream),
+        call = ctx.call
+        probs = grad_token_probs.float().contiguous()
+        grad_x, grad_probs = call.run(
+            call.buffer.combine,
+            grad_output,
+            handle=call.handle,
+            topk_weights=probs,
+            num_sms=call.handle.num_sms,
         )
-        if async_finish:
-            event.current_stream_wait()
         return (None, grad_x, None, grad_probs) + (None,) * 6
 
 
@@ -76,30 +89,19 @@ class DeepepV2Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, buffer, x, handle, num_sms, async_finish=False, allocate_on_comm_stream=False):
-        combined, probs, event = buffer.combine(
-            x.contiguous(),
-            handle=handle,
-            num_sms=num_sms,
-            **_stream_arguments(buffer, async_finish, allocate_on_comm_stream),
-        )
-        if async_finish:
-            event.current_stream_wait()
-        ctx.buffer, ctx.handle, ctx.num_sms = buffer, handle, num_sms
-        ctx.flags = (async_finish, allocate_on_comm_stream)
+        call = _Call(buffer, handle, num_sms, async_finish, allocate_on_comm_stream)
+        combined, probs = call.run(buffer.combine, x, handle=handle, num_sms=num_sms)
+        ctx.call = call
         return combined, probs
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output, grad_combined_token_probs=None):
-        async_finish, on_comm_stream = ctx.flags
-        grad_rows, _, _, _, event = ctx.buffer.dispatch(
-            grad_output.contiguous(),
-            handle=ctx.handle,
-            num_sms=ctx.num_sms or ctx.handle.num_sms,
-            **_stream_arguments(ctx.buffer, async_finish, on_comm_stream),
+        call = ctx.call
+        num_sms = call.num_sms or call.handle.num_sms
+        grad_rows, *_ = call.run(
+            call.buffer.dispatch, grad_output, handle=call.handle, num_sms=num_sms
         )
-        if async_finish:
-            event.current_stream_wait()
         return (None, grad_rows) + (None,) * 4
 
 

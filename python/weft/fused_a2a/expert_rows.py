@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
+import weft
 from weft import Plan
 from weft.compat.deep_ep.layout import routes_of
 
 from .buffers import get_hidden_bytes
-from .rank_rows import Library
-
-Tensor = torch.Tensor
+from .rank_rows import DEEPEP, UCCL, Functions
 
 # Capacities that an exchange begins with; it grows by itself where a rank needs more.
 _MIN_TOKENS, _MIN_TOPK = 4096, 8
@@ -46,8 +45,11 @@ class ExpertRows(NamedTuple):
 class ByExpert(NamedTuple):
     """The calls on the buffers of one library, in place of its fused functions."""
 
-    library: Library
-    replaces: tuple[Callable[..., Any], Callable[..., Any]]  # dispatch, combine
+    functions: Functions
+
+    @property
+    def replaces(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return self.functions.dispatch, self.functions.combine
 
     def dispatch(
         self,
@@ -59,7 +61,7 @@ class ByExpert(NamedTuple):
         pad_multiple: int = 1,
         num_sms: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor, ExpertRows]:
-        """Collective. The arguments of `fused_dispatch`; x bf16, fp16 or fp32 [T, H].
+        """Collective. It takes the arguments of `fused_dispatch`; x bf16, fp16 or fp32 [T, H].
 
         pad_multiple: zero rows of probability 0 fill each expert's rows up to a multiple of it.
         num_sms: GPU multiprocessors of each exchange, forward and backward; 0: by Weft's table.
@@ -68,7 +70,7 @@ class ByExpert(NamedTuple):
         `token_probs`; no input is kept for backward. Waits once for a GPU, to learn P.
         Raises what the exchange does: InvalidArgument, TimeoutError, PeerError.
         """
-        buffer = self.library.get_buffer(group, get_hidden_bytes(x))
+        buffer = self.functions.library.get_buffer(group, get_hidden_bytes(x))
         exchange = buffer._runtime("dispatch").exchanges.get(
             hidden=x.size(1),
             num_experts=num_experts,
@@ -78,13 +80,13 @@ class ByExpert(NamedTuple):
         )
         num_sms = num_sms if x.is_cuda else 0
         routes = routes_of(token_indices, num_experts)
-        plan, rows, row_probs = _Dispatch.apply(
-            x, token_probs, exchange, routes, pad_multiple, num_sms
+        plan, out = weft.plan_and_dispatch(
+            exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
         )
-        # After the launch: a GPU has nothing to do from the wait for the plan up to there.
+        # This comes after the launch: a GPU has nothing to do between the wait and that.
         counts = plan.padded_rows_per_expert_list
         counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        return rows, row_probs, counts, ExpertRows(plan, num_sms)
+        return out.rows, out.weights, counts, ExpertRows(plan, num_sms)
 
     def combine(self, rows: Tensor, handle: ExpertRows) -> Tensor:
         """Collective. Rows [P, H] of the dispatch that made `handle` -> tokens [T, H].
@@ -92,32 +94,7 @@ class ByExpert(NamedTuple):
         The sum of a token's rows on each rank in fp32, rounded, then over the ranks; unweighted,
         padding rows count for nothing. Differentiable in `rows`, which is not kept for backward.
         """
-        return _Combine.apply(rows, handle.plan, handle.num_sms)
+        return weft.combine(handle.plan, rows, num_sms=handle.num_sms).x
 
 
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, probs, exchange, routes, pad_multiple, num_sms):
-        plan, out = exchange.plan_and_dispatch(
-            routes, x, probs, layout="expert_major", pad_multiple=pad_multiple, num_sms=num_sms
-        )
-        ctx.plan, ctx.num_sms = plan, num_sms
-        return plan, out.rows, out.weights
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _plan, grad_rows, grad_probs):
-        out = ctx.plan.exchange.combine(ctx.plan, grad_rows, grad_probs, num_sms=ctx.num_sms)
-        return out.x, out.weights, None, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, plan, num_sms):
-        ctx.plan, ctx.num_sms = plan, num_sms
-        return plan.exchange.combine(plan, rows, num_sms=num_sms).x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_x):
-        return ctx.plan.exchange.dispatch(ctx.plan, grad_x, num_sms=ctx.num_sms).rows, None, None
+DEEPEP_BY_EXPERT, UCCL_BY_EXPERT = ByExpert(DEEPEP), ByExpert(UCCL)

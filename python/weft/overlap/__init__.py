@@ -17,14 +17,6 @@ from .chunk_plan import (
     TransformerModelChunkSchedulePlan,
 )
 from .experts import DelayedExperts
-from .interleaved import PointToPoint, combined_1f1b_schedule_for_interleaved_pipelining
-from .interleaved_order import (
-    PipelineShape,
-    VirtualStage,
-    backward_order,
-    forward_order,
-    num_warm_up,
-)
 from .issue_log import Step, record_issue_order
 from .lanes import get_comm_stream, get_comp_stream, set_streams
 from .layer import TransformerLayer
@@ -32,11 +24,18 @@ from .layer_node import TransformerLayerNode
 from .layer_plan import TransformerLayerSchedulePlan
 from .memory import FreedInputs, freed_inputs
 from .model import ModelChunk
-from .no_pipelining import (
+from .nodes import AbstractSchedulePlan, NoopScheduleNode, ScheduleNode
+from .pipeline import (
+    PipelineShape,
+    PointToPoint,
+    VirtualStage,
+    backward_order,
+    combined_1f1b_schedule_for_interleaved_pipelining,
     combined_1f1b_schedule_for_no_pipelining,
+    forward_order,
+    num_warm_up,
     sequential_schedule_for_no_pipelining,
 )
-from .nodes import AbstractSchedulePlan, NoopScheduleNode, ScheduleNode
 from .rules import check_overlap
 from .wgrad import DelayedLinear, WeightGradientQueue
 

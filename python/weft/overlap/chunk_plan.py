@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from weft.beside import beside_computation
 from weft.config.settings import option
+from weft.overlap_settings import overlapped
 
 from . import lanes
-from .chunk_order import issue_chunks
+from .executor import issue_pair
 from .layer_node import TransformerLayerNode
 from .layer_plan import TransformerLayerSchedulePlan
 from .nodes import AbstractSchedulePlan
@@ -129,14 +129,14 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             name, input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask
         )
         streams = (lanes.get_comp_stream, lanes.get_comm_stream)
-        early = option(config, "ep_overlap_early_attn_memory_release")
+        self.early_release = option(config, "ep_overlap_early_attn_memory_release")
         self.layers = [
             self.LAYER_SCHEDULE_PLAN_CLASS(
                 layer,
                 self.event,
                 self.state,
                 *streams,
-                extra_args={"layer_number": i, "early_attn_memory_release": early},
+                extra_args={"layer_number": i, "early_attn_memory_release": self.early_release},
             )
             for i, layer in enumerate(model.layers)
         ]
@@ -207,11 +207,16 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         dropped. Gradients that were finished before stay in the parameters. The process group can
         be used again if every rank stopped at the same node.
         """
-        hooks = (pre_forward, pre_backward, post_forward, post_backward)
+        hooks = {
+            "pre_forward": pre_forward,
+            "pre_backward": pre_backward,
+            "post_forward": post_forward,
+            "post_backward": post_backward,
+        }
         is_pair = f_schedule_plan is not None and b_schedule_plan is not None
         try:
-            with beside_computation() if is_pair else nullcontext():
-                return issue_chunks(f_schedule_plan, b_schedule_plan, b_grad, *hooks)
+            with overlapped() if is_pair else nullcontext():
+                return issue_pair(f_schedule_plan, b_schedule_plan, b_grad, hooks)
         except BaseException:
             with suppress(RuntimeError):  # a broken GPU must not hide what broke it
                 lanes.join_lanes()

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from weft import _core
+
 from . import lanes
+from .executor import pair_order
 from .layer_node import TransformerLayerNode
 from .memory import FreedInputs, freed_inputs
 from .nodes import NoopScheduleNode
@@ -35,7 +38,7 @@ class TransformerLayerSchedulePlan:
     mtp_post_process(x) -> tensor; for others that node does nothing.
     """
 
-    NODES = ("pre_dispatch_computation", "moe_dispatch", "mlp", "moe_combine", "mtp_post_process")
+    NODES = tuple(_core.NODE_LANES)[1:-1]  # without pre_process and post_process
 
     def __init__(
         self,
@@ -60,12 +63,14 @@ class TransformerLayerSchedulePlan:
         if layer.is_moe:
             freed = freed_inputs(layer.dispatcher, extra.get("preprocess_in_graph", False))
 
-        def node(function: Any, name: str, stream: Any) -> TransformerLayerNode:
+        streams = {"compute": comp_stream, "exchange": comm_stream}
+
+        def node(function: Any, name: str) -> TransformerLayerNode:
             # Only these two have weight gradients to leave.
             slot = {"pre_dispatch_computation": "pre_dispatch", "mlp": "mlp"}.get(name)
             return TransformerLayerNode(
                 function,
-                stream,
+                streams[_core.NODE_LANES[name]],
                 event,
                 name=f"L{extra.get('layer_number', 0)}.{name}",
                 chunk_name=chunk_state.name,
@@ -79,12 +84,12 @@ class TransformerLayerSchedulePlan:
         first, second = (self._attend, self._dense)
         if layer.is_moe:
             first, second = (self._pre_dispatch, self._experts)
-            self.moe_dispatch = node(self._dispatch, "moe_dispatch", comm_stream)
-            self.moe_combine = node(self._combine, "moe_combine", comm_stream)
-        self.pre_dispatch_computation = node(first, "pre_dispatch_computation", comp_stream)
-        self.mlp = node(second, "mlp", comp_stream)
+            self.moe_dispatch = node(self._dispatch, "moe_dispatch")
+            self.moe_combine = node(self._combine, "moe_combine")
+        self.pre_dispatch_computation = node(first, "pre_dispatch_computation")
+        self.mlp = node(second, "mlp")
         if hasattr(layer, "mtp_post_process"):
-            self.mtp_post_process = node(self._mtp, "mtp_post_process", comp_stream)
+            self.mtp_post_process = node(self._mtp, "mtp_post_process")
 
     @staticmethod
     def run(
@@ -101,32 +106,13 @@ class TransformerLayerSchedulePlan:
         dispatch-backward, combine-forward. The last layer of a backward leaves the weight
         gradients of its first node to the caller.
         """
-        f, b = f_layer, b_layer
-        early = b is not None and b.early_release
-        if b is not None:
-            b_grad = b.mtp_post_process.backward(b_grad)
-            b_grad = b.moe_combine.backward(b_grad)
-        if f is not None:
-            f_input = f.pre_dispatch_computation.forward(f_input)
-        if b is not None:
-            b_grad = b.mlp.backward(b_grad)
-        if f is not None:
-            f_input = f.moe_dispatch.forward(f_input)
-        if b is not None:
-            b.mlp.backward_dw()
-            b_grad = b.moe_dispatch.backward(b_grad)
-        if early:
-            b_grad = b.pre_dispatch_computation.backward(b_grad)
-        if f is not None:
-            f_input = f.mlp.forward(f_input)
-            f_input = f.moe_combine.forward(f_input)
-        if b is not None and not early:
-            b_grad = b.pre_dispatch_computation.backward(b_grad)
-        if f is not None:
-            f_input = f.mtp_post_process.forward(f_input)
-        if b is not None and not is_last_layer_in_bwd:
-            b.pre_dispatch_computation.backward_dw()
-        return f_input, b_grad
+        early = b_layer is not None and b_layer.early_release
+        layers, values = (f_layer, b_layer), [f_input, b_grad]
+        for step in pair_order(*(None if layer is None else 1 for layer in layers), early):
+            is_of_first = step[1:3] == ("backward_dw", "pre_dispatch_computation")
+            if step.is_of_node and step.layer == 0 and not (is_last_layer_in_bwd and is_of_first):
+                step.run(layers[step.is_backward], values)
+        return values[0], values[1]
 
     def release_state(self) -> None:
         """Drops every graph and tensor of this layer."""

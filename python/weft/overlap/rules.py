@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.config import OverlapModelConfig
-from weft.config import rules_overlap as rules
-from weft.config import rules_sharding as sharding
+from weft.config import OverlapModelConfig, rules
 
 # What may be recomputed: pieces that lie inside one node.
 RECOMPUTABLE = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts")
@@ -44,4 +42,4 @@ def check_interleaved(model: Any, num_chunks: int) -> None:
     the parameters of `model`: its hooks know one chunk."""
     if num_chunks > 1:
         names = {base.__name__ for part in model.modules() for base in type(part).__mro__}
-        sharding.interleaved(not names.isdisjoint(_SHARDED), num_chunks)
+        rules.interleaved(not names.isdisjoint(_SHARDED), num_chunks)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 #include "core/check.hpp"
+#include "core/log.hpp"
 
 namespace weft {
 
@@ -16,6 +17,12 @@ void raise_cuda_error(
       file,
       line
   );
+}
+
+void log_not_given_back(std::string_view what, cudaError_t status) {
+  if (status != cudaSuccess && status != cudaErrorCudartUnloading) {
+    log(LogLevel::kDebug, "{}: not given back: {}", what, cudaGetErrorString(status));
+  }
 }
 
 }  // namespace weft

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/device_memory.hpp"
+#include "core/gpu/device_memory.hpp"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
 #include "core/check.hpp"
-#include "core/gpu_memory.hpp"
 
 namespace weft {
 namespace {

@@ -24,4 +24,9 @@ void copy_between(
     uint64_t bytes
 );
 
+// The GPU's half: memory.cpp answers, or none.cpp in builds without CUDA.
+[[nodiscard]] std::shared_ptr<std::byte> allocate_on_gpu(int gpu, uint64_t bytes);
+// Either pointer may be the host's; done on return.
+void copy_by_gpu(int gpu, std::byte* to, const std::byte* from, uint64_t bytes);
+
 }  // namespace weft

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <fmt/format.h>
+#include "core/gpu/devices.hpp"
 
 #include <cuda_runtime_api.h>
 
-#include "core/devices.hpp"
+#include "core/check.hpp"
 
 namespace weft {
 namespace {
@@ -67,17 +67,9 @@ GpuList list_gpus() {
 }
 
 std::string_view gpu_reach_name(GpuReach reach) {
-  switch (reach) {
-    case GpuReach::kItself:
-      return "itself";
-    case GpuReach::kNone:
-      return "none";
-    case GpuReach::kCopies:
-      return "loads and stores";
-    case GpuReach::kAtomics:
-      return "atomics too";
-  }
-  return "unknown";
+  static constexpr std::string_view kNames[] = {
+      "itself", "none", "loads and stores", "atomics too"};
+  return name_of(reach, kNames);
 }
 
 std::vector<std::vector<GpuReach>> gpu_reach() {

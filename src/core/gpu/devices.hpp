@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GPUs that this process can use. devices_cuda.cpp or devices_none.cpp answers.
+// The GPUs that this process can use. devices.cpp answers, or none.cpp in builds without CUDA.
 #pragma once
 
 #include <cstdint>
@@ -40,5 +40,12 @@ enum class GpuReach : uint8_t {
 
 // [from][to] over the GPUs of list_gpus(); empty without any. Never throws.
 [[nodiscard]] std::vector<std::vector<GpuReach>> gpu_reach();
+
+// Which GPUs there are, asked in a child process: a process that has used CUDA must not fork ranks
+// that use it.
+
+// What list_gpus() says, without CUDA being touched in this process. Call it before starting
+// threads. At most 30 s; `none_reason` says what went wrong.
+[[nodiscard]] GpuList probe_gpus();
 
 }  // namespace weft

@@ -7,16 +7,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 
 #include "core/context.hpp"
 
 namespace weft {
 
-// Where the allocation begins that holds `data`; nothing if the driver does not say.
-[[nodiscard]] std::optional<const std::byte*> allocation_begin(
-    const std::byte* data, const Context& context
-);
+// The driver's function of this name; null if there is none.
+[[nodiscard]] void* driver_function(const char* name);
 
 // When a stream sees what a network card has written into the GPU's memory and the host knows of.
 enum class RemoteWrites : uint8_t {
@@ -42,3 +39,14 @@ void wait_for_word(
 void write_word(cudaStream_t stream, uint32_t* word, uint32_t value, const Context& context);
 
 }  // namespace weft
+
+// WEFT_DRIVER(cuMemCreate)(arguments): a function that <cuda.h> declares, looked up once because
+// that takes longer than most calls. Answers as the runtime does, whose numbers of errors are the
+// driver's, so that it can stand in a WEFT_CUDA.
+#define WEFT_DRIVER(name)                                                          \
+  [](auto... arguments) {                                                          \
+    static auto* const function =                                                  \
+        reinterpret_cast<decltype(&(name))>(::weft::driver_function(#name));       \
+    return function == nullptr ? cudaErrorSymbolNotFound                           \
+                               : static_cast<cudaError_t>(function(arguments...)); \
+  }

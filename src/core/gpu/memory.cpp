@@ -4,9 +4,9 @@
 #include <map>
 #include <mutex>
 
-#include "core/check_cuda.hpp"
-#include "core/gpu_memory.hpp"
-#include "core/stream_cuda.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/gpu/stream.hpp"
 
 namespace weft {
 namespace {
@@ -19,7 +19,7 @@ void keep_memory(int gpu) {
   WEFT_CUDA(Context{}, cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &threshold));
 }
 
-// Not the thread's: a new thread's stream is a new one (stream_cuda.hpp). Only short work is in it.
+// Not the thread's: a new thread's stream is a new one (stream.hpp). Only short work is in it.
 cudaStream_t memory_stream(int gpu) {
   static auto& streams = *new std::map<int, GpuStream>;  // freeing may outlive static objects
   static std::mutex mutex;

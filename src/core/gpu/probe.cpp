@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/gpu_probe.hpp"
-
 #include <cerrno>
 #include <csignal>
 #include <cstring>
@@ -8,6 +6,8 @@
 #include <sstream>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include "core/gpu/devices.hpp"
 
 namespace weft {
 namespace {

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/stream_cuda.hpp"
+#include "core/gpu/stream.hpp"
 
 #include <deque>
 #include <map>
 #include <mutex>
 #include <vector>
 
-#include "core/check_cuda.hpp"
-#include "core/scope_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft {
 namespace {

@@ -15,7 +15,7 @@ namespace weft {
 class GpuStream {
  public:
   GpuStream() = default;
-  // Makes many streams at a time, as few of them as possible beside running kernels. Throws Error
+  // Makes many streams at a time, so that few are made while kernels run. Throws Error
   // kCuda.
   explicit GpuStream(int gpu);
   [[nodiscard]] cudaStream_t get() const { return stream_.get(); }

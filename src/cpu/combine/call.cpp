@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine: each token's rank says where it wants its partial sums, then the executor makes and adds
 // them. Previous in the data flow: the caller's experts; next: combine_cpu.cpp.
-#include "exchange/exchange_cpu.hpp"
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
+#include "cpu/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -26,9 +26,9 @@ void CpuExchange::combine(
     const CombineOutput& out,
     const CallOptions& /*call*/
 ) {
-  const PlanData& plan = handle.data();
+  const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
-    Validator{context, settings, id}.combine(plan, in, out);
+    Validator{context_, settings_, id_}.combine(plan, in, out);
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     Staging ready = combine_staging(
         plan,
@@ -41,15 +41,14 @@ void CpuExchange::combine(
     return ready;
   };
   run_call(Op::kCombine, prepare, [&](const Staging& ready) {
-    CallWord word = new_word(Op::kCombine);
-    word.signature = {
-        static_cast<int64_t>(plan.call),
-        static_cast<int64_t>(in.rows.dtype),
-        in.rows.row_bytes(),
-        static_cast<int64_t>(in.scale),
-        in.weights.is_given()};
-    const auto region = pool->find(in.rows.data, static_cast<uint64_t>(in.rows.num_bytes()));
-    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
+    const CallWord word = new_word(
+        {.op = Op::kCombine,
+         .plan_number = static_cast<int64_t>(plan.call),
+         .payload = payload_of(in, plan.shape.topk),
+         .scale = in.scale}
+    );
+    const auto region = pool_->find(in.rows.data, static_cast<uint64_t>(in.rows.num_bytes()));
+    std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     for (size_t peer = 0; peer < to.size(); ++peer) {
       if (rows_to(plan, peer) > 0) {  // see dispatch_call.cpp
@@ -68,7 +67,7 @@ void CpuExchange::combine(
         to[peer].source_weights = staging_at(ready.source_weights[peer]);
       }
     }
-    std::vector<CallWord> words = board->swap(to, {});
+    std::vector<CallWord> words = board_->swap(to, {});
     for (size_t peer = 0; peer < words.size(); ++peer) {
       // A rank that reads this rank's rows itself gets no partial sums; it waits for nothing here
       // and may have released its staging by now. (Of what it carries it may get some.)
@@ -79,9 +78,9 @@ void CpuExchange::combine(
       }
     }
     import_targets(words);
-    const CpuCall cpu_call = {call_number, plan, words, to, ready, staging.data};
+    const CpuCall cpu_call = {call_number_, plan, words, to, ready, staging_.data};
     combine_cpu(cpu_rank(), cpu_call, in, out);
-    ++counters.num_combines;
+    ++counters_.num_combines;
     count_crossings(count_carried(plan), in.rows.row_bytes());
   });
 }

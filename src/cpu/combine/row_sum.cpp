@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/row_sum.hpp"
+#include "cpu/combine/row_sum.hpp"
 
 #include "core/half.hpp"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "exchange/row_sum.cpp"
+#define HWY_TARGET_INCLUDE "cpu/combine/row_sum.cpp"
 #include <hwy/cache_control.h>
 #include <hwy/foreach_target.h>  // compiles this file once per vector target
 #include <hwy/highway.h>

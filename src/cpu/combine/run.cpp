@@ -4,9 +4,9 @@
 //
 // Each worker takes turns: pre-reduce a chunk for every token rank, add up what this domain's ranks
 // have for tokens of others, sum the tokens that are complete.
-#include "exchange/combine_carry.hpp"
-#include "exchange/combine_reduce.hpp"
-#include "exchange/combine_sum.hpp"
+#include "cpu/combine/forward.hpp"
+#include "cpu/combine/reduce.hpp"
+#include "cpu/combine/sum.hpp"
 
 namespace weft {
 namespace {

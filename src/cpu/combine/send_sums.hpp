@@ -6,8 +6,8 @@
 #include <array>
 #include <vector>
 
-#include "exchange/chunk.hpp"
-#include "exchange/cpu_call.hpp"
+#include "call/chunks.hpp"
+#include "cpu/call.hpp"
 
 namespace weft {
 

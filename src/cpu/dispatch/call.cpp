@@ -3,8 +3,8 @@
 // the data flow: plan_call.cpp; next: dispatch_cpu.cpp.
 #include <optional>
 
-#include "exchange/exchange_cpu.hpp"
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
+#include "cpu/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -39,11 +39,11 @@ void CpuExchange::dispatch(
     const DispatchOutput& out,
     const CallOptions& /*call*/
 ) {
-  const PlanData& plan = handle.data();
+  const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
-    Validator{context, settings, id}.dispatch(plan, in, out);
+    Validator{context_, settings_, id_}.dispatch(plan, in, out);
     const auto region_of = [&](const Tensor& tensor) {
-      return pool->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
+      return pool_->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
     };
     Ready ready = {.rows = region_of(out.rows), .scales = region_of(out.scales), .staging = {}};
     ready.staging = dispatch_staging(
@@ -58,17 +58,14 @@ void CpuExchange::dispatch(
     return ready;
   };
   run_call(Op::kDispatch, prepare, [&](const Ready& ready) {
-    CallWord word = new_word(Op::kDispatch);
-    word.signature = {
-        static_cast<int64_t>(plan.call),
-        static_cast<int64_t>(in.x.dtype),
-        in.x.row_bytes(),
-        in.scales.is_given() ? in.scales.row_bytes() : -1,
-        in.weights.is_given()};
+    const PayloadFormat payload = payload_of(in, out, plan.shape.topk);
+    const CallWord word = new_word(
+        {.op = Op::kDispatch, .plan_number = static_cast<int64_t>(plan.call), .payload = payload}
+    );
     const Place direct = may_touch_peers() ? Place::kEverySlot : Place::kPrimarySlot;
-    std::vector<CallWord> to(static_cast<size_t>(context.num_ranks), word);
+    std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
     for (size_t source = 0; source < to.size(); ++source) {
-      const bool is_self = source == static_cast<size_t>(context.rank);
+      const bool is_self = source == static_cast<size_t>(context_.rank);
       // A source that writes nothing must not look for the memory: this rank may be past the call
       // by then, and have released it.
       if (rows_from(plan, source) > 0 || is_self) {
@@ -84,13 +81,12 @@ void CpuExchange::dispatch(
         to[source].weights = staging_at(ready.staging.weights[source]);
       }
     }
-    const std::vector<CallWord> words = board->swap(to, {});
+    const std::vector<CallWord> words = board_->swap(to, {});
     import_targets(words);
-    const CpuCall cpu_call = {call_number, plan, words, to, ready.staging, staging.data};
+    const CpuCall cpu_call = {call_number_, plan, words, to, ready.staging, staging_.data};
     dispatch_cpu(cpu_rank(), cpu_call, in, out);
-    ++counters.num_dispatches;
-    const int64_t bytes = in.x.row_bytes() + (in.scales.is_given() ? in.scales.row_bytes() : 0);
-    count_crossings(count_sent(plan), bytes);
+    ++counters_.num_dispatches;
+    count_crossings(count_sent(plan), payload.row_bytes + payload.scale_bytes);
   });
 }
 

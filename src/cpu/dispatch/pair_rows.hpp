@@ -5,8 +5,8 @@
 
 #include <array>
 
-#include "exchange/chunk.hpp"
-#include "exchange/row_stream.hpp"
+#include "call/chunks.hpp"
+#include "cpu/dispatch/row_stream.hpp"
 
 namespace weft {
 

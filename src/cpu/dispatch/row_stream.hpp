@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/copy.hpp"
-#include "exchange/cpu_call.hpp"
+#include "cpu/call.hpp"
 
 namespace weft {
 

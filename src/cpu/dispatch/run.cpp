@@ -7,9 +7,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "exchange/dispatch_carry.hpp"
-#include "exchange/dispatch_fan_out.hpp"
-#include "exchange/dispatch_push.hpp"
+#include "cpu/dispatch/fan_out.hpp"
+#include "cpu/dispatch/forward.hpp"
+#include "cpu/dispatch/push.hpp"
 
 namespace weft {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/plan_records.hpp"
+#include "cpu/plan/records.hpp"
 
 #include <cstring>
 #include <functional>
@@ -13,6 +13,8 @@ namespace {
 // Of a rank, from which on its records are worth waking other threads.
 constexpr int64_t kManyRoutes = 8192;
 
+}  // namespace
+
 // An area of the control region is free again when its source begins the next plan call, for which
 // it needs this rank's next call word.
 class RecordSwap {
@@ -20,9 +22,12 @@ class RecordSwap {
   RecordSwap(CpuExchange& state, const PlanData& plan)
       : state_(state),
         plan_(plan),
-        domains_(*state.domains),
-        rank_(state.context.rank),
-        num_ranks_(state.context.num_ranks) {}
+        domains_(*state.domains_),
+        rank_(state.context_.rank),
+        num_ranks_(state.context_.num_ranks) {}
+
+  [[nodiscard]] const Domains& domains() const { return domains_; }
+  [[nodiscard]] const Context& context() const { return state_.context_; }
 
   void send_own() const {
     std::vector<std::vector<std::byte>> records(plan_.sent.size());
@@ -47,9 +52,9 @@ class RecordSwap {
   // Each carried source's bundle, as it comes, to the ranks of this domain.
   void pass_on() {
     for (const int source : domains_.carried()) {
-      state_.waiter->until_raised(reason(), {missing(source)});
+      state_.waiter_->until_raised(reason(), {missing(source)});
       const auto records =
-          unbundle_records(area_of(source), domains_.near().size(), source, state_.context);
+          unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
       for (size_t m = 0; m < records.size(); ++m) {
         if (domains_.near()[m] != rank_) {
           send(domains_.near()[m], source, records[m]);
@@ -65,9 +70,9 @@ class RecordSwap {
         wanted.push_back(missing(source));
       }
     }
-    state_.waiter->until_raised(reason(), wanted);
+    state_.waiter_->until_raised(reason(), wanted);
     for (const Missing& one : wanted) {
-      state_.settled[one.signal] = one.wanted;
+      state_.settled_[one.signal] = one.wanted;
     }
   }
 
@@ -99,7 +104,7 @@ class RecordSwap {
  private:
   void for_each(size_t count, const std::function<void(size_t)>& visit) const {
     const bool is_much = plan_.shape.num_tokens * plan_.shape.topk >= kManyRoutes;
-    state_.workers->for_each(count, is_much, visit);
+    state_.workers_->for_each(count, is_much, visit);
   }
 
   [[nodiscard]] Arrivals received_from(int source) const {
@@ -110,42 +115,42 @@ class RecordSwap {
     if (!domains_.is_near(source) && domains_.between(source) < 0) {
       records = of_member(source, static_cast<size_t>(domains_.place_of(rank_)));
     }
-    return decode_records(records, plan_, source, state_.context);
+    return decode_records(records, plan_, source, state_.context_);
   }
 
   [[nodiscard]] Arrivals carried_pair(int source, size_t member, int64_t receiver_rows) const {
     return decode_records(
-        of_member(source, member), plan_.shape, receiver_rows, source, state_.context
+        of_member(source, member), plan_.shape, receiver_rows, source, state_.context_
     );
   }
 
   // Of the bundle of a source that this rank carries.
   [[nodiscard]] std::span<const std::byte> of_member(int source, size_t member) const {
     return unbundle_records(
-        area_of(source), domains_.near().size(), source, state_.context
+        area_of(source), domains_.near().size(), source, state_.context_
     )[member];
   }
 
   [[nodiscard]] WaitReason reason() const {
-    return {.op = "plan", .call = state_.call_number, .what = "records"};
+    return {.op = "plan", .call = state_.call_number_, .what = "records"};
   }
 
   [[nodiscard]] Missing missing(int source) const {
-    const uint32_t signal = state_.signals.records(static_cast<uint32_t>(source));
+    const uint32_t signal = state_.signals_.records(static_cast<uint32_t>(source));
     return {
         .peer = source,
         .signal = signal,
-        .wanted = state_.settled[signal] + 1,
+        .wanted = state_.settled_[signal] + 1,
         .via = domains_.between(source)};
   }
 
   // What lies in the area of `source`, its length bounded by the area's.
   [[nodiscard]] std::span<const std::byte> area_of(int source) const {
     const std::byte* area =
-        state_.control.data + state_.control_map.record_offset(static_cast<uint64_t>(source));
+        state_.control_.data + state_.control_map_.record_offset(static_cast<uint64_t>(source));
     uint64_t length = 0;
     std::memcpy(&length, area, sizeof length);
-    return {area + sizeof length, std::min(length, state_.control_map.record_bytes)};
+    return {area + sizeof length, std::min(length, state_.control_map_.record_bytes)};
   }
 
   // Takes those of the domain's ranks out of `records`, by rank.
@@ -165,10 +170,10 @@ class RecordSwap {
     const Put put = {
         .source = message.data(),
         .bytes = message.size(),
-        .region = state_.control_slots[static_cast<size_t>(peer)],
-        .signal = state_.signals.records(static_cast<uint32_t>(source)),
-        .offset = state_.control_map.record_offset(static_cast<uint64_t>(source))};
-    state_.transport->put(peer, {&put, 1});
+        .region = state_.control_slots_[static_cast<size_t>(peer)],
+        .signal = state_.signals_.records(static_cast<uint32_t>(source)),
+        .offset = state_.control_map_.record_offset(static_cast<uint64_t>(source))};
+    state_.transport_->put(peer, {&put, 1});
   }
 
   CpuExchange& state_;
@@ -177,6 +182,8 @@ class RecordSwap {
   int rank_;
   int num_ranks_;
 };
+
+namespace {
 
 // More tokens than the source said it has could not be numbered by chunk signals.
 void check_carried(
@@ -213,10 +220,10 @@ SwappedRecords swap_records(
   swap.wait_for_all();
   SwappedRecords records = {.received = swap.received(), .carried = swap.carried(receiver_rows)};
   for (size_t i = 0; i < records.carried.size(); ++i) {
-    const int source = state.domains->carried()[i];
+    const int source = swap.domains().carried()[i];
     const auto s = static_cast<size_t>(source);
-    check_carried(records.carried[i], source, counts[s], state.context);
-    check_carried({&records.received[s], 1}, source, counts[s], state.context);
+    check_carried(records.carried[i], source, counts[s], swap.context());
+    check_carried({&records.received[s], 1}, source, counts[s], swap.context());
   }
   return records;
 }

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "exchange/exchange_cpu.hpp"
+#include "cpu/exchange.hpp"
 #include "plan/build.hpp"
 
 namespace weft {

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/buffer_pool.hpp"
+#include "cpu/protocol/buffer_pool.hpp"
 
 #include <algorithm>
-#include <bit>
+
+#include "core/size_class.hpp"
 
 namespace weft {
 namespace {
@@ -16,15 +17,6 @@ uint64_t sum_of_bytes(const std::vector<Region>& regions) {
 }
 
 }  // namespace
-
-uint64_t size_class(uint64_t bytes) {
-  constexpr uint64_t kSmallest = 64 << 10;
-  if (bytes <= kSmallest) {
-    return kSmallest;
-  }
-  const uint64_t quarter = std::bit_ceil(bytes) / 8;
-  return (bytes + quarter - 1) / quarter * quarter;
-}
 
 BufferPool::BufferPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
 

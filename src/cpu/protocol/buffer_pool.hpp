@@ -40,7 +40,4 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   std::vector<Region> unused_;
 };
 
-// `bytes` rounded up to 1, 1.25, 1.5 or 1.75 times a power of two, at least 64 KiB.
-[[nodiscard]] uint64_t size_class(uint64_t bytes);
-
 }  // namespace weft

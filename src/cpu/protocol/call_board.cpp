@@ -1,25 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/call_board.hpp"
+#include "cpu/protocol/call_board.hpp"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
-#include "exchange/signature_text.hpp"
-
 namespace weft {
-
-std::string_view op_name(Op op) {
-  switch (op) {
-    case Op::kPlan:
-      return "plan";
-    case Op::kDispatch:
-      return "dispatch";
-    case Op::kCombine:
-      return "combine";
-  }
-  return "nothing known";
-}
 
 CallBoard::CallBoard(
     Transport& transport,
@@ -49,8 +34,7 @@ void CallBoard::refuse(Op op, std::string_view reason) {
   word.call = call_;
   word.op = op;
   word.is_refused = 1;
-  const size_t length = std::min(reason.size(), word.refusal.size() - 1);
-  std::copy_n(reason.data(), length, word.refusal.data());
+  word.refusal = RefusalText(reason);
   const std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks), word);
   post(words, {});
   static_cast<void>(collect(word));
@@ -125,15 +109,17 @@ void CallBoard::compare(std::span<const CallWord> words) const {
         "{}: rank {} refused the call: {}",
         op_name(own.op),
         rank,
-        other.refusal.data()
+        other.refusal.view()
     );
-    for (size_t field = 0; field < kSignatureFields; ++field) {
+    for (size_t i = 0; i < kSignatureWords; ++i) {
+      const int64_t mine = own.signature.words[i];
+      const int64_t theirs = other.signature.words[i];
       WEFT_CHECK_ARG(
           context_,
-          other.signature[field] == own.signature[field],
+          mine == theirs,
           "{}: {}",
           op_name(own.op),
-          signature_text(own.op, field, own.signature[field], other.signature[field], rank)
+          difference_text(own.op, i, mine, theirs, rank)
       );
     }
   }

@@ -10,28 +10,18 @@
 // my word of n + 1, which I posted after reading all words of n.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
 #include <vector>
 
-#include "exchange/region_map.hpp"
-#include "exchange/waiter.hpp"
+#include "call/refusal.hpp"
+#include "call/signature.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "cpu/protocol/waiter.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
-
-enum class Op : uint32_t { kPlan = 1, kDispatch, kCombine };
-
-[[nodiscard]] std::string_view op_name(Op op);
-
-// Which rows of a target an arrival's row goes to: the receiver's choice, the sources follow.
-enum class Place : uint64_t {
-  kStaging,      // row i of arrival i; the receiver copies it to every slot
-  kPrimarySlot,  // the receiver copies it to the other slots
-  kEverySlot,    // where a source's store costs no more than the receiver's own
-};
 
 // Where a peer shall write: offset + row * row bytes, the row by `place`.
 struct Target {
@@ -40,14 +30,12 @@ struct Target {
   Place place = Place::kStaging;
 };
 
-inline constexpr int kSignatureFields = 8;
-
 // Trivially copyable; lies in shared memory.
 struct CallWord {
   uint64_t call = 0;
   Op op = Op::kPlan;
   uint32_t is_refused = 0;
-  std::array<int64_t, kSignatureFields> signature = {};  // must be equal on all ranks
+  Signature signature;  // must be equal on all ranks
   int64_t num_tokens = 0;
   int64_t row_budget = -1;
   Target rows;            // dispatch: rows; combine: partial sums
@@ -55,7 +43,7 @@ struct CallWord {
   Target weights;         // both, one float per route
   Target source_weights;  // combine with kSourceWeights, one float per route
   Target own_rows;        // combine: this rank's rows, for the receiver of the word to read itself
-  std::array<char, 512> refusal = {};
+  RefusalText refusal;
 };
 
 class CallBoard {

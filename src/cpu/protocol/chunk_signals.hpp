@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "exchange/chunk.hpp"
-#include "exchange/waiter.hpp"
+#include "call/chunks.hpp"
+#include "cpu/protocol/waiter.hpp"
 
 namespace weft {
 

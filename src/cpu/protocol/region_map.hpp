@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "call/chunks.hpp"
 #include "core/hd.hpp"
 
 namespace weft {
@@ -42,14 +43,6 @@ struct ControlMap {
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return record_offset(num_ranks); }
 };
-
-// Arrivals covered by one chunk signal. 32 rows of 4 KiB fill a sixteenth of a 2 MiB cache, so that
-// a chunk is still warm when its receiver fans it out.
-inline constexpr int64_t kChunkArrivals = 32;
-
-WEFT_HD constexpr int64_t num_chunks(int64_t num_arrivals) {
-  return (num_arrivals + kChunkArrivals - 1) / kChunkArrivals;
-}
 
 // Signals of a rank, by the peer that raises them.
 struct SignalMap {

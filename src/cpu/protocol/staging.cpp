@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/staging.hpp"
+#include "cpu/protocol/staging.hpp"
 
 #include "plan/domain_traffic.hpp"
 

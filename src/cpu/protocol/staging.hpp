@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {

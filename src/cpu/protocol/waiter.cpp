@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/waiter.hpp"
+#include "cpu/protocol/waiter.hpp"
 
 namespace weft {
 namespace {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
 // in the data flow: exchange/combine_call_cuda.cpp.
-#include "kernels/combine_paths.cuh"
-#include "kernels/combine_reduce.cuh"
-#include "kernels/combine_sum.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/row_adder.cuh"
-#include "kernels/row_loader.cuh"
+#include "cuda/combine/paths.cuh"
+#include "cuda/combine/reduce.cuh"
+#include "cuda/combine/row_adder.cuh"
+#include "cuda/combine/row_loader.cuh"
+#include "cuda/combine/sum.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 namespace {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   clear_progress(progress);
   const int block = static_cast<int>(blockIdx.x);
   const bool is_signaller = warp_in_block() == kMoverWarps;
-  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+  const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
   bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
   if (block >= call.num_reduce) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     }
     is_open = call.is_early ? accept_peers(setup, call.me) : is_open;
     if (is_open && !is_signaller) {
-      sum_rows_vector<Element, false>(source, slice_of(team, call.row_bytes, kSumPiece));
+      sum_rows_vector<Element, false>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
     }
   } else if (is_open) {
     const Team team = make_team(warps, block, call.num_reduce);
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     if (is_signaller) {
       source.run_signals(kMoverWarps / warps);
     } else if (source.is_open()) {
-      sum_rows_vector<Element, kScaled>(source, slice_of(team, call.row_bytes, kSumPiece));
+      sum_rows_vector<Element, kScaled>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
     }
   }
   finish_call(call.me, setup.epoch);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const bool is_reduce = block < call.num_reduce;
   const int place = is_reduce ? block : block - call.num_reduce;
   const PipelineRole role = pipeline_role<Shape>();
-  const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
+  const RowStages stages = row_stages<Shape>(stage_bytes, call.payload.row_bytes, role.pipeline);
   const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
   bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
   if (!is_reduce) {
@@ -137,8 +137,9 @@ void prepare_combine() {
 }
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
-  const RowPath path = path_of(call.mover, call.row_bytes);
-  const CombineKernel kernel = kernel_of(path, call.scale != CombineScale::kNone, call.dtype);
+  const RowPath path = path_of(call.mover, call.payload.row_bytes);
+  const CombineKernel kernel =
+      kernel_of(path, call.scale != CombineScale::kNone, call.payload.dtype);
   launch(kernel, call.num_reduce + call.num_sum, call, stream);
 }
 

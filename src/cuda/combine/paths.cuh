@@ -2,9 +2,9 @@
 // How rows come to the warps that add them.
 #pragma once
 
-#include "kernels/kernel.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/row_pipeline.cuh"
+#include "cuda/combine/row_pipeline.cuh"
+#include "cuda/device/kernel.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 

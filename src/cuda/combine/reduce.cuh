@@ -4,8 +4,8 @@
 // weight gradients with it; then one signal.
 #pragma once
 
-#include "kernels/launch.hpp"
-#include "kernels/row_sum.cuh"
+#include "cuda/combine/row_sum.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -56,7 +56,7 @@ class CombineReduce {
     bool is_here = true;
     const int source = lane_index();
     if (source < me_.num_ranks) {
-      const WaitSite site = {DeviceOp::kCombine, setup_.epoch, source, WaitFor::kSourceWeights};
+      const WaitSite site = {Op::kCombine, setup_.epoch, source, WaitFor::kSourceWeights};
       const auto slot = me_.map.signals().source_weights(static_cast<uint32_t>(source));
       is_here = wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site);
     }
@@ -157,10 +157,10 @@ class CombineReduce {
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
-    return call_.rows + static_cast<int64_t>(index) * call_.row_bytes;
+    return call_.rows + static_cast<int64_t>(index) * call_.payload.row_bytes;
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int source, int32_t row) const {
-    return setup_.rows[source] + static_cast<int64_t>(row) * call_.row_bytes;
+    return setup_.rows[source] + static_cast<int64_t>(row) * call_.payload.row_bytes;
   }
 
   // This warp's part of the team's n-th item is stored.

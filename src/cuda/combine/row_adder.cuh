@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "kernels/row_pipeline.cuh"
+#include "cuda/combine/row_pipeline.cuh"
 
 namespace weft {
 

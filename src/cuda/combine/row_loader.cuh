@@ -3,7 +3,7 @@
 // warps, and lets the bulk copy engine bring the rows.
 #pragma once
 
-#include "kernels/row_pipeline.cuh"
+#include "cuda/combine/row_pipeline.cuh"
 
 namespace weft {
 

@@ -7,7 +7,7 @@
 // one of them waits for, the others go on.
 #pragma once
 
-#include "kernels/row_sum.cuh"
+#include "cuda/combine/row_sum.cuh"
 
 namespace weft {
 

@@ -6,9 +6,9 @@
 // resolve() looks at what has come.
 #pragma once
 
-#include "kernels/elements.cuh"
-#include "kernels/row_mover.cuh"
-#include "kernels/team.cuh"
+#include "cuda/device/elements.cuh"
+#include "cuda/device/row_mover.cuh"
+#include "cuda/device/team.cuh"
 
 namespace weft {
 

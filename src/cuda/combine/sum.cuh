@@ -4,8 +4,8 @@
 // that, if the call is scaled by weights of this side, it sends them to the experts' ranks.
 #pragma once
 
-#include "kernels/launch.hpp"
-#include "kernels/row_sum.cuh"
+#include "cuda/combine/row_sum.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -107,7 +107,7 @@ class CombineSum {
     bool is_here = true;
     const int peer = lane_index();
     if (!kCopied && peer < me_.num_ranks) {
-      const WaitSite site = {DeviceOp::kCombine, setup_.epoch, peer, WaitFor::kRows};
+      const WaitSite site = {Op::kCombine, setup_.epoch, peer, WaitFor::kRows};
       is_here = wait_reached(me_, signal_from(item, peer), setup_.epoch, site);
     }
     __syncwarp();  // what each lane acquired is every lane's now
@@ -119,13 +119,13 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(int32_t index) const {
     if constexpr (kCopied) {
       const int64_t arrival = index & ((1 << kCopiedArrivalBits) - 1);
-      return setup_.rows[index >> kCopiedArrivalBits] + arrival * call_.row_bytes;
+      return setup_.rows[index >> kCopiedArrivalBits] + arrival * call_.payload.row_bytes;
     } else {
-      return staged_ + static_cast<int64_t>(index) * call_.row_bytes;
+      return staged_ + static_cast<int64_t>(index) * call_.payload.row_bytes;
     }
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int, int32_t row) const {
-    return call_.out + static_cast<int64_t>(row) * call_.row_bytes;
+    return call_.out + static_cast<int64_t>(row) * call_.payload.row_bytes;
   }
 
   __device__ __forceinline__ void finish(int, int chunk, int count, uint32_t n) const {

@@ -4,8 +4,8 @@
 // every block.
 #pragma once
 
-#include "kernels/call_setup.cuh"
-#include "kernels/copied_rows.hpp"
+#include "cuda/copy_engines/rows.hpp"
+#include "cuda/device/call_setup.cuh"
 
 namespace weft {
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ void set_places(
   setup.scales[rank] = block + rows.scales_offset(arrivals);
   setup.weights[rank] = reinterpret_cast<float*>(block + rows.weights_offset(arrivals));
   setup.first_row[rank] = 0;
-  setup.place[rank] = DevicePlace::kCopied;
+  setup.place[rank] = Place::kCopied;
 }
 
 // This rank's block for a peer, before it is copied; its own is at once where other ranks copy
@@ -61,7 +61,7 @@ __device__ inline bool begin_pack(
     set_places(setup, copied.rows, peer, packed_for(me, copied, peer), arrivals);
     const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
     const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
-    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
+    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
     is_good = !is_back || wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site);
   }
   return __syncthreads_and(is_good ? 1 : 0) != 0;
@@ -103,7 +103,9 @@ __device__ inline bool accept_copies(
   DeviceWord said;
   if (!accept_word(me, setup.epoch, setup.own(), peer, said) ||
       !is_here(
-          slots.records(source), static_cast<uint32_t>(said.signature[0]), WaitFor::kRecords
+          slots.records(source),
+          static_cast<uint32_t>(said.signature.words[kPlanNumberWord]),
+          WaitFor::kRecords
       ) ||
       (peer != me.rank &&
        !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kCopies))) {

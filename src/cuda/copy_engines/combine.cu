@@ -2,13 +2,13 @@
 // combine by copy engines, before and after the copies (exchange/copies_cuda.cpp): the pre-reduce
 // role alone packs sums for each peer in this rank's memory; the sum role alone adds what has been
 // copied. Kernels of many blocks wait for nothing but this GPU's memory.
-#include "kernels/combine_paths.cuh"
-#include "kernels/combine_reduce.cuh"
-#include "kernels/combine_sum.cuh"
-#include "kernels/copied_call.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/row_adder.cuh"
-#include "kernels/row_loader.cuh"
+#include "cuda/combine/paths.cuh"
+#include "cuda/combine/reduce.cuh"
+#include "cuda/combine/row_adder.cuh"
+#include "cuda/combine/row_loader.cuh"
+#include "cuda/combine/sum.cuh"
+#include "cuda/copy_engines/call.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 namespace {
@@ -21,11 +21,13 @@ __device__ void run_vector(
     const CombineLaunch& call, const CallSetup& setup, const Team& team, More&... more
 ) {
   Source source(call, setup, more..., team);
-  sum_rows_vector<Element, Source::kScales>(source, slice_of(team, call.row_bytes, kSumPiece));
+  sum_rows_vector<Element, Source::kScales>(
+      source, slice_of(team, call.payload.row_bytes, kSumPiece)
+  );
 }
 
 __device__ Team this_team(const CombineLaunch& call) {
-  const int warps = team_warps(call.row_bytes, call.plan.header()->num_tokens);
+  const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
   return make_team(warps, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
@@ -61,7 +63,7 @@ __device__ void run_bulk(
     More&... more
 ) {
   const PipelineRole role = pipeline_role<Shape>();
-  const RowStages stages = row_stages<Shape>(stage_bytes, call.row_bytes, role.pipeline);
+  const RowStages stages = row_stages<Shape>(stage_bytes, call.payload.row_bytes, role.pipeline);
   const auto blocks = static_cast<int>(gridDim.x);
   const Team team = pipeline_team<Shape>(role, static_cast<int>(blockIdx.x), blocks);
   Source source(call, setup, more..., team);
@@ -135,8 +137,8 @@ Kernels kernels_of(RowPath path, bool is_scaled, DType dtype) {
 }
 
 Kernels kernels_of(const CombineLaunch& call) {
-  const RowPath path = path_of(call.mover, call.row_bytes);
-  return kernels_of(path, call.scale != CombineScale::kNone, call.dtype);
+  const RowPath path = path_of(call.mover, call.payload.row_bytes);
+  return kernels_of(path, call.scale != CombineScale::kNone, call.payload.dtype);
 }
 
 }  // namespace

@@ -3,8 +3,8 @@
 // copy engines carry them, the stream tells the peers, and a kernel takes what peers have copied
 // here. Copies need addresses on the host, so rows lie in the control region, which every rank has
 // mapped as long as the exchange lives.
-#include "core/driver_cuda.hpp"
-#include "exchange/exchange_cuda.hpp"
+#include "core/gpu/driver.hpp"
+#include "cuda/exchange/exchange.hpp"
 
 namespace weft {
 

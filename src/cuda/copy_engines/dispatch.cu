@@ -2,11 +2,11 @@
 // dispatch by copy engines, before and after the copies (exchange/copies_cuda.cpp): the push role
 // alone packs rows for each peer in this rank's memory; the fan-out role alone stores what has been
 // copied in its slots. Kernels of many blocks wait for nothing but this GPU's memory.
-#include "kernels/copied_call.cuh"
-#include "kernels/dispatch_fan_out.cuh"
-#include "kernels/dispatch_push.cuh"
-#include "kernels/kernel.cuh"
-#include "kernels/launch.hpp"
+#include "cuda/copy_engines/call.cuh"
+#include "cuda/device/kernel.cuh"
+#include "cuda/dispatch/fan_out.cuh"
+#include "cuda/dispatch/push.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/hd.hpp"
+#include "call/payload.hpp"
 
 namespace weft {
 
@@ -14,7 +14,7 @@ inline constexpr int kCopiedArrivalBits = 24;  // arrivals of a rank are numbere
 
 struct CopiedRows {
   int64_t row_bytes = 0;     // as it arrives
-  int64_t scale_bytes = 0;   // staged_scale_bytes(); 0: none
+  int64_t scale_bytes = 0;   // PayloadFormat::staged_scale_bytes(); 0: none
   int64_t weight_bytes = 0;  // of all weights of an arrival; 0: none
 
   [[nodiscard]] WEFT_HD constexpr int64_t scales_offset(int64_t arrivals) const {
@@ -27,6 +27,10 @@ struct CopiedRows {
     return arrivals * (row_bytes + scale_bytes + weight_bytes);
   }
 };
+
+[[nodiscard]] inline CopiedRows copied_rows(const PayloadFormat& payload) {
+  return {payload.out_row_bytes(), payload.staged_scale_bytes(), payload.weight_bytes};
+}
 
 // Of one call.
 struct CopiedLaunch {

@@ -3,9 +3,9 @@
 // and with them the places to write. Also waits until the plan's arrival records are here.
 #pragma once
 
-#include "kernels/device_plan.hpp"
-#include "kernels/lanes.cuh"
-#include "kernels/wait.cuh"
+#include "cuda/device/lanes.cuh"
+#include "cuda/device/wait.cuh"
+#include "cuda/layout/plan.hpp"
 
 namespace weft {
 
@@ -20,7 +20,7 @@ struct CallSetup {
   uint32_t* signals[kMaxDomainRanks];
   int32_t first_row[kMaxDomainRanks];      // of this rank's arrivals in that rank's staging
   int32_t received_base[kMaxDomainRanks];  // of that rank's arrivals in this rank's staging
-  DevicePlace place[kMaxDomainRanks];
+  Place place[kMaxDomainRanks];
   int32_t tokens[kMaxDomainRanks];  // of that rank
 
   [[nodiscard]] __device__ __forceinline__ DeviceWord& own() {
@@ -41,7 +41,7 @@ __device__ inline void set_own_word(
   setup.own() = word;
   setup.own().stamp = me.stamp;
   setup.own().num_tokens = num_tokens;
-  setup.own().signature[0] = plan_epoch;
+  setup.own().signature.words[kPlanNumberWord] = plan_epoch;
   setup.own().status = is_refused ? WordStatus::kRefused : word.status;
   setup.epoch = epoch;
 }
@@ -77,7 +77,7 @@ __device__ inline bool begin_call(
     const auto slots = me.map.signals();
     const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
     const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
-    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature[0]);
+    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
     DeviceWord said;
     bool is_good = false;
     const bool is_going_on =
@@ -88,7 +88,7 @@ __device__ inline bool begin_call(
       if (is_early) {
         setup.rows[peer] = control + me.map.early_rows_offset(epoch);
         setup.scales[peer] = control + me.map.early_scales_offset(epoch);
-        setup.place[peer] = DevicePlace::kEarly;
+        setup.place[peer] = Place::kEarly;
       } else {
         setup.rows[peer] = peer_data(me, said.rows, site);
         setup.scales[peer] = peer_data(me, said.scales, site);

@@ -2,7 +2,7 @@
 // A kernel that takes a call, with what a launch of it needs.
 #pragma once
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft {
 

@@ -3,9 +3,9 @@
 // shared memory by the bulk copy engine.
 #pragma once
 
-#include "kernels/call_setup.cuh"
-#include "kernels/ptx/bulk.cuh"
-#include "kernels/ptx/memory.cuh"
+#include "cuda/device/call_setup.cuh"
+#include "cuda/device/ptx/bulk.cuh"
+#include "cuda/device/ptx/memory.cuh"
 
 namespace weft {
 

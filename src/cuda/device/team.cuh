@@ -4,7 +4,7 @@
 // warp the first signals would come when half of all rows are through.
 #pragma once
 
-#include "kernels/row_mover.cuh"
+#include "cuda/device/row_mover.cuh"
 
 namespace weft {
 
@@ -30,7 +30,7 @@ struct Team {
 
 // Slices of about two kilobytes; half of one where few tokens make latency count.
 WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
-  const int64_t slice = num_tokens <= 512 ? 1024 : 2048;
+  const int64_t slice = is_short_call(num_tokens) ? 1024 : 2048;
   int warps = 1;
   while (warps < kMaxTeamWarps && row_bytes > slice * warps) {
     warps *= 2;

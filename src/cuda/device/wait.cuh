@@ -2,8 +2,8 @@
 // The one bounded wait of the CUDA executor, and how a call begins, fails and ends on the device.
 #pragma once
 
-#include "kernels/device_control.hpp"
-#include "kernels/ptx/memory.cuh"
+#include "cuda/device/ptx/memory.cuh"
+#include "cuda/layout/control.hpp"
 
 namespace weft {
 
@@ -74,7 +74,7 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
 }
 
 struct WaitSite {
-  DeviceOp op;
+  Op op;
   uint32_t epoch;
   int peer;
   WaitFor waiting_for;
@@ -250,12 +250,13 @@ __device__ inline bool accept_word(
     fault.wanted = static_cast<int64_t>(own.op);
   } else {
 #pragma unroll
-    for (int field = 0; field < kDeviceSignatureFields; ++field) {
-      if (word.signature[field] != own.signature[field] && fault.kind == FaultKind::kNone) {
+    for (int field = 0; field < kSignatureWords; ++field) {
+      if (word.signature.words[field] != own.signature.words[field] &&
+          fault.kind == FaultKind::kNone) {
         fault.kind = FaultKind::kMismatch;
         fault.what = field;
-        fault.seen = word.signature[field];
-        fault.wanted = own.signature[field];
+        fault.seen = word.signature.words[field];
+        fault.wanted = own.signature.words[field];
       }
     }
   }

@@ -4,9 +4,8 @@
 // kernels/dispatch.cu.
 #include <algorithm>
 
-#include "exchange/exchange_cuda.hpp"
-#include "exchange/validate.hpp"
-#include "kernels/staged_rows.hpp"
+#include "call/validate.hpp"
+#include "cuda/exchange/exchange.hpp"
 
 namespace weft {
 namespace {
@@ -17,14 +16,6 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
   return plan.shape.options.row_budget || plan.shape.options.layout == Layout::kExpertStrided
              ? all
              : std::min(all, plan.num_rows);
-}
-
-CopiedRows copied_rows(const DispatchLaunch& launch, const DispatchInput& in, int max_topk) {
-  const bool is_smaller = in.quantise != Quantise::kNone;
-  return {
-      .row_bytes = is_smaller ? launch.row_bytes / 2 : launch.row_bytes,
-      .scale_bytes = staged_scale_bytes(launch.scale_bytes),
-      .weight_bytes = in.weights.is_given() ? max_topk * int64_t{sizeof(float)} : 0};
 }
 
 }  // namespace
@@ -44,34 +35,25 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.out_rows = out.rows.data;
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
-  launch.row_bytes = in.x.row_bytes();
-  launch.scale_bytes = out.scales.is_given() ? out.scales.row_bytes() : 0;
+  launch.payload = payload_of(in, out, settings.max_topk);
   launch.topk = plan.shape.topk;
   launch.from_map = plan.shape.from_map;
   launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
   launch.has_padding = !launch.one_row && plan.shape.options.pad_multiple > 1;
-  launch.quantise = in.quantise;
-  launch.mover = in.quantise == Quantise::kNone ? mover() : Mover::kVector;
+  launch.mover = launch.payload.is_quantised() ? Mover::kVector : mover();
   return launch;
 }
 
 void CudaExchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  const PlanData& shape = plan.header();
-  run_call(DeviceOp::kDispatch, call, [&](cudaStream_t stream) {
+  const PlanData& shape = header_of(plan);
+  run_call(Op::kDispatch, call, [&](cudaStream_t stream) {
     DispatchLaunch launch = prepare_dispatch(shape, in, out);
-    launch.copied.rows = copied_rows(launch, in, settings.max_topk);
+    launch.copied.rows = copied_rows(launch.payload);
     const bool is_copied = goes_by_copies(launch.copied.rows, call, stream);
-    const int64_t signature[] = {
-        0,
-        static_cast<int64_t>(in.x.dtype),
-        launch.row_bytes,
-        launch.scale_bytes,
-        in.weights.is_given(),
-        static_cast<int64_t>(in.quantise),
-        is_copied};
-    std::copy(std::begin(signature), std::end(signature), launch.signature);
+    launch.signature =
+        signature_of({.op = Op::kDispatch, .payload = launch.payload, .has_copies = is_copied});
     is_copied ? dispatch_by_copies(shape, launch, call, stream)
               : dispatch_by_stores(shape, out, launch, call, stream);
     set_launched(stream);
@@ -90,8 +72,8 @@ void CudaExchange::dispatch_by_stores(
   const int64_t arrivals = most_arrivals(plan, settings.max_tokens);
   const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
   const bool is_direct = region && memory->is_reachable(*region);
-  const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : out.rows.row_bytes());
-  const auto scale_bytes = static_cast<uint64_t>(staged_scale_bytes(launch.scale_bytes));
+  const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : launch.payload.out_row_bytes());
+  const auto scale_bytes = static_cast<uint64_t>(launch.payload.staged_scale_bytes());
   const uint64_t scales_offset = static_cast<uint64_t>(arrivals) * row_bytes;
   const uint64_t staged = scales_offset + static_cast<uint64_t>(arrivals) * scale_bytes;
   if (staged > 0) {
@@ -102,7 +84,7 @@ void CudaExchange::dispatch_by_stores(
     launch.scales_target = {.region = area.region, .offset = scales_offset};
   }
   if (is_direct) {
-    launch.place = DevicePlace::kPrimarySlot;
+    launch.place = Place::kPrimarySlot;
     launch.rows_target = {
         .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
   }
@@ -110,7 +92,7 @@ void CudaExchange::dispatch_by_stores(
   const RoleBlocks blocks = tuning.of(
       {.op = TunedOp::kDispatch,
        .num_ranks = view.num_ranks,
-       .row_bytes = launch.row_bytes,
+       .row_bytes = launch.payload.row_bytes,
        .num_sms = sms_of(call),
        .num_senders = call.num_senders,
        .is_one_role = launch.one_row && is_direct}
@@ -124,7 +106,7 @@ void CudaExchange::dispatch_by_copies(
     const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   launch.copied = next_copies(launch.copied.rows);
-  launch.place = DevicePlace::kCopied;
+  launch.place = Place::kCopied;
   launch.rows_target = copied_address(launch.copied);
   launch.scales_target = launch.rows_target;
   launch.num_push = sms_of(call);

@@ -4,13 +4,69 @@
 // token without any it loads what an earlier call left, and stores nothing.
 #pragma once
 
-#include "kernels/dispatch_extras.cuh"
-#include "kernels/dispatch_padding.cuh"
-#include "kernels/row_mover.cuh"
-#include "kernels/seen_plan.cuh"
-#include "kernels/team.cuh"
+#include "cuda/device/call_setup.cuh"
+#include "cuda/device/row_mover.cuh"
+#include "cuda/device/team.cuh"
+#include "cuda/dispatch/extras.cuh"
+#include "cuda/dispatch/padding.cuh"
+#include "cuda/plan/fused.cuh"
 
 namespace weft {
+
+// What the blocks that move rows learn of a plan that other blocks make at the same time: in shared
+// memory, by a warp that moves nothing.
+struct SeenPlan {
+  enum : uint32_t { kNotYet, kHere, kGivenUp };
+  uint32_t sizes;  // CallSetup::tokens holds
+  uint32_t plan;   // this rank's plan is made, with the records of all ranks
+
+  __device__ void clear() { sizes = plan = kNotYet; }
+};
+
+// One warp, all lanes.
+__device__ __forceinline__ void tell_block(uint32_t& flag, bool is_here) {
+  is_here = __all_sync(kAllLanes, is_here);
+  if (lane_index() == 0) {
+    __threadfence_block();
+    atomicExch(&flag, is_here ? SeenPlan::kHere : SeenPlan::kGivenUp);
+  }
+}
+
+// One warp, all lanes: false if the call is given up. It always comes to an end: whoever tells
+// waits with a deadline.
+__device__ __forceinline__ bool await_block(uint32_t& flag) {
+  uint32_t seen = SeenPlan::kNotYet;
+  if (lane_index() == 0) {
+    while ((seen = atomicOr(&flag, 0U)) == SeenPlan::kNotYet) {
+      __nanosleep(20);
+    }
+    __threadfence_block();
+  }
+  __syncwarp();
+  return __shfl_sync(kAllLanes, seen, 0) == SeenPlan::kHere;
+}
+
+// One warp of a block, which moves nothing.
+__device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, SeenPlan& seen) {
+  const RankView& me = call.me;
+  const int rank = lane_index();
+  bool is_good = true;
+  if (rank < me.num_ranks) {
+    const uint64_t* from = routing_of(me, me.rank, setup.epoch, rank) + RoutingMap::kNumTokens;
+    const WaitSite site = {Op::kPlan, setup.epoch, rank, WaitFor::kRouting};
+    uint32_t tokens = 0;
+    is_good = wait_tagged(me, from, site, ptx::load_relaxed_sys(from), tokens) &&
+              tokens <= me.map.max_tokens;
+    setup.tokens[rank] = static_cast<int32_t>(tokens);
+  }
+  __syncwarp();
+  tell_block(seen.sizes, is_good);
+  if (is_good && rank == 0) {
+    is_good = await_plan(call, setup.epoch);
+  }
+  __syncwarp();
+  tell_block(seen.plan, is_good);
+}
 
 class EarlyFanOut {
  public:
@@ -20,7 +76,7 @@ class EarlyFanOut {
       : call_(call), setup_(setup), seen_(seen), me_(call.me), extras_(call) {
     warp_ = block.index + warp_in_block() * block.count;
     num_warps_ = kMoverWarps * block.count;
-    row_bytes_ = output_row_bytes(call);
+    row_bytes_ = call.payload.out_row_bytes();
   }
 
   // `move_row(role, records, slice)` calls find_slots(records) once it has begun to load.
@@ -42,7 +98,7 @@ class EarlyFanOut {
       const auto slot = me_.map.signals().dispatch(
           static_cast<uint32_t>(item.source), static_cast<uint32_t>(item.chunk)
       );
-      const WaitSite site = {DeviceOp::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
+      const WaitSite site = {Op::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;
       }
@@ -102,7 +158,7 @@ class EarlyFanOut {
     }
     if (call_.out_scales != nullptr) {
       const std::byte* scales = own() + map.early_scales_offset(setup_.epoch);
-      extras_.move_scales(records, scales + place(records) * staged_scale_bytes(call_.scale_bytes));
+      extras_.move_scales(records, scales + place(records) * call_.payload.staged_scale_bytes());
     }
   }
 

@@ -4,9 +4,8 @@
 // for memory.
 #pragma once
 
-#include "kernels/launch.hpp"
-#include "kernels/row_mover.cuh"
-#include "kernels/staged_rows.hpp"
+#include "cuda/device/row_mover.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -25,8 +24,8 @@ struct ArrivalRecords {
 class DispatchExtras {
  public:
   __device__ explicit DispatchExtras(const DispatchLaunch& call) : call_(call) {
-    const auto bits =
-        reinterpret_cast<uintptr_t>(call.out_scales) | static_cast<uintptr_t>(call.scale_bytes);
+    const auto bits = reinterpret_cast<uintptr_t>(call.out_scales) |
+                      static_cast<uintptr_t>(call.payload.scale_bytes);
     is_wide_ = bits % sizeof(uint4) == 0;
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
@@ -94,8 +93,9 @@ class DispatchExtras {
   __device__ __forceinline__ void copy_scales(
       const ArrivalRecords& records, const std::byte* staged
   ) const {
-    const auto units = static_cast<int>(call_.scale_bytes / static_cast<int64_t>(sizeof(Unit)));
-    const int64_t stride = staged_scale_bytes(call_.scale_bytes);
+    const auto units =
+        static_cast<int>(call_.payload.scale_bytes / static_cast<int64_t>(sizeof(Unit)));
+    const int64_t stride = call_.payload.staged_scale_bytes();
     for (int first = 0; first < units; first += kWarpLanes) {
       const int at = first + lane_index();
       Unit values[kMaxChunkTokens];
@@ -109,7 +109,7 @@ class DispatchExtras {
       for (int i = 0; i < kMaxChunkTokens; ++i) {
         const bool is_target = has_route(records, i) && (!call_.one_row || lane_index() == 0);
         std::byte* target =
-            is_target ? call_.out_scales + records.slot[i] * call_.scale_bytes : nullptr;
+            is_target ? call_.out_scales + records.slot[i] * call_.payload.scale_bytes : nullptr;
         for_each_target({target, nullptr}, [&](std::byte* to) {
           if (at < units) {
             reinterpret_cast<Unit*>(to)[at] = values[i];

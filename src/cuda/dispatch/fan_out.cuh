@@ -4,11 +4,11 @@
 // belong. Padding is zeroed before the first wait.
 #pragma once
 
-#include "kernels/dispatch_extras.cuh"
-#include "kernels/dispatch_padding.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/row_mover.cuh"
-#include "kernels/team.cuh"
+#include "cuda/device/row_mover.cuh"
+#include "cuda/device/team.cuh"
+#include "cuda/dispatch/extras.cuh"
+#include "cuda/dispatch/padding.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -24,7 +24,7 @@ class DispatchFanOut {
     const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
     // Of its own tokens the push role wrote every slot.
     num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
-    row_bytes_ = output_row_bytes(call);
+    row_bytes_ = call.payload.out_row_bytes();
   }
 
   // `move_rows(role, records)` copies the rows of one item.

@@ -5,10 +5,10 @@
 // exchange/dispatch_routed_call_cuda.cpp.
 #include <algorithm>
 
-#include "core/check_cuda.hpp"
-#include "kernels/dispatch_early.cuh"
-#include "kernels/dispatch_push.cuh"
-#include "kernels/plan_routed.cuh"
+#include "core/gpu/check.hpp"
+#include "cuda/dispatch/eager.cuh"
+#include "cuda/dispatch/push.cuh"
+#include "cuda/plan/fused.cuh"
 
 namespace weft {
 namespace {
@@ -43,7 +43,7 @@ __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me,
         control + map.early_weights_offset(epoch, static_cast<uint32_t>(me.rank))
     );
     setup.signals[peer] = signal_of(me, peer, 0);
-    setup.place[peer] = DevicePlace::kEarly;
+    setup.place[peer] = Place::kEarly;
     setup.first_row[peer] = static_cast<int32_t>(first);
   }
   __syncthreads();

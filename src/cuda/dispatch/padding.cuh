@@ -2,21 +2,16 @@
 // Zeroes the rows between an expert's last and the end of its block, which dispatch does not write.
 #pragma once
 
-#include "kernels/lanes.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/ptx/memory.cuh"
+#include "cuda/device/lanes.cuh"
+#include "cuda/device/ptx/memory.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
-
-// Of a row as it lies in the output.
-__device__ __forceinline__ int64_t output_row_bytes(const DispatchLaunch& call) {
-  return call.quantise == Quantise::kNone ? call.row_bytes : call.row_bytes / 2;
-}
 
 // One warp.
 __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row) {
   const int lane = lane_index();
-  const int64_t row_bytes = output_row_bytes(call);
+  const int64_t row_bytes = call.payload.out_row_bytes();
   std::byte* out = call.out_rows + row * row_bytes;
   for (int64_t at = lane * 16; at < row_bytes; at += kWarpLanes * 16) {
     ptx::store_16(out + at, uint4{0, 0, 0, 0});
@@ -25,8 +20,8 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
     call.out_weights[row] = 0;
   }
   if (call.out_scales != nullptr) {
-    for (int64_t at = lane; at < call.scale_bytes; at += kWarpLanes) {
-      call.out_scales[row * call.scale_bytes + at] = std::byte{0};
+    for (int64_t at = lane; at < call.payload.scale_bytes; at += kWarpLanes) {
+      call.out_scales[row * call.payload.scale_bytes + at] = std::byte{0};
     }
   }
 }

@@ -4,13 +4,132 @@
 // then weights and scales, then a signal to each rank.
 #pragma once
 
-#include "kernels/dispatch_routes.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/quantise.cuh"
-#include "kernels/row_mover.cuh"
-#include "kernels/team.cuh"
+#include "cuda/device/row_mover.cuh"
+#include "cuda/device/team.cuh"
+#include "cuda/device/topk_index.cuh"
+#include "cuda/dispatch/quantise.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
+
+// Where one token goes, spread over the lanes: lane j knows the j-th rank after this one (the last
+// is this one), so that ranks do not all write to the same peer first; lane k knows route k.
+struct TokenRoutes {
+  int32_t primary = -1;   // slot on the lane's rank
+  int32_t arrival = -1;   // number of the arrival there
+  int32_t own_slot = -1;  // slot of route `lane` if its expert is this rank's
+};
+
+// The lane's rank.
+__device__ __forceinline__ int peer_of_lane(const RankView& me) {
+  const int next = me.rank + 1 + lane_index();
+  return next >= me.num_ranks ? next - me.num_ranks : next;
+}
+
+class PlannedRoutes {
+ public:
+  static constexpr bool kIsEarly = false;
+
+  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes.
+  // Nothing looks at it before the chunk before is done, so that no load is waited for.
+  struct Chunk {
+    int32_t primary[kMaxChunkTokens];
+    int32_t arrival[kMaxChunkTokens];
+    int32_t expert[kMaxChunkTokens];
+    int32_t slot[kMaxChunkTokens];
+  };
+
+  __device__ explicit PlannedRoutes(const DispatchLaunch& call)
+      : call_(call), me_(call.me), peer_(peer_of_lane(call.me)) {
+    local_experts_ = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
+    max_topk_ = static_cast<int>(call.plan.map.max_topk);
+  }
+
+  [[nodiscard]] __device__ __forceinline__ int num_tokens() const {
+    return call_.plan.header()->num_tokens;
+  }
+
+  // Of `count` tokens from `begin` on.
+  [[nodiscard]] __device__ __forceinline__ Chunk load(int begin, int count) const {
+    const PlanView& plan = call_.plan;
+    const int lane = lane_index();
+    Chunk chunk;
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      const int64_t pair = static_cast<int64_t>(begin + i) * me_.num_ranks + peer_;
+      const int64_t route = static_cast<int64_t>(begin + i) * max_topk_ + lane;
+      const bool is_rank = i < count && lane < me_.num_ranks;
+      const bool is_route = i < count && lane < call_.topk;
+      chunk.primary[i] = is_rank ? plan.primary()[pair] : -1;
+      chunk.arrival[i] = is_rank ? plan.arrival()[pair] : -1;
+      chunk.expert[i] = is_route ? plan.route_expert()[route] : -1;
+      chunk.slot[i] = is_route ? plan.route_slot()[route] : -1;
+    }
+    return chunk;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ TokenRoutes at(const Chunk& chunk, int i) const {
+    TokenRoutes routes;
+    routes.primary = pick(chunk.primary, i);
+    routes.arrival = pick(chunk.arrival, i);
+    const int32_t expert = pick(chunk.expert, i) - me_.rank * local_experts_;
+    const int32_t slot = pick(chunk.slot, i);
+    if (call_.one_row) {
+      routes.own_slot = peer_ == me_.rank && lane_index() < me_.num_ranks ? routes.primary : -1;
+    } else {
+      routes.own_slot = expert >= 0 && expert < local_experts_ ? slot : -1;
+    }
+    return routes;
+  }
+
+ private:
+  const DispatchLaunch& call_;
+  const RankView& me_;
+  int peer_;
+  int local_experts_;
+  int max_topk_;
+};
+
+// By the routing: to each rank that has one of a token's experts, this one too, as the arrival of
+// the token's number. What is out of range goes nowhere; the plan refuses it.
+class EarlyRoutes {
+ public:
+  static constexpr bool kIsEarly = true;
+
+  struct Chunk {
+    int32_t token;  // the only one; -1 where it does not go to the lane's rank
+  };
+
+  __device__ explicit EarlyRoutes(const DispatchLaunch& call)
+      : call_(call), me_(call.me), peer_(peer_of_lane(call.me)) {}
+
+  [[nodiscard]] __device__ __forceinline__ int num_tokens() const { return call_.num_tokens; }
+
+  [[nodiscard]] __device__ __forceinline__ Chunk load(int begin, int /*count*/) const {
+    const int lane = lane_index();
+    int64_t expert = -1;
+    if (lane < call_.topk) {
+      const int route = begin * call_.topk + lane;
+      expert = given_expert(call_.topk_idx, call_.index_bytes, static_cast<size_t>(route));
+    }
+    const bool is_route = expert >= 0 && expert < me_.map.num_experts;
+    const uint32_t local_experts = me_.map.num_experts / static_cast<uint32_t>(me_.num_ranks);
+    const uint32_t owner = is_route ? static_cast<uint32_t>(expert) / local_experts : 0;
+    const uint32_t ranks = __reduce_or_sync(kAllLanes, is_route ? 1U << owner : 0U);
+    const bool goes_there =
+        lane < me_.num_ranks && (ranks >> static_cast<uint32_t>(peer_) & 1U) != 0;
+    return {goes_there ? begin : -1};
+  }
+
+  [[nodiscard]] __device__ __forceinline__ TokenRoutes at(const Chunk& chunk, int /*i*/) const {
+    return {chunk.token, chunk.token, -1};
+  }
+
+ private:
+  const DispatchLaunch& call_;
+  const RankView& me_;
+  int peer_;
+};
 
 // `Routes`: PlannedRoutes or EarlyRoutes.
 template <class Routes>
@@ -32,12 +151,12 @@ class DispatchPush {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     // A scale belongs to a whole group of columns, so that quantising takes rows as a whole.
     const int warps =
-        call.quantise == Quantise::kNone ? team_warps(call.row_bytes, num_tokens_) : 1;
+        !call.payload.is_quantised() ? team_warps(call.payload.row_bytes, num_tokens_) : 1;
     team_ = make_team(warps, block.index, block.count);
   }
 
   __device__ void run_vector() {
-    const Slice slice = slice_of(team_, call_.row_bytes, kVectorPiece);
+    const Slice slice = slice_of(team_, call_.payload.row_bytes, kVectorPiece);
     const int chunks = num_own_chunks();
     Chunk next = chunks > 0 ? load_chunk(0) : Chunk{};
     for (int n = 0; n < chunks; ++n) {
@@ -47,18 +166,18 @@ class DispatchPush {
       }
       const int begin = chunk_at(n) * chunk_tokens_;
       const int count = min(chunk_tokens_, num_tokens_ - begin);
-      if (call_.quantise == Quantise::kNone) {
+      if (!call_.payload.is_quantised()) {
         for (int piece = 0; piece < slice.pieces.count; ++piece) {
           move_chunk_piece(slice, piece, begin, count, routes);
         }
       }
       for (int i = 0; i < count; ++i) {
         const TokenRoutes token_routes = routes_.at(routes, i);
-        if (call_.quantise != Quantise::kNone) {
+        if (call_.payload.is_quantised()) {
           quantise_row(
-              call_.quantise,
+              call_.payload.quantise,
               row_of(begin + i),
-              call_.row_bytes,
+              call_.payload.row_bytes,
               targets_of(token_routes),
               scale_targets_of(token_routes)
           );
@@ -71,7 +190,7 @@ class DispatchPush {
 
 #if __CUDA_ARCH__ >= 900
   __device__ void run_bulk(BulkRing& ring) {
-    const Slice slice = slice_of(team_, call_.row_bytes, kBulkPiece);
+    const Slice slice = slice_of(team_, call_.payload.row_bytes, kBulkPiece);
     const Pieces& pieces = slice.pieces;
     const int chunks = num_own_chunks();
     const int tokens = num_own_tokens(chunks);
@@ -181,7 +300,7 @@ class DispatchPush {
     return chunk_at(n / chunk_tokens_) * chunk_tokens_ + n % chunk_tokens_;
   }
   [[nodiscard]] __device__ __forceinline__ const std::byte* row_of(int token) const {
-    return call_.x + static_cast<int64_t>(token) * call_.row_bytes;
+    return call_.x + static_cast<int64_t>(token) * call_.payload.row_bytes;
   }
 
   [[nodiscard]] __device__ __forceinline__ Chunk load_chunk(int n) const {
@@ -212,20 +331,16 @@ class DispatchPush {
     }
   }
 
-  [[nodiscard]] __device__ __forceinline__ int64_t out_row_bytes() const {
-    return call_.quantise == Quantise::kNone ? call_.row_bytes : call_.row_bytes / 2;
-  }
-
   [[nodiscard]] __device__ __forceinline__ Targets targets_of(const TokenRoutes& routes) const {
     Targets targets;
     if (routes.primary >= 0 && (Routes::kIsEarly || peer_ != me_.rank)) {
-      const int64_t row = setup_.place[peer_] == DevicePlace::kPrimarySlot
+      const int64_t row = setup_.place[peer_] == Place::kPrimarySlot
                               ? routes.primary
                               : setup_.first_row[peer_] + routes.arrival;
-      targets.first = setup_.rows[peer_] + row * out_row_bytes();
+      targets.first = setup_.rows[peer_] + row * call_.payload.out_row_bytes();
     }
     if (routes.own_slot >= 0) {
-      targets.second = call_.out_rows + routes.own_slot * out_row_bytes();
+      targets.second = call_.out_rows + routes.own_slot * call_.payload.out_row_bytes();
     }
     return targets;
   }
@@ -233,11 +348,11 @@ class DispatchPush {
   // Scale rows always go through staging.
   [[nodiscard]] __device__ __forceinline__ std::byte* scale_targets_of(const TokenRoutes& routes
   ) const {
-    if (routes.primary < 0 || call_.scale_bytes == 0) {
+    if (routes.primary < 0 || call_.payload.scale_bytes == 0) {
       return nullptr;
     }
     const int64_t row = setup_.first_row[peer_] + routes.arrival;
-    return setup_.scales[peer_] + row * staged_scale_bytes(call_.scale_bytes);
+    return setup_.scales[peer_] + row * call_.payload.staged_scale_bytes();
   }
 
   // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
@@ -249,9 +364,9 @@ class DispatchPush {
     }
     if (call_.scales != nullptr) {
       const Targets targets = {scale_targets_of(routes), nullptr};
-      const std::byte* row = call_.scales + static_cast<int64_t>(token) * call_.scale_bytes;
+      const std::byte* row = call_.scales + static_cast<int64_t>(token) * call_.payload.scale_bytes;
       for_each_target(targets, [&](std::byte* target) {
-        copy_bytes_warp(target, row, call_.scale_bytes);
+        copy_bytes_warp(target, row, call_.payload.scale_bytes);
       });
     }
     if (call_.weights == nullptr) {

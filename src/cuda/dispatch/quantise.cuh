@@ -6,14 +6,11 @@
 
 #include <cuda_fp8.h>
 
+#include "call/payload.hpp"
 #include "core/half.hpp"
-#include "kernels/row_mover.cuh"
-#include "kernels/staged_rows.hpp"
-#include "weft/exchange.hpp"
+#include "cuda/device/row_mover.cuh"
 
 namespace weft {
-
-inline constexpr int kQuantiseGroup = 128;
 
 __host__ __device__ inline float largest_fp8(Quantise kind) {
   return kind == Quantise::kE4M3 ? 448.0F : 57344.0F;

@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sets the CUDA executor's exchange up and answers for it. Everything that CUDA would do lazily is
 // done here: a call allocates nothing unless it is larger than all before it.
-#include "exchange/exchange_cuda.hpp"
+#include "cuda/exchange/exchange.hpp"
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
+#include <random>
+#include <span>
 
-#include "core/devices.hpp"
+#include "call/config_agreement.hpp"
 #include "core/env.hpp"
-#include "exchange/agree_cuda.hpp"
-#include "exchange/buffer_pool.hpp"
-#include "exchange/config_agreement.hpp"
-#include "kernels/plan_download.hpp"
-#include "kernels/plan_shared_map.hpp"
+#include "core/gpu/devices.hpp"
+#include "core/size_class.hpp"
+#include "cuda/plan/download.hpp"
+#include "cuda/plan/shared_map.hpp"
 #include "transport/agree.hpp"
 
 namespace weft {
@@ -22,7 +24,6 @@ namespace {
 constexpr uint64_t kFirstPlans = 64;
 constexpr uint64_t kFewPlans = 4;
 constexpr uint64_t kFirstPlanBytes = 128 << 20;
-constexpr int64_t kSmallScaleBytes = 256;
 constexpr int kUsualRanks = 8;  // of a domain; their staging is ready for every token of all
 
 std::atomic<uint64_t> next_exchange_id = 1;
@@ -62,6 +63,33 @@ void check_device(const ExchangeConfig& config, const Context& context) {
   );
 }
 
+// What the ranks of a domain settle when an exchange is made.
+struct DomainFacts {
+  uint64_t stamp = 0;         // the same on all ranks, and of no other exchange
+  uint64_t shared_bytes = 0;  // that a block may have on each of the GPUs
+};
+
+// Collective. `id` is the exchange's number in this process.
+DomainFacts agree_on_facts(const Group& group, uint64_t id, int gpu, const Context& context) {
+  static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
+  int shared_bytes = 0;
+  WEFT_CUDA(
+      context, cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)
+  );
+  // Rank 0's stamp: some bits of its own, then the number of the exchange in its process.
+  const DomainFacts own = {process_bits | (id & 0xffffffffU), static_cast<uint64_t>(shared_bytes)};
+  DomainFacts all = own;
+  bool is_first = true;
+  for (const auto& bytes : group.all_gather(std::as_bytes(std::span(&own, 1)))) {
+    DomainFacts one;
+    std::memcpy(&one, bytes.data(), sizeof one);
+    all.stamp = is_first ? one.stamp : all.stamp;
+    all.shared_bytes = std::min(all.shared_bytes, one.shared_bytes);
+    is_first = false;
+  }
+  return all;
+}
+
 }  // namespace
 
 CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows)
@@ -87,6 +115,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       settings.copy_engines ? copied_token_room(topk, hidden) : 0};
   plan_map = {ranks, experts, tokens, topk};
   memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
+  refusals = std::make_unique<RefusalBoard>(group);
   const DomainFacts facts = agree_on_facts(group, id, settings.device.index, context);
   const PlanSharedMap beside = {ranks, experts, tokens * topk};
   can_plan_beside = control_map.early_row_bytes > 0 && beside.num_threads() >= kRoutedThreads &&
@@ -156,7 +185,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   // them. What needs more makes it grow, and then peers that are ahead may be too busy to map it.
   const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) *
                        std::min(context.num_ranks, std::max(settings.max_topk, kUsualRanks));
-  const auto row_bytes = static_cast<uint64_t>(settings.hidden * 2 + kSmallScaleBytes);
+  const auto row_bytes = static_cast<uint64_t>(settings.hidden * 2 + kScaleRoom);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows) * row_bytes, nullptr));
   WEFT_CUDA(context, cudaDeviceSynchronize());
 }

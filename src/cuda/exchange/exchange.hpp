@@ -11,18 +11,20 @@
 #include <memory>
 #include <span>
 
+#include "call/executor.hpp"
+#include "call/refusal.hpp"
 #include "core/check.hpp"
-#include "core/scope_cuda.hpp"
-#include "core/stream_cuda.hpp"
-#include "exchange/buffers_cuda.hpp"
-#include "exchange/exchange_state.hpp"
-#include "exchange/fault_text.hpp"
-#include "exchange/memory_cuda.hpp"
-#include "exchange/plan_pool_cuda.hpp"
-#include "exchange/tuning.hpp"
-#include "kernels/launch.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/stream.hpp"
+#include "cuda/exchange/fault_text.hpp"
+#include "cuda/exchange/refusal_board.hpp"
+#include "cuda/exchange/tuning.hpp"
+#include "cuda/layout/launch.hpp"
+#include "cuda/memory/buffers.hpp"
+#include "cuda/memory/owners.hpp"
+#include "cuda/plan/pool.hpp"
+#include "cuda/transport/peer_memory.hpp"
 #include "plan/plan_data.hpp"
-#include "transport/peer/peer_memory.hpp"
 
 namespace weft {
 
@@ -52,7 +54,7 @@ struct CudaExchange final : Exchange::State {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
-  void refuse_routed(const Error& reason, const CallOptions& call) override;
+  bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
@@ -72,19 +74,24 @@ struct CudaExchange final : Exchange::State {
   );
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
-  // One call: faults of earlier ones are thrown, `launch(stream)` queues it; a refusal of its
-  // arguments is told to the peers. Without a stream of the caller's it is waited for.
+  // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
+  // `launch(stream)` queues it; a refusal of its arguments is told to the peers. Without a stream
+  // of the caller's it is waited for.
   template <class Launch>
-  auto run_call(DeviceOp op, const CallOptions& call, const Launch& launch);
+  auto run_call(Op op, const CallOptions& call, const Launch& launch);
 
-  void refuse(DeviceOp op, cudaStream_t stream);
-  // dispatch_routed() in two calls, of which every rank counts both.
-  Plan plan_then_dispatch(
-      const Routing& routing,
-      const PlanOptions& options,
-      const DispatchInput& in,
-      const DispatchOutput& out,
-      const CallOptions& call
+  // The stream of a call; the exchange's own if the caller has none.
+  [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
+    return call.stream == nullptr ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
+  }
+  // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
+  uint32_t refuse_one(Op op, std::string_view reason, cudaStream_t stream);
+  // Whether a plan that this rank has refused was a call by itself for the others, by their words.
+  // False if they refused it, too.
+  [[nodiscard]] bool do_peers_plan_alone(uint32_t epoch) const;
+  // make_plan(), where `op` says what is refused if its arguments are.
+  Plan make_plan_of(
+      Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
   );
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
@@ -111,9 +118,13 @@ struct CudaExchange final : Exchange::State {
     PlanData data;
     PlanLaunch launch;
   };
-  // Checks the arguments and takes memory. Throws Error (kInvalidArgument).
+  // Checks the arguments and takes memory. Throws Error (kInvalidArgument). `payload`: of the
+  // dispatch that is made in the same launch; empty for a plan by itself.
   PreparedPlan prepare_plan(
-      const Routing& routing, const PlanOptions& options, cudaStream_t stream
+      const Routing& routing,
+      const PlanOptions& options,
+      const PayloadFormat& payload,
+      cudaStream_t stream
   );
   // What every dispatch by `plan` begins with; where rows are to be written is left open.
   [[nodiscard]] DispatchLaunch prepare_dispatch(
@@ -179,6 +190,7 @@ struct CudaExchange final : Exchange::State {
   std::vector<int> rank_names;  // [num_ranks] in messages; empty: as they are
   uint64_t id;
   std::shared_ptr<PeerMemory> memory;
+  std::unique_ptr<RefusalBoard> refusals;
   std::shared_ptr<CudaRankState> own;
   DeviceControlMap control_map;
   bool can_plan_beside = false;  // plan and dispatch of few tokens in one launch, on all ranks
@@ -202,25 +214,18 @@ struct CudaExchange final : Exchange::State {
 };
 
 template <class Launch>
-auto CudaExchange::run_call(DeviceOp op, const CallOptions& call, const Launch& launch) {
+auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {
   const CudaDeviceGuard guard(settings.device.index);
   const bool is_own = call.stream == nullptr;
-  const cudaStream_t stream = is_own ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
-  try {
-    check();
-  } catch (const Error&) {
-    if (!broken) {  // the call counts on every rank, whichever of them hears of the fault first
-      refuse(op, stream);
-    }
-    throw;
-  }
+  const cudaStream_t stream = stream_of(call);
   is_launched = false;
   const auto launched = [&] {
     try {
+      check();  // the call counts on every rank, whichever of them hears of a fault first
       return launch(stream);
-    } catch (const Error&) {
-      if (!is_launched) {
-        refuse(op, stream);
+    } catch (const Error& error) {
+      if (!is_launched && !refuse(op, error.what(), call)) {
+        throw untold(error);
       }
       throw;
     }

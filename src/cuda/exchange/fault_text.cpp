@@ -1,25 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/fault_text.hpp"
+#include "cuda/exchange/fault_text.hpp"
 
 #include <fmt/format.h>
 
-#include <array>
 #include <string_view>
-
-#include "exchange/signature_text.hpp"
 
 namespace weft {
 namespace {
-
-constexpr std::array<std::string_view, 4> kOpNames = {"call", "plan", "dispatch", "combine"};
-
-// DeviceOp has one more: 0, no call at all.
-Op op_of(DeviceOp op) {
-  return static_cast<Op>(op);
-}
-static_assert(static_cast<Op>(DeviceOp::kPlan) == Op::kPlan);
-static_assert(static_cast<Op>(DeviceOp::kDispatch) == Op::kDispatch);
-static_assert(static_cast<Op>(DeviceOp::kCombine) == Op::kCombine);
 
 std::string_view waited_for(WaitFor what) {
   switch (what) {
@@ -88,16 +75,16 @@ std::string mismatch_text(const FaultRecord& fault, const RankView& me) {
     return fmt::format(
         "rank {} calls {} (all ranks make the same calls in the same order; this is call {})",
         fault.peer,
-        op_name(static_cast<DeviceOp>(fault.seen)),
+        op_name(static_cast<Op>(fault.seen)),
         call_number(me, fault.epoch)
     );
   }
-  const bool is_call = fault.op != DeviceOp::kPlan && fault.what == 0;
+  const bool is_call = fault.op != Op::kPlan && fault.what == kPlanNumberWord;
   const auto value = [&](int64_t number) {
     return is_call ? call_number(me, static_cast<uint32_t>(number)) : number;
   };
-  return signature_text(
-      op_of(fault.op),
+  return difference_text(
+      fault.op,
       static_cast<size_t>(fault.what),
       value(fault.wanted),
       value(fault.seen),
@@ -114,7 +101,12 @@ std::string problem_text(
     case FaultKind::kMismatch:
       return mismatch_text(fault, me);
     case FaultKind::kRefused:
-      return fmt::format("rank {} refused the call", fault.peer);
+      return fmt::format(
+          "rank {} refused the call{}{}",
+          fault.peer,
+          survey.refusal.empty() ? "" : ": ",
+          survey.refusal
+      );
     case FaultKind::kBadIndex:
       return fmt::format(
           "topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
@@ -145,13 +137,6 @@ std::string problem_text(
 }
 
 }  // namespace
-
-// A peer's word may hold anything.
-std::string op_name(DeviceOp op) {
-  const auto index = static_cast<size_t>(op);
-  return index < kOpNames.size() ? std::string(kOpNames[index])
-                                 : fmt::format("nothing known (op {})", index);
-}
 
 uint32_t call_number(const RankView& me, uint32_t epoch) {
   return epoch == 0 ? 0 : epoch - epoch_base(me.stamp);

@@ -6,18 +6,19 @@
 #include <string>
 #include <vector>
 
-#include "kernels/device_control.hpp"
+#include "cuda/layout/control.hpp"
 
 namespace weft {
 
 // What the host finds in control regions after a fault: tells a peer that wrote nothing from one
 // that wrote elsewhere, and memory from what a kernel saw of it.
 struct ControlSurvey {
-  std::vector<uint32_t> words;  // [num_ranks] signals of the call's words in this rank's region
-  uint64_t stamp = 0;           // in this rank's region
+  std::vector<uint32_t> words =
+      {};                    // [num_ranks] signals of the call's words in this rank's region
+  uint64_t stamp = 0;        // in this rank's region
+  std::string refusal = {};  // why the peer refused, if it said so
 };
 
-[[nodiscard]] std::string op_name(DeviceOp op);
 // Number of a call as its caller counts it, of the epoch that `me`'s exchange gave it.
 [[nodiscard]] uint32_t call_number(const RankView& me, uint32_t epoch);
 [[nodiscard]] std::string fault_text(

@@ -4,10 +4,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <thread>
 
 #include "core/log.hpp"
-#include "exchange/exchange_cuda.hpp"
+#include "cuda/exchange/exchange.hpp"
 
 namespace weft {
 
@@ -26,11 +27,48 @@ void CudaExchange::finish(cudaStream_t stream) {
   check();
 }
 
-void CudaExchange::refuse(DeviceOp op, cudaStream_t stream) {
-  if (!is_capturing(stream)) {
-    launch_refusal(view, op, stream);
-    WEFT_CUDA(context, cudaStreamSynchronize(stream));
+bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
+  const CudaDeviceGuard guard(settings.device.index);
+  const cudaStream_t stream = stream_of(call);
+  if (is_capturing(stream)) {
+    return false;
   }
+  if (broken) {
+    return true;
+  }
+  const uint32_t number = refuse_one(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason, stream);
+  // With a stream nobody waits for the plan: when the others hear that it was refused here, they
+  // have dispatched already, unless one launch makes both.
+  if (op == Op::kPlanAndDispatch && call.stream != nullptr && do_peers_plan_alone(number)) {
+    refuse_one(Op::kDispatch, reason, stream);
+  }
+  return true;
+}
+
+uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));  // then the GPU knows the call's number
+  const uint32_t number = read_local().epoch + 1;
+  refusals->post(number, reason);
+  launch_refusal(view, op, stream);
+  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+  return number;
+}
+
+// Words of a call stay for two calls.
+bool CudaExchange::do_peers_plan_alone(uint32_t epoch) const {
+  const cudaStream_t stream = own->stream.get();
+  for (uint32_t peer = 0; peer < control_map.num_ranks; ++peer) {
+    DeviceWord word;
+    const std::byte* from = memory->control().data + control_map.word_offset(epoch, peer);
+    WEFT_CUDA(context, cudaMemcpyAsync(&word, from, sizeof word, cudaMemcpyDeviceToHost, stream));
+    WEFT_CUDA(context, cudaStreamSynchronize(stream));
+    if (word.op == Op::kPlan && word.stamp == view.stamp) {
+      if (const std::optional<bool> has_rows = has_dispatch(word.signature)) {
+        return !*has_rows;
+      }
+    }
+  }
+  return false;
 }
 
 bool CudaExchange::is_capturing(cudaStream_t stream) const {
@@ -75,6 +113,7 @@ void CudaExchange::throw_fault() {
   };
   const PeerState state =
       record.kind == FaultKind::kTimeout ? memory->peer_state(record.peer) : PeerState::kAlive;
+  const int refuser = record.kind == FaultKind::kRefused ? record.peer : -1;
   RankView named = view;
   if (!rank_names.empty()) {
     named.rank = rank_names[static_cast<size_t>(view.rank)];
@@ -104,8 +143,12 @@ void CudaExchange::throw_fault() {
   if (record.kind == FaultKind::kStranger || record.kind == FaultKind::kUnmapped) {
     give_up(ErrorCode::kInternal, fault_text(record, named));
   }
+  ControlSurvey survey;
+  if (refuser >= 0) {
+    survey.refusal = refusals->reason(refuser, record.epoch);
+  }
   clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
-  raise_error(ErrorCode::kInvalidArgument, context, fault_text(record, named));
+  raise_error(ErrorCode::kInvalidArgument, context, fault_text(record, named, survey));
 }
 
 // By a copy, which takes another way than the kernel that failed.

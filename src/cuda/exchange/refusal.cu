@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call that this rank refuses before its kernel: peers must hear of it instead of waiting.
-#include "core/check_cuda.hpp"
-#include "kernels/launch.hpp"
-#include "kernels/wait.cuh"
+#include "core/gpu/check.hpp"
+#include "cuda/device/wait.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 namespace {
 
-__global__ void refuse(const __grid_constant__ RankView me, DeviceOp op) {
+__global__ void refuse(const __grid_constant__ RankView me, Op op) {
   const uint32_t epoch = current_epoch(me);
   DeviceWord word;
   word.op = op;
@@ -31,7 +31,7 @@ void prepare_refusal() {
   WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, refuse));
 }
 
-void launch_refusal(const RankView& me, DeviceOp op, cudaStream_t stream) {
+void launch_refusal(const RankView& me, Op op, cudaStream_t stream) {
   refuse<<<1, kMaxDomainRanks, 0, stream>>>(me, op);
   WEFT_CUDA(Context{}, cudaGetLastError());
 }

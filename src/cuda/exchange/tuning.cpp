@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/tuning.hpp"
+#include "cuda/exchange/tuning.hpp"
 
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <iterator>
+#include <sstream>
 #include <utility>
 
 #include "core/check.hpp"
-#include "exchange/tuning_table.hpp"
 
 namespace weft {
+
+extern const char* const kBuiltInTuning;  // the text of tuning.json
+
 namespace {
 
 constexpr double kDefaultShare = 0.55;  // of the senders, where nothing measured fits
@@ -23,29 +27,22 @@ RoleBlocks split(int num_sms, int senders) {
   return {first, std::max(1, num_sms - first)};
 }
 
+int total(const RoleBlocks& blocks) {
+  return blocks.first + blocks.second;
+}
+
 // How far apart two sizes are.
 double factor(int64_t a, int64_t b) {
   return static_cast<double>(std::max(a, b)) / static_cast<double>(std::min(a, b));
 }
 
-}  // namespace
-
-const std::vector<TunedSplit>& built_in_tuning() {
-  static const std::vector<TunedSplit> splits(kBuiltInTuning.begin(), kBuiltInTuning.end());
-  return splits;
-}
-
-std::vector<TunedSplit> load_tuning(const std::string& path) {
+std::vector<TunedSplit> parse_tuning(std::istream& text, const std::string& name) {
   const auto fail = [&](const std::string& problem) {
-    raise_error(ErrorCode::kFile, Context{}, fmt::format("tuning: {}: {}", path, problem));
+    raise_error(ErrorCode::kFile, Context{}, fmt::format("tuning: {}: {}", name, problem));
   };
-  std::ifstream file(path);
-  if (!file) {
-    fail("cannot be opened");
-  }
   std::vector<TunedSplit> splits;
   try {
-    const auto json = nlohmann::json::parse(file);
+    const auto json = nlohmann::json::parse(text);
     for (const auto& one : json.at("splits")) {
       TunedSplit split;
       split.op =
@@ -68,6 +65,81 @@ std::vector<TunedSplit> load_tuning(const std::string& path) {
   return splits;
 }
 
+bool fits(const TunedSplit& one, const CallSize& size) {
+  return one.op == size.op && total(one.blocks) <= size.num_sms;
+}
+
+// The best of the splits that fit and were measured with `num_ranks`, of which there is one.
+RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& size, int num_ranks) {
+  const auto is_candidate = [&](const TunedSplit& one) {
+    return one.num_ranks == num_ranks && fits(one, size);
+  };
+  const auto distance = [&](const TunedSplit& one) {
+    return factor(one.row_bytes, size.row_bytes);
+  };
+  const TunedSplit* fastest = nullptr;
+  for (const TunedSplit& one : tuning) {
+    if (is_candidate(one) &&
+        (fastest == nullptr ||
+         std::pair(distance(one), one.us) < std::pair(distance(*fastest), fastest->us))) {
+      fastest = &one;
+    }
+  }
+  // Of those that are as fast the one with most blocks: with few, chance decides where they run.
+  const auto rank_of = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
+  const TunedSplit* best = fastest;
+  for (const TunedSplit& one : tuning) {
+    if (is_candidate(one) && distance(one) == distance(*fastest) &&
+        one.us <= kNearly * fastest->us && rank_of(one) < rank_of(*best)) {
+      best = &one;
+    }
+  }
+  return best->blocks;
+}
+
+}  // namespace
+
+const std::vector<TunedSplit>& built_in_tuning() {
+  static const std::vector<TunedSplit> splits = [] {
+    std::istringstream text(kBuiltInTuning);
+    return parse_tuning(text, "built in");
+  }();
+  return splits;
+}
+
+std::vector<TunedSplit> load_tuning(const std::string& path) {
+  std::ifstream file(path);
+  WEFT_CHECK(Context{}, file, ErrorCode::kFile, "tuning: {}: cannot be opened", path);
+  return parse_tuning(file, path);
+}
+
+std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning) {
+  const auto is_useful = [&](const TunedSplit& one) {
+    return std::ranges::none_of(tuning, [&](const TunedSplit& other) {
+      return other.op == one.op && other.num_ranks == one.num_ranks &&
+             other.row_bytes == one.row_bytes && total(other.blocks) <= total(one.blocks) &&
+             one.us > kNearly * other.us;
+    });
+  };
+  std::vector<TunedSplit> useful;
+  std::ranges::copy_if(tuning, std::back_inserter(useful), is_useful);
+  return useful;
+}
+
+MeasuredRanks measured_ranks(const std::vector<TunedSplit>& tuning, const CallSize& size) {
+  MeasuredRanks found;
+  for (const TunedSplit& one : tuning) {
+    if (fits(one, size) && one.num_ranks <= size.num_ranks) {
+      found.below = std::max(found.below, one.num_ranks);
+    }
+    if (fits(one, size) && one.num_ranks >= size.num_ranks) {
+      found.above = found.above == 0 ? one.num_ranks : std::min(found.above, one.num_ranks);
+    }
+  }
+  return {
+      found.below == 0 ? found.above : found.below, found.above == 0 ? found.below : found.above};
+}
+
 RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size) {
   if (size.num_senders > 0) {
     return split(size.num_sms, size.num_senders);
@@ -75,34 +147,21 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
   if (size.is_one_role) {
     return split(size.num_sms, static_cast<int>(size.num_sms * kOneRoleShare));
   }
-  // More ranks have fewer rows of a token each, which decides how much there is to fan out or sum.
-  const auto distance = [&](const TunedSplit& one) {
-    return std::pair(factor(one.num_ranks, size.num_ranks), factor(one.row_bytes, size.row_bytes));
-  };
-  const auto fits = [&](const TunedSplit& one) {
-    return one.op == size.op && one.blocks.first + one.blocks.second <= size.num_sms;
-  };
-  const TunedSplit* fastest = nullptr;
-  for (const TunedSplit& one : tuning) {
-    if (fits(one) && (fastest == nullptr || std::pair(distance(one), one.us) <
-                                                std::pair(distance(*fastest), fastest->us))) {
-      fastest = &one;
-    }
+  const auto [below, above] = measured_ranks(tuning, size);
+  if (below == 0) {
+    return split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)));
   }
-  // Of those that are as fast the one with most blocks: with few, chance decides where they run.
-  const auto rank_of = [](const TunedSplit& one) {
-    return std::pair(-(one.blocks.first + one.blocks.second), one.us);
-  };
-  const TunedSplit* best = fastest;
-  for (const TunedSplit& one : tuning) {
-    if (fastest != nullptr && fits(one) && distance(one) == distance(*fastest) &&
-        one.us <= kNearly * fastest->us && rank_of(one) < rank_of(*best)) {
-      best = &one;
-    }
+  const RoleBlocks few = best_split(tuning, size, below);
+  if (below == above) {
+    return few;
   }
-  return best == nullptr
-             ? split(size.num_sms, static_cast<int>(std::lround(size.num_sms * kDefaultShare)))
-             : best->blocks;
+  const RoleBlocks many = best_split(tuning, size, above);
+  const double way = std::log2(factor(size.num_ranks, below)) / std::log2(factor(above, below));
+  const auto between = [&](int a, int b) {
+    return static_cast<int>(std::lround(a + way * (b - a)));
+  };
+  const int first = between(few.first, many.first);
+  return {first, std::min(between(few.second, many.second), size.num_sms - first)};
 }
 
 std::optional<RoleBlocks> blocks_of_short_combine(int num_sms, int64_t num_tokens, int at_once) {

@@ -31,10 +31,13 @@ struct TunedSplit {
   double us = 0;
 };
 
-// Of one machine; those built in were measured on 2 and 4 x H200.
+// tuning.json, which was measured on 2 and 4 x H200.
 [[nodiscard]] const std::vector<TunedSplit>& built_in_tuning();
-// Throws Error (kFile).
+// A file that `weft tune` wrote. Throws Error (kFile).
 [[nodiscard]] std::vector<TunedSplit> load_tuning(const std::string& path);
+// Those that some call would take: no split with as many or fewer multiprocessors is clearly
+// faster.
+[[nodiscard]] std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning);
 
 struct CallSize {
   TunedOp op = TunedOp::kDispatch;
@@ -53,8 +56,23 @@ struct CallSize {
     int num_sms, int64_t num_tokens, int at_once
 );
 
-// Of the splits that fit: the nearest number of ranks, then the nearest row size, then the fastest;
-// of those that are as fast the one with most blocks.
+// The numbers of ranks from which the split of a call comes. They are equal where its own number
+// was measured, and where it is smaller or larger than all that were. They are 0 where nothing
+// fits.
+struct MeasuredRanks {
+  int below = 0;
+  int above = 0;
+
+  bool operator==(const MeasuredRanks&) const = default;
+};
+[[nodiscard]] MeasuredRanks measured_ranks(
+    const std::vector<TunedSplit>& tuning, const CallSize& size
+);
+
+// Of the splits that fit: the nearest row size, then the fastest; of those that are as fast the one
+// with most blocks. For a number of ranks between two that were measured, both roles get what lies
+// between, on a logarithmic scale. Beyond them the nearest is taken as it is: from 4 ranks to 8 the
+// links stay as fast while each rank fans out fewer rows, so the same senders are enough.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);
 
 // The same, which looks into the table only where a call differs from the last one of its kind.

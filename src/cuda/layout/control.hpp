@@ -2,7 +2,7 @@
 // What a kernel knows of its rank beside its call, and how it says what went wrong.
 #pragma once
 
-#include "kernels/device_control_map.hpp"
+#include "cuda/layout/control_map.hpp"
 
 namespace weft {
 
@@ -30,7 +30,7 @@ enum class WaitFor : uint32_t { kWord, kRouting, kRecords, kSourceWeights, kRows
 // In pinned host memory; `kind` is stored last. The first fault of a call wins.
 struct FaultRecord {
   FaultKind kind = FaultKind::kNone;
-  DeviceOp op = DeviceOp::kNone;
+  Op op = Op::kNone;
   uint32_t epoch = 0;
   int32_t peer = -1;
   WaitFor waiting_for = WaitFor::kWord;

@@ -29,23 +29,76 @@
 // entered after the first.
 #pragma once
 
-#include "kernels/device_words.hpp"
+#include <cstddef>
+#include <cstdint>
+
+#include "call/chunks.hpp"
+#include "call/signature.hpp"
+#include "core/gpu/peer_address.hpp"
+#include "core/hd.hpp"
 
 namespace weft {
 
-// Most tokens of a rank in a call whose rows may go before their slots are known, and most memory
-// for such rows: beyond, the wire takes longer than a plan.
-inline constexpr uint32_t kMaxEarlyTokens = 512;
+enum class WordStatus : uint32_t {
+  kGood,
+  kRefused,  // this rank does not run the call; every rank gives it up
+};
+
+// What a rank says to each other before the data of a call.
+struct alignas(16) DeviceWord {
+  Op op = Op::kNone;
+  WordStatus status = WordStatus::kGood;
+  int32_t num_tokens = 0;
+  Place place = Place::kStaging;
+  PeerAddress rows;  // plan: the sender's plan block; dispatch: its output or staging; combine: its
+                     // staging
+  PeerAddress scales;   // dispatch: staging
+  int64_t number = -1;  // plan: row budget, -1: none; by copy engines: see CopiedLaunch
+  Signature signature;  // must be equal on all ranks
+  uint64_t stamp = 0;   // of the sender's exchange
+};
+
+// Indices of the uint32 signals of a rank; `source` is the rank that raises.
+struct SignalSlots {
+  uint32_t num_ranks = 1;
+  uint32_t max_chunks = 1;
+
+  [[nodiscard]] WEFT_HD constexpr uint32_t word(uint32_t epoch, uint32_t source) const {
+    return epoch % 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint32_t source) const {
+    return 2 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
+    return 3 * num_ranks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
+    return 4 * num_ranks + source * max_chunks + chunk;
+  }
+  // `chunk` of the reader's own tokens.
+  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
+    return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+  }
+  // No epoch, but a number of its own: a stream raises it behind the copies of a call.
+  [[nodiscard]] WEFT_HD constexpr uint32_t copied(uint32_t source) const {
+    return 4 * num_ranks + 2 * num_ranks * max_chunks + source;
+  }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
+    return 5 * num_ranks + 2 * num_ranks * max_chunks;
+  }
+};
+
+// Most memory for rows that go before their slots are known, and only in short calls: beyond, the
+// wire takes longer than a plan.
 inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
 inline constexpr uint32_t kMaxEarlyRoutes = 32768;  // of all ranks: shared memory holds them
-inline constexpr uint32_t kScaleRoom = 256;         // of a row
 
 // Of a row of 16-bit elements; 0 where there is to be no room for early rows.
 WEFT_HD constexpr uint32_t early_row_room(
     uint64_t num_ranks, uint64_t max_tokens, uint64_t max_topk, uint64_t hidden
 ) {
-  const uint64_t row = (2 * hidden + 15) / 16 * 16;
-  const bool fits = max_tokens <= kMaxEarlyTokens &&
+  const uint64_t row = half_row_bytes(hidden);
+  const bool fits = is_short_call(static_cast<int64_t>(max_tokens)) &&
                     num_ranks * max_tokens * max_topk <= kMaxEarlyRoutes &&
                     2 * num_ranks * max_tokens * (row + kScaleRoom) <= kMaxEarlyBytes;
   return fits ? static_cast<uint32_t>(row) : 0;
@@ -53,7 +106,7 @@ WEFT_HD constexpr uint32_t early_row_room(
 
 // Of a token: a row of 16-bit elements, a row of scales, weights.
 WEFT_HD constexpr uint64_t copied_token_room(uint64_t max_topk, uint64_t hidden) {
-  return (2 * hidden + 15) / 16 * 16 + kScaleRoom + max_topk * sizeof(float);
+  return half_row_bytes(hidden) + kScaleRoom + max_topk * sizeof(float);
 }
 
 // A rank's routing in the memory of another: words of 64 bits, of which the upper half is the epoch
@@ -102,8 +155,7 @@ struct DeviceControlMap {
         max_topk(topk),
         early_row_bytes(early_row_room),
         copied_token_bytes(copied_token_room) {
-    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
-    max_chunks_ = chunks < 512 ? 512 : chunks;  // 512: shorter calls have a chunk per token
+    max_chunks_ = most_device_chunks(max_tokens);
     const uint64_t token_weights = sizeof(float) * max_tokens * max_topk;
     const uint64_t early_tokens = early_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
     word_stride_ = align(sizeof(DeviceWord) + sizeof(int32_t) * (num_ranks + num_experts));

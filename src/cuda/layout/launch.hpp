@@ -6,10 +6,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/copied_rows.hpp"
-#include "kernels/device_control.hpp"
-#include "kernels/device_plan.hpp"
-#include "kernels/given_records.hpp"
+#include "cuda/copy_engines/rows.hpp"
+#include "cuda/layout/control.hpp"
+#include "cuda/layout/plan.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -31,7 +30,7 @@ struct PlanLaunch {
   int64_t pad_multiple = 1;
   int64_t expert_stride = 0;
   int64_t row_budget = -1;  // -1: exact
-  int64_t signature[kDeviceSignatureFields] = {};
+  Signature signature;
   std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
   int32_t num_blocks = 1;           // at most kMaxPlanBlocks
@@ -52,7 +51,7 @@ struct GivenPlanLaunch {
   const std::byte* image = nullptr;
   GivenRecords to[kMaxDomainRanks];
   int32_t num_tokens = 0;
-  int64_t signature[kDeviceSignatureFields] = {};
+  Signature signature;
   int32_t num_blocks = 1;
 };
 
@@ -62,30 +61,28 @@ void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream);
 struct DispatchLaunch {
   RankView me;
   PlanView plan;
-  const std::byte* x = nullptr;       // [num_tokens] rows of row_bytes
+  const std::byte* x = nullptr;       // [num_tokens] rows of payload.row_bytes
   const float* weights = nullptr;     // [num_tokens, topk] or [num_tokens, num_experts]; null: none
-  const std::byte* scales = nullptr;  // [num_tokens] rows of scale_bytes; null: none
-  std::byte* out_rows = nullptr;      // [num_rows] of out_row_bytes()
+  const std::byte* scales = nullptr;  // [num_tokens] rows of payload.scale_bytes; null: none
+  std::byte* out_rows = nullptr;      // [num_rows] of payload.out_row_bytes()
   float* out_weights = nullptr;       // [num_rows, row_weight_cols]
-  std::byte* out_scales = nullptr;    // [num_rows] rows of scale_bytes
-  int64_t row_bytes = 0;              // of x
-  int64_t scale_bytes = 0;
+  std::byte* out_scales = nullptr;    // [num_rows] rows of payload.scale_bytes
+  PayloadFormat payload;
   int32_t topk = 0;
   bool from_map = false;
   bool one_row = false;      // rank_major
   bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
-  Quantise quantise = Quantise::kNone;
-  PeerAddress rows_target;  // out_rows for peers, or this rank's staging
-  DevicePlace place = DevicePlace::kStaging;
+  PeerAddress rows_target;   // out_rows for peers, or this rank's staging
+  Place place = Place::kStaging;
   PeerAddress scales_target;         // this rank's staging of scale rows, if there are scales
   std::byte* staged_rows = nullptr;  // the two, as this rank sees them
   std::byte* staged_scales = nullptr;
-  int64_t signature[kDeviceSignatureFields] = {};  // field 0 is filled in on the device
-  Mover mover = Mover::kVector;                    // not kAuto
-  int32_t num_push = 1;                            // blocks of each role
+  Signature signature;           // the plan number is filled in on the device
+  Mover mover = Mover::kVector;  // not kAuto
+  int32_t num_push = 1;          // blocks of each role
   int32_t num_fan_out = 1;
-  CopiedLaunch copied;  // .rows always, the rest with DevicePlace::kCopied alone
-  // With DevicePlace::kEarly alone, where no plan says it.
+  CopiedLaunch copied;  // .rows always, the rest with Place::kCopied alone
+  // With Place::kEarly alone, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
   int32_t num_tokens = 0;
@@ -95,7 +92,7 @@ inline constexpr unsigned kRoutedThreads = 512;  // of a block: more warps than 
 inline constexpr uint32_t kMostStaticShared = 8 << 10;  // of a block, beside what a launch asks for
 
 // A plan and the dispatch by it. The first plan.num_blocks blocks make the plan; the others push
-// rows to where DevicePlace::kEarly says, then wait for the plan and fan out.
+// rows to where Place::kEarly says, then wait for the plan and fan out.
 struct RoutedDispatchLaunch {
   PlanLaunch plan;
   DispatchLaunch dispatch;
@@ -111,8 +108,7 @@ struct CombineLaunch {
   bool has_source_weights = false;        // also of ranks without tokens, whose pointer may be null
   std::byte* out = nullptr;               // [num_tokens, hidden]
   float* out_weights = nullptr;           // [num_tokens, topk or num_experts]
-  DType dtype = DType::kBFloat16;
-  int64_t row_bytes = 0;
+  PayloadFormat payload;
   int32_t topk = 0;
   bool from_map = false;
   bool one_row = false;
@@ -122,7 +118,7 @@ struct CombineLaunch {
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_early = false;        // sums and weights go among the early rows instead
   CopiedLaunch copied;          // .rows always, the rest of a call by copy engines
-  int64_t signature[kDeviceSignatureFields] = {};
+  Signature signature;
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_reduce = 1;        // blocks of each role
   int32_t num_sum = 1;
@@ -137,24 +133,20 @@ static_assert(
 // What this rank tells its peers of a call, but for what is known on the device alone.
 [[nodiscard]] WEFT_HD inline DeviceWord word_of(const DispatchLaunch& call) {
   DeviceWord word;
-  word.op = DeviceOp::kDispatch;
+  word.op = Op::kDispatch;
   word.place = call.place;
   word.rows = call.rows_target;
   word.scales = call.scales_target;
   word.number = call.copied.number;
-  for (int i = 0; i < kDeviceSignatureFields; ++i) {
-    word.signature[i] = call.signature[i];
-  }
+  word.signature = call.signature;
   return word;
 }
 [[nodiscard]] WEFT_HD inline DeviceWord word_of(const CombineLaunch& call) {
   DeviceWord word;
-  word.op = DeviceOp::kCombine;
+  word.op = Op::kCombine;
   word.rows = call.staging;
   word.number = call.copied.number;
-  for (int i = 0; i < kDeviceSignatureFields; ++i) {
-    word.signature[i] = call.signature[i];
-  }
+  word.signature = call.signature;
   return word;
 }
 
@@ -179,6 +171,6 @@ void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream);
 void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream);
 
 // Tells every peer that this rank does not run its next call, which is `op`.
-void launch_refusal(const RankView& me, DeviceOp op, cudaStream_t stream);
+void launch_refusal(const RankView& me, Op op, cudaStream_t stream);
 
 }  // namespace weft

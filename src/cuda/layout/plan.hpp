@@ -10,9 +10,21 @@
 #include <cstdint>
 
 #include "core/hd.hpp"
-#include "kernels/device_control.hpp"
+#include "cuda/layout/control.hpp"
 
 namespace weft {
+
+// A plan whose slots the host has found is an image in host memory, laid out so that a kernel
+// copies it into this rank's plan block and into those of its receivers. This is of one receiver,
+// as offsets in bytes into the image, multiples of 16. Arrays as in PlanMap.
+struct GivenRecords {
+  uint64_t chunk_begin = 0;  // [num_device_chunks(num_tokens) + 1]
+  uint64_t heads = 0;        // [num_arrivals]
+  uint64_t slots = 0;        // [num_arrivals, max_topk], as the two below
+  uint64_t weights = 0;
+  uint64_t origins = 0;
+  int32_t num_arrivals = 0;
+};
 
 struct PlanHeader {
   uint32_t epoch = 0;  // of the call that made it
@@ -52,8 +64,7 @@ struct PlanMap {
     const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
     const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);
     const uint64_t per_pair = align(sizeof(int32_t) * max_tokens * num_ranks);
-    const uint32_t chunks = max_tokens <= 512 ? max_tokens : (max_tokens + 3) / 4;
-    chunk_stride_ = align(sizeof(int32_t) * ((chunks < 512 ? 512 : chunks) + 1));
+    chunk_stride_ = align(sizeof(int32_t) * (most_device_chunks(max_tokens) + 1));
     head_stride_ = align(sizeof(ArrivalHead) * max_tokens);
     route_stride_ = per_route;
     uint64_t end = align(sizeof(PlanHeader));
@@ -62,65 +73,32 @@ struct PlanMap {
       end += bytes;
       return begin;
     };
-    rows_per_expert_ = take(per_local);
-    padded_rows_per_expert_ = take(per_local);
-    expert_begin_ = take(per_local);
-    global_routes_ = take(align(sizeof(int64_t) * num_experts));
-    tokens_of_ = take(per_rank);
-    sent_ = take(per_rank);
-    received_ = take(per_rank);
-    arrival_base_ = take(per_rank);
-    received_base_ = take(per_rank);
-    route_expert_ = take(per_route);
-    route_slot_ = take(per_route);
-    route_weight_ = take(per_route);
-    primary_ = take(per_pair);
-    arrival_ = take(per_pair);
+    rows_per_expert = take(per_local);
+    padded_rows_per_expert = take(per_local);
+    expert_begin = take(per_local);
+    global_routes = take(align(sizeof(int64_t) * num_experts));
+    tokens_of = take(per_rank);
+    sent = take(per_rank);
+    received = take(per_rank);
+    arrival_base = take(per_rank);
+    received_base = take(per_rank);
+    route_expert = take(per_route);
+    route_slot = take(per_route);
+    route_weight = take(per_route);
+    primary = take(per_pair);
+    arrival = take(per_pair);
     chunk_begin_ = take(num_ranks * chunk_stride_);
     heads_ = take(num_ranks * head_stride_);
     slots_ = take(num_ranks * route_stride_);
     weights_ = take(num_ranks * route_stride_);
     origins_ = take(num_ranks * route_stride_);
-    has_records_ = take(align(sizeof(uint32_t)));
+    has_records = take(align(sizeof(uint32_t)));
     num_bytes_ = end;
   }
 
-  // --- shape of this rank's output and of the group ---
   [[nodiscard]] WEFT_HD constexpr uint64_t header() const { return 0; }
-  // int64 [num_local_experts] each, as in Plan; with rank_major `rows` counts dropped routes too.
-  [[nodiscard]] WEFT_HD constexpr uint64_t rows_per_expert() const { return rows_per_expert_; }
-  [[nodiscard]] WEFT_HD constexpr uint64_t padded_rows_per_expert() const {
-    return padded_rows_per_expert_;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t expert_begin() const { return expert_begin_; }
-  // int64 [num_experts] routes of all ranks, before dropping.
-  [[nodiscard]] WEFT_HD constexpr uint64_t global_routes() const { return global_routes_; }
-  // int32 [num_ranks] tokens of each rank.
-  [[nodiscard]] WEFT_HD constexpr uint64_t tokens_of() const { return tokens_of_; }
-  // int32 [num_ranks] arrivals from this rank to each receiver, dropped ones included.
-  [[nodiscard]] WEFT_HD constexpr uint64_t sent() const { return sent_; }
-  // int32 [num_ranks] arrivals from each source to this rank, dropped ones included.
-  [[nodiscard]] WEFT_HD constexpr uint64_t received() const { return received_; }
-  // int32 [num_ranks] arrivals to each receiver from ranks before this one: where this rank's
-  // begin in that receiver's staging.
-  [[nodiscard]] WEFT_HD constexpr uint64_t arrival_base() const { return arrival_base_; }
-  // int32 [num_ranks] arrivals from each source, summed over the sources before it: where they
-  // begin in this rank's staging.
-  [[nodiscard]] WEFT_HD constexpr uint64_t received_base() const { return received_base_; }
-
   // What the host reads in exact mode lies before this offset.
-  [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert_; }
-
-  // --- this rank's tokens; T = max_tokens, K = max_topk even where the call has less ---
-  // int32 [T, K] expert and slot of each route, -1 = none (slot: or dropped).
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_expert() const { return route_expert_; }
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_slot() const { return route_slot_; }
-  // float [T, K] weights, if the routing carried any.
-  [[nodiscard]] WEFT_HD constexpr uint64_t route_weight() const { return route_weight_; }
-  // int32 [T, num_ranks] smallest slot of the token on each rank, -1 = none kept there.
-  [[nodiscard]] WEFT_HD constexpr uint64_t primary() const { return primary_; }
-  // int32 [T, num_ranks] number of the arrival in its pair, -1 = the token has no route there.
-  [[nodiscard]] WEFT_HD constexpr uint64_t arrival() const { return arrival_; }
+  [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert; }
 
   // --- arrivals on this rank, written by their sources ---
   // int32 [num_ranks][max_chunks + 1]: number of the first arrival of each chunk of the source's
@@ -145,30 +123,41 @@ struct PlanMap {
     return origins_ + source * route_stride_;
   }
 
-  // uint32 1 if a host that asked found the arrivals of all sources, 2 if not (plan_download.hpp).
-  [[nodiscard]] WEFT_HD constexpr uint64_t has_records() const { return has_records_; }
-
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }
+
+  // --- shape of this rank's output and of the group ---
+  // int64 [num_local_experts] each, as in Plan; with rank_major `rows` counts dropped routes too.
+  uint64_t rows_per_expert = 0;
+  uint64_t padded_rows_per_expert = 0;
+  uint64_t expert_begin = 0;
+  uint64_t global_routes = 0;  // int64 [num_experts] routes of all ranks, before dropping
+  uint64_t tokens_of = 0;      // int32 [num_ranks] tokens of each rank
+  // int32 [num_ranks] arrivals from this rank to each receiver, from each source to this rank,
+  // dropped ones included.
+  uint64_t sent = 0;
+  uint64_t received = 0;
+  // int32 [num_ranks] arrivals to each receiver from ranks before this one: where this rank's
+  // begin in that receiver's staging.
+  uint64_t arrival_base = 0;
+  // int32 [num_ranks] arrivals from each source, summed over the sources before it: where they
+  // begin in this rank's staging.
+  uint64_t received_base = 0;
+
+  // --- this rank's tokens; T = max_tokens, K = max_topk even where the call has less ---
+  // int32 [T, K] expert and slot of each route, -1 = none (slot: or dropped).
+  uint64_t route_expert = 0;
+  uint64_t route_slot = 0;
+  uint64_t route_weight = 0;  // float [T, K] weights, if the routing carried any
+  uint64_t primary = 0;  // int32 [T, num_ranks] smallest slot of the token there, -1 = none kept
+  uint64_t arrival = 0;  // int32 [T, num_ranks] its number in its pair, -1 = no route there
+  // uint32 1 if a host that asked found the arrivals of all sources, 2 if not (download.hpp).
+  uint64_t has_records = 0;
 
  private:
   [[nodiscard]] static constexpr uint64_t align(uint64_t bytes) {
     return (bytes + 127) / 128 * 128;
   }
 
-  uint64_t rows_per_expert_ = 0;
-  uint64_t padded_rows_per_expert_ = 0;
-  uint64_t expert_begin_ = 0;
-  uint64_t global_routes_ = 0;
-  uint64_t tokens_of_ = 0;
-  uint64_t sent_ = 0;
-  uint64_t received_ = 0;
-  uint64_t arrival_base_ = 0;
-  uint64_t received_base_ = 0;
-  uint64_t route_expert_ = 0;
-  uint64_t route_slot_ = 0;
-  uint64_t route_weight_ = 0;
-  uint64_t primary_ = 0;
-  uint64_t arrival_ = 0;
   uint64_t chunk_begin_ = 0;
   uint64_t chunk_stride_ = 0;
   uint64_t heads_ = 0;
@@ -177,7 +166,6 @@ struct PlanMap {
   uint64_t weights_ = 0;
   uint64_t origins_ = 0;
   uint64_t route_stride_ = 0;
-  uint64_t has_records_ = 0;
   uint64_t num_bytes_ = 0;
 };
 
@@ -192,23 +180,23 @@ struct PlanView {
   }
   [[nodiscard]] WEFT_HD PlanHeader* header() const { return at<PlanHeader>(map.header()); }
   [[nodiscard]] WEFT_HD int64_t* rows_per_expert() const {
-    return at<int64_t>(map.rows_per_expert());
+    return at<int64_t>(map.rows_per_expert);
   }
   [[nodiscard]] WEFT_HD int64_t* padded_rows_per_expert() const {
-    return at<int64_t>(map.padded_rows_per_expert());
+    return at<int64_t>(map.padded_rows_per_expert);
   }
-  [[nodiscard]] WEFT_HD int64_t* expert_begin() const { return at<int64_t>(map.expert_begin()); }
-  [[nodiscard]] WEFT_HD int64_t* global_routes() const { return at<int64_t>(map.global_routes()); }
-  [[nodiscard]] WEFT_HD int32_t* tokens_of() const { return at<int32_t>(map.tokens_of()); }
-  [[nodiscard]] WEFT_HD int32_t* sent() const { return at<int32_t>(map.sent()); }
-  [[nodiscard]] WEFT_HD int32_t* received() const { return at<int32_t>(map.received()); }
-  [[nodiscard]] WEFT_HD int32_t* arrival_base() const { return at<int32_t>(map.arrival_base()); }
-  [[nodiscard]] WEFT_HD int32_t* received_base() const { return at<int32_t>(map.received_base()); }
-  [[nodiscard]] WEFT_HD int32_t* route_expert() const { return at<int32_t>(map.route_expert()); }
-  [[nodiscard]] WEFT_HD int32_t* route_slot() const { return at<int32_t>(map.route_slot()); }
-  [[nodiscard]] WEFT_HD float* route_weight() const { return at<float>(map.route_weight()); }
-  [[nodiscard]] WEFT_HD int32_t* primary() const { return at<int32_t>(map.primary()); }
-  [[nodiscard]] WEFT_HD int32_t* arrival() const { return at<int32_t>(map.arrival()); }
+  [[nodiscard]] WEFT_HD int64_t* expert_begin() const { return at<int64_t>(map.expert_begin); }
+  [[nodiscard]] WEFT_HD int64_t* global_routes() const { return at<int64_t>(map.global_routes); }
+  [[nodiscard]] WEFT_HD int32_t* tokens_of() const { return at<int32_t>(map.tokens_of); }
+  [[nodiscard]] WEFT_HD int32_t* sent() const { return at<int32_t>(map.sent); }
+  [[nodiscard]] WEFT_HD int32_t* received() const { return at<int32_t>(map.received); }
+  [[nodiscard]] WEFT_HD int32_t* arrival_base() const { return at<int32_t>(map.arrival_base); }
+  [[nodiscard]] WEFT_HD int32_t* received_base() const { return at<int32_t>(map.received_base); }
+  [[nodiscard]] WEFT_HD int32_t* route_expert() const { return at<int32_t>(map.route_expert); }
+  [[nodiscard]] WEFT_HD int32_t* route_slot() const { return at<int32_t>(map.route_slot); }
+  [[nodiscard]] WEFT_HD float* route_weight() const { return at<float>(map.route_weight); }
+  [[nodiscard]] WEFT_HD int32_t* primary() const { return at<int32_t>(map.primary); }
+  [[nodiscard]] WEFT_HD int32_t* arrival() const { return at<int32_t>(map.arrival); }
   [[nodiscard]] WEFT_HD int32_t* chunk_begin(uint32_t source) const {
     return at<int32_t>(map.chunk_begin(source));
   }
@@ -224,7 +212,7 @@ struct PlanView {
   [[nodiscard]] WEFT_HD int32_t* origins(uint32_t source) const {
     return at<int32_t>(map.origins(source));
   }
-  [[nodiscard]] WEFT_HD uint32_t* has_records() const { return at<uint32_t>(map.has_records()); }
+  [[nodiscard]] WEFT_HD uint32_t* has_records() const { return at<uint32_t>(map.has_records); }
 };
 
 }  // namespace weft

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/buffers_cuda.hpp"
+#include "cuda/memory/buffers.hpp"
 
 #include <algorithm>
 #include <bit>
 
 #include "core/check.hpp"
-#include "exchange/buffer_pool.hpp"
+#include "core/size_class.hpp"
 
 namespace weft {
 namespace {

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "transport/peer/peer_memory.hpp"
+#include "cuda/transport/peer_memory.hpp"
 
 namespace weft {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 
 namespace weft {
 

@@ -8,9 +8,10 @@
 #include <optional>
 #include <thread>
 
-#include "exchange/exchange_cuda.hpp"
-#include "kernels/plan_download.hpp"
+#include "cuda/exchange/exchange.hpp"
+#include "cuda/plan/download.hpp"
 #include "plan/build.hpp"
+#include "plan/device_plan.hpp"
 
 namespace weft {
 namespace {
@@ -125,7 +126,10 @@ void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context
 }  // namespace
 
 CudaExchange::PreparedPlan CudaExchange::prepare_plan(
-    const Routing& routing, const PlanOptions& options, cudaStream_t stream
+    const Routing& routing,
+    const PlanOptions& options,
+    const PayloadFormat& payload,
+    cudaStream_t stream
 ) {
   check_options(options, context);
   const RoutingShape routes = check_routing(
@@ -169,15 +173,14 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   launch.pad_multiple = options.pad_multiple;
   launch.expert_stride = options.expert_stride;
   launch.row_budget = options.row_budget.value_or(-1);
-  const int64_t signature[] = {
-      static_cast<int64_t>(options.layout),
-      options.pad_multiple,
-      options.expert_stride,
-      static_cast<int64_t>(options.overflow),
-      routes.topk,
-      routes.from_map,
-      data.shape.has_weights};
-  std::copy(std::begin(signature), std::end(signature), launch.signature);
+  const Call call = {
+      .op = Op::kPlan,
+      .options = options,
+      .topk = routes.topk,
+      .from_map = routes.from_map,
+      .has_weights = data.shape.has_weights,
+      .payload = payload};
+  launch.signature = signature_of(call);
   launch.scratch = plan_scratch.get();
   launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
   return {std::move(data), launch};
@@ -186,8 +189,14 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
 Plan CudaExchange::make_plan(
     const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
-  return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
-    auto [data, launch] = prepare_plan(routing, options, stream);
+  return make_plan_of(Op::kPlan, routing, options, call);
+}
+
+Plan CudaExchange::make_plan_of(
+    Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
+) {
+  return run_call(op, call, [&](cudaStream_t stream) {
+    auto [data, launch] = prepare_plan(routing, options, {}, stream);
     const bool waits = data.has_output_shape;
     auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape.get() + plan_map.shape_bytes());
     if (waits) {
@@ -235,7 +244,7 @@ std::shared_ptr<DevicePlan> CudaExchange::device_plan(
 }
 
 PlanView CudaExchange::view_of(const PlanData& plan) const {
-  return static_cast<const CudaPlan&>(*plan.device).view();
+  return device_plan_as<CudaPlan>(plan, context).view();
 }
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.

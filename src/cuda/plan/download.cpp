@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kernels/plan_download.hpp"
+#include "cuda/plan/download.hpp"
 
 #include <algorithm>
 #include <array>
@@ -9,9 +9,8 @@
 #include <vector>
 
 #include "core/check.hpp"
-#include "core/check_cuda.hpp"
+#include "core/gpu/check.hpp"
 #include "plan/build.hpp"
-#include "plan/complete_plan.hpp"
 #include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
 #include "weft/routing.hpp"

@@ -4,8 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "kernels/device_control.hpp"
-#include "kernels/device_plan.hpp"
+#include "cuda/layout/control.hpp"
+#include "cuda/layout/plan.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {

@@ -3,7 +3,7 @@
 // plan_image.cpp; next: kernels/plan_given.cu.
 #include <algorithm>
 
-#include "exchange/exchange_cuda.hpp"
+#include "cuda/exchange/exchange.hpp"
 
 namespace weft {
 namespace {
@@ -20,7 +20,7 @@ Plan CudaExchange::adopt_plan(
     int64_t number,
     const CallOptions& call
 ) {
-  return run_call(DeviceOp::kPlan, call, [&](cudaStream_t stream) {
+  return run_call(Op::kPlan, call, [&](cudaStream_t stream) {
     const auto block = take_plan(stream);
     data.exchange_id = id;
     data.device = device_plan(block, data.shape);
@@ -31,9 +31,12 @@ Plan CudaExchange::adopt_plan(
     launch.image = image;
     std::ranges::copy(records, std::begin(launch.to));
     launch.num_tokens = static_cast<int32_t>(data.shape.num_tokens);
-    const int64_t signature[] = {
-        static_cast<int64_t>(data.shape.options.layout), number, data.shape.topk};
-    std::copy(std::begin(signature), std::end(signature), launch.signature);
+    const Call imported = {
+        .op = Op::kPlan,
+        .plan_number = number,
+        .options = data.shape.options,
+        .topk = data.shape.topk};
+    launch.signature = signature_of(imported);
     launch.num_blocks = std::min(kGivenBlocks, num_gpu_sms);
     launch_given_plan(launch, stream);
     set_launched(stream);

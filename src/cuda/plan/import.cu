@@ -2,9 +2,9 @@
 // A plan that the host has made (exchange/plan_image.hpp) into the plan blocks of this domain: the
 // words of all ranks as in plan.cu, then this rank's own part, then the records of its arrivals
 // straight into the receivers' blocks. Later calls cannot tell it from a plan made here.
-#include "core/check_cuda.hpp"
-#include "kernels/launch.hpp"
-#include "kernels/wait.cuh"
+#include "core/gpu/check.hpp"
+#include "cuda/device/wait.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 namespace {
@@ -47,14 +47,12 @@ __device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
     setup.epoch = current_epoch(me);
     setup.failures = 0;
     DeviceWord word;
-    word.op = DeviceOp::kPlan;
+    word.op = Op::kPlan;
     word.status = is_stopped(me) ? WordStatus::kRefused : WordStatus::kGood;
     word.num_tokens = call.num_tokens;
     word.rows = call.plan_address;
     word.stamp = me.stamp;
-    for (int field = 0; field < kDeviceSignatureFields; ++field) {
-      word.signature[field] = call.signature[field];
-    }
+    word.signature = call.signature;
     setup.own() = word;
   }
   __syncthreads();
@@ -63,7 +61,7 @@ __device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
   }
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
-    const WaitSite site = {DeviceOp::kPlan, setup.epoch, peer, WaitFor::kRecords};
+    const WaitSite site = {Op::kPlan, setup.epoch, peer, WaitFor::kRecords};
     DeviceWord said;
     setup.blocks[peer] = nullptr;
     if (accept_word(me, setup.epoch, setup.own(), peer, said)) {
@@ -96,12 +94,12 @@ __device__ void copy_own(const GivenPlanLaunch& call) {
     copy_array(call.plan.data + offset, call.image + offset, bytes);
   };
   const auto tokens = static_cast<uint64_t>(call.num_tokens);
-  copy(map.rows_per_expert(), map.global_routes() - map.rows_per_expert());
-  copy(map.route_expert(), sizeof(int32_t) * tokens * map.max_topk);
-  copy(map.route_slot(), sizeof(int32_t) * tokens * map.max_topk);
-  copy(map.route_weight(), sizeof(float) * tokens * map.max_topk);
-  copy(map.primary(), sizeof(int32_t) * tokens * map.num_ranks);
-  copy(map.arrival(), sizeof(int32_t) * tokens * map.num_ranks);
+  copy(map.rows_per_expert, map.global_routes - map.rows_per_expert);
+  copy(map.route_expert, sizeof(int32_t) * tokens * map.max_topk);
+  copy(map.route_slot, sizeof(int32_t) * tokens * map.max_topk);
+  copy(map.route_weight, sizeof(float) * tokens * map.max_topk);
+  copy(map.primary, sizeof(int32_t) * tokens * map.num_ranks);
+  copy(map.arrival, sizeof(int32_t) * tokens * map.num_ranks);
 }
 
 __device__ void copy_records(const GivenPlanLaunch& call, const GivenSetup& setup, int rank) {

@@ -3,8 +3,8 @@
 // straight into the receivers' plan blocks, and what concerns the tokens' own rank into its plan.
 #pragma once
 
-#include "kernels/plan_read.cuh"
-#include "kernels/plan_shared.cuh"
+#include "cuda/plan/read_routing.cuh"
+#include "cuda/plan/shared.cuh"
 #include "plan/slots.hpp"
 
 namespace weft {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/plan_pool_cuda.hpp"
+#include "cuda/plan/pool.hpp"
 
 #include <utility>
 

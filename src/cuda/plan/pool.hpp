@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "exchange/buffers_cuda.hpp"
+#include "cuda/memory/buffers.hpp"
 
 namespace weft {
 

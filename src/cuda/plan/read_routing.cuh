@@ -3,9 +3,9 @@
 // counts its routes by expert and its arrivals by receiver.
 #pragma once
 
-#include "kernels/plan_shared.cuh"
-#include "kernels/topk_index.cuh"
-#include "kernels/wait.cuh"
+#include "cuda/device/topk_index.cuh"
+#include "cuda/device/wait.cuh"
+#include "cuda/plan/shared.cuh"
 
 namespace weft {
 
@@ -42,7 +42,7 @@ __device__ inline void raise_bad_index(
 ) {
   FaultRecord fault;
   fault.kind = FaultKind::kBadIndex;
-  fault.op = DeviceOp::kPlan;
+  fault.op = Op::kPlan;
   fault.epoch = epoch;
   fault.peer = me.rank;
   fault.what = k;
@@ -56,7 +56,7 @@ __device__ inline void raise_too_many(
 ) {
   FaultRecord fault;
   fault.kind = FaultKind::kTooMany;
-  fault.op = DeviceOp::kPlan;
+  fault.op = Op::kPlan;
   fault.epoch = epoch;
   fault.peer = me.rank;
   fault.what = found;

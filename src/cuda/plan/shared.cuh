@@ -8,10 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/lanes.cuh"
-#include "kernels/launch.hpp"
-#include "kernels/plan_numbers.hpp"
-#include "kernels/plan_shared_map.hpp"
+#include "cuda/device/lanes.cuh"
+#include "cuda/layout/launch.hpp"
+#include "cuda/plan/numbers.hpp"
+#include "cuda/plan/shared_map.hpp"
 
 namespace weft {
 

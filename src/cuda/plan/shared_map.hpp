@@ -5,8 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/device_control.hpp"
-#include "kernels/plan_numbers.hpp"
+#include "cuda/layout/control.hpp"
+#include "cuda/plan/numbers.hpp"
 
 namespace weft {
 

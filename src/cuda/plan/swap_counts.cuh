@@ -3,22 +3,20 @@
 // in.
 #pragma once
 
-#include "kernels/plan_shared.cuh"
-#include "kernels/wait.cuh"
+#include "cuda/device/wait.cuh"
+#include "cuda/plan/shared.cuh"
 
 namespace weft {
 
 // One thread: this rank's word but for its status.
 __device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
   word = DeviceWord();
-  word.op = DeviceOp::kPlan;
+  word.op = Op::kPlan;
   word.num_tokens = call.num_tokens;
   word.rows = call.plan_address;
   word.number = call.row_budget;
   word.stamp = call.me.stamp;
-  for (int field = 0; field < kDeviceSignatureFields; ++field) {
-    word.signature[field] = call.signature[field];
-  }
+  word.signature = call.signature;
 }
 
 // All threads of all blocks: until every block of this rank is here. False if the call is given up.
@@ -28,7 +26,7 @@ __device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& plac
   if (threadIdx.x == 0) {
     LocalState* local = call.me.local;
     if (ptx::add_acq_rel_gpu(&local->grid, 1) != place.num_blocks - 1) {
-      const WaitSite site = {DeviceOp::kPlan, place.epoch, call.me.rank, WaitFor::kGrid};
+      const WaitSite site = {Op::kPlan, place.epoch, call.me.rank, WaitFor::kGrid};
       is_met = wait_reached(call.me, &local->grid, place.num_blocks, site);
     }
   }
@@ -112,7 +110,7 @@ __device__ inline bool check_word(
     const PlanLaunch& call, const PlanPlace& place, const DeviceWord& word, int peer
 ) {
   FaultRecord fault;
-  fault.op = DeviceOp::kPlan;
+  fault.op = Op::kPlan;
   fault.epoch = place.epoch;
   fault.peer = peer;
   fault.what = -1;
@@ -122,17 +120,17 @@ __device__ inline bool check_word(
     fault.wanted = static_cast<int64_t>(call.me.stamp);
   } else if (word.status == WordStatus::kRefused) {
     fault.kind = FaultKind::kRefused;
-  } else if (word.op != DeviceOp::kPlan) {
+  } else if (word.op != Op::kPlan) {
     fault.kind = FaultKind::kMismatch;
     fault.seen = static_cast<int64_t>(word.op);
-    fault.wanted = static_cast<int64_t>(DeviceOp::kPlan);
+    fault.wanted = static_cast<int64_t>(Op::kPlan);
   } else {
-    for (int field = kDeviceSignatureFields - 1; field >= 0; --field) {  // the first one wins
-      if (word.signature[field] != call.signature[field]) {
+    for (int field = kSignatureWords - 1; field >= 0; --field) {  // the first one wins
+      if (word.signature.words[field] != call.signature.words[field]) {
         fault.kind = FaultKind::kMismatch;
         fault.what = field;
-        fault.seen = word.signature[field];
-        fault.wanted = call.signature[field];
+        fault.seen = word.signature.words[field];
+        fault.wanted = call.signature.words[field];
       }
     }
   }
@@ -153,7 +151,7 @@ __device__ inline bool accept_words(
   const std::byte* control = shared.control[me.rank];
   bool is_good = true;
   if (thread < place.num_ranks) {
-    const WaitSite site = {DeviceOp::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kWord};
+    const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kWord};
     const uint32_t slot = me.map.signals().word(place.epoch, thread);
     is_good =
         wait_reached(me, reinterpret_cast<const uint32_t*>(control) + slot, place.epoch, site);
@@ -194,8 +192,7 @@ __device__ inline bool accept_words(
     const DeviceWord& word = shared.words[thread];
     is_good = check_word(call, place, word, static_cast<int>(thread));
     if (is_good) {
-      const WaitSite site = {
-          DeviceOp::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};
+      const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};
       shared.blocks[thread] = peer_data(me, word.rows, site);
       is_good = shared.blocks[thread] != nullptr;
     }

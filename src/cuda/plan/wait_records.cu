@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/check_cuda.hpp"
 #include "core/context.hpp"
-#include "kernels/plan_download.hpp"
-#include "kernels/wait.cuh"
+#include "core/gpu/check.hpp"
+#include "cuda/device/wait.cuh"
+#include "cuda/plan/download.hpp"
 
 namespace weft {
 namespace {
@@ -15,7 +15,7 @@ __global__ void wait_records(
   const uint32_t epoch = plan.header()->epoch;
   bool has_come = true;
   if (source < me.num_ranks) {
-    const WaitSite site = {DeviceOp::kPlan, epoch, source, WaitFor::kRecords};
+    const WaitSite site = {Op::kPlan, epoch, source, WaitFor::kRecords};
     const uint32_t slot = me.map.signals().records(static_cast<uint32_t>(source));
     has_come = wait_reached(me, signal_of(me, me.rank, slot), epoch, site);
   }

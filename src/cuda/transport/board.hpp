@@ -10,11 +10,21 @@
 
 #include <atomic>
 #include <cstdint>
+#include <new>
+#include <type_traits>
 
-#include "core/peer_address.hpp"
-#include "transport/peer/region_source.hpp"
+#include "core/gpu/peer_address.hpp"
+#include "cuda/transport/gpu_transport.hpp"
 
 namespace weft {
+
+// How a peer finds a region.
+struct RegionHandle {
+  uint64_t id = 0;     // in the owner's process
+  uint64_t bytes = 0;  // of the region
+  ExportedMemory exported = {};
+};
+static_assert(std::is_trivially_copyable_v<RegionHandle>);
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "boards are shared by processes");
 
@@ -42,7 +52,15 @@ class Board {
     return acks_offset() + static_cast<uint64_t>(num_ranks) * kMaxPeerRegions * sizeof(Ack);
   }
   // The owner, before any peer looks.
-  void clear(int num_ranks) const;
+  void clear(int num_ranks) const {
+    new (data_) BoardHead;
+    for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+      new (&entry(region)) BoardEntry;
+      for (int rank = 0; rank < num_ranks; ++rank) {
+        new (&ack(rank, region)) Ack(0);
+      }
+    }
+  }
 
   [[nodiscard]] BoardHead& head() const { return *reinterpret_cast<BoardHead*>(data_); }
   [[nodiscard]] BoardEntry& entry(uint32_t region) const {

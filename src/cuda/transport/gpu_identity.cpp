@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/peer/gpu_identity.hpp"
+#include "cuda/transport/gpu_identity.hpp"
 
 #include <fmt/format.h>
 

@@ -1,25 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/peer/cuda_regions.hpp"
+#include "cuda/transport/peer_memory.hpp"
 
 #include <algorithm>
+#include <exception>
+#include <span>
+#include <thread>
 
 #include "core/check.hpp"
-#include "core/check_cuda.hpp"
-#include "core/peer_address.hpp"
-#include "core/scope_cuda.hpp"
+#include "core/env.hpp"
+#include "core/gpu/check.hpp"
+#include "core/local_memory.hpp"
+#include "core/log.hpp"
 #include "transport/agree.hpp"
-#include "transport/peer/cuda_handle.hpp"
 
 namespace weft {
+namespace {
 
-CudaRegions::CudaRegions(const Group& group, int device)
+// How long a rank that ends waits for other processes to unmap its memory: CUDA does not say what
+// becomes of memory that is freed before.
+constexpr auto kFarewell = std::chrono::seconds(1);
+
+}  // namespace
+
+CudaRegions::CudaRegions(const Group& group, int device, std::string_view transport)
     : rank_(group.rank()), num_ranks_(group.num_ranks()), device_(device) {
   gpus_ = gather_identities(group, device);
-  agree(group, [&] { check_reach(); });
+  agree(group, [&] {
+    check_reach();
+    const std::string usual = Env::read().gpu_transport.value_or(gpu_transport_names().front());
+    name_ = transport.empty() ? usual : transport;
+  });
+  agree_on_name(name_, group);
   try {
     agree(group, [&] {
       WEFT_CUDA(context(), cudaSetDevice(device_));
-      enable_access();
+      transport_ = make_gpu_transport(
+          name_,
+          {.device = device_,
+           .devices = enable_access(),
+           .is_exported = is_exported(),
+           .context = context()}
+      );
       make_table();
     });
   } catch (...) {
@@ -34,19 +55,20 @@ CudaRegions::~CudaRegions() {
 
 void CudaRegions::check_reach() const {
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    const std::string problem =
-        reach_obstacle(gpus_[static_cast<size_t>(rank_)], gpus_[static_cast<size_t>(rank)], rank);
+    const std::string problem = reach_obstacle(own(), gpus_[static_cast<size_t>(rank)], rank);
     WEFT_CHECK(context(), problem.empty(), ErrorCode::kNotAvailable, "open: {}", problem);
   }
 }
 
-// Other GPUs of this process; those of other processes follow when their memory is mapped.
-void CudaRegions::enable_access() const {
-  const GpuIdentity& own = gpus_[static_cast<size_t>(rank_)];
+// GPUs of this process, this rank's included, once each; those of other processes follow when their
+// memory is mapped.
+std::vector<int> CudaRegions::enable_access() const {
+  std::vector<int> devices = {device_};
   for (const GpuIdentity& other : gpus_) {
-    if (!own.is_same_process(other) || own.is_same_gpu(other)) {
+    if (!own().is_same_process(other) || std::ranges::count(devices, other.device) > 0) {
       continue;
     }
+    devices.push_back(other.device);
     const cudaError_t status = cudaDeviceEnablePeerAccess(other.device, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {
       static_cast<void>(cudaGetLastError());
@@ -54,6 +76,7 @@ void CudaRegions::enable_access() const {
       raise_cuda_error(status, "cudaDeviceEnablePeerAccess", context());
     }
   }
+  return devices;
 }
 
 void CudaRegions::make_table() {
@@ -91,10 +114,8 @@ void CudaRegions::enter_thread() {
 
 OwnRegion CudaRegions::allocate(uint64_t bytes) {
   const CudaDeviceGuard guard(device_, context());
-  const auto& own = gpus_[static_cast<size_t>(rank_)];
-  const bool is_exported =
-      std::ranges::any_of(gpus_, [&](const GpuIdentity& gpu) { return !own.is_same_process(gpu); });
-  OwnRegion region = make_cuda_region(bytes, is_exported, context());
+  auto [data, exported] = transport_->allocate(bytes);
+  OwnRegion region = {data, {.id = local_memory().add(data), .bytes = bytes, .exported = exported}};
   const std::lock_guard lock(stream_mutex_);
   WEFT_CUDA(context(), cudaMemsetAsync(region.data.get(), 0, bytes, stream_.get()));
   WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
@@ -102,9 +123,8 @@ OwnRegion CudaRegions::allocate(uint64_t bytes) {
 }
 
 std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle) {
-  const auto& own = gpus_[static_cast<size_t>(rank_)];
-  if (own.is_same_process(gpus_[static_cast<size_t>(rank)])) {
-    auto data = find_cuda_region(handle);
+  if (own().is_same_process(gpus_[static_cast<size_t>(rank)])) {
+    auto data = std::static_pointer_cast<std::byte>(local_memory().find(handle.id));
     WEFT_CHECK(
         context(),
         data != nullptr,
@@ -114,8 +134,7 @@ std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle
     );
     return data;
   }
-  const CudaDeviceGuard guard(device_, context());
-  return open_cuda_region(handle, rank, context());
+  return transport_->map(rank, handle.exported, handle.bytes);
 }
 
 void CudaRegions::set_entry(int rank, uint32_t region, std::byte* data) {
@@ -135,22 +154,54 @@ void CudaRegions::quiesce() {
 }
 
 std::string_view CudaRegions::how(int rank) const {
-  const auto& own = gpus_[static_cast<size_t>(rank_)];
-  return own.is_same_process(gpus_.at(static_cast<size_t>(rank))) ? "same process" : "ipc";
+  const GpuIdentity& other = gpus_.at(static_cast<size_t>(rank));
+  return own().is_same_process(other) ? "same process" : std::string_view(name_);
 }
 
 bool CudaRegions::is_exported() const {
-  const auto& own = gpus_[static_cast<size_t>(rank_)];
   return std::ranges::any_of(gpus_, [&](const GpuIdentity& gpu) {
-    return !own.is_same_process(gpu);
+    return !own().is_same_process(gpu);
   });
 }
 
 int CudaRegions::ranks_on_this_gpu() const {
-  const auto& own = gpus_[static_cast<size_t>(rank_)];
   return static_cast<int>(std::ranges::count_if(gpus_, [&](const GpuIdentity& gpu) {
-    return own.is_same_gpu(gpu);
+    return own().is_same_gpu(gpu);
   }));
+}
+
+// --- regions on GPUs ---
+
+std::string PeerMemory::obstacle(const Group& group, int device) {
+  std::string own = transport_obstacle("auto", group);
+  const auto gpus = gather_identities(group, device);
+  for (int rank = 0; rank < group.num_ranks() && own.empty(); ++rank) {
+    own = reach_obstacle(
+        gpus[static_cast<size_t>(group.rank())], gpus[static_cast<size_t>(rank)], rank
+    );
+  }
+  if (own.empty() && group.num_ranks() > kMaxDomainRanks) {
+    own = "too many ranks share GPU memory";
+  }
+  for (const Bytes& problem : group.all_gather(std::as_bytes(std::span(own)))) {
+    if (!problem.empty()) {
+      return {reinterpret_cast<const char*>(problem.data()), problem.size()};
+    }
+  }
+  return {};
+}
+
+PeerMemory::~PeerMemory() {
+  try {
+    close();
+    const auto deadline = std::chrono::steady_clock::now() + kFarewell;
+    while (source.is_exported() && !is_unmapped_by_peers() &&
+           std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarn, "peer memory: close: {}", error.what());
+  }
 }
 
 }  // namespace weft

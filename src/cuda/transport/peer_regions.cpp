@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The owner's side: regions come, are found and go. What peers do is in peer_service.cpp.
-#include "transport/peer/peer_regions.hpp"
+#include "cuda/transport/peer_regions.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions of all ranks, kept up to date by a service thread. Knows nothing of GPUs: a
-// RegionSource makes and maps the memory.
+// The regions of device memory that ranks share: which there are, where each is mapped, and when
+// one may be freed. Knows nothing of GPUs: a RegionSource makes and maps the memory, so that all of
+// this is tested without one.
+//
+// Growth is local: allocate() publishes the region on a board in host memory and a service thread
+// of each peer maps it, whatever the peer's other threads do. Until all have, is_reachable() is
+// false and the region must not be named to peers.
 #pragma once
 
 #include <array>
@@ -13,12 +18,38 @@
 #include <vector>
 
 #include "core/context.hpp"
-#include "transport/peer/board.hpp"
-#include "transport/peer/peer_memory.hpp"
-#include "transport/peer/region_source.hpp"
+#include "cuda/transport/board.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
+
+struct PeerRegion {
+  std::byte* data = nullptr;  // in this rank's address space, 2 MiB aligned in size
+  uint64_t bytes = 0;
+  uint32_t region = 0;  // index in the table
+};
+
+struct OwnRegion {
+  std::shared_ptr<std::byte> data;  // freed with its last user in this process
+  RegionHandle handle;
+};
+
+// Where regions come from and how a peer maps them. Any thread.
+class RegionSource {
+ public:
+  virtual ~RegionSource() = default;
+
+  // The service thread begins.
+  virtual void enter_thread() = 0;
+  // Zeroed; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
+  [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
+  // A region of another rank, unmapped with the last copy. Throws Error.
+  [[nodiscard]] virtual std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) = 0;
+  // What this rank's kernels find under (rank, region) from their next launch on; null: nothing.
+  virtual void set_entry(int rank, uint32_t region, std::byte* data) = 0;
+  // Waits for this rank's running kernels, before memory that they may use is unmapped.
+  virtual void quiesce() = 0;
+};
 
 class PeerRegions {
  public:
@@ -29,24 +60,37 @@ class PeerRegions {
   PeerRegions(const PeerRegions&) = delete;
   PeerRegions& operator=(const PeerRegions&) = delete;
 
-  // --- any thread; as in PeerMemory ---
+  // --- any thread ---
+  // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
+  // its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
+  // As above, but nothing unless all peers map it before so long.
   [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
       uint64_t bytes, std::chrono::milliseconds at_most
   );
+  // No kernel of any rank may use it any more. The memory comes back when all peers have unmapped
+  // it, after close() when this ends; returns at once. Throws Error (kInvalidArgument) for what is
+  // not allocated.
   void release(const PeerRegion& region);
+  // Whether every peer has mapped it, those that left or died aside; the second form waits so long,
+  // or until a peer has failed to map it.
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
+  // Until the memory of every released region is the system's again; false if it took longer.
+  [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
+  // The live region of this rank that holds these bytes.
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;
+
   [[nodiscard]] const PeerRegion& control() const { return control_; }
+  // Region 0 of any rank as this GPU maps it, from construction to close().
   [[nodiscard]] std::byte* control_of(int rank) const;
   [[nodiscard]] PeerState peer_state(int rank) const { return transport_->peer_state(rank); }
+  // Tells peers that this rank leaves, waits for its running kernels and unmaps the memory of
+  // others; its own stays until destruction, and as long as a peer maps it. Again: no effect.
   void close();
   // Whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
-  // Until the memory of every released region is the system's again, or so long.
-  [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
 
  private:
   enum class Use : uint8_t { kFree, kTaken, kLive, kDead };

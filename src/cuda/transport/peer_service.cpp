@@ -6,7 +6,7 @@
 
 #include "core/check.hpp"
 #include "core/log.hpp"
-#include "transport/peer/peer_regions.hpp"
+#include "cuda/transport/peer_regions.hpp"
 
 namespace weft {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/reference_exchange.hpp"
+#include "exchange/reference/reference_exchange.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -227,9 +227,9 @@ void reference_dispatch(
     std::span<const DispatchOutput> out
 ) {
   for (size_t to = 0; to < plans.size(); ++to) {
-    zero_padding(plans[to].data(), out[to]);
+    zero_padding(contents_of(plans[to]), out[to]);
     for (size_t from = 0; from < plans.size(); ++from) {
-      const auto routes = routes_between(plans[from].data(), static_cast<int>(to));
+      const auto routes = routes_between(contents_of(plans[from]), static_cast<int>(to));
       for (const Route& route : routes) {
         copy_row(out[to].rows, route.slot, in[from].x, route.token);
         if (in[from].scales.is_given()) {
@@ -262,7 +262,7 @@ void reference_combine(
         plans[rank].layout() != Layout::kRankMajor || in[rank].scale == CombineScale::kNone,
         "combine: rows cannot be scaled (a row of layout rank_major belongs to several routes)"
     );
-    combine_rank(plans[rank].data(), in, in[rank], out[rank], domain_of);
+    combine_rank(contents_of(plans[rank]), in, in[rank], out[rank], domain_of);
   }
 }
 

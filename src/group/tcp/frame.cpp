@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/frame.hpp"
+#include "group/tcp/frame.hpp"
 
 #include <algorithm>
 #include <cstring>

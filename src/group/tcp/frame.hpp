@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "group/socket.hpp"
+#include "group/tcp/socket.hpp"
 #include "weft/group.hpp"
 
 namespace weft {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/handshake.hpp"
+#include "group/tcp/handshake.hpp"
 
 #include <sodium.h>
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "group/protocol_version.hpp"
+#include "group/control_plane.hpp"
 
 namespace weft {
 

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <vector>
 
-#include "group/socket.hpp"
+#include "group/control_plane.hpp"
+#include "group/tcp/socket.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
@@ -30,5 +32,16 @@ void check_rendezvous(const Rendezvous& rendezvous);
 [[nodiscard]] constexpr std::chrono::milliseconds patience(std::chrono::milliseconds timeout) {
   return timeout + timeout / 4;
 }
+
+// The control planes are a star of connections around rank 0, which collects the blocks and sends
+// them to all. Rank 0's, with the other ranks' connections by rank (its own place closed).
+[[nodiscard]] std::unique_ptr<ControlPlane> make_tcp_root(
+    std::vector<Socket> peers, std::chrono::milliseconds timeout
+);
+
+// Another rank's, with its connection to rank 0.
+[[nodiscard]] std::unique_ptr<ControlPlane> make_tcp_peer(
+    Socket root, const Context& context, std::chrono::milliseconds timeout
+);
 
 }  // namespace weft

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/socket.hpp"
+#include "group/tcp/socket.hpp"
 
 #include <cstring>
 #include <memory>
@@ -7,7 +7,6 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
-#include <unistd.h>
 
 namespace weft {
 namespace {
@@ -22,7 +21,7 @@ const sockaddr* as_sockaddr(const Endpoint& endpoint) {
 Endpoint local_endpoint(const Socket& socket) {
   Endpoint own;
   own.size = sizeof(own.address);
-  if (getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&own.address), &own.size) != 0) {
+  if (getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own.address), &own.size) != 0) {
     own.size = 0;
   }
   return own;
@@ -36,11 +35,11 @@ int port_of(const Endpoint& endpoint) {
 }
 
 void set_option(const Socket& socket, int level, int option, int value) {
-  setsockopt(socket.fd(), level, option, &value, sizeof(value));
+  setsockopt(socket.get(), level, option, &value, sizeof(value));
 }
 
 bool wait_for(const Socket& socket, short events, const Deadline& deadline) {
-  pollfd entry = {socket.fd(), events, 0};
+  pollfd entry = {socket.get(), events, 0};
   while (true) {
     const int ready = poll(&entry, 1, static_cast<int>(deadline.left().count()));
     if (ready > 0) {
@@ -60,18 +59,12 @@ bool is_connected_to_itself(const Socket& socket, const Endpoint& peer) {
     return false;
   }
   const linger at_once = {1, 0};
-  setsockopt(socket.fd(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
   errno = ECONNREFUSED;
   return true;
 }
 
 }  // namespace
-
-void Socket::close() {
-  if (fd_ >= 0) {
-    ::close(std::exchange(fd_, -1));
-  }
-}
 
 std::string endpoint_text(const std::string& address, int port) {
   const bool is_ipv6 = address.find(':') != std::string::npos;
@@ -114,8 +107,8 @@ Socket listen_on(const std::string& address, int port, const Context& context) {
   for (const Endpoint& endpoint : resolve(address, port, context)) {
     Socket socket(::socket(endpoint.address.ss_family, SOCK_STREAM | kSocketFlags, 0));
     set_option(socket, SOL_SOCKET, SO_REUSEADDR, 1);
-    if (socket.is_open() && bind(socket.fd(), as_sockaddr(endpoint), endpoint.size) == 0 &&
-        listen(socket.fd(), kBacklog) == 0) {
+    if (socket.is_open() && bind(socket.get(), as_sockaddr(endpoint), endpoint.size) == 0 &&
+        listen(socket.get(), kBacklog) == 0) {
       return socket;
     }
     error = errno;
@@ -138,7 +131,7 @@ int port_of(const Socket& listener) {
 }
 
 Socket accept_from(const Socket& listener) {
-  Socket socket(accept4(listener.fd(), nullptr, nullptr, kSocketFlags));
+  Socket socket(accept4(listener.get(), nullptr, nullptr, kSocketFlags));
   if (socket.is_open()) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
   }
@@ -150,7 +143,7 @@ Socket connect_to(const Endpoint& endpoint, const Deadline& deadline) {
   if (!socket.is_open()) {
     return socket;
   }
-  if (connect(socket.fd(), as_sockaddr(endpoint), endpoint.size) != 0) {
+  if (connect(socket.get(), as_sockaddr(endpoint), endpoint.size) != 0) {
     if (errno != EINPROGRESS) {
       return {};
     }
@@ -160,7 +153,7 @@ Socket connect_to(const Endpoint& endpoint, const Deadline& deadline) {
     }
     int error = 0;
     socklen_t size = sizeof(error);
-    getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+    getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
     if (error != 0) {
       errno = error;
       return {};
@@ -179,7 +172,7 @@ bool wait_readable(const Socket& socket, const Deadline& deadline) {
 
 IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& done) {
   while (done < bytes.size()) {
-    const auto count = recv(socket.fd(), bytes.data() + done, bytes.size() - done, 0);
+    const auto count = recv(socket.get(), bytes.data() + done, bytes.size() - done, 0);
     if (count > 0) {
       done += static_cast<size_t>(count);
     } else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
@@ -193,7 +186,7 @@ IoState receive_some(const Socket& socket, std::span<std::byte> bytes, size_t& d
 
 IoState send_all(const Socket& socket, std::span<const std::byte> bytes, const Deadline& deadline) {
   while (!bytes.empty()) {
-    const auto count = send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    const auto count = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (count >= 0) {
       bytes = bytes.subspan(static_cast<size_t>(count));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {

@@ -7,32 +7,15 @@
 #include <span>
 #include <string>
 #include <sys/socket.h>
-#include <utility>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
+#include "core/descriptor.hpp"
 
 namespace weft {
 
-class Socket {
- public:
-  Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Socket() { close(); }
-
-  [[nodiscard]] int fd() const { return fd_; }
-  [[nodiscard]] bool is_open() const { return fd_ >= 0; }
-  void close();
-
- private:
-  int fd_ = -1;
-};
+using Socket = Descriptor;
 
 struct Endpoint {
   sockaddr_storage address = {};

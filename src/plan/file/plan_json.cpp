@@ -1,17 +1,183 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/plan_from_json.hpp"
-
+// A plan as JSON, and back. What follows from the rest (token lists) is made anew on loading.
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
 
+#include "core/atomic_file.hpp"
+#include "core/check.hpp"
 #include "plan/build.hpp"
-#include "plan/check_arrivals.hpp"
-#include "plan/complete_plan.hpp"
+#include "plan/plan_data.hpp"
 #include "plan/slots.hpp"
+#include "weft/version.hpp"
 
 namespace weft {
 namespace {
+
+constexpr std::string_view kPlanFormat = "weft plan";
+constexpr int kPlanVersion = 1;
+
+// --- reading ---
+
+// A JSON value that knows where it stands, so that every fault names file and key path.
+class JsonNode {
+ public:
+  JsonNode(const nlohmann::json& value, std::string_view file, std::string path = {})
+      : value_(&value), file_(file), path_(std::move(path)) {}
+
+  // These throw Error (kFile) for a key or an entry that is missing and for a value of another kind
+  // or out of range.
+  [[nodiscard]] JsonNode operator[](std::string_view key) const {
+    if (!value_->is_object()) {
+      fail(fmt::format("is {} (an object with \"{}\")", shown(), key));
+    }
+    JsonNode child(*value_, file_, fmt::format("{}/{}", path_, key));
+    const auto found = value_->find(key);
+    if (found == value_->end()) {
+      child.fail("is missing");
+    }
+    child.value_ = &*found;
+    return child;
+  }
+
+  [[nodiscard]] int64_t integer(int64_t low, int64_t high) const {
+    const bool is_huge =
+        value_->is_number_unsigned() &&
+        value_->get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+    const bool is_int = value_->is_number_integer() && !is_huge;
+    if (!is_int || value_->get<int64_t>() < low || value_->get<int64_t>() > high) {
+      fail(fmt::format("is {} (an integer from {} to {})", shown(), low, high));
+    }
+    return value_->get<int64_t>();
+  }
+
+  [[nodiscard]] bool boolean() const {
+    require(value_->is_boolean(), "true or false");
+    return value_->get<bool>();
+  }
+
+  [[nodiscard]] std::string_view text() const {
+    require(value_->is_string(), "a string");
+    return value_->get_ref<const std::string&>();
+  }
+
+  [[nodiscard]] bool is_null() const { return value_->is_null(); }
+
+  [[nodiscard]] std::vector<JsonNode> list() const {
+    require(value_->is_array(), "a list");
+    std::vector<JsonNode> entries;
+    entries.reserve(value_->size());
+    for (size_t i = 0; i < value_->size(); ++i) {
+      entries.emplace_back((*value_)[i], file_, fmt::format("{}/{}", path_, i));
+    }
+    return entries;
+  }
+
+  [[nodiscard]] std::vector<JsonNode> list(int64_t length) const {
+    std::vector<JsonNode> entries = list();
+    if (static_cast<int64_t>(entries.size()) != length) {
+      fail(fmt::format("has {} entries (expected {})", entries.size(), length));
+    }
+    return entries;
+  }
+
+  template <class Int>
+  [[nodiscard]] std::vector<Int> integers(
+      int64_t low = 0, int64_t high = std::numeric_limits<Int>::max()
+  ) const {
+    std::vector<Int> values;
+    for (const JsonNode& entry : list()) {
+      values.push_back(static_cast<Int>(entry.integer(low, high)));
+    }
+    return values;
+  }
+  template <class Int>
+  [[nodiscard]] std::vector<Int> integers_of(int64_t length, int64_t low = 0) const {
+    static_cast<void>(list(length));
+    return integers<Int>(low);
+  }
+
+  // Finite numbers, or the bits of other floats as "0x7fc00000".
+  [[nodiscard]] std::vector<float> floats() const {
+    std::vector<float> values;
+    for (const JsonNode& entry : list()) {
+      values.push_back(entry.number());
+    }
+    return values;
+  }
+
+  // "load: FILE: PATH PROBLEM"
+  [[noreturn]] void fail(std::string_view problem) const {
+    const std::string_view place = path_.empty() ? "the whole" : std::string_view(path_);
+    raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {} {}", file_, place, problem));
+  }
+
+ private:
+  // Long values would drown the message.
+  [[nodiscard]] std::string shown() const {
+    std::string text = value_->dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    return text.size() <= 40 ? text : text.substr(0, 37) + "...";
+  }
+
+  void require(bool is_right, std::string_view expected) const {
+    if (!is_right) {
+      fail(fmt::format("is {} ({})", shown(), expected));
+    }
+  }
+
+  [[nodiscard]] float number() const {
+    if (value_->is_string()) {
+      const std::string_view text = this->text();
+      uint32_t bits = 0;
+      const auto end = text.data() + text.size();
+      if (text.size() == 10 && text.starts_with("0x") &&
+          std::from_chars(text.data() + 2, end, bits, 16).ptr == end) {
+        return std::bit_cast<float>(bits);
+      }
+    } else if (value_->is_number()) {
+      const auto value = static_cast<float>(value_->get<double>());
+      if (std::isfinite(value)) {
+        return value;
+      }
+    }
+    fail(fmt::format("is {} (a float, or its bits as \"0x7fc00000\")", shown()));
+  }
+
+  const nlohmann::json* value_;
+  std::string_view file_;
+  std::string path_;  // JSON pointer
+};
+
+// What the parser says, without its "[json.exception....] ".
+std::string_view without_id(std::string_view what) {
+  const size_t end = what.find("] ");
+  return end == what.npos ? what : what.substr(end + 2);
+}
+
+// Throws Error (kFile) naming the byte where the text stops to be JSON.
+nlohmann::json parse_json(std::string_view text, std::string_view file) {
+  std::string what;
+  try {
+    return nlohmann::json::parse(text);
+  } catch (const nlohmann::json::parse_error& error) {
+    what = fmt::format("not JSON at byte {} ({})", error.byte, without_id(error.what()));
+  } catch (const nlohmann::json::out_of_range& error) {  // a number beyond the range of a double
+    what = without_id(error.what());
+  }
+  if (text.empty()) {
+    what = "the file is empty (expected a plan as JSON)";
+  }
+  raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", file, what));
+}
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
@@ -167,13 +333,20 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   add_received(plan, arrivals_from(whole["received"], plan.shape.num_ranks, bounds));
 }
 
-}  // namespace
-
+// Checks every size and bound, so that executors may follow the plan. Throws Error (kFile).
 PlanData plan_from_json(const JsonNode& whole) {
   if (const JsonNode format = whole["format"]; format.text() != kPlanFormat) {
     format.fail(fmt::format("is \"{}\" (expected \"{}\")", format.text(), kPlanFormat));
   }
-  static_cast<void>(whole["version"].integer(kPlanVersion, kPlanVersion));
+  const JsonNode version = whole["version"];
+  if (const int64_t number = version.integer(0, kMaxInt32); number != kPlanVersion) {
+    version.fail(fmt::format(
+        "is {} (Weft {} reads plans of version {}: save the plan again with it)",
+        number,
+        weft::version(),
+        kPlanVersion
+    ));
+  }
   PlanData plan;
   plan.shape = shape_from(whole["shape"]);
   read_output(whole["output"], plan);
@@ -186,6 +359,96 @@ PlanData plan_from_json(const JsonNode& whole) {
   check_sent(whole["sent"], plan);
   link_tokens(plan);
   return plan;
+}
+
+// --- writing ---
+
+using Json = nlohmann::ordered_json;
+
+// The counterpart of JsonNode::floats().
+Json floats_to_json(const std::vector<float>& values) {
+  auto list = Json::array();
+  for (const float value : values) {
+    if (std::isfinite(value)) {
+      list.push_back(value);
+    } else {
+      list.push_back(fmt::format("0x{:08x}", std::bit_cast<uint32_t>(value)));
+    }
+  }
+  return list;
+}
+
+Json shape_to_json(const PlanShape& shape) {
+  const PlanOptions& options = shape.options;
+  return {
+      {"rank", shape.rank},
+      {"num_ranks", shape.num_ranks},
+      {"num_experts", shape.num_experts},
+      {"topk", shape.topk},
+      {"num_tokens", shape.num_tokens},
+      {"from_map", shape.from_map},
+      {"has_weights", shape.has_weights},
+      {"layout", layout_name(options.layout)},
+      {"pad_multiple", options.pad_multiple},
+      {"expert_stride", options.expert_stride},
+      {"row_budget", options.row_budget ? Json(*options.row_budget) : Json()},
+      {"overflow", options.overflow == Overflow::kError ? "error" : "drop"}};
+}
+
+Json output_to_json(const PlanData& plan) {
+  return {
+      {"num_rows", plan.num_rows},
+      {"required_rows", plan.required_rows},
+      {"overflow", plan.overflow},
+      {"rows_per_expert", plan.rows_per_expert},
+      {"padded_rows_per_expert", plan.padded_rows_per_expert},
+      {"expert_begin", plan.expert_begin},
+      {"padding", plan.padding},
+      {"row_experts", plan.row_experts}};
+}
+
+Json arrivals_to_json(const std::vector<Arrivals>& pairs) {
+  auto list = Json::array();
+  for (const Arrivals& arrivals : pairs) {
+    list.push_back(
+        {{"token", arrivals.token},
+         {"route_begin", arrivals.route_begin},
+         {"slot", arrivals.slot},
+         {"k", arrivals.k},
+         {"expert", arrivals.expert},
+         {"weight", floats_to_json(arrivals.weight)}}
+    );
+  }
+  return list;
+}
+
+}  // namespace
+
+std::string Plan::to_json() const {
+  const Json whole = {
+      {"format", kPlanFormat},
+      {"version", kPlanVersion},
+      {"shape", shape_to_json(data().shape)},
+      {"output", output_to_json(data())},
+      {"global_routes", data().global_routes},
+      {"route_expert", data().route_expert},
+      {"route_slot", data().route_slot},
+      {"sent", arrivals_to_json(data().sent)},
+      {"received", arrivals_to_json(data().received)}};
+  return whole.dump() + "\n";
+}
+
+Plan Plan::from_json(std::string_view text, std::string_view name) {
+  const nlohmann::json whole = parse_json(text, name);
+  return Plan(std::make_shared<const PlanData>(plan_from_json(JsonNode(whole, name))));
+}
+
+void Plan::save(const std::string& path) const {
+  write_file_atomically(path, to_json());
+}
+
+Plan Plan::load(const std::string& path) {
+  return from_json(read_whole_file(path), path);
 }
 
 }  // namespace weft

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Files of real routing: what the routers of a model chose, step by step and layer by layer, on all
-// ranks. docs/routing_file.md describes the bytes.
+// ranks. docs/routing_file.md describes the bytes in words.
 #pragma once
 
+#include <array>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
 #include <istream>
 #include <memory>
@@ -10,10 +13,76 @@
 #include <string>
 #include <vector>
 
+#include "core/descriptor.hpp"
 #include "plan/build.hpp"
-#include "plan/routing_format.hpp"
 
 namespace weft {
+
+namespace detail {
+constexpr std::array<uint32_t, 256> make_crc32_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < 256; ++i) {
+    uint32_t value = i;
+    for (int bit = 0; bit < 8; ++bit) {
+      value = (value & 1) != 0 ? 0xedb88320U ^ value >> 1 : value >> 1;
+    }
+    table[i] = value;
+  }
+  return table;
+}
+inline constexpr auto kCrc32Table = make_crc32_table();
+}  // namespace detail
+
+// The CRC-32 of ISO 3309 (zip, PNG): finds torn and flipped bytes, proves nothing about authors.
+constexpr uint32_t crc32(std::span<const std::byte> bytes) {
+  uint32_t value = 0xffffffffU;
+  for (const std::byte byte : bytes) {
+    value = detail::kCrc32Table[(value ^ static_cast<uint32_t>(byte)) & 0xffU] ^ value >> 8;
+  }
+  return ~value;
+}
+
+namespace routing_format {  // the bytes: little-endian, packed
+
+static_assert(std::endian::native == std::endian::little);
+
+inline constexpr uint64_t kMagic = 0x54554f5254464557;  // "WEFTROUT"
+inline constexpr uint32_t kVersion = 1;
+inline constexpr uint32_t kRecordMark = 0x43455257;  // "WREC"
+inline constexpr int kMaxRanks = 1 << 16;
+inline constexpr int kMaxExperts = 1 << 20;
+// Indices take two bytes where every expert fits.
+inline constexpr int kMaxNarrowExperts = 1 << 15;
+
+struct Header {
+  uint64_t magic = kMagic;
+  uint32_t version = kVersion;
+  uint32_t num_ranks = 0;
+  uint32_t num_experts = 0;
+  uint32_t topk = 0;
+  uint32_t index_bytes = 0;
+  uint32_t checksum = 0;  // of the bytes before it
+};
+static_assert(sizeof(Header) == 32);
+
+struct RecordHeader {
+  uint32_t mark = kRecordMark;
+  uint32_t checksum = 0;  // of all bytes of the record after this field
+  uint64_t bytes = 0;     // of the whole record, this header included
+  int64_t step = 0;
+  uint32_t layer = 0;
+  uint32_t zero = 0;
+};
+static_assert(sizeof(RecordHeader) == 32);
+inline constexpr uint64_t kChecksumEnd = 8;  // where the checked bytes of a record begin
+
+// Then u64 num_tokens[num_ranks], then each rank's indices [num_tokens, topk].
+constexpr uint64_t record_bytes(const Header& header, uint64_t num_tokens) {
+  return sizeof(RecordHeader) + uint64_t{header.num_ranks} * sizeof(uint64_t) +
+         num_tokens * header.topk * header.index_bytes;
+}
+
+}  // namespace routing_format
 
 struct RoutingFileShape {
   int num_ranks = 0;
@@ -37,9 +106,6 @@ class RoutingFileWriter {
     kContinue,  // goes on behind the last whole record of a file of the same shape, or a new one
   };
   RoutingFileWriter(std::string path, const RoutingFileShape& shape, Mode mode = Mode::kNew);
-  RoutingFileWriter(RoutingFileWriter&& other) noexcept;
-  RoutingFileWriter& operator=(RoutingFileWriter&&) = delete;
-  ~RoutingFileWriter();
 
   // `routes` by rank, each of the file's topk.
   void append(int64_t step, int layer, std::span<const RouteTable> routes);
@@ -48,7 +114,7 @@ class RoutingFileWriter {
   void write_at_end(std::span<const std::byte> bytes);
   std::string path_;
   routing_format::Header header_;
-  int fd_ = -1;
+  Descriptor fd_;
   int64_t end_ = 0;  // of the last whole record
 };
 

@@ -1,13 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/reference_rows.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <set>
+#include <span>
 #include <tuple>
+#include <vector>
 
-namespace weft::reference {
+namespace weft {
 namespace {
+
+struct Route {
+  int source = 0;
+  int32_t token = 0;
+  int32_t k = 0;
+  int expert = 0;  // of the whole group
+  float weight = 0;
+  int target = 0;
+  int64_t slot = -1;
+};
+
+struct Problem {
+  std::span<const RouteTable> tables;
+  int num_experts;
+  PlanOptions options;
+  std::vector<int64_t> budgets;  // -1: exact
+  [[nodiscard]] int num_ranks() const { return static_cast<int>(tables.size()); }
+  [[nodiscard]] int experts_per_rank() const { return num_experts / num_ranks(); }
+  [[nodiscard]] bool is_rank_major() const { return options.layout == Layout::kRankMajor; }
+  [[nodiscard]] bool is_strided() const { return options.layout == Layout::kExpertStrided; }
+};
 
 int64_t round_up(int64_t rows, int64_t multiple) {
   while (rows % multiple != 0) {
@@ -15,6 +39,50 @@ int64_t round_up(int64_t rows, int64_t multiple) {
   }
   return rows;
 }
+
+// Every route of the group, by source, token and k.
+std::vector<Route> list_routes(const Problem& problem) {
+  std::vector<Route> all;
+  for (int source = 0; source < problem.num_ranks(); ++source) {
+    const RouteTable& table = problem.tables[static_cast<size_t>(source)];
+    for (size_t i = 0; i < table.expert.size(); ++i) {
+      if (table.expert[i] == -1) {
+        continue;
+      }
+      Route route;
+      route.source = source;
+      route.token = static_cast<int32_t>(i / static_cast<size_t>(table.topk));
+      route.k = static_cast<int32_t>(i % static_cast<size_t>(table.topk));
+      route.expert = table.expert[i];
+      route.weight = table.weight.empty() ? 0 : table.weight[i];
+      route.target = route.expert / problem.experts_per_rank();
+      all.push_back(route);
+    }
+  }
+  return all;
+}
+
+// [num_experts]
+std::vector<int64_t> rows_of_experts(const Problem& problem, const std::vector<Route>& routes) {
+  std::vector<int64_t> rows(static_cast<size_t>(problem.num_experts), 0);
+  for (const Route& route : routes) {
+    ++rows[static_cast<size_t>(route.expert)];
+  }
+  return rows;
+}
+
+int64_t resolved_stride(const Problem& problem, const std::vector<int64_t>& rows) {
+  if (!problem.is_strided() || problem.options.expert_stride != 0) {
+    return problem.options.expert_stride;
+  }
+  int64_t stride = 0;
+  for (const int64_t count : rows) {
+    stride = std::max(stride, round_up(count, problem.options.pad_multiple));
+  }
+  return stride;
+}
+
+// --- which route gets which slot, by sorting ---
 
 struct Block {
   int64_t begin = 0;
@@ -138,50 +206,126 @@ class Receiver {
   std::vector<Block> blocks_;
 };
 
-}  // namespace
+// --- plans from numbered routes ---
 
-std::vector<Route> list_routes(const Problem& problem) {
-  std::vector<Route> all;
-  for (int source = 0; source < problem.num_ranks(); ++source) {
-    const RouteTable& table = problem.tables[static_cast<size_t>(source)];
-    for (size_t i = 0; i < table.expert.size(); ++i) {
-      if (table.expert[i] == -1) {
-        continue;
-      }
-      Route route;
-      route.source = source;
-      route.token = static_cast<int32_t>(i / static_cast<size_t>(table.topk));
-      route.k = static_cast<int32_t>(i % static_cast<size_t>(table.topk));
-      route.expert = table.expert[i];
-      route.weight = table.weight.empty() ? 0 : table.weight[i];
-      route.target = route.expert / problem.experts_per_rank();
-      all.push_back(route);
+// The kept routes of one pair, in (token, slot, k) order.
+Arrivals pair_arrivals(
+    const Problem& problem, const std::vector<Route>& routes, int source, int target
+) {
+  std::vector<Route> kept;
+  for (const Route& route : routes) {
+    if (route.source == source && route.target == target && route.slot >= 0) {
+      kept.push_back(route);
     }
   }
-  return all;
+  std::sort(kept.begin(), kept.end(), [](const Route& a, const Route& b) {
+    return std::tie(a.token, a.slot, a.k) < std::tie(b.token, b.slot, b.k);
+  });
+  Arrivals out;
+  out.one_row = problem.is_rank_major();
+  for (const Route& route : kept) {
+    if (out.token.empty() || out.token.back() != route.token) {
+      out.token.push_back(route.token);
+      out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
+    }
+    out.slot.push_back(static_cast<int32_t>(route.slot));
+    out.k.push_back(route.k);
+    out.expert.push_back(route.expert % problem.experts_per_rank());
+    if (!problem.tables[static_cast<size_t>(source)].weight.empty()) {
+      out.weight.push_back(route.weight);
+    }
+  }
+  out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
+  return out;
 }
 
-std::vector<int64_t> rows_of_experts(const Problem& problem, const std::vector<Route>& routes) {
-  std::vector<int64_t> rows(static_cast<size_t>(problem.num_experts), 0);
+void fill_source(const Problem& problem, const std::vector<Route>& routes, PlanData& plan) {
+  const RouteTable& table = problem.tables[static_cast<size_t>(plan.shape.rank)];
+  plan.route_expert = table.expert;
+  plan.route_slot.assign(table.expert.size(), -1);
   for (const Route& route : routes) {
-    ++rows[static_cast<size_t>(route.expert)];
+    if (route.source == plan.shape.rank) {
+      const size_t place = static_cast<size_t>(route.token) * static_cast<size_t>(table.topk) +
+                           static_cast<size_t>(route.k);
+      plan.route_slot[place] = static_cast<int32_t>(route.slot);
+      plan.overflow |= route.slot < 0;
+    }
   }
-  return rows;
+  for (int token = 0; token < table.num_tokens; ++token) {
+    plan.token_begin.push_back(static_cast<int32_t>(plan.token_arrivals.size()));
+    for (int rank = 0; rank < problem.num_ranks(); ++rank) {
+      const std::vector<int32_t>& tokens = plan.sent[static_cast<size_t>(rank)].token;
+      const auto found = std::lower_bound(tokens.begin(), tokens.end(), token);
+      if (found != tokens.end() && *found == token) {
+        plan.token_arrivals.push_back({rank, static_cast<int32_t>(found - tokens.begin())});
+      }
+    }
+  }
+  plan.token_begin.push_back(static_cast<int32_t>(plan.token_arrivals.size()));
 }
 
-int64_t resolved_stride(const Problem& problem, const std::vector<int64_t>& rows) {
-  if (!problem.is_strided() || problem.options.expert_stride != 0) {
-    return problem.options.expert_stride;
+void fill_row_experts(const Problem& problem, const std::vector<Route>& routes, PlanData& plan) {
+  if (!problem.is_rank_major()) {
+    return;
   }
-  int64_t stride = 0;
-  for (const int64_t count : rows) {
-    stride = std::max(stride, round_up(count, problem.options.pad_multiple));
+  const auto topk = static_cast<size_t>(plan.shape.topk);
+  plan.row_experts.assign(static_cast<size_t>(plan.num_rows) * topk, -1);
+  for (const Route& route : routes) {
+    if (route.target == plan.shape.rank && route.slot >= 0) {
+      plan.row_experts[static_cast<size_t>(route.slot) * topk + static_cast<size_t>(route.k)] =
+          route.expert % problem.experts_per_rank();
+    }
   }
-  return stride;
 }
 
-void number_rows(const Problem& problem, std::vector<Route>& routes, PlanData& plan) {
-  Receiver(problem, routes, plan).number_rows();
+PlanShape shape_of(const Problem& problem, const std::vector<int64_t>& rows, int rank) {
+  const RouteTable& table = problem.tables[static_cast<size_t>(rank)];
+  PlanShape shape;
+  shape.rank = rank;
+  shape.num_ranks = problem.num_ranks();
+  shape.num_experts = problem.num_experts;
+  shape.topk = table.topk;
+  shape.num_tokens = table.num_tokens;
+  shape.from_map = table.from_map;
+  shape.has_weights = table.has_weights || !table.weight.empty();
+  shape.options = problem.options;
+  shape.options.expert_stride = resolved_stride(problem, rows);
+  const int64_t budget = problem.budgets[static_cast<size_t>(rank)];
+  shape.options.row_budget = budget < 0 ? std::nullopt : std::optional(budget);
+  return shape;
 }
 
-}  // namespace weft::reference
+}  // namespace
+
+std::vector<PlanData> reference_plans(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> row_budgets
+) {
+  Problem problem = {routes, num_experts, options, {row_budgets.begin(), row_budgets.end()}};
+  if (row_budgets.empty()) {
+    problem.budgets.assign(routes.size(), options.row_budget.value_or(-1));
+  }
+  std::vector<Route> all = list_routes(problem);
+  const std::vector<int64_t> rows = rows_of_experts(problem, all);
+
+  std::vector<PlanData> plans(routes.size());
+  for (int rank = 0; rank < problem.num_ranks(); ++rank) {
+    PlanData& plan = plans[static_cast<size_t>(rank)];
+    plan.shape = shape_of(problem, rows, rank);
+    plan.global_routes = rows;
+    Receiver(problem, all, plan).number_rows();
+  }
+  for (PlanData& plan : plans) {
+    for (int peer = 0; peer < problem.num_ranks(); ++peer) {
+      plan.sent.push_back(pair_arrivals(problem, all, plan.shape.rank, peer));
+      plan.received.push_back(pair_arrivals(problem, all, peer, plan.shape.rank));
+    }
+    fill_source(problem, all, plan);
+    fill_row_experts(problem, all, plan);
+  }
+  return plans;
+}
+
+}  // namespace weft

@@ -1,24 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
 // A testing aid: wraps a transport and drops, delays, reorders or fails what passes, on a seed.
-// What it delays still arrives: by a thread of its own after FaultPlan::hold, or earlier when the
-// rank makes progress or parks.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
+#include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "core/check.hpp"
-#include "transport/faulty/fault_plan.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
 
+// Probabilities of each put or raise, in [0, 1].
+struct FaultPlan {
+  uint64_t seed = 1;   // with the rank, decides every fate in the order of calls
+  double drop = 0;     // never arrives, its signal never grows
+  double delay = 0;    // held back, also behind later ones
+  double fail = 0;     // the call throws, nothing of it is sent
+  double reorder = 0;  // of a call: its puts go out in random order
+  std::chrono::microseconds hold = std::chrono::microseconds(500);  // longest delay
+  bool hide_mapped = false;  // mapped() is null, so that all goes by put()
+};
+
+struct FaultyName {
+  std::string inner;  // the transport that is wrapped
+  FaultPlan plan;
+};
+
+// "faulty:shm?seed=7&delay=0.2&hide_mapped=1": keys are the members above, hold_us for `hold`.
+// Empty for a name without that prefix. Throws Error (kInvalidArgument) naming the fault.
+[[nodiscard]] std::optional<FaultyName> parse_faulty_name(std::string_view name);
+
+// What it delays still arrives: a thread of its own sends it after FaultPlan::hold, or the rank
+// does so earlier when it makes progress or parks.
 class FaultyTransport final : public Transport {
  public:
   // What happened to puts and raises; `passed` went straight through.
@@ -61,7 +85,7 @@ class FaultyTransport final : public Transport {
     int rank = 0;
     bool is_raise = false;
     uint64_t amount = 0;           // of a raise
-    Put put = {};                  // its source is `bytes`; a raise uses the signal alone
+    Put put = {};                  // its source is `bytes`; a raise uses only the signal
     std::vector<std::byte> bytes;  // the caller may reuse its source
   };
   enum class Fate : uint8_t { kPass, kDrop, kDelay };

@@ -9,15 +9,12 @@
 #include <utility>
 
 #include "core/copy.hpp"
-#include "group/block_value.hpp"
+#include "group/control_plane.hpp"
 #include "transport/agree.hpp"
-#include "transport/checks.hpp"
-#include "transport/spin_time.hpp"
+#include "transport/common.hpp"
 
 namespace weft {
 namespace {
-
-constexpr int kLooksPerClock = 16;  // a clock costs as much as some looks
 
 // How a rank tells its peers where its signals are.
 struct Hello {
@@ -35,7 +32,7 @@ MappedTransport::MappedTransport(
     std::span<const int> members
 )
     : source_(std::move(source)),
-      context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = source_->name()},
+      context_(context_of(group, source_->name())),
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
@@ -71,14 +68,7 @@ MappedTransport::MappedTransport(
 
 void MappedTransport::connect(int rank, const Bytes& block) {
   const auto hello = block_value<Hello>(block, static_cast<size_t>(rank), context_);
-  WEFT_CHECK_ARG(
-      context_,
-      hello.num_signals == num_signals_,
-      "connect: rank {} asks for {} signals (this rank for {})",
-      rank,
-      hello.num_signals,
-      num_signals_
-  );
+  check_same_signals(context_, rank, hello.num_signals, num_signals_);
   Peer& to = *peers_[static_cast<size_t>(rank)];
   to.memory = source_->reach(hello.cookie, hello.bytes);
   to.signals = SignalBlock(to.memory.data);
@@ -128,15 +118,7 @@ void MappedTransport::import(int rank, const RegionRef& region) {
   Peer& from = peer("import", rank);
   const bool is_current = region.slot < kMaxRegions && region.generation != 0 &&
                           from.signals.generation(region.slot) == region.generation;
-  WEFT_CHECK(
-      context_,
-      is_current,
-      ErrorCode::kTransport,
-      "import: region {} generation {} of rank {} is not allocated there",
-      region.slot,
-      region.generation,
-      rank
-  );
+  check_importable(context_, rank, region, is_current);
   WEFT_CHECK(
       context_,
       !std::equal(kLentCookie.begin(), kLentCookie.end(), region.cookie),
@@ -230,22 +212,9 @@ void MappedTransport::progress() {
   }
 }
 
-uint32_t MappedTransport::doorbell() const {
-  return own_.doorbell();
-}
-
 void MappedTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto spin_end = begin + std::min(spin_, at_most);
-  do {
-    for (int look = 0; look < kLooksPerClock; ++look) {
-      if (own_.doorbell() != seen) {
-        return;
-      }
-      hwy::Pause();
-    }
-  } while (std::chrono::steady_clock::now() < spin_end);
-  const auto left = at_most - (std::chrono::steady_clock::now() - begin);
+  const auto has_moved = [&] { return own_.doorbell() != seen; };
+  const auto left = spin_until(spin_, at_most, has_moved, [](size_t) { hwy::Pause(); });
   if (left.count() > 0) {
     own_.sleep(seen, left);
   }
@@ -272,10 +241,6 @@ void MappedTransport::close() {
       to->signals.ring();  // whoever is parked learns of it now
     }
   }
-}
-
-MappedTransport::~MappedTransport() {
-  close();
 }
 
 }  // namespace weft

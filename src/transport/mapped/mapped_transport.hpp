@@ -12,8 +12,7 @@
 #include "core/check.hpp"
 #include "group/process_watch.hpp"
 #include "transport/mapped/memory.hpp"
-#include "transport/mapped/own_regions.hpp"
-#include "transport/mapped/region_table.hpp"
+#include "transport/mapped/regions.hpp"
 #include "transport/mapped/signal_block.hpp"
 #include "transport/transport.hpp"
 
@@ -29,18 +28,18 @@ class MappedTransport final : public Transport {
       uint32_t num_signals,
       std::span<const int> members = {}
   );
-  ~MappedTransport() override;
+  ~MappedTransport() override { close(); }
   MappedTransport(const MappedTransport&) = delete;
   MappedTransport& operator=(const MappedTransport&) = delete;
 
-  // Whether `rank` is a member; all other calls are for members alone.
+  // Whether `rank` is a member; all other calls are only for members.
   [[nodiscard]] bool has_member(int rank) const;
   // Where this rank's signals are, for who raises them by other means.
   [[nodiscard]] const SignalBlock& signals() const { return own_; }
 
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
   [[nodiscard]] Region allocate(uint64_t bytes) override;
-  // As Transport::lend(), for a network that this one stands beside: members cannot reach it.
+  // As Transport::lend(), for a network that works beside this transport: members cannot reach it.
   [[nodiscard]] Region add_lent(std::byte* data, uint64_t bytes);
   void release(const RegionRef& region) override;
   void import(int rank, const RegionRef& region) override;
@@ -49,7 +48,7 @@ class MappedTransport final : public Transport {
   [[nodiscard]] std::byte* mapped(int rank, uint32_t region) const override;
   [[nodiscard]] uint64_t signal_value(uint32_t signal) const override;
   void progress() override;
-  [[nodiscard]] uint32_t doorbell() const override;
+  [[nodiscard]] uint32_t doorbell() const override { return own_.doorbell(); }
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
   [[nodiscard]] PeerState peer_state(int rank) const override;
   void close() override;

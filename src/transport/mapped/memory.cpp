@@ -1,12 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/shm/shm.hpp"
+#include "transport/mapped/memory.hpp"
 
 #include <bit>
+#include <unistd.h>
 #include <utility>
 
+#include "core/check.hpp"
+#include "core/local_memory.hpp"
 #include "group/shared_memory.hpp"
 
 namespace weft {
+namespace {
+
+class LoopbackMemory final : public MemorySource {
+ public:
+  [[nodiscard]] std::string_view name() const override { return "loopback"; }
+
+  [[nodiscard]] Memory allocate(uint64_t bytes) override {
+    Pages pages = map_pages(-1, bytes, ErrorCode::kOutOfMemory);
+    std::byte* const data = pages.get();
+    static_cast<void>(populate_pages(data, bytes));
+    const std::shared_ptr<void> owner(pages.release(), [bytes](void* address) {
+      UnmapPages{bytes}(static_cast<std::byte*>(address));
+    });
+    return {
+        .data = data,
+        .bytes = bytes,
+        .cookie = {local_memory().add(owner), static_cast<uint64_t>(::getpid())},
+        .owner = owner};
+  }
+
+  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes) override {
+    const bool is_here = cookie[1] == static_cast<uint64_t>(::getpid());
+    std::shared_ptr<void> owner = is_here ? local_memory().find(cookie[0]) : nullptr;
+    WEFT_CHECK(
+        Context{},
+        owner != nullptr,
+        ErrorCode::kNotAvailable,
+        "map: memory {} of process {} is not in this process ({})",
+        cookie[0],
+        cookie[1],
+        ::getpid()
+    );
+    auto* data = static_cast<std::byte*>(owner.get());
+    return {.data = data, .bytes = bytes, .cookie = cookie, .owner = std::move(owner)};
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<MemorySource> make_loopback_memory() {
+  return std::make_unique<LoopbackMemory>();
+}
+
 namespace {
 
 // A SharedMemoryRef but for its size, which peers know.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What sets loopback and shm apart: where memory comes from and how a peer reaches it. All else is
-// MappedTransport.
+// Transports loopback and shm differ only in where memory comes from and how a peer reaches it.
+// Everything else is MappedTransport.
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@
 
 namespace weft {
 
-// Tells a peer how to reach a Memory; travels between ranks, in the first words of a
+// Tells a peer how to reach a Memory. It travels between ranks in the first words of a
 // RegionRef::cookie.
 using Cookie = std::array<uint64_t, 2>;
-// Of a region that nobody can map.
+// The cookie of a region that nobody can map.
 inline constexpr Cookie kLentCookie = {~uint64_t{0}, ~uint64_t{0}};
 
 // Bytes that this rank can load and store; unmapped when the last holder is gone.
@@ -34,5 +34,10 @@ class MemorySource {
   // A peer's memory of as many bytes as it allocated. Throws Error (kNotAvailable) with the reason.
   [[nodiscard]] virtual Memory reach(const Cookie& cookie, uint64_t bytes) = 0;
 };
+
+// Memory of ranks that are threads of one process: a peer's pointer is used as it is.
+[[nodiscard]] std::unique_ptr<MemorySource> make_loopback_memory();
+// Memory that processes of one host share; ranks may be threads of one process as well.
+[[nodiscard]] std::unique_ptr<MemorySource> make_shm_memory();
 
 }  // namespace weft

@@ -1,21 +1,48 @@
 // SPDX-License-Identifier: Apache-2.0
-// The regions of one rank that this rank has imported, by slot. Looked up by any thread without a
-// lock, changed by one thread at a time. A region is dropped only when its owner released it, which
-// it does only when nobody moves bytes there, so no lookup races with its own region's end.
+// Regions by slot: those that this rank allocated, and those of its peers that it has imported.
 #pragma once
 
 #include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
+#include <vector>
 
+#include "core/check.hpp"
 #include "transport/mapped/memory.hpp"
 #include "transport/mapped/signal_block.hpp"
+#include "transport/transport.hpp"
 
 namespace weft {
 
+// The regions that this rank allocated. Their generations stand in the signal block, where peers
+// see what is alive. One thread at a time.
+class OwnRegions {
+ public:
+  OwnRegions() = default;
+  OwnRegions(const OwnRegions&) = delete;
+  OwnRegions& operator=(const OwnRegions&) = delete;
+  ~OwnRegions();  // peers drop what they have mapped at their next import() or progress()
+
+  void publish_in(const SignalBlock& signals) { signals_ = signals; }
+  [[nodiscard]] Region add(Memory memory, uint64_t bytes, const Context& context);
+  void remove(const RegionRef& region, const Context& context);
+  [[nodiscard]] const Memory& at(uint32_t slot) const { return memories_.at(slot); }
+
+ private:
+  [[nodiscard]] uint32_t take_slot(const Context& context);
+  SignalBlock signals_;
+  std::map<uint32_t, Memory> memories_;    // by slot
+  std::vector<uint32_t> last_generation_;  // [slots ever used]
+  std::vector<uint32_t> free_slots_;
+};
+
+// The regions of one rank that this rank has imported. Looked up by any thread without a
+// lock, changed by one thread at a time. A region is dropped only when its owner released it, which
+// it does only when nobody moves bytes there, so no lookup races with its own region's end.
 class RegionTable {
  public:
   struct View {
@@ -27,7 +54,9 @@ class RegionTable {
   // --- any thread ---
   [[nodiscard]] View find(uint32_t slot) const;
   // Whether drop_released() may have work.
-  [[nodiscard]] bool is_outdated(const SignalBlock& owner) const;
+  [[nodiscard]] bool is_outdated(const SignalBlock& owner) const {
+    return owner.num_releases() != seen_releases_.load(std::memory_order_relaxed);
+  }
 
   // --- one thread at a time ---
   void insert(uint32_t slot, uint32_t generation, Memory memory);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank's signals and state, in memory that its peers reach. Every field but pid is touched by
-// atomic operations alone; all zero is the first state.
+// One rank's signals and state, in memory that its peers reach. Every field but pid is touched only
+// by atomic operations; all zero is the first state.
 //
 // Order. Three pairs carry everything:
 //   1. raise(): signal += n (release)         with  signal(): load (acquire).
@@ -8,13 +8,14 @@
 //   2. ring(): doorbell += 1                  with  doorbell(): load (acquire).
 //      Whoever sees the new doorbell sees the signals raised before it, so "read doorbell, test
 //      signals, park on that doorbell" misses nothing.
-//   3. ring(): doorbell += 1, then waiters?   with  park(): waiters += 1, then doorbell?
+//   3. ring(): doorbell += 1, then waiters?   with  sleep(): waiters += 1, then doorbell?
 //      A store followed by a load of the other side's word: all four are seq_cst, so at least one
-//      side sees the other. Either the parker sees the new doorbell and stays awake, or the ringer
-//      sees the parker and wakes it; between the parker's look and its sleep the kernel compares
+//      side sees the other. Either the sleeper sees the new doorbell and stays awake, or the ringer
+//      sees the sleeper and wakes it; between the sleeper's look and its sleep the kernel compares
 //      the doorbell once more.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -28,30 +29,65 @@ class SignalBlock {
  public:
   SignalBlock() = default;
   explicit SignalBlock(std::byte* data) : data_(data) {}
-  [[nodiscard]] static uint64_t num_bytes(uint32_t num_signals);
+  [[nodiscard]] static uint64_t num_bytes(uint32_t num_signals) {
+    return sizeof(Header) + uint64_t{num_signals} * sizeof(uint64_t);
+  }
 
   // --- owner ---
-  void set_pid(int32_t pid);  // before peers learn of the block
-  void set_left();
+  void set_pid(int32_t pid) { header().pid = pid; }  // before peers learn of the block
+  void set_left() { Atomic32(header().has_left).store(1, std::memory_order_release); }
   // Generation of the region alive in `slot`, 0 for none.
-  void set_generation(uint32_t slot, uint32_t generation);
+  void set_generation(uint32_t slot, uint32_t generation) {
+    Atomic32(header().generation[slot]).store(generation, std::memory_order_release);
+    if (generation == 0) {
+      Atomic32(header().num_releases).fetch_add(1, std::memory_order_release);
+    }
+  }
   // Sleeps until the doorbell differs from `seen`, time is up, or for no reason.
   void sleep(uint32_t seen, std::chrono::nanoseconds at_most);
 
   // --- anyone ---
-  void raise(uint32_t signal, uint64_t amount);
+  void raise(uint32_t signal, uint64_t amount) {
+    Atomic64(signal_word(signal)).fetch_add(amount, std::memory_order_release);
+  }
   void ring();  // after raises, once for many; wakes sleepers
-  [[nodiscard]] uint64_t signal(uint32_t signal) const;
-  [[nodiscard]] uint32_t doorbell() const;
-  [[nodiscard]] int32_t pid() const;
-  [[nodiscard]] bool has_left() const;
-  [[nodiscard]] uint32_t generation(uint32_t slot) const;
-  [[nodiscard]] uint32_t num_releases() const;  // moves when a generation becomes 0
+  [[nodiscard]] uint64_t signal(uint32_t signal) const {
+    return Atomic64(signal_word(signal)).load(std::memory_order_acquire);
+  }
+  [[nodiscard]] uint32_t doorbell() const {
+    return Atomic32(header().doorbell).load(std::memory_order_acquire);
+  }
+  [[nodiscard]] int32_t pid() const { return header().pid; }
+  [[nodiscard]] bool has_left() const {
+    return Atomic32(header().has_left).load(std::memory_order_acquire) != 0;
+  }
+  [[nodiscard]] uint32_t generation(uint32_t slot) const {
+    return Atomic32(header().generation[slot]).load(std::memory_order_acquire);
+  }
+  // Moves when a generation becomes 0.
+  [[nodiscard]] uint32_t num_releases() const {
+    return Atomic32(header().num_releases).load(std::memory_order_acquire);
+  }
 
  private:
-  struct Header;
-  [[nodiscard]] Header& header() const;
-  [[nodiscard]] uint64_t& signal_word(uint32_t signal) const;
+  using Atomic32 = std::atomic_ref<uint32_t>;
+  using Atomic64 = std::atomic_ref<uint64_t>;
+  // Words are shared between processes, which a hidden lock would not survive.
+  static_assert(Atomic32::is_always_lock_free && Atomic64::is_always_lock_free);
+
+  // What is written often, and by different sides, has a cache line of its own.
+  struct Header {
+    alignas(64) uint32_t doorbell;
+    alignas(64) uint32_t waiters;
+    alignas(64) uint32_t has_left;
+    int32_t pid;
+    uint32_t num_releases;
+    alignas(64) uint32_t generation[kMaxRegions];
+  };
+  [[nodiscard]] Header& header() const { return *reinterpret_cast<Header*>(data_); }
+  [[nodiscard]] uint64_t& signal_word(uint32_t signal) const {
+    return reinterpret_cast<uint64_t*>(data_ + sizeof(Header))[signal];
+  }
   std::byte* data_ = nullptr;
 };
 

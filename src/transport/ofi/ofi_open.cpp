@@ -2,20 +2,20 @@
 // Set-up: one provider for all ranks, queues, and who is where.
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <utility>
 
-#include "group/block_value.hpp"
+#include "group/control_plane.hpp"
 #include "group/topology.hpp"
 #include "transport/agree.hpp"
-#include "transport/loopback/loopback.hpp"
-#include "transport/ofi/card.hpp"
+#include "transport/common.hpp"
+#include "transport/mapped/memory.hpp"
+#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/ofi.hpp"
 #include "transport/ofi/ofi_transport.hpp"
-#include "transport/shm/shm.hpp"
-#include "transport/spin_time.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -57,7 +57,7 @@ OfiTransport::OfiTransport(
     const TransportOptions& options,
     std::string_view kind
 )
-    : context_{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = neighbours.transport},
+    : context_(context_of(group, neighbours.transport)),
       hides_memory_(neighbours.hides_memory),
       rank_(group.rank()),
       num_ranks_(group.num_ranks()),
@@ -89,10 +89,10 @@ void OfiTransport::open(
     const Group& group, Neighbours neighbours, std::string_view kind, std::string_view device
 ) {
   Selection selection = select_provider(group, kind, device);
-  near_ = std::make_unique<MappedTransport>(
+  neighbours_ = std::make_unique<MappedTransport>(
       std::move(neighbours.memory), group, num_signals_, neighbours.ranks
   );
-  own_ = near_->signals();
+  own_ = neighbours_->signals();
   agree(group, [&] {
     fabric_ = std::make_shared<Fabric>(*selection.provider, std::move(selection.info), context_);
     if (!selection.gpu_obstacle.empty()) {
@@ -154,15 +154,8 @@ void OfiTransport::connect(int rank, const Bytes& block, const std::string& host
       hello.version,
       kWireVersion
   );
-  WEFT_CHECK_ARG(
-      context_,
-      hello.num_signals == num_signals_,
-      "connect: rank {} asks for {} signals (this rank for {})",
-      rank,
-      hello.num_signals,
-      num_signals_
-  );
-  if (!is_far(rank)) {
+  check_same_signals(context_, rank, hello.num_signals, num_signals_);
+  if (!is_remote(rank)) {
     return;
   }
   if (hello.pid == ::getpid() && hello.process_space == process_space() && host == this_host()) {
@@ -190,11 +183,32 @@ void OfiTransport::greet_all() {
   for (const auto& queue : queues_) {
     const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      if (is_far(rank)) {
-        require(send(*queue, rank, ping, Clock::now() + timeout_, pending), rank);
+      if (is_remote(rank)) {
+        require(send({*queue, rank}, ping, until(), pending), rank);
       }
     }
-    require(await(*queue, rank_, pending), rank_);
+    require(await({*queue, rank_}, pending), rank_);
+  }
+}
+
+std::shared_ptr<Closing> Closing::join(uint64_t session) {
+  static std::mutex mutex;
+  static std::map<uint64_t, std::weak_ptr<Closing>> sessions;
+  const std::lock_guard lock(mutex);
+  std::erase_if(sessions, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<Closing>& entry = sessions[session];
+  std::shared_ptr<Closing> closing = entry.lock();
+  if (closing == nullptr) {
+    closing = std::make_shared<Closing>();
+    entry = closing;
+  }
+  return closing;
+}
+
+void Closing::keep(std::vector<std::unique_ptr<Queue>> queues) {
+  const std::lock_guard lock(mutex_);
+  for (auto& queue : queues) {
+    queues_.push_back(std::move(queue));
   }
 }
 

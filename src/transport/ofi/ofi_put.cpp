@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moving: small puts are copied and go on alone, large ones go from where they are and are waited
-// for.
+// Moving: small puts are copied and travel on their own, large ones go from where they are and are
+// waited for. What the fabric does not take at once is tried again until it does, the peer is gone
+// or time is up.
+#include <hwy/cache_control.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <rdma/fi_errno.h>
+#include <thread>
 
+#include "core/clock.hpp"
 #include "core/copy.hpp"
-#include "transport/checks.hpp"
+#include "transport/common.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 
 namespace weft::ofi {
@@ -16,18 +22,36 @@ namespace {
 // since each costs as much as the copying of many KiB.
 constexpr uint64_t kCopyBytes = 512 << 10;
 
+constexpr int kPauses = 64;
+// A message takes less than that; two peers that sleep wait for each other's naps.
+constexpr int kYields = 1024;         // a millisecond or two
+constexpr int kRoundsPerKnock = 512;  // some 20 ms of naps
+
+// Others run while this thread waits for the fabric.
+void relax(int round) {
+  if (round < kPauses) {
+    hwy::Pause();
+  } else if (round < kYields) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
 }  // namespace
 
-Queue& OfiTransport::pick_queue() {
+OfiTransport::Way OfiTransport::way_to(int rank) {
   static std::atomic<size_t> num_threads = 0;
   thread_local const size_t mine = num_threads++;  // threads spread over the queues
-  return *queues_[mine % queues_.size()];
+  return {*queues_[mine % queues_.size()], rank};
 }
+
+// --- puts ---
 
 void OfiTransport::put(int rank, std::span<const Put> puts) {
   check_rank(context_, "put", rank);
-  if (!is_far(rank)) {
-    near_->put(rank, puts);
+  if (!is_remote(rank)) {
+    neighbours_->put(rank, puts);
     return;
   }
   for (const Put& put : puts) {
@@ -38,7 +62,7 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
         .bytes = view ? view->bytes : 0};
     check_put(context_, rank, put, region, num_signals_);
   }
-  Queue& queue = pick_queue();
+  const Way way = way_to(rank);
   Pending pending;
   while (!puts.empty()) {
     const Put& first = puts.front();
@@ -46,22 +70,22 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
     if (first.bytes <= kCopyBytes && !source.is_lent) {
       const std::span<const Put> batch = next_batch(puts);
       puts = puts.subspan(batch.size());
-      send_copy(queue, rank, batch);
+      send_copy(way, batch);
       continue;
     }
-    puts = puts.subspan(1);
     const bool is_reachable = !fabric_->needs_local() || source.descriptor != nullptr;
     if (!is_reachable || first.bytes > fabric_->info()->ep_attr->max_msg_size) {
-      send_pieces(queue, rank, first, source);
-      continue;
+      send_pieces(way, first, source);
+    } else {
+      if (pending == nullptr) {
+        pending = std::make_shared<std::atomic<uint32_t>>(0);
+      }
+      post_write(way, puts.first(1), signalling_write_to(rank, first, 1), &source, pending);
     }
-    if (pending == nullptr) {
-      pending = std::make_shared<std::atomic<uint32_t>>(0);
-    }
-    post_direct(queue, rank, first, signalling_write_to(rank, first, 1), source, pending);
+    puts = puts.subspan(1);
   }
   if (pending != nullptr) {
-    require(await(queue, rank, pending), rank);
+    require(await(way, pending), rank);
   }
 }
 
@@ -108,92 +132,185 @@ Write OfiTransport::signalling_write_to(int rank, const Put& put, size_t amount)
   return write;
 }
 
-void OfiTransport::post_copy(
-    Queue& queue, int rank, std::span<const Put> batch, Write write, const Pending& pending
-) {
-  for (const Put& put : batch) {
-    write.bytes += put.bytes;
-  }
-  Queue::Operation* operation = nullptr;
-  const Clock::time_point deadline = Clock::now() + timeout_;
-  require(start(queue, rank, write.bytes, deadline, operation, pending), rank);
-  std::byte* room = queue.room(*operation);
-  write.source = room;
-  write.descriptor = queue.room_descriptor();
-  for (const Put& put : batch) {
-    if (put.bytes > 0) {
-      std::memcpy(room, put.source, put.bytes);
-      room += put.bytes;
-    }
-  }
-  post(queue, rank, *operation, write);
-}
-
-void OfiTransport::send_copy(Queue& queue, int rank, std::span<const Put> batch) {
+void OfiTransport::send_copy(const Way& way, std::span<const Put> batch) {
   const Put& first = batch.front();
   if (std::any_of(batch.begin(), batch.end(), [](const Put& put) { return put.bytes > 0; })) {
-    post_copy(queue, rank, batch, signalling_write_to(rank, first, batch.size()), nullptr);
+    post_write(way, batch, signalling_write_to(way.rank, first, batch.size()), nullptr, nullptr);
     return;
   }
-  const Message raising = message(MessageKind::kRaise, first.signal, batch.size());
-  require(send(queue, rank, raising, Clock::now() + timeout_), rank);
+  require(send(way, message(MessageKind::kRaise, first.signal, batch.size()), until()), way.rank);
 }
 
-void OfiTransport::post_direct(
-    Queue& queue,
-    int rank,
-    const Put& put,
-    Write write,
-    const Source& source,
-    const Pending& pending
-) {
-  Queue::Operation* operation = nullptr;
-  require(start(queue, rank, 0, Clock::now() + timeout_, operation, pending), rank);
-  write.source = put.source;
-  write.bytes = put.bytes;
-  write.descriptor = source.descriptor;
-  post(queue, rank, *operation, write);
-}
-
-void OfiTransport::send_pieces(Queue& queue, int rank, const Put& put, const Source& source) {
+void OfiTransport::send_pieces(const Way& way, const Put& put, const Source& source) {
   const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
   const uint64_t most = source.is_lent ? fabric_->info()->ep_attr->max_msg_size : kCopyBytes;
-  const auto send = [&](const Put& piece, const Write& write) {
-    if (source.is_lent) {
-      post_direct(queue, rank, piece, write, source, pending);
-    } else {
-      post_copy(queue, rank, std::span(&piece, 1), write, pending);
-    }
-  };
+  const Source* direct = source.is_lent ? &source : nullptr;
   Put rest = put;
   while (rest.bytes > most) {
     Put piece = rest;
     piece.bytes = most;
-    send(piece, write_to(rank, piece));
+    post_write(way, std::span(&piece, 1), write_to(way.rank, piece), direct, pending);
     rest.source = static_cast<const std::byte*>(rest.source) + most;
     rest.offset += most;
     rest.bytes -= most;
   }
-  require(await(queue, rank, pending), rank);
-  send(rest, signalling_write_to(rank, rest, 1));
+  require(await(way, pending), way.rank);
+  post_write(way, std::span(&rest, 1), signalling_write_to(way.rank, rest, 1), direct, pending);
   if (source.is_lent) {
-    require(await(queue, rank, pending), rank);
+    require(await(way, pending), way.rank);
   }
+}
+
+void OfiTransport::post_write(
+    const Way& way,
+    std::span<const Put> batch,
+    Write write,
+    const Source* direct,
+    const Pending& pending
+) {
+  for (const Put& put : batch) {
+    write.bytes += put.bytes;
+  }
+  Queue& queue = way.queue;
+  Queue::Operation* operation = nullptr;
+  const uint64_t room_bytes = direct != nullptr ? 0 : write.bytes;
+  require(start(way, room_bytes, until(), operation, pending), way.rank);
+  if (direct != nullptr) {
+    write.source = batch.front().source;
+    write.descriptor = direct->descriptor;
+  } else {
+    std::byte* room = queue.room(*operation);
+    write.source = room;
+    write.descriptor = queue.room_descriptor();
+    for (const Put& put : batch) {
+      if (put.bytes > 0) {
+        std::memcpy(room, put.source, put.bytes);
+        room += put.bytes;
+      }
+    }
+  }
+  require(post(way, *operation, write, until()), way.rank);
+  queue.try_poll();  // what is under way goes on
 }
 
 void OfiTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   check_rank(context_, "raise", rank);
-  if (!is_far(rank)) {
-    near_->raise(rank, signal, amount);
+  if (!is_remote(rank)) {
+    neighbours_->raise(rank, signal, amount);
     return;
   }
   check_signal(context_, "raise", rank, signal, num_signals_);
   streaming_fence();  // the caller may have stored into a neighbour's memory before
   const Message raising = message(MessageKind::kRaise, signal, amount);
-  const Outcome outcome = send(pick_queue(), rank, raising, Clock::now() + timeout_);
+  const Outcome outcome = send(way_to(rank), raising, until());
   if (outcome != Outcome::kGone) {  // nobody is there to see it
     require(outcome, rank);
   }
+}
+
+// --- trying again ---
+
+template <class Attempt>
+OfiTransport::Outcome OfiTransport::persist(
+    const Way& way, Clock::time_point deadline, const Attempt& attempt
+) {
+  const int rank = way.rank;
+  for (int round = 0;; ++round) {
+    if (peers_->has_left(rank)) {
+      return Outcome::kGone;
+    }
+    if (!peers_->has_failed(rank)) {
+      const int64_t result = attempt();
+      if (result == 0) {
+        return Outcome::kDone;
+      }
+      if (result != -FI_EAGAIN) {
+        on_failure(rank, "post", static_cast<int>(-result));
+      }
+    }
+    if (way.queue.poll() > 0) {
+      round = 0;
+      continue;
+    }
+    if (round > 0 && peers_->has_died(rank)) {
+      return Outcome::kGone;
+    }
+    if (round > kYields && round % kRoundsPerKnock == kRoundsPerKnock - 1) {
+      knock_at(rank);
+    }
+    if (peers_->failure(rank)) {
+      return Outcome::kFailed;
+    }
+    if (Clock::now() >= deadline) {
+      return Outcome::kLate;
+    }
+    relax(round);
+  }
+}
+
+OfiTransport::Outcome OfiTransport::start(
+    const Way& way,
+    uint64_t bytes,
+    Clock::time_point deadline,
+    Queue::Operation*& operation,
+    const Pending& pending
+) {
+  return persist(way, deadline, [&]() -> int64_t {
+    operation = way.queue.start(way.rank, bytes, pending);
+    return operation != nullptr ? 0 : -FI_EAGAIN;
+  });
+}
+
+template <class Content>
+OfiTransport::Outcome OfiTransport::post(
+    const Way& way, Queue::Operation& operation, const Content& content, Clock::time_point deadline
+) {
+  const Outcome outcome =
+      persist(way, deadline, [&] { return way.queue.post(operation, content); });
+  if (outcome != Outcome::kDone) {
+    way.queue.abandon(operation);
+  }
+  return outcome;
+}
+
+OfiTransport::Outcome OfiTransport::send(
+    const Way& way, const Message& message, Clock::time_point deadline, const Pending& pending
+) {
+  Queue::Operation* operation = nullptr;
+  const Outcome outcome = start(way, sizeof message, deadline, operation, pending);
+  return outcome == Outcome::kDone ? post(way, *operation, message, deadline) : outcome;
+}
+
+OfiTransport::Outcome OfiTransport::await(const Way& way, const Pending& pending) {
+  return persist(way, until(), [&]() -> int64_t {
+    // Pairs with Queue::finish(); a failure was noted before and is persist()'s to report.
+    const bool has_ended = pending->load(std::memory_order_acquire) == 0;
+    const bool is_well = !peers_->has_failed(way.rank) && !peers_->has_died(way.rank);
+    return has_ended && is_well ? 0 : -FI_EAGAIN;
+  });
+}
+
+void OfiTransport::require(Outcome outcome, int rank) const {
+  std::string problem;
+  switch (outcome) {
+    case Outcome::kDone:
+      return;
+    case Outcome::kGone:
+      problem = fmt::format("rank {} {}", rank, peers_->has_left(rank) ? "has left" : "died");
+      break;
+    case Outcome::kFailed:
+      problem = fmt::format("to rank {} failed, {}", rank, peers_->failure(rank).value_or(""));
+      break;
+    case Outcome::kLate:
+      problem = fmt::format(
+          "rank {} took nothing for {} (provider {}). Is the peer alive?",
+          rank,
+          seconds_text(timeout_),
+          fabric_->name()
+      );
+  }
+  const bool is_late = outcome == Outcome::kLate;
+  raise_error(is_late ? ErrorCode::kTimeout : ErrorCode::kTransport, context_, "put: " + problem);
 }
 
 }  // namespace weft::ofi

@@ -2,17 +2,37 @@
 #include "transport/ofi/ofi_transport.hpp"
 
 #include <algorithm>
+#include <rdma/fi_errno.h>
 #include <thread>
+#include <utility>
 
-#include "transport/checks.hpp"
+#include "transport/common.hpp"
+#include "transport/ofi/peers.hpp"
 
 namespace weft::ofi {
 namespace {
 
-constexpr int kLooksPerClock = 16;
-// Peers are told of a release as a courtesy; one that is stopped shall not hold this rank up for
+// Peers are told of a release as a courtesy; one that is stopped must not hold this rank up for
 // longer.
 constexpr auto kReleasePatience = std::chrono::seconds(1);
+
+// A peer that is stopped must not hold a leaving rank up for longer.
+constexpr auto kClosePatience = std::chrono::seconds(2);
+
+// On a network: a rank that the fabric takes nothing for, not even a connection, for so long is
+// gone. A guess; connecting takes milliseconds.
+constexpr auto kLongSilence = std::chrono::seconds(5);
+
+// A local provider's address is a text like "fi_shm://" and the name of its file.
+std::string file_of(const Bytes& address) {
+  const std::string_view text(reinterpret_cast<const char*>(address.data()), address.size());
+  const size_t slashes = text.find("//");
+  if (slashes == std::string_view::npos) {
+    return {};
+  }
+  const std::string_view name = text.substr(slashes + 2);
+  return fmt::format("/dev/shm/{}", name.substr(0, name.find('\0')));
+}
 
 }  // namespace
 
@@ -73,28 +93,24 @@ void OfiTransport::on_batch_end() {
 
 // --- memory ---
 
-Region OfiTransport::allocate(uint64_t bytes) {
-  Region region = near_->allocate(bytes);
+Region OfiTransport::with_fabric(Region region, std::optional<Device> lent_from) {
   try {
-    local_->add(region);
+    local_->add(region, lent_from);
   } catch (...) {
-    near_->release(region.ref);
+    neighbours_->release(region.ref);
     throw;
   }
   return region;
 }
 
+Region OfiTransport::allocate(uint64_t bytes) {
+  return with_fabric(neighbours_->allocate(bytes), {});
+}
+
 Region OfiTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
   const std::string obstacle = lend_obstacle(device);
   WEFT_CHECK(context_, obstacle.empty(), ErrorCode::kNotAvailable, "lend: {}", obstacle);
-  Region region = near_->add_lent(data, bytes);
-  try {
-    local_->add(region, device);
-  } catch (...) {
-    near_->release(region.ref);
-    throw;
-  }
-  return region;
+  return with_fabric(neighbours_->add_lent(data, bytes), device);
 }
 
 std::string OfiTransport::lend_obstacle(const Device& device) const {
@@ -103,14 +119,14 @@ std::string OfiTransport::lend_obstacle(const Device& device) const {
 
 void OfiTransport::release(const RegionRef& region) {
   local_->remove(region);
-  near_->release(region);  // throws for what is not allocated
+  neighbours_->release(region);  // throws for what is not allocated
   const Message released = message(MessageKind::kReleased, region.slot, region.generation);
   Queue& queue = *queues_.front();
   const Clock::time_point deadline = Clock::now() + kReleasePatience;
   const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    if (is_far(rank) && !peers_->is_gone(rank)) {
-      static_cast<void>(send(queue, rank, released, deadline, pending));
+    if (is_remote(rank) && !peers_->is_gone(rank)) {
+      static_cast<void>(send({queue, rank}, released, deadline, pending));
     }
   }
   while (pending->load(std::memory_order_acquire) > 0 && Clock::now() < deadline) {
@@ -120,7 +136,7 @@ void OfiTransport::release(const RegionRef& region) {
   }
 }
 
-// Messages that have been delivered here are heeded before what follows.
+// Messages that have been delivered here are handled before what follows.
 void OfiTransport::poll_until_quiet() const {
   for (const auto& queue : queues_) {
     poll_until_quiet(*queue);
@@ -135,32 +151,20 @@ void OfiTransport::poll_until_quiet(Queue& queue) {
 
 void OfiTransport::import(int rank, const RegionRef& region) {
   check_rank(context_, "import", rank);
-  if (!is_far(rank)) {
-    near_->import(rank, region);
+  if (!is_remote(rank)) {
+    neighbours_->import(rank, region);
     return;
   }
   poll_until_quiet(*queues_.front());  // which brings word of releases
-  WEFT_CHECK(
-      context_,
-      remote_[static_cast<size_t>(rank)]->insert(region),
-      ErrorCode::kTransport,
-      "import: region {} generation {} of rank {} is not allocated there",
-      region.slot,
-      region.generation,
-      rank
-  );
+  check_importable(context_, rank, region, remote_[static_cast<size_t>(rank)]->insert(region));
 }
 
 std::byte* OfiTransport::mapped(int rank, uint32_t region) const {
   check_rank(context_, "mapped", rank);
-  return is_far(rank) || hides_memory_ ? nullptr : near_->mapped(rank, region);
+  return is_remote(rank) || hides_memory_ ? nullptr : neighbours_->mapped(rank, region);
 }
 
 // --- waiting ---
-
-uint64_t OfiTransport::signal_value(uint32_t signal) const {
-  return near_->signal_value(signal);
-}
 
 void OfiTransport::throw_failure() const {
   if (const auto failure = peers_->any_failure()) {
@@ -170,30 +174,19 @@ void OfiTransport::throw_failure() const {
 
 void OfiTransport::progress() {
   throw_failure();
-  near_->progress();
+  neighbours_->progress();
   for (const auto& queue : queues_) {
     queue->try_poll();
   }
 }
 
-uint32_t OfiTransport::doorbell() const {
-  return own_.doorbell();
-}
-
 void OfiTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
   throw_failure();
-  const auto begin = Clock::now();
-  const auto spin_end = begin + std::min(spin_, at_most);
-  do {
-    for (int look = 0; look < kLooksPerClock; ++look) {
-      if (own_.doorbell() != seen) {
-        return;
-      }
-      queues_[static_cast<size_t>(look) % queues_.size()]->try_poll();
-      std::this_thread::yield();
-    }
-  } while (Clock::now() < spin_end);
-  const auto left = at_most - (Clock::now() - begin);
+  const auto has_moved = [&] { return own_.doorbell() != seen; };
+  const auto left = spin_until(spin_, at_most, has_moved, [this](size_t look) {
+    queues_[look % queues_.size()]->try_poll();
+    std::this_thread::yield();
+  });
   if (left.count() <= 0) {
     return;
   }
@@ -203,6 +196,122 @@ void OfiTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
   own_.sleep(seen, left);
   for (const auto& thread : threads_) {
     thread->remove_sleeper();
+  }
+}
+
+// --- life: who is there, and leaving ---
+
+// One try: who asks for a state asks again.
+void OfiTransport::ping(int rank) const {
+  Queue& queue = *queues_.front();
+  if (queue.num_flying_to(rank) > 0) {
+    return;  // its fate tells as much
+  }
+  const Message text = message(MessageKind::kPing);
+  Queue::Operation* const operation = queue.start(rank, sizeof text);
+  if (operation == nullptr) {
+    return;
+  }
+  const int64_t result = queue.post(*operation, text);
+  if (result == 0) {
+    peers_->note_answered(rank);
+    return;
+  }
+  queue.abandon(*operation);
+  if (result != -FI_EAGAIN) {
+    peers_->on_failure(rank, "fi_sendmsg", static_cast<int>(-result), fabric_->name());
+    return;
+  }
+  // Some providers try to connect again and again, and never say that nobody is there.
+  if (peers_->note_unanswered(rank) > kLongSilence) {
+    peers_->on_lost(rank);
+  }
+  knock_at(rank);
+}
+
+// On IP there is a quicker way to find out.
+void OfiTransport::knock_at(int rank) const {
+  if (fabric_->provider().takes_address && peers_->needs_ping(rank) &&
+      is_refused(addresses_[static_cast<size_t>(rank)].front())) {
+    peers_->on_lost(rank);
+  }
+}
+
+PeerState OfiTransport::peer_state(int rank) const {
+  check_rank(context_, "peer_state", rank);
+  if (!is_remote(rank)) {
+    return neighbours_->peer_state(rank);
+  }
+  if (peers_->has_left(rank)) {
+    return PeerState::kLeft;
+  }
+  if (!peers_->has_died(rank)) {
+    if (peers_->needs_ping(rank) && !is_closed_) {
+      ping(rank);
+    }
+    return PeerState::kAlive;
+  }
+  poll_until_quiet();  // it may have said farewell before it ended
+  if (peers_->has_left(rank)) {
+    return PeerState::kLeft;
+  }
+  remove_files_of(rank);
+  return PeerState::kDied;
+}
+
+// Again: no effect.
+void OfiTransport::remove_files_of(int rank) const {
+  if (!fabric_->provider().is_local) {
+    return;
+  }
+  for (const Bytes& address : addresses_[static_cast<size_t>(rank)]) {
+    static_cast<void>(::unlink(file_of(address).c_str()));
+  }
+}
+
+void OfiTransport::close() {
+  if (std::exchange(is_closed_, true)) {
+    return;
+  }
+  neighbours_->close();  // nothing is under way there
+  const Clock::time_point deadline =
+      Clock::now() + std::min<Clock::duration>(kClosePatience, timeout_);
+  const auto finish_flying = [&] {
+    const auto is_flying = [&](const auto& queue) {
+      for (int rank = 0; rank < num_ranks_; ++rank) {
+        if (queue->num_flying_to(rank) > 0 && !peers_->is_gone(rank)) {
+          return true;
+        }
+      }
+      return false;
+    };
+    for (int round = 0; Clock::now() < deadline; ++round) {
+      if (std::none_of(queues_.begin(), queues_.end(), is_flying)) {
+        return;
+      }
+      poll_until_quiet();
+      std::this_thread::sleep_for(std::chrono::microseconds(round < 10 ? 1 : 50));
+    }
+  };
+  // A farewell is sent when all before it has been delivered, so that it is the last that comes.
+  finish_flying();
+  const Message farewell = message(MessageKind::kLeft);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (const auto& queue : queues_) {
+      if (is_remote(rank) && !peers_->is_gone(rank)) {
+        static_cast<void>(send({*queue, rank}, farewell, deadline));
+      }
+    }
+  }
+  finish_flying();
+}
+
+OfiTransport::~OfiTransport() {
+  close();
+  threads_.clear();
+  local_.reset();
+  if (closing_ != nullptr) {
+    closing_->keep(std::move(queues_));
   }
 }
 

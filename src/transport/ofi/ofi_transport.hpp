@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Puts as writes of libfabric whose data names the signal, and plain copies between the ranks of a
-// domain. Set-up is in ofi_open.cpp, moving in ofi_put.cpp and ofi_wait.cpp, leaving in
-// ofi_life.cpp, the rest in ofi_transport.cpp.
+// Puts are writes of libfabric whose data names the signal; between the ranks of a domain they are
+// plain copies. ofi_open.cpp has set-up, ofi_put.cpp moving, ofi_transport.cpp the rest.
 //
 // Memory, signals and the ranks of this rank's domain are a MappedTransport's. This class
 // registers that memory with the fabric and raises the same signals for what comes over it, so a
@@ -9,7 +8,7 @@
 //
 // Order. A put over the fabric is one write that carries its signal, so the signal is seen with
 // that write's bytes or after them, on fabrics without order too. A put too large for that goes in
-// pieces: the last one is posted when all others have been delivered, and it alone carries the
+// pieces: the last one is posted when all others have been delivered, and only it carries the
 // signal.
 //
 // Three hand-overs inside a rank:
@@ -22,22 +21,21 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 #include "transport/mapped/mapped_transport.hpp"
 #include "transport/mapped/signal_block.hpp"
-#include "transport/ofi/closing.hpp"
-#include "transport/ofi/fabric.hpp"
-#include "transport/ofi/immediate.hpp"
-#include "transport/ofi/local_regions.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 #include "transport/ofi/peers.hpp"
 #include "transport/ofi/progress_thread.hpp"
-#include "transport/ofi/queue.hpp"
-#include "transport/ofi/remote_regions.hpp"
-#include "transport/ofi/select.hpp"
+#include "transport/ofi/regions.hpp"
 #include "transport/transport.hpp"
 
 namespace weft::ofi {
@@ -48,6 +46,21 @@ struct Neighbours {
   std::unique_ptr<MemorySource> memory;
   std::vector<int> ranks;     // this one included
   bool hides_memory = false;  // mapped() is null for all of them
+};
+
+// For providers that share memory between the endpoints of a process: an endpoint that closes takes
+// its memory away under one that still looks at it. So they close together, when the last transport
+// of a session in this process ends.
+class Closing {
+ public:
+  // The same object for all ranks of `session` in this process. Any thread.
+  [[nodiscard]] static std::shared_ptr<Closing> join(uint64_t session);
+  // Keeps queues that nobody polls any more until the last holder of this object is gone.
+  void keep(std::vector<std::unique_ptr<Queue>> queues);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Queue>> queues_;
 };
 
 class OfiTransport final : public Transport, private QueueEvents {
@@ -73,15 +86,16 @@ class OfiTransport final : public Transport, private QueueEvents {
   void put(int rank, std::span<const Put> puts) override;
   void raise(int rank, uint32_t signal, uint64_t amount) override;
   [[nodiscard]] std::byte* mapped(int rank, uint32_t region) const override;
-  [[nodiscard]] uint64_t signal_value(uint32_t signal) const override;
+  [[nodiscard]] uint64_t signal_value(uint32_t signal) const override {
+    return neighbours_->signal_value(signal);
+  }
   void progress() override;
-  [[nodiscard]] uint32_t doorbell() const override;
+  [[nodiscard]] uint32_t doorbell() const override { return own_.doorbell(); }
   void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
   [[nodiscard]] PeerState peer_state(int rank) const override;
   void close() override;
 
  private:
-  using Clock = std::chrono::steady_clock;
   // How an attempt ended that is repeated until the fabric takes it.
   enum class Outcome : uint8_t { kDone, kGone, kFailed, kLate };
 
@@ -98,52 +112,57 @@ class OfiTransport final : public Transport, private QueueEvents {
   void on_failure(int rank, const char* call, int error) override;
   void on_batch_end() override;
   void note_news();
+  [[nodiscard]] Region with_fabric(Region region, std::optional<Device> lent_from);
 
-  // ofi_put.cpp
-  [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
-  void send_copy(Queue& queue, int rank, std::span<const Put> batch);
+  // --- ofi_put.cpp ---
   using Source = LocalRegions::Source;
+  // One of this rank's queues and the rank at its other end.
+  struct Way {
+    Queue& queue;
+    int rank;
+  };
+  [[nodiscard]] Way way_to(int rank);
+  [[nodiscard]] Clock::time_point until() const { return Clock::now() + timeout_; }
+  [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
   [[nodiscard]] Source source_of(const Put& put) const;
-  void send_pieces(Queue& queue, int rank, const Put& put, const Source& source);
+  void send_copy(const Way& way, std::span<const Put> batch);
+  void send_pieces(const Way& way, const Put& put, const Source& source);
   [[nodiscard]] Write write_to(int rank, const Put& put) const;
   [[nodiscard]] Write signalling_write_to(int rank, const Put& put, size_t amount) const;
-  void post_copy(
-      Queue& queue, int rank, std::span<const Put> batch, Write write, const Pending& pending
-  );
-  // From where it lies.
-  void post_direct(
-      Queue& queue,
-      int rank,
-      const Put& put,
+  // One write of a batch: copies of its puts or, with `direct`, its only put from where it lies.
+  void post_write(
+      const Way& way,
+      std::span<const Put> batch,
       Write write,
-      const Source& source,
+      const Source* direct,
       const Pending& pending
   );
-  [[nodiscard]] Queue& pick_queue();
-
-  // ofi_wait.cpp
-  void post(Queue& queue, int rank, Queue::Operation& operation, const Write& write);
   void require(Outcome outcome, int rank) const;
   // `attempt` returns 0, -FI_EAGAIN or libfabric's error; kDone is what is left.
   template <class Attempt>
-  Outcome persist(Queue& queue, int rank, Clock::time_point deadline, const Attempt& attempt);
+  Outcome persist(const Way& way, Clock::time_point deadline, const Attempt& attempt);
   Outcome start(
-      Queue& queue,
-      int rank,
+      const Way& way,
       uint64_t bytes,
       Clock::time_point deadline,
       Queue::Operation*& operation,
-      Pending pending = nullptr
+      const Pending& pending
+  );
+  template <class Content>
+  Outcome post(
+      const Way& way,
+      Queue::Operation& operation,
+      const Content& content,
+      Clock::time_point deadline
   );
   Outcome send(
-      Queue& queue,
-      int rank,
+      const Way& way,
       const Message& message,
       Clock::time_point deadline,
       const Pending& pending = nullptr
   );
   // Until all of them have ended.
-  Outcome await(Queue& queue, int rank, const Pending& pending);
+  Outcome await(const Way& way, const Pending& pending);
 
   void poll_until_quiet() const;
   static void poll_until_quiet(Queue& queue);
@@ -152,8 +171,8 @@ class OfiTransport final : public Transport, private QueueEvents {
   void remove_files_of(int rank) const;
   void throw_failure() const;
 
-  // Over the fabric.
-  [[nodiscard]] bool is_far(int rank) const { return !near_->has_member(rank); }
+  // Reached over the fabric.
+  [[nodiscard]] bool is_remote(int rank) const { return !neighbours_->has_member(rank); }
 
   Context context_;
   bool hides_memory_;
@@ -164,15 +183,15 @@ class OfiTransport final : public Transport, private QueueEvents {
   std::chrono::nanoseconds spin_;  // before sleeping in park()
 
   uint64_t session_ = 0;                       // until set-up is over: this rank's proposal
-  std::shared_ptr<Closing> closing_;           // null where endpoints may close alone
+  std::shared_ptr<Closing> closing_;           // null where endpoints may close on their own
   std::vector<std::vector<Bytes>> addresses_;  // [num_ranks][num_queues]
 
-  std::unique_ptr<MappedTransport> near_;
-  SignalBlock own_;  // near_'s
+  std::unique_ptr<MappedTransport> neighbours_;
+  SignalBlock own_;  // of neighbours_
   std::shared_ptr<Fabric> fabric_;
   std::unique_ptr<Immediate> immediate_;
   std::unique_ptr<Peers> peers_;
-  std::vector<std::unique_ptr<RemoteRegions>> remote_;  // [num_ranks], used for far ones
+  std::vector<std::unique_ptr<RemoteRegions>> remote_;  // [num_ranks], used for remote ones
   std::vector<std::unique_ptr<Queue>> queues_;
   std::unique_ptr<LocalRegions> local_;
   std::atomic<bool> has_news_ = false;

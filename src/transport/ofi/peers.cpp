@@ -4,10 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstring>
+#include <poll.h>
+#include <sys/socket.h>
 #include <utility>
 
 #include "core/check.hpp"
-#include "transport/ofi/api.hpp"
+#include "core/descriptor.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -42,14 +46,6 @@ void Peers::watch(int rank, int32_t pid) {
   }
 }
 
-void Peers::set_same_process(int rank) {
-  at(rank).is_watched = true;  // the empty watch is always alive
-}
-
-void Peers::on_left(int rank) {
-  at(rank).num_farewells.fetch_add(1, std::memory_order_release);  // pairs with has_left()
-}
-
 void Peers::on_failure(int rank, const char* call, int error, std::string_view provider) {
   if (has_left(rank)) {
     return;
@@ -69,22 +65,6 @@ void Peers::on_failure(int rank, const char* call, int error, std::string_view p
   has_any_failure_.store(true, std::memory_order_release);
 }
 
-void Peers::on_lost(int rank) {
-  at(rank).is_lost.store(true, std::memory_order_release);
-}
-
-bool Peers::has_left(int rank) const {
-  return at(rank).num_farewells.load(std::memory_order_acquire) >= num_queues_;
-}
-
-bool Peers::has_died(int rank) const {
-  return at(rank).is_lost.load(std::memory_order_acquire) || !at(rank).watch.is_alive();
-}
-
-bool Peers::needs_ping(int rank) const {
-  return !at(rank).is_watched && !at(rank).is_lost.load(std::memory_order_relaxed);
-}
-
 std::chrono::nanoseconds Peers::note_unanswered(int rank) {
   const std::lock_guard lock(mutex_);
   Peer& peer = at(rank);
@@ -96,10 +76,6 @@ std::chrono::nanoseconds Peers::note_unanswered(int rank) {
 void Peers::note_answered(int rank) {
   const std::lock_guard lock(mutex_);
   at(rank).unanswered_since.reset();
-}
-
-bool Peers::has_failed(int rank) const {
-  return at(rank).has_failed.load(std::memory_order_acquire);
 }
 
 std::optional<std::string> Peers::failure(int rank) const {
@@ -121,6 +97,34 @@ std::optional<std::string> Peers::any_failure() const {
     }
   }
   return std::nullopt;
+}
+
+bool is_refused(const Bytes& address) {
+  sockaddr_storage place = {};
+  if (address.size() < sizeof(sa_family_t) || address.size() > sizeof place) {
+    return false;
+  }
+  std::memcpy(&place, address.data(), address.size());
+  if (place.ss_family != AF_INET && place.ss_family != AF_INET6) {
+    return false;
+  }
+  const Descriptor socket(::socket(place.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  const auto* const to = reinterpret_cast<const sockaddr*>(&place);
+  if (::connect(socket.get(), to, static_cast<socklen_t>(address.size())) == 0) {
+    return false;
+  }
+  if (errno != EINPROGRESS) {
+    return errno == ECONNREFUSED;
+  }
+  pollfd wanted = {.fd = socket.get(), .events = POLLOUT, .revents = 0};
+  constexpr int kPatienceMs = 20;
+  if (::poll(&wanted, 1, kPatienceMs) <= 0) {
+    return false;
+  }
+  int error = 0;
+  socklen_t bytes = sizeof error;
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 &&
+         error == ECONNREFUSED;
 }
 
 }  // namespace weft::ofi

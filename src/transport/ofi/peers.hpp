@@ -11,8 +11,10 @@
 #include <string>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "group/process_watch.hpp"
 #include "transport/transport.hpp"
+#include "weft/group.hpp"
 
 namespace weft::ofi {
 
@@ -24,33 +26,41 @@ class Peers {
   // Set-up: the death of this rank's process can be seen here. Nothing happens if it cannot.
   void watch(int rank, int32_t pid);
   // Set-up: a rank of this process, which ends with this one.
-  void set_same_process(int rank);
+  void set_same_process(int rank) { at(rank).is_watched = true; }  // an empty watch is always alive
 
-  void on_left(int rank);  // once for each queue
+  // A farewell, once for each queue; pairs with has_left().
+  void on_left(int rank) { at(rank).num_farewells.fetch_add(1, std::memory_order_release); }
   void on_failure(int rank, const char* call, int error, std::string_view provider);
 
   // It is gone without a farewell.
-  void on_lost(int rank);
+  void on_lost(int rank) { at(rank).is_lost.store(true, std::memory_order_release); }
 
   // The fabric takes nothing for this rank; since when. And that it does.
   [[nodiscard]] std::chrono::nanoseconds note_unanswered(int rank);
   void note_answered(int rank);
 
-  [[nodiscard]] bool has_left(int rank) const;
+  [[nodiscard]] bool has_left(int rank) const {
+    return at(rank).num_farewells.load(std::memory_order_acquire) >= num_queues_;
+  }
   // Its process is known to have ended.
-  [[nodiscard]] bool has_died(int rank) const;
+  [[nodiscard]] bool has_died(int rank) const {
+    return at(rank).is_lost.load(std::memory_order_acquire) || !at(rank).watch.is_alive();
+  }
   [[nodiscard]] bool is_gone(int rank) const { return has_left(rank) || has_died(rank); }
   // Only messages to it can tell whether it lives.
-  [[nodiscard]] bool needs_ping(int rank) const;
+  [[nodiscard]] bool needs_ping(int rank) const {
+    return !at(rank).is_watched && !at(rank).is_lost.load(std::memory_order_relaxed);
+  }
   // An operation to it failed, perhaps because it is about to be gone.
-  [[nodiscard]] bool has_failed(int rank) const;
+  [[nodiscard]] bool has_failed(int rank) const {
+    return at(rank).has_failed.load(std::memory_order_acquire);
+  }
   // What failed, once it is clear that the rank is not simply gone; empty if nothing.
   [[nodiscard]] std::optional<std::string> failure(int rank) const;
   // The same of any rank; cheap while nothing has failed.
   [[nodiscard]] std::optional<std::string> any_failure() const;
 
  private:
-  using Clock = std::chrono::steady_clock;
   struct Peer {
     ProcessWatch watch;
     bool is_watched = false;
@@ -70,5 +80,9 @@ class Peers {
   std::atomic<bool> has_any_failure_ = false;
   std::vector<Peer> peers_;
 };
+
+// True if the host of this socket address answers that nobody listens there. False if somebody
+// does, or if no answer comes in some milliseconds. Opens a connection and drops it at once.
+[[nodiscard]] bool is_refused(const Bytes& address);
 
 }  // namespace weft::ofi

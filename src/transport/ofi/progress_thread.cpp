@@ -9,6 +9,7 @@
 #include <sys/eventfd.h>
 #include <utility>
 
+#include "core/clock.hpp"
 #include "core/host_map.hpp"
 
 namespace weft::ofi {
@@ -75,7 +76,6 @@ void ProgressThread::run_guarded() {
 }
 
 void ProgressThread::run() {
-  using Clock = std::chrono::steady_clock;
   stay_on(cores_);
   auto last_event = Clock::now();
   int num_slices = 0;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/descriptor.hpp"
-#include "transport/ofi/queue.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 
 namespace weft::ofi {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The registrations of this rank's regions with the fabric. Any thread.
+// Regions as the fabric sees them: this rank's own, registered, and those of its peers.
 #pragma once
 
 #include <atomic>
@@ -9,12 +9,16 @@
 #include <memory>
 #include <optional>
 #include <shared_mutex>
+#include <tuple>
+#include <unordered_map>
 
-#include "transport/ofi/fabric.hpp"
+#include "transport/mapped/memory.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "transport/transport.hpp"
 
 namespace weft::ofi {
 
+// The registrations of this rank's regions with the fabric. Any thread.
 class LocalRegions {
  public:
   // `endpoint` is what memory is bound to, where it is.
@@ -31,7 +35,7 @@ class LocalRegions {
     void* descriptor = nullptr;  // null: no region holds the bytes
     bool is_lent = false;
   };
-  // Of the region that holds these bytes, for writes out of it.
+  // What a write out of these bytes needs, from the region that holds them.
   [[nodiscard]] Source source_at(const void* data, uint64_t bytes) const;
   // Whether a region is lent; cheap.
   [[nodiscard]] bool has_lent() const { return num_lent_.load(std::memory_order_relaxed) > 0; }
@@ -52,6 +56,38 @@ class LocalRegions {
   mutable std::shared_mutex mutex_;            // guards what follows
   std::map<const std::byte*, Entry> entries_;  // by first byte
   std::map<uint32_t, const std::byte*> data_;  // by slot
+};
+
+// The regions of one rank that this rank has imported, by slot, and which of them their owner has
+// released. Any thread.
+
+// Words of RegionRef::cookie that the fabric needs; those before are for ranks that map the region.
+constexpr size_t kBaseWord = std::tuple_size_v<Cookie>;
+constexpr size_t kKeyWord = kBaseWord + 1;
+static_assert(kKeyWord < std::size(RegionRef{}.cookie));
+
+class RemoteRegions {
+ public:
+  struct View {
+    uint64_t base = 0;  // what a write adds its offset to
+    uint64_t key = 0;
+    uint64_t bytes = 0;
+    bool is_released = false;
+  };
+
+  // Empty: nothing was imported under this slot.
+  [[nodiscard]] std::optional<View> find(uint32_t slot) const;
+  // False if the owner has released this generation, as far as this rank has heard.
+  [[nodiscard]] bool insert(const RegionRef& region);
+  void release(uint32_t slot, uint32_t generation);
+
+ private:
+  struct Entry {
+    RegionRef region;                  // generation 0: never imported
+    uint32_t released_generation = 0;  // the newest
+  };
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<uint32_t, Entry> entries_;  // by slot
 };
 
 }  // namespace weft::ofi

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The experts on a GPU against those of the host, whose weights and rows are rounded alike.
-#include "moe/experts_cuda.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "core/half.hpp"
-#include "gpu/train_gpu_test.hpp"
-#include "moe/experts.hpp"
-#include "moe/gpu_rank_cuda.hpp"
-#include "unit/moe/gradient_check.hpp"
+#include "lab/train/gradient_check.hpp"
+#include "train/gpu/experts.hpp"
+#include "train/gpu/rank.hpp"
+#include "train/layers/experts.hpp"
+#include "train_gpu_test.hpp"
 
 namespace weft::moe {
 namespace {

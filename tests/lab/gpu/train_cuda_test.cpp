@@ -7,10 +7,10 @@
 #include <string>
 #include <unistd.h>
 
-#include "gpu/train_gpu_test.hpp"
-#include "moe/trainer.hpp"
-#include "overlap/lane_times.hpp"
-#include "unit/moe/training_runs.hpp"
+#include "lab/train/training_runs.hpp"
+#include "train/lanes/trace.hpp"
+#include "train/trainer.hpp"
+#include "train_gpu_test.hpp"
 
 namespace weft::moe {
 namespace {

@@ -4,9 +4,9 @@
 
 #include <gtest/gtest.h>
 
-#include "core/devices.hpp"
-#include "moe/device_model.hpp"
+#include "core/gpu/devices.hpp"
 #include "support/gpus.hpp"
+#include "train/step_model.hpp"
 #include "weft/error.hpp"
 
 namespace weft::moe {

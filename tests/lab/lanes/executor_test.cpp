@@ -7,10 +7,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "overlap/no_pipelining.hpp"
-#include "overlap/plain_nodes.hpp"
-#include "overlap/recorder.hpp"
-#include "overlap/thread_executor.hpp"
+#include "lab/lanes/plain_nodes.hpp"
+#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -41,10 +39,7 @@ std::string failure_of(Executor& executor, const Schedule& schedule) {
 }
 
 TEST(ThreadExecutorTest, RunsEveryStepOnceAfterWhatItWaitsFor) {
-  const Schedule schedule =
-      schedule_overlapped({4, [](int) {
-                             return plain_nodes({3, Kind::kMtp, true, true, true});
-                           }});
+  const Schedule schedule = schedule_overlapped({4, [](int) { return plain_nodes({3}); }});
   const Trace trace = ThreadExecutor().run(schedule);
   ASSERT_EQ(trace.spans.size(), schedule.steps().size());
   std::map<int, Span> by_step;
@@ -101,32 +96,22 @@ TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
   const Lane lane = GetParam();
   const Lane other = lane == Lane::kCompute ? Lane::kExchange : Lane::kCompute;
   std::vector<std::string> released;
-  const auto noting = [&](const char* name) {
-    return [&released, name](const LaneContext&) { released.emplace_back(name); };
+  const auto releasing = [&](Step step) {
+    step.release = [&released, name = step.name](const LaneContext&) { released.push_back(name); };
+    return step;
   };
   bool later_ran = false;
   const Work later = [&](const LaneContext&) { later_ran = true; };
   Schedule schedule;
-  const int given = schedule.add_value("given", noting("given"));
-  const int gone = schedule.add_value("gone", noting("gone"));
-  const int half = schedule.add_value("half", noting("half"));
-  const int never = schedule.add_value("never", noting("never"));
-  Step first = step("first", lane, kNothing);
-  first.frees = {gone};
-  schedule.add_step(first);
-  Step failing = step("failing", lane, throwing("broken"));
-  failing.writes = {half};
-  const int failed = schedule.add_step(failing);
-  Step waiting = step("waiting", other, later, {failed});
-  waiting.writes = {never};
-  waiting.frees = {given};
-  schedule.add_step(waiting);
+  schedule.add_step(releasing(step("first", lane, kNothing)));
+  const int failed = schedule.add_step(releasing(step("failing", lane, throwing("broken"))));
+  schedule.add_step(releasing(step("waiting", other, later, {failed})));
   schedule.add_step(step("next", lane, later));
 
   ThreadExecutor executor;
   EXPECT_EQ(failure_of(executor, schedule), "broken");
   EXPECT_FALSE(later_ran);
-  EXPECT_EQ(released, (std::vector<std::string>{"gone", "half", "given"}));
+  EXPECT_EQ(released, (std::vector<std::string>{"first", "waiting", "failing"}));
 
   Schedule good;
   good.add_step(step("good", lane, later));
@@ -159,13 +144,12 @@ TEST_P(ThreadFailureTest, IsSeenByTheCallbackOfTheOtherLane) {
 TEST_P(ThreadFailureTest, MayComeFromARelease) {
   int num_calls = 0;
   Schedule schedule;
-  const int value = schedule.add_value("value", [&](const LaneContext&) {
+  Step releasing = step("releasing", GetParam(), kNothing);
+  releasing.release = [&](const LaneContext&) {
     ++num_calls;
     throw std::runtime_error("release");
-  });
-  Step freeing = step("freeing", GetParam(), kNothing);
-  freeing.frees = {value};
-  schedule.add_step(freeing);
+  };
+  schedule.add_step(releasing);
   ThreadExecutor executor;
   EXPECT_EQ(failure_of(executor, schedule), "release");
   EXPECT_EQ(num_calls, 1);
@@ -195,26 +179,6 @@ TEST(ThreadExecutorTest, ReportsTheFirstFailureOfTwo) {
 
 TEST(ThreadExecutorTest, RunsAnEmptySchedule) {
   EXPECT_TRUE(ThreadExecutor().run(Schedule()).spans.empty());
-}
-
-TEST(RecorderTest, CallsNothingAndKeepsTheOrderOfIssue) {
-  Schedule schedule;
-  const Work forbidden = throwing("called");
-  const int value = schedule.add_value("value", forbidden);
-  Step a = step("a", Lane::kCompute, forbidden);
-  a.frees = {value};
-  schedule.add_step(a);
-  schedule.add_step(step("b", Lane::kExchange, forbidden, {0}));
-  schedule.add_step(step("c", Lane::kCompute, forbidden));
-  schedule.add_step(step("join", Lane::kCompute, {}, {1}));
-  const Trace trace = Recorder().run(schedule);
-  std::vector<std::pair<std::string, int64_t>> begins;
-  for (const Span& span : trace.spans) {
-    begins.emplace_back(span.name, span.begin_ns);
-  }
-  const std::vector<std::pair<std::string, int64_t>> expected = {
-      {"a", 0}, {"b", 1000}, {"c", 1000}, {"join", 2000}};
-  EXPECT_EQ(begins, expected);
 }
 
 }  // namespace

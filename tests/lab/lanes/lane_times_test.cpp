@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/lane_times.hpp"
-
 #include <gtest/gtest.h>
+
+#include "train/lanes/trace.hpp"
 
 namespace weft::overlap::test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/numeric_model.hpp"
+#include "lab/lanes/numeric_model.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -50,8 +50,10 @@ Row backward_product(const Row& weights, const Row& gradient) {
   return x;
 }
 
-Work dropping(Cell& cell) {
-  return [&cell](const LaneContext&) { cell.drop(); };
+Work dropping(std::initializer_list<Cell*> cells) {
+  return [cells = std::vector<Cell*>(cells)](const LaneContext&) {
+    std::ranges::for_each(cells, [](Cell* cell) { cell->drop(); });
+  };
 }
 
 }  // namespace
@@ -88,26 +90,19 @@ NumericModel::NumericModel(const NumericOptions& options) : options_(options) {
   }
 }
 
-Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights, bool free_input) {
+Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights) {
   Cells& cells = batch.cells[place];
   Cell& output = batch.cells[place + 1].input;
   Cell& input_gradient = batch.cells[place - 1].gradient;
   Weights& own = weights_[weights];
   Node node;
-  node.free_input = free_input;
-  // Saved: h, then x unless the input stays.
-  node.forward = [&, free_input](const LaneContext&) {
-    const Row& x = cells.input.get();
-    const Row h = forward_product(own.value, x);
+  node.forward = [&](const LaneContext&) {
+    Row h = forward_product(own.value, cells.input.get());
     Row y = h;
     for (float& v : y) {
       v /= 1 + std::abs(v);
     }
-    Row saved = h;
-    if (free_input) {
-      saved.insert(saved.end(), x.begin(), x.end());
-    }
-    cells.saved.put(std::move(saved));
+    cells.saved.put(std::move(h));
     output.put(std::move(y));
   };
   const auto gradient_of_h = [&cells] {
@@ -118,9 +113,9 @@ Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights, bool 
     }
     return gradient;
   };
-  const Work add_weight_gradient = [&, free_input, gradient_of_h](const LaneContext&) {
+  const Work add_weight_gradient = [&, gradient_of_h](const LaneContext&) {
     const Row gradient = gradient_of_h();
-    const float* x = free_input ? &cells.saved.get()[kWidth] : cells.input.get().data();
+    const Row& x = cells.input.get();
     for (size_t i = 0; i < kWidth * kWidth; ++i) {
       own.gradient[i] += gradient[i / kWidth] * x[i % kWidth];
     }
@@ -128,18 +123,14 @@ Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights, bool 
   const bool defer = options_.defer_weight_gradients;
   node.backward = [&, defer, gradient_of_h, add_weight_gradient](const LaneContext& context) {
     input_gradient.put(backward_product(own.value, gradient_of_h()));
-    if (defer) {
-      cells.queue.put(add_weight_gradient);
-    } else {
+    if (!defer) {
       add_weight_gradient(context);
     }
   };
   if (defer) {
-    node.weight_gradient = [&](const LaneContext& context) { cells.queue.run(context); };
+    node.weight_gradient = add_weight_gradient;
   }
-  node.release_input = dropping(cells.input);
-  node.release_saved = dropping(cells.saved);
-  node.release_gradient = dropping(cells.gradient);
+  node.release = dropping({&cells.input, &cells.saved, &cells.gradient});
   return node;
 }
 
@@ -149,14 +140,11 @@ Node NumericModel::rotation(MicroBatch& batch, size_t place, size_t by) {
   Cell& output = batch.cells[place + 1].input;
   Cell& input_gradient = batch.cells[place - 1].gradient;
   Node node;
-  node.free_input = options_.free_inputs;
   node.forward = [&, by](const LaneContext&) { output.put(rotated(cells.input.get(), by)); };
   node.backward = [&, by](const LaneContext&) {
     input_gradient.put(rotated(cells.gradient.get(), kWidth - by));
   };
-  node.release_input = dropping(cells.input);
-  node.release_saved = dropping(cells.saved);
-  node.release_gradient = dropping(cells.gradient);
+  node.release = dropping({&cells.input, &cells.gradient});
   return node;
 }
 
@@ -193,6 +181,12 @@ void NumericModel::add_residual(LayerNodes& layer, MicroBatch& batch, size_t lay
         inner(context);
         add(input_gradient, residual_gradient);
       };
+  // After a failure either may be left.
+  const Work release = dropping({&residual, &residual_gradient});
+  layer.pre_dispatch.release = [release, inner = layer.pre_dispatch.release](const LaneContext& c) {
+    inner(c);
+    release(c);
+  };
 }
 
 Node NumericModel::pre_process(MicroBatch& batch, int micro_batch) {
@@ -205,7 +199,7 @@ Node NumericModel::pre_process(MicroBatch& batch, int micro_batch) {
     batch.cells[1].input.put(std::move(row));
   };
   node.backward = [&](const LaneContext&) { static_cast<void>(batch.cells[0].gradient.get()); };
-  node.release_gradient = dropping(batch.cells[0].gradient);
+  node.release = dropping({&batch.cells[0].gradient});
   return node;
 }
 
@@ -227,7 +221,7 @@ Node NumericModel::post_process(MicroBatch& batch, int micro_batch) {
     }
     input_gradient.put(std::move(gradient));
   };
-  node.release_input = dropping(last.input);
+  node.release = dropping({&last.input, &batch.output});
   return node;
 }
 
@@ -238,20 +232,14 @@ ChunkNodes NumericModel::nodes(int micro_batch) {
   for (size_t idx = 0; idx < static_cast<size_t>(options_.num_layers); ++idx) {
     const size_t first = 1 + kNodesPerLayer * idx;
     LayerNodes layer;
-    layer.pre_dispatch = linear(batch, first, 2 * idx, false);
+    layer.pre_dispatch = linear(batch, first, 2 * idx);
     layer.moe_dispatch = rotation(batch, first + 1, 5 + idx);
-    layer.mlp = linear(batch, first + 2, 2 * idx + 1, options_.free_inputs);
+    layer.mlp = linear(batch, first + 2, 2 * idx + 1);
     layer.moe_combine = rotation(batch, first + 3, 7 + idx);
     add_residual(layer, batch, idx);
     nodes.layers.push_back(std::move(layer));
   }
   nodes.post_process = post_process(batch, micro_batch);
-  nodes.release_output = dropping(batch.output);
-  nodes.release_state = [&batch](const LaneContext&) {
-    for (auto* side : {&batch.residual, &batch.residual_gradient}) {
-      std::for_each(side->begin(), side->end(), [](Cell& cell) { cell.drop(); });
-    }
-  };
   return nodes;
 }
 

@@ -7,8 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "overlap/nodes.hpp"
-#include "overlap/weight_gradients.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap::test {
 
@@ -29,7 +28,6 @@ struct NumericOptions {
   int num_layers = 2;
   int num_micro_batches = 4;
   bool defer_weight_gradients = false;
-  bool free_inputs = true;  // of moe_dispatch, mlp and moe_combine
 };
 
 // Callbacks refer to the model; it outlives its schedules. One model is one run.
@@ -54,7 +52,6 @@ class NumericModel {
     Cell input;
     Cell saved;
     Cell gradient;  // of the output
-    WeightGradientQueue queue;
   };
   struct MicroBatch {
     std::deque<Cells> cells;    // pre_process, the layers', post_process
@@ -63,7 +60,7 @@ class NumericModel {
     Cell output;
   };
 
-  [[nodiscard]] Node linear(MicroBatch& batch, size_t place, size_t weights, bool free_input);
+  [[nodiscard]] Node linear(MicroBatch& batch, size_t place, size_t weights);
   [[nodiscard]] Node rotation(MicroBatch& batch, size_t place, size_t by);
   void add_residual(LayerNodes& layer, MicroBatch& batch, size_t layer_idx);
   [[nodiscard]] Node pre_process(MicroBatch& batch, int micro_batch);

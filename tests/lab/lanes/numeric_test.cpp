@@ -4,9 +4,8 @@
 
 #include <cstring>
 
-#include "overlap/no_pipelining.hpp"
-#include "overlap/numeric_model.hpp"
-#include "overlap/thread_executor.hpp"
+#include "lab/lanes/numeric_model.hpp"
+#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -28,7 +27,12 @@ Result result_of(const NumericModel& model) {
 // Without an executor: step after step in a loop, nothing released.
 Result run_in_a_loop(const NumericOptions& options) {
   NumericModel model(options);
-  const Schedule schedule = schedule_sequential(batches_of(model, options));
+  std::vector<StagePair> pairs;  // nothing woven: F0, B0, F1, B1, ...
+  for (int idx = 0; idx < options.num_micro_batches; ++idx) {
+    pairs.push_back({VirtualStage{idx}, {}});
+    pairs.push_back({{}, VirtualStage{idx}});
+  }
+  const Schedule schedule = make_schedule(batches_of(model, options), pairs);
   for (const Step& step : schedule.steps()) {
     if (step.work) {
       step.work({step.lane});
@@ -39,8 +43,11 @@ Result run_in_a_loop(const NumericOptions& options) {
 
 Result run_woven(const NumericOptions& options, bool early) {
   NumericModel model(options);
-  const Schedule schedule =
-      schedule_overlapped(batches_of(model, options), {.early_attention_release = early});
+  const Schedule schedule = make_schedule(
+      batches_of(model, options),
+      pipeline_order({.num_micro_batches = options.num_micro_batches}),
+      early
+  );
   ThreadExecutor().run(schedule);
   return result_of(model);
 }
@@ -53,16 +60,15 @@ class OverlapNumericTest : public testing::TestWithParam<int> {};
 
 TEST_P(OverlapNumericTest, GivesTheBitsOfTheSequentialRun) {
   const int layers = GetParam();
-  const Result expected = run_in_a_loop({layers, 4, false, false});
+  const Result expected = run_in_a_loop({layers, 4});
   ASSERT_GT(expected.losses[0], 0);
   ASSERT_NE(expected.losses[0], expected.losses[1]);
-  for (int choice = 0; choice < 8; ++choice) {
+  for (int choice = 0; choice < 4; ++choice) {
     SCOPED_TRACE(choice);
     const bool defer = (choice & 1) != 0;
-    const bool free_inputs = (choice & 2) != 0;
-    const bool early = (choice & 4) != 0;
+    const bool early = (choice & 2) != 0;
     for (int round = 0; round < 10; ++round) {
-      const Result woven = run_woven({layers, 4, defer, free_inputs}, early);
+      const Result woven = run_woven({layers, 4, defer}, early);
       EXPECT_TRUE(same_bits(woven.losses, expected.losses));
       EXPECT_TRUE(same_bits(woven.gradients, expected.gradients));
       EXPECT_EQ(woven.num_live_cells, 0);
@@ -83,12 +89,16 @@ TEST(OverlapNumericModelTest, SeesAnotherOrderOfMicroBatches) {
   EXPECT_FALSE(same_bits(model.gradients(), expected.gradients));
 }
 
-TEST(OverlapNumericModelTest, ThrowsWhenAFreedValueIsRead) {
-  const NumericOptions options = {1, 1};
+TEST(OverlapNumericModelTest, ThrowsWhenAReleasedValueIsRead) {
+  const NumericOptions options = {1, 1, true};
   NumericModel model(options);
   const auto nodes = [&](int idx) {
     ChunkNodes made = model.nodes(idx);
-    made.layers[0].pre_dispatch.free_input = true;  // its weight gradient reads it
+    Node& node = made.layers[0].pre_dispatch;  // its weight gradient reads what it releases
+    node.backward = [inner = node.backward, release = node.release](const LaneContext& context) {
+      inner(context);
+      release(context);
+    };
     return made;
   };
   EXPECT_THROW(ThreadExecutor().run(schedule_overlapped({1, nodes})), std::logic_error);
@@ -106,9 +116,6 @@ TEST(OverlapNumericModelTest, KeepsNothingAfterAnyFailure) {
     NumericModel model(options);
     const Schedule good = schedule_overlapped(batches_of(model, options));
     Schedule bad;
-    for (const Value& value : good.values()) {
-      bad.add_value(value.name, value.release);
-    }
     for (size_t idx = 0; idx < num_steps; ++idx) {
       Step step = good.steps()[idx];
       if (idx == failing) {

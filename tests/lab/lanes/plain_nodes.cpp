@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/plain_nodes.hpp"
+#include "lab/lanes/plain_nodes.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -11,17 +11,7 @@ Node node(bool is_there) {
   if (is_there) {
     made.forward = kNothing;
     made.backward = kNothing;
-  }
-  return made;
-}
-
-LayerNodes layer(const PlainChunk& chunk) {
-  const bool exchanges = chunk.kind != Kind::kDense;
-  LayerNodes made = {
-      node(true), node(exchanges), node(true), node(exchanges), node(chunk.kind == Kind::kMtp)};
-  if (chunk.defer_weight_gradients) {
-    made.pre_dispatch.weight_gradient = kNothing;
-    made.mlp.weight_gradient = kNothing;
+    made.release = kNothing;
   }
   return made;
 }
@@ -32,15 +22,14 @@ ChunkNodes plain_nodes(const PlainChunk& chunk) {
   ChunkNodes made;
   made.pre_process = node(chunk.has_ends);
   for (int idx = 0; idx < chunk.num_layers; ++idx) {
-    made.layers.push_back(layer(chunk));
+    LayerNodes& layer = made.layers.emplace_back(LayerNodes{
+        node(true), node(chunk.is_moe), node(true), node(chunk.is_moe)});
+    if (chunk.defer_weight_gradients) {
+      layer.pre_dispatch.weight_gradient = kNothing;
+      layer.mlp.weight_gradient = kNothing;
+    }
   }
   made.post_process = node(chunk.has_ends);
-  if (chunk.has_hooks) {
-    made.pre_forward = kNothing;
-    made.post_forward = kNothing;
-    made.pre_backward = kNothing;
-    made.post_backward = kNothing;
-  }
   return made;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "overlap/trace.hpp"
+#include "train/lanes/trace.hpp"
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -9,11 +9,9 @@
 #include <map>
 
 #include "core/atomic_file.hpp"
-#include "overlap/no_pipelining.hpp"
-#include "overlap/plain_nodes.hpp"
-#include "overlap/recorder.hpp"
-#include "overlap/thread_executor.hpp"
+#include "lab/lanes/plain_nodes.hpp"
 #include "support/errors.hpp"
+#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -62,13 +60,12 @@ void expect_whole(const nlohmann::json& file, const Schedule& schedule) {
 
 TEST(OverlapTraceTest, HasNoOverlapWithinALane) {
   const Schedule schedule = some_schedule();
-  expect_whole(nlohmann::json::parse(trace_json(Recorder().run(schedule))), schedule);
   expect_whole(nlohmann::json::parse(trace_json(ThreadExecutor().run(schedule))), schedule);
 }
 
 TEST(OverlapTraceTest, GoesToAFile) {
   const std::string path = testing::TempDir() + "overlap_trace_test.json";
-  const Trace trace = Recorder().run(some_schedule());
+  const Trace trace = ThreadExecutor().run(some_schedule());
   write_trace(path, trace);
   EXPECT_EQ(read_whole_file(path), trace_json(trace));
   std::filesystem::remove(path);

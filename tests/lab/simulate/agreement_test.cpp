@@ -8,10 +8,22 @@
 #include <string>
 #include <tuple>
 
-#include "exchange/exchange_cpu.hpp"
+#include "cpu/exchange.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
-#include "unit/simulate/simulate_cases.hpp"
+#include "simulate_cases.hpp"
+
+namespace weft {
+
+// What the simulator has to agree with.
+struct CpuInside {
+  const CpuExchange& exchange;
+  [[nodiscard]] const SignalMap& signals() const { return exchange.signals_; }
+  [[nodiscard]] const Transport& transport() const { return *exchange.transport_; }
+  [[nodiscard]] const Domains& domains() const { return *exchange.domains_; }
+};
+
+}  // namespace weft
 
 namespace weft::sim {
 namespace {
@@ -19,8 +31,8 @@ namespace {
 // Every signal of this rank.
 std::vector<uint64_t> signals_of(const CpuExchange& exchange) {
   std::vector<uint64_t> values;
-  for (uint32_t signal = 0; signal < exchange.signals.size(); ++signal) {
-    values.push_back(exchange.transport->signal_value(signal));
+  for (uint32_t signal = 0; signal < CpuInside{exchange}.signals().size(); ++signal) {
+    values.push_back(CpuInside{exchange}.transport().signal_value(signal));
   }
   return values;
 }
@@ -44,7 +56,7 @@ Grown grown(
 
 // Bytes that all others wrote into this rank's room for records.
 uint64_t record_bytes(const CpuExchange& exchange, const PlanData& plan) {
-  const Domains& domains = *exchange.domains;
+  const Domains& domains = CpuInside{exchange}.domains();
   uint64_t bytes = 0;
   for (int from = 0; from < domains.num_ranks(); ++from) {
     const CarriedSource* carried = plan.between ? plan.between->find_carried(from) : nullptr;
@@ -131,8 +143,8 @@ class AgreementTest : public testing::TestWithParam<Param> {
       look(
           {exchange,
            plan,
-           grown(exchange.signals, planned, dispatched),
-           grown(exchange.signals, dispatched, combined)}
+           grown(CpuInside{exchange}.signals(), planned, dispatched),
+           grown(CpuInside{exchange}.signals(), dispatched, combined)}
       );
       group.barrier();
     });
@@ -179,9 +191,9 @@ TEST_P(AgreementTest, ARealExchangeReservesTheSameMemory) {
     const Memory memory = memory_of(scenario_, traffic, rank);
     const Footprint footprint = done.exchange.footprint();
     EXPECT_EQ(memory.cpu.control(), static_cast<uint64_t>(footprint.control_bytes));
-    EXPECT_EQ(memory.cpu.signals, done.exchange.signals.size() * sizeof(uint64_t));
+    EXPECT_EQ(memory.cpu.signals, CpuInside{done.exchange}.signals().size() * sizeof(uint64_t));
     EXPECT_EQ(memory.output, static_cast<uint64_t>(done.plan.num_rows() * scenario_.row_bytes));
-    EXPECT_EQ(memory.cpu.records_used, record_bytes(done.exchange, done.plan.data()));
+    EXPECT_EQ(memory.cpu.records_used, record_bytes(done.exchange, contents_of(done.plan)));
     if (!std::get<2>(GetParam())) {  // else combine alone is staged, and rows for other ranks
       EXPECT_EQ(memory.cpu.staging, static_cast<uint64_t>(footprint.staging_bytes));
     }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate/control_cost.hpp"
-
 #include <gtest/gtest.h>
 
-#include "exchange/call_board.hpp"
+#include "cpu/protocol/call_board.hpp"
 #include "plan/build.hpp"
-#include "unit/simulate/simulate_cases.hpp"
+#include "simulate/memory.hpp"
+#include "simulate_cases.hpp"
 
 namespace weft::sim {
 namespace {
@@ -24,7 +23,7 @@ uint64_t far_record_bytes(const Scenario& scenario) {
   const std::vector<Plan> plans = build_plans(routes, scenario.num_experts, {});
   uint64_t bytes = 0;
   for (int source = 0; source < scenario.num_ranks; ++source) {
-    const auto& sent = plans[static_cast<size_t>(source)].data().sent;
+    const auto& sent = contents_of(plans[static_cast<size_t>(source)]).sent;
     for (int to = 4; to < 8; ++to) {  // its domain
       const bool is_wanted = scenario.is_flat ? to == 5 : scenario.carrier(source, 1) == 5;
       if (scenario.domain_of(source) != 1 && is_wanted) {

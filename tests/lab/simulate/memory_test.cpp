@@ -4,12 +4,12 @@
 
 #include <gtest/gtest.h>
 
-#include "exchange/buffer_pool.hpp"
-#include "exchange/crossing_memory.hpp"
-#include "exchange/region_map.hpp"
-#include "kernels/device_control.hpp"
-#include "kernels/device_plan.hpp"
-#include "unit/simulate/simulate_cases.hpp"
+#include "core/size_class.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "cuda/layout/control.hpp"
+#include "cuda/layout/plan.hpp"
+#include "hosts/crossing_memory.hpp"
+#include "simulate_cases.hpp"
 
 namespace weft::sim {
 namespace {

@@ -7,8 +7,8 @@
 #include <map>
 #include <tuple>
 
-#include "exchange/region_map.hpp"
-#include "unit/simulate/simulate_cases.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "simulate_cases.hpp"
 
 namespace weft::sim {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "unit/simulate/simulate_cases.hpp"
+#include "simulate_cases.hpp"
 
 namespace weft::sim {
 

@@ -6,8 +6,8 @@
 
 #include "plan/build.hpp"
 #include "plan/random_routing.hpp"
-#include "simulate/scenario.hpp"
 #include "simulate/simulate.hpp"
+#include "simulate/traffic.hpp"
 
 namespace weft::sim {
 

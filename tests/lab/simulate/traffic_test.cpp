@@ -6,9 +6,9 @@
 #include <set>
 #include <string>
 
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "simulate_cases.hpp"
 #include "support/errors.hpp"
-#include "unit/simulate/simulate_cases.hpp"
 
 namespace weft::sim {
 namespace {

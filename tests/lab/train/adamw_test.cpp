@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/adamw.hpp"
+#include "train/layers/adamw.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "moe/config.hpp"
+#include "train/config.hpp"
 #include "weft/error.hpp"
 
 namespace weft::moe {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/checkpoint.hpp"
+#include "train/checkpoint.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,6 @@
 #include <sstream>
 #include <unistd.h>
 
-#include "moe/checkpoint_header.hpp"
 #include "training_runs.hpp"
 #include "weft/error.hpp"
 

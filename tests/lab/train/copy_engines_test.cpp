@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/beside.hpp"
+// What of a trainer's exchange goes by copy engines.
 
 #include <gtest/gtest.h>
 
 #include <vector>
 
 #include "support/errors.hpp"
+#include "train/trainer.hpp"
 #include "weft/error.hpp"
 #include "weft/group.hpp"
 
@@ -18,10 +19,10 @@ bool takes_copies(int num_ranks, CopyEngines choice, int hidden, bool is_overlap
   config.overlap.is_on = is_overlapped;
   config.overlap.copy_engines = choice;
   config.model.hidden = hidden;
-  return copies_beside_computation(config, Group::local(num_ranks)[0]);
+  return uses_copy_engines(config, Group::local(num_ranks)[0]);
 }
 
-TEST(BesideTest, CopyEnginesCarryLongRows) {
+TEST(CopyEnginesTest, CarryLongRows) {
   EXPECT_FALSE(takes_copies(2, CopyEngines::kAuto, 2032));
   EXPECT_TRUE(takes_copies(8, CopyEngines::kAuto, 2048));
   EXPECT_FALSE(takes_copies(9, CopyEngines::kAuto, 2048));
@@ -29,12 +30,12 @@ TEST(BesideTest, CopyEnginesCarryLongRows) {
   EXPECT_FALSE(takes_copies(2, CopyEngines::kNever, 7168));
 }
 
-TEST(BesideTest, CopyEnginesNeedPeersOnGpusAndComputation) {
+TEST(CopyEnginesTest, NeedPeersOnGpusAndComputation) {
   EXPECT_FALSE(takes_copies(1, CopyEngines::kAlways, 7168));
   EXPECT_FALSE(takes_copies(2, CopyEngines::kAlways, 7168, false));
   TrainConfig config;
   config.overlap = {.is_on = true, .copy_engines = CopyEngines::kAlways};
-  EXPECT_FALSE(copies_beside_computation(config, Group::local(2)[0]));  // on the host
+  EXPECT_FALSE(uses_copy_engines(config, Group::local(2)[0]));  // on the host
 }
 
 // What was asked for, in order, by a maker that fails with `code` while room for copies is wanted.
@@ -50,7 +51,7 @@ std::vector<bool> rooms_asked_for(bool copy_engines, ErrorCode code) {
     return Exchange(Group::local(1)[0], config);
   };
   const auto thrown = test::thrown_by([&] {
-    const Exchange exchange = make_beside_computation(wanted, make);
+    const Exchange exchange = make_exchange(wanted, make);
     EXPECT_FALSE(exchange.config().copy_engines);
     EXPECT_EQ(exchange.config().hidden, 16);
   });
@@ -58,18 +59,12 @@ std::vector<bool> rooms_asked_for(bool copy_engines, ErrorCode code) {
   return asked;
 }
 
-TEST(BesideTest, RowsGoByStoresWhereMemoryIsShort) {
+TEST(CopyEnginesTest, AreDoneWithoutWhereMemoryIsShort) {
   using Asked = std::vector<bool>;
   EXPECT_EQ(rooms_asked_for(true, ErrorCode::kOutOfMemory), (Asked{true, false}));
   EXPECT_EQ(rooms_asked_for(false, ErrorCode::kOutOfMemory), Asked{false});
   EXPECT_EQ(rooms_asked_for(true, ErrorCode::kCuda), Asked{true});
   EXPECT_EQ(rooms_asked_for(false, ErrorCode::kTimeout), Asked{false});
-}
-
-TEST(BesideTest, CallsTakeAPartOfTheGpu) {
-  EXPECT_EQ(sms_beside_computation(132, true), 64);
-  EXPECT_EQ(sms_beside_computation(132, false), 32);
-  EXPECT_EQ(sms_beside_computation(4, true), 2);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/experts.hpp"
+#include "train/layers/experts.hpp"
 
 #include <gtest/gtest.h>
 

@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "moe/matrix.hpp"
+#include "train/layers/matrix.hpp"
 
 namespace weft::moe {
 

@@ -6,11 +6,8 @@
 #include <numbers>
 
 #include "gradient_check.hpp"
-#include "moe/embedding.hpp"
-#include "moe/head.hpp"
-#include "moe/linear.hpp"
-#include "moe/loss.hpp"
-#include "moe/rmsnorm.hpp"
+#include "train/layers/dense.hpp"
+#include "train/layers/linear.hpp"
 
 namespace weft::moe {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of the whole model, through the exchange, against differences of its loss.
-#include "moe/model.hpp"
+#include "train/model.hpp"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <numeric>
 #include <optional>
 
-#include "moe/parameters.hpp"
+#include "train/layers/parameters.hpp"
 #include "training_runs.hpp"
 
 namespace weft::moe {

@@ -5,9 +5,9 @@
 #include <numeric>
 #include <tuple>
 
-#include "moe/host_model.hpp"
-#include "overlap/lane_times.hpp"
 #include "step_rig.hpp"
+#include "train/lanes/trace.hpp"
+#include "train/step_model.hpp"
 
 namespace weft::moe {
 namespace {

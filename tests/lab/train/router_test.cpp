@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/router.hpp"
+#include "train/layers/router.hpp"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "gradient_check.hpp"
-#include "moe/balance.hpp"
+#include "train/layers/router.hpp"
 
 namespace weft::moe {
 namespace {

@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <vector>
 
-#include "moe/batch.hpp"
-#include "moe/moe_block.hpp"
-#include "moe/parameters.hpp"
+#include "train/batch.hpp"
+#include "train/layers/moe_block.hpp"
+#include "train/layers/parameters.hpp"
 #include "training_runs.hpp"
 
 namespace weft::moe {

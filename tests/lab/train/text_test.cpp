@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/text.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +7,7 @@
 #include <fstream>
 #include <unistd.h>
 
-#include "moe/batch.hpp"
+#include "train/batch.hpp"
 #include "weft/error.hpp"
 
 namespace weft::moe {

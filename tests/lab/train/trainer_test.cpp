@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "moe/trainer.hpp"
+#include "train/trainer.hpp"
 
 #include <gtest/gtest.h>
 

@@ -8,8 +8,8 @@
 #include <string_view>
 #include <vector>
 
-#include "moe/random.hpp"
-#include "moe/trainer.hpp"
+#include "train/layers/random.hpp"
+#include "train/trainer.hpp"
 
 namespace weft::moe {
 

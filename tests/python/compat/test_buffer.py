@@ -6,9 +6,8 @@ import torch
 from buffer_cases import Case, dispatch, gather
 
 from weft.compat.deep_ep import Buffer
-from weft.compat.deep_ep.handle_hosts import handle_of
-from weft.compat.deep_ep.hosts import Hosts
-from weft.compat.deep_ep.layout import layout_of, routes_to_ranks
+from weft.compat.deep_ep.layout import Hosts, layout_of, routes_to_ranks
+from weft.compat.deep_ep.normal.handle import handle_of
 
 TOKENS = (17, 0, 5, 9)
 

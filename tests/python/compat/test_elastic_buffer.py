@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import weft
-from weft.compat.deep_ep import elastic_model as model
-from weft.compat.deep_ep.elastic import ElasticBuffer
+from weft.compat.deep_ep.elastic import ElasticBuffer, model
 from weft.compat.deep_ep.events import EventHandle
 
 MIB2 = 2 << 20
@@ -160,7 +159,7 @@ def test_attributes_models_and_refusals(ranks):
 
 def two_domains(rank, num_ranks, group):
     """Ranks of several domains, were the group to have them."""
-    import weft.compat.deep_ep.elastic as elastic
+    import weft.compat.deep_ep.elastic.buffer as elastic
 
     found = elastic.found_ranks_per_domain
     elastic.found_ranks_per_domain = lambda _group: 2

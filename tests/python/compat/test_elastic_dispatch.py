@@ -7,8 +7,7 @@ from elastic_oracle import Case
 from hybrid_ep_oracle import same_bits
 
 import weft
-from weft.compat.deep_ep.elastic import ElasticBuffer
-from weft.compat.deep_ep.elastic_handle import EPHandle
+from weft.compat.deep_ep.elastic import ElasticBuffer, EPHandle
 from weft.compat.deep_ep.events import EventHandle, EventOverlap
 
 

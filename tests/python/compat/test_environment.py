@@ -15,9 +15,9 @@ import weft
 from domain_cases import two_domains
 from weft.compat import environment
 from weft.compat.deep_ep import Buffer
-from weft.compat.deep_ep import elastic_model as model
+from weft.compat.deep_ep.elastic import model
 from weft.compat.uccl import UCCLBuffer, fabric
-from weft.fused_a2a.uccl import set_uccl_num_sms_from_environment
+from weft.fused_a2a import set_uccl_num_sms_from_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 WEFT = ("WEFT_FABRIC", "WEFT_FABRIC_ADDRESS")

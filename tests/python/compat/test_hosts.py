@@ -8,8 +8,7 @@ from buffer_cases import Case, dispatch, gather
 import weft
 from domain_cases import DOMAINS, NUM_RANKS, two_domains
 from weft.compat.deep_ep import Buffer, Config, EventHandle, EventOverlap
-from weft.compat.deep_ep.hosts import Hosts
-from weft.compat.deep_ep.layout import layout_of
+from weft.compat.deep_ep.layout import Hosts, layout_of
 
 TOKENS = (17, 0, 5, 9)
 

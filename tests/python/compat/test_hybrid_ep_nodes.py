@@ -10,8 +10,8 @@ from hybrid_ep_oracle import Case, gather, rounded, same_bits
 import weft
 from domain_cases import DOMAINS, NUM_RANKS, two_domains
 from weft.compat.deep_ep import ElasticBuffer
-from weft.compat.deep_ep.hybrid_domain import ENVIRONMENT
 from weft.compat.deep_ep.hybrid_ep import HybridEPBuffer
+from weft.compat.deep_ep.layout import ENVIRONMENT
 
 TOKENS = (9, 0, 14, 6)
 

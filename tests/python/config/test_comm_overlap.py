@@ -8,7 +8,7 @@ import pytest
 from rule_cases import COMMON_RULES, NEEDS_FUSION, NEEDS_TE, OVERLAP
 
 from weft.config import CommOverlapConfig, OverlapModelConfig, _set_moe_a2a_overlap_overrides
-from weft.config import derive as derive_module
+from weft.config import comm_overlap as derive_module
 
 MISSING_SPACE = "delay_wgrad_compute. Current TE version: "
 

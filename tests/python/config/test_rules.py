@@ -185,7 +185,7 @@ def test_rule_23(model, installed):
 
 def test_rule_23_with_delayed_gradients(model, installed):
     # Rule 15 comes first in a whole configuration, so that the third text needs the rule itself.
-    from weft.config.rules_wgrad import staged_dispatch_backward
+    from weft.config.rules import staged_dispatch_backward
 
     both = model(**{OVERLAP: False, STAGED: True, "delay_wgrad_compute": True})
     assert text_of(staged_dispatch_backward, both) == (

@@ -124,6 +124,38 @@ def test_every_rank_raises_and_the_exchange_stays_usable(ranks):
     assert "'sideways' is unknown" in first[3]
 
 
+def refused_beforehand(rank, num_ranks, group):
+    """Rank 0 cannot make the calls that the others make; the first needs a larger exchange."""
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4, max_tokens=2)
+    x, idx, _ = inputs(rank, 6, 2, 4)
+    plan = ex.plan(idx)
+    larger = torch.cat([idx] * 4)
+    texts = []
+    for verb, call in (
+        ("plan", lambda: ex.plan(larger)),
+        ("plan_and_dispatch", lambda: ex.plan_and_dispatch(larger, torch.cat([x] * 4))),
+        ("plan_and_dispatch", lambda: ex.plan_and_dispatch(idx, x)),
+        ("dispatch", lambda: ex.dispatch(plan, x)),
+        ("combine", lambda: ex.combine(plan, torch.zeros(plan.num_rows, HIDDEN))),
+    ):
+        if rank == 0:
+            ex.refuse(verb, "not today", *((plan,) if verb in ("dispatch", "combine") else ()))
+            continue
+        with pytest.raises(weft.InvalidArgument) as refused:
+            call()
+        texts.append(str(refused.value).split(" [")[0])
+    rows, _, _ = weft.dispatch(ex.plan(idx), x)  # still usable
+    return texts
+
+
+def test_a_rank_refuses_without_a_call(ranks):
+    _, texts = ranks(refused_beforehand, 2)
+    assert texts == [
+        f"{op}: rank 0 refused the call: not today"
+        for op in ("plan", "plan", "plan", "dispatch", "combine")
+    ]
+
+
 def budget(rank, num_ranks, group):
     num_experts, rows_given = 4, 12
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)

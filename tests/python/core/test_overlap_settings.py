@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import weft
-from weft import beside
+from weft import overlap_settings
 from weft.overlap import (
     ModelChunk,
     TransformerLayer,
@@ -19,58 +19,53 @@ from weft.overlap import (
 
 @pytest.fixture
 def gpu(monkeypatch):
-    def make(name, count):
-        properties = SimpleNamespace(name=name, multi_processor_count=count)
+    def make(num_sms):
+        properties = SimpleNamespace(multi_processor_count=num_sms)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        beside._sms_of.cache_clear()
 
-    yield make
-    beside._sms_of.cache_clear()
+    return make
 
 
-@pytest.mark.parametrize(
-    "name, count, sms, copied",
-    [("NVIDIA H200", 132, 32, 64), ("another", 132, 32, 64), ("small", 4, 2, 2)],
-)
-def test_a_part_of_the_gpu(gpu, name, count, sms, copied):
-    gpu(name, count)
-    assert beside.usual_sms() == beside.usual_sms(True) == 0
-    with beside.beside_computation():
-        assert beside.usual_sms() == sms
-        assert beside.usual_sms(True) == copied
-        with beside.beside_computation():
+@pytest.mark.parametrize("num_sms, sms, copied", [(132, 32, 64), (4, 2, 2)])
+def test_a_part_of_the_gpu(gpu, num_sms, sms, copied):
+    gpu(num_sms)
+    assert overlap_settings.sms() == overlap_settings.sms(True) == 0
+    with overlap_settings.overlapped():
+        assert overlap_settings.sms() == sms
+        assert overlap_settings.sms(True) == copied
+        with overlap_settings.overlapped():
             pass
         seen = []
-        thread = threading.Thread(target=lambda: seen.append(beside.usual_sms()))
+        thread = threading.Thread(target=lambda: seen.append(overlap_settings.sms()))
         thread.start()
         thread.join()
-        assert seen == [sms] and beside.usual_sms() == sms
-    assert beside.usual_sms() == 0
+        assert seen == [sms] and overlap_settings.sms() == sms
+    assert overlap_settings.sms() == 0
 
 
 def test_ends_with_an_error(gpu):
-    gpu("NVIDIA H200", 132)
-    with pytest.raises(KeyError), beside.beside_computation():
+    gpu(132)
+    with pytest.raises(KeyError), overlap_settings.overlapped():
         raise KeyError
-    assert beside.usual_sms() == 0
+    assert overlap_settings.sms() == 0
 
 
 def test_nothing_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with beside.beside_computation():
-        assert beside.usual_sms() == 0
+    with overlap_settings.overlapped():
+        assert overlap_settings.sms() == 0
 
 
 def test_only_a_pair_of_micro_batches_shares_the_gpu(monkeypatch):
-    monkeypatch.setattr(beside, "sms_beside_computation", lambda: (48, 64))
+    monkeypatch.setattr(overlap_settings, "count_gpu_sms", lambda: 132)
     seen = []
 
     class Attention(torch.nn.Linear):
         def forward(self, x):
-            seen.append(beside.usual_sms())
+            seen.append(overlap_settings.sms())
             return super().forward(x)
 
     layer = TransformerLayer(Attention(4, 4), mlp=torch.nn.Linear(4, 4))
@@ -81,7 +76,7 @@ def test_only_a_pair_of_micro_batches_shares_the_gpu(monkeypatch):
         return model.build_schedule_plan(None, decoder_input=inputs[i])
 
     combined_1f1b_schedule_for_no_pipelining(plan_of, 3)
-    assert seen == [0, 48, 48]
+    assert seen == [0, 32, 32]
     seen.clear()
     sequential_schedule_for_no_pipelining(plan_of, 3)
     assert seen == [0, 0, 0]
@@ -91,39 +86,39 @@ def test_only_a_pair_of_micro_batches_shares_the_gpu(monkeypatch):
 def choose(monkeypatch):
     def choose(choice):
         monkeypatch.setenv("WEFT_COPY_ENGINES", choice)
-        beside._copies.cache_clear()
+        overlap_settings._copies.cache_clear()
 
     yield choose
-    beside._copies.cache_clear()
+    overlap_settings._copies.cache_clear()
 
 
 @pytest.mark.parametrize(
     "choice, short, long", [("auto", False, True), ("never", False, False), ("always", True, True)]
 )
-def test_copy_engines_beside_computation_alone(choose, choice, short, long):
+def test_copy_engines_only_where_there_is_computation(choose, choice, short, long):
     choose(choice)
-    assert not beside.usual_copies(7168, 2)
-    with beside.beside_computation():
-        assert beside.usual_copies(2032, 2) is short
-        assert beside.usual_copies(7168, 2) is long
-        assert beside.usual_copies(7168, 8) is long
-        assert beside.usual_copies(7168, 9) is short
-    assert not beside.usual_copies(7168, 2)
+    assert not overlap_settings.copies(7168, 2)
+    with overlap_settings.overlapped():
+        assert overlap_settings.copies(2032, 2) is short
+        assert overlap_settings.copies(7168, 2) is long
+        assert overlap_settings.copies(7168, 8) is long
+        assert overlap_settings.copies(7168, 9) is short
+    assert not overlap_settings.copies(7168, 2)
 
 
 def test_refuses_another_choice(choose):
     choose("")
-    with beside.beside_computation():
-        assert beside.usual_copies(7168, 2)
+    with overlap_settings.overlapped():
+        assert overlap_settings.copies(7168, 2)
     choose("sometimes")
-    with beside.beside_computation(), pytest.raises(ValueError, match="sometimes .expected one of"):
-        beside.usual_copies(7168, 2)
+    with overlap_settings.overlapped(), pytest.raises(ValueError, match="sometimes. is not one of"):
+        overlap_settings.copies(7168, 2)
 
 
 def on_a_cpu(rank, num_ranks, group):
     exchange = weft.Exchange(group, hidden=8, num_experts=2, copy_engines=True)
     x = torch.randn(3, 8)
-    with beside.beside_computation():
+    with overlap_settings.overlapped():
         plan = exchange.plan(torch.tensor([[0], [1], [1]]))
         rows = weft.dispatch(plan, x, copy_engines=True).rows
         assert torch.equal(weft.combine(plan, rows, copy_engines=True).x, x)

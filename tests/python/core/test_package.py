@@ -2,9 +2,11 @@
 """What is installed: the stub names what the module has, the program runs, errors are typed."""
 
 import ast
+import shutil
 import subprocess
 import sys
-from importlib import resources
+from importlib import metadata, resources
+from pathlib import Path
 
 import pytest
 
@@ -28,13 +30,26 @@ def test_public_names_are_documented():
         assert getattr(weft, name).__doc__, name
 
 
-def test_the_program_runs():
+def test_the_program_is_of_the_version_of_the_package():
     if not resources.files("weft").joinpath("bin", "weft").is_file():
         pytest.skip("the package was not installed from a wheel")
+    assert metadata.version("weft") == weft.__version__
     done = subprocess.run(
-        [sys.executable, "-m", "weft", "info"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "weft", "--version"], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0 and "weft" in done.stdout, done.stderr
+    assert done.stdout == f"weft {weft.__version__}\n", done.stderr
+
+
+def test_a_compiled_module_of_another_version_is_refused(tmp_path):
+    package = tmp_path / "weft"
+    shutil.copytree(Path(weft.__file__).parent, package, ignore=shutil.ignore_patterns("bin"))
+    (package / "_build_version.py").write_text('VERSION = "99.1.2"\n')
+    done = subprocess.run(
+        [sys.executable, "-c", "import weft"], cwd=tmp_path, capture_output=True, text=True
+    )
+    said = done.stderr.splitlines()[-1]
+    assert "ImportError: weft: the package is 99.1.2, but its compiled module" in said
+    assert f"{package}/_core" in said and f" is {weft.__version__}. " in said
 
 
 def test_errors_are_also_the_built_in_ones():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from weft.dispatcher import permute, sort_chunks_by_idxs, unpermute
-from weft.dispatcher.rows import gather_rows, sum_rows
+from weft.dispatcher.permute import gather_rows, sum_rows
 
 
 def _case(num_tokens=7, num_experts=5, hidden=4, seed=0, dtype=torch.float64):

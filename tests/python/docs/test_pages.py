@@ -5,6 +5,7 @@ A marker in a line of its own before a Python block says what to do with it:
   <!-- ranks -->      on 2 ranks; the marked blocks of a page go on from one another
   <!-- process -->    in an interpreter of its own
   <!-- file NAME -->  saved as NAME in a folder in front of PYTHONPATH
+  <!-- torchrun -->   in two processes that torchrun starts
 """
 
 import importlib
@@ -21,10 +22,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 FRAMEWORKS = ("megatron", "automodel", "vllm", "sglang")
-PAGES = ("pytorch", "overlap", "compat", *FRAMEWORKS)
-BLOCK = re.compile(r"^(?:<!-- (ranks|process|file \S+) -->\n)?```python\n(.*?)^```$", re.M | re.S)
+PAGES = ("../README", "pytorch", "overlap", "compat", *FRAMEWORKS)
+KIND = r"ranks|process|torchrun|file \S+"
+BLOCK = re.compile(rf"^(?:<!-- ({KIND}) -->\n)?```python\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.M | re.S)
-MARKER = re.compile(r"^<!-- (?!results |end results).* -->$", re.M)  # those: render_results
+OF_TOOLS = "results|peers|gpus|bounds|end|quote"  # markers of render_results and check_docs
+MARKER = re.compile(rf"^<!-- (?!(?:{OF_TOOLS}) ).* -->$", re.M)
 NAME = re.compile(r"\bweft(?:\.[A-Za-z_]\w*)+")
 MEMBER = re.compile(r"`(plan|exchange)\.(\w+)")
 
@@ -102,6 +105,17 @@ def test_blocks_run_in_a_process(body):
     interpreter(body)
 
 
+@pytest.mark.parametrize("body", [body for _, body in distinct("torchrun")])
+def test_blocks_run_under_torchrun(body, tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(body)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("name", "body"), distinct("file"))
 def test_file_gives_the_name_to_whoever_asks(name, body, tmp_path):
     """Also where the real library is installed."""
@@ -140,7 +154,7 @@ def test_names_exist(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_markers_are_known(page):
     """A marker that is misspelt, or not right before its block, would be passed over."""
-    marked = sum(len(blocks_of(page, kind)) for kind in ("ranks", "process", "file"))
+    marked = sum(len(blocks_of(page, kind)) for kind in ("ranks", "process", "torchrun", "file"))
     assert len(MARKER.findall(text_of(page))) == marked
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from weft.examples import grouped
+from weft.examples import layer as grouped
 from weft.overlap.grouped import row_ends
 
 

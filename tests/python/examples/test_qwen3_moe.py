@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from weft.examples.qwen3_attention import ROPE_BASE, Attention, Shape
-from weft.examples.qwen3_data import micro_batch, token_ids
 from weft.examples.qwen3_exposed import (
     Exposure,
     Kernel,
@@ -20,13 +19,13 @@ from weft.examples.qwen3_exposed import (
     exposure,
     is_exchange,
     length,
+    read_trace,
     union,
+    without_waits,
 )
 from weft.examples.qwen3_model import QwenMoE
-from weft.examples.qwen3_moe import complaints, rows_of, table
-from weft.examples.qwen3_run import MODES, Result, busiest
-from weft.examples.qwen3_start import layers_that_fit
-from weft.examples.qwen3_trace import read_trace, without_waits
+from weft.examples.qwen3_moe import complaints, layers_that_fit, rows_of, table
+from weft.examples.qwen3_run import MODES, Result, busiest, micro_batch, token_ids
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 PACK = "weft::(anonymous namespace)::pack_bulk(weft::DispatchLaunch)"

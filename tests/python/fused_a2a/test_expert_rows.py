@@ -7,8 +7,9 @@ import torch
 
 import weft
 import weft.fused_a2a as fa
+from weft.fused_a2a import expert_rows
 
-CALLS = {"deepep": fa.deepep.BY_EXPERT, "uccl": fa.uccl.BY_EXPERT}
+CALLS = {"deepep": expert_rows.DEEPEP_BY_EXPERT, "uccl": expert_rows.UCCL_BY_EXPERT}
 
 
 def layer(by_expert, group, x, idx, probs, num_experts, factor=2.0):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import weft.fused_a2a as fa
-from weft.fused_a2a import cache
+from weft.fused_a2a import buffers
 
 STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_nvshmem_available")
 
@@ -18,7 +18,7 @@ STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_nv
 def no_state(monkeypatch):
     for name in STATE:
         monkeypatch.setattr(fa, name, None)
-    monkeypatch.setattr(cache, "parked", {})
+    monkeypatch.setattr(buffers, "parked", {})
 
 
 def group_of(size=2):
@@ -166,7 +166,7 @@ def test_one_host_has_no_rdma_bytes_and_is_kept(library):
 def test_equal_groups_share(library, monkeypatch):
     kind, get, _ = library
     members = {}
-    monkeypatch.setattr(cache.dist, "get_process_group_ranks", lambda group: list(members[group]))
+    monkeypatch.setattr(buffers.dist, "get_process_group_ranks", lambda group: list(members[group]))
     one, twin, turned = group_of(), group_of(), group_of()
     members.update({one: (0, 1), twin: (0, 1), turned: (1, 0)})
     first = get(one, 1024)
@@ -183,12 +183,12 @@ def test_equal_groups_share(library, monkeypatch):
 def test_free_buffer_frees_those_of_other_groups(monkeypatch):
     kind = sized()
     monkeypatch.setattr(fa, "Buffer", kind)
-    monkeypatch.setattr(cache.dist, "get_process_group_ranks", lambda group: [id(group)])
+    monkeypatch.setattr(buffers.dist, "get_process_group_ranks", lambda group: [id(group)])
     fa.get_buffer(group_of(), 1024)
     fa.get_buffer(group_of(), 1024)
     fa.free_buffer()
     assert [buffer.destroyed for buffer in kind.made] == [1, 1]
-    assert fa._buffer is None and not cache.parked
+    assert fa._buffer is None and not buffers.parked
 
 
 def test_nvshmem_is_asked_once(monkeypatch):
@@ -234,7 +234,7 @@ def test_uccl_sms_from_the_environment(monkeypatch, variables, want):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(fa, "UCCLBuffer", MagicMock())
-    fa.uccl.set_uccl_num_sms_from_environment()
+    fa.set_uccl_num_sms_from_environment()
     fa.UCCLBuffer.set_num_sms.assert_called_once_with(want)
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import weft.fused_a2a as fa
-from weft.fused_a2a import buffers, cache
+from weft.fused_a2a import buffers
 
 
 @pytest.fixture(autouse=True)
 def no_state(monkeypatch):
     monkeypatch.setattr(fa, "_hybrid_ep_buffer", None)
     monkeypatch.setattr(fa, "_elastic_buffer", None)
-    monkeypatch.setattr(cache, "parked", {})
+    monkeypatch.setattr(buffers, "parked", {})
 
 
 def group_of(size=2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weft.examples import qwen3_rotary
+from weft.examples import qwen3_attention as qwen3_rotary
 from weft.overlap import swiglu as fused
 
 pytest.importorskip("triton")

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
 #include "support/errors.hpp"
 
 namespace weft::test {

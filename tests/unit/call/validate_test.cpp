@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The text of every refusal. That a refusal reaches all ranks is shown in tests/fault.
-#include "exchange/validate.hpp"
+#include "call/validate.hpp"
 
 #include <gtest/gtest.h>
 
@@ -28,7 +28,7 @@ class ValidateTest : public testing::Test {
     spec.scale_cols = 4;
     spec.room = Room::kSpare;  // so that no size is zero
     data_ = make_case_data({}, spec);
-    plan_ = data_.plans[0].data();
+    plan_ = contents_of(data_.plans[0]);
     plan_.exchange_id = kExchange;
     num_rows_ = std::to_string(plan_.num_rows);
     dispatch_in_ = data_.calls[0][0].dispatch_input();

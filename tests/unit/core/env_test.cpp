@@ -14,7 +14,7 @@ namespace {
 TEST(EnvTest, HasDefaults) {
   const Env env = env_of({});
   EXPECT_FALSE(env.rank || env.num_ranks || env.address || env.port || env.secret);
-  EXPECT_FALSE(env.ranks_per_domain);
+  EXPECT_FALSE(env.ranks_per_domain || env.gpu_transport);
   EXPECT_EQ(env.timeout, std::chrono::seconds(60));
   EXPECT_EQ(env.transport, "auto");
   EXPECT_EQ(env.num_threads, 0);
@@ -32,6 +32,7 @@ TEST(EnvTest, ReadsEachVariable) {
       {"WEFT_TIMEOUT_S", "0.25"},
       {"WEFT_RANKS_PER_DOMAIN", "2"},
       {"WEFT_TRANSPORT", "shm"},
+      {"WEFT_GPU_TRANSPORT", "vmm"},
       {"WEFT_NUM_THREADS", "6"},
       {"WEFT_FABRIC_GPU_MEMORY", "direct"},
       {"WEFT_COPY_ENGINES", "always"},
@@ -46,6 +47,7 @@ TEST(EnvTest, ReadsEachVariable) {
   EXPECT_EQ(env.timeout, std::chrono::milliseconds(250));
   EXPECT_EQ(env.ranks_per_domain, 2);
   EXPECT_EQ(env.transport, "shm");
+  EXPECT_EQ(env.gpu_transport, "vmm");
   EXPECT_EQ(env.num_threads, 6);
   EXPECT_EQ(env.fabric_gpu_memory, FabricGpuMemory::kDirect);
   EXPECT_EQ(env.copy_engines, CopyEngines::kAlways);

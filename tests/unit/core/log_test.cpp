@@ -40,11 +40,5 @@ TEST(LogTest, IsSilentBelowItsLevel) {
   EXPECT_EQ(text.find("quiet"), std::string::npos) << text;
 }
 
-TEST(LogTest, KnowsItsLevelsByName) {
-  EXPECT_EQ(parse_log_level("warn"), LogLevel::kWarn);
-  EXPECT_EQ(parse_log_level("off"), LogLevel::kOff);
-  EXPECT_EQ(parse_log_level("Warn"), std::nullopt);
-}
-
 }  // namespace
 }  // namespace weft

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/buffer_pool.hpp"
+#include "cpu/protocol/buffer_pool.hpp"
 
 #include <gtest/gtest.h>
 
 #include <thread>
 
+#include "core/size_class.hpp"
 #include "fake_transport.hpp"
 
 namespace weft::test {

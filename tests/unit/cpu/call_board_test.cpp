@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/call_board.hpp"
+#include "cpu/protocol/call_board.hpp"
 
 #include <gtest/gtest.h>
 
@@ -46,7 +46,7 @@ class BoardRank {
     CallWord word;
     word.call = board_.next_call();
     word.op = op;
-    word.signature[1] = field;
+    word.signature = signature_of({.op = op, .options = {.pad_multiple = field}});
     std::vector<CallWord> words(num_ranks_, word);
     for (size_t r = 0; r < words.size(); ++r) {
       words[r].num_tokens = 1000 * rank_ + static_cast<int64_t>(r);

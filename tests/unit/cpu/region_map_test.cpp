@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/region_map.hpp"
+#include "cpu/protocol/region_map.hpp"
 
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "exchange/chunk.hpp"
+#include "call/chunks.hpp"
 
 namespace weft::test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/row_sum.hpp"
+#include "cpu/combine/row_sum.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/staging.hpp"
+#include "cpu/protocol/staging.hpp"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "support/case_data.hpp"
-#include "unit/exchange/byte_spans.hpp"
+#include "unit/hosts/byte_spans.hpp"
 
 namespace weft::test {
 namespace {
@@ -44,10 +44,10 @@ class StagingTest : public testing::Test {
 TEST_F(StagingTest, GivesEachSourceOfADispatchItsOwnRoom) {
   const StagedRowBytes bytes = {.rows = 48, .scales = 7, .weights = 4, .source_weights = 0};
   for (const Plan& plan : data_.plans) {
-    const Staging staging = dispatch_staging(plan.data(), bytes);
+    const Staging staging = dispatch_staging(contents_of(plan), bytes);
     std::vector<ByteSpan> spans;
     for (size_t peer = 0; peer < 3; ++peer) {
-      const Arrivals& pair = plan.data().received[peer];
+      const Arrivals& pair = contents_of(plan).received[peer];
       if (static_cast<int>(peer) != plan.rank()) {
         std::ranges::copy(
             spans_of(staging, bytes, peer, {pair.size(), pair.num_routes(), 0}),
@@ -62,11 +62,11 @@ TEST_F(StagingTest, GivesEachSourceOfADispatchItsOwnRoom) {
 TEST_F(StagingTest, GivesEachExpertRankOfACombineItsOwnRoom) {
   const StagedRowBytes bytes = {.rows = 64, .scales = 0, .weights = 4, .source_weights = 4};
   for (const Plan& plan : data_.plans) {
-    const Staging staging = combine_staging(plan.data(), bytes);
+    const Staging staging = combine_staging(contents_of(plan), bytes);
     std::vector<ByteSpan> spans;
     for (size_t peer = 0; peer < 3; ++peer) {
-      const Arrivals& sent = plan.data().sent[peer];
-      const int64_t source_routes = plan.data().received[peer].num_routes();
+      const Arrivals& sent = contents_of(plan).sent[peer];
+      const int64_t source_routes = contents_of(plan).received[peer].num_routes();
       if (static_cast<int>(peer) != plan.rank()) {
         std::ranges::copy(
             spans_of(staging, bytes, peer, {sent.size(), sent.num_routes(), source_routes}),
@@ -80,8 +80,8 @@ TEST_F(StagingTest, GivesEachExpertRankOfACombineItsOwnRoom) {
 
 TEST_F(StagingTest, TakesNothingForWhatGoesStraightToItsSlots) {
   for (const Plan& plan : data_.plans) {
-    EXPECT_EQ(dispatch_staging(plan.data(), {}).num_bytes, 0U);
-    EXPECT_EQ(combine_staging(plan.data(), {}).num_bytes, 0U);
+    EXPECT_EQ(dispatch_staging(contents_of(plan), {}).num_bytes, 0U);
+    EXPECT_EQ(combine_staging(contents_of(plan), {}).num_bytes, 0U);
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/worker_pool.hpp"
+#include "cpu/protocol/worker_pool.hpp"
 
 #include <gtest/gtest.h>
 

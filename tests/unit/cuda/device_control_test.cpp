@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include "kernels/copied_rows.hpp"
-#include "kernels/device_control_map.hpp"
+#include "cuda/copy_engines/rows.hpp"
+#include "cuda/layout/control_map.hpp"
 
 namespace weft {
 namespace {

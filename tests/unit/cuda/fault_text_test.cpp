@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/fault_text.hpp"
+#include "cuda/exchange/fault_text.hpp"
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ RankView some_rank() {
   return me;
 }
 
-FaultRecord fault_of(FaultKind kind, DeviceOp op) {
+FaultRecord fault_of(FaultKind kind, Op op) {
   FaultRecord fault;
   fault.kind = kind;
   fault.op = op;
@@ -27,16 +27,16 @@ FaultRecord fault_of(FaultKind kind, DeviceOp op) {
 }
 
 TEST(FaultTextTest, NamesWhatAnUnknownCallCannotBe) {
-  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kPlan);
+  FaultRecord fault = fault_of(FaultKind::kMismatch, Op::kPlan);
   const std::string why = " (all ranks make the same calls in the same order; this is call 7)";
-  fault.seen = static_cast<int64_t>(DeviceOp::kCombine);
+  fault.seen = static_cast<int64_t>(Op::kCombine);
   EXPECT_EQ(fault_text(fault, some_rank()), "plan: rank 2 calls combine" + why);
   fault.seen = 77;
-  EXPECT_EQ(fault_text(fault, some_rank()), "plan: rank 2 calls nothing known (op 77)" + why);
+  EXPECT_EQ(fault_text(fault, some_rank()), "plan: rank 2 calls nothing known" + why);
 }
 
 TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
-  FaultRecord fault = fault_of(FaultKind::kTimeout, DeviceOp::kDispatch);
+  FaultRecord fault = fault_of(FaultKind::kTimeout, Op::kDispatch);
   fault.wanted = fault.epoch;
   fault.control = 0x7f00;
   const std::string begin =
@@ -54,8 +54,17 @@ TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
   );
 }
 
+TEST(FaultTextTest, SaysWhyAPeerRefusedIfItsHostDid) {
+  const FaultRecord fault = fault_of(FaultKind::kRefused, Op::kCombine);
+  EXPECT_EQ(fault_text(fault, some_rank()), "combine: rank 2 refused the call");
+  EXPECT_EQ(
+      fault_text(fault, some_rank(), {.refusal = "rows is missing"}),
+      "combine: rank 2 refused the call: rows is missing"
+  );
+}
+
 TEST(FaultTextTest, CountsTheCopiesThatDidNotCome) {
-  FaultRecord fault = fault_of(FaultKind::kTimeout, DeviceOp::kCombine);
+  FaultRecord fault = fault_of(FaultKind::kTimeout, Op::kCombine);
   fault.waiting_for = WaitFor::kCopies;
   fault.seen = epoch_base(some_rank().stamp) + 2;
   fault.wanted = fault.seen + 1;
@@ -66,7 +75,7 @@ TEST(FaultTextTest, CountsTheCopiesThatDidNotCome) {
 }
 
 TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
-  FaultRecord fault = fault_of(FaultKind::kStranger, DeviceOp::kPlan);
+  FaultRecord fault = fault_of(FaultKind::kStranger, Op::kPlan);
   fault.seen = 0xab00000004;
   fault.wanted = 0xab00000005;
   fault.control = 0x7f00;
@@ -78,7 +87,7 @@ TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
 }
 
 TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
-  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kCombine);
+  FaultRecord fault = fault_of(FaultKind::kMismatch, Op::kCombine);
   fault.what = 0;
   fault.seen = 0;
   fault.wanted = epoch_base(some_rank().stamp) + 6;
@@ -86,7 +95,7 @@ TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
       fault_text(fault, some_rank()),
       "combine: plan number = 6 here and 0 on rank 2 (must be equal on all ranks)"
   );
-  fault.op = DeviceOp::kPlan;
+  fault.op = Op::kPlan;
   fault.seen = 3;
   fault.wanted = 4;
   EXPECT_EQ(
@@ -96,11 +105,11 @@ TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
 }
 
 TEST(FaultTextTest, NamesAnyFieldAndAnyRegion) {
-  FaultRecord fault = fault_of(FaultKind::kMismatch, DeviceOp::kPlan);
-  fault.what = kDeviceSignatureFields + 3;
+  FaultRecord fault = fault_of(FaultKind::kMismatch, Op::kPlan);
+  fault.what = kSignatureWords + 3;
   EXPECT_EQ(
       fault_text(fault, some_rank()),
-      "plan: a field of its word = 0 here and 0 on rank 2 (must be equal on all ranks)"
+      "plan: a field without a name = 0 here and 0 on rank 2 (must be equal on all ranks)"
   );
   fault.kind = FaultKind::kUnmapped;
   fault.seen = 9;

@@ -10,8 +10,8 @@
 
 #include "core/check.hpp"
 #include "core/log.hpp"
+#include "cuda/transport/peer_regions.hpp"
 #include "support/errors.hpp"
-#include "transport/peer/peer_regions.hpp"
 
 namespace weft::test {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/tuning.hpp"
+#include "cuda/exchange/tuning.hpp"
 
 #include <gtest/gtest.h>
 
@@ -57,14 +57,55 @@ TEST(TuningTest, RemembersTheLastCallOfEachKindAlone) {
   }
 }
 
-TEST(TuningTest, PrefersTheNearestNumberOfRanksThenOfRowBytes) {
+TEST(TuningTest, TakesTheNearestRowBytesAndBeyondTheMeasuredRanksTheNearest) {
   const std::vector<TunedSplit> table = {
       {TunedOp::kDispatch, 2, 4096, {1, 2}, 900},
       {TunedOp::kDispatch, 2, 16384, {2, 2}, 900},
       {TunedOp::kDispatch, 4, 4096, {3, 2}, 100}};
   EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 4096, 24}), std::pair(1, 2));
   EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 14336, 24}), std::pair(2, 2));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 1, 14336, 24}), std::pair(2, 2));
   EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 8, 14336, 24}), std::pair(3, 2));
+}
+
+TEST(TuningTest, TakesWhatLiesBetweenTwoMeasuredNumbersOfRanks) {
+  const std::vector<TunedSplit> table = {
+      {TunedOp::kDispatch, 2, 4096, {10, 40}, 900},
+      {TunedOp::kDispatch, 8, 4096, {20, 20}, 900},
+      {TunedOp::kDispatch, 8, 4096, {60, 72}, 100}};
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 50}), std::pair(15, 30));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 132}), std::pair(35, 56));
+  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 45}), std::pair(20, 20));  // 50 do not fit
+  for (int sms = 50; sms <= 132; ++sms) {
+    const auto [first, second] = blocks(table, {TunedOp::kDispatch, 3, 4096, sms});
+    EXPECT_LE(first + second, sms);
+  }
+}
+
+TEST(TuningTest, SaysFromWhichNumbersOfRanksASplitComes) {
+  const auto ranks = [](int num_ranks, int sms = 132) {
+    return measured_ranks(built_in_tuning(), {TunedOp::kDispatch, num_ranks, 4096, sms});
+  };
+  EXPECT_EQ(ranks(1), (MeasuredRanks{2, 2}));
+  EXPECT_EQ(ranks(2), (MeasuredRanks{2, 2}));
+  EXPECT_EQ(ranks(3), (MeasuredRanks{2, 4}));
+  EXPECT_EQ(ranks(8), (MeasuredRanks{4, 4}));
+  EXPECT_EQ(ranks(8, 2), MeasuredRanks{});  // nothing so small was measured
+}
+
+TEST(TuningTest, KeepsTheSplitsThatSomeCallWouldTake) {
+  const std::vector<TunedSplit> table = {
+      {TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
+      {TunedOp::kDispatch, 4, 4096, {10, 14}, 310},  // as many, slower
+      {TunedOp::kDispatch, 4, 4096, {20, 20}, 302},  // more, as fast
+      {TunedOp::kDispatch, 4, 4096, {30, 20}, 350},  // more, slower
+      {TunedOp::kDispatch, 4, 8192, {30, 20}, 350}};
+  const auto useful = useful_splits(table);
+  ASSERT_EQ(useful.size(), 3U);
+  for (int sms = 24; sms < 60; ++sms) {
+    const CallSize size = {TunedOp::kDispatch, 4, 4096, sms};
+    EXPECT_EQ(blocks(table, size), blocks(useful, size));
+  }
 }
 
 TEST(TuningTest, SharesByRuleWhereNothingIsMeasuredOrSomethingIsAsked) {
@@ -82,12 +123,17 @@ TEST(TuningTest, AShortCombineSumsAllTokensAtOnceWithinHalfOfTheBlocks) {
   EXPECT_EQ(blocks_of_short_combine(2, 1, 1), (RoleBlocks{1, 1}));
 }
 
-TEST(TuningTest, TheBuiltInTableHasBothOperations) {
+// Each number of GPUs of one host gets a split that fits, within few multiprocessors and all.
+TEST(TuningTest, TheBuiltInTableCoversOneToEightRanks) {
   for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
-    for (const int ranks : {2, 4}) {
-      EXPECT_TRUE(std::ranges::any_of(built_in_tuning(), [&](const TunedSplit& one) {
-        return one.op == op && one.num_ranks == ranks && one.blocks.first + one.blocks.second <= 24;
-      }));
+    for (int ranks = 1; ranks <= 8; ++ranks) {
+      for (const int sms : {24, 64, 132}) {
+        const CallSize size = {op, ranks, 14336, sms};
+        EXPECT_NE(measured_ranks(built_in_tuning(), size), MeasuredRanks{});
+        const auto [first, second] = blocks(built_in_tuning(), size);
+        EXPECT_GE(std::min(first, second), 1);
+        EXPECT_LE(first + second, sms);
+      }
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The oracle itself, on cases small enough to know the answer by heart.
-#include "exchange/reference_exchange.hpp"
+#include "exchange/reference/reference_exchange.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/half.hpp"
-#include "plan/reference_plan.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft {
 namespace {

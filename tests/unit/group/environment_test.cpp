@@ -3,8 +3,8 @@
 
 #include <gtest/gtest.h>
 
-#include "group/run_forked.hpp"
-#include "group/socket.hpp"
+#include "group/run_ranks.hpp"
+#include "group/tcp/socket.hpp"
 #include "group_test.hpp"
 #include "unit/core/fake_env.hpp"
 

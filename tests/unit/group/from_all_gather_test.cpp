@@ -2,8 +2,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "group/block_value.hpp"
-#include "group/protocol_version.hpp"
+#include "group/control_plane.hpp"
 #include "group_test.hpp"
 
 namespace weft {

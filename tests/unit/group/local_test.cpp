@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "group/local_control.hpp"
+#include "group/control_plane.hpp"
 #include "group_test.hpp"
 #include "weft/error.hpp"
 #include "weft/group.hpp"

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/run_forked.hpp"
-
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +10,7 @@
 #include <unistd.h>
 
 #include "core/clock.hpp"
+#include "group/run_ranks.hpp"
 #include "group_test.hpp"
 
 namespace weft {

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/secret.hpp"
-
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -9,6 +7,7 @@
 #include <set>
 #include <sys/stat.h>
 
+#include "group/environment.hpp"
 #include "group_test.hpp"
 #include "unit/core/fake_env.hpp"
 

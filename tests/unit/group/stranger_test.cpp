@@ -10,8 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "group/frame.hpp"
-#include "group/handshake.hpp"
+#include "group/tcp/frame.hpp"
+#include "group/tcp/handshake.hpp"
 #include "group_test.hpp"
 #include "tcp_ranks.hpp"
 
@@ -100,7 +100,7 @@ class FewFiles {
     getrlimit(RLIMIT_NOFILE, &before_);
     const Socket next(dup(0));  // all below it are taken
     rlimit few = before_;
-    few.rlim_cur = static_cast<rlim_t>(next.fd()) + static_cast<rlim_t>(num_left);
+    few.rlim_cur = static_cast<rlim_t>(next.get()) + static_cast<rlim_t>(num_left);
     EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
   }
   FewFiles(const FewFiles&) = delete;

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "group/tcp_control.hpp"
-
 #include <gtest/gtest.h>
 
 #include <latch>
 
-#include "group/frame.hpp"
+#include "group/tcp/frame.hpp"
+#include "group/tcp/rendezvous.hpp"
 #include "group_test.hpp"
 #include "tcp_ranks.hpp"
 

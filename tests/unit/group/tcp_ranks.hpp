@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/rendezvous.hpp"
+#include "group/tcp/rendezvous.hpp"
 #include "weft/error.hpp"
 #include "weft/group.hpp"
 

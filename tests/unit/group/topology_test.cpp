@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <random>
 
-#include "group/local_control.hpp"
+#include "group/control_plane.hpp"
 #include "group/shared_memory.hpp"
 #include "group_test.hpp"
 

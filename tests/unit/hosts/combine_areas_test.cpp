@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where everything of a combine between domains lies: side by side, and large enough.
-#include "exchange/combine_areas.hpp"
+#include "hosts/combine_areas.hpp"
 
 #include <gtest/gtest.h>
 
 #include <functional>
 
-#include "unit/exchange/byte_spans.hpp"
-#include "unit/exchange/domain_plans.hpp"
+#include "byte_spans.hpp"
+#include "domain_plans.hpp"
 
 namespace weft::test {
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The index of every rank, where it was written to, against the routing.
-#include "exchange/crossing_index.hpp"
+#include "hosts/crossing_index.hpp"
 
 #include <gtest/gtest.h>
 
 #include <map>
 #include <utility>
 
-#include "unit/exchange/domain_plans.hpp"
+#include "domain_plans.hpp"
 
 namespace weft::test {
 namespace {

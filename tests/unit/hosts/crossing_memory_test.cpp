@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where messages between domains lie, and what lies where in them.
-#include "exchange/crossing_memory.hpp"
+#include "hosts/crossing_memory.hpp"
 
 #include <gtest/gtest.h>
 
 #include <functional>
 
-#include "unit/exchange/byte_spans.hpp"
+#include "byte_spans.hpp"
 
 namespace weft::test {
 namespace {

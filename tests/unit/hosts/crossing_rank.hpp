@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "exchange/crossing_transfer.hpp"
+#include "hosts/crossing_transfer.hpp"
 #include "support/memory.hpp"
 #include "weft/group.hpp"
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages between ranks that are threads, packed by other threads in a GPU's place.
-#include "exchange/crossing_transfer.hpp"
+#include "hosts/crossing_transfer.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <string>
 
+#include "crossing_rank.hpp"
 #include "support/errors.hpp"
-#include "unit/exchange/crossing_rank.hpp"
 
 namespace weft::test {
 namespace {

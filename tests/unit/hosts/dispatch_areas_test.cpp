@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where everything of a dispatch between domains lies, and that what is reserved is enough for it
 // and for a combine.
-#include "exchange/dispatch_areas.hpp"
+#include "hosts/dispatch_areas.hpp"
 
 #include <gtest/gtest.h>
 
 #include <numeric>
 
-#include "exchange/combine_areas.hpp"
-#include "unit/exchange/byte_spans.hpp"
-#include "unit/exchange/domain_plans.hpp"
+#include "byte_spans.hpp"
+#include "domain_plans.hpp"
+#include "hosts/combine_areas.hpp"
 
 namespace weft::test {
 namespace {

@@ -89,7 +89,7 @@ class DomainPlans {
       }
     }
     for (const Plan& plan : build_plans(tables_, 2 * num_ranks_, variant.options, budgets)) {
-      plans_.push_back(plan.data());
+      plans_.push_back(contents_of(plan));
     }
     for (PlanData& plan : plans_) {
       add_traffic(plan, domains);

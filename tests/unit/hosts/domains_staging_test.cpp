@@ -2,10 +2,10 @@
 // Staging in a group of several domains: areas, and crossing tokens.
 #include <gtest/gtest.h>
 
-#include "exchange/staging.hpp"
+#include "byte_spans.hpp"
+#include "cpu/protocol/staging.hpp"
 #include "plan/domain_traffic.hpp"
 #include "support/case_data.hpp"
-#include "unit/exchange/byte_spans.hpp"
 
 namespace weft::test {
 namespace {
@@ -23,7 +23,7 @@ class DomainsStagingTest : public testing::Test {
     spec.calls = "";
     const CaseData data = make_case_data(setup, spec);
     for (const Plan& plan : data.plans) {
-      PlanData& mine = plans_.emplace_back(plan.data());
+      PlanData& mine = plans_.emplace_back(contents_of(plan));
       auto domains = std::make_shared<const Domains>(kDomains, plan.rank());
       std::vector<std::vector<Arrivals>> carried;
       for (const int source : domains->carried()) {
@@ -31,7 +31,7 @@ class DomainsStagingTest : public testing::Test {
         for (const int member : domains->near()) {
           const auto s = static_cast<size_t>(source);
           const auto m = static_cast<size_t>(member);
-          pairs.push_back(member == plan.rank() ? Arrivals() : data.plans[s].data().sent[m]);
+          pairs.push_back(member == plan.rank() ? Arrivals() : contents_of(data.plans[s]).sent[m]);
         }
       }
       mine.between = make_domain_traffic(mine, domains, std::move(carried));

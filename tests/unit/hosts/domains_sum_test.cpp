@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/half.hpp"
-#include "exchange/reference_exchange.hpp"
-#include "plan/reference_plan.hpp"
+#include "exchange/reference/reference_exchange.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Images of every round, brought into plan blocks as the kernel does, against the routing.
-#include "exchange/plan_image.hpp"
+#include "hosts/plan_image.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <map>
 #include <set>
 
-#include "unit/exchange/played_round.hpp"
+#include "played_round.hpp"
 
 namespace weft::test {
 namespace {

@@ -9,10 +9,9 @@
 #include <span>
 #include <vector>
 
-#include "kernels/device_plan.hpp"
-#include "kernels/given_records.hpp"
+#include "byte_spans.hpp"
+#include "cuda/layout/plan.hpp"
 #include "support/memory.hpp"
-#include "unit/exchange/byte_spans.hpp"
 
 namespace weft::test {
 
@@ -67,12 +66,12 @@ class PlanPlayer {
       copy(image, offset, member, offset, num_bytes);
     };
     const auto tokens = static_cast<uint64_t>(image.num_tokens);
-    copy_array(map_.rows_per_expert(), map_.global_routes() - map_.rows_per_expert());
-    copy_array(map_.route_expert(), sizeof(int32_t) * tokens * map_.max_topk);
-    copy_array(map_.route_slot(), sizeof(int32_t) * tokens * map_.max_topk);
-    copy_array(map_.route_weight(), sizeof(float) * tokens * map_.max_topk);
-    copy_array(map_.primary(), sizeof(int32_t) * tokens * map_.num_ranks);
-    copy_array(map_.arrival(), sizeof(int32_t) * tokens * map_.num_ranks);
+    copy_array(map_.rows_per_expert, map_.global_routes - map_.rows_per_expert);
+    copy_array(map_.route_expert, sizeof(int32_t) * tokens * map_.max_topk);
+    copy_array(map_.route_slot, sizeof(int32_t) * tokens * map_.max_topk);
+    copy_array(map_.route_weight, sizeof(float) * tokens * map_.max_topk);
+    copy_array(map_.primary, sizeof(int32_t) * tokens * map_.num_ranks);
+    copy_array(map_.arrival, sizeof(int32_t) * tokens * map_.num_ranks);
   }
 
   void copy_records(const GivenImage& image, size_t member, size_t to) {

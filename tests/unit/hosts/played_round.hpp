@@ -5,9 +5,9 @@
 
 #include <numeric>
 
-#include "exchange/plan_image.hpp"
-#include "unit/exchange/domain_plans.hpp"
-#include "unit/exchange/plan_player.hpp"
+#include "domain_plans.hpp"
+#include "hosts/plan_image.hpp"
+#include "plan_player.hpp"
 
 namespace weft::test {
 

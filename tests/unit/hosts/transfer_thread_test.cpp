@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exchange/transfer_thread.hpp"
+#include "hosts/transfer_thread.hpp"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/message_counts.hpp"
+#include "hosts/message_counts.hpp"
 
 namespace weft {
 namespace {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "plan/crossings.hpp"
-
 #include <gtest/gtest.h>
 
 #include <array>
+
+#include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {

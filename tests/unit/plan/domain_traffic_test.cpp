@@ -33,7 +33,7 @@ class DomainTrafficTest : public testing::TestWithParam<Groups> {
       ));
     }
     for (const Plan& plan : build_plans(routes, 2 * num_ranks_, {})) {
-      plans_.push_back(plan.data());
+      plans_.push_back(contents_of(plan));
     }
     for (int rank = 0; rank < num_ranks_; ++rank) {
       auto domains = std::make_shared<const Domains>(GetParam(), rank);

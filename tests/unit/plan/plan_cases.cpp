@@ -6,7 +6,7 @@
 
 #include "plan/plan_data.hpp"
 #include "plan/random_routing.hpp"
-#include "plan/reference_plan.hpp"
+#include "plan/reference/reference_plan.hpp"
 
 namespace weft::testing {
 namespace {
@@ -99,7 +99,7 @@ std::string describe(const PlanCase& c) {
 std::vector<PlanData> fast_plans(const PlanCase& c) {
   std::vector<PlanData> plans;
   for (const Plan& plan : build_plans(c.routes, c.num_experts, c.options, c.row_budgets)) {
-    plans.push_back(plan.data());
+    plans.push_back(contents_of(plan));
   }
   return plans;
 }

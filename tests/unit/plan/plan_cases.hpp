@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "plan/build.hpp"
-#include "plan/random_source.hpp"
+#include "plan/random_routing.hpp"
 
 namespace weft::testing {
 

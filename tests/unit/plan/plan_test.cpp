@@ -150,7 +150,7 @@ TEST_F(SmallPlanTest, PadsExpertBlocks) {
   EXPECT_TRUE(std::ranges::equal(plans[0].expert_begin(), std::vector{0, 4}));
   EXPECT_TRUE(std::ranges::equal(plans[0].route_slots(), std::vector{0, 4, 0, 1}));
   EXPECT_TRUE(std::ranges::equal(plans[1].route_slots(), std::vector{5, -1, 2, 3, 4, 1}));
-  EXPECT_EQ(plans[0].data().padding, (std::vector<std::pair<int64_t, int64_t>>{{6, 8}}));
+  EXPECT_EQ(contents_of(plans[0]).padding, (std::vector<std::pair<int64_t, int64_t>>{{6, 8}}));
   EXPECT_EQ(plans[0].sent_arrivals(1), 1);
   EXPECT_EQ(plans[0].received_arrivals(1), 2);
   EXPECT_EQ(plans[0].wire_bytes(16), 16);
@@ -188,7 +188,7 @@ TEST_F(SmallPlanTest, ResolvesStrideZeroToTheLargestExpertOfTheGroup) {
   options.layout = Layout::kExpertStrided;
   options.pad_multiple = 3;
   for (const Plan& one : plan(options)) {
-    EXPECT_EQ(one.data().shape.options.expert_stride, 6);
+    EXPECT_EQ(contents_of(one).shape.options.expert_stride, 6);
     EXPECT_EQ(one.num_rows(), 12);
     EXPECT_EQ(one.required_rows(), 12);
     EXPECT_FALSE(one.overflow());
@@ -237,7 +237,7 @@ TEST(PlanTest, ListsTokenArrivalsByAscendingRank) {
       3,
       {}
   );
-  const PlanData& plan = plans[0].data();
+  const PlanData& plan = contents_of(plans[0]);
   EXPECT_EQ(plan.token_begin, (std::vector<int32_t>{0, 3, 3, 5}));
   const std::vector<TokenArrival> expected = {{0, 0}, {1, 0}, {2, 0}, {0, 1}, {1, 1}};
   EXPECT_EQ(plan.token_arrivals, expected);

@@ -31,7 +31,7 @@ TEST(PlanCompareTest, TellsLayoutsAndRoutesApart) {
 
 TEST(PlanCompareTest, ForgetsWhereThePlanWasMade) {
   const Plan plan = sample_plans()[0];
-  PlanData data = plan.data();
+  PlanData data = contents_of(plan);
   data.exchange_id = 77;
   EXPECT_EQ(plan, Plan(std::make_shared<const PlanData>(data)));
 }

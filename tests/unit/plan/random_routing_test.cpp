@@ -130,11 +130,5 @@ TEST(RandomRoutingTest, RefusesImpossibleSizes) {
   EXPECT_EQ(testing::message_of([&] { static_cast<void>(random_routing(spec)); }), "nothing");
 }
 
-TEST(RandomRoutingTest, NamesPopularities) {
-  EXPECT_EQ(popularity_name(Popularity::kUniform), "uniform");
-  EXPECT_EQ(popularity_name(Popularity::kZipf), "zipf");
-  EXPECT_EQ(popularity_name(Popularity::kOneExpert), "one_expert");
-}
-
 }  // namespace
 }  // namespace weft

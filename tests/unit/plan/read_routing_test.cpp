@@ -116,7 +116,7 @@ TEST_F(MapTest, PlansLikeTheSameTopkIndices) {
   EXPECT_EQ(from_map.expert, from_idx.expert);
   const Plan a = build_plans(std::span(&from_map, 1), kNumExperts, {})[0];
   const Plan b = build_plans(std::span(&from_idx, 1), kNumExperts, {})[0];
-  EXPECT_EQ(a.data().sent, b.data().sent);
+  EXPECT_EQ(contents_of(a).sent, contents_of(b).sent);
   EXPECT_TRUE(a.from_map());
   EXPECT_FALSE(a == b) << "weights have another shape at the source";
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
 
-#include "plan/reference_plan.hpp"
+#include "plan/reference/reference_plan.hpp"
 #include "unit/plan/plan_cases.hpp"
 
 namespace weft {
@@ -34,7 +34,7 @@ TEST(RecordsTest, ReachTheirBoundWhenEveryRouteStays) {
   RouteTable table = table_of(3, {{0, 1, 2}, {2, 1, 0}});
   table.weight.assign(6, 1.0F);
   const std::vector<Plan> plans = build_plans(std::span(&table, 1), 3, {});
-  EXPECT_EQ(encode_records(plans[0].data().sent[0]).size(), max_record_bytes(2, 3));
+  EXPECT_EQ(encode_records(contents_of(plans[0]).sent[0]).size(), max_record_bytes(2, 3));
 }
 
 // One receiver with 8 rows, top 2 of 2 experts, and what rank 0 sends it.
@@ -43,7 +43,7 @@ class MalformedTest : public ::testing::Test {
   MalformedTest() {
     const RouteTable table = table_of(2, {{0, 1}, {1, -1}, {0, 0}});
     const std::vector<Plan> plans = build_plans(std::span(&table, 1), 2, {.row_budget = 8});
-    receiver_ = plans[0].data();
+    receiver_ = contents_of(plans[0]);
     arrivals_ = receiver_.sent[0];
   }
   [[nodiscard]] std::string refusal_of(std::span<const std::byte> bytes) const {
@@ -150,11 +150,11 @@ TEST(SharedRowTest, NamesRoutesOfAnArrivalThatDisagreeAboutTheirRow) {
   const RouteTable table = table_of(2, {{0, 1}});
   const std::vector<Plan> plans =
       build_plans(std::span(&table, 1), 2, {.layout = Layout::kRankMajor, .row_budget = 4});
-  Arrivals arrivals = plans[0].data().sent[0];
+  Arrivals arrivals = contents_of(plans[0]).sent[0];
   arrivals.slot[1] = 3;
   const std::vector<std::byte> bytes = encode_records(arrivals);
   EXPECT_EQ(
-      message_of([&] { static_cast<void>(decode_records(bytes, plans[0].data(), 0, {})); }),
+      message_of([&] { static_cast<void>(decode_records(bytes, contents_of(plans[0]), 0, {})); }),
       "plan: records of rank 0 are malformed: slot[1] = 3 (its arrival has row 0)"
   );
 }

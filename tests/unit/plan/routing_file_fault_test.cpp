@@ -2,7 +2,7 @@
 // Every fault of a routing file is named with its byte.
 #include <cstring>
 
-#include "plan/crc32.hpp"
+#include "plan/file/routing_file.hpp"
 #include "unit/plan/routing_file_fixture.hpp"
 
 namespace weft {

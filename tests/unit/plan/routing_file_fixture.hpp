@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/atomic_file.hpp"
+#include "plan/file/routing_file.hpp"
 #include "plan/random_routing.hpp"
-#include "plan/routing_file.hpp"
 #include "unit/plan/plan_cases.hpp"
 
 namespace weft::testing {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is written can be read, also after a crash.
-#include "plan/crc32.hpp"
+#include "plan/file/routing_file.hpp"
+
 #include "unit/plan/routing_file_fixture.hpp"
 
 namespace weft {

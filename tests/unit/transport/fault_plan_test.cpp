@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/faulty/fault_plan.hpp"
-
 #include <gtest/gtest.h>
 
 #include <utility>
 
+#include "transport/faulty/faulty_transport.hpp"
 #include "weft/error.hpp"
 
 namespace weft {

@@ -4,8 +4,8 @@
 
 #include <deque>
 
-#include "transport/ofi/card.hpp"
-#include "transport/ofi/select.hpp"
+#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
 namespace {

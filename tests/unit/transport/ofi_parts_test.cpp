@@ -10,12 +10,11 @@
 #include <vector>
 
 #include "core/env.hpp"
-#include "transport/ofi/address.hpp"
-#include "transport/ofi/bounce_ring.hpp"
-#include "transport/ofi/immediate.hpp"
+#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 #include "transport/ofi/peers.hpp"
-#include "transport/ofi/providers.hpp"
-#include "transport/ofi/remote_regions.hpp"
+#include "transport/ofi/regions.hpp"
 #include "weft/error.hpp"
 
 namespace weft::ofi {

@@ -9,9 +9,9 @@
 #include <string>
 #include <thread>
 
+#include "transport/ofi/fabric/fabric.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 #include "transport/ofi/progress_thread.hpp"
-#include "transport/ofi/queue.hpp"
-#include "transport/ofi/select.hpp"
 #include "transport/transport.hpp"
 
 namespace weft::ofi {

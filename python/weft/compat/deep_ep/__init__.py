@@ -8,8 +8,7 @@ import torch
 
 from .buffer import Buffer
 from .config import Config, get_low_latency_rdma_size_hint
-from .elastic import ElasticBuffer
-from .elastic_handle import EPHandle
+from .elastic import ElasticBuffer, EPHandle
 from .events import EventHandle, EventOverlap
 from .hybrid_ep import HybridEPBuffer
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer`: what Megatron-LM, NeMo Automodel, vLLM and SGLang call to exchange tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -12,12 +10,11 @@ from weft import Group
 from weft.compat import environment
 
 from . import config as configs
-from .checks import check
+from .checks import check, check_even
 from .config import Config
 from .events import EventHandle, EventOverlap
-from .low_latency import LowLatencyMode
+from .low_latency import LowLatencyMode, RankMask
 from .normal import NormalMode
-from .rank_mask import RankMask
 from .runtime import TIMEOUT, MpiGroup, Runtime
 
 _ALIGNMENT = 128  # bytes
@@ -34,6 +31,7 @@ class Buffer(NormalMode, LowLatencyMode):
     """
 
     num_sms = 20  # GPU multiprocessors of a call whose config is None
+    _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
 
     def __init__(
         self,
@@ -98,11 +96,11 @@ class Buffer(NormalMode, LowLatencyMode):
         """True: calls for any GPU, and between hosts, are there."""
         return True
 
-    @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
-        """Of all later configurations of this process. AssertionError for an odd number."""
+    @classmethod
+    def set_num_sms(cls, new_num_sms: int) -> None:
+        """Sets it for later configurations of this process. AssertionError for an odd number."""
         check_even("set_num_sms", new_num_sms)
-        Buffer.num_sms = new_num_sms
+        next(base for base in cls.__mro__ if "num_sms" in vars(base)).num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -111,22 +109,15 @@ class Buffer(NormalMode, LowLatencyMode):
 
     @classmethod
     def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """For dispatch among `num_ranks`; for a number that is not listed, of the next smaller."""
-        return configs.config_of(configs.DISPATCH, num_ranks, cls.num_sms)
+        """The configuration for `num_ranks`, or for the next smaller number that is listed."""
+        return configs.config_of(cls._DISPATCH, num_ranks, cls.num_sms)
 
     @classmethod
     def get_combine_config(cls, num_ranks: int) -> Config:
-        """For combine among `num_ranks`; for a number that is not listed, of the next smaller."""
-        return configs.config_of(configs.COMBINE, num_ranks, cls.num_sms)
+        """The configuration for `num_ranks`, or for the next smaller number that is listed."""
+        return configs.config_of(cls._COMBINE, num_ranks, cls.num_sms)
 
-    @staticmethod
-    def get_low_latency_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
-    ) -> int:
-        """Bytes for num_rdma_bytes; Weft needs none."""
-        return configs.get_low_latency_rdma_size_hint(
-            num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts
-        )
+    get_low_latency_rdma_size_hint = staticmethod(configs.get_low_latency_rdma_size_hint)
 
     def get_comm_stream(self) -> torch.Stream:
         """The stream of this buffer's calls on the current GPU; without a GPU, the CPU's."""
@@ -168,16 +159,9 @@ class Buffer(NormalMode, LowLatencyMode):
         return num_sms if device.type == "cuda" else 0
 
     def _num_channels(self, config: Config | None) -> int:
-        """Of a handle: `deep_ep` has one for two multiprocessors."""
+        """The channels of a handle: `deep_ep` has one for two multiprocessors."""
         return (self.num_sms if config is None else config.num_sms) // 2
 
     def _timeout(self) -> float:
         """Seconds of every wait."""
         return TIMEOUT
-
-
-def check_even(verb: str, num_sms: int) -> None:
-    check(
-        num_sms >= 0 and num_sms % 2 == 0,
-        f"{verb}: num_sms = {num_sms} (The SM count must be even)",
-    )

@@ -5,9 +5,10 @@ Of a configuration only `num_sms` has an effect in Weft: the most GPU multiproce
 occupy. Sizes in bytes are what callers expect to compute and compare; Weft takes its own memory.
 """
 
-from __future__ import annotations
+from weft.fp8 import GROUP
 
-from .checks import check
+from .checks import check, check_least
+from .payload import round_up
 
 Chunks = tuple[int, int, int, int]  # nvl send, nvl recv, rdma send, rdma recv
 
@@ -18,34 +19,21 @@ _MAX_TOPK_BYTES = 128 * 8 + 128 * 4  # an index and a weight each
 _MAX_SCALES_BYTES = 128 * 4
 _ROW_META_BYTES = _SOURCE_META_BYTES + _MAX_TOPK_BYTES + _MAX_SCALES_BYTES
 
-DISPATCH: dict[int, Chunks] = {
-    2: (24, 256, 6, 128),
-    4: (6, 256, 6, 128),
-    8: (6, 256, 6, 128),
-    16: (36, 288, 20, 128),
-    24: (32, 288, 8, 128),
-    32: (32, 288, 8, 128),
-    48: (32, 288, 8, 128),
-    64: (32, 288, 8, 128),
-    96: (20, 480, 12, 128),
-    128: (20, 560, 12, 128),
-    144: (32, 720, 12, 128),
-    160: (28, 720, 12, 128),
+_CHUNKS: dict[int, tuple[Chunks, Chunks]] = {  # by ranks: of dispatch, of combine
+    2: ((24, 256, 6, 128), (10, 256, 6, 128)),
+    4: ((6, 256, 6, 128), (9, 256, 6, 128)),
+    8: ((6, 256, 6, 128), (4, 256, 6, 128)),
+    16: ((36, 288, 20, 128), (4, 288, 12, 128)),
+    24: ((32, 288, 8, 128), (1, 288, 8, 128)),
+    32: ((32, 288, 8, 128), (1, 288, 8, 128)),
+    48: ((32, 288, 8, 128), (1, 288, 8, 128)),
+    64: ((32, 288, 8, 128), (1, 288, 8, 128)),
+    96: ((20, 480, 12, 128), (1, 480, 8, 128)),
+    128: ((20, 560, 12, 128), (1, 560, 8, 128)),
+    144: ((32, 720, 12, 128), (2, 720, 8, 128)),
+    160: ((28, 720, 12, 128), (2, 720, 8, 128)),
 }
-COMBINE: dict[int, Chunks] = {
-    2: (10, 256, 6, 128),
-    4: (9, 256, 6, 128),
-    8: (4, 256, 6, 128),
-    16: (4, 288, 12, 128),
-    24: (1, 288, 8, 128),
-    32: (1, 288, 8, 128),
-    48: (1, 288, 8, 128),
-    64: (1, 288, 8, 128),
-    96: (1, 480, 8, 128),
-    128: (1, 560, 8, 128),
-    144: (2, 720, 8, 128),
-    160: (2, 720, 8, 128),
-}
+DISPATCH, COMBINE = ({ranks: both[i] for ranks, both in _CHUNKS.items()} for i in range(2))
 
 
 class Config:
@@ -65,17 +53,14 @@ class Config:
     ) -> None:
         nvl_send, nvl_recv = num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens
         rdma_send, rdma_recv = num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens
-        check(num_sms >= 0, f"Config: num_sms = {num_sms} (expected at least 0)")
+        check_least("Config: num_sms", num_sms, 0)
         check(
             0 < nvl_send < nvl_recv,
             f"Config: num_max_nvl_chunked_send_tokens = {nvl_send} "
             f"(expected 1 to {nvl_recv - 1}, less than num_max_nvl_chunked_recv_tokens)",
         )
-        check(
-            rdma_send > 0,
-            f"Config: num_max_rdma_chunked_send_tokens = {rdma_send} (expected at least 1)",
-        )
-        rdma_recv = _round_up(rdma_recv, rdma_send)
+        check_least("Config: num_max_rdma_chunked_send_tokens", rdma_send)
+        rdma_recv = round_up(rdma_recv, rdma_send)
         check(
             2 * rdma_send <= rdma_recv,
             f"Config: num_max_rdma_chunked_send_tokens = {rdma_send} "
@@ -92,7 +77,7 @@ class Config:
         ranks, hosts = min(num_ranks, _DOMAIN_RANKS), max(num_ranks // _DOMAIN_RANKS, 1)
         row = self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _ROW_META_BYTES)
         size = self._num_channels * ranks * ((2 * hosts + 3) * 4 + row)
-        return max(_round_up(size, _ALIGNMENT), _ALIGNMENT)
+        return max(round_up(size, _ALIGNMENT), _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """The same for ranks of other hosts: 0 for up to 8 ranks."""
@@ -100,7 +85,7 @@ class Config:
             return 0
         row = hidden_bytes + _ROW_META_BYTES + 16
         size = (_DOMAIN_RANKS * 2 + 2) * 2 * 4 + self.num_max_rdma_chunked_recv_tokens * 2 * row
-        return _round_up(self._num_channels * (num_ranks // _DOMAIN_RANKS) * size, _ALIGNMENT)
+        return round_up(self._num_channels * (num_ranks // _DOMAIN_RANKS) * size, _ALIGNMENT)
 
     @property
     def _num_channels(self) -> int:
@@ -112,7 +97,7 @@ class Config:
 
 def config_of(table: dict[int, Chunks], num_ranks: int, num_sms: int) -> Config:
     """The configuration for `num_ranks`: that of the nearest smaller number listed, at least 2."""
-    check(num_ranks >= 1, f"config: num_ranks = {num_ranks} (expected at least 1)")
+    check_least("config: num_ranks", num_ranks)
     listed = max((size for size in table if size <= num_ranks), default=min(table))
     return Config(num_sms, *table[listed])
 
@@ -122,15 +107,11 @@ def get_low_latency_rdma_size_hint(
 ) -> int:
     """Bytes of an RDMA buffer for low-latency calls of this size; Weft needs none."""
     del num_ranks  # the size does not depend on it
-    num_scales = hidden // 128
+    num_scales = hidden // GROUP
     dispatch = 16 + max(2 * hidden, hidden + 4 * num_scales)
     combine = 4 * num_scales + 2 * hidden
     rows = num_experts * num_max_dispatch_tokens_per_rank
     send = max(num_max_dispatch_tokens_per_rank * dispatch, rows * combine)
     recv = rows * max(dispatch, combine)
-    signals = _round_up(4 * num_experts, _ALIGNMENT)
+    signals = round_up(4 * num_experts, _ALIGNMENT)
     return (2 * (send + recv + signals) + _ALIGNMENT) // _ALIGNMENT * _ALIGNMENT
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple

@@ -1,18 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens go to which rank and expert, as numbers that a caller can look at."""
+"""Which ranks share a host ("RDMA ranks") or an NVLink domain, and which tokens go where."""
 
-from __future__ import annotations
-
+import warnings
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from .checks import check
-from .hosts import Hosts
+from weft import Group
+from weft.compat import environment
 
-Tensor = torch.Tensor
+from .checks import MAX_TOPK, check
 
-MAX_TOPK = 32
+HOST_RANKS = 8  # at most
+
+
+class Hosts:
+    """The ranks of a group by host, seen from `rank`.
+
+    domains: ranks that can map each other's memory. A domain is a host; one of more than 8 ranks
+    counts as several, of 8 each.
+    """
+
+    def __init__(self, domains: Sequence[Sequence[int]], rank: int) -> None:
+        self.ranks: list[list[int]] = []  # by host
+        for domain in sorted(sorted(one) for one in domains):
+            for first in range(0, len(domain), HOST_RANKS):
+                self.ranks.append(domain[first : first + HOST_RANKS])
+        self.num_ranks = sum(len(host) for host in self.ranks)
+        self.host_of = [0] * self.num_ranks
+        for host, members in enumerate(self.ranks):
+            for member in members:
+                self.host_of[member] = host
+        self.here = self.host_of[rank]
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def are_several(self) -> bool:
+        return len(self.ranks) > 1
+
+    def of_ranks(self, device: torch.device) -> torch.Tensor:
+        """int64 [R + 1] on `device`: the host of each rank; behind them one that is none."""
+        if device not in self._on_device:
+            table = torch.tensor([*self.host_of, self.num_hosts], device=device)
+            self._on_device[device] = table
+        return self._on_device[device]
+
+
+ENVIRONMENT = "NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN"
+
+
+def found_ranks_per_domain(group: Group) -> int:
+    """The size of the group's domains, if they are equal blocks of adjacent ranks; else all ranks.
+
+    Domains of another shape do not hinder an exchange; there is just no one number for them.
+    """
+    domains = group.domains
+    size = len(domains[0])
+    blocks = [list(range(first, first + size)) for first in range(0, group.num_ranks, size)]
+    return size if sorted(sorted(domain) for domain in domains) == blocks else group.num_ranks
+
+
+def ranks_per_domain(group: Group) -> int:
+    """`found_ranks_per_domain`, or the environment variable's number, with a warning if it differs.
+
+    Raises InvalidArgument if the number of ranks is not a multiple of it.
+    """
+    found = found_ranks_per_domain(group)
+    text = environment.text(ENVIRONMENT)
+    if text is None:
+        return found
+    is_number = text.isdecimal() and int(text) > 0
+    check(
+        is_number and group.num_ranks % int(text) == 0,
+        f"HybridEPBuffer: {ENVIRONMENT} = '{text}' (expected a divisor of the "
+        f"{group.num_ranks} ranks)",
+    )
+    if int(text) != found:
+        warnings.warn(
+            f"{ENVIRONMENT} = {text} replaces the {found} ranks per domain that were found",
+            stacklevel=3,
+        )
+    return int(text)
 
 
 class Layout(NamedTuple):
@@ -62,25 +136,6 @@ def routes_to_ranks(is_token_in_rank: Tensor, num_local_experts: int) -> Tensor:
     if num_ranks > MAX_TOPK:  # no token has more routes than that, so what is cut off is empty
         routes = routes.sort(dim=1, descending=True).values[:, :MAX_TOPK]
     return routes.contiguous()
-
-
-def check_topk(verb: str, topk_idx: Tensor) -> None:
-    """Of integers, [T, K] with K from 1 to 32."""
-    check(
-        topk_idx.dtype in (torch.int64, torch.int32),
-        f"{verb}: topk_idx has dtype {topk_idx.dtype} (expected torch.int64)",
-    )
-    check(
-        topk_idx.dim() == 2 and 1 <= topk_idx.size(1) <= MAX_TOPK,
-        f"{verb}: topk_idx has shape {list(topk_idx.shape)} (expected [T, K <= {MAX_TOPK}])",
-    )
-
-
-def check_experts(verb: str, num_experts: int, num_ranks: int) -> None:
-    check(
-        num_experts > 0 and num_experts % num_ranks == 0,
-        f"{verb}: num_experts = {num_experts} (expected a positive multiple of {num_ranks} ranks)",
-    )
 
 
 def _marks(columns: Tensor, num_columns: int) -> Tensor:

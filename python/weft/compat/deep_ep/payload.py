@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers give as `x`: a tensor, or FP8 or NVFP4 rows with their scaling factors.
+"""What travels: rows as callers give them, and what a receiver wants to know of each row.
 
 Rows that nobody computes with travel as bytes. The factors of a row travel beside it, together
 with whatever else the receiver wants to know of the row.
-"""
 
-from __future__ import annotations
+A plan keeps its routes on the device and hands none out. So a source packs a few columns (its
+top-k choices, the number of the token) with the scaling factors into the one tensor that
+`weft.dispatch` moves beside the rows, and the receiver takes them apart again. Numbers travel one
+higher than they are: padding rows arrive as zero bytes and so read as -1."""
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from weft import Dispatched
+from weft import Dispatched, Exchange, Plan
 
-from .checks import check
-from .received import pack_columns, row_major, unpack_columns
+from .checks import FLOATS, check
 
-Tensor = torch.Tensor
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_ALIGNMENT = 16  # bytes
 
 
@@ -45,6 +44,7 @@ class Payload:
             )
         self.num_tokens = rows.size(0)
         self.device = rows.device
+        self.is_gpu = rows.is_cuda
         self.hidden = rows.size(1) * (8 if len(parts) == 3 else 1)
         self._dtype = rows.dtype
         self._rows = rows
@@ -55,24 +55,24 @@ class Payload:
 
     def send(
         self,
-        dispatch: Callable[[Tensor, Tensor | None, Tensor | None], Dispatched],
+        exchange: Exchange,
+        by: Plan | Tensor,
         weights: Tensor | None = None,
         beside: tuple[Tensor, ...] = (),
-    ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...]]:
-        """Gives `dispatch` rows, weights [T, K], and scales that hold the columns of `beside` too.
+        **options: Any,
+    ) -> tuple[Plan, Tensor | tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...]]:
+        """Collective. Sends the rows as `send_beside` does, with the columns of `beside`.
 
-        Returns `x` as received (a tuple if a tuple was given), row weights, and `beside` as
-        received.
+        Returns the plan, `x` as received (a tuple if a tuple was given), row weights, and `beside`
+        as received.
         """
-        is_known = self._rows.element_size() == 1 or self._dtype in _FLOATS
+        is_known = self._rows.element_size() == 1 or self._dtype in FLOATS
         rows = self._rows if is_known else row_major(self._rows).view(torch.uint8)
         columns = (*self.scales, *beside)
-        packed = pack_columns(*columns) if columns else None
-        out = dispatch(rows, weights, packed)
-        received = unpack_columns(out.scales, *columns) if columns else ()
-        scales, others = received[: len(self.scales)], received[len(self.scales) :]
+        plan, out, columns = send_beside(exchange, by, rows, weights, columns, **options)
+        scales, others = columns[: len(self.scales)], columns[len(self.scales) :]
         x = out.rows.view(self._dtype)
-        return (x, *scales) if self._is_tuple else x, out.weights, others
+        return plan, (x, *scales) if self._is_tuple else x, out.weights, others
 
 
 def _check_rows(verb: str, rows: Tensor) -> None:
@@ -101,3 +101,91 @@ def _check_nvfp4(verb: str, rows: Tensor, scales: tuple[Tensor, ...]) -> None:
         dtypes == [torch.int32, torch.int32, torch.float32],
         f"{verb}: the three parts of x have dtypes {dtypes} (expected int32, int32, float32)",
     )
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def row_major(tensor: Tensor) -> Tensor:
+    """[T, cols] with adjacent elements in a row, as a view in bytes needs.
+
+    To torch a single column is contiguous whatever its stride.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.stride(-1) == 1:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def pack_columns(*parts: Tensor) -> Tensor:
+    """uint8 [T, bytes]: the rows of several [T, cols] tensors of any dtype, side by side."""
+    return torch.cat([row_major(part).view(torch.uint8) for part in parts], dim=1)
+
+
+def send_beside(
+    exchange: Exchange,
+    by: Plan | Tensor,
+    rows: Tensor,
+    weights: Tensor | None,
+    columns: tuple[Tensor, ...],
+    **options: Any,
+) -> tuple[Plan, Dispatched, tuple[Tensor, ...]]:
+    """Collective. Dispatches rows with `columns` beside them, by a plan or by routes to plan first.
+
+    Returns the plan, what the dispatch returned, and the columns as received.
+    """
+    packed = pack_columns(*columns) if columns else None
+    if isinstance(by, Plan):
+        plan, out = by, exchange.dispatch(by, rows, weights, packed, **options)
+    else:
+        plan, out = exchange.plan_and_dispatch(by, rows, weights, packed, **options)
+    return plan, out, unpack_columns(out.scales, *columns) if columns else ()
+
+
+def unpack_columns(packed: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+    """The parts of `packed` (uint8 [N, bytes]), each with the columns and dtype of its `like`."""
+    parts, begin = [], 0
+    for one in like:
+        end = begin + one.size(1) * one.element_size()
+        parts.append(packed[:, begin:end].contiguous().view(one.dtype))
+        begin = end
+    return tuple(parts)
+
+
+def numbers(values: Tensor) -> Tensor:
+    """int32 [T, cols] to pack: `values` (-1 = none) plus one."""
+    return values.to(torch.int32) + 1
+
+
+def rows_in_use(plan: Plan) -> Tensor:
+    """bool [plan.num_rows]: False in the slack of a budget, whose contents are undefined."""
+    rows = torch.arange(plan.num_rows, device=plan.exchange.device)
+    return rows < plan.num_rows_used
+
+
+def received_numbers(plan: Plan, packed: Tensor) -> Tensor:
+    """int32 like `packed` ([num_rows, cols], made by `numbers`): -1 in padding and slack rows."""
+    return torch.where(rows_in_use(plan).unsqueeze(1), packed - 1, -1)
+
+
+def received_topk(plan: Plan, ids: Tensor) -> Tensor:
+    """Global expert ids of every received row as this rank's experts: 0 .. El - 1, or -1.
+
+    ids int [plan.num_rows, K], rows of the sources' topk_idx as they arrived (`numbers` and
+    `received_numbers` on the way). Same shape and dtype out; -1 where the choice is another
+    rank's, none, or the row is not in use. The place of a choice in its row does not change.
+    """
+    local = ids - plan.exchange.rank * plan.num_local_experts
+    is_here = (local >= 0) & (local < plan.num_local_experts) & rows_in_use(plan).unsqueeze(1)
+    return torch.where(is_here, local, -1)
+
+
+def topk_of_map(routing_map: Tensor, topk: int) -> Tensor:
+    """int32 [T, topk]: the experts set in each row of a bool [T, E] map, ascending, then -1.
+
+    This is the order in which a plan made from the map numbers its routes.
+    """
+    is_set, experts = routing_map.to(torch.uint8).sort(dim=1, descending=True, stable=True)
+    found = torch.where(is_set.bool(), experts, -1).to(torch.int32)[:, :topk]
+    return torch.nn.functional.pad(found, (0, topk - found.size(1)), value=-1)

@@ -1,19 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `Buffer` runs on: the ranks, their exchanges and a communication stream."""
+"""What a buffer runs on: the ranks, their exchanges and a communication stream."""
 
-from __future__ import annotations
-
+import struct
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft import Group, _core
+from weft import Exchange, Group, _core
 from weft.streams import CommStream
 
-from .exchange_pool import ExchangePool
-from .hosts import Hosts
+from .checks import MAX_TOPK
+from .layout import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
+_Count = struct.Struct("<q")
+
+
+class ExchangePool:
+    """One exchange for each hidden size, number of experts and device, of one group.
+
+    All ranks ask in the same order. A plan keeps the exchange that made it, so one that is
+    replaced by a larger one serves its plans to the end.
+    """
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        self.group = group
+        self._timeout = timeout
+        self._exchanges: dict[tuple[int, int, torch.device], Exchange] = {}
+        self._lock = threading.Lock()  # forward and backward run on different threads
+
+    def get(
+        self,
+        *,
+        hidden: int,
+        num_experts: int,
+        device: torch.device,
+        max_tokens: int,
+        max_topk: int | Callable[[], int],
+    ) -> Exchange:
+        """Collective when it makes one: at the first call for a key, or when one is too small.
+
+        max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
+        may return another number on each rank; it is asked at the first call only, and an
+        exchange grows by itself later.
+        """
+        key = (hidden, num_experts, device)
+        with self._lock:
+            old = self._exchanges.get(key)
+            if not callable(max_topk):
+                topk = max_topk
+            elif old is not None:
+                topk = old.max_topk
+            else:
+                topk = self.largest(max_topk())
+            topk = min(max(topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
+            if old is not None and old.max_tokens >= max_tokens and old.max_topk >= topk:
+                return old
+            new = Exchange(
+                self.group,
+                hidden=hidden,
+                num_experts=num_experts,
+                device=device,
+                max_tokens=max(max_tokens, old.max_tokens if old else 1),
+                max_topk=max(topk, old.max_topk if old else 1),
+                timeout=self._timeout,
+            )
+            self._exchanges[key] = new
+            return new
+
+    def close(self) -> None:
+        """Lets go of all exchanges; the next call makes new ones."""
+        with self._lock:
+            for exchange in self._exchanges.values():
+                exchange.close()
+            self._exchanges.clear()
+
+    def footprint(self) -> dict[str, int]:
+        """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
+        with self._lock:
+            found = [exchange.footprint() for exchange in self._exchanges.values()]
+        return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
+
+    def largest(self, here: int) -> int:
+        """Collective: the largest of all ranks' numbers."""
+        blocks = self.group.all_gather(_Count.pack(here))
+        return max(_Count.unpack(block)[0] for block in blocks)
 
 
 class Runtime:

@@ -6,7 +6,8 @@ promises is done right here: an event is one on torch's current stream, a cached
 `previous_event`, rebuilding a buffer does not abort.
 """
 
-from .buffer import Buffer, UCCLBuffer
-from .events import EventHandle, EventOverlap
+from weft.compat.deep_ep import EventOverlap
+
+from .buffer import Buffer, EventHandle, UCCLBuffer
 
 __all__ = ["Buffer", "EventHandle", "EventOverlap", "UCCLBuffer"]

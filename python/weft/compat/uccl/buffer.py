@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer` and `UCCLBuffer`, which NeMo Automodel calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -10,21 +8,40 @@ import torch.distributed as dist
 
 from weft import Group, InvalidArgument
 from weft.compat import environment
-from weft.compat.deep_ep import config as configs
+from weft.compat.deep_ep import config
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
-from weft.compat.deep_ep.buffer import check_even
-from weft.compat.deep_ep.config import Config
-from weft.compat.deep_ep.low_latency_handle import LowLatencyHandle
+from weft.compat.deep_ep.events import EventHandle as CurrentStreamEvent
+from weft.compat.deep_ep.low_latency import LowLatencyHandle
 from weft.compat.deep_ep.runtime import TIMEOUT
 
-from .config import COMBINE, DISPATCH
 from .fabric import adopt_network
+
+# UCCL's configurations by number of ranks are those of an older `deep_ep`.
+_UNLISTED = (48, 96)
+
+
+def _older(table: dict[int, config.Chunks], other: dict[int, config.Chunks]):
+    return {size: chunks for size, chunks in (table | other).items() if size not in _UNLISTED}
+
+
+DISPATCH = _older(
+    config.DISPATCH,
+    {
+        24: (8, 288, 32, 128),
+        32: (32, 288, 32, 128),
+        64: (20, 288, 28, 128),
+        128: (20, 560, 32, 128),
+    },
+)
+COMBINE = _older(config.COMBINE, {64: (1, 288, 20, 128), 128: (1, 560, 12, 128)})
 
 
 class Buffer(DeepEPBuffer):
     """That of `weft.compat.deep_ep` with UCCL's arguments and tables; see there for the calls."""
 
     num_sms = 20
+    _DISPATCH, _COMBINE = DISPATCH, COMBINE
+    _NEEDS_NO_RDMA_ON_ONE_HOST = False
 
     def __init__(
         self,
@@ -46,6 +63,8 @@ class Buffer(DeepEPBuffer):
         """
         adopt_network()
         on_one_host = is_on_one_host(group)
+        if on_one_host and self._NEEDS_NO_RDMA_ON_ONE_HOST:
+            num_rdma_bytes, is_intranode = 0, True
         if is_intranode and not on_one_host:
             raise InvalidArgument(
                 f"Buffer: is_intranode = True with {group.size()} ranks in "
@@ -67,22 +86,6 @@ class Buffer(DeepEPBuffer):
     def _timeout(self) -> float:
         return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=int(TIMEOUT)))
 
-    @staticmethod
-    def set_num_sms(new_num_sms: int) -> None:
-        """Of all later configurations of this process. AssertionError for an odd number."""
-        check_even("set_num_sms", new_num_sms)
-        Buffer.num_sms = new_num_sms
-
-    @classmethod
-    def get_dispatch_config(cls, num_ranks: int) -> Config:
-        """For dispatch among `num_ranks`; for a number that is not listed, of the next smaller."""
-        return configs.config_of(DISPATCH, num_ranks, cls.num_sms)
-
-    @classmethod
-    def get_combine_config(cls, num_ranks: int) -> Config:
-        """For combine among `num_ranks`; for a number that is not listed, of the next smaller."""
-        return configs.config_of(COMBINE, num_ranks, cls.num_sms)
-
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -93,7 +96,7 @@ class Buffer(DeepEPBuffer):
         overlap: bool = False,
         **kwargs: Any,
     ) -> tuple:
-        """As there; overlap=True raises NotImplementedError."""
+        """Is that of `deep_ep`, but overlap=True raises NotImplementedError."""
         if overlap:
             raise NotImplementedError(
                 "low_latency_combine: overlap is asked for (a call begins when x is whole)"
@@ -120,34 +123,9 @@ class Buffer(DeepEPBuffer):
 
 
 class UCCLBuffer(Buffer):
-    """NeMo Automodel's: a group that fits on one host needs no RDMA bytes."""
+    """NeMo Automodel's: num_rdma_bytes becomes 0 for a group that fits on one host."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        num_qps_per_rank: int = 24,
-        allow_nvlink_for_low_latency_mode: bool = True,
-        allow_mnnvl: bool = False,
-        explicitly_destroy: bool = False,
-        is_intranode: bool = False,
-    ) -> None:
-        """Collective. num_rdma_bytes becomes 0 for a group that fits on one host."""
-        if is_on_one_host(group):
-            num_rdma_bytes, is_intranode = 0, True
-        super().__init__(
-            group,
-            num_nvl_bytes,
-            num_rdma_bytes,
-            low_latency_mode,
-            num_qps_per_rank,
-            allow_nvlink_for_low_latency_mode,
-            allow_mnnvl,
-            explicitly_destroy,
-            is_intranode,
-        )
+    _NEEDS_NO_RDMA_ON_ONE_HOST = True
 
 
 def local_world_size() -> int:
@@ -159,3 +137,12 @@ def is_on_one_host(group: dist.ProcessGroup) -> bool:
     """Collective at the first call for a group. Not more ranks than a host has may still be ranks
     of several."""
     return group.size() <= local_world_size() and len(Group.of(group).domains) == 1
+
+
+class EventHandle(CurrentStreamEvent):
+    """A point on torch's current CUDA stream, or on the stream with this handle (a number)."""
+
+    def __init__(self, stream: int | None = None) -> None:
+        super().__init__()
+        if stream is not None and self._event is not None:
+            self._event = torch.cuda.ExternalStream(stream).record_event()

@@ -6,15 +6,12 @@ Proxies, threads that post network commands for a GPU, do not exist in Weft: the
 count or register, and making one raises `weft.Unsupported`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from weft import Unsupported
-from weft.compat.deep_ep.config import Config, get_low_latency_rdma_size_hint
+from weft.compat.deep_ep import Config, EventOverlap, get_low_latency_rdma_size_hint
 
-from .buffer import Buffer
-from .events import EventHandle, EventOverlap
+from .buffer import Buffer, EventHandle
 
 __all__ = [
     "Buffer",

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """UCCL's choice of network, as Weft's own: `WEFT_FABRIC_ADDRESS` and `WEFT_FABRIC`."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which of a host's network cards a rank uses: one that lies near its GPU, or near its cores, and
-// where several do, ranks of the host take them in turns.
+// Which of a host's network cards and addresses a rank uses: a card that lies near its GPU, or near
+// its cores, and where several do, ranks of the host take them in turns.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/host_map.hpp"
-#include "transport/ofi/api.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
 
@@ -32,5 +32,10 @@ namespace weft::ofi {
 
 // Cores for the threads that look after a card, or where it is not known those near the GPU.
 [[nodiscard]] std::vector<int> cores_for(const fi_info& offer, std::string_view device);
+
+// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
+// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
+// one setting serves all hosts. Throws Error (kNotAvailable) with the addresses that there are.
+[[nodiscard]] std::string local_address(const std::string& wanted);
 
 }  // namespace weft::ofi

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/ofi/providers.hpp"
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <iterator>
 #include <utility>
 
-#include "transport/ofi/address.hpp"
-#include "transport/ofi/card.hpp"
-#include "transport/ofi/queue.hpp"
+#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -33,7 +31,7 @@ constexpr std::array kProviders = {
         .takes_address = true,
         .write_completion = FI_TRANSMIT_COMPLETE,
         .remark = "sockets of any host, one stream for each pair of endpoints"},
-    // Last and by name alone: ranks that share a host have a better way, and a process that is
+    // Last, and only by name: ranks that share a host have a better way, and a process that is
     // killed leaves this provider's files in /dev/shm.
     Provider{
         .name = "shm",
@@ -130,7 +128,7 @@ void query(const Provider& provider, const FabricWish& wish, bool has_gpu_memory
   offer.num_cards = cards.size();
 }
 
-// With memory of GPUs if that can be had.
+// Asks with memory of GPUs if that can be had.
 void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   offer.gpu_obstacle = gpu_memory_obstacle(provider, wish);
   if (offer.gpu_obstacle.empty()) {
@@ -152,7 +150,7 @@ std::string known_names() {
   return names;
 }
 
-// What speaks against a provider without asking libfabric.
+// What speaks against a provider before libfabric is asked.
 std::string obstacle_to(const Provider& provider, const FabricWish& wish) {
   if (!wish.provider.empty() && wish.provider != provider.name) {
     return fmt::format("{} is asked for", wish.provider);

@@ -1,24 +1,180 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/ofi/queue.hpp"
+#include "transport/ofi/fabric/queue.hpp"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <memory>
+#include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <utility>
 
-#include "transport/ofi/queue_parts.hpp"
+#include "core/check.hpp"
+#include "group/shared_memory.hpp"
 
 namespace weft::ofi {
 namespace {
 
 constexpr size_t kReadAtOnce = 32;
+constexpr size_t kCompletionRoom = 16384;  // a guess; providers hold more back themselves
+
+// Memory of GPUs is moved by cards or not at all. Providers that do not know the option are taken
+// to have no other way. -> 0 or libfabric's error.
+int require_cards(fid_ep& endpoint) {
+  const int wanted = FI_HMEM_P2P_REQUIRED;
+  const int result =
+      fi_setopt(&endpoint.fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &wanted, sizeof wanted);
+  return result == -FI_ENOPROTOOPT || result == -FI_ENOSYS ? 0 : result;
+}
 
 }  // namespace
 
-fi_addr_t Queue::target(const Operation& operation) const {
-  return targets_[static_cast<size_t>(operation.rank)];
+// Behind the newest span, else, once the newest is behind the oldest, from the start again.
+std::optional<uint64_t> BounceRing::find(uint64_t bytes) const {
+  if (taken_.empty()) {
+    return bytes <= bytes_ ? std::optional<uint64_t>(0) : std::nullopt;
+  }
+  const uint64_t oldest = taken_.front().begin;
+  const uint64_t end = taken_.back().end;
+  const bool has_wrapped = taken_.back().begin < oldest;
+  if (has_wrapped) {
+    return bytes <= oldest - end ? std::optional(end) : std::nullopt;
+  }
+  if (bytes <= bytes_ - end) {
+    return end;
+  }
+  return bytes <= oldest ? std::optional<uint64_t>(0) : std::nullopt;
+}
+
+std::optional<BounceRing::Block> BounceRing::take(uint64_t bytes) {
+  const uint64_t rounded = (bytes + 63) / 64 * 64;
+  const auto offset = find(rounded);
+  if (!offset) {
+    return std::nullopt;
+  }
+  taken_.push_back({.begin = *offset, .end = *offset + rounded});
+  return Block{.ticket = first_ticket_ + taken_.size() - 1, .offset = *offset};
+}
+
+void BounceRing::give_back(uint64_t ticket) {
+  WEFT_ASSERT(ticket >= first_ticket_ && ticket - first_ticket_ < taken_.size());
+  taken_[ticket - first_ticket_].is_free = true;
+  while (!taken_.empty() && taken_.front().is_free) {
+    taken_.pop_front();
+    ++first_ticket_;
+  }
+}
+
+// --- what a queue is made of ---
+
+constexpr uint64_t kRingBytes = uint64_t{4} << 20;  // copies in flight
+constexpr size_t kMessageBytes = 64;                // a receive buffer, on a cache line of its own
+
+// libfabric may keep its notes in the first member while the operation flies.
+struct Queue::Operation {
+  fi_context2 notes = {};
+  int rank = 0;
+  const char* call = "";
+  bool has_room = false;
+  BounceRing::Block block;
+  Pending pending;
+};
+
+struct Queue::Receive {
+  fi_context2 notes = {};
+  std::byte* data = nullptr;
+};
+
+struct Queue::Space {
+  static constexpr uint64_t kBytes = kRingBytes + kNumReceives * kMessageBytes;
+
+  explicit Space(Fabric& fabric) : data(map_pages(-1, kBytes, ErrorCode::kOutOfMemory)) {
+    if (fabric.needs_local()) {
+      const uint64_t access = FI_SEND | FI_RECV | FI_WRITE;
+      memory = fabric.add_memory({.data = data.get(), .bytes = kBytes}, access, nullptr);
+      descriptor = fi_mr_desc(memory.get());
+    }
+  }
+
+  Pages data;
+  Owned<fid_mr> memory;
+  void* descriptor = nullptr;
+};
+
+// --- set-up: its endpoint and whom it can reach ---
+
+Queue::Queue(std::shared_ptr<Fabric> fabric, QueueEvents& events, int num_ranks)
+    : fabric_(std::move(fabric)),
+      events_(events),
+      targets_(static_cast<size_t>(num_ranks), FI_ADDR_NOTAVAIL),
+      flying_to_(static_cast<size_t>(num_ranks)),
+      ring_(kRingBytes),
+      operations_(std::clamp<size_t>(fabric_->info()->tx_attr->size, 1, kMaxFlying)),
+      receives_(std::clamp<size_t>(fabric_->info()->rx_attr->size, 1, kNumReceives)) {
+  open();
+  space_ = std::make_unique<Space>(*fabric_);
+  for (Operation& operation : operations_) {
+    idle_.push_back(&operation);
+  }
+  for (size_t i = 0; i < receives_.size(); ++i) {
+    receives_[i].data = space_->data.get() + kRingBytes + i * kMessageBytes;
+    post_receive(receives_[i]);
+  }
+}
+
+Queue::~Queue() = default;
+
+void Queue::open() {
+  fi_av_attr av_attr = {};
+  av_attr.type = fabric_->info()->domain_attr->av_type;
+  av_attr.count = targets_.size();
+  fid_av* av = nullptr;
+  fabric_->check("fi_av_open", fi_av_open(fabric_->domain(), &av_attr, &av, nullptr));
+  addresses_.reset(av);
+
+  fi_cq_attr cq_attr = {};
+  cq_attr.size = kCompletionRoom;
+  cq_attr.format = FI_CQ_FORMAT_DATA;
+  cq_attr.wait_obj = FI_WAIT_FD;
+  fid_cq* cq = nullptr;
+  if (fi_cq_open(fabric_->domain(), &cq_attr, &cq, nullptr) == 0) {
+    completions_.reset(cq);
+    fabric_->check("fi_control(FI_GETWAIT)", fi_control(&cq->fid, FI_GETWAIT, &descriptor_));
+  } else {
+    cq_attr.wait_obj = FI_WAIT_NONE;
+    fabric_->check("fi_cq_open", fi_cq_open(fabric_->domain(), &cq_attr, &cq, nullptr));
+    completions_.reset(cq);
+  }
+
+  fid_ep* ep = nullptr;
+  fabric_->check("fi_endpoint", fi_endpoint(fabric_->domain(), fabric_->info(), &ep, nullptr));
+  endpoint_.reset(ep);
+  fabric_->check("fi_ep_bind(av)", fi_ep_bind(ep, &av->fid, 0));
+  fabric_->check("fi_ep_bind(cq)", fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV));
+  if (fabric_->gpu_memory_obstacle().empty() && fabric_->provider().reaches_gpus) {
+    if (const int refusal = require_cards(*ep); refusal != 0) {
+      fabric_->refuse_gpu_memory(fmt::format("fi_setopt(FI_HMEM_P2P): {}", error_text(refusal)));
+    }
+  }
+  fabric_->check("fi_enable", fi_enable(ep));
+}
+
+Bytes Queue::address() const {
+  Bytes name(256);
+  size_t bytes = name.size();
+  fabric_->check("fi_getname", fi_getname(&endpoint_->fid, name.data(), &bytes));
+  name.resize(bytes);
+  return name;
+}
+
+void Queue::connect(int rank, const Bytes& address) {
+  fi_addr_t& at = targets_[static_cast<size_t>(rank)];
+  const int inserted = fi_av_insert(addresses_.get(), address.data(), 1, &at, 0, nullptr);
+  fabric_->check(
+      fmt::format("fi_av_insert of the address of rank {}", rank),
+      inserted == 1 ? 0 : (inserted < 0 ? inserted : -FI_EADDRNOTAVAIL)
+  );
 }
 
 // --- operations ---
@@ -63,7 +219,7 @@ int64_t Queue::post(Operation& operation, const Write& write) {
       .msg_iov = &source,
       .desc = &descriptor,
       .iov_count = 1,
-      .addr = target(operation),
+      .addr = targets_[static_cast<size_t>(operation.rank)],
       .rma_iov = &place,
       .rma_iov_count = 1,
       .context = &operation.notes,
@@ -87,7 +243,7 @@ int64_t Queue::post(Operation& operation, const Message& message) {
       .msg_iov = &source,
       .desc = &descriptor,
       .iov_count = 1,
-      .addr = target(operation),
+      .addr = targets_[static_cast<size_t>(operation.rank)],
       .context = &operation.notes,
       .data = 0};
   operation.call = "fi_sendmsg";

@@ -1,25 +1,98 @@
 // SPDX-License-Identifier: Apache-2.0
-// One endpoint with its completion queue, its addresses and a bounded number of operations in
-// flight. Nothing here waits; who finds no room polls and tries again.
-//
-// An operation: start() takes it and room for a copy, post() gives it to libfabric, its completion
-// gives both back. post() refused: abandon() or try again.
+// One endpoint of libfabric with everything it needs: what travels with writes and messages, room
+// for copies, and operations in flight.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "core/check.hpp"
-#include "transport/ofi/bounce_ring.hpp"
-#include "transport/ofi/fabric.hpp"
-#include "transport/ofi/message.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "weft/group.hpp"
 
 namespace weft::ofi {
+
+// The data that travels with a write and tells the target which signal grows by how much.
+//
+//   bit 0 ........ signal_bits ............... 31 or 63
+//   | signal       | amount                          |
+class Immediate {
+ public:
+  // `data_bytes`: what the provider carries with a write, at least 4.
+  Immediate(uint32_t num_signals, size_t data_bytes)
+      : signal_bits_(static_cast<unsigned>(std::bit_width(num_signals))),
+        amount_bits_(data_bytes >= 8 ? 32U : 32U - signal_bits_) {}
+
+  // Puts that one write may stand for; 0: the signals do not fit.
+  [[nodiscard]] uint64_t max_amount() const { return (uint64_t{1} << amount_bits_) - 1; }
+  [[nodiscard]] uint64_t encode(uint32_t signal, uint64_t amount) const {
+    return signal | (amount << signal_bits_);
+  }
+  [[nodiscard]] uint32_t signal(uint64_t data) const {
+    return static_cast<uint32_t>(data & ((uint64_t{1} << signal_bits_) - 1));
+  }
+  [[nodiscard]] uint64_t amount(uint64_t data) const {
+    return (data >> signal_bits_) & max_amount();
+  }
+
+ private:
+  unsigned signal_bits_;
+  unsigned amount_bits_;
+};
+
+// What ranks tell each other in addition to the bytes of puts. All ranks run the same build, so the
+// struct travels as it is.
+enum class MessageKind : uint32_t {
+  kRaise,     // signal a grows by b
+  kReleased,  // region a, generation b of the sender is gone
+  kLeft,      // the sender has said all it had to say on this queue
+  kPing,      // nothing; that it was delivered is the news
+};
+
+struct Message {
+  MessageKind kind = MessageKind::kPing;
+  uint32_t from = 0;
+  uint64_t session = 0;  // of this set of ranks; a stranger's is another
+  uint64_t a = 0;
+  uint64_t b = 0;
+};
+
+// Room for copies of what is being sent, handed out in order and given back in any order. One
+// thread at a time.
+class BounceRing {
+ public:
+  struct Block {
+    uint64_t ticket = 0;  // for give_back()
+    uint64_t offset = 0;
+  };
+
+  explicit BounceRing(uint64_t bytes) : bytes_(bytes) {}
+  [[nodiscard]] uint64_t bytes() const { return bytes_; }
+
+  // `bytes` in one piece, at a multiple of 64; empty: not now. At most bytes() fit at all.
+  [[nodiscard]] std::optional<Block> take(uint64_t bytes);
+  void give_back(uint64_t ticket);
+
+ private:
+  struct Span {
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    bool is_free = false;
+  };
+  [[nodiscard]] std::optional<uint64_t> find(uint64_t bytes) const;
+
+  uint64_t bytes_;
+  std::deque<Span> taken_;     // oldest first
+  uint64_t first_ticket_ = 0;  // of taken_.front()
+};
 
 constexpr size_t kMaxFlying = 256;    // operations in flight of a queue
 constexpr size_t kNumReceives = 128;  // messages that may come to a queue between two polls
@@ -52,6 +125,11 @@ struct Write {
   uint64_t completion = 0;  // FI_TRANSMIT_COMPLETE or FI_DELIVERY_COMPLETE
 };
 
+// One endpoint with its completion queue, its addresses and a bounded number of operations in
+// flight. Nothing here waits; a caller that finds no room polls and tries again.
+//
+// start() takes an operation and room for a copy, post() gives it to libfabric, and its completion
+// gives both back. If post() refuses it, abandon() it or try again.
 class Queue {
  public:
   struct Operation;
@@ -108,7 +186,6 @@ class Queue {
   void finish(Operation& operation);
   [[nodiscard]] Operation* operation_at(void* context);
   [[nodiscard]] Receive* receive_at(void* context);
-  [[nodiscard]] fi_addr_t target(const Operation& operation) const;
 
   std::shared_ptr<Fabric> fabric_;
   QueueEvents& events_;

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/ofi/select.hpp"
-
+// Chooses the provider that all ranks can use, and reports on each.
 #include <algorithm>
 #include <cstring>
 #include <limits>
 #include <set>
+#include <sstream>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "transport/agree.hpp"
+#include "transport/common.hpp"
+#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
+#include "transport/ofi/ofi.hpp"
 
 namespace weft::ofi {
 namespace {
 
 // One rank's offers as they travel: its number of queues, then for each provider of the table a
 // line that is empty if it can be used.
-Bytes encode(const std::vector<Offer>& offers, int num_queues) {
+Bytes encode(const std::vector<Offer>& offers, size_t num_queues) {
   std::string text = std::to_string(num_queues) + "\n";
   for (const Offer& offer : offers) {
     text += offer.obstacle + "\n";
@@ -27,34 +31,26 @@ Bytes encode(const std::vector<Offer>& offers, int num_queues) {
 }
 
 std::vector<std::string> decode(const Bytes& block) {
-  std::vector<std::string> lines(1);
-  for (const std::byte byte : block) {
-    const char c = static_cast<char>(byte);
-    if (c == '\n') {
-      lines.emplace_back();
-    } else {
-      lines.back() += c;
-    }
+  std::istringstream text({reinterpret_cast<const char*>(block.data()), block.size()});
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(text, line);) {
+    lines.push_back(line);
   }
-  lines.pop_back();  // behind the last end of line
   WEFT_ASSERT(lines.size() == providers().size() + 1);
   return lines;
 }
 
-uint32_t queues_of(const fi_info& info, int wanted) {
-  const bool has_one = (info.domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
-  const size_t most = has_one ? 1 : std::max<size_t>(info.domain_attr->ep_cnt, 1);
-  return static_cast<uint32_t>(std::min<size_t>(static_cast<size_t>(wanted), most));
-}
-
-int fewest_queues(const std::vector<Offer>& offers, int wanted) {
-  auto fewest = static_cast<uint32_t>(wanted);
+// As many queues, up to `wanted`, as every usable provider can have.
+size_t fewest_queues(const std::vector<Offer>& offers, int wanted) {
+  auto fewest = static_cast<size_t>(wanted);
   for (const Offer& offer : offers) {
     if (offer.info != nullptr) {
-      fewest = std::min(fewest, queues_of(*offer.info, wanted));
+      const fi_domain_attr& domain = *offer.info->domain_attr;
+      const bool has_one = (domain.mr_mode & FI_MR_ENDPOINT) != 0;
+      fewest = std::min(fewest, has_one ? 1 : std::max<size_t>(domain.ep_cnt, 1));
     }
   }
-  return static_cast<int>(fewest);
+  return fewest;
 }
 
 }  // namespace
@@ -93,7 +89,7 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
     WEFT_CHECK(Context{}, api().obstacle.empty(), ErrorCode::kNotAvailable, "{}", api().obstacle);
     offers = list_offers(wish);
   });
-  const int most = fewest_queues(offers, wish.num_queues);
+  const size_t most = fewest_queues(offers, wish.num_queues);
   std::vector<std::vector<std::string>> answers;  // by rank
   auto num_queues = std::numeric_limits<uint32_t>::max();
   for (const Bytes& block : group.all_gather(encode(offers, most))) {
@@ -122,9 +118,92 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
   }
   raise_error(
       ErrorCode::kNotAvailable,
-      {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = "ofi"},
+      context_of(group, "ofi"),
       fmt::format("open(ofi): no provider can be used by all ranks ({})", reasons)
   );
 }
 
 }  // namespace weft::ofi
+
+namespace weft {
+
+// --- what libfabric offers on this host and what Weft makes of it ---
+
+namespace {
+
+std::string memory_text(int mode) {
+  struct Bit {
+    int bit;
+    const char* text;
+  };
+  static constexpr Bit kBits[] = {
+      {FI_MR_LOCAL, "sources registered"},
+      {FI_MR_VIRT_ADDR, "by address"},
+      {FI_MR_ALLOCATED, "pages present"},
+      {FI_MR_PROV_KEY, "keys of the provider"},
+      {FI_MR_ENDPOINT, "bound to an endpoint"}};
+  std::string text;
+  for (const auto& [bit, name] : kBits) {
+    if ((mode & bit) != 0) {
+      text += fmt::format("{}{}", text.empty() ? "" : ", ", name);
+    }
+  }
+  return text.empty() ? "by offset" : text;
+}
+
+FabricReport::Entry entry_of(const ofi::Offer& offer) {
+  FabricReport::Entry entry = {
+      .provider = std::string(offer.provider->name),
+      .state = offer.obstacle.empty() ? "usable" : offer.obstacle,
+      .fabric = {},
+      .domain = {},
+      .memory = {},
+      .remark = std::string(offer.provider->remark)};
+  if (offer.info != nullptr) {
+    entry.fabric = offer.info->fabric_attr->prov_name;
+    entry.domain = offer.info->domain_attr->name;
+    if (offer.num_cards > 1) {
+      entry.domain += fmt::format(", one of {}", offer.num_cards);
+    }
+    entry.memory = memory_text(offer.info->domain_attr->mr_mode);
+    entry.memory += offer.gpu_obstacle.empty() ? ", GPUs' too" : "";
+  }
+  return entry;
+}
+
+}  // namespace
+
+FabricReport fabric_report() {
+  FabricReport report;
+  if (!ofi::api().obstacle.empty()) {
+    report.library = ofi::api().obstacle;
+    return report;
+  }
+  report.library = fmt::format("libfabric {}", ofi::api().version);
+  ofi::FabricWish wish = ofi::read_wish(Env::read(), "");
+  wish.has_gpu = true;  // to see what it could do
+  report.num_queues = wish.num_queues;
+  try {
+    report.address = ofi::local_address(wish.address);
+  } catch (const Error&) {  // every provider that needs one says why there is none
+  }
+  for (const ofi::Offer& offer : ofi::list_offers(wish)) {
+    report.providers.push_back(entry_of(offer));
+    if (offer.info != nullptr && report.chosen.empty()) {
+      report.providers.back().state = "chosen";
+      report.chosen = report.providers.back().provider;
+      report.why = ofi::reason_for(wish);
+    }
+  }
+  return report;
+}
+
+std::string ofi_obstacle(const Group& group, std::string_view kind) {
+  try {
+    return ofi::obstacle_here(ofi::wish_for(group, kind));
+  } catch (const Error& error) {  // the environment asks for what there is not
+    return error.what();
+  }
+}
+
+}  // namespace weft

@@ -9,12 +9,11 @@ Same names, arguments and results. What differs:
 * num_sms 0 takes Weft's measured number, with a handle too. There are no queue pairs; arguments
   about them are checked and otherwise ignored.
 * Any hidden size whose rows are a multiple of 16 bytes, bf16, fp16 or fp32.
-Results carry no gradient.
+Results carry no gradient. Members that `deep_ep` marks experimental and no MoE layer calls raise
+Unsupported.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,20 +21,40 @@ import torch.distributed as dist
 from weft import Group, Unsupported
 from weft.streams import CommStream
 
-from . import elastic_model as model
-from .checks import check
-from .elastic_combine import ElasticCombine
-from .elastic_dispatch import ElasticDispatch
-from .elastic_experimental import Experimental
-from .elastic_handle import EPHandle
-from .events import EventHandle
-from .exchange_pool import ExchangePool
-from .hybrid_domain import found_ranks_per_domain
+from ..checks import check
+from ..events import EventHandle
+from ..layout import found_ranks_per_domain
+from ..payload import round_up
+from ..runtime import ExchangePool
+from . import model
+from .calls import ElasticCalls
 
-__all__ = ["EPHandle", "ElasticBuffer"]
+# Members that `deep_ep` marks experimental, by the reason why Weft has none of them.
+_EXPERIMENTAL = {
+    "fetching entries of a remote table is not an exchange of tokens": (
+        "engram_write engram_fetch get_engram_storage_size_hint"
+    ),
+    "sending between pipeline stages is torch.distributed's work": (
+        "pp_set_config pp_send pp_recv get_pp_buffer_size_hint"
+    ),
+    "gathering and scattering are torch.distributed's work": (
+        "create_agrs_session destroy_agrs_session agrs_new_session agrs_set_config "
+        "agrs_get_inplace_tensor all_gather get_agrs_num_max_session_bytes "
+        "get_agrs_buffer_size_hint"
+    ),
+}
 
 
-class ElasticBuffer(ElasticDispatch, ElasticCombine, Experimental):
+def _refusing(name: str, why: str) -> staticmethod:
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise Unsupported(f"{name}: experimental and not part of Weft ({why})", "unsupported")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raises Unsupported: {why}."
+    return staticmethod(refuse)
+
+
+class ElasticBuffer(ElasticCalls):
     """Moves tokens to the ranks of their experts and back, on a communication stream of its own.
 
     Collective. num_max_tokens_per_rank: the default of `dispatch`, the same on all ranks.
@@ -88,16 +107,10 @@ class ElasticBuffer(ElasticDispatch, ElasticCombine, Experimental):
         self.scaleout_rank_idx: int = self.rank_idx // self.num_scaleup_ranks
         self.num_allocated_qps: int = num_allocated_qps or model.allocated_qps(allow_hybrid_mode)
         if num_bytes is None:
-            num_bytes = self.get_buffer_size_hint(
-                group,
-                num_max_tokens_per_rank,
-                hidden,
-                num_topk,
-                use_fp8_dispatch,
-                allow_hybrid_mode,
-                allow_multiple_reduction,
-            )
-        self.num_bytes: int = model.round_up(num_bytes, model.ALIGNMENT)
+            sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+            modes = (allow_hybrid_mode, allow_multiple_reduction)
+            num_bytes = self.get_buffer_size_hint(group, *sizes, *modes)
+        self.num_bytes: int = round_up(num_bytes, model.ALIGNMENT)
         self.nccl_comm_handle: Any = None  # there is no NCCL here
         self.runtime: ExchangePool | None = ExchangePool(ranks, float(num_gpu_timeout_secs))
         self._comm = CommStream()
@@ -125,14 +138,8 @@ class ElasticBuffer(ElasticDispatch, ElasticCombine, Experimental):
     ) -> int:
         """Bytes, a multiple of 2 MiB, that grow with every size. num_topk 0 counts as 32."""
         del allow_hybrid_mode  # as much either way
-        return model.buffer_bytes(
-            group.size(),
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-            use_fp8_dispatch,
-            allow_multiple_reduction,
-        )
+        sizes = (group.size(), num_max_tokens_per_rank, hidden, num_topk)
+        return model.buffer_bytes(*sizes, use_fp8_dispatch, allow_multiple_reduction)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -194,16 +201,11 @@ class ElasticBuffer(ElasticDispatch, ElasticCombine, Experimental):
         )
         key = (num_experts, num_topk, rdma_gbs, nvlink_gbs, sm_read_gbs, sm_write_gbs)
         if key not in self._num_sms:
+            physical = self.get_physical_domain_size()
             self._num_sms[key] = model.theoretical_num_sms(
                 num_experts,
                 num_topk,
-                model.Ranks(
-                    self.num_ranks,
-                    self.num_scaleout_ranks,
-                    self.num_scaleup_ranks,
-                    self.num_rdma_ranks,
-                    self.num_nvlink_ranks,
-                ),
+                model.Ranks(self.num_ranks, *self.get_logical_domain_size(), *physical),
                 model.Rates(
                     rdma_gbs or model.rdma_gbs(),
                     nvlink_gbs or model.nvlink_gbs(),
@@ -218,3 +220,8 @@ class ElasticBuffer(ElasticDispatch, ElasticCombine, Experimental):
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Queue pairs that `deep_ep` would use with num_sms."""
         return model.theoretical_num_qps(num_sms, self.allow_hybrid_mode, self.num_allocated_qps)
+
+
+for _why, _names in _EXPERIMENTAL.items():
+    for _name in _names.split():
+        setattr(ElasticBuffer, _name, _refusing(_name, _why))

@@ -1,36 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ElasticBuffer.dispatch`."""
-
-from __future__ import annotations
+"""`ElasticBuffer.dispatch` and `combine`."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from weft import Exchange, Plan
+from weft import Plan
+from weft.streams import CommStream
 
-from .checks import BadCall, check
-from .elastic_base import ElasticBase, sms_of, wait_for
-from .elastic_handle import EPHandle, handle_of
-from .elastic_model import round_up
-from .events import EventOverlap, event_of
-from .exchange_pool import refuse
-from .received import (
+from ..checks import BadCall, check, check_integers, check_kind, refused_by_all
+from ..events import EventOverlap, event_of
+from ..payload import (
     numbers,
-    pack_columns,
     received_numbers,
     received_topk,
+    round_up,
     row_major,
-    unpack_columns,
+    send_beside,
 )
+from ..runtime import ExchangePool
+from .handle import EPHandle
 
-Tensor = torch.Tensor
 Rows = Tensor | tuple[Tensor, Tensor]
 _TMA_BYTES = 16  # what a column of scaling factors is aligned to
 
 
-class ElasticDispatch(ElasticBase):
-    """Tokens to their experts."""
+class ElasticCalls:
+    """The attributes are set by `ElasticBuffer`."""
+
+    num_ranks: int
+    num_scaleup_ranks: int
+    rank_idx: int
+    num_max_tokens_per_rank: int
+    num_allocated_qps: int
+    allow_multiple_reduction: bool
+    runtime: ExchangePool | None
+    _comm: CommStream
+
+    def pool(self, verb: str) -> ExchangePool:
+        """The exchanges, while the buffer has them."""
+        if self.runtime is None:
+            raise BadCall(f"{verb}: the buffer was destroyed (make a new one)")
+        return self.runtime
+
+    def _check_call(
+        self, verb: str, num_qps: int, previous_event: Any, allocate_on_comm_stream: bool
+    ) -> None:
+        self.pool(verb)
+        check(
+            num_qps <= self.num_allocated_qps,
+            f"{verb}: num_qps = {num_qps} (at most {self.num_allocated_qps} are allocated)",
+        )
+        check(
+            previous_event is None or allocate_on_comm_stream,
+            f"{verb}: previous_event without allocate_on_comm_stream (expected both)",
+        )
 
     @torch.no_grad()
     def dispatch(
@@ -80,58 +105,54 @@ class ElasticDispatch(ElasticBase):
         Raises InvalidArgument (also an AssertionError).
         """
         del do_zero_padding  # padding always is
-        self.check_call("dispatch", num_qps, previous_event, allocate_on_comm_stream)
+        self._check_call("dispatch", num_qps, previous_event, allocate_on_comm_stream)
         x, sf = x if isinstance(x, tuple) else (x, None)
         check(x.dim() == 2, f"dispatch: x has shape {list(x.shape)} (expected [tokens, hidden])")
         if handle is not None:
-            handle_of("dispatch", handle)
+            _check_handle("dispatch", handle)
             check(topk_idx is None, "dispatch: topk_idx beside a handle (which has its own)")
             check(not do_cpu_sync, "dispatch: do_cpu_sync with a handle (which needs none)")
-            _check_same("num_experts", num_experts, handle.num_experts)
-            _check_same("expert_alignment", expert_alignment, handle.expert_alignment)
-            _check_same(
-                "num_max_tokens_per_rank", num_max_tokens_per_rank, handle.num_max_tokens_per_rank
-            )
-            _check_same("do_expand", do_expand or None, handle.do_expand)
+            for name, given in (
+                ("num_experts", num_experts),
+                ("expert_alignment", expert_alignment),
+                ("num_max_tokens_per_rank", num_max_tokens_per_rank),
+                ("do_expand", do_expand or None),
+            ):
+                known = getattr(handle, name)
+                check(
+                    given is None or given == known,
+                    f"dispatch: {name} = {given} with a handle of {known} "
+                    "(expected the same, or None)",
+                )
         with self._comm.call(
             x.device,
             [x, sf, topk_idx, topk_weights, cumulative_local_expert_recv_stats],
             previous_event=previous_event,
             async_finish=async_with_compute_stream,
         ) as call:
-            wait_for(previous_event_before_epilogue, x)
+            _wait_for(previous_event_before_epilogue, x)
             sf = None if sf is None else row_major(sf)
             if handle is None:
-                most = self.num_max_tokens_per_rank
-                most = most if num_max_tokens_per_rank is None else num_max_tokens_per_rank
-                alignment = 1 if expert_alignment is None else expert_alignment
-                has_cpu_sync = do_cpu_sync is None or do_cpu_sync
                 topk_idx, num_experts = _required(topk_idx, num_experts)
-                exchange = self._exchange(x, topk_idx, num_experts, most)
-                options = self._options(
-                    exchange, topk_idx, most, alignment, has_cpu_sync, do_expand
-                )
-                plan, rows, weights, sf, sources, ids = self._send(
-                    exchange, x, sf, topk_idx, topk_weights, most, num_sms=num_sms, **options
-                )
-                handle = EPHandle(
-                    plan,
+                most = num_max_tokens_per_rank
+                handle, rows, weights, sf = self._first(
+                    (x, topk_weights, sf),
+                    topk_idx,
+                    num_experts,
                     do_expand=do_expand,
-                    expert_alignment=alignment,
-                    num_max_tokens_per_rank=most,
-                    num_scaleup_ranks=self.num_scaleup_ranks,
+                    expert_alignment=1 if expert_alignment is None else expert_alignment,
+                    num_max_tokens_per_rank=self.num_max_tokens_per_rank if most is None else most,
                     num_sms=num_sms,
-                    topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
-                    sources=sources,
-                    ids=ids,
-                    has_cpu_sync=has_cpu_sync,
+                    has_cpu_sync=do_cpu_sync is None or do_cpu_sync,
                 )
-                call.returns(sources, ids, handle.topk_idx)
+                if do_handle_copy:
+                    handle.topk_idx = topk_idx.clone()
+                call.returns(handle.sources, handle.ids, handle.topk_idx)
                 if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(plan.rows_per_expert)
+                    cumulative_local_expert_recv_stats.add_(handle.plan.rows_per_expert)
             else:
                 plan = handle.plan
-                sms = sms_of(x, num_sms or handle.num_sms)
+                sms = _sms_of(x, num_sms or handle.num_sms)
                 rows, weights, sf = plan.exchange.dispatch(plan, x, topk_weights, sf, num_sms=sms)
             recv_topk_idx = None if handle.do_expand else handle.received_ids()
             if weights is not None and handle.do_expand:
@@ -142,12 +163,20 @@ class ElasticDispatch(ElasticBase):
         recv_x = rows if sf is None else (rows, sf)
         return recv_x, recv_topk_idx, weights, handle, event_of(call)
 
-    def _exchange(self, x: Tensor, topk_idx: Tensor, num_experts: int, most: int) -> Exchange:
-        check(
-            topk_idx.dim() == 2 and topk_idx.dtype in (torch.int64, torch.int32),
-            f"dispatch: topk_idx is {topk_idx.dtype} {list(topk_idx.shape)} "
-            "(expected int64 or int32 [tokens, k])",
-        )
+    def _first(
+        self,
+        sent: tuple[Tensor, Tensor | None, Tensor | None],
+        topk_idx: Tensor,
+        num_experts: int,
+        **settings: Any,
+    ) -> tuple[EPHandle, Tensor, Tensor | None, Tensor | None]:
+        """Collective. Plans and dispatches. sent: x, weights and scaling factors; they are returned
+        as received, behind the handle. settings: those that the handle keeps.
+        """
+        x, weights, sf = sent
+        do_expand, alignment = settings["do_expand"], settings["expert_alignment"]
+        most, num_sms = settings["num_max_tokens_per_rank"], settings["num_sms"]
+        check_integers("dispatch", topk_idx)
         exchange = self.pool("dispatch").get(
             hidden=x.size(1),
             num_experts=num_experts,
@@ -155,61 +184,92 @@ class ElasticDispatch(ElasticBase):
             max_tokens=max(most, 1),
             max_topk=topk_idx.size(1),
         )
-        if x.size(0) > most:
-            refuse(
-                exchange,
-                f"dispatch: x has {x.size(0)} tokens (at most num_max_tokens_per_rank = {most})",
-            )
-        return exchange
-
-    def _options(
-        self,
-        exchange: Exchange,
-        topk_idx: Tensor,
-        most: int,
-        alignment: int,
-        has_cpu_sync: bool,
-        do_expand: bool,
-    ) -> dict[str, Any]:
         rows = None
-        if not has_cpu_sync:
+        if not settings["has_cpu_sync"]:
             rows = self.num_ranks * most
             if do_expand:
                 local = exchange.num_local_experts
                 rows *= min(topk_idx.size(1), local)
                 rows = round_up(rows + (alignment - 1) * local, alignment)
-        return {
+        options = {
             "layout": "expert_major" if do_expand else "rank_major",
             "pad_multiple": alignment if do_expand else 1,
             "row_budget": rows,
         }
-
-    def _send(
-        self,
-        exchange: Exchange,
-        x: Tensor,
-        sf: Tensor | None,
-        topk_idx: Tensor,
-        topk_weights: Tensor | None,
-        most: int,
-        *,
-        num_sms: int,
-        **options: Any,
-    ) -> tuple[Plan, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-        """Plan, rows, weights and scaling factors, and each row's token number and local experts.
-        options: of the plan."""
+        with refused_by_all(exchange, **options):
+            check(
+                x.size(0) <= most,
+                f"dispatch: x has {x.size(0)} tokens (at most num_max_tokens_per_rank = {most})",
+            )
         tokens = torch.arange(x.size(0), device=x.device) + self.rank_idx * most
         origin = numbers(torch.cat([tokens.unsqueeze(1), topk_idx], dim=1))
-        parts = [origin] if sf is None else [origin, sf]
-        plan, out = exchange.plan_and_dispatch(
-            topk_idx, x, topk_weights, pack_columns(*parts), num_sms=sms_of(x, num_sms), **options
+        columns = (origin,) if sf is None else (origin, sf)
+        options["num_sms"] = _sms_of(x, num_sms)
+        plan, out, (origin, *row_sf) = send_beside(
+            exchange, topk_idx, x, weights, columns, **options
         )
-        assert out.scales is not None
-        origin, *row_sf = unpack_columns(out.scales, *parts)
         origin = received_numbers(plan, origin)
-        ids = received_topk(plan, origin[:, 1:])
-        sf = row_sf[0] if row_sf else None
-        return plan, out.rows, out.weights, sf, origin[:, 0].contiguous(), ids
+        handle = EPHandle(
+            plan=plan,
+            topk_idx=topk_idx,
+            num_scaleup_ranks=self.num_scaleup_ranks,
+            sources=origin[:, 0].contiguous(),
+            ids=received_topk(plan, origin[:, 1:]),
+            **settings,
+        )
+        return handle, out.rows, out.weights, row_sf[0] if row_sf else None
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: EPHandle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: Any = None,
+        previous_event_before_epilogue: Any = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
+
+        x [rows, H] bf16, fp16 or fp32; topk_weights fp32 like those of `dispatch`; bias: one or two
+        [T, H], added in fp32 before the one rounding. A rank's rows of a token are summed and
+        rounded first, unless the buffer was made without allow_multiple_reduction, or there is a
+        bias: rows then travel as fp32, which takes twice the bytes of bf16.
+        Streams and events as for `dispatch`.
+        Returns (tokens [T, H], weights fp32 [T, K] or None, event): zeros for a token without rows
+        (plus bias), and for a weight without a choice.
+        Raises InvalidArgument (also an AssertionError).
+        """
+        self._check_call("combine", num_qps, previous_event, allocate_on_comm_stream)
+        _check_handle("combine", handle)
+        plan = handle.plan
+        biases = _biases_of(x, plan, bias)
+        with self._comm.call(
+            x.device,
+            [x, topk_weights, *biases],
+            previous_event=previous_event,
+            async_finish=async_with_compute_stream,
+        ) as call:
+            _wait_for(previous_event_before_epilogue, x)
+            row_weights = topk_weights
+            if topk_weights is not None and handle.do_expand:
+                row_weights = topk_weights.reshape(-1, 1)
+            one_rounding = bool(biases) or (handle.do_expand and not self.allow_multiple_reduction)
+            out, weights = plan.exchange.combine(
+                plan,
+                x.float() if one_rounding else x,
+                row_weights,
+                num_sms=_sms_of(x, num_sms or handle.num_sms),
+            )
+            for one in biases:
+                out = out + one.float()
+            combined = out.to(x.dtype)
+            call.returns(combined, weights)
+        return combined, weights, event_of(call)
 
 
 def _required(topk_idx: Tensor | None, num_experts: int | None) -> tuple[Tensor, int]:
@@ -220,11 +280,8 @@ def _required(topk_idx: Tensor | None, num_experts: int | None) -> tuple[Tensor,
     return topk_idx, num_experts
 
 
-def _check_same(name: str, given: Any, known: Any) -> None:
-    check(
-        given is None or given == known,
-        f"dispatch: {name} = {given} with a handle of {known} (expected the same, or None)",
-    )
+def _check_handle(verb: str, handle: Any) -> None:
+    check_kind(f"{verb}: handle", handle, EPHandle, "what dispatch returned")
 
 
 def _column_major(sf: Tensor) -> Tensor:
@@ -233,3 +290,28 @@ def _column_major(sf: Tensor) -> Tensor:
     step = round_up(num_rows, max(_TMA_BYTES // sf.element_size(), 1))
     made = sf.new_empty((num_columns, step)).t()[:num_rows]
     return made.copy_(sf)
+
+
+def _biases_of(x: Tensor, plan: Plan, bias: Tensor | tuple[Tensor, Tensor] | None) -> list[Tensor]:
+    if bias is None:
+        return []
+    biases = [bias] if isinstance(bias, Tensor) else list(bias)
+    check(len(biases) <= 2, f"combine: {len(biases)} biases (at most two)")
+    biases = [one for one in biases if one is not None]
+    for one in biases:
+        check(
+            one.shape == (plan.num_tokens, x.size(1)),
+            f"combine: bias has shape {list(one.shape)} "
+            f"(expected [{plan.num_tokens}, {x.size(1)}])",
+        )
+    return biases
+
+
+def _sms_of(x: Tensor, num_sms: int) -> int:
+    return num_sms if x.is_cuda else 0
+
+
+def _wait_for(event: Any, x: Tensor) -> None:
+    """Everything waits for it: moving rows has no later half that could wait by itself."""
+    if event is not None and x.is_cuda:
+        event.current_stream_wait()

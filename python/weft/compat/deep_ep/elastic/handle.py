@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `ElasticBuffer.dispatch` returns for combine and for dispatching again."""
 
-from __future__ import annotations
-
+import dataclasses
 import functools
-import json
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft import Plan
 
-from .checks import check
+from ..handles import on_host
+from ..payload import round_up
 
-Tensor = torch.Tensor
 
-
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class EPHandle:
     """A plan with the fields that callers read. N: tokens that reach this rank, once each.
 
@@ -28,41 +26,26 @@ class EPHandle:
     token_metadata_at_forward, channel_linked_list: None; there is no second hop to remember.
     """
 
-    token_metadata_at_forward: None = None
-    channel_linked_list: None = None
+    token_metadata_at_forward = channel_linked_list = None
 
-    def __init__(
-        self,
-        plan: Plan,
-        *,
-        do_expand: bool,
-        expert_alignment: int,
-        num_max_tokens_per_rank: int,
-        num_scaleup_ranks: int,
-        num_sms: int,
-        topk_idx: Tensor,
-        sources: Tensor,
-        ids: Tensor,
-        has_cpu_sync: bool,
-    ) -> None:
-        """sources int32 [rows]: number of the token, rank * num_max_tokens_per_rank + t;
-        ids int32 [rows, K]: its choices as local experts. Both -1 where there is none."""
-        self.plan = plan
-        self.do_expand = do_expand
-        self.num_experts = plan.num_experts
-        self.expert_alignment = expert_alignment
-        self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.num_sms = num_sms
-        self.topk_idx = topk_idx
+    plan: Plan
+    do_expand: bool
+    expert_alignment: int
+    num_max_tokens_per_rank: int
+    num_sms: int
+    topk_idx: Tensor
+    num_scaleup_ranks: int
+    has_cpu_sync: bool
+    sources: Tensor  # int32 [rows]: the token, rank * num_max_tokens_per_rank + t; -1: none
+    ids: Tensor  # int32 [rows, K]: its choices as local experts; -1: none
+
+    def __post_init__(self) -> None:
+        self.num_experts = self.plan.num_experts
         self.num_recv_tokens_per_expert_list: list[int] = []
-        self._num_scaleup_ranks = num_scaleup_ranks
-        self._sources, self._ids = sources, ids
-        self._has_cpu_sync = has_cpu_sync
-        if has_cpu_sync:
-            self.num_recv_tokens_per_expert_list = [
-                -(-count // expert_alignment) * expert_alignment
-                for count in plan.rows_per_expert_list
-            ]
+        if self.has_cpu_sync:
+            counts = self.plan.rows_per_expert_list
+            aligned = [round_up(count, self.expert_alignment) for count in counts]
+            self.num_recv_tokens_per_expert_list = aligned
         else:
             # A replayed CUDA graph must make these anew, so they cannot wait for a first question.
             _ = self.psum_num_recv_tokens_per_scaleup_rank, self.psum_num_recv_tokens_per_expert
@@ -90,17 +73,17 @@ class EPHandle:
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """int32 [scale-up ranks], running sums of N by the source's scale-up rank."""
         num_ranks, most = self.plan.exchange.num_ranks, self.num_max_tokens_per_rank
-        seen = torch.zeros(num_ranks * most + 1, dtype=torch.int32, device=self._sources.device)
-        at = torch.where(self._sources >= 0, self._sources, num_ranks * most).to(torch.int64)
+        seen = torch.zeros(num_ranks * most + 1, dtype=torch.int32, device=self.sources.device)
+        at = torch.where(self.sources >= 0, self.sources, num_ranks * most).to(torch.int64)
         seen.index_fill_(0, at, 1)
-        scaleup = self._num_scaleup_ranks
+        scaleup = self.num_scaleup_ranks
         per_rank = seen[:-1].view(num_ranks // scaleup, scaleup, most).sum(dim=(0, 2))
         return per_rank.cumsum(0).to(torch.int32)
 
     @functools.cached_property
     def num_recv_tokens(self) -> int:
         """N; without a CPU sync the most that it could be."""
-        if not self._has_cpu_sync:
+        if not self.has_cpu_sync:
             return self.plan.exchange.num_ranks * self.num_max_tokens_per_rank
         if not self.do_expand:
             return self.plan.num_rows
@@ -113,7 +96,7 @@ class EPHandle:
 
     def received_ids(self) -> Tensor:
         """int64 [rows, K]: local experts of each row's token, or -1; not with do_expand."""
-        return self._ids.to(torch.int64)
+        return self.ids.to(torch.int64)
 
     @functools.cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -123,15 +106,15 @@ class EPHandle:
         rows of choices; a line past N has -1. With do_expand a GPU is waited for.
         """
         if not self.do_expand:
-            rows = torch.arange(self._sources.numel(), dtype=torch.int32, device=self._ids.device)
-            first = torch.where(self._sources >= 0, rows, -1)
+            rows = torch.arange(self.sources.numel(), dtype=torch.int32, device=self.ids.device)
+            first = torch.where(self.sources >= 0, rows, -1)
             return torch.cat(
-                [torch.stack([self._sources, first], dim=1), torch.full_like(self._ids, -1)], dim=1
+                [torch.stack([self.sources, first], dim=1), torch.full_like(self.ids, -1)], dim=1
             )
-        row = (self._sources >= 0).nonzero().flatten()
-        tokens, line = self._sources[row].unique(return_inverse=True)
+        row = (self.sources >= 0).nonzero().flatten()
+        tokens, line = self.sources[row].unique(return_inverse=True)
         slots = torch.full(
-            (tokens.numel(), self._ids.size(1)), -1, dtype=torch.int32, device=self._ids.device
+            (tokens.numel(), self.ids.size(1)), -1, dtype=torch.int32, device=self.ids.device
         )
         slots[line, self._choice_of(row)] = row.to(torch.int32)
         rows_or_last = torch.where(slots >= 0, slots, self.plan.num_rows)
@@ -143,11 +126,11 @@ class EPHandle:
         in a row, for the first choice and the second."""
         place = torch.arange(row.numel(), device=row.device)
         expert = torch.bucketize(row, self.plan.expert_begin, right=True) - 1
-        tokens = self._sources[row]
+        tokens = self.sources[row]
         is_first = torch.ones_like(place, dtype=torch.bool)
         is_first[1:] = (tokens[1:] != tokens[:-1]) | (expert[1:] != expert[:-1])
         nth = place - torch.where(is_first, place, 0).cummax(0).values
-        is_same = self._ids[row] == expert.unsqueeze(1)
+        is_same = self.ids[row] == expert.unsqueeze(1)
         is_it = is_same & (is_same.cumsum(1) == nth.unsqueeze(1) + 1)
         return is_it.to(torch.uint8).argmax(dim=1)
 
@@ -155,15 +138,6 @@ class EPHandle:
     def dst_buffer_slot_idx(self) -> Tensor:
         """int32 [T, K]: the row of each choice on its expert's rank, or -1. Copies the plan to the
         host, and waits for a GPU."""
-        slots = json.loads(self.plan.core.to_json())["route_slot"]
+        slots = on_host(self.plan)["route_slot"]
         table = torch.tensor(slots, dtype=torch.int32, device=self.plan.exchange.device)
         return table.view(self.plan.num_tokens, self.plan.topk)
-
-
-def handle_of(verb: str, handle: Any) -> EPHandle:
-    """`handle`, if it is one."""
-    check(
-        isinstance(handle, EPHandle),
-        f"{verb}: handle is {type(handle).__name__} (expected what dispatch returned)",
-    )
-    return handle

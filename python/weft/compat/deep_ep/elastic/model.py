@@ -5,8 +5,6 @@ Weft itself uses none of them: it chooses SMs by a measured table, has no queue 
 sizes its memory by itself. Callers plan with them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -14,6 +12,9 @@ from pathlib import Path
 import torch
 
 from weft.compat import environment
+from weft.fp8 import GROUP
+
+from ..payload import round_up
 
 ALIGNMENT = 2 << 20  # of buffer sizes
 ANY_TOPK = 32  # counted where the number of choices is not known
@@ -41,10 +42,6 @@ class Rates:
     nvlink: float
     sm_read: float = 200
     sm_write: float = 50
-
-
-def round_up(value: int, multiple: int) -> int:
-    return (value + multiple - 1) // multiple * multiple
 
 
 def expected_groups(num_experts: int, num_topk: int, num_groups: int) -> float:
@@ -75,11 +72,11 @@ def theoretical_num_sms(
         nvlink_traffic = 1 - 1 / ranks.num_scaleup
         is_rdma_bound = rdma_traffic / rates.rdma > nvlink_traffic / rates.nvlink
     else:
-        near = ranks.num_nvlink / ranks.num_ranks
+        local = ranks.num_nvlink / ranks.num_ranks
         read = 1 / met
-        write = near + (1 / met if ranks.num_rdma > 1 else 0)
+        write = local + (1 / met if ranks.num_rdma > 1 else 0)
         rdma_traffic = 0.0
-        nvlink_traffic = near * (1 - 1 / ranks.num_nvlink)
+        nvlink_traffic = local * (1 - 1 / ranks.num_nvlink)
         is_rdma_bound = False
     rate, traffic = (rates.rdma, rdma_traffic) if is_rdma_bound else (rates.nvlink, nvlink_traffic)
     needed = float(device_sms)
@@ -102,7 +99,7 @@ def buffer_bytes(
 ) -> int:
     """What such a buffer may hold at once: rows from every rank, and those that come back."""
     topk = num_topk or ANY_TOPK
-    scales = 4 * math.ceil(hidden / 128) if use_fp8_dispatch else 0
+    scales = 4 * math.ceil(hidden / GROUP) if use_fp8_dispatch else 0
     row = hidden * (1 if use_fp8_dispatch else 2) + scales + topk * 12 + 16
     received = num_ranks * num_max_tokens_per_rank * row
     returns = min(topk, num_ranks) if allow_multiple_reduction else topk
@@ -118,14 +115,14 @@ def device_sms() -> int:
 
 
 def nvlink_gbs() -> float:
-    """By the GPU's generation: links times the rate of one in GB/s, less overhead."""
+    """The rate for the GPU's generation: links times the rate of one in GB/s, less overhead."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     links, rate = {8: (12, 25.0), 9: (18, 26.5625)}.get(major, (18, 53.125))
     return links * rate * _NVLINK_SHARE
 
 
 def rdma_gbs() -> float:
-    """Of the network card (EP_NIC_NAME), as the system states it; a usual one if it does not."""
+    """The rate that the system states for the network card (EP_NIC_NAME), or a usual one."""
     rate = _nic_file("ports/1/rate").split()  # like: 400 Gb/sec (4X NDR)
     return float(rate[0]) / 8 if rate else 50.0
 

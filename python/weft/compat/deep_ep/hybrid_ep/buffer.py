@@ -16,22 +16,27 @@ Same names, arguments, results and row order. What Weft lifts:
 either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .checks import check
-from .hybrid_handle import HybridEPHandle, PermuteHandle
-from .hybrid_plain import PlainCalls
-from .hybrid_routing import count_of, routing_of, scales_of
-from .hybrid_setup import warn_deprecated
+from weft import Dispatched, Plan
 
-Tensor = torch.Tensor
+from ..checks import check, check_kind
+from ..payload import (
+    numbers,
+    received_numbers,
+    received_topk,
+    send_beside,
+    topk_of_map,
+)
+from .handle import HybridEPHandle, PermuteHandle, PlainHandle
+from .routing import count_of, routing_of, scales_of, scatter_columns
+from .setup import HybridEPSetup, warn_deprecated
 
 
-class HybridEPBuffer(PlainCalls):
+class HybridEPBuffer(HybridEPSetup):
     """Moves tokens to the ranks of their experts and back, with or without grouping by expert.
 
     Collective, as are all its calls that move tokens; on a GPU they are queued on the current
@@ -97,15 +102,8 @@ class HybridEPBuffer(PlainCalls):
         tokens_per_expert = None
         if handle is None:
             experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
-            routing = routing_of(
-                verb,
-                num_experts=experts,
-                routing_map=routing_map,
-                probs=probs,
-                topk_idx=topk_idx,
-                topk_weights=topk_weights,
-                may_wait=not non_blocking,
-            )
+            given = (routing_map, probs, topk_idx, topk_weights)
+            routing = routing_of(verb, given, experts, may_wait=not non_blocking)
             exchange = self._exchange(verb, hidden, routing, non_blocking)
             rows = _rows_of(verb, num_permuted_tokens, pad_multiple, non_blocking)
             plan, out = exchange.plan_and_dispatch(
@@ -120,7 +118,7 @@ class HybridEPBuffer(PlainCalls):
                 overflow="drop" if non_blocking else "error",
                 num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
             )
-            # After the launch, which a GPU awaits once it has told the number of rows.
+            # This comes after the launch, which a GPU awaits once it has told the number of rows.
             config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
             handle = PermuteHandle(plan, config, has_budget=non_blocking)
             tokens_per_expert = _counts(handle, on_host=not non_blocking)
@@ -154,14 +152,122 @@ class HybridEPBuffer(PlainCalls):
         if num_dispatched_tokens is not None:
             warn_deprecated(verb, "num_dispatched_tokens")
         _check_reuse(verb, handle, None, pad_multiple)
-        row_probs = None if probs is None else probs.reshape(-1, 1)
-        out = handle.plan.exchange.combine(
-            handle.plan,
-            hidden,
-            row_probs,
-            num_sms=self._sms(hidden, "num_of_blocks_combine_api"),
+        return self._bring_back(
+            handle.plan, hidden, None if probs is None else probs.reshape(-1, 1)
         )
-        return out.x, out.weights
+
+    # One row for each token on each rank. D: ranks of an NVLink domain.
+
+    def dispatch(
+        self,
+        hidden: Tensor,
+        scaling_factor: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        num_of_experts: int | None = None,
+        probs: Tensor | None = None,
+        routing_map: Tensor | None = None,
+        num_dispatched_tokens_tensor: Tensor | None = None,
+        num_dispatched_tokens: Any = None,
+        handle: PlainHandle | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, PlainHandle]:
+        """Collective. Tokens to the ranks of their experts: a row for each token on each rank.
+
+        hidden [T, H] and scaling_factor, and the routing, as `dispatch_with_permute` takes them.
+        num_dispatched_tokens: rows of the result, if the caller knows them already; nothing waits
+        for a GPU then, and what does not fit is dropped, last rows first.
+        num_dispatched_tokens_tensor has no meaning here.
+
+        Returns (rows, probs, scaling_factor, handle): rows [N, H] by source rank, then token;
+        probs fp32 [N, El * D]: the columns of this rank's experts within its domain, zero where a
+        row has no route, zero in the other columns; None if not given.
+        Raises InvalidArgument (also an AssertionError).
+        """
+        verb = "dispatch"
+        del num_dispatched_tokens_tensor
+        if handle is not None:
+            _check_handle(verb, handle, PlainHandle)
+            routing = (probs, topk_idx, topk_weights)
+            out = self._send_by(handle.plan, hidden, scaling_factor, *routing)
+            return out.rows, self._columns_of(handle, out.weights), out.scales, handle
+        experts = self._num_experts(verb, num_of_experts, None, topk_idx)
+        given = (routing_map, probs, topk_idx, topk_weights)
+        routing = routing_of(verb, given, experts, may_wait=num_dispatched_tokens is None)
+        rows = None
+        if num_dispatched_tokens is not None:
+            rows = count_of(verb, "num_dispatched_tokens", num_dispatched_tokens)
+        exchange = self._exchange(verb, hidden, routing, non_blocking=rows is not None)
+        plan = exchange.plan(
+            routing.refused, routing_map=routing.accepted, layout="rank_major", row_budget=rows
+        )
+        chosen = numbers(topk_of_map(routing.map, plan.topk))
+        scales = [one for one in [scales_of(hidden, scaling_factor)] if one is not None]
+        num_sms = self._sms(hidden, "num_of_blocks_dispatch_api")
+        _, out, (ids, *scales) = send_beside(
+            exchange, plan, hidden, routing.probs, (chosen, *scales), num_sms=num_sms
+        )
+        ids = received_topk(plan, received_numbers(plan, ids))
+        handle = PlainHandle(plan, self._config(hidden, plan, None, False), ids)
+        row_probs = self._columns_of(handle, out.weights)
+        return out.rows, row_probs, scales[0] if scales else None, handle
+
+    def combine(
+        self,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: PlainHandle | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Collective. The rows of `dispatch` back to their tokens, summed, unweighted.
+
+        hidden [N, H] bf16, fp16 or fp32; probs fp32 [N, El * D], of which this rank's columns are
+        read where a row has a route. Returns ([T, H], fp32 [T, E] or None), zero without routes.
+        Raises InvalidArgument (also an AssertionError).
+        """
+        _check_handle("combine", handle, PlainHandle)
+        plan = handle.plan
+        row_probs = None
+        if probs is not None:
+            shape = (plan.num_rows, self._num_columns(plan))
+            check(
+                probs.shape == shape,
+                f"combine: probs has shape {list(probs.shape)} (expected {list(shape)})",
+            )
+            at = self._first_column(plan) + handle.ids.clamp(min=0).to(torch.int64)
+            row_probs = torch.where(handle.ids >= 0, probs.gather(1, at), 0.0)
+        return self._bring_back(plan, hidden, row_probs)
+
+    def _send_by(
+        self, plan: Plan, hidden: Tensor, scaling_factor: Tensor | None, *routing: Tensor | None
+    ) -> Dispatched:
+        """Along the plan of a handle; routing: probs, or topk_idx and topk_weights in its place."""
+        probs, topk_idx, topk_weights = routing
+        if topk_idx is not None and topk_weights is not None:
+            probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
+        scales = scales_of(hidden, scaling_factor)
+        num_sms = self._sms(hidden, "num_of_blocks_dispatch_api")
+        return plan.exchange.dispatch(plan, hidden, probs, scales, num_sms=num_sms)
+
+    def _bring_back(
+        self, plan: Plan, hidden: Tensor, row_probs: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        num_sms = self._sms(hidden, "num_of_blocks_combine_api")
+        return tuple(plan.exchange.combine(plan, hidden, row_probs, num_sms=num_sms))
+
+    def _first_column(self, plan: Plan) -> int:
+        """The first of this rank's experts among those of its domain."""
+        return self.local_rank * plan.num_local_experts
+
+    def _num_columns(self, plan: Plan) -> int:
+        """Experts of this rank's domain."""
+        return plan.num_local_experts * self.num_of_hybrid_ep_ranks_per_nvlink_domain
+
+    def _columns_of(self, handle: PlainHandle, row_weights: Tensor | None) -> Tensor | None:
+        """fp32 [N, El * D] from fp32 [N, K], whose columns are a token's choices."""
+        if row_weights is None:
+            return None
+        plan = handle.plan
+        at = torch.where(handle.ids >= 0, handle.ids + self._first_column(plan), -1)
+        return scatter_columns(at, row_weights, self._num_columns(plan))
 
 
 def _rows_of(
@@ -193,13 +299,15 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
     return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
+def _check_handle(verb: str, handle: Any, kind: type[HybridEPHandle]) -> None:
+    maker = "dispatch" if kind is PlainHandle else "dispatch_with_permute"
+    check_kind(f"{verb}: handle", handle, kind, f"one of {maker}")
+
+
 def _check_reuse(
     verb: str, handle: HybridEPHandle, num_permuted_tokens: Any, pad_multiple: int | None
 ) -> None:
-    check(
-        isinstance(handle, PermuteHandle),
-        f"{verb}: handle is {type(handle).__name__} (expected one of dispatch_with_permute)",
-    )
+    _check_handle(verb, handle, PermuteHandle)
     plan = handle.plan
     check(
         not pad_multiple or pad_multiple == plan.pad_multiple,

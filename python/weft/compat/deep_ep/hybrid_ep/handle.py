@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls.
 
-A handle is a plan that reads like the sequence callers know from `deep_ep`: it has a length, can be
-indexed (negative too) and unpacked. Items are made when they are asked for. Those that only the
-kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and using one says why not.
+Items that only the kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and
+using one says why not.
 """
 
-from __future__ import annotations
-
 import itertools
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft import Plan
 
-from .hybrid_config import HybridEPConfig
+from ..handles import PlanHandle, on_host
+from .routing import scatter_columns
+from .setup import HybridEPConfig
 
-Tensor = torch.Tensor
+_PRIVATE = ("sparse_to_dense_map", "rdma_to_attn_map", "dense_chunk_layout")
 
 
 class PrivateItem:
@@ -35,35 +33,15 @@ class PrivateItem:
         raise AttributeError(f"handle: {self!r} has no {name}")
 
 
-class HybridEPHandle(Sequence):
-    """Holds the plan; items by position are attributes of the name in `items`."""
-
-    items: tuple[str, ...] = ()
-    _private: frozenset[str] = frozenset(
-        {
-            "sparse_to_dense_map",
-            "rdma_to_attn_map",
-            "dense_chunk_layout",
-        }
-    )
+class HybridEPHandle(PlanHandle):
+    """What both kinds of handles have."""
 
     def __init__(self, plan: Plan, config: HybridEPConfig) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self.config = config
 
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(self._item(name) for name in self.items[index])
-        return self._item(self.items[index])
-
     def _item(self, name: str) -> Any:
-        return PrivateItem(name) if name in self._private else getattr(self, name)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} items: {self.plan!r}>"
+        return PrivateItem(name) if name in _PRIVATE else getattr(self, name)
 
     @property
     def num_tokens(self) -> int:
@@ -79,16 +57,16 @@ class HybridEPHandle(Sequence):
         nodes = self.config.num_of_nodes
         experts = self.config.num_of_ranks_per_node * self.plan.num_local_experts  # of a node
         shape = (self.plan.num_tokens, self.plan.topk)
-        routes = torch.tensor(json.loads(self.plan.core.to_json())["route_expert"]).view(shape)
-        to_node = torch.where(routes >= 0, routes // experts, nodes).to(torch.int64)
-        marks = torch.zeros((shape[0], nodes + 1), dtype=torch.bool).scatter_(1, to_node, True)
+        routes = torch.tensor(on_host(self.plan)["route_expert"]).view(shape)
+        to_node = torch.where(routes >= 0, routes // experts, -1)
+        marks = scatter_columns(to_node, None, nodes)
         own = self.plan.exchange.rank // self.config.num_of_ranks_per_node
         others = [node for node in range(nodes) if node != own]
         return marks[:, others].to(self.plan.exchange.device)
 
 
 class PlainHandle(HybridEPHandle):
-    """Of `dispatch`: rows of a rank_major plan."""
+    """What `dispatch` returns. Its rows are those of a rank_major plan."""
 
     items = (
         "sparse_to_dense_map",
@@ -113,16 +91,11 @@ class PlainHandle(HybridEPHandle):
     @property
     def local_expert_routing_map(self) -> Tensor:
         """bool [plan.num_rows, El]: which of this rank's experts each row goes to."""
-        experts = self.plan.num_local_experts
-        routing_map = torch.zeros(
-            (self.plan.num_rows, experts + 1), dtype=torch.bool, device=self.ids.device
-        )
-        columns = torch.where(self.ids >= 0, self.ids, experts).to(torch.int64)
-        return routing_map.scatter_(1, columns, True)[:, :experts].contiguous()
+        return scatter_columns(self.ids, None, self.plan.num_local_experts)
 
 
 class PermuteHandle(HybridEPHandle):
-    """Of `dispatch_with_permute`: rows of an expert_major plan.
+    """What `dispatch_with_permute` returns. Its rows are those of an expert_major plan.
 
     Items 3, 4 and 6 (those about arrivals: tokens that reach this rank, once each) come from a
     copy of the plan on the host; on a GPU asking for one waits.
@@ -140,8 +113,11 @@ class PermuteHandle(HybridEPHandle):
 
     def __init__(self, plan: Plan, config: HybridEPConfig, has_budget: bool) -> None:
         super().__init__(plan, config)
-        # Made here and not when asked for: a replayed CUDA graph must set it anew.
-        self.overflow_flag = overflow_here(plan) if has_budget else plan.overflow
+        # Made here and not when asked for: a replayed CUDA graph must set it anew. int32 [1] on the
+        # plan's device, without a wait: 1 if a row for this rank was dropped. A plan's own flag
+        # also tells of this rank's routes that others dropped.
+        is_short = (plan.num_rows_required > plan.num_rows).to(torch.int32)
+        self.overflow_flag = is_short if has_budget else plan.overflow
         self._has_budget = has_budget
 
     @property
@@ -165,7 +141,7 @@ class PermuteHandle(HybridEPHandle):
     def dense_to_expert_map(self) -> Tensor:
         """int32 [arrivals, El]: the row of each arrival at each expert, or -1."""
         rows: list[list[int]] = []
-        for pair in json.loads(self.plan.core.to_json())["received"]:
+        for pair in on_host(self.plan)["received"]:
             bounds = pair["route_begin"]
             for first, last in itertools.pairwise(bounds):
                 row = [-1] * self.plan.num_local_experts
@@ -174,11 +150,3 @@ class PermuteHandle(HybridEPHandle):
                 rows.append(row)
         table = torch.tensor(rows, dtype=torch.int32, device=self.plan.exchange.device)
         return table.view(len(rows), self.plan.num_local_experts)
-
-
-def overflow_here(plan: Plan) -> Tensor:
-    """int32 [1] on the plan's device: 1 if a row for this rank was dropped. No wait.
-
-    A plan's own flag also tells of this rank's routes that others dropped.
-    """
-    return (plan.num_rows_required > plan.num_rows).to(torch.int32)

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing that callers of `HybridEPBuffer` give, as a bool map with dense weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .checks import BadCall, check
-from .received import row_major
-
-Tensor = torch.Tensor
+from ..checks import BadCall, check, check_integers, check_least
+from ..payload import row_major
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,25 +27,19 @@ class Routing:
         return self.map if self.refused is None else None
 
     def most_routes(self) -> int:
-        """Of a token of this rank. Waits for a GPU."""
+        """The most routes that a token of this rank has. Waits for a GPU."""
         return int(self.map.sum(dim=1).max()) if self.map.numel() > 0 else 0
 
 
 def routing_of(
-    verb: str,
-    *,
-    num_experts: int | None,
-    routing_map: Tensor | None,
-    probs: Tensor | None,
-    topk_idx: Tensor | None,
-    topk_weights: Tensor | None,
-    may_wait: bool,
+    verb: str, given: tuple[Tensor | None, ...], num_experts: int | None, may_wait: bool
 ) -> Routing:
-    """The one of `routing_map` and `topk_idx` that is given (the map if both are).
+    """given: routing_map, probs, topk_idx, topk_weights. A map counts if indices are given too.
 
     may_wait: whether indices on a GPU are worth a wait to refuse those outside [-1, E); otherwise
     such indices name no route. num_experts is needed with indices and checked with a map.
     """
+    routing_map, probs, topk_idx, topk_weights = given
     if routing_map is not None:
         check(
             routing_map.dtype == torch.bool and routing_map.dim() == 2,
@@ -63,11 +54,7 @@ def routing_of(
         return Routing(routing_map, probs)
     if topk_idx is None:
         raise BadCall(f"{verb}: no routing (expected a handle, routing_map or topk_idx)")
-    check(
-        topk_idx.dtype in (torch.int64, torch.int32) and topk_idx.dim() == 2,
-        f"{verb}: topk_idx is {topk_idx.dtype} {list(topk_idx.shape)} "
-        "(expected int64 or int32 [tokens, k])",
-    )
+    check_integers(verb, topk_idx)
     if num_experts is None:
         raise BadCall(f"{verb}: num_of_experts is None (required with topk_idx)")
     routes = scatter_columns(topk_idx, None, num_experts)
@@ -101,7 +88,7 @@ def count_of(verb: str, name: str, value: Any) -> int:
         count = operator.index(value)
     except TypeError:
         raise BadCall(f"{verb}: {name} = {value!r} (expected an integer)") from None
-    check(count >= 0, f"{verb}: {name} = {count} (expected at least 0)")
+    check_least(f"{verb}: {name}", count, 0)
     return count
 
 

@@ -1,25 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `HybridEPBuffer` is made of, apart from its calls: sizes, ranks and exchanges."""
+"""What a `HybridEPBuffer` is made of, apart from its calls: settings, ranks and exchanges."""
 
-from __future__ import annotations
-
+import dataclasses
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft import Exchange, Group, Plan
 
-from .checks import check
-from .exchange_pool import ExchangePool
-from .hybrid_config import HybridEPConfig, HybridEPConfigurer
-from .hybrid_domain import ranks_per_domain
-from .hybrid_routing import Routing, is_bytes
+from ..checks import check, check_least
+from ..layout import ranks_per_domain
+from ..payload import round_up
+from ..runtime import TIMEOUT, ExchangePool
+from .routing import Routing, is_bytes
 
-Tensor = torch.Tensor
+MIN_CAPACITY = 512
+
+
+@dataclasses.dataclass
+class HybridEPConfig:
+    """What a handle carries of the buffer's settings. SM and block counts: 0 = chosen by Weft."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    use_fp8: bool = False
+    pad_multiple: int = 0
+    fuse_permute_dispatch: bool = False
+    num_of_blocks_dispatch_api: int = 0
+    num_of_blocks_combine_api: int = 0
+    num_of_blocks_preprocessing_api: int = 0
+    num_blocks_permute: int = 0
+    num_blocks_unpermute: int = 0
+
+
+class HybridEPConfigurer:
+    """Keeps the buffer's settings, `buffer_config`, and makes those of a call from them."""
+
+    def __init__(self, config: HybridEPConfig) -> None:
+        config.max_num_of_tokens_per_rank = round_up(
+            max(config.max_num_of_tokens_per_rank, MIN_CAPACITY), 64
+        )
+        self.buffer_config = config
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a rank that need no growth."""
+        return self.buffer_config.max_num_of_tokens_per_rank
+
+    def raise_capacity(self, num_tokens: int) -> None:
+        """Never lowers it."""
+        needed = round_up(num_tokens, 16)
+        self.buffer_config.max_num_of_tokens_per_rank = max(self.capacity, needed)
+
+    def config(
+        self,
+        hidden_dim: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **others: Any,
+    ) -> HybridEPConfig:
+        """A copy of the buffer's settings with those of a call; `others` become attributes."""
+        given = {
+            "hidden_dim": hidden_dim,
+            "num_of_experts_per_rank": num_local_experts,
+            "pad_multiple": pad_multiple or None,
+            "use_fp8": None if use_fp8 is None else bool(use_fp8),
+            "fuse_permute_dispatch": bool(fuse_permute_dispatch),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        made = dataclasses.replace(self.buffer_config, **given)
+        vars(made).update(others)
+        return made
+
+
 _MIN_TOPK = 8  # an exchange is made for at least so many routes of a token
-_TIMEOUT = 100.0  # seconds of every wait: training ranks may be far apart at first
 
 
 class HybridEPSetup:
@@ -50,11 +111,9 @@ class HybridEPSetup:
         ):
             if value is not None:
                 warn_deprecated("HybridEPBuffer", name)
-        for name, value in (
-            ("hidden_dim", hidden_dim),
-            ("num_local_experts", num_local_experts),
-        ):
-            check(value >= 1, f"HybridEPBuffer: {name} = {value} (expected at least 1)")
+        sizes = {"hidden_dim": hidden_dim, "num_local_experts": num_local_experts}
+        for name, value in sizes.items():
+            check_least(f"HybridEPBuffer: {name}", value)
         ranks = Group.of(group)
         self.group = group
         self.rank: int = ranks.rank
@@ -64,7 +123,7 @@ class HybridEPSetup:
         self.local_rank: int = self.rank % domain
         self.node_rank: int = self.rank // domain
         self.num_of_nodes: int = self.group_size // domain
-        self.runtime = ExchangePool(ranks, _TIMEOUT)
+        self.runtime = ExchangePool(ranks, TIMEOUT)
         self.configurer = HybridEPConfigurer(
             HybridEPConfig(
                 hidden_dim=hidden_dim,
@@ -110,7 +169,7 @@ class HybridEPSetup:
     def _num_experts(
         self, verb: str, total: int | None, per_rank: int | None, topk_idx: Tensor | None
     ) -> int | None:
-        """Of all ranks, from whichever is given; None if a map alone says it."""
+        """The experts of all ranks, from whichever number is given; None if only a map says it."""
         if total is not None and per_rank is not None:
             check(
                 total == per_rank * self.group_size,

@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The low-latency calls of a `Buffer`: a block of fixed size for each expert, one row a route.
-
-Nothing waits for the GPU, so the calls can be captured in a CUDA graph once calls of the same
-sizes were made. Results own their memory: any number of them may be alive.
+"""Nothing waits for the GPU in these calls, so they can be captured in a CUDA graph once calls of
+the same sizes were made. Results own their memory: any number of them may be alive.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft import Unsupported
+from weft.fp8 import GROUP, to_fp8, to_ue8m0
 from weft.streams import StreamCall
 
-from . import low_latency_checks as checks
-from .checks import check, refused_by_all
-from .events import EventHandle, EventOverlap
-from .layout import routes_of
-from .low_latency_handle import LowLatencyHandle
-from .low_latency_rows import dispatch_blocks, put_back
-from .quantise import to_fp8, to_ue8m0
-from .rank_mask import MaskCalls
-from .runtime import Runtime
+from ..checks import (
+    check,
+    check_experts,
+    check_is,
+    check_kind,
+    check_least,
+    check_topk,
+    refused_by_all,
+)
+from ..events import EventHandle, EventOverlap
+from ..layout import routes_of
+from ..runtime import Runtime
+from .mask import MaskCalls
+from .rows import LowLatencyHandle, dispatch_blocks, put_back
 
-Tensor = torch.Tensor
 Hook = Callable[[], None]
+
+_ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
 
 
 class LowLatencyMode(MaskCalls):
@@ -77,8 +82,7 @@ class LowLatencyMode(MaskCalls):
             raise Unsupported(f"{verb}: NVFP4 is asked for (bf16 or FP8)", "unsupported")
         num_max, local = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
         stats = cumulative_local_expert_recv_stats
-        waits = dispatch_wait_recv_cost_stats
-        checks.check_sizes(x, topk_idx, num_max, num_experts, self.group_size)
+        _check_sizes(x, topk_idx, num_max, num_experts, self.group_size)
         exchange = runtime.exchanges.get(
             hidden=x.size(1),
             num_experts=num_experts,
@@ -87,21 +91,16 @@ class LowLatencyMode(MaskCalls):
             max_topk=topk_idx.size(1),
         )
         options = {"layout": "expert_strided", "expert_stride": self.group_size * num_max}
-        with refused_by_all(lambda: exchange.plan(**options)):
-            checks.check_tokens(x, topk_idx, topk_weights, num_max)
-            checks.check_fp8(x, use_fp8, round_scale, use_ue8m0)
-            checks.check_finish(verb, async_finish, return_recv_hook)
-            checks.check_stats(
-                f"{verb}: cumulative_local_expert_recv_stats", stats, torch.int32, local
-            )
-            checks.check_stats(
-                f"{verb}: dispatch_wait_recv_cost_stats", waits, torch.int64, self.group_size
-            )
-        with runtime.stream.call(
-            x.device,
-            (x, topk_idx, topk_weights, stats),
-            async_finish=async_finish or return_recv_hook,
-        ) as call:
+        with refused_by_all(exchange, **options):
+            _check_tokens(x, topk_idx, topk_weights, num_max)
+            _check_fp8(x, use_fp8, round_scale, use_ue8m0)
+            _check_finish(verb, async_finish, return_recv_hook)
+            if stats is not None:
+                name = f"{verb}: cumulative_local_expert_recv_stats"
+                check_is(name, stats, torch.int32, [local])
+            self._check_waits(verb, "dispatch", dispatch_wait_recv_cost_stats)
+        inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
+        with runtime.stream.call(x.device, inputs, async_finish=is_async) as call:
             routes = routes_of(topk_idx, num_experts)
             if self._mask:
                 routes = self._mask.without_routes(routes, local)
@@ -160,24 +159,23 @@ class LowLatencyMode(MaskCalls):
             raise Unsupported(
                 f"{verb}: overlap is asked for (a call begins when x is whole)", "unsupported"
             )
-        checks.check_handle(verb, handle)
+        _check_handle(verb, handle)
         plan = handle.plan
-        with refused_by_all(lambda: plan.exchange.combine(plan, x.new_empty((0, 1)))):
-            checks.check_combine(x, topk_idx, topk_weights, handle, out)
-            checks.check_finish(verb, async_finish, return_recv_hook)
-            checks.check_stats(
-                f"{verb}: combine_wait_recv_cost_stats",
-                combine_wait_recv_cost_stats,
-                torch.int64,
-                self.group_size,
+        with refused_by_all(plan.exchange, "combine", plan):
+            _check_combine(x, topk_idx, topk_weights, handle, out)
+            _check_finish(verb, async_finish, return_recv_hook)
+            self._check_waits(verb, "combine", combine_wait_recv_cost_stats)
+            check(
+                not (zero_copy and use_logfmt),
+                f"{verb}: use_logfmt beside zero_copy (one of the two)",
             )
-            checks.check_zero_copy(zero_copy, use_logfmt, handle)
+            check(
+                not zero_copy or handle.combine_rows is not None,
+                f"{verb}: zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
+            )
         rows = handle.combine_rows if zero_copy else x
-        with runtime.stream.call(
-            rows.device,
-            (rows, topk_idx, topk_weights, out),
-            async_finish=async_finish or return_recv_hook,
-        ) as call:
+        inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
+        with runtime.stream.call(rows.device, inputs, async_finish=is_async) as call:
             if handle.order is not None:
                 rows = put_back(rows, handle.order, handle.is_row)
             routes = topk_idx
@@ -198,7 +196,7 @@ class LowLatencyMode(MaskCalls):
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
         verb = "get_next_low_latency_combine_buffer"
         self._low_latency(verb)
-        checks.check_handle(verb, handle)
+        _check_handle(verb, handle)
         if handle.combine_rows is None:
             device = handle.plan.exchange.device
             handle.combine_rows = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
@@ -215,6 +213,11 @@ class LowLatencyMode(MaskCalls):
         check(self.low_latency_mode, f"{verb}: low_latency_mode is False (the buffer needs it)")
         return runtime
 
+    def _check_waits(self, verb: str, name: str, stats: Tensor | None) -> None:
+        if stats is not None:
+            shape = [self.group_size]
+            check_is(f"{verb}: {name}_wait_recv_cost_stats", stats, torch.int64, shape)
+
 
 def _finish(
     call: StreamCall, async_finish: bool, return_recv_hook: bool
@@ -222,3 +225,78 @@ def _finish(
     event = EventHandle.of(call.event)
     hook = event.current_stream_wait if return_recv_hook else None
     return EventOverlap(event if async_finish else None), hook
+
+
+def _check_sizes(
+    x: Tensor, topk_idx: Tensor, num_max: int, num_experts: int, num_ranks: int
+) -> None:
+    """These are the same on all ranks."""
+    verb = "low_latency_dispatch"
+    check(
+        x.dtype == torch.bfloat16 and x.dim() == 2,
+        f"{verb}: x is {x.dtype} {list(x.shape)} (expected torch.bfloat16 [T, H])",
+    )
+    check(
+        x.size(1) > 0 and x.size(1) % _ROW_MULTIPLE == 0,
+        f"{verb}: x has {x.size(1)} columns (expected a positive multiple of {_ROW_MULTIPLE})",
+    )
+    check_least(f"{verb}: num_max_dispatch_tokens_per_rank", num_max)
+    check_topk(verb, topk_idx)
+    check_experts(verb, num_experts, num_ranks)
+
+
+def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_max: int) -> None:
+    """These may differ between ranks."""
+    verb = "low_latency_dispatch"
+    check(
+        x.size(0) <= num_max,
+        f"{verb}: x has {x.size(0)} rows (expected at most num_max_dispatch_tokens_per_rank = "
+        f"{num_max})",
+    )
+    check(
+        topk_idx.size(0) == x.size(0),
+        f"{verb}: topk_idx has {topk_idx.size(0)} rows (expected {x.size(0)}, those of x)",
+    )
+    if topk_weights is not None:
+        name = f"{verb}: topk_weights"
+        check_is(name, topk_weights, torch.float32, list(topk_idx.shape))
+
+
+def _check_fp8(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
+    verb = "low_latency_dispatch"
+    check(
+        round_scale or not use_ue8m0,
+        f"{verb}: use_ue8m0 without round_scale (it packs powers of two)",
+    )
+    multiple = 4 * GROUP if use_ue8m0 else GROUP
+    check(
+        not use_fp8 or x.size(1) % multiple == 0,
+        f"{verb}: x has {x.size(1)} columns (expected a multiple of {multiple} for its scales)",
+    )
+
+
+def _check_combine(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
+) -> None:
+    verb, plan = "low_latency_combine", handle.plan
+    check_is(f"{verb}: x", x, torch.bfloat16, handle.shape)
+    check_topk(verb, topk_idx)
+    shape = [plan.num_tokens, plan.topk]
+    check(
+        list(topk_idx.shape) == shape,
+        f"{verb}: topk_idx has shape {list(topk_idx.shape)} (expected {shape}, as for dispatch)",
+    )
+    check_is(f"{verb}: topk_weights", topk_weights, torch.float32, shape)
+    if out is not None:
+        check_is(f"{verb}: out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
+
+
+def _check_handle(verb: str, handle: Any) -> None:
+    check_kind(f"{verb}: handle", handle, LowLatencyHandle, "low_latency_dispatch's")
+
+
+def _check_finish(verb: str, async_finish: bool, return_recv_hook: bool) -> None:
+    check(
+        not (async_finish and return_recv_hook),
+        f"{verb}: async_finish beside return_recv_hook (one of the two)",
+    )

@@ -2,40 +2,31 @@
 """Ranks that low-latency calls leave out.
 
 A masked rank must still make its calls, for Weft does not exchange without one of its ranks: a dead
-one makes the others raise. What a mask does is to keep its tokens, counts and sums out. It is known
-to the host: a CUDA graph keeps the mask of its capture.
+one makes the others raise. A mask keeps that rank's tokens, counts and sums out. The host knows it,
+so a CUDA graph keeps the mask of its capture.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .checks import check
-
-Tensor = torch.Tensor
+from ..checks import check, check_is
 
 
 class RankMask:
     """Which ranks are masked here."""
 
     def __init__(self, num_ranks: int) -> None:
-        self._is_masked = [False] * num_ranks
+        self.is_masked = [False] * num_ranks
 
     def __bool__(self) -> bool:
-        return any(self._is_masked)
-
-    def update(self, rank: int, is_masked: bool) -> None:
-        self._is_masked[rank] = is_masked
-
-    def clear(self) -> None:
-        self._is_masked = [False] * len(self._is_masked)
+        return any(self.is_masked)
 
     def status(self) -> Tensor:
         """int32 [R], 1 for a masked rank."""
-        return torch.tensor(self._is_masked, dtype=torch.int32)
+        return torch.tensor(self.is_masked, dtype=torch.int32)
 
     def without_routes(self, routes: Tensor, num_local_experts: int) -> Tensor:
         """routes [T, K] less those to masked ranks; -1 is none."""
@@ -65,22 +56,19 @@ class MaskCalls:
             f"low_latency_update_mask_buffer: rank_to_mask = {rank_to_mask} "
             f"(expected 0 to {self.group_size - 1})",
         )
-        self._mask.update(rank_to_mask, mask)
+        self._mask.is_masked[rank_to_mask] = mask
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [R] with 1 for masked ranks, else 0."""
         self._check_shrink("low_latency_query_mask_buffer")
-        check(
-            mask_status.dtype == torch.int32 and list(mask_status.shape) == [self.group_size],
-            f"low_latency_query_mask_buffer: mask_status is {mask_status.dtype} "
-            f"{list(mask_status.shape)} (expected torch.int32 [{self.group_size}])",
-        )
+        name = "low_latency_query_mask_buffer: mask_status"
+        check_is(name, mask_status, torch.int32, [self.group_size])
         mask_status.copy_(self._mask.status())
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Local. Takes all ranks in again."""
         self._check_shrink("low_latency_clean_mask_buffer")
-        self._mask.clear()
+        self._mask = RankMask(self.group_size)
 
     def _check_shrink(self, verb: str) -> None:
         self._runtime(verb)

@@ -1,19 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Buffer.low_latency_dispatch` returns for combine."""
+"""What `Buffer.low_latency_dispatch` returns: blocks of rows by expert, and the handle."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from weft import Plan
+from weft import Exchange, Plan
 
-Tensor = torch.Tensor
+from ..handles import PlanHandle
 
 
-class LowLatencyHandle(Sequence):
+class Blocks(NamedTuple):
+    """El blocks of R * num_max rows."""
+
+    rows: Tensor  # [El, R * num_max, H]
+    beside: Tensor  # int32 [El, R * num_max, S + 1]: scales, then the source
+    weights: Tensor | None  # float32 [El, R * num_max]
+
+    @property
+    def sources(self) -> Tensor:
+        """int32 [El, R * num_max]: rank * num_max + token; undefined behind the last row."""
+        return self.beside[..., -1]
+
+    def scales(self, dtype: torch.dtype) -> Tensor:
+        """[El, R * num_max, S] of `dtype` (four bytes); the last two dimensions column-major."""
+        by_column = self.beside[..., :-1].transpose(1, 2).contiguous()
+        return by_column.view(dtype).transpose(1, 2)
+
+    def in_order(self, order: Tensor) -> Blocks:
+        """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""
+        blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
+        rows = self.rows.view(torch.uint8)[blocks, order].view(self.rows.dtype)
+        weights = None if self.weights is None else self.weights[blocks, order]
+        return Blocks(rows, self.beside[blocks, order], weights)
+
+
+def dispatch_blocks(
+    exchange: Exchange,
+    routes: Tensor,
+    rows: Tensor,
+    scales: Tensor | None,
+    weights: Tensor | None,
+    num_max: int,
+) -> tuple[Plan, Blocks]:
+    """Collective. rows [T, H], scales [T, S] of four bytes, routes and float32 weights [T, K]."""
+    first = exchange.rank * num_max
+    sources = torch.arange(first, first + rows.size(0), dtype=torch.int32, device=rows.device)
+    beside = sources.unsqueeze(1)
+    if scales is not None:
+        beside = torch.cat([scales.view(torch.int32), beside], dim=1)
+    stride = exchange.num_ranks * num_max
+    plan, out = exchange.plan_and_dispatch(
+        routes, rows, weights, beside, layout="expert_strided", expert_stride=stride
+    )
+    blocks = (plan.num_local_experts, stride)
+    return plan, Blocks(
+        out.rows.view(*blocks, rows.size(1)),
+        out.scales.view(*blocks, beside.size(1)),
+        None if out.weights is None else out.weights.view(blocks),
+    )
+
+
+def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:
+    """The reverse of `Blocks.in_order`; rows without `is_row` become zero."""
+    blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
+    back = torch.empty_like(rows)
+    back[blocks, order] = rows.masked_fill(~is_row.unsqueeze(2), 0)
+    return back
+
+
+class LowLatencyHandle(PlanHandle):
     """(src_info, layout_range, num_max, H, E) as callers know it, around a plan.
 
     src_info int32 [El, R * num_max]: each row's token on its source; -1 behind the last row.
@@ -22,11 +81,11 @@ class LowLatencyHandle(Sequence):
     receive hook must be after it ran.
     """
 
-    _items = ("src_info", "layout_range", "num_max", "hidden", "num_experts")
+    items = ("src_info", "layout_range", "num_max", "hidden", "num_experts")
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int) -> None:
         """sources int32 [El, R * num_max]: rank * num_max + token, of plan.rows_per_expert rows."""
-        self.plan = plan
+        super().__init__(plan)
         self.num_max = num_max
         self.hidden = plan.exchange.hidden
         self.num_experts = plan.num_experts
@@ -74,14 +133,3 @@ class LowLatencyHandle(Sequence):
         counts = ranks.new_zeros((ranks.size(0), num_ranks + 1))
         counts = counts.scatter_add_(1, ranks, torch.ones_like(ranks))[:, :num_ranks]
         return (counts.cumsum(1) - counts) << 32 | counts
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return tuple(getattr(self, name) for name in self._items[index])
-        return getattr(self, self._items[index])
-
-    def __repr__(self) -> str:
-        return f"<LowLatencyHandle, at most {self.num_max} tokens of a rank: {self.plan!r}>"

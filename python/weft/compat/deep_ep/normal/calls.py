@@ -1,47 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """dispatch and combine of a `Buffer`: a row for each (token, rank), by source rank, then token."""
 
-from __future__ import annotations
-
-import functools
 import struct
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from weft import Dispatched, Exchange, Plan
+from weft import Exchange
 
-from .checks import refused_by_all
-from .config import Config
-from .events import EventOverlap, event_of
-from .handle import Handle
-from .handle_hosts import handle_of
-from .layout import (
+from ..checks import (
+    FLOATS,
     MAX_TOPK,
-    Layout,
+    check,
     check_experts,
+    check_kind,
+    check_least,
+    check_tensor,
     check_topk,
-    layout_of,
-    routes_of,
-    routes_to_ranks,
+    refused_by_all,
 )
-from .normal_checks import (
-    biases_of,
-    check_alignment,
-    check_capacity,
-    check_handle,
-    check_layout,
-    check_repeats,
-    check_routing,
-    check_rows,
-    experts_of,
-)
-from .payload import Payload
-from .received import received_topk
-from .runtime import Runtime
-
-Tensor = torch.Tensor
+from ..config import Config
+from ..events import EventOverlap, event_of
+from ..layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
+from ..payload import Payload, received_topk, round_up
+from ..runtime import Runtime
+from .handle import Handle, handle_of
 
 _MIN_TOKENS = 4096  # that an exchange starts with room for
 _MIN_TOPK = 8
@@ -73,13 +57,8 @@ class NormalMode:
         runtime = self._runtime("get_dispatch_layout")
         check_topk("get_dispatch_layout", topk_idx)
         check_experts("get_dispatch_layout", num_experts, self.group_size)
-        with runtime.stream.call(
-            topk_idx.device,
-            (topk_idx,),
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        ) as call:
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        with runtime.stream.call(topk_idx.device, (topk_idx,), *streams) as call:
             layout = layout_of(topk_idx, num_experts, runtime.hosts)
             call.returns(*layout)
         return *layout, event_of(call)
@@ -107,7 +86,7 @@ class NormalMode:
         x [T, H] of bf16, fp16, fp32 or one byte; (FP8 [T, H], scales float32 or int32 [T, any],
         any strides); or the three tensors of NVFP4. Row bytes are a multiple of 16. topk_idx [T, K]
         int64, K up to 32, values outside [0, E) are no choice; topk_weights float32 [T, K].
-        Without them the layout alone says where tokens go. T may differ between ranks.
+        Without them only the layout says where tokens go. T may differ between ranks.
         num_tokens_per_rdma_rank is not needed, only checked.
 
         Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
@@ -125,20 +104,14 @@ class NormalMode:
         runtime = self._runtime("dispatch")
         payload = Payload("dispatch", x)
         num_sms = self._num_sms("dispatch", config, payload.device)
-        streams = {
-            "previous_event": previous_event,
-            "async_finish": async_finish,
-            "allocate_on_comm_stream": allocate_on_comm_stream,
-        }
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            check_handle("dispatch", handle)
-            with refused_by_all(lambda: _nothing(handle.plan, Exchange.dispatch)):
-                check_repeats(payload, handle, topk_idx, topk_weights)
-            with runtime.stream.call(payload.device, payload.tensors, **streams) as call:
-                again = functools.partial(
-                    handle.plan.exchange.dispatch, handle.plan, num_sms=num_sms
-                )
-                recv_x, _, _ = payload.send(again)
+            _check_handle("dispatch", handle)
+            with refused_by_all(handle.plan.exchange, "dispatch", handle.plan):
+                _check_repeats(payload, handle, topk_idx, topk_weights)
+            with runtime.stream.call(payload.device, payload.tensors, *streams) as call:
+                plan = handle.plan
+                _, recv_x, _, _ = payload.send(plan.exchange, plan, num_sms=num_sms)
                 call.returns(*_tensors(recv_x))
             return recv_x, None, None, None, None, event_of(call)
 
@@ -147,35 +120,39 @@ class NormalMode:
         )
         exchange = _exchange(runtime, payload, layout, topk_idx, num_worst_tokens)
         options = {"layout": "rank_major", "row_budget": num_worst_tokens or None}
-        with refused_by_all(lambda: exchange.plan(**options)):
-            check_layout(layout, payload.num_tokens, runtime.hosts)
-            check_routing(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
-            check_alignment(expert_alignment)
-            check_capacity(payload, num_worst_tokens, exchange.max_tokens)
+        with refused_by_all(exchange, **options):
+            _check_layout(layout, payload.num_tokens, runtime.hosts)
+            _check_routing(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
+            check_least("dispatch: expert_alignment", expert_alignment)
+            # A call that nobody waits for must have room for this rank's tokens.
+            num_tokens, most, is_gpu = payload.num_tokens, exchange.max_tokens, payload.is_gpu
+            check(
+                num_worst_tokens == 0 or not is_gpu or num_tokens <= most,
+                f"dispatch: x has {num_tokens} rows with num_worst_tokens = {num_worst_tokens} "
+                f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)",
+            )
         inputs = (*payload.tensors, *layout, topk_idx, topk_weights)
-        with runtime.stream.call(payload.device, inputs, **streams) as call:
+        with runtime.stream.call(payload.device, inputs, *streams) as call:
             if topk_idx is None:
                 routes = routes_to_ranks(is_token_in_rank, exchange.num_local_experts)
             else:
                 routes = routes_of(topk_idx, exchange.num_experts)
-            plan = recv_idx = ids = None
-
-            def send(*given: Tensor | None) -> Dispatched:
-                nonlocal plan
-                plan, out = exchange.plan_and_dispatch(routes, *given, num_sms=num_sms, **options)
-                return out
-
+            recv_idx = ids = None
             if topk_idx is None:
-                recv_x, recv_weights, _ = payload.send(send)
+                plan, recv_x, recv_weights, _ = payload.send(
+                    exchange, routes, num_sms=num_sms, **options
+                )
             else:
                 beside = (routes.to(torch.int32),)
-                recv_x, recv_weights, (ids,) = payload.send(send, topk_weights, beside)
+                plan, recv_x, recv_weights, (ids,) = payload.send(
+                    exchange, routes, topk_weights, beside, num_sms=num_sms, **options
+                )
                 recv_idx = received_topk(plan, ids.long())
             channels = self._num_channels(config)
             handle = handle_of(plan, is_token_in_rank, ids, channels, runtime.hosts)
             counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
             call.returns(*_tensors(recv_x), recv_idx, recv_weights, ids)
-        counts = [-(-count // expert_alignment) * expert_alignment for count in counts]
+        counts = [round_up(count, expert_alignment) for count in counts]
         return recv_x, recv_idx, recv_weights, counts, handle, event_of(call)
 
     @torch.no_grad()
@@ -200,19 +177,14 @@ class NormalMode:
         value of the rank that has its expert, or None. event.
         """
         runtime = self._runtime("combine")
-        check_handle("combine", handle)
+        _check_handle("combine", handle)
         plan = handle.plan
-        with refused_by_all(lambda: _nothing(plan, Exchange.combine)):
-            biases = biases_of(bias)
-            check_rows(x, handle, topk_weights, biases)
+        with refused_by_all(plan.exchange, "combine", plan):
+            biases = _biases_of(bias)
+            _check_rows(x, handle, topk_weights, biases)
             num_sms = self._num_sms("combine", config, x.device)
-        with runtime.stream.call(
-            x.device,
-            (x, topk_weights, *biases),
-            previous_event=previous_event,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        ) as call:
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        with runtime.stream.call(x.device, (x, topk_weights, *biases), *streams) as call:
             rows = x.float() if biases else x
             combined, weights = plan.exchange.combine(plan, rows, topk_weights, num_sms=num_sms)
             for one in biases:
@@ -235,17 +207,12 @@ def _exchange(
         check_topk("dispatch", topk_idx)
     return runtime.exchanges.get(
         hidden=payload.hidden,
-        num_experts=experts_of(layout, num_ranks),
+        num_experts=_experts_of(layout, num_ranks),
         device=payload.device,
         # Without a wait for the GPU the exchange cannot learn of more tokens and grow by itself.
         max_tokens=max(_MIN_TOKENS, -(-num_worst_tokens // num_ranks)),
         max_topk=max(_MIN_TOPK, min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)),
     )
-
-
-def _nothing(plan: Plan, operation: Callable[..., Any]) -> None:
-    """Collective: dispatches or combines rows of a shape that is refused."""
-    operation(plan.exchange, plan, torch.empty((0, 1), device=plan.exchange.device))
 
 
 def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
@@ -262,3 +229,111 @@ def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
 
 def _tensors(x: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
+
+
+def _experts_of(layout: Layout, num_ranks: int) -> int:
+    """The number of experts, which only num_tokens_per_expert tells."""
+    per_expert = layout.num_tokens_per_expert
+    _check_given("num_tokens_per_expert", per_expert)
+    check(
+        per_expert.dim() == 1,
+        f"dispatch: num_tokens_per_expert has shape {list(per_expert.shape)} (expected [E])",
+    )
+    check_experts("dispatch", per_expert.size(0), num_ranks)
+    return per_expert.size(0)
+
+
+def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
+    """The layout is that of `get_dispatch_layout`, given back."""
+    per_rank, per_host, per_expert, in_rank = layout
+    for name, tensor, dtype, shape in (
+        ("num_tokens_per_rank", per_rank, torch.int32, [hosts.num_ranks]),
+        ("num_tokens_per_expert", per_expert, torch.int32, list(per_expert.shape)),
+        ("is_token_in_rank", in_rank, torch.bool, [num_tokens, hosts.num_ranks]),
+    ):
+        _check_given(name, tensor)
+        check_tensor(f"dispatch: {name}", tensor, dtype, shape)
+    if per_host is not None and hosts.are_several:
+        name = "dispatch: num_tokens_per_rdma_rank"
+        check_tensor(name, per_host, torch.int32, [hosts.num_hosts])
+
+
+def _check_given(name: str, tensor: Tensor | None) -> None:
+    check(
+        tensor is not None,
+        f"dispatch: {name} is None (without a handle get_dispatch_layout's results are needed)",
+    )
+
+
+def _check_routing(
+    topk_idx: Tensor | None, topk_weights: Tensor | None, num_tokens: int, num_worst_tokens: int
+) -> None:
+    """Top-k and weights come together, or not at all."""
+    worst = f"dispatch: num_worst_tokens = {num_worst_tokens}"
+    check_least("dispatch: num_worst_tokens", num_worst_tokens, 0)
+    check(
+        (topk_idx is None) == (topk_weights is None),
+        "dispatch: one of topk_idx and topk_weights is None (give both or neither)",
+    )
+    if topk_idx is None:
+        check(num_worst_tokens == 0, f"{worst} without top-k (it needs topk_idx)")
+        return
+    check(
+        topk_idx.size(0) == num_tokens,
+        f"dispatch: topk_idx has {topk_idx.size(0)} rows (expected {num_tokens}, those of x)",
+    )
+    shape = list(topk_idx.shape)
+    check_tensor("dispatch: topk_weights", topk_weights, torch.float32, shape)
+
+
+def _check_handle(verb: str, handle: object) -> None:
+    check_kind(f"{verb}: handle", handle, Handle, "what Buffer.dispatch returned")
+
+
+def _check_repeats(
+    payload: Payload, handle: Handle, topk_idx: Tensor | None, topk_weights: Tensor | None
+) -> None:
+    """`payload` can go the way of the dispatch that made `handle`."""
+    check(
+        topk_idx is None and topk_weights is None,
+        "dispatch: top-k is given beside a handle (which stands for it)",
+    )
+    for given, what, wanted in (
+        (payload.num_tokens, "rows", handle.plan.num_tokens),
+        (payload.hidden, "columns", handle.plan.exchange.hidden),
+    ):
+        check(
+            given == wanted,
+            f"dispatch: x has {given} {what} (expected {wanted}, the handle's)",
+        )
+
+
+def _check_rows(
+    x: Tensor, handle: Handle, topk_weights: Tensor | None, biases: tuple[Tensor, ...]
+) -> None:
+    """x, weights and biases are what `combine` can bring back."""
+    plan = handle.plan
+    hidden = plan.exchange.hidden
+    check(x.dtype in FLOATS, f"combine: x has dtype {x.dtype} (expected torch.bfloat16)")
+    check_tensor("combine: x", x, x.dtype, [plan.num_rows, hidden])
+    for bias in biases:
+        check_tensor("combine: bias", bias, x.dtype, [plan.num_tokens, hidden])
+    if topk_weights is not None:
+        check(
+            handle.has_topk,
+            "combine: topk_weights are given (the dispatch of this handle had no top-k)",
+        )
+        shape = [plan.num_rows, plan.topk]
+        check_tensor("combine: topk_weights", topk_weights, torch.float32, shape)
+
+
+def _biases_of(bias: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    if bias is None:
+        return ()
+    if isinstance(bias, torch.Tensor):
+        return (bias,)
+    check(
+        isinstance(bias, tuple) and len(bias) == 2,
+        f"combine: bias is {type(bias).__name__} (expected None, a tensor or a tuple of two)",
+    )
+    return tuple(one for one in bias if one is not None)

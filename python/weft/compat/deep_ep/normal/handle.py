@@ -1,16 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of a dispatch among ranks of several hosts, and the choice between the two kinds."""
-
-from __future__ import annotations
+"""What `Buffer.dispatch` returns for combine, and for dispatching the same way again."""
 
 import torch
+from torch import Tensor
 
 from weft import Plan
 
-from .handle import Handle, OneHostHandle, places
-from .hosts import HOST_RANKS, Hosts
+from ..handles import PlanHandle, on_host
+from ..layout import HOST_RANKS, Hosts
 
-Tensor = torch.Tensor
+
+class Handle(PlanHandle):
+    """T: tokens of this rank, N: rows it received, R: ranks, C: channels of the configuration.
+
+    Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
+    items by channel count as if the first channel moved everything, so each column holds the total.
+    """
+
+    def __init__(
+        self, plan: Plan, is_token_in_rank: Tensor, has_topk: bool, num_channels: int
+    ) -> None:
+        super().__init__(plan)
+        self.is_token_in_rank = is_token_in_rank
+        self.has_topk = has_topk  # the plan's routes are the caller's top-k, slot for slot
+        self._num_channels = num_channels
+
+    def rows_of_ranks(self) -> Tensor:
+        """int32 [R]: rows from each rank."""
+        return torch.tensor(self.plan.received_arrivals, dtype=torch.int32, device=self.device)
+
+    @property
+    def channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: tokens that go to each rank."""
+        return self.by_channel(self.is_token_in_rank.sum(0))
+
+    @property
+    def recv_channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: rows from each rank."""
+        return self.by_channel(self.rows_of_ranks())
+
+    def by_channel(self, counts: Tensor) -> Tensor:
+        """int32 [any, C] of counts [any]."""
+        return counts.to(torch.int32).unsqueeze(1).repeat(1, self._num_channels)
+
+
+class OneHostHandle(Handle):
+    """6 items: the ranks are on one host."""
+
+    items = (
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "recv_src_idx",
+        "is_token_in_rank",
+        "send_head",
+    )
+
+    @property
+    def rank_prefix_matrix(self) -> Tensor:
+        """int32 [R, R]: entry [i, j] counts the rows that rank j receives from ranks 0 to i.
+
+        A rank knows its own column; the others are -1.
+        """
+        num_ranks = self.plan.exchange.num_ranks
+        matrix = torch.full((num_ranks, num_ranks), -1, dtype=torch.int32, device=self.device)
+        matrix[:, self.plan.exchange.rank] = self.rows_of_ranks().cumsum(0)
+        return matrix
+
+    @property
+    def recv_src_idx(self) -> Tensor:
+        """int32 [N]: the number that each row's token has at its source; -1 beyond the last."""
+        pairs = on_host(self.plan)["received"]
+        tokens = [token for pair in pairs for token in pair["token"]]
+        tokens += [-1] * (self.plan.num_rows - len(tokens))
+        return torch.tensor(tokens, dtype=torch.int32, device=self.device)
+
+    @property
+    def send_head(self) -> Tensor:
+        """int32 [T, R]: the place of each token among those that go to the rank, or -1."""
+        return places(self.is_token_in_rank)
+
+
+def places(is_member: Tensor) -> Tensor:
+    """int32 like bool [T, any]: the place of each True in its column, -1 where False."""
+    place = is_member.cumsum(0) - 1
+    return torch.where(is_member, place, -1).to(torch.int32)
 
 
 class SeveralHostsHandle(Handle):
@@ -31,6 +105,8 @@ class SeveralHostsHandle(Handle):
         "send_rdma_head",
         "send_nvl_head",
     )
+    gbl_channel_prefix_matrix = Handle.channel_prefix_matrix
+    recv_gbl_channel_prefix_matrix = Handle.recv_channel_prefix_matrix
 
     def __init__(
         self,
@@ -50,11 +126,6 @@ class SeveralHostsHandle(Handle):
         return self.by_channel(self._is_token_in_host().sum(0))
 
     @property
-    def gbl_channel_prefix_matrix(self) -> Tensor:
-        """int32 [R, C]: tokens that go to each rank."""
-        return self.by_channel(self.is_token_in_rank.sum(0))
-
-    @property
     def recv_rdma_channel_prefix_matrix(self) -> Tensor:
         """int32 [S, C]: rows from each host."""
         return self.by_channel(self._rows_of_hosts())
@@ -63,11 +134,6 @@ class SeveralHostsHandle(Handle):
     def recv_rdma_rank_prefix_sum(self) -> Tensor:
         """int32 [S]: rows that stay here from hosts 0 to i. What a rank hands on is not counted."""
         return self._rows_of_hosts().cumsum(0).to(torch.int32)
-
-    @property
-    def recv_gbl_channel_prefix_matrix(self) -> Tensor:
-        """int32 [R, C]: rows from each rank."""
-        return self.by_channel(self.rows_of_ranks())
 
     @property
     def recv_gbl_rank_prefix_sum(self) -> Tensor:

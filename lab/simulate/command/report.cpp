@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "simulate/command/report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string_view>
+
+#include "core/gpu/peer_address.hpp"
+#include "transport/transport.hpp"
+
+namespace weft::program {
+namespace {
+
+using sim::Simulation;
+
+std::string us_text(double us) {
+  return us < 1000 ? fmt::format("{:.1f}", us) : count_text(std::llround(us));
+}
+
+std::string size_text(uint64_t bytes) {
+  return bytes_text(static_cast<double>(bytes));
+}
+
+std::string rows_text(const Simulation& one, int64_t rows) {
+  return size_text(static_cast<uint64_t>(rows * one.scenario.row_bytes));
+}
+
+std::string ranks_text(const Simulation& one) {
+  return count_text(one.scenario.num_ranks);
+}
+
+using Cell = std::string (*)(const Simulation&);
+struct Column {
+  const char* header;
+  Cell cell;
+};
+
+// A line for each size.
+Table table_of(std::span<const Simulation> sizes, const std::vector<Column>& columns) {
+  std::vector<std::string> header;
+  for (const Column& column : columns) {
+    header.emplace_back(column.header);
+  }
+  Table table(header);
+  for (const Simulation& one : sizes) {
+    std::vector<std::string> cells;
+    for (const Column& column : columns) {
+      cells.push_back(column.cell(one));
+    }
+    table.add_row(std::move(cells));
+  }
+  return table;
+}
+
+Table times_table(std::span<const Simulation> sizes) {
+  return table_of(
+      sizes,
+      {{"ranks", ranks_text},
+       {"domains", [](const Simulation& s) { return count_text(s.scenario.num_domains()); }},
+       {"experts", [](const Simulation& s) { return count_text(s.scenario.num_experts); }},
+       {"replayed", [](const Simulation& s) { return count_text(s.num_replayed); }},
+       {"plan us", [](const Simulation& s) { return us_text(s.control.plan_us()); }},
+       {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
+       {"dispatch us", [](const Simulation& s) { return us_text(s.dispatch_us); }},
+       {"bound by", [](const Simulation& s) { return std::string(s.dispatch_rows.bound()); }},
+       {"combine us", [](const Simulation& s) { return us_text(s.combine_us); }},
+       {"bound by", [](const Simulation& s) { return std::string(s.combine_rows.bound()); }}}
+  );
+}
+
+Table busy_table(std::span<const Simulation> sizes) {
+  Table table({"ranks", "call", "rows us", "links", "cards", "proxies", "copies", "domains/token"});
+  for (const Simulation& one : sizes) {
+    const auto add = [&](const char* call, const sim::ReplayTimes& rows) {
+      table.add_row(
+          {ranks_text(one),
+           call,
+           us_text(rows.us),
+           us_text(rows.busy.link_us),
+           us_text(rows.busy.card_us),
+           us_text(rows.busy.proxy_us),
+           us_text(rows.busy.copy_us),
+           fmt::format("{:.2f}", one.traffic.domains_per_token)}
+      );
+    };
+    add("dispatch", one.dispatch_rows);
+    add("combine", one.combine_rows);
+  }
+  return table;
+}
+
+Table bytes_table(std::span<const Simulation> sizes) {
+  return table_of(
+      sizes,
+      {{"ranks", ranks_text},
+       {"links out", [](const Simulation& s) { return rows_text(s, s.mean.link_out); }},
+       {"of it forwarded", [](const Simulation& s) { return rows_text(s, s.mean.forwarded); }},
+       {"card out", [](const Simulation& s) { return rows_text(s, s.mean.card_out); }},
+       {"card out, most", [](const Simulation& s) { return rows_text(s, s.most.card_out); }},
+       {"card in, most", [](const Simulation& s) { return rows_text(s, s.most.card_in); }},
+       {"once per rank",
+        [](const Simulation& s) { return rows_text(s, s.mean.card_out_per_rank); }},
+       {"once per route",
+        [](const Simulation& s) { return rows_text(s, s.mean.card_out_per_route); }}}
+  );
+}
+
+Table cpu_memory_table(std::span<const Simulation> sizes) {
+  return table_of(
+      sizes,
+      {{"ranks", ranks_text},
+       {"output", [](const Simulation& s) { return size_text(s.memory.output); }},
+       {"signals", [](const Simulation& s) { return size_text(s.memory.cpu.signals); }},
+       {"words", [](const Simulation& s) { return size_text(s.memory.cpu.words); }},
+       {"records", [](const Simulation& s) { return size_text(s.memory.cpu.records); }},
+       {"records used", [](const Simulation& s) { return size_text(s.memory.cpu.records_used); }},
+       {"staging", [](const Simulation& s) { return size_text(s.memory.cpu.staging); }},
+       {"carrier", [](const Simulation& s) { return size_text(s.memory.carrier); }}}
+  );
+}
+
+Table gpu_memory_table(std::span<const Simulation> sizes) {
+  return table_of(
+      sizes,
+      {{"ranks", ranks_text},
+       {"output", [](const Simulation& s) { return size_text(s.memory.output); }},
+       {"signals", [](const Simulation& s) { return size_text(s.memory.gpu.signals); }},
+       {"words", [](const Simulation& s) { return size_text(s.memory.gpu.words); }},
+       {"weights", [](const Simulation& s) { return size_text(s.memory.gpu.weights); }},
+       {"each plan", [](const Simulation& s) { return size_text(s.memory.gpu.plan); }},
+       {"staging", [](const Simulation& s) { return size_text(s.memory.gpu.staging); }},
+       {"carrier", [](const Simulation& s) { return size_text(s.memory.carrier); }}}
+  );
+}
+
+Table messages_table(std::span<const Simulation> sizes) {
+  return table_of(
+      sizes,
+      {{"ranks", ranks_text},
+       {"signals", [](const Simulation& s) { return count_text(s.most.dispatch_signals); }},
+       {"raised by", [](const Simulation& s) { return count_text(s.most.dispatch_raises); }},
+       {"card messages", [](const Simulation& s) { return count_text(s.most.messages_out); }},
+       {"words", [](const Simulation& s) { return count_text(s.control.word_messages); }},
+       {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
+       {"by carrier us",
+        [](const Simulation& s) { return us_text(s.control.words_by_carrier_us); }},
+       {"plan bytes",
+        [](const Simulation& s) {
+          return size_text(static_cast<uint64_t>(s.control.plan_bytes_out));
+        }}}
+  );
+}
+
+struct NamedTable {
+  std::string_view name;
+  std::string_view title;
+  Table (*make)(std::span<const Simulation> sizes);
+};
+
+constexpr std::array<NamedTable, 6> kTables = {{
+    {"times", "Time of the slowest rank; words are part of dispatch and of combine", times_table},
+    {"busy",
+     "Where the time of the rows goes: us of the rank that is busiest with each",
+     busy_table},
+    {"bytes",
+     "Bytes of a dispatch per rank, mean unless said; combine moves as many back",
+     bytes_table},
+    {"cpu", "Memory of a rank, executor of the CPU", cpu_memory_table},
+    {"gpu", "Memory of a rank, executor of GPUs", gpu_memory_table},
+    {"messages",
+     "Signals and messages per rank and dispatch, of the rank with most",
+     messages_table},
+}};
+
+using Json = nlohmann::ordered_json;
+
+double rounded(double us) {
+  return std::round(us * 1e3) / 1e3;
+}
+
+Json traffic_json(const sim::RankTraffic& rank) {
+  Json json;
+  for (const auto& [name, value] : sim::traffic_fields()) {
+    json[std::string(name)] = rank.*value;
+  }
+  return json;
+}
+
+Json memory_json(const sim::Memory& memory) {
+  return {
+      {"output", memory.output},
+      {"carrier", memory.carrier},
+      {"cpu",
+       {{"signals", memory.cpu.signals},
+        {"words", memory.cpu.words},
+        {"records", memory.cpu.records},
+        {"records_used", memory.cpu.records_used},
+        {"staging", memory.cpu.staging}}},
+      {"gpu",
+       {{"signals", memory.gpu.signals},
+        {"words", memory.gpu.words},
+        {"weights", memory.gpu.weights},
+        {"plan", memory.gpu.plan},
+        {"staging", memory.gpu.staging}}}};
+}
+
+Json rows_json(const sim::ReplayTimes& rows) {
+  return {
+      {"us", rounded(rows.us)},
+      {"bound", rows.bound()},
+      {"link_us", rounded(rows.busy.link_us)},
+      {"card_us", rounded(rows.busy.card_us)},
+      {"proxy_us", rounded(rows.busy.proxy_us)},
+      {"copy_us", rounded(rows.busy.copy_us)}};
+}
+
+Json control_json(const sim::ControlCost& control) {
+  return {
+      {"word_messages", control.word_messages},
+      {"words_us", rounded(control.words_us)},
+      {"words_by_carrier_us", rounded(control.words_by_carrier_us)},
+      {"plan_words_us", rounded(control.plan_words_us)},
+      {"plan_local_us", rounded(control.plan_local_us)},
+      {"plan_records_us", rounded(control.plan_records_us)},
+      {"plan_bytes_out", control.plan_bytes_out}};
+}
+
+Json size_json(const sim::Simulation& one) {
+  return {
+      {"ranks", one.scenario.num_ranks},
+      {"ranks_per_domain", one.scenario.ranks_per_domain},
+      {"experts", one.scenario.num_experts},
+      {"topk", one.scenario.topk},
+      {"tokens", one.scenario.max_tokens},
+      {"row_bytes", one.scenario.row_bytes},
+      {"flat", one.scenario.is_flat},
+      {"replayed_domains", one.num_replayed},
+      {"domains_per_token", one.traffic.domains_per_token},
+      {"plan_us", rounded(one.control.plan_us())},
+      {"dispatch_us", rounded(one.dispatch_us)},
+      {"combine_us", rounded(one.combine_us)},
+      {"dispatch_rows", rows_json(one.dispatch_rows)},
+      {"combine_rows", rows_json(one.combine_rows)},
+      {"control", control_json(one.control)},
+      {"mean", traffic_json(one.mean)},
+      {"most", traffic_json(one.most)},
+      {"busiest_rank", one.busiest_rank},
+      {"memory", memory_json(one.memory)}};
+}
+
+constexpr double kPatienceUs = 100;  // for what precedes the rows of a call
+
+sim::Scenario resized(const sim::Scenario& wanted, int num_ranks) {
+  sim::Scenario scenario = wanted;
+  scenario.num_ranks = num_ranks;
+  scenario.ranks_per_domain = std::min(wanted.ranks_per_domain, num_ranks);
+  scenario.num_experts = std::max(wanted.num_experts, num_ranks);
+  return scenario;
+}
+
+// The most ranks for which it holds; it holds for 1 and for all below some number.
+std::string most_ranks(const std::function<bool(int)>& fits) {
+  if (fits(sim::kMostRanks)) {
+    return fmt::format("over {}", count_text(sim::kMostRanks));
+  }
+  int good = 1;
+  int bad = sim::kMostRanks;
+  while (bad - good > 1) {
+    const int middle = good + (bad - good) / 2;
+    (fits(middle) ? good : bad) = middle;
+  }
+  return count_text(good);
+}
+
+}  // namespace
+
+std::vector<std::string> simulation_tables() {
+  std::vector<std::string> names;
+  for (const NamedTable& table : kTables) {
+    names.emplace_back(table.name);
+  }
+  return names;
+}
+
+std::string simulation_text(
+    std::span<const Simulation> sizes, std::span<const std::string> wanted
+) {
+  std::string text;
+  for (const NamedTable& table : kTables) {
+    if (wanted.empty() || std::ranges::find(wanted, table.name) != wanted.end()) {
+      text += fmt::format("\n{}\n\n{}", table.title, table.make(sizes).text());
+    }
+  }
+  return text;
+}
+
+std::string model_text(const sim::Model& model) {
+  Table fields({"field", "value", "meaning", "origin"});
+  for (const sim::ModelField& field : sim::model_fields()) {
+    const auto origin = model.origin.find(field.name);
+    fields.add_row(
+        {std::string(field.name),
+         fmt::format("{}", model.*field.value),
+         std::string(field.meaning),
+         origin == model.origin.end() ? "unknown" : origin->second}
+    );
+  }
+  std::string text = fmt::format("Model {}\n\n{}", model.name, fields.text());
+  if (model.plan_samples.empty()) {
+    return text;
+  }
+  Table plans({"ranks", "experts", "tokens", "measured us", "model us"});
+  for (const sim::PlanSample& sample : model.plan_samples) {
+    const double us =
+        sim::plan_work_us(model, sample.num_ranks, sample.num_experts, sample.num_tokens);
+    plans.add_row(
+        {count_text(sample.num_ranks),
+         count_text(sample.num_experts),
+         count_text(sample.num_tokens),
+         us_text(sample.us),
+         us_text(us)}
+    );
+  }
+  return text + fmt::format("\nA rank's own work in a plan\n\n{}", plans.text());
+}
+
+Json simulation_json(std::span<const sim::Simulation> sizes, const sim::Model& model) {
+  Json json = {{"model", Json::parse(sim::model_json(model))}, {"sizes", Json::array()}};
+  for (const sim::Simulation& one : sizes) {
+    json["sizes"].push_back(size_json(one));
+  }
+  return json;
+}
+
+Table ends_table(const sim::Scenario& scenario, const sim::Model& model, int64_t budget_bytes) {
+  const auto budget = static_cast<uint64_t>(budget_bytes);
+  const auto memory = [&](int ranks) { return sim::reserved_memory(resized(scenario, ranks)); };
+  const auto control = [&](int ranks) {
+    return sim::control_cost(resized(scenario, ranks), model, memory(ranks));
+  };
+  const std::string room = bytes_text(static_cast<double>(budget_bytes));
+  const std::string patience = fmt::format("{:.0f} us", kPatienceUs);
+  const int64_t most_rows = std::numeric_limits<int32_t>::max();
+  Table table({"resource", "bound", "ranks"});
+  const auto add = [&](const char* resource, const std::string& bound, const auto& fits) {
+    table.add_row({resource, bound, most_ranks(fits)});
+  };
+  table.add_row({"GPUs that map each other", "a table in the code", count_text(kMaxDomainRanks)});
+  add("GPU: control region and one plan", room, [&](int ranks) {
+    return memory(ranks).gpu.control() + memory(ranks).gpu.plan <= budget;
+  });
+  add("GPU: control region alone", room, [&](int ranks) {
+    return memory(ranks).gpu.control() <= budget;
+  });
+  add("CPU: control region", room, [&](int ranks) { return memory(ranks).cpu.control() <= budget; }
+  );
+  add("CPU: control region without records", room, [&](int ranks) {
+    return memory(ranks).cpu.words <= budget;
+  });
+  add("words of a call, one for each rank", patience, [&](int ranks) {
+    return control(ranks).words_us <= kPatienceUs;
+  });
+  add("words of a call, one for each domain", patience, [&](int ranks) {
+    return control(ranks).words_by_carrier_us <= kPatienceUs;
+  });
+  add("counts of a plan, to each rank", patience, [&](int ranks) {
+    return control(ranks).plan_words_us <= kPatienceUs;
+  });
+  add("one region's address, from rank 0 to all", room, [&](int ranks) {
+    const auto others = static_cast<uint64_t>(ranks - 1);
+    return uint64_t{sizeof(RegionRef)} * static_cast<uint64_t>(ranks) * others <= budget;
+  });
+  add("slots, should all routes meet on a rank", "2^31", [&](int ranks) {
+    return scenario.max_tokens * scenario.topk * ranks <= most_rows;
+  });
+  return table;
+}
+
+}  // namespace weft::program

@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/checkpoint.hpp"
+
+#include <nlohmann/json.hpp>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <fcntl.h>
+#include <filesystem>
+#include <numeric>
+#include <span>
+#include <string>
+#include <string_view>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "core/check.hpp"
+#include "core/descriptor.hpp"
+#include "train/layers/random.hpp"
+#include "train/together.hpp"
+
+namespace weft::moe {
+namespace {
+
+[[noreturn]] void fail(const std::string& path, std::string_view what, int error_number) {
+  raise_error(ErrorCode::kFile, {}, errno_text(fmt::format("{} {}", what, path), error_number));
+}
+
+// A file that is read and written in places. Every failure throws Error (kFile) naming the path.
+class StateFile {
+ public:
+  StateFile(std::string path, int flags)
+      : path_(std::move(path)), file_(::open(path_.c_str(), flags | O_CLOEXEC, 0644)) {
+    if (file_.get() < 0) {
+      fail(path_, flags == O_RDONLY ? "read" : "write", errno);
+    }
+  }
+
+  [[nodiscard]] uint64_t size() const {
+    struct stat status = {};
+    if (::fstat(file_.get(), &status) != 0) {
+      fail(path_, "read", errno);
+    }
+    return static_cast<uint64_t>(status.st_size);
+  }
+
+  void read_at(uint64_t offset, std::span<std::byte> bytes) const {
+    while (!bytes.empty()) {
+      const ssize_t got =
+          ::pread(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+      if (got < 0 && errno == EINTR) {
+        continue;
+      }
+      if (got < 0) {
+        fail(path_, "read", errno);
+      }
+      WEFT_CHECK(
+          Context{},
+          got > 0,
+          ErrorCode::kFile,
+          "read {}: it ends at byte {} (truncated)",
+          path_,
+          offset
+      );
+      bytes = bytes.subspan(static_cast<size_t>(got));
+      offset += static_cast<uint64_t>(got);
+    }
+  }
+
+  void write_at(uint64_t offset, std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const ssize_t put =
+          ::pwrite(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+      if (put < 0 && errno == EINTR) {
+        continue;
+      }
+      if (put < 0) {
+        fail(path_, "write", errno);
+      }
+      bytes = bytes.subspan(static_cast<size_t>(put));
+      offset += static_cast<uint64_t>(put);
+    }
+  }
+
+  // To the disk.
+  void sync() {
+    if (::fsync(file_.get()) != 0) {
+      fail(path_, "write", errno);
+    }
+  }
+
+ private:
+  std::string path_;
+  Descriptor file_;
+};
+
+// Puts a complete file in the place of another in one move that survives a crash.
+void replace_file(const std::string& from, const std::string& to) {
+  if (std::rename(from.c_str(), to.c_str()) != 0) {
+    fail(to, "write", errno);
+  }
+  // The new name lasts only once the folder is on the disk.
+  const auto folder = std::filesystem::path(to).parent_path();
+  const char* place = folder.empty() ? "." : folder.c_str();
+  const Descriptor opened(::open(place, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  static_cast<void>(::fsync(opened.get()));
+}
+
+using HeaderBytes = std::array<std::byte, kHeaderBytes>;
+
+struct HeaderContents {
+  int64_t steps_done = 0;
+  uint64_t data_checksum = 0;
+};
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kMagic = "weft-moe-checkpoint 1 ";
+constexpr size_t kChecksumDigits = 16;
+
+// What must be equal to go on; also the fields as they stand in the file.
+Json identity(const CheckpointHeader& header) {
+  return {
+      {"window", header.model.window},
+      {"hidden", header.model.hidden},
+      {"expert_hidden", header.model.expert_hidden},
+      {"num_blocks", header.model.num_blocks},
+      {"num_experts", header.model.num_experts},
+      {"topk", header.model.topk},
+      {"balance_weight", header.model.balance_weight},
+      {"global_batch", header.global_batch},
+      {"seed", header.seed},
+      {"dtype", dtype_name(header.dtype)},
+      {"text_bytes", header.text_bytes},
+      {"text_checksum", header.text_checksum},
+      {"num_elements", header.num_elements}};
+}
+
+std::string hex(uint64_t value) {
+  return fmt::format("{:016x}", value);
+}
+
+[[noreturn]] void fail(const std::string& path, std::string_view problem) {
+  raise_error(ErrorCode::kFile, {}, fmt::format("resume: {}: {}", path, problem));
+}
+
+// The JSON text between the first line and the zeros, its checksum proven.
+std::string_view json_text(std::string_view bytes, const std::string& path) {
+  if (!bytes.starts_with(kMagic)) {
+    fail(path, fmt::format("not a checkpoint (it does not begin with \"{}\")", kMagic));
+  }
+  const std::string_view digits = bytes.substr(kMagic.size(), kChecksumDigits);
+  std::string_view text = bytes.substr(kMagic.size() + kChecksumDigits + 1);
+  text = text.substr(0, text.find('\0'));
+  if (digits != hex(checksum(std::as_bytes(std::span(text))))) {
+    fail(path, "the header is damaged (its checksum differs)");
+  }
+  return text;
+}
+
+HeaderBytes encode_header(const CheckpointHeader& header, uint64_t data_checksum) {
+  Json json = identity(header);
+  json["steps_done"] = header.steps_done;
+  json["data_checksum"] = data_checksum;
+  const std::string text = json.dump(1) + "\n";
+  const std::string all =
+      fmt::format("{}{}\n{}", kMagic, hex(checksum(std::as_bytes(std::span(text)))), text);
+  HeaderBytes bytes = {};
+  WEFT_ASSERT(all.size() < bytes.size());
+  std::ranges::copy(std::as_bytes(std::span(all)), bytes.begin());
+  return bytes;
+}
+
+// Throws Error (kFile) naming the file and the field that is missing, damaged or unlike `expected`.
+HeaderContents decode_header(
+    std::span<const std::byte> bytes, const CheckpointHeader& expected, const std::string& path
+) {
+  const std::string_view all(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const Json json = Json::parse(json_text(all, path), nullptr, false);
+  if (!json.is_object()) {
+    fail(path, "the header is not JSON");
+  }
+  const Json wanted = identity(expected);
+  for (const auto& [field, value] : wanted.items()) {
+    if (!json.contains(field)) {
+      fail(path, fmt::format("the header lacks \"{}\"", field));
+    }
+    if (json[field] != value) {
+      const auto theirs = json[field].dump();
+      fail(path, fmt::format("{} = {} ({} in this run)", field, theirs, value.dump()));
+    }
+  }
+  const auto number = [&](const char* field) -> const Json& {
+    if (!json.contains(field) || !json[field].is_number_integer()) {
+      fail(path, fmt::format("the header lacks \"{}\"", field));
+    }
+    return json[field];
+  };
+  const HeaderContents contents = {
+      number("steps_done").get<int64_t>(), number("data_checksum").get<uint64_t>()};
+  if (contents.steps_done < 0) {
+    fail(path, fmt::format("steps_done = {} (at least 0)", contents.steps_done));
+  }
+  return contents;
+}
+
+constexpr uint64_t kElementBytes = sizeof(float);
+constexpr size_t kNumParts = 3;
+
+uint64_t element_number(const CheckpointHeader& header, size_t part, uint64_t model_begin) {
+  return part * header.num_elements + model_begin;
+}
+
+uint64_t file_offset(uint64_t element) {
+  return kHeaderBytes + element * kElementBytes;
+}
+
+uint64_t sum(const std::vector<uint64_t>& parts) {
+  return std::reduce(parts.begin(), parts.end());
+}
+
+// Both return the checksum of the pieces.
+uint64_t write_pieces(
+    const std::string& path, const CheckpointHeader& header, std::span<const StatePiece> pieces
+) {
+  StateFile file(path, O_RDWR);
+  uint64_t own = 0;
+  for (const StatePiece& piece : pieces) {
+    for (size_t part = 0; part < kNumParts; ++part) {
+      const uint64_t first = element_number(header, part, piece.model_begin);
+      own += checksum(piece.parts[part], first);
+      file.write_at(file_offset(first), std::as_bytes(piece.parts[part]));
+    }
+  }
+  file.sync();
+  return own;
+}
+
+uint64_t read_pieces(
+    const StateFile& file,
+    const CheckpointHeader& header,
+    std::span<const StatePiece> pieces,
+    std::vector<std::vector<float>>& read
+) {
+  uint64_t own = 0;
+  for (const StatePiece& piece : pieces) {
+    for (size_t part = 0; part < kNumParts; ++part) {
+      const uint64_t first = element_number(header, part, piece.model_begin);
+      auto& elements = read.emplace_back(piece.parts[part].size());
+      file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
+      own += checksum(elements, first);
+    }
+  }
+  return own;
+}
+
+HeaderContents read_header(
+    const StateFile& file, const CheckpointHeader& expected, const std::string& path
+) {
+  HeaderBytes bytes = {};
+  const uint64_t size = file.size();
+  file.read_at(0, std::span(bytes).first(std::min<uint64_t>(size, bytes.size())));
+  const HeaderContents contents = decode_header(bytes, expected, path);
+  const uint64_t whole = file_offset(kNumParts * expected.num_elements);
+  WEFT_CHECK(
+      Context{},
+      size == whole,
+      ErrorCode::kFile,
+      "resume: {} holds {} B (a checkpoint of this model holds {} B)",
+      path,
+      size,
+      whole
+  );
+  return contents;
+}
+
+}  // namespace
+
+uint64_t checksum(std::span<const float> elements, uint64_t first) {
+  uint64_t sum = 0;
+  for (size_t i = 0; i < elements.size(); ++i) {
+    sum += mix_bits((first + i) << 32 | std::bit_cast<uint32_t>(elements[i]));
+  }
+  return sum;
+}
+
+uint64_t checksum(std::span<const std::byte> bytes) {
+  uint64_t hash = bytes.size();
+  for (size_t i = 0; i < bytes.size(); i += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + i, std::min(sizeof(word), bytes.size() - i));
+    hash = mix_bits(hash ^ word);
+  }
+  return hash;
+}
+
+void write_checkpoint(
+    const Group& group,
+    const std::string& path,
+    const CheckpointHeader& header,
+    std::span<const StatePiece> pieces
+) {
+  const std::string unfinished = path + ".unfinished";
+  try {
+    together(group, [&] {
+      if (group.rank() == 0) {
+        const StateFile create(unfinished, O_RDWR | O_CREAT | O_TRUNC);
+      }
+      return uint64_t{0};
+    });
+    const auto checksums =
+        together(group, [&] { return write_pieces(unfinished, header, pieces); });
+    together(group, [&] {
+      if (group.rank() == 0) {
+        StateFile file(unfinished, O_RDWR);
+        file.write_at(0, encode_header(header, sum(checksums)));
+        file.sync();
+        replace_file(unfinished, path);
+      }
+      return uint64_t{0};
+    });
+  } catch (const Error&) {
+    if (group.rank() == 0) {
+      std::remove(unfinished.c_str());
+    }
+    throw;
+  }
+}
+
+int64_t read_checkpoint(
+    const Group& group,
+    const std::string& path,
+    const CheckpointHeader& expected,
+    std::span<const StatePiece> pieces
+) {
+  HeaderContents contents;
+  std::vector<std::vector<float>> read;
+  const auto checksums = together(group, [&] {
+    const StateFile file(path, O_RDONLY);
+    contents = read_header(file, expected, path);
+    return read_pieces(file, expected, pieces, read);
+  });
+  WEFT_CHECK(
+      (Context{group.rank(), group.num_ranks()}),
+      sum(checksums) == contents.data_checksum,
+      ErrorCode::kFile,
+      "resume: {}: the parameters are damaged (their checksum differs)",
+      path
+  );
+  for (size_t i = 0; i < read.size(); ++i) {
+    std::ranges::copy(read[i], pieces[i / kNumParts].parts[i % kNumParts].begin());
+  }
+  return contents.steps_done;
+}
+
+}  // namespace weft::moe

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "train/lanes/schedule.hpp"
+
+#include <deque>
+#include <utility>
+
+#include "core/check.hpp"
+
+namespace weft::overlap {
+namespace {
+
+// One micro-batch on its way into a schedule. All its steps but weight gradients follow one
+// another.
+class MicroBatch {
+ public:
+  MicroBatch(Schedule& schedule, ChunkNodes nodes, int number)
+      : schedule_(schedule), nodes_(std::move(nodes)), number_(number) {}
+
+  [[nodiscard]] int num_layers() const { return static_cast<int>(nodes_.layers.size()); }
+
+  void issue(const PairStep& step) {
+    switch (step.action) {
+      case Action::kForward:
+        return follow(step, "fwd", node(step).forward);
+      case Action::kBackward:
+        return follow(step, "bwd", node(step).backward);
+      case Action::kWeightGradient:
+        if (node(step).weight_gradient) {  // behind its backward on the same lane
+          schedule_.add_step(taken(step, "backward_dw", node(step).weight_gradient));
+        }
+        return;
+      case Action::kJoin:
+        schedule_.add_step(
+            {fmt::format("{}.join.{}", name(), step.is_backward ? "bwd" : "fwd"),
+             Lane::kCompute,
+             number_,
+             {},
+             {last_}}
+        );
+        return;
+      case Action::kPreForward:  // there is no pipeline,
+      case Action::kPostForward:
+      case Action::kPreBackward:
+      case Action::kPostBackward:
+      case Action::kReleaseLayer:  // and each node releases what it holds
+      case Action::kRelease:
+        return;
+    }
+  }
+
+ private:
+  [[nodiscard]] std::string name() const { return fmt::format("m{}", number_); }
+
+  Node& node(const PairStep& step) {
+    switch (step.node) {
+      case NodeKind::kPreProcess:
+        return nodes_.pre_process;
+      case NodeKind::kPreDispatch:
+        return layer(step).pre_dispatch;
+      case NodeKind::kMoeDispatch:
+        return layer(step).moe_dispatch;
+      case NodeKind::kMlp:
+        return layer(step).mlp;
+      case NodeKind::kMoeCombine:
+        return layer(step).moe_combine;
+      case NodeKind::kPostProcess:
+        return nodes_.post_process;
+      case NodeKind::kMtpPostProcess:
+        break;
+    }
+    return none_;
+  }
+  LayerNodes& layer(const PairStep& step) { return nodes_.layers[static_cast<size_t>(step.layer)]; }
+
+  Step taken(const PairStep& step, const char* direction, Work& work) {
+    const std::string layer = step.layer < 0 ? "" : fmt::format(".L{}", step.layer);
+    Step taken = {
+        fmt::format("{}{}.{}.{}", name(), layer, node_name(step.node), direction),
+        lane_of(step.node),
+        number_,
+        std::exchange(work, {})};
+    const Node& from = node(step);
+    if (!from.forward && !from.backward && !from.weight_gradient) {  // its last step
+      taken.release = from.release;
+    }
+    return taken;
+  }
+
+  void follow(const PairStep& step, const char* direction, Work& work) {
+    if (work) {
+      Step next = taken(step, direction, work);
+      if (last_ >= 0) {
+        next.waits = {last_};
+      }
+      last_ = schedule_.add_step(std::move(next));
+    }
+  }
+
+  Schedule& schedule_;
+  ChunkNodes nodes_;
+  int number_;
+  int last_ = -1;  // the step that the micro-batch has reached
+  Node none_;
+};
+
+}  // namespace
+
+int Schedule::add_step(Step step) {
+  const auto idx = static_cast<int>(steps_.size());
+  for (const int wait : step.waits) {
+    WEFT_CHECK_ARG(
+        Context{},
+        wait >= 0 && wait < idx,
+        "schedule: {} waits for step {} (there are {} so far)",
+        step.name,
+        wait,
+        idx
+    );
+  }
+  steps_.push_back(std::move(step));
+  return idx;
+}
+
+Schedule make_schedule(
+    const MicroBatches& batches, const std::vector<StagePair>& pairs, bool early_attention_release
+) {
+  Schedule schedule;
+  std::deque<MicroBatch> all;
+  for (int idx = 0; idx < batches.num; ++idx) {
+    all.emplace_back(schedule, batches.nodes(idx), idx);
+  }
+  const auto find = [&](const std::optional<VirtualStage>& stage) {
+    return stage ? &all.at(static_cast<size_t>(stage->micro_batch)) : nullptr;
+  };
+  for (const StagePair& pair : pairs) {
+    MicroBatch* const forward = find(pair.forward);
+    MicroBatch* const backward = find(pair.backward);
+    PairShape shape = {.early_attention_release = early_attention_release};
+    if (forward != nullptr) {
+      shape.forward_layers = forward->num_layers();
+    }
+    if (backward != nullptr) {
+      shape.backward_layers = backward->num_layers();
+    }
+    for (const PairStep& step : pair_order(shape)) {
+      (step.is_backward ? backward : forward)->issue(step);
+    }
+  }
+  return schedule;
+}
+
+Schedule schedule_overlapped(const MicroBatches& batches) {
+  return make_schedule(batches, pipeline_order({.num_micro_batches = batches.num}));
+}
+
+void Releases::call(size_t step, const LaneContext& context) {
+  // Marked first: a release that throws is not called again.
+  if (std::exchange(is_due_[step], 0) != 0 && steps_[step].release) {
+    steps_[step].release(context);
+  }
+}
+
+void Releases::call_rest(const LaneContext& context) noexcept {
+  for (size_t step = steps_.size(); step-- > 0;) {
+    try {
+      call(step, context);
+    } catch (...) {  // NOLINT(bugprone-empty-catch)
+    }
+  }
+}
+
+}  // namespace weft::overlap

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The low-latency calls of a `Buffer`: there is a block of fixed size for each expert."""
+
+from .calls import LowLatencyMode as LowLatencyMode
+from .mask import RankMask as RankMask
+from .rows import LowLatencyHandle as LowLatencyHandle

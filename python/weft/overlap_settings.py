@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exchanges take of a GPU that computes at the same time, where the caller did not choose: how
+many multiprocessors, and whether copy engines carry their rows. The core has the rules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from weft import _core
+
+_is_overlapped = False
+_gpu_sms = 0  # of the GPU that computes; 0: there is none
+
+
+@contextmanager
+def overlapped() -> Iterator[None]:
+    """Within it, in all threads (backward has its own), exchanges leave room for other kernels."""
+    global _is_overlapped, _gpu_sms
+    before = _is_overlapped, _gpu_sms
+    _is_overlapped, _gpu_sms = True, count_gpu_sms()
+    try:
+        yield
+    finally:
+        _is_overlapped, _gpu_sms = before
+
+
+def sms(is_copied_dispatch: bool = False) -> int:
+    """What a call takes for num_sms = 0; 0: Weft's table for exchanges that run alone."""
+    return _core.overlapped_sms(_gpu_sms, is_copied_dispatch) if _gpu_sms else 0
+
+
+def copies(hidden: int, num_ranks: int) -> bool:
+    """Whether a call goes by copy engines. WEFT_COPY_ENGINES is auto, never or always.
+
+    Raises InvalidArgument (a ValueError) for another value.
+    """
+    return _is_overlapped and _copies(hidden, num_ranks)
+
+
+_copies = functools.cache(_core.overlapped_copies)
+
+
+def count_gpu_sms() -> int:
+    """Of the current GPU; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

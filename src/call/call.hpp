@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// One collective call as a value: what every rank must pass alike. Made once from the arguments;
+// signature.hpp tells it to the other ranks.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "call/payload.hpp"
+#include "weft/plan.hpp"
+
+namespace weft {
+
+// A peer's word may hold any number.
+[[nodiscard]] constexpr std::string_view op_name(Op op) {
+  constexpr std::string_view kNames[] = {
+      "call", "plan", "dispatch", "combine", "plan and dispatch"};
+  const auto index = static_cast<size_t>(op);
+  return index < std::size(kNames) ? kNames[index] : "nothing known";
+}
+
+// Where a source writes an arrival's row: the receiver's choice, the sources follow.
+enum class Place : uint32_t {
+  kStaging,      // row i of arrival i of the receiver's staging; it copies it to every slot
+  kPrimarySlot,  // the first slot of the receiver's output; it copies it to the others
+  kEverySlot,    // CPU: a source's store costs no more than the receiver's own
+  kEarly,        // GPU, before slots are known: the token's place among the receiver's eager rows
+  kCopied,       // GPU, by copy engines, in blocks: a block of the receiver's, by source
+};
+
+// What an operation does not have keeps its default.
+struct Call {
+  Op op = Op::kNone;
+  // Of dispatch and combine: the call that made the plan. Of a plan: 0, or the number of the plan
+  // that is imported from the host.
+  int64_t plan_number = 0;
+
+  PlanOptions options = {};  // these four of a plan
+  int topk = 0;
+  bool from_map = false;
+  bool has_weights = false;
+
+  PayloadFormat payload = {};  // of dispatch and combine, and of a plan in one launch with dispatch
+  CombineScale scale = CombineScale::kNone;
+  bool has_copies = false;  // copy engines carry the rows
+  // Between hosts, ahead of a call that needs more memory than there is: bytes for each token.
+  int64_t token_room = 0;
+};
+
+}  // namespace weft

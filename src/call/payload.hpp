@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// What travels for a token, in bytes: every size of a row, of its scales and of its weights. For
+// host and device.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hd.hpp"
+#include "weft/calls.hpp"
+
+namespace weft {
+
+// Bytes of scales of a row for which there is memory from the beginning: fp32 for each 128 of up to
+// 8,192 elements. Larger ones make staging grow, and go neither with the fused plan and dispatch
+// nor by copy engines.
+inline constexpr uint32_t kScaleRoom = 256;
+
+// Of a row of 16-bit elements, for which there is memory from the beginning.
+WEFT_HD constexpr uint64_t half_row_bytes(uint64_t hidden) {
+  return (2 * hidden + 15) / 16 * 16;
+}
+
+struct PayloadFormat {
+  DType dtype = DType::kBFloat16;       // of rows as the source gives them
+  Quantise quantise = Quantise::kNone;  // how they are stored
+  int64_t row_bytes = 0;                // as the source gives them; 0: there are no rows
+  int64_t scale_bytes = 0;              // of a row as it is stored; 0: none
+  int64_t weight_bytes = 0;             // of all weights of a token; 0: none
+
+  [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
+  // Of a row as it is stored: FP8 has half the bytes of bf16.
+  [[nodiscard]] WEFT_HD constexpr int64_t out_row_bytes() const {
+    return is_quantised() ? row_bytes / 2 : row_bytes;
+  }
+  // Of scales as the source gives them.
+  [[nodiscard]] WEFT_HD constexpr int64_t in_scale_bytes() const {
+    return is_quantised() ? 0 : scale_bytes;
+  }
+  // From one row of scales to the next in staging.
+  [[nodiscard]] WEFT_HD constexpr int64_t staged_scale_bytes() const {
+    return (scale_bytes + 15) / 16 * 16;
+  }
+};
+
+// `topk`: weights of a token.
+[[nodiscard]] inline PayloadFormat payload_of(
+    const DispatchInput& in, const DispatchOutput& out, int topk
+) {
+  return {
+      .dtype = in.x.dtype,
+      .quantise = in.quantise,
+      .row_bytes = in.x.row_bytes(),
+      .scale_bytes = out.scales.row_bytes(),
+      .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0};
+}
+[[nodiscard]] inline PayloadFormat payload_of(const CombineInput& in, int topk) {
+  return {
+      .dtype = in.rows.dtype,
+      .row_bytes = in.rows.row_bytes(),
+      .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0};
+}
+
+}  // namespace weft

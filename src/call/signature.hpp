@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// A call as its ranks compare it: some numbers that travel with the handshake of both executors,
+// and what a difference between two ranks says to the user.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "call/call.hpp"
+
+namespace weft {
+
+inline constexpr int kSignatureWords = 6;
+inline constexpr int kPlanNumberWord = 0;  // of dispatch and combine, and that alone
+
+// Trivially copyable, for host and device. Small fields share a word.
+struct Signature {
+  int64_t words[kSignatureWords] = {};
+};
+
+[[nodiscard]] Signature signature_of(const Call& call);
+// Whether a plan goes in one launch with its dispatch; nothing of a signature that is empty.
+[[nodiscard]] std::optional<bool> has_dispatch(const Signature& plan);
+
+// "dtype of x = bfloat16 here and float16 on rank 2 (must be equal on all ranks)": the first field
+// that differs in a word of two signatures. A peer's word may be anything.
+[[nodiscard]] std::string difference_text(
+    Op op, size_t word, int64_t mine, int64_t theirs, size_t rank
+);
+
+}  // namespace weft

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of CUDA calls, and what a thread sets for CUDA and puts back. Only files of the CUDA parts
+// include it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string_view>
+
+#include "core/context.hpp"
+
+namespace weft {
+
+// Throws Error (kOutOfMemory or kCuda): "<expression>: <CUDA's text> (<CUDA's name>)". The last two
+// stand for the caller's place.
+[[noreturn]] void raise_cuda_error(
+    cudaError_t status,
+    const char* expression,
+    const Context& context,
+    const char* file = __builtin_FILE(),
+    int line = __builtin_LINE()
+);
+
+}  // namespace weft
+
+// A CUDA call that must succeed.
+#define WEFT_CUDA(context, expr)                                    \
+  do {                                                              \
+    const cudaError_t weft_cuda_status = (expr);                    \
+    if (weft_cuda_status != cudaSuccess) [[unlikely]] {             \
+      ::weft::raise_cuda_error(weft_cuda_status, #expr, (context)); \
+    }                                                               \
+  } while (false)
+
+namespace weft {
+
+// Makes `device` current on this thread; the caller's device returns afterwards.
+class CudaDeviceGuard {
+ public:
+  explicit CudaDeviceGuard(int device, const Context& context = {}) {
+    WEFT_CUDA(context, cudaGetDevice(&before_));
+    if (before_ != device) {  // to set a device makes a context there, also on the way back
+      WEFT_CUDA(context, cudaSetDevice(device));
+      is_changed_ = true;
+    }
+  }
+  ~CudaDeviceGuard() {
+    if (is_changed_) {
+      static_cast<void>(cudaSetDevice(before_));
+    }
+  }
+  CudaDeviceGuard(const CudaDeviceGuard&) = delete;
+  CudaDeviceGuard& operator=(const CudaDeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool is_changed_ = false;
+};
+
+// What this thread does meanwhile belongs to no capture, its own or another thread's, which by
+// default forbids half of CUDA.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  ~RelaxedCapture() { static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_)); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // then the one before
+};
+
+// Says so where a deleter fails while CUDA still runs.
+void log_not_given_back(std::string_view what, cudaError_t status);
+
+// Runs `step`, which returns a cudaError_t, on `device`, for deleters: CUDA may already be shut
+// down, and nobody could act on an error.
+template <class Step>
+void on_device_quietly(int device, std::string_view what, Step step) {
+  const RelaxedCapture no_capture;
+  int before = -1;
+  static_cast<void>(cudaGetDevice(&before));
+  if (cudaSetDevice(device) == cudaSuccess) {
+    const cudaError_t status = step();
+    log_not_given_back(what, status);
+  }
+  if (before >= 0 && before != device) {
+    static_cast<void>(cudaSetDevice(before));
+  }
+  static_cast<void>(cudaGetLastError());
+}
+
+}  // namespace weft

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// The receiving role of combine: adds a token's partial sums in rank order, and those of other
+// domains in domain order, as soon as the chunks that hold them are complete, and puts weight
+// gradients back where the weights came from.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "cpu/call.hpp"
+#include "cpu/combine/rows.hpp"
+#include "cpu/protocol/chunk_signals.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+
+inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bool has_weights) {
+  ChunkTraffic traffic;
+  traffic.puts_per_chunk = has_weights ? 1 : 0;
+  for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
+    const bool is_self = peer == static_cast<size_t>(plan.shape.rank);
+    const bool has_any = !is_self && (is_near(plan, peer) || has_weights);
+    traffic.num_arrivals.push_back(has_any ? plan.sent[peer].size() : 0);
+    const bool has_rows = is_near(plan, peer) && !rows.reads(peer);
+    traffic.puts_per_arrival.push_back(has_rows ? 1 : 0);
+  }
+  return traffic;
+}
+
+// By carrier.
+inline ChunkTraffic crossing_traffic(const PlanData& plan) {
+  ChunkTraffic traffic;
+  for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
+    traffic.num_arrivals.push_back(crossings_to(plan, peer));
+    traffic.puts_per_arrival.push_back(1);
+  }
+  return traffic;
+}
+
+class CombineSum {
+ public:
+  CombineSum(
+      const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
+  )
+      : rank_(rank),
+        call_(call),
+        plan_(call.plan),
+        in_(in),
+        out_(out),
+        self_(static_cast<size_t>(call.plan.shape.rank)),
+        row_bytes_(static_cast<size_t>(in.rows.row_bytes())),
+        has_weights_(in.weights.is_given()),
+        rows_(rank, call, in),
+        arrived_(
+            rank.transport,
+            rank.signals.combine(0, 0),
+            rank.signals.max_chunks,
+            traffic_of(call.plan, rows_, has_weights_),
+            rank.settled
+        ),
+        crossed_(
+            rank.transport,
+            rank.signals.crossing(0, 0),
+            rank.signals.max_chunks,
+            crossing_traffic(call.plan),
+            rank.settled
+        ),
+        num_units_(num_chunks(call.plan.shape.num_tokens)) {}
+
+  // Memory of one worker.
+  struct Scratch {
+    CombineRows::Token now;
+    CombineRows::Token next;
+  };
+
+  // Sums the next chunk of tokens if it is complete. Any worker. False: it was not.
+  bool run_ready(Scratch& scratch) {
+    int64_t unit = next_.load(std::memory_order_relaxed);
+    if (unit >= num_units_ || !is_complete(unit) ||
+        !next_.compare_exchange_strong(unit, unit + 1)) {
+      return false;
+    }
+    const ChunkRange range = chunk_range(plan_.shape.num_tokens, unit);
+    rows_.list(range.first, scratch.now);
+    for (int64_t token = range.first; token < range.last; ++token) {
+      if (token + 1 < range.last) {
+        rows_.list(token + 1, scratch.next);
+      } else {
+        scratch.next.rows.clear();
+      }
+      const RowGroups& rows = scratch.now.rows;
+      std::byte* const out = out_.x.data + static_cast<size_t>(token) * row_bytes_;
+      if (rows.rows.empty()) {
+        std::memset(out, 0, row_bytes_);
+      } else {
+        sum_groups(out, rows, in_.rows.dtype, in_.rows.cols, scratch.next.rows.rows);
+      }
+      if (has_weights_) {
+        give_weights(token);
+      }
+      std::swap(scratch.now, scratch.next);
+    }
+    return true;
+  }
+
+  [[nodiscard]] bool is_claimed() const { return next_.load() >= num_units_; }
+  // run_ready() has something to do.
+  [[nodiscard]] bool has_ready() const {
+    const int64_t unit = next_.load(std::memory_order_relaxed);
+    return unit < num_units_ && is_complete(unit);
+  }
+
+  // What the next chunk of tokens waits for.
+  void add_missing(std::vector<Missing>& late) const {
+    const int64_t unit = next_.load(std::memory_order_relaxed);
+    each_chunk(
+        std::min(unit, num_units_),
+        [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
+          if (!signals.is_complete(peer, chunk)) {
+            late.push_back(signals.missing(peer, chunk));
+            add_behind(&signals == &crossed_, late.back(), late);
+          }
+          return true;
+        }
+    );
+  }
+
+  // After all workers have ended.
+  void settle() {
+    arrived_.settle();
+    crossed_.settle();
+  }
+  // Tells the ranks whose rows were read here that they may change them.
+  void release_rows() const {
+    for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
+      if (peer != self_ && rows_.reads(peer)) {
+        const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(self_));
+        rank_.transport.raise(static_cast<int>(peer), signal, 1);
+      }
+    }
+  }
+
+ private:
+  void give_weights(int64_t token) const {
+    const auto t = static_cast<size_t>(token);
+    const auto cols = static_cast<size_t>(out_.weights.cols);
+    const auto* row_weights = reinterpret_cast<const float*>(in_.weights.data);
+    auto* const out = reinterpret_cast<float*>(out_.weights.data);
+    std::fill_n(out + t * cols, cols, 0.0F);
+    for (auto a = plan_.token_begin[t]; a < plan_.token_begin[t + 1]; ++a) {
+      const TokenArrival& arrival = plan_.token_arrivals[static_cast<size_t>(a)];
+      const auto peer = static_cast<size_t>(arrival.rank);
+      const auto index = static_cast<size_t>(arrival.index);
+      const Arrivals& pair = plan_.sent[peer];
+      const auto* staged =
+          reinterpret_cast<const float*>(call_.staging_data + call_.staging.weights[peer]);
+      const auto end = static_cast<size_t>(pair.route_begin[index + 1]);
+      for (auto j = static_cast<size_t>(pair.route_begin[index]); j < end; ++j) {
+        out[weight_index(plan_, token, pair.k[j])] =
+            peer == self_ ? row_weights[row_weight_index(plan_, pair, j)] : staged[j];
+      }
+    }
+  }
+
+  // Visits (signals, peer, chunk) of all partial sums that a unit reads, until `visit` returns
+  // false.
+  template <class Visit>
+  void each_chunk(int64_t unit, const Visit& visit) const {
+    for (size_t peer = 0; peer < arrived_.num_peers(); ++peer) {
+      if (!each_chunk_of(arrived_, peer, plan_.sent[peer].token, unit, visit)) {
+        return;
+      }
+    }
+    for (size_t peer = 0; plan_.between && peer < crossed_.num_peers(); ++peer) {
+      const auto domain = plan_.between->domains->domain_of(static_cast<int>(peer));
+      const std::vector<int32_t>& tokens = plan_.between->sent[static_cast<size_t>(domain)];
+      if (!each_chunk_of(crossed_, peer, tokens, unit, visit)) {
+        return;
+      }
+    }
+  }
+
+  // `tokens`: ascending, those whose parts the peer's chunks hold.
+  template <class Visit>
+  [[nodiscard]] bool each_chunk_of(
+      const ChunkSignals& signals,
+      size_t peer,
+      std::span<const int32_t> tokens,
+      int64_t unit,
+      const Visit& visit
+  ) const {
+    if (signals.num_chunks_from(peer) == 0) {
+      return true;
+    }
+    const auto chunks_before = [&](int64_t token) {
+      const auto at = std::lower_bound(tokens.begin(), tokens.end(), static_cast<int32_t>(token));
+      return num_chunks(at - tokens.begin());
+    };
+    const ChunkRange range = chunk_range(plan_.shape.num_tokens, unit);
+    // The last chunk of the unit before may hold this one's first.
+    const int64_t begin = std::max<int64_t>(0, chunks_before(range.first) - 1);
+    const int64_t end = chunks_before(range.last);
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      if (!visit(signals, peer, chunk)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  [[nodiscard]] bool is_complete(int64_t unit) const {
+    bool is_whole = true;
+    each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
+      is_whole = signals.is_complete(peer, chunk);
+      return is_whole;
+    });
+    return is_whole;
+  }
+
+  // A carrier that is late may wait for a rank of its domain.
+  void add_behind(bool is_carrier, Missing carrier, std::vector<Missing>& late) const {
+    if (!is_carrier) {
+      return;
+    }
+    const Domains& domains = *plan_.between->domains;
+    for (const int member : domains.members(domains.domain_of(carrier.peer))) {
+      if (member != carrier.peer && plan_.sent[static_cast<size_t>(member)].size() > 0) {
+        Missing behind = carrier;
+        behind.peer = member;
+        behind.via = carrier.peer;
+        late.push_back(behind);
+      }
+    }
+  }
+
+  const CpuRank& rank_;
+  const CpuCall& call_;
+  const PlanData& plan_;
+  const CombineInput& in_;
+  const CombineOutput& out_;
+  size_t self_;
+  size_t row_bytes_;
+  bool has_weights_;
+  CombineRows rows_;
+  ChunkSignals arrived_;  // by rank: partial sums of this domain's ranks, weights of all
+  ChunkSignals crossed_;  // by carrier: sums of its domain
+  int64_t num_units_;
+  std::atomic<int64_t> next_ = 0;
+};
+
+}  // namespace weft

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+// The carrying role of dispatch: rows that other domains sent to this rank go on to the ranks of
+// its domain, chunk by chunk, as the source itself would send them there.
+#pragma once
+
+#include <atomic>
+#include <span>
+#include <vector>
+
+#include "cpu/dispatch/pair_rows.hpp"
+#include "cpu/dispatch/row_stream.hpp"
+#include "cpu/protocol/chunk_signals.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+
+inline std::span<const CarriedSource> carried_of(const PlanData& plan) {
+  return plan.between ? std::span<const CarriedSource>(plan.between->carried)
+                      : std::span<const CarriedSource>();
+}
+
+inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
+  ChunkTraffic traffic = {
+      .num_arrivals = std::vector<int64_t>(plan.received.size()),
+      .puts_per_arrival = std::vector<uint64_t>(plan.received.size(), num_streams)};
+  for (const CarriedSource& carried : carried_of(plan)) {
+    traffic.num_arrivals[static_cast<size_t>(carried.source)] = carried.crossings.size();
+  }
+  return traffic;
+}
+
+inline size_t num_pairs(const PlanData& plan) {
+  const auto carried = carried_of(plan);
+  return carried.empty() ? 0 : carried.size() * plan.between->domains->near().size();
+}
+
+class DispatchCarry {
+ public:
+  DispatchCarry(const CpuRank& rank, const CpuCall& call, std::span<const RowStream> streams)
+      : rank_(rank),
+        call_(call),
+        plan_(call.plan),
+        streams_(streams),
+        crossed_(
+            rank.transport,
+            rank.signals.crossing(0, 0),
+            rank.signals.max_chunks,
+            traffic_of(call.plan, streams.size()),
+            rank.settled
+        ),
+        next_(num_pairs(call.plan)) {
+    for (const CarriedSource& carried : carried_of(plan_)) {
+      for (size_t m = 0; m < carried.pairs.size(); ++m) {
+        pairs_.push_back({carried, m, carried_pair(plan_, carried, m)});
+      }
+    }
+  }
+
+  // Hands on one chunk of each pair whose rows have come. Any worker. False: there was none.
+  bool run_ready() {
+    bool has_run = false;
+    for (size_t p = 0; p < pairs_.size(); ++p) {
+      int64_t chunk = next_[p].load(std::memory_order_relaxed);
+      if (chunk < num_chunks(pairs_[p].arrivals.size()) && is_complete(pairs_[p], chunk) &&
+          next_[p].compare_exchange_strong(chunk, chunk + 1)) {
+        run(pairs_[p], chunk);
+        has_run = true;
+      }
+    }
+    return has_run;
+  }
+
+  // Every chunk is claimed by some worker.
+  [[nodiscard]] bool is_claimed() const {
+    bool is_all = true;
+    each_unclaimed([&](const Pair& /*pair*/, int64_t /*chunk*/) { is_all = false; });
+    return is_all;
+  }
+
+  // run_ready() has something to do.
+  [[nodiscard]] bool has_ready() const {
+    bool has_complete = false;
+    each_unclaimed([&](const Pair& pair, int64_t chunk) {
+      has_complete = has_complete || is_complete(pair, chunk);
+    });
+    return has_complete;
+  }
+
+  // Chunks that some unclaimed chunk of a pair waits for.
+  // Pairs of one source mostly wait for the same chunk, which is named once.
+  void add_missing(std::vector<Missing>& late) const {
+    int last_source = -1;
+    each_unclaimed([&](const Pair& pair, int64_t chunk) {
+      const auto source = static_cast<size_t>(pair.carried.source);
+      const ChunkRange needed = chunks_needed(pair, chunk);
+      for (int64_t c = needed.first; c < needed.last && last_source != pair.carried.source; ++c) {
+        if (!crossed_.is_complete(source, c)) {
+          late.push_back(crossed_.missing(source, c));
+          last_source = pair.carried.source;
+        }
+      }
+    });
+  }
+
+  // After all workers have ended.
+  void settle() { crossed_.settle(); }
+
+ private:
+  struct Pair {
+    const CarriedSource& carried;
+    size_t member;
+    const Arrivals& arrivals;
+  };
+
+  template <class Visit>
+  void each_unclaimed(const Visit& visit) const {
+    for (size_t p = 0; p < pairs_.size(); ++p) {
+      const int64_t chunk = next_[p].load(std::memory_order_relaxed);
+      if (chunk < num_chunks(pairs_[p].arrivals.size())) {
+        visit(pairs_[p], chunk);
+      }
+    }
+  }
+
+  // Chunks of crossing tokens that a chunk of a pair needs, the last one included.
+  [[nodiscard]] ChunkRange chunks_needed(const Pair& pair, int64_t chunk) const {
+    const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
+    const std::vector<int32_t>& crossing = pair.carried.crossings.crossing[pair.member];
+    const int64_t first = crossing[static_cast<size_t>(range.first)];
+    const int64_t last = crossing[static_cast<size_t>(range.last) - 1];
+    return {first / kChunkArrivals, last / kChunkArrivals + 1};
+  }
+
+  [[nodiscard]] bool is_complete(const Pair& pair, int64_t chunk) const {
+    const ChunkRange needed = chunks_needed(pair, chunk);
+    for (int64_t c = needed.first; c < needed.last; ++c) {
+      if (!crossed_.is_complete(static_cast<size_t>(pair.carried.source), c)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void run(const Pair& pair, int64_t chunk) const {
+    const int to = plan_.between->domains->near()[pair.member];
+    if (to == plan_.shape.rank) {
+      keep(pair, chunk);
+    } else {
+      send(static_cast<size_t>(to), pair, chunk);
+    }
+  }
+
+  // Raises what the source would raise at `to`.
+  void send(size_t to, const Pair& pair, int64_t chunk) const {
+    const PairChunk part = {
+        .to = to,
+        .pair = pair.arrivals,
+        .range = chunk_range(pair.arrivals.size(), chunk),
+        .signal = rank_.signals.dispatch(
+            static_cast<uint32_t>(pair.carried.source), static_cast<uint32_t>(chunk)
+        ),
+        .first_row = pair.carried.first_row[pair.member]};
+    PutList puts;
+    for (const RowStream& stream : streams_) {
+      add_rows(puts, rank_, call_, part, stream, [&](int64_t i) { return row(stream, pair, i); });
+    }
+    puts.send(rank_.transport, to, part.signal);
+  }
+
+  // Rows for this rank itself go to all their slots; DispatchFanOut sees to their weights.
+  void keep(const Pair& pair, int64_t chunk) const {
+    const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
+    for (int64_t i = range.first; i < range.last; ++i) {
+      for (const RowStream& stream : streams_) {
+        const std::byte* from = row(stream, pair, i);
+        for (const int32_t slot : pair.arrivals.slots(i)) {
+          stream.copy_row(stream.row(slot), from);
+        }
+      }
+    }
+    streaming_fence();
+  }
+
+  [[nodiscard]] const std::byte* row(const RowStream& stream, const Pair& pair, int64_t i) const {
+    const int32_t index = pair.carried.crossings.crossing[pair.member][static_cast<size_t>(i)];
+    const uint64_t first = (*stream.crossed)[static_cast<size_t>(pair.carried.source)];
+    return call_.staging_data + first + static_cast<size_t>(index) * stream.row_bytes;
+  }
+
+  const CpuRank& rank_;
+  const CpuCall& call_;
+  const PlanData& plan_;
+  std::span<const RowStream> streams_;
+  ChunkSignals crossed_;
+  std::vector<Pair> pairs_;
+  std::vector<std::atomic<int64_t>> next_;  // by pair, first chunk nobody has claimed
+};
+
+}  // namespace weft

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/exchange/refusal_board.hpp"
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <span>
+
+#include "call/refusal.hpp"
+#include "group/control_plane.hpp"
+#include "transport/agree.hpp"
+
+namespace weft {
+namespace {
+
+constexpr uint32_t kEntries = 8;
+constexpr size_t kWords = sizeof(RefusalText) / sizeof(uint64_t);
+constexpr uint64_t kIsThere = uint64_t{1} << 32;  // no number of a call has that bit
+
+}  // namespace
+
+// Memory that is all zero is an empty entry. `stamp` says whose text it is and is 0 while that
+// changes.
+struct RefusalBoard::Entry {
+  std::atomic<uint64_t> stamp;
+  std::array<std::atomic<uint64_t>, kWords> words;
+};
+
+RefusalBoard::RefusalBoard(const Group& group) : rank_(group.rank()) {
+  SharedMemory own;
+  agree(group, [&] { own = SharedMemory::create(kEntries * sizeof(Entry)); });
+  const std::vector<Bytes> refs = group.all_gather(std::as_bytes(std::span(&own.ref(), 1)));
+  agree(group, [&] {
+    for (int rank = 0; rank < group.num_ranks(); ++rank) {
+      const auto ref = block_value<SharedMemoryRef>(
+          refs[static_cast<size_t>(rank)],
+          static_cast<size_t>(rank),
+          {.rank = rank_, .num_ranks = group.num_ranks()}
+      );
+      memories_.push_back(rank == rank_ ? SharedMemory() : SharedMemory::open(ref));
+    }
+    memories_[static_cast<size_t>(rank_)] = std::move(own);
+  });
+}
+
+RefusalBoard::Entry& RefusalBoard::entry(int rank, uint32_t call) const {
+  std::byte* const data = memories_[static_cast<size_t>(rank)].data();
+  return reinterpret_cast<Entry*>(data)[call % kEntries];
+}
+
+void RefusalBoard::post(uint32_t call, std::string_view reason) const {
+  const auto words = std::bit_cast<std::array<uint64_t, kWords>>(RefusalText(reason));
+  Entry& own = entry(rank_, call);
+  own.stamp.store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < kWords; ++i) {
+    own.words[i].store(words[i], std::memory_order_release);
+  }
+  own.stamp.store(kIsThere | call, std::memory_order_release);
+}
+
+std::string RefusalBoard::reason(int rank, uint32_t call) const {
+  const Entry& said = entry(rank, call);
+  if (said.stamp.load(std::memory_order_acquire) != (kIsThere | call)) {
+    return {};
+  }
+  std::array<uint64_t, kWords> words;
+  for (size_t i = 0; i < kWords; ++i) {
+    words[i] = said.words[i].load(std::memory_order_acquire);
+  }
+  if (said.stamp.load(std::memory_order_relaxed) != (kIsThere | call)) {
+    return {};
+  }
+  return std::string(std::bit_cast<RefusalText>(words).view());
+}
+
+}  // namespace weft

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// How GPUs of one host reach each other's memory. Purpose: one interface for every way to share
+// device memory between processes. docs/adding_a_transport.md says how to write one.
+//
+// Threads of one process need none of it: they use each other's memory as it is. Everything above
+// (which regions exist, who has mapped them, when one may be freed) is peer_regions.hpp's.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/context.hpp"
+
+namespace weft {
+
+// What another process needs to map some memory; only the transport that made it understands it.
+// Travels to the peers over the board, so it holds plain bytes.
+using ExportedMemory = std::array<std::byte, 72>;
+
+struct GpuAllocation {
+  std::shared_ptr<std::byte> data;  // its last copy frees the memory
+  ExportedMemory exported = {};
+};
+
+// Any thread may call it. What it hands out may outlive it, and goes back from any thread, after
+// the work that is queued on the GPU by then.
+class GpuTransport {
+ public:
+  virtual ~GpuTransport() = default;
+  // Memory on this rank's GPU, contents undefined. `bytes` is a multiple of 2 MiB. Throws Error
+  // (kOutOfMemory, kCuda).
+  [[nodiscard]] virtual GpuAllocation allocate(uint64_t bytes) = 0;
+  // Memory that rank `owner`, another process, allocated with so many bytes, in reach of this
+  // rank's GPU. The last copy unmaps it. Must not wait for running kernels. Throws Error
+  // (kNotAvailable).
+  [[nodiscard]] virtual std::shared_ptr<std::byte> map(
+      int owner, const ExportedMemory& exported, uint64_t bytes
+  ) = 0;
+};
+
+struct GpuTransportOptions {
+  int device = 0;            // this rank's GPU
+  std::vector<int> devices;  // of this process, whose kernels use what this rank allocates
+  bool is_exported = false;  // other processes map what this rank allocates
+  Context context;           // for messages
+};
+
+// CUDA IPC: plain allocations, each named to other processes by a handle.
+[[nodiscard]] std::unique_ptr<GpuTransport> make_ipc_transport(const GpuTransportOptions& options);
+// Virtual memory management (VMM): physical memory that every process maps at addresses of its own,
+// named by a file descriptor, or by a handle that GPUs of one NVLink fabric understand (MNNVL).
+enum class VmmHandle : uint8_t { kDescriptor, kFabric };
+[[nodiscard]] std::unique_ptr<GpuTransport> make_vmm_transport(
+    const GpuTransportOptions& options, VmmHandle handle
+);
+
+// Every name that Weft knows, the default first.
+[[nodiscard]] std::vector<std::string> gpu_transport_names();
+// Throws Error: kInvalidArgument for a name that is not known, kNotAvailable with the reason if
+// this machine does not allow it.
+[[nodiscard]] std::unique_ptr<GpuTransport> make_gpu_transport(
+    std::string_view name, const GpuTransportOptions& options
+);
+// Why this process cannot share memory of GPU `device` so; empty: it can.
+[[nodiscard]] std::string gpu_transport_obstacle(std::string_view name, int device);
+
+}  // namespace weft

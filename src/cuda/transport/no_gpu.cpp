@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stands for the GPU transports in a build without CUDA, so that their names are known there too.
+#include "core/check.hpp"
+#include "cuda/transport/gpu_transport.hpp"
+
+namespace weft {
+
+std::unique_ptr<GpuTransport> make_ipc_transport(const GpuTransportOptions& options) {
+  raise_error(ErrorCode::kNotAvailable, options.context, "open: this build has no CUDA");
+}
+
+std::unique_ptr<GpuTransport> make_vmm_transport(
+    const GpuTransportOptions& options, VmmHandle /*handle*/
+) {
+  return make_ipc_transport(options);
+}
+
+}  // namespace weft

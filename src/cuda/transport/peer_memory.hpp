@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device memory that the other GPUs of a domain load and store: the regions of peer_regions.hpp,
+// made and mapped by the GPU transport that the environment names.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/gpu/stream.hpp"
+#include "cuda/transport/gpu_identity.hpp"
+#include "cuda/transport/gpu_transport.hpp"
+#include "cuda/transport/peer_regions.hpp"
+
+namespace weft {
+
+// Regions in GPU memory, and the table of them that kernels read. Peers of the same process use
+// each other's memory as it is, other processes map it.
+class CudaRegions final : public RegionSource {
+ public:
+  // Collective. Throws the same Error on every rank: kNotAvailable if a GPU cannot reach another or
+  // a machine does not allow the transport, kInvalidArgument if no transport has that name.
+  CudaRegions(const Group& group, int device, std::string_view transport);
+  ~CudaRegions() override;
+  CudaRegions(const CudaRegions&) = delete;
+  CudaRegions& operator=(const CudaRegions&) = delete;
+
+  void enter_thread() override;
+  [[nodiscard]] OwnRegion allocate(uint64_t bytes) override;
+  [[nodiscard]] std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) override;
+  void set_entry(int rank, uint32_t region, std::byte* data) override;
+  void quiesce() override;
+
+  [[nodiscard]] std::byte* const* table() const { return table_; }
+  [[nodiscard]] std::string_view how(int rank) const;
+  [[nodiscard]] int ranks_on_this_gpu() const;
+  // Whether other processes map this rank's memory.
+  [[nodiscard]] bool is_exported() const;
+
+ private:
+  [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
+  [[nodiscard]] const GpuIdentity& own() const { return gpus_[static_cast<size_t>(rank_)]; }
+  void check_reach() const;
+  std::vector<int> enable_access() const;
+  void make_table();
+  void free_table();
+
+  int rank_;
+  int num_ranks_;
+  int device_;
+  std::string name_;
+  std::vector<GpuIdentity> gpus_;  // [num_ranks]
+  std::unique_ptr<GpuTransport> transport_;
+
+  std::mutex stream_mutex_;  // guards what follows
+  GpuStream stream_;
+  std::byte** table_ = nullptr;  // device memory [num_ranks][kMaxPeerRegions]
+  std::byte** word_ = nullptr;   // pinned, of one entry on its way
+};
+
+// A base, so that it is there before the regions and after them.
+struct PeerMemorySource {
+  CudaRegions source;
+};
+
+class PeerMemory final : PeerMemorySource, public PeerRegions {
+ public:
+  // Empty if GPU `device` of each rank can reach those of all others, else the reason. Collective.
+  [[nodiscard]] static std::string obstacle(const Group& group, int device);
+
+  // Collective; makes `device` current on this thread. Region 0 of every rank is `control_bytes` of
+  // zeroed memory, mapped everywhere when this returns. `transport` is one of
+  // gpu_transport_names(); empty: as WEFT_GPU_TRANSPORT says. Throws the same Error on every rank,
+  // as CudaRegions does.
+  PeerMemory(
+      const Group& group, int device, uint64_t control_bytes, std::string_view transport = {}
+  )
+      : PeerMemorySource{{group, device, transport}}, PeerRegions(group, source, control_bytes) {}
+  ~PeerMemory();  // waits for a moment until peers have unmapped this rank's memory
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
+  // mapped.
+  [[nodiscard]] std::byte* const* table() const { return source.table(); }
+  // How other ranks' memory is reached: "same process" or the name of the transport.
+  [[nodiscard]] std::string_view how(int rank) const { return source.how(rank); }
+  // Ranks, this one included, whose GPU is this rank's own.
+  [[nodiscard]] int ranks_on_this_gpu() const { return source.ranks_on_this_gpu(); }
+};
+
+}  // namespace weft

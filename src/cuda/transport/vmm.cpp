@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// Physical memory of cuMemCreate, mapped at addresses of each process's own. File descriptors and
+// fabric handles differ in how the memory is named to another process, and in nothing else.
+#include <cuda.h>
+
+#include <cstring>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/gpu/check.hpp"
+#include "core/gpu/driver.hpp"
+#include "cuda/transport/fd_server.hpp"
+#include "cuda/transport/gpu_transport.hpp"
+
+namespace weft {
+namespace {
+
+static_assert(sizeof(FdTicket) <= sizeof(ExportedMemory));
+static_assert(sizeof(CUmemFabricHandle) <= sizeof(ExportedMemory));
+
+constexpr uint64_t kLeastBytes = uint64_t{2} << 20;
+
+// The driver's reference to some physical memory, which lives on where it is mapped.
+class Physical {
+ public:
+  Physical() = default;
+  ~Physical() {
+    if (handle_ != 0) {
+      static_cast<void>(WEFT_DRIVER(cuMemRelease)(handle_));
+    }
+  }
+  Physical(const Physical&) = delete;
+  Physical& operator=(const Physical&) = delete;
+  [[nodiscard]] CUmemGenericAllocationHandle get() const { return handle_; }
+  [[nodiscard]] CUmemGenericAllocationHandle* out() { return &handle_; }
+
+ private:
+  CUmemGenericAllocationHandle handle_ = 0;
+};
+
+class VmmTransport final : public GpuTransport {
+ public:
+  VmmTransport(const GpuTransportOptions& options, VmmHandle handle)
+      : options_(options),
+        kind_(
+            handle == VmmHandle::kFabric ? CU_MEM_HANDLE_TYPE_FABRIC
+                                         : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        ) {
+    const bool is_fabric = handle == VmmHandle::kFabric;
+    const std::string_view name = is_fabric ? "fabric" : "vmm";
+    try {
+      if (options.is_exported && !is_fabric) {
+        server_ = std::make_shared<FdServer>(options.context);
+      }
+      static_cast<void>(allocate(kLeastBytes));  // attributes of GPUs promise more than machines do
+    } catch (const Error& error) {
+      raise_error(
+          ErrorCode::kNotAvailable,
+          options.context,
+          fmt::format("open({}): GPU {}: {}", name, options.device, error.what())
+      );
+    }
+  }
+
+  GpuAllocation allocate(uint64_t bytes) override {
+    const CudaDeviceGuard guard(options_.device, options_.context);
+    CUmemAllocationProp wanted = {};
+    wanted.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    wanted.requestedHandleTypes = options_.is_exported ? kind_ : CU_MEM_HANDLE_TYPE_NONE;
+    wanted.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = options_.device};
+    wanted.allocFlags.gpuDirectRDMACapable = can_reach_network() ? 1 : 0;
+    Physical memory;
+    WEFT_CUDA(
+        options_.context, WEFT_DRIVER(cuMemCreate)(memory.out(), bytes, &wanted, uint64_t{0})
+    );
+    GpuAllocation made;
+    made.data = map_here(memory, bytes, options_.devices);
+    if (options_.is_exported) {
+      export_to(made, memory);
+    }
+    return made;
+  }
+
+  std::shared_ptr<std::byte> map(int owner, const ExportedMemory& exported, uint64_t bytes)
+      override {
+    try {
+      const CudaDeviceGuard guard(options_.device, options_.context);
+      Physical memory;
+      import_from(exported, memory);
+      return map_here(memory, bytes, {options_.device});
+    } catch (const Error& error) {
+      raise_error(
+          ErrorCode::kNotAvailable,
+          options_.context,
+          fmt::format("map: GPU memory of rank {} cannot be mapped: {}", owner, error.what())
+      );
+    }
+  }
+
+ private:
+  // Addresses of this process for the memory, which kernels of `devices` load and store.
+  [[nodiscard]] std::shared_ptr<std::byte> map_here(
+      const Physical& memory, uint64_t bytes, const std::vector<int>& devices
+  ) const {
+    const Context& context = options_.context;
+    const uint64_t none = 0;
+    CUdeviceptr at = 0;
+    WEFT_CUDA(context, WEFT_DRIVER(cuMemAddressReserve)(&at, bytes, none, CUdeviceptr{0}, none));
+    bool is_mapped = false;
+    try {
+      WEFT_CUDA(context, WEFT_DRIVER(cuMemMap)(at, bytes, none, memory.get(), none));
+      is_mapped = true;
+      std::vector<CUmemAccessDesc> access;
+      for (const int device : devices) {
+        access.push_back(
+            {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+             .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE}
+        );
+      }
+      WEFT_CUDA(context, WEFT_DRIVER(cuMemSetAccess)(at, bytes, access.data(), access.size()));
+    } catch (...) {
+      static_cast<void>(unmap(at, bytes, is_mapped));
+      throw;
+    }
+    return {reinterpret_cast<std::byte*>(at), [device = options_.device, bytes](std::byte* data) {
+              on_device_quietly(device, "mapping", [&] {
+                // Unlike cudaFree, to unmap waits for nothing.
+                static_cast<void>(cudaDeviceSynchronize());
+                return unmap(reinterpret_cast<CUdeviceptr>(data), bytes, true);
+              });
+            }};
+  }
+
+  static cudaError_t unmap(CUdeviceptr at, uint64_t bytes, bool is_mapped) {
+    const cudaError_t status = is_mapped ? WEFT_DRIVER(cuMemUnmap)(at, bytes) : cudaSuccess;
+    const cudaError_t freed = WEFT_DRIVER(cuMemAddressFree)(at, bytes);
+    return status != cudaSuccess ? status : freed;
+  }
+
+  void export_to(GpuAllocation& made, const Physical& memory) const {
+    const uint64_t none = 0;
+    if (kind_ == CU_MEM_HANDLE_TYPE_FABRIC) {
+      WEFT_CUDA(
+          options_.context,
+          WEFT_DRIVER(cuMemExportToShareableHandle
+          )(static_cast<void*>(made.exported.data()), memory.get(), kind_, none)
+      );
+      return;
+    }
+    int fd = -1;
+    WEFT_CUDA(
+        options_.context,
+        WEFT_DRIVER(cuMemExportToShareableHandle
+        )(static_cast<void*>(&fd), memory.get(), kind_, none)
+    );
+    const FdTicket ticket = server_->offer(fd);
+    std::memcpy(made.exported.data(), &ticket, sizeof ticket);
+    // An open descriptor keeps the memory, so it is offered for as long as the memory is in use.
+    made.data = {made.data.get(), [server = server_, ticket, data = made.data](auto*) mutable {
+                   server->withdraw(ticket);
+                   data.reset();
+                 }};
+  }
+
+  void import_from(const ExportedMemory& exported, Physical& memory) const {
+    if (kind_ == CU_MEM_HANDLE_TYPE_FABRIC) {
+      CUmemFabricHandle handle = {};
+      std::memcpy(&handle, exported.data(), sizeof handle);
+      WEFT_CUDA(
+          options_.context,
+          WEFT_DRIVER(cuMemImportFromShareableHandle
+          )(memory.out(), static_cast<void*>(&handle), kind_)
+      );
+      return;
+    }
+    FdTicket ticket;
+    std::memcpy(&ticket, exported.data(), sizeof ticket);
+    const Descriptor fd = fetch_fd(ticket, options_.context);
+    WEFT_CUDA(
+        options_.context,
+        WEFT_DRIVER(cuMemImportFromShareableHandle
+        )(memory.out(), reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get())), kind_)
+    );
+  }
+
+  // Whether network cards can read and write the memory, if told beforehand.
+  [[nodiscard]] bool can_reach_network() const {
+    int can = 0;
+    const auto attribute = CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+    WEFT_CUDA(
+        options_.context, WEFT_DRIVER(cuDeviceGetAttribute)(&can, attribute, options_.device)
+    );
+    return can != 0;
+  }
+
+  GpuTransportOptions options_;
+  CUmemAllocationHandleType kind_;
+  std::shared_ptr<FdServer> server_;  // null: nobody maps by descriptor
+};
+
+}  // namespace
+
+std::unique_ptr<GpuTransport> make_vmm_transport(
+    const GpuTransportOptions& options, VmmHandle handle
+) {
+  return std::make_unique<VmmTransport>(options, handle);
+}
+
+}  // namespace weft

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+// libfabric, a library that may be missing: its functions, its providers, and the one that all
+// ranks use, opened.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/check.hpp"
+#include "core/env.hpp"
+#include "weft/group.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft::ofi {
+
+// What is asked of libfabric, whatever newer headers would ask. From 1.18 on providers may call
+// CUDA unless FI_OPT_CUDA_API_PERMITTED is set to false, and such a call may wait for work that
+// waits for its end.
+constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
+
+// The few functions that libfabric exports, looked up at run time. Everything else in its headers
+// is inline and goes through tables that these functions return.
+struct Api {
+  std::string obstacle;  // empty: the functions are there
+  std::string version;   // "1.17"
+  decltype(&::fi_getinfo) getinfo = nullptr;
+  decltype(&::fi_freeinfo) freeinfo = nullptr;
+  decltype(&::fi_dupinfo) dupinfo = nullptr;
+  decltype(&::fi_fabric) fabric = nullptr;
+  decltype(&::fi_strerror) strerror = nullptr;
+};
+
+// Loads the library on first use and keeps it; any thread.
+[[nodiscard]] const Api& api();
+
+// "Connection refused (111)"; either sign.
+[[nodiscard]] std::string error_text(int64_t error);
+
+// Throws if `result` is negative: "fi_domain: Connection refused (111), provider tcp".
+void check_call(
+    const Context& context,
+    std::string_view provider,
+    std::string_view call,
+    int64_t result,
+    ErrorCode code = ErrorCode::kNotAvailable
+);
+
+struct CloseObject {
+  template <class Object>
+  void operator()(Object* object) const {
+    static_cast<void>(fi_close(&object->fid));
+  }
+};
+template <class Object>
+using Owned = std::unique_ptr<Object, CloseObject>;  // fid_fabric, fid_domain, ...
+
+struct FreeInfo {
+  void operator()(fi_info* info) const { api().freeinfo(info); }
+};
+using Info = std::unique_ptr<fi_info, FreeInfo>;
+
+// The providers of libfabric that Weft knows, and all that differs between them which libfabric
+// does not tell itself (kProviders in providers.cpp is the table). The rest, such as how memory is
+// registered, is read from fi_info.
+struct Provider {
+  std::string_view name;
+  // Shares memory between ranks of one host. Used when asked for by name; every rank sends a first
+  // message to every other at set-up, since one whose sender has closed crashes its receiver, and
+  // ranks of one process close together.
+  bool is_local = false;
+  // Its cards read and write the memory of GPUs. Others that take it have libfabric copy it by
+  // calls of CUDA, which may wait for work that waits for them.
+  bool reaches_gpus = false;
+  // Bound to an IP address that is ours to choose.
+  bool takes_address = false;
+  // Completion level of a write that raises a signal. FI_DELIVERY_COMPLETE where only that says
+  // that an endpoint may close; FI_TRANSMIT_COMPLETE where what is sent later on the same
+  // connection arrives later, so that a delivered farewell proves that all writes before it have
+  // arrived.
+  uint64_t write_completion = FI_DELIVERY_COMPLETE;
+  std::string_view remark;
+};
+
+// Best first.
+[[nodiscard]] std::span<const Provider> providers();
+
+// What the user asked for.
+struct FabricWish {
+  std::string provider;              // empty: the best
+  std::vector<std::string> domains;  // of libfabric, such as "mlx5_0", to choose from; none: any
+  std::string address;               // for local_address()
+  int num_queues = 1;
+  bool has_one_host = true;  // all ranks are on this host
+  std::string device;        // PCI address of this rank's GPU; empty: none
+  bool has_gpu = false;      // memory of which would be sent and received
+  FabricGpuMemory gpu_memory = FabricGpuMemory::kAuto;
+  size_t turn = 0;  // number of this rank among those of its host
+};
+
+// `kind` ("tcp" or "verbs/mlx5_0,mlx5_1"; empty: WEFT_FABRIC), WEFT_FABRIC_ADDRESS,
+// WEFT_FABRIC_QUEUES, WEFT_FABRIC_GPU_MEMORY. Throws Error (kInvalidArgument) for an unknown
+// provider.
+[[nodiscard]] FabricWish read_wish(const Env& env, std::string_view kind);
+
+// A provider as this rank finds it.
+struct Offer {
+  const Provider* provider = nullptr;
+  Info info;                 // null if there is an obstacle
+  size_t num_cards = 0;      // it could have been on
+  std::string obstacle;      // why it cannot be used
+  std::string gpu_obstacle;  // why it does not take memory of GPUs
+};
+
+// One for each entry of providers(), in that order; api() must have loaded.
+[[nodiscard]] std::vector<Offer> list_offers(const FabricWish& wish);
+
+// "best of those that are usable" or "asked for by WEFT_FABRIC"
+[[nodiscard]] std::string reason_for(const FabricWish& wish);
+
+// One opened provider of one rank: its fabric, its domain, and how memory becomes reachable in it.
+class Fabric {
+ public:
+  // Throws Error (kNotAvailable) naming provider and call.
+  Fabric(const Provider& provider, Info info, const Context& context);
+  Fabric(const Fabric&) = delete;
+  Fabric& operator=(const Fabric&) = delete;
+
+  [[nodiscard]] const Provider& provider() const { return *provider_; }
+  [[nodiscard]] std::string_view name() const { return info_->fabric_attr->prov_name; }
+  [[nodiscard]] fi_info* info() const { return info_.get(); }
+  [[nodiscard]] fid_fabric* fabric() const { return fabric_.get(); }
+  [[nodiscard]] fid_domain* domain() const { return domain_.get(); }
+  [[nodiscard]] const Context& context() const { return context_; }
+  // check_call() with this provider's name.
+  void check(std::string_view call, int64_t result, ErrorCode code = ErrorCode::kNotAvailable)
+      const {
+    check_call(context_, name(), call, result, code);
+  }
+
+  // Sources of writes and messages must be registered.
+  [[nodiscard]] bool needs_local() const { return has_mode(FI_MR_LOCAL); }
+  // Peers name memory by the owner's addresses, else by offsets.
+  [[nodiscard]] bool has_addresses() const { return has_mode(FI_MR_VIRT_ADDR); }
+  // Memory belongs to one endpoint.
+  [[nodiscard]] bool binds_memory() const { return has_mode(FI_MR_ENDPOINT); }
+
+  // Why memory of GPUs cannot be registered; empty: it can. Set-up finds out.
+  [[nodiscard]] const std::string& gpu_memory_obstacle() const { return gpu_memory_obstacle_; }
+  void refuse_gpu_memory(std::string why) { gpu_memory_obstacle_ = std::move(why); }
+
+  struct Memory {
+    const void* data = nullptr;
+    uint64_t bytes = 0;
+    Device device = {};
+  };
+  // Registers memory for as long as the result lives; `endpoint` is used where memory is bound to
+  // one. Throws Error (kOutOfMemory).
+  [[nodiscard]] Owned<fid_mr> add_memory(const Memory& memory, uint64_t access, fid_ep* endpoint);
+
+ private:
+  [[nodiscard]] bool has_mode(int bit) const { return (info_->domain_attr->mr_mode & bit) != 0; }
+
+  const Provider* provider_;
+  Context context_;
+  Info info_;
+  std::string gpu_memory_obstacle_;
+  Owned<fid_fabric> fabric_;
+  Owned<fid_domain> domain_;
+  std::atomic<uint64_t> next_key_;  // asked for where the provider makes none itself
+};
+
+// What `kind`, else the environment asks for, for these ranks.
+[[nodiscard]] FabricWish wish_for(
+    const Group& group, std::string_view kind, std::string_view device = {}
+);
+
+struct Selection {
+  const Provider* provider = nullptr;
+  Info info;
+  std::string gpu_obstacle;  // why memory of GPUs is not asked for; this rank's
+  uint32_t num_queues = 1;   // the fewest that any rank asks for or can have
+};
+
+// Collective. `device`: PCI address of this rank's GPU, or empty. Throws the same Error
+// (kNotAvailable) on every rank, with what each provider lacks and where.
+[[nodiscard]] Selection select_provider(
+    const Group& group, std::string_view kind, std::string_view device = {}
+);
+
+// Why no provider can be used, as far as this rank can tell; empty: one can.
+[[nodiscard]] std::string obstacle_here(const FabricWish& wish);
+
+}  // namespace weft::ofi
