@@ -18,7 +18,7 @@
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/transport/peer_memory.hpp"
-#include "gpu/peer_patterns_cuda.hpp"
+#include "conformance/peer_patterns_cuda.hpp"
 #include "support/errors.hpp"
 
 namespace weft::test {

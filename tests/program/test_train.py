@@ -3,8 +3,8 @@
 
 import itertools
 import json
+import os
 import signal
-import socket
 import time
 
 import pytest
@@ -264,9 +264,7 @@ def test_gpus_are_chosen_where_there_are_any(tmp_path, book):
 
 
 def test_launched_ranks_with_other_options_are_named(book, tmp_path):
-    with socket.socket() as place:  # free until the ranks come
-        place.bind(("127.0.0.1", 0))
-        port = place.getsockname()[1]
+    port = 20000 + os.getpid() % 10000  # below those that the system gives to others by itself
     routing = ["--save-routing", tmp_path / "run.wrt"]
     ranks = [
         start("train", book, *TINY, *more, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -40,6 +40,20 @@ def test_the_program_is_of_the_version_of_the_package():
     assert done.stdout == f"weft {weft.__version__}\n", done.stderr
 
 
+def test_a_wheel_holds_the_package_the_module_and_the_program():
+    files = {str(file) for file in metadata.files("weft") if not file.suffix == ".pyc"}
+    installed = {f for f in files if f.startswith("weft/")}
+    if "weft/bin/weft" not in installed:
+        pytest.skip("the package was not installed from a wheel")
+    package = Path(__file__).parents[3] / "python" / "weft"
+    sources = {f"weft/{f.relative_to(package)}" for f in package.rglob("*") if f.is_file()}
+    sources = {file for file in sources if "__pycache__" not in file}
+    module = Path(_core.__file__).name
+    assert installed == sources | {f"weft/{module}", "weft/_build_version.py", "weft/bin/weft"}
+    others = {f for f in files - installed if not f.startswith("weft-")}
+    assert {Path(file).name for file in others} <= {"weft"}  # the command
+
+
 def test_a_compiled_module_of_another_version_is_refused(tmp_path):
     package = tmp_path / "weft"
     shutil.copytree(Path(weft.__file__).parent, package, ignore=shutil.ignore_patterns("bin"))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/gpu/peer_address.hpp"
-#include "gpu/peer_patterns_cuda.hpp"
+#include "conformance/peer_patterns_cuda.hpp"
 
 namespace weft::test {
 namespace {
