@@ -2,8 +2,6 @@
 """What exchanges take of a GPU that computes at the same time, where the caller did not choose: how
 many multiprocessors, and whether copy engines carry their rows. The core has the rules."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

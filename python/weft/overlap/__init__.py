@@ -20,11 +20,14 @@ from .experts import DelayedExperts
 from .issue_log import Step, record_issue_order
 from .lanes import get_comm_stream, get_comp_stream, set_streams
 from .layer import TransformerLayer
-from .layer_node import TransformerLayerNode
-from .layer_plan import TransformerLayerSchedulePlan
-from .memory import FreedInputs, freed_inputs
+from .layer_plan import FreedInputs, TransformerLayerSchedulePlan, freed_inputs
 from .model import ModelChunk
-from .nodes import AbstractSchedulePlan, NoopScheduleNode, ScheduleNode
+from .nodes import (
+    AbstractSchedulePlan,
+    NoopScheduleNode,
+    ScheduleNode,
+    TransformerLayerNode,
+)
 from .pipeline import (
     PipelineShape,
     PointToPoint,

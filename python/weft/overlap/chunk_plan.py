@@ -9,19 +9,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.config.settings import option
 from weft.overlap_settings import overlapped
 
 from . import lanes
 from .executor import issue_pair
-from .layer_node import TransformerLayerNode
 from .layer_plan import TransformerLayerSchedulePlan
-from .nodes import AbstractSchedulePlan
+from .nodes import AbstractSchedulePlan, TransformerLayerNode
 from .rules import check_overlap
 from .wgrad import delayed_modules, drop_pending
-
-Tensor = torch.Tensor
 
 
 @dataclass

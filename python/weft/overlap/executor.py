@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the nodes of two micro-batches in the order that the core computes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped SwiGLU experts whose weight gradients may be delayed."""
+"""Grouped SwiGLU experts whose weight gradients may be delayed.
 
-from __future__ import annotations
+Their activation is one kernel on GPUs, which does not touch rows behind the last expert's end, so
+that a row budget costs no time. What those rows hold then is undefined, as are the rows that
+`grouped.product` makes of them. The kernels are in swiglu_triton.py.
+"""
+
+import importlib.util
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .grouped import product, row_ends, weight_gradient
-from .swiglu import swiglu
+from .grouped import grouped_product, row_ends
 from .wgrad import DelayedWgradModule
 
-Tensor = torch.Tensor
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class DelayedExperts(DelayedWgradModule):
@@ -38,39 +43,39 @@ class DelayedExperts(DelayedWgradModule):
 
     def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
         ends = row_ends(counts, rows)
-        inner = _GroupedProduct.apply(rows, self.up, ends, self._queue())
+        inner = grouped_product(rows, self.up, ends, self._queue())
         if self.recompute_activation:
             act = checkpoint(self._activate, inner, probs, ends, use_reentrant=False)
         else:
             act = self._activate(inner, probs, ends)
-        return _GroupedProduct.apply(act, self.down, ends, self._queue())
+        return grouped_product(act, self.down, ends, self._queue())
 
     def _activate(self, inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
         return swiglu(inner, probs, ends)
 
 
-class _GroupedProduct(torch.autograd.Function):
-    """Each expert's rows times its matrix: [P, A], [El, A, B], ends of `row_ends` -> [P, B]."""
+def swiglu(inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
+    """inner [P, 2 W]: gate beside value; probs [P]; ends of `grouped.row_ends` -> [P, W]."""
+    if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
+        return _Swiglu.apply(inner, probs, ends)
+    gate, value = inner.chunk(2, dim=-1)
+    return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
+
+
+class _Swiglu(torch.autograd.Function):
+    """In fp32, rounded once."""
 
     @staticmethod
-    def forward(ctx, rows, weights, ends, queue):  # noqa: ANN001, ANN205
-        ctx.save_for_backward(rows, weights, ends)
-        ctx.queue, ctx.weights = queue, weights
-        return product(rows, weights, ends)
+    def forward(ctx, inner, probs, ends):  # noqa: ANN001, ANN205
+        from .swiglu_triton import forward
+
+        inner, probs = inner.contiguous(), probs.contiguous()
+        ctx.save_for_backward(inner, probs, ends)
+        return forward(inner, probs, ends)
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
-        rows, weights, ends = ctx.saved_tensors
-        grad_rows = None
-        if ctx.needs_input_grad[0]:
-            grad_rows = product(grad, weights.transpose(1, 2), ends)
-        if not ctx.needs_input_grad[1]:
-            return grad_rows, None, None, None
+        from .swiglu_triton import backward
 
-        def gradient() -> Tensor:
-            return weight_gradient(rows, grad, ends)
-
-        if ctx.queue is None:
-            return grad_rows, gradient(), None, None
-        ctx.queue.put(ctx.weights, gradient)
-        return grad_rows, None, None, None
+        grad_inner, grad_probs = backward(grad.contiguous(), *ctx.saved_tensors)
+        return grad_inner, grad_probs, None

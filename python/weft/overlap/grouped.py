@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of each expert's rows with its matrix, without gradients.
+"""Products of each expert's rows with its matrix.
 
 The last end may be less than the number of rows: further rows are not read. In the result they are
 undefined on a GPU in bf16, elsewhere zero.
 """
 
-from __future__ import annotations
-
+import functools
 import itertools
 
 import torch
+from torch import Tensor
 
-Tensor = torch.Tensor
+from .wgrad import WeightGradientQueue, now_or_later
 
 
 def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
@@ -26,8 +26,42 @@ def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
     return ends.to(rows.device, non_blocking=True)
 
 
+def grouped_product(
+    rows: Tensor, weights: Tensor, ends: Tensor, queue: WeightGradientQueue | None = None
+) -> Tensor:
+    """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]. Differentiable.
+
+    queue: what computes the gradient of `weights` later; None: the backward does.
+    """
+    return _GroupedProduct.apply(rows, weights, ends, queue)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, ends, queue):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(rows, weights, ends)
+        ctx.queue, ctx.weights = queue, weights
+        return product(rows, weights, ends)
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        rows, weights, ends = ctx.saved_tensors
+        grad_weights = grad_rows = None
+        if ctx.needs_input_grad[1]:
+            gradient = functools.partial(weight_gradient, rows, grad, ends)
+            grad_weights = now_or_later(ctx.queue, ctx.weights, gradient)
+            del gradient
+        # The rows have served, unless the graph is kept or the queue has them: their gradient,
+        # which is as large, may have their memory. Here the backward of a layer needs the most.
+        ctx.maybe_clear_saved_tensors()
+        del rows
+        if ctx.needs_input_grad[0]:
+            grad_rows = product(grad, weights.transpose(1, 2), ends)
+        return grad_rows, grad_weights, None, None
+
+
 def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]."""
+    """`grouped_product` without gradients."""
     if _is_grouped(rows):
         return torch._grouped_mm(rows.contiguous(), weights, offs=ends)
     parts = [part @ weight for part, weight in zip(_parts(rows, ends), weights)]

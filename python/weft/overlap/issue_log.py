@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a schedule issued, in order. For tests, and for whoever wants to see a schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

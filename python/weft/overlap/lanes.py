@@ -1,38 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two lanes of a schedule: the caller's stream computes, one more stream exchanges tokens.
 
-Without CUDA both lanes are the calling thread: work runs where it is issued, in that order.
+Without CUDA both are torch.cpu's streams: work runs where it is issued, in that order.
 """
 
-from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-
-class HostLane:
-    """Stands for a stream where there is none."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"HostLane({self.name!r})"
-
-
-class HostEvent:
-    """Stands for a CUDA event: what was issued on the host is done."""
-
-    def record(self, stream: Any = None) -> None:
-        del stream
-
-    def wait(self, stream: Any = None) -> None:
-        del stream
-
-
-_HOST_COMP = HostLane("comp")
 _comm_stream: Any = None
 
 
@@ -43,18 +19,14 @@ def set_streams(comm_stream: Any = None, high_priority: bool = False) -> None:
     with `high_priority`, so that its kernels get free SMs first.
     """
     global _comm_stream
-    if _comm_stream is not None:
-        return
-    if comm_stream is None:
-        comm_stream = _new_stream(high_priority)
-    _comm_stream = comm_stream
+    if _comm_stream is None:
+        # CUDA streams have priorities from 0 down; torch clamps to the lowest number there is.
+        _comm_stream = comm_stream or _device().Stream(priority=-5 if high_priority else 0)
 
 
-def _new_stream(high_priority: bool) -> Any:
-    if not torch.cuda.is_available():
-        return HostLane("comm")
-    # CUDA streams have priorities from 0 down; torch clamps to the lowest number there is.
-    return torch.cuda.Stream(priority=-5 if high_priority else 0)
+def _device() -> Any:
+    """torch.cuda, or torch.cpu, whose streams and events do nothing."""
+    return torch.cuda if torch.cuda.is_available() else torch.cpu
 
 
 def get_comm_stream() -> Any:
@@ -65,7 +37,7 @@ def get_comm_stream() -> Any:
 
 def get_comp_stream() -> Any:
     """torch's current stream."""
-    return torch.cuda.current_stream() if torch.cuda.is_available() else _HOST_COMP
+    return _device().current_stream()
 
 
 def lane_of(stream: Any) -> str:
@@ -75,12 +47,12 @@ def lane_of(stream: Any) -> str:
 
 def new_event() -> Any:
     """What one micro-batch's nodes wait for and move on."""
-    return torch.cuda.Event() if torch.cuda.is_available() else HostEvent()
+    return _device().Event()
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Has `stream` as torch's current stream."""
-    return nullcontext() if isinstance(stream, HostLane) else torch.cuda.stream(stream)
+    return _device().stream(stream)
 
 
 def known_to(tensors: Any, stream: Any) -> None:
@@ -92,6 +64,4 @@ def known_to(tensors: Any, stream: Any) -> None:
 
 def join_lanes() -> None:
     """The current stream waits for all that the communication stream was given."""
-    comm = get_comm_stream()
-    if not isinstance(comm, HostLane):
-        torch.cuda.current_stream().wait_stream(comm)
+    get_comp_stream().wait_stream(get_comm_stream())

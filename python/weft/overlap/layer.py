@@ -5,18 +5,14 @@ Called as a module it runs its pieces one after another, in one graph: what a sc
 are compared with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .rules import check_recompute
-
-Tensor = torch.Tensor
 
 
 class TransformerLayer(nn.Module):

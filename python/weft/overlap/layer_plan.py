@@ -4,20 +4,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
 from weft import _core
+from weft.dispatcher import MoEAlltoAllTokenDispatcher
+from weft.dispatcher.config import option
 
 from . import lanes
 from .executor import pair_order
-from .layer_node import TransformerLayerNode
-from .memory import FreedInputs, freed_inputs
-from .nodes import NoopScheduleNode
+from .nodes import NoopScheduleNode, TransformerLayerNode
 from .wgrad import delayed_modules
 
-Tensor = torch.Tensor
+
+class FreedInputs(NamedTuple):
+    """Whether a node of an MoE layer gives up its input. pre_dispatch and dense layers never do."""
+
+    moe_dispatch: bool = False
+    mlp: bool = False
+    moe_combine: bool = False
+
+
+def freed_inputs(dispatcher: Any, preprocess_in_graph: bool = False) -> FreedInputs:
+    """The rules for a token dispatcher.
+
+    Experts in FP8 or FP4 save a copy of their own. One expert on its own behind the all-to-all
+    gets the rows as they arrived, and saves them; the other dispatchers permute them first, except
+    where they say that received rows are the experts' input ("hybridep" and "ncclep" if they say
+    nothing). Flex backends keep what they sent.
+    preprocess_in_graph: the input of moe_dispatch is static memory of a CUDA graph.
+    The experts' last operation must not save its output, which moe_combine frees.
+    """
+    config = dispatcher.config
+    is_alltoall = isinstance(dispatcher, MoEAlltoAllTokenDispatcher)
+    backend = None if is_alltoall else option(config, "moe_flex_dispatcher_backend")
+    is_low_precision = bool(option(config, "fp8") or option(config, "fp4"))
+    has_permute = dispatcher.num_local_experts > 1 or not is_alltoall
+    by_name = backend in ("hybridep", "ncclep")
+    reads_received = getattr(dispatcher, "experts_read_received_rows", by_name)
+    return FreedInputs(
+        # "uccl_ep" is DeepEP's interface.
+        moe_dispatch=backend not in ("deepep", "uccl_ep", "hybridep", "ncclep")
+        and not preprocess_in_graph,
+        mlp=is_low_precision or (has_permute and not reads_received),
+        moe_combine=True,
+    )
 
 
 @dataclass

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of one pipeline stage as a module, with what comes before and after them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.config import OverlapModelConfig
 
 from .chunk_plan import TransformerModelChunkSchedulePlan
-
-Tensor = torch.Tensor
 
 
 class ModelChunk(nn.Module):

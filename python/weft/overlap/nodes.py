@@ -9,18 +9,14 @@ Nodes of one micro-batch share an event, so that they run one after another on w
 those of two micro-batches are ordered by their streams alone, and overlap.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import issue_log, lanes
-from .memory import free_storage
-
-Tensor = torch.Tensor
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -43,6 +39,21 @@ def run_backward(outputs: tuple[Any, ...], grads: tuple[Any, ...]) -> None:
     ]
     if pairs:
         torch.autograd.backward(*zip(*pairs))
+
+
+def free_storage(inputs: Iterable[Any], kept: Iterable[Any]) -> None:
+    """Frees the memory of the tensors in `inputs`; shapes and gradient functions stay.
+
+    Memory that a tensor in `kept` lives in stays: an exchange of one rank hands its input on. So
+    does memory that is not torch's to resize: rows that Weft received on a CPU, for one.
+    """
+    needed = {t.untyped_storage().data_ptr() for t in kept if isinstance(t, Tensor)}
+    for tensor in inputs:
+        if not isinstance(tensor, Tensor):
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in needed and storage.resizable():
+            storage.resize_(0)
 
 
 class ScheduleNode:
@@ -74,6 +85,8 @@ class ScheduleNode:
         self.inputs: tuple[Any, ...] | None = None
         self.output: Any = None
         self._stream = stream
+        self._handed: list[Tensor] = []  # on to later nodes, beside the outputs
+        self._copies: list[Tensor] = []
 
     @property
     def stream(self) -> Any:
@@ -105,7 +118,7 @@ class ScheduleNode:
         if num_outputs != len(grads):
             raise AssertionError(f"{self.name}: {len(grads)} gradients for {num_outputs} outputs")
         with self._issued("bwd"):
-            grads += self._side_grads()
+            grads += tuple(copy.grad for copy in self._copies)
             lanes.known_to(grads, self.stream)
             self.backward_func(self._outputs(), grads)
         input_grads = tuple(getattr(t, "grad", None) for t in self.inputs)
@@ -115,15 +128,13 @@ class ScheduleNode:
     def release(self) -> None:
         """Drops the graph and all tensors."""
         self.inputs = self.output = None
+        self._handed, self._copies = [], []
 
     def _call(self, inputs: tuple[Any, ...]) -> Any:
         return self.forward_func(*inputs)
 
     def _outputs(self) -> tuple[Any, ...]:
-        return as_tuple(self.output)
-
-    def _side_grads(self) -> tuple[Any, ...]:
-        return ()
+        return (*as_tuple(self.output), *self._handed)
 
     @contextmanager
     def _issued(self, what: str) -> Iterator[None]:
@@ -137,6 +148,71 @@ class ScheduleNode:
     def _note(self, what: str) -> None:
         lane = lanes.lane_of(self.stream)
         issue_log.note(issue_log.Step(self.chunk_name, self.name, what, lane))
+
+
+class TransformerLayerNode(ScheduleNode):
+    """Calls forward_func(node, *inputs), which may call `detach` and `use`."""
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        stream: Any,
+        event: Any,
+        *,
+        name: str,
+        chunk_name: str = "",
+        free_input: bool = False,
+        bwd_dw_callables: Iterable[Any] = (),
+    ) -> None:
+        """bwd_dw_callables: modules with a `backward_dw`, in the order to call them."""
+        super().__init__(forward_func, stream, event, free_input=free_input, name=name)
+        self.chunk_name = chunk_name
+        self.bwd_dw_callables = list(bwd_dw_callables)
+        self.post_forward_hooks: list[Callable[[], None]] = []  # parameters may be resharded
+        self.post_backward_hooks: list[Callable[[], None]] = []
+
+    def detach(self, tensor: Tensor) -> Tensor:
+        """A detached copy of `tensor` for a later node of this layer.
+
+        Its gradient is there when this node's backward comes, which feeds it back.
+        """
+        copy = detached(tensor)
+        self._handed.append(tensor)
+        self._copies.append(copy)
+        return copy
+
+    def use(self, tensor: Tensor) -> Tensor:
+        """`tensor`, which an earlier node detached, now also used on this node's stream."""
+        lanes.known_to([tensor], self.stream)
+        return tensor
+
+    def forward(self, inputs: Any = ()) -> Any:
+        output = super().forward(inputs)
+        for hook in self.post_forward_hooks:
+            hook()
+        return output
+
+    def backward(self, output_grad: Any) -> Any:
+        input_grads = super().backward(output_grad)
+        for hook in self.post_backward_hooks:
+            hook()
+        return input_grads
+
+    def backward_dw(self) -> None:
+        """The weight gradients that the backward left, on the same stream.
+
+        Does not touch the micro-batch's event: the next exchange need not wait for them.
+        """
+        if not self.bwd_dw_callables:
+            return
+        self._note("backward_dw")
+        with lanes.on_stream(self.stream):
+            for module in self.bwd_dw_callables:
+                module.backward_dw()
+        self.bwd_dw_callables = []
+
+    def _call(self, inputs: tuple[Any, ...]) -> Any:
+        return self.forward_func(self, *inputs)
 
 
 class NoopScheduleNode:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan refuses: the rules of `weft.config` that concern it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of swiglu.py: a program takes some rows, or nothing behind the last end."""
-
-from __future__ import annotations
+"""The kernels of experts.py: a program takes some rows, or nothing behind the last end."""
 
 import torch
 import triton
 import triton.language as tl
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 _ROWS = 8  # of a program
 

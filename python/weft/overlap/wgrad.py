@@ -6,16 +6,12 @@ linear(x).sum().backward()    # x.grad is there, linear.weight.grad is not
 linear.backward_dw()          # now it is
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
-
-Tensor = torch.Tensor
 
 
 class WeightGradientQueue:
@@ -56,6 +52,13 @@ class WeightGradientQueue:
     def clear(self) -> None:
         """Drops what is pending, for a schedule that was stopped."""
         self._pending.clear()
+
+
+def now_or_later(
+    queue: WeightGradientQueue | None, weight: nn.Parameter, gradient: Callable[[], Tensor]
+) -> Tensor | None:
+    """The gradient of `weight`; None if there is a queue, which then has its computation."""
+    return gradient() if queue is None else queue.put(weight, gradient)
 
 
 class DelayedWgradModule(nn.Module):
@@ -122,12 +125,10 @@ class _Linear(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
             return (grad.reshape(-1, grad.shape[-1]).T @ rows).to(weight.dtype)
 
-        if not ctx.needs_input_grad[1]:
-            return grad_x, None, None
-        if ctx.queue is None:
-            return grad_x, gradient(), None
-        ctx.queue.put(ctx.weight, gradient)
-        return grad_x, None, None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = now_or_later(ctx.queue, ctx.weight, gradient)
+        return grad_x, grad_weight, None
 
 
 def delayed_modules(modules: Iterable[nn.Module | None]) -> Iterator[nn.Module]:

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grouped product of the example layer: gradients, and when it lets go of its rows."""
+"""The grouped product: gradients, and when it lets go of its rows."""
 
 import weakref
 
 import pytest
 import torch
 
-from weft.examples import layer as grouped
-from weft.overlap.grouped import row_ends
+from weft.overlap import grouped
 
 
 def operands(counts, dtype=torch.float64):
     gen = torch.Generator().manual_seed(1)
     rows = torch.randn(sum(counts), 5, generator=gen, dtype=dtype).requires_grad_()
     weights = torch.randn(len(counts), 5, 3, generator=gen, dtype=dtype).requires_grad_()
-    return rows, weights, row_ends(torch.tensor(counts), rows)
+    return rows, weights, grouped.row_ends(torch.tensor(counts), rows)
 
 
 @pytest.mark.parametrize("counts", [(4, 0, 3), (0, 0, 0), (0, 7, 0)])
@@ -31,7 +30,7 @@ def test_equals_a_product_for_each_expert(counts):
 
 def test_leaves_out_rows_behind_the_last_end():
     rows, weights, _ = operands((4, 0, 3))
-    ends = row_ends(torch.tensor([2, 0, 3]), rows)
+    ends = grouped.row_ends(torch.tensor([2, 0, 3]), rows)
     out = grouped.grouped_product(rows, weights, ends)
     torch.testing.assert_close(out[:2], rows[:2] @ weights[0])
     torch.testing.assert_close(out[2:5], rows[2:5] @ weights[2])

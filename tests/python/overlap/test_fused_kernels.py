@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from weft.examples import qwen3_attention as qwen3_rotary
-from weft.overlap import swiglu as fused
+from weft.overlap import experts as fused
 
 pytest.importorskip("triton")
 

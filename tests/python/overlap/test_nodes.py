@@ -148,10 +148,10 @@ class FakeEvent:
         self.log = log
 
     def record(self, stream):
-        self.log.append(("record", stream.name))
+        self.log.append(("record", lanes.lane_of(stream)))
 
     def wait(self, stream):
-        self.log.append(("wait", stream.name))
+        self.log.append(("wait", lanes.lane_of(stream)))
 
 
 def test_streams_and_events(monkeypatch):
@@ -163,10 +163,10 @@ def test_streams_and_events(monkeypatch):
             self.stream = stream
 
         def __enter__(self):
-            log.append(("on", self.stream.name))
+            log.append(("on", lanes.lane_of(self.stream)))
 
         def __exit__(self, *error):
-            log.append(("off", self.stream.name))
+            log.append(("off", lanes.lane_of(self.stream)))
 
     monkeypatch.setattr(lanes, "on_stream", On)
     event = FakeEvent(log)
