@@ -7,9 +7,11 @@ copy engines carry rows, no kernel runs between the one that packs them and the 
 has arrived; this time belongs to the exchange, whether the trace has the copies or not.
 """
 
+import itertools
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +20,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-
-Interval = tuple[float, float]
 
 _PACKS = re.compile(r"weft::.*\bpack_(vector|bulk)\b")
 _TAKES = re.compile(r"weft::.*\b(fan_out|sum)_(vector|bulk)\b")
@@ -64,41 +64,6 @@ def copies(kernels: Iterable[Kernel]) -> list[Kernel]:
     return found
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in order. Those that touch become one, empty ones go."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if end <= begin:
-            continue
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def difference(intervals: list[Interval], covers: list[Interval]) -> list[Interval]:
-    """What of `intervals` no cover covers. Both as `union` gives them; so is the result."""
-    left: list[Interval] = []
-    first = 0
-    for begin, end in intervals:
-        while first < len(covers) and covers[first][1] <= begin:
-            first += 1
-        i = first
-        while i < len(covers) and covers[i][0] < end:
-            if begin < covers[i][0]:
-                left.append((begin, covers[i][0]))
-            begin = covers[i][1]
-            i += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
 def exchange_times(kernels: Iterable[Kernel]) -> list[float]:
     """How long each kernel of an exchange took, copies included, in the order of their begins."""
     kernels = sorted(kernels)
@@ -110,23 +75,23 @@ def exposure(
 ) -> Exposure:
     """Exchanges hide under kernels of other streams only, and not under other exchanges."""
     kernels = list(kernels)
-    kernels += copies(kernels)
-    busy = union((k.begin, k.end) for k in kernels)
-    if not busy:
+    kernels = [k for k in kernels + copies(kernels) if k.end > k.begin]
+    if not kernels:
         return Exposure(0.0, 0.0, 0.0, 0.0)
-    exchanges: dict[int, list[Interval]] = {}
-    others: dict[int, list[Interval]] = {}
-    for kernel in kernels:
-        kind = exchanges if is_exchange(kernel.name) else others
-        kind.setdefault(kernel.stream, []).append((kernel.begin, kernel.end))
-    exposed: list[Interval] = []
-    for stream, intervals in exchanges.items():
-        elsewhere = (times for other, times in others.items() if other != stream)
-        covers = union(time for times in elsewhere for time in times)
-        exposed += difference(union(intervals), covers)
-    span = busy[-1][1] - busy[0][0]
-    exchange = length(union(time for times in exchanges.values() for time in times))
-    return Exposure(span, exchange, length(union(exposed)), span - length(busy))
+    edges = [(k.begin, 1, k) for k in kernels] + [(k.end, -1, k) for k in kernels]
+    edges.sort()
+    running: Counter[tuple[bool, int]] = Counter()  # kernels by kind and stream
+    exchange = exposed = idle = 0.0
+    for (begin, change, kernel), (end, _, _) in itertools.pairwise(edges):
+        running[is_exchange(kernel.name), kernel.stream] += change
+        exchanging, others = (
+            {stream for (kind, stream), count in running.items() if kind == wanted and count}
+            for wanted in (True, False)
+        )
+        exchange += (end - begin) * bool(exchanging)
+        exposed += (end - begin) * any(not others - {stream} for stream in exchanging)
+        idle += (end - begin) * (not exchanging and not others)
+    return Exposure(edges[-1][0] - edges[0][0], exchange, exposed, idle)
 
 
 def trace_step(

@@ -24,10 +24,8 @@ what earlier modes left.
 import argparse
 import json
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import median
@@ -35,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.distributed import run as torchrun
 
 from weft.examples.program import join, leave, machine
 from weft.examples.qwen3_attention import Shape
@@ -44,8 +42,8 @@ from weft.examples.qwen3_run import MODES, Result, run_mode
 TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32, sequences=1)  # for CPUs
 
 
-def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--gpus", type=int, help="processes to start (default: one for each GPU, or 2)")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -57,7 +55,7 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     add("--micro-batches", type=int, help="in a step (default 8, on CPU 2)")
     add("--steps", type=int, default=5, help="timed, in each mode (default 5)")
     add("--warmup", type=int, default=2, help="steps before them, not timed (default 2)")
-    add("--modes", nargs="+", default=modes, choices=modes)
+    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
     add("--capacity", type=float, default=1.25, help="of the modes with a budget (default 1.25)")
     add("--balanced", action="store_true", help="experts at random instead of by the router")
@@ -72,49 +70,13 @@ def options(description: str, modes: list[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def start(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    """Runs `work` in as many processes as asked for; under torchrun in this one. -> exit status."""
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "RANK" in os.environ:
-        return _join(args, work)
+def launch(args: argparse.Namespace) -> None:
+    """Runs this program under torchrun, in as many processes as asked for."""
     num = args.gpus or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if args.device == "cuda" and num > torch.cuda.device_count():
         raise SystemExit(f"--gpus {num}: there are {torch.cuda.device_count()}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    try:
-        multiprocessing.spawn(_process, (num, port, args, work), nprocs=num)
-    except multiprocessing.ProcessExitedException as error:
-        return error.exit_code
-    return 0
-
-
-def _process(rank: int, num: int, port: int, args: argparse.Namespace, work: Callable) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num)}
-    status = _join(args, work)
-    if status:
-        raise SystemExit(status)
-
-
-def _join(args: argparse.Namespace, work: Callable[[argparse.Namespace], int]) -> int:
-    if args.exchange_copies:
-        os.environ["WEFT_COPY_ENGINES"] = args.exchange_copies
-    if args.device == "cuda":
-        # Sums inside NVSwitch have no order of ours; rings have, and runs must agree in all bits.
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    else:
-        torch.set_num_threads(1)  # the processes share the cores
-    join(args.device == "cuda")
-    try:
-        return work(args)
-    except Exception:
-        traceback.print_exc()  # now: to leave the group may take as long as the others need
-        raise
-    finally:
-        leave()
+    options = ("--standalone", f"--nproc-per-node={num}", "-m", "weft.examples.qwen3_moe")
+    torchrun.main([*options, *sys.argv[1:]])
 
 
 def sizes(args: argparse.Namespace) -> Shape:
@@ -150,8 +112,14 @@ def layers_that_fit(shape: Shape, ranks: int, free_bytes: int) -> int:
 
 Row = dict[str, Any]
 
-SHARES = ("exchange_of_step", "moving_of_step", "exposed_of_exchange", "exposed_of_step")
-SHARES += ("idle_of_step",)
+SHARES = {  # of the table: key in a row, heading
+    "exchange_of_step": "exchange/step",
+    "moving_of_step": "moving/step",
+    "exposed_of_exchange": "exposed/exchange",
+    "exposed_of_step": "exposed/step",
+    "idle_of_step": "idle/step",
+    "busiest_of_mean": "busiest",
+}
 
 
 def rows_of(results: dict[str, Result]) -> list[Row]:
@@ -194,12 +162,11 @@ def table(rows: list[Row]) -> str:
     def gib(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    shown = ("exchange/step", "moving/step", "exposed/exchange", "exposed/step", "idle/step")
-    shown += ("busiest", "peak GiB", "others GiB")
+    shown = (*SHARES.values(), "peak GiB", "others GiB")
     lines = [("mode", "s/step", "ratio", *shown), ("---",) + ("---:",) * 10]
     for row in rows:
         times = (f"{row['seconds']:.4f}", f"{row['ratio']:.2f}")
-        shares = [share(row[key]) for key in (*SHARES, "busiest_of_mean")]
+        shares = [share(row[key]) for key in SHARES]
         lines.append((row["mode"], *times, *shares, gib(row["peak_gib"]), gib(row["others_gib"])))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -265,7 +232,27 @@ def device_name(args: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    return start(options(__doc__.splitlines()[0], list(MODES)).parse_args(), work)
+    args = options().parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" not in os.environ:
+        launch(args)
+        return 0
+    if args.exchange_copies:
+        os.environ["WEFT_COPY_ENGINES"] = args.exchange_copies
+    if args.device == "cuda":
+        # Sums inside NVSwitch have no order of ours; rings have, and runs must agree in all bits.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    else:
+        torch.set_num_threads(1)  # the processes share the cores
+    join(args.device == "cuda")
+    try:
+        return work(args)
+    except Exception:
+        traceback.print_exc()  # now: to leave the group may take as long as the others need
+        raise
+    finally:
+        leave()
 
 
 if __name__ == "__main__":

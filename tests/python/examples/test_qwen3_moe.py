@@ -14,13 +14,10 @@ from weft.examples.qwen3_attention import ROPE_BASE, Attention, Shape
 from weft.examples.qwen3_exposed import (
     Exposure,
     Kernel,
-    difference,
     exchange_times,
     exposure,
     is_exchange,
-    length,
     read_trace,
-    union,
     without_waits,
 )
 from weft.examples.qwen3_model import QwenMoE
@@ -32,51 +29,6 @@ PACK = "weft::(anonymous namespace)::pack_bulk(weft::DispatchLaunch)"
 FAN_OUT = "weft::(anonymous namespace)::fan_out_bulk(weft::DispatchLaunch)"
 PACK_SUMS = "void weft::(anonymous namespace)::pack_vector<__half, true>(weft::CombineLaunch)"
 ADD_SUMS = "void weft::(anonymous namespace)::sum_vector<__half>(weft::CombineLaunch)"
-
-
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ([], []),
-        ([(1, 1)], []),
-        ([(3, 4), (0, 1)], [(0, 1), (3, 4)]),
-        ([(0, 1), (1, 2)], [(0, 2)]),  # touching
-        ([(0, 9), (2, 3), (4, 5)], [(0, 9)]),  # nested
-        ([(0, 3), (2, 5), (6, 7)], [(0, 5), (6, 7)]),
-    ],
-)
-def test_union(given, expected):
-    assert union(given) == expected
-
-
-@pytest.mark.parametrize(
-    "given, covers, expected",
-    [
-        ([], [(0, 9)], []),
-        ([(0, 9)], [], [(0, 9)]),
-        ([(2, 3)], [(0, 9)], []),
-        ([(2, 3)], [(2, 3)], []),
-        ([(0, 9)], [(2, 3), (5, 6)], [(0, 2), (3, 5), (6, 9)]),
-        ([(2, 4)], [(0, 2), (4, 6)], [(2, 4)]),  # touching covers nothing
-        ([(0, 4), (6, 9)], [(3, 7)], [(0, 3), (7, 9)]),  # one cover over two
-        ([(1, 2), (3, 4)], [(0, 9)], []),
-    ],
-)
-def test_difference(given, covers, expected):
-    assert difference(given, covers) == expected
-
-
-def test_difference_is_what_counting_gives():
-    maker = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        begins = torch.randint(40, (2, 6), generator=maker)
-        ends = begins + torch.randint(8, (2, 6), generator=maker)
-        given, covers = (union(zip(*pair)) for pair in zip(begins.tolist(), ends.tolist()))
-        cells = set().union(*(range(*time) for time in given))
-        cells -= set().union(*(range(*time) for time in covers))
-        left = difference(given, covers)
-        assert left == union(left)
-        assert length(left) == len(cells)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +57,27 @@ def test_difference_is_what_counting_gives():
 )
 def test_exposure(kernels, expected):
     assert exposure(kernels) == Exposure(*expected)
+
+
+def test_exposure_is_what_counting_gives():
+    maker = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        begins, lengths = torch.randint(9, (2, 8), generator=maker).tolist()
+        kinds = torch.randint(4, (8,), generator=maker).tolist()
+        kernels = [
+            Kernel(begin, begin + length, (SEND, "gemm")[kind % 2], kind // 2)
+            for begin, length, kind in zip(begins, lengths, kinds)
+        ]
+        cells = [[k for k in kernels if k.begin <= time < k.end] for time in range(18)]
+        used = [time for time, cell in enumerate(cells) if cell]
+        exchanging = [[k for k in cell if is_exchange(k.name)] for cell in cells]
+        exposed = sum(
+            any(all(is_exchange(o.name) or o.stream == k.stream for o in cell) for k in some)
+            for cell, some in zip(cells, exchanging)
+        )
+        span = used[-1] - used[0] + 1
+        counts = (span, sum(map(bool, exchanging)), exposed, span - len(used))
+        assert exposure(kernels) == Exposure(*counts)
 
 
 @pytest.mark.parametrize(
