@@ -8,7 +8,7 @@
 #include <cmath>
 #include <memory>
 
-#include "bench/gpu.hpp"
+#include "bench/run.hpp"
 #include "bench/options.hpp"
 #include "cli/ranks.hpp"
 #include "commands.hpp"

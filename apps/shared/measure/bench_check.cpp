@@ -16,14 +16,6 @@ struct RankVerdict {
   bool is_plan_good = false;
 };
 
-std::vector<Plan> expected_plans(const BenchShape& shape) {
-  std::vector<Plan> plans;
-  for (PlanData& data : reference_plans(shape.routes, shape.num_experts, shape.options)) {
-    plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
-  }
-  return plans;
-}
-
 std::vector<uint64_t> expected_rows(const BenchShape& shape, std::span<const Plan> plans) {
   std::vector<Matrix> tokens;
   std::vector<Matrix> rows;
@@ -72,6 +64,29 @@ std::vector<uint64_t> expected_x(
 
 }  // namespace
 
+std::vector<Plan> expected_plans(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> budgets
+) {
+  std::vector<Plan> plans;
+  for (PlanData& data : reference_plans(routes, num_experts, options, budgets)) {
+    plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
+  }
+  return plans;
+}
+
+Verdict verdict_of_all(const Group& group, const Verdict& mine) {
+  Verdict all = {true, true, true};
+  for (const Verdict& one : gather(group, mine)) {
+    all.is_plan_good &= one.is_plan_good;
+    all.is_dispatch_good &= one.is_dispatch_good;
+    all.is_combine_good &= one.is_combine_good;
+  }
+  return all;
+}
+
 uint64_t fingerprint(const ConstTensor& matrix) {
   constexpr uint64_t kPrime = 0x100000001b3;
   uint64_t print = mix_seed(static_cast<uint64_t>(matrix.rows), static_cast<uint64_t>(matrix.cols));
@@ -96,7 +111,7 @@ Matrix bench_rows(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int ra
 Verdict judge(
     const Group& group, const BenchShape& shape, const Plan& plan, const OutputPrints& prints
 ) {
-  const auto plans = expected_plans(shape);
+  const auto plans = expected_plans(shape.routes, shape.num_experts, shape.options);
   const auto mine = static_cast<size_t>(group.rank());
   const auto verdicts = gather(group, RankVerdict{prints, plan == plans[mine]});
   Verdict verdict = {true, true, true};
@@ -109,7 +124,7 @@ Verdict judge(
       verdict.is_combine_good &= verdicts[rank].prints.x == x[rank];
     }
   }
-  return gather(group, verdict)[0];
+  return verdict_of_all(group, verdict);
 }
 
 }  // namespace weft::program

@@ -14,6 +14,14 @@
 
 namespace weft::program {
 
+// The plans of all ranks, by the slow reference; `budgets` as reference_plans() takes them.
+[[nodiscard]] std::vector<Plan> expected_plans(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> budgets = {}
+);
+
 // A number that two equal matrices share.
 [[nodiscard]] uint64_t fingerprint(const ConstTensor& matrix);
 
@@ -31,6 +39,9 @@ struct Verdict {
   bool is_dispatch_good = false;
   bool is_combine_good = false;
 };
+
+// Collective. Good where every rank says so.
+[[nodiscard]] Verdict verdict_of_all(const Group& group, const Verdict& mine);
 
 struct BenchShape {
   std::span<const RouteTable> routes;  // by rank

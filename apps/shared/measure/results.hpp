@@ -19,20 +19,20 @@ struct Rival {
 };
 
 struct ResultRow {
-  std::string op;  // dispatch, combine, plan, plan+dispatch, ...
+  std::string op = {};  // dispatch, combine, plan, plan+dispatch, ...
   std::string executor = "cpu";
-  std::string transport;
-  std::string layout;
-  std::string dtype;
+  std::string transport = {};
+  std::string layout = {};
+  std::string dtype = {};
   int ranks = 0;
   int64_t tokens = 0;  // per rank, the largest
   int64_t hidden = 0;
   int experts = 0;
   int topk = 0;
   int64_t pad = 1;
-  int sms = 0;        // 0: not a GPU
-  std::string mode;   // "exact direct", "exact staged"
-  double us_p50 = 0;  // of the slowest rank of each sample
+  int sms = 0;            // 0: not a GPU
+  std::string mode = {};  // "exact direct", "exact staged"
+  double us_p50 = 0;      // of the slowest rank of each sample
   double us_p99 = 0;
   double wire_bytes = 0;     // of all ranks, mean over the samples' routings
   double logical_bytes = 0;  // likewise

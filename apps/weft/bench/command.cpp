@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "bench/gpu.hpp"
 #include "bench/options.hpp"
 #include "bench/run.hpp"
 #include "cli/choices.hpp"

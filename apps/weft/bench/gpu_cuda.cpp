@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every sample starts behind a barrier of the GPUs themselves and takes the next of several
-// routings; its time is that of the slowest rank, between events on its stream.
+// `weft bench` and `weft tune` on GPUs. Every sample starts behind a barrier of the GPUs themselves
+// and takes the next of several routings; its time is that of the slowest rank, between events on
+// its stream.
 #include <fmt/format.h>
 
 #include <cuda_runtime_api.h>
@@ -8,33 +9,121 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <optional>
 #include <vector>
 
-#include "bench/gpu.hpp"
-#include "bench/gpu_calls_cuda.hpp"
 #include "bench/gpu_kernels_cuda.hpp"
-#include "bench/options.hpp"
+#include "bench/run.hpp"
 #include "cli/progress.hpp"
 #include "core/gpu/check.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/gpu/devices.hpp"
+#include "core/gpu/stream.hpp"
+#include "core/half.hpp"
 #include "cuda/transport/peer_memory.hpp"
+#include "measure/gpu_rows.hpp"
 #include "measure/measure.hpp"
+#include "plan/plan_data.hpp"
 
 namespace weft::program {
 namespace {
+
+constexpr int64_t kSampledRows = 256;
+constexpr int64_t kSampledTokens = 96;
+
+// Of the same bytes, as rows of bf16, which is what launch_fill writes.
+Tensor as_bf16(Tensor tensor, int64_t row_bytes) {
+  tensor.cols = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
+  tensor.dtype = DType::kBFloat16;
+  return tensor;
+}
+
+std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
+  std::vector<uint16_t> host(static_cast<size_t>(tensor.cols));
+  const auto bytes = static_cast<uint64_t>(tensor.row_bytes());
+  copy_between(
+      reinterpret_cast<std::byte*>(host.data()),
+      {},
+      tensor.data + row * tensor.row_bytes(),
+      tensor.device,
+      bytes
+  );
+  return host;
+}
+
+// Of what a rank's tokens, their scales and its experts' rows are filled with by launch_fill.
+enum class Seed : uint64_t { kTokens = 1, kExperts, kScales };
+
+uint64_t seed_of(Seed seed, int rank) {
+  return mix_seed(static_cast<uint64_t>(seed), static_cast<uint64_t>(rank));
+}
+
+// rows: what `rank` got of rows that each source filled from its seed, seen as bf16 of whatever
+// they are; plans: those of all ranks. A sample of them, every element.
+bool rows_are_right(
+    const Tensor& rows, const std::vector<Plan>& plans, size_t rank, Seed filled_from
+) {
+  for (size_t source = 0; source < plans.size(); ++source) {
+    const Arrivals& arrivals = contents_of(plans[source]).sent[rank];
+    const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
+    for (int64_t i = 0; i < arrivals.size(); i += step) {
+      for (const int32_t slot : arrivals.slots(i)) {
+        const auto got = read_row(rows, slot);
+        const int64_t token = arrivals.token[static_cast<size_t>(i)];
+        const uint64_t seed = seed_of(filled_from, static_cast<int>(source));
+        for (int64_t col = 0; col < rows.cols; ++col) {
+          if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
+            return false;
+          }
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// sums: what combine made of experts' rows made from their seeds, in bf16; plan: of this rank.
+bool sums_are_right(const Tensor& sums, const Plan& plan) {
+  const PlanData& data = contents_of(plan);
+  const int64_t step = std::max<int64_t>(1, plan.num_tokens() / kSampledTokens);
+  for (int64_t token = 0; token < plan.num_tokens(); token += step) {
+    const auto got = read_row(sums, token);
+    const auto t = static_cast<size_t>(token);
+    for (int64_t col = 0; col < sums.cols; ++col) {
+      float sum = 0;
+      for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
+        const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
+        const Arrivals& sent = data.sent[static_cast<size_t>(arrival.rank)];
+        const uint64_t seed = seed_of(Seed::kExperts, arrival.rank);
+        float partial = 0;
+        bool is_first = true;
+        for (const int32_t slot : sent.slots(arrival.index)) {
+          const float value = bf16_to_float(float_to_bf16(row_element(seed, slot, col)));
+          partial = is_first ? value : partial + value;
+          is_first = false;
+        }
+        partial = bf16_to_float(float_to_bf16(partial));
+        sum = i == data.token_begin[t] ? partial : sum + partial;
+      }
+      if (got[static_cast<size_t>(col)] != float_to_bf16(sum)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
 
 // Graphs of the calls: one for each routing, of `num_calls` calls that begin with it and take the
 // others in turn.
 class BenchGraphs {
  public:
-  BenchGraphs(GpuCalls& calls, BenchOp op, int num_calls) : calls_(calls) {
-    const size_t num_versions = calls_.plans().size();
+  BenchGraphs(Bench& bench, BenchOp op, int num_calls, cudaStream_t stream)
+      : bench_(bench), stream_(stream) {
+    const size_t num_versions = bench_.num_versions();
     const size_t num_plans = num_versions * static_cast<size_t>(num_calls);
     for (size_t i = 0; i < num_plans; ++i) {
-      alive_.push_back(calls_.plan_in_budget(i % num_versions));
+      alive_.push_back(bench_.plan_in_budget(i % num_versions));
     }
     alive_.clear();  // their memory is there for the captures
-    const cudaStream_t stream = calls_.stream();
     for (size_t version = 0; version < num_versions; ++version) {
       cudaGraph_t graph = nullptr;
       WEFT_CUDA(Context{}, cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -56,120 +145,58 @@ class BenchGraphs {
 
   // On the stream of the calls.
   void launch(size_t version) const {
-    WEFT_CUDA(Context{}, cudaGraphLaunch(graphs_[version], calls_.stream()));
+    WEFT_CUDA(Context{}, cudaGraphLaunch(graphs_[version], stream_));
   }
 
  private:
   void capture(BenchOp op, size_t version) {
     if (op == BenchOp::kPlan) {
-      alive_.push_back(calls_.plan_in_budget(version));
+      alive_.push_back(bench_.plan_in_budget(version));
     } else if (op == BenchOp::kPlanDispatch) {
-      alive_.push_back(calls_.plan_and_dispatch(version));
+      alive_.push_back(bench_.plan_and_dispatch(version));
     } else {
-      calls_.run(op, version);
+      bench_.run_once(op, version);
     }
   }
 
-  GpuCalls& calls_;
+  Bench& bench_;
+  cudaStream_t stream_;
   std::vector<cudaGraphExec_t> graphs_;
   std::vector<Plan> alive_;  // a graph writes into its plans at every replay
 };
 
-class GpuBench {
+class GpuBench final : public Bench {
  public:
+  // Collective. The arguments must stay.
   GpuBench(
-      const Group& group, const BenchOptions& options, const BenchRouting& routing, double limit
+      const Group& group,
+      const BenchOptions& options,
+      const BenchRouting& routing,
+      int gpu,
+      cudaStream_t stream,
+      double limit
   )
-      : group_(group),
-        options_(options),
-        routing_(routing),
+      : Bench(group, options, routing, {Device::Kind::kCuda, gpu}, stream),
+        stream_(stream),
         limit_gbps_(limit),
-        calls_(group, options, routing),
-        signals_(group, calls_.gpu(), 4096) {}
-
-  GpuBench(const GpuBench&) = delete;
-  GpuBench& operator=(const GpuBench&) = delete;
-
-  std::vector<TunedSplit> tune() {
-    int all = 0;
-    WEFT_CUDA(
-        Context{}, cudaDeviceGetAttribute(&all, cudaDevAttrMultiProcessorCount, calls_.gpu())
-    );
-    Progress progress("tune", group_.rank() == 0);
-    std::vector<TunedSplit> splits;
-    constexpr std::array<int, 9> kSms = {12, 16, 24, 32, 40, 48, 64, 96, 0};
-    constexpr std::array<double, 6> kShares = {0.3, 0.4, 0.5, 0.6, 0.7, 0.8};
-    double done = 0;
-    for (const int sms : kSms) {
-      for (const double share : kShares) {
-        progress.update(
-            done++ / static_cast<double>(kSms.size() * kShares.size()),
-            fmt::format("{} multiprocessors", sms > 0 ? sms : all)
-        );
-        const int num_sms = sms > 0 ? sms : all;
-        const int senders = std::max(1, static_cast<int>(num_sms * share + 0.5));
-        calls_.take(num_sms, senders);
-        for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
-          const auto samples =
-              slowest_of(group_, time([&](size_t version) { calls_.run(op, version); }, false));
-          splits.push_back(
-              {op == BenchOp::kDispatch ? TunedOp::kDispatch : TunedOp::kCombine,
-               group_.num_ranks(),
-               calls_.row_bytes(),
-               {senders, num_sms - senders},
-               percentile(samples, 50)}
-          );
-        }
-      }
+        signals_(group, gpu, 4096) {
+    WEFT_CUDA(Context{}, cudaSetDevice(gpu));
+    fill(is_fp8() ? as_bf16(x_, x_.cols) : x_, Seed::kTokens);
+    if (is_fp8()) {
+      fill(as_bf16(scales_, scales_.row_bytes()), Seed::kScales);
     }
-    return splits;
+    fill(experts_, Seed::kExperts);
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
   }
 
-  BenchReport run() {
-    BenchReport report;
-    report.row_bytes = calls_.row_bytes();
-    report.rates.scatter = limit_gbps_;
-    check_copies();
-    std::vector<int> sms = options_.sms;
-    if (sms.empty()) {
-      sms.push_back(0);
-    }
-    Progress progress("bench", group_.rank() == 0);
-    double done = 0;
-    for (const int num_sms : sms) {
-      num_sms_ = num_sms;
-      calls_.take(num_sms, 0);
-      const auto verdict = options_.is_checked ? calls_.check() : Verdict{};
-      for (const auto& [name, op] : kBenchOps) {
-        if (!options_.wants(name)) {
-          continue;
-        }
-        progress.update(
-            done++ / static_cast<double>(kBenchOps.size() * sms.size()), std::string(name)
-        );
-        for (const int graph_calls : {0, 1, kLongGraph}) {
-          if (graph_calls > 0 && !options_.is_graph) {
-            continue;
-          }
-          report.results.push_back(measure(op, graph_calls));
-          ResultRow& row = report.results.back().row;
-          row.op = name;
-          row.checked = is_good(verdict, op);
-        }
-      }
-    }
-    return report;
-  }
-
- private:
   // What copy engines cannot carry goes as usual, which is not what was asked for.
   void check_copies() {
     if (!options_.is_copied) {
       return;
     }
-    calls_.run(BenchOp::kDispatch, 0);
-    calls_.run(BenchOp::kCombine, 0);
-    const int64_t num_copied = calls_.exchange().stats().num_copied;
+    run_once(BenchOp::kDispatch, 0);
+    run_once(BenchOp::kCombine, 0);
+    const int64_t num_copied = exchange_.stats().num_copied;
     WEFT_CHECK(
         Context{},
         num_copied == 2,
@@ -180,28 +207,112 @@ class GpuBench {
     );
   }
 
-  // Microseconds of each sample on this rank.
-  std::vector<double> time(const std::function<void(size_t)>& work, bool waits_for_host) {
-    const cudaStream_t stream = calls_.stream();
+  std::vector<TunedSplit> tune() {
+    const int all = gpu_sms();
+    Progress progress("tune", group_.rank() == 0);
+    std::vector<TunedSplit> splits;
+    constexpr std::array<int, 9> kSms = {12, 16, 24, 32, 40, 48, 64, 96, 0};
+    constexpr std::array<double, 6> kShares = {0.3, 0.4, 0.5, 0.6, 0.7, 0.8};
+    double done = 0;
+    for (const int sms : kSms) {
+      for (const double share : kShares) {
+        num_sms_ = sms > 0 ? sms : all;
+        num_senders_ = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
+        progress.update(
+            done++ / static_cast<double>(kSms.size() * kShares.size()),
+            fmt::format("{} multiprocessors", num_sms_)
+        );
+        for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
+          const auto samples = slowest_of(group_, time(op, 0));
+          splits.push_back(
+              {op == BenchOp::kDispatch ? TunedOp::kDispatch : TunedOp::kCombine,
+               group_.num_ranks(),
+               row_bytes(),
+               {num_senders_, num_sms_ - num_senders_},
+               percentile(samples, 50)}
+          );
+        }
+      }
+    }
+    return splits;
+  }
+
+ private:
+  void fill(const Tensor& tensor, Seed seed) {
+    launch_fill(tensor.data, tensor.rows, tensor.cols, seed_of(seed, group_.rank()), stream_);
+  }
+
+  [[nodiscard]] bool is_dispatch_right(const std::vector<Plan>& expected) const {
+    if (!is_fp8()) {
+      return rows_are_right(rows_, expected, rank_, Seed::kTokens);
+    }
+    const Tensor scales = as_bf16(row_scales_, row_scales_.row_bytes());
+    return rows_are_right(as_bf16(rows_, rows_.cols), expected, rank_, Seed::kTokens) &&
+           rows_are_right(scales, expected, rank_, Seed::kScales);
+  }
+
+  // Whether dispatch() gives what it should in an output that held other rows.
+  bool is_right_after(const std::vector<Plan>& expected, const std::function<void()>& dispatch) {
+    launch_fill(rows_.data, max_rows_, options_.hidden, 77, stream_);
+    dispatch();
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+    exchange_.check();
+    return is_dispatch_right(expected);
+  }
+
+  // Plans in full; of the rows a sample, every element of them.
+  Verdict check() override {
+    const auto expected =
+        expected_plans(routing_.versions[0], routing_.num_experts, plan_options());
+    Verdict mine;
+    mine.is_dispatch_good = is_right_after(expected, [&] {
+      run_once(BenchOp::kDispatch, 0);
+      run_once(BenchOp::kCombine, 0);
+    });
+    mine.is_plan_good = plans_[0] == expected[rank_];
+    mine.is_combine_good = sums_are_right(out_, expected[rank_]);
+    if (options_.is_graph) {
+      mine.is_dispatch_good &=
+          is_right_after(expected, [&] { static_cast<void>(plan_and_dispatch(0)); });
+    }
+    return verdict_of_all(group_, mine);
+  }
+
+  CopyRates measure_rates() override { return {.scatter = limit_gbps_}; }
+
+  std::vector<double> time(BenchOp op, int graph_calls) override {
+    if (graph_calls == 0) {
+      const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
+      return time_work([&](size_t version) { run_once(op, version); }, is_planning);
+    }
+    const BenchGraphs graphs(*this, op, graph_calls, stream_);
+    auto samples = time_work([&](size_t version) { graphs.launch(version); }, false);
+    for (double& sample : samples) {
+      sample /= graph_calls;
+    }
+    return samples;
+  }
+
+  std::vector<double> time_work(const std::function<void(size_t)>& work, bool waits_for_host) {
     const int total = options_.warmup + options_.iterations;
     std::vector<cudaEvent_t> events(static_cast<size_t>(2 * total));
     for (cudaEvent_t& event : events) {
       WEFT_CUDA(Context{}, cudaEventCreate(&event));
     }
-    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
     group_.barrier();
     for (int i = 0; i < total; ++i) {
       const auto at = static_cast<size_t>(2 * i);
       if (waits_for_host) {
         group_.barrier();
       }
-      launch_barrier(signals_.table(), group_.rank(), group_.num_ranks(), ++round_, stream);
-      WEFT_CUDA(Context{}, cudaEventRecord(events[at], stream));
-      work(static_cast<size_t>(i) % calls_.plans().size());
-      WEFT_CUDA(Context{}, cudaEventRecord(events[at + 1], stream));
+      launch_barrier(signals_.table(), group_.rank(), group_.num_ranks(), ++round_, stream_);
+      WEFT_CUDA(Context{}, cudaEventRecord(events[at], stream_));
+      work(static_cast<size_t>(i) % num_versions());
+      WEFT_CUDA(Context{}, cudaEventRecord(events[at + 1], stream_));
     }
-    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
-    calls_.exchange().check();
+    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
+    exchange_.check();
     std::vector<double> samples;
     for (int i = options_.warmup; i < total; ++i) {
       const auto at = static_cast<size_t>(2 * i);
@@ -215,118 +326,34 @@ class GpuBench {
     return samples;
   }
 
-  // Calls of a graph in which each finds the one before it just ended, as in a model's.
-  static constexpr int kLongGraph = 8;
-
-  static const char* mode_of(int graph_calls) {
-    return graph_calls == 0 ? "exact" : graph_calls == 1 ? "budget graph" : "budget graph of 8";
-  }
-
-  // Of one call in graphs of so many.
-  std::vector<double> time_graphs(BenchOp op, int num_calls) {
-    const BenchGraphs graphs(calls_, op, num_calls);
-    auto samples = time([&](size_t version) { graphs.launch(version); }, false);
-    for (double& sample : samples) {
-      sample /= num_calls;
-    }
-    return samples;
-  }
-
-  // Bytes: out of the rank that sends most and into the one that gets most, mean over the routings.
-  struct Traffic {
-    double wire = 0;
-    double logical = 0;
-    double most_out = 0;
-    double most_in = 0;
-  };
-  Traffic traffic() {
-    if (traffic_) {
-      return *traffic_;
-    }
-    Traffic all;
-    for (const Plan& plan : calls_.plans()) {
-      const int64_t row_bytes = calls_.row_bytes();
-      Traffic mine = {.logical = static_cast<double>(plan.logical_bytes(row_bytes))};
-      mine.wire = mine.most_out = static_cast<double>(plan.wire_bytes(row_bytes));
-      for (int peer = 0; peer < plan.num_ranks(); ++peer) {
-        mine.most_in +=
-            peer == plan.rank() ? 0 : static_cast<double>(plan.received_arrivals(peer) * row_bytes);
-      }
-      double most_out = 0;
-      double most_in = 0;
-      for (const Traffic& one : gather(group_, mine)) {
-        all.wire += one.wire;
-        all.logical += one.logical;
-        most_out = std::max(most_out, one.most_out);
-        most_in = std::max(most_in, one.most_in);
-      }
-      all.most_out += most_out;
-      all.most_in += most_in;
-    }
-    const auto count = static_cast<double>(calls_.plans().size());
-    all = {all.wire / count, all.logical / count, all.most_out / count, all.most_in / count};
-    traffic_ = all;
-    return all;
-  }
-
-  // `graph_calls`: of each graph, 0 for calls outside of graphs.
-  BenchResult measure(BenchOp op, int graph_calls) {
-    const Traffic bytes = traffic();
-    const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
-    BenchResult result = bench_result(
-        group_,
-        options_,
-        routing_,
-        slowest_of(
-            group_,
-            graph_calls > 0 ? time_graphs(op, graph_calls)
-                            : time([&](size_t version) { calls_.run(op, version); }, is_planning)
-        )
-    );
-    ResultRow& row = result.row;
-    row.executor = "cuda";
-    row.transport = calls_.exchange().config().transport;
-    row.dtype = options_.is_fp8 ? "fp8" : row.dtype;
-    row.tokens = calls_.max_tokens();
-    row.sms = num_sms_;
-    if (row.sms == 0) {
-      WEFT_CUDA(
-          Context{}, cudaDeviceGetAttribute(&row.sms, cudaDevAttrMultiProcessorCount, calls_.gpu())
-      );
-    }
-    row.mode = mode_of(graph_calls);
-    row.mode += options_.is_copied ? " copies" : options_.is_staged ? " staged" : " direct";
-    if (op != BenchOp::kPlan) {
-      row.wire_bytes = bytes.wire;
-      row.logical_bytes = bytes.logical;
-      if (limit_gbps_ > 0) {
-        row.limit_us = std::max(bytes.most_out, bytes.most_in) / limit_gbps_ / 1e3;
-      }
-    }
-    return result;
-  }
-
-  const Group& group_;
-  const BenchOptions& options_;
-  const BenchRouting& routing_;
+  cudaStream_t stream_;
   double limit_gbps_;
-  GpuCalls calls_;
   PeerMemory signals_;
   uint32_t round_ = 0;
-  int num_sms_ = 0;
-  std::optional<Traffic> traffic_;
 };
+
+// The bench of this rank, for run().
+template <class Run>
+auto with_bench(const Group& group, const BenchOptions& options, double limit, const Run& run) {
+  const BenchRouting routing = bench_routing(options, group.num_ranks());
+  const int num_gpus = std::max(1, static_cast<int>(list_gpus().gpus.size()));
+  const int gpu = group.rank() % num_gpus;
+  const GpuStream stream(gpu);
+  GpuBench bench(group, options, routing, gpu, stream.get(), limit);
+  return run(bench);
+}
 
 }  // namespace
 
 std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& options) {
-  const BenchRouting routing = bench_routing(options, group.num_ranks());
-  return GpuBench(group, options, routing, 0).tune();
+  return with_bench(group, options, 0, [](GpuBench& bench) { return bench.tune(); });
 }
 
 BenchReport run_gpu_bench(const Group& group, const BenchOptions& options, double limit_gbps) {
-  const BenchRouting routing = bench_routing(options, group.num_ranks());
-  return GpuBench(group, options, routing, limit_gbps).run();
+  return with_bench(group, options, limit_gbps, [](GpuBench& bench) {
+    bench.check_copies();
+    return bench.run();
+  });
 }
 
 }  // namespace weft::program

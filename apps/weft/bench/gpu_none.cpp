@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench/gpu.hpp"
+#include "bench/run.hpp"
 #include "core/check.hpp"
 
 namespace weft::program {

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "bench/run.hpp"
 
-#include <algorithm>
+#include <fmt/format.h>
 
-#include "bench/options.hpp"
+#include <algorithm>
+#include <utility>
+
 #include "cli/progress.hpp"
 #include "core/check.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/gpu/devices.hpp"
 #include "measure/bench_check.hpp"
 #include "measure/limits.hpp"
 #include "measure/measure.hpp"
@@ -13,7 +17,6 @@
 #include "plan/file/routing_file.hpp"
 #include "plan/random_routing.hpp"
 #include "routing/source.hpp"
-#include "weft/exchange.hpp"
 
 namespace weft::program {
 namespace {
@@ -22,17 +25,12 @@ constexpr uint64_t kMadeUpVersions = 4;
 constexpr int64_t kFileVersions = 16;
 
 BenchRouting made_up_routing(const BenchOptions& options, int num_ranks) {
-  RandomRouting spec =
-      random_spec({num_ranks, options.num_tokens, options.num_experts, options.topk, options.skew});
-  BenchRouting routing;
-  routing.num_experts = options.num_experts;
-  routing.topk = options.topk;
+  MadeUpRouting spec = {
+      num_ranks, options.num_tokens, options.num_experts, options.topk, options.skew};
+  BenchRouting routing = {options.num_experts, options.topk, {}};
   for (uint64_t version = 0; version < kMadeUpVersions; ++version) {
     spec.seed = mix_seed(options.seed, version);
-    auto& routes = routing.versions.emplace_back();
-    for (int rank = 0; rank < num_ranks; ++rank) {
-      routes.push_back(random_routing(spec, rank));
-    }
+    routing.versions.push_back(make_up_routing(spec).routes);
   }
   return routing;
 }
@@ -52,9 +50,7 @@ BenchRouting file_routing(const std::string& path, int num_ranks) {
   WEFT_CHECK(
       Context{}, file.num_records() > 0, ErrorCode::kFile, "bench: {} holds no records", path
   );
-  BenchRouting routing;
-  routing.num_experts = file.shape().num_experts;
-  routing.topk = file.shape().topk;
+  BenchRouting routing = {file.shape().num_experts, file.shape().topk, {}};
   const int64_t num_versions = std::min(kFileVersions, file.num_records());
   for (int64_t version = 0; version < num_versions; ++version) {
     routing.versions.push_back(file.read(version * file.num_records() / num_versions).routes);
@@ -62,116 +58,44 @@ BenchRouting file_routing(const std::string& path, int num_ranks) {
   return routing;
 }
 
+bool is_good(const Verdict& verdict, BenchOp op) {
+  const bool has_plan = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
+  const bool has_dispatch = op == BenchOp::kDispatch || op == BenchOp::kPlanDispatch;
+  return (!has_plan || verdict.is_plan_good) && (!has_dispatch || verdict.is_dispatch_good) &&
+         (op != BenchOp::kCombine || verdict.is_combine_good);
+}
+
+constexpr int64_t kScaleGroup = 128;  // elements of an FP8 row for which there is one scale
+// Calls of a graph in which each finds the one before it just ended, as in a model's.
+constexpr int kLongGraph = 8;
 constexpr int64_t kLimitMemoryBytes = 512 << 20;
 
-class Bench {
+class CpuBench final : public Bench {
  public:
-  Bench(const Group& group, const BenchOptions& options, const BenchRouting& routing)
-      : group_(group),
-        options_(options),
-        routing_(routing),
-        rank_(static_cast<size_t>(group.rank())),
-        exchange_(group, config()) {
-    for (const auto& routes : routing_.versions) {
-      const RouteTable& mine = routes[rank_];
-      topk_idx_.push_back(matrix(mine.expert.data(), mine.num_tokens, mine.topk));
-      plans_.push_back(exchange_.plan({.topk_idx = topk_idx_.back()}, plan_options()));
-      max_rows_ = std::max(max_rows_, plans_.back().num_rows());
+  CpuBench(const Group& group, const BenchOptions& options, const BenchRouting& routing)
+      : Bench(group, options, routing, {}, nullptr) {
+    const int rank = group.rank();
+    fill(x_, bench_tokens(x_.dtype, x_.rows, x_.cols, options.seed, rank));
+    fill(experts_, bench_rows(x_.dtype, experts_.rows, x_.cols, options.seed, rank));
+    fill(out_, Matrix(out_.dtype, out_.rows, out_.cols));
+    if (options.is_staged) {
+      fill(rows_, Matrix(rows_.dtype, rows_.rows, rows_.cols));
     }
-    const DType dtype = options_.dtype;
-    x_ = bench_tokens(dtype, max_tokens(), options_.hidden, options_.seed, group_.rank());
-    y_ = bench_rows(dtype, max_rows_, options_.hidden, options_.seed, group_.rank());
-    combined_ = Matrix(dtype, max_tokens(), options_.hidden);
-    if (options_.is_staged) {
-      plain_rows_ = Matrix(dtype, max_rows_, options_.hidden);
-    } else {
-      buffer_ = exchange_.allocate(max_rows_, options_.hidden, dtype);
-    }
-  }
-
-  BenchReport run() {
-    BenchReport report;
-    if (options_.is_checked) {
-      verdict_ = check();
-    }
-    report.row_bytes = row_bytes();
-    report.rates = measure_limit();
-    Progress progress("bench", group_.rank() == 0);
-    double done = 0;
-    for (const auto& [name, op] : kBenchOps) {
-      progress.update(done++ / static_cast<double>(kBenchOps.size()), std::string(name));
-      if (options_.wants(name)) {
-        report.results.push_back(measure(op, report.rates));
-        report.results.back().row.op = name;
-      }
-    }
-    return report;
   }
 
  private:
-  [[nodiscard]] int64_t max_tokens() const { return routing_.max_tokens(); }
-
-  [[nodiscard]] ExchangeConfig config() const {
-    ExchangeConfig config;
-    config.hidden = options_.hidden;
-    config.max_tokens = std::max<int64_t>(1, max_tokens());
-    config.num_experts = routing_.num_experts;
-    config.max_topk = routing_.topk;
-    config.transport = options_.transport;
-    config.num_threads = options_.threads_per_rank;
-    return config;
+  static void fill(const Tensor& tensor, const Matrix& matrix) {
+    copy_between(
+        tensor.data, {}, matrix.view().data, {}, static_cast<uint64_t>(tensor.num_bytes())
+    );
   }
 
-  [[nodiscard]] PlanOptions plan_options() const { return options_.plan_options(); }
-
-  [[nodiscard]] int64_t row_bytes() const { return options_.hidden * dtype_bytes(options_.dtype); }
-
-  // The first rows of a matrix.
-  template <class View>
-  static View head(View view, int64_t rows) {
-    view.rows = rows;
-    return view;
-  }
-
-  void dispatch(const Plan& plan, const Tensor& rows) {
-    exchange_.dispatch(plan, {.x = head(std::as_const(x_).view(), plan.num_tokens())}, {rows});
-  }
-
-  [[nodiscard]] Tensor rows_of(const Plan& plan) {
-    return head(options_.is_staged ? plain_rows_.view() : buffer_.tensor(), plan.num_rows());
-  }
-
-  void run_once(BenchOp op, size_t version) {
-    switch (op) {
-      case BenchOp::kPlan:
-        static_cast<void>(exchange_.plan({.topk_idx = topk_idx_[version]}, plan_options()));
-        return;
-      case BenchOp::kDispatch:
-        dispatch(plans_[version], rows_of(plans_[version]));
-        return;
-      case BenchOp::kCombine: {
-        const Plan& plan = plans_[version];
-        exchange_.combine(
-            plan,
-            {.rows = head(std::as_const(y_).view(), plan.num_rows())},
-            {.x = head(combined_.view(), plan.num_tokens())}
-        );
-        return;
-      }
-      case BenchOp::kPlanDispatch: {
-        const Plan plan = exchange_.plan({.topk_idx = topk_idx_[version]}, plan_options());
-        dispatch(plan, rows_of(plan));
-        return;
-      }
-    }
-  }
-
-  Verdict check() {
+  Verdict check() override {
     const Plan& plan = plans_[0];
     run_once(BenchOp::kDispatch, 0);
-    OutputPrints prints = {.rows = fingerprint(rows_of(plan))};
+    OutputPrints prints = {.rows = fingerprint(head(rows_, plan.num_rows()))};
     run_once(BenchOp::kCombine, 0);
-    prints.x = fingerprint(head(std::as_const(combined_).view(), plan.num_tokens()));
+    prints.x = fingerprint(head(out_, plan.num_tokens()));
     const BenchShape shape = {
         .routes = routing_.versions[0],
         .num_experts = routing_.num_experts,
@@ -184,43 +108,25 @@ class Bench {
   }
 
   // Rank 0 measures while the others wait, so that nothing else runs.
-  CopyRates measure_limit() {
-    const ExchangeBytes bytes = bytes_of_all_ranks();
+  CopyRates measure_rates() override {
+    const double copies = bytes_.logical / std::max(bytes_.tokens, 1.0);
     CopyShape shape;
     shape.num_ranks = group_.num_ranks();
     shape.threads_per_rank = exchange_.config().num_threads;
     shape.row_bytes = row_bytes();
-    shape.copies = std::max(1, static_cast<int>(bytes.logical / std::max(bytes.tokens, 1.0) + 0.5));
+    shape.copies = std::max(1, static_cast<int>(copies + 0.5));
     shape.source_bytes = std::min(
-        std::max<int64_t>(max_tokens(), 1) * row_bytes(),
+        std::max<int64_t>(routing_.max_tokens(), 1) * row_bytes(),
         kLimitMemoryBytes / shape.num_ranks / shape.copies
     );
     const CopyRates mine = group_.rank() == 0 ? copy_rates(shape) : CopyRates{};
     return gather(group_, mine)[0];
   }
 
-  // Mean over the versions.
-  ExchangeBytes bytes_of_all_ranks() {
-    ExchangeBytes mine;
-    const auto num_versions = static_cast<double>(plans_.size());
-    for (const Plan& plan : plans_) {
-      mine.logical += static_cast<double>(plan.logical_bytes(row_bytes())) / num_versions;
-      mine.wire += static_cast<double>(plan.wire_bytes(row_bytes())) / num_versions;
-      mine.tokens += static_cast<double>(plan.num_tokens() * row_bytes()) / num_versions;
-    }
-    ExchangeBytes sum;
-    for (const ExchangeBytes& one : gather(group_, mine)) {
-      sum.logical += one.logical;
-      sum.wire += one.wire;
-      sum.tokens += one.tokens;
-    }
-    return sum;
-  }
-
-  std::vector<double> take_samples(BenchOp op) {
+  std::vector<double> time(BenchOp op, int /*graph_calls*/) override {
     std::vector<double> mine;
     for (int i = -options_.warmup; i < options_.iterations; ++i) {
-      const auto version = static_cast<size_t>(i + options_.warmup) % plans_.size();
+      const auto version = static_cast<size_t>(i + options_.warmup) % num_versions();
       group_.barrier();
       const Stopwatch watch;
       run_once(op, version);
@@ -229,40 +135,8 @@ class Bench {
         mine.push_back(us);
       }
     }
-    return slowest_of(group_, mine);
+    return mine;
   }
-
-  BenchResult measure(BenchOp op, const CopyRates& rates) {
-    const ExchangeBytes bytes = bytes_of_all_ranks();
-    BenchResult result = bench_result(group_, options_, routing_, take_samples(op));
-    ResultRow& row = result.row;
-    row.transport = exchange_.config().transport;
-    row.tokens = max_tokens();
-    row.mode = options_.is_staged ? "exact staged" : "exact direct";
-    row.checked = is_good(verdict_, op);
-    if (op != BenchOp::kPlan) {
-      row.wire_bytes = bytes.wire;
-      row.logical_bytes = bytes.logical;
-      row.limit_us = op == BenchOp::kCombine ? combine_limit_us(bytes, rates)
-                                             : dispatch_limit_us(bytes, rates);
-    }
-    return result;
-  }
-
-  const Group& group_;
-  const BenchOptions& options_;
-  const BenchRouting& routing_;
-  size_t rank_;
-  Exchange exchange_;
-  std::vector<ConstTensor> topk_idx_;  // by version
-  std::vector<Plan> plans_;            // by version
-  int64_t max_rows_ = 0;
-  Matrix x_;
-  Matrix y_;
-  Matrix combined_;
-  Matrix plain_rows_;
-  Buffer buffer_;
-  Verdict verdict_;
 };
 
 }  // namespace
@@ -272,44 +146,255 @@ BenchRouting bench_routing(const BenchOptions& options, int num_ranks) {
                                       : file_routing(options.routing_file, num_ranks);
 }
 
-bool is_good(const Verdict& verdict, BenchOp op) {
-  switch (op) {
-    case BenchOp::kPlan:
-      return verdict.is_plan_good;
-    case BenchOp::kDispatch:
-      return verdict.is_dispatch_good;
-    case BenchOp::kCombine:
-      return verdict.is_combine_good;
-    case BenchOp::kPlanDispatch:
-      return verdict.is_plan_good && verdict.is_dispatch_good;
-  }
-  return false;
-}
-
-BenchResult bench_result(
+Bench::Bench(
     const Group& group,
     const BenchOptions& options,
     const BenchRouting& routing,
-    std::vector<double> samples_us
-) {
-  BenchResult result;
-  result.samples_us = std::move(samples_us);
-  ResultRow& row = result.row;
-  row.layout = layout_name(options.layout);
-  row.dtype = dtype_name(options.dtype);
-  row.ranks = group.num_ranks();
-  row.hidden = options.hidden;
-  row.experts = routing.num_experts;
-  row.topk = routing.topk;
-  row.pad = options.plan_options().pad_multiple;
-  row.us_p50 = percentile(result.samples_us, 50);
-  row.us_p99 = percentile(result.samples_us, 99);
-  return result;
+    const Device& device,
+    void* stream
+)
+    : group_(group),
+      options_(options),
+      routing_(routing),
+      rank_(static_cast<size_t>(group.rank())),
+      device_(device),
+      exchange_(group, config()),
+      stream_(stream) {
+  for (const auto& routes : routing_.versions) {
+    const RouteTable& mine = routes[rank_];
+    const std::vector<int64_t> wide(mine.expert.begin(), mine.expert.end());
+    const ConstTensor host = is_on_gpu() ? matrix(wide.data(), mine.num_tokens, mine.topk)
+                                         : matrix(mine.expert.data(), mine.num_tokens, mine.topk);
+    const Tensor here = plain(host.rows, host.cols, host.dtype);
+    copy_between(here.data, device_, host.data, {}, static_cast<uint64_t>(host.num_bytes()));
+    topk_idx_.emplace_back(here);
+  }
+  for (size_t version = 0; version < topk_idx_.size(); ++version) {
+    plans_.push_back(exchange_.plan(routing_of(version), plan_options(), call()));
+    max_rows_ = std::max(max_rows_, plans_.back().num_rows());
+  }
+  const auto [hidden, dtype] = std::pair(options_.hidden, options_.dtype);
+  const int64_t max_tokens = routing_.max_tokens();
+  x_ = plain(max_tokens, hidden, dtype);
+  out_ = plain(max_tokens, hidden, dtype);
+  experts_ = plain(max_rows_, hidden, dtype);
+  if (options_.is_staged) {
+    rows_ = plain(max_rows_, hidden, dtype);
+  } else {
+    buffer_ = exchange_.allocate(max_rows_, hidden, dtype);
+    rows_ = buffer_.tensor();
+  }
+  if (is_fp8()) {
+    scales_ = plain(max_tokens, hidden / kScaleGroup, DType::kFloat32);
+    row_scales_ = plain(max_rows_, hidden / kScaleGroup, DType::kFloat32);
+  }
+}
+
+ExchangeConfig Bench::config() const {
+  ExchangeConfig config;
+  config.hidden = options_.hidden;
+  config.max_tokens = std::max<int64_t>(1, routing_.max_tokens());
+  config.num_experts = routing_.num_experts;
+  config.max_topk = routing_.topk;
+  config.device = device_;
+  if (is_on_gpu()) {
+    config.mover = options_.mover;
+    config.copy_engines = options_.is_copied;
+    config.timeout = std::chrono::seconds(10);
+  } else {
+    config.transport = options_.transport;
+    config.num_threads = options_.threads_per_rank;
+  }
+  return config;
+}
+
+CallOptions Bench::call() const {
+  return {
+      .stream = stream_,
+      .num_sms = num_sms_,
+      .num_senders = num_senders_,
+      .copy_engines = options_.is_copied};
+}
+
+int64_t Bench::row_bytes() const {
+  const int64_t scales = options_.hidden / kScaleGroup * static_cast<int64_t>(sizeof(float));
+  return is_fp8() ? options_.hidden + scales : options_.hidden * dtype_bytes(options_.dtype);
+}
+
+PlanOptions Bench::plan_options(std::optional<int64_t> row_budget) const {
+  PlanOptions options = options_.plan_options();
+  options.row_budget = row_budget;
+  return options;
+}
+
+Tensor Bench::plain(int64_t rows, int64_t cols, DType dtype) {
+  Tensor tensor = {.dtype = dtype, .rows = rows, .cols = cols};
+  tensor.device = device_;
+  memory_.push_back(allocate_on(device_, static_cast<uint64_t>(tensor.num_bytes())));
+  tensor.data = memory_.back().get();
+  return tensor;
+}
+
+DispatchInput Bench::input(int64_t num_tokens) const {
+  DispatchInput in = {.x = head(x_, num_tokens)};
+  if (is_fp8()) {  // as many bytes as there were elements: any do
+    in.x.dtype = DType::kByte;
+    in.scales = head(scales_, num_tokens);
+  }
+  return in;
+}
+
+DispatchOutput Bench::output(int64_t num_rows) const {
+  DispatchOutput out = {.rows = head(rows_, num_rows)};
+  if (is_fp8()) {
+    out.rows.dtype = DType::kByte;
+    out.scales = head(row_scales_, num_rows);
+  }
+  return out;
+}
+
+void Bench::dispatch(const Plan& plan) {
+  exchange_.dispatch(plan, input(plan.num_tokens()), output(plan.num_rows()), call());
+}
+
+Plan Bench::plan_in_budget(size_t version) {
+  return exchange_.plan(routing_of(version), plan_options(max_rows_), call());
+}
+
+Plan Bench::plan_and_dispatch(size_t version) {
+  const Routing routing = routing_of(version);
+  return exchange_.dispatch(
+      routing, plan_options(max_rows_), input(routing.topk_idx.rows), output(max_rows_), call()
+  );
+}
+
+void Bench::run_once(BenchOp op, size_t version) {
+  const Plan& plan = plans_[version];
+  switch (op) {
+    case BenchOp::kPlan:
+      static_cast<void>(exchange_.plan(routing_of(version), plan_options(), call()));
+      return;
+    case BenchOp::kDispatch:
+      dispatch(plan);
+      return;
+    case BenchOp::kCombine:
+      exchange_.combine(
+          plan,
+          {.rows = head(experts_, plan.num_rows())},
+          {.x = head(out_, plan.num_tokens())},
+          call()
+      );
+      return;
+    case BenchOp::kPlanDispatch:
+      dispatch(exchange_.plan(routing_of(version), plan_options(), call()));
+      return;
+  }
+}
+
+BenchBytes Bench::bytes_of_all_ranks() const {
+  const auto mean = [&](int64_t rows) {
+    return static_cast<double>(rows * row_bytes()) / static_cast<double>(plans_.size());
+  };
+  BenchBytes all;
+  for (const Plan& plan : plans_) {
+    const double wire = mean(plan.wire_bytes(1));
+    BenchBytes mine = {{mean(plan.logical_bytes(1)), wire, mean(plan.num_tokens())}, wire};
+    for (int peer = 0; peer < plan.num_ranks(); ++peer) {
+      mine.most_in += peer == plan.rank() ? 0 : mean(plan.received_arrivals(peer));
+    }
+    BenchBytes most;
+    for (const BenchBytes& one : gather(group_, mine)) {
+      all.logical += one.logical;
+      all.wire += one.wire;
+      all.tokens += one.tokens;
+      most.most_out = std::max(most.most_out, one.most_out);
+      most.most_in = std::max(most.most_in, one.most_in);
+    }
+    all.most_out += most.most_out;
+    all.most_in += most.most_in;
+  }
+  return all;
+}
+
+std::string Bench::mode_of(int graph_calls) const {
+  const char* calls = graph_calls == 0   ? "exact"
+                      : graph_calls == 1 ? "budget graph"
+                                         : "budget graph of 8";
+  const char* rows = options_.is_copied ? "copies" : options_.is_staged ? "staged" : "direct";
+  return fmt::format("{} {}", calls, rows);
+}
+
+double Bench::limit_us(BenchOp op, const CopyRates& rates) const {
+  if (is_on_gpu()) {
+    const double most = std::max(bytes_.most_out, bytes_.most_in);
+    return rates.scatter > 0 ? most / rates.scatter / 1e3 : 0;
+  }
+  return op == BenchOp::kCombine ? combine_limit_us(bytes_, rates)
+                                 : dispatch_limit_us(bytes_, rates);
+}
+
+int Bench::gpu_sms() const {
+  return list_gpus().gpus[static_cast<size_t>(device_.index)].num_sms;
+}
+
+BenchReport Bench::run() {
+  BenchReport report;
+  report.row_bytes = row_bytes();
+  const std::vector<int> sms =
+      is_on_gpu() && !options_.sms.empty() ? options_.sms : std::vector<int>{0};
+  const std::vector<int> graphs =
+      is_on_gpu() && options_.is_graph ? std::vector<int>{0, 1, kLongGraph} : std::vector<int>{0};
+  Progress progress("bench", group_.rank() == 0);
+  double done = 0;
+  for (const int num_sms : sms) {
+    num_sms_ = num_sms;
+    const Verdict verdict = options_.is_checked ? check() : Verdict{};
+    bytes_ = bytes_of_all_ranks();
+    report.rates = measure_rates();
+    for (const auto& [name, op] : kBenchOps) {
+      const double total = static_cast<double>(kBenchOps.size() * sms.size());
+      progress.update(done++ / total, std::string(name));
+      if (!options_.wants(name)) {
+        continue;
+      }
+      for (const int graph_calls : graphs) {
+        ResultRow& row = report.results.emplace_back(measure(op, graph_calls, report.rates)).row;
+        row.op = name;
+        row.checked = is_good(verdict, op);
+      }
+    }
+  }
+  return report;
+}
+
+BenchResult Bench::measure(BenchOp op, int graph_calls, const CopyRates& rates) {
+  const std::vector<double> samples = slowest_of(group_, time(op, graph_calls));
+  const bool has_rows = op != BenchOp::kPlan;
+  return {
+      .row =
+          {.executor = is_on_gpu() ? "cuda" : "cpu",
+           .transport = exchange_.config().transport,
+           .layout = std::string(layout_name(options_.layout)),
+           .dtype = is_fp8() ? "fp8" : std::string(dtype_name(options_.dtype)),
+           .ranks = group_.num_ranks(),
+           .tokens = routing_.max_tokens(),
+           .hidden = options_.hidden,
+           .experts = routing_.num_experts,
+           .topk = routing_.topk,
+           .pad = plan_options().pad_multiple,
+           .sms = is_on_gpu() && num_sms_ == 0 ? gpu_sms() : num_sms_,
+           .mode = mode_of(graph_calls),
+           .us_p50 = percentile(samples, 50),
+           .us_p99 = percentile(samples, 99),
+           .wire_bytes = has_rows ? bytes_.wire : 0,
+           .logical_bytes = has_rows ? bytes_.logical : 0,
+           .limit_us = has_rows ? limit_us(op, rates) : 0},
+      .samples_us = samples};
 }
 
 BenchReport run_bench(const Group& group, const BenchOptions& options) {
   const BenchRouting routing = bench_routing(options, group.num_ranks());
-  return Bench(group, options, routing).run();
+  return CpuBench(group, options, routing).run();
 }
 
 }  // namespace weft::program

@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures the operations on the ranks of a group.
+// Measures the operations on the ranks of a group, on the CPU (run.cpp) or on GPUs (gpu_cuda.cpp).
+// Previous: options.hpp; next: report.cpp.
 #pragma once
 
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bench/options.hpp"
+#include "cuda/exchange/tuning.hpp"
 #include "measure/bench_check.hpp"
 #include "measure/results.hpp"
 #include "report/table.hpp"
+#include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
 namespace weft::program {
@@ -24,17 +29,114 @@ struct BenchReport {
   std::vector<BenchResult> results;
 };
 
-[[nodiscard]] bool is_good(const Verdict& verdict, BenchOp op);
-// What the CPU's and the GPUs' rows have in common.
-[[nodiscard]] BenchResult bench_result(
-    const Group& group,
-    const BenchOptions& options,
-    const BenchRouting& routing,
-    std::vector<double> samples_us
-);
+// Also out of the rank that sends most, and into the one that gets most.
+struct BenchBytes : ExchangeBytes {
+  double most_out = 0;
+  double most_in = 0;
+};
+
+// One rank's exchange, its plans and tensors, and the calls that are timed. How they are timed and
+// checked is the device's.
+class Bench {
+ public:
+  Bench(const Bench&) = delete;
+  Bench& operator=(const Bench&) = delete;
+  virtual ~Bench() = default;
+
+  // Collective. The report is the same on every rank.
+  [[nodiscard]] BenchReport run();
+
+  // Queues one call of the routing `version` on the stream.
+  void run_once(BenchOp op, size_t version);
+  // With a row budget, as a graph needs it.
+  [[nodiscard]] Plan plan_in_budget(size_t version);
+  [[nodiscard]] Plan plan_and_dispatch(size_t version);
+  [[nodiscard]] size_t num_versions() const { return plans_.size(); }
+
+ protected:
+  // Collective. The arguments must stay. `stream`: of all calls, on a GPU.
+  Bench(
+      const Group& group,
+      const BenchOptions& options,
+      const BenchRouting& routing,
+      const Device& device,
+      void* stream
+  );
+
+  // Collective: whether the calls of the first routing give what they should, on all ranks.
+  [[nodiscard]] virtual Verdict check() = 0;
+  // Collective: what plain copies reach.
+  [[nodiscard]] virtual CopyRates measure_rates() = 0;
+  // Microseconds of each sample on this rank; `graph_calls`: of each graph, 0 for calls outside.
+  [[nodiscard]] virtual std::vector<double> time(BenchOp op, int graph_calls) = 0;
+
+  [[nodiscard]] bool is_on_gpu() const { return device_.kind == Device::Kind::kCuda; }
+  [[nodiscard]] bool is_fp8() const { return options_.is_fp8 && is_on_gpu(); }
+  [[nodiscard]] int64_t row_bytes() const;
+  // Multiprocessors of this rank's GPU.
+  [[nodiscard]] int gpu_sms() const;
+  // Without a number of rows: exactly as many as there are.
+  [[nodiscard]] PlanOptions plan_options(std::optional<int64_t> row_budget = {}) const;
+
+  const Group& group_;
+  const BenchOptions& options_;
+  const BenchRouting& routing_;
+  size_t rank_;
+  Device device_;
+  Exchange exchange_;
+  int num_sms_ = 0;  // of the calls that follow, and of these that send; 0: by themselves
+  int num_senders_ = 0;
+  std::vector<Plan> plans_;  // by version
+  BenchBytes bytes_;         // mean over the versions
+  int64_t max_rows_ = 1;
+  Tensor x_;        // tokens
+  Tensor experts_;  // rows that combine takes
+  Tensor rows_;     // output of dispatch
+  Tensor out_;      // output of combine
+  Tensor scales_;
+  Tensor row_scales_;
+
+ private:
+  [[nodiscard]] ExchangeConfig config() const;
+  [[nodiscard]] CallOptions call() const;
+  [[nodiscard]] Routing routing_of(size_t version) const {
+    return {.topk_idx = topk_idx_[version]};
+  }
+  // In memory that peers do not know.
+  Tensor plain(int64_t rows, int64_t cols, DType dtype);
+  [[nodiscard]] DispatchInput input(int64_t num_tokens) const;
+  [[nodiscard]] DispatchOutput output(int64_t num_rows) const;
+  void dispatch(const Plan& plan);
+  [[nodiscard]] std::string mode_of(int graph_calls) const;
+  [[nodiscard]] double limit_us(BenchOp op, const CopyRates& rates) const;
+  [[nodiscard]] BenchBytes bytes_of_all_ranks() const;
+  [[nodiscard]] BenchResult measure(BenchOp op, int graph_calls, const CopyRates& rates);
+
+  void* stream_;
+  std::vector<ConstTensor> topk_idx_;  // by version
+  std::vector<std::shared_ptr<std::byte>> memory_;
+  Buffer buffer_;
+};
+
+// The first rows of a matrix.
+template <class View>
+[[nodiscard]] View head(View view, int64_t rows) {
+  view.rows = rows;
+  return view;
+}
 
 // Collective. The report is the same on every rank.
 [[nodiscard]] BenchReport run_bench(const Group& group, const BenchOptions& options);
+
+// Collective; rank r uses GPU r % (number of GPUs). `limit_gbps` is what leaves a GPU at most; 0:
+// not known, no percentages. The report is the same on every rank. Throws Error (kUnsupported) in a
+// build without CUDA, which has gpu_none.cpp.
+[[nodiscard]] BenchReport run_gpu_bench(
+    const Group& group, const BenchOptions& options, double limit_gbps
+);
+// Collective. Every sensible split of multiprocessors, timed for dispatch and combine of the
+// options' shape: medians of the slowest rank, the same on every rank.
+[[nodiscard]] std::vector<TunedSplit> run_gpu_tune(const Group& group, const BenchOptions& options);
 
 // One line that says what was measured.
 [[nodiscard]] std::string bench_case_text(const BenchReport& report);
