@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "call/chunks.hpp"
 #include "cpu/protocol/call_board.hpp"
 #include "cpu/protocol/region_map.hpp"
 #include "cpu/protocol/staging.hpp"
@@ -46,6 +47,49 @@ struct CpuCall {
   }
   const int32_t expert = plan.route_expert[static_cast<size_t>(route)];
   return static_cast<size_t>(token * plan.shape.num_experts + expert);
+}
+
+// Weights of some arrivals in route order, out of a tensor shaped like Routing::weights; returns
+// their number.
+inline size_t gather_weights(
+    const PlanData& plan, const Arrivals& pair, ChunkRange range, const float* weights, float* out
+) {
+  size_t count = 0;
+  for (auto a = static_cast<size_t>(range.first); a < static_cast<size_t>(range.last); ++a) {
+    const auto end = static_cast<size_t>(pair.route_begin[a + 1]);
+    for (auto j = static_cast<size_t>(pair.route_begin[a]); j < end; ++j) {
+      out[count++] = weights[weight_index(plan, pair.token[a], pair.k[j])];
+    }
+  }
+  return count;
+}
+
+// A row for place `row` of what a peer's target names.
+[[nodiscard]] inline Put put_to(
+    const Target& target, int64_t row, const void* source, uint64_t bytes, uint32_t signal
+) {
+  return {
+      .source = source,
+      .bytes = bytes,
+      .region = target.region.slot,
+      .signal = signal,
+      .offset = target.offset + static_cast<uint64_t>(row) * bytes};
+}
+// Weights of routes, from route `first` of the pair on.
+[[nodiscard]] inline Put put_to(
+    const Target& target, size_t first, std::span<const float> weights, uint32_t signal
+) {
+  return {
+      .source = weights.data(),
+      .bytes = weights.size_bytes(),
+      .region = target.region.slot,
+      .signal = signal,
+      .offset = target.offset + first * sizeof(float)};
+}
+
+// That `peer` raises this signal once more.
+[[nodiscard]] inline Missing once_more(const CpuRank& rank, size_t peer, uint32_t signal) {
+  return {.peer = static_cast<int>(peer), .signal = signal, .wanted = ++rank.settled[signal]};
 }
 
 // Where route `j` of a pair has its weight in a tensor shaped like DispatchOutput::weights.

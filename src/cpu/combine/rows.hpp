@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What makes up each token in combine: rows that this rank reads where they are, partial sums that
-// came, and sums of other domains.
+// What makes up a row of combine's output: rows that this rank reads where they are, and sums that
+// came. forward.hpp, reduce.hpp and sum.hpp list their terms by these and add them up.
 #pragma once
 
 #include <vector>
@@ -10,6 +10,58 @@
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
+
+// A sum that came from elsewhere, as a group of its own; its terms were multiplied before.
+inline void add_sum(const CombineInput& in, const std::byte* row, RowGroups& groups) {
+  groups.rows.push_back(row);
+  if (in.scale != CombineScale::kNone) {
+    groups.weights.push_back(1.0F);
+  }
+  groups.group_ends.push_back(groups.rows.size());
+}
+
+// The rows of one arrival, as a group, out of the output that begins at `rows`. Only layouts of one
+// row per route are scaled; `source_weight(route)` is the factor with kSourceWeights.
+template <class SourceWeight>
+void add_arrival(
+    const CombineInput& in,
+    const std::byte* rows,
+    const Arrivals& pair,
+    int64_t arrival,
+    const SourceWeight& source_weight,
+    RowGroups& groups
+) {
+  const auto row_bytes = static_cast<size_t>(in.rows.row_bytes());
+  auto route = static_cast<size_t>(pair.route_begin[static_cast<size_t>(arrival)]);
+  for (const int32_t slot : pair.slots(arrival)) {
+    groups.rows.push_back(rows + static_cast<size_t>(slot) * row_bytes);
+    if (in.scale != CombineScale::kNone) {
+      const bool is_of_plan = in.scale == CombineScale::kPlanWeights;
+      groups.weights.push_back(is_of_plan ? pair.weight[route] : source_weight(route));
+    }
+    ++route;
+  }
+  groups.group_ends.push_back(groups.rows.size());
+}
+
+// Factors that `source` handed in for the routes of its pair with this rank.
+[[nodiscard]] inline auto staged_weights(const CpuCall& call, size_t source) {
+  const std::byte* staged = call.staging_data + call.staging.source_weights[source];
+  return
+      [weights = reinterpret_cast<const float*>(staged)](size_t route) { return weights[route]; };
+}
+
+// Where this rank can read the output rows of `peer`; null: it cannot.
+[[nodiscard]] inline const std::byte* readable_rows(
+    const CpuRank& rank, const CpuCall& call, const CombineInput& in, int peer
+) {
+  const Target& at = call.words[static_cast<size_t>(peer)].own_rows;
+  if (peer == call.plan.shape.rank) {
+    return in.rows.data;
+  }
+  return at.region.generation == 0 ? nullptr
+                                   : rank.transport.mapped(peer, at.region.slot) + at.offset;
+}
 
 class CombineRows {
  public:
@@ -25,16 +77,12 @@ class CombineRows {
         plan_(call.plan),
         in_(in),
         row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
-    for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
-      const Target& at = call.words[peer].own_rows;
-      const bool is_self = peer == static_cast<size_t>(plan_.shape.rank);
-      const std::byte* rows = is_self ? in.rows.data : nullptr;
-      const bool is_mapped = !is_self && at.region.generation != 0;
-      if (is_mapped) {
-        rows = rank.transport.mapped(static_cast<int>(peer), at.region.slot) + at.offset;
-      }
-      is_read_.push_back(is_self || is_mapped);
-      rows_of_.push_back(rows);
+    for (int peer = 0; peer < plan_.shape.num_ranks; ++peer) {
+      is_read_.push_back(
+          peer == plan_.shape.rank ||
+          call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0
+      );
+      rows_of_.push_back(readable_rows(rank, call, in, peer));
     }
   }
 
@@ -47,7 +95,7 @@ class CombineRows {
     if (plan_.between) {
       list_across(token, out);
     } else {
-      list_arrivals(token, out.rows, [](size_t /*peer*/) { return true; });
+      list_arrivals(token, out.rows);
     }
   }
 
@@ -59,70 +107,45 @@ class CombineRows {
     const auto parts = between.parts_of(static_cast<size_t>(token));
     for (const TokenPart& part : parts) {
       if (part.index != TokenPart::kHere) {
-        const int carrier = between.domains->carrier_into(part.domain, plan_.shape.rank);
-        const uint64_t first = call_.staging.crossing_rows[static_cast<size_t>(carrier)];
+        const int forwarder = between.domains->carrier_into(part.domain, plan_.shape.rank);
+        const uint64_t first = call_.staging.crossing_rows[static_cast<size_t>(forwarder)];
         const size_t row = static_cast<size_t>(part.index) * row_bytes_;
-        add_row(call_.staging_data + first + row, out.rows);
+        add_sum(in_, call_.staging_data + first + row, out.rows);
         continue;
       }
-      const auto is_here = [this](size_t peer) { return is_near(plan_, peer); };
       if (parts.size() == 1) {
-        return list_arrivals(token, out.rows, is_here);
+        return list_arrivals(token, out.rows);
       }
       out.near.clear();
-      list_arrivals(token, out.near, is_here);
+      list_arrivals(token, out.near);
       out.near_sum.resize(row_bytes_);
       sum_groups(out.near_sum.data(), out.near, in_.rows.dtype, in_.rows.cols);
-      add_row(out.near_sum.data(), out.rows);
+      add_sum(in_, out.near_sum.data(), out.rows);
     }
   }
 
-  // Rows of the token's arrivals, a group for each.
-  // Of each rank its rows where they can be read here, else the partial sum that came.
-  template <class Filter>
-  void list_arrivals(int64_t token, RowGroups& groups, const Filter& is_wanted) const {
+  // Of each rank of this domain its rows where they can be read here, else the partial sum that
+  // came.
+  void list_arrivals(int64_t token, RowGroups& groups) const {
     const auto t = static_cast<size_t>(token);
-    const auto end = static_cast<size_t>(plan_.token_begin[t + 1]);
-    for (auto a = static_cast<size_t>(plan_.token_begin[t]); a < end; ++a) {
-      const auto peer = static_cast<size_t>(plan_.token_arrivals[a].rank);
-      const auto index = static_cast<size_t>(plan_.token_arrivals[a].index);
-      if (!is_wanted(peer)) {
+    const auto* const weights = reinterpret_cast<const float*>(in_.source_weights.data);
+    for (auto a = plan_.token_begin[t]; a < plan_.token_begin[t + 1]; ++a) {
+      const TokenArrival& arrival = plan_.token_arrivals[static_cast<size_t>(a)];
+      const auto peer = static_cast<size_t>(arrival.rank);
+      if (!is_near(plan_, peer)) {
         continue;
       }
       if (!is_read_[peer]) {
         const std::byte* staged = call_.staging_data + call_.staging.rows[peer];
-        add_row(staged + index * row_bytes_, groups);
+        add_sum(in_, staged + static_cast<size_t>(arrival.index) * row_bytes_, groups);
         continue;
       }
       const Arrivals& pair = plan_.sent[peer];
-      const std::span<const int32_t> slots = pair.slots(static_cast<int64_t>(index));
-      for (size_t s = 0; s < slots.size(); ++s) {
-        groups.rows.push_back(rows_of_[peer] + static_cast<size_t>(slots[s]) * row_bytes_);
-        if (in_.scale != CombineScale::kNone) {
-          const size_t route = static_cast<size_t>(pair.route_begin[index]) + s;
-          groups.weights.push_back(scale_of(pair, token, route));
-        }
-      }
-      groups.group_ends.push_back(groups.rows.size());
+      const auto source_weight = [&](size_t route) {
+        return weights[weight_index(plan_, token, pair.k[route])];
+      };
+      add_arrival(in_, rows_of_[peer], pair, arrival.index, source_weight, groups);
     }
-  }
-
-  // A row that is a group of its own; its terms were multiplied before.
-  void add_row(const std::byte* row, RowGroups& groups) const {
-    groups.rows.push_back(row);
-    if (in_.scale != CombineScale::kNone) {
-      groups.weights.push_back(1.0F);
-    }
-    groups.group_ends.push_back(groups.rows.size());
-  }
-
-  // The factor of one route's row. Only layouts of one row per route are scaled.
-  [[nodiscard]] float scale_of(const Arrivals& pair, int64_t token, size_t route) const {
-    if (in_.scale == CombineScale::kPlanWeights) {
-      return pair.weight[route];
-    }
-    const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
-    return weights[weight_index(plan_, token, pair.k[route])];
   }
 
   const CpuCall& call_;

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// One chunk of rows that this rank makes for a peer: in the peer's memory where it can be stored
+// One chunk of sums that this rank makes for a peer: in the peer's memory where it can be stored
 // to, else here, and then they are put.
 #pragma once
 
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "call/chunks.hpp"
 #include "cpu/call.hpp"
+#include "cpu/combine/row_sum.hpp"
 
 namespace weft {
 
@@ -15,48 +17,58 @@ struct SumChunk {
   size_t to = 0;          // rank
   int64_t first_row = 0;  // of the chunk in the area that `to` named in its word
   int64_t num_rows = 0;
-  size_t row_bytes = 0;
   uint32_t signal = 0;  // of `to`; grows by num_rows
 };
 
-// `make_row(i, row)` writes row i of the chunk. `scratch` is the calling worker's.
-template <class MakeRow>
+// Memory of one worker, in cache lines of its own.
+struct alignas(64) SumScratch {
+  std::vector<std::byte> rows;  // a chunk that cannot be stored at the peer directly
+  std::vector<float> weights;
+  RowGroups now;
+  RowGroups next;
+};
+
+// `list(i, groups)` adds what row i of the chunk is the sum of to `groups`, which are empty.
+template <class List>
 void send_sums(
     const CpuRank& rank,
     const CpuCall& call,
+    const CombineInput& in,
     const SumChunk& chunk,
-    std::vector<std::byte>& scratch,
-    const MakeRow& make_row
+    SumScratch& scratch,
+    const List& list
 ) {
   const int to = static_cast<int>(chunk.to);
-  const auto count = static_cast<size_t>(chunk.num_rows);
+  const auto row_bytes = static_cast<size_t>(in.rows.row_bytes());
   const Target& target = call.words[chunk.to].rows;
-  const uint64_t offset = target.offset + static_cast<uint64_t>(chunk.first_row) * chunk.row_bytes;
   std::byte* const peer_memory = rank.transport.mapped(to, target.region.slot);
   std::byte* rows = peer_memory;
   if (peer_memory != nullptr) {
-    rows += offset;
+    rows += target.offset + static_cast<uint64_t>(chunk.first_row) * row_bytes;
   } else {
-    scratch.resize(static_cast<size_t>(kChunkArrivals) * chunk.row_bytes);
-    rows = scratch.data();
-  }
-  for (size_t i = 0; i < count; ++i) {
-    make_row(static_cast<int64_t>(i), rows + i * chunk.row_bytes);
-  }
-  if (peer_memory != nullptr) {
-    rank.transport.raise(to, chunk.signal, count);
-    return;
+    scratch.rows.resize(static_cast<size_t>(kChunkArrivals) * row_bytes);
+    rows = scratch.rows.data();
   }
   std::array<Put, kChunkArrivals> puts;
-  for (size_t i = 0; i < count; ++i) {
-    puts[i] = {
-        .source = rows + i * chunk.row_bytes,
-        .bytes = chunk.row_bytes,
-        .region = target.region.slot,
-        .signal = chunk.signal,
-        .offset = offset + i * chunk.row_bytes};
+  scratch.next.clear();
+  list(0, scratch.next);
+  for (int64_t i = 0; i < chunk.num_rows; ++i) {
+    std::swap(scratch.now, scratch.next);
+    scratch.next.clear();
+    if (i + 1 < chunk.num_rows) {
+      list(i + 1, scratch.next);
+    }
+    std::byte* const row = rows + static_cast<size_t>(i) * row_bytes;
+    sum_groups(row, scratch.now, in.rows.dtype, in.rows.cols, scratch.next.rows);
+    puts[static_cast<size_t>(i)] =
+        put_to(target, chunk.first_row + i, row, row_bytes, chunk.signal);
   }
-  rank.transport.put(to, {puts.data(), count});
+  const auto count = static_cast<size_t>(chunk.num_rows);
+  if (peer_memory != nullptr) {
+    rank.transport.raise(to, chunk.signal, count);
+  } else {
+    rank.transport.put(to, {puts.data(), count});
+  }
 }
 
 }  // namespace weft

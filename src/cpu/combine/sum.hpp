@@ -5,10 +5,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
-#include "cpu/call.hpp"
+#include "cpu/chunk_work.hpp"
 #include "cpu/combine/rows.hpp"
 #include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
@@ -28,7 +27,7 @@ inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bo
   return traffic;
 }
 
-// By carrier.
+// By forwarder.
 inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   ChunkTraffic traffic;
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
@@ -38,7 +37,7 @@ inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   return traffic;
 }
 
-class CombineSum {
+class CombineSum final : public ChunkWork {
  public:
   CombineSum(
       const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
@@ -66,21 +65,47 @@ class CombineSum {
             crossing_traffic(call.plan),
             rank.settled
         ),
-        num_units_(num_chunks(call.plan.shape.num_tokens)) {}
+        scratch_(static_cast<size_t>(rank.workers.num_workers())) {
+    set_queues({plan_.shape.num_tokens});
+  }
 
-  // Memory of one worker.
-  struct Scratch {
+  void add_missing(std::vector<Missing>& late) const override {
+    each_unclaimed([&](size_t /*queue*/, int64_t unit) {
+      each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
+        if (!signals.is_complete(peer, chunk)) {
+          late.push_back(signals.missing(peer, chunk));
+          add_behind(&signals == &crossed_, late.back(), late);
+        }
+        return true;
+      });
+    });
+  }
+
+  // After all workers have ended.
+  void settle() {
+    arrived_.settle();
+    crossed_.settle();
+  }
+  // Tells the ranks whose rows were read here that they may change them.
+  void release_rows() const {
+    for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
+      if (peer != self_ && rows_.reads(peer)) {
+        const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(self_));
+        rank_.transport.raise(static_cast<int>(peer), signal, 1);
+      }
+    }
+  }
+
+ private:
+  // Memory of one worker, in cache lines of its own.
+  struct alignas(64) Scratch {
     CombineRows::Token now;
     CombineRows::Token next;
   };
 
-  // Sums the next chunk of tokens if it is complete. Any worker. False: it was not.
-  bool run_ready(Scratch& scratch) {
-    int64_t unit = next_.load(std::memory_order_relaxed);
-    if (unit >= num_units_ || !is_complete(unit) ||
-        !next_.compare_exchange_strong(unit, unit + 1)) {
-      return false;
-    }
+  // Sums a chunk of tokens.
+  void run(size_t /*queue*/, int64_t unit, int worker) override {
+    Scratch& scratch = scratch_[static_cast<size_t>(worker)];
     const ChunkRange range = chunk_range(plan_.shape.num_tokens, unit);
     rows_.list(range.first, scratch.now);
     for (int64_t token = range.first; token < range.last; ++token) {
@@ -101,47 +126,8 @@ class CombineSum {
       }
       std::swap(scratch.now, scratch.next);
     }
-    return true;
   }
 
-  [[nodiscard]] bool is_claimed() const { return next_.load() >= num_units_; }
-  // run_ready() has something to do.
-  [[nodiscard]] bool has_ready() const {
-    const int64_t unit = next_.load(std::memory_order_relaxed);
-    return unit < num_units_ && is_complete(unit);
-  }
-
-  // What the next chunk of tokens waits for.
-  void add_missing(std::vector<Missing>& late) const {
-    const int64_t unit = next_.load(std::memory_order_relaxed);
-    each_chunk(
-        std::min(unit, num_units_),
-        [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
-          if (!signals.is_complete(peer, chunk)) {
-            late.push_back(signals.missing(peer, chunk));
-            add_behind(&signals == &crossed_, late.back(), late);
-          }
-          return true;
-        }
-    );
-  }
-
-  // After all workers have ended.
-  void settle() {
-    arrived_.settle();
-    crossed_.settle();
-  }
-  // Tells the ranks whose rows were read here that they may change them.
-  void release_rows() const {
-    for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
-      if (peer != self_ && rows_.reads(peer)) {
-        const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(self_));
-        rank_.transport.raise(static_cast<int>(peer), signal, 1);
-      }
-    }
-  }
-
- private:
   void give_weights(int64_t token) const {
     const auto t = static_cast<size_t>(token);
     const auto cols = static_cast<size_t>(out_.weights.cols);
@@ -209,7 +195,7 @@ class CombineSum {
     return true;
   }
 
-  [[nodiscard]] bool is_complete(int64_t unit) const {
+  [[nodiscard]] bool is_complete(size_t /*queue*/, int64_t unit) const override {
     bool is_whole = true;
     each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
       is_whole = signals.is_complete(peer, chunk);
@@ -218,17 +204,17 @@ class CombineSum {
     return is_whole;
   }
 
-  // A carrier that is late may wait for a rank of its domain.
-  void add_behind(bool is_carrier, Missing carrier, std::vector<Missing>& late) const {
-    if (!is_carrier) {
+  // A forwarder that is late may wait for a rank of its domain.
+  void add_behind(bool is_forwarder, Missing forwarder, std::vector<Missing>& late) const {
+    if (!is_forwarder) {
       return;
     }
     const Domains& domains = *plan_.between->domains;
-    for (const int member : domains.members(domains.domain_of(carrier.peer))) {
-      if (member != carrier.peer && plan_.sent[static_cast<size_t>(member)].size() > 0) {
-        Missing behind = carrier;
+    for (const int member : domains.members(domains.domain_of(forwarder.peer))) {
+      if (member != forwarder.peer && plan_.sent[static_cast<size_t>(member)].size() > 0) {
+        Missing behind = forwarder;
         behind.peer = member;
-        behind.via = carrier.peer;
+        behind.via = forwarder.peer;
         late.push_back(behind);
       }
     }
@@ -243,10 +229,9 @@ class CombineSum {
   size_t row_bytes_;
   bool has_weights_;
   CombineRows rows_;
-  ChunkSignals arrived_;  // by rank: partial sums of this domain's ranks, weights of all
-  ChunkSignals crossed_;  // by carrier: sums of its domain
-  int64_t num_units_;
-  std::atomic<int64_t> next_ = 0;
+  ChunkSignals arrived_;          // by rank: partial sums of this domain's ranks, weights of all
+  ChunkSignals crossed_;          // by forwarder: sums of its domain
+  std::vector<Scratch> scratch_;  // by worker
 };
 
 }  // namespace weft

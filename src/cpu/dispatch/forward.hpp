@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The carrying role of dispatch: rows that other domains sent to this rank go on to the ranks of
+// The forwarding role of dispatch: rows that other domains sent to this rank go on to the ranks of
 // its domain, chunk by chunk, as the source itself would send them there.
 #pragma once
 
-#include <atomic>
 #include <span>
 #include <vector>
 
+#include "cpu/chunk_work.hpp"
 #include "cpu/dispatch/pair_rows.hpp"
 #include "cpu/dispatch/row_stream.hpp"
 #include "cpu/protocol/chunk_signals.hpp"
@@ -29,14 +29,9 @@ inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
   return traffic;
 }
 
-inline size_t num_pairs(const PlanData& plan) {
-  const auto carried = carried_of(plan);
-  return carried.empty() ? 0 : carried.size() * plan.between->domains->near().size();
-}
-
-class DispatchCarry {
+class DispatchForward final : public ChunkWork {
  public:
-  DispatchCarry(const CpuRank& rank, const CpuCall& call, std::span<const RowStream> streams)
+  DispatchForward(const CpuRank& rank, const CpuCall& call, std::span<const RowStream> streams)
       : rank_(rank),
         call_(call),
         plan_(call.plan),
@@ -47,50 +42,23 @@ class DispatchCarry {
             rank.signals.max_chunks,
             traffic_of(call.plan, streams.size()),
             rank.settled
-        ),
-        next_(num_pairs(call.plan)) {
+        ) {
+    std::vector<int64_t> num_arrivals;  // by pair
     for (const CarriedSource& carried : carried_of(plan_)) {
       for (size_t m = 0; m < carried.pairs.size(); ++m) {
         pairs_.push_back({carried, m, carried_pair(plan_, carried, m)});
+        num_arrivals.push_back(pairs_.back().arrivals.size());
       }
     }
-  }
-
-  // Hands on one chunk of each pair whose rows have come. Any worker. False: there was none.
-  bool run_ready() {
-    bool has_run = false;
-    for (size_t p = 0; p < pairs_.size(); ++p) {
-      int64_t chunk = next_[p].load(std::memory_order_relaxed);
-      if (chunk < num_chunks(pairs_[p].arrivals.size()) && is_complete(pairs_[p], chunk) &&
-          next_[p].compare_exchange_strong(chunk, chunk + 1)) {
-        run(pairs_[p], chunk);
-        has_run = true;
-      }
-    }
-    return has_run;
-  }
-
-  // Every chunk is claimed by some worker.
-  [[nodiscard]] bool is_claimed() const {
-    bool is_all = true;
-    each_unclaimed([&](const Pair& /*pair*/, int64_t /*chunk*/) { is_all = false; });
-    return is_all;
-  }
-
-  // run_ready() has something to do.
-  [[nodiscard]] bool has_ready() const {
-    bool has_complete = false;
-    each_unclaimed([&](const Pair& pair, int64_t chunk) {
-      has_complete = has_complete || is_complete(pair, chunk);
-    });
-    return has_complete;
+    set_queues(num_arrivals);
   }
 
   // Chunks that some unclaimed chunk of a pair waits for.
   // Pairs of one source mostly wait for the same chunk, which is named once.
-  void add_missing(std::vector<Missing>& late) const {
+  void add_missing(std::vector<Missing>& late) const override {
     int last_source = -1;
-    each_unclaimed([&](const Pair& pair, int64_t chunk) {
+    each_unclaimed([&](size_t p, int64_t chunk) {
+      const Pair& pair = pairs_[p];
       const auto source = static_cast<size_t>(pair.carried.source);
       const ChunkRange needed = chunks_needed(pair, chunk);
       for (int64_t c = needed.first; c < needed.last && last_source != pair.carried.source; ++c) {
@@ -112,17 +80,7 @@ class DispatchCarry {
     const Arrivals& arrivals;
   };
 
-  template <class Visit>
-  void each_unclaimed(const Visit& visit) const {
-    for (size_t p = 0; p < pairs_.size(); ++p) {
-      const int64_t chunk = next_[p].load(std::memory_order_relaxed);
-      if (chunk < num_chunks(pairs_[p].arrivals.size())) {
-        visit(pairs_[p], chunk);
-      }
-    }
-  }
-
-  // Chunks of crossing tokens that a chunk of a pair needs, the last one included.
+  // Chunks of inter-node tokens that a chunk of a pair needs, the last one included.
   [[nodiscard]] ChunkRange chunks_needed(const Pair& pair, int64_t chunk) const {
     const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
     const std::vector<int32_t>& crossing = pair.carried.crossings.crossing[pair.member];
@@ -131,7 +89,8 @@ class DispatchCarry {
     return {first / kChunkArrivals, last / kChunkArrivals + 1};
   }
 
-  [[nodiscard]] bool is_complete(const Pair& pair, int64_t chunk) const {
+  [[nodiscard]] bool is_complete(size_t p, int64_t chunk) const override {
+    const Pair& pair = pairs_[p];
     const ChunkRange needed = chunks_needed(pair, chunk);
     for (int64_t c = needed.first; c < needed.last; ++c) {
       if (!crossed_.is_complete(static_cast<size_t>(pair.carried.source), c)) {
@@ -141,7 +100,8 @@ class DispatchCarry {
     return true;
   }
 
-  void run(const Pair& pair, int64_t chunk) const {
+  void run(size_t p, int64_t chunk, int /*worker*/) override {
+    const Pair& pair = pairs_[p];
     const int to = plan_.between->domains->near()[pair.member];
     if (to == plan_.shape.rank) {
       keep(pair, chunk);
@@ -170,13 +130,10 @@ class DispatchCarry {
   // Rows for this rank itself go to all their slots; DispatchFanOut sees to their weights.
   void keep(const Pair& pair, int64_t chunk) const {
     const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
-    for (int64_t i = range.first; i < range.last; ++i) {
-      for (const RowStream& stream : streams_) {
-        const std::byte* from = row(stream, pair, i);
-        for (const int32_t slot : pair.arrivals.slots(i)) {
-          stream.copy_row(stream.row(slot), from);
-        }
-      }
+    for (const RowStream& stream : streams_) {
+      stream.store_rows(stream.out, pair.arrivals, range, [&](int64_t i) {
+        return row(stream, pair, i);
+      });
     }
     streaming_fence();
   }
@@ -193,7 +150,6 @@ class DispatchCarry {
   std::span<const RowStream> streams_;
   ChunkSignals crossed_;
   std::vector<Pair> pairs_;
-  std::vector<std::atomic<int64_t>> next_;  // by pair, first chunk nobody has claimed
 };
 
 }  // namespace weft

@@ -54,26 +54,14 @@ void add_rows(
   if (target.place == Place::kEverySlot) {
     std::byte* const base =
         rank.transport.mapped(static_cast<int>(chunk.to), target.region.slot) + target.offset;
-    for (int64_t i = chunk.range.first; i < chunk.range.last; ++i) {
-      const std::byte* row = row_of(i);
-      for (const int32_t slot : chunk.pair.slots(i)) {
-        stream.copy_row(base + static_cast<size_t>(slot) * stream.row_bytes, row);
-      }
-    }
+    stream.store_rows(base, chunk.pair, chunk.range, row_of);
     puts.add_stored(chunk.range.last - chunk.range.first);
     return;
   }
   const bool is_staged = target.place == Place::kStaging;
   for (int64_t i = chunk.range.first; i < chunk.range.last; ++i) {
-    const auto row =
-        static_cast<uint64_t>(is_staged ? chunk.first_row + i : chunk.pair.slots(i)[0]);
-    puts.add(
-        {.source = row_of(i),
-         .bytes = stream.row_bytes,
-         .region = target.region.slot,
-         .signal = chunk.signal,
-         .offset = target.offset + row * stream.row_bytes}
-    );
+    const int64_t row = is_staged ? chunk.first_row + i : chunk.pair.slots(i)[0];
+    puts.add(put_to(target, row, row_of(i), stream.row_bytes, chunk.signal));
   }
 }
 

@@ -105,13 +105,8 @@ class DispatchPush {
     for (const RowStream& stream : streams_) {
       const Target& target = call_.words[to].*stream.target;
       for (int64_t i = range.first; i < range.last; ++i) {
-        puts.add(
-            {.source = stream.token(tokens[static_cast<size_t>(i)]),
-             .bytes = stream.row_bytes,
-             .region = target.region.slot,
-             .signal = signal,
-             .offset = target.offset + static_cast<uint64_t>(i) * stream.row_bytes}
-        );
+        const std::byte* row = stream.token(tokens[static_cast<size_t>(i)]);
+        puts.add(put_to(target, i, row, stream.row_bytes, signal));
       }
     }
     puts.send(rank_.transport, to, signal);
@@ -134,18 +129,15 @@ class DispatchPush {
   void keep(int64_t chunk) const {
     const Arrivals& pair = plan_.sent[self_];
     const ChunkRange range = chunk_range(pair.size(), chunk);
-    for (int64_t i = range.first; i < range.last; ++i) {
-      for (const RowStream& stream : streams_) {
-        const std::byte* row = stream.token(pair.token[static_cast<size_t>(i)]);
-        for (const int32_t slot : pair.slots(i)) {
-          stream.copy_row(stream.row(slot), row);
-        }
-      }
-      if (weights_ != nullptr) {
-        std::array<float, kMaxTopk> weights;
-        gather_weights(pair, i, i + 1, weights.data());
-        row_weights_.put(pair, i, weights.data());
-      }
+    for (const RowStream& stream : streams_) {
+      stream.store_rows(stream.out, pair, range, [&](int64_t i) {
+        return stream.token(pair.token[static_cast<size_t>(i)]);
+      });
+    }
+    for (int64_t i = range.first; weights_ != nullptr && i < range.last; ++i) {
+      std::array<float, kMaxTopk> weights;
+      gather_weights(plan_, pair, {i, i + 1}, weights_, weights.data());
+      row_weights_.put(pair, i, weights.data());
     }
     streaming_fence();
   }
@@ -155,28 +147,9 @@ class DispatchPush {
       size_t to, ChunkRange range, uint32_t signal, std::span<float> memory
   ) const {
     const Arrivals& pair = plan_.sent[to];
-    const Target& target = call_.words[to].weights;
+    const size_t count = gather_weights(plan_, pair, range, weights_, memory.data());
     const auto first = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.first)]);
-    const size_t count = gather_weights(pair, range.first, range.last, memory.data());
-    return {
-        .source = memory.data(),
-        .bytes = count * sizeof(float),
-        .region = target.region.slot,
-        .signal = signal,
-        .offset = target.offset + first * sizeof(float)};
-  }
-
-  // Weights of arrivals [first, last) in route order; returns their number.
-  size_t gather_weights(const Arrivals& pair, int64_t first, int64_t last, float* out) const {
-    size_t count = 0;
-    for (auto a = static_cast<size_t>(first); a < static_cast<size_t>(last); ++a) {
-      const auto begin = static_cast<size_t>(pair.route_begin[a]);
-      const auto end = static_cast<size_t>(pair.route_begin[a + 1]);
-      for (size_t j = begin; j < end; ++j) {
-        out[count++] = weights_[weight_index(plan_, pair.token[a], pair.k[j])];
-      }
-    }
-    return count;
+    return put_to(call_.words[to].weights, first, memory.first(count), signal);
   }
 
   const CpuRank& rank_;

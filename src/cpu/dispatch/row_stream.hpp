@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "call/chunks.hpp"
 #include "core/copy.hpp"
 #include "cpu/call.hpp"
 
@@ -26,6 +27,18 @@ struct RowStream {
       copy_streaming(to, from, row_bytes);
     } else {
       copy_bytes(to, from, row_bytes);
+    }
+  }
+  // The rows of some arrivals of a pair to all their slots in the output that begins at `to`.
+  // `row_of(i)`: where the row of arrival i lies here.
+  template <class RowOf>
+  void store_rows(std::byte* to, const Arrivals& pair, ChunkRange range, const RowOf& row_of)
+      const {
+    for (int64_t i = range.first; i < range.last; ++i) {
+      const std::byte* from = row_of(i);
+      for (const int32_t slot : pair.slots(i)) {
+        copy_row(to + static_cast<size_t>(slot) * row_bytes, from);
+      }
     }
   }
   [[nodiscard]] const std::byte* token(int32_t idx) const {

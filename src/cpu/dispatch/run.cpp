@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dispatch on CPU threads. Previous in the data flow: dispatch_call.cpp; next: the caller's
-// experts, then combine_call.cpp.
+// Dispatch on CPU threads. Previous in the data flow: dispatch/call.cpp; next: the caller's
+// experts, then combine/call.cpp.
 //
-// Each worker takes turns: push a chunk to every receiver, hand on what has come from other domains
+// Each worker takes turns: push a chunk to every receiver, forward what has come from other domains
 // and fan out what has arrived meanwhile. The last units zero the padding.
-#include <atomic>
 #include <cstring>
 
 #include "cpu/dispatch/fan_out.hpp"
@@ -44,27 +43,6 @@ std::vector<RowStream> streams_of(
   return streams;
 }
 
-// Until one of the two has something to do or everything is claimed.
-void wait(
-    const CpuRank& rank,
-    const CpuCall& call,
-    const DispatchCarry& carry,
-    const DispatchFanOut& fan_out
-) {
-  const auto ready = [&] {
-    return carry.has_ready() || fan_out.has_ready() || (carry.is_claimed() && fan_out.is_claimed());
-  };
-  const auto missing = [&] {
-    std::vector<Missing> late;
-    carry.add_missing(late);
-    fan_out.add_missing(late);
-    return late;
-  };
-  rank.waiter.until({.op = "dispatch", .call = call.number, .what = "rows"}, ready, missing, [&] {
-    return rank.workers.is_stopping();
-  });
-}
-
 }  // namespace
 
 void dispatch_cpu(
@@ -74,7 +52,7 @@ void dispatch_cpu(
   const RowWeights row_weights(call.plan, out.weights);
   const DispatchPush push(rank, call, streams, in.weights, row_weights);
   DispatchFanOut fan_out(rank, call, streams, row_weights);
-  DispatchCarry carry(rank, call, streams);
+  DispatchForward forward(rank, call, streams);
   const auto zero = [&](const std::pair<int64_t, int64_t>& range) {
     for (const RowStream& stream : streams) {
       const auto count = static_cast<size_t>(range.second - range.first);
@@ -86,27 +64,17 @@ void dispatch_cpu(
   };
 
   const int64_t num_push_units = push.num_units();
-  const int64_t num_units = num_push_units + static_cast<int64_t>(call.plan.padding.size());
-  std::atomic<int64_t> next_unit = 0;
-  rank.workers.run([&](int) {
-    while (!rank.workers.is_stopping()) {
-      const int64_t unit = next_unit.fetch_add(1, std::memory_order_relaxed);
-      if (unit < num_push_units) {
-        push.run(unit);
-      } else if (unit < num_units) {
-        zero(call.plan.padding[static_cast<size_t>(unit - num_push_units)]);
-      }
-      const bool has_carried = carry.run_ready();
-      if (fan_out.run_ready() || has_carried || unit < num_units) {
-        continue;
-      }
-      if (carry.is_claimed() && fan_out.is_claimed()) {
-        return;
-      }
-      wait(rank, call, carry, fan_out);
+  const auto num_units = num_push_units + static_cast<int64_t>(call.plan.padding.size());
+  const WaitReason reason = {.op = "dispatch", .call = call.number, .what = "rows"};
+  const auto run_unit = [&](int64_t unit, int /*worker*/) {
+    if (unit < num_push_units) {
+      push.run(unit);
+    } else {
+      zero(call.plan.padding[static_cast<size_t>(unit - num_push_units)]);
     }
-  });
-  carry.settle();
+  };
+  take_turns(rank, reason, num_units, run_unit, forward, fan_out);
+  forward.settle();
   fan_out.settle();
 }
 

@@ -44,6 +44,7 @@ class ChunkSignals {
         settled_(settled) {}
 
   [[nodiscard]] size_t num_peers() const { return traffic_.num_arrivals.size(); }
+  [[nodiscard]] const std::vector<int64_t>& num_arrivals() const { return traffic_.num_arrivals; }
   [[nodiscard]] int64_t num_chunks_from(size_t peer) const {
     return num_chunks(traffic_.num_arrivals[peer]);
   }
