@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 
-#include "core/gpu/check.hpp"
 #include "cuda/device/elements.cuh"
+#include "cuda/device/kernel.cuh"
+#include "cuda/device/lanes.cuh"
 #include "cuda/device/ptx/memory.cuh"
 #include "hosts/crossing_rows.hpp"
 
@@ -10,13 +11,12 @@ namespace weft {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kLanes = 32;
 constexpr int64_t kSumBlocks = 264;
 
 __device__ void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
   const auto vectors = static_cast<int>(bytes / static_cast<int64_t>(sizeof(uint4)));
 #pragma unroll 4
-  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < vectors; i += kLanes) {
+  for (int i = lane_index(); i < vectors; i += kWarpLanes) {
     reinterpret_cast<uint4*>(to)[i] = ptx::load_16(reinterpret_cast<const uint4*>(from) + i);
   }
 }
@@ -24,7 +24,7 @@ __device__ void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
 __device__ void pack_token(
     const PackLaunch& call, std::byte* message, int64_t num, int64_t place, int64_t token
 ) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int lane = lane_index();
   const CrossingChunk& chunk = call.chunk;
   copy_row(message + place * chunk.row_bytes, call.rows + token * chunk.row_bytes, chunk.row_bytes);
   if (call.weights != nullptr && lane < call.topk) {
@@ -34,7 +34,7 @@ __device__ void pack_token(
     out[lane] = column < 0 ? 0.0F : call.weights[token * call.weight_cols + column];
   }
   std::byte* scales = message + chunk.scales_at(num) + place * chunk.scale_bytes;
-  for (int64_t i = lane; i < chunk.scale_bytes; i += kLanes) {
+  for (int64_t i = lane; i < chunk.scale_bytes; i += kWarpLanes) {
     scales[i] = call.scales[token * chunk.scale_bytes + i];
   }
 }
@@ -42,12 +42,12 @@ __device__ void pack_token(
 // A block fills whole messages, so that the first ones can leave while others are packed.
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackLaunch call) {
   const int64_t num_chunks = call.chunk.num_chunks(call.count);
-  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  const int warp = warp_in_block();
   for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
     std::byte* message = call.messages + c * call.chunk.stride();
     const int64_t first = call.chunk.first_row(c);
     const int64_t num = call.chunk.num_rows(c, call.count);
-    for (int64_t i = warp; i < num; i += kThreads / kLanes) {
+    for (int64_t i = warp; i < num; i += kThreads / kWarpLanes) {
       const int64_t token = call.index == nullptr ? first + i : call.index[first + i];
       pack_token(call, message, num, i, token);
     }
@@ -65,7 +65,7 @@ __device__ void sum_token(const SumPartsLaunch& call, int64_t token) {
   const int32_t first = call.begin[token];
   const int32_t last = call.begin[token + 1];
   auto* out = reinterpret_cast<uint4*>(call.out + token * call.row_bytes);
-  for (int v = static_cast<int>(threadIdx.x) % kLanes; v < vectors; v += kLanes) {
+  for (int v = lane_index(); v < vectors; v += kWarpLanes) {
     uint4 bits = {0, 0, 0, 0};
     if (first < last) {
       const auto load = [&](int32_t i) {
@@ -88,10 +88,10 @@ __device__ void sum_token(const SumPartsLaunch& call, int64_t token) {
 }
 
 __device__ void return_weights(const SumPartsLaunch& call, int64_t token) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int lane = lane_index();
   float* out = call.out_weights + token * call.weight_cols;
   if (call.weight_column != nullptr) {
-    for (int column = lane; column < call.weight_cols; column += kLanes) {
+    for (int column = lane; column < call.weight_cols; column += kWarpLanes) {
       out[column] = 0.0F;
     }
     __syncwarp();
@@ -109,8 +109,8 @@ __device__ void return_weights(const SumPartsLaunch& call, int64_t token) {
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ SumPartsLaunch call) {
-  constexpr int kWarps = kThreads / kLanes;
-  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
+  constexpr int kWarps = kThreads / kWarpLanes;
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpLanes;
   for (int64_t token = warp; token < call.num_tokens; token += gridDim.x * kWarps) {
     sum_token<Element>(call, token);
     if (call.part_weights != nullptr) {
@@ -119,17 +119,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-using SumKernel = void (*)(SumPartsLaunch);
-
-SumKernel sum_kernel_of(DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return sum_parts_kernel<BFloat16>;
-    case DType::kFloat16:
-      return sum_parts_kernel<Float16>;
-    default:
-      return sum_parts_kernel<Float32>;
-  }
+Kernel<SumPartsLaunch> sum_kernel_of(DType dtype) {
+  return with_element(dtype, []<class Element>(Element) -> Kernel<SumPartsLaunch> {
+    return {sum_parts_kernel<Element>, kThreads};
+  });
 }
 
 }  // namespace
@@ -137,27 +130,23 @@ SumKernel sum_kernel_of(DType dtype) {
 void launch_pack(const PackLaunch& call, cudaStream_t stream) {
   const int64_t blocks = std::min<int64_t>(call.chunk.num_chunks(call.count), kPackBlocks);
   if (blocks > 0) {
-    pack_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
-    WEFT_CUDA(Context{}, cudaGetLastError());
+    launch(Kernel<PackLaunch>{pack_kernel, kThreads}, static_cast<int>(blocks), call, stream);
   }
 }
 
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream) {
-  constexpr int64_t kTokensPerBlock = kThreads / kLanes;
+  constexpr int64_t kTokensPerBlock = kThreads / kWarpLanes;
   const int64_t wanted = (call.num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
   const int64_t blocks = std::min(wanted, kSumBlocks);
   if (blocks > 0) {
-    sum_kernel_of(call.dtype)<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(call);
-    WEFT_CUDA(Context{}, cudaGetLastError());
+    launch(sum_kernel_of(call.dtype), static_cast<int>(blocks), call, stream);
   }
 }
 
 void prepare_crossing_rows() {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, pack_kernel));
+  load(pack_kernel);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-    const auto* kernel = reinterpret_cast<const void*>(sum_kernel_of(dtype));
-    WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel));
+    prepare(sum_kernel_of(dtype));
   }
 }
 

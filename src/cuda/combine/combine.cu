@@ -85,32 +85,24 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-template <class Element, bool kScaled>
-CombineKernel kernel_of(RowPath path) {
-  switch (path) {
-    case RowPath::kShortRows:
-      return {combine_bulk<ShortRows, Element, kScaled>, ShortRows::kThreads, kRowStageBytes};
-    case RowPath::kLongRows:
-      return {combine_bulk<LongRows, Element, kScaled>, LongRows::kThreads, kRowStageBytes};
-    default:
-      return {combine_vector<Element, kScaled>, kRoleThreads, 0};
-  }
-}
-
-template <class Element>
-CombineKernel kernel_of(RowPath path, bool is_scaled) {
-  return is_scaled ? kernel_of<Element, true>(path) : kernel_of<Element, false>(path);
-}
-
 CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return kernel_of<BFloat16>(path, is_scaled);
-    case DType::kFloat16:
-      return kernel_of<Float16>(path, is_scaled);
-    default:
-      return kernel_of<Float32>(path, is_scaled);
-  }
+  return with_element(dtype, [&]<class Element>(Element) -> CombineKernel {
+    const auto pick = [&](auto plain, auto scaled) { return is_scaled ? scaled : plain; };
+    switch (path) {
+      case RowPath::kShortRows:
+        return {
+            pick(combine_bulk<ShortRows, Element, false>, combine_bulk<ShortRows, Element, true>),
+            ShortRows::kThreads,
+            kRowStageBytes};
+      case RowPath::kLongRows:
+        return {
+            pick(combine_bulk<LongRows, Element, false>, combine_bulk<LongRows, Element, true>),
+            LongRows::kThreads,
+            kRowStageBytes};
+      default:
+        return {pick(combine_vector<Element, false>, combine_vector<Element, true>), kRoleThreads};
+    }
+  });
 }
 
 }  // namespace
@@ -129,7 +121,7 @@ int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens) {
 void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
-      for (const RowPath path : {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows}) {
+      for (const RowPath path : kRowPaths) {
         prepare(kernel_of(path, is_scaled, dtype));
       }
     }

@@ -13,6 +13,7 @@ using ShortRows = PipelineShape<5, 2>;
 using LongRows = PipelineShape<3, 4>;
 
 enum class RowPath : uint8_t { kVector, kShortRows, kLongRows };
+inline constexpr RowPath kRowPaths[] = {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows};
 
 inline RowPath path_of(Mover mover, int64_t row_bytes) {
   if (mover != Mover::kBulk) {

@@ -8,8 +8,6 @@
 
 namespace weft {
 
-#if __CUDA_ARCH__ >= 900
-
 // One sum, or one piece of it, from the pipeline's next stages. The lanes of all its adders take 16
 // bytes each in turn.
 template <class Shape, class Element, bool kScaled>
@@ -99,7 +97,5 @@ __device__ void add_rows(
     slot.advance(kItemSlots);
   }
 }
-
-#endif
 
 }  // namespace weft

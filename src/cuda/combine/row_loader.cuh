@@ -7,8 +7,6 @@
 
 namespace weft {
 
-#if __CUDA_ARCH__ >= 900
-
 // A loader warp: what adding warps must know of an item.
 template <class Source>
 __device__ __forceinline__ void write_item(
@@ -113,7 +111,5 @@ __device__ void load_rows(
     load_item(source, item, stages, pipeline, stage);
   }
 }
-
-#endif
 
 }  // namespace weft

@@ -52,8 +52,6 @@ struct PipelineShared {
   int32_t is_shut;  // a loader may not begin
 };
 
-#if __CUDA_ARCH__ >= 900
-
 // Of one pipeline.
 struct RowStages {
   std::byte* data;
@@ -139,7 +137,5 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
   while (!ptx::try_wait_barrier(barrier, parity)) {
   }
 }
-
-#endif
 
 }  // namespace weft

@@ -36,6 +36,18 @@ __device__ __forceinline__ std::byte* packed_for(
 // Whether rows of this rank's tokens come back, else those of peers' tokens come.
 enum class CopiedWay : uint8_t { kOut, kBack };
 
+// How both kernels begin. Returns the thread's index, which stands for a peer.
+__device__ __forceinline__ int begin_copied(
+    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+) {
+  if (threadIdx.x == 0) {
+    set_own_word(setup, me, plan, word);
+    setup.failures = is_stopped(me) ? 1 : 0;
+  }
+  __syncthreads();
+  return static_cast<int>(threadIdx.x);
+}
+
 // On the way back also waits for the records of the peers' tokens. False if an earlier call has
 // failed, or this one is given up.
 __device__ inline bool begin_pack(
@@ -46,12 +58,7 @@ __device__ inline bool begin_pack(
     const CopiedLaunch& copied,
     CopiedWay way
 ) {
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer == 0) {
-    set_own_word(setup, me, plan, word);
-    setup.failures = is_stopped(me) ? 1 : 0;
-  }
-  __syncthreads();
+  const int peer = begin_copied(setup, me, plan, word);
   const bool is_back = way == CopiedWay::kBack;
   bool is_good = setup.failures == 0;
   __syncthreads();
@@ -128,12 +135,7 @@ __device__ inline bool begin_receive(
     const CopiedLaunch& copied,
     CopiedWay way
 ) {
-  const int peer = static_cast<int>(threadIdx.x);
-  if (peer == 0) {
-    set_own_word(setup, me, plan, word);
-    setup.failures = is_stopped(me) ? 1 : 0;
-  }
-  __syncthreads();
+  const int peer = begin_copied(setup, me, plan, word);
   if (peer < me.num_ranks && !accept_copies(setup, me, plan, copied, way, peer)) {
     atomicAdd(&setup.failures, 1U);
   }

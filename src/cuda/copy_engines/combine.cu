@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   finish_call(call.me, setup.epoch);
 }
 
-#if __CUDA_ARCH__ >= 900
 // Of a whole block, which has no warp that signals.
 template <class Shape, class Element, class Source, class... More>
 __device__ void run_bulk(
@@ -73,7 +72,6 @@ __device__ void run_bulk(
     add_rows<Element, Source::kScales>(source, role, stages, pipelines);
   }
 }
-#endif
 
 template <class Shape, class Element, bool kScaled>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
@@ -146,7 +144,7 @@ Kernels kernels_of(const CombineLaunch& call) {
 void prepare_copied_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     for (const bool is_scaled : {false, true}) {
-      for (const RowPath path : {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows}) {
+      for (const RowPath path : kRowPaths) {
         const Kernels kernels = kernels_of(path, is_scaled, dtype);
         prepare(kernels.pack);
         prepare(kernels.sum);

@@ -51,60 +51,39 @@ class CopiedItems {
 using Push = DispatchPush<PlannedRoutes>;
 using FanOut = DispatchFanOut<CopiedItems>;
 
+template <class Mover>
 __global__ void __launch_bounds__(kThreads, 1)
-    pack_vector(const __grid_constant__ DispatchLaunch call) {
-  __shared__ CallSetup setup;
-  __shared__ TeamProgress progress;  // nobody looks at it
-  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
-    Push push(call, setup, progress, this_block());
-    push.run_vector();
+    pack_rows(const __grid_constant__ DispatchLaunch call) {
+  if constexpr (Mover::kIsCompiled) {
+    __shared__ CallSetup setup;
+    __shared__ TeamProgress progress;  // nobody looks at it
+    __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
+    const int warp = warp_in_block();
+    Mover mover(warp, full + warp * Mover::kBarriers);
+    if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+      Push push(call, setup, progress, this_block());
+      push.run(mover);
+    }
+    Mover::finish();
+    finish_pack(setup, call.me);
   }
-  finish_pack(setup, call.me);
 }
 
+template <class Mover>
 __global__ void __launch_bounds__(kThreads, 1)
-    fan_out_vector(const __grid_constant__ DispatchLaunch call) {
-  __shared__ CallSetup setup;
-  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
-    FanOut fan_out(call, setup, this_block());
-    fan_out.run(MoveRowsVector{});
+    fan_out_rows(const __grid_constant__ DispatchLaunch call) {
+  if constexpr (Mover::kIsCompiled) {
+    __shared__ CallSetup setup;
+    __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
+    const int warp = warp_in_block();
+    Mover mover(warp, full + warp * Mover::kBarriers);
+    if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+      FanOut fan_out(call, setup, this_block());
+      fan_out.run(mover);
+    }
+    Mover::finish();
+    finish_call(call.me, setup.epoch);
   }
-  finish_call(call.me, setup.epoch);
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    pack_bulk(const __grid_constant__ DispatchLaunch call) {
-#if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) std::byte stages[];
-  __shared__ CallSetup setup;
-  __shared__ TeamProgress progress;
-  __shared__ uint64_t full[kMoverWarps * kBulkStages];
-  const int warp = warp_in_block();
-  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
-  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
-    Push push(call, setup, progress, this_block());
-    push.run_bulk(ring);
-  }
-  ptx::wait_stores<0>();
-  finish_pack(setup, call.me);
-#endif
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-    fan_out_bulk(const __grid_constant__ DispatchLaunch call) {
-#if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) std::byte stages[];
-  __shared__ CallSetup setup;
-  __shared__ uint64_t full[kMoverWarps * kBulkStages];
-  const int warp = warp_in_block();
-  BulkRing ring(stages + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
-  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
-    FanOut fan_out(call, setup, this_block());
-    fan_out.run(MoveRowsBulk{ring});
-  }
-  ptx::wait_stores<0>();
-  finish_call(call.me, setup.epoch);
-#endif
 }
 
 struct Kernels {
@@ -112,11 +91,15 @@ struct Kernels {
   Kernel<DispatchLaunch> fan_out;
 };
 
+template <class Mover>
+Kernels kernels_with() {
+  return {
+      {pack_rows<Mover>, kThreads, Mover::kSharedBytes},
+      {fan_out_rows<Mover>, kThreads, Mover::kSharedBytes}};
+}
+
 Kernels kernels_of(Mover mover) {
-  if (mover == Mover::kBulk) {
-    return {{pack_bulk, kThreads, kBulkSharedBytes}, {fan_out_bulk, kThreads, kBulkSharedBytes}};
-  }
-  return {{pack_vector, kThreads}, {fan_out_vector, kThreads}};
+  return mover == Mover::kBulk ? kernels_with<BulkMover>() : kernels_with<VectorMover>();
 }
 
 }  // namespace

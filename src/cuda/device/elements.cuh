@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "weft/tensor.hpp"
+
 namespace weft {
 
 struct BFloat16 {
@@ -39,6 +41,19 @@ struct Float16 {
 struct Float32 {
   static constexpr int kPerVector = 4;
 };
+
+// f(Element()) of the elements that `dtype` names.
+template <class F>
+auto with_element(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(BFloat16());
+    case DType::kFloat16:
+      return f(Float16());
+    default:
+      return f(Float32());
+  }
+}
 
 template <class Element>
 __device__ __forceinline__ void unpack(const uint4& bits, float (&values)[Element::kPerVector]) {

@@ -13,11 +13,18 @@ struct Kernel {
   int shared_bytes = 0;  // of a block, beside what the kernel declares
 };
 
+// Loads the kernel's code, which a capture or a wait of another kernel would keep from happening.
+template <class... Parameters>
+cudaFuncAttributes load(void (*kernel)(Parameters...)) {
+  cudaFuncAttributes attributes{};
+  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel));
+  return attributes;
+}
+
 // Once per device and before any capture.
 template <class Call>
 void prepare(const Kernel<Call>& kernel) {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, kernel.function));
+  const cudaFuncAttributes attributes = load(kernel.function);
   if (kernel.shared_bytes != 0 && attributes.binaryVersion >= 90) {
     WEFT_CUDA(
         Context{},
@@ -28,14 +35,37 @@ void prepare(const Kernel<Call>& kernel) {
   }
 }
 
+// As prepare(), for launches that each say how much shared memory a block has. Returns the most
+// that this GPU has beside what the kernel declares.
+template <class... Parameters>
+int prepare_for_any_shared(void (*kernel)(Parameters...)) {
+  int device = 0;
+  int most = 0;
+  WEFT_CUDA(Context{}, cudaGetDevice(&device));
+  WEFT_CUDA(
+      Context{}, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
+  );
+  const int room = most - static_cast<int>(load(kernel).sharedSizeBytes);
+  WEFT_CUDA(
+      Context{}, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room)
+  );
+  return room;
+}
+
 template <class Call>
-void launch(const Kernel<Call>& kernel, int blocks, const Call& call, cudaStream_t stream) {
+void launch(
+    const Kernel<Call>& kernel,
+    int blocks,
+    const Call& call,
+    cudaStream_t stream,
+    const Context& context = {}
+) {
   kernel.function<<<
       static_cast<unsigned>(blocks),
       static_cast<unsigned>(kernel.threads),
       static_cast<size_t>(kernel.shared_bytes),
       stream>>>(call);
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  WEFT_CUDA(context, cudaGetLastError());
 }
 
 }  // namespace weft

@@ -109,8 +109,6 @@ inline constexpr int kBulkStages = 12;  // pieces in shared memory per warp
 inline constexpr int kBulkAhead = 6;    // of these being loaded
 inline constexpr int32_t kBulkPiece = 2048;
 
-#if __CUDA_ARCH__ >= 900
-
 // A warp's ring of pieces. Every lane stores and counts its own groups; lane 0 loads.
 class BulkRing {
  public:
@@ -168,7 +166,5 @@ class BulkRing {
   uint32_t loaded_ = 0;
   uint32_t stored_ = 0;
 };
-
-#endif
 
 }  // namespace weft

@@ -12,7 +12,33 @@ inline constexpr int kMaxTeamWarps = 8;
 inline constexpr int kMoverWarps = 8;  // of a block; one more signals
 inline constexpr int kMaxTeams = kMoverWarps;
 inline constexpr int kRoleThreads = (kMoverWarps + 1) * kWarpLanes;
-inline constexpr int kBulkSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
+
+// A kernel that moves rows is compiled once for each of the two ways to move them, Mover::kVector
+// and Mover::kBulk, which these types stand for. Each warp makes its own, with the index of its
+// stages among the block's and kBarriers words of shared memory.
+struct VectorMover {
+  static constexpr bool kIsCompiled = true;
+  static constexpr int kBarriers = 1;  // an array has at least one; they are not used
+  static constexpr int kSharedBytes = 0;
+  static constexpr int32_t kPiece = kVectorPiece;
+
+  __device__ __forceinline__ VectorMover(int /*index*/, uint64_t* /*full*/) {}
+  static __device__ __forceinline__ void finish() {}
+};
+
+extern __shared__ __align__(128) std::byte dynamic_shared[];
+
+struct BulkMover : BulkRing {
+  static constexpr bool kIsCompiled = ptx::kHasBulkCopies;
+  static constexpr int kBarriers = kBulkStages;
+  static constexpr int kSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
+  static constexpr int32_t kPiece = kBulkPiece;
+
+  __device__ __forceinline__ BulkMover(int index, uint64_t* full)
+      : BulkRing(dynamic_shared + index * kBulkStages * kBulkPiece, full) {}
+  // All threads of a kernel, before finish_call(): what they have stored is complete.
+  static __device__ __forceinline__ void finish() { ptx::wait_stores<0>(); }
+};
 
 // The `index`-th of the `count` blocks of a role.
 struct RoleBlock {

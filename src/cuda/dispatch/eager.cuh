@@ -79,9 +79,9 @@ class EarlyFanOut {
     row_bytes_ = call.payload.out_row_bytes();
   }
 
-  // `move_row(role, records, slice)` calls find_slots(records) once it has begun to load.
-  template <class MoveRow>
-  __device__ void run(const MoveRow& move_row) {
+  // `mover`: a VectorMover or a BulkMover.
+  template <class Mover>
+  __device__ void run(Mover& mover) {
     if (!await_block(seen_.sizes)) {
       return;
     }
@@ -103,7 +103,7 @@ class EarlyFanOut {
         return;
       }
       const int part = index % parts;
-      move_row(*this, records, slice_of(part, parts, row_bytes_, MoveRow::kPiece));
+      move_row(*this, records, slice_of(part, parts, row_bytes_, Mover::kPiece), mover);
       if (part == 0) {
         move_extras(records);
       }
@@ -179,58 +179,49 @@ class EarlyFanOut {
   int64_t row_bytes_;
 };
 
-struct MoveEarlyRowVector {
-  static constexpr int32_t kPiece = kVectorPiece;
-
-  __device__ __forceinline__ void operator()(
-      const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice
-  ) const {
-    const std::byte* row = role.row(records) + slice.offset;
-    for (int piece = 0; piece < max(slice.pieces.count, 1); ++piece) {
-      const int32_t offset = piece * slice.pieces.each;
-      const int32_t bytes = slice.pieces.bytes(piece);
-      PieceVectors vectors;
-      load_vectors(vectors, row + offset, bytes);
-      if (piece == 0) {
-        role.find_slots(records);
-      }
-      for_each_target({role.target(records), nullptr}, [&](std::byte* target) {
-        store_vectors(target + slice.offset + offset, vectors, bytes);
-      });
+// Moves one row, and calls find_slots(records) once it has begun to load.
+__device__ __forceinline__ void move_row(
+    const EarlyFanOut& role,
+    ArrivalRecords& records,
+    const Slice& slice,
+    const VectorMover& /*mover*/
+) {
+  const std::byte* row = role.row(records) + slice.offset;
+  for (int piece = 0; piece < max(slice.pieces.count, 1); ++piece) {
+    const int32_t offset = piece * slice.pieces.each;
+    const int32_t bytes = slice.pieces.bytes(piece);
+    PieceVectors vectors;
+    load_vectors(vectors, row + offset, bytes);
+    if (piece == 0) {
+      role.find_slots(records);
     }
+    for_each_target({role.target(records), nullptr}, [&](std::byte* target) {
+      store_vectors(target + slice.offset + offset, vectors, bytes);
+    });
   }
-};
-
-#if __CUDA_ARCH__ >= 900
-struct MoveEarlyRowBulk {
-  static constexpr int32_t kPiece = kBulkPiece;
-
-  BulkRing& ring;
-
-  __device__ __forceinline__ void operator()(
-      const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice
-  ) const {
-    // What the signal made visible was read by ordinary accesses so far.
-    ptx::fence_async_proxy();
-    const Pieces& pieces = slice.pieces;
-    const std::byte* row = role.row(records) + slice.offset;
-    std::byte* target = nullptr;
-    const auto source_of = [&](int piece) -> RowSpan {
-      return {row + piece * pieces.each, static_cast<uint32_t>(pieces.bytes(piece))};
-    };
-    const auto store = [&](int piece, const std::byte* data) {
-      if (piece == 0) {
-        role.find_slots(records);
-        target = role.target(records);
-      }
-      if (target != nullptr) {
-        const auto bytes = static_cast<uint32_t>(pieces.bytes(piece));
-        ptx::bulk_store(target + slice.offset + piece * pieces.each, data, bytes);
-      }
-    };
-    ring.stream(pieces.count, source_of, store, [](int) {});
-  }
-};
-#endif
+}
+__device__ __forceinline__ void move_row(
+    const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice, BulkRing& ring
+) {
+  // What the signal made visible was read by ordinary accesses so far.
+  ptx::fence_async_proxy();
+  const Pieces& pieces = slice.pieces;
+  const std::byte* row = role.row(records) + slice.offset;
+  std::byte* target = nullptr;
+  const auto source_of = [&](int piece) -> RowSpan {
+    return {row + piece * pieces.each, static_cast<uint32_t>(pieces.bytes(piece))};
+  };
+  const auto store = [&](int piece, const std::byte* data) {
+    if (piece == 0) {
+      role.find_slots(records);
+      target = role.target(records);
+    }
+    if (target != nullptr) {
+      const auto bytes = static_cast<uint32_t>(pieces.bytes(piece));
+      ptx::bulk_store(target + slice.offset + piece * pieces.each, data, bytes);
+    }
+  };
+  ring.stream(pieces.count, source_of, store, [](int) {});
+}
 
 }  // namespace weft

@@ -27,9 +27,9 @@ class DispatchFanOut {
     row_bytes_ = call.payload.out_row_bytes();
   }
 
-  // `move_rows(role, records)` copies the rows of one item.
-  template <class MoveRows>
-  __device__ void run(const MoveRows& move_rows) {
+  // `mover`: a VectorMover or a BulkRing.
+  template <class Mover>
+  __device__ void run(Mover& mover) {
     const int items = num_items(me_, setup_, num_sources_);
     Records next = load_records(warp_, items);
     zero_padding(call_, warp_, num_warps_);
@@ -43,7 +43,7 @@ class DispatchFanOut {
         return;
       }
       if (records.source != me_.rank) {
-        move_rows(*this, records);
+        move_rows(*this, records, mover);
       }
       if (call_.out_weights != nullptr) {
         extras_.move_weights(records, items_.weights(records));
@@ -132,97 +132,90 @@ class DispatchFanOut {
   int64_t row_bytes_;
 };
 
-struct MoveRowsVector {
-  template <class Role>
-  __device__ __forceinline__ void operator()(const Role& role, const ArrivalRecords& records)
-      const {
-    using Job = typename Role::Job;
-    const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
-    for (int piece = 0; piece < pieces.count; ++piece) {
-      const int32_t offset = piece * pieces.each;
-      const int32_t bytes = pieces.bytes(piece);
-      PieceVectors rows[kMaxChunkTokens];
-      std::byte* targets[kMaxChunkTokens];
-#pragma unroll
-      for (int i = 0; i < kMaxChunkTokens; ++i) {
-        targets[i] = nullptr;
-        if (i < records.count) {
-          const Job job = role.job_of(records, i);
-          if (__any_sync(kAllLanes, job.target != nullptr)) {
-            targets[i] = job.target;
-            load_vectors(rows[i], job.row + offset, bytes);
-          }
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kMaxChunkTokens; ++i) {
-        for_each_target({targets[i], nullptr}, [&](std::byte* target) {
-          store_vectors(target + offset, rows[i], bytes);
-        });
-      }
-    }
-  }
-};
-
-#if __CUDA_ARCH__ >= 900
-struct MoveRowsBulk {
-  BulkRing& ring;
-
-  template <class Role>
-  __device__ __forceinline__ void operator()(const Role& role, const ArrivalRecords& records)
-      const {
-    using Job = typename Role::Job;
-    // What the signal made visible was read by ordinary accesses so far.
-    ptx::fence_async_proxy();
-    const std::byte* rows[kMaxChunkTokens];
+// Copies the rows of one item.
+template <class Role>
+__device__ __forceinline__ void
+move_rows(const Role& role, const ArrivalRecords& records, const VectorMover& /*mover*/) {
+  using Job = typename Role::Job;
+  const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
+  for (int piece = 0; piece < pieces.count; ++piece) {
+    const int32_t offset = piece * pieces.each;
+    const int32_t bytes = pieces.bytes(piece);
+    PieceVectors rows[kMaxChunkTokens];
     std::byte* targets[kMaxChunkTokens];
-    int count = 0;
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
-      rows[i] = nullptr;
       targets[i] = nullptr;
-      const Job job = i < records.count ? role.job_of(records, i) : Job{};
-      if (__any_sync(kAllLanes, job.target != nullptr)) {
-#pragma unroll
-        for (int place = 0; place <= i; ++place) {
-          if (place == count) {
-            rows[place] = job.row;
-            targets[place] = job.target;
-          }
+      if (i < records.count) {
+        const Job job = role.job_of(records, i);
+        if (__any_sync(kAllLanes, job.target != nullptr)) {
+          targets[i] = job.target;
+          load_vectors(rows[i], job.row + offset, bytes);
         }
-        ++count;
       }
     }
-    const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
-    int load_job = 0;
-    int load_piece = 0;
-    const auto source_of = [&](int) -> RowSpan {
-      const RowSpan span = {
-          pick(rows, load_job) + load_piece * pieces.each,
-          static_cast<uint32_t>(pieces.bytes(load_piece))};
-      if (++load_piece == pieces.count) {
-        load_piece = 0;
-        ++load_job;
-      }
-      return span;
-    };
-    int job = 0;
-    int piece = 0;
-    const auto store = [&](int, const std::byte* data) {
-      std::byte* target = pick(targets, job);
-      if (target != nullptr) {
-        ptx::bulk_store(
-            target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
-        );
-      }
-      if (++piece == pieces.count) {
-        piece = 0;
-        ++job;
-      }
-    };
-    ring.stream(count * pieces.count, source_of, store, [](int) {});
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      for_each_target({targets[i], nullptr}, [&](std::byte* target) {
+        store_vectors(target + offset, rows[i], bytes);
+      });
+    }
   }
-};
-#endif
+}
+template <class Role>
+__device__ __forceinline__ void move_rows(
+    const Role& role, const ArrivalRecords& records, BulkRing& ring
+) {
+  using Job = typename Role::Job;
+  // What the signal made visible was read by ordinary accesses so far.
+  ptx::fence_async_proxy();
+  const std::byte* rows[kMaxChunkTokens];
+  std::byte* targets[kMaxChunkTokens];
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kMaxChunkTokens; ++i) {
+    rows[i] = nullptr;
+    targets[i] = nullptr;
+    const Job job = i < records.count ? role.job_of(records, i) : Job{};
+    if (__any_sync(kAllLanes, job.target != nullptr)) {
+#pragma unroll
+      for (int place = 0; place <= i; ++place) {
+        if (place == count) {
+          rows[place] = job.row;
+          targets[place] = job.target;
+        }
+      }
+      ++count;
+    }
+  }
+  const Pieces pieces = cut_row(role.row_bytes(), kBulkPiece);
+  int load_job = 0;
+  int load_piece = 0;
+  const auto source_of = [&](int) -> RowSpan {
+    const RowSpan span = {
+        pick(rows, load_job) + load_piece * pieces.each,
+        static_cast<uint32_t>(pieces.bytes(load_piece))};
+    if (++load_piece == pieces.count) {
+      load_piece = 0;
+      ++load_job;
+    }
+    return span;
+  };
+  int job = 0;
+  int piece = 0;
+  const auto store = [&](int, const std::byte* data) {
+    std::byte* target = pick(targets, job);
+    if (target != nullptr) {
+      ptx::bulk_store(
+          target + piece * pieces.each, data, static_cast<uint32_t>(pieces.bytes(piece))
+      );
+    }
+    if (++piece == pieces.count) {
+      piece = 0;
+      ++job;
+    }
+  };
+  ring.stream(count * pieces.count, source_of, store, [](int) {});
+}
 
 }  // namespace weft

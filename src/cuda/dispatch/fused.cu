@@ -5,7 +5,7 @@
 // exchange/dispatch_routed_call_cuda.cpp.
 #include <algorithm>
 
-#include "core/gpu/check.hpp"
+#include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/eager.cuh"
 #include "cuda/dispatch/push.cuh"
 #include "cuda/plan/fused.cuh"
@@ -54,108 +54,72 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-extern __shared__ __align__(128) std::byte routed_shared[];
-
 __device__ void run_plan(const PlanLaunch& call, uint32_t epoch, SmallPlanShared& small) {
   send_routing(call, epoch);
-  make_routed_plan(call, epoch, carve(shared_map(call), routed_shared, small));
+  make_routed_plan(call, epoch, carve(shared_map(call), dynamic_shared, small));
 }
 
+template <class Mover>
 __global__ void __launch_bounds__(kRoutedThreads, 1)
-    dispatch_routed_vector(const __grid_constant__ RoutedDispatchLaunch call) {
-  __shared__ SmallPlanShared small;
-  __shared__ CallSetup setup;
-  __shared__ TeamProgress progress;
-  __shared__ SeenPlan seen;
-  const DispatchLaunch& rows = call.dispatch;
-  const uint32_t epoch = current_epoch(rows.me);
-  const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
-  if (block < 0) {
-    run_plan(call.plan, epoch, small);
-  } else {
-    clear_progress(progress);
-    set_places(setup, seen, rows.me, epoch);
-    const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
-    Push push(rows, setup, progress, place);
-    if (warp_in_block() == kMoverWarps) {
-      push.run_signals();
-    } else if (warp_in_block() == kWordWarp && block == 0) {
-      accept_plan_words(call.plan, epoch, setup.own());
-    } else if (warp_in_block() == kWatchWarp) {
-      watch_plan(call.plan, setup, seen);
-    } else if (warp_in_block() < kMoverWarps) {
-      push.run_vector();
-      EarlyFanOut(rows, setup, seen, place).run(MoveEarlyRowVector{});
+    dispatch_routed_rows(const __grid_constant__ RoutedDispatchLaunch call) {
+  if constexpr (Mover::kIsCompiled) {
+    __shared__ SmallPlanShared small;
+    __shared__ CallSetup setup;
+    __shared__ TeamProgress progress;
+    __shared__ SeenPlan seen;
+    __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
+    const DispatchLaunch& rows = call.dispatch;
+    const uint32_t epoch = current_epoch(rows.me);
+    const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
+    if (block < 0) {
+      run_plan(call.plan, epoch, small);
+    } else {
+      clear_progress(progress);
+      set_places(setup, seen, rows.me, epoch);
+      const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
+      Push push(rows, setup, progress, place);
+      const int warp = warp_in_block();
+      if (warp == kMoverWarps) {
+        push.run_signals();
+      } else if (warp == kWordWarp && block == 0) {
+        accept_plan_words(call.plan, epoch, setup.own());
+      } else if (warp == kWatchWarp) {
+        watch_plan(call.plan, setup, seen);
+      } else if (warp < kMoverWarps) {
+        Mover mover(warp, full + warp * Mover::kBarriers);
+        push.run(mover);
+        EarlyFanOut(rows, setup, seen, place).run(mover);
+      }
     }
+    Mover::finish();
+    finish_call(rows.me, epoch);
   }
-  finish_call(rows.me, epoch);
 }
 
-__global__ void __launch_bounds__(kRoutedThreads, 1)
-    dispatch_routed_bulk(const __grid_constant__ RoutedDispatchLaunch call) {
-#if __CUDA_ARCH__ >= 900
-  __shared__ SmallPlanShared small;
-  __shared__ CallSetup setup;
-  __shared__ TeamProgress progress;
-  __shared__ SeenPlan seen;
-  __shared__ uint64_t full[kMoverWarps * kBulkStages];
-  const DispatchLaunch& rows = call.dispatch;
-  const uint32_t epoch = current_epoch(rows.me);
-  const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
-  if (block < 0) {
-    run_plan(call.plan, epoch, small);
-  } else {
-    clear_progress(progress);
-    set_places(setup, seen, rows.me, epoch);
-    const RoleBlock place = {block, call.num_blocks - call.plan.num_blocks};
-    Push push(rows, setup, progress, place);
-    const int warp = warp_in_block();
-    if (warp == kMoverWarps) {
-      push.run_signals();
-    } else if (warp == kWordWarp && block == 0) {
-      accept_plan_words(call.plan, epoch, setup.own());
-    } else if (warp == kWatchWarp) {
-      watch_plan(call.plan, setup, seen);
-    } else if (warp < kMoverWarps) {
-      BulkRing ring(routed_shared + warp * kBulkStages * kBulkPiece, full + warp * kBulkStages);
-      push.run_bulk(ring);
-      EarlyFanOut(rows, setup, seen, place).run(MoveEarlyRowBulk{ring});
-    }
-  }
-  ptx::wait_stores<0>();
-  finish_call(rows.me, epoch);
-#endif
-}
-
-// The plan's blocks need room too.
-int shared_bytes(const RoutedDispatchLaunch& call, int of_rows) {
-  return std::max(of_rows, static_cast<int>(shared_map(call.plan).num_bytes()));
+template <class Mover>
+Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call) {
+  const auto of_plan = static_cast<int>(shared_map(call.plan).num_bytes());
+  return {
+      dispatch_routed_rows<Mover>,
+      static_cast<int>(kRoutedThreads),
+      std::max(Mover::kSharedBytes, of_plan)};
 }
 
 }  // namespace
 
 void prepare_routed_dispatch() {
-  const Context nobody;
-  int device = 0;
-  int most = 0;
-  WEFT_CUDA(nobody, cudaGetDevice(&device));
-  WEFT_CUDA(nobody, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  for (const auto kernel : {dispatch_routed_vector, dispatch_routed_bulk}) {
-    cudaFuncAttributes attributes{};
-    WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, kernel));
-    const int room = most - static_cast<int>(attributes.sharedSizeBytes);
-    WEFT_CUDA(
-        nobody, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room)
-    );
-  }
+  prepare_for_any_shared(dispatch_routed_rows<VectorMover>);
+  prepare_for_any_shared(dispatch_routed_rows<BulkMover>);
 }
 
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream) {
   const bool is_bulk = call.dispatch.mover == Mover::kBulk;
-  const auto kernel = is_bulk ? dispatch_routed_bulk : dispatch_routed_vector;
-  const auto shared = static_cast<size_t>(shared_bytes(call, is_bulk ? kBulkSharedBytes : 0));
-  kernel<<<static_cast<unsigned>(call.num_blocks), kRoutedThreads, shared, stream>>>(call);
-  WEFT_CUDA(Context{}, cudaGetLastError());
+  launch(
+      is_bulk ? kernel_of<BulkMover>(call) : kernel_of<VectorMover>(call),
+      call.num_blocks,
+      call,
+      stream
+  );
 }
 
 }  // namespace weft

@@ -155,7 +155,7 @@ class DispatchPush {
     team_ = make_team(warps, block.index, block.count);
   }
 
-  __device__ void run_vector() {
+  __device__ void run(const VectorMover& /*mover*/) {
     const Slice slice = slice_of(team_, call_.payload.row_bytes, kVectorPiece);
     const int chunks = num_own_chunks();
     Chunk next = chunks > 0 ? load_chunk(0) : Chunk{};
@@ -188,8 +188,7 @@ class DispatchPush {
     }
   }
 
-#if __CUDA_ARCH__ >= 900
-  __device__ void run_bulk(BulkRing& ring) {
+  __device__ void run(BulkRing& ring) {
     const Slice slice = slice_of(team_, call_.payload.row_bytes, kBulkPiece);
     const Pieces& pieces = slice.pieces;
     const int chunks = num_own_chunks();
@@ -251,7 +250,6 @@ class DispatchPush {
     ptx::wait_stores<0>();
     report_progress(progress_, team_, static_cast<uint32_t>(chunks));
   }
-#endif
 
   // The block's last warp: lane r tells rank r.
   __device__ void run_signals() const {

@@ -104,7 +104,9 @@ __device__ __noinline__ void raise_bad_route(
 ) {
   if (place.is_own(call.me)) {
     const int64_t value = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(route));
-    raise_bad_index(call.me, place.epoch, route / call.topk, route % call.topk, value);
+    raise_bad_token(
+        call.me, place.epoch, FaultKind::kBadIndex, route / call.topk, route % call.topk, value
+    );
     return;
   }
   FaultRecord fault;
@@ -238,11 +240,7 @@ __device__ __forceinline__ void count_span(
     const uint32_t expert = is_there ? experts[token * topk + place.k] : kNone;
     const bool is_route = expert != kNone;
     const uint32_t target = is_route ? place.experts_per_rank.divide(expert) : place.num_ranks;
-    if (is_route) {
-      atomicAdd(counts + place.num_ranks + expert, 1U);
-    }
-    const uint32_t pair = pair_lanes(place, is_route, target);
-    arrivals += static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
+    arrivals += count_step(place, is_route, expert, target, topk, counts);
   }
   if (place.lane < place.num_ranks && arrivals > 0) {
     atomicAdd(counts + place.lane, arrivals);

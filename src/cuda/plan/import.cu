@@ -2,7 +2,7 @@
 // A plan that the host has made (exchange/plan_image.hpp) into the plan blocks of this domain: the
 // words of all ranks as in plan.cu, then this rank's own part, then the records of its arrivals
 // straight into the receivers' blocks. Later calls cannot tell it from a plan made here.
-#include "core/gpu/check.hpp"
+#include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"
 
@@ -191,13 +191,12 @@ __global__ void __launch_bounds__(kGivenThreads)
 }  // namespace
 
 void prepare_given_plan() {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, given_plan_kernel));
+  load(given_plan_kernel);
 }
 
 void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream) {
-  given_plan_kernel<<<static_cast<unsigned>(call.num_blocks), kGivenThreads, 0, stream>>>(call);
-  WEFT_CUDA((Context{call.me.rank, call.me.num_ranks, "cuda"}), cudaGetLastError());
+  const Kernel<GivenPlanLaunch> kernel = {given_plan_kernel, kGivenThreads};
+  launch(kernel, call.num_blocks, call, stream, {call.me.rank, call.me.num_ranks, "cuda"});
 }
 
 }  // namespace weft

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "core/context.hpp"
-#include "core/gpu/check.hpp"
+#include "cuda/device/kernel.cuh"
 #include "cuda/plan/group.cuh"
 #include "cuda/plan/place_routes.cuh"
 #include "cuda/plan/read_routing.cuh"
@@ -100,53 +100,32 @@ __global__ void __launch_bounds__(kMaxPlanThreads, 2)
   finish_call(call.me, epoch);
 }
 
-Context context_of(const RankView& me) {
-  return {me.rank, me.num_ranks, "cuda"};
-}
-
 }  // namespace
 
 uint64_t plan_scratch_bytes(const PlanMap& map) {
   return sizeof(int32_t) * uint64_t{kMaxPlanBlocks} * (map.num_ranks + map.num_experts);
 }
 
+// For every exchange of this device, so the kernel may get the most that any may need.
 void prepare_plan(const PlanMap& map) {
-  const Context nobody;
   const PlanSharedMap shared = {map.num_ranks, map.num_experts};
-  int device = 0;
-  int most = 0;
-  cudaFuncAttributes attributes = {};
-  WEFT_CUDA(nobody, cudaGetDevice(&device));
-  WEFT_CUDA(nobody, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  WEFT_CUDA(nobody, cudaFuncGetAttributes(&attributes, plan_kernel));
-  const uint64_t room = static_cast<uint64_t>(most) - attributes.sharedSizeBytes;
+  const auto room = static_cast<uint64_t>(prepare_for_any_shared(plan_kernel));
   if (shared.num_bytes() > room) {
     raise_error(
         ErrorCode::kUnsupported,
-        nobody,
+        Context{},
         "plan: " + std::to_string(map.num_experts) + " experts on " +
             std::to_string(map.num_ranks) + " ranks need " + std::to_string(shared.num_bytes()) +
             " B of shared memory (this GPU has " + std::to_string(room) + " B)"
     );
   }
-  // For every exchange of this device, so the most that any may need.
-  WEFT_CUDA(
-      nobody,
-      cudaFuncSetAttribute(
-          plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(room)
-      )
-  );
 }
 
 void launch_plan(const PlanLaunch& call, cudaStream_t stream) {
-  const Context context = context_of(call.me);
   const PlanSharedMap shared = {call.plan.map.num_ranks, call.plan.map.num_experts};
-  plan_kernel<<<
-      static_cast<unsigned>(call.num_blocks),
-      shared.num_threads(),
-      shared.num_bytes(),
-      stream>>>(call);
-  WEFT_CUDA(context, cudaGetLastError());
+  const Kernel<PlanLaunch> kernel = {
+      plan_kernel, static_cast<int>(shared.num_threads()), static_cast<int>(shared.num_bytes())};
+  launch(kernel, call.num_blocks, call, stream, {call.me.rank, call.me.num_ranks, "cuda"});
 }
 
 }  // namespace weft

@@ -37,31 +37,18 @@ pair_lanes(const PlanPlace& place, bool is_route, uint32_t target) {
   return __match_any_sync(kAllLanes, is_route ? place.group << 8 | target : alone);
 }
 
-__device__ inline void raise_bad_index(
-    const RankView& me, uint32_t epoch, int32_t token, int32_t k, int64_t value
+// This rank's own routing is at fault, of `token`; FaultKind says what the numbers mean.
+__device__ inline void raise_bad_token(
+    const RankView& me, uint32_t epoch, FaultKind kind, int32_t token, int32_t what, int64_t wanted
 ) {
   FaultRecord fault;
-  fault.kind = FaultKind::kBadIndex;
+  fault.kind = kind;
   fault.op = Op::kPlan;
   fault.epoch = epoch;
   fault.peer = me.rank;
-  fault.what = k;
+  fault.what = what;
   fault.seen = token;
-  fault.wanted = value;
-  raise_fault(me, fault);
-}
-
-__device__ inline void raise_too_many(
-    const RankView& me, uint32_t epoch, int32_t token, int32_t found, int32_t max_topk
-) {
-  FaultRecord fault;
-  fault.kind = FaultKind::kTooMany;
-  fault.op = Op::kPlan;
-  fault.epoch = epoch;
-  fault.peer = me.rank;
-  fault.what = found;
-  fault.seen = token;
-  fault.wanted = max_topk;
+  fault.wanted = wanted;
   raise_fault(me, fault);
 }
 
@@ -153,7 +140,14 @@ __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) 
         }
       }
       if (found[i] > topk && place.lane == 0) {
-        raise_too_many(call.me, place.epoch, token, static_cast<int32_t>(found[i]), call.topk);
+        raise_bad_token(
+            call.me,
+            place.epoch,
+            FaultKind::kTooMany,
+            token,
+            static_cast<int32_t>(found[i]),
+            call.topk
+        );
       }
     }
   }
@@ -184,7 +178,9 @@ __device__ __forceinline__ void read_topk(
     const int32_t token = first + static_cast<int32_t>(i * place.step + place.group);
     expert[i] = static_cast<int32_t>(value[i]);
     if (value[i] < -1 || value[i] >= static_cast<int64_t>(call.plan.map.num_experts)) {
-      raise_bad_index(call.me, place.epoch, token, static_cast<int32_t>(place.k), value[i]);
+      raise_bad_token(
+          call.me, place.epoch, FaultKind::kBadIndex, token, static_cast<int32_t>(place.k), value[i]
+      );
       expert[i] = -1;
     }
     if (place.is_used && token < place.tokens.last) {
@@ -195,6 +191,22 @@ __device__ __forceinline__ void read_topk(
       }
     }
   }
+}
+
+// One warp: counts the routes of a step of tokens by expert. Lane r gets their arrivals at rank r.
+__device__ __forceinline__ uint32_t count_step(
+    const PlanPlace& place,
+    bool is_route,
+    uint32_t expert,
+    uint32_t target,
+    uint32_t topk,
+    uint32_t* counts
+) {
+  if (is_route) {
+    atomicAdd(counts + place.num_ranks + expert, 1U);
+  }
+  const uint32_t pair = pair_lanes(place, is_route, target);
+  return static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
 }
 
 // One warp: its row of shared.counts, which must be zero before.
@@ -231,11 +243,7 @@ __device__ inline void count_tokens(
       const bool is_route = expert[i] >= 0;
       const auto column = static_cast<uint32_t>(expert[i]);
       const uint32_t target = is_route ? place.experts_per_rank.divide(column) : place.num_ranks;
-      if (is_route) {
-        atomicAdd(counts + place.num_ranks + column, 1U);
-      }
-      const uint32_t pair = pair_lanes(place, is_route, target);
-      arrivals += static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
+      arrivals += count_step(place, is_route, column, target, topk, counts);
     }
   }
   if (place.lane < place.num_ranks) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/context.hpp"
-#include "core/gpu/check.hpp"
+#include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/plan/download.hpp"
 
@@ -28,8 +27,7 @@ __global__ void wait_records(
 }  // namespace
 
 void prepare_wait_records() {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, wait_records));
+  load(wait_records);
 }
 
 void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream) {

@@ -5,7 +5,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstring>
 #include <random>
 #include <span>
@@ -24,22 +23,6 @@ uint64_t random_process_id() {
   return id;
 }
 
-void set_problem(GpuIdentity& gpu, const std::string& text) {
-  const size_t size = std::min(text.size(), gpu.problem.size() - 1);
-  std::memcpy(gpu.problem.data(), text.data(), size);
-  gpu.device = -1;
-}
-
-// True if it failed, with the reason in `gpu`; leaves no error behind.
-bool has_failed(cudaError_t status, std::string_view verb, GpuIdentity& gpu) {
-  if (status == cudaSuccess) {
-    return false;
-  }
-  static_cast<void>(cudaGetLastError());
-  set_problem(gpu, fmt::format("{}: {}", verb, cudaGetErrorString(status)));
-  return true;
-}
-
 }  // namespace
 
 GpuIdentity identify_gpu(int device) {
@@ -47,23 +30,25 @@ GpuIdentity identify_gpu(int device) {
   gpu.pid = static_cast<uint64_t>(::getpid());
   gpu.process_id = random_process_id();
   int num_gpus = 0;
-  if (has_failed(cudaGetDeviceCount(&num_gpus), "count GPUs", gpu)) {
-    return gpu;
-  }
-  if (device < 0 || device >= num_gpus) {
-    set_problem(gpu, fmt::format("there is no GPU {} ({} are visible)", device, num_gpus));
-    return gpu;
-  }
   cudaDeviceProp properties{};
-  if (has_failed(cudaGetDeviceProperties(&properties, device), "ask for properties", gpu)) {
-    return gpu;
+  cudaError_t status = cudaGetDeviceCount(&num_gpus);
+  const bool is_there = device >= 0 && device < num_gpus;
+  if (status == cudaSuccess && is_there) {
+    status = cudaGetDeviceProperties(&properties, device);
   }
-  if (properties.unifiedAddressing == 0) {
-    set_problem(gpu, fmt::format("GPU {} has no unified addresses", device));
-    return gpu;
+  std::string problem;
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // leave no error behind for the next call
+    problem = fmt::format("GPU {} cannot be asked: {}", device, cudaGetErrorString(status));
+  } else if (!is_there) {
+    problem = fmt::format("there is no GPU {} ({} are visible)", device, num_gpus);
+  } else if (properties.unifiedAddressing == 0) {
+    problem = fmt::format("GPU {} has no unified addresses", device);
+  } else {
+    std::memcpy(gpu.uuid.data(), properties.uuid.bytes, gpu.uuid.size());
+    gpu.device = device;
   }
-  std::memcpy(gpu.uuid.data(), properties.uuid.bytes, gpu.uuid.size());
-  gpu.device = device;
+  problem.copy(gpu.problem.data(), gpu.problem.size() - 1);
   return gpu;
 }
 

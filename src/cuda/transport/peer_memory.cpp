@@ -195,8 +195,8 @@ PeerMemory::~PeerMemory() {
   try {
     close();
     const auto deadline = std::chrono::steady_clock::now() + kFarewell;
-    while (source.is_exported() && !is_unmapped_by_peers() &&
-           std::chrono::steady_clock::now() < deadline) {
+    while (is_exported() && !is_unmapped_by_peers() && std::chrono::steady_clock::now() < deadline
+    ) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   } catch (const std::exception& error) {

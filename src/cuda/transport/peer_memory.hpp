@@ -20,7 +20,7 @@ namespace weft {
 
 // Regions in GPU memory, and the table of them that kernels read. Peers of the same process use
 // each other's memory as it is, other processes map it.
-class CudaRegions final : public RegionSource {
+class CudaRegions : public RegionSource {
  public:
   // Collective. Throws the same Error on every rank: kNotAvailable if a GPU cannot reach another or
   // a machine does not allow the transport, kInvalidArgument if no transport has that name.
@@ -35,8 +35,12 @@ class CudaRegions final : public RegionSource {
   void set_entry(int rank, uint32_t region, std::byte* data) override;
   void quiesce() override;
 
+  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
+  // mapped.
   [[nodiscard]] std::byte* const* table() const { return table_; }
+  // How other ranks' memory is reached: "same process" or the name of the transport.
   [[nodiscard]] std::string_view how(int rank) const;
+  // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
   // Whether other processes map this rank's memory.
   [[nodiscard]] bool is_exported() const;
@@ -62,12 +66,7 @@ class CudaRegions final : public RegionSource {
   std::byte** word_ = nullptr;   // pinned, of one entry on its way
 };
 
-// A base, so that it is there before the regions and after them.
-struct PeerMemorySource {
-  CudaRegions source;
-};
-
-class PeerMemory final : PeerMemorySource, public PeerRegions {
+class PeerMemory final : CudaRegions, public PeerRegions {
  public:
   // Empty if GPU `device` of each rank can reach those of all others, else the reason. Collective.
   [[nodiscard]] static std::string obstacle(const Group& group, int device);
@@ -79,18 +78,16 @@ class PeerMemory final : PeerMemorySource, public PeerRegions {
   PeerMemory(
       const Group& group, int device, uint64_t control_bytes, std::string_view transport = {}
   )
-      : PeerMemorySource{{group, device, transport}}, PeerRegions(group, source, control_bytes) {}
+      : CudaRegions(group, device, transport),
+        PeerRegions(group, static_cast<RegionSource&>(*this), control_bytes) {}
   ~PeerMemory();  // waits for a moment until peers have unmapped this rank's memory
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
-  // mapped.
-  [[nodiscard]] std::byte* const* table() const { return source.table(); }
-  // How other ranks' memory is reached: "same process" or the name of the transport.
-  [[nodiscard]] std::string_view how(int rank) const { return source.how(rank); }
-  // Ranks, this one included, whose GPU is this rank's own.
-  [[nodiscard]] int ranks_on_this_gpu() const { return source.ranks_on_this_gpu(); }
+  using CudaRegions::how;
+  using CudaRegions::ranks_on_this_gpu;
+  using CudaRegions::table;
+  using PeerRegions::allocate;
 };
 
 }  // namespace weft

@@ -273,37 +273,33 @@ bool PeerRegions::is_reachable(const PeerRegion& region) const {
   return reach(region) == Reach::kAll;
 }
 
-bool PeerRegions::wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
-    const {
+// Asks done() again and again until it says true or the time is over, and sleeps in between until
+// a peer rings.
+template <class Done>
+void PeerRegions::wait_until(std::chrono::milliseconds at_most, const Done& done) const {
   const auto deadline = Clock::now() + at_most;
   for (;;) {
     const uint32_t seen = transport_->doorbell();
-    const Reach now = reach(region);
+    const bool is_done = done();
     const auto left = deadline - Clock::now();
-    if (now != Reach::kNotYet || left.count() <= 0) {
-      return now == Reach::kAll;
+    if (is_done || left.count() <= 0) {
+      return;
     }
     transport_->park(seen, std::min<std::chrono::nanoseconds>(left, kSlice));
   }
 }
 
+bool PeerRegions::wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
+    const {
+  Reach now = Reach::kNotYet;
+  wait_until(at_most, [&] { return (now = reach(region)) != Reach::kNotYet; });
+  return now == Reach::kAll;
+}
+
 bool PeerRegions::wait_freed(std::chrono::milliseconds at_most) const {
-  const auto deadline = Clock::now() + at_most;
-  for (;;) {
-    const uint32_t seen = transport_->doorbell();
-    {
-      const std::lock_guard lock(mutex_);
-      const auto is_dead = [](const Slot& slot) { return slot.use == Use::kDead; };
-      if (std::ranges::none_of(slots_, is_dead)) {
-        return true;
-      }
-    }
-    const auto left = deadline - Clock::now();
-    if (left.count() <= 0) {
-      return false;
-    }
-    transport_->park(seen, std::min<std::chrono::nanoseconds>(left, kSlice));
-  }
+  bool is_freed = false;
+  wait_until(at_most, [&] { return is_freed = !has_dead(); });
+  return is_freed;
 }
 
 }  // namespace weft

@@ -116,6 +116,8 @@ class PeerRegions {
   void tell_all();
   void tell(int rank);
   [[nodiscard]] bool has_dead() const;
+  template <class Done>
+  void wait_until(std::chrono::milliseconds at_most, const Done& done) const;
   // Whether the peer maps nobody's memory any more.
   [[nodiscard]] bool is_unmapped_by(int rank) const;
 

@@ -25,8 +25,8 @@ from weft.examples.qwen3_moe import complaints, layers_that_fit, rows_of, table
 from weft.examples.qwen3_run import MODES, Result, busiest, micro_batch, token_ids
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
-PACK = "weft::(anonymous namespace)::pack_bulk(weft::DispatchLaunch)"
-FAN_OUT = "weft::(anonymous namespace)::fan_out_bulk(weft::DispatchLaunch)"
+PACK = "void weft::(anonymous namespace)::pack_rows<weft::BulkMover>(weft::DispatchLaunch)"
+FAN_OUT = "void weft::(anonymous namespace)::fan_out_rows<weft::BulkMover>(weft::DispatchLaunch)"
 PACK_SUMS = "void weft::(anonymous namespace)::pack_vector<__half, true>(weft::CombineLaunch)"
 ADD_SUMS = "void weft::(anonymous namespace)::sum_vector<__half>(weft::CombineLaunch)"
 
@@ -86,7 +86,7 @@ def test_exposure_is_what_counting_gives():
         (SEND, True),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", False),  # gradients
-        ("weft::(anonymous namespace)::dispatch_bulk(weft::DispatchLaunch)", True),
+        ("void weft::(anonymous namespace)::dispatch_rows<weft::BulkMover>(weft::DispatchLaunch)", True),
         ("weft::(anonymous namespace)::combine_vector(weft::CombineLaunch)", True),
         ("weft::(anonymous namespace)::plan_kernel(weft::PlanLaunch)", True),
         (PACK, True),

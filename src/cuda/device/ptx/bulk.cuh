@@ -8,7 +8,12 @@
 
 namespace weft::ptx {
 
+// Whether this pass of the compiler may use it; elsewhere no kernel may call what follows.
 #if __CUDA_ARCH__ >= 900
+inline constexpr bool kHasBulkCopies = true;
+#else
+inline constexpr bool kHasBulkCopies = false;
+#endif
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -86,8 +91,6 @@ template <int kPending>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
-
-#endif
 
 // Between an acquire and bulk loads of the global memory that it made visible. For all memory the
 // fence would wait for whatever else this thread has asked for.
