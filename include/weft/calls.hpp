@@ -17,9 +17,6 @@ struct CallOptions {
   // CPU.
   void* stream = nullptr;
   int num_sms = 0;  // of this call; 0: as configured
-  // Of these for the role that writes to peers (dispatch: push, combine: pre-reduce); the rest fans
-  // out or sums. 0: by the measured table. For `weft tune`.
-  int num_senders = 0;
   // Of all ranks or none. dispatch, combine: copy engines carry the rows between GPUs, and
   // multiprocessors only pack them before and store or add them after, so that little is taken from
   // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is

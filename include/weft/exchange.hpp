@@ -104,15 +104,13 @@ struct Footprint {
   int64_t pooled_bytes = 0;  // kept for the next allocate()
 };
 
+class Executor;
+
 class Exchange {
  public:
-  struct State;  // known to src/exchange alone
-
   // Collective. Throws Error (kInvalidArgument) on every rank if any rank's config is wrong or
   // differs.
   Exchange(const Group& group, const ExchangeConfig& config);
-  // For tests, which make executors in ways that no config can ask for.
-  explicit Exchange(std::unique_ptr<State> state);
   ~Exchange();
   Exchange(Exchange&&) noexcept;
   Exchange& operator=(Exchange&&) noexcept;
@@ -166,7 +164,11 @@ class Exchange {
   [[nodiscard]] Footprint footprint() const;
 
  private:
-  std::unique_ptr<State> state_;
+  // For the library itself, see call/executor.hpp.
+  friend class Executor;
+
+  explicit Exchange(std::unique_ptr<Executor> executor);
+  std::unique_ptr<Executor> executor_;
 };
 
 }  // namespace weft

@@ -4,17 +4,25 @@
 
 #include <memory>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "weft/exchange.hpp"
 
 namespace weft {
 
-struct Exchange::State {
-  State() = default;
-  virtual ~State() = default;
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
+class Executor {
+ public:
+  Executor() = default;
+  virtual ~Executor() = default;
+  Executor(const Executor&) = delete;
+  Executor& operator=(const Executor&) = delete;
+
+  // The one behind an exchange, and an exchange by one that no config asks for, as tests need it.
+  [[nodiscard]] static Executor& of(Exchange& exchange) { return *exchange.executor_; }
+  [[nodiscard]] static Exchange exchange_by(std::unique_ptr<Executor> executor) {
+    return Exchange(std::move(executor));
+  }
 
   [[nodiscard]] virtual Plan make_plan(
       const Routing& routing, const PlanOptions& options, const CallOptions& call
@@ -36,6 +44,10 @@ struct Exchange::State {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;
   virtual void check() = 0;
+  // On a GPU, for `weft tune`: so many of the multiprocessors of each later dispatch and combine
+  // write to peers (dispatch: push, combine: pre-reduce); the others fan out or sum. 0: by the
+  // measured table.
+  virtual void set_num_senders(int /*count*/) {}
 
   [[nodiscard]] virtual Buffer allocate(const Tensor& shape) = 0;
   virtual void release_pooled() = 0;
@@ -47,12 +59,12 @@ struct Exchange::State {
   [[nodiscard]] virtual Footprint footprint() const = 0;
 };
 
-[[nodiscard]] std::unique_ptr<Exchange::State> make_cpu_exchange(
+[[nodiscard]] std::unique_ptr<Executor> make_cpu_exchange(
     const Group& group, const ExchangeConfig& config
 );
-// exchange_domains_cuda.cpp or exchange_none.cpp; the latter throws Error (kUnsupported).
+// In src/hosts/exchange.cpp; a build without CUDA throws Error (kUnsupported) instead.
 // `domains` as Topology::domains; others than the group's are for tests.
-[[nodiscard]] std::unique_ptr<Exchange::State> make_cuda_exchange(
+[[nodiscard]] std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
 );
 

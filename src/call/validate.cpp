@@ -106,6 +106,20 @@ class Checker {
     );
   }
 
+  // Kernels load and store so many bytes at a time.
+  void aligned_on_gpu(std::string_view name, const ConstTensor& tensor) const {
+    const auto address = reinterpret_cast<uintptr_t>(tensor.data);
+    WEFT_CHECK_ARG(
+        who_.context,
+        tensor.device.kind == Device::Kind::kCpu || address % kRowAlignment == 0,
+        "{}: {} begins at address {:#x} (expected a multiple of {})",
+        op_,
+        name,
+        address,
+        kRowAlignment
+    );
+  }
+
   // An output beside an input that is given, and none beside one that is not.
   void both(std::string_view output, bool has_output, std::string_view input, bool has_input)
       const {
@@ -177,6 +191,8 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
     check.tensor("output scales", out.scales, {plan.num_rows, in.scales.cols}, in.scales.dtype);
     check.apart("output scales", out.scales, "input scales", in.scales);
   }
+  check.aligned_on_gpu("x", in.x);
+  check.aligned_on_gpu("rows", out.rows);
 }
 
 void Validator::quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out)
@@ -246,6 +262,8 @@ void Validator::combine(const PlanData& plan, const CombineInput& in, const Comb
   if (needs_weights) {
     check.tensor("source_weights", in.source_weights, source_weights_shape(plan), DType::kFloat32);
   }
+  check.aligned_on_gpu("rows", in.rows);
+  check.aligned_on_gpu("x", out.x);
 }
 
 void validate_config(const ExchangeConfig& config, const Context& context) {

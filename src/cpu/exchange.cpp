@@ -236,9 +236,7 @@ Footprint CpuExchange::footprint() const {
       .pooled_bytes = static_cast<int64_t>(pool_->unused_bytes())};
 }
 
-std::unique_ptr<Exchange::State> make_cpu_exchange(
-    const Group& group, const ExchangeConfig& config
-) {
+std::unique_ptr<Executor> make_cpu_exchange(const Group& group, const ExchangeConfig& config) {
   return std::make_unique<CpuExchange>(group, config);
 }
 

@@ -19,7 +19,7 @@
 
 namespace weft {
 
-class CpuExchange final : public Exchange::State {
+class CpuExchange final : public Executor {
  public:
   CpuExchange(const Group& group, const ExchangeConfig& wanted)
       : CpuExchange(group, wanted, group.topology().domains) {}

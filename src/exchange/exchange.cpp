@@ -20,7 +20,7 @@ bool is_addressable(int64_t rows, int64_t cols, int64_t element) {
 
 }  // namespace
 
-Plan Exchange::State::dispatch_routed(
+Plan Executor::dispatch_routed(
     const Routing& routing,
     const PlanOptions& options,
     const DispatchInput& in,
@@ -33,24 +33,24 @@ Plan Exchange::State::dispatch_routed(
 }
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
-    : state_(
+    : executor_(
           config.device.kind == Device::Kind::kCuda
               ? make_cuda_exchange(group, config, group.topology().domains)
               : make_cpu_exchange(group, config)
       ) {}
-Exchange::Exchange(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Exchange::Exchange(std::unique_ptr<Executor> executor) : executor_(std::move(executor)) {}
 Exchange::~Exchange() = default;
 Exchange::Exchange(Exchange&&) noexcept = default;
 Exchange& Exchange::operator=(Exchange&&) noexcept = default;
 
 Plan Exchange::plan(const Routing& routing, const PlanOptions& options, const CallOptions& call) {
-  return state_->make_plan(routing, options, call);
+  return executor_->make_plan(routing, options, call);
 }
 
 void Exchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  state_->dispatch(plan, in, out, call);
+  executor_->dispatch(plan, in, out, call);
 }
 
 Plan Exchange::dispatch(
@@ -68,22 +68,22 @@ Plan Exchange::dispatch(
         "expert_stride must be given, with overflow drop)"
     );
   } catch (const Error& refusal) {
-    if (!state_->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
+    if (!executor_->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
       throw untold(refusal);
     }
     throw;
   }
-  return state_->dispatch_routed(routing, options, in, out, call);
+  return executor_->dispatch_routed(routing, options, in, out, call);
 }
 
 void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
-  state_->combine(plan, in, out, call);
+  executor_->combine(plan, in, out, call);
 }
 
 void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
-  if (!state_->refuse(op, reason, call)) {
+  if (!executor_->refuse(op, reason, call)) {
     raise_error(
         ErrorCode::kUnsupported,
         {.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport},
@@ -95,7 +95,7 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
 }
 
 void Exchange::check() {
-  state_->check();
+  executor_->check();
 }
 
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
@@ -108,26 +108,26 @@ Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   );
   Tensor shape = {.data = nullptr, .dtype = dtype, .rows = rows, .cols = cols};
   shape.device = config().device;
-  return state_->allocate(shape);
+  return executor_->allocate(shape);
 }
 
 void Exchange::release_pooled() {
-  state_->release_pooled();
+  executor_->release_pooled();
 }
 int Exchange::rank() const {
-  return state_->rank();
+  return executor_->rank();
 }
 int Exchange::num_ranks() const {
-  return state_->num_ranks();
+  return executor_->num_ranks();
 }
 const ExchangeConfig& Exchange::config() const {
-  return state_->config();
+  return executor_->config();
 }
 ExchangeStats Exchange::stats() const {
-  return state_->stats();
+  return executor_->stats();
 }
 Footprint Exchange::footprint() const {
-  return state_->footprint();
+  return executor_->footprint();
 }
 
 }  // namespace weft

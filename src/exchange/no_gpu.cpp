@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for exchange_domains_cuda.cpp in a build without CUDA.
+// Stands for src/hosts/exchange.cpp in a build without CUDA.
 #include "call/config_agreement.hpp"
 #include "call/executor.hpp"
 #include "core/check.hpp"
@@ -7,7 +7,7 @@
 namespace weft {
 
 // Through the agreement, so that ranks with another build hear of it.
-std::unique_ptr<Exchange::State> make_cuda_exchange(
+std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group,
     const ExchangeConfig& config,
     const std::vector<std::vector<int>>& /*domains*/
@@ -18,7 +18,7 @@ std::unique_ptr<Exchange::State> make_cuda_exchange(
         ErrorCode::kUnsupported,
         context,
         fmt::format(
-            "exchange: device cuda {} (this build has the cpu executor alone)", config.device.index
+            "exchange: device cuda {} (this build has only the cpu executor)", config.device.index
         )
     );
   });

@@ -1,103 +1,233 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a call between domains of GPUs begins, keeps its streams in order, leaves the network to a
 // thread, and ends or fails.
+#include "hosts/call.hpp"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "core/gpu/driver.hpp"
 #include "core/log.hpp"
-#include "hosts/exchange.hpp"
 
 namespace weft {
 
-cudaStream_t DomainsCudaExchange::stream_of(const CallOptions& call) const {
-  return call.stream == nullptr ? own_stream.get() : static_cast<cudaStream_t>(call.stream);
-}
-
-void DomainsCudaExchange::begin_call(std::string_view op, cudaStream_t stream) {
-  near->check();
+void HostsExchange::begin_call(Op op, cudaStream_t stream) {
+  node_->check();
   WEFT_CHECK(
-      network->context(),
-      !near->is_capturing(stream),
+      context(),
+      !is_capturing(stream, context()),
       ErrorCode::kUnsupported,
       "{}: a call between domains cannot be captured in a graph",
-      op
+      op_name(op)
   );
-  WEFT_CUDA(network->context(), cudaStreamSynchronize(copies.get()));
+  WEFT_CUDA(context(), cudaStreamSynchronize(copies_.get()));
 }
 
-void DomainsCudaExchange::let_copies_follow(cudaStream_t stream) {
-  WEFT_CUDA(network->context(), cudaEventRecord(caller_event.get(), stream));
-  WEFT_CUDA(network->context(), cudaStreamWaitEvent(copies.get(), caller_event.get()));
-}
-
-void DomainsCudaExchange::let_follow_copies(cudaStream_t stream) {
-  WEFT_CUDA(network->context(), cudaEventRecord(copy_event.get(), copies.get()));
-  WEFT_CUDA(network->context(), cudaStreamWaitEvent(stream, copy_event.get()));
-}
-
-void DomainsCudaExchange::end_call(const CallOptions& call, cudaStream_t stream) {
-  WEFT_CUDA(network->context(), cudaEventRecord(last_use.get(), stream));
+void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
+  WEFT_CUDA(context(), cudaEventRecord(last_use_.get(), stream));
   if (call.stream != nullptr) {
-    if (waits_on_host) {
+    if (waits_on_host_) {
       settle();
     }
     return;
   }
   const std::exception_ptr failure = refusal_of([&] { settle(); });
-  const std::exception_ptr fault = refusal_of([&] { near->finish(stream); });
+  const std::exception_ptr fault = refusal_of([&] { node_->finish(stream); });
   rethrow(failure);  // nothing runs any more
   rethrow(fault);
 }
 
 // The job owns what it needs: the call's plan and tensors may be gone.
-void DomainsCudaExchange::start_transfer(std::string_view op, Transfer transfer) {
+void HostsExchange::start_transfer(Op op, Transfer transfer) {
   const auto one = std::make_shared<const Transfer>(std::move(transfer));
   const auto look = [this] {
     WEFT_CHECK(
-        network->context(),
-        !near->has_fault(),
+        context(),
+        !node_->has_fault(),
         ErrorCode::kInternal,
         "exchange: the GPU's part of a call between domains has failed"
     );
   };
-  const auto run = [this, op, one, look, call = network->call_number()] {
-    const CpuRank rank = network->parts();
+  const auto run = [this, op, one, look, call = network_->call_number()] {
+    const CpuRank rank = network_->parts();
     const CrossingTransfer::Owner owner = {
-        rank.transport, rank.waiter, rank.settled, network->context(), settings.timeout};
+        rank.transport, rank.waiter, rank.settled, context(), settings_.timeout};
     const auto take = [&](size_t i, int64_t c) {
-      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(c) + 1);
+      message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(c) + 1);
     };
-    CrossingTransfer(owner, one->chunk, {op, call, one->what})
+    CrossingTransfer(owner, one->chunk, {op_name(op), call, one->what})
         .run(one->sends, one->receives, take, look);
   };
   const auto give_up = [this, one] {
     for (size_t i = 0; i < one->receives.size(); ++i) {
       const int64_t count = one->chunk.num_chunks(one->receives[i].count);
-      message_counts->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
+      message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
     }
   };
-  thread->start({run, give_up});
+  thread_->start({run, give_up});
 }
 
-void DomainsCudaExchange::settle() {
+void HostsExchange::settle() {
   try {
-    thread->wait();
+    thread_->wait();
   } catch (const Error& error) {
-    const std::exception_ptr fault = refusal_of([&] { near->check(); });  // says more
-    network->fail(fault ? fault : network->cause_of(last_op, error));
+    const std::exception_ptr fault = refusal_of([&] { node_->check(); });  // says more
+    network_->fail(fault ? fault : network_->cause_of(last_op_, error));
   } catch (...) {
-    network->fail(std::current_exception());
+    network_->fail(std::current_exception());
   }
 }
 
-bool DomainsCudaExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
+bool HostsExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
   settle();
-  return network->refuse(op, reason, call);
+  return network_->refuse(op, reason, call);
 }
 
-void DomainsCudaExchange::refuse_rounds(
-    Op op, size_t first, size_t last, std::string_view reason, cudaStream_t stream
-) {
-  for (size_t round = first; round < last; ++round) {
+HostsCall::HostsCall(
+    Op op,
+    HostsExchange& owner,
+    const HostsPlan& device,
+    cudaStream_t stream,
+    const CallOptions& options
+)
+    : owner_(owner),
+      op_(op),
+      network_(*owner.network_),
+      device_(device),
+      plan_(device.on_host()),
+      traffic_(*plan_.between),
+      stream_(stream),
+      options_(options),
+      work_(owner.work_.tensor().data) {
+  options_.stream = stream;
+}
+
+void HostsCall::check_room(const CrossingRoom& call) const {
+  const CrossingRoom& room = owner_.room_;
+  WEFT_CHECK(
+      network_.context(),
+      room.holds(call),
+      ErrorCode::kInternal,
+      "{}: {} B of staging, {} B and {} messages, {} B on the GPU (there are {}, {}, {} and {})",
+      op_name(op_),
+      call.staging,
+      call.messages,
+      call.num_messages,
+      call.work,
+      room.staging,
+      room.messages,
+      room.num_messages,
+      room.work
+  );
+}
+
+void HostsCall::let_copies_begin() const {
+  let_copies_follow();
+  WEFT_CUDA(network_.context(), cudaStreamWaitEvent(owner_.copies_.get(), owner_.last_use_.get()));
+}
+
+void HostsCall::let_copies_follow() const {
+  const cudaEvent_t event = owner_.caller_event_.get();
+  WEFT_CUDA(network_.context(), cudaEventRecord(event, stream_));
+  WEFT_CUDA(network_.context(), cudaStreamWaitEvent(owner_.copies_.get(), event));
+}
+
+void HostsCall::follow_copies() const {
+  const cudaEvent_t event = owner_.copy_event_.get();
+  WEFT_CUDA(network_.context(), cudaEventRecord(event, owner_.copies_.get()));
+  WEFT_CUDA(network_.context(), cudaStreamWaitEvent(stream_, event));
+}
+
+CrossingSend HostsCall::pack(
+    PackLaunch launch,
+    uint64_t offset,
+    int64_t first,
+    size_t to,
+    const Target& target,
+    uint32_t first_signal
+) const {
+  launch.messages = owner_.messages_.data + offset;
+  launch.done = owner_.done_->get() + first;
+  launch.number = ++owner_.number_;
+  launch_pack(launch, owner_.copies_.get());
+  return {
+      .to = static_cast<int>(to),
+      .count = launch.count,
+      .target = target,
+      .first_signal = first_signal,
+      .messages = launch.messages,
+      .done = launch.done,
+      .number = launch.number};
+}
+
+PackLaunch HostsCall::weights_launch(const ConstTensor& weights) const {
+  PackLaunch launch;
+  launch.weights = reinterpret_cast<const float*>(weights.data);
+  launch.weight_column = device_.index().weight_column;
+  launch.topk = plan_.shape.topk;
+  launch.weight_cols = static_cast<int32_t>(weights.cols);
+  return launch;
+}
+
+ConstTensor HostsCall::weights_by_k(const ConstTensor& weights, uint64_t area) const {
+  if (!plan_.shape.from_map || !weights.is_given()) {
+    return weights;
+  }
+  const int64_t num_tokens = plan_.shape.num_tokens;
+  PackLaunch launch = weights_launch(weights);
+  launch.chunk = {
+      .weight_bytes = plan_.shape.topk * kWeightBytes, .rows = std::max<int64_t>(num_tokens, 1)};
+  launch.count = num_tokens;
+  launch.messages = work_ + area;
+  launch_pack(launch, stream_);
+  return view(area, DType::kFloat32, num_tokens, plan_.shape.topk);
+}
+
+size_t HostsCall::start(Transfer transfer) {
+  transfer.number = before_.size();
+  for (size_t i = 0; i < transfer.receives.size(); ++i) {
+    const size_t place = owner_.place_of(transfer.number, i);
+    const int64_t count = transfer.chunk.num_chunks(transfer.receives[i].count);
+    transfer.before.push_back(owner_.message_counts_->expect(place, count));
+  }
+  before_.push_back(transfer.before);
+  owner_.start_transfer(op_, std::move(transfer));
+  return before_.size() - 1;
+}
+
+void HostsCall::let_copies_await(size_t transfer, size_t i, int64_t c) const {
+  const size_t place = owner_.place_of(transfer, i);
+  const uint32_t count = before_[transfer][i] + static_cast<uint32_t>(c) + 1;
+  if (!owner_.waits_on_host_) {
+    wait_for_word(
+        owner_.copies_.get(),
+        owner_.message_counts_->word(place),
+        count,
+        owner_.direct_staging_.is_lent() ? owner_.remote_writes_ : RemoteWrites::kInOrder,
+        network_.context()
+    );
+    return;
+  }
+  while (!owner_.message_counts_->has_reached(place, count)) {
+    std::this_thread::yield();
+  }
+}
+
+void HostsCall::copy_in(uint64_t area, const std::byte* from, int64_t bytes) const {
+  if (bytes > 0) {
+    const auto size = static_cast<size_t>(bytes);
+    WEFT_CUDA(
+        network_.context(),
+        cudaMemcpyAsync(work_ + area, from, size, cudaMemcpyDefault, owner_.copies_.get())
+    );
+  }
+}
+
+void HostsCall::refuse_rounds(size_t first, std::string_view reason) const {
+  for (size_t round = first; round < device_.rounds().size(); ++round) {
     try {
-      near->refuse(op, reason, {.stream = stream});
+      node().refuse(op_, reason, {.stream = stream_});
     } catch (const Error& error) {  // the error that led here is what matters
       log(LogLevel::kDebug, "exchange: {}", error.what());
     }

@@ -1,112 +1,271 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine over several domains of GPUs: each domain adds up what its ranks have for a token, its
-// carrier sends the sum back, and the token's rank adds the domains' sums. Previous in the data
+// forwarder sends the sum back, and the token's rank adds the domains' sums. Previous in the data
 // flow: the caller's experts.
-#include "hosts/combine.hpp"
-
 #include <algorithm>
 
 #include "call/validate.hpp"
-#include "plan/device_plan.hpp"
+#include "hosts/call.hpp"
+#include "hosts/combine_areas.hpp"
 
 namespace weft {
 namespace {
 
-Call combine_call(const PlanData& plan, const CombineInput& in) {
-  return {
-      .op = Op::kCombine,
-      .plan_number = static_cast<int64_t>(plan.call),
-      .payload = payload_of(in, plan.shape.topk),
-      .scale = in.scale};
-}
+class HostsCombine : HostsCall {
+ public:
+  static constexpr Op kOp = Op::kCombine;
+  [[nodiscard]] static Call call_of(
+      const PlanData& plan, const CombineInput& in, const CombineOutput& /*out*/
+  ) {
+    return {
+        .op = kOp,
+        .plan_number = static_cast<int64_t>(plan.call),
+        .payload = payload_of(in, plan.shape.topk),
+        .scale = in.scale};
+  }
+  // Bytes that cross with a token; weights cross both ways.
+  [[nodiscard]] static int64_t token_bytes(const PlanData& plan, const Call& call) {
+    return call.payload.row_bytes + 2 * kWeightBytes * plan.shape.topk;
+  }
+
+  HostsCombine(
+      HostsExchange& owner,
+      const HostsPlan& device,
+      const CombineInput& in,
+      const CombineOutput& out,
+      cudaStream_t stream,
+      const CallOptions& options
+  )
+      : HostsCall(kOp, owner, device, stream, options),
+        in_(in),
+        out_(out),
+        topk_(plan_.shape.topk) {
+    const int64_t weight_bytes = topk_ * kWeightBytes;
+    sums_ = crossing_chunk(
+        in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
+    );
+    // All that a domain gets, in one message.
+    weights_ = {
+        .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
+        .rows = std::max<int64_t>(owner.config().max_tokens, 1)};
+    areas_ = CombineAreas(plan_, sums_, weights_);
+    check_room(areas_.room);
+  }
+
+  void run() {
+    const std::vector<CallWord> words = network_.swap(own_words());
+    try {
+      let_copies_begin();
+      if (in_.source_weights.is_given()) {
+        swap_weights(words);
+      }
+      swap_sums(sum_carried(words));
+    } catch (const std::exception& error) {
+      refuse_rounds(num_launched_, error.what());
+      throw;
+    }
+    follow_copies();
+    add_parts();
+    network_.count(kOp, count_carried(plan_), sums_.row_bytes);
+  }
+
+ private:
+  [[nodiscard]] std::vector<CallWord> own_words() const {
+    const CallWord word = network_.new_word(call_of(plan_, in_, out_));
+    std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) > 0) {
+        to[forwarder_of(domain)].rows = network_.staging_at(areas_.staged_sums[domain]);
+      }
+    }
+    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
+      const CarriedSource& carried = traffic_.carried[i];
+      if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
+        to[static_cast<size_t>(carried.source)].source_weights =
+            network_.staging_at(areas_.staged_weights[i]);
+      }
+    }
+    return to;
+  }
+
+  // The source weights of inter-node tokens go to their forwarders before any round, and those of
+  // tokens that this rank forwards come.
+  void swap_weights(std::span<const CallWord> words) {
+    const auto signal = [&](uint32_t source) { return network_.signals().source_weights(source); };
+    Transfer weights;
+    weights.chunk = weights_;
+    weights.what = "weights";
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) == 0) {
+        continue;
+      }
+      PackLaunch launch = weights_launch(in_.source_weights);
+      launch.chunk = weights_;
+      launch.index = device_.index().sent[domain];
+      launch.count = num_sent(domain);
+      const size_t to = forwarder_of(domain);
+      weights.sends.push_back(pack(
+          launch,
+          areas_.weight_messages[domain],
+          areas_.weight_chunks[domain],
+          to,
+          words[to].source_weights,
+          signal(static_cast<uint32_t>(plan_.shape.rank))
+      ));
+    }
+    weights.receives = from_sources(signal);
+    const size_t transfer = start(std::move(weights));
+    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
+      const int64_t count = traffic_.carried[i].crossings.size();
+      if (count > 0) {
+        let_copies_await(transfer, i, 0);
+        copy_in(
+            areas_.carried[i].source_weights,
+            network_.staging() + areas_.staged_weights[i],
+            count * weights_.weight_bytes
+        );
+      }
+    }
+  }
+
+  // This domain's sums for the tokens of others, and their messages.
+  std::vector<CrossingSend> sum_carried(std::span<const CallWord> words) {
+    std::vector<CrossingSend> sends;
+    const uint32_t signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0);
+    follow_copies();
+    for (size_t round = 1; round < device_.rounds().size(); ++round) {
+      const size_t i = round - 1;
+      const bool is_carried = i < areas_.carried.size();
+      const CarriedSums at = is_carried ? areas_.carried[i] : CarriedSums();
+      const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
+      CombineInput in = in_;
+      if (in_.source_weights.is_given()) {
+        in.source_weights = weights_view(at.source_weights, count);
+      }
+      const CombineOutput out = launch_round(round, in, at.rows, at.weights, count);
+      if (count == 0) {
+        continue;
+      }
+      PackLaunch launch;
+      launch.chunk = sums_;
+      launch.rows = out.x.data;
+      launch.weights = reinterpret_cast<const float*>(out.weights.data);
+      launch.topk = topk_;
+      launch.weight_cols = topk_;
+      launch.count = count;
+      let_copies_follow();
+      const auto to = static_cast<size_t>(traffic_.carried[i].source);
+      sends.push_back(
+          pack(launch, areas_.sum_messages[i], areas_.sum_chunks[i], to, words[to].rows, signal)
+      );
+    }
+    return sends;
+  }
+
+  // The last round, though its number is the first: others wait for the rounds before.
+  void sum_own() {
+    CombineInput in = in_;
+    in.source_weights = weights_by_k(in_.source_weights, areas_.own_weights);
+    launch_round(0, in, areas_.parts, areas_.part_weights, plan_.shape.num_tokens);
+  }
+
+  // Sums for `count` tokens, to these areas.
+  CombineOutput launch_round(
+      size_t round, const CombineInput& in, uint64_t rows, uint64_t weights, int64_t count
+  ) {
+    CombineOutput out = {.x = view(rows, in_.rows.dtype, count, in_.rows.cols), .weights = {}};
+    if (in_.weights.is_given()) {
+      out.weights = weights_view(weights, count);
+    }
+    ++num_launched_;
+    node().combine(device_.rounds()[round], in, out, options_);
+    return out;
+  }
+
+  // The sums of other domains come in beside this one's.
+  void swap_sums(std::vector<CrossingSend> sends) {
+    Transfer sums;
+    sums.chunk = sums_;
+    sums.what = "sums";
+    sums.sends = std::move(sends);
+    std::vector<size_t> domains;
+    for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
+      if (num_sent(domain) > 0) {
+        const auto from = static_cast<uint32_t>(forwarder_of(domain));
+        domains.push_back(domain);
+        sums.receives.push_back(
+            {.from = static_cast<int>(from),
+             .count = num_sent(domain),
+             .first_signal = network_.signals().crossing(from, 0)}
+        );
+      }
+    }
+    const size_t transfer = start(std::move(sums));
+    sum_own();
+    for (size_t i = 0; i < domains.size(); ++i) {
+      for (int64_t c = 0; c < sums_.num_chunks(num_sent(domains[i])); ++c) {
+        let_copies_await(transfer, i, c);
+        copy_sums(domains[i], c);
+      }
+    }
+  }
+
+  // Message c of a domain.
+  void copy_sums(size_t domain, int64_t c) const {
+    const int64_t num = sums_.num_rows(c, num_sent(domain));
+    const int64_t first = areas_.first_part[domain] + sums_.first_row(c);
+    const std::byte* message =
+        network_.staging() + areas_.staged_sums[domain] + static_cast<uint64_t>(c * sums_.stride());
+    const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
+      copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
+    };
+    copy(areas_.parts, sums_.row_bytes, 0);
+    copy(areas_.part_weights, sums_.weight_bytes, sums_.weights_at(num));
+  }
+
+  void add_parts() const {
+    const CrossingArrays<const int32_t*>& index = device_.index();
+    SumPartsLaunch launch;
+    launch.dtype = in_.rows.dtype;
+    launch.parts = work_ + areas_.parts;
+    launch.begin = index.part_begin;
+    launch.row = index.part_row;
+    launch.out = out_.x.data;
+    launch.row_bytes = sums_.row_bytes;
+    launch.num_tokens = plan_.shape.num_tokens;
+    if (in_.weights.is_given()) {
+      launch.part_weights = reinterpret_cast<const float*>(work_ + areas_.part_weights);
+      launch.weight_row = index.weight_row;
+      launch.weight_column = index.weight_column;
+      launch.out_weights = reinterpret_cast<float*>(out_.weights.data);
+      launch.topk = topk_;
+      launch.weight_cols = static_cast<int32_t>(out_.weights.cols);
+    }
+    launch_sum_parts(launch, stream_);
+  }
+
+  [[nodiscard]] Tensor weights_view(uint64_t area, int64_t rows) const {
+    return view(area, DType::kFloat32, rows, topk_);
+  }
+
+  const CombineInput& in_;
+  const CombineOutput& out_;
+  int32_t topk_;
+  CrossingChunk sums_;     // messages of sums
+  CrossingChunk weights_;  // messages of source weights
+  CombineAreas areas_;
+  size_t num_launched_ = 0;
+};
 
 }  // namespace
 
-CombineAcross::CombineAcross(
-    DomainsCudaExchange& owner,
-    const DomainsPlan& device,
-    const CombineInput& in,
-    const CombineOutput& out,
-    cudaStream_t stream,
-    const CallOptions& options
-)
-    : DomainsCall("combine", owner, device, stream, options),
-      in_(in),
-      out_(out),
-      topk_(plan_.shape.topk) {
-  const int64_t weight_bytes = topk_ * kWeightBytes;
-  sums_ = crossing_chunk(
-      in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
-  );
-  // All that a domain gets, in one message.
-  weights_ = {
-      .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
-      .rows = std::max<int64_t>(owner.settings.max_tokens, 1)};
-  areas_ = CombineAreas(plan_, sums_, weights_);
-  check_room(areas_.room);
-}
-
-void CombineAcross::run() {
-  const std::vector<CallWord> words = network_.swap(own_words());
-  try {
-    let_copies_begin();
-    if (in_.source_weights.is_given()) {
-      swap_weights(words);
-    }
-    swap_sums(sum_carried(words));
-  } catch (const std::exception& error) {
-    owner_.refuse_rounds(Op::kCombine, num_launched_, device_.rounds.size(), error.what(), stream_);
-    throw;
-  }
-  owner_.let_follow_copies(stream_);
-  add_parts();
-  network_.count(Op::kCombine, count_carried(plan_), sums_.row_bytes);
-}
-
-std::vector<CallWord> CombineAcross::own_words() const {
-  const CallWord word = network_.new_word(combine_call(plan_, in_));
-  std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
-  for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
-    if (num_sent(domain) > 0) {
-      to[carrier_of(domain)].rows = network_.staging_at(areas_.staged_sums[domain]);
-    }
-  }
-  for (size_t i = 0; i < traffic_.carried.size(); ++i) {
-    const CarriedSource& carried = traffic_.carried[i];
-    if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
-      to[static_cast<size_t>(carried.source)].source_weights =
-          network_.staging_at(areas_.staged_weights[i]);
-    }
-  }
-  return to;
-}
-
-void DomainsCudaExchange::combine(
+void HostsExchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
-  const CudaDeviceGuard guard(settings.device.index);
-  settle();
-  last_op = Op::kCombine;
-  const cudaStream_t stream = stream_of(call);
-  const PlanData& header = header_of(plan);
-  const std::exception_ptr refusal = refusal_of([&] {
-    network->validator(settings).combine(header, in, out);
-    near->check_aligned("combine", "rows", in.rows);
-    near->check_aligned("combine", "x", out.x);
-    begin_call("combine", stream);
-  });
-  if (!refusal) {  // weights cross both ways
-    make_room(
-        combine_call(header, in), in.rows.row_bytes() + 2 * kWeightBytes * header.shape.topk, stream
-    );
-  }
-  const auto prepare = [&] {
-    rethrow(refusal);
-    const auto& device = device_plan_as<DomainsPlan>(header, network->context());
-    return std::make_unique<CombineAcross>(*this, device, in, out, stream, call);
+  const auto validate = [&](const PlanData& header) {
+    network_->validator(settings_).combine(header, in, out);
   };
-  network->run_call(Op::kCombine, prepare, [&](const auto& across) { across->run(); });
-  end_call(call, stream);
+  run_call<HostsCombine>(plan, validate, in, out, call);
 }
 
 }  // namespace weft

@@ -10,6 +10,7 @@
 #include "core/log.hpp"
 #include "cuda/transport/gpu_identity.hpp"
 #include "group/control_plane.hpp"
+#include "hosts/crossing_rows.hpp"
 
 namespace weft {
 namespace {
@@ -25,7 +26,7 @@ ExchangeConfig network_config(ExchangeConfig config) {
   return config;
 }
 
-ExchangeConfig near_config(ExchangeConfig config, const Domains& domains) {
+ExchangeConfig node_config(ExchangeConfig config, const Domains& domains) {
   const int per_rank = config.num_experts / domains.num_ranks();
   config.num_experts = per_rank * static_cast<int>(domains.near().size());
   config.transport = "auto";
@@ -64,107 +65,107 @@ Sharing sharing_of(const Group& group, const Device& device) {
 
 }  // namespace
 
-DomainsCudaExchange::DomainsCudaExchange(
+HostsExchange::HostsExchange(
     const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
 )
-    : settings(wanted) {
-  agree_on_config(group, settings, {.rank = group.rank(), .num_ranks = group.num_ranks()});
-  network = std::make_unique<Network>(
-      group, network_config(wanted), domains, pci_address(settings.device.index)
+    : settings_(wanted) {
+  agree_on_config(group, settings_, {.rank = group.rank(), .num_ranks = group.num_ranks()});
+  network_ = std::make_unique<Network>(
+      group, network_config(wanted), domains, pci_address(settings_.device.index)
   );
-  const auto members = network->domains().near();
-  near = std::make_unique<CudaExchange>(
+  const auto members = network_->domains().near();
+  node_ = make_node_exchange(
       part_of(group, {members.begin(), members.end()}),
-      near_config(wanted, network->domains()),
+      node_config(wanted, network_->domains()),
       false
   );
-  settings.transport = "peer+" + network->transport_name();
-  network->name_transport(settings.transport);
-  const Sharing sharing = sharing_of(group, settings.device);
-  near->join_domains(network->context(), members, sharing.on_gpu, kPackBlocks);
-  waits_on_host = sharing.in_process > 1;
-  const CudaDeviceGuard guard(settings.device.index);
-  own_stream = GpuStream(settings.device.index);
-  copies = GpuStream(settings.device.index);
-  caller_event.create(network->context());
-  copy_event.create(network->context());
-  last_use.create(network->context());
+  settings_.transport = "peer+" + network_->transport_name();
+  network_->name_transport(settings_.transport);
+  const Sharing sharing = sharing_of(group, settings_.device);
+  node_->join(context(), members, sharing.on_gpu, kPackBlocks);
+  waits_on_host_ = sharing.in_process > 1;
+  const CudaDeviceGuard guard(settings_.device.index);
+  own_stream_ = GpuStream(settings_.device.index);
+  copies_ = GpuStream(settings_.device.index);
+  caller_event_.create(context());
+  copy_event_.create(context());
+  last_use_.create(context());
   prepare_crossing_rows();
   choose_wire_memory();
-  max_receives = std::max(network->domains().carried().size(), domains.size());
-  arrived.create(kMaxTransfers * max_receives, network->context());
-  message_counts.emplace(std::span(arrived.get(), kMaxTransfers * max_receives));
-  thread =
-      std::make_unique<TransferThread>(HostMap::here().cores_near(pci_address(settings.device.index)
-      ));
+  max_receives_ = std::max(network_->domains().carried().size(), domains.size());
+  arrived_.create(kMaxTransfers * max_receives_, context());
+  message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
+  thread_ = std::make_unique<TransferThread>(
+      HostMap::here().cores_near(pci_address(settings_.device.index))
+  );
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
-  reserve(settings.hidden * 2 + settings.max_topk * 8 + kScaleRoom);
-  if (is_direct) {
+  reserve(settings_.hidden * 2 + settings_.max_topk * 8 + kScaleRoom);
+  if (is_direct_) {
     log(LogLevel::kInfo, "exchange: the network reads and writes the GPU's memory itself");
   }
-  const uint64_t per_round = 2 * near->plan_map.num_bytes();
-  reserve_image(per_round * (1 + network->domains().carried().size()) + kLeastBytes);
+  const uint64_t per_round = 2 * node_->plan_map().num_bytes();
+  reserve_image(per_round * (1 + network_->domains().carried().size()) + kLeastBytes);
   group.barrier();
 }
 
-void DomainsCudaExchange::choose_wire_memory() {
-  remote_writes = remote_writes_of(settings.device.index, network->context());
-  std::string obstacle = network->parts().transport.lend_obstacle(settings.device);
-  if (obstacle.empty() && remote_writes == RemoteWrites::kUnknown) {
+void HostsExchange::choose_wire_memory() {
+  remote_writes_ = remote_writes_of(settings_.device.index, context());
+  std::string obstacle = network_->parts().transport.lend_obstacle(settings_.device);
+  if (obstacle.empty() && remote_writes_ == RemoteWrites::kUnknown) {
     obstacle = "this GPU does not say when it shows what a card has written";
   }
-  if (obstacle.empty() && remote_writes == RemoteWrites::kAfterFlush && waits_on_host) {
+  if (obstacle.empty() && remote_writes_ == RemoteWrites::kAfterFlush && waits_on_host_) {
     obstacle =
         "what a card has written must be flushed, and ranks that share a GPU wait on the host";
   }
-  is_direct = obstacle.empty();
-  if (!is_direct) {
+  is_direct_ = obstacle.empty();
+  if (!is_direct_) {
     log(LogLevel::kInfo, "exchange: rows cross by way of host memory: {}", obstacle);
   }
 }
 
-DomainsCudaExchange::~DomainsCudaExchange() {
-  thread.reset();  // peers may still wait for what it sends
-  static_cast<void>(cudaStreamSynchronize(copies.get()));
-  static_cast<void>(cudaStreamSynchronize(own_stream.get()));
-  if (pinned_staging != nullptr) {
-    static_cast<void>(cudaHostUnregister(const_cast<std::byte*>(pinned_staging)));
+HostsExchange::~HostsExchange() {
+  thread_.reset();  // peers may still wait for what it sends
+  static_cast<void>(cudaStreamSynchronize(copies_.get()));
+  static_cast<void>(cudaStreamSynchronize(own_stream_.get()));
+  if (pinned_staging_ != nullptr) {
+    static_cast<void>(cudaHostUnregister(const_cast<std::byte*>(pinned_staging_)));
   }
 }
 
-void DomainsCudaExchange::check() {
-  network->check();
-  if (!thread->is_running()) {
+void HostsExchange::check() {
+  network_->check();
+  if (!thread_->is_running()) {
     settle();
   }
-  near->check();
+  node_->check();
 }
 
-ExchangeStats DomainsCudaExchange::stats() const {
-  ExchangeStats stats = network->stats();
-  const ExchangeStats in_domain = near->stats();
-  const auto members = network->domains().near();
+ExchangeStats HostsExchange::stats() const {
+  ExchangeStats stats = network_->stats();
+  const ExchangeStats in_domain = node_->stats();
+  const auto members = network_->domains().near();
   for (size_t place = 0; place < members.size(); ++place) {
     stats.wait_seconds[static_cast<size_t>(members[place])] += in_domain.wait_seconds[place];
   }
   return stats;
 }
 
-Footprint DomainsCudaExchange::footprint() const {
-  Footprint sum = near->footprint();
-  const Footprint whole = network->footprint();
-  sum.control_bytes += whole.control_bytes + static_cast<int64_t>(image_bytes);
-  sum.staging_bytes += whole.staging_bytes + static_cast<int64_t>(messages.bytes + retired_bytes);
+Footprint HostsExchange::footprint() const {
+  Footprint sum = node_->footprint();
+  const Footprint whole = network_->footprint();
+  sum.control_bytes += whole.control_bytes + static_cast<int64_t>(image_bytes_);
+  sum.staging_bytes += whole.staging_bytes + static_cast<int64_t>(messages_.bytes + retired_bytes_);
   return sum;
 }
 
-std::unique_ptr<Exchange::State> make_cuda_exchange(
+std::unique_ptr<Executor> make_cuda_exchange(
     const Group& group, const ExchangeConfig& config, const std::vector<std::vector<int>>& domains
 ) {
   if (domains.size() > 1) {
-    return std::make_unique<DomainsCudaExchange>(group, config, domains);
+    return std::make_unique<HostsExchange>(group, config, domains);
   }
-  return std::make_unique<CudaExchange>(group, config, true);
+  return make_node_exchange(group, config, true);
 }
 
 }  // namespace weft

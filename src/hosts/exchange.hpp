@@ -1,49 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA executor in a group of several domains: a CPU executor of the whole group makes plans,
-// swaps call words and owns the network; a CUDA executor of this domain moves rows between its
+// swaps handshakes and owns the network; a CUDA executor of this domain moves rows between its
 // GPUs. A call is some rounds of the latter: one with this rank's own tokens, then one with those
-// of each source that it carries. Operations: plan_domains_cuda.cpp, dispatch_domains_cuda.cpp,
-// combine_domains_cuda.cpp.
+// of each source that it forwards. Operations: plan.cpp, dispatch.cpp, combine.cpp; what they have
+// in common: call.hpp.
 //
 // A dispatch or combine returns once all ranks have made it and its work is queued; a thread moves
-// what crosses, and the caller's stream waits for that. The next call waits until it has passed,
-// and throws what went wrong with it. A plan waits. None can be captured. Ranks of one process on
-// one GPU wait in the call itself.
+// inter-node messages, and the caller's stream waits for these. The next call waits until they have
+// passed, and throws what went wrong with them. A plan waits. None can be captured. Ranks of one
+// process on one GPU wait in the call itself.
 #pragma once
 
 #include <exception>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string_view>
 #include <vector>
 
 #include "core/gpu/driver.hpp"
+#include "core/gpu/stream.hpp"
 #include "cpu/network.hpp"
-#include "cuda/exchange/exchange.hpp"
+#include "cuda/exchange/node.hpp"
+#include "cuda/memory/owners.hpp"
 #include "hosts/crossing_index.hpp"
 #include "hosts/crossing_memory.hpp"
-#include "hosts/crossing_rows.hpp"
 #include "hosts/crossing_transfer.hpp"
 #include "hosts/message_counts.hpp"
-#include "hosts/plan_image.hpp"
 #include "hosts/transfer_thread.hpp"
 
 namespace weft {
 
-class DomainsPlan final : public DevicePlan {
+class HostsPlan final : public DevicePlan {
  public:
-  // `host` is the whole group's.
-  explicit DomainsPlan(Plan host) : host_(std::move(host)) {}
+  // `host` is the whole group's, `rounds` the domain's executor's, `index` lies in `index_memory`.
+  HostsPlan(
+      Plan host, std::vector<Plan> rounds, Buffer index_memory, CrossingArrays<const int32_t*> index
+  )
+      : host_(std::move(host)),
+        rounds_(std::move(rounds)),
+        index_memory_(std::move(index_memory)),
+        index_(std::move(index)) {}
   [[nodiscard]] const PlanData& on_host() const override { return contents_of(host_); }
-  [[nodiscard]] Plan::OnDevice on_device() const override { return rounds[0].on_device(); }
-
-  std::vector<Plan> rounds;  // of the domain's executor
-  std::shared_ptr<const Block> index_block;
-  CrossingArrays<const int32_t*> index;
+  [[nodiscard]] Plan::OnDevice on_device() const override { return rounds_[0].on_device(); }
+  [[nodiscard]] const std::vector<Plan>& rounds() const { return rounds_; }
+  [[nodiscard]] const CrossingArrays<const int32_t*>& index() const { return index_; }
 
  private:
   Plan host_;
+  std::vector<Plan> rounds_;
+  Buffer index_memory_;
+  CrossingArrays<const int32_t*> index_;
 };
 
 inline constexpr int64_t kWeightBytes = sizeof(float);
@@ -84,12 +90,13 @@ inline void rethrow(const std::exception_ptr& refusal) {
   }
 }
 
-struct DomainsCudaExchange final : Exchange::State {
+class HostsExchange final : public Executor {
+ public:
   // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
-  DomainsCudaExchange(
+  HostsExchange(
       const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
   );
-  ~DomainsCudaExchange() override;
+  ~HostsExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
       override;
@@ -101,42 +108,51 @@ struct DomainsCudaExchange final : Exchange::State {
   ) override;
   bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void check() override;
-  [[nodiscard]] Buffer allocate(const Tensor& shape) override { return near->allocate(shape); }
-  void release_pooled() override { near->release_pooled(); }
-  [[nodiscard]] int rank() const override { return network->context().rank; }
-  [[nodiscard]] int num_ranks() const override { return network->context().num_ranks; }
-  [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
+  void set_num_senders(int count) override { node_->set_num_senders(count); }
+  [[nodiscard]] Buffer allocate(const Tensor& shape) override { return node_->allocate(shape); }
+  void release_pooled() override { node_->release_pooled(); }
+  [[nodiscard]] int rank() const override { return context().rank; }
+  [[nodiscard]] int num_ranks() const override { return context().num_ranks; }
+  [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+ private:
+  friend class HostsCall;  // one dispatch or combine of this exchange
+
+  [[nodiscard]] const Context& context() const { return network_->context(); }
   // A plan of the whole group to the GPUs of this domain. Collective.
   Plan bring_plan(const Plan& host, cudaStream_t stream);
 
   // --- one call ---
+  // A dispatch or combine, by the HostsCall `OneCall`; `validate(header)` checks its arguments.
+  template <class OneCall, class Validate, class In, class Out>
+  void run_call(
+      const Plan& plan,
+      const Validate& validate,
+      const In& in,
+      const Out& out,
+      const CallOptions& options
+  );
   // The stream of a call; of this exchange's own if the caller has none.
-  [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const;
+  [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
+    return call.stream == nullptr ? own_stream_.get() : static_cast<cudaStream_t>(call.stream);
+  }
   // Throws Error (kUnsupported) inside a capture. Waits until earlier calls need no copies.
-  void begin_call(std::string_view op, cudaStream_t stream);
-  // Work in the copy stream goes on behind what is in the caller's, and the other way round.
-  void let_copies_follow(cudaStream_t stream);
-  void let_follow_copies(cudaStream_t stream);
+  void begin_call(Op op, cudaStream_t stream);
   // After the last launch; a call on its own stream waits for it.
   void end_call(const CallOptions& call, cudaStream_t stream);
   // Of a call that may return before it has ended.
-  void start_transfer(std::string_view op, Transfer transfer);
-  // Until all have. Throws what went wrong; then the exchange is broken.
+  void start_transfer(Op op, Transfer transfer);
+  // Until all have ended. Throws what went wrong; then the exchange is broken.
   void settle();
-  // Of `message_counts`, for a call's transfers by number.
+  // Of `message_counts_`, for a call's transfers by number.
   [[nodiscard]] size_t place_of(size_t transfer, size_t receive) const {
-    return transfer * max_receives + receive;
+    return transfer * max_receives_ + receive;
   }
-  // The rounds [first, last) do not run: near ranks must hear of it instead of waiting.
-  void refuse_rounds(
-      Op op, size_t first, size_t last, std::string_view reason, cudaStream_t stream
-  );
 
   // --- memory ---
-  // Decides is_direct, and tells why not.
+  // Decides is_direct_, and tells why not.
   void choose_wire_memory();
   // Pages of its own for what is pinned.
   static constexpr uint64_t kLeastBytes = uint64_t{1} << 20U;
@@ -153,40 +169,45 @@ struct DomainsCudaExchange final : Exchange::State {
   [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
   // Nobody uses it any more; it is freed with the exchange.
   void retire(WireMemory& memory);
+  // Of this GPU.
+  [[nodiscard]] Buffer take_bytes(uint64_t bytes) {
+    return node_->allocate({.dtype = DType::kByte, .rows = 1, .cols = static_cast<int64_t>(bytes)});
+  }
 
-  ExchangeConfig settings;
-  // Before `network`, which they outlive. What the GPU packs and the network reads, and if it
+  ExchangeConfig settings_;
+  // Before `network_`, which they outlive. What the GPU packs and the network reads, and if it
   // is the GPU's, what the network writes (pinned memory for that is the network's own).
-  WireMemory messages;
-  WireMemory direct_staging;
-  std::unique_ptr<Network> network;
-  std::unique_ptr<CudaExchange> near;
-  GpuStream own_stream;
-  GpuStream copies;
-  CudaEvent caller_event;
-  CudaEvent copy_event;
-  CudaEvent last_use;       // of `work` by the caller's stream
-  int64_t token_bytes = 0;  // that there is room for
-  CrossingRoom room;
-  const std::byte* pinned_staging = nullptr;
-  bool is_direct = false;  // wire memory is the GPU's, where that can be had
-  RemoteWrites remote_writes = RemoteWrites::kUnknown;
-  std::unique_ptr<PinnedBuffer<uint32_t>> done;    // a word for each message that is packed
-  uint64_t retired_bytes = 0;                      // of wire memory
-  uint32_t number = 0;                             // of the last packing, which `done` gets
-  std::unique_ptr<PinnedBuffer<std::byte>> image;  // of a plan, on its way
-  uint64_t image_bytes = 0;
-  std::shared_ptr<const Block> work;  // what has come, and sums on their way
-  // Outgrown: see CudaExchange::retired.
-  std::vector<std::shared_ptr<const void>> retired;
+  WireMemory messages_;
+  WireMemory direct_staging_;
+  std::unique_ptr<Network> network_;
+  std::unique_ptr<NodeExchange> node_;
+  GpuStream own_stream_;
+  GpuStream copies_;
+  CudaEvent caller_event_;
+  CudaEvent copy_event_;
+  CudaEvent last_use_;       // of `work_` by the caller's stream
+  int64_t token_bytes_ = 0;  // that there is room for
+  CrossingRoom room_;
+  const std::byte* pinned_staging_ = nullptr;
+  bool is_direct_ = false;  // wire memory is the GPU's, where that can be had
+  RemoteWrites remote_writes_ = RemoteWrites::kUnknown;
+  std::unique_ptr<PinnedBuffer<uint32_t>> done_;    // a word for each message that is packed
+  uint64_t retired_bytes_ = 0;                      // of wire memory
+  uint32_t number_ = 0;                             // of the last packing, which `done_` gets
+  std::unique_ptr<PinnedBuffer<std::byte>> image_;  // of a plan, on its way
+  uint64_t image_bytes_ = 0;
+  Buffer work_;  // what has come, and sums on their way
+  // Outgrown: to free it would wait for the whole GPU, where kernels of others may wait for this
+  // rank.
+  std::vector<std::shared_ptr<const void>> retired_;
   // Where several ranks of a process share a GPU: a stream of one that waits may keep back work of
   // another's that it waits for, as the GPU has fewer queues than they have streams.
-  bool waits_on_host = false;
-  size_t max_receives = 0;  // of a transfer
-  PinnedBuffer<uint32_t> arrived;
-  std::optional<MessageCounts> message_counts;
-  Op last_op = Op::kPlan;                  // whose transfers they are
-  std::unique_ptr<TransferThread> thread;  // last: its job uses the others
+  bool waits_on_host_ = false;
+  size_t max_receives_ = 0;  // of a transfer
+  PinnedBuffer<uint32_t> arrived_;
+  std::optional<MessageCounts> message_counts_;
+  Op last_op_ = Op::kPlan;                  // whose transfers they are
+  std::unique_ptr<TransferThread> thread_;  // last: its job uses the others
 };
 
 }  // namespace weft

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan over several domains of GPUs: the routing to the host, a plan of the whole group there, what
-// each GPU needs of it back. Previous in the data flow: the router; next:
-// dispatch_domains_cuda.cpp.
+// each GPU needs of it back. Previous in the data flow: the router; next: plan_image.cpp, then
+// src/cuda/plan/import.cpp, and dispatch.cpp.
 #include <algorithm>
 
 #include "cpu/protocol/region_map.hpp"
 #include "hosts/exchange.hpp"
+#include "hosts/plan_image.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -69,39 +70,39 @@ PlanData round_of(const PlanData& plan, const Round& round) {
 
 }  // namespace
 
-Plan DomainsCudaExchange::make_plan(
+Plan HostsExchange::make_plan(
     const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
-  const CudaDeviceGuard guard(settings.device.index);
+  const CudaDeviceGuard guard(settings_.device.index);
   settle();
   const cudaStream_t stream = stream_of(call);
   std::optional<HostCopy> idx;
   std::optional<HostCopy> map;
   std::optional<HostCopy> weights;
   try {
-    begin_call("plan", stream);
-    check_options(options, network->context());
+    begin_call(Op::kPlan, stream);
+    check_options(options, context());
     static_cast<void>(check_routing(
         routing,
-        settings.num_experts,
-        settings.max_topk,
-        settings.max_tokens,
-        settings.device,
-        network->context()
+        settings_.num_experts,
+        settings_.max_topk,
+        settings_.max_tokens,
+        settings_.device,
+        context()
     ));
-    idx.emplace(routing.topk_idx, stream, network->context());
-    map.emplace(routing.map, stream, network->context());
-    weights.emplace(routing.weights, stream, network->context());
-    WEFT_CUDA(network->context(), cudaStreamSynchronize(stream));
+    idx.emplace(routing.topk_idx, stream, context());
+    map.emplace(routing.map, stream, context());
+    weights.emplace(routing.weights, stream, context());
+    WEFT_CUDA(context(), cudaStreamSynchronize(stream));
   } catch (const Error& error) {
-    network->refuse(Op::kPlan, error.what(), {});
+    network_->refuse(Op::kPlan, error.what(), {});
     throw;
   }
-  const Plan host = network->make_plan({idx->tensor(), map->tensor(), weights->tensor()}, options);
+  const Plan host = network_->make_plan({idx->tensor(), map->tensor(), weights->tensor()}, options);
   return bring_plan(host, stream);
 }
 
-Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
+Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   const PlanData& plan = contents_of(host);
   const CrossingIndex index(plan);
   std::vector<Round> rounds;
@@ -112,23 +113,20 @@ Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   std::vector<uint64_t> begin;
   uint64_t bytes = align_up(index.num_bytes(), kAlignment);
   for (const Round& round : rounds) {
-    images.emplace_back(near->plan_map, round, plan.shape.topk);
+    images.emplace_back(node_->plan_map(), round, plan.shape.topk);
     begin.push_back(bytes);
     bytes = align_up(bytes + images.back().num_bytes(), kAlignment);
   }
   reserve_image(bytes);
-  std::byte* const memory = image->get();
+  std::byte* const memory = image_->get();
 
-  const auto device = std::make_shared<DomainsPlan>(host);
   index.write(memory);
-  device->index_block = near->buffers->take(std::max<uint64_t>(index.num_bytes(), 1));
-  std::byte* const on_gpu = device->index_block->data;
-  device->index = index.at(on_gpu);
+  const Buffer index_memory = take_bytes(index.num_bytes());
+  std::byte* const on_gpu = index_memory.tensor().data;
   WEFT_CUDA(
-      network->context(),
-      cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
+      context(), cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
   );
-  network->parts().workers.for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
+  network_->parts().workers.for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
     const size_t i = part / 2;
     const std::span<std::byte> to(memory + begin[i], images[i].num_bytes());
     if (part % 2 == 0) {
@@ -137,19 +135,21 @@ Plan DomainsCudaExchange::bring_plan(const Plan& host, cudaStream_t stream) {
       images[i].write_records(to);
     }
   });
+  std::vector<Plan> on_node;
   for (size_t i = 0; i < rounds.size(); ++i) {
     std::byte* const to = memory + begin[i];
-    device->rounds.push_back(near->adopt_plan(
+    on_node.push_back(node_->import_plan(
         round_of(plan, rounds[i]),
         to,
         images[i].records(),
         static_cast<int64_t>(plan.call) * kMaxRounds + static_cast<int64_t>(i),
-        {.stream = stream}
+        stream
     ));
   }
-  near->finish(stream);  // the image is the next plan's
+  node_->finish(stream);  // the image is the next plan's
   PlanData header = output_of(plan);
-  header.device = device;
+  header.device =
+      std::make_shared<HostsPlan>(host, std::move(on_node), index_memory, index.at(on_gpu));
   return Plan(std::make_shared<const PlanData>(std::move(header)));
 }
 

@@ -161,7 +161,7 @@ void PlanImage::write_routes(const PlanView& block, const PlanData& plan) const 
   }
 }
 
-// What the plan kernel would write at the receiver (kernels/plan_routes.cuh).
+// What the plan kernel would write at the receiver (src/cuda/plan/place_routes.cuh).
 void PlanImage::write_records(
     std::span<std::byte> image, size_t member, std::span<int32_t> num_arrivals
 ) const {

@@ -189,9 +189,9 @@ Exchange make_exchange(const Group& group, const ExchangeSetup& setup) {
     domains[domain].push_back(rank);
   }
   if (setup.is_on_gpu()) {
-    return Exchange(make_cuda_exchange(group, config, domains));
+    return Executor::exchange_by(make_cuda_exchange(group, config, domains));
   }
-  return Exchange(std::make_unique<CpuExchange>(group, config, std::move(domains)));
+  return Executor::exchange_by(std::make_unique<CpuExchange>(group, config, std::move(domains)));
 }
 
 std::string run_cases(Exchange& exchange, std::span<const CaseData> cases, const Group* group) {

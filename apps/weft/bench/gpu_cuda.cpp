@@ -13,6 +13,7 @@
 
 #include "bench/gpu_kernels_cuda.hpp"
 #include "bench/run.hpp"
+#include "call/executor.hpp"
 #include "cli/progress.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/device_memory.hpp"
@@ -217,7 +218,8 @@ class GpuBench final : public Bench {
     for (const int sms : kSms) {
       for (const double share : kShares) {
         num_sms_ = sms > 0 ? sms : all;
-        num_senders_ = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
+        const int senders = std::max(1, static_cast<int>(num_sms_ * share + 0.5));
+        Executor::of(exchange_).set_num_senders(senders);
         progress.update(
             done++ / static_cast<double>(kSms.size() * kShares.size()),
             fmt::format("{} multiprocessors", num_sms_)
@@ -228,7 +230,7 @@ class GpuBench final : public Bench {
               {op == BenchOp::kDispatch ? TunedOp::kDispatch : TunedOp::kCombine,
                group_.num_ranks(),
                row_bytes(),
-               {num_senders_, num_sms_ - num_senders_},
+               {senders, num_sms_ - senders},
                percentile(samples, 50)}
           );
         }

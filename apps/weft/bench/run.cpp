@@ -209,11 +209,7 @@ ExchangeConfig Bench::config() const {
 }
 
 CallOptions Bench::call() const {
-  return {
-      .stream = stream_,
-      .num_sms = num_sms_,
-      .num_senders = num_senders_,
-      .copy_engines = options_.is_copied};
+  return {.stream = stream_, .num_sms = num_sms_, .copy_engines = options_.is_copied};
 }
 
 int64_t Bench::row_bytes() const {

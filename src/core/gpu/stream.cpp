@@ -64,4 +64,10 @@ StreamPool& pool() {
 GpuStream::GpuStream(int gpu)
     : stream_(pool().take(gpu), [gpu](CUstream_st* stream) { pool().give_back(gpu, stream); }) {}
 
+bool is_capturing(cudaStream_t stream, const Context& context) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  WEFT_CUDA(context, cudaStreamIsCapturing(stream, &capture));
+  return capture != cudaStreamCaptureStatusNone;
+}
+
 }  // namespace weft

@@ -8,6 +8,8 @@
 
 #include <memory>
 
+#include "core/context.hpp"
+
 namespace weft {
 
 // Does not wait for the legacy default stream, nor is waited for by it. Goes back to the process
@@ -23,5 +25,8 @@ class GpuStream {
  private:
   std::shared_ptr<CUstream_st> stream_;
 };
+
+// Whether work for the stream becomes part of a graph instead. Throws Error kCuda.
+[[nodiscard]] bool is_capturing(cudaStream_t stream, const Context& context);
 
 }  // namespace weft

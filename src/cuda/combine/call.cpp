@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU: one kernel, through this rank's staging; or the steps of a call by copy engines
-// (copies_cuda.cpp). Previous in the data flow: the caller's experts; next: kernels/combine.cu.
+// (copy_engines/copies.cpp). Previous in the data flow: the caller's experts; next: combine.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"
@@ -13,12 +13,10 @@ void CudaExchange::combine(
 ) {
   const PlanData& shape = header_of(plan);
   run_call(Op::kCombine, call, [&](cudaStream_t stream) {
-    Validator{context, settings, id}.combine(shape, in, out);
-    check_aligned("combine", "rows", in.rows);
-    check_aligned("combine", "x", out.x);
+    Validator{context_, settings_, id_}.combine(shape, in, out);
 
     CombineLaunch launch;
-    launch.me = view;
+    launch.me = view_;
     launch.plan = view_of(shape);
     launch.rows = in.rows.data;
     launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
@@ -26,7 +24,7 @@ void CudaExchange::combine(
     launch.has_source_weights = in.scale == CombineScale::kSourceWeights;
     launch.out = out.x.data;
     launch.out_weights = reinterpret_cast<float*>(out.weights.data);
-    launch.payload = payload_of(in, settings.max_topk);
+    launch.payload = payload_of(in, settings_.max_topk);
     launch.topk = shape.shape.topk;
     launch.from_map = shape.shape.from_map;
     launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
@@ -43,33 +41,33 @@ void CudaExchange::combine(
     is_copied ? combine_by_copies(shape, launch, call, stream)
               : combine_by_stores(shape, launch, call, stream);
     set_launched(stream);
-    ++counters.num_combines;
-    counters.num_copied += is_copied ? 1 : 0;
+    ++counters_.num_combines;
+    counters_.num_copied += is_copied ? 1 : 0;
   });
 }
 
 void CudaExchange::combine_by_stores(
     const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
-  const int64_t per_token = std::min(view.num_ranks, plan.shape.topk);
-  const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) * per_token;
+  const int64_t per_token = std::min(view_.num_ranks, plan.shape.topk);
+  const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) * per_token;
   const PeerRegion& area =
       staging_of(static_cast<uint64_t>(rows * launch.payload.row_bytes), stream);
   launch.staging = {.region = area.region, .offset = 0};
   launch.staged = area.data;
   // Weights have one place there, for one of their two ways.
-  launch.is_early = launch.payload.row_bytes <= control_map.early_row_bytes &&
+  launch.is_early = launch.payload.row_bytes <= control_map_.early_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
 
   const int num_sms = sms_of(call);
-  RoleBlocks blocks = tuning.of(
+  RoleBlocks blocks = tuning_.of(
       {.op = TunedOp::kCombine,
-       .num_ranks = view.num_ranks,
+       .num_ranks = view_.num_ranks,
        .row_bytes = launch.payload.row_bytes,
        .num_sms = num_sms,
-       .num_senders = call.num_senders}
+       .num_senders = num_senders_}
   );
-  if (launch.is_early && call.num_senders == 0) {
+  if (launch.is_early && num_senders_ == 0) {
     const int64_t tokens = plan.shape.num_tokens;
     const int at_once = sums_at_once(launch.mover, launch.payload.row_bytes, tokens);
     blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);
@@ -87,7 +85,7 @@ void CudaExchange::combine_by_copies(
   launch.num_reduce = sms_of(call);
   launch.num_sum = launch.num_reduce;
   launch_combine_pack(launch, stream);
-  queue_copies(launch.copied, plan.num_received, settings.max_tokens, stream);
+  queue_copies(launch.copied, plan.num_received, settings_.max_tokens, stream);
   launch_combine_sum(launch, stream);
 }
 

@@ -13,22 +13,23 @@ namespace weft {
 bool CudaExchange::goes_by_copies(
     const CopiedRows& rows, const CallOptions& call, cudaStream_t stream
 ) const {
-  return call.copy_engines && view.num_ranks > 1 && settings.max_tokens < 1 << kCopiedArrivalBits &&
-         static_cast<uint64_t>(rows.num_bytes(settings.max_tokens)) <=
-             control_map.copied_stride() &&
-         !is_capturing(stream);
+  return call.copy_engines && view_.num_ranks > 1 &&
+         settings_.max_tokens < 1 << kCopiedArrivalBits &&
+         static_cast<uint64_t>(rows.num_bytes(settings_.max_tokens)) <=
+             control_map_.copied_stride() &&
+         !is_capturing(stream, context_);
 }
 
 CopiedLaunch CudaExchange::next_copies(const CopiedRows& rows) {
-  ++num_copies;
-  return {.rows = rows, .number = num_copies, .area = num_copies % 2, .packed = packed.get()};
+  ++num_copies_;
+  return {.rows = rows, .number = num_copies_, .area = num_copies_ % 2, .packed = packed_.get()};
 }
 
 PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
-  const auto own_rank = static_cast<uint32_t>(view.rank);
+  const auto own_rank = static_cast<uint32_t>(view_.rank);
   return {
-      .region = memory->control().region,
-      .offset = control_map.copied_offset(copied.area, own_rank)};
+      .region = memory_->control().region,
+      .offset = control_map_.copied_offset(copied.area, own_rank)};
 }
 
 // One after the other, as each alone fills the link; all ranks begin with another peer.
@@ -39,20 +40,20 @@ void CudaExchange::queue_copies(
     cudaStream_t stream
 ) const {
   const uint64_t place = copied_address(copied).offset;
-  const uint32_t signal = control_map.signals().copied(static_cast<uint32_t>(view.rank));
+  const uint32_t signal = control_map_.signals().copied(static_cast<uint32_t>(view_.rank));
   const std::byte* from = copied.packed;
-  for (int step = 1; step < view.num_ranks; ++step) {
-    const auto peer = static_cast<size_t>((view.rank + step) % view.num_ranks);
+  for (int step = 1; step < view_.num_ranks; ++step) {
+    const auto peer = static_cast<size_t>((view_.rank + step) % view_.num_ranks);
     const int64_t count = arrivals.empty() ? most_arrivals : arrivals[peer];
     const auto bytes = static_cast<size_t>(copied.rows.num_bytes(count));
-    std::byte* control = view.control[peer];
+    std::byte* control = view_.control[peer];
     if (bytes > 0) {
       WEFT_CUDA(
-          context, cudaMemcpyAsync(control + place, from, bytes, cudaMemcpyDeviceToDevice, stream)
+          context_, cudaMemcpyAsync(control + place, from, bytes, cudaMemcpyDeviceToDevice, stream)
       );
     }
-    write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context);
-    from += control_map.copied_stride();
+    write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context_);
+    from += control_map_.copied_stride();
   }
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or the steps
-// of a call by copy engines (copies_cuda.cpp). Previous in the data flow: plan_call_cuda.cpp; next:
-// kernels/dispatch.cu.
+// of a call by copy engines (copy_engines/copies.cpp). Previous in the data flow: plan/call.cpp;
+// next: dispatch.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"
@@ -23,11 +23,9 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
 DispatchLaunch CudaExchange::prepare_dispatch(
     const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
 ) const {
-  Validator{context, settings, id}.dispatch(plan, in, out);
-  check_aligned("dispatch", "x", in.x);
-  check_aligned("dispatch", "rows", out.rows);
+  Validator{context_, settings_, id_}.dispatch(plan, in, out);
   DispatchLaunch launch;
-  launch.me = view;
+  launch.me = view_;
   launch.plan = view_of(plan);
   launch.x = in.x.data;
   launch.weights = reinterpret_cast<const float*>(in.weights.data);
@@ -35,7 +33,7 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.out_rows = out.rows.data;
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
-  launch.payload = payload_of(in, out, settings.max_topk);
+  launch.payload = payload_of(in, out, settings_.max_topk);
   launch.topk = plan.shape.topk;
   launch.from_map = plan.shape.from_map;
   launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
@@ -57,8 +55,8 @@ void CudaExchange::dispatch(
     is_copied ? dispatch_by_copies(shape, launch, call, stream)
               : dispatch_by_stores(shape, out, launch, call, stream);
     set_launched(stream);
-    ++counters.num_dispatches;
-    counters.num_copied += is_copied ? 1 : 0;
+    ++counters_.num_dispatches;
+    counters_.num_copied += is_copied ? 1 : 0;
   });
 }
 
@@ -69,9 +67,9 @@ void CudaExchange::dispatch_by_stores(
     const CallOptions& call,
     cudaStream_t stream
 ) {
-  const int64_t arrivals = most_arrivals(plan, settings.max_tokens);
-  const auto region = memory->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
-  const bool is_direct = region && memory->is_reachable(*region);
+  const int64_t arrivals = most_arrivals(plan, settings_.max_tokens);
+  const auto region = memory_->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
+  const bool is_direct = region && memory_->is_reachable(*region);
   const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : launch.payload.out_row_bytes());
   const auto scale_bytes = static_cast<uint64_t>(launch.payload.staged_scale_bytes());
   const uint64_t scales_offset = static_cast<uint64_t>(arrivals) * row_bytes;
@@ -89,12 +87,12 @@ void CudaExchange::dispatch_by_stores(
         .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
   }
 
-  const RoleBlocks blocks = tuning.of(
+  const RoleBlocks blocks = tuning_.of(
       {.op = TunedOp::kDispatch,
-       .num_ranks = view.num_ranks,
+       .num_ranks = view_.num_ranks,
        .row_bytes = launch.payload.row_bytes,
        .num_sms = sms_of(call),
-       .num_senders = call.num_senders,
+       .num_senders = num_senders_,
        .is_one_role = launch.one_row && is_direct}
   );
   launch.num_push = blocks.first;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plan and dispatch on GPUs of one domain in one launch, where tokens are few. Previous in the data
-// flow: the router; next: kernels/dispatch_routed.cu.
+// flow: the router; next: fused.cu.
 #include <algorithm>
 
 #include "cuda/exchange/exchange.hpp"
@@ -18,7 +18,7 @@ int plan_parts(int64_t max_tokens, int num_ranks, int num_blocks) {
 }
 
 // Decided by what all ranks pass alike.
-bool goes_early(
+bool can_be_eager(
     const DeviceControlMap& map,
     const Routing& routing,
     const PlanOptions& options,
@@ -38,8 +38,8 @@ Plan CudaExchange::dispatch_routed(
     const DispatchOutput& out,
     const CallOptions& call
 ) {
-  const PayloadFormat payload = payload_of(in, out, settings.max_topk);
-  if (!can_plan_beside || !goes_early(control_map, routing, options, payload, call)) {
+  const PayloadFormat payload = payload_of(in, out, settings_.max_topk);
+  if (!can_fuse_ || !can_be_eager(control_map_, routing, options, payload, call)) {
     Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
     dispatch(plan, in, out, call);
     return plan;
@@ -54,13 +54,13 @@ Plan CudaExchange::dispatch_routed(
     launch.dispatch.num_tokens = plan.num_tokens;
     launch.num_blocks = sms_of(call);
     launch.plan = plan;
-    launch.plan.num_parts = plan_parts(settings.max_tokens, view.num_ranks, launch.num_blocks);
-    const int jobs = 1 + view.num_ranks * launch.plan.num_parts;
+    launch.plan.num_parts = plan_parts(settings_.max_tokens, view_.num_ranks, launch.num_blocks);
+    const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
     launch_routed_dispatch(launch, stream);
     set_launched(stream);
-    ++counters.num_plans;
-    ++counters.num_dispatches;
+    ++counters_.num_plans;
+    ++counters_.num_dispatches;
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });
 }

@@ -63,6 +63,12 @@ void check_device(const ExchangeConfig& config, const Context& context) {
   );
 }
 
+int attribute(cudaDeviceAttr which, int gpu, const Context& context) {
+  int value = 0;
+  WEFT_CUDA(context, cudaDeviceGetAttribute(&value, which, gpu));
+  return value;
+}
+
 // What the ranks of a domain settle when an exchange is made.
 struct DomainFacts {
   uint64_t stamp = 0;         // the same on all ranks, and of no other exchange
@@ -72,10 +78,7 @@ struct DomainFacts {
 // Collective. `id` is the exchange's number in this process.
 DomainFacts agree_on_facts(const Group& group, uint64_t id, int gpu, const Context& context) {
   static const uint64_t process_bits = uint64_t{std::random_device()()} << 32;
-  int shared_bytes = 0;
-  WEFT_CUDA(
-      context, cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)
-  );
+  const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu, context);
   // Rank 0's stamp: some bits of its own, then the number of the exchange in its process.
   const DomainFacts own = {process_bits | (id & 0xffffffffU), static_cast<uint64_t>(shared_bytes)};
   DomainFacts all = own;
@@ -92,62 +95,59 @@ DomainFacts agree_on_facts(const Group& group, uint64_t id, int gpu, const Conte
 
 }  // namespace
 
-CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows)
-    : settings(wanted),
-      context({.rank = group.rank(), .num_ranks = group.num_ranks()}),
-      id(next_exchange_id++) {
-  agree_on_config(group, settings, context, [&] { check_device(settings, context); });
-  settings.transport = "peer";
-  context.transport = "peer";
-  settings.copy_engines = settings.copy_engines && context.num_ranks > 1;
-  const CudaDeviceGuard guard(settings.device.index);
-  const auto ranks = static_cast<uint32_t>(context.num_ranks);
-  const auto experts = static_cast<uint32_t>(settings.num_experts);
-  const auto tokens = static_cast<uint32_t>(std::max<int64_t>(settings.max_tokens, 1));
-  const auto topk = static_cast<uint32_t>(settings.max_topk);
-  const auto hidden = static_cast<uint64_t>(settings.hidden);
-  control_map = {
+CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_eager_rows)
+    : settings_(wanted),
+      context_({.rank = group.rank(), .num_ranks = group.num_ranks()}),
+      id_(next_exchange_id++) {
+  agree_on_config(group, settings_, context_, [&] { check_device(settings_, context_); });
+  settings_.transport = "peer";
+  context_.transport = "peer";
+  settings_.copy_engines = settings_.copy_engines && context_.num_ranks > 1;
+  const CudaDeviceGuard guard(settings_.device.index);
+  const auto ranks = static_cast<uint32_t>(context_.num_ranks);
+  const auto experts = static_cast<uint32_t>(settings_.num_experts);
+  const auto tokens = static_cast<uint32_t>(std::max<int64_t>(settings_.max_tokens, 1));
+  const auto topk = static_cast<uint32_t>(settings_.max_topk);
+  const auto hidden = static_cast<uint64_t>(settings_.hidden);
+  control_map_ = {
       ranks,
       experts,
       tokens,
       topk,
-      has_early_rows ? early_row_room(ranks, tokens, topk, hidden) : 0,
-      settings.copy_engines ? copied_token_room(topk, hidden) : 0};
-  plan_map = {ranks, experts, tokens, topk};
-  memory = std::make_shared<PeerMemory>(group, settings.device.index, control_map.num_bytes());
-  refusals = std::make_unique<RefusalBoard>(group);
-  const DomainFacts facts = agree_on_facts(group, id, settings.device.index, context);
-  const PlanSharedMap beside = {ranks, experts, tokens * topk};
-  can_plan_beside = control_map.early_row_bytes > 0 && beside.num_threads() >= kRoutedThreads &&
-                    beside.num_bytes() + kMostStaticShared <= facts.shared_bytes;
+      has_eager_rows ? early_row_room(ranks, tokens, topk, hidden) : 0,
+      settings_.copy_engines ? copied_token_room(topk, hidden) : 0};
+  plan_map_ = {ranks, experts, tokens, topk};
+  memory_ = std::make_shared<PeerMemory>(group, settings_.device.index, control_map_.num_bytes());
+  refusals_ = std::make_unique<RefusalBoard>(group);
+  const DomainFacts facts = agree_on_facts(group, id_, settings_.device.index, context_);
+  const PlanSharedMap fused = {ranks, experts, tokens * topk};
+  can_fuse_ = control_map_.early_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
+              fused.num_bytes() + kMostStaticShared <= facts.shared_bytes;
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
 }
 
 void CudaExchange::set_up(uint64_t stamp) {
-  int major = 0;
-  int minor = 0;
-  const int gpu = settings.device.index;
-  WEFT_CUDA(context, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, gpu));
-  WEFT_CUDA(context, cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, gpu));
-  WEFT_CUDA(context, cudaDeviceGetAttribute(&num_gpu_sms, cudaDevAttrMultiProcessorCount, gpu));
-  compute_capability = major * 10 + minor;
-  num_gpu_sms = std::max(2, num_gpu_sms / memory->ranks_on_this_gpu());
+  const int gpu = settings_.device.index;
+  compute_capability_ = attribute(cudaDevAttrComputeCapabilityMajor, gpu, context_) * 10 +
+                        attribute(cudaDevAttrComputeCapabilityMinor, gpu, context_);
+  const int num_sms = attribute(cudaDevAttrMultiProcessorCount, gpu, context_);
+  num_gpu_sms_ = std::max(2, num_sms / memory_->ranks_on_this_gpu());
 
   const std::optional<std::string> tuning_file = Env::read().tuning;
-  tuning = BlockChoice(tuning_file ? load_tuning(*tuning_file) : built_in_tuning());
-  own = std::make_shared<CudaRankState>();
-  own->memory = memory;
-  own->stream = GpuStream(gpu);
-  own->last_call.create(context);
-  own->local.create(1, context);
-  own->fault.create(1, context);
-  host_shape.create(plan_map.shape_bytes() + sizeof(uint32_t), context);
-  plan_scratch.create(plan_scratch_bytes(plan_map) / sizeof(int32_t) + 1, context);
-  if (settings.copy_engines) {
-    const auto peers = static_cast<uint64_t>(context.num_ranks - 1);
-    packed.create(peers * control_map.copied_stride(), context);
+  tuning_ = BlockChoice(tuning_file ? load_tuning(*tuning_file) : built_in_tuning());
+  own_ = std::make_shared<CudaRankState>();
+  own_->memory = memory_;
+  own_->stream = GpuStream(gpu);
+  own_->last_call.create(context_);
+  own_->local.create(1, context_);
+  own_->fault.create(1, context_);
+  host_shape_.create(plan_map_.shape_bytes() + sizeof(uint32_t), context_);
+  plan_scratch_.create(plan_scratch_bytes(plan_map_) / sizeof(int32_t) + 1, context_);
+  if (settings_.copy_engines) {
+    const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
+    packed_.create(peers * control_map_.copied_stride(), context_);
   }
-  weft::prepare_plan(plan_map);
+  weft::prepare_plan(plan_map_);
   prepare_given_plan();
   prepare_wait_records();
   weft::prepare_dispatch();
@@ -156,180 +156,169 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_combine();
   prepare_copied_combine();
   prepare_refusal();
-  plans = std::make_shared<PlanPool>(memory, plan_map.num_bytes());
-  add_plans(std::clamp(kFirstPlanBytes / plan_map.num_bytes(), kFewPlans, kFirstPlans));
-  buffers = std::make_shared<BlockPool>(memory);
-  view = {
-      .rank = context.rank,
-      .num_ranks = context.num_ranks,
-      .map = control_map,
+  plans_ = std::make_shared<PlanPool>(memory_, plan_map_.num_bytes());
+  add_plans(std::clamp(kFirstPlanBytes / plan_map_.num_bytes(), kFewPlans, kFirstPlans));
+  buffers_ = std::make_shared<BlockPool>(memory_);
+  view_ = {
+      .rank = context_.rank,
+      .num_ranks = context_.num_ranks,
+      .map = control_map_,
       .stamp = stamp,
       .control = {},
-      .regions = memory->table(),
-      .local = own->local.get(),
-      .fault = own->fault.get(),
+      .regions = memory_->table(),
+      .local = own_->local.get(),
+      .fault = own_->fault.get(),
       .timeout_ns = static_cast<uint64_t>(
-          std::chrono::duration_cast<std::chrono::nanoseconds>(settings.timeout).count()
+          std::chrono::duration_cast<std::chrono::nanoseconds>(settings_.timeout).count()
       )};
-  for (int rank = 0; rank < context.num_ranks; ++rank) {
-    view.control[rank] = memory->control_of(rank);
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    view_.control[rank] = memory_->control_of(rank);
   }
   const uint32_t base = epoch_base(stamp);
-  num_copies = base;
-  std::byte* const stamp_place = memory->control().data + control_map.stamp_offset();
-  WEFT_CUDA(context, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
+  num_copies_ = base;
+  std::byte* const stamp_place = memory_->control().data + control_map_.stamp_offset();
+  WEFT_CUDA(context_, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
   WEFT_CUDA(
-      context, cudaMemcpy(&own->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
+      context_, cudaMemcpy(&own_->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
   );
   // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows beside
   // them. What needs more makes it grow, and then peers that are ahead may be too busy to map it.
-  const int64_t rows = std::max<int64_t>(settings.max_tokens, 1) *
-                       std::min(context.num_ranks, std::max(settings.max_topk, kUsualRanks));
-  const auto row_bytes = static_cast<uint64_t>(settings.hidden * 2 + kScaleRoom);
+  const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) *
+                       std::min(context_.num_ranks, std::max(settings_.max_topk, kUsualRanks));
+  const auto row_bytes = static_cast<uint64_t>(settings_.hidden * 2 + kScaleRoom);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows) * row_bytes, nullptr));
-  WEFT_CUDA(context, cudaDeviceSynchronize());
+  WEFT_CUDA(context_, cudaDeviceSynchronize());
 }
 
 CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; a kernel of ours may still run.
   int before = -1;
   static_cast<void>(cudaGetDevice(&before));
-  static_cast<void>(cudaSetDevice(settings.device.index));
-  static_cast<void>(cudaStreamSynchronize(own->stream.get()));
-  memory->close();
-  if (before >= 0 && before != settings.device.index) {
+  static_cast<void>(cudaSetDevice(settings_.device.index));
+  static_cast<void>(cudaStreamSynchronize(own_->stream.get()));
+  memory_->close();
+  if (before >= 0 && before != settings_.device.index) {
     static_cast<void>(cudaSetDevice(before));
   }
 }
 
-void CudaExchange::check_aligned(
-    std::string_view op, std::string_view name, const ConstTensor& tensor
-) const {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.data);
-  WEFT_CHECK_ARG(
-      context,
-      address % 16 == 0,
-      "{}: {} begins at address {:#x} (expected a multiple of 16)",
-      op,
-      name,
-      address
-  );
-}
-
-void CudaExchange::join_domains(
+void CudaExchange::join(
     const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms
 ) {
-  int num_sms = 0;
-  WEFT_CUDA(
-      context,
-      cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, settings.device.index)
-  );
-  num_gpu_sms = std::max(2, (num_sms - num_kept_sms) / num_sharing);
-  context = whole;
-  rank_names.assign(ranks.begin(), ranks.end());
+  const int gpu = settings_.device.index;
+  const int num_sms = attribute(cudaDevAttrMultiProcessorCount, gpu, context_);
+  num_gpu_sms_ = std::max(2, (num_sms - num_kept_sms) / num_sharing);
+  context_ = whole;
+  rank_names_.assign(ranks.begin(), ranks.end());
 }
 
 int CudaExchange::sms_of(const CallOptions& call) const {
-  const int wanted = call.num_sms > 0 ? call.num_sms : settings.num_sms;
-  return std::clamp(wanted > 0 ? wanted : num_gpu_sms, 2, num_gpu_sms);
+  const int wanted = call.num_sms > 0 ? call.num_sms : settings_.num_sms;
+  return std::clamp(wanted > 0 ? wanted : num_gpu_sms_, 2, num_gpu_sms_);
 }
 
 Mover CudaExchange::mover() const {
-  if (settings.mover != Mover::kAuto) {
-    return settings.mover;
+  if (settings_.mover != Mover::kAuto) {
+    return settings_.mover;
   }
-  return compute_capability >= 90 ? Mover::kBulk : Mover::kVector;
+  return compute_capability_ >= 90 ? Mover::kBulk : Mover::kVector;
 }
 
 const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) {
-  if (bytes <= staging.bytes && staging.data != nullptr) {
-    return staging;
+  if (bytes <= staging_.bytes && staging_.data != nullptr) {
+    return staging_;
   }
   WEFT_CHECK(
-      context,
-      !is_capturing(stream),
+      context_,
+      !is_capturing(stream, context_),
       ErrorCode::kUnsupported,
       "exchange: a captured call needs {} bytes of staging, {} are there (make a call of this size "
       "before the capture)",
       bytes,
-      staging.bytes
+      staging_.bytes
   );
-  const uint64_t wanted = size_class(std::max<uint64_t>({bytes, 2 * staging.bytes, 1}));
-  const auto grown = memory->allocate_reachable(wanted, settings.timeout);
+  const uint64_t wanted = size_class(std::max<uint64_t>({bytes, 2 * staging_.bytes, 1}));
+  const auto grown = memory_->allocate_reachable(wanted, settings_.timeout);
   WEFT_CHECK(
-      context,
+      context_,
       grown.has_value(),
       ErrorCode::kNotAvailable,
       "exchange: some rank cannot map {} bytes of staging (or has not within {} ms)",
       wanted,
-      settings.timeout.count()
+      settings_.timeout.count()
   );
-  if (staging.data != nullptr) {
-    retired.push_back(staging);
+  if (staging_.data != nullptr) {
+    retired_.push_back(staging_);
   }
-  staging = *grown;
-  return staging;
+  staging_ = *grown;
+  return staging_;
 }
 
 void CudaExchange::add_plans(uint64_t num_plans) {
   WEFT_CHECK(
-      context,
-      plans->grow(num_plans, settings.timeout),
+      context_,
+      plans_->grow(num_plans, settings_.timeout),
       ErrorCode::kNotAvailable,
       "plan: some rank cannot map memory for {} more plans (or has not within {} ms)",
       num_plans,
-      settings.timeout.count()
+      settings_.timeout.count()
   );
 }
 
 Buffer CudaExchange::allocate(const Tensor& shape) {
-  const CudaDeviceGuard guard(settings.device.index);
-  const auto block = buffers->take(static_cast<uint64_t>(std::max<int64_t>(shape.num_bytes(), 1)));
+  const CudaDeviceGuard guard(settings_.device.index);
+  const auto block = buffers_->take(static_cast<uint64_t>(std::max<int64_t>(shape.num_bytes(), 1)));
   Tensor tensor = shape;
   tensor.data = block->data;
   return {tensor, std::const_pointer_cast<Block>(block)};
 }
 
 void CudaExchange::release_pooled() {
-  const CudaDeviceGuard guard(settings.device.index);
-  buffers->release_unused();
+  const CudaDeviceGuard guard(settings_.device.index);
+  buffers_->release_unused();
   // Freeing waits for all kernels of the GPU: it shall not meet a later call, where peers wait for
   // this rank.
-  static_cast<void>(memory->wait_freed(std::chrono::seconds(2)));
+  static_cast<void>(memory_->wait_freed(std::chrono::seconds(2)));
 }
 
 LocalState CudaExchange::read_local() const {
   LocalState now;
-  const cudaStream_t stream = own->stream.get();
+  const cudaStream_t stream = own_->stream.get();
   WEFT_CUDA(
-      context, cudaMemcpyAsync(&now, own->local.get(), sizeof now, cudaMemcpyDeviceToHost, stream)
+      context_, cudaMemcpyAsync(&now, own_->local.get(), sizeof now, cudaMemcpyDeviceToHost, stream)
   );
-  WEFT_CUDA(context, cudaStreamSynchronize(stream));
+  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
   return now;
 }
 
 ExchangeStats CudaExchange::stats() const {
-  const CudaDeviceGuard guard(settings.device.index);
+  const CudaDeviceGuard guard(settings_.device.index);
   const LocalState now = read_local();
-  ExchangeStats stats = counters;
-  for (int peer = 0; peer < view.num_ranks; ++peer) {
+  ExchangeStats stats = counters_;
+  for (int peer = 0; peer < view_.num_ranks; ++peer) {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);
   }
   return stats;
 }
 
 Footprint CudaExchange::footprint() const {
-  const uint64_t control = memory->control().bytes + own->local.bytes() + plan_scratch.bytes() +
-                           plans->bytes() + packed.bytes();
-  uint64_t staged = staging.bytes;
-  for (const PeerRegion& region : retired) {
+  const uint64_t control = memory_->control().bytes + own_->local.bytes() + plan_scratch_.bytes() +
+                           plans_->bytes() + packed_.bytes();
+  uint64_t staged = staging_.bytes;
+  for (const PeerRegion& region : retired_) {
     staged += region.bytes;
   }
   return {
       .control_bytes = static_cast<int64_t>(control),
       .staging_bytes = static_cast<int64_t>(staged),
-      .buffer_bytes = static_cast<int64_t>(buffers->used_bytes()),
-      .pooled_bytes = static_cast<int64_t>(buffers->unused_bytes())};
+      .buffer_bytes = static_cast<int64_t>(buffers_->used_bytes()),
+      .pooled_bytes = static_cast<int64_t>(buffers_->unused_bytes())};
+}
+
+std::unique_ptr<NodeExchange> make_node_exchange(
+    const Group& group, const ExchangeConfig& config, bool has_eager_rows
+) {
+  return std::make_unique<CudaExchange>(group, config, has_eager_rows);
 }
 
 }  // namespace weft

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA executor's exchange: the device memory it owns and the frame that every call runs in.
-// The operations are in plan_call_cuda.cpp, dispatch_call_cuda.cpp, combine_call_cuda.cpp and
-// dispatch_routed_call_cuda.cpp, calls by copy engines in copies_cuda.cpp; the kernels in
-// src/kernels.
+// The operations are in call.cpp of src/cuda/plan, dispatch and combine, in plan/import.cpp and in
+// dispatch/fused_call.cpp, calls by copy engines in copy_engines/copies.cpp. Only these include
+// this header; src/hosts knows node.hpp.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,12 +11,12 @@
 #include <memory>
 #include <span>
 
-#include "call/executor.hpp"
 #include "call/refusal.hpp"
 #include "core/check.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/exchange/fault_text.hpp"
+#include "cuda/exchange/node.hpp"
 #include "cuda/exchange/refusal_board.hpp"
 #include "cuda/exchange/tuning.hpp"
 #include "cuda/layout/launch.hpp"
@@ -24,7 +24,6 @@
 #include "cuda/memory/owners.hpp"
 #include "cuda/plan/pool.hpp"
 #include "cuda/transport/peer_memory.hpp"
-#include "plan/plan_data.hpp"
 
 namespace weft {
 
@@ -37,9 +36,9 @@ struct CudaRankState {
   PinnedBuffer<FaultRecord> fault;
 };
 
-struct CudaExchange final : Exchange::State {
-  // `has_early_rows`: dispatch_routed will be called.
-  CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_early_rows);
+class CudaExchange final : public NodeExchange {
+ public:
+  CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_eager_rows);
   ~CudaExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
@@ -59,19 +58,31 @@ struct CudaExchange final : Exchange::State {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
   void check() override;
+  void set_num_senders(int count) override { num_senders_ = count; }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override;
-  [[nodiscard]] int rank() const override { return context.rank; }
-  [[nodiscard]] int num_ranks() const override { return context.num_ranks; }
-  [[nodiscard]] const ExchangeConfig& config() const override { return settings; }
+  [[nodiscard]] int rank() const override { return context_.rank; }
+  [[nodiscard]] int num_ranks() const override { return context_.num_ranks; }
+  [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
-  // Its ranks are `ranks` of a larger group: messages call them so. `num_sharing` ranks of that
-  // group share this GPU, and so many multiprocessors are kept for other kernels.
-  void join_domains(
-      const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms
-  );
+  void join(const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms)
+      override;
+  [[nodiscard]] const PlanMap& plan_map() const override { return plan_map_; }
+  Plan import_plan(
+      PlanData data,
+      const std::byte* image,
+      std::span<const GivenRecords> records,
+      int64_t number,
+      cudaStream_t stream
+  ) override;
+  void finish(cudaStream_t stream) override;
+  [[nodiscard]] bool has_fault() const override {
+    return *static_cast<volatile FaultKind*>(&own_->fault.get()->kind) != FaultKind::kNone;
+  }
+
+ private:
   // This rank's part of the constructor.
   void set_up(uint64_t stamp);
   // One call, or the first of two (kPlanAndDispatch): faults of earlier ones are thrown,
@@ -82,50 +93,57 @@ struct CudaExchange final : Exchange::State {
 
   // The stream of a call; the exchange's own if the caller has none.
   [[nodiscard]] cudaStream_t stream_of(const CallOptions& call) const {
-    return call.stream == nullptr ? own->stream.get() : static_cast<cudaStream_t>(call.stream);
+    return call.stream == nullptr ? own_->stream.get() : static_cast<cudaStream_t>(call.stream);
   }
-  // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
-  uint32_t refuse_one(Op op, std::string_view reason, cudaStream_t stream);
-  // Whether a plan that this rank has refused was a call by itself for the others, by their words.
-  // False if they refused it, too.
-  [[nodiscard]] bool do_peers_plan_alone(uint32_t epoch) const;
-  // make_plan(), where `op` says what is refused if its arguments are.
-  Plan make_plan_of(
-      Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
-  );
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
-  [[nodiscard]] bool is_capturing(cudaStream_t stream) const;
-  // Whether check() would throw; any thread.
-  [[nodiscard]] bool has_fault() const {
-    return *static_cast<volatile FaultKind*>(&own->fault.get()->kind) != FaultKind::kNone;
-  }
+  [[nodiscard]] int sms_of(const CallOptions& call) const;
+  [[nodiscard]] Mover mover() const;
+
+  // --- failures ---
+  // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
+  uint32_t refuse_one(Op op, std::string_view reason, cudaStream_t stream);
+  // Whether a plan that this rank has refused was a call of its own for the others, as their
+  // handshakes say. False if they refused it, too.
+  [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
   // Throws what the record says. A refusal that harmed nothing is cleared first.
   void throw_fault();
   void clear_fault(uint32_t epoch);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
   [[nodiscard]] LocalState read_local() const;
-  void finish(cudaStream_t stream);
 
-  // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
-  // twice its size.
-  const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
-  // Memory for so many more plans.
-  void add_plans(uint64_t num_plans);
-  [[nodiscard]] int sms_of(const CallOptions& call) const;
+  // --- plans ---
   // A plan to be made, and the launch that makes it.
   struct PreparedPlan {
     PlanData data;
     PlanLaunch launch;
   };
-  // Checks the arguments and takes memory. Throws Error (kInvalidArgument). `payload`: of the
-  // dispatch that is made in the same launch; empty for a plan by itself.
+  // Checks the arguments and takes memory. Throws Error (kInvalidArgument). `payload` is of the
+  // dispatch that is made in the same launch; it is empty for a plan by itself.
   PreparedPlan prepare_plan(
       const Routing& routing,
       const PlanOptions& options,
       const PayloadFormat& payload,
       cudaStream_t stream
   );
+  // make_plan(), where `op` says what is refused if its arguments are.
+  Plan make_plan_of(
+      Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
+  );
+  // Memory for so many more plans.
+  void add_plans(uint64_t num_plans);
+  // Memory for one plan of this shape, grown if need be, which belongs to `data` then. -> where
+  // peers reach it.
+  PeerAddress take_plan(PlanData& data, cudaStream_t stream);
+  // Where a plan of this exchange lies.
+  [[nodiscard]] PlanView view_of(const PlanData& plan) const;
+  // Until the plan kernel has written the shape of its output to the host.
+  void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
+
+  // --- rows ---
+  // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
+  // twice its size.
+  const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
   // What every dispatch by `plan` begins with; where rows are to be written is left open.
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
@@ -162,69 +180,48 @@ struct CudaExchange final : Exchange::State {
       int64_t most_arrivals,
       cudaStream_t stream
   ) const;
-  // A plan whose slots are known already, of the shape `data`: one kernel from `image`, host memory
-  // that the GPU reads and that must stay until the stream has passed. Collective, like make_plan;
-  // `number` tells calls apart and must be equal on all ranks.
-  Plan adopt_plan(
-      PlanData data,
-      const std::byte* image,
-      std::span<const GivenRecords> records,
-      int64_t number,
-      const CallOptions& call
-  );
-  // Memory for one plan, grown if need be, and the plan in it.
-  std::shared_ptr<const Block> take_plan(cudaStream_t stream);
-  [[nodiscard]] std::shared_ptr<DevicePlan> device_plan(
-      std::shared_ptr<const Block> block, const PlanShape& shape
-  ) const;
-  // Where a plan of this exchange lies.
-  [[nodiscard]] PlanView view_of(const PlanData& plan) const;
-  // Rows must begin at multiples of 16 bytes.
-  void check_aligned(std::string_view op, std::string_view name, const ConstTensor& tensor) const;
-  // Until the plan kernel has written the shape of its output to the host.
-  void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
-  [[nodiscard]] Mover mover() const;
 
-  ExchangeConfig settings;  // "auto" and 0 resolved
-  Context context;
-  std::vector<int> rank_names;  // [num_ranks] in messages; empty: as they are
-  uint64_t id;
-  std::shared_ptr<PeerMemory> memory;
-  std::unique_ptr<RefusalBoard> refusals;
-  std::shared_ptr<CudaRankState> own;
-  DeviceControlMap control_map;
-  bool can_plan_beside = false;  // plan and dispatch of few tokens in one launch, on all ranks
-  PlanMap plan_map;
-  CudaBuffer<int32_t> plan_scratch;
-  PinnedBuffer<std::byte> host_shape;
-  RankView view;
-  std::shared_ptr<PlanPool> plans;
-  std::shared_ptr<BlockPool> buffers;
-  PeerRegion staging;
-  CudaBuffer<std::byte> packed;  // what copy engines carry to the peers, if they may
-  uint32_t num_copies = 0;       // calls by copy engines; does not begin at 0, as epochs
+  ExchangeConfig settings_;  // "auto" and 0 resolved
+  Context context_;
+  std::vector<int> rank_names_;  // [num_ranks] in messages; empty: as they are
+  uint64_t id_;
+  std::shared_ptr<PeerMemory> memory_;
+  std::unique_ptr<RefusalBoard> refusals_;
+  std::shared_ptr<CudaRankState> own_;
+  DeviceControlMap control_map_;
+  bool can_fuse_ = false;  // plan and dispatch of few tokens in one launch, on all ranks
+  PlanMap plan_map_;
+  CudaBuffer<int32_t> plan_scratch_;
+  PinnedBuffer<std::byte> host_shape_;
+  RankView view_;
+  std::shared_ptr<PlanPool> plans_;
+  std::shared_ptr<BlockPool> buffers_;
+  PeerRegion staging_;
+  CudaBuffer<std::byte> packed_;  // what copy engines carry to the peers, if they may
+  uint32_t num_copies_ = 0;       // calls by copy engines; does not begin at 0, as epochs
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
-  std::vector<PeerRegion> retired;
-  bool is_launched = false;  // the running call has reached the GPU, so that peers will hear of it
-  BlockChoice tuning;
-  int num_gpu_sms = 0;
-  int compute_capability = 0;  // 90 for 9.0
-  std::exception_ptr broken;
-  ExchangeStats counters;
+  std::vector<PeerRegion> retired_;
+  bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
+  BlockChoice tuning_;
+  int num_senders_ = 0;         // see set_num_senders()
+  int num_gpu_sms_ = 0;         // that calls may occupy
+  int compute_capability_ = 0;  // 90 for 9.0
+  std::exception_ptr broken_;   // why the exchange can no longer be used
+  ExchangeStats counters_;
 };
 
 template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {
-  const CudaDeviceGuard guard(settings.device.index);
+  const CudaDeviceGuard guard(settings_.device.index);
   const bool is_own = call.stream == nullptr;
   const cudaStream_t stream = stream_of(call);
-  is_launched = false;
+  is_launched_ = false;
   const auto launched = [&] {
     try {
       check();  // the call counts on every rank, whichever of them hears of a fault first
       return launch(stream);
     } catch (const Error& error) {
-      if (!is_launched && !refuse(op, error.what(), call)) {
+      if (!is_launched_ && !refuse(op, error.what(), call)) {
         throw untold(error);
       }
       throw;

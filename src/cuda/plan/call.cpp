@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan on a GPU: one kernel; the host waits for the number of rows only if nobody gave it. Previous
-// in the data flow: the router; next: dispatch_call_cuda.cpp.
+// in the data flow: the router; next: plan.cu, then dispatch/call.cpp.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -27,14 +27,22 @@ int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
 
 class CudaPlan final : public DevicePlan {
  public:
-  CudaPlan(std::shared_ptr<const Block> block, const CudaExchange& maker, PlanShape shape)
+  // `data`: what is known of it on the host.
+  CudaPlan(
+      std::shared_ptr<const Block> block,
+      const PlanMap& map,
+      std::shared_ptr<CudaRankState> maker,
+      const RankView& me,
+      int gpu,
+      const PlanData& data
+  )
       : block_(std::move(block)),
-        own_(maker.own),
-        exchange_id_(maker.id),
-        view_{block_->data, maker.plan_map},
-        me_(maker.view),
-        gpu_(maker.settings.device.index),
-        shape_(std::move(shape)) {}
+        maker_(std::move(maker)),
+        exchange_id_(data.exchange_id),
+        view_{block_->data, map},
+        me_(me),
+        gpu_(gpu),
+        shape_(data.shape) {}
 
   [[nodiscard]] const PlanView& view() const { return view_; }
 
@@ -43,8 +51,8 @@ class CudaPlan final : public DevicePlan {
     if (!copy_) {
       const CudaDeviceGuard guard(gpu_);
       // Not the caller's stream, which may be gone.
-      const cudaStream_t stream = own_->stream.get();
-      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, own_->last_call.get()));
+      const cudaStream_t stream = maker_->stream.get();
+      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, maker_->last_call.get()));
       PlanData data = download_plan(me_, view_, shape_, stream);
       data.exchange_id = exchange_id_;
       copy_ = std::move(data);
@@ -65,7 +73,7 @@ class CudaPlan final : public DevicePlan {
 
  private:
   std::shared_ptr<const Block> block_;
-  std::shared_ptr<CudaRankState> own_;
+  std::shared_ptr<CudaRankState> maker_;
   uint64_t exchange_id_;
   PlanView view_;
   RankView me_;
@@ -74,27 +82,6 @@ class CudaPlan final : public DevicePlan {
   mutable std::mutex mutex_;
   mutable std::optional<PlanData> copy_;
 };
-
-std::vector<int64_t> copy_of(const int64_t* data, size_t count) {
-  return {data, data + count};
-}
-
-// The shape that the kernel wrote to pinned memory.
-void read_shape(const PlanView& host, PlanData& data) {
-  const PlanHeader& header = *host.header();
-  const auto local = static_cast<size_t>(data.shape.num_local_experts());
-  data.num_rows = header.num_rows;
-  data.required_rows = header.required_rows;
-  data.overflow = header.overflow != 0;
-  data.shape.options.expert_stride = header.expert_stride;
-  data.rows_per_expert = copy_of(host.rows_per_expert(), local);
-  data.padded_rows_per_expert = copy_of(host.padded_rows_per_expert(), local);
-  data.expert_begin = copy_of(host.expert_begin(), local);
-  data.global_routes = copy_of(host.global_routes(), static_cast<size_t>(data.shape.num_experts));
-  data.num_sent = {host.sent(), host.sent() + data.shape.num_ranks};
-  data.num_received = {host.received(), host.received() + data.shape.num_ranks};
-  data.has_output_shape = true;
-}
 
 // Overflow::kError: the same text on every rank, which all know every rank's need.
 void refuse_overflow(const PlanView& host, const PlanShape& shape, const Context& context) {
@@ -131,37 +118,35 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     const PayloadFormat& payload,
     cudaStream_t stream
 ) {
-  check_options(options, context);
+  check_options(options, context_);
   const RoutingShape routes = check_routing(
       routing,
-      settings.num_experts,
-      settings.max_topk,
-      settings.max_tokens,
-      settings.device,
-      context
+      settings_.num_experts,
+      settings_.max_topk,
+      settings_.max_tokens,
+      settings_.device,
+      context_
   );
-  const auto block = take_plan(stream);
   PlanData data;
   data.shape = {
-      .rank = view.rank,
-      .num_ranks = view.num_ranks,
-      .num_experts = settings.num_experts,
+      .rank = view_.rank,
+      .num_ranks = view_.num_ranks,
+      .num_experts = settings_.num_experts,
       .topk = routes.topk,
       .num_tokens = routes.num_tokens,
       .from_map = routes.from_map,
       .has_weights = routing.weights.is_given(),
       .options = options};
-  data.exchange_id = id;
-  data.device = device_plan(block, data.shape);
+  const PeerAddress address = take_plan(data, stream);
   if (const auto rows = given_rows(options, data.shape.num_local_experts())) {
     data.num_rows = *rows;
     data.has_output_shape = false;
   }
 
   PlanLaunch launch;
-  launch.me = view;
+  launch.me = view_;
   launch.plan = view_of(data);
-  launch.plan_address = block->address;
+  launch.plan_address = address;
   launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
   launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
   launch.weights = reinterpret_cast<const float*>(routing.weights.data);
@@ -181,8 +166,8 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
       .has_weights = data.shape.has_weights,
       .payload = payload};
   launch.signature = signature_of(call);
-  launch.scratch = plan_scratch.get();
-  launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms);
+  launch.scratch = plan_scratch_.get();
+  launch.num_blocks = plan_blocks(routes.num_tokens, num_gpu_sms_);
   return {std::move(data), launch};
 }
 
@@ -198,53 +183,53 @@ Plan CudaExchange::make_plan_of(
   return run_call(op, call, [&](cudaStream_t stream) {
     auto [data, launch] = prepare_plan(routing, options, {}, stream);
     const bool waits = data.has_output_shape;
-    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape.get() + plan_map.shape_bytes());
+    auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape_.get() + plan_map_.shape_bytes());
     if (waits) {
       *seen = 0;
-      launch.host_shape = host_shape.get();
+      launch.host_shape = host_shape_.get();
     }
     launch_plan(launch, stream);
     set_launched(stream);
-    ++counters.num_plans;
+    ++counters_.num_plans;
     if (waits) {
       wait_shape(seen, stream);
-      read_shape({host_shape.get(), plan_map}, data);
+      const PlanView shape = {host_shape_.get(), plan_map_};
+      read_output_shape(shape, data);
+      data.num_sent = {shape.sent(), shape.sent() + view_.num_ranks};
+      data.num_received = {shape.received(), shape.received() + view_.num_ranks};
       if (options.overflow == Overflow::kError) {
-        refuse_overflow({host_shape.get(), plan_map}, data.shape, context);
+        refuse_overflow(shape, data.shape, context_);
       }
     }
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });
 }
 
-std::shared_ptr<const Block> CudaExchange::take_plan(cudaStream_t stream) {
-  const bool is_captured = is_capturing(stream);
+PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
+  const bool is_captured = is_capturing(stream, context_);
   if (!is_captured) {
-    plans->look_ahead();
+    plans_->look_ahead();
   }
-  auto block = plans->take();
+  auto block = plans_->take();
   if (!block) {
     WEFT_CHECK(
-        context,
+        context_,
         !is_captured,
         ErrorCode::kUnsupported,
         "plan: memory for one more plan is needed inside a capture (keep as many plans alive once "
         "before it)"
     );
     add_plans(kMorePlans);
-    block = plans->take();
+    block = plans_->take();
   }
-  return block;
-}
-
-std::shared_ptr<DevicePlan> CudaExchange::device_plan(
-    std::shared_ptr<const Block> block, const PlanShape& shape
-) const {
-  return std::make_shared<CudaPlan>(std::move(block), *this, shape);
+  data.exchange_id = id_;
+  data.device =
+      std::make_shared<CudaPlan>(block, plan_map_, own_, view_, settings_.device.index, data);
+  return block->address;
 }
 
 PlanView CudaExchange::view_of(const PlanData& plan) const {
-  return device_plan_as<CudaPlan>(plan, context).view();
+  return device_plan_as<CudaPlan>(plan, context_).view();
 }
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
@@ -259,10 +244,10 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
     look = Clock::now() + std::chrono::milliseconds(1);
     const cudaError_t state = cudaStreamQuery(stream);
     if (state != cudaErrorNotReady) {
-      WEFT_CUDA(context, state);
+      WEFT_CUDA(context_, state);
       check();
       WEFT_CHECK(
-          context, *seen != 0, ErrorCode::kInternal, "plan: the kernel ended without a result"
+          context_, *seen != 0, ErrorCode::kInternal, "plan: the kernel ended without a result"
       );
     }
   }

@@ -30,7 +30,8 @@ class BlockReader {
 
   PlanData read() {
     check_shape();
-    read_shape();
+    read_output_shape(block_, plan_);
+    find_padding();
     read_routes();
     read_sent();
     link_tokens(plan_);
@@ -64,22 +65,8 @@ class BlockReader {
     );
   }
 
-  void read_shape() {
-    const PlanHeader& header = *block_.header();
-    plan_.num_rows = header.num_rows;
-    plan_.required_rows = header.required_rows;
-    plan_.overflow = header.overflow != 0;
-    plan_.shape.options.expert_stride = header.expert_stride;
-    const auto per_rank = static_cast<size_t>(plan_.shape.num_local_experts());
-    const auto num_experts = static_cast<size_t>(plan_.shape.num_experts);
-    const auto copy = [](const int64_t* from, size_t count) {
-      return std::vector<int64_t>(from, from + count);
-    };
-    plan_.rows_per_expert = copy(block_.rows_per_expert(), per_rank);
-    plan_.padded_rows_per_expert = copy(block_.padded_rows_per_expert(), per_rank);
-    plan_.expert_begin = copy(block_.expert_begin(), per_rank);
-    plan_.global_routes = copy(block_.global_routes(), num_experts);
-    for (size_t e = 0; e < per_rank && !is_rank_major(); ++e) {
+  void find_padding() {
+    for (size_t e = 0; e < plan_.expert_begin.size() && !is_rank_major(); ++e) {
       const int64_t begin = plan_.expert_begin[e];
       const int64_t kept_end = begin + plan_.rows_per_expert[e];
       const int64_t end = begin + plan_.padded_rows_per_expert[e];
@@ -224,6 +211,22 @@ class BlockReader {
 };
 
 }  // namespace
+
+void read_output_shape(const PlanView& block, PlanData& data) {
+  const PlanHeader& header = *block.header();
+  data.num_rows = header.num_rows;
+  data.required_rows = header.required_rows;
+  data.overflow = header.overflow != 0;
+  data.shape.options.expert_stride = header.expert_stride;
+  const int local = data.shape.num_local_experts();
+  const auto copy = [](const int64_t* from, int count) {
+    return std::vector<int64_t>(from, from + count);
+  };
+  data.rows_per_expert = copy(block.rows_per_expert(), local);
+  data.padded_rows_per_expert = copy(block.padded_rows_per_expert(), local);
+  data.expert_begin = copy(block.expert_begin(), local);
+  data.global_routes = copy(block.global_routes(), data.shape.num_experts);
+}
 
 PlanData download_plan(
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream

@@ -19,11 +19,16 @@ namespace weft {
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 );
 
-// Loads the kernel of the above: to load one while a peer's waits on this GPU may wait for that.
+// Of this rank's output, as the header and the first arrays of a block on the host say it: all from
+// num_rows to global_routes but row_experts, and options.expert_stride.
+void read_output_shape(const PlanView& block, PlanData& data);
+
+// Loads the kernel of download_plan(): to load one while a peer's waits on this GPU may wait for
+// that.
 void prepare_wait_records();
 
-// Part of the above: one block of `stream` waits for the records of the call that made `plan`.
-// The plan's has_records() says afterwards whether all have come.
+// Part of download_plan(): one block of `stream` waits for the records of the call that made
+// `plan`. The plan's has_records() says afterwards whether all have come.
 void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream);
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan that the host has made, brought to the GPUs of the domain. Previous in the data flow:
-// plan_image.cpp; next: kernels/plan_given.cu.
+// src/hosts/plan_image.cpp; next: import.cu.
 #include <algorithm>
 
 #include "cuda/exchange/exchange.hpp"
@@ -13,21 +13,18 @@ constexpr int kGivenBlocks = 16;
 
 }  // namespace
 
-Plan CudaExchange::adopt_plan(
+Plan CudaExchange::import_plan(
     PlanData data,
     const std::byte* image,
     std::span<const GivenRecords> records,
     int64_t number,
-    const CallOptions& call
+    cudaStream_t stream
 ) {
-  return run_call(Op::kPlan, call, [&](cudaStream_t stream) {
-    const auto block = take_plan(stream);
-    data.exchange_id = id;
-    data.device = device_plan(block, data.shape);
+  return run_call(Op::kPlan, {.stream = stream}, [&](cudaStream_t /*stream*/) {
     GivenPlanLaunch launch;
-    launch.me = view;
+    launch.me = view_;
+    launch.plan_address = take_plan(data, stream);
     launch.plan = view_of(data);
-    launch.plan_address = block->address;
     launch.image = image;
     std::ranges::copy(records, std::begin(launch.to));
     launch.num_tokens = static_cast<int32_t>(data.shape.num_tokens);
@@ -37,10 +34,10 @@ Plan CudaExchange::adopt_plan(
         .options = data.shape.options,
         .topk = data.shape.topk};
     launch.signature = signature_of(imported);
-    launch.num_blocks = std::min(kGivenBlocks, num_gpu_sms);
+    launch.num_blocks = std::min(kGivenBlocks, num_gpu_sms_);
     launch_given_plan(launch, stream);
     set_launched(stream);
-    ++counters.num_plans;
+    ++counters_.num_plans;
     return Plan(std::make_shared<const PlanData>(std::move(data)));
   });
 }
