@@ -29,76 +29,16 @@ void merge_into(StepPoint& sum, const StepPoint& point) {
   sum.num_steps += point.num_steps;
 }
 
-LaneSeconds lane_seconds(const overlap::Trace& trace) {
-  const overlap::LaneTimes times = overlap::lane_times(trace);
-  const auto seconds = [](int64_t ns) { return static_cast<double>(ns) / 1e9; };
-  return {
-      seconds(times.wall_ns),
-      seconds(times.busy_ns[overlap::lane_idx(overlap::Lane::kCompute)]),
-      seconds(times.busy_ns[overlap::lane_idx(overlap::Lane::kExchange)]),
-      seconds(times.exposed_ns)};
-}
-
-}  // namespace
-
-RankStep RankStep::from(const moe::StepReport& report) {
-  RankStep step;
-  step.phase_seconds = report.phase_seconds;
-  step.seconds = report.seconds;
-  step.lanes = lane_seconds(report.trace);
-  step.num_tokens = report.num_tokens;
-  step.dispatch = report.dispatch;
-  step.combine = report.combine;
-  return step;
-}
-
-void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> ranks) {
-  ++num_steps_;
-  last_step_ = report.step;
-  num_tokens_ += report.global_tokens;
-  StepPoint point;
-  point.step = static_cast<double>(report.step);
-  point.loss = report.loss;
-  point.balance_loss = report.balance_loss;
-  point.routes.assign(report.routes.begin(), report.routes.end());
-  const double part = 1.0 / static_cast<double>(ranks.size());
-  wait_seconds_ = 0;
-  for (const RankStep& rank : ranks) {
-    wait_seconds_ += rank.wait_seconds * part;
-    point.seconds = std::max(point.seconds, rank.seconds);
-    rank_seconds_ += rank.seconds * part;
-    for (size_t i = 0; i < moe::kNumPhases; ++i) {
-      phase_seconds_[i] += rank.phase_seconds[i] * part;
-    }
-    lanes_.wall += rank.lanes.wall * part;
-    lanes_.compute += rank.lanes.compute * part;
-    lanes_.exchange += rank.lanes.exchange * part;
-    lanes_.exposed += rank.lanes.exposed * part;
-  }
-  trace_ = report.trace;
-  seconds_ += point.seconds;
-  add_moved(dispatch_, ranks, &RankStep::dispatch, moe::Phase::kDispatch);
-  add_moved(combine_, ranks, &RankStep::combine, moe::Phase::kCombine);
-
-  recent_.push_back(report.loss);
-  if (recent_.size() > kRecentSteps) {
-    recent_.erase(recent_.begin());
-  }
-  add_point(std::move(point));
-}
-
-void TrainRecord::add_moved(
+void add_moved(
     MovedBytes& sum,
     std::span<const RankStep> ranks,
     moe::Traffic RankStep::*traffic,
-    moe::Phase phase
-) const {
+    moe::Phase phase,
+    double token_bytes
+) {
   const auto time_of = [&](const RankStep& rank) {
     return rank.phase_seconds[static_cast<size_t>(phase)];
   };
-  // Of a token in one call: a call moves the tokens of one micro-batch.
-  const double token_bytes =
-      static_cast<double>(row_bytes_) / static_cast<double>(num_micro_batches_);
   for (const RankStep& rank : ranks) {
     const moe::Traffic& moved = rank.*traffic;
     sum.wire += static_cast<double>(moved.wire_bytes);
@@ -111,39 +51,90 @@ void TrainRecord::add_moved(
   sum.seconds += time_of(slowest);
 }
 
-void TrainRecord::add_point(StepPoint point) {
-  if (!points_.empty() && points_.back().num_steps < steps_per_point_) {
-    merge_into(points_.back(), point);
+void add_point(TrainRecord& record, StepPoint point) {
+  std::vector<StepPoint>& points = record.points;
+  if (!points.empty() && points.back().num_steps < record.steps_per_point) {
+    merge_into(points.back(), point);
   } else {
-    points_.push_back(std::move(point));
+    points.push_back(std::move(point));
   }
-  if (points_.size() < kMostPoints || points_.back().num_steps < steps_per_point_) {
+  if (points.size() < kMostPoints || points.back().num_steps < record.steps_per_point) {
     return;
   }
-  for (size_t i = 0; i < points_.size() / 2; ++i) {
-    points_[i] = points_[2 * i];
-    merge_into(points_[i], points_[2 * i + 1]);
+  for (size_t i = 0; i < points.size() / 2; ++i) {
+    points[i] = points[2 * i];
+    merge_into(points[i], points[2 * i + 1]);
   }
-  points_.resize(points_.size() / 2);
-  steps_per_point_ *= 2;
+  points.resize(points.size() / 2);
+  record.steps_per_point *= 2;
+}
+
+}  // namespace
+
+RankStep RankStep::from(const moe::StepReport& report) {
+  RankStep step;
+  step.phase_seconds = report.phase_seconds;
+  step.seconds = report.seconds;
+  step.lanes = overlap::lane_times(report.trace);
+  step.num_tokens = report.num_tokens;
+  step.dispatch = report.dispatch;
+  step.combine = report.combine;
+  return step;
+}
+
+void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> ranks) {
+  ++num_steps;
+  last_step = report.step;
+  num_tokens += report.global_tokens;
+  StepPoint point;
+  point.step = static_cast<double>(report.step);
+  point.loss = report.loss;
+  point.balance_loss = report.balance_loss;
+  point.routes.assign(report.routes.begin(), report.routes.end());
+  const double part = 1.0 / static_cast<double>(ranks.size());
+  wait_seconds = 0;
+  for (const RankStep& rank : ranks) {
+    wait_seconds += rank.wait_seconds * part;
+    point.seconds = std::max(point.seconds, rank.seconds);
+    rank_seconds += rank.seconds * part;
+    for (size_t i = 0; i < moe::kNumPhases; ++i) {
+      phase_seconds[i] += rank.phase_seconds[i] * part;
+    }
+    const auto share = [&](int64_t ns) { return static_cast<double>(ns) / 1e9 * part; };
+    lanes.wall += share(rank.lanes.wall_ns);
+    lanes.compute += share(rank.lanes.busy_ns[0]);
+    lanes.exchange += share(rank.lanes.busy_ns[1]);
+    lanes.exposed += share(rank.lanes.exposed_ns);
+  }
+  trace = report.trace;
+  seconds += point.seconds;
+  // Of a token in one call: a call moves the tokens of one micro-batch.
+  const double token_bytes =
+      static_cast<double>(row_bytes) / static_cast<double>(num_micro_batches);
+  add_moved(dispatch, ranks, &RankStep::dispatch, moe::Phase::kDispatch, token_bytes);
+  add_moved(combine, ranks, &RankStep::combine, moe::Phase::kCombine, token_bytes);
+
+  recent_losses.push_back(report.loss);
+  if (recent_losses.size() > kRecentSteps) {
+    recent_losses.erase(recent_losses.begin());
+  }
+  add_point(*this, std::move(point));
 }
 
 double TrainRecord::recent_loss() const {
-  if (recent_.empty()) {
-    return NAN;
-  }
-  return std::accumulate(recent_.begin(), recent_.end(), 0.0) / static_cast<double>(recent_.size());
+  const double sum = std::accumulate(recent_losses.begin(), recent_losses.end(), 0.0);
+  return recent_losses.empty() ? NAN : sum / static_cast<double>(recent_losses.size());
 }
 
 std::vector<int64_t> TrainRecord::recent_routes(int block) const {
-  const auto num_experts = static_cast<size_t>(model_.num_experts);
+  const auto num_experts = static_cast<size_t>(model.num_experts);
   const size_t first = static_cast<size_t>(block) * num_experts;
-  const size_t num_points = (points_.size() + 9) / 10;
+  const size_t num_points = (points.size() + 9) / 10;
   std::vector<int64_t> routes(num_experts, 0);
   for (size_t e = 0; e < num_experts && num_points > 0; ++e) {
     double sum = 0;
-    for (size_t p = points_.size() - num_points; p < points_.size(); ++p) {
-      sum += points_[p].routes[first + e];
+    for (size_t p = points.size() - num_points; p < points.size(); ++p) {
+      sum += points[p].routes[first + e];
     }
     routes[e] = std::llround(sum / static_cast<double>(num_points));
   }

@@ -42,12 +42,11 @@ std::string micro_batch_text(const TrainFacts& facts) {
   );
 }
 
+// What plain copies of the same bytes take, in microseconds.
+using Limit = double (*)(const ExchangeBytes&, const CopyRates&);
+
 // Zero where the rates are not known.
-double limit_us_of(
-    double (*limit)(const ExchangeBytes&, const CopyRates&),
-    const MovedBytes& moved,
-    const CopyRates& rates
-) {
+double limit_us_of(Limit limit, const MovedBytes& moved, const CopyRates& rates) {
   return rates.scatter > 0 ? limit({moved.logical, moved.wire, moved.tokens}, rates) : 0;
 }
 
@@ -55,12 +54,15 @@ void add_time_row(Table& table, const TrainRecord& record, std::string_view name
   table.add_row(
       {std::string(name),
        seconds_text(seconds),
-       fmt::format("{:.1f} %", percent(seconds, record.rank_seconds())),
+       fmt::format("{:.1f} %", percent(seconds, record.rank_seconds)),
        seconds_text(record.per_step(seconds))}
   );
 }
 
-void add_exchange_row(Table& table, const char* op, const MovedBytes& moved, double limit_seconds) {
+void add_exchange_row(
+    Table& table, const char* op, const TrainFacts& facts, const MovedBytes& moved, Limit limit
+) {
+  const double limit_seconds = limit_us_of(limit, moved, facts.rates) / 1e6;
   const auto gbps = [&](double bytes) {
     return moved.seconds > 0 ? fmt::format("{:.2f}", bytes / moved.seconds / 1e9) : "-";
   };
@@ -85,7 +87,7 @@ constexpr double kFullLoad = 4;  // times the mean: full colour, so that early c
 
 LineChart loss_chart(const TrainRecord& record) {
   LineChart chart = {"Loss", "step", "nats per byte", {{"loss", {}, {}}}};
-  for (const StepPoint& point : record.points()) {
+  for (const StepPoint& point : record.points) {
     chart.series[0].x.push_back(point.step);
     chart.series[0].y.push_back(point.loss);
   }
@@ -94,16 +96,16 @@ LineChart loss_chart(const TrainRecord& record) {
 
 // Of one block's experts.
 std::span<const double> routes_of(const TrainRecord& record, const StepPoint& point, int block) {
-  const auto num_experts = static_cast<size_t>(record.model().num_experts);
+  const auto num_experts = static_cast<size_t>(record.model.num_experts);
   return std::span(point.routes).subspan(static_cast<size_t>(block) * num_experts, num_experts);
 }
 
 LineChart imbalance_chart(const TrainRecord& record) {
   LineChart chart = {"Busiest expert of each block", "step", "routes, max / mean", {}};
-  for (int block = 0; block < record.model().num_blocks; ++block) {
+  for (int block = 0; block < record.model.num_blocks; ++block) {
     Series& series = chart.series.emplace_back();
     series.name = fmt::format("block {}", block);
-    for (const StepPoint& point : record.points()) {
+    for (const StepPoint& point : record.points) {
       std::vector<int64_t> routes;
       for (const double count : routes_of(record, point, block)) {
         routes.push_back(std::llround(count));
@@ -120,16 +122,16 @@ HeatMap load_map(const TrainRecord& record, int block) {
   HeatMap map = {
       fmt::format("Load per expert, block {}", block), "step", "expert", "x mean", {}, {}, {}};
   map.high = kFullLoad;
-  for (int e = 0; e < record.model().num_experts; ++e) {
+  for (int e = 0; e < record.model.num_experts; ++e) {
     map.rows.push_back(fmt::format("{}", e));
-    for (const StepPoint& point : record.points()) {
+    for (const StepPoint& point : record.points) {
       const auto routes = routes_of(record, point, block);
       const double mean =
           std::reduce(routes.begin(), routes.end()) / static_cast<double>(routes.size());
       map.values.push_back(mean > 0 ? routes[static_cast<size_t>(e)] / mean : 0);
     }
   }
-  for (const StepPoint& point : record.points()) {
+  for (const StepPoint& point : record.points) {
     map.columns.push_back(fmt::format("{:.0f}", point.step));
   }
   return map;
@@ -139,7 +141,7 @@ BarChart phase_chart(const TrainRecord& record) {
   BarChart chart = {"Time per step", "phase", "ms", {}, {{"time", {}, {}}}};
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     chart.labels.emplace_back(moe::kPhaseNames[i]);
-    chart.series[0].y.push_back(record.per_step(record.phase_seconds()[i]) * 1e3);
+    chart.series[0].y.push_back(record.per_step(record.phase_seconds[i]) * 1e3);
   }
   return chart;
 }
@@ -147,10 +149,10 @@ BarChart phase_chart(const TrainRecord& record) {
 // What rank 0 did in its last step.
 LaneChart lane_chart(const TrainRecord& record) {
   LaneChart chart = {
-      fmt::format("Step {} of rank 0", record.last_step()), "ms since forward began", {}, {}};
+      fmt::format("Step {} of rank 0", record.last_step), "ms since forward began", {}, {}};
   for (const overlap::Lane lane : {overlap::Lane::kCompute, overlap::Lane::kExchange}) {
     LaneRow row = {std::string(overlap::lane_name(lane)), {}};
-    for (const overlap::Span& span : record.trace().spans) {
+    for (const overlap::Span& span : record.trace.spans) {
       const auto group = static_cast<size_t>(std::max(span.micro_batch, 0));
       if (span.lane == lane && span.end_ns > span.begin_ns) {
         row.bars.push_back(
@@ -169,8 +171,7 @@ LaneChart lane_chart(const TrainRecord& record) {
   return chart;
 }
 
-template <class Limit>
-Json moved_json(const TrainFacts& facts, const MovedBytes& moved, const Limit& limit) {
+Json moved_json(const TrainFacts& facts, const MovedBytes& moved, Limit limit) {
   const double limit_us = limit_us_of(limit, moved, facts.rates);
   Json json = {
       {"calls", std::llround(moved.calls)},
@@ -208,6 +209,110 @@ Json config_json(const TrainFacts& facts) {
       {"topk", model.topk},
       {"num_parameters", facts.num_parameters},
       {"num_active_parameters", facts.num_active_parameters}};
+}
+
+// About ten lines from the first step to the last, each the mean of what lies before it.
+Table loss_table(const TrainRecord& record) {
+  Table table({"step", "loss", "bits per byte", "balance", "step time"});
+  const auto& points = record.points;
+  const size_t num_rows = std::min(kLossRows, points.size());
+  for (size_t row = 0, begin = 0; row < num_rows; ++row) {
+    const size_t end = (row + 1) * points.size() / num_rows;
+    StepPoint mean = {};
+    for (size_t i = begin; i < end; ++i) {
+      const auto part = 1.0 / static_cast<double>(end - begin);
+      mean.loss += points[i].loss * part;
+      mean.balance_loss += points[i].balance_loss * part;
+      mean.seconds += points[i].seconds * part;
+    }
+    table.add_row(
+        {fmt::format("{:.0f}", points[end - 1].step),
+         fmt::format("{:.4f}", mean.loss),
+         fmt::format("{:.3f}", mean.loss / std::log(2.0)),
+         fmt::format("{:.3f}", mean.balance_loss),
+         seconds_text(mean.seconds)}
+    );
+    begin = end;
+  }
+  return table;
+}
+
+Table phase_table(const TrainRecord& record) {
+  Table table({"phase", "time", "share", "per step"});
+  for (size_t i = 0; i < moe::kNumPhases; ++i) {
+    add_time_row(table, record, moe::kPhaseNames[i], record.phase_seconds[i]);
+  }
+  add_time_row(table, record, "all", record.rank_seconds);
+  return table;
+}
+
+Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
+  Table table(
+      {"op",
+       "calls",
+       "time",
+       "wire",
+       "logical",
+       "wire GB/s",
+       "logical GB/s",
+       "of limit",
+       "of limit, last rank"}
+  );
+  add_exchange_row(table, "dispatch", facts, record.dispatch, dispatch_limit_us);
+  add_exchange_row(table, "combine", facts, record.combine, combine_limit_us);
+  return table;
+}
+
+std::string phase_text(const TrainFacts& facts) {
+  return facts.config.overlap.is_on ? "Where the time went, mean over the ranks; lanes work at the "
+                                      "same time, so the parts are more than all"
+                                    : "Where the time went, mean over the ranks";
+}
+
+Table lane_table(const TrainRecord& record) {
+  Table table({"lane", "busy", "share of the steps", "per step"});
+  add_time_row(table, record, "compute", record.lanes.compute);
+  add_time_row(table, record, "exchange", record.lanes.exchange);
+  add_time_row(table, record, "exchange alone", record.lanes.exposed);
+  return table;
+}
+
+std::string lane_text(const TrainRecord& record) {
+  const LaneSeconds& lanes = record.lanes;
+  return fmt::format(
+      "Forward and backward took {} on two lanes; {:.1f} % of the exchange had no computation "
+      "beside it",
+      seconds_text(lanes.wall),
+      percent(lanes.exposed, lanes.exchange)
+  );
+}
+
+std::string wait_text(const TrainRecord& record) {
+  double seconds = 0;
+  for (const auto phase : {moe::Phase::kPlan, moe::Phase::kDispatch, moe::Phase::kCombine}) {
+    seconds += record.phase_seconds[static_cast<size_t>(phase)];
+  }
+  return fmt::format(
+      "Of {} in plan, dispatch and combine a rank waited at least {} for the others",
+      seconds_text(seconds),
+      seconds_text(record.wait_seconds)
+  );
+}
+
+std::string load_picture(const TrainRecord& record) {
+  std::string out = "Load per expert lately, one line per block (@ = 3 times the mean or more):\n";
+  for (int block = 0; block < record.model.num_blocks; ++block) {
+    const auto routes = record.recent_routes(block);
+    const std::vector<double> loads(routes.begin(), routes.end());
+    const double mean = std::reduce(loads.begin(), loads.end()) / static_cast<double>(loads.size());
+    out += fmt::format(
+        "  block {:>2} |{}| max / mean {:.2f}\n",
+        block,
+        shaded(loads, 3 * mean),
+        max_over_mean(routes)
+    );
+  }
+  return out;
 }
 
 void add_lanes(Page& page, const TrainRecord& record) {
@@ -253,118 +358,22 @@ std::string train_headline(const TrainFacts& facts) {
   );
 }
 
-// About ten lines from the first step to the last, each the mean of what lies before it.
-Table loss_table(const TrainRecord& record) {
-  Table table({"step", "loss", "bits per byte", "balance", "step time"});
-  const auto& points = record.points();
-  const size_t num_rows = std::min(kLossRows, points.size());
-  for (size_t row = 0, begin = 0; row < num_rows; ++row) {
-    const size_t end = (row + 1) * points.size() / num_rows;
-    StepPoint mean = {};
-    for (size_t i = begin; i < end; ++i) {
-      const auto part = 1.0 / static_cast<double>(end - begin);
-      mean.loss += points[i].loss * part;
-      mean.balance_loss += points[i].balance_loss * part;
-      mean.seconds += points[i].seconds * part;
-    }
-    table.add_row(
-        {fmt::format("{:.0f}", points[end - 1].step),
-         fmt::format("{:.4f}", mean.loss),
-         fmt::format("{:.3f}", mean.loss / std::log(2.0)),
-         fmt::format("{:.3f}", mean.balance_loss),
-         seconds_text(mean.seconds)}
-    );
-    begin = end;
-  }
-  return table;
-}
-
-Table phase_table(const TrainRecord& record) {
-  Table table({"phase", "time", "share", "per step"});
-  for (size_t i = 0; i < moe::kNumPhases; ++i) {
-    add_time_row(table, record, moe::kPhaseNames[i], record.phase_seconds()[i]);
-  }
-  add_time_row(table, record, "all", record.rank_seconds());
-  return table;
-}
-
-Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
-  Table table(
-      {"op",
-       "calls",
-       "time",
-       "wire",
-       "logical",
-       "wire GB/s",
-       "logical GB/s",
-       "of limit",
-       "of limit, last rank"}
-  );
-  const MovedBytes& dispatch = record.dispatch();
-  const MovedBytes& combine = record.combine();
-  const double dispatch_us = limit_us_of(dispatch_limit_us, dispatch, facts.rates);
-  const double combine_us = limit_us_of(combine_limit_us, combine, facts.rates);
-  add_exchange_row(table, "dispatch", dispatch, dispatch_us / 1e6);
-  add_exchange_row(table, "combine", combine, combine_us / 1e6);
-  return table;
-}
-
-std::string phase_text(const TrainFacts& facts) {
-  return facts.config.overlap.is_on ? "Where the time went, mean over the ranks; lanes work at the "
-                                      "same time, so the parts are more than all"
-                                    : "Where the time went, mean over the ranks";
-}
-
-Table lane_table(const TrainRecord& record) {
-  Table table({"lane", "busy", "share of the steps", "per step"});
-  add_time_row(table, record, "compute", record.lanes().compute);
-  add_time_row(table, record, "exchange", record.lanes().exchange);
-  add_time_row(table, record, "exchange alone", record.lanes().exposed);
-  return table;
-}
-
-std::string lane_text(const TrainRecord& record) {
-  const LaneSeconds& lanes = record.lanes();
+std::string train_text(const TrainFacts& facts, const TrainRecord& record) {
+  const bool is_on_gpu = facts.num_gpus > 0;
   return fmt::format(
-      "Forward and backward took {} on two lanes; {:.1f} % of the exchange had no computation "
-      "beside it",
-      seconds_text(lanes.wall),
-      percent(lanes.exposed, lanes.exchange)
+      "\n{}\n{}\n{}\n{}"
+      "What the exchange moved, all ranks together{}\n{}{}\n\n{}\n",
+      loss_table(record).text(),
+      phase_text(facts),
+      phase_table(record).text(),
+      facts.config.overlap.is_on
+          ? fmt::format("{}\n{}\n", lane_text(record), lane_table(record).text())
+          : "",
+      is_on_gpu ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts.rates.scatter),
+      exchange_table(facts, record).text(),
+      wait_text(record),
+      load_picture(record)
   );
-}
-
-std::string wait_text(const TrainRecord& record) {
-  double seconds = 0;
-  for (const auto phase : {moe::Phase::kPlan, moe::Phase::kDispatch, moe::Phase::kCombine}) {
-    seconds += record.phase_seconds()[static_cast<size_t>(phase)];
-  }
-  return fmt::format(
-      "Of {} in plan, dispatch and combine a rank waited at least {} for the others",
-      seconds_text(seconds),
-      seconds_text(record.wait_seconds())
-  );
-}
-
-std::string load_picture(const TrainRecord& record) {
-  std::string out = fmt::format(
-      "Load per expert lately, one line per block (@ = {} times the mean or more):\n", 3
-  );
-  for (int block = 0; block < record.model().num_blocks; ++block) {
-    const auto routes = record.recent_routes(block);
-    double sum = 0;
-    for (const int64_t count : routes) {
-      sum += static_cast<double>(count);
-    }
-    const double mean = sum / static_cast<double>(routes.size());
-    const std::vector<double> loads(routes.begin(), routes.end());
-    out += fmt::format(
-        "  block {:>2} |{}| max / mean {:.2f}\n",
-        block,
-        shaded(loads, 3 * mean),
-        max_over_mean(routes)
-    );
-  }
-  return out;
 }
 
 Json train_json(const TrainFacts& facts, const TrainRecord& record) {
@@ -376,27 +385,27 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
       {"text_bytes", facts.text_bytes},
       {"config", config_json(facts)},
       {"first_step", facts.first_step},
-      {"last_step", record.last_step()},
-      {"num_tokens", record.num_tokens()},
-      {"seconds", record.seconds()},
+      {"last_step", record.last_step},
+      {"num_tokens", record.num_tokens},
+      {"seconds", record.seconds},
       {"limit_gbps", facts.rates.scatter},
       {"gather_gbps", facts.rates.gather},
-      {"wait_seconds", record.wait_seconds()},
+      {"wait_seconds", record.wait_seconds},
       {"phase_seconds", Json::object()},
-      {"dispatch", moved_json(facts, record.dispatch(), dispatch_limit_us)},
-      {"combine", moved_json(facts, record.combine(), combine_limit_us)},
+      {"dispatch", moved_json(facts, record.dispatch, dispatch_limit_us)},
+      {"combine", moved_json(facts, record.combine, combine_limit_us)},
       {"steps", Json::array()}};
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
-    json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds()[i];
+    json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds[i];
   }
   if (facts.config.overlap.is_on) {
     json["lanes"] = {
-        {"seconds", record.lanes().wall},
-        {"compute_seconds", record.lanes().compute},
-        {"exchange_seconds", record.lanes().exchange},
-        {"exposed_seconds", record.lanes().exposed}};
+        {"seconds", record.lanes.wall},
+        {"compute_seconds", record.lanes.compute},
+        {"exchange_seconds", record.lanes.exchange},
+        {"exposed_seconds", record.lanes.exposed}};
   }
-  for (const StepPoint& point : record.points()) {
+  for (const StepPoint& point : record.points) {
     json["steps"].push_back(
         {{"step", point.step},
          {"loss", point.loss},
@@ -412,9 +421,9 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
   page.add_preformatted(train_headline(facts));
   page.add_text(fmt::format(
       "{} steps, {} bytes predicted in {}; loss {:.4f} at the end.",
-      count_text(record.num_steps()),
-      count_text(record.num_tokens()),
-      seconds_text(record.seconds()),
+      count_text(record.num_steps),
+      count_text(record.num_tokens),
+      seconds_text(record.seconds),
       record.recent_loss()
   ));
   page.add_figure(svg(loss_chart(record)));
@@ -443,7 +452,7 @@ Page train_page(const TrainFacts& facts, const TrainRecord& record) {
   }
   page.add_heading("Load per expert");
   page.add_figure(svg(imbalance_chart(record)));
-  for (int block = 0; block < record.model().num_blocks; ++block) {
+  for (int block = 0; block < record.model.num_blocks; ++block) {
     page.add_figure(svg(load_map(record, block)));
   }
   page.add_heading("Loss by step");

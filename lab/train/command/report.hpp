@@ -14,7 +14,6 @@
 
 #include "measure/limits.hpp"
 #include "report/html.hpp"
-#include "report/table.hpp"
 #include "train/config.hpp"
 #include "train/lanes/trace.hpp"
 #include "train/trainer.hpp"
@@ -33,12 +32,12 @@ struct LaneSeconds {
 struct RankStep {
   std::array<double, moe::kNumPhases> phase_seconds = {};
   double seconds = 0;
-  LaneSeconds lanes = {};
+  overlap::LaneTimes lanes = {};
   int64_t num_tokens = 0;
   moe::Traffic dispatch = {};
   moe::Traffic combine = {};
   double wait_seconds = 0;  // for the peer it waited for most, since the exchange was made
-  int64_t wants_to_stop = 0;
+  bool wants_to_stop = false;
 
   static RankStep from(const moe::StepReport& report);
 };
@@ -63,69 +62,38 @@ struct StepPoint {
   std::vector<double> routes;  // [num_blocks, num_experts]
 };
 
-class TrainRecord {
- public:
-  // `row_bytes`: of a token that travels.
-  TrainRecord(const moe::TrainConfig& config, int64_t row_bytes)
-      : model_(config.model), num_micro_batches_(config.num_micro_batches), row_bytes_(row_bytes) {}
+// All steps of a run so far. Sums over the steps are means over the ranks where nothing else is
+// said.
+struct TrainRecord {
+  moe::ModelConfig model;
+  int64_t num_micro_batches = 1;
+  int64_t row_bytes = 0;  // of a token that travels
+
+  int64_t steps_per_point = 1;
+  std::vector<StepPoint> points = {};
+  std::vector<double> recent_losses = {};  // of the last steps, at most ten
+  int64_t num_steps = 0;
+  int64_t last_step = 0;
+  int64_t num_tokens = 0;  // of all ranks
+  double seconds = 0;      // of the slowest rank of each step
+  double rank_seconds = 0;
+  std::array<double, moe::kNumPhases> phase_seconds = {};
+  LaneSeconds lanes = {};
+  overlap::Trace trace = {};  // the last step of this rank; empty without overlap
+  double wait_seconds = 0;    // what a rank waited, at least, in plan, dispatch and combine
+  MovedBytes dispatch = {};
+  MovedBytes combine = {};
 
   void add(const moe::StepReport& report, std::span<const RankStep> ranks);
 
-  [[nodiscard]] const moe::ModelConfig& model() const { return model_; }
-  [[nodiscard]] int64_t row_bytes() const { return row_bytes_; }
-  [[nodiscard]] const std::vector<StepPoint>& points() const { return points_; }
-  [[nodiscard]] int64_t num_steps() const { return num_steps_; }
-  [[nodiscard]] int64_t last_step() const { return last_step_; }
-  [[nodiscard]] int64_t num_tokens() const { return num_tokens_; }  // of all ranks and steps
   // A sum over the steps, as of one.
   [[nodiscard]] double per_step(double sum) const {
-    return sum / static_cast<double>(std::max<int64_t>(num_steps_, 1));
+    return sum / static_cast<double>(std::max<int64_t>(num_steps, 1));
   }
-  [[nodiscard]] double seconds() const { return seconds_; }  // of the slowest rank of each step
-  [[nodiscard]] double rank_seconds() const { return rank_seconds_; }  // mean over the ranks
-  // Mean over the ranks, sum over the steps.
-  [[nodiscard]] const std::array<double, moe::kNumPhases>& phase_seconds() const {
-    return phase_seconds_;
-  }
-  // The same of the lanes.
-  [[nodiscard]] const LaneSeconds& lanes() const { return lanes_; }
-  // The last step of this rank; empty without overlap.
-  [[nodiscard]] const overlap::Trace& trace() const { return trace_; }
-  [[nodiscard]] const MovedBytes& dispatch() const { return dispatch_; }
-  [[nodiscard]] const MovedBytes& combine() const { return combine_; }
-  // Mean over the ranks of what they waited, at least, in plan, dispatch and combine.
-  [[nodiscard]] double wait_seconds() const { return wait_seconds_; }
   // Mean loss of the last steps, at most ten.
   [[nodiscard]] double recent_loss() const;
   // Routes of one block's experts, mean over the last tenth of the steps.
   [[nodiscard]] std::vector<int64_t> recent_routes(int block) const;
-
- private:
-  void add_moved(
-      MovedBytes& sum,
-      std::span<const RankStep> ranks,
-      moe::Traffic RankStep::*traffic,
-      moe::Phase phase
-  ) const;
-  void add_point(StepPoint point);
-
-  moe::ModelConfig model_;
-  int64_t num_micro_batches_;
-  int64_t row_bytes_;
-  int64_t steps_per_point_ = 1;
-  std::vector<StepPoint> points_;
-  std::vector<double> recent_;
-  int64_t num_steps_ = 0;
-  int64_t last_step_ = 0;
-  int64_t num_tokens_ = 0;
-  double seconds_ = 0;
-  std::array<double, moe::kNumPhases> phase_seconds_ = {};
-  double rank_seconds_ = 0;
-  LaneSeconds lanes_;
-  overlap::Trace trace_;
-  double wait_seconds_ = 0;
-  MovedBytes dispatch_;
-  MovedBytes combine_;
 };
 
 // What does not change from step to step.
@@ -135,7 +103,7 @@ struct TrainFacts {
   moe::TrainConfig config;
   std::string transport;   // the one in use
   int num_gpus = 0;        // in use; 0: the cores
-  bool is_copied = false;  // exchanges beside computation go by copy engines
+  bool is_copied = false;  // copy engines carry overlapped exchanges
   int num_ranks = 0;
   int64_t num_parameters = 0;
   int64_t num_active_parameters = 0;
@@ -143,20 +111,9 @@ struct TrainFacts {
   CopyRates rates = {};    // of plain copies; zero: not measured (yet)
 };
 
+// What is printed before the first step and after the last one.
 [[nodiscard]] std::string train_headline(const TrainFacts& facts);
-[[nodiscard]] Table loss_table(const TrainRecord& record);
-[[nodiscard]] Table phase_table(const TrainRecord& record);
-// Of overlapped steps: how long each lane worked, and how much of the exchange nothing hid.
-[[nodiscard]] Table lane_table(const TrainRecord& record);
-// What the two tables say, before them and between them.
-[[nodiscard]] std::string phase_text(const TrainFacts& facts);
-[[nodiscard]] std::string lane_text(const TrainRecord& record);
-[[nodiscard]] Table exchange_table(const TrainFacts& facts, const TrainRecord& record);
-// How long ranks waited for each other, in a sentence.
-[[nodiscard]] std::string wait_text(const TrainRecord& record);
-// One line per block: how busy its experts were lately.
-[[nodiscard]] std::string load_picture(const TrainRecord& record);
-
+[[nodiscard]] std::string train_text(const TrainFacts& facts, const TrainRecord& record);
 [[nodiscard]] nlohmann::ordered_json train_json(const TrainFacts& facts, const TrainRecord& record);
 [[nodiscard]] Page train_page(const TrainFacts& facts, const TrainRecord& record);
 

@@ -56,10 +56,6 @@ void agree_on_options(const Group& group, const TrainOptions& options) {
 
 constexpr double kReportSeconds = 15;  // between two versions of the page
 
-int64_t token_row_bytes(const moe::TrainConfig& config) {
-  return config.model.hidden * dtype_bytes(config.dtype);
-}
-
 moe::TrainConfig config_of_rank(const TrainOptions& options, int rank) {
   moe::TrainConfig config = options.config;
   config.device = options.device.device(rank);
@@ -79,7 +75,10 @@ class TrainRun {
         stop_(stop),
         is_speaker_(group.rank() == 0),
         trainer_(group, config_of_rank(options, group.rank()), text),
-        record_(options.config, token_row_bytes(options.config)),
+        record_{
+            options.config.model,
+            options.config.num_micro_batches,
+            options.config.model.hidden * dtype_bytes(options.config.dtype)},
         progress_("train", is_speaker_) {
     if (options.is_resumed) {
       trainer_.resume(options.checkpoint_path);
@@ -127,7 +126,7 @@ class TrainRun {
       mine.wait_seconds = std::max(mine.wait_seconds, seconds);
     }
     const bool is_late = options_.seconds > 0 && watch_.seconds() >= options_.seconds;
-    mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late) ? 1 : 0;
+    mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late);
     const bool saves_routing =
         !options_.routing_path.empty() && report.step % options_.routing_every == 0;
     const auto blocks = group_.all_gather(message(mine, saves_routing));
@@ -142,10 +141,7 @@ class TrainRun {
       }
       show_progress(report);
     }
-    const bool is_last =
-        has_all_steps() || std::any_of(ranks.begin(), ranks.end(), [](const RankStep& rank) {
-          return rank.wants_to_stop != 0;
-        });
+    const bool is_last = has_all_steps() || std::ranges::any_of(ranks, &RankStep::wants_to_stop);
     if (!options_.checkpoint_path.empty() && report.step % options_.checkpoint_every == 0 &&
         !is_last) {
       trainer_.save(options_.checkpoint_path);
@@ -215,7 +211,7 @@ class TrainRun {
 
   void write_reports() const {
     if (!options_.trace_path.empty()) {
-      overlap::write_trace(options_.trace_path, record_.trace());
+      overlap::write_trace(options_.trace_path, record_.trace);
     }
     if (!options_.html_path.empty()) {
       train_page(facts_, record_).save(options_.html_path);
@@ -230,7 +226,7 @@ class TrainRun {
   void finish() {
     if (is_speaker_) {
       if (!is_on_gpu()) {
-        facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes());
+        facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes);
       }
       progress_.clear();
       print_result();
@@ -240,35 +236,17 @@ class TrainRun {
     group_.barrier();
   }
 
-  [[nodiscard]] std::string lanes_text() const {
-    if (!options_.config.overlap.is_on) {
-      return {};
-    }
-    return fmt::format("{}\n{}\n", lane_text(record_), lane_table(record_).text());
-  }
-
   void print_result() const {
-    if (record_.num_steps() == 0) {
+    if (record_.num_steps == 0) {
       fmt::print("Nothing to do: {} steps are done already\n", trainer_.steps_done());
       return;
     }
     fmt::print(
-        "\n{}\n{}\n{}\n{}"
-        "What the exchange moved, all ranks together{}\n{}{}\n\n{}\n",
-        loss_table(record_).text(),
-        phase_text(facts_),
-        phase_table(record_).text(),
-        lanes_text(),
-        is_on_gpu() ? "" : fmt::format(" (copying alone: {:.1f} GB/s)", facts_.rates.scatter),
-        exchange_table(facts_, record_).text(),
-        wait_text(record_),
-        load_picture(record_)
-    );
-    fmt::print(
-        "{} after step {}, {} a step, loss {:.4f}\n",
+        "{}{} after step {}, {} a step, loss {:.4f}\n",
+        train_text(facts_, record_),
         stop_.is_set() ? "Stopped by a signal" : "Done",
-        record_.last_step(),
-        seconds_text(record_.seconds() / static_cast<double>(record_.num_steps())),
+        record_.last_step,
+        seconds_text(record_.per_step(record_.seconds)),
         record_.recent_loss()
     );
     for (const auto& [what, path] :
