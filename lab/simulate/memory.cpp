@@ -38,14 +38,14 @@ class RankUse {
   RankUse(const Scenario& scenario, const Traffic& traffic, int rank)
       : scenario_(scenario), traffic_(traffic), rank_(rank), domains_(domains_of(scenario, rank)) {}
 
-  // Of all other ranks; of a source that this rank carries those for the whole domain, bundled.
+  // Of all other ranks; of a source that this rank forwards those for the whole domain, bundled.
   [[nodiscard]] uint64_t records() const {
     uint64_t bytes = 0;
     for (int source = 0; source < scenario_.num_ranks; ++source) {
       if (source == rank_) {
         continue;
       }
-      if (!carries(source)) {
+      if (!forwards(source)) {
         bytes += record_bytes(source, rank_);
         continue;
       }
@@ -65,7 +65,7 @@ class RankUse {
   }
 
  private:
-  [[nodiscard]] bool carries(int source) const {
+  [[nodiscard]] bool forwards(int source) const {
     return !domains_.is_near(source) && domains_.carrier(source, rank_) == rank_;
   }
 
@@ -82,16 +82,16 @@ class RankUse {
            num_routes * of_route;
   }
 
-  [[nodiscard]] int64_t crossings(int source, int domain) const {
+  [[nodiscard]] int64_t inter_node_rows(int source, int domain) const {
     const auto num_domains = static_cast<size_t>(domains_.num_domains());
     return traffic_
         .domain_rows[static_cast<size_t>(source) * num_domains + static_cast<size_t>(domain)];
   }
 
-  // A peer of the domain puts its own rows and those that it carries.
+  // A peer of the domain puts its own rows and those that it forwards.
   [[nodiscard]] int64_t dispatched_from(int peer) const {
     if (!domains_.is_near(peer)) {
-      return carries(peer) ? crossings(peer, domains_.own()) : 0;
+      return forwards(peer) ? inter_node_rows(peer, domains_.own()) : 0;
     }
     int64_t rows = traffic_.arrivals(peer, rank_);
     for (const int source : domains_.carried_by(peer)) {
@@ -100,11 +100,11 @@ class RankUse {
     return rows;
   }
 
-  // Sums for this rank's tokens and for those that it carries.
+  // Sums for this rank's tokens and for those that it forwards.
   [[nodiscard]] int64_t combined_from(int peer) const {
     if (!domains_.is_near(peer)) {
-      const bool is_carrier = domains_.carrier(rank_, peer) == peer;
-      return is_carrier ? crossings(rank_, domains_.domain_of(peer)) : 0;
+      const bool is_forwarder = domains_.carrier(rank_, peer) == peer;
+      return is_forwarder ? inter_node_rows(rank_, domains_.domain_of(peer)) : 0;
     }
     int64_t rows = traffic_.arrivals(rank_, peer);
     for (const int source : domains_.carried()) {
@@ -161,9 +161,8 @@ uint64_t staging_of_gpu(const Scenario& scenario, int num_members) {
   return size_class(static_cast<uint64_t>(rows * (scenario.row_bytes + kSmallScaleBytes)));
 }
 
-// For tokens that cross between domains, as DomainsCudaExchange::reserve does, and for the image of
-// a plan.
-void add_crossings(
+// For inter-node tokens, as DomainsCudaExchange::reserve does, and for the image of a plan.
+void add_inter_node(
     const Scenario& scenario, const Domains& domains, uint64_t block_bytes, Memory::Gpu& gpu
 ) {
   constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
@@ -207,7 +206,7 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
       .plan = rounds * plan.num_bytes(),
       .staging = staging_of_gpu(scenario, static_cast<int>(members))};
   if (domains.has_several()) {
-    add_crossings(scenario, domains, plan.num_bytes(), gpu);
+    add_inter_node(scenario, domains, plan.num_bytes(), gpu);
   }
   return gpu;
 }
@@ -236,18 +235,18 @@ double link_us(const Model& model, int64_t messages, int64_t bytes) {
 void add_records(
     const Scenario& scenario, const Model& model, int64_t record_bytes, ControlCost& cost
 ) {
-  const int64_t near = scenario.ranks_per_domain - 1;
-  const int64_t far = scenario.num_ranks - scenario.ranks_per_domain;
+  const int64_t intra = scenario.ranks_per_domain - 1;
+  const int64_t inter = scenario.num_ranks - scenario.ranks_per_domain;
   const int64_t others = scenario.num_domains() - 1;
-  const bool is_carried = others > 0 && !scenario.is_flat;
+  const bool is_forwarded = others > 0 && !scenario.is_flat;
   // A bundle for each other domain, whose forwarder passes on all but its own records.
-  const int64_t passed = is_carried ? others * near : 0;
-  const int64_t num_records = near + far + passed;
-  const int64_t far_bytes = num_records == 0 ? 0 : record_bytes * far / num_records;
-  const double far_us = card_us(model, is_carried ? others : far, far_bytes);
-  const double near_us = link_us(model, near + passed, record_bytes - far_bytes);
-  cost.plan_records_us = is_carried ? far_us + near_us : std::max(far_us, near_us);
-  cost.plan_bytes_out += far_bytes;
+  const int64_t passed = is_forwarded ? others * intra : 0;
+  const int64_t num_records = intra + inter + passed;
+  const int64_t inter_bytes = num_records == 0 ? 0 : record_bytes * inter / num_records;
+  const double inter_us = card_us(model, is_forwarded ? others : inter, inter_bytes);
+  const double intra_us = link_us(model, intra + passed, record_bytes - inter_bytes);
+  cost.plan_records_us = is_forwarded ? inter_us + intra_us : std::max(inter_us, intra_us);
+  cost.plan_bytes_out += inter_bytes;
 }
 
 }  // namespace
@@ -264,7 +263,7 @@ Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank) {
   const auto row_bytes = static_cast<uint64_t>(scenario.row_bytes);
   Memory memory = reserved_memory(scenario);
   memory.output = static_cast<uint64_t>(own.num_rows) * row_bytes;
-  memory.carrier = scenario.is_flat ? 0 : static_cast<uint64_t>(own.card_in) * row_bytes;
+  memory.forwarder = scenario.is_flat ? 0 : static_cast<uint64_t>(own.card_in) * row_bytes;
   const RankUse use(scenario, traffic, rank);
   memory.cpu.records_used = use.records();
   memory.cpu.staging = use.staging();
@@ -272,27 +271,27 @@ Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank) {
 }
 
 ControlCost control_cost(const Scenario& scenario, const Model& model, const Memory& memory) {
-  const int64_t near = scenario.ranks_per_domain - 1;
-  const int64_t far = scenario.num_ranks - scenario.ranks_per_domain;
+  const int64_t intra = scenario.ranks_per_domain - 1;
+  const int64_t inter = scenario.num_ranks - scenario.ranks_per_domain;
   const int64_t others = scenario.num_domains() - 1;
   const auto word = static_cast<int64_t>(sizeof(CallWord));
   const int64_t counts = (int64_t{scenario.num_experts} + scenario.num_ranks) * 4;
   const auto both = [&](int64_t bytes) {
-    return std::max(card_us(model, far, far * bytes), link_us(model, near, near * bytes));
+    return std::max(card_us(model, inter, inter * bytes), link_us(model, intra, intra * bytes));
   };
 
   ControlCost cost;
-  cost.word_messages = far;
+  cost.word_messages = inter;
   // call_us holds the words of a domain.
-  cost.words_us = card_us(model, far, far * word);
-  cost.words_by_carrier_us = others == 0 ? 0
-                                         : card_us(model, others, others * word) +
-                                               link_us(model, near, near * others * word);
+  cost.words_us = card_us(model, inter, inter * word);
+  cost.words_by_forwarder_us = others == 0 ? 0
+                                           : card_us(model, others, others * word) +
+                                                 link_us(model, intra, intra * others * word);
   cost.plan_words_us = both(word + counts);
   cost.plan_local_us =
       plan_work_us(model, scenario.num_ranks, scenario.num_experts, scenario.max_tokens);
   add_records(scenario, model, static_cast<int64_t>(memory.cpu.records_used), cost);
-  cost.plan_bytes_out += far * (word + counts);
+  cost.plan_bytes_out += inter * (word + counts);
   return cost;
 }
 

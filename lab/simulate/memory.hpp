@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an exchange costs a rank before rows move: memory beside its tensors, by the formulas that
-// the executors allocate by, and the time of words and plans.
+// What an exchange costs a rank before rows move: memory other than its tensors, by the formulas
+// that the executors allocate by, and the time of handshakes and plans. simulate.cpp asks for both
+// once the traffic (traffic.hpp) is counted; command/report.cpp prints them.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ namespace weft::sim {
 // Bytes of one rank. A forwarder's rows are those of other domains, should all of them wait there.
 struct Memory {
   uint64_t output = 0;  // the rows themselves
-  uint64_t carrier = 0;
+  uint64_t forwarder = 0;
 
   struct Cpu {
     uint64_t signals = 0;
@@ -25,7 +26,7 @@ struct Memory {
     [[nodiscard]] uint64_t control() const { return words + records; }
   } cpu;
 
-  // Of the domain alone. Among several a rank has the CPU's signals, words and records as well.
+  // Only of the domain. Among several a rank has the CPU's signals, words and records as well.
   struct Gpu {
     uint64_t signals = 0;
     uint64_t words = 0;
@@ -43,16 +44,16 @@ struct Memory {
 [[nodiscard]] Memory reserved_memory(const Scenario& scenario);
 [[nodiscard]] Memory memory_of(const Scenario& scenario, const Traffic& traffic, int rank);
 
-// What a call costs before rows move: the words that all ranks tell each other, and a plan's counts
-// and records.
+// What a call costs before rows move: the handshakes that all ranks tell each other, and a plan's
+// counts and records.
 
 struct ControlCost {
   // Every rank tells every other rank by itself, as the executors do.
-  int64_t word_messages = 0;       // of a rank over its card, each call
-  double words_us = 0;             // of dispatch and combine
-  double words_by_carrier_us = 0;  // one for each domain instead, passed on inside it
-  double plan_words_us = 0;        // with counts
-  double plan_local_us = 0;        // counting and placing this rank's routes
+  int64_t word_messages = 0;         // of a rank over its card, each call
+  double words_us = 0;               // of dispatch and combine
+  double words_by_forwarder_us = 0;  // one for each domain instead, passed on inside it
+  double plan_words_us = 0;          // with counts
+  double plan_local_us = 0;          // counting and placing this rank's routes
   double plan_records_us = 0;
   int64_t plan_bytes_out = 0;  // counts and records over the card of a rank
 

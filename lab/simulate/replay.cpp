@@ -303,7 +303,7 @@ class DispatchReplay final : public ReplayMachine {
   void forward(const Chunk& chunk, Ticks now) {
     for (uint32_t p = chunk.first_part; p < chunk.first_part + chunk.num_parts; ++p) {
       if (part(p).rank == chunk.target) {
-        // A forwarder's own rows lie in its staging, unless they came for it alone.
+        // A forwarder's own rows lie in its staging, unless they came only for it.
         const int64_t copies = scenario().is_flat ? part(p).routes - part(p).rows : part(p).routes;
         is_done(copy(chunk.target, copies, now));
       } else {
@@ -364,22 +364,25 @@ class CombineReplay final : public ReplayMachine {
   void pace_other_domains(const Model& model, const Traffic& traffic) {
     std::vector<std::vector<uint32_t>> sent(parts_.size());
     for (uint32_t c = 0; c < schedule().card_chunks.size(); ++c) {
-      const int carrier = schedule().card_chunks[c].target;
-      if (!is_replayed(carrier)) {
-        sent[static_cast<size_t>(carrier)].push_back(c);
+      const int forwarder = schedule().card_chunks[c].target;
+      if (!is_replayed(forwarder)) {
+        sent[static_cast<size_t>(forwarder)].push_back(c);
       }
     }
-    for (size_t carrier = 0; carrier < sent.size(); ++carrier) {
+    for (size_t forwarder = 0; forwarder < sent.size(); ++forwarder) {
       const auto turn = [&](uint32_t id) {
         const Chunk& chunk = schedule().card_chunks[id];
-        return std::pair(chunk.index, steps_after(carrier, chunk.source));
+        return std::pair(chunk.index, steps_after(forwarder, chunk.source));
       };
-      std::ranges::sort(sent[carrier], {}, turn);
-      const double load = domain_load_us(scenario(), model, traffic.ranks[carrier]);
-      for (size_t i = 0; i < sent[carrier].size(); ++i) {
-        const double share = static_cast<double>(i + 1) / static_cast<double>(sent[carrier].size());
+      std::ranges::sort(sent[forwarder], {}, turn);
+      const double load = domain_load_us(scenario(), model, traffic.ranks[forwarder]);
+      for (size_t i = 0; i < sent[forwarder].size(); ++i) {
+        const double share =
+            static_cast<double>(i + 1) / static_cast<double>(sent[forwarder].size());
         const Ticks ready = ticks_of_us(load * share);
-        add_in_turn(Turn::kReady, static_cast<int>(carrier), ready, Step::kReady, sent[carrier][i]);
+        add_in_turn(
+            Turn::kReady, static_cast<int>(forwarder), ready, Step::kReady, sent[forwarder][i]
+        );
       }
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long a dispatch or a combine takes: its chunks go through links, cards, proxies and copies,
-// each of which serves one chunk at a time, in the order in which they come.
+// each of which serves one chunk at a time, in the order in which they come. schedule.hpp says
+// which chunks there are; replay_clock.hpp keeps the time.
 #pragma once
 
 #include <string_view>

@@ -46,8 +46,9 @@ class SourceChunks {
     return schedule_.is_replayed[static_cast<size_t>(scenario_.domain_of(to))];
   }
   [[nodiscard]] int target_for(int to) const {
-    return is_remote(to) && !scenario_.is_flat ? scenario_.carrier(source_, scenario_.domain_of(to))
-                                               : to;
+    return is_remote(to) && !scenario_.is_flat
+               ? scenario_.forwarder(source_, scenario_.domain_of(to))
+               : to;
   }
 
   void add_token(const RouteTable& table, int64_t token) {
@@ -161,11 +162,9 @@ Schedule make_schedule(
   schedule.card_chunks.reserve(static_cast<size_t>(most));
   SourceChunks chunks(scenario, schedule);
   for (int source = 0; source < scenario.num_ranks; ++source) {
-    schedule.card_begin.push_back(static_cast<uint32_t>(schedule.card_chunks.size()));
     schedule.link_begin.push_back(static_cast<uint32_t>(schedule.link_chunks.size()));
     chunks.add(source, routes[static_cast<size_t>(source)]);
   }
-  schedule.card_begin.push_back(static_cast<uint32_t>(schedule.card_chunks.size()));
   schedule.link_begin.push_back(static_cast<uint32_t>(schedule.link_chunks.size()));
   return schedule;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The transfers of one dispatch in the order in which each rank begins them: chunks of rows to a
-// rank, and what each chunk brings to whom. Combine runs through the same chunks backwards.
+// rank, and what each chunk brings to whom. Combine runs through the same chunks backwards. Made
+// from the counts of traffic.hpp, replayed by replay.cpp.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +33,6 @@ struct Chunk {
 // next higher one, then the second, as the executors do.
 struct Schedule {
   std::vector<Chunk> card_chunks;    // across domains, by source
-  std::vector<uint32_t> card_begin;  // [num_ranks + 1]
   std::vector<Chunk> link_chunks;    // inside replayed domains, by source; to itself included
   std::vector<uint32_t> link_begin;  // [num_ranks + 1]
   std::vector<Part> card_parts;

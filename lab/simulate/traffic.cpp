@@ -103,7 +103,7 @@ class TrafficCounter {
             [static_cast<size_t>(source) * domain_seen_.size() + static_cast<size_t>(domain)];
       if (is_remote && !scenario_.is_flat) {
         ++rank(source).card_out;
-        ++rank(scenario_.carrier(source, domain)).card_in;
+        ++rank(scenario_.forwarder(source, domain)).card_in;
       }
     }
   }
@@ -116,7 +116,7 @@ class TrafficCounter {
       ++rank(to).card_in;
       return;
     }
-    const int sender = is_remote ? scenario_.carrier(source, scenario_.domain_of(to)) : source;
+    const int sender = is_remote ? scenario_.forwarder(source, scenario_.domain_of(to)) : source;
     if (sender != to) {
       ++rank(sender).link_out;
       ++rank(to).link_in;
@@ -143,10 +143,10 @@ void count_signals(const Scenario& scenario, int64_t message_rows, Traffic& traf
       const int domain = scenario.domain_of(to);
       const bool is_remote = domain != scenario.domain_of(source);
       const bool is_direct = !is_remote || scenario.is_flat;
-      const int carrier = is_direct ? source : scenario.carrier(source, domain);
-      if (carrier != to) {
+      const int forwarder = is_direct ? source : scenario.forwarder(source, domain);
+      if (forwarder != to) {
         traffic.ranks[static_cast<size_t>(to)].dispatch_signals += num_chunks(arrivals);
-        traffic.ranks[static_cast<size_t>(carrier)].combine_signals += num_chunks(arrivals);
+        traffic.ranks[static_cast<size_t>(forwarder)].combine_signals += num_chunks(arrivals);
       }
       sender.messages_out += is_remote && is_direct ? count_messages(arrivals, message_rows) : 0;
     }
@@ -157,7 +157,7 @@ void count_signals(const Scenario& scenario, int64_t message_rows, Traffic& traf
                                   static_cast<size_t>(domain)];
         sender.messages_out += count_messages(rows, message_rows);
         sender.combine_signals += num_chunks(rows);
-        traffic.ranks[static_cast<size_t>(scenario.carrier(source, domain))].dispatch_signals +=
+        traffic.ranks[static_cast<size_t>(scenario.forwarder(source, domain))].dispatch_signals +=
             num_chunks(rows);
       }
     }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is simulated, ranks in domains of equal size, and what a routing makes every rank send.
+// What is simulated, ranks in domains (nodes) of equal size, and what a routing makes every rank
+// send. simulate.cpp counts it first; schedule.cpp and memory.cpp go on from the counts.
+//
 // Purpose of this folder: replays an exchange that this machine cannot hold. May include: plan,
 // core, and of the executors what says how much memory they take.
 #pragma once
@@ -30,7 +32,7 @@ struct Scenario {
   [[nodiscard]] int domain_of(int rank) const { return rank / ranks_per_domain; }
   [[nodiscard]] int owner_of(int expert) const { return expert / (num_experts / num_ranks); }
   // The rank of `domain` that takes in what `source` sends there.
-  [[nodiscard]] int carrier(int source, int domain) const {
+  [[nodiscard]] int forwarder(int source, int domain) const {
     return domain * ranks_per_domain + source % ranks_per_domain;
   }
 };

@@ -120,7 +120,7 @@ Table cpu_memory_table(std::span<const Simulation> sizes) {
        {"records", [](const Simulation& s) { return size_text(s.memory.cpu.records); }},
        {"records used", [](const Simulation& s) { return size_text(s.memory.cpu.records_used); }},
        {"staging", [](const Simulation& s) { return size_text(s.memory.cpu.staging); }},
-       {"carrier", [](const Simulation& s) { return size_text(s.memory.carrier); }}}
+       {"carrier", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
   );
 }
 
@@ -134,7 +134,7 @@ Table gpu_memory_table(std::span<const Simulation> sizes) {
        {"weights", [](const Simulation& s) { return size_text(s.memory.gpu.weights); }},
        {"each plan", [](const Simulation& s) { return size_text(s.memory.gpu.plan); }},
        {"staging", [](const Simulation& s) { return size_text(s.memory.gpu.staging); }},
-       {"carrier", [](const Simulation& s) { return size_text(s.memory.carrier); }}}
+       {"carrier", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
   );
 }
 
@@ -148,7 +148,7 @@ Table messages_table(std::span<const Simulation> sizes) {
        {"words", [](const Simulation& s) { return count_text(s.control.word_messages); }},
        {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
        {"by carrier us",
-        [](const Simulation& s) { return us_text(s.control.words_by_carrier_us); }},
+        [](const Simulation& s) { return us_text(s.control.words_by_forwarder_us); }},
        {"plan bytes",
         [](const Simulation& s) {
           return size_text(static_cast<uint64_t>(s.control.plan_bytes_out));
@@ -194,7 +194,7 @@ Json traffic_json(const sim::RankTraffic& rank) {
 Json memory_json(const sim::Memory& memory) {
   return {
       {"output", memory.output},
-      {"carrier", memory.carrier},
+      {"carrier", memory.forwarder},
       {"cpu",
        {{"signals", memory.cpu.signals},
         {"words", memory.cpu.words},
@@ -223,7 +223,7 @@ Json control_json(const sim::ControlCost& control) {
   return {
       {"word_messages", control.word_messages},
       {"words_us", rounded(control.words_us)},
-      {"words_by_carrier_us", rounded(control.words_by_carrier_us)},
+      {"words_by_carrier_us", rounded(control.words_by_forwarder_us)},
       {"plan_words_us", rounded(control.plan_words_us)},
       {"plan_local_us", rounded(control.plan_local_us)},
       {"plan_records_us", rounded(control.plan_records_us)},
@@ -366,7 +366,7 @@ Table ends_table(const sim::Scenario& scenario, const sim::Model& model, int64_t
     return control(ranks).words_us <= kPatienceUs;
   });
   add("words of a call, one for each domain", patience, [&](int ranks) {
-    return control(ranks).words_by_carrier_us <= kPatienceUs;
+    return control(ranks).words_by_forwarder_us <= kPatienceUs;
   });
   add("counts of a plan, to each rank", patience, [&](int ranks) {
     return control(ranks).plan_words_us <= kPatienceUs;

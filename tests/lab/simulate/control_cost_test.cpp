@@ -25,7 +25,7 @@ uint64_t far_record_bytes(const Scenario& scenario) {
   for (int source = 0; source < scenario.num_ranks; ++source) {
     const auto& sent = contents_of(plans[static_cast<size_t>(source)]).sent;
     for (int to = 4; to < 8; ++to) {  // its domain
-      const bool is_wanted = scenario.is_flat ? to == 5 : scenario.carrier(source, 1) == 5;
+      const bool is_wanted = scenario.is_flat ? to == 5 : scenario.forwarder(source, 1) == 5;
       if (scenario.domain_of(source) != 1 && is_wanted) {
         bytes += encode_records(sent[static_cast<size_t>(to)]).size();
       }

@@ -71,7 +71,7 @@ TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
 }
 
 TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestCarrier) {
-  const Memory memory = reserved(9);  // domains of 4, 4 and 1: the last one's carrier is rank 0
+  const Memory memory = reserved(9);  // domains of 4, 4 and 1: the last one's forwarder is rank 0
   const PlanMap plan = {4, 1024, 4096, 8};
   EXPECT_EQ(memory.gpu.plan, 3 * plan.num_bytes());
 }
@@ -110,9 +110,9 @@ TEST(SimulatedMemoryTest, DoesNotDependOnTheRoutingButForWhatItUses) {
   const Memory full = memory_of(scenario, traffic, 3);
   EXPECT_EQ(full.cpu.control(), empty.cpu.control());
   EXPECT_EQ(full.gpu.control(), empty.gpu.control());
-  EXPECT_EQ(empty.output + empty.carrier + empty.cpu.records_used + empty.cpu.staging, 0U);
+  EXPECT_EQ(empty.output + empty.forwarder + empty.cpu.records_used + empty.cpu.staging, 0U);
   EXPECT_LT(full.cpu.records_used, full.cpu.records);
-  EXPECT_EQ(full.carrier, static_cast<uint64_t>(traffic.ranks[3].card_in * scenario.row_bytes));
+  EXPECT_EQ(full.forwarder, static_cast<uint64_t>(traffic.ranks[3].card_in * scenario.row_bytes));
 }
 
 }  // namespace

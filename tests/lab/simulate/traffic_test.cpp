@@ -49,7 +49,7 @@ Walk walk(const Scenario& scenario, const std::vector<RouteTable>& routes) {
       for (const int domain : to_domains) {
         if (domain != own_domain && !scenario.is_flat) {
           ++walk.ranks[static_cast<size_t>(source)].card_out;
-          ++walk.ranks[static_cast<size_t>(scenario.carrier(source, domain))].card_in;
+          ++walk.ranks[static_cast<size_t>(scenario.forwarder(source, domain))].card_in;
         }
       }
       for (const int to : to_ranks) {
@@ -60,7 +60,7 @@ Walk walk(const Scenario& scenario, const std::vector<RouteTable>& routes) {
           ++walk.ranks[static_cast<size_t>(to)].card_in;
           continue;
         }
-        const int from = is_remote ? scenario.carrier(source, scenario.domain_of(to)) : source;
+        const int from = is_remote ? scenario.forwarder(source, scenario.domain_of(to)) : source;
         if (from != to) {
           ++walk.ranks[static_cast<size_t>(from)].link_out;
           ++walk.ranks[static_cast<size_t>(to)].link_in;
