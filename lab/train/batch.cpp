@@ -9,11 +9,14 @@
 #include "train/layers/random.hpp"
 
 namespace weft::moe {
+namespace {
 
 Range tokens_of_shard(int64_t global_batch, int64_t shard, int64_t num_ranks) {
   const int64_t shards = num_shards(num_ranks);
   return {global_batch * shard / shards, global_batch * (shard + 1) / shards};
 }
+
+}  // namespace
 
 Range tokens_of_rank(int64_t global_batch, int64_t rank, int64_t num_ranks) {
   const Range shards = shards_of_rank(rank, num_ranks);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which pieces of the text a step learns from: a function of seed, step and token number alone, so
+// Which pieces of the text a step learns from: a function of only seed, step and token number, so
 // that any number of ranks shares the same global batch.
 #pragma once
 
@@ -13,9 +13,7 @@
 
 namespace weft::moe {
 
-// Which tokens of the global batch are a shard's.
-[[nodiscard]] Range tokens_of_shard(int64_t global_batch, int64_t shard, int64_t num_ranks);
-// And a rank's: those of its shards, one after another.
+// Which tokens of the global batch are a rank's: those of its shards, one after another.
 [[nodiscard]] Range tokens_of_rank(int64_t global_batch, int64_t rank, int64_t num_ranks);
 // A rank's shards as ranges of its own tokens.
 [[nodiscard]] Shards make_shards(int64_t global_batch, int64_t rank, int64_t num_ranks);

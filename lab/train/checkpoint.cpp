@@ -51,41 +51,10 @@ class StateFile {
   }
 
   void read_at(uint64_t offset, std::span<std::byte> bytes) const {
-    while (!bytes.empty()) {
-      const ssize_t got =
-          ::pread(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
-      if (got < 0 && errno == EINTR) {
-        continue;
-      }
-      if (got < 0) {
-        fail(path_, "read", errno);
-      }
-      WEFT_CHECK(
-          Context{},
-          got > 0,
-          ErrorCode::kFile,
-          "read {}: it ends at byte {} (truncated)",
-          path_,
-          offset
-      );
-      bytes = bytes.subspan(static_cast<size_t>(got));
-      offset += static_cast<uint64_t>(got);
-    }
+    transfer(::pread, "read", offset, bytes);
   }
-
   void write_at(uint64_t offset, std::span<const std::byte> bytes) {
-    while (!bytes.empty()) {
-      const ssize_t put =
-          ::pwrite(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
-      if (put < 0 && errno == EINTR) {
-        continue;
-      }
-      if (put < 0) {
-        fail(path_, "write", errno);
-      }
-      bytes = bytes.subspan(static_cast<size_t>(put));
-      offset += static_cast<uint64_t>(put);
-    }
+    transfer(::pwrite, "write", offset, bytes);
   }
 
   // To the disk.
@@ -96,6 +65,32 @@ class StateFile {
   }
 
  private:
+  // All of the bytes, in as many calls of ::pread or ::pwrite as it takes.
+  template <class Call, class Byte>
+  void transfer(Call call, const char* what, uint64_t offset, std::span<Byte> bytes) const {
+    while (!bytes.empty()) {
+      const ssize_t done =
+          call(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+      if (done < 0 && errno == EINTR) {
+        continue;
+      }
+      if (done < 0) {
+        fail(path_, what, errno);
+      }
+      WEFT_CHECK(
+          Context{},
+          done > 0,
+          ErrorCode::kFile,
+          "{} {}: it ends at byte {} (truncated)",
+          what,
+          path_,
+          offset
+      );
+      bytes = bytes.subspan(static_cast<size_t>(done));
+      offset += static_cast<uint64_t>(done);
+    }
+  }
+
   std::string path_;
   Descriptor file_;
 };
@@ -210,19 +205,29 @@ HeaderContents decode_header(
   return contents;
 }
 
-constexpr uint64_t kElementBytes = sizeof(float);
 constexpr size_t kNumParts = 3;
 
-uint64_t element_number(const CheckpointHeader& header, size_t part, uint64_t model_begin) {
-  return part * header.num_elements + model_begin;
-}
-
 uint64_t file_offset(uint64_t element) {
-  return kHeaderBytes + element * kElementBytes;
+  return kHeaderBytes + element * sizeof(float);
 }
 
 uint64_t sum(const std::vector<uint64_t>& parts) {
   return std::reduce(parts.begin(), parts.end());
+}
+
+// Calls visit(first, elements) for each part of each piece: the number of its first element in the
+// file, and the elements in memory. Returns the sum of what the visits return.
+template <class Visit>
+uint64_t visit_parts(
+    const CheckpointHeader& header, std::span<const StatePiece> pieces, const Visit& visit
+) {
+  uint64_t own = 0;
+  for (const StatePiece& piece : pieces) {
+    for (size_t part = 0; part < kNumParts; ++part) {
+      own += visit(part * header.num_elements + piece.model_begin, piece.parts[part]);
+    }
+  }
+  return own;
 }
 
 // Both return the checksum of the pieces.
@@ -230,14 +235,10 @@ uint64_t write_pieces(
     const std::string& path, const CheckpointHeader& header, std::span<const StatePiece> pieces
 ) {
   StateFile file(path, O_RDWR);
-  uint64_t own = 0;
-  for (const StatePiece& piece : pieces) {
-    for (size_t part = 0; part < kNumParts; ++part) {
-      const uint64_t first = element_number(header, part, piece.model_begin);
-      own += checksum(piece.parts[part], first);
-      file.write_at(file_offset(first), std::as_bytes(piece.parts[part]));
-    }
-  }
+  const auto own = visit_parts(header, pieces, [&](uint64_t first, std::span<float> elements) {
+    file.write_at(file_offset(first), std::as_bytes(elements));
+    return checksum(elements, first);
+  });
   file.sync();
   return own;
 }
@@ -248,16 +249,11 @@ uint64_t read_pieces(
     std::span<const StatePiece> pieces,
     std::vector<std::vector<float>>& read
 ) {
-  uint64_t own = 0;
-  for (const StatePiece& piece : pieces) {
-    for (size_t part = 0; part < kNumParts; ++part) {
-      const uint64_t first = element_number(header, part, piece.model_begin);
-      auto& elements = read.emplace_back(piece.parts[part].size());
-      file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
-      own += checksum(elements, first);
-    }
-  }
-  return own;
+  return visit_parts(header, pieces, [&](uint64_t first, std::span<float> wanted) {
+    auto& elements = read.emplace_back(wanted.size());
+    file.read_at(file_offset(first), std::as_writable_bytes(std::span(elements)));
+    return checksum(elements, first);
+  });
 }
 
 HeaderContents read_header(
@@ -307,23 +303,23 @@ void write_checkpoint(
     std::span<const StatePiece> pieces
 ) {
   const std::string unfinished = path + ".unfinished";
-  try {
+  const auto on_first_rank = [&](const auto& work) {
     together(group, [&] {
       if (group.rank() == 0) {
-        const StateFile create(unfinished, O_RDWR | O_CREAT | O_TRUNC);
+        work();
       }
       return uint64_t{0};
     });
+  };
+  try {
+    on_first_rank([&] { const StateFile create(unfinished, O_RDWR | O_CREAT | O_TRUNC); });
     const auto checksums =
         together(group, [&] { return write_pieces(unfinished, header, pieces); });
-    together(group, [&] {
-      if (group.rank() == 0) {
-        StateFile file(unfinished, O_RDWR);
-        file.write_at(0, encode_header(header, sum(checksums)));
-        file.sync();
-        replace_file(unfinished, path);
-      }
-      return uint64_t{0};
+    on_first_rank([&] {
+      StateFile file(unfinished, O_RDWR);
+      file.write_at(0, encode_header(header, sum(checksums)));
+      file.sync();
+      replace_file(unfinished, path);
     });
   } catch (const Error&) {
     if (group.rank() == 0) {

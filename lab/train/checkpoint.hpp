@@ -5,7 +5,7 @@
 //            zeros
 //   3 parts  values, then AdamW's means, then its squares: fp32 for each element of the model
 //
-// Each rank writes the elements it owns to a second file beside the first; only when all of it is
+// Each rank writes the elements it owns to a second file next to the first; only when all of it is
 // on the disk does it take the first one's name. So a crash leaves the old checkpoint whole.
 #pragma once
 

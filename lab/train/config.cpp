@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <numbers>
 #include <string_view>
 #include <utility>
 
@@ -15,7 +14,6 @@
 namespace weft::moe {
 namespace {
 
-constexpr double kFinalFraction = 0.1;
 constexpr int64_t kMaxBatch = int64_t{1} << 30;
 
 template <class... Args>
@@ -69,15 +67,7 @@ float learning_rate_at(const TrainConfig& config, int64_t step) {
     return config.learning_rate * static_cast<float>(step + 1) /
            static_cast<float>(config.warmup_steps);
   }
-  if (config.decay_steps <= config.warmup_steps) {
-    return config.learning_rate;
-  }
-  const double done = static_cast<double>(step - config.warmup_steps) /
-                      static_cast<double>(config.decay_steps - config.warmup_steps);
-  const double wave = 0.5 * (1.0 + std::cos(std::numbers::pi * std::min(done, 1.0)));
-  return static_cast<float>(
-      static_cast<double>(config.learning_rate) * (kFinalFraction + (1 - kFinalFraction) * wave)
-  );
+  return config.learning_rate;
 }
 
 uint64_t signature(const TrainConfig& config) {
@@ -101,7 +91,6 @@ uint64_t signature(const TrainConfig& config) {
         whole(static_cast<int64_t>(config.device.kind)),
         real(config.learning_rate),
         whole(config.warmup_steps),
-        whole(config.decay_steps),
         real(config.weight_decay),
         real(config.beta1),
         real(config.beta2),
@@ -130,7 +119,6 @@ void validate(const TrainConfig& config, int num_ranks) {
   );
   check_micro_batches(config);
   check_at_least("warmup_steps", config.warmup_steps, 0);
-  check_at_least("decay_steps", config.decay_steps, 0);
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
       "dtype {} (float32 or bfloat16)",

@@ -44,7 +44,6 @@ struct TrainConfig {
 
   float learning_rate = 3e-3F;
   int64_t warmup_steps = 20;  // linear from zero
-  int64_t decay_steps = 0;    // cosine down to a tenth at this step; 0: constant
   float weight_decay = 0.01F;
   float beta1 = 0.9F;
   float beta2 = 0.99F;

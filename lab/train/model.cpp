@@ -30,20 +30,6 @@ Model::Model(
   }
 }
 
-LossShare Model::forward_backward() {
-  pre_process();
-  for (MoeBlock& block : blocks_) {
-    block.forward(x_);
-  }
-  post_process();
-  post_process_backward();
-  for (auto block = blocks_.rbegin(); block != blocks_.rend(); ++block) {
-    block->backward(x_);
-  }
-  pre_process_backward();
-  return share();
-}
-
 void Model::pre_process() {
   context_->timer.start(Phase::kDense);
   embedding_.forward(batch_->windows, x_);

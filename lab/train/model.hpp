@@ -30,11 +30,9 @@ class Model {
   // What the next forward and backward are of; must outlive them.
   void load(const Batch& batch) { batch_ = &batch; }
 
-  // Collective. Adds to the gradients of cross_entropy + balance_weight * sum of the blocks'
-  // balancing losses.
-  LossShare forward_backward();
-
-  // The pieces of it, in their order, the blocks' own aside: these compute and call nobody.
+  // The pieces of a forward and backward, in their order, the blocks' own aside: these compute and
+  // call nobody. All of them add to the gradients of cross_entropy + balance_weight * sum of the
+  // blocks' balancing losses; step_model.hpp runs them.
   void pre_process();
   void post_process();
   void post_process_backward();

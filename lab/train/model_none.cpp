@@ -9,11 +9,11 @@ void check_can_train_on_gpu(int index) {
   raise_error(
       ErrorCode::kUnsupported,
       Context{},
-      fmt::format("train: device cuda {} (this build has the cpu executor alone)", index)
+      fmt::format("train: device cuda {} (this build has only the cpu executor)", index)
   );
 }
 
-std::unique_ptr<DeviceModel> make_device_model(const DeviceModelParts& parts) {
+std::unique_ptr<StepModel> make_device_model(const StepModelParts& parts) {
   check_can_train_on_gpu(parts.context.exchange.config().device.index);
   return nullptr;
 }

@@ -39,7 +39,13 @@ ReplicatedVector::ReplicatedVector(const Group& group, size_t size, const TrainC
   own_begin_ = static_cast<size_t>(first * kRowElements);
   own_size_ = std::min(end, size) - std::min(own_begin_, size);
 
-  to_all_ = plan_to_all();
+  std::vector<int32_t> all_ranks;  // of every row
+  for (int64_t row = 0; row < own_rows_; ++row) {
+    for (int rank = 0; rank < num_ranks_; ++rank) {
+      all_ranks.push_back(rank);
+    }
+  }
+  to_all_ = plan_of(all_ranks, num_ranks_);
   for (int64_t nth = 0;; ++nth) {
     std::vector<int> ranks;
     for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -50,8 +56,13 @@ ReplicatedVector::ReplicatedVector(const Group& group, size_t size, const TrainC
     if (ranks.empty()) {
       break;
     }
-    const auto num_rows = static_cast<int64_t>(ranks.size()) * own_rows_;
-    rounds_.push_back({plan_to(ranks), ranks, Matrix(num_rows, kRowElements)});
+    // Each of the ranks gets one copy of every row, so that its rows are the whole vector.
+    std::vector<int32_t> copies;
+    for (const int rank : ranks) {
+      copies.insert(copies.end(), static_cast<size_t>(own_rows_), rank);
+    }
+    const auto num_rows = static_cast<int64_t>(copies.size());
+    rounds_.push_back({plan_of(copies, 1), ranks, Matrix(num_rows, kRowElements)});
   }
   values_ = exchange_.allocate(rows, kRowElements, DType::kFloat32);
   std::ranges::fill_n(values_.tensor().data, values_.tensor().num_bytes(), std::byte{});
@@ -60,27 +71,10 @@ ReplicatedVector::ReplicatedVector(const Group& group, size_t size, const TrainC
   own_grads_.resize(own_rows_, kRowElements);
 }
 
-Plan ReplicatedVector::plan_to_all() {
-  std::vector<int32_t> topk_idx;
-  for (int64_t row = 0; row < own_rows_; ++row) {
-    for (int rank = 0; rank < num_ranks_; ++rank) {
-      topk_idx.push_back(rank);
-    }
-  }
+Plan ReplicatedVector::plan_of(const std::vector<int32_t>& topk_idx, int64_t topk) {
+  const auto num_rows = static_cast<int64_t>(topk_idx.size()) / topk;
   return exchange_.plan(
-      {.topk_idx = matrix(topk_idx.data(), own_rows_, num_ranks_)}, {.layout = Layout::kRankMajor}
-  );
-}
-
-// Each of the ranks gets one copy of every row, so that its rows are the whole vector.
-Plan ReplicatedVector::plan_to(const std::vector<int>& ranks) {
-  std::vector<int32_t> topk_idx;
-  for (const int rank : ranks) {
-    topk_idx.insert(topk_idx.end(), static_cast<size_t>(own_rows_), rank);
-  }
-  const auto num_rows = static_cast<int64_t>(topk_idx.size());
-  return exchange_.plan(
-      {.topk_idx = matrix(topk_idx.data(), num_rows, 1)}, {.layout = Layout::kRankMajor}
+      {.topk_idx = matrix(topk_idx.data(), num_rows, topk)}, {.layout = Layout::kRankMajor}
   );
 }
 
@@ -107,7 +101,6 @@ void ReplicatedVector::reduce() {
         {.rows = matrix(grads, num_rows, kRowElements)},
         {.x = matrix(round.arrived.data(), round.arrived.rows(), kRowElements)}
     );
-    traffic_.count(round.plan, values_.tensor().row_bytes());
   }
   std::ranges::fill(own_grads_.span(), 0.0F);
   // A rank's shards follow each other, so by rank and then by round is the order of the shards.
@@ -132,7 +125,6 @@ void ReplicatedVector::broadcast() {
   exchange_.dispatch(
       *to_all_, {.x = matrix(own, own_rows_, kRowElements)}, {.rows = values_.tensor()}
   );
-  traffic_.count(*to_all_, values_.tensor().row_bytes());
 }
 
 }  // namespace weft::moe

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parameters that every rank holds, kept equal by the exchange itself. Each rank owns a slice:
-// it alone sums the slice's gradients, updates it and hands it to the others.
+// only that rank sums the slice's gradients, updates it and hands it to the others.
 //
 // The vector is cut into rows, and a rank's own rows are the tokens of two kinds of plan, with one
 // "expert" on each rank. Routed to all ranks, dispatch gathers everyone's slices into the whole
@@ -15,7 +15,6 @@
 
 #include "train/config.hpp"
 #include "train/layers/matrix.hpp"
-#include "train/phase_timer.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
@@ -39,9 +38,6 @@ class ReplicatedVector {
   // Collective. all().value = everyone's own().value.
   void broadcast();
 
-  [[nodiscard]] const Traffic& traffic() const { return traffic_; }
-  void reset_traffic() { traffic_ = {}; }
-
  private:
   // The n-th shard of every rank that has as many.
   struct Round {
@@ -50,8 +46,7 @@ class ReplicatedVector {
     Matrix arrived;  // [ranks, own_rows, kRowElements]
   };
 
-  [[nodiscard]] Plan plan_to_all();
-  [[nodiscard]] Plan plan_to(const std::vector<int>& ranks);
+  [[nodiscard]] Plan plan_of(const std::vector<int32_t>& topk_idx, int64_t topk);
   void add_round(const Round& round, size_t place);
 
   int num_ranks_;
@@ -66,7 +61,6 @@ class ReplicatedVector {
   Matrix grads_;       // [shards of this rank, rows * kRowElements]
   Matrix own_values_;  // [own_rows, kRowElements]
   Matrix own_grads_;
-  Traffic traffic_;
 };
 
 }  // namespace weft::moe

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Steps that may fail on one rank alone, a file for example, and must then fail on all.
+// Steps that may fail on only one rank, a file for example, and must then fail on all.
 #pragma once
 
 #include <cstdint>

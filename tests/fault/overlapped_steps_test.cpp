@@ -11,7 +11,7 @@
 
 #include "lab/train/step_rig.hpp"
 #include "support/errors.hpp"
-#include "train/lanes/thread_executor.hpp"
+#include "train/lanes/schedule.hpp"
 #include "train/step_model.hpp"
 
 namespace weft::moe {
@@ -55,7 +55,7 @@ void run_step(const Group& group, const BadPiece* bad) {
   const auto nodes = [&](int idx) {
     const auto at = static_cast<size_t>(idx);
     models[at].load(rig.batches()[at]);
-    ChunkNodes made = nodes_of(models[at], rig.overlap());
+    ChunkNodes made = chunk_nodes(models[at], rig.overlap());
     if (bad != nullptr && idx == 1 && group.rank() == kBadRank) {
       bad->find(made) = [](const overlap::LaneContext&) { throw std::runtime_error("as wanted"); };
     }
@@ -63,7 +63,7 @@ void run_step(const Group& group, const BadPiece* bad) {
   };
   const auto held_before = rig.context().exchange.footprint().buffer_bytes;
   try {
-    overlap::ThreadExecutor().run(
+    overlap::run_on_threads(
         overlap::schedule_overlapped({.num = kOptions.num_micro_batches, .nodes = nodes})
     );
   } catch (...) {
@@ -116,7 +116,7 @@ TEST(OverlappedRefusalTest, ReachesTheCallerAndLeavesTheExchangeUsable) {
       wrong[1].shards = one_shard(static_cast<int64_t>(batches[1].targets.size()));
     }
     const auto run = [&](const std::vector<MicroBatch>& parts, const std::vector<Batch>& tokens) {
-      HostModel model(rig.context(), parts, rig.overlap(), rig.layout(), rig.memory());
+      HostModel model({group, rig.context(), parts, rig.overlap(), rig.layout(), rig.memory()});
       static_cast<void>(model.forward_backward(tokens));
     };
     const auto thrown = test::thrown_by([&] { run(wrong, batches); });

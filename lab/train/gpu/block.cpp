@@ -51,7 +51,7 @@ void DeviceBlock::moe_dispatch() {
   rank_->start(Lane::kExchange, Phase::kDispatch);
   rows_ = {};
   rows_ = rank_->dispatch(
-      *plan_, !tokens_->place.is_first, norm_.normed(), weights_.data(), row_weights_.data()
+      *plan_, !tokens_->is_first, norm_.normed(), weights_.data(), row_weights_.data()
   );
 }
 
@@ -67,7 +67,7 @@ void DeviceBlock::moe_combine(DeviceArray<float>& x) {
   rank_->start(Lane::kExchange, Phase::kCombine);
   rank_->combine(
       *plan_,
-      !tokens_->place.is_first,
+      !tokens_->is_first,
       tokens_->expert_out.data(),
       nullptr,
       tokens_->tokens.data(),
@@ -93,7 +93,7 @@ void DeviceBlock::moe_combine_backward(const DeviceArray<float>& grad_x) {
   // The block after this one has used them: its last piece came before this one.
   tokens_->grad_rows = {};
   tokens_->grad_rows =
-      rank_->dispatch(*plan_, !tokens_->place.is_last, tokens_->tokens.data(), nullptr, nullptr);
+      rank_->dispatch(*plan_, !tokens_->is_last, tokens_->tokens.data(), nullptr, nullptr);
 }
 
 void DeviceBlock::mlp_backward() {
@@ -114,7 +114,7 @@ void DeviceBlock::moe_dispatch_backward() {
   rank_->start(Lane::kExchange, Phase::kCombine);
   rank_->combine(
       *plan_,
-      !tokens_->place.is_last,
+      !tokens_->is_last,
       tokens_->expert_out.data(),
       tokens_->row_grads.data(),
       tokens_->tokens.data(),
@@ -167,7 +167,7 @@ void DeviceBlock::finish() {
 void DeviceBlock::route_backward() {
   DeviceScratch& scratch = rank_->scratch();
   const ModelConfig& model = rank_->config();
-  const DeviceLinear::Shape shape = {tokens_->num_tokens, model.hidden, model.num_experts};
+  const ProductShape shape = {tokens_->num_tokens, model.hidden, model.num_experts};
   router_backward_cuda(
       router(),
       tokens_->grad_weights.data(),
@@ -199,7 +199,7 @@ RouterShape DeviceBlock::router() {
       weights_.data()};
 }
 
-DeviceExpertRows DeviceBlock::expert_rows() const {
+DeviceExperts::Rows DeviceBlock::expert_rows() const {
   return {
       reinterpret_cast<const uint16_t*>(rows_.tensor().data),
       row_weights_.data(),
@@ -216,22 +216,6 @@ double DeviceBlock::balance_share() const {
     share += static_cast<double>(balance_grads_[e]) * static_cast<double>(host_prob_sums_[e]);
   }
   return share;
-}
-
-std::span<const int32_t> DeviceBlock::topk_idx() {
-  rank_->enter();
-  host_topk_idx_.resize(plan_ ? topk_idx_.size() : 0);
-  topk_idx_.download(host_topk_idx_, rank_->stream());
-  rank_->synchronize();
-  return host_topk_idx_;
-}
-
-std::span<const float> DeviceBlock::weights() {
-  rank_->enter();
-  host_weights_.resize(plan_ ? weights_.size() : 0);
-  weights_.download(host_weights_, rank_->stream());
-  rank_->synchronize();
-  return host_weights_;
 }
 
 }  // namespace weft::moe

@@ -42,12 +42,17 @@ class DeviceBlock {
   // Of the last forward; all but the plan once the stream is through.
   [[nodiscard]] const Plan& plan() const { return plan_->plan; }
   [[nodiscard]] double balance_share() const;
-  [[nodiscard]] std::span<const int32_t> topk_idx();
-  [[nodiscard]] std::span<const float> weights();
+  [[nodiscard]] std::span<const int32_t> topk_idx() {
+    rank_->enter();
+    host_topk_idx_.resize(plan_ ? topk_idx_.size() : 0);
+    topk_idx_.download(host_topk_idx_, rank_->stream());
+    rank_->synchronize();
+    return host_topk_idx_;
+  }
 
  private:
   [[nodiscard]] RouterShape router();
-  [[nodiscard]] DeviceExpertRows expert_rows() const;
+  [[nodiscard]] DeviceExperts::Rows expert_rows() const;
   [[nodiscard]] const uint16_t* grad_rows() const;
   [[nodiscard]] size_t num_rows() const { return static_cast<size_t>(plan().num_rows()); }
   void route();
@@ -76,7 +81,6 @@ class DeviceBlock {
   std::vector<float> host_prob_grads_;
   std::vector<float> host_prob_sums_;
   std::vector<int32_t> host_topk_idx_;
-  std::vector<float> host_weights_;
 };
 
 }  // namespace weft::moe

@@ -196,7 +196,7 @@ __device__ float sigmoid(float x) {
   return 1.0F / (1.0F + expf(-x));
 }
 
-__global__ void swiglu_kernel(SwigluShape shape, uint16_t* active) {
+__global__ void swiglu_kernel(SwigluRows<uint16_t> shape, uint16_t* active) {
   const int64_t row = warp_row();
   if (row >= shape.rows) {
     return;
@@ -212,7 +212,10 @@ __global__ void swiglu_kernel(SwigluShape shape, uint16_t* active) {
 }
 
 __global__ void swiglu_backward_kernel(
-    SwigluShape shape, const uint16_t* grad_active, uint16_t* grad_gate_up, float* grad_weight
+    SwigluRows<uint16_t> shape,
+    const uint16_t* grad_active,
+    uint16_t* grad_gate_up,
+    float* grad_weight
 ) {
   const int64_t row = warp_row();
   if (row >= shape.rows) {
@@ -319,12 +322,12 @@ void rmsnorm_backward_cuda(
   launch_rows(norm_backward_kernel, shape.num_tokens, stream, shape, grad_y, grad_x, gain_terms);
 }
 
-void swiglu_forward_cuda(const SwigluShape& shape, uint16_t* active, cudaStream_t stream) {
+void swiglu_forward_cuda(const SwigluRows<uint16_t>& shape, uint16_t* active, cudaStream_t stream) {
   launch_rows(swiglu_kernel, shape.rows, stream, shape, active);
 }
 
 void swiglu_backward_cuda(
-    const SwigluShape& shape,
+    const SwigluRows<uint16_t>& shape,
     const uint16_t* grad_active,
     uint16_t* grad_gate_up,
     float* grad_weight,

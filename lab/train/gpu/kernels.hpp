@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "train/layers/adamw.hpp"
+#include "train/layers/experts.hpp"
 
 namespace weft::moe {
 
@@ -89,17 +90,11 @@ void router_backward_cuda(
 );
 
 // --- activation of an expert ---
-struct SwigluShape {
-  int64_t rows = 0;
-  int64_t inner = 0;
-  const uint16_t* gate_up = nullptr;  // [rows, 2 * inner]
-  const float* weight = nullptr;      // [rows]
-};
 // active [rows, inner] = silu(gate) * up * weight.
-void swiglu_forward_cuda(const SwigluShape& shape, uint16_t* active, cudaStream_t stream);
+void swiglu_forward_cuda(const SwigluRows<uint16_t>& rows, uint16_t* active, cudaStream_t stream);
 // grad_active [rows, inner]; grad_gate_up [rows, 2 * inner]; grad_weight [rows].
 void swiglu_backward_cuda(
-    const SwigluShape& shape,
+    const SwigluRows<uint16_t>& rows,
     const uint16_t* grad_active,
     uint16_t* grad_gate_up,
     float* grad_weight,

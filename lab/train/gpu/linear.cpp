@@ -4,7 +4,6 @@
 #include <dlfcn.h>
 #include <glob.h>
 #include <iterator>
-#include <library_types.h>
 #include <string>
 #include <utility>
 #include <vector>
@@ -171,23 +170,6 @@ void check_cublas() {
   static_cast<void>(cublas());
 }
 
-// Column-major: c [m, n] = op(a) * op(b) + beta * c, with bf16 factors. A row-major matrix is the
-// transpose of a column-major one with as long columns.
-struct DeviceLinear::Product {
-  int op_a = CublasApi::kNoTranspose;
-  int op_b = CublasApi::kNoTranspose;
-  int64_t m = 0;
-  int64_t n = 0;
-  int64_t k = 0;
-  const uint16_t* a = nullptr;
-  int64_t lda = 0;
-  const uint16_t* b = nullptr;
-  int64_t ldb = 0;
-  float beta = 0;
-  void* c = nullptr;
-  cudaDataType type_c = CUDA_R_32F;
-};
-
 DeviceLinear::DeviceLinear(cudaStream_t stream) : stream_(stream), workspace_(kWorkspaceBytes) {
   const CublasApi& api = cublas();
   WEFT_CUBLAS(api.create(&handle_));
@@ -211,8 +193,8 @@ void DeviceLinear::run(const Product& p) {
   const float alpha = 1.0F;
   WEFT_CUBLAS(cublas().gemm(
       handle_,
-      p.op_a,
-      p.op_b,
+      p.transposes_a ? CublasApi::kTranspose : CublasApi::kNoTranspose,
+      p.transposes_b ? CublasApi::kTranspose : CublasApi::kNoTranspose,
       size(p.m),
       size(p.n),
       size(p.k),
@@ -230,70 +212,6 @@ void DeviceLinear::run(const Product& p) {
       CublasApi::kComputeFloat32,
       CublasApi::kDefaultAlgorithm
   ));
-}
-
-void DeviceLinear::run_forward(
-    const Shape& shape, const uint16_t* x, const uint16_t* w, Product product
-) {
-  product.op_a = CublasApi::kTranspose;
-  product.m = shape.out;
-  product.n = shape.rows;
-  product.k = shape.in;
-  product.a = w;
-  product.lda = shape.in;
-  product.b = x;
-  product.ldb = shape.in;
-  run(product);
-}
-
-void DeviceLinear::run_backward_input(
-    const Shape& shape, const uint16_t* grad_y, const uint16_t* w, Product product
-) {
-  product.m = shape.in;
-  product.n = shape.rows;
-  product.k = shape.out;
-  product.a = w;
-  product.lda = shape.in;
-  product.b = grad_y;
-  product.ldb = shape.out;
-  run(product);
-}
-
-void DeviceLinear::forward(const Shape& shape, const uint16_t* x, const uint16_t* w, float* y) {
-  run_forward(shape, x, w, {.c = y});
-}
-
-void DeviceLinear::forward(const Shape& shape, const uint16_t* x, const uint16_t* w, uint16_t* y) {
-  run_forward(shape, x, w, {.c = y, .type_c = CUDA_R_16BF});
-}
-
-void DeviceLinear::backward_input(
-    const Shape& shape, const uint16_t* grad_y, const uint16_t* w, uint16_t* grad_x
-) {
-  run_backward_input(shape, grad_y, w, {.c = grad_x, .type_c = CUDA_R_16BF});
-}
-
-void DeviceLinear::add_backward_input(
-    const Shape& shape, const uint16_t* grad_y, const uint16_t* w, float* grad_x
-) {
-  run_backward_input(shape, grad_y, w, {.beta = 1, .c = grad_x});
-}
-
-void DeviceLinear::add_backward_weight(
-    const Shape& shape, const uint16_t* grad_y, const uint16_t* x, float* grad_w
-) {
-  run(
-      {.op_b = CublasApi::kTranspose,
-       .m = shape.in,
-       .n = shape.out,
-       .k = shape.rows,
-       .a = x,
-       .lda = shape.in,
-       .b = grad_y,
-       .ldb = shape.out,
-       .beta = 1,
-       .c = grad_w}
-  );
 }
 
 }  // namespace weft::moe

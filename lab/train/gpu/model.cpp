@@ -5,9 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
-#include "train/chunk_nodes.hpp"
 #include "train/gpu/micro_batch.hpp"
-#include "train/lanes/stream_executor_cuda.hpp"
 #include "train/step_model.hpp"
 
 namespace weft::moe {
@@ -28,10 +26,10 @@ struct DeviceVector {
   }
 };
 
-class CudaModel final : public MicroBatchModels<DeviceModel, DeviceMicroBatch> {
+class CudaModel final : public MicroBatchModels<DeviceMicroBatch> {
  public:
-  explicit CudaModel(const DeviceModelParts& parts)
-      : parts_(parts),
+  explicit CudaModel(const StepModelParts& parts)
+      : MicroBatchModels(parts),
         rank_(parts.group, parts.context, most_tokens(parts.micro_batches)),
         replicated_(parts.layout.num_replicated),
         experts_(parts.layout.num_expert),
@@ -42,7 +40,8 @@ class CudaModel final : public MicroBatchModels<DeviceModel, DeviceMicroBatch> {
       models_.emplace_back(
           rank_,
           parts.micro_batches[idx].tokens.size(),
-          MicroBatchPlace{.is_first = idx == 0, .is_last = idx + 1 == num},
+          idx == 0,
+          idx + 1 == num,
           parts.layout,
           DeviceMemory{replicated_.get(), experts_.get()}
       );
@@ -79,31 +78,27 @@ class CudaModel final : public MicroBatchModels<DeviceModel, DeviceMicroBatch> {
   void load_experts() override {
     rank_.enter();
     experts_.load(parts_.memory.experts.value, stream());
-    mean_.upload(parts_.expert_moments.mean, stream());
-    square_.upload(parts_.expert_moments.square, stream());
+    mean_.upload(parts_.expert_moments->mean, stream());
+    square_.upload(parts_.expert_moments->square, stream());
     rank_.synchronize();
   }
 
   void store_experts() override {
     rank_.enter();
     experts_.value.download(parts_.memory.experts.value, stream());
-    mean_.download(parts_.expert_moments.mean, stream());
-    square_.download(parts_.expert_moments.square, stream());
+    mean_.download(parts_.expert_moments->mean, stream());
+    square_.download(parts_.expert_moments->square, stream());
     rank_.synchronize();
   }
 
  private:
   static int64_t most_tokens(std::span<const MicroBatch> micro_batches) {
-    int64_t most = 0;
-    for (const MicroBatch& micro_batch : micro_batches) {
-      most = std::max(most, micro_batch.tokens.size());
-    }
-    return most;
+    const auto tokens_of = [](const MicroBatch& one) { return one.tokens.size(); };
+    return tokens_of(std::ranges::max(micro_batches, {}, tokens_of));
   }
-  void run_overlapped();
+  overlap::Trace run_schedule(const overlap::Schedule& schedule);
   [[nodiscard]] cudaStream_t stream() const { return rank_.stream(); }
 
-  DeviceModelParts parts_;
   GpuRank rank_;
   DeviceVector replicated_;
   DeviceVector experts_;
@@ -113,18 +108,9 @@ class CudaModel final : public MicroBatchModels<DeviceModel, DeviceMicroBatch> {
 
 LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
   rank_.enter();
-  for (size_t idx = 0; idx < models_.size(); ++idx) {
-    models_[idx].load(batches[idx]);
-  }
   replicated_.grad.clear(stream());
   experts_.grad.clear(stream());
-  if (parts_.overlap.is_on) {
-    run_overlapped();
-  } else {
-    for (DeviceMicroBatch& micro_batch : models_) {
-      micro_batch.forward_backward();
-    }
-  }
+  run(batches, [this](const overlap::Schedule& schedule) { return run_schedule(schedule); });
   replicated_.grad.download(parts_.memory.replicated.grad.first(replicated_.grad.size()), stream());
   for (DeviceMicroBatch& micro_batch : models_) {
     micro_batch.finish();
@@ -137,16 +123,10 @@ LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
   return share;
 }
 
-void CudaModel::run_overlapped() {
-  const auto nodes = [&](int idx) {
-    return chunk_nodes(models_[static_cast<size_t>(idx)], parts_.overlap);
-  };
-  const auto schedule =
-      overlap::schedule_overlapped({.num = static_cast<int>(models_.size()), .nodes = nodes});
-  parts_.context.timer.pause();
-  overlap::StreamExecutor executor(stream(), rank_.stream(overlap::Lane::kExchange));
+overlap::Trace CudaModel::run_schedule(const overlap::Schedule& schedule) {
+  overlap::Trace trace;
   try {
-    trace_ = executor.run(schedule);
+    trace = overlap::run_on_streams(schedule, stream(), rank_.stream(overlap::Lane::kExchange));
     rank_.synchronize();  // throws what the exchange found on the GPU
   } catch (...) {
     for (DeviceMicroBatch& micro_batch : models_) {
@@ -156,6 +136,7 @@ void CudaModel::run_overlapped() {
     throw;
   }
   rank_.read_phases();
+  return trace;
 }
 
 }  // namespace
@@ -181,7 +162,7 @@ void check_can_train_on_gpu(int index) {
   check_cublas();
 }
 
-std::unique_ptr<DeviceModel> make_device_model(const DeviceModelParts& parts) {
+std::unique_ptr<StepModel> make_device_model(const StepModelParts& parts) {
   return std::make_unique<CudaModel>(parts);
 }
 

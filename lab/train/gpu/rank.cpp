@@ -55,11 +55,11 @@ void LanePhases::read(overlap::Lane lane, PhaseTimer& timer) {
 }
 
 DeviceTokens::DeviceTokens(
-    int64_t the_num_tokens, const MicroBatchPlace& the_place, const ModelConfig& config
+    int64_t the_num_tokens, bool comes_first, bool comes_last, const ModelConfig& config
 )
     : num_tokens(the_num_tokens),
-      place(the_place),
-      adds_grads(!place.is_first),
+      is_first(comes_first),
+      is_last(comes_last),
       tokens(static_cast<size_t>(num_tokens * config.hidden)),
       grad_weights(static_cast<size_t>(num_tokens * config.topk)) {}
 
@@ -189,9 +189,9 @@ int64_t GpuRank::count_wire_rows(int64_t num_tokens, const int32_t* topk_idx) {
 }
 
 // The exchange has room for copies if they are to be made.
-CallOptions GpuRank::call(bool is_beside, bool is_dispatch) const {
+CallOptions GpuRank::call(bool is_overlapped, bool is_dispatch) const {
   CallOptions call = {.stream = exchange_stream_.get()};
-  if (is_beside && context_->has_two_lanes) {
+  if (is_overlapped && context_->has_two_lanes) {
     call.copy_engines = context_->exchange.config().copy_engines;
     call.num_sms = overlap::overlapped_sms(num_gpu_sms_, is_dispatch && call.copy_engines);
   }
@@ -200,7 +200,7 @@ CallOptions GpuRank::call(bool is_beside, bool is_dispatch) const {
 
 Buffer GpuRank::dispatch(
     const CountedPlan& counted,
-    bool is_beside,
+    bool is_overlapped,
     const uint16_t* x,
     const float* weights,
     float* row_weights
@@ -214,7 +214,7 @@ Buffer GpuRank::dispatch(
       {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
        .weights = tensor(weights, DType::kFloat32, counted.num_tokens, config().topk)},
       {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, num_rows, 1)},
-      call(is_beside, true)
+      call(is_overlapped, true)
   );
   part();
   count(context_->dispatch, counted);
@@ -223,7 +223,7 @@ Buffer GpuRank::dispatch(
 
 void GpuRank::combine(
     const CountedPlan& counted,
-    bool is_beside,
+    bool is_overlapped,
     const uint16_t* rows,
     const float* row_grads,
     uint16_t* x,
@@ -237,7 +237,7 @@ void GpuRank::combine(
        .weights = tensor(row_grads, DType::kFloat32, num_rows, 1)},
       {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
        .weights = tensor(grads, DType::kFloat32, counted.num_tokens, config().topk)},
-      call(is_beside, false)
+      call(is_overlapped, false)
   );
   part();
   count(context_->combine, counted);
@@ -273,7 +273,7 @@ void DeviceNorm::backward(float* grad_x) {
        rank_->config().hidden,
        scratch.sum_parts.data(),
        gain_.grad,
-       tokens_->adds_grads},
+       !tokens_->is_first},
       rank_->stream()
   );
 }

@@ -47,7 +47,7 @@ class LanePhases {
   std::vector<EventOwner> unused_;
 };
 
-// Overwritten by every layer of every micro-batch, on the compute lane alone.
+// Overwritten by every layer of every micro-batch, only on the compute lane.
 struct DeviceScratch {
   DeviceArray<float> grad_normed;     // [num_tokens, hidden]
   DeviceArray<float> gain_terms;      // [num_tokens, hidden]
@@ -55,26 +55,22 @@ struct DeviceScratch {
   DeviceArray<float> sum_parts;       // [kSumParts, the larger of hidden and num_experts]
 };
 
-// Of a micro-batch in a step. With overlap the forward of the first and the backward of the last
-// have no computation beside them.
-struct MicroBatchPlace {
-  bool is_first = true;
-  bool is_last = true;
-};
-
 // Overwritten by every layer of one micro-batch. Both lanes use it, each piece of the micro-batch
 // after the one before it.
 struct DeviceTokens {
   int64_t num_tokens = 0;
-  MicroBatchPlace place;
-  bool adds_grads = false;           // there are micro-batches before this one
+  // Of the micro-batches in a step. With overlap no computation runs at the same time as the
+  // forward of the first and the backward of the last; gradients are added to those of the ones
+  // before.
+  bool is_first = true;
+  bool is_last = true;
   DeviceArray<uint16_t> tokens;      // [num_tokens, hidden]
   DeviceArray<float> grad_weights;   // [num_tokens, topk]
   DeviceArray<uint16_t> expert_out;  // [num_rows, hidden]
   DeviceArray<float> row_grads;      // [num_rows]
   Buffer grad_rows;                  // [num_rows, hidden] gradients as they arrived
 
-  DeviceTokens(int64_t num_tokens, const MicroBatchPlace& place, const ModelConfig& config);
+  DeviceTokens(int64_t num_tokens, bool is_first, bool is_last, const ModelConfig& config);
 };
 
 // A plan and the rows that each of its exchanges moves. Counted here from the routing, because a
@@ -107,10 +103,11 @@ class GpuRank {
   // --- the exchange, collective, on its lane: bf16 rows, fp32 weights, all in device memory ---
   [[nodiscard]] CountedPlan plan(int64_t num_tokens, const int32_t* topk_idx);  // [tokens, topk]
   // x [num_tokens, hidden], weights [num_tokens, topk], row_weights [plan.num_rows()]; both weights
-  // may be null. `is_beside`: computation; of combine too.
+  // may be null. With `is_overlapped` the GPU computes at
+  // the same time; so in combine.
   [[nodiscard]] Buffer dispatch(
       const CountedPlan& counted,
-      bool is_beside,
+      bool is_overlapped,
       const uint16_t* x,
       const float* weights,
       float* row_weights
@@ -119,7 +116,7 @@ class GpuRank {
   // [num_tokens, topk]; both gradients may be null.
   void combine(
       const CountedPlan& counted,
-      bool is_beside,
+      bool is_overlapped,
       const uint16_t* rows,
       const float* row_grads,
       uint16_t* x,
@@ -137,7 +134,7 @@ class GpuRank {
  private:
   [[nodiscard]] int64_t count_wire_rows(int64_t num_tokens, const int32_t* topk_idx);
   void count(Traffic& traffic, const CountedPlan& counted) const;
-  [[nodiscard]] CallOptions call(bool is_beside, bool is_dispatch) const;
+  [[nodiscard]] CallOptions call(bool is_overlapped, bool is_dispatch) const;
   void wait_for_exchange();
   void meet();
   void part();

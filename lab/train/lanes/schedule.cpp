@@ -38,12 +38,7 @@ class MicroBatch {
              {last_}}
         );
         return;
-      case Action::kPreForward:  // there is no pipeline,
-      case Action::kPostForward:
-      case Action::kPreBackward:
-      case Action::kPostBackward:
-      case Action::kReleaseLayer:  // and each node releases what it holds
-      case Action::kRelease:
+      default:  // there is no pipeline, and each node releases what it holds
         return;
     }
   }
@@ -65,10 +60,9 @@ class MicroBatch {
         return layer(step).moe_combine;
       case NodeKind::kPostProcess:
         return nodes_.post_process;
-      case NodeKind::kMtpPostProcess:
-        break;
+      default:
+        return none_;
     }
-    return none_;
   }
   LayerNodes& layer(const PairStep& step) { return nodes_.layers[static_cast<size_t>(step.layer)]; }
 
@@ -135,14 +129,11 @@ Schedule make_schedule(
   for (const StagePair& pair : pairs) {
     MicroBatch* const forward = find(pair.forward);
     MicroBatch* const backward = find(pair.backward);
-    PairShape shape = {.early_attention_release = early_attention_release};
-    if (forward != nullptr) {
-      shape.forward_layers = forward->num_layers();
-    }
-    if (backward != nullptr) {
-      shape.backward_layers = backward->num_layers();
-    }
-    for (const PairStep& step : pair_order(shape)) {
+    const auto layers = [](const MicroBatch* one) {
+      return one == nullptr ? std::nullopt : std::optional(one->num_layers());
+    };
+    for (const PairStep& step :
+         pair_order({layers(forward), layers(backward), early_attention_release})) {
       (step.is_backward ? backward : forward)->issue(step);
     }
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The callbacks of a model's nodes, as steps in the order of weft/overlap.hpp with the steps that
-// each waits for. Executors (thread_executor.hpp, stream_executor_cuda.hpp) run them.
+// The callbacks of a model's nodes (train/step_model.hpp), as steps in the order of
+// weft/overlap.hpp with the steps that each waits for, and two ways to run them: on threads
+// (thread_executor.cpp) and on CUDA streams (stream_executor_cuda.cpp). A run leaves a trace
+// (trace.hpp).
 #pragma once
 
 #include <atomic>
@@ -10,6 +12,8 @@
 
 #include "train/lanes/trace.hpp"
 #include "weft/overlap.hpp"
+
+struct CUstream_st;  // what a cudaStream_t points to
 
 namespace weft::overlap {
 
@@ -111,19 +115,21 @@ class Releases {
   std::vector<char> is_due_;  // not bool: lanes write neighbours
 };
 
-// Holds nothing between runs: after one that failed the next is as good as the first.
-class Executor {
- public:
-  Executor() = default;
-  virtual ~Executor() = default;
-  Executor(const Executor&) = delete;
-  Executor& operator=(const Executor&) = delete;
+// Both run every step once: those of a lane in the order of the schedule, none before those it
+// waits for. They return what ran when, once all have ended. If a callback throws, no step begins
+// any more, every release that is left is called (LaneContext::lane is kCompute then), and the
+// first exception is thrown on.
 
-  // Runs every step once: those of a lane in the order of the schedule, none before those it waits
-  // for. Returns when all have ended. If a callback throws, no step begins any more, every release
-  // that is left is called (LaneContext::lane is kCompute then), and the first exception is thrown
-  // on.
-  virtual Trace run(const Schedule& schedule) = 0;
-};
+// Each lane is a thread, and callbacks do their work themselves: the compute lane is the caller's
+// thread, the exchange lane a new one. A callback that is running when another throws is waited
+// for; it may look at LaneContext::is_stopping().
+Trace run_on_threads(const Schedule& schedule);
+
+// Each lane is a CUDA stream of one GPU, and callbacks enqueue their work on LaneContext::stream.
+// An exchange stream of higher priority gets free multiprocessors first. Calls every callback from
+// this thread, in the order of issue; waits between the lanes become events of the streams. A
+// release is called when its step has been enqueued: memory must go back in the order of the lane's
+// stream. Returns when both streams are through, with the times of the GPU. Throws Error (kCuda).
+Trace run_on_streams(const Schedule& schedule, CUstream_st* compute, CUstream_st* exchange);
 
 }  // namespace weft::overlap

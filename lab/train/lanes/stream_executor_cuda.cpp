@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/lanes/stream_executor_cuda.hpp"
+#include <cuda_runtime_api.h>
 
+#include <array>
 #include <atomic>
 #include <vector>
 
 #include "core/gpu/check.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap {
 namespace {
@@ -34,9 +36,9 @@ class TimedEvent {
 // One run of one schedule.
 class StreamRun {
  public:
-  StreamRun(const Schedule& schedule, const std::array<cudaStream_t, kNumLanes>& streams)
+  StreamRun(const Schedule& schedule, cudaStream_t compute, cudaStream_t exchange)
       : schedule_(schedule),
-        streams_(streams),
+        streams_{compute, exchange},
         releases_(schedule),
         begin_(schedule.steps().size()),
         end_(schedule.steps().size()) {}
@@ -108,7 +110,7 @@ class StreamRun {
   }
 
   const Schedule& schedule_;
-  const std::array<cudaStream_t, kNumLanes>& streams_;
+  const std::array<cudaStream_t, kNumLanes> streams_;  // by lane
   Releases releases_;
   std::atomic<bool> stopping_ = false;
   TimedEvent start_;
@@ -118,8 +120,8 @@ class StreamRun {
 
 }  // namespace
 
-Trace StreamExecutor::run(const Schedule& schedule) {
-  return StreamRun(schedule, streams_).run();
+Trace run_on_streams(const Schedule& schedule, cudaStream_t compute, cudaStream_t exchange) {
+  return StreamRun(schedule, compute, exchange).run();
 }
 
 }  // namespace weft::overlap

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/lanes/thread_executor.hpp"
-
 #include <algorithm>
 #include <condition_variable>
 #include <exception>
@@ -8,6 +6,7 @@
 #include <thread>
 
 #include "core/clock.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap {
 namespace {
@@ -113,7 +112,7 @@ class ThreadRun {
 
 }  // namespace
 
-Trace ThreadExecutor::run(const Schedule& schedule) {
+Trace run_on_threads(const Schedule& schedule) {
   return ThreadRun(schedule).run();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a model has beside its experts: embedding, norm, output head and loss.
+// What a model has apart from its experts: embedding, norm, output head and loss. model.hpp puts
+// them around its blocks.
 #pragma once
 
 #include <cstddef>

@@ -1,49 +1,148 @@
 // SPDX-License-Identifier: Apache-2.0
 // This rank's experts of one block, each y = W_out * (silu(gate) * up) * row weight with [gate, up]
-// = W_in * x. Rows lie expert after expert, as a plan of Layout::kExpertMajor leaves them.
+// = W_in * x. Rows lie expert after expert, as a plan of Layout::kExpertMajor leaves them. The
+// blocks (moe_block.hpp, gpu/block.hpp) give them the rows that a dispatch brought.
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <span>
-#include <vector>
 
-#include "train/layers/matrix.hpp"
+#include "train/layers/linear.hpp"
 
 namespace weft::moe {
 
-struct ExpertRows {
-  ConstRows x;                    // [num_rows, hidden]
-  std::span<const float> weight;  // [num_rows] of each row's route
-  std::span<const int64_t> rows_per_expert;
+// What the activation of experts meets.
+template <class Value>
+struct SwigluRows {
+  int64_t rows = 0;
+  int64_t inner = 0;
+  const Value* gate_up = nullptr;  // [rows, 2 * inner] = [gate, up]
+  const float* weight = nullptr;   // [rows]
 };
 
+// Linear: HostLinear, or DeviceLinear, on whose stream all work is then queued; it says what type
+// rows and weights have. Sums, gradients of weights and row weights are fp32. All pointers are
+// memory of the device that it computes on.
+template <class Linear>
 class Experts {
  public:
-  // in: [num_local_experts, 2 * inner, hidden]; out: [num_local_experts, hidden, inner].
-  Experts(Parameter in, Parameter out, int hidden, int inner)
-      : in_(in), out_(out), hidden_(hidden), inner_(inner) {}
+  using Value = typename Linear::Value;
 
-  void forward(const ExpertRows& rows, Matrix& y);
-  // Rows as in forward. grad_x [num_rows, hidden]; grad_weight [num_rows].
-  void backward(
-      const ExpertRows& rows, ConstRows grad_y, Matrix& grad_x, std::vector<float>& grad_weight
-  );
-  // The rest of the backward, any time after it: adds to the parameters' gradients. Rows and grad_y
-  // as they were.
-  void add_weight_gradients(const ExpertRows& rows, ConstRows grad_y);
+  struct Weights {
+    const Value* in = nullptr;   // [num_local_experts, 2 * inner, hidden]
+    const Value* out = nullptr;  // [num_local_experts, hidden, inner]
+    float* grad_in = nullptr;
+    float* grad_out = nullptr;
+  };
+  struct Rows {
+    const Value* x = nullptr;                  // [num_rows, hidden]
+    const float* weight = nullptr;             // [num_rows] of each row's route
+    std::span<const int64_t> rows_per_expert;  // in host memory; padding included
+  };
+
+  Experts(Linear& linear, const Weights& weights, int hidden, int inner)
+      : linear_(&linear), weights_(weights), hidden_(hidden), inner_(inner) {}
+
+  // y [num_rows, hidden].
+  void forward(const Rows& rows, Value* y) {
+    const int64_t num_rows = resize(rows, gate_up_, active_);
+    for_each_expert(rows, [&](const Place& at) {
+      const Value* in = weights_.in + at.weight_in;
+      linear_->forward(at.into, rows.x + at.x, in, gate_up_.data() + at.gate_up);
+    });
+    const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
+    swiglu_forward(*linear_, gated, active_.data());
+    for_each_expert(rows, [&](const Place& at) {
+      const Value* out = weights_.out + at.weight_out;
+      linear_->forward(at.out_of, active_.data() + at.active, out, y + at.x);
+    });
+  }
+
+  // Rows as in forward; grad_y, grad_x [num_rows, hidden]; grad_weight [num_rows].
+  void backward(const Rows& rows, const Value* grad_y, Value* grad_x, float* grad_weight) {
+    const int64_t num_rows = resize(rows, grad_gate_up_, grad_active_);
+    for_each_expert(rows, [&](const Place& at) {
+      const Value* out = weights_.out + at.weight_out;
+      linear_->backward_input(at.out_of, grad_y + at.x, out, grad_active_.data() + at.active);
+    });
+    const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
+    swiglu_backward(*linear_, gated, grad_active_.data(), grad_gate_up_.data(), grad_weight);
+    for_each_expert(rows, [&](const Place& at) {
+      const Value* in = weights_.in + at.weight_in;
+      linear_->backward_input(at.into, grad_gate_up_.data() + at.gate_up, in, grad_x + at.x);
+    });
+  }
+
+  // The rest of the backward, any time after it: adds to the weights' gradients. Rows and grad_y as
+  // they were.
+  void add_weight_gradients(const Rows& rows, const Value* grad_y) {
+    for_each_expert(rows, [&](const Place& at) {
+      linear_->add_backward_weight(
+          at.out_of, grad_y + at.x, active_.data() + at.active, weights_.grad_out + at.weight_out
+      );
+      linear_->add_backward_weight(
+          at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, weights_.grad_in + at.weight_in
+      );
+    });
+  }
 
  private:
-  [[nodiscard]] std::span<float> expert_in(std::span<float> all, size_t expert) const;
-  [[nodiscard]] std::span<float> expert_out(std::span<float> all, size_t expert) const;
+  using Array = typename Linear::template Array<Value>;
 
-  Parameter in_;
-  Parameter out_;
+  // Where an expert's part begins, in elements, and the shapes of its two products.
+  struct Place {
+    ProductShape into;
+    ProductShape out_of;
+    int64_t x = 0;
+    int64_t gate_up = 0;
+    int64_t active = 0;
+    int64_t weight_in = 0;
+    int64_t weight_out = 0;
+  };
+  template <class Visit>
+  void for_each_expert(const Rows& rows, const Visit& visit) const {
+    Place at = {.into = {0, hidden_, 2 * inner_}, .out_of = {0, inner_, hidden_}};
+    for (const int64_t count : rows.rows_per_expert) {
+      at.into.rows = at.out_of.rows = count;
+      visit(at);
+      at.x += count * hidden_;
+      at.gate_up += count * 2 * inner_;
+      at.active += count * inner_;
+      at.weight_in += 2 * inner_ * hidden_;
+      at.weight_out += hidden_ * inner_;
+    }
+  }
+  // Makes room for all rows and returns how many there are.
+  [[nodiscard]] int64_t resize(const Rows& rows, Array& gate_up, Array& active) const {
+    const auto& counts = rows.rows_per_expert;
+    const int64_t num_rows = std::reduce(counts.begin(), counts.end());
+    gate_up.resize(static_cast<size_t>(num_rows * 2 * inner_));
+    active.resize(static_cast<size_t>(num_rows * inner_));
+    return num_rows;
+  }
+
+  Linear* linear_;
+  Weights weights_;
   int64_t hidden_;
   int64_t inner_;
-  Matrix gate_up_;  // [num_rows, 2 * inner] kept for backward
-  Matrix active_;   // [num_rows, inner] silu(gate) * up * weight, kept for backward
-  Matrix grad_gate_up_;
-  Matrix grad_active_;
+  Array gate_up_;  // [num_rows, 2 * inner] kept for backward
+  Array active_;   // [num_rows, inner] silu(gate) * up * weight, kept for backward
+  Array grad_gate_up_;
+  Array grad_active_;
 };
+
+using HostExperts = Experts<const HostLinear>;
+
+// active [rows, inner] = silu(gate) * up * weight. gpu/experts.hpp has the same for a GPU.
+void swiglu_forward(const HostLinear&, const SwigluRows<float>& rows, float* active);
+// Gradients for gate_up [rows, 2 * inner] and weight [rows], from that for active.
+void swiglu_backward(
+    const HostLinear&,
+    const SwigluRows<float>& rows,
+    const float* grad_active,
+    float* grad_gate_up,
+    float* grad_weight
+);
 
 }  // namespace weft::moe

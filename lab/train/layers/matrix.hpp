@@ -70,17 +70,11 @@ struct ConstRows {
 [[nodiscard]] inline Rows rows_of(Matrix& m) {
   return {m.data(), m.rows(), m.cols()};
 }
-[[nodiscard]] inline Rows slice(Rows all, int64_t begin, int64_t count) {
-  return {all.data + begin * all.cols, count, all.cols};
-}
-[[nodiscard]] inline ConstRows slice(ConstRows all, int64_t begin, int64_t count) {
-  return {all.data + begin * all.cols, count, all.cols};
-}
 [[nodiscard]] inline Rows slice(Rows all, Range rows) {
-  return slice(all, rows.begin, rows.size());
+  return {all.data + rows.begin * all.cols, rows.size(), all.cols};
 }
 [[nodiscard]] inline ConstRows slice(ConstRows all, Range rows) {
-  return slice(all, rows.begin, rows.size());
+  return {all.data + rows.begin * all.cols, rows.size(), all.cols};
 }
 
 // The fp32 or bf16 tensor as fp32 rows: itself, or converted into `scratch`.

@@ -23,28 +23,14 @@ MoeBlock::MoeBlock(
       norm_(layout.norm.in(memory.replicated)),
       router_(layout.router.in(memory.replicated), context.config.num_experts, context.config.topk),
       experts_(
-          layout.experts_in.in(memory.experts),
-          layout.experts_out.in(memory.experts),
+          kHostLinear,
+          {layout.experts_in.in(memory.experts).value.data(),
+           layout.experts_out.in(memory.experts).value.data(),
+           layout.experts_in.in(memory.experts).grad.data(),
+           layout.experts_out.in(memory.experts).grad.data()},
           context.config.hidden,
           context.config.expert_hidden
       ) {}
-
-void MoeBlock::forward(Matrix& x) {
-  pre_dispatch(x);
-  moe_dispatch();
-  mlp();
-  moe_combine(x);
-}
-
-void MoeBlock::backward(Matrix& grad_x) {
-  moe_combine_backward(grad_x);
-  mlp_backward();
-  mlp_weight_gradient();
-  release_rows();
-  release_grads();
-  moe_dispatch_backward();
-  pre_dispatch_backward(grad_x);
-}
 
 void MoeBlock::pre_dispatch(const Matrix& x) {
   start(Lane::kCompute, Phase::kDense);
@@ -74,8 +60,10 @@ void MoeBlock::mlp() {
   balance_ =
       balance_loss(router_.probs(), plan_->global_routes_per_expert(), context_->global_tokens);
   start(Lane::kCompute, Phase::kExperts);
-  expert_rows_ = {as_rows(rows_.tensor(), row_floats_), row_weights_, plan_->rows_per_expert()};
-  experts_.forward(expert_rows_, expert_out_);
+  expert_rows_ = {
+      as_rows(rows_.tensor(), row_floats_).data, row_weights_.data(), plan_->rows_per_expert()};
+  expert_out_.resize(plan_->num_rows(), context_->config.hidden);
+  experts_.forward(expert_rows_, expert_out_.data());
 }
 
 void MoeBlock::moe_combine(Matrix& x) {
@@ -92,8 +80,10 @@ void MoeBlock::moe_combine_backward(const Matrix& grad_x) {
 
 void MoeBlock::mlp_backward() {
   start(Lane::kCompute, Phase::kExperts);
-  expert_grads_ = as_rows(grad_rows_.tensor(), grad_floats_);
-  experts_.backward(expert_rows_, expert_grads_, expert_out_, grad_row_weights_);
+  expert_grads_ = as_rows(grad_rows_.tensor(), grad_floats_).data;
+  expert_out_.resize(plan_->num_rows(), context_->config.hidden);
+  grad_row_weights_.resize(row_weights_.size());
+  experts_.backward(expert_rows_, expert_grads_, expert_out_.data(), grad_row_weights_.data());
 }
 
 void MoeBlock::mlp_weight_gradient() {

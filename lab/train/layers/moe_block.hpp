@@ -25,7 +25,7 @@ struct MoeContext {
   const ModelConfig& config;
   DType dtype = DType::kFloat32;  // of the rows that travel
   int64_t global_tokens = 0;      // of all ranks in a step
-  bool has_two_lanes = false;     // the calls of the exchange run beside the computation
+  bool has_two_lanes = false;     // exchanges run at the same time as computation
   PhaseTimer timer = {};
   PhaseTimer exchange_timer = {};  // of the second lane
   Traffic dispatch = {};           // written by the lane that calls the exchange
@@ -46,13 +46,9 @@ class MoeBlock {
       const ModelMemory& memory
   );
 
-  // Collective. x [num_tokens, hidden].
-  void forward(Matrix& x);
-  // Collective, after forward. In: the gradient for what forward left in x; out: for what it found.
-  void backward(Matrix& grad_x);
-
   // The pieces of forward and backward, in their order, each named for the node of a layer that it
-  // is in a schedule. The exchange is called by those that move tokens alone, which are collective.
+  // is in a schedule. Only those that move tokens call the exchange, and are collective. x, grad_x
+  // [num_tokens, hidden].
   void pre_dispatch(const Matrix& x);
   void moe_dispatch();
   void mlp();
@@ -63,15 +59,16 @@ class MoeBlock {
   void moe_dispatch_backward();
   void pre_dispatch_backward(Matrix& grad_x);
 
-  // Gives back the rows that arrived, or the gradients that did. From any thread.
-  void release_rows() { rows_ = {}; }
-  void release_grads() { grad_rows_ = {}; }
+  // Gives back the rows and the gradients that arrived. From any thread.
+  void release() {
+    rows_ = {};
+    grad_rows_ = {};
+  }
 
   // Of the last forward.
   [[nodiscard]] const Router& router() const { return router_; }
   [[nodiscard]] const Plan& plan() const { return *plan_; }
   [[nodiscard]] std::span<const int32_t> topk_idx() const { return router_.topk_idx(); }
-  [[nodiscard]] std::span<const float> weights() const { return router_.weights().span(); }
   [[nodiscard]] double balance_share() const { return balance_.share; }
 
  private:
@@ -85,22 +82,22 @@ class MoeBlock {
   const Shards* shards_;
   RmsNorm norm_;
   Router router_;
-  Experts experts_;
+  HostExperts experts_;
 
   // From forward to backward.
   Matrix normed_;
   std::optional<Plan> plan_;
   Buffer rows_;                     // [num_rows, hidden] as they arrived
   std::vector<float> row_weights_;  // [num_rows]
-  ExpertRows expert_rows_;          // both, in fp32
+  HostExperts::Rows expert_rows_;   // both, in fp32
   Matrix row_floats_;
   BalanceLoss balance_;
 
   // From one piece to the next ones.
-  Matrix expert_out_;       // [num_rows, hidden] what experts made: rows or gradients
-  Matrix tokens_;           // [num_tokens, hidden] what came back
-  Buffer grad_rows_;        // [num_rows, hidden] gradients as they arrived
-  ConstRows expert_grads_;  // the same in fp32
+  Matrix expert_out_;                    // [num_rows, hidden] what experts made: rows or gradients
+  Matrix tokens_;                        // [num_tokens, hidden] what came back
+  Buffer grad_rows_;                     // [num_rows, hidden] gradients as they arrived
+  const float* expert_grads_ = nullptr;  // the same in fp32
   Matrix grad_floats_;
   std::vector<float> grad_row_weights_;  // [num_rows]
   Matrix grad_weights_;                  // [num_tokens, topk]

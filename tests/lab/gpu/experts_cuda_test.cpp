@@ -9,7 +9,6 @@
 #include "lab/train/gradient_check.hpp"
 #include "train/gpu/experts.hpp"
 #include "train/gpu/rank.hpp"
-#include "train/layers/experts.hpp"
 #include "train_gpu_test.hpp"
 
 namespace weft::moe {
@@ -61,9 +60,9 @@ void expect_close(const char* name, std::span<const float> seen, std::span<const
 }
 
 struct HostResult {
-  Matrix y;
-  Matrix grad_x;
-  std::vector<float> grad_weight;
+  Matrix y = Matrix(kRows, kHidden);
+  Matrix grad_x = Matrix(kRows, kHidden);
+  std::vector<float> grad_weight = std::vector<float>(kRows);
 };
 
 struct DeviceResult {
@@ -90,12 +89,17 @@ class DeviceExpertsTest : public TrainGpuTest {
   }
 
   HostResult run_host() {
-    Experts experts(in.get(), out.get(), kHidden, kInner);
-    const ExpertRows rows = {x, weight, kRowsPerExpert};
+    HostExperts experts(
+        kHostLinear,
+        {in.value.data(), out.value.data(), in.grad.data(), out.grad.data()},
+        kHidden,
+        kInner
+    );
+    const HostExperts::Rows rows = {x.data(), weight.data(), kRowsPerExpert};
     HostResult result;
-    experts.forward(rows, result.y);
-    experts.backward(rows, probe, result.grad_x, result.grad_weight);
-    experts.add_weight_gradients(rows, probe);
+    experts.forward(rows, result.y.data());
+    experts.backward(rows, probe.data(), result.grad_x.data(), result.grad_weight.data());
+    experts.add_weight_gradients(rows, probe.data());
     return result;
   }
 
@@ -123,7 +127,7 @@ class DeviceExpertsTest : public TrainGpuTest {
     DeviceExperts experts(
         linear, {in_bits.data(), out_bits.data(), grad_in.data(), grad_out.data()}, kHidden, kInner
     );
-    const DeviceExpertRows expert_rows = {rows.data(), weights.data(), kRowsPerExpert};
+    const DeviceExperts::Rows expert_rows = {rows.data(), weights.data(), kRowsPerExpert};
     experts.forward(expert_rows, y.data());
     experts.backward(expert_rows, grad_y.data(), grad_x.data(), grad_weight.data());
     experts.add_weight_gradients(expert_rows, grad_y.data());

@@ -10,7 +10,7 @@
 #include "core/gpu/check.hpp"
 #include "core/gpu/stream.hpp"
 #include "gpu/gpu_test.hpp"
-#include "train/lanes/stream_executor_cuda.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -75,7 +75,7 @@ TEST_F(StreamExecutorTest, ReachesEveryStepAfterWhatItWaitsFor) {
   const GpuStream exchange(0);
   ReachedSteps reached;
   const Schedule schedule = ladder(200, [&](int step) { return reached.work(step); });
-  const Trace trace = StreamExecutor(compute.get(), exchange.get()).run(schedule);
+  const Trace trace = run_on_streams(schedule, compute.get(), exchange.get());
   ASSERT_EQ(reached.steps().size(), schedule.steps().size());
   std::set<int> done;
   for (const int step : reached.steps()) {
@@ -96,7 +96,6 @@ TEST_F(StreamExecutorTest, ReachesEveryStepAfterWhatItWaitsFor) {
 TEST_F(StreamExecutorTest, ReleasesEverythingOnceWhenACallbackThrows) {
   const GpuStream compute(0);
   const GpuStream exchange(0);
-  StreamExecutor executor(compute.get(), exchange.get());
   for (int bad = 0; bad < 6; ++bad) {
     int num_released = 0;
     Schedule schedule;
@@ -115,11 +114,13 @@ TEST_F(StreamExecutorTest, ReleasesEverythingOnceWhenACallbackThrows) {
       }
       schedule.add_step(std::move(step));
     }
-    EXPECT_THROW(executor.run(schedule), std::runtime_error);
+    EXPECT_THROW(run_on_streams(schedule, compute.get(), exchange.get()), std::runtime_error);
     EXPECT_EQ(num_released, 6);
   }
   ReachedSteps reached;
-  executor.run(ladder(4, [&](int step) { return reached.work(step); }));
+  run_on_streams(
+      ladder(4, [&](int step) { return reached.work(step); }), compute.get(), exchange.get()
+  );
   EXPECT_EQ(reached.steps().size(), 4U);
 }
 

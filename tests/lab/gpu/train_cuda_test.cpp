@@ -87,7 +87,6 @@ TEST_F(TrainGpuTest, ReportsWhatAStepDid) {
     ASSERT_EQ(report.routes.size(), 16U);
     EXPECT_EQ(std::reduce(report.routes.begin(), report.routes.end()), 67 * 2 * 2);
     EXPECT_EQ(trainer.last_topk_idx(1).size(), static_cast<size_t>(trainer.num_tokens() * 2));
-    EXPECT_EQ(trainer.last_topk_weights(1).size(), trainer.last_topk_idx(1).size());
   });
 }
 

@@ -8,7 +8,6 @@
 #include <thread>
 
 #include "lab/lanes/plain_nodes.hpp"
-#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -29,9 +28,9 @@ Work throwing(const char* text) {
 }
 
 // What the run throws; "nothing" if it does not.
-std::string failure_of(Executor& executor, const Schedule& schedule) {
+std::string failure_of(const Schedule& schedule) {
   try {
-    executor.run(schedule);
+    run_on_threads(schedule);
   } catch (const std::runtime_error& error) {
     return error.what();
   }
@@ -40,7 +39,7 @@ std::string failure_of(Executor& executor, const Schedule& schedule) {
 
 TEST(ThreadExecutorTest, RunsEveryStepOnceAfterWhatItWaitsFor) {
   const Schedule schedule = schedule_overlapped({4, [](int) { return plain_nodes({3}); }});
-  const Trace trace = ThreadExecutor().run(schedule);
+  const Trace trace = run_on_threads(schedule);
   ASSERT_EQ(trace.spans.size(), schedule.steps().size());
   std::map<int, Span> by_step;
   std::map<Lane, Span> last;
@@ -68,7 +67,7 @@ TEST(ThreadExecutorTest, RunsEachLaneOnAThreadOfItsOwn) {
   Schedule schedule;
   schedule.add_step(step("a", Lane::kCompute, note));
   schedule.add_step(step("b", Lane::kExchange, note));
-  ThreadExecutor().run(schedule);
+  run_on_threads(schedule);
   EXPECT_EQ(threads[0], std::this_thread::get_id());
   EXPECT_NE(threads[1], std::this_thread::get_id());
   EXPECT_NE(threads[1], std::thread::id());
@@ -87,7 +86,7 @@ TEST(ThreadExecutorTest, RunsBothLanesAtTheSameTime) {
     exchange_is_in.set_value();
     compute_is_in.get_future().wait();
   }));
-  EXPECT_EQ(ThreadExecutor().run(schedule).spans.size(), 2U);
+  EXPECT_EQ(run_on_threads(schedule).spans.size(), 2U);
 }
 
 class ThreadFailureTest : public testing::TestWithParam<Lane> {};
@@ -108,14 +107,13 @@ TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
   schedule.add_step(releasing(step("waiting", other, later, {failed})));
   schedule.add_step(step("next", lane, later));
 
-  ThreadExecutor executor;
-  EXPECT_EQ(failure_of(executor, schedule), "broken");
+  EXPECT_EQ(failure_of(schedule), "broken");
   EXPECT_FALSE(later_ran);
   EXPECT_EQ(released, (std::vector<std::string>{"first", "waiting", "failing"}));
 
   Schedule good;
   good.add_step(step("good", lane, later));
-  EXPECT_EQ(executor.run(good).spans.size(), 1U);
+  EXPECT_EQ(run_on_threads(good).spans.size(), 1U);
   EXPECT_TRUE(later_ran);
 }
 
@@ -136,8 +134,7 @@ TEST_P(ThreadFailureTest, IsSeenByTheCallbackOfTheOtherLane) {
     is_running.get_future().wait();
     throw std::runtime_error("broken");
   }));
-  ThreadExecutor executor;
-  EXPECT_EQ(failure_of(executor, schedule), "broken");
+  EXPECT_EQ(failure_of(schedule), "broken");
   EXPECT_TRUE(has_ended);
 }
 
@@ -150,8 +147,7 @@ TEST_P(ThreadFailureTest, MayComeFromARelease) {
     throw std::runtime_error("release");
   };
   schedule.add_step(releasing);
-  ThreadExecutor executor;
-  EXPECT_EQ(failure_of(executor, schedule), "release");
+  EXPECT_EQ(failure_of(schedule), "release");
   EXPECT_EQ(num_calls, 1);
 }
 
@@ -173,12 +169,11 @@ TEST(ThreadExecutorTest, ReportsTheFirstFailureOfTwo) {
     is_running.get_future().wait();
     throw std::runtime_error("first");
   }));
-  ThreadExecutor executor;
-  EXPECT_EQ(failure_of(executor, schedule), "first");
+  EXPECT_EQ(failure_of(schedule), "first");
 }
 
 TEST(ThreadExecutorTest, RunsAnEmptySchedule) {
-  EXPECT_TRUE(ThreadExecutor().run(Schedule()).spans.empty());
+  EXPECT_TRUE(run_on_threads(Schedule()).spans.empty());
 }
 
 }  // namespace

@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "lab/lanes/numeric_model.hpp"
-#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -48,7 +47,7 @@ Result run_woven(const NumericOptions& options, bool early) {
       pipeline_order({.num_micro_batches = options.num_micro_batches}),
       early
   );
-  ThreadExecutor().run(schedule);
+  run_on_threads(schedule);
   return result_of(model);
 }
 
@@ -84,7 +83,7 @@ TEST(OverlapNumericModelTest, SeesAnotherOrderOfMicroBatches) {
   const Result expected = run_in_a_loop(options);
   NumericModel model(options);
   const auto reversed = [&](int idx) { return model.nodes(options.num_micro_batches - 1 - idx); };
-  ThreadExecutor().run(schedule_overlapped({options.num_micro_batches, reversed}));
+  run_on_threads(schedule_overlapped({options.num_micro_batches, reversed}));
   EXPECT_TRUE(same_bits(model.losses(), expected.losses));
   EXPECT_FALSE(same_bits(model.gradients(), expected.gradients));
 }
@@ -101,7 +100,7 @@ TEST(OverlapNumericModelTest, ThrowsWhenAReleasedValueIsRead) {
     };
     return made;
   };
-  EXPECT_THROW(ThreadExecutor().run(schedule_overlapped({1, nodes})), std::logic_error);
+  EXPECT_THROW(run_on_threads(schedule_overlapped({1, nodes})), std::logic_error);
   EXPECT_EQ(model.num_live_cells(), 0);
 }
 
@@ -128,7 +127,7 @@ TEST(OverlapNumericModelTest, KeepsNothingAfterAnyFailure) {
       }
       bad.add_step(step);
     }
-    EXPECT_THROW(ThreadExecutor().run(bad), std::runtime_error);
+    EXPECT_THROW(run_on_threads(bad), std::runtime_error);
     EXPECT_EQ(model.num_live_cells(), 0) << good.steps()[failing].name;
   }
 }

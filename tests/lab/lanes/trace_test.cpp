@@ -11,7 +11,6 @@
 #include "core/atomic_file.hpp"
 #include "lab/lanes/plain_nodes.hpp"
 #include "support/errors.hpp"
-#include "train/lanes/thread_executor.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -60,12 +59,12 @@ void expect_whole(const nlohmann::json& file, const Schedule& schedule) {
 
 TEST(OverlapTraceTest, HasNoOverlapWithinALane) {
   const Schedule schedule = some_schedule();
-  expect_whole(nlohmann::json::parse(trace_json(ThreadExecutor().run(schedule))), schedule);
+  expect_whole(nlohmann::json::parse(trace_json(run_on_threads(schedule))), schedule);
 }
 
 TEST(OverlapTraceTest, GoesToAFile) {
   const std::string path = testing::TempDir() + "overlap_trace_test.json";
-  const Trace trace = ThreadExecutor().run(some_schedule());
+  const Trace trace = run_on_threads(some_schedule());
   write_trace(path, trace);
   EXPECT_EQ(read_whole_file(path), trace_json(trace));
   std::filesystem::remove(path);

@@ -105,7 +105,7 @@ TEST_F(CheckpointTest, LetsTheLearningRateChange) {
   save_after(kRanks, small_config(), 2);
   TrainConfig config = small_config();
   config.learning_rate /= 2;
-  config.decay_steps = 100;
+  config.warmup_steps = 100;
   EXPECT_EQ(resume_and_train(kRanks, config, 1).reports.back().step, 3);
 }
 

@@ -21,16 +21,22 @@ struct ExpertsFixture : testing::Test {
   OwnedParameter out{static_cast<size_t>(kExperts * kHidden * kInner), 2};
   Matrix x = random_matrix(kRows, kHidden, 3);
   std::vector<float> weight = random_values(kRows, 4);
-  Experts experts{in.get(), out.get(), kHidden, kInner};
-  Matrix y;
+  HostExperts experts{
+      kHostLinear,
+      {in.value.data(), out.value.data(), in.grad.data(), out.grad.data()},
+      kHidden,
+      kInner};
+  Matrix y{kRows, kHidden};
+  Matrix grad_x{kRows, kHidden};
+  std::vector<float> grad_weight = std::vector<float>(kRows);
 
-  [[nodiscard]] ExpertRows rows() const { return {x, weight, kRowsPerExpert}; }
+  [[nodiscard]] HostExperts::Rows rows() const { return {x.data(), weight.data(), kRowsPerExpert}; }
 };
 
 using ExpertsTest = ExpertsFixture;
 
 TEST_F(ExpertsTest, ComputesGatedProductsOfEachRowsExpert) {
-  experts.forward(rows(), y);
+  experts.forward(rows(), y.data());
   for (int i = 0; i < kRows; ++i) {
     const size_t e = i < 4 ? 0 : 2;
     std::vector<double> active(kInner);
@@ -55,14 +61,12 @@ TEST_F(ExpertsTest, ComputesGatedProductsOfEachRowsExpert) {
 TEST_F(ExpertsTest, GradientsMatchDifferences) {
   const Matrix probe = random_matrix(kRows, kHidden, 5);
   const auto loss = [&] {
-    experts.forward(rows(), y);
+    experts.forward(rows(), y.data());
     return dot(y.span(), probe.span());
   };
   loss();
-  Matrix grad_x;
-  std::vector<float> grad_weight;
-  experts.backward(rows(), probe, grad_x, grad_weight);
-  experts.add_weight_gradients(rows(), probe);
+  experts.backward(rows(), probe.data(), grad_x.data(), grad_weight.data());
+  experts.add_weight_gradients(rows(), probe.data());
   expect_gradient("x", x.span(), grad_x.span(), loss);
   expect_gradient("weight", weight, grad_weight, loss);
   expect_gradient("in", in.value, in.grad, loss, 60);
@@ -72,24 +76,20 @@ TEST_F(ExpertsTest, GradientsMatchDifferences) {
 TEST_F(ExpertsTest, LeavesWeightGradientsForLater) {
   const auto is_zero = [](float g) { return g == 0.0F; };
   const Matrix probe = random_matrix(kRows, kHidden, 6);
-  experts.forward(rows(), y);
-  Matrix grad_x;
-  std::vector<float> grad_weight;
-  experts.backward(rows(), probe, grad_x, grad_weight);
+  experts.forward(rows(), y.data());
+  experts.backward(rows(), probe.data(), grad_x.data(), grad_weight.data());
   EXPECT_TRUE(std::ranges::all_of(in.grad, is_zero));
   EXPECT_TRUE(std::ranges::all_of(out.grad, is_zero));
-  experts.add_weight_gradients(rows(), probe);
+  experts.add_weight_gradients(rows(), probe.data());
   EXPECT_FALSE(std::ranges::all_of(in.grad, is_zero));
   EXPECT_FALSE(std::ranges::all_of(out.grad, is_zero));
 }
 
 TEST_F(ExpertsTest, AnIdleExpertGetsNoGradient) {
   const Matrix probe = random_matrix(kRows, kHidden, 6);
-  experts.forward(rows(), y);
-  Matrix grad_x;
-  std::vector<float> grad_weight;
-  experts.backward(rows(), probe, grad_x, grad_weight);
-  experts.add_weight_gradients(rows(), probe);
+  experts.forward(rows(), y.data());
+  experts.backward(rows(), probe.data(), grad_x.data(), grad_weight.data());
+  experts.add_weight_gradients(rows(), probe.data());
   const auto idle = std::span(in.grad).subspan(2 * kInner * kHidden, 2 * kInner * kHidden);
   EXPECT_TRUE(std::ranges::all_of(idle, [](float g) { return g == 0.0F; }));
 }

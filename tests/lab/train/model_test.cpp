@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradients of the whole model, through the exchange, against differences of its loss.
-#include "train/model.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,7 +9,7 @@
 #include <numeric>
 #include <optional>
 
-#include "train/layers/parameters.hpp"
+#include "train/step_model.hpp"
 #include "training_runs.hpp"
 
 namespace weft::moe {
@@ -84,7 +82,8 @@ class Rig {
   // Of the global batch, the same on every rank.
   double loss() {
     model_.load(batch_);
-    const LossShare share = model_.forward_backward();
+    forward_backward(model_);
+    const LossShare share = model_.share();
     const double balance = share.balance * config_.num_blocks;
     const auto weight = static_cast<double>(config_.balance_weight);
     return sum_over_ranks(group_, share.cross_entropy.at(0) + weight * balance);

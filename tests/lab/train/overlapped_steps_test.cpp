@@ -30,7 +30,9 @@ std::vector<StepResult> run_step(int num_ranks, const StepOptions& options, int 
   std::vector<StepResult> results(static_cast<size_t>(num_ranks));
   run_threads(num_ranks, [&](Group& group) {
     StepRig rig(group, options);
-    HostModel model(rig.context(), rig.micro_batches(), rig.overlap(), rig.layout(), rig.memory());
+    HostModel model(
+        {group, rig.context(), rig.micro_batches(), rig.overlap(), rig.layout(), rig.memory()}
+    );
     StepResult& result = results[static_cast<size_t>(group.rank())];
     for (int i = 0; i < num_times; ++i) {
       rig.clear_grads();
@@ -116,7 +118,6 @@ TEST(OverlappedTrainingTest, ReportsLanesAndPhases) {
     EXPECT_EQ(report.combine.calls, 12);
     EXPECT_EQ(std::reduce(report.routes.begin(), report.routes.end()), 67 * 2 * 2);
     EXPECT_EQ(trainer.last_topk_idx(1).size(), static_cast<size_t>(trainer.num_tokens() * 2));
-    EXPECT_EQ(trainer.last_topk_weights(1).size(), trainer.last_topk_idx(1).size());
     std::array<int, overlap::kNumLanes> num_spans = {};
     for (const overlap::Span& span : report.trace.spans) {
       num_spans[overlap::lane_idx(span.lane)] += span.end_ns > span.begin_ns ? 1 : 0;

@@ -7,7 +7,6 @@
 #include <limits>
 
 #include "gradient_check.hpp"
-#include "train/layers/router.hpp"
 
 namespace weft::moe {
 namespace {

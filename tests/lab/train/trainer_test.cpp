@@ -96,7 +96,6 @@ TEST(TrainerTest, ReportsWhatAStepDid) {
     // Forward and backward of two blocks.
     EXPECT_EQ(report.dispatch.calls, 4);
     EXPECT_EQ(report.combine.calls, 4);
-    EXPECT_EQ(report.reduce.calls, 5);  // four shards of this rank, then the values
     EXPECT_GT(report.dispatch.wire_bytes, 0);
     EXPECT_GT(report.dispatch.logical_bytes, report.dispatch.wire_bytes / 2);
     ASSERT_EQ(report.routes.size(), 16U);
@@ -104,7 +103,6 @@ TEST(TrainerTest, ReportsWhatAStepDid) {
     const auto& phases = report.phase_seconds;
     EXPECT_NEAR(std::reduce(phases.begin(), phases.end()), report.seconds, 1e-9);
     EXPECT_EQ(trainer.last_topk_idx(1).size(), static_cast<size_t>(trainer.num_tokens() * 2));
-    EXPECT_EQ(trainer.last_topk_weights(1).size(), trainer.last_topk_idx(1).size());
   });
 }
 
@@ -113,7 +111,6 @@ TEST(TrainerTest, CountsParameters) {
     const int64_t experts = int64_t{2} * 8 * 3 * 16 * 16;
     const int64_t replicated = 4 * 256 * 16 + 256 * 16 + 2 * 8 * 16 + 3 * 16;
     EXPECT_EQ(trainer.num_parameters(), experts + replicated);
-    EXPECT_EQ(trainer.num_local_parameters(), experts / 2 + replicated);
     EXPECT_LT(trainer.num_active_parameters(), trainer.num_parameters());
   });
 }
