@@ -1,4 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+// The GPU kernels for inter-node tokens: one packs rows into messages for the network, one adds up
+// the partial sums that other domains send back. Before: hosts/dispatch.cpp and hosts/combine.cpp,
+// which launch them; after: hosts/crossing_transfer.cpp, which sends the messages, and for sums the
+// caller.
 #include <algorithm>
 
 #include "cuda/device/elements.cuh"
@@ -10,8 +14,8 @@
 namespace weft {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int64_t kSumBlocks = 264;
+constexpr int kThreads = 512;        // of a block; a guess
+constexpr int64_t kSumBlocks = 264;  // at most: two for each of the 132 multiprocessors of an H200
 
 __device__ void copy_row(std::byte* to, const std::byte* from, int64_t bytes) {
   const auto vectors = static_cast<int>(bytes / static_cast<int64_t>(sizeof(uint4)));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GPU does for rows that cross between domains: it packs them into messages, and adds
-// up what the domains send back. Launches allocate nothing; each throws Error (kCuda).
+// What a GPU does for inter-node tokens: it packs rows into messages, and adds up what other
+// domains send back. Launches allocate nothing; each throws Error (kCuda). crossing_rows.cu has the
+// kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +13,7 @@
 
 namespace weft {
 
-// Blocks that pack: few, a link to the host takes no more.
+// Blocks that pack. The number is a guess; few blocks suffice to fill the link to the host.
 inline constexpr int kPackBlocks = 16;
 
 // Rows `index` [count] of up to three arrays into messages of `chunk` rows each.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine on a GPU: one launch, blocks of two roles (combine_reduce.cuh, combine_sum.cuh). Previous
-// in the data flow: exchange/combine_call_cuda.cpp.
+// combine on a GPU, one launch whose blocks have two roles: the first sum the experts' rows of each
+// arrival and send one row per arrival back to the token's rank (reduce.cuh), the others add up
+// what has come back for this rank's tokens (sum.cuh). Before: combine/call.cpp; after: the caller.
 #include "cuda/combine/paths.cuh"
 #include "cuda/combine/reduce.cuh"
 #include "cuda/combine/row_adder.cuh"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How rows come to the warps that add them.
+// Which kernel of combine a call takes: one whose warps load rows into registers, or one of two
+// that load rows into shared memory with the bulk copy engine (row_pipeline.cuh).
 #pragma once
 
 #include "cuda/combine/row_pipeline.cuh"
@@ -8,7 +9,8 @@
 
 namespace weft {
 
-// The less a row has, the fewer warps can share it without waiting more than they add.
+// Pipelines of a block, and warps of each that add. The shorter a row, the fewer warps can share it
+// without waiting more than they add. Both shapes are guesses.
 using ShortRows = PipelineShape<5, 2>;
 using LongRows = PipelineShape<3, 4>;
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The pre-reduce role of combine: a team of warps takes the arrivals that one chunk of one rank's
-// tokens made here, sums the rows of each and stores one row per arrival in that rank's staging,
-// weight gradients with it; then one signal.
+// tokens made on this rank, sums the rows of each arrival and stores one row per arrival in that
+// rank's staging, together with weight gradients; then it raises one signal. row_sum.cuh adds.
+// Before: the caller's experts; after: the sum role of the tokens' rank (sum.cuh).
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
@@ -9,7 +10,7 @@
 
 namespace weft {
 
-// An array of each source in a plan. To find one takes divisions, so it is done once.
+// One array per source, in a plan. Its address takes divisions, so it is computed once.
 template <class T>
 struct BySource {
   const std::byte* begin = nullptr;
@@ -20,7 +21,8 @@ struct BySource {
   }
 };
 
-// `kCopied`: by copy engines; sums and weights are packed by arrival instead.
+// With `kCopied` the call goes by copy engines (copy_engines/combine.cu): sums and weights are
+// packed by arrival in this rank's memory instead.
 template <bool kScaled, bool kCopied>
 class CombineReduce {
  public:

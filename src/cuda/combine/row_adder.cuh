@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps of a pipeline (row_pipeline.cuh) that add the rows which its loader brings.
+// The adding warps of a pipeline (row_pipeline.cuh): they add the rows that its loader
+// (row_loader.cuh) has brought to shared memory.
 #pragma once
 
 #include <type_traits>

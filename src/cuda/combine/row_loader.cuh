@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loader of a pipeline (row_pipeline.cuh): learns what is to be added, tells it to the adding
-// warps, and lets the bulk copy engine bring the rows.
+// The loader warp of a pipeline (row_pipeline.cuh): it finds out what is to be added, tells the
+// adding warps (row_adder.cuh), and has the bulk copy engine bring the rows.
 #pragma once
 
 #include "cuda/combine/row_pipeline.cuh"

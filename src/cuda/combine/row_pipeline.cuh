@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// How combine adds rows with the bulk copy engine. A block has some pipelines, each a loader warp,
-// which learns what is to be added and keeps shared memory filled with rows, and some warps that
-// add, each its part of every row; and one warp that signals. A loader is a few items ahead at
-// most, and no pipeline waits for another. To find out, to wait and to pass on takes about as many
-// instructions as to add, so a row is shared by few warps, and there are many pipelines: whatever
-// one of them waits for, the others go on.
+// How combine adds rows with the bulk copy engine. A block has several pipelines, and one warp that
+// signals. Each pipeline has one loader warp (row_loader.cuh), which finds out what is to be added
+// and keeps shared memory filled with rows, and some warps that add (row_adder.cuh), each its part
+// of every row. A loader is at most a few items ahead, and no pipeline waits for another. Finding
+// out, waiting and passing on take about as many instructions as adding, so few warps share a row
+// and a block has many pipelines: whatever one of them waits for, the others go on.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
 
 namespace weft {
 
+// The first two numbers are guesses. From compute capability 9.0 on a block may have 227 KiB of
+// shared memory; 190 KiB of it for rows, also a guess, leave room for the rest.
 inline constexpr int kItemSlots = 4;      // items that a loader may be ahead
 inline constexpr int kMaxRowStages = 16;  // rows, or pieces of rows, of a pipeline in shared memory
-inline constexpr int kRowStageBytes = 190 * 1024;  // of all
-inline constexpr unsigned kLoaderBarrier = 1;      // 0 is everybody's
+inline constexpr int kRowStageBytes = 190 * 1024;  // of all pipelines of a block
+inline constexpr unsigned kLoaderBarrier = 1;      // a hardware barrier; __syncthreads() has 0
 
 // Of a block: how many pipelines, and how many warps of each add.
 template <int kNumPipelines, int kNumAdders>

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine are this, over other
-// rows: a *source* hands out items of a few entries; each entry is some rows and the place of their
-// sum. It does so in steps, so that a warp can ask for the next items while it works on one:
-// first() and after() begin to read where the numbers of an item lie, load() to read them, and only
-// resolve() looks at what has come.
+// Sums rows in fp32, in a fixed order, and rounds once. Both roles of combine do this, with other
+// rows: a *source* (CombineReduce of reduce.cuh, CombineSum of sum.cuh) hands out items of a few
+// entries, and each entry is some rows and the place of their sum. It does so in steps, so that a
+// warp can ask for the next items while it works on one: first() and after() begin to read where
+// the numbers of an item lie, load() begins to read them, and only resolve() looks at what has
+// come.
+//
+// Here are the types of items, and the loop that loads rows into registers; row_pipeline.cuh has
+// the other way.
 #pragma once
 
 #include "cuda/device/elements.cuh"
@@ -12,15 +16,15 @@
 
 namespace weft {
 
-inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row
+inline constexpr int kSumVectors = 4;  // of 16 bytes, per lane and row; a guess
 inline constexpr int32_t kSumPiece = kSumVectors * kWarpLanes * 16;
 
 inline constexpr int kMaxEntries = kMaxChunkTokens;  // of an item
 inline constexpr int kItemSteps = kMaxEntries;       // an entry has up to 32 positions
 
 // An item's rows lie in positions, `width` for each entry, of which some are empty. They are spread
-// over the warp: position p is lane p % 32 of step p / 32. What is looked at row by row costs the
-// one warp that prepares items more time than all that follows, so it looks at 32 at a time.
+// over the warp: position p is lane p % 32 of step p / 32. The one warp that prepares items looks
+// at 32 positions at a time; one by one would take it longer than all that follows.
 struct ItemShape {
   int32_t width = 1;
   int32_t steps = 1;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sum role of combine: a team of warps takes a chunk of this rank's tokens, waits until every
-// rank has returned its arrivals, and adds each token's arrivals in ascending rank order. Before
-// that, if the call is scaled by weights of this side, it sends them to the experts' ranks.
+// rank has returned its arrivals, and adds each token's arrivals in ascending rank order. If the
+// call is scaled by weights that this side has, it first sends them to the experts' ranks.
+// row_sum.cuh adds. Before: the pre-reduce role of the experts' ranks (reduce.cuh); after: the
+// caller.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
@@ -9,7 +11,8 @@
 
 namespace weft {
 
-// `kCopied`: by copy engines; all sums are here when the kernel begins, by rank and arrival.
+// With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
+// the kernel begins, by rank and arrival.
 template <bool kCopied>
 class CombineSum {
  public:

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the two kernels of a call by copy engines begin, and the first ends: it packs and tells the
-// peers of the call, the second takes what they have copied here. All functions: all threads of
-// every block.
+// How the two kernels of a call by copy engines begin, and how the first ends. The first packs what
+// goes to each peer and tells the peers of the call; then copy engines copy it (copies.cpp); the
+// second takes what the peers' copy engines have brought. dispatch.cu and combine.cu of this folder
+// have the kernels. All threads of every block call these functions.
 #pragma once
 
 #include "cuda/copy_engines/rows.hpp"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine by copy engines, before and after the copies (exchange/copies_cuda.cpp): the pre-reduce
-// role alone packs sums for each peer in this rank's memory; the sum role alone adds what has been
-// copied. Kernels of many blocks wait for nothing but this GPU's memory.
+// combine by copy engines: the kernels before and after the copies (copies.cpp). In the first all
+// blocks have the pre-reduce role and pack sums for each peer in this rank's memory; in the second
+// all have the sum role and add what copy engines have brought. Rows are loaded from and stored to
+// this GPU's memory only. Before: combine/call.cpp; after: the caller.
 #include "cuda/combine/paths.cuh"
 #include "cuda/combine/reduce.cuh"
 #include "cuda/combine/row_adder.cuh"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int kThreads = kMoverWarps * kWarpLanes;  // of a vector kernel
 
-// Both roles: `Source` is made by every warp, for its team.
+// Runs either role: every warp makes the `Source` of its team.
 template <class Element, class Source, class... More>
 __device__ void run_vector(
     const CombineLaunch& call, const CallSetup& setup, const Team& team, More&... more
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   finish_call(call.me, setup.epoch);
 }
 
-// Of a whole block, which has no warp that signals.
+// As above, for a whole block. No warp of it signals.
 template <class Shape, class Element, class Source, class... More>
 __device__ void run_bulk(
     const CombineLaunch& call,

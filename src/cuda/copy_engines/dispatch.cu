@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch by copy engines, before and after the copies (exchange/copies_cuda.cpp): the push role
-// alone packs rows for each peer in this rank's memory; the fan-out role alone stores what has been
-// copied in its slots. Kernels of many blocks wait for nothing but this GPU's memory.
+// dispatch by copy engines: the kernels before and after the copies (copies.cpp). In the first all
+// blocks have the push role and pack rows for each peer in this rank's memory; in the second all
+// have the fan-out role and store what copy engines have brought in its slots. Rows are loaded from
+// and stored to this GPU's memory only. Before: dispatch/call.cpp; after: the caller's experts.
 #include "cuda/copy_engines/call.cuh"
 #include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/fan_out.cuh"
@@ -17,7 +18,8 @@ __device__ RoleBlock this_block() {
   return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
 }
 
-// What the fan-out role asks of where rows are, and when.
+// Where the fan-out role finds what copy engines have brought. All of it is here when the kernel's
+// roles begin.
 class CopiedItems {
  public:
   __device__ CopiedItems(const DispatchLaunch& call, const CallSetup& setup)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What one rank sends another in a call by copy engines, as it lies in memory on both sides: rows,
-// then scale rows, then weights, each by arrival. For host and device.
+// then scale rows, then weights, each by arrival. For host and device. call.cuh packs it,
+// copies.cpp copies it.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,9 @@
 
 namespace weft {
 
-inline constexpr int kCopiedArrivalBits = 24;  // arrivals of a rank are numbered in so many bits
+// Combine's sum role packs a rank (below kMaxDomainRanks) and the number of its arrival into 31
+// bits.
+inline constexpr int kCopiedArrivalBits = 24;
 
 struct CopiedRows {
   int64_t row_bytes = 0;     // as it arrives
@@ -32,7 +35,7 @@ struct CopiedRows {
   return {payload.out_row_bytes(), payload.staged_scale_bytes(), payload.weight_bytes};
 }
 
-// Of one call.
+// What the kernels of one call must know of its copies.
 struct CopiedLaunch {
   CopiedRows rows;
   uint32_t number = 0;          // what SignalSlots::copied() says then, of this rank's copies

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every dispatch and combine begins: this rank's word goes out, the words of all ranks come in,
-// and with them the places to write. Also waits until the plan's arrival records are here.
+// How every kernel of dispatch and combine begins: this rank's handshake (DeviceWord) goes to all
+// peers, the peers' handshakes are awaited, and with them come the addresses to which this rank
+// writes. The kernel also waits here until the plan's arrival records have come from every source.
+//
+// Before: the kernels of plan/. After: the roles in dispatch/push.cuh, dispatch/fan_out.cuh,
+// combine/reduce.cuh and combine/sum.cuh.
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -9,7 +13,8 @@
 
 namespace weft {
 
-// In shared memory; by rank, as this rank reaches it.
+// What the threads of a block know of a call, in shared memory. Arrays are by rank and hold
+// addresses as this rank reaches them.
 struct CallSetup {
   uint32_t epoch;
   uint32_t failures;
@@ -28,8 +33,8 @@ struct CallSetup {
   }
 };
 
-// One thread of a block: what this rank says of a call, of which `word` has what the device does
-// not know better.
+// One thread of a block fills in this rank's handshake. `word` has what the host knows; the epoch,
+// the plan's number and whether an earlier call has failed are known on the device only.
 __device__ inline void set_own_word(
     CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
 ) {
@@ -46,9 +51,9 @@ __device__ inline void set_own_word(
   setup.epoch = epoch;
 }
 
-// All threads of every block. False if the call is given up. `word` is the caller's but for what is
-// known on the device alone. `is_early`: the call's rows go among the peers' early rows, so that no
-// word is waited for; accept_peers() does, in some blocks.
+// All threads of every block call it. It returns false if the call is given up. `word` is as in
+// set_own_word(). With `is_early` the rows go among the peers' eager rows, whose addresses nobody
+// has to tell: no handshake is waited for here, and some blocks call accept_peers() later.
 __device__ inline bool begin_call(
     CallSetup& setup,
     const RankView& me,
@@ -112,7 +117,8 @@ __device__ inline bool begin_call(
   return setup.failures == 0;
 }
 
-// All threads of a block whose call began early, which may have failed: as begin_call() does else.
+// All threads of a block whose begin_call() had `is_early`, whether it failed or not: waits for the
+// handshakes. It returns false if the call is given up.
 __device__ inline bool accept_peers(CallSetup& setup, const RankView& me) {
   const int peer = static_cast<int>(threadIdx.x);
   DeviceWord said;
@@ -123,8 +129,8 @@ __device__ inline bool accept_peers(CallSetup& setup, const RankView& me) {
   return setup.failures == 0;
 }
 
-// The part of a plan's records that one chunk of a source's tokens made here: at most
-// chunk_tokens() arrivals.
+// The numbers of the arrivals that one chunk of a source's tokens makes on this rank, at most
+// chunk_tokens() of them.
 struct ChunkArrivals {
   int32_t begin;
   int32_t end;
@@ -135,8 +141,9 @@ __device__ __forceinline__ ChunkArrivals arrivals_of(const PlanView& plan, int s
   return {begin[0], begin[1]};
 }
 
-// Items (source, chunk) in the order in which sources raise them: chunk by chunk, of `num_sources`
-// the ones after this rank first; this rank itself is the last, or left out.
+// Items are pairs (source, chunk), in the order in which sources raise their signals: chunk by
+// chunk, and within a chunk the `num_sources` sources that follow this rank. This rank itself is
+// the last source, or is left out.
 struct ChunkItem {
   int source;
   int chunk;

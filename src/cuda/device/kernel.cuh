@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A kernel that takes a call, with what a launch of it needs.
+// A kernel that takes one struct as its parameter, and what the host does with it: it loads the
+// code, sets how much shared memory a block may have, and launches. Every .cu file of the executor
+// launches by it. The functions throw Error (kCuda).
 #pragma once
 
 #include "core/gpu/check.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The place of a thread in its warp and block.
+// The place of a thread in its warp, and of its warp in the block.
 #pragma once
 
 #include <cstdint>

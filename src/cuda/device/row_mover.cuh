@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Moves pieces of rows from one place to several, one warp at a time: through registers, or through
-// shared memory by the bulk copy engine.
+// How one warp copies pieces of rows from one place to several: through registers (load_vectors,
+// store_vectors), or through shared memory with the bulk copy engine (BulkRing). dispatch/push.cuh,
+// dispatch/fan_out.cuh and dispatch/eager.cuh move all their rows with it. team.cuh says which
+// warps share a row.
 #pragma once
 
 #include "cuda/device/call_setup.cuh"
@@ -9,10 +11,12 @@
 
 namespace weft {
 
-// Most entries of small register arrays by token, arrival, ...: chunk_tokens() at most.
+// The size of register arrays that are indexed by token or arrival of a chunk. A chunk has at most
+// kLongChunkTokens.
 inline constexpr int kMaxChunkTokens = 4;
 
-// Register arrays take no index that is known at run time alone.
+// values[index]. A register array must not be indexed by a number that only run time knows: it
+// would move to local memory.
 template <class T>
 __device__ __forceinline__ T pick(const T (&values)[kMaxChunkTokens], int index) {
   T value = values[0];
@@ -23,7 +27,7 @@ __device__ __forceinline__ T pick(const T (&values)[kMaxChunkTokens], int index)
   return value;
 }
 
-// Rows are cut into equal pieces, so that the last is not a small one.
+// How a row is cut: into pieces of equal size, so that the last one is not small.
 struct Pieces {
   int32_t row_bytes = 0;
   int32_t each = 0;  // a multiple of 16
@@ -51,7 +55,7 @@ struct RowSpan {
   uint32_t bytes;
 };
 
-// The places of one row: up to two per lane, null = none.
+// Where one row goes: up to two addresses per lane, null for none.
 struct Targets {
   std::byte* first = nullptr;
   std::byte* second = nullptr;
@@ -73,7 +77,7 @@ __device__ __forceinline__ void for_each_target(const Targets& targets, const St
   visit(targets.second);
 }
 
-inline constexpr int kVectorLoads = 4;  // of 16 bytes in flight, per lane and row
+inline constexpr int kVectorLoads = 4;  // of 16 bytes, in flight per lane and row; a guess
 inline constexpr int32_t kVectorPiece = kVectorLoads * kWarpLanes * 16;
 
 // A warp's piece of a row in registers.
@@ -105,11 +109,14 @@ __device__ __forceinline__ void store_vectors(
   }
 }
 
-inline constexpr int kBulkStages = 12;  // pieces in shared memory per warp
-inline constexpr int kBulkAhead = 6;    // of these being loaded
-inline constexpr int32_t kBulkPiece = 2048;
+// The three numbers are guesses. 8 warps (kMoverWarps) with these stages take 192 KiB of the 227
+// KiB of shared memory that a block may have from compute capability 9.0 on.
+inline constexpr int kBulkStages = 12;       // pieces in shared memory, per warp
+inline constexpr int kBulkAhead = 6;         // of these, how many are being loaded
+inline constexpr int32_t kBulkPiece = 2048;  // bytes
 
-// A warp's ring of pieces. Every lane stores and counts its own groups; lane 0 loads.
+// A warp's ring of pieces in shared memory. Lane 0 loads; every lane stores, and counts its own
+// groups of bulk stores.
 class BulkRing {
  public:
   __device__ BulkRing(std::byte* stages, uint64_t* full) : stages_(stages), full_(full) {
@@ -122,8 +129,8 @@ class BulkRing {
     __syncwarp();
   }
 
-  // Runs units [0, count): loads source(u) ahead, then calls store(u, piece in shared memory),
-  // which issues bulk stores on any lanes, and after(u).
+  // Works on the units [0, count): loads source(u) ahead of time, then calls store(u, piece in
+  // shared memory), which issues bulk stores on any lanes, and after(u).
   template <class Source, class Store, class After>
   __device__ __forceinline__ void stream(
       int count, const Source& source, const Store& store, const After& after

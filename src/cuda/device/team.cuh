@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warps of a block that work on the same rows, each on its own slice of the columns. Many warps on
-// few rows finish a chunk soon, so that whoever waits for its signal can begin: with a row for each
-// warp the first signals would come when half of all rows are through.
+// Which warps of a block work on the same rows: a team of warps shares each row, one slice of the
+// columns per warp. With several warps to a row the first chunks finish soon, so that whoever waits
+// for their signals can begin; with one warp to a row the first signals would come when half of all
+// rows are through. One more warp of each block raises the signals.
+//
+// The roles of dispatch and combine divide their work by these functions.
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
 
 namespace weft {
 
-inline constexpr int kMaxTeamWarps = 8;
-inline constexpr int kMoverWarps = 8;  // of a block; one more signals
+inline constexpr int kMaxTeamWarps = 8;  // as many as kMoverWarps
+inline constexpr int kMoverWarps = 8;    // of a block; one more signals. A guess
 inline constexpr int kMaxTeams = kMoverWarps;
 inline constexpr int kRoleThreads = (kMoverWarps + 1) * kWarpLanes;
 
@@ -54,7 +57,8 @@ struct Team {
   int in_block = 0;
 };
 
-// Slices of about two kilobytes; half of one where few tokens make latency count.
+// How many warps share a row: as many as leave each a slice of at most 2 KiB, or 1 KiB in short
+// calls, where latency counts. Both sizes are guesses.
 WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
   const int64_t slice = is_short_call(num_tokens) ? 1024 : 2048;
   int warps = 1;
@@ -118,7 +122,7 @@ __device__ __forceinline__ void clear_progress(TeamProgress& progress) {
   }
 }
 
-// One warp, all lanes: its part of so many chunks is stored.
+// All lanes of a warp report that its part of so many chunks is stored.
 __device__ __forceinline__ void report_progress(
     TeamProgress& progress, const Team& team, uint32_t finished
 ) {
@@ -154,6 +158,7 @@ __device__ __forceinline__ void signal_chunks(
     }
     uint32_t left = __ballot_sync(kAllLanes, complete > sent);
     if (left == 0) {
+      // Both numbers, of looks between looks at the stop flag and of nanoseconds, are guesses.
       if (++round % 256 == 0 && is_stopped(me)) {
         return;
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A router's indices as they were given, of 4 or 8 bytes each.
+// Reads a router's expert indices as the caller passed them, of 4 or 8 bytes each.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one bounded wait of the CUDA executor, and how a call begins, fails and ends on the device.
+// How a GPU rank waits for its peers, with a deadline, and how a call begins, fails and ends on the
+// device. Signals are numbers in the waiting rank's control region (layout/control_map.hpp) that
+// peers store; docs/memory_model.md pairs each store with the wait for it. Every kernel of the
+// executor includes this file.
 #pragma once
 
 #include "cuda/device/ptx/memory.cuh"
@@ -7,8 +10,8 @@
 
 namespace weft {
 
-// An entry of the table of regions, from where the host's copies arrive: never from a cache that an
-// earlier table at this address may have left behind.
+// An entry of the table of regions. It is read from the L2 cache, where the host's copies arrive,
+// never from an L1 cache that may hold an earlier table at this address.
 __device__ __forceinline__ std::byte* region_of(const RankView& me, int rank, uint32_t region) {
   const auto* entry = reinterpret_cast<const unsigned long long*>(
       me.regions + static_cast<uint32_t>(rank) * kMaxPeerRegions + region
@@ -48,7 +51,8 @@ __device__ __forceinline__ bool is_stopped(const RankView& me) {
 
 // The first fault of a rank is told to its host and ends all waits of its kernel.
 __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault) {
-  // Of a stranger or a missing region the peer does not know: it goes on alone.
+  // A peer does not know that it is a stranger here, or that its region is missing: it goes on by
+  // itself.
   const bool is_mutual = fault.kind != FaultKind::kTimeout && fault.kind != FaultKind::kStranger &&
                          fault.kind != FaultKind::kUnmapped;
   const StopState state = is_mutual ? StopState::kGivenUp : StopState::kBroken;
@@ -115,8 +119,9 @@ __device__ inline std::byte* peer_data(
 
 // One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
 // given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
-// Words are awaited also by a call that is given up, so that no rank gets two calls ahead of
-// another. `patience`: so many times as long as others wait, whose fault says more.
+// A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
+// another. `patience` multiplies the deadline, for waits whose timeout would say less than that of
+// another wait for the same peer.
 __device__ inline bool wait_reached(
     const RankView& me,
     const uint32_t* signal,
@@ -130,9 +135,9 @@ __device__ inline bool wait_reached(
   const uint64_t begin = ptx::nanoseconds();
   for (;;) {
     uint32_t seen = 0;
-#pragma unroll 1  // what waits need not be fast, and code has to be fetched
-    for (int i = 0; i < 32; ++i) {
-      __nanosleep(me.poll_ns);  // waiting warps shall leave the memory to working ones
+#pragma unroll 1                    // what waits need not be fast, and code has to be fetched
+    for (int i = 0; i < 32; ++i) {  // looks between looks at the clock: a guess
+      __nanosleep(me.poll_ns);      // waiting warps shall leave the memory to working ones
       seen = ptx::load_acquire_sys(signal);
       if (is_reached(seen, wanted)) {
         atomicAdd(
@@ -185,7 +190,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   }
 }
 
-// One thread: this rank's word to one peer.
+// One thread sends this rank's handshake to one peer.
 __device__ inline void post_word(
     const RankView& me, uint32_t epoch, const DeviceWord& word, int peer
 ) {
@@ -196,7 +201,7 @@ __device__ inline void post_word(
   );
 }
 
-// Threads [0, num_ranks) of one block: each tells its word to one peer.
+// Threads [0, num_ranks) of one block send it, each to one peer.
 __device__ inline void post_word_by_thread(
     const RankView& me, uint32_t epoch, const DeviceWord& word
 ) {
@@ -206,7 +211,7 @@ __device__ inline void post_word_by_thread(
   }
 }
 
-// A word as its sender wrote it, in one round trip.
+// Reads a handshake as its sender wrote it, in one round trip to memory.
 __device__ __forceinline__ DeviceWord read_word(const DeviceWord* from) {
   static_assert(sizeof(DeviceWord) % sizeof(uint4) == 0);
   constexpr int kVectors = sizeof(DeviceWord) / sizeof(uint4);
@@ -222,8 +227,8 @@ __device__ __forceinline__ DeviceWord read_word(const DeviceWord* from) {
   return bits.word;
 }
 
-// One thread per peer, [0, num_ranks): waits for the peer's word of this call and compares it with
-// this rank's. False if the call is given up.
+// One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
+// with this rank's. It returns false if the call is given up.
 __device__ inline bool accept_word(
     const RankView& me, uint32_t epoch, const DeviceWord& own, int peer, DeviceWord& word
 ) {

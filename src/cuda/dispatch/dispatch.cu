@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch on a GPU: one launch, blocks of two roles (push.cuh, fan_out.cuh).
-// Previous in the data flow: dispatch/call.cpp; next: the caller's experts.
+// dispatch on a GPU, one launch whose blocks have two roles: the first push this rank's rows to its
+// peers (push.cuh), the others fan out the rows that have come (fan_out.cuh). Before:
+// dispatch/call.cpp; after: the caller's experts.
 #include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/extras.cuh"
 #include "cuda/dispatch/fan_out.cuh"
@@ -9,14 +10,14 @@
 
 namespace weft {
 
-// Where the fan-out role finds what sources have pushed, and when: in this rank's staging, closely
-// packed by arrival, but for rows that are in their primary slots.
+// Where the fan-out role finds what sources have pushed, and when. Everything lies in this rank's
+// staging, packed by arrival, except for rows that sources wrote to their primary slots.
 class StagedItems {
  public:
   __device__ StagedItems(const DispatchLaunch& call, const CallSetup& setup)
       : call_(call), setup_(setup) {}
 
-  // One warp, every lane: until the item is here. False if the call is given up.
+  // All lanes of a warp wait until the item is here. Returns false if the call is given up.
   [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& records) const {
     const RankView& me = call_.me;
     const auto slot = me.map.signals().dispatch(
@@ -26,12 +27,12 @@ class StagedItems {
     return wait_reached_warp(me, signal_of(me, me.rank, slot), setup_.epoch, site);
   }
 
-  // Whether rows are here too.
+  // Whether rows lie in staging too.
   [[nodiscard]] __device__ __forceinline__ bool has_rows() const {
     return call_.place == Place::kStaging;
   }
 
-  // Each the first of the item's arrivals; the others follow.
+  // What follows gives the address of the item's first arrival; the others lie behind it.
   [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
       const ArrivalRecords& records, int64_t row_bytes
   ) const {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fan-out role of a dispatch that makes its plan: a warp waits for one token of one source and
-// loads its part of the row while the plan is made, then stores it to the token's slots here. Of a
-// token without any it loads what an earlier call left, and stores nothing.
+// The fan-out role of a dispatch that makes its plan in the same launch (fused.cu): a warp waits
+// for one token of one source and loads its part of the row while the plan is made, then stores it
+// to the token's slots on this rank. Of a token without any it loads what an earlier call left in
+// memory, and stores nothing. Before: the push role of the source (push.cuh) and the plan
+// (plan/fused.cuh); after: the caller's experts.
 #pragma once
 
 #include "cuda/device/call_setup.cuh"
@@ -13,8 +15,8 @@
 
 namespace weft {
 
-// What the blocks that move rows learn of a plan that other blocks make at the same time: in shared
-// memory, by a warp that moves nothing.
+// What a block that moves rows learns of the plan that other blocks make at the same time. It is in
+// shared memory; a warp that moves nothing writes it.
 struct SeenPlan {
   enum : uint32_t { kNotYet, kHere, kGivenUp };
   uint32_t sizes;  // CallSetup::tokens holds
@@ -23,7 +25,7 @@ struct SeenPlan {
   __device__ void clear() { sizes = plan = kNotYet; }
 };
 
-// One warp, all lanes.
+// All lanes of one warp.
 __device__ __forceinline__ void tell_block(uint32_t& flag, bool is_here) {
   is_here = __all_sync(kAllLanes, is_here);
   if (lane_index() == 0) {
@@ -32,13 +34,13 @@ __device__ __forceinline__ void tell_block(uint32_t& flag, bool is_here) {
   }
 }
 
-// One warp, all lanes: false if the call is given up. It always comes to an end: whoever tells
-// waits with a deadline.
+// All lanes of one warp wait until the flag is set. Returns false if the call is given up. The wait
+// always ends, because the warp that sets the flag waits with a deadline.
 __device__ __forceinline__ bool await_block(uint32_t& flag) {
   uint32_t seen = SeenPlan::kNotYet;
   if (lane_index() == 0) {
     while ((seen = atomicOr(&flag, 0U)) == SeenPlan::kNotYet) {
-      __nanosleep(20);
+      __nanosleep(20);  // a guess
     }
     __threadfence_block();
   }
@@ -140,7 +142,7 @@ class EarlyFanOut {
  private:
   // Warps that share an item, where there are fewer items than warps.
   [[nodiscard]] __device__ __forceinline__ int num_parts(int items) const {
-    constexpr int64_t kLeastPart = 1024;
+    constexpr int64_t kLeastPart = 1024;  // bytes; a guess
     int parts = 1;
     while (2 * parts * items <= num_warps_ && row_bytes_ > parts * kLeastPart) {
       parts *= 2;

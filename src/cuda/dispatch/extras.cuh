@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What arrives beside the rows of dispatch: a warp puts weights and scale rows of an item's
-// arrivals where they belong. All loads of an item come before its stores, so that it waits once
-// for memory.
+// What arrives with the rows of dispatch: a warp puts the weights and scale rows of an item's
+// arrivals where they belong. It loads everything of an item before it stores anything, so that it
+// waits for memory once. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "cuda/device/row_mover.cuh"

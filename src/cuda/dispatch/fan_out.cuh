@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fan-out role of dispatch: a warp waits for one chunk of one source, then copies each arrival
 // to its other slots (from staging: to all of them) and puts weights and scale rows where they
-// belong. Padding is zeroed before the first wait.
+// belong (extras.cuh). Padding is zeroed before the first wait (padding.cuh). dispatch.cu and
+// copy_engines/dispatch.cu run it. Before: the push role of the source (push.cuh); after: the
+// caller's experts.
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
@@ -12,7 +14,8 @@
 
 namespace weft {
 
-// `Items`: StagedItems or CopiedItems.
+// `Items` says where arrivals lie and when: StagedItems of dispatch.cu, or CopiedItems of
+// copy_engines/dispatch.cu.
 template <class Items>
 class DispatchFanOut {
  public:
@@ -22,7 +25,7 @@ class DispatchFanOut {
     num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
     const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
-    // Of its own tokens the push role wrote every slot.
+    // The push role has written every slot of this rank's own tokens.
     num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
     row_bytes_ = call.payload.out_row_bytes();
   }

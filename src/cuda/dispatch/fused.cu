@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan and the dispatch by it in one launch, for calls of few tokens, whose latency decides: the
-// first blocks make the plan (plan_routed.cuh) while the others push rows to where no plan has to
-// say (dispatch_push.cuh) and then fan them out (dispatch_early.cuh). Previous in the data flow:
-// exchange/dispatch_routed_call_cuda.cpp.
+// A plan and the dispatch by it in one launch, for calls of few tokens, where latency decides. The
+// first blocks make the plan (plan/fused.cuh). Meanwhile the others push eager rows to places that
+// need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Before:
+// dispatch/fused_call.cpp; after: the caller's experts.
 #include <algorithm>
 
 #include "cuda/device/kernel.cuh"
@@ -20,13 +20,14 @@ static_assert(
 );
 static_assert(kRoutedThreads >= kRoleThreads + 2 * kWarpLanes && kRoutedThreads <= kMaxPlanThreads);
 
-// Of a block that moves rows, behind the warp that signals.
+// Two more warps of a block that moves rows, after the one that signals. Only one block uses the
+// second, for the handshakes.
 constexpr int kWatchWarp = kMoverWarps + 1;
-constexpr int kWordWarp = kMoverWarps + 2;  // of one block alone
+constexpr int kWordWarp = kMoverWarps + 2;
 
 using Push = DispatchPush<EarlyRoutes>;
 
-// All threads of a block: places that depend on nothing that peers would have to say.
+// All threads of a block: the addresses of eager rows, which no peer has to tell.
 __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
   if (threadIdx.x == 0) {
     seen.clear();

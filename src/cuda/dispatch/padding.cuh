@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Zeroes the rows between an expert's last and the end of its block, which dispatch does not write.
+// Zeroes the rows between an expert's last row and the end of its padded block, which dispatch does
+// not write. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "cuda/device/lanes.cuh"
@@ -49,7 +50,8 @@ __device__ inline void zero_padding(const DispatchLaunch& call, int warp, int nu
       left &= left - 1;
       const int32_t from = __shfl_sync(kAllLanes, begin, lane);
       const int32_t rows = __shfl_sync(kAllLanes, count, lane);
-      // Not always the same warps first.
+      // Each expert begins with another warp, so that the first warps do not do all the work. The
+      // stride of 37 is a guess.
       for (int row = (warp + (first + lane) * 37) % num_warps; row < rows; row += num_warps) {
         zero_row(call, from + row);
       }

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The push role of dispatch: a team of warps takes a chunk of this rank's tokens, loads each row
-// once and stores it to one place on every other rank it goes to and to every slot on this rank;
-// then weights and scales, then a signal to each rank.
+// once and stores it to one place on every other rank that it goes to and to every slot on this
+// rank; then weights and scales, then a signal to each rank.
+//
+// Before: device/call_setup.cuh, which has the addresses. After: the fan-out role of the receiver
+// (fan_out.cuh, or eager.cuh in a launch that also makes the plan).
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
@@ -12,7 +15,7 @@
 
 namespace weft {
 
-// Where one token goes, spread over the lanes: lane j knows the j-th rank after this one (the last
+// Where one token goes, spread over the lanes. Lane j knows the j-th rank after this one (the last
 // is this one), so that ranks do not all write to the same peer first; lane k knows route k.
 struct TokenRoutes {
   int32_t primary = -1;   // slot on the lane's rank
@@ -30,8 +33,8 @@ class PlannedRoutes {
  public:
   static constexpr bool kIsEarly = false;
 
-  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes.
-  // Nothing looks at it before the chunk before is done, so that no load is waited for.
+  // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes. Nothing
+  // looks at it until the preceding chunk is done, so that no warp waits for the loads.
   struct Chunk {
     int32_t primary[kMaxChunkTokens];
     int32_t arrival[kMaxChunkTokens];
@@ -90,8 +93,9 @@ class PlannedRoutes {
   int max_topk_;
 };
 
-// By the routing: to each rank that has one of a token's experts, this one too, as the arrival of
-// the token's number. What is out of range goes nowhere; the plan refuses it.
+// Where eager rows go, by the routing and without a plan: to each rank that has one of a token's
+// experts, this one included, and there to the place of the token's number. A route out of range
+// goes nowhere; the plan refuses it.
 class EarlyRoutes {
  public:
   static constexpr bool kIsEarly = true;
@@ -251,7 +255,7 @@ class DispatchPush {
     report_progress(progress_, team_, static_cast<uint32_t>(chunks));
   }
 
-  // The block's last warp: lane r tells rank r.
+  // The block's last warp: lane r raises the signals at rank r.
   __device__ void run_signals() const {
     const auto first = [&](int in_block) {
       return team_index(block_.index, block_.count, in_block);
@@ -277,8 +281,8 @@ class DispatchPush {
   }
 
  private:
-  // Pieces whose stores a warp lets be on their way at the end of a chunk. Few: links that are
-  // offered more carry less.
+  // How many pieces a warp lets be on their way at the end of a chunk. The number is a guess; few,
+  // because links that are offered more carry less.
   static constexpr int kPatience = 1;
 
   using Chunk = typename Routes::Chunk;

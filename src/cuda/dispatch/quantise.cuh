@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// bf16 rows to FP8 with one fp32 scale for 128 elements, on their way through registers. The scale
-// is the group's largest magnitude divided by the largest FP8 number, 1 for a group of zeros; an
-// element is divided by it and rounded to nearest even.
+// Quantises bf16 rows to FP8 on their way through registers, with one fp32 scale for 128 elements.
+// The scale is the group's largest magnitude divided by the largest FP8 number, 1 for a group of
+// zeros; an element is divided by it and rounded to nearest even. The push role (push.cuh) does it
+// before it stores a row.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -26,7 +27,8 @@ __host__ __device__ inline uint8_t to_fp8(float value, float scale, Quantise kin
   );
 }
 
-// One warp, every lane: `bytes` of any size; words where everything is aligned for them.
+// All lanes of a warp copy `bytes` of any number, four at a time where everything is aligned to
+// four.
 __device__ __forceinline__ void copy_bytes_warp(
     std::byte* to, const std::byte* from, int64_t bytes
 ) {

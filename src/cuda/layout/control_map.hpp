@@ -1,32 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the GPUs of a domain say it: the byte geometry of a rank's control region in device memory,
-// for host and device alike. Peers write it, its owner reads it; it starts all zero and nothing in
-// it is ever reset.
+// Where everything lies in a rank's control region, the device memory through which the GPUs of a
+// domain tell each other about calls: byte offsets, for host and device alike. Peers write the
+// region, its owner reads it. It starts all zero and nothing in it is ever reset.
 //
-// Every call has a number, its epoch, counted on each GPU by the kernels themselves, so that a
+// Every call has a number, its epoch, which the kernels themselves count on each GPU, so that a
 // replayed graph goes on counting. A signal is raised by storing the epoch of the call: it says
 // "done up to this call", and a signal that a failed call never raised does not confuse the next.
 //
 //   signals     see SignalSlots
-//   words       [2 parities][num_ranks]  DeviceWord, then arrivals [num_ranks] and routes
-//               [num_experts] int32 of a plan call
+//   words       [2 parities][num_ranks]  DeviceWord, the handshake of a call; of a plan call also
+//               arrivals [num_ranks] and routes [num_experts] int32
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
 //               kSourceWeights
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //   stamp       uint64 of the exchange, written by the owner when the exchange is made
-//   early       [2 parities] of calls whose rows go before words have come: rows, scale rows and
-//               weights [max_topk] of [num_ranks * max_tokens] tokens. Of a dispatch that makes its
-//               plan by (source, token); of combine as in staging and in `returned`
+//   early       [2 parities] eager rows, of calls that write before any handshake has come: rows,
+//               scale rows and weights [max_topk] of [num_ranks * max_tokens] tokens. A dispatch
+//               that makes its plan orders them by (source, token), combine as in staging and
+//               `returned`
 //   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
 //               rank makes by itself
-//   early slots [num_ranks][max_tokens * max_topk]  EarlySlot: where early rows go, for this rank
-//   copied      [2 areas][num_ranks]  CopiedRows of a source, by its copy engines
+//   early slots [num_ranks][max_tokens * max_topk]  EarlySlot: where eager rows go on this rank
+//   copied      [2 areas][num_ranks]  CopiedRows of a source, brought by its copy engines
 //
-// A parity's word may be overwritten two calls later: by then every rank has read it, because no
-// kernel ends before it has seen the words of all ranks. The same holds for early rows and routing,
-// which are written before any word of their call has come. Copied rows are written before too, to
-// the two areas in turn: between two calls that use the same one there is another, which the reader
-// entered after the first.
+// The handshake of a parity may be overwritten two calls later: by then every rank has read it,
+// because no kernel ends before it has seen the handshakes of all ranks. The same holds for eager
+// rows and routing, which are written before any handshake of their call has come. Rows that copy
+// engines bring are also written before, to the two areas in turn: between two calls that use the
+// same area there is another call, which the reader entered after the first.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +45,7 @@ enum class WordStatus : uint32_t {
   kRefused,  // this rank does not run the call; every rank gives it up
 };
 
-// What a rank says to each other before the data of a call.
+// The handshake: what a rank tells each other rank before the data of a call.
 struct alignas(16) DeviceWord {
   Op op = Op::kNone;
   WordStatus status = WordStatus::kGood;
@@ -79,7 +80,8 @@ struct SignalSlots {
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
     return 4 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
-  // No epoch, but a number of its own: a stream raises it behind the copies of a call.
+  // This signal holds no epoch but a number of its own: a stream raises it behind the copies of a
+  // call.
   [[nodiscard]] WEFT_HD constexpr uint32_t copied(uint32_t source) const {
     return 4 * num_ranks + 2 * num_ranks * max_chunks + source;
   }
@@ -88,12 +90,12 @@ struct SignalSlots {
   }
 };
 
-// Most memory for rows that go before their slots are known, and only in short calls: beyond, the
-// wire takes longer than a plan.
+// The most memory for eager rows, which only short calls have: in longer ones the transfer takes
+// longer than making the plan. Both limits are guesses.
 inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
 inline constexpr uint32_t kMaxEarlyRoutes = 32768;  // of all ranks: shared memory holds them
 
-// Of a row of 16-bit elements; 0 where there is to be no room for early rows.
+// Bytes of an eager row of 16-bit elements; 0 where there is to be no room for eager rows.
 WEFT_HD constexpr uint32_t early_row_room(
     uint64_t num_ranks, uint64_t max_tokens, uint64_t max_topk, uint64_t hidden
 ) {
@@ -104,7 +106,7 @@ WEFT_HD constexpr uint32_t early_row_room(
   return fits ? static_cast<uint32_t>(row) : 0;
 }
 
-// Of a token: a row of 16-bit elements, a row of scales, weights.
+// Bytes that copy engines bring of a token: a row of 16-bit elements, a row of scales, weights.
 WEFT_HD constexpr uint64_t copied_token_room(uint64_t max_topk, uint64_t hidden) {
   return half_row_bytes(hidden) + kScaleRoom + max_topk * sizeof(float);
 }
@@ -131,14 +133,15 @@ struct alignas(8) EarlySlot {
   int32_t k = 0;
 };
 
-// Offsets in bytes, found once, as those of PlanMap are.
+// Offsets in bytes, computed once, as those of PlanMap are. Everything is aligned to 128 bytes, a
+// cache line of the GPU.
 struct DeviceControlMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
-  uint32_t early_row_bytes = 0;     // 0: no room for early rows
-  uint64_t copied_token_bytes = 0;  // 0: no room for copied rows
+  uint32_t early_row_bytes = 0;     // 0: no room for eager rows
+  uint64_t copied_token_bytes = 0;  // 0: no room for rows that copy engines bring
 
   constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
   constexpr DeviceControlMap(
@@ -191,7 +194,7 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
   }
-  // Early rows, scale rows and weights of all sources in a call's parity, [num_ranks * max_tokens]
+  // Eager rows, scale rows and weights of all sources in a call's parity, [num_ranks * max_tokens]
   // each; rows and scale rows are as long as the call's.
   [[nodiscard]] WEFT_HD constexpr uint64_t early_rows_offset(uint32_t epoch) const {
     return early_ + epoch % 2 * early_stride_;
@@ -213,7 +216,7 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t early_slots_offset(uint32_t source) const {
     return routing_offset(1, num_ranks) + source * early_slots_stride_;
   }
-  // Bytes from one source's copied rows to the next one's.
+  // Bytes from one source's rows of copy engines to the next one's.
   [[nodiscard]] WEFT_HD constexpr uint64_t copied_stride() const { return copied_stride_; }
   [[nodiscard]] WEFT_HD constexpr uint64_t copied_offset(uint32_t area, uint32_t source) const {
     return copied_ + (area * num_ranks + source) * copied_stride_;

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels as the host sees them: one struct and one function per operation. All pointers are
-// device memory of this rank unless said otherwise. A launch allocates nothing and may be captured.
-// Each throws Error (kCuda) if CUDA refuses it.
+// The kernels as the host sees them: for each operation one struct of parameters, a function that
+// prepares its kernels, once per device and before any capture, and one that launches them. All
+// pointers are device memory of this rank unless said otherwise. A launch allocates nothing and may
+// be captured. Each function throws Error (kCuda) if CUDA refuses it.
+//
+// The structs are filled in by call.cpp of plan/, dispatch/ and combine/, plan/import.cpp and
+// dispatch/fused_call.cpp; the functions are defined in the .cu files.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +17,7 @@
 
 namespace weft {
 
-inline constexpr int kMaxPlanBlocks = 32;
+inline constexpr int kMaxPlanBlocks = 32;  // a guess: each block adds up the counts of all others
 
 struct PlanLaunch {
   RankView me;
@@ -34,7 +38,7 @@ struct PlanLaunch {
   std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
   int32_t num_blocks = 1;           // at most kMaxPlanBlocks
-  int32_t num_parts = 1;  // beside a dispatch: of each rank's tokens, each a block's share
+  int32_t num_parts = 1;  // of each rank's tokens, one per block; with RoutedDispatchLaunch only
 };
 
 [[nodiscard]] uint64_t plan_scratch_bytes(const PlanMap& map);
@@ -42,8 +46,8 @@ struct PlanLaunch {
 void prepare_plan(const PlanMap& map);
 void launch_plan(const PlanLaunch& call, cudaStream_t stream);
 
-// A plan whose slots are known. `image` is host memory that the GPU reads: this rank's plan block
-// up to PlanMap::chunk_begin(0), then the records of each receiver.
+// An imported plan, whose slots the host has found. `image` is host memory that the GPU reads: this
+// rank's plan block up to PlanMap::chunk_begin(0), then the records of each receiver.
 struct GivenPlanLaunch {
   RankView me;
   PlanView plan;
@@ -81,18 +85,21 @@ struct DispatchLaunch {
   Mover mover = Mover::kVector;  // not kAuto
   int32_t num_push = 1;          // blocks of each role
   int32_t num_fan_out = 1;
-  CopiedLaunch copied;  // .rows always, the rest with Place::kCopied alone
-  // With Place::kEarly alone, where no plan says it.
+  CopiedLaunch copied;  // .rows always, the rest only with Place::kCopied
+  // Only with Place::kEarly, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
   int32_t num_tokens = 0;
 };
 
-inline constexpr unsigned kRoutedThreads = 512;  // of a block: more warps than move rows make plans
-inline constexpr uint32_t kMostStaticShared = 8 << 10;  // of a block, beside what a launch asks for
+inline constexpr unsigned kRoutedThreads =
+    512;  // of a block: kMaxPlanThreads, as blocks make plans
+// Bytes of shared memory that a block has in addition to what a launch asks for. fused.cu asserts
+// it.
+inline constexpr uint32_t kMostStaticShared = 8 << 10;
 
-// A plan and the dispatch by it. The first plan.num_blocks blocks make the plan; the others push
-// rows to where Place::kEarly says, then wait for the plan and fan out.
+// A plan and the dispatch by it in one launch. The first plan.num_blocks blocks make the plan; the
+// others push eager rows (Place::kEarly), then wait for the plan and fan out.
 struct RoutedDispatchLaunch {
   PlanLaunch plan;
   DispatchLaunch dispatch;
@@ -116,7 +123,7 @@ struct CombineLaunch {
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
                                 // engines where this rank copies to in a peer's control region
   std::byte* staged = nullptr;  // the same, as this rank sees it
-  bool is_early = false;        // sums and weights go among the early rows instead
+  bool is_early = false;        // sums and weights go among the eager rows instead
   CopiedLaunch copied;          // .rows always, the rest of a call by copy engines
   Signature signature;
   Mover mover = Mover::kVector;  // not kAuto
@@ -130,7 +137,7 @@ static_assert(
     "a kernel takes 4 KB of parameters"
 );
 
-// What this rank tells its peers of a call, but for what is known on the device alone.
+// This rank's handshake of a call, except for what only the device knows.
 [[nodiscard]] WEFT_HD inline DeviceWord word_of(const DispatchLaunch& call) {
   DeviceWord word;
   word.op = Op::kDispatch;
@@ -153,7 +160,7 @@ static_assert(
 // Tokens that one block of combine's summing role works on at the same time.
 [[nodiscard]] int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens);
 
-// Once per device and before any capture.
+// Each once per device and before any capture.
 void prepare_dispatch();
 void prepare_copied_dispatch();
 void prepare_routed_dispatch();
@@ -164,7 +171,7 @@ void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 
-// The steps of a call by copy engines before the copies, and behind them.
+// The kernels of a call by copy engines: one before the copies, one after them.
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);
 void launch_combine_pack(const CombineLaunch& call, cudaStream_t stream);
 void launch_dispatch_fan_out(const DispatchLaunch& call, cudaStream_t stream);

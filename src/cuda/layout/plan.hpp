@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan as it lies in device memory: one block of fixed size per exchange, in a region that peers
-// map, so that sources write their arrival records straight into the receiver's plan.
+// A plan as it lies in device memory: one block of fixed size per plan, in a region that peers map,
+// so that sources write their arrival records straight into the receiver's plan. plan/ fills it in,
+// dispatch/ and combine/ read it, and plan/download.cpp copies it to the host.
 //
 // Arrivals are numbered in token order per (source, receiver) pair, dropped ones included; an
 // arrival all of whose routes are dropped has a record with no rows.
@@ -14,9 +15,9 @@
 
 namespace weft {
 
-// A plan whose slots the host has found is an image in host memory, laid out so that a kernel
-// copies it into this rank's plan block and into those of its receivers. This is of one receiver,
-// as offsets in bytes into the image, multiples of 16. Arrays as in PlanMap.
+// An imported plan is an image in host memory, laid out so that a kernel (plan/import.cu) copies it
+// into this rank's plan block and into those of its receivers. These are the records of one
+// receiver, as offsets in bytes into the image, multiples of 16. Arrays are as in PlanMap.
 struct GivenRecords {
   uint64_t chunk_begin = 0;  // [num_device_chunks(num_tokens) + 1]
   uint64_t heads = 0;        // [num_arrivals]
@@ -43,14 +44,15 @@ struct PlanHeader {
 struct ArrivalHead {
   int32_t token = 0;       // on the source
   int32_t num_routes = 0;  // kept; 0: dropped as a whole
-  int32_t return_row =
-      0;  // of combine's partial sum in the source's staging: token * min(num_ranks,
-          // topk) + the arrival's place among the token's, ascending rank
+  // The row of combine's partial sum in the source's staging: token * min(num_ranks, topk) + the
+  // arrival's place among the token's, by ascending rank.
+  int32_t return_row = 0;
   int32_t padding = 0;
 };
 
-// Offsets in bytes of every array in a plan block, found once: a kernel that computed them would
-// spend more instructions on them than on a short plan. Strides do not depend on the call.
+// Offsets in bytes of every array in a plan block, computed once: a kernel that computed them would
+// spend more instructions on them than on a short plan. Strides do not depend on the call. Arrays
+// are aligned to 128 bytes, a cache line of the GPU.
 struct PlanMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;

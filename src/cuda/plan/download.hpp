@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan that kernels made, as a host plan.
+// Copies a plan that kernels made to the host, as a PlanData. Before: the kernels of plan/; after:
+// whoever asks a plan for more than its shape.
 #pragma once
 
 #include <cuda_runtime_api.h>

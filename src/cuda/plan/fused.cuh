@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// The plan of a call of few tokens, by some blocks of a grid. Every rank sends its whole routing to
-// all others and makes of all of them what concerns itself, so that ranks wait for each other once:
+// The plan of a call of few tokens, made by some blocks of the grid of dispatch/fused.cu. Every
+// rank sends its whole routing to all others and makes from all of it what concerns itself, so that
+// ranks wait for each other only once:
 //
 //   routing to all ranks -> routing of all ranks, count -> shape -> slots, records of this rank
 //
 // A block plans for a part of one rank's tokens, as plan.cu plans for its own, and writes the
-// records of what comes from there. Each counts the routes of all ranks by itself; one more writes
-// the shape. What a block executes it executes once or twice, so that its time is that of fetching
-// instructions: loops are not unrolled but where loads must be in flight together.
+// records of the arrivals that come from there. Each block counts the routes of all ranks by
+// itself; one more block writes the shape. A block executes most instructions once or twice, so
+// that its time is that of fetching them: loops are not unrolled, except where several loads must
+// be in flight together.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -18,8 +20,8 @@
 
 namespace weft {
 
-// A value of 32 bits and the epoch of the call that it is for, in one word: who sees the epoch has
-// the value, so that neither end needs a fence. For the few values that a call waits for first.
+// 64 bits that hold a value and, in the upper half, the epoch of its call: who sees the epoch has
+// the value, so that neither end needs a fence.
 __device__ __forceinline__ void store_tagged(uint64_t* to, uint32_t epoch, uint32_t value) {
   ptx::store_relaxed_sys(to, uint64_t{epoch} << 32 | value);
 }
@@ -28,11 +30,12 @@ __device__ __forceinline__ bool is_of_call(uint64_t word, uint32_t epoch) {
   return static_cast<uint32_t>(word >> 32) == epoch;
 }
 
-// One thread: until *from is of the site's call; 0 if the call is given up. Apart from where it is
-// called, which is many times and nearly always with the word there already.
+// One thread waits until *from is of the site's call; it returns 0 if the call is given up. The
+// function is not inlined: it is called in many places, nearly always with the value there already.
 __device__ __noinline__ uint64_t
 await_tagged(const RankView& me, const uint64_t* from, const WaitSite& site) {
-  // The call words are awaited elsewhere and say more than a deadline here.
+  // The handshakes are awaited elsewhere, and their timeout says more than one here: so this wait
+  // is twice as long.
   constexpr uint32_t kPatience = 2;
   const uint64_t begin = ptx::nanoseconds();
   for (;;) {
@@ -150,7 +153,7 @@ __device__ __forceinline__ int read_sizes(
 __device__ inline bool read_all(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
-  constexpr int kBatch = 4;  // loads in flight
+  constexpr int kBatch = 4;  // loads in flight; a guess
   const RankView& me = call.me;
   const uint32_t at_once = min(place.num_ranks, place.num_warps);
   const uint32_t warps = place.num_warps / at_once;  // of one rank
@@ -250,8 +253,8 @@ __device__ __forceinline__ void count_span(
   }
 }
 
-// All threads: everybody's counts, as plan_words.cuh leaves them. `part`: of the tokens of the rank
-// that is planned.
+// All threads: everybody's counts, as accept_words() of swap_counts.cuh leaves them. `part`: of the
+// tokens of the rank that is planned.
 __device__ inline void count_all(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const PartSpan& part
 ) {
@@ -341,10 +344,11 @@ __device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& pla
   }
 }
 
-// Of LocalState::grid: the shape is written, the words of all ranks are accepted.
+// What LocalState::grid counts to: one when the shape is written, one when the handshakes of all
+// ranks are accepted.
 inline constexpr uint32_t kRoutedPlanParts = 2;
 
-// One thread: until a plan has its parts beside the records. False if the call is given up.
+// One thread waits until both are done. Returns false if the call is given up.
 __device__ inline bool await_parts(const RankView& me, uint32_t epoch) {
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
   return wait_reached(me, &me.local->grid, kRoutedPlanParts, site, 2);
@@ -397,8 +401,8 @@ __device__ inline bool plan_records(
   return true;
 }
 
-// One thread of another block: until the records are there, and what await_parts() waits for. False
-// if the call is given up.
+// One thread of another block waits until the records are there, and for what await_parts() waits
+// for. Returns false if the call is given up.
 __device__ inline bool await_plan(const PlanLaunch& call, uint32_t epoch) {
   const RankView& me = call.me;
   const WaitSite site = {Op::kPlan, epoch, me.rank, WaitFor::kGrid};
@@ -406,8 +410,8 @@ __device__ inline bool await_plan(const PlanLaunch& call, uint32_t epoch) {
   return wait_reached(me, &me.local->placed, num_jobs, site, 2) && await_parts(me, epoch);
 }
 
-// All threads of the first call.num_blocks blocks, behind send_routing. Returns early if the call
-// is given up.
+// All threads of the first call.num_blocks blocks, after send_routing(). It stops where the call is
+// given up.
 __device__ inline void make_routed_plan(
     const PlanLaunch& call, uint32_t epoch, const PlanShared& shared
 ) {
@@ -428,8 +432,8 @@ __device__ inline void make_routed_plan(
   }
 }
 
-// One warp of the grid, with `word` in shared memory: the words of the call, as every call has
-// them. The planning blocks are told once they are accepted.
+// One warp of the grid, with `word` in shared memory, sends and awaits the handshakes of the call,
+// as every call does. It tells the planning blocks when they are accepted.
 __device__ inline void accept_plan_words(const PlanLaunch& call, uint32_t epoch, DeviceWord& word) {
   const RankView& me = call.me;
   const int peer = lane_index();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Third part of the plan kernel: from all ranks' counts to the blocks of every expert, the place of
-// this block's routes in them, and the shape of this rank's output. The device twin of
-// plan/group_shape.cpp.
+// Third part of the plan kernel: from all ranks' counts it computes the block of rows of every
+// expert, where this block's routes lie in them, and the shape of this rank's output.
+// plan/group_shape.cpp does the same on the host. Before: swap_counts.cuh; after: place_routes.cuh.
 #pragma once
 
 #include "cuda/device/wait.cuh"

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan that the host has made (exchange/plan_image.hpp) into the plan blocks of this domain: the
-// words of all ranks as in plan.cu, then this rank's own part, then the records of its arrivals
-// straight into the receivers' blocks. Later calls cannot tell it from a plan made here.
+// Brings an imported plan, which the host has made (hosts/plan_image.hpp), into the plan blocks of
+// this domain: ranks exchange handshakes as in plan.cu, then each copies its own part into its
+// block and the records of its arrivals straight into the receivers' blocks. Later calls cannot
+// tell it from a plan made by plan.cu. Before: plan/import.cpp; after: the kernels of dispatch/ and
+// combine/.
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"
@@ -9,10 +11,10 @@
 namespace weft {
 namespace {
 
-constexpr int kGivenThreads = 512;
+constexpr int kGivenThreads = 512;  // of a block; a guess
 static_assert(kGivenThreads >= kMaxDomainRanks);
 
-// In shared memory.
+// What the threads of a block know of the call, in shared memory.
 struct GivenSetup {
   uint32_t epoch;
   uint32_t failures;
@@ -22,7 +24,8 @@ struct GivenSetup {
   [[nodiscard]] __device__ DeviceWord& own() { return *reinterpret_cast<DeviceWord*>(own_bytes); }
 };
 
-// Behind the word of `source` in this rank's control region: its arrivals at each rank.
+// The arrivals of `source` at each rank, which lie behind its handshake in this rank's control
+// region.
 __device__ const int32_t* counts_of(const RankView& me, uint32_t epoch, int source) {
   return reinterpret_cast<const int32_t*>(word_of(me, me.rank, epoch, source) + 1);
 }
@@ -40,7 +43,7 @@ __device__ void post_counts(const GivenPlanLaunch& call, uint32_t epoch, const D
   post_word_by_thread(me, epoch, word);
 }
 
-// All threads of every block. False if the call is given up.
+// All threads of every block exchange the handshakes. Returns false if the call is given up.
 __device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
   const RankView& me = call.me;
   if (threadIdx.x == 0) {
@@ -119,7 +122,7 @@ __device__ void copy_records(const GivenPlanLaunch& call, const GivenSetup& setu
   copy(map.origins(me), records.origins, sizeof(int32_t) * routes);
 }
 
-// One block: what follows from all ranks' counts.
+// One block writes what follows from all ranks' counts.
 __device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
   const RankView& me = call.me;
   const int rank = static_cast<int>(threadIdx.x);
@@ -143,7 +146,7 @@ __device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
   }
 }
 
-// All threads: once every block has copied, the last one tells all receivers.
+// All threads. The last block that has copied tells all receivers.
 __device__ void raise_records(const GivenPlanLaunch& call, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) {
@@ -160,7 +163,7 @@ __device__ void raise_records(const GivenPlanLaunch& call, uint32_t epoch) {
   }
 }
 
-// One block: a plan that was given up leaves nothing that a later call would follow.
+// One block clears what a later call would otherwise follow in a plan that was given up.
 __device__ void clear_plan(const GivenPlanLaunch& call) {
   if (threadIdx.x == 0) {
     *call.plan.header() = PlanHeader{};

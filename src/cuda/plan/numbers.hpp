@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small integer arithmetic of the plan kernel, for host and device alike.
+// Small integer arithmetic of the plan kernel, for host and device alike: division without a divide
+// instruction, numbers of slots in 32 bits, and spans of tokens.
 #pragma once
 
 #include <cstdint>

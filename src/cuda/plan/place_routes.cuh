@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Last part of a plan: a warp gives its routes their slots and writes the records of its arrivals
-// straight into the receivers' plan blocks, and what concerns the tokens' own rank into its plan.
+// Last part of the plan kernel: a warp gives its routes their slots, writes the records of its
+// arrivals straight into the receivers' plan blocks, and what the tokens' own rank keeps into its
+// own plan. Before: group.cuh; after: the kernels of dispatch/ and combine/.
 #pragma once
 
 #include "cuda/plan/read_routing.cuh"
@@ -148,7 +149,7 @@ __device__ __forceinline__ void write_record(
   }
 }
 
-// Every entry of the step's tokens among the early slots: kept routes first, by slot.
+// Writes where the eager rows of the step's tokens go on this rank: kept routes first, by slot.
 __device__ __forceinline__ void write_early_slots(
     const PlanLaunch& call,
     const PlanPlace& place,

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of plan: one launch. Previous in the data flow:
-// exchange/plan_call_cuda.cpp.
+// The kernel of plan, one launch: it turns a router's indices or map into a plan block
+// (layout/plan.hpp) on every rank. Before: plan/call.cpp, which launches it. After: the kernels of
+// dispatch/ and combine/, and plan/download.cpp.
+//
+// The parts of the kernel are in read_routing.cuh, swap_counts.cuh, group.cuh and place_routes.cuh,
+// in this order; shared.cuh has what its threads share.
 #include <string>
 
 #include "core/context.hpp"
@@ -18,8 +22,8 @@ namespace weft {
 //   read routing, count -> [blocks meet] -> counts to all ranks -> counts of all ranks -> shape
 //   -> slots, records to their receivers -> [last block] records are there
 //
-// Each block does the counting of the whole rank and the shape of the whole group by itself: that
-// costs less than another meeting of blocks.
+// Each block adds up the counts of the whole rank and computes the shape of the whole group by
+// itself: that costs less than if the blocks met once more.
 
 // All threads: once every block has written its records, the last one tells all receivers.
 __device__ inline void raise_records(
@@ -53,7 +57,7 @@ __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const P
     shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
   }
   if (threadIdx.x == blockDim.x - 1) {
-    write_word(call, *shared.message);  // the counts follow once they are summed
+    write_word(call, *shared.message);  // the counts follow it once they are summed
   }
   __syncthreads();
   count_tokens(call, place, shared);

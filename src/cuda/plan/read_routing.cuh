@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// First part of the plan kernel: a warp reads its tokens' routing, writes it into the plan and
-// counts its routes by expert and its arrivals by receiver.
+// First part of the plan kernel: a warp reads the routing of its tokens, writes it into the plan
+// and counts its routes by expert and its arrivals by receiving rank. After: swap_counts.cuh.
+// plan/fused.cuh uses the same functions.
 #pragma once
 
 #include "cuda/device/topk_index.cuh"
@@ -9,13 +10,14 @@
 
 namespace weft {
 
-// What the lanes know of the arrivals that a step's tokens make.
+// What the lanes know of the arrivals that the tokens of a step make. A step is what a warp looks
+// at in one instruction, 32 / topk tokens.
 struct StepArrivals {
   uint32_t lanes = 0;  // lane r < num_ranks: which lanes are the first of their token to rank r
   uint32_t lower_ranks = 0;  // receivers of the lane's token before the lane's own
 };
 
-// `target` is the lane's receiver, num_ranks or more for none.
+// `target` is the rank that the lane's route goes to, num_ranks or more for none.
 __device__ __forceinline__ StepArrivals
 step_arrivals(const PlanPlace& place, uint32_t pair, uint32_t target, uint32_t topk) {
   const bool is_first = (pair & low_lanes(place.lane)) == 0;
@@ -30,7 +32,8 @@ step_arrivals(const PlanPlace& place, uint32_t pair, uint32_t target, uint32_t t
   return out;
 }
 
-// Lanes of the same token with the same receiver; a lane without a route is alone.
+// The lanes whose routes are of the same token and go to the same rank; a lane without a route has
+// only itself.
 __device__ __forceinline__ uint32_t
 pair_lanes(const PlanPlace& place, bool is_route, uint32_t target) {
   const uint32_t alone = 1U << 16 | place.lane;
@@ -78,7 +81,7 @@ map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_align
 
 // One warp: the set experts of its tokens' map rows, ascending, as routes.
 __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) {
-  constexpr int kBatch = 4;  // rows in flight
+  constexpr int kBatch = 4;  // rows in flight; a guess
   constexpr uint32_t kLaneExperts = 8;
   const uint32_t num_experts = call.plan.map.num_experts;
   const auto* map = reinterpret_cast<const uint8_t*>(call.map);
@@ -213,7 +216,7 @@ __device__ __forceinline__ uint32_t count_step(
 __device__ inline void count_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
-  constexpr int kBatch = 4;  // steps in flight
+  constexpr int kBatch = 4;  // steps in flight; a guess
   uint32_t* counts = shared.counts + place.warp * place.columns;
   const auto topk = static_cast<uint32_t>(call.topk);
   uint32_t arrivals = 0;  // lane r: to rank r

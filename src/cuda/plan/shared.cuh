@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of a block of the plan kernel, and what each thread knows of its place.
+// What the threads of a block of the plan kernel share (PlanShared, in shared memory), and what
+// each thread knows of its place in the call (PlanPlace).
 //
-// Counts come in columns: [0, num_ranks) are arrivals by receiver, [num_ranks, num_ranks +
-// num_experts) are routes by expert. It is also the order in which they travel behind a word.
+// Counts come in columns: [0, num_ranks) are arrivals by receiving rank, [num_ranks, num_ranks +
+// num_experts) are routes by expert. In this order they also travel behind a handshake.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ namespace weft {
 struct PlanShared {
   uint32_t* counts;     // [num_warps][columns] of each warp; later of the warps before it
   uint32_t* before;     // [columns] of this rank's earlier blocks
-  DeviceWord* message;  // this rank's word; own() follows it
+  DeviceWord* message;  // this rank's handshake; own() follows it
   int64_t* total;       // [columns] of all ranks
   int64_t* earlier;     // [columns] of the ranks before this one
   int64_t* begin;       // [num_experts + 1] rows of all experts before, across ranks
@@ -86,7 +87,7 @@ __device__ inline PlanShared carve(
 // at a time: lane = group * topk + k, so that all routes of a token are in one warp instruction.
 struct PlanPlace {
   uint32_t epoch = 0;
-  uint32_t source = 0;     // the rank whose tokens are planned: this one, but in plan_routed.cuh
+  uint32_t source = 0;     // the rank whose tokens are planned: this one, except in fused.cuh
   int32_t num_tokens = 0;  // of that rank
   uint32_t num_ranks = 1;
   uint32_t columns = 0;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How large the shared memory of the plan kernel is and how it is carved; written once for both.
+// The layout of a plan block's shared memory, as byte offsets, for host and device: the host asks
+// how large it is, the kernel (shared.cuh) where each array lies.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +12,14 @@
 namespace weft {
 
 inline constexpr uint32_t kPlanLanes = 32;
-inline constexpr uint32_t kMaxPlanThreads = 512;
+inline constexpr uint32_t kMaxPlanThreads = 512;  // of a block; a guess
 
-// What a block that plans for a part of one rank's tokens counts beside them.
+// A block of fused.cuh plans for a part of one rank's tokens. Besides those it counts, separately,
+// the tokens of other ranks and the other parts of that rank.
 enum OtherCounts : uint32_t { kEarlierRanks, kLaterRanks, kEarlierParts, kLaterParts };
 inline constexpr uint32_t kOtherCounts = 4;
 
-// Offsets in bytes; kernels/plan_shared.cuh says what lies there.
+// Offsets in bytes; PlanShared in shared.cuh says what lies there.
 struct PlanSharedMap {
   uint32_t num_ranks = 1;
   uint32_t num_experts = 1;
@@ -27,7 +29,8 @@ struct PlanSharedMap {
     return (bytes + 15) / 16 * 16;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t columns() const { return num_ranks + num_experts; }
-  // Fewer warps where each one's counts are many.
+  // Fewer warps where each one's counts are many: at most 80 KiB of counts. That is a guess; a
+  // block of compute capability 8.0 may have 163 KiB of shared memory in all.
   [[nodiscard]] WEFT_HD constexpr uint32_t num_threads() const {
     constexpr uint32_t kMostCounts = 20 * 1024;
     uint32_t threads = kMaxPlanThreads;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Second part of the plan kernel: this rank's counts go to every rank, and all ranks' counts come
-// in.
+// Second part of the plan kernel: the counts of all blocks become those of this rank, which go to
+// every rank behind the handshake, and all ranks' counts come in. Before: read_routing.cuh; after:
+// group.cuh.
 #pragma once
 
 #include "cuda/device/wait.cuh"
@@ -8,7 +9,7 @@
 
 namespace weft {
 
-// One thread: this rank's word but for its status.
+// One thread writes this rank's handshake, except for its status.
 __device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
   word = DeviceWord();
   word.op = Op::kPlan;
@@ -19,7 +20,8 @@ __device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
   word.signature = call.signature;
 }
 
-// All threads of all blocks: until every block of this rank is here. False if the call is given up.
+// All threads of all blocks wait until every block of this rank has come here. Returns false if the
+// call is given up.
 __device__ inline bool meet_blocks(const PlanLaunch& call, const PlanPlace& place) {
   bool is_met = true;
   __syncthreads();
@@ -80,7 +82,8 @@ __device__ inline bool sum_blocks(
   return true;
 }
 
-// All threads: tells this block's share of the peers; a refusal carries no counts worth reading.
+// All threads: handshake and counts go to this block's share of the peers. Behind a refusal the
+// counts mean nothing.
 __device__ inline void post_message(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -105,7 +108,7 @@ __device__ inline void post_message(
   }
 }
 
-// Whether a peer's word lets the call go on; raises the fault if not.
+// Whether the call can go on after a peer's handshake; raises the fault if not.
 __device__ inline bool check_word(
     const PlanLaunch& call, const PlanPlace& place, const DeviceWord& word, int peer
 ) {
@@ -141,8 +144,8 @@ __device__ inline bool check_word(
   return true;
 }
 
-// All threads: waits for all ranks' words and reads them with their counts in one go. False if the
-// call is given up.
+// All threads wait for the handshakes of all ranks and read them together with the counts. Returns
+// false if the call is given up.
 __device__ inline bool accept_words(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

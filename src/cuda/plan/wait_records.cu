@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// A kernel that waits, with a deadline, until a plan's arrival records have come from all sources.
+// plan/download.cpp launches it before it copies a plan to the host.
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/plan/download.hpp"
@@ -6,7 +8,7 @@
 namespace weft {
 namespace {
 
-// Not a call of its own: it counts no epoch.
+// It is no call of its own, so it counts no epoch.
 __global__ void wait_records(
     const __grid_constant__ RankView me, const __grid_constant__ PlanView plan
 ) {

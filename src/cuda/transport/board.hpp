@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank's regions look like to its peers: one board per rank in memory that all map. Its
-// owner writes the entries, each peer writes its row of acknowledgements.
+// What a rank's regions of device memory look like to its peers: one board per rank in host memory
+// that all ranks map. Its owner (peer_regions.cpp) writes the entries; each peer (peer_service.cpp)
+// writes its row of acknowledgements.
 //
-// A stamp counts what happened to an entry: odd = the region is there, even = it is gone (0: never
-// was). A peer acknowledges a stamp once its table agrees with it. The handle of an entry changes
-// only when every peer that is alive has acknowledged the last even stamp, so whoever has read an
-// odd stamp may read the handle and map it at leisure.
+// A stamp counts what happened to an entry: odd = the region is there, even = it is gone (0: there
+// never was one). A peer acknowledges a stamp once its table agrees with it. The handle of an entry
+// changes only when every peer that is alive has acknowledged the last even stamp, so whoever has
+// read an odd stamp may take its time to read the handle and map the region.
 #pragma once
 
 #include <atomic>
@@ -34,7 +35,7 @@ struct alignas(64) BoardEntry {
 };
 
 struct alignas(64) BoardHead {
-  std::atomic<uint64_t> num_changes = 0;   // of stamps, so that peers look only when there are any
+  std::atomic<uint64_t> num_changes = 0;   // of stamps: peers look at entries only when it differs
   std::atomic<uint64_t> has_unmapped = 0;  // the owner maps nobody's memory any more
 };
 

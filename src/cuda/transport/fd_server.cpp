@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// The server thread and its clients: one message of one byte per descriptor, with the descriptor
+// attached (SCM_RIGHTS).
 #include "cuda/transport/fd_server.hpp"
 
 #include <chrono>
@@ -12,14 +14,15 @@
 namespace weft {
 namespace {
 
-constexpr timeval kPatience = {.tv_sec = 10, .tv_usec = 0};  // a stopped process answers nothing
+// How long to wait for a process that may be stopped. A guess.
+constexpr timeval kPatience = {.tv_sec = 10, .tv_usec = 0};
 
 int open_socket(const Context& context) {
   const int type = SOCK_SEQPACKET | SOCK_CLOEXEC;
   return WEFT_SYS(context, ErrorCode::kNotAvailable, ::socket(AF_UNIX, type, 0));
 }
 
-// A name that begins with a zero byte is no file.
+// The address of a server. A name that begins with a zero byte makes no file.
 struct Address {
   explicit Address(uint64_t server) {
     unix.sun_family = AF_UNIX;
@@ -33,7 +36,7 @@ struct Address {
   socklen_t size = 0;
 };
 
-// Anybody on this host may knock, and may have taken a name.
+// Any process on this host may connect, or may have taken the name.
 bool is_same_user(int socket) {
   ucred other = {};
   socklen_t size = sizeof other;
@@ -47,7 +50,7 @@ void set_patience(int socket) {
   }
 }
 
-// One byte and room for one descriptor beside it.
+// A message of one byte, with room for an attached descriptor.
 struct Message {
   Message() {
     header.msg_iov = &part;

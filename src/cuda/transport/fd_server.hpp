@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hands file descriptors to other processes of the same user. A thread answers on a Unix socket
-// that has a name but no file, so nothing is left behind when the process is killed.
+// that has a name but no file, so nothing is left behind when the process is killed. vmm.cpp names
+// GPU memory to other processes by it.
 #pragma once
 
 #include <cstdint>

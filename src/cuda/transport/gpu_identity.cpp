@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// What CUDA says of a GPU, gathered from all ranks. peer_memory.cpp decides by it how ranks reach
+// each other.
 #include "cuda/transport/gpu_identity.hpp"
 
 #include <fmt/format.h>

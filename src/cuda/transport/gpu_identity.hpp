@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which process and GPU each rank is, and whether one GPU can reach another.
+// Which process and which GPU each rank has, and whether one GPU can reach another.
 #pragma once
 
 #include <array>

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How GPUs of one host reach each other's memory. Purpose: one interface for every way to share
-// device memory between processes. docs/adding_a_transport.md says how to write one.
+// How GPUs of one host, or of one NVLink fabric, reach each other's memory: one interface for every
+// way to share device memory between processes. ipc.cpp and vmm.cpp implement it, registry.cpp
+// finds an implementation by its name, peer_memory.cpp uses it. docs/adding_a_transport.md says how
+// to write one.
 //
-// Threads of one process need none of it: they use each other's memory as it is. Everything above
-// (which regions exist, who has mapped them, when one may be freed) is peer_regions.hpp's.
+// Threads of one process need none of it: they use each other's memory as it is. Which regions
+// exist, who has mapped them and when one may be freed is known to peer_regions.hpp.
 #pragma once
 
 #include <array>
@@ -19,7 +21,8 @@
 namespace weft {
 
 // What another process needs to map some memory; only the transport that made it understands it.
-// Travels to the peers over the board, so it holds plain bytes.
+// Travels to the peers over the board, so it holds plain bytes: as many as CUDA IPC needs, a handle
+// of 64 and an offset of 8.
 using ExportedMemory = std::array<std::byte, 72>;
 
 struct GpuAllocation {

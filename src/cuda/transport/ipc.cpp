@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// CUDA IPC: cudaMalloc on one side, cudaIpcOpenMemHandle on the other. The default: it needs no
-// more than a driver. cudaFree and cudaIpcCloseMemHandle wait for the work of the GPU themselves.
+// The default GPU transport, CUDA IPC: cudaMalloc on one side, cudaIpcOpenMemHandle on the other.
+// It needs no more than a driver. cudaFree and cudaIpcCloseMemHandle wait for the work of the GPU
+// themselves.
 #include <cuda.h>
 
 #include <cstring>
@@ -13,7 +14,8 @@
 namespace weft {
 namespace {
 
-// A handle names the allocation of the driver's that holds the memory, from its beginning.
+// What a peer needs to map some memory. A handle names the whole allocation of the driver that
+// holds it.
 struct Export {
   cudaIpcMemHandle_t handle;
   uint64_t offset;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for the GPU transports in a build without CUDA, so that their names are known there too.
+// Stands for ipc.cpp and vmm.cpp in a build without CUDA, so that the names of the GPU transports
+// are known there too.
 #include "core/check.hpp"
 #include "cuda/transport/gpu_transport.hpp"
 

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+// Chooses the GPU transport, enables access between the GPUs of this process, and keeps the table
+// of regions on the GPU.
 #include "cuda/transport/peer_memory.hpp"
 
 #include <algorithm>
@@ -17,7 +19,7 @@ namespace weft {
 namespace {
 
 // How long a rank that ends waits for other processes to unmap its memory: CUDA does not say what
-// becomes of memory that is freed before.
+// becomes of memory that is freed before. The time is a guess.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 }  // namespace

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Device memory that the other GPUs of a domain load and store: the regions of peer_regions.hpp,
-// made and mapped by the GPU transport that the environment names.
+// made and mapped by the GPU transport that the environment names. The exchange and its pools of
+// memory (exchange/, memory/, plan/) own it.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's side: regions come, are found and go. What peers do is in peer_service.cpp.
+// The owner's side of PeerRegions: regions are made, found and released. What peers do is in
+// peer_service.cpp.
 #include "cuda/transport/peer_regions.hpp"
 
 #include <algorithm>
@@ -15,7 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr uint64_t kGranularity = uint64_t{2} << 20;
+constexpr uint64_t kGranularity = uint64_t{2} << 20;  // the driver's, of cuMemCreate
+// Both times are guesses.
 constexpr auto kRoomPatience = std::chrono::seconds(2);  // for released memory to come back
 constexpr auto kSlice = std::chrono::milliseconds(5);    // of a wait
 
@@ -83,7 +85,7 @@ void PeerRegions::connect(const Group& group) {
 
 // --- telling ---
 
-// Whoever has gone is not told; that it has is found out elsewhere.
+// A rank that has gone is not told; peer_state() finds out that it has.
 void PeerRegions::tell(int rank) {
   transport_->raise(rank, static_cast<uint32_t>(rank_), 1);
 }
@@ -238,7 +240,7 @@ std::optional<PeerRegion> PeerRegions::find(const void* data, uint64_t bytes) co
   return is_inside && offset < region.bytes ? std::optional(region) : std::nullopt;
 }
 
-// Mapped by the constructor, and left alone by the service thread.
+// The constructor maps it, and the service thread never touches it.
 std::byte* PeerRegions::control_of(int rank) const {
   return is_peer(rank) ? mapped_[static_cast<size_t>(rank)][0].data.get() : control_.data;
 }

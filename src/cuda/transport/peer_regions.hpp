@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The regions of device memory that ranks share: which there are, where each is mapped, and when
-// one may be freed. Knows nothing of GPUs: a RegionSource makes and maps the memory, so that all of
-// this is tested without one.
+// one may be freed. This class knows nothing of GPUs: a RegionSource (CudaRegions of
+// peer_memory.hpp) makes and maps the memory, so that everything here is tested without a GPU.
+// peer_regions.cpp has the owner's side, peer_service.cpp the peers'.
 //
-// Growth is local: allocate() publishes the region on a board in host memory and a service thread
-// of each peer maps it, whatever the peer's other threads do. Until all have, is_reachable() is
-// false and the region must not be named to peers.
+// Growth is local: allocate() publishes the region on a board in host memory (board.hpp) and a
+// service thread of each peer maps it, whatever the peer's other threads do. Until all have,
+// is_reachable() is false and the region must not be named to peers.
 #pragma once
 
 #include <array>

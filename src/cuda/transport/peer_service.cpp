@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The service thread: makes this rank's table agree with the boards of its peers, and frees what
-// this rank released once they let go.
+// The peers' side of PeerRegions, a service thread: it makes this rank's table agree with the
+// boards of its peers, and frees what this rank has released once the peers have unmapped it.
+// peer_regions.cpp has the owner's side.
 #include <exception>
 #include <utility>
 
@@ -11,7 +12,8 @@
 namespace weft {
 namespace {
 
-constexpr auto kPatience = std::chrono::milliseconds(50);  // a peer that died rings no bell
+constexpr auto kPatience =
+    std::chrono::milliseconds(50);  // a peer that died raises nothing; a guess
 
 }  // namespace
 

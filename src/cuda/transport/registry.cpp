@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every GPU transport in one table. A new one: its source file and a line here.
+// All GPU transports in one table, by name. A new one needs its source file and a line here.
 #include <fmt/ranges.h>
 
 #include <algorithm>

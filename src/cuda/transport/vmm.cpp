@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Physical memory of cuMemCreate, mapped at addresses of each process's own. File descriptors and
-// fabric handles differ in how the memory is named to another process, and in nothing else.
+// The GPU transports "vmm" and "fabric": physical memory of cuMemCreate, mapped at addresses of
+// each process's own. File descriptors (fd_server.hpp) and fabric handles differ only in how the
+// memory is named to another process.
 #include <cuda.h>
 
 #include <cstring>
@@ -18,7 +19,7 @@ namespace {
 static_assert(sizeof(FdTicket) <= sizeof(ExportedMemory));
 static_assert(sizeof(CUmemFabricHandle) <= sizeof(ExportedMemory));
 
-constexpr uint64_t kLeastBytes = uint64_t{2} << 20;
+constexpr uint64_t kLeastBytes = uint64_t{2} << 20;  // the driver's granularity of cuMemCreate
 
 // The driver's reference to some physical memory, which lives on where it is mapped.
 class Physical {

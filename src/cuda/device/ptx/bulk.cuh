@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bulk copy engine of compute capability 9.0 and later: shared memory <-> global memory, this
-// GPU's or a peer's. Sizes and addresses are multiples of 16. It works through the async proxy; who
-// hands memory over to ordinary accesses, or takes it from them, needs the fences named below.
+// The bulk copy engine of compute capability 9.0 and later (cp.async.bulk): it copies between
+// shared memory and global memory, this GPU's or a peer's. Sizes and addresses are multiples of 16.
+// The engine works through the async proxy; who hands memory over to ordinary accesses, or takes it
+// from them, needs the fences named below.
 #pragma once
 
 #include <cstdint>

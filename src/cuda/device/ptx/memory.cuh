@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ordered and streaming memory accesses. docs/memory_model.md pairs each release with its acquire.
+// Ordered and streaming memory accesses, as PTX instructions. docs/memory_model.md pairs each
+// release with its acquire.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@ __device__ __forceinline__ void fence_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// As above, for this GPU alone.
+// As above, for threads of this GPU only.
 __device__ __forceinline__ void fence_gpu() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
