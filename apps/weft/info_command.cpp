@@ -185,28 +185,6 @@ Json transports_json() {
   return json;
 }
 
-Json machine_json() {
-  const MachineInfo machine = machine_info();
-  return {
-      {"host", machine.host},
-      {"system", machine.system},
-      {"cpu", machine.cpu},
-      {"usable_cores", machine.usable_cores},
-      {"online_cores", machine.online_cores},
-      {"l1d_bytes", machine.l1d_bytes},
-      {"l2_bytes", machine.l2_bytes},
-      {"l3_bytes", machine.l3_bytes},
-      {"memory_bytes", machine.memory_bytes},
-      {"available_bytes", machine.available_bytes},
-      {"memory_limit_bytes", machine.memory_limit_bytes},
-      {"page_bytes", machine.page_bytes},
-      {"huge_page_bytes", machine.huge_page_bytes},
-      {"huge_pages_free", machine.huge_pages_free},
-      {"shared_huge_pages", machine.shared_huge_pages},
-      {"dev_shm_bytes", machine.dev_shm_bytes},
-      {"open_files_limit", machine.open_files_limit}};
-}
-
 // A row for each GPU: how it reaches the memory of each other one.
 Json peer_access_json() {
   Json json = Json::array();
@@ -317,7 +295,7 @@ Json info_values() {
   return {
       {"weft", build_json()},
       {"transports", transports_json()},
-      {"machine", machine_json()},
+      {"machine", machine_info()},
       {"gpus", gpus_json()},
       {"environment", environment_json()}};
 }

@@ -26,18 +26,14 @@
 namespace weft::program {
 namespace {
 
-struct GpuLimitsOptions {
-  int num_gpus = 0;  // 0: all
-  bool is_quick = false;
-  std::string json_path;
-  std::string html_path;
-};
-
 constexpr int64_t kLargeBlock = 1 << 20;
 
 struct LimitsOptions {
   std::string device = "auto";
-  GpuLimitsOptions gpu = {};
+  int num_gpus = 0;  // 0: all
+  bool is_quick = false;
+  std::string json_path;
+  std::string html_path;
   int max_ranks = 0;
   CopyShape shape = {};
   std::vector<int64_t> row_bytes = {kLargeBlock, 512, 2048, 4096, 8192, 14336};
@@ -134,20 +130,20 @@ LineChart chart_of(const GpuLinkLimits& limits) {
 
 ResultRow row_of(const GpuLinkLimits& limits, const LinkRate& rate) {
   const bool is_local = rate.way == LinkWay::kLocalCopy;
-  ResultRow row;
-  row.op = "link";
-  row.executor = "cuda";
-  row.transport = is_local ? "loopback" : "peer";
-  row.ranks = is_local ? 1 : limits.num_gpus;
-  row.sms = rate.sms;
-  row.mode = link_way_name(rate.way);
-  row.us_p50 = rate.us_p50;
-  row.us_p99 = rate.us_p99;
-  row.wire_bytes = is_local ? 0 : rate.bytes * limits.num_gpus;
-  row.logical_bytes = is_local ? rate.bytes : row.wire_bytes;
-  row.limit_us = is_local ? 0 : rate.bytes / limits.copy_engine_gbps / 1e3;
-  row.checked = true;  // measuring throws where bytes arrive wrong
-  return row;
+  const double wire_bytes = is_local ? 0 : rate.bytes * limits.num_gpus;
+  return {
+      .op = "link",
+      .executor = "cuda",
+      .transport = is_local ? "loopback" : "peer",
+      .ranks = is_local ? 1 : limits.num_gpus,
+      .sms = rate.sms,
+      .mode = link_way_name(rate.way),
+      .us_p50 = rate.us_p50,
+      .us_p99 = rate.us_p99,
+      .wire_bytes = wire_bytes,
+      .logical_bytes = is_local ? rate.bytes : wire_bytes,
+      .limit_us = is_local ? 0 : rate.bytes / limits.copy_engine_gbps / 1e3,
+      .checked = true};  // measuring throws where bytes arrive wrong
 }
 
 void save_json(const GpuLinkLimits& limits, const std::string& path) {
@@ -156,15 +152,17 @@ void save_json(const GpuLinkLimits& limits, const std::string& path) {
     rows.push_back(row_of(limits, rate));
   }
   if (limits.signal_us > 0) {
-    ResultRow& row = rows.emplace_back();
-    row.op = "signal";
-    row.executor = "cuda";
-    row.transport = "peer";
-    row.ranks = 2;
-    row.sms = 1;
-    row.mode = "there and back";
-    row.us_p50 = row.us_p99 = limits.signal_us;
-    row.checked = true;
+    rows.push_back(
+        {.op = "signal",
+         .executor = "cuda",
+         .transport = "peer",
+         .ranks = 2,
+         .sms = 1,
+         .mode = "there and back",
+         .us_p50 = limits.signal_us,
+         .us_p99 = limits.signal_us,
+         .checked = true}
+    );
   }
   save_results(path, rows, {.scatter = limits.copy_engine_gbps, .gather = limits.copy_engine_gbps});
 }
@@ -181,7 +179,7 @@ void save_page(const GpuLinkLimits& limits, const GpuInfo& gpu, const std::strin
 }
 
 // Measures, prints a table, writes the files.
-void run_gpu_limits(const GpuLimitsOptions& options) {
+void run_gpu_limits(const LimitsOptions& options) {
   const GpuList list = list_gpus();
   WEFT_CHECK(
       Context{},
@@ -264,23 +262,13 @@ void run_cpu_limits(const LimitsOptions& options) {
 
 void run_limits(const LimitsOptions& options) {
   if (options.device == "cuda" || (options.device == "auto" && !list_gpus().gpus.empty())) {
-    run_gpu_limits(options.gpu);
+    run_gpu_limits(options);
     return;
   }
-  if (!options.gpu.json_path.empty() || !options.gpu.html_path.empty()) {
+  if (!options.json_path.empty() || !options.html_path.empty()) {
     throw CLI::ValidationError("--json and --html", "only the limits of GPUs are written to files");
   }
   run_cpu_limits(options);
-}
-
-void add_gpu_options(CLI::App& command, LimitsOptions& options) {
-  add_device_word(command, options.device);
-  command.add_option("--gpus", options.gpu.num_gpus, "GPUs that take part")
-      ->check(CLI::Range(1, 32))
-      ->default_str("all");
-  command.add_flag("--quick", options.gpu.is_quick, "Few SM counts, small blocks");
-  command.add_option("--json", options.gpu.json_path, "Write the rates of GPUs here");
-  command.add_option("--html", options.gpu.html_path, "Write a page with a plot here");
 }
 
 }  // namespace
@@ -289,7 +277,13 @@ void add_limits(CLI::App& app) {
   CLI::App* command = app.add_subcommand("limits", "What copying can reach on this machine");
   auto options = std::make_shared<LimitsOptions>();
   command->footer(kFooter);
-  add_gpu_options(*command, *options);
+  add_device_word(*command, options->device);
+  command->add_option("--gpus", options->num_gpus, "GPUs that take part")
+      ->check(CLI::Range(1, 32))
+      ->default_str("all");
+  command->add_flag("--quick", options->is_quick, "Few SM counts, small blocks");
+  command->add_option("--json", options->json_path, "Write the rates of GPUs here");
+  command->add_option("--html", options->html_path, "Write a page with a plot here");
   command->add_option("--ranks", options->max_ranks, "Most ranks that copy at once")
       ->check(CLI::Range(1, 64))
       ->default_str("the usable cores, at least 2");

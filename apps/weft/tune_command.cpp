@@ -8,8 +8,8 @@
 #include <cmath>
 #include <memory>
 
-#include "bench/run.hpp"
 #include "bench/options.hpp"
+#include "bench/run.hpp"
 #include "cli/ranks.hpp"
 #include "commands.hpp"
 #include "core/atomic_file.hpp"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "call/config_agreement.hpp"
 
+#include <array>
 #include <cstring>
 #include <exception>
 #include <span>
@@ -12,14 +13,12 @@
 namespace weft {
 namespace {
 
+constexpr std::array<std::string_view, 6> kFields = {
+    "hidden", "max_tokens", "num_experts", "max_topk", "device is a GPU", "copy_engines"};
+
 // What must be equal on all ranks, and whether this rank's config is good at all.
 struct ConfigWord {
-  int64_t hidden;
-  int64_t max_tokens;
-  int64_t num_experts;
-  int64_t max_topk;
-  int64_t is_on_gpu;
-  int64_t copy_engines;
+  std::array<int64_t, kFields.size()> fields;
   uint64_t is_refused;
   RefusalText refusal;
 };
@@ -32,13 +31,14 @@ void agree_on_config(
     const Context& context,
     const std::function<void()>& more_checks
 ) {
+  const bool is_on_gpu = config.device.kind == Device::Kind::kCuda;
   ConfigWord own = {
-      config.hidden,
-      config.max_tokens,
-      config.num_experts,
-      config.max_topk,
-      config.device.kind == Device::Kind::kCuda,
-      config.copy_engines,
+      {config.hidden,
+       config.max_tokens,
+       config.num_experts,
+       config.max_topk,
+       is_on_gpu,
+       config.copy_engines},
       0,
       {}};
   std::exception_ptr failure;
@@ -71,23 +71,17 @@ void agree_on_config(
     WEFT_CHECK_ARG(
         context, word.is_refused == 0, "exchange: rank {} refused: {}", rank, word.refusal.view()
     );
-    const auto compare = [&](std::string_view name, int64_t mine, int64_t theirs) {
+    for (size_t i = 0; i < kFields.size(); ++i) {
       WEFT_CHECK_ARG(
           context,
-          mine == theirs,
+          own.fields[i] == word.fields[i],
           "exchange: {} = {} here and {} on rank {} (must be equal on all ranks)",
-          name,
-          mine,
-          theirs,
+          kFields[i],
+          own.fields[i],
+          word.fields[i],
           rank
       );
-    };
-    compare("hidden", own.hidden, word.hidden);
-    compare("max_tokens", own.max_tokens, word.max_tokens);
-    compare("num_experts", own.num_experts, word.num_experts);
-    compare("max_topk", own.max_topk, word.max_topk);
-    compare("device is a GPU", own.is_on_gpu, word.is_on_gpu);
-    compare("copy_engines", own.copy_engines, word.copy_engines);
+    }
   }
 }
 

@@ -25,30 +25,20 @@ std::string one_of(const std::array<std::string_view, kCount>& names, int64_t va
 
 // --- how a value is printed ---
 
-std::string number(int64_t value) {
-  return fmt::format("{}", value);
-}
-std::string bytes(int64_t value) {
-  return value > 0 ? number(value) : "none";
-}
-std::string yes_no(int64_t value) {
-  return one_of<2>({"false", "true"}, value);
-}
-std::string layout(int64_t value) {
+constexpr auto kNumber = [](int64_t value) { return fmt::format("{}", value); };
+constexpr auto kBytes = [](int64_t value) { return value > 0 ? kNumber(value) : "none"; };
+constexpr auto kYesNo = [](int64_t value) { return one_of<2>({"false", "true"}, value); };
+constexpr auto kLayout = [](int64_t value) {
   return name_or_number(layout_name, Layout::kExpertStrided, value);
-}
-std::string overflow(int64_t value) {
-  return one_of<2>({"drop", "error"}, value);
-}
-std::string dtype(int64_t value) {
+};
+constexpr auto kOverflow = [](int64_t value) { return one_of<2>({"drop", "error"}, value); };
+constexpr auto kDType = [](int64_t value) {
   return value == 0 ? "none" : name_or_number(dtype_name, DType::kInt64, value - 1);
-}
-std::string scale(int64_t value) {
+};
+constexpr auto kScale = [](int64_t value) {
   return one_of<3>({"none", "plan_weights", "source_weights"}, value);
-}
-std::string quantise(int64_t value) {
-  return one_of<3>({"none", "e4m3", "e5m2"}, value);
-}
+};
+constexpr auto kQuantise = [](int64_t value) { return one_of<3>({"none", "e4m3", "e5m2"}, value); };
 
 struct Field {
   std::string_view name;
@@ -57,69 +47,57 @@ struct Field {
   std::string (*print)(int64_t value);
 };
 
-int64_t dtype_field(const Call& call) {
-  return call.payload.row_bytes == 0 ? 0 : 1 + static_cast<int64_t>(call.payload.dtype);
-}
-int64_t quantise_field(const Call& call) {
-  return static_cast<int64_t>(call.payload.quantise);
-}
-int64_t weights_field(const Call& call) {
-  return call.payload.weight_bytes > 0 ? 1 : 0;
-}
-int64_t row_field(const Call& call) {
-  return call.payload.row_bytes;
-}
-int64_t scales_field(const Call& call) {
-  return call.payload.scale_bytes;
-}
-int64_t plan_number_field(const Call& call) {
-  return call.plan_number;
-}
-int64_t copies_field(const Call& call) {
-  return call.has_copies ? 1 : 0;
-}
-int64_t room_field(const Call& call) {
-  return call.token_room;
-}
+// --- what several operations have ---
+
+constexpr auto kDTypeOf = [](const Call& c) {
+  return c.payload.row_bytes == 0 ? 0 : 1 + static_cast<int64_t>(c.payload.dtype);
+};
+constexpr auto kQuantiseOf = [](const Call& c) { return static_cast<int64_t>(c.payload.quantise); };
+constexpr auto kHasWeights = [](const Call& c) { return int64_t{c.payload.weight_bytes > 0}; };
+constexpr auto kHasCopies = [](const Call& c) { return int64_t{c.has_copies}; };
+constexpr auto kPlanNumber = [](const Call& c) { return c.plan_number; };
+constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
+constexpr auto kScaleBytes = [](const Call& c) { return c.payload.scale_bytes; };
+constexpr auto kTokenRoom = [](const Call& c) { return c.token_room; };
 
 constexpr std::string_view kRoom = "memory to be made for a token";
 
 constexpr Field kPlanFields[] = {
-    {"layout", true, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, layout},
+    {"layout", true, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
     {"overflow",
      true,
      [](const Call& c) { return static_cast<int64_t>(c.options.overflow); },
-     overflow},
-    {"topk", true, [](const Call& c) { return int64_t{c.topk}; }, number},
-    {"from_map", true, [](const Call& c) { return int64_t{c.from_map}; }, yes_no},
-    {"has_weights", true, [](const Call& c) { return int64_t{c.has_weights}; }, yes_no},
-    {"dtype of x in the same call", true, dtype_field, dtype},
-    {"quantise in the same call", true, quantise_field, quantise},
-    {"has_weights of x in the same call", true, weights_field, yes_no},
-    {"pad_multiple", false, [](const Call& c) { return c.options.pad_multiple; }, number},
-    {"expert_stride", false, [](const Call& c) { return c.options.expert_stride; }, number},
-    {"row bytes of x in the same call", false, row_field, bytes},
-    {"row bytes of scales in the same call", false, scales_field, bytes},
-    {"number of the imported plan", false, plan_number_field, number}};
+     kOverflow},
+    {"topk", true, [](const Call& c) { return int64_t{c.topk}; }, kNumber},
+    {"from_map", true, [](const Call& c) { return int64_t{c.from_map}; }, kYesNo},
+    {"has_weights", true, [](const Call& c) { return int64_t{c.has_weights}; }, kYesNo},
+    {"dtype of x in the same call", true, kDTypeOf, kDType},
+    {"quantise in the same call", true, kQuantiseOf, kQuantise},
+    {"has_weights of x in the same call", true, kHasWeights, kYesNo},
+    {"pad_multiple", false, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
+    {"expert_stride", false, [](const Call& c) { return c.options.expert_stride; }, kNumber},
+    {"row bytes of x in the same call", false, kRowBytes, kBytes},
+    {"row bytes of scales in the same call", false, kScaleBytes, kBytes},
+    {"number of the imported plan", false, kPlanNumber, kNumber}};
 
 constexpr Field kDispatchFields[] = {
-    {"plan number", false, plan_number_field, number},
-    {"dtype of x", true, dtype_field, dtype},
-    {"has_weights", true, weights_field, yes_no},
-    {"quantise", true, quantise_field, quantise},
-    {"copy_engines", true, copies_field, yes_no},
-    {"row bytes of x", false, row_field, bytes},
-    {"row bytes of scales", false, scales_field, bytes},
-    {kRoom, false, room_field, bytes}};
+    {"plan number", false, kPlanNumber, kNumber},
+    {"dtype of x", true, kDTypeOf, kDType},
+    {"has_weights", true, kHasWeights, kYesNo},
+    {"quantise", true, kQuantiseOf, kQuantise},
+    {"copy_engines", true, kHasCopies, kYesNo},
+    {"row bytes of x", false, kRowBytes, kBytes},
+    {"row bytes of scales", false, kScaleBytes, kBytes},
+    {kRoom, false, kTokenRoom, kBytes}};
 
 constexpr Field kCombineFields[] = {
-    {"plan number", false, plan_number_field, number},
-    {"dtype of rows", true, dtype_field, dtype},
-    {"has_weights", true, weights_field, yes_no},
-    {"scale", true, [](const Call& c) { return static_cast<int64_t>(c.scale); }, scale},
-    {"copy_engines", true, copies_field, yes_no},
-    {"row bytes of rows", false, row_field, bytes},
-    {kRoom, false, room_field, bytes}};
+    {"plan number", false, kPlanNumber, kNumber},
+    {"dtype of rows", true, kDTypeOf, kDType},
+    {"has_weights", true, kHasWeights, kYesNo},
+    {"scale", true, [](const Call& c) { return static_cast<int64_t>(c.scale); }, kScale},
+    {"copy_engines", true, kHasCopies, kYesNo},
+    {"row bytes of rows", false, kRowBytes, kBytes},
+    {kRoom, false, kTokenRoom, kBytes}};
 
 constexpr std::span<const Field> fields_of(Op op) {
   switch (op) {
@@ -170,7 +148,7 @@ std::optional<bool> has_dispatch(const Signature& plan) {
   std::optional<bool> has_rows;
   if (std::ranges::any_of(plan.words, [](int64_t word) { return word != 0; })) {
     for_each_field(Op::kPlan, [&](const Field& field, size_t word, size_t /*shift*/) {
-      if (field.get == row_field) {
+      if (field.get == kRowBytes) {
         has_rows = plan.words[word] > 0;
       }
     });
@@ -195,7 +173,7 @@ std::string difference_text(Op op, size_t word, int64_t mine, int64_t theirs, si
     }
   });
   if (text.empty()) {
-    tell("a field without a name", number(mine), number(theirs));
+    tell("a field without a name", kNumber(mine), kNumber(theirs));
   }
   return text;
 }

@@ -11,8 +11,6 @@
 #include <cstring>
 #include <exception>
 #include <fcntl.h>
-#include <map>
-#include <mutex>
 #include <regex>
 #include <unistd.h>
 #include <vector>
@@ -24,14 +22,16 @@
 namespace weft::program {
 namespace {
 
+// What went wrong on one rank, on its way to the process that started it. Trivially copyable.
 struct Failure {
   int rank = 0;
-  bool is_echo = false;  // of another rank's failure: its peer left, died or did not answer
-  std::string text;
+  bool is_echo = false;              // of another rank's failure: its peer left, died or was late
+  std::array<char, 2000> text = {};  // below PIPE_BUF; what is longer is cut
 };
 
 Failure failure_of(int rank, const std::exception& error) {
-  Failure failure = {rank, false, error.what()};
+  Failure failure = {.rank = rank};
+  std::strncpy(failure.text.data(), error.what(), failure.text.size() - 1);
   if (const auto* ours = dynamic_cast<const Error*>(&error)) {
     const ErrorCode code = ours->code();
     failure.is_echo = code == ErrorCode::kPeerFailed || code == ErrorCode::kTimeout ||
@@ -40,137 +40,106 @@ Failure failure_of(int rank, const std::exception& error) {
   return failure;
 }
 
-// What went wrong on which ranks, said once. Any thread may add.
+// What went wrong on which ranks, said once. Ranks send it, threads and forked processes alike:
+// each failure is one atomic write, so they need no lock; a full pipe loses some rather than hold a
+// dying rank.
 class Failures {
  public:
-  void add(const Failure& failure) {
-    // Without its speaker and without the rank it came from, as in
-    // "... on rank 0 [rank 2/4, shm] at file:line".
-    static const std::regex speaker(R"((,? on rank \d+)? \[rank \d+/\d+.*$)");
-    const std::lock_guard lock(mutex_);
-    has_cause_ = has_cause_ || !failure.is_echo;
-    Entry& entry = entries_[std::regex_replace(failure.text, speaker, "")];
-    if (entry.ranks.empty()) {
-      order_.push_back(&entry);
-    }
-    if (entry.text.empty() || failure.text.size() < entry.text.size()) {
-      entry.text = failure.text;
-    }
-    entry.is_echo = failure.is_echo;
-    entry.ranks.push_back(failure.rank);
-  }
-
-  void add_killed(int rank, int signal) {
-    Entry& entry = entries_[fmt::format("killed {}", rank)];
-    entry.text =
-        fmt::format("rank {} was ended by signal {} ({})", rank, signal, strsignal(signal));
-    entry.ranks = {rank};
-    order_.push_back(&entry);
-  }
-
-  // One line on stderr per distinct reason. Echoes are left out where a rank said what began it; a
-  // killed rank cannot say it, so there they are shown.
-  void print(const std::string& command) const {
-    for (const Entry* entry : order_) {
-      if (entry->is_echo && has_cause_) {
-        continue;
-      }
-      std::vector<int> ranks = entry->ranks;
-      std::sort(ranks.begin(), ranks.end());
-      const std::string who = fmt::format(" (so say ranks {})", fmt::join(ranks, ", "));
-      fmt::print(stderr, "weft {}: {}{}\n", command, entry->text, ranks.size() > 1 ? who : "");
-    }
-  }
-
- private:
-  struct Entry {
-    std::string text;
-    bool is_echo = false;
-    std::vector<int> ranks;
-  };
-
-  std::mutex mutex_;
-  bool has_cause_ = false;
-  std::map<std::string, Entry> entries_;  // by what texts of several ranks have in common
-  std::vector<const Entry*> order_;
-};
-
-// Brings failures of forked ranks to their parent. Each is one atomic write, so ranks need no
-// lock; a full pipe loses some rather than hold a dying rank.
-class FailurePipe {
- public:
-  FailurePipe() {
+  Failures() {
     WEFT_SYS(Context{}, ErrorCode::kNotAvailable, pipe2(ends_.data(), O_NONBLOCK | O_CLOEXEC));
+    static_cast<void>(fcntl(ends_[1], F_SETPIPE_SZ, 1 << 20));  // room for all ranks
   }
-  FailurePipe(const FailurePipe&) = delete;
-  FailurePipe& operator=(const FailurePipe&) = delete;
-  ~FailurePipe() {
+  Failures(const Failures&) = delete;
+  Failures& operator=(const Failures&) = delete;
+  ~Failures() {
     close(ends_[0]);
     close(ends_[1]);
   }
 
   void send(const Failure& failure) {
-    Record record = {failure.rank, failure.is_echo, {}};
-    std::strncpy(record.text.data(), failure.text.c_str(), record.text.size() - 1);
-    static_cast<void>(!write(ends_[1], &record, sizeof(record)));
+    static_cast<void>(!write(ends_[1], &failure, sizeof failure));
   }
 
-  void receive_all(Failures& failures) {
-    Record record = {};
-    while (read(ends_[0], &record, sizeof(record)) == static_cast<ssize_t>(sizeof(record))) {
-      failures.add({record.rank, record.is_echo, record.text.data()});
+  void add_killed(int rank, int signal) {
+    Entry& entry = entry_of(fmt::format("killed {}", rank));
+    entry.text =
+        fmt::format("rank {} was ended by signal {} ({})", rank, signal, strsignal(signal));
+    entry.ranks = {rank};
+  }
+
+  // What ranks have sent, and who was killed before: one line on stderr per distinct reason. Echoes
+  // are left out where a rank said what began it; a killed rank cannot say it, so there they are
+  // shown.
+  void print(const std::string& command) {
+    Failure failure;
+    while (read(ends_[0], &failure, sizeof failure) == static_cast<ssize_t>(sizeof failure)) {
+      add(failure);
+    }
+    for (Entry& entry : entries_) {
+      if (entry.is_echo && has_cause_) {
+        continue;
+      }
+      std::ranges::sort(entry.ranks);
+      const std::string who = fmt::format(" (so say ranks {})", fmt::join(entry.ranks, ", "));
+      fmt::print(stderr, "weft {}: {}{}\n", command, entry.text, entry.ranks.size() > 1 ? who : "");
     }
   }
 
  private:
-  struct Record {
-    int rank;
-    bool is_echo;
-    std::array<char, 2000> text;  // below PIPE_BUF
+  struct Entry {
+    std::string common;  // what texts of several ranks share
+    std::string text;
+    bool is_echo = false;
+    std::vector<int> ranks;
   };
+
+  Entry& entry_of(const std::string& common) {
+    const auto found = std::ranges::find(entries_, common, &Entry::common);
+    return found != entries_.end() ? *found : entries_.emplace_back(Entry{common, {}, false, {}});
+  }
+
+  void add(const Failure& failure) {
+    // Without its speaker and without the rank it came from, as in
+    // "... on rank 0 [rank 2/4, shm] at file:line".
+    static const std::regex speaker(R"((,? on rank \d+)? \[rank \d+/\d+.*$)");
+    const std::string text = failure.text.data();
+    Entry& entry = entry_of(std::regex_replace(text, speaker, ""));
+    if (entry.text.empty() || text.size() < entry.text.size()) {
+      entry.text = text;
+    }
+    entry.is_echo = failure.is_echo;
+    entry.ranks.push_back(failure.rank);
+    has_cause_ = has_cause_ || !failure.is_echo;
+  }
+
   std::array<int, 2> ends_ = {-1, -1};
+  bool has_cause_ = false;
+  std::vector<Entry> entries_;
 };
 
-// Runs the body and hands what it throws to `report`.
-template <class Report>
-int guarded(Group& group, const std::function<int(Group&)>& body, const Report& report) {
-  int status = 1;
-  try {
-    status = body(group);
-  } catch (const std::exception& error) {
-    report(failure_of(group.rank(), error));
-  }
-  const bool is_written = std::fflush(nullptr) == 0 && std::ferror(stdout) == 0;
-  return is_written ? status : 1;
-}
-
-// Both return true if all ranks ended well.
-bool run_processes(
+// The ranks' exit statuses.
+std::vector<int> run_and_catch(
     const RankOptions& options, const std::function<int(Group&)>& body, Failures& failures
 ) {
-  FailurePipe pipe;
-  std::fflush(nullptr);
-  const std::vector<int> statuses = run_forked(options.num_ranks, [&](Group& group) {
-    return guarded(group, body, [&](const Failure& failure) { pipe.send(failure); });
-  });
-  for (size_t rank = 0; rank < statuses.size(); ++rank) {
-    if (statuses[rank] > 128) {
-      failures.add_killed(static_cast<int>(rank), statuses[rank] - 128);
+  const auto guarded = [&](Group& group) {
+    int status = 1;
+    try {
+      status = body(group);
+    } catch (const std::exception& error) {
+      failures.send(failure_of(group.rank(), error));
     }
+    const bool is_written = std::fflush(nullptr) == 0 && std::ferror(stdout) == 0;
+    return is_written ? status : 1;
+  };
+  if (!options.use_threads) {
+    std::fflush(nullptr);
+    return run_forked(options.num_ranks, guarded);
   }
-  pipe.receive_all(failures);
-  return statuses == std::vector<int>(statuses.size(), 0);
-}
-
-bool run_as_threads(
-    const RankOptions& options, const std::function<int(Group&)>& body, Failures& failures
-) {
   std::vector<int> statuses(static_cast<size_t>(options.num_ranks), 1);
   run_threads(options.num_ranks, [&](Group& group) {
-    statuses[static_cast<size_t>(group.rank())] =
-        guarded(group, body, [&](const Failure& failure) { failures.add(failure); });
+    statuses[static_cast<size_t>(group.rank())] = guarded(group);
   });
-  return statuses == std::vector<int>(statuses.size(), 0);
+  return statuses;
 }
 
 constexpr int kRanksOnOneGpu = 4;
@@ -193,9 +162,14 @@ void run_ranks(const RankOptions& options, const std::function<int(Group&)>& bod
     is_good = body(group) == 0;
   } else {
     Failures failures;
-    is_good = options.use_threads ? run_as_threads(options, body, failures)
-                                  : run_processes(options, body, failures);
+    const std::vector<int> statuses = run_and_catch(options, body, failures);
+    for (size_t rank = 0; rank < statuses.size(); ++rank) {
+      if (statuses[rank] > 128) {
+        failures.add_killed(static_cast<int>(rank), statuses[rank] - 128);
+      }
+    }
     failures.print(options.command);
+    is_good = std::ranges::count(statuses, 0) == std::ssize(statuses);
   }
   if (!is_good) {
     throw CLI::RuntimeError(1);

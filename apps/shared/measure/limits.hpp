@@ -5,7 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <vector>
+
+#include "group/shared_memory.hpp"
 
 namespace weft::program {
 
@@ -39,14 +41,25 @@ struct CopySettings {
 class CopyRig {
  public:
   explicit CopyRig(const CopyShape& shape);
-  ~CopyRig();
   // GB/s (1e9) of all ranks together, the best of the rounds; a byte that is read once and written
   // once counts once.
   [[nodiscard]] double measure(const CopySettings& settings);
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  // Where a copy goes: row of a receiver's memory.
+  struct Target {
+    int32_t rank = 0;
+    int32_t row = 0;
+  };
+  [[nodiscard]] int64_t rows_per_stream() const;
+  [[nodiscard]] std::vector<Target> make_targets(int rank) const;
+  void copy(int rank, int thread, CopyMethod method);
+
+  CopyShape shape_;
+  int64_t num_sources_;  // rows per rank
+  std::vector<std::vector<std::byte>> sources_;
+  std::vector<std::vector<Target>> targets_;
+  std::vector<SharedMemory> receivers_;
 };
 
 // GB/s of all ranks together on unpinned threads; zero: not measured.

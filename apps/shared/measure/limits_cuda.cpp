@@ -26,6 +26,27 @@ constexpr int64_t kCheckedBytes = 64 << 10;  // at the end of each block that ar
 constexpr int kPerSample = 2;                // passes, so that starting does not count
 constexpr uint32_t kSignals = 1000;
 
+// By LinkWay.
+struct Way {
+  const char* name;
+  int64_t (*copy)(const LinkBlocks& blocks, int sms, cudaStream_t stream) = nullptr;  // by SMs
+  bool is_load = false;
+  bool is_bulk = false;
+};
+constexpr std::array<Way, 8> kWays = {
+    {{"copy engine"},
+     {"stores 16 B", copy_by_words},
+     {"loads 16 B", copy_by_words, true},
+     {"bulk stores 4 KB", copy_by_small_pieces, false, true},
+     {"bulk stores 14 KB", copy_by_large_pieces, false, true},
+     {"bulk loads 4 KB", copy_by_small_pieces, true, true},
+     {"bulk loads 14 KB", copy_by_large_pieces, true, true},
+     {"copy inside a GPU"}}};
+
+const Way& way_of(LinkWay way) {
+  return kWays[static_cast<size_t>(way)];
+}
+
 size_t at(int64_t index) {
   return static_cast<size_t>(index);
 }
@@ -184,21 +205,9 @@ class LinkRig {
   // Bytes left out of each block.
   int64_t enqueue(LinkWay way, int gpu, int sms) {
     const cudaStream_t stream = streams_[at(gpu)];
-    switch (way) {
-      case LinkWay::kStores:
-        return copy_by_words(blocks_of(gpu, false), sms, stream);
-      case LinkWay::kLoads:
-        return copy_by_words(blocks_of(gpu, true), sms, stream);
-      case LinkWay::kBulkStoresSmall:
-        return copy_by_small_pieces(blocks_of(gpu, false), sms, stream);
-      case LinkWay::kBulkStoresLarge:
-        return copy_by_large_pieces(blocks_of(gpu, false), sms, stream);
-      case LinkWay::kBulkLoadsSmall:
-        return copy_by_small_pieces(blocks_of(gpu, true), sms, stream);
-      case LinkWay::kBulkLoadsLarge:
-        return copy_by_large_pieces(blocks_of(gpu, true), sms, stream);
-      default:
-        break;
+    const Way& how = way_of(way);
+    if (how.copy != nullptr) {
+      return how.copy(blocks_of(gpu, how.is_load), sms, stream);
     }
     const LinkBlocks blocks = blocks_of(gpu, false);
     for (int w = 0; w < num_peers(); ++w) {
@@ -273,20 +282,6 @@ std::vector<int> sm_counts(int num_sms, bool is_quick) {
   return counts;
 }
 
-std::vector<LinkWay> ways_of(int major) {
-  std::vector<LinkWay> ways = {LinkWay::kStores, LinkWay::kLoads};
-  if (major >= 9) {
-    ways.insert(
-        ways.end(),
-        {LinkWay::kBulkStoresSmall,
-         LinkWay::kBulkStoresLarge,
-         LinkWay::kBulkLoadsSmall,
-         LinkWay::kBulkLoadsLarge}
-    );
-  }
-  return ways;
-}
-
 int attribute(cudaDeviceAttr name) {
   int value = 0;
   WEFT_CUDA(Context{}, cudaDeviceGetAttribute(&value, name, 0));
@@ -326,16 +321,7 @@ class KeepDevice {
 }  // namespace
 
 std::string link_way_name(LinkWay way) {
-  constexpr std::array kNames = {
-      "copy engine",
-      "stores 16 B",
-      "loads 16 B",
-      "bulk stores 4 KB",
-      "bulk stores 14 KB",
-      "bulk loads 4 KB",
-      "bulk loads 14 KB",
-      "copy inside a GPU"};
-  return kNames[static_cast<size_t>(way)];
+  return way_of(way).name;
 }
 
 GpuLinkLimits measure_gpu_limits(int num_gpus, bool is_quick) {
@@ -350,9 +336,13 @@ GpuLinkLimits measure_gpu_limits(int num_gpus, bool is_quick) {
   LinkRig rig(num_gpus, (is_quick ? 32 : 256) * kMiB);
   limits.rates.push_back(rig.measure(LinkWay::kCopyEngine, 0));
   limits.copy_engine_gbps = limits.rates.back().gbps();
-  for (const LinkWay way : ways_of(attribute(cudaDevAttrComputeCapabilityMajor))) {
+  const bool has_bulk = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+  for (size_t i = 0; i < kWays.size(); ++i) {
+    if (kWays[i].copy == nullptr || (kWays[i].is_bulk && !has_bulk)) {
+      continue;
+    }
     for (const int sms : sm_counts(attribute(cudaDevAttrMultiProcessorCount), is_quick)) {
-      limits.rates.push_back(rig.measure(way, sms));
+      limits.rates.push_back(rig.measure(static_cast<LinkWay>(i), sms));
     }
   }
   limits.signal_us = rig.measure_signal();

@@ -50,75 +50,60 @@ int64_t size_of(const std::string& text) {
   return value * (*unit == 'K' ? 1024 : *unit == 'M' ? 1024 * 1024 : 1);
 }
 
-void read_caches(MachineInfo& info) {
+// Of one core's cache; `kind` as the kernel names it.
+int64_t cache_bytes(const std::string& level, const std::string& kind) {
   for (int i = 0; i < 8; ++i) {
     const std::string folder = fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/", i);
-    const std::string level = first_line(folder + "level");
-    const int64_t bytes = size_of(first_line(folder + "size"));
-    if (level == "1" && first_line(folder + "type") == "Data") {
-      info.l1d_bytes = bytes;
-    } else if (level == "2") {
-      info.l2_bytes = bytes;
-    } else if (level == "3") {
-      info.l3_bytes = bytes;
+    if (first_line(folder + "level") == level && first_line(folder + "type") == kind) {
+      return size_of(first_line(folder + "size"));
     }
   }
+  return 0;
 }
 
-void read_system(MachineInfo& info) {
-  utsname names = {};
-  uname(&names);
-  info.host = names.nodename;
+std::string system_text(const utsname& names) {
   const std::string product = field("/etc/os-release", "PRETTY_NAME");
-  info.system = fmt::format(
-      "{}{}{} {} {}",
-      product,
-      product.empty() ? "" : ", ",
-      names.sysname,
-      names.release,
-      names.machine
-  );
-  info.cpu = field("/proc/cpuinfo", "model name");
-  info.usable_cores = num_usable_cores();
-  info.online_cores = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  const char* comma = product.empty() ? "" : ", ";
+  return fmt::format("{}{}{} {} {}", product, comma, names.sysname, names.release, names.machine);
 }
 
-void read_memory(MachineInfo& info) {
-  info.memory_bytes = memory_field("MemTotal");
-  info.available_bytes = memory_field("MemAvailable");
-  info.memory_limit_bytes = size_of(first_line("/sys/fs/cgroup/memory.max"));  // "max" reads as 0
-  info.page_bytes = sysconf(_SC_PAGESIZE);
-  info.huge_page_bytes = memory_field("Hugepagesize");
-  info.huge_pages_free = memory_field("HugePages_Free");
-  info.shared_huge_pages =
-      bracketed(first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"));
-  struct statvfs shm = {};
-  if (statvfs("/dev/shm", &shm) == 0) {
-    info.dev_shm_bytes = static_cast<int64_t>(shm.f_bavail * shm.f_frsize);
-  }
+// The word in brackets of a kernel choice such as "always [never] advise"; empty if there is none.
+std::string bracketed(const std::string& choices) {
+  const size_t open = choices.find('[');
+  const size_t close = choices.find(']', open);
+  return close == std::string::npos ? "" : choices.substr(open + 1, close - open - 1);
 }
 
 }  // namespace
 
-std::string bracketed(const std::string& choices) {
-  const size_t open = choices.find('[');
-  const size_t close = choices.find(']');
-  if (open == std::string::npos || close == std::string::npos || close < open) {
-    return {};
-  }
-  return choices.substr(open + 1, close - open - 1);
-}
-
-MachineInfo machine_info() {
-  MachineInfo info;
-  read_system(info);
-  read_caches(info);
-  read_memory(info);
+nlohmann::ordered_json machine_info() {
+  utsname names = {};
+  uname(&names);
+  struct statvfs shm = {};
+  static_cast<void>(statvfs("/dev/shm", &shm));
   rlimit files = {};
-  if (getrlimit(RLIMIT_NOFILE, &files) == 0) {
-    info.open_files_limit = static_cast<int64_t>(files.rlim_cur);
-  }
-  return info;
+  static_cast<void>(getrlimit(RLIMIT_NOFILE, &files));
+  return {
+      {"host", names.nodename},
+      {"system", system_text(names)},
+      {"cpu", field("/proc/cpuinfo", "model name")},
+      {"usable_cores", num_usable_cores()},
+      {"online_cores", sysconf(_SC_NPROCESSORS_ONLN)},
+      {"l1d_bytes", cache_bytes("1", "Data")},
+      {"l2_bytes", cache_bytes("2", "Unified")},
+      {"l3_bytes", cache_bytes("3", "Unified")},
+      {"memory_bytes", memory_field("MemTotal")},
+      {"available_bytes", memory_field("MemAvailable")},
+      // Of this control group, 0: none, which the file calls "max".
+      {"memory_limit_bytes", size_of(first_line("/sys/fs/cgroup/memory.max"))},
+      {"page_bytes", sysconf(_SC_PAGESIZE)},
+      {"huge_page_bytes", memory_field("Hugepagesize")},
+      {"huge_pages_free", memory_field("HugePages_Free")},
+      {"shared_huge_pages",
+       bracketed(first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))},
+      // Not used by Weft, whose memory has no name.
+      {"dev_shm_bytes", static_cast<int64_t>(shm.f_bavail * shm.f_frsize)},
+      {"open_files_limit", static_cast<int64_t>(files.rlim_cur)}};
 }
 
 }  // namespace weft::program

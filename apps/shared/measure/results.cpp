@@ -63,7 +63,7 @@ void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 ) {
   const BuildInfo build = build_info();
-  const MachineInfo machine = machine_info();
+  const Json machine = machine_info();
   const GpuList gpus = list_gpus();
   const auto now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   Json json = {
@@ -73,9 +73,9 @@ void save_results(
       {"machine",
        fmt::format(
            "{}, {} cores, {}",
-           machine.cpu,
-           machine.online_cores,
-           bytes_text(static_cast<double>(machine.memory_bytes))
+           machine["cpu"].get<std::string>(),
+           machine["online_cores"].get<int>(),
+           bytes_text(machine["memory_bytes"].get<double>())
        )},
       {"gpus", Json::array()},
       {"driver", text_or_none(gpus.driver)},

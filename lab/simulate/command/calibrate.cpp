@@ -167,13 +167,13 @@ void set_copies(sim::Model& model) {
 }
 
 std::string file_text(const sim::Model& model) {
-  const MachineInfo machine = machine_info();
+  const nlohmann::ordered_json machine = machine_info();
   auto json = nlohmann::ordered_json::parse(sim::model_json(model));
   json["machine"] = {
-      {"cpu", machine.cpu},
-      {"usable_cores", machine.usable_cores},
-      {"memory_bytes", machine.memory_bytes},
-      {"system", machine.system}};
+      {"cpu", machine["cpu"]},
+      {"usable_cores", machine["usable_cores"]},
+      {"memory_bytes", machine["memory_bytes"]},
+      {"system", machine["system"]}};
   return json_text(json) + "\n";
 }
 

@@ -35,41 +35,29 @@ float at(const ConstTensor& tensor, int64_t row, int64_t col) {
   return reinterpret_cast<const float*>(row_of(tensor, row))[col];
 }
 
+float to_float(DType dtype, uint16_t half) {
+  return dtype == DType::kBFloat16 ? bf16_to_float(half) : fp16_to_float(half);
+}
+
+uint16_t to_half(DType dtype, float value) {
+  return dtype == DType::kBFloat16 ? float_to_bf16(value) : float_to_fp16(value);
+}
+
 float load(const ConstTensor& tensor, int64_t row, int64_t col) {
   const auto* half = reinterpret_cast<const uint16_t*>(row_of(tensor, row));
-  switch (tensor.dtype) {
-    case DType::kBFloat16:
-      return bf16_to_float(half[col]);
-    case DType::kFloat16:
-      return fp16_to_float(half[col]);
-    default:
-      return at(tensor, row, col);
-  }
+  return tensor.dtype == DType::kFloat32 ? at(tensor, row, col) : to_float(tensor.dtype, half[col]);
 }
 
 void store(const Tensor& tensor, int64_t row, int64_t col, float value) {
-  auto* half = reinterpret_cast<uint16_t*>(row_of(tensor, row));
-  switch (tensor.dtype) {
-    case DType::kBFloat16:
-      half[col] = float_to_bf16(value);
-      return;
-    case DType::kFloat16:
-      half[col] = float_to_fp16(value);
-      return;
-    default:
-      at(tensor, row, col) = value;
+  if (tensor.dtype == DType::kFloat32) {
+    at(tensor, row, col) = value;
+  } else {
+    reinterpret_cast<uint16_t*>(row_of(tensor, row))[col] = to_half(tensor.dtype, value);
   }
 }
 
 float round_to(DType dtype, float value) {
-  switch (dtype) {
-    case DType::kBFloat16:
-      return bf16_to_float(float_to_bf16(value));
-    case DType::kFloat16:
-      return fp16_to_float(float_to_fp16(value));
-    default:
-      return value;
-  }
+  return dtype == DType::kFloat32 ? value : to_float(dtype, to_half(dtype, value));
 }
 
 // One route as both ends see it.
