@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """dispatch and combine with gradients. Each is the other's adjoint, so there is no other backward.
+exchange.py makes the calls.
 
 Neither saves its input: a plan is all that backward needs.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves tokens to their experts and back: torch tensors around the C++ exchange."""
+"""Moves tokens to their experts and back: torch tensors around the C++ exchange. autograd.py calls
+it; outputs.py has the memory of a call, planned.py its plan."""
 
 import contextlib
-import struct
 import warnings
 from typing import Any
 
@@ -24,8 +24,6 @@ from weft.outputs import (
     views,
 )
 from weft.planned import Plan
-
-_Shape = struct.Struct("<qq")  # max_tokens, max_topk
 
 
 class Exchange:
@@ -179,9 +177,8 @@ class Exchange:
             tokens = max(tokens, routing_map.size(0))
             most = int(routing_map.sum(1).max()) if routing_map.numel() > 0 else 0
             topk = max(topk, most)
-        needs = [_Shape.unpack(block) for block in self.group.all_gather(_Shape.pack(tokens, topk))]
-        tokens = max(need[0] for need in needs)
-        topk = min(max(need[1] for need in needs), 32)
+        tokens, topk = map(max, zip(*self.group.gather_numbers(tokens, topk)))
+        topk = min(topk, 32)
         if tokens <= self.max_tokens and topk <= self.max_topk:
             return False
         self.max_tokens = max(self.max_tokens, 1 << max(tokens - 1, 0).bit_length())

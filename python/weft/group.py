@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that exchange tokens: those of a torch.distributed process group, of any backend."""
+"""The ranks that exchange tokens: those of a torch.distributed process group, of any backend.
+exchange.py takes them."""
 
 from __future__ import annotations
 
+import struct
 import weakref
 
 import torch.distributed as dist
@@ -30,7 +32,6 @@ class Group:
             return blocks
 
         self._process_group = kept
-        self._all_gather = all_gather
         self.core = _core.Group.from_all_gather(
             dist.get_rank(process_group), dist.get_world_size(process_group), all_gather
         )
@@ -70,3 +71,8 @@ class Group:
     def all_gather(self, block: bytes) -> list[bytes]:
         """Collective, for set-up: the blocks of all ranks, by rank."""
         return self.core.all_gather(block)
+
+    def gather_numbers(self, *here: int) -> list[tuple[int, ...]]:
+        """Collective, for set-up: as many numbers from every rank, by rank."""
+        form = struct.Struct(f"<{len(here)}q")
+        return [form.unpack(block) for block in self.all_gather(form.pack(*here))]

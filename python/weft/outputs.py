@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls take and return, and the memory of it.
+"""What calls take and return, and the memory of it. exchange.py asks for it.
 
 Every call makes some tensors, so they go the ways of torch that take the fewest microseconds.
 """

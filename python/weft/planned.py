@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything derived from routing before a byte of payload moves."""
+"""Everything derived from routing before a byte of payload moves. exchange.py makes it."""
 
 from __future__ import annotations
 
@@ -96,21 +96,13 @@ class Plan:
 
     def _numbers(self) -> dict[str, torch.Tensor]:
         if self._on_device is None:
-            device = self.exchange.device
-            core = self.core
+            device, core = self.exchange.device, self.core
             if device.type == "cuda":
                 self._on_device = core.on_device(device.index)
                 return self._on_device
-            numbers = {
-                "required_rows": [core.required_rows],
-                "rows_per_expert": core.rows_per_expert,
-                "padded_rows_per_expert": core.padded_rows_per_expert,
-                "expert_begin": core.expert_begin,
-            }
-            made = {
-                name: torch.tensor(n, dtype=torch.int64, device=device)
-                for name, n in numbers.items()
-            }
-            made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32, device=device)
-            self._on_device = made
+            names = ("rows_per_expert", "padded_rows_per_expert", "expert_begin")
+            made = {name: torch.tensor(getattr(core, name), dtype=torch.int64) for name in names}
+            made["required_rows"] = torch.tensor([core.required_rows], dtype=torch.int64)
+            made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32)
+            self._on_device = {name: numbers.to(device) for name, numbers in made.items()}
         return self._on_device

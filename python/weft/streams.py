@@ -16,7 +16,8 @@ rules about arguments hold all the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class CommStream:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
 
+    @contextlib.contextmanager
     def call(
         self,
         device: torch.device,
@@ -44,7 +46,7 @@ class CommStream:
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> StreamCall:
+    ) -> Iterator[StreamCall]:
         """A context for the work of one call on tensors of `device`.
 
         previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
@@ -58,55 +60,45 @@ class CommStream:
                 f"allocate_on_comm_stream: previous_event is {event}, async_finish is "
                 f"{async_finish} (it needs an event and async_finish)"
             )
-        comm = self.of(device) if device.type == "cuda" else None
-        return StreamCall(comm, list(inputs), event, async_finish)
+        call = StreamCall(async_finish)
+        if device.type != "cuda":
+            yield call
+            return
+        comm = self.of(device)
+        caller = torch.cuda.current_stream(comm.device)
+        is_async = False  # an error is not
+        try:
+            with torch.cuda.stream(comm):
+                if event is None:
+                    comm.wait_stream(caller)
+                else:
+                    event.current_stream_wait()
+                yield call
+            is_async = async_finish
+        finally:
+            known_to(call.outputs, caller)
+            if is_async:
+                known_to(inputs, comm)
+                call.event = comm.record_event()
+            else:
+                caller.wait_stream(comm)
 
 
 class StreamCall:
     """One call's stay on a communication stream; `CommStream.call` makes it."""
 
-    def __init__(
-        self,
-        comm: torch.cuda.Stream | None,
-        inputs: list[Tensor | None],
-        previous_event: Any,
-        async_finish: bool,
-    ) -> None:
+    def __init__(self, async_finish: bool) -> None:
         self.async_finish = async_finish
         self.event: torch.cuda.Event | None = None  # with async_finish, after the context
-        self._comm = comm
-        self._inputs = inputs
-        self._previous_event = previous_event
-        self._outputs: list[Tensor | None] = []
+        self.outputs: list[Tensor | None] = []
 
     def returns(self, *tensors: Tensor | None) -> None:
         """Says which tensors the caller will use on its own stream."""
-        self._outputs += tensors
-
-    def __enter__(self) -> StreamCall:
-        if self._comm is not None:
-            self._caller = torch.cuda.current_stream(self._comm.device)
-            self._on_comm = torch.cuda.stream(self._comm)
-            self._on_comm.__enter__()
-            if self._previous_event is None:
-                self._comm.wait_stream(self._caller)
-            else:
-                self._previous_event.current_stream_wait()
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self._comm is None:
-            return
-        self._on_comm.__exit__(kind, error, trace)
-        for tensor in _on_gpu(self._outputs):
-            tensor.record_stream(self._caller)
-        if error is not None or not self.async_finish:
-            self._caller.wait_stream(self._comm)
-            return
-        for tensor in _on_gpu(self._inputs):
-            tensor.record_stream(self._comm)
-        self.event = self._comm.record_event()
+        self.outputs += tensors
 
 
-def _on_gpu(tensors: list[Tensor | None]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor is not None and tensor.is_cuda]
+def known_to(tensors: Iterable[Any], stream: Any) -> None:
+    """Tells the allocator that `stream` uses these, whichever stream they were made on."""
+    for tensor in tensors:
+        if hasattr(type(tensor), "record_stream") and tensor.is_cuda:
+            tensor.record_stream(stream)

@@ -78,13 +78,10 @@ def test_allocation_on_the_comm_stream_needs_an_event_and_async_finish():
         pass
     assert call.event is None
     for previous_event, async_finish in ((None, True), (EventOverlap(), True), (event, False)):
+        options = {"async_finish": async_finish, "allocate_on_comm_stream": True}
         with pytest.raises(AssertionError, match="allocate_on_comm_stream"):
-            stream.call(
-                cpu,
-                previous_event=previous_event,
-                async_finish=async_finish,
-                allocate_on_comm_stream=True,
-            )
+            with stream.call(cpu, previous_event=previous_event, **options):
+                pass
 
 
 def test_errors_pass_through_a_call():
@@ -144,10 +141,8 @@ def gpu(monkeypatch):
 
 def on_gpu(gpu, fails=False, **options):
     log, current = gpu
-    call = CommStream().call(
-        torch.device("cuda", 0), (FakeTensor("input", log), None, torch.zeros(1)), **options
-    )
-    with call:
+    inputs = (FakeTensor("input", log), None, torch.zeros(1))
+    with CommStream().call(torch.device("cuda", 0), inputs, **options) as call:
         log.append(f"work on {current()}")
         call.returns(FakeTensor("output", log), None)
         if fails:

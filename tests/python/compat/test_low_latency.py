@@ -262,7 +262,7 @@ def masked(rank, num_ranks, group):
     assert status.tolist() == [0] * num_ranks
     with pytest.raises(AssertionError, match="rank_to_mask = 9"):
         buffer.low_latency_update_mask_buffer(9, True)
-    with pytest.raises(AssertionError, match="mask_status is"):
+    with pytest.raises(AssertionError, match="mask_status has"):
         buffer.low_latency_query_mask_buffer(status[:1])
     with pytest.raises(AssertionError, match="enable_shrink is False"):
         Buffer(group).low_latency_clean_mask_buffer()
@@ -315,7 +315,7 @@ def refusals(rank, num_ranks, group):
     refused("topk_idx has 17 rows", idx=torch.zeros(17, 1, dtype=torch.int64))
     refused("num_experts = 1", experts=1)
     refused("one of the two", async_finish=True, return_recv_hook=True)
-    refused("topk_weights is", topk_weights=case.weights.double())
+    refused("topk_weights has", topk_weights=case.weights.double())
     stats = torch.zeros(case.local)
     refused("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats=stats)
     refused("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats=stats)
@@ -328,11 +328,11 @@ def refusals(rank, num_ranks, group):
         with pytest.raises(weft.InvalidArgument, match=match):
             buffer.low_latency_combine(x, idx, weights, of, **options)
 
-    not_combined("x is", recv_x[:, 1:])
+    not_combined("x has shape", recv_x[:, 1:])
     not_combined("handle is a tuple", of=())
     not_combined("topk_idx has shape", idx=case.idx[:, :1])
-    not_combined("topk_weights is", weights=case.weights.bfloat16())
-    not_combined("out is", out=case.x.float())
+    not_combined("topk_weights has", weights=case.weights.bfloat16())
+    not_combined("out has", out=case.x.float())
     not_combined("zero_copy without rows", zero_copy=True)
     not_combined("use_logfmt beside", zero_copy=True, use_logfmt=True)
     not_combined("one of the two", async_finish=True, return_recv_hook=True)

@@ -2,7 +2,7 @@
 """How the compatibility modules refuse a call."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,23 +25,20 @@ def check_least(what: str, value: int, least: int = 1) -> None:
     check(value >= least, f"{what} = {value} (expected at least {least})")
 
 
-def check_is(what: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
-    """`tensor` has this dtype and shape; `what` is the call and the argument."""
-    check(
-        tensor.dtype == dtype and list(tensor.shape) == shape,
-        f"{what} is {tensor.dtype} {list(tensor.shape)} (expected {dtype} {shape})",
-    )
+def check_tensor(
+    what: str, tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int]
+) -> None:
+    """`tensor`, if it is given, has this dtype and shape; `what` is the call and the argument."""
+    if tensor is not None:
+        shapes = [list(tensor.shape), list(shape)]
+        check(tensor.dtype == dtype, f"{what} has dtype {tensor.dtype} (expected {dtype})")
+        check(shapes[0] == shapes[1], f"{what} has shape {shapes[0]} (expected {shapes[1]})")
 
 
-def check_tensor(what: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
-    """The same, and the message names only what is wrong."""
-    check(tensor.dtype == dtype, f"{what} has dtype {tensor.dtype} (expected {dtype})")
-    check(list(tensor.shape) == shape, f"{what} has shape {list(tensor.shape)} (expected {shape})")
-
-
-def check_kind(what: str, given: Any, kind: type, expected: str) -> None:
-    """`given`, a handle, was made by the call that `expected` names."""
-    check(isinstance(given, kind), f"{what} is a {type(given).__name__} (expected {expected})")
+def check_handle(verb: str, handle: Any, kind: type) -> None:
+    """`handle` is of this kind, whose attribute `maker` says what makes it."""
+    name = type(handle).__name__
+    check(isinstance(handle, kind), f"{verb}: handle is a {name} (expected {kind.maker})")
 
 
 def check_topk(verb: str, topk_idx: Tensor) -> None:
@@ -54,6 +51,17 @@ def check_topk(verb: str, topk_idx: Tensor) -> None:
         topk_idx.dim() == 2 and 1 <= topk_idx.size(1) <= MAX_TOPK,
         f"{verb}: topk_idx has shape {list(topk_idx.shape)} (expected [T, K <= {MAX_TOPK}])",
     )
+
+
+def check_routing(
+    verb: str, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int
+) -> None:
+    """topk_idx has a row for each token, and the weights, if they are given, have its shape."""
+    check(
+        topk_idx.size(0) == num_tokens,
+        f"{verb}: topk_idx has {topk_idx.size(0)} rows (expected {num_tokens}, those of x)",
+    )
+    check_tensor(f"{verb}: topk_weights", topk_weights, torch.float32, topk_idx.shape)
 
 
 def check_integers(verb: str, topk_idx: Tensor) -> None:

@@ -5,6 +5,8 @@ Of a configuration only `num_sms` has an effect in Weft: the most GPU multiproce
 occupy. Sizes in bytes are what callers expect to compute and compare; Weft takes its own memory.
 """
 
+from dataclasses import dataclass
+
 from weft.fp8 import GROUP
 
 from .checks import check, check_least
@@ -36,6 +38,7 @@ _CHUNKS: dict[int, tuple[Chunks, Chunks]] = {  # by ranks: of dispatch, of combi
 DISPATCH, COMBINE = ({ranks: both[i] for ranks, both in _CHUNKS.items()} for i in range(2))
 
 
+@dataclass(eq=False)
 class Config:
     """How much of a GPU a call takes, and chunk sizes that Weft only keeps.
 
@@ -43,34 +46,30 @@ class Config:
     for negative num_sms and for chunks that do not fit each other.
     """
 
-    def __init__(
-        self,
-        num_sms: int = 20,
-        num_max_nvl_chunked_send_tokens: int = 6,
-        num_max_nvl_chunked_recv_tokens: int = 256,
-        num_max_rdma_chunked_send_tokens: int = 6,
-        num_max_rdma_chunked_recv_tokens: int = 256,
-    ) -> None:
-        nvl_send, nvl_recv = num_max_nvl_chunked_send_tokens, num_max_nvl_chunked_recv_tokens
-        rdma_send, rdma_recv = num_max_rdma_chunked_send_tokens, num_max_rdma_chunked_recv_tokens
-        check_least("Config: num_sms", num_sms, 0)
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        check_least("Config: num_sms", self.num_sms, 0)
+        send, recv = self.num_max_nvl_chunked_send_tokens, self.num_max_nvl_chunked_recv_tokens
         check(
-            0 < nvl_send < nvl_recv,
-            f"Config: num_max_nvl_chunked_send_tokens = {nvl_send} "
-            f"(expected 1 to {nvl_recv - 1}, less than num_max_nvl_chunked_recv_tokens)",
+            0 < send < recv,
+            f"Config: num_max_nvl_chunked_send_tokens = {send} "
+            f"(expected 1 to {recv - 1}, less than num_max_nvl_chunked_recv_tokens)",
         )
-        check_least("Config: num_max_rdma_chunked_send_tokens", rdma_send)
-        rdma_recv = round_up(rdma_recv, rdma_send)
+        send = self.num_max_rdma_chunked_send_tokens
+        check_least("Config: num_max_rdma_chunked_send_tokens", send)
+        recv = self.num_max_rdma_chunked_recv_tokens = round_up(
+            self.num_max_rdma_chunked_recv_tokens, send
+        )
         check(
-            2 * rdma_send <= rdma_recv,
-            f"Config: num_max_rdma_chunked_send_tokens = {rdma_send} "
-            f"(expected at most {rdma_recv // 2}, half of num_max_rdma_chunked_recv_tokens)",
+            2 * send <= recv,
+            f"Config: num_max_rdma_chunked_send_tokens = {send} "
+            f"(expected at most {recv // 2}, half of num_max_rdma_chunked_recv_tokens)",
         )
-        self.num_sms = num_sms
-        self.num_max_nvl_chunked_send_tokens = nvl_send
-        self.num_max_nvl_chunked_recv_tokens = nvl_recv
-        self.num_max_rdma_chunked_send_tokens = rdma_send
-        self.num_max_rdma_chunked_recv_tokens = rdma_recv
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for rows of `hidden_bytes`: a positive multiple of 128 that grows with them."""
@@ -90,9 +89,6 @@ class Config:
     @property
     def _num_channels(self) -> int:
         return self.num_sms // 2
-
-    def __repr__(self) -> str:
-        return "Config(" + ", ".join(f"{name}={value}" for name, value in vars(self).items()) + ")"
 
 
 def config_of(table: dict[int, Chunks], num_ranks: int, num_sms: int) -> Config:

@@ -110,10 +110,10 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
     per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
     per_expert.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten()).int())
     rank = torch.where(is_route, idx // (num_experts // num_ranks), num_ranks)
-    in_rank = _marks(rank, num_ranks)
+    in_rank = in_columns(rank, None, num_ranks)
     per_host = None
     if hosts.are_several:
-        in_host = _marks(hosts.of_ranks(device)[rank], hosts.num_hosts)
+        in_host = in_columns(hosts.of_ranks(device)[rank], None, hosts.num_hosts)
         per_host = in_host.sum(0, dtype=torch.int32)
     return Layout(
         num_tokens_per_rank=in_rank.sum(0, dtype=torch.int32),
@@ -138,7 +138,19 @@ def routes_to_ranks(is_token_in_rank: Tensor, num_local_experts: int) -> Tensor:
     return routes.contiguous()
 
 
-def _marks(columns: Tensor, num_columns: int) -> Tensor:
-    """bool [T, num_columns], True in the columns [T, K]; number num_columns stands for none."""
-    marks = torch.zeros((columns.size(0), num_columns + 1), dtype=torch.bool, device=columns.device)
-    return marks.scatter_(1, columns, True)[:, :num_columns].contiguous()
+def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
+    """[rows, num_columns]: zeros, and values [rows, K] in the columns of indices [rows, K].
+
+    Without values: bool, True there. Indices outside [0, num_columns) are skipped.
+    """
+    is_inside = (indices >= 0) & (indices < num_columns)
+    columns = torch.where(is_inside, indices, num_columns).to(torch.int64)
+    return in_columns(columns, values, num_columns)
+
+
+def in_columns(columns: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
+    """`scatter_columns` for int64 columns of which only number num_columns is to be skipped."""
+    dtype = torch.bool if values is None else values.dtype
+    table = torch.zeros((columns.size(0), num_columns + 1), dtype=dtype, device=columns.device)
+    table.scatter_(1, columns, True if values is None else values)
+    return table[:, :num_columns].contiguous()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels: rows as callers give them, and what a receiver wants to know of each row.
+"""What travels: rows as callers give them, and what a receiver wants to know of each row. The calls
+of all buffers send by it.
 
 Rows that nobody computes with travel as bytes. The factors of a row travel beside it, together
 with whatever else the receiver wants to know of the row.
@@ -118,11 +119,6 @@ def row_major(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def pack_columns(*parts: Tensor) -> Tensor:
-    """uint8 [T, bytes]: the rows of several [T, cols] tensors of any dtype, side by side."""
-    return torch.cat([row_major(part).view(torch.uint8) for part in parts], dim=1)
-
-
 def send_beside(
     exchange: Exchange,
     by: Plan | Tensor,
@@ -135,7 +131,9 @@ def send_beside(
 
     Returns the plan, what the dispatch returned, and the columns as received.
     """
-    packed = pack_columns(*columns) if columns else None
+    packed = None
+    if columns:  # uint8 [T, bytes]: rows of any dtype, side by side
+        packed = torch.cat([row_major(part).view(torch.uint8) for part in columns], dim=1)
     if isinstance(by, Plan):
         plan, out = by, exchange.dispatch(by, rows, weights, packed, **options)
     else:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a buffer runs on: the ranks, their exchanges and a communication stream."""
 
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from .checks import MAX_TOPK
 from .layout import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
-_Count = struct.Struct("<q")
+MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
 
 class ExchangePool:
@@ -49,13 +48,9 @@ class ExchangePool:
         key = (hidden, num_experts, device)
         with self._lock:
             old = self._exchanges.get(key)
-            if not callable(max_topk):
-                topk = max_topk
-            elif old is not None:
-                topk = old.max_topk
-            else:
-                topk = self.largest(max_topk())
-            topk = min(max(topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
+            if callable(max_topk):
+                max_topk = self.largest(max_topk()) if old is None else old.max_topk
+            topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
             if old is not None and old.max_tokens >= max_tokens and old.max_topk >= topk:
                 return old
             new = Exchange(
@@ -85,8 +80,7 @@ class ExchangePool:
 
     def largest(self, here: int) -> int:
         """Collective: the largest of all ranks' numbers."""
-        blocks = self.group.all_gather(_Count.pack(here))
-        return max(_Count.unpack(block)[0] for block in blocks)
+        return max(number for (number,) in self.group.gather_numbers(here))
 
 
 class Runtime:

@@ -62,13 +62,15 @@ class Buffer(DeepEPBuffer):
         ranks do not all share memory.
         """
         adopt_network()
-        on_one_host = is_on_one_host(group)
+        # Not more ranks than a host has may still be ranks of several.
+        num_domains = len(Group.of(group).domains)
+        on_one_host = group.size() <= local_world_size() and num_domains == 1
         if on_one_host and self._NEEDS_NO_RDMA_ON_ONE_HOST:
             num_rdma_bytes, is_intranode = 0, True
         if is_intranode and not on_one_host:
             raise InvalidArgument(
                 f"Buffer: is_intranode = True with {group.size()} ranks in "
-                f"{len(Group.of(group).domains)} domains "
+                f"{num_domains} domains "
                 f"(expected at most {local_world_size()}, those of a host, in one)"
             )
         super().__init__(
@@ -131,12 +133,6 @@ class UCCLBuffer(Buffer):
 def local_world_size() -> int:
     """Ranks of a host: LOCAL_WORLD_SIZE, else its GPUs, else 1."""
     return environment.number("LOCAL_WORLD_SIZE", default=max(torch.cuda.device_count(), 1))
-
-
-def is_on_one_host(group: dist.ProcessGroup) -> bool:
-    """Collective at the first call for a group. Not more ranks than a host has may still be ranks
-    of several."""
-    return group.size() <= local_world_size() and len(Group.of(group).domains) == 1
 
 
 class EventHandle(CurrentStreamEvent):

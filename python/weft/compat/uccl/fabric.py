@@ -55,7 +55,8 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
     """
     provider = transport if transport in _PROVIDERS else None
     found = _cards_of(cards, folder) if cards is not None else []
-    drivers = ["efa" if _driver(folder / card) == "efa" else "verbs" for card in found]
+    links = [folder / card / "device" / "driver" for card in found]
+    drivers = ["efa" if link.resolve().name == "efa" else "verbs" for link in links]
     driver = provider or next(iter(drivers), None)
     domains = [
         f"{card}-rdm" if driver == "efa" else card
@@ -63,10 +64,6 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
         if of_card == driver
     ]
     return f"{driver}/{','.join(domains)}" if domains else provider
-
-
-def _driver(card: Path) -> str:
-    return (card / "device" / "driver").resolve().name
 
 
 def _cards_of(wanted: str, folder: Path) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ElasticBuffer.dispatch` and `combine`."""
+"""`ElasticBuffer.dispatch` and `combine`: payload.py sends the rows, handle.py has the handle."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from weft import Plan
 from weft.streams import CommStream
 
-from ..checks import BadCall, check, check_integers, check_kind, refused_by_all
+from ..checks import check, check_handle, check_integers, refused_by_all
 from ..events import EventOverlap, event_of
 from ..payload import (
     numbers,
@@ -40,8 +40,7 @@ class ElasticCalls:
 
     def pool(self, verb: str) -> ExchangePool:
         """The exchanges, while the buffer has them."""
-        if self.runtime is None:
-            raise BadCall(f"{verb}: the buffer was destroyed (make a new one)")
+        check(self.runtime is not None, f"{verb}: the buffer was destroyed (make a new one)")
         return self.runtime
 
     def _check_call(
@@ -109,7 +108,7 @@ class ElasticCalls:
         x, sf = x if isinstance(x, tuple) else (x, None)
         check(x.dim() == 2, f"dispatch: x has shape {list(x.shape)} (expected [tokens, hidden])")
         if handle is not None:
-            _check_handle("dispatch", handle)
+            check_handle("dispatch", handle, EPHandle)
             check(topk_idx is None, "dispatch: topk_idx beside a handle (which has its own)")
             check(not do_cpu_sync, "dispatch: do_cpu_sync with a handle (which needs none)")
             for name, given in (
@@ -133,7 +132,8 @@ class ElasticCalls:
             _wait_for(previous_event_before_epilogue, x)
             sf = None if sf is None else row_major(sf)
             if handle is None:
-                topk_idx, num_experts = _required(topk_idx, num_experts)
+                check(topk_idx is not None, "dispatch: topk_idx is None (expected it or a handle)")
+                check(num_experts is not None, "dispatch: num_experts is None (required)")
                 most = num_max_tokens_per_rank
                 handle, rows, weights, sf = self._first(
                     (x, topk_weights, sf),
@@ -154,7 +154,7 @@ class ElasticCalls:
                 plan = handle.plan
                 sms = _sms_of(x, num_sms or handle.num_sms)
                 rows, weights, sf = plan.exchange.dispatch(plan, x, topk_weights, sf, num_sms=sms)
-            recv_topk_idx = None if handle.do_expand else handle.received_ids()
+            recv_topk_idx = None if handle.do_expand else handle.ids.to(torch.int64)
             if weights is not None and handle.do_expand:
                 weights = weights.view(-1)
             if sf is not None and use_tma_aligned_col_major_sf:
@@ -245,7 +245,7 @@ class ElasticCalls:
         Raises InvalidArgument (also an AssertionError).
         """
         self._check_call("combine", num_qps, previous_event, allocate_on_comm_stream)
-        _check_handle("combine", handle)
+        check_handle("combine", handle, EPHandle)
         plan = handle.plan
         biases = _biases_of(x, plan, bias)
         with self._comm.call(
@@ -270,18 +270,6 @@ class ElasticCalls:
             combined = out.to(x.dtype)
             call.returns(combined, weights)
         return combined, weights, event_of(call)
-
-
-def _required(topk_idx: Tensor | None, num_experts: int | None) -> tuple[Tensor, int]:
-    if topk_idx is None:
-        raise BadCall("dispatch: topk_idx is None (expected it or a handle)")
-    if num_experts is None:
-        raise BadCall("dispatch: num_experts is None (required)")
-    return topk_idx, num_experts
-
-
-def _check_handle(verb: str, handle: Any) -> None:
-    check_kind(f"{verb}: handle", handle, EPHandle, "what dispatch returned")
 
 
 def _column_major(sf: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ElasticBuffer.dispatch` returns for combine and for dispatching again."""
+"""What `ElasticBuffer.dispatch` in calls.py returns, for combine and for dispatching again."""
 
 import dataclasses
 import functools
@@ -26,6 +26,7 @@ class EPHandle:
     token_metadata_at_forward, channel_linked_list: None; there is no second hop to remember.
     """
 
+    maker = "what dispatch returned"
     token_metadata_at_forward = channel_linked_list = None
 
     plan: Plan
@@ -93,10 +94,6 @@ class EPHandle:
     def num_expanded_tokens(self) -> int:
         """Rows, alignment included, with do_expand; else 0."""
         return self.plan.num_rows if self.do_expand else 0
-
-    def received_ids(self) -> Tensor:
-        """int64 [rows, K]: local experts of each row's token, or -1; not with do_expand."""
-        return self.ids.to(torch.int64)
 
     @functools.cached_property
     def recv_src_metadata(self) -> Tensor:

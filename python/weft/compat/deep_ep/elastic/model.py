@@ -13,6 +13,7 @@ import torch
 
 from weft.compat import environment
 from weft.fp8 import GROUP
+from weft.overlap_settings import count_gpu_sms
 
 from ..payload import round_up
 
@@ -109,9 +110,7 @@ def buffer_bytes(
 
 def device_sms() -> int:
     """Multiprocessors of the current GPU; a usual number where there is none."""
-    if not torch.cuda.is_available():
-        return _SMS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return count_gpu_sms() or _SMS_WITHOUT_GPU
 
 
 def nvlink_gbs() -> float:

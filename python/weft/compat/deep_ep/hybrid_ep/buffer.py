@@ -23,7 +23,8 @@ from torch import Tensor
 
 from weft import Dispatched, Plan
 
-from ..checks import check, check_kind
+from ..checks import check, check_handle
+from ..layout import scatter_columns
 from ..payload import (
     numbers,
     received_numbers,
@@ -32,7 +33,7 @@ from ..payload import (
     topk_of_map,
 )
 from .handle import HybridEPHandle, PermuteHandle, PlainHandle
-from .routing import count_of, routing_of, scales_of, scatter_columns
+from .routing import count_of, is_bytes, routing_of, scales_of
 from .setup import HybridEPSetup, warn_deprecated
 
 
@@ -98,7 +99,10 @@ class HybridEPBuffer(HybridEPSetup):
         if use_host_meta is not None:
             warn_deprecated(verb, "use_host_meta", "read as: not non_blocking")
             non_blocking = not use_host_meta
-        self._check_dtype(verb, hidden, use_fp8)
+        check(
+            not use_fp8 or is_bytes(hidden),
+            f"{verb}: use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
+        )
         tokens_per_expert = None
         if handle is None:
             experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
@@ -186,7 +190,7 @@ class HybridEPBuffer(HybridEPSetup):
         verb = "dispatch"
         del num_dispatched_tokens_tensor
         if handle is not None:
-            _check_handle(verb, handle, PlainHandle)
+            check_handle(verb, handle, PlainHandle)
             routing = (probs, topk_idx, topk_weights)
             out = self._send_by(handle.plan, hidden, scaling_factor, *routing)
             return out.rows, self._columns_of(handle, out.weights), out.scales, handle
@@ -223,7 +227,7 @@ class HybridEPBuffer(HybridEPSetup):
         read where a row has a route. Returns ([T, H], fp32 [T, E] or None), zero without routes.
         Raises InvalidArgument (also an AssertionError).
         """
-        _check_handle("combine", handle, PlainHandle)
+        check_handle("combine", handle, PlainHandle)
         plan = handle.plan
         row_probs = None
         if probs is not None:
@@ -299,15 +303,10 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
     return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
 
-def _check_handle(verb: str, handle: Any, kind: type[HybridEPHandle]) -> None:
-    maker = "dispatch" if kind is PlainHandle else "dispatch_with_permute"
-    check_kind(f"{verb}: handle", handle, kind, f"one of {maker}")
-
-
 def _check_reuse(
     verb: str, handle: HybridEPHandle, num_permuted_tokens: Any, pad_multiple: int | None
 ) -> None:
-    _check_handle(verb, handle, PermuteHandle)
+    check_handle(verb, handle, PermuteHandle)
     plan = handle.plan
     check(
         not pad_multiple or pad_multiple == plan.pad_multiple,

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import Plan
 
 from ..handles import PlanHandle, on_host
-from .routing import scatter_columns
+from ..layout import scatter_columns
 from .setup import HybridEPConfig
 
 _PRIVATE = ("sparse_to_dense_map", "rdma_to_attn_map", "dense_chunk_layout")
@@ -68,6 +68,7 @@ class HybridEPHandle(PlanHandle):
 class PlainHandle(HybridEPHandle):
     """What `dispatch` returns. Its rows are those of a rank_major plan."""
 
+    maker = "one of dispatch"
     items = (
         "sparse_to_dense_map",
         "rdma_to_attn_map",
@@ -101,6 +102,7 @@ class PermuteHandle(HybridEPHandle):
     copy of the plan on the host; on a GPU asking for one waits.
     """
 
+    maker = "one of dispatch_with_permute"
     items = (
         *PlainHandle.items[:5],
         "dense_chunk_layout",

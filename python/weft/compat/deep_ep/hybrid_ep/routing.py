@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import BadCall, check, check_integers, check_least
+from ..layout import scatter_columns
 from ..payload import row_major
 
 
@@ -52,11 +53,10 @@ def routing_of(
             f"(expected {num_experts}, the experts of all ranks)",
         )
         return Routing(routing_map, probs)
-    if topk_idx is None:
-        raise BadCall(f"{verb}: no routing (expected a handle, routing_map or topk_idx)")
+    no_routing = f"{verb}: no routing (expected a handle, routing_map or topk_idx)"
+    check(topk_idx is not None, no_routing)
     check_integers(verb, topk_idx)
-    if num_experts is None:
-        raise BadCall(f"{verb}: num_of_experts is None (required with topk_idx)")
+    check(num_experts is not None, f"{verb}: num_of_experts is None (required with topk_idx)")
     routes = scatter_columns(topk_idx, None, num_experts)
     if topk_weights is not None:
         probs = scatter_columns(topk_idx, topk_weights, num_experts)
@@ -65,21 +65,6 @@ def routing_of(
         is_wrong = (topk_idx < -1) | (topk_idx >= num_experts)
         refused = topk_idx if bool(is_wrong.any()) else None
     return Routing(routes, probs, refused)
-
-
-def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
-    """[rows, num_columns]: zeros, and values [rows, K] in the columns of indices [rows, K].
-
-    Without values: bool, True there. Indices outside [0, num_columns) are skipped.
-    """
-    is_inside = (indices >= 0) & (indices < num_columns)
-    columns = torch.where(is_inside, indices, num_columns).to(torch.int64)
-    dtype = torch.bool if values is None else values.dtype
-    table = torch.zeros(
-        (indices.size(0), num_columns + 1), dtype=dtype, device=indices.device
-    )  # the last column takes what is skipped
-    table.scatter_(1, columns, True if values is None else values)
-    return table[:, :num_columns].contiguous()
 
 
 def count_of(verb: str, name: str, value: Any) -> int:

@@ -13,7 +13,7 @@ from weft import Exchange, Group, Plan
 from ..checks import check, check_least
 from ..layout import ranks_per_domain
 from ..payload import round_up
-from ..runtime import TIMEOUT, ExchangePool
+from ..runtime import MIN_TOPK, TIMEOUT, ExchangePool
 from .routing import Routing, is_bytes
 
 MIN_CAPACITY = 512
@@ -78,9 +78,6 @@ class HybridEPConfigurer:
         made = dataclasses.replace(self.buffer_config, **given)
         vars(made).update(others)
         return made
-
-
-_MIN_TOPK = 8  # an exchange is made for at least so many routes of a token
 
 
 class HybridEPSetup:
@@ -192,7 +189,7 @@ class HybridEPSetup:
             num_experts=routing.map.size(1),
             device=hidden.device,
             max_tokens=self.configurer.capacity,
-            max_topk=lambda: max(_MIN_TOPK, routing.most_routes()),
+            max_topk=lambda: max(MIN_TOPK, routing.most_routes()),
         )
 
     def _config(
@@ -200,12 +197,6 @@ class HybridEPSetup:
     ) -> HybridEPConfig:
         return self.configurer.config(
             hidden.size(1), plan.num_local_experts, pad_multiple, is_bytes(hidden), fuse
-        )
-
-    def _check_dtype(self, verb: str, hidden: Tensor, use_fp8: bool | None) -> None:
-        check(
-            not use_fp8 or is_bytes(hidden),
-            f"{verb}: use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
         )
 
     def _sms(self, tensor: Tensor, name: str) -> int:

@@ -4,7 +4,6 @@ the same sizes were made. Results own their memory: any number of them may be al
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +15,31 @@ from weft.streams import StreamCall
 from ..checks import (
     check,
     check_experts,
-    check_is,
-    check_kind,
+    check_handle,
     check_least,
+    check_routing,
+    check_tensor,
     check_topk,
     refused_by_all,
 )
 from ..events import EventHandle, EventOverlap
 from ..layout import routes_of
 from ..runtime import Runtime
-from .mask import MaskCalls
-from .rows import LowLatencyHandle, dispatch_blocks, put_back
+from .rows import LowLatencyHandle, RankMask, dispatch_blocks, put_back
 
 Hook = Callable[[], None]
 
 _ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
 
 
-class LowLatencyMode(MaskCalls):
+class LowLatencyMode:
     """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True."""
 
+    group_size: int
     low_latency_mode: bool
+    enable_shrink: bool
+    _mask: RankMask
+    _runtime: Callable[[str], Runtime]
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -95,9 +98,8 @@ class LowLatencyMode(MaskCalls):
             _check_tokens(x, topk_idx, topk_weights, num_max)
             _check_fp8(x, use_fp8, round_scale, use_ue8m0)
             _check_finish(verb, async_finish, return_recv_hook)
-            if stats is not None:
-                name = f"{verb}: cumulative_local_expert_recv_stats"
-                check_is(name, stats, torch.int32, [local])
+            name = f"{verb}: cumulative_local_expert_recv_stats"
+            check_tensor(name, stats, torch.int32, [local])
             self._check_waits(verb, "dispatch", dispatch_wait_recv_cost_stats)
         inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
         with runtime.stream.call(x.device, inputs, async_finish=is_async) as call:
@@ -115,12 +117,11 @@ class LowLatencyMode(MaskCalls):
             recv_count = handle.count.to(torch.int32)
             if stats is not None:
                 stats += recv_count
-            received = (blocks.weights, None)
+            between = ()
             if topk_weights is not None:
-                received = (blocks.weights, handle.source_rank.to(torch.int32))
-            call.returns(*blocks, recv_count, received[1])
-            call.returns(*(recv_x if isinstance(recv_x, tuple) else ()))
-        between = () if topk_weights is None else received
+                between = (blocks.weights, handle.source_rank.to(torch.int32))
+            parts = recv_x if isinstance(recv_x, tuple) else ()
+            call.returns(*blocks, recv_count, *between, *parts)
         finish = (handle, *_finish(call, async_finish, return_recv_hook))
         return recv_x, recv_count, *between, *finish
 
@@ -159,7 +160,7 @@ class LowLatencyMode(MaskCalls):
             raise Unsupported(
                 f"{verb}: overlap is asked for (a call begins when x is whole)", "unsupported"
             )
-        _check_handle(verb, handle)
+        check_handle(verb, handle, LowLatencyHandle)
         plan = handle.plan
         with refused_by_all(plan.exchange, "combine", plan):
             _check_combine(x, topk_idx, topk_weights, handle, out)
@@ -196,7 +197,7 @@ class LowLatencyMode(MaskCalls):
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
         verb = "get_next_low_latency_combine_buffer"
         self._low_latency(verb)
-        _check_handle(verb, handle)
+        check_handle(verb, handle, LowLatencyHandle)
         if handle.combine_rows is None:
             device = handle.plan.exchange.device
             handle.combine_rows = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
@@ -208,15 +209,40 @@ class LowLatencyMode(MaskCalls):
         """Nothing: a call leaves nothing behind that the next one must not see."""
         self._low_latency("clean_low_latency_buffer")
 
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Local. Masks a rank, or takes it in again. Needs enable_shrink=True."""
+        self._check_shrink("low_latency_update_mask_buffer")
+        check(
+            0 <= rank_to_mask < self.group_size,
+            f"low_latency_update_mask_buffer: rank_to_mask = {rank_to_mask} "
+            f"(expected 0 to {self.group_size - 1})",
+        )
+        self._mask.is_masked[rank_to_mask] = mask
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Local. Fills mask_status int32 [R] with 1 for masked ranks, else 0."""
+        self._check_shrink("low_latency_query_mask_buffer")
+        name = "low_latency_query_mask_buffer: mask_status"
+        check_tensor(name, mask_status, torch.int32, [self.group_size])
+        mask_status.copy_(self._mask.status())
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Local. Takes all ranks in again."""
+        self._check_shrink("low_latency_clean_mask_buffer")
+        self._mask = RankMask(self.group_size)
+
+    def _check_shrink(self, verb: str) -> None:
+        self._runtime(verb)
+        check(self.enable_shrink, f"{verb}: enable_shrink is False (the buffer needs it)")
+
     def _low_latency(self, verb: str) -> Runtime:
         runtime = self._runtime(verb)
         check(self.low_latency_mode, f"{verb}: low_latency_mode is False (the buffer needs it)")
         return runtime
 
     def _check_waits(self, verb: str, name: str, stats: Tensor | None) -> None:
-        if stats is not None:
-            shape = [self.group_size]
-            check_is(f"{verb}: {name}_wait_recv_cost_stats", stats, torch.int64, shape)
+        name = f"{verb}: {name}_wait_recv_cost_stats"
+        check_tensor(name, stats, torch.int64, [self.group_size])
 
 
 def _finish(
@@ -253,13 +279,7 @@ def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_
         f"{verb}: x has {x.size(0)} rows (expected at most num_max_dispatch_tokens_per_rank = "
         f"{num_max})",
     )
-    check(
-        topk_idx.size(0) == x.size(0),
-        f"{verb}: topk_idx has {topk_idx.size(0)} rows (expected {x.size(0)}, those of x)",
-    )
-    if topk_weights is not None:
-        name = f"{verb}: topk_weights"
-        check_is(name, topk_weights, torch.float32, list(topk_idx.shape))
+    check_routing(verb, topk_idx, topk_weights, x.size(0))
 
 
 def _check_fp8(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
@@ -279,20 +299,12 @@ def _check_combine(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
 ) -> None:
     verb, plan = "low_latency_combine", handle.plan
-    check_is(f"{verb}: x", x, torch.bfloat16, handle.shape)
+    check_tensor(f"{verb}: x", x, torch.bfloat16, handle.shape)
     check_topk(verb, topk_idx)
     shape = [plan.num_tokens, plan.topk]
-    check(
-        list(topk_idx.shape) == shape,
-        f"{verb}: topk_idx has shape {list(topk_idx.shape)} (expected {shape}, as for dispatch)",
-    )
-    check_is(f"{verb}: topk_weights", topk_weights, torch.float32, shape)
-    if out is not None:
-        check_is(f"{verb}: out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
-
-
-def _check_handle(verb: str, handle: Any) -> None:
-    check_kind(f"{verb}: handle", handle, LowLatencyHandle, "low_latency_dispatch's")
+    check_tensor(f"{verb}: topk_idx", topk_idx, topk_idx.dtype, shape)
+    check_tensor(f"{verb}: topk_weights", topk_weights, torch.float32, shape)
+    check_tensor(f"{verb}: out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
 
 
 def _check_finish(verb: str, async_finish: bool, return_recv_hook: bool) -> None:

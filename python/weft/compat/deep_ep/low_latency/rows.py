@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Buffer.low_latency_dispatch` returns: blocks of rows by expert, and the handle."""
+"""What `Buffer.low_latency_dispatch` returns, which is blocks of rows by expert and the handle, and
+the mask of the ranks that it leaves out. calls.py has the calls."""
 
 from __future__ import annotations
 
@@ -81,6 +82,7 @@ class LowLatencyHandle(PlanHandle):
     receive hook must be after it ran.
     """
 
+    maker = "low_latency_dispatch's"
     items = ("src_info", "layout_range", "num_max", "hidden", "num_experts")
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int) -> None:
@@ -133,3 +135,33 @@ class LowLatencyHandle(PlanHandle):
         counts = ranks.new_zeros((ranks.size(0), num_ranks + 1))
         counts = counts.scatter_add_(1, ranks, torch.ones_like(ranks))[:, :num_ranks]
         return (counts.cumsum(1) - counts) << 32 | counts
+
+
+class RankMask:
+    """Ranks that low-latency calls leave out.
+
+    A masked rank must still make its calls, for Weft does not exchange without one of its ranks: a
+    dead one makes the others raise. A mask keeps that rank's tokens, counts and sums out. The host
+    knows it, so a CUDA graph keeps the mask of its capture.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.is_masked = [False] * num_ranks
+
+    def __bool__(self) -> bool:
+        return any(self.is_masked)
+
+    def status(self) -> Tensor:
+        """int32 [R], 1 for a masked rank."""
+        return torch.tensor(self.is_masked, dtype=torch.int32)
+
+    def without_routes(self, routes: Tensor, num_local_experts: int) -> Tensor:
+        """routes [T, K] less those to masked ranks; -1 is none."""
+        is_masked = self.status().bool().to(routes.device)
+        owner = routes.clamp(min=0).long() // num_local_experts
+        return routes.masked_fill(is_masked[owner], -1)
+
+    def is_kept(self, source_rank: Tensor) -> Tensor:
+        """Where source_rank (any shape; R stands for none) is not masked."""
+        is_masked = torch.cat([self.status().bool(), torch.ones(1, dtype=torch.bool)])
+        return ~is_masked.to(source_rank.device)[source_rank]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch and combine of a `Buffer`: a row for each (token, rank), by source rank, then token."""
+"""dispatch and combine of a `Buffer`: a row for each (token, rank), by source rank, then token.
+payload.py sends them."""
 
-import struct
 from collections.abc import Callable
 
 import torch
@@ -14,8 +14,9 @@ from ..checks import (
     MAX_TOPK,
     check,
     check_experts,
-    check_kind,
+    check_handle,
     check_least,
+    check_routing,
     check_tensor,
     check_topk,
     refused_by_all,
@@ -24,11 +25,8 @@ from ..config import Config
 from ..events import EventOverlap, event_of
 from ..layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from ..payload import Payload, received_topk, round_up
-from ..runtime import Runtime
+from ..runtime import MIN_TOKENS, MIN_TOPK, Runtime
 from .handle import Handle, handle_of
-
-_MIN_TOKENS = 4096  # that an exchange starts with room for
-_MIN_TOPK = 8
 
 
 class NormalMode:
@@ -106,7 +104,7 @@ class NormalMode:
         num_sms = self._num_sms("dispatch", config, payload.device)
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         if handle is not None:
-            _check_handle("dispatch", handle)
+            check_handle("dispatch", handle, Handle)
             with refused_by_all(handle.plan.exchange, "dispatch", handle.plan):
                 _check_repeats(payload, handle, topk_idx, topk_weights)
             with runtime.stream.call(payload.device, payload.tensors, *streams) as call:
@@ -177,7 +175,7 @@ class NormalMode:
         value of the rank that has its expert, or None. event.
         """
         runtime = self._runtime("combine")
-        _check_handle("combine", handle)
+        check_handle("combine", handle, Handle)
         plan = handle.plan
         with refused_by_all(plan.exchange, "combine", plan):
             biases = _biases_of(bias)
@@ -210,8 +208,8 @@ def _exchange(
         num_experts=_experts_of(layout, num_ranks),
         device=payload.device,
         # Without a wait for the GPU the exchange cannot learn of more tokens and grow by itself.
-        max_tokens=max(_MIN_TOKENS, -(-num_worst_tokens // num_ranks)),
-        max_topk=max(_MIN_TOPK, min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)),
+        max_tokens=max(MIN_TOKENS, -(-num_worst_tokens // num_ranks)),
+        max_topk=max(MIN_TOPK, min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)),
     )
 
 
@@ -220,8 +218,7 @@ def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
     if handle.has_topk:
         return handle.plan.rows_per_expert_list
     here = layout.num_tokens_per_expert.tolist()
-    form = struct.Struct(f"<{len(here)}i")
-    blocks = [form.unpack(block) for block in runtime.group.all_gather(form.pack(*here))]
+    blocks = runtime.group.gather_numbers(*here)
     local = len(here) // len(blocks)
     first = runtime.group.rank * local
     return [sum(block[expert] for block in blocks) for expert in range(first, first + local)]
@@ -248,12 +245,12 @@ def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
     per_rank, per_host, per_expert, in_rank = layout
     for name, tensor, dtype, shape in (
         ("num_tokens_per_rank", per_rank, torch.int32, [hosts.num_ranks]),
-        ("num_tokens_per_expert", per_expert, torch.int32, list(per_expert.shape)),
+        ("num_tokens_per_expert", per_expert, torch.int32, per_expert.shape),
         ("is_token_in_rank", in_rank, torch.bool, [num_tokens, hosts.num_ranks]),
     ):
         _check_given(name, tensor)
         check_tensor(f"dispatch: {name}", tensor, dtype, shape)
-    if per_host is not None and hosts.are_several:
+    if hosts.are_several:
         name = "dispatch: num_tokens_per_rdma_rank"
         check_tensor(name, per_host, torch.int32, [hosts.num_hosts])
 
@@ -278,16 +275,7 @@ def _check_routing(
     if topk_idx is None:
         check(num_worst_tokens == 0, f"{worst} without top-k (it needs topk_idx)")
         return
-    check(
-        topk_idx.size(0) == num_tokens,
-        f"dispatch: topk_idx has {topk_idx.size(0)} rows (expected {num_tokens}, those of x)",
-    )
-    shape = list(topk_idx.shape)
-    check_tensor("dispatch: topk_weights", topk_weights, torch.float32, shape)
-
-
-def _check_handle(verb: str, handle: object) -> None:
-    check_kind(f"{verb}: handle", handle, Handle, "what Buffer.dispatch returned")
+    check_routing("dispatch", topk_idx, topk_weights, num_tokens)
 
 
 def _check_repeats(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `Buffer.dispatch` returns for combine, and for dispatching the same way again."""
+"""What `Buffer.dispatch` returns for combine, and for dispatching the same way again. calls.py
+makes it."""
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class Handle(PlanHandle):
     Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
     items by channel count as if the first channel moved everything, so each column holds the total.
     """
+
+    maker = "what Buffer.dispatch returned"
 
     def __init__(
         self, plan: Plan, is_token_in_rank: Tensor, has_topk: bool, num_channels: int
