@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch on one model chunk, and two of them woven into each other."""
+"""One micro-batch on one model chunk, and two of them woven into each other. pipeline.py issues the
+pairs, executor.py their nodes."""
 
 from __future__ import annotations
 

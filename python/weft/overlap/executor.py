@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the nodes of two micro-batches in the order that the core computes."""
+"""Runs the nodes of two micro-batches in the order that the core computes. chunk_plan.py and
+layer_plan.py hand it their nodes."""
 
 import functools
 from collections.abc import Callable

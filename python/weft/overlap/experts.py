@@ -51,15 +51,11 @@ class DelayedExperts(DelayedWgradModule):
         return grouped_product(act, self.down, ends, self._queue())
 
     def _activate(self, inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
-        return swiglu(inner, probs, ends)
-
-
-def swiglu(inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
-    """inner [P, 2 W]: gate beside value; probs [P]; ends of `grouped.row_ends` -> [P, W]."""
-    if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
-        return _Swiglu.apply(inner, probs, ends)
-    gate, value = inner.chunk(2, dim=-1)
-    return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
+        """silu(gate) * value * prob. inner [P, 2 W]: gate and value; probs [P] -> [P, W]."""
+        if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
+            return _Swiglu.apply(inner, probs, ends)
+        gate, value = inner.chunk(2, dim=-1)
+        return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
 
 
 class _Swiglu(torch.autograd.Function):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two lanes of a schedule: the caller's stream computes, one more stream exchanges tokens.
+nodes.py runs on them.
 
 Without CUDA both are torch.cpu's streams: work runs where it is issued, in that order.
 """
@@ -8,6 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from weft.streams import known_to as known_to
 
 _comm_stream: Any = None
 
@@ -53,13 +56,6 @@ def new_event() -> Any:
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Has `stream` as torch's current stream."""
     return _device().stream(stream)
-
-
-def known_to(tensors: Any, stream: Any) -> None:
-    """Tells the allocator that `stream` uses these, whichever stream they were made on."""
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-            tensor.record_stream(stream)
 
 
 def join_lanes() -> None:

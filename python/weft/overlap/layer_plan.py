@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of one layer for one micro-batch, and two layers woven into each other."""
+"""The nodes of one layer for one micro-batch, and two layers woven into each other. chunk_plan.py
+makes them of the classes in nodes.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers of one pipeline stage as a module, with what comes before and after them."""
+"""The layers of one pipeline stage as a module, with what comes before and after them. layer.py has
+the layers, chunk_plan.py the plans."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
