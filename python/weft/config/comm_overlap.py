@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's choice of communication overlap, and how it reaches the other configurations."""
+"""The user's choice of communication overlap, and how it reaches the other configurations. rules.py
+checks it."""
 
 import logging
 from dataclasses import asdict, dataclass, is_dataclass, replace

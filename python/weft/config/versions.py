@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of torch and Transformer Engine, which is never imported: it may be absent."""
+"""Versions of torch and Transformer Engine, which is never imported: it may be absent. rules.py
+asks for them."""
 
 from importlib import metadata
 

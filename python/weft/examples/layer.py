@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole MoE layer around any token dispatcher: router, grouped SwiGLU experts, weights."""
+"""A whole MoE layer around any token dispatcher: router, grouped SwiGLU experts, weights.
+moe_layer.py and qwen3_model.py use it."""
 
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Qwen3-30B-A3B with synthetic weights, cut for the overlap of two micro-batches."""
+"""Layers of Qwen3-30B-A3B with synthetic weights, cut for the overlap of two micro-batches.
+qwen3_run.py trains it."""
 
 import zlib
 

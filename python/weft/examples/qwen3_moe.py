@@ -220,15 +220,12 @@ def work(args: argparse.Namespace) -> int:
 
 
 def heading(args: argparse.Namespace, shape: Shape) -> str:
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     return (
-        f"{dist.get_world_size()} x {device_name(args)}: {shape.layers} layers, H {shape.hidden}, "
+        f"{dist.get_world_size()} x {device}: {shape.layers} layers, H {shape.hidden}, "
         f"{shape.experts} experts, top {shape.topk}, width {shape.width}, "
         f"{args.micro_batches} x {shape.sequences} x {shape.sequence} tokens a step and rank"
     )
-
-
-def device_name(args: argparse.Namespace) -> str:
-    return torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one mode for some steps on the bytes of a file, and measures it."""
+"""Trains one mode for some steps on the bytes of a file, and measures it. qwen3_moe.py calls it for
+each mode; qwen3_model.py has the model."""
 
 import argparse
 import gc
