@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, and is permuted."""
+"""The flex backend of DeepEP and UCCL-EP: one row per token and rank travels, and is permuted.
+flex.py makes it, permute.py permutes."""
 
 import logging
 from collections.abc import Callable

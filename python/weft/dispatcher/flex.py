@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dispatcher over Weft: one exchange over all ranks of TP x EP."""
+"""The token dispatcher over Weft: one exchange over all ranks of TP x EP. deepep.py and hybridep.py
+are its backends."""
 
 from typing import Any, ClassVar
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flex backend of HybridEP: rows arrive by expert, padded, in one step."""
+"""The flex backend of HybridEP: rows arrive by expert, padded, in one step. flex.py makes it."""
 
 from collections.abc import Callable
 from typing import Any

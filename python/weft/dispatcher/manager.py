@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flex dispatcher asks of a backend."""
+"""What the flex dispatcher asks of a backend. flex.py asks, deepep.py and hybridep.py answer."""
 
 import logging
 from functools import cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which settings of the dispatchers go together."""
+"""Checks which settings of the dispatchers go together. config.py has the settings."""
 
 import warnings
 from typing import Any

@@ -123,18 +123,9 @@ def deepepv2_dispatch(
     `expert_alignment` rounds up the counts of tokens per expert, not the rows. `num_sms` 0 leaves
     the number to the buffer. The probability of a slot whose expert is elsewhere is undefined.
     """
-    return DeepepV2Dispatch.apply(
-        buffer,
-        x,
-        token_indices,
-        token_probs,
-        num_experts,
-        num_max_tokens_per_rank,
-        expert_alignment,
-        num_sms,
-        async_finish,
-        allocate_on_comm_stream,
-    )
+    routing = (token_indices, token_probs, num_experts, num_max_tokens_per_rank)
+    streams = (async_finish, allocate_on_comm_stream)
+    return DeepepV2Dispatch.apply(buffer, x, *routing, expert_alignment, num_sms, *streams)
 
 
 def deepepv2_combine(

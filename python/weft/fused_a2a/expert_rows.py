@@ -17,12 +17,10 @@ from torch import Tensor
 import weft
 from weft import Plan
 from weft.compat.deep_ep.layout import routes_of
+from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK
 
 from .buffers import get_hidden_bytes
 from .rank_rows import DEEPEP, UCCL, Functions
-
-# Capacities that an exchange begins with; it grows by itself where a rank needs more.
-_MIN_TOKENS, _MIN_TOPK = 4096, 8
 
 
 class ExpertRows(NamedTuple):
@@ -75,8 +73,8 @@ class ByExpert(NamedTuple):
             hidden=x.size(1),
             num_experts=num_experts,
             device=x.device,
-            max_tokens=_MIN_TOKENS,
-            max_topk=max(_MIN_TOPK, token_indices.size(1)),
+            max_tokens=MIN_TOKENS,
+            max_topk=max(MIN_TOPK, token_indices.size(1)),
         )
         num_sms = num_sms if x.is_cuda else 0
         routes = routes_of(token_indices, num_experts)

@@ -188,23 +188,11 @@ def hybrid_ep_dispatch(
     Raises ValueError without a map or indices, or for indices without `num_experts`, and what the
     buffer does: weft.InvalidArgument, weft.TimeoutError, weft.PeerError.
     """
-    return HybridEPDispatch.apply(
-        x,
-        routing_map,
-        probs,
-        group,
-        num_local_experts,
-        num_sms_dispatch_api,
-        num_sms_combine_api,
-        num_permuted_tokens,
-        pad_multiple,
-        topk_idx,
-        num_experts,
-        fused or fuse_permute,
-        num_sms_preprocessing_api,
-        num_blocks_permute,
-        num_blocks_unpermute,
-    )
+    sms = (num_sms_dispatch_api, num_sms_combine_api)
+    rows = (num_permuted_tokens, pad_multiple, topk_idx, num_experts, fused or fuse_permute)
+    blocks = (num_sms_preprocessing_api, num_blocks_permute, num_blocks_unpermute)
+    given = (x, routing_map, probs, group, num_local_experts)
+    return HybridEPDispatch.apply(*given, *sms, *rows, *blocks)
 
 
 def hybrid_ep_combine(

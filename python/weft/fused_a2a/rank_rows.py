@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused dispatch and combine on a `Buffer`, for the libraries that offer one.
+"""Fused dispatch and combine on a `Buffer`, for the libraries that offer one. buffers.py keeps the
+buffers.
 
 Rows are those of the receiving rank: one per token and rank, ascending by source rank, then token.
 """
