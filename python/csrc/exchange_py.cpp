@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From arrays and names to the arguments of plan, dispatch and combine.
+// From the arrays and names of weft/exchange.py to the arguments of plan, dispatch and combine.
 #include <exception>
 #include <memory>
 #include <nanobind/stl/optional.h>

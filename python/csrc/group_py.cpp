@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Groups over a function of Python that swaps bytes between the ranks; weft/group.py gives it.
 #include <memory>
 #include <nanobind/stl/vector.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Orders as tuples, which weft.overlap executes.
+// Orders as tuples, for weft/overlap/executor.py and weft/overlap/pipeline.py.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// What weft/planned.py reads of a plan that exchange_py.cpp made.
 #include <algorithm>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -15,14 +16,17 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-Ints ints_of(std::span<const int64_t> values) {
+template <auto kValues>
+Ints ints_of(const Plan& plan) {
+  const std::span<const int64_t> values = (plan.*kValues)();
   return {values.begin(), values.end()};
 }
 
-Ints of_ranks(const Plan& plan, int64_t (Plan::*count)(int) const) {
+template <auto kCount>
+Ints of_ranks(const Plan& plan) {
   Ints counts;
   for (int rank = 0; rank < plan.num_ranks(); ++rank) {
-    counts.push_back((plan.*count)(rank));
+    counts.push_back((plan.*kCount)(rank));
   }
   return counts;
 }
@@ -58,20 +62,12 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("required_rows", &Plan::required_rows)
       .def_prop_ro("overflow", &Plan::overflow)
       .def_prop_ro("row_weight_cols", &Plan::row_weight_cols)
-      .def_prop_ro("rows_per_expert", [](const Plan& p) { return ints_of(p.rows_per_expert()); })
-      .def_prop_ro(
-          "padded_rows_per_expert",
-          [](const Plan& p) { return ints_of(p.padded_rows_per_expert()); }
-      )
-      .def_prop_ro("expert_begin", [](const Plan& p) { return ints_of(p.expert_begin()); })
-      .def_prop_ro(
-          "global_routes_per_expert",
-          [](const Plan& p) { return ints_of(p.global_routes_per_expert()); }
-      )
-      .def_prop_ro(
-          "received_arrivals", [](const Plan& p) { return of_ranks(p, &Plan::received_arrivals); }
-      )
-      .def_prop_ro("sent_arrivals", [](const Plan& p) { return of_ranks(p, &Plan::sent_arrivals); })
+      .def_prop_ro("rows_per_expert", &ints_of<&Plan::rows_per_expert>)
+      .def_prop_ro("padded_rows_per_expert", &ints_of<&Plan::padded_rows_per_expert>)
+      .def_prop_ro("expert_begin", &ints_of<&Plan::expert_begin>)
+      .def_prop_ro("global_routes_per_expert", &ints_of<&Plan::global_routes_per_expert>)
+      .def_prop_ro("received_arrivals", &of_ranks<&Plan::received_arrivals>)
+      .def_prop_ro("sent_arrivals", &of_ranks<&Plan::sent_arrivals>)
       .def("wire_bytes", &Plan::wire_bytes, nb::arg("row_bytes"))
       .def("crossing_bytes", &Plan::crossing_bytes, nb::arg("row_bytes"))
       .def("logical_bytes", &Plan::logical_bytes, nb::arg("row_bytes"))

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
+// From DLPack and to it: what Weft calls a type, and what DLPack does.
 #include "tensor_py.hpp"
 
+#include <algorithm>
+#include <array>
 #include <string>
 
 #include "weft/error.hpp"
@@ -14,51 +17,40 @@ using Code = nb::dlpack::dtype_code;
   throw Error(ErrorCode::kInvalidArgument, problem, -1, "");
 }
 
+struct Kind {
+  DType dtype;
+  Code code;
+  uint8_t bits;
+};
+
+constexpr std::array<Kind, 7> kKinds = {{
+    {DType::kBFloat16, Code::Bfloat, 16},
+    {DType::kFloat16, Code::Float, 16},
+    {DType::kFloat32, Code::Float, 32},
+    {DType::kInt32, Code::Int, 32},
+    {DType::kInt64, Code::Int, 64},
+    {DType::kBool, Code::Bool, 8},
+    {DType::kByte, Code::UInt, 8},
+}};
+
+// Every type of one byte but bool is kByte.
 std::optional<DType> dtype_of(const nb::dlpack::dtype& dtype) {
-  const auto code = static_cast<Code>(dtype.code);
+  const auto is_it = [&](const Kind& kind) {
+    return kind.code == static_cast<Code>(dtype.code) && kind.bits == dtype.bits;
+  };
   if (dtype.lanes != 1) {
     return {};
   }
-  if (code == Code::Bool) {
-    return DType::kBool;
+  const auto* const found = std::ranges::find_if(kKinds, is_it);
+  if (found != kKinds.end()) {
+    return found->dtype;
   }
-  switch (dtype.bits) {
-    case 8:
-      return DType::kByte;
-    case 16:
-      if (code == Code::Bfloat) {
-        return DType::kBFloat16;
-      }
-      return code == Code::Float ? std::optional(DType::kFloat16) : std::nullopt;
-    case 32:
-      if (code == Code::Float) {
-        return DType::kFloat32;
-      }
-      return code == Code::Int ? std::optional(DType::kInt32) : std::nullopt;
-    case 64:
-      return code == Code::Int ? std::optional(DType::kInt64) : std::nullopt;
-    default:
-      return {};
-  }
+  return dtype.bits == 8 ? std::optional(DType::kByte) : std::nullopt;
 }
 
 nb::dlpack::dtype dlpack_of(DType dtype) {
-  const auto bits = static_cast<uint8_t>(8 * dtype_bytes(dtype));
-  switch (dtype) {
-    case DType::kBFloat16:
-      return {static_cast<uint8_t>(Code::Bfloat), bits, 1};
-    case DType::kFloat16:
-    case DType::kFloat32:
-      return {static_cast<uint8_t>(Code::Float), bits, 1};
-    case DType::kBool:
-      return {static_cast<uint8_t>(Code::Bool), bits, 1};
-    case DType::kByte:
-      return {static_cast<uint8_t>(Code::UInt), bits, 1};
-    case DType::kInt32:
-    case DType::kInt64:
-      break;
-  }
-  return {static_cast<uint8_t>(Code::Int), bits, 1};
+  const Kind& kind = *std::ranges::find(kKinds, dtype, &Kind::dtype);
+  return {static_cast<uint8_t>(kind.code), kind.bits, 1};
 }
 
 Device device_of(const Array& array, const char* name) {
