@@ -10,7 +10,7 @@
 #include "cpu/protocol/region_map.hpp"
 #include "cuda/layout/control.hpp"
 #include "cuda/layout/plan.hpp"
-#include "hosts/crossing_memory.hpp"
+#include "hosts/call_memory.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -167,7 +167,7 @@ void add_inter_node(
 ) {
   constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
   const uint64_t carried = domains.carried().size();
-  const CrossingRoom room = crossing_room(
+  const CallRoom room = room_of_calls(
       {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
        .num_carried = carried,
        .max_tokens = scenario.max_tokens,

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/context.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -52,8 +53,8 @@ class Executor {
   [[nodiscard]] virtual Buffer allocate(const Tensor& shape) = 0;
   virtual void release_pooled() = 0;
 
-  [[nodiscard]] virtual int rank() const = 0;
-  [[nodiscard]] virtual int num_ranks() const = 0;
+  // This rank, as messages name it.
+  [[nodiscard]] virtual const Context& context() const = 0;
   [[nodiscard]] virtual const ExchangeConfig& config() const = 0;
   [[nodiscard]] virtual ExchangeStats stats() const = 0;
   [[nodiscard]] virtual Footprint footprint() const = 0;

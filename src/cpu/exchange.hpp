@@ -45,8 +45,7 @@ class CpuExchange final : public Executor {
   void check() override {}
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
-  [[nodiscard]] int rank() const override { return context_.rank; }
-  [[nodiscard]] int num_ranks() const override { return context_.num_ranks; }
+  [[nodiscard]] const Context& context() const override { return context_; }
   [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;

@@ -62,7 +62,7 @@ Plan Exchange::dispatch(
 ) {
   try {
     WEFT_CHECK_ARG(
-        (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
+        executor_->context(),
         given_rows(options, 1).has_value(),
         "dispatch: the number of rows is open while the output is given (row_budget or "
         "expert_stride must be given, with overflow drop)"
@@ -86,7 +86,7 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
   if (!executor_->refuse(op, reason, call)) {
     raise_error(
         ErrorCode::kUnsupported,
-        {.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport},
+        executor_->context(),
         fmt::format(
             "{}: {} (the call was being captured: no other rank hears of it)", op_name(op), reason
         )
@@ -100,7 +100,7 @@ void Exchange::check() {
 
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   WEFT_CHECK_ARG(
-      (Context{.rank = rank(), .num_ranks = num_ranks(), .transport = config().transport}),
+      executor_->context(),
       rows >= 0 && cols >= 0 && is_addressable(rows, cols, dtype_bytes(dtype)),
       "allocate: shape [{}, {}] (expected no negative size, and less than 2^62 B)",
       rows,
@@ -115,10 +115,10 @@ void Exchange::release_pooled() {
   executor_->release_pooled();
 }
 int Exchange::rank() const {
-  return executor_->rank();
+  return executor_->context().rank;
 }
 int Exchange::num_ranks() const {
-  return executor_->num_ranks();
+  return executor_->context().num_ranks;
 }
 const ExchangeConfig& Exchange::config() const {
   return executor_->config();

@@ -51,17 +51,17 @@ void HostsExchange::start_transfer(Op op, Transfer transfer) {
   };
   const auto run = [this, op, one, look, call = network_->call_number()] {
     const CpuRank rank = network_->parts();
-    const CrossingTransfer::Owner owner = {
+    const MessageTransfer::Owner owner = {
         rank.transport, rank.waiter, rank.settled, context(), settings_.timeout};
     const auto take = [&](size_t i, int64_t c) {
       message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(c) + 1);
     };
-    CrossingTransfer(owner, one->chunk, {op_name(op), call, one->what})
+    MessageTransfer(owner, one->format, {op_name(op), call, one->what})
         .run(one->sends, one->receives, take, look);
   };
   const auto give_up = [this, one] {
     for (size_t i = 0; i < one->receives.size(); ++i) {
-      const int64_t count = one->chunk.num_chunks(one->receives[i].count);
+      const int64_t count = one->format.num_chunks(one->receives[i].count);
       message_counts_->set(place_of(one->number, i), one->before[i] + static_cast<uint32_t>(count));
     }
   };
@@ -103,8 +103,8 @@ HostsCall::HostsCall(
   options_.stream = stream;
 }
 
-void HostsCall::check_room(const CrossingRoom& call) const {
-  const CrossingRoom& room = owner_.room_;
+void HostsCall::check_room(const CallRoom& call) const {
+  const CallRoom& room = owner_.room_;
   WEFT_CHECK(
       network_.context(),
       room.holds(call),
@@ -139,7 +139,7 @@ void HostsCall::follow_copies() const {
   WEFT_CUDA(network_.context(), cudaStreamWaitEvent(stream_, event));
 }
 
-CrossingSend HostsCall::pack(
+MessageSend HostsCall::pack(
     PackLaunch launch,
     uint64_t offset,
     int64_t first,
@@ -176,7 +176,7 @@ ConstTensor HostsCall::weights_by_k(const ConstTensor& weights, uint64_t area) c
   }
   const int64_t num_tokens = plan_.shape.num_tokens;
   PackLaunch launch = weights_launch(weights);
-  launch.chunk = {
+  launch.format = {
       .weight_bytes = plan_.shape.topk * kWeightBytes, .rows = std::max<int64_t>(num_tokens, 1)};
   launch.count = num_tokens;
   launch.messages = work_ + area;
@@ -188,7 +188,7 @@ size_t HostsCall::start(Transfer transfer) {
   transfer.number = before_.size();
   for (size_t i = 0; i < transfer.receives.size(); ++i) {
     const size_t place = owner_.place_of(transfer.number, i);
-    const int64_t count = transfer.chunk.num_chunks(transfer.receives[i].count);
+    const int64_t count = transfer.format.num_chunks(transfer.receives[i].count);
     transfer.before.push_back(owner_.message_counts_->expect(place, count));
   }
   before_.push_back(transfer.before);

@@ -11,8 +11,8 @@
 #include <string_view>
 #include <vector>
 
-#include "hosts/crossing_rows.hpp"
 #include "hosts/exchange.hpp"
+#include "hosts/message_rows.hpp"
 #include "plan/device_plan.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -28,7 +28,7 @@ class HostsCall {
       const CallOptions& options
   );
 
-  void check_room(const CrossingRoom& call) const;
+  void check_room(const CallRoom& call) const;
 
   // --- order of the two streams ---
   // Before the first copy: behind the caller's stream, and the last call that used the memory.
@@ -40,7 +40,7 @@ class HostsCall {
   // --- messages ---
   // What `launch` says of rows is packed for a rank, in the copy stream: as the messages at
   // `offset`, the first of which has the number `first` in this call.
-  [[nodiscard]] CrossingSend pack(
+  [[nodiscard]] MessageSend pack(
       PackLaunch launch,
       uint64_t offset,
       int64_t first,
@@ -55,8 +55,8 @@ class HostsCall {
   [[nodiscard]] ConstTensor weights_by_k(const ConstTensor& weights, uint64_t area) const;
   // What comes from the sources that this rank forwards for; `first_signal(source)`.
   template <class FirstSignal>
-  [[nodiscard]] std::vector<CrossingReceive> from_sources(const FirstSignal& first_signal) const {
-    std::vector<CrossingReceive> receives;
+  [[nodiscard]] std::vector<MessageReceive> from_sources(const FirstSignal& first_signal) const {
+    std::vector<MessageReceive> receives;
     for (const CarriedSource& one : traffic_.carried) {
       const auto source = static_cast<uint32_t>(one.source);
       receives.push_back({one.source, one.crossings.size(), first_signal(source)});

@@ -6,7 +6,6 @@
 
 #include "call/validate.hpp"
 #include "hosts/call.hpp"
-#include "hosts/combine_areas.hpp"
 
 namespace weft {
 namespace {
@@ -41,7 +40,7 @@ class HostsCombine : HostsCall {
         out_(out),
         topk_(plan_.shape.topk) {
     const int64_t weight_bytes = topk_ * kWeightBytes;
-    sums_ = crossing_chunk(
+    sums_ = message_format(
         in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
     );
     // All that a domain gets, in one message.
@@ -93,14 +92,14 @@ class HostsCombine : HostsCall {
   void swap_weights(std::span<const CallWord> words) {
     const auto signal = [&](uint32_t source) { return network_.signals().source_weights(source); };
     Transfer weights;
-    weights.chunk = weights_;
+    weights.format = weights_;
     weights.what = "weights";
     for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
       if (num_sent(domain) == 0) {
         continue;
       }
       PackLaunch launch = weights_launch(in_.source_weights);
-      launch.chunk = weights_;
+      launch.format = weights_;
       launch.index = device_.index().sent[domain];
       launch.count = num_sent(domain);
       const size_t to = forwarder_of(domain);
@@ -129,8 +128,8 @@ class HostsCombine : HostsCall {
   }
 
   // This domain's sums for the tokens of others, and their messages.
-  std::vector<CrossingSend> sum_carried(std::span<const CallWord> words) {
-    std::vector<CrossingSend> sends;
+  std::vector<MessageSend> sum_carried(std::span<const CallWord> words) {
+    std::vector<MessageSend> sends;
     const uint32_t signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0);
     follow_copies();
     for (size_t round = 1; round < device_.rounds().size(); ++round) {
@@ -147,7 +146,7 @@ class HostsCombine : HostsCall {
         continue;
       }
       PackLaunch launch;
-      launch.chunk = sums_;
+      launch.format = sums_;
       launch.rows = out.x.data;
       launch.weights = reinterpret_cast<const float*>(out.weights.data);
       launch.topk = topk_;
@@ -182,10 +181,10 @@ class HostsCombine : HostsCall {
     return out;
   }
 
-  // The sums of other domains come in beside this one's.
-  void swap_sums(std::vector<CrossingSend> sends) {
+  // The sums of other domains come in next to this one's.
+  void swap_sums(std::vector<MessageSend> sends) {
     Transfer sums;
-    sums.chunk = sums_;
+    sums.format = sums_;
     sums.what = "sums";
     sums.sends = std::move(sends);
     std::vector<size_t> domains;
@@ -224,7 +223,7 @@ class HostsCombine : HostsCall {
   }
 
   void add_parts() const {
-    const CrossingArrays<const int32_t*>& index = device_.index();
+    const InterNodeArrays<const int32_t*>& index = device_.index();
     SumPartsLaunch launch;
     launch.dtype = in_.rows.dtype;
     launch.parts = work_ + areas_.parts;
@@ -251,8 +250,8 @@ class HostsCombine : HostsCall {
   const CombineInput& in_;
   const CombineOutput& out_;
   int32_t topk_;
-  CrossingChunk sums_;     // messages of sums
-  CrossingChunk weights_;  // messages of source weights
+  MessageFormat sums_;     // messages of sums
+  MessageFormat weights_;  // messages of source weights
   CombineAreas areas_;
   size_t num_launched_ = 0;
 };

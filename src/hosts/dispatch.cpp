@@ -4,7 +4,6 @@
 // were this rank's own. Previous in the data flow: plan.cpp; next: combine.cpp.
 #include "call/validate.hpp"
 #include "hosts/call.hpp"
-#include "hosts/dispatch_areas.hpp"
 
 namespace weft {
 namespace {
@@ -36,10 +35,10 @@ class HostsDispatch : HostsCall {
   )
       : HostsCall(kOp, owner, device, stream, options), in_(in), out_(out) {
     const PayloadFormat payload = payload_of(in, out, plan_.shape.topk);
-    chunk_ = crossing_chunk(
+    format_ = message_format(
         payload.row_bytes, payload.weight_bytes, payload.in_scale_bytes(), kChunkArrivals
     );
-    areas_ = DispatchAreas(plan_, chunk_);
+    areas_ = DispatchAreas(plan_, format_);
     check_room(areas_.room);
   }
 
@@ -59,14 +58,14 @@ class HostsDispatch : HostsCall {
       refuse_rounds(next_round_, error.what());
       throw;
     }
-    network_.count(Op::kDispatch, count_sent(plan_), chunk_.row_bytes + chunk_.scale_bytes);
+    network_.count(Op::kDispatch, count_sent(plan_), format_.row_bytes + format_.scale_bytes);
   }
 
  private:
   void move(std::span<const CallWord> words) {
     let_copies_begin();
     Transfer rows;
-    rows.chunk = chunk_;
+    rows.format = format_;
     rows.what = "rows";
     rows.sends = pack_sent(words);
     rows.receives =
@@ -86,8 +85,8 @@ class HostsDispatch : HostsCall {
   }
 
   // Each token once, to the forwarder of its domain.
-  std::vector<CrossingSend> pack_sent(std::span<const CallWord> words) {
-    std::vector<CrossingSend> sends;
+  std::vector<MessageSend> pack_sent(std::span<const CallWord> words) {
+    std::vector<MessageSend> sends;
     const auto own = static_cast<size_t>(traffic_.domains->own());
     const uint32_t signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0);
     const size_t num_domains = traffic_.sent.size();
@@ -97,7 +96,7 @@ class HostsDispatch : HostsCall {
         continue;
       }
       PackLaunch launch = weights_launch(in_.weights);
-      launch.chunk = chunk_;
+      launch.format = format_;
       launch.rows = in_.x.data;
       launch.scales = in_.scales.data;
       launch.index = device_.index().sent[domain];
@@ -113,18 +112,18 @@ class HostsDispatch : HostsCall {
   // The messages of one source, each once it has come, to where its tokens are dispatched from.
   void copy_carried(size_t transfer, size_t i) const {
     const int64_t count = traffic_.carried[i].crossings.size();
-    for (int64_t c = 0; c < chunk_.num_chunks(count); ++c) {
+    for (int64_t c = 0; c < format_.num_chunks(count); ++c) {
       let_copies_await(transfer, i, c);
-      const int64_t num = chunk_.num_rows(c, count);
-      const int64_t first = chunk_.first_row(c);
+      const int64_t num = format_.num_rows(c, count);
+      const int64_t first = format_.first_row(c);
       const std::byte* message =
-          network_.staging() + areas_.staged[i] + static_cast<uint64_t>(c * chunk_.stride());
+          network_.staging() + areas_.staged[i] + static_cast<uint64_t>(c * format_.stride());
       const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
         copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
       };
-      copy(areas_.carried[i].rows, chunk_.row_bytes, 0);
-      copy(areas_.carried[i].weights, chunk_.weight_bytes, chunk_.weights_at(num));
-      copy(areas_.carried[i].scales, chunk_.scale_bytes, chunk_.scales_at(num));
+      copy(areas_.carried[i].rows, format_.row_bytes, 0);
+      copy(areas_.carried[i].weights, format_.weight_bytes, format_.weights_at(num));
+      copy(areas_.carried[i].scales, format_.scale_bytes, format_.scales_at(num));
     }
   }
 
@@ -153,7 +152,7 @@ class HostsDispatch : HostsCall {
 
   const DispatchInput& in_;
   const DispatchOutput& out_;
-  CrossingChunk chunk_;
+  MessageFormat format_;
   DispatchAreas areas_;
   size_t next_round_ = 0;
 };

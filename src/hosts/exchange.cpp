@@ -10,7 +10,7 @@
 #include "core/log.hpp"
 #include "cuda/transport/gpu_identity.hpp"
 #include "group/control_plane.hpp"
-#include "hosts/crossing_rows.hpp"
+#include "hosts/message_rows.hpp"
 
 namespace weft {
 namespace {
@@ -90,7 +90,7 @@ HostsExchange::HostsExchange(
   caller_event_.create(context());
   copy_event_.create(context());
   last_use_.create(context());
-  prepare_crossing_rows();
+  prepare_message_rows();
   choose_wire_memory();
   max_receives_ = std::max(network_->domains().carried().size(), domains.size());
   arrived_.create(kMaxTransfers * max_receives_, context());
@@ -120,7 +120,7 @@ void HostsExchange::choose_wire_memory() {
   }
   is_direct_ = obstacle.empty();
   if (!is_direct_) {
-    log(LogLevel::kInfo, "exchange: rows cross by way of host memory: {}", obstacle);
+    log(LogLevel::kInfo, "exchange: rows go between domains by way of host memory: {}", obstacle);
   }
 }
 

@@ -22,10 +22,10 @@
 #include "cpu/network.hpp"
 #include "cuda/exchange/node.hpp"
 #include "cuda/memory/owners.hpp"
-#include "hosts/crossing_index.hpp"
-#include "hosts/crossing_memory.hpp"
-#include "hosts/crossing_transfer.hpp"
+#include "hosts/call_memory.hpp"
+#include "hosts/inter_node_index.hpp"
 #include "hosts/message_counts.hpp"
+#include "hosts/message_transfer.hpp"
 #include "hosts/transfer_thread.hpp"
 
 namespace weft {
@@ -34,7 +34,10 @@ class HostsPlan final : public DevicePlan {
  public:
   // `host` is the whole group's, `rounds` the domain's executor's, `index` lies in `index_memory`.
   HostsPlan(
-      Plan host, std::vector<Plan> rounds, Buffer index_memory, CrossingArrays<const int32_t*> index
+      Plan host,
+      std::vector<Plan> rounds,
+      Buffer index_memory,
+      InterNodeArrays<const int32_t*> index
   )
       : host_(std::move(host)),
         rounds_(std::move(rounds)),
@@ -43,13 +46,13 @@ class HostsPlan final : public DevicePlan {
   [[nodiscard]] const PlanData& on_host() const override { return contents_of(host_); }
   [[nodiscard]] Plan::OnDevice on_device() const override { return rounds_[0].on_device(); }
   [[nodiscard]] const std::vector<Plan>& rounds() const { return rounds_; }
-  [[nodiscard]] const CrossingArrays<const int32_t*>& index() const { return index_; }
+  [[nodiscard]] const InterNodeArrays<const int32_t*>& index() const { return index_; }
 
  private:
   Plan host_;
   std::vector<Plan> rounds_;
   Buffer index_memory_;
-  CrossingArrays<const int32_t*> index_;
+  InterNodeArrays<const int32_t*> index_;
 };
 
 inline constexpr int64_t kWeightBytes = sizeof(float);
@@ -65,10 +68,10 @@ struct WireMemory {
 
 // What passes over the network in a call, all of one kind.
 struct Transfer {
-  CrossingChunk chunk;
+  MessageFormat format;
   std::string_view what;
-  std::vector<CrossingSend> sends;
-  std::vector<CrossingReceive> receives;
+  std::vector<MessageSend> sends;
+  std::vector<MessageReceive> receives;
   size_t number = 0;             // in its call
   std::vector<uint32_t> before;  // [receives] messages of earlier calls, see MessageCounts
 };
@@ -111,8 +114,7 @@ class HostsExchange final : public Executor {
   void set_num_senders(int count) override { node_->set_num_senders(count); }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override { return node_->allocate(shape); }
   void release_pooled() override { node_->release_pooled(); }
-  [[nodiscard]] int rank() const override { return context().rank; }
-  [[nodiscard]] int num_ranks() const override { return context().num_ranks; }
+  [[nodiscard]] const Context& context() const override { return network_->context(); }
   [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
@@ -120,7 +122,6 @@ class HostsExchange final : public Executor {
  private:
   friend class HostsCall;  // one dispatch or combine of this exchange
 
-  [[nodiscard]] const Context& context() const { return network_->context(); }
   // A plan of the whole group to the GPUs of this domain. Collective.
   Plan bring_plan(const Plan& host, cudaStream_t stream);
 
@@ -187,7 +188,7 @@ class HostsExchange final : public Executor {
   CudaEvent copy_event_;
   CudaEvent last_use_;       // of `work_` by the caller's stream
   int64_t token_bytes_ = 0;  // that there is room for
-  CrossingRoom room_;
+  CallRoom room_;
   const std::byte* pinned_staging_ = nullptr;
   bool is_direct_ = false;  // wire memory is the GPU's, where that can be had
   RemoteWrites remote_writes_ = RemoteWrites::kUnknown;

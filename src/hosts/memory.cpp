@@ -23,14 +23,14 @@ void HostsExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t st
         static_cast<void>(network_->swap(to));
       }
   );
-  reserve(bytes_of_token);  // nobody launches anything before the words of the call itself
+  reserve(bytes_of_token);  // nobody launches anything before the handshake of the call itself
 }
 
-// For as many tokens as each rank may ever have, all of them crossing.
+// For as many tokens as each rank may ever have, all of them inter-node tokens.
 void HostsExchange::reserve(int64_t bytes_of_token) {
   const Domains& domains = network_->domains();
   token_bytes_ = bytes_of_token;
-  room_ = crossing_room(
+  room_ = room_of_calls(
       {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
        .num_carried = domains.carried().size(),
        .max_tokens = settings_.max_tokens,

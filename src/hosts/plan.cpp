@@ -104,7 +104,7 @@ Plan HostsExchange::make_plan(
 
 Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   const PlanData& plan = contents_of(host);
-  const CrossingIndex index(plan);
+  const InterNodeIndex index(plan);
   std::vector<Round> rounds;
   for (size_t i = 0; i < num_rounds(plan); ++i) {
     rounds.push_back(find_round(plan, i));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a plan on the host to what the GPUs of a domain follow: the image of one round, in which
-// every rank of the domain sends the tokens of one source, its own or one that it carries.
+// every rank of the domain sends the tokens of one source: its own, or those that it forwards.
+// Previous in the data flow: plan.cpp; next: src/cuda/plan/import.cpp.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,8 @@ struct Round {
   std::vector<Pair> pairs;
 };
 
-// Round 0 sends this rank's own tokens; round i those of the i-th source that it carries, or none.
+// Round 0 sends this rank's own tokens; round i those of the i-th source that it forwards for, or
+// none.
 [[nodiscard]] Round find_round(const PlanData& plan, size_t index);
 // Rounds that every rank of the domain takes part in.
 [[nodiscard]] size_t num_rounds(const PlanData& plan);

@@ -84,7 +84,7 @@ class Bench {
   size_t rank_;
   Device device_;
   Exchange exchange_;
-  int num_sms_ = 0;  // of the calls that follow; 0: by themselves
+  int num_sms_ = 0;          // of the calls that follow; 0: by themselves
   std::vector<Plan> plans_;  // by version
   BenchBytes bytes_;         // mean over the versions
   int64_t max_rows_ = 1;

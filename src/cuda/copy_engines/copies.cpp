@@ -32,7 +32,7 @@ PeerAddress CudaExchange::copied_address(const CopiedLaunch& copied) const {
       .offset = control_map_.copied_offset(copied.area, own_rank)};
 }
 
-// One after the other, as each alone fills the link; all ranks begin with another peer.
+// One after the other, as a single one fills the link; all ranks begin with another peer.
 void CudaExchange::queue_copies(
     const CopiedLaunch& copied,
     std::span<const int32_t> arrivals,

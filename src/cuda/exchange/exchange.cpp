@@ -181,8 +181,8 @@ void CudaExchange::set_up(uint64_t stamp) {
   WEFT_CUDA(
       context_, cudaMemcpy(&own_->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
   );
-  // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows beside
-  // them. What needs more makes it grow, and then peers that are ahead may be too busy to map it.
+  // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows. What
+  // needs more makes it grow, and then peers that are ahead may be too busy to map it.
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) *
                        std::min(context_.num_ranks, std::max(settings_.max_topk, kUsualRanks));
   const auto row_bytes = static_cast<uint64_t>(settings_.hidden * 2 + kScaleRoom);

@@ -61,8 +61,7 @@ class CudaExchange final : public NodeExchange {
   void set_num_senders(int count) override { num_senders_ = count; }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override;
-  [[nodiscard]] int rank() const override { return context_.rank; }
-  [[nodiscard]] int num_ranks() const override { return context_.num_ranks; }
+  [[nodiscard]] const Context& context() const override { return context_; }
   [[nodiscard]] const ExchangeConfig& config() const override { return settings_; }
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;

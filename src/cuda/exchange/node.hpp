@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the executor of several hosts (src/hosts) needs of the CUDA executor of its own domain,
-// beside the calls of every executor.
+// in addition to the calls of every executor.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -31,7 +31,7 @@ class CudaEvent {
   cudaEvent_t event_ = nullptr;
 };
 
-// Zeroed device memory of this process alone.
+// Zeroed device memory of this process only.
 template <class T>
 class CudaBuffer {
  public:

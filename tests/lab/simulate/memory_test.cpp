@@ -8,7 +8,7 @@
 #include "cpu/protocol/region_map.hpp"
 #include "cuda/layout/control.hpp"
 #include "cuda/layout/plan.hpp"
-#include "hosts/crossing_memory.hpp"
+#include "hosts/call_memory.hpp"
 #include "simulate_cases.hpp"
 
 namespace weft::sim {
@@ -54,7 +54,7 @@ TEST(SimulatedMemoryTest, GpusOfADomainKnowTheirOwnAndPlanInRounds) {
 TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
   const Memory::Gpu gpu = reserved(32).gpu;
   // To 7 domains or from 7 sources: rows, weights and small scale rows of every token.
-  const CrossingRoom room = crossing_room(
+  const CallRoom room = room_of_calls(
       {.num_others = 7,
        .num_carried = 7,
        .max_tokens = 4096,

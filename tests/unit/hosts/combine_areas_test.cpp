@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where everything of a combine between domains lies: side by side, and large enough.
-#include "hosts/combine_areas.hpp"
-
 #include <gtest/gtest.h>
 
 #include <functional>
 
 #include "byte_spans.hpp"
 #include "domain_plans.hpp"
+#include "hosts/call_memory.hpp"
 
 namespace weft::test {
 namespace {
@@ -15,8 +14,8 @@ namespace {
 const std::vector<std::vector<int>> kDomains = {{0, 1, 2}, {3, 4}, {5}};
 
 struct Chunks {
-  CrossingChunk sums;
-  CrossingChunk weights;
+  MessageFormat sums;
+  MessageFormat weights;
 };
 
 // Few rows to a message, so that areas have several.

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where everything of a dispatch between domains lies, and that what is reserved is enough for it
 // and for a combine.
-#include "hosts/dispatch_areas.hpp"
-
 #include <gtest/gtest.h>
 
 #include <numeric>
 
 #include "byte_spans.hpp"
 #include "domain_plans.hpp"
-#include "hosts/combine_areas.hpp"
+#include "hosts/call_memory.hpp"
 
 namespace weft::test {
 namespace {
@@ -18,7 +16,7 @@ constexpr uint64_t kNoEnd = uint64_t{1} << 60;
 
 TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
   const DomainPlans plans({{0, 1, 2}, {3, 4}, {5}}, plan_variants()[1]);
-  const CrossingChunk chunk = {48, 12, 7, 7};  // few rows to a message
+  const MessageFormat chunk = {48, 12, 7, 7};  // few rows to a message
   for (int rank = 0; rank < plans.num_ranks(); ++rank) {
     SCOPED_TRACE(rank);
     const PlanData& plan = plans.plan(rank);
@@ -50,7 +48,7 @@ TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
 
 // All tokens of this rank cross to `crossed` other domains in turn, all of each carried source's
 // come here.
-PlanData busiest(const CrossingBounds& bounds, size_t crossed) {
+PlanData busiest(const CallBounds& bounds, size_t crossed) {
   PlanData plan;
   plan.shape.num_tokens = bounds.max_tokens;
   auto traffic = std::make_shared<DomainTraffic>();
@@ -69,7 +67,7 @@ PlanData busiest(const CrossingBounds& bounds, size_t crossed) {
   return plan;
 }
 
-TEST(CrossingRoomTest, HoldsTheBusiestCalls) {
+TEST(CallRoomTest, HoldsTheBusiestCalls) {
   for (const uint64_t others : {1, 3, 20}) {
     for (const uint64_t carried : {0, 1, 5}) {
       for (const int64_t tokens : {1, 100, 5000}) {
@@ -80,29 +78,29 @@ TEST(CrossingRoomTest, HoldsTheBusiestCalls) {
           );
           const int64_t weight_bytes = 4 * 4;
           const int64_t scale_bytes = 23;
-          CrossingBounds bounds = {
+          CallBounds bounds = {
               .num_others = others,
               .num_carried = carried,
               .max_tokens = tokens,
               .max_topk = 4,
               .token_bytes = row_bytes + weight_bytes + scale_bytes};
           const PlanData plan = busiest(bounds, std::min<size_t>(others, 4));
-          const CrossingChunk rows =
-              crossing_chunk(row_bytes, weight_bytes, scale_bytes, kChunkArrivals);
-          EXPECT_TRUE(crossing_room(bounds).holds(DispatchAreas(plan, rows).room));
+          const MessageFormat rows =
+              message_format(row_bytes, weight_bytes, scale_bytes, kChunkArrivals);
+          EXPECT_TRUE(room_of_calls(bounds).holds(DispatchAreas(plan, rows).room));
 
           bounds.token_bytes = row_bytes + 2 * weight_bytes;
-          const CrossingChunk sums = crossing_chunk(row_bytes, weight_bytes, 0, kChunkArrivals);
-          const CrossingChunk weights = {.weight_bytes = weight_bytes, .rows = tokens};
-          EXPECT_TRUE(crossing_room(bounds).holds(CombineAreas(plan, sums, weights).room));
+          const MessageFormat sums = message_format(row_bytes, weight_bytes, 0, kChunkArrivals);
+          const MessageFormat weights = {.weight_bytes = weight_bytes, .rows = tokens};
+          EXPECT_TRUE(room_of_calls(bounds).holds(CombineAreas(plan, sums, weights).room));
         }
       }
     }
   }
 }
 
-TEST(CrossingRoomTest, DoesNotHoldMore) {
-  const CrossingRoom room = {4, 3, 2, 1};
+TEST(CallRoomTest, DoesNotHoldMore) {
+  const CallRoom room = {4, 3, 2, 1};
   EXPECT_TRUE(room.holds({4, 3, 2, 1}));
   EXPECT_FALSE(room.holds({5, 3, 2, 1}));
   EXPECT_FALSE(room.holds({4, 4, 2, 1}));

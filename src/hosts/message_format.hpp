@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The geometry of a message between a source and its carrier: some rows, then their weights, then
-// their scale rows. Both ends derive it from the call.
+// How rows lie in the messages between a source and its forwarder: some rows, then their weights,
+// then their scale rows. Both ends derive it from the call.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace weft {
 
-struct CrossingChunk {
+struct MessageFormat {
   int64_t row_bytes = 0;     // a multiple of 16, or 0
   int64_t weight_bytes = 0;  // of a token
   int64_t scale_bytes = 0;
@@ -40,5 +40,19 @@ struct CrossingChunk {
     return num * (row_bytes + weight_bytes);
   }
 };
+
+// Messages of about a megabyte: smaller ones cost a network more than they carry. At least `least`
+// rows, so that there is a signal for each message.
+[[nodiscard]] constexpr MessageFormat message_format(
+    int64_t row_bytes, int64_t weight_bytes, int64_t scale_bytes, int64_t least
+) {
+  constexpr int64_t kMessageBytes = int64_t{1} << 20;
+  MessageFormat format = {row_bytes, weight_bytes, scale_bytes, least};
+  const int64_t token = format.token_bytes();
+  if (token > 0 && kMessageBytes / token > least) {
+    format.rows = kMessageBytes / token;
+  }
+  return format;
+}
 
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a GPU does for inter-node tokens: it packs rows into messages, and adds up what other
-// domains send back. Launches allocate nothing; each throws Error (kCuda). crossing_rows.cu has the
+// domains send back. Launches allocate nothing; each throws Error (kCuda). message_rows.cu has the
 // kernels.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "hosts/crossing_chunk.hpp"
+#include "hosts/message_format.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft {
@@ -16,19 +16,19 @@ namespace weft {
 // Blocks that pack. The number is a guess; few blocks suffice to fill the link to the host.
 inline constexpr int kPackBlocks = 16;
 
-// Rows `index` [count] of up to three arrays into messages of `chunk` rows each.
+// Rows `index` [count] of up to three arrays into messages of the format.
 struct PackLaunch {
-  CrossingChunk chunk;
-  const std::byte* rows = nullptr;    // of chunk.row_bytes
+  MessageFormat format;
+  const std::byte* rows = nullptr;    // of format.row_bytes
   const float* weights = nullptr;     // [., weight_cols]; null: none
-  const std::byte* scales = nullptr;  // of chunk.scale_bytes
+  const std::byte* scales = nullptr;  // of format.scale_bytes
   const int32_t* index = nullptr;     // null: 0, 1, ...
   // [., topk] the column of each weight, -1 = none (0 is packed); null: column k.
   const int32_t* weight_column = nullptr;
   int32_t topk = 0;
   int32_t weight_cols = 0;
   int64_t count = 0;
-  std::byte* messages = nullptr;  // chunk c at c * chunk.stride()
+  std::byte* messages = nullptr;  // chunk c at c * format.stride()
   uint32_t* done = nullptr;  // [num chunks] gets `number` when a chunk is there; null: nobody asks
   uint32_t number = 0;
 };
@@ -58,6 +58,6 @@ struct SumPartsLaunch {
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
 
 // Once per device.
-void prepare_crossing_rows();
+void prepare_message_rows();
 
 }  // namespace weft

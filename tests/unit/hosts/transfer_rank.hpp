@@ -13,20 +13,20 @@
 #include <thread>
 #include <vector>
 
-#include "hosts/crossing_transfer.hpp"
+#include "hosts/message_transfer.hpp"
 #include "support/memory.hpp"
 #include "weft/group.hpp"
 
 namespace weft::test {
 
 // Messages of three rows of 44 bytes, with a gap between them.
-inline constexpr CrossingChunk kChunk = {
+inline constexpr MessageFormat kChunk = {
     .row_bytes = 32, .weight_bytes = 8, .scale_bytes = 4, .rows = 3};
 inline constexpr int64_t kMaxMessages = 8;
 
-class CrossingRank {
+class TransferRank {
  public:
-  CrossingRank(
+  TransferRank(
       const Group& group,
       std::string_view transport,
       std::chrono::milliseconds timeout = std::chrono::seconds(60)
@@ -55,7 +55,7 @@ class CrossingRank {
   // What has come.
   void clear() { std::memset(region_.data, static_cast<int>(kCanary), region_.ref.bytes); }
 
-  [[nodiscard]] CrossingSend send_to(int peer, int64_t count, uint32_t call) {
+  [[nodiscard]] MessageSend send_to(int peer, int64_t count, uint32_t call) {
     const auto area = static_cast<uint64_t>(peer) * kAreaBytes;
     return {
         .to = peer,
@@ -68,12 +68,12 @@ class CrossingRank {
         .done = done_.data() + first_signal(peer),
         .number = call};
   }
-  [[nodiscard]] CrossingReceive receive_from(int peer, int64_t count) const {
+  [[nodiscard]] MessageReceive receive_from(int peer, int64_t count) const {
     return {.from = peer, .count = count, .first_signal = first_signal(peer)};
   }
 
   // As the GPU does, from another thread.
-  void pack_message(const CrossingSend& send, int64_t c) {
+  void pack_message(const MessageSend& send, int64_t c) {
     const int64_t bytes = kChunk.num_rows(c, send.count) * kChunk.token_bytes();
     for (int64_t i = 0; i < bytes; ++i) {
       const int64_t at = c * kChunk.stride() + i;
@@ -83,9 +83,9 @@ class CrossingRank {
         .store(send.number, std::memory_order_release);
   }
   // All messages, of one peer after the other or of all in turn.
-  void pack(std::span<const CrossingSend> sends, bool in_turn) {
+  void pack(std::span<const MessageSend> sends, bool in_turn) {
     for (int64_t step = 0; step < (in_turn ? kMaxMessages : 1); ++step) {
-      for (const CrossingSend& send : sends) {
+      for (const MessageSend& send : sends) {
         const int64_t last = kChunk.num_chunks(send.count);
         for (int64_t c = in_turn ? step : 0; c < (in_turn ? std::min(step + 1, last) : last); ++c) {
           pack_message(send, c);
@@ -96,17 +96,17 @@ class CrossingRank {
   }
 
   void run(
-      std::span<const CrossingSend> sends,
-      std::span<const CrossingReceive> receives,
+      std::span<const MessageSend> sends,
+      std::span<const MessageReceive> receives,
       const std::function<void(size_t, int64_t)>& take,
       const std::function<void()>& look = [] {}
   ) {
-    const CrossingTransfer::Owner owner = {*transport_, waiter_, settled_, context_, timeout_};
-    CrossingTransfer(owner, kChunk, {.op = "dispatch", .call = 7, .what = "rows"})
+    const MessageTransfer::Owner owner = {*transport_, waiter_, settled_, context_, timeout_};
+    MessageTransfer(owner, kChunk, {.op = "dispatch", .call = 7, .what = "rows"})
         .run(sends, receives, take, look);
   }
 
-  void expect_message(const CrossingReceive& receive, int64_t c, uint32_t call) const {
+  void expect_message(const MessageReceive& receive, int64_t c, uint32_t call) const {
     const int64_t first = c * kChunk.stride();
     const int64_t bytes = kChunk.num_rows(c, receive.count) * kChunk.token_bytes();
     for (int64_t at = first; at < first + bytes; ++at) {
@@ -115,7 +115,7 @@ class CrossingRank {
     }
   }
   // All its messages, and nothing beside them.
-  void expect_area(const CrossingReceive& receive, uint32_t call) const {
+  void expect_area(const MessageReceive& receive, uint32_t call) const {
     std::vector<bool> is_message(kAreaBytes);
     for (int64_t c = 0; c < kChunk.num_chunks(receive.count); ++c) {
       expect_message(receive, c, call);

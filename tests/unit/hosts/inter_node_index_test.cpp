@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The index of every rank, where it was written to, against the routing.
-#include "hosts/crossing_index.hpp"
+#include "hosts/inter_node_index.hpp"
 
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ using Groups = std::vector<std::vector<int>>;
 class WrittenIndex {
  public:
   explicit WrittenIndex(const PlanData& plan) {
-    const CrossingIndex index(plan);
+    const InterNodeIndex index(plan);
     bytes_.resize(index.num_bytes());
     index.write(bytes_.data());
     arrays_ = index.at(bytes_.data());
@@ -39,10 +39,10 @@ class WrittenIndex {
 
  private:
   std::vector<std::byte> bytes_;
-  CrossingArrays<const int32_t*> arrays_;
+  InterNodeArrays<const int32_t*> arrays_;
 };
 
-class CrossingIndexTest : public testing::TestWithParam<Groups> {
+class InterNodeIndexTest : public testing::TestWithParam<Groups> {
  protected:
   // visit(plans, rank)
   template <class Visit>
@@ -80,7 +80,7 @@ class CrossingIndexTest : public testing::TestWithParam<Groups> {
   }
 };
 
-TEST_P(CrossingIndexTest, ListsTheTokensThatCrossToEachDomain) {
+TEST_P(InterNodeIndexTest, ListsTheTokensThatCrossToEachDomain) {
   for_each_rank([](const DomainPlans& plans, int rank) {
     const WrittenIndex index(plans.plan(rank));
     ASSERT_EQ(index.num_domains(), GetParam().size());
@@ -93,7 +93,7 @@ TEST_P(CrossingIndexTest, ListsTheTokensThatCrossToEachDomain) {
   });
 }
 
-TEST_P(CrossingIndexTest, GivesEachTokenTheRowsOfItsPartsByDomain) {
+TEST_P(InterNodeIndexTest, GivesEachTokenTheRowsOfItsPartsByDomain) {
   for_each_rank([](const DomainPlans& plans, int rank) {
     const WrittenIndex index(plans.plan(rank));
     const auto rows = part_rows(plans, rank);
@@ -109,7 +109,7 @@ TEST_P(CrossingIndexTest, GivesEachTokenTheRowsOfItsPartsByDomain) {
   });
 }
 
-TEST_P(CrossingIndexTest, SaysWhichPartHasTheWeightOfARoute) {
+TEST_P(InterNodeIndexTest, SaysWhichPartHasTheWeightOfARoute) {
   for_each_rank([](const DomainPlans& plans, int rank) {
     const PlanData& plan = plans.plan(rank);
     const WrittenIndex index(plan);
@@ -129,7 +129,7 @@ TEST_P(CrossingIndexTest, SaysWhichPartHasTheWeightOfARoute) {
   });
 }
 
-TEST_P(CrossingIndexTest, NamesTheColumnsOfAMapsWeights) {
+TEST_P(InterNodeIndexTest, NamesTheColumnsOfAMapsWeights) {
   for_each_rank([](const DomainPlans& plans, int rank) {
     const PlanData& plan = plans.plan(rank);
     const WrittenIndex index(plan);
@@ -142,7 +142,7 @@ TEST_P(CrossingIndexTest, NamesTheColumnsOfAMapsWeights) {
 
 INSTANTIATE_TEST_SUITE_P(
     All,
-    CrossingIndexTest,
+    InterNodeIndexTest,
     testing::Values(
         Groups{{0}, {1}},
         Groups{{0, 1}, {2, 3}},

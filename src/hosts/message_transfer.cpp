@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "hosts/crossing_transfer.hpp"
+#include "hosts/message_transfer.hpp"
 
 #include <atomic>
 #include <thread>
@@ -11,9 +11,9 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-void CrossingTransfer::run(
-    std::span<const CrossingSend> sends,
-    std::span<const CrossingReceive> receives,
+void MessageTransfer::run(
+    std::span<const MessageSend> sends,
+    std::span<const MessageReceive> receives,
     const std::function<void(size_t, int64_t)>& take,
     const std::function<void()>& look
 ) {
@@ -22,7 +22,7 @@ void CrossingTransfer::run(
   next_send_.assign(sends.size(), 0);
   next_receive_.assign(receives.size(), 0);
   last_move_ = Clock::now();
-  while (!is_sent() || !is_received()) {
+  while (!is_sent() || !is_through(receives_, next_receive_)) {
     const bool has_sent = send_packed();
     const bool has_taken = take_arrived(take);
     if (has_sent || has_taken) {
@@ -35,47 +35,38 @@ void CrossingTransfer::run(
   }
 }
 
-bool CrossingTransfer::is_sent() const {
-  for (size_t i = 0; i < sends_.size(); ++i) {
-    if (next_send_[i] < chunk_.num_chunks(sends_[i].count)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool CrossingTransfer::is_received() const {
-  for (size_t i = 0; i < receives_.size(); ++i) {
-    if (next_receive_[i] < chunk_.num_chunks(receives_[i].count)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Written by a GPU beside this thread.
-bool CrossingTransfer::is_packed(size_t i) const {
-  const CrossingSend& send = sends_[i];
-  if (next_send_[i] >= chunk_.num_chunks(send.count)) {
+// Written by a GPU while this thread looks.
+bool MessageTransfer::is_packed(size_t i) const {
+  const MessageSend& send = sends_[i];
+  if (next_send_[i] >= num_messages(send)) {
     return false;
   }
   auto& done = const_cast<uint32_t&>(send.done[next_send_[i]]);
   return std::atomic_ref(done).load(std::memory_order_acquire) == send.number;
 }
 
+bool MessageTransfer::is_any_packed() const {
+  for (size_t i = 0; i < sends_.size(); ++i) {
+    if (is_packed(i)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // One message of each peer at a time, so that none waits for all of another's.
-bool CrossingTransfer::send_packed() {
+bool MessageTransfer::send_packed() {
   bool has_sent = false;
   for (size_t i = 0; i < sends_.size(); ++i) {
     if (!is_packed(i)) {
       continue;
     }
-    const CrossingSend& send = sends_[i];
+    const MessageSend& send = sends_[i];
     const int64_t c = next_send_[i]++;
-    const auto offset = static_cast<uint64_t>(c * chunk_.stride());
+    const auto offset = static_cast<uint64_t>(c * format_.stride());
     const Put put = {
         .source = send.messages + offset,
-        .bytes = static_cast<uint64_t>(chunk_.num_rows(c, send.count) * chunk_.token_bytes()),
+        .bytes = static_cast<uint64_t>(format_.num_rows(c, send.count) * format_.token_bytes()),
         .region = send.target.region.slot,
         .signal = send.first_signal + static_cast<uint32_t>(c),
         .offset = send.target.offset + offset};
@@ -85,20 +76,20 @@ bool CrossingTransfer::send_packed() {
   return has_sent;
 }
 
-uint64_t CrossingTransfer::wanted(size_t i) const {
+uint64_t MessageTransfer::wanted(size_t i) const {
   return owner_.settled[receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i])] + 1;
 }
 
-bool CrossingTransfer::has_come(size_t i) const {
-  const CrossingReceive& receive = receives_[i];
-  if (next_receive_[i] >= chunk_.num_chunks(receive.count)) {
+bool MessageTransfer::has_come(size_t i) const {
+  const MessageReceive& receive = receives_[i];
+  if (next_receive_[i] >= num_messages(receive)) {
     return false;
   }
   const uint32_t signal = receive.first_signal + static_cast<uint32_t>(next_receive_[i]);
   return owner_.transport.signal_value(signal) >= wanted(i);
 }
 
-bool CrossingTransfer::take_arrived(const std::function<void(size_t, int64_t)>& take) {
+bool MessageTransfer::take_arrived(const std::function<void(size_t, int64_t)>& take) {
   bool has_taken = false;
   for (size_t i = 0; i < receives_.size(); ++i) {
     while (has_come(i)) {
@@ -112,10 +103,10 @@ bool CrossingTransfer::take_arrived(const std::function<void(size_t, int64_t)>& 
   return has_taken;
 }
 
-std::vector<Missing> CrossingTransfer::missing() const {
+std::vector<Missing> MessageTransfer::missing() const {
   std::vector<Missing> late;
   for (size_t i = 0; i < receives_.size(); ++i) {
-    if (next_receive_[i] < chunk_.num_chunks(receives_[i].count) && !has_come(i)) {
+    if (next_receive_[i] < num_messages(receives_[i]) && !has_come(i)) {
       const uint32_t signal = receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i]);
       late.push_back(
           {.peer = receives_[i].from,
@@ -128,7 +119,7 @@ std::vector<Missing> CrossingTransfer::missing() const {
   return late;
 }
 
-void CrossingTransfer::await_arrival(const std::function<void()>& look) {
+void MessageTransfer::await_arrival(const std::function<void()>& look) {
   const auto has_any = [&] {
     for (size_t i = 0; i < receives_.size(); ++i) {
       if (has_come(i)) {
@@ -147,20 +138,18 @@ void CrossingTransfer::await_arrival(const std::function<void()>& look) {
 }
 
 // The GPU rings no bell: a look, then a turn for other threads.
-void CrossingTransfer::await_packing(const std::function<void()>& look) {
+void MessageTransfer::await_packing(const std::function<void()>& look) {
   constexpr int kLooks = 64;
   for (int n = 0; n < kLooks; ++n) {
     owner_.transport.progress();
-    for (size_t i = 0; i < sends_.size(); ++i) {
-      if (is_packed(i)) {
-        return;
-      }
+    if (is_any_packed()) {
+      return;
     }
   }
   look();
   std::this_thread::yield();
   for (size_t i = 0; i < sends_.size(); ++i) {
-    const int64_t all = chunk_.num_chunks(sends_[i].count);
+    const int64_t all = num_messages(sends_[i]);
     WEFT_CHECK(
         owner_.context,
         next_send_[i] == all || Clock::now() - last_move_ < owner_.timeout,

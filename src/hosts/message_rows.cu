@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GPU kernels for inter-node tokens: one packs rows into messages for the network, one adds up
 // the partial sums that other domains send back. Before: hosts/dispatch.cpp and hosts/combine.cpp,
-// which launch them; after: hosts/crossing_transfer.cpp, which sends the messages, and for sums the
+// which launch them; after: hosts/message_transfer.cpp, which sends the messages, and for sums the
 // caller.
 #include <algorithm>
 
@@ -9,7 +9,7 @@
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/lanes.cuh"
 #include "cuda/device/ptx/memory.cuh"
-#include "hosts/crossing_rows.hpp"
+#include "hosts/message_rows.hpp"
 
 namespace weft {
 namespace {
@@ -29,28 +29,30 @@ __device__ void pack_token(
     const PackLaunch& call, std::byte* message, int64_t num, int64_t place, int64_t token
 ) {
   const int lane = lane_index();
-  const CrossingChunk& chunk = call.chunk;
-  copy_row(message + place * chunk.row_bytes, call.rows + token * chunk.row_bytes, chunk.row_bytes);
+  const MessageFormat& format = call.format;
+  copy_row(
+      message + place * format.row_bytes, call.rows + token * format.row_bytes, format.row_bytes
+  );
   if (call.weights != nullptr && lane < call.topk) {
     const int32_t column =
         call.weight_column == nullptr ? lane : call.weight_column[token * call.topk + lane];
-    auto* out = reinterpret_cast<float*>(message + chunk.weights_at(num)) + place * call.topk;
+    auto* out = reinterpret_cast<float*>(message + format.weights_at(num)) + place * call.topk;
     out[lane] = column < 0 ? 0.0F : call.weights[token * call.weight_cols + column];
   }
-  std::byte* scales = message + chunk.scales_at(num) + place * chunk.scale_bytes;
-  for (int64_t i = lane; i < chunk.scale_bytes; i += kWarpLanes) {
-    scales[i] = call.scales[token * chunk.scale_bytes + i];
+  std::byte* scales = message + format.scales_at(num) + place * format.scale_bytes;
+  for (int64_t i = lane; i < format.scale_bytes; i += kWarpLanes) {
+    scales[i] = call.scales[token * format.scale_bytes + i];
   }
 }
 
 // A block fills whole messages, so that the first ones can leave while others are packed.
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackLaunch call) {
-  const int64_t num_chunks = call.chunk.num_chunks(call.count);
+  const int64_t num_chunks = call.format.num_chunks(call.count);
   const int warp = warp_in_block();
   for (int64_t c = blockIdx.x; c < num_chunks; c += gridDim.x) {
-    std::byte* message = call.messages + c * call.chunk.stride();
-    const int64_t first = call.chunk.first_row(c);
-    const int64_t num = call.chunk.num_rows(c, call.count);
+    std::byte* message = call.messages + c * call.format.stride();
+    const int64_t first = call.format.first_row(c);
+    const int64_t num = call.format.num_rows(c, call.count);
     for (int64_t i = warp; i < num; i += kThreads / kWarpLanes) {
       const int64_t token = call.index == nullptr ? first + i : call.index[first + i];
       pack_token(call, message, num, i, token);
@@ -132,7 +134,7 @@ Kernel<SumPartsLaunch> sum_kernel_of(DType dtype) {
 }  // namespace
 
 void launch_pack(const PackLaunch& call, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>(call.chunk.num_chunks(call.count), kPackBlocks);
+  const int64_t blocks = std::min<int64_t>(call.format.num_chunks(call.count), kPackBlocks);
   if (blocks > 0) {
     launch(Kernel<PackLaunch>{pack_kernel, kThreads}, static_cast<int>(blocks), call, stream);
   }
@@ -147,7 +149,7 @@ void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream) {
   }
 }
 
-void prepare_crossing_rows() {
+void prepare_message_rows() {
   load(pack_kernel);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     prepare(sum_kernel_of(dtype));

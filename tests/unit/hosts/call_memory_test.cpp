@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where messages between domains lie, and what lies where in them.
-#include "hosts/crossing_memory.hpp"
+#include "hosts/call_memory.hpp"
 
 #include <gtest/gtest.h>
 
@@ -17,12 +17,12 @@ ByteSpan part_of_message(int64_t first, int64_t count, int64_t each) {
   return span_of(static_cast<uint64_t>(first), count, static_cast<uint64_t>(each));
 }
 
-void for_each_chunk(const std::function<void(const CrossingChunk&)>& visit) {
+void for_each_chunk(const std::function<void(const MessageFormat&)>& visit) {
   for (const int64_t rows : {0, 16, 48, 4096, 14336, 1 << 19, 3 << 20}) {
     for (const int64_t weights : {0, 4, 32}) {
       for (const int64_t scales : {0, 7, 448}) {
         SCOPED_TRACE(::testing::Message() << rows << " + " << weights << " + " << scales);
-        const CrossingChunk chunk = crossing_chunk(rows, weights, scales, kChunkArrivals);
+        const MessageFormat chunk = message_format(rows, weights, scales, kChunkArrivals);
         EXPECT_EQ(chunk.token_bytes(), rows + weights + scales);
         visit(chunk);
       }
@@ -31,7 +31,7 @@ void for_each_chunk(const std::function<void(const CrossingChunk&)>& visit) {
 }
 
 // Counts of rows at which something changes.
-std::vector<int64_t> counts_of(const CrossingChunk& chunk) {
+std::vector<int64_t> counts_of(const MessageFormat& chunk) {
   std::vector<int64_t> counts = {0, 1, kChunkArrivals, kChunkArrivals + 1, 1000};
   for (const int64_t messages : {1, 2, 3}) {
     for (const int64_t more : {-1, 0, 1}) {
@@ -55,8 +55,8 @@ TEST(AreaMapTest, PutsAreasSideBySide) {
 }
 
 // The same number of signals is set aside for each peer, whatever a row's size.
-TEST(CrossingChunkTest, NeedsNoMoreSignalsThanThereAre) {
-  for_each_chunk([](const CrossingChunk& chunk) {
+TEST(MessageFormatTest, NeedsNoMoreSignalsThanThereAre) {
+  for_each_chunk([](const MessageFormat& chunk) {
     EXPECT_GE(chunk.rows, kChunkArrivals);
     for (const int64_t count : counts_of(chunk)) {
       EXPECT_LE(chunk.num_chunks(count), num_chunks(count));
@@ -64,8 +64,8 @@ TEST(CrossingChunkTest, NeedsNoMoreSignalsThanThereAre) {
   });
 }
 
-TEST(CrossingChunkTest, FillsAMessageButNotMore) {
-  for_each_chunk([](const CrossingChunk& chunk) {
+TEST(MessageFormatTest, FillsAMessageButNotMore) {
+  for_each_chunk([](const MessageFormat& chunk) {
     const int64_t token = chunk.token_bytes();
     if (token == 0 || token * kChunkArrivals > kMessageBytes) {
       EXPECT_EQ(chunk.rows, kChunkArrivals);
@@ -76,8 +76,8 @@ TEST(CrossingChunkTest, FillsAMessageButNotMore) {
   });
 }
 
-TEST(CrossingChunkTest, MessagesHoldEachRowOnce) {
-  for_each_chunk([](const CrossingChunk& chunk) {
+TEST(MessageFormatTest, MessagesHoldEachRowOnce) {
+  for_each_chunk([](const MessageFormat& chunk) {
     for (const int64_t count : counts_of(chunk)) {
       int64_t next = 0;
       for (int64_t c = 0; c < chunk.num_chunks(count); ++c) {
@@ -92,8 +92,8 @@ TEST(CrossingChunkTest, MessagesHoldEachRowOnce) {
   });
 }
 
-TEST(CrossingChunkTest, MessagesOfAnAreaAreApart) {
-  for_each_chunk([](const CrossingChunk& chunk) {
+TEST(MessageFormatTest, MessagesOfAnAreaAreApart) {
+  for_each_chunk([](const MessageFormat& chunk) {
     EXPECT_EQ(chunk.stride() % 64, 0);
     for (const int64_t count : counts_of(chunk)) {
       std::vector<ByteSpan> parts;
@@ -114,8 +114,8 @@ TEST(CrossingChunkTest, MessagesOfAnAreaAreApart) {
 }
 
 // What is set aside for the most tokens is enough for fewer, in messages of any size.
-TEST(CrossingChunkTest, TakesLittleMoreThanItsRows) {
-  for_each_chunk([](const CrossingChunk& chunk) {
+TEST(MessageFormatTest, TakesLittleMoreThanItsRows) {
+  for_each_chunk([](const MessageFormat& chunk) {
     for (const int64_t count : counts_of(chunk)) {
       EXPECT_GE(chunk.area_bytes(count), count * chunk.token_bytes());
       EXPECT_LE(chunk.area_bytes(count), count * chunk.token_bytes() + 64 * num_chunks(count));

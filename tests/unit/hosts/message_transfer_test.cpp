@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages between ranks that are threads, packed by other threads in a GPU's place.
-#include "hosts/crossing_transfer.hpp"
+#include "hosts/message_transfer.hpp"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <string>
 
-#include "crossing_rank.hpp"
 #include "support/errors.hpp"
+#include "transfer_rank.hpp"
 
 namespace weft::test {
 namespace {
@@ -20,15 +20,15 @@ constexpr int64_t rows_between(int from, int to) {
 }
 static_assert(rows_between(2, 1) == 0 && rows_between(1, 2) == 12);  // four messages
 
-class CrossingTransferTest : public testing::TestWithParam<const char*> {};
+class MessageTransferTest : public testing::TestWithParam<const char*> {};
 
-TEST_P(CrossingTransferTest, CarriesBothWaysBetweenSeveralPeers) {
+TEST_P(MessageTransferTest, CarriesBothWaysBetweenSeveralPeers) {
   constexpr int kRanks = 4;
   run_threads(kRanks, [&](Group& group) {
-    CrossingRank rank(group, GetParam());
+    TransferRank rank(group, GetParam());
     for (uint32_t call = 1; call <= 20; ++call) {
-      std::vector<CrossingSend> sends;
-      std::vector<CrossingReceive> receives;
+      std::vector<MessageSend> sends;
+      std::vector<MessageReceive> receives;
       for (int peer = 0; peer < kRanks; ++peer) {
         if (peer != group.rank()) {
           sends.push_back(rank.send_to(peer, rows_between(group.rank(), peer), call));
@@ -56,7 +56,7 @@ TEST_P(CrossingTransferTest, CarriesBothWaysBetweenSeveralPeers) {
 
 INSTANTIATE_TEST_SUITE_P(
     All,
-    CrossingTransferTest,
+    MessageTransferTest,
     testing::Values(
         "loopback",
         "faulty:loopback?seed=3&delay=0.3&hold_us=300&hide_mapped=1",
@@ -64,12 +64,12 @@ INSTANTIATE_TEST_SUITE_P(
     )
 );
 
-TEST(CrossingTransferOrderTest, PackingLateForOnePeerHoldsUpNoOther) {
+TEST(MessageTransferOrderTest, PackingLateForOnePeerHoldsUpNoOther) {
   std::atomic<bool> has_second_all = false;
   run_threads(3, [&](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     if (group.rank() == 0) {
-      const std::vector<CrossingSend> sends = {rank.send_to(1, 7, 1), rank.send_to(2, 7, 1)};
+      const std::vector<MessageSend> sends = {rank.send_to(1, 7, 1), rank.send_to(2, 7, 1)};
       const std::jthread packer([&] {
         rank.pack({&sends[1], 1}, false);
         has_second_all.wait(false);
@@ -77,7 +77,7 @@ TEST(CrossingTransferOrderTest, PackingLateForOnePeerHoldsUpNoOther) {
       });
       rank.run(sends, {}, [](size_t, int64_t) { FAIL() << "nobody sends to rank 0"; });
     } else {
-      const std::vector<CrossingReceive> receives = {rank.receive_from(0, 7)};
+      const std::vector<MessageReceive> receives = {rank.receive_from(0, 7)};
       rank.run({}, receives, [&](size_t, int64_t c) { rank.expect_message(receives[0], c, 1); });
       if (group.rank() == 2) {
         has_second_all = true;
@@ -88,12 +88,12 @@ TEST(CrossingTransferOrderTest, PackingLateForOnePeerHoldsUpNoOther) {
   });
 }
 
-TEST(CrossingTransferOrderTest, TakesWhatHasComeWhileItsOwnIsNotPacked) {
+TEST(MessageTransferOrderTest, TakesWhatHasComeWhileItsOwnIsNotPacked) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     const int peer = 1 - group.rank();
-    const std::vector<CrossingSend> sends = {rank.send_to(peer, 8, 1)};
-    const std::vector<CrossingReceive> receives = {rank.receive_from(peer, 8)};
+    const std::vector<MessageSend> sends = {rank.send_to(peer, 8, 1)};
+    const std::vector<MessageReceive> receives = {rank.receive_from(peer, 8)};
     std::atomic<int64_t> num_taken = 0;
     const std::jthread packer([&] {
       while (group.rank() == 0 && num_taken < kChunk.num_chunks(8)) {
@@ -108,12 +108,12 @@ TEST(CrossingTransferOrderTest, TakesWhatHasComeWhileItsOwnIsNotPacked) {
 }
 
 // A message may be packed before an earlier one, and what an earlier call left says nothing.
-TEST(CrossingTransferOrderTest, PutsMessagesInOrderAndOfThisPackingAlone) {
+TEST(MessageTransferOrderTest, PutsMessagesInOrderAndOfThisPackingAlone) {
   run_threads(1, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     for (uint32_t call = 1; call <= 2; ++call) {
-      const std::vector<CrossingSend> sends = {rank.send_to(0, 7, call)};
-      const std::vector<CrossingReceive> receives = {rank.receive_from(0, 7)};
+      const std::vector<MessageSend> sends = {rank.send_to(0, 7, call)};
+      const std::vector<MessageReceive> receives = {rank.receive_from(0, 7)};
       rank.clear();
       rank.pack_message(sends[0], 2);
       rank.pack_message(sends[0], 1);
@@ -136,34 +136,34 @@ TEST(CrossingTransferOrderTest, PutsMessagesInOrderAndOfThisPackingAlone) {
   });
 }
 
-TEST(CrossingTransferOrderTest, ReturnsAtOnceWithoutRows) {
+TEST(MessageTransferOrderTest, ReturnsAtOnceWithoutRows) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     const auto never = [](size_t, int64_t) { FAIL(); };
     const auto no_look = [] { FAIL(); };
     const int peer = 1 - group.rank();
     rank.run({}, {}, never, no_look);
-    CrossingSend to_peer;
+    MessageSend to_peer;
     to_peer.to = peer;
-    const CrossingReceive from_peer = {.from = peer};
+    const MessageReceive from_peer = {.from = peer};
     rank.run({&to_peer, 1}, {&from_peer, 1}, never, no_look);
     group.barrier();
     EXPECT_EQ(rank.transport().signal_value(rank.receive_from(peer, 0).first_signal), 0U);
   });
 }
 
-TEST(CrossingTransferFaultTest, NamesTheGpuThatDoesNotPackAndTheRankThatDoesNotSend) {
+TEST(MessageTransferFaultTest, NamesTheGpuThatDoesNotPackAndTheRankThatDoesNotSend) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback", milliseconds(100));
+    TransferRank rank(group, "loopback", milliseconds(100));
     const auto thrown = thrown_by([&] {
       if (group.rank() == 0) {
         // Of two packings, one is complete: it is not the one to name.
-        const std::vector<CrossingSend> sends = {rank.send_to(0, 3, 1), rank.send_to(1, 7, 1)};
+        const std::vector<MessageSend> sends = {rank.send_to(0, 3, 1), rank.send_to(1, 7, 1)};
         rank.pack_message(sends[0], 0);
         rank.pack_message(sends[1], 0);
         rank.run(sends, {}, [](size_t, int64_t) {});
       } else {
-        const std::vector<CrossingReceive> receives = {rank.receive_from(0, 7)};
+        const std::vector<MessageReceive> receives = {rank.receive_from(0, 7)};
         while (rank.transport().signal_value(receives[0].first_signal) == 0) {
           std::this_thread::yield();
         }
@@ -183,11 +183,11 @@ TEST(CrossingTransferFaultTest, NamesTheGpuThatDoesNotPackAndTheRankThatDoesNotS
   });
 }
 
-TEST(CrossingTransferFaultTest, NamesAllThatAreLate) {
+TEST(MessageTransferFaultTest, NamesAllThatAreLate) {
   run_threads(3, [](Group& group) {
-    CrossingRank rank(group, "loopback", milliseconds(100));
+    TransferRank rank(group, "loopback", milliseconds(100));
     if (group.rank() == 0) {
-      const std::vector<CrossingReceive> receives = {
+      const std::vector<MessageReceive> receives = {
           rank.receive_from(1, 3), rank.receive_from(2, 4)};
       const auto thrown = thrown_by([&] { rank.run({}, receives, [](size_t, int64_t) {}); });
       EXPECT_EQ(
@@ -200,17 +200,17 @@ TEST(CrossingTransferFaultTest, NamesAllThatAreLate) {
   });
 }
 
-TEST(CrossingTransferFaultTest, NamesAPeerThatLeaves) {
+TEST(MessageTransferFaultTest, NamesAPeerThatLeaves) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     if (group.rank() == 1) {
-      const std::vector<CrossingSend> sends = {rank.send_to(0, 3, 1)};
+      const std::vector<MessageSend> sends = {rank.send_to(0, 3, 1)};
       rank.pack(sends, false);
       rank.run(sends, {}, [](size_t, int64_t) {});
       rank.transport().close();
       return;
     }
-    const std::vector<CrossingReceive> receives = {rank.receive_from(1, 7)};
+    const std::vector<MessageReceive> receives = {rank.receive_from(1, 7)};
     int num_taken = 0;
     const auto thrown =
         thrown_by([&] { rank.run({}, receives, [&](size_t, int64_t) { ++num_taken; }); });
@@ -224,11 +224,11 @@ TEST(CrossingTransferFaultTest, NamesAPeerThatLeaves) {
   });
 }
 
-TEST(CrossingTransferFaultTest, EndsWhenSomethingElseHasGoneWrong) {
+TEST(MessageTransferFaultTest, EndsWhenSomethingElseHasGoneWrong) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     if (group.rank() == 0) {
-      const std::vector<CrossingSend> sends = {rank.send_to(1, 7, 1)};
+      const std::vector<MessageSend> sends = {rank.send_to(1, 7, 1)};
       rank.pack_message(sends[0], 0);
       const auto thrown = thrown_by([&] {
         rank.run(
@@ -247,11 +247,11 @@ TEST(CrossingTransferFaultTest, EndsWhenSomethingElseHasGoneWrong) {
   });
 }
 
-TEST(CrossingTransferFaultTest, EndsWhenSomethingGoesWrongWhileNothingComes) {
+TEST(MessageTransferFaultTest, EndsWhenSomethingGoesWrongWhileNothingComes) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "loopback");
+    TransferRank rank(group, "loopback");
     if (group.rank() == 0) {
-      const std::vector<CrossingReceive> receives = {rank.receive_from(1, 3)};
+      const std::vector<MessageReceive> receives = {rank.receive_from(1, 3)};
       int num_looks = 0;
       const auto thrown = thrown_by([&] {
         rank.run(
@@ -271,10 +271,10 @@ TEST(CrossingTransferFaultTest, EndsWhenSomethingGoesWrongWhileNothingComes) {
   });
 }
 
-TEST(CrossingTransferFaultTest, PassesOnWhatThePutThrows) {
+TEST(MessageTransferFaultTest, PassesOnWhatThePutThrows) {
   run_threads(2, [](Group& group) {
-    CrossingRank rank(group, "faulty:loopback?fail=1");
-    const std::vector<CrossingSend> sends = {rank.send_to(1 - group.rank(), 3, 1)};
+    TransferRank rank(group, "faulty:loopback?fail=1");
+    const std::vector<MessageSend> sends = {rank.send_to(1 - group.rank(), 3, 1)};
     rank.pack(sends, false);
     const auto thrown = thrown_by([&] { rank.run(sends, {}, [](size_t, int64_t) {}); });
     EXPECT_NE(text_of(thrown).find("failed (on purpose)"), std::string::npos) << text_of(thrown);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "hosts/crossing_index.hpp"
+#include "hosts/inter_node_index.hpp"
 
 #include <cstring>
 
@@ -62,7 +62,7 @@ std::vector<int32_t> weight_rows(const PlanData& plan, std::span<const int32_t> 
 
 }  // namespace
 
-CrossingIndex::CrossingIndex(const PlanData& plan) : from_map_(plan.shape.from_map) {
+InterNodeIndex::InterNodeIndex(const PlanData& plan) : from_map_(plan.shape.from_map) {
   part_row_ = part_rows(plan);
   weight_row_ = weight_rows(plan, part_row_);
   for (const auto& tokens : plan.between->sent) {
@@ -76,14 +76,14 @@ CrossingIndex::CrossingIndex(const PlanData& plan) : from_map_(plan.shape.from_m
   }
 }
 
-uint64_t CrossingIndex::add(std::span<const int32_t> values) {
+uint64_t InterNodeIndex::add(std::span<const int32_t> values) {
   const uint64_t offset = num_bytes_;
   arrays_.emplace_back(offset, values);
   num_bytes_ = align_up(offset + values.size_bytes(), kAlignment);
   return offset;
 }
 
-void CrossingIndex::write(std::byte* to) const {
+void InterNodeIndex::write(std::byte* to) const {
   for (const auto& [offset, values] : arrays_) {
     if (!values.empty()) {
       std::memcpy(to + offset, values.data(), values.size_bytes());
@@ -91,11 +91,11 @@ void CrossingIndex::write(std::byte* to) const {
   }
 }
 
-CrossingArrays<const int32_t*> CrossingIndex::at(const std::byte* address) const {
+InterNodeArrays<const int32_t*> InterNodeIndex::at(const std::byte* address) const {
   const auto array = [&](uint64_t offset) {
     return reinterpret_cast<const int32_t*>(address + offset);
   };
-  CrossingArrays<const int32_t*> arrays;
+  InterNodeArrays<const int32_t*> arrays;
   for (const uint64_t offset : offsets_.sent) {
     arrays.sent.push_back(array(offset));
   }

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where everything of a call between domains of GPUs lies: offsets into the network's staging, into
+// the messages that the GPU packs, and into the GPU memory that calls work in; and how much all of
+// them may need. Previous: the plan's DomainTraffic; next: dispatch.cpp and combine.cpp.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "call/chunks.hpp"
+#include "cpu/protocol/region_map.hpp"
+#include "hosts/message_format.hpp"
+#include "plan/domain_traffic.hpp"
+
+namespace weft {
+
+// Offsets of areas, taken one after the other, aligned.
+class AreaMap {
+ public:
+  static constexpr uint64_t kAlignment = 256;
+
+  // Offset of the next area.
+  uint64_t add(int64_t bytes) {
+    const uint64_t offset = num_bytes_;
+    num_bytes_ = align_up(offset + static_cast<uint64_t>(bytes), kAlignment);
+    return offset;
+  }
+  [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  uint64_t num_bytes_ = 0;
+};
+
+// Of one call, or of any.
+struct CallRoom {
+  uint64_t staging = 0;       // bytes that peers write
+  uint64_t messages = 0;      // bytes that the GPU packs
+  uint64_t work = 0;          // bytes in the GPU's memory
+  uint64_t num_messages = 0;  // that the GPU packs
+
+  [[nodiscard]] constexpr bool holds(const CallRoom& call) const {
+    return call.staging <= staging && call.messages <= messages && call.work <= work &&
+           call.num_messages <= num_messages;
+  }
+};
+
+// What decides it.
+struct CallBounds {
+  uint64_t num_others = 0;   // domains
+  uint64_t num_carried = 0;  // sources that a rank forwards for
+  int64_t max_tokens = 0;    // of each rank
+  int max_topk = 0;
+  int64_t token_bytes = 0;  // that cross with a token: there in a dispatch, both ways in a combine
+};
+
+// Enough for any dispatch or combine. A token crosses to every other domain or to as many as it has
+// experts, whichever is less; all tokens of a source may cross to its forwarder. What goes
+// one way in dispatch comes back in combine, so of what the network touches the larger part is
+// needed once.
+[[nodiscard]] constexpr CallRoom room_of_calls(const CallBounds& bounds) {
+  const auto tokens = static_cast<uint64_t>(std::max<int64_t>(bounds.max_tokens, 1));
+  const auto bytes = tokens * static_cast<uint64_t>(bounds.token_bytes);
+  const auto chunks = static_cast<uint64_t>(num_chunks(bounds.max_tokens)) + 1;
+  const uint64_t crossed =
+      std::min<uint64_t>(bounds.num_others, static_cast<uint64_t>(std::max(bounds.max_topk, 1)));
+  const uint64_t peers = bounds.num_others + bounds.num_carried;
+  const uint64_t gaps = (peers + 1) * (chunks * 64 + AreaMap::kAlignment);  // see stride()
+  const uint64_t host = std::max(crossed, bounds.num_carried) * bytes + gaps;
+  return {
+      .staging = host,
+      .messages = host,
+      .work = (crossed + bounds.num_carried + 2) * bytes + 3 * (peers + 1) * AreaMap::kAlignment,
+      .num_messages = peers * chunks};
+}
+
+// Of the inter-node tokens of one source that this rank forwards for, in GPU memory.
+struct CarriedTokens {
+  uint64_t rows = 0;
+  uint64_t weights = 0;
+  uint64_t scales = 0;
+};
+
+struct DispatchAreas {
+  DispatchAreas() = default;
+  // `tokens`: a row of each inter-node token with its weights and scales, if any.
+  DispatchAreas(const PlanData& plan, const MessageFormat& tokens);
+
+  // By source that this rank forwards for:
+  std::vector<uint64_t> staged;  // in staging
+  std::vector<CarriedTokens> carried;
+  // By domain, nothing for the own one:
+  std::vector<uint64_t> messages;
+  std::vector<int64_t> chunks;  // number of the first message
+  uint64_t own_weights = 0;     // by k, in GPU memory
+  CallRoom room;                // all of it
+};
+
+// The same in a combine.
+struct CarriedSums {
+  uint64_t rows = 0;
+  uint64_t weights = 0;         // gradients that go back
+  uint64_t source_weights = 0;  // that came
+};
+
+struct CombineAreas {
+  CombineAreas() = default;
+  // `sums`: a row, and its weight gradients if any, of each inter-node token; `weights`: the
+  // weights that go the other way before, if any.
+  CombineAreas(const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights);
+
+  // By source that this rank forwards for:
+  std::vector<CarriedSums> carried;
+  std::vector<uint64_t> staged_weights;  // in staging
+  std::vector<uint64_t> sum_messages;
+  std::vector<int64_t> sum_chunks;  // number of the first message
+  // By domain, nothing for the own one:
+  std::vector<int64_t> first_part;    // row among the parts
+  std::vector<uint64_t> staged_sums;  // in staging
+  std::vector<uint64_t> weight_messages;
+  std::vector<int64_t> weight_chunks;
+  // In GPU memory: all parts (see InterNodeArrays), their weights, and this rank's own by k.
+  uint64_t parts = 0;
+  uint64_t part_weights = 0;
+  uint64_t own_weights = 0;
+  CallRoom room;  // all of it
+};
+
+}  // namespace weft
