@@ -11,7 +11,7 @@ namespace {
 std::string_view waited_for(WaitFor what) {
   switch (what) {
     case WaitFor::kWord:
-      return "call word";
+      return "handshake";
     case WaitFor::kRouting:
       return "routing";
     case WaitFor::kRecords:
@@ -40,7 +40,7 @@ std::string timeout_text(
 ) {
   std::string more;
   if (fault.waiting_for == WaitFor::kWord && !survey.words.empty()) {
-    more += "; words of all ranks:";
+    more += "; handshakes of all ranks:";
     for (const uint32_t word : survey.words) {
       more += fmt::format(" {}", signal_text(me, word));
     }
@@ -119,7 +119,7 @@ std::string problem_text(
       return fmt::format("map[{}] names more than {} experts (max_topk)", fault.seen, fault.wanted);
     case FaultKind::kStranger:
       return fmt::format(
-          "the call word of rank {} in the control region at {:#x} is of another exchange (stamp "
+          "the handshake of rank {} in the control region at {:#x} is of another exchange (stamp "
           "{:#x}, expected {:#x})",
           fault.peer,
           fault.control,

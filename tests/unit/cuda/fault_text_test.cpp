@@ -40,16 +40,16 @@ TEST(FaultTextTest, SaysWhatTheHostFoundAfterATimeout) {
   fault.wanted = fault.epoch;
   fault.control = 0x7f00;
   const std::string begin =
-      "dispatch: rank 1 waited 500 ms for call word of rank 2 in call 7 (seen 0, wanted 7";
+      "dispatch: rank 1 waited 500 ms for handshake of rank 2 in call 7 (seen 0, wanted 7";
   EXPECT_EQ(fault_text(fault, some_rank()), begin + ")");
   EXPECT_EQ(
       fault_text(fault, some_rank(), {{fault.epoch, 69, 0}, some_rank().stamp}),
-      begin + "; words of all ranks: 7 0x45 (of another exchange) 0)"
+      begin + "; handshakes of all ranks: 7 0x45 (of another exchange) 0)"
   );
   EXPECT_EQ(
       fault_text(fault, some_rank(), {{fault.epoch, 0, 0}, 4}),
       begin +
-          "; words of all ranks: 7 0 0; the control region at 0x7f00 has the stamp 0x4, this "
+          "; handshakes of all ranks: 7 0 0; the control region at 0x7f00 has the stamp 0x4, this "
           "exchange 0xab00000005)"
   );
 }
@@ -81,7 +81,7 @@ TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
   fault.control = 0x7f00;
   EXPECT_EQ(
       fault_text(fault, some_rank()),
-      "plan: the call word of rank 2 in the control region at 0x7f00 is of another exchange (stamp "
+      "plan: the handshake of rank 2 in the control region at 0x7f00 is of another exchange (stamp "
       "0xab00000004, expected 0xab00000005)"
   );
 }
