@@ -70,9 +70,8 @@ HostsExchange::HostsExchange(
 )
     : settings_(wanted) {
   agree_on_config(group, settings_, {.rank = group.rank(), .num_ranks = group.num_ranks()});
-  network_ = std::make_unique<Network>(
-      group, network_config(wanted), domains, pci_address(settings_.device.index)
-  );
+  const std::string gpu = pci_address(settings_.device.index);
+  network_ = std::make_unique<Network>(group, network_config(wanted), domains, gpu);
   const auto members = network_->domains().near();
   node_ = make_node_exchange(
       part_of(group, {members.begin(), members.end()}),
@@ -95,9 +94,7 @@ HostsExchange::HostsExchange(
   max_receives_ = std::max(network_->domains().carried().size(), domains.size());
   arrived_.create(kMaxTransfers * max_receives_, context());
   message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
-  thread_ = std::make_unique<TransferThread>(
-      HostMap::here().cores_near(pci_address(settings_.device.index))
-  );
+  thread_ = std::make_unique<TransferThread>(HostMap::here().cores_near(gpu));
   // Enough for 16-bit rows with weights and small scale rows, and for most plans.
   reserve(settings_.hidden * 2 + settings_.max_topk * 8 + kScaleRoom);
   if (is_direct_) {

@@ -82,14 +82,7 @@ Plan HostsExchange::make_plan(
   try {
     begin_call(Op::kPlan, stream);
     check_options(options, context());
-    static_cast<void>(check_routing(
-        routing,
-        settings_.num_experts,
-        settings_.max_topk,
-        settings_.max_tokens,
-        settings_.device,
-        context()
-    ));
+    static_cast<void>(check_routing(routing, settings_, context()));
     idx.emplace(routing.topk_idx, stream, context());
     map.emplace(routing.map, stream, context());
     weights.emplace(routing.weights, stream, context());

@@ -17,6 +17,7 @@
 #include "core/check.hpp"
 #include "plan/plan_data.hpp"
 #include "plan/slots.hpp"
+#include "weft/exchange.hpp"
 #include "weft/routing.hpp"
 
 namespace weft {
@@ -38,15 +39,10 @@ struct RoutingShape {
   bool from_map = false;
 };
 
-// Checks what can be checked without reading the routing's memory, which lies on `device`. Throws
-// Error (kInvalidArgument).
+// Checks what can be checked without reading the routing's memory. `limits` says how many experts,
+// tokens and choices there may be, and where the memory lies. Throws Error (kInvalidArgument).
 [[nodiscard]] RoutingShape check_routing(
-    const Routing& routing,
-    int num_experts,
-    int max_topk,
-    int64_t max_tokens,
-    const Device& device,
-    const Context& context
+    const Routing& routing, const ExchangeConfig& limits, const Context& context
 );
 
 // Checks everything about the caller's routing: which of the two forms, dtype, device, shape,

@@ -91,13 +91,6 @@ std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_expe
 
 namespace {
 
-struct Limits {
-  int num_experts;
-  int max_topk;
-  int64_t max_tokens;
-  Device device = {};
-};
-
 std::string device_text(const Device& device) {
   return device.kind == Device::Kind::kCpu ? "cpu" : fmt::format("cuda {}", device.index);
 }
@@ -140,7 +133,7 @@ void check_matrix(
   );
 }
 
-void check_num_tokens(int64_t num_tokens, const Limits& limits, const Context& context) {
+void check_num_tokens(int64_t num_tokens, const ExchangeConfig& limits, const Context& context) {
   WEFT_CHECK_ARG(
       context,
       num_tokens <= limits.max_tokens,
@@ -150,7 +143,7 @@ void check_num_tokens(int64_t num_tokens, const Limits& limits, const Context& c
   );
 }
 
-void check_topk_idx(const ConstTensor& idx, const Limits& limits, const Context& context) {
+void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const Context& context) {
   check_matrix(idx, "topk_idx", limits.device, context);
   WEFT_CHECK_ARG(
       context,
@@ -168,7 +161,7 @@ void check_topk_idx(const ConstTensor& idx, const Limits& limits, const Context&
   check_num_tokens(idx.rows, limits, context);
 }
 
-void check_map(const ConstTensor& map, const Limits& limits, const Context& context) {
+void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Context& context) {
   check_matrix(map, "map", limits.device, context);
   WEFT_CHECK_ARG(
       context, map.dtype == DType::kBool, "plan: map has dtype {} (bool)", dtype_name(map.dtype)
@@ -204,7 +197,7 @@ void check_weights(const ConstTensor& weights, const ConstTensor& beside, const 
 
 template <class Index>
 void copy_indices(
-    const std::byte* data, const Limits& limits, const Context& context, RouteTable& table
+    const std::byte* data, const ExchangeConfig& limits, const Context& context, RouteTable& table
 ) {
   for (size_t i = 0; i < table.expert.size(); ++i) {
     Index value;
@@ -223,7 +216,9 @@ void copy_indices(
   }
 }
 
-void read_topk(const Routing& routing, const Limits& limits, const Context& c, RouteTable& table) {
+void read_topk(
+    const Routing& routing, const ExchangeConfig& limits, const Context& c, RouteTable& table
+) {
   table.topk = static_cast<int>(routing.topk_idx.cols);
   table.expert.resize(static_cast<size_t>(table.num_tokens) * static_cast<size_t>(table.topk));
   if (routing.topk_idx.dtype == DType::kInt64) {
@@ -263,7 +258,9 @@ int64_t read_map_row(const std::byte* row, int num_experts, int32_t* out, int ro
   return found;
 }
 
-void read_map(const Routing& routing, const Limits& limits, const Context& c, RouteTable& table) {
+void read_map(
+    const Routing& routing, const ExchangeConfig& limits, const Context& c, RouteTable& table
+) {
   table.topk = limits.max_topk;
   table.from_map = true;
   const auto topk = static_cast<size_t>(table.topk);
@@ -295,17 +292,12 @@ void read_map(const Routing& routing, const Limits& limits, const Context& c, Ro
 }  // namespace
 
 RoutingShape check_routing(
-    const Routing& routing,
-    int num_experts,
-    int max_topk,
-    int64_t max_tokens,
-    const Device& device,
-    const Context& context
+    const Routing& routing, const ExchangeConfig& config, const Context& context
 ) {
   // Route indices are int32 throughout a plan.
   constexpr int64_t kMaxRoutes = std::numeric_limits<int32_t>::max();
-  const Limits limits = {
-      num_experts, max_topk, std::min(max_tokens, kMaxRoutes / max_topk), device};
+  ExchangeConfig limits = config;
+  limits.max_tokens = std::min(limits.max_tokens, kMaxRoutes / limits.max_topk);
   const bool is_topk = routing.topk_idx.is_given();
   const bool is_map = routing.map.is_given();
   WEFT_CHECK_ARG(
@@ -323,7 +315,7 @@ RoutingShape check_routing(
   if (routing.weights.is_given()) {
     check_weights(routing.weights, matrix, context);
   }
-  return {matrix.rows, is_topk ? static_cast<int>(matrix.cols) : max_topk, is_map};
+  return {matrix.rows, is_topk ? static_cast<int>(matrix.cols) : config.max_topk, is_map};
 }
 
 RouteTable read_routing(
@@ -333,8 +325,9 @@ RouteTable read_routing(
     int64_t max_tokens,
     const Context& context
 ) {
-  const RoutingShape shape = check_routing(routing, num_experts, max_topk, max_tokens, {}, context);
-  const Limits limits = {num_experts, max_topk, max_tokens};
+  const ExchangeConfig limits = {
+      .max_tokens = max_tokens, .num_experts = num_experts, .max_topk = max_topk};
+  const RoutingShape shape = check_routing(routing, limits, context);
   RouteTable table;
   table.num_tokens = shape.num_tokens;
   table.has_weights = routing.weights.is_given();

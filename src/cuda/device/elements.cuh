@@ -2,7 +2,7 @@
 // The element types of rows. 16 bytes of a row become fp32 numbers (unpack) and fp32 numbers become
 // 16 bytes, rounded to nearest even (pack): the arithmetic of core/half.hpp with the GPU's own
 // conversions. A NaN stays a NaN; its sign and payload may differ from the CPU's.
-// combine/row_sum.cuh and hosts/crossing_rows.cu add rows with it.
+// combine/row_sum.cuh and hosts/message_rows.cu add rows with it.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -212,7 +212,6 @@ class CudaExchange final : public NodeExchange {
 template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {
   const CudaDeviceGuard guard(settings_.device.index);
-  const bool is_own = call.stream == nullptr;
   const cudaStream_t stream = stream_of(call);
   is_launched_ = false;
   const auto launched = [&] {
@@ -226,16 +225,17 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
       throw;
     }
   };
+  const auto end = [&] {
+    if (call.stream == nullptr) {
+      finish(stream);
+    }
+  };
   if constexpr (std::is_void_v<decltype(launch(stream))>) {
     launched();
-    if (is_own) {
-      finish(stream);
-    }
+    end();
   } else {
     auto result = launched();
-    if (is_own) {
-      finish(stream);
-    }
+    end();
     return result;
   }
 }

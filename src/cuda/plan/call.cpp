@@ -119,14 +119,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     cudaStream_t stream
 ) {
   check_options(options, context_);
-  const RoutingShape routes = check_routing(
-      routing,
-      settings_.num_experts,
-      settings_.max_topk,
-      settings_.max_tokens,
-      settings_.device,
-      context_
-  );
+  const RoutingShape routes = check_routing(routing, settings_, context_);
   PlanData data;
   data.shape = {
       .rank = view_.rank,
