@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-_PACKS = re.compile(r"weft::.*\bpack_(vector|bulk)\b")
-_TAKES = re.compile(r"weft::.*\b(fan_out|sum)_(vector|bulk)\b")
+_PACKS = re.compile(r"weft::.*\bpack_(rows|vector|bulk)\b")
+_TAKES = re.compile(r"weft::.*\b(fan_out_rows|sum_vector|sum_bulk)\b")
 
 
 class Kernel(NamedTuple):

@@ -86,7 +86,7 @@ def test_exposure_is_what_counting_gives():
         (SEND, True),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)", False),  # gradients
-        ("void weft::(anonymous namespace)::dispatch_rows<weft::BulkMover>(weft::DispatchLaunch)", True),
+        ("void weft::(anonymous namespace)::dispatch_rows<weft::BulkMover>(weft::Launch)", True),
         ("weft::(anonymous namespace)::combine_vector(weft::CombineLaunch)", True),
         ("weft::(anonymous namespace)::plan_kernel(weft::PlanLaunch)", True),
         (PACK, True),
