@@ -11,7 +11,8 @@ All configurations are plain objects with the attributes of Megatron-LM.
 
 from .comm_overlap import CommOverlapConfig, _set_moe_a2a_overlap_overrides
 from .flex_backend import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
-from .rules import (
+from .settings import OverlapModelConfig
+from .validate import (
     validate_delayed_linear,
     validate_graph_replay,
     validate_model_overlap,
@@ -20,7 +21,6 @@ from .rules import (
     validate_sharded_overlap,
     validate_user_overlap,
 )
-from .settings import OverlapModelConfig
 
 __all__ = [
     "CommOverlapConfig",

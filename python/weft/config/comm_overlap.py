@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's choice of communication overlap, and how it reaches the other configurations. rules.py
-checks it."""
+"""The user's choice of communication overlap, and how it reaches the other configurations, once
+validate.py has checked it."""
 
 import logging
 from dataclasses import asdict, dataclass, is_dataclass, replace
@@ -9,8 +9,8 @@ from typing import Any
 
 from weft.dispatcher.config import expect
 
-from .rules import validate_user_overlap
 from .settings import option
+from .validate import validate_user_overlap
 
 logger = logging.getLogger(__name__)
 
