@@ -2,10 +2,8 @@
 // combine on a GPU, one launch whose blocks have two roles: the first sum the experts' rows of each
 // arrival and send one row per arrival back to the token's rank (reduce.cuh), the others add up
 // what has come back for this rank's tokens (sum.cuh). Before: combine/call.cpp; after: the caller.
-#include "cuda/combine/paths.cuh"
 #include "cuda/combine/reduce.cuh"
-#include "cuda/combine/row_adder.cuh"
-#include "cuda/combine/row_loader.cuh"
+#include "cuda/combine/row_warps.cuh"
 #include "cuda/combine/sum.cuh"
 #include "cuda/layout/launch.hpp"
 

@@ -151,9 +151,6 @@ class CombineReduce {
   }
 
   // Nothing to wait for: the rows are this rank's own.
-  [[nodiscard]] __device__ __forceinline__ bool is_ready(const SumItem&) const {
-    return true;
-  }
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem&) const {
     return true;
   }

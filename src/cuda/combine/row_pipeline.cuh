@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // How combine adds rows with the bulk copy engine. A block has several pipelines, and one warp that
-// signals. Each pipeline has one loader warp (row_loader.cuh), which finds out what is to be added
-// and keeps shared memory filled with rows, and some warps that add (row_adder.cuh), each its part
+// signals. Each pipeline has one loader warp, which finds out what is to be added
+// and keeps shared memory filled with rows, and some warps that add , each its part
 // of every row. A loader is at most a few items ahead, and no pipeline waits for another. Finding
 // out, waiting and passing on take about as many instructions as adding, so few warps share a row
 // and a block has many pipelines: whatever one of them waits for, the others go on.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"
+#include "cuda/device/kernel.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -28,6 +30,24 @@ struct PipelineShape {
   static constexpr int32_t kPiece = kSumVectors * kAdders * kWarpLanes * 16;  // at a time
   static_assert(kPipelines <= kMaxTeams && kAdders <= kMaxTeamWarps);
 };
+
+// Pipelines of a block, and warps of each that add. The shorter a row, the fewer warps can share it
+// without waiting more than they add. Both shapes are guesses.
+using ShortRows = PipelineShape<5, 2>;
+using LongRows = PipelineShape<3, 4>;
+
+// How rows come to the warps that add them: into registers, or by one of the two pipelines.
+enum class RowPath : uint8_t { kVector, kShortRows, kLongRows };
+inline constexpr RowPath kRowPaths[] = {RowPath::kVector, RowPath::kShortRows, RowPath::kLongRows};
+
+inline RowPath path_of(Mover mover, int64_t row_bytes) {
+  if (mover != Mover::kBulk) {
+    return RowPath::kVector;
+  }
+  return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
+}
+
+using CombineKernel = Kernel<CombineLaunch>;
 
 // What the adding warps must know of an item, in shared memory.
 struct PipelineItem {

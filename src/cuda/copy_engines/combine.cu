@@ -3,10 +3,8 @@
 // blocks have the pre-reduce role and pack sums for each peer in this rank's memory; in the second
 // all have the sum role and add what copy engines have brought. Rows are loaded from and stored to
 // this GPU's memory only. Before: combine/call.cpp; after: the caller.
-#include "cuda/combine/paths.cuh"
 #include "cuda/combine/reduce.cuh"
-#include "cuda/combine/row_adder.cuh"
-#include "cuda/combine/row_loader.cuh"
+#include "cuda/combine/row_warps.cuh"
 #include "cuda/combine/sum.cuh"
 #include "cuda/copy_engines/call.cuh"
 #include "cuda/layout/launch.hpp"

@@ -10,7 +10,6 @@
 #include "cuda/device/row_mover.cuh"
 #include "cuda/device/team.cuh"
 #include "cuda/dispatch/extras.cuh"
-#include "cuda/dispatch/padding.cuh"
 #include "cuda/plan/fused.cuh"
 
 namespace weft {

@@ -47,10 +47,9 @@ class VmmTransport final : public GpuTransport {
             handle == VmmHandle::kFabric ? CU_MEM_HANDLE_TYPE_FABRIC
                                          : CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         ) {
-    const bool is_fabric = handle == VmmHandle::kFabric;
-    const std::string_view name = is_fabric ? "fabric" : "vmm";
+    const std::string_view name = is_fabric() ? "fabric" : "vmm";
     try {
-      if (options.is_exported && !is_fabric) {
+      if (options.is_exported && !is_fabric()) {
         server_ = std::make_shared<FdServer>(options.context);
       }
       static_cast<void>(allocate(kLeastBytes));  // attributes of GPUs promise more than machines do
@@ -138,22 +137,18 @@ class VmmTransport final : public GpuTransport {
     return status != cudaSuccess ? status : freed;
   }
 
+  [[nodiscard]] bool is_fabric() const { return kind_ == CU_MEM_HANDLE_TYPE_FABRIC; }
+
   void export_to(GpuAllocation& made, const Physical& memory) const {
-    const uint64_t none = 0;
-    if (kind_ == CU_MEM_HANDLE_TYPE_FABRIC) {
-      WEFT_CUDA(
-          options_.context,
-          WEFT_DRIVER(cuMemExportToShareableHandle
-          )(static_cast<void*>(made.exported.data()), memory.get(), kind_, none)
-      );
-      return;
-    }
     int fd = -1;
+    void* const to = is_fabric() ? static_cast<void*>(made.exported.data()) : &fd;
     WEFT_CUDA(
         options_.context,
-        WEFT_DRIVER(cuMemExportToShareableHandle
-        )(static_cast<void*>(&fd), memory.get(), kind_, none)
+        WEFT_DRIVER(cuMemExportToShareableHandle)(to, memory.get(), kind_, uint64_t{0})
     );
+    if (is_fabric()) {
+      return;
+    }
     const FdTicket ticket = server_->offer(fd);
     std::memcpy(made.exported.data(), &ticket, sizeof ticket);
     // An open descriptor keeps the memory, so it is offered for as long as the memory is in use.
@@ -164,23 +159,19 @@ class VmmTransport final : public GpuTransport {
   }
 
   void import_from(const ExportedMemory& exported, Physical& memory) const {
-    if (kind_ == CU_MEM_HANDLE_TYPE_FABRIC) {
-      CUmemFabricHandle handle = {};
+    CUmemFabricHandle handle = {};
+    Descriptor fd;
+    void* from = &handle;
+    if (is_fabric()) {
       std::memcpy(&handle, exported.data(), sizeof handle);
-      WEFT_CUDA(
-          options_.context,
-          WEFT_DRIVER(cuMemImportFromShareableHandle
-          )(memory.out(), static_cast<void*>(&handle), kind_)
-      );
-      return;
+    } else {
+      FdTicket ticket;
+      std::memcpy(&ticket, exported.data(), sizeof ticket);
+      fd = fetch_fd(ticket, options_.context);
+      from = reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get()));
     }
-    FdTicket ticket;
-    std::memcpy(&ticket, exported.data(), sizeof ticket);
-    const Descriptor fd = fetch_fd(ticket, options_.context);
     WEFT_CUDA(
-        options_.context,
-        WEFT_DRIVER(cuMemImportFromShareableHandle
-        )(memory.out(), reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get())), kind_)
+        options_.context, WEFT_DRIVER(cuMemImportFromShareableHandle)(memory.out(), from, kind_)
     );
   }
 
