@@ -150,7 +150,7 @@ class CombineReduce {
     return item;
   }
 
-  // Nothing to wait for: the rows are this rank's own.
+  // There is nothing to wait for: the rows are this rank's own.
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem&) const {
     return true;
   }
@@ -199,7 +199,8 @@ class CombineReduce {
     }
   }
 
-  // Of route `at` of a source: held by the plan, or sent by the token's rank for this call.
+  // The factor of route `at` of a source: the plan holds it, or the token's rank has sent it for
+  // this call.
   [[nodiscard]] __device__ __forceinline__ float scale_of_route(uint32_t source, int64_t at) const {
     if (call_.scale == CombineScale::kPlanWeights) {
       return call_.plan.weights(source)[at];

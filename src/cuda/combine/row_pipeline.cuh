@@ -20,7 +20,7 @@ inline constexpr int kMaxRowStages = 16;  // rows, or pieces of rows, of a pipel
 inline constexpr int kRowStageBytes = 190 * 1024;  // of all pipelines of a block
 inline constexpr unsigned kLoaderBarrier = 1;      // a hardware barrier; __syncthreads() has 0
 
-// Of a block: how many pipelines, and how many warps of each add.
+// The shape of a block: how many pipelines it has, and how many warps of each add.
 template <int kNumPipelines, int kNumAdders>
 struct PipelineShape {
   static constexpr int kPipelines = kNumPipelines;
@@ -74,7 +74,7 @@ struct PipelineShared {
   int32_t is_shut;  // a loader may not begin
 };
 
-// Of one pipeline.
+// The shared memory for rows of one pipeline.
 struct RowStages {
   std::byte* data;
   int32_t bytes;  // of one stage
@@ -123,7 +123,7 @@ __device__ __forceinline__ Team pipeline_team(const PipelineRole& role, int bloc
       .in_block = role.pipeline};
 }
 
-// Every thread of the block, before a barrier.
+// Every thread of the block calls it, before a barrier.
 template <class Shape>
 __device__ __forceinline__ void init_pipelines(PipelineShared<Shape>& shared) {
   if (threadIdx.x == 0) {

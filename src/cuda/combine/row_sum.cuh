@@ -69,7 +69,7 @@ entry_bits(const ItemShape& shape, const uint32_t (&bits)[kItemSteps], int entry
   return shape.width == kWarpLanes ? found : found & ((1U << shape.width) - 1);
 }
 
-// One vector of a row, added to its sums or their beginning.
+// Adds one vector of a row to its sums; the first vector begins them.
 template <class Element, bool kScaled>
 __device__ __forceinline__ void add_vector(
     const uint4& bits, float scale, bool is_first, float (&sums)[Element::kPerVector]

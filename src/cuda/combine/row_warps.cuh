@@ -93,7 +93,7 @@ __device__ void load_rows(
   if (!source.is_open()) {
     shared.is_shut = 1;
   }
-  // All or none: whoever signals counts items in their order.
+  // All loaders of a block begin, or none: the warp that signals counts items in their order.
   __barrier_sync_count(kLoaderBarrier, Shape::kPipelines * kWarpLanes);
   const bool is_open = shared.is_shut == 0;
   typename Source::Place place = source.first();
@@ -115,8 +115,8 @@ __device__ void load_rows(
   }
 }
 
-// One sum, or one piece of it, from the pipeline's next stages. The lanes of all its adders take 16
-// bytes each in turn.
+// Adds one sum, or one piece of it, from the pipeline's next stages. The lanes of all its adders
+// take 16 bytes each in turn.
 template <class Shape, class Element, bool kScaled>
 __device__ __forceinline__ void add_piece(
     const RowStages& stages,

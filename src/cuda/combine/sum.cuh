@@ -152,7 +152,7 @@ class CombineSum {
     );
   }
 
-  // Of route k of a token; it was kept.
+  // The returned weight of route k of a token; the route was kept.
   [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
       const {
     if constexpr (kCopied) {

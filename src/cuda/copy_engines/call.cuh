@@ -21,8 +21,8 @@ __device__ __forceinline__ void set_places(
   setup.place[rank] = Place::kCopied;
 }
 
-// This rank's block for a peer, before it is copied; its own is at once where other ranks copy
-// theirs to.
+// Where this rank packs its block for a peer, before it is copied. Its block for itself lies at
+// once where other ranks copy theirs to.
 __device__ __forceinline__ std::byte* packed_for(
     const RankView& me, const CopiedLaunch& copied, int peer
 ) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ std::byte* packed_for(
   return copied.packed + static_cast<uint64_t>(step) * me.map.copied_stride();
 }
 
-// Whether rows of this rank's tokens come back, else those of peers' tokens come.
+// Whether rows go out to the experts (dispatch) or sums come back from them (combine).
 enum class CopiedWay : uint8_t { kOut, kBack };
 
 // How both kernels begin. Returns the thread's index, which stands for a peer.
@@ -49,8 +49,8 @@ __device__ __forceinline__ int begin_copied(
   return static_cast<int>(threadIdx.x);
 }
 
-// On the way back also waits for the records of the peers' tokens. False if an earlier call has
-// failed, or this one is given up.
+// The first kernel begins. On the way back it also waits for the records of the peers' tokens.
+// Returns false if an earlier call has failed, or this one is given up.
 __device__ inline bool begin_pack(
     CallSetup& setup,
     const RankView& me,
@@ -92,8 +92,8 @@ __device__ inline void finish_pack(CallSetup& setup, const RankView& me) {
   }
 }
 
-// What one peer says of the call, and where it has copied its rows to, once they are here. False if
-// the call is given up.
+// Waits for one peer's handshake, which says where it copies its rows to, and until they are here.
+// Returns false if the call is given up.
 __device__ inline bool accept_copies(
     CallSetup& setup,
     const RankView& me,
@@ -127,7 +127,8 @@ __device__ inline bool accept_copies(
   return true;
 }
 
-// Waits for all words, and for the copies of all peers. False if the call is given up.
+// The second kernel begins: it waits for all handshakes, and for the copies of all peers. Returns
+// false if the call is given up.
 __device__ inline bool begin_receive(
     CallSetup& setup,
     const RankView& me,

@@ -125,7 +125,7 @@ Kernels kernels_of(RowPath path) {
   }
 }
 
-// Of 16-bit elements.
+// The kernels for 16-bit elements.
 Kernels kernels_of(RowPath path, bool is_scaled, DType dtype) {
   if (dtype == DType::kBFloat16) {
     return is_scaled ? kernels_of<BFloat16, true>(path) : kernels_of<BFloat16, false>(path);

@@ -39,7 +39,7 @@ struct Pieces {
   }
 };
 
-// Into `wanted` pieces; fewer if the row is short.
+// Cuts a row into `wanted` pieces, or into fewer if it is short.
 __device__ __forceinline__ Pieces cut_row_into(int64_t row_bytes, int32_t wanted) {
   const auto bytes = static_cast<int32_t>(row_bytes);
   const int32_t each = ((bytes + wanted - 1) / wanted + 15) / 16 * 16;

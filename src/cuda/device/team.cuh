@@ -39,7 +39,7 @@ struct BulkMover : BulkRing {
 
   __device__ __forceinline__ BulkMover(int index, uint64_t* full)
       : BulkRing(dynamic_shared + index * kBulkStages * kBulkPiece, full) {}
-  // All threads of a kernel, before finish_call(): what they have stored is complete.
+  // All threads of a kernel call it before the kernel ends: what they have stored is then complete.
   static __device__ __forceinline__ void finish() { ptx::wait_stores<0>(); }
 };
 
@@ -110,7 +110,7 @@ __device__ __forceinline__ Slice slice_of(const Team& team, int64_t row_bytes, i
   return slice_of(team.warp, team.warps, row_bytes, most);
 }
 
-// In shared memory, zero at first: chunks that each warp of each team has stored.
+// How many chunks each warp of each team has stored, in shared memory, zero at first.
 struct TeamProgress {
   uint32_t done[kMaxTeams][kMaxTeamWarps];
 };

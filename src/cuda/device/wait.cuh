@@ -117,8 +117,9 @@ __device__ inline std::byte* peer_data(
   return region + address.offset;
 }
 
-// One thread: until *signal has reached `wanted` (acquire, system scope). False if the call is
-// given up, by this wait's deadline or elsewhere on this rank; the caller then leaves its role.
+// One thread waits until *signal has reached `wanted` (acquire, system scope). It returns false if
+// the call is given up, by this wait's deadline or elsewhere on this rank; the caller then leaves
+// its role.
 // A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
 // another. `patience` multiplies the deadline, for waits whose timeout would say less than that of
 // another wait for the same peer.
@@ -159,7 +160,7 @@ __device__ inline bool wait_reached(
   }
 }
 
-// One warp, every lane: as above, polled by one lane.
+// The same for a warp: one lane polls, every lane gets the result.
 __device__ __forceinline__ bool wait_reached_warp(
     const RankView& me, const uint32_t* signal, uint32_t wanted, const WaitSite& site
 ) {
@@ -176,7 +177,7 @@ __device__ __forceinline__ uint32_t current_epoch(const RankView& me) {
   return *reinterpret_cast<volatile uint32_t*>(&me.local->epoch) + 1;
 }
 
-// Every block, every thread, as the last thing a kernel does.
+// Every thread of every block calls it as the last thing in a kernel.
 __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -24,7 +24,7 @@ struct SeenPlan {
   __device__ void clear() { sizes = plan = kNotYet; }
 };
 
-// All lanes of one warp.
+// All lanes of one warp set the flag.
 __device__ __forceinline__ void tell_block(uint32_t& flag, bool is_here) {
   is_here = __all_sync(kAllLanes, is_here);
   if (lane_index() == 0) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool await_block(uint32_t& flag) {
   return __shfl_sync(kAllLanes, seen, 0) == SeenPlan::kHere;
 }
 
-// One warp of a block, which moves nothing.
+// One warp of a block, which moves nothing, waits for the plan and tells the others.
 __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, SeenPlan& seen) {
   const RankView& me = call.me;
   const int rank = lane_index();
@@ -132,7 +132,7 @@ class EarlyFanOut {
     return own() + me_.map.early_rows_offset(setup_.epoch) + place(records) * row_bytes_;
   }
 
-  // Of this lane.
+  // Where this lane stores the row; null for nowhere.
   [[nodiscard]] __device__ __forceinline__ std::byte* target(const ArrivalRecords& records) const {
     const bool is_one = !call_.one_row || lane_index() == 0;
     return is_one && records.slot[0] >= 0 ? call_.out_rows + records.slot[0] * row_bytes_ : nullptr;

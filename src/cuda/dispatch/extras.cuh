@@ -68,7 +68,7 @@ class DispatchExtras {
   }
 
  private:
-  // Of this lane.
+  // Whether arrival `i` has a row for this lane.
   [[nodiscard]] static __device__ __forceinline__ bool has_route(
       const ArrivalRecords& records, int i
   ) {
@@ -134,7 +134,7 @@ class DispatchExtras {
   bool has_words_;
 };
 
-// One warp.
+// One warp zeroes a row, its weight and its scales.
 __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row) {
   const int lane = lane_index();
   const int64_t row_bytes = call.payload.out_row_bytes();
@@ -152,7 +152,7 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
   }
 }
 
-// One of `num_warps` warps: its share.
+// One of `num_warps` warps zeroes its share of the padding of all experts.
 __device__ inline void zero_padding(const DispatchLaunch& call, int warp, int num_warps) {
   if (!call.has_padding) {
     return;

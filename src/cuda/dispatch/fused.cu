@@ -27,7 +27,7 @@ constexpr int kWordWarp = kMoverWarps + 2;
 
 using Push = DispatchPush<EarlyRoutes>;
 
-// All threads of a block: the addresses of eager rows, which no peer has to tell.
+// All threads of a block find the addresses of eager rows, which no peer has to tell.
 __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
   if (threadIdx.x == 0) {
     seen.clear();

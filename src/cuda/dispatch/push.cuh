@@ -23,7 +23,7 @@ struct TokenRoutes {
   int32_t own_slot = -1;  // slot of route `lane` if its expert is this rank's
 };
 
-// The lane's rank.
+// The rank that this lane stands for, if it is below num_ranks.
 __device__ __forceinline__ int peer_of_lane(const RankView& me) {
   const int next = me.rank + 1 + lane_index();
   return next >= me.num_ranks ? next - me.num_ranks : next;
@@ -52,7 +52,7 @@ class PlannedRoutes {
     return call_.plan.header()->num_tokens;
   }
 
-  // Of `count` tokens from `begin` on.
+  // Loads what the plan says of `count` tokens from `begin` on.
   [[nodiscard]] __device__ __forceinline__ Chunk load(int begin, int count) const {
     const PlanView& plan = call_.plan;
     const int lane = lane_index();
@@ -310,7 +310,7 @@ class DispatchPush {
     return routes_.load(begin, min(chunk_tokens_, num_tokens_ - begin));
   }
 
-  // One piece of every row of a chunk: all loads, then all stores.
+  // Moves one piece of every row of a chunk: all loads, then all stores.
   __device__ __forceinline__ void move_chunk_piece(
       const Slice& slice, int piece, int begin, int count, const Chunk& routes
   ) const {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void copy_bytes_warp(
   }
 }
 
-// One warp: 16 lanes hold one group, 8 elements each.
+// One warp quantises a row: 16 lanes hold one group, 8 elements each.
 __device__ inline void quantise_row(
     Quantise kind,
     const std::byte* row,

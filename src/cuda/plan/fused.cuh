@@ -57,7 +57,8 @@ await_tagged(const RankView& me, const uint64_t* from, const WaitSite& site) {
   }
 }
 
-// One thread: the value at `from`, where `seen` was read. False if the call is given up.
+// One thread gets the value at `from`, where it has read `seen`. Returns false if the call is given
+// up.
 __device__ __forceinline__ bool wait_tagged(
     const RankView& me, const uint64_t* from, const WaitSite& site, uint64_t seen, uint32_t& value
 ) {
@@ -76,7 +77,7 @@ __device__ __forceinline__ uint64_t* routing_of(
   return reinterpret_cast<uint64_t*>(control_of(me, rank) + offset);
 }
 
-// All threads of a planning block: this rank's routing to its share of the ranks.
+// All threads of a planning block send this rank's routing to the block's share of the ranks.
 __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
   constexpr int64_t kOutOfRange = INT32_MIN;
   const RankView& me = call.me;
@@ -120,8 +121,8 @@ __device__ __noinline__ void raise_bad_route(
   raise_fault(call.me, fault);
 }
 
-// One warp: the sizes of rank `from` into shared.words, by one of the warps that read its routes.
-// Its number of routes; -1 if the call is given up.
+// One warp reads the sizes of rank `from`; one of the warps that read its routes keeps them in
+// shared.words. Returns the rank's number of routes, or -1 if the call is given up.
 __device__ __forceinline__ int read_sizes(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -221,7 +222,7 @@ __device__ __forceinline__ EarlySlot* early_slots_of(const RankView& me, uint32_
   return reinterpret_cast<EarlySlot*>(control_of(me, me.rank) + me.map.early_slots_offset(source));
 }
 
-// One warp: its share of a span of tokens of rank `from`.
+// One warp counts its share of a span of tokens of rank `from`.
 __device__ __forceinline__ void count_span(
     const PlanLaunch& call,
     const PlanPlace& place,
@@ -253,8 +254,8 @@ __device__ __forceinline__ void count_span(
   }
 }
 
-// All threads: everybody's counts, as accept_words() of swap_counts.cuh leaves them. `part`: of the
-// tokens of the rank that is planned.
+// All threads count everybody's routes and leave the sums as accept_words() of swap_counts.cuh
+// does. `part` is of the tokens of the rank that is planned.
 __device__ inline void count_all(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared, const PartSpan& part
 ) {
@@ -328,7 +329,7 @@ __device__ inline bool count_for(
   return true;
 }
 
-// One warp: the routing of its tokens, as the plan keeps it.
+// One warp writes the routing of its tokens into the plan.
 __device__ inline void keep_routing(const PlanLaunch& call, const PlanPlace& place) {
   const auto step = static_cast<int32_t>(place.step);
 #pragma unroll 1
@@ -354,7 +355,8 @@ __device__ inline bool await_parts(const RankView& me, uint32_t epoch) {
   return wait_reached(me, &me.local->grid, kRoutedPlanParts, site, 2);
 }
 
-// All threads of a block: the shape, and this rank's routing. False if the call is given up.
+// All threads of a block write the shape and this rank's routing. Returns false if the call is
+// given up.
 __device__ inline bool plan_shape(
     const PlanLaunch& call, const PlanShared& shared, PlanPlace place
 ) {

@@ -28,7 +28,7 @@ __device__ __forceinline__ int64_t padded_rows(const BlockRule& rule, int64_t ro
   return rule.pad_multiple == 1 ? rows : padded_count(rows, rule.pad_multiple);  // spares a divide
 }
 
-// Rows that the experts of `rank` need, as laid out.
+// The rows that the experts of `rank` need in this layout.
 __device__ __forceinline__ int64_t
 needed_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   switch (group.layout) {
@@ -42,14 +42,14 @@ needed_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   }
 }
 
-// Rows of the output of `rank`.
+// The rows of the output of `rank`: its budget, or what it needs.
 __device__ __forceinline__ int64_t
 output_rows(const PlanGroup& group, const PlanShared& shared, uint32_t rank) {
   const int64_t budget = shared.words[rank].number;
   return budget < 0 ? needed_rows(group, shared, rank) : budget;
 }
 
-// Not for kRankMajor.
+// The rows of an expert in its owner's output, in every layout except kRankMajor.
 __device__ __forceinline__ GroupBlock
 expert_block(const PlanGroup& group, const PlanShared& shared, uint32_t expert, uint32_t owner) {
   const uint32_t first = owner * group.per_rank;
@@ -58,7 +58,7 @@ expert_block(const PlanGroup& group, const PlanShared& shared, uint32_t expert, 
   return {begin, block_limit(group.rule, begin, output_rows(group, shared, owner))};
 }
 
-// All threads: begin[0, count] becomes the sums of the values before each.
+// All threads turn begin[0, count] into the sums of the values before each.
 __device__ inline void scan_begins(
     int64_t* begin, uint32_t count, const PlanPlace& place, int64_t* partial
 ) {
@@ -94,7 +94,7 @@ __device__ inline void scan_begins(
   __syncthreads();
 }
 
-// All threads: the largest of their values.
+// All threads find the largest of their values.
 __device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int64_t* partial) {
 #pragma unroll
   for (uint32_t distance = kPlanLanes / 2; distance > 0; distance /= 2) {
@@ -111,7 +111,7 @@ __device__ inline int64_t largest_of(int64_t value, const PlanPlace& place, int6
   return value;
 }
 
-// All threads: whether routes to or from this rank lack room. Fills `runs`.
+// All threads fill `runs` and find out whether routes to or from this rank lack room.
 __device__ inline bool find_runs(
     const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -143,7 +143,7 @@ __device__ inline bool find_runs(
   return __syncthreads_or(static_cast<int>(lacks_room)) != 0;
 }
 
-// All threads: everything that follows from the counts.
+// All threads compute everything that follows from the counts.
 __device__ inline PlanGroup shape_group(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -172,7 +172,7 @@ __device__ inline PlanGroup shape_group(
   return group;
 }
 
-// All threads of one block: the shape into a plan block, which may be its copy in host memory.
+// All threads of one block write the shape into a plan block, or into its copy in host memory.
 __device__ inline void write_shape(
     const PlanLaunch& call,
     const PlanGroup& group,
@@ -237,7 +237,7 @@ __device__ inline void write_shape(
   }
 }
 
-// All threads of one block: this rank's shape into its plan and, if asked for, to the host.
+// All threads of one block write this rank's shape into its plan and, if asked for, to the host.
 __device__ inline void publish_shape(
     const PlanLaunch& call, const PlanGroup& group, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -254,7 +254,7 @@ __device__ inline void publish_shape(
   write_shape(call, group, place, shared, call.plan);
 }
 
-// All threads of one block: a plan that was given up leaves nothing that a later call would follow.
+// All threads of one block clear what a later call would follow in a plan that was given up.
 __device__ inline void clear_plan(const PlanLaunch& call) {
   const PlanMap& map = call.plan.map;
   if (threadIdx.x == 0) {

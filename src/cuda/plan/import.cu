@@ -30,7 +30,7 @@ __device__ const int32_t* counts_of(const RankView& me, uint32_t epoch, int sour
   return reinterpret_cast<const int32_t*>(word_of(me, me.rank, epoch, source) + 1);
 }
 
-// Threads [0, num_ranks) of one block.
+// Threads [0, num_ranks) of one block send this rank's counts and handshake, each to one rank.
 __device__ void post_counts(const GivenPlanLaunch& call, uint32_t epoch, const DeviceWord& word) {
   const RankView& me = call.me;
   const int peer = static_cast<int>(threadIdx.x);
@@ -81,7 +81,8 @@ __device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
   return setup.failures == 0;
 }
 
-// All threads of all blocks. `bytes` are rounded up to vectors: every array has room for that.
+// All threads of all blocks copy an array. `bytes` are rounded up to vectors: every array has room
+// for that.
 __device__ void copy_array(std::byte* to, const std::byte* from, uint64_t bytes) {
   const uint64_t count = (bytes + sizeof(uint4) - 1) / sizeof(uint4);
   const uint64_t stride = static_cast<uint64_t>(gridDim.x) * blockDim.x;

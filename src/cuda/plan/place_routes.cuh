@@ -170,7 +170,7 @@ __device__ __forceinline__ void write_early_slots(
   }
 }
 
-// One lane: expert and weight of its route in the step that begins at `first`.
+// One lane loads expert and weight of its route in the step that begins at `first`.
 __device__ __forceinline__ LaneRoute
 load_route(const PlanLaunch& call, const PlanPlace& place, int32_t first) {
   LaneRoute route;
@@ -208,7 +208,7 @@ __device__ __forceinline__ int32_t place_route(
   return route.is_route() ? shared.runs[column].slot(number) : -1;
 }
 
-// One warp: slots of its tokens' routes, and the records of their arrivals.
+// One warp gives its tokens' routes their slots and writes the records of their arrivals.
 __device__ inline void place_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -254,7 +254,7 @@ __device__ inline void place_tokens(
   }
 }
 
-// All threads of one block: closes the tokens' chunks at every receiver.
+// All threads of one block write the end of the last chunk of tokens at every receiver.
 __device__ inline void close_chunks(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

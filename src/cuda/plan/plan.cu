@@ -25,7 +25,7 @@ namespace weft {
 // Each block adds up the counts of the whole rank and computes the shape of the whole group by
 // itself: that costs less than if the blocks met once more.
 
-// All threads: once every block has written its records, the last one tells all receivers.
+// All threads. The last block that has written its records tells all receivers.
 __device__ inline void raise_records(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -46,8 +46,8 @@ __device__ inline void raise_records(
   }
 }
 
-// All threads of all blocks. Returns early, all threads of a block together, if the call is given
-// up.
+// All threads of all blocks make the plan. If the call is given up, all threads of a block return
+// together.
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
   const PlanPlace place = plan_place(call, epoch);
   for (uint32_t i = threadIdx.x; i < place.num_warps * place.columns; i += blockDim.x) {

@@ -79,7 +79,7 @@ map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_align
   return bits;
 }
 
-// One warp: the set experts of its tokens' map rows, ascending, as routes.
+// One warp turns the set experts of its tokens' map rows, in ascending order, into routes.
 __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) {
   constexpr int kBatch = 4;  // rows in flight; a guess
   constexpr uint32_t kLaneExperts = 8;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void read_topk(
   }
 }
 
-// One warp: counts the routes of a step of tokens by expert. Lane r gets their arrivals at rank r.
+// One warp counts the routes of a step of tokens by expert. Lane r gets their arrivals at rank r.
 __device__ __forceinline__ uint32_t count_step(
     const PlanPlace& place,
     bool is_route,
@@ -212,7 +212,7 @@ __device__ __forceinline__ uint32_t count_step(
   return static_cast<uint32_t>(__popc(step_arrivals(place, pair, target, topk).lanes));
 }
 
-// One warp: its row of shared.counts, which must be zero before.
+// One warp fills its row of shared.counts, which must be zero before.
 __device__ inline void count_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {

@@ -30,7 +30,8 @@ struct PlanShared {
   std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
   int32_t* received;    // [num_ranks] arrivals from each rank
   int64_t* partial;     // [num_warps] of a reduction or scan
-  // Of a plan that every rank makes of all ranks' routing, null else.
+  // The rest is of a plan that every rank makes from all ranks' routing (fused.cuh), null
+  // otherwise.
   uint32_t* others;       // [kOtherCounts][columns]
   uint16_t* experts;      // [num_ranks][num_routes] of routes, all ones for none
   uint32_t num_routes;    // most of a rank

@@ -81,13 +81,14 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Until all but the latest kPending groups have read their shared memory.
+// Waits until all but the latest kPending groups have read their shared memory.
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Until the writes of all but the latest kPending groups are complete and visible to this thread.
+// Waits until the writes of all but the latest kPending groups are complete and visible to this
+// thread.
 template <int kPending>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
