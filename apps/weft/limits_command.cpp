@@ -12,6 +12,7 @@
 
 #include "cli/choices.hpp"
 #include "cli/progress.hpp"
+#include "cli/ranks.hpp"
 #include "commands.hpp"
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
@@ -261,7 +262,7 @@ void run_cpu_limits(const LimitsOptions& options) {
 }
 
 void run_limits(const LimitsOptions& options) {
-  if (options.device == "cuda" || (options.device == "auto" && !list_gpus().gpus.empty())) {
+  if (is_on_gpus(options.device)) {
     run_gpu_limits(options);
     return;
   }

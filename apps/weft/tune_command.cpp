@@ -8,7 +8,6 @@
 #include <cmath>
 #include <memory>
 
-#include "bench/options.hpp"
 #include "bench/run.hpp"
 #include "cli/ranks.hpp"
 #include "commands.hpp"
@@ -138,10 +137,7 @@ void add_tune(CLI::App& app) {
         "tune: there is no GPU ({})",
         list.none_reason
     );
-    options->bench.ranks.use_threads = true;  // one process drives all GPUs
-    if (command->count("--ranks") == 0) {
-      options->bench.ranks.num_ranks = static_cast<int>(list.gpus.size());
-    }
+    take_all_gpus(*command, options->bench.ranks);
     run_ranks(options->bench.ranks, [&](Group& group) { return tune_rank(group, *options); });
   });
 }

@@ -203,6 +203,17 @@ void choose_device(DeviceChoice& choice, const std::string& transport) {
   );
 }
 
+bool is_on_gpus(const std::string& device) {
+  return device == "cuda" || (device == "auto" && !list_gpus().gpus.empty());
+}
+
+void take_all_gpus(const CLI::App& command, RankOptions& ranks) {
+  ranks.use_threads = true;
+  if (command.count("--ranks") == 0) {
+    ranks.num_ranks = std::max(1, static_cast<int>(list_gpus().gpus.size()));
+  }
+}
+
 void choose_ranks(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks) {
   if (choice.is_on_gpu() && command.count("--ranks") == 0) {
     ranks.num_ranks = choice.num_gpus > 1 ? choice.num_gpus : kRanksOnOneGpu;

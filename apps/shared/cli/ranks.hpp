@@ -46,6 +46,11 @@ void add_device_option(CLI::App& command, DeviceChoice& choice);
 // (kNotAvailable) if GPUs are asked for and there is none.
 void choose_device(DeviceChoice& choice, const std::string& transport = "auto");
 
+// For commands whose one process drives all GPUs, by --device of add_device_word().
+[[nodiscard]] bool is_on_gpus(const std::string& device);
+// On such GPUs the ranks are threads, one on each unless --ranks says otherwise.
+void take_all_gpus(const CLI::App& command, RankOptions& ranks);
+
 // On GPUs, unless --ranks says otherwise: a rank on each, or four on a single one.
 void choose_ranks(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks);
 // The same for a number of ranks: threads where several share a GPU, since processes would wait for

@@ -16,48 +16,30 @@ struct RankVerdict {
   bool is_plan_good = false;
 };
 
-std::vector<uint64_t> expected_rows(const BenchShape& shape, std::span<const Plan> plans) {
-  std::vector<Matrix> tokens;
-  std::vector<Matrix> rows;
-  for (const Plan& plan : plans) {
-    tokens.push_back(
-        bench_tokens(shape.dtype, plan.num_tokens(), shape.hidden, shape.seed, plan.rank())
-    );
-    rows.emplace_back(shape.dtype, plan.num_rows(), shape.hidden);
-  }
-  std::vector<DispatchInput> inputs;
-  std::vector<DispatchOutput> outputs;
-  for (size_t rank = 0; rank < plans.size(); ++rank) {
-    inputs.push_back({.x = tokens[rank].view()});
-    outputs.push_back({.rows = rows[rank].view()});
-  }
-  reference_dispatch(plans, inputs, outputs);
-  std::vector<uint64_t> prints;
-  for (const DispatchOutput& output : outputs) {
-    prints.push_back(fingerprint(output.rows));
-  }
-  return prints;
-}
-
-std::vector<uint64_t> expected_x(
-    const BenchShape& shape, std::span<const Plan> plans, std::span<const int> domain_of
+// Of what all ranks get where each gives what `fill` makes.
+template <class Input, class Output, class Fill, class Reference>
+std::vector<uint64_t> expected_prints(
+    const BenchShape& shape,
+    std::span<const Plan> plans,
+    const Fill& fill,
+    int64_t (Plan::*rows_in)() const,
+    int64_t (Plan::*rows_out)() const,
+    const Reference& reference
 ) {
-  std::vector<Matrix> rows;
-  std::vector<Matrix> x;
+  std::vector<Matrix> given;
+  std::vector<Matrix> made;
+  std::vector<Input> inputs;
+  std::vector<Output> outputs;
   for (const Plan& plan : plans) {
-    rows.push_back(bench_rows(shape.dtype, plan.num_rows(), shape.hidden, shape.seed, plan.rank()));
-    x.emplace_back(shape.dtype, plan.num_tokens(), shape.hidden);
+    given.push_back(fill(shape.dtype, (plan.*rows_in)(), shape.hidden, shape.seed, plan.rank()));
+    inputs.push_back({given.back().view()});
+    made.emplace_back(shape.dtype, (plan.*rows_out)(), shape.hidden);
+    outputs.push_back({made.back().view()});
   }
-  std::vector<CombineInput> inputs;
-  std::vector<CombineOutput> outputs;
-  for (size_t rank = 0; rank < plans.size(); ++rank) {
-    inputs.push_back({.rows = rows[rank].view()});
-    outputs.push_back({.x = x[rank].view()});
-  }
-  reference_combine(plans, inputs, outputs, domain_of);
+  reference(inputs, outputs);
   std::vector<uint64_t> prints;
-  for (const CombineOutput& output : outputs) {
-    prints.push_back(fingerprint(output.x));
+  for (const Matrix& matrix : made) {
+    prints.push_back(fingerprint(matrix.view()));
   }
   return prints;
 }
@@ -116,8 +98,24 @@ Verdict judge(
   const auto verdicts = gather(group, RankVerdict{prints, plan == plans[mine]});
   Verdict verdict = {true, true, true};
   if (group.rank() == 0) {
-    const auto rows = expected_rows(shape, plans);
-    const auto x = expected_x(shape, plans, group.topology().domain_of);
+    const auto rows = expected_prints<DispatchInput, DispatchOutput>(
+        shape,
+        plans,
+        bench_tokens,
+        &Plan::num_tokens,
+        &Plan::num_rows,
+        [&](const auto& in, const auto& out) { reference_dispatch(plans, in, out); }
+    );
+    const auto x = expected_prints<CombineInput, CombineOutput>(
+        shape,
+        plans,
+        bench_rows,
+        &Plan::num_rows,
+        &Plan::num_tokens,
+        [&](const auto& in, const auto& out) {
+          reference_combine(plans, in, out, group.topology().domain_of);
+        }
+    );
     for (size_t rank = 0; rank < verdicts.size(); ++rank) {
       verdict.is_plan_good &= verdicts[rank].is_plan_good;
       verdict.is_dispatch_good &= verdicts[rank].prints.rows == rows[rank];

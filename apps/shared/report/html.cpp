@@ -66,16 +66,8 @@ std::string html_escape(std::string_view text) {
   return out;
 }
 
-void Page::add_heading(std::string_view text) {
-  body_ += fmt::format("<h2>{}</h2>\n", html_escape(text));
-}
-
-void Page::add_text(std::string_view text) {
-  body_ += fmt::format("<p>{}</p>\n", html_escape(text));
-}
-
-void Page::add_preformatted(std::string_view text) {
-  body_ += fmt::format("<pre>{}</pre>\n", html_escape(text));
+void Page::add_element(std::string_view tag, std::string_view text) {
+  body_ += fmt::format("<{0}>{1}</{0}>\n", tag, html_escape(text));
 }
 
 void Page::add_table(const Table& table) {
@@ -89,7 +81,7 @@ void Page::add_table(const Table& table) {
 void Page::add_figure(std::string_view svg, std::string_view caption) {
   body_ += fmt::format("<figure>\n{}\n", svg);
   if (!caption.empty()) {
-    body_ += fmt::format("<figcaption>{}</figcaption>\n", html_escape(caption));
+    add_element("figcaption", caption);
   }
   body_ += "</figure>\n";
 }

@@ -15,9 +15,9 @@ class Page {
  public:
   explicit Page(std::string title) : title_(std::move(title)) {}
 
-  void add_heading(std::string_view text);
-  void add_text(std::string_view text);
-  void add_preformatted(std::string_view text);
+  void add_heading(std::string_view text) { add_element("h2", text); }
+  void add_text(std::string_view text) { add_element("p", text); }
+  void add_preformatted(std::string_view text) { add_element("pre", text); }
   void add_table(const Table& table);
   void add_figure(std::string_view svg, std::string_view caption = {});
 
@@ -26,6 +26,8 @@ class Page {
   void save(const std::string& path) const;
 
  private:
+  void add_element(std::string_view tag, std::string_view text);
+
   std::string title_;
   std::string body_;
 };

@@ -2,6 +2,7 @@
 #include "report/table.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -13,7 +14,7 @@ namespace weft::program {
 namespace {
 
 // Characters as a terminal shows them: UTF-8 continuation bytes take no column.
-size_t width_of(const std::string& text) {
+size_t width_of(std::string_view text) {
   return static_cast<size_t>(std::count_if(text.begin(), text.end(), [](char c) {
     return (static_cast<unsigned char>(c) & 0xc0U) != 0x80U;
   }));
@@ -40,33 +41,27 @@ bool Table::is_number_column(size_t column) const {
   });
 }
 
-std::string Table::line(const std::vector<std::string>& cells) const {
-  std::string out;
-  for (size_t i = 0; i < cells.size(); ++i) {
-    size_t width = width_of(header_[i]);
-    for (const auto& row : rows_) {
-      width = std::max(width, width_of(row[i]));
-    }
-    const size_t blanks = width - width_of(cells[i]);
-    const bool is_right = is_number_column(i);
-    out.append(i == 0 ? 0 : 2, ' ').append(is_right ? blanks : 0, ' ');
-    out.append(cells[i]).append(is_right ? 0 : blanks, ' ');
-  }
-  out.erase(out.find_last_not_of(' ') + 1);
-  out.push_back('\n');
-  return out;
-}
-
 std::string Table::text() const {
-  std::string out = line(header_);
-  size_t widest = width_of(out) - 1;
-  std::string body;
-  for (const auto& row : rows_) {
-    const std::string text = line(row);
-    widest = std::max(widest, width_of(text) - 1);
-    body += text;
+  std::vector<std::string> lines(rows_.size() + 1);
+  for (size_t column = 0; column < header_.size(); ++column) {
+    std::vector<std::string_view> cells = {header_[column]};
+    for (const auto& row : rows_) {
+      cells.emplace_back(row[column]);
+    }
+    const size_t width = width_of(*std::ranges::max_element(cells, {}, width_of));
+    for (size_t i = 0; i < cells.size(); ++i) {
+      const std::string blanks(width - width_of(cells[i]), ' ');
+      lines[i] += column == 0 ? "" : "  ";
+      lines[i].append(is_number_column(column) ? blanks : "").append(cells[i]);
+      lines[i] += is_number_column(column) ? "" : blanks;
+    }
   }
-  return out + std::string(widest, '-') + "\n" + body;
+  for (std::string& line : lines) {
+    line.erase(line.find_last_not_of(' ') + 1);
+  }
+  const size_t widest = width_of(*std::ranges::max_element(lines, {}, width_of));
+  lines.insert(lines.begin() + 1, std::string(widest, '-'));
+  return fmt::format("{}\n", fmt::join(lines, "\n"));
 }
 
 std::string count_text(int64_t value) {

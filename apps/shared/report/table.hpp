@@ -27,8 +27,6 @@ class Table {
   [[nodiscard]] std::string text() const;
 
  private:
-  [[nodiscard]] std::string line(const std::vector<std::string>& cells) const;
-
   std::vector<std::string> header_;
   std::vector<std::vector<std::string>> rows_;
 };

@@ -75,11 +75,6 @@ std::string busiest_experts(const PlanReport& report) {
 
 using Json = nlohmann::ordered_json;
 
-template <class T>
-std::vector<T> copy_of(std::span<const T> values) {
-  return {values.begin(), values.end()};
-}
-
 Json rank_json(const Plan& plan, int64_t row_bytes, bool with_slots) {
   Json json = {
       {"rank", plan.rank()},
@@ -89,9 +84,9 @@ Json rank_json(const Plan& plan, int64_t row_bytes, bool with_slots) {
       {"overflow", plan.overflow()},
       {"wire_bytes", plan.wire_bytes(row_bytes)},
       {"logical_bytes", plan.logical_bytes(row_bytes)},
-      {"rows_per_expert", copy_of(plan.rows_per_expert())},
-      {"padded_rows_per_expert", copy_of(plan.padded_rows_per_expert())},
-      {"expert_begin", copy_of(plan.expert_begin())}};
+      {"rows_per_expert", plan.rows_per_expert()},
+      {"padded_rows_per_expert", plan.padded_rows_per_expert()},
+      {"expert_begin", plan.expert_begin()}};
   if (with_slots) {
     json["topk_idx"] = contents_of(plan).route_expert;
     json["route_slots"] = contents_of(plan).route_slot;
@@ -287,7 +282,7 @@ Json plan_json(const PlanReport& report, bool with_slots) {
       {"num_arrivals", report.num_arrivals},
       {"imbalance_experts", report.imbalance.of_experts},
       {"imbalance_ranks", report.imbalance.of_ranks},
-      {"routes_per_expert", copy_of(first.global_routes_per_expert())},
+      {"routes_per_expert", first.global_routes_per_expert()},
       {"sent_bytes", report.sent_bytes},
       {"ranks", Json::array()}};
   for (const Plan& plan : report.plans) {

@@ -14,7 +14,6 @@
 #include "cli/choices.hpp"
 #include "cli/ranks.hpp"
 #include "commands.hpp"
-#include "core/gpu/devices.hpp"
 #include "measure/limits_cuda.hpp"
 #include "measure/results.hpp"
 #include "plan/file/routing_file.hpp"
@@ -59,10 +58,6 @@ void print_report(const BenchReport& report, const BenchOptions& options) {
   if (!options.html_path.empty()) {
     save_bench_page(report, options);
   }
-}
-
-bool is_on_gpu(const BenchOptions& options) {
-  return options.device == "cuda" || (options.device == "auto" && !list_gpus().gpus.empty());
 }
 
 int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, double limit_gbps) {
@@ -164,17 +159,14 @@ void add_bench(CLI::App& app) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
     }
     take_case(*options, *reference);
-    const bool is_gpu = is_on_gpu(*options);
+    const bool is_gpu = is_on_gpus(options->device);
     if (options->is_copied && !is_gpu) {
       throw CLI::ValidationError("--copy-engines", "GPUs have them, and this would run on the CPU");
     }
     double limit_gbps = 0;
     if (is_gpu) {
       limit_gbps = all_to_all_limit_gbps();
-      options->ranks.use_threads = true;  // one process drives all GPUs
-      if (command->count("--ranks") == 0) {
-        options->ranks.num_ranks = static_cast<int>(std::max<size_t>(1, list_gpus().gpus.size()));
-      }
+      take_all_gpus(*command, options->ranks);
     }
     run_ranks(options->ranks, [&](Group& group) {
       return bench_rank(group, *options, is_gpu, limit_gbps);

@@ -191,12 +191,12 @@ Bench::Bench(
 }
 
 ExchangeConfig Bench::config() const {
-  ExchangeConfig config;
-  config.hidden = options_.hidden;
-  config.max_tokens = std::max<int64_t>(1, routing_.max_tokens());
-  config.num_experts = routing_.num_experts;
-  config.max_topk = routing_.topk;
-  config.device = device_;
+  ExchangeConfig config = {
+      .hidden = options_.hidden,
+      .max_tokens = std::max<int64_t>(1, routing_.max_tokens()),
+      .num_experts = routing_.num_experts,
+      .max_topk = routing_.topk,
+      .device = device_};
   if (is_on_gpu()) {
     config.mover = options_.mover;
     config.copy_engines = options_.is_copied;

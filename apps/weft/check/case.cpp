@@ -39,73 +39,63 @@ bool is_padded_layout(Layout layout) {
   return layout != Layout::kRankMajor;
 }
 
-// A trouble, as a change to an ordinary case.
-struct Trouble {
-  std::string_view name;
-  std::function<void(CheckCase&)> apply;
-};
-
 void set_tokens(Workload& workload, const std::function<int64_t(int)>& tokens_of) {
   for (int rank = 0; rank < workload.num_ranks(); ++rank) {
     workload.num_tokens[static_cast<size_t>(rank)] = tokens_of(rank);
   }
 }
 
-std::vector<Trouble> routing_troubles() {
-  return {
-      {"no tokens at all", [](CheckCase& c) { set_tokens(c.workload, [](int) { return 0; }); }},
-      {"no tokens on odd ranks",
-       [](CheckCase& c) {
-         set_tokens(c.workload, [](int rank) { return rank % 2 == 0 ? 20 : 0; });
-       }},
-      {"one token on the last rank",
-       [](CheckCase& c) {
-         const int last = c.workload.num_ranks() - 1;
-         set_tokens(c.workload, [last](int rank) { return rank == last ? 1 : 0; });
-       }},
-      {"all tokens to one expert",
-       [](CheckCase& c) { c.workload.routing.popularity = Popularity::kOneExpert; }},
-      {"holes only", [](CheckCase& c) { c.workload.routing.hole_fraction = 1; }},
-      {"half of the routes are holes",
-       [](CheckCase& c) { c.workload.routing.hole_fraction = 0.5; }},
-      {"one route per token", [](CheckCase& c) { c.workload.routing.topk = 1; }},
-      {"32 routes per token, repeated experts",
-       [](CheckCase& c) {
-         c.workload.routing.topk = kMaxTopk;
-         c.workload.routing.repeat_experts = true;
-       }},
-      {"very uneven experts", [](CheckCase& c) { c.workload.routing.zipf_exponent = 3; }},
-      {"routing from a map", [](CheckCase& c) { c.workload.from_map = true; }},
-  };
-}
+// What goes wrong first, as a change to an ordinary case.
+struct Trouble {
+  std::string_view name;
+  void (*apply)(CheckCase& check_case);
+};
 
-std::vector<Trouble> payload_troubles() {
-  return {
-      {"rows of 16 bytes", [](CheckCase& c) { c.workload.hidden = 8; }},
-      {"rows of 4112 bytes", [](CheckCase& c) { c.workload.hidden = 2056; }},
-      {"bytes with scale rows",
-       [](CheckCase& c) {
-         c.workload.dtype = DType::kByte;
-         c.workload.hidden = 144;
-         c.workload.scale_cols = 9;
-       }},
-      {"staged output", [](CheckCase& c) { c.is_direct = false; }},
-      {"four plans alive", [](CheckCase& c) { c.num_plans = 4; }},
-      {"rows times the plan's weights",
-       [](CheckCase& c) {
-         if (is_padded_layout(c.options.layout)) {
-           c.scale = CombineScale::kPlanWeights;
-         }
-       }},
-      {"rows times the source's weights, map",
-       [](CheckCase& c) {
-         c.workload.from_map = true;
-         if (is_padded_layout(c.options.layout)) {
-           c.scale = CombineScale::kSourceWeights;
-         }
-       }},
-  };
-}
+constexpr Trouble kTroubles[] = {
+    {"no tokens at all", [](CheckCase& c) { set_tokens(c.workload, [](int) { return 0; }); }},
+    {"no tokens on odd ranks",
+     [](CheckCase& c) { set_tokens(c.workload, [](int rank) { return rank % 2 == 0 ? 20 : 0; }); }},
+    {"one token on the last rank",
+     [](CheckCase& c) {
+       const int last = c.workload.num_ranks() - 1;
+       set_tokens(c.workload, [last](int rank) { return rank == last ? 1 : 0; });
+     }},
+    {"all tokens to one expert",
+     [](CheckCase& c) { c.workload.routing.popularity = Popularity::kOneExpert; }},
+    {"holes only", [](CheckCase& c) { c.workload.routing.hole_fraction = 1; }},
+    {"half of the routes are holes", [](CheckCase& c) { c.workload.routing.hole_fraction = 0.5; }},
+    {"one route per token", [](CheckCase& c) { c.workload.routing.topk = 1; }},
+    {"32 routes per token, repeated experts",
+     [](CheckCase& c) {
+       c.workload.routing.topk = kMaxTopk;
+       c.workload.routing.repeat_experts = true;
+     }},
+    {"very uneven experts", [](CheckCase& c) { c.workload.routing.zipf_exponent = 3; }},
+    {"routing from a map", [](CheckCase& c) { c.workload.from_map = true; }},
+    {"rows of 16 bytes", [](CheckCase& c) { c.workload.hidden = 8; }},
+    {"rows of 4112 bytes", [](CheckCase& c) { c.workload.hidden = 2056; }},
+    {"bytes with scale rows",
+     [](CheckCase& c) {
+       c.workload.dtype = DType::kByte;
+       c.workload.hidden = 144;
+       c.workload.scale_cols = 9;
+     }},
+    {"staged output", [](CheckCase& c) { c.is_direct = false; }},
+    {"four plans alive", [](CheckCase& c) { c.num_plans = 4; }},
+    {"rows times the plan's weights",
+     [](CheckCase& c) {
+       if (is_padded_layout(c.options.layout)) {
+         c.scale = CombineScale::kPlanWeights;
+       }
+     }},
+    {"rows times the source's weights, map",
+     [](CheckCase& c) {
+       c.workload.from_map = true;
+       if (is_padded_layout(c.options.layout)) {
+         c.scale = CombineScale::kSourceWeights;
+       }
+     }},
+};
 
 }  // namespace
 
@@ -136,12 +126,8 @@ std::vector<CheckCase> matrix_cases(int num_ranks, bool is_quick, uint64_t seed)
 }
 
 std::vector<CheckCase> hard_cases(int num_ranks, bool is_quick, uint64_t seed) {
-  std::vector<Trouble> troubles = routing_troubles();
-  for (Trouble& trouble : payload_troubles()) {
-    troubles.push_back(std::move(trouble));
-  }
   std::vector<CheckCase> cases;
-  for (const Trouble& trouble : troubles) {
+  for (const Trouble& trouble : kTroubles) {
     for (const Layout layout : kLayouts) {
       CheckCase hard;
       hard.row = trouble.name;

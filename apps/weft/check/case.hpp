@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/ranks.hpp"
 #include "measure/workload.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
@@ -36,7 +37,7 @@ struct CheckCase {
 struct CheckSettings {
   std::string transport = "auto";
   int num_threads = 0;
-  int num_gpus = 0;  // rank r uses GPU r % num_gpus; 0: on the CPU
+  DeviceChoice device = {};
 };
 
 // Collective. Dispatch and combine of every plan, compared bit for bit with the reference; empty if

@@ -26,7 +26,6 @@ namespace {
 
 struct CheckOptions {
   RankOptions ranks = {};
-  DeviceChoice device = {};
   CheckSettings settings = {};
   bool is_quick = false;
   uint64_t seed = 1;
@@ -67,18 +66,11 @@ void append(const std::vector<CheckCase>& more, std::vector<CheckCase>& cases) {
   cases.insert(cases.end(), more.begin(), more.end());
 }
 
-Bytes bytes_of(const std::string& text) {
-  const auto* data = reinterpret_cast<const std::byte*>(text.data());
-  return {data, data + text.size()};
-}
-
 // What the first rank that found a difference says, the same on every rank; empty if none did.
 std::string first_failure(const Group& group, const std::string& mine) {
-  const auto texts = group.all_gather(bytes_of(mine));
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (!texts[rank].empty()) {
-      const std::string text(reinterpret_cast<const char*>(texts[rank].data()), texts[rank].size());
-      return text;
+  for (const Bytes& text : group.all_gather(std::as_bytes(std::span(mine)))) {
+    if (!text.empty()) {
+      return {reinterpret_cast<const char*>(text.data()), text.size()};
     }
   }
   return {};
@@ -90,11 +82,11 @@ class ResultTable {
   explicit ResultTable(std::string title) : title_(std::move(title)) {}
 
   void add(const CheckCase& check_case, bool is_good) {
-    if (std::find(rows_.begin(), rows_.end(), check_case.row) == rows_.end()) {
-      rows_.push_back(check_case.row);
-    }
-    if (std::find(columns_.begin(), columns_.end(), check_case.column) == columns_.end()) {
-      columns_.push_back(check_case.column);
+    for (const auto& [names, name] :
+         {std::pair(&rows_, check_case.row), {&columns_, check_case.column}}) {
+      if (std::ranges::find(*names, name) == names->end()) {
+        names->push_back(name);
+      }
     }
     cells_[{check_case.row, check_case.column}] = is_good ? "ok" : "FAIL";
   }
@@ -132,7 +124,7 @@ class CheckRun {
     const int n = group_.num_ranks();
     auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
     auto hard = hard_cases(n, options_.is_quick, options_.seed);
-    if (options_.settings.num_gpus > 0) {
+    if (options_.settings.device.num_gpus > 0) {
       const auto copied = by_copy_engines(matrix);
       append(with_vector_moves(matrix), matrix);
       append(copied, matrix);
@@ -190,7 +182,7 @@ class CheckRun {
   // "4 ranks", or "4 ranks on 1 GPU".
   [[nodiscard]] std::string who() const {
     const int n = group_.num_ranks();
-    const int num_gpus = std::min(n, options_.settings.num_gpus);
+    const int num_gpus = std::min(n, options_.settings.device.num_gpus);
     return num_gpus == 0
                ? fmt::format("{} ranks", n)
                : fmt::format("{} ranks on {} GPU{}", n, num_gpus, num_gpus == 1 ? "" : "s");
@@ -229,14 +221,12 @@ class CheckRun {
 void run_check(const CheckOptions& options) {
   std::set<int> group_sizes = {options.ranks.num_ranks};
   if (!options.is_quick && !Group::is_launched()) {
-    for (const int size : {1, 2, 3, 4}) {
-      if (size < options.ranks.num_ranks) {
-        group_sizes.insert(size);
-      }
+    for (int size = 1; size < std::min(options.ranks.num_ranks, 5); ++size) {
+      group_sizes.insert(size);
     }
   }
   for (const int size : group_sizes) {
-    const RankOptions ranks = with_ranks(options.ranks, options.device, size);
+    const RankOptions ranks = with_ranks(options.ranks, options.settings.device, size);
     run_ranks(ranks, [&](Group& group) { return CheckRun(group, options).run(); });
   }
 }
@@ -249,7 +239,7 @@ void add_check(CLI::App& app) {
   auto options = std::make_shared<CheckOptions>();
   command->footer(kFooter);
   add_rank_options(*command, options->ranks);
-  add_device_option(*command, options->device);
+  add_device_option(*command, options->settings.device);
   command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
   add_value(*command, "--transport", options->settings.transport, "As listed by `weft info`");
   command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
@@ -260,9 +250,8 @@ void add_check(CLI::App& app) {
   );
   add_value(*command, "--seed", options->seed, "Of routing and rows");
   command->callback([options, command] {
-    choose_device(options->device, options->settings.transport);
-    options->settings.num_gpus = options->device.num_gpus;
-    choose_ranks(*command, options->device, options->ranks);
+    choose_device(options->settings.device, options->settings.transport);
+    choose_ranks(*command, options->settings.device, options->ranks);
     run_check(*options);
   });
 }

@@ -13,6 +13,7 @@
 #include "core/gpu/device_memory.hpp"
 #include "core/half.hpp"
 #include "exchange/reference/reference_exchange.hpp"
+#include "measure/bench_check.hpp"
 #include "plan/plan_data.hpp"
 #include "plan/reference/reference_plan.hpp"
 #include "weft/tensor.hpp"
@@ -145,7 +146,7 @@ class CaseRun {
       : case_(check_case),
         rank_(static_cast<size_t>(group.rank())),
         domain_of_(group.topology().domain_of),
-        device_(device_of(group.rank(), settings)),
+        device_(settings.device.device(group.rank())),
         exchange_(group, config(check_case, settings, device_)) {}
 
   std::optional<std::string> run() {
@@ -170,36 +171,24 @@ class CaseRun {
   }
 
  private:
-  static Device device_of(int rank, const CheckSettings& settings) {
-    return settings.num_gpus == 0 ? Device{}
-                                  : Device{Device::Kind::kCuda, rank % settings.num_gpus};
-  }
-
   static ExchangeConfig config(
       const CheckCase& check_case, const CheckSettings& settings, const Device& device
   ) {
     const Workload& workload = check_case.workload;
-    ExchangeConfig config;
-    config.hidden = workload.hidden;
-    config.max_tokens = std::max<int64_t>(
-        1, *std::max_element(workload.num_tokens.begin(), workload.num_tokens.end())
-    );
-    config.num_experts = workload.routing.num_experts;
-    config.max_topk = workload.routing.topk;
-    config.transport = settings.transport;
-    config.num_threads = settings.num_threads;
-    config.device = device;
-    config.mover = check_case.mover;
-    config.copy_engines = check_case.copy_engines;
-    config.timeout = kTimeout;
-    return config;
+    return {
+        .hidden = workload.hidden,
+        .max_tokens = std::max<int64_t>(1, std::ranges::max(workload.num_tokens)),
+        .num_experts = workload.routing.num_experts,
+        .max_topk = workload.routing.topk,
+        .device = device,
+        .transport = settings.transport,
+        .num_threads = settings.num_threads,
+        .mover = check_case.mover,
+        .copy_engines = check_case.copy_engines,
+        .timeout = kTimeout};
   }
 
-  [[nodiscard]] CallOptions call() const {
-    CallOptions call;
-    call.copy_engines = case_.copy_engines;
-    return call;
-  }
+  [[nodiscard]] CallOptions call() const { return {.copy_engines = case_.copy_engines}; }
 
   // Keeps the first failure. All ranks go on, since the calls that follow are collective.
   void note(std::optional<std::string> difference) {
@@ -239,10 +228,7 @@ class CaseRun {
         budgets.push_back(*each.row_budget);
       }
     }
-    for (PlanData& data :
-         reference_plans(tables, case_.workload.routing.num_experts, options[0], budgets)) {
-      run.expected.emplace_back(std::make_shared<const PlanData>(std::move(data)));
-    }
+    run.expected = expected_plans(tables, case_.workload.routing.num_experts, options[0], budgets);
     const Routing host = run.inputs[rank_].routing();
     const DeviceCopy idx(device_, host.topk_idx);
     const DeviceCopy map(device_, host.map);
