@@ -13,7 +13,7 @@
 namespace weft {
 
 inline constexpr int kSignatureWords = 6;
-inline constexpr int kPlanNumberWord = 0;  // of dispatch and combine, and that alone
+inline constexpr int kPlanNumberWord = 0;  // of dispatch and combine only
 
 // Trivially copyable, for host and device. Small fields share a word.
 struct Signature {

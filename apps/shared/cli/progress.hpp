@@ -16,7 +16,7 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
   ~Progress() { clear(); }
 
-  // `fraction` of the work is done, 0 to 1; `note` is shown beside it. Cheap: redraws at most ten
+  // `fraction` of the work is done, 0 to 1; `note` is shown after it. Cheap: redraws at most ten
   // times a second.
   void update(double fraction, const std::string& note = {});
   void clear();  // takes the bar off the screen, so that other text can follow

@@ -18,7 +18,7 @@ static_assert(std::atomic<int>::is_always_lock_free, "a signal handler may touch
 constexpr std::array kSignals = {SIGINT, SIGTERM};
 
 std::atomic<int>* shared_flag = nullptr;  // seen by all forked ranks
-std::atomic<int64_t> asked_at = 0;        // seconds, this process alone; 0: not asked
+std::atomic<int64_t> asked_at = 0;        // seconds, of this process only; 0: not asked
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 std::array<struct sigaction, kSignals.size()> old_actions;
 

@@ -205,9 +205,9 @@ class LinkRig {
   // Bytes left out of each block.
   int64_t enqueue(LinkWay way, int gpu, int sms) {
     const cudaStream_t stream = streams_[at(gpu)];
-    const Way& how = way_of(way);
-    if (how.copy != nullptr) {
-      return how.copy(blocks_of(gpu, how.is_load), sms, stream);
+    const Way& kind = way_of(way);
+    if (kind.copy != nullptr) {
+      return kind.copy(blocks_of(gpu, kind.is_load), sms, stream);
     }
     const LinkBlocks blocks = blocks_of(gpu, false);
     for (int w = 0; w < num_peers(); ++w) {

@@ -12,7 +12,7 @@
 
 namespace weft::program {
 
-// Another way of doing the same work, measured beside it in the same run.
+// Another way of doing the same work, measured in turn with it in the same run.
 struct Rival {
   std::string name;
   double us_p50 = 0;

@@ -147,7 +147,7 @@ struct Picture {
     svg += fmt::format(kText, x, y, anchor, css, html_escape(words));
   }
 
-  // A number or a name beside an axis.
+  // A number or a name at an axis.
   void axis_text(double x, double y, std::string_view words, std::string_view anchor = kMiddle) {
     text(x, y, words, anchor, "soft");
   }

@@ -237,10 +237,6 @@ class CaseRun {
     return run;
   }
 
-  [[nodiscard]] DispatchInput dispatch_input(const RankInput& input) const {
-    return {.x = input.x.view(), .weights = input.weights.view(), .scales = input.scales.view()};
-  }
-
   // Memory for one rank's dispatch output, filled so that an untouched row can be told.
   struct Rows {
     Matrix rows;
@@ -263,12 +259,13 @@ class CaseRun {
     std::vector<Rows> expected;
     std::vector<DispatchInput> inputs;
     std::vector<DispatchOutput> outputs;
-    for (const Plan& plan : run.expected) {
-      expected.push_back(make_output(plan));
-    }
-    for (size_t rank = 0; rank < expected.size(); ++rank) {
-      inputs.push_back(dispatch_input(run.inputs[rank]));
-      outputs.push_back(expected[rank].views());
+    for (size_t rank = 0; rank < run.expected.size(); ++rank) {
+      const RankInput& input = run.inputs[rank];
+      inputs.push_back(
+          {.x = input.x.view(), .weights = input.weights.view(), .scales = input.scales.view()}
+      );
+      expected.push_back(make_output(run.expected[rank]));
+      outputs.push_back(expected.back().views());
     }
     reference_dispatch(run.expected, inputs, outputs);
 
@@ -305,29 +302,27 @@ class CaseRun {
     std::vector<Matrix> row_weights;
     std::vector<Matrix> x;
     std::vector<Matrix> weights;
-    for (size_t rank = 0; rank < run.expected.size(); ++rank) {
-      const Plan& plan = run.expected[rank];
-      const uint64_t seed = mix_seed(case_.workload.routing.seed, 100 + rank);
-      const ConstTensor source_weights = run.inputs[rank].weights.view();
-      rows.push_back(
-          make_rows(case_.workload.dtype, plan.num_rows(), case_.workload.hidden, mix_seed(seed, 1))
-      );
-      row_weights.push_back(
-          make_rows(DType::kFloat32, plan.num_rows(), plan.row_weight_cols(), mix_seed(seed, 2))
-      );
-      x.emplace_back(case_.workload.dtype, plan.num_tokens(), case_.workload.hidden, kUntouched);
-      weights.emplace_back(DType::kFloat32, plan.num_tokens(), source_weights.cols, kUntouched);
-    }
     std::vector<CombineInput> inputs;
     std::vector<CombineOutput> outputs;
     for (size_t rank = 0; rank < run.expected.size(); ++rank) {
-      inputs.push_back(
-          {.rows = rows[rank].view(), .weights = row_weights[rank].view(), .scale = case_.scale}
+      const Plan& plan = run.expected[rank];
+      const auto [dtype, hidden] = std::pair(case_.workload.dtype, case_.workload.hidden);
+      const uint64_t seed = mix_seed(case_.workload.routing.seed, 100 + rank);
+      const ConstTensor source = run.inputs[rank].weights.view();
+      rows.push_back(make_rows(dtype, plan.num_rows(), hidden, mix_seed(seed, 1)));
+      row_weights.push_back(
+          make_rows(DType::kFloat32, plan.num_rows(), plan.row_weight_cols(), mix_seed(seed, 2))
       );
-      if (case_.scale == CombineScale::kSourceWeights) {
-        inputs.back().source_weights = run.inputs[rank].weights.view();
-      }
-      outputs.push_back({.x = x[rank].view(), .weights = weights[rank].view()});
+      x.emplace_back(dtype, plan.num_tokens(), hidden, kUntouched);
+      weights.emplace_back(DType::kFloat32, plan.num_tokens(), source.cols, kUntouched);
+      const bool has_source = case_.scale == CombineScale::kSourceWeights;
+      inputs.push_back(
+          {.rows = std::as_const(rows.back()).view(),
+           .weights = std::as_const(row_weights.back()).view(),
+           .source_weights = has_source ? source : ConstTensor{},
+           .scale = case_.scale}
+      );
+      outputs.push_back({.x = x.back().view(), .weights = weights.back().view()});
     }
     reference_combine(run.expected, inputs, outputs, domain_of_);
 
