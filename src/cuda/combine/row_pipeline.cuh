@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// How combine adds rows with the bulk copy engine. A block has several pipelines, and one warp that
-// signals. Each pipeline has one loader warp, which finds out what is to be added
-// and keeps shared memory filled with rows, and some warps that add , each its part
-// of every row. A loader is at most a few items ahead, and no pipeline waits for another. Finding
-// out, waiting and passing on take about as many instructions as adding, so few warps share a row
-// and a block has many pipelines: whatever one of them waits for, the others go on.
+// How combine adds rows with the bulk copy engine, and which kernel a call takes. A block has
+// several pipelines, and one warp that signals. Each pipeline has one loader warp, which finds out
+// what is to be added and keeps shared memory filled with rows, and some warps that add, each its
+// part of every row; row_warps.cuh has both. A loader is at most a few items ahead, and no pipeline
+// waits for another. Finding out, waiting and passing on take about as many instructions as adding,
+// so few warps share a row and a block has many pipelines: whatever one of them waits for, the
+// others go on.
 #pragma once
 
 #include "cuda/combine/row_sum.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fan-out role of dispatch: a warp waits for one chunk of one source, then copies each arrival
 // to its other slots (from staging: to all of them) and puts weights and scale rows where they
-// belong (extras.cuh). Padding is zeroed before the first wait (extras.cuh). dispatch.cu and
+// belong (extras.cuh). Padding is zeroed before the first wait. dispatch.cu and
 // copy_engines/dispatch.cu run it. Before: the push role of the source (push.cuh); after: the
 // caller's experts.
 #pragma once
