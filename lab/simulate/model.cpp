@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 
@@ -38,22 +39,14 @@ constexpr std::array kFields = {
         "of a plan, for each of ranks x (experts + ranks) counts"},
 };
 
-const ModelField* find_field(std::string_view name) {
-  for (const ModelField& field : kFields) {
-    if (field.name == name) {
-      return &field;
-    }
-  }
-  return nullptr;
-}
-
 [[noreturn]] void refuse_file(const std::string& path, std::string_view problem) {
   raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", path, problem));
 }
 
 // {"value": 350, "origin": "measured: ..."}
-void read_field(const std::string& path, const nlohmann::json& values, Model& model, size_t idx) {
-  const ModelField& field = kFields[idx];
+void read_field(
+    const std::string& path, const nlohmann::json& values, Model& model, const ModelField& field
+) {
   const auto found = values.find(field.name);
   if (found == values.end() || !found->is_object()) {
     refuse_file(path, fmt::format("/values/{} is missing", field.name));
@@ -97,8 +90,8 @@ std::span<const ModelField> model_fields() {
 }
 
 void set_field(Model& model, std::string_view name, double value, std::string_view origin) {
-  const ModelField* field = find_field(name);
-  WEFT_CHECK_ARG(Context{}, field != nullptr, "model: it has no field \"{}\"", name);
+  const auto field = std::ranges::find(kFields, name, &ModelField::name);
+  WEFT_CHECK_ARG(Context{}, field != kFields.end(), "model: it has no field \"{}\"", name);
   WEFT_CHECK_ARG(
       Context{},
       std::isfinite(value) && value >= field->least,
@@ -151,8 +144,8 @@ Model load_model(const std::string& path) {
   }
   Model model;
   model.name = name->get<std::string>();
-  for (size_t i = 0; i < kFields.size(); ++i) {
-    read_field(path, *values, model, i);
+  for (const ModelField& field : kFields) {
+    read_field(path, *values, model, field);
   }
   if (const auto samples = json.find("plan_samples"); samples != json.end()) {
     read_samples(path, *samples, model);

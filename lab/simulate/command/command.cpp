@@ -6,6 +6,7 @@
 #include <atomic>
 #include <charconv>
 #include <memory>
+#include <ranges>
 #include <thread>
 
 #include "cli/choices.hpp"
@@ -98,19 +99,18 @@ sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
 }
 
 void set_number(sim::Model& model, const std::string& name, double value) {
-  std::string names;
-  for (const sim::ModelField& field : sim::model_fields()) {
-    if (field.name == name) {
-      if (value < field.least) {
-        throw CLI::ValidationError(fmt::format("--set {}={} is below {}", name, value, field.least)
-        );
-      }
-      sim::set_field(model, name, value, "--set");
-      return;
-    }
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", field.name);
+  const auto fields = sim::model_fields();
+  const auto found = std::ranges::find(fields, name, &sim::ModelField::name);
+  if (found == fields.end()) {
+    const auto names = fields | std::views::transform(&sim::ModelField::name);
+    throw CLI::ValidationError(
+        fmt::format("--set {} is not one of {}", name, fmt::join(names, ", "))
+    );
   }
-  throw CLI::ValidationError(fmt::format("--set {} is not one of {}", name, names));
+  if (value < found->least) {
+    throw CLI::ValidationError(fmt::format("--set {}={} is below {}", name, value, found->least));
+  }
+  sim::set_field(model, name, value, "--set");
 }
 
 sim::Model chosen_model(const SimulateOptions& options) {

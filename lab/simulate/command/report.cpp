@@ -7,6 +7,7 @@
 #include <array>
 #include <cmath>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <string_view>
 
@@ -43,9 +44,7 @@ struct Column {
 // A line for each size.
 Table table_of(std::span<const Simulation> sizes, const std::vector<Column>& columns) {
   std::vector<std::string> header;
-  for (const Column& column : columns) {
-    header.emplace_back(column.header);
-  }
+  std::ranges::transform(columns, std::back_inserter(header), &Column::header);
   Table table(header);
   for (const Simulation& one : sizes) {
     std::vector<std::string> cells;
@@ -345,38 +344,35 @@ Table ends_table(const sim::Scenario& scenario, const sim::Model& model, int64_t
   };
   const std::string room = bytes_text(static_cast<double>(budget_bytes));
   const std::string patience = fmt::format("{:.0f} us", kPatienceUs);
-  const int64_t most_rows = std::numeric_limits<int32_t>::max();
   Table table({"resource", "bound", "ranks"});
   const auto add = [&](const char* resource, const std::string& bound, const auto& fits) {
     table.add_row({resource, bound, most_ranks(fits)});
   };
+  // What a number of ranks takes of the budget, or of the patience.
+  const auto add_bytes = [&](const char* resource, const auto& bytes_of) {
+    add(resource, room, [&](int ranks) { return bytes_of(memory(ranks), ranks) <= budget; });
+  };
+  const auto add_time = [&](const char* resource, double sim::ControlCost::*us) {
+    add(resource, patience, [&](int ranks) { return control(ranks).*us <= kPatienceUs; });
+  };
+  using sim::Memory;
   table.add_row({"GPUs that map each other", "a table in the code", count_text(kMaxDomainRanks)});
-  add("GPU: control region and one plan", room, [&](int ranks) {
-    return memory(ranks).gpu.control() + memory(ranks).gpu.plan <= budget;
+  add_bytes("GPU: control region and one plan", [](const Memory& m, int) {
+    return m.gpu.control() + m.gpu.plan;
   });
-  add("GPU: control region alone", room, [&](int ranks) {
-    return memory(ranks).gpu.control() <= budget;
+  add_bytes("GPU: control region alone", [](const Memory& m, int) { return m.gpu.control(); });
+  add_bytes("CPU: control region", [](const Memory& m, int) { return m.cpu.control(); });
+  add_bytes("CPU: control region without records", [](const Memory& m, int) {
+    return m.cpu.words;
   });
-  add("CPU: control region", room, [&](int ranks) { return memory(ranks).cpu.control() <= budget; }
-  );
-  add("CPU: control region without records", room, [&](int ranks) {
-    return memory(ranks).cpu.words <= budget;
-  });
-  add("words of a call, one for each rank", patience, [&](int ranks) {
-    return control(ranks).words_us <= kPatienceUs;
-  });
-  add("words of a call, one for each domain", patience, [&](int ranks) {
-    return control(ranks).words_by_forwarder_us <= kPatienceUs;
-  });
-  add("counts of a plan, to each rank", patience, [&](int ranks) {
-    return control(ranks).plan_words_us <= kPatienceUs;
-  });
-  add("one region's address, from rank 0 to all", room, [&](int ranks) {
-    const auto others = static_cast<uint64_t>(ranks - 1);
-    return uint64_t{sizeof(RegionRef)} * static_cast<uint64_t>(ranks) * others <= budget;
+  add_time("words of a call, one for each rank", &sim::ControlCost::words_us);
+  add_time("words of a call, one for each domain", &sim::ControlCost::words_by_forwarder_us);
+  add_time("counts of a plan, to each rank", &sim::ControlCost::plan_words_us);
+  add_bytes("one region's address, from rank 0 to all", [](const Memory&, int ranks) {
+    return sizeof(RegionRef) * static_cast<uint64_t>(ranks) * static_cast<uint64_t>(ranks - 1);
   });
   add("slots, should all routes meet on a rank", "2^31", [&](int ranks) {
-    return scenario.max_tokens * scenario.topk * ranks <= most_rows;
+    return scenario.max_tokens * scenario.topk * ranks <= std::numeric_limits<int32_t>::max();
   });
   return table;
 }
