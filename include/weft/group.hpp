@@ -35,7 +35,6 @@ struct Topology {
   bool one_process = false;               // all ranks are threads of this process
 };
 
-class ControlPlane;
 
 class Group {
  public:
@@ -64,7 +63,7 @@ class Group {
  private:
   struct State;
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
-  friend Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
+  friend Group make_group(int rank, int num_ranks, AllGather all_gather);
   friend Group part_of(const Group& group, const std::vector<int>& members);
   std::shared_ptr<State> state_;
 };

@@ -28,12 +28,16 @@ template <class Enum, size_t kCount>
 
 }  // namespace weft
 
-// Run-time condition. Arguments after the code: a fmt string and its values.
-#define WEFT_CHECK(context, cond, code, ...)                              \
-  do {                                                                    \
-    if (!(cond)) [[unlikely]] {                                           \
-      ::weft::raise_error((code), (context), ::fmt::format(__VA_ARGS__)); \
-    }                                                                     \
+// Throws. Arguments after the code: a fmt string and its values.
+#define WEFT_RAISE(context, code, ...) \
+  ::weft::raise_error((code), (context), ::fmt::format(__VA_ARGS__))
+
+// Run-time condition.
+#define WEFT_CHECK(context, cond, code, ...)  \
+  do {                                        \
+    if (!(cond)) [[unlikely]] {               \
+      WEFT_RAISE(context, code, __VA_ARGS__); \
+    }                                         \
   } while (false)
 
 // The caller's input.

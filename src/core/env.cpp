@@ -2,7 +2,6 @@
 #include "core/env.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
@@ -14,6 +13,29 @@ namespace {
 
 constexpr int kMaxInt = std::numeric_limits<int>::max();
 
+constexpr const char* kOfLaunchers[] = {
+    // torchrun
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    // mpirun of OpenMPI
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    // srun
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_NTASKS",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NNODES",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID"};
+
 class Reader {
  public:
   explicit Reader(const Env::Lookup& lookup) : lookup_(lookup) {}
@@ -21,10 +43,6 @@ class Reader {
   [[nodiscard]] std::optional<std::string> text(const char* name) const {
     const char* value = lookup_(name);
     return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
-  }
-  [[nodiscard]] std::optional<std::string> text(const char* name, const char* fallback) const {
-    auto value = text(name);
-    return value ? value : text(fallback);
   }
   [[nodiscard]] std::optional<int> number(const char* name, int min, int max) const {
     const auto value = text(name);
@@ -54,56 +72,29 @@ class Reader {
 };
 
 std::chrono::milliseconds timeout(const std::string& value) {
-  double seconds = 0;
-  const char* end = value.data() + value.size();
-  const auto [stop, error] = std::from_chars(value.data(), end, seconds);
-  const bool is_number = error == std::errc() && stop == end;
+  const auto seconds = parse_number<double>(value);
   WEFT_CHECK_ARG(
       Context{},
-      is_number && seconds >= 0.001 && seconds <= 1e6,
+      seconds && *seconds >= 0.001 && *seconds <= 1e6,
       "environment: WEFT_TIMEOUT_S = \"{}\" is not a number of seconds in [0.001, 1000000]",
       value
   );
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
-LauncherEnv read_launcher(const Reader& reader) {
-  LauncherEnv env;
-  env.rank = reader.text("RANK");
-  env.world_size = reader.text("WORLD_SIZE");
-  env.local_world_size = reader.text("LOCAL_WORLD_SIZE");
-  env.master_addr = reader.text("MASTER_ADDR");
-  env.master_port = reader.text("MASTER_PORT");
-  env.run_id = reader.text("TORCHELASTIC_RUN_ID");
-  env.ompi_rank = reader.text("OMPI_COMM_WORLD_RANK");
-  env.ompi_size = reader.text("OMPI_COMM_WORLD_SIZE");
-  env.ompi_local_size = reader.text("OMPI_COMM_WORLD_LOCAL_SIZE");
-  env.pmix_namespace = reader.text("PMIX_NAMESPACE");
-  env.ompi_job_id = reader.text("OMPI_MCA_ess_base_jobid");
-  env.slurm_rank = reader.text("SLURM_PROCID");
-  env.slurm_size = reader.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS");
-  env.slurm_num_nodes = reader.text("SLURM_STEP_NUM_NODES", "SLURM_NNODES");
-  env.slurm_job_id = reader.text("SLURM_JOB_ID");
-  env.slurm_step_id = reader.text("SLURM_STEP_ID");
-  return env;
+  return std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
 }
 
 }  // namespace
 
 int parse_env_int(std::string_view name, const std::string& value, int min, int max) {
-  int number = 0;
-  const char* end = value.data() + value.size();
-  const auto [stop, error] = std::from_chars(value.data(), end, number);
-  const bool is_number = error == std::errc() && stop == end;
+  const auto number = parse_number<int>(value);
   WEFT_CHECK_ARG(
       Context{},
-      is_number && number >= min && number <= max,
+      number && *number >= min && *number <= max,
       "environment: {} = \"{}\" is not a whole number {}",
       name,
       value,
       max == kMaxInt ? fmt::format("of at least {}", min) : fmt::format("in [{}, {}]", min, max)
   );
-  return number;
+  return *number;
 }
 
 Env Env::read() {
@@ -137,7 +128,11 @@ Env Env::read(const Lookup& lookup) {
   env.virtual_env = reader.text("VIRTUAL_ENV");
   env.runtime_dir = reader.text("XDG_RUNTIME_DIR");
   env.home = reader.text("HOME");
-  env.launcher = read_launcher(reader);
+  for (const char* name : kOfLaunchers) {
+    if (auto value = reader.text(name)) {
+      env.launcher[name] = std::move(*value);
+    }
+  }
   return env;
 }
 

@@ -2,41 +2,19 @@
 // Every environment variable that Weft reads, in one place. An empty variable counts as not set.
 #pragma once
 
+#include <charconv>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include "core/log.hpp"
 
 namespace weft {
-
-// What started the processes says who and where they are. Kept as text: only the variables of the
-// launcher in charge are ever parsed (group/environment.cpp).
-struct LauncherEnv {
-  using Text = std::optional<std::string>;
-  // torchrun
-  Text rank;              // RANK
-  Text world_size;        // WORLD_SIZE
-  Text local_world_size;  // LOCAL_WORLD_SIZE
-  Text master_addr;       // MASTER_ADDR
-  Text master_port;       // MASTER_PORT, held by torchrun's own store
-  Text run_id;            // TORCHELASTIC_RUN_ID
-  // mpirun of OpenMPI
-  Text ompi_rank;        // OMPI_COMM_WORLD_RANK
-  Text ompi_size;        // OMPI_COMM_WORLD_SIZE
-  Text ompi_local_size;  // OMPI_COMM_WORLD_LOCAL_SIZE
-  Text pmix_namespace;   // PMIX_NAMESPACE
-  Text ompi_job_id;      // OMPI_MCA_ess_base_jobid
-  // srun
-  Text slurm_rank;       // SLURM_PROCID
-  Text slurm_size;       // SLURM_STEP_NUM_TASKS, else SLURM_NTASKS
-  Text slurm_num_nodes;  // SLURM_STEP_NUM_NODES, else SLURM_NNODES
-  Text slurm_job_id;     // SLURM_JOB_ID
-  Text slurm_step_id;    // SLURM_STEP_ID
-};
 
 // How rows get from a GPU to a network and back.
 enum class FabricGpuMemory : uint8_t {
@@ -80,7 +58,9 @@ struct Env {
   std::optional<std::string> runtime_dir;  // XDG_RUNTIME_DIR
   std::optional<std::string> home;         // HOME
 
-  LauncherEnv launcher;
+  // What launchers say, by variable: torchrun, mpirun of OpenMPI, srun. Kept as text: only the
+  // variables of the launcher in charge are ever parsed (group/environment.cpp).
+  std::map<std::string, std::string> launcher;
 
   // Null for a variable that is not set.
   using Lookup = std::function<const char*(const char* name)>;
@@ -89,6 +69,15 @@ struct Env {
   [[nodiscard]] static Env read();
   [[nodiscard]] static Env read(const Lookup& lookup);
 };
+
+// The whole text as a number, or nothing.
+template <class Number>
+[[nodiscard]] std::optional<Number> parse_number(std::string_view text) {
+  Number number = {};
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, number);
+  return error == std::errc() && stop == end ? std::optional(number) : std::nullopt;
+}
 
 // Throws Error (kInvalidArgument) naming the variable, its value and the range.
 [[nodiscard]] int parse_env_int(std::string_view name, const std::string& value, int min, int max);

@@ -15,15 +15,12 @@
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
 #include "transport/agree.hpp"
+#include "transport/common.hpp"
 
 namespace weft {
 namespace {
 
 std::atomic<uint64_t> next_exchange_id = 1;
-
-Context context_of(const Group& group) {
-  return {.rank = group.rank(), .num_ranks = group.num_ranks()};
-}
 
 // The host's cores, shared among the ranks that run on it.
 int default_num_threads(const Group& group) {
@@ -32,11 +29,6 @@ int default_num_threads(const Group& group) {
       std::count(hosts.begin(), hosts.end(), hosts[static_cast<size_t>(group.rank())]);
   const auto cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   return std::max(1, cores / static_cast<int>(mine));
-}
-
-template <class T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
 }
 
 }  // namespace
@@ -95,7 +87,7 @@ void CpuExchange::connect(const Group& group) {
               ? max_bundle_bytes(settings_.max_tokens, settings_.max_topk, domains_->max_members())
               : max_record_bytes(settings_.max_tokens, settings_.max_topk)};
   agree(group, [&] { control_ = transport_->allocate(control_map_.num_bytes()); });
-  const std::vector<Bytes> refs = group.all_gather(bytes_of(control_.ref));
+  const std::vector<Bytes> refs = group.all_gather(std::as_bytes(std::span(&control_.ref, 1)));
   agree(group, [&] {  // nobody leaves the constructor before everybody can be written to
     for (size_t rank = 0; rank < refs.size(); ++rank) {
       const auto ref = block_value<RegionRef>(refs[rank], rank, context_);

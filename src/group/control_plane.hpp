@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How ranks swap small blocks during set-up. Implementations: threads (local), TCP, the caller's
-// own function.
+// How ranks swap small blocks during set-up: by an AllGather, which is the caller's own function,
+// or one among threads (group.cpp) or over TCP (tcp/rendezvous.hpp).
 #pragma once
 
 #include <fmt/format.h>
@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -19,26 +18,18 @@
 
 namespace weft {
 
-class ControlPlane {
- public:
-  virtual ~ControlPlane() = default;
-
-  // Collective, one caller per rank at a time. Returns the blocks by rank. Throws TimeoutError
-  // naming the ranks that did not call, PeerError for a rank that closed its side.
-  virtual std::vector<Bytes> all_gather(std::span<const std::byte> block) = 0;
-};
-
-// Collective: measures the topology.
-[[nodiscard]] Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control);
+// Collective: measures the topology. One caller per rank at a time; the function throws
+// TimeoutError naming the ranks that did not call, PeerError for a rank that closed its side.
+[[nodiscard]] Group make_group(int rank, int num_ranks, AllGather all_gather);
 
 // The ranks `members` (ascending, the caller's among them) as a group of one domain, numbered from
 // 0. It speaks through `group`, so every rank of that makes a part of its own at the same time, and
 // all make the same calls on it.
 [[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
 
-// Ranks that are threads of one process meet at a shared table. One per rank; a rank whose control
-// plane is destroyed has left.
-[[nodiscard]] std::vector<std::unique_ptr<ControlPlane>> make_local_control(
+// Ranks that are threads of one process meet at a shared table. One function per rank; a rank that
+// has dropped the last copy of its own has left.
+[[nodiscard]] std::vector<AllGather> make_local_control(
     int num_ranks, std::chrono::milliseconds timeout
 );
 

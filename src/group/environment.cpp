@@ -55,6 +55,17 @@ std::string need(const Text& value, const char* name, const char* because) {
   return *value;
 }
 
+Text say(const Env& env, const char* name) {
+  const auto found = env.launcher.find(name);
+  return found == env.launcher.end() ? std::nullopt : Text(found->second);
+}
+
+// The first of two that is set.
+Text say(const Env& env, const char* name, const char* fallback) {
+  const Text value = say(env, name);
+  return value ? value : say(env, fallback);
+}
+
 Placement place(const char* rank_name, const Text& rank, const char* size_name, const Text& size) {
   Placement placement;
   placement.told_by = size_name;
@@ -69,63 +80,67 @@ Placement from_weft(const Env& env) {
   const auto text = [](const std::optional<int>& value) {
     return value ? Text(std::to_string(*value)) : std::nullopt;
   };
-  return place("WEFT_RANK", text(env.rank), "WEFT_NUM_RANKS", text(env.num_ranks));
+  Placement placement = place("WEFT_RANK", text(env.rank), "WEFT_NUM_RANKS", text(env.num_ranks));
+  placement.address = kLoopback;
+  return placement;
 }
 
-Placement from_torchrun(const LauncherEnv& env) {
-  Placement placement = place("RANK", env.rank, "WORLD_SIZE", env.world_size);
-  const bool is_one_host = env.local_world_size == env.world_size;
-  placement.address = is_one_host ? Text(kLoopback) : env.master_addr;
-  if (env.master_port) {
-    const int port = parse_env_int("MASTER_PORT", *env.master_port, 1, 65535);
+Placement from_torchrun(const Env& env) {
+  const Text size = say(env, "WORLD_SIZE");
+  Placement placement = place("RANK", say(env, "RANK"), "WORLD_SIZE", size);
+  placement.address =
+      say(env, "LOCAL_WORLD_SIZE") == size ? Text(kLoopback) : say(env, "MASTER_ADDR");
+  if (const Text held = say(env, "MASTER_PORT")) {
+    const int port = parse_env_int("MASTER_PORT", *held, 1, 65535);
     const bool has_room = port + kTorchPortOffset <= 65535;
     placement.port = has_room ? port + kTorchPortOffset : port - kTorchPortOffset;
-    placement.job = fmt::format("torchrun {} {}", env.run_id.value_or(""), *env.master_port);
+    placement.job =
+        fmt::format("torchrun {} {}", say(env, "TORCHELASTIC_RUN_ID").value_or(""), *held);
   }
   return placement;
 }
 
-Placement from_mpirun(const LauncherEnv& env) {
-  Placement placement =
-      place("OMPI_COMM_WORLD_RANK", env.ompi_rank, "OMPI_COMM_WORLD_SIZE", env.ompi_size);
-  if (!env.ompi_local_size || env.ompi_local_size == env.ompi_size) {
+Placement from_mpirun(const Env& env) {
+  const Text size = say(env, "OMPI_COMM_WORLD_SIZE");
+  const Text rank = say(env, "OMPI_COMM_WORLD_RANK");
+  Placement placement = place("OMPI_COMM_WORLD_RANK", rank, "OMPI_COMM_WORLD_SIZE", size);
+  if (const Text here = say(env, "OMPI_COMM_WORLD_LOCAL_SIZE"); !here || here == size) {
     placement.address = kLoopback;
   }
-  if (const Text& job = env.pmix_namespace ? env.pmix_namespace : env.ompi_job_id) {
+  if (const Text job = say(env, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")) {
     placement.job = "mpirun " + *job;
     placement.port = job_port(placement.job);
   }
   return placement;
 }
 
-Placement from_srun(const LauncherEnv& env) {
-  Placement placement = place("SLURM_PROCID", env.slurm_rank, "SLURM_NTASKS", env.slurm_size);
-  if (!env.slurm_num_nodes || *env.slurm_num_nodes == "1") {
+Placement from_srun(const Env& env) {
+  const Text size = say(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS");
+  Placement placement = place("SLURM_PROCID", say(env, "SLURM_PROCID"), "SLURM_NTASKS", size);
+  const Text num_nodes = say(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES");
+  if (num_nodes.value_or("1") == "1") {
     placement.address = kLoopback;
   }
-  if (env.slurm_job_id) {
-    placement.job = fmt::format("srun {}.{}", *env.slurm_job_id, *env.slurm_step_id);
+  if (const Text job = say(env, "SLURM_JOB_ID")) {
+    placement.job = fmt::format("srun {}.{}", *job, *say(env, "SLURM_STEP_ID"));
     placement.port = job_port(placement.job);
   }
   return placement;
 }
 
 Placement find_placement(const Env& env) {
-  const LauncherEnv& launcher = env.launcher;
   if (env.rank || env.num_ranks) {
-    Placement placement = from_weft(env);
-    placement.address = kLoopback;
-    return placement;
+    return from_weft(env);
   }
-  if (launcher.rank || launcher.world_size) {
-    return from_torchrun(launcher);
+  if (say(env, "RANK", "WORLD_SIZE")) {
+    return from_torchrun(env);
   }
-  if (launcher.ompi_rank || launcher.ompi_size) {
-    return from_mpirun(launcher);
+  if (say(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")) {
+    return from_mpirun(env);
   }
   // A batch script has SLURM_PROCID too, but no step of its own.
-  if (launcher.slurm_rank && launcher.slurm_step_id) {
-    return from_srun(launcher);
+  if (say(env, "SLURM_PROCID") && say(env, "SLURM_STEP_ID")) {
+    return from_srun(env);
   }
   return {};
 }
@@ -199,8 +214,12 @@ namespace fs = std::filesystem;
 constexpr size_t kRandomBytes = 32;
 constexpr size_t kMaxFileBytes = 4096;
 
-[[noreturn]] void fail(const std::string& path, const std::string& why) {
-  raise_error(ErrorCode::kFile, {}, fmt::format("secret: {}: {}", path, why));
+template <class... Args>
+[[noreturn]] void fail(
+    const std::string& path, fmt::format_string<Args...> format, Args&&... args
+) {
+  const std::string why = fmt::format(format, std::forward<Args>(args)...);
+  WEFT_RAISE(Context{}, ErrorCode::kFile, "secret: {}: {}", path, why);
 }
 
 std::string random_text() {
@@ -227,14 +246,14 @@ void create_secret_file(const std::string& path) {
     if (!file.is_open() || write(file.get(), text.data(), text.size()) != size) {
       const int error = errno;
       unlink(draft.c_str());
-      fail(draft, fmt::format("cannot be written ({})", std::strerror(error)));
+      fail(draft, "cannot be written ({})", std::strerror(error));
     }
   }
   const bool is_linked = link(draft.c_str(), path.c_str()) == 0 || errno == EEXIST;
   const int error = errno;
   unlink(draft.c_str());
   if (!is_linked) {
-    fail(path, fmt::format("cannot be made ({})", std::strerror(error)));
+    fail(path, "cannot be made ({})", std::strerror(error));
   }
 }
 
@@ -257,33 +276,31 @@ fs::path user_folder(const Env& env) {
 std::string read_secret_file(const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (!file.is_open()) {
-    fail(path, fmt::format("cannot be read ({})", std::strerror(errno)));
+    fail(path, "cannot be read ({})", std::strerror(errno));
   }
   struct stat status = {};
   WEFT_SYS(Context{}, ErrorCode::kFile, fstat(file.get(), &status));
   if (status.st_uid != geteuid()) {
-    fail(path, fmt::format("belongs to user {} (expected {})", status.st_uid, geteuid()));
+    fail(path, "belongs to user {} (expected {})", status.st_uid, geteuid());
   }
   if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     fail(
         path,
-        fmt::format(
-            "is open to other users (mode {:o}, expected 600). chmod 600 it, or make a new one",
-            status.st_mode & 0777U
-        )
+        "is open to other users (mode {:o}, expected 600). chmod 600 it, or make a new one",
+        status.st_mode & 0777U
     );
   }
   std::string text(kMaxFileBytes, '\0');
   const auto count = read(file.get(), text.data(), text.size());
   if (count < 0) {
-    fail(path, fmt::format("cannot be read ({})", std::strerror(errno)));
+    fail(path, "cannot be read ({})", std::strerror(errno));
   }
   text.resize(static_cast<size_t>(count));
   while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) {
     text.pop_back();
   }
   if (text.size() < kMinSecretBytes) {
-    fail(path, fmt::format("holds {} B (a secret has at least {})", text.size(), kMinSecretBytes));
+    fail(path, "holds {} B (a secret has at least {})", text.size(), kMinSecretBytes);
   }
   return text;
 }
@@ -295,7 +312,7 @@ std::string user_secret(const Env& env) {
     fs::permissions(folder, fs::perms::owner_all, error);
   }
   if (error) {
-    fail(folder, fmt::format("cannot be made ({}). Set WEFT_SECRET", error.message()));
+    fail(folder, "cannot be made ({}). Set WEFT_SECRET", error.message());
   }
   const fs::path path = folder / "secret";
   if (!fs::exists(path, error)) {

@@ -19,56 +19,9 @@ namespace weft {
 struct Group::State {
   int rank = 0;
   int num_ranks = 1;
-  std::unique_ptr<ControlPlane> control;
+  AllGather all_gather;
   Topology topology;
 };
-
-namespace {
-
-// The caller's own function, checked.
-class FunctionControl final : public ControlPlane {
- public:
-  FunctionControl(AllGather all_gather, Context context)
-      : all_gather_(std::move(all_gather)), context_(context) {}
-
-  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
-    std::vector<Bytes> blocks = all_gather_(block);
-    WEFT_CHECK_ARG(
-        context_,
-        blocks.size() == static_cast<size_t>(context_.num_ranks),
-        "all_gather: the function returned {} blocks (one per rank: {})",
-        blocks.size(),
-        context_.num_ranks
-    );
-    return blocks;
-  }
-
- private:
-  AllGather all_gather_;
-  Context context_;
-};
-
-// All ranks of the group call it; each hears the members of its own part.
-class PartControl final : public ControlPlane {
- public:
-  PartControl(Group group, std::vector<int> members)
-      : group_(std::move(group)), members_(std::move(members)) {}
-
-  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
-    std::vector<Bytes> blocks = group_.all_gather(block);
-    std::vector<Bytes> mine;
-    for (const int member : members_) {
-      mine.push_back(std::move(blocks[static_cast<size_t>(member)]));
-    }
-    return mine;
-  }
-
- private:
-  Group group_;
-  std::vector<int> members_;
-};
-
-}  // namespace
 
 std::vector<Group> Group::local(int num_ranks) {
   const Env env = Env::read();
@@ -94,20 +47,27 @@ Group Group::from_all_gather(int rank, int num_ranks, AllGather all_gather) {
       rank,
       num_ranks
   );
-  WEFT_CHECK_ARG(
-      (Context{rank, num_ranks, {}}), all_gather != nullptr, "group: all_gather is empty"
-  );
   const Context context{rank, num_ranks, {}};
-  return make_group(
-      rank, num_ranks, std::make_unique<FunctionControl>(std::move(all_gather), context)
-  );
+  WEFT_CHECK_ARG(context, all_gather != nullptr, "group: all_gather is empty");
+  const auto checked = [all_gather, context](std::span<const std::byte> block) {
+    std::vector<Bytes> blocks = all_gather(block);
+    WEFT_CHECK_ARG(
+        context,
+        blocks.size() == static_cast<size_t>(context.num_ranks),
+        "all_gather: the function returned {} blocks (one per rank: {})",
+        blocks.size(),
+        context.num_ranks
+    );
+    return blocks;
+  };
+  return make_group(rank, num_ranks, checked);
 }
 
-Group make_group(int rank, int num_ranks, std::unique_ptr<ControlPlane> control) {
+Group make_group(int rank, int num_ranks, AllGather all_gather) {
   const Env env = Env::read();
-  Topology topology = probe_topology(*control, env.ranks_per_domain, {rank, num_ranks, {}});
+  Topology topology = probe_topology(all_gather, env.ranks_per_domain, {rank, num_ranks, {}});
   return Group(std::make_shared<Group::State>(Group::State{
-      rank, num_ranks, std::move(control), std::move(topology)}));
+      rank, num_ranks, std::move(all_gather), std::move(topology)}));
 }
 
 Group part_of(const Group& group, const std::vector<int>& members) {
@@ -123,12 +83,21 @@ Group part_of(const Group& group, const std::vector<int>& members) {
   for (const int member : members) {
     hosts.push_back(group.topology().host_of[static_cast<size_t>(member)]);
   }
+  // All ranks of the group call it; each hears the members of its own part.
+  const auto all_gather = [group, members](std::span<const std::byte> block) {
+    std::vector<Bytes> blocks = group.all_gather(block);
+    std::vector<Bytes> mine;
+    for (const int member : members) {
+      mine.push_back(std::move(blocks[static_cast<size_t>(member)]));
+    }
+    return mine;
+  };
   std::vector<int> ranks(members.size());
   std::iota(ranks.begin(), ranks.end(), 0);
   return Group(std::make_shared<Group::State>(Group::State{
       static_cast<int>(place - members.begin()),
       static_cast<int>(members.size()),
-      std::make_unique<PartControl>(group, members),
+      all_gather,
       make_topology({ranks}, std::move(hosts), group.topology().one_process)}));
 }
 
@@ -145,7 +114,7 @@ const Topology& Group::topology() const {
 }
 
 std::vector<Bytes> Group::all_gather(std::span<const std::byte> block) const {
-  return state_->control->all_gather(block);
+  return state_->all_gather(block);
 }
 
 void Group::barrier() const {
@@ -159,9 +128,7 @@ using Blocks = std::vector<Bytes>;
 class Table {
  public:
   Table(int num_ranks, std::chrono::milliseconds timeout)
-      : timeout_(timeout),
-        has_left_(static_cast<size_t>(num_ranks)),
-        block_of_(static_cast<size_t>(num_ranks)) {}
+      : timeout_(timeout), block_of_(static_cast<size_t>(num_ranks)) {}
 
   Blocks all_gather(int rank, std::span<const std::byte> block) {
     const Deadline deadline(timeout_);
@@ -175,7 +142,12 @@ class Table {
     const uint64_t round = round_;
     while (round_ == round && !failure_) {
       if (changed_.wait_until(lock, deadline.end()) == std::cv_status::timeout && round_ == round) {
-        break_off(ErrorCode::kTimeout, timeout_text());
+        break_off(
+            ErrorCode::kTimeout,
+            fmt::format(
+                "all_gather: {} did not call within {}", rank_list(absent()), seconds_text(timeout_)
+            )
+        );
       }
     }
     if (round_ == round) {
@@ -187,10 +159,7 @@ class Table {
 
   void leave(int rank) {
     const std::lock_guard lock(mutex_);
-    has_left_[static_cast<size_t>(rank)] = true;
-    if (num_waiting() > 0) {
-      break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", rank));
-    }
+    break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", rank));
   }
 
  private:
@@ -200,7 +169,6 @@ class Table {
   };
 
   [[nodiscard]] int num_ranks() const { return static_cast<int>(block_of_.size()); }
-  [[nodiscard]] size_t num_waiting() const { return block_of_.size() - absent().size(); }
 
   [[nodiscard]] std::vector<int> absent() const {
     std::vector<int> ranks;
@@ -223,12 +191,6 @@ class Table {
     changed_.notify_all();
   }
 
-  [[nodiscard]] std::string timeout_text() const {
-    return fmt::format(
-        "all_gather: {} did not call within {}", rank_list(absent()), seconds_text(timeout_)
-    );
-  }
-
   // The first failure stays: a table that lost a rank is of no more use.
   void break_off(ErrorCode code, std::string text) {
     if (!failure_) {
@@ -237,12 +199,7 @@ class Table {
     changed_.notify_all();
   }
 
-  void throw_if_broken(int rank) {
-    for (int other = 0; other < num_ranks(); ++other) {
-      if (has_left_[static_cast<size_t>(other)]) {
-        break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", other));
-      }
-    }
+  void throw_if_broken(int rank) const {
     if (failure_) {
       raise_error(failure_->code, {rank, num_ranks(), {}}, failure_->text);
     }
@@ -253,37 +210,23 @@ class Table {
   std::condition_variable changed_;
   uint64_t round_ = 0;
   std::optional<Failure> failure_;
-  std::vector<bool> has_left_;
   std::vector<std::optional<Bytes>> block_of_;  // by rank, of the round that is filling
   std::shared_ptr<const Blocks> done_;          // of the last round that filled
 };
 
-class LocalControl final : public ControlPlane {
- public:
-  LocalControl(std::shared_ptr<Table> table, int rank) : table_(std::move(table)), rank_(rank) {}
-  ~LocalControl() override { table_->leave(rank_); }
-
-  Blocks all_gather(std::span<const std::byte> block) override {
-    return table_->all_gather(rank_, block);
-  }
-
- private:
-  std::shared_ptr<Table> table_;
-  int rank_;
-};
-
 }  // namespace
 
-std::vector<std::unique_ptr<ControlPlane>> make_local_control(
-    int num_ranks, std::chrono::milliseconds timeout
-) {
+std::vector<AllGather> make_local_control(int num_ranks, std::chrono::milliseconds timeout) {
   WEFT_CHECK_ARG(
       Context{}, num_ranks >= 1, "local: num_ranks = {} is too small (at least 1)", num_ranks
   );
   const auto table = std::make_shared<Table>(num_ranks, timeout);
-  std::vector<std::unique_ptr<ControlPlane>> controls;
+  std::vector<AllGather> controls;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    controls.push_back(std::make_unique<LocalControl>(table, rank));
+    const std::shared_ptr<void> seat(nullptr, [table, rank](void*) { table->leave(rank); });
+    controls.emplace_back([table, rank, seat](std::span<const std::byte> block) {
+      return table->all_gather(rank, block);
+    });
   }
   return controls;
 }

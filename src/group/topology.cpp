@@ -57,7 +57,7 @@ std::vector<std::vector<int>> split_domains(
     num_ranks += domain.size();
   }
   if (num_ranks < size) {
-    return domains;  // a program's small group beside its large one
+    return domains;  // a program may have a small group next to its large one
   }
   std::vector<std::vector<int>> parts;
   for (const std::vector<int>& domain : domains) {
@@ -151,11 +151,6 @@ ProcessPlace this_place() {
   return place;
 }
 
-template <class T>
-std::span<const std::byte> bytes_of(const T& value) {
-  return std::as_bytes(std::span(&value, 1));
-}
-
 // A group over the caller's own control plane has had no rendezvous that would have told.
 void check_version(const Bytes& card, size_t rank, const Context& context) {
   uint32_t version = 0;
@@ -174,9 +169,11 @@ void check_version(const Bytes& card, size_t rank, const Context& context) {
   );
 }
 
-std::vector<Card> swap_cards(ControlPlane& control, const Card& card, const Context& context) {
+std::vector<Card> swap_cards(
+    const AllGather& all_gather, const Card& card, const Context& context
+) {
   std::vector<Card> cards;
-  for (const Bytes& block : control.all_gather(bytes_of(card))) {
+  for (const Bytes& block : all_gather(std::as_bytes(std::span(&card, 1)))) {
     check_version(block, cards.size(), context);
     std::memcpy(&cards.emplace_back(), block.data(), sizeof(Card));
     cards.back().host.back() = '\0';
@@ -196,13 +193,15 @@ bool can_map(const Card& card) {
 }
 
 // The second exchange also tells that nobody needs the probes any more.
-Reach swap_rows(ControlPlane& control, const std::vector<Card>& cards, const Context& context) {
+Reach swap_rows(
+    const AllGather& all_gather, const std::vector<Card>& cards, const Context& context
+) {
   std::vector<uint8_t> row(cards.size());
   std::ranges::transform(cards, row.begin(), [](const Card& card) {
     return static_cast<uint8_t>(can_map(card));
   });
   Reach reach;
-  for (const Bytes& block : control.all_gather(std::as_bytes(std::span(row)))) {
+  for (const Bytes& block : all_gather(std::as_bytes(std::span(row)))) {
     WEFT_CHECK(
         context,
         block.size() == cards.size(),
@@ -233,7 +232,7 @@ void check_same_setting(const std::vector<Card>& cards, const Context& context) 
 }  // namespace
 
 Topology probe_topology(
-    ControlPlane& control, std::optional<int> ranks_per_domain, const Context& context
+    const AllGather& all_gather, std::optional<int> ranks_per_domain, const Context& context
 ) {
   WEFT_CHECK(
       context, sodium_init() >= 0, ErrorCode::kNotAvailable, "topology: libsodium has no entropy"
@@ -245,8 +244,8 @@ Topology probe_topology(
   std::memcpy(probe.data(), card.nonce.data(), card.nonce.size());
   copy_text(card.host, this_host());
 
-  const std::vector<Card> cards = swap_cards(control, card, context);
-  const Reach reach = swap_rows(control, cards, context);
+  const std::vector<Card> cards = swap_cards(all_gather, card, context);
+  const Reach reach = swap_rows(all_gather, cards, context);
   check_same_setting(cards, context);
 
   auto domains = domains_of(reach);

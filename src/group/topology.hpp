@@ -36,7 +36,7 @@ using Reach = std::vector<std::vector<uint8_t>>;
 
 // Collective. Maps every other rank's probe and compares notes.
 [[nodiscard]] Topology probe_topology(
-    ControlPlane& control, std::optional<int> ranks_per_domain, const Context& context
+    const AllGather& all_gather, std::optional<int> ranks_per_domain, const Context& context
 );
 
 [[nodiscard]] std::string this_host();

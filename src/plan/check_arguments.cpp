@@ -44,12 +44,11 @@ void check_layout(const PlanOptions& options, const Context& context) {
       );
       return;
     default:
-      raise_error(
-          ErrorCode::kInvalidArgument,
+      WEFT_RAISE(
           context,
-          fmt::format(
-              "plan: layout = {} is unknown (0 to 2)", static_cast<unsigned>(options.layout)
-          )
+          ErrorCode::kInvalidArgument,
+          "plan: layout = {} is unknown (0 to 2)",
+          static_cast<unsigned>(options.layout)
       );
   }
   WEFT_CHECK_ARG(

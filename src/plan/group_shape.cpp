@@ -87,15 +87,13 @@ OutputShape expert_output(
 ) {
   const OutputShape& output = shape.outputs[rank];
   if (options.layout != Layout::kExpertStrided) {
-    raise_error(
-        ErrorCode::kInvalidArgument,
+    WEFT_RAISE(
         context,
-        fmt::format(
-            "plan: rank {} needs {} rows (row_budget = {})",
-            rank,
-            output.required_rows,
-            output.num_rows
-        )
+        ErrorCode::kInvalidArgument,
+        "plan: rank {} needs {} rows (row_budget = {})",
+        rank,
+        output.required_rows,
+        output.num_rows
     );
   }
   const size_t per_rank = shape.experts.size() / shape.outputs.size();
@@ -103,16 +101,14 @@ OutputShape expert_output(
   while (shape.experts[expert].rows <= shape.rule.stride) {
     ++expert;
   }
-  raise_error(
-      ErrorCode::kInvalidArgument,
+  WEFT_RAISE(
       context,
-      fmt::format(
-          "plan: expert {} on rank {} needs {} rows (expert_stride = {})",
-          expert,
-          rank,
-          shape.experts[expert].rows,
-          shape.rule.stride
-      )
+      ErrorCode::kInvalidArgument,
+      "plan: expert {} on rank {} needs {} rows (expert_stride = {})",
+      expert,
+      rank,
+      shape.experts[expert].rows,
+      shape.rule.stride
   );
 }
 

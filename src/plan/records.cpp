@@ -81,13 +81,17 @@ ArrivalBounds bounds_of(const PlanShape& shape, int64_t receiver_rows) {
       .one_row = shape.options.layout == Layout::kRankMajor};
 }
 
-[[noreturn]] void refuse_records(
-    int source_rank, const std::string& fault, const Context& context
+template <class... Args>
+[[noreturn]] void refuse(
+    int source_rank, const Context& context, fmt::format_string<Args...> format, Args&&... args
 ) {
-  raise_error(
-      ErrorCode::kTransport,
+  const std::string fault = fmt::format(format, std::forward<Args>(args)...);
+  WEFT_RAISE(
       context,
-      fmt::format("plan: records of rank {} are malformed: {}", source_rank, fault)
+      ErrorCode::kTransport,
+      "plan: records of rank {} are malformed: {}",
+      source_rank,
+      fault
   );
 }
 
@@ -138,27 +142,26 @@ Arrivals decode_records(
     int source_rank,
     const Context& context
 ) {
-  const auto refuse = [&](const std::string& fault) {
-    refuse_records(source_rank, fault, context);
-  };
   Header header;
   if (bytes.size() < sizeof(header)) {
-    refuse(fmt::format("{} B (a header has {})", bytes.size(), sizeof(header)));
+    refuse(source_rank, context, "{} B (a header has {})", bytes.size(), sizeof(header));
   }
   std::memcpy(&header, bytes.data(), sizeof(header));
   constexpr uint32_t kMost = std::numeric_limits<int32_t>::max();
   if (header.num_arrivals > kMost || header.num_routes > kMost || header.zero != 0 ||
       (header.flags & ~(kOneRow | kWeights)) != 0) {
-    refuse("the header holds impossible values");
+    refuse(source_rank, context, "the header holds impossible values");
   }
   if (bytes.size() != record_bytes(header)) {
-    refuse(fmt::format(
+    refuse(
+        source_rank,
+        context,
         "{} B ({} arrivals with {} routes take {})",
         bytes.size(),
         header.num_arrivals,
         header.num_routes,
         record_bytes(header)
-    ));
+    );
   }
 
   Arrivals arrivals;
@@ -172,7 +175,7 @@ Arrivals decode_records(
   read_route_begins(at, arrivals);
   if (const std::string fault = arrivals_fault(arrivals, bounds_of(shape, receiver_rows));
       !fault.empty()) {
-    refuse(fault);
+    refuse(source_rank, context, "{}", fault);
   }
   return arrivals;
 }
@@ -195,28 +198,20 @@ std::vector<std::span<const std::byte>> unbundle_records(
   for (size_t i = 0; i < num_receivers; ++i) {
     uint64_t length = 0;
     if (bundle.size() < sizeof length) {
-      refuse_records(
-          source_rank, fmt::format("they end before receiver {} of {}", i, num_receivers), context
-      );
+      refuse(source_rank, context, "they end before receiver {} of {}", i, num_receivers);
     }
     std::memcpy(&length, bundle.data(), sizeof length);
     bundle = bundle.subspan(sizeof length);
     if (bundle.size() < length) {
-      refuse_records(
-          source_rank,
-          fmt::format("receiver {} has {} B ({} B are left)", i, length, bundle.size()),
-          context
+      refuse(
+          source_rank, context, "receiver {} has {} B ({} B are left)", i, length, bundle.size()
       );
     }
     records.push_back(bundle.first(length));
     bundle = bundle.subspan(length);
   }
   if (!bundle.empty()) {
-    refuse_records(
-        source_rank,
-        fmt::format("{} B follow those of {} receivers", bundle.size(), num_receivers),
-        context
-    );
+    refuse(source_rank, context, "{} B follow those of {} receivers", bundle.size(), num_receivers);
   }
   return records;
 }

@@ -57,10 +57,12 @@ void agree(const Group& group, const std::function<void()>& step) {
       continue;
     }
     const std::string text(reinterpret_cast<const char*>(outcome.data()) + 1, outcome.size() - 1);
-    raise_error(
-        static_cast<ErrorCode>(outcome[0]),
+    WEFT_RAISE(
         context_of(group),
-        fmt::format("{}, on rank {}", without_place(text), rank)
+        static_cast<ErrorCode>(outcome[0]),
+        "{}, on rank {}",
+        without_place(text),
+        rank
     );
   }
 }

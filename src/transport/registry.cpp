@@ -127,20 +127,19 @@ std::unique_ptr<Transport> join_best(
       reasons += fmt::format("{}{}", reasons.empty() ? "" : "; ", error.what());
     }
   }
-  raise_error(
-      ErrorCode::kNotAvailable,
+  WEFT_RAISE(
       context_of(group),
-      fmt::format("open(auto): no transport joins these ranks ({})", reasons)
+      ErrorCode::kNotAvailable,
+      "open(auto): no transport joins these ranks ({})",
+      reasons
   );
 }
 
 }  // namespace
 
 Region Transport::lend(std::byte* /*data*/, uint64_t /*bytes*/, const Device& device) {
-  raise_error(
-      ErrorCode::kNotAvailable,
-      {.transport = name()},
-      fmt::format("lend: {}", lend_obstacle(device))
+  WEFT_RAISE(
+      (Context{.transport = name()}), ErrorCode::kNotAvailable, "lend: {}", lend_obstacle(device)
   );
 }
 

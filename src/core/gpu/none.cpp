@@ -22,10 +22,11 @@ std::vector<std::vector<GpuReach>> gpu_reach() {
 namespace {
 
 [[noreturn]] void refuse(int gpu) {
-  raise_error(
-      ErrorCode::kUnsupported,
+  WEFT_RAISE(
       Context{},
-      fmt::format("memory of cuda {} is asked for (this build has no CUDA)", gpu)
+      ErrorCode::kUnsupported,
+      "memory of cuda {} is asked for (this build has no CUDA)",
+      gpu
   );
 }
 

@@ -192,15 +192,13 @@ void check_carried(
   for (const Arrivals& pair : pairs) {
     const int64_t last = pair.token.empty() ? -1 : pair.token.back();
     if (last >= counts.num_tokens) {
-      raise_error(
-          ErrorCode::kTransport,
+      WEFT_RAISE(
           context,
-          fmt::format(
-              "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
-              source,
-              last,
-              counts.num_tokens
-          )
+          ErrorCode::kTransport,
+          "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
+          source,
+          last,
+          counts.num_tokens
       );
     }
   }

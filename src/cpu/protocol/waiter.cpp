@@ -1,23 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cpu/protocol/waiter.hpp"
 
+#include <hwy/cache_control.h>
+
+#include "core/clock.hpp"
+
 namespace weft {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Polls before the thread sleeps: a few microseconds, since ranks may outnumber cores.
 constexpr int kPolls = 64;
 // How often a sleeping thread looks at its peers and its deadline.
 constexpr auto kParkSlice = std::chrono::milliseconds(50);
-
-void relax_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 
@@ -38,7 +32,7 @@ void Waiter::until(
       return;
     }
     transport_.progress();
-    relax_cpu();
+    hwy::Pause();
   }
   const auto start = Clock::now();
   for (;;) {
@@ -126,22 +120,20 @@ void Waiter::check_peers(
       cause = fmt::format("rank {} died and ", rank);
     }
   }
-  raise_error(
-      ErrorCode::kPeerFailed,
+  WEFT_RAISE(
       context_,
-      fmt::format(
-          "{}: {}rank {} {} before {} {} arrived (call {}, signal {} at {} of {})",
-          reason.op,
-          cause,
-          gone.rank,
-          gone.how == PeerState::kDied ? "died" : "left the exchange",
-          gone.rank == late.peer ? "its" : fmt::format("rank {}'s", late.peer),
-          reason.what,
-          reason.call,
-          late.signal,
-          late.seen,
-          late.wanted
-      )
+      ErrorCode::kPeerFailed,
+      "{}: {}rank {} {} before {} {} arrived (call {}, signal {} at {} of {})",
+      reason.op,
+      cause,
+      gone.rank,
+      gone.how == PeerState::kDied ? "died" : "left the exchange",
+      gone.rank == late.peer ? "its" : fmt::format("rank {}'s", late.peer),
+      reason.what,
+      reason.call,
+      late.signal,
+      late.seen,
+      late.wanted
   );
 }
 
@@ -158,17 +150,15 @@ void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missi
         one.wanted
     );
   }
-  raise_error(
-      ErrorCode::kTimeout,
+  WEFT_RAISE(
       context_,
-      fmt::format(
-          "{}: no {} for {:.1f} s from {} (call {}). Is the peer alive and in the same call?",
-          reason.op,
-          reason.what,
-          static_cast<double>(timeout_.count()) / 1000.0,
-          peers,
-          reason.call
-      )
+      ErrorCode::kTimeout,
+      "{}: no {} for {} from {} (call {}). Is the peer alive and in the same call?",
+      reason.op,
+      reason.what,
+      seconds_text(timeout_),
+      peers,
+      reason.call
   );
 }
 

@@ -21,15 +21,13 @@ WorkerPool::WorkerPool(int num_workers, const std::vector<int>& cores) {
   } catch (const std::system_error& error) {
     const size_t num_started = threads_.size();
     end();
-    raise_error(
-        ErrorCode::kOutOfMemory,
+    WEFT_RAISE(
         Context{},
-        fmt::format(
-            "workers: the system gives {} threads, {} are wanted ({})",
-            num_started,
-            num_workers - 1,
-            error.what()
-        )
+        ErrorCode::kOutOfMemory,
+        "workers: the system gives {} threads, {} are wanted ({})",
+        num_started,
+        num_workers - 1,
+        error.what()
     );
   }
 }

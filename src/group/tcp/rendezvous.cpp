@@ -226,45 +226,44 @@ class Admission {
   }
 
   void admit(Guest& guest) {
-    if (const std::optional<Failure> failure = conflict(guest.claim())) {
+    if (std::string text = conflict(guest.claim()); !text.empty()) {
+      const Failure failure = {ErrorCode::kInvalidArgument, std::move(text)};
       const int num_ranks = std::max(rendezvous_.num_ranks, guest.claim().num_ranks);
-      send_failure(guest.socket(), *failure);
-      end(*failure, num_ranks - 2);  // without rank 0 and the guest
+      send_failure(guest.socket(), failure);
+      end(failure, num_ranks - 2);  // without rank 0 and the guest
     }
     joined_[static_cast<size_t>(guest.claim().rank)] = guest.take_socket();
   }
 
-  [[nodiscard]] std::optional<Failure> conflict(const Claim& claim) const {
-    const auto failure = [](std::string text) {
-      return Failure{ErrorCode::kInvalidArgument, std::move(text)};
-    };
+  // Why a proven guest cannot join; empty: it can.
+  [[nodiscard]] std::string conflict(const Claim& claim) const {
     if (claim.version != kProtocolVersion) {
-      return failure(fmt::format(
+      return fmt::format(
           "connect: rank {} speaks version {} (rank 0: {}). Run the same Weft on all ranks",
           claim.rank,
           claim.version,
           kProtocolVersion
-      ));
+      );
     }
     if (claim.num_ranks != rendezvous_.num_ranks) {
-      return failure(fmt::format(
+      return fmt::format(
           "connect: group size differs: rank {} has num_ranks = {}, rank 0 has num_ranks = {}",
           claim.rank,
           claim.num_ranks,
           rendezvous_.num_ranks
-      ));
+      );
     }
     if (claim.rank < 0 || claim.rank >= rendezvous_.num_ranks) {
-      return failure(fmt::format(
+      return fmt::format(
           "connect: rank {} is out of range (num_ranks = {})", claim.rank, claim.num_ranks
-      ));
+      );
     }
     if (claim.rank == 0 || joined_[static_cast<size_t>(claim.rank)].is_open()) {
-      return failure(fmt::format(
+      return fmt::format(
           "connect: rank {} joined twice at {} (each rank needs its own number)", claim.rank, place_
-      ));
+      );
     }
-    return std::nullopt;
+    return {};
   }
 
   // Joined ranks are silent until they are welcome: anything to read is the end of one.

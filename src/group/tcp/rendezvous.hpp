@@ -6,7 +6,6 @@
 #pragma once
 
 #include <chrono>
-#include <memory>
 #include <vector>
 
 #include "group/control_plane.hpp"
@@ -33,14 +32,12 @@ void check_rendezvous(const Rendezvous& rendezvous);
   return timeout + timeout / 4;
 }
 
-// The control planes are a star of connections around rank 0, which collects the blocks and sends
-// them to all. Rank 0's, with the other ranks' connections by rank (its own place closed).
-[[nodiscard]] std::unique_ptr<ControlPlane> make_tcp_root(
-    std::vector<Socket> peers, std::chrono::milliseconds timeout
-);
+// The functions of a group are a star of connections around rank 0, which collects the blocks and
+// sends them to all. Rank 0's, with the other ranks' connections by rank (its own place closed).
+[[nodiscard]] AllGather make_tcp_root(std::vector<Socket> peers, std::chrono::milliseconds timeout);
 
 // Another rank's, with its connection to rank 0.
-[[nodiscard]] std::unique_ptr<ControlPlane> make_tcp_peer(
+[[nodiscard]] AllGather make_tcp_peer(
     Socket root, const Context& context, std::chrono::milliseconds timeout
 );
 

@@ -114,15 +114,13 @@ Socket listen_on(const std::string& address, int port, const Context& context) {
     error = errno;
   }
   const bool is_taken = error == EADDRINUSE;
-  raise_error(
-      ErrorCode::kNotAvailable,
+  WEFT_RAISE(
       context,
-      fmt::format(
-          "connect: cannot listen on {} ({}){}",
-          endpoint_text(address, port),
-          std::strerror(error),
-          is_taken ? ". Another rank 0 or another program holds the port; choose another" : ""
-      )
+      ErrorCode::kNotAvailable,
+      "connect: cannot listen on {} ({}){}",
+      endpoint_text(address, port),
+      std::strerror(error),
+      is_taken ? ". Another rank 0 or another program holds the port; choose another" : ""
   );
 }
 

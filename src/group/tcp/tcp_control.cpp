@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <memory>
 #include <optional>
 #include <poll.h>
 
@@ -12,14 +13,14 @@
 namespace weft {
 namespace {
 
-class TcpRoot final : public ControlPlane {
+class TcpRoot {
  public:
   TcpRoot(std::vector<Socket> peers, std::chrono::milliseconds timeout)
       : peers_(std::move(peers)),
         context_{0, static_cast<int>(peers_.size()), "tcp"},
         timeout_(timeout) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
+  std::vector<Bytes> all_gather(std::span<const std::byte> block) {
     if (failure_) {
       raise_error(failure_->code, context_, failure_->text);
     }
@@ -105,12 +106,12 @@ class TcpRoot final : public ControlPlane {
   std::optional<Failure> failure_;
 };
 
-class TcpPeer final : public ControlPlane {
+class TcpPeer {
  public:
   TcpPeer(Socket root, const Context& context, std::chrono::milliseconds timeout)
       : root_(std::move(root)), context_(context), timeout_(patience(timeout)) {}
 
-  std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
+  std::vector<Bytes> all_gather(std::span<const std::byte> block) {
     if (failure_) {
       raise_error(failure_->code, context_, failure_->text);
     }
@@ -155,16 +156,14 @@ class TcpPeer final : public ControlPlane {
 
 }  // namespace
 
-std::unique_ptr<ControlPlane> make_tcp_root(
-    std::vector<Socket> peers, std::chrono::milliseconds timeout
-) {
-  return std::make_unique<TcpRoot>(std::move(peers), timeout);
+AllGather make_tcp_root(std::vector<Socket> peers, std::chrono::milliseconds timeout) {
+  const auto root = std::make_shared<TcpRoot>(std::move(peers), timeout);
+  return [root](std::span<const std::byte> block) { return root->all_gather(block); };
 }
 
-std::unique_ptr<ControlPlane> make_tcp_peer(
-    Socket root, const Context& context, std::chrono::milliseconds timeout
-) {
-  return std::make_unique<TcpPeer>(std::move(root), context, timeout);
+AllGather make_tcp_peer(Socket root, const Context& context, std::chrono::milliseconds timeout) {
+  const auto peer = std::make_shared<TcpPeer>(std::move(root), context, timeout);
+  return [peer](std::span<const std::byte> block) { return peer->all_gather(block); };
 }
 
 void check_rendezvous(const Rendezvous& rendezvous) {

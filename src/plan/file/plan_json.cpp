@@ -38,7 +38,7 @@ class JsonNode {
   // or out of range.
   [[nodiscard]] JsonNode operator[](std::string_view key) const {
     if (!value_->is_object()) {
-      fail(fmt::format("is {} (an object with \"{}\")", shown(), key));
+      fail("is {} (an object with \"{}\")", shown(), key);
     }
     JsonNode child(*value_, file_, fmt::format("{}/{}", path_, key));
     const auto found = value_->find(key);
@@ -55,7 +55,7 @@ class JsonNode {
         value_->get<uint64_t>() > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
     const bool is_int = value_->is_number_integer() && !is_huge;
     if (!is_int || value_->get<int64_t>() < low || value_->get<int64_t>() > high) {
-      fail(fmt::format("is {} (an integer from {} to {})", shown(), low, high));
+      fail("is {} (an integer from {} to {})", shown(), low, high);
     }
     return value_->get<int64_t>();
   }
@@ -85,7 +85,7 @@ class JsonNode {
   [[nodiscard]] std::vector<JsonNode> list(int64_t length) const {
     std::vector<JsonNode> entries = list();
     if (static_cast<int64_t>(entries.size()) != length) {
-      fail(fmt::format("has {} entries (expected {})", entries.size(), length));
+      fail("has {} entries (expected {})", entries.size(), length);
     }
     return entries;
   }
@@ -116,9 +116,11 @@ class JsonNode {
   }
 
   // "load: FILE: PATH PROBLEM"
-  [[noreturn]] void fail(std::string_view problem) const {
+  template <class... Args>
+  [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {
     const std::string_view place = path_.empty() ? "the whole" : std::string_view(path_);
-    raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {} {}", file_, place, problem));
+    const std::string problem = fmt::format(format, std::forward<Args>(args)...);
+    WEFT_RAISE(Context{}, ErrorCode::kFile, "load: {}: {} {}", file_, place, problem);
   }
 
  private:
@@ -130,7 +132,7 @@ class JsonNode {
 
   void require(bool is_right, std::string_view expected) const {
     if (!is_right) {
-      fail(fmt::format("is {} ({})", shown(), expected));
+      fail("is {} ({})", shown(), expected);
     }
   }
 
@@ -149,7 +151,7 @@ class JsonNode {
         return value;
       }
     }
-    fail(fmt::format("is {} (a float, or its bits as \"0x7fc00000\")", shown()));
+    fail("is {} (a float, or its bits as \"0x7fc00000\")", shown());
   }
 
   const nlohmann::json* value_;
@@ -176,7 +178,7 @@ nlohmann::json parse_json(std::string_view text, std::string_view file) {
   if (text.empty()) {
     what = "the file is empty (expected a plan as JSON)";
   }
-  raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", file, what));
+  WEFT_RAISE(Context{}, ErrorCode::kFile, "load: {}: {}", file, what);
 }
 
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
@@ -187,14 +189,12 @@ Layout layout_from(const JsonNode& node) {
       return layout;
     }
   }
-  node.fail(
-      fmt::format("is \"{}\" (\"rank_major\", \"expert_major\" or \"expert_strided\")", node.text())
-  );
+  node.fail("is \"{}\" (\"rank_major\", \"expert_major\" or \"expert_strided\")", node.text());
 }
 
 Overflow overflow_from(const JsonNode& node) {
   if (node.text() != "drop" && node.text() != "error") {
-    node.fail(fmt::format("is \"{}\" (\"drop\" or \"error\")", node.text()));
+    node.fail("is \"{}\" (\"drop\" or \"error\")", node.text());
   }
   return node.text() == "error" ? Overflow::kError : Overflow::kDrop;
 }
@@ -206,7 +206,7 @@ PlanShape shape_from(const JsonNode& node) {
   shape.num_experts = static_cast<int>(node["num_experts"].integer(1, kMaxInt32));
   if (shape.num_experts % shape.num_ranks != 0) {
     node["num_experts"].fail(
-        fmt::format("is {} (a multiple of num_ranks = {})", shape.num_experts, shape.num_ranks)
+        "is {} (a multiple of num_ranks = {})", shape.num_experts, shape.num_ranks
     );
   }
   shape.topk = static_cast<int>(node["topk"].integer(1, kMaxTopk));
@@ -250,14 +250,14 @@ void read_output(const JsonNode& node, PlanData& plan) {
     const int64_t padded = plan.padded_rows_per_expert[e];
     if (plan.rows_per_expert[e] > padded || padded > plan.num_rows ||
         plan.expert_begin[e] > plan.num_rows - padded) {
-      node["expert_begin"].fail(fmt::format(
+      node["expert_begin"].fail(
           "puts expert {} at {} with {} rows, padded to {} (num_rows = {})",
           e,
           plan.expert_begin[e],
           plan.rows_per_expert[e],
           padded,
           plan.num_rows
-      ));
+      );
     }
   }
 }
@@ -276,7 +276,7 @@ std::vector<Arrivals> arrivals_from(
     arrivals.expert = entry["expert"].integers<int32_t>();
     arrivals.weight = entry["weight"].floats();
     if (const std::string fault = arrivals_fault(arrivals, bounds); !fault.empty()) {
-      entry.fail(fmt::format("is malformed: {}", fault));
+      entry.fail("is malformed: {}", fault);
     }
     pairs.push_back(std::move(arrivals));
   }
@@ -299,9 +299,7 @@ void check_sent(const JsonNode& node, const PlanData& plan) {
             token * static_cast<size_t>(plan.shape.topk) + static_cast<size_t>(arrivals.k[r]);
         const int64_t expert = static_cast<int64_t>(rank) * per_rank + arrivals.expert[r];
         if (plan.route_slot[route] != arrivals.slot[r] || plan.route_expert[route] != expert) {
-          node.fail(
-              fmt::format("disagrees with route_expert and route_slot (rank {}, route {})", rank, r)
-          );
+          node.fail("disagrees with route_expert and route_slot (rank {}, route {})", rank, r);
         }
       }
     }
@@ -309,7 +307,7 @@ void check_sent(const JsonNode& node, const PlanData& plan) {
   const auto is_kept = [](int32_t slot) { return slot >= 0; };
   const int64_t kept = std::ranges::count_if(plan.route_slot, is_kept);
   if (sent != kept) {
-    node.fail(fmt::format("has {} routes (route_slot has {})", sent, kept));
+    node.fail("has {} routes (route_slot has {})", sent, kept);
   }
 }
 
@@ -336,16 +334,16 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
 // Checks every size and bound, so that executors may follow the plan. Throws Error (kFile).
 PlanData plan_from_json(const JsonNode& whole) {
   if (const JsonNode format = whole["format"]; format.text() != kPlanFormat) {
-    format.fail(fmt::format("is \"{}\" (expected \"{}\")", format.text(), kPlanFormat));
+    format.fail("is \"{}\" (expected \"{}\")", format.text(), kPlanFormat);
   }
   const JsonNode version = whole["version"];
   if (const int64_t number = version.integer(0, kMaxInt32); number != kPlanVersion) {
-    version.fail(fmt::format(
+    version.fail(
         "is {} (Weft {} reads plans of version {}: save the plan again with it)",
         number,
         weft::version(),
         kPlanVersion
-    ));
+    );
   }
   PlanData plan;
   plan.shape = shape_from(whole["shape"]);

@@ -80,20 +80,12 @@ RoutingFileReader::RoutingFileReader(std::unique_ptr<std::istream> in, std::stri
   find_records(tail);
 }
 
-void RoutingFileReader::fail(uint64_t offset, const std::string& problem) const {
-  raise_error(
-      ErrorCode::kFile, {}, fmt::format("read routing: {}: at byte {}: {}", name_, offset, problem)
-  );
-}
-
 void RoutingFileReader::read_at(uint64_t offset, std::span<std::byte> into) {
   in_->clear();
   in_->seekg(static_cast<std::streamoff>(offset));
   in_->read(reinterpret_cast<char*>(into.data()), static_cast<std::streamsize>(into.size()));
   if (static_cast<size_t>(in_->gcount()) != into.size()) {
-    fail(
-        offset, fmt::format("reading failed after {} B (expected {})", in_->gcount(), into.size())
-    );
+    fail(offset, "reading failed after {} B (expected {})", in_->gcount(), into.size());
   }
 }
 
@@ -109,13 +101,15 @@ void RoutingFileReader::read_header() {
     fail(0, "not a routing file (expected it to begin with \"WEFTROUT\")");
   }
   if (file_bytes_ < sizeof(header_)) {
-    fail(file_bytes_, fmt::format("the header is cut off (expected {} B)", sizeof(header_)));
+    fail(file_bytes_, "the header is cut off (expected {} B)", sizeof(header_));
   }
   read_at(0, writable_bytes(header_));
   if (header_.version != format::kVersion) {
     fail(
         offsetof(format::Header, version),
-        fmt::format("version {} (expected {})", header_.version, format::kVersion)
+        "version {} (expected {})",
+        header_.version,
+        format::kVersion
     );
   }
   const auto checked =
@@ -123,11 +117,13 @@ void RoutingFileReader::read_header() {
   if (const uint32_t sum = crc32(checked); sum != header_.checksum) {
     fail(
         offsetof(format::Header, checksum),
-        fmt::format("checksum {:08x} (the header's is {:08x})", header_.checksum, sum)
+        "checksum {:08x} (the header's is {:08x})",
+        header_.checksum,
+        sum
     );
   }
   if (const std::string fault = header_fault(header_); !fault.empty()) {
-    fail(offsetof(format::Header, num_ranks), fault);
+    fail(offsetof(format::Header, num_ranks), "{}", fault);
   }
   shape_ = {
       static_cast<int>(header_.num_ranks),
@@ -182,7 +178,7 @@ void RoutingFileReader::find_records(Tail tail) {
     uint64_t bytes = 0;
     if (const std::string fault = record_fault(bytes); !fault.empty()) {
       if (tail == Tail::kRefuse) {
-        fail(end_, fault);
+        fail(end_, "{}", fault);
       }
       tail_fault_ = fmt::format("{}: at byte {}: {}", name_, end_, fault);
       return;
@@ -203,12 +199,10 @@ std::vector<std::byte> RoutingFileReader::read_bytes(int64_t record) {
   if (sum != header.checksum || header.bytes != bytes.size()) {
     fail(
         begin_[idx],
-        fmt::format(
-            "record {} is corrupt: checksum {:08x} (its bytes give {:08x})",
-            record,
-            header.checksum,
-            sum
-        )
+        "record {} is corrupt: checksum {:08x} (its bytes give {:08x})",
+        record,
+        header.checksum,
+        sum
     );
   }
   return bytes;
@@ -220,11 +214,9 @@ void RoutingFileReader::check_indices(const RouteTable& table, uint64_t at) cons
     if (table.expert[i] < -1 || table.expert[i] >= shape_.num_experts) {
       fail(
           at + i * header_.index_bytes,
-          fmt::format(
-              "expert {} is out of range (num_experts = {}, -1 = no route)",
-              table.expert[i],
-              shape_.num_experts
-          )
+          "expert {} is out of range (num_experts = {}, -1 = no route)",
+          table.expert[i],
+          shape_.num_experts
       );
     }
   }
@@ -253,7 +245,7 @@ RoutingRecord RoutingFileReader::read(int64_t record_idx) {
   for (const uint64_t count : num_tokens) {
     const uint64_t at = begin_[static_cast<size_t>(record_idx)] + bytes.size() - indices.size();
     if (count > indices.size() / (header_.topk * header_.index_bytes)) {
-      fail(at, fmt::format("record {} changed while it was read", record_idx));
+      fail(at, "record {} changed while it was read", record_idx);
     }
     RouteTable& table = record.routes.emplace_back();
     table.num_tokens = static_cast<int64_t>(count);

@@ -144,7 +144,14 @@ class RoutingFileReader {
   void read_at(uint64_t offset, std::span<std::byte> into);
   [[nodiscard]] std::vector<std::byte> read_bytes(int64_t record);
   void check_indices(const RouteTable& table, uint64_t at) const;
-  [[noreturn]] void fail(uint64_t offset, const std::string& problem) const;
+  template <class... Args>
+  [[noreturn]] void fail(uint64_t offset, fmt::format_string<Args...> format, Args&&... args)
+      const {
+    const std::string problem = fmt::format(format, std::forward<Args>(args)...);
+    WEFT_RAISE(
+        Context{}, ErrorCode::kFile, "read routing: {}: at byte {}: {}", name_, offset, problem
+    );
+  }
 
   std::unique_ptr<std::istream> in_;
   std::string name_;

@@ -2,11 +2,11 @@
 #include "transport/faulty/faulty_transport.hpp"
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
+#include <map>
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/env.hpp"
 
 namespace weft {
 namespace {
@@ -22,47 +22,39 @@ std::string_view take_until(std::string_view& text, char separator) {
 }
 
 void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
-  const std::string digits(text);
-  char* end = nullptr;
-  const double value = std::strtod(digits.c_str(), &end);
+  const auto value = parse_number<double>(text);
   WEFT_CHECK_ARG(
       Context{},
-      !digits.empty() && *end == '\0' && value >= 0,
+      value && *value >= 0,
       "open(faulty): {} = \"{}\" is not a number from 0 on",
       key,
       text
   );
-  WEFT_CHECK_ARG(Context{}, value <= kMostExact, "open(faulty): {} = {} is too large", key, value);
-  const auto set_probability = [&](double& place) {
+  WEFT_CHECK_ARG(
+      Context{}, *value <= kMostExact, "open(faulty): {} = {} is too large", key, *value
+  );
+  static const std::map<std::string_view, double FaultPlan::*> kProbabilities = {
+      {"drop", &FaultPlan::drop},
+      {"delay", &FaultPlan::delay},
+      {"fail", &FaultPlan::fail},
+      {"reorder", &FaultPlan::reorder}};
+  if (const auto found = kProbabilities.find(key); found != kProbabilities.end()) {
     WEFT_CHECK_ARG(
-        Context{}, value <= 1, "open(faulty): {} = {} is no probability (at most 1)", key, value
+        Context{}, *value <= 1, "open(faulty): {} = {} is no probability (at most 1)", key, *value
     );
-    place = value;
-  };
-  if (key == "seed") {
-    plan.seed = static_cast<uint64_t>(value);
-  } else if (key == "drop") {
-    set_probability(plan.drop);
-  } else if (key == "delay") {
-    set_probability(plan.delay);
-  } else if (key == "fail") {
-    set_probability(plan.fail);
-  } else if (key == "reorder") {
-    set_probability(plan.reorder);
+    plan.*found->second = *value;
+  } else if (key == "seed") {
+    plan.seed = static_cast<uint64_t>(*value);
   } else if (key == "hold_us") {
-    plan.hold = std::chrono::microseconds(static_cast<int64_t>(value));
-  } else if (key == "hide_mapped") {
-    plan.hide_mapped = value != 0;
+    plan.hold = std::chrono::microseconds(static_cast<int64_t>(*value));
   } else {
-    raise_error(
-        ErrorCode::kInvalidArgument,
+    WEFT_CHECK_ARG(
         Context{},
-        fmt::format(
-            "open(faulty): unknown key \"{}\" (seed, drop, delay, fail, reorder, hold_us, "
-            "hide_mapped)",
-            key
-        )
+        key == "hide_mapped",
+        "open(faulty): unknown key \"{}\" (seed, drop, delay, fail, reorder, hold_us, hide_mapped)",
+        key
     );
+    plan.hide_mapped = *value != 0;
   }
 }
 
@@ -130,9 +122,7 @@ void FaultyTransport::start_call(int rank) {
   }
   if (roll(plan_.fail)) {
     ++counts_.failed_calls;
-    raise_error(
-        ErrorCode::kTransport, context(), fmt::format("put: to rank {} failed (on purpose)", rank)
-    );
+    WEFT_RAISE(context(), ErrorCode::kTransport, "put: to rank {} failed (on purpose)", rank);
   }
 }
 

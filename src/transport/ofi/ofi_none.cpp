@@ -10,10 +10,12 @@ constexpr const char* kReason =
     "this build leaves it out, because libfabric's headers were missing (package libfabric-dev)";
 
 [[noreturn]] void refuse(const Group& group, std::string_view transport) {
-  raise_error(
+  WEFT_RAISE(
+      (Context{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport}),
       ErrorCode::kNotAvailable,
-      {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport},
-      fmt::format("open({}): {}", transport, kReason)
+      "open({}): {}",
+      transport,
+      kReason
   );
 }
 

@@ -5,12 +5,10 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <poll.h>
-#include <sys/socket.h>
 #include <utility>
 
 #include "core/check.hpp"
-#include "core/descriptor.hpp"
+#include "group/tcp/socket.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
@@ -108,23 +106,9 @@ bool is_refused(const Bytes& address) {
   if (place.ss_family != AF_INET && place.ss_family != AF_INET6) {
     return false;
   }
-  const Descriptor socket(::socket(place.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  const auto* const to = reinterpret_cast<const sockaddr*>(&place);
-  if (::connect(socket.get(), to, static_cast<socklen_t>(address.size())) == 0) {
-    return false;
-  }
-  if (errno != EINPROGRESS) {
-    return errno == ECONNREFUSED;
-  }
-  pollfd wanted = {.fd = socket.get(), .events = POLLOUT, .revents = 0};
-  constexpr int kPatienceMs = 20;
-  if (::poll(&wanted, 1, kPatienceMs) <= 0) {
-    return false;
-  }
-  int error = 0;
-  socklen_t bytes = sizeof error;
-  return ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 &&
-         error == ECONNREFUSED;
+  const Endpoint endpoint = {place, static_cast<socklen_t>(address.size())};
+  constexpr auto kPatience = std::chrono::milliseconds(20);
+  return !connect_to(endpoint, Deadline(kPatience)).is_open() && errno == ECONNREFUSED;
 }
 
 }  // namespace weft::ofi

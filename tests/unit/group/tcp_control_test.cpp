@@ -26,7 +26,7 @@ void run_controls(
     TestPort& port,
     int num_ranks,
     std::chrono::milliseconds timeout,
-    const std::function<void(int rank, ControlPlane&)>& body
+    const std::function<void(int rank, const AllGather&)>& body
 ) {
   std::vector<std::jthread> threads;
   for (const Rendezvous& place : rendezvous_of_all(num_ranks, port.port)) {
@@ -35,7 +35,7 @@ void run_controls(
       const auto control =
           place.rank == 0 ? make_tcp_root(admit_ranks(place, std::move(port.listener)), timeout)
                           : make_tcp_peer(join_ranks(place), context, timeout);
-      body(place.rank, *control);
+      body(place.rank, control);
     });
   }
 }
@@ -93,7 +93,7 @@ TEST(TcpControlTest, NamesRankZeroWhenItLeft) {
 TEST(TcpControlTest, NamesTheRanksThatDidNotCallOnEveryRank) {
   TestPort port;
   std::latch is_seen(2);
-  run_controls(port, 4, 200ms, [&](int rank, ControlPlane& control) {
+  run_controls(port, 4, 200ms, [&](int rank, const AllGather& all_gather) {
     if (rank == 1 || rank == 3) {
       is_seen.wait();
       return;
@@ -101,7 +101,7 @@ TEST(TcpControlTest, NamesTheRanksThatDidNotCallOnEveryRank) {
     expect_error(
         ErrorCode::kTimeout,
         "all_gather: ranks 1 and 3 did not call within 0.2 s [rank",
-        [&] { static_cast<void>(control.all_gather({})); }
+        [&] { static_cast<void>(all_gather({})); }
     );
     is_seen.count_down();
   });
@@ -110,7 +110,7 @@ TEST(TcpControlTest, NamesTheRanksThatDidNotCallOnEveryRank) {
 TEST(TcpControlTest, NamesRankZeroWhenItDidNotCall) {
   TestPort port;
   std::latch is_seen(1);
-  run_controls(port, 2, 200ms, [&](int rank, ControlPlane& control) {
+  run_controls(port, 2, 200ms, [&](int rank, const AllGather& all_gather) {
     if (rank == 0) {
       is_seen.wait();
       return;
@@ -118,7 +118,7 @@ TEST(TcpControlTest, NamesRankZeroWhenItDidNotCall) {
     expect_error(
         ErrorCode::kTimeout,
         "all_gather: rank 0 did not answer within 0.2 s (it or another rank has not called) [rank",
-        [&] { static_cast<void>(control.all_gather({})); }
+        [&] { static_cast<void>(all_gather({})); }
     );
     is_seen.count_down();
   });

@@ -97,7 +97,7 @@ TEST(TopologyTest, ListsEachRanksDomainAndHost) {
   EXPECT_EQ(topology.host_of, (std::vector<std::string>{"x", "y", "x"}));
 }
 
-// Where a rank's card holds its page and, behind that, the random number in it (probe.cpp).
+// Where a rank's card holds its page and, behind that, the random number in it (topology.cpp).
 constexpr size_t kPageAt = sizeof(uint64_t);
 constexpr size_t kInodeAt = kPageAt + offsetof(SharedMemoryRef, inode);
 constexpr size_t kNumberAt = kPageAt + sizeof(SharedMemoryRef);
@@ -115,15 +115,8 @@ std::vector<Topology> probe(
       tamper(group.rank(), bytes);
       return group.all_gather(bytes);
     };
-    struct Control final : ControlPlane {
-      explicit Control(AllGather function) : swap(std::move(function)) {}
-      std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
-        return swap(block);
-      }
-      AllGather swap;
-    } control(swap);
     topologies[static_cast<size_t>(group.rank())] =
-        probe_topology(control, ranks_per_domain, {group.rank(), num_ranks, {}});
+        probe_topology(swap, ranks_per_domain, {group.rank(), num_ranks, {}});
   });
   return topologies;
 }
@@ -166,19 +159,13 @@ TEST(ProbeTest, APageWithAnotherNumberIsNotMapped) {
 
 TEST(ProbeTest, SettingsThatDifferAreNamedOnEveryRank) {
   run_threads(3, [](Group& group) {
-    struct Control final : ControlPlane {
-      explicit Control(const Group& own) : group(own) {}
-      std::vector<Bytes> all_gather(std::span<const std::byte> block) override {
-        return group.all_gather(block);
-      }
-      const Group& group;
-    } control(group);
+    const auto swap = [&](std::span<const std::byte> block) { return group.all_gather(block); };
     const std::optional<int> setting = group.rank() == 2 ? std::optional(3) : std::nullopt;
     expect_error(
         ErrorCode::kInvalidArgument,
         "topology: WEFT_RANKS_PER_DOMAIN differs: 0 on rank 0, 3 on rank 2 (0: not set)",
         [&] {
-          static_cast<void>(probe_topology(control, setting, {group.rank(), 3, {}}));
+          static_cast<void>(probe_topology(swap, setting, {group.rank(), 3, {}}));
         }
     );
   });

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <arpa/inet.h>
 #include <array>
-#include <charconv>
 #include <cstring>
 #include <ifaddrs.h>
 #include <net/if.h>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/env.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -132,9 +132,9 @@ class Network {
     const unsigned max_bits = family_ == AF_INET ? 32 : 128;
     bits_ = max_bits;
     if (slash != std::string::npos) {
-      const char* end = text.data() + text.size();
-      const auto [stop, error] = std::from_chars(text.data() + slash + 1, end, bits_);
-      is_valid_ = is_valid_ && error == std::errc() && stop == end && bits_ <= max_bits;
+      const auto bits = parse_number<unsigned>(std::string_view(text).substr(slash + 1));
+      is_valid_ = is_valid_ && bits && *bits <= max_bits;
+      bits_ = bits.value_or(0);
     }
   }
 
@@ -173,15 +173,13 @@ std::string local_address(const std::string& wanted) {
     }
     known += fmt::format("{}{} {}", known.empty() ? "" : ", ", address.interface, address.text());
   }
-  raise_error(
-      ErrorCode::kNotAvailable,
+  WEFT_RAISE(
       Context{},
-      fmt::format(
-          "WEFT_FABRIC_ADDRESS = \"{}\" is no interface, address or network of this host (it has "
-          "{})",
-          wanted,
-          known
-      )
+      ErrorCode::kNotAvailable,
+      "WEFT_FABRIC_ADDRESS = \"{}\" is no interface, address or network of this host (it has "
+      "{})",
+      wanted,
+      known
   );
 }
 

@@ -116,10 +116,11 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
         lacking - answers.begin()
     );
   }
-  raise_error(
-      ErrorCode::kNotAvailable,
+  WEFT_RAISE(
       context_of(group, "ofi"),
-      fmt::format("open(ofi): no provider can be used by all ranks ({})", reasons)
+      ErrorCode::kNotAvailable,
+      "open(ofi): no provider can be used by all ranks ({})",
+      reasons
   );
 }
 
