@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <fcntl.h>
+#include <filesystem>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -28,11 +29,6 @@ int write_all(int fd, std::string_view bytes) {
     bytes.remove_prefix(written < 0 ? 0 : static_cast<size_t>(written));
   }
   return ::fsync(fd) == 0 ? 0 : errno;
-}
-
-std::string folder_of(const std::string& path) {
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "." : path.substr(0, slash + 1);
 }
 
 // mkstemp makes files that only their owner reads; a saved file gets the usual mode.
@@ -80,7 +76,8 @@ void write_file_atomically(const std::string& path, std::string_view bytes) {
     fail("save", path, error_number);
   }
   // The rename itself lasts once its folder is flushed; some file systems cannot, and need not.
-  const Descriptor folder(::open(folder_of(path).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const auto parent = std::filesystem::absolute(path).parent_path();
+  const Descriptor folder(::open(parent.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder.get() >= 0) {
     ::fsync(folder.get());
   }

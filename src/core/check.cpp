@@ -2,18 +2,12 @@
 #include "core/check.hpp"
 
 #include <cstring>
+#include <filesystem>
 
 #include "weft/tensor.hpp"
 
 namespace weft {
 namespace {
-
-std::string place(std::string_view file, int line) {
-  if (const auto slash = file.rfind('/'); slash != std::string_view::npos) {
-    file.remove_prefix(slash + 1);
-  }
-  return fmt::format("{}:{}", file, line);
-}
 
 std::string speaker(const Context& context) {
   if (context.rank < 0) {
@@ -30,7 +24,8 @@ std::string speaker(const Context& context) {
 void raise_error(
     ErrorCode code, const Context& context, const std::string& problem, const char* file, int line
 ) {
-  const std::string position = place(file, line);
+  const std::string position =
+      fmt::format("{}:{}", std::filesystem::path(file).filename().native(), line);
   const std::string message = fmt::format("{}{} at {}", problem, speaker(context), position);
   switch (code) {
     case ErrorCode::kTimeout:

@@ -99,13 +99,4 @@ inline size_t gather_weights(
                       : row;
 }
 
-// Scales and rows of dispatch, straight to their slots or through staging as each receiver asked.
-void dispatch_cpu(
-    const CpuRank& rank, const CpuCall& call, const DispatchInput& in, const DispatchOutput& out
-);
-
-void combine_cpu(
-    const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
-);
-
 }  // namespace weft

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Work of a call that waits for chunks from peers. The roles in dispatch/ and combine/ that receive
-// are classes of this kind; dispatch/run.cpp and combine/run.cpp run them.
+// are classes of this kind; dispatch/call.cpp and combine/call.cpp run them.
 #pragma once
 
 #include <atomic>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sets the CPU executor's exchange up, owns the memory that peers write, and answers for it. Each
-// operation has its own file: plan_call.cpp, dispatch_call.cpp, combine_call.cpp.
+// operation has its own file: plan/call.cpp, dispatch/call.cpp, combine/call.cpp.
 #include "cpu/exchange.hpp"
 
 #include <algorithm>

@@ -19,7 +19,7 @@
 
 namespace weft {
 
-class CpuExchange final : public Executor {
+class CpuExchange : public Executor {
  public:
   CpuExchange(const Group& group, const ExchangeConfig& wanted)
       : CpuExchange(group, wanted, group.topology().domains) {}
@@ -50,8 +50,7 @@ class CpuExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
- private:
-  friend class Network;     // for executors that leave plans and the network to this one
+ protected:  // also for executors that leave plans and the network to this one (network.hpp)
   friend class RecordSwap;  // a step of make_plan
   friend struct CpuInside;  // for tests
 
@@ -119,7 +118,7 @@ auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
   try {
     return run(prepared);
   } catch (const Error& error) {
-    // Raised on every rank from the same call words, before anything was written.
+    // Raised on every rank from the same handshakes, before anything was written.
     if (error.code() == ErrorCode::kInvalidArgument) {
       throw;
     }

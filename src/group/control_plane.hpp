@@ -10,6 +10,7 @@
 #include <cstring>
 #include <span>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -32,6 +33,21 @@ namespace weft {
 [[nodiscard]] std::vector<AllGather> make_local_control(
     int num_ranks, std::chrono::milliseconds timeout
 );
+
+// Throws Error (kInvalidArgument) for a group without ranks and for a rank out of range.
+inline void check_place(std::string_view verb, int rank, int num_ranks) {
+  WEFT_CHECK_ARG(
+      Context{}, num_ranks >= 1, "{}: num_ranks = {} is too small (at least 1)", verb, num_ranks
+  );
+  WEFT_CHECK_ARG(
+      Context{},
+      rank >= 0 && rank < num_ranks,
+      "{}: rank {} is out of range (num_ranks = {})",
+      verb,
+      rank,
+      num_ranks
+  );
+}
 
 // What a rank said in an all_gather, as a value: the T at the beginning of its block. Throws Error
 // (kPeerFailed) where there is less: ranks made different calls, or an application's own all_gather

@@ -37,16 +37,7 @@ std::vector<Group> Group::local(int num_ranks) {
 }
 
 Group Group::from_all_gather(int rank, int num_ranks, AllGather all_gather) {
-  WEFT_CHECK_ARG(
-      Context{}, num_ranks >= 1, "group: num_ranks = {} is too small (at least 1)", num_ranks
-  );
-  WEFT_CHECK_ARG(
-      Context{},
-      rank >= 0 && rank < num_ranks,
-      "group: rank {} is out of range (num_ranks = {})",
-      rank,
-      num_ranks
-  );
+  check_place("group", rank, num_ranks);
   const Context context{rank, num_ranks, {}};
   WEFT_CHECK_ARG(context, all_gather != nullptr, "group: all_gather is empty");
   const auto checked = [all_gather, context](std::span<const std::byte> block) {
@@ -217,9 +208,7 @@ class Table {
 }  // namespace
 
 std::vector<AllGather> make_local_control(int num_ranks, std::chrono::milliseconds timeout) {
-  WEFT_CHECK_ARG(
-      Context{}, num_ranks >= 1, "local: num_ranks = {} is too small (at least 1)", num_ranks
-  );
+  check_place("local", 0, num_ranks);
   const auto table = std::make_shared<Table>(num_ranks, timeout);
   std::vector<AllGather> controls;
   for (int rank = 0; rank < num_ranks; ++rank) {

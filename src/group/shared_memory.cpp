@@ -2,8 +2,9 @@
 #include "group/shared_memory.hpp"
 
 #include <cerrno>
-#include <cstdio>
 #include <fcntl.h>
+#include <fstream>
+#include <limits>
 #include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -54,6 +55,16 @@ void* map_on_boundary(int fd, uint64_t bytes) {
   return data;
 }
 
+// A system call that was interrupted, or shall be tried again, is made again.
+template <class SystemCall>
+int repeated(const SystemCall& call) {
+  int result = call();
+  while (result == -1 && (errno == EINTR || errno == EAGAIN)) {
+    result = call();
+  }
+  return result;
+}
+
 }  // namespace
 
 Pages map_pages(int fd, uint64_t bytes, ErrorCode code) {
@@ -71,10 +82,7 @@ Pages map_pages(int fd, uint64_t bytes, ErrorCode code) {
 }
 
 bool populate_pages(std::byte* data, uint64_t bytes) {
-  int result = 0;
-  do {
-    result = ::madvise(data, bytes, kPopulateWrite);
-  } while (result == -1 && (errno == EINTR || errno == EAGAIN));
+  const int result = repeated([&] { return ::madvise(data, bytes, kPopulateWrite); });
   if (result == -1 && errno == EINVAL) {
     return false;
   }
@@ -93,19 +101,16 @@ namespace {
 
 // What the system says it can still hand out; an unreadable file means no opinion.
 uint64_t available_bytes() {
-  uint64_t kib = UINT64_MAX >> 10;
-  if (std::FILE* file = std::fopen("/proc/meminfo", "re")) {
-    char line[128];
-    while (std::fgets(line, sizeof line, file) != nullptr) {
-      unsigned long long value = 0;
-      if (std::sscanf(line, "MemAvailable: %llu kB", &value) == 1) {
-        kib = value;
-        break;
-      }
+  std::ifstream file("/proc/meminfo");
+  std::string name;
+  uint64_t kib = 0;
+  while (file >> name >> kib) {
+    if (name == "MemAvailable:") {
+      return kib << 10;
     }
-    std::fclose(file);
+    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
   }
-  return kib << 10;
+  return UINT64_MAX;
 }
 
 // Asking for more than there is would wake the kernel's killer before any call fails, so look
@@ -124,10 +129,7 @@ void check_available(uint64_t bytes) {
 
 // For kernels that cannot populate a mapping: reserves the pages of the file, small ones.
 void reserve_file(int fd, uint64_t bytes) {
-  int result = 0;
-  do {
-    result = ::fallocate(fd, 0, 0, static_cast<off_t>(bytes));
-  } while (result == -1 && errno == EINTR);
+  const int result = repeated([&] { return ::fallocate(fd, 0, 0, static_cast<off_t>(bytes)); });
   WEFT_CHECK(
       Context{},
       result == 0 || errno == EOPNOTSUPP,

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine: each token's rank says where it wants its partial sums, then the executor makes and adds
-// them. Previous in the data flow: the caller's experts; next: combine_cpu.cpp.
+// combine, the adjoint of dispatch/call.cpp: each token's rank says where it wants its partial
+// sums, then workers make and add them. Previous in the data flow: the caller's experts.
 #include "call/validate.hpp"
+#include "cpu/combine/forward.hpp"
+#include "cpu/combine/reduce.hpp"
+#include "cpu/combine/sum.hpp"
 #include "cpu/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
 
-// `peer` reads this rank's rows, if it can, for its own tokens or for those that it carries. The
+// `peer` reads this rank's rows, if it can, for its own tokens or for those that it forwards. The
 // weights of the latter are with this rank when their source hands them in.
 bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
   if (!is_near(plan, peer)) {
@@ -16,6 +19,26 @@ bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
   }
   return plan.received[peer].size() > 0 ||
          (scale != CombineScale::kSourceWeights && rows_from(plan, peer) > 0);
+}
+
+// Each worker takes turns: pre-reduce a chunk for every token rank, add up what this domain's ranks
+// have for tokens of others, sum the tokens that are complete.
+void run(
+    const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
+) {
+  CombineReduce reduce(rank, call, in);
+  if (in.scale == CombineScale::kSourceWeights) {
+    reduce.swap_source_weights();
+  }
+  CombineForward forward(rank, call, in);
+  CombineSum sum(rank, call, in, out);
+  const WaitReason reason = {.op = "combine", .call = call.number, .what = "partial sums"};
+  const auto run_unit = [&](int64_t unit, int worker) { reduce.run(unit, worker); };
+  take_turns(rank, reason, reduce.num_units(), run_unit, forward, sum);
+  forward.settle();
+  sum.settle();
+  sum.release_rows();
+  reduce.wait_for_readers();
 }
 
 }  // namespace
@@ -51,7 +74,7 @@ void CpuExchange::combine(
     std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     for (size_t peer = 0; peer < to.size(); ++peer) {
-      if (rows_to(plan, peer) > 0) {  // see dispatch_call.cpp
+      if (rows_to(plan, peer) > 0) {  // see dispatch/call.cpp
         to[peer].rows = staging_at(ready.rows[peer]);
       } else if (crossings_to(plan, peer) > 0) {
         to[peer].rows = staging_at(ready.crossing_rows[peer]);
@@ -70,7 +93,7 @@ void CpuExchange::combine(
     std::vector<CallWord> words = board_->swap(to, {});
     for (size_t peer = 0; peer < words.size(); ++peer) {
       // A rank that reads this rank's rows itself gets no partial sums; it waits for nothing here
-      // and may have released its staging by now. (Of what it carries it may get some.)
+      // and may have released its staging by now. (Of what it forwards it may get some.)
       const bool has_sums =
           has_source_weights && rows_from(plan, peer) > plan.received[peer].size();
       if (to[peer].own_rows.region.generation != 0 && !has_sums) {
@@ -79,7 +102,7 @@ void CpuExchange::combine(
     }
     import_targets(words);
     const CpuCall cpu_call = {call_number_, plan, words, to, ready, staging_.data};
-    combine_cpu(cpu_rank(), cpu_call, in, out);
+    run(cpu_rank(), cpu_call, in, out);
     ++counters_.num_combines;
     count_crossings(count_carried(plan), in.rows.row_bytes());
   });

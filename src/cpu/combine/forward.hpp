@@ -8,7 +8,6 @@
 
 #include "cpu/chunk_work.hpp"
 #include "cpu/combine/rows.hpp"
-#include "cpu/combine/send_sums.hpp"
 #include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
 

@@ -10,7 +10,6 @@
 #include "call/chunks.hpp"
 #include "cpu/call.hpp"
 #include "cpu/combine/rows.hpp"
-#include "cpu/combine/send_sums.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cpu/chunk_work.hpp"
-#include "cpu/dispatch/pair_rows.hpp"
 #include "cpu/dispatch/row_stream.hpp"
 #include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"

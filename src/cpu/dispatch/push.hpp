@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The sending role of dispatch: rows of this rank's tokens, once to each rank of its domain that
-// needs them and once to its carrier in each other domain.
+// needs them and once to its forwarder in each other domain.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <span>
 
-#include "cpu/dispatch/pair_rows.hpp"
+#include "cpu/dispatch/row_stream.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -33,8 +33,7 @@ class DispatchPush {
       const size_t peer = (self_ + step) % num_ranks;
       (is_near(plan_, peer) ? near_ : far_).push_back(peer);
     }
-    for (const Arrivals& pair :
-         plan_.sent) {  // crossings of a domain are at least as many as those
+    for (const Arrivals& pair : plan_.sent) {
       num_units_ = std::max(num_units_, num_chunks(pair.size()));
     }
     if (plan_.between) {
@@ -92,7 +91,7 @@ class DispatchPush {
     puts.send(rank_.transport, to, part.signal);
   }
 
-  // Each token once, to the carrier.
+  // Each token once, to the forwarder.
   void send_across(size_t domain, int64_t chunk) const {
     const std::vector<int32_t>& tokens = plan_.between->sent[domain];
     const ChunkRange range = chunk_range(static_cast<int64_t>(tokens.size()), chunk);
@@ -112,7 +111,7 @@ class DispatchPush {
     puts.send(rank_.transport, to, signal);
   }
 
-  // To a rank of another domain; they are few and need no carrier.
+  // To a rank of another domain; they are few and need no forwarder.
   void send_weights(size_t to, int64_t chunk) const {
     const ChunkRange range = chunk_range(plan_.sent[to].size(), chunk);
     if (range.first == range.last) {

@@ -1,16 +1,238 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan: counts travel, then slots; routing tables never do. Previous in the data flow:
-// plan/build.hpp; next: dispatch_call.cpp.
+// plan/build.hpp; next: dispatch/call.cpp.
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <utility>
 
 #include "cpu/exchange.hpp"
-#include "cpu/plan/records.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
+
+// An area of the control region is free again when its source begins the next plan call, for which
+// it needs this rank's next handshake.
+class RecordSwap {
+ public:
+  RecordSwap(CpuExchange& state, const PlanData& plan)
+      : state_(state),
+        plan_(plan),
+        domains_(*state.domains_),
+        rank_(state.context_.rank),
+        num_ranks_(state.context_.num_ranks) {}
+
+  [[nodiscard]] const Domains& domains() const { return domains_; }
+  [[nodiscard]] const Context& context() const { return state_.context_; }
+
+  void send_own() const {
+    std::vector<std::vector<std::byte>> records(plan_.sent.size());
+    for_each(records.size(), [&](size_t peer) {
+      if (static_cast<int>(peer) != rank_) {
+        records[peer] = encode_records(plan_.sent[peer]);
+      }
+    });
+    for (int domain = 0; domain < domains_.num_domains(); ++domain) {
+      if (domain != domains_.own()) {
+        send_bundle(domain, records);
+      }
+    }
+    for (int step = 1; step < num_ranks_; ++step) {
+      const int peer = (rank_ + step) % num_ranks_;
+      if (domains_.is_near(peer)) {
+        send(peer, rank_, records[static_cast<size_t>(peer)]);
+      }
+    }
+  }
+
+  // The bundle of each source that this rank forwards for, as it comes, to the ranks of this
+  // domain.
+  void pass_on() {
+    for (const int source : domains_.carried()) {
+      state_.waiter_->until_raised(reason(), {missing(source)});
+      const auto records =
+          unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
+      for (size_t m = 0; m < records.size(); ++m) {
+        if (domains_.near()[m] != rank_) {
+          send(domains_.near()[m], source, records[m]);
+        }
+      }
+    }
+  }
+
+  void wait_for_all() {
+    std::vector<Missing> wanted;
+    for (int source = 0; source < num_ranks_; ++source) {
+      if (source != rank_) {
+        wanted.push_back(missing(source));
+      }
+    }
+    state_.waiter_->until_raised(reason(), wanted);
+    for (const Missing& one : wanted) {
+      state_.settled_[one.signal] = one.wanted;
+    }
+  }
+
+  // [num_ranks]
+  [[nodiscard]] std::vector<Arrivals> received() const {
+    std::vector<Arrivals> from(static_cast<size_t>(num_ranks_));
+    for_each(from.size(), [&](size_t source) {
+      from[source] = received_from(static_cast<int>(source));
+    });
+    return from;
+  }
+
+  // [sources forwarded for][members of this domain] but for this rank's own, which it received.
+  [[nodiscard]] std::vector<std::vector<Arrivals>> carried(std::span<const int64_t> rows) const {
+    const std::span<const int> sources = domains_.carried();
+    const std::span<const int> near = domains_.near();
+    std::vector<std::vector<Arrivals>> pairs(sources.size(), std::vector<Arrivals>(near.size()));
+    for_each(sources.size() * near.size(), [&](size_t i) {
+      const size_t source = i / near.size();
+      const size_t member = i % near.size();
+      if (near[member] != rank_) {
+        pairs[source][member] =
+            carried_pair(sources[source], member, rows[static_cast<size_t>(near[member])]);
+      }
+    });
+    return pairs;
+  }
+
+ private:
+  // Of a rank, from which on its records are worth waking other threads.
+  static constexpr int64_t kManyRoutes = 8192;
+
+  void for_each(size_t count, const std::function<void(size_t)>& visit) const {
+    const bool is_much = plan_.shape.num_tokens * plan_.shape.topk >= kManyRoutes;
+    state_.workers_->for_each(count, is_much, visit);
+  }
+
+  [[nodiscard]] Arrivals received_from(int source) const {
+    if (source == rank_) {
+      return plan_.sent[static_cast<size_t>(rank_)];
+    }
+    std::span<const std::byte> records = area_of(source);
+    if (!domains_.is_near(source) && domains_.between(source) < 0) {
+      records = of_member(source, static_cast<size_t>(domains_.place_of(rank_)));
+    }
+    return decode_records(records, plan_, source, state_.context_);
+  }
+
+  [[nodiscard]] Arrivals carried_pair(int source, size_t member, int64_t receiver_rows) const {
+    return decode_records(
+        of_member(source, member), plan_.shape, receiver_rows, source, state_.context_
+    );
+  }
+
+  // Of the bundle of a source that this rank forwards for.
+  [[nodiscard]] std::span<const std::byte> of_member(int source, size_t member) const {
+    return unbundle_records(
+        area_of(source), domains_.near().size(), source, state_.context_
+    )[member];
+  }
+
+  [[nodiscard]] WaitReason reason() const {
+    return {.op = "plan", .call = state_.call_number_, .what = "records"};
+  }
+
+  [[nodiscard]] Missing missing(int source) const {
+    const uint32_t signal = state_.signals_.records(static_cast<uint32_t>(source));
+    return {
+        .peer = source,
+        .signal = signal,
+        .wanted = state_.settled_[signal] + 1,
+        .via = domains_.between(source)};
+  }
+
+  // What lies in the area of `source`, its length bounded by the area's.
+  [[nodiscard]] std::span<const std::byte> area_of(int source) const {
+    const std::byte* area =
+        state_.control_.data + state_.control_map_.record_offset(static_cast<uint64_t>(source));
+    uint64_t length = 0;
+    std::memcpy(&length, area, sizeof length);
+    return {area + sizeof length, std::min(length, state_.control_map_.record_bytes)};
+  }
+
+  // Takes those of the domain's ranks out of `records`, by rank.
+  void send_bundle(int domain, std::span<std::vector<std::byte>> records) const {
+    std::vector<std::vector<std::byte>> of_members;
+    for (const int member : domains_.members(domain)) {
+      of_members.push_back(std::move(records[static_cast<size_t>(member)]));
+    }
+    send(domains_.carrier_into(domain, rank_), rank_, bundle_records(of_members));
+  }
+
+  void send(int peer, int source, std::span<const std::byte> records) const {
+    const uint64_t length = records.size();
+    std::vector<std::byte> message(sizeof length + records.size());
+    std::memcpy(message.data(), &length, sizeof length);
+    std::memcpy(message.data() + sizeof length, records.data(), records.size());
+    const Put put = {
+        .source = message.data(),
+        .bytes = message.size(),
+        .region = state_.control_slots_[static_cast<size_t>(peer)],
+        .signal = state_.signals_.records(static_cast<uint32_t>(source)),
+        .offset = state_.control_map_.record_offset(static_cast<uint64_t>(source))};
+    state_.transport_->put(peer, {&put, 1});
+  }
+
+  CpuExchange& state_;
+  const PlanData& plan_;
+  const Domains& domains_;
+  int rank_;
+  int num_ranks_;
+};
+
 namespace {
+
+// More tokens than the source said it has could not be numbered by chunk signals.
+void check_carried(
+    std::span<const Arrivals> pairs, int source, const RankCounts& counts, const Context& context
+) {
+  for (const Arrivals& pair : pairs) {
+    const int64_t last = pair.token.empty() ? -1 : pair.token.back();
+    if (last >= counts.num_tokens) {
+      WEFT_RAISE(
+          context,
+          ErrorCode::kTransport,
+          "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
+          source,
+          last,
+          counts.num_tokens
+      );
+    }
+  }
+}
+
+struct SwappedRecords {
+  std::vector<Arrivals> received;              // [num_ranks]
+  std::vector<std::vector<Arrivals>> carried;  // [sources forwarded for][members of this domain]
+};
+
+// Collective. Each source tells each receiver the slots of their pair. In a group of several
+// domains a source tells its forwarder there, in one message for all ranks of the domain; the
+// forwarder keeps a copy and passes each its own. `receiver_rows`: of each rank's output, by rank;
+// only needed where there are several domains. Throws Error (kTransport) for malformed records.
+SwappedRecords swap_records(
+    CpuExchange& state,
+    const PlanData& plan,
+    std::span<const RankCounts> counts,
+    std::span<const int64_t> receiver_rows
+) {
+  RecordSwap swap(state, plan);
+  swap.send_own();
+  swap.pass_on();
+  swap.wait_for_all();
+  SwappedRecords records = {.received = swap.received(), .carried = swap.carried(receiver_rows)};
+  for (size_t i = 0; i < records.carried.size(); ++i) {
+    const int source = swap.domains().carried()[i];
+    const auto s = static_cast<size_t>(source);
+    check_carried(records.carried[i], source, counts[s], swap.context());
+    check_carried({&records.received[s], 1}, source, counts[s], swap.context());
+  }
+  return records;
+}
 
 // Everyone's counts, out of the words of this call and what followed them.
 std::vector<RankCounts> counts_of(
@@ -87,7 +309,7 @@ Plan CpuExchange::make_plan(
     data.exchange_id = id_;
     data.call = call_number_;
     std::vector<int64_t> rows;
-    if (domains_->has_several()) {  // a carrier checks the slots of others
+    if (domains_->has_several()) {  // a forwarder checks the slots of others
       rows = output_rows(group_shape(counts, settings_.num_experts, options, context_));
     }
     SwappedRecords records = swap_records(*this, data, counts, rows);

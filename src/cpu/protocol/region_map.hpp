@@ -4,9 +4,9 @@
 //
 // Control region of a rank: what its peers tell it. `source` is always the rank that writes.
 //
-//   call words   [2 parities][num_ranks]   CallWord, then the payload of a plan call (counts)
+//   handshakes   [2 parities][num_ranks]   CallWord, then the payload of a plan call (counts)
 //   records      [num_ranks]               u64 length, then encode_records() of this pair, or, at
-//                                          the carrier of a source, a bundle for its domain
+//                                          the forwarder of a source, a bundle for its domain
 //
 // A parity's word may be overwritten two calls later: by then every rank has read it
 // (call_board.hpp).
@@ -25,8 +25,8 @@ WEFT_HD constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
 
 struct ControlMap {
   uint64_t num_ranks = 1;
-  uint64_t word_bytes = 0;     // of a call word
-  uint64_t payload_bytes = 0;  // most that follows a call word
+  uint64_t word_bytes = 0;     // of a CallWord
+  uint64_t payload_bytes = 0;  // most that follows a CallWord
   uint64_t record_bytes = 0;   // most that encode_records() or bundle_records() returns
 
   [[nodiscard]] WEFT_HD constexpr uint64_t call_stride() const {
@@ -49,7 +49,7 @@ struct SignalMap {
   uint32_t num_ranks = 1;
   uint32_t max_chunks = 0;         // num_chunks(max_tokens)
   bool has_crossings = false;      // the group has several domains
-  uint32_t num_carried_pairs = 0;  // most pairs (source, member) that a rank carries
+  uint32_t num_carried_pairs = 0;  // most pairs (source, member) that a rank forwards
 
   // One for each parity: words of neighbouring calls may overtake each other, and a count that both
   // raise would not tell which one has come.
@@ -72,12 +72,13 @@ struct SignalMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
     return 5 * num_ranks + (num_ranks + source) * max_chunks + chunk;
   }
-  // A chunk of crossing tokens: at the carrier, of rows from their source; at the source, of sums
-  // from their carrier.
+  // A chunk of inter-node tokens: at the forwarder, of rows from their source; at the source, of
+  // sums from their forwarder.
   [[nodiscard]] WEFT_HD constexpr uint32_t crossing(uint32_t peer, uint32_t chunk) const {
     return combine(num_ranks, 0) + peer * max_chunks + chunk;
   }
-  // At a carrier: partial sums of a pair that it carries, numbered by Domains::pair_at_carrier().
+  // At a forwarder: partial sums of a pair that it forwards, numbered by
+  // Domains::pair_at_carrier().
   [[nodiscard]] WEFT_HD constexpr uint32_t carried(uint32_t pair, uint32_t chunk) const {
     return crossing(has_crossings ? num_ranks : 0, 0) + pair * max_chunks + chunk;
   }

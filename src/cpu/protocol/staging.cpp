@@ -6,7 +6,7 @@
 namespace weft {
 namespace {
 
-// Rows and weights that one peer writes here, weights of routes that it hands in, and crossing
+// Rows and weights that one peer writes here, weights of routes that it hands in, and inter-node
 // tokens.
 struct PeerCounts {
   int64_t rows = 0;

@@ -19,7 +19,8 @@ struct Staging {
   std::vector<uint64_t> scales;
   std::vector<uint64_t> weights;
   std::vector<uint64_t> source_weights;
-  // Crossing tokens: in dispatch by the source that this rank carries, in combine by carrier.
+  // Inter-node tokens: in dispatch by the source that this rank forwards for, in combine by
+  // forwarder.
   std::vector<uint64_t> crossing_rows;
   std::vector<uint64_t> crossing_scales;
   uint64_t num_bytes = 0;
@@ -35,7 +36,7 @@ struct StagedRowBytes {
   uint64_t crossing_scales = 0;
 };
 
-// dispatch: by source, what it sends here, itself or through a carrier.
+// dispatch: by source, what it sends here, itself or through a forwarder.
 [[nodiscard]] Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes);
 // combine: by expert rank, what it sends back here; source_weights by token rank.
 [[nodiscard]] Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes);

@@ -138,17 +138,16 @@ void Waiter::check_peers(
 }
 
 void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missing) const {
-  std::string peers;
+  std::vector<std::string> peers;
   for (const Missing& one : missing) {
-    peers += fmt::format(
-        "{}rank {}{} (signal {} at {} of {})",
-        peers.empty() ? "" : ", ",
+    peers.push_back(fmt::format(
+        "rank {}{} (signal {} at {} of {})",
         one.peer,
         one.via < 0 ? "" : fmt::format(" by way of rank {}", one.via),
         one.signal,
         one.seen,
         one.wanted
-    );
+    ));
   }
   WEFT_RAISE(
       context_,
@@ -157,7 +156,7 @@ void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missi
       reason.op,
       reason.what,
       seconds_text(timeout_),
-      peers,
+      fmt::join(peers, ", "),
       reason.call
   );
 }

@@ -42,20 +42,19 @@ IoState send_frame(
     const Socket& socket,
     FrameKind kind,
     std::span<const std::byte> payload,
-    const Deadline& deadline
+    const Deadline& deadline,
+    uint32_t code
 ) {
-  const FrameHeader header = {kind, 0, payload.size()};
+  const FrameHeader header = {kind, code, payload.size()};
   const IoState state = send_all(socket, std::as_bytes(std::span(&header, 1)), deadline);
   return state == IoState::kDone ? send_all(socket, payload, deadline) : state;
 }
 
 void send_failure(const Socket& socket, const Failure& failure) {
+  const auto text = std::as_bytes(std::span(failure.text));
+  const auto code = static_cast<uint32_t>(failure.code);
   const Deadline deadline(kFailureSendTime);
-  const FrameHeader header = {
-      FrameKind::kFailure, static_cast<uint32_t>(failure.code), failure.text.size()};
-  if (send_all(socket, std::as_bytes(std::span(&header, 1)), deadline) == IoState::kDone) {
-    static_cast<void>(send_all(socket, std::as_bytes(std::span(failure.text)), deadline));
-  }
+  static_cast<void>(send_frame(socket, FrameKind::kFailure, text, deadline, code));
 }
 
 std::optional<Failure> failure_in(const Frame& frame) {

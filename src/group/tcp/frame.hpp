@@ -57,7 +57,8 @@ class FrameReader {
     const Socket& socket,
     FrameKind kind,
     std::span<const std::byte> payload,
-    const Deadline& deadline
+    const Deadline& deadline,
+    uint32_t code = 0
 );
 // Best effort: a peer that cannot be told will see the connection close.
 void send_failure(const Socket& socket, const Failure& failure);

@@ -168,19 +168,7 @@ AllGather make_tcp_peer(Socket root, const Context& context, std::chrono::millis
 
 void check_rendezvous(const Rendezvous& rendezvous) {
   const Context context{rendezvous.rank, rendezvous.num_ranks, "tcp"};
-  WEFT_CHECK_ARG(
-      Context{},
-      rendezvous.num_ranks >= 1,
-      "connect: num_ranks = {} is too small (at least 1)",
-      rendezvous.num_ranks
-  );
-  WEFT_CHECK_ARG(
-      Context{},
-      rendezvous.rank >= 0 && rendezvous.rank < rendezvous.num_ranks,
-      "connect: rank {} is out of range (num_ranks = {})",
-      rendezvous.rank,
-      rendezvous.num_ranks
-  );
+  check_place("connect", rendezvous.rank, rendezvous.num_ranks);
   WEFT_CHECK_ARG(
       context,
       rendezvous.secret.size() >= kMinSecretBytes,

@@ -43,9 +43,13 @@ void widen(std::span<const std::byte> bytes, std::vector<int32_t>& experts) {
   }
 }
 
+bool is_in_limits(int64_t num_ranks, int64_t num_experts, int64_t topk) {
+  return num_ranks >= 1 && num_ranks <= format::kMaxRanks && num_experts >= 1 &&
+         num_experts <= format::kMaxExperts && topk >= 1 && topk <= kMaxTopk;
+}
+
 std::string header_fault(const format::Header& header) {
-  if (header.num_ranks < 1 || header.num_ranks > format::kMaxRanks || header.num_experts < 1 ||
-      header.num_experts > format::kMaxExperts || header.topk < 1 || header.topk > kMaxTopk) {
+  if (!is_in_limits(header.num_ranks, header.num_experts, header.topk)) {
     return fmt::format(
         "{} ranks, {} experts, topk = {} (1 to {}, {} and {})",
         header.num_ranks,
@@ -251,11 +255,8 @@ RoutingRecord RoutingFileReader::read(int64_t record_idx) {
     table.num_tokens = static_cast<int64_t>(count);
     table.topk = shape_.topk;
     table.expert.resize(count * header_.topk);
-    if (header_.index_bytes == 2) {
-      widen<int16_t>(indices, table.expert);
-    } else {
-      widen<int32_t>(indices, table.expert);
-    }
+    const auto widen_indices = header_.index_bytes == 2 ? widen<int16_t> : widen<int32_t>;
+    widen_indices(indices, table.expert);
     check_indices(table, at);
     indices = indices.subspan(table.expert.size() * header_.index_bytes);
   }
@@ -267,8 +268,7 @@ namespace {
 format::Header header_of(const RoutingFileShape& shape) {
   WEFT_CHECK_ARG(
       Context{},
-      shape.num_ranks >= 1 && shape.num_ranks <= format::kMaxRanks && shape.num_experts >= 1 &&
-          shape.num_experts <= format::kMaxExperts && shape.topk >= 1 && shape.topk <= kMaxTopk,
+      is_in_limits(shape.num_ranks, shape.num_experts, shape.topk),
       "save routing: {} ranks, {} experts, topk = {} (at most {}, {} and {})",
       shape.num_ranks,
       shape.num_experts,

@@ -142,14 +142,6 @@ void query(const Provider& provider, const FabricWish& wish, Offer& offer) {
   query(provider, wish, false, offer);
 }
 
-std::string known_names() {
-  std::string names;
-  for (const Provider& provider : kProviders) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", provider.name);
-  }
-  return names;
-}
-
 // What speaks against a provider before libfabric is asked.
 std::string obstacle_to(const Provider& provider, const FabricWish& wish) {
   if (!wish.provider.empty() && wish.provider != provider.name) {
@@ -183,17 +175,14 @@ FabricWish read_wish(const Env& env, std::string_view kind) {
     end = fabric.find(',', begin);
     wish.domains.push_back(fabric.substr(begin, end - begin));
   }
-  const bool is_known =
-      wish.provider.empty() ||
-      std::any_of(kProviders.begin(), kProviders.end(), [&](const Provider& provider) {
-        return provider.name == wish.provider;
-      });
+  std::vector<std::string_view> known;
+  std::ranges::transform(kProviders, std::back_inserter(known), &Provider::name);
   WEFT_CHECK_ARG(
       Context{},
-      is_known,
+      wish.provider.empty() || std::ranges::find(known, wish.provider) != known.end(),
       "open(ofi): \"{}\" names no provider that is known ({})",
       fabric,
-      known_names()
+      fmt::join(known, ", ")
   );
   wish.address = env.fabric_address.value_or("");
   wish.num_queues = env.fabric_queues;

@@ -70,15 +70,16 @@ std::string obstacle_here(const FabricWish& wish) {
   if (!api().obstacle.empty()) {
     return api().obstacle;
   }
-  std::string reasons;
+  std::vector<std::string> reasons;
   for (const Offer& offer : list_offers(wish)) {
     if (offer.obstacle.empty()) {
       return {};
     }
-    reasons +=
-        fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", offer.provider->name, offer.obstacle);
+    reasons.push_back(fmt::format("{}: {}", offer.provider->name, offer.obstacle));
   }
-  return fmt::format("libfabric {} has no provider to use ({})", api().version, reasons);
+  return fmt::format(
+      "libfabric {} has no provider to use ({})", api().version, fmt::join(reasons, "; ")
+  );
 }
 
 Selection select_provider(const Group& group, std::string_view kind, std::string_view device) {
@@ -96,7 +97,7 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
     answers.push_back(decode(block));
     num_queues = std::min(num_queues, static_cast<uint32_t>(std::stoul(answers.back()[0])));
   }
-  std::string reasons;
+  std::vector<std::string> reasons;
   for (size_t i = 0; i < offers.size(); ++i) {
     const auto lacking = std::find_if(answers.begin(), answers.end(), [i](const auto& lines) {
       return !lines[i + 1].empty();
@@ -108,19 +109,16 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
           .gpu_obstacle = offers[i].gpu_obstacle,
           .num_queues = num_queues};
     }
-    reasons += fmt::format(
-        "{}{}: {} on rank {}",
-        reasons.empty() ? "" : "; ",
-        offers[i].provider->name,
-        (*lacking)[i + 1],
-        lacking - answers.begin()
+    const auto rank = lacking - answers.begin();
+    reasons.push_back(
+        fmt::format("{}: {} on rank {}", offers[i].provider->name, (*lacking)[i + 1], rank)
     );
   }
   WEFT_RAISE(
       context_of(group, "ofi"),
       ErrorCode::kNotAvailable,
       "open(ofi): no provider can be used by all ranks ({})",
-      reasons
+      fmt::join(reasons, "; ")
   );
 }
 
@@ -133,23 +131,19 @@ namespace weft {
 namespace {
 
 std::string memory_text(int mode) {
-  struct Bit {
-    int bit;
-    const char* text;
-  };
-  static constexpr Bit kBits[] = {
+  static constexpr std::pair<int, const char*> kBits[] = {
       {FI_MR_LOCAL, "sources registered"},
       {FI_MR_VIRT_ADDR, "by address"},
       {FI_MR_ALLOCATED, "pages present"},
       {FI_MR_PROV_KEY, "keys of the provider"},
       {FI_MR_ENDPOINT, "bound to an endpoint"}};
-  std::string text;
+  std::vector<std::string_view> names;
   for (const auto& [bit, name] : kBits) {
     if ((mode & bit) != 0) {
-      text += fmt::format("{}{}", text.empty() ? "" : ", ", name);
+      names.emplace_back(name);
     }
   }
-  return text.empty() ? "by offset" : text;
+  return names.empty() ? "by offset" : fmt::format("{}", fmt::join(names, ", "));
 }
 
 FabricReport::Entry entry_of(const ofi::Offer& offer) {
