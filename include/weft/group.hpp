@@ -35,7 +35,6 @@ struct Topology {
   bool one_process = false;               // all ranks are threads of this process
 };
 
-
 class Group {
  public:
   // One group per rank, for one thread each. Throws Error: num_ranks < 1.

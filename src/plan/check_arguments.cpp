@@ -96,7 +96,11 @@ std::string device_text(const Device& device) {
 
 // What holds for every matrix of a Routing, whatever its role.
 void check_matrix(
-    const ConstTensor& matrix, std::string_view name, const Device& device, const Context& context
+    const ConstTensor& matrix,
+    std::string_view name,
+    std::initializer_list<DType> dtypes,
+    const Device& device,
+    const Context& context
 ) {
   WEFT_CHECK_ARG(
       context,
@@ -130,6 +134,16 @@ void check_matrix(
       matrix.rows,
       matrix.cols
   );
+  std::vector<std::string_view> names;
+  std::ranges::transform(dtypes, std::back_inserter(names), dtype_name);
+  WEFT_CHECK_ARG(
+      context,
+      std::ranges::find(dtypes, matrix.dtype) != dtypes.end(),
+      "plan: {} has dtype {} ({})",
+      name,
+      dtype_name(matrix.dtype),
+      fmt::join(names, " or ")
+  );
 }
 
 void check_num_tokens(int64_t num_tokens, const ExchangeConfig& limits, const Context& context) {
@@ -143,13 +157,7 @@ void check_num_tokens(int64_t num_tokens, const ExchangeConfig& limits, const Co
 }
 
 void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const Context& context) {
-  check_matrix(idx, "topk_idx", limits.device, context);
-  WEFT_CHECK_ARG(
-      context,
-      idx.dtype == DType::kInt64 || idx.dtype == DType::kInt32,
-      "plan: topk_idx has dtype {} (int64 or int32)",
-      dtype_name(idx.dtype)
-  );
+  check_matrix(idx, "topk_idx", {DType::kInt64, DType::kInt32}, limits.device, context);
   WEFT_CHECK_ARG(
       context,
       idx.cols >= 1 && idx.cols <= limits.max_topk,
@@ -161,10 +169,7 @@ void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const 
 }
 
 void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Context& context) {
-  check_matrix(map, "map", limits.device, context);
-  WEFT_CHECK_ARG(
-      context, map.dtype == DType::kBool, "plan: map has dtype {} (bool)", dtype_name(map.dtype)
-  );
+  check_matrix(map, "map", {DType::kBool}, limits.device, context);
   WEFT_CHECK_ARG(
       context,
       map.cols == limits.num_experts,
@@ -175,22 +180,16 @@ void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Conte
   check_num_tokens(map.rows, limits, context);
 }
 
-void check_weights(const ConstTensor& weights, const ConstTensor& beside, const Context& context) {
-  check_matrix(weights, "weights", beside.device, context);
+void check_weights(const ConstTensor& weights, const ConstTensor& routing, const Context& context) {
+  check_matrix(weights, "weights", {DType::kFloat32}, routing.device, context);
   WEFT_CHECK_ARG(
       context,
-      weights.dtype == DType::kFloat32,
-      "plan: weights has dtype {} (float32)",
-      dtype_name(weights.dtype)
-  );
-  WEFT_CHECK_ARG(
-      context,
-      weights.rows == beside.rows && weights.cols == beside.cols,
+      weights.rows == routing.rows && weights.cols == routing.cols,
       "plan: weights is [{}, {}] (expected [{}, {}], the shape of the routing)",
       weights.rows,
       weights.cols,
-      beside.rows,
-      beside.cols
+      routing.rows,
+      routing.cols
   );
 }
 

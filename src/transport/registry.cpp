@@ -87,10 +87,6 @@ const Entry* find_entry(std::string_view name) {
   return nullptr;
 }
 
-std::string known_names() {
-  return fmt::format("auto, {}", fmt::join(transport_names(), ", "));
-}
-
 // Joins the ranks by one kind or throws the same on all of them.
 std::unique_ptr<Transport> join(
     const Entry& entry,
@@ -116,7 +112,7 @@ std::unique_ptr<Transport> join(
 std::unique_ptr<Transport> join_best(
     const Group& group, uint32_t num_signals, const TransportOptions& options
 ) {
-  std::string reasons;
+  std::vector<std::string> reasons;
   for (const Entry& entry : kEntries) {
     try {
       return join(entry, group, num_signals, options, "");
@@ -124,14 +120,14 @@ std::unique_ptr<Transport> join_best(
       if (error.code() != ErrorCode::kNotAvailable) {
         throw;
       }
-      reasons += fmt::format("{}{}", reasons.empty() ? "" : "; ", error.what());
+      reasons.emplace_back(error.what());
     }
   }
   WEFT_RAISE(
       context_of(group),
       ErrorCode::kNotAvailable,
       "open(auto): no transport joins these ranks ({})",
-      reasons
+      fmt::join(reasons, "; ")
   );
 }
 
@@ -160,19 +156,21 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
     return transport_obstacle(faulty->inner, group);
   }
   if (name == "auto") {
-    std::string reasons;
+    std::vector<std::string> reasons;
     for (const Entry& entry : kEntries) {
       const std::string reason = entry.obstacle(group, "");
       if (reason.empty()) {
         return {};
       }
-      reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", entry.name, reason);
+      reasons.push_back(fmt::format("{}: {}", entry.name, reason));
     }
-    return reasons;
+    return fmt::format("{}", fmt::join(reasons, "; "));
   }
   const Entry* entry = find_entry(name);
   if (entry == nullptr) {
-    return fmt::format("there is no transport \"{}\" (known: {})", name, known_names());
+    return fmt::format(
+        "there is no transport \"{}\" (known: auto, {})", name, fmt::join(transport_names(), ", ")
+    );
   }
   return entry->obstacle(group, kind_of(name));
 }

@@ -14,11 +14,11 @@
 #include <span>
 #include <thread>
 
+#include "conformance/peer_patterns_cuda.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/transport/peer_memory.hpp"
-#include "conformance/peer_patterns_cuda.hpp"
 #include "support/errors.hpp"
 
 namespace weft::test {

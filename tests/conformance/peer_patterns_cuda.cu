@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "core/gpu/peer_address.hpp"
 #include "conformance/peer_patterns_cuda.hpp"
+#include "core/gpu/peer_address.hpp"
 
 namespace weft::test {
 namespace {

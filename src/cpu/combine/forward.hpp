@@ -29,9 +29,9 @@ inline ChunkTraffic traffic_of(const CpuCall& call, const CombineInput& in) {
   for (const CarriedSource& carried : call.plan.between->carried) {
     for (size_t m = 0; m < near.size(); ++m) {
       const bool comes = !is_read_here(call, in, near[m]);
-      traffic.num_arrivals.push_back(comes ? carried.pairs[m].size() : 0);
-      traffic.puts_per_arrival.push_back(1);
-      traffic.senders.push_back({near[m]});
+      traffic.sources.push_back(
+          {.num_arrivals = comes ? carried.pairs[m].size() : 0, .peer = near[m]}
+      );
     }
   }
   return traffic;
@@ -44,13 +44,7 @@ class CombineForward final : public ChunkWork {
         call_(call),
         plan_(call.plan),
         in_(in),
-        arrived_(
-            rank.transport,
-            rank.signals.carried(0, 0),
-            rank.signals.max_chunks,
-            traffic_of(call, in),
-            rank.settled
-        ),
+        arrived_(rank, rank.signals.carried(0, 0), traffic_of(call, in)),
         scratch_(static_cast<size_t>(rank.workers.num_workers())) {
     if (!plan_.between) {
       return;
@@ -122,9 +116,7 @@ class CombineForward final : public ChunkWork {
         .to = static_cast<size_t>(carried.source),
         .first_row = range.first,
         .num_rows = range.last - range.first,
-        .signal = rank_.signals.crossing(
-            static_cast<uint32_t>(plan_.shape.rank), static_cast<uint32_t>(chunk)
-        )};
+        .signal = rank_.signals.crossing(plan_.shape.rank, chunk)};
     SumScratch& scratch = scratch_[static_cast<size_t>(worker)];
     send_sums(rank_, call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
       list(carried, range.first + i, groups);

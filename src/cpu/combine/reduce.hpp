@@ -46,12 +46,10 @@ class CombineReduce {
       const Arrivals& pair = plan_.sent[peer];
       std::vector<float> routes(pair.slot.size());
       gather_weights(plan_, pair, {0, pair.size()}, weights, routes.data());
-      const uint32_t own_signal = rank_.signals.source_weights(static_cast<uint32_t>(self_));
+      const uint32_t own_signal = rank_.signals.source_weights(self_);
       const Put put = put_to(call_.words[peer].source_weights, 0, routes, own_signal);
       rank_.transport.put(static_cast<int>(peer), {&put, 1});
-      wanted.push_back(
-          once_more(rank_, peer, rank_.signals.source_weights(static_cast<uint32_t>(peer)))
-      );
+      wanted.push_back(once_more(rank_, peer, rank_.signals.source_weights(peer)));
     }
     rank_.waiter.until_raised(
         {.op = "combine", .call = call_.number, .what = "source weights"}, wanted
@@ -68,13 +66,12 @@ class CombineReduce {
       if (range.first == range.last) {
         continue;
       }
-      const auto chunk = static_cast<uint32_t>(unit);
       if (!taker.has_rows_itself) {
         const SumChunk sums = {
             .to = taker.rank,
             .first_row = taker.first_row + range.first,
             .num_rows = range.last - range.first,
-            .signal = taker.first_signal + chunk};
+            .signal = taker.first_signal + static_cast<uint32_t>(unit)};
         const Arrivals& pair = plan_.received[peer];
         const auto source_weight = staged_weights(call_, peer);
         send_sums(rank_, call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
@@ -82,7 +79,7 @@ class CombineReduce {
         });
       }
       if (in_.weights.is_given()) {
-        const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), chunk);
+        const uint32_t signal = rank_.signals.combine(self_, unit);
         send_weights(peer, range, signal, scratch.weights);
       }
     }
@@ -93,9 +90,7 @@ class CombineReduce {
     std::vector<Missing> wanted;
     for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
       if (peer != self_ && reads_itself(peer)) {
-        wanted.push_back(
-            once_more(rank_, peer, rank_.signals.rows_read(static_cast<uint32_t>(peer)))
-        );
+        wanted.push_back(once_more(rank_, peer, rank_.signals.rows_read(peer)));
       }
     }
     rank_.waiter.until_raised(
@@ -113,7 +108,7 @@ class CombineReduce {
   };
   [[nodiscard]] Taker taker_of(size_t peer) const {
     if (is_near(plan_, peer)) {
-      const uint32_t signal = rank_.signals.combine(static_cast<uint32_t>(self_), 0);
+      const uint32_t signal = rank_.signals.combine(self_, 0);
       return {peer, 0, signal, reads_itself(peer)};
     }
     const Domains& domains = *plan_.between->domains;

@@ -15,14 +15,15 @@
 namespace weft {
 
 inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bool has_weights) {
-  ChunkTraffic traffic;
-  traffic.puts_per_chunk = has_weights ? 1 : 0;
+  ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
     const bool is_self = peer == static_cast<size_t>(plan.shape.rank);
     const bool has_any = !is_self && (is_near(plan, peer) || has_weights);
-    traffic.num_arrivals.push_back(has_any ? plan.sent[peer].size() : 0);
-    const bool has_rows = is_near(plan, peer) && !rows.reads(peer);
-    traffic.puts_per_arrival.push_back(has_rows ? 1 : 0);
+    traffic.sources.push_back(
+        {.num_arrivals = has_any ? plan.sent[peer].size() : 0,
+         .puts_per_arrival = is_near(plan, peer) && !rows.reads(peer) ? uint64_t{1} : 0,
+         .peer = static_cast<int>(peer)}
+    );
   }
   return traffic;
 }
@@ -31,8 +32,9 @@ inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bo
 inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   ChunkTraffic traffic;
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
-    traffic.num_arrivals.push_back(crossings_to(plan, peer));
-    traffic.puts_per_arrival.push_back(1);
+    traffic.sources.push_back(
+        {.num_arrivals = crossings_to(plan, peer), .peer = static_cast<int>(peer)}
+    );
   }
   return traffic;
 }
@@ -51,20 +53,8 @@ class CombineSum final : public ChunkWork {
         row_bytes_(static_cast<size_t>(in.rows.row_bytes())),
         has_weights_(in.weights.is_given()),
         rows_(rank, call, in),
-        arrived_(
-            rank.transport,
-            rank.signals.combine(0, 0),
-            rank.signals.max_chunks,
-            traffic_of(call.plan, rows_, has_weights_),
-            rank.settled
-        ),
-        crossed_(
-            rank.transport,
-            rank.signals.crossing(0, 0),
-            rank.signals.max_chunks,
-            crossing_traffic(call.plan),
-            rank.settled
-        ),
+        arrived_(rank, rank.signals.combine(0, 0), traffic_of(call.plan, rows_, has_weights_)),
+        crossed_(rank, rank.signals.crossing(0, 0), crossing_traffic(call.plan)),
         scratch_(static_cast<size_t>(rank.workers.num_workers())) {
     set_queues({plan_.shape.num_tokens});
   }
@@ -90,7 +80,7 @@ class CombineSum final : public ChunkWork {
   void release_rows() const {
     for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
       if (peer != self_ && rows_.reads(peer)) {
-        const uint32_t signal = rank_.signals.rows_read(static_cast<uint32_t>(self_));
+        const uint32_t signal = rank_.signals.rows_read(self_);
         rank_.transport.raise(static_cast<int>(peer), signal, 1);
       }
     }

@@ -18,21 +18,16 @@ inline bool is_forwarded_here(const PlanData& plan, int source) {
 }
 
 inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {
-  ChunkTraffic traffic = {
-      .num_arrivals = {},
-      .puts_per_arrival = std::vector<uint64_t>(plan.received.size(), num_streams),
-      .puts_per_chunk = has_weights ? uint64_t{1} : 0};
+  ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
-    const auto s = static_cast<size_t>(source);
     const bool is_forwarded = is_forwarded_here(plan, source);
     const bool has_any = source != plan.shape.rank && (!is_forwarded || has_weights);
-    traffic.num_arrivals.push_back(has_any ? plan.received[s].size() : 0);
-    if (is_forwarded) {
-      traffic.puts_per_arrival[s] = 0;
-    }
-    if (plan.between) {
-      traffic.senders.push_back({source, plan.between->domains->between(source)});
-    }
+    traffic.sources.push_back(
+        {.num_arrivals = has_any ? plan.received[static_cast<size_t>(source)].size() : 0,
+         .puts_per_arrival = is_forwarded ? 0 : num_streams,
+         .peer = source,
+         .via = plan.between ? plan.between->domains->between(source) : -1}
+    );
   }
   return traffic;
 }
@@ -50,16 +45,16 @@ class DispatchFanOut final : public ChunkWork {
         streams_(streams),
         row_weights_(row_weights),
         arrived_(
-            rank.transport,
+            rank,
             rank.signals.dispatch(0, 0),
-            rank.signals.max_chunks,
-            traffic_of(call.plan, streams.size(), row_weights.is_given()),
-            rank.settled
+            traffic_of(call.plan, streams.size(), row_weights.is_given())
         ) {
+    std::vector<int64_t> num_arrivals;
     for (int source = 0; source < plan_.shape.num_ranks; ++source) {
       is_forwarded_.push_back(is_forwarded_here(plan_, source));
+      num_arrivals.push_back(arrived_.num_arrivals(static_cast<size_t>(source)));
     }
-    set_queues(arrived_.num_arrivals(), static_cast<size_t>(plan_.shape.rank));
+    set_queues(num_arrivals, static_cast<size_t>(plan_.shape.rank));
   }
 
   // Chunks that nobody has claimed and that have not come.

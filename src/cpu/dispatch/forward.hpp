@@ -13,17 +13,15 @@
 
 namespace weft {
 
-inline std::span<const CarriedSource> carried_of(const PlanData& plan) {
-  return plan.between ? std::span<const CarriedSource>(plan.between->carried)
-                      : std::span<const CarriedSource>();
-}
-
 inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
-  ChunkTraffic traffic = {
-      .num_arrivals = std::vector<int64_t>(plan.received.size()),
-      .puts_per_arrival = std::vector<uint64_t>(plan.received.size(), num_streams)};
-  for (const CarriedSource& carried : carried_of(plan)) {
-    traffic.num_arrivals[static_cast<size_t>(carried.source)] = carried.crossings.size();
+  ChunkTraffic traffic;
+  for (int source = 0; source < plan.shape.num_ranks; ++source) {
+    const CarriedSource* carried = plan.between ? plan.between->find_carried(source) : nullptr;
+    traffic.sources.push_back(
+        {.num_arrivals = carried == nullptr ? 0 : carried->crossings.size(),
+         .puts_per_arrival = num_streams,
+         .peer = source}
+    );
   }
   return traffic;
 }
@@ -35,15 +33,11 @@ class DispatchForward final : public ChunkWork {
         call_(call),
         plan_(call.plan),
         streams_(streams),
-        crossed_(
-            rank.transport,
-            rank.signals.crossing(0, 0),
-            rank.signals.max_chunks,
-            traffic_of(call.plan, streams.size()),
-            rank.settled
-        ) {
+        crossed_(rank, rank.signals.crossing(0, 0), traffic_of(call.plan, streams.size())) {
     std::vector<int64_t> num_arrivals;  // by pair
-    for (const CarriedSource& carried : carried_of(plan_)) {
+    const std::span<const CarriedSource> sources =
+        plan_.between ? plan_.between->carried : std::span<const CarriedSource>();
+    for (const CarriedSource& carried : sources) {
       for (size_t m = 0; m < carried.pairs.size(); ++m) {
         pairs_.push_back({carried, m, carried_pair(plan_, carried, m)});
         num_arrivals.push_back(pairs_.back().arrivals.size());
@@ -115,9 +109,7 @@ class DispatchForward final : public ChunkWork {
         .to = to,
         .pair = pair.arrivals,
         .range = chunk_range(pair.arrivals.size(), chunk),
-        .signal = rank_.signals.dispatch(
-            static_cast<uint32_t>(pair.carried.source), static_cast<uint32_t>(chunk)
-        ),
+        .signal = rank_.signals.dispatch(pair.carried.source, chunk),
         .first_row = pair.carried.first_row[pair.member]};
     PutList puts;
     for (const RowStream& stream : streams_) {

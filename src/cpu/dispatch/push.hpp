@@ -72,8 +72,7 @@ class DispatchPush {
         .to = to,
         .pair = pair,
         .range = chunk_range(pair.size(), chunk),
-        .signal =
-            rank_.signals.dispatch(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk)),
+        .signal = rank_.signals.dispatch(self_, chunk),
         .first_row = 0};
     if (part.range.first == part.range.last) {
       return;
@@ -98,8 +97,7 @@ class DispatchPush {
     const auto to = static_cast<size_t>(
         plan_.between->domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
     );
-    const uint32_t signal =
-        rank_.signals.crossing(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
+    const uint32_t signal = rank_.signals.crossing(self_, chunk);
     PutList puts;
     for (const RowStream& stream : streams_) {
       const Target& target = call_.words[to].*stream.target;
@@ -117,8 +115,7 @@ class DispatchPush {
     if (range.first == range.last) {
       return;
     }
-    const uint32_t signal =
-        rank_.signals.dispatch(static_cast<uint32_t>(self_), static_cast<uint32_t>(chunk));
+    const uint32_t signal = rank_.signals.dispatch(self_, chunk);
     std::array<float, kChunkArrivals * kMaxTopk> weights;
     const Put put = weights_put(to, range, signal, weights);
     rank_.transport.put(static_cast<int>(to), {&put, 1});

@@ -137,7 +137,7 @@ class RecordSwap {
   }
 
   [[nodiscard]] Missing missing(int source) const {
-    const uint32_t signal = state_.signals_.records(static_cast<uint32_t>(source));
+    const uint32_t signal = state_.signals_.records(source);
     return {
         .peer = source,
         .signal = signal,
@@ -172,7 +172,7 @@ class RecordSwap {
         .source = message.data(),
         .bytes = message.size(),
         .region = state_.control_slots_[static_cast<size_t>(peer)],
-        .signal = state_.signals_.records(static_cast<uint32_t>(source)),
+        .signal = state_.signals_.records(source),
         .offset = state_.control_map_.record_offset(static_cast<uint64_t>(source))};
     state_.transport_->put(peer, {&put, 1});
   }

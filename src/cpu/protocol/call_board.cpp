@@ -58,7 +58,7 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
         .source = message_.data(),
         .bytes = message_.size(),
         .region = slots_[static_cast<size_t>(rank)],
-        .signal = signals_.call(call_, static_cast<uint32_t>(own)),
+        .signal = signals_.call(call_, own),
         .offset = offset};
     try {
       transport_.put(rank, {&put, 1});
@@ -76,9 +76,8 @@ std::vector<CallWord> CallBoard::collect(const CallWord& own) {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
     if (rank != context_.rank) {
       wanted.push_back(
-          {.peer = rank,
-           .signal = signals_.call(call_, static_cast<uint32_t>(rank)),
-           .wanted = (call_ + 1) / 2}  // calls of this parity so far
+          {.peer = rank, .signal = signals_.call(call_, rank), .wanted = (call_ + 1) / 2}
+          // calls of this parity so far
       );
     }
   }

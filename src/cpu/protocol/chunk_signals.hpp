@@ -8,54 +8,50 @@
 #include <vector>
 
 #include "call/chunks.hpp"
-#include "cpu/protocol/waiter.hpp"
+#include "cpu/call.hpp"
 
 namespace weft {
 
-// Whom an error names when a chunk does not come (Missing).
-struct ChunkSender {
-  int peer = 0;
+// What a peer sends here in one call.
+struct ChunkSource {
+  int64_t num_arrivals = 0;  // 0 for this rank itself
+  uint64_t puts_per_arrival = 1;
+  int peer = 0;  // whom an error names when a chunk does not come (Missing)
   int via = -1;
 };
 
 // What one call lets arrive here.
 struct ChunkTraffic {
-  std::vector<int64_t>
-      num_arrivals;  // [num_ranks] by the peer that sends them; 0 for this rank itself
-  std::vector<uint64_t> puts_per_arrival;  // [num_ranks]
-  uint64_t puts_per_chunk = 0;             // on top, e.g. one for all weights of a chunk
-  std::vector<ChunkSender> senders = {};   // as the above, or empty: each peer itself
+  std::vector<ChunkSource> sources = {};
+  uint64_t puts_per_chunk = 0;  // on top, e.g. one for all weights of a chunk
 };
 
 class ChunkSignals {
  public:
-  // `first_signal` is that of (peer 0, chunk 0); peers follow each other at `max_chunks`.
-  ChunkSignals(
-      const Transport& transport,
-      uint32_t first_signal,
-      uint32_t max_chunks,
-      ChunkTraffic traffic,
-      std::vector<uint64_t>& settled
-  )
-      : transport_(transport),
+  // `first_signal` is that of (source 0, chunk 0); sources follow each other at `max_chunks`.
+  ChunkSignals(const CpuRank& rank, uint32_t first_signal, ChunkTraffic traffic)
+      : transport_(rank.transport),
         first_signal_(first_signal),
-        max_chunks_(max_chunks),
+        max_chunks_(rank.signals.max_chunks),
         traffic_(std::move(traffic)),
-        settled_(settled) {}
+        settled_(rank.settled) {}
 
-  [[nodiscard]] size_t num_peers() const { return traffic_.num_arrivals.size(); }
-  [[nodiscard]] const std::vector<int64_t>& num_arrivals() const { return traffic_.num_arrivals; }
+  [[nodiscard]] size_t num_peers() const { return traffic_.sources.size(); }
+  [[nodiscard]] int64_t num_arrivals(size_t peer) const {
+    return traffic_.sources[peer].num_arrivals;
+  }
   [[nodiscard]] int64_t num_chunks_from(size_t peer) const {
-    return num_chunks(traffic_.num_arrivals[peer]);
+    return num_chunks(num_arrivals(peer));
   }
   // Raised at each receiver for the chunks that `rank` sends.
   [[nodiscard]] uint32_t signal(size_t rank, int64_t chunk) const {
     return first_signal_ + static_cast<uint32_t>(rank) * max_chunks_ + static_cast<uint32_t>(chunk);
   }
   [[nodiscard]] uint64_t wanted(size_t peer, int64_t chunk) const {
-    const ChunkRange range = chunk_range(traffic_.num_arrivals[peer], chunk);
+    const ChunkRange range = chunk_range(num_arrivals(peer), chunk);
     return settled_[signal(peer, chunk)] + traffic_.puts_per_chunk +
-           static_cast<uint64_t>(range.last - range.first) * traffic_.puts_per_arrival[peer];
+           static_cast<uint64_t>(range.last - range.first) *
+               traffic_.sources[peer].puts_per_arrival;
   }
   // Acquires what the chunk's puts wrote.
   [[nodiscard]] bool is_complete(size_t peer, int64_t chunk) const {
@@ -63,14 +59,12 @@ class ChunkSignals {
   }
   [[nodiscard]] Missing missing(size_t peer, int64_t chunk) const {
     const uint32_t number = signal(peer, chunk);
-    const ChunkSender sender =
-        traffic_.senders.empty() ? ChunkSender{static_cast<int>(peer)} : traffic_.senders[peer];
     return {
-        .peer = sender.peer,
+        .peer = traffic_.sources[peer].peer,
         .signal = number,
         .seen = transport_.signal_value(number),
         .wanted = wanted(peer, chunk),
-        .via = sender.via};
+        .via = traffic_.sources[peer].via};
   }
   // After all chunks are complete, by one thread.
   void settle() {

@@ -53,34 +53,36 @@ struct SignalMap {
 
   // One for each parity: words of neighbouring calls may overtake each other, and a count that both
   // raise would not tell which one has come.
-  [[nodiscard]] WEFT_HD constexpr uint32_t call(uint64_t call, uint32_t source) const {
-    return static_cast<uint32_t>(call % 2) * num_ranks + source;
+  [[nodiscard]] WEFT_HD constexpr uint32_t call(uint64_t call, uint64_t source) const {
+    return static_cast<uint32_t>(call % 2 * num_ranks + source);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint32_t source) const {
-    return 2 * num_ranks + source;
+  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint64_t source) const {
+    return static_cast<uint32_t>(2 * num_ranks + source);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
-    return 3 * num_ranks + source;
+  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint64_t source) const {
+    return static_cast<uint32_t>(3 * num_ranks + source);
   }
   // `reader` has read what it needed of this rank's rows.
-  [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(uint32_t reader) const {
-    return 4 * num_ranks + reader;
+  [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(uint64_t reader) const {
+    return static_cast<uint32_t>(4 * num_ranks + reader);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint32_t source, uint32_t chunk) const {
-    return 5 * num_ranks + source * max_chunks + chunk;
+  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint64_t source, uint64_t chunk) const {
+    return static_cast<uint32_t>(5 * num_ranks + source * max_chunks + chunk);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint32_t source, uint32_t chunk) const {
-    return 5 * num_ranks + (num_ranks + source) * max_chunks + chunk;
+  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint64_t source, uint64_t chunk) const {
+    return static_cast<uint32_t>(5 * num_ranks + (num_ranks + source) * max_chunks + chunk);
   }
   // A chunk of inter-node tokens: at the forwarder, of rows from their source; at the source, of
   // sums from their forwarder.
-  [[nodiscard]] WEFT_HD constexpr uint32_t crossing(uint32_t peer, uint32_t chunk) const {
-    return combine(num_ranks, 0) + peer * max_chunks + chunk;
+  [[nodiscard]] WEFT_HD constexpr uint32_t crossing(uint64_t peer, uint64_t chunk) const {
+    return static_cast<uint32_t>(combine(num_ranks, 0) + peer * max_chunks + chunk);
   }
   // At a forwarder: partial sums of a pair that it forwards, numbered by
   // Domains::pair_at_carrier().
-  [[nodiscard]] WEFT_HD constexpr uint32_t carried(uint32_t pair, uint32_t chunk) const {
-    return crossing(has_crossings ? num_ranks : 0, 0) + pair * max_chunks + chunk;
+  [[nodiscard]] WEFT_HD constexpr uint32_t carried(uint64_t pair, uint64_t chunk) const {
+    return static_cast<uint32_t>(
+        crossing(has_crossings ? num_ranks : 0, 0) + pair * max_chunks + chunk
+    );
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return carried(num_carried_pairs, 0); }
 };
