@@ -94,8 +94,9 @@ void CpuExchange::connect(const Group& group) {
       transport_->import(static_cast<int>(rank), ref);
       control_slots_.push_back(ref.slot);
     }
-    board_ = std::make_unique<CallBoard>(*transport_, *waiter_, context_, control_map_, signals_);
-    board_->connect(control_.data, control_slots_);
+    board_ = std::make_unique<CallBoard>(
+        *transport_, *waiter_, context_, control_map_, signals_, control_.data, control_slots_
+    );
   });
 }
 
@@ -106,7 +107,7 @@ CpuExchange::~CpuExchange() {
 }
 
 int CpuExchange::find_gone_peer(std::chrono::milliseconds patience) const {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const Deadline deadline(patience);
   for (;;) {
     for (const PeerState wanted : {PeerState::kDied, PeerState::kLeft}) {
       for (int peer = 0; peer < context_.num_ranks; ++peer) {
@@ -115,7 +116,7 @@ int CpuExchange::find_gone_peer(std::chrono::milliseconds patience) const {
         }
       }
     }
-    if (std::chrono::steady_clock::now() >= deadline) {
+    if (deadline.has_passed()) {
       return -1;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -322,19 +322,6 @@ PlanData place_routes(
   return plan;
 }
 
-namespace {
-
-void note_row_experts(PlanData& plan, const Arrivals& from) {
-  const auto topk = static_cast<size_t>(plan.shape.topk);
-  for (size_t i = 0; i < from.slot.size(); ++i) {
-    plan.row_experts[static_cast<size_t>(from.slot[i]) * topk + static_cast<size_t>(from.k[i])] =
-        from.expert[i];
-    ++plan.rows_per_expert[static_cast<size_t>(from.expert[i])];
-  }
-}
-
-}  // namespace
-
 void link_tokens(PlanData& plan) {
   std::vector<std::span<const int32_t>> tokens;
   for (const Arrivals& arrivals : plan.sent) {
@@ -362,7 +349,11 @@ void add_received(PlanData& plan, std::vector<Arrivals> received) {
       static_cast<size_t>(plan.num_rows) * static_cast<size_t>(plan.shape.topk), -1
   );
   for (const Arrivals& from : plan.received) {
-    note_row_experts(plan, from);
+    for (size_t i = 0; i < from.slot.size(); ++i) {
+      const auto row = static_cast<size_t>(from.slot[i]) * static_cast<size_t>(plan.shape.topk);
+      plan.row_experts[row + static_cast<size_t>(from.k[i])] = from.expert[i];
+      ++plan.rows_per_expert[static_cast<size_t>(from.expert[i])];
+    }
   }
   plan.padded_rows_per_expert = plan.rows_per_expert;
 }

@@ -24,33 +24,6 @@ void check_counts(std::span<const RankCounts> counts, int num_experts, const Con
   }
 }
 
-void sum_routes(std::span<const RankCounts> counts, GroupShape& shape) {
-  for (const RankCounts& one : counts) {
-    for (size_t e = 0; e < shape.experts.size(); ++e) {
-      shape.experts[e].rows += one.routes[e];
-    }
-  }
-}
-
-int64_t largest_padded(const GroupShape& shape) {
-  int64_t most = 0;
-  for (const ExpertBlock& block : shape.experts) {
-    most = std::max(most, padded_count(block.rows, shape.rule.pad_multiple));
-  }
-  return most;
-}
-
-void check_size(const OutputShape& output, size_t rank, const Context& context) {
-  WEFT_CHECK_ARG(
-      context,
-      output.num_rows <= kMaxRows,
-      "plan: rank {} needs {} rows (slots number at most {})",
-      rank,
-      output.num_rows,
-      kMaxRows
-  );
-}
-
 // One row per arrival.
 OutputShape rank_major_output(std::span<const RankCounts> counts, size_t rank) {
   OutputShape output;
@@ -124,11 +97,16 @@ GroupShape group_shape(
   GroupShape shape;
   shape.experts.resize(static_cast<size_t>(num_experts));
   shape.outputs.resize(counts.size());
-  sum_routes(counts, shape);
-
   shape.rule = {
       options.layout == Layout::kExpertStrided, options.pad_multiple, options.expert_stride};
-  const int64_t largest = largest_padded(shape);
+  int64_t largest = 0;
+  for (size_t e = 0; e < shape.experts.size(); ++e) {
+    int64_t& rows = shape.experts[e].rows;
+    for (const RankCounts& one : counts) {
+      rows += one.routes[e];
+    }
+    largest = std::max(largest, padded_count(rows, shape.rule.pad_multiple));
+  }
   if (shape.rule.strided && shape.rule.stride == 0) {
     shape.rule.stride = largest;
   }
@@ -139,7 +117,14 @@ GroupShape group_shape(
     shape.outputs[rank] = options.layout == Layout::kRankMajor
                               ? rank_major_output(counts, rank)
                               : expert_output(shape.rule, counts[rank].row_budget, largest, blocks);
-    check_size(shape.outputs[rank], rank, context);
+    WEFT_CHECK_ARG(
+        context,
+        shape.outputs[rank].num_rows <= kMaxRows,
+        "plan: rank {} needs {} rows (slots number at most {})",
+        rank,
+        shape.outputs[rank].num_rows,
+        kMaxRows
+    );
   }
   for (size_t rank = 0; rank < counts.size() && options.overflow == Overflow::kError; ++rank) {
     if (shape.outputs[rank].overflow) {

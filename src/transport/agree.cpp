@@ -15,6 +15,10 @@
 namespace weft {
 namespace {
 
+std::string_view text_of(std::span<const std::byte> bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
 // One byte of code and the text; empty: all went well.
 Bytes encode(ErrorCode code, const std::string& text) {
   Bytes block(1 + text.size());
@@ -56,7 +60,7 @@ void agree(const Group& group, const std::function<void()>& step) {
     if (outcome.empty()) {
       continue;
     }
-    const std::string text(reinterpret_cast<const char*>(outcome.data()) + 1, outcome.size() - 1);
+    const std::string text(text_of(outcome).substr(1));
     WEFT_RAISE(
         context_of(group),
         static_cast<ErrorCode>(outcome[0]),
@@ -69,14 +73,11 @@ void agree(const Group& group, const std::function<void()>& step) {
 
 void agree_on_name(std::string_view name, const Group& group) {
   const auto names = group.all_gather(std::as_bytes(std::span(name)));
-  const auto& first = names.front();
-  const std::string_view expected(reinterpret_cast<const char*>(first.data()), first.size());
+  const std::string_view expected = text_of(names.front());
   for (size_t rank = 0; rank < names.size(); ++rank) {
-    const std::string_view theirs(
-        reinterpret_cast<const char*>(names[rank].data()), names[rank].size()
-    );
+    const std::string_view theirs = text_of(names[rank]);
     WEFT_CHECK_ARG(
-        (Context{.rank = group.rank(), .num_ranks = group.num_ranks()}),
+        context_of(group),
         theirs == expected,
         "open: rank {} asks for transport \"{}\" (rank 0 for \"{}\")",
         rank,

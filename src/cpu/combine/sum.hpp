@@ -64,7 +64,9 @@ class CombineSum final : public ChunkWork {
       each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
         if (!signals.is_complete(peer, chunk)) {
           late.push_back(signals.missing(peer, chunk));
-          add_behind(&signals == &crossed_, late.back(), late);
+          if (&signals == &crossed_) {
+            add_behind(late.back(), late);
+          }
         }
         return true;
       });
@@ -195,10 +197,7 @@ class CombineSum final : public ChunkWork {
   }
 
   // A forwarder that is late may wait for a rank of its domain.
-  void add_behind(bool is_forwarder, Missing forwarder, std::vector<Missing>& late) const {
-    if (!is_forwarder) {
-      return;
-    }
+  void add_behind(Missing forwarder, std::vector<Missing>& late) const {
     const Domains& domains = *plan_.between->domains;
     for (const int member : domains.members(domains.domain_of(forwarder.peer))) {
       if (member != forwarder.peer && plan_.sent[static_cast<size_t>(member)].size() > 0) {

@@ -12,6 +12,16 @@
 
 namespace weft {
 
+struct SwappedRecords {
+  std::vector<Arrivals> received;              // [num_ranks]
+  std::vector<std::vector<Arrivals>> carried;  // [sources forwarded for][members of this domain]
+};
+
+// Collective. Each source tells each receiver the slots of their pair. In a group of several
+// domains a source tells its forwarder there, in one message for all ranks of the domain; the
+// forwarder keeps a copy and passes each its own. `receiver_rows`: of each rank's output, by rank;
+// only needed where there are several domains. Throws Error (kTransport) for malformed records.
+//
 // An area of the control region is free again when its source begins the next plan call, for which
 // it needs this rank's next handshake.
 class RecordSwap {
@@ -23,9 +33,21 @@ class RecordSwap {
         rank_(state.context_.rank),
         num_ranks_(state.context_.num_ranks) {}
 
-  [[nodiscard]] const Domains& domains() const { return domains_; }
-  [[nodiscard]] const Context& context() const { return state_.context_; }
+  SwappedRecords run(std::span<const RankCounts> counts, std::span<const int64_t> receiver_rows) {
+    send_own();
+    pass_on();
+    wait_for_all();
+    SwappedRecords records = {.received = received(), .carried = carried(receiver_rows)};
+    for (size_t i = 0; i < records.carried.size(); ++i) {
+      const auto source = static_cast<size_t>(domains_.carried()[i]);
+      const int64_t num_tokens = counts[source].num_tokens;
+      check_tokens(records.carried[i], source, num_tokens);
+      check_tokens({&records.received[source], 1}, source, num_tokens);
+    }
+    return records;
+  }
 
+ private:
   void send_own() const {
     std::vector<std::vector<std::byte>> records(plan_.sent.size());
     for_each(records.size(), [&](size_t peer) {
@@ -99,7 +121,6 @@ class RecordSwap {
     return pairs;
   }
 
- private:
   // Of a rank, from which on its records are worth waking other threads.
   static constexpr int64_t kManyRoutes = 8192;
 
@@ -177,6 +198,22 @@ class RecordSwap {
     state_.transport_->put(peer, {&put, 1});
   }
 
+  // More tokens than the source said it has could not be numbered by chunk signals.
+  void check_tokens(std::span<const Arrivals> pairs, size_t source, int64_t num_tokens) const {
+    for (const Arrivals& pair : pairs) {
+      const int64_t last = pair.token.empty() ? -1 : pair.token.back();
+      WEFT_CHECK(
+          state_.context_,
+          last < num_tokens,
+          ErrorCode::kTransport,
+          "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
+          source,
+          last,
+          num_tokens
+      );
+    }
+  }
+
   CpuExchange& state_;
   const PlanData& plan_;
   const Domains& domains_;
@@ -185,54 +222,6 @@ class RecordSwap {
 };
 
 namespace {
-
-// More tokens than the source said it has could not be numbered by chunk signals.
-void check_carried(
-    std::span<const Arrivals> pairs, int source, const RankCounts& counts, const Context& context
-) {
-  for (const Arrivals& pair : pairs) {
-    const int64_t last = pair.token.empty() ? -1 : pair.token.back();
-    if (last >= counts.num_tokens) {
-      WEFT_RAISE(
-          context,
-          ErrorCode::kTransport,
-          "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
-          source,
-          last,
-          counts.num_tokens
-      );
-    }
-  }
-}
-
-struct SwappedRecords {
-  std::vector<Arrivals> received;              // [num_ranks]
-  std::vector<std::vector<Arrivals>> carried;  // [sources forwarded for][members of this domain]
-};
-
-// Collective. Each source tells each receiver the slots of their pair. In a group of several
-// domains a source tells its forwarder there, in one message for all ranks of the domain; the
-// forwarder keeps a copy and passes each its own. `receiver_rows`: of each rank's output, by rank;
-// only needed where there are several domains. Throws Error (kTransport) for malformed records.
-SwappedRecords swap_records(
-    CpuExchange& state,
-    const PlanData& plan,
-    std::span<const RankCounts> counts,
-    std::span<const int64_t> receiver_rows
-) {
-  RecordSwap swap(state, plan);
-  swap.send_own();
-  swap.pass_on();
-  swap.wait_for_all();
-  SwappedRecords records = {.received = swap.received(), .carried = swap.carried(receiver_rows)};
-  for (size_t i = 0; i < records.carried.size(); ++i) {
-    const int source = swap.domains().carried()[i];
-    const auto s = static_cast<size_t>(source);
-    check_carried(records.carried[i], source, counts[s], swap.context());
-    check_carried({&records.received[s], 1}, source, counts[s], swap.context());
-  }
-  return records;
-}
 
 // Everyone's counts, out of the words of this call and what followed them.
 std::vector<RankCounts> counts_of(
@@ -312,7 +301,7 @@ Plan CpuExchange::make_plan(
     if (domains_->has_several()) {  // a forwarder checks the slots of others
       rows = output_rows(group_shape(counts, settings_.num_experts, options, context_));
     }
-    SwappedRecords records = swap_records(*this, data, counts, rows);
+    SwappedRecords records = RecordSwap(*this, data).run(counts, rows);
     add_received(data, std::move(records.received));
     if (domains_->has_several()) {
       data.between = make_domain_traffic(data, domains_, std::move(records.carried));

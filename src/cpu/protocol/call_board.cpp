@@ -6,20 +6,6 @@
 
 namespace weft {
 
-CallBoard::CallBoard(
-    Transport& transport,
-    Waiter& waiter,
-    const Context& context,
-    const ControlMap& map,
-    const SignalMap& signals
-)
-    : transport_(transport), waiter_(waiter), context_(context), map_(map), signals_(signals) {}
-
-void CallBoard::connect(std::byte* control, std::vector<uint32_t> slots) {
-  control_ = control;
-  slots_ = std::move(slots);
-}
-
 std::vector<CallWord> CallBoard::swap(
     std::span<const CallWord> words, std::span<const std::byte> payload
 ) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "call/refusal.hpp"
@@ -48,15 +49,23 @@ struct CallWord {
 
 class CallBoard {
  public:
-  // `control` is this rank's control region; every peer's is imported under slots[rank].
+  // `control` is this rank's control region; every rank's is imported under slots[rank].
   CallBoard(
       Transport& transport,
       Waiter& waiter,
       const Context& context,
       const ControlMap& map,
-      const SignalMap& signals
-  );
-  void connect(std::byte* control, std::vector<uint32_t> slots);
+      const SignalMap& signals,
+      std::byte* control,
+      std::vector<uint32_t> slots
+  )
+      : transport_(transport),
+        waiter_(waiter),
+        context_(context),
+        map_(map),
+        signals_(signals),
+        control_(control),
+        slots_(std::move(slots)) {}
 
   // Number of the call that begins now, from 1.
   uint64_t next_call() { return ++call_; }
@@ -84,7 +93,7 @@ class CallBoard {
   Context context_;
   ControlMap map_;
   SignalMap signals_;
-  std::byte* control_ = nullptr;
+  std::byte* control_;
   std::vector<uint32_t> slots_;
   uint64_t call_ = 0;
   std::vector<std::byte> message_;

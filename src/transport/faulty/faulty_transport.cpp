@@ -228,20 +228,21 @@ void FaultyTransport::send(std::vector<Held> held) {
   }
 }
 
-void FaultyTransport::progress() {
+void FaultyTransport::send_due(Clock::time_point now) {
   std::unique_lock lock(mutex_);
-  std::vector<Held> due = take_due(Clock::now());
+  std::vector<Held> due = take_due(now);
   lock.unlock();
   send(std::move(due));
+}
+
+void FaultyTransport::progress() {
+  send_due(Clock::now());
   inner_->progress();
 }
 
 // A rank that goes to sleep may sleep until a peer answers what is held here.
 void FaultyTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {
-  std::unique_lock lock(mutex_);
-  std::vector<Held> all = take_due(Clock::time_point::max());
-  lock.unlock();
-  send(std::move(all));
+  send_due(Clock::time_point::max());
   inner_->park(seen, at_most);
 }
 

@@ -99,6 +99,7 @@ class FaultyTransport final : public Transport {
   [[nodiscard]] std::vector<Held> take_due(Clock::time_point now);
 
   void send(std::vector<Held> held);
+  void send_due(Clock::time_point now);
   void send_due_forever(const std::stop_token& stop);
 
   std::unique_ptr<Transport> inner_;

@@ -20,9 +20,7 @@ class LoopbackMemory final : public MemorySource {
     Pages pages = map_pages(-1, bytes, ErrorCode::kOutOfMemory);
     std::byte* const data = pages.get();
     static_cast<void>(populate_pages(data, bytes));
-    const std::shared_ptr<void> owner(pages.release(), [bytes](void* address) {
-      UnmapPages{bytes}(static_cast<std::byte*>(address));
-    });
+    const std::shared_ptr<void> owner = std::move(pages);
     return {
         .data = data,
         .bytes = bytes,

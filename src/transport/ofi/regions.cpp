@@ -39,9 +39,9 @@ void LocalRegions::add(Region& region, std::optional<Device> lent_from) {
       fabric_->has_addresses() ? reinterpret_cast<uint64_t>(region.data) : 0;
   region.ref.cookie[kKeyWord] = fi_mr_key(memory.get());
   const std::unique_lock lock(mutex_);
-  data_[region.ref.slot] = region.data;
   entries_[region.data] = {
       .bytes = region.ref.bytes,
+      .slot = region.ref.slot,
       .generation = region.ref.generation,
       .is_lent = lent_from.has_value(),
       .memory = std::move(memory)};
@@ -51,16 +51,13 @@ void LocalRegions::add(Region& region, std::optional<Device> lent_from) {
 void LocalRegions::remove(const RegionRef& region) {
   Owned<fid_mr> ended;  // without the lock, which writers take
   const std::unique_lock lock(mutex_);
-  const auto slot = data_.find(region.slot);
-  if (slot == data_.end()) {
-    return;
-  }
-  const auto entry = entries_.find(slot->second);
-  if (entry->second.generation == region.generation) {
-    ended = std::move(entry->second.memory);
-    num_lent_ -= entry->second.is_lent ? 1 : 0;
-    entries_.erase(entry);
-    data_.erase(slot);
+  const auto found = std::ranges::find_if(entries_, [&](const auto& entry) {
+    return entry.second.slot == region.slot && entry.second.generation == region.generation;
+  });
+  if (found != entries_.end()) {
+    ended = std::move(found->second.memory);
+    num_lent_ -= found->second.is_lent ? 1 : 0;
+    entries_.erase(found);
   }
 }
 

@@ -45,6 +45,7 @@ class LocalRegions {
   void check_apart(const Region& region) const;
   struct Entry {
     uint64_t bytes = 0;
+    uint32_t slot = 0;
     uint32_t generation = 0;
     bool is_lent = false;
     Owned<fid_mr> memory;
@@ -55,7 +56,6 @@ class LocalRegions {
   std::atomic<uint32_t> num_lent_ = 0;
   mutable std::shared_mutex mutex_;            // guards what follows
   std::map<const std::byte*, Entry> entries_;  // by first byte
-  std::map<uint32_t, const std::byte*> data_;  // by slot
 };
 
 // The regions of one rank that this rank has imported, by slot, and which of them their owner has

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <optional>
 
 #include "support/errors.hpp"
 #include "weft/group.hpp"
@@ -25,8 +26,7 @@ class BoardRank {
             .record_bytes = 0},
         transport_(make_transport("loopback", group, signals_.size())),
         context_{.rank = rank_, .num_ranks = group.num_ranks(), .transport = "loopback"},
-        waiter_(*transport_, context_, std::chrono::seconds(60)),
-        board_(*transport_, waiter_, context_, map_, signals_) {
+        waiter_(*transport_, context_, std::chrono::seconds(60)) {
     const Region control = transport_->allocate(map_.num_bytes());
     std::vector<uint32_t> slots;
     for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&control.ref, 1)))) {
@@ -35,23 +35,23 @@ class BoardRank {
       transport_->import(static_cast<int>(slots.size()), ref);
       slots.push_back(ref.slot);
     }
-    board_.connect(control.data, slots);
+    board_.emplace(*transport_, waiter_, context_, map_, signals_, control.data, slots);
     group.barrier();
   }
 
-  CallBoard& board() { return board_; }
+  CallBoard& board() { return *board_; }
 
   // To each rank r: tokens = 1000 * own rank + r, and the call number as payload.
   std::vector<CallWord> swap(Op op, int64_t field) {
     CallWord word;
-    word.call = board_.next_call();
+    word.call = board_->next_call();
     word.op = op;
     word.signature = signature_of({.op = op, .options = {.pad_multiple = field}});
     std::vector<CallWord> words(num_ranks_, word);
     for (size_t r = 0; r < words.size(); ++r) {
       words[r].num_tokens = 1000 * rank_ + static_cast<int64_t>(r);
     }
-    return board_.swap(words, std::as_bytes(std::span(&word.call, 1)));
+    return board_->swap(words, std::as_bytes(std::span(&word.call, 1)));
   }
 
  private:
@@ -62,7 +62,7 @@ class BoardRank {
   std::unique_ptr<Transport> transport_;
   Context context_;
   Waiter waiter_;
-  CallBoard board_;
+  std::optional<CallBoard> board_;
 };
 
 TEST(CallBoardTest, GivesEachRankTheWordMeantForIt) {

@@ -224,14 +224,9 @@ int64_t Queue::post(Operation& operation, const Write& write) {
       .rma_iov_count = 1,
       .context = &operation.notes,
       .data = write.immediate};
-  operation.call = "fi_writemsg";
   const uint64_t data_flag = write.has_immediate ? FI_REMOTE_CQ_DATA : 0;
-  const int64_t result =
-      fi_writemsg(endpoint_.get(), &message, FI_COMPLETION | write.completion | data_flag);
-  if (result == 0) {
-    flying_to_[static_cast<size_t>(operation.rank)].fetch_add(1, std::memory_order_relaxed);
-  }
-  return result;
+  const uint64_t flags = FI_COMPLETION | write.completion | data_flag;
+  return note_posted(operation, "fi_writemsg", fi_writemsg(endpoint_.get(), &message, flags));
 }
 
 int64_t Queue::post(Operation& operation, const Message& message) {
@@ -246,9 +241,12 @@ int64_t Queue::post(Operation& operation, const Message& message) {
       .addr = targets_[static_cast<size_t>(operation.rank)],
       .context = &operation.notes,
       .data = 0};
-  operation.call = "fi_sendmsg";
-  const int64_t result =
-      fi_sendmsg(endpoint_.get(), &envelope, FI_COMPLETION | FI_DELIVERY_COMPLETE);
+  const uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE;
+  return note_posted(operation, "fi_sendmsg", fi_sendmsg(endpoint_.get(), &envelope, flags));
+}
+
+int64_t Queue::note_posted(Operation& operation, const char* call, int64_t result) {
+  operation.call = call;
   if (result == 0) {
     flying_to_[static_cast<size_t>(operation.rank)].fetch_add(1, std::memory_order_relaxed);
   }

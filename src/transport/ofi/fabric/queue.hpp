@@ -178,6 +178,7 @@ class Queue {
 
   void open();
   // With mutex_ held:
+  int64_t note_posted(Operation& operation, const char* call, int64_t result);
   void give_back(Operation& operation);
   void post_receive(Receive& receive);
   size_t read_completions();
