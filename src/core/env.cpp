@@ -71,17 +71,6 @@ class Reader {
   const Env::Lookup& lookup_;
 };
 
-std::chrono::milliseconds timeout(const std::string& value) {
-  const auto seconds = parse_number<double>(value);
-  WEFT_CHECK_ARG(
-      Context{},
-      seconds && *seconds >= 0.001 && *seconds <= 1e6,
-      "environment: WEFT_TIMEOUT_S = \"{}\" is not a number of seconds in [0.001, 1000000]",
-      value
-  );
-  return std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
-}
-
 }  // namespace
 
 int parse_env_int(std::string_view name, const std::string& value, int min, int max) {
@@ -111,7 +100,14 @@ Env Env::read(const Lookup& lookup) {
   env.secret = reader.text("WEFT_SECRET");
   env.secret_file = reader.text("WEFT_SECRET_FILE");
   if (const auto value = reader.text("WEFT_TIMEOUT_S")) {
-    env.timeout = weft::timeout(*value);
+    const auto seconds = parse_number<double>(*value);
+    WEFT_CHECK_ARG(
+        Context{},
+        seconds && *seconds >= 0.001 && *seconds <= 1e6,
+        "environment: WEFT_TIMEOUT_S = \"{}\" is not a number of seconds in [0.001, 1000000]",
+        *value
+    );
+    env.timeout = std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
   }
   env.ranks_per_domain = reader.number("WEFT_RANKS_PER_DOMAIN", 1, kMaxInt);
   env.transport = reader.text("WEFT_TRANSPORT").value_or(env.transport);

@@ -146,16 +146,6 @@ void check_matrix(
   );
 }
 
-void check_num_tokens(int64_t num_tokens, const ExchangeConfig& limits, const Context& context) {
-  WEFT_CHECK_ARG(
-      context,
-      num_tokens <= limits.max_tokens,
-      "plan: {} tokens are too many (max_tokens = {})",
-      num_tokens,
-      limits.max_tokens
-  );
-}
-
 void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const Context& context) {
   check_matrix(idx, "topk_idx", {DType::kInt64, DType::kInt32}, limits.device, context);
   WEFT_CHECK_ARG(
@@ -165,7 +155,6 @@ void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const 
       idx.cols,
       limits.max_topk
   );
-  check_num_tokens(idx.rows, limits, context);
 }
 
 void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Context& context) {
@@ -177,7 +166,6 @@ void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Conte
       map.cols,
       limits.num_experts
   );
-  check_num_tokens(map.rows, limits, context);
 }
 
 void check_weights(const ConstTensor& weights, const ConstTensor& routing, const Context& context) {
@@ -219,11 +207,9 @@ void read_topk(
 ) {
   table.topk = static_cast<int>(routing.topk_idx.cols);
   table.expert.resize(static_cast<size_t>(table.num_tokens) * static_cast<size_t>(table.topk));
-  if (routing.topk_idx.dtype == DType::kInt64) {
-    copy_indices<int64_t>(routing.topk_idx.data, limits, c, table);
-  } else {
-    copy_indices<int32_t>(routing.topk_idx.data, limits, c, table);
-  }
+  const bool is_wide = routing.topk_idx.dtype == DType::kInt64;
+  const auto copy = is_wide ? copy_indices<int64_t> : copy_indices<int32_t>;
+  copy(routing.topk_idx.data, limits, c, table);
   if (table.has_weights && !table.expert.empty()) {
     table.weight.resize(table.expert.size());
     std::memcpy(table.weight.data(), routing.weights.data, table.weight.size() * sizeof(float));
@@ -310,6 +296,13 @@ RoutingShape check_routing(
     check_map(routing.map, limits, context);
   }
   const ConstTensor& matrix = is_topk ? routing.topk_idx : routing.map;
+  WEFT_CHECK_ARG(
+      context,
+      matrix.rows <= limits.max_tokens,
+      "plan: {} tokens are too many (max_tokens = {})",
+      matrix.rows,
+      limits.max_tokens
+  );
   if (routing.weights.is_given()) {
     check_weights(routing.weights, matrix, context);
   }

@@ -13,14 +13,10 @@ constexpr const char* kLibrary = "libfabric.so.1";
 
 // The structures of libfabric have grown at their ends only, so the oldest symbols that know all
 // members used here serve every newer library too.
-void* find(void* library, const char* name, const char* version) {
-  void* symbol = ::dlvsym(library, name, version);
-  return symbol != nullptr ? symbol : ::dlsym(library, name);
-}
-
 template <class Function>
 void load(Api& api, Function& function, void* library, const char* name, const char* version) {
-  function = reinterpret_cast<Function>(find(library, name, version));
+  void* const versioned = ::dlvsym(library, name, version);
+  function = reinterpret_cast<Function>(versioned != nullptr ? versioned : ::dlsym(library, name));
   if (function == nullptr && api.obstacle.empty()) {
     api.obstacle = fmt::format("{} has no function {}", kLibrary, name);
   }

@@ -28,6 +28,13 @@ int require_cards(fid_ep& endpoint) {
   return result == -FI_ENOPROTOOPT || result == -FI_ENOSYS ? 0 : result;
 }
 
+// The element that stands at this address; null: none of them.
+template <class Element>
+Element* element_at(std::vector<Element>& elements, void* address) {
+  auto* const at = static_cast<Element*>(address);
+  return at >= elements.data() && at < elements.data() + elements.size() ? at : nullptr;
+}
+
 }  // namespace
 
 // Behind the newest span, else, once the newest is behind the oldest, from the start again.
@@ -333,11 +340,11 @@ size_t Queue::read_completions() {
 }
 
 void Queue::handle(const fi_cq_data_entry& entry) {
-  if (Operation* const operation = operation_at(entry.op_context)) {
+  if (Operation* const operation = element_at(operations_, entry.op_context)) {
     finish(*operation);
     return;
   }
-  Receive* const receive = receive_at(entry.op_context);
+  Receive* const receive = element_at(receives_, entry.op_context);
   if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
     events_.on_put(entry.data);
   } else if (receive != nullptr && entry.len == sizeof(Message)) {
@@ -355,12 +362,12 @@ void Queue::handle_error() {
   if (fi_cq_readerr(completions_.get(), &error, 0) < 0) {
     return;
   }
-  if (Operation* const operation = operation_at(error.op_context)) {
+  if (Operation* const operation = element_at(operations_, error.op_context)) {
     const int rank = operation->rank;
     const char* call = operation->call;
     events_.on_failure(rank, call, error.err);  // before its owner can see it ended
     finish(*operation);
-  } else if (Receive* const receive = receive_at(error.op_context)) {
+  } else if (Receive* const receive = element_at(receives_, error.op_context)) {
     unposted_.push_back(receive);
   }
 }
@@ -377,16 +384,6 @@ void Queue::post_receive(Receive& receive) {
   if (result != 0) {
     unposted_.push_back(&receive);
   }
-}
-
-Queue::Operation* Queue::operation_at(void* context) {
-  auto* const at = static_cast<Operation*>(context);
-  return at >= operations_.data() && at < operations_.data() + operations_.size() ? at : nullptr;
-}
-
-Queue::Receive* Queue::receive_at(void* context) {
-  auto* const at = static_cast<Receive*>(context);
-  return at >= receives_.data() && at < receives_.data() + receives_.size() ? at : nullptr;
 }
 
 bool Queue::may_sleep() {

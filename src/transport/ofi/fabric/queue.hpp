@@ -185,8 +185,6 @@ class Queue {
   void handle(const fi_cq_data_entry& entry);
   void handle_error();
   void finish(Operation& operation);
-  [[nodiscard]] Operation* operation_at(void* context);
-  [[nodiscard]] Receive* receive_at(void* context);
 
   std::shared_ptr<Fabric> fabric_;
   QueueEvents& events_;

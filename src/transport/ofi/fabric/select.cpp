@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses the provider that all ranks can use, and reports on each.
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <set>
 #include <sstream>
@@ -20,14 +19,12 @@ namespace {
 
 // One rank's offers as they travel: its number of queues, then for each provider of the table a
 // line that is empty if it can be used.
-Bytes encode(const std::vector<Offer>& offers, size_t num_queues) {
+std::string encode(const std::vector<Offer>& offers, size_t num_queues) {
   std::string text = std::to_string(num_queues) + "\n";
   for (const Offer& offer : offers) {
     text += offer.obstacle + "\n";
   }
-  Bytes block(text.size());
-  std::memcpy(block.data(), text.data(), text.size());
-  return block;
+  return text;
 }
 
 std::vector<std::string> decode(const Bytes& block) {
@@ -93,7 +90,8 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
   const size_t most = fewest_queues(offers, wish.num_queues);
   std::vector<std::vector<std::string>> answers;  // by rank
   auto num_queues = std::numeric_limits<uint32_t>::max();
-  for (const Bytes& block : group.all_gather(encode(offers, most))) {
+  const std::string own = encode(offers, most);
+  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(own)))) {
     answers.push_back(decode(block));
     num_queues = std::min(num_queues, static_cast<uint32_t>(std::stoul(answers.back()[0])));
   }
