@@ -19,9 +19,7 @@
 #include "core/gpu/device_memory.hpp"
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
-#include "core/half.hpp"
 #include "cuda/transport/peer_memory.hpp"
-#include "measure/gpu_rows.hpp"
 #include "measure/measure.hpp"
 #include "plan/plan_data.hpp"
 

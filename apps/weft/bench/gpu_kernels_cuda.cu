@@ -3,7 +3,6 @@
 #include "core/gpu/check.hpp"
 #include "core/gpu/peer_address.hpp"
 #include "cuda/device/ptx/memory.cuh"
-#include "measure/gpu_rows.hpp"
 
 namespace weft::program {
 namespace {

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "cli/progress.hpp"
@@ -114,7 +115,7 @@ class CpuBench final : public Bench {
     shape.num_ranks = group_.num_ranks();
     shape.threads_per_rank = exchange_.config().num_threads;
     shape.row_bytes = row_bytes();
-    shape.copies = std::max(1, static_cast<int>(copies + 0.5));
+    shape.copies = std::max(1, static_cast<int>(std::lround(copies)));
     shape.source_bytes = std::min(
         std::max<int64_t>(routing_.max_tokens(), 1) * row_bytes(),
         kLimitMemoryBytes / shape.num_ranks / shape.copies
