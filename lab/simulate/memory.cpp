@@ -66,7 +66,7 @@ class RankUse {
 
  private:
   [[nodiscard]] bool forwards(int source) const {
-    return !domains_.is_near(source) && domains_.carrier(source, rank_) == rank_;
+    return !domains_.is_near(source) && domains_.forwarder(source, rank_) == rank_;
   }
 
   // With weights.
@@ -94,7 +94,7 @@ class RankUse {
       return forwards(peer) ? inter_node_rows(peer, domains_.own()) : 0;
     }
     int64_t rows = traffic_.arrivals(peer, rank_);
-    for (const int source : domains_.carried_by(peer)) {
+    for (const int source : domains_.forwarded_by(peer)) {
       rows += traffic_.arrivals(source, rank_);
     }
     return rows;
@@ -103,11 +103,11 @@ class RankUse {
   // Sums for this rank's tokens and for those that it forwards.
   [[nodiscard]] int64_t combined_from(int peer) const {
     if (!domains_.is_near(peer)) {
-      const bool is_forwarder = domains_.carrier(rank_, peer) == peer;
+      const bool is_forwarder = domains_.forwarder(rank_, peer) == peer;
       return is_forwarder ? inter_node_rows(rank_, domains_.domain_of(peer)) : 0;
     }
     int64_t rows = traffic_.arrivals(rank_, peer);
-    for (const int source : domains_.carried()) {
+    for (const int source : domains_.forwarded()) {
       rows += traffic_.arrivals(source, peer);
     }
     return rows;
@@ -145,7 +145,7 @@ Memory::Cpu reserved_by_cpu(const Scenario& scenario) {
       .num_ranks = static_cast<uint32_t>(scenario.num_ranks),
       .max_chunks = static_cast<uint32_t>(num_chunks(scenario.max_tokens)),
       .has_crossings = domains.has_several(),
-      .num_carried_pairs = domains.max_carried_pairs()};
+      .num_forwarded_pairs = domains.max_forwarded_pairs()};
   Memory::Cpu cpu;
   cpu.signals = uint64_t{signals.size()} * sizeof(uint64_t);
   cpu.words = map.record_offset(0);
@@ -166,15 +166,15 @@ void add_inter_node(
     const Scenario& scenario, const Domains& domains, uint64_t block_bytes, Memory::Gpu& gpu
 ) {
   constexpr uint64_t kLeastBytes = uint64_t{1} << 20;
-  const uint64_t carried = domains.carried().size();
+  const uint64_t forwarded = domains.forwarded().size();
   const CallRoom room = room_of_calls(
       {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
-       .num_carried = carried,
+       .num_forwarded = forwarded,
        .max_tokens = scenario.max_tokens,
        .max_topk = scenario.topk,
        .token_bytes = scenario.row_bytes + int64_t{scenario.topk} * 8 + kSmallScaleBytes}
   );
-  const uint64_t image = size_class(2 * block_bytes * (1 + carried) + kLeastBytes);
+  const uint64_t image = size_class(2 * block_bytes * (1 + forwarded) + kLeastBytes);
   const uint64_t done = room.num_messages * sizeof(uint32_t);
   gpu.host = size_class(std::max(room.staging, kLeastBytes)) + room.messages + done + image;
   gpu.staging += size_class(room.work) + gpu.host;
@@ -193,11 +193,11 @@ Memory::Gpu reserved_by_gpu(const Scenario& scenario) {
       experts,
       tokens,
       topk,
-      domains.has_several() ? 0 : early_row_room(members, tokens, topk, hidden)};
+      domains.has_several() ? 0 : eager_row_room(members, tokens, topk, hidden)};
   const PlanMap plan = {members, experts, tokens, topk};
   uint64_t rounds = 1;  // the same on all ranks of a domain
   for (const int member : domains.near()) {
-    rounds = std::max<uint64_t>(rounds, 1 + domains.carried_by(member).size());
+    rounds = std::max<uint64_t>(rounds, 1 + domains.forwarded_by(member).size());
   }
   Memory::Gpu gpu = {
       .signals = map.word_offset(0, 0),

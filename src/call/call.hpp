@@ -24,7 +24,7 @@ enum class Place : uint32_t {
   kStaging,      // row i of arrival i of the receiver's staging; it copies it to every slot
   kPrimarySlot,  // the first slot of the receiver's output; it copies it to the others
   kEverySlot,    // CPU: a source's store costs no more than the receiver's own
-  kEarly,        // GPU, before slots are known: the token's place among the receiver's eager rows
+  kEager,        // GPU, before slots are known: the token's place among the receiver's eager rows
   kCopied,       // GPU, by copy engines, in blocks: a block of the receiver's, by source
 };
 

@@ -58,7 +58,7 @@ CpuExchange::CpuExchange(
       .num_ranks = static_cast<uint32_t>(context_.num_ranks),
       .max_chunks = static_cast<uint32_t>(num_chunks(settings_.max_tokens)),
       .has_crossings = domains_->has_several(),
-      .num_carried_pairs = domains_->max_carried_pairs()};
+      .num_forwarded_pairs = domains_->max_forwarded_pairs()};
   settled_.resize(signals_.size());
   transport_ = make_transport(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}

@@ -57,7 +57,7 @@ class HostsCall {
   template <class FirstSignal>
   [[nodiscard]] std::vector<MessageReceive> from_sources(const FirstSignal& first_signal) const {
     std::vector<MessageReceive> receives;
-    for (const CarriedSource& one : traffic_.carried) {
+    for (const ForwardedSource& one : traffic_.forwarded) {
       const auto source = static_cast<uint32_t>(one.source);
       receives.push_back({one.source, one.crossings.size(), first_signal(source)});
     }
@@ -77,7 +77,7 @@ class HostsCall {
 
   [[nodiscard]] size_t forwarder_of(size_t domain) const {
     return static_cast<size_t>(
-        traffic_.domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
+        traffic_.domains->forwarder_into(static_cast<int>(domain), plan_.shape.rank)
     );
   }
   [[nodiscard]] int64_t num_sent(size_t domain) const {

@@ -8,10 +8,10 @@ DispatchAreas::DispatchAreas(const PlanData& plan, const MessageFormat& tokens) 
   AreaMap staging;
   AreaMap work;
   AreaMap packed;
-  for (const CarriedSource& one : traffic.carried) {
+  for (const ForwardedSource& one : traffic.forwarded) {
     const int64_t count = one.crossings.size();
     staged.push_back(staging.add(tokens.area_bytes(count)));
-    carried.push_back(
+    forwarded.push_back(
         {work.add(count * tokens.row_bytes),
          work.add(count * tokens.weight_bytes),
          work.add(count * tokens.scale_bytes)}
@@ -40,9 +40,9 @@ CombineAreas::CombineAreas(
   AreaMap work;
   AreaMap messages;
   int64_t num_chunks = 0;
-  for (const CarriedSource& one : traffic.carried) {
+  for (const ForwardedSource& one : traffic.forwarded) {
     const int64_t count = one.crossings.size();
-    carried.push_back(
+    forwarded.push_back(
         {work.add(count * sums.row_bytes),
          work.add(count * sums.weight_bytes),
          work.add(count * weights.weight_bytes)}

@@ -47,9 +47,9 @@ struct CallRoom {
 
 // What decides it.
 struct CallBounds {
-  uint64_t num_others = 0;   // domains
-  uint64_t num_carried = 0;  // sources that a rank forwards for
-  int64_t max_tokens = 0;    // of each rank
+  uint64_t num_others = 0;     // domains
+  uint64_t num_forwarded = 0;  // sources that a rank forwards for
+  int64_t max_tokens = 0;      // of each rank
   int max_topk = 0;
   int64_t token_bytes = 0;  // that cross with a token: there in a dispatch, both ways in a combine
 };
@@ -64,18 +64,18 @@ struct CallBounds {
   const auto chunks = static_cast<uint64_t>(num_chunks(bounds.max_tokens)) + 1;
   const uint64_t crossed =
       std::min<uint64_t>(bounds.num_others, static_cast<uint64_t>(std::max(bounds.max_topk, 1)));
-  const uint64_t peers = bounds.num_others + bounds.num_carried;
+  const uint64_t peers = bounds.num_others + bounds.num_forwarded;
   const uint64_t gaps = (peers + 1) * (chunks * 64 + AreaMap::kAlignment);  // see stride()
-  const uint64_t host = std::max(crossed, bounds.num_carried) * bytes + gaps;
+  const uint64_t host = std::max(crossed, bounds.num_forwarded) * bytes + gaps;
   return {
       .staging = host,
       .messages = host,
-      .work = (crossed + bounds.num_carried + 2) * bytes + 3 * (peers + 1) * AreaMap::kAlignment,
+      .work = (crossed + bounds.num_forwarded + 2) * bytes + 3 * (peers + 1) * AreaMap::kAlignment,
       .num_messages = peers * chunks};
 }
 
 // Of the inter-node tokens of one source that this rank forwards for, in GPU memory.
-struct CarriedTokens {
+struct ForwardedTokens {
   uint64_t rows = 0;
   uint64_t weights = 0;
   uint64_t scales = 0;
@@ -88,7 +88,7 @@ struct DispatchAreas {
 
   // By source that this rank forwards for:
   std::vector<uint64_t> staged;  // in staging
-  std::vector<CarriedTokens> carried;
+  std::vector<ForwardedTokens> forwarded;
   // By domain, nothing for the own one:
   std::vector<uint64_t> messages;
   std::vector<int64_t> chunks;  // number of the first message
@@ -97,7 +97,7 @@ struct DispatchAreas {
 };
 
 // The same in a combine.
-struct CarriedSums {
+struct ForwardedSums {
   uint64_t rows = 0;
   uint64_t weights = 0;         // gradients that go back
   uint64_t source_weights = 0;  // that came
@@ -110,7 +110,7 @@ struct CombineAreas {
   CombineAreas(const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights);
 
   // By source that this rank forwards for:
-  std::vector<CarriedSums> carried;
+  std::vector<ForwardedSums> forwarded;
   std::vector<uint64_t> staged_weights;  // in staging
   std::vector<uint64_t> sum_messages;
   std::vector<int64_t> sum_chunks;  // number of the first message

@@ -58,14 +58,14 @@ class HostsCombine : HostsCall {
       if (in_.source_weights.is_given()) {
         swap_weights(words);
       }
-      swap_sums(sum_carried(words));
+      swap_sums(sum_forwarded(words));
     } catch (const std::exception& error) {
       refuse_rounds(num_launched_, error.what());
       throw;
     }
     follow_copies();
     add_parts();
-    network_.count(kOp, count_carried(plan_), sums_.row_bytes);
+    network_.count(kOp, count_forwarded(plan_), sums_.row_bytes);
   }
 
  private:
@@ -77,10 +77,10 @@ class HostsCombine : HostsCall {
         to[forwarder_of(domain)].rows = network_.staging_at(areas_.staged_sums[domain]);
       }
     }
-    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
-      const CarriedSource& carried = traffic_.carried[i];
-      if (in_.source_weights.is_given() && carried.crossings.size() > 0) {
-        to[static_cast<size_t>(carried.source)].source_weights =
+    for (size_t i = 0; i < traffic_.forwarded.size(); ++i) {
+      const ForwardedSource& forwarded = traffic_.forwarded[i];
+      if (in_.source_weights.is_given() && forwarded.crossings.size() > 0) {
+        to[static_cast<size_t>(forwarded.source)].source_weights =
             network_.staging_at(areas_.staged_weights[i]);
       }
     }
@@ -114,12 +114,12 @@ class HostsCombine : HostsCall {
     }
     weights.receives = from_sources(signal);
     const size_t transfer = start(std::move(weights));
-    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
-      const int64_t count = traffic_.carried[i].crossings.size();
+    for (size_t i = 0; i < traffic_.forwarded.size(); ++i) {
+      const int64_t count = traffic_.forwarded[i].crossings.size();
       if (count > 0) {
         let_copies_await(transfer, i, 0);
         copy_in(
-            areas_.carried[i].source_weights,
+            areas_.forwarded[i].source_weights,
             network_.staging() + areas_.staged_weights[i],
             count * weights_.weight_bytes
         );
@@ -128,15 +128,15 @@ class HostsCombine : HostsCall {
   }
 
   // This domain's sums for the tokens of others, and their messages.
-  std::vector<MessageSend> sum_carried(std::span<const CallWord> words) {
+  std::vector<MessageSend> sum_forwarded(std::span<const CallWord> words) {
     std::vector<MessageSend> sends;
     const uint32_t signal = network_.signals().crossing(static_cast<uint32_t>(plan_.shape.rank), 0);
     follow_copies();
     for (size_t round = 1; round < device_.rounds().size(); ++round) {
       const size_t i = round - 1;
-      const bool is_carried = i < areas_.carried.size();
-      const CarriedSums at = is_carried ? areas_.carried[i] : CarriedSums();
-      const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
+      const bool is_forwarded = i < areas_.forwarded.size();
+      const ForwardedSums at = is_forwarded ? areas_.forwarded[i] : ForwardedSums();
+      const int64_t count = is_forwarded ? traffic_.forwarded[i].crossings.size() : 0;
       CombineInput in = in_;
       if (in_.source_weights.is_given()) {
         in.source_weights = weights_view(at.source_weights, count);
@@ -153,7 +153,7 @@ class HostsCombine : HostsCall {
       launch.weight_cols = topk_;
       launch.count = count;
       let_copies_follow();
-      const auto to = static_cast<size_t>(traffic_.carried[i].source);
+      const auto to = static_cast<size_t>(traffic_.forwarded[i].source);
       sends.push_back(
           pack(launch, areas_.sum_messages[i], areas_.sum_chunks[i], to, words[to].rows, signal)
       );

@@ -45,10 +45,10 @@ class HostsDispatch : HostsCall {
   void run() {
     const CallWord word = network_.new_word(call_of(plan_, in_, out_));
     std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
-    for (size_t i = 0; i < traffic_.carried.size(); ++i) {
-      const CarriedSource& carried = traffic_.carried[i];
-      if (carried.crossings.size() > 0) {
-        to[static_cast<size_t>(carried.source)].rows = network_.staging_at(areas_.staged[i]);
+    for (size_t i = 0; i < traffic_.forwarded.size(); ++i) {
+      const ForwardedSource& forwarded = traffic_.forwarded[i];
+      if (forwarded.crossings.size() > 0) {
+        to[static_cast<size_t>(forwarded.source)].rows = network_.staging_at(areas_.staged[i]);
       }
     }
     const std::vector<CallWord> words = network_.swap(to);
@@ -75,11 +75,11 @@ class HostsDispatch : HostsCall {
     // All ranks of the domain launch the rounds in the same order.
     while (next_round_ < device_.rounds().size()) {
       const size_t i = next_round_ - 1;
-      if (i < areas_.carried.size()) {
-        copy_carried(transfer, i);
+      if (i < areas_.forwarded.size()) {
+        copy_forwarded(transfer, i);
       }
       follow_copies();
-      node().dispatch(device_.rounds()[next_round_++], carried_input(i), out_, options_);
+      node().dispatch(device_.rounds()[next_round_++], forwarded_input(i), out_, options_);
     }
     follow_copies();  // x is read there
   }
@@ -110,8 +110,8 @@ class HostsDispatch : HostsCall {
   }
 
   // The messages of one source, each once it has come, to where its tokens are dispatched from.
-  void copy_carried(size_t transfer, size_t i) const {
-    const int64_t count = traffic_.carried[i].crossings.size();
+  void copy_forwarded(size_t transfer, size_t i) const {
+    const int64_t count = traffic_.forwarded[i].crossings.size();
     for (int64_t c = 0; c < format_.num_chunks(count); ++c) {
       let_copies_await(transfer, i, c);
       const int64_t num = format_.num_rows(c, count);
@@ -121,9 +121,9 @@ class HostsDispatch : HostsCall {
       const auto copy = [&](uint64_t area, int64_t each, int64_t from) {
         copy_in(area + static_cast<uint64_t>(first * each), message + from, num * each);
       };
-      copy(areas_.carried[i].rows, format_.row_bytes, 0);
-      copy(areas_.carried[i].weights, format_.weight_bytes, format_.weights_at(num));
-      copy(areas_.carried[i].scales, format_.scale_bytes, format_.scales_at(num));
+      copy(areas_.forwarded[i].rows, format_.row_bytes, 0);
+      copy(areas_.forwarded[i].weights, format_.weight_bytes, format_.weights_at(num));
+      copy(areas_.forwarded[i].scales, format_.scale_bytes, format_.scales_at(num));
     }
   }
 
@@ -134,10 +134,10 @@ class HostsDispatch : HostsCall {
     node().dispatch(device_.rounds()[0], own, out_, options_);
   }
 
-  [[nodiscard]] DispatchInput carried_input(size_t i) const {
-    const bool is_carried = i < areas_.carried.size();
-    const CarriedTokens tokens = is_carried ? areas_.carried[i] : CarriedTokens();
-    const int64_t count = is_carried ? traffic_.carried[i].crossings.size() : 0;
+  [[nodiscard]] DispatchInput forwarded_input(size_t i) const {
+    const bool is_forwarded = i < areas_.forwarded.size();
+    const ForwardedTokens tokens = is_forwarded ? areas_.forwarded[i] : ForwardedTokens();
+    const int64_t count = is_forwarded ? traffic_.forwarded[i].crossings.size() : 0;
     DispatchInput in;
     in.x = view(tokens.rows, in_.x.dtype, count, in_.x.cols);
     if (in_.weights.is_given()) {

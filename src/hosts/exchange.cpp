@@ -91,7 +91,7 @@ HostsExchange::HostsExchange(
   last_use_.create(context());
   prepare_message_rows();
   choose_wire_memory();
-  max_receives_ = std::max(network_->domains().carried().size(), domains.size());
+  max_receives_ = std::max(network_->domains().forwarded().size(), domains.size());
   arrived_.create(kMaxTransfers * max_receives_, context());
   message_counts_.emplace(std::span(arrived_.get(), kMaxTransfers * max_receives_));
   thread_ = std::make_unique<TransferThread>(HostMap::here().cores_near(gpu));
@@ -101,7 +101,7 @@ HostsExchange::HostsExchange(
     log(LogLevel::kInfo, "exchange: the network reads and writes the GPU's memory itself");
   }
   const uint64_t per_round = 2 * node_->plan_map().num_bytes();
-  reserve_image(per_round * (1 + network_->domains().carried().size()) + kLeastBytes);
+  reserve_image(per_round * (1 + network_->domains().forwarded().size()) + kLeastBytes);
   group.barrier();
 }
 

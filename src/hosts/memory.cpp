@@ -32,7 +32,7 @@ void HostsExchange::reserve(int64_t bytes_of_token) {
   token_bytes_ = bytes_of_token;
   room_ = room_of_calls(
       {.num_others = static_cast<uint64_t>(domains.num_domains()) - 1,
-       .num_carried = domains.carried().size(),
+       .num_forwarded = domains.forwarded().size(),
        .max_tokens = settings_.max_tokens,
        .max_topk = settings_.max_topk,
        .token_bytes = token_bytes_}

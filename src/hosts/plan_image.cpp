@@ -49,12 +49,12 @@ Round find_round(const PlanData& plan, size_t index) {
       const Arrivals& pair = plan.sent[static_cast<size_t>(member)];
       round.pairs.push_back({&pair, pair.token});
     }
-  } else if (index <= traffic.carried.size()) {
-    const CarriedSource& carried = traffic.carried[index - 1];
-    round.num_tokens = static_cast<int32_t>(carried.crossings.size());
+  } else if (index <= traffic.forwarded.size()) {
+    const ForwardedSource& forwarded = traffic.forwarded[index - 1];
+    round.num_tokens = static_cast<int32_t>(forwarded.crossings.size());
     for (size_t member = 0; member < near.size(); ++member) {
       round.pairs.push_back(
-          {&carried_pair(plan, carried, member), carried.crossings.crossing[member]}
+          {&forwarded_pair(plan, forwarded, member), forwarded.crossings.crossing[member]}
       );
     }
   } else {
@@ -68,7 +68,7 @@ size_t num_rounds(const PlanData& plan) {
   const Domains& domains = *plan.between->domains;
   size_t most = 0;
   for (const int member : domains.near()) {
-    most = std::max(most, domains.carried_by(member).size());
+    most = std::max(most, domains.forwarded_by(member).size());
   }
   return 1 + most;
 }
@@ -85,7 +85,7 @@ PlanImage::PlanImage(const PlanMap& map, const Round& round, int topk)
   for (const Round::Pair& pair : round.pairs) {
     const auto arrivals = static_cast<uint64_t>(pair.arrivals->size());
     const uint64_t routes = arrivals * map.max_topk;
-    GivenRecords records;
+    ImportedRecords records;
     records.num_arrivals = static_cast<int32_t>(arrivals);
     records.chunk_begin = take((chunks + 1) * sizeof(int32_t));
     records.heads = take(arrivals * sizeof(ArrivalHead));
@@ -165,7 +165,7 @@ void PlanImage::write_routes(const PlanView& block, const PlanData& plan) const 
 void PlanImage::write_records(
     std::span<std::byte> image, size_t member, std::span<int32_t> num_arrivals
 ) const {
-  const GivenRecords& to = records_[member];
+  const ImportedRecords& to = records_[member];
   const Round::Pair& from = round_.pairs[member];
   const RoutesView pair(*from.arrivals);
   const auto topk = static_cast<size_t>(map_.max_topk);

@@ -38,7 +38,7 @@ class PlanImage {
 
   [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
   // [members]
-  [[nodiscard]] const std::vector<GivenRecords>& records() const { return records_; }
+  [[nodiscard]] const std::vector<ImportedRecords>& records() const { return records_; }
   // In two parts, by any threads; `image` has num_bytes(). `is_first`: padding of the output is
   // this round's to zero.
   void write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const;
@@ -53,7 +53,7 @@ class PlanImage {
   PlanMap map_;
   const Round& round_;
   int32_t topk_;
-  std::vector<GivenRecords> records_;
+  std::vector<ImportedRecords> records_;
   uint64_t num_bytes_ = 0;
 };
 

@@ -16,7 +16,7 @@ Domains::Domains(std::vector<std::vector<int>> domains, int rank)
   }
   domain_of_.resize(num_ranks);
   place_of_.resize(num_ranks);
-  carried_by_.resize(num_ranks);
+  forwarded_by_.resize(num_ranks);
   for (size_t d = 0; d < domains_.size(); ++d) {
     for (size_t place = 0; place < domains_[d].size(); ++place) {
       const auto member = static_cast<size_t>(domains_[d][place]);
@@ -27,12 +27,12 @@ Domains::Domains(std::vector<std::vector<int>> domains, int rank)
   }
   for (int source = 0; source < static_cast<int>(num_ranks); ++source) {
     if (!is_near(source)) {
-      carried_by_[static_cast<size_t>(carrier(source, rank_))].push_back(source);
+      forwarded_by_[static_cast<size_t>(forwarder(source, rank_))].push_back(source);
     }
   }
 }
 
-int Domains::carrier_into(int domain, int source) const {
+int Domains::forwarder_into(int domain, int source) const {
   if (domain == domain_of(source)) {
     return source;
   }
@@ -40,8 +40,8 @@ int Domains::carrier_into(int domain, int source) const {
   return there[static_cast<size_t>(place_of(source)) % there.size()];
 }
 
-uint32_t Domains::pair_at_carrier(int source) const {
-  const std::span<const int> sources = carried_by(carrier(source, rank_));
+uint32_t Domains::pair_at_forwarder(int source) const {
+  const std::span<const int> sources = forwarded_by(forwarder(source, rank_));
   const auto index = std::lower_bound(sources.begin(), sources.end(), source) - sources.begin();
   return static_cast<uint32_t>(index) * static_cast<uint32_t>(near().size()) +
          static_cast<uint32_t>(place_of(rank_));
@@ -49,7 +49,7 @@ uint32_t Domains::pair_at_carrier(int source) const {
 
 // The first rank of a domain forwards at least as much as each other one there. Domains are many,
 // their sizes few.
-uint32_t Domains::max_carried_pairs() const {
+uint32_t Domains::max_forwarded_pairs() const {
   std::map<size_t, size_t> num_of;  // domains by size
   for (const std::vector<int>& members : domains_) {
     ++num_of[members.size()];
@@ -162,8 +162,8 @@ void link_token_parts(const PlanData& plan, DomainTraffic& traffic) {
   );
 }
 
-void add_carried(
-    const PlanData& plan, DomainTraffic& traffic, std::vector<std::vector<Arrivals>> carried
+void add_forwarded(
+    const PlanData& plan, DomainTraffic& traffic, std::vector<std::vector<Arrivals>> forwarded
 ) {
   const Domains& domains = *traffic.domains;
   const std::span<const int> near = domains.near();
@@ -173,11 +173,11 @@ void add_carried(
       traffic.rows_to[m] = plan.sent[m].size();
     }
   }
-  WEFT_ASSERT(carried.size() == domains.carried().size());
-  for (size_t i = 0; i < carried.size(); ++i) {
-    CarriedSource one = {
-        .source = domains.carried()[i],
-        .pairs = std::move(carried[i]),
+  WEFT_ASSERT(forwarded.size() == domains.forwarded().size());
+  for (size_t i = 0; i < forwarded.size(); ++i) {
+    ForwardedSource one = {
+        .source = domains.forwarded()[i],
+        .pairs = std::move(forwarded[i]),
         .crossings = {},
         .first_row = {}};
     WEFT_ASSERT(one.pairs.size() == near.size());
@@ -190,11 +190,11 @@ void add_carried(
       traffic.rows_to[member] += is_own ? 0 : pairs.back()->size();
     }
     one.crossings = find_crossings(pairs);
-    traffic.carried.push_back(std::move(one));
+    traffic.forwarded.push_back(std::move(one));
   }
 }
 
-// The same areas as add_carried() of the peers makes, seen from their other end.
+// The same areas as add_forwarded() of the peers makes, seen from their other end.
 void add_received_areas(const PlanData& plan, DomainTraffic& traffic) {
   const Domains& domains = *traffic.domains;
   for (const int member : domains.near()) {
@@ -203,7 +203,7 @@ void add_received_areas(const PlanData& plan, DomainTraffic& traffic) {
     }
     const auto m = static_cast<size_t>(member);
     traffic.rows_from[m] = plan.received[m].size();
-    for (const int source : domains.carried_by(member)) {
+    for (const int source : domains.forwarded_by(member)) {
       const auto s = static_cast<size_t>(source);
       traffic.first_row[s] = traffic.rows_from[m];
       traffic.rows_from[m] += plan.received[s].size();
@@ -213,15 +213,15 @@ void add_received_areas(const PlanData& plan, DomainTraffic& traffic) {
 
 }  // namespace
 
-const CarriedSource* DomainTraffic::find_carried(int source) const {
-  const auto found = std::ranges::lower_bound(carried, source, {}, &CarriedSource::source);
-  return found == carried.end() || found->source != source ? nullptr : &*found;
+const ForwardedSource* DomainTraffic::find_forwarded(int source) const {
+  const auto found = std::ranges::lower_bound(forwarded, source, {}, &ForwardedSource::source);
+  return found == forwarded.end() || found->source != source ? nullptr : &*found;
 }
 
 std::shared_ptr<const DomainTraffic> make_domain_traffic(
     const PlanData& plan,
     std::shared_ptr<const Domains> domains,
-    std::vector<std::vector<Arrivals>> carried
+    std::vector<std::vector<Arrivals>> forwarded
 ) {
   const auto num_ranks = static_cast<size_t>(plan.shape.num_ranks);
   auto traffic = std::make_shared<DomainTraffic>();
@@ -237,7 +237,7 @@ std::shared_ptr<const DomainTraffic> make_domain_traffic(
     );
   }
   link_token_parts(plan, *traffic);
-  add_carried(plan, *traffic, std::move(carried));
+  add_forwarded(plan, *traffic, std::move(forwarded));
   add_received_areas(plan, *traffic);
   return traffic;
 }
@@ -251,9 +251,9 @@ int64_t rows_from(const PlanData& plan, size_t peer) {
 }
 
 int64_t crossings_from(const PlanData& plan, size_t source) {
-  const CarriedSource* carried =
-      plan.between ? plan.between->find_carried(static_cast<int>(source)) : nullptr;
-  return carried == nullptr ? 0 : carried->crossings.size();
+  const ForwardedSource* forwarded =
+      plan.between ? plan.between->find_forwarded(static_cast<int>(source)) : nullptr;
+  return forwarded == nullptr ? 0 : forwarded->crossings.size();
 }
 
 int64_t crossings_to(const PlanData& plan, size_t peer) {
@@ -262,9 +262,10 @@ int64_t crossings_to(const PlanData& plan, size_t peer) {
   }
   const Domains& domains = *plan.between->domains;
   const int domain = domains.domain_of(static_cast<int>(peer));
-  const bool is_carrier = domains.carrier_into(domain, plan.shape.rank) == static_cast<int>(peer);
+  const bool is_forwarder =
+      domains.forwarder_into(domain, plan.shape.rank) == static_cast<int>(peer);
   const std::vector<int32_t>& tokens = plan.between->sent[static_cast<size_t>(domain)];
-  return is_carrier ? static_cast<int64_t>(tokens.size()) : 0;
+  return is_forwarder ? static_cast<int64_t>(tokens.size()) : 0;
 }
 
 CrossingCount count_sent(const PlanData& plan) {
@@ -277,13 +278,13 @@ CrossingCount count_sent(const PlanData& plan) {
   return count;
 }
 
-CrossingCount count_carried(const PlanData& plan) {
+CrossingCount count_forwarded(const PlanData& plan) {
   CrossingCount count;
   if (plan.between) {
-    for (const CarriedSource& carried : plan.between->carried) {
-      count.rows += carried.crossings.size();
-      for (size_t m = 0; m < carried.pairs.size(); ++m) {
-        count.arrivals += carried_pair(plan, carried, m).size();
+    for (const ForwardedSource& forwarded : plan.between->forwarded) {
+      count.rows += forwarded.crossings.size();
+      for (size_t m = 0; m < forwarded.pairs.size(); ++m) {
+        count.arrivals += forwarded_pair(plan, forwarded, m).size();
       }
     }
   }

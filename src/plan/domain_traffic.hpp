@@ -12,7 +12,7 @@
 namespace weft {
 
 // Who forwards tokens between domains. A token is sent to another domain once, to its forwarder
-// there (`carrier`): the rank that has the source's place in its own domain, modulo the size of
+// there (`forwarder`): the rank that has the source's place in its own domain, modulo the size of
 // that domain, which may be another. The forwarder sends it on to the ranks of its domain.
 class Domains {
  public:
@@ -34,26 +34,26 @@ class Domains {
   [[nodiscard]] int place_of(int rank) const { return place_of_[static_cast<size_t>(rank)]; }
 
   // The rank that puts the rows of `source` to the ranks of `domain`: in its own domain, `source`.
-  [[nodiscard]] int carrier_into(int domain, int source) const;
-  [[nodiscard]] int carrier(int source, int to) const {
-    return carrier_into(domain_of(to), source);
+  [[nodiscard]] int forwarder_into(int domain, int source) const;
+  [[nodiscard]] int forwarder(int source, int to) const {
+    return forwarder_into(domain_of(to), source);
   }
   // The rank that forwards what `source` sends to this rank; -1 if nobody is between them.
   [[nodiscard]] int between(int source) const {
-    const int by = carrier(source, rank_);
+    const int by = forwarder(source, rank_);
     return by == source || by == rank_ ? -1 : by;
   }
   // Sources of other domains whose tokens `near_rank` forwards in this domain, ascending.
-  [[nodiscard]] std::span<const int> carried_by(int near_rank) const {
-    return carried_by_[static_cast<size_t>(near_rank)];
+  [[nodiscard]] std::span<const int> forwarded_by(int near_rank) const {
+    return forwarded_by_[static_cast<size_t>(near_rank)];
   }
-  [[nodiscard]] std::span<const int> carried() const { return carried_by(rank_); }
+  [[nodiscard]] std::span<const int> forwarded() const { return forwarded_by(rank_); }
 
   // The number of the pair (source, this rank) at the source's forwarder here: sources ascend, each
   // with all ranks of the domain.
-  [[nodiscard]] uint32_t pair_at_carrier(int source) const;
+  [[nodiscard]] uint32_t pair_at_forwarder(int source) const;
   // Most such pairs of any rank.
-  [[nodiscard]] uint32_t max_carried_pairs() const;
+  [[nodiscard]] uint32_t max_forwarded_pairs() const;
   // Ranks of the largest domain.
   [[nodiscard]] int max_members() const;
 
@@ -62,7 +62,7 @@ class Domains {
   int rank_;
   std::vector<int> domain_of_;
   std::vector<int> place_of_;
-  std::vector<std::vector<int>> carried_by_;  // [num_ranks], of this domain's ranks
+  std::vector<std::vector<int>> forwarded_by_;  // [num_ranks], of this domain's ranks
 };
 
 // The inter-node tokens of one rank to one domain: those with an arrival in any of the pairs
@@ -74,7 +74,7 @@ class Domains {
 [[nodiscard]] Crossings find_crossings(std::span<const Arrivals* const> pairs);
 
 // The source of another domain whose tokens this rank forwards.
-struct CarriedSource {
+struct ForwardedSource {
   int source = 0;
   // [members of this domain] the pairs (source, member); this rank's own is in PlanData::received.
   std::vector<Arrivals> pairs;
@@ -100,7 +100,7 @@ struct DomainTraffic {
   std::vector<std::vector<int32_t>> sent;  // [num_domains] inter-node tokens, ascending; own: none
   std::vector<int32_t> token_begin;        // [num_tokens + 1]
   std::vector<TokenPart> token_parts;      // by token, ascending domain: the order of combine's sum
-  std::vector<CarriedSource> carried;      // ascending source
+  std::vector<ForwardedSource> forwarded;  // ascending source
   std::vector<int64_t> rows_to;    // [num_ranks] of the area to each rank of the domain, else 0
   std::vector<int64_t> rows_from;  // [num_ranks] of the area from each rank of the domain, else 0
   // [num_ranks] by source, of the pair (source, this rank) in the area of whoever puts it here.
@@ -112,14 +112,14 @@ struct DomainTraffic {
     return std::span(token_parts).subspan(begin, end - begin);
   }
   // Null if this rank does not forward for `source`.
-  [[nodiscard]] const CarriedSource* find_carried(int source) const;
+  [[nodiscard]] const ForwardedSource* find_forwarded(int source) const;
 };
 
-// `carried`: by source of domains.carried(), then member; taken over.
+// `forwarded`: by source of domains.forwarded(), then member; taken over.
 [[nodiscard]] std::shared_ptr<const DomainTraffic> make_domain_traffic(
     const PlanData& plan,
     std::shared_ptr<const Domains> domains,
-    std::vector<std::vector<Arrivals>> carried
+    std::vector<std::vector<Arrivals>> forwarded
 );
 
 // No other domain lies between this rank and `peer`.
@@ -128,11 +128,12 @@ struct DomainTraffic {
 }
 
 // The pair (source that this rank forwards for, member), wherever it is kept.
-[[nodiscard]] inline const Arrivals& carried_pair(
-    const PlanData& plan, const CarriedSource& carried, size_t member
+[[nodiscard]] inline const Arrivals& forwarded_pair(
+    const PlanData& plan, const ForwardedSource& forwarded, size_t member
 ) {
   const auto own = static_cast<size_t>(plan.between->domains->place_of(plan.shape.rank));
-  return member == own ? plan.received[static_cast<size_t>(carried.source)] : carried.pairs[member];
+  return member == own ? plan.received[static_cast<size_t>(forwarded.source)]
+                       : forwarded.pairs[member];
 }
 
 // Rows of the area that this rank fills at `peer` in dispatch, and that `peer` fills here.
@@ -149,6 +150,6 @@ struct CrossingCount {
   int64_t arrivals = 0;
 };
 [[nodiscard]] CrossingCount count_sent(const PlanData& plan);
-[[nodiscard]] CrossingCount count_carried(const PlanData& plan);
+[[nodiscard]] CrossingCount count_forwarded(const PlanData& plan);
 
 }  // namespace weft

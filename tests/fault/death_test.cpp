@@ -105,7 +105,7 @@ TEST_F(DeathTest, AKilledRankIsNamedAtEveryStep) {
       const auto time = std::chrono::steady_clock::now() - start;
       const std::string text = text_of(thrown);
       const std::string begin = fmt::format(
-          "{}: rank 1 died before its call word arrived (call {}, ",
+          "{}: rank 1 died before its handshake arrived (call {}, ",
           operations[static_cast<size_t>(step)],
           step + 1
       );
@@ -152,7 +152,7 @@ TEST_F(DeathTest, AStoppedRankIsNamedWhenTimeIsUp) {
         ::kill(stopped, SIGKILL);
       }
       const std::string begin = fmt::format(
-          "{}: no call word for 0.4 s from rank 1 (signal {} at {} of {}) (call {}). Is the peer ",
+          "{}: no handshake for 0.4 s from rank 1 (signal {} at {} of {}) (call {}). Is the peer ",
           operations[static_cast<size_t>(step)],
           step % 2 == 0 ? 4 : 1,
           step / 2,

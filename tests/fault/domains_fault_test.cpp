@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that go by way of a carrier: what is lost there, and a rank that dies, is named by those who
-// wait behind it.
+// Rows that go by way of a forwarder: what is lost there, and a rank that dies, is named by those
+// who wait behind it.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -73,16 +73,16 @@ void expect_loss_is_reported(const std::string& calls, const std::string& part) 
   ADD_FAILURE() << "nobody said: " << part << "\n" << seen;
 }
 
-TEST(LostByCarrierTest, ReportsRowsThatWereNotHandedOn) {
+TEST(LostByForwarderTest, ReportsRowsThatWereNotHandedOn) {
   expect_loss_is_reported("d", "dispatch: no rows for 0.3 s from rank 0 by way of rank 2 ");
 }
 
-TEST(LostByCarrierTest, ReportsSumsThatDidNotComeBack) {
+TEST(LostByForwarderTest, ReportsSumsThatDidNotComeBack) {
   expect_loss_is_reported("c", "combine: no partial sums for 0.3 s from rank 2 ");
 }
 
 // Rank 2 carries the tokens of rank 0 and is behind rank 3 for rank 1's.
-TEST(CarrierDeathTest, ARankKilledAnywhereEndsTheOthersInTime) {
+TEST(ForwarderDeathTest, ARankKilledAnywhereEndsTheOthersInTime) {
   ExchangeSetup setup = two_domains("shm");
   setup.num_threads = 2;
   const CaseData data = staged_case(setup, "dc");

@@ -79,7 +79,7 @@ TEST_P(LeavingTest, IsAnErrorForThoseWhoCallOn) {
       EXPECT_EQ(
           text,
           fmt::format(
-              "{}: rank 1 left the exchange before its call word arrived (call {}, signal {} at {} "
+              "{}: rank 1 left the exchange before its handshake arrived (call {}, signal {} at {} "
               "of {}) [rank {}/3, {}]",
               operations[static_cast<size_t>(num_calls)],
               num_calls + 1,

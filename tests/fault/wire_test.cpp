@@ -56,12 +56,12 @@ TEST(LossyWireTest, ReportsACallWordThatNeverCame) {
   const std::vector<Thrown> all = causes(world("faulty:loopback?drop=1"), "dc");
   EXPECT_EQ(
       all[0].text,
-      "plan: no call word for 0.3 s from rank 1 (signal 3 at 0 of 1) (call 1). Is the peer alive "
+      "plan: no handshake for 0.3 s from rank 1 (signal 3 at 0 of 1) (call 1). Is the peer alive "
       "and in the same call? [rank 0/2, faulty:loopback]"
   );
   EXPECT_EQ(
       all[1].text,
-      "plan: no call word for 0.3 s from rank 0 (signal 2 at 0 of 1) (call 1). Is the peer alive "
+      "plan: no handshake for 0.3 s from rank 0 (signal 2 at 0 of 1) (call 1). Is the peer alive "
       "and in the same call? [rank 1/2, faulty:loopback]"
   );
   for (const Thrown& thrown : all) {

@@ -33,7 +33,7 @@ std::vector<CaseData> matrix_cases(const ExchangeSetup& setup, DType dtype, Layo
   return cases;
 }
 
-// Plan and dispatch in one call, again and again on one exchange, so that both parities of early
+// Plan and dispatch in one call, again and again on one exchange, so that both parities of eager
 // rows are used while the other ranks may be a call behind.
 std::vector<CaseData> routed_cases(const ExchangeSetup& setup, Layout layout, uint64_t num_cases) {
   std::vector<CaseData> cases;

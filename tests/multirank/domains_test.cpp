@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of several domains: tokens that cross to a carrier and back give the bits of the
+// Groups of several domains: tokens that cross to a forwarder and back give the bits of the
 // reference, whatever the domains' sizes.
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -65,7 +65,7 @@ def test_a_token_crosses_once_to_a_domain_however_many_of_its_ranks_it_meets(tmp
     assert once["mean"]["card_out_per_rank"] == flat["mean"]["card_out_per_rank"]
     assert once["mean"]["card_out"] < flat["mean"]["card_out"]
     assert once["mean"]["forwarded"] > 0
-    assert flat["mean"]["forwarded"] == flat["memory"]["carrier"] == 0
+    assert flat["mean"]["forwarded"] == flat["memory"]["forwarder"] == 0
     assert once["mean"]["card_out"] == once["mean"]["card_in"]
     assert once["mean"]["link_out"] == once["mean"]["link_in"]
 

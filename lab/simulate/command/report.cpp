@@ -119,7 +119,7 @@ Table cpu_memory_table(std::span<const Simulation> sizes) {
        {"records", [](const Simulation& s) { return size_text(s.memory.cpu.records); }},
        {"records used", [](const Simulation& s) { return size_text(s.memory.cpu.records_used); }},
        {"staging", [](const Simulation& s) { return size_text(s.memory.cpu.staging); }},
-       {"carrier", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
+       {"forwarder", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
   );
 }
 
@@ -133,7 +133,7 @@ Table gpu_memory_table(std::span<const Simulation> sizes) {
        {"weights", [](const Simulation& s) { return size_text(s.memory.gpu.weights); }},
        {"each plan", [](const Simulation& s) { return size_text(s.memory.gpu.plan); }},
        {"staging", [](const Simulation& s) { return size_text(s.memory.gpu.staging); }},
-       {"carrier", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
+       {"forwarder", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
   );
 }
 
@@ -146,7 +146,7 @@ Table messages_table(std::span<const Simulation> sizes) {
        {"card messages", [](const Simulation& s) { return count_text(s.most.messages_out); }},
        {"words", [](const Simulation& s) { return count_text(s.control.word_messages); }},
        {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
-       {"by carrier us",
+       {"by forwarder us",
         [](const Simulation& s) { return us_text(s.control.words_by_forwarder_us); }},
        {"plan bytes",
         [](const Simulation& s) {
@@ -193,7 +193,7 @@ Json traffic_json(const sim::RankTraffic& rank) {
 Json memory_json(const sim::Memory& memory) {
   return {
       {"output", memory.output},
-      {"carrier", memory.forwarder},
+      {"forwarder", memory.forwarder},
       {"cpu",
        {{"signals", memory.cpu.signals},
         {"words", memory.cpu.words},
@@ -222,7 +222,7 @@ Json control_json(const sim::ControlCost& control) {
   return {
       {"word_messages", control.word_messages},
       {"words_us", rounded(control.words_us)},
-      {"words_by_carrier_us", rounded(control.words_by_forwarder_us)},
+      {"words_by_forwarder_us", rounded(control.words_by_forwarder_us)},
       {"plan_words_us", rounded(control.plan_words_us)},
       {"plan_local_us", rounded(control.plan_local_us)},
       {"plan_records_us", rounded(control.plan_records_us)},

@@ -104,7 +104,7 @@ void CpuExchange::combine(
     const CpuCall cpu_call = {call_number_, plan, words, to, ready, staging_.data};
     run(cpu_rank(), cpu_call, in, out);
     ++counters_.num_combines;
-    count_crossings(count_carried(plan), in.rows.row_bytes());
+    count_crossings(count_forwarded(plan), in.rows.row_bytes());
   });
 }
 

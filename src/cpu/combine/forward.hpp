@@ -26,11 +26,11 @@ inline ChunkTraffic traffic_of(const CpuCall& call, const CombineInput& in) {
     return traffic;
   }
   const std::span<const int> near = call.plan.between->domains->near();
-  for (const CarriedSource& carried : call.plan.between->carried) {
+  for (const ForwardedSource& forwarded : call.plan.between->forwarded) {
     for (size_t m = 0; m < near.size(); ++m) {
       const bool comes = !is_read_here(call, in, near[m]);
       traffic.sources.push_back(
-          {.num_arrivals = comes ? carried.pairs[m].size() : 0, .peer = near[m]}
+          {.num_arrivals = comes ? forwarded.pairs[m].size() : 0, .peer = near[m]}
       );
     }
   }
@@ -44,7 +44,7 @@ class CombineForward final : public ChunkWork {
         call_(call),
         plan_(call.plan),
         in_(in),
-        arrived_(rank, rank.signals.carried(0, 0), traffic_of(call, in)),
+        arrived_(rank, rank.signals.forwarded(0, 0), traffic_of(call, in)),
         scratch_(static_cast<size_t>(rank.workers.num_workers())) {
     if (!plan_.between) {
       return;
@@ -54,16 +54,16 @@ class CombineForward final : public ChunkWork {
       rows_of_.push_back(is_read ? readable_rows(rank, call, in, member) : nullptr);
     }
     std::vector<int64_t> num_crossings;
-    for (const CarriedSource& carried : plan_.between->carried) {
-      num_crossings.push_back(carried.crossings.size());
+    for (const ForwardedSource& forwarded : plan_.between->forwarded) {
+      num_crossings.push_back(forwarded.crossings.size());
     }
     set_queues(num_crossings);
   }
 
   // Partial sums that some unclaimed chunk waits for.
   void add_missing(std::vector<Missing>& late) const override {
-    each_unclaimed([&](size_t carried, int64_t chunk) {
-      each_chunk(carried, chunk, [&](size_t pair, int64_t part) {
+    each_unclaimed([&](size_t forwarded, int64_t chunk) {
+      each_chunk(forwarded, chunk, [&](size_t pair, int64_t part) {
         if (!arrived_.is_complete(pair, part)) {
           late.push_back(arrived_.missing(pair, part));
         }
@@ -79,11 +79,11 @@ class CombineForward final : public ChunkWork {
   // Visits (pair, chunk) of all partial sums that a chunk of inter-node tokens needs, until `visit`
   // returns false.
   template <class Visit>
-  void each_chunk(size_t carried, int64_t chunk, const Visit& visit) const {
-    const Crossings& crossings = plan_.between->carried[carried].crossings;
+  void each_chunk(size_t forwarded, int64_t chunk, const Visit& visit) const {
+    const Crossings& crossings = plan_.between->forwarded[forwarded].crossings;
     const ChunkRange range = chunk_range(crossings.size(), chunk);
     for (size_t m = 0; m < crossings.num_members; ++m) {
-      const size_t pair = carried * crossings.num_members + m;
+      const size_t pair = forwarded * crossings.num_members + m;
       if (arrived_.num_chunks_from(pair) == 0) {
         continue;
       }
@@ -100,9 +100,9 @@ class CombineForward final : public ChunkWork {
     }
   }
 
-  [[nodiscard]] bool is_complete(size_t carried, int64_t chunk) const override {
+  [[nodiscard]] bool is_complete(size_t forwarded, int64_t chunk) const override {
     bool is_whole = true;
-    each_chunk(carried, chunk, [&](size_t pair, int64_t part) {
+    each_chunk(forwarded, chunk, [&](size_t pair, int64_t part) {
       is_whole = arrived_.is_complete(pair, part);
       return is_whole;
     });
@@ -110,35 +110,35 @@ class CombineForward final : public ChunkWork {
   }
 
   void run(size_t queue, int64_t chunk, int worker) override {
-    const CarriedSource& carried = plan_.between->carried[queue];
-    const ChunkRange range = chunk_range(carried.crossings.size(), chunk);
+    const ForwardedSource& forwarded = plan_.between->forwarded[queue];
+    const ChunkRange range = chunk_range(forwarded.crossings.size(), chunk);
     const SumChunk sums = {
-        .to = static_cast<size_t>(carried.source),
+        .to = static_cast<size_t>(forwarded.source),
         .first_row = range.first,
         .num_rows = range.last - range.first,
         .signal = rank_.signals.crossing(plan_.shape.rank, chunk)};
     SumScratch& scratch = scratch_[static_cast<size_t>(worker)];
     send_sums(rank_, call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
-      list(carried, range.first + i, groups);
+      list(forwarded, range.first + i, groups);
     });
   }
 
   // A group for each rank of the domain that has the token: its rows where they can be read here,
   // else the partial sum that came. Weights that a source handed in are of this rank's own pair.
-  void list(const CarriedSource& carried, int64_t crossing, RowGroups& groups) const {
-    const auto source_weight = staged_weights(call_, static_cast<size_t>(carried.source));
+  void list(const ForwardedSource& forwarded, int64_t crossing, RowGroups& groups) const {
+    const auto source_weight = staged_weights(call_, static_cast<size_t>(forwarded.source));
     for (size_t m = 0; m < rows_of_.size(); ++m) {
-      const int32_t arrival = carried.crossings.arrival_at(crossing, m);
+      const int32_t arrival = forwarded.crossings.arrival_at(crossing, m);
       if (arrival < 0) {
         continue;
       }
       if (rows_of_[m] == nullptr) {
         const auto member = static_cast<size_t>(plan_.between->domains->near()[m]);
-        const auto row = static_cast<uint64_t>(carried.first_row[m] + arrival);
+        const auto row = static_cast<uint64_t>(forwarded.first_row[m] + arrival);
         const std::byte* staged = call_.staging_data + call_.staging.rows[member];
         add_sum(in_, staged + row * static_cast<uint64_t>(in_.rows.row_bytes()), groups);
       } else {
-        const Arrivals& pair = carried_pair(plan_, carried, m);
+        const Arrivals& pair = forwarded_pair(plan_, forwarded, m);
         add_arrival(in_, rows_of_[m], pair, arrival, source_weight, groups);
       }
     }

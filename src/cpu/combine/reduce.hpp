@@ -113,11 +113,11 @@ class CombineReduce {
     }
     const Domains& domains = *plan_.between->domains;
     const int p = static_cast<int>(peer);
-    const auto forwarder = static_cast<size_t>(domains.carrier(p, plan_.shape.rank));
+    const auto forwarder = static_cast<size_t>(domains.forwarder(p, plan_.shape.rank));
     // CombineForward::rows_of_ is the same from the other side.
     const bool has_rows = forwarder == self_ ||
                           (reads_itself(forwarder) && in_.scale != CombineScale::kSourceWeights);
-    const uint32_t signal = rank_.signals.carried(domains.pair_at_carrier(p), 0);
+    const uint32_t signal = rank_.signals.forwarded(domains.pair_at_forwarder(p), 0);
     return {forwarder, plan_.between->first_row[peer], signal, has_rows};
   }
 

@@ -171,7 +171,7 @@ class CombineRows {
     const auto parts = between.parts_of(static_cast<size_t>(token));
     for (const TokenPart& part : parts) {
       if (part.index != TokenPart::kHere) {
-        const int forwarder = between.domains->carrier_into(part.domain, plan_.shape.rank);
+        const int forwarder = between.domains->forwarder_into(part.domain, plan_.shape.rank);
         const uint64_t first = call_.staging.crossing_rows[static_cast<size_t>(forwarder)];
         const size_t row = static_cast<size_t>(part.index) * row_bytes_;
         add_sum(in_, call_.staging_data + first + row, out.rows);

@@ -14,7 +14,7 @@
 namespace weft {
 
 inline bool is_forwarded_here(const PlanData& plan, int source) {
-  return plan.between && plan.between->find_carried(source) != nullptr;
+  return plan.between && plan.between->find_forwarded(source) != nullptr;
 }
 
 inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {

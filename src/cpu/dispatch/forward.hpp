@@ -16,9 +16,10 @@ namespace weft {
 inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
   ChunkTraffic traffic;
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
-    const CarriedSource* carried = plan.between ? plan.between->find_carried(source) : nullptr;
+    const ForwardedSource* forwarded =
+        plan.between ? plan.between->find_forwarded(source) : nullptr;
     traffic.sources.push_back(
-        {.num_arrivals = carried == nullptr ? 0 : carried->crossings.size(),
+        {.num_arrivals = forwarded == nullptr ? 0 : forwarded->crossings.size(),
          .puts_per_arrival = num_streams,
          .peer = source}
     );
@@ -35,11 +36,11 @@ class DispatchForward final : public ChunkWork {
         streams_(streams),
         crossed_(rank, rank.signals.crossing(0, 0), traffic_of(call.plan, streams.size())) {
     std::vector<int64_t> num_arrivals;  // by pair
-    const std::span<const CarriedSource> sources =
-        plan_.between ? plan_.between->carried : std::span<const CarriedSource>();
-    for (const CarriedSource& carried : sources) {
-      for (size_t m = 0; m < carried.pairs.size(); ++m) {
-        pairs_.push_back({carried, m, carried_pair(plan_, carried, m)});
+    const std::span<const ForwardedSource> sources =
+        plan_.between ? plan_.between->forwarded : std::span<const ForwardedSource>();
+    for (const ForwardedSource& forwarded : sources) {
+      for (size_t m = 0; m < forwarded.pairs.size(); ++m) {
+        pairs_.push_back({forwarded, m, forwarded_pair(plan_, forwarded, m)});
         num_arrivals.push_back(pairs_.back().arrivals.size());
       }
     }
@@ -52,12 +53,12 @@ class DispatchForward final : public ChunkWork {
     int last_source = -1;
     each_unclaimed([&](size_t p, int64_t chunk) {
       const Pair& pair = pairs_[p];
-      const auto source = static_cast<size_t>(pair.carried.source);
+      const auto source = static_cast<size_t>(pair.forwarded.source);
       const ChunkRange needed = chunks_needed(pair, chunk);
-      for (int64_t c = needed.first; c < needed.last && last_source != pair.carried.source; ++c) {
+      for (int64_t c = needed.first; c < needed.last && last_source != pair.forwarded.source; ++c) {
         if (!crossed_.is_complete(source, c)) {
           late.push_back(crossed_.missing(source, c));
-          last_source = pair.carried.source;
+          last_source = pair.forwarded.source;
         }
       }
     });
@@ -68,7 +69,7 @@ class DispatchForward final : public ChunkWork {
 
  private:
   struct Pair {
-    const CarriedSource& carried;
+    const ForwardedSource& forwarded;
     size_t member;
     const Arrivals& arrivals;
   };
@@ -76,7 +77,7 @@ class DispatchForward final : public ChunkWork {
   // Chunks of inter-node tokens that a chunk of a pair needs, the last one included.
   [[nodiscard]] ChunkRange chunks_needed(const Pair& pair, int64_t chunk) const {
     const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
-    const std::vector<int32_t>& crossing = pair.carried.crossings.crossing[pair.member];
+    const std::vector<int32_t>& crossing = pair.forwarded.crossings.crossing[pair.member];
     const int64_t first = crossing[static_cast<size_t>(range.first)];
     const int64_t last = crossing[static_cast<size_t>(range.last) - 1];
     return {first / kChunkArrivals, last / kChunkArrivals + 1};
@@ -86,7 +87,7 @@ class DispatchForward final : public ChunkWork {
     const Pair& pair = pairs_[p];
     const ChunkRange needed = chunks_needed(pair, chunk);
     for (int64_t c = needed.first; c < needed.last; ++c) {
-      if (!crossed_.is_complete(static_cast<size_t>(pair.carried.source), c)) {
+      if (!crossed_.is_complete(static_cast<size_t>(pair.forwarded.source), c)) {
         return false;
       }
     }
@@ -109,8 +110,8 @@ class DispatchForward final : public ChunkWork {
         .to = to,
         .pair = pair.arrivals,
         .range = chunk_range(pair.arrivals.size(), chunk),
-        .signal = rank_.signals.dispatch(pair.carried.source, chunk),
-        .first_row = pair.carried.first_row[pair.member]};
+        .signal = rank_.signals.dispatch(pair.forwarded.source, chunk),
+        .first_row = pair.forwarded.first_row[pair.member]};
     PutList puts;
     for (const RowStream& stream : streams_) {
       add_rows(puts, rank_, call_, part, stream, [&](int64_t i) { return row(stream, pair, i); });
@@ -130,8 +131,8 @@ class DispatchForward final : public ChunkWork {
   }
 
   [[nodiscard]] const std::byte* row(const RowStream& stream, const Pair& pair, int64_t i) const {
-    const int32_t index = pair.carried.crossings.crossing[pair.member][static_cast<size_t>(i)];
-    const uint64_t first = (*stream.crossed)[static_cast<size_t>(pair.carried.source)];
+    const int32_t index = pair.forwarded.crossings.crossing[pair.member][static_cast<size_t>(i)];
+    const uint64_t first = (*stream.crossed)[static_cast<size_t>(pair.forwarded.source)];
     return call_.staging_data + first + static_cast<size_t>(index) * stream.row_bytes;
   }
 

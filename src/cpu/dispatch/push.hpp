@@ -95,7 +95,7 @@ class DispatchPush {
     const std::vector<int32_t>& tokens = plan_.between->sent[domain];
     const ChunkRange range = chunk_range(static_cast<int64_t>(tokens.size()), chunk);
     const auto to = static_cast<size_t>(
-        plan_.between->domains->carrier_into(static_cast<int>(domain), plan_.shape.rank)
+        plan_.between->domains->forwarder_into(static_cast<int>(domain), plan_.shape.rank)
     );
     const uint32_t signal = rank_.signals.crossing(self_, chunk);
     PutList puts;

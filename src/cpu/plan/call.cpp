@@ -13,8 +13,8 @@
 namespace weft {
 
 struct SwappedRecords {
-  std::vector<Arrivals> received;              // [num_ranks]
-  std::vector<std::vector<Arrivals>> carried;  // [sources forwarded for][members of this domain]
+  std::vector<Arrivals> received;                // [num_ranks]
+  std::vector<std::vector<Arrivals>> forwarded;  // [sources forwarded for][members of this domain]
 };
 
 // Collective. Each source tells each receiver the slots of their pair. In a group of several
@@ -37,11 +37,11 @@ class RecordSwap {
     send_own();
     pass_on();
     wait_for_all();
-    SwappedRecords records = {.received = received(), .carried = carried(receiver_rows)};
-    for (size_t i = 0; i < records.carried.size(); ++i) {
-      const auto source = static_cast<size_t>(domains_.carried()[i]);
+    SwappedRecords records = {.received = received(), .forwarded = forwarded(receiver_rows)};
+    for (size_t i = 0; i < records.forwarded.size(); ++i) {
+      const auto source = static_cast<size_t>(domains_.forwarded()[i]);
       const int64_t num_tokens = counts[source].num_tokens;
-      check_tokens(records.carried[i], source, num_tokens);
+      check_tokens(records.forwarded[i], source, num_tokens);
       check_tokens({&records.received[source], 1}, source, num_tokens);
     }
     return records;
@@ -71,7 +71,7 @@ class RecordSwap {
   // The bundle of each source that this rank forwards for, as it comes, to the ranks of this
   // domain.
   void pass_on() {
-    for (const int source : domains_.carried()) {
+    for (const int source : domains_.forwarded()) {
       state_.waiter_->until_raised(reason(), {missing(source)});
       const auto records =
           unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
@@ -106,8 +106,8 @@ class RecordSwap {
   }
 
   // [sources forwarded for][members of this domain] but for this rank's own, which it received.
-  [[nodiscard]] std::vector<std::vector<Arrivals>> carried(std::span<const int64_t> rows) const {
-    const std::span<const int> sources = domains_.carried();
+  [[nodiscard]] std::vector<std::vector<Arrivals>> forwarded(std::span<const int64_t> rows) const {
+    const std::span<const int> sources = domains_.forwarded();
     const std::span<const int> near = domains_.near();
     std::vector<std::vector<Arrivals>> pairs(sources.size(), std::vector<Arrivals>(near.size()));
     for_each(sources.size() * near.size(), [&](size_t i) {
@@ -115,7 +115,7 @@ class RecordSwap {
       const size_t member = i % near.size();
       if (near[member] != rank_) {
         pairs[source][member] =
-            carried_pair(sources[source], member, rows[static_cast<size_t>(near[member])]);
+            forwarded_pair(sources[source], member, rows[static_cast<size_t>(near[member])]);
       }
     });
     return pairs;
@@ -140,7 +140,7 @@ class RecordSwap {
     return decode_records(records, plan_, source, state_.context_);
   }
 
-  [[nodiscard]] Arrivals carried_pair(int source, size_t member, int64_t receiver_rows) const {
+  [[nodiscard]] Arrivals forwarded_pair(int source, size_t member, int64_t receiver_rows) const {
     return decode_records(
         of_member(source, member), plan_.shape, receiver_rows, source, state_.context_
     );
@@ -181,7 +181,7 @@ class RecordSwap {
     for (const int member : domains_.members(domain)) {
       of_members.push_back(std::move(records[static_cast<size_t>(member)]));
     }
-    send(domains_.carrier_into(domain, rank_), rank_, bundle_records(of_members));
+    send(domains_.forwarder_into(domain, rank_), rank_, bundle_records(of_members));
   }
 
   void send(int peer, int source, std::span<const std::byte> records) const {
@@ -304,7 +304,7 @@ Plan CpuExchange::make_plan(
     SwappedRecords records = RecordSwap(*this, data).run(counts, rows);
     add_received(data, std::move(records.received));
     if (domains_->has_several()) {
-      data.between = make_domain_traffic(data, domains_, std::move(records.carried));
+      data.between = make_domain_traffic(data, domains_, std::move(records.forwarded));
     }
     ++counters_.num_plans;
     return Plan(std::make_shared<const PlanData>(std::move(data)));

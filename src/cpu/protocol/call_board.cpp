@@ -67,7 +67,7 @@ std::vector<CallWord> CallBoard::collect(const CallWord& own) {
       );
     }
   }
-  waiter_.until_raised({.op = op_name(own.op), .call = call_, .what = "call word"}, wanted);
+  waiter_.until_raised({.op = op_name(own.op), .call = call_, .what = "handshake"}, wanted);
   std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks));
   for (size_t rank = 0; rank < words.size(); ++rank) {
     std::memcpy(&words[rank], control_ + map_.call_offset(call_, rank), sizeof(CallWord));

@@ -47,9 +47,9 @@ struct ControlMap {
 // Signals of a rank, by the peer that raises them.
 struct SignalMap {
   uint32_t num_ranks = 1;
-  uint32_t max_chunks = 0;         // num_chunks(max_tokens)
-  bool has_crossings = false;      // the group has several domains
-  uint32_t num_carried_pairs = 0;  // most pairs (source, member) that a rank forwards
+  uint32_t max_chunks = 0;           // num_chunks(max_tokens)
+  bool has_crossings = false;        // the group has several domains
+  uint32_t num_forwarded_pairs = 0;  // most pairs (source, member) that a rank forwards
 
   // One for each parity: words of neighbouring calls may overtake each other, and a count that both
   // raise would not tell which one has come.
@@ -78,13 +78,15 @@ struct SignalMap {
     return static_cast<uint32_t>(combine(num_ranks, 0) + peer * max_chunks + chunk);
   }
   // At a forwarder: partial sums of a pair that it forwards, numbered by
-  // Domains::pair_at_carrier().
-  [[nodiscard]] WEFT_HD constexpr uint32_t carried(uint64_t pair, uint64_t chunk) const {
+  // Domains::pair_at_forwarder().
+  [[nodiscard]] WEFT_HD constexpr uint32_t forwarded(uint64_t pair, uint64_t chunk) const {
     return static_cast<uint32_t>(
         crossing(has_crossings ? num_ranks : 0, 0) + pair * max_chunks + chunk
     );
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return carried(num_carried_pairs, 0); }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
+    return forwarded(num_forwarded_pairs, 0);
+  }
 };
 
 }  // namespace weft

@@ -38,10 +38,10 @@ Staging lay_out(const PlanData& plan, const StagedRowBytes& bytes, const CountsO
 // Pairs that another rank of this domain puts here lie in its area.
 void place_handed_on(const PlanData& plan, const StagedRowBytes& bytes, Staging& staging) {
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
-    const int carrier = plan.between->domains->between(source);
-    if (carrier >= 0) {
+    const int forwarder = plan.between->domains->between(source);
+    if (forwarder >= 0) {
       const auto s = static_cast<size_t>(source);
-      const auto c = static_cast<size_t>(carrier);
+      const auto c = static_cast<size_t>(forwarder);
       const auto first = static_cast<uint64_t>(plan.between->first_row[s]);
       staging.rows[s] = staging.rows[c] + first * bytes.rows;
       staging.scales[s] = staging.scales[c] + first * bytes.scales;

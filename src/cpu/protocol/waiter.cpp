@@ -87,11 +87,11 @@ Waiter::Gone Waiter::find_gone(const Missing& one) const {
   if (one.via < 0) {
     return {&one, one.peer, state};
   }
-  const PeerState carrier = transport_.peer_state(one.via);
-  if (carrier == PeerState::kAlive && state == PeerState::kDied) {
+  const PeerState forwarder = transport_.peer_state(one.via);
+  if (forwarder == PeerState::kAlive && state == PeerState::kDied) {
     return {&one, one.peer, state};
   }
-  return {&one, one.via, carrier};
+  return {&one, one.via, forwarder};
 }
 
 void Waiter::check_peers(

@@ -56,7 +56,7 @@ void CudaExchange::combine_by_stores(
   launch.staging = {.region = area.region, .offset = 0};
   launch.staged = area.data;
   // Weights have one place there, for one of their two ways.
-  launch.is_early = launch.payload.row_bytes <= control_map_.early_row_bytes &&
+  launch.is_eager = launch.payload.row_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
 
   const int num_sms = sms_of(call);
@@ -67,7 +67,7 @@ void CudaExchange::combine_by_stores(
        .num_sms = num_sms,
        .num_senders = num_senders_}
   );
-  if (launch.is_early && num_senders_ == 0) {
+  if (launch.is_eager && num_senders_ == 0) {
     const int64_t tokens = plan.shape.num_tokens;
     const int at_once = sums_at_once(launch.mover, launch.payload.row_bytes, tokens);
     blocks = blocks_of_short_combine(num_sms, tokens, at_once).value_or(blocks);

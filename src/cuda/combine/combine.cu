@@ -19,14 +19,14 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   const int block = static_cast<int>(blockIdx.x);
   const bool is_signaller = warp_in_block() == kMoverWarps;
   const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_eager);
   if (block >= call.num_reduce) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
     CombineSum<false> source(call, setup, team);
     if (is_open && !is_signaller) {
       source.begin();
     }
-    is_open = call.is_early ? accept_peers(setup, call.me) : is_open;
+    is_open = call.is_eager ? accept_peers(setup, call.me) : is_open;
     if (is_open && !is_signaller) {
       sum_rows_vector<Element, false>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
     }
@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const PipelineRole role = pipeline_role<Shape>();
   const RowStages stages = row_stages<Shape>(stage_bytes, call.payload.row_bytes, role.pipeline);
   const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_early);
+  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_eager);
   if (!is_reduce) {
     CombineSum<false> source(call, setup, team);
     if (is_open && role.adder >= 0) {
       source.begin();
     }
-    is_open = call.is_early ? accept_peers(setup, call.me) : is_open;
+    is_open = call.is_eager ? accept_peers(setup, call.me) : is_open;
     if (is_open && role.is_loader) {
       load_rows(source, role.pipeline, stages, pipelines);
     } else if (is_open && role.adder >= 0) {

@@ -208,8 +208,8 @@ class CombineReduce {
     const int64_t arrival = at / max_topk_;
     const int32_t k = call_.plan.origins(source)[at] & 0xff;
     const auto* weights = reinterpret_cast<const volatile float*>(
-        control_of(me_, me_.rank) + (call_.is_early
-                                         ? me_.map.early_weights_offset(setup_.epoch, source)
+        control_of(me_, me_.rank) + (call_.is_eager
+                                         ? me_.map.eager_weights_offset(setup_.epoch, source)
                                          : me_.map.weights_offset(source))
     );
     return k < max_topk_ ? weights[arrival * max_topk_ + k] : 0.0F;
@@ -220,7 +220,7 @@ class CombineReduce {
       return setup_.weights[source];
     } else {
       return reinterpret_cast<float*>(
-          control_of(me_, source) + me_.map.returned_offset(setup_.epoch, call_.is_early)
+          control_of(me_, source) + me_.map.returned_offset(setup_.epoch, call_.is_eager)
       );
     }
   }

@@ -28,10 +28,10 @@ class CombineSum {
     arrival_ = call.plan.arrival();  // once: to find it takes divisions
     primary_ = call.plan.primary();
     const std::byte* own = control_of(me_, me_.rank);
-    staged_ = call.is_early ? own + me_.map.early_rows_offset(setup.epoch)
+    staged_ = call.is_eager ? own + me_.map.eager_rows_offset(setup.epoch)
                             : static_cast<const std::byte*>(call.staged);
     returned_ =
-        reinterpret_cast<const float*>(own + me_.map.returned_offset(setup.epoch, call.is_early));
+        reinterpret_cast<const float*>(own + me_.map.returned_offset(setup.epoch, call.is_eager));
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }

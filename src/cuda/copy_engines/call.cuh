@@ -39,7 +39,7 @@ enum class CopiedWay : uint8_t { kOut, kBack };
 
 // How both kernels begin. Returns the thread's index, which stands for a peer.
 __device__ __forceinline__ int begin_copied(
-    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceHandshake& word
 ) {
   if (threadIdx.x == 0) {
     set_own_word(setup, me, plan, word);
@@ -55,7 +55,7 @@ __device__ inline bool begin_pack(
     CallSetup& setup,
     const RankView& me,
     const PlanView& plan,
-    const DeviceWord& word,
+    const DeviceHandshake& word,
     const CopiedLaunch& copied,
     CopiedWay way
 ) {
@@ -108,7 +108,7 @@ __device__ inline bool accept_copies(
     const WaitSite site = {setup.own().op, setup.epoch, peer, what};
     return wait_reached(me, signal_of(me, me.rank, slot), wanted, site);
   };
-  DeviceWord said;
+  DeviceHandshake said;
   if (!accept_word(me, setup.epoch, setup.own(), peer, said) ||
       !is_here(
           slots.records(source),
@@ -133,7 +133,7 @@ __device__ inline bool begin_receive(
     CallSetup& setup,
     const RankView& me,
     const PlanView& plan,
-    const DeviceWord& word,
+    const DeviceHandshake& word,
     const CopiedLaunch& copied,
     CopiedWay way
 ) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every kernel of dispatch and combine begins: this rank's handshake (DeviceWord) goes to all
-// peers, the peers' handshakes are awaited, and with them come the addresses to which this rank
+// How every kernel of dispatch and combine begins: this rank's handshake (DeviceHandshake) goes to
+// all peers, the peers' handshakes are awaited, and with them come the addresses to which this rank
 // writes. The kernel also waits here until the plan's arrival records have come from every source.
 //
 // Before: the kernels of plan/. After: the roles in dispatch/push.cuh, dispatch/fan_out.cuh,
@@ -18,8 +18,8 @@ namespace weft {
 struct CallSetup {
   uint32_t epoch;
   uint32_t failures;
-  alignas(16) std::byte own_bytes[sizeof(DeviceWord)];  // shared memory takes no initialisers
-  std::byte* rows[kMaxDomainRanks];                     // where that rank wants its rows
+  alignas(16) std::byte own_bytes[sizeof(DeviceHandshake)];  // shared memory takes no initialisers
+  std::byte* rows[kMaxDomainRanks];                          // where that rank wants its rows
   std::byte* scales[kMaxDomainRanks];
   float* weights[kMaxDomainRanks];  // this rank's part of its weights area
   uint32_t* signals[kMaxDomainRanks];
@@ -28,15 +28,15 @@ struct CallSetup {
   Place place[kMaxDomainRanks];
   int32_t tokens[kMaxDomainRanks];  // of that rank
 
-  [[nodiscard]] __device__ __forceinline__ DeviceWord& own() {
-    return *reinterpret_cast<DeviceWord*>(own_bytes);
+  [[nodiscard]] __device__ __forceinline__ DeviceHandshake& own() {
+    return *reinterpret_cast<DeviceHandshake*>(own_bytes);
   }
 };
 
 // One thread of a block fills in this rank's handshake. `word` has what the host knows; the epoch,
 // the plan's number and whether an earlier call has failed are known on the device only.
 __device__ inline void set_own_word(
-    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceWord& word
+    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceHandshake& word
 ) {
   const uint32_t epoch = current_epoch(me);
   const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
@@ -52,14 +52,14 @@ __device__ inline void set_own_word(
 }
 
 // All threads of every block call it. It returns false if the call is given up. `word` is as in
-// set_own_word(). With `is_early` the rows go among the peers' eager rows, whose addresses nobody
+// set_own_word(). With `is_eager` the rows go among the peers' eager rows, whose addresses nobody
 // has to tell: no handshake is waited for here, and some blocks call accept_peers() later.
 __device__ inline bool begin_call(
     CallSetup& setup,
     const RankView& me,
     const PlanView& plan,
-    const DeviceWord& word,
-    bool is_early = false
+    const DeviceHandshake& word,
+    bool is_eager = false
 ) {
   const int peer = static_cast<int>(threadIdx.x);
   int32_t tokens = 0;
@@ -83,17 +83,17 @@ __device__ inline bool begin_call(
     const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
     const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
-    DeviceWord said;
+    DeviceHandshake said;
     bool is_good = false;
     const bool is_going_on =
-        is_early ? !is_stopped(me) : accept_word(me, epoch, setup.own(), peer, said);
+        is_eager ? !is_stopped(me) : accept_word(me, epoch, setup.own(), peer, said);
     if (is_going_on && wait_reached(me, records, plan_epoch, site)) {
       std::byte* control = control_of(me, peer);
       const auto own = static_cast<uint32_t>(me.rank);
-      if (is_early) {
-        setup.rows[peer] = control + me.map.early_rows_offset(epoch);
-        setup.scales[peer] = control + me.map.early_scales_offset(epoch);
-        setup.place[peer] = Place::kEarly;
+      if (is_eager) {
+        setup.rows[peer] = control + me.map.eager_rows_offset(epoch);
+        setup.scales[peer] = control + me.map.eager_scales_offset(epoch);
+        setup.place[peer] = Place::kEager;
       } else {
         setup.rows[peer] = peer_data(me, said.rows, site);
         setup.scales[peer] = peer_data(me, said.scales, site);
@@ -104,7 +104,7 @@ __device__ inline bool begin_call(
       setup.received_base[peer] = received_base;
       setup.weights[peer] = reinterpret_cast<float*>(
           control +
-          (is_early ? me.map.early_weights_offset(epoch, own) : me.map.weights_offset(own))
+          (is_eager ? me.map.eager_weights_offset(epoch, own) : me.map.weights_offset(own))
       );
       setup.signals[peer] = signal_of(me, peer, 0);
       is_good = setup.rows[peer] != nullptr && setup.scales[peer] != nullptr;
@@ -117,11 +117,11 @@ __device__ inline bool begin_call(
   return setup.failures == 0;
 }
 
-// All threads of a block whose begin_call() had `is_early`, whether it failed or not: waits for the
+// All threads of a block whose begin_call() had `is_eager`, whether it failed or not: waits for the
 // handshakes. It returns false if the call is given up.
 __device__ inline bool accept_peers(CallSetup& setup, const RankView& me) {
   const int peer = static_cast<int>(threadIdx.x);
-  DeviceWord said;
+  DeviceHandshake said;
   if (peer < me.num_ranks && !accept_word(me, setup.epoch, setup.own(), peer, said)) {
     atomicAdd(&setup.failures, 1U);
   }

@@ -28,10 +28,10 @@ __device__ __forceinline__ uint32_t* signal_of(const RankView& me, int rank, uin
   return reinterpret_cast<uint32_t*>(control_of(me, rank)) + slot;
 }
 
-__device__ __forceinline__ DeviceWord* word_of(
+__device__ __forceinline__ DeviceHandshake* word_of(
     const RankView& me, int owner, uint32_t epoch, int source
 ) {
-  return reinterpret_cast<DeviceWord*>(
+  return reinterpret_cast<DeviceHandshake*>(
       control_of(me, owner) + me.map.word_offset(epoch, static_cast<uint32_t>(source))
   );
 }
@@ -193,7 +193,7 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
 
 // One thread sends this rank's handshake to one peer.
 __device__ inline void post_word(
-    const RankView& me, uint32_t epoch, const DeviceWord& word, int peer
+    const RankView& me, uint32_t epoch, const DeviceHandshake& word, int peer
 ) {
   *word_of(me, peer, epoch, me.rank) = word;
   ptx::fence_sys();
@@ -204,7 +204,7 @@ __device__ inline void post_word(
 
 // Threads [0, num_ranks) of one block send it, each to one peer.
 __device__ inline void post_word_by_thread(
-    const RankView& me, uint32_t epoch, const DeviceWord& word
+    const RankView& me, uint32_t epoch, const DeviceHandshake& word
 ) {
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
@@ -213,13 +213,13 @@ __device__ inline void post_word_by_thread(
 }
 
 // Reads a handshake as its sender wrote it, in one round trip to memory.
-__device__ __forceinline__ DeviceWord read_word(const DeviceWord* from) {
-  static_assert(sizeof(DeviceWord) % sizeof(uint4) == 0);
-  constexpr int kVectors = sizeof(DeviceWord) / sizeof(uint4);
+__device__ __forceinline__ DeviceHandshake read_word(const DeviceHandshake* from) {
+  static_assert(sizeof(DeviceHandshake) % sizeof(uint4) == 0);
+  constexpr int kVectors = sizeof(DeviceHandshake) / sizeof(uint4);
   union Bits {
     __device__ Bits() {}
     uint4 vectors[kVectors];
-    DeviceWord word;
+    DeviceHandshake word;
   } bits;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -231,7 +231,7 @@ __device__ __forceinline__ DeviceWord read_word(const DeviceWord* from) {
 // One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
 // with this rank's. It returns false if the call is given up.
 __device__ inline bool accept_word(
-    const RankView& me, uint32_t epoch, const DeviceWord& own, int peer, DeviceWord& word
+    const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
 ) {
   const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
   const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));

@@ -69,9 +69,9 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
   tell_block(seen.plan, is_good);
 }
 
-class EarlyFanOut {
+class EagerFanOut {
  public:
-  __device__ EarlyFanOut(
+  __device__ EagerFanOut(
       const DispatchLaunch& call, const CallSetup& setup, SeenPlan& seen, RoleBlock block
   )
       : call_(call), setup_(setup), seen_(seen), me_(call.me), extras_(call) {
@@ -118,7 +118,7 @@ class EarlyFanOut {
   __device__ __forceinline__ void find_slots(ArrivalRecords& records) const {
     int2 entry = {-1, 0};
     if (await_block(seen_.plan) && lane_index() < call_.topk) {
-      const EarlySlot* slots = early_slots_of(me_, static_cast<uint32_t>(records.source));
+      const EagerSlot* slots = eager_slots_of(me_, static_cast<uint32_t>(records.source));
       entry = reinterpret_cast<const int2*>(slots + records.chunk * call_.topk)[lane_index()];
     }
     records.count = 1;
@@ -129,7 +129,7 @@ class EarlyFanOut {
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(const ArrivalRecords& records
   ) const {
-    return own() + me_.map.early_rows_offset(setup_.epoch) + place(records) * row_bytes_;
+    return own() + me_.map.eager_rows_offset(setup_.epoch) + place(records) * row_bytes_;
   }
 
   // Where this lane stores the row; null for nowhere.
@@ -154,11 +154,11 @@ class EarlyFanOut {
     if (call_.out_weights != nullptr) {
       const auto source = static_cast<uint32_t>(records.source);
       const auto* weights =
-          reinterpret_cast<const float*>(own() + map.early_weights_offset(setup_.epoch, source));
+          reinterpret_cast<const float*>(own() + map.eager_weights_offset(setup_.epoch, source));
       extras_.move_weights(records, weights + records.chunk * static_cast<int>(map.max_topk));
     }
     if (call_.out_scales != nullptr) {
-      const std::byte* scales = own() + map.early_scales_offset(setup_.epoch);
+      const std::byte* scales = own() + map.eager_scales_offset(setup_.epoch);
       extras_.move_scales(records, scales + place(records) * call_.payload.staged_scale_bytes());
     }
   }
@@ -182,7 +182,7 @@ class EarlyFanOut {
 
 // Moves one row, and calls find_slots(records) once it has begun to load.
 __device__ __forceinline__ void move_row(
-    const EarlyFanOut& role,
+    const EagerFanOut& role,
     ArrivalRecords& records,
     const Slice& slice,
     const VectorMover& /*mover*/
@@ -202,7 +202,7 @@ __device__ __forceinline__ void move_row(
   }
 }
 __device__ __forceinline__ void move_row(
-    const EarlyFanOut& role, ArrivalRecords& records, const Slice& slice, BulkRing& ring
+    const EagerFanOut& role, ArrivalRecords& records, const Slice& slice, BulkRing& ring
 ) {
   // What the signal made visible was read by ordinary accesses so far.
   ptx::fence_async_proxy();

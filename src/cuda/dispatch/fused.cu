@@ -25,7 +25,7 @@ static_assert(kRoutedThreads >= kRoleThreads + 2 * kWarpLanes && kRoutedThreads 
 constexpr int kWatchWarp = kMoverWarps + 1;
 constexpr int kWordWarp = kMoverWarps + 2;
 
-using Push = DispatchPush<EarlyRoutes>;
+using Push = DispatchPush<EagerRoutes>;
 
 // All threads of a block find the addresses of eager rows, which no peer has to tell.
 __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me, uint32_t epoch) {
@@ -38,13 +38,13 @@ __device__ void set_places(CallSetup& setup, SeenPlan& seen, const RankView& me,
     const DeviceControlMap& map = me.map;
     std::byte* control = control_of(me, peer);
     const int64_t first = static_cast<int64_t>(me.rank) * map.max_tokens;
-    setup.rows[peer] = control + map.early_rows_offset(epoch);
-    setup.scales[peer] = control + map.early_scales_offset(epoch);
+    setup.rows[peer] = control + map.eager_rows_offset(epoch);
+    setup.scales[peer] = control + map.eager_scales_offset(epoch);
     setup.weights[peer] = reinterpret_cast<float*>(
-        control + map.early_weights_offset(epoch, static_cast<uint32_t>(me.rank))
+        control + map.eager_weights_offset(epoch, static_cast<uint32_t>(me.rank))
     );
     setup.signals[peer] = signal_of(me, peer, 0);
-    setup.place[peer] = Place::kEarly;
+    setup.place[peer] = Place::kEager;
     setup.first_row[peer] = static_cast<int32_t>(first);
   }
   __syncthreads();
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
       } else if (warp < kMoverWarps) {
         Mover mover(warp, full + warp * Mover::kBarriers);
         push.run(mover);
-        EarlyFanOut(rows, setup, seen, place).run(mover);
+        EagerFanOut(rows, setup, seen, place).run(mover);
       }
     }
     Mover::finish();

@@ -26,7 +26,7 @@ bool can_be_eager(
     const CallOptions& call
 ) {
   return !call.copy_engines && !routing.map.is_given() && given_rows(options, 1).has_value() &&
-         payload.row_bytes <= map.early_row_bytes && payload.staged_scale_bytes() <= kScaleRoom;
+         payload.row_bytes <= map.eager_row_bytes && payload.staged_scale_bytes() <= kScaleRoom;
 }
 
 }  // namespace
@@ -48,7 +48,7 @@ Plan CudaExchange::dispatch_routed(
     auto [data, plan] = prepare_plan(routing, options, payload, stream);
     RoutedDispatchLaunch launch;
     launch.dispatch = prepare_dispatch(data, in, out);
-    launch.dispatch.place = Place::kEarly;
+    launch.dispatch.place = Place::kEager;
     launch.dispatch.topk_idx = plan.topk_idx;
     launch.dispatch.index_bytes = plan.index_bytes;
     launch.dispatch.num_tokens = plan.num_tokens;

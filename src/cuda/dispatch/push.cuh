@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// `Routes`: PlannedRoutes or EarlyRoutes.
+// `Routes`: PlannedRoutes or EagerRoutes.
 template <class Routes>
 class DispatchPush {
  public:
@@ -215,7 +215,7 @@ class DispatchPush {
 
   [[nodiscard]] __device__ __forceinline__ Targets targets_of(const TokenRoutes& routes) const {
     Targets targets;
-    if (routes.primary >= 0 && (Routes::kIsEarly || peer_ != me_.rank)) {
+    if (routes.primary >= 0 && (Routes::kIsEager || peer_ != me_.rank)) {
       const int64_t row = setup_.place[peer_] == Place::kPrimarySlot
                               ? routes.primary
                               : setup_.first_row[peer_] + routes.arrival;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where the push role of dispatch (push.cuh) sends each token: by the plan (PlannedRoutes), or, for
-// eager rows, only by the routing (EarlyRoutes).
+// eager rows, only by the routing (EagerRoutes).
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ int peer_of_lane(const RankView& me) {
 
 class PlannedRoutes {
  public:
-  static constexpr bool kIsEarly = false;
+  static constexpr bool kIsEager = false;
 
   // What the plan says of a chunk's tokens, as it was loaded, spread as in TokenRoutes. Nothing
   // looks at it until the preceding chunk is done, so that no warp waits for the loads.
@@ -90,15 +90,15 @@ class PlannedRoutes {
 // Where eager rows go, by the routing and without a plan: to each rank that has one of a token's
 // experts, this one included, and there to the place of the token's number. A route out of range
 // goes nowhere; the plan refuses it.
-class EarlyRoutes {
+class EagerRoutes {
  public:
-  static constexpr bool kIsEarly = true;
+  static constexpr bool kIsEager = true;
 
   struct Chunk {
     int32_t token;  // the only one; -1 where it does not go to the lane's rank
   };
 
-  __device__ explicit EarlyRoutes(const DispatchLaunch& call)
+  __device__ explicit EagerRoutes(const DispatchLaunch& call)
       : call_(call), me_(call.me), peer_(peer_of_lane(call.me)) {}
 
   [[nodiscard]] __device__ __forceinline__ int num_tokens() const { return call_.num_tokens; }

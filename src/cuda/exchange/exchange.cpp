@@ -114,14 +114,14 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       experts,
       tokens,
       topk,
-      has_eager_rows ? early_row_room(ranks, tokens, topk, hidden) : 0,
+      has_eager_rows ? eager_row_room(ranks, tokens, topk, hidden) : 0,
       settings_.copy_engines ? copied_token_room(topk, hidden) : 0};
   plan_map_ = {ranks, experts, tokens, topk};
   memory_ = std::make_shared<PeerMemory>(group, settings_.device.index, control_map_.num_bytes());
   refusals_ = std::make_unique<RefusalBoard>(group);
   const DomainFacts facts = agree_on_facts(group, id_, settings_.device.index, context_);
   const PlanSharedMap fused = {ranks, experts, tokens * topk};
-  can_fuse_ = control_map_.early_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
+  can_fuse_ = control_map_.eager_row_bytes > 0 && fused.num_threads() >= kRoutedThreads &&
               fused.num_bytes() + kMostStaticShared <= facts.shared_bytes;
   agree(group, [&] { set_up(facts.stamp); });  // nobody leaves before everybody can be written to
 }
@@ -148,7 +148,7 @@ void CudaExchange::set_up(uint64_t stamp) {
     packed_.create(peers * control_map_.copied_stride(), context_);
   }
   weft::prepare_plan(plan_map_);
-  prepare_given_plan();
+  prepare_imported_plan();
   prepare_wait_records();
   weft::prepare_dispatch();
   prepare_copied_dispatch();

@@ -72,7 +72,7 @@ class CudaExchange final : public NodeExchange {
   Plan import_plan(
       PlanData data,
       const std::byte* image,
-      std::span<const GivenRecords> records,
+      std::span<const ImportedRecords> records,
       int64_t number,
       cudaStream_t stream
   ) override;

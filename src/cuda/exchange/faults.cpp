@@ -58,7 +58,7 @@ uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t s
 bool CudaExchange::do_peers_only_plan(uint32_t epoch) const {
   const cudaStream_t stream = own_->stream.get();
   for (uint32_t peer = 0; peer < control_map_.num_ranks; ++peer) {
-    DeviceWord word;
+    DeviceHandshake word;
     const std::byte* from = memory_->control().data + control_map_.word_offset(epoch, peer);
     WEFT_CUDA(context_, cudaMemcpyAsync(&word, from, sizeof word, cudaMemcpyDeviceToHost, stream));
     WEFT_CUDA(context_, cudaStreamSynchronize(stream));

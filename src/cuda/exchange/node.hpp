@@ -33,7 +33,7 @@ class NodeExchange : public Executor {
   [[nodiscard]] virtual Plan import_plan(
       PlanData data,
       const std::byte* image,
-      std::span<const GivenRecords> records,
+      std::span<const ImportedRecords> records,
       int64_t number,
       cudaStream_t stream
   ) = 0;

@@ -9,7 +9,7 @@ namespace {
 
 __global__ void refuse(const __grid_constant__ RankView me, Op op) {
   const uint32_t epoch = current_epoch(me);
-  DeviceWord word;
+  DeviceHandshake word;
   word.op = op;
   word.stamp = me.stamp;
   word.status = WordStatus::kRefused;

@@ -8,19 +8,20 @@
 // "done up to this call", and a signal that a failed call never raised does not confuse the next.
 //
 //   signals     see SignalSlots
-//   words       [2 parities][num_ranks]  DeviceWord, the handshake of a call; of a plan call also
+//   words       [2 parities][num_ranks]  DeviceHandshake, the handshake of a call; of a plan call
+//   also
 //               arrivals [num_ranks] and routes [num_experts] int32
 //   weights     [num_ranks][max_tokens][max_topk] fp32 by (source, arrival, k): of dispatch, or of
 //               kSourceWeights
 //   returned    [max_tokens][max_topk] fp32 by (token, k): weight gradients of combine
 //   stamp       uint64 of the exchange, written by the owner when the exchange is made
-//   early       [2 parities] eager rows, of calls that write before any handshake has come: rows,
+//   eager       [2 parities] eager rows, of calls that write before any handshake has come: rows,
 //               scale rows and weights [max_topk] of [num_ranks * max_tokens] tokens. A dispatch
 //               that makes its plan orders them by (source, token), combine as in staging and
 //               `returned`
 //   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
 //               rank makes by itself
-//   early slots [num_ranks][max_tokens * max_topk]  EarlySlot: where eager rows go on this rank
+//   eager slots [num_ranks][max_tokens * max_topk]  EagerSlot: where eager rows go on this rank
 //   copied      [2 areas][num_ranks]  CopiedRows of a source, brought by its copy engines
 //
 // The handshake of a parity may be overwritten two calls later: by then every rank has read it,
@@ -46,7 +47,7 @@ enum class WordStatus : uint32_t {
 };
 
 // The handshake: what a rank tells each other rank before the data of a call.
-struct alignas(16) DeviceWord {
+struct alignas(16) DeviceHandshake {
   Op op = Op::kNone;
   WordStatus status = WordStatus::kGood;
   int32_t num_tokens = 0;
@@ -92,17 +93,17 @@ struct SignalSlots {
 
 // The most memory for eager rows, which only short calls have: in longer ones the transfer takes
 // longer than making the plan. Both limits are guesses.
-inline constexpr uint64_t kMaxEarlyBytes = 256 << 20;
-inline constexpr uint32_t kMaxEarlyRoutes = 32768;  // of all ranks: shared memory holds them
+inline constexpr uint64_t kMaxEagerBytes = 256 << 20;
+inline constexpr uint32_t kMaxEagerRoutes = 32768;  // of all ranks: shared memory holds them
 
 // Bytes of an eager row of 16-bit elements; 0 where there is to be no room for eager rows.
-WEFT_HD constexpr uint32_t early_row_room(
+WEFT_HD constexpr uint32_t eager_row_room(
     uint64_t num_ranks, uint64_t max_tokens, uint64_t max_topk, uint64_t hidden
 ) {
   const uint64_t row = half_row_bytes(hidden);
   const bool fits = is_short_call(static_cast<int64_t>(max_tokens)) &&
-                    num_ranks * max_tokens * max_topk <= kMaxEarlyRoutes &&
-                    2 * num_ranks * max_tokens * (row + kScaleRoom) <= kMaxEarlyBytes;
+                    num_ranks * max_tokens * max_topk <= kMaxEagerRoutes &&
+                    2 * num_ranks * max_tokens * (row + kScaleRoom) <= kMaxEagerBytes;
   return fits ? static_cast<uint32_t>(row) : 0;
 }
 
@@ -128,7 +129,7 @@ struct RoutingMap {
 };
 
 // Where a token of a source goes on this rank: its i-th row here, by ascending slot.
-struct alignas(8) EarlySlot {
+struct alignas(8) EagerSlot {
   int32_t slot = -1;  // -1: it has fewer
   int32_t k = 0;
 };
@@ -140,7 +141,7 @@ struct DeviceControlMap {
   uint32_t num_experts = 1;
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
-  uint32_t early_row_bytes = 0;     // 0: no room for eager rows
+  uint32_t eager_row_bytes = 0;     // 0: no room for eager rows
   uint64_t copied_token_bytes = 0;  // 0: no room for rows that copy engines bring
 
   constexpr DeviceControlMap() : DeviceControlMap(1, 1, 1, 1) {}
@@ -149,31 +150,31 @@ struct DeviceControlMap {
       uint32_t experts,
       uint32_t tokens,
       uint32_t topk,
-      uint32_t early_row_room = 0,
+      uint32_t eager_row_room = 0,
       uint64_t copied_token_room = 0
   )
       : num_ranks(ranks),
         num_experts(experts),
         max_tokens(tokens),
         max_topk(topk),
-        early_row_bytes(early_row_room),
+        eager_row_bytes(eager_row_room),
         copied_token_bytes(copied_token_room) {
     max_chunks_ = most_device_chunks(max_tokens);
     const uint64_t token_weights = sizeof(float) * max_tokens * max_topk;
-    const uint64_t early_tokens = early_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
-    word_stride_ = align(sizeof(DeviceWord) + sizeof(int32_t) * (num_ranks + num_experts));
+    const uint64_t eager_tokens = eager_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
+    word_stride_ = align(sizeof(DeviceHandshake) + sizeof(int32_t) * (num_ranks + num_experts));
     weights_stride_ = align(token_weights);
-    early_weights_stride_ = token_weights;
+    eager_weights_stride_ = token_weights;
     routing_stride_ = align(sizeof(uint64_t) * routing().size());
-    early_slots_stride_ = align(sizeof(EarlySlot) * routing().max_routes);
+    eager_slots_stride_ = align(sizeof(EagerSlot) * routing().max_routes);
     words_ = align(sizeof(uint32_t) * signals().size());
     weights_ = words_ + 2 * num_ranks * word_stride_;
-    early_ = stamp_offset() + align(sizeof(uint64_t));
-    early_scales_ = align(early_tokens * early_row_bytes);
-    early_weights_ = early_scales_ + align(early_tokens * kScaleRoom);
-    early_stride_ = early_weights_ + align(early_tokens * max_topk * sizeof(float));
-    routing_ = early_ + 2 * early_stride_;
-    copied_ = align(early_row_bytes == 0 ? early_ : early_slots_offset(num_ranks));
+    eager_ = stamp_offset() + align(sizeof(uint64_t));
+    eager_scales_ = align(eager_tokens * eager_row_bytes);
+    eager_weights_ = eager_scales_ + align(eager_tokens * kScaleRoom);
+    eager_stride_ = eager_weights_ + align(eager_tokens * max_topk * sizeof(float));
+    routing_ = eager_ + 2 * eager_stride_;
+    copied_ = align(eager_row_bytes == 0 ? eager_ : eager_slots_offset(num_ranks));
     copied_stride_ = align(max_tokens * copied_token_bytes);
   }
 
@@ -188,33 +189,33 @@ struct DeviceControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t weights_offset(uint32_t source) const {
     return weights_ + source * weights_stride_;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset(uint32_t epoch, bool is_early) const {
-    return is_early ? early_weights_offset(epoch, 0) : weights_offset(num_ranks);
+  [[nodiscard]] WEFT_HD constexpr uint64_t returned_offset(uint32_t epoch, bool is_eager) const {
+    return is_eager ? eager_weights_offset(epoch, 0) : weights_offset(num_ranks);
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t stamp_offset() const {
     return weights_offset(num_ranks + 1);
   }
   // Eager rows, scale rows and weights of all sources in a call's parity, [num_ranks * max_tokens]
   // each; rows and scale rows are as long as the call's.
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_rows_offset(uint32_t epoch) const {
-    return early_ + epoch % 2 * early_stride_;
+  [[nodiscard]] WEFT_HD constexpr uint64_t eager_rows_offset(uint32_t epoch) const {
+    return eager_ + epoch % 2 * eager_stride_;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_scales_offset(uint32_t epoch) const {
-    return early_rows_offset(epoch) + early_scales_;
+  [[nodiscard]] WEFT_HD constexpr uint64_t eager_scales_offset(uint32_t epoch) const {
+    return eager_rows_offset(epoch) + eager_scales_;
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_weights_offset(uint32_t epoch, uint32_t source)
+  [[nodiscard]] WEFT_HD constexpr uint64_t eager_weights_offset(uint32_t epoch, uint32_t source)
       const {
-    return early_rows_offset(epoch) + early_weights_ + source * early_weights_stride_;
+    return eager_rows_offset(epoch) + eager_weights_ + source * eager_weights_stride_;
   }
   [[nodiscard]] WEFT_HD constexpr RoutingMap routing() const {
-    return {early_row_bytes == 0 ? 0 : max_tokens * max_topk};
+    return {eager_row_bytes == 0 ? 0 : max_tokens * max_topk};
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t routing_offset(uint32_t epoch, uint32_t source) const {
     return routing_ + (epoch % 2 * num_ranks + source) * routing_stride_;
   }
-  // EarlySlot [num_ranks][max_tokens * max_topk], of this rank's own use within a call.
-  [[nodiscard]] WEFT_HD constexpr uint64_t early_slots_offset(uint32_t source) const {
-    return routing_offset(1, num_ranks) + source * early_slots_stride_;
+  // EagerSlot [num_ranks][max_tokens * max_topk], of this rank's own use within a call.
+  [[nodiscard]] WEFT_HD constexpr uint64_t eager_slots_offset(uint32_t source) const {
+    return routing_offset(1, num_ranks) + source * eager_slots_stride_;
   }
   // Bytes from one source's rows of copy engines to the next one's.
   [[nodiscard]] WEFT_HD constexpr uint64_t copied_stride() const { return copied_stride_; }
@@ -229,14 +230,14 @@ struct DeviceControlMap {
   uint64_t word_stride_ = 0;
   uint64_t weights_ = 0;
   uint64_t weights_stride_ = 0;
-  uint64_t early_ = 0;  // of a parity; what follows is within it
-  uint64_t early_stride_ = 0;
-  uint64_t early_scales_ = 0;
-  uint64_t early_weights_ = 0;
-  uint64_t early_weights_stride_ = 0;
+  uint64_t eager_ = 0;  // of a parity; what follows is within it
+  uint64_t eager_stride_ = 0;
+  uint64_t eager_scales_ = 0;
+  uint64_t eager_weights_ = 0;
+  uint64_t eager_weights_stride_ = 0;
   uint64_t routing_ = 0;
   uint64_t routing_stride_ = 0;
-  uint64_t early_slots_stride_ = 0;
+  uint64_t eager_slots_stride_ = 0;
   uint64_t copied_ = 0;
   uint64_t copied_stride_ = 0;
 };

@@ -48,19 +48,19 @@ void launch_plan(const PlanLaunch& call, cudaStream_t stream);
 
 // An imported plan, whose slots the host has found. `image` is host memory that the GPU reads: this
 // rank's plan block up to PlanMap::chunk_begin(0), then the records of each receiver.
-struct GivenPlanLaunch {
+struct ImportedPlanLaunch {
   RankView me;
   PlanView plan;
   PeerAddress plan_address;
   const std::byte* image = nullptr;
-  GivenRecords to[kMaxDomainRanks];
+  ImportedRecords to[kMaxDomainRanks];
   int32_t num_tokens = 0;
   Signature signature;
   int32_t num_blocks = 1;
 };
 
-void prepare_given_plan();
-void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream);
+void prepare_imported_plan();
+void launch_imported_plan(const ImportedPlanLaunch& call, cudaStream_t stream);
 
 struct DispatchLaunch {
   RankView me;
@@ -86,7 +86,7 @@ struct DispatchLaunch {
   int32_t num_push = 1;          // blocks of each role
   int32_t num_fan_out = 1;
   CopiedLaunch copied;  // .rows always, the rest only with Place::kCopied
-  // Only with Place::kEarly, where no plan says it.
+  // Only with Place::kEager, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
   int32_t num_tokens = 0;
@@ -99,7 +99,7 @@ inline constexpr unsigned kRoutedThreads =
 inline constexpr uint32_t kMostStaticShared = 8 << 10;
 
 // A plan and the dispatch by it in one launch. The first plan.num_blocks blocks make the plan; the
-// others push eager rows (Place::kEarly), then wait for the plan and fan out.
+// others push eager rows (Place::kEager), then wait for the plan and fan out.
 struct RoutedDispatchLaunch {
   PlanLaunch plan;
   DispatchLaunch dispatch;
@@ -123,7 +123,7 @@ struct CombineLaunch {
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
                                 // engines where this rank copies to in a peer's control region
   std::byte* staged = nullptr;  // the same, as this rank sees it
-  bool is_early = false;        // sums and weights go among the eager rows instead
+  bool is_eager = false;        // sums and weights go among the eager rows instead
   CopiedLaunch copied;          // .rows always, the rest of a call by copy engines
   Signature signature;
   Mover mover = Mover::kVector;  // not kAuto
@@ -132,14 +132,14 @@ struct CombineLaunch {
 };
 
 static_assert(
-    sizeof(PlanLaunch) <= 4096 && sizeof(GivenPlanLaunch) <= 4096 &&
+    sizeof(PlanLaunch) <= 4096 && sizeof(ImportedPlanLaunch) <= 4096 &&
         sizeof(RoutedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
 
 // This rank's handshake of a call, except for what only the device knows.
-[[nodiscard]] WEFT_HD inline DeviceWord word_of(const DispatchLaunch& call) {
-  DeviceWord word;
+[[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const DispatchLaunch& call) {
+  DeviceHandshake word;
   word.op = Op::kDispatch;
   word.place = call.place;
   word.rows = call.rows_target;
@@ -148,8 +148,8 @@ static_assert(
   word.signature = call.signature;
   return word;
 }
-[[nodiscard]] WEFT_HD inline DeviceWord word_of(const CombineLaunch& call) {
-  DeviceWord word;
+[[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const CombineLaunch& call) {
+  DeviceHandshake word;
   word.op = Op::kCombine;
   word.rows = call.staging;
   word.number = call.copied.number;

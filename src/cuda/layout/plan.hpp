@@ -18,7 +18,7 @@ namespace weft {
 // An imported plan is an image in host memory, laid out so that a kernel (plan/import.cu) copies it
 // into this rank's plan block and into those of its receivers. These are the records of one
 // receiver, as offsets in bytes into the image, multiples of 16. Arrays are as in PlanMap.
-struct GivenRecords {
+struct ImportedRecords {
   uint64_t chunk_begin = 0;  // [num_device_chunks(num_tokens) + 1]
   uint64_t heads = 0;        // [num_arrivals]
   uint64_t slots = 0;        // [num_arrivals, max_topk], as the two below

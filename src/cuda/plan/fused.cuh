@@ -20,8 +20,8 @@
 
 namespace weft {
 
-__device__ __forceinline__ EarlySlot* early_slots_of(const RankView& me, uint32_t source) {
-  return reinterpret_cast<EarlySlot*>(control_of(me, me.rank) + me.map.early_slots_offset(source));
+__device__ __forceinline__ EagerSlot* eager_slots_of(const RankView& me, uint32_t source) {
+  return reinterpret_cast<EagerSlot*>(control_of(me, me.rank) + me.map.eager_slots_offset(source));
 }
 
 // One warp counts its share of a span of tokens of rank `from`.
@@ -186,7 +186,7 @@ __device__ inline bool plan_records(
 ) {
   const RankView& me = call.me;
   place.writes_tokens = place.is_own(me);
-  place.early_slots = early_slots_of(me, place.source);
+  place.eager_slots = eager_slots_of(me, place.source);
   const auto num_parts = static_cast<uint32_t>(call.num_parts);
   if (!count_for(call, shared, place, num_parts, part_idx)) {
     return false;
@@ -238,7 +238,9 @@ __device__ inline void make_routed_plan(
 
 // One warp of the grid, with `word` in shared memory, sends and awaits the handshakes of the call,
 // as every call does. It tells the planning blocks when they are accepted.
-__device__ inline void accept_plan_words(const PlanLaunch& call, uint32_t epoch, DeviceWord& word) {
+__device__ inline void accept_plan_words(
+    const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
+) {
   const RankView& me = call.me;
   const int peer = lane_index();
   if (peer == 0) {
@@ -251,7 +253,7 @@ __device__ inline void accept_plan_words(const PlanLaunch& call, uint32_t epoch,
   bool is_good = true;
   if (peer < me.num_ranks) {
     post_word(me, epoch, word, peer);
-    DeviceWord said;
+    DeviceHandshake said;
     is_good = accept_word(me, epoch, word, peer, said);
   }
   if (__all_sync(kAllLanes, is_good) && peer == 0) {

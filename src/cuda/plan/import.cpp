@@ -9,19 +9,19 @@ namespace weft {
 namespace {
 
 // The image is read over the link to the host: enough threads to keep it busy.
-constexpr int kGivenBlocks = 16;
+constexpr int kImportBlocks = 16;
 
 }  // namespace
 
 Plan CudaExchange::import_plan(
     PlanData data,
     const std::byte* image,
-    std::span<const GivenRecords> records,
+    std::span<const ImportedRecords> records,
     int64_t number,
     cudaStream_t stream
 ) {
   return run_call(Op::kPlan, {.stream = stream}, [&](cudaStream_t /*stream*/) {
-    GivenPlanLaunch launch;
+    ImportedPlanLaunch launch;
     launch.me = view_;
     launch.plan_address = take_plan(data, stream);
     launch.plan = view_of(data);
@@ -34,8 +34,8 @@ Plan CudaExchange::import_plan(
         .options = data.shape.options,
         .topk = data.shape.topk};
     launch.signature = signature_of(imported);
-    launch.num_blocks = std::min(kGivenBlocks, num_gpu_sms_);
-    launch_given_plan(launch, stream);
+    launch.num_blocks = std::min(kImportBlocks, num_gpu_sms_);
+    launch_imported_plan(launch, stream);
     set_launched(stream);
     ++counters_.num_plans;
     return Plan(std::make_shared<const PlanData>(std::move(data)));

@@ -11,17 +11,19 @@
 namespace weft {
 namespace {
 
-constexpr int kGivenThreads = 512;  // of a block; a guess
-static_assert(kGivenThreads >= kMaxDomainRanks);
+constexpr int kImportThreads = 512;  // of a block; a guess
+static_assert(kImportThreads >= kMaxDomainRanks);
 
 // What the threads of a block know of the call, in shared memory.
-struct GivenSetup {
+struct ImportedSetup {
   uint32_t epoch;
   uint32_t failures;
-  alignas(16) std::byte own_bytes[sizeof(DeviceWord)];  // shared memory takes no initialisers
-  std::byte* blocks[kMaxDomainRanks];                   // plan blocks as mapped here
+  alignas(16) std::byte own_bytes[sizeof(DeviceHandshake)];  // shared memory takes no initialisers
+  std::byte* blocks[kMaxDomainRanks];                        // plan blocks as mapped here
 
-  [[nodiscard]] __device__ DeviceWord& own() { return *reinterpret_cast<DeviceWord*>(own_bytes); }
+  [[nodiscard]] __device__ DeviceHandshake& own() {
+    return *reinterpret_cast<DeviceHandshake*>(own_bytes);
+  }
 };
 
 // The arrivals of `source` at each rank, which lie behind its handshake in this rank's control
@@ -31,7 +33,9 @@ __device__ const int32_t* counts_of(const RankView& me, uint32_t epoch, int sour
 }
 
 // Threads [0, num_ranks) of one block send this rank's counts and handshake, each to one rank.
-__device__ void post_counts(const GivenPlanLaunch& call, uint32_t epoch, const DeviceWord& word) {
+__device__ void post_counts(
+    const ImportedPlanLaunch& call, uint32_t epoch, const DeviceHandshake& word
+) {
   const RankView& me = call.me;
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
@@ -44,12 +48,12 @@ __device__ void post_counts(const GivenPlanLaunch& call, uint32_t epoch, const D
 }
 
 // All threads of every block exchange the handshakes. Returns false if the call is given up.
-__device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
+__device__ bool meet_ranks(ImportedSetup& setup, const ImportedPlanLaunch& call) {
   const RankView& me = call.me;
   if (threadIdx.x == 0) {
     setup.epoch = current_epoch(me);
     setup.failures = 0;
-    DeviceWord word;
+    DeviceHandshake word;
     word.op = Op::kPlan;
     word.status = is_stopped(me) ? WordStatus::kRefused : WordStatus::kGood;
     word.num_tokens = call.num_tokens;
@@ -65,7 +69,7 @@ __device__ bool meet_ranks(GivenSetup& setup, const GivenPlanLaunch& call) {
   const int peer = static_cast<int>(threadIdx.x);
   if (peer < me.num_ranks) {
     const WaitSite site = {Op::kPlan, setup.epoch, peer, WaitFor::kRecords};
-    DeviceWord said;
+    DeviceHandshake said;
     setup.blocks[peer] = nullptr;
     if (accept_word(me, setup.epoch, setup.own(), peer, said)) {
       setup.blocks[peer] = peer_data(me, said.rows, site);
@@ -92,7 +96,7 @@ __device__ void copy_array(std::byte* to, const std::byte* from, uint64_t bytes)
   }
 }
 
-__device__ void copy_own(const GivenPlanLaunch& call) {
+__device__ void copy_own(const ImportedPlanLaunch& call) {
   const PlanMap& map = call.plan.map;
   const auto copy = [&](uint64_t offset, uint64_t bytes) {
     copy_array(call.plan.data + offset, call.image + offset, bytes);
@@ -106,10 +110,10 @@ __device__ void copy_own(const GivenPlanLaunch& call) {
   copy(map.arrival, sizeof(int32_t) * tokens * map.num_ranks);
 }
 
-__device__ void copy_records(const GivenPlanLaunch& call, const GivenSetup& setup, int rank) {
+__device__ void copy_records(const ImportedPlanLaunch& call, const ImportedSetup& setup, int rank) {
   const PlanMap& map = call.plan.map;
   const auto me = static_cast<uint32_t>(call.me.rank);
-  const GivenRecords& records = call.to[rank];
+  const ImportedRecords& records = call.to[rank];
   const auto arrivals = static_cast<uint64_t>(records.num_arrivals);
   const uint64_t routes = arrivals * map.max_topk;
   const auto copy = [&](uint64_t to, uint64_t from, uint64_t bytes) {
@@ -124,7 +128,7 @@ __device__ void copy_records(const GivenPlanLaunch& call, const GivenSetup& setu
 }
 
 // One block writes what follows from all ranks' counts.
-__device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
+__device__ void write_counts(const ImportedPlanLaunch& call, uint32_t epoch) {
   const RankView& me = call.me;
   const int rank = static_cast<int>(threadIdx.x);
   if (rank < me.num_ranks) {
@@ -148,7 +152,7 @@ __device__ void write_counts(const GivenPlanLaunch& call, uint32_t epoch) {
 }
 
 // All threads. The last block that has copied tells all receivers.
-__device__ void raise_records(const GivenPlanLaunch& call, uint32_t epoch) {
+__device__ void raise_records(const ImportedPlanLaunch& call, uint32_t epoch) {
   __syncthreads();
   if (threadIdx.x != 0) {
     return;
@@ -165,7 +169,7 @@ __device__ void raise_records(const GivenPlanLaunch& call, uint32_t epoch) {
 }
 
 // One block clears what a later call would otherwise follow in a plan that was given up.
-__device__ void clear_plan(const GivenPlanLaunch& call) {
+__device__ void clear_plan(const ImportedPlanLaunch& call) {
   if (threadIdx.x == 0) {
     *call.plan.header() = PlanHeader{};
   }
@@ -174,9 +178,9 @@ __device__ void clear_plan(const GivenPlanLaunch& call) {
   }
 }
 
-__global__ void __launch_bounds__(kGivenThreads)
-    given_plan_kernel(const __grid_constant__ GivenPlanLaunch call) {
-  __shared__ GivenSetup setup;
+__global__ void __launch_bounds__(kImportThreads)
+    import_plan_kernel(const __grid_constant__ ImportedPlanLaunch call) {
+  __shared__ ImportedSetup setup;
   if (meet_ranks(setup, call)) {
     if (blockIdx.x == 0) {
       write_counts(call, setup.epoch);
@@ -194,12 +198,12 @@ __global__ void __launch_bounds__(kGivenThreads)
 
 }  // namespace
 
-void prepare_given_plan() {
-  load(given_plan_kernel);
+void prepare_imported_plan() {
+  load(import_plan_kernel);
 }
 
-void launch_given_plan(const GivenPlanLaunch& call, cudaStream_t stream) {
-  const Kernel<GivenPlanLaunch> kernel = {given_plan_kernel, kGivenThreads};
+void launch_imported_plan(const ImportedPlanLaunch& call, cudaStream_t stream) {
+  const Kernel<ImportedPlanLaunch> kernel = {import_plan_kernel, kImportThreads};
   launch(kernel, call.num_blocks, call, stream, {call.me.rank, call.me.num_ranks, "cuda"});
 }
 

@@ -150,7 +150,7 @@ __device__ __forceinline__ void write_record(
 }
 
 // Writes where the eager rows of the step's tokens go on this rank: kept routes first, by slot.
-__device__ __forceinline__ void write_early_slots(
+__device__ __forceinline__ void write_eager_slots(
     const PlanLaunch& call,
     const PlanPlace& place,
     const LaneRoute& route,
@@ -166,7 +166,7 @@ __device__ __forceinline__ void write_early_slots(
     const uint32_t at =
         static_cast<uint32_t>(route.token) * topk + (is_kept ? neighbours.place : behind);
     const int2 entry = {is_kept ? route.slot : -1, static_cast<int32_t>(place.k)};
-    *reinterpret_cast<int2*>(place.early_slots + at) = entry;
+    *reinterpret_cast<int2*>(place.eager_slots + at) = entry;
   }
 }
 
@@ -242,8 +242,8 @@ __device__ inline void place_tokens(
       const size_t at = static_cast<size_t>(route.token) * call.plan.map.max_topk + place.k;
       call.plan.route_slot()[at] = route.slot;
     }
-    if (place.early_slots != nullptr) {
-      write_early_slots(call, place, route, neighbours);
+    if (place.eager_slots != nullptr) {
+      write_eager_slots(call, place, route, neighbours);
     }
     if (route.is_route()) {
       write_record(call, place, shared, offsets, route, neighbours, kept_lanes);

@@ -18,18 +18,18 @@ namespace weft {
 
 // What the threads of a block share.
 struct PlanShared {
-  uint32_t* counts;     // [num_warps][columns] of each warp; later of the warps before it
-  uint32_t* before;     // [columns] of this rank's earlier blocks
-  DeviceWord* message;  // this rank's handshake; own() follows it
-  int64_t* total;       // [columns] of all ranks
-  int64_t* earlier;     // [columns] of the ranks before this one
-  int64_t* begin;       // [num_experts + 1] rows of all experts before, across ranks
-  SlotRun* runs;        // [columns] of this block's routes, or arrivals (rank_major)
-  DeviceWord* words;    // [num_ranks] as told by each rank
-  std::byte** control;  // [num_ranks] control regions as mapped here
-  std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
-  int32_t* received;    // [num_ranks] arrivals from each rank
-  int64_t* partial;     // [num_warps] of a reduction or scan
+  uint32_t* counts;          // [num_warps][columns] of each warp; later of the warps before it
+  uint32_t* before;          // [columns] of this rank's earlier blocks
+  DeviceHandshake* message;  // this rank's handshake; own() follows it
+  int64_t* total;            // [columns] of all ranks
+  int64_t* earlier;          // [columns] of the ranks before this one
+  int64_t* begin;            // [num_experts + 1] rows of all experts before, across ranks
+  SlotRun* runs;             // [columns] of this block's routes, or arrivals (rank_major)
+  DeviceHandshake* words;    // [num_ranks] as told by each rank
+  std::byte** control;       // [num_ranks] control regions as mapped here
+  std::byte** blocks;        // [num_ranks] plan blocks as mapped here; null: gets no records
+  int32_t* received;         // [num_ranks] arrivals from each rank
+  int64_t* partial;          // [num_warps] of a reduction or scan
   // The rest is of a plan that every rank makes from all ranks' routing (fused.cuh), null
   // otherwise.
   uint32_t* others;       // [kOtherCounts][columns]
@@ -60,12 +60,12 @@ __device__ inline PlanShared carve(
   PlanShared shared;
   shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
   shared.before = reinterpret_cast<uint32_t*>(base + map.before());
-  shared.message = reinterpret_cast<DeviceWord*>(base + map.message());
+  shared.message = reinterpret_cast<DeviceHandshake*>(base + map.message());
   shared.total = reinterpret_cast<int64_t*>(base + map.total());
   shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
   shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
   shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
-  shared.words = reinterpret_cast<DeviceWord*>(base + map.words());
+  shared.words = reinterpret_cast<DeviceHandshake*>(base + map.words());
   shared.control = small.control;
   shared.blocks = small.blocks;
   shared.received = small.received;
@@ -107,7 +107,7 @@ struct PlanPlace {
   const int32_t* route_expert = nullptr;
   const float* route_weight = nullptr;
   uint32_t stride = 0;
-  EarlySlot* early_slots = nullptr;  // [num_tokens, topk]; null: none wanted
+  EagerSlot* eager_slots = nullptr;  // [num_tokens, topk]; null: none wanted
 
   [[nodiscard]] __device__ bool is_own(const RankView& me) const {
     return source == static_cast<uint32_t>(me.rank);

@@ -47,7 +47,7 @@ struct PlanSharedMap {
     return before() + align(columns() * sizeof(uint32_t));
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t message_bytes() const {
-    return align(static_cast<uint32_t>(sizeof(DeviceWord)) + columns() * 4);
+    return align(static_cast<uint32_t>(sizeof(DeviceHandshake)) + columns() * 4);
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t total() const { return message() + message_bytes(); }
   [[nodiscard]] WEFT_HD constexpr uint32_t earlier() const {
@@ -63,7 +63,7 @@ struct PlanSharedMap {
     return runs() + align(columns() * sizeof(SlotRun));
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t others() const {
-    return words() + static_cast<uint32_t>(num_ranks * sizeof(DeviceWord));
+    return words() + static_cast<uint32_t>(num_ranks * sizeof(DeviceHandshake));
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t experts() const {
     return others() + (num_routes == 0 ? 0 : align(kOtherCounts * columns() * sizeof(uint32_t)));

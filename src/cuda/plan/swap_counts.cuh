@@ -10,8 +10,8 @@
 namespace weft {
 
 // One thread writes this rank's handshake, except for its status.
-__device__ inline void write_word(const PlanLaunch& call, DeviceWord& word) {
-  word = DeviceWord();
+__device__ inline void write_word(const PlanLaunch& call, DeviceHandshake& word) {
+  word = DeviceHandshake();
   word.op = Op::kPlan;
   word.num_tokens = call.num_tokens;
   word.rows = call.plan_address;
@@ -90,7 +90,8 @@ __device__ inline void post_message(
   const auto me = static_cast<uint32_t>(call.me.rank);
   const uint64_t offset = call.me.map.word_offset(place.epoch, me);
   const uint32_t num_vectors =
-      (sizeof(DeviceWord) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) / sizeof(uint4);
+      (sizeof(DeviceHandshake) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) /
+      sizeof(uint4);
   const auto* from = reinterpret_cast<const uint4*>(shared.message);
   for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
     auto* to = reinterpret_cast<uint4*>(shared.control[peer] + offset);
@@ -110,7 +111,7 @@ __device__ inline void post_message(
 
 // Whether the call can go on after a peer's handshake; raises the fault if not.
 __device__ inline bool check_word(
-    const PlanLaunch& call, const PlanPlace& place, const DeviceWord& word, int peer
+    const PlanLaunch& call, const PlanPlace& place, const DeviceHandshake& word, int peer
 ) {
   FaultRecord fault;
   fault.op = Op::kPlan;
@@ -165,9 +166,9 @@ __device__ inline bool accept_words(
 
   const std::byte* first_word = control + me.map.word_offset(place.epoch, 0);
   const uint64_t stride = me.map.word_stride();
-  const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceWord));
+  const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceHandshake));
   const uint64_t count_stride = stride / sizeof(int32_t);
-  constexpr uint32_t kWordVectors = sizeof(DeviceWord) / sizeof(uint4);
+  constexpr uint32_t kWordVectors = sizeof(DeviceHandshake) / sizeof(uint4);
   for (uint32_t i = thread; i < place.num_ranks * kWordVectors; i += blockDim.x) {
     const uint32_t rank = i / kWordVectors;
     const auto* from = reinterpret_cast<const uint4*>(first_word + rank * stride);
@@ -192,7 +193,7 @@ __device__ inline bool accept_words(
   __syncthreads();
 
   if (thread < place.num_ranks) {
-    const DeviceWord& word = shared.words[thread];
+    const DeviceHandshake& word = shared.words[thread];
     is_good = check_word(call, place, word, static_cast<int>(thread));
     if (is_good) {
       const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};

@@ -129,7 +129,7 @@ __device__ __forceinline__ int read_sizes(
   const uint32_t tokens = __shfl_sync(kAllLanes, value, RoutingMap::kNumTokens);
   is_good = __all_sync(kAllLanes, is_good) && tokens <= call.plan.map.max_tokens;
   if (keeps_them && place.lane < RoutingMap::kFields) {
-    DeviceWord& word = shared.words[site.peer];
+    DeviceHandshake& word = shared.words[site.peer];
     if (place.lane == RoutingMap::kNumTokens) {
       word.num_tokens = static_cast<int32_t>(tokens);
     } else {

@@ -59,10 +59,10 @@ uint64_t record_bytes(const CpuExchange& exchange, const PlanData& plan) {
   const Domains& domains = CpuInside{exchange}.domains();
   uint64_t bytes = 0;
   for (int from = 0; from < domains.num_ranks(); ++from) {
-    const CarriedSource* carried = plan.between ? plan.between->find_carried(from) : nullptr;
+    const ForwardedSource* carried = plan.between ? plan.between->find_forwarded(from) : nullptr;
     if (carried != nullptr) {
       for (size_t m = 0; m < domains.near().size(); ++m) {
-        bytes += sizeof(uint64_t) + encode_records(carried_pair(plan, *carried, m)).size();
+        bytes += sizeof(uint64_t) + encode_records(forwarded_pair(plan, *carried, m)).size();
       }
     } else if (from != exchange.rank()) {
       bytes += encode_records(plan.received[static_cast<size_t>(from)]).size();

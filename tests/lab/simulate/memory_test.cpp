@@ -56,7 +56,7 @@ TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
   // To 7 domains or from 7 sources: rows, weights and small scale rows of every token.
   const CallRoom room = room_of_calls(
       {.num_others = 7,
-       .num_carried = 7,
+       .num_forwarded = 7,
        .max_tokens = 4096,
        .max_topk = 8,
        .token_bytes = 256 + 64 + 256}
@@ -70,7 +70,7 @@ TEST(SimulatedMemoryTest, GpusKeepRoomForAllThatMayCross) {
   EXPECT_LT(room.staging, uint64_t{7} * 4096 * (256 + 64 + 256) * 11 / 10);
 }
 
-TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestCarrier) {
+TEST(SimulatedMemoryTest, GpusOfUnevenDomainsPlanAsManyRoundsAsTheBusiestForwarder) {
   const Memory memory = reserved(9);  // domains of 4, 4 and 1: the last one's forwarder is rank 0
   const PlanMap plan = {4, 1024, 4096, 8};
   EXPECT_EQ(memory.gpu.plan, 3 * plan.num_bytes());

@@ -54,19 +54,19 @@ TEST(SignalMapTest, GivesEachPurposeItsOwnSignal) {
   }
 }
 
-TEST(SignalMapTest, GivesCrossingsAndCarriedPairsTheirOwn) {
+TEST(SignalMapTest, GivesCrossingsAndForwardedPairsTheirOwn) {
   const SignalMap map = {
-      .num_ranks = 4, .max_chunks = 3, .has_crossings = true, .num_carried_pairs = 5};
+      .num_ranks = 4, .max_chunks = 3, .has_crossings = true, .num_forwarded_pairs = 5};
   const uint32_t before =
-      SignalMap{.num_ranks = 4, .max_chunks = 3, .has_crossings = false, .num_carried_pairs = 0}
+      SignalMap{.num_ranks = 4, .max_chunks = 3, .has_crossings = false, .num_forwarded_pairs = 0}
           .size();
   std::set<uint32_t> signals;
   for (uint32_t chunk = 0; chunk < map.max_chunks; ++chunk) {
     for (uint32_t peer = 0; peer < map.num_ranks; ++peer) {
       signals.insert(map.crossing(peer, chunk));
     }
-    for (uint32_t pair = 0; pair < map.num_carried_pairs; ++pair) {
-      signals.insert(map.carried(pair, chunk));
+    for (uint32_t pair = 0; pair < map.num_forwarded_pairs; ++pair) {
+      signals.insert(map.forwarded(pair, chunk));
     }
   }
   EXPECT_EQ(signals.size(), (4 + 5) * 3U);

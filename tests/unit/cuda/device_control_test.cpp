@@ -7,58 +7,58 @@
 namespace weft {
 namespace {
 
-TEST(DeviceControlTest, HasRoomForEarlyRowsOfShortCalls) {
-  EXPECT_EQ(early_row_room(4, 128, 8, 7168), 14336U);
-  EXPECT_EQ(early_row_room(4, 512, 8, 4), 16U);
-  EXPECT_EQ(early_row_room(4, 513, 8, 4), 0U);
-  EXPECT_EQ(early_row_room(32, 512, 1, 7168), 0U);  // half a gigabyte
-  EXPECT_EQ(early_row_room(8, 512, 8, 4), 16U);
-  EXPECT_EQ(early_row_room(8, 512, 9, 4), 0U);  // more routes than shared memory holds
+TEST(DeviceControlTest, HasRoomForEagerRowsOfShortCalls) {
+  EXPECT_EQ(eager_row_room(4, 128, 8, 7168), 14336U);
+  EXPECT_EQ(eager_row_room(4, 512, 8, 4), 16U);
+  EXPECT_EQ(eager_row_room(4, 513, 8, 4), 0U);
+  EXPECT_EQ(eager_row_room(32, 512, 1, 7168), 0U);  // half a gigabyte
+  EXPECT_EQ(eager_row_room(8, 512, 8, 4), 16U);
+  EXPECT_EQ(eager_row_room(8, 512, 9, 4), 0U);  // more routes than shared memory holds
 }
 
-// Two calls that follow each other share nothing, and nothing lies on what the call words use.
-TEST(DeviceControlTest, KeepsEarlyRowsOfTwoCallsApart) {
-  const DeviceControlMap map = {4, 256, 100, 8, early_row_room(4, 100, 8, 7168)};
+// Two calls that follow each other share nothing, and nothing lies on what the handshakes use.
+TEST(DeviceControlTest, KeepsEagerRowsOfTwoCallsApart) {
+  const DeviceControlMap map = {4, 256, 100, 8, eager_row_room(4, 100, 8, 7168)};
   const uint64_t tokens = uint64_t{4} * 100;
   for (const uint32_t epoch : {6U, 7U}) {
-    EXPECT_GE(map.early_rows_offset(epoch), map.stamp_offset() + sizeof(uint64_t));
+    EXPECT_GE(map.eager_rows_offset(epoch), map.stamp_offset() + sizeof(uint64_t));
     EXPECT_GE(
-        map.early_scales_offset(epoch), map.early_rows_offset(epoch) + tokens * map.early_row_bytes
+        map.eager_scales_offset(epoch), map.eager_rows_offset(epoch) + tokens * map.eager_row_bytes
     );
     EXPECT_GE(
-        map.early_weights_offset(epoch, 0), map.early_scales_offset(epoch) + tokens * kScaleRoom
+        map.eager_weights_offset(epoch, 0), map.eager_scales_offset(epoch) + tokens * kScaleRoom
     );
     EXPECT_EQ(
-        map.early_weights_offset(epoch, 1) - map.early_weights_offset(epoch, 0),
+        map.eager_weights_offset(epoch, 1) - map.eager_weights_offset(epoch, 0),
         uint64_t{100} * 8 * sizeof(float)
     );
-    EXPECT_EQ(map.early_rows_offset(epoch), map.early_rows_offset(epoch + 2));
+    EXPECT_EQ(map.eager_rows_offset(epoch), map.eager_rows_offset(epoch + 2));
   }
-  EXPECT_LE(map.early_weights_offset(6, 4), map.early_rows_offset(7));
-  EXPECT_LE(map.early_weights_offset(7, 4), map.num_bytes());
+  EXPECT_LE(map.eager_weights_offset(6, 4), map.eager_rows_offset(7));
+  EXPECT_LE(map.eager_weights_offset(7, 4), map.num_bytes());
 }
 
 TEST(DeviceControlTest, KeepsRoutingOfTwoCallsAndOfEveryRankApart) {
-  const DeviceControlMap map = {4, 256, 100, 8, early_row_room(4, 100, 8, 7168)};
+  const DeviceControlMap map = {4, 256, 100, 8, eager_row_room(4, 100, 8, 7168)};
   const RoutingMap routing = map.routing();
   EXPECT_EQ(routing.max_routes, 800U);
   EXPECT_GE(RoutingMap::experts(), RoutingMap::kFields);
   EXPECT_EQ(routing.weights(), RoutingMap::experts() + 800);
   EXPECT_EQ(routing.size(), routing.weights() + 800);
   const uint64_t bytes = sizeof(uint64_t) * routing.size();
-  EXPECT_GE(map.routing_offset(6, 0), map.early_weights_offset(7, 4));
+  EXPECT_GE(map.routing_offset(6, 0), map.eager_weights_offset(7, 4));
   for (const uint32_t epoch : {6U, 7U}) {
     EXPECT_GE(map.routing_offset(epoch, 1), map.routing_offset(epoch, 0) + bytes);
     EXPECT_EQ(map.routing_offset(epoch, 3), map.routing_offset(epoch + 2, 3));
   }
   EXPECT_GE(map.routing_offset(7, 0), map.routing_offset(6, 3) + bytes);
-  EXPECT_GE(map.early_slots_offset(0), map.routing_offset(7, 3) + bytes);
-  EXPECT_GE(map.early_slots_offset(1), map.early_slots_offset(0) + 800 * sizeof(EarlySlot));
-  EXPECT_EQ(map.early_slots_offset(4), map.num_bytes());
+  EXPECT_GE(map.eager_slots_offset(0), map.routing_offset(7, 3) + bytes);
+  EXPECT_GE(map.eager_slots_offset(1), map.eager_slots_offset(0) + 800 * sizeof(EagerSlot));
+  EXPECT_EQ(map.eager_slots_offset(4), map.num_bytes());
 }
 
-TEST(DeviceControlTest, NeedsNoMemoryWithoutEarlyRows) {
-  const DeviceControlMap map = {4, 256, 4096, 8, early_row_room(4, 4096, 8, 7168)};
+TEST(DeviceControlTest, NeedsNoMemoryWithoutEagerRows) {
+  const DeviceControlMap map = {4, 256, 4096, 8, eager_row_room(4, 4096, 8, 7168)};
   EXPECT_EQ(map.num_bytes(), map.stamp_offset() + 128);
 }
 
@@ -66,15 +66,15 @@ TEST(DeviceControlTest, NeedsNoMemoryWithoutEarlyRows) {
 TEST(DeviceControlTest, KeepsCopiedRowsApart) {
   const uint64_t token = copied_token_room(8, 7168);
   EXPECT_EQ(token, 14336U + 256 + 32);
-  for (const uint32_t early : {0U, early_row_room(4, 100, 8, 7168)}) {
-    const DeviceControlMap without = {4, 256, 100, 8, early};
-    const DeviceControlMap map = {4, 256, 100, 8, early, token};
+  for (const uint32_t eager : {0U, eager_row_room(4, 100, 8, 7168)}) {
+    const DeviceControlMap without = {4, 256, 100, 8, eager};
+    const DeviceControlMap map = {4, 256, 100, 8, eager, token};
     EXPECT_GE(map.copied_stride(), 100 * token);
     EXPECT_EQ(map.copied_offset(0, 0), without.num_bytes());
     EXPECT_EQ(map.copied_offset(0, 1), map.copied_offset(0, 0) + map.copied_stride());
     EXPECT_EQ(map.copied_offset(1, 0), map.copied_offset(0, 4));
     EXPECT_EQ(map.num_bytes(), map.copied_offset(1, 4));
-    EXPECT_EQ(map.early_slots_offset(4), without.early_slots_offset(4));
+    EXPECT_EQ(map.eager_slots_offset(4), without.eager_slots_offset(4));
   }
 }
 

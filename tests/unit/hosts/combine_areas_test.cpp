@@ -42,8 +42,8 @@ TEST(CombineAreasTest, StagedAreasAreApart) {
   for_each_areas([](const PlanData& plan, const Chunks& chunks, const CombineAreas& areas) {
     const DomainTraffic& traffic = *plan.between;
     std::vector<ByteSpan> spans;
-    for (size_t i = 0; i < traffic.carried.size(); ++i) {
-      const int64_t bytes = chunks.weights.area_bytes(traffic.carried[i].crossings.size());
+    for (size_t i = 0; i < traffic.forwarded.size(); ++i) {
+      const int64_t bytes = chunks.weights.area_bytes(traffic.forwarded[i].crossings.size());
       spans.push_back(span_of(areas.staged_weights.at(i), bytes, 1));
     }
     for (size_t domain = 0; domain < traffic.sent.size(); ++domain) {
@@ -59,8 +59,8 @@ TEST(CombineAreasTest, MessagesAreApartAndNumberedInOneSequence) {
     const DomainTraffic& traffic = *plan.between;
     std::vector<ByteSpan> spans;
     int64_t next = 0;
-    for (size_t i = 0; i < traffic.carried.size(); ++i) {
-      const int64_t count = traffic.carried[i].crossings.size();
+    for (size_t i = 0; i < traffic.forwarded.size(); ++i) {
+      const int64_t count = traffic.forwarded[i].crossings.size();
       spans.push_back(span_of(areas.sum_messages.at(i), chunks.sums.area_bytes(count), 1));
       EXPECT_EQ(areas.sum_chunks.at(i), next);
       next += chunks.sums.num_chunks(count);
@@ -77,14 +77,14 @@ TEST(CombineAreasTest, MessagesAreApartAndNumberedInOneSequence) {
 }
 
 // This rank's own tokens come first among the parts, then those that crossed, domain by domain.
-TEST(CombineAreasTest, WorkHoldsEveryPartAndEveryCarriedSum) {
+TEST(CombineAreasTest, WorkHoldsEveryPartAndEveryForwardedSum) {
   for_each_areas([](const PlanData& plan, const Chunks& chunks, const CombineAreas& areas) {
     const DomainTraffic& traffic = *plan.between;
     const auto each = [](int64_t bytes) { return static_cast<uint64_t>(bytes); };
     std::vector<ByteSpan> spans;
-    for (size_t i = 0; i < traffic.carried.size(); ++i) {
-      const int64_t count = traffic.carried[i].crossings.size();
-      const CarriedSums& sums = areas.carried.at(i);
+    for (size_t i = 0; i < traffic.forwarded.size(); ++i) {
+      const int64_t count = traffic.forwarded[i].crossings.size();
+      const ForwardedSums& sums = areas.forwarded.at(i);
       spans.push_back(span_of(sums.rows, count, each(chunks.sums.row_bytes)));
       spans.push_back(span_of(sums.weights, count, each(chunks.sums.weight_bytes)));
       spans.push_back(span_of(sums.source_weights, count, each(chunks.weights.weight_bytes)));

@@ -23,12 +23,12 @@ TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
     const DispatchAreas areas(plan, chunk);
     std::vector<ByteSpan> staged;
     std::vector<ByteSpan> work;
-    for (size_t i = 0; i < plan.between->carried.size(); ++i) {
-      const int64_t count = plan.between->carried[i].crossings.size();
+    for (size_t i = 0; i < plan.between->forwarded.size(); ++i) {
+      const int64_t count = plan.between->forwarded[i].crossings.size();
       staged.push_back(span_of(areas.staged.at(i), chunk.area_bytes(count), 1));
-      work.push_back(span_of(areas.carried.at(i).rows, count, 48));
-      work.push_back(span_of(areas.carried.at(i).weights, count, 12));
-      work.push_back(span_of(areas.carried.at(i).scales, count, 7));
+      work.push_back(span_of(areas.forwarded.at(i).rows, count, 48));
+      work.push_back(span_of(areas.forwarded.at(i).weights, count, 12));
+      work.push_back(span_of(areas.forwarded.at(i).scales, count, 7));
     }
     work.push_back(span_of(areas.own_weights, plan.shape.num_tokens, 12));
     std::vector<ByteSpan> messages;
@@ -46,7 +46,7 @@ TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
   }
 }
 
-// All tokens of this rank cross to `crossed` other domains in turn, all of each carried source's
+// All tokens of this rank cross to `crossed` other domains in turn, all of each forwarded source's
 // come here.
 PlanData busiest(const CallBounds& bounds, size_t crossed) {
   PlanData plan;
@@ -59,9 +59,9 @@ PlanData busiest(const CallBounds& bounds, size_t crossed) {
       traffic->sent[domain].push_back(static_cast<int32_t>(token));
     }
   }
-  for (uint64_t i = 0; i < bounds.num_carried; ++i) {
-    CarriedSource& carried = traffic->carried.emplace_back();
-    carried.crossings.token.resize(static_cast<size_t>(bounds.max_tokens));
+  for (uint64_t i = 0; i < bounds.num_forwarded; ++i) {
+    ForwardedSource& forwarded = traffic->forwarded.emplace_back();
+    forwarded.crossings.token.resize(static_cast<size_t>(bounds.max_tokens));
   }
   plan.between = std::move(traffic);
   return plan;
@@ -69,18 +69,18 @@ PlanData busiest(const CallBounds& bounds, size_t crossed) {
 
 TEST(CallRoomTest, HoldsTheBusiestCalls) {
   for (const uint64_t others : {1, 3, 20}) {
-    for (const uint64_t carried : {0, 1, 5}) {
+    for (const uint64_t forwarded : {0, 1, 5}) {
       for (const int64_t tokens : {1, 100, 5000}) {
         for (const int64_t row_bytes : {16, 14336}) {
           SCOPED_TRACE(
-              ::testing::Message() << others << " domains, " << carried << " sources, " << tokens
+              ::testing::Message() << others << " domains, " << forwarded << " sources, " << tokens
                                    << " tokens of " << row_bytes << " B"
           );
           const int64_t weight_bytes = 4 * 4;
           const int64_t scale_bytes = 23;
           CallBounds bounds = {
               .num_others = others,
-              .num_carried = carried,
+              .num_forwarded = forwarded,
               .max_tokens = tokens,
               .max_topk = 4,
               .token_bytes = row_bytes + weight_bytes + scale_bytes};

@@ -156,16 +156,16 @@ class DomainPlans {
 
   void add_traffic(PlanData& plan, const std::vector<std::vector<int>>& groups) {
     auto domains = std::make_shared<const Domains>(groups, plan.shape.rank);
-    std::vector<std::vector<Arrivals>> carried;
-    for (const int source : domains->carried()) {
-      auto& pairs = carried.emplace_back();
+    std::vector<std::vector<Arrivals>> forwarded;
+    for (const int source : domains->forwarded()) {
+      auto& pairs = forwarded.emplace_back();
       const std::vector<Arrivals>& sent = plans_[static_cast<size_t>(source)].sent;
       for (const int member : domains->near()) {
         const bool is_own = member == plan.shape.rank;
         pairs.push_back(is_own ? Arrivals() : sent[static_cast<size_t>(member)]);
       }
     }
-    plan.between = make_domain_traffic(plan, domains, std::move(carried));
+    plan.between = make_domain_traffic(plan, domains, std::move(forwarded));
   }
 
   int num_ranks_ = 0;

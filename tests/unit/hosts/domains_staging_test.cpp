@@ -25,16 +25,16 @@ class DomainsStagingTest : public testing::Test {
     for (const Plan& plan : data.plans) {
       PlanData& mine = plans_.emplace_back(contents_of(plan));
       auto domains = std::make_shared<const Domains>(kDomains, plan.rank());
-      std::vector<std::vector<Arrivals>> carried;
-      for (const int source : domains->carried()) {
-        auto& pairs = carried.emplace_back();
+      std::vector<std::vector<Arrivals>> forwarded;
+      for (const int source : domains->forwarded()) {
+        auto& pairs = forwarded.emplace_back();
         for (const int member : domains->near()) {
           const auto s = static_cast<size_t>(source);
           const auto m = static_cast<size_t>(member);
           pairs.push_back(member == plan.rank() ? Arrivals() : contents_of(data.plans[s]).sent[m]);
         }
       }
-      mine.between = make_domain_traffic(mine, domains, std::move(carried));
+      mine.between = make_domain_traffic(mine, domains, std::move(forwarded));
     }
   }
 
@@ -94,8 +94,8 @@ TEST_F(DomainsStagingTest, GivesEachAreaOfACombineItsOwnRoom) {
 TEST_F(DomainsStagingTest, TakesRoomForCrossingTokensAlone) {
   for (const PlanData& plan : plans_) {
     int64_t crossings = 0;
-    for (const CarriedSource& carried : plan.between->carried) {
-      crossings += carried.crossings.size();
+    for (const ForwardedSource& forwarded : plan.between->forwarded) {
+      crossings += forwarded.crossings.size();
     }
     const Staging staging = dispatch_staging(plan, {.crossing_rows = 64});
     EXPECT_EQ(staging.num_bytes, static_cast<uint64_t>(crossings) * 64);

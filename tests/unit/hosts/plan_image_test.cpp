@@ -56,7 +56,7 @@ TEST_P(PlanImageTest, RanksOfADomainCountTheSameRounds) {
       size_t most = 0;
       for (const int member : members) {
         EXPECT_EQ(num_rounds(plans.plan(member)), num_rounds(plans.plan(members[0])));
-        most = std::max(most, plans.plan(member).between->carried.size());
+        most = std::max(most, plans.plan(member).between->forwarded.size());
       }
       EXPECT_EQ(num_rounds(plans.plan(members[0])), 1 + most);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of kernels/plan_given.cu does, in plain memory: every rank of a domain copies its
-// image into its own plan block and into those of its receivers.
+// What the kernel of kernels/import_plan.cu does, in plain memory: every rank of a domain copies
+// its image into its own plan block and into those of its receivers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -16,10 +16,10 @@
 namespace weft::test {
 
 // Of one rank.
-struct GivenImage {
+struct ImportedImage {
   int32_t num_tokens = 0;
   std::vector<std::byte> bytes;
-  std::vector<GivenRecords> records;  // [members]
+  std::vector<ImportedRecords> records;  // [members]
 };
 
 class PlanPlayer {
@@ -34,7 +34,7 @@ class PlanPlayer {
   }
 
   // [members]
-  void play(std::span<const GivenImage> images) {
+  void play(std::span<const ImportedImage> images) {
     for (size_t member = 0; member < images.size(); ++member) {
       copy_own(images[member], member);
       for (size_t to = 0; to < images.size(); ++to) {
@@ -50,7 +50,7 @@ class PlanPlayer {
  private:
   // In vectors, as the kernel does.
   void copy(
-      const GivenImage& from, uint64_t offset, size_t member, uint64_t to, uint64_t num_bytes
+      const ImportedImage& from, uint64_t offset, size_t member, uint64_t to, uint64_t num_bytes
   ) {
     const uint64_t bytes = (num_bytes + 15) / 16 * 16;
     ASSERT_EQ(offset % 16, 0U);
@@ -61,7 +61,7 @@ class PlanPlayer {
     std::memcpy(blocks_[member].data() + to, from.bytes.data() + offset, bytes);
   }
 
-  void copy_own(const GivenImage& image, size_t member) {
+  void copy_own(const ImportedImage& image, size_t member) {
     const auto copy_array = [&](uint64_t offset, uint64_t num_bytes) {
       copy(image, offset, member, offset, num_bytes);
     };
@@ -74,9 +74,9 @@ class PlanPlayer {
     copy_array(map_.arrival, sizeof(int32_t) * tokens * map_.num_ranks);
   }
 
-  void copy_records(const GivenImage& image, size_t member, size_t to) {
+  void copy_records(const ImportedImage& image, size_t member, size_t to) {
     const auto source = static_cast<uint32_t>(member);
-    const GivenRecords& records = image.records[to];
+    const ImportedRecords& records = image.records[to];
     const auto arrivals = static_cast<uint64_t>(records.num_arrivals);
     const uint64_t routes = arrivals * map_.max_topk;
     const auto chunks = static_cast<uint64_t>(num_device_chunks(image.num_tokens));
@@ -89,7 +89,7 @@ class PlanPlayer {
   }
 
   // From what the words of all ranks say.
-  void write_counts(std::span<const GivenImage> images, size_t member) {
+  void write_counts(std::span<const ImportedImage> images, size_t member) {
     const PlanView plan = block(member);
     int32_t received = 0;
     for (size_t rank = 0; rank < images.size(); ++rank) {

@@ -18,11 +18,11 @@ class PlayedRound {
  public:
   PlayedRound(const DomainPlans& plans, const std::vector<int>& members, size_t index)
       : plans_(plans), members_(members), index_(index), player_(map_of(plans, members.size())) {
-    std::vector<GivenImage> images;
+    std::vector<ImportedImage> images;
     for (const int member : members) {
       const Round sent = find_round(plans.plan(member), index);
       const PlanImage image(map_of(plans, members.size()), sent, plans.plan(member).shape.topk);
-      GivenImage& given = images.emplace_back();
+      ImportedImage& given = images.emplace_back();
       given.num_tokens = sent.num_tokens;
       given.bytes.assign(image.num_bytes(), kCanary);
       given.records = image.records();
@@ -45,8 +45,8 @@ class PlayedRound {
     if (index_ == 0) {
       return members_[member];
     }
-    const auto carried = plan(member).between->domains->carried();
-    return index_ <= carried.size() ? carried[index_ - 1] : -1;
+    const auto forwarded = plan(member).between->domains->forwarded();
+    return index_ <= forwarded.size() ? forwarded[index_ - 1] : -1;
   }
   // Their numbers at the source.
   [[nodiscard]] const std::vector<int32_t>& tokens(size_t member) const { return tokens_[member]; }

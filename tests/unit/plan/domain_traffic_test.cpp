@@ -37,15 +37,15 @@ class DomainTrafficTest : public testing::TestWithParam<Groups> {
     }
     for (int rank = 0; rank < num_ranks_; ++rank) {
       auto domains = std::make_shared<const Domains>(GetParam(), rank);
-      std::vector<std::vector<Arrivals>> carried;
-      for (const int source : domains->carried()) {
-        auto& pairs = carried.emplace_back();
+      std::vector<std::vector<Arrivals>> forwarded;
+      for (const int source : domains->forwarded()) {
+        auto& pairs = forwarded.emplace_back();
         for (const int member : domains->near()) {
           pairs.push_back(member == rank ? Arrivals() : sent(source, member));
         }
       }
       PlanData& plan = plans_[static_cast<size_t>(rank)];
-      plan.between = make_domain_traffic(plan, domains, std::move(carried));
+      plan.between = make_domain_traffic(plan, domains, std::move(forwarded));
     }
   }
 
@@ -59,7 +59,7 @@ class DomainTrafficTest : public testing::TestWithParam<Groups> {
   std::vector<PlanData> plans_;
 };
 
-TEST_P(DomainTrafficTest, SourcesAndCarriersListTheSameTokens) {
+TEST_P(DomainTrafficTest, SourcesAndForwardersListTheSameTokens) {
   for (int source = 0; source < num_ranks_; ++source) {
     const DomainTraffic& own = traffic(source);
     for (int domain = 0; domain < own.domains->num_domains(); ++domain) {
@@ -74,13 +74,13 @@ TEST_P(DomainTrafficTest, SourcesAndCarriersListTheSameTokens) {
         expected.insert(pair.token.begin(), pair.token.end());
       }
       EXPECT_TRUE(std::ranges::equal(tokens, expected));
-      const int carrier = own.domains->carrier_into(domain, source);
-      const CarriedSource* carried = traffic(carrier).find_carried(source);
-      ASSERT_NE(carried, nullptr);
-      EXPECT_EQ(carried->crossings.token, tokens);
+      const int forwarder = own.domains->forwarder_into(domain, source);
+      const ForwardedSource* forwarded = traffic(forwarder).find_forwarded(source);
+      ASSERT_NE(forwarded, nullptr);
+      EXPECT_EQ(forwarded->crossings.token, tokens);
       const auto members = own.domains->members(domain);
       for (size_t m = 0; m < members.size(); ++m) {
-        EXPECT_EQ(carried_pair(plan(carrier), *carried, m), sent(source, members[m]));
+        EXPECT_EQ(forwarded_pair(plan(forwarder), *forwarded, m), sent(source, members[m]));
       }
     }
   }
@@ -100,11 +100,11 @@ TEST_P(DomainTrafficTest, BothEndsOfAnAreaAgreeOnIt) {
       }
       const auto m = static_cast<size_t>(near.domains->place_of(to));
       int64_t next = sent(from, to).size();
-      for (const CarriedSource& carried : near.carried) {
-        const auto s = static_cast<size_t>(carried.source);
-        EXPECT_EQ(carried.first_row[m], next);
+      for (const ForwardedSource& forwarded : near.forwarded) {
+        const auto s = static_cast<size_t>(forwarded.source);
+        EXPECT_EQ(forwarded.first_row[m], next);
         EXPECT_EQ(traffic(to).first_row[s], next);
-        next += sent(carried.source, to).size();
+        next += sent(forwarded.source, to).size();
       }
       EXPECT_EQ(next, rows_to(plan(from), static_cast<size_t>(to)));
     }
@@ -136,22 +136,23 @@ TEST_P(DomainTrafficTest, KnowsTheDomainsOfEachToken) {
   }
 }
 
-// What all ranks send across is what all ranks carry; without a carrier it would be more.
+// What all ranks send across is what all ranks carry; without a forwarder it would be more.
 TEST_P(DomainTrafficTest, CountsWhatCrossesOnce) {
   CrossingCount all_sent;
-  CrossingCount all_carried;
+  CrossingCount all_forwarded;
   int64_t wire_bytes = 0;
   int64_t handed_on = 0;
   int64_t near_arrivals = 0;
   for (int rank = 0; rank < num_ranks_; ++rank) {
     const CrossingCount mine = count_sent(plan(rank));
-    const CrossingCount carried = count_carried(plan(rank));
+    const CrossingCount forwarded = count_forwarded(plan(rank));
     all_sent = {all_sent.rows + mine.rows, all_sent.arrivals + mine.arrivals};
-    all_carried = {all_carried.rows + carried.rows, all_carried.arrivals + carried.arrivals};
+    all_forwarded = {
+        all_forwarded.rows + forwarded.rows, all_forwarded.arrivals + forwarded.arrivals};
     const Plan handle(std::make_shared<const PlanData>(plan(rank)));
     EXPECT_EQ(handle.crossing_bytes(16), 16 * mine.rows);
     wire_bytes += handle.wire_bytes(16);
-    for (const CarriedSource& one : traffic(rank).carried) {
+    for (const ForwardedSource& one : traffic(rank).forwarded) {
       for (const Arrivals& pair : one.pairs) {
         handed_on += pair.size();
       }
@@ -160,8 +161,8 @@ TEST_P(DomainTrafficTest, CountsWhatCrossesOnce) {
       near_arrivals += to != rank && traffic(rank).domains->is_near(to) ? sent(rank, to).size() : 0;
     }
   }
-  EXPECT_EQ(all_sent.rows, all_carried.rows);
-  EXPECT_EQ(all_sent.arrivals, all_carried.arrivals);
+  EXPECT_EQ(all_sent.rows, all_forwarded.rows);
+  EXPECT_EQ(all_sent.arrivals, all_forwarded.arrivals);
   EXPECT_LE(all_sent.rows, all_sent.arrivals);
   EXPECT_EQ(wire_bytes, 16 * (near_arrivals + handed_on + all_sent.rows));
 }
