@@ -64,7 +64,7 @@ uint64_t record_bytes(const CpuExchange& exchange, const PlanData& plan) {
       for (size_t m = 0; m < domains.near().size(); ++m) {
         bytes += sizeof(uint64_t) + encode_records(forwarded_pair(plan, *carried, m)).size();
       }
-    } else if (from != exchange.rank()) {
+    } else if (from != exchange.context().rank) {
       bytes += encode_records(plan.received[static_cast<size_t>(from)]).size();
     }
   }
@@ -160,7 +160,7 @@ TEST_P(AgreementTest, ARealExchangeMovesTheSameRowsAndRaisesTheSameSignals) {
     const auto routes = make_routes(scenario_, choice);
     const Traffic traffic = count_traffic(scenario_, 8, routes);
     run(routes, [&](const Done& done) {
-      const int rank = done.exchange.rank();
+      const int rank = done.exchange.context().rank;
       SCOPED_TRACE("rank " + std::to_string(rank));
       const RankTraffic& own = traffic.ranks[static_cast<size_t>(rank)];
       EXPECT_EQ(own.num_rows, done.plan.num_rows());
@@ -186,7 +186,7 @@ TEST_P(AgreementTest, ARealExchangeReservesTheSameMemory) {
   const auto routes = make_routes(scenario_, {.skew = 1, .has_uneven_tokens = true});
   const Traffic traffic = count_traffic(scenario_, 8, routes);
   run(routes, [&](const Done& done) {
-    const int rank = done.exchange.rank();
+    const int rank = done.exchange.context().rank;
     SCOPED_TRACE("rank " + std::to_string(rank));
     const Memory memory = memory_of(scenario_, traffic, rank);
     const Footprint footprint = done.exchange.footprint();
