@@ -74,7 +74,7 @@ void add_differences(
   }
 }
 
-// By the names of the library; empty if the plans are equal.
+// Differences have the names of the library; empty if the plans are equal.
 std::vector<std::string> plan_differences(const Plan& a, const Plan& b) {
   const auto fields = [](const Plan& plan) {
     const Json json = Json::parse(plan.to_json());

@@ -11,7 +11,7 @@ namespace weft {
 // The collective operations. kPlanAndDispatch is the one call that makes both.
 enum class Op : uint32_t { kNone, kPlan, kDispatch, kCombine, kPlanAndDispatch };
 
-// Of one call on a GPU; a CPU exchange takes the default only.
+// Options of one call on a GPU; a CPU exchange takes only the default.
 struct CallOptions {
   // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
   // CPU.

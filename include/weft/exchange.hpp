@@ -90,8 +90,8 @@ struct ExchangeStats {
   int64_t num_combines = 0;
   int64_t num_copied = 0;            // dispatches and combines by copy engines, of these
   std::vector<double> wait_seconds;  // [num_ranks] time this rank waited for each peer
-  // Of rows and scales that this rank has put to other domains: what crossed, and what would have
-  // crossed with a row for each arrival there.
+  // Bytes of rows and scales that this rank has put to other domains, and what they would have been
+  // with a row for each arrival there.
   int64_t crossing_bytes = 0;
   int64_t crossing_bytes_by_arrival = 0;
 };

@@ -161,7 +161,7 @@ uint64_t staging_of_gpu(const Scenario& scenario, int num_members) {
   return size_class(static_cast<uint64_t>(rows * (scenario.row_bytes + kSmallScaleBytes)));
 }
 
-// For inter-node tokens, as DomainsCudaExchange::reserve does, and for the image of a plan.
+// For inter-node tokens, as HostsExchange::reserve does, and for the image of a plan.
 void add_inter_node(
     const Scenario& scenario, const Domains& domains, uint64_t block_bytes, Memory::Gpu& gpu
 ) {

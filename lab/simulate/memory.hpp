@@ -60,7 +60,7 @@ struct ControlCost {
   [[nodiscard]] double plan_us() const { return plan_words_us + plan_local_us + plan_records_us; }
 };
 
-// Of the rank whose memory is given.
+// What calls of the rank cost before rows move; `memory` is its own.
 [[nodiscard]] ControlCost control_cost(
     const Scenario& scenario, const Model& model, const Memory& memory
 );

@@ -12,7 +12,7 @@
 
 namespace weft::sim {
 
-// Of the rank that is busiest with it.
+// Times are of the rank that is busiest.
 struct BusyTimes {
   double link_us = 0;  // out or in
   double card_us = 0;  // out or in

@@ -23,7 +23,7 @@ inline constexpr double kTicksPerMicrosecond = 1e6;
 [[nodiscard]] inline double us_of_ticks(Ticks ticks) {
   return static_cast<double>(ticks) / kTicksPerMicrosecond;
 }
-// Of so many bytes at a rate in GB/s (1e9).
+// The time of so many bytes at a rate in GB/s (1e9).
 [[nodiscard]] inline Ticks ticks_of_bytes(int64_t bytes, double gbps) {
   return std::llround(static_cast<double>(bytes) * 1e3 / gbps);
 }

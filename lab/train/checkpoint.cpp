@@ -57,7 +57,7 @@ class StateFile {
     transfer(::pwrite, "write", offset, bytes);
   }
 
-  // To the disk.
+  // Forces what was written to the disk.
   void sync() {
     if (::fsync(file_.get()) != 0) {
       fail(path_, "write", errno);

@@ -18,7 +18,7 @@ struct LossShare {
   std::vector<double> cross_entropy;  // [num_shards of this rank] nats per byte
   double balance = 0;                 // mean over the blocks
 
-  // Of another micro-batch.
+  // Adds the share of another micro-batch.
   LossShare& operator+=(const LossShare& other);
 };
 
@@ -45,7 +45,7 @@ class Model {
   [[nodiscard]] Matrix& x() { return x_; }
   [[nodiscard]] std::span<MoeBlock> blocks() { return blocks_; }
   [[nodiscard]] std::span<const MoeBlock> blocks() const { return blocks_; }
-  // Of the last forward.
+  // Results of the last forward.
   [[nodiscard]] LossShare share() const;
 
  private:

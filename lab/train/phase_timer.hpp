@@ -50,7 +50,7 @@ class PhaseTimer {
   }
   // What someone else has measured.
   void add(Phase phase, double seconds) { seconds_[static_cast<size_t>(phase)] += seconds; }
-  // By phase; only those that have ended.
+  // Seconds by phase; only phases that have ended count.
   [[nodiscard]] const std::array<double, kNumPhases>& seconds() const { return seconds_; }
 
  private:

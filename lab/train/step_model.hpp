@@ -44,7 +44,7 @@ class StepModel {
   virtual void load_experts() {}
   virtual void store_experts() {}
 
-  // Of the last forward_backward; the spans, in host memory, until the next.
+  // Results of the last forward_backward; the spans, in host memory, stay until the next.
   // What ran when on the two lanes; empty without overlap.
   [[nodiscard]] virtual const overlap::Trace& trace() const = 0;
   [[nodiscard]] virtual const Plan& plan(size_t micro_batch, int block) const = 0;

@@ -24,7 +24,7 @@ WEFT_HD constexpr int chunk_tokens(int64_t num_tokens) {
   return is_short_call(num_tokens) ? 1 : kLongChunkTokens;
 }
 
-// By constants: a GPU divides by a variable slowly.
+// The divisors are constants, since a GPU divides by a variable slowly.
 WEFT_HD constexpr int num_device_chunks(int64_t num_tokens) {
   return static_cast<int>(
       is_short_call(num_tokens) ? num_tokens

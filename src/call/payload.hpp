@@ -15,7 +15,7 @@ namespace weft {
 // nor by copy engines.
 inline constexpr uint32_t kScaleRoom = 256;
 
-// Of a row of 16-bit elements, for which there is memory from the beginning.
+// The bytes of a row of 16-bit elements, for which there is memory from the beginning.
 WEFT_HD constexpr uint64_t half_row_bytes(uint64_t hidden) {
   return (2 * hidden + 15) / 16 * 16;
 }
@@ -28,15 +28,15 @@ struct PayloadFormat {
   int64_t weight_bytes = 0;             // of all weights of a token; 0: none
 
   [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
-  // Of a row as it is stored: FP8 has half the bytes of bf16.
+  // The bytes of a row as it is stored: FP8 has half those of bf16.
   [[nodiscard]] WEFT_HD constexpr int64_t out_row_bytes() const {
     return is_quantised() ? row_bytes / 2 : row_bytes;
   }
-  // Of scales as the source gives them.
+  // The bytes of a row's scales as the source gives them.
   [[nodiscard]] WEFT_HD constexpr int64_t in_scale_bytes() const {
     return is_quantised() ? 0 : scale_bytes;
   }
-  // From one row of scales to the next in staging.
+  // The distance from one row of scales to the next in staging.
   [[nodiscard]] WEFT_HD constexpr int64_t staged_scale_bytes() const {
     return (scale_bytes + 15) / 16 * 16;
   }

@@ -14,7 +14,7 @@ namespace {
 
 thread_local std::string t_speaker;
 
-// By LogLevel.
+// The levels of spdlog, by LogLevel.
 constexpr std::array<spdlog::level::level_enum, 5> kSpdLevels = {
     spdlog::level::debug,
     spdlog::level::info,

@@ -18,7 +18,7 @@
 
 namespace weft {
 
-// Of the rank, for all calls.
+// What a rank has for all calls.
 struct CpuRank {
   Transport& transport;
   Waiter& waiter;
@@ -29,7 +29,7 @@ struct CpuRank {
   std::vector<uint64_t>& settled;
 };
 
-// Of one call.
+// What belongs to one call.
 struct CpuCall {
   uint64_t number = 0;
   const PlanData& plan;

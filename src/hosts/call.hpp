@@ -31,7 +31,8 @@ class HostsCall {
   void check_room(const CallRoom& call) const;
 
   // --- order of the two streams ---
-  // Before the first copy: behind the caller's stream, and the last call that used the memory.
+  // Before the first copy: copies come behind the caller's stream, and behind the last call that
+  // used the memory.
   void let_copies_begin() const;
   // Work in the copy stream goes on behind what is in the caller's, and the other way round.
   void let_copies_follow() const;
@@ -83,7 +84,7 @@ class HostsCall {
   [[nodiscard]] int64_t num_sent(size_t domain) const {
     return static_cast<int64_t>(traffic_.sent[domain].size());
   }
-  // Of the GPU's memory.
+  // A part of the GPU's memory, as a tensor.
   [[nodiscard]] Tensor view(uint64_t area, DType dtype, int64_t rows, int64_t cols) const {
     return {work_ + area, dtype, rows, cols, -1, owner_.settings_.device};
   }

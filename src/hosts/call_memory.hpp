@@ -32,7 +32,7 @@ class AreaMap {
   uint64_t num_bytes_ = 0;
 };
 
-// Of one call, or of any.
+// The bytes that one call needs, or the most that any may need.
 struct CallRoom {
   uint64_t staging = 0;       // bytes that peers write
   uint64_t messages = 0;      // bytes that the GPU packs
@@ -74,7 +74,7 @@ struct CallBounds {
       .num_messages = peers * chunks};
 }
 
-// Of the inter-node tokens of one source that this rank forwards for, in GPU memory.
+// Where the inter-node tokens of one source lie in GPU memory; this rank forwards for it.
 struct ForwardedTokens {
   uint64_t rows = 0;
   uint64_t weights = 0;

@@ -143,11 +143,11 @@ class HostsExchange final : public Executor {
   void begin_call(Op op, cudaStream_t stream);
   // After the last launch; a call on its own stream waits for it.
   void end_call(const CallOptions& call, cudaStream_t stream);
-  // Of a call that may return before it has ended.
+  // Begins to pass what a call moves over the network; the call may return before that has ended.
   void start_transfer(Op op, Transfer transfer);
-  // Until all have ended. Throws what went wrong; then the exchange is broken.
+  // Waits until all transfers have ended. Throws what went wrong; then the exchange is broken.
   void settle();
-  // Of `message_counts_`, for a call's transfers by number.
+  // The place in `message_counts_` of a receive, by the number of its transfer in the call.
   [[nodiscard]] size_t place_of(size_t transfer, size_t receive) const {
     return transfer * max_receives_ + receive;
   }
@@ -170,7 +170,7 @@ class HostsExchange final : public Executor {
   [[nodiscard]] std::optional<WireMemory> take_direct(std::string_view what, uint64_t bytes);
   // Nobody uses it any more; it is freed with the exchange.
   void retire(WireMemory& memory);
-  // Of this GPU.
+  // Memory of this GPU.
   [[nodiscard]] Buffer take_bytes(uint64_t bytes) {
     return node_->allocate({.dtype = DType::kByte, .rows = 1, .cols = static_cast<int64_t>(bytes)});
   }

@@ -15,8 +15,8 @@ namespace weft {
 
 // Where each array lies, as T says: offsets in bytes, or addresses.
 //
-// Of combine: parts are the own domain's sums, a row for each token, then the sums of the other
-// domains, ascending, a row for each inter-node token.
+// What combine adds up. Its parts are the own domain's sums, a row for each token, then the sums of
+// the other domains, ascending, a row for each inter-node token.
 template <class T>
 struct InterNodeArrays {
   std::vector<T> sent;   // [num_domains] inter-node tokens, ascending

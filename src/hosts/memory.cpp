@@ -26,7 +26,7 @@ void HostsExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t st
   reserve(bytes_of_token);  // nobody launches anything before the handshake of the call itself
 }
 
-// For as many tokens as each rank may ever have, all of them inter-node tokens.
+// There is room for as many tokens as each rank may ever have, all of them inter-node tokens.
 void HostsExchange::reserve(int64_t bytes_of_token) {
   const Domains& domains = network_->domains();
   token_bytes_ = bytes_of_token;

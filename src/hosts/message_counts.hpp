@@ -32,7 +32,7 @@ class MessageCounts {
     const uint32_t now = std::atomic_ref(counts_[place]).load(std::memory_order_acquire);
     return static_cast<int32_t>(now - count) >= 0;
   }
-  // For the GPU.
+  // The word that the GPU waits for.
   [[nodiscard]] const uint32_t* word(size_t place) const { return &counts_[place]; }
 
  private:

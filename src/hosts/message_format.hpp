@@ -24,7 +24,7 @@ struct MessageFormat {
   [[nodiscard]] WEFT_HD constexpr int64_t num_chunks(int64_t count) const {
     return (count + rows - 1) / rows;
   }
-  // Of messages for so many rows.
+  // The bytes of the messages for so many rows.
   [[nodiscard]] WEFT_HD constexpr int64_t area_bytes(int64_t count) const {
     const int64_t last = num_chunks(count) - 1;
     return last < 0 ? 0 : last * stride() + num_rows(last, count) * token_bytes();
@@ -34,7 +34,7 @@ struct MessageFormat {
     const int64_t left = count - first_row(chunk);
     return left < rows ? left : rows;
   }
-  // In a message of `num` rows.
+  // Where weights and scales begin in a message of `num` rows.
   [[nodiscard]] WEFT_HD constexpr int64_t weights_at(int64_t num) const { return num * row_bytes; }
   [[nodiscard]] WEFT_HD constexpr int64_t scales_at(int64_t num) const {
     return num * (row_bytes + weight_bytes);

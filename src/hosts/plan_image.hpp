@@ -30,7 +30,7 @@ struct Round {
 // Rounds that every rank of the domain takes part in.
 [[nodiscard]] size_t num_rounds(const PlanData& plan);
 
-// Of this rank, in a domain whose plan blocks have the geometry `map`.
+// The image for this rank, in a domain whose plan blocks have the geometry `map`.
 class PlanImage {
  public:
   // `topk` is the plan's. The round must outlive it.

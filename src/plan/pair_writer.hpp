@@ -56,7 +56,7 @@ class PairWriter {
     ++num_routes_;
   }
 
-  // Of the writer of the last part: `out` is what has come.
+  // Is called on the writer of the last part; `out` is what has come.
   void finish(Arrivals& out) const {
     resize(out, num_arrivals_, num_routes_, weight_ != nullptr);
     out.route_begin.back() = static_cast<int32_t>(num_routes_);

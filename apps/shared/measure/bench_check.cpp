@@ -16,7 +16,7 @@ struct RankVerdict {
   bool is_plan_good = false;
 };
 
-// Of what all ranks get where each gives what `fill` makes.
+// What all ranks get where each gives what `fill` makes.
 template <class Input, class Output, class Fill, class Reference>
 std::vector<uint64_t> expected_prints(
     const BenchShape& shape,

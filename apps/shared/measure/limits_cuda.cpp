@@ -26,7 +26,7 @@ constexpr int64_t kCheckedBytes = 64 << 10;  // at the end of each block that ar
 constexpr int kPerSample = 2;                // passes, so that starting does not count
 constexpr uint32_t kSignals = 1000;
 
-// By LinkWay.
+// The entries stand by LinkWay.
 struct Way {
   const char* name;
   int64_t (*copy)(const LinkBlocks& blocks, int sms, cudaStream_t stream) = nullptr;  // by SMs

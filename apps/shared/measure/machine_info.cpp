@@ -50,7 +50,7 @@ int64_t size_of(const std::string& text) {
   return value * (*unit == 'K' ? 1024 : *unit == 'M' ? 1024 * 1024 : 1);
 }
 
-// Of one core's cache; `kind` as the kernel names it.
+// The size of one core's cache; `kind` is named as by the kernel.
 int64_t cache_bytes(const std::string& level, const std::string& kind) {
   for (int i = 0; i < 8; ++i) {
     const std::string folder = fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/", i);

@@ -17,7 +17,7 @@ class Table {
  public:
   explicit Table(std::vector<std::string> header) : header_(std::move(header)) {}
 
-  // As many cells as the header has columns.
+  // A row has as many cells as the header has columns.
   void add_row(std::vector<std::string> cells);
   [[nodiscard]] bool is_empty() const { return rows_.empty(); }
   [[nodiscard]] const std::vector<std::string>& header() const { return header_; }

@@ -51,7 +51,7 @@ struct RowFormat {
     const RowFormat& format
 );
 
-// Of all tokens of a rank, by expert.
+// The routes of all tokens of a rank, by expert.
 [[nodiscard]] std::vector<int64_t> routes_of(const RouteTable& table, int num_experts);
 [[nodiscard]] Imbalance imbalance_of(const std::vector<int64_t>& routes_per_expert, int num_ranks);
 [[nodiscard]] double max_over_mean(const std::vector<int64_t>& counts);

@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t kSampledRows = 256;
 constexpr int64_t kSampledTokens = 96;
 
-// Of the same bytes, as rows of bf16, which is what launch_fill writes.
+// The same bytes as rows of bf16, which is what launch_fill writes.
 Tensor as_bf16(Tensor tensor, int64_t row_bytes) {
   tensor.cols = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
   tensor.dtype = DType::kBFloat16;
@@ -49,7 +49,7 @@ std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
   return host;
 }
 
-// Of what a rank's tokens, their scales and its experts' rows are filled with by launch_fill.
+// What launch_fill fills a rank's tokens, their scales and its experts' rows from.
 enum class Seed : uint64_t { kTokens = 1, kExperts, kScales };
 
 uint64_t seed_of(Seed seed, int rank) {

@@ -103,7 +103,7 @@ class Bench {
   [[nodiscard]] Routing routing_of(size_t version) const {
     return {.topk_idx = topk_idx_[version]};
   }
-  // In memory that peers do not know.
+  // A tensor in memory that peers do not know.
   Tensor plain(int64_t rows, int64_t cols, DType dtype);
   [[nodiscard]] DispatchInput input(int64_t num_tokens) const;
   [[nodiscard]] DispatchOutput output(int64_t num_rows) const;

@@ -108,7 +108,7 @@ class DeviceCopy {
       fill(device, memory_.get(), host);
     }
   }
-  // In memory of the exchange.
+  // A tensor in memory of the exchange.
   DeviceCopy(Exchange& exchange, const ConstTensor& host)
       : buffer_(exchange.allocate(host.rows, host.cols, host.dtype)) {
     fill(exchange.config().device, buffer_.tensor().data, host);

@@ -108,7 +108,7 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   }
   trace = report.trace;
   seconds += point.seconds;
-  // Of a token in one call: a call moves the tokens of one micro-batch.
+  // Bytes of a token in one call; a call moves the tokens of one micro-batch.
   const double token_bytes =
       static_cast<double>(row_bytes) / static_cast<double>(num_micro_batches);
   add_moved(dispatch, ranks, &RankStep::dispatch, moe::Phase::kDispatch, token_bytes);

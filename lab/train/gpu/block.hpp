@@ -39,7 +39,7 @@ class DeviceBlock {
   // The streams are through and no backward will come.
   void release() { rows_ = {}; }
 
-  // Of the last forward; all but the plan once the stream is through.
+  // Results of the last forward; all but the plan are there once the stream is through.
   [[nodiscard]] const Plan& plan() const { return plan_->plan; }
   [[nodiscard]] double balance_share() const;
   [[nodiscard]] std::span<const int32_t> topk_idx() {
@@ -65,7 +65,7 @@ class DeviceBlock {
   DeviceParameter router_weight_;  // [num_experts, hidden]
   DeviceExperts experts_;
 
-  // From forward to backward.
+  // What forward keeps for backward.
   DeviceArray<float> probs_;       // [num_tokens, num_experts]
   DeviceArray<int32_t> topk_idx_;  // [num_tokens, topk]
   DeviceArray<float> weights_;     // [num_tokens, topk]

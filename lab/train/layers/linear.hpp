@@ -16,7 +16,7 @@ void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x);
 // grad_w [out, in] += grad_y^T * x.
 void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w);
 
-// Of a product with w [out, in]; the number of rows differs by call.
+// A product with w [out, in]; the number of rows differs by call.
 struct ProductShape {
   int64_t rows = 0;
   int64_t in = 0;

@@ -65,7 +65,7 @@ class MoeBlock {
     grad_rows_ = {};
   }
 
-  // Of the last forward.
+  // Results of the last forward.
   [[nodiscard]] const Router& router() const { return router_; }
   [[nodiscard]] const Plan& plan() const { return *plan_; }
   [[nodiscard]] std::span<const int32_t> topk_idx() const { return router_.topk_idx(); }
@@ -84,7 +84,7 @@ class MoeBlock {
   Router router_;
   HostExperts experts_;
 
-  // From forward to backward.
+  // What forward keeps for backward.
   Matrix normed_;
   std::optional<Plan> plan_;
   Buffer rows_;                     // [num_rows, hidden] as they arrived
@@ -93,7 +93,7 @@ class MoeBlock {
   Matrix row_floats_;
   BalanceLoss balance_;
 
-  // From one piece to the next ones.
+  // What one piece keeps for the next ones.
   Matrix expert_out_;                    // [num_rows, hidden] what experts made: rows or gradients
   Matrix tokens_;                        // [num_tokens, hidden] what came back
   Buffer grad_rows_;                     // [num_rows, hidden] gradients as they arrived

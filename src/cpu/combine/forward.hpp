@@ -72,7 +72,7 @@ class CombineForward final : public ChunkWork {
     });
   }
 
-  // After all workers have ended.
+  // Is called after all workers have ended.
   void settle() { arrived_.settle(); }
 
  private:

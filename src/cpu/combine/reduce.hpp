@@ -85,7 +85,7 @@ class CombineReduce {
     }
   }
 
-  // Until every token rank that reads rows here has done so: the caller may then change them.
+  // Waits until every token rank that reads rows here has done so: the caller may then change them.
   void wait_for_readers() const {
     std::vector<Missing> wanted;
     for (size_t peer = 0; peer < plan_.received.size(); ++peer) {

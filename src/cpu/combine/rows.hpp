@@ -188,8 +188,8 @@ class CombineRows {
     }
   }
 
-  // Of each rank of this domain its rows where they can be read here, else the partial sum that
-  // came.
+  // Lists, for each rank of this domain, its rows where they can be read here, else the partial sum
+  // that came.
   void list_arrivals(int64_t token, RowGroups& groups) const {
     const auto t = static_cast<size_t>(token);
     const auto* const weights = reinterpret_cast<const float*>(in_.source_weights.data);

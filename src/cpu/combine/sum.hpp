@@ -28,7 +28,7 @@ inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bo
   return traffic;
 }
 
-// By forwarder.
+// The sums that come back to this rank, by the forwarder that sends them.
 inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   ChunkTraffic traffic;
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
@@ -73,7 +73,7 @@ class CombineSum final : public ChunkWork {
     });
   }
 
-  // After all workers have ended.
+  // Is called after all workers have ended.
   void settle() {
     arrived_.settle();
     crossed_.settle();

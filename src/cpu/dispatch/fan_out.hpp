@@ -64,7 +64,7 @@ class DispatchFanOut final : public ChunkWork {
     });
   }
 
-  // After all workers have ended.
+  // Is called after all workers have ended.
   void settle() { arrived_.settle(); }
 
  private:

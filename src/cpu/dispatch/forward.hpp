@@ -64,7 +64,7 @@ class DispatchForward final : public ChunkWork {
     });
   }
 
-  // After all workers have ended.
+  // Is called after all workers have ended.
   void settle() { crossed_.settle(); }
 
  private:

@@ -109,7 +109,7 @@ class DispatchPush {
     puts.send(rank_.transport, to, signal);
   }
 
-  // To a rank of another domain; they are few and need no forwarder.
+  // Weights go straight to a rank of another domain; they are few and need no forwarder.
   void send_weights(size_t to, int64_t chunk) const {
     const ChunkRange range = chunk_range(plan_.sent[to].size(), chunk);
     if (range.first == range.last) {

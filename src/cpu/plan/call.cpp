@@ -121,7 +121,7 @@ class RecordSwap {
     return pairs;
   }
 
-  // Of a rank, from which on its records are worth waking other threads.
+  // From so many routes of a rank on its records are worth waking other threads (a guess).
   static constexpr int64_t kManyRoutes = 8192;
 
   void for_each(size_t count, const std::function<void(size_t)>& visit) const {
@@ -146,7 +146,7 @@ class RecordSwap {
     );
   }
 
-  // Of the bundle of a source that this rank forwards for.
+  // The part of a member in the bundle of a source that this rank forwards for.
   [[nodiscard]] std::span<const std::byte> of_member(int source, size_t member) const {
     return unbundle_records(
         area_of(source), domains_.near().size(), source, state_.context_

@@ -66,7 +66,7 @@ class ChunkSignals {
         .wanted = wanted(peer, chunk),
         .via = traffic_.sources[peer].via};
   }
-  // After all chunks are complete, by one thread.
+  // One thread calls it after all chunks are complete.
   void settle() {
     for (size_t peer = 0; peer < num_peers(); ++peer) {
       for (int64_t chunk = 0; chunk < num_chunks_from(peer); ++chunk) {

@@ -42,7 +42,7 @@ class Waiter {
       const std::function<std::vector<Missing>()>& missing,
       const std::function<bool()>& is_stopping = {}
   );
-  // Until each listed signal has reached its number.
+  // Waits until each listed signal has reached its number.
   void until_raised(const WaitReason& reason, const std::vector<Missing>& wanted);
 
   // [num_ranks] seconds, any thread.

@@ -136,7 +136,7 @@ class CudaExchange final : public NodeExchange {
   PeerAddress take_plan(PlanData& data, cudaStream_t stream);
   // Where a plan of this exchange lies.
   [[nodiscard]] PlanView view_of(const PlanData& plan) const;
-  // Until the plan kernel has written the shape of its output to the host.
+  // Waits until the plan kernel has written the shape of its output to the host.
   void wait_shape(const volatile uint32_t* seen, cudaStream_t stream);
 
   // --- rows ---

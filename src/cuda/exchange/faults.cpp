@@ -145,7 +145,7 @@ void CudaExchange::throw_fault() {
   raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
 }
 
-// By a copy, which takes another way than the kernel that failed.
+// Reads by a copy, which takes another way than the kernel that failed.
 ControlSurvey CudaExchange::survey_control(uint32_t epoch) const {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;

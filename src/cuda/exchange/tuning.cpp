@@ -85,7 +85,8 @@ RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& siz
       fastest = &one;
     }
   }
-  // Of those that are as fast the one with most blocks: with few, chance decides where they run.
+  // Among those that are as fast it takes the one with most blocks: where few blocks run is
+  // decided by chance.
   const auto rank_of = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
   const TunedSplit* best = fastest;
   for (const TunedSplit& one : tuning) {

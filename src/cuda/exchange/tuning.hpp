@@ -69,8 +69,8 @@ struct MeasuredRanks {
     const std::vector<TunedSplit>& tuning, const CallSize& size
 );
 
-// Of the splits that fit: the nearest row size, then the fastest; of those that are as fast the one
-// with most blocks. For a number of ranks between two that were measured, both roles get what lies
+// Takes, of the splits that fit, those of the nearest row size, then the fastest, then the one with
+// most blocks. For a number of ranks between two that were measured, both roles get what lies
 // between, on a logarithmic scale. Beyond them the nearest is taken as it is: from 4 ranks to 8 the
 // links stay as fast while each rank fans out fewer rows, so the same senders are enough.
 [[nodiscard]] RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& size);

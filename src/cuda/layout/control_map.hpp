@@ -121,8 +121,8 @@ struct RoutingMap {
   static constexpr uint32_t kRowBudget = 1;  // int32, -1: none
   static constexpr uint32_t kFields = 2;
 
-  // Of route token * topk + k: int32 expert, anything out of range for what the caller should not
-  // have passed; float weight.
+  // Words of route token * topk + k: its expert (int32; anything out of range stands for what the
+  // caller should not have passed) and its weight (float).
   [[nodiscard]] WEFT_HD static constexpr uint32_t experts() { return kFields; }
   [[nodiscard]] WEFT_HD constexpr uint32_t weights() const { return kFields + max_routes; }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return kFields + 2 * max_routes; }

@@ -113,7 +113,7 @@ struct PlanMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t heads(uint32_t source) const {
     return heads_ + source * head_stride_;
   }
-  // Of the kept routes of each arrival, ascending slot (equal slots: ascending k), [num_ranks][T,
+  // The kept routes of each arrival, by ascending slot (equal slots: ascending k), [num_ranks][T,
   // K]: int32 slot, float weight, int32 local expert << 8 | k.
   [[nodiscard]] WEFT_HD constexpr uint64_t slots(uint32_t source) const {
     return slots_ + source * route_stride_;

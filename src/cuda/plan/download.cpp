@@ -95,7 +95,7 @@ class BlockReader {
     );
   }
 
-  // From this rank's own slots: each token's kept routes in (slot, k) order.
+  // Reads this rank's own slots: each token's kept routes are in (slot, k) order.
   void read_sent() {
     const int per_rank = plan_.shape.num_local_experts();
     std::vector<PairWriter> writers;

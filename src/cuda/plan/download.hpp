@@ -20,8 +20,8 @@ namespace weft {
     const RankView& me, const PlanView& plan, const PlanShape& shape, cudaStream_t stream
 );
 
-// Of this rank's output, as the header and the first arrays of a block on the host say it: all from
-// num_rows to global_routes but row_experts, and options.expert_stride.
+// Reads the shape of this rank's output from the header and the first arrays of a block on the
+// host: all from num_rows to global_routes but row_experts, and options.expert_stride.
 void read_output_shape(const PlanView& block, PlanData& data);
 
 // Loads the kernel of download_plan(): to load one while a peer's waits on this GPU may wait for

@@ -65,7 +65,7 @@ class PeerRegions {
   // Zeroed, 2 MiB granular. Throws Error (kOutOfMemory, after a short wait if released memory is on
   // its way back). Not while a stream is captured.
   [[nodiscard]] PeerRegion allocate(uint64_t bytes);
-  // As above, but nothing unless all peers map it before so long.
+  // As above, but returns nothing unless all peers map the region in this time.
   [[nodiscard]] std::optional<PeerRegion> allocate_reachable(
       uint64_t bytes, std::chrono::milliseconds at_most
   );
@@ -78,7 +78,7 @@ class PeerRegions {
   [[nodiscard]] bool is_reachable(const PeerRegion& region) const;
   [[nodiscard]] bool wait_reachable(const PeerRegion& region, std::chrono::milliseconds at_most)
       const;
-  // Until the memory of every released region is the system's again; false if it took longer.
+  // Waits until the memory of every released region is the system's again; false if it took longer.
   [[nodiscard]] bool wait_freed(std::chrono::milliseconds at_most) const;
   // The live region of this rank that holds these bytes.
   [[nodiscard]] std::optional<PeerRegion> find(const void* data, uint64_t bytes) const;

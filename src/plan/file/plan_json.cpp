@@ -322,7 +322,7 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   bounds.topk = plan.shape.topk;
   bounds.num_local_experts = plan.shape.num_local_experts();
   bounds.one_row = plan.shape.options.layout == Layout::kRankMajor;
-  // Of a pair's two ends, this rank's own bounds are known, the other's are not.
+  // A pair has two ends: the bounds of this rank's are known, the other's are not.
   bounds.num_tokens = plan.shape.num_tokens;
   bounds.num_rows = kMaxInt32;
   plan.sent = arrivals_from(whole["sent"], plan.shape.num_ranks, bounds);

@@ -161,7 +161,7 @@ class OfiTransport final : public Transport, private QueueEvents {
       Clock::time_point deadline,
       const Pending& pending = nullptr
   );
-  // Until all of them have ended.
+  // Waits until all of them have ended.
   Outcome await(const Way& way, const Pending& pending);
 
   void poll_until_quiet() const;

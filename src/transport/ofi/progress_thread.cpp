@@ -121,7 +121,7 @@ void ProgressThread::sleep(int num_slices) {
   wait(time, queue_.descriptor());
 }
 
-// Until something comes; -1: for no descriptor.
+// Waits until something comes; -1: for no descriptor.
 void ProgressThread::wait(nanoseconds at_most, int descriptor) {
   std::array<pollfd, 2> wanted = {
       pollfd{.fd = event_.get(), .events = POLLIN, .revents = 0},

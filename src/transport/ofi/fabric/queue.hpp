@@ -104,7 +104,7 @@ class QueueEvents {
   virtual void on_message(const Message& message) = 0;
   // An operation to `rank` failed (-1: the queue itself).
   virtual void on_failure(int rank, const char* call, int error) = 0;
-  // After some of these, before the queue is unlocked.
+  // Is called after some of these, before the queue is unlocked.
   virtual void on_batch_end() = 0;
 
  protected:
@@ -167,7 +167,7 @@ class Queue {
   [[nodiscard]] uint32_t num_flying_to(int rank) const;
 
   // --- for the progress thread ---
-  // To wait for with poll(2), -1 if the provider has none.
+  // What to wait for with poll(2), -1 if the provider has none.
   [[nodiscard]] int descriptor() const { return descriptor_; }
   // Whether waiting for the descriptor is safe now.
   [[nodiscard]] bool may_sleep();
