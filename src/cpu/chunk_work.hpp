@@ -15,6 +15,7 @@ namespace weft {
 // Some queues of chunks. Any worker claims the next chunk of a queue once what it needs has come.
 class ChunkWork {
  public:
+  virtual ~ChunkWork() = default;
   // Runs one chunk of each queue that has one ready. Any worker. False: there was none.
   bool run_ready(int worker) {
     bool has_run = false;
@@ -51,7 +52,6 @@ class ChunkWork {
 
  protected:
   ChunkWork() = default;
-  ~ChunkWork() = default;
 
   // For the constructor: how many arrivals or tokens each queue has, and the one to look at first.
   void set_queues(const std::vector<int64_t>& num_items, size_t first = 0) {

@@ -40,7 +40,8 @@ Group Group::from_all_gather(int rank, int num_ranks, AllGather all_gather) {
   check_place("group", rank, num_ranks);
   const Context context{rank, num_ranks, {}};
   WEFT_CHECK_ARG(context, all_gather != nullptr, "group: all_gather is empty");
-  const auto checked = [all_gather, context](std::span<const std::byte> block) {
+  const auto checked = [all_gather = std::move(all_gather),
+                        context](std::span<const std::byte> block) {
     std::vector<Bytes> blocks = all_gather(block);
     WEFT_CHECK_ARG(
         context,

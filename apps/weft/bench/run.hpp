@@ -78,7 +78,6 @@ class Bench {
   // Without a number of rows: exactly as many as there are.
   [[nodiscard]] PlanOptions plan_options(std::optional<int64_t> row_budget = {}) const;
 
-  // NOLINTBEGIN(readability-identifier-naming): members of both devices' halves.
   const Group& group_;
   const BenchOptions& options_;
   const BenchRouting& routing_;
@@ -95,7 +94,6 @@ class Bench {
   Tensor out_;      // output of combine
   Tensor scales_;
   Tensor row_scales_;
-  // NOLINTEND(readability-identifier-naming)
 
  private:
   [[nodiscard]] ExchangeConfig config() const;

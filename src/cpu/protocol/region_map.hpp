@@ -12,6 +12,7 @@
 // (call_board.hpp).
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 
 #include "call/chunks.hpp"
@@ -23,6 +24,17 @@ WEFT_HD constexpr uint64_t align_up(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
+// The number of a rank, a call, a chunk or a pair, whatever type of integer the caller counts in.
+class Index {
+ public:
+  template <std::integral T>
+  WEFT_HD constexpr Index(T value) : value_(static_cast<uint64_t>(value)) {}
+  WEFT_HD constexpr operator uint64_t() const { return value_; }
+
+ private:
+  uint64_t value_;
+};
+
 struct ControlMap {
   uint64_t num_ranks = 1;
   uint64_t word_bytes = 0;     // of a CallWord
@@ -32,13 +44,13 @@ struct ControlMap {
   [[nodiscard]] WEFT_HD constexpr uint64_t call_stride() const {
     return align_up(word_bytes + payload_bytes, 64);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t call_offset(uint64_t call, uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t call_offset(Index call, Index source) const {
     return (call % 2 * num_ranks + source) * call_stride();
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t record_stride() const {
     return align_up(sizeof(uint64_t) + record_bytes, 64);
   }
-  [[nodiscard]] WEFT_HD constexpr uint64_t record_offset(uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint64_t record_offset(Index source) const {
     return 2 * num_ranks * call_stride() + source * record_stride();
   }
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return record_offset(num_ranks); }
@@ -53,33 +65,33 @@ struct SignalMap {
 
   // One for each parity: words of neighbouring calls may overtake each other, and a count that both
   // raise would not tell which one has come.
-  [[nodiscard]] WEFT_HD constexpr uint32_t call(uint64_t call, uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t call(Index call, Index source) const {
     return static_cast<uint32_t>(call % 2 * num_ranks + source);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t records(uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t records(Index source) const {
     return static_cast<uint32_t>(2 * num_ranks + source);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint64_t source) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(Index source) const {
     return static_cast<uint32_t>(3 * num_ranks + source);
   }
   // `reader` has read what it needed of this rank's rows.
-  [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(uint64_t reader) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(Index reader) const {
     return static_cast<uint32_t>(4 * num_ranks + reader);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(uint64_t source, uint64_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(Index source, Index chunk) const {
     return static_cast<uint32_t>(5 * num_ranks + source * max_chunks + chunk);
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t combine(uint64_t source, uint64_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t combine(Index source, Index chunk) const {
     return static_cast<uint32_t>(5 * num_ranks + (num_ranks + source) * max_chunks + chunk);
   }
   // A chunk of inter-node tokens: at the forwarder, of rows from their source; at the source, of
   // sums from their forwarder.
-  [[nodiscard]] WEFT_HD constexpr uint32_t crossing(uint64_t peer, uint64_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t crossing(Index peer, Index chunk) const {
     return static_cast<uint32_t>(combine(num_ranks, 0) + peer * max_chunks + chunk);
   }
   // At a forwarder: partial sums of a pair that it forwards, numbered by
   // Domains::pair_at_forwarder().
-  [[nodiscard]] WEFT_HD constexpr uint32_t forwarded(uint64_t pair, uint64_t chunk) const {
+  [[nodiscard]] WEFT_HD constexpr uint32_t forwarded(Index pair, Index chunk) const {
     return static_cast<uint32_t>(
         crossing(has_crossings ? num_ranks : 0, 0) + pair * max_chunks + chunk
     );

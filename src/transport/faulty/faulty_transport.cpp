@@ -33,12 +33,12 @@ void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
   WEFT_CHECK_ARG(
       Context{}, *value <= kMostExact, "open(faulty): {} = {} is too large", key, *value
   );
-  static const std::map<std::string_view, double FaultPlan::*> kProbabilities = {
+  static const std::map<std::string_view, double FaultPlan::*> probabilities = {
       {"drop", &FaultPlan::drop},
       {"delay", &FaultPlan::delay},
       {"fail", &FaultPlan::fail},
       {"reorder", &FaultPlan::reorder}};
-  if (const auto found = kProbabilities.find(key); found != kProbabilities.end()) {
+  if (const auto found = probabilities.find(key); found != probabilities.end()) {
     WEFT_CHECK_ARG(
         Context{}, *value <= 1, "open(faulty): {} = {} is no probability (at most 1)", key, *value
     );

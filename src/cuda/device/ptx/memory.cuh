@@ -13,6 +13,10 @@ __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void store_relaxed_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
