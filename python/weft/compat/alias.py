@@ -12,16 +12,7 @@ from types import ModuleType
 from weft import InvalidArgument, NotAvailable
 
 # What each name stands for, and the modules below it.
-_SOURCES = {
-    "deep_ep": {
-        "deep_ep": "weft.compat.deep_ep",
-        "deep_ep.utils": "weft.compat.deep_ep.utils",
-    },
-    "uccl": {
-        "uccl": "weft.compat.uccl",
-        "uccl.ep": "weft.compat.uccl.ep",
-    },
-}
+_SOURCES = {"deep_ep": ["deep_ep", "deep_ep.utils"], "uccl": ["uccl", "uccl.ep"]}
 
 _lock = threading.Lock()
 _replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.modules
@@ -41,7 +32,7 @@ def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = Fals
             for name in wanted:
                 _refuse_real(name)
         for name in wanted:
-            aliases = {alias: _alias_of(alias, path) for alias, path in _SOURCES[name].items()}
+            aliases = {alias: _alias_of(alias) for alias in _SOURCES[name]}
             _replaced[name] = _take_modules(name)
             sys.modules.update(aliases)
             for alias, module in aliases.items():
@@ -93,12 +84,12 @@ def _take_modules(name: str) -> dict[str, ModuleType]:
     return {one: sys.modules.pop(one) for one in found}
 
 
-def _alias_of(name: str, path: str) -> ModuleType:
-    """A module of its own with the public names of the one at `path`.
+def _alias_of(name: str) -> ModuleType:
+    """A module of its own with the public names of Weft's under that name.
 
     Its package path is empty: what is not registered cannot be imported a second time below it.
     """
-    source = importlib.import_module(path)
+    source = importlib.import_module(f"weft.compat.{name}")
     is_package = hasattr(source, "__path__")
     spec = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
     module = ModuleType(name, source.__doc__)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every environment variable of the libraries that Weft stands for, in one place.
+"""Every environment variable of the libraries that Weft stands for and honours, in one place.
 
-docs/compat.md says what each does here. An empty variable counts as not set.
+docs/compat.md says what each does here, and lists those without effect. An empty variable counts as
+not set.
 """
 
 import os
@@ -20,30 +21,6 @@ HONOURED = (
     "UCCL_EP_TRANSPORT",
     "UCCL_IB_HCA",
     "UCCL_SOCKET_IFNAME",
-)
-WITHOUT_EFFECT = (
-    "EP_AVOID_RECORD_STREAM",
-    "EP_BUFFER_DEBUG",
-    "EP_NUM_MAX_LOCAL_RANKS",
-    "EP_OVERRIDE_RDMA_SL",
-    "EP_SUPPRESS_NCCL_CHECK",
-    "HYBRID_EP_CACHE_DIR",
-    "LOCAL_RANK",
-    "NUM_OF_TOKENS_PER_CHUNK_COMBINE_API",
-    "NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API",
-    "NUM_OF_TOKENS_PER_CHUNK_PREPROCESSING_API",
-    "UCCL_ATOMICS_USE_HOST_MEMORY",
-    "UCCL_EP_DISABLE_CPU_AFFINITY",
-    "UCCL_EP_ENABLE_AGGRESSIVE_ATOMIC",
-    "UCCL_IB_GID_INDEX",
-    "UCCL_IB_MAX_INFLIGHT_BYTES",
-    "UCCL_IB_MAX_INFLIGHT_LOW_LATENCY",
-    "UCCL_IB_MAX_INFLIGHT_NORMAL",
-    "UCCL_IB_SL",
-    "UCCL_IB_TC",
-    "UCCL_RDMA_ADAPTIVE_SLEEP",
-    "UCCL_UDP_SPORT_BASE",
-    "WORLD_SIZE",
 )
 
 

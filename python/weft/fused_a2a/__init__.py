@@ -51,12 +51,6 @@ from .buffers import (
     init_hybrid_ep_buffer,
     reset_hybrid_ep_buffer,
 )
-from .deepepv2 import (
-    DeepepV2Combine,
-    DeepepV2Dispatch,
-    deepepv2_combine,
-    deepepv2_dispatch,
-)
 from .hybridep import (
     HybridEPCombine,
     HybridEPDispatch,
@@ -64,10 +58,14 @@ from .hybridep import (
     hybrid_ep_dispatch,
 )
 from .rank_rows import (
+    DeepepV2Combine,
+    DeepepV2Dispatch,
     FusedCombine,
     FusedDispatch,
     UCCLFusedCombine,
     UCCLFusedDispatch,
+    deepepv2_combine,
+    deepepv2_dispatch,
     fused_combine,
     fused_dispatch,
     set_deepep_num_sms,

@@ -36,24 +36,28 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
 def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The `Buffer` of `group` for rows of `hidden_bytes`; makes or grows it (collective then)."""
     has_nvshmem = _is_nvshmem_available()
-    nvl, rdma = _size_hints(state.Buffer, group, hidden_bytes, has_nvshmem)
     if not has_nvshmem and group.size() > _MOST_RANKS_OF_A_NODE:  # of a Buffer put in Weft's place
         raise RuntimeError(
             "DeepEP was compiled without NVSHMEM support (SM90 features disabled), but expert "
             f"parallelism group size {group.size()} > {_MOST_RANKS_OF_A_NODE} requires internode "
             "RDMA communication."
         )
+    hints = _size_hints(state.Buffer, group, hidden_bytes, has_nvshmem)
 
-    build = functools.partial(state.Buffer, group, explicitly_destroy=True)
-    return _cached_by_size("_buffer", group, nvl, rdma, build)
+    def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
+        return state.Buffer(group, num_nvl_bytes, num_rdma_bytes, explicitly_destroy=True)
+
+    return _cached("_buffer", group, build, **hints)
 
 
 def get_uccl_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The `UCCLBuffer` of `group`, like `get_buffer`."""
-    nvl, rdma = _size_hints(state.UCCLBuffer, group, hidden_bytes, True)
+    hints = _size_hints(state.UCCLBuffer, group, hidden_bytes, True)
 
-    build = functools.partial(state.UCCLBuffer, group)
-    return _cached_by_size("_uccl_buffer", group, nvl, rdma, build)
+    def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
+        return state.UCCLBuffer(group, num_nvl_bytes, num_rdma_bytes)
+
+    return _cached("_uccl_buffer", group, build, **hints)
 
 
 def get_elastic_buffer(
@@ -63,30 +67,11 @@ def get_elastic_buffer(
 
     `num_max_tokens_per_rank` must be the same on every rank.
     """
-
-    def size_hint(tokens: int) -> int:
-        return state.ElasticBuffer.get_buffer_size_hint(group, tokens, hidden, num_topk=num_topk)
-
-    def is_enough(buffer: Any) -> bool:
-        return (
-            buffer.num_max_tokens_per_rank >= num_max_tokens_per_rank
-            and buffer.num_bytes >= size_hint(num_max_tokens_per_rank)
-        )
-
-    def build(old: Any) -> Any:
-        tokens, num_bytes = num_max_tokens_per_rank, None
-        if old is not None:  # never shrinks, or two kinds of layers would replace it in turns
-            tokens = max(tokens, old.num_max_tokens_per_rank)
-            num_bytes = max(size_hint(tokens), old.num_bytes)
-        return state.ElasticBuffer(
-            group,
-            num_bytes=num_bytes,
-            num_max_tokens_per_rank=tokens,
-            hidden=hidden,
-            num_topk=num_topk,
-        )
-
-    return _cached("_elastic_buffer", group, is_enough, build)
+    sizes = {"hidden": hidden, "num_topk": num_topk}
+    kind, tokens = state.ElasticBuffer, num_max_tokens_per_rank
+    hint = kind.get_buffer_size_hint(group, tokens, **sizes)
+    build = functools.partial(kind, group, **sizes)
+    return _cached("_elastic_buffer", group, build, num_max_tokens_per_rank=tokens, num_bytes=hint)
 
 
 def free_buffer() -> None:
@@ -127,18 +112,19 @@ def init_hybrid_ep_buffer(
         )
     if num_local_experts is None:
         raise TypeError("init_hybrid_ep_buffer: no num_local_experts (it has no default)")
-    options = {
-        "num_sms_dispatch_api": num_sms_dispatch_api,
-        "num_sms_combine_api": num_sms_combine_api,
-        "num_blocks_permute": num_blocks_permute,
-        "num_blocks_unpermute": num_blocks_unpermute,
-        "num_sms_preprocessing_api": num_sms_preprocessing_api,
-    }
     tokens = seq_len if seq_len is not None else num_tokens
     with lock:
         take("_hybrid_ep_buffer", group)  # dropped: the new one replaces it
         state._hybrid_ep_buffer = _new_hybrid_ep_buffer(
-            group, hidden_dim, tokens, num_local_experts, options
+            group,
+            hidden_dim,
+            tokens,
+            num_local_experts,
+            num_sms_dispatch_api=num_sms_dispatch_api,
+            num_sms_combine_api=num_sms_combine_api,
+            num_blocks_permute=num_blocks_permute,
+            num_blocks_unpermute=num_blocks_unpermute,
+            num_sms_preprocessing_api=num_sms_preprocessing_api,
         )
 
 
@@ -149,20 +135,20 @@ def get_hybrid_ep_buffer(
 
     Other sizes need no other buffer: it grows by itself.
     """
-    num_tokens, hidden_dim = x.shape[-2:]
 
-    def build(_old: Any) -> Any:
-        return _new_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, options)
+    def build() -> Any:
+        num_tokens, hidden_dim = x.shape[-2:]
+        return _new_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, **options)
 
-    return _cached("_hybrid_ep_buffer", group, lambda _buffer: True, build)
+    return _cached("_hybrid_ep_buffer", group, build)
 
 
 def current_hybrid_ep_buffer() -> Any:
     """The `HybridEPBuffer` used last (RuntimeError without one)."""
-    with lock:
-        if state._hybrid_ep_buffer is None:
-            raise RuntimeError("hybrid_ep_combine: no buffer (hybrid_ep_dispatch makes it)")
-        return state._hybrid_ep_buffer
+    buffer = state._hybrid_ep_buffer
+    if buffer is None:
+        raise RuntimeError("hybrid_ep_combine: no buffer (hybrid_ep_dispatch makes it)")
+    return buffer
 
 
 def reset_hybrid_ep_buffer() -> None:
@@ -178,7 +164,7 @@ def _is_nvshmem_available() -> bool:
 
 
 def _new_hybrid_ep_buffer(
-    group: Any, hidden_dim: int, num_tokens: int, num_local_experts: int, options: dict[str, Any]
+    group: Any, hidden_dim: int, num_tokens: int, num_local_experts: int, **options: Any
 ) -> Any:
     given = {name: value for name, value in options.items() if value is not None}
     return state.HybridEPBuffer(
@@ -191,46 +177,34 @@ def _new_hybrid_ep_buffer(
     )
 
 
-def _size_hints(kind: Any, group: Any, hidden_bytes: int, with_rdma: bool) -> tuple[int, int]:
+def _size_hints(kind: Any, group: Any, hidden_bytes: int, with_rdma: bool) -> dict[str, int]:
     """The bytes that a buffer of class `kind` needs: to ranks of one host, and to others."""
     size = group.size()
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
-    if not with_rdma:
-        return nvl, 0
-    return nvl, max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+    rdma = 0
+    if with_rdma:
+        rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
+    return {"num_nvl_bytes": nvl, "num_rdma_bytes": rdma}
 
 
-def _cached_by_size(
-    name: str, group: Any, nvl: int, rdma: int, build: Callable[[int, int], Any]
-) -> Any:
-    def is_enough(buffer: Any) -> bool:
-        # A buffer that has no RDMA bytes needs none, whatever the hint: its group is on one host.
-        has_rdma = buffer.num_rdma_bytes == 0 or buffer.num_rdma_bytes >= rdma
-        return buffer.num_nvl_bytes >= nvl and has_rdma
+def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> Any:
+    """The buffer of `group`, made the current one. needs: its least sizes, by attribute.
 
-    def build_larger(old: Any) -> Any:
-        if old is None:
-            return build(nvl, rdma)
-        return build(max(nvl, old.num_nvl_bytes), max(rdma, old.num_rdma_bytes))
-
-    return _cached(name, group, is_enough, build_larger)
-
-
-def _cached(name: str, group: Any, is_enough: Callable[[Any], bool], build: Callable) -> Any:
-    """The buffer of `group`, made the current one.
-
-    `build(None)` makes it; `build(old)` replaces one that is not enough. Every rank of the group
-    must ask for the same sizes, since both are collective.
+    `build(**needs)` makes it, and replaces one that is too small; none of its sizes shrinks then,
+    or two kinds of layers would replace it in turns. Every rank of the group must ask for the same
+    sizes, since both are collective.
     """
     with lock:
         buffer = take(name, group)
-        if buffer is None:
-            buffer = build(None)
-        elif not is_enough(buffer):
+        have = {} if buffer is None else {size: getattr(buffer, size) for size in needs}
+        if have.get("num_rdma_bytes") == 0:
+            # Such a buffer needs none, whatever the hint: its group is on one host.
+            have["num_rdma_bytes"] = needs["num_rdma_bytes"]
+        if buffer is None or any(have[size] < least for size, least in needs.items()):
             if getattr(buffer, "explicitly_destroy", False):
                 destroy(buffer)
-            buffer = build(buffer)
+            buffer = build(**{size: max(least, have.get(size, 0)) for size, least in needs.items()})
         setattr(state, name, buffer)
         return buffer
 
@@ -269,10 +243,8 @@ def _forget() -> None:
 
 def is_same_group(one: Any, other: Any) -> bool:
     """Whether two process groups have the same ranks in the same order."""
-    if one is other:
-        return True
     ranks = members(one)
-    return ranks is not None and ranks == members(other)
+    return one is other or (ranks is not None and ranks == members(other))
 
 
 def members(group: Any) -> list[int] | None:

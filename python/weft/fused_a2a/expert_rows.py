@@ -69,12 +69,8 @@ class ByExpert(NamedTuple):
         Raises what the exchange does: InvalidArgument, TimeoutError, PeerError.
         """
         buffer = self.functions.library.get_buffer(group, get_hidden_bytes(x))
-        exchange = buffer._runtime("dispatch").exchanges.get(
-            hidden=x.size(1),
-            num_experts=num_experts,
-            device=x.device,
-            max_tokens=MIN_TOKENS,
-            max_topk=max(MIN_TOPK, token_indices.size(1)),
+        exchange = buffer._runtime().exchanges.get(
+            (x.size(1), num_experts, x.device), MIN_TOKENS, max(MIN_TOPK, token_indices.size(1))
         )
         num_sms = num_sms if x.is_cuda else 0
         routes = routes_of(token_indices, num_experts)

@@ -5,7 +5,8 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,50 +16,24 @@ from weft import fused_a2a as state
 
 from .buffers import current_hybrid_ep_buffer, get_hybrid_ep_buffer
 
-
-class _Options(NamedTuple):
-    """What follows `num_sms_combine_api` among the arguments of `HybridEPDispatch`."""
-
-    num_blocks_permute: int | None = None
-    num_blocks_unpermute: int | None = None
-    fused: bool = False
-    num_permuted_tokens: Any = None
-    pad_multiple: int | None = None
-    num_sms_preprocessing_api: int | None = None
-    topk_idx: torch.Tensor | None = None
-    num_experts: int | None = None
-
-    @classmethod
-    def of(cls, rest: tuple) -> "_Options":
-        """Up to three arguments are NeMo Automodel's, six Megatron-LM's, eight Automodel's since
-        0.7.0."""
-        if len(rest) == len(_NEMO):
-            return cls(**dict(zip(_NEMO, rest)))
-        if len(rest) > 3:
-            return cls(*rest)
-        return cls(**dict(zip(("num_permuted_tokens", "pad_multiple", "fused"), rest)))
-
-
-_NEMO = (
-    "num_permuted_tokens",
-    "pad_multiple",
-    "topk_idx",
-    "num_experts",
-    "fused",
-    "num_sms_preprocessing_api",
-    "num_blocks_permute",
-    "num_blocks_unpermute",
-)
+_BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
+_ROWS = ("num_permuted_tokens", "pad_multiple")
+_PREPROCESSING = "num_sms_preprocessing_api"
+# What may follow `num_sms_combine_api` among the arguments of `HybridEPDispatch`, by the most that
+# there are: three are NeMo Automodel's, six Megatron-LM's, eight Automodel's since 0.7.0.
+_ORDERS = {
+    3: (*_ROWS, "fused"),
+    6: (*_BLOCKS, "fused", *_ROWS, _PREPROCESSING),
+    8: (*_ROWS, "topk_idx", "num_experts", "fused", _PREPROCESSING, *_BLOCKS),
+}
+_OPTIONS = dict.fromkeys(_ORDERS[8]) | {"fused": False}
 
 
 class HybridEPDispatch(torch.autograd.Function):
     """`hybrid_ep_dispatch` with autograd; arguments by position.
 
-    After `num_sms_combine_api` come `num_permuted_tokens, pad_multiple`, or the six arguments
-    `num_blocks_permute, num_blocks_unpermute, fused, num_permuted_tokens, pad_multiple,
-    num_sms_preprocessing_api`, or the eight `num_permuted_tokens, pad_multiple, topk_idx,
-    num_experts, fuse_permute, num_sms_preprocessing_api, num_blocks_permute,
-    num_blocks_unpermute`. Backward returns as many gradients as forward had arguments.
+    `_ORDERS` has those after `num_sms_combine_api`. Backward returns as many gradients as forward
+    had arguments.
     """
 
     @staticmethod
@@ -73,23 +48,17 @@ class HybridEPDispatch(torch.autograd.Function):
         num_sms_combine_api=24,
         *rest,
     ):
-        options = _without_unknown(_Options.of(rest))
-        buffer = get_hybrid_ep_buffer(
-            group,
-            x,
-            num_local_experts,
-            {
-                "num_sms_dispatch_api": num_sms_dispatch_api,
-                "num_sms_combine_api": num_sms_combine_api,
-                "num_blocks_permute": options.num_blocks_permute,
-                "num_blocks_unpermute": options.num_blocks_unpermute,
-                "num_sms_preprocessing_api": options.num_sms_preprocessing_api,
-            },
-        )
+        order = _ORDERS[min(most for most in _ORDERS if len(rest) <= most)]
+        options = _OPTIONS | dict(zip(order, rest))
+        options = SimpleNamespace(**_without_unknown(options))
+        settings = {name: getattr(options, name) for name in (*_BLOCKS, _PREPROCESSING)}
+        settings["num_sms_dispatch_api"] = num_sms_dispatch_api
+        settings["num_sms_combine_api"] = num_sms_combine_api
+        buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
         rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
             hidden=x.contiguous(),
-            probs=_contiguous(probs),
-            **_routing(routing_map, options),
+            probs=None if probs is None else probs.contiguous(),
+            **_routing(routing_map, options.topk_idx, options.num_experts),
             scaling_factor=None,
             num_of_experts_per_rank=num_local_experts,
             pad_multiple=options.pad_multiple,
@@ -104,19 +73,15 @@ class HybridEPDispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_x, grad_probs, grad_scaling_factor, grad_tokens_per_expert, grad_handle):
+    def backward(ctx, grad_x, grad_probs, _scaling_factor, _counts, _handle):
         grad_hidden, grad_dense_probs = ctx.buffer.combine_with_unpermute(
             hidden=grad_x.contiguous(),
-            probs=_contiguous(grad_probs),
+            probs=None if grad_probs is None else grad_probs.contiguous(),
             handle=ctx.handle,
             pad_multiple=ctx.pad_multiple,
             **_fused_argument("fuse_unpermute_combine", ctx.fused),
         )
         return (grad_hidden, None, grad_dense_probs) + (None,) * (len(ctx.needs_input_grad) - 3)
-
-
-def _contiguous(probs: torch.Tensor | None) -> torch.Tensor | None:
-    return None if probs is None else probs.contiguous()
 
 
 class HybridEPCombine(torch.autograd.Function):
@@ -214,14 +179,16 @@ def hybrid_ep_combine(
     return HybridEPCombine.apply(x, handle, num_permuted_tokens, pad_multiple, is_fused)
 
 
-def _routing(routing_map: torch.Tensor | None, options: _Options) -> dict[str, Any]:
+def _routing(
+    routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, num_experts: int | None
+) -> dict[str, Any]:
     if routing_map is not None:
         return {"routing_map": routing_map.contiguous()}
-    if options.topk_idx is None:
+    if topk_idx is None:
         raise ValueError("hybrid_ep_dispatch: neither routing_map nor topk_idx is given")
-    if options.num_experts is None:
+    if num_experts is None:
         raise ValueError("hybrid_ep_dispatch: topk_idx needs num_experts (how many there are)")
-    return {"topk_idx": options.topk_idx.contiguous(), "num_of_experts": options.num_experts}
+    return {"topk_idx": topk_idx.contiguous(), "num_of_experts": num_experts}
 
 
 def _fused_argument(name: str, fused: bool) -> dict[str, bool]:
@@ -229,11 +196,12 @@ def _fused_argument(name: str, fused: bool) -> dict[str, bool]:
     return {name: True} if fused else {}
 
 
-def _without_unknown(options: _Options) -> _Options:
+def _without_unknown(options: dict[str, Any]) -> dict[str, Any]:
     """The options less those that the buffer's class is too old for, with a warning."""
-    if not options.fused and options.num_blocks_permute is options.num_blocks_unpermute is None:
-        return options
-    if _knows_fused(state.HybridEPBuffer.dispatch_with_permute):
+    newer = ("fused", *_BLOCKS)
+    if all(options[name] is _OPTIONS[name] for name in newer) or _knows_fused(
+        state.HybridEPBuffer.dispatch_with_permute
+    ):
         return options
     warnings.warn(
         "hybrid_ep_dispatch: fused or num_blocks_* given, but this HybridEPBuffer does not support "
@@ -241,7 +209,7 @@ def _without_unknown(options: _Options) -> _Options:
         UserWarning,
         stacklevel=2,
     )
-    return options._replace(fused=False, num_blocks_permute=None, num_blocks_unpermute=None)
+    return options | {name: _OPTIONS[name] for name in newer}
 
 
 @functools.cache

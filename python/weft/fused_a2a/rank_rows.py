@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused dispatch and combine on a `Buffer`, for the libraries that offer one. buffers.py keeps the
-buffers.
+"""Fused dispatch and combine on a `Buffer`, for the libraries that offer one, and on an
+`ElasticBuffer`, which the caller gets from `get_elastic_buffer`. buffers.py keeps the buffers.
 
 Rows are those of the receiving rank: one per token and rank, ascending by source rank, then token.
 """
@@ -17,39 +17,47 @@ from weft.compat import environment
 
 from .buffers import get_buffer, get_hidden_bytes, get_uccl_buffer
 
+_LAYOUT = (  # what get_dispatch_layout returns, before the event
+    "num_tokens_per_rank",
+    "num_tokens_per_rdma_rank",
+    "num_tokens_per_expert",
+    "is_token_in_rank",
+)
+
 
 class Library(NamedTuple):
-    """What differs between the libraries."""
+    """What differs between the libraries that offer a `Buffer`."""
 
     prefix: str  # of the functions' names
     get_buffer: Callable[[Any, int], Any]  # (group, bytes of a row)
     new_event: Callable[[], Any]  # an event on the current stream
 
-
-class _Call(NamedTuple):
-    """What backward needs of a forward call. It holds no tensor of the caller."""
-
-    library: Library
-    group: Any
-    handle: Any
-    async_finish: bool
-    allocate_on_comm_stream: bool
-
-    def begin(self, x: torch.Tensor) -> tuple[Any, dict[str, Any]]:
-        """The buffer for `x`, and how its calls use streams.
+    def begin(self, x: torch.Tensor, group: Any, streams: tuple[bool, bool]) -> tuple[Any, dict]:
+        """The buffer for `x`, and how its calls use streams: (async_finish, on_comm_stream).
 
         All inputs must be ready: the event stands for all the work before it.
         """
-        streams = {
-            "previous_event": self.library.new_event() if self.async_finish else None,
-            "async_finish": self.async_finish,
-            "allocate_on_comm_stream": self.allocate_on_comm_stream,
+        async_finish, allocate_on_comm_stream = streams
+        return self.get_buffer(group, get_hidden_bytes(x)), {
+            "previous_event": self.new_event() if async_finish else None,
+            "async_finish": async_finish,
+            "allocate_on_comm_stream": allocate_on_comm_stream,
         }
-        return self.library.get_buffer(self.group, get_hidden_bytes(x)), streams
 
-    def wait(self, event: Any) -> None:
-        if self.async_finish:
-            event.current_stream_wait()
+
+def waited(results: tuple, async_finish: bool) -> list:
+    """What a buffer's call returned, less the event, which is waited for."""
+    *results, event = results
+    if async_finish:
+        event.current_stream_wait()
+    return results
+
+
+def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: list[int], handle: Any):
+    """What a dispatch hands to autograd."""
+    counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    ctx.mark_non_differentiable(indices, counts)
+    return rows, indices, probs, counts, handle
 
 
 class Functions(NamedTuple):
@@ -77,45 +85,25 @@ def functions_of(library: Library) -> Functions:
             async_finish=False,
             allocate_on_comm_stream=False,
         ):
-            call = _Call(library, group, None, async_finish, allocate_on_comm_stream)
+            ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
             x, indices, probs = (t.contiguous() for t in (x, token_indices, token_probs))
-            buffer, streams = call.begin(x)
-            per_rank, per_rdma_rank, per_expert, is_in_rank, layout_event = (
-                buffer.get_dispatch_layout(indices, num_experts, **streams)
-            )
-            streams["previous_event"] = layout_event
-            rows, row_indices, row_probs, counts, handle, event = buffer.dispatch(
-                x,
-                topk_idx=indices,
-                topk_weights=probs,
-                num_tokens_per_rank=per_rank,
-                num_tokens_per_rdma_rank=per_rdma_rank,
-                is_token_in_rank=is_in_rank,
-                num_tokens_per_expert=per_expert,
-                **streams,
-            )
-            call.wait(event)
-            ctx.call = call._replace(handle=handle)
-            tokens_per_expert = torch.tensor(counts, dtype=torch.int64, device="cpu")
-            ctx.mark_non_differentiable(row_indices, tokens_per_expert)
-            return rows, row_indices, row_probs, tokens_per_expert, handle
+            buffer, streams = library.begin(x, group, ctx.streams)
+            *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
+            streams["previous_event"] = event
+            routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
+            results = waited(buffer.dispatch(x, **routing, **streams), async_finish)
+            ctx.handle = results[-1]
+            return dispatched(ctx, *results)
 
         @staticmethod
         @once_differentiable
-        def backward(
-            ctx,
-            grad_output,
-            grad_token_indices,
-            grad_token_probs,
-            grad_tokens_per_expert,
-            grad_handle,
-        ):
+        def backward(ctx, grad_output, _indices, grad_token_probs, _counts, _handle):
             # Probabilities travel even where nobody asked for their gradient: all ranks must call
             # alike.
             rows, probs = grad_output.contiguous(), grad_token_probs.float().contiguous()
-            buffer, streams = ctx.call.begin(rows)
-            x, probs, event = buffer.combine(rows, ctx.call.handle, topk_weights=probs, **streams)
-            ctx.call.wait(event)
+            buffer, streams = library.begin(rows, ctx.group, ctx.streams)
+            results = buffer.combine(rows, ctx.handle, topk_weights=probs, **streams)
+            x, probs = waited(results, ctx.streams[0])
             return x, None, probs, None, None, None, None
 
     class FusedCombine(torch.autograd.Function):
@@ -123,11 +111,10 @@ def functions_of(library: Library) -> Functions:
 
         @staticmethod
         def forward(ctx, x, group, handle, async_finish=False, allocate_on_comm_stream=False):
-            ctx.call = _Call(library, group, handle, async_finish, allocate_on_comm_stream)
-            rows = x.contiguous()
-            buffer, streams = ctx.call.begin(rows)
-            tokens, _, event = buffer.combine(rows, handle=handle, **streams)
-            ctx.call.wait(event)
+            ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
+            ctx.handle, rows = handle, x.contiguous()
+            buffer, streams = library.begin(rows, group, ctx.streams)
+            tokens, _ = waited(buffer.combine(rows, handle=handle, **streams), async_finish)
             return tokens, None
 
         @staticmethod
@@ -135,10 +122,9 @@ def functions_of(library: Library) -> Functions:
         def backward(ctx, grad_output, _grad_event=None):
             # The tokens' gradients, dispatched as the tokens were.
             x = grad_output.contiguous()
-            buffer, streams = ctx.call.begin(x)
-            rows, _, _, _, _, event = buffer.dispatch(x, handle=ctx.call.handle, **streams)
-            ctx.call.wait(event)
-            return rows, None, None, None, None
+            buffer, streams = library.begin(x, ctx.group, ctx.streams)
+            results = buffer.dispatch(x, handle=ctx.handle, **streams)
+            return waited(results, ctx.streams[0])[0], None, None, None, None
 
     def fused_dispatch(
         x: torch.Tensor,
@@ -212,3 +198,117 @@ def set_uccl_num_sms(num_sms: int) -> None:
 def set_uccl_num_sms_from_environment() -> None:
     """UCCL_EP_SM_NUMS, else DEEP_EP_SM_NUMS, else 20. Raises InvalidArgument for odd numbers."""
     set_uccl_num_sms(environment.number("UCCL_EP_SM_NUMS", "DEEP_EP_SM_NUMS", default=20, least=0))
+
+
+def _elastic(
+    method: str, buffer: Any, x: torch.Tensor, streams: tuple[bool, bool], **arguments: Any
+) -> list:
+    """Calls a method of an elastic buffer, and waits for it."""
+    async_finish, allocate_on_comm_stream = streams
+    # This buffer takes an earlier event only together with allocation on its own stream.
+    event = buffer.capture() if async_finish and allocate_on_comm_stream else None
+    results = getattr(buffer, method)(
+        x.contiguous(),
+        **arguments,
+        previous_event=event,
+        async_with_compute_stream=async_finish,
+        allocate_on_comm_stream=allocate_on_comm_stream,
+    )
+    return waited(results, async_finish)
+
+
+class DeepepV2Dispatch(torch.autograd.Function):
+    """`deepepv2_dispatch` with autograd; arguments by position."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        buffer,
+        x,
+        token_indices,
+        token_probs,
+        num_experts,
+        num_max_tokens_per_rank,
+        expert_alignment,
+        num_sms,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    ):
+        ctx.buffer, ctx.streams = buffer, (async_finish, allocate_on_comm_stream)
+        *rows, handle = _elastic(
+            "dispatch",
+            buffer,
+            x,
+            ctx.streams,
+            topk_idx=token_indices.contiguous(),
+            topk_weights=token_probs.contiguous(),
+            num_experts=num_experts,
+            num_max_tokens_per_rank=num_max_tokens_per_rank,
+            expert_alignment=expert_alignment,
+            num_sms=num_sms,
+        )
+        ctx.handle = handle
+        return dispatched(ctx, *rows, handle.num_recv_tokens_per_expert_list, handle)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output, _indices, grad_token_probs, _counts, _handle):
+        arguments = {"handle": ctx.handle, "num_sms": ctx.handle.num_sms}
+        probs = grad_token_probs.float().contiguous()
+        call = ("combine", ctx.buffer, grad_output, ctx.streams)
+        grad_x, grad_probs = _elastic(*call, topk_weights=probs, **arguments)
+        return (None, grad_x, None, grad_probs) + (None,) * 6
+
+
+class DeepepV2Combine(torch.autograd.Function):
+    """`deepepv2_combine` with autograd; arguments by position."""
+
+    @staticmethod
+    def forward(ctx, buffer, x, handle, num_sms, async_finish=False, allocate_on_comm_stream=False):
+        ctx.buffer, ctx.streams = buffer, (async_finish, allocate_on_comm_stream)
+        ctx.handle, ctx.num_sms = handle, num_sms
+        call = ("combine", buffer, x, ctx.streams)
+        return tuple(_elastic(*call, handle=handle, num_sms=num_sms))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output, _grad_probs=None):
+        call = ("dispatch", ctx.buffer, grad_output, ctx.streams)
+        num_sms = ctx.num_sms or ctx.handle.num_sms
+        rows, *_ = _elastic(*call, handle=ctx.handle, num_sms=num_sms)
+        return (None, rows) + (None,) * 4
+
+
+def deepepv2_dispatch(
+    buffer: Any,
+    x: torch.Tensor,
+    token_indices: torch.Tensor,
+    token_probs: torch.Tensor,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    expert_alignment: int = 1,
+    num_sms: int = 0,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """Like `fused_dispatch`, on an elastic buffer.
+
+    `num_max_tokens_per_rank` is the same on every rank and no less than any rank's T.
+    `expert_alignment` rounds up the counts of tokens per expert, not the rows. `num_sms` 0 leaves
+    the number to the buffer. The probability of a slot whose expert is elsewhere is undefined.
+    """
+    routing = (token_indices, token_probs, num_experts, num_max_tokens_per_rank)
+    streams = (async_finish, allocate_on_comm_stream)
+    return DeepepV2Dispatch.apply(buffer, x, *routing, expert_alignment, num_sms, *streams)
+
+
+def deepepv2_combine(
+    buffer: Any,
+    x: torch.Tensor,
+    handle: Any,
+    num_sms: int = 0,
+    async_finish: bool = False,
+    allocate_on_comm_stream: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Like `fused_combine`, on an elastic buffer. `num_sms` 0 means that of the dispatch."""
+    return DeepepV2Combine.apply(buffer, x, handle, num_sms, async_finish, allocate_on_comm_stream)

@@ -6,8 +6,8 @@ import torch
 from buffer_cases import Case, dispatch, gather
 
 from weft.compat.deep_ep import Buffer
+from weft.compat.deep_ep.handles import Handle
 from weft.compat.deep_ep.layout import Hosts, layout_of, routes_to_ranks
-from weft.compat.deep_ep.normal.handle import handle_of
 
 TOKENS = (17, 0, 5, 9)
 
@@ -276,7 +276,7 @@ class LargePlan:
 
 def test_handle_of_more_ranks_than_a_host_has():
     in_rank = torch.zeros(1, 12, dtype=torch.bool)
-    handle = handle_of(LargePlan(), in_rank, None, 10, Hosts([range(12)], rank=3))
+    handle = Handle(LargePlan(), in_rank, None, 10, Hosts([range(12)], rank=3))
     assert len(handle) == 10 and handle[0] is in_rank
     assert handle[-4].dtype == torch.int32
     assert handle[-4].tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 8]

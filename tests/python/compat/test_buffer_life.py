@@ -165,17 +165,17 @@ def refusals(rank, num_ranks, group):
     refused("num_worst_tokens = -1", num_worst_tokens=-1)
     refused("expert_alignment = 0", expert_alignment=0)
     refused("num_sms = 21", config=Config(21))
-    refused(r"topk_idx has \d rows", topk_idx=case.idx[1:], topk_weights=case.weights[1:])
+    refused("topk_idx has shape", topk_idx=case.idx[1:], topk_weights=case.weights[1:])
     refused("beside a handle", handle=handle)
     refused("handle is a tuple", handle=(), topk_idx=None, topk_weights=None)
     refused("the handle's", case.x[1:], handle=handle, topk_idx=None, topk_weights=None)
-    refused("16 columns", case.x[:, :16], handle=handle, topk_idx=None, topk_weights=None)
+    refused(r"shape \[\d, 16\]", case.x[:, :16], handle=handle, topk_idx=None, topk_weights=None)
     refused("rows of 6 bytes", case.x[:, :3])
-    refused(r"expected \[T, H\]", case.x[0])
+    refused(r"expected a tensor \[T, H\]", case.x[0])
     refused("one byte", (case.x, torch.zeros(tokens, 1)))
     raw = case.x.view(torch.uint8)
     refused("int32", (raw, torch.zeros(tokens, 1, dtype=torch.float64)))
-    refused("scales have shape", (raw, torch.zeros(tokens + 1, 1)))
+    refused("scales has shape", (raw, torch.zeros(tokens + 1, 1)))
 
     def not_combined(match, x=recv_x, of=handle, **options):
         with pytest.raises(weft.InvalidArgument, match=match):
@@ -188,7 +188,7 @@ def refusals(rank, num_ranks, group):
     not_combined("topk_weights has shape", topk_weights=recv_weights[:, :1])
     not_combined("bias has dtype", bias=case.x.float())
     not_combined("bias has shape", bias=case.x[:1].expand(tokens + 1, 32))
-    not_combined("a tuple of two", bias=(case.x,))
+    not_combined("3 biases", bias=(case.x,) * 3)
     with pytest.raises(weft.InvalidArgument, match="num_experts = 0"):
         buffer.get_dispatch_layout(case.idx, 0)
     with pytest.raises(weft.InvalidArgument, match=f"num_experts = {num_ranks + 1}"):

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.compat.deep_ep.elastic import ElasticBuffer, model
-from weft.compat.deep_ep.events import EventHandle
+from weft.compat.deep_ep.utils import EventHandle
 
 MIB2 = 2 << 20
 

@@ -8,7 +8,7 @@ from hybrid_ep_oracle import gather, same_bits
 
 import weft
 from weft.compat.deep_ep.elastic import ElasticBuffer
-from weft.compat.deep_ep.events import EventOverlap
+from weft.compat.deep_ep.utils import EventOverlap
 
 
 def random_like(rows, rank, seed=0):

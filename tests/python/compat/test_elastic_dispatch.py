@@ -8,7 +8,7 @@ from hybrid_ep_oracle import same_bits
 
 import weft
 from weft.compat.deep_ep.elastic import ElasticBuffer, EPHandle
-from weft.compat.deep_ep.events import EventHandle, EventOverlap
+from weft.compat.deep_ep.utils import EventHandle, EventOverlap
 
 
 def running(counts):

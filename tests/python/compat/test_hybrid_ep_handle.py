@@ -97,7 +97,7 @@ def refusals(rank, num_ranks, group):
     refuses("expected an integer", num_permuted_tokens="many", **given)
     refuses("no routing", hidden=case.hidden)
     refuses("expected bool", hidden=case.hidden, routing_map=case.map.int())
-    refuses("columns", num_of_experts=12, **given)
+    refuses(r"expected bool \[T, 12\]", num_of_experts=12, **given)
     refuses("expected 8 with 2 ranks", num_of_experts=12, num_of_experts_per_rank=4, **given)
     refuses("one-byte dtype", use_fp8=True, **given)
     refuses("dtype", hidden=case.hidden, routing_map=case.map, probs=case.probs.double())

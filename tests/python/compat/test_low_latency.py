@@ -312,7 +312,7 @@ def refusals(rank, num_ranks, group):
     refused("without round_scale", use_ue8m0=True)
     long = torch.zeros(NUM_MAX + 1, 128, dtype=torch.bfloat16)
     refused(f"at most num_max_dispatch_tokens_per_rank = {NUM_MAX}", long)
-    refused("topk_idx has 17 rows", idx=torch.zeros(17, 1, dtype=torch.int64))
+    refused(r"topk_idx has shape \[17, 1\]", idx=torch.zeros(17, 1, dtype=torch.int64))
     refused("num_experts = 1", experts=1)
     refused("one of the two", async_finish=True, return_recv_hook=True)
     refused("topk_weights has", topk_weights=case.weights.double())

@@ -9,8 +9,8 @@ import torch
 from .buffer import Buffer
 from .config import Config, get_low_latency_rdma_size_hint
 from .elastic import ElasticBuffer, EPHandle
-from .events import EventHandle, EventOverlap
 from .hybrid_ep import HybridEPBuffer
+from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 is_sm90_compiled = Buffer.is_sm90_compiled

@@ -5,23 +5,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft import Group
 from weft.compat import environment
 
 from . import config as configs
-from .checks import check, check_even
+from .checks import (
+    FLOATS,
+    MAX_TOPK,
+    Call,
+    check,
+    check_even,
+    check_experts,
+    check_handle,
+    check_least,
+    check_optional,
+    check_routing,
+    check_tensor,
+)
 from .config import Config
-from .events import EventHandle, EventOverlap
+from .handles import Handle
+from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
-from .normal import NormalMode
-from .runtime import TIMEOUT, MpiGroup, Runtime
+from .payload import Payload, biases_of, bring_back, parts_of, received_topk, round_up
+from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, MpiGroup, Runtime
+from .utils import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
 _QP_DEPTH = 1024  # what callers read if nothing else was set
 
 
-class Buffer(NormalMode, LowLatencyMode):
+class Buffer(LowLatencyMode):
     """One rank's end of the exchange within a group; all ranks make the same calls in order.
 
     Works with CUDA and with CPU tensors, any number of ranks and any number of tokens on each, any
@@ -32,6 +47,7 @@ class Buffer(NormalMode, LowLatencyMode):
 
     num_sms = 20  # GPU multiprocessors of a call whose config is None
     _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
+    _IS_LOCAL_RDMA = False  # whether there is only an RDMA buffer to look into
 
     def __init__(
         self,
@@ -84,7 +100,7 @@ class Buffer(NormalMode, LowLatencyMode):
 
         AssertionError without explicitly_destroy. Handles that are alive keep what they need.
         """
-        runtime = self._runtime("destroy")
+        runtime = self._runtime()
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
         self.runtime = None
         if torch.cuda.is_initialized():
@@ -99,7 +115,7 @@ class Buffer(NormalMode, LowLatencyMode):
     @classmethod
     def set_num_sms(cls, new_num_sms: int) -> None:
         """Sets it for later configurations of this process. AssertionError for an odd number."""
-        check_even("set_num_sms", new_num_sms)
+        check_even(new_num_sms)
         next(base for base in cls.__mro__ if "num_sms" in vars(base)).num_sms = new_num_sms
 
     @staticmethod
@@ -121,7 +137,7 @@ class Buffer(NormalMode, LowLatencyMode):
 
     def get_comm_stream(self) -> torch.Stream:
         """The stream of this buffer's calls on the current GPU; without a GPU, the CPU's."""
-        runtime = self._runtime("get_comm_stream")
+        runtime = self._runtime()
         if not torch.cuda.is_available():
             return torch.cpu.current_stream()
         return runtime.stream.of(torch.device("cuda", torch.cuda.current_device()))
@@ -134,11 +150,13 @@ class Buffer(NormalMode, LowLatencyMode):
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
         """Memory of the size that the raw buffer would have, from `offset` bytes on, or of `size`.
+        UCCL's has the RDMA buffer's size, whatever use_rdma_buffer says.
 
         For callers that clear it. Weft has no raw buffer: nothing else reads or writes this memory.
         """
-        self._runtime("get_local_buffer_tensor")
-        num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
+        self._runtime()
+        is_rdma = use_rdma_buffer or self._IS_LOCAL_RDMA
+        num_bytes = self.num_rdma_bytes if is_rdma else self.num_nvl_bytes
         count = (num_bytes - offset) // dtype.itemsize
         shape = torch.Size([max(count, 0)] if size is None else size)
         check(
@@ -149,19 +167,216 @@ class Buffer(NormalMode, LowLatencyMode):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def _runtime(self, verb: str) -> Runtime:
-        check(self.runtime is not None, f"{verb}: the buffer was destroyed (make a new one)")
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Local. Counts of topk_idx [T, K]; values outside [0, num_experts) do not count.
+
+        Returns num_tokens_per_rank int32 [R], num_tokens_per_rdma_rank int32 [hosts] (None for
+        one host; `Hosts` says what that is), num_tokens_per_expert int32 [E], is_token_in_rank
+        bool [T, R], event. A token counts once for a rank, and once for a host.
+        """
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        with Call("get_dispatch_layout"):
+            runtime = self._runtime()
+            check_routing(topk_idx)
+            check_experts(num_experts, self.group_size)
+            with runtime.stream.call(topk_idx.device, (topk_idx,), *streams) as work:
+                layout = layout_of(topk_idx, num_experts, runtime.hosts)
+                work.returns(*layout)
+        return *layout, event_of(work)
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, ...],
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
+        """Collective. Each token to every rank that has one of its experts, once.
+
+        x [T, H] of bf16, fp16, fp32 or one byte; (FP8 [T, H], scales float32 or int32 [T, any],
+        any strides); or the three tensors of NVFP4. Row bytes are a multiple of 16. topk_idx [T, K]
+        int64, K up to 32, values outside [0, E) are no choice; topk_weights float32 [T, K].
+        Without them only the layout says where tokens go. T may differ between ranks.
+        num_tokens_per_rdma_rank is not needed, only checked.
+
+        Returns (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
+        event). recv_x [N, H] like x, rows by source rank, then token. recv_topk_idx int64 [N, K]:
+        this rank's experts from 0, -1 for those of others; recv_topk_weights 0 there. The list
+        counts choices of each local expert, rounded up to expert_alignment; rows are not padded.
+
+        num_worst_tokens: N is that number and nothing waits for the GPU (needs top-k); the list is
+        empty, rows beyond the real count have recv_topk_idx -1 and are otherwise undefined. It must
+        be large enough on every rank; tokens beyond it are dropped.
+
+        handle of an earlier dispatch: the same way again, with the same T, without top-k; returns
+        (recv_x, None, None, None, None, event).
+        """
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        layout = Layout(
+            num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank
+        )
+        with Call("dispatch") as call:
+            runtime = self._runtime()
+            payload = Payload(x)
+            num_sms = self._num_sms(config)
+            if handle is not None:
+                check_handle(handle, Handle)
+                plan = call.by("dispatch", handle.plan)
+                is_alone = topk_idx is None and topk_weights is None
+                check(is_alone, "top-k is given beside a handle (which stands for it)")
+                shape = [payload.num_tokens, payload.hidden]
+                wanted = [plan.num_tokens, plan.exchange.hidden]
+                check(shape == wanted, f"x has shape {shape} (expected {wanted}, the handle's)")
+                with runtime.stream.call(payload.device, payload.tensors, *streams) as work:
+                    recv_x = payload.send(call, num_sms=num_sms).x
+                    work.returns(*parts_of(recv_x))
+                return recv_x, None, None, None, None, event_of(work)
+
+            # Nothing else tells the number of experts.
+            check_tensor("num_tokens_per_expert", num_tokens_per_expert, torch.int32, ["E"])
+            num_experts, num_ranks = num_tokens_per_expert.size(0), self.group_size
+            check_experts(num_experts, num_ranks)
+            topk = min(num_ranks, MAX_TOPK)
+            if topk_idx is not None:
+                check_routing(topk_idx)
+                topk = topk_idx.size(1)
+            # Without a wait for the GPU the exchange cannot learn of more tokens and grow.
+            most = max(MIN_TOKENS, -(-num_worst_tokens // num_ranks))
+            key = (payload.hidden, num_experts, payload.device)
+            exchange = runtime.exchanges.get(key, most, max(MIN_TOPK, topk))
+            call.plans(exchange, layout="rank_major", row_budget=num_worst_tokens or None)
+            _check_layout(layout, payload.num_tokens, runtime.hosts)
+            _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
+            check_least("expert_alignment", expert_alignment)
+            num_tokens, most = payload.num_tokens, exchange.max_tokens
+            check(
+                num_worst_tokens == 0 or payload.device.type == "cpu" or num_tokens <= most,
+                f"x has {num_tokens} rows with num_worst_tokens = {num_worst_tokens} "
+                f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)",
+            )
+            inputs = (*payload.tensors, *layout, topk_idx, topk_weights)
+            with runtime.stream.call(payload.device, inputs, *streams) as work:
+                beside = ()
+                if topk_idx is None:
+                    routes = routes_to_ranks(is_token_in_rank, exchange.num_local_experts)
+                else:
+                    routes = routes_of(topk_idx, exchange.num_experts)
+                    beside = (routes.to(torch.int32),)
+                out = payload.send(call, routes, topk_weights, beside, num_sms)
+                ids = out.beside[0] if beside else None
+                recv_idx = None if ids is None else received_topk(out.plan, ids.long())
+                handle = Handle(out.plan, is_token_in_rank, ids, num_sms // 2, runtime.hosts)
+                counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
+                work.returns(*parts_of(out.x), recv_idx, out.weights, ids)
+        counts = [round_up(count, expert_alignment) for count in counts]
+        return out.x, recv_idx, out.weights, counts, handle, event_of(work)
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, ...] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Collective. The rows of a dispatch back to their tokens, summed over ranks, unweighted.
+
+        x [N, H] bf16 (fp16 and fp32 too), the rows of the dispatch that made `handle`; topk_weights
+        float32 [N, K]; bias: one or two tensors [T, H] of x's dtype, on every rank or on none.
+        Returns combined_x [T, H]: sums in fp32, by rank, then the bias, rounded once (without bias
+        and among several domains: in each of them, and their sum); zeros (and bias) for a token
+        that went nowhere. combined_topk_weights float32 [T, K]: of each slot the
+        value of the rank that has its expert, or None. event.
+        """
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        with Call("combine") as call:
+            runtime = self._runtime()
+            check_handle(handle, Handle)
+            plan = call.by("combine", handle.plan)
+            hidden = plan.exchange.hidden
+            check_tensor("x", x, FLOATS, [plan.num_rows, hidden])
+            biases = biases_of(bias, x.dtype, [plan.num_tokens, hidden])
+            check(
+                topk_weights is None or handle.has_topk,
+                "topk_weights are given (the dispatch of this handle had no top-k)",
+            )
+            shape = [plan.num_rows, plan.topk]
+            check_optional("topk_weights", topk_weights, torch.float32, shape)
+            num_sms = self._num_sms(config)
+            inputs = (x, topk_weights, *biases)
+            with runtime.stream.call(x.device, inputs, *streams) as work:
+                combined = bring_back(call, x, topk_weights, biases, num_sms=num_sms)
+                work.returns(*combined)
+        return *combined, event_of(work)
+
+    def _runtime(self) -> Runtime:
+        check(self.runtime is not None, "the buffer was destroyed (make a new one)")
         return self.runtime
 
-    def _num_sms(self, verb: str, config: Config | None, device: torch.device) -> int:
+    def _num_sms(self, config: Config | None) -> int:
         num_sms = self.num_sms if config is None else config.num_sms
-        check_even(f"{verb}: config", num_sms)
-        return num_sms if device.type == "cuda" else 0
-
-    def _num_channels(self, config: Config | None) -> int:
-        """The channels of a handle: `deep_ep` has one for two multiprocessors."""
-        return (self.num_sms if config is None else config.num_sms) // 2
+        check_even(num_sms)
+        return num_sms
 
     def _timeout(self) -> float:
         """Seconds of every wait."""
         return TIMEOUT
+
+
+def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
+    """Choices of this rank's experts. Waits for the GPU, as the plan did."""
+    if handle.has_topk:
+        return handle.plan.rows_per_expert_list
+    here = layout.num_tokens_per_expert.tolist()
+    blocks = runtime.group.gather_numbers(*here)
+    local = len(here) // len(blocks)
+    first = runtime.group.rank * local
+    return [sum(block[expert] for block in blocks) for expert in range(first, first + local)]
+
+
+def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
+    """The layout is that of `get_dispatch_layout`, given back."""
+    per_rank, per_host, _, in_rank = layout
+    num_ranks = hosts.num_ranks
+    check_tensor("num_tokens_per_rank", per_rank, torch.int32, [num_ranks])
+    check_tensor("is_token_in_rank", in_rank, torch.bool, [num_tokens, num_ranks])
+    if hosts.are_several:
+        check_optional("num_tokens_per_rdma_rank", per_host, torch.int32, [hosts.num_hosts])
+
+
+def _check_topk(
+    topk_idx: Tensor | None, topk_weights: Tensor | None, num_tokens: int, num_worst_tokens: int
+) -> None:
+    """Top-k and weights come together, or not at all."""
+    check_least("num_worst_tokens", num_worst_tokens, 0)
+    check(
+        (topk_idx is None) == (topk_weights is None),
+        "one of topk_idx and topk_weights is None (give both or neither)",
+    )
+    if topk_idx is None:
+        worst = f"num_worst_tokens = {num_worst_tokens}"
+        check(num_worst_tokens == 0, f"{worst} without top-k (it needs topk_idx)")
+    else:
+        check_routing(topk_idx, topk_weights, num_tokens)

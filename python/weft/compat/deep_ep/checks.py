@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the compatibility modules refuse a call."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from weft import Exchange, Plan
-from weft.errors import BadCall, Error
+from weft.errors import BadCall, Error, Unsupported
+
+if TYPE_CHECKING:
+    from weft import Exchange, Plan
 
 MAX_TOPK = 32  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
+INTEGERS = (torch.int64, torch.int32)
+
+Dtypes = torch.dtype | Sequence[torch.dtype] | None
+
+
+class NotInWeft(Unsupported, NotImplementedError):
+    """What another library can do and Weft cannot."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unsupported")
 
 
 def check(is_good: object, problem: str) -> None:
@@ -25,80 +38,97 @@ def check_least(what: str, value: int, least: int = 1) -> None:
     check(value >= least, f"{what} = {value} (expected at least {least})")
 
 
-def check_tensor(
-    what: str, tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int]
-) -> None:
-    """`tensor`, if it is given, has this dtype and shape; `what` is the call and the argument."""
+def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | str]) -> None:
+    """It is a tensor of this dtype (or one of these; None: any) and shape, in which a name stands
+    for any size; `what` is the argument's name."""
+    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes or ("a tensor",))
+    wanted = f"(expected {names} [{', '.join(map(str, shape))}])"
+    kind = "None" if tensor is None else f"a {type(tensor).__name__}"
+    check(isinstance(tensor, Tensor), f"{what} is {kind} {wanted}")
+    check(not dtypes or tensor.dtype in dtypes, f"{what} has dtype {tensor.dtype} {wanted}")
+    is_same = tensor.dim() == len(shape) and all(
+        isinstance(size, str) or size == found for size, found in zip(shape, tensor.shape)
+    )
+    check(is_same, f"{what} has shape {list(tensor.shape)} {wanted}")
+
+
+def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
+    """The same unless it is None."""
     if tensor is not None:
-        shapes = [list(tensor.shape), list(shape)]
-        check(tensor.dtype == dtype, f"{what} has dtype {tensor.dtype} (expected {dtype})")
-        check(shapes[0] == shapes[1], f"{what} has shape {shapes[0]} (expected {shapes[1]})")
+        check_tensor(what, tensor, *wanted)
 
 
-def check_handle(verb: str, handle: Any, kind: type) -> None:
+def check_handle(handle: Any, kind: type) -> None:
     """`handle` is of this kind, whose attribute `maker` says what makes it."""
     name = type(handle).__name__
-    check(isinstance(handle, kind), f"{verb}: handle is a {name} (expected {kind.maker})")
+    check(isinstance(handle, kind), f"handle is a {name} (expected {kind.maker})")
 
 
-def check_topk(verb: str, topk_idx: Tensor) -> None:
-    """topk_idx holds integers [T, K] with K from 1 to 32."""
-    check(
-        topk_idx.dtype in (torch.int64, torch.int32),
-        f"{verb}: topk_idx has dtype {topk_idx.dtype} (expected torch.int64)",
-    )
-    check(
-        topk_idx.dim() == 2 and 1 <= topk_idx.size(1) <= MAX_TOPK,
-        f"{verb}: topk_idx has shape {list(topk_idx.shape)} (expected [T, K <= {MAX_TOPK}])",
-    )
+def check_routing(topk_idx: Any, topk_weights: Any = None, num_tokens: int | str = "T") -> None:
+    """topk_idx holds integers [T, K] with K from 1 to 32, and the weights, if they are given, have
+    its shape. num_tokens: the rows of x, where they are known."""
+    check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
+    topk = topk_idx.size(1)
+    check(1 <= topk <= MAX_TOPK, f"topk_idx has {topk} columns (expected K <= {MAX_TOPK})")
+    check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
 
 
-def check_routing(
-    verb: str, topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int
-) -> None:
-    """topk_idx has a row for each token, and the weights, if they are given, have its shape."""
-    check(
-        topk_idx.size(0) == num_tokens,
-        f"{verb}: topk_idx has {topk_idx.size(0)} rows (expected {num_tokens}, those of x)",
-    )
-    check_tensor(f"{verb}: topk_weights", topk_weights, torch.float32, topk_idx.shape)
-
-
-def check_integers(verb: str, topk_idx: Tensor) -> None:
-    check(
-        topk_idx.dtype in (torch.int64, torch.int32) and topk_idx.dim() == 2,
-        f"{verb}: topk_idx is {topk_idx.dtype} {list(topk_idx.shape)} "
-        "(expected int64 or int32 [tokens, k])",
-    )
-
-
-def check_experts(verb: str, num_experts: int, num_ranks: int) -> None:
+def check_experts(num_experts: int, num_ranks: int) -> None:
     check(
         num_experts > 0 and num_experts % num_ranks == 0,
-        f"{verb}: num_experts = {num_experts} (expected a positive multiple of {num_ranks} ranks)",
+        f"num_experts = {num_experts} (expected a positive multiple of {num_ranks} ranks)",
     )
 
 
-def check_even(verb: str, num_sms: int) -> None:
-    check(
-        num_sms >= 0 and num_sms % 2 == 0,
-        f"{verb}: num_sms = {num_sms} (The SM count must be even)",
-    )
+def check_even(num_sms: int) -> None:
+    is_even = num_sms >= 0 and num_sms % 2 == 0
+    check(is_even, f"num_sms = {num_sms} (The SM count must be even)")
 
 
-@contextlib.contextmanager
-def refused_by_all(
-    exchange: Exchange, verb: str = "plan_and_dispatch", plan: Plan | None = None, **options: Any
-) -> Iterator[None]:
-    """Makes the other ranks raise too, and not wait, if a check within fails on this rank only.
+class Call:
+    """A call under another library's name, which stands before what is refused within.
 
-    verb, plan and options: the call that the other ranks make now, as for `Exchange.refuse`.
+    Once it is known which call all ranks make of it, and until that begins, whatever fails here
+    makes the other ranks raise too, and not wait.
     """
-    try:
-        yield
-    except BadCall as problem:
-        try:
-            exchange.refuse(verb, str(problem), plan, **options)
-        except Error as error:  # inside a capture: it says so
-            raise BadCall(str(error)) from problem
-        raise
+
+    exchange: Exchange
+    plan: Plan | None
+    options: dict[str, Any]
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._verb: str | None = None
+
+    def by(self, verb: str, plan: Plan) -> Plan:
+        """All ranks make this call, "dispatch" or "combine", by their plans."""
+        self.exchange, self._verb, self.plan, self.options = plan.exchange, verb, plan, {}
+        return plan
+
+    def plans(self, exchange: Exchange, **options: Any) -> Exchange:
+        """All ranks plan and dispatch with these options."""
+        self.exchange, self._verb = exchange, "plan_and_dispatch"
+        self.plan, self.options = None, options
+        return exchange
+
+    def begin(self) -> Exchange:
+        """The exchange; it refuses for itself from now on."""
+        self._verb = None
+        return self.exchange
+
+    def __enter__(self) -> Call:
+        return self
+
+    def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
+        verb, self._verb = self._verb, None
+        if problem is None:
+            return
+        reason = f"{self._name}: {problem}"
+        if verb is not None:
+            try:
+                self.exchange.refuse(verb, reason, self.plan, **self.options)
+            except Error as error:  # inside a capture: it says so
+                raise BadCall(str(error)) from problem
+        if isinstance(problem, BadCall):
+            raise BadCall(reason) from problem

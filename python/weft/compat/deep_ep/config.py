@@ -75,7 +75,7 @@ class Config:
         """Bytes for rows of `hidden_bytes`: a positive multiple of 128 that grows with them."""
         ranks, hosts = min(num_ranks, _DOMAIN_RANKS), max(num_ranks // _DOMAIN_RANKS, 1)
         row = self.num_max_nvl_chunked_recv_tokens * (hidden_bytes + _ROW_META_BYTES)
-        size = self._num_channels * ranks * ((2 * hosts + 3) * 4 + row)
+        size = self.num_sms // 2 * ranks * ((2 * hosts + 3) * 4 + row)
         return max(round_up(size, _ALIGNMENT), _ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -84,11 +84,7 @@ class Config:
             return 0
         row = hidden_bytes + _ROW_META_BYTES + 16
         size = (_DOMAIN_RANKS * 2 + 2) * 2 * 4 + self.num_max_rdma_chunked_recv_tokens * 2 * row
-        return round_up(self._num_channels * (num_ranks // _DOMAIN_RANKS) * size, _ALIGNMENT)
-
-    @property
-    def _num_channels(self) -> int:
-        return self.num_sms // 2
+        return round_up(self.num_sms // 2 * (num_ranks // _DOMAIN_RANKS) * size, _ALIGNMENT)
 
 
 def config_of(table: dict[int, Chunks], num_ranks: int, num_sms: int) -> Config:

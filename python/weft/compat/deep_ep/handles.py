@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all handles share: they are plans that read like the sequences that callers know."""
+"""Handles: plans that read like the sequences that callers know. What all share, and what
+`Buffer.dispatch` returns for combine, and for dispatching the same way again."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft import Plan
+
+from .layout import HOST_RANKS, Hosts
 
 
 class PlanHandle(Sequence):
@@ -43,3 +47,173 @@ class PlanHandle(Sequence):
 def on_host(plan: Plan) -> dict[str, Any]:
     """The fields of a copy of the plan; for a GPU's plan this waits for the GPU."""
     return json.loads(plan.core.to_json())
+
+
+_ONE_HOST = (
+    "rank_prefix_matrix",
+    "channel_prefix_matrix",
+    "recv_channel_prefix_matrix",
+    "recv_src_idx",
+    "is_token_in_rank",
+    "send_head",
+)
+_SEVERAL_HOSTS = (
+    "is_token_in_rank",
+    "rdma_channel_prefix_matrix",
+    "gbl_channel_prefix_matrix",
+    "recv_rdma_channel_prefix_matrix",
+    "recv_rdma_rank_prefix_sum",
+    "recv_gbl_channel_prefix_matrix",
+    "recv_gbl_rank_prefix_sum",
+    "recv_src_meta",
+    "send_rdma_head",
+    "send_nvl_head",
+)
+
+
+class Handle(PlanHandle):
+    """6 items among ranks of one host, 10 among those of S, as `Hosts` counts them.
+
+    T: tokens of this rank, N: rows it received, R: ranks, C: channels of the configuration.
+    ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k.
+    Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
+    items by channel count as if the first channel moved everything, so each column holds the total.
+    """
+
+    maker = "what Buffer.dispatch returned"
+
+    def __init__(
+        self,
+        plan: Plan,
+        is_token_in_rank: Tensor,
+        ids: Tensor | None,
+        num_channels: int,
+        hosts: Hosts,
+    ) -> None:
+        super().__init__(plan)
+        self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
+        self.is_token_in_rank = is_token_in_rank
+        self.has_topk = ids is not None  # the plan's routes are the caller's top-k, slot for slot
+        self._ids = ids if hosts.are_several else None
+        self._num_channels = num_channels
+        self._hosts = hosts
+
+    @property
+    def rank_prefix_matrix(self) -> Tensor:
+        """int32 [R, R]: entry [i, j] counts the rows that rank j receives from ranks 0 to i.
+
+        A rank knows its own column; the others are -1.
+        """
+        num_ranks = self.plan.exchange.num_ranks
+        matrix = torch.full((num_ranks, num_ranks), -1, dtype=torch.int32, device=self.device)
+        matrix[:, self.plan.exchange.rank] = self._rows_of_ranks().cumsum(0)
+        return matrix
+
+    @property
+    def channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: tokens that go to each rank."""
+        return self._by_channel(self.is_token_in_rank.sum(0))
+
+    @property
+    def recv_channel_prefix_matrix(self) -> Tensor:
+        """int32 [R, C]: rows from each rank."""
+        return self._by_channel(self._rows_of_ranks())
+
+    gbl_channel_prefix_matrix = channel_prefix_matrix
+    recv_gbl_channel_prefix_matrix = recv_channel_prefix_matrix
+
+    @property
+    def recv_src_idx(self) -> Tensor:
+        """int32 [N]: the number that each row's token has at its source; -1 beyond the last."""
+        pairs = on_host(self.plan)["received"]
+        tokens = [token for pair in pairs for token in pair["token"]]
+        tokens += [-1] * (self.plan.num_rows - len(tokens))
+        return torch.tensor(tokens, dtype=torch.int32, device=self.device)
+
+    @property
+    def send_head(self) -> Tensor:
+        """int32 [T, R]: the place of each token among those that go to the rank, or -1."""
+        return _places(self.is_token_in_rank)
+
+    @property
+    def rdma_channel_prefix_matrix(self) -> Tensor:
+        """int32 [S, C]: tokens that go to each host."""
+        return self._by_channel(self._is_token_in_host().sum(0))
+
+    @property
+    def recv_rdma_channel_prefix_matrix(self) -> Tensor:
+        """int32 [S, C]: rows from each host."""
+        return self._by_channel(self._rows_of_hosts())
+
+    @property
+    def recv_rdma_rank_prefix_sum(self) -> Tensor:
+        """int32 [S]: rows that stay here from hosts 0 to i. What a rank hands on is not counted."""
+        return self._rows_of_hosts().cumsum(0).to(torch.int32)
+
+    @property
+    def recv_gbl_rank_prefix_sum(self) -> Tensor:
+        """int32 [R]: rows from ranks 0 to i."""
+        return self._rows_of_ranks().cumsum(0).to(torch.int32)
+
+    @property
+    def recv_src_meta(self) -> Tensor:
+        """uint8 [N, 8], two int32 in native order: the host of each row's source (-1 beyond the
+        last row); a bit for each rank of this host that the token goes to, by its place there.
+
+        Without top-k only this rank's bit is known.
+        """
+        counts = self._rows_of_ranks().long()
+        used = int(counts.sum())
+        ranks = torch.repeat_interleave(counts)
+        meta = torch.zeros((self.plan.num_rows, 2), dtype=torch.int32, device=self.device)
+        meta[:, 0] = -1
+        meta[:used, 0] = self._hosts.of_ranks(self.device)[ranks].to(torch.int32)
+        meta[:used, 1] = self._bits_here(used)
+        return meta.view(torch.uint8)
+
+    @property
+    def send_rdma_head(self) -> Tensor:
+        """int32 [T, S]: the place of each token among those that go to the host, or -1."""
+        return _places(self._is_token_in_host())
+
+    @property
+    def send_nvl_head(self) -> Tensor:
+        """int32 [N, 8]: -1. Weft's handle does not say what a rank hands on within its host."""
+        shape = (self.plan.num_rows, HOST_RANKS)
+        return torch.full(shape, -1, dtype=torch.int32, device=self.device)
+
+    def _by_channel(self, counts: Tensor) -> Tensor:
+        """int32 [any, C] of counts [any]."""
+        return counts.to(torch.int32).unsqueeze(1).repeat(1, self._num_channels)
+
+    def _rows_of_ranks(self) -> Tensor:
+        """int32 [R]: rows from each rank."""
+        return torch.tensor(self.plan.received_arrivals, dtype=torch.int32, device=self.device)
+
+    def _is_token_in_host(self) -> Tensor:
+        """bool [T, S]."""
+        columns = [self.is_token_in_rank[:, ranks].any(1) for ranks in self._hosts.ranks]
+        return torch.stack(columns, dim=1)
+
+    def _rows_of_hosts(self) -> Tensor:
+        """int32 [S]: rows from each host."""
+        by_host = torch.zeros(self._hosts.num_hosts, dtype=torch.int32, device=self.device)
+        hosts = self._hosts.of_ranks(self.device)[:-1]
+        return by_host.index_add_(0, hosts, self._rows_of_ranks())
+
+    def _bits_here(self, used: int) -> Tensor:
+        """int32 [used]."""
+        here = self._hosts.ranks[self._hosts.here]
+        own = 1 << here.index(self.plan.exchange.rank)
+        bits = torch.full((used,), own, dtype=torch.int32, device=self.device)
+        if self._ids is not None:
+            owners = self._ids[:used].div(self.plan.num_local_experts, rounding_mode="floor")
+            for place, rank in enumerate(here):
+                bits |= (owners == rank).any(1).to(torch.int32) << place
+        return bits
+
+
+def _places(is_member: Tensor) -> Tensor:
+    """int32 like bool [T, any]: the place of each True in its column, -1 where False."""
+    place = is_member.cumsum(0) - 1
+    return torch.where(is_member, place, -1).to(torch.int32)

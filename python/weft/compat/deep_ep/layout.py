@@ -115,12 +115,8 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
     if hosts.are_several:
         in_host = in_columns(hosts.of_ranks(device)[rank], None, hosts.num_hosts)
         per_host = in_host.sum(0, dtype=torch.int32)
-    return Layout(
-        num_tokens_per_rank=in_rank.sum(0, dtype=torch.int32),
-        num_tokens_per_rdma_rank=per_host,
-        num_tokens_per_expert=per_expert[:num_experts],
-        is_token_in_rank=in_rank,
-    )
+    per_rank = in_rank.sum(0, dtype=torch.int32)
+    return Layout(per_rank, per_host, per_expert[:num_experts], in_rank)
 
 
 def routes_of(topk_idx: Tensor, num_experts: int) -> Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels: rows as callers give them, and what a receiver wants to know of each row. The calls
-of all buffers send by it.
+of all buffers send and bring back by it.
 
 Rows that nobody computes with travel as bytes. The factors of a row travel beside it, together
 with whatever else the receiver wants to know of the row.
@@ -10,98 +10,140 @@ top-k choices, the number of the token) with the scaling factors into the one te
 `weft.dispatch` moves beside the rows, and the receiver takes them apart again. Numbers travel one
 higher than they are: padding rows arrive as zero bytes and so read as -1."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft import Dispatched, Exchange, Plan
+from weft import Combined, Plan
 
-from .checks import FLOATS, check
+from .checks import FLOATS, Call, Dtypes, check, check_tensor
+
+Rows = Tensor | tuple[Tensor, ...]
 
 _ROW_ALIGNMENT = 16  # bytes
+_SCALES = (torch.float32, torch.int32)
+
+
+class Received(NamedTuple):
+    """What `Payload.send` returns. x: a tuple if a tuple was sent."""
+
+    plan: Plan
+    x: Rows
+    weights: Tensor | None
+    beside: tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> Tensor:
+        return parts_of(self.x)[0]
+
+    @property
+    def scales(self) -> Tensor | None:
+        """FP8's."""
+        return self.x[1] if isinstance(self.x, tuple) else None
 
 
 class Payload:
     """`x` taken apart. hidden: elements of a token, whatever they are packed in."""
 
-    def __init__(self, verb: str, x: Tensor | tuple[Tensor, ...]) -> None:
-        self._is_tuple = not isinstance(x, torch.Tensor)
-        parts = tuple(x) if self._is_tuple else (x,)
+    def __init__(self, x: Rows, scales: Dtypes = _SCALES, name: str = "x") -> None:
+        """scales: the dtypes that FP8's may have, None for any. name: what the caller calls `x`."""
+        self._is_tuple = isinstance(x, tuple | list)
+        self.tensors = parts_of(x)
+        num_parts = len(self.tensors)
         check(
-            1 <= len(parts) <= 3,
-            f"{verb}: x has {len(parts)} parts (expected a tensor, two of FP8 or three of NVFP4)",
+            1 <= num_parts <= 3,
+            f"{name} has {num_parts} parts (expected a tensor, two of FP8 or three of NVFP4)",
         )
-        rows, self.scales = parts[0], parts[1:]
-        _check_rows(verb, rows)
-        if len(parts) == 2:
-            _check_fp8(verb, rows, self.scales[0])
-        elif len(parts) == 3:
-            _check_nvfp4(verb, rows, self.scales)
-        for scales in self.scales:
-            check(
-                scales.dim() == 2 and scales.size(0) == rows.size(0),
-                f"{verb}: scales have shape {list(scales.shape)} (expected [{rows.size(0)}, any])",
-            )
+        rows, *factors = self.tensors
+        is_nvfp4 = num_parts == 3
+        check_tensor(name, rows, torch.int32 if is_nvfp4 else None, ["T", "H"])
+        row_bytes = rows.size(1) * rows.element_size()
+        check(
+            row_bytes > 0 and row_bytes % _ROW_ALIGNMENT == 0,
+            f"{name} has rows of {row_bytes} bytes (expected multiples of {_ROW_ALIGNMENT})",
+        )
+        check(
+            num_parts != 2 or rows.element_size() == 1,
+            f"{name} with scales has dtype {rows.dtype} (expected one of one byte)",
+        )
+        dtypes = [torch.int32, torch.float32] if is_nvfp4 else [scales]
+        for part, dtype in zip(factors, dtypes):
+            check_tensor("scales", part, dtype, [rows.size(0), "any"])
         self.num_tokens = rows.size(0)
         self.device = rows.device
-        self.is_gpu = rows.is_cuda
-        self.hidden = rows.size(1) * (8 if len(parts) == 3 else 1)
-        self._dtype = rows.dtype
-        self._rows = rows
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self._rows, *self.scales)
+        self.hidden = rows.size(1) * (8 if is_nvfp4 else 1)
 
     def send(
         self,
-        exchange: Exchange,
-        by: Plan | Tensor,
+        call: Call,
+        routes: Tensor | None = None,
         weights: Tensor | None = None,
         beside: tuple[Tensor, ...] = (),
-        **options: Any,
-    ) -> tuple[Plan, Tensor | tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...]]:
-        """Collective. Sends the rows as `send_beside` does, with the columns of `beside`.
-
-        Returns the plan, `x` as received (a tuple if a tuple was given), row weights, and `beside`
-        as received.
+        num_sms: int = 0,
+        routing_map: Tensor | None = None,
+    ) -> Received:
+        """Collective. Sends the rows, with their factors and the columns of `beside`, by the plan
+        of `call` or by routes (or a map) to plan first. num_sms: of a GPU; CPU tensors need none.
         """
-        is_known = self._rows.element_size() == 1 or self._dtype in FLOATS
-        rows = self._rows if is_known else row_major(self._rows).view(torch.uint8)
-        columns = (*self.scales, *beside)
-        plan, out, columns = send_beside(exchange, by, rows, weights, columns, **options)
-        scales, others = columns[: len(self.scales)], columns[len(self.scales) :]
-        x = out.rows.view(self._dtype)
-        return plan, (x, *scales) if self._is_tuple else x, out.weights, others
+        rows, *scales = self.tensors
+        dtype = rows.dtype
+        if rows.element_size() > 1 and dtype not in FLOATS:
+            rows = row_major(rows).view(torch.uint8)
+        columns = [row_major(part) for part in (*scales, *beside)]
+        packed = columns[0] if columns else None
+        if len(columns) > 1:  # uint8 [T, bytes]: rows of any dtype, side by side
+            packed = torch.cat([part.view(torch.uint8) for part in columns], dim=1)
+        sent, num_sms = (rows, weights, packed), num_sms if rows.is_cuda else 0
+        exchange, plan = call.begin(), call.plan
+        if plan is not None:
+            out = exchange.dispatch(plan, *sent, num_sms=num_sms)
+        else:
+            plan, out = exchange.plan_and_dispatch(
+                routes, *sent, routing_map=routing_map, num_sms=num_sms, **call.options
+            )
+        received = [] if out.scales is None else [out.scales]
+        if len(columns) > 1:
+            widths = [part.size(1) * part.element_size() for part in columns]
+            pieces = out.scales.split(widths, dim=1)
+            received = [one.contiguous().view(to.dtype) for one, to in zip(pieces, columns)]
+        x = out.rows.view(dtype)
+        x = (x, *received[: len(scales)]) if self._is_tuple else x
+        return Received(plan, x, out.weights, tuple(received[len(scales) :]))
 
 
-def _check_rows(verb: str, rows: Tensor) -> None:
-    check(rows.dim() == 2, f"{verb}: x has shape {list(rows.shape)} (expected [T, H])")
-    row_bytes = rows.size(1) * rows.element_size()
-    check(
-        row_bytes > 0 and row_bytes % _ROW_ALIGNMENT == 0,
-        f"{verb}: x has rows of {row_bytes} bytes (expected multiples of {_ROW_ALIGNMENT})",
-    )
+def parts_of(x: Rows) -> tuple[Tensor, ...]:
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
-def _check_fp8(verb: str, rows: Tensor, scales: Tensor) -> None:
-    check(
-        rows.element_size() == 1,
-        f"{verb}: x with scales has dtype {rows.dtype} (expected one of one byte)",
-    )
-    check(
-        scales.dtype in (torch.float32, torch.int32),
-        f"{verb}: scales have dtype {scales.dtype} (expected torch.float32 or torch.int32)",
-    )
+def bring_back(
+    call: Call,
+    rows: Tensor,
+    weights: Tensor | None = None,
+    biases: tuple[Tensor, ...] = (),
+    is_wide: bool = False,
+    num_sms: int = 0,
+) -> Combined:
+    """Collective. Rows summed into their tokens, with biases added before the one rounding.
+
+    is_wide: sums of a rank are not rounded either. Both have rows travel as fp32.
+    """
+    num_sms = num_sms if rows.is_cuda else 0
+    sent = rows.float() if biases or is_wide else rows
+    tokens, sums = call.begin().combine(call.plan, sent, weights, num_sms=num_sms)
+    for bias in biases:
+        tokens += bias
+    return Combined(tokens.to(rows.dtype), sums)
 
 
-def _check_nvfp4(verb: str, rows: Tensor, scales: tuple[Tensor, ...]) -> None:
-    dtypes = [part.dtype for part in (rows, *scales)]
-    check(
-        dtypes == [torch.int32, torch.int32, torch.float32],
-        f"{verb}: the three parts of x have dtypes {dtypes} (expected int32, int32, float32)",
-    )
+def biases_of(bias: Rows | None, *wanted: Any) -> tuple[Tensor, ...]:
+    """None, a tensor or two, as callers of combine give them; wanted: dtypes and shape of each."""
+    biases = parts_of(bias)
+    check(len(biases) <= 2, f"{len(biases)} biases (expected a tensor or a tuple of two)")
+    biases = tuple(one for one in biases if one is not None)
+    for one in biases:
+        check_tensor("bias", one, *wanted)
+    return biases
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -119,52 +161,20 @@ def row_major(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def send_beside(
-    exchange: Exchange,
-    by: Plan | Tensor,
-    rows: Tensor,
-    weights: Tensor | None,
-    columns: tuple[Tensor, ...],
-    **options: Any,
-) -> tuple[Plan, Dispatched, tuple[Tensor, ...]]:
-    """Collective. Dispatches rows with `columns` beside them, by a plan or by routes to plan first.
-
-    Returns the plan, what the dispatch returned, and the columns as received.
-    """
-    packed = None
-    if columns:  # uint8 [T, bytes]: rows of any dtype, side by side
-        packed = torch.cat([row_major(part).view(torch.uint8) for part in columns], dim=1)
-    if isinstance(by, Plan):
-        plan, out = by, exchange.dispatch(by, rows, weights, packed, **options)
-    else:
-        plan, out = exchange.plan_and_dispatch(by, rows, weights, packed, **options)
-    return plan, out, unpack_columns(out.scales, *columns) if columns else ()
-
-
-def unpack_columns(packed: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
-    """The parts of `packed` (uint8 [N, bytes]), each with the columns and dtype of its `like`."""
-    parts, begin = [], 0
-    for one in like:
-        end = begin + one.size(1) * one.element_size()
-        parts.append(packed[:, begin:end].contiguous().view(one.dtype))
-        begin = end
-    return tuple(parts)
-
-
 def numbers(values: Tensor) -> Tensor:
     """int32 [T, cols] to pack: `values` (-1 = none) plus one."""
     return values.to(torch.int32) + 1
 
 
 def rows_in_use(plan: Plan) -> Tensor:
-    """bool [plan.num_rows]: False in the slack of a budget, whose contents are undefined."""
+    """bool [plan.num_rows, 1]: False in the slack of a budget, whose contents are undefined."""
     rows = torch.arange(plan.num_rows, device=plan.exchange.device)
-    return rows < plan.num_rows_used
+    return (rows < plan.num_rows_used).unsqueeze(1)
 
 
 def received_numbers(plan: Plan, packed: Tensor) -> Tensor:
     """int32 like `packed` ([num_rows, cols], made by `numbers`): -1 in padding and slack rows."""
-    return torch.where(rows_in_use(plan).unsqueeze(1), packed - 1, -1)
+    return torch.where(rows_in_use(plan), packed - 1, -1)
 
 
 def received_topk(plan: Plan, ids: Tensor) -> Tensor:
@@ -175,7 +185,7 @@ def received_topk(plan: Plan, ids: Tensor) -> Tensor:
     rank's, none, or the row is not in use. The place of a choice in its row does not change.
     """
     local = ids - plan.exchange.rank * plan.num_local_experts
-    is_here = (local >= 0) & (local < plan.num_local_experts) & rows_in_use(plan).unsqueeze(1)
+    is_here = (local >= 0) & (local < plan.num_local_experts) & rows_in_use(plan)
     return torch.where(is_here, local, -1)
 
 

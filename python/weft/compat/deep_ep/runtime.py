@@ -16,6 +16,8 @@ from .layout import Hosts
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
 
+Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
+
 
 class ExchangePool:
     """One exchange for each hidden size, number of experts and device, of one group.
@@ -27,25 +29,17 @@ class ExchangePool:
     def __init__(self, group: Group, timeout: float) -> None:
         self.group = group
         self._timeout = timeout
-        self._exchanges: dict[tuple[int, int, torch.device], Exchange] = {}
+        self._exchanges: dict[Key, Exchange] = {}
         self._lock = threading.Lock()  # forward and backward run on different threads
 
-    def get(
-        self,
-        *,
-        hidden: int,
-        num_experts: int,
-        device: torch.device,
-        max_tokens: int,
-        max_topk: int | Callable[[], int],
-    ) -> Exchange:
+    def get(self, key: Key, max_tokens: int, max_topk: int | Callable[[], int]) -> Exchange:
         """Collective when it makes one: at the first call for a key, or when one is too small.
 
         max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
-        key = (hidden, num_experts, device)
+        hidden, num_experts, device = key
         with self._lock:
             old = self._exchanges.get(key)
             if callable(max_topk):

@@ -1,6 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names that callers import from `deep_ep.utils`."""
+"""Events as `deep_ep` hands them out, under the names that callers import from `deep_ep.utils`.
+Where there is no GPU, waiting for one returns at once."""
 
-from .events import EventHandle, EventOverlap
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from weft.streams import StreamCall
+
+from .checks import check
 
 __all__ = ["EventHandle", "EventOverlap"]
+
+
+class EventHandle:
+    """A point on torch's current CUDA stream, taken when the handle is made."""
+
+    def __init__(self) -> None:
+        # Without CUDA initialised nothing runs on a stream, so there is nothing to wait for.
+        is_cuda = torch.cuda.is_initialized()
+        self._event = torch.cuda.current_stream().record_event() if is_cuda else None
+
+    @classmethod
+    def of(cls, event: torch.cuda.Event | None) -> EventHandle:
+        """A handle on an event that was recorded already; None: on nothing."""
+        handle = cls.__new__(cls)
+        handle._event = event
+        return handle
+
+    def current_stream_wait(self) -> None:
+        """The current stream does no later work before the event; the host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class EventOverlap:
+    """An event, and the code to run while it is on its way: `with event: ...` waits at the end.
+
+    event: an `EventHandle`, or None when there is nothing to wait for. extra_tensors: kept alive
+    as long as this object.
+    """
+
+    def __init__(
+        self,
+        event: EventHandle | None = None,
+        extra_tensors: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._release_handle = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """The current stream waits for the event (AssertionError without one).
+
+        Then a registered hook runs, once. release_handle: the event and the tensors are let go.
+        """
+        check(
+            self.event is not None, "current_stream_wait: event is None (there is none to wait for)"
+        )
+        self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+            self.extra_tensors = None
+
+    def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
+        """`hook()` runs after the next wait. AssertionError if one is registered already."""
+        check(
+            self._hook is None,
+            "register_hook_after_wait: a hook is registered already (only one at a time)",
+        )
+        self._hook = hook
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """`with event(release_handle=True): ...` lets go of the event after the wait."""
+        self._release_handle = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_error: Any) -> None:
+        release_handle, self._release_handle = self._release_handle, False
+        if self.event is not None:
+            self.current_stream_wait(release_handle)
+
+
+def event_of(call: StreamCall) -> EventOverlap:
+    """What a call returns: an event with async_finish, else one without anything to wait for."""
+    return EventOverlap(EventHandle.of(call.event) if call.async_finish else None)

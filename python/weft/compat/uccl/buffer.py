@@ -10,9 +10,8 @@ from weft import Group, InvalidArgument
 from weft.compat import environment
 from weft.compat.deep_ep import config
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
-from weft.compat.deep_ep.events import EventHandle as CurrentStreamEvent
-from weft.compat.deep_ep.low_latency import LowLatencyHandle
 from weft.compat.deep_ep.runtime import TIMEOUT
+from weft.compat.deep_ep.utils import EventHandle as CurrentStreamEvent
 
 from .fabric import adopt_network
 
@@ -42,6 +41,7 @@ class Buffer(DeepEPBuffer):
     num_sms = 20
     _DISPATCH, _COMBINE = DISPATCH, COMBINE
     _NEEDS_NO_RDMA_ON_ONE_HOST = False
+    _IS_LOCAL_RDMA = True
 
     def __init__(
         self,
@@ -88,40 +88,13 @@ class Buffer(DeepEPBuffer):
     def _timeout(self) -> float:
         return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=int(TIMEOUT)))
 
-    def low_latency_combine(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        handle: LowLatencyHandle,
-        *args: Any,
-        overlap: bool = False,
-        **kwargs: Any,
-    ) -> tuple:
-        """Is that of `deep_ep`, but overlap=True raises NotImplementedError."""
-        if overlap:
-            raise NotImplementedError(
-                "low_latency_combine: overlap is asked for (a call begins when x is whole)"
-            )
-        return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **kwargs)
-
-    def get_local_buffer_tensor(
-        self,
-        dtype: torch.dtype,
-        size: torch.Size | None = None,
-        offset: int = 0,
-        use_rdma_buffer: bool = True,
-    ) -> torch.Tensor:
-        """Memory of the RDMA buffer's size, whatever use_rdma_buffer says."""
-        return super().get_local_buffer_tensor(dtype, size, offset, use_rdma_buffer=True)
-
     def reset_rdma_buffer(self) -> None:
         """Nothing: Weft has no RDMA buffer that a caller must clear."""
-        self._runtime("reset_rdma_buffer")
+        self._runtime()
 
     def connect_atomic_buffer(self, proxy: Any) -> None:
         """Nothing: Weft has no proxies."""
-        self._runtime("connect_atomic_buffer")
+        self._runtime()
 
 
 class UCCLBuffer(Buffer):

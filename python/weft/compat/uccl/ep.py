@@ -8,8 +8,8 @@ count or register, and making one raises `weft.Unsupported`.
 
 from typing import Any
 
-from weft import Unsupported
 from weft.compat.deep_ep import Config, EventOverlap, get_low_latency_rdma_size_hint
+from weft.compat.deep_ep.checks import NotInWeft
 
 from .buffer import Buffer, EventHandle
 
@@ -34,10 +34,9 @@ class Proxy:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
-        raise Unsupported(
+        raise NotInWeft(
             "Proxy: Weft has no proxies (use weft.compat.uccl.UCCLBuffer instead of a wrapper "
-            "around UCCL's raw runtime)",
-            "unsupported",
+            "around UCCL's raw runtime)"
         )
 
 

@@ -5,9 +5,9 @@ Weft itself uses none of them: it chooses SMs by a measured table, has no queue 
 sizes its memory by itself. Callers plan with them.
 """
 
-import dataclasses
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ _NVLINK_SHARE = 0.9  # of the links' rate that rows reach
 _FAST_ATOMIC_NIC = "MT4131"
 
 
-@dataclasses.dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """scaleup: ranks that a second hop can reach over NVLink; scaleout: groups of those."""
 
     num_ranks: int
@@ -35,8 +34,7 @@ class Ranks:
     num_nvlink: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """GB/s: of the network and of NVLink (one direction of a GPU), and of one SM."""
 
     rdma: float

@@ -16,36 +16,173 @@ Same names, arguments, results and row order. What Weft lifts:
 either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from weft import Dispatched, Plan
+from weft import Exchange, Group, Plan
 
-from ..checks import check, check_handle
-from ..layout import scatter_columns
+from ..checks import Call, check, check_handle, check_least, check_tensor
+from ..layout import ranks_per_domain, scatter_columns
 from ..payload import (
+    Payload,
+    Received,
+    bring_back,
     numbers,
     received_numbers,
     received_topk,
-    send_beside,
+    round_up,
     topk_of_map,
 )
+from ..runtime import MIN_TOPK, TIMEOUT, ExchangePool
 from .handle import HybridEPHandle, PermuteHandle, PlainHandle
-from .routing import count_of, is_bytes, routing_of, scales_of
-from .setup import HybridEPSetup, warn_deprecated
+from .settings import (
+    MIN_CAPACITY,
+    HybridEPConfig,
+    HybridEPConfigurer,
+    Routing,
+    count_of,
+    routing_of,
+    warn_deprecated,
+)
 
 
-class HybridEPBuffer(HybridEPSetup):
+class HybridEPBuffer:
     """Moves tokens to the ranks of their experts and back, with or without grouping by expert.
 
     Collective, as are all its calls that move tokens; on a GPU they are queued on the current
     stream. group: the ranks, in whose order experts lie. max_num_of_tokens_per_rank: a capacity to
     begin with. Counts of SMs are those a call may occupy, None or 0: by Weft's measured table; of
     the others, num_sms_preprocessing_api and the block counts have no meaning here. The last two
-    arguments are deprecated.
+    arguments are deprecated. Calls raise InvalidArgument (also an AssertionError).
     """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        num_sms_dispatch_api: int | None = None,
+        num_sms_combine_api: int | None = None,
+        num_sms_preprocessing_api: int | None = None,
+        num_blocks_permute: int | None = None,
+        num_blocks_unpermute: int | None = None,
+        load_cached_kernels: bool = False,
+        use_shared_buffer: bool = True,
+        enable_custom_allgather: bool = False,
+        num_of_hybrid_ep_ranks_per_nvlink_domain: int | None = None,
+        use_mnnvl: bool | None = None,
+    ) -> None:
+        del load_cached_kernels, use_shared_buffer, enable_custom_allgather  # nothing like it here
+        if num_of_hybrid_ep_ranks_per_nvlink_domain is not None:
+            warn_deprecated("HybridEPBuffer", "num_of_hybrid_ep_ranks_per_nvlink_domain")
+        if use_mnnvl is not None:
+            warn_deprecated("HybridEPBuffer", "use_mnnvl")
+        with Call("HybridEPBuffer"):
+            check_least("hidden_dim", hidden_dim)
+            check_least("num_local_experts", num_local_experts)
+        ranks = Group.of(group)
+        self.group = group
+        self.rank: int = ranks.rank
+        self.group_size: int = ranks.num_ranks
+        domain = ranks_per_domain(ranks)
+        self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = domain
+        self.local_rank: int = self.rank % domain
+        self.node_rank: int = self.rank // domain
+        self.num_of_nodes: int = self.group_size // domain
+        self.runtime = ExchangePool(ranks, TIMEOUT)
+        # Callers give their own T, which need not be that of others.
+        capacity = max(self.runtime.largest(max_num_of_tokens_per_rank), MIN_CAPACITY)
+        self.configurer = HybridEPConfigurer(
+            HybridEPConfig(
+                hidden_dim=hidden_dim,
+                max_num_of_tokens_per_rank=round_up(capacity, 64),
+                num_of_experts_per_rank=num_local_experts,
+                num_of_ranks_per_node=domain,
+                num_of_nodes=self.num_of_nodes,
+                use_fp8=use_fp8,
+                num_of_blocks_dispatch_api=num_sms_dispatch_api or 0,
+                num_of_blocks_combine_api=num_sms_combine_api or 0,
+                num_of_blocks_preprocessing_api=num_sms_preprocessing_api or 0,
+                num_blocks_permute=num_blocks_permute or 0,
+                num_blocks_unpermute=num_blocks_unpermute or 0,
+            )
+        )
+
+    def empty_jit_cache(self) -> None:
+        """Nothing: Weft compiles no kernels while it runs."""
+
+    def update_template_config(
+        self,
+        hidden_dim: int | None = None,
+        num_of_tokens_per_rank: int | None = None,
+        num_local_experts: int | None = None,
+        pad_multiple: int | None = None,
+        use_fp8: bool | None = None,
+        fuse_permute_dispatch: bool = False,
+        **kwargs: Any,
+    ) -> HybridEPConfig:
+        """Raises the capacity to num_of_tokens_per_rank, the same on all ranks; never lowers it.
+
+        The other arguments only appear in the settings that are returned, kwargs as attributes of
+        their own. An exchange that is too small is replaced at its next use (collective); handles
+        keep working.
+        """
+        if num_of_tokens_per_rank is not None:
+            self._raise_capacity(num_of_tokens_per_rank)
+        given = {
+            "hidden_dim": hidden_dim,
+            "num_of_experts_per_rank": num_local_experts,
+            "pad_multiple": pad_multiple or None,
+            "use_fp8": None if use_fp8 is None else bool(use_fp8),
+            "fuse_permute_dispatch": bool(fuse_permute_dispatch),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        made = dataclasses.replace(self._settings, **given)
+        vars(made).update(kwargs)
+        return made
+
+    @property
+    def _settings(self) -> HybridEPConfig:
+        return self.configurer.buffer_config
+
+    def _raise_capacity(self, num_tokens: int) -> None:
+        """The tokens of a rank that need no growth. Never lowers it."""
+        most = max(self._settings.max_num_of_tokens_per_rank, round_up(num_tokens, 16))
+        self._settings.max_num_of_tokens_per_rank = most
+
+    def _routed(
+        self, payload: Payload, given: tuple, num_experts: tuple, non_blocking: bool
+    ) -> tuple[Routing, Exchange]:
+        """The routing that a caller has given (see `routing_of`), and the exchange to plan it on.
+
+        num_experts: of all ranks, of each rank; without either a map says it, or the buffer.
+        """
+        total, per_rank = num_experts
+        if total is not None and per_rank is not None:
+            check(
+                total == per_rank * self.group_size,
+                f"num_of_experts = {total}, num_of_experts_per_rank = {per_rank} "
+                f"(expected {per_rank * self.group_size} with {self.group_size} ranks)",
+            )
+        if total is None and per_rank is None and given[2] is not None:
+            per_rank = self._settings.num_of_experts_per_rank
+        if per_rank is not None:
+            total = per_rank * self.group_size
+        routing = routing_of(given, total, may_wait=not non_blocking)
+        if non_blocking and payload.device.type == "cuda":
+            # Nobody waits to learn of another rank's T: as with deep_ep it is then the same.
+            self._raise_capacity(payload.num_tokens)
+        return routing, self.runtime.get(
+            (payload.hidden, routing.map.size(1), payload.device),
+            self._settings.max_num_of_tokens_per_rank,
+            lambda: max(MIN_TOPK, routing.most_routes()),
+        )
 
     def dispatch_with_permute(
         self,
@@ -91,45 +228,45 @@ class HybridEPBuffer(HybridEPSetup):
         GPU is not read, which would wait.
         Without waiting a GPU cannot learn of another rank's T: one above the buffer's capacity must
         then be the same on all ranks (`update_template_config` raises the capacity beforehand).
-        Raises InvalidArgument (also an AssertionError).
         """
-        verb = "dispatch_with_permute"
+        name = "dispatch_with_permute"
         if num_dispatched_tokens is not None:
-            warn_deprecated(verb, "num_dispatched_tokens")
+            warn_deprecated(name, "num_dispatched_tokens")
         if use_host_meta is not None:
-            warn_deprecated(verb, "use_host_meta", "read as: not non_blocking")
+            warn_deprecated(name, "use_host_meta", "read as: not non_blocking")
             non_blocking = not use_host_meta
-        check(
-            not use_fp8 or is_bytes(hidden),
-            f"{verb}: use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
-        )
-        tokens_per_expert = None
-        if handle is None:
-            experts = self._num_experts(verb, num_of_experts, num_of_experts_per_rank, topk_idx)
-            given = (routing_map, probs, topk_idx, topk_weights)
-            routing = routing_of(verb, given, experts, may_wait=not non_blocking)
-            exchange = self._exchange(verb, hidden, routing, non_blocking)
-            rows = _rows_of(verb, num_permuted_tokens, pad_multiple, non_blocking)
-            plan, out = exchange.plan_and_dispatch(
-                routing.refused,
-                hidden,
-                routing.probs,
-                scales_of(hidden, scaling_factor),
-                routing_map=routing.accepted,
-                layout="expert_major",
-                pad_multiple=pad_multiple or 1,
-                row_budget=rows,
-                overflow="drop" if non_blocking else "error",
-                num_sms=self._sms(hidden, "num_of_blocks_dispatch_api"),
+        with Call(name) as call:
+            payload = _payload(hidden, scaling_factor)
+            check(
+                not use_fp8 or hidden.element_size() == 1,
+                f"use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
             )
-            # This comes after the launch, which a GPU awaits once it has told the number of rows.
-            config = self._config(hidden, plan, pad_multiple, fuse_permute_dispatch)
-            handle = PermuteHandle(plan, config, has_budget=non_blocking)
-            tokens_per_expert = _counts(handle, on_host=not non_blocking)
-        else:
-            _check_reuse(verb, handle, num_permuted_tokens, pad_multiple)
-            routing = (probs, topk_idx, topk_weights)
-            out = self._send_by(handle.plan, hidden, scaling_factor, *routing)
+            if handle is not None:
+                _check_reuse(handle, num_permuted_tokens, pad_multiple)
+                out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
+                tokens_per_expert = None
+            else:
+                given = (routing_map, probs, topk_idx, topk_weights)
+                experts = (num_of_experts, num_of_experts_per_rank)
+                routing, exchange = self._routed(payload, given, experts, non_blocking)
+                call.plans(
+                    exchange,
+                    layout="expert_major",
+                    pad_multiple=pad_multiple or 1,
+                    row_budget=_rows_of(num_permuted_tokens, pad_multiple, non_blocking),
+                    overflow="drop" if non_blocking else "error",
+                )
+                out = payload.send(
+                    call,
+                    routing.refused,
+                    routing.probs,
+                    num_sms=self._settings.num_of_blocks_dispatch_api,
+                    routing_map=routing.accepted,
+                )
+                # After the launch, which a GPU awaits once it has told the number of rows.
+                config = self._config(hidden, out.plan, pad_multiple, fuse_permute_dispatch)
+                handle = PermuteHandle(out.plan, config, has_budget=non_blocking)
+                tokens_per_expert = _counts(handle, on_host=not non_blocking)
         row_probs = None if out.weights is None else out.weights.view(-1)
         return out.rows, row_probs, out.scales, tokens_per_expert, handle
 
@@ -149,16 +286,16 @@ class HybridEPBuffer(HybridEPSetup):
         and rounded, then ranks are, in ascending order. probs fp32 [P]. Padding and slack rows are
         not read. Returns ([T, H], fp32 [T, E] or None): zeros for tokens without rows, and for
         probabilities where the handle's routing has no route.
-        Raises InvalidArgument (also an AssertionError).
         """
-        verb = "combine_with_unpermute"
+        name = "combine_with_unpermute"
         del fuse_unpermute_combine  # the same either way
         if num_dispatched_tokens is not None:
-            warn_deprecated(verb, "num_dispatched_tokens")
-        _check_reuse(verb, handle, None, pad_multiple)
-        return self._bring_back(
-            handle.plan, hidden, None if probs is None else probs.reshape(-1, 1)
-        )
+            warn_deprecated(name, "num_dispatched_tokens")
+        with Call(name) as call:
+            _check_reuse(handle, None, pad_multiple)
+            call.by("combine", handle.plan)
+            row_probs = None if probs is None else probs.reshape(-1, 1)
+            return self._bring_back(call, hidden, row_probs)
 
     # One row for each token on each rank. D: ranks of an NVLink domain.
 
@@ -185,35 +322,33 @@ class HybridEPBuffer(HybridEPSetup):
         Returns (rows, probs, scaling_factor, handle): rows [N, H] by source rank, then token;
         probs fp32 [N, El * D]: the columns of this rank's experts within its domain, zero where a
         row has no route, zero in the other columns; None if not given.
-        Raises InvalidArgument (also an AssertionError).
         """
-        verb = "dispatch"
         del num_dispatched_tokens_tensor
-        if handle is not None:
-            check_handle(verb, handle, PlainHandle)
-            routing = (probs, topk_idx, topk_weights)
-            out = self._send_by(handle.plan, hidden, scaling_factor, *routing)
-            return out.rows, self._columns_of(handle, out.weights), out.scales, handle
-        experts = self._num_experts(verb, num_of_experts, None, topk_idx)
-        given = (routing_map, probs, topk_idx, topk_weights)
-        routing = routing_of(verb, given, experts, may_wait=num_dispatched_tokens is None)
-        rows = None
-        if num_dispatched_tokens is not None:
-            rows = count_of(verb, "num_dispatched_tokens", num_dispatched_tokens)
-        exchange = self._exchange(verb, hidden, routing, non_blocking=rows is not None)
-        plan = exchange.plan(
-            routing.refused, routing_map=routing.accepted, layout="rank_major", row_budget=rows
-        )
-        chosen = numbers(topk_of_map(routing.map, plan.topk))
-        scales = [one for one in [scales_of(hidden, scaling_factor)] if one is not None]
-        num_sms = self._sms(hidden, "num_of_blocks_dispatch_api")
-        _, out, (ids, *scales) = send_beside(
-            exchange, plan, hidden, routing.probs, (chosen, *scales), num_sms=num_sms
-        )
-        ids = received_topk(plan, received_numbers(plan, ids))
-        handle = PlainHandle(plan, self._config(hidden, plan, None, False), ids)
-        row_probs = self._columns_of(handle, out.weights)
-        return out.rows, row_probs, scales[0] if scales else None, handle
+        with Call("dispatch") as call:
+            payload = _payload(hidden, scaling_factor)
+            if handle is not None:
+                check_handle(handle, PlainHandle)
+                out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
+                return out.rows, self._columns_of(handle, out.weights), out.scales, handle
+            given, budget = (routing_map, probs, topk_idx, topk_weights), None
+            if num_dispatched_tokens is not None:
+                budget = count_of("num_dispatched_tokens", num_dispatched_tokens)
+            routing, exchange = self._routed(
+                payload, given, (num_of_experts, None), non_blocking=budget is not None
+            )
+            plan = exchange.plan(
+                routing.refused,
+                routing_map=routing.accepted,
+                layout="rank_major",
+                row_budget=budget,
+            )
+            call.by("dispatch", plan)
+            chosen = numbers(topk_of_map(routing.map, plan.topk))
+            num_sms = self._settings.num_of_blocks_dispatch_api
+            out = payload.send(call, None, routing.probs, (chosen,), num_sms)
+            ids = received_topk(plan, received_numbers(plan, out.beside[0]))
+            handle = PlainHandle(plan, self._config(hidden, plan), ids)
+        return out.rows, self._columns_of(handle, out.weights), out.scales, handle
 
     def combine(
         self,
@@ -225,37 +360,39 @@ class HybridEPBuffer(HybridEPSetup):
 
         hidden [N, H] bf16, fp16 or fp32; probs fp32 [N, El * D], of which this rank's columns are
         read where a row has a route. Returns ([T, H], fp32 [T, E] or None), zero without routes.
-        Raises InvalidArgument (also an AssertionError).
         """
-        check_handle("combine", handle, PlainHandle)
-        plan = handle.plan
-        row_probs = None
-        if probs is not None:
-            shape = (plan.num_rows, self._num_columns(plan))
-            check(
-                probs.shape == shape,
-                f"combine: probs has shape {list(probs.shape)} (expected {list(shape)})",
-            )
-            at = self._first_column(plan) + handle.ids.clamp(min=0).to(torch.int64)
-            row_probs = torch.where(handle.ids >= 0, probs.gather(1, at), 0.0)
-        return self._bring_back(plan, hidden, row_probs)
+        with Call("combine") as call:
+            check_handle(handle, PlainHandle)
+            plan = call.by("combine", handle.plan)
+            row_probs = None
+            if probs is not None:
+                check_tensor("probs", probs, None, [plan.num_rows, self._num_columns(plan)])
+                at = self._first_column(plan) + handle.ids.clamp(min=0).to(torch.int64)
+                row_probs = torch.where(handle.ids >= 0, probs.gather(1, at), 0.0)
+            return self._bring_back(call, hidden, row_probs)
 
-    def _send_by(
-        self, plan: Plan, hidden: Tensor, scaling_factor: Tensor | None, *routing: Tensor | None
-    ) -> Dispatched:
-        """Along the plan of a handle; routing: probs, or topk_idx and topk_weights in its place."""
+    def _again(
+        self, call: Call, handle: HybridEPHandle, payload: Payload, routing: tuple
+    ) -> Received:
+        """The way of a handle. routing: probs, or topk_idx and topk_weights in its place."""
         probs, topk_idx, topk_weights = routing
+        plan = call.by("dispatch", handle.plan)
         if topk_idx is not None and topk_weights is not None:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
-        scales = scales_of(hidden, scaling_factor)
-        num_sms = self._sms(hidden, "num_of_blocks_dispatch_api")
-        return plan.exchange.dispatch(plan, hidden, probs, scales, num_sms=num_sms)
+        return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)
 
     def _bring_back(
-        self, plan: Plan, hidden: Tensor, row_probs: Tensor | None
+        self, call: Call, hidden: Tensor, row_probs: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        num_sms = self._sms(hidden, "num_of_blocks_combine_api")
-        return tuple(plan.exchange.combine(plan, hidden, row_probs, num_sms=num_sms))
+        num_sms = self._settings.num_of_blocks_combine_api
+        return tuple(bring_back(call, hidden, row_probs, num_sms=num_sms))
+
+    def _config(
+        self, hidden: Tensor, plan: Plan, pad_multiple: int | None = None, fuse: bool = False
+    ) -> HybridEPConfig:
+        """The settings of a call."""
+        sizes = (hidden.size(1), None, plan.num_local_experts, pad_multiple)
+        return self.update_template_config(*sizes, hidden.element_size() == 1, fuse)
 
     def _first_column(self, plan: Plan) -> int:
         """The first of this rank's experts among those of its domain."""
@@ -274,21 +411,22 @@ class HybridEPBuffer(HybridEPSetup):
         return scatter_columns(at, row_weights, self._num_columns(plan))
 
 
-def _rows_of(
-    verb: str, num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: bool
-) -> int | None:
+def _payload(hidden: Tensor, scaling_factor: Tensor | None) -> Payload:
+    """Scaling factors travel beside rows of one byte only."""
+    has_scales = scaling_factor is not None and hidden.element_size() == 1
+    return Payload((hidden, scaling_factor) if has_scales else hidden, None, "hidden")
+
+
+def _rows_of(num_permuted_tokens: Any, pad_multiple: int | None, non_blocking: bool) -> int | None:
     """Rows to allocate; None: as many as are needed."""
-    check(
-        num_permuted_tokens is not None or not non_blocking,
-        "The num_permuted_tokens is required for non-blocking mode.",
-    )
     if num_permuted_tokens is None:
+        check(not non_blocking, "The num_permuted_tokens is required for non-blocking mode.")
         return None
-    rows = count_of(verb, "num_permuted_tokens", num_permuted_tokens)
+    rows = count_of("num_permuted_tokens", num_permuted_tokens)
     check(
         not non_blocking or not pad_multiple or rows % pad_multiple == 0,
-        f"{verb}: num_permuted_tokens = {rows} (expected a multiple of pad_multiple = "
-        f"{pad_multiple} in non-blocking mode)",
+        f"num_permuted_tokens = {rows} (expected a multiple of pad_multiple = {pad_multiple} in "
+        "non-blocking mode)",
     )
     return rows
 
@@ -304,18 +442,18 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
 
 
 def _check_reuse(
-    verb: str, handle: HybridEPHandle, num_permuted_tokens: Any, pad_multiple: int | None
+    handle: HybridEPHandle, num_permuted_tokens: Any, pad_multiple: int | None
 ) -> None:
-    check_handle(verb, handle, PermuteHandle)
+    check_handle(handle, PermuteHandle)
     plan = handle.plan
     check(
         not pad_multiple or pad_multiple == plan.pad_multiple,
-        f"{verb}: pad_multiple = {pad_multiple} (the handle has {plan.pad_multiple})",
+        f"pad_multiple = {pad_multiple} (the handle has {plan.pad_multiple})",
     )
     is_on_gpu = isinstance(num_permuted_tokens, Tensor) and num_permuted_tokens.is_cuda
     if num_permuted_tokens is not None and not is_on_gpu:
-        rows = count_of(verb, "num_permuted_tokens", num_permuted_tokens)
+        rows = count_of("num_permuted_tokens", num_permuted_tokens)
         check(
             rows == plan.num_rows,
-            f"{verb}: num_permuted_tokens = {rows} (the handle has {plan.num_rows} rows)",
+            f"num_permuted_tokens = {rows} (the handle has {plan.num_rows} rows)",
         )

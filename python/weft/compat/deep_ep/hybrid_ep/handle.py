@@ -15,7 +15,7 @@ from weft import Plan
 
 from ..handles import PlanHandle, on_host
 from ..layout import scatter_columns
-from .setup import HybridEPConfig
+from .settings import HybridEPConfig
 
 _PRIVATE = ("sparse_to_dense_map", "rdma_to_attn_map", "dense_chunk_layout")
 

@@ -8,23 +8,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft import Unsupported
 from weft.fp8 import GROUP, to_fp8, to_ue8m0
 from weft.streams import StreamCall
 
 from ..checks import (
+    INTEGERS,
+    Call,
+    NotInWeft,
     check,
     check_experts,
     check_handle,
     check_least,
+    check_optional,
     check_routing,
     check_tensor,
-    check_topk,
-    refused_by_all,
 )
-from ..events import EventHandle, EventOverlap
 from ..layout import routes_of
 from ..runtime import Runtime
+from ..utils import EventHandle, EventOverlap
 from .rows import LowLatencyHandle, RankMask, dispatch_blocks, put_back
 
 Hook = Callable[[], None]
@@ -39,7 +40,7 @@ class LowLatencyMode:
     low_latency_mode: bool
     enable_shrink: bool
     _mask: RankMask
-    _runtime: Callable[[str], Runtime]
+    _runtime: Callable[[], Runtime]
 
     @torch.no_grad()
     def low_latency_dispatch(
@@ -79,51 +80,62 @@ class LowLatencyMode:
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
         NVFP4 raises `weft.Unsupported`.
         """
-        verb = "low_latency_dispatch"
-        runtime = self._low_latency(verb)
-        if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
-            raise Unsupported(f"{verb}: NVFP4 is asked for (bf16 or FP8)", "unsupported")
         num_max, local = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
         stats = cumulative_local_expert_recv_stats
-        _check_sizes(x, topk_idx, num_max, num_experts, self.group_size)
-        exchange = runtime.exchanges.get(
-            hidden=x.size(1),
-            num_experts=num_experts,
-            device=x.device,
-            max_tokens=num_max,
-            max_topk=topk_idx.size(1),
-        )
-        options = {"layout": "expert_strided", "expert_stride": self.group_size * num_max}
-        with refused_by_all(exchange, **options):
-            _check_tokens(x, topk_idx, topk_weights, num_max)
-            _check_fp8(x, use_fp8, round_scale, use_ue8m0)
-            _check_finish(verb, async_finish, return_recv_hook)
-            name = f"{verb}: cumulative_local_expert_recv_stats"
-            check_tensor(name, stats, torch.int32, [local])
-            self._check_waits(verb, "dispatch", dispatch_wait_recv_cost_stats)
-        inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
-        with runtime.stream.call(x.device, inputs, async_finish=is_async) as call:
-            routes = routes_of(topk_idx, num_experts)
-            if self._mask:
-                routes = self._mask.without_routes(routes, local)
-            rows, scales = to_fp8(x, round_scale) if use_fp8 else (x, None)
-            if use_fp8 and use_ue8m0:
-                scales = to_ue8m0(scales)
-            plan, blocks = dispatch_blocks(exchange, routes, rows, scales, topk_weights, num_max)
-            handle = LowLatencyHandle(plan, blocks.sources, num_max)
-            if self._mask:
-                blocks = blocks.in_order(handle.keep(self._mask.is_kept(handle.source_rank)))
-            recv_x = blocks.rows if scales is None else (blocks.rows, blocks.scales(scales.dtype))
-            recv_count = handle.count.to(torch.int32)
-            if stats is not None:
-                stats += recv_count
-            between = ()
-            if topk_weights is not None:
-                between = (blocks.weights, handle.source_rank.to(torch.int32))
-            parts = recv_x if isinstance(recv_x, tuple) else ()
-            call.returns(*blocks, recv_count, *between, *parts)
-        finish = (handle, *_finish(call, async_finish, return_recv_hook))
-        return recv_x, recv_count, *between, *finish
+        with Call("low_latency_dispatch") as call:
+            runtime = self._low_latency(async_finish, return_recv_hook)
+            if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
+                raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
+            # These are the same on all ranks.
+            check_tensor("x", x, torch.bfloat16, ["T", "H"])
+            hidden, multiple = x.size(1), _ROW_MULTIPLE
+            if use_fp8:
+                multiple = 4 * GROUP if use_ue8m0 else GROUP
+            check(
+                round_scale or not use_ue8m0,
+                "use_ue8m0 without round_scale (it packs powers of two)",
+            )
+            check(
+                hidden > 0 and hidden % multiple == 0,
+                f"x has {hidden} columns (expected a positive multiple of {multiple})",
+            )
+            check_least("num_max_dispatch_tokens_per_rank", num_max)
+            check_routing(topk_idx)
+            check_experts(num_experts, self.group_size)
+            key = (hidden, num_experts, x.device)
+            exchange = runtime.exchanges.get(key, num_max, topk_idx.size(1))
+            call.plans(exchange, layout="expert_strided", expert_stride=self.group_size * num_max)
+            check(
+                x.size(0) <= num_max,
+                f"x has {x.size(0)} rows (expected at most "
+                f"num_max_dispatch_tokens_per_rank = {num_max})",
+            )
+            check_routing(topk_idx, topk_weights, x.size(0))
+            check_optional("cumulative_local_expert_recv_stats", stats, torch.int32, [local])
+            waits = dispatch_wait_recv_cost_stats
+            check_optional("dispatch_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
+            inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
+            with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
+                routes = routes_of(topk_idx, num_experts)
+                if self._mask:
+                    routes = self._mask.without_routes(routes, local)
+                rows, scales = to_fp8(x, round_scale) if use_fp8 else (x, None)
+                if use_fp8 and use_ue8m0:
+                    scales = to_ue8m0(scales)
+                plan, blocks = dispatch_blocks(call, routes, rows, scales, topk_weights, num_max)
+                handle = LowLatencyHandle(plan, blocks.sources, num_max)
+                if self._mask:
+                    blocks = blocks.in_order(handle.keep(self._mask.is_kept(handle.source_rank)))
+                parts = () if scales is None else (blocks.rows, blocks.scales(scales.dtype))
+                recv_count = handle.count.to(torch.int32)
+                if stats is not None:
+                    stats += recv_count
+                between = ()
+                if topk_weights is not None:
+                    between = (blocks.weights, handle.source_rank.to(torch.int32))
+                work.returns(*blocks, recv_count, *between, *parts)
+        finish = _finish(work, async_finish, return_recv_hook)
+        return parts or blocks.rows, recv_count, *between, handle, *finish
 
     @torch.no_grad()
     def low_latency_combine(
@@ -154,50 +166,48 @@ class LowLatencyMode:
         use_logfmt only says that a loss is allowed; rows travel as they are.
         combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`.
         """
-        verb = "low_latency_combine"
-        runtime = self._low_latency(verb)
-        if overlap or src_signals is not None or src_signal_expect_value != 0:
-            raise Unsupported(
-                f"{verb}: overlap is asked for (a call begins when x is whole)", "unsupported"
-            )
-        check_handle(verb, handle, LowLatencyHandle)
-        plan = handle.plan
-        with refused_by_all(plan.exchange, "combine", plan):
-            _check_combine(x, topk_idx, topk_weights, handle, out)
-            _check_finish(verb, async_finish, return_recv_hook)
-            self._check_waits(verb, "combine", combine_wait_recv_cost_stats)
-            check(
-                not (zero_copy and use_logfmt),
-                f"{verb}: use_logfmt beside zero_copy (one of the two)",
-            )
+        with Call("low_latency_combine") as call:
+            runtime = self._low_latency(async_finish, return_recv_hook)
+            if overlap or src_signals is not None or src_signal_expect_value != 0:
+                what = "overlap is asked for (a call begins when x is whole)"
+                raise NotInWeft(f"low_latency_combine: {what}")
+            check_handle(handle, LowLatencyHandle)
+            plan = call.by("combine", handle.plan)
+            check_tensor("x", x, torch.bfloat16, handle.shape)
+            shape = [plan.num_tokens, plan.topk]
+            check_tensor("topk_idx", topk_idx, INTEGERS, shape)
+            check_tensor("topk_weights", topk_weights, torch.float32, shape)
+            check_optional("out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
+            waits = combine_wait_recv_cost_stats
+            check_optional("combine_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
+            check(not (zero_copy and use_logfmt), "use_logfmt beside zero_copy (one of the two)")
             check(
                 not zero_copy or handle.combine_rows is not None,
-                f"{verb}: zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
+                "zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
             )
-        rows = handle.combine_rows if zero_copy else x
-        inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
-        with runtime.stream.call(rows.device, inputs, async_finish=is_async) as call:
-            if handle.order is not None:
-                rows = put_back(rows, handle.order, handle.is_row)
-            routes = topk_idx
-            if self._mask:  # also of ranks that were masked since the dispatch
-                routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
-            combined, _ = plan.exchange.combine(
-                plan,
-                rows.reshape(-1, handle.hidden),
-                scale="source",
-                source_weights=topk_weights.masked_fill(routes < 0, 0.0),
-            )
-            if out is not None:
-                combined = out.copy_(combined)
-            call.returns(combined)
-        return combined, *_finish(call, async_finish, return_recv_hook)
+            rows = handle.combine_rows if zero_copy else x
+            inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
+            with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
+                if handle.order is not None:
+                    rows = put_back(rows, handle.order, handle.is_row)
+                routes = topk_idx
+                if self._mask:  # also of ranks that were masked since the dispatch
+                    routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
+                rows = rows.reshape(-1, handle.hidden)
+                weights = topk_weights.masked_fill(routes < 0, 0.0)
+                combined, _ = call.begin().combine(
+                    plan, rows, scale="source", source_weights=weights
+                )
+                if out is not None:
+                    combined = out.copy_(combined)
+                work.returns(combined)
+        return combined, *_finish(work, async_finish, return_recv_hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
-        verb = "get_next_low_latency_combine_buffer"
-        self._low_latency(verb)
-        check_handle(verb, handle, LowLatencyHandle)
+        with Call("get_next_low_latency_combine_buffer"):
+            self._low_latency()
+            check_handle(handle, LowLatencyHandle)
         if handle.combine_rows is None:
             device = handle.plan.exchange.device
             handle.combine_rows = torch.empty(handle.shape, dtype=torch.bfloat16, device=device)
@@ -207,42 +217,41 @@ class LowLatencyMode:
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
         """Nothing: a call leaves nothing behind that the next one must not see."""
-        self._low_latency("clean_low_latency_buffer")
+        with Call("clean_low_latency_buffer"):
+            self._low_latency()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Masks a rank, or takes it in again. Needs enable_shrink=True."""
-        self._check_shrink("low_latency_update_mask_buffer")
-        check(
-            0 <= rank_to_mask < self.group_size,
-            f"low_latency_update_mask_buffer: rank_to_mask = {rank_to_mask} "
-            f"(expected 0 to {self.group_size - 1})",
-        )
+        with Call("low_latency_update_mask_buffer"):
+            self._check_shrink()
+            most = self.group_size - 1
+            is_rank = 0 <= rank_to_mask <= most
+            check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
         self._mask.is_masked[rank_to_mask] = mask
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [R] with 1 for masked ranks, else 0."""
-        self._check_shrink("low_latency_query_mask_buffer")
-        name = "low_latency_query_mask_buffer: mask_status"
-        check_tensor(name, mask_status, torch.int32, [self.group_size])
+        with Call("low_latency_query_mask_buffer"):
+            self._check_shrink()
+            check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
         mask_status.copy_(self._mask.status())
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Local. Takes all ranks in again."""
-        self._check_shrink("low_latency_clean_mask_buffer")
+        with Call("low_latency_clean_mask_buffer"):
+            self._check_shrink()
         self._mask = RankMask(self.group_size)
 
-    def _check_shrink(self, verb: str) -> None:
-        self._runtime(verb)
-        check(self.enable_shrink, f"{verb}: enable_shrink is False (the buffer needs it)")
+    def _check_shrink(self) -> None:
+        self._runtime()
+        check(self.enable_shrink, "enable_shrink is False (the buffer needs it)")
 
-    def _low_latency(self, verb: str) -> Runtime:
-        runtime = self._runtime(verb)
-        check(self.low_latency_mode, f"{verb}: low_latency_mode is False (the buffer needs it)")
+    def _low_latency(self, async_finish: bool = False, return_recv_hook: bool = False) -> Runtime:
+        runtime = self._runtime()
+        check(self.low_latency_mode, "low_latency_mode is False (the buffer needs it)")
+        is_one = not (async_finish and return_recv_hook)
+        check(is_one, "async_finish beside return_recv_hook (one of the two)")
         return runtime
-
-    def _check_waits(self, verb: str, name: str, stats: Tensor | None) -> None:
-        name = f"{verb}: {name}_wait_recv_cost_stats"
-        check_tensor(name, stats, torch.int64, [self.group_size])
 
 
 def _finish(
@@ -251,64 +260,3 @@ def _finish(
     event = EventHandle.of(call.event)
     hook = event.current_stream_wait if return_recv_hook else None
     return EventOverlap(event if async_finish else None), hook
-
-
-def _check_sizes(
-    x: Tensor, topk_idx: Tensor, num_max: int, num_experts: int, num_ranks: int
-) -> None:
-    """These are the same on all ranks."""
-    verb = "low_latency_dispatch"
-    check(
-        x.dtype == torch.bfloat16 and x.dim() == 2,
-        f"{verb}: x is {x.dtype} {list(x.shape)} (expected torch.bfloat16 [T, H])",
-    )
-    check(
-        x.size(1) > 0 and x.size(1) % _ROW_MULTIPLE == 0,
-        f"{verb}: x has {x.size(1)} columns (expected a positive multiple of {_ROW_MULTIPLE})",
-    )
-    check_least(f"{verb}: num_max_dispatch_tokens_per_rank", num_max)
-    check_topk(verb, topk_idx)
-    check_experts(verb, num_experts, num_ranks)
-
-
-def _check_tokens(x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, num_max: int) -> None:
-    """These may differ between ranks."""
-    verb = "low_latency_dispatch"
-    check(
-        x.size(0) <= num_max,
-        f"{verb}: x has {x.size(0)} rows (expected at most num_max_dispatch_tokens_per_rank = "
-        f"{num_max})",
-    )
-    check_routing(verb, topk_idx, topk_weights, x.size(0))
-
-
-def _check_fp8(x: Tensor, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
-    verb = "low_latency_dispatch"
-    check(
-        round_scale or not use_ue8m0,
-        f"{verb}: use_ue8m0 without round_scale (it packs powers of two)",
-    )
-    multiple = 4 * GROUP if use_ue8m0 else GROUP
-    check(
-        not use_fp8 or x.size(1) % multiple == 0,
-        f"{verb}: x has {x.size(1)} columns (expected a multiple of {multiple} for its scales)",
-    )
-
-
-def _check_combine(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: LowLatencyHandle, out: Tensor | None
-) -> None:
-    verb, plan = "low_latency_combine", handle.plan
-    check_tensor(f"{verb}: x", x, torch.bfloat16, handle.shape)
-    check_topk(verb, topk_idx)
-    shape = [plan.num_tokens, plan.topk]
-    check_tensor(f"{verb}: topk_idx", topk_idx, topk_idx.dtype, shape)
-    check_tensor(f"{verb}: topk_weights", topk_weights, torch.float32, shape)
-    check_tensor(f"{verb}: out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
-
-
-def _check_finish(verb: str, async_finish: bool, return_recv_hook: bool) -> None:
-    check(
-        not (async_finish and return_recv_hook),
-        f"{verb}: async_finish beside return_recv_hook (one of the two)",
-    )

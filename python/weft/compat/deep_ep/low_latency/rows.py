@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Exchange, Plan
+from weft import Plan
 
+from ..checks import Call
 from ..handles import PlanHandle
 
 
@@ -40,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 def dispatch_blocks(
-    exchange: Exchange,
+    call: Call,
     routes: Tensor,
     rows: Tensor,
     scales: Tensor | None,
@@ -48,15 +49,14 @@ def dispatch_blocks(
     num_max: int,
 ) -> tuple[Plan, Blocks]:
     """Collective. rows [T, H], scales [T, S] of four bytes, routes and float32 weights [T, K]."""
+    exchange = call.exchange
     first = exchange.rank * num_max
     sources = torch.arange(first, first + rows.size(0), dtype=torch.int32, device=rows.device)
     beside = sources.unsqueeze(1)
     if scales is not None:
         beside = torch.cat([scales.view(torch.int32), beside], dim=1)
     stride = exchange.num_ranks * num_max
-    plan, out = exchange.plan_and_dispatch(
-        routes, rows, weights, beside, layout="expert_strided", expert_stride=stride
-    )
+    plan, out = call.begin().plan_and_dispatch(routes, rows, weights, beside, **call.options)
     blocks = (plan.num_local_experts, stride)
     return plan, Blocks(
         out.rows.view(*blocks, rows.size(1)),

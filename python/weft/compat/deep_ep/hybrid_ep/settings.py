@@ -1,20 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routing that callers of `HybridEPBuffer` give, as a bool map with dense weights."""
+"""The settings of a `HybridEPBuffer`, and the forms in which callers give a routing."""
 
 import dataclasses
 import operator
-from typing import Any
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..checks import BadCall, check, check_integers, check_least
+from ..checks import INTEGERS, BadCall, check, check_least, check_tensor
 from ..layout import scatter_columns
-from ..payload import row_major
+
+MIN_CAPACITY = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class Routing:
+@dataclasses.dataclass
+class HybridEPConfig:
+    """What a handle carries of the buffer's settings. SM and block counts: 0 = chosen by Weft."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    use_fp8: bool = False
+    pad_multiple: int = 0
+    fuse_permute_dispatch: bool = False
+    num_of_blocks_dispatch_api: int = 0
+    num_of_blocks_combine_api: int = 0
+    num_of_blocks_preprocessing_api: int = 0
+    num_blocks_permute: int = 0
+    num_blocks_unpermute: int = 0
+
+
+@dataclasses.dataclass
+class HybridEPConfigurer:
+    """Keeps the buffer's settings, which calls copy and change."""
+
+    buffer_config: HybridEPConfig
+
+
+class Routing(NamedTuple):
     """A map [T, E] and probs fp32 [T, E] or None; `refused` are indices that a plan must refuse."""
 
     map: Tensor
@@ -33,7 +60,7 @@ class Routing:
 
 
 def routing_of(
-    verb: str, given: tuple[Tensor | None, ...], num_experts: int | None, may_wait: bool
+    given: tuple[Tensor | None, ...], num_experts: int | None, may_wait: bool
 ) -> Routing:
     """given: routing_map, probs, topk_idx, topk_weights. A map counts if indices are given too.
 
@@ -42,21 +69,11 @@ def routing_of(
     """
     routing_map, probs, topk_idx, topk_weights = given
     if routing_map is not None:
-        check(
-            routing_map.dtype == torch.bool and routing_map.dim() == 2,
-            f"{verb}: routing_map is {routing_map.dtype} {list(routing_map.shape)} "
-            "(expected bool [tokens, experts])",
-        )
-        check(
-            num_experts is None or routing_map.size(1) == num_experts,
-            f"{verb}: routing_map has {routing_map.size(1)} columns "
-            f"(expected {num_experts}, the experts of all ranks)",
-        )
+        check_tensor("routing_map", routing_map, torch.bool, ["T", num_experts or "E"])
         return Routing(routing_map, probs)
-    no_routing = f"{verb}: no routing (expected a handle, routing_map or topk_idx)"
-    check(topk_idx is not None, no_routing)
-    check_integers(verb, topk_idx)
-    check(num_experts is not None, f"{verb}: num_of_experts is None (required with topk_idx)")
+    check(topk_idx is not None, "no routing (expected a handle, routing_map or topk_idx)")
+    check_tensor("topk_idx", topk_idx, INTEGERS, ["T", "K"])
+    check(num_experts is not None, "num_of_experts is None (required with topk_idx)")
     routes = scatter_columns(topk_idx, None, num_experts)
     if topk_weights is not None:
         probs = scatter_columns(topk_idx, topk_weights, num_experts)
@@ -67,23 +84,15 @@ def routing_of(
     return Routing(routes, probs, refused)
 
 
-def count_of(verb: str, name: str, value: Any) -> int:
+def count_of(name: str, value: Any) -> int:
     """`value` (an int, or anything with __index__: a 0-d tensor) as an int of at least 0."""
     try:
         count = operator.index(value)
     except TypeError:
-        raise BadCall(f"{verb}: {name} = {value!r} (expected an integer)") from None
-    check_least(f"{verb}: {name}", count, 0)
+        raise BadCall(f"{name} = {value!r} (expected an integer)") from None
+    check_least(name, count, 0)
     return count
 
 
-def is_bytes(hidden: Tensor) -> bool:
-    """Whether rows are of a one-byte dtype, which is moved but never computed with."""
-    return hidden.element_size() == 1
-
-
-def scales_of(hidden: Tensor, scaling_factor: Tensor | None) -> Tensor | None:
-    """The scaling factors that travel: none beside rows of a wider dtype."""
-    if scaling_factor is None or not is_bytes(hidden):
-        return None
-    return row_major(scaling_factor)
+def warn_deprecated(verb: str, name: str, what: str = "ignored") -> None:
+    warnings.warn(f"{verb}: {name} is deprecated and {what}", DeprecationWarning, stacklevel=3)
