@@ -295,11 +295,12 @@ class Exchange:
         `reason` and name this rank, and the exchange stays usable.
 
         verb: "plan" or "plan_and_dispatch", with the options that the others give, or "dispatch"
-        or "combine", with their plan. Inside a capture nobody else can hear of it: raises
-        Unsupported.
+        or "combine", with their plan (None: one that was made since the exchange last grew). Inside
+        a capture nobody else can hear of it: raises Unsupported.
         """
-        if plan is not None:
-            plan.calls.refuse(verb, reason, self._options(plan.calls, 0, None))
+        if verb in ("dispatch", "combine"):
+            calls = self.core if plan is None else plan.calls
+            calls.refuse(verb, reason, self._options(calls, 0, None))
             return
         self._prepare_copies()
 

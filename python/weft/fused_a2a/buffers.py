@@ -17,12 +17,27 @@ import torch
 import torch.distributed as dist
 
 from weft import fused_a2a as state
+from weft.compat.deep_ep.checks import Call
+from weft.compat.deep_ep.runtime import ExchangePool
 
 _MOST_RANKS_OF_A_NODE = 8
 _STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer")
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable
+
+
+def contiguous(value: Any) -> Any:
+    """A tensor with adjacent elements; what is none goes on, for the buffer to refuse it."""
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+def refusing(name: str, buffer: Any, **options: Any) -> Call:
+    """A context: what fails in it, before a dispatch of `buffer`, makes its other ranks raise, too.
+    options: those of the plan that they make."""
+    runtime = getattr(buffer, "runtime", None)
+    pool = getattr(runtime, "exchanges", runtime)
+    return Call(name, pool if isinstance(pool, ExchangePool) else None, **options)
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
@@ -137,7 +152,8 @@ def get_hybrid_ep_buffer(
     """
 
     def build() -> Any:
-        num_tokens, hidden_dim = x.shape[-2:]
+        is_rows = isinstance(x, torch.Tensor) and x.dim() == 2  # the buffer's call refuses others
+        num_tokens, hidden_dim = x.shape if is_rows else (1, 1)
         return _new_hybrid_ep_buffer(group, hidden_dim, num_tokens, num_local_experts, **options)
 
     return _cached("_hybrid_ep_buffer", group, build)

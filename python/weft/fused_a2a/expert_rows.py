@@ -16,10 +16,11 @@ from torch import Tensor
 
 import weft
 from weft import Plan
+from weft.compat.deep_ep.checks import FLOATS, check_routing, check_tensor
 from weft.compat.deep_ep.layout import routes_of
 from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK
 
-from .buffers import get_hidden_bytes
+from .buffers import refusing
 from .rank_rows import DEEPEP, UCCL, Functions
 
 
@@ -68,12 +69,16 @@ class ByExpert(NamedTuple):
         `token_probs`; no input is kept for backward. Waits once for a GPU, to learn P.
         Raises what the exchange does: InvalidArgument, TimeoutError, PeerError.
         """
-        buffer = self.functions.library.get_buffer(group, get_hidden_bytes(x))
-        exchange = buffer._runtime().exchanges.get(
-            (x.size(1), num_experts, x.device), MIN_TOKENS, max(MIN_TOPK, token_indices.size(1))
-        )
-        num_sms = num_sms if x.is_cuda else 0
-        routes = routes_of(token_indices, num_experts)
+        buffer, _ = self.functions.library.begin(x, group, (False, False))
+        with refusing("dispatch", buffer) as call:
+            buffer._runtime()  # while it has one
+            check_tensor("x", x, FLOATS, ["T", "H"])
+            check_routing(token_indices, token_probs, x.size(0))
+            topk = max(MIN_TOPK, token_indices.size(1))
+            call.plans((x.size(1), num_experts, x.device), MIN_TOKENS, topk)
+            num_sms = num_sms if x.is_cuda else 0
+            routes = routes_of(token_indices, num_experts)
+            exchange = call.begin()
         plan, out = weft.plan_and_dispatch(
             exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
         )

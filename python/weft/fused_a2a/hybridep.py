@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from weft import fused_a2a as state
+from weft.compat.deep_ep.checks import check
 
-from .buffers import current_hybrid_ep_buffer, get_hybrid_ep_buffer
+from .buffers import contiguous, current_hybrid_ep_buffer, get_hybrid_ep_buffer, refusing
 
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
 _ROWS = ("num_permuted_tokens", "pad_multiple")
@@ -55,10 +56,13 @@ class HybridEPDispatch(torch.autograd.Function):
         settings["num_sms_dispatch_api"] = num_sms_dispatch_api
         settings["num_sms_combine_api"] = num_sms_combine_api
         buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
+        budget = None if options.num_permuted_tokens is None else 0
+        with refusing("hybrid_ep_dispatch", buffer, row_budget=budget):
+            routing = _routing(routing_map, options.topk_idx, options.num_experts)
         rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
-            hidden=x.contiguous(),
-            probs=None if probs is None else probs.contiguous(),
-            **_routing(routing_map, options.topk_idx, options.num_experts),
+            hidden=contiguous(x),
+            probs=contiguous(probs),
+            **routing,
             scaling_factor=None,
             num_of_experts_per_rank=num_local_experts,
             pad_multiple=options.pad_multiple,
@@ -76,7 +80,7 @@ class HybridEPDispatch(torch.autograd.Function):
     def backward(ctx, grad_x, grad_probs, _scaling_factor, _counts, _handle):
         grad_hidden, grad_dense_probs = ctx.buffer.combine_with_unpermute(
             hidden=grad_x.contiguous(),
-            probs=None if grad_probs is None else grad_probs.contiguous(),
+            probs=contiguous(grad_probs),
             handle=ctx.handle,
             pad_multiple=ctx.pad_multiple,
             **_fused_argument("fuse_unpermute_combine", ctx.fused),
@@ -90,9 +94,9 @@ class HybridEPCombine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, handle, num_permuted_tokens=None, pad_multiple=None, fused=False):
         ctx.buffer, ctx.handle, ctx.pad_multiple = current_hybrid_ep_buffer(), handle, pad_multiple
-        ctx.fused, ctx.num_rows = fused, x.shape[0]
+        ctx.fused, ctx.num_rows = fused, len(x)
         combined, _ = ctx.buffer.combine_with_unpermute(
-            hidden=x.contiguous(),
+            hidden=contiguous(x),
             handle=handle,
             pad_multiple=pad_multiple,
             **_fused_argument("fuse_unpermute_combine", fused),
@@ -183,12 +187,10 @@ def _routing(
     routing_map: torch.Tensor | None, topk_idx: torch.Tensor | None, num_experts: int | None
 ) -> dict[str, Any]:
     if routing_map is not None:
-        return {"routing_map": routing_map.contiguous()}
-    if topk_idx is None:
-        raise ValueError("hybrid_ep_dispatch: neither routing_map nor topk_idx is given")
-    if num_experts is None:
-        raise ValueError("hybrid_ep_dispatch: topk_idx needs num_experts (how many there are)")
-    return {"topk_idx": topk_idx.contiguous(), "num_of_experts": num_experts}
+        return {"routing_map": contiguous(routing_map)}
+    check(topk_idx is not None, "neither routing_map nor topk_idx is given")
+    check(num_experts is not None, "topk_idx needs num_experts (how many there are)")
+    return {"topk_idx": contiguous(topk_idx), "num_of_experts": num_experts}
 
 
 def _fused_argument(name: str, fused: bool) -> dict[str, bool]:

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from weft import fused_a2a as state
 from weft.compat import environment
 
-from .buffers import get_buffer, get_hidden_bytes, get_uccl_buffer
+from .buffers import contiguous, get_buffer, get_hidden_bytes, get_uccl_buffer, refusing
 
 _LAYOUT = (  # what get_dispatch_layout returns, before the event
     "num_tokens_per_rank",
@@ -38,7 +38,8 @@ class Library(NamedTuple):
         All inputs must be ready: the event stands for all the work before it.
         """
         async_finish, allocate_on_comm_stream = streams
-        return self.get_buffer(group, get_hidden_bytes(x)), {
+        is_rows = isinstance(x, torch.Tensor) and x.dim() == 2  # the buffer's call refuses others
+        return self.get_buffer(group, get_hidden_bytes(x) if is_rows else 0), {
             "previous_event": self.new_event() if async_finish else None,
             "async_finish": async_finish,
             "allocate_on_comm_stream": allocate_on_comm_stream,
@@ -86,9 +87,10 @@ def functions_of(library: Library) -> Functions:
             allocate_on_comm_stream=False,
         ):
             ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
-            x, indices, probs = (t.contiguous() for t in (x, token_indices, token_probs))
+            x, indices, probs = map(contiguous, (x, token_indices, token_probs))
             buffer, streams = library.begin(x, group, ctx.streams)
-            *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
+            with refusing("fused_dispatch", buffer, layout="rank_major"):
+                *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
             streams["previous_event"] = event
             routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
             results = waited(buffer.dispatch(x, **routing, **streams), async_finish)
@@ -112,7 +114,7 @@ def functions_of(library: Library) -> Functions:
         @staticmethod
         def forward(ctx, x, group, handle, async_finish=False, allocate_on_comm_stream=False):
             ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
-            ctx.handle, rows = handle, x.contiguous()
+            ctx.handle, rows = handle, contiguous(x)
             buffer, streams = library.begin(rows, group, ctx.streams)
             tokens, _ = waited(buffer.combine(rows, handle=handle, **streams), async_finish)
             return tokens, None
@@ -152,7 +154,7 @@ def functions_of(library: Library) -> Functions:
         """
         routing = (token_indices, token_probs, num_experts)
         streams = (async_finish, allocate_on_comm_stream)
-        return FusedDispatch.apply(x.contiguous(), *routing, group, *streams)
+        return FusedDispatch.apply(contiguous(x), *routing, group, *streams)
 
     def fused_combine(
         x: torch.Tensor,
@@ -208,7 +210,7 @@ def _elastic(
     # This buffer takes an earlier event only together with allocation on its own stream.
     event = buffer.capture() if async_finish and allocate_on_comm_stream else None
     results = getattr(buffer, method)(
-        x.contiguous(),
+        contiguous(x),
         **arguments,
         previous_event=event,
         async_with_compute_stream=async_finish,
@@ -240,8 +242,8 @@ class DeepepV2Dispatch(torch.autograd.Function):
             buffer,
             x,
             ctx.streams,
-            topk_idx=token_indices.contiguous(),
-            topk_weights=token_probs.contiguous(),
+            topk_idx=contiguous(token_indices),
+            topk_weights=contiguous(token_probs),
             num_experts=num_experts,
             num_max_tokens_per_rank=num_max_tokens_per_rank,
             expert_alignment=expert_alignment,

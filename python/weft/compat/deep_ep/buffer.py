@@ -29,7 +29,7 @@ from .handles import Handle
 from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import Payload, biases_of, bring_back, parts_of, received_topk, round_up
-from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, MpiGroup, Runtime
+from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, ExchangePool, MpiGroup, Runtime
 from .utils import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
@@ -233,13 +233,15 @@ class Buffer(LowLatencyMode):
         layout = Layout(
             num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank
         )
-        with Call("dispatch") as call:
+        verb = "plan_and_dispatch" if handle is None else "dispatch"
+        wants = {"layout": "rank_major", "row_budget": 0 if num_worst_tokens else None}
+        with Call("dispatch", self._pool, verb, **wants) as call:
             runtime = self._runtime()
             payload = Payload(x)
             num_sms = self._num_sms(config)
             if handle is not None:
                 check_handle(handle, Handle)
-                plan = call.by("dispatch", handle.plan)
+                plan = call.by(handle.plan)
                 is_alone = topk_idx is None and topk_weights is None
                 check(is_alone, "top-k is given beside a handle (which stands for it)")
                 shape = [payload.num_tokens, payload.hidden]
@@ -250,22 +252,16 @@ class Buffer(LowLatencyMode):
                     work.returns(*parts_of(recv_x))
                 return recv_x, None, None, None, None, event_of(work)
 
-            # Nothing else tells the number of experts.
-            check_tensor("num_tokens_per_expert", num_tokens_per_expert, torch.int32, ["E"])
-            num_experts, num_ranks = num_tokens_per_expert.size(0), self.group_size
-            check_experts(num_experts, num_ranks)
-            topk = min(num_ranks, MAX_TOPK)
-            if topk_idx is not None:
-                check_routing(topk_idx)
-                topk = topk_idx.size(1)
-            # Without a wait for the GPU the exchange cannot learn of more tokens and grow.
-            most = max(MIN_TOKENS, -(-num_worst_tokens // num_ranks))
-            key = (payload.hidden, num_experts, payload.device)
-            exchange = runtime.exchanges.get(key, most, max(MIN_TOPK, topk))
-            call.plans(exchange, layout="rank_major", row_budget=num_worst_tokens or None)
             _check_layout(layout, payload.num_tokens, runtime.hosts)
             _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
             check_least("expert_alignment", expert_alignment)
+            num_experts, num_ranks = num_tokens_per_expert.size(0), self.group_size
+            topk = min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)
+            # Without a wait for the GPU the exchange cannot learn of more tokens and grow.
+            most = max(MIN_TOKENS, -(-num_worst_tokens // num_ranks))
+            key = (payload.hidden, num_experts, payload.device)
+            wants["row_budget"] = num_worst_tokens or None
+            exchange = call.plans(key, most, max(MIN_TOPK, topk), **wants)
             num_tokens, most = payload.num_tokens, exchange.max_tokens
             check(
                 num_worst_tokens == 0 or payload.device.type == "cpu" or num_tokens <= most,
@@ -311,10 +307,10 @@ class Buffer(LowLatencyMode):
         value of the rank that has its expert, or None. event.
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        with Call("combine") as call:
+        with Call("combine", self._pool, "combine") as call:
             runtime = self._runtime()
             check_handle(handle, Handle)
-            plan = call.by("combine", handle.plan)
+            plan = call.by(handle.plan)
             hidden = plan.exchange.hidden
             check_tensor("x", x, FLOATS, [plan.num_rows, hidden])
             biases = biases_of(bias, x.dtype, [plan.num_tokens, hidden])
@@ -330,6 +326,10 @@ class Buffer(LowLatencyMode):
                 combined = bring_back(call, x, topk_weights, biases, num_sms=num_sms)
                 work.returns(*combined)
         return *combined, event_of(work)
+
+    @property
+    def _pool(self) -> ExchangePool | None:
+        return None if self.runtime is None else self.runtime.exchanges
 
     def _runtime(self) -> Runtime:
         check(self.runtime is not None, "the buffer was destroyed (make a new one)")
@@ -358,8 +358,11 @@ def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
 
 def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
     """The layout is that of `get_dispatch_layout`, given back."""
-    per_rank, per_host, _, in_rank = layout
+    per_rank, per_host, per_expert, in_rank = layout
     num_ranks = hosts.num_ranks
+    # Nothing else tells the number of experts.
+    check_tensor("num_tokens_per_expert", per_expert, torch.int32, ["E"])
+    check_experts(per_expert.size(0), num_ranks)
     check_tensor("num_tokens_per_rank", per_rank, torch.int32, [num_ranks])
     check_tensor("is_token_in_rank", in_rank, torch.bool, [num_tokens, num_ranks])
     if hosts.are_several:

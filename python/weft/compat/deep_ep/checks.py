@@ -14,6 +14,8 @@ from weft.errors import BadCall, Error, Unsupported
 if TYPE_CHECKING:
     from weft import Exchange, Plan
 
+    from .runtime import ExchangePool, Key
+
 MAX_TOPK = 32  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
 INTEGERS = (torch.int64, torch.int32)
@@ -89,32 +91,41 @@ def check_even(num_sms: int) -> None:
 class Call:
     """A call under another library's name, which stands before what is refused within.
 
-    Once it is known which call all ranks make of it, and until that begins, whatever fails here
-    makes the other ranks raise too, and not wait.
+    From its begin to that of the exchange's own call, whatever fails here makes the other ranks
+    raise too, and not wait. They hear the reason on the exchange that the call is for, or while
+    that is unknown on the one that the buffer used last.
     """
 
-    exchange: Exchange
-    plan: Plan | None
-    options: dict[str, Any]
+    def __init__(
+        self,
+        name: str,
+        pool: ExchangePool | None = None,
+        verb: str = "plan_and_dispatch",
+        **options: Any,
+    ) -> None:
+        """verb, options: the exchange's call that all ranks make, as for `Exchange.refuse`. Without
+        a pool the call is local."""
+        self._name, self._pool = name, pool
+        self._verb = None if pool is None else verb
+        self.exchange: Exchange | None = None if pool is None else pool.last
+        self.plan: Plan | None = None
+        self.options = options
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._verb: str | None = None
-
-    def by(self, verb: str, plan: Plan) -> Plan:
-        """All ranks make this call, "dispatch" or "combine", by their plans."""
-        self.exchange, self._verb, self.plan, self.options = plan.exchange, verb, plan, {}
+    def by(self, plan: Plan, then: str | None = None) -> Plan:
+        """All ranks make the call by their plans; then: the call that comes next, if another."""
+        self.exchange, self.plan, self._verb = plan.exchange, plan, then or self._verb
         return plan
 
-    def plans(self, exchange: Exchange, **options: Any) -> Exchange:
-        """All ranks plan and dispatch with these options."""
-        self.exchange, self._verb = exchange, "plan_and_dispatch"
-        self.plan, self.options = None, options
-        return exchange
+    def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
+        """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
+        verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
+        self.exchange = self._pool.get(key, max_tokens, max_topk)
+        self._verb, self.options = verb, options
+        return self.exchange
 
     def begin(self) -> Exchange:
-        """The exchange; it refuses for itself from now on."""
-        self._verb = None
+        """The exchange, whose call refuses for itself from now on."""
+        self._verb, self._pool.last = None, self.exchange
         return self.exchange
 
     def __enter__(self) -> Call:
@@ -127,7 +138,7 @@ class Call:
         reason = f"{self._name}: {problem}"
         if verb is not None:
             try:
-                self.exchange.refuse(verb, reason, self.plan, **self.options)
+                self._pool.refuse(self.exchange, verb, reason, self.plan, **self.options)
             except Error as error:  # inside a capture: it says so
                 raise BadCall(str(error)) from problem
         if isinstance(problem, BadCall):

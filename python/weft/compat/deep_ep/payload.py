@@ -128,6 +128,7 @@ def bring_back(
 
     is_wide: sums of a rank are not rounded either. Both have rows travel as fp32.
     """
+    check_tensor("rows", rows, None, ["N", "H"])
     num_sms = num_sms if rows.is_cuda else 0
     sent = rows.float() if biases or is_wide else rows
     tokens, sums = call.begin().combine(call.plan, sent, weights, num_sms=num_sms)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a buffer runs on: the ranks, their exchanges and a communication stream."""
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from weft import Exchange, Group, _core
+from weft import Exchange, Group, InvalidArgument, Plan, _core
 from weft.streams import CommStream
 
 from .checks import MAX_TOPK
@@ -15,6 +16,7 @@ from .layout import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
+_NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
 
@@ -28,6 +30,7 @@ class ExchangePool:
 
     def __init__(self, group: Group, timeout: float) -> None:
         self.group = group
+        self.last: Exchange | None = None  # that a call was made on
         self._timeout = timeout
         self._exchanges: dict[Key, Exchange] = {}
         self._lock = threading.Lock()  # forward and backward run on different threads
@@ -43,21 +46,40 @@ class ExchangePool:
         with self._lock:
             old = self._exchanges.get(key)
             if callable(max_topk):
-                max_topk = self.largest(max_topk()) if old is None else old.max_topk
+                max_topk = max_topk() if old is None else old.max_topk
             topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
             if old is not None and old.max_tokens >= max_tokens and old.max_topk >= topk:
                 return old
+            self._announce()
             new = Exchange(
                 self.group,
                 hidden=hidden,
                 num_experts=num_experts,
                 device=device,
                 max_tokens=max(max_tokens, old.max_tokens if old else 1),
-                max_topk=max(topk, old.max_topk if old else 1),
+                max_topk=max(self.largest(topk), old.max_topk if old else 1),
                 timeout=self._timeout,
             )
             self._exchanges[key] = new
             return new
+
+    def _announce(self) -> None:
+        """Collective. Before an exchange is made: any rank that refuses the call, or makes another,
+        does so on the one that was used last, and then all raise."""
+        if self.last is not None:
+            nothing = torch.empty((0, 1), dtype=torch.int64, device=self.last.device)
+            self.last.plan(nothing, pad_multiple=_NOBODY_PADS_TO)
+
+    def refuse(
+        self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any
+    ) -> None:
+        """Collective, instead of the others' call on `exchange`; None: on the first that they make.
+        See `Exchange.refuse`."""
+        if exchange is not None:
+            exchange.refuse(verb, reason, plan, **options)
+            return
+        with contextlib.suppress(InvalidArgument):
+            self.largest(0, reason)
 
     def close(self) -> None:
         """Lets go of all exchanges; the next call makes new ones."""
@@ -65,6 +87,7 @@ class ExchangePool:
             for exchange in self._exchanges.values():
                 exchange.close()
             self._exchanges.clear()
+            self.last = None
 
     def footprint(self) -> dict[str, int]:
         """Bytes that the exchanges hold, summed: the numbers of `Exchange.footprint`."""
@@ -72,9 +95,15 @@ class ExchangePool:
             found = [exchange.footprint() for exchange in self._exchanges.values()]
         return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
 
-    def largest(self, here: int) -> int:
-        """Collective: the largest of all ranks' numbers."""
-        return max(number for (number,) in self.group.gather_numbers(here))
+    def largest(self, here: int, refusal: str = "") -> int:
+        """Collective: the largest of all ranks' numbers. All raise if any rank refuses."""
+        blocks = self.group.all_gather(f"{here} {refusal}".encode())
+        numbers, refusals = zip(*(block.decode().split(" ", 1) for block in blocks))
+        for rank, problem in enumerate(refusals):
+            if problem:
+                text = f"exchange: rank {rank} refused the call: {problem}"
+                raise InvalidArgument(text, rank=self.group.rank)
+        return max(map(int, numbers))
 
 
 class Runtime:

@@ -22,7 +22,16 @@ from torch import Tensor
 from weft import Group
 from weft.streams import CommStream
 
-from ..checks import INTEGERS, Call, NotInWeft, check, check_handle, check_tensor
+from ..checks import (
+    INTEGERS,
+    Call,
+    NotInWeft,
+    check,
+    check_experts,
+    check_handle,
+    check_optional,
+    check_tensor,
+)
 from ..layout import found_ranks_per_domain
 from ..payload import (
     Payload,
@@ -265,12 +274,15 @@ class ElasticBuffer:
         del do_zero_padding  # padding always is
         stats = cumulative_local_expert_recv_stats
         streams = (previous_event, async_with_compute_stream)
-        with Call("dispatch") as call:
+        verb = "plan_and_dispatch" if handle is None else "dispatch"
+        has_cpu_sync = do_cpu_sync is None or do_cpu_sync
+        wants = {"layout": "rank_major", "row_budget": None if has_cpu_sync else 0}
+        with Call("dispatch", self.runtime, verb, **wants) as call:
             self._check_call(num_qps, previous_event, allocate_on_comm_stream)
             payload = Payload(x, scales=None)
             if handle is not None:
                 check_handle(handle, EPHandle)
-                call.by("dispatch", handle.plan)
+                call.by(handle.plan)
                 check(topk_idx is None, "topk_idx beside a handle (which has its own)")
                 check(not do_cpu_sync, "do_cpu_sync with a handle (which needs none)")
                 for name, given in (
@@ -301,7 +313,7 @@ class ElasticBuffer:
                         expert_alignment=1 if expert_alignment is None else expert_alignment,
                         num_max_tokens_per_rank=most,
                         num_sms=num_sms,
-                        has_cpu_sync=do_cpu_sync is None or do_cpu_sync,
+                        has_cpu_sync=has_cpu_sync,
                     )
                     if do_handle_copy:
                         handle.topk_idx = topk_idx.clone()
@@ -327,25 +339,27 @@ class ElasticBuffer:
         topk_idx, topk_weights, num_experts = routing
         do_expand, alignment = settings["do_expand"], settings["expert_alignment"]
         most, num_tokens = settings["num_max_tokens_per_rank"], payload.num_tokens
-        check_tensor("topk_idx", topk_idx, INTEGERS, ["T", "K"])
-        key = (payload.hidden, num_experts, payload.device)
-        exchange = self.pool().get(key, max(most, 1), topk_idx.size(1))
+        check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
+        check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
+        check_experts(num_experts, self.num_ranks)
+        check(
+            num_tokens <= most,
+            f"x has {num_tokens} tokens (at most num_max_tokens_per_rank = {most})",
+        )
         rows = None
         if not settings["has_cpu_sync"]:
             rows = self.num_ranks * most
             if do_expand:
-                local = exchange.num_local_experts
+                local = num_experts // self.num_ranks
                 rows *= min(topk_idx.size(1), local)
                 rows = round_up(rows + (alignment - 1) * local, alignment)
         call.plans(
-            exchange,
+            (payload.hidden, num_experts, payload.device),
+            max(most, 1),
+            topk_idx.size(1),
             layout="expert_major" if do_expand else "rank_major",
             pad_multiple=alignment if do_expand else 1,
             row_budget=rows,
-        )
-        check(
-            num_tokens <= most,
-            f"x has {num_tokens} tokens (at most num_max_tokens_per_rank = {most})",
         )
         tokens = torch.arange(num_tokens, device=payload.device) + self.rank_idx * most
         origin = numbers(torch.cat([tokens.unsqueeze(1), topk_idx], dim=1))
@@ -386,10 +400,11 @@ class ElasticBuffer:
         (plus bias), and for a weight without a choice.
         """
         streams = (previous_event, async_with_compute_stream)
-        with Call("combine") as call:
+        with Call("combine", self.runtime, "combine") as call:
             self._check_call(num_qps, previous_event, allocate_on_comm_stream)
             check_handle(handle, EPHandle)
-            plan = call.by("combine", handle.plan)
+            plan = call.by(handle.plan)
+            check_tensor("x", x, None, ["rows", "H"])
             biases = biases_of(bias, None, [plan.num_tokens, plan.exchange.hidden])
             with self._comm.call(x.device, (x, topk_weights, *biases), *streams) as work:
                 _wait_for(previous_event_before_epilogue, x.device)

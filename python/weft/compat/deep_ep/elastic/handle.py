@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ElasticBuffer.dispatch` in calls.py returns, for combine and for dispatching again."""
+"""What `ElasticBuffer.dispatch` in buffer.py returns, for combine and for dispatching again."""
 
 import dataclasses
 import functools

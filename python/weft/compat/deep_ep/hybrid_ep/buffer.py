@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Exchange, Group, Plan
+from weft import Group, Plan
 
 from ..checks import Call, check, check_handle, check_least, check_tensor
 from ..layout import ranks_per_domain, scatter_columns
@@ -156,10 +156,16 @@ class HybridEPBuffer:
         most = max(self._settings.max_num_of_tokens_per_rank, round_up(num_tokens, 16))
         self._settings.max_num_of_tokens_per_rank = most
 
-    def _routed(
-        self, payload: Payload, given: tuple, num_experts: tuple, non_blocking: bool
-    ) -> tuple[Routing, Exchange]:
-        """The routing that a caller has given (see `routing_of`), and the exchange to plan it on.
+    def _find(
+        self,
+        call: Call,
+        payload: Payload,
+        given: tuple,
+        num_experts: tuple,
+        non_blocking: bool,
+        **options: Any,
+    ) -> Routing:
+        """The routing that a caller has given (see `routing_of`); `call` has the exchange then.
 
         num_experts: of all ranks, of each rank; without either a map says it, or the buffer.
         """
@@ -178,11 +184,10 @@ class HybridEPBuffer:
         if non_blocking and payload.device.type == "cuda":
             # Nobody waits to learn of another rank's T: as with deep_ep it is then the same.
             self._raise_capacity(payload.num_tokens)
-        return routing, self.runtime.get(
-            (payload.hidden, routing.map.size(1), payload.device),
-            self._settings.max_num_of_tokens_per_rank,
-            lambda: max(MIN_TOPK, routing.most_routes()),
-        )
+        key = (payload.hidden, routing.map.size(1), payload.device)
+        most = self._settings.max_num_of_tokens_per_rank
+        call.plans(key, most, lambda: max(MIN_TOPK, routing.most_routes()), **options)
+        return routing
 
     def dispatch_with_permute(
         self,
@@ -235,7 +240,13 @@ class HybridEPBuffer:
         if use_host_meta is not None:
             warn_deprecated(name, "use_host_meta", "read as: not non_blocking")
             non_blocking = not use_host_meta
-        with Call(name) as call:
+        verb = "plan_and_dispatch" if handle is None else "dispatch"
+        wants = {
+            "layout": "expert_major",
+            "row_budget": 0 if non_blocking else None,
+            "overflow": "drop" if non_blocking else "error",
+        }
+        with Call(name, self.runtime, verb, **wants) as call:
             payload = _payload(hidden, scaling_factor)
             check(
                 not use_fp8 or hidden.element_size() == 1,
@@ -248,14 +259,9 @@ class HybridEPBuffer:
             else:
                 given = (routing_map, probs, topk_idx, topk_weights)
                 experts = (num_of_experts, num_of_experts_per_rank)
-                routing, exchange = self._routed(payload, given, experts, non_blocking)
-                call.plans(
-                    exchange,
-                    layout="expert_major",
-                    pad_multiple=pad_multiple or 1,
-                    row_budget=_rows_of(num_permuted_tokens, pad_multiple, non_blocking),
-                    overflow="drop" if non_blocking else "error",
-                )
+                wants["pad_multiple"] = pad_multiple or 1
+                wants["row_budget"] = _rows_of(num_permuted_tokens, pad_multiple, non_blocking)
+                routing = self._find(call, payload, given, experts, non_blocking, **wants)
                 out = payload.send(
                     call,
                     routing.refused,
@@ -291,9 +297,9 @@ class HybridEPBuffer:
         del fuse_unpermute_combine  # the same either way
         if num_dispatched_tokens is not None:
             warn_deprecated(name, "num_dispatched_tokens")
-        with Call(name) as call:
+        with Call(name, self.runtime, "combine") as call:
             _check_reuse(handle, None, pad_multiple)
-            call.by("combine", handle.plan)
+            call.by(handle.plan)
             row_probs = None if probs is None else probs.reshape(-1, 1)
             return self._bring_back(call, hidden, row_probs)
 
@@ -324,25 +330,21 @@ class HybridEPBuffer:
         row has no route, zero in the other columns; None if not given.
         """
         del num_dispatched_tokens_tensor
-        with Call("dispatch") as call:
+        verb = "plan" if handle is None else "dispatch"
+        wants = {"layout": "rank_major", "row_budget": None if num_dispatched_tokens is None else 0}
+        with Call("dispatch", self.runtime, verb, **wants) as call:
             payload = _payload(hidden, scaling_factor)
             if handle is not None:
                 check_handle(handle, PlainHandle)
                 out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
                 return out.rows, self._columns_of(handle, out.weights), out.scales, handle
-            given, budget = (routing_map, probs, topk_idx, topk_weights), None
-            if num_dispatched_tokens is not None:
-                budget = count_of("num_dispatched_tokens", num_dispatched_tokens)
-            routing, exchange = self._routed(
-                payload, given, (num_of_experts, None), non_blocking=budget is not None
-            )
-            plan = exchange.plan(
-                routing.refused,
-                routing_map=routing.accepted,
-                layout="rank_major",
-                row_budget=budget,
-            )
-            call.by("dispatch", plan)
+            is_known = num_dispatched_tokens is not None
+            if is_known:
+                wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
+            given = (routing_map, probs, topk_idx, topk_weights)
+            routing = self._find(call, payload, given, (num_of_experts, None), is_known, **wants)
+            plan = call.begin().plan(routing.refused, routing_map=routing.accepted, **wants)
+            call.by(plan, "dispatch")
             chosen = numbers(topk_of_map(routing.map, plan.topk))
             num_sms = self._settings.num_of_blocks_dispatch_api
             out = payload.send(call, None, routing.probs, (chosen,), num_sms)
@@ -361,9 +363,9 @@ class HybridEPBuffer:
         hidden [N, H] bf16, fp16 or fp32; probs fp32 [N, El * D], of which this rank's columns are
         read where a row has a route. Returns ([T, H], fp32 [T, E] or None), zero without routes.
         """
-        with Call("combine") as call:
+        with Call("combine", self.runtime, "combine") as call:
             check_handle(handle, PlainHandle)
-            plan = call.by("combine", handle.plan)
+            plan = call.by(handle.plan)
             row_probs = None
             if probs is not None:
                 check_tensor("probs", probs, None, [plan.num_rows, self._num_columns(plan)])
@@ -376,7 +378,7 @@ class HybridEPBuffer:
     ) -> Received:
         """The way of a handle. routing: probs, or topk_idx and topk_weights in its place."""
         probs, topk_idx, topk_weights = routing
-        plan = call.by("dispatch", handle.plan)
+        plan = call.by(handle.plan)
         if topk_idx is not None and topk_weights is not None:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)

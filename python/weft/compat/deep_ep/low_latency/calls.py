@@ -24,7 +24,7 @@ from ..checks import (
     check_tensor,
 )
 from ..layout import routes_of
-from ..runtime import Runtime
+from ..runtime import ExchangePool, Runtime
 from ..utils import EventHandle, EventOverlap
 from .rows import LowLatencyHandle, RankMask, dispatch_blocks, put_back
 
@@ -40,6 +40,7 @@ class LowLatencyMode:
     low_latency_mode: bool
     enable_shrink: bool
     _mask: RankMask
+    _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
     @torch.no_grad()
@@ -80,15 +81,15 @@ class LowLatencyMode:
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
         NVFP4 raises `weft.Unsupported`.
         """
-        num_max, local = num_max_dispatch_tokens_per_rank, num_experts // self.group_size
-        stats = cumulative_local_expert_recv_stats
-        with Call("low_latency_dispatch") as call:
+        num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
+        wants = {"layout": "expert_strided", "expert_stride": 1}
+        with Call("low_latency_dispatch", self._pool, **wants) as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
             if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
                 raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
-            # These are the same on all ranks.
             check_tensor("x", x, torch.bfloat16, ["T", "H"])
-            hidden, multiple = x.size(1), _ROW_MULTIPLE
+            num_tokens, hidden = x.shape
+            multiple = _ROW_MULTIPLE
             if use_fp8:
                 multiple = 4 * GROUP if use_ue8m0 else GROUP
             check(
@@ -100,20 +101,19 @@ class LowLatencyMode:
                 f"x has {hidden} columns (expected a positive multiple of {multiple})",
             )
             check_least("num_max_dispatch_tokens_per_rank", num_max)
-            check_routing(topk_idx)
-            check_experts(num_experts, self.group_size)
-            key = (hidden, num_experts, x.device)
-            exchange = runtime.exchanges.get(key, num_max, topk_idx.size(1))
-            call.plans(exchange, layout="expert_strided", expert_stride=self.group_size * num_max)
             check(
-                x.size(0) <= num_max,
-                f"x has {x.size(0)} rows (expected at most "
+                num_tokens <= num_max,
+                f"x has {num_tokens} rows (expected at most "
                 f"num_max_dispatch_tokens_per_rank = {num_max})",
             )
-            check_routing(topk_idx, topk_weights, x.size(0))
+            check_routing(topk_idx, topk_weights, num_tokens)
+            check_experts(num_experts, self.group_size)
+            local = num_experts // self.group_size
             check_optional("cumulative_local_expert_recv_stats", stats, torch.int32, [local])
             waits = dispatch_wait_recv_cost_stats
             check_optional("dispatch_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
+            wants["expert_stride"] = self.group_size * num_max
+            call.plans((hidden, num_experts, x.device), num_max, topk_idx.size(1), **wants)
             inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
             with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
                 routes = routes_of(topk_idx, num_experts)
@@ -166,13 +166,13 @@ class LowLatencyMode:
         use_logfmt only says that a loss is allowed; rows travel as they are.
         combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`.
         """
-        with Call("low_latency_combine") as call:
+        with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
             if overlap or src_signals is not None or src_signal_expect_value != 0:
                 what = "overlap is asked for (a call begins when x is whole)"
                 raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)
-            plan = call.by("combine", handle.plan)
+            plan = call.by(handle.plan)
             check_tensor("x", x, torch.bfloat16, handle.shape)
             shape = [plan.num_tokens, plan.topk]
             check_tensor("topk_idx", topk_idx, INTEGERS, shape)
