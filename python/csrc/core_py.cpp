@@ -1,51 +1,186 @@
 // SPDX-License-Identifier: Apache-2.0
 // weft._core: the C++ API with as little in between as possible. What torch needs is in Python.
+// Here are its errors, groups over a function of Python that swaps bytes between the ranks
+// (weft/group.py gives it), and orders as tuples (for weft/overlap).
+#include <memory>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
-#include "weft/error.hpp"
+#include "weft/group.hpp"
+#include "weft/overlap.hpp"
 #include "weft/version.hpp"
 
 namespace weft::py {
-namespace {
 
-namespace nb = nanobind;
-
-const char* class_of(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kInvalidArgument:
-      return "InvalidArgument";
-    case ErrorCode::kUnsupported:
-      return "Unsupported";
-    case ErrorCode::kNotAvailable:
-      return "NotAvailable";
-    case ErrorCode::kTimeout:
-      return "TimeoutError";
-    case ErrorCode::kPeerFailed:
-      return "PeerError";
-    case ErrorCode::kOutOfMemory:
-    case ErrorCode::kTransport:
-    case ErrorCode::kFile:
-    case ErrorCode::kCuda:
-    case ErrorCode::kInternal:
-      break;
-  }
-  return "Error";
+nb::object exception_of(const Error& error) {
+  const nb::object made = nb::module_::import_("weft.errors").attr("of_core");
+  return made(error.what(), error_code_name(error.code()), error.rank());
 }
 
-// weft::Error becomes the exception of weft/errors.py that its code names.
+namespace {
+
+using namespace overlap;
+
 void translate(const std::exception_ptr& thrown, void* /*unused*/) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
-    const nb::object type = nb::module_::import_("weft.errors").attr(class_of(error.code()));
-    const nb::object value =
-        type(error.what(), std::string(error_code_name(error.code())), error.rank());
-    PyErr_SetObject(type.ptr(), value.ptr());
+    const nb::object value = exception_of(error);
+    PyErr_SetObject(value.type().ptr(), value.ptr());
   }
 }
 
+std::span<const std::byte> span_of(const nb::bytes& bytes) {
+  return {static_cast<const std::byte*>(bytes.data()), bytes.size()};
+}
+
+nb::bytes bytes_of(std::span<const std::byte> block) {
+  return nb::bytes(block.data(), block.size());
+}
+
+// `function`: bytes -> list of bytes by rank, called by this thread alone.
+AllGather all_gather_of(nb::callable callable) {
+  // Whichever thread lets go of it last needs the interpreter for that.
+  const auto free = [](nb::callable* one) {
+    const nb::gil_scoped_acquire gil;
+    delete one;  // NOLINT(cppcoreguidelines-owning-memory): a deleter's way
+  };
+  const std::shared_ptr<nb::callable> function(new nb::callable(std::move(callable)), free);
+  return [function](std::span<const std::byte> block) {
+    const nb::gil_scoped_acquire gil;
+    const nb::object gathered = (*function)(bytes_of(block));
+    std::vector<Bytes> blocks;
+    for (const nb::handle one : gathered) {
+      const auto span = span_of(nb::cast<nb::bytes>(one));
+      blocks.emplace_back(span.begin(), span.end());
+    }
+    return blocks;
+  };
+}
+
+void bind_group(nb::module_& m) {
+  nb::class_<Group>(m, "Group", "The ranks that exchange tokens.")
+      .def_static(
+          "from_all_gather",
+          [](int rank, int num_ranks, nb::callable all_gather) {
+            AllGather function = all_gather_of(std::move(all_gather));
+            const nb::gil_scoped_release no_gil;
+            return Group::from_all_gather(rank, num_ranks, std::move(function));
+          },
+          nb::arg("rank"),
+          nb::arg("num_ranks"),
+          nb::arg("all_gather"),
+          "Collective, over a function that swaps bytes between the ranks."
+      )
+      .def_prop_ro("rank", &Group::rank)
+      .def_prop_ro("num_ranks", &Group::num_ranks)
+      .def_prop_ro(
+          "domains",
+          [](const Group& group) { return group.topology().domains; },
+          "Ranks of each domain: those that can map each other's memory."
+      )
+      .def(
+          "all_gather",
+          [](const Group& group, const nb::bytes& block) {
+            const auto span = span_of(block);
+            std::vector<Bytes> blocks;
+            {
+              const nb::gil_scoped_release no_gil;
+              blocks = group.all_gather(span);
+            }
+            nb::list all;
+            for (const Bytes& one : blocks) {
+              all.append(bytes_of(one));
+            }
+            return all;
+          },
+          nb::arg("block"),
+          "Collective, for set-up: the blocks of all ranks, by rank."
+      );
+}
+
+using Stage = std::optional<std::pair<int, int>>;
+
+Stage tuple_of(const std::optional<VirtualStage>& stage) {
+  return stage ? Stage({stage->micro_batch, stage->chunk}) : std::nullopt;
+}
+
+void bind_overlap(nb::module_& m) {
+  m.def(
+      "pair_order",
+      [](std::optional<int> forward_layers, std::optional<int> backward_layers, bool early) {
+        std::vector<std::tuple<bool, std::string_view, std::string_view, int>> steps;
+        for (const PairStep& step : pair_order({forward_layers, backward_layers, early})) {
+          const auto action = kActionNames[static_cast<size_t>(step.action)];
+          steps.emplace_back(step.is_backward, action, node_name(step.node), step.layer);
+        }
+        return steps;
+      },
+      nb::arg("forward_layers").none(),
+      nb::arg("backward_layers").none(),
+      nb::arg("early_attention_release"),
+      "The steps of two micro-batches: is_backward, action, node, layer (-1: of no layer)."
+  );
+  m.def(
+      "pipeline_order",
+      [](int rank, int num_ranks, int num_chunks, int num_micro_batches) {
+        std::vector<std::pair<Stage, Stage>> pairs;
+        for (const auto& [forward, backward] :
+             pipeline_order({rank, num_ranks, num_chunks, num_micro_batches})) {
+          pairs.emplace_back(tuple_of(forward), tuple_of(backward));
+        }
+        return pairs;
+      },
+      nb::arg("rank"),
+      nb::arg("num_ranks"),
+      nb::arg("num_chunks"),
+      nb::arg("num_micro_batches"),
+      "Pairs of a forward and a backward: micro-batch and chunk of each, or None."
+  );
+  nb::dict lanes;  // by node, in the order in which a micro-batch passes them
+  for (size_t idx = 0; idx < kNodeNames.size(); ++idx) {
+    lanes[nb::cast(kNodeNames[idx])] = lane_name(lane_of(static_cast<NodeKind>(idx)));
+  }
+  m.attr("NODE_LANES") = lanes;
+  m.def(
+      "overlapped_sms",
+      &overlapped_sms,
+      nb::arg("num_gpu_sms"),
+      nb::arg("is_copied_dispatch"),
+      "Multiprocessors of a call that shares its GPU with computation."
+  );
+  m.def(
+      "overlapped_copies",
+      &overlapped_copies,
+      nb::arg("hidden"),
+      nb::arg("num_ranks"),
+      "Whether copy engines carry the rows of a call that shares its GPU with computation."
+  );
+}
+
 }  // namespace
+
+nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner) {
+  using Owner = std::shared_ptr<const void>;
+  auto kept = std::make_unique<Owner>(std::move(owner));
+  const nb::capsule capsule(kept.get(), [](void* data) noexcept {
+    delete static_cast<Owner*>(data);  // NOLINT(cppcoreguidelines-owning-memory): a capsule's way
+  });
+  static_cast<void>(kept.release());
+  const bool is_cuda = tensor.device.kind == Device::Kind::kCuda;
+  const int type = is_cuda ? nb::device::cuda::value : nb::device::cpu::value;
+  const auto count = static_cast<size_t>(tensor.num_bytes());
+  const nb::ndarray<nb::pytorch, uint8_t> bytes(
+      tensor.data, {count}, capsule, {}, nb::dtype<uint8_t>(), type, tensor.device.index
+  );
+  return nb::cast(bytes);
+}
 
 }  // namespace weft::py
 
@@ -57,5 +192,4 @@ NB_MODULE(_core, m) {
   weft::py::bind_plan(m);
   weft::py::bind_exchange(m);
   weft::py::bind_overlap(m);
-  weft::py::bind_pool(m);
 }

@@ -1,59 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the arrays and names of weft/exchange.py to the arguments of plan, dispatch and combine.
-#include <exception>
+// From the matrices and options of weft/exchange.py to the arguments of plan, dispatch and combine,
+// and memory that peers can write: as arrays, and as segments for a torch.cuda.MemPool.
+#include <array>
 #include <memory>
+#include <mutex>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <string>
 #include <string_view>
+#include <sys/types.h>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bind.hpp"
-#include "calls_py.hpp"
-#include "tensor_py.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::py {
 namespace {
 
-// Of one call, as Python says them; a call reads those that concern it. Names are looked up by the
-// call, so that every rank refuses one that is unknown.
-struct Options {
-  std::string layout;
-  int64_t pad_multiple = 1;
-  int64_t expert_stride = 0;
-  std::optional<int64_t> row_budget;
-  std::string overflow;
-  std::string quantise;
-  std::string scale;
-  uintptr_t stream = 0;
-  int num_sms = 0;
-  bool copy_engines = false;
+// What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
+// and backward may come from different threads.
+class Calls {
+ public:
+  Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
 
-  [[nodiscard]] CallOptions call() const {
-    CallOptions call;
-    call.stream =
-        reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
-    call.num_sms = num_sms;
-    call.copy_engines = copy_engines;
-    return call;
+  [[nodiscard]] const Exchange& exchange() const { return exchange_; }
+
+  template <class Body>
+  auto locked(const Body& body) {
+    const nb::gil_scoped_release no_gil;
+    return locked_here(body);
   }
+
+  // For a thread that does not hold the interpreter's lock, or keeps it.
+  template <class Body>
+  auto locked_here(const Body& body) {
+    const std::scoped_lock lock(mutex_);
+    return body(exchange_);
+  }
+
+ private:
+  std::mutex mutex_;
+  Exchange exchange_;
 };
 
-// topk_idx, routing_map, weights.
-using RoutingArrays = std::tuple<MaybeArray, MaybeArray, MaybeArray>;
-// x, weights, scales; and of the rows that come.
-using DispatchArrays = std::tuple<Array, MaybeArray, MaybeArray>;
-using DispatchedArrays = std::tuple<MaybeArray, MaybeArray, MaybeArray>;
-// rows, row_weights, source_weights; and x, weights.
-using CombineArrays = std::tuple<Array, MaybeArray, MaybeArray>;
-using CombinedArrays = std::tuple<Array, MaybeArray>;
+// Of one call, which reads those that concern it.
+struct Options : PlanOptions, CallOptions {
+  Quantise quantise = Quantise::kNone;
+  CombineScale scale = CombineScale::kNone;
+};
 
 template <class Choice>
 using Names = std::vector<std::pair<std::string_view, Choice>>;
@@ -76,92 +79,53 @@ Choice choose(const char* what, std::string_view name, const Names<Choice>& name
   );
 }
 
-struct PlanArguments {
-  Routing routing;
-  PlanOptions options;
-};
+// A matrix without gaps: the tensor that keeps it alive, address, type, rows, columns, GPU or -1.
+using Matrix = std::tuple<nb::handle, uintptr_t, int, int64_t, int64_t, int>;
 
-PlanArguments plan_arguments(const RoutingArrays& routing, const Options& options) {
-  const auto& [topk_idx, routing_map, weights] = routing;
-  const Names<Layout> layouts = {
-      {"rank_major", Layout::kRankMajor},
-      {"expert_major", Layout::kExpertMajor},
-      {"expert_strided", Layout::kExpertStrided}};
-  const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
-  return {
-      {.topk_idx = view_of(topk_idx, "topk_idx"),
-       .map = view_of(routing_map, "routing_map"),
-       .weights = view_of(weights, "weights")},
-      {.layout = choose("layout", options.layout, layouts),
-       .pad_multiple = options.pad_multiple,
-       .expert_stride = options.expert_stride,
-       .row_budget = options.row_budget,
-       .overflow = choose("overflow", options.overflow, overflows)}};
+template <size_t kCount>
+using Matrices = std::array<std::optional<Matrix>, kCount>;
+
+Tensor tensor_of(const std::optional<Matrix>& matrix) {
+  if (!matrix) {
+    return {};
+  }
+  const auto [tensor, address, dtype, rows, cols, gpu] = *matrix;
+  auto* data = reinterpret_cast<std::byte*>(address);  // NOLINT: torch gave it as a number
+  const Device device = gpu < 0 ? Device{} : Device{Device::Kind::kCuda, gpu};
+  return {data, static_cast<DType>(dtype), rows, cols, -1, device};
 }
 
-Plan plan(Calls& calls, const RoutingArrays& routing, const Options& options) {
-  const CallOptions call = options.call();
-  return calls.call(
-      Op::kPlan,
-      call,
-      [&] { return plan_arguments(routing, options); },
-      [&](Exchange& exchange, const PlanArguments& a) {
-        return exchange.plan(a.routing, a.options, call);
-      }
-  );
+Routing routing_of(const Matrices<3>& matrices) {
+  const auto& [topk_idx, map, weights] = matrices;
+  return {tensor_of(topk_idx), tensor_of(map), tensor_of(weights)};
 }
 
-struct DispatchArguments {
-  DispatchInput in;
-  DispatchOutput out;
-};
+DispatchInput input_of(const Matrices<3>& matrices, const Options& options) {
+  const auto& [x, weights, scales] = matrices;
+  return {tensor_of(x), tensor_of(weights), tensor_of(scales), options.quantise};
+}
 
-DispatchArguments dispatch_arguments(
-    const DispatchArrays& in, const DispatchedArrays& out, const Options& options
-) {
-  const auto& [x, weights, scales] = in;
-  const auto& [rows, row_weights, row_scales] = out;
-  const Names<Quantise> kinds = {
-      {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
-  return {
-      {.x = view_of(x, "x"),
-       .weights = view_of(weights, "weights"),
-       .scales = view_of(scales, "scales"),
-       .quantise = choose("quantise", options.quantise, kinds)},
-      {.rows = view_of(rows, "rows"),
-       .weights = view_of(row_weights, "row_weights"),
-       .scales = view_of(row_scales, "row_scales")}};
+DispatchOutput output_of(const Matrices<3>& matrices) {
+  const auto& [rows, weights, scales] = matrices;
+  return {tensor_of(rows), tensor_of(weights), tensor_of(scales)};
+}
+
+Plan plan(Calls& calls, const Matrices<3>& routing, const Options& options) {
+  return calls.locked([&](Exchange& exchange) {
+    return exchange.plan(routing_of(routing), options, options);
+  });
 }
 
 void dispatch(
     Calls& calls,
     const Plan& plan,
-    const DispatchArrays& in,
-    const DispatchedArrays& out,
+    const Matrices<3>& in,
+    const Matrices<3>& out,
     const Options& options
 ) {
-  const CallOptions call = options.call();
-  calls.call(
-      Op::kDispatch,
-      call,
-      [&] { return dispatch_arguments(in, out, options); },
-      [&](Exchange& exchange, const DispatchArguments& a) {
-        exchange.dispatch(plan, a.in, a.out, call);
-      }
-  );
-}
-
-// Whether all ranks make both by the call that does: where no GPU has to tell the number of rows.
-bool is_one_call(const Exchange& exchange, const Options& options) {
-  const bool has_stride = options.layout == "expert_strided" && options.expert_stride > 0;
-  return exchange.config().device.kind == Device::Kind::kCuda && options.overflow == "drop" &&
-         (options.row_budget.has_value() || has_stride);
-}
-
-// What a rank refuses that cannot make both: where the plan is a call by itself, no rank comes to
-// the dispatch.
-Op plan_and_dispatch_op(const Exchange& exchange, const Options& options) {
-  return is_one_call(exchange, options) ? Op::kPlanAndDispatch : Op::kPlan;
+  calls.locked([&](Exchange& exchange) {
+    exchange.dispatch(plan, input_of(in, options), output_of(out), options);
+  });
 }
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
@@ -178,174 +142,92 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   return out;
 }
 
-// What plan_and_dispatch returns. What the plan throws is thrown; what the dispatch throws is told
-// when the result is taken, for the plan was good then.
-struct PlannedDispatch {
-  std::optional<Plan> plan;
-  bool is_sent = false;  // false: the output was not given or does not suit
-  std::exception_ptr problem;
-
-  [[nodiscard]] std::pair<Plan, bool> take() const {
-    if (problem) {
-      std::rethrow_exception(problem);
-    }
-    return {plan.value(), is_sent};
-  }
-
-  template <class Send>
-  void send(const Send& dispatch) {
-    try {
-      dispatch();
-      is_sent = true;
-    } catch (const Error&) {
-      problem = std::current_exception();
-    }
-  }
-};
-
-PlannedDispatch plan_and_dispatch(
+// The plan, whether the rows are on their way (if not, the output was not given or does not suit),
+// and what the dispatch threw: the plan was good then, and what that throws is thrown.
+// is_one_call: all ranks make both by the call that does.
+nb::tuple plan_and_dispatch(
     Calls& calls,
-    const RoutingArrays& routing,
-    const DispatchArrays& in,
-    const DispatchedArrays& out,
-    const Options& options
+    const Matrices<3>& routing,
+    const Matrices<3>& in,
+    const Matrices<3>& out,
+    const Options& options,
+    bool is_one_call
 ) {
-  const CallOptions call = options.call();
-  PlannedDispatch made;
-  DispatchArguments dispatch;
-  std::string reason;
-  try {
-    dispatch = dispatch_arguments(in, out, options);
-  } catch (const Error& error) {
-    made.problem = std::current_exception();
-    reason = error.what();
-  }
-  const Op op = plan_and_dispatch_op(calls.exchange(), options);
-  calls.call(
-      op,
-      call,
-      [&] { return plan_arguments(routing, options); },
-      [&](Exchange& exchange, const PlanArguments& plan) {
-        const bool is_one = op == Op::kPlanAndDispatch;
-        if (!is_one) {
-          made.plan = exchange.plan(plan.routing, plan.options, call);
-        }
-        if (made.problem) {  // refused where the others dispatch: they count the plan, too
-          exchange.refuse(is_one ? op : Op::kDispatch, reason, call);
-        } else if (is_one) {
-          made.send([&] {
-            made.plan =
-                exchange.dispatch(plan.routing, plan.options, dispatch.in, dispatch.out, call);
-          });
-        } else if (const int64_t num_rows = made.plan->num_rows();
-                   suits(dispatch.out.rows, num_rows)) {
-          made.send([&] {
-            exchange.dispatch(*made.plan, dispatch.in, first_rows(dispatch.out, num_rows), call);
-          });
-        }
+  const Routing routes = routing_of(routing);
+  const DispatchInput input = input_of(in, options);
+  const DispatchOutput output = output_of(out);
+  std::optional<Plan> plan;
+  std::optional<Error> problem;
+  bool is_sent = is_one_call;
+  calls.locked([&](Exchange& exchange) {
+    if (is_one_call) {
+      plan = exchange.dispatch(routes, options, input, output, options);
+      return;
+    }
+    plan = exchange.plan(routes, options, options);
+    const int64_t num_rows = plan->num_rows();
+    if (suits(output.rows, num_rows)) {
+      try {
+        exchange.dispatch(*plan, input, first_rows(output, num_rows), options);
+        is_sent = true;
+      } catch (const Error& error) {
+        problem = error;
       }
-  );
-  return made;
-}
-
-struct CombineArguments {
-  CombineInput in;
-  CombineOutput out;
-};
-
-CombineArguments combine_arguments(
-    const CombineArrays& in, const CombinedArrays& out, const Options& options
-) {
-  const auto& [rows, row_weights, source_weights] = in;
-  const auto& [x, weights] = out;
-  const Names<CombineScale> scales = {
-      {"none", CombineScale::kNone},
-      {"plan", CombineScale::kPlanWeights},
-      {"source", CombineScale::kSourceWeights}};
-  return {
-      {.rows = view_of(rows, "rows"),
-       .weights = view_of(row_weights, "row_weights"),
-       .source_weights = view_of(source_weights, "source_weights"),
-       .scale = choose("scale", options.scale, scales)},
-      {.x = view_of(x, "x"), .weights = view_of(weights, "weights")}};
+    }
+  });
+  return nb::make_tuple(*plan, is_sent, problem ? exception_of(*problem) : nb::none());
 }
 
 void combine(
     Calls& calls,
     const Plan& plan,
-    const CombineArrays& in,
-    const CombinedArrays& out,
+    const Matrices<3>& in,
+    const Matrices<2>& out,
     const Options& options
 ) {
-  const CallOptions call = options.call();
-  calls.call(
-      Op::kCombine,
-      call,
-      [&] { return combine_arguments(in, out, options); },
-      [&](Exchange& exchange, const CombineArguments& a) {
-        exchange.combine(plan, a.in, a.out, call);
-      }
-  );
+  const auto& [rows, row_weights, source_weights] = in;
+  const auto& [x, weights] = out;
+  const CombineInput input = {
+      tensor_of(rows), tensor_of(row_weights), tensor_of(source_weights), options.scale};
+  const CombineOutput output = {tensor_of(x), tensor_of(weights)};
+  calls.locked([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
 }
 
 void refuse(
-    Calls& calls, const std::string& verb, const std::string& reason, const Options& options
+    Calls& calls, std::string_view verb, const std::string& reason, const Options& options
 ) {
   const Names<Op> verbs = {
       {"plan", Op::kPlan},
       {"dispatch", Op::kDispatch},
       {"combine", Op::kCombine},
-      {"plan_and_dispatch", plan_and_dispatch_op(calls.exchange(), options)}};
+      {"plan_and_dispatch", Op::kPlanAndDispatch}};
   const Op op = choose("verb", verb, verbs);
-  calls.locked([&](Exchange& exchange) { exchange.refuse(op, reason, options.call()); });
-}
-
-std::shared_ptr<Calls> make(
-    const Group& group,
-    int64_t hidden,
-    int64_t max_tokens,
-    int num_experts,
-    int max_topk,
-    int device,
-    const std::string& transport,
-    int num_threads,
-    int num_sms,
-    bool copy_engines,
-    double timeout
-) {
-  ExchangeConfig config;
-  config.hidden = hidden;
-  config.max_tokens = max_tokens;
-  config.num_experts = num_experts;
-  config.max_topk = max_topk;
-  if (device >= 0) {
-    config.device = {Device::Kind::kCuda, device};
-  }
-  config.transport = transport;
-  config.num_threads = num_threads;
-  config.num_sms = num_sms;
-  config.copy_engines = copy_engines;
-  // What is no number, or too large for the bounds that the exchange knows, is refused by them.
-  const double most = 1e12;
-  config.timeout =
-      std::chrono::milliseconds(timeout < most ? static_cast<int64_t>(timeout * 1e3) : INT64_MAX);
-  const nb::gil_scoped_release no_gil;
-  return std::make_shared<Calls>(group, config);
+  calls.locked([&](Exchange& exchange) { exchange.refuse(op, reason, options); });
 }
 
 // Rows where peers can write. They outlive the exchange if need be.
-nb::object allocate(
-    const std::shared_ptr<Calls>& calls, int64_t rows, int64_t cols, const Array& like
-) {
-  const DType dtype = view_of(like, "like").dtype;
-  auto buffer = std::make_shared<Buffer>(calls->locked([&](Exchange& exchange) {
-    return exchange.allocate(rows, cols, dtype);
+nb::object allocate(Calls& calls, int64_t rows, int64_t cols, int dtype) {
+  auto buffer = std::make_shared<Buffer>(calls.locked([&](Exchange& exchange) {
+    return exchange.allocate(rows, cols, static_cast<DType>(dtype));
   }));
   const Tensor tensor = buffer->tensor();
-  return array_of(
-      tensor, std::move(buffer), {static_cast<size_t>(rows), static_cast<size_t>(cols)}
-  );
+  return array_of(tensor, std::move(buffer));
 }
+
+// Segments for a torch.cuda.MemPool, of memory that peers can write. torch asks for them by two C
+// functions that carry nothing of ours, so the thread says beforehand which exchange shall give.
+thread_local std::shared_ptr<Calls> giver;
+
+struct Segments {
+  std::mutex mutex;
+  std::unordered_map<void*, Buffer> held;  // by address
+
+  // For as long as the process lives: torch frees its last segments when it ends.
+  static Segments& all() {
+    static auto* const segments = new Segments;  // NOLINT(cppcoreguidelines-owning-memory)
+    return *segments;
+  }
+};
 
 nb::dict stats(Calls& calls) {
   const ExchangeStats found = calls.locked([](Exchange& exchange) { return exchange.stats(); });
@@ -370,63 +252,85 @@ nb::dict footprint(Calls& calls) {
   return all;
 }
 
+void bind_config(nb::module_& m) {
+  const auto set_timeout = [](ExchangeConfig& config, double seconds) {
+    // What is no number, or too large for the bounds that the exchange knows, is refused by them.
+    const double most = 1e12;
+    config.timeout =
+        std::chrono::milliseconds(seconds < most ? static_cast<int64_t>(seconds * 1e3) : INT64_MAX);
+  };
+  const auto set_gpu = [](ExchangeConfig& config, int index) {
+    config.device = {Device::Kind::kCuda, index};
+  };
+  nb::class_<ExchangeConfig>(m, "ExchangeConfig", "Names are those of weft.Exchange's arguments.")
+      .def(nb::init<>())
+      .def_rw("hidden", &ExchangeConfig::hidden)
+      .def_rw("max_tokens", &ExchangeConfig::max_tokens)
+      .def_rw("num_experts", &ExchangeConfig::num_experts)
+      .def_rw("max_topk", &ExchangeConfig::max_topk)
+      .def_prop_rw("gpu", nullptr, set_gpu, "Of all tensors; not set: the CPU.")
+      .def_rw("transport", &ExchangeConfig::transport)
+      .def_rw("num_threads", &ExchangeConfig::num_threads)
+      .def_rw("num_sms", &ExchangeConfig::num_sms)
+      .def_rw("copy_engines", &ExchangeConfig::copy_engines)
+      .def_prop_rw("timeout", nullptr, set_timeout);
+}
+
+// A setter of what Python gives by name.
+template <class Part, class Choice>
+auto by_name(const char* what, Choice Part::*member, const Names<Choice>& names) {
+  return
+      [=](Options& options, std::string_view name) { options.*member = choose(what, name, names); };
+}
+
 void bind_options(nb::module_& m) {
-  using nb::arg;
-  m.attr("QUANTISE_GROUP") = kQuantiseGroup;
+  const Names<Layout> layouts = {
+      {"rank_major", Layout::kRankMajor},
+      {"expert_major", Layout::kExpertMajor},
+      {"expert_strided", Layout::kExpertStrided}};
+  const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
+  const Names<Quantise> kinds = {
+      {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
+  const Names<CombineScale> scales = {
+      {"none", CombineScale::kNone},
+      {"plan", CombineScale::kPlanWeights},
+      {"source", CombineScale::kSourceWeights}};
+  const auto set_stream = [](Options& options, uintptr_t stream) {
+    options.stream =
+        reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
+  };
   nb::class_<Options>(m, "Options", "Of one call; names are those of weft.Exchange's arguments.")
-      .def(
-          nb::init<
-              std::string,
-              int64_t,
-              int64_t,
-              std::optional<int64_t>,
-              std::string,
-              std::string,
-              std::string,
-              uintptr_t,
-              int,
-              bool>(),
-          nb::kw_only(),
-          arg("layout") = "expert_major",
-          arg("pad_multiple") = 1,
-          arg("expert_stride") = 0,
-          arg("row_budget") = nb::none(),
-          arg("overflow") = "drop",
-          arg("quantise") = "none",
-          arg("scale") = "none",
-          arg("stream") = 0,
-          arg("num_sms") = 0,
-          arg("copy_engines") = false
-      );
-  nb::class_<PlannedDispatch>(m, "PlannedDispatch", "What plan_and_dispatch returns.")
-      .def(
-          "take",
-          &PlannedDispatch::take,
-          "The plan, and whether the rows are on their way. Raises what the dispatch did."
-      );
+      .def(nb::init<>())
+      .def_prop_rw("layout", nullptr, by_name("layout", &Options::layout, layouts))
+      .def_rw("pad_multiple", &Options::pad_multiple)
+      .def_rw("expert_stride", &Options::expert_stride)
+      .def_rw("row_budget", &Options::row_budget, nb::arg().none())
+      .def_prop_rw("overflow", nullptr, by_name("overflow", &Options::overflow, overflows))
+      .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
+      .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))
+      .def_prop_rw("stream", nullptr, set_stream)
+      .def_rw("num_sms", &Options::num_sms)
+      .def_rw("copy_engines", &Options::copy_engines);
 }
 
 }  // namespace
 
 void bind_exchange(nb::module_& m) {
   using nb::arg;
+  m.attr("QUANTISE_GROUP") = kQuantiseGroup;
+  nb::dict dtypes;  // by their names
+  for (int dtype = 0; dtype <= static_cast<int>(DType::kInt64); ++dtype) {
+    dtypes[nb::cast(dtype_name(static_cast<DType>(dtype)))] = dtype;
+  }
+  m.attr("DTYPES") = dtypes;
+  bind_config(m);
   bind_options(m);
+  const auto make = [](const Group& group, const ExchangeConfig& config) {
+    const nb::gil_scoped_release no_gil;
+    return std::make_shared<Calls>(group, config);
+  };
   nb::class_<Calls>(m, "Exchange", "Moves tokens to their experts and back.")
-      .def(
-          nb::new_(&make),
-          arg("group"),
-          nb::kw_only(),
-          arg("hidden"),
-          arg("max_tokens"),
-          arg("num_experts"),
-          arg("max_topk"),
-          arg("device") = -1,
-          arg("transport") = "auto",
-          arg("num_threads") = 0,
-          arg("num_sms") = 0,
-          arg("copy_engines") = false,
-          arg("timeout") = 30.0
-      )
+      .def(nb::new_(make), arg("group"), arg("config"))
       .def("plan", &plan, arg("routing"), arg("options"))
       .def("dispatch", &dispatch, arg("plan"), arg("inputs"), arg("outputs"), arg("options"))
       .def(
@@ -435,11 +339,12 @@ void bind_exchange(nb::module_& m) {
           arg("routing"),
           arg("inputs"),
           arg("outputs"),
-          arg("options")
+          arg("options"),
+          arg("is_one_call")
       )
       .def("combine", &combine, arg("plan"), arg("inputs"), arg("outputs"), arg("options"))
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
-      .def("allocate", &allocate, arg("rows"), arg("cols"), arg("like"))
+      .def("allocate", &allocate, arg("rows"), arg("cols"), arg("dtype"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
       .def(
           "release_pooled",
@@ -450,6 +355,46 @@ void bind_exchange(nb::module_& m) {
       .def_prop_ro("transport", [](const Calls& calls) {
         return calls.exchange().config().transport;
       });
+  m.def(
+      "give_segments",
+      [](std::shared_ptr<Calls> calls) { giver = std::move(calls); },
+      arg("exchange").none(),
+      "The exchange that gives this thread's next segments; None: nobody."
+  );
+}
+
+extern "C" {
+
+// Null, which torch reports as out of memory, if there is no exchange or it has none to give.
+__attribute__((visibility("default"))) void* weft_pool_malloc(
+    ssize_t bytes, int /*device*/, void* /*stream*/
+) {
+  constexpr int64_t kRow = 16;
+  if (giver == nullptr || bytes <= 0) {
+    return nullptr;
+  }
+  try {
+    Buffer buffer = giver->locked_here([&](Exchange& exchange) {
+      return exchange.allocate((bytes + kRow - 1) / kRow, kRow, DType::kByte);
+    });
+    void* data = buffer.tensor().data;
+    Segments& segments = Segments::all();
+    const std::scoped_lock lock(segments.mutex);
+    segments.held.insert_or_assign(data, std::move(buffer));
+    return data;
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+__attribute__((visibility("default"))) void weft_pool_free(
+    void* data, ssize_t /*bytes*/, int /*device*/, void* /*stream*/
+) {
+  Segments& segments = Segments::all();
+  std::unordered_map<void*, Buffer>::node_type freed;  // outside of the lock
+  const std::scoped_lock lock(segments.mutex);
+  freed = segments.held.extract(data);
+}
 }
 
 }  // namespace weft::py

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What weft/planned.py reads of a plan that exchange_py.cpp made.
+// What weft/outputs.py reads of a plan that exchange_py.cpp made.
 #include <algorithm>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -8,7 +8,6 @@
 #include <sstream>
 
 #include "bind.hpp"
-#include "tensor_py.hpp"
 #include "weft/plan.hpp"
 
 namespace weft::py {
@@ -31,26 +30,10 @@ Ints of_ranks(const Plan& plan) {
   return counts;
 }
 
-// The plan's own numbers on a GPU; null on a CPU.
-nb::object on_gpu(const Plan& plan, const void* data, DType dtype, size_t count, int device) {
-  if (data == nullptr) {
-    return nb::none();
-  }
-  Tensor tensor = {
-      static_cast<std::byte*>(const_cast<void*>(data)),  // NOLINT: nobody writes it
-      dtype,
-      static_cast<int64_t>(count),
-      1};
-  tensor.device = {Device::Kind::kCuda, device};
-  return array_of(tensor, std::make_shared<Plan>(plan), {count});
-}
-
 }  // namespace
 
 void bind_plan(nb::module_& m) {
   nb::class_<Plan>(m, "Plan", "Everything derived from routing before a byte of payload moves.")
-      .def_prop_ro("rank", &Plan::rank)
-      .def_prop_ro("num_ranks", &Plan::num_ranks)
       .def_prop_ro("num_experts", &Plan::num_experts)
       .def_prop_ro("num_local_experts", &Plan::num_local_experts)
       .def_prop_ro("num_tokens", &Plan::num_tokens)
@@ -65,32 +48,36 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("rows_per_expert", &ints_of<&Plan::rows_per_expert>)
       .def_prop_ro("padded_rows_per_expert", &ints_of<&Plan::padded_rows_per_expert>)
       .def_prop_ro("expert_begin", &ints_of<&Plan::expert_begin>)
-      .def_prop_ro("global_routes_per_expert", &ints_of<&Plan::global_routes_per_expert>)
       .def_prop_ro("received_arrivals", &of_ranks<&Plan::received_arrivals>)
       .def_prop_ro("sent_arrivals", &of_ranks<&Plan::sent_arrivals>)
-      .def("wire_bytes", &Plan::wire_bytes, nb::arg("row_bytes"))
       .def("crossing_bytes", &Plan::crossing_bytes, nb::arg("row_bytes"))
-      .def("logical_bytes", &Plan::logical_bytes, nb::arg("row_bytes"))
       .def("to_json", &Plan::to_json)
       .def_static("from_json", &Plan::from_json, nb::arg("text"), nb::arg("name") = "text")
       .def(
           "on_device",
           [](const Plan& p, int device) {
             const Plan::OnDevice here = p.on_device();
-            const auto local = static_cast<size_t>(p.num_local_experts());
-            const auto numbers = [&](const void* data, size_t count) {
-              return on_gpu(p, data, DType::kInt64, count, device);
+            // As bytes; None on a CPU.
+            const auto numbers = [&](const void* data, DType dtype, int64_t count) -> nb::object {
+              if (data == nullptr) {
+                return nb::none();
+              }
+              auto* bytes = static_cast<std::byte*>(const_cast<void*>(data));  // NOLINT: read only
+              const Device gpu = {Device::Kind::kCuda, device};
+              return array_of({bytes, dtype, count, 1, -1, gpu}, std::make_shared<Plan>(p));
             };
+            const int local = p.num_local_experts();
             nb::dict all;
-            all["required_rows"] = numbers(here.required_rows, 1);
-            all["overflow"] = on_gpu(p, here.overflow, DType::kInt32, 1, device);
-            all["rows_per_expert"] = numbers(here.rows_per_expert, local);
-            all["padded_rows_per_expert"] = numbers(here.padded_rows_per_expert, local);
-            all["expert_begin"] = numbers(here.expert_begin, local);
+            all["required_rows"] = numbers(here.required_rows, DType::kInt64, 1);
+            all["overflow"] = numbers(here.overflow, DType::kInt32, 1);
+            all["rows_per_expert"] = numbers(here.rows_per_expert, DType::kInt64, local);
+            all["padded_rows_per_expert"] =
+                numbers(here.padded_rows_per_expert, DType::kInt64, local);
+            all["expert_begin"] = numbers(here.expert_begin, DType::kInt64, local);
             return all;
           },
           nb::arg("device"),
-          "Tensors over the plan's own memory on GPU `device`; None each for a plan of the CPU."
+          "The bytes of the plan's numbers on GPU `device`; None each for a plan of the CPU."
       )
       .def("__eq__", [](const Plan& a, const Plan& b) { return a == b; })
       .def("__repr__", [](const Plan& p) {

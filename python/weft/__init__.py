@@ -12,8 +12,7 @@ from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Exchange
 from weft.group import Group
-from weft.outputs import Combined, Dispatched
-from weft.planned import Plan
+from weft.outputs import Combined, Dispatched, Plan
 
 __all__ = [
     "Combined",

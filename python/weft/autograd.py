@@ -1,98 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch and combine with gradients. Each is the other's adjoint, so there is no other backward.
-exchange.py makes the calls.
+"""dispatch and combine with gradients. Each is the other's adjoint, so the backward is made of the
+same calls, which have gradients again. exchange.py makes the calls.
 
 Neither saves its input: a plan is all that backward needs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.exchange import Exchange
-from weft.outputs import Combined, Dispatched
-from weft.planned import Plan
+from weft.outputs import Combined, Dispatched, Plan
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, x, weights, scales, quantise, options):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.options = plan, options
-        ctx.set_materialize_grads(False)
-        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
-        _keep_dispatch(ctx, x, weights, out)
-        return out.rows, out.weights, out.scales
+    def forward(ctx, call, x, weights, options):  # noqa: ANN001, ANN205
+        plan, out = call()
+        if out.scales is not None:
+            ctx.mark_non_differentiable(out.scales)
+        _keep(ctx, plan, x, weights, options)
+        return plan, *out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
-        return None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
-
-
-class _PlanAndDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange, topk_idx, x, weights, scales, choices, options):  # noqa: ANN001, ANN205
-        ctx.set_materialize_grads(False)
-        plan, out = exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices, **options)
-        ctx.plan, ctx.options = plan, options
-        _keep_dispatch(ctx, x, weights, out)
-        return plan, out.rows, out.weights, out.scales
-
-    @staticmethod
-    @once_differentiable
     def backward(ctx, _plan, grad_rows, grad_weights, _grad_scales):  # noqa: ANN001, ANN205
-        return None, None, *_undo_dispatch(ctx, grad_rows, grad_weights), None, None, None
-
-
-def _keep_dispatch(ctx, x, weights, out) -> None:  # noqa: ANN001
-    ctx.mark_non_differentiable(*(t for t in (out.scales,) if t is not None))
-    _keep(ctx, x, weights)
-
-
-def _undo_dispatch(ctx, grad_rows, grad_weights) -> Combined:  # noqa: ANN001
-    plan = ctx.plan
-    grads = _filled(ctx, grad_rows, grad_weights, plan.num_rows, plan.row_weight_cols)
-    return plan.exchange.combine(plan, *grads, **ctx.options)
-
-
-def _keep(ctx, rows, weights) -> None:  # noqa: ANN001
-    ctx.has_weights = weights is not None
-    ctx.sent = (rows.dtype, rows.shape, rows.device)
-
-
-def _filled(ctx, grad, grad_weights, num_rows, weight_cols):  # noqa: ANN001, ANN202
-    """All ranks call in the backward or none: what a rank does not use gets zeros."""
-    dtype, shape, device = ctx.sent
-    if grad is None:
-        grad = torch.zeros((num_rows, shape[1]), dtype=dtype, device=device)
-    if ctx.has_weights and grad_weights is None:
-        grad_weights = torch.zeros((num_rows, weight_cols), dtype=torch.float32, device=device)
-    return grad, grad_weights
+        shape = (ctx.plan.num_rows, ctx.plan.row_weight_cols)
+        return None, *_undo(ctx, combine, grad_rows, grad_weights, shape), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, plan, rows, row_weights, options):  # noqa: ANN001, ANN205
-        ctx.plan, ctx.options = plan, options
-        ctx.set_materialize_grads(False)
         out = plan.exchange.combine(plan, rows, row_weights, **options)
-        _keep(ctx, rows, row_weights)
-        return out.x, out.weights
+        _keep(ctx, plan, rows, row_weights, options)
+        return tuple(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
-        plan = ctx.plan
-        grads = _filled(ctx, grad_x, grad_weights, plan.num_tokens, plan.weight_cols)
-        out = plan.exchange.dispatch(plan, *grads, **ctx.options)
-        return None, out.rows, out.weights, None
+        shape = (ctx.plan.num_tokens, ctx.plan.weight_cols)
+        rows, row_weights, _ = _undo(ctx, dispatch, grad_x, grad_weights, shape)
+        return None, rows, row_weights, None
 
 
-def _has_gradient(first: Tensor, second: Tensor | None) -> bool:
+def _keep(ctx, plan, rows, weights, options) -> None:  # noqa: ANN001
+    ctx.set_materialize_grads(False)
+    ctx.plan, ctx.options = plan, options
+    ctx.has_weights = weights is not None
+    ctx.sent = (rows.dtype, rows.shape, rows.device)
+
+
+def _undo(ctx, call: Callable, grad, grad_weights, shape):  # noqa: ANN001, ANN202
+    """All ranks call in the backward or none: what a rank does not use gets zeros. shape: of the
+    weights' gradient."""
+    dtype, (_, cols), device = ctx.sent
+    if grad is None:
+        grad = torch.zeros((shape[0], cols), dtype=dtype, device=device)
+    if ctx.has_weights and grad_weights is None:
+        grad_weights = torch.zeros(shape, dtype=torch.float32, device=device)
+    return call(ctx.plan, grad, grad_weights, **ctx.options)
+
+
+def _has_gradient(first: Any, second: Any) -> bool:
     """Whether autograd must know of the call; telling it costs more than the call itself."""
-    is_wanted = first.requires_grad or (second is not None and second.requires_grad)
+    is_wanted = getattr(first, "requires_grad", False) or getattr(second, "requires_grad", False)
     return is_wanted and torch.is_grad_enabled()
 
 
@@ -108,8 +80,7 @@ def dispatch(
     scales: Tensor | None = None,
     *,
     quantise: str = "none",
-    num_sms: int = 0,
-    copy_engines: bool | None = None,
+    **options: Any,
 ) -> Dispatched:
     """Collective. Tokens to their experts; differentiable in `x` and `weights`.
 
@@ -125,10 +96,14 @@ def dispatch(
     [plan.num_rows, S].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    options = {"num_sms": num_sms, "copy_engines": copy_engines}
+
+    def call() -> tuple[Plan, Dispatched]:
+        out = plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
+        return plan, out
+
     if not _has_gradient(x, weights):
-        return plan.exchange.dispatch(plan, x, weights, scales, quantise=quantise, **options)
-    return Dispatched(*_Dispatch.apply(plan, x, weights, scales, quantise, options))
+        return call()[1]
+    return Dispatched(*_Dispatch.apply(call, x, weights, options)[1:])
 
 
 def plan_and_dispatch(
@@ -137,9 +112,6 @@ def plan_and_dispatch(
     x: Tensor,
     weights: Tensor | None = None,
     scales: Tensor | None = None,
-    *,
-    num_sms: int = 0,
-    copy_engines: bool | None = None,
     **choices: Any,
 ) -> tuple[Plan, Dispatched]:
     """Collective. `exchange.plan` with topk_idx, then `dispatch` by it; differentiable likewise.
@@ -148,10 +120,14 @@ def plan_and_dispatch(
     where the number is given and tokens are few, both are one launch. choices: those of
     `Exchange.plan_and_dispatch`, which says when. Raises what the two raise.
     """
-    options = {"num_sms": num_sms, "copy_engines": copy_engines}
+
+    def call() -> tuple[Plan, Dispatched]:
+        return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices)
+
     if not _has_gradient(x, weights):
-        return exchange.plan_and_dispatch(topk_idx, x, weights, scales, **choices, **options)
-    plan, *out = _PlanAndDispatch.apply(exchange, topk_idx, x, weights, scales, choices, options)
+        return call()
+    options = {key: choices[key] for key in ("num_sms", "copy_engines") if key in choices}
+    plan, *out = _Dispatch.apply(call, x, weights, options)
     return plan, Dispatched(*out)
 
 
@@ -162,8 +138,7 @@ def combine(
     *,
     scale: str = "none",
     source_weights: Tensor | None = None,
-    num_sms: int = 0,
-    copy_engines: bool | None = None,
+    **options: Any,
 ) -> Combined:
     """Collective. Rows back to their tokens, summed; differentiable in `rows` and `row_weights`.
 
@@ -175,13 +150,12 @@ def combine(
     ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
-    options = {"num_sms": num_sms, "copy_engines": copy_engines}
     if scale == "none" and _has_gradient(rows, row_weights):
         return Combined(*_Combine.apply(plan, rows, row_weights, options))
     if scale != "none" and _has_gradient(rows, None):
-        raise NotImplementedError(
-            f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
-        )
+        problem = f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
+        plan.exchange.refuse("combine", problem, plan)
+        raise NotImplementedError(problem)
     return plan.exchange.combine(
         plan, rows, row_weights, scale=scale, source_weights=source_weights, **options
     )

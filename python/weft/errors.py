@@ -39,3 +39,17 @@ class TimeoutError(Error, TimeoutError):  # noqa: A001  (also the built-in one)
 
 class PeerError(Error):
     """Another rank died or left."""
+
+
+_BY_CODE = {
+    "invalid argument": InvalidArgument,
+    "unsupported": Unsupported,
+    "not available": NotAvailable,
+    "timeout": TimeoutError,
+    "peer failed": PeerError,
+}
+
+
+def of_core(message: str, code: str, rank: int) -> Error:
+    """What the core threw."""
+    return _BY_CODE.get(code, Error)(message, code, rank)

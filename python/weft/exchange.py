@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves tokens to their experts and back: torch tensors around the C++ exchange. autograd.py calls
-it; outputs.py has the memory of a call, planned.py its plan."""
+it; outputs.py has plans and the memory of a call."""
 
 import contextlib
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,7 @@ from torch import Tensor
 from weft import _core, overlap_settings
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import (
-    Combined,
-    Dispatched,
-    Outputs,
-    OutputsAhead,
-    Wanted,
-    empty_like,
-    view,
-    views,
-)
-from weft.planned import Plan
+from weft.outputs import Combined, Dispatched, Outputs, Plan, Wanted, empty_like, views
 
 
 class Exchange:
@@ -70,21 +61,22 @@ class Exchange:
         self._settings = {
             "hidden": hidden,
             "num_experts": num_experts,
-            "device": device.index if self._on_gpu else -1,
             "transport": transport,
             "num_threads": num_threads,
             "num_sms": num_sms,
             "copy_engines": copy_engines,
             "timeout": timeout,
         }
+        if self._on_gpu:
+            self._settings["gpu"] = device.index
         self._outputs = Outputs(device)
         self._core: _core.Exchange | None = None
         self._take(self._make())
 
     def _make(self) -> _core.Exchange:
-        return _core.Exchange(
-            self.group.core, max_tokens=self.max_tokens, max_topk=self.max_topk, **self._settings
-        )
+        sizes = {"max_tokens": self.max_tokens, "max_topk": self.max_topk}
+        config = _filled(_core.ExchangeConfig(), sizes | self._settings)
+        return _core.Exchange(self.group.core, config)
 
     def _take(self, core: _core.Exchange | None) -> None:
         self._core = core
@@ -139,44 +131,82 @@ class Exchange:
         are dropped, last slots first, and give zeros (overflow="drop"), or every rank raises
         ("error").
         """
-        self._prepare_copies()
-        options = _core.Options(
-            layout=layout,
-            pad_multiple=pad_multiple,
-            expert_stride=expert_stride,
-            row_budget=row_budget,
-            overflow=overflow,
-            stream=self._stream(),
-            num_sms=num_sms,
-        )
+        choices = {
+            "layout": layout,
+            "pad_multiple": pad_multiple,
+            "expert_stride": expert_stride,
+            "row_budget": row_budget,
+            "overflow": overflow,
+        }
 
-        def make() -> Plan:
-            core = self.core
-            return Plan(self, core.plan(views(topk_idx, routing_map, weights), options), core)
+        def prepare(core: _core.Exchange) -> tuple:
+            options = {"stream": self._stream(), "num_sms": num_sms, **choices}
+            routing = views(_ROUTING, (topk_idx, routing_map, weights))
+            return routing, _filled(_core.Options(), options)
 
-        has_size = (row_budget is not None or expert_stride > 0) and overflow == "drop"
-        return self._growing(make, topk_idx, routing_map, has_size)
+        routing = (topk_idx, routing_map)
+        core, made = self._planned("plan", choices, prepare, _core.Exchange.plan, routing)
+        return Plan(self, made, core)
 
-    def _growing(self, make, topk_idx, routing_map, has_size):  # noqa: ANN001, ANN202
-        """make(), on an exchange that has grown if this one was too small for the plan."""
-        _ = self.core  # one that was closed does not grow
+    def _planned(
+        self,
+        verb: str,
+        choices: dict[str, Any],
+        prepare: Callable[[_core.Exchange], tuple],
+        call: Callable[..., Any],
+        routing: tuple = (None, None),
+    ) -> tuple[_core.Exchange, Any]:
+        """Collective: `call` with the core and what `prepare` makes for it, on a core that has
+        grown if this one was too small for the plan. verb, choices: see `refuse`. routing:
+        topk_idx, routing_map."""
+        # All ranks are beside computation, or none.
+        if self._core is not None and not self._has_copy_room and self._chooses_copies():
+            self._make_copy_room()
+        has_rows = self._given_rows(choices) is not None
+        # On a GPU nobody waited then, and the others do not know yet what was refused.
+        may_grow = not (self._on_gpu and has_rows)
+        while True:
+            core = self.core  # one that was closed does not grow
+            is_prepared = False
+            try:
+                arguments = self._prepared(core, verb if has_rows else "plan", prepare, core)
+                is_prepared = True
+                return core, call(core, *arguments)
+            except BaseException as error:
+                was_refused = not is_prepared or isinstance(error, InvalidArgument)
+                if not (was_refused and may_grow and self._grow(*routing)):
+                    raise
+            may_grow = False
+
+    def _prepared(
+        self, core: _core.Exchange, verb: str, prepare: Callable[..., Any], *given: Any
+    ) -> Any:
+        """prepare(*given), or the other ranks hear what it raises instead of the call."""
         try:
-            return make()
-        except InvalidArgument:
-            # On a GPU with a given size nobody waited, and the others do not know yet.
-            if (self._on_gpu and has_size) or not self._grow(topk_idx, routing_map):
-                raise
-        return make()
+            return prepare(*given)
+        except BaseException as error:
+            options = _filled(_core.Options(), {"stream": self._stream()})
+            core.refuse(verb, str(error) or type(error).__name__, options)
+            raise
+
+    def _given_rows(self, choices: dict[str, Any]) -> int | None:
+        """How many rows there are, if nobody has to wait to hear it."""
+        stride = choices.get("expert_stride", 0)
+        if choices.get("overflow", "drop") != "drop":
+            return None
+        if choices.get("layout") == "expert_strided" and isinstance(stride, int) and stride > 0:
+            return stride * self.num_local_experts
+        return choices.get("row_budget")
 
     def _grow(self, topk_idx: Tensor | None, routing_map: Tensor | None) -> bool:
         """Collective, after a call that every rank refused. True if size was the reason."""
         tokens, topk = self.max_tokens, self.max_topk
-        if topk_idx is not None and topk_idx.dim() == 2:
+        if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2:
             tokens, topk = max(tokens, topk_idx.size(0)), max(topk, topk_idx.size(1))
-        if routing_map is not None and routing_map.dim() == 2:
+        if isinstance(routing_map, Tensor) and routing_map.dim() == 2:
             tokens = max(tokens, routing_map.size(0))
-            most = int(routing_map.sum(1).max()) if routing_map.numel() > 0 else 0
-            topk = max(topk, most)
+            if routing_map.dtype == torch.bool and routing_map.numel() > 0:
+                topk = max(topk, int(routing_map.sum(1).max()))
         tokens, topk = map(max, zip(*self.group.gather_numbers(tokens, topk)))
         topk = min(topk, 32)
         if tokens <= self.max_tokens and topk <= self.max_topk:
@@ -199,12 +229,26 @@ class Exchange:
         copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
-        size = (plan.num_rows, plan.row_weight_cols)
         wanted = Wanted(x, weights, scales, quantise)
-        out = self._outputs.of_dispatch(plan.calls, size, wanted)
-        options = self._options(plan.calls, num_sms, copy_engines, quantise=quantise)
-        plan.calls.dispatch(plan.core, wanted.views(), views(*out), options)
-        return out.with_scales_of(scales)
+        return self._dispatched(plan.calls, plan.core, wanted, num_sms, copy_engines)
+
+    def _dispatched(
+        self,
+        core: _core.Exchange,
+        plan: _core.Plan,
+        wanted: Wanted,
+        num_sms: int,
+        copy_engines: bool | None,
+    ) -> Dispatched:
+        def prepare() -> tuple:
+            inputs = wanted.views()
+            out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
+            options = self._options(core, num_sms, copy_engines, quantise=wanted.quantise)
+            return out, (inputs, out.views(), options)
+
+        out, arguments = self._prepared(core, "dispatch", prepare)
+        core.dispatch(plan, *arguments)
+        return out.with_scales_of(wanted.scales)
 
     def plan_and_dispatch(
         self,
@@ -215,59 +259,50 @@ class Exchange:
         *,
         plan_weights: Tensor | None = None,
         routing_map: Tensor | None = None,
-        layout: str = "expert_major",
-        pad_multiple: int = 1,
-        expert_stride: int = 0,
-        row_budget: int | None = None,
-        overflow: str = "drop",
         quantise: str = "none",
         num_sms: int = 0,
         copy_engines: bool | None = None,
+        **choices: Any,
     ) -> tuple[Plan, Dispatched]:
-        """Collective. `plan` with topk_idx, plan_weights and the options, then `dispatch` by it,
-        without gradients; `weft.plan_and_dispatch` has them.
+        """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
+        pad_multiple, expert_stride, row_budget, overflow), then `dispatch` by it, without
+        gradients; `weft.plan_and_dispatch` has them.
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
-        all ranks or none),
-        routing by topk_idx, overflow "drop" and no copy engines, it is one launch on GPUs of one
-        domain, in which rows travel while the plan is made, if max_tokens is at most 512 and
-        max_tokens * max_topk of all ranks at most 32,768.
+        all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
+        launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
+        at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        self._prepare_copies()
-        num_rows = row_budget
-        if layout == "expert_strided" and expert_stride > 0:
-            num_rows = expert_stride * self.num_local_experts
         wanted = Wanted(x, weights, scales, quantise)
-        ahead = OutputsAhead(self._outputs, wanted, num_rows)
-        choices = {
-            "layout": layout,
-            "pad_multiple": pad_multiple,
-            "expert_stride": expert_stride,
-            "row_budget": row_budget,
-            "overflow": overflow,
-            "quantise": quantise,
-        }
+        given_rows = self._given_rows(choices)
+        is_one_call = self._on_gpu and given_rows is not None
+        out: Dispatched | None = None
 
-        def make() -> tuple[_core.Exchange, _core.Options, _core.PlannedDispatch]:
-            core = self.core
-            options = self._options(core, num_sms, copy_engines, **choices)
-            weight_cols = 1
-            if layout == "rank_major":
+        def prepare(core: _core.Exchange) -> tuple:
+            nonlocal out
+            options = self._options(core, num_sms, copy_engines, quantise=quantise, **choices)
+            routing = views(_ROUTING, (topk_idx, routing_map, plan_weights))
+            inputs, weight_cols = wanted.views(), 1
+            if choices.get("layout") == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
-            arrays = ahead.views(core, weight_cols)
-            routing = views(topk_idx, routing_map, plan_weights)
-            return core, options, core.plan_and_dispatch(routing, *arrays, options)
+            out = self._outputs.ahead(core, wanted, given_rows, weight_cols)
+            return routing, inputs, out.views(), options, is_one_call
 
-        has_size = num_rows is not None and overflow == "drop"
-        core, options, planned = self._growing(make, topk_idx, routing_map, has_size)
-        made, is_sent = planned.take()
+        routing = (topk_idx, routing_map)
+        call = _core.Exchange.plan_and_dispatch
+        core, planned = self._planned("plan_and_dispatch", choices, prepare, call, routing)
+        made, is_sent, problem = planned
+        if problem is not None:
+            raise problem
+        if given_rows is None:
+            self._outputs.last_rows = made.num_rows
         if is_sent:
-            out = ahead.cut(made.num_rows)
+            out = out.cut(made.num_rows).with_scales_of(scales)
         else:
-            out = ahead.other(core, (made.num_rows, made.row_weight_cols))
-            core.dispatch(made, wanted.views(), views(*out), options)
-        return Plan(self, made, core), out.with_scales_of(scales)
+            out = None  # gives its memory back first
+            out = self._dispatched(core, made, wanted, num_sms, copy_engines)
+        return Plan(self, made, core), out
 
     def combine(
         self,
@@ -281,14 +316,20 @@ class Exchange:
         copy_engines: bool | None = None,
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
-        x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
-        weights = None
-        if row_weights is not None:
-            weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
-        given = views(rows, row_weights, source_weights)
-        options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
-        plan.calls.combine(plan.core, given, (view(x), view(weights)), options)
-        return Combined(x, weights)
+
+        def prepare() -> tuple:
+            given = views(_COMBINED, (rows, row_weights, source_weights))
+            x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
+            weights = None
+            if row_weights is not None:
+                weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
+            out = Combined(x, weights)
+            options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
+            return out, (given, views(Combined._fields, out), options)
+
+        out, arguments = self._prepared(plan.calls, "combine", prepare)
+        plan.calls.combine(plan.core, *arguments)
+        return out
 
     def refuse(self, verb: str, reason: str, plan: Plan | None = None, **options: Any) -> None:
         """Collective, instead of a call that the other ranks make and this one cannot: they raise
@@ -298,20 +339,15 @@ class Exchange:
         or "combine", with their plan (None: one that was made since the exchange last grew). Inside
         a capture nobody else can hear of it: raises Unsupported.
         """
-        if verb in ("dispatch", "combine"):
-            calls = self.core if plan is None else plan.calls
-            calls.refuse(verb, reason, self._options(calls, 0, None))
-            return
-        self._prepare_copies()
 
-        def make() -> None:
-            self.core.refuse(verb, reason, self._options(self.core, 0, None, **options))
-            raise InvalidArgument(reason, rank=self.rank)
+        def prepare(*_: Any) -> NoReturn:
+            raise _Refusal(reason, rank=self.rank)
 
-        has_rows = options.get("row_budget") is not None or options.get("expert_stride", 0) > 0
-        has_size = has_rows and options.get("overflow", "drop") == "drop"
-        with contextlib.suppress(InvalidArgument):  # the others may grow first, and ask again
-            self._growing(make, None, None, has_size)
+        with contextlib.suppress(_Refusal):
+            if verb in ("dispatch", "combine"):
+                self._prepared(self.core if plan is None else plan.calls, verb, prepare)
+            else:
+                self._planned(verb, options, prepare, prepare)
 
     def _chooses_copies(self) -> bool:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
@@ -322,11 +358,6 @@ class Exchange:
             and len(self.group.domains) == 1
             and not torch.cuda.is_current_stream_capturing()
         )
-
-    def _prepare_copies(self) -> None:
-        """Collective, before a plan: all ranks are beside computation, or none."""
-        if self._core is not None and not self._has_copy_room and self._chooses_copies():
-            self._make_copy_room()
 
     def _make_copy_room(self) -> bool:
         """Collective. Another core, with room for copies; plans keep theirs. False, and calls go as
@@ -349,16 +380,17 @@ class Exchange:
 
         A call with `quantise` among its choices is a dispatch.
         """
+        choices["num_sms"] = num_sms
         if not self._on_gpu:
-            return _core.Options(num_sms=num_sms, **choices)
+            return _filled(_core.Options(), choices)
         if copy_engines is None:
             has_room = self._settings["copy_engines"] and calls is self._core
             copy_engines = num_sms == 0 and has_room and self._chooses_copies()
         num_sms = num_sms or self._settings["num_sms"]
-        num_sms = num_sms or overlap_settings.sms(copy_engines and "quantise" in choices)
-        return _core.Options(
-            stream=self._stream(), num_sms=num_sms, copy_engines=copy_engines, **choices
-        )
+        choices["num_sms"] = num_sms or overlap_settings.sms(copy_engines and "quantise" in choices)
+        choices["copy_engines"] = copy_engines
+        choices["stream"] = self._stream()
+        return _filled(_core.Options(), choices)
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose
@@ -385,6 +417,26 @@ class Exchange:
     def release_pooled(self) -> None:
         """Gives unused memory back. On a GPU while no rank runs or begins a call."""
         self.core.release_pooled()
+
+
+class _Refusal(InvalidArgument):
+    """What `refuse` says."""
+
+
+_ROUTING = ("topk_idx", "routing_map", "weights")
+_COMBINED = ("rows", "row_weights", "source_weights")
+
+
+def _filled(record: Any, values: dict[str, Any]) -> Any:
+    """`record`, a class of the core, with these attributes. Raises InvalidArgument with the name of
+    one whose value is of no use."""
+    for name, value in values.items():
+        try:
+            setattr(record, name, value)
+        except (AttributeError, TypeError) as error:
+            known = "is of the wrong type" if hasattr(type(record), name) else "is no option"
+            raise InvalidArgument(f"{name} = {value!r} {known}") from error
+    return record
 
 
 def _columns(tensor: Tensor) -> int:

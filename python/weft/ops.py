@@ -15,7 +15,7 @@ from torch import Tensor, library
 
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
-from weft.planned import Plan
+from weft.outputs import Plan
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
@@ -99,63 +99,59 @@ def _(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, row_b
     )
 
 
-@library.custom_op("weft::combine_rows", mutates_args=())
-def _combine_rows(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
-    plan = plan_of(ticket)
-    return plan.exchange.combine(plan, rows).x
-
-
-@_combine_rows.register_fake
-def _(rows, ticket, num_tokens):  # noqa: ANN001, ANN202
-    return rows.new_empty((num_tokens, rows.size(1)))
-
-
-@library.custom_op("weft::dispatch_backward", mutates_args=())
-def _dispatch_backward(
-    rows: Tensor, row_weights: Tensor, ticket: Tensor, num_tokens: int, topk: int
+@library.custom_op("weft::move", mutates_args=())
+def _move(
+    rows: Tensor,
+    weights: Tensor | None,
+    ticket: Tensor,
+    num_rows: int,
+    weight_cols: int,
+    to_experts: bool,
 ) -> tuple[Tensor, Tensor]:
+    """dispatch, or combine, which is its adjoint; what comes of no weights has no elements."""
     plan = plan_of(ticket)
-    x, weights = plan.exchange.combine(plan, rows, row_weights)
-    return x, weights
+    call = plan.exchange.dispatch if to_experts else plan.exchange.combine
+    moved, moved_weights, *_ = call(plan, rows, weights)
+    return moved, rows.new_empty(0) if moved_weights is None else moved_weights
 
 
-@_dispatch_backward.register_fake
-def _(rows, row_weights, ticket, num_tokens, topk):  # noqa: ANN001, ANN202
-    return rows.new_empty((num_tokens, rows.size(1))), row_weights.new_empty((num_tokens, topk))
-
-
-@library.custom_op("weft::combine_backward", mutates_args=())
-def _combine_backward(x: Tensor, ticket: Tensor, num_rows: int) -> Tensor:
-    plan = plan_of(ticket)
-    return plan.exchange.dispatch(plan, x).rows
-
-
-@_combine_backward.register_fake
-def _(x, ticket, num_rows):  # noqa: ANN001, ANN202
-    return x.new_empty((num_rows, x.size(1)))
+@_move.register_fake
+def _(rows, weights, ticket, num_rows, weight_cols, to_experts):  # noqa: ANN001, ANN202
+    moved = rows.new_empty((num_rows, rows.size(1)))
+    return moved, rows.new_empty(0) if weights is None else weights.new_empty(num_rows, weight_cols)
 
 
 def _keep_dispatch(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(output[3])
-    ctx.shape = inputs[1].shape
+    ctx.back = (*inputs[1].shape, False)
+    ctx.has_weights = True
 
 
-def _keep_combine(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(inputs[1])
-    ctx.num_rows = inputs[0].size(0)
+def _keep_move(ctx, inputs, output) -> None:  # noqa: ANN001
+    rows, weights, ticket, _, _, to_experts = inputs
+    ctx.save_for_backward(ticket)
+    ctx.has_weights = weights is not None
+    ctx.back = (rows.size(0), weights.size(1) if ctx.has_weights else 0, not to_experts)
+
+
+def _move_back(ctx, grad, grad_weights) -> tuple:  # noqa: ANN001
+    grad, moved = _move(
+        grad, grad_weights if ctx.has_weights else None, *ctx.saved_tensors, *ctx.back
+    )
+    return grad, moved if ctx.has_weights else None
 
 
 def _backward_of_dispatch(ctx, grad_rows, grad_row_weights, *_):  # noqa: ANN001, ANN202
-    x, weights = _dispatch_backward(grad_rows, grad_row_weights, *ctx.saved_tensors, *ctx.shape)
+    x, weights = _move_back(ctx, grad_rows, grad_row_weights)
     return x, None, weights, None, None, None, None, None
 
 
-def _backward_of_combine(ctx, grad_x):  # noqa: ANN001, ANN202
-    return _combine_backward(grad_x, *ctx.saved_tensors, ctx.num_rows), None, None
+def _backward_of_move(ctx, grad_rows, grad_weights):  # noqa: ANN001, ANN202
+    return *_move_back(ctx, grad_rows, grad_weights), None, None, None, None
 
 
 _plan_dispatch.register_autograd(_backward_of_dispatch, setup_context=_keep_dispatch)
-_combine_rows.register_autograd(_backward_of_combine, setup_context=_keep_combine)
+_move.register_autograd(_backward_of_move, setup_context=_keep_move)
 
 
 class Traced(NamedTuple):
@@ -191,4 +187,4 @@ def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
     """Collective. `weft.combine`: rows [num_rows, hidden] back to [num_tokens, hidden];
     differentiable. ticket: of `dispatch`; num_tokens: T of its x.
     """
-    return _combine_rows(rows, ticket, num_tokens)
+    return _move(rows, None, ticket, num_tokens, 0, False)[0]

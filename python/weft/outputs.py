@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls take and return, and the memory of it. exchange.py asks for it.
+"""What calls take and return, plans included, and the memory of it. exchange.py asks for it.
 
 Every call makes some tensors, so they go the ways of torch that take the fewest microseconds.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,27 +16,44 @@ from torch.cuda.memory import (
     _cuda_endAllocateToPool,
     _cuda_releasePool,
 )
-from torch.utils.dlpack import to_dlpack
 
 from weft import _core, fp8
-from weft.errors import Error
+from weft.errors import Error, InvalidArgument
+
+if TYPE_CHECKING:
+    from weft.exchange import Exchange
+
+_BYTE = _core.DTYPES["byte"]
+_DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() if name != "byte"}
 
 
-def view(tensor: Tensor | None):
-    """A contiguous view without gradient, as a DLPack capsule; one-byte floats as bytes."""
+def view(name: str, tensor: Tensor | None) -> tuple | None:
+    """What the core sees of a matrix, or of a vector as one column; no float of one byte is more to
+    it than a byte. Raises InvalidArgument with `name` for what Weft cannot take."""
     if tensor is None:
         return None
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__} (a tensor is expected)")
+    dtype, shape, gpu = _DTYPES.get(tensor.dtype), tensor.shape, tensor.get_device()
+    if dtype is None:
+        if tensor.itemsize != 1:
+            raise InvalidArgument(
+                f"{name} has dtype {tensor.dtype}, which Weft cannot move (bfloat16, float16, "
+                "float32, int32, int64, bool or one byte wide)"
+            )
+        dtype = _BYTE
+    if len(shape) not in (1, 2):
+        raise InvalidArgument(f"{name} has {len(shape)} dimensions (1 or 2)")
+    if gpu < 0 and not tensor.is_cpu:
+        raise InvalidArgument(f"{name} lies on a device that is neither CPU nor CUDA")
     if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.element_size() == 1 and tensor.dtype not in (torch.uint8, torch.bool):
-        tensor = tensor.view(torch.uint8)
-    return to_dlpack(tensor)
+        tensor = tensor.detach().contiguous()
+    rows, cols = (*shape, 1)[:2]
+    return tensor, tensor.data_ptr(), dtype, rows, cols, gpu
 
 
-def views(*tensors: Tensor | None) -> tuple:
-    return tuple(view(tensor) for tensor in tensors)
+def views(names: tuple[str, ...], tensors: Iterable[Tensor | None]) -> tuple:
+    return tuple(map(view, names, tensors))
 
 
 def empty_like(tensor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -43,13 +61,15 @@ def empty_like(tensor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tens
     return tensor.new_empty_strided((rows, cols), (cols, 1), dtype=dtype)
 
 
-def as_bytes(tensor: Tensor | None) -> Tensor | None:
+def as_bytes(scales: Tensor | None) -> Tensor | None:
     """[rows, bytes] uint8: payload that nobody computes with."""
-    if tensor is None:
-        return None
-    flat = tensor.detach().reshape(-1).contiguous()  # [T, 1] of any stride counts as contiguous
-    cols = tensor.size(1) * tensor.element_size()
-    return flat.view(torch.uint8).reshape(tensor.size(0), cols)
+    if not isinstance(scales, Tensor):
+        return scales
+    if scales.dim() != 2:
+        raise InvalidArgument(f"scales has {scales.dim()} dimensions (2 are expected)")
+    flat = scales.detach().reshape(-1).contiguous()  # [T, 1] of any stride counts as contiguous
+    cols = scales.size(1) * scales.element_size()
+    return flat.view(torch.uint8).reshape(scales.size(0), cols)
 
 
 class OutputPool:
@@ -100,6 +120,16 @@ class Dispatched(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
 
+    def views(self) -> tuple:
+        return views(("rows", "row_weights", "row_scales"), self)
+
+    def cut(self, num_rows: int) -> Dispatched:
+        """The first rows, in place."""
+        for tensor in self:
+            if tensor is not None and tensor.size(0) != num_rows:
+                tensor.resize_(num_rows, tensor.size(1))
+        return self
+
     def with_scales_of(self, scales: Tensor | None) -> Dispatched:
         """Scale rows come as bytes; with the dtype that they were given in."""
         if scales is None or self.scales is None:
@@ -123,7 +153,7 @@ class Wanted(NamedTuple):
     quantise: str
 
     def views(self) -> tuple:
-        return views(self.x, self.weights, as_bytes(self.scales))
+        return views(("x", "weights", "scales"), (self.x, self.weights, as_bytes(self.scales)))
 
 
 class Outputs:
@@ -173,50 +203,121 @@ class Outputs:
             is_payload = False
         if not is_payload:
             return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self._device)
-        kind = torch.uint8 if dtype.itemsize == 1 else dtype
-        like = torch.empty((0, 1), dtype=kind, device=self._device)
-        return calls.allocate(rows, cols, to_dlpack(like)).view(dtype)
+        made = calls.allocate(rows, cols, _DTYPES.get(dtype, _BYTE))
+        return made.view(dtype).reshape(rows, cols).detach()  # so that it is no view
+
+    def ahead(
+        self, calls: _core.Exchange, wanted: Wanted, given_rows: int | None, weight_cols: int
+    ) -> Dispatched:
+        """Memory for a dispatch whose plan is still to be made, so that a GPU that has counted
+        waits for little more than the launch. If nobody gave the number of rows, as much as the
+        last such call took and a little more; none, if there is no last call or not as much."""
+        num_rows = given_rows
+        if num_rows is None and self.last_rows is not None:
+            num_rows = self.last_rows + self.last_rows // 64
+        if num_rows is not None:
+            try:
+                return self.of_dispatch(calls, (num_rows, weight_cols), wanted)
+            except (torch.cuda.OutOfMemoryError, Error):
+                if given_rows is not None:
+                    raise
+        return Dispatched(None, None, None)
 
 
-class OutputsAhead:
-    """Outputs of a dispatch whose plan is still to be made, so that a GPU that has counted waits
-    for little more than the launch. If nobody gave the number of rows, the memory is that of the
-    last such call and a little more.
+def _of_core(name: str, doc: str) -> property:
+    return property(lambda plan: getattr(plan.core, name), doc=doc)
+
+
+def _on_device(name: str, doc: str) -> property:
+    return property(lambda plan: plan._numbers()[name], doc=doc)
+
+
+class Plan:
+    """Immutable; any number may be alive, used in any order and as often as wanted.
+
+    Holds the exchange that it was made with, and no tensor of the caller's. `Exchange.plan`
+    makes it. T: tokens of this rank, K: choices of a token, El: experts of this rank.
     """
 
-    def __init__(self, outputs: Outputs, wanted: Wanted, num_rows: int | None) -> None:
-        self._outputs, self._wanted = outputs, wanted
-        self._is_open = num_rows is None
-        if num_rows is None and outputs.last_rows is not None:
-            num_rows = outputs.last_rows + outputs.last_rows // 64
-        self._num_rows = num_rows
-        self._calls: _core.Exchange | None = None
-        self._made = Dispatched(None, None, None)
+    def __init__(self, exchange: Exchange, core: _core.Plan, calls: _core.Exchange) -> None:
+        self.exchange = exchange
+        self.core = core
+        self.calls = calls  # the exchange may have grown since
+        self.num_tokens: int = core.num_tokens
+        self.num_rows: int = core.num_rows  # to allocate, padding and slack included
+        self.topk: int = core.topk
+        self.from_map: bool = core.from_map
+        self.layout: str = core.layout
+        self.row_weight_cols: int = core.row_weight_cols  # K with rank_major, else 1
+        self._on_device: dict[str, torch.Tensor] | None = None
 
-    def views(self, calls: _core.Exchange, weight_cols: int) -> tuple:
-        """What goes in, and what comes out: None if there is no last call or no memory for as much.
-        Again for an exchange that has grown."""
-        if calls is not self._calls and self._num_rows is not None:
-            self._made, self._calls = Dispatched(None, None, None), calls
-            size = (self._num_rows, weight_cols)
-            try:
-                self._made = self._outputs.of_dispatch(calls, size, self._wanted)
-            except (torch.cuda.OutOfMemoryError, Error):
-                if not self._is_open:
-                    raise
-        return self._wanted.views(), views(*self._made)
+    num_experts = _of_core("num_experts", "Of all ranks.")
+    num_local_experts = _of_core("num_local_experts", "Of this rank.")
+    pad_multiple = _of_core("pad_multiple", "What the rows of each expert are rounded up to.")
 
-    def cut(self, num_rows: int) -> Dispatched:
-        """What `views` were of, with the rows that there are."""
-        if self._is_open:
-            self._outputs.last_rows = num_rows
-            for tensor in self._made:
-                if tensor is not None:
-                    tensor.resize_(num_rows, tensor.size(1))
-        return self._made
+    @property
+    def weight_cols(self) -> int:
+        """Columns of weights at the source: K, or E with a routing map."""
+        return self.num_experts if self.from_map else self.topk
 
-    def other(self, calls: _core.Exchange, size: tuple[int, int]) -> Dispatched:
-        """Memory of that size instead, where that does not suit."""
-        self._outputs.last_rows = size[0]
-        self._made = Dispatched(None, None, None)  # gives it back first
-        return self._outputs.of_dispatch(calls, size, self._wanted)
+    # Numbers where the tokens are: no wait on a GPU.
+
+    @property
+    def num_rows_used(self) -> torch.Tensor:
+        """int64 [1] on the exchange's device: rows in use, at most `num_rows`."""
+        required = self.num_rows_required
+        if self.layout == "expert_strided":  # its budget is the stride
+            return torch.full_like(required, self.num_rows)
+        return required.clamp(max=self.num_rows)
+
+    num_rows_required = _on_device(
+        "required_rows", "int64 [1] on the exchange's device: `required_rows` without a wait."
+    )
+    overflow = _on_device(
+        "overflow",
+        "int32 [1] on the exchange's device: 1 if a route to or from this rank was dropped.",
+    )
+    rows_per_expert = _on_device(
+        "rows_per_expert",
+        "int64 [El] on the exchange's device: rows that carry a token (rank_major: routes).",
+    )
+    padded_rows_per_expert = _on_device(
+        "padded_rows_per_expert",
+        "int64 [El] on the exchange's device: rows of each expert's block, padding included.",
+    )
+    expert_begin = _on_device(
+        "expert_begin", "int64 [El] on the exchange's device: first row of each expert's block."
+    )
+
+    # Numbers on the host. In budget mode on a GPU the first question copies the plan, and waits.
+
+    rows_per_expert_list = _of_core("rows_per_expert", "[El] rows that carry a token.")
+    padded_rows_per_expert_list = _of_core(
+        "padded_rows_per_expert", "[El] rows of each expert's block, padding included."
+    )
+    required_rows = _of_core(
+        "required_rows",
+        "Rows that would hold every route: the budget that would not have dropped.",
+    )
+    received_arrivals = _of_core("received_arrivals", "[R] tokens that each rank sends here.")
+    sent_arrivals = _of_core("sent_arrivals", "[R] tokens that this rank sends to each.")
+
+    def __repr__(self) -> str:
+        return repr(self.core)
+
+    def _numbers(self) -> dict[str, torch.Tensor]:
+        if self._on_device is None:
+            device, core = self.exchange.device, self.core
+            if device.type == "cuda":
+                kinds = {"overflow": torch.int32}
+                self._on_device = {
+                    name: data.view(kinds.get(name, torch.int64))
+                    for name, data in core.on_device(device.index).items()
+                }
+                return self._on_device
+            names = ("rows_per_expert", "padded_rows_per_expert", "expert_begin")
+            made = {name: torch.tensor(getattr(core, name), dtype=torch.int64) for name in names}
+            made["required_rows"] = torch.tensor([core.required_rows], dtype=torch.int64)
+            made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32)
+            self._on_device = {name: numbers.to(device) for name, numbers in made.items()}
+        return self._on_device

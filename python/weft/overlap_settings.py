@@ -10,20 +10,18 @@ import torch
 
 from weft import _core
 
-_is_overlapped = False
-_gpu_sms = 0  # of the GPU that computes; 0: there is none
+_gpu_sms: int | None = None  # of the GPU that computes, 0 without one; None: nothing computes
 
 
 @contextmanager
 def overlapped() -> Iterator[None]:
     """Within it, in all threads (backward has its own), exchanges leave room for other kernels."""
-    global _is_overlapped, _gpu_sms
-    before = _is_overlapped, _gpu_sms
-    _is_overlapped, _gpu_sms = True, count_gpu_sms()
+    global _gpu_sms
+    before, _gpu_sms = _gpu_sms, count_gpu_sms()
     try:
         yield
     finally:
-        _is_overlapped, _gpu_sms = before
+        _gpu_sms = before
 
 
 def sms(is_copied_dispatch: bool = False) -> int:
@@ -36,7 +34,7 @@ def copies(hidden: int, num_ranks: int) -> bool:
 
     Raises InvalidArgument (a ValueError) for another value.
     """
-    return _is_overlapped and _copies(hidden, num_ranks)
+    return _gpu_sms is not None and _copies(hidden, num_ranks)
 
 
 _copies = functools.cache(_core.overlapped_copies)
