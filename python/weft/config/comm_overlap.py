@@ -3,33 +3,19 @@
 validate.py has checked it."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from weft.dispatcher.config import expect
+from weft.dispatcher.config import expect, option
 
-from .settings import option
 from .validate import validate_user_overlap
 
 logger = logging.getLogger(__name__)
 
 _BUCKET_SIZE = 128 * 1024 * 1024  # parameters
 _MOE_FLAGS = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
-_MODEL_FIELDS = (
-    "overlap_p2p_comm",
-    "batch_p2p_comm",
-    "defer_embedding_wgrad_compute",
-    "wgrad_deferral_limit",
-    *_MOE_FLAGS,
-)
-_DATA_PARALLEL_FIELDS = (
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "overlap_param_gather_with_optimizer_step",
-    "align_param_gather",
-    "bucket_size",
-)
 
 
 @dataclass(kw_only=True)
@@ -89,25 +75,29 @@ class CommOverlapConfig:
             f"model_cfg: {model_config} does not have overlap_moe_expert_parallel_comm",
         )
         validate_user_overlap(user, model_config, ddp_config)
+        has_pipeline = option(model_config, "pipeline_model_parallel_size") > 1
+        is_interleaved = _num_chunks(model_config) > 1
         values = {
-            **_tensor_parallel(user, model_config),
-            **_pipeline_parallel(model_config),
+            # Messages between stages overlap where chunks interleave, and are batched elsewhere.
+            "overlap_p2p_comm": has_pipeline and is_interleaved,
+            "batch_p2p_comm": has_pipeline and not is_interleaved,
             "defer_embedding_wgrad_compute": False,
             "wgrad_deferral_limit": -1,
             "overlap_moe_expert_parallel_comm": False,
             "delay_wgrad_compute": False,
         }
-        return values | _given(user, _MODEL_FIELDS)
+        return _tensor_parallel(user, model_config) | values | _given(user, values)
 
     def _get_optimizer_overlap_cfgs(self, model_config: Any) -> dict[str, Any]:
         """What setup() writes for data parallelism: only the user's values where its size is not
         known."""
         size = self.data_parallel_size
-        values = {} if size is None else _data_parallel(size, model_config)
-        return values | _given(self.user_comm_overlap_cfg, _DATA_PARALLEL_FIELDS)
+        values = _data_parallel(size or 1, model_config)
+        given = _given(self.user_comm_overlap_cfg, values)
+        return given if size is None else values | given
 
 
-def _given(user: Any, names: tuple[str, ...]) -> dict[str, Any]:
+def _given(user: Any, names: Iterable[str]) -> dict[str, Any]:
     values = {name: getattr(user, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -130,9 +120,12 @@ def _tensor_parallel(user: Any, model: Any) -> dict[str, Any]:
         is_on = False
     if is_on and user.tp_comm_overlap_cfg is None:
         logger.warning("tp_comm_overlap: no configuration is given, Transformer Engine's is used.")
+    settings = user.tp_comm_overlap_cfg
+    if is_dataclass(settings):  # Transformer Engine takes a dict without the entries that are None
+        settings = {name: value for name, value in asdict(settings).items() if value is not None}
     return {
         "tp_comm_overlap": is_on,
-        "tp_comm_overlap_cfg": _as_dict(user.tp_comm_overlap_cfg) if is_on else None,
+        "tp_comm_overlap_cfg": settings if is_on else None,
         "tp_comm_bootstrap_backend": user.tp_comm_bootstrap_backend,
     }
 
@@ -145,23 +138,6 @@ def _tensor_parallel_obstacle(model: Any) -> str | None:
     if find_spec("transformer_engine") is None:
         return "TE not detected"
     return None
-
-
-def _as_dict(config: Any) -> Any:
-    """Transformer Engine takes a dict without the entries that are None."""
-    if not is_dataclass(config):
-        return config
-    return {name: value for name, value in asdict(config).items() if value is not None}
-
-
-def _pipeline_parallel(model: Any) -> dict[str, Any]:
-    """Messages between stages overlap where chunks interleave, and are batched elsewhere."""
-    has_pipeline = option(model, "pipeline_model_parallel_size") > 1
-    is_interleaved = _num_chunks(model) > 1
-    return {
-        "overlap_p2p_comm": has_pipeline and is_interleaved,
-        "batch_p2p_comm": has_pipeline and not is_interleaved,
-    }
 
 
 def _data_parallel(data_parallel_size: int, model: Any) -> dict[str, Any]:

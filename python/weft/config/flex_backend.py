@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .settings import warn_on_rank_0
+from .process import warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -29,26 +29,29 @@ def apply_flex_dispatcher_backend(
     """
     backend = moe_flex_dispatcher_backend
     if not getattr(model_config, "num_moe_experts", None):
-        _warn(
+        warn_on_rank_0(
+            logger,
             "DeepEP and HybridEP are only applicable to MoE models. num_moe_experts is not set "
-            "or is 0, and the dispatcher stays as it is."
+            "or is 0, and the dispatcher stays as it is.",
         )
         return
-    if backend in _BACKENDS and not torch.cuda.is_available():
-        _use_flex(model_config, backend)
-        return
-    gpu = torch.cuda.get_device_properties(0)
+    has_gpu = torch.cuda.is_available() or backend not in _BACKENDS
+    gpu = torch.cuda.get_device_properties(0) if has_gpu else None
     if backend not in _BACKENDS:
-        _warn(
+        text = (
             "Not a valid flex dispatcher backend. Skipping flex dispatcher backend configuration."
         )
-    elif _can_run(backend, gpu):
-        _use_flex(model_config, backend)
+        warn_on_rank_0(logger, text)
+    elif gpu is None or _can_run(backend, gpu):
+        model_config.moe_token_dispatcher_type = "flex"
+        model_config.moe_flex_dispatcher_backend = backend
+        model_config.moe_shared_expert_overlap = False
     else:
         text = f"DeepEP is only applicable to {_DEEPEP_GPUS}"
         if backend == "hybridep":
             text = f"HybridEP is only applicable for {_HYBRIDEP_GPUS}"
-        _warn(f"{text}. Current GPU: {gpu.name}. Falling back to alltoall.")
+        text = f"{text}. Current GPU: {gpu.name}. Falling back to alltoall."
+        warn_on_rank_0(logger, text)
         _fall_back(model_config)
 
 
@@ -83,17 +86,7 @@ def _can_run(backend: str, gpu: Any) -> bool:
     return gpu.major in (8, 9) or gpu.name.startswith(_DEEPEP_NAMES)
 
 
-def _use_flex(model_config: Any, backend: str) -> None:
-    model_config.moe_token_dispatcher_type = "flex"
-    model_config.moe_flex_dispatcher_backend = backend
-    model_config.moe_shared_expert_overlap = False
-
-
 def _fall_back(model_config: Any) -> None:
     # alltoall overlaps shared experts as well: that setting stays.
     model_config.moe_token_dispatcher_type = "alltoall"
     model_config.moe_flex_dispatcher_backend = None
-
-
-def _warn(text: str) -> None:
-    warn_on_rank_0(logger, text)

@@ -4,17 +4,19 @@ where.
 
 A rule is what must hold of the settings and the reference's text for the case that it does not.
 Calling it with a configuration raises AssertionError with that text. "Megatron" is Megatron-LM's
-model configuration, "arguments" its command line and "Bridge" Megatron-Bridge. A "b" marks
-Bridge's own version of a rule. Where the references disagree, a comment says which is followed.
+model configuration, "arguments" its command line and "Bridge" Megatron-Bridge. A "b", or
+`of_bridge`, marks Bridge's own version of a rule. Where the references disagree, a comment says
+which is followed.
 """
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from weft.dispatcher.config import Settings, expect
+from weft.dispatcher.config import Settings, expect, option
 
-from . import versions
-from .settings import graph_modules, option, settings_of
+from . import process
 
 OVERLAP = "overlap_moe_expert_parallel_comm"
 DELAY = "delay_wgrad_compute"
@@ -22,19 +24,46 @@ _STAGED = "overlap_dispatch_backward_with_experts_wgrad"
 
 
 class Rule(NamedTuple):
-    """`text` may name settings, like {c.num_moe_experts}, and the version {te}."""
+    """Texts may name settings, like {c.num_moe_experts}, and the version {te}."""
 
     holds: Callable[[Settings], Any]
     text: str
+    bridge_text: str = ""
+
+    @property
+    def of_bridge(self) -> Rule:
+        return Rule(self.holds, self.bridge_text)
 
     def __call__(self, config: Any) -> None:
-        c = settings_of(config)
+        c = Settings(config)
         if not self.holds(c):
-            raise AssertionError(self.text.format(c=c, te=versions.get_te_version()))
+            raise AssertionError(self.text.format(c=c, te=process.get_te_version()))
 
 
 def _te(minimum: str) -> bool:
-    return versions.is_te_min_version(minimum)
+    return process.is_te_min_version(minimum)
+
+
+def graph_modules(config: Any) -> set[str]:
+    """Names of the modules that CUDA graphs capture, from the newer and the older setting.
+
+    Either may be a text with commas, an enumerator, or a list of both.
+    """
+    found: set[str] = set()
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
+        value = option(config, name)
+        if value is None:
+            continue
+        is_list = isinstance(value, Iterable) and not isinstance(value, str)
+        for entry in value if is_list else [value]:
+            found.update(_names(entry))
+    return found
+
+
+def _names(entry: Any) -> list[str]:
+    """["attn"] for "attn", for an enumerator called attn, and for that enumerator as a text."""
+    text = entry if isinstance(entry, str) else getattr(entry, "name", str(entry))
+    return [part.strip().rsplit(".", 1)[-1] for part in text.split(",") if part.strip()]
 
 
 def is_ncclep(c: Settings) -> bool:
@@ -43,7 +72,7 @@ def is_ncclep(c: Settings) -> bool:
 
 # Rule 1 (Megatron, Bridge).
 torch_version = Rule(
-    lambda c: versions.is_torch_min_version("2.6.0"),
+    lambda c: process.is_torch_min_version("2.6.0"),
     "A2A Overlap encounters hang issue with torch version < 2.6.0",
 )
 # Rule 2 (Megatron, Bridge).
@@ -58,17 +87,12 @@ virtual_pipeline = Rule(
 expert_parallel = Rule(
     lambda c: c.expert_model_parallel_size > 1,
     f"{OVERLAP} is only supported with expert model parallelism",
-)
-expert_parallel_b = Rule(
-    expert_parallel.holds, f"{OVERLAP} is only supported when expert_model_parallel_size > 1"
+    f"{OVERLAP} is only supported when expert_model_parallel_size > 1",
 )
 # Rules 5 (Megatron) and 5b: the dispatcher exchanges in two directions.
 dispatcher = Rule(
     lambda c: c.moe_token_dispatcher_type in ("alltoall", "flex"),
     f"{OVERLAP} is supported with alltoall/flex token dispatcher",
-)
-dispatcher_b = Rule(
-    dispatcher.holds,
     f"{OVERLAP} is only supported when moe_token_dispatcher_type == 'alltoall' or 'flex', "
     "but got {c.moe_token_dispatcher_type}",
 )
@@ -93,10 +117,9 @@ recompute_moe = Rule(
 )
 # Rules 10 (Megatron) and 10b.
 half_precision = Rule(
-    lambda c: c.bf16 or c.fp16, f"{OVERLAP} is only supported with bf16 or fp16 model"
-)
-half_precision_b = Rule(
-    half_precision.holds, f"{OVERLAP} is only supported when using bf16 or fp16 models"
+    lambda c: c.bf16 or c.fp16,
+    f"{OVERLAP} is only supported with bf16 or fp16 model",
+    f"{OVERLAP} is only supported when using bf16 or fp16 models",
 )
 # Rule 11 (Megatron, Bridge): shared experts are not overlapped a second time.
 shared_experts = Rule(
@@ -166,9 +189,7 @@ graph_accumulation = Rule(
 graph_bias = Rule(
     lambda c: not ("attn" in graph_modules(c) and (c.add_bias_linear or c.add_qkv_bias)),
     f"CUDA graph with {DELAY} doesn't support attn bias for now.",
-)
-graph_bias_b = Rule(
-    graph_bias.holds, f"CUDA graph with {DELAY} does not support attention bias for now."
+    f"CUDA graph with {DELAY} does not support attention bias for now.",
 )
 # Rule 23 (Megatron): expert weight gradients beside the dispatch backward stand alone.
 _STAGED_RULES = (
@@ -206,7 +227,7 @@ def offloading(config: Any) -> None:
     is_on = getattr(config, "fine_grained_activation_offloading", True)
     is_offloaded = is_on and "expert_fc1" in (option(config, "offload_modules") or ())
     expect(
-        not (is_offloaded and is_ncclep(settings_of(config))),
+        not (is_offloaded and is_ncclep(Settings(config))),
         f"{OVERLAP} with ncclep does not support offloading 'expert_fc1': "
         "the rows stay in the communication buffer",
     )
@@ -256,10 +277,10 @@ MODEL_OVERLAP = (
     graph_scope,
 )
 USER_OVERLAP = (
-    expert_parallel_b,
+    expert_parallel.of_bridge,
     experts,
-    dispatcher_b,
-    half_precision_b,
+    dispatcher.of_bridge,
+    half_precision.of_bridge,
     torch_version,
     virtual_pipeline,
     *_RECOMPUTE,

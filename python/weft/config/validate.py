@@ -2,20 +2,26 @@
 """Which rules of rules.py hold where: one function for each place where a reference checks them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from weft.dispatcher.config import expect
+from weft.dispatcher.config import DispatcherConfig, Settings, expect, option
 
-from . import rules, versions
+from . import process, rules
+from .process import warn_on_rank_0
 from .rules import DELAY, OVERLAP
-from .settings import option, settings_of, warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
 _BLACKWELL = 10  # major number of the first GPUs whose queues do not depend on the setting
+
+# What may be recomputed: pieces that lie inside one node.
+RECOMPUTABLE = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts")
+
+# Classes of Megatron-FSDP and of PyTorch's fully_shard, whichever of their versions.
+_SHARDED = {"MegatronFSDP", "FSDPModule"}
 
 # The layers whose pieces a plan runs: it can gather the parameters that these hold.
 UNIT_MODULES = ("TransformerLayer", "MoETransformerLayer", "MambaLayer")
@@ -35,7 +41,7 @@ def validate_model_overlap(model_config: Any) -> None:
         rules.partial_graph(model_config)
     rules.staged_dispatch_backward(model_config)
     rules.early_release(model_config)
-    if has_overlap and rules.is_ncclep(settings_of(model_config)):
+    if has_overlap and rules.is_ncclep(Settings(model_config)):
         # ncclep receives into its own buffer, where the schedule's gradients are not yet.
         if option(model_config, "moe_ncclep_zero_copy"):
             warn_on_rank_0(
@@ -86,7 +92,9 @@ def _delayed_wgrad(user: Any, model: Any, ddp: Any) -> None:
     rules.fused_accumulation_b(model)
     # Rule 15b: the overlap may be the user's setting or the model's.
     expect(option(model, OVERLAP) or option(user, OVERLAP), f"{OVERLAP} is required for {DELAY}")
-    rules.check((rules.graph_te_version, rules.graph_accumulation, rules.graph_bias_b), model)
+    rules.check(
+        (rules.graph_te_version, rules.graph_accumulation, rules.graph_bias.of_bridge), model
+    )
     # Where the references disagree about a version, the newer one's rule holds as well. It comes
     # last, so that what Bridge refuses is refused with Bridge's words.
     if has_grad_reduce:
@@ -103,7 +111,7 @@ def validate_delayed_linear(model_config: Any) -> None:
     they can: `weft.overlap.DelayedLinear` needs no Transformer Engine.
     """
     is_te = option(model_config, "transformer_impl") == "transformer_engine"
-    if option(model_config, DELAY) and is_te and not versions.is_te_min_version("2.3.0"):
+    if option(model_config, DELAY) and is_te and not process.is_te_min_version("2.3.0"):
         raise RuntimeError(f"Only TE with version >=2.3.0 supports {DELAY} now.")
 
 
@@ -134,6 +142,36 @@ def validate_sharded_overlap(
             "EP overlap with FSDP currently requires fsdp_unit_modules to contain only supported "
             f"MCore modules {list(UNIT_MODULES)}, got {names}.",
         )
+
+
+def check_overlap(config: Any) -> None:
+    """Raises AssertionError where a plan cannot give what the settings ask for, ValueError for
+    pieces to recompute that it does not know.
+
+    Recomputing all of a layer, or of its experts' part, would repeat exchanges in a backward that
+    the other ranks do not repeat at the same place.
+    """
+    rules.full_recompute(config)
+    rules.recompute_method(config)
+    rules.recompute_layers(config)
+    check_recompute(option(config, "recompute_modules") or ())
+    rules.shared_experts(config)
+
+
+def check_recompute(modules: Iterable[str]) -> None:
+    """Raises AssertionError for "moe", ValueError for what else does not lie inside one node."""
+    rules.recompute_moe(DispatcherConfig(recompute_modules=list(modules)))
+    unknown = sorted(set(modules) - set(RECOMPUTABLE))
+    if unknown:
+        raise ValueError(f"recompute_modules: {unknown} (expected some of {RECOMPUTABLE})")
+
+
+def check_interleaved(model: Any, num_chunks: int) -> None:
+    """Raises AssertionError for several chunks on a rank, if fully sharded data parallelism gathers
+    the parameters of `model`: its hooks know one chunk."""
+    if num_chunks > 1:
+        names = {base.__name__ for part in model.modules() for base in type(part).__mro__}
+        rules.interleaved(not names.isdisjoint(_SHARDED), num_chunks)
 
 
 def validate_overlap_schedule(checkpoint_activations_microbatch: Any = None) -> None:
@@ -187,7 +225,7 @@ def _advise_device_connections(config: Any) -> None:
     It wants CUDA_DEVICE_MAX_CONNECTIONS=1, while the overlap wants more. Nothing is said without
     CUDA, since the configuration may be made on another machine.
     """
-    c = settings_of(config)
+    c = Settings(config)
     is_parallel = max(c.tensor_model_parallel_size, c.context_parallel_size) > 1
     is_sharded = _is_sharded(config) or getattr(config, "use_torch_fsdp2", False)
     if not is_parallel or is_sharded or not torch.cuda.is_available():

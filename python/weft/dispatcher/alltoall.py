@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .base import MoETokenDispatcher, check_experts, rank_in, size_of
+from .base import MoETokenDispatcher, rank_in, size_of
 from .capacity import get_align_size_for_quantization, get_capacity, pad_routing_map
 from .config import expect, option
 from .permute import permute, sort_chunks_by_idxs, unpermute
@@ -37,10 +37,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
     ) -> None:
         """local_expert_indices: this rank's experts, consecutive; EP rank r has the r-th share."""
         super().__init__(config, pg_collection)
-        check_experts(num_local_experts, local_expert_indices)
-        self.num_local_experts = num_local_experts
-        self.local_expert_indices = local_expert_indices
-        self.num_experts: int = config.num_moe_experts
+        self._take_experts(num_local_experts, local_expert_indices)
         expect(
             self.num_experts == num_local_experts * self.ep_size,
             f"alltoall: {num_local_experts} local experts on {self.ep_size} ranks are not "
@@ -218,14 +215,12 @@ def reduce_scatter_rows(
 
 
 def gather_counts(counts: Tensor, group: Any) -> Tensor:
-    """Collective. int64 [E] of each rank -> [R, E], by rank."""
-    num_ranks = size_of(group)
-    gathered = counts.new_empty((num_ranks * counts.shape[0],))
-    if num_ranks == 1:
-        gathered.copy_(counts)
-    else:
-        dist.all_gather_into_tensor(gathered, counts.contiguous(), group=group)
-    return gathered.reshape(num_ranks, counts.shape[0])
+    """Collective. int64 [E] of each rank -> [R * E], by rank."""
+    if size_of(group) == 1:
+        return counts
+    gathered = counts.new_empty(size_of(group) * counts.shape[0])
+    dist.all_gather_into_tensor(gathered, counts.contiguous(), group=group)
+    return gathered
 
 
 class _AllToAll(torch.autograd.Function):

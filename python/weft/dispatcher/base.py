@@ -88,6 +88,19 @@ class MoETokenDispatcher:
         # Attributes that the phases after dispatch_preprocess read, for schedules that replay it.
         self.cudagraph_attrs: list[str] = []
 
+    def _take_experts(self, num_local_experts: int, local_expert_indices: list[int]) -> None:
+        """Raises AssertionError unless these are `num_local_experts` consecutive experts."""
+        expect(num_local_experts > 0, "Expected at least one expert")
+        expect(len(local_expert_indices) == num_local_experts, "Invalid local expert indices")
+        first = local_expert_indices[0]
+        expect(
+            list(local_expert_indices) == list(range(first, first + num_local_experts)),
+            "local_expert_indices must be continuous",
+        )
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        self.num_experts: int = self.config.num_moe_experts
+
     def set_shared_experts(self, shared_experts: Any) -> None:
         """Has the dispatcher run these experts beside its communication.
 
@@ -119,14 +132,3 @@ class MoETokenDispatcher:
         if self.shared_experts is None:
             return hidden_states
         return hidden_states + self.shared_experts.get_output().reshape(self.hidden_shape)
-
-
-def check_experts(num_local_experts: int, local_expert_indices: list[int]) -> None:
-    """Raises AssertionError unless these are `num_local_experts` consecutive experts."""
-    expect(num_local_experts > 0, "Expected at least one expert")
-    expect(len(local_expert_indices) == num_local_experts, "Invalid local expert indices")
-    first = local_expert_indices[0]
-    expect(
-        list(local_expert_indices) == list(range(first, first + num_local_experts)),
-        "local_expert_indices must be continuous",
-    )

@@ -73,28 +73,22 @@ class FixedCapacity:
     Zero rows, which no link has to carry, fill the blocks. Nothing waits for a GPU.
     """
 
-    def __init__(self, per_source: int, per_expert: int, num_local_experts: int) -> None:
-        """per_source: rows of one expert from one rank; per_expert: from all of them, padded."""
-        self.per_source = per_source
-        self.per_expert = per_expert
-        self.num_rows = per_expert * num_local_experts
-        self.tokens_per_expert = torch.full((num_local_experts,), per_expert, device="cpu")
-        self._arrived: Tensor | None = None  # int64 [num_rows]: the arrived row of each, or P
-        self._num_arrived = 0
-
-    @staticmethod
-    def of(manager: Any, num_tokens: int) -> FixedCapacity:
-        """The blocks for at most `num_tokens` tokens on every rank.
+    def __init__(self, manager: Any, num_tokens: int) -> None:
+        """For at most `num_tokens` tokens on every rank.
 
         Top-k and experts both count every TP rank, so that the capacity does not depend on TP;
         the reference divides only one of them, which makes it TP times too small.
         """
-        per_source = get_capacity(
+        self.per_source = get_capacity(  # rows of one expert from one rank
             num_tokens * manager.router_topk, manager.num_experts, manager.capacity_factor
         )
-        align = manager.align_size or 1
-        per_expert = -(-per_source * size_of(manager.group) // align) * align
-        return FixedCapacity(per_source, per_expert, manager.num_local_experts)
+        align, num_local_experts = manager.align_size or 1, manager.num_local_experts
+        # Rows of one expert from all ranks, padded.
+        self.per_expert = -(-self.per_source * size_of(manager.group) // align) * align
+        self.num_rows = self.per_expert * num_local_experts
+        self.tokens_per_expert = torch.full((num_local_experts,), self.per_expert, device="cpu")
+        self._arrived: Tensor | None = None  # int64 [num_rows]: the arrived row of each, or P
+        self._num_arrived = 0
 
     def spread(self, rows: Tensor, probs: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """rows [P, H], probs [P], int64 counts [El] -> rows [num_rows, H], probs [num_rows]."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import manager
 from .capacity import get_align_size_for_quantization, pad_routing_map
 from .config import Settings, expect, num_sms
 from .manager import _DispatchManager, as_float32, chosen_experts, indices_to_multihot
@@ -60,7 +60,7 @@ class _DeepepManager(_DispatchManager):
         Raises ImportError without a dispatch function, ValueError for drop-and-pad.
         """
         if _dispatch_fn is None or _combine_fn is None:
-            functions = backends.backend("deepep")
+            functions = manager.backend("deepep")
             _dispatch_fn = _dispatch_fn or functions.dispatch
             _combine_fn = _combine_fn or functions.combine
             _by_expert = _by_expert or functions.by_expert
@@ -133,16 +133,19 @@ class _DeepepManager(_DispatchManager):
         probs = as_float32(self.token_probs, None if self.config is None else "DeepEP")
         self.token_probs = probs.detach()  # or the router's graph would live until the next pass
         self._forget()
+        tokens = (hidden_states, self.token_indices, probs, self.num_experts, self.group)
         if self.experts_read_received_rows and hidden_states.dtype in _FLOATS:
-            return self._dispatch_by_expert(hidden_states, probs)
-        tokens = (hidden_states, self.token_indices, probs)
-        rows, self._indices, self.dispatched_probs, *rest = self._dispatch_fn(
-            *tokens,
-            self.num_experts,
-            self.group,
-            async_finish=async_finish,
-            allocate_on_comm_stream=allocate_on_comm_stream,
-        )
+            pad_multiple = self.align_size if self.permute_fusion and self.align_size else 1
+            rows, self.dispatched_probs, *rest = self._by_expert.dispatch(
+                *tokens, pad_multiple=pad_multiple, num_sms=self.num_sms
+            )
+            self._arrives_by_expert = True
+        else:
+            rows, self._indices, self.dispatched_probs, *rest = self._dispatch_fn(
+                *tokens,
+                async_finish=async_finish,
+                allocate_on_comm_stream=allocate_on_comm_stream,
+            )
         self.tokens_per_expert, self.handle = rest
         return rows
 
@@ -155,19 +158,6 @@ class _DeepepManager(_DispatchManager):
             and self._keeps_received_rows
             and not self.pad_multiple
         )
-
-    def _dispatch_by_expert(self, hidden_states: Tensor, probs: Tensor) -> Tensor:
-        rows, self.dispatched_probs, self.tokens_per_expert, self.handle = self._by_expert.dispatch(
-            hidden_states,
-            self.token_indices,
-            probs,
-            self.num_experts,
-            self.group,
-            pad_multiple=self.align_size if self.permute_fusion and self.align_size else 1,
-            num_sms=self.num_sms,
-        )
-        self._arrives_by_expert = True
-        return rows
 
     @property
     def dispatched_indices(self) -> Tensor | None:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from . import backends
-from .base import MoETokenDispatcher, check_experts
+from . import manager
+from .base import MoETokenDispatcher
 from .config import Settings, num_sms
 from .deepep import _DeepepManager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
@@ -51,13 +51,10 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         where the backend's functions are missing.
         """
         super().__init__(config, ep_group if pg_collection is None else pg_collection)
-        check_experts(num_local_experts, local_expert_indices)
+        self._take_experts(num_local_experts, local_expert_indices)
         if self.tp_ep_group is None:
             raise TypeError("dispatcher: tp_ep is None (expected the process group of TP x EP)")
         self.group = self.tp_ep_group
-        self.num_local_experts = num_local_experts
-        self.local_expert_indices = local_expert_indices
-        self.num_experts: int = config.num_moe_experts
         self.hybridep_metadata_processor: _HybridEPMetadataProcessor | None = None
         self._options = Settings(config)
         name = self._options.moe_flex_dispatcher_backend
@@ -79,25 +76,24 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             "num_local_experts": self.num_local_experts,
             "config": self.config,
         }
+        kind, shared_name = _HybridEPManager, "shared_hybridep_manager"
         if self._is_by_expert:
             self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
                 self.tp_size * self.num_experts, self._options.moe_permute_fusion
             )
-            return self._make(_HybridEPManager, "shared_hybridep_manager", arguments)
-        functions = backends.backend(name)
-        if functions.set_num_sms is not None:
-            wanted = num_sms(self.config, "moe_deepep_num_sms")
-            functions.set_num_sms(20 if wanted is None else wanted)
-        pad_multiple = self._options.moe_router_expert_pad_multiple
-        arguments["moe_router_expert_pad_multiple"] = pad_multiple
-        if name == "deepep":
-            return self._make(_DeepepManager, "shared_deepep_manager", arguments)
-        arguments["_dispatch_fn"] = functions.dispatch
-        arguments["_combine_fn"] = functions.combine
-        arguments["_by_expert"] = functions.by_expert
-        return self._make(_DeepepManager, "shared_uccl_manager", arguments)
-
-    def _make(self, kind: type, shared_name: str, arguments: dict[str, Any]) -> _DispatchManager:
+        else:
+            kind, shared_name = _DeepepManager, "shared_deepep_manager"
+            functions = manager.backend(name)
+            if functions.set_num_sms is not None:
+                wanted = num_sms(self.config, "moe_deepep_num_sms")
+                functions.set_num_sms(20 if wanted is None else wanted)
+            pad_multiple = self._options.moe_router_expert_pad_multiple
+            arguments["moe_router_expert_pad_multiple"] = pad_multiple
+            if name == "uccl_ep":
+                shared_name = "shared_uccl_manager"
+                names = ("_dispatch_fn", "_combine_fn", "_by_expert")
+                chosen = (functions.dispatch, functions.combine, functions.by_expert)
+                arguments |= zip(names, chosen)
         if not self._options.moe_share_token_dispatcher:
             return kind(**arguments)
         # A manager of other arguments would send tokens of this model over another one's group;
@@ -111,11 +107,8 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
 
     def _initialize_metadata(self, per_expert: Tensor) -> Tensor:
         """[T, E] -> [T, ranks of TP x EP, El]: every TP rank of an expert gets its entry."""
-        num_tokens = per_expert.shape[0]
-        shape = (num_tokens, self.ep_size, self.tp_size, self.num_local_experts)
-        spread = per_expert.reshape(num_tokens, self.ep_size, 1, self.num_local_experts)
-        ranks = self.ep_size * self.tp_size
-        return spread.expand(shape).reshape(num_tokens, ranks, self.num_local_experts)
+        spread = per_expert.unflatten(1, (self.ep_size, 1, self.num_local_experts))
+        return spread.expand(-1, -1, self.tp_size, -1).flatten(1, 2)
 
     def dispatch_preprocess(
         self,
@@ -131,11 +124,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         In place of the map NeMo Automodel gives the number of tokens: every expert of non-zero
         probability is a route then.
         """
-        if isinstance(routing_map, int):
-            routing_map, num_local_tokens = None, routing_map
-        if routing_map is None:
-            return self._preprocess_probs(hidden_states, num_local_tokens, probs)
+        del num_local_tokens  # the probabilities say it
         tokens = self._flatten(hidden_states)
+        if not isinstance(routing_map, Tensor):
+            probs = probs.reshape(-1, self.num_experts)
+            routing_map = probs != 0
         self._comm_manager.setup_metadata(
             self._initialize_metadata(routing_map), self._initialize_metadata(probs)
         )
@@ -199,19 +192,6 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
 
     # The phases as NeMo Automodel names them. K: choices of a token.
 
-    def _preprocess_probs(
-        self, hidden_states: Tensor, num_local_tokens: int | None, probs: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """hidden [..., H], probs [T, E] -> hidden [T, H] and the probabilities that travel."""
-        tokens = self._flatten(hidden_states)
-        num_tokens = tokens.shape[0] if num_local_tokens is None else num_local_tokens
-        probs = self._initialize_metadata(probs.reshape(num_tokens, self.num_experts))
-        if self._is_by_expert:
-            self._comm_manager.setup_metadata(probs != 0, probs)
-        else:
-            self._comm_manager.setup_metadata(num_tokens, probs)
-        return tokens, self._comm_manager.token_probs
-
     def dispatch_preprocess2(
         self,
         hidden_states: Tensor,
@@ -222,20 +202,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         """hidden [..., H]; token_probs [T, K]; token_indices int64 [T, K], -1 for no choice."""
         del num_local_tokens  # the tensors say it
         tokens = self._flatten(hidden_states)
-        if self._is_by_expert:
-            flags = self.hybridep_metadata_processor(token_indices, token_probs)
-            self._comm_manager.setup_metadata(*flags)
-        else:
-            self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
+        self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
         return tokens, self._comm_manager.token_probs
 
-    def dispatch_all_to_all(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Collective: token_dispatch by its other name."""
-        return self.token_dispatch(*arguments, **named)
-
-    def combine_all_to_all(self, *arguments: Any, **named: Any) -> Tensor:
-        """Collective: token_combine by its other name."""
-        return self.token_combine(*arguments, **named)
+    dispatch_all_to_all = token_dispatch
+    combine_all_to_all = token_combine
 
     def token_permutation(
         self, hidden_states: Tensor, num_local_tokens: int, probs: Tensor
@@ -244,7 +215,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
 
         Returns rows by expert [P, H], tokens_per_expert int64 [El], probs [P].
         """
-        tokens, _ = self._preprocess_probs(hidden_states, num_local_tokens, probs)
+        tokens, _ = self.dispatch_preprocess(hidden_states, num_local_tokens, probs)
         return self._dispatch_phases(tokens)
 
     def token_permutation2(
@@ -263,16 +234,13 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     def token_unpermutation(self, hidden_states: Tensor) -> Tensor:
         """Collective. All phases of combine: rows by expert [P, H] -> the shape of the input."""
         rows = self.combine_preprocess(hidden_states)
-        is_async = self._is_async()
+        is_async = self._options.moe_deepep_async_dispatch
         return self.combine_postprocess(self.token_combine(rows, is_async, is_async))
 
     def _dispatch_phases(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        is_async = self._is_async()
+        is_async = self._options.moe_deepep_async_dispatch
         rows, probs = self.token_dispatch(tokens, None, is_async, is_async)
         return self.dispatch_postprocess(rows, probs)
-
-    def _is_async(self) -> bool:
-        return not self._is_by_expert and self._options.moe_deepep_async_dispatch
 
     # Row budgets.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import backends
+from . import manager
 from .capacity import FixedCapacity, get_align_size_for_quantization, limit_to_capacity
 from .config import Settings, num_sms, option
 from .manager import _DispatchManager, as_float32, indices_to_multihot
@@ -69,7 +69,7 @@ class _HybridEPManager(_DispatchManager):
         """
         if router_topk is not None and not isinstance(router_topk, int):
             config, router_topk = router_topk, None  # Megatron-LM's fourth argument
-        functions = backends.backend("hybridep") if None in (_dispatch_fn, _combine_fn) else None
+        functions = manager.backend("hybridep") if None in (_dispatch_fn, _combine_fn) else None
         self._dispatch_fn = _dispatch_fn or functions.dispatch
         self._combine_fn = _combine_fn or functions.combine
         if self._dispatch_fn is None:
@@ -125,12 +125,12 @@ class _HybridEPManager(_DispatchManager):
         self._set(routing_map.reshape(shape), probs.reshape(shape))
 
     def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
-        self._set(*indices_to_multihot(token_indices, token_probs, self.num_experts))
+        self._set(*indices_to_multihot(token_indices, token_probs.float(), self.num_experts))
 
     def _set(self, routing_map: Tensor, probs: Tensor) -> None:
         self._most = self._most_tokens(routing_map)
         if self.drop_and_pad:
-            self._fixed = FixedCapacity.of(self, self._most)
+            self._fixed = FixedCapacity(self, self._most)
             routing_map = limit_to_capacity(routing_map, probs, self._fixed.per_source)
         self.routing_map, self.token_probs = routing_map, probs
 
@@ -159,7 +159,10 @@ class _HybridEPManager(_DispatchManager):
             **self._extra,
         )
         if budget is not None:
-            self._note_overflow(self.handle[-1])
+            overflow = self.handle[-1] != 0
+            if self.over_budget is None or self.over_budget.device != overflow.device:
+                self.over_budget = torch.zeros_like(overflow)
+            self.over_budget |= overflow
         self.tokens_per_expert = counts.to(torch.int64)
         # The rows say how many there are; the sum of the counts could be on a GPU.
         self.num_permuted_tokens = rows.shape[0]
@@ -229,8 +232,3 @@ class _HybridEPManager(_DispatchManager):
         rows = max(int(self._most * self.router_topk * factor), self._grown_budget)
         align = self.align_size or 1
         return -(-rows // align) * align
-
-    def _note_overflow(self, overflow: Tensor) -> None:
-        if self.over_budget is None or self.over_budget.device != overflow.device:
-            self.over_budget = torch.zeros(1, dtype=torch.bool, device=overflow.device)
-        self.over_budget |= overflow != 0

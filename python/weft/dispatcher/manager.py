@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the flex dispatcher asks of a backend. flex.py asks, deepep.py and hybridep.py answer."""
+"""What the flex dispatcher asks of a backend, and which functions of `weft.fused_a2a` a backend
+moves tokens by. flex.py asks, deepep.py and hybridep.py answer."""
+
+from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.fused_a2a.expert_rows import ByExpert
 
 _logger = logging.getLogger(__name__)
 
@@ -36,6 +43,37 @@ class _DispatchManager:
     def get_number_of_tokens_per_expert(self) -> Tensor:
         """int64 [El], padding included."""
         return self.tokens_per_expert
+
+
+class Backend(NamedTuple):
+    dispatch: Callable[..., Any] | None
+    combine: Callable[..., Any] | None
+    set_num_sms: Callable[[int], None] | None
+    by_expert: ByExpert | None = None  # the same and the permutes around it in one step
+
+
+def backend(name: str) -> Backend:
+    """The functions of "deepep", "uccl_ep" or "hybridep"."""
+    # Looked up at each call, so that a replaced function counts.
+    from weft import fused_a2a
+    from weft.compat.deep_ep import Buffer
+    from weft.fused_a2a import expert_rows
+
+    if name == "hybridep":
+        return Backend(fused_a2a.hybrid_ep_dispatch, fused_a2a.hybrid_ep_combine, None)
+    if name == "deepep":
+        functions = fused_a2a.fused_dispatch, fused_a2a.fused_combine, fused_a2a.set_deepep_num_sms
+        by_expert, buffers = expert_rows.DEEPEP_BY_EXPERT, fused_a2a.Buffer
+    else:
+        functions = (
+            fused_a2a.uccl_fused_dispatch,
+            fused_a2a.uccl_fused_combine,
+            fused_a2a.set_uccl_num_sms,
+        )
+        by_expert, buffers = expert_rows.UCCL_BY_EXPERT, fused_a2a.UCCLBuffer
+    # Buffers of another class, which the module was given, have no exchange of Weft.
+    is_own = isinstance(buffers, type) and issubclass(buffers, Buffer)
+    return Backend(*functions, by_expert if is_own else None)
 
 
 def as_float32(probs: Tensor, library: str | None) -> Tensor:

@@ -189,14 +189,8 @@ def _expert_of_rows(
 
 def _pick(probs: Tensor, token: Tensor, expert: Tensor, has_absent: bool) -> Tensor:
     """`probs[token, expert]`, 0 where there is no token."""
-    num_tokens, num_experts = probs.shape
-    if not has_absent:
-        return probs.reshape(-1).index_select(0, token * num_experts + expert)
-    if num_tokens == 0:
-        return probs.new_zeros(token.shape)
-    entry = token.clamp(max=num_tokens - 1) * num_experts + expert
-    picked = probs.reshape(-1).index_select(0, entry)
-    return picked.masked_fill(token >= num_tokens, 0)
+    entry = token * probs.shape[1] + expert  # behind the last entry where there is no token
+    return _gather(probs.reshape(-1, 1), entry, has_absent).squeeze(1)
 
 
 def gather_rows(rows: Tensor, index: Tensor, has_absent: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.config import OverlapModelConfig, versions
+from weft.config import OverlapModelConfig, process
 
 sys.path.insert(0, str(Path(__file__).parent))  # the tables beside the tests
 
@@ -16,8 +16,8 @@ def installed(monkeypatch):
     """Sets the versions that the rules see; None: Transformer Engine is absent."""
 
     def install(te="2.12.0", torch_version="2.6.0"):
-        monkeypatch.setattr(versions, "get_te_version", lambda: te)
-        monkeypatch.setattr(versions, "get_torch_version", lambda: torch_version)
+        monkeypatch.setattr(process, "get_te_version", lambda: te)
+        monkeypatch.setattr(process, "get_torch_version", lambda: torch_version)
 
     install()
     return install

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from weft.config import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
-from weft.config import settings as module
+from weft.config import process as module
 
 # name, major, DeepEP, HybridEP
 GPUS = [

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from weft.config import versions
+from weft.config import process
 
 
 @pytest.mark.parametrize(
@@ -19,21 +19,21 @@ from weft.config import versions
     ],
 )
 def test_minimum(monkeypatch, version, minimum, is_enough):
-    monkeypatch.setattr(versions, "get_te_version", lambda: version)
-    assert versions.is_te_min_version(minimum) is is_enough
+    monkeypatch.setattr(process, "get_te_version", lambda: version)
+    assert process.is_te_min_version(minimum) is is_enough
 
 
 def test_te_version(monkeypatch):
     monkeypatch.setattr(
-        versions.metadata, "version", lambda name: {"transformer-engine": "2.4"}[name]
+        process.metadata, "version", lambda name: {"transformer-engine": "2.4"}[name]
     )
-    assert versions.get_te_version() == "2.4"
+    assert process.get_te_version() == "2.4"
 
     def missing(name):
-        raise versions.metadata.PackageNotFoundError(name)
+        raise process.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions.metadata, "version", missing)
-    assert versions.get_te_version() is None
+    monkeypatch.setattr(process.metadata, "version", missing)
+    assert process.get_te_version() is None
 
 
 def test_import_needs_neither_megatron_nor_cuda():
@@ -41,6 +41,5 @@ def test_import_needs_neither_megatron_nor_cuda():
         "import sys, torch, weft.config as c\n"
         "assert not [m for m in sys.modules if m.startswith(('megatron', 'transformer_engine'))]\n"
         "assert not torch.cuda.is_initialized()\n"
-        "assert sorted(c.__all__) == c.__all__ and all(hasattr(c, n) for n in c.__all__)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from weft.dispatcher import backends
+from weft.dispatcher import manager
 
-_real = backends.backend
+_real = manager.backend
 
 
 def use(functions: str) -> None:
@@ -16,9 +16,9 @@ def use(functions: str) -> None:
 
     def standins(name):
         pair = (hybrid_dispatch, hybrid_combine) if name == "hybridep" else (dispatch, combine)
-        return backends.Backend(*pair, None)
+        return manager.Backend(*pair, None)
 
-    backends.backend = _real if functions == "weft" else standins
+    manager.backend = _real if functions == "weft" else standins
 
 
 def installed() -> list[str]:

@@ -11,7 +11,7 @@ from weft.dispatcher import (
     DispatcherConfig,
     MoEFlexTokenDispatcher,
     TokenDispatcherConfig,
-    backends,
+    manager,
 )
 from weft.overlap import freed_inputs
 
@@ -194,10 +194,10 @@ def test_replaced_functions_and_router_padding_get_received_rows(ranks, monkey):
 
 
 def test_buffers_of_another_library_are_permuted(monkeypatch):
-    assert backends.backend("deepep").by_expert is not None
-    assert backends.backend("uccl_ep").by_expert is not None
-    assert backends.backend("hybridep").by_expert is None
+    assert manager.backend("deepep").by_expert is not None
+    assert manager.backend("uccl_ep").by_expert is not None
+    assert manager.backend("hybridep").by_expert is None
     monkeypatch.setattr(fused_a2a, "Buffer", object)
     monkeypatch.setattr(fused_a2a, "UCCLBuffer", object)
-    assert backends.backend("deepep").by_expert is None
-    assert backends.backend("uccl_ep").by_expert is None
+    assert manager.backend("deepep").by_expert is None
+    assert manager.backend("uccl_ep").by_expert is None

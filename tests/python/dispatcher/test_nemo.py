@@ -183,9 +183,9 @@ def test_async_dispatch_is_a_setting(ranks):
 
 
 def test_missing_functions_are_named(monkeypatch):
-    from weft.dispatcher import _HybridEPManager, backends
+    from weft.dispatcher import _HybridEPManager, manager
 
-    monkeypatch.setattr(backends, "backend", lambda name: backends.Backend(None, None, None))
+    monkeypatch.setattr(manager, "backend", lambda name: manager.Backend(None, None, None))
     with pytest.raises(ImportError, match="Neither DeepEP nor UCCL-EP is installed."):
         _DeepepManager(None, 2)
     with pytest.raises(ImportError, match="DeepEP is not installed."):

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of torch and Transformer Engine, which is never imported: it may be absent. rules.py
-asks for them."""
+"""What rules depend on beside settings: the versions of torch and of Transformer Engine, which is
+never imported, for it may be absent, and the rank, since one rank warns."""
 
+import logging
+import os
 from importlib import metadata
 
 import torch
@@ -35,3 +37,15 @@ def is_te_min_version(minimum: str) -> bool:
 def _at_least(version: str, minimum: str) -> bool:
     # torch's own type orders any Python package version, so that no other package is needed.
     return bool(TorchVersion(version) >= TorchVersion(minimum))
+
+
+def warn_on_rank_0(logger: logging.Logger, text: str) -> None:
+    """Logs `text` on rank 0 of the default process group, or of RANK where there is none."""
+    if _rank() == 0:
+        logger.warning(text)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
