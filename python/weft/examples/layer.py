@@ -4,7 +4,6 @@ moe_layer.py and qwen3_model.py use it."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from weft.dispatcher import (
     DispatcherConfig,
@@ -13,7 +12,7 @@ from weft.dispatcher import (
     MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
-from weft.overlap.grouped import grouped_product, row_ends
+from weft.overlap import DelayedExperts, DelayedLinear
 
 DISPATCHERS = ("alltoall", "deepep", "hybridep", "uccl_ep")
 
@@ -44,24 +43,9 @@ def make_dispatcher(
         config.moe_flex_dispatcher_num_sms = num_sms
     if capacity is not None:
         config.moe_expert_rank_capacity_factor = capacity
-        config.moe_experts_ignore_unused_rows = True  # `grouped_product` does
+        config.moe_experts_ignore_unused_rows = True  # `DelayedExperts` do
     kind = MoEAlltoAllTokenDispatcher if name == "alltoall" else MoEFlexTokenDispatcher
     return kind(local, list(range(first, first + local)), config.validate(), groups)
-
-
-class Experts(nn.Module):
-    """El SwiGLU experts. rows [P, H] by expert -> [P, H], each times its probability."""
-
-    def __init__(self, num_local: int, hidden: int, width: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(num_local, hidden, 2 * width))
-        self.down = nn.Parameter(torch.empty(num_local, width, hidden))
-
-    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
-        ends = row_ends(counts, rows)
-        gate, value = grouped_product(rows, self.up, ends).chunk(2, dim=-1)
-        act = functional.silu(gate) * value * probs.unsqueeze(-1).to(rows.dtype)
-        return grouped_product(act, self.down, ends)
 
 
 class MoELayer(nn.Module):
@@ -74,13 +58,15 @@ class MoELayer(nn.Module):
         width: int,
         num_experts: int,
         topk: int,
+        delay: bool = False,
     ) -> None:
+        """delay: weight gradients are left to the modules' `backward_dw`."""
         super().__init__()
         self.dispatcher = dispatcher
         self.topk = topk
-        self.num_experts = num_experts
-        self.router = nn.Linear(hidden, num_experts, bias=False)
-        self.experts = Experts(dispatcher.num_local_experts, hidden, width)
+        options = {"delay_wgrad_compute": delay}
+        self.router = DelayedLinear(hidden, num_experts, bias=False, **options)
+        self.experts = DelayedExperts(dispatcher.num_local_experts, hidden, width, **options)
 
     def reset(self, seed: int) -> None:
         """The same weights for an expert, wherever it lives, and the same router everywhere."""

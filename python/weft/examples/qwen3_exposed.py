@@ -38,10 +38,10 @@ class Kernel(NamedTuple):
 class Exposure:
     """Times in the unit of the trace."""
 
-    span: float  # from the first kernel's begin to the last one's end
-    exchange: float  # some exchange runs, copies included
-    exposed: float  # some exchange runs, and no kernel of another kind on another stream
-    idle: float  # nothing runs: the GPU waits for the host
+    span: float | None  # from the first kernel's begin to the last one's end
+    exchange: float | None  # some exchange runs, copies included
+    exposed: float | None  # some exchange runs, and no kernel of another kind on another stream
+    idle: float | None  # nothing runs: the GPU waits for the host
     moving: float | None = None  # of `exchange`, without the waits for other ranks; None: not known
 
 

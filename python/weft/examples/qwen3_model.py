@@ -1,18 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of Qwen3-30B-A3B with synthetic weights, cut for the overlap of two micro-batches.
-qwen3_run.py trains it."""
+"""Layers of Qwen3-30B-A3B with synthetic weights, cut for the overlap of two micro-batches. The
+results are the same bits each time. qwen3_run.py trains it."""
 
+import importlib.util
 import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.config import OverlapModelConfig
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import MoELayer, make_dispatcher
-from weft.examples.qwen3_attention import EPS, Attention, Shape
-from weft.overlap import DelayedExperts, DelayedLinear, ModelChunk, TransformerLayer
+from weft.overlap import DelayedLinear, ModelChunk, TransformerLayer
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def rotate(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """t [B, S, heads, D] by the angles of its positions, cos and sin [S, D / 2]."""
+    if t.is_cuda and _HAS_TRITON:
+        from .qwen3_rotary_triton import Rotate
+
+        return Rotate.apply(t, cos, sin)
+    cos, sin = (table.to(t.dtype)[:, None] for table in (cos, sin))
+    left, right = t.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+EPS = 1e-6
+ROPE_BASE = 1e6
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model; the defaults are those of Qwen3-30B-A3B."""
+
+    layers: int = 48
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    topk: int = 8
+    width: int = 768  # of an expert
+    vocabulary: int = 151936
+    sequence: int = 4096
+    sequences: int = 2  # of a micro-batch
+
+
+class Attention(nn.Module):
+    """A norm and causal grouped-query attention. x [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, shape: Shape, delay: bool) -> None:
+        super().__init__()
+        dim, self.shape = shape.head_dim, shape
+        self.norm = nn.RMSNorm(shape.hidden, eps=EPS)
+        self.sizes = [n * dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+        options = {"bias": False, "delay_wgrad_compute": delay}
+        self.qkv = DelayedLinear(shape.hidden, sum(self.sizes), **options)
+        self.out = DelayedLinear(self.sizes[0], shape.hidden, **options)
+        self.q_norm = nn.RMSNorm(dim, eps=EPS)
+        self.k_norm = nn.RMSNorm(dim, eps=EPS)
+        # In float: positions of a long sequence are no bf16 numbers.
+        inverse = ROPE_BASE ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+        angles = torch.arange(shape.sequence, dtype=torch.float32)[:, None] * inverse
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(self.norm(x)).split(self.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
+        cos, sin = (table[: x.shape[1]] for table in (self.cos, self.sin))
+        q, k = (rotate(t, cos, sin) for t in (self.q_norm(q), self.k_norm(k)))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention with the same bits each time, backward included."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if out.grad_fn is not None and "Flash" in out.grad_fn.name() and out.is_cuda:
+        # This backward adds up gradients in any order unless told not to. It is told so for its
+        # own time only: other operations would become slower, those of a dispatcher too.
+        out.grad_fn.register_prehook(lambda _: _fix_order(True))
+        out.grad_fn.register_hook(lambda *_: _fix_order(False))
+    return out
+
+
+def _fix_order(wanted: bool) -> None:
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes nothing here
+    torch.use_deterministic_algorithms(wanted)  # with warn_only, flash attention does not obey
 
 
 class QwenMoE(MoELayer):
@@ -39,14 +120,7 @@ class QwenMoE(MoELayer):
         made = make_dispatcher(
             dispatcher_name, groups, shape.experts, shape.topk, num_sms, capacity
         )
-        super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk)
-        self.router = DelayedLinear(
-            shape.hidden, shape.experts, bias=False, delay_wgrad_compute=delay
-        )
-        self.experts = DelayedExperts(
-            made.num_local_experts, shape.hidden, shape.width, delay_wgrad_compute=delay
-        )
-
+        super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk, delay)
         self.balance = balance
 
     def choose(self, scores: Tensor) -> Tensor:

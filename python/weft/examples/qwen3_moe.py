@@ -36,7 +36,8 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 
 from weft.examples.program import join, leave, machine
-from weft.examples.qwen3_attention import Shape
+from weft.examples.qwen3_exposed import Exposure
+from weft.examples.qwen3_model import Shape
 from weft.examples.qwen3_run import MODES, Result, run_mode
 
 TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32, sequences=1)  # for CPUs
@@ -112,6 +113,8 @@ def layers_that_fit(shape: Shape, ranks: int, free_bytes: int) -> int:
 
 Row = dict[str, Any]
 
+UNSEEN = Exposure(None, None, None, None)  # where there is no trace
+
 SHARES = {  # of the table: key in a row, heading
     "exchange_of_step": "exchange/step",
     "moving_of_step": "moving/step",
@@ -127,19 +130,18 @@ def rows_of(results: dict[str, Result]) -> list[Row]:
     first = median(next(iter(results.values())).seconds)
     rows = []
     for name, result in results.items():
-        seconds, seen = median(result.seconds), result.exposure
+        seconds, seen = median(result.seconds), result.exposure or UNSEEN
         peak, others = result.memory or (None, None)
-        span = seen.span if seen else None
         row = {
             "op": "train_step",
             "mode": name,
             "seconds": seconds,
             "ratio": first / seconds,
-            "exchange_of_step": part(seen and seen.exchange, span),
-            "moving_of_step": part(seen and seen.moving, span),
-            "exposed_of_exchange": part(seen and seen.exposed, seen and seen.exchange),
-            "exposed_of_step": part(seen and seen.exposed, span),
-            "idle_of_step": part(seen and seen.idle, span),
+            "exchange_of_step": part(seen.exchange, seen.span),
+            "moving_of_step": part(seen.moving, seen.span),
+            "exposed_of_exchange": part(seen.exposed, seen.exchange),
+            "exposed_of_step": part(seen.exposed, seen.span),
+            "idle_of_step": part(seen.idle, seen.span),
             "busiest_of_mean": result.busiest,
             "peak_gib": None if peak is None else peak / 2**30,
             "others_gib": None if others is None else others / 2**30,
@@ -199,10 +201,16 @@ def work(args: argparse.Namespace) -> int:
     say = print if dist.get_rank() == 0 else (lambda *_, **__: None)
     shape = sizes(args)
     args.micro_batches = args.micro_batches or (8 if args.device == "cuda" else 2)
-    device = torch.device("cpu")
+    device, name = torch.device("cpu"), "CPU"
     if args.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    say(heading(args, shape), flush=True)
+        name = torch.cuda.get_device_name()
+    say(
+        f"{dist.get_world_size()} x {name}: {shape.layers} layers, H {shape.hidden}, "
+        f"{shape.experts} experts, top {shape.topk}, width {shape.width}, {args.micro_batches} x "
+        f"{shape.sequences} x {shape.sequence} tokens a step and rank",
+        flush=True,
+    )
     results = {name: run_mode(name, args, shape, device, say) for name in args.modes}
     lines = complaints(results)
     rows = rows_of(results)
@@ -217,15 +225,6 @@ def work(args: argparse.Namespace) -> int:
         found |= {"exchange_copies": copies, "exposed_has_copies": True}
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
     return 1 if lines else 0
-
-
-def heading(args: argparse.Namespace, shape: Shape) -> str:
-    device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    return (
-        f"{dist.get_world_size()} x {device}: {shape.layers} layers, H {shape.hidden}, "
-        f"{shape.experts} experts, top {shape.topk}, width {shape.width}, "
-        f"{args.micro_batches} x {shape.sequences} x {shape.sequence} tokens a step and rank"
-    )
 
 
 def main() -> int:

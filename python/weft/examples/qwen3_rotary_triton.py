@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel of `rotate` in qwen3_attention.py: a program turns some heads of some tokens."""
+"""The kernel of `rotate` in qwen3_model.py: a program turns some heads of some tokens."""
 
 import torch
 import triton
@@ -9,8 +9,21 @@ from torch import Tensor
 _ROWS = 16  # of a program
 
 
-def turn(t: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """t [B, S, heads, D], cos and sin fp32 [S, D / 2] -> [B, S, heads, D]; sign -1 turns back."""
+class Rotate(torch.autograd.Function):
+    """t [B, S, heads, D], cos and sin fp32 [S, D / 2] -> [B, S, heads, D]. In fp32, rounded once.
+    The gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx, t, cos, sin):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(cos, sin)
+        return _turned(t.contiguous(), cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        return _turned(grad.contiguous(), *ctx.saved_tensors, -1), None, None
+
+
+def _turned(t: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     length, heads, dim = t.shape[1:]
     out = torch.empty_like(t)
     rows = t.numel() // dim

@@ -10,68 +10,40 @@ stream and one communication stream. Results are those of `model(...)` and `back
 bit. Names are Megatron-LM's.
 """
 
-from .chunk_plan import (
-    ChunkState,
-    PostProcessNode,
-    PreProcessNode,
-    TransformerModelChunkSchedulePlan,
-)
-from .experts import DelayedExperts
-from .issue_log import Step, record_issue_order
-from .lanes import get_comm_stream, get_comp_stream, set_streams
-from .layer import TransformerLayer
-from .layer_plan import FreedInputs, TransformerLayerSchedulePlan, freed_inputs
-from .model import ModelChunk
-from .nodes import (
-    AbstractSchedulePlan,
-    NoopScheduleNode,
-    ScheduleNode,
-    TransformerLayerNode,
+# "as" says that a name is for others.
+from weft.config.validate import check_overlap as check_overlap
+
+from .chunk_plan import ChunkState as ChunkState
+from .chunk_plan import PostProcessNode as PostProcessNode
+from .chunk_plan import PreProcessNode as PreProcessNode
+from .chunk_plan import TransformerModelChunkSchedulePlan as TransformerModelChunkSchedulePlan
+from .experts import DelayedExperts as DelayedExperts
+from .lanes import Step as Step
+from .lanes import get_comm_stream as get_comm_stream
+from .lanes import get_comp_stream as get_comp_stream
+from .lanes import record_issue_order as record_issue_order
+from .lanes import set_streams as set_streams
+from .layer import ModelChunk as ModelChunk
+from .layer import TransformerLayer as TransformerLayer
+from .layer_plan import FreedInputs as FreedInputs
+from .layer_plan import TransformerLayerSchedulePlan as TransformerLayerSchedulePlan
+from .layer_plan import freed_inputs as freed_inputs
+from .nodes import AbstractSchedulePlan as AbstractSchedulePlan
+from .nodes import NoopScheduleNode as NoopScheduleNode
+from .nodes import ScheduleNode as ScheduleNode
+from .nodes import TransformerLayerNode as TransformerLayerNode
+from .pipeline import PipelineShape as PipelineShape
+from .pipeline import PointToPoint as PointToPoint
+from .pipeline import VirtualStage as VirtualStage
+from .pipeline import backward_order as backward_order
+from .pipeline import (
+    combined_1f1b_schedule_for_interleaved_pipelining as combined_1f1b_schedule_for_interleaved_pipelining,  # noqa: E501
 )
 from .pipeline import (
-    PipelineShape,
-    PointToPoint,
-    VirtualStage,
-    backward_order,
-    combined_1f1b_schedule_for_interleaved_pipelining,
-    combined_1f1b_schedule_for_no_pipelining,
-    forward_order,
-    num_warm_up,
-    sequential_schedule_for_no_pipelining,
+    combined_1f1b_schedule_for_no_pipelining as combined_1f1b_schedule_for_no_pipelining,
 )
-from .rules import check_overlap
-from .wgrad import DelayedLinear, WeightGradientQueue
-
-__all__ = [
-    "AbstractSchedulePlan",
-    "ChunkState",
-    "DelayedExperts",
-    "DelayedLinear",
-    "FreedInputs",
-    "ModelChunk",
-    "NoopScheduleNode",
-    "PipelineShape",
-    "PointToPoint",
-    "PostProcessNode",
-    "PreProcessNode",
-    "ScheduleNode",
-    "Step",
-    "TransformerLayer",
-    "TransformerLayerNode",
-    "TransformerLayerSchedulePlan",
-    "TransformerModelChunkSchedulePlan",
-    "VirtualStage",
-    "WeightGradientQueue",
-    "backward_order",
-    "check_overlap",
-    "combined_1f1b_schedule_for_interleaved_pipelining",
-    "combined_1f1b_schedule_for_no_pipelining",
-    "forward_order",
-    "freed_inputs",
-    "get_comm_stream",
-    "get_comp_stream",
-    "num_warm_up",
-    "record_issue_order",
-    "sequential_schedule_for_no_pipelining",
-    "set_streams",
-]
+from .pipeline import forward_order as forward_order
+from .pipeline import num_warm_up as num_warm_up
+from .pipeline import sequential_schedule_for_no_pipelining as sequential_schedule_for_no_pipelining
+from .wgrad import DelayedLinear as DelayedLinear
+from .wgrad import WeightGradientQueue as WeightGradientQueue

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One micro-batch on one model chunk, and two of them woven into each other. pipeline.py issues the
-pairs, executor.py their nodes."""
+pairs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.config.settings import option
+from weft.config.validate import check_overlap
+from weft.dispatcher.config import option
 from weft.overlap_settings import overlapped
 
 from . import lanes
-from .executor import issue_pair
-from .layer_plan import TransformerLayerSchedulePlan
+from .layer_plan import TransformerLayerSchedulePlan, pair_order
 from .nodes import AbstractSchedulePlan, TransformerLayerNode
-from .rules import check_overlap
 from .wgrad import delayed_modules, drop_pending
 
 
@@ -42,39 +41,44 @@ class ChunkState:
                 setattr(self, field.name, None)
 
 
-class PreProcessNode(TransformerLayerNode):
+class _EndNode(TransformerLayerNode):
+    """What comes before the layers or after them, with the weights of `module`."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        module: Any,
+        state: ChunkState,
+        event: Any,
+        stream: Any,
+    ) -> None:
+        modules = [module] if isinstance(module, torch.nn.Module) else []
+        names = {"name": self.NAME, "chunk_name": state.name}
+        super().__init__(forward, stream, event, **names, bwd_dw_callables=delayed_modules(modules))
+
+
+class PreProcessNode(_EndNode):
     """No input -> the input of the first layer. A decoder_input has its gradient in `.grad`."""
+
+    NAME = "pre_process"
 
     def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
         def forward(node: TransformerLayerNode) -> Tensor:
             return model.preprocess(state.input_ids, state.position_ids, state.decoder_input)
 
-        super().__init__(
-            forward,
-            stream,
-            event,
-            name="pre_process",
-            chunk_name=state.name,
-            bwd_dw_callables=delayed_modules([model.embedding]),
-        )
+        super().__init__(forward, model.embedding, state, event, stream)
 
 
-class PostProcessNode(TransformerLayerNode):
+class PostProcessNode(_EndNode):
     """The output of the last layer -> loss or logits, fp32."""
+
+    NAME = "post_process"
 
     def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
         def forward(node: TransformerLayerNode, hidden: Tensor) -> Tensor:
             return model.postprocess(hidden, state.labels, state.loss_mask)
 
-        last = model.output_layer
-        super().__init__(
-            forward,
-            stream,
-            event,
-            name="post_process",
-            chunk_name=state.name,
-            bwd_dw_callables=delayed_modules([last] if isinstance(last, torch.nn.Module) else []),
-        )
+        super().__init__(forward, model.output_layer, state, event, stream)
 
 
 class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
@@ -92,36 +96,15 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         attention_mask: Any = None,
         decoder_input: Tensor | None = None,
         labels: Any = None,
-        packed_seq_params: Any = None,
-        extra_block_kwargs: dict[str, Any] | None = None,
-        runtime_gather_output: bool | None = None,
         loss_mask: Any = None,
-        padding_mask: Any = None,
-        *,
-        output_processor: Callable[..., Tensor] | None = None,
-        output_processor_context: Any = None,
         name: str = "",
     ) -> None:
-        """name: for the record of the issue order.
-
-        Raises AssertionError for settings that `check_overlap` refuses, NotImplementedError for
-        arguments that a `ModelChunk` has no use for.
-        """
-        unused = {
-            "packed_seq_params": packed_seq_params,
-            "extra_block_kwargs": extra_block_kwargs or None,
-            "runtime_gather_output": runtime_gather_output,
-            "padding_mask": padding_mask,
-            "output_processor": output_processor,
-            "output_processor_context": output_processor_context,
-        }
-        given = [key for key, value in unused.items() if value is not None]
-        if given:
-            raise NotImplementedError(f"schedule plan: {', '.join(given)} (expected None)")
+        """name: for the record of the issue order. Raises AssertionError for settings that
+        `check_overlap` refuses."""
         config = model.config
         check_overlap(config)
         lanes.set_streams(high_priority=option(config, "high_priority_a2a_comm_stream"))
-        self.model = model
+        self.model, self.name = model, name
         self.vp_stage = getattr(model, "vp_stage", None)
         self.event = lanes.new_event()
         self.state = ChunkState(
@@ -144,10 +127,6 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         self.post_process: Any = None
         if model.output_layer is not None:
             self.post_process = self.POST_PROCESS_NODE_CLASS(*node_args)
-
-    @property
-    def name(self) -> str:
-        return self.state.name
 
     @property
     def num_layers(self) -> int:
@@ -223,3 +202,78 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
                 if plan is not None:
                     plan.abandon()
             raise
+
+
+def issue_pair(f: Any, b: Any, b_grad: Any, hooks: dict[str, Callable[..., Any] | None]) -> Any:
+    """The forward of plan `f` and the backward of plan `b`; either may be None. Returns f's output.
+
+    Raises AssertionError for a backward without a gradient.
+    """
+    pair = _Pair(f, b, b_grad, hooks)
+    layers = [None if plan is None else plan.num_layers for plan in pair.plans]
+    for step in pair_order(*layers, b is not None and b.early_release):
+        plan = pair.plans[step.is_backward]
+        owner = plan if step.layer < 0 else plan.layers[step.layer]
+        if step.is_of_node:
+            step.run(owner, pair.values)
+        else:
+            getattr(pair, step.action)(owner)
+    return None if f is None else pair.values[0]
+
+
+class _Pair:
+    """Two plans on their way. The methods are the steps that are not of a node."""
+
+    def __init__(self, f: Any, b: Any, b_grad: Any, hooks: dict[str, Any]) -> None:
+        self.plans = (f, b)
+        self.values = [(), b_grad]
+        self.hooks = {name: hook for name, hook in hooks.items() if hook is not None}
+        if b is not None and "pre_backward" not in self.hooks:
+            self._check_grad()
+
+    def pre_forward(self, plan: Any) -> None:
+        received = self._call("pre_forward", plan)
+        if isinstance(received, torch.Tensor):
+            plan.receive(received)
+        plan.record_current_stream()
+
+    def post_forward(self, plan: Any) -> None:
+        if "post_forward" in self.hooks:
+            comm = lanes.get_comm_stream()
+            with lanes.on_stream(comm):
+                plan.event.wait(comm)
+                lanes.known_to([self.values[0]], comm)  # a dense layer made it on the other
+                self._call("post_forward", plan, self.values[0], lane="comm")
+
+    def pre_backward(self, plan: Any) -> None:
+        received = self._call("pre_backward", plan)
+        if isinstance(received, torch.Tensor):
+            self.values[1] = received
+        self._check_grad()
+        plan.record_current_stream()
+
+    def post_backward(self, plan: Any) -> None:
+        if "post_backward" in self.hooks:
+            plan.wait_current_stream()
+            self._call("post_backward", plan, self.values[1])
+
+    def release_layer(self, layer: Any) -> None:
+        layer.release_state()
+
+    def join(self, plan: Any) -> None:
+        plan.wait_current_stream()
+        if plan is self.plans[0]:  # a combine made its output on the other lane
+            lanes.known_to([self.values[0]], lanes.get_comp_stream())
+
+    def release(self, plan: Any) -> None:
+        plan.release_state()
+
+    def _call(self, name: str, plan: Any, *value: Any, lane: str = "comp") -> Any:
+        if name not in self.hooks:
+            return None
+        lanes.note(lanes.Step(plan.name, name, "", lane))
+        return self.hooks[name](*value, plan.vp_stage)
+
+    def _check_grad(self) -> None:
+        if self.values[1] is None:
+            raise AssertionError("run: the backward has no gradient (expected b_grad)")

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped SwiGLU experts whose weight gradients may be delayed.
 
-Their activation is one kernel on GPUs, which does not touch rows behind the last expert's end, so
-that a row budget costs no time. What those rows hold then is undefined, as are the rows that
-`grouped.product` makes of them. The kernels are in swiglu_triton.py.
+Rows behind the last expert's end are not read. In a product they become zero, but undefined on a
+GPU in bf16. The activation is one kernel on GPUs, which does not touch them, so that a row budget
+costs no time. The kernels are in swiglu_triton.py.
 """
 
+import functools
 import importlib.util
+import itertools
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from .grouped import grouped_product, row_ends
-from .wgrad import DelayedWgradModule
+from .wgrad import DelayedWgradModule, WeightGradientQueue, now_or_later
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -22,7 +23,7 @@ _HAS_TRITON = importlib.util.find_spec("triton") is not None
 class DelayedExperts(DelayedWgradModule):
     """El experts. rows [P, H] by expert, counts int64 [El], probs [P] -> [P, H].
 
-    The weights are those of `weft.examples.layer.Experts`: up [El, H, 2 W], down [El, W, H].
+    The weights are up [El, H, 2 W] and down [El, W, H].
     """
 
     def __init__(
@@ -53,25 +54,83 @@ class DelayedExperts(DelayedWgradModule):
     def _activate(self, inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
         """silu(gate) * value * prob. inner [P, 2 W]: gate and value; probs [P] -> [P, W]."""
         if inner.is_cuda and inner.dtype == torch.bfloat16 and _HAS_TRITON:
-            return _Swiglu.apply(inner, probs, ends)
+            from .swiglu_triton import Swiglu
+
+            return Swiglu.apply(inner, probs, ends)
         gate, value = inner.chunk(2, dim=-1)
         return functional.silu(gate) * value * probs.unsqueeze(-1).to(inner.dtype)
 
 
-class _Swiglu(torch.autograd.Function):
-    """In fp32, rounded once."""
+# Products of each expert's rows with its matrix.
 
+
+def row_ends(counts: Tensor, rows: Tensor) -> Tensor:
+    """int64 [El] rows of each expert -> int32 [El], where each one's end, beside `rows`.
+
+    Counts on the host are added up there: one copy reaches a GPU, and no kernel is launched.
+    """
+    if counts.is_cuda or not rows.is_cuda:
+        return counts.to(rows.device).cumsum(0).to(torch.int32)
+    ends = torch.empty(counts.shape, dtype=torch.int32, device="cpu", pin_memory=True)
+    ends.copy_(counts.cumsum(0))
+    return ends.to(rows.device, non_blocking=True)
+
+
+def grouped_product(
+    rows: Tensor, weights: Tensor, ends: Tensor, queue: WeightGradientQueue | None = None
+) -> Tensor:
+    """rows [P, A] by expert, weights [El, A, B], ends of `row_ends` -> [P, B]. Differentiable.
+
+    queue: what computes the gradient of `weights` later; None: the backward does.
+    """
+    return _GroupedProduct.apply(rows, weights, ends, queue)
+
+
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inner, probs, ends):  # noqa: ANN001, ANN205
-        from .swiglu_triton import forward
-
-        inner, probs = inner.contiguous(), probs.contiguous()
-        ctx.save_for_backward(inner, probs, ends)
-        return forward(inner, probs, ends)
+    def forward(ctx, rows, weights, ends, queue):  # noqa: ANN001, ANN205
+        ctx.save_for_backward(rows, weights, ends)
+        ctx.queue, ctx.weights = queue, weights
+        return product(rows, weights, ends)
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
-        from .swiglu_triton import backward
+        rows, weights, ends = ctx.saved_tensors
+        grad_weights = grad_rows = None
+        if ctx.needs_input_grad[1]:
+            gradient = functools.partial(weight_gradient, rows, grad, ends)
+            grad_weights = now_or_later(ctx.queue, ctx.weights, gradient)
+            del gradient
+        # The rows have served, unless the graph is kept or the queue has them: their gradient,
+        # which is as large, may have their memory. Here the backward of a layer needs the most.
+        ctx.maybe_clear_saved_tensors()
+        del rows
+        if ctx.needs_input_grad[0]:
+            grad_rows = product(grad, weights.transpose(1, 2), ends)
+        return grad_rows, grad_weights, None, None
 
-        grad_inner, grad_probs = backward(grad.contiguous(), *ctx.saved_tensors)
-        return grad_inner, grad_probs, None
+
+def product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_product` without gradients."""
+    if _is_grouped(rows):
+        return torch._grouped_mm(rows.contiguous(), weights, offs=ends)
+    parts = [part @ weight for part, weight in zip(_parts(rows, ends), weights)]
+    rest = rows.shape[0] - sum(part.shape[0] for part in parts)
+    return torch.cat([*parts, rows.new_zeros(rest, weights.shape[2])])
+
+
+def weight_gradient(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """[P, A], [P, B] -> [El, A, B]."""
+    grad = grad.contiguous()
+    if _is_grouped(rows):
+        return torch._grouped_mm(rows.T, grad, offs=ends)
+    parts = zip(_parts(rows, ends), _parts(grad, ends))
+    return torch.stack([part.T @ part_grad for part, part_grad in parts])
+
+
+def _is_grouped(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.dtype == torch.bfloat16
+
+
+def _parts(rows: Tensor, ends: Tensor) -> list[Tensor]:
+    return [rows[first:last] for first, last in itertools.pairwise([0, *ends.tolist()])]

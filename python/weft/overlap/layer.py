@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer layer of ordinary modules, cut where a schedule cuts it.
+"""A transformer layer of ordinary modules, cut where a schedule cuts it, and the layers of one
+pipeline stage with what comes before and after them.
 
-Called as a module it runs its pieces one after another, in one graph: what a schedule's results
-are compared with.
+Called as modules they run their pieces one after another, in one graph: what a schedule's results
+are compared with. chunk_plan.py has the plans.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .rules import check_recompute
+from weft.config import OverlapModelConfig
+from weft.config.validate import check_recompute
+
+from .chunk_plan import TransformerModelChunkSchedulePlan
 
 
 class TransformerLayer(nn.Module):
@@ -120,3 +124,83 @@ class TransformerLayer(nn.Module):
         if name in self.recompute_modules and torch.is_grad_enabled():
             return checkpoint(piece, *args, use_reentrant=False)
         return piece(*args)
+
+
+class ModelChunk(nn.Module):
+    """Called as a module it is the sequential model; `build_schedule_plan` is the same in nodes."""
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        embedding: nn.Module | None = None,
+        output_layer: Callable[..., Tensor] | None = None,
+        final_norm: nn.Module | None = None,
+        config: Any = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        """embedding(input_ids, position_ids) -> [..., H]; only on the first stage.
+
+        output_layer(hidden, labels, loss_mask) -> the loss, or logits without labels; only on the
+        last stage. final_norm runs inside the last layer. config: a
+        `weft.config.OverlapModelConfig`, or any object with (some of) its attributes.
+        """
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.embedding = embedding
+        self.output_layer = output_layer
+        self.config = OverlapModelConfig() if config is None else config
+        self.vp_stage = vp_stage
+        if final_norm is not None:
+            self.layers[-1].final_norm = final_norm
+
+    def preprocess(
+        self, input_ids: Any, position_ids: Any, decoder_input: Tensor | None = None
+    ) -> Tensor:
+        """What goes into the first layer: decoder_input if it is given, else the embedding."""
+        if decoder_input is not None:
+            return decoder_input
+        if self.embedding is None:
+            raise ValueError("preprocess: no decoder_input (expected one: there is no embedding)")
+        return self.embedding(input_ids, position_ids)
+
+    def postprocess(self, hidden: Tensor, labels: Any = None, loss_mask: Any = None) -> Tensor:
+        return self.output_layer(hidden, labels, loss_mask).float()
+
+    def forward(
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        loss_mask: Any = None,
+    ) -> Tensor:
+        x = self.preprocess(input_ids, position_ids, decoder_input)
+        for layer in self.layers:
+            x = layer(x, attention_mask)
+        return x if self.output_layer is None else self.postprocess(x, labels, loss_mask)
+
+    def build_schedule_plan(
+        self,
+        input_ids: Any,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input: Tensor | None = None,
+        labels: Any = None,
+        *further: Any,
+        loss_mask: Any = None,
+        name: str = "",
+        **others: Any,
+    ) -> TransformerModelChunkSchedulePlan:
+        """The plan of one micro-batch. name: for the record of the issue order.
+
+        Raises NotImplementedError for Megatron-LM's further arguments, which are of no use here,
+        unless they are None, and AssertionError for settings that `check_overlap` refuses.
+        """
+        others |= {f"argument {i} after labels": value for i, value in enumerate(further, 1)}
+        given = [key for key, value in others.items() if value is not None and value != {}]
+        if given:
+            raise NotImplementedError(f"schedule plan: {', '.join(given)} (expected None)")
+        texts = (input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask)
+        return TransformerModelChunkSchedulePlan(self, *texts, name)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of one layer for one micro-batch, and two layers woven into each other. chunk_plan.py
-makes them of the classes in nodes.py."""
+"""The nodes of one layer for one micro-batch, and two layers woven into each other, in the order
+that the core computes. chunk_plan.py makes them of the classes in nodes.py."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ from weft.dispatcher import MoEAlltoAllTokenDispatcher
 from weft.dispatcher.config import option
 
 from . import lanes
-from .executor import pair_order
 from .nodes import NoopScheduleNode, TransformerLayerNode
 from .wgrad import delayed_modules
 
@@ -61,6 +61,39 @@ class LayerState:
     shared_expert_output: Tensor | None = None
     dispatched_probs: Tensor | None = None
     tokens_per_expert: Any = None  # may live in the communication stream's memory
+
+
+class PairStep(NamedTuple):
+    """One step of two micro-batches, of which one runs forward and the other backward."""
+
+    is_backward: bool  # which of the two it belongs to
+    action: str  # a method of nodes, or of _Pair in chunk_plan.py
+    node: str
+    layer: int  # -1: of no layer
+
+    @property
+    def is_of_node(self) -> bool:
+        return self.action in ("forward", "backward", "backward_dw")
+
+    def run(self, owner: Any, values: list[Any]) -> None:
+        """The node in the plan of a chunk or a layer, which may not have it. values: what the
+        forward has made so far, and the gradient that the backward has."""
+        node = getattr(owner, self.node)
+        if node is None:
+            return
+        if self.action == "backward_dw":
+            node.backward_dw()
+        else:
+            values[self.is_backward] = getattr(node, self.action)(values[self.is_backward])
+
+
+@functools.cache
+def pair_order(
+    forward_layers: int | None, backward_layers: int | None, early_attention_release: bool
+) -> tuple[PairStep, ...]:
+    """None: no micro-batch runs forward, or backward."""
+    steps = _core.pair_order(forward_layers, backward_layers, early_attention_release)
+    return tuple(PairStep(*step) for step in steps)
 
 
 class TransformerLayerSchedulePlan:
@@ -114,15 +147,17 @@ class TransformerLayerSchedulePlan:
         self.moe_dispatch: Any = NoopScheduleNode()
         self.moe_combine: Any = NoopScheduleNode()
         self.mtp_post_process: Any = NoopScheduleNode()
-        first, second = (self._attend, self._dense)
+        first: Any = lambda _, x: layer.attend(x, chunk_state.attention_mask)  # noqa: E731
+        second: Any = lambda _, x: layer.dense(x)  # noqa: E731
         if layer.is_moe:
-            first, second = (self._pre_dispatch, self._experts)
+            first, second = self._pre_dispatch, self._experts
             self.moe_dispatch = node(self._dispatch, "moe_dispatch")
             self.moe_combine = node(self._combine, "moe_combine")
         self.pre_dispatch_computation = node(first, "pre_dispatch_computation")
         self.mlp = node(second, "mlp")
         if hasattr(layer, "mtp_post_process"):
-            self.mtp_post_process = node(self._mtp, "mtp_post_process")
+            mtp = "mtp_post_process"
+            self.mtp_post_process = node(lambda _, x: layer.mtp_post_process(x), mtp)
 
     @staticmethod
     def run(
@@ -154,12 +189,6 @@ class TransformerLayerSchedulePlan:
         self.layer_state = LayerState()
 
     # What the nodes run.
-
-    def _attend(self, node: TransformerLayerNode, x: Tensor) -> Tensor:
-        return self.layer.attend(x, self.chunk_state.attention_mask)
-
-    def _dense(self, node: TransformerLayerNode, x: Tensor) -> Tensor:
-        return self.layer.dense(x)
 
     def _pre_dispatch(self, node: TransformerLayerNode, x: Tensor) -> tuple[Tensor, Tensor]:
         mask = self.chunk_state.attention_mask
@@ -196,6 +225,3 @@ class TransformerLayerSchedulePlan:
         dispatcher = self.layer.dispatcher
         for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
             lanes.known_to(getattr(owner, "__dict__", {}).values(), node.stream)
-
-    def _mtp(self, node: TransformerLayerNode, x: Tensor) -> Tensor:
-        return self.layer.mtp_post_process(x)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import issue_log, lanes
+from . import lanes
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -147,7 +147,7 @@ class ScheduleNode:
 
     def _note(self, what: str) -> None:
         lane = lanes.lane_of(self.stream)
-        issue_log.note(issue_log.Step(self.chunk_name, self.name, what, lane))
+        lanes.note(lanes.Step(self.chunk_name, self.name, what, lane))
 
 
 class TransformerLayerNode(ScheduleNode):
@@ -235,14 +235,6 @@ class AbstractSchedulePlan:
     """What a training loop may ask a plan for."""
 
     @staticmethod
-    def run(
-        f_schedule_plan: Any,
-        b_schedule_plan: Any,
-        b_grad: Any = None,
-        pre_forward: Callable[..., None] | None = None,
-        pre_backward: Callable[..., None] | None = None,
-        post_forward: Callable[..., None] | None = None,
-        post_backward: Callable[..., None] | None = None,
-    ) -> Any:
+    def run(f_schedule_plan: Any, b_schedule_plan: Any, b_grad: Any = None, **hooks: Any) -> Any:
         """The forward of one plan woven into the backward of another; either may be None."""
         raise NotImplementedError

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import _core
+from weft.config.validate import check_interleaved
 
 from .chunk_plan import TransformerModelChunkSchedulePlan as Plan
-from .rules import check_interleaved
 
 Tensor = torch.Tensor
 Context = AbstractContextManager[Any]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of experts.py: a program takes some rows, or nothing behind the last end."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,30 +11,33 @@ from torch import Tensor
 _ROWS = 8  # of a program
 
 
-def forward(inner: Tensor, probs: Tensor, ends: Tensor) -> Tensor:
-    """[P, 2 W] bf16, [P], [El] -> [P, W]."""
-    rows, width = inner.shape[0], inner.shape[1] // 2
-    out = inner.new_empty(rows, width)
-    if rows:
-        _forward[_grid(rows)](
-            inner, probs, ends, out, ends.numel(), rows, width, _ROWS, triton.next_power_of_2(width)
-        )
-    return out
+class Swiglu(torch.autograd.Function):
+    """inner [P, 2 W] bf16, probs [P], ends [El] -> [P, W]. In fp32, rounded once; the gradient of
+    probs is zero behind the last end."""
+
+    @staticmethod
+    def forward(ctx, inner, probs, ends):  # noqa: ANN001, ANN205
+        inner, probs = inner.contiguous(), probs.contiguous()
+        ctx.save_for_backward(inner, probs, ends)
+        rows, width = inner.shape[0], inner.shape[1] // 2
+        out = inner.new_empty(rows, width)
+        _launch(_forward, rows, width, ends, inner, probs, ends, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # noqa: ANN001, ANN205
+        inner, probs, ends = ctx.saved_tensors
+        rows, width = grad.shape
+        grad_inner, grad_probs = torch.empty_like(inner), torch.zeros_like(probs)
+        given = (grad.contiguous(), inner, probs, ends, grad_inner, grad_probs)
+        _launch(_backward, rows, width, ends, *given)
+        return grad_inner, grad_probs, None
 
 
-def backward(grad: Tensor, inner: Tensor, probs: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """[P, W], then what `forward` took -> gradients of inner and probs, the latter zero behind."""
-    rows, width = grad.shape
-    grad_inner, grad_probs = torch.empty_like(inner), torch.zeros_like(probs)
+def _launch(kernel: Any, rows: int, width: int, ends: Tensor, *given: Tensor) -> None:
     if rows:
         block = triton.next_power_of_2(width)
-        given = (grad, inner, probs, ends, grad_inner, grad_probs)
-        _backward[_grid(rows)](*given, ends.numel(), rows, width, _ROWS, block)
-    return grad_inner, grad_probs
-
-
-def _grid(rows: int) -> tuple[int]:
-    return (triton.cdiv(rows, _ROWS),)
+        kernel[(triton.cdiv(rows, _ROWS),)](*given, ends.numel(), rows, width, _ROWS, block)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from weft.overlap import grouped
+from weft.overlap import experts as grouped
 
 
 def operands(counts, dtype=torch.float64):

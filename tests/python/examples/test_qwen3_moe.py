@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from weft.examples.qwen3_attention import ROPE_BASE, Attention, Shape
 from weft.examples.qwen3_exposed import (
     Exposure,
     Kernel,
@@ -20,7 +19,7 @@ from weft.examples.qwen3_exposed import (
     read_trace,
     without_waits,
 )
-from weft.examples.qwen3_model import QwenMoE
+from weft.examples.qwen3_model import ROPE_BASE, Attention, QwenMoE, Shape
 from weft.examples.qwen3_moe import complaints, layers_that_fit, rows_of, table
 from weft.examples.qwen3_run import MODES, Result, busiest, micro_batch, token_ids
 

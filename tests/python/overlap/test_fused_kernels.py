@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from weft.examples import qwen3_attention as qwen3_rotary
-from weft.overlap import experts as fused
-
 pytest.importorskip("triton")
+
+from weft.examples.qwen3_rotary_triton import Rotate  # noqa: E402
+from weft.overlap.swiglu_triton import Swiglu  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,7 +52,7 @@ def test_swiglu_is_its_formula_up_to_the_last_end(rows, used, width):
     probs = torch.rand(rows, generator=gen, device=DEVICE)
     ends = torch.tensor([used // 2, used], dtype=torch.int32, device=DEVICE)
     mine = [t.clone().requires_grad_() for t in (inner, probs)]
-    out = fused._Swiglu.apply(*mine, ends)
+    out = Swiglu.apply(*mine, ends)
     out.backward(grad)
 
     plain = [t.float().requires_grad_() for t in (inner, probs)]
@@ -74,7 +74,7 @@ def test_rotation_turns_and_its_gradient_turns_back(shape, dtype):
     t = torch.randn(shape, generator=gen, device=DEVICE).to(dtype)
     angles = torch.randn(shape[1], shape[3] // 2, generator=gen, device=DEVICE)
     mine = t.clone().requires_grad_()
-    out = qwen3_rotary._Rotate.apply(mine, angles.cos(), angles.sin())
+    out = Rotate.apply(mine, angles.cos(), angles.sin())
     left, right = t.float().chunk(2, dim=-1)
     pairs = torch.complex(left, right) * torch.polar(torch.ones_like(angles), angles)[:, None]
     expected = torch.cat((pairs.real, pairs.imag), dim=-1)
@@ -88,6 +88,6 @@ def test_rotation_turns_and_its_gradient_turns_back(shape, dtype):
 def test_no_rows_are_no_launch():
     empty = torch.zeros(0, 16, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     ends = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    out = fused._Swiglu.apply(empty, torch.zeros(0, device=DEVICE), ends)
+    out = Swiglu.apply(empty, torch.zeros(0, device=DEVICE), ends)
     out.sum().backward()
     assert out.shape == (0, 8) and empty.grad.shape == (0, 16)

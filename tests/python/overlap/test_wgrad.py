@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from weft.examples.layer import Experts
 from weft.overlap import DelayedExperts, DelayedLinear, WeightGradientQueue
 from weft.overlap.wgrad import delayed_modules, drop_pending
 
@@ -57,7 +56,7 @@ def test_linear_under_autocast(delay):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_grouped_experts(recompute):
     torch.manual_seed(0)
-    plain = Experts(3, 6, 8)
+    plain = DelayedExperts(3, 6, 8)
     delayed = DelayedExperts(3, 6, 8, delay_wgrad_compute=True, recompute_activation=recompute)
     plain.load_state_dict(delayed.state_dict())
     counts = torch.tensor([4, 0, 3])
