@@ -36,13 +36,13 @@ struct TuneOptions {
   std::string path;
 };
 
-std::string_view name_of(TunedOp op) {
-  return op == TunedOp::kDispatch ? "dispatch" : "combine";
+std::string_view name_of(Op op) {
+  return op == Op::kDispatch ? "dispatch" : "combine";
 }
 
 void print_splits(const std::string& name, const std::vector<TunedSplit>& splits) {
   Table table({"operation", "SMs", "senders", "others", "p50 us"});
-  for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
+  for (const Op op : {Op::kDispatch, Op::kCombine}) {
     for (const TunedSplit& split : splits) {
       if (split.op == op) {
         table.add_row(
@@ -77,7 +77,7 @@ std::string file_text(const std::vector<TunedSplit>& splits) {
 // What calls of this many ranks use where WEFT_TUNING names no file.
 std::string built_in_text(int num_ranks, int num_sms) {
   const auto [below, above] =
-      measured_ranks(built_in_tuning(), {TunedOp::kDispatch, num_ranks, 14336, num_sms});
+      measured_ranks(built_in_tuning(), {Op::kDispatch, num_ranks, 14336, num_sms});
   if (below == 0) {
     return "a fixed share: nothing so small was measured";
   }

@@ -70,6 +70,17 @@ T block_value(const Bytes& block, size_t rank, const Context& context) {
   return value;
 }
 
+// Collective: everybody's value, by rank. Throws what block_value() throws.
+template <class T>
+[[nodiscard]] std::vector<T> gather_values(const Group& group, const T& own) {
+  std::vector<T> values;
+  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&own, 1)))) {
+    const Context context = {.rank = group.rank(), .num_ranks = group.num_ranks()};
+    values.push_back(block_value<T>(block, values.size(), context));
+  }
+  return values;
+}
+
 // Ranks in messages: "rank 3", "ranks 1, 4 and 5".
 [[nodiscard]] inline std::string rank_list(std::span<const int> ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";

@@ -84,23 +84,17 @@ bool HostsExchange::refuse(Op op, std::string_view reason, const CallOptions& ca
   return network_->refuse(op, reason, call);
 }
 
-HostsCall::HostsCall(
-    Op op,
-    HostsExchange& owner,
-    const HostsPlan& device,
-    cudaStream_t stream,
-    const CallOptions& options
-)
-    : owner_(owner),
+HostsCall::HostsCall(Op op, const HostsCallSite& site)
+    : owner_(site.owner),
       op_(op),
-      network_(*owner.network_),
-      device_(device),
-      plan_(device.on_host()),
+      network_(*owner_.network_),
+      device_(site.device),
+      plan_(device_.on_host()),
       traffic_(*plan_.between),
-      stream_(stream),
-      options_(options),
-      work_(owner.work_.tensor().data) {
-  options_.stream = stream;
+      stream_(site.stream),
+      options_(site.options),
+      work_(owner_.work_.tensor().data) {
+  options_.stream = stream_;
 }
 
 void HostsCall::check_room(const CallRoom& call) const {
@@ -140,22 +134,17 @@ void HostsCall::follow_copies() const {
 }
 
 MessageSend HostsCall::pack(
-    PackLaunch launch,
-    uint64_t offset,
-    int64_t first,
-    size_t to,
-    const Target& target,
-    uint32_t first_signal
+    PackLaunch launch, const MessageArea& area, size_t to, const Target& target, uint32_t signal
 ) const {
-  launch.messages = owner_.messages_.data + offset;
-  launch.done = owner_.done_->get() + first;
+  launch.messages = owner_.messages_.data + area.offset;
+  launch.done = owner_.done_->get() + area.first;
   launch.number = ++owner_.number_;
   launch_pack(launch, owner_.copies_.get());
   return {
       .to = static_cast<int>(to),
       .count = launch.count,
       .target = target,
-      .first_signal = first_signal,
+      .first_signal = signal,
       .messages = launch.messages,
       .done = launch.done,
       .number = launch.number};
@@ -217,10 +206,9 @@ void HostsCall::let_copies_await(size_t transfer, size_t i, int64_t c) const {
 void HostsCall::copy_in(uint64_t area, const std::byte* from, int64_t bytes) const {
   if (bytes > 0) {
     const auto size = static_cast<size_t>(bytes);
-    WEFT_CUDA(
-        network_.context(),
-        cudaMemcpyAsync(work_ + area, from, size, cudaMemcpyDefault, owner_.copies_.get())
-    );
+    const cudaStream_t copies = owner_.copies_.get();
+    const Context& context = network_.context();
+    WEFT_CUDA(context, cudaMemcpyAsync(work_ + area, from, size, cudaMemcpyDefault, copies));
   }
 }
 

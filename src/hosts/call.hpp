@@ -18,15 +18,17 @@
 
 namespace weft {
 
+// Whose call it is, by which plan, and where.
+struct HostsCallSite {
+  HostsExchange& owner;
+  const HostsPlan& device;
+  cudaStream_t stream;
+  const CallOptions& options;
+};
+
 class HostsCall {
  protected:
-  HostsCall(
-      Op op,
-      HostsExchange& owner,
-      const HostsPlan& device,
-      cudaStream_t stream,
-      const CallOptions& options
-  );
+  HostsCall(Op op, const HostsCallSite& site);
 
   void check_room(const CallRoom& call) const;
 
@@ -39,15 +41,9 @@ class HostsCall {
   void follow_copies() const;
 
   // --- messages ---
-  // What `launch` says of rows is packed for a rank, in the copy stream: as the messages at
-  // `offset`, the first of which has the number `first` in this call.
+  // What `launch` says of rows is packed for a rank, in the copy stream.
   [[nodiscard]] MessageSend pack(
-      PackLaunch launch,
-      uint64_t offset,
-      int64_t first,
-      size_t to,
-      const Target& target,
-      uint32_t first_signal
+      PackLaunch launch, const MessageArea& area, size_t to, const Target& target, uint32_t signal
   ) const;
   // What `pack` needs to know of weights of this rank's tokens.
   [[nodiscard]] PackLaunch weights_launch(const ConstTensor& weights) const;
@@ -72,7 +68,7 @@ class HostsCall {
   void copy_in(uint64_t area, const std::byte* from, int64_t bytes) const;
 
   // --- rounds ---
-  [[nodiscard]] NodeExchange& node() const { return *owner_.node_; }
+  [[nodiscard]] CudaExchange& node() const { return *owner_.node_; }
   // The rounds from `first` on do not run: the domain's ranks must hear of it instead of waiting.
   void refuse_rounds(size_t first, std::string_view reason) const;
 
@@ -128,7 +124,8 @@ void HostsExchange::run_call(
   const auto prepare = [&] {
     rethrow(refusal);
     const auto& device = device_plan_as<HostsPlan>(header, context());
-    return std::make_unique<OneCall>(*this, device, in, out, stream, options);
+    const HostsCallSite site = {*this, device, stream, options};
+    return std::make_unique<OneCall>(site, in, out);
   };
   network_->run_call(OneCall::kOp, prepare, [](const auto& one) { one->run(); });
   end_call(options, stream);

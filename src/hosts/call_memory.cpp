@@ -2,74 +2,80 @@
 #include "hosts/call_memory.hpp"
 
 namespace weft {
+namespace {
+
+// What a call takes of each memory.
+class CallAreas {
+ public:
+  uint64_t stage(int64_t bytes) { return staging_.add(static_cast<uint64_t>(bytes)); }
+  uint64_t take(int64_t bytes) { return work_.add(static_cast<uint64_t>(bytes)); }
+  MessageArea pack(const MessageFormat& format, int64_t count) {
+    const MessageArea area = {
+        messages_.add(static_cast<uint64_t>(format.area_bytes(count))), num_messages_};
+    num_messages_ += format.num_chunks(count);
+    return area;
+  }
+  [[nodiscard]] CallRoom room() const {
+    return {
+        .staging = staging_.num_bytes(),
+        .messages = messages_.num_bytes(),
+        .work = work_.num_bytes(),
+        .num_messages = static_cast<uint64_t>(num_messages_)};
+  }
+
+ private:
+  AreaMap staging_;
+  AreaMap work_;
+  AreaMap messages_;
+  int64_t num_messages_ = 0;
+};
+
+}  // namespace
 
 DispatchAreas::DispatchAreas(const PlanData& plan, const MessageFormat& tokens) {
-  const DomainTraffic& traffic = *plan.between;
-  AreaMap staging;
-  AreaMap work;
-  AreaMap packed;
-  for (const ForwardedSource& one : traffic.forwarded) {
+  CallAreas areas;
+  for (const ForwardedSource& one : plan.between->forwarded) {
     const int64_t count = one.crossings.size();
-    staged.push_back(staging.add(tokens.area_bytes(count)));
+    staged.push_back(areas.stage(tokens.area_bytes(count)));
     forwarded.push_back(
-        {work.add(count * tokens.row_bytes),
-         work.add(count * tokens.weight_bytes),
-         work.add(count * tokens.scale_bytes)}
+        {areas.take(count * tokens.row_bytes),
+         areas.take(count * tokens.weight_bytes),
+         areas.take(count * tokens.scale_bytes)}
     );
   }
-  own_weights = work.add(plan.shape.num_tokens * tokens.weight_bytes);
-  int64_t num_chunks = 0;
-  for (const auto& sent : traffic.sent) {
-    const auto count = static_cast<int64_t>(sent.size());
-    messages.push_back(packed.add(tokens.area_bytes(count)));
-    chunks.push_back(num_chunks);
-    num_chunks += tokens.num_chunks(count);
+  own_weights = areas.take(plan.shape.num_tokens * tokens.weight_bytes);
+  for (const auto& sent : plan.between->sent) {
+    messages.push_back(areas.pack(tokens, static_cast<int64_t>(sent.size())));
   }
-  room = {
-      .staging = staging.num_bytes(),
-      .messages = packed.num_bytes(),
-      .work = work.num_bytes(),
-      .num_messages = static_cast<uint64_t>(num_chunks)};
+  room = areas.room();
 }
 
 CombineAreas::CombineAreas(
     const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights
 ) {
-  const DomainTraffic& traffic = *plan.between;
-  AreaMap staging;
-  AreaMap work;
-  AreaMap messages;
-  int64_t num_chunks = 0;
-  for (const ForwardedSource& one : traffic.forwarded) {
+  CallAreas areas;
+  for (const ForwardedSource& one : plan.between->forwarded) {
     const int64_t count = one.crossings.size();
     forwarded.push_back(
-        {work.add(count * sums.row_bytes),
-         work.add(count * sums.weight_bytes),
-         work.add(count * weights.weight_bytes)}
+        {areas.take(count * sums.row_bytes),
+         areas.take(count * sums.weight_bytes),
+         areas.take(count * weights.weight_bytes)}
     );
-    staged_weights.push_back(staging.add(weights.area_bytes(count)));
-    sum_messages.push_back(messages.add(sums.area_bytes(count)));
-    sum_chunks.push_back(num_chunks);
-    num_chunks += sums.num_chunks(count);
+    staged_weights.push_back(areas.stage(weights.area_bytes(count)));
+    sum_messages.push_back(areas.pack(sums, count));
   }
   int64_t num_parts = plan.shape.num_tokens;
-  for (const auto& tokens : traffic.sent) {
+  for (const auto& tokens : plan.between->sent) {
     const auto count = static_cast<int64_t>(tokens.size());
     first_part.push_back(num_parts);
     num_parts += count;
-    staged_sums.push_back(staging.add(sums.area_bytes(count)));
-    weight_messages.push_back(messages.add(weights.area_bytes(count)));
-    weight_chunks.push_back(num_chunks);
-    num_chunks += weights.num_chunks(count);
+    staged_sums.push_back(areas.stage(sums.area_bytes(count)));
+    weight_messages.push_back(areas.pack(weights, count));
   }
-  parts = work.add(num_parts * sums.row_bytes);
-  part_weights = work.add(num_parts * sums.weight_bytes);
-  own_weights = work.add(plan.shape.num_tokens * weights.weight_bytes);
-  room = {
-      .staging = staging.num_bytes(),
-      .messages = messages.num_bytes(),
-      .work = work.num_bytes(),
-      .num_messages = static_cast<uint64_t>(num_chunks)};
+  parts = areas.take(num_parts * sums.row_bytes);
+  part_weights = areas.take(num_parts * sums.weight_bytes);
+  own_weights = areas.take(plan.shape.num_tokens * weights.weight_bytes);
+  room = areas.room();
 }
 
 }  // namespace weft

@@ -15,21 +15,25 @@
 
 namespace weft {
 
-// Offsets of areas, taken one after the other, aligned.
+// Offsets of areas in some memory, taken one after the other.
 class AreaMap {
  public:
   static constexpr uint64_t kAlignment = 256;
 
+  explicit AreaMap(uint64_t first = 0, uint64_t alignment = kAlignment)
+      : alignment_(alignment), num_bytes_(align_up(first, alignment)) {}
+
   // Offset of the next area.
-  uint64_t add(int64_t bytes) {
+  uint64_t add(uint64_t bytes) {
     const uint64_t offset = num_bytes_;
-    num_bytes_ = align_up(offset + static_cast<uint64_t>(bytes), kAlignment);
+    num_bytes_ = align_up(offset + bytes, alignment_);
     return offset;
   }
   [[nodiscard]] uint64_t num_bytes() const { return num_bytes_; }
 
  private:
-  uint64_t num_bytes_ = 0;
+  uint64_t alignment_;
+  uint64_t num_bytes_;
 };
 
 // The bytes that one call needs, or the most that any may need.
@@ -74,11 +78,18 @@ struct CallBounds {
       .num_messages = peers * chunks};
 }
 
-// Where the inter-node tokens of one source lie in GPU memory; this rank forwards for it.
-struct ForwardedTokens {
+// Where the inter-node tokens of one source lie in GPU memory, or their sums; this rank forwards
+// for it.
+struct ForwardedArea {
   uint64_t rows = 0;
-  uint64_t weights = 0;
-  uint64_t scales = 0;
+  uint64_t weights = 0;  // combine: gradients that go back
+  uint64_t extra = 0;    // dispatch: scales; combine: source weights that came
+};
+
+// Where the messages for a rank lie among those that the GPU packs.
+struct MessageArea {
+  uint64_t offset = 0;
+  int64_t first = 0;  // number of the first message in its call
 };
 
 struct DispatchAreas {
@@ -88,21 +99,13 @@ struct DispatchAreas {
 
   // By source that this rank forwards for:
   std::vector<uint64_t> staged;  // in staging
-  std::vector<ForwardedTokens> forwarded;
-  // By domain, nothing for the own one:
-  std::vector<uint64_t> messages;
-  std::vector<int64_t> chunks;  // number of the first message
-  uint64_t own_weights = 0;     // by k, in GPU memory
-  CallRoom room;                // all of it
+  std::vector<ForwardedArea> forwarded;
+  std::vector<MessageArea> messages;  // by domain, nothing for the own one
+  uint64_t own_weights = 0;           // by k, in GPU memory
+  CallRoom room;                      // all of it
 };
 
 // The same in a combine.
-struct ForwardedSums {
-  uint64_t rows = 0;
-  uint64_t weights = 0;         // gradients that go back
-  uint64_t source_weights = 0;  // that came
-};
-
 struct CombineAreas {
   CombineAreas() = default;
   // `sums`: a row, and its weight gradients if any, of each inter-node token; `weights`: the
@@ -110,15 +113,13 @@ struct CombineAreas {
   CombineAreas(const PlanData& plan, const MessageFormat& sums, const MessageFormat& weights);
 
   // By source that this rank forwards for:
-  std::vector<ForwardedSums> forwarded;
+  std::vector<ForwardedArea> forwarded;
   std::vector<uint64_t> staged_weights;  // in staging
-  std::vector<uint64_t> sum_messages;
-  std::vector<int64_t> sum_chunks;  // number of the first message
+  std::vector<MessageArea> sum_messages;
   // By domain, nothing for the own one:
   std::vector<int64_t> first_part;    // row among the parts
   std::vector<uint64_t> staged_sums;  // in staging
-  std::vector<uint64_t> weight_messages;
-  std::vector<int64_t> weight_chunks;
+  std::vector<MessageArea> weight_messages;
   // In GPU memory: all parts (see InterNodeArrays), their weights, and this rank's own by k.
   uint64_t parts = 0;
   uint64_t part_weights = 0;

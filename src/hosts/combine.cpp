@@ -27,18 +27,8 @@ class HostsCombine : HostsCall {
     return call.payload.row_bytes + 2 * kWeightBytes * plan.shape.topk;
   }
 
-  HostsCombine(
-      HostsExchange& owner,
-      const HostsPlan& device,
-      const CombineInput& in,
-      const CombineOutput& out,
-      cudaStream_t stream,
-      const CallOptions& options
-  )
-      : HostsCall(kOp, owner, device, stream, options),
-        in_(in),
-        out_(out),
-        topk_(plan_.shape.topk) {
+  HostsCombine(const HostsCallSite& site, const CombineInput& in, const CombineOutput& out)
+      : HostsCall(kOp, site), in_(in), out_(out), topk_(plan_.shape.topk) {
     const int64_t weight_bytes = topk_ * kWeightBytes;
     sums_ = message_format(
         in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
@@ -46,7 +36,7 @@ class HostsCombine : HostsCall {
     // All that a domain gets, in one message.
     weights_ = {
         .weight_bytes = in.source_weights.is_given() ? weight_bytes : 0,
-        .rows = std::max<int64_t>(owner.config().max_tokens, 1)};
+        .rows = std::max<int64_t>(site.owner.config().max_tokens, 1)};
     areas_ = CombineAreas(plan_, sums_, weights_);
     check_room(areas_.room);
   }
@@ -106,7 +96,6 @@ class HostsCombine : HostsCall {
       weights.sends.push_back(pack(
           launch,
           areas_.weight_messages[domain],
-          areas_.weight_chunks[domain],
           to,
           words[to].source_weights,
           signal(static_cast<uint32_t>(plan_.shape.rank))
@@ -119,7 +108,7 @@ class HostsCombine : HostsCall {
       if (count > 0) {
         let_copies_await(transfer, i, 0);
         copy_in(
-            areas_.forwarded[i].source_weights,
+            areas_.forwarded[i].extra,
             network_.staging() + areas_.staged_weights[i],
             count * weights_.weight_bytes
         );
@@ -135,11 +124,11 @@ class HostsCombine : HostsCall {
     for (size_t round = 1; round < device_.rounds().size(); ++round) {
       const size_t i = round - 1;
       const bool is_forwarded = i < areas_.forwarded.size();
-      const ForwardedSums at = is_forwarded ? areas_.forwarded[i] : ForwardedSums();
+      const ForwardedArea at = is_forwarded ? areas_.forwarded[i] : ForwardedArea();
       const int64_t count = is_forwarded ? traffic_.forwarded[i].crossings.size() : 0;
       CombineInput in = in_;
       if (in_.source_weights.is_given()) {
-        in.source_weights = weights_view(at.source_weights, count);
+        in.source_weights = weights_view(at.extra, count);
       }
       const CombineOutput out = launch_round(round, in, at.rows, at.weights, count);
       if (count == 0) {
@@ -154,9 +143,7 @@ class HostsCombine : HostsCall {
       launch.count = count;
       let_copies_follow();
       const auto to = static_cast<size_t>(traffic_.forwarded[i].source);
-      sends.push_back(
-          pack(launch, areas_.sum_messages[i], areas_.sum_chunks[i], to, words[to].rows, signal)
-      );
+      sends.push_back(pack(launch, areas_.sum_messages[i], to, words[to].rows, signal));
     }
     return sends;
   }

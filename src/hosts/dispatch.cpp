@@ -25,15 +25,8 @@ class HostsDispatch : HostsCall {
     return payload.row_bytes + payload.weight_bytes + payload.in_scale_bytes();
   }
 
-  HostsDispatch(
-      HostsExchange& owner,
-      const HostsPlan& device,
-      const DispatchInput& in,
-      const DispatchOutput& out,
-      cudaStream_t stream,
-      const CallOptions& options
-  )
-      : HostsCall(kOp, owner, device, stream, options), in_(in), out_(out) {
+  HostsDispatch(const HostsCallSite& site, const DispatchInput& in, const DispatchOutput& out)
+      : HostsCall(kOp, site), in_(in), out_(out) {
     const PayloadFormat payload = payload_of(in, out, plan_.shape.topk);
     format_ = message_format(
         payload.row_bytes, payload.weight_bytes, payload.in_scale_bytes(), kChunkArrivals
@@ -102,9 +95,7 @@ class HostsDispatch : HostsCall {
       launch.index = device_.index().sent[domain];
       launch.count = num_sent(domain);
       const size_t to = forwarder_of(domain);
-      sends.push_back(
-          pack(launch, areas_.messages[domain], areas_.chunks[domain], to, words[to].rows, signal)
-      );
+      sends.push_back(pack(launch, areas_.messages[domain], to, words[to].rows, signal));
     }
     return sends;
   }
@@ -123,7 +114,7 @@ class HostsDispatch : HostsCall {
       };
       copy(areas_.forwarded[i].rows, format_.row_bytes, 0);
       copy(areas_.forwarded[i].weights, format_.weight_bytes, format_.weights_at(num));
-      copy(areas_.forwarded[i].scales, format_.scale_bytes, format_.scales_at(num));
+      copy(areas_.forwarded[i].extra, format_.scale_bytes, format_.scales_at(num));
     }
   }
 
@@ -136,7 +127,7 @@ class HostsDispatch : HostsCall {
 
   [[nodiscard]] DispatchInput forwarded_input(size_t i) const {
     const bool is_forwarded = i < areas_.forwarded.size();
-    const ForwardedTokens tokens = is_forwarded ? areas_.forwarded[i] : ForwardedTokens();
+    const ForwardedArea tokens = is_forwarded ? areas_.forwarded[i] : ForwardedArea();
     const int64_t count = is_forwarded ? traffic_.forwarded[i].crossings.size() : 0;
     DispatchInput in;
     in.x = view(tokens.rows, in_.x.dtype, count, in_.x.cols);
@@ -144,7 +135,7 @@ class HostsDispatch : HostsCall {
       in.weights = view(tokens.weights, DType::kFloat32, count, plan_.shape.topk);
     }
     if (in_.scales.is_given()) {
-      in.scales = view(tokens.scales, in_.scales.dtype, count, in_.scales.cols);
+      in.scales = view(tokens.extra, in_.scales.dtype, count, in_.scales.cols);
     }
     in.quantise = in_.quantise;
     return in;

@@ -20,13 +20,10 @@
 #include "core/gpu/driver.hpp"
 #include "core/gpu/stream.hpp"
 #include "cpu/network.hpp"
-#include "cuda/exchange/node.hpp"
-#include "cuda/memory/owners.hpp"
+#include "cuda/exchange/exchange.hpp"
 #include "hosts/call_memory.hpp"
-#include "hosts/inter_node_index.hpp"
-#include "hosts/message_counts.hpp"
 #include "hosts/message_transfer.hpp"
-#include "hosts/transfer_thread.hpp"
+#include "hosts/plan_image.hpp"
 
 namespace weft {
 
@@ -181,7 +178,7 @@ class HostsExchange final : public Executor {
   WireMemory messages_;
   WireMemory direct_staging_;
   std::unique_ptr<Network> network_;
-  std::unique_ptr<NodeExchange> node_;
+  std::unique_ptr<CudaExchange> node_;
   GpuStream own_stream_;
   GpuStream copies_;
   CudaEvent caller_event_;

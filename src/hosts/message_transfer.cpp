@@ -1,13 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hosts/message_transfer.hpp"
 
-#include <atomic>
-#include <thread>
+#include <ranges>
+#include <utility>
+
+#include "core/host_map.hpp"
 
 namespace weft {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+bool is_any(size_t count, const auto& holds) {
+  return std::ranges::any_of(std::views::iota(size_t{0}, count), holds);
+}
 
 }  // namespace
 
@@ -46,12 +52,7 @@ bool MessageTransfer::is_packed(size_t i) const {
 }
 
 bool MessageTransfer::is_any_packed() const {
-  for (size_t i = 0; i < sends_.size(); ++i) {
-    if (is_packed(i)) {
-      return true;
-    }
-  }
-  return false;
+  return is_any(sends_.size(), [&](size_t i) { return is_packed(i); });
 }
 
 // One message of each peer at a time, so that none waits for all of another's.
@@ -76,27 +77,17 @@ bool MessageTransfer::send_packed() {
   return has_sent;
 }
 
-uint64_t MessageTransfer::wanted(size_t i) const {
-  return owner_.settled[receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i])] + 1;
-}
-
 bool MessageTransfer::has_come(size_t i) const {
-  const MessageReceive& receive = receives_[i];
-  if (next_receive_[i] >= num_messages(receive)) {
-    return false;
-  }
-  const uint32_t signal = receive.first_signal + static_cast<uint32_t>(next_receive_[i]);
-  return owner_.transport.signal_value(signal) >= wanted(i);
+  return next_receive_[i] < num_messages(receives_[i]) &&
+         owner_.transport.signal_value(next_signal(i)) >= wanted(i);
 }
 
 bool MessageTransfer::take_arrived(const std::function<void(size_t, int64_t)>& take) {
   bool has_taken = false;
   for (size_t i = 0; i < receives_.size(); ++i) {
     while (has_come(i)) {
-      const int64_t c = next_receive_[i];
-      ++owner_.settled[receives_[i].first_signal + static_cast<uint32_t>(c)];
-      ++next_receive_[i];
-      take(i, c);
+      ++owner_.settled[next_signal(i)];
+      take(i, next_receive_[i]++);
       has_taken = true;
     }
   }
@@ -107,11 +98,10 @@ std::vector<Missing> MessageTransfer::missing() const {
   std::vector<Missing> late;
   for (size_t i = 0; i < receives_.size(); ++i) {
     if (next_receive_[i] < num_messages(receives_[i]) && !has_come(i)) {
-      const uint32_t signal = receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i]);
       late.push_back(
           {.peer = receives_[i].from,
-           .signal = signal,
-           .seen = owner_.transport.signal_value(signal),
+           .signal = next_signal(i),
+           .seen = owner_.transport.signal_value(next_signal(i)),
            .wanted = wanted(i)}
       );
     }
@@ -121,12 +111,7 @@ std::vector<Missing> MessageTransfer::missing() const {
 
 void MessageTransfer::await_arrival(const std::function<void()>& look) {
   const auto has_any = [&] {
-    for (size_t i = 0; i < receives_.size(); ++i) {
-      if (has_come(i)) {
-        return true;
-      }
-    }
-    return false;
+    return is_any(receives_.size(), [&](size_t i) { return has_come(i); });
   };
   const auto never_stops = [&] {
     look();
@@ -162,6 +147,69 @@ void MessageTransfer::await_packing(const std::function<void()>& look) {
         sends_[i].to,
         owner_.timeout.count()
     );
+  }
+}
+
+TransferThread::TransferThread(const std::vector<int>& cores)
+    : thread_([this, cores] {
+        stay_on(cores);
+        serve();
+      }) {}
+
+TransferThread::~TransferThread() {
+  {
+    const std::lock_guard lock(mutex_);
+    is_ending_ = true;
+  }
+  change_.notify_all();
+  thread_.join();
+}
+
+void TransferThread::start(Job job) {
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back(std::move(job));
+  }
+  change_.notify_all();
+}
+
+void TransferThread::wait() {
+  std::unique_lock lock(mutex_);
+  change_.wait(lock, [&] { return jobs_.empty(); });
+  if (const auto failure = std::exchange(failure_, nullptr)) {
+    std::rethrow_exception(failure);
+  }
+}
+
+bool TransferThread::is_running() const {
+  const std::lock_guard lock(mutex_);
+  return !jobs_.empty();
+}
+
+void TransferThread::serve() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    change_.wait(lock, [&] { return !jobs_.empty() || is_ending_; });
+    if (jobs_.empty()) {
+      return;
+    }
+    const Job& job = jobs_.front();  // stays where it is while others follow
+    std::exception_ptr failure = failure_;
+    lock.unlock();
+    try {
+      if (!failure) {
+        job.run();
+      }
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (failure) {
+      job.give_up();
+    }
+    lock.lock();
+    failure_ = failure;
+    jobs_.pop_front();
+    change_.notify_all();
   }
 }
 

@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Messages between this rank and other domains, in both directions at once, by the calling thread:
-// each is put as soon as it is packed and handed over as soon as it has come.
+// each is put as soon as it is packed and handed over as soon as it has come. And counts of those
+// that have come, where the GPU looks, and the thread that does all this.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
 #include <functional>
+#include <mutex>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "core/check.hpp"
@@ -32,6 +39,36 @@ struct MessageReceive {
   int from = 0;
   int64_t count = 0;
   uint32_t first_signal = 0;
+};
+
+// Copies of messages are queued before these have come, and go on as the counts do. The caller says
+// how many are expected, a thread that receives them counts.
+class MessageCounts {
+ public:
+  // One count for each place, from 0; they go on from call to call, beyond 2^32 from 0 again.
+  explicit MessageCounts(std::span<uint32_t> counts) : counts_(counts), expected_(counts.size()) {}
+
+  // The caller: `count` more. -> what the count is before them.
+  uint32_t expect(size_t place, int64_t count) {
+    const uint32_t before = expected_[place];
+    expected_[place] += static_cast<uint32_t>(count);
+    return before;
+  }
+  // The receiver: it is so much now, and the messages can be read, or will never come.
+  void set(size_t place, uint32_t count) {
+    std::atomic_ref(counts_[place]).store(count, std::memory_order_release);
+  }
+  // Any thread: whether it is at `count` or beyond.
+  [[nodiscard]] bool has_reached(size_t place, uint32_t count) const {
+    const uint32_t now = std::atomic_ref(counts_[place]).load(std::memory_order_acquire);
+    return static_cast<int32_t>(now - count) >= 0;
+  }
+  // The word that the GPU waits for.
+  [[nodiscard]] const uint32_t* word(size_t place) const { return &counts_[place]; }
+
+ private:
+  std::span<uint32_t> counts_;
+  std::vector<uint32_t> expected_;
 };
 
 class MessageTransfer {
@@ -60,7 +97,11 @@ class MessageTransfer {
  private:
   [[nodiscard]] bool is_packed(size_t i) const;
   [[nodiscard]] bool has_come(size_t i) const;
-  [[nodiscard]] uint64_t wanted(size_t i) const;
+  // The signal of a receive's next message, and its value once that is here.
+  [[nodiscard]] uint32_t next_signal(size_t i) const {
+    return receives_[i].first_signal + static_cast<uint32_t>(next_receive_[i]);
+  }
+  [[nodiscard]] uint64_t wanted(size_t i) const { return owner_.settled[next_signal(i)] + 1; }
   // Messages of a send or receive, and whether the next one of each is behind the last.
   [[nodiscard]] int64_t num_messages(const auto& one) const {
     return format_.num_chunks(one.count);
@@ -87,6 +128,38 @@ class MessageTransfer {
   std::vector<int64_t> next_send_;
   std::vector<int64_t> next_receive_;
   std::chrono::steady_clock::time_point last_move_;
+};
+
+// A thread that moves data for callers who go on meanwhile, one job after the other. Its jobs use
+// no CUDA: a caller that waits for the GPU inside of CUDA keeps other threads out of it, and the
+// GPU may wait for this one.
+class TransferThread {
+ public:
+  struct Job {
+    std::function<void()> run;
+    std::function<void()> give_up;  // after run() threw, and instead of it if an earlier one did
+  };
+
+  // Stays on `cores`, if there are any.
+  explicit TransferThread(const std::vector<int>& cores = {});
+  ~TransferThread();  // once all jobs have ended
+  TransferThread(const TransferThread&) = delete;
+  TransferThread& operator=(const TransferThread&) = delete;
+
+  void start(Job job);
+  // Until all jobs have ended. Throws what the first threw that did, once; then jobs run again.
+  void wait();
+  [[nodiscard]] bool is_running() const;
+
+ private:
+  void serve();
+
+  mutable std::mutex mutex_;
+  std::condition_variable change_;
+  std::deque<Job> jobs_;  // the first is running
+  std::exception_ptr failure_;
+  bool is_ending_ = false;
+  std::thread thread_;
 };
 
 }  // namespace weft

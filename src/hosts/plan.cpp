@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // plan over several domains of GPUs: the routing to the host, a plan of the whole group there, what
 // each GPU needs of it back. Previous in the data flow: the router; next: plan_image.cpp, then
-// src/cuda/plan/import.cpp, and dispatch.cpp.
+// src/cuda/plan/call.cpp, and dispatch.cpp.
 #include <algorithm>
 
-#include "cpu/protocol/region_map.hpp"
 #include "hosts/exchange.hpp"
 #include "hosts/plan_image.hpp"
 #include "plan/build.hpp"
@@ -13,7 +12,6 @@
 namespace weft {
 namespace {
 
-constexpr uint64_t kAlignment = 256;
 // Bytes of images that take longer to write than other threads to wake.
 constexpr uint64_t kMuchToWrite = uint64_t{1} << 18U;
 constexpr int64_t kMaxRounds = 4096;  // of a domain; tells the plans of one call apart
@@ -21,23 +19,21 @@ constexpr int64_t kMaxRounds = 4096;  // of a domain; tells the plans of one cal
 // A tensor of the GPU's in host memory, once the stream has passed.
 class HostCopy {
  public:
-  HostCopy(const ConstTensor& from, cudaStream_t stream, const Context& context) : tensor_(from) {
-    if (!from.is_given()) {
-      return;
+  void copy(const ConstTensor& from, cudaStream_t stream, const Context& context) {
+    tensor = from;
+    if (from.is_given()) {
+      bytes_.resize(static_cast<size_t>(from.num_bytes()));
+      void* const to = bytes_.data();
+      const auto size = bytes_.size();
+      WEFT_CUDA(context, cudaMemcpyAsync(to, from.data, size, cudaMemcpyDeviceToHost, stream));
+      tensor.data = bytes_.data();
+      tensor.device = {};
     }
-    bytes_.resize(static_cast<size_t>(from.num_bytes()));
-    WEFT_CUDA(
-        context,
-        cudaMemcpyAsync(bytes_.data(), from.data, bytes_.size(), cudaMemcpyDeviceToHost, stream)
-    );
-    tensor_.data = bytes_.data();
-    tensor_.device = {};
   }
-  [[nodiscard]] const ConstTensor& tensor() const { return tensor_; }
+  ConstTensor tensor;
 
  private:
   std::vector<std::byte> bytes_;
-  ConstTensor tensor_;
 };
 
 // What the plan says of this rank's output.
@@ -76,22 +72,22 @@ Plan HostsExchange::make_plan(
   const CudaDeviceGuard guard(settings_.device.index);
   settle();
   const cudaStream_t stream = stream_of(call);
-  std::optional<HostCopy> idx;
-  std::optional<HostCopy> map;
-  std::optional<HostCopy> weights;
+  HostCopy idx;
+  HostCopy map;
+  HostCopy weights;
   try {
     begin_call(Op::kPlan, stream);
     check_options(options, context());
     static_cast<void>(check_routing(routing, settings_, context()));
-    idx.emplace(routing.topk_idx, stream, context());
-    map.emplace(routing.map, stream, context());
-    weights.emplace(routing.weights, stream, context());
+    idx.copy(routing.topk_idx, stream, context());
+    map.copy(routing.map, stream, context());
+    weights.copy(routing.weights, stream, context());
     WEFT_CUDA(context(), cudaStreamSynchronize(stream));
   } catch (const Error& error) {
     network_->refuse(Op::kPlan, error.what(), {});
     throw;
   }
-  const Plan host = network_->make_plan({idx->tensor(), map->tensor(), weights->tensor()}, options);
+  const Plan host = network_->make_plan({idx.tensor, map.tensor, weights.tensor}, options);
   return bring_plan(host, stream);
 }
 
@@ -104,13 +100,12 @@ Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   }
   std::vector<PlanImage> images;  // they refer to the rounds
   std::vector<uint64_t> begin;
-  uint64_t bytes = align_up(index.num_bytes(), kAlignment);
+  AreaMap areas(index.num_bytes());
   for (const Round& round : rounds) {
     images.emplace_back(node_->plan_map(), round, plan.shape.topk);
-    begin.push_back(bytes);
-    bytes = align_up(bytes + images.back().num_bytes(), kAlignment);
+    begin.push_back(areas.add(images.back().num_bytes()));
   }
-  reserve_image(bytes);
+  reserve_image(areas.num_bytes());
   std::byte* const memory = image_->get();
 
   index.write(memory);
@@ -119,15 +114,16 @@ Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
   WEFT_CUDA(
       context(), cudaMemcpyAsync(on_gpu, memory, index.num_bytes(), cudaMemcpyHostToDevice, stream)
   );
-  network_->parts().workers.for_each(2 * rounds.size(), bytes >= kMuchToWrite, [&](size_t part) {
-    const size_t i = part / 2;
-    const std::span<std::byte> to(memory + begin[i], images[i].num_bytes());
-    if (part % 2 == 0) {
-      images[i].write_block(to, plan, i == 0);
-    } else {
-      images[i].write_records(to);
-    }
-  });
+  network_->parts()
+      .workers.for_each(2 * rounds.size(), areas.num_bytes() >= kMuchToWrite, [&](size_t part) {
+        const size_t i = part / 2;
+        const std::span<std::byte> to(memory + begin[i], images[i].num_bytes());
+        if (part % 2 == 0) {
+          images[i].write_block(to, plan, i == 0);
+        } else {
+          images[i].write_records(to);
+        }
+      });
   std::vector<Plan> on_node;
   for (size_t i = 0; i < rounds.size(); ++i) {
     std::byte* const to = memory + begin[i];

@@ -2,9 +2,10 @@
 #include "hosts/plan_image.hpp"
 
 #include <algorithm>
+#include <cstring>
 
-#include "cpu/protocol/region_map.hpp"
 #include "plan/domain_traffic.hpp"
+#include "plan/slots.hpp"
 
 namespace weft {
 namespace {
@@ -36,6 +37,54 @@ struct RoutesView {
   const int32_t* expert;
   const float* weight;
 };
+
+// Which row of combine's parts holds what each token gets from a domain.
+std::vector<int32_t> part_rows(const PlanData& plan) {
+  const DomainTraffic& traffic = *plan.between;
+  std::vector<int32_t> first;  // [num_domains]
+  auto next = static_cast<int32_t>(plan.shape.num_tokens);
+  for (const auto& tokens : traffic.sent) {
+    first.push_back(next);
+    next += static_cast<int32_t>(tokens.size());
+  }
+  std::vector<int32_t> rows;
+  rows.reserve(traffic.token_parts.size());
+  for (size_t token = 0; token + 1 < traffic.token_begin.size(); ++token) {
+    for (const TokenPart& part : traffic.parts_of(token)) {
+      const bool is_here = part.index == TokenPart::kHere;
+      rows.push_back(
+          is_here ? static_cast<int32_t>(token)
+                  : first[static_cast<size_t>(part.domain)] + part.index
+      );
+    }
+  }
+  return rows;
+}
+
+// A route that was kept goes to a domain from which its token has a part.
+std::vector<int32_t> weight_rows(const PlanData& plan, std::span<const int32_t> part_row) {
+  const DomainTraffic& traffic = *plan.between;
+  std::vector<size_t> domain_of;  // by expert
+  for (int expert = 0; expert < plan.shape.num_experts; ++expert) {
+    const int owner = owner_rank(expert, plan.shape.num_local_experts());
+    domain_of.push_back(static_cast<size_t>(traffic.domains->domain_of(owner)));
+  }
+  std::vector<int32_t> rows(plan.route_expert.size(), -1);
+  std::vector<int32_t> row_from(traffic.sent.size(), -1);  // of one token, by domain
+  const auto topk = static_cast<size_t>(plan.shape.topk);
+  const auto tokens = static_cast<size_t>(plan.shape.num_tokens);
+  for (size_t token = 0, next = 0; token < tokens; ++token) {
+    for (const TokenPart& part : traffic.parts_of(token)) {
+      row_from[static_cast<size_t>(part.domain)] = part_row[next++];
+    }
+    for (size_t route = token * topk; route < (token + 1) * topk; ++route) {
+      if (plan.route_slot[route] >= 0) {
+        rows[route] = row_from[domain_of[static_cast<size_t>(plan.route_expert[route])]];
+      }
+    }
+  }
+  return rows;
+}
 
 }  // namespace
 
@@ -75,26 +124,21 @@ size_t num_rounds(const PlanData& plan) {
 
 PlanImage::PlanImage(const PlanMap& map, const Round& round, int topk)
     : map_(map), round_(round), topk_(topk) {
-  uint64_t next = align_up(map.chunk_begin(0), kAlignment);
-  const auto take = [&](uint64_t bytes) {
-    const uint64_t offset = next;
-    next = align_up(next + bytes, kAlignment);
-    return offset;
-  };
+  AreaMap areas(map.chunk_begin(0), kAlignment);
   const auto chunks = static_cast<uint64_t>(num_device_chunks(round.num_tokens));
   for (const Round::Pair& pair : round.pairs) {
     const auto arrivals = static_cast<uint64_t>(pair.arrivals->size());
     const uint64_t routes = arrivals * map.max_topk;
     ImportedRecords records;
     records.num_arrivals = static_cast<int32_t>(arrivals);
-    records.chunk_begin = take((chunks + 1) * sizeof(int32_t));
-    records.heads = take(arrivals * sizeof(ArrivalHead));
-    records.slots = take(routes * sizeof(int32_t));
-    records.weights = take(routes * sizeof(float));
-    records.origins = take(routes * sizeof(int32_t));
+    records.chunk_begin = areas.add((chunks + 1) * sizeof(int32_t));
+    records.heads = areas.add(arrivals * sizeof(ArrivalHead));
+    records.slots = areas.add(routes * sizeof(int32_t));
+    records.weights = areas.add(routes * sizeof(float));
+    records.origins = areas.add(routes * sizeof(int32_t));
     records_.push_back(records);
   }
-  num_bytes_ = next;
+  num_bytes_ = areas.num_bytes();
 }
 
 void PlanImage::write_block(std::span<std::byte> image, const PlanData& plan, bool is_first) const {
@@ -199,6 +243,47 @@ void PlanImage::write_records(
     }
     begin[chunk] = next;
   }
+}
+
+InterNodeIndex::InterNodeIndex(const PlanData& plan) : from_map_(plan.shape.from_map) {
+  part_row_ = part_rows(plan);
+  weight_row_ = weight_rows(plan, part_row_);
+  for (const auto& tokens : plan.between->sent) {
+    offsets_.sent.push_back(add(tokens));
+  }
+  offsets_.part_begin = add(plan.between->token_begin);
+  offsets_.part_row = add(part_row_);
+  offsets_.weight_row = add(weight_row_);
+  if (from_map_) {
+    offsets_.weight_column = add(plan.route_expert);
+  }
+}
+
+uint64_t InterNodeIndex::add(std::span<const int32_t> values) {
+  return arrays_.emplace_back(map_.add(values.size_bytes()), values).first;
+}
+
+void InterNodeIndex::write(std::byte* to) const {
+  for (const auto& [offset, values] : arrays_) {
+    if (!values.empty()) {
+      std::memcpy(to + offset, values.data(), values.size_bytes());
+    }
+  }
+}
+
+InterNodeArrays<const int32_t*> InterNodeIndex::at(const std::byte* address) const {
+  const auto array = [&](uint64_t offset) {
+    return reinterpret_cast<const int32_t*>(address + offset);
+  };
+  InterNodeArrays<const int32_t*> arrays;
+  for (const uint64_t offset : offsets_.sent) {
+    arrays.sent.push_back(array(offset));
+  }
+  arrays.part_begin = array(offsets_.part_begin);
+  arrays.part_row = array(offsets_.part_row);
+  arrays.weight_row = array(offsets_.weight_row);
+  arrays.weight_column = from_map_ ? array(offsets_.weight_column) : nullptr;
+  return arrays;
 }
 
 }  // namespace weft

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// From a plan on the host to what the GPUs of a domain follow: the image of one round, in which
-// every rank of the domain sends the tokens of one source: its own, or those that it forwards.
-// Previous in the data flow: plan.cpp; next: src/cuda/plan/import.cpp.
+// From a plan on the host to what the GPUs of a domain follow: the image of one round (PlanImage),
+// in which every rank of the domain sends the tokens of one source: its own, or those that it
+// forwards; and arrays that a GPU needs of the plan in addition to its rounds (InterNodeIndex),
+// which message_rows.cu reads: the inter-node tokens, and what combine adds up. Previous in the
+// data flow: plan.cpp; next: src/cuda/plan/call.cpp.
 #pragma once
 
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "cuda/layout/plan.hpp"
+#include "hosts/call_memory.hpp"
 #include "plan/plan_data.hpp"
 
 namespace weft {
@@ -55,6 +59,41 @@ class PlanImage {
   int32_t topk_;
   std::vector<ImportedRecords> records_;
   uint64_t num_bytes_ = 0;
+};
+
+// Where each array lies, as T says: offsets in bytes, or addresses.
+//
+// What combine adds up. Its parts are the own domain's sums, a row for each token, then the sums of
+// the other domains, ascending, a row for each inter-node token.
+template <class T>
+struct InterNodeArrays {
+  std::vector<T> sent;   // [num_domains] inter-node tokens, ascending
+  T part_begin = {};     // [num_tokens + 1]
+  T part_row = {};       // by token, ascending domain
+  T weight_row = {};     // [num_tokens, topk] the part with the route's weight, -1 = none
+  T weight_column = {};  // [num_tokens, topk] expert of the route, -1 = none; from_map only
+};
+
+// Arrays on the host, one behind the other, ready to be copied.
+class InterNodeIndex {
+ public:
+  // The plan must outlive it.
+  explicit InterNodeIndex(const PlanData& plan);
+
+  [[nodiscard]] uint64_t num_bytes() const { return map_.num_bytes(); }
+  void write(std::byte* to) const;
+  // Once the bytes lie at `address`, of whatever memory.
+  [[nodiscard]] InterNodeArrays<const int32_t*> at(const std::byte* address) const;
+
+ private:
+  [[nodiscard]] uint64_t add(std::span<const int32_t> values);
+
+  bool from_map_;
+  std::vector<int32_t> part_row_;
+  std::vector<int32_t> weight_row_;
+  std::vector<std::pair<uint64_t, std::span<const int32_t>>> arrays_;
+  AreaMap map_;
+  InterNodeArrays<uint64_t> offsets_;
 };
 
 }  // namespace weft

@@ -2,7 +2,6 @@
 // The plan kernel's arithmetic, on the host: needs no GPU.
 #include <gtest/gtest.h>
 
-#include "cuda/plan/numbers.hpp"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft::test {

@@ -225,7 +225,7 @@ class GpuBench final : public Bench {
         for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
           const auto samples = slowest_of(group_, time(op, 0));
           splits.push_back(
-              {op == BenchOp::kDispatch ? TunedOp::kDispatch : TunedOp::kCombine,
+              {op == BenchOp::kDispatch ? Op::kDispatch : Op::kCombine,
                group_.num_ranks(),
                row_bytes(),
                {senders, num_sms_ - senders},

@@ -16,22 +16,14 @@ void CudaExchange::combine(
     Validator{context_, settings_, id_}.combine(shape, in, out);
 
     CombineLaunch launch;
-    launch.me = view_;
-    launch.plan = view_of(shape);
+    prepare_rows(launch, shape, payload_of(in, settings_.max_topk));
     launch.rows = in.rows.data;
     launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
     launch.source_weights = reinterpret_cast<const float*>(in.source_weights.data);
     launch.has_source_weights = in.scale == CombineScale::kSourceWeights;
     launch.out = out.x.data;
     launch.out_weights = reinterpret_cast<float*>(out.weights.data);
-    launch.payload = payload_of(in, settings_.max_topk);
-    launch.topk = shape.shape.topk;
-    launch.from_map = shape.shape.from_map;
-    launch.one_row = shape.shape.options.layout == Layout::kRankMajor;
     launch.scale = in.scale;
-    launch.mover = mover();
-
-    launch.copied.rows = copied_rows(launch.payload);
     // Weights of the tokens' ranks would have to be there first.
     const bool is_copied = !launch.has_source_weights && in.rows.dtype != DType::kFloat32 &&
                            goes_by_copies(launch.copied.rows, call, stream);
@@ -61,7 +53,7 @@ void CudaExchange::combine_by_stores(
 
   const int num_sms = sms_of(call);
   RoleBlocks blocks = tuning_.of(
-      {.op = TunedOp::kCombine,
+      {.op = Op::kCombine,
        .num_ranks = view_.num_ranks,
        .row_bytes = launch.payload.row_bytes,
        .num_sms = num_sms,

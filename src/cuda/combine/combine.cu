@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
   const int block = static_cast<int>(blockIdx.x);
   const bool is_signaller = warp_in_block() == kMoverWarps;
   const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_eager);
+  bool is_open = begin_call(setup, call, call.is_eager);
   if (block >= call.num_reduce) {
     const Team team = make_team(warps, block - call.num_reduce, call.num_sum);
     CombineSum<false> source(call, setup, team);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const PipelineRole role = pipeline_role<Shape>();
   const RowStages stages = row_stages<Shape>(stage_bytes, call.payload.row_bytes, role.pipeline);
   const Team team = pipeline_team<Shape>(role, place, is_reduce ? call.num_reduce : call.num_sum);
-  bool is_open = begin_call(setup, call.me, call.plan, word_of(call), call.is_eager);
+  bool is_open = begin_call(setup, call, call.is_eager);
   if (!is_reduce) {
     CombineSum<false> source(call, setup, team);
     if (is_open && role.adder >= 0) {
@@ -87,34 +87,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
   return with_element(dtype, [&]<class Element>(Element) -> CombineKernel {
     const auto pick = [&](auto plain, auto scaled) { return is_scaled ? scaled : plain; };
-    switch (path) {
-      case RowPath::kShortRows:
-        return {
-            pick(combine_bulk<ShortRows, Element, false>, combine_bulk<ShortRows, Element, true>),
-            ShortRows::kThreads,
-            kRowStageBytes};
-      case RowPath::kLongRows:
-        return {
-            pick(combine_bulk<LongRows, Element, false>, combine_bulk<LongRows, Element, true>),
-            LongRows::kThreads,
-            kRowStageBytes};
-      default:
-        return {pick(combine_vector<Element, false>, combine_vector<Element, true>), kRoleThreads};
-    }
+    const auto bulk = [&]<class Shape>(Shape) -> CombineKernel {
+      return {
+          pick(combine_bulk<Shape, Element, false>, combine_bulk<Shape, Element, true>),
+          Shape::kThreads,
+          kRowStageBytes};
+    };
+    return with_shape(path, bulk, [&]() -> CombineKernel {
+      return {pick(combine_vector<Element, false>, combine_vector<Element, true>), kRoleThreads};
+    });
   });
 }
 
 }  // namespace
 
 int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens) {
-  switch (path_of(mover, row_bytes)) {
-    case RowPath::kShortRows:
-      return ShortRows::kPipelines;
-    case RowPath::kLongRows:
-      return LongRows::kPipelines;
-    default:
-      return kMoverWarps / team_warps(row_bytes, num_tokens);
-  }
+  const auto bulk = []<class Shape>(Shape) { return Shape::kPipelines; };
+  return with_shape(path_of(mover, row_bytes), bulk, [&] {
+    return kMoverWarps / team_warps(row_bytes, num_tokens);
+  });
 }
 
 void prepare_combine() {

@@ -10,17 +10,6 @@
 
 namespace weft {
 
-// One array per source, in a plan. Its address takes divisions, so it is computed once.
-template <class T>
-struct BySource {
-  const std::byte* begin = nullptr;
-  uint64_t stride = 0;
-
-  [[nodiscard]] __device__ __forceinline__ const T* of(int source) const {
-    return reinterpret_cast<const T*>(begin + static_cast<uint32_t>(source) * stride);
-  }
-};
-
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): sums and weights are
 // packed by arrival in this rank's memory instead.
 template <bool kScaled, bool kCopied>
@@ -38,14 +27,10 @@ class CombineReduce {
         progress_(progress),
         team_(team),
         shape_(static_cast<int>(call.plan.map.max_topk)) {
-    const PlanView& plan = call.plan;
-    max_topk_ = static_cast<int>(plan.map.max_topk);
+    max_topk_ = static_cast<int>(call.plan.map.max_topk);
     num_items_ = num_items(me_, setup, me_.num_ranks);
     step_chunks_ = team.count / me_.num_ranks;
     step_sources_ = team.count % me_.num_ranks;
-    chunks_ = {plan.data + plan.map.chunk_begin(0), plan.map.chunk_stride()};
-    heads_ = {plan.data + plan.map.heads(0), plan.map.heads(1) - plan.map.heads(0)};
-    slots_ = {plan.data + plan.map.slots(0), plan.map.slots(1) - plan.map.slots(0)};
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
@@ -108,7 +93,8 @@ class CombineReduce {
     const int count = place.arrivals.end - place.arrivals.begin;
     const int lane = lane_index();
     if (lane < count) {
-      numbers.head = heads_.of(place.source)[place.arrivals.begin + lane];
+      numbers.head =
+          call_.plan.heads(static_cast<uint32_t>(place.source))[place.arrivals.begin + lane];
     }
     const int64_t begin = static_cast<int64_t>(place.arrivals.begin) * max_topk_;
     const int end = count * max_topk_;
@@ -116,7 +102,7 @@ class CombineReduce {
     for (int step = 0; step < kItemSteps; ++step) {
       const int position = ItemShape::position(step);
       if (shape_.has(step) && position < end) {
-        numbers.row[step] = slots_.of(place.source)[begin + position];
+        numbers.row[step] = call_.plan.slots(static_cast<uint32_t>(place.source))[begin + position];
         if constexpr (kScaled) {
           numbers.scale[step] =
               scale_of_route(static_cast<uint32_t>(place.source), begin + position);
@@ -180,10 +166,9 @@ class CombineReduce {
     };
     signal_chunks(me_, progress_, num_teams, team_.warps, items_of, [&](int in_block, int n) {
       const ChunkItem place = item_at(me_, me_.num_ranks, first(in_block) + n * team_.count);
-      if (lane_index() == 0 && is_chunk(place)) {
-        const auto slot = me_.map.signals().combine(
-            static_cast<uint32_t>(me_.rank), static_cast<uint32_t>(place.chunk)
-        );
+      const bool is_there = place.chunk < num_device_chunks(setup_.tokens[place.source]);
+      if (lane_index() == 0 && is_there) {
+        const auto slot = me_.map.signals().combine(me_.rank, place.chunk);
         ptx::store_relaxed_sys(setup_.signals[place.source] + slot, setup_.epoch);
       }
     });
@@ -194,8 +179,7 @@ class CombineReduce {
     place.source = me_.rank + 1 + place.offset;
     place.source -= place.source >= me_.num_ranks ? me_.num_ranks : 0;
     if (place.index < num_items_ && place.chunk < num_device_chunks(setup_.tokens[place.source])) {
-      const int32_t* begin = chunks_.of(place.source) + place.chunk;
-      place.arrivals = {begin[0], begin[1]};
+      place.arrivals = arrivals_of(call_.plan, place.source, place.chunk);
     }
   }
 
@@ -244,10 +228,6 @@ class CombineReduce {
     }
   }
 
-  [[nodiscard]] __device__ __forceinline__ bool is_chunk(const ChunkItem& place) const {
-    return place.chunk < num_device_chunks(setup_.tokens[place.source]);
-  }
-
   const CombineLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
@@ -258,9 +238,6 @@ class CombineReduce {
   int num_items_;
   int step_chunks_;
   int step_sources_;
-  BySource<int32_t> chunks_;
-  BySource<ArrivalHead> heads_;
-  BySource<int32_t> slots_;
 };
 
 }  // namespace weft

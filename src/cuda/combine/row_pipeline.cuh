@@ -48,6 +48,19 @@ inline RowPath path_of(Mover mover, int64_t row_bytes) {
   return row_bytes <= ShortRows::kPiece ? RowPath::kShortRows : RowPath::kLongRows;
 }
 
+// bulk(a Shape) of the path's pipelines, or vector().
+template <class Bulk, class Vector>
+auto with_shape(RowPath path, const Bulk& bulk, const Vector& vector) {
+  switch (path) {
+    case RowPath::kShortRows:
+      return bulk(ShortRows());
+    case RowPath::kLongRows:
+      return bulk(LongRows());
+    default:
+      return vector();
+  }
+}
+
 using CombineKernel = Kernel<CombineLaunch>;
 
 // What the adding warps must know of an item, in shared memory.

@@ -111,7 +111,8 @@ class CombineSum {
     const int peer = lane_index();
     if (!kCopied && peer < me_.num_ranks) {
       const WaitSite site = {Op::kCombine, setup_.epoch, peer, WaitFor::kRows};
-      is_here = wait_reached(me_, signal_from(item, peer), setup_.epoch, site);
+      const auto slot = me_.map.signals().combine(peer, item.chunk);
+      is_here = wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site);
     }
     __syncwarp();  // what each lane acquired is every lane's now
     const bool all = __all_sync(kAllLanes, is_here);
@@ -142,16 +143,6 @@ class CombineSum {
   }
 
  private:
-  [[nodiscard]] __device__ __forceinline__ const uint32_t* signal_from(
-      const SumItem& item, int peer
-  ) const {
-    return signal_of(
-        me_,
-        me_.rank,
-        me_.map.signals().combine(static_cast<uint32_t>(peer), static_cast<uint32_t>(item.chunk))
-    );
-  }
-
   // The returned weight of route k of a token; the route was kept.
   [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
       const {
@@ -197,33 +188,14 @@ class CombineSum {
     const int num_warps = team_.count * team_.warps;
     const int warp = team_.index * team_.warps + team_.warp;
     for (int token = warp; token < num_tokens_; token += num_warps) {
-      float weight = 0;
-      if (lane < call_.topk) {
-        int64_t at = static_cast<int64_t>(token) * call_.topk + lane;
-        bool is_route = true;
-        if (call_.from_map) {
-          const int32_t expert =
-              call_.plan.route_expert()[static_cast<int64_t>(token) * max_topk_ + lane];
-          is_route = expert >= 0;
-          at = static_cast<int64_t>(token) * me_.map.num_experts + expert;
-        }
-        weight = is_route ? call_.source_weights[at] : 0.0F;
-      }
-      std::byte* mine = nullptr;
+      float* mine = nullptr;
       if (lane < me_.num_ranks) {
-        const int32_t arrival =
-            call_.plan.arrival()[static_cast<int64_t>(token) * me_.num_ranks + lane];
+        const int32_t arrival = arrival_[static_cast<int64_t>(token) * me_.num_ranks + lane];
         if (arrival >= 0) {
-          mine = reinterpret_cast<std::byte*>(
-              setup_.weights[lane] + static_cast<int64_t>(arrival) * max_topk_
-          );
+          mine = setup_.weights[lane] + static_cast<int64_t>(arrival) * max_topk_;
         }
       }
-      for_each_target({mine, nullptr}, [&](std::byte* target) {
-        if (lane < call_.topk) {
-          reinterpret_cast<float*>(target)[lane] = weight;
-        }
-      });
+      store_weights(mine, given_weight(call_, call_.source_weights, token), call_.topk);
     }
     __syncwarp();
     uint32_t is_last = 0;

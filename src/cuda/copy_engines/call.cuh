@@ -5,8 +5,10 @@
 // have the kernels. All threads of every block call these functions.
 #pragma once
 
-#include "cuda/copy_engines/rows.hpp"
+#include <type_traits>
+
 #include "cuda/device/call_setup.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
@@ -31,19 +33,19 @@ __device__ __forceinline__ std::byte* packed_for(
     return control_of(me, me.rank) + me.map.copied_offset(copied.area, own);
   }
   const int step = peer - me.rank - 1 + (peer > me.rank ? 0 : me.num_ranks);
-  return copied.packed + static_cast<uint64_t>(step) * me.map.copied_stride();
+  return copied.packed + static_cast<uint64_t>(step) * me.map.copied_stride;
 }
 
-// Whether rows go out to the experts (dispatch) or sums come back from them (combine).
-enum class CopiedWay : uint8_t { kOut, kBack };
+// Whether sums come back from the experts (combine), or rows go out to them (dispatch).
+template <class Launch>
+inline constexpr bool kIsBack = std::is_same_v<Launch, CombineLaunch>;
 
 // How both kernels begin. Returns the thread's index, which stands for a peer.
-__device__ __forceinline__ int begin_copied(
-    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceHandshake& word
-) {
+template <class Launch>
+__device__ __forceinline__ int begin_copied(CallSetup& setup, const Launch& call) {
   if (threadIdx.x == 0) {
-    set_own_word(setup, me, plan, word);
-    setup.failures = is_stopped(me) ? 1 : 0;
+    set_own_word(setup, call);
+    setup.failures = is_stopped(call.me) ? 1 : 0;
   }
   __syncthreads();
   return static_cast<int>(threadIdx.x);
@@ -51,26 +53,22 @@ __device__ __forceinline__ int begin_copied(
 
 // The first kernel begins. On the way back it also waits for the records of the peers' tokens.
 // Returns false if an earlier call has failed, or this one is given up.
-__device__ inline bool begin_pack(
-    CallSetup& setup,
-    const RankView& me,
-    const PlanView& plan,
-    const DeviceHandshake& word,
-    const CopiedLaunch& copied,
-    CopiedWay way
-) {
-  const int peer = begin_copied(setup, me, plan, word);
-  const bool is_back = way == CopiedWay::kBack;
+template <class Launch>
+__device__ inline bool begin_pack(CallSetup& setup, const Launch& call) {
+  constexpr bool kBack = kIsBack<Launch>;
+  const RankView& me = call.me;
+  const PlanView& plan = call.plan;
+  const int peer = begin_copied(setup, call);
   bool is_good = setup.failures == 0;
   __syncthreads();
   if (is_good && peer < me.num_ranks) {
-    setup.tokens[peer] = is_back ? plan.tokens_of()[peer] : setup.own().num_tokens;
-    const int32_t arrivals = is_back ? plan.received()[peer] : plan.sent()[peer];
-    set_places(setup, copied.rows, peer, packed_for(me, copied, peer), arrivals);
+    setup.tokens[peer] = kBack ? plan.tokens_of()[peer] : setup.own().num_tokens;
+    const int32_t arrivals = kBack ? plan.received()[peer] : plan.sent()[peer];
+    set_places(setup, call.copied.rows, peer, packed_for(me, call.copied, peer), arrivals);
     const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
     const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
     const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
-    is_good = !is_back || wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site);
+    is_good = !kBack || wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site);
   }
   return __syncthreads_and(is_good ? 1 : 0) != 0;
 }
@@ -94,14 +92,9 @@ __device__ inline void finish_pack(CallSetup& setup, const RankView& me) {
 
 // Waits for one peer's handshake, which says where it copies its rows to, and until they are here.
 // Returns false if the call is given up.
-__device__ inline bool accept_copies(
-    CallSetup& setup,
-    const RankView& me,
-    const PlanView& plan,
-    const CopiedLaunch& copied,
-    CopiedWay way,
-    int peer
-) {
+template <class Launch>
+__device__ inline bool accept_copies(CallSetup& setup, const Launch& call, int peer) {
+  const RankView& me = call.me;
   const auto slots = me.map.signals();
   const auto source = static_cast<uint32_t>(peer);
   const auto is_here = [&](uint32_t slot, uint32_t wanted, WaitFor what) {
@@ -119,26 +112,19 @@ __device__ inline bool accept_copies(
        !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kCopies))) {
     return false;
   }
-  setup.tokens[peer] = plan.tokens_of()[peer];
+  setup.tokens[peer] = call.plan.tokens_of()[peer];
   std::byte* block = control_of(me, me.rank) + said.rows.offset;
-  const bool is_back = way == CopiedWay::kBack;
-  const int32_t arrivals = is_back ? plan.sent()[peer] : plan.received()[peer];
-  set_places(setup, copied.rows, peer, block, arrivals);
+  const int32_t* arrivals = kIsBack<Launch> ? call.plan.sent() : call.plan.received();
+  set_places(setup, call.copied.rows, peer, block, arrivals[peer]);
   return true;
 }
 
 // The second kernel begins: it waits for all handshakes, and for the copies of all peers. Returns
 // false if the call is given up.
-__device__ inline bool begin_receive(
-    CallSetup& setup,
-    const RankView& me,
-    const PlanView& plan,
-    const DeviceHandshake& word,
-    const CopiedLaunch& copied,
-    CopiedWay way
-) {
-  const int peer = begin_copied(setup, me, plan, word);
-  if (peer < me.num_ranks && !accept_copies(setup, me, plan, copied, way, peer)) {
+template <class Launch>
+__device__ inline bool begin_receive(CallSetup& setup, const Launch& call) {
+  const int peer = begin_copied(setup, call);
+  if (peer < call.me.num_ranks && !accept_copies(setup, call, peer)) {
     atomicAdd(&setup.failures, 1U);
   }
   __syncthreads();

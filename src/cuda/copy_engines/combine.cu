@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     pack_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
   __shared__ TeamProgress progress;  // nobody looks at it
-  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+  if (begin_pack(setup, call)) {
     run_vector<Element, CombineReduce<kScaled, true>>(call, setup, this_team(call), progress);
   }
   finish_pack(setup, call.me);
@@ -45,7 +45,7 @@ template <class Element>
 __global__ void __launch_bounds__(kThreads, 1)
     sum_vector(const __grid_constant__ CombineLaunch call) {
   __shared__ CallSetup setup;
-  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+  if (begin_receive(setup, call)) {
     run_vector<Element, CombineSum<true>>(call, setup, this_team(call));
   }
   finish_call(call.me, setup.epoch);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ TeamProgress progress;
   __shared__ PipelineShared<Shape> pipelines;
   init_pipelines(pipelines);
-  if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+  if (begin_pack(setup, call)) {
     using Source = CombineReduce<kScaled, true>;
     run_bulk<Shape, Element, Source>(call, setup, stage_bytes, pipelines, progress);
   }
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __shared__ CallSetup setup;
   __shared__ PipelineShared<Shape> pipelines;
   init_pipelines(pipelines);
-  if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kBack)) {
+  if (begin_receive(setup, call)) {
     run_bulk<Shape, Element, CombineSum<true>>(call, setup, stage_bytes, pipelines);
   }
   finish_call(call.me, setup.epoch);
@@ -111,18 +111,14 @@ struct Kernels {
 
 template <class Element, bool kScaled>
 Kernels kernels_of(RowPath path) {
-  switch (path) {
-    case RowPath::kShortRows:
-      return {
-          {pack_bulk<ShortRows, Element, kScaled>, ShortRows::kThreads, kRowStageBytes},
-          {sum_bulk<ShortRows, Element>, ShortRows::kThreads, kRowStageBytes}};
-    case RowPath::kLongRows:
-      return {
-          {pack_bulk<LongRows, Element, kScaled>, LongRows::kThreads, kRowStageBytes},
-          {sum_bulk<LongRows, Element>, LongRows::kThreads, kRowStageBytes}};
-    default:
-      return {{pack_vector<Element, kScaled>, kThreads, 0}, {sum_vector<Element>, kThreads, 0}};
-  }
+  const auto bulk = []<class Shape>(Shape) -> Kernels {
+    return {
+        {pack_bulk<Shape, Element, kScaled>, Shape::kThreads, kRowStageBytes},
+        {sum_bulk<Shape, Element>, Shape::kThreads, kRowStageBytes}};
+  };
+  return with_shape(path, bulk, []() -> Kernels {
+    return {{pack_vector<Element, kScaled>, kThreads, 0}, {sum_vector<Element>, kThreads, 0}};
+  });
 }
 
 // The kernels for 16-bit elements.

@@ -16,7 +16,7 @@ bool CudaExchange::goes_by_copies(
   return call.copy_engines && view_.num_ranks > 1 &&
          settings_.max_tokens < 1 << kCopiedArrivalBits &&
          static_cast<uint64_t>(rows.num_bytes(settings_.max_tokens)) <=
-             control_map_.copied_stride() &&
+             control_map_.copied_stride &&
          !is_capturing(stream, context_);
 }
 
@@ -53,7 +53,7 @@ void CudaExchange::queue_copies(
       );
     }
     write_word(stream, reinterpret_cast<uint32_t*>(control) + signal, copied.number, context_);
-    from += control_map_.copied_stride();
+    from += control_map_.copied_stride;
   }
 }
 

@@ -18,40 +18,8 @@ __device__ RoleBlock this_block() {
   return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
 }
 
-// Where the fan-out role finds what copy engines have brought. All of it is here when the kernel's
-// roles begin.
-class CopiedItems {
- public:
-  __device__ CopiedItems(const DispatchLaunch& call, const CallSetup& setup)
-      : call_(call), setup_(setup) {}
-
-  [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& /*records*/) const {
-    return true;
-  }
-  [[nodiscard]] __device__ __forceinline__ bool has_rows() const { return true; }
-
-  [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
-      const ArrivalRecords& records, int64_t row_bytes
-  ) const {
-    return setup_.rows[records.source] + records.begin * row_bytes;
-  }
-  [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const ArrivalRecords& records
-  ) const {
-    return setup_.scales[records.source] + records.begin * call_.copied.rows.scale_bytes;
-  }
-  [[nodiscard]] __device__ __forceinline__ const float* weights(const ArrivalRecords& records
-  ) const {
-    return setup_.weights[records.source] +
-           static_cast<int64_t>(records.begin) * call_.me.map.max_topk;
-  }
-
- private:
-  const DispatchLaunch& call_;
-  const CallSetup& setup_;
-};
-
 using Push = DispatchPush<PlannedRoutes>;
-using FanOut = DispatchFanOut<CopiedItems>;
+using FanOut = DispatchFanOut<true>;
 
 template <class Mover>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -62,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const int warp = warp_in_block();
     Mover mover(warp, full + warp * Mover::kBarriers);
-    if (begin_pack(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    if (begin_pack(setup, call)) {
       Push push(call, setup, progress, this_block());
       push.run(mover);
     }
@@ -79,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const int warp = warp_in_block();
     Mover mover(warp, full + warp * Mover::kBarriers);
-    if (begin_receive(setup, call.me, call.plan, word_of(call), call.copied, CopiedWay::kOut)) {
+    if (begin_receive(setup, call)) {
       FanOut fan_out(call, setup, this_block());
       fan_out.run(mover);
     }

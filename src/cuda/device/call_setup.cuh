@@ -33,15 +33,17 @@ struct CallSetup {
   }
 };
 
-// One thread of a block fills in this rank's handshake. `word` has what the host knows; the epoch,
-// the plan's number and whether an earlier call has failed are known on the device only.
-__device__ inline void set_own_word(
-    CallSetup& setup, const RankView& me, const PlanView& plan, const DeviceHandshake& word
-) {
+// One thread of a block fills in this rank's handshake. `call`, the launch, has what the host
+// knows; the epoch, the plan's number and whether an earlier call has failed are known on the
+// device only.
+template <class Launch>
+__device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& call) {
+  const RankView& me = call.me;
+  const DeviceHandshake word = word_of(call);
   const uint32_t epoch = current_epoch(me);
   const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
-  const int32_t num_tokens = plan.header()->num_tokens;
-  const uint32_t plan_epoch = plan.header()->epoch;
+  const int32_t num_tokens = call.plan.header()->num_tokens;
+  const uint32_t plan_epoch = call.plan.header()->epoch;
   setup.failures = 0;
   setup.own() = word;
   setup.own().stamp = me.stamp;
@@ -51,16 +53,13 @@ __device__ inline void set_own_word(
   setup.epoch = epoch;
 }
 
-// All threads of every block call it. It returns false if the call is given up. `word` is as in
-// set_own_word(). With `is_eager` the rows go among the peers' eager rows, whose addresses nobody
-// has to tell: no handshake is waited for here, and some blocks call accept_peers() later.
-__device__ inline bool begin_call(
-    CallSetup& setup,
-    const RankView& me,
-    const PlanView& plan,
-    const DeviceHandshake& word,
-    bool is_eager = false
-) {
+// All threads of every block call it. It returns false if the call is given up. With `is_eager` the
+// rows go among the peers' eager rows, whose addresses nobody has to tell: no handshake is waited
+// for here, and some blocks call accept_peers() later.
+template <class Launch>
+__device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_eager = false) {
+  const RankView& me = call.me;
+  const PlanView& plan = call.plan;
   const int peer = static_cast<int>(threadIdx.x);
   int32_t tokens = 0;
   int32_t first_row = 0;
@@ -71,7 +70,7 @@ __device__ inline bool begin_call(
     received_base = plan.received_base()[peer];
   }
   if (threadIdx.x == 0) {
-    set_own_word(setup, me, plan, word);
+    set_own_word(setup, call);
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;

@@ -23,17 +23,19 @@ cudaFuncAttributes load(void (*kernel)(Parameters...)) {
   return attributes;
 }
 
+// How much shared memory a block may have beside what the kernel declares.
+template <class... Parameters>
+void allow_shared(void (*kernel)(Parameters...), int bytes) {
+  constexpr auto kWhat = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  WEFT_CUDA(Context{}, cudaFuncSetAttribute(kernel, kWhat, bytes));
+}
+
 // Once per device and before any capture.
 template <class Call>
 void prepare(const Kernel<Call>& kernel) {
   const cudaFuncAttributes attributes = load(kernel.function);
   if (kernel.shared_bytes != 0 && attributes.binaryVersion >= 90) {
-    WEFT_CUDA(
-        Context{},
-        cudaFuncSetAttribute(
-            kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes
-        )
-    );
+    allow_shared(kernel.function, kernel.shared_bytes);
   }
 }
 
@@ -44,13 +46,10 @@ int prepare_for_any_shared(void (*kernel)(Parameters...)) {
   int device = 0;
   int most = 0;
   WEFT_CUDA(Context{}, cudaGetDevice(&device));
-  WEFT_CUDA(
-      Context{}, cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
-  );
+  constexpr auto kMost = cudaDevAttrMaxSharedMemoryPerBlockOptin;
+  WEFT_CUDA(Context{}, cudaDeviceGetAttribute(&most, kMost, device));
   const int room = most - static_cast<int>(load(kernel).sharedSizeBytes);
-  WEFT_CUDA(
-      Context{}, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room)
-  );
+  allow_shared(kernel, room);
   return room;
 }
 

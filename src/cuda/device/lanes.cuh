@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The place of a thread in its warp, and of its warp in the block.
+// The place of a thread in its warp, and of its warp in the block; and how a lane reads a router's
+// expert indices as the caller passed them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace weft {
@@ -15,6 +17,13 @@ __device__ __forceinline__ int lane_index() {
 
 __device__ __forceinline__ int warp_in_block() {
   return static_cast<int>(threadIdx.x) / kWarpLanes;
+}
+
+// Expert of route token * topk + k, of `index_bytes` bytes; not checked.
+__device__ __forceinline__ int64_t
+given_expert(const void* topk_idx, int32_t index_bytes, size_t route) {
+  return index_bytes == sizeof(int64_t) ? __ldg(static_cast<const long long*>(topk_idx) + route)
+                                        : __ldg(static_cast<const int*>(topk_idx) + route);
 }
 
 }  // namespace weft

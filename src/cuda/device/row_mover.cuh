@@ -77,6 +77,32 @@ __device__ __forceinline__ void for_each_target(const Targets& targets, const St
   visit(targets.second);
 }
 
+// The weight of route `lane` of a token as the caller gave it: by k, or for a map by expert. 0 for
+// a lane without a route.
+template <class Launch>
+__device__ __forceinline__ float given_weight(
+    const Launch& call, const float* weights, int64_t token
+) {
+  const int lane = lane_index();
+  if (lane >= call.topk) {
+    return 0.0F;
+  }
+  if (!call.from_map) {
+    return weights[token * call.topk + lane];
+  }
+  const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + lane];
+  return expert < 0 ? 0.0F : weights[token * call.me.map.num_experts + expert];
+}
+
+// Stores a token's weights, which lanes hold as above, wherever a lane wants them; null: nowhere.
+__device__ __forceinline__ void store_weights(float* mine, float weight, int topk) {
+  for_each_target({reinterpret_cast<std::byte*>(mine), nullptr}, [&](std::byte* target) {
+    if (lane_index() < topk) {
+      reinterpret_cast<float*>(target)[lane_index()] = weight;
+    }
+  });
+}
+
 inline constexpr int kVectorLoads = 4;  // of 16 bytes, in flight per lane and row; a guess
 inline constexpr int32_t kVectorPiece = kVectorLoads * kWarpLanes * 16;
 

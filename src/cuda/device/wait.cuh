@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a GPU rank waits for its peers, with a deadline, and how a call begins, fails and ends on the
-// device. Signals are numbers in the waiting rank's control region (layout/control_map.hpp) that
+// device. Signals are numbers in the waiting rank's control region (layout/control.hpp) that
 // peers store; docs/memory_model.md pairs each store with the wait for it. Every kernel of the
 // executor includes this file.
 #pragma once
@@ -64,17 +64,12 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   if (before != static_cast<uint32_t>(StopState::kRunning)) {
     return;
   }
-  FaultRecord* out = me.fault;
-  out->op = fault.op;
-  out->epoch = fault.epoch;
-  out->peer = fault.peer;
-  out->waiting_for = fault.waiting_for;
-  out->what = fault.what;
-  out->seen = fault.seen;
-  out->wanted = fault.wanted;
-  out->control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
+  FaultRecord told = fault;
+  told.kind = FaultKind::kNone;
+  told.control = reinterpret_cast<uint64_t>(control_of(me, me.rank));
+  *me.fault = told;
   ptx::fence_sys();
-  *reinterpret_cast<volatile FaultKind*>(&out->kind) = fault.kind;
+  *reinterpret_cast<volatile FaultKind*>(&me.fault->kind) = fault.kind;
 }
 
 struct WaitSite {
@@ -88,14 +83,14 @@ struct WaitSite {
 __device__ inline void raise_timeout(
     const RankView& me, const WaitSite& site, uint32_t seen, uint32_t wanted
 ) {
-  FaultRecord fault;
-  fault.kind = FaultKind::kTimeout;
-  fault.op = site.op;
-  fault.epoch = site.epoch;
-  fault.peer = site.peer;
-  fault.waiting_for = site.waiting_for;
-  fault.seen = seen;
-  fault.wanted = wanted;
+  const FaultRecord fault = {
+      .kind = FaultKind::kTimeout,
+      .op = site.op,
+      .epoch = site.epoch,
+      .peer = site.peer,
+      .waiting_for = site.waiting_for,
+      .seen = seen,
+      .wanted = wanted};
   raise_fault(me, fault);
 }
 
@@ -105,12 +100,12 @@ __device__ inline std::byte* peer_data(
 ) {
   std::byte* region = region_of(me, site.peer, address.region);
   if (region == nullptr) {
-    FaultRecord fault;
-    fault.kind = FaultKind::kUnmapped;
-    fault.op = site.op;
-    fault.epoch = site.epoch;
-    fault.peer = site.peer;
-    fault.seen = address.region;
+    const FaultRecord fault = {
+        .kind = FaultKind::kUnmapped,
+        .op = site.op,
+        .epoch = site.epoch,
+        .peer = site.peer,
+        .seen = address.region};
     raise_fault(me, fault);
     return nullptr;
   }
@@ -228,22 +223,15 @@ __device__ __forceinline__ DeviceHandshake read_word(const DeviceHandshake* from
   return bits.word;
 }
 
-// One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
-// with this rank's. It returns false if the call is given up.
-__device__ inline bool accept_word(
-    const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
+// Whether the call can go on after a peer's handshake; raises the fault if not.
+__device__ __forceinline__ bool check_word(
+    const RankView& me,
+    uint32_t epoch,
+    const DeviceHandshake& own,
+    int peer,
+    const DeviceHandshake& word
 ) {
-  const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
-  const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
-  if (!wait_reached(me, signal_of(me, me.rank, slot), epoch, site)) {
-    return false;
-  }
-  word = read_word(word_of(me, me.rank, epoch, peer));
-  FaultRecord fault;
-  fault.op = own.op;
-  fault.epoch = epoch;
-  fault.peer = peer;
-  fault.what = -1;
+  FaultRecord fault = {.op = own.op, .epoch = epoch, .peer = peer, .what = -1};
   if (word.stamp != me.stamp) {
     fault.kind = FaultKind::kStranger;
     fault.seen = static_cast<int64_t>(word.stamp);
@@ -271,6 +259,20 @@ __device__ inline bool accept_word(
     return false;
   }
   return true;
+}
+
+// One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
+// with this rank's. It returns false if the call is given up.
+__device__ inline bool accept_word(
+    const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
+) {
+  const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
+  const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
+  if (!wait_reached(me, signal_of(me, me.rank, slot), epoch, site)) {
+    return false;
+  }
+  word = read_word(word_of(me, me.rank, epoch, peer));
+  return check_word(me, epoch, own, peer, word);
 }
 
 }  // namespace weft

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or the steps
-// of a call by copy engines (copy_engines/copies.cpp). Previous in the data flow: plan/call.cpp;
-// next: dispatch.cu.
+// of a call by copy engines (copy_engines/copies.cpp); or plan and dispatch in one launch, where
+// tokens are few. Previous in the data flow: plan/call.cpp, or the router; next: dispatch.cu, or
+// fused.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"
 #include "cuda/exchange/exchange.hpp"
+#include "plan/build.hpp"
 
 namespace weft {
 namespace {
@@ -18,27 +20,42 @@ int64_t most_arrivals(const PlanData& plan, int64_t max_tokens) {
              : std::min(all, plan.num_rows);
 }
 
+// Blocks among which each rank's tokens are shared: as many as get a step of each of their warps,
+// within a quarter of all blocks.
+int plan_parts(int64_t max_tokens, int num_ranks, int num_blocks) {
+  constexpr int64_t kPartTokens = 64;
+  const auto wanted = static_cast<int>((max_tokens + kPartTokens - 1) / kPartTokens);
+  return std::max(1, std::min(wanted, num_blocks / 4 / num_ranks));
+}
+
 }  // namespace
+
+void CudaExchange::prepare_rows(
+    RowsLaunch& launch, const PlanData& plan, const PayloadFormat& payload
+) const {
+  launch.me = view_;
+  launch.plan = view_of(plan);
+  launch.payload = payload;
+  launch.topk = plan.shape.topk;
+  launch.from_map = plan.shape.from_map;
+  launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
+  launch.copied.rows = copied_rows(payload);
+  launch.mover = payload.is_quantised() ? Mover::kVector : settings_.mover;
+}
 
 DispatchLaunch CudaExchange::prepare_dispatch(
     const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
 ) const {
   Validator{context_, settings_, id_}.dispatch(plan, in, out);
   DispatchLaunch launch;
-  launch.me = view_;
-  launch.plan = view_of(plan);
+  prepare_rows(launch, plan, payload_of(in, out, settings_.max_topk));
   launch.x = in.x.data;
   launch.weights = reinterpret_cast<const float*>(in.weights.data);
   launch.scales = in.scales.data;
   launch.out_rows = out.rows.data;
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
-  launch.payload = payload_of(in, out, settings_.max_topk);
-  launch.topk = plan.shape.topk;
-  launch.from_map = plan.shape.from_map;
-  launch.one_row = plan.shape.options.layout == Layout::kRankMajor;
   launch.has_padding = !launch.one_row && plan.shape.options.pad_multiple > 1;
-  launch.mover = launch.payload.is_quantised() ? Mover::kVector : mover();
   return launch;
 }
 
@@ -48,12 +65,11 @@ void CudaExchange::dispatch(
   const PlanData& shape = header_of(plan);
   run_call(Op::kDispatch, call, [&](cudaStream_t stream) {
     DispatchLaunch launch = prepare_dispatch(shape, in, out);
-    launch.copied.rows = copied_rows(launch.payload);
     const bool is_copied = goes_by_copies(launch.copied.rows, call, stream);
     launch.signature =
         signature_of({.op = Op::kDispatch, .payload = launch.payload, .has_copies = is_copied});
     is_copied ? dispatch_by_copies(shape, launch, call, stream)
-              : dispatch_by_stores(shape, out, launch, call, stream);
+              : dispatch_by_stores(shape, launch, call, stream);
     set_launched(stream);
     ++counters_.num_dispatches;
     counters_.num_copied += is_copied ? 1 : 0;
@@ -61,14 +77,11 @@ void CudaExchange::dispatch(
 }
 
 void CudaExchange::dispatch_by_stores(
-    const PlanData& plan,
-    const DispatchOutput& out,
-    DispatchLaunch& launch,
-    const CallOptions& call,
-    cudaStream_t stream
+    const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   const int64_t arrivals = most_arrivals(plan, settings_.max_tokens);
-  const auto region = memory_->find(out.rows.data, static_cast<uint64_t>(out.rows.num_bytes()));
+  const auto out_bytes = static_cast<uint64_t>(plan.num_rows * launch.payload.out_row_bytes());
+  const auto region = memory_->find(launch.out_rows, out_bytes);
   const bool is_direct = region && memory_->is_reachable(*region);
   const auto row_bytes = static_cast<uint64_t>(is_direct ? 0 : launch.payload.out_row_bytes());
   const auto scale_bytes = static_cast<uint64_t>(launch.payload.staged_scale_bytes());
@@ -84,11 +97,11 @@ void CudaExchange::dispatch_by_stores(
   if (is_direct) {
     launch.place = Place::kPrimarySlot;
     launch.rows_target = {
-        .region = region->region, .offset = static_cast<uint64_t>(out.rows.data - region->data)};
+        .region = region->region, .offset = static_cast<uint64_t>(launch.out_rows - region->data)};
   }
 
   const RoleBlocks blocks = tuning_.of(
-      {.op = TunedOp::kDispatch,
+      {.op = Op::kDispatch,
        .num_ranks = view_.num_ranks,
        .row_bytes = launch.payload.row_bytes,
        .num_sms = sms_of(call),
@@ -112,6 +125,45 @@ void CudaExchange::dispatch_by_copies(
   launch_dispatch_pack(launch, stream);
   queue_copies(launch.copied, plan.num_sent, plan.shape.num_tokens, stream);
   launch_dispatch_fan_out(launch, stream);
+}
+
+Plan CudaExchange::dispatch_routed(
+    const Routing& routing,
+    const PlanOptions& options,
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    const CallOptions& call
+) {
+  const PayloadFormat payload = payload_of(in, out, settings_.max_topk);
+  // Decided by what all ranks pass alike.
+  const bool is_eager = can_fuse_ && !call.copy_engines && !routing.map.is_given() &&
+                        given_rows(options, 1).has_value() &&
+                        payload.row_bytes <= control_map_.eager_row_bytes &&
+                        payload.staged_scale_bytes() <= kScaleRoom;
+  if (!is_eager) {
+    Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
+    dispatch(plan, in, out, call);
+    return plan;
+  }
+  return run_call(Op::kPlanAndDispatch, call, [&](cudaStream_t stream) {
+    auto [data, plan] = prepare_plan(routing, options, payload, stream);
+    RoutedDispatchLaunch launch;
+    launch.dispatch = prepare_dispatch(data, in, out);
+    launch.dispatch.place = Place::kEager;
+    launch.dispatch.topk_idx = plan.topk_idx;
+    launch.dispatch.index_bytes = plan.index_bytes;
+    launch.dispatch.num_tokens = plan.num_tokens;
+    launch.num_blocks = sms_of(call);
+    launch.plan = plan;
+    launch.plan.num_parts = plan_parts(settings_.max_tokens, view_.num_ranks, launch.num_blocks);
+    const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
+    launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
+    launch_routed_dispatch(launch, stream);
+    set_launched(stream);
+    ++counters_.num_plans;
+    ++counters_.num_dispatches;
+    return Plan(std::make_shared<const PlanData>(std::move(data)));
+  });
 }
 
 }  // namespace weft

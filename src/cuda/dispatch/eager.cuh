@@ -96,9 +96,7 @@ class EagerFanOut {
       ArrivalRecords records;
       records.source = item.source;
       records.chunk = item.chunk;
-      const auto slot = me_.map.signals().dispatch(
-          static_cast<uint32_t>(item.source), static_cast<uint32_t>(item.chunk)
-      );
+      const auto slot = me_.map.signals().dispatch(item.source, item.chunk);
       const WaitSite site = {Op::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
         return;

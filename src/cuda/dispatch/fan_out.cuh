@@ -13,9 +13,67 @@
 
 namespace weft {
 
-// `Items` says where arrivals lie and when: StagedItems of dispatch.cu, or CopiedItems of
-// copy_engines/dispatch.cu.
-template <class Items>
+// Where the role finds what sources have sent, and when: in this rank's staging, packed by arrival,
+// except for rows that sources wrote to their primary slots; or, with `kCopied`, where copy engines
+// have brought it. All of that is here when the kernel's roles begin.
+template <bool kCopied>
+class ArrivedItems {
+ public:
+  __device__ ArrivedItems(const DispatchLaunch& call, const CallSetup& setup)
+      : call_(call), setup_(setup) {}
+
+  // All lanes of a warp wait until the item is here. Returns false if the call is given up.
+  [[nodiscard]] __device__ __forceinline__ bool wait(const ArrivalRecords& records) const {
+    if constexpr (kCopied) {
+      return true;
+    }
+    const RankView& me = call_.me;
+    const auto slot = me.map.signals().dispatch(records.source, records.chunk);
+    const WaitSite site = {Op::kDispatch, setup_.epoch, records.source, WaitFor::kRows};
+    return wait_reached_warp(me, signal_of(me, me.rank, slot), setup_.epoch, site);
+  }
+
+  // Whether rows lie there too.
+  [[nodiscard]] __device__ __forceinline__ bool has_rows() const {
+    return kCopied || call_.place == Place::kStaging;
+  }
+
+  // What follows gives the address of the item's first arrival; the others lie behind it.
+  [[nodiscard]] __device__ __forceinline__ const std::byte* rows(
+      const ArrivalRecords& records, int64_t row_bytes
+  ) const {
+    return kCopied ? setup_.rows[records.source] + records.begin * row_bytes
+                   : call_.staged_rows + place(records) * row_bytes;
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const ArrivalRecords& records
+  ) const {
+    return kCopied ? setup_.scales[records.source] + records.begin * call_.copied.rows.scale_bytes
+                   : call_.staged_scales + place(records) * call_.payload.staged_scale_bytes();
+  }
+
+  [[nodiscard]] __device__ __forceinline__ const float* weights(const ArrivalRecords& records
+  ) const {
+    const RankView& me = call_.me;
+    const float* all = setup_.weights[records.source];
+    if constexpr (!kCopied) {
+      const uint64_t offset = me.map.weights_offset(static_cast<uint32_t>(records.source));
+      all = reinterpret_cast<const float*>(control_of(me, me.rank) + offset);
+    }
+    return all + static_cast<int64_t>(records.begin) * me.map.max_topk;
+  }
+
+ private:
+  [[nodiscard]] __device__ __forceinline__ int64_t place(const ArrivalRecords& records) const {
+    return setup_.received_base[records.source] + records.begin;
+  }
+
+  const DispatchLaunch& call_;
+  const CallSetup& setup_;
+};
+
+// With `kCopied` the call goes by copy engines (copy_engines/dispatch.cu).
+template <bool kCopied>
 class DispatchFanOut {
  public:
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
@@ -129,7 +187,7 @@ class DispatchFanOut {
   int num_warps_;
   int max_topk_;
   int num_sources_;
-  Items items_;
+  ArrivedItems<kCopied> items_;
   DispatchExtras extras_;
   int64_t row_bytes_;
 };

@@ -2,7 +2,7 @@
 // A plan and the dispatch by it in one launch, for calls of few tokens, where latency decides. The
 // first blocks make the plan (plan/fused.cuh). Meanwhile the others push eager rows to places that
 // need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Before:
-// dispatch/fused_call.cpp; after: the caller's experts.
+// dispatch/call.cpp; after: the caller's experts.
 #include <algorithm>
 
 #include "cuda/device/kernel.cuh"

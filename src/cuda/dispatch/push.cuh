@@ -152,8 +152,8 @@ class DispatchPush {
         [&](int in_block, int n) {
           const int lane = lane_index();
           if (lane < me_.num_ranks) {
-            const auto chunk = static_cast<uint32_t>(first(in_block) + n * team_.count);
-            const auto slot = me_.map.signals().dispatch(static_cast<uint32_t>(me_.rank), chunk);
+            const int chunk = first(in_block) + n * team_.count;
+            const auto slot = me_.map.signals().dispatch(me_.rank, chunk);
             ptx::store_relaxed_sys(setup_.signals[lane] + slot, setup_.epoch);
           }
         }
@@ -240,7 +240,6 @@ class DispatchPush {
   // Weights and scale rows of one token, to every rank it goes to, this one included. The warps of
   // a team take turns.
   __device__ __forceinline__ void move_extras(int token, const TokenRoutes& routes) const {
-    const int lane = lane_index();
     if (token % team_.warps != team_.warp) {
       return;
     }
@@ -251,34 +250,13 @@ class DispatchPush {
         copy_bytes_warp(target, row, call_.payload.scale_bytes);
       });
     }
-    if (call_.weights == nullptr) {
-      return;
-    }
-    float weight = 0;
-    if (lane < call_.topk) {
-      const int64_t route = static_cast<int64_t>(token) * call_.topk + lane;
-      if (!call_.from_map) {
-        weight = call_.weights[route];
-      } else {
-        const int32_t expert =
-            call_.plan.route_expert()[static_cast<int64_t>(token) * max_topk_ + lane];
-        weight = expert < 0 ? 0
-                            : call_.weights
-                                  [static_cast<int64_t>(token) * me_.map.num_experts +
-                                   static_cast<uint32_t>(expert)];
+    if (call_.weights != nullptr) {
+      float* mine = nullptr;
+      if (routes.primary >= 0) {
+        mine = setup_.weights[peer_] + static_cast<int64_t>(routes.arrival) * max_topk_;
       }
+      store_weights(mine, given_weight(call_, call_.weights, token), call_.topk);
     }
-    std::byte* mine = nullptr;
-    if (routes.primary >= 0) {
-      mine = reinterpret_cast<std::byte*>(
-          setup_.weights[peer_] + static_cast<int64_t>(routes.arrival) * max_topk_
-      );
-    }
-    for_each_target({mine, nullptr}, [&](std::byte* target) {
-      if (lane < call_.topk) {
-        reinterpret_cast<float*>(target)[lane] = weight;
-      }
-    });
   }
 
   const DispatchLaunch& call_;

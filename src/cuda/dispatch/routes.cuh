@@ -3,8 +3,8 @@
 // eager rows, only by the routing (EagerRoutes).
 #pragma once
 
+#include "cuda/device/lanes.cuh"
 #include "cuda/device/row_mover.cuh"
-#include "cuda/device/topk_index.cuh"
 #include "cuda/layout/launch.hpp"
 
 namespace weft {

@@ -5,9 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <random>
-#include <span>
 
 #include "call/config_agreement.hpp"
 #include "core/env.hpp"
@@ -15,6 +13,7 @@
 #include "core/size_class.hpp"
 #include "cuda/plan/download.hpp"
 #include "cuda/plan/shared_map.hpp"
+#include "group/control_plane.hpp"
 #include "transport/agree.hpp"
 
 namespace weft {
@@ -43,13 +42,6 @@ void check_device(const ExchangeConfig& config, const Context& context) {
       config.transport == "auto" || config.transport == "peer",
       "exchange: transport {} on a GPU (expected auto or peer)",
       config.transport
-  );
-  WEFT_CHECK_ARG(
-      context,
-      context.num_ranks <= kMaxDomainRanks,
-      "exchange: {} ranks in one domain of GPUs (at most {})",
-      context.num_ranks,
-      kMaxDomainRanks
   );
   const GpuInfo& gpu = list.gpus[static_cast<size_t>(config.device.index)];
   WEFT_CHECK(
@@ -81,16 +73,9 @@ DomainFacts agree_on_facts(const Group& group, uint64_t id, int gpu, const Conte
   const int shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu, context);
   // Rank 0's stamp: some bits of its own, then the number of the exchange in its process.
   const DomainFacts own = {process_bits | (id & 0xffffffffU), static_cast<uint64_t>(shared_bytes)};
-  DomainFacts all = own;
-  bool is_first = true;
-  for (const auto& bytes : group.all_gather(std::as_bytes(std::span(&own, 1)))) {
-    DomainFacts one;
-    std::memcpy(&one, bytes.data(), sizeof one);
-    all.stamp = is_first ? one.stamp : all.stamp;
-    all.shared_bytes = std::min(all.shared_bytes, one.shared_bytes);
-    is_first = false;
-  }
-  return all;
+  const std::vector<DomainFacts> all = gather_values(group, own);
+  const auto least = std::ranges::min(all, {}, &DomainFacts::shared_bytes);
+  return {all.front().stamp, least.shared_bytes};
 }
 
 }  // namespace
@@ -128,8 +113,10 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
 
 void CudaExchange::set_up(uint64_t stamp) {
   const int gpu = settings_.device.index;
-  compute_capability_ = attribute(cudaDevAttrComputeCapabilityMajor, gpu, context_) * 10 +
-                        attribute(cudaDevAttrComputeCapabilityMinor, gpu, context_);
+  if (settings_.mover == Mover::kAuto) {
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor, gpu, context_);
+    settings_.mover = major >= 9 ? Mover::kBulk : Mover::kVector;
+  }
   const int num_sms = attribute(cudaDevAttrMultiProcessorCount, gpu, context_);
   num_gpu_sms_ = std::max(2, num_sms / memory_->ranks_on_this_gpu());
 
@@ -145,11 +132,10 @@ void CudaExchange::set_up(uint64_t stamp) {
   plan_scratch_.create(plan_scratch_bytes(plan_map_) / sizeof(int32_t) + 1, context_);
   if (settings_.copy_engines) {
     const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
-    packed_.create(peers * control_map_.copied_stride(), context_);
+    packed_.create(peers * control_map_.copied_stride, context_);
   }
   weft::prepare_plan(plan_map_);
   prepare_imported_plan();
-  prepare_wait_records();
   weft::prepare_dispatch();
   prepare_copied_dispatch();
   prepare_routed_dispatch();
@@ -178,9 +164,8 @@ void CudaExchange::set_up(uint64_t stamp) {
   num_copies_ = base;
   std::byte* const stamp_place = memory_->control().data + control_map_.stamp_offset();
   WEFT_CUDA(context_, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
-  WEFT_CUDA(
-      context_, cudaMemcpy(&own_->local.get()->epoch, &base, sizeof base, cudaMemcpyHostToDevice)
-  );
+  uint32_t* const epoch = &own_->local.get()->epoch;
+  WEFT_CUDA(context_, cudaMemcpy(epoch, &base, sizeof base, cudaMemcpyHostToDevice));
   // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows. What
   // needs more makes it grow, and then peers that are ahead may be too busy to map it.
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) *
@@ -192,14 +177,11 @@ void CudaExchange::set_up(uint64_t stamp) {
 
 CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; a kernel of ours may still run.
-  int before = -1;
-  static_cast<void>(cudaGetDevice(&before));
-  static_cast<void>(cudaSetDevice(settings_.device.index));
-  static_cast<void>(cudaStreamSynchronize(own_->stream.get()));
-  memory_->close();
-  if (before >= 0 && before != settings_.device.index) {
-    static_cast<void>(cudaSetDevice(before));
-  }
+  on_device_quietly(settings_.device.index, "exchange", [&] {
+    static_cast<void>(cudaStreamSynchronize(own_->stream.get()));
+    memory_->close();
+    return cudaSuccess;
+  });
 }
 
 void CudaExchange::join(
@@ -215,13 +197,6 @@ void CudaExchange::join(
 int CudaExchange::sms_of(const CallOptions& call) const {
   const int wanted = call.num_sms > 0 ? call.num_sms : settings_.num_sms;
   return std::clamp(wanted > 0 ? wanted : num_gpu_sms_, 2, num_gpu_sms_);
-}
-
-Mover CudaExchange::mover() const {
-  if (settings_.mover != Mover::kAuto) {
-    return settings_.mover;
-  }
-  return compute_capability_ >= 90 ? Mover::kBulk : Mover::kVector;
 }
 
 const PeerRegion& CudaExchange::staging_of(uint64_t bytes, cudaStream_t stream) {
@@ -281,19 +256,9 @@ void CudaExchange::release_pooled() {
   static_cast<void>(memory_->wait_freed(std::chrono::seconds(2)));
 }
 
-LocalState CudaExchange::read_local() const {
-  LocalState now;
-  const cudaStream_t stream = own_->stream.get();
-  WEFT_CUDA(
-      context_, cudaMemcpyAsync(&now, own_->local.get(), sizeof now, cudaMemcpyDeviceToHost, stream)
-  );
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
-  return now;
-}
-
 ExchangeStats CudaExchange::stats() const {
   const CudaDeviceGuard guard(settings_.device.index);
-  const LocalState now = read_local();
+  const auto now = read_gpu<LocalState>(own_->local.get());
   ExchangeStats stats = counters_;
   for (int peer = 0; peer < view_.num_ranks; ++peer) {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);
@@ -303,7 +268,7 @@ ExchangeStats CudaExchange::stats() const {
 
 Footprint CudaExchange::footprint() const {
   const uint64_t control = memory_->control().bytes + own_->local.bytes() + plan_scratch_.bytes() +
-                           plans_->bytes() + packed_.bytes();
+                           plans_->used_bytes() + plans_->unused_bytes() + packed_.bytes();
   uint64_t staged = staging_.bytes;
   for (const PeerRegion& region : retired_) {
     staged += region.bytes;
@@ -313,12 +278,6 @@ Footprint CudaExchange::footprint() const {
       .staging_bytes = static_cast<int64_t>(staged),
       .buffer_bytes = static_cast<int64_t>(buffers_->used_bytes()),
       .pooled_bytes = static_cast<int64_t>(buffers_->unused_bytes())};
-}
-
-std::unique_ptr<NodeExchange> make_node_exchange(
-    const Group& group, const ExchangeConfig& config, bool has_eager_rows
-) {
-  return std::make_unique<CudaExchange>(group, config, has_eager_rows);
 }
 
 }  // namespace weft

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CUDA executor's exchange: the device memory it owns and the frame that every call runs in.
-// The operations are in call.cpp of src/cuda/plan, dispatch and combine, in plan/import.cpp and in
-// dispatch/fused_call.cpp, calls by copy engines in copy_engines/copies.cpp. Only these include
-// this header; src/hosts knows node.hpp.
+// The operations are in call.cpp of src/cuda/plan, dispatch and combine, calls by copy engines in
+// copy_engines/copies.cpp.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,19 +10,19 @@
 #include <memory>
 #include <span>
 
+#include "call/executor.hpp"
 #include "call/refusal.hpp"
 #include "core/check.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/exchange/fault_text.hpp"
-#include "cuda/exchange/node.hpp"
 #include "cuda/exchange/refusal_board.hpp"
 #include "cuda/exchange/tuning.hpp"
 #include "cuda/layout/launch.hpp"
-#include "cuda/memory/buffers.hpp"
 #include "cuda/memory/owners.hpp"
-#include "cuda/plan/pool.hpp"
+#include "cuda/memory/pools.hpp"
 #include "cuda/transport/peer_memory.hpp"
+#include "plan/plan_data.hpp"
 
 namespace weft {
 
@@ -36,13 +35,16 @@ struct CudaRankState {
   PinnedBuffer<FaultRecord> fault;
 };
 
-class CudaExchange final : public NodeExchange {
+class CudaExchange final : public Executor {
  public:
+  // Collective. `has_eager_rows`: memory is reserved for fused plan and dispatch.
   CudaExchange(const Group& group, const ExchangeConfig& wanted, bool has_eager_rows);
   ~CudaExchange() override;
 
   Plan make_plan(const Routing& routing, const PlanOptions& options, const CallOptions& call)
-      override;
+      override {
+    return make_plan_of(Op::kPlan, routing, options, call);
+  }
   void dispatch(
       const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
   ) override;
@@ -66,18 +68,27 @@ class CudaExchange final : public NodeExchange {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
-  void join(const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms)
-      override;
-  [[nodiscard]] const PlanMap& plan_map() const override { return plan_map_; }
-  Plan import_plan(
+  // --- for the executor of several hosts (src/hosts), in whose domain this one moves rows ---
+  // Its ranks are `ranks` of the group of `whole`, and messages call them so from now on.
+  // `num_sharing` ranks of that group share this GPU, and `num_kept_sms` of its multiprocessors are
+  // kept for other kernels.
+  void join(const Context& whole, std::span<const int> ranks, int num_sharing, int num_kept_sms);
+  // The geometry of its plan blocks.
+  [[nodiscard]] const PlanMap& plan_map() const { return plan_map_; }
+  // A plan of the shape `data` that the host has made. `image` is host memory that the GPU reads
+  // and that must stay until the stream has passed. Collective, like make_plan; `number` tells
+  // calls apart and must be equal on all ranks.
+  [[nodiscard]] Plan import_plan(
       PlanData data,
       const std::byte* image,
       std::span<const ImportedRecords> records,
       int64_t number,
       cudaStream_t stream
-  ) override;
-  void finish(cudaStream_t stream) override;
-  [[nodiscard]] bool has_fault() const override {
+  );
+  // Waits for the stream, then throws what check() would.
+  void finish(cudaStream_t stream);
+  // Whether check() would throw; any thread may ask.
+  [[nodiscard]] bool has_fault() const {
     return *static_cast<volatile FaultKind*>(&own_->fault.get()->kind) != FaultKind::kNone;
   }
 
@@ -97,7 +108,6 @@ class CudaExchange final : public NodeExchange {
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
   [[nodiscard]] int sms_of(const CallOptions& call) const;
-  [[nodiscard]] Mover mover() const;
 
   // --- failures ---
   // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
@@ -109,7 +119,9 @@ class CudaExchange final : public NodeExchange {
   void throw_fault();
   void clear_fault(uint32_t epoch);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
-  [[nodiscard]] LocalState read_local() const;
+  // A value in this GPU's memory, read by a copy, which takes another way than kernels.
+  template <class T>
+  [[nodiscard]] T read_gpu(const void* from) const;
 
   // --- plans ---
   // A plan to be made, and the launch that makes it.
@@ -143,17 +155,15 @@ class CudaExchange final : public NodeExchange {
   // Where peers write this rank's arrivals when the output is not in their reach; grows to at least
   // twice its size.
   const PeerRegion& staging_of(uint64_t bytes, cudaStream_t stream);
+  // Fills in what every dispatch and combine by `plan` has.
+  void prepare_rows(RowsLaunch& launch, const PlanData& plan, const PayloadFormat& payload) const;
   // What every dispatch by `plan` begins with; where rows are to be written is left open.
   [[nodiscard]] DispatchLaunch prepare_dispatch(
       const PlanData& plan, const DispatchInput& in, const DispatchOutput& out
   ) const;
   // A dispatch that is prepared but for its places, by one kernel or by copy engines.
   void dispatch_by_stores(
-      const PlanData& plan,
-      const DispatchOutput& out,
-      DispatchLaunch& launch,
-      const CallOptions& call,
-      cudaStream_t stream
+      const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
   void dispatch_by_copies(
       const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
@@ -202,12 +212,20 @@ class CudaExchange final : public NodeExchange {
   std::vector<PeerRegion> retired_;
   bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
   BlockChoice tuning_;
-  int num_senders_ = 0;         // see set_num_senders()
-  int num_gpu_sms_ = 0;         // that calls may occupy
-  int compute_capability_ = 0;  // 90 for 9.0
-  std::exception_ptr broken_;   // why the exchange can no longer be used
+  int num_senders_ = 0;        // see set_num_senders()
+  int num_gpu_sms_ = 0;        // that calls may occupy
+  std::exception_ptr broken_;  // why the exchange can no longer be used
   ExchangeStats counters_;
 };
+
+template <class T>
+T CudaExchange::read_gpu(const void* from) const {
+  T value;
+  const cudaStream_t stream = own_->stream.get();
+  WEFT_CUDA(context_, cudaMemcpyAsync(&value, from, sizeof value, cudaMemcpyDeviceToHost, stream));
+  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  return value;
+}
 
 template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {

@@ -1,32 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/exchange/fault_text.hpp"
 
-#include <fmt/format.h>
-
 #include <string_view>
+
+#include "core/check.hpp"
 
 namespace weft {
 namespace {
 
-std::string_view waited_for(WaitFor what) {
-  switch (what) {
-    case WaitFor::kWord:
-      return "handshake";
-    case WaitFor::kRouting:
-      return "routing";
-    case WaitFor::kRecords:
-      return "records of the plan";
-    case WaitFor::kSourceWeights:
-      return "source weights";
-    case WaitFor::kRows:
-      return "rows";
-    case WaitFor::kCopies:
-      return "copies";
-    case WaitFor::kGrid:
-      return "blocks of its own";
-  }
-  return "signal";
-}
+constexpr std::string_view kWaitedFor[] = {  // by WaitFor
+    "handshake",
+    "routing",
+    "records of the plan",
+    "source weights",
+    "rows",
+    "copies",
+    "blocks of its own"};
 
 // The value of a signal: a call of this exchange, or what something else left there.
 std::string signal_text(const RankView& me, uint32_t value) {
@@ -61,7 +50,7 @@ std::string timeout_text(
       "rank {} waited {} ms for {} of rank {} in call {} (seen {}, wanted {}{})",
       me.rank,
       me.timeout_ns / 1'000'000,
-      waited_for(fault.waiting_for),
+      name_of(fault.waiting_for, kWaitedFor),
       fault.peer,
       call_number(me, fault.epoch),
       value(fault.seen),

@@ -47,7 +47,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
 
 uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));  // then the GPU knows the call's number
-  const uint32_t number = read_local().epoch + 1;
+  const uint32_t number = read_gpu<LocalState>(own_->local.get()).epoch + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
@@ -56,12 +56,9 @@ uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t s
 
 // The handshakes of a call stay for two calls.
 bool CudaExchange::do_peers_only_plan(uint32_t epoch) const {
-  const cudaStream_t stream = own_->stream.get();
   for (uint32_t peer = 0; peer < control_map_.num_ranks; ++peer) {
-    DeviceHandshake word;
-    const std::byte* from = memory_->control().data + control_map_.word_offset(epoch, peer);
-    WEFT_CUDA(context_, cudaMemcpyAsync(&word, from, sizeof word, cudaMemcpyDeviceToHost, stream));
-    WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+    const auto word =
+        read_gpu<DeviceHandshake>(memory_->control().data + control_map_.word_offset(epoch, peer));
     if (word.op == Op::kPlan && word.stamp == view_.stamp) {
       if (const std::optional<bool> has_rows = has_dispatch(word.signature)) {
         return !*has_rows;
@@ -85,8 +82,8 @@ void CudaExchange::clear_fault(uint32_t epoch) {
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
   WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
-  while (static_cast<int32_t>(read_local().epoch - epoch) < 0 &&
-         std::chrono::steady_clock::now() < deadline) {
+  const auto now = [&] { return read_gpu<LocalState>(own_->local.get()).epoch; };
+  while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   *own_->fault.get() = {};  // first: once calls may go on, the next fault may come
@@ -97,69 +94,58 @@ void CudaExchange::clear_fault(uint32_t epoch) {
 
 void CudaExchange::throw_fault() {
   FaultRecord record = *own_->fault.get();
-  const auto give_up = [&](ErrorCode code, const std::string& problem) {
-    try {
-      raise_error(code, context_, problem);
-    } catch (const Error&) {
-      broken_ = std::current_exception();
-      throw;
-    }
-  };
-  const PeerState state =
-      record.kind == FaultKind::kTimeout ? memory_->peer_state(record.peer) : PeerState::kAlive;
-  const int refuser = record.kind == FaultKind::kRefused ? record.peer : -1;
+  const int peer = record.peer;
   RankView named = view_;
   if (!rank_names_.empty()) {
     named.rank = rank_names_[static_cast<size_t>(view_.rank)];
-    record.peer = record.peer < 0 ? -1 : rank_names_[static_cast<size_t>(record.peer)];
-  }
-  if (record.kind == FaultKind::kTimeout) {
-    if (record.waiting_for != WaitFor::kGrid && state != PeerState::kAlive) {
-      give_up(
-          ErrorCode::kPeerFailed,
-          fmt::format(
-              "{}: rank {} {} during call {}",
-              op_name(record.op),
-              record.peer,
-              state == PeerState::kDied ? "died" : "left the exchange",
-              call_number(view_, record.epoch)
-          )
-      );
-    }
-    ControlSurvey survey;
-    try {
-      survey = survey_control(record.epoch);
-    } catch (const Error& error) {  // the timeout is what matters
-      log(LogLevel::kDebug, "exchange: {}", error.what());
-    }
-    give_up(ErrorCode::kTimeout, fault_text(record, named, survey));
-  }
-  if (record.kind == FaultKind::kStranger || record.kind == FaultKind::kUnmapped) {
-    give_up(ErrorCode::kInternal, fault_text(record, named));
+    record.peer = peer < 0 ? -1 : rank_names_[static_cast<size_t>(peer)];
   }
   ControlSurvey survey;
-  if (refuser >= 0) {
-    survey.refusal = refusals_->reason(refuser, record.epoch);
+  if (record.kind == FaultKind::kRefused) {
+    survey.refusal = refusals_->reason(peer, record.epoch);
   }
-  clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
-  raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
+  const bool is_late = record.kind == FaultKind::kTimeout;
+  if (!is_late && record.kind != FaultKind::kStranger && record.kind != FaultKind::kUnmapped) {
+    clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
+    raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
+  }
+  const bool is_of_peer = is_late && record.waiting_for != WaitFor::kGrid;
+  const PeerState state = is_of_peer ? memory_->peer_state(peer) : PeerState::kAlive;
+  try {
+    WEFT_CHECK(
+        context_,
+        state == PeerState::kAlive,
+        ErrorCode::kPeerFailed,
+        "{}: rank {} {} during call {}",
+        op_name(record.op),
+        record.peer,
+        state == PeerState::kDied ? "died" : "left the exchange",
+        call_number(view_, record.epoch)
+    );
+    if (is_late) {
+      try {
+        survey = survey_control(record.epoch);
+      } catch (const Error& error) {  // the timeout is what matters
+        log(LogLevel::kDebug, "exchange: {}", error.what());
+      }
+    }
+    const ErrorCode code = is_late ? ErrorCode::kTimeout : ErrorCode::kInternal;
+    raise_error(code, context_, fault_text(record, named, survey));
+  } catch (const Error&) {
+    broken_ = std::current_exception();
+    throw;
+  }
 }
 
-// Reads by a copy, which takes another way than the kernel that failed.
 ControlSurvey CudaExchange::survey_control(uint32_t epoch) const {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
-  const cudaStream_t stream = own_->stream.get();
-  const auto copy = [&](void* to, uint64_t offset, uint64_t bytes) {
-    const std::byte* from = memory_->control().data + offset;
-    WEFT_CUDA(context_, cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
-  };
-  ControlSurvey survey;
-  survey.words.resize(static_cast<size_t>(view_.num_ranks));
-  const uint64_t first = sizeof(uint32_t) * control_map_.signals().word(epoch, 0);
-  copy(survey.words.data(), first, sizeof(uint32_t) * survey.words.size());
-  copy(&survey.stamp, control_map_.stamp_offset(), sizeof survey.stamp);
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  const std::byte* control = memory_->control().data;
+  ControlSurvey survey = {.stamp = read_gpu<uint64_t>(control + control_map_.stamp_offset())};
+  for (uint32_t peer = 0; peer < control_map_.num_ranks; ++peer) {
+    const uint32_t slot = control_map_.signals().word(epoch, peer);
+    survey.words.push_back(read_gpu<uint32_t>(control + sizeof(uint32_t) * slot));
+  }
   return survey;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call that this rank refuses before its kernel: peers must hear of it instead of waiting.
-#include "core/gpu/check.hpp"
+#include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/layout/launch.hpp"
 
@@ -27,8 +27,7 @@ __global__ void refuse(const __grid_constant__ RankView me, Op op) {
 }  // namespace
 
 void prepare_refusal() {
-  cudaFuncAttributes attributes{};
-  WEFT_CUDA(Context{}, cudaFuncGetAttributes(&attributes, refuse));
+  load(refuse);
 }
 
 void launch_refusal(const RankView& me, Op op, cudaStream_t stream) {

@@ -4,7 +4,6 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <span>
 
 #include "call/refusal.hpp"
 #include "group/control_plane.hpp"
@@ -29,17 +28,11 @@ struct RefusalBoard::Entry {
 RefusalBoard::RefusalBoard(const Group& group) : rank_(group.rank()) {
   SharedMemory own;
   agree(group, [&] { own = SharedMemory::create(kEntries * sizeof(Entry)); });
-  const std::vector<Bytes> refs = group.all_gather(std::as_bytes(std::span(&own.ref(), 1)));
+  const std::vector<SharedMemoryRef> refs = gather_values(group, own.ref());
   agree(group, [&] {
-    for (int rank = 0; rank < group.num_ranks(); ++rank) {
-      const auto ref = block_value<SharedMemoryRef>(
-          refs[static_cast<size_t>(rank)],
-          static_cast<size_t>(rank),
-          {.rank = rank_, .num_ranks = group.num_ranks()}
-      );
-      memories_.push_back(rank == rank_ ? SharedMemory() : SharedMemory::open(ref));
+    for (const SharedMemoryRef& ref : refs) {
+      memories_.push_back(SharedMemory::open(ref));
     }
-    memories_[static_cast<size_t>(rank_)] = std::move(own);
   });
 }
 

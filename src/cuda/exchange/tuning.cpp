@@ -45,22 +45,19 @@ std::vector<TunedSplit> parse_tuning(std::istream& text, const std::string& name
     const auto json = nlohmann::json::parse(text);
     for (const auto& one : json.at("splits")) {
       TunedSplit split;
-      split.op =
-          one.at("op").get<std::string>() == "dispatch" ? TunedOp::kDispatch : TunedOp::kCombine;
+      split.op = one.at("op").get<std::string>() == "dispatch" ? Op::kDispatch : Op::kCombine;
       split.num_ranks = one.at("ranks").get<int>();
       split.row_bytes = one.at("row_bytes").get<int64_t>();
       split.blocks = {one.at("senders").get<int>(), one.at("others").get<int>()};
       split.us = one.at("us").get<double>();
+      if (split.num_ranks < 1 || split.row_bytes < 1 || split.blocks.first < 1 ||
+          split.blocks.second < 1) {
+        fail("ranks, row_bytes, senders and others must be at least 1");
+      }
       splits.push_back(split);
     }
   } catch (const nlohmann::json::exception& error) {
     fail(error.what());
-  }
-  for (const TunedSplit& split : splits) {
-    if (split.num_ranks < 1 || split.row_bytes < 1 || split.blocks.first < 1 ||
-        split.blocks.second < 1) {
-      fail("ranks, row_bytes, senders and others must be at least 1");
-    }
   }
   return splits;
 }
@@ -71,31 +68,23 @@ bool fits(const TunedSplit& one, const CallSize& size) {
 
 // The best of the splits that fit and were measured with `num_ranks`, of which there is one.
 RoleBlocks best_split(const std::vector<TunedSplit>& tuning, const CallSize& size, int num_ranks) {
-  const auto is_candidate = [&](const TunedSplit& one) {
+  std::vector<TunedSplit> splits;
+  std::ranges::copy_if(tuning, std::back_inserter(splits), [&](const TunedSplit& one) {
     return one.num_ranks == num_ranks && fits(one, size);
-  };
+  });
   const auto distance = [&](const TunedSplit& one) {
     return factor(one.row_bytes, size.row_bytes);
   };
-  const TunedSplit* fastest = nullptr;
-  for (const TunedSplit& one : tuning) {
-    if (is_candidate(one) &&
-        (fastest == nullptr ||
-         std::pair(distance(one), one.us) < std::pair(distance(*fastest), fastest->us))) {
-      fastest = &one;
-    }
-  }
+  const TunedSplit fastest = std::ranges::min(splits, {}, [&](const TunedSplit& one) {
+    return std::pair(distance(one), one.us);
+  });
   // Among those that are as fast it takes the one with most blocks: where few blocks run is
   // decided by chance.
-  const auto rank_of = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
-  const TunedSplit* best = fastest;
-  for (const TunedSplit& one : tuning) {
-    if (is_candidate(one) && distance(one) == distance(*fastest) &&
-        one.us <= kNearly * fastest->us && rank_of(one) < rank_of(*best)) {
-      best = &one;
-    }
-  }
-  return best->blocks;
+  std::erase_if(splits, [&](const TunedSplit& one) {
+    return distance(one) != distance(fastest) || one.us > kNearly * fastest.us;
+  });
+  const auto order = [](const TunedSplit& one) { return std::pair(-total(one.blocks), one.us); };
+  return std::ranges::min(splits, {}, order).blocks;
 }
 
 }  // namespace
@@ -174,7 +163,7 @@ std::optional<RoleBlocks> blocks_of_short_combine(int num_sms, int64_t num_token
 }
 
 RoleBlocks BlockChoice::of(const CallSize& size) {
-  const auto op = static_cast<size_t>(size.op);
+  const size_t op = size.op == Op::kDispatch ? 0 : 1;
   if (last_[op] != size) {
     blocks_[op] = choose_blocks(tuning_, size);
     last_[op] = size;

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-namespace weft {
+#include "weft/calls.hpp"
 
-enum class TunedOp : uint8_t { kDispatch, kCombine };
+namespace weft {
 
 struct RoleBlocks {
   int first = 1;   // push, or pre-reduce
@@ -24,7 +24,7 @@ struct RoleBlocks {
 
 // One measurement.
 struct TunedSplit {
-  TunedOp op = TunedOp::kDispatch;
+  Op op = Op::kDispatch;  // or kCombine, as everywhere below
   int num_ranks = 1;
   int64_t row_bytes = 0;
   RoleBlocks blocks = {};
@@ -40,7 +40,7 @@ struct TunedSplit {
 [[nodiscard]] std::vector<TunedSplit> useful_splits(const std::vector<TunedSplit>& tuning);
 
 struct CallSize {
-  TunedOp op = TunedOp::kDispatch;
+  Op op = Op::kDispatch;
   int num_ranks = 1;
   int64_t row_bytes = 0;
   int num_sms = 2;           // most that the call may occupy, at least 2
@@ -84,7 +84,7 @@ class BlockChoice {
 
  private:
   std::vector<TunedSplit> tuning_;
-  std::array<CallSize, 2> last_;  // by operation; at first of a size that none has
+  std::array<CallSize, 2> last_;  // of dispatch and combine; at first of a size that none has
   std::array<RoleBlocks, 2> blocks_;
 };
 

@@ -4,13 +4,12 @@
 // pointers are device memory of this rank unless said otherwise. A launch allocates nothing and may
 // be captured. Each function throws Error (kCuda) if CUDA refuses it.
 //
-// The structs are filled in by call.cpp of plan/, dispatch/ and combine/, plan/import.cpp and
-// dispatch/fused_call.cpp; the functions are defined in the .cu files.
+// The structs are filled in by call.cpp of plan/, dispatch/ and combine/; the functions are defined
+// in the .cu files.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/copy_engines/rows.hpp"
 #include "cuda/layout/control.hpp"
 #include "cuda/layout/plan.hpp"
 #include "weft/exchange.hpp"
@@ -45,6 +44,9 @@ struct PlanLaunch {
 // Once per device and before any capture.
 void prepare_plan(const PlanMap& map);
 void launch_plan(const PlanLaunch& call, cudaStream_t stream);
+// One block waits for the records of the call that made `plan`. The plan's has_records() says
+// afterwards whether all have come.
+void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream);
 
 // An imported plan, whose slots the host has found. `image` is host memory that the GPU reads: this
 // rank's plan block up to PlanMap::chunk_begin(0), then the records of each receiver.
@@ -62,30 +64,34 @@ struct ImportedPlanLaunch {
 void prepare_imported_plan();
 void launch_imported_plan(const ImportedPlanLaunch& call, cudaStream_t stream);
 
-struct DispatchLaunch {
+// What a dispatch and a combine have in common.
+struct RowsLaunch {
   RankView me;
   PlanView plan;
+  PayloadFormat payload;
+  int32_t topk = 0;
+  bool from_map = false;
+  bool one_row = false;          // rank_major
+  CopiedLaunch copied;           // .rows always, the rest only of a call by copy engines
+  Signature signature;           // the plan number is filled in on the device
+  Mover mover = Mover::kVector;  // not kAuto
+};
+
+struct DispatchLaunch : RowsLaunch {
   const std::byte* x = nullptr;       // [num_tokens] rows of payload.row_bytes
   const float* weights = nullptr;     // [num_tokens, topk] or [num_tokens, num_experts]; null: none
   const std::byte* scales = nullptr;  // [num_tokens] rows of payload.scale_bytes; null: none
   std::byte* out_rows = nullptr;      // [num_rows] of payload.out_row_bytes()
   float* out_weights = nullptr;       // [num_rows, row_weight_cols]
   std::byte* out_scales = nullptr;    // [num_rows] rows of payload.scale_bytes
-  PayloadFormat payload;
-  int32_t topk = 0;
-  bool from_map = false;
-  bool one_row = false;      // rank_major
   bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
   PeerAddress rows_target;   // out_rows for peers, or this rank's staging
   Place place = Place::kStaging;
   PeerAddress scales_target;         // this rank's staging of scale rows, if there are scales
   std::byte* staged_rows = nullptr;  // the two, as this rank sees them
   std::byte* staged_scales = nullptr;
-  Signature signature;           // the plan number is filled in on the device
-  Mover mover = Mover::kVector;  // not kAuto
-  int32_t num_push = 1;          // blocks of each role
+  int32_t num_push = 1;  // blocks of each role
   int32_t num_fan_out = 1;
-  CopiedLaunch copied;  // .rows always, the rest only with Place::kCopied
   // Only with Place::kEager, where no plan says it.
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each
   int32_t index_bytes = 8;
@@ -106,28 +112,19 @@ struct RoutedDispatchLaunch {
   int32_t num_blocks = 2;  // in all
 };
 
-struct CombineLaunch {
-  RankView me;
-  PlanView plan;
+struct CombineLaunch : RowsLaunch {
   const std::byte* rows = nullptr;        // [num_rows, hidden]
   const float* row_weights = nullptr;     // [num_rows, row_weight_cols]; null: none
   const float* source_weights = nullptr;  // kSourceWeights: [num_tokens, topk or num_experts]
   bool has_source_weights = false;        // also of ranks without tokens, whose pointer may be null
   std::byte* out = nullptr;               // [num_tokens, hidden]
   float* out_weights = nullptr;           // [num_tokens, topk or num_experts]
-  PayloadFormat payload;
-  int32_t topk = 0;
-  bool from_map = false;
-  bool one_row = false;
   CombineScale scale = CombineScale::kNone;
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
                                 // engines where this rank copies to in a peer's control region
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_eager = false;        // sums and weights go among the eager rows instead
-  CopiedLaunch copied;          // .rows always, the rest of a call by copy engines
-  Signature signature;
-  Mover mover = Mover::kVector;  // not kAuto
-  int32_t num_reduce = 1;        // blocks of each role
+  int32_t num_reduce = 1;       // blocks of each role
   int32_t num_sum = 1;
 };
 

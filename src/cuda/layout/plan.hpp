@@ -50,6 +50,15 @@ struct ArrivalHead {
   int32_t padding = 0;
 };
 
+// The offsets of an array that every source has.
+struct BySource {
+  uint64_t begin = 0;
+  uint64_t stride = 0;
+  [[nodiscard]] WEFT_HD constexpr uint64_t operator()(uint32_t source) const {
+    return begin + source * stride;
+  }
+};
+
 // Offsets in bytes of every array in a plan block, computed once: a kernel that computed them would
 // spend more instructions on them than on a short plan. Strides do not depend on the call. Arrays
 // are aligned to 128 bytes, a cache line of the GPU.
@@ -66,15 +75,13 @@ struct PlanMap {
     const uint64_t per_rank = align(sizeof(int32_t) * num_ranks);
     const uint64_t per_route = align(sizeof(int32_t) * max_tokens * max_topk);
     const uint64_t per_pair = align(sizeof(int32_t) * max_tokens * num_ranks);
-    chunk_stride_ = align(sizeof(int32_t) * (most_device_chunks(max_tokens) + 1));
-    head_stride_ = align(sizeof(ArrivalHead) * max_tokens);
-    route_stride_ = per_route;
     uint64_t end = align(sizeof(PlanHeader));
     const auto take = [&](uint64_t bytes) {
       const uint64_t begin = end;
       end += bytes;
       return begin;
     };
+    const auto take_all = [&](uint64_t bytes) { return BySource{take(num_ranks * bytes), bytes}; };
     rows_per_expert = take(per_local);
     padded_rows_per_expert = take(per_local);
     expert_begin = take(per_local);
@@ -89,41 +96,17 @@ struct PlanMap {
     route_weight = take(per_route);
     primary = take(per_pair);
     arrival = take(per_pair);
-    chunk_begin_ = take(num_ranks * chunk_stride_);
-    heads_ = take(num_ranks * head_stride_);
-    slots_ = take(num_ranks * route_stride_);
-    weights_ = take(num_ranks * route_stride_);
-    origins_ = take(num_ranks * route_stride_);
+    chunk_begin = take_all(align(sizeof(int32_t) * (most_device_chunks(max_tokens) + 1)));
+    heads = take_all(align(sizeof(ArrivalHead) * max_tokens));
+    slots = take_all(per_route);
+    weights = take_all(per_route);
+    origins = take_all(per_route);
     has_records = take(align(sizeof(uint32_t)));
     num_bytes_ = end;
   }
 
-  [[nodiscard]] WEFT_HD constexpr uint64_t header() const { return 0; }
   // What the host reads in exact mode lies before this offset.
   [[nodiscard]] WEFT_HD constexpr uint64_t shape_bytes() const { return route_expert; }
-
-  // --- arrivals on this rank, written by their sources ---
-  // int32 [num_ranks][max_chunks + 1]: number of the first arrival of each chunk of the source's
-  // tokens; entry num_device_chunks(tokens) closes the last.
-  [[nodiscard]] WEFT_HD constexpr uint64_t chunk_stride() const { return chunk_stride_; }
-  [[nodiscard]] WEFT_HD constexpr uint64_t chunk_begin(uint32_t source) const {
-    return chunk_begin_ + source * chunk_stride_;
-  }
-  // ArrivalHead [num_ranks][T]
-  [[nodiscard]] WEFT_HD constexpr uint64_t heads(uint32_t source) const {
-    return heads_ + source * head_stride_;
-  }
-  // The kept routes of each arrival, by ascending slot (equal slots: ascending k), [num_ranks][T,
-  // K]: int32 slot, float weight, int32 local expert << 8 | k.
-  [[nodiscard]] WEFT_HD constexpr uint64_t slots(uint32_t source) const {
-    return slots_ + source * route_stride_;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t weights(uint32_t source) const {
-    return weights_ + source * route_stride_;
-  }
-  [[nodiscard]] WEFT_HD constexpr uint64_t origins(uint32_t source) const {
-    return origins_ + source * route_stride_;
-  }
 
   [[nodiscard]] WEFT_HD constexpr uint64_t num_bytes() const { return num_bytes_; }
 
@@ -152,6 +135,17 @@ struct PlanMap {
   uint64_t route_weight = 0;  // float [T, K] weights, if the routing carried any
   uint64_t primary = 0;  // int32 [T, num_ranks] smallest slot of the token there, -1 = none kept
   uint64_t arrival = 0;  // int32 [T, num_ranks] its number in its pair, -1 = no route there
+
+  // --- arrivals on this rank, written by their sources ---
+  // int32 [num_ranks][max_chunks + 1]: number of the first arrival of each chunk of the source's
+  // tokens; entry num_device_chunks(tokens) closes the last.
+  BySource chunk_begin;
+  BySource heads;  // ArrivalHead [num_ranks][T]
+  // The kept routes of each arrival, by ascending slot (equal slots: ascending k), [num_ranks][T,
+  // K]: int32 slot, float weight, int32 local expert << 8 | k.
+  BySource slots;
+  BySource weights;
+  BySource origins;
   // uint32 1 if a host that asked found the arrivals of all sources, 2 if not (download.hpp).
   uint64_t has_records = 0;
 
@@ -160,14 +154,6 @@ struct PlanMap {
     return (bytes + 127) / 128 * 128;
   }
 
-  uint64_t chunk_begin_ = 0;
-  uint64_t chunk_stride_ = 0;
-  uint64_t heads_ = 0;
-  uint64_t head_stride_ = 0;
-  uint64_t slots_ = 0;
-  uint64_t weights_ = 0;
-  uint64_t origins_ = 0;
-  uint64_t route_stride_ = 0;
   uint64_t num_bytes_ = 0;
 };
 
@@ -180,7 +166,7 @@ struct PlanView {
   [[nodiscard]] WEFT_HD T* at(uint64_t offset) const {
     return reinterpret_cast<T*>(data + offset);
   }
-  [[nodiscard]] WEFT_HD PlanHeader* header() const { return at<PlanHeader>(map.header()); }
+  [[nodiscard]] WEFT_HD PlanHeader* header() const { return at<PlanHeader>(0); }
   [[nodiscard]] WEFT_HD int64_t* rows_per_expert() const {
     return at<int64_t>(map.rows_per_expert);
   }

@@ -4,51 +4,50 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
-#include <utility>
+#include <memory>
 
 #include "core/gpu/check.hpp"
 
 namespace weft {
 
+// A deleter that calls one function of CUDA's; nobody could act on its error.
+template <auto kFunction>
+struct CudaDeleter {
+  void operator()(auto* thing) const { static_cast<void>(kFunction(thing)); }
+};
+
 // Says when the work before it in a stream has ended, also if the stream has ended since.
 class CudaEvent {
  public:
-  CudaEvent() = default;
-  ~CudaEvent() {
-    if (event_ != nullptr) {
-      static_cast<void>(cudaEventDestroy(event_));
-    }
-  }
-  CudaEvent(const CudaEvent&) = delete;
-  CudaEvent& operator=(const CudaEvent&) = delete;
   void create(const Context& context) {
-    WEFT_CUDA(context, cudaEventCreateWithFlags(&event_, cudaEventDisableTiming));
+    cudaEvent_t event = nullptr;
+    WEFT_CUDA(context, cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    event_.reset(event);
   }
-  [[nodiscard]] cudaEvent_t get() const { return event_; }
+  [[nodiscard]] cudaEvent_t get() const { return event_.get(); }
 
  private:
-  cudaEvent_t event_ = nullptr;
+  std::unique_ptr<CUevent_st, CudaDeleter<cudaEventDestroy>> event_;
 };
 
 // Zeroed device memory of this process only.
 template <class T>
 class CudaBuffer {
  public:
-  CudaBuffer() = default;
-  ~CudaBuffer() { static_cast<void>(cudaFree(data_)); }
-  CudaBuffer(const CudaBuffer&) = delete;
-  CudaBuffer& operator=(const CudaBuffer&) = delete;
   void create(uint64_t count, const Context& context) {
+    void* data = nullptr;
     bytes_ = count * sizeof(T);
-    WEFT_CUDA(context, cudaMalloc(reinterpret_cast<void**>(&data_), bytes_));
-    WEFT_CUDA(context, cudaMemset(data_, 0, bytes_));
+    WEFT_CUDA(context, cudaMalloc(&data, bytes_));
+    data_.reset(static_cast<T*>(data));
+    WEFT_CUDA(context, cudaMemset(data, 0, bytes_));
   }
-  [[nodiscard]] T* get() const { return data_; }
+  [[nodiscard]] T* get() const { return data_.get(); }
   [[nodiscard]] uint64_t bytes() const { return bytes_; }
 
  private:
-  T* data_ = nullptr;
+  std::unique_ptr<T, CudaDeleter<cudaFree>> data_;
   uint64_t bytes_ = 0;
 };
 
@@ -56,27 +55,17 @@ class CudaBuffer {
 template <class T>
 class PinnedBuffer {
  public:
-  PinnedBuffer() = default;
-  ~PinnedBuffer() { static_cast<void>(cudaFreeHost(data_)); }
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
   void create(uint64_t count, const Context& context) {
-    WEFT_CUDA(
-        context,
-        cudaHostAlloc(
-            reinterpret_cast<void**>(&data_),
-            count * sizeof(T),
-            cudaHostAllocMapped | cudaHostAllocPortable
-        )
-    );
-    for (uint64_t i = 0; i < count; ++i) {
-      data_[i] = T{};
-    }
+    constexpr auto kFlags = cudaHostAllocMapped | cudaHostAllocPortable;
+    void* data = nullptr;
+    WEFT_CUDA(context, cudaHostAlloc(&data, count * sizeof(T), kFlags));
+    data_.reset(static_cast<T*>(data));
+    std::fill_n(data_.get(), count, T{});
   }
-  [[nodiscard]] T* get() const { return data_; }
+  [[nodiscard]] T* get() const { return data_.get(); }
 
  private:
-  T* data_ = nullptr;
+  std::unique_ptr<T, CudaDeleter<cudaFreeHost>> data_;
 };
 
 }  // namespace weft

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// plan on a GPU: one kernel; the host waits for the number of rows only if nobody gave it. Previous
-// in the data flow: the router; next: plan.cu, then dispatch/call.cpp.
+// plan on a GPU: one kernel; the host waits for the number of rows only if nobody gave it. Or the
+// host has made the plan, and a kernel brings it to the GPUs of the domain. Previous in the data
+// flow: the router, or src/hosts/plan_image.cpp; next: plan.cu or import.cu, then
+// dispatch/call.cpp.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
 #include <optional>
-#include <thread>
 
 #include "cuda/exchange/exchange.hpp"
 #include "cuda/plan/download.hpp"
@@ -17,6 +18,8 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kMorePlans = 8;
+// An image is read over the link to the host: enough threads to keep it busy.
+constexpr int kImportBlocks = 16;
 
 // Blocks of the plan kernel: few tokens cost more in blocks that wait for each other than they
 // gain.
@@ -27,34 +30,29 @@ int plan_blocks(int64_t num_tokens, int num_gpu_sms) {
 
 class CudaPlan final : public DevicePlan {
  public:
-  // `data`: what is known of it on the host.
-  CudaPlan(
-      std::shared_ptr<const Block> block,
-      const PlanMap& map,
-      std::shared_ptr<CudaRankState> maker,
-      const RankView& me,
-      int gpu,
-      const PlanData& data
-  )
-      : block_(std::move(block)),
-        maker_(std::move(maker)),
-        exchange_id_(data.exchange_id),
-        view_{block_->data, map},
-        me_(me),
-        gpu_(gpu),
-        shape_(data.shape) {}
+  // Its memory, the exchange's end that made it, and what is known of it on the host.
+  struct Made {
+    std::shared_ptr<const Block> block;
+    std::shared_ptr<CudaRankState> maker;
+    RankView me;
+    PlanMap map;
+    int gpu;
+    uint64_t exchange_id;
+    PlanShape shape;
+  };
+  explicit CudaPlan(Made made) : made_(std::move(made)), view_{made_.block->data, made_.map} {}
 
   [[nodiscard]] const PlanView& view() const { return view_; }
 
   [[nodiscard]] const PlanData& on_host() const override {
     const std::lock_guard lock(mutex_);
     if (!copy_) {
-      const CudaDeviceGuard guard(gpu_);
+      const CudaDeviceGuard guard(made_.gpu);
       // Not the caller's stream, which may be gone.
-      const cudaStream_t stream = maker_->stream.get();
-      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, maker_->last_call.get()));
-      PlanData data = download_plan(me_, view_, shape_, stream);
-      data.exchange_id = exchange_id_;
+      const cudaStream_t stream = made_.maker->stream.get();
+      WEFT_CUDA(Context{}, cudaStreamWaitEvent(stream, made_.maker->last_call.get()));
+      PlanData data = download_plan(made_.me, view_, made_.shape, stream);
+      data.exchange_id = made_.exchange_id;
       copy_ = std::move(data);
     }
     return *copy_;
@@ -72,13 +70,8 @@ class CudaPlan final : public DevicePlan {
   }
 
  private:
-  std::shared_ptr<const Block> block_;
-  std::shared_ptr<CudaRankState> maker_;
-  uint64_t exchange_id_;
+  Made made_;
   PlanView view_;
-  RankView me_;
-  int gpu_;
-  PlanShape shape_;
   mutable std::mutex mutex_;
   mutable std::optional<PlanData> copy_;
 };
@@ -164,12 +157,6 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   return {std::move(data), launch};
 }
 
-Plan CudaExchange::make_plan(
-    const Routing& routing, const PlanOptions& options, const CallOptions& call
-) {
-  return make_plan_of(Op::kPlan, routing, options, call);
-}
-
 Plan CudaExchange::make_plan_of(
     Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
@@ -198,6 +185,35 @@ Plan CudaExchange::make_plan_of(
   });
 }
 
+Plan CudaExchange::import_plan(
+    PlanData data,
+    const std::byte* image,
+    std::span<const ImportedRecords> records,
+    int64_t number,
+    cudaStream_t stream
+) {
+  return run_call(Op::kPlan, {.stream = stream}, [&](cudaStream_t /*stream*/) {
+    ImportedPlanLaunch launch;
+    launch.me = view_;
+    launch.plan_address = take_plan(data, stream);
+    launch.plan = view_of(data);
+    launch.image = image;
+    std::ranges::copy(records, std::begin(launch.to));
+    launch.num_tokens = static_cast<int32_t>(data.shape.num_tokens);
+    const Call imported = {
+        .op = Op::kPlan,
+        .plan_number = number,
+        .options = data.shape.options,
+        .topk = data.shape.topk};
+    launch.signature = signature_of(imported);
+    launch.num_blocks = std::min(kImportBlocks, num_gpu_sms_);
+    launch_imported_plan(launch, stream);
+    set_launched(stream);
+    ++counters_.num_plans;
+    return Plan(std::make_shared<const PlanData>(std::move(data)));
+  });
+}
+
 PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
   const bool is_captured = is_capturing(stream, context_);
   if (!is_captured) {
@@ -216,8 +232,9 @@ PeerAddress CudaExchange::take_plan(PlanData& data, cudaStream_t stream) {
     block = plans_->take();
   }
   data.exchange_id = id_;
-  data.device =
-      std::make_shared<CudaPlan>(block, plan_map_, own_, view_, settings_.device.index, data);
+  const int gpu = settings_.device.index;
+  data.device = std::make_shared<CudaPlan>(CudaPlan::Made{
+      block, own_, view_, plan_map_, gpu, id_, data.shape});
   return block->address;
 }
 
@@ -239,9 +256,8 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
     if (state != cudaErrorNotReady) {
       WEFT_CUDA(context_, state);
       check();
-      WEFT_CHECK(
-          context_, *seen != 0, ErrorCode::kInternal, "plan: the kernel ended without a result"
-      );
+      const auto code = ErrorCode::kInternal;
+      WEFT_CHECK(context_, *seen != 0, code, "plan: the kernel ended without a result");
     }
   }
   std::atomic_thread_fence(std::memory_order_acquire);

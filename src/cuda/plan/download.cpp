@@ -3,13 +3,15 @@
 
 #include <algorithm>
 #include <array>
-#include <memory>
-#include <tuple>
+#include <numeric>
+#include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/gpu/check.hpp"
+#include "cuda/layout/launch.hpp"
 #include "plan/build.hpp"
 #include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
@@ -22,10 +24,8 @@ namespace {
 class BlockReader {
  public:
   BlockReader(const PlanView& block, const PlanShape& shape, const Context& context)
-      : block_(block), context_(context) {
+      : block_(block), context_(context), topk_(static_cast<size_t>(shape.topk)) {
     plan_.shape = shape;
-    topk_ = static_cast<size_t>(shape.topk);
-    stride_ = block.map.max_topk;
   }
 
   PlanData read() {
@@ -47,12 +47,16 @@ class BlockReader {
   [[nodiscard]] bool is_rank_major() const {
     return plan_.shape.options.layout == Layout::kRankMajor;
   }
+  // Where the block has route k of a token, or of an arrival.
+  [[nodiscard]] size_t place_of(int32_t item, size_t k) const {
+    return static_cast<size_t>(item) * block_.map.max_topk + k;
+  }
 
   void check_shape() const {
     const PlanMap& map = block_.map;
     const bool is_sound = plan_.shape.num_ranks == static_cast<int>(map.num_ranks) &&
                           plan_.shape.num_experts == static_cast<int>(map.num_experts) &&
-                          plan_.shape.topk >= 1 && topk_ <= stride_ &&
+                          plan_.shape.topk >= 1 && topk_ <= map.max_topk &&
                           block_.header()->num_tokens == plan_.shape.num_tokens &&
                           plan_.shape.num_tokens <= static_cast<int64_t>(map.max_tokens);
     WEFT_CHECK(
@@ -67,9 +71,8 @@ class BlockReader {
 
   void find_padding() {
     for (size_t e = 0; e < plan_.expert_begin.size() && !is_rank_major(); ++e) {
-      const int64_t begin = plan_.expert_begin[e];
-      const int64_t kept_end = begin + plan_.rows_per_expert[e];
-      const int64_t end = begin + plan_.padded_rows_per_expert[e];
+      const int64_t kept_end = plan_.expert_begin[e] + plan_.rows_per_expert[e];
+      const int64_t end = plan_.expert_begin[e] + plan_.padded_rows_per_expert[e];
       if (kept_end < end) {
         plan_.padding.emplace_back(kept_end, end);
       }
@@ -77,12 +80,9 @@ class BlockReader {
   }
 
   void read_routes() {
-    const auto num_tokens = static_cast<size_t>(plan_.shape.num_tokens);
-    plan_.route_expert.reserve(num_tokens * topk_);
-    plan_.route_slot.reserve(num_tokens * topk_);
-    for (size_t token = 0; token < num_tokens; ++token) {
-      const int32_t* expert = block_.route_expert() + token * stride_;
-      const int32_t* slot = block_.route_slot() + token * stride_;
+    for (int32_t token = 0; token < plan_.shape.num_tokens; ++token) {
+      const int32_t* expert = block_.route_expert() + place_of(token, 0);
+      const int32_t* slot = block_.route_slot() + place_of(token, 0);
       plan_.route_expert.insert(plan_.route_expert.end(), expert, expert + topk_);
       plan_.route_slot.insert(plan_.route_slot.end(), slot, slot + topk_);
     }
@@ -97,43 +97,34 @@ class BlockReader {
 
   // Reads this rank's own slots: each token's kept routes are in (slot, k) order.
   void read_sent() {
-    const int per_rank = plan_.shape.num_local_experts();
+    const PlanShape& shape = plan_.shape;
+    const int per_rank = shape.num_local_experts();
+    const auto num_tokens = static_cast<size_t>(shape.num_tokens);
     std::vector<PairWriter> writers;
-    plan_.sent.resize(static_cast<size_t>(plan_.shape.num_ranks));
+    plan_.sent.resize(static_cast<size_t>(shape.num_ranks));
     for (Arrivals& arrivals : plan_.sent) {
       arrivals.one_row = is_rank_major();
-      PairWriter::resize(
-          arrivals,
-          static_cast<size_t>(plan_.shape.num_tokens),
-          plan_.route_expert.size(),
-          plan_.shape.has_weights
-      );
+      PairWriter::resize(arrivals, num_tokens, plan_.route_expert.size(), shape.has_weights);
       writers.emplace_back(arrivals);
     }
-    std::array<PairWriter::Route, kMaxTopk> kept = {};
-    for (int32_t token = 0; token < plan_.shape.num_tokens; ++token) {
-      size_t num_kept = 0;
-      for (size_t k = 0; k < topk_; ++k) {
-        const size_t route = static_cast<size_t>(token) * topk_ + k;
-        const int32_t slot = plan_.route_slot[route];
-        if (slot >= 0) {
-          const size_t place = static_cast<size_t>(token) * stride_ + k;
-          const float weight = plan_.shape.has_weights ? block_.route_weight()[place] : 0.0F;
-          kept[num_kept++] = {slot, static_cast<int32_t>(k), plan_.route_expert[route], weight};
+    std::array<size_t, kMaxTopk> all_ks = {};
+    const std::span<size_t> ks = std::span(all_ks).first(topk_);
+    for (int32_t token = 0; token < shape.num_tokens; ++token) {
+      const int32_t* slots = block_.route_slot() + place_of(token, 0);
+      std::iota(ks.begin(), ks.end(), 0);
+      std::ranges::sort(ks, {}, [&](size_t k) { return std::pair(slots[k], k); });
+      for (const size_t k : ks) {
+        const size_t place = place_of(token, k);
+        const int32_t expert = block_.route_expert()[place];
+        if (slots[k] >= 0) {
+          writers[static_cast<size_t>(owner_rank(expert, per_rank))].add(
+              token,
+              {.slot = slots[k],
+               .k = static_cast<int32_t>(k),
+               .expert = local_expert(expert, per_rank),
+               .weight = shape.has_weights ? block_.route_weight()[place] : 0.0F}
+          );
         }
-      }
-      std::sort(
-          kept.begin(),
-          kept.begin() + static_cast<std::ptrdiff_t>(num_kept),
-          [](const PairWriter::Route& a, const PairWriter::Route& b) {
-            return std::tie(a.slot, a.k) < std::tie(b.slot, b.k);
-          }
-      );
-      for (size_t i = 0; i < num_kept; ++i) {
-        PairWriter::Route route = kept[i];
-        const auto target = static_cast<size_t>(owner_rank(route.expert, per_rank));
-        route.expert = local_expert(route.expert, per_rank);
-        writers[target].add(token, route);
       }
     }
     for (size_t rank = 0; rank < writers.size(); ++rank) {
@@ -144,70 +135,52 @@ class BlockReader {
   // Arrivals without kept routes are left out.
   Arrivals read_received(uint32_t source) {
     const int32_t num_arrivals = block_.received()[source];
-    WEFT_CHECK(
-        context_,
-        num_arrivals >= 0 && num_arrivals <= static_cast<int64_t>(block_.map.max_tokens),
-        ErrorCode::kInternal,
-        "plan: {} arrivals from rank {} (at most {})",
-        num_arrivals,
-        source,
-        block_.map.max_tokens
-    );
+    bool is_sound =
+        num_arrivals >= 0 && num_arrivals <= static_cast<int64_t>(block_.map.max_tokens);
     Arrivals out;
     out.one_row = is_rank_major();
-    for (int32_t i = 0; i < num_arrivals; ++i) {
+    for (int32_t i = 0; is_sound && i < num_arrivals; ++i) {
       const ArrivalHead& head = block_.heads(source)[i];
-      WEFT_CHECK(
-          context_,
-          head.num_routes >= 0 && head.num_routes <= plan_.shape.topk,
-          ErrorCode::kInternal,
-          "plan: arrival {} from rank {} has {} routes (at most {})",
-          i,
-          source,
-          head.num_routes,
-          plan_.shape.topk
-      );
-      if (head.num_routes > 0) {
-        out.token.push_back(head.token);
-        out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
-        add_routes(out, source, static_cast<size_t>(i) * stride_, head.num_routes);
+      is_sound = head.num_routes >= 0 && head.num_routes <= plan_.shape.topk;
+      if (!is_sound || head.num_routes == 0) {
+        continue;
+      }
+      out.token.push_back(head.token);
+      out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
+      for (size_t route = 0; route < static_cast<size_t>(head.num_routes); ++route) {
+        const size_t place = place_of(i, route);
+        const int32_t origin = block_.origins(source)[place];
+        out.slot.push_back(block_.slots(source)[place]);
+        out.k.push_back(origin & 0xff);
+        out.expert.push_back(origin >> 8);
+        if (plan_.shape.has_weights) {
+          out.weight.push_back(block_.weights(source)[place]);
+        }
       }
     }
     out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
+    const ArrivalBounds bounds = {
+        .num_tokens = block_.tokens_of()[source],
+        .num_rows = plan_.num_rows,
+        .topk = plan_.shape.topk,
+        .num_local_experts = plan_.shape.num_local_experts(),
+        .one_row = out.one_row};
+    const std::string fault = is_sound ? arrivals_fault(out, bounds) : "sizes are out of range";
+    WEFT_CHECK(
+        context_,
+        fault.empty(),
+        ErrorCode::kInternal,
+        "plan: records of rank {} on the GPU are malformed: {}",
+        source,
+        fault
+    );
     return out;
-  }
-
-  void add_routes(Arrivals& out, uint32_t source, size_t first, int32_t num_routes) const {
-    for (size_t at = first; at < first + static_cast<size_t>(num_routes); ++at) {
-      const int32_t slot = block_.slots(source)[at];
-      const int32_t origin = block_.origins(source)[at];
-      const int32_t k = origin & 0xff;
-      const int32_t expert = origin >> 8;
-      WEFT_CHECK(
-          context_,
-          slot >= 0 && slot < plan_.num_rows && k < plan_.shape.topk && expert >= 0 &&
-              expert < plan_.shape.num_local_experts(),
-          ErrorCode::kInternal,
-          "plan: a route from rank {} has slot {}, k {}, expert {} (out of range)",
-          source,
-          slot,
-          k,
-          expert
-      );
-      out.slot.push_back(slot);
-      out.k.push_back(k);
-      out.expert.push_back(expert);
-      if (plan_.shape.has_weights) {
-        out.weight.push_back(block_.weights(source)[at]);
-      }
-    }
   }
 
   PlanView block_;
   Context context_;
   PlanData plan_;
-  size_t topk_ = 0;
-  size_t stride_ = 0;  // of routes in the block
+  size_t topk_;
 };
 
 }  // namespace

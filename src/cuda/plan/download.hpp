@@ -24,12 +24,4 @@ namespace weft {
 // host: all from num_rows to global_routes but row_experts, and options.expert_stride.
 void read_output_shape(const PlanView& block, PlanData& data);
 
-// Loads the kernel of download_plan(): to load one while a peer's waits on this GPU may wait for
-// that.
-void prepare_wait_records();
-
-// Part of download_plan(): one block of `stream` waits for the records of the call that made
-// `plan`. The plan's has_records() says afterwards whether all have come.
-void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream);
-
 }  // namespace weft

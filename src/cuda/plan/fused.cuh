@@ -174,7 +174,7 @@ __device__ inline bool plan_shape(
     is_made = __syncthreads_and(static_cast<int>(is_made)) != 0;
   }
   if (!is_made) {
-    clear_plan(call);
+    clear_plan(call.plan);
   }
   return is_made;
 }

@@ -255,19 +255,18 @@ __device__ inline void publish_shape(
 }
 
 // All threads of one block clear what a later call would follow in a plan that was given up.
-__device__ inline void clear_plan(const PlanLaunch& call) {
-  const PlanMap& map = call.plan.map;
+__device__ inline void clear_plan(const PlanView& plan) {
   if (threadIdx.x == 0) {
-    *call.plan.header() = PlanHeader{};
+    *plan.header() = PlanHeader{};
   }
-  for (uint32_t rank = threadIdx.x; rank < map.num_ranks; rank += blockDim.x) {
-    call.plan.tokens_of()[rank] = 0;
+  for (uint32_t rank = threadIdx.x; rank < plan.map.num_ranks; rank += blockDim.x) {
+    plan.tokens_of()[rank] = 0;
   }
-  for (uint32_t expert = threadIdx.x; expert < map.num_experts / map.num_ranks;
-       expert += blockDim.x) {
-    call.plan.rows_per_expert()[expert] = 0;
-    call.plan.padded_rows_per_expert()[expert] = 0;
-    call.plan.expert_begin()[expert] = 0;
+  const uint32_t num_local_experts = plan.map.num_experts / plan.map.num_ranks;
+  for (uint32_t expert = threadIdx.x; expert < num_local_experts; expert += blockDim.x) {
+    plan.rows_per_expert()[expert] = 0;
+    plan.padded_rows_per_expert()[expert] = 0;
+    plan.expert_begin()[expert] = 0;
   }
 }
 

@@ -2,11 +2,11 @@
 // Brings an imported plan, which the host has made (hosts/plan_image.hpp), into the plan blocks of
 // this domain: ranks exchange handshakes as in plan.cu, then each copies its own part into its
 // block and the records of its arrivals straight into the receivers' blocks. Later calls cannot
-// tell it from a plan made by plan.cu. Before: plan/import.cpp; after: the kernels of dispatch/ and
+// tell it from a plan made by plan.cu. Before: plan/call.cpp; after: the kernels of dispatch/ and
 // combine/.
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/wait.cuh"
-#include "cuda/layout/launch.hpp"
+#include "cuda/plan/group.cuh"
 
 namespace weft {
 namespace {
@@ -168,16 +168,6 @@ __device__ void raise_records(const ImportedPlanLaunch& call, uint32_t epoch) {
   }
 }
 
-// One block clears what a later call would otherwise follow in a plan that was given up.
-__device__ void clear_plan(const ImportedPlanLaunch& call) {
-  if (threadIdx.x == 0) {
-    *call.plan.header() = PlanHeader{};
-  }
-  if (threadIdx.x < call.plan.map.num_ranks) {
-    call.plan.tokens_of()[threadIdx.x] = 0;
-  }
-}
-
 __global__ void __launch_bounds__(kImportThreads)
     import_plan_kernel(const __grid_constant__ ImportedPlanLaunch call) {
   __shared__ ImportedSetup setup;
@@ -191,7 +181,7 @@ __global__ void __launch_bounds__(kImportThreads)
     }
     raise_records(call, setup.epoch);
   } else if (blockIdx.x == 0) {
-    clear_plan(call);
+    clear_plan(call.plan);
   }
   finish_call(call.me, setup.epoch);
 }

@@ -10,24 +10,6 @@
 
 namespace weft {
 
-// Where this rank's records lie in every receiver's plan block.
-struct RecordOffsets {
-  uint64_t chunk_begin;
-  uint64_t heads;
-  uint64_t slots;
-  uint64_t weights;
-  uint64_t origins;
-};
-
-__device__ __forceinline__ RecordOffsets record_offsets(const PlanMap& map, uint32_t source) {
-  return {
-      map.chunk_begin(source),
-      map.heads(source),
-      map.slots(source),
-      map.weights(source),
-      map.origins(source)};
-}
-
 // One lane's route in a step; a lane without a route has expert -1 and target num_ranks.
 struct LaneRoute {
   int32_t token = 0;
@@ -72,7 +54,6 @@ __device__ __forceinline__ void write_pairs(
     const PlanPlace& place,
     const PlanShared& shared,
     const FastDivide& by_ranks,
-    const RecordOffsets& offsets,
     int32_t first_token,
     uint32_t lanes,
     uint32_t next
@@ -103,8 +84,8 @@ __device__ __forceinline__ void write_pairs(
     }
     const uint32_t token = static_cast<uint32_t>(first_token) + group;
     if ((token & chunk_mask) == 0 && shared.blocks[rank] != nullptr) {
-      reinterpret_cast<int32_t*>(shared.blocks[rank] + offsets.chunk_begin)[token >> chunk_shift] =
-          number;
+      const uint64_t begins = call.plan.map.chunk_begin(place.source);
+      reinterpret_cast<int32_t*>(shared.blocks[rank] + begins)[token >> chunk_shift] = number;
     }
   }
 }
@@ -114,11 +95,11 @@ __device__ __forceinline__ void write_record(
     const PlanLaunch& call,
     const PlanPlace& place,
     const PlanShared& shared,
-    const RecordOffsets& offsets,
     const LaneRoute& route,
     const TokenNeighbours& neighbours,
     uint32_t kept_lanes
 ) {
+  const PlanMap& map = call.plan.map;
   std::byte* block = shared.blocks[route.target];
   if ((route.pair & low_lanes(place.lane)) == 0) {
     const auto most = min(place.num_ranks, static_cast<uint32_t>(call.topk));
@@ -128,7 +109,7 @@ __device__ __forceinline__ void write_record(
     head.z = route.token * static_cast<int32_t>(most) + static_cast<int32_t>(route.lower_ranks);
     head.w = 0;
     if (block != nullptr) {
-      reinterpret_cast<int4*>(block + offsets.heads)[route.arrival] = head;
+      reinterpret_cast<int4*>(block + map.heads(place.source))[route.arrival] = head;
     }
     if (place.writes_tokens) {
       const size_t pair = static_cast<size_t>(route.token) * place.num_ranks + route.target;
@@ -140,11 +121,11 @@ __device__ __forceinline__ void write_record(
         static_cast<uint32_t>(route.expert) - route.target * place.experts_per_rank.divisor();
     const size_t at =
         static_cast<size_t>(route.arrival) * call.plan.map.max_topk + neighbours.place;
-    reinterpret_cast<int32_t*>(block + offsets.slots)[at] = route.slot;
-    reinterpret_cast<int32_t*>(block + offsets.origins)[at] =
+    reinterpret_cast<int32_t*>(block + map.slots(place.source))[at] = route.slot;
+    reinterpret_cast<int32_t*>(block + map.origins(place.source))[at] =
         static_cast<int32_t>(local << 8 | place.k);
     if (call.has_weights) {
-      reinterpret_cast<float*>(block + offsets.weights)[at] = route.weight;
+      reinterpret_cast<float*>(block + map.weights(place.source))[at] = route.weight;
     }
   }
 }
@@ -213,7 +194,6 @@ __device__ inline void place_tokens(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
   const auto topk = static_cast<uint32_t>(call.topk);
-  const RecordOffsets offsets = record_offsets(call.plan.map, place.source);
   const FastDivide by_ranks(place.num_ranks);
   uint32_t next = 0;  // lane r: number of the warp's next arrival at rank r
   if (place.lane < place.num_ranks) {
@@ -246,10 +226,10 @@ __device__ inline void place_tokens(
       write_eager_slots(call, place, route, neighbours);
     }
     if (route.is_route()) {
-      write_record(call, place, shared, offsets, route, neighbours, kept_lanes);
+      write_record(call, place, shared, route, neighbours, kept_lanes);
     }
     __syncwarp();
-    write_pairs(call, place, shared, by_ranks, offsets, first, firsts, next);
+    write_pairs(call, place, shared, by_ranks, first, firsts, next);
     next += static_cast<uint32_t>(__popc(firsts));
   }
 }

@@ -75,7 +75,7 @@ __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const P
   const bool is_accepted = accept_words(call, place, shared);
   if (is_refused || !is_accepted) {
     if (blockIdx.x == 0) {
-      clear_plan(call);
+      clear_plan(call.plan);
     }
     return;
   }
@@ -104,6 +104,25 @@ __global__ void __launch_bounds__(kMaxPlanThreads, 2)
   finish_call(call.me, epoch);
 }
 
+// Waits, with a deadline, until a plan's arrival records have come from all sources. It is no call
+// of its own, so it counts no epoch.
+__global__ void wait_records(
+    const __grid_constant__ RankView me, const __grid_constant__ PlanView plan
+) {
+  const int source = static_cast<int>(threadIdx.x);
+  const uint32_t epoch = plan.header()->epoch;
+  bool has_come = true;
+  if (source < me.num_ranks) {
+    const WaitSite site = {Op::kPlan, epoch, source, WaitFor::kRecords};
+    const uint32_t slot = me.map.signals().records(static_cast<uint32_t>(source));
+    has_come = wait_reached(me, signal_of(me, me.rank, slot), epoch, site);
+  }
+  const int have_all = __syncthreads_and(static_cast<int>(has_come));
+  if (threadIdx.x == 0) {
+    *plan.has_records() = have_all != 0 ? 1 : 2;
+  }
+}
+
 }  // namespace
 
 uint64_t plan_scratch_bytes(const PlanMap& map) {
@@ -112,6 +131,7 @@ uint64_t plan_scratch_bytes(const PlanMap& map) {
 
 // For every exchange of this device, so the kernel may get the most that any may need.
 void prepare_plan(const PlanMap& map) {
+  load(wait_records);
   const PlanSharedMap shared = {map.num_ranks, map.num_experts};
   const auto room = static_cast<uint64_t>(prepare_for_any_shared(plan_kernel));
   if (shared.num_bytes() > room) {
@@ -123,6 +143,11 @@ void prepare_plan(const PlanMap& map) {
             " B of shared memory (this GPU has " + std::to_string(room) + " B)"
     );
   }
+}
+
+void launch_wait_records(const RankView& me, const PlanView& plan, cudaStream_t stream) {
+  wait_records<<<1, kMaxDomainRanks, 0, stream>>>(me, plan);
+  WEFT_CUDA((Context{me.rank, me.num_ranks, "cuda"}), cudaGetLastError());
 }
 
 void launch_plan(const PlanLaunch& call, cudaStream_t stream) {

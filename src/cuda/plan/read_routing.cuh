@@ -4,7 +4,7 @@
 // plan/fused.cuh uses the same functions.
 #pragma once
 
-#include "cuda/device/topk_index.cuh"
+#include "cuda/device/lanes.cuh"
 #include "cuda/device/wait.cuh"
 #include "cuda/plan/shared.cuh"
 
@@ -44,14 +44,14 @@ pair_lanes(const PlanPlace& place, bool is_route, uint32_t target) {
 __device__ inline void raise_bad_token(
     const RankView& me, uint32_t epoch, FaultKind kind, int32_t token, int32_t what, int64_t wanted
 ) {
-  FaultRecord fault;
-  fault.kind = kind;
-  fault.op = Op::kPlan;
-  fault.epoch = epoch;
-  fault.peer = me.rank;
-  fault.what = what;
-  fault.seen = token;
-  fault.wanted = wanted;
+  const FaultRecord fault = {
+      .kind = kind,
+      .op = Op::kPlan,
+      .epoch = epoch,
+      .peer = me.rank,
+      .what = what,
+      .seen = token,
+      .wanted = wanted};
   raise_fault(me, fault);
 }
 

@@ -8,35 +8,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/device/lanes.cuh"
 #include "cuda/layout/launch.hpp"
-#include "cuda/plan/numbers.hpp"
 #include "cuda/plan/shared_map.hpp"
 
 namespace weft {
 
 // What the threads of a block share.
-struct PlanShared {
-  uint32_t* counts;          // [num_warps][columns] of each warp; later of the warps before it
-  uint32_t* before;          // [columns] of this rank's earlier blocks
-  DeviceHandshake* message;  // this rank's handshake; own() follows it
-  int64_t* total;            // [columns] of all ranks
-  int64_t* earlier;          // [columns] of the ranks before this one
-  int64_t* begin;            // [num_experts + 1] rows of all experts before, across ranks
-  SlotRun* runs;             // [columns] of this block's routes, or arrivals (rank_major)
-  DeviceHandshake* words;    // [num_ranks] as told by each rank
-  std::byte** control;       // [num_ranks] control regions as mapped here
-  std::byte** blocks;        // [num_ranks] plan blocks as mapped here; null: gets no records
-  int32_t* received;         // [num_ranks] arrivals from each rank
-  int64_t* partial;          // [num_warps] of a reduction or scan
-  // The rest is of a plan that every rank makes from all ranks' routing (fused.cuh), null
-  // otherwise.
-  uint32_t* others;       // [kOtherCounts][columns]
-  uint16_t* experts;      // [num_ranks][num_routes] of routes, all ones for none
-  uint32_t num_routes;    // most of a rank
-  int32_t* route_expert;  // [num_tokens, topk] of the rank that is planned
-  float* route_weight;
+struct PlanShared : PlanArrays {
+  std::byte** control;  // [num_ranks] control regions as mapped here
+  std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
+  int32_t* received;    // [num_ranks] arrivals from each rank
+  int64_t* partial;     // [num_warps] of a reduction or scan
+  uint32_t num_routes;  // most of a rank, in a plan that is made from all ranks' routing
 
   // [columns] of this rank.
   [[nodiscard]] __device__ uint16_t* experts_of(uint32_t rank) const {
@@ -58,29 +44,15 @@ __device__ inline PlanShared carve(
     const PlanSharedMap& map, std::byte* base, SmallPlanShared& small
 ) {
   PlanShared shared;
-  shared.counts = reinterpret_cast<uint32_t*>(base + map.counts());
-  shared.before = reinterpret_cast<uint32_t*>(base + map.before());
-  shared.message = reinterpret_cast<DeviceHandshake*>(base + map.message());
-  shared.total = reinterpret_cast<int64_t*>(base + map.total());
-  shared.earlier = reinterpret_cast<int64_t*>(base + map.earlier());
-  shared.begin = reinterpret_cast<int64_t*>(base + map.begin());
-  shared.runs = reinterpret_cast<SlotRun*>(base + map.runs());
-  shared.words = reinterpret_cast<DeviceHandshake*>(base + map.words());
+  map.lay_out(shared, [&](auto*& array, uint32_t bytes) {
+    array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(base);
+    base += bytes;
+  });
   shared.control = small.control;
   shared.blocks = small.blocks;
   shared.received = small.received;
   shared.partial = small.partial;
-  shared.others = nullptr;
-  shared.experts = nullptr;
   shared.num_routes = map.num_routes;
-  shared.route_expert = nullptr;
-  shared.route_weight = nullptr;
-  if (map.num_routes > 0) {
-    shared.others = reinterpret_cast<uint32_t*>(base + map.others());
-    shared.experts = reinterpret_cast<uint16_t*>(base + map.experts());
-    shared.route_expert = reinterpret_cast<int32_t*>(base + map.route_expert());
-    shared.route_weight = reinterpret_cast<float*>(base + map.route_weight());
-  }
   return shared;
 }
 

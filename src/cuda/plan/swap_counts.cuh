@@ -109,42 +109,6 @@ __device__ inline void post_message(
   }
 }
 
-// Whether the call can go on after a peer's handshake; raises the fault if not.
-__device__ inline bool check_word(
-    const PlanLaunch& call, const PlanPlace& place, const DeviceHandshake& word, int peer
-) {
-  FaultRecord fault;
-  fault.op = Op::kPlan;
-  fault.epoch = place.epoch;
-  fault.peer = peer;
-  fault.what = -1;
-  if (word.stamp != call.me.stamp) {
-    fault.kind = FaultKind::kStranger;
-    fault.seen = static_cast<int64_t>(word.stamp);
-    fault.wanted = static_cast<int64_t>(call.me.stamp);
-  } else if (word.status == WordStatus::kRefused) {
-    fault.kind = FaultKind::kRefused;
-  } else if (word.op != Op::kPlan) {
-    fault.kind = FaultKind::kMismatch;
-    fault.seen = static_cast<int64_t>(word.op);
-    fault.wanted = static_cast<int64_t>(Op::kPlan);
-  } else {
-    for (int field = kSignatureWords - 1; field >= 0; --field) {  // the first one wins
-      if (word.signature.words[field] != call.signature.words[field]) {
-        fault.kind = FaultKind::kMismatch;
-        fault.what = field;
-        fault.seen = word.signature.words[field];
-        fault.wanted = call.signature.words[field];
-      }
-    }
-  }
-  if (fault.kind != FaultKind::kNone) {
-    raise_fault(call.me, fault);
-    return false;
-  }
-  return true;
-}
-
 // All threads wait for the handshakes of all ranks and read them together with the counts. Returns
 // false if the call is given up.
 __device__ inline bool accept_words(
@@ -165,7 +129,7 @@ __device__ inline bool accept_words(
   }
 
   const std::byte* first_word = control + me.map.word_offset(place.epoch, 0);
-  const uint64_t stride = me.map.word_stride();
+  const uint64_t stride = me.map.word_stride;
   const auto* first_counts = reinterpret_cast<const int32_t*>(first_word + sizeof(DeviceHandshake));
   const uint64_t count_stride = stride / sizeof(int32_t);
   constexpr uint32_t kWordVectors = sizeof(DeviceHandshake) / sizeof(uint4);
@@ -194,7 +158,7 @@ __device__ inline bool accept_words(
 
   if (thread < place.num_ranks) {
     const DeviceHandshake& word = shared.words[thread];
-    is_good = check_word(call, place, word, static_cast<int>(thread));
+    is_good = check_word(me, place.epoch, *shared.message, static_cast<int>(thread), word);
     if (is_good) {
       const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kRecords};
       shared.blocks[thread] = peer_data(me, word.rows, site);

@@ -103,11 +103,9 @@ __device__ __noinline__ void raise_bad_route(
     );
     return;
   }
-  FaultRecord fault;
-  fault.kind = FaultKind::kRefused;
-  fault.op = Op::kPlan;
-  fault.epoch = place.epoch;
-  fault.peer = static_cast<int32_t>(place.source);
+  const auto source = static_cast<int32_t>(place.source);
+  const FaultRecord fault = {
+      .kind = FaultKind::kRefused, .op = Op::kPlan, .epoch = place.epoch, .peer = source};
   raise_fault(call.me, fault);
 }
 

@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chooses the GPU transport, enables access between the GPUs of this process, and keeps the table
-// of regions on the GPU.
+// Finds out whether the ranks' GPUs reach each other, chooses the GPU transport, enables access
+// between the GPUs of this process, and keeps the table of regions on the GPU.
 #include "cuda/transport/peer_memory.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <exception>
-#include <span>
+#include <random>
 #include <thread>
+#include <unistd.h>
 
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "core/gpu/check.hpp"
 #include "core/local_memory.hpp"
 #include "core/log.hpp"
+#include "group/control_plane.hpp"
 #include "transport/agree.hpp"
 
 namespace weft {
@@ -22,44 +25,124 @@ namespace {
 // becomes of memory that is freed before. The time is a guess.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
+uint64_t random_process_id() {
+  static const uint64_t id = [] {
+    std::random_device device;
+    return uint64_t{device()} << 32U | device();
+  }();
+  return id;
+}
+
+// GPU `device` of this process; never throws for lack of one.
+GpuIdentity identify_gpu(int device) {
+  GpuIdentity gpu;
+  gpu.pid = static_cast<uint64_t>(::getpid());
+  gpu.process_id = random_process_id();
+  int num_gpus = 0;
+  cudaDeviceProp properties{};
+  cudaError_t status = cudaGetDeviceCount(&num_gpus);
+  const bool is_there = device >= 0 && device < num_gpus;
+  if (status == cudaSuccess && is_there) {
+    status = cudaGetDeviceProperties(&properties, device);
+  }
+  std::string problem;
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());  // leave no error behind for the next call
+    problem = fmt::format("GPU {} cannot be asked: {}", device, cudaGetErrorString(status));
+  } else if (!is_there) {
+    problem = fmt::format("there is no GPU {} ({} are visible)", device, num_gpus);
+  } else if (properties.unifiedAddressing == 0) {
+    problem = fmt::format("GPU {} has no unified addresses", device);
+  } else {
+    std::memcpy(gpu.uuid.data(), properties.uuid.bytes, gpu.uuid.size());
+    gpu.device = device;
+  }
+  problem.copy(gpu.problem.data(), gpu.problem.size() - 1);
+  return gpu;
+}
+
+// This process's number of the GPU; -1: not visible here.
+int find_device(const GpuIdentity& gpu) {
+  int num_gpus = 0;
+  if (cudaGetDeviceCount(&num_gpus) != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return -1;
+  }
+  for (int device = 0; device < num_gpus; ++device) {
+    cudaDeviceProp properties{};
+    if (cudaGetDeviceProperties(&properties, device) == cudaSuccess &&
+        std::memcmp(properties.uuid.bytes, gpu.uuid.data(), gpu.uuid.size()) == 0) {
+      return device;
+    }
+  }
+  return -1;
+}
+
+// Why one GPU cannot reach that of another rank, as far as can be known without trying; empty:
+// nothing speaks against it.
+std::string obstacle_to(const GpuIdentity& own, const GpuIdentity& other, size_t other_rank) {
+  if (other.device < 0) {
+    return fmt::format("rank {}: {}", other_rank, other.problem.data());
+  }
+  if (own.device < 0 || own.is_same_gpu(other)) {
+    return {};
+  }
+  const int theirs = find_device(other);
+  if (theirs < 0) {
+    return {};  // hidden from this process, which does not keep it from mapping memory there
+  }
+  int can_access = 0;
+  const cudaError_t status = cudaDeviceCanAccessPeer(&can_access, own.device, theirs);
+  if (status != cudaSuccess || can_access == 0) {
+    static_cast<void>(cudaGetLastError());
+    return fmt::format(
+        "GPU {} cannot reach GPU {} of rank {}", own.device, other.device, other_rank
+    );
+  }
+  return {};
+}
+
+// The same for all ranks.
+std::string reach_obstacle(const std::vector<GpuIdentity>& gpus, int own) {
+  for (size_t rank = 0; rank < gpus.size(); ++rank) {
+    if (std::string found = obstacle_to(gpus[static_cast<size_t>(own)], gpus[rank], rank);
+        !found.empty()) {
+      return found;
+    }
+  }
+  return {};
+}
+
 }  // namespace
+
+std::vector<GpuIdentity> gather_identities(const Group& group, int device) {
+  return gather_values(group, identify_gpu(device));
+}
 
 CudaRegions::CudaRegions(const Group& group, int device, std::string_view transport)
     : rank_(group.rank()), num_ranks_(group.num_ranks()), device_(device) {
   gpus_ = gather_identities(group, device);
   agree(group, [&] {
-    check_reach();
+    const std::string problem = reach_obstacle(gpus_, rank_);
+    WEFT_CHECK(context(), problem.empty(), ErrorCode::kNotAvailable, "open: {}", problem);
     const std::string usual = Env::read().gpu_transport.value_or(gpu_transport_names().front());
     name_ = transport.empty() ? usual : transport;
   });
   agree_on_name(name_, group);
-  try {
-    agree(group, [&] {
-      WEFT_CUDA(context(), cudaSetDevice(device_));
-      transport_ = make_gpu_transport(
-          name_,
-          {.device = device_,
-           .devices = enable_access(),
-           .is_exported = is_exported(),
-           .context = context()}
-      );
-      make_table();
-    });
-  } catch (...) {
-    free_table();
-    throw;
-  }
-}
-
-CudaRegions::~CudaRegions() {
-  free_table();
-}
-
-void CudaRegions::check_reach() const {
-  for (int rank = 0; rank < num_ranks_; ++rank) {
-    const std::string problem = reach_obstacle(own(), gpus_[static_cast<size_t>(rank)], rank);
-    WEFT_CHECK(context(), problem.empty(), ErrorCode::kNotAvailable, "open: {}", problem);
-  }
+  agree(group, [&] {
+    WEFT_CUDA(context(), cudaSetDevice(device_));
+    transport_ = make_gpu_transport(
+        name_,
+        {.device = device_,
+         .devices = enable_access(),
+         .is_exported = is_exported(),
+         .context = context()}
+    );
+    stream_ = GpuStream(device_);
+    word_.create(1, context());
+    table_.create(static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions, context());
+    WEFT_CUDA(context(), cudaStreamSynchronize(nullptr));  // it is zero before the first entry
+  });
 }
 
 // GPUs of this process, this rank's included, once each; those of other processes follow when their
@@ -79,31 +162,6 @@ std::vector<int> CudaRegions::enable_access() const {
     }
   }
   return devices;
-}
-
-void CudaRegions::make_table() {
-  const uint64_t bytes = sizeof(std::byte*) * static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions;
-  stream_ = GpuStream(device_);
-  WEFT_CUDA(context(), cudaMallocHost(reinterpret_cast<void**>(&word_), sizeof *word_));
-  WEFT_CUDA(context(), cudaMalloc(reinterpret_cast<void**>(&table_), bytes));
-  WEFT_CUDA(context(), cudaMemsetAsync(table_, 0, bytes, stream_.get()));
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
-}
-
-// Never throws: nobody could act on it.
-void CudaRegions::free_table() {
-  if (stream_.get() == nullptr) {
-    return;
-  }
-  int before = -1;
-  if (cudaGetDevice(&before) == cudaSuccess && cudaSetDevice(device_) == cudaSuccess) {
-    static_cast<void>(cudaFree(table_));
-    static_cast<void>(cudaFreeHost(word_));
-    if (before != device_) {
-      static_cast<void>(cudaSetDevice(before));
-    }
-  }
-  static_cast<void>(cudaGetLastError());
 }
 
 // Another thread may be capturing a stream, which by default keeps all threads from allocating and
@@ -127,13 +185,8 @@ OwnRegion CudaRegions::allocate(uint64_t bytes) {
 std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle) {
   if (own().is_same_process(gpus_[static_cast<size_t>(rank)])) {
     auto data = std::static_pointer_cast<std::byte>(local_memory().find(handle.id));
-    WEFT_CHECK(
-        context(),
-        data != nullptr,
-        ErrorCode::kNotAvailable,
-        "map: a region of rank {} is already gone",
-        rank
-    );
+    const auto code = ErrorCode::kNotAvailable;
+    WEFT_CHECK(context(), data != nullptr, code, "map: a region of rank {} is already gone", rank);
     return data;
   }
   return transport_->map(rank, handle.exported, handle.bytes);
@@ -142,12 +195,12 @@ std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle
 void CudaRegions::set_entry(int rank, uint32_t region, std::byte* data) {
   const CudaDeviceGuard guard(device_, context());
   const std::lock_guard lock(stream_mutex_);
-  *word_ = data;
-  std::byte** const entry = table_ + static_cast<size_t>(rank) * kMaxPeerRegions + region;
-  WEFT_CUDA(
-      context(), cudaMemcpyAsync(entry, word_, sizeof *word_, cudaMemcpyHostToDevice, stream_.get())
-  );
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
+  std::byte** const word = word_.get();
+  *word = data;
+  std::byte** const entry = table_.get() + static_cast<size_t>(rank) * kMaxPeerRegions + region;
+  const cudaStream_t stream = stream_.get();
+  WEFT_CUDA(context(), cudaMemcpyAsync(entry, word, sizeof *word, cudaMemcpyHostToDevice, stream));
+  WEFT_CUDA(context(), cudaStreamSynchronize(stream));
 }
 
 void CudaRegions::quiesce() {
@@ -155,42 +208,14 @@ void CudaRegions::quiesce() {
   WEFT_CUDA(context(), cudaDeviceSynchronize());
 }
 
-std::string_view CudaRegions::how(int rank) const {
-  const GpuIdentity& other = gpus_.at(static_cast<size_t>(rank));
-  return own().is_same_process(other) ? "same process" : std::string_view(name_);
-}
-
 bool CudaRegions::is_exported() const {
-  return std::ranges::any_of(gpus_, [&](const GpuIdentity& gpu) {
-    return !own().is_same_process(gpu);
-  });
+  const auto is_here = [&](const GpuIdentity& gpu) { return own().is_same_process(gpu); };
+  return !std::ranges::all_of(gpus_, is_here);
 }
 
 int CudaRegions::ranks_on_this_gpu() const {
-  return static_cast<int>(std::ranges::count_if(gpus_, [&](const GpuIdentity& gpu) {
-    return own().is_same_gpu(gpu);
-  }));
-}
-
-// --- regions on GPUs ---
-
-std::string PeerMemory::obstacle(const Group& group, int device) {
-  std::string own = transport_obstacle("auto", group);
-  const auto gpus = gather_identities(group, device);
-  for (int rank = 0; rank < group.num_ranks() && own.empty(); ++rank) {
-    own = reach_obstacle(
-        gpus[static_cast<size_t>(group.rank())], gpus[static_cast<size_t>(rank)], rank
-    );
-  }
-  if (own.empty() && group.num_ranks() > kMaxDomainRanks) {
-    own = "too many ranks share GPU memory";
-  }
-  for (const Bytes& problem : group.all_gather(std::as_bytes(std::span(own)))) {
-    if (!problem.empty()) {
-      return {reinterpret_cast<const char*>(problem.data()), problem.size()};
-    }
-  }
-  return {};
+  const auto is_here = [&](const GpuIdentity& gpu) { return own().is_same_gpu(gpu); };
+  return static_cast<int>(std::ranges::count_if(gpus_, is_here));
 }
 
 PeerMemory::~PeerMemory() {

@@ -6,6 +6,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,11 +15,30 @@
 #include <vector>
 
 #include "core/gpu/stream.hpp"
-#include "cuda/transport/gpu_identity.hpp"
+#include "cuda/memory/owners.hpp"
 #include "cuda/transport/gpu_transport.hpp"
 #include "cuda/transport/peer_regions.hpp"
+#include "weft/group.hpp"
 
 namespace weft {
+
+// Which process and which GPU a rank has. Trivially copyable; travels between ranks.
+struct GpuIdentity {
+  uint64_t pid = 0;
+  uint64_t process_id = 0;  // random, for processes of one number in different containers
+  int32_t device = -1;      // as its process counts; -1: see problem
+  int32_t padding = 0;
+  std::array<std::byte, 16> uuid = {};
+  std::array<char, 224> problem = {};  // why this rank has no such GPU
+
+  [[nodiscard]] bool is_same_process(const GpuIdentity& other) const {
+    return pid == other.pid && process_id == other.process_id;
+  }
+  [[nodiscard]] bool is_same_gpu(const GpuIdentity& other) const { return uuid == other.uuid; }
+};
+
+// Collective: everybody's, by rank. Does not throw for lack of a GPU `device`.
+[[nodiscard]] std::vector<GpuIdentity> gather_identities(const Group& group, int device);
 
 // Regions in GPU memory, and the table of them that kernels read. Peers of the same process use
 // each other's memory as it is, other processes map it.
@@ -26,9 +47,6 @@ class CudaRegions : public RegionSource {
   // Collective. Throws the same Error on every rank: kNotAvailable if a GPU cannot reach another or
   // a machine does not allow the transport, kInvalidArgument if no transport has that name.
   CudaRegions(const Group& group, int device, std::string_view transport);
-  ~CudaRegions() override;
-  CudaRegions(const CudaRegions&) = delete;
-  CudaRegions& operator=(const CudaRegions&) = delete;
 
   void enter_thread() override;
   [[nodiscard]] OwnRegion allocate(uint64_t bytes) override;
@@ -38,9 +56,7 @@ class CudaRegions : public RegionSource {
 
   // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
   // mapped.
-  [[nodiscard]] std::byte* const* table() const { return table_; }
-  // How other ranks' memory is reached: "same process" or the name of the transport.
-  [[nodiscard]] std::string_view how(int rank) const;
+  [[nodiscard]] std::byte* const* table() const { return table_.get(); }
   // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
   // Whether other processes map this rank's memory.
@@ -49,10 +65,7 @@ class CudaRegions : public RegionSource {
  private:
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
   [[nodiscard]] const GpuIdentity& own() const { return gpus_[static_cast<size_t>(rank_)]; }
-  void check_reach() const;
   std::vector<int> enable_access() const;
-  void make_table();
-  void free_table();
 
   int rank_;
   int num_ranks_;
@@ -63,15 +76,12 @@ class CudaRegions : public RegionSource {
 
   std::mutex stream_mutex_;  // guards what follows
   GpuStream stream_;
-  std::byte** table_ = nullptr;  // device memory [num_ranks][kMaxPeerRegions]
-  std::byte** word_ = nullptr;   // pinned, of one entry on its way
+  CudaBuffer<std::byte*> table_;   // [num_ranks][kMaxPeerRegions]
+  PinnedBuffer<std::byte*> word_;  // an entry on its way
 };
 
 class PeerMemory final : CudaRegions, public PeerRegions {
  public:
-  // Empty if GPU `device` of each rank can reach those of all others, else the reason. Collective.
-  [[nodiscard]] static std::string obstacle(const Group& group, int device);
-
   // Collective; makes `device` current on this thread. Region 0 of every rank is `control_bytes` of
   // zeroed memory, mapped everywhere when this returns. `transport` is one of
   // gpu_transport_names(); empty: as WEFT_GPU_TRANSPORT says. Throws the same Error on every rank,
@@ -85,7 +95,6 @@ class PeerMemory final : CudaRegions, public PeerRegions {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  using CudaRegions::how;
   using CudaRegions::ranks_on_this_gpu;
   using CudaRegions::table;
   using PeerRegions::allocate;

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The owner's side of PeerRegions: regions are made, found and released. What peers do is in
-// peer_service.cpp.
+// Regions are made, found and released by their owner. A service thread does a peer's part: it
+// makes this rank's table agree with the boards of its peers, and frees what this rank has released
+// once the peers have unmapped it.
 #include "cuda/transport/peer_regions.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/log.hpp"
+#include "group/control_plane.hpp"
 #include "transport/agree.hpp"
 
 namespace weft {
@@ -17,9 +20,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kGranularity = uint64_t{2} << 20;  // the driver's, of cuMemCreate
-// Both times are guesses.
-constexpr auto kRoomPatience = std::chrono::seconds(2);  // for released memory to come back
-constexpr auto kSlice = std::chrono::milliseconds(5);    // of a wait
+// The times are guesses.
+constexpr auto kRoomPatience = std::chrono::seconds(2);    // for released memory to come back
+constexpr auto kSlice = std::chrono::milliseconds(5);      // of a wait
+constexpr auto kPatience = std::chrono::milliseconds(50);  // a peer that died raises nothing
 
 constexpr uint64_t round_up(uint64_t bytes) {
   return (std::max<uint64_t>(bytes, 1) + kGranularity - 1) / kGranularity * kGranularity;
@@ -50,8 +54,7 @@ PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t cont
   agree(group, [&] {
     for (int owner = 0; owner < num_ranks_; ++owner) {
       if (is_peer(owner)) {
-        const BoardEntry& entry = boards_[static_cast<size_t>(owner)].entry(0);
-        follow(owner, 0, entry.stamp.load(std::memory_order_acquire));
+        follow(owner, 0, board_of(owner).entries[0].stamp.load(std::memory_order_acquire));
       }
     }
   });
@@ -61,14 +64,13 @@ PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t cont
 void PeerRegions::connect(const Group& group) {
   Region own;
   agree(group, [&] {
-    own = transport_->allocate(Board::num_bytes(num_ranks_));
-    Board(own.data).clear(num_ranks_);
+    own = transport_->allocate(sizeof(Board));
+    new (own.data) Board;
   });
-  const auto refs = group.all_gather(std::as_bytes(std::span(&own.ref, 1)));
+  const std::vector<RegionRef> refs = gather_values(group, own.ref);
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      RegionRef ref;
-      std::memcpy(&ref, refs[static_cast<size_t>(rank)].data(), sizeof ref);
+      const RegionRef& ref = refs[static_cast<size_t>(rank)];
       transport_->import(rank, ref);
       std::byte* const data = transport_->mapped(rank, ref.slot);
       WEFT_CHECK(
@@ -78,7 +80,7 @@ void PeerRegions::connect(const Group& group) {
           "open: the host memory of rank {} cannot be mapped",
           rank
       );
-      boards_[static_cast<size_t>(rank)] = Board(data);
+      boards_[static_cast<size_t>(rank)] = reinterpret_cast<Board*>(data);
     }
   });
 }
@@ -97,9 +99,9 @@ void PeerRegions::tell_all() {
 }
 
 void PeerRegions::stamp(uint32_t region) {
-  const Board& own = boards_[static_cast<size_t>(rank_)];
-  own.entry(region).stamp.fetch_add(1, std::memory_order_release);
-  own.head().num_changes.fetch_add(1, std::memory_order_release);
+  Board& own = board_of(rank_);
+  own.entries[region].stamp.fetch_add(1, std::memory_order_release);
+  own.num_changes.fetch_add(1, std::memory_order_release);
 }
 
 // --- coming ---
@@ -119,22 +121,9 @@ uint32_t PeerRegions::take_slot() {
   return static_cast<uint32_t>(found - slots_.begin());
 }
 
-void PeerRegions::free_slot(uint32_t region) {
-  const std::lock_guard lock(mutex_);
-  slots_[region] = {};
-}
-
 bool PeerRegions::has_dead() const {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(slots_, [](const Slot& slot) { return slot.use == Use::kDead; });
-}
-
-void PeerRegions::publish(uint32_t region, const RegionHandle& handle, const PeerRegion& view) {
-  const std::lock_guard lock(mutex_);
-  slots_[region].use = Use::kLive;
-  live_.insert(std::ranges::lower_bound(live_, view.data, std::less<>{}, &PeerRegion::data), view);
-  boards_[static_cast<size_t>(rank_)].entry(region).handle = handle;
-  stamp(region);
 }
 
 PeerRegion PeerRegions::make_region(uint64_t bytes) {
@@ -143,11 +132,17 @@ PeerRegion PeerRegions::make_region(uint64_t bytes) {
     OwnRegion made = source_.allocate(bytes);
     const PeerRegion view = {.data = made.data.get(), .bytes = bytes, .region = region};
     source_.set_entry(rank_, region, view.data);
-    slots_[region].data = std::move(made.data);  // taken: nobody else touches it
-    publish(region, made.handle, view);
+    const std::lock_guard lock(mutex_);
+    slots_[region] = {Use::kLive, std::move(made.data)};
+    live_.insert(
+        std::ranges::lower_bound(live_, view.data, std::less<>{}, &PeerRegion::data), view
+    );
+    board_of(rank_).entries[region].handle = made.handle;
+    stamp(region);
     return view;
   } catch (...) {
-    free_slot(region);
+    const std::lock_guard lock(mutex_);
+    slots_[region] = {};
     throw;
   }
 }
@@ -209,8 +204,7 @@ void PeerRegions::release(const PeerRegion& region) {
 }
 
 bool PeerRegions::is_unmapped_by(int rank) const {
-  const Board& board = boards_[static_cast<size_t>(rank)];
-  return board.head().has_unmapped.load(std::memory_order_acquire) != 0 ||
+  return board_of(rank).has_unmapped.load(std::memory_order_acquire) != 0 ||
          transport_->peer_state(rank) == PeerState::kDied;
 }
 
@@ -255,8 +249,8 @@ PeerRegions::Reach PeerRegions::reach(const PeerRegion& region) const {
       return Reach::kNever;
     }
   }
-  const Board& own = boards_[static_cast<size_t>(rank_)];
-  const uint64_t stamp = own.entry(region.region).stamp.load(std::memory_order_acquire);
+  Board& own = board_of(rank_);
+  const uint64_t stamp = own.entries[region.region].stamp.load(std::memory_order_acquire);
   for (int rank = 0; rank < num_ranks_; ++rank) {
     if (!is_peer(rank) || own.is_acknowledged(rank, region.region, stamp)) {
       continue;
@@ -302,6 +296,151 @@ bool PeerRegions::wait_freed(std::chrono::milliseconds at_most) const {
   bool is_freed = false;
   wait_until(at_most, [&] { return is_freed = !has_dead(); });
   return is_freed;
+}
+
+// --- the service thread ---
+
+void PeerRegions::run() {
+  set_log_rank(rank_, num_ranks_);
+  try {
+    source_.enter_thread();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarn, "peer memory: {}", error.what());
+  }
+  while (!is_stopped_.load(std::memory_order_acquire)) {
+    const uint32_t seen = transport_->doorbell();
+    try {
+      serve();
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarn, "peer memory: {}", error.what());
+    }
+    if (!is_stopped_.load(std::memory_order_acquire)) {
+      transport_->park(seen, kPatience);
+    }
+  }
+}
+
+// New regions first: letting go of old ones may wait for running kernels.
+void PeerRegions::serve() {
+  std::vector<int> changed;
+  for (int owner = 0; owner < num_ranks_; ++owner) {
+    const auto i = static_cast<size_t>(owner);
+    const uint64_t num_changes = board_of(owner).num_changes.load(std::memory_order_acquire);
+    if (is_peer(owner) && num_changes != std::exchange(seen_changes_[i], num_changes)) {
+      changed.push_back(owner);
+    }
+  }
+  for (const bool live : {true, false}) {
+    for (const int owner : changed) {
+      follow(owner, live);
+    }
+  }
+  free_dead();
+}
+
+void PeerRegions::follow(int owner, bool live) {
+  for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+    const uint64_t stamp = board_of(owner).entries[region].stamp.load(std::memory_order_acquire);
+    const bool is_new = stamp != mapped_[static_cast<size_t>(owner)][region].stamp;
+    if (!is_new || is_live_stamp(stamp) != live) {
+      continue;
+    }
+    try {
+      follow(owner, region, stamp);
+    } catch (const std::exception& error) {
+      log(LogLevel::kWarn, "peer memory: region {} of rank {}: {}", region, owner, error.what());
+    }
+    tell(owner);
+  }
+}
+
+void PeerRegions::follow(int owner, uint32_t region, uint64_t stamp) {
+  Board& board = board_of(owner);
+  Mapped& mapped = mapped_[static_cast<size_t>(owner)][region];
+  mapped.stamp = stamp;
+  try {
+    std::shared_ptr<std::byte> data;
+    if (is_live_stamp(stamp)) {
+      data = source_.map(owner, board.entries[region].handle);
+    }
+    source_.set_entry(owner, region, data.get());
+    mapped.data = std::move(data);  // lets go of what was there
+  } catch (...) {
+    // A region that is gone is acknowledged even then: its owner must not keep it for ever.
+    board.acknowledge(rank_, region, stamp, is_live_stamp(stamp));
+    throw;
+  }
+  board.acknowledge(rank_, region, stamp, false);
+}
+
+// Who left may still have kernels running, until it has unmapped everything.
+bool PeerRegions::is_let_go(uint32_t region) const {
+  Board& own = board_of(rank_);
+  const uint64_t stamp = own.entries[region].stamp.load(std::memory_order_acquire);
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    if (is_peer(rank) && !own.is_acknowledged(rank, region, stamp) && !is_unmapped_by(rank)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void PeerRegions::free_dead() {
+  std::vector<uint32_t> dead;
+  {
+    const std::lock_guard lock(mutex_);
+    for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+      if (slots_[region].use == Use::kDead) {
+        dead.push_back(region);
+      }
+    }
+  }
+  for (const uint32_t region : dead) {  // stays dead: only this thread ends that
+    if (is_let_go(region)) {
+      try {
+        source_.set_entry(rank_, region, nullptr);
+      } catch (const std::exception& error) {  // once: the slot is free all the same
+        log(LogLevel::kWarn, "peer memory: region {}: {}", region, error.what());
+      }
+      slots_[region].data.reset();  // not under the lock: it may wait for running kernels
+      const std::lock_guard lock(mutex_);
+      slots_[region] = {};
+    }
+  }
+}
+
+// --- life ---
+
+void PeerRegions::close() {
+  const std::lock_guard lock(close_mutex_);
+  if (std::exchange(is_closed_, true)) {
+    return;
+  }
+  if (service_.joinable()) {
+    is_stopped_.store(true, std::memory_order_release);
+    tell(rank_);
+    service_.join();
+  }
+  transport_->close();  // first: whoever waits for this rank gives up
+  try {
+    source_.quiesce();
+  } catch (const Error& error) {  // after a failed kernel nothing runs any more
+    log(LogLevel::kDebug, "peer memory: close: {}", error.what());
+  }
+  for (auto& of_rank : mapped_) {
+    for (Mapped& mapped : of_rank) {
+      mapped.data.reset();
+    }
+  }
+  board_of(rank_).has_unmapped.store(1, std::memory_order_release);
+}
+
+PeerRegions::~PeerRegions() {
+  try {
+    close();
+  } catch (const std::exception& error) {
+    log(LogLevel::kWarn, "peer memory: close: {}", error.what());
+  }
 }
 
 }  // namespace weft

@@ -2,9 +2,8 @@
 // The regions of device memory that ranks share: which there are, where each is mapped, and when
 // one may be freed. This class knows nothing of GPUs: a RegionSource (CudaRegions of
 // peer_memory.hpp) makes and maps the memory, so that everything here is tested without a GPU.
-// peer_regions.cpp has the owner's side, peer_service.cpp the peers'.
 //
-// Growth is local: allocate() publishes the region on a board in host memory (board.hpp) and a
+// Growth is local: allocate() publishes the region on a board in host memory (Board) and a
 // service thread of each peer maps it, whatever the peer's other threads do. Until all have,
 // is_reachable() is false and the region must not be named to peers.
 #pragma once
@@ -16,13 +15,67 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "core/context.hpp"
-#include "cuda/transport/board.hpp"
+#include "core/gpu/peer_address.hpp"
+#include "cuda/transport/gpu_transport.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
+
+// How a peer finds a region.
+struct RegionHandle {
+  uint64_t id = 0;     // in the owner's process
+  uint64_t bytes = 0;  // of the region
+  ExportedMemory exported = {};
+};
+static_assert(std::is_trivially_copyable_v<RegionHandle>);
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "boards are shared by processes");
+
+[[nodiscard]] constexpr bool is_live_stamp(uint64_t stamp) {
+  return stamp % 2 != 0;
+}
+
+// What a rank's regions of device memory look like to its peers: one board per rank in host memory
+// that all ranks map. Its owner writes the entries; each peer writes its row of acknowledgements.
+//
+// A stamp counts what happened to an entry: odd = the region is there, even = it is gone (0: there
+// never was one). A peer acknowledges a stamp once its table agrees with it. The handle of an entry
+// changes only when every peer that is alive has acknowledged the last even stamp, so whoever has
+// read an odd stamp may take its time to read the handle and map the region.
+class Board {
+ public:
+  struct alignas(64) Entry {
+    std::atomic<uint64_t> stamp = 0;
+    RegionHandle handle;
+  };
+
+  // `rank`'s table agrees with `stamp` of the entry, or cannot be made to.
+  void acknowledge(int rank, uint32_t region, uint64_t stamp, bool has_failed) {
+    ack(rank, region).store(2 * stamp + (has_failed ? 1 : 0), std::memory_order_release);
+  }
+  [[nodiscard]] bool is_acknowledged(int rank, uint32_t region, uint64_t stamp) {
+    return ack(rank, region).load(std::memory_order_acquire) == 2 * stamp;
+  }
+  [[nodiscard]] bool has_failed(int rank, uint32_t region, uint64_t stamp) {
+    return ack(rank, region).load(std::memory_order_acquire) == 2 * stamp + 1;
+  }
+
+  std::atomic<uint64_t> num_changes = 0;   // of stamps: peers look at entries only when it differs
+  std::atomic<uint64_t> has_unmapped = 0;  // the owner maps nobody's memory any more
+  std::array<Entry, kMaxPeerRegions> entries;
+
+ private:
+  using Acks = std::array<std::atomic<uint64_t>, kMaxPeerRegions>;
+  [[nodiscard]] std::atomic<uint64_t>& ack(int rank, uint32_t region) {
+    return acks_[static_cast<size_t>(rank)][region];
+  }
+
+  std::array<Acks, kMaxDomainRanks> acks_ = {};
+};
 
 struct PeerRegion {
   std::byte* data = nullptr;  // in this rank's address space, 2 MiB aligned in size
@@ -108,11 +161,10 @@ class PeerRegions {
   void connect(const Group& group);
   [[nodiscard]] Context context() const { return {.rank = rank_, .num_ranks = num_ranks_}; }
   [[nodiscard]] bool is_peer(int rank) const { return rank != rank_; }
+  [[nodiscard]] Board& board_of(int rank) const { return *boards_[static_cast<size_t>(rank)]; }
   [[nodiscard]] Reach reach(const PeerRegion& region) const;
   [[nodiscard]] PeerRegion make_region(uint64_t bytes);
   [[nodiscard]] uint32_t take_slot();
-  void free_slot(uint32_t region);
-  void publish(uint32_t region, const RegionHandle& handle, const PeerRegion& view);
   void stamp(uint32_t region);
   void tell_all();
   void tell(int rank);
@@ -134,7 +186,7 @@ class PeerRegions {
   int rank_;
   int num_ranks_;
   std::unique_ptr<Transport> transport_;  // signal r: rank r changed a board
-  std::vector<Board> boards_;             // [num_ranks]
+  std::vector<Board*> boards_;            // [num_ranks], as mapped here
   PeerRegion control_;
 
   mutable std::mutex mutex_;  // guards slots_ and live_

@@ -22,21 +22,17 @@ static_assert(sizeof(CUmemFabricHandle) <= sizeof(ExportedMemory));
 constexpr uint64_t kLeastBytes = uint64_t{2} << 20;  // the driver's granularity of cuMemCreate
 
 // The driver's reference to some physical memory, which lives on where it is mapped.
-class Physical {
- public:
+struct Physical {
   Physical() = default;
   ~Physical() {
-    if (handle_ != 0) {
-      static_cast<void>(WEFT_DRIVER(cuMemRelease)(handle_));
+    if (handle != 0) {
+      static_cast<void>(WEFT_DRIVER(cuMemRelease)(handle));
     }
   }
   Physical(const Physical&) = delete;
   Physical& operator=(const Physical&) = delete;
-  [[nodiscard]] CUmemGenericAllocationHandle get() const { return handle_; }
-  [[nodiscard]] CUmemGenericAllocationHandle* out() { return &handle_; }
 
- private:
-  CUmemGenericAllocationHandle handle_ = 0;
+  CUmemGenericAllocationHandle handle = 0;
 };
 
 class VmmTransport final : public GpuTransport {
@@ -70,9 +66,8 @@ class VmmTransport final : public GpuTransport {
     wanted.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = options_.device};
     wanted.allocFlags.gpuDirectRDMACapable = can_reach_network() ? 1 : 0;
     Physical memory;
-    WEFT_CUDA(
-        options_.context, WEFT_DRIVER(cuMemCreate)(memory.out(), bytes, &wanted, uint64_t{0})
-    );
+    const Context& context = options_.context;
+    WEFT_CUDA(context, WEFT_DRIVER(cuMemCreate)(&memory.handle, bytes, &wanted, uint64_t{0}));
     GpuAllocation made;
     made.data = map_here(memory, bytes, options_.devices);
     if (options_.is_exported) {
@@ -108,7 +103,7 @@ class VmmTransport final : public GpuTransport {
     WEFT_CUDA(context, WEFT_DRIVER(cuMemAddressReserve)(&at, bytes, none, CUdeviceptr{0}, none));
     bool is_mapped = false;
     try {
-      WEFT_CUDA(context, WEFT_DRIVER(cuMemMap)(at, bytes, none, memory.get(), none));
+      WEFT_CUDA(context, WEFT_DRIVER(cuMemMap)(at, bytes, none, memory.handle, none));
       is_mapped = true;
       std::vector<CUmemAccessDesc> access;
       for (const int device : devices) {
@@ -144,7 +139,7 @@ class VmmTransport final : public GpuTransport {
     void* const to = is_fabric() ? static_cast<void*>(made.exported.data()) : &fd;
     WEFT_CUDA(
         options_.context,
-        WEFT_DRIVER(cuMemExportToShareableHandle)(to, memory.get(), kind_, uint64_t{0})
+        WEFT_DRIVER(cuMemExportToShareableHandle)(to, memory.handle, kind_, uint64_t{0})
     );
     if (is_fabric()) {
       return;
@@ -171,7 +166,7 @@ class VmmTransport final : public GpuTransport {
       from = reinterpret_cast<void*>(static_cast<uintptr_t>(fd.get()));
     }
     WEFT_CUDA(
-        options_.context, WEFT_DRIVER(cuMemImportFromShareableHandle)(memory.out(), from, kind_)
+        options_.context, WEFT_DRIVER(cuMemImportFromShareableHandle)(&memory.handle, from, kind_)
     );
   }
 

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include "cuda/copy_engines/rows.hpp"
-#include "cuda/layout/control_map.hpp"
+#include "cuda/layout/control.hpp"
 
 namespace weft {
 namespace {
@@ -69,9 +68,9 @@ TEST(DeviceControlTest, KeepsCopiedRowsApart) {
   for (const uint32_t eager : {0U, eager_row_room(4, 100, 8, 7168)}) {
     const DeviceControlMap without = {4, 256, 100, 8, eager};
     const DeviceControlMap map = {4, 256, 100, 8, eager, token};
-    EXPECT_GE(map.copied_stride(), 100 * token);
+    EXPECT_GE(map.copied_stride, 100 * token);
     EXPECT_EQ(map.copied_offset(0, 0), without.num_bytes());
-    EXPECT_EQ(map.copied_offset(0, 1), map.copied_offset(0, 0) + map.copied_stride());
+    EXPECT_EQ(map.copied_offset(0, 1), map.copied_offset(0, 0) + map.copied_stride);
     EXPECT_EQ(map.copied_offset(1, 0), map.copied_offset(0, 4));
     EXPECT_EQ(map.num_bytes(), map.copied_offset(1, 4));
     EXPECT_EQ(map.eager_slots_offset(4), without.eager_slots_offset(4));

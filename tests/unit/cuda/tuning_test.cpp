@@ -23,68 +23,68 @@ std::pair<int, int> blocks(const std::vector<TunedSplit>& table, const CallSize&
 
 TEST(TuningTest, TakesTheFastestSplitThatFits) {
   const std::vector<TunedSplit> table = {
-      {TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
-      {TunedOp::kDispatch, 4, 4096, {10, 14}, 310},
-      {TunedOp::kDispatch, 4, 4096, {48, 48}, 200},
-      {TunedOp::kCombine, 4, 4096, {4, 4}, 100}};
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 24}), std::pair(12, 12));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 95}), std::pair(12, 12));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 96}), std::pair(48, 48));
-  EXPECT_EQ(blocks(table, {TunedOp::kCombine, 4, 4096, 96}), std::pair(4, 4));
+      {Op::kDispatch, 4, 4096, {12, 12}, 300},
+      {Op::kDispatch, 4, 4096, {10, 14}, 310},
+      {Op::kDispatch, 4, 4096, {48, 48}, 200},
+      {Op::kCombine, 4, 4096, {4, 4}, 100}};
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 24}), std::pair(12, 12));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 95}), std::pair(12, 12));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 96}), std::pair(48, 48));
+  EXPECT_EQ(blocks(table, {Op::kCombine, 4, 4096, 96}), std::pair(4, 4));
 }
 
 // With few blocks chance decides where they run.
 TEST(TuningTest, TakesTheMostBlocksOfSplitsThatAreAsFast) {
   const std::vector<TunedSplit> table = {
-      {TunedOp::kDispatch, 4, 4096, {38, 58}, 485.8},
-      {TunedOp::kDispatch, 4, 4096, {40, 92}, 487.6},
-      {TunedOp::kDispatch, 4, 4096, {66, 66}, 486.1},
-      {TunedOp::kDispatch, 4, 4096, {92, 40}, 496.8},
-      {TunedOp::kDispatch, 2, 4096, {99, 33}, 485.8}};
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 132}), std::pair(66, 66));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 96}), std::pair(38, 58));
+      {Op::kDispatch, 4, 4096, {38, 58}, 485.8},
+      {Op::kDispatch, 4, 4096, {40, 92}, 487.6},
+      {Op::kDispatch, 4, 4096, {66, 66}, 486.1},
+      {Op::kDispatch, 4, 4096, {92, 40}, 496.8},
+      {Op::kDispatch, 2, 4096, {99, 33}, 485.8}};
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 132}), std::pair(66, 66));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 96}), std::pair(38, 58));
 }
 
 TEST(TuningTest, RemembersTheLastCallOfEachKindAlone) {
   BlockChoice choice(
-      {{TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
-       {TunedOp::kDispatch, 4, 4096, {48, 48}, 200},
-       {TunedOp::kCombine, 4, 4096, {4, 4}, 100}}
+      {{Op::kDispatch, 4, 4096, {12, 12}, 300},
+       {Op::kDispatch, 4, 4096, {48, 48}, 200},
+       {Op::kCombine, 4, 4096, {4, 4}, 100}}
   );
   for (const int sms : {24, 24, 96, 24}) {
-    EXPECT_EQ(choice.of({TunedOp::kDispatch, 4, 4096, sms}).first, sms / 2);
-    EXPECT_EQ(choice.of({TunedOp::kCombine, 4, 4096, sms}).first, 4);
+    EXPECT_EQ(choice.of({Op::kDispatch, 4, 4096, sms}).first, sms / 2);
+    EXPECT_EQ(choice.of({Op::kCombine, 4, 4096, sms}).first, 4);
   }
 }
 
 TEST(TuningTest, TakesTheNearestRowBytesAndBeyondTheMeasuredRanksTheNearest) {
   const std::vector<TunedSplit> table = {
-      {TunedOp::kDispatch, 2, 4096, {1, 2}, 900},
-      {TunedOp::kDispatch, 2, 16384, {2, 2}, 900},
-      {TunedOp::kDispatch, 4, 4096, {3, 2}, 100}};
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 4096, 24}), std::pair(1, 2));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 14336, 24}), std::pair(2, 2));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 1, 14336, 24}), std::pair(2, 2));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 8, 14336, 24}), std::pair(3, 2));
+      {Op::kDispatch, 2, 4096, {1, 2}, 900},
+      {Op::kDispatch, 2, 16384, {2, 2}, 900},
+      {Op::kDispatch, 4, 4096, {3, 2}, 100}};
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 2, 4096, 24}), std::pair(1, 2));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 2, 14336, 24}), std::pair(2, 2));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 1, 14336, 24}), std::pair(2, 2));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 8, 14336, 24}), std::pair(3, 2));
 }
 
 TEST(TuningTest, TakesWhatLiesBetweenTwoMeasuredNumbersOfRanks) {
   const std::vector<TunedSplit> table = {
-      {TunedOp::kDispatch, 2, 4096, {10, 40}, 900},
-      {TunedOp::kDispatch, 8, 4096, {20, 20}, 900},
-      {TunedOp::kDispatch, 8, 4096, {60, 72}, 100}};
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 50}), std::pair(15, 30));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 132}), std::pair(35, 56));
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 4, 4096, 45}), std::pair(20, 20));  // 50 do not fit
+      {Op::kDispatch, 2, 4096, {10, 40}, 900},
+      {Op::kDispatch, 8, 4096, {20, 20}, 900},
+      {Op::kDispatch, 8, 4096, {60, 72}, 100}};
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 50}), std::pair(15, 30));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 132}), std::pair(35, 56));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 4, 4096, 45}), std::pair(20, 20));  // 50 do not fit
   for (int sms = 50; sms <= 132; ++sms) {
-    const auto [first, second] = blocks(table, {TunedOp::kDispatch, 3, 4096, sms});
+    const auto [first, second] = blocks(table, {Op::kDispatch, 3, 4096, sms});
     EXPECT_LE(first + second, sms);
   }
 }
 
 TEST(TuningTest, SaysFromWhichNumbersOfRanksASplitComes) {
   const auto ranks = [](int num_ranks, int sms = 132) {
-    return measured_ranks(built_in_tuning(), {TunedOp::kDispatch, num_ranks, 4096, sms});
+    return measured_ranks(built_in_tuning(), {Op::kDispatch, num_ranks, 4096, sms});
   };
   EXPECT_EQ(ranks(1), (MeasuredRanks{2, 2}));
   EXPECT_EQ(ranks(2), (MeasuredRanks{2, 2}));
@@ -95,24 +95,24 @@ TEST(TuningTest, SaysFromWhichNumbersOfRanksASplitComes) {
 
 TEST(TuningTest, KeepsTheSplitsThatSomeCallWouldTake) {
   const std::vector<TunedSplit> table = {
-      {TunedOp::kDispatch, 4, 4096, {12, 12}, 300},
-      {TunedOp::kDispatch, 4, 4096, {10, 14}, 310},  // as many, slower
-      {TunedOp::kDispatch, 4, 4096, {20, 20}, 302},  // more, as fast
-      {TunedOp::kDispatch, 4, 4096, {30, 20}, 350},  // more, slower
-      {TunedOp::kDispatch, 4, 8192, {30, 20}, 350}};
+      {Op::kDispatch, 4, 4096, {12, 12}, 300},
+      {Op::kDispatch, 4, 4096, {10, 14}, 310},  // as many, slower
+      {Op::kDispatch, 4, 4096, {20, 20}, 302},  // more, as fast
+      {Op::kDispatch, 4, 4096, {30, 20}, 350},  // more, slower
+      {Op::kDispatch, 4, 8192, {30, 20}, 350}};
   const auto useful = useful_splits(table);
   ASSERT_EQ(useful.size(), 3U);
   for (int sms = 24; sms < 60; ++sms) {
-    const CallSize size = {TunedOp::kDispatch, 4, 4096, sms};
+    const CallSize size = {Op::kDispatch, 4, 4096, sms};
     EXPECT_EQ(blocks(table, size), blocks(useful, size));
   }
 }
 
 TEST(TuningTest, SharesByRuleWhereNothingIsMeasuredOrSomethingIsAsked) {
-  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20}), std::pair(11, 9));
-  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 2}), std::pair(1, 1));
-  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20, 5}), std::pair(5, 15));
-  EXPECT_EQ(blocks({}, {TunedOp::kDispatch, 2, 4096, 20, 0, true}), std::pair(17, 3));
+  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20}), std::pair(11, 9));
+  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 2}), std::pair(1, 1));
+  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20, 5}), std::pair(5, 15));
+  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20, 0, true}), std::pair(17, 3));
 }
 
 TEST(TuningTest, AShortCombineSumsAllTokensAtOnceWithinHalfOfTheBlocks) {
@@ -125,7 +125,7 @@ TEST(TuningTest, AShortCombineSumsAllTokensAtOnceWithinHalfOfTheBlocks) {
 
 // Each number of GPUs of one host gets a split that fits, within few multiprocessors and all.
 TEST(TuningTest, TheBuiltInTableCoversOneToEightRanks) {
-  for (const TunedOp op : {TunedOp::kDispatch, TunedOp::kCombine}) {
+  for (const Op op : {Op::kDispatch, Op::kCombine}) {
     for (int ranks = 1; ranks <= 8; ++ranks) {
       for (const int sms : {24, 64, 132}) {
         const CallSize size = {op, ranks, 14336, sms};
@@ -149,7 +149,7 @@ TEST(TuningTest, ReadsAFileAndSaysWhatIsWrongWithIt) {
   const auto table = load(R"({"splits": [)" + good + "]}");
   ASSERT_EQ(table.size(), 1U);
   EXPECT_EQ(table[0].num_ranks, 2);
-  EXPECT_EQ(blocks(table, {TunedOp::kDispatch, 2, 4096, 7}), std::pair(3, 4));
+  EXPECT_EQ(blocks(table, {Op::kDispatch, 2, 4096, 7}), std::pair(3, 4));
   const auto fault = [&](const std::string& text) {
     return text_of(thrown_by([&] { static_cast<void>(load(text)); }));
   };

@@ -46,7 +46,7 @@ TEST(AreaMapTest, PutsAreasSideBySide) {
   EXPECT_EQ(map.num_bytes(), 0U);
   std::vector<ByteSpan> areas;
   for (const int64_t bytes : {1, 256, 0, 257, 4096, 255}) {
-    const uint64_t offset = map.add(bytes);
+    const uint64_t offset = map.add(static_cast<uint64_t>(bytes));
     EXPECT_EQ(offset % AreaMap::kAlignment, 0U);
     areas.push_back({offset, offset + static_cast<uint64_t>(bytes)});
   }

@@ -61,15 +61,16 @@ TEST(CombineAreasTest, MessagesAreApartAndNumberedInOneSequence) {
     int64_t next = 0;
     for (size_t i = 0; i < traffic.forwarded.size(); ++i) {
       const int64_t count = traffic.forwarded[i].crossings.size();
-      spans.push_back(span_of(areas.sum_messages.at(i), chunks.sums.area_bytes(count), 1));
-      EXPECT_EQ(areas.sum_chunks.at(i), next);
+      spans.push_back(span_of(areas.sum_messages.at(i).offset, chunks.sums.area_bytes(count), 1));
+      EXPECT_EQ(areas.sum_messages.at(i).first, next);
       next += chunks.sums.num_chunks(count);
     }
     for (size_t domain = 0; domain < traffic.sent.size(); ++domain) {
       const auto count = static_cast<int64_t>(traffic.sent[domain].size());
-      spans.push_back(span_of(areas.weight_messages.at(domain), chunks.weights.area_bytes(count), 1)
+      spans.push_back(
+          span_of(areas.weight_messages.at(domain).offset, chunks.weights.area_bytes(count), 1)
       );
-      EXPECT_EQ(areas.weight_chunks.at(domain), next);
+      EXPECT_EQ(areas.weight_messages.at(domain).first, next);
       next += chunks.weights.num_chunks(count);
     }
     expect_apart(spans, kNoEnd, AreaMap::kAlignment);
@@ -84,10 +85,10 @@ TEST(CombineAreasTest, WorkHoldsEveryPartAndEveryForwardedSum) {
     std::vector<ByteSpan> spans;
     for (size_t i = 0; i < traffic.forwarded.size(); ++i) {
       const int64_t count = traffic.forwarded[i].crossings.size();
-      const ForwardedSums& sums = areas.forwarded.at(i);
+      const ForwardedArea& sums = areas.forwarded.at(i);
       spans.push_back(span_of(sums.rows, count, each(chunks.sums.row_bytes)));
       spans.push_back(span_of(sums.weights, count, each(chunks.sums.weight_bytes)));
-      spans.push_back(span_of(sums.source_weights, count, each(chunks.weights.weight_bytes)));
+      spans.push_back(span_of(sums.extra, count, each(chunks.weights.weight_bytes)));
     }
     int64_t parts = plan.shape.num_tokens;
     for (size_t domain = 0; domain < traffic.sent.size(); ++domain) {

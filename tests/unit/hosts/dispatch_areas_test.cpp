@@ -28,15 +28,15 @@ TEST(DispatchAreasTest, AreasAreApartAndMessagesNumberedInOneSequence) {
       staged.push_back(span_of(areas.staged.at(i), chunk.area_bytes(count), 1));
       work.push_back(span_of(areas.forwarded.at(i).rows, count, 48));
       work.push_back(span_of(areas.forwarded.at(i).weights, count, 12));
-      work.push_back(span_of(areas.forwarded.at(i).scales, count, 7));
+      work.push_back(span_of(areas.forwarded.at(i).extra, count, 7));
     }
     work.push_back(span_of(areas.own_weights, plan.shape.num_tokens, 12));
     std::vector<ByteSpan> messages;
     int64_t next = 0;
     for (size_t domain = 0; domain < plan.between->sent.size(); ++domain) {
       const auto count = static_cast<int64_t>(plan.between->sent[domain].size());
-      messages.push_back(span_of(areas.messages.at(domain), chunk.area_bytes(count), 1));
-      EXPECT_EQ(areas.chunks.at(domain), next);
+      messages.push_back(span_of(areas.messages.at(domain).offset, chunk.area_bytes(count), 1));
+      EXPECT_EQ(areas.messages.at(domain).first, next);
       next += chunk.num_chunks(count);
     }
     EXPECT_EQ(areas.room.num_messages, static_cast<uint64_t>(next));

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The index of every rank, where it was written to, against the routing.
-#include "hosts/inter_node_index.hpp"
-
 #include <gtest/gtest.h>
 
 #include <map>
 #include <utility>
 
 #include "domain_plans.hpp"
+#include "hosts/plan_image.hpp"
 
 namespace weft::test {
 namespace {

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "hosts/transfer_thread.hpp"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "hosts/message_counts.hpp"
+#include "hosts/message_transfer.hpp"
 
 namespace weft {
 namespace {
