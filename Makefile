@@ -19,7 +19,7 @@ check: ## build, unit tests, Python tests, lint of what changed: the quick part 
 test: ## build and test everything, sanitizers included
 	@scripts/test
 
-nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, and the soak
+nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, larger models, and the soak
 	@scripts/test --nightly
 
 bench: ## measure this machine and write bench/results

@@ -3,6 +3,8 @@
 """Checks docs/memory_model.md against the source: every ordering access and fence stands in its table of ends, with the
 hand-overs that it serves, and every hand-over has a release and an acquire.
 
+Its table of models names every model of tests/model with the mutations that the model's head lists, and no others.
+
 An end is a use of one of the primitives below in a function of a watched file. A new one fails until the table has it.
 """
 
@@ -17,7 +19,7 @@ DEVICE = [
     *["store_relaxed_sys", "store_release_sys", "load_acquire_sys", "load_acquire_gpu", "load_relaxed_sys"],
     *["add_acq_rel_gpu", "fence_sys", "fence_gpu", "fence_async_proxy", "bulk_load", "bulk_store", "wait_stores_read"],
     *["wait_stores", "arrive", "init_barrier", "publish_barriers", "try_wait_barrier", "wait_barrier"],
-    *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicCAS", "volatile"],
+    *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicMax", "volatile"],
     *["atomicExch", "atomicOr", "__threadfence_block", "__threadfence", "__threadfence_system"],
 ]
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile", "write_word"]
@@ -25,6 +27,8 @@ WATCHED = [  # (pattern of paths, primitives); the inline PTX that defines the p
     (re.compile(r"^src/(cuda|hosts)/(?!device/ptx/).*\.cuh?$"), DEVICE),
     (re.compile(r"^src/(cpu|cuda|exchange|hosts|transport/(mapped|ofi))/.*\.[ch]pp$"), HOST),
 ]
+MODELS = "tests/model"
+MUTATION = re.compile(r"^//   ([A-Z_]+)  ", re.M)
 NOISE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\'|^[ \t]*#[^\n]*', re.S | re.M)
 BLOCK = re.compile(r"^(?:else\b|do\b|(?:if|for|while|switch|catch)\b)")
 CALLED = re.compile(r"([A-Za-z_]\w*)\s*\(")
@@ -101,6 +105,24 @@ def shown(primitives):
     return ", ".join(f"`{name}` x {n}" if n > 1 else f"`{name}`" for name, n in sorted(primitives.items()))
 
 
+def compare_models(root, rows, hand_overs):
+    """Findings of the table that says which model checks which hand-overs."""
+    found = {path.stem: set(MUTATION.findall(path.read_text())) for path in tree.files(root, ".pml") if path.parent == root / MODELS}
+    told, findings = {}, []
+    for row in [row for row in rows if "model" in row]:
+        told.setdefault(row["model"].strip("`"), set()).update(re.findall(r"`(\w+)`", row["mutations that must be found"]))
+        findings += [
+            f"{DOCUMENT}: model {row['model']} names {one}, which no row explains"
+            for one in ids(row["hand-over"])
+            if one not in hand_overs
+        ]
+    for model in sorted(found.keys() | told.keys()):
+        for name in sorted(found.get(model, set()) ^ told.get(model, set())):
+            place = "the document alone" if name in told.get(model, set()) else "the model alone"
+            findings.append(f"{MODELS}/{model}.pml: {name} stands in {place}")
+    return findings
+
+
 def compare(root):
     rows = tables((root / DOCUMENT).read_text())
     hand_overs = [row["id"].strip("`") for row in rows if "id" in row]
@@ -117,6 +139,7 @@ def compare(root):
         findings += [f"{name} names {one}, which no row explains" for one in of_row if one not in hand_overs]
     for one in hand_overs:
         findings += [f"{DOCUMENT}: {one} has no {half}" for half, names in served.items() if one not in names]
+    findings += compare_models(root, rows, hand_overs)
     found = uses_in_tree(root)
     for key in sorted(found.keys() | ends.keys()):
         told, there = shown(ends.get(key, {})) or "nothing", shown(found.get(key, {})) or "nothing"

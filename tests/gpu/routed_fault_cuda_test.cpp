@@ -100,5 +100,29 @@ TEST_F(GpuRoutedFaultTest, NamesTheRankThatDoesNotCome) {
   );
 }
 
+// A rank that does not come to a call is not forgiven because another one refuses it: the next
+// calls would be two ahead of that rank's.
+TEST_F(GpuRoutedFaultTest, ARefusalDoesNotExcuseARankThatDoesNotCome) {
+  FaultWorld world(num_gpus());
+  run_threads(3, [&](const Group& group) {
+    ExchangeConfig config = world.setup.config(group.rank());
+    config.timeout = std::chrono::milliseconds(500);
+    Exchange exchange(group, config);
+    FaultRank own(exchange, world.good);
+    group.barrier();
+    if (group.rank() == 0) {
+      const auto thrown = thrown_by([&] { own.plan_and_dispatch(); });
+      const std::string text = text_of(thrown);
+      EXPECT_TRUE(thrown.value_or(Thrown{}).is_timeout) << text;
+      EXPECT_NE(text.find("rank 1 refused the call: it has no memory"), std::string::npos) << text;
+      EXPECT_NE(text.find("; then no handshake for 0.5 s from rank 2"), std::string::npos) << text;
+      EXPECT_EQ(text_of(thrown_by([&] { own.plan_and_dispatch(); })), text) << "told again";
+    } else if (group.rank() == 1) {
+      own.exchange.refuse(Op::kPlanAndDispatch, "it has no memory");
+    }
+    group.barrier();
+  });
+}
+
 }  // namespace
 }  // namespace weft::test

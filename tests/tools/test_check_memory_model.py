@@ -64,3 +64,37 @@ def test_finds_a_hand_over_without_an_end(tmp_path, old, new, problem):
     status, out = check(tmp_path, document=DOCUMENT.replace(old, new, 1))
     assert status == 1
     assert problem in out
+
+
+MODEL = """// Mutations:
+//   NO_WAIT  a wait is missing
+"""
+MODELS = """
+| hand-over | model | mutations that must be found |
+|---|---|---|
+| `rows` | `call` | `NO_WAIT` |
+"""
+
+
+def check_model(tmp_path, model=MODEL, models=MODELS):
+    texts = {"src/cuda/a.cuh": SOURCE, "tests/model/call.pml": model, "docs/memory_model.md": DOCUMENT + models}
+    return run_tool("check_memory_model", write_tree(tmp_path, texts))
+
+
+def test_accepts_a_model_that_is_told(tmp_path):
+    assert check_model(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    "model, models, problem",
+    [
+        (MODEL + "//   MORE  another\n", MODELS, "call.pml: MORE stands in the model alone"),
+        ("// none", MODELS, "call.pml: NO_WAIT stands in the document alone"),
+        (MODEL, MODELS.replace("rows", "others"), "model `call` names others, which no row explains"),
+        (MODEL, "", "call.pml: NO_WAIT stands in the model alone"),
+    ],
+)
+def test_finds_a_model_that_differs(tmp_path, model, models, problem):
+    status, out = check_model(tmp_path, model, models)
+    assert status == 1
+    assert problem in out

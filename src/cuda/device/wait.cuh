@@ -56,11 +56,10 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   const bool is_mutual = fault.kind != FaultKind::kTimeout && fault.kind != FaultKind::kStranger &&
                          fault.kind != FaultKind::kUnmapped;
   const StopState state = is_mutual ? StopState::kGivenUp : StopState::kBroken;
-  const auto before = atomicCAS(
-      reinterpret_cast<uint32_t*>(&me.local->stopped),
-      static_cast<uint32_t>(StopState::kRunning),
-      static_cast<uint32_t>(state)
-  );
+  // A handshake that does not come to a call that is given up leaves the rank broken all the same:
+  // its next calls would be two ahead of the peer's, and write over what the peer still reads.
+  const auto before =
+      atomicMax(reinterpret_cast<uint32_t*>(&me.local->stopped), static_cast<uint32_t>(state));
   if (before != static_cast<uint32_t>(StopState::kRunning)) {
     return;
   }

@@ -88,7 +88,9 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
         watch_plan(call.plan, setup, seen);
       } else if (warp < kMoverWarps) {
         Mover mover(warp, full + warp * Mover::kBarriers);
-        push.run(mover);
+        if (!is_stopped(rows.me)) {  // a peer may still be two calls behind, and read its rows
+          push.run(mover);
+        }
         EagerFanOut(rows, setup, seen, place).run(mover);
       }
     }

@@ -117,8 +117,11 @@ class CudaExchange final : public Executor {
   [[nodiscard]] bool do_peers_only_plan(uint32_t epoch) const;
   // Throws what the record says. A refusal that harmed nothing is cleared first.
   void throw_fault();
-  void clear_fault(uint32_t epoch);
+  // False: a peer has not come to a call since, so that the exchange can no longer be used.
+  bool clear_fault(uint32_t epoch);
   [[nodiscard]] ControlSurvey survey_control(uint32_t epoch) const;
+  // Those whose handshake of this rank's last call has not come.
+  [[nodiscard]] std::vector<int> silent_ranks() const;
   // A value in this GPU's memory, read by a copy, which takes another way than kernels.
   template <class T>
   [[nodiscard]] T read_gpu(const void* from) const;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "core/clock.hpp"
 #include "core/log.hpp"
 #include "cuda/exchange/exchange.hpp"
 
@@ -77,7 +78,7 @@ void CudaExchange::set_launched(cudaStream_t stream) {
 
 // Once this rank's part of the call has ended, in whatever stream it was replayed, and what is
 // queued behind it. Nobody else is waited for: a peer on the same GPU may wait for this rank.
-void CudaExchange::clear_fault(uint32_t epoch) {
+bool CudaExchange::clear_fault(uint32_t epoch) {
   const CudaDeviceGuard guard(settings_.device.index);
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
@@ -86,10 +87,14 @@ void CudaExchange::clear_fault(uint32_t epoch) {
   while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+  if (read_gpu<LocalState>(own_->local.get()).stopped == StopState::kBroken) {
+    return false;
+  }
   *own_->fault.get() = {};  // first: once calls may go on, the next fault may come
   const cudaStream_t stream = own_->stream.get();
   WEFT_CUDA(context_, cudaMemsetAsync(&own_->local.get()->stopped, 0, sizeof(StopState), stream));
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  return true;
 }
 
 void CudaExchange::throw_fault() {
@@ -105,8 +110,10 @@ void CudaExchange::throw_fault() {
     survey.refusal = refusals_->reason(peer, record.epoch);
   }
   const bool is_late = record.kind == FaultKind::kTimeout;
-  if (!is_late && record.kind != FaultKind::kStranger && record.kind != FaultKind::kUnmapped) {
-    clear_fault(record.epoch);  // nothing was harmed: all ranks gave the call up, and count it
+  const bool is_mutual =
+      !is_late && record.kind != FaultKind::kStranger && record.kind != FaultKind::kUnmapped;
+  // Nothing was harmed if all ranks gave the call up, and count it.
+  if (is_mutual && clear_fault(record.epoch)) {
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
   }
   const bool is_of_peer = is_late && record.waiting_for != WaitFor::kGrid;
@@ -129,12 +136,32 @@ void CudaExchange::throw_fault() {
         log(LogLevel::kDebug, "exchange: {}", error.what());
       }
     }
-    const ErrorCode code = is_late ? ErrorCode::kTimeout : ErrorCode::kInternal;
-    raise_error(code, context_, fault_text(record, named, survey));
+    std::string problem = fault_text(record, named, survey);
+    if (is_mutual) {
+      problem += fmt::format(
+          "; then no handshake for {} from rank {}",
+          seconds_text(settings_.timeout),
+          fmt::join(silent_ranks(), ", ")
+      );
+    }
+    const bool is_timeout = is_late || is_mutual;
+    raise_error(is_timeout ? ErrorCode::kTimeout : ErrorCode::kInternal, context_, problem);
   } catch (const Error&) {
     broken_ = std::current_exception();
     throw;
   }
+}
+
+std::vector<int> CudaExchange::silent_ranks() const {
+  const uint32_t epoch = read_gpu<LocalState>(own_->local.get()).epoch;
+  const std::vector<uint32_t> words = survey_control(epoch).words;
+  std::vector<int> silent;
+  for (size_t rank = 0; rank < words.size(); ++rank) {
+    if (words[rank] != epoch) {
+      silent.push_back(rank_names_.empty() ? static_cast<int>(rank) : rank_names_[rank]);
+    }
+  }
+  return silent;
 }
 
 ControlSurvey CudaExchange::survey_control(uint32_t epoch) const {

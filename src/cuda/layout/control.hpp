@@ -315,7 +315,7 @@ struct FaultRecord {
   uint64_t control = 0;  // address of this rank's control region, as the kernel knew it
 };
 
-// What the first fault of a rank does to its calls.
+// What the faults of a rank do to its calls; the worst one counts.
 enum class StopState : uint32_t {
   kRunning,
   kGivenUp,  // a call is given up by all ranks; so are those queued behind it, until the host

@@ -1,0 +1,78 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a model with SPIN. Without a mutation no property may be violated; with one, some property must be.
+
+usage: check_model.py MODEL.pml [MUTATION] [--night]     --night: more calls, and more that happens at once
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Bounds of the night; the models have those of the day themselves.
+NIGHT = {
+    "cpu": ["NIGHT"],
+    "copies": ["C=4"],
+    "dispatch": ["C=4"],
+    "eager": ["C=4"],
+    "parking": [],
+}
+# What a mutation needs besides itself to be found.
+NEEDS = {"EXPIRED_STAYS_GIVEN_UP": ["MAX_REFUSALS=2"]}
+# Process types of a model have `provided` clauses, which forbid partial order reduction.
+COMPILE = ["gcc", "-w", "-DNOREDUCE", "-DSAFETY", "-DNOCLAIM", "-DVECTORSZ=4096", "-DMEMLIM=8000", "-o", "pan", "pan.c"]
+
+
+def run(command, folder):
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def check(model, mutation, night, folder):
+    """What pan says."""
+    names = (NIGHT[model.stem] if night else []) + ([mutation, *NEEDS.get(mutation, [])] if mutation else [])
+    defines = [f"-D{name}" for name in names]
+    # A mutation is found soon; what takes time then is the compiler. At night states are kept as
+    # hashes of 64 bits (HC4), to save memory.
+    options = ["-O0"] if mutation else ["-O2", *(["-DHC4"] if night else [])]
+    for command in [["spin", *defines, "-a", model], [*COMPILE, *options]]:
+        status, out = run(command, folder)
+        if status != 0 or "Error" in out:
+            sys.exit(f"{' '.join(map(str, command))}:\n{out}")
+    _, out = run(["./pan", "-m1000000"], folder)
+    if (Path(folder) / f"{model.name}.trail").exists():
+        status, steps = run(["spin", *defines, "-t", "-p", model], folder)
+        out += "".join(line + "\n" for line in steps.splitlines() if "(state -)" not in line)
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("mutation", nargs="?", help="one that the head of the model lists")
+    parser.add_argument("--night", action="store_true", help="with larger bounds")
+    args = parser.parse_args()
+    model = args.model.resolve()
+    with tempfile.TemporaryDirectory() as folder:
+        out = check(model, args.mutation, args.night, folder)
+    errors = re.search(r"errors: (\d+)", out)
+    states = re.search(r"(\S+) states, stored", out)
+    seconds = re.search(r"elapsed time (\S+)", out)
+    is_whole = errors and states and not re.search(r"max search depth too small|out of memory|memory exhausted|interrupted", out)
+    violated = re.search(r"pan:1: (assertion violated|invalid end state)", out)
+    told = f"{states and states.group(1)} states, {seconds.group(1) if seconds else 0} s"
+    if args.mutation and violated:
+        print(f"{model.stem}: {args.mutation} is found: {violated.group(1)} ({told})")
+    elif not args.mutation and is_whole and int(errors.group(1)) == 0:
+        print(f"{model.stem}: no property is violated ({told})")
+    else:
+        print(f"{out}\n{model.stem}: {f'{args.mutation} is not found' if args.mutation else 'see above'} ({told})")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

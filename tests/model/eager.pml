@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Eager rows on GPUs: plan and dispatch in one launch (src/cuda/dispatch/fused.cu, eager.cuh,
+// push.cuh, src/cuda/plan/fused.cuh, swap_routing.cuh), and combine of few tokens
+// (src/cuda/combine/call.cpp, combine.cu). Rows, and routing in tagged words, go to one of two
+// areas by the parity of the epoch, before any handshake of their call has come.
+//
+// Checked: who takes rows, routing or a word for those of a call gets those of that call, also while
+// a rank is late and others have broken off; no rank gets a result of a call that another refuses;
+// every wait ends.
+//
+// In a fused launch the handshake, the routing and the rows belong to different warps, so that none
+// of their fences covers the others' stores. All of them are stored as early as they may be.
+// Abstracted: see gpu.pml; also the plan itself and the slots of rows: what counts is that all
+// routing is of this call.
+//
+// Mutations, each of which makes the check fail:
+//   ONE_ROW_AREA            rows have one area instead of two
+//   ONE_ROUTE_AREA          routing has one area instead of two
+//   ONE_WORD_AREA           words have one place instead of two
+//   NO_FENCE                signals are raised before what they announce is visible
+//   NO_WORD_WAIT            a call goes on without the words of all ranks
+//   NO_WAIT_WHEN_GIVEN_UP   a call that is given up does not wait for the words
+//   NO_ROW_WAIT             rows are taken before their signals
+//   NO_ROUTE_TAG            routing is taken without its epoch
+//   WORD_BEFORE_END         a rank's word of the next call is sent before it has read its rows
+//   PUSH_WHEN_STOPPED       rows are pushed in calls queued behind one that was broken off
+//   EXPIRED_STAYS_GIVEN_UP  a word that does not come in a call that is given up is forgiven
+#define NUM_KINDS 6
+#define FIRST_ROW_KIND 2
+#define FIRST_LOOSE_KIND 4
+#define NUM_SIGNALS 4
+#include "gpu.pml"
+
+#ifdef ONE_ROW_AREA
+#define ROW(e, owner, writer) CELL(2, owner, writer)
+#else
+#define ROW(e, owner, writer) CELL(2 + (e) % 2, owner, writer)
+#endif
+#ifdef ONE_ROUTE_AREA
+#define ROUTE(e, owner, writer) CELL(4, owner, writer)
+#else
+#define ROUTE(e, owner, writer) CELL(4 + (e) % 2, owner, writer)
+#endif
+#define FUSED 0
+#define COMBINE 1
+bit op[C + 1];  // of each call
+
+#define ROW_SIGNAL(owner, writer) SIGNAL(2 + op[e], owner, writer)
+#ifdef NO_ROW_WAIT
+#define HAS_ROW(peer) true
+#else
+#define HAS_ROW(peer) ((peer) == me || ROW_SIGNAL(me, peer) >= e)
+#endif
+#ifdef NO_ROUTE_TAG
+#define HAS_ROUTE(peer) ((peer) == me || visible[ROUTE(e, me, peer)] != 0)
+#else
+#define HAS_ROUTE(peer) ((peer) == me || visible[ROUTE(e, me, peer)] == e)
+#endif
+
+#ifdef PUSH_WHEN_STOPPED
+#define IS_PUSHING (is_good || (op[e] == FUSED && refuser[e] != me))
+#else
+#define IS_PUSHING is_good
+#endif
+
+inline store_rows() {
+  has_pushed = !IS_PUSHING;
+  if
+  :: IS_PUSHING -> FOR_PEERS(store(ROW(e, peer, me), e))
+  :: else
+  fi;
+  if
+  :: op[e] == FUSED && refuser[e] != me -> FOR_PEERS(store(ROUTE(e, peer, me), e))
+  :: else
+  fi
+}
+
+inline raise_rows() {
+  d_step {
+    !has_pushed && FENCE(ROWS, me) ->
+    FOR_PEERS(ROW_SIGNAL(peer, me) = e);
+    has_pushed = true
+  }
+}
+
+// A tag is read together with what it stands for, so that this is one step.
+inline take_routes() {
+  if
+  :: !is_good || op[e] == COMBINE
+  :: d_step {
+       is_good && op[e] == FUSED && ALL_OF(HAS_ROUTE) ->
+       FOR_PEERS(assert(visible[ROUTE(e, me, peer)] == e))
+     }
+  :: is_good && op[e] == FUSED && !ALL_OF(HAS_ROUTE) && MAY_EXPIRE ->
+     d_step {
+       is_good = false;
+       stopped[me] = BROKEN
+     }
+  fi
+}
+
+inline take_rows() {
+  TAKE(ALL_OF(HAS_ROW), FOR_PEERS(assert(visible[ROW(e, me, peer)] == e)); IS_RIGHT)
+}
+
+proctype rank(byte me) RUNS {
+  RANK_STATE;
+  {
+    do
+    :: e == C || stopped[me] == BROKEN -> break
+    :: e < C ->
+       atomic { begin_call(); store_words(0); store_rows() };
+       do
+       :: raise_words()
+       :: raise_rows()
+       :: has_told && has_pushed -> break
+       od;
+       accept_words();
+       send_next_words(0);
+       take_routes();
+       take_rows();
+       end_call()
+    od
+  } unless { is_dead && me == VICTIM };
+  has_ended[me] = true
+}
+
+init {
+  atomic {
+    byte i;
+    for (i : 1 .. C) {
+      if
+      :: op[i] = FUSED
+      :: op[i] = COMBINE
+      fi
+    };
+    START
+  }
+}

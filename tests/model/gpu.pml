@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the models of the GPU executor share: the memory of the ranks, what a late rank does to the
+// others, and how a call begins, fails and ends (src/cuda/device/wait.cuh, call_setup.cuh,
+// src/cuda/exchange/faults.cpp). dispatch.pml, eager.pml and copies.pml add the payload.
+//
+// Memory. What a rank stores at a peer lies in a cell: a word, a row, a record. A store makes its
+// value pending; it becomes visible at any later moment, in any order among all cells, until the
+// role of the kernel that stored it has passed its fence. A fence of the hardware orders stores and
+// does not wait for them, but a peer, who knows only what has become visible, cannot tell the
+// difference. A signal is raised behind a fence and is visible at once: one that comes late looks
+// like a rank that is slow. A kernel ends when its stores are visible.
+//
+// Reads. What a role reads, it reads in one step, as late as it may: what was overwritten between
+// two reads is overwritten then, too.
+//
+// Faults. The host may have queued the next call before it hears of a fault, or it hears of it
+// first, and clears one that all ranks share.
+//
+// Left out: blocks and warps (inside of a GPU the memory model's own rows stand for themselves), a
+// rank's part for itself, the bytes of a row, epochs that wrap.
+#include "ranks.pml"
+
+// --- memory ---
+
+#define SIGNAL(kind, owner, writer) signal[CELL(kind, owner, writer)]
+// Kinds 0 and 1 are handshakes. Each role of a kernel has a fence of its own.
+#define WORDS 0
+#define ROWS 1   // FIRST_ROW_KIND and what follows
+#define LOOSE 2  // FIRST_LOOSE_KIND and what follows: stored without a fence
+#define ROLE_OF(cell) \
+  ((cell) < FIRST_ROW_KIND * N * N -> WORDS : ((cell) < FIRST_LOOSE_KIND * N * N -> ROWS : LOOSE))
+
+#define NUM_CELLS (NUM_KINDS * N * N)
+byte visible[NUM_CELLS];
+byte pending[NUM_CELLS];  // 0: nothing
+byte num_pending[3 * N];  // by role and writer
+byte signal[NUM_SIGNALS * N * N];
+
+#define IS_SHOWN(role, writer) (num_pending[(role) * N + (writer)] == 0)
+#ifdef NO_FENCE
+#define FENCE(role, writer) true
+#else
+#define FENCE(role, writer) IS_SHOWN(role, writer)
+#endif
+
+inline store(cell, value) {
+  if
+  :: pending[cell] == 0 -> num_pending[ROLE_OF(cell) * N + WRITER_OF(cell)]++
+  :: else
+  fi;
+  pending[cell] = value
+}
+
+// What is pending becomes visible, or is lost with its writer.
+#define IS_PENDING(cell) ((cell) < NUM_CELLS && WRITER_OF(cell) != OWNER_OF(cell) && pending[cell] != 0)
+#define SHOW(cell)                                     \
+  :: d_step {                                          \
+       IS_PENDING(cell) ->                             \
+       visible[cell] = pending[cell];                  \
+       pending[cell] = 0;                              \
+       num_pending[ROLE_OF(cell) * N + WRITER_OF(cell)]-- \
+     }                                                 \
+  :: d_step {                                          \
+       IS_PENDING(cell) && WRITER_OF(cell) == VICTIM && is_dead -> \
+       pending[cell] = 0;                              \
+       num_pending[ROLE_OF(cell) * N + WRITER_OF(cell)]-- \
+     }
+#define SHOW_10(cell) \
+  SHOW(cell) SHOW((cell) + 1) SHOW((cell) + 2) SHOW((cell) + 3) SHOW((cell) + 4) \
+  SHOW((cell) + 5) SHOW((cell) + 6) SHOW((cell) + 7) SHOW((cell) + 8) SHOW((cell) + 9)
+
+proctype carrier() {
+end:
+  do
+  SHOW_10(0) SHOW_10(10) SHOW_10(20)
+#if NUM_CELLS > 30
+  SHOW_10(30) SHOW_10(40) SHOW_10(50)
+#endif
+#if NUM_CELLS > 60
+#error "more cells than carrier() shows"
+#endif
+  od
+}
+
+// --- ranks ---
+
+#define RUNNING 0
+#define GIVEN_UP 1  // by all ranks; calls that are queued are given up, too
+#define BROKEN 2    // a peer did not come
+byte stopped[N];
+
+#define COMES(rank) (stopped[rank] != BROKEN && !has_ended[rank])
+#define MAY_EXPIRE (is_halted || is_dead || !ALL_OF(COMES))
+
+// --- a call ---
+
+#define REFUSED 128  // added to what a word says
+#ifdef ONE_WORD_AREA
+#define WORD(e, owner, writer) CELL(0, owner, writer)
+#else
+#define WORD(e, owner, writer) CELL((e) % 2, owner, writer)
+#endif
+#define WORD_SIGNAL(e, owner, writer) SIGNAL((e) % 2, owner, writer)
+#define HAS_WORD(peer) ((peer) == me || WORD_SIGNAL(e, me, peer) >= e)
+
+#ifdef NO_WORD_WAIT
+#define HAS_ALL_WORDS true
+#else
+#define HAS_ALL_WORDS ALL_OF(HAS_WORD)
+#endif
+
+// The variables of a rank.
+#define RANK_STATE \
+  byte e;          \
+  byte peer;       \
+  byte said;       \
+  bool is_good;    \
+  bool has_told;   \
+  bool has_pushed
+
+// The next call. is_good: this rank runs it, as far as it knows (set_own_word).
+inline begin_call() {
+  if
+  :: stopped[me] == GIVEN_UP -> stopped[me] = RUNNING  // the host has cleared the fault
+  :: true
+  fi;
+  e++;
+  is_good = stopped[me] == RUNNING;
+  if
+  :: is_good && MAY_REFUSE -> num_refusals++; refuser[e] = me; is_good = false
+  :: true
+  fi
+}
+
+// This rank's handshake, but for its signals. `number` travels with it.
+inline store_words(number) {
+  said = e + 8 * number;
+  if
+  :: !is_good -> said = said + REFUSED
+  :: else
+  fi;
+  FOR_PEERS(store(WORD(e, peer, me), said));
+  said = 0;
+  has_told = false
+}
+inline raise_words() {
+  d_step {
+    !has_told && FENCE(WORDS, me) ->
+    FOR_PEERS(WORD_SIGNAL(e, peer, me) = e);
+    has_told = true
+  }
+}
+
+// Mutation: the next call's words are sent before this call has read what came.
+inline send_next_words(number) {
+#ifdef WORD_BEFORE_END
+  if
+  :: is_good && e < C ->
+     atomic {
+       e++;
+       store_words(number)
+     };
+     raise_words();
+     e--
+  :: else
+  fi
+#else
+  skip
+#endif
+}
+
+// accept_word(): the handshakes of all ranks. is_good: all of them run the call. A rank that is
+// two calls ahead has written over its word of this call; only one that has broken off may be, and
+// its words say so.
+inline accept_words() {
+  if
+  :: stopped[me] == BROKEN -> is_good = false
+#ifdef NO_WAIT_WHEN_GIVEN_UP
+  :: !is_good
+#endif
+  :: stopped[me] != BROKEN && HAS_ALL_WORDS ->
+     d_step {
+       FOR_PEERS(
+         said = visible[WORD(e, me, peer)];
+         assert(said % 8 == e || (said >= REFUSED && stopped[peer] == BROKEN));
+         if
+         :: said >= REFUSED -> is_good = false
+         :: else
+         fi
+       );
+       said = 0;
+       if
+       :: !is_good && refuser[e] != me -> stopped[me] = GIVEN_UP
+       :: else
+       fi
+     }
+  :: stopped[me] != BROKEN && !HAS_ALL_WORDS && MAY_EXPIRE ->
+     d_step {
+       is_good = false;
+#ifdef EXPIRED_STAYS_GIVEN_UP
+       if
+       :: stopped[me] == GIVEN_UP
+       :: else -> stopped[me] = BROKEN
+       fi
+#else
+       stopped[me] = BROKEN
+#endif
+     }
+  fi
+}
+
+// The wait for what follows the handshakes, and the step that takes it once it is there.
+#define TAKE(is_there, body)                     \
+  if                                             \
+  :: !is_good                                    \
+  :: is_good && (is_there) -> d_step { body }    \
+  :: is_good && !(is_there) && MAY_EXPIRE ->     \
+     d_step {                                    \
+       is_good = false;                          \
+       stopped[me] = BROKEN                      \
+     }                                           \
+  fi
+
+// The kernel ends.
+inline end_call() {
+  d_step {
+    IS_SHOWN(WORDS, me) && IS_SHOWN(ROWS, me) && IS_SHOWN(LOOSE, me) ->
+    is_good = false;
+    has_told = false;
+    has_pushed = false
+  }
+}
