@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The program `weft-lab` trains a small model over Weft and simulates large groups.
 #include "cli/program.hpp"
-#include "lab_commands.hpp"
+#include "simulate/command/command.hpp"
+#include "train/command/command.hpp"
 
 namespace {
 

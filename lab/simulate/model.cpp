@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <ranges>
 
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -43,43 +44,14 @@ constexpr std::array kFields = {
   raise_error(ErrorCode::kFile, {}, fmt::format("load: {}: {}", path, problem));
 }
 
-// {"value": 350, "origin": "measured: ..."}
-void read_field(
-    const std::string& path, const nlohmann::json& values, Model& model, const ModelField& field
+template <class T>
+T read(
+    const std::string& path, const nlohmann::json& json, const std::string& at, const char* wanted
 ) {
-  const auto found = values.find(field.name);
-  if (found == values.end() || !found->is_object()) {
-    refuse_file(path, fmt::format("/values/{} is missing", field.name));
-  }
-  const auto value = found->find("value");
-  const auto origin = found->find("origin");
-  if (value == found->end() || !value->is_number() || origin == found->end() ||
-      !origin->is_string()) {
-    refuse_file(path, fmt::format("/values/{} has no number and origin", field.name));
-  }
-  const auto number = value->get<double>();
-  if (!std::isfinite(number) || number < field.least) {
-    refuse_file(
-        path, fmt::format("/values/{} is {} (at least {})", field.name, value->dump(), field.least)
-    );
-  }
-  set_field(model, field.name, number, origin->get<std::string>());
-}
-
-void read_samples(const std::string& path, const nlohmann::json& samples, Model& model) {
-  for (const nlohmann::json& entry : samples) {
-    const std::string at = fmt::format("/plan_samples/{}", model.plan_samples.size());
-    for (const char* key : {"ranks", "experts", "tokens", "us"}) {
-      if (!entry.is_object() || !entry.contains(key) || !entry[key].is_number()) {
-        refuse_file(path, fmt::format("{}/{} is no number", at, key));
-      }
-    }
-    model.plan_samples.push_back(
-        {entry["ranks"].get<int>(),
-         entry["experts"].get<int>(),
-         entry["tokens"].get<int64_t>(),
-         entry["us"].get<double>()}
-    );
+  try {
+    return json.at(nlohmann::json::json_pointer(at)).get<T>();
+  } catch (const nlohmann::json::exception&) {
+    refuse_file(path, fmt::format("{} is no {}", at, wanted));
   }
 }
 
@@ -91,11 +63,17 @@ std::span<const ModelField> model_fields() {
 
 void set_field(Model& model, std::string_view name, double value, std::string_view origin) {
   const auto field = std::ranges::find(kFields, name, &ModelField::name);
-  WEFT_CHECK_ARG(Context{}, field != kFields.end(), "model: it has no field \"{}\"", name);
+  WEFT_CHECK_ARG(
+      Context{},
+      field != kFields.end(),
+      "{} is not one of {}",
+      name,
+      fmt::join(kFields | std::views::transform(&ModelField::name), ", ")
+  );
   WEFT_CHECK_ARG(
       Context{},
       std::isfinite(value) && value >= field->least,
-      "model: {} = {} (at least {})",
+      "{}={} is below {}",
       name,
       value,
       field->least
@@ -137,18 +115,26 @@ Model load_model(const std::string& path) {
   if (json.is_discarded() || !json.is_object()) {
     refuse_file(path, "it is not a JSON object");
   }
-  const auto name = json.find("name");
-  const auto values = json.find("values");
-  if (name == json.end() || !name->is_string() || values == json.end() || !values->is_object()) {
-    refuse_file(path, "/name or /values is missing");
-  }
   Model model;
-  model.name = name->get<std::string>();
+  model.name = read<std::string>(path, json, "/name", "text");
   for (const ModelField& field : kFields) {
-    read_field(path, *values, model, field);
+    const std::string at = fmt::format("/values/{}", field.name);
+    const auto value = read<double>(path, json, at + "/value", "number");
+    if (!std::isfinite(value) || value < field.least) {
+      refuse_file(path, fmt::format("{} is {} (at least {})", at, value, field.least));
+    }
+    const auto origin = read<std::string>(path, json, at + "/origin", "text");
+    set_field(model, field.name, value, origin);
   }
-  if (const auto samples = json.find("plan_samples"); samples != json.end()) {
-    read_samples(path, *samples, model);
+  const size_t num_samples = json.contains("plan_samples") ? json["plan_samples"].size() : 0;
+  for (size_t i = 0; i < num_samples; ++i) {
+    const std::string at = fmt::format("/plan_samples/{}", i);
+    model.plan_samples.push_back(
+        {read<int>(path, json, at + "/ranks", "number"),
+         read<int>(path, json, at + "/experts", "number"),
+         read<int64_t>(path, json, at + "/tokens", "number"),
+         read<double>(path, json, at + "/us", "number")}
+    );
   }
   return model;
 }

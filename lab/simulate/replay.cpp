@@ -35,7 +35,6 @@ class ReplayMachine {
   )
       : scenario_(scenario),
         schedule_(schedule),
-        events_(static_cast<size_t>(Turn::kCount) * static_cast<size_t>(scenario.num_ranks)),
         num_card_parts_(static_cast<uint32_t>(schedule.card_parts.size())),
         is_back_(is_back),
         has_one_mover_(model.one_mover != 0),
@@ -120,14 +119,14 @@ class ReplayMachine {
     const Ticks duration = link_row_ * part(id).rows + link_signal_;
     const Ticks sent = link_out_.serve(from, now, duration);
     link_sent_[id] = sent;
-    add_in_turn(Turn::kLinkIn, from, sent - duration + link_latency_, Step::kLinkIn, id);
+    add_event(sent - duration + link_latency_, Step::kLinkIn, id);
     return sent;
   }
 
   void take_from_link(int to, uint32_t id, Ticks now) {
     const Ticks arrived =
         link_in_.serve(to, now, link_row_ * part(id).rows, link_sent_[id] + link_latency_);
-    add_in_turn(Turn::kPartIn, to, arrived, Step::kPartIn, id);
+    add_event(arrived, Step::kPartIn, id);
   }
 
   // Parts of card chunks first, then those of link chunks.
@@ -155,14 +154,6 @@ class ReplayMachine {
 
   [[nodiscard]] const Scenario& scenario() const { return scenario_; }
   [[nodiscard]] const Schedule& schedule() const { return schedule_; }
-  // Streams of events: a kind of step, and the rank that takes it in turn.
-  enum class Turn : uint32_t { kCardIn, kArrived, kConfirmed, kLinkIn, kPartIn, kReady, kCount };
-  void add_in_turn(Turn turn, int rank, Ticks at, Step step, uint32_t id) {
-    const auto ranks = static_cast<size_t>(scenario_.num_ranks);
-    events_.add_to_stream(
-        static_cast<size_t>(turn) * ranks + static_cast<size_t>(rank), at, step, id
-    );
-  }
   void add_event(Ticks at, Step step, uint32_t id) { events_.add(at, step, id); }
 
  private:
@@ -183,7 +174,7 @@ class ReplayMachine {
       const Ticks duration = size_of(chunk).on_card;
       const Ticks sent = card_out_.serve(rank, first_posted, duration, posted);
       card_sent_[id] = sent;
-      add_in_turn(Turn::kCardIn, rank, sent - duration + card_latency_, Step::kCardIn, id);
+      add_event(sent - duration + card_latency_, Step::kCardIn, id);
     }
   }
 
@@ -199,9 +190,9 @@ class ReplayMachine {
     const Ticks arrived =
         card_in_.serve(receiver(chunk), now, duration, card_sent_[id] + card_latency_);
     if (needs_word_of(chunk, arrived)) {
-      add_in_turn(Turn::kArrived, receiver(chunk), arrived, Step::kArrived, id);
+      add_event(arrived, Step::kArrived, id);
     }
-    add_in_turn(Turn::kConfirmed, receiver(chunk), arrived + card_latency_, Step::kConfirmed, id);
+    add_event(arrived + card_latency_, Step::kConfirmed, id);
   }
 
   // By its rows.
@@ -379,10 +370,7 @@ class CombineReplay final : public ReplayMachine {
       for (size_t i = 0; i < sent[forwarder].size(); ++i) {
         const double share =
             static_cast<double>(i + 1) / static_cast<double>(sent[forwarder].size());
-        const Ticks ready = ticks_of_us(load * share);
-        add_in_turn(
-            Turn::kReady, static_cast<int>(forwarder), ready, Step::kReady, sent[forwarder][i]
-        );
+        add_event(ticks_of_us(load * share), Step::kReady, sent[forwarder][i]);
       }
     }
   }

@@ -9,8 +9,6 @@
 #include <queue>
 #include <vector>
 
-#include "core/check.hpp"
-
 namespace weft::sim {
 
 using Ticks = int64_t;  // picoseconds
@@ -34,71 +32,26 @@ struct Event {
   uint64_t order = 0;  // of being added: breaks ties
   Kind kind = {};
   uint32_t id = 0;
+
+  // The last one comes first, as in a priority queue.
+  bool operator<(const Event& other) const {
+    return at != other.at ? at > other.at : order > other.order;
+  }
 };
 
-// Events of one stream are added by ascending time, and only the first of each stream stands in
-// line with the others: there are few streams and millions of events.
 template <class Kind>
 class EventQueue {
  public:
-  explicit EventQueue(size_t num_streams) : streams_(num_streams) {}
-
-  void add(Ticks at, Kind kind, uint32_t id) {
-    line_.push({{at, next_order_++, kind, id}, kNoStream});
-  }
-  void add_to_stream(size_t stream, Ticks at, Kind kind, uint32_t id) {
-    Stream& to = streams_[stream];
-    const Event<Kind> event = {at, next_order_++, kind, id};
-    WEFT_ASSERT(at >= to.last);
-    to.last = at;
-    if (to.is_in_line) {
-      to.waiting.push_back(event);
-    } else {
-      to.is_in_line = true;
-      line_.push({event, stream});
-    }
-  }
+  void add(Ticks at, Kind kind, uint32_t id) { line_.push({at, next_order_++, kind, id}); }
   [[nodiscard]] bool is_empty() const { return line_.empty(); }
   [[nodiscard]] Event<Kind> take() {
-    const Entry first = line_.top();
+    const Event<Kind> first = line_.top();
     line_.pop();
-    if (first.stream != kNoStream) {
-      advance(first.stream);
-    }
-    return first.event;
+    return first;
   }
 
  private:
-  static constexpr size_t kNoStream = SIZE_MAX;
-  struct Stream {
-    std::vector<Event<Kind>> waiting;
-    size_t next = 0;
-    Ticks last = 0;
-    bool is_in_line = false;
-  };
-  struct Entry {
-    Event<Kind> event;
-    size_t stream;
-  };
-  struct Later {
-    bool operator()(const Entry& a, const Entry& b) const {
-      return a.event.at != b.event.at ? a.event.at > b.event.at : a.event.order > b.event.order;
-    }
-  };
-
-  void advance(size_t number) {
-    Stream& stream = streams_[number];
-    if (stream.next < stream.waiting.size()) {
-      line_.push({stream.waiting[stream.next++], number});
-      return;
-    }
-    stream.is_in_line = false;
-    stream.waiting.clear();
-    stream.next = 0;
-  }
-
-  std::priority_queue<Entry, std::vector<Entry>, Later> line_;
-  std::vector<Stream> streams_;
+  std::priority_queue<Event<Kind>> line_;
   uint64_t next_order_ = 0;
 };
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate/schedule.hpp"
-
 #include <algorithm>
 
 #include "cpu/protocol/region_map.hpp"
+#include "simulate/replay.hpp"
 
 namespace weft::sim {
 namespace {

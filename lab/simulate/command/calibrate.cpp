@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate/command/calibrate.hpp"
-
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
@@ -23,6 +21,7 @@
 #include "plan/build.hpp"
 #include "plan/random_routing.hpp"
 #include "report/json_text.hpp"
+#include "simulate/command/command.hpp"
 #include "simulate/model.hpp"
 #include "transport/transport.hpp"
 #include "weft/group.hpp"

@@ -1,24 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // `weft-lab simulate`: how an exchange of thousands of ranks would go.
+#include "simulate/command/command.hpp"
+
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <atomic>
 #include <charconv>
 #include <memory>
-#include <ranges>
 #include <thread>
 
 #include "cli/choices.hpp"
 #include "cli/progress.hpp"
-#include "lab_commands.hpp"
 #include "measure/measure.hpp"
 #include "plan/file/routing_file.hpp"
 #include "plan/random_routing.hpp"
 #include "report/json_text.hpp"
 #include "routing/source.hpp"
-#include "simulate/command/calibrate.hpp"
-#include "simulate/command/report.hpp"
 
 namespace weft::program {
 namespace {
@@ -51,12 +49,9 @@ struct SimulateOptions {
   RecordChoice choice;
   MadeUpRouting made_up = {};     // its num_ranks and num_experts are set for each size
   std::vector<int> sizes = {16};  // ranks
-  int ranks_per_domain = 8;
-  int num_experts = 256;  // rounded up to a multiple of the ranks
+  sim::Scenario wanted = {};      // experts are rounded up to a multiple of the ranks
   int64_t hidden = 7168;
   DType dtype = DType::kBFloat16;
-  int64_t pad_multiple = 1;
-  bool is_flat = false;
 
   std::string model_path;
   std::vector<std::string> settings;  // "card_gbps=100"
@@ -71,15 +66,13 @@ struct SimulateOptions {
 // Of `num_ranks`; a domain is not larger than the group. Throws CLI::ValidationError for what does
 // not fit.
 sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
-  const sim::Scenario scenario = {
-      .num_ranks = num_ranks,
-      .ranks_per_domain = std::min(options.ranks_per_domain, num_ranks),
-      .num_experts = (options.num_experts + num_ranks - 1) / num_ranks * num_ranks,
-      .topk = options.made_up.topk,
-      .max_tokens = options.made_up.num_tokens,
-      .row_bytes = options.hidden * dtype_bytes(options.dtype),
-      .pad_multiple = options.pad_multiple,
-      .is_flat = options.is_flat};
+  sim::Scenario scenario = options.wanted;
+  scenario.num_ranks = num_ranks;
+  scenario.ranks_per_domain = std::min(scenario.ranks_per_domain, num_ranks);
+  scenario.num_experts = (scenario.num_experts + num_ranks - 1) / num_ranks * num_ranks;
+  scenario.topk = options.made_up.topk;
+  scenario.max_tokens = options.made_up.num_tokens;
+  scenario.row_bytes = options.hidden * dtype_bytes(options.dtype);
   if (num_ranks % scenario.ranks_per_domain != 0) {
     throw CLI::ValidationError(fmt::format(
         "--ranks {} is not divisible by --domain {}", num_ranks, scenario.ranks_per_domain
@@ -98,21 +91,6 @@ sim::Scenario make_scenario(const SimulateOptions& options, int num_ranks) {
   return scenario;
 }
 
-void set_number(sim::Model& model, const std::string& name, double value) {
-  const auto fields = sim::model_fields();
-  const auto found = std::ranges::find(fields, name, &sim::ModelField::name);
-  if (found == fields.end()) {
-    const auto names = fields | std::views::transform(&sim::ModelField::name);
-    throw CLI::ValidationError(
-        fmt::format("--set {} is not one of {}", name, fmt::join(names, ", "))
-    );
-  }
-  if (value < found->least) {
-    throw CLI::ValidationError(fmt::format("--set {}={} is below {}", name, value, found->least));
-  }
-  sim::set_field(model, name, value, "--set");
-}
-
 sim::Model chosen_model(const SimulateOptions& options) {
   sim::Model model =
       options.model_path.empty() ? sim::h200_model() : sim::load_model(options.model_path);
@@ -126,7 +104,11 @@ sim::Model chosen_model(const SimulateOptions& options) {
     if (parsed.ec != std::errc() || parsed.ptr != end) {
       throw CLI::ValidationError(fmt::format("--set {} is not of the form name=number", setting));
     }
-    set_number(model, setting.substr(0, equals), value);
+    try {
+      sim::set_field(model, setting.substr(0, equals), value, "--set");
+    } catch (const Error& error) {
+      throw CLI::ValidationError(fmt::format("--set {}", error.what()));
+    }
   }
   return model;
 }
@@ -148,16 +130,16 @@ std::string headline(
       model,
       routing,
       count_text(scenario.row_bytes),
-      options.ranks_per_domain,
-      options.is_flat ? "each row to every remote rank by itself"
-                      : "a token crosses once per domain"
+      options.wanted.ranks_per_domain,
+      options.wanted.is_flat ? "each row to every remote rank by itself"
+                             : "a token crosses once per domain"
   );
 }
 
 // The only size of a routing file is its own.
 std::vector<sim::Simulation> run_on_file(SimulateOptions& options, const sim::Model& model) {
   const RoutingMoment moment = read_moment(options.file, options.choice);
-  options.num_experts = moment.num_experts;
+  options.wanted.num_experts = moment.num_experts;
   options.made_up.topk = moment.routes.front().topk;
   options.made_up.num_tokens = 0;
   for (const RouteTable& table : moment.routes) {
@@ -236,7 +218,7 @@ void run_simulate(SimulateOptions& options) {
     return;
   }
   if (options.with_ends) {
-    const sim::Scenario scenario = make_scenario(options, options.ranks_per_domain);
+    const sim::Scenario scenario = make_scenario(options, options.wanted.ranks_per_domain);
     fmt::print(
         "{}\n{}",
         headline(options, scenario, model.name.c_str()),
@@ -266,13 +248,13 @@ void add_size_options(CLI::App& command, SimulateOptions& options) {
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(CLI::Range(1, sim::kMostRanks));
-  add("--experts", options.num_experts, "Experts; rounded up to a multiple of the ranks")
+  add("--experts", options.wanted.num_experts, "Experts; rounded up to a multiple of the ranks")
       ->check(CLI::Range(1, 65536));
 }
 
 void add_shape_options(CLI::App& command, SimulateOptions& options) {
   add_number(
-      command, "--domain", options.ranks_per_domain, 1, sim::kMostRanks, "Ranks of a domain"
+      command, "--domain", options.wanted.ranks_per_domain, 1, sim::kMostRanks, "Ranks of a domain"
   );
   add_number(command, "--hidden", options.hidden, 8, int64_t{1} << 20, "Elements of a row");
   command.add_option("--dtype", options.dtype, "Type of the elements")
@@ -281,12 +263,14 @@ void add_shape_options(CLI::App& command, SimulateOptions& options) {
   add_number(
       command,
       "--pad",
-      options.pad_multiple,
+      options.wanted.pad_multiple,
       1,
       int64_t{1} << 20,
       "Round each expert's rows up to a multiple"
   );
-  command.add_flag("--flat", options.is_flat, "Send each row to every remote rank by itself");
+  command.add_flag(
+      "--flat", options.wanted.is_flat, "Send each row to every remote rank by itself"
+  );
 }
 
 void add_model_options(CLI::App& command, SimulateOptions& options) {

@@ -1,10 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate/command/report.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <functional>
 #include <iterator>
@@ -12,6 +9,7 @@
 #include <string_view>
 
 #include "core/gpu/peer_address.hpp"
+#include "simulate/command/command.hpp"
 #include "transport/transport.hpp"
 
 namespace weft::program {
@@ -27,49 +25,27 @@ std::string size_text(uint64_t bytes) {
   return bytes_text(static_cast<double>(bytes));
 }
 
-std::string rows_text(const Simulation& one, int64_t rows) {
-  return size_text(static_cast<uint64_t>(rows * one.scenario.row_bytes));
+// The number at the end of a chain of members, as text.
+template <auto... kPath>
+std::string count_of(const Simulation& one) {
+  return count_text((one.*....*kPath));
+}
+template <auto... kPath>
+std::string us_of(const Simulation& one) {
+  return us_text((one.*....*kPath));
+}
+template <auto... kPath>
+std::string size_of(const Simulation& one) {
+  return size_text(static_cast<uint64_t>((one.*....*kPath)));
+}
+// Of a number of rows.
+template <auto... kPath>
+std::string rows_of(const Simulation& one) {
+  return size_text(static_cast<uint64_t>((one.*....*kPath) * one.scenario.row_bytes));
 }
 
 std::string ranks_text(const Simulation& one) {
   return count_text(one.scenario.num_ranks);
-}
-
-using Cell = std::string (*)(const Simulation&);
-struct Column {
-  const char* header;
-  Cell cell;
-};
-
-// A line for each size.
-Table table_of(std::span<const Simulation> sizes, const std::vector<Column>& columns) {
-  std::vector<std::string> header;
-  std::ranges::transform(columns, std::back_inserter(header), &Column::header);
-  Table table(header);
-  for (const Simulation& one : sizes) {
-    std::vector<std::string> cells;
-    for (const Column& column : columns) {
-      cells.push_back(column.cell(one));
-    }
-    table.add_row(std::move(cells));
-  }
-  return table;
-}
-
-Table times_table(std::span<const Simulation> sizes) {
-  return table_of(
-      sizes,
-      {{"ranks", ranks_text},
-       {"domains", [](const Simulation& s) { return count_text(s.scenario.num_domains()); }},
-       {"experts", [](const Simulation& s) { return count_text(s.scenario.num_experts); }},
-       {"replayed", [](const Simulation& s) { return count_text(s.num_replayed); }},
-       {"plan us", [](const Simulation& s) { return us_text(s.control.plan_us()); }},
-       {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
-       {"dispatch us", [](const Simulation& s) { return us_text(s.dispatch_us); }},
-       {"bound by", [](const Simulation& s) { return std::string(s.dispatch_rows.bound()); }},
-       {"combine us", [](const Simulation& s) { return us_text(s.combine_us); }},
-       {"bound by", [](const Simulation& s) { return std::string(s.combine_rows.bound()); }}}
-  );
 }
 
 Table busy_table(std::span<const Simulation> sizes) {
@@ -93,88 +69,90 @@ Table busy_table(std::span<const Simulation> sizes) {
   return table;
 }
 
-Table bytes_table(std::span<const Simulation> sizes) {
-  return table_of(
-      sizes,
-      {{"ranks", ranks_text},
-       {"links out", [](const Simulation& s) { return rows_text(s, s.mean.link_out); }},
-       {"of it forwarded", [](const Simulation& s) { return rows_text(s, s.mean.forwarded); }},
-       {"card out", [](const Simulation& s) { return rows_text(s, s.mean.card_out); }},
-       {"card out, most", [](const Simulation& s) { return rows_text(s, s.most.card_out); }},
-       {"card in, most", [](const Simulation& s) { return rows_text(s, s.most.card_in); }},
-       {"once per rank",
-        [](const Simulation& s) { return rows_text(s, s.mean.card_out_per_rank); }},
-       {"once per route",
-        [](const Simulation& s) { return rows_text(s, s.mean.card_out_per_route); }}}
-  );
-}
-
-Table cpu_memory_table(std::span<const Simulation> sizes) {
-  return table_of(
-      sizes,
-      {{"ranks", ranks_text},
-       {"output", [](const Simulation& s) { return size_text(s.memory.output); }},
-       {"signals", [](const Simulation& s) { return size_text(s.memory.cpu.signals); }},
-       {"words", [](const Simulation& s) { return size_text(s.memory.cpu.words); }},
-       {"records", [](const Simulation& s) { return size_text(s.memory.cpu.records); }},
-       {"records used", [](const Simulation& s) { return size_text(s.memory.cpu.records_used); }},
-       {"staging", [](const Simulation& s) { return size_text(s.memory.cpu.staging); }},
-       {"forwarder", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
-  );
-}
-
-Table gpu_memory_table(std::span<const Simulation> sizes) {
-  return table_of(
-      sizes,
-      {{"ranks", ranks_text},
-       {"output", [](const Simulation& s) { return size_text(s.memory.output); }},
-       {"signals", [](const Simulation& s) { return size_text(s.memory.gpu.signals); }},
-       {"words", [](const Simulation& s) { return size_text(s.memory.gpu.words); }},
-       {"weights", [](const Simulation& s) { return size_text(s.memory.gpu.weights); }},
-       {"each plan", [](const Simulation& s) { return size_text(s.memory.gpu.plan); }},
-       {"staging", [](const Simulation& s) { return size_text(s.memory.gpu.staging); }},
-       {"forwarder", [](const Simulation& s) { return size_text(s.memory.forwarder); }}}
-  );
-}
-
-Table messages_table(std::span<const Simulation> sizes) {
-  return table_of(
-      sizes,
-      {{"ranks", ranks_text},
-       {"signals", [](const Simulation& s) { return count_text(s.most.dispatch_signals); }},
-       {"raised by", [](const Simulation& s) { return count_text(s.most.dispatch_raises); }},
-       {"card messages", [](const Simulation& s) { return count_text(s.most.messages_out); }},
-       {"words", [](const Simulation& s) { return count_text(s.control.word_messages); }},
-       {"words us", [](const Simulation& s) { return us_text(s.control.words_us); }},
-       {"by forwarder us",
-        [](const Simulation& s) { return us_text(s.control.words_by_forwarder_us); }},
-       {"plan bytes",
-        [](const Simulation& s) {
-          return size_text(static_cast<uint64_t>(s.control.plan_bytes_out));
-        }}}
-  );
-}
+struct Column {
+  const char* header;
+  std::string (*cell)(const Simulation&);
+};
 
 struct NamedTable {
   std::string_view name;
   std::string_view title;
-  Table (*make)(std::span<const Simulation> sizes);
+  std::vector<Column> columns;  // behind the ranks, a line for each size; none: busy_table()
+
+  [[nodiscard]] Table make(std::span<const Simulation> sizes) const {
+    if (columns.empty()) {
+      return busy_table(sizes);
+    }
+    std::vector<std::string> header = {"ranks"};
+    std::ranges::transform(columns, std::back_inserter(header), &Column::header);
+    Table table(header);
+    for (const Simulation& one : sizes) {
+      std::vector<std::string> cells = {ranks_text(one)};
+      for (const Column& column : columns) {
+        cells.push_back(column.cell(one));
+      }
+      table.add_row(std::move(cells));
+    }
+    return table;
+  }
 };
 
-constexpr std::array<NamedTable, 6> kTables = {{
-    {"times", "Time of the slowest rank; words are part of dispatch and of combine", times_table},
-    {"busy",
-     "Where the time of the rows goes: us of the rank that is busiest with each",
-     busy_table},
-    {"bytes",
-     "Bytes of a dispatch per rank, mean unless said; combine moves as many back",
-     bytes_table},
-    {"cpu", "Memory of a rank, executor of the CPU", cpu_memory_table},
-    {"gpu", "Memory of a rank, executor of GPUs", gpu_memory_table},
-    {"messages",
-     "Signals and messages per rank and dispatch, of the rank with most",
-     messages_table},
-}};
+const std::vector<NamedTable>& all_tables() {
+  using S = Simulation;
+  using sim::ControlCost;
+  using sim::Memory;
+  using sim::RankTraffic;
+  static const std::vector<NamedTable> tables = {
+      {"times",
+       "Time of the slowest rank; words are part of dispatch and of combine",
+       {{"domains", [](const S& s) { return count_text(s.scenario.num_domains()); }},
+        {"experts", count_of<&S::scenario, &sim::Scenario::num_experts>},
+        {"replayed", count_of<&S::num_replayed>},
+        {"plan us", [](const S& s) { return us_text(s.control.plan_us()); }},
+        {"words us", us_of<&S::control, &ControlCost::words_us>},
+        {"dispatch us", us_of<&S::dispatch_us>},
+        {"bound by", [](const S& s) { return std::string(s.dispatch_rows.bound()); }},
+        {"combine us", us_of<&S::combine_us>},
+        {"bound by", [](const S& s) { return std::string(s.combine_rows.bound()); }}}},
+      {"busy", "Where the time of the rows goes: us of the rank that is busiest with each", {}},
+      {"bytes",
+       "Bytes of a dispatch per rank, mean unless said; combine moves as many back",
+       {{"links out", rows_of<&S::mean, &RankTraffic::link_out>},
+        {"of it forwarded", rows_of<&S::mean, &RankTraffic::forwarded>},
+        {"card out", rows_of<&S::mean, &RankTraffic::card_out>},
+        {"card out, most", rows_of<&S::most, &RankTraffic::card_out>},
+        {"card in, most", rows_of<&S::most, &RankTraffic::card_in>},
+        {"once per rank", rows_of<&S::mean, &RankTraffic::card_out_per_rank>},
+        {"once per route", rows_of<&S::mean, &RankTraffic::card_out_per_route>}}},
+      {"cpu",
+       "Memory of a rank, executor of the CPU",
+       {{"output", size_of<&S::memory, &Memory::output>},
+        {"signals", size_of<&S::memory, &Memory::cpu, &Memory::Cpu::signals>},
+        {"words", size_of<&S::memory, &Memory::cpu, &Memory::Cpu::words>},
+        {"records", size_of<&S::memory, &Memory::cpu, &Memory::Cpu::records>},
+        {"records used", size_of<&S::memory, &Memory::cpu, &Memory::Cpu::records_used>},
+        {"staging", size_of<&S::memory, &Memory::cpu, &Memory::Cpu::staging>},
+        {"forwarder", size_of<&S::memory, &Memory::forwarder>}}},
+      {"gpu",
+       "Memory of a rank, executor of GPUs",
+       {{"output", size_of<&S::memory, &Memory::output>},
+        {"signals", size_of<&S::memory, &Memory::gpu, &Memory::Gpu::signals>},
+        {"words", size_of<&S::memory, &Memory::gpu, &Memory::Gpu::words>},
+        {"weights", size_of<&S::memory, &Memory::gpu, &Memory::Gpu::weights>},
+        {"each plan", size_of<&S::memory, &Memory::gpu, &Memory::Gpu::plan>},
+        {"staging", size_of<&S::memory, &Memory::gpu, &Memory::Gpu::staging>},
+        {"forwarder", size_of<&S::memory, &Memory::forwarder>}}},
+      {"messages",
+       "Signals and messages per rank and dispatch, of the rank with most",
+       {{"signals", count_of<&S::most, &RankTraffic::dispatch_signals>},
+        {"raised by", count_of<&S::most, &RankTraffic::dispatch_raises>},
+        {"card messages", count_of<&S::most, &RankTraffic::messages_out>},
+        {"words", count_of<&S::control, &ControlCost::word_messages>},
+        {"words us", us_of<&S::control, &ControlCost::words_us>},
+        {"by forwarder us", us_of<&S::control, &ControlCost::words_by_forwarder_us>},
+        {"plan bytes", size_of<&S::control, &ControlCost::plan_bytes_out>}}}};
+  return tables;
+}
 
 using Json = nlohmann::ordered_json;
 
@@ -280,7 +258,7 @@ std::string most_ranks(const std::function<bool(int)>& fits) {
 
 std::vector<std::string> simulation_tables() {
   std::vector<std::string> names;
-  for (const NamedTable& table : kTables) {
+  for (const NamedTable& table : all_tables()) {
     names.emplace_back(table.name);
   }
   return names;
@@ -290,7 +268,7 @@ std::string simulation_text(
     std::span<const Simulation> sizes, std::span<const std::string> wanted
 ) {
   std::string text;
-  for (const NamedTable& table : kTables) {
+  for (const NamedTable& table : all_tables()) {
     if (wanted.empty() || std::ranges::find(wanted, table.name) != wanted.end()) {
       text += fmt::format("\n{}\n\n{}", table.title, table.make(sizes).text());
     }

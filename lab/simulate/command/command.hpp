@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What simulations say, as tables and as JSON.
+// `weft-lab simulate`: the command, what simulations say as tables and as JSON, and a model of this
+// machine.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <span>
@@ -12,6 +14,8 @@
 #include "simulate/simulate.hpp"
 
 namespace weft::program {
+
+void add_simulate(CLI::App& app);
 
 // The tables that there are, in order: "times", "busy", "bytes", "cpu", "gpu", "messages".
 [[nodiscard]] std::vector<std::string> simulation_tables();
@@ -31,5 +35,10 @@ namespace weft::program {
 [[nodiscard]] Table ends_table(
     const sim::Scenario& scenario, const sim::Model& model, int64_t budget_bytes
 );
+
+// A model of this machine, by measuring what it can show of itself: copies, plans, messages over
+// shared memory and over loopback; what needs a network stays as assumed. Writes the model to
+// `path` and returns it. Throws Error (kFile).
+[[nodiscard]] sim::Model calibrate(const std::string& path);
 
 }  // namespace weft::program
