@@ -121,20 +121,15 @@ constexpr size_t kChecksumDigits = 16;
 
 // What must be equal to go on; also the fields as they stand in the file.
 Json identity(const CheckpointHeader& header) {
-  return {
-      {"window", header.model.window},
-      {"hidden", header.model.hidden},
-      {"expert_hidden", header.model.expert_hidden},
-      {"num_blocks", header.model.num_blocks},
-      {"num_experts", header.model.num_experts},
-      {"topk", header.model.topk},
-      {"balance_weight", header.model.balance_weight},
-      {"global_batch", header.global_batch},
-      {"seed", header.seed},
-      {"dtype", dtype_name(header.dtype)},
-      {"text_bytes", header.text_bytes},
-      {"text_checksum", header.text_checksum},
-      {"num_elements", header.num_elements}};
+  Json json;
+  visit_fields(header.model, [&](const char* name, auto value) { json[name] = value; });
+  json["global_batch"] = header.global_batch;
+  json["seed"] = header.seed;
+  json["dtype"] = dtype_name(header.dtype);
+  json["text_bytes"] = header.text_bytes;
+  json["text_checksum"] = header.text_checksum;
+  json["num_elements"] = header.num_elements;
+  return json;
 }
 
 std::string hex(uint64_t value) {

@@ -2,9 +2,10 @@
 #include "train/config.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
+#include <cstring>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "core/check.hpp"
@@ -26,12 +27,11 @@ void check_at_least(std::string_view field, int64_t value, int64_t bound) {
 }
 
 void check_model(const ModelConfig& model, int num_ranks) {
-  check_at_least("window", model.window, 1);
-  check_at_least("hidden", model.hidden, 1);
-  check_at_least("expert_hidden", model.expert_hidden, 1);
-  check_at_least("num_blocks", model.num_blocks, 1);
-  check_at_least("num_experts", model.num_experts, 1);
-  check_at_least("topk", model.topk, 1);
+  visit_fields(model, [](const char* name, auto value) {
+    if constexpr (std::is_integral_v<decltype(value)>) {
+      check_at_least(name, value, 1);
+    }
+  });
   require(
       model.num_experts % num_ranks == 0,
       "num_experts = {} (divisible by the number of ranks, {})",
@@ -71,32 +71,25 @@ float learning_rate_at(const TrainConfig& config, int64_t step) {
 }
 
 uint64_t signature(const TrainConfig& config) {
-  const ModelConfig& model = config.model;
-  const auto real = [](float value) { return uint64_t{std::bit_cast<uint32_t>(value)}; };
-  const auto whole = [](int64_t value) { return static_cast<uint64_t>(value); };
   uint64_t hash = 0;
-  for (const uint64_t field :
-       {whole(model.window),
-        whole(model.hidden),
-        whole(model.expert_hidden),
-        whole(model.num_blocks),
-        whole(model.num_experts),
-        whole(model.topk),
-        real(model.balance_weight),
-        whole(config.global_batch),
-        whole(config.num_micro_batches),
-        whole(config.overlap.is_on ? 1 : 0),  // the order in which ranks call each other
-        config.seed,
-        whole(static_cast<int64_t>(config.dtype)),
-        whole(static_cast<int64_t>(config.device.kind)),
-        real(config.learning_rate),
-        whole(config.warmup_steps),
-        real(config.weight_decay),
-        real(config.beta1),
-        real(config.beta2),
-        real(config.epsilon)}) {
-    hash = mix_bits(hash ^ field) + 1;
-  }
+  const auto add = [&](const char* /*name*/, auto value) {
+    uint64_t bits = 0;
+    std::memcpy(&bits, &value, sizeof(value));
+    hash = mix_bits(hash ^ bits) + 1;
+  };
+  visit_fields(config.model, add);
+  add("global_batch", config.global_batch);
+  add("num_micro_batches", config.num_micro_batches);
+  add("overlap", config.overlap.is_on);  // the order in which ranks call each other
+  add("seed", config.seed);
+  add("dtype", config.dtype);
+  add("device", config.device.kind);
+  add("learning_rate", config.learning_rate);
+  add("warmup_steps", config.warmup_steps);
+  add("weight_decay", config.weight_decay);
+  add("beta1", config.beta1);
+  add("beta2", config.beta2);
+  add("epsilon", config.epsilon);
   return hash;
 }
 

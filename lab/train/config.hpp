@@ -26,6 +26,18 @@ struct ModelConfig {
   friend bool operator==(const ModelConfig&, const ModelConfig&) = default;
 };
 
+// Calls visit(name, value) for every field, by the name that it has in files and messages.
+template <class Visit>
+void visit_fields(const ModelConfig& model, const Visit& visit) {
+  visit("window", model.window);
+  visit("hidden", model.hidden);
+  visit("expert_hidden", model.expert_hidden);
+  visit("num_blocks", model.num_blocks);
+  visit("num_experts", model.num_experts);
+  visit("topk", model.topk);
+  visit("balance_weight", model.balance_weight);
+}
+
 // Which of the micro-batches of a step run at the same time. The results are the same.
 struct OverlapConfig {
   bool is_on = false;  // the forward of one runs with the backward of the one before it

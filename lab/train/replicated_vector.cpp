@@ -61,14 +61,16 @@ ReplicatedVector::ReplicatedVector(const Group& group, size_t size, const TrainC
     for (const int rank : ranks) {
       copies.insert(copies.end(), static_cast<size_t>(own_rows_), rank);
     }
-    const auto num_rows = static_cast<int64_t>(copies.size());
-    rounds_.push_back({plan_of(copies, 1), ranks, Matrix(num_rows, kRowElements)});
+    rounds_.push_back({plan_of(copies, 1), ranks, std::vector<float>(copies.size() * kRowElements)}
+    );
   }
   values_ = exchange_.allocate(rows, kRowElements, DType::kFloat32);
   std::ranges::fill_n(values_.tensor().data, values_.tensor().num_bytes(), std::byte{});
-  grads_.resize(shards_of_rank(group.rank(), num_ranks_).size(), rows * kRowElements);
-  own_values_.resize(own_rows_, kRowElements);
-  own_grads_.resize(own_rows_, kRowElements);
+  grad_stride_ = static_cast<size_t>(rows * kRowElements);
+  const auto shards = static_cast<size_t>(shards_of_rank(group.rank(), num_ranks_).size());
+  grads_.resize(shards * grad_stride_);
+  own_values_.resize(static_cast<size_t>(own_rows_ * kRowElements));
+  own_grads_.resize(own_values_.size());
 }
 
 Plan ReplicatedVector::plan_of(const std::vector<int32_t>& topk_idx, int64_t topk) {
@@ -80,7 +82,7 @@ Plan ReplicatedVector::plan_of(const std::vector<int32_t>& topk_idx, int64_t top
 
 Parameter ReplicatedVector::all() {
   auto* values = reinterpret_cast<float*>(values_.tensor().data);
-  return {{values, size_}, {grads_.data(), size_}, static_cast<size_t>(grads_.cols())};
+  return {{values, size_}, {grads_.data(), size_}, grad_stride_};
 }
 
 Parameter ReplicatedVector::own() {
@@ -88,21 +90,21 @@ Parameter ReplicatedVector::own() {
 }
 
 void ReplicatedVector::clear_grads() {
-  std::ranges::fill(grads_.span(), 0.0F);
+  std::ranges::fill(grads_, 0.0F);
 }
 
 void ReplicatedVector::reduce() {
   for (size_t nth = 0; nth < rounds_.size(); ++nth) {
     Round& round = rounds_[nth];
     const int64_t num_rows = round.plan.num_rows();  // none if this rank has no such shard
-    const float* grads = num_rows > 0 ? grads_.row(static_cast<int64_t>(nth)) : nullptr;
+    const float* grads = num_rows > 0 ? grads_.data() + nth * grad_stride_ : nullptr;
     exchange_.combine(
         round.plan,
         {.rows = matrix(grads, num_rows, kRowElements)},
-        {.x = matrix(round.arrived.data(), round.arrived.rows(), kRowElements)}
+        {.x = matrix(round.arrived.data(), round.plan.num_tokens(), kRowElements)}
     );
   }
-  std::ranges::fill(own_grads_.span(), 0.0F);
+  std::ranges::fill(own_grads_, 0.0F);
   // A rank's shards follow each other, so by rank and then by round is the order of the shards.
   for (int rank = 0; rank < num_ranks_; ++rank) {
     for (const Round& round : rounds_) {
@@ -115,9 +117,8 @@ void ReplicatedVector::reduce() {
 }
 
 void ReplicatedVector::add_round(const Round& round, size_t place) {
-  const auto part =
-      round.arrived.span().subspan(place * own_grads_.span().size(), own_grads_.span().size());
-  std::ranges::transform(own_grads_.span(), part, own_grads_.data(), std::plus<>());
+  const auto part = std::span(round.arrived).subspan(place * own_grads_.size(), own_grads_.size());
+  std::ranges::transform(own_grads_, part, own_grads_.begin(), std::plus<>());
 }
 
 void ReplicatedVector::broadcast() {

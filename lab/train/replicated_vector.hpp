@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "train/config.hpp"
-#include "train/layers/matrix.hpp"
+#include "train/layers/parameters.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 
@@ -43,7 +43,7 @@ class ReplicatedVector {
   struct Round {
     Plan plan;
     std::vector<int> ranks;
-    Matrix arrived;  // [ranks, own_rows, kRowElements]
+    std::vector<float> arrived;  // [ranks, own_rows, kRowElements]
   };
 
   [[nodiscard]] Plan plan_of(const std::vector<int32_t>& topk_idx, int64_t topk);
@@ -57,10 +57,11 @@ class ReplicatedVector {
   Exchange exchange_;
   std::optional<Plan> to_all_;
   std::vector<Round> rounds_;
-  Buffer values_;      // [rows, kRowElements]
-  Matrix grads_;       // [shards of this rank, rows * kRowElements]
-  Matrix own_values_;  // [own_rows, kRowElements]
-  Matrix own_grads_;
+  Buffer values_;                  // [rows, kRowElements]
+  size_t grad_stride_ = 0;         // rows * kRowElements
+  std::vector<float> grads_;       // [shards of this rank, grad_stride]
+  std::vector<float> own_values_;  // [own_rows, kRowElements]
+  std::vector<float> own_grads_;
 };
 
 }  // namespace weft::moe

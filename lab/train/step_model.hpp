@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// What computes a step of training: one model for each micro-batch, on the host (model.hpp) or on a
-// GPU (gpu/micro_batch.hpp), run one after another or overlapped (lanes/schedule.hpp). The trainer
-// (trainer.hpp) has one.
+// What computes a step of training: one model for each micro-batch, on the host or on a GPU, run
+// one after another or overlapped (lanes/schedule.hpp). The trainer (trainer.hpp) has one.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <memory>
 #include <span>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -73,95 +72,46 @@ struct StepModelParts {
 // Throws Error if this process cannot train on GPU `index`: no such GPU, or no library of products.
 void check_can_train_on_gpu(int index);
 
-// Gives back the rows that a block was sent, once its experts are through with them. On a GPU the
-// streams may still use them: there they go when the next ones come.
-template <class Block>
-void release_rows(Block& block) {
-  if constexpr (std::is_same_v<Block, MoeBlock>) {
-    block.release();
-  }
-}
-
-// Collective. Forward and backward of the micro-batch that `model` has loaded, in one lane.
-template <class AnyModel>
-void forward_backward(AnyModel& model) {
-  model.pre_process();
-  for (auto& block : model.blocks()) {
-    block.pre_dispatch(model.x());
-    block.moe_dispatch();
-    block.mlp();
-    block.moe_combine(model.x());
-  }
-  model.post_process();
-  model.post_process_backward();
-  for (size_t idx = model.blocks().size(); idx-- > 0;) {
-    auto& block = model.blocks()[idx];
-    block.moe_combine_backward(model.x());
-    block.mlp_backward();
-    block.mlp_weight_gradient();
-    release_rows(block);
-    block.moe_dispatch_backward();
-    block.pre_dispatch_backward(model.x());
-  }
-  model.pre_process_backward();
-}
-
-// The same as nodes of a schedule: one forward and backward of the micro-batch that `model` has
-// loaded; it must outlive the schedule. A model has the pieces of Model, and pause(lane), which
-// ends the phase that a piece has begun: what lies between the nodes is nobody's time.
-template <class AnyModel>
-[[nodiscard]] overlap::ChunkNodes chunk_nodes(AnyModel& model, const OverlapConfig& config) {
-  const auto piece = [&model](auto work) {
-    return [&model, work = std::move(work)](const overlap::LaneContext& lane) {
-      work();
+// One forward and backward of the micro-batch that `model` has loaded, as nodes of a schedule; the
+// model must outlive it.
+template <class Rank>
+[[nodiscard]] overlap::ChunkNodes chunk_nodes(Model<Rank>& model, const OverlapConfig& config) {
+  using overlap::NodeKind;
+  using Whole = Model<Rank>;
+  using Part = Block<Rank>;
+  const auto piece = [&model](auto& of, auto work) {
+    return [&model, &of, work](const overlap::LaneContext& lane) {
+      (of.*work)();
       model.pause(lane.lane);
     };
   };
-  const auto node = [&](auto forward, auto backward) {
-    overlap::Node made;
-    made.forward = piece(std::move(forward));
-    made.backward = piece(std::move(backward));
-    return made;
+  overlap::ChunkNodes nodes = {.num_layers = static_cast<int>(model.blocks().size())};
+  const auto add = [&](NodeKind kind, int layer, auto& of, auto forward, auto backward) {
+    nodes.at(kind, layer) = {piece(of, forward), piece(of, backward)};
   };
-
-  overlap::ChunkNodes nodes;
-  nodes.pre_process =
-      node([&model] { model.pre_process(); }, [&model] { model.pre_process_backward(); });
-  for (auto& block : model.blocks()) {
-    auto& x = model.x();
-    overlap::LayerNodes& layer = nodes.layers.emplace_back();
-    layer.pre_dispatch = node(
-        [&block, &x] { block.pre_dispatch(x); }, [&block, &x] { block.pre_dispatch_backward(x); }
-    );
-    layer.moe_dispatch =
-        node([&block] { block.moe_dispatch(); }, [&block] { block.moe_dispatch_backward(); });
-    layer.mlp = node(
-        [&block] { block.mlp(); },
-        [&block, delays = config.delays_weight_gradients] {
-          block.mlp_backward();
-          if (!delays) {
-            block.mlp_weight_gradient();
-          }
-        }
-    );
-    layer.mlp.release = [&block](const overlap::LaneContext&) { release_rows(block); };
-    if (config.delays_weight_gradients) {
-      layer.mlp.weight_gradient = piece([&block] { block.mlp_weight_gradient(); });
+  add(NodeKind::kPreProcess, -1, model, &Whole::pre_process, &Whole::pre_process_backward);
+  for (int idx = 0; idx < nodes.num_layers; ++idx) {
+    Part& block = model.blocks()[static_cast<size_t>(idx)];
+    const bool delays = config.delays_weight_gradients;
+    const auto mlp_backward = delays ? &Part::mlp_backward : &Part::mlp_whole_backward;
+    add(NodeKind::kPreDispatch, idx, block, &Part::pre_dispatch, &Part::pre_dispatch_backward);
+    add(NodeKind::kMoeDispatch, idx, block, &Part::moe_dispatch, &Part::moe_dispatch_backward);
+    add(NodeKind::kMlp, idx, block, &Part::mlp, mlp_backward);
+    if (delays) {
+      nodes.at(NodeKind::kMlp, idx).weight_gradient = piece(block, &Part::mlp_weight_gradient);
     }
-    layer.moe_combine = node(
-        [&block, &x] { block.moe_combine(x); }, [&block, &x] { block.moe_combine_backward(x); }
-    );
+    add(NodeKind::kMoeCombine, idx, block, &Part::moe_combine, &Part::moe_combine_backward);
   }
-  nodes.post_process =
-      node([&model] { model.post_process(); }, [&model] { model.post_process_backward(); });
+  add(NodeKind::kPostProcess, -1, model, &Whole::post_process, &Whole::post_process_backward);
   return nodes;
 }
 
 // One model for each micro-batch, on the host or on a GPU.
-template <class OneModel>
+template <class Rank>
 class MicroBatchModels : public StepModel {
  public:
-  explicit MicroBatchModels(const StepModelParts& parts) : parts_(parts) {}
+  explicit MicroBatchModels(const StepModelParts& parts)
+      : parts_(parts), rank_(parts.group, parts.context, most_tokens(parts.micro_batches)) {}
 
   [[nodiscard]] const overlap::Trace& trace() const override { return trace_; }
   [[nodiscard]] const Plan& plan(size_t micro_batch, int block) const override {
@@ -169,7 +119,7 @@ class MicroBatchModels : public StepModel {
   }
   [[nodiscard]] std::span<const int32_t> topk_idx(int block) override {
     all_topk_idx_.clear();
-    for (OneModel& model : models_) {
+    for (Model<Rank>& model : models_) {
       const auto part = model.blocks()[static_cast<size_t>(block)].topk_idx();
       all_topk_idx_.insert(all_topk_idx_.end(), part.begin(), part.end());
     }
@@ -177,42 +127,88 @@ class MicroBatchModels : public StepModel {
   }
 
  protected:
-  // Forward and backward of all; with overlap by run_schedule(schedule), which returns the trace.
-  template <class RunSchedule>
-  void run(std::span<const Batch> batches, const RunSchedule& run_schedule) {
+  // `weights` in the memory of the device.
+  void make_models(const Weights<ValueOf<Rank>>& weights) {
+    const size_t num = parts_.micro_batches.size();
+    for (size_t idx = 0; idx < num; ++idx) {
+      Shards shards = Rank::shards_of(parts_.micro_batches[idx]);
+      models_.emplace_back(
+          rank_, std::move(shards), idx == 0, idx + 1 == num, parts_.layout, weights
+      );
+    }
+  }
+
+  // Forward and backward of all; with overlap by run_overlapped(schedule), which returns the trace.
+  template <class RunOverlapped>
+  void run(std::span<const Batch> batches, const RunOverlapped& run_overlapped) {
     for (size_t idx = 0; idx < models_.size(); ++idx) {
       models_[idx].load(batches[idx]);
     }
+    const overlap::MicroBatches all = {
+        .num = static_cast<int>(models_.size()), .nodes = [&](int idx) {
+          return chunk_nodes(models_[static_cast<size_t>(idx)], parts_.overlap);
+        }};
     if (!parts_.overlap.is_on) {
-      for (OneModel& model : models_) {
-        moe::forward_backward(model);
-      }
+      overlap::run_in_turn(all);
       return;
     }
     parts_.context.timer.pause();
-    const auto nodes = [&](int idx) {
-      return chunk_nodes(models_[static_cast<size_t>(idx)], parts_.overlap);
-    };
-    trace_ = run_schedule(
-        overlap::schedule_overlapped({.num = static_cast<int>(models_.size()), .nodes = nodes})
-    );
+    try {
+      trace_ = run_overlapped(overlap::schedule_overlapped(all));
+    } catch (...) {  // the lanes are through: what the exchange lent goes back
+      for (Model<Rank>& model : models_) {
+        std::ranges::for_each(model.blocks(), &Block<Rank>::release);
+      }
+      throw;
+    }
+  }
+
+  // Of all micro-batches, once they have run.
+  [[nodiscard]] LossShare share() {
+    std::ranges::for_each(models_, &Model<Rank>::finish);
+    rank_.synchronize();
+    LossShare share = models_.front().share();
+    for (size_t idx = 1; idx < models_.size(); ++idx) {
+      share += models_[idx].share();
+    }
+    return share;
   }
 
   StepModelParts parts_;
-  std::deque<OneModel> models_;  // by micro-batch
+  Rank rank_;
+  std::deque<Model<Rank>> models_;  // by micro-batch
 
  private:
+  static int64_t most_tokens(std::span<const MicroBatch> micro_batches) {
+    const auto tokens_of = [](const MicroBatch& one) { return one.tokens.size(); };
+    return tokens_of(std::ranges::max(micro_batches, {}, tokens_of));
+  }
+
   overlap::Trace trace_;
   std::vector<int32_t> all_topk_idx_;
 };
 
 // The model on the host's cores.
-class HostModel final : public MicroBatchModels<Model> {
+class HostModel : public MicroBatchModels<HostRank> {
  public:
-  explicit HostModel(const StepModelParts& parts);
+  explicit HostModel(const StepModelParts& parts) : MicroBatchModels(parts) {
+    const auto weight_of = [](const Parameter& flat) -> Weight<float> {
+      return {flat.value.data(), flat.value.data(), flat.grad.data(), flat.grad_stride};
+    };
+    make_models({weight_of(parts.memory.replicated), weight_of(parts.memory.experts)});
+  }
 
-  LossShare forward_backward(std::span<const Batch> batches) override;
-  void update_experts(const AdamStep& step) override;
+  // With overlap all calls of the exchange come from the exchange lane, one thread for the whole
+  // run, in the order of the schedule, which is that of every rank.
+  LossShare forward_backward(std::span<const Batch> batches) override {
+    run(batches, overlap::run_on_threads);
+    return share();
+  }
+  void update_experts(const AdamStep& step) override {
+    const Parameter& experts = parts_.memory.experts;
+    AdamMoments& moments = *parts_.expert_moments;
+    adamw_update(step, experts.value, experts.grad, moments, 0, experts.value.size());
+  }
 };
 
 }  // namespace weft::moe

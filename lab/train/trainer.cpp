@@ -8,7 +8,6 @@
 #include "core/check.hpp"
 #include "core/clock.hpp"
 #include "core/log.hpp"
-#include "train/layers/linear.hpp"
 #include "train/together.hpp"
 #include "weft/overlap.hpp"
 

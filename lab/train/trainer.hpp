@@ -23,7 +23,6 @@
 #include "train/config.hpp"
 #include "train/lanes/trace.hpp"
 #include "train/layers/parameters.hpp"
-#include "train/phase_timer.hpp"
 #include "train/replicated_vector.hpp"
 #include "train/step_model.hpp"
 #include "weft/exchange.hpp"
@@ -31,19 +30,23 @@
 
 namespace weft::moe {
 
-struct StepReport {
-  int64_t step = 0;           // number of steps done, this one included
-  double loss = 0;            // nats per byte, mean over the global batch; same on every rank
-  double balance_loss = 0;    // mean over the blocks, 1 = perfectly even; same on every rank
-  int64_t num_tokens = 0;     // of this rank
-  int64_t global_tokens = 0;  // of all ranks
-  double seconds = 0;         // of the whole step on this rank
-  // By Phase, of this rank. Without overlap they add up to `seconds`; with it each is the time that
-  // its lane worked on it, and lanes work at the same time.
+// Of this rank; trivially copyable.
+struct RankReport {
+  int64_t num_tokens = 0;
+  double seconds = 0;  // of the whole step
+  // By Phase. Without overlap they add up to `seconds`; with it each is the time that its lane
+  // worked on it, and lanes work at the same time.
   std::array<double, kNumPhases> phase_seconds = {};
-  overlap::Trace trace;  // with overlap: forward and backward on the two lanes of this rank
-  Traffic dispatch;      // tokens, of this rank
-  Traffic combine;
+  Traffic dispatch = {};  // tokens
+  Traffic combine = {};
+};
+
+struct StepReport : RankReport {
+  int64_t step = 0;             // number of steps done, this one included
+  double loss = 0;              // nats per byte, mean over the global batch; same on every rank
+  double balance_loss = 0;      // mean over the blocks, 1 = perfectly even; same on every rank
+  int64_t global_tokens = 0;    // of all ranks
+  overlap::Trace trace;         // with overlap: forward and backward on the two lanes of this rank
   std::vector<int64_t> routes;  // [num_blocks, num_experts] of all ranks
 };
 

@@ -4,10 +4,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <deque>
 #include <optional>
 #include <ostream>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
 
 #include "lab/train/step_rig.hpp"
 #include "support/errors.hpp"
@@ -17,8 +18,7 @@
 namespace weft::moe {
 namespace {
 
-using overlap::ChunkNodes;
-using overlap::Work;
+using overlap::Schedule;
 using test::Thrown;
 
 constexpr int kNumRanks = 4;
@@ -28,44 +28,56 @@ constexpr StepOptions kOptions = {
     .overlap = {.is_on = true, .delays_weight_gradients = true},
     .timeout = std::chrono::seconds(2)};
 
-// Which callback of the second micro-batch's second block throws.
+// Which step of the second micro-batch's second block throws.
 struct BadPiece {
   const char* name;
-  Work& (*find)(ChunkNodes& nodes);
+  const char* step;
 };
 void PrintTo(const BadPiece& piece, std::ostream* out) {
   *out << piece.name;
 }
 
-const BadPiece kBadPieces[] = {
-    {"pre_dispatch", [](ChunkNodes& n) -> Work& { return n.layers[1].pre_dispatch.forward; }},
-    {"moe_dispatch", [](ChunkNodes& n) -> Work& { return n.layers[1].moe_dispatch.forward; }},
-    {"mlp_backward", [](ChunkNodes& n) -> Work& { return n.layers[1].mlp.backward; }},
-    {"weight_gradient", [](ChunkNodes& n) -> Work& { return n.layers[1].mlp.weight_gradient; }},
-    {"combine_backward", [](ChunkNodes& n) -> Work& { return n.layers[1].moe_combine.backward; }},
+constexpr BadPiece kBadPieces[] = {
+    {"pre_dispatch", "m1.L1.pre_dispatch_computation.fwd"},
+    {"moe_dispatch", "m1.L1.moe_dispatch.fwd"},
+    {"mlp_backward", "m1.L1.mlp.bwd"},
+    {"weight_gradient", "m1.L1.mlp.backward_dw"},
+    {"combine_backward", "m1.L1.moe_combine.bwd"},
+};
+
+// Throws in the step of that name.
+class FaultyModel : public HostModel {
+ public:
+  FaultyModel(const StepModelParts& parts, std::string_view bad) : HostModel(parts), bad_(bad) {}
+
+  LossShare forward_backward(std::span<const Batch> batches) override {
+    run(batches, [&](const Schedule& good) {
+      Schedule schedule;
+      for (overlap::Step step : good.steps()) {
+        if (step.name == bad_) {
+          step.work = [](const overlap::LaneContext&) { throw std::runtime_error("as wanted"); };
+        }
+        schedule.add_step(std::move(step));
+      }
+      return overlap::run_on_threads(schedule);
+    });
+    return share();
+  }
+
+ private:
+  std::string_view bad_;
 };
 
 // One step with own models; on the bad rank with the bad piece.
 void run_step(const Group& group, const BadPiece* bad) {
   StepRig rig(group, kOptions);
-  std::deque<Model> models;
-  for (const MicroBatch& micro_batch : rig.micro_batches()) {
-    models.emplace_back(rig.context(), micro_batch.shards, rig.layout(), rig.memory());
-  }
-  const auto nodes = [&](int idx) {
-    const auto at = static_cast<size_t>(idx);
-    models[at].load(rig.batches()[at]);
-    ChunkNodes made = chunk_nodes(models[at], rig.overlap());
-    if (bad != nullptr && idx == 1 && group.rank() == kBadRank) {
-      bad->find(made) = [](const overlap::LaneContext&) { throw std::runtime_error("as wanted"); };
-    }
-    return made;
-  };
+  FaultyModel model(
+      {group, rig.context(), rig.micro_batches(), rig.overlap(), rig.layout(), rig.memory()},
+      bad != nullptr && group.rank() == kBadRank ? bad->step : ""
+  );
   const auto held_before = rig.context().exchange.footprint().buffer_bytes;
   try {
-    overlap::run_on_threads(
-        overlap::schedule_overlapped({.num = kOptions.num_micro_batches, .nodes = nodes})
-    );
+    static_cast<void>(model.forward_backward(rig.batches()));
   } catch (...) {
     EXPECT_EQ(rig.context().exchange.footprint().buffer_bytes, held_before);
     throw;

@@ -1,17 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// `weft-lab train`: a small mixture-of-experts language model on any file.
+// `weft-lab train`: a small mixture-of-experts language model on any file; the options, and one
+// rank of a run.
+#include "train/command/command.hpp"
+
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "cli/choices.hpp"
+#include "cli/progress.hpp"
+#include "cli/ranks.hpp"
 #include "cli/stop_request.hpp"
-#include "lab_commands.hpp"
+#include "core/check.hpp"
+#include "measure/limits.hpp"
+#include "measure/measure.hpp"
+#include "plan/file/routing_file.hpp"
+#include "report/json_text.hpp"
 #include "train/batch.hpp"
-#include "train/command/run.hpp"
+#include "train/config.hpp"
+#include "train/trainer.hpp"
 #include "weft/error.hpp"
+#include "weft/group.hpp"
 
 namespace weft::program {
 namespace {
@@ -19,6 +37,264 @@ namespace {
 constexpr double kDefaultSeconds = 60;
 constexpr int kOverlappedMicroBatches =
     4;  // a guess: more hide more, but compute in smaller pieces
+
+struct TrainOptions {
+  std::string text_path;
+  moe::TrainConfig config;
+  RankOptions ranks;
+  DeviceChoice device;
+  int64_t steps = 0;   // in all, those of the checkpoint included; 0: no such limit
+  double seconds = 0;  // of this run; 0: no such limit
+  std::string checkpoint_path;
+  int64_t checkpoint_every = 100;  // steps
+  bool is_resumed = false;
+  std::string routing_path;
+  int64_t routing_every = 1;  // steps
+  std::string trace_path;
+  std::string html_path;
+  std::string json_path;
+};
+
+// Collective. Throws Error (kInvalidArgument) on every rank where options differ that decide what
+// ranks say to each other between two steps; the model's are compared where it is made. Ranks that
+// a launcher starts have each their own command line.
+void agree_on_options(const Group& group, const TrainOptions& options) {
+  constexpr std::array kNames = {
+      "--steps",
+      "--resume",
+      "--checkpoint-every (with --checkpoint)",
+      "--routing-every (with --save-routing)"};
+  const std::array<int64_t, kNames.size()> mine = {
+      options.steps,
+      options.is_resumed,
+      options.checkpoint_path.empty() ? 0 : options.checkpoint_every,
+      options.routing_path.empty() ? 0 : options.routing_every};
+  const auto ranks = gather(group, mine);
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    for (size_t i = 0; i < mine.size(); ++i) {
+      WEFT_CHECK_ARG(
+          (Context{group.rank(), group.num_ranks()}),
+          ranks[rank][i] == mine[i],
+          "train: {} = {} here and {} on rank {} (0: not given; must be equal on all ranks)",
+          kNames[i],
+          mine[i],
+          ranks[rank][i],
+          rank
+      );
+    }
+  }
+}
+
+constexpr double kReportSeconds = 15;  // between two versions of the page
+
+moe::TrainConfig config_of_rank(const TrainOptions& options, int rank) {
+  moe::TrainConfig config = options.config;
+  config.device = options.device.device(rank);
+  return config;
+}
+
+class TrainRun {
+ public:
+  TrainRun(
+      const Group& group,
+      const TrainOptions& options,
+      std::span<const std::byte> text,
+      const StopRequest& stop
+  )
+      : group_(group),
+        options_(options),
+        stop_(stop),
+        is_speaker_(group.rank() == 0),
+        trainer_(group, config_of_rank(options, group.rank()), text),
+        record_{
+            options.config.model,
+            options.config.num_micro_batches,
+            options.config.model.hidden * dtype_bytes(options.config.dtype)},
+        progress_("train", is_speaker_) {
+    if (options.is_resumed) {
+      trainer_.resume(options.checkpoint_path);
+    }
+    facts_ = {
+        .text_path = options.text_path,
+        .text_bytes = static_cast<int64_t>(text.size()),
+        .config = options.config,
+        .transport = trainer_.exchange().config().transport,
+        .num_gpus = is_on_gpu() ? std::min(options.device.num_gpus, group.num_ranks()) : 0,
+        .is_copied = trainer_.exchange().config().copy_engines,
+        .num_ranks = group.num_ranks(),
+        .num_parameters = trainer_.num_parameters(),
+        .num_active_parameters = trainer_.num_active_parameters(),
+        .first_step = trainer_.steps_done()};
+    open_routing_file();
+  }
+
+  void run() {
+    if (is_speaker_) {
+      fmt::print("{}", train_headline(facts_));
+      std::fflush(stdout);
+    }
+    bool goes_on = !has_all_steps();
+    while (goes_on) {
+      goes_on = step();
+    }
+    if (!options_.checkpoint_path.empty()) {
+      trainer_.save(options_.checkpoint_path);
+    }
+    finish();
+  }
+
+ private:
+  [[nodiscard]] bool is_on_gpu() const { return options_.device.is_on_gpu(); }
+  [[nodiscard]] bool has_all_steps() const {
+    return options_.steps > 0 && trainer_.steps_done() >= options_.steps;
+  }
+
+  // False after the last one. Ranks decide together, from what each told the others.
+  bool step() {
+    const moe::StepReport report = trainer_.step();
+    RankStep mine = {report, overlap::lane_times(report.trace)};
+    for (const double seconds : trainer_.exchange().stats().wait_seconds) {
+      mine.wait_seconds = std::max(mine.wait_seconds, seconds);
+    }
+    const bool is_late = options_.seconds > 0 && watch_.seconds() >= options_.seconds;
+    mine.wants_to_stop = stop_.is_set() || (is_speaker_ && is_late);
+    const std::vector<RankStep> ranks = gather(group_, mine);
+    if (is_speaker_) {
+      record_.add(report, ranks);
+      show_progress(report);
+    }
+    if (!options_.routing_path.empty() && report.step % options_.routing_every == 0) {
+      save_routing(report.step);
+    }
+    const bool is_last = has_all_steps() || std::ranges::any_of(ranks, &RankStep::wants_to_stop);
+    if (!options_.checkpoint_path.empty() && report.step % options_.checkpoint_every == 0 &&
+        !is_last) {
+      trainer_.save(options_.checkpoint_path);
+    }
+    return !is_last;
+  }
+
+  void open_routing_file() {
+    if (!is_speaker_ || options_.routing_path.empty()) {
+      return;
+    }
+    const auto& model = options_.config.model;
+    const RoutingFileShape shape = {group_.num_ranks(), model.num_experts, model.topk};
+    using Mode = RoutingFileWriter::Mode;
+    routing_file_.emplace(
+        options_.routing_path, shape, options_.is_resumed ? Mode::kContinue : Mode::kNew
+    );
+  }
+
+  // Collective.
+  void save_routing(int64_t step) {
+    for (int block = 0; block < options_.config.model.num_blocks; ++block) {
+      std::vector<RouteTable> routes;
+      for (const Bytes& bytes : group_.all_gather(std::as_bytes(trainer_.last_topk_idx(block)))) {
+        RouteTable& table = routes.emplace_back();
+        table.topk = options_.config.model.topk;
+        table.expert.resize(bytes.size() / sizeof(int32_t));
+        table.num_tokens = static_cast<int64_t>(table.expert.size()) / table.topk;
+        std::ranges::copy(bytes, std::as_writable_bytes(std::span(table.expert)).begin());
+      }
+      if (is_speaker_) {
+        routing_file_->append(step, block, routes);
+      }
+    }
+  }
+
+  void show_progress(const moe::StepReport& report) {
+    const double by_time = options_.seconds > 0 ? watch_.seconds() / options_.seconds : 0;
+    const double to_do = static_cast<double>(options_.steps - facts_.first_step);
+    const double by_steps =
+        options_.steps > 0 ? static_cast<double>(report.step - facts_.first_step) / to_do : 0;
+    progress_.update(
+        std::max(by_time, by_steps),
+        fmt::format("step {}, loss {:.4f}", report.step, record_.recent_loss())
+    );
+    if (report_watch_.seconds() > kReportSeconds) {
+      report_watch_ = {};
+      write_reports();
+    }
+  }
+
+  void write_reports() const {
+    if (!options_.trace_path.empty()) {
+      overlap::write_trace(options_.trace_path, record_.trace);
+    }
+    if (!options_.html_path.empty()) {
+      train_page(facts_, record_).save(options_.html_path);
+    }
+    if (!options_.json_path.empty()) {
+      save_json(options_.json_path, train_json(facts_, record_));
+    }
+  }
+
+  // Rank 0 measures the limit (of a host's memory) and reports while the others wait with idle
+  // cores.
+  void finish() {
+    if (is_speaker_) {
+      if (!is_on_gpu()) {
+        facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes);
+      }
+      progress_.clear();
+      print_result();
+      std::fflush(stdout);
+      write_reports();
+    }
+    group_.barrier();
+  }
+
+  void print_result() const {
+    if (record_.num_steps == 0) {
+      fmt::print("Nothing to do: {} steps are done already\n", trainer_.steps_done());
+      return;
+    }
+    fmt::print(
+        "{}{} after step {}, {} a step, loss {:.4f}\n",
+        train_text(facts_, record_),
+        stop_.is_set() ? "Stopped by a signal" : "Done",
+        record_.last_step,
+        seconds_text(record_.per_step(record_.seconds)),
+        record_.recent_loss()
+    );
+    for (const auto& [what, path] :
+         {std::pair{"Checkpoint", &options_.checkpoint_path},
+          std::pair{"Routing", &options_.routing_path},
+          std::pair{"Trace", &options_.trace_path},
+          std::pair{"Report", &options_.html_path},
+          std::pair{"Numbers", &options_.json_path}}) {
+      if (!path->empty()) {
+        fmt::print("{}: {}\n", what, *path);
+      }
+    }
+  }
+
+  const Group& group_;
+  const TrainOptions& options_;
+  const StopRequest& stop_;
+  bool is_speaker_;
+  moe::Trainer trainer_;
+  TrainFacts facts_;
+  TrainRecord record_;
+  Progress progress_;
+  Stopwatch watch_;
+  Stopwatch report_watch_;
+  std::optional<RoutingFileWriter> routing_file_;
+};
+
+// Collective. Trains until a limit is reached or `stop` is set, then saves and, on rank 0, prints.
+int train_on_rank(
+    const Group& group,
+    const TrainOptions& options,
+    std::span<const std::byte> text,
+    const StopRequest& stop
+) {
+  agree_on_options(group, options);
+  TrainRun run(group, options, text, stop);
+  run.run();
+  return 0;
+}
 
 constexpr const char* kFooter =
     R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
@@ -86,31 +362,23 @@ void add_overlap_options(CLI::App& app, TrainOptions& options) {
       ->check(Positive())
       ->default_str(fmt::format("1, with --overlap {}", kOverlappedMicroBatches))
       ->group("Overlap");
-  auto* overlap = app.add_flag(
-      "--overlap",
-      config.overlap.is_on,
-      "Run the forward of a micro-batch with the backward of the one before; same results"
-  );
-  overlap->group("Overlap");
-  app.add_flag(
-         "--delay-wgrad",
-         config.overlap.delays_weight_gradients,
-         "Compute gradients of experts' weights where they hide an exchange; same results"
-  )
-      ->group("Overlap")
-      ->needs(overlap);
-  app.add_option(
-         "--exchange-copies",
-         config.overlap.copy_engines,
-         "On GPUs: copy engines carry what is exchanged beside computation; same results"
-  )
+  constexpr const char* kOverlap =
+      "Run the forward of a micro-batch with the backward of the one before; same results";
+  constexpr const char* kDelay =
+      "Compute gradients of experts' weights where they hide an exchange; same results";
+  constexpr const char* kCopies =
+      "On GPUs: copy engines carry what is exchanged beside computation; same results";
+  auto* overlap = app.add_flag("--overlap", config.overlap.is_on, kOverlap)->group("Overlap");
+  const auto needs_overlap = [&](CLI::Option* option) {
+    return option->group("Overlap")->needs(overlap);
+  };
+  auto& delays = config.overlap.delays_weight_gradients;
+  needs_overlap(app.add_flag("--delay-wgrad", delays, kDelay));
+  needs_overlap(app.add_option("--exchange-copies", config.overlap.copy_engines, kCopies))
       ->transform(copies_choice())
-      ->default_str("auto: as measured, or as WEFT_COPY_ENGINES says")
-      ->group("Overlap")
-      ->needs(overlap);
-  app.add_option("--trace", options.trace_path, "Write what ran when in the last step of rank 0")
-      ->group("Overlap")
-      ->needs(overlap);
+      ->default_str("auto: as measured, or as WEFT_COPY_ENGINES says");
+  constexpr const char* kTrace = "Write what ran when in the last step of rank 0";
+  needs_overlap(app.add_option("--trace", options.trace_path, kTrace));
 }
 
 void add_file_options(CLI::App& app, TrainOptions& options) {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "train/command/report.hpp"
+#include "train/command/command.hpp"
 #include "train/lanes/trace.hpp"
 
 namespace weft::program {
@@ -12,27 +12,10 @@ namespace {
 constexpr size_t kMostPoints = 2000;  // then every two become one
 constexpr size_t kRecentSteps = 10;
 
-// Adds `point` to the neighbours that `sum` stands for.
-void merge_into(StepPoint& sum, const StepPoint& point) {
-  const auto old_steps = static_cast<double>(sum.num_steps);
-  const auto new_steps = static_cast<double>(point.num_steps);
-  const auto mean = [&](double a, double b) {
-    return (a * old_steps + b * new_steps) / (old_steps + new_steps);
-  };
-  sum.step = point.step;
-  sum.loss = mean(sum.loss, point.loss);
-  sum.balance_loss = mean(sum.balance_loss, point.balance_loss);
-  sum.seconds = mean(sum.seconds, point.seconds);
-  for (size_t i = 0; i < sum.routes.size(); ++i) {
-    sum.routes[i] = mean(sum.routes[i], point.routes[i]);
-  }
-  sum.num_steps += point.num_steps;
-}
-
 void add_moved(
     MovedBytes& sum,
     std::span<const RankStep> ranks,
-    moe::Traffic RankStep::*traffic,
+    moe::Traffic moe::RankReport::*traffic,
     moe::Phase phase,
     double token_bytes
 ) {
@@ -54,7 +37,7 @@ void add_moved(
 void add_point(TrainRecord& record, StepPoint point) {
   std::vector<StepPoint>& points = record.points;
   if (!points.empty() && points.back().num_steps < record.steps_per_point) {
-    merge_into(points.back(), point);
+    points.back().merge(point);
   } else {
     points.push_back(std::move(point));
   }
@@ -63,7 +46,7 @@ void add_point(TrainRecord& record, StepPoint point) {
   }
   for (size_t i = 0; i < points.size() / 2; ++i) {
     points[i] = points[2 * i];
-    merge_into(points[i], points[2 * i + 1]);
+    points[i].merge(points[2 * i + 1]);
   }
   points.resize(points.size() / 2);
   record.steps_per_point *= 2;
@@ -71,15 +54,19 @@ void add_point(TrainRecord& record, StepPoint point) {
 
 }  // namespace
 
-RankStep RankStep::from(const moe::StepReport& report) {
-  RankStep step;
-  step.phase_seconds = report.phase_seconds;
-  step.seconds = report.seconds;
-  step.lanes = overlap::lane_times(report.trace);
-  step.num_tokens = report.num_tokens;
-  step.dispatch = report.dispatch;
-  step.combine = report.combine;
-  return step;
+void StepPoint::merge(const StepPoint& next) {
+  const auto add = [&, sum_steps = static_cast<double>(num_steps)](double& sum, double value) {
+    const auto steps = static_cast<double>(next.num_steps);
+    sum = (sum * sum_steps + value * steps) / (sum_steps + steps);
+  };
+  step = next.step;
+  add(loss, next.loss);
+  add(balance_loss, next.balance_loss);
+  add(seconds, next.seconds);
+  for (size_t i = 0; i < routes.size(); ++i) {
+    add(routes[i], next.routes[i]);
+  }
+  num_steps += next.num_steps;
 }
 
 void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> ranks) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/command/report.hpp"
+#include "routing/report.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numeric>
 #include <span>
@@ -14,7 +15,7 @@
 #include "measure/limits.hpp"
 #include "report/svg.hpp"
 #include "report/table.hpp"
-#include "routing/report.hpp"
+#include "train/command/command.hpp"
 
 namespace weft::program {
 namespace {
@@ -42,12 +43,22 @@ std::string micro_batch_text(const TrainFacts& facts) {
   );
 }
 
-// What plain copies of the same bytes take, in microseconds.
-using Limit = double (*)(const ExchangeBytes&, const CopyRates&);
-
-// Zero where the rates are not known.
-double limit_us_of(Limit limit, const MovedBytes& moved, const CopyRates& rates) {
-  return rates.scatter > 0 ? limit({moved.logical, moved.wire, moved.tokens}, rates) : 0;
+// One of the two operations, and what plain copies of the same bytes take; 0 where the rates are
+// not known.
+struct Operation {
+  const char* name;
+  const MovedBytes& moved;
+  double limit_seconds;
+};
+std::array<Operation, 2> operations(const TrainFacts& facts, const TrainRecord& record) {
+  const auto operation = [&](const char* name, const MovedBytes& moved, auto limit_us
+                         ) -> Operation {
+    const ExchangeBytes bytes = {moved.logical, moved.wire, moved.tokens};
+    return {name, moved, facts.rates.scatter > 0 ? limit_us(bytes, facts.rates) / 1e6 : 0};
+  };
+  return {
+      operation("dispatch", record.dispatch, dispatch_limit_us),
+      operation("combine", record.combine, combine_limit_us)};
 }
 
 void add_time_row(Table& table, const TrainRecord& record, std::string_view name, double seconds) {
@@ -56,30 +67,6 @@ void add_time_row(Table& table, const TrainRecord& record, std::string_view name
        seconds_text(seconds),
        fmt::format("{:.1f} %", percent(seconds, record.rank_seconds)),
        seconds_text(record.per_step(seconds))}
-  );
-}
-
-void add_exchange_row(
-    Table& table, const char* op, const TrainFacts& facts, const MovedBytes& moved, Limit limit
-) {
-  const double limit_seconds = limit_us_of(limit, moved, facts.rates) / 1e6;
-  const auto gbps = [&](double bytes) {
-    return moved.seconds > 0 ? fmt::format("{:.2f}", bytes / moved.seconds / 1e9) : "-";
-  };
-  const auto percent_text = [&](double seconds) {
-    const bool has_limit = limit_seconds > 0 && seconds > 0;
-    return has_limit ? fmt::format("{:.1f} %", percent(limit_seconds, seconds)) : "-";
-  };
-  table.add_row(
-      {op,
-       count_text(std::llround(moved.calls)),
-       seconds_text(moved.calls > 0 ? moved.seconds / moved.calls : 0),
-       bytes_text(moved.wire),
-       bytes_text(moved.logical),
-       gbps(moved.wire),
-       gbps(moved.logical),
-       percent_text(moved.seconds),
-       percent_text(moved.fastest_seconds)}
   );
 }
 
@@ -171,25 +158,24 @@ LaneChart lane_chart(const TrainRecord& record) {
   return chart;
 }
 
-Json moved_json(const TrainFacts& facts, const MovedBytes& moved, Limit limit) {
-  const double limit_us = limit_us_of(limit, moved, facts.rates);
+Json moved_json(const Operation& operation) {
+  const MovedBytes& moved = operation.moved;
   Json json = {
       {"calls", std::llround(moved.calls)},
       {"seconds", moved.seconds},
       {"fastest_seconds", moved.fastest_seconds},
       {"wire_bytes", std::llround(moved.wire)},
       {"logical_bytes", std::llround(moved.logical)}};
-  if (limit_us > 0 && moved.seconds > 0) {
-    json["limit_us"] = limit_us;
-    json["percent_of_limit"] = limit_us / moved.seconds / 1e4;
+  if (operation.limit_seconds > 0 && moved.seconds > 0) {
+    json["limit_us"] = operation.limit_seconds * 1e6;
+    json["percent_of_limit"] = percent(operation.limit_seconds, moved.seconds);
   }
   return json;
 }
 
 Json config_json(const TrainFacts& facts) {
   const auto& config = facts.config;
-  const auto& model = config.model;
-  return {
+  Json json = {
       {"ranks", facts.num_ranks},
       {"executor", facts.num_gpus > 0 ? "cuda" : "cpu"},
       {"gpus", facts.num_gpus},
@@ -200,15 +186,11 @@ Json config_json(const TrainFacts& facts) {
       {"overlap", config.overlap.is_on},
       {"delay_wgrad", config.overlap.delays_weight_gradients},
       {"copy_engines", facts.is_copied},
-      {"seed", config.seed},
-      {"window", model.window},
-      {"hidden", model.hidden},
-      {"expert_hidden", model.expert_hidden},
-      {"num_blocks", model.num_blocks},
-      {"num_experts", model.num_experts},
-      {"topk", model.topk},
-      {"num_parameters", facts.num_parameters},
-      {"num_active_parameters", facts.num_active_parameters}};
+      {"seed", config.seed}};
+  moe::visit_fields(config.model, [&](const char* name, auto value) { json[name] = value; });
+  json["num_parameters"] = facts.num_parameters;
+  json["num_active_parameters"] = facts.num_active_parameters;
+  return json;
 }
 
 // About ten lines from the first step to the last, each the mean of what lies before it.
@@ -216,23 +198,20 @@ Table loss_table(const TrainRecord& record) {
   Table table({"step", "loss", "bits per byte", "balance", "step time"});
   const auto& points = record.points;
   const size_t num_rows = std::min(kLossRows, points.size());
-  for (size_t row = 0, begin = 0; row < num_rows; ++row) {
+  for (size_t row = 0; row < num_rows; ++row) {
+    const size_t begin = row * points.size() / num_rows;
     const size_t end = (row + 1) * points.size() / num_rows;
-    StepPoint mean = {};
-    for (size_t i = begin; i < end; ++i) {
-      const auto part = 1.0 / static_cast<double>(end - begin);
-      mean.loss += points[i].loss * part;
-      mean.balance_loss += points[i].balance_loss * part;
-      mean.seconds += points[i].seconds * part;
+    StepPoint mean = points[begin];
+    for (size_t i = begin + 1; i < end; ++i) {
+      mean.merge(points[i]);
     }
     table.add_row(
-        {fmt::format("{:.0f}", points[end - 1].step),
+        {fmt::format("{:.0f}", mean.step),
          fmt::format("{:.4f}", mean.loss),
          fmt::format("{:.3f}", mean.loss / std::log(2.0)),
          fmt::format("{:.3f}", mean.balance_loss),
          seconds_text(mean.seconds)}
     );
-    begin = end;
   }
   return table;
 }
@@ -258,8 +237,26 @@ Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
        "of limit",
        "of limit, last rank"}
   );
-  add_exchange_row(table, "dispatch", facts, record.dispatch, dispatch_limit_us);
-  add_exchange_row(table, "combine", facts, record.combine, combine_limit_us);
+  for (const auto& [name, moved, limit_seconds] : operations(facts, record)) {
+    const auto gbps = [&, seconds = moved.seconds](double bytes) {
+      return seconds > 0 ? fmt::format("{:.2f}", bytes / seconds / 1e9) : "-";
+    };
+    const auto of_limit = [limit = limit_seconds](double seconds) {
+      const bool has_limit = limit > 0 && seconds > 0;
+      return has_limit ? fmt::format("{:.1f} %", percent(limit, seconds)) : "-";
+    };
+    table.add_row(
+        {name,
+         count_text(std::llround(moved.calls)),
+         seconds_text(moved.calls > 0 ? moved.seconds / moved.calls : 0),
+         bytes_text(moved.wire),
+         bytes_text(moved.logical),
+         gbps(moved.wire),
+         gbps(moved.logical),
+         of_limit(moved.seconds),
+         of_limit(moved.fastest_seconds)}
+    );
+  }
   return table;
 }
 
@@ -391,12 +388,12 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
       {"limit_gbps", facts.rates.scatter},
       {"gather_gbps", facts.rates.gather},
       {"wait_seconds", record.wait_seconds},
-      {"phase_seconds", Json::object()},
-      {"dispatch", moved_json(facts, record.dispatch, dispatch_limit_us)},
-      {"combine", moved_json(facts, record.combine, combine_limit_us)},
-      {"steps", Json::array()}};
+      {"phase_seconds", Json::object()}};
   for (size_t i = 0; i < moe::kNumPhases; ++i) {
     json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds[i];
+  }
+  for (const Operation& operation : operations(facts, record)) {
+    json[operation.name] = moved_json(operation);
   }
   if (facts.config.overlap.is_on) {
     json["lanes"] = {
@@ -405,6 +402,7 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
         {"exchange_seconds", record.lanes.exchange},
         {"exposed_seconds", record.lanes.exposed}};
   }
+  json["steps"] = Json::array();
   for (const StepPoint& point : record.points) {
     json["steps"].push_back(
         {{"step", point.step},

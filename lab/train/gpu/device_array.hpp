@@ -12,7 +12,6 @@
 #include <type_traits>
 
 #include "core/gpu/check.hpp"
-#include "train/layers/parameters.hpp"
 
 namespace weft::moe {
 
@@ -76,22 +75,6 @@ class DeviceArray {
   std::unique_ptr<T, Free> data_;
   size_t size_ = 0;
   size_t capacity_ = 0;
-};
-
-// Where the parameters lie on a GPU: the two flat vectors of parameters.hpp, each three times.
-struct DeviceParameter {
-  float* value = nullptr;
-  float* grad = nullptr;        // cleared before each step; backward adds to it
-  uint16_t* rounded = nullptr;  // `value` in bf16, for products
-
-  [[nodiscard]] DeviceParameter at(const ParameterSpan& span) const {
-    return {value + span.begin, grad + span.begin, rounded + span.begin};
-  }
-};
-
-struct DeviceMemory {
-  DeviceParameter replicated;
-  DeviceParameter experts;
 };
 
 }  // namespace weft::moe

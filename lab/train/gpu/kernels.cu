@@ -1,41 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <cmath>
-
 #include "core/half.hpp"
-#include "train/gpu/kernels.hpp"
+#include "train/gpu/math.hpp"
 #include "train/gpu/row.cuh"
-#include "train/layers/dense.hpp"
 
 namespace weft::moe {
 namespace {
 
-// What one step does alike to every element.
-struct Rates {
-  float decay = 1;
-  float rate = 0;
-  float epsilon = 0;
-  float beta1 = 0;
-  float beta2 = 0;
-};
-
-__global__ void adamw_kernel(
-    Rates rates,
-    float* value,
-    const float* grad,
-    DeviceMoments moments,
-    uint16_t* rounded,
-    int64_t size
-) {
+__global__ void adamw_kernel(AdamRates rates, DeviceAdam adam) {
   const int64_t i = flat_index();
-  if (i >= size) {
-    return;
+  if (i < adam.size) {
+    adamw_element(rates, adam.value[i], adam.grad[i], adam.mean[i], adam.square[i]);
+    adam.rounded[i] = float_to_bf16(adam.value[i]);
   }
-  const float mean = rates.beta1 * moments.mean[i] + (1.0F - rates.beta1) * grad[i];
-  const float square = rates.beta2 * moments.square[i] + (1.0F - rates.beta2) * grad[i] * grad[i];
-  moments.mean[i] = mean;
-  moments.square[i] = square;
-  value[i] = value[i] * rates.decay - rates.rate * mean / (sqrtf(square) + rates.epsilon);
-  rounded[i] = float_to_bf16(value[i]);
 }
 
 __global__ void to_bf16_kernel(const float* from, uint16_t* to, int64_t size) {
@@ -59,6 +35,17 @@ __global__ void add_kernel(const uint16_t* from, float* to, int64_t size) {
   }
 }
 
+constexpr int64_t kSumParts = 64;
+
+struct ColumnSums {
+  const float* values = nullptr;  // [rows, cols]
+  int64_t rows = 0;
+  int64_t cols = 0;
+  float* parts = nullptr;  // [kSumParts, cols]
+  float* sums = nullptr;   // [cols]
+  bool adds = false;       // to what is in `sums`
+};
+
 // A thread sums one column over the rows of part blockIdx.y.
 __global__ void sum_parts_kernel(ColumnSums call) {
   const int64_t col = flat_index();
@@ -71,7 +58,7 @@ __global__ void sum_parts_kernel(ColumnSums call) {
   for (int64_t row = call.rows * part / kSumParts; row < end; ++row) {
     sum += call.values[row * call.cols + col];
   }
-  call.scratch[part * call.cols + col] = sum;
+  call.parts[part * call.cols + col] = sum;
 }
 
 __global__ void add_parts_kernel(ColumnSums call) {
@@ -81,7 +68,7 @@ __global__ void add_parts_kernel(ColumnSums call) {
   }
   float sum = 0.0F;
   for (int64_t part = 0; part < kSumParts; ++part) {
-    sum += call.scratch[part * call.cols + col];
+    sum += call.parts[part * call.cols + col];
   }
   call.sums[col] = call.adds ? call.sums[col] + sum : sum;
 }
@@ -116,7 +103,7 @@ __global__ void embed_backward_kernel(
         sum += grad_x[token * shape.hidden + h];
       }
     }
-    grad[h] = shape.adds ? grad[h] + sum : sum;
+    grad[h] += sum;
   }
 }
 
@@ -147,8 +134,6 @@ __global__ void cross_entropy_kernel(LossShape shape, float* losses, uint16_t* g
   }
 }
 
-constexpr float kEpsilon = 1e-6F;  // as on the host
-
 __global__ void norm_kernel(NormShape shape, uint16_t* y) {
   const int64_t token = warp_row();
   if (token >= shape.num_tokens) {
@@ -160,7 +145,7 @@ __global__ void norm_kernel(NormShape shape, uint16_t* y) {
     sum += in[h] * in[h];
   }
   sum = warp_sum(sum);
-  const float scale = 1.0F / sqrtf(sum / static_cast<float>(shape.hidden) + kEpsilon);
+  const float scale = 1.0F / sqrtf(sum / static_cast<float>(shape.hidden) + kNormEpsilon);
   for (int64_t h = lane_id(); h < shape.hidden; h += kLanes) {
     y[token * shape.hidden + h] = float_to_bf16(in[h] * scale * shape.gain[h]);
   }
@@ -247,95 +232,90 @@ __global__ void swiglu_backward_kernel(
 
 }  // namespace
 
-void adamw_update_cuda(
-    const AdamStep& step,
-    float* value,
-    const float* grad,
-    const DeviceMoments& moments,
-    uint16_t* rounded,
-    size_t size,
-    cudaStream_t stream
-) {
-  const float root_bias2 = std::sqrt(step.bias2);
-  const Rates rates = {
-      1.0F - step.learning_rate * step.weight_decay,
-      step.learning_rate / step.bias1 * root_bias2,
-      step.epsilon * root_bias2,
-      step.beta1,
-      step.beta2};
-  const auto count = static_cast<int64_t>(size);
-  launch_flat(adamw_kernel, count, stream, rates, value, grad, moments, rounded, count);
+void adamw_update_cuda(const AdamStep& step, const DeviceAdam& adam, cudaStream_t stream) {
+  launch_flat(adamw_kernel, adam.size, stream, AdamRates(step), adam);
 }
 
 void to_bf16_cuda(const float* from, uint16_t* to, int64_t size, cudaStream_t stream) {
   launch_flat(to_bf16_kernel, size, stream, from, to, size);
 }
 
-void to_float_cuda(const uint16_t* from, float* to, int64_t size, cudaStream_t stream) {
-  launch_flat(to_float_kernel, size, stream, from, to, size);
-}
-
 void add_cuda(const uint16_t* from, float* to, int64_t size, cudaStream_t stream) {
   launch_flat(add_kernel, size, stream, from, to, size);
 }
 
-void column_sums_cuda(const ColumnSums& call, cudaStream_t stream) {
-  const unsigned blocks = num_blocks(call.cols, kFlatThreads);
-  const dim3 parts(blocks, static_cast<unsigned>(kSumParts));
-  launch(sum_parts_kernel, parts, kFlatThreads, stream, call);
-  launch(add_parts_kernel, blocks, kFlatThreads, stream, call);
+void DeviceMath::widen(const uint16_t* from, float* to, int64_t size) {
+  launch_flat(to_float_kernel, size, stream_, from, to, size);
 }
 
-void embedding_forward_cuda(
-    const EmbeddingShape& shape, const float* table, float* x, cudaStream_t stream
+void DeviceMath::reserve(size_t elements, int64_t cols) {
+  gain_terms_.resize(elements);
+  sum_parts_.resize(static_cast<size_t>(kSumParts * cols));
+}
+
+void DeviceMath::sum_columns(
+    const float* values, int64_t rows, int64_t cols, float* sums, bool adds
 ) {
-  if (shape.num_tokens > 0) {
-    const auto blocks = static_cast<unsigned>(shape.num_tokens);
-    launch(embed_kernel, blocks, kThreads, stream, shape, table, x);
+  sum_parts_.resize(static_cast<size_t>(kSumParts * cols));
+  const ColumnSums call = {values, rows, cols, sum_parts_.data(), sums, adds};
+  const unsigned blocks = num_blocks(cols, kFlatThreads);
+  const dim3 parts(blocks, static_cast<unsigned>(kSumParts));
+  launch(sum_parts_kernel, parts, kFlatThreads, stream_, call);
+  launch(add_parts_kernel, blocks, kFlatThreads, stream_, call);
+}
+
+void DeviceMath::column_sums(const float* values, int64_t rows, int64_t cols, float* sums) {
+  sum_columns(values, rows, cols, sums, false);
+}
+
+void DeviceMath::embed(const EmbeddingShape& s, const float* table, float* x) {
+  if (s.num_tokens > 0) {
+    launch(embed_kernel, static_cast<unsigned>(s.num_tokens), kThreads, stream_, s, table, x);
   }
 }
 
-void embedding_backward_cuda(
-    const EmbeddingShape& shape, const float* grad_x, float* grad_table, cudaStream_t stream
+void DeviceMath::embed_backward(
+    const EmbeddingShape& s,
+    const float* grad_x,
+    const Weight<uint16_t>& table,
+    const Shards& /*shards*/
 ) {
-  const dim3 vectors(static_cast<unsigned>(kNumBytes), static_cast<unsigned>(shape.window));
-  launch(embed_backward_kernel, vectors, kThreads, stream, shape, grad_x, grad_table);
+  const dim3 vectors(static_cast<unsigned>(kNumBytes), static_cast<unsigned>(s.window));
+  launch(embed_backward_kernel, vectors, kThreads, stream_, s, grad_x, table.grad);
 }
 
-void cross_entropy_cuda(
-    const LossShape& shape, float* losses, uint16_t* grad_logits, cudaStream_t stream
-) {
-  launch_rows(cross_entropy_kernel, shape.num_tokens, stream, shape, losses, grad_logits);
+void DeviceMath::cross_entropy(const LossShape& s, float* losses, uint16_t* grad_logits) {
+  launch_rows(cross_entropy_kernel, s.num_tokens, stream_, s, losses, grad_logits);
 }
 
-void rmsnorm_forward_cuda(const NormShape& shape, uint16_t* y, cudaStream_t stream) {
-  launch_rows(norm_kernel, shape.num_tokens, stream, shape, y);
+void DeviceMath::norm(const NormShape& s, uint16_t* y) {
+  launch_rows(norm_kernel, s.num_tokens, stream_, s, y);
 }
 
-void rmsnorm_backward_cuda(
-    const NormShape& shape,
+void DeviceMath::norm_backward(
+    const NormShape& s,
     const float* grad_y,
     float* grad_x,
-    float* gain_terms,
-    cudaStream_t stream
+    const Weight<uint16_t>& gain,
+    const Shards& /*shards*/
 ) {
-  launch_rows(norm_backward_kernel, shape.num_tokens, stream, shape, grad_y, grad_x, gain_terms);
+  gain_terms_.resize(static_cast<size_t>(s.num_tokens * s.hidden));
+  float* terms = gain_terms_.data();
+  launch_rows(norm_backward_kernel, s.num_tokens, stream_, s, grad_y, grad_x, terms);
+  sum_columns(terms, s.num_tokens, s.hidden, gain.grad, true);
 }
 
-void swiglu_forward_cuda(const SwigluRows<uint16_t>& shape, uint16_t* active, cudaStream_t stream) {
-  launch_rows(swiglu_kernel, shape.rows, stream, shape, active);
+void DeviceMath::swiglu(const SwigluRows<uint16_t>& s, uint16_t* active) {
+  launch_rows(swiglu_kernel, s.rows, stream_, s, active);
 }
 
-void swiglu_backward_cuda(
-    const SwigluRows<uint16_t>& shape,
+void DeviceMath::swiglu_backward(
+    const SwigluRows<uint16_t>& s,
     const uint16_t* grad_active,
     uint16_t* grad_gate_up,
-    float* grad_weight,
-    cudaStream_t stream
+    float* grad_weight
 ) {
-  launch_rows(
-      swiglu_backward_kernel, shape.rows, stream, shape, grad_active, grad_gate_up, grad_weight
-  );
+  launch_rows(swiglu_backward_kernel, s.rows, stream_, s, grad_active, grad_gate_up, grad_weight);
 }
 
 }  // namespace weft::moe

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/gpu/linear.hpp"
-
 #include <dlfcn.h>
 #include <glob.h>
 #include <iterator>
@@ -10,6 +8,7 @@
 
 #include "core/check.hpp"
 #include "core/env.hpp"
+#include "train/gpu/math.hpp"
 
 #define WEFT_CUBLAS(expr) check((expr), #expr)
 
@@ -170,7 +169,7 @@ void check_cublas() {
   static_cast<void>(cublas());
 }
 
-DeviceLinear::DeviceLinear(cudaStream_t stream) : stream_(stream), workspace_(kWorkspaceBytes) {
+DeviceMath::DeviceMath(cudaStream_t stream) : stream_(stream), workspace_(kWorkspaceBytes) {
   const CublasApi& api = cublas();
   WEFT_CUBLAS(api.create(&handle_));
   try {
@@ -182,11 +181,11 @@ DeviceLinear::DeviceLinear(cudaStream_t stream) : stream_(stream), workspace_(kW
   }
 }
 
-DeviceLinear::~DeviceLinear() {
+DeviceMath::~DeviceMath() {
   static_cast<void>(cublas().destroy(handle_));
 }
 
-void DeviceLinear::run(const Product& p) {
+void DeviceMath::run(const Product& p) {
   if (p.m == 0 || p.n == 0 || p.k == 0) {
     return;
   }

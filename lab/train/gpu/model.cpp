@@ -5,7 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
-#include "train/gpu/micro_batch.hpp"
+#include "train/gpu/rank.hpp"
 #include "train/step_model.hpp"
 
 namespace weft::moe {
@@ -18,7 +18,7 @@ struct DeviceVector {
   DeviceArray<uint16_t> rounded;
 
   explicit DeviceVector(size_t size) : value(size), grad(size), rounded(size) {}
-  [[nodiscard]] DeviceParameter get() { return {value.data(), grad.data(), rounded.data()}; }
+  [[nodiscard]] Weight<uint16_t> get() { return {value.data(), rounded.data(), grad.data()}; }
 
   void load(std::span<const float> from, cudaStream_t stream) {
     value.upload(from, stream);
@@ -26,46 +26,31 @@ struct DeviceVector {
   }
 };
 
-class CudaModel final : public MicroBatchModels<DeviceMicroBatch> {
+class CudaModel final : public MicroBatchModels<GpuRank> {
  public:
   explicit CudaModel(const StepModelParts& parts)
       : MicroBatchModels(parts),
-        rank_(parts.group, parts.context, most_tokens(parts.micro_batches)),
         replicated_(parts.layout.num_replicated),
         experts_(parts.layout.num_expert),
         mean_(parts.layout.num_expert),
         square_(parts.layout.num_expert) {
-    const size_t num = parts.micro_batches.size();
-    for (size_t idx = 0; idx < num; ++idx) {
-      models_.emplace_back(
-          rank_,
-          parts.micro_batches[idx].tokens.size(),
-          idx == 0,
-          idx + 1 == num,
-          parts.layout,
-          DeviceMemory{replicated_.get(), experts_.get()}
-      );
-    }
+    make_models({replicated_.get(), experts_.get()});
     load_replicated();
     load_experts();
   }
-  CudaModel(const CudaModel&) = delete;
-  CudaModel& operator=(const CudaModel&) = delete;
-  ~CudaModel() override { models_.clear(); }  // before what they use
 
   LossShare forward_backward(std::span<const Batch> batches) override;
 
   void update_experts(const AdamStep& step) override {
     rank_.enter();
-    adamw_update_cuda(
-        step,
+    const DeviceAdam adam = {
         experts_.value.data(),
         experts_.grad.data(),
-        {mean_.data(), square_.data()},
+        mean_.data(),
+        square_.data(),
         experts_.rounded.data(),
-        experts_.value.size(),
-        rank_.stream()
-    );
+        static_cast<int64_t>(experts_.value.size())};
+    adamw_update_cuda(step, adam, stream());
     rank_.synchronize();
   }
 
@@ -92,14 +77,9 @@ class CudaModel final : public MicroBatchModels<DeviceMicroBatch> {
   }
 
  private:
-  static int64_t most_tokens(std::span<const MicroBatch> micro_batches) {
-    const auto tokens_of = [](const MicroBatch& one) { return one.tokens.size(); };
-    return tokens_of(std::ranges::max(micro_batches, {}, tokens_of));
-  }
   overlap::Trace run_schedule(const overlap::Schedule& schedule);
   [[nodiscard]] cudaStream_t stream() const { return rank_.stream(); }
 
-  GpuRank rank_;
   DeviceVector replicated_;
   DeviceVector experts_;
   DeviceArray<float> mean_;  // of the experts
@@ -112,15 +92,7 @@ LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
   experts_.grad.clear(stream());
   run(batches, [this](const overlap::Schedule& schedule) { return run_schedule(schedule); });
   replicated_.grad.download(parts_.memory.replicated.grad.first(replicated_.grad.size()), stream());
-  for (DeviceMicroBatch& micro_batch : models_) {
-    micro_batch.finish();
-  }
-  rank_.synchronize();
-  LossShare share = {{0.0}};
-  for (const DeviceMicroBatch& micro_batch : models_) {
-    share += {{micro_batch.cross_entropy()}, micro_batch.balance()};
-  }
-  return share;
+  return share();
 }
 
 overlap::Trace CudaModel::run_schedule(const overlap::Schedule& schedule) {
@@ -129,9 +101,6 @@ overlap::Trace CudaModel::run_schedule(const overlap::Schedule& schedule) {
     trace = overlap::run_on_streams(schedule, stream(), rank_.stream(overlap::Lane::kExchange));
     rank_.synchronize();  // throws what the exchange found on the GPU
   } catch (...) {
-    for (DeviceMicroBatch& micro_batch : models_) {
-      micro_batch.release();
-    }
     rank_.forget_phases();
     throw;
   }

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/gpu/check.hpp"
-#include "train/gpu/kernels.hpp"
 
 namespace weft::moe {
 namespace {
@@ -24,44 +23,25 @@ GpuStream enter_gpu(int gpu) {
 }  // namespace
 
 void LanePhases::mark(overlap::Lane lane, std::optional<Phase> phase, cudaStream_t stream) {
-  EventOwner event;
-  if (unused_.empty()) {
-    cudaEvent_t made = nullptr;
-    WEFT_CUDA(Context{}, cudaEventCreate(&made));
-    event.reset(made);
-  } else {
-    event = std::move(unused_.back());
-    unused_.pop_back();
+  Marks& marks = marks_[overlap::lane_idx(lane)];
+  if (marks.num == marks.all.size()) {
+    marks.all.emplace_back();
   }
-  WEFT_CUDA(Context{}, cudaEventRecord(event.get(), stream));
-  marks_[overlap::lane_idx(lane)].push_back({std::move(event), phase});
+  Mark& mark = marks.all[marks.num++];
+  mark.phase = phase;
+  mark.event.record(stream);
 }
 
 void LanePhases::read(overlap::Lane lane, PhaseTimer& timer) {
-  std::vector<Mark>& marks = marks_[overlap::lane_idx(lane)];
-  for (size_t i = 0; i + 1 < marks.size(); ++i) {
-    if (marks[i].phase) {
-      float ms = 0;
-      WEFT_CUDA(
-          Context{}, cudaEventElapsedTime(&ms, marks[i].event.get(), marks[i + 1].event.get())
-      );
-      timer.add(*marks[i].phase, static_cast<double>(ms) / 1e3);
+  Marks& marks = marks_[overlap::lane_idx(lane)];
+  for (size_t i = 0; i + 1 < marks.num; ++i) {
+    const Mark& mark = marks.all[i];
+    if (mark.phase) {
+      timer.add(*mark.phase, marks.all[i + 1].event.ms_after(mark.event) / 1e3);
     }
   }
-  for (Mark& mark : marks) {
-    unused_.push_back(std::move(mark.event));
-  }
-  marks.clear();
+  marks.num = 0;
 }
-
-DeviceTokens::DeviceTokens(
-    int64_t the_num_tokens, bool comes_first, bool comes_last, const ModelConfig& config
-)
-    : num_tokens(the_num_tokens),
-      is_first(comes_first),
-      is_last(comes_last),
-      tokens(static_cast<size_t>(num_tokens * config.hidden)),
-      grad_weights(static_cast<size_t>(num_tokens * config.topk)) {}
 
 GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t most_tokens)
     : group_(&group),
@@ -71,16 +51,14 @@ GpuRank::GpuRank(const Group& group, MoeContext& context, int64_t most_tokens)
       exchange_stream_(
           context.has_two_lanes ? GpuStream(context.exchange.config().device.index) : stream_
       ),
-      linear_(stream_.get()) {
+      math_(stream_.get()),
+      scratch_(most_tokens, context.config) {
   const int gpu = context.exchange.config().device.index;
   WEFT_CUDA(Context{}, cudaDeviceGetAttribute(&num_gpu_sms_, cudaDevAttrMultiProcessorCount, gpu));
   const ModelConfig& model = context.config;
-  const auto elements = [&](int cols) { return static_cast<size_t>(most_tokens * cols); };
-  scratch_.grad_normed.resize(elements(model.hidden));
-  scratch_.gain_terms.resize(elements(model.hidden));
-  scratch_.grad_logits.resize(elements(model.num_experts));
-  const int64_t most_cols = std::max(model.hidden, model.num_experts);
-  scratch_.sum_parts.resize(static_cast<size_t>(kSumParts * most_cols));
+  math_.reserve(
+      static_cast<size_t>(most_tokens * model.hidden), std::max(model.hidden, model.num_experts)
+  );
 }
 
 void GpuRank::enter() const {
@@ -97,7 +75,9 @@ void GpuRank::start(Lane lane, Phase phase) {
 }
 
 void GpuRank::pause(Lane lane) {
-  phases_.mark(lane, std::nullopt, stream(lane));
+  if (context_->has_two_lanes) {
+    phases_.mark(lane, std::nullopt, stream(lane));
+  }
 }
 
 void GpuRank::read_phases() {
@@ -136,13 +116,12 @@ template <class Data>
 auto GpuRank::tensor(Data* data, DType dtype, int64_t rows, int64_t cols) const {
   using Byte = std::conditional_t<std::is_const_v<Data>, const std::byte, std::byte>;
   using View = std::conditional_t<std::is_const_v<Data>, ConstTensor, Tensor>;
-  if (data == nullptr) {
-    return View{};
-  }
   return View{
       reinterpret_cast<Byte*>(data), dtype, rows, cols, -1, context_->exchange.config().device};
 }
 
+// Rows are counted here from the routing, because a plan on a GPU would have to come to the host as
+// a whole to tell.
 CountedPlan GpuRank::plan(int64_t num_tokens, const int32_t* topk_idx) {
   meet();
   Plan plan = context_->exchange.plan(
@@ -202,22 +181,20 @@ Buffer GpuRank::dispatch(
     const CountedPlan& counted,
     bool is_overlapped,
     const uint16_t* x,
-    const float* weights,
-    float* row_weights
+    const std::optional<TravellingWeights>& weights
 ) {
-  Exchange& exchange = context_->exchange;
   const int64_t num_rows = counted.plan.num_rows();
-  Buffer rows = exchange.allocate(num_rows, config().hidden, DType::kBFloat16);
+  Buffer rows = context_->exchange.allocate(num_rows, config().hidden, DType::kBFloat16);
+  DispatchInput in = {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden)};
+  DispatchOutput out = {.rows = rows.tensor()};
+  if (weights) {
+    in.weights = tensor(weights->from, DType::kFloat32, counted.num_tokens, config().topk);
+    out.weights = tensor(weights->to, DType::kFloat32, num_rows, 1);
+  }
   meet();
-  exchange.dispatch(
-      counted.plan,
-      {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
-       .weights = tensor(weights, DType::kFloat32, counted.num_tokens, config().topk)},
-      {.rows = rows.tensor(), .weights = tensor(row_weights, DType::kFloat32, num_rows, 1)},
-      call(is_overlapped, true)
-  );
+  context_->exchange.dispatch(counted.plan, in, out, call(is_overlapped, true));
   part();
-  count(context_->dispatch, counted);
+  context_->dispatch.count(counted, rows.tensor().row_bytes());
   return rows;
 }
 
@@ -225,57 +202,20 @@ void GpuRank::combine(
     const CountedPlan& counted,
     bool is_overlapped,
     const uint16_t* rows,
-    const float* row_grads,
     uint16_t* x,
-    float* grads
+    const std::optional<TravellingWeights>& weights
 ) {
   const int64_t num_rows = counted.plan.num_rows();
+  CombineInput in = {.rows = tensor(rows, DType::kBFloat16, num_rows, config().hidden)};
+  CombineOutput out = {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden)};
+  if (weights) {
+    in.weights = tensor(weights->from, DType::kFloat32, num_rows, 1);
+    out.weights = tensor(weights->to, DType::kFloat32, counted.num_tokens, config().topk);
+  }
   meet();
-  context_->exchange.combine(
-      counted.plan,
-      {.rows = tensor(rows, DType::kBFloat16, num_rows, config().hidden),
-       .weights = tensor(row_grads, DType::kFloat32, num_rows, 1)},
-      {.x = tensor(x, DType::kBFloat16, counted.num_tokens, config().hidden),
-       .weights = tensor(grads, DType::kFloat32, counted.num_tokens, config().topk)},
-      call(is_overlapped, false)
-  );
+  context_->exchange.combine(counted.plan, in, out, call(is_overlapped, false));
   part();
-  count(context_->combine, counted);
-}
-
-void GpuRank::count(Traffic& traffic, const CountedPlan& counted) const {
-  const int64_t row_bytes = config().hidden * dtype_bytes(DType::kBFloat16);
-  ++traffic.calls;
-  traffic.wire_bytes += counted.wire_rows * row_bytes;
-  traffic.logical_bytes += counted.logical_rows * row_bytes;
-}
-
-DeviceNorm::DeviceNorm(GpuRank& rank, const DeviceTokens& tokens, const DeviceParameter& gain)
-    : rank_(&rank),
-      tokens_(&tokens),
-      gain_(gain),
-      x_(static_cast<size_t>(tokens.num_tokens * rank.config().hidden)),
-      inverse_rms_(static_cast<size_t>(tokens.num_tokens)),
-      normed_(x_.size()) {}
-
-void DeviceNorm::forward(const float* x) {
-  x_.copy_from(x, rank_->stream());
-  rmsnorm_forward_cuda(shape(), normed_.data(), rank_->stream());
-}
-
-void DeviceNorm::backward(float* grad_x) {
-  DeviceScratch& scratch = rank_->scratch();
-  float* gain_terms = scratch.gain_terms.data();
-  rmsnorm_backward_cuda(shape(), scratch.grad_normed.data(), grad_x, gain_terms, rank_->stream());
-  column_sums_cuda(
-      {gain_terms,
-       tokens_->num_tokens,
-       rank_->config().hidden,
-       scratch.sum_parts.data(),
-       gain_.grad,
-       !tokens_->is_first},
-      rank_->stream()
-  );
+  context_->combine.count(counted, out.x.row_bytes());
 }
 
 }  // namespace weft::moe

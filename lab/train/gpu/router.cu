@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/half.hpp"
-#include "train/gpu/kernels.hpp"
+#include "train/gpu/math.hpp"
 #include "train/gpu/row.cuh"
 
 namespace weft::moe {
@@ -142,19 +142,15 @@ __global__ void router_backward_kernel(
 
 }  // namespace
 
-void choose_experts_cuda(const RouterShape& shape, cudaStream_t stream) {
-  launch_rows(choose_kernel, shape.num_tokens, stream, shape);
+void DeviceMath::choose_experts(const RouterShape& s) {
+  launch_rows(choose_kernel, s.num_tokens, stream_, s);
 }
 
-void router_backward_cuda(
-    const RouterShape& shape,
-    const float* grad_weights,
-    const float* grad_probs,
-    uint16_t* grad_logits,
-    cudaStream_t stream
+void DeviceMath::router_backward(
+    const RouterShape& s, const float* grad_weights, const float* grad_probs, uint16_t* grad_logits
 ) {
   launch_rows(
-      router_backward_kernel, shape.num_tokens, stream, shape, grad_weights, grad_probs, grad_logits
+      router_backward_kernel, s.num_tokens, stream_, s, grad_weights, grad_probs, grad_logits
   );
 }
 

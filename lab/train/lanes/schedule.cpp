@@ -16,7 +16,7 @@ class MicroBatch {
   MicroBatch(Schedule& schedule, ChunkNodes nodes, int number)
       : schedule_(schedule), nodes_(std::move(nodes)), number_(number) {}
 
-  [[nodiscard]] int num_layers() const { return static_cast<int>(nodes_.layers.size()); }
+  [[nodiscard]] int num_layers() const { return nodes_.num_layers; }
 
   void issue(const PairStep& step) {
     switch (step.action) {
@@ -38,7 +38,7 @@ class MicroBatch {
              {last_}}
         );
         return;
-      default:  // there is no pipeline, and each node releases what it holds
+      default:  // there is no pipeline, and nodes keep what they hold
         return;
     }
   }
@@ -46,38 +46,15 @@ class MicroBatch {
  private:
   [[nodiscard]] std::string name() const { return fmt::format("m{}", number_); }
 
-  Node& node(const PairStep& step) {
-    switch (step.node) {
-      case NodeKind::kPreProcess:
-        return nodes_.pre_process;
-      case NodeKind::kPreDispatch:
-        return layer(step).pre_dispatch;
-      case NodeKind::kMoeDispatch:
-        return layer(step).moe_dispatch;
-      case NodeKind::kMlp:
-        return layer(step).mlp;
-      case NodeKind::kMoeCombine:
-        return layer(step).moe_combine;
-      case NodeKind::kPostProcess:
-        return nodes_.post_process;
-      default:
-        return none_;
-    }
-  }
-  LayerNodes& layer(const PairStep& step) { return nodes_.layers[static_cast<size_t>(step.layer)]; }
+  Node& node(const PairStep& step) { return nodes_.at(step.node, step.layer); }
 
   Step taken(const PairStep& step, const char* direction, Work& work) {
     const std::string layer = step.layer < 0 ? "" : fmt::format(".L{}", step.layer);
-    Step taken = {
+    return {
         fmt::format("{}{}.{}.{}", name(), layer, node_name(step.node), direction),
         lane_of(step.node),
         number_,
-        std::exchange(work, {})};
-    const Node& from = node(step);
-    if (!from.forward && !from.backward && !from.weight_gradient) {  // its last step
-      taken.release = from.release;
-    }
-    return taken;
+        std::move(work)};
   }
 
   void follow(const PairStep& step, const char* direction, Work& work) {
@@ -94,7 +71,6 @@ class MicroBatch {
   ChunkNodes nodes_;
   int number_;
   int last_ = -1;  // the step that the micro-batch has reached
-  Node none_;
 };
 
 }  // namespace
@@ -144,18 +120,16 @@ Schedule schedule_overlapped(const MicroBatches& batches) {
   return make_schedule(batches, pipeline_order({.num_micro_batches = batches.num}));
 }
 
-void Releases::call(size_t step, const LaneContext& context) {
-  // Marked first: a release that throws is not called again.
-  if (std::exchange(is_due_[step], 0) != 0 && steps_[step].release) {
-    steps_[step].release(context);
+void run_in_turn(const MicroBatches& batches) {
+  std::vector<StagePair> pairs;
+  for (int idx = 0; idx < batches.num; ++idx) {
+    pairs.push_back({.forward = VirtualStage{idx, 0}});
+    pairs.push_back({.backward = VirtualStage{idx, 0}});
   }
-}
-
-void Releases::call_rest(const LaneContext& context) noexcept {
-  for (size_t step = steps_.size(); step-- > 0;) {
-    try {
-      call(step, context);
-    } catch (...) {  // NOLINT(bugprone-empty-catch)
+  const Schedule schedule = make_schedule(batches, pairs);
+  for (const Step& step : schedule.steps()) {
+    if (step.work) {
+      step.work({step.lane});
     }
   }
 }

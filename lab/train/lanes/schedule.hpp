@@ -5,9 +5,10 @@
 // (trace.hpp).
 #pragma once
 
-#include <atomic>
 #include <functional>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "train/lanes/trace.hpp"
@@ -22,12 +23,6 @@ struct LaneContext {
   Lane lane = Lane::kCompute;
   // What the work is to be enqueued on; null where the callback does the work itself.
   void* stream = nullptr;
-  const std::atomic<bool>* stopping = nullptr;
-
-  // Another callback has thrown: long work may end early, its result will not be used.
-  [[nodiscard]] bool is_stopping() const {
-    return stopping != nullptr && stopping->load(std::memory_order_relaxed);
-  }
 };
 
 // A callback. What it throws stops the schedule on both lanes and reaches the caller of the run.
@@ -40,23 +35,14 @@ struct Node {
   // Only for pre_dispatch and mlp, when weight gradients are deferred: runs after the backward,
   // which then makes only the gradient of the input.
   Work weight_gradient = {};
-  // Drops what the forward and the backward were given and what they keep. Called once: after the
-  // last step of the node, or when the run has failed, whether or not there is anything to drop.
-  Work release = {};
 };
 
-struct LayerNodes {
-  Node pre_dispatch = {};
-  Node moe_dispatch = {};
-  Node mlp = {};
-  Node moe_combine = {};
-};
-
-// What the caller gives for one micro-batch.
+// What the caller gives for one micro-batch: nodes by layer, -1 for those of none.
 struct ChunkNodes {
-  Node pre_process = {};
-  std::vector<LayerNodes> layers = {};
-  Node post_process = {};
+  int num_layers = 0;
+  std::map<std::pair<int, NodeKind>, Node> nodes = {};
+
+  [[nodiscard]] Node& at(NodeKind kind, int layer = -1) { return nodes[{layer, kind}]; }
 };
 
 struct Step {
@@ -65,7 +51,6 @@ struct Step {
   int micro_batch = -1;
   Work work = {};               // empty: the step only waits
   std::vector<int> waits = {};  // earlier steps, by their index in the schedule
-  Work release = {};            // called on this lane when the work is done
 };
 
 class Schedule {
@@ -98,38 +83,22 @@ struct MicroBatches {
 // backward. Throws Error (kInvalidArgument) without micro-batches.
 [[nodiscard]] Schedule schedule_overlapped(const MicroBatches& batches);
 
-// The releases of one run. Lanes may call it at the same time for different steps.
-class Releases {
- public:
-  explicit Releases(const Schedule& schedule)
-      : steps_(schedule.steps()), is_due_(steps_.size(), 1) {}
-
-  // That of a step whose work is done.
-  void call(size_t step, const LaneContext& context);
-  // After a failure, once no step runs any more: the rest, the newest first. What a release throws
-  // is dropped, as the run already has an error to report.
-  void call_rest(const LaneContext& context) noexcept;
-
- private:
-  const std::vector<Step>& steps_;
-  std::vector<char> is_due_;  // not bool: lanes write neighbours
-};
+// Runs one micro-batch after the other on this thread, forward and backward.
+void run_in_turn(const MicroBatches& batches);
 
 // Both run every step once: those of a lane in the order of the schedule, none before those it
 // waits for. They return what ran when, once all have ended. If a callback throws, no step begins
-// any more, every release that is left is called (LaneContext::lane is kCompute then), and the
-// first exception is thrown on.
+// any more, both lanes come to their end, and the first exception is thrown on.
 
 // Each lane is a thread, and callbacks do their work themselves: the compute lane is the caller's
 // thread, the exchange lane a new one. A callback that is running when another throws is waited
-// for; it may look at LaneContext::is_stopping().
+// for.
 Trace run_on_threads(const Schedule& schedule);
 
 // Each lane is a CUDA stream of one GPU, and callbacks enqueue their work on LaneContext::stream.
 // An exchange stream of higher priority gets free multiprocessors first. Calls every callback from
-// this thread, in the order of issue; waits between the lanes become events of the streams. A
-// release is called when its step has been enqueued: memory must go back in the order of the lane's
-// stream. Returns when both streams are through, with the times of the GPU. Throws Error (kCuda).
+// this thread, in the order of issue; waits between the lanes become events of the streams. Returns
+// when both streams are through, with the times of the GPU. Throws Error (kCuda).
 Trace run_on_streams(const Schedule& schedule, CUstream_st* compute, CUstream_st* exchange);
 
 }  // namespace weft::overlap

@@ -15,7 +15,7 @@ namespace {
 class ThreadRun {
  public:
   explicit ThreadRun(const Schedule& schedule)
-      : schedule_(schedule), releases_(schedule), has_ended_(schedule.steps().size(), 0) {}
+      : schedule_(schedule), has_ended_(schedule.steps().size(), 0) {}
 
   Trace run() {
     try {
@@ -26,7 +26,6 @@ class ThreadRun {
       fail();
     }
     if (failure_) {
-      releases_.call_rest({Lane::kCompute, nullptr, &stopping_});
       std::rethrow_exception(failure_);
     }
     sort_spans(trace_);
@@ -36,7 +35,6 @@ class ThreadRun {
  private:
   // Never throws: a failure stops both lanes.
   void drive(Lane lane) noexcept {
-    const LaneContext context = {lane, nullptr, &stopping_};
     try {
       for (size_t idx = 0; idx < schedule_.steps().size(); ++idx) {
         if (schedule_.steps()[idx].lane != lane) {
@@ -45,7 +43,7 @@ class ThreadRun {
         if (!wait_until_ready(schedule_.steps()[idx])) {
           return;
         }
-        run_step(idx, context);
+        run_step(idx);
       }
     } catch (...) {
       fail();
@@ -60,17 +58,16 @@ class ThreadRun {
         return has_ended_[static_cast<size_t>(wait)] != 0;
       });
     };
-    changed_.wait(lock, [&] { return stopping_.load(std::memory_order_relaxed) || is_ready(); });
-    return !stopping_.load(std::memory_order_relaxed);
+    changed_.wait(lock, [&] { return failure_ || is_ready(); });
+    return !failure_;
   }
 
-  void run_step(size_t idx, const LaneContext& context) {
+  void run_step(size_t idx) {
     const Step& step = schedule_.steps()[idx];
     const int64_t begin = now_ns();
     if (step.work) {
-      step.work(context);
+      step.work({step.lane});
     }
-    releases_.call(idx, context);
     const int64_t end = now_ns();
     {
       const std::lock_guard lock(mutex_);
@@ -89,7 +86,6 @@ class ThreadRun {
       if (!failure_) {
         failure_ = std::current_exception();
       }
-      stopping_.store(true, std::memory_order_relaxed);
     }
     changed_.notify_all();
   }
@@ -100,8 +96,6 @@ class ThreadRun {
 
   const Schedule& schedule_;
   const Clock::time_point start_ = Clock::now();
-  Releases releases_;
-  std::atomic<bool> stopping_ = false;
 
   std::mutex mutex_;
   std::condition_variable changed_;

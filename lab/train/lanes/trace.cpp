@@ -19,23 +19,23 @@ double microseconds(int64_t nanoseconds) {
   return static_cast<double>(nanoseconds) / 1000.0;
 }
 
-Json lane_row(Lane lane, int process) {
+Json lane_row(Lane lane) {
   return {
       {"name", "thread_name"},
       {"ph", "M"},
-      {"pid", process},
+      {"pid", 0},
       {"tid", lane_idx(lane)},
       {"args", {{"name", lane_name(lane)}}}};
 }
 
-Json span_event(const Span& span, int process) {
+Json span_event(const Span& span) {
   return {
       {"name", span.name},
       {"cat", lane_name(span.lane)},
       {"ph", "X"},
       {"ts", microseconds(span.begin_ns)},
       {"dur", microseconds(span.end_ns - span.begin_ns)},
-      {"pid", process},
+      {"pid", 0},
       {"tid", lane_idx(span.lane)},
       {"args", {{"step", span.step}, {"micro_batch", span.micro_batch}}}};
 }
@@ -61,17 +61,16 @@ void sort_spans(Trace& trace) {
   });
 }
 
-std::string trace_json(const Trace& trace, int process) {
-  auto events =
-      Json::array({lane_row(Lane::kCompute, process), lane_row(Lane::kExchange, process)});
+std::string trace_json(const Trace& trace) {
+  auto events = Json::array({lane_row(Lane::kCompute), lane_row(Lane::kExchange)});
   for (const Span& span : trace.spans) {
-    events.push_back(span_event(span, process));
+    events.push_back(span_event(span));
   }
   return Json({{"traceEvents", std::move(events)}, {"displayTimeUnit", "ns"}}).dump(1) + "\n";
 }
 
-void write_trace(const std::string& path, const Trace& trace, int process) {
-  write_file_atomically(path, trace_json(trace, process));
+void write_trace(const std::string& path, const Trace& trace) {
+  write_file_atomically(path, trace_json(trace));
 }
 
 LaneTimes lane_times(const Trace& trace) {

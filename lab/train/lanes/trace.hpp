@@ -28,12 +28,11 @@ struct Trace {
 // Into the order that Trace promises.
 void sort_spans(Trace& trace);
 
-// Chrome's trace format: one process with a row for each lane. `process` tells ranks apart once
-// their files are joined.
-[[nodiscard]] std::string trace_json(const Trace& trace, int process = 0);
+// Chrome's trace format: one process with a row for each lane.
+[[nodiscard]] std::string trace_json(const Trace& trace);
 
 // Throws Error (kFile) naming the path.
-void write_trace(const std::string& path, const Trace& trace, int process = 0);
+void write_trace(const std::string& path, const Trace& trace);
 
 struct LaneTimes {
   int64_t wall_ns = 0;                          // from the first begin to the last end

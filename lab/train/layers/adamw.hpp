@@ -7,6 +7,8 @@
 #include <span>
 #include <vector>
 
+#include "core/hd.hpp"
+
 namespace weft::moe {
 
 struct AdamStep {
@@ -18,6 +20,30 @@ struct AdamStep {
   float bias1 = 1;  // 1 - beta1^step, step from 1
   float bias2 = 1;  // 1 - beta2^step
 };
+
+// What one step does alike to every element.
+struct AdamRates {
+  float beta1;
+  float beta2;
+  float decay;
+  float rate;
+  float epsilon;
+
+  explicit AdamRates(const AdamStep& step)
+      : beta1(step.beta1),
+        beta2(step.beta2),
+        decay(1.0F - step.learning_rate * step.weight_decay),
+        rate(step.learning_rate / step.bias1 * std::sqrt(step.bias2)),
+        epsilon(step.epsilon * std::sqrt(step.bias2)) {}
+};
+
+WEFT_HD inline void adamw_element(
+    const AdamRates& rates, float& value, float grad, float& mean, float& square
+) {
+  mean = rates.beta1 * mean + (1.0F - rates.beta1) * grad;
+  square = rates.beta2 * square + (1.0F - rates.beta2) * grad * grad;
+  value = value * rates.decay - rates.rate * mean / (std::sqrt(square) + rates.epsilon);
+}
 
 struct AdamMoments {
   std::vector<float> mean;
@@ -34,16 +60,11 @@ inline void adamw_update(
     size_t begin,
     size_t end
 ) {
-  const float decay = 1.0F - step.learning_rate * step.weight_decay;
-  const float rate = step.learning_rate / step.bias1;
-  const float root_bias2 = std::sqrt(step.bias2);
-  const float epsilon = step.epsilon * root_bias2;
+  const AdamRates rates(step);
   float* mean = moments.mean.data();
   float* square = moments.square.data();
   for (size_t i = begin; i < end; ++i) {
-    mean[i] = step.beta1 * mean[i] + (1.0F - step.beta1) * grad[i];
-    square[i] = step.beta2 * square[i] + (1.0F - step.beta2) * grad[i] * grad[i];
-    value[i] = value[i] * decay - rate * root_bias2 * mean[i] / (std::sqrt(square[i]) + epsilon);
+    adamw_element(rates, value[i], grad[i], mean[i], square[i]);
   }
 }
 

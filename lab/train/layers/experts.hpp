@@ -1,33 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 // This rank's experts of one block, each y = W_out * (silu(gate) * up) * row weight with [gate, up]
 // = W_in * x. Rows lie expert after expert, as a plan of Layout::kExpertMajor leaves them. The
-// blocks (moe_block.hpp, gpu/block.hpp) give them the rows that a dispatch brought.
+// blocks (block.hpp) give them the rows that a dispatch brought.
 #pragma once
 
 #include <cstdint>
 #include <numeric>
 #include <span>
 
-#include "train/layers/linear.hpp"
+#include "train/layers/math.hpp"
 
 namespace weft::moe {
 
-// What the activation of experts meets.
-template <class Value>
-struct SwigluRows {
-  int64_t rows = 0;
-  int64_t inner = 0;
-  const Value* gate_up = nullptr;  // [rows, 2 * inner] = [gate, up]
-  const float* weight = nullptr;   // [rows]
-};
-
-// Linear: HostLinear, or DeviceLinear, on whose stream all work is then queued; it says what type
-// rows and weights have. Sums, gradients of weights and row weights are fp32. All pointers are
-// memory of the device that it computes on.
-template <class Linear>
+// Math: HostMath, or DeviceMath, on whose stream all work is then queued; it says what type rows
+// and weights have. Sums, gradients of weights and row weights are fp32.
+template <class Math>
 class Experts {
  public:
-  using Value = typename Linear::Value;
+  using Value = typename Math::Value;
 
   struct Weights {
     const Value* in = nullptr;   // [num_local_experts, 2 * inner, hidden]
@@ -41,21 +31,21 @@ class Experts {
     std::span<const int64_t> rows_per_expert;  // in host memory; padding included
   };
 
-  Experts(Linear& linear, const Weights& weights, int hidden, int inner)
-      : linear_(&linear), weights_(weights), hidden_(hidden), inner_(inner) {}
+  Experts(Math& math, const Weights& weights, int hidden, int inner)
+      : math_(&math), weights_(weights), hidden_(hidden), inner_(inner) {}
 
   // y [num_rows, hidden].
   void forward(const Rows& rows, Value* y) {
     const int64_t num_rows = resize(rows, gate_up_, active_);
     for_each_expert(rows, [&](const Place& at) {
       const Value* in = weights_.in + at.weight_in;
-      linear_->forward(at.into, rows.x + at.x, in, gate_up_.data() + at.gate_up);
+      math_->forward(at.into, rows.x + at.x, in, gate_up_.data() + at.gate_up);
     });
     const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
-    swiglu_forward(*linear_, gated, active_.data());
+    math_->swiglu(gated, active_.data());
     for_each_expert(rows, [&](const Place& at) {
       const Value* out = weights_.out + at.weight_out;
-      linear_->forward(at.out_of, active_.data() + at.active, out, y + at.x);
+      math_->forward(at.out_of, active_.data() + at.active, out, y + at.x);
     });
   }
 
@@ -64,13 +54,13 @@ class Experts {
     const int64_t num_rows = resize(rows, grad_gate_up_, grad_active_);
     for_each_expert(rows, [&](const Place& at) {
       const Value* out = weights_.out + at.weight_out;
-      linear_->backward_input(at.out_of, grad_y + at.x, out, grad_active_.data() + at.active);
+      math_->backward_input(at.out_of, grad_y + at.x, out, grad_active_.data() + at.active);
     });
     const SwigluRows<Value> gated = {num_rows, inner_, gate_up_.data(), rows.weight};
-    swiglu_backward(*linear_, gated, grad_active_.data(), grad_gate_up_.data(), grad_weight);
+    math_->swiglu_backward(gated, grad_active_.data(), grad_gate_up_.data(), grad_weight);
     for_each_expert(rows, [&](const Place& at) {
       const Value* in = weights_.in + at.weight_in;
-      linear_->backward_input(at.into, grad_gate_up_.data() + at.gate_up, in, grad_x + at.x);
+      math_->backward_input(at.into, grad_gate_up_.data() + at.gate_up, in, grad_x + at.x);
     });
   }
 
@@ -78,17 +68,17 @@ class Experts {
   // they were.
   void add_weight_gradients(const Rows& rows, const Value* grad_y) {
     for_each_expert(rows, [&](const Place& at) {
-      linear_->add_backward_weight(
+      math_->add_backward_weight(
           at.out_of, grad_y + at.x, active_.data() + at.active, weights_.grad_out + at.weight_out
       );
-      linear_->add_backward_weight(
+      math_->add_backward_weight(
           at.into, grad_gate_up_.data() + at.gate_up, rows.x + at.x, weights_.grad_in + at.weight_in
       );
     });
   }
 
  private:
-  using Array = typename Linear::template Array<Value>;
+  using Array = typename Math::template Array<Value>;
 
   // Where an expert's part begins, in elements, and the shapes of its two products.
   struct Place {
@@ -122,7 +112,7 @@ class Experts {
     return num_rows;
   }
 
-  Linear* linear_;
+  Math* math_;
   Weights weights_;
   int64_t hidden_;
   int64_t inner_;
@@ -131,18 +121,5 @@ class Experts {
   Array grad_gate_up_;
   Array grad_active_;
 };
-
-using HostExperts = Experts<const HostLinear>;
-
-// active [rows, inner] = silu(gate) * up * weight. gpu/experts.hpp has the same for a GPU.
-void swiglu_forward(const HostLinear&, const SwigluRows<float>& rows, float* active);
-// Gradients for gate_up [rows, 2 * inner] and weight [rows], from that for active.
-void swiglu_backward(
-    const HostLinear&,
-    const SwigluRows<float>& rows,
-    const float* grad_active,
-    float* grad_gate_up,
-    float* grad_weight
-);
 
 }  // namespace weft::moe

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "train/layers/dense.hpp"
+#include "train/config.hpp"
 #include "train/layers/random.hpp"
 
 namespace weft::moe {

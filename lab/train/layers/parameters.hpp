@@ -8,10 +8,25 @@
 #include <span>
 #include <vector>
 
-#include "train/config.hpp"
-#include "train/layers/matrix.hpp"
+#include "train/batch.hpp"
 
 namespace weft::moe {
+
+struct ModelConfig;
+
+inline constexpr int kNumBytes = 256;  // values of a byte
+
+// Learned elements in the host's memory and the gradient that backward adds to, one for each shard
+// of the rank's tokens where tokens are the rank's own.
+struct Parameter {
+  std::span<float> value;
+  std::span<float> grad;   // of the first shard
+  size_t grad_stride = 0;  // from one shard's to the next
+
+  [[nodiscard]] std::span<float> grad_of(size_t shard) const {
+    return {grad.data() + shard * grad_stride, grad.size()};
+  }
+};
 
 // A run of elements in one of the flat vectors.
 struct ParameterSpan {
@@ -22,10 +37,28 @@ struct ParameterSpan {
   uint64_t model_begin = 0;
   float centre = 0;  // initial values are uniform in centre +- spread
   float spread = 0;
+};
 
-  [[nodiscard]] Parameter in(const Parameter& flat) const {
-    return {flat.value.subspan(begin, size), flat.grad.subspan(begin, size), flat.grad_stride};
+// A learned matrix or vector in the memory of the device that computes.
+template <class Value>
+struct Weight {
+  const float* value = nullptr;
+  const Value* factor = nullptr;  // the same as products take it: on a GPU rounded to bf16
+  float* grad = nullptr;          // of the first shard; backward adds to it
+  size_t grad_stride = 0;         // from one shard's to the next
+
+  [[nodiscard]] float* grad_of(size_t shard) const { return grad + shard * grad_stride; }
+  // A part of a flat vector.
+  [[nodiscard]] Weight at(const ParameterSpan& span) const {
+    return {value + span.begin, factor + span.begin, grad + span.begin, grad_stride};
   }
+};
+
+// The two flat vectors.
+template <class Value>
+struct Weights {
+  Weight<Value> replicated;
+  Weight<Value> experts;
 };
 
 struct BlockLayout {
@@ -50,7 +83,7 @@ struct ModelLayout {
   [[nodiscard]] std::vector<ParameterSpan> experts() const;
 };
 
-// The two flat vectors with their gradients.
+// The two flat vectors with their gradients, in the host's memory.
 struct ModelMemory {
   Parameter replicated;  // [num_replicated]
   Parameter experts;     // [num_expert]

@@ -7,8 +7,8 @@
 
 #include "core/half.hpp"
 #include "lab/train/gradient_check.hpp"
-#include "train/gpu/experts.hpp"
 #include "train/gpu/rank.hpp"
+#include "train/layers/experts.hpp"
 #include "train_gpu_test.hpp"
 
 namespace weft::moe {
@@ -60,8 +60,8 @@ void expect_close(const char* name, std::span<const float> seen, std::span<const
 }
 
 struct HostResult {
-  Matrix y = Matrix(kRows, kHidden);
-  Matrix grad_x = Matrix(kRows, kHidden);
+  std::vector<float> y = std::vector<float>(kRows * kHidden);
+  std::vector<float> grad_x = std::vector<float>(kRows * kHidden);
   std::vector<float> grad_weight = std::vector<float>(kRows);
 };
 
@@ -77,25 +77,24 @@ class DeviceExpertsTest : public TrainGpuTest {
  protected:
   OwnedParameter in{static_cast<size_t>(kExperts * 2 * kInner * kHidden), 1};
   OwnedParameter out{static_cast<size_t>(kExperts * kHidden * kInner), 2};
-  Matrix x = random_matrix(kRows, kHidden, 3);
+  std::vector<float> x = random_values(kRows * kHidden, 3);
   std::vector<float> weight = random_values(kRows, 4);
-  Matrix probe = random_matrix(kRows, kHidden, 5);
+  std::vector<float> probe = random_values(kRows * kHidden, 5);
 
   void SetUp() override {
     TrainGpuTest::SetUp();
-    for (const auto values : {std::span(in.value), std::span(out.value), x.span(), probe.span()}) {
+    for (const auto values :
+         {std::span(in.value), std::span(out.value), std::span(x), std::span(probe)}) {
       round_all(values);
     }
   }
 
   HostResult run_host() {
-    HostExperts experts(
-        kHostLinear,
-        {in.value.data(), out.value.data(), in.grad.data(), out.grad.data()},
-        kHidden,
-        kInner
+    HostMath math;
+    Experts<HostMath> experts(
+        math, {in.value.data(), out.value.data(), in.grad.data(), out.grad.data()}, kHidden, kInner
     );
-    const HostExperts::Rows rows = {x.data(), weight.data(), kRowsPerExpert};
+    const Experts<HostMath>::Rows rows = {x.data(), weight.data(), kRowsPerExpert};
     HostResult result;
     experts.forward(rows, result.y.data());
     experts.backward(rows, probe.data(), result.grad_x.data(), result.grad_weight.data());
@@ -105,7 +104,7 @@ class DeviceExpertsTest : public TrainGpuTest {
 
   DeviceResult run_device() const {
     const GpuStream stream(0);
-    DeviceLinear linear(stream.get());
+    DeviceMath math(stream.get());
     DeviceArray<uint16_t> in_bits;
     DeviceArray<uint16_t> out_bits;
     DeviceArray<uint16_t> rows;
@@ -113,8 +112,8 @@ class DeviceExpertsTest : public TrainGpuTest {
     DeviceArray<float> weights;
     in_bits.upload(rounded(in.value), stream.get());
     out_bits.upload(rounded(out.value), stream.get());
-    rows.upload(rounded(x.span()), stream.get());
-    grad_y.upload(rounded(probe.span()), stream.get());
+    rows.upload(rounded(x), stream.get());
+    grad_y.upload(rounded(probe), stream.get());
     weights.upload(weight, stream.get());
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream.get()));  // before temporaries go
     DeviceArray<float> grad_in(in.value.size());
@@ -124,10 +123,10 @@ class DeviceExpertsTest : public TrainGpuTest {
     DeviceArray<uint16_t> grad_x(rows.size());
     grad_in.clear(stream.get());
     grad_out.clear(stream.get());
-    DeviceExperts experts(
-        linear, {in_bits.data(), out_bits.data(), grad_in.data(), grad_out.data()}, kHidden, kInner
+    Experts<DeviceMath> experts(
+        math, {in_bits.data(), out_bits.data(), grad_in.data(), grad_out.data()}, kHidden, kInner
     );
-    const DeviceExperts::Rows expert_rows = {rows.data(), weights.data(), kRowsPerExpert};
+    const Experts<DeviceMath>::Rows expert_rows = {rows.data(), weights.data(), kRowsPerExpert};
     experts.forward(expert_rows, y.data());
     experts.backward(expert_rows, grad_y.data(), grad_x.data(), grad_weight.data());
     experts.add_weight_gradients(expert_rows, grad_y.data());
@@ -143,8 +142,8 @@ class DeviceExpertsTest : public TrainGpuTest {
 TEST_F(DeviceExpertsTest, ComputesAndLearnsAsTheHostDoes) {
   const HostResult host = run_host();
   const DeviceResult device = run_device();
-  expect_close("y", widened(device.y), host.y.span());
-  expect_close("grad_x", widened(device.grad_x), host.grad_x.span());
+  expect_close("y", widened(device.y), host.y);
+  expect_close("grad_x", widened(device.grad_x), host.grad_x);
   expect_close("grad_weight", device.grad_weight, host.grad_weight);
   expect_close("grad_in", device.grad_in, in.grad);
   expect_close("grad_out", device.grad_out, out.grad);

@@ -94,22 +94,16 @@ class ThreadFailureTest : public testing::TestWithParam<Lane> {};
 TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
   const Lane lane = GetParam();
   const Lane other = lane == Lane::kCompute ? Lane::kExchange : Lane::kCompute;
-  std::vector<std::string> released;
-  const auto releasing = [&](Step step) {
-    step.release = [&released, name = step.name](const LaneContext&) { released.push_back(name); };
-    return step;
-  };
   bool later_ran = false;
   const Work later = [&](const LaneContext&) { later_ran = true; };
   Schedule schedule;
-  schedule.add_step(releasing(step("first", lane, kNothing)));
-  const int failed = schedule.add_step(releasing(step("failing", lane, throwing("broken"))));
-  schedule.add_step(releasing(step("waiting", other, later, {failed})));
+  schedule.add_step(step("first", lane, kNothing));
+  const int failed = schedule.add_step(step("failing", lane, throwing("broken")));
+  schedule.add_step(step("waiting", other, later, {failed}));
   schedule.add_step(step("next", lane, later));
 
   EXPECT_EQ(failure_of(schedule), "broken");
   EXPECT_FALSE(later_ran);
-  EXPECT_EQ(released, (std::vector<std::string>{"first", "waiting", "failing"}));
 
   Schedule good;
   good.add_step(step("good", lane, later));
@@ -117,60 +111,9 @@ TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
   EXPECT_TRUE(later_ran);
 }
 
-TEST_P(ThreadFailureTest, IsSeenByTheCallbackOfTheOtherLane) {
-  const Lane lane = GetParam();
-  const Lane other = lane == Lane::kCompute ? Lane::kExchange : Lane::kCompute;
-  std::promise<void> is_running;
-  bool has_ended = false;
-  Schedule schedule;
-  schedule.add_step(step("long", other, [&](const LaneContext& context) {
-    is_running.set_value();
-    while (!context.is_stopping()) {
-      std::this_thread::yield();
-    }
-    has_ended = true;
-  }));
-  schedule.add_step(step("failing", lane, [&](const LaneContext&) {
-    is_running.get_future().wait();
-    throw std::runtime_error("broken");
-  }));
-  EXPECT_EQ(failure_of(schedule), "broken");
-  EXPECT_TRUE(has_ended);
-}
-
-TEST_P(ThreadFailureTest, MayComeFromARelease) {
-  int num_calls = 0;
-  Schedule schedule;
-  Step releasing = step("releasing", GetParam(), kNothing);
-  releasing.release = [&](const LaneContext&) {
-    ++num_calls;
-    throw std::runtime_error("release");
-  };
-  schedule.add_step(releasing);
-  EXPECT_EQ(failure_of(schedule), "release");
-  EXPECT_EQ(num_calls, 1);
-}
-
 INSTANTIATE_TEST_SUITE_P(
     Lanes, ThreadFailureTest, testing::Values(Lane::kCompute, Lane::kExchange)
 );
-
-TEST(ThreadExecutorTest, ReportsTheFirstFailureOfTwo) {
-  std::promise<void> is_running;
-  Schedule schedule;
-  schedule.add_step(step("second", Lane::kExchange, [&](const LaneContext& context) {
-    is_running.set_value();
-    while (!context.is_stopping()) {
-      std::this_thread::yield();
-    }
-    throw std::runtime_error("second");
-  }));
-  schedule.add_step(step("first", Lane::kCompute, [&](const LaneContext&) {
-    is_running.get_future().wait();
-    throw std::runtime_error("first");
-  }));
-  EXPECT_EQ(failure_of(schedule), "first");
-}
 
 TEST(ThreadExecutorTest, RunsAnEmptySchedule) {
   EXPECT_TRUE(run_on_threads(Schedule()).spans.empty());

@@ -50,9 +50,12 @@ Row backward_product(const Row& weights, const Row& gradient) {
   return x;
 }
 
-Work dropping(std::initializer_list<Cell*> cells) {
-  return [cells = std::vector<Cell*>(cells)](const LaneContext&) {
-    std::ranges::for_each(cells, [](Cell* cell) { cell->drop(); });
+// Behind the last step of a node nothing of it is there any more.
+void drop_behind(Node& node, std::vector<Cell*> cells) {
+  Work& last = node.weight_gradient ? node.weight_gradient : node.backward;
+  last = [inner = last, cells = std::move(cells)](const LaneContext& context) {
+    inner(context);
+    std::ranges::for_each(cells, &Cell::drop);
   };
 }
 
@@ -130,7 +133,7 @@ Node NumericModel::linear(MicroBatch& batch, size_t place, size_t weights) {
   if (defer) {
     node.weight_gradient = add_weight_gradient;
   }
-  node.release = dropping({&cells.input, &cells.saved, &cells.gradient});
+  drop_behind(node, {&cells.input, &cells.saved, &cells.gradient});
   return node;
 }
 
@@ -144,12 +147,15 @@ Node NumericModel::rotation(MicroBatch& batch, size_t place, size_t by) {
   node.backward = [&, by](const LaneContext&) {
     input_gradient.put(rotated(cells.gradient.get(), kWidth - by));
   };
-  node.release = dropping({&cells.input, &cells.gradient});
+  drop_behind(node, {&cells.input, &cells.gradient});
   return node;
 }
 
 // From pre_dispatch past the experts to moe_combine, as the residual goes.
-void NumericModel::add_residual(LayerNodes& layer, MicroBatch& batch, size_t layer_idx) {
+void NumericModel::add_residual(ChunkNodes& nodes, MicroBatch& batch, size_t layer_idx) {
+  const auto layer = static_cast<int>(layer_idx);
+  Node& pre_dispatch = nodes.at(NodeKind::kPreDispatch, layer);
+  Node& moe_combine = nodes.at(NodeKind::kMoeCombine, layer);
   const size_t first = 1 + kNodesPerLayer * layer_idx;
   Cell& residual = batch.residual[layer_idx];
   Cell& residual_gradient = batch.residual_gradient[layer_idx];
@@ -163,29 +169,21 @@ void NumericModel::add_residual(LayerNodes& layer, MicroBatch& batch, size_t lay
     from.drop();
     to.put(std::move(sum));
   };
-  layer.pre_dispatch.forward = [&, inner = layer.pre_dispatch.forward](const LaneContext& context) {
+  pre_dispatch.forward = [&, inner = pre_dispatch.forward](const LaneContext& context) {
     inner(context);
     residual.put(layer_input.get());
   };
-  layer.moe_combine.forward = [&, add, inner = layer.moe_combine.forward](const LaneContext& context
-                              ) {
+  moe_combine.forward = [&, add, inner = moe_combine.forward](const LaneContext& context) {
     inner(context);
     add(layer_output, residual);
   };
-  layer.moe_combine.backward = [&, inner = layer.moe_combine.backward](const LaneContext& context) {
-    inner(context);
+  moe_combine.backward = [&, inner = moe_combine.backward](const LaneContext& context) {
     residual_gradient.put(output_gradient.get());
+    inner(context);
   };
-  layer.pre_dispatch.backward =
-      [&, add, inner = layer.pre_dispatch.backward](const LaneContext& context) {
-        inner(context);
-        add(input_gradient, residual_gradient);
-      };
-  // After a failure either may be left.
-  const Work release = dropping({&residual, &residual_gradient});
-  layer.pre_dispatch.release = [release, inner = layer.pre_dispatch.release](const LaneContext& c) {
-    inner(c);
-    release(c);
+  pre_dispatch.backward = [&, add, inner = pre_dispatch.backward](const LaneContext& context) {
+    inner(context);
+    add(input_gradient, residual_gradient);
   };
 }
 
@@ -199,7 +197,7 @@ Node NumericModel::pre_process(MicroBatch& batch, int micro_batch) {
     batch.cells[1].input.put(std::move(row));
   };
   node.backward = [&](const LaneContext&) { static_cast<void>(batch.cells[0].gradient.get()); };
-  node.release = dropping({&batch.cells[0].gradient});
+  drop_behind(node, {&batch.cells[0].gradient});
   return node;
 }
 
@@ -221,25 +219,24 @@ Node NumericModel::post_process(MicroBatch& batch, int micro_batch) {
     }
     input_gradient.put(std::move(gradient));
   };
-  node.release = dropping({&last.input, &batch.output});
+  drop_behind(node, {&last.input, &batch.output});
   return node;
 }
 
 ChunkNodes NumericModel::nodes(int micro_batch) {
   MicroBatch& batch = batches_[static_cast<size_t>(micro_batch)];
-  ChunkNodes nodes;
-  nodes.pre_process = pre_process(batch, micro_batch);
+  ChunkNodes nodes = {options_.num_layers};
+  nodes.at(NodeKind::kPreProcess) = pre_process(batch, micro_batch);
   for (size_t idx = 0; idx < static_cast<size_t>(options_.num_layers); ++idx) {
     const size_t first = 1 + kNodesPerLayer * idx;
-    LayerNodes layer;
-    layer.pre_dispatch = linear(batch, first, 2 * idx);
-    layer.moe_dispatch = rotation(batch, first + 1, 5 + idx);
-    layer.mlp = linear(batch, first + 2, 2 * idx + 1);
-    layer.moe_combine = rotation(batch, first + 3, 7 + idx);
-    add_residual(layer, batch, idx);
-    nodes.layers.push_back(std::move(layer));
+    const auto layer = static_cast<int>(idx);
+    nodes.at(NodeKind::kPreDispatch, layer) = linear(batch, first, 2 * idx);
+    nodes.at(NodeKind::kMoeDispatch, layer) = rotation(batch, first + 1, 5 + idx);
+    nodes.at(NodeKind::kMlp, layer) = linear(batch, first + 2, 2 * idx + 1);
+    nodes.at(NodeKind::kMoeCombine, layer) = rotation(batch, first + 3, 7 + idx);
+    add_residual(nodes, batch, idx);
   }
-  nodes.post_process = post_process(batch, micro_batch);
+  nodes.at(NodeKind::kPostProcess) = post_process(batch, micro_batch);
   return nodes;
 }
 

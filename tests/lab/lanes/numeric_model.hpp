@@ -62,7 +62,7 @@ class NumericModel {
 
   [[nodiscard]] Node linear(MicroBatch& batch, size_t place, size_t weights);
   [[nodiscard]] Node rotation(MicroBatch& batch, size_t place, size_t by);
-  void add_residual(LayerNodes& layer, MicroBatch& batch, size_t layer_idx);
+  void add_residual(ChunkNodes& nodes, MicroBatch& batch, size_t layer_idx);
   [[nodiscard]] Node pre_process(MicroBatch& batch, int micro_batch);
   [[nodiscard]] Node post_process(MicroBatch& batch, int micro_batch);
 

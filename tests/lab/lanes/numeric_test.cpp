@@ -23,20 +23,9 @@ Result result_of(const NumericModel& model) {
   return {model.losses(), model.gradients(), model.num_live_cells()};
 }
 
-// Without an executor: step after step in a loop, nothing released.
-Result run_in_a_loop(const NumericOptions& options) {
+Result run_in_turn(const NumericOptions& options) {
   NumericModel model(options);
-  std::vector<StagePair> pairs;  // nothing woven: F0, B0, F1, B1, ...
-  for (int idx = 0; idx < options.num_micro_batches; ++idx) {
-    pairs.push_back({VirtualStage{idx}, {}});
-    pairs.push_back({{}, VirtualStage{idx}});
-  }
-  const Schedule schedule = make_schedule(batches_of(model, options), pairs);
-  for (const Step& step : schedule.steps()) {
-    if (step.work) {
-      step.work({step.lane});
-    }
-  }
+  overlap::run_in_turn(batches_of(model, options));
   return result_of(model);
 }
 
@@ -59,7 +48,7 @@ class OverlapNumericTest : public testing::TestWithParam<int> {};
 
 TEST_P(OverlapNumericTest, GivesTheBitsOfTheSequentialRun) {
   const int layers = GetParam();
-  const Result expected = run_in_a_loop({layers, 4});
+  const Result expected = run_in_turn({layers, 4});
   ASSERT_GT(expected.losses[0], 0);
   ASSERT_NE(expected.losses[0], expected.losses[1]);
   for (int choice = 0; choice < 4; ++choice) {
@@ -80,7 +69,7 @@ INSTANTIATE_TEST_SUITE_P(Layers, OverlapNumericTest, testing::Values(1, 2, 3, 4)
 // Or equal bits would mean nothing.
 TEST(OverlapNumericModelTest, SeesAnotherOrderOfMicroBatches) {
   const NumericOptions options = {2, 4};
-  const Result expected = run_in_a_loop(options);
+  const Result expected = run_in_turn(options);
   NumericModel model(options);
   const auto reversed = [&](int idx) { return model.nodes(options.num_micro_batches - 1 - idx); };
   run_on_threads(schedule_overlapped({options.num_micro_batches, reversed}));
@@ -89,47 +78,14 @@ TEST(OverlapNumericModelTest, SeesAnotherOrderOfMicroBatches) {
 }
 
 TEST(OverlapNumericModelTest, ThrowsWhenAReleasedValueIsRead) {
-  const NumericOptions options = {1, 1, true};
-  NumericModel model(options);
+  NumericModel model({1, 1, true});
   const auto nodes = [&](int idx) {
     ChunkNodes made = model.nodes(idx);
-    Node& node = made.layers[0].pre_dispatch;  // its weight gradient reads what it releases
-    node.backward = [inner = node.backward, release = node.release](const LaneContext& context) {
-      inner(context);
-      release(context);
-    };
+    Node& node = made.at(NodeKind::kPreDispatch, 0);  // its weight gradient drops what this reads
+    std::swap(node.backward, node.weight_gradient);
     return made;
   };
   EXPECT_THROW(run_on_threads(schedule_overlapped({1, nodes})), std::logic_error);
-  EXPECT_EQ(model.num_live_cells(), 0);
-}
-
-// Every place where a run may be stopped.
-TEST(OverlapNumericModelTest, KeepsNothingAfterAnyFailure) {
-  const NumericOptions options = {2, 3, true};
-  const auto num_steps = [&] {
-    NumericModel model(options);
-    return schedule_overlapped(batches_of(model, options)).steps().size();
-  }();
-  for (size_t failing = 0; failing < num_steps; ++failing) {
-    NumericModel model(options);
-    const Schedule good = schedule_overlapped(batches_of(model, options));
-    Schedule bad;
-    for (size_t idx = 0; idx < num_steps; ++idx) {
-      Step step = good.steps()[idx];
-      if (idx == failing) {
-        step.work = [inner = step.work](const LaneContext& context) {
-          if (inner) {
-            inner(context);
-          }
-          throw std::runtime_error("stopped");
-        };
-      }
-      bad.add_step(step);
-    }
-    EXPECT_THROW(run_on_threads(bad), std::runtime_error);
-    EXPECT_EQ(model.num_live_cells(), 0) << good.steps()[failing].name;
-  }
 }
 
 }  // namespace

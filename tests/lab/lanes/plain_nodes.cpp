@@ -11,7 +11,6 @@ Node node(bool is_there) {
   if (is_there) {
     made.forward = kNothing;
     made.backward = kNothing;
-    made.release = kNothing;
   }
   return made;
 }
@@ -19,17 +18,19 @@ Node node(bool is_there) {
 }  // namespace
 
 ChunkNodes plain_nodes(const PlainChunk& chunk) {
-  ChunkNodes made;
-  made.pre_process = node(chunk.has_ends);
+  ChunkNodes made = {chunk.num_layers};
+  made.at(NodeKind::kPreProcess) = node(chunk.has_ends);
   for (int idx = 0; idx < chunk.num_layers; ++idx) {
-    LayerNodes& layer = made.layers.emplace_back(LayerNodes{
-        node(true), node(chunk.is_moe), node(true), node(chunk.is_moe)});
-    if (chunk.defer_weight_gradients) {
-      layer.pre_dispatch.weight_gradient = kNothing;
-      layer.mlp.weight_gradient = kNothing;
+    for (const NodeKind kind : {NodeKind::kPreDispatch, NodeKind::kMlp}) {
+      made.at(kind, idx) = node(true);
+      if (chunk.defer_weight_gradients) {
+        made.at(kind, idx).weight_gradient = kNothing;
+      }
     }
+    made.at(NodeKind::kMoeDispatch, idx) = node(chunk.is_moe);
+    made.at(NodeKind::kMoeCombine, idx) = node(chunk.is_moe);
   }
-  made.post_process = node(chunk.has_ends);
+  made.at(NodeKind::kPostProcess) = node(chunk.has_ends);
   return made;
 }
 

@@ -29,12 +29,12 @@ TEST(OverlapTraceTest, SaysEveryField) {
   const Trace trace = {{{4, "m1.L0.mlp.fwd", Lane::kExchange, 1, 1500, 4000}}};
   const nlohmann::json expected = nlohmann::json::parse(R"({
     "traceEvents": [
-      {"name": "thread_name", "ph": "M", "pid": 3, "tid": 0, "args": {"name": "compute"}},
-      {"name": "thread_name", "ph": "M", "pid": 3, "tid": 1, "args": {"name": "exchange"}},
-      {"name": "m1.L0.mlp.fwd", "cat": "exchange", "ph": "X", "ts": 1.5, "dur": 2.5, "pid": 3,
+      {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "compute"}},
+      {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "exchange"}},
+      {"name": "m1.L0.mlp.fwd", "cat": "exchange", "ph": "X", "ts": 1.5, "dur": 2.5, "pid": 0,
        "tid": 1, "args": {"step": 4, "micro_batch": 1}}],
     "displayTimeUnit": "ns"})");
-  EXPECT_EQ(nlohmann::json::parse(trace_json(trace, 3)), expected);
+  EXPECT_EQ(nlohmann::json::parse(trace_json(trace)), expected);
 }
 
 void expect_whole(const nlohmann::json& file, const Schedule& schedule) {

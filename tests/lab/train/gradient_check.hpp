@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "train/layers/matrix.hpp"
+#include "train/layers/math.hpp"
 
 namespace weft::moe {
 
@@ -54,19 +54,13 @@ inline std::vector<float> random_values(size_t size, uint32_t seed, float scale 
   return values;
 }
 
-inline Matrix random_matrix(int64_t rows, int64_t cols, uint32_t seed) {
-  Matrix m(rows, cols);
-  std::ranges::copy(random_values(m.span().size(), seed), m.data());
-  return m;
-}
-
 // A parameter with its memory.
 struct OwnedParameter {
   std::vector<float> value;
   std::vector<float> grad;
   OwnedParameter(size_t size, uint32_t seed, float scale = 0.5F)
       : value(random_values(size, seed, scale)), grad(size) {}
-  [[nodiscard]] Parameter get() { return {value, grad}; }
+  [[nodiscard]] Weight<float> get() { return {value.data(), value.data(), grad.data()}; }
 };
 
 // A scalar function of a layer's output whose gradient is `probe`.

@@ -45,6 +45,7 @@ class Rig {
  public:
   Rig(const Group& group, int64_t global_tokens)
       : group_(group),
+        tokens_(tokens_of_rank(global_tokens, group.rank(), group.num_ranks())),
         layout_(make_layout(config_, group.rank(), group.num_ranks())),
         exchange_(
             group,
@@ -60,11 +61,14 @@ class Rig {
         expert_values_(layout_.num_expert),
         expert_grads_(layout_.num_expert),
         context_{exchange_, config_, DType::kFloat32, global_tokens},
+        micro_batches_{{tokens_, one_shard(tokens_.size())}},
         model_(
-            context_,
-            one_shard(tokens_of_rank(global_tokens, group.rank(), group.num_ranks()).size()),
-            layout_,
-            {{values_, grads_}, {expert_values_, expert_grads_}}
+            {group,
+             context_,
+             micro_batches_,
+             {},
+             layout_,
+             {{values_, grads_}, {expert_values_, expert_grads_}}}
         ),
         text_(make_text(500)) {
     initialise(layout_.replicated(), 3, values_);
@@ -75,15 +79,12 @@ class Rig {
         value *= 30.0F;
       }
     }
-    BatchSource(text_, config_.window, 3)
-        .draw(0, tokens_of_rank(global_tokens, group.rank(), group.num_ranks()), batch_);
+    BatchSource(text_, config_.window, 3).draw(0, tokens_, batch_);
   }
 
   // Of the global batch, the same on every rank.
   double loss() {
-    model_.load(batch_);
-    forward_backward(model_);
-    const LossShare share = model_.share();
+    const LossShare share = model_.forward_backward({&batch_, 1});
     const double balance = share.balance * config_.num_blocks;
     const auto weight = static_cast<double>(config_.balance_weight);
     return sum_over_ranks(group_, share.cross_entropy.at(0) + weight * balance);
@@ -180,10 +181,10 @@ class Rig {
 
  private:
   // Of this rank's tokens in all blocks.
-  [[nodiscard]] std::vector<int32_t> routing() const {
+  [[nodiscard]] std::vector<int32_t> routing() {
     std::vector<int32_t> all;
-    for (const MoeBlock& block : model_.blocks()) {
-      const auto& chosen = block.router().topk_idx();
+    for (int block = 0; block < config_.num_blocks; ++block) {
+      const auto chosen = model_.topk_idx(block);
       all.insert(all.end(), chosen.begin(), chosen.end());
     }
     return all;
@@ -191,6 +192,7 @@ class Rig {
 
   const ModelConfig config_ = tiny_model();
   const Group& group_;
+  Range tokens_;
   ModelLayout layout_;
   Exchange exchange_;
   std::vector<float> values_;
@@ -198,7 +200,8 @@ class Rig {
   std::vector<float> expert_values_;
   std::vector<float> expert_grads_;
   MoeContext context_;
-  Model model_;
+  std::vector<MicroBatch> micro_batches_;
+  HostModel model_;
   std::vector<std::byte> text_;
   Batch batch_;
   std::vector<double> kept_grads_;

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "train/batch.hpp"
-#include "train/layers/moe_block.hpp"
 #include "train/layers/parameters.hpp"
+#include "train/rank.hpp"
 #include "training_runs.hpp"
 
 namespace weft::moe {

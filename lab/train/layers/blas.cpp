@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/layers/linear.hpp"
-
 #include <cblas.h>
 #include <hwy/targets.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <dlfcn.h>
+#include <functional>
 #include <string>
 
 #include "core/check.hpp"
+#include "train/layers/math.hpp"
 
 namespace weft::moe {
 namespace {
@@ -52,15 +53,17 @@ Loaded load() {
 
 const Loaded kLoaded = load();
 
-struct Factor {
-  CBLAS_TRANSPOSE op;
-  const float* data;
-  int64_t cols;  // as it lies in memory
-};
-
 // c [m, n] = op(a) [m, k] * op(b) [k, n] + beta * c.
 void multiply(
-    int64_t m, int64_t n, int64_t k, const Factor& a, const Factor& b, float beta, float* c
+    int64_t m,
+    int64_t n,
+    int64_t k,
+    CBLAS_TRANSPOSE op_a,
+    const float* a,
+    CBLAS_TRANSPOSE op_b,
+    const float* b,
+    float beta,
+    float* c
 ) {
   const auto size = [](int64_t number) { return static_cast<int>(number); };
   if (m == 0 || n == 0 || k == 0) {
@@ -69,16 +72,16 @@ void multiply(
   check_blas();
   kLoaded.sgemm(
       CblasRowMajor,
-      a.op,
-      b.op,
+      op_a,
+      op_b,
       size(m),
       size(n),
       size(k),
       1.0F,
-      a.data,
-      size(a.cols),
-      b.data,
-      size(b.cols),
+      a,
+      size(op_a == CblasNoTrans ? k : m),
+      b,
+      size(op_b == CblasNoTrans ? n : k),
       beta,
       c,
       size(n)
@@ -97,36 +100,28 @@ void check_blas() {
   );
 }
 
-void linear_forward(ConstRows x, const float* w, Rows y) {
-  const Factor rows = {CblasNoTrans, x.data, x.cols};
-  multiply(x.rows, y.cols, x.cols, rows, {CblasTrans, w, x.cols}, 0.0F, y.data);
+void HostMath::forward(const ProductShape& s, const float* x, const float* w, float* y) {
+  multiply(s.rows, s.out, s.in, CblasNoTrans, x, CblasTrans, w, 0.0F, y);
 }
 
-void linear_backward_input(ConstRows grad_y, const float* w, Rows grad_x) {
-  const Factor rows = {CblasNoTrans, grad_y.data, grad_y.cols};
-  const Factor weights = {CblasNoTrans, w, grad_x.cols};
-  multiply(grad_y.rows, grad_x.cols, grad_y.cols, rows, weights, 0.0F, grad_x.data);
-}
-
-void linear_backward_weight(ConstRows grad_y, ConstRows x, float* grad_w) {
-  const Factor grads = {CblasTrans, grad_y.data, grad_y.cols};
-  multiply(grad_y.cols, x.cols, x.rows, grads, {CblasNoTrans, x.data, x.cols}, 1.0F, grad_w);
-}
-
-void linear_forward(ConstRows x, const Parameter& w, Rows y, const Shards& shards) {
-  for (const Range& shard : shards) {
-    linear_forward(slice(x, shard), w.value.data(), slice(y, shard));
-  }
-}
-
-void linear_backward(
-    ConstRows grad_y, ConstRows x, const Parameter& w, Rows grad_x, const Shards& shards
+void HostMath::backward_input(
+    const ProductShape& s, const float* grad_y, const float* w, float* grad_x
 ) {
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const ConstRows gy = slice(grad_y, shards[i]);
-    linear_backward_weight(gy, slice(x, shards[i]), w.grad_of(i).data());
-    linear_backward_input(gy, w.value.data(), slice(grad_x, shards[i]));
-  }
+  multiply(s.rows, s.in, s.out, CblasNoTrans, grad_y, CblasNoTrans, w, 0.0F, grad_x);
+}
+
+void HostMath::add_backward_input(
+    const ProductShape& s, const float* grad_y, const float* w, float* grad_x
+) {
+  product_.resize(static_cast<size_t>(s.rows * s.in));
+  backward_input(s, grad_y, w, product_.data());
+  std::transform(product_.begin(), product_.end(), grad_x, grad_x, std::plus<>());
+}
+
+void HostMath::add_backward_weight(
+    const ProductShape& s, const float* grad_y, const float* x, float* grad_w
+) {
+  multiply(s.out, s.in, s.rows, CblasTrans, grad_y, CblasNoTrans, x, 1.0F, grad_w);
 }
 
 }  // namespace weft::moe

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What rank 0 knows about a training run, for people and for other programs: its steps, summed over
-// ranks. Bounded however long the run is: neighbouring steps are merged once there are many.
+// `weft-lab train`: the command, and what rank 0 knows about a training run, for people and for
+// other programs: its steps, summed over ranks. Bounded however long the run is: neighbouring steps
+// are merged once there are many.
 #pragma once
 
+#include <CLI/CLI.hpp>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -20,6 +22,8 @@
 
 namespace weft::program {
 
+void add_train(CLI::App& app);
+
 // Forward and backward of overlapped steps; nothing without overlap.
 struct LaneSeconds {
   double wall = 0;      // from the first begin to the last end
@@ -29,17 +33,10 @@ struct LaneSeconds {
 };
 
 // What every rank tells of a step; trivially copyable, travels between ranks.
-struct RankStep {
-  std::array<double, moe::kNumPhases> phase_seconds = {};
-  double seconds = 0;
+struct RankStep : moe::RankReport {
   overlap::LaneTimes lanes = {};
-  int64_t num_tokens = 0;
-  moe::Traffic dispatch = {};
-  moe::Traffic combine = {};
   double wait_seconds = 0;  // for the peer it waited for most, since the exchange was made
   bool wants_to_stop = false;
-
-  static RankStep from(const moe::StepReport& report);
 };
 
 // Bytes of all ranks together.
@@ -60,6 +57,9 @@ struct StepPoint {
   double balance_loss = 0;
   double seconds = 0;          // of the slowest rank
   std::vector<double> routes;  // [num_blocks, num_experts]
+
+  // Adds the next steps: the means are of all of them.
+  void merge(const StepPoint& next);
 };
 
 // All steps of a run so far. Sums over the steps are means over the ranks where nothing else is
