@@ -186,6 +186,8 @@ nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner) {
 
 NB_MODULE(_core, m) {
   m.doc() = "The C++ API of Weft.";
+  // torch lets go of no autograd function once the interpreter ends, nor of the plan that it holds.
+  nanobind::set_leak_warnings(false);
   m.attr("__version__") = weft::version().data();  // a literal: ends with 0
   nanobind::register_exception_translator(weft::py::translate);
   weft::py::bind_group(m);

@@ -26,6 +26,9 @@
 namespace weft::py {
 namespace {
 
+// Calls of this thread that all ranks make. What fails in Python before one has begun is refused.
+thread_local int64_t num_begun = 0;
+
 // What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
 // and backward may come from different threads.
 class Calls {
@@ -38,6 +41,13 @@ class Calls {
   auto locked(const Body& body) {
     const nb::gil_scoped_release no_gil;
     return locked_here(body);
+  }
+
+  // For a call that all ranks make.
+  template <class Body>
+  auto begin(const Body& body) {
+    ++num_begun;
+    return locked(body);
   }
 
   // For a thread that does not hold the interpreter's lock, or keeps it.
@@ -111,7 +121,7 @@ DispatchOutput output_of(const Matrices<3>& matrices) {
 }
 
 Plan plan(Calls& calls, const Matrices<3>& routing, const Options& options) {
-  return calls.locked([&](Exchange& exchange) {
+  return calls.begin([&](Exchange& exchange) {
     return exchange.plan(routing_of(routing), options, options);
   });
 }
@@ -123,7 +133,7 @@ void dispatch(
     const Matrices<3>& out,
     const Options& options
 ) {
-  calls.locked([&](Exchange& exchange) {
+  calls.begin([&](Exchange& exchange) {
     exchange.dispatch(plan, input_of(in, options), output_of(out), options);
   });
 }
@@ -159,7 +169,7 @@ nb::tuple plan_and_dispatch(
   std::optional<Plan> plan;
   std::optional<Error> problem;
   bool is_sent = is_one_call;
-  calls.locked([&](Exchange& exchange) {
+  calls.begin([&](Exchange& exchange) {
     if (is_one_call) {
       plan = exchange.dispatch(routes, options, input, output, options);
       return;
@@ -190,7 +200,7 @@ void combine(
   const CombineInput input = {
       tensor_of(rows), tensor_of(row_weights), tensor_of(source_weights), options.scale};
   const CombineOutput output = {tensor_of(x), tensor_of(weights)};
-  calls.locked([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
+  calls.begin([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
 }
 
 void refuse(
@@ -355,6 +365,9 @@ void bind_exchange(nb::module_& m) {
       .def_prop_ro("transport", [](const Calls& calls) {
         return calls.exchange().config().transport;
       });
+  m.def(
+      "num_begun", [] { return num_begun; }, "Calls of this thread that all ranks make."
+  );
   m.def(
       "give_segments",
       [](std::shared_ptr<Calls> calls) { giver = std::move(calls); },

@@ -255,5 +255,8 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """
 
+def num_begun() -> int:
+    """Calls of this thread that all ranks make."""
+
 def give_segments(exchange: Exchange | None) -> None:
     """The exchange that gives this thread's next segments; None: nobody."""

@@ -48,28 +48,34 @@ class Exchange:
         timeout: float = 30.0,
     ) -> None:
         self.group = group if isinstance(group, Group) else Group.of(group)
+
+        def settings() -> tuple[torch.device, dict[str, Any]]:
+            where = torch.device(device)
+            if where.type == "cuda" and where.index is None:
+                where = torch.device("cuda", torch.cuda.current_device())
+            found = {
+                "hidden": hidden,
+                "num_experts": num_experts,
+                "transport": transport,
+                "num_threads": num_threads,
+                "num_sms": num_sms,
+                "copy_engines": copy_engines,
+                "timeout": timeout,
+            }
+            if where.type == "cuda":
+                found["gpu"] = where.index
+            sizes = {"max_tokens": max_tokens, "max_topk": max_topk}
+            _filled(_core.ExchangeConfig(), found | sizes)
+            return where, found
+
+        self.device, self._settings = self.group.agreed("exchange", settings)
         self.hidden = hidden
         self.num_experts = num_experts
         self.max_tokens = max_tokens
         self.max_topk = max_topk
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self._on_gpu = device.type == "cuda"  # to ask a device is slow
+        self._on_gpu = self.device.type == "cuda"  # to ask a device is slow
         self._has_copy_room = copy_engines
-        self._settings = {
-            "hidden": hidden,
-            "num_experts": num_experts,
-            "transport": transport,
-            "num_threads": num_threads,
-            "num_sms": num_sms,
-            "copy_engines": copy_engines,
-            "timeout": timeout,
-        }
-        if self._on_gpu:
-            self._settings["gpu"] = device.index
-        self._outputs = Outputs(device)
+        self._outputs = Outputs(self.device)
         self._core: _core.Exchange | None = None
         self._take(self._make())
 
@@ -139,26 +145,24 @@ class Exchange:
             "overflow": overflow,
         }
 
-        def prepare(core: _core.Exchange) -> tuple:
+        def call(core: _core.Exchange) -> _core.Plan:
+            matrices = views(_ROUTING, (topk_idx, routing_map, weights))
             options = {"stream": self._stream(), "num_sms": num_sms, **choices}
-            routing = views(_ROUTING, (topk_idx, routing_map, weights))
-            return routing, _filled(_core.Options(), options)
+            return core.plan(matrices, _filled(_core.Options(), options))
 
-        routing = (topk_idx, routing_map)
-        core, made = self._planned("plan", choices, prepare, _core.Exchange.plan, routing)
+        core, made = self._planned("plan", choices, call, topk_idx, routing_map)
         return Plan(self, made, core)
 
     def _planned(
         self,
         verb: str,
         choices: dict[str, Any],
-        prepare: Callable[[_core.Exchange], tuple],
-        call: Callable[..., Any],
-        routing: tuple = (None, None),
+        call: Callable[[_core.Exchange], Any],
+        topk_idx: Tensor | None = None,
+        routing_map: Tensor | None = None,
     ) -> tuple[_core.Exchange, Any]:
-        """Collective: `call` with the core and what `prepare` makes for it, on a core that has
-        grown if this one was too small for the plan. verb, choices: see `refuse`. routing:
-        topk_idx, routing_map."""
+        """Collective: call(core), on a core that has grown if this one was too small for the plan.
+        verb, choices: see `refuse`."""
         # All ranks are beside computation, or none.
         if self._core is not None and not self._has_copy_room and self._chooses_copies():
             self._make_copy_room()
@@ -167,26 +171,29 @@ class Exchange:
         may_grow = not (self._on_gpu and has_rows)
         while True:
             core = self.core  # one that was closed does not grow
-            is_prepared = False
+            begun = _core.num_begun()
             try:
-                arguments = self._prepared(core, verb if has_rows else "plan", prepare, core)
-                is_prepared = True
-                return core, call(core, *arguments)
+                return core, self._called(core, verb if has_rows else "plan", call, core)
             except BaseException as error:
-                was_refused = not is_prepared or isinstance(error, InvalidArgument)
-                if not (was_refused and may_grow and self._grow(*routing)):
+                was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
+                if not (was_refused and may_grow and self._grow(topk_idx, routing_map)):
                     raise
+                if not isinstance(error, Exception):
+                    call = _raising(error)  # the others ask again, an interrupt is not forgotten
             may_grow = False
 
-    def _prepared(
-        self, core: _core.Exchange, verb: str, prepare: Callable[..., Any], *given: Any
+    def _called(
+        self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
     ) -> Any:
-        """prepare(*given), or the other ranks hear what it raises instead of the call."""
+        """call(*given), which makes a call of the core. If it fails before that, the other ranks
+        hear why."""
+        begun = _core.num_begun()
         try:
-            return prepare(*given)
+            return call(*given)
         except BaseException as error:
-            options = _filled(_core.Options(), {"stream": self._stream()})
-            core.refuse(verb, str(error) or type(error).__name__, options)
+            if _core.num_begun() == begun:
+                options = _filled(_core.Options(), {"stream": self._stream()})
+                core.refuse(verb, str(error) or type(error).__name__, options)
             raise
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
@@ -240,15 +247,14 @@ class Exchange:
         num_sms: int,
         copy_engines: bool | None,
     ) -> Dispatched:
-        def prepare() -> tuple:
+        def call() -> Dispatched:
             inputs = wanted.views()
             out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
             options = self._options(core, num_sms, copy_engines, quantise=wanted.quantise)
-            return out, (inputs, out.views(), options)
+            core.dispatch(plan, inputs, out.views(), options)
+            return out.with_scales_of(wanted.scales)
 
-        out, arguments = self._prepared(core, "dispatch", prepare)
-        core.dispatch(plan, *arguments)
-        return out.with_scales_of(wanted.scales)
+        return self._called(core, "dispatch", call)
 
     def plan_and_dispatch(
         self,
@@ -279,7 +285,7 @@ class Exchange:
         is_one_call = self._on_gpu and given_rows is not None
         out: Dispatched | None = None
 
-        def prepare(core: _core.Exchange) -> tuple:
+        def call(core: _core.Exchange) -> tuple:
             nonlocal out
             options = self._options(core, num_sms, copy_engines, quantise=quantise, **choices)
             routing = views(_ROUTING, (topk_idx, routing_map, plan_weights))
@@ -287,11 +293,10 @@ class Exchange:
             if choices.get("layout") == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
             out = self._outputs.ahead(core, wanted, given_rows, weight_cols)
-            return routing, inputs, out.views(), options, is_one_call
+            return core.plan_and_dispatch(routing, inputs, out.views(), options, is_one_call)
 
-        routing = (topk_idx, routing_map)
-        call = _core.Exchange.plan_and_dispatch
-        core, planned = self._planned("plan_and_dispatch", choices, prepare, call, routing)
+        verb = "plan_and_dispatch"
+        core, planned = self._planned(verb, choices, call, topk_idx, routing_map)
         made, is_sent, problem = planned
         if problem is not None:
             raise problem
@@ -317,7 +322,7 @@ class Exchange:
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
 
-        def prepare() -> tuple:
+        def call() -> Combined:
             given = views(_COMBINED, (rows, row_weights, source_weights))
             x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
             weights = None
@@ -325,11 +330,10 @@ class Exchange:
                 weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
             out = Combined(x, weights)
             options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
-            return out, (given, views(Combined._fields, out), options)
+            plan.calls.combine(plan.core, given, views(Combined._fields, out), options)
+            return out
 
-        out, arguments = self._prepared(plan.calls, "combine", prepare)
-        plan.calls.combine(plan.core, *arguments)
-        return out
+        return self._called(plan.calls, "combine", call)
 
     def refuse(self, verb: str, reason: str, plan: Plan | None = None, **options: Any) -> None:
         """Collective, instead of a call that the other ranks make and this one cannot: they raise
@@ -340,14 +344,12 @@ class Exchange:
         a capture nobody else can hear of it: raises Unsupported.
         """
 
-        def prepare(*_: Any) -> NoReturn:
-            raise _Refusal(reason, rank=self.rank)
-
+        call = _raising(_Refusal(reason, rank=self.rank))
         with contextlib.suppress(_Refusal):
             if verb in ("dispatch", "combine"):
-                self._prepared(self.core if plan is None else plan.calls, verb, prepare)
+                self._called(self.core if plan is None else plan.calls, verb, call)
             else:
-                self._planned(verb, options, prepare, prepare)
+                self._planned(verb, options, call)
 
     def _chooses_copies(self) -> bool:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
@@ -421,6 +423,13 @@ class Exchange:
 
 class _Refusal(InvalidArgument):
     """What `refuse` says."""
+
+
+def _raising(error: BaseException) -> Callable[..., NoReturn]:
+    def call(*_: Any) -> NoReturn:
+        raise error
+
+    return call
 
 
 _ROUTING = ("topk_idx", "routing_map", "weights")

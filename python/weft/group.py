@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
 from weft import _core
-from weft.errors import NotAvailable
+from weft.errors import InvalidArgument, NotAvailable
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
@@ -71,6 +73,22 @@ class Group:
     def all_gather(self, block: bytes) -> list[bytes]:
         """Collective, for set-up: the blocks of all ranks, by rank."""
         return self.core.all_gather(block)
+
+    def agreed(self, what: str, make: Callable[[], Any]) -> Any:
+        """Collective: make(). If it raises on one rank, all others raise InvalidArgument."""
+        made = problem = None
+        try:
+            made = make()
+        except Exception as error:
+            problem = error
+        told = self.all_gather(b"" if problem is None else (str(problem) or "?").encode())
+        if problem is not None:
+            raise problem
+        for rank, reason in enumerate(told):
+            if reason:
+                text = f"{what}: rank {rank} refused the call: {reason.decode()}"
+                raise InvalidArgument(text, rank=self.rank)
+        return made
 
     def gather_numbers(self, *here: int) -> list[tuple[int, ...]]:
         """Collective, for set-up: as many numbers from every rank, by rank."""

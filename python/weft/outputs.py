@@ -23,6 +23,7 @@ from weft.errors import Error, InvalidArgument
 if TYPE_CHECKING:
     from weft.exchange import Exchange
 
+_NEEDED = ("x", "rows")  # of dispatch and combine
 _BYTE = _core.DTYPES["byte"]
 _DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() if name != "byte"}
 
@@ -30,7 +31,7 @@ _DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() i
 def view(name: str, tensor: Tensor | None) -> tuple | None:
     """What the core sees of a matrix, or of a vector as one column; no float of one byte is more to
     it than a byte. Raises InvalidArgument with `name` for what Weft cannot take."""
-    if tensor is None:
+    if tensor is None and name not in _NEEDED:
         return None
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(f"{name} is a {type(tensor).__name__} (a tensor is expected)")
@@ -46,6 +47,8 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
         raise InvalidArgument(f"{name} has {len(shape)} dimensions (1 or 2)")
     if gpu < 0 and not tensor.is_cpu:
         raise InvalidArgument(f"{name} lies on a device that is neither CPU nor CUDA")
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{name} has layout {tensor.layout} (torch.strided is expected)")
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     rows, cols = (*shape, 1)[:2]
@@ -121,7 +124,7 @@ class Dispatched(NamedTuple):
     scales: Tensor | None
 
     def views(self) -> tuple:
-        return views(("rows", "row_weights", "row_scales"), self)
+        return views(("out", "out_weights", "out_scales"), self)
 
     def cut(self, num_rows: int) -> Dispatched:
         """The first rows, in place."""

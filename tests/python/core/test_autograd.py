@@ -132,6 +132,74 @@ def test_combine_can_weigh_rows(ranks):
     ranks(weighted, 2)
 
 
+def penalised(value, x, weights):
+    """A loss with the square of its own gradient, and the gradients of that."""
+    loss = value(x, weights).square().sum()
+    first = torch.autograd.grad(loss, (x, weights), create_graph=True)
+    total = loss + sum(grad.square().sum() for grad in first)
+    return (*first, *torch.autograd.grad(total, (x, weights)))
+
+
+def second_order(rank, num_ranks, group, layout, tokens, how):
+    num_experts = LOCAL * num_ranks
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts)
+    x, idx, weights = layer_inputs(rank, num_ranks, tokens[rank])
+
+    def together(x, weights):
+        plan, (rows, row_weights, _) = weft.plan_and_dispatch(exchange, idx, x, weights)
+        parts = rows.split(plan.padded_rows_per_expert.tolist())
+        first = rank * LOCAL
+        rows = torch.cat([torch.tanh(p @ expert_of(first + e)) for e, p in enumerate(parts)])
+        return weft.combine(plan, rows * row_weights).x
+
+    def apart(x, weights):
+        return moe(exchange, x, idx, weights, layout)
+
+    leaves = [t.clone().requires_grad_() for t in (x, weights)]
+    found = penalised(together if how == "together" else apart, *leaves)
+    exact = [t.double().requires_grad_() for t in (x, weights)]
+    want = penalised(lambda x, weights: dense(x, idx, weights, num_experts), *exact)
+    for got, expected in zip(found, want, strict=True):
+        torch.testing.assert_close(got, expected.float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [("rank_major", "apart"), ("expert_major", "apart"), ("expert_major", "together")],
+)
+def test_second_derivatives_are_those_of_a_dense_layer(ranks, layout, how):
+    ranks(second_order, 2, layout, (9, 5), how)
+
+
+def numeric(rank, num_ranks, group):
+    """torch's own check, with differences in fp32: dispatch and combine are linear, and exact."""
+    exchange = weft.Exchange(group, hidden=4, num_experts=2)
+    idx = torch.tensor([[0, 1], [1, -1]])
+    plan = exchange.plan(idx)
+    x, weights = (torch.randn(2, n, generator=torch.Generator().manual_seed(1)) for n in (4, 2))
+    rows, row_weights, _ = exchange.dispatch(plan, x, weights)
+
+    def dispatched(x, weights):
+        return weft.dispatch(plan, x, weights)[:2]
+
+    def planned(x, weights):
+        return weft.plan_and_dispatch(exchange, idx, x, weights)[1][:2]
+
+    def combined(rows, row_weights):
+        return weft.combine(plan, rows, row_weights)
+
+    bounds = {"eps": 0.125, "atol": 1e-3, "rtol": 1e-3}
+    for call in (dispatched, planned, combined):
+        given = (rows, row_weights) if call is combined else (x, weights)
+        leaves = tuple(t.clone().requires_grad_() for t in given)
+        assert torch.autograd.gradcheck(call, leaves, **bounds)
+        assert torch.autograd.gradgradcheck(call, leaves, **bounds)
+
+
+def test_derivatives_by_differences(ranks):
+    ranks(numeric, 1)
+
+
 def default_type(rank, num_ranks, group):
     """Whatever torch's default type is: weights that nobody used have fp32 gradients, of zeros."""
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
