@@ -10,12 +10,11 @@
 #include "core/env.hpp"
 #include "core/gpu/device_memory.hpp"
 #include "fabric_stream.hpp"
-#include "group/tcp/handshake.hpp"
+#include "group/control_plane.hpp"
 #include "group/tcp/rendezvous.hpp"
 #include "measure/bench_check.hpp"
 #include "measure/measure.hpp"
 #include "plan/random_routing.hpp"
-#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "weft/exchange.hpp"
 
@@ -94,7 +93,7 @@ class Streams {
     struct Meeting {
       std::array<char, 64> address = {};
       int32_t port = 0;
-      Nonce secret = {};
+      std::array<char, 32> secret = {};
     } meeting;
     Socket listener;
     if (group.rank() == ranks[0]) {
@@ -103,7 +102,7 @@ class Streams {
       address.copy(meeting.address.data(), meeting.address.size() - 1);
       listener = listen_on(address, 0, Context{});
       meeting.port = port_of(listener);
-      meeting.secret = random_nonce();
+      meeting.secret = random_value<std::array<char, 32>>();
     }
     const auto told = group.all_gather(std::as_bytes(std::span(&meeting, 1)));
     if (place == ranks.end()) {

@@ -5,16 +5,20 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <string>
 #include <string_view>
+#include <sys/random.h>
 #include <type_traits>
+#include <unistd.h>
 #include <vector>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 #include "weft/group.hpp"
 
 namespace weft {
@@ -34,10 +38,33 @@ namespace weft {
     int num_ranks, std::chrono::milliseconds timeout
 );
 
+// Ranks of a group. More have not even been simulated, and set-up tells every rank of every other.
+inline constexpr int kMaxRanks = 16384;
+
+// run_forked() with another patience than the usual one, for tests.
+struct ForkLimits {
+  // After a rank failed, the others have this long to notice by themselves; then they are
+  // terminated, and a little later killed.
+  std::chrono::milliseconds notice = std::chrono::seconds(5);
+  std::chrono::milliseconds terminate = std::chrono::seconds(2);
+};
+
+[[nodiscard]] std::vector<int> run_forked(
+    int num_ranks, const std::function<int(Group&)>& body, const ForkLimits& limits
+);
+
 // Throws Error (kInvalidArgument) for a group without ranks and for a rank out of range.
 inline void check_place(std::string_view verb, int rank, int num_ranks) {
   WEFT_CHECK_ARG(
       Context{}, num_ranks >= 1, "{}: num_ranks = {} is too small (at least 1)", verb, num_ranks
+  );
+  WEFT_CHECK_ARG(
+      Context{},
+      num_ranks <= kMaxRanks,
+      "{}: num_ranks = {} is too large (at most {})",
+      verb,
+      num_ranks,
+      kMaxRanks
   );
   WEFT_CHECK_ARG(
       Context{},
@@ -81,20 +108,66 @@ template <class T>
   return values;
 }
 
-// Ranks in messages: "rank 3", "ranks 1, 4 and 5".
+// Random bytes, fit for keys. Throws Error (kNotAvailable) if the system has none.
+template <class T>
+[[nodiscard]] T random_value() {
+  T value;
+  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getrandom(&value, sizeof value, 0));
+  return value;
+}
+
+// Ranks in messages: "rank 3", "ranks 1, 4 and 5"; of many, some and how many more.
 [[nodiscard]] inline std::string rank_list(std::span<const int> ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    const bool is_last = i + 1 == ranks.size();
-    text += i == 0 ? "" : is_last ? " and " : ", ";
-    text += fmt::format("{}", ranks[i]);
+  constexpr size_t kMostNamed = 16;
+  if (ranks.size() == 1) {
+    return fmt::format("rank {}", ranks.front());
   }
-  return text;
+  const size_t num_named = std::min(ranks.size() - 1, kMostNamed);
+  const bool are_all = num_named == ranks.size() - 1;
+  return fmt::format(
+      "ranks {} and {}{}",
+      fmt::join(ranks.first(num_named), ", "),
+      are_all ? ranks.back() : static_cast<int>(ranks.size() - num_named),
+      are_all ? "" : " more"
+  );
+}
+
+// Why a group ended, in words that fit every rank.
+struct Failure {
+  ErrorCode code = ErrorCode::kInternal;
+  std::string text;
+
+  [[noreturn]] void raise(const Context& context) const { raise_error(code, context, text); }
+};
+[[nodiscard]] inline Failure late_failure(
+    std::span<const int> ranks, std::chrono::milliseconds timeout
+) {
+  return {
+      ErrorCode::kTimeout,
+      fmt::format(
+          "all_gather: {} did not call within {}", rank_list(ranks), seconds_text(timeout)
+      )};
+}
+
+// Throws Error (kUnsupported) in a child that fork() made of process `maker`. The threads,
+// connections and shared memory of what it inherits are its parent's: it must neither use nor end
+// them.
+inline void check_maker(std::string_view verb, pid_t maker, const Context& context) {
+  WEFT_CHECK(
+      context,
+      ::getpid() == maker,
+      ErrorCode::kUnsupported,
+      "{}: process {} was forked from process {}, which is this rank, and has to make a group and "
+      "exchange of its own",
+      verb,
+      ::getpid(),
+      maker
+  );
 }
 
 // The version of all that ranks say to each other: rendezvous, cards, handshakes of calls, records,
 // messages of transports. Raise it with every change to any of these, so that ranks of different
 // builds part with an error that says so.
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 
 }  // namespace weft

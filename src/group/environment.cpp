@@ -1,20 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "group/environment.hpp"
 
-#include <sodium.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
-#include <limits>
 #include <sys/stat.h>
 #include <system_error>
 #include <unistd.h>
 
 #include "core/check.hpp"
 #include "core/descriptor.hpp"
+#include "group/control_plane.hpp"
 #include "group/tcp/socket.hpp"
 
 namespace weft {
@@ -22,7 +20,6 @@ namespace {
 
 using Text = std::optional<std::string>;
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kLoopback = "127.0.0.1";
 
 // Next to MASTER_PORT, which torchrun's own store holds.
@@ -55,15 +52,15 @@ std::string need(const Text& value, const char* name, const char* because) {
   return *value;
 }
 
-Text say(const Env& env, const char* name) {
-  const auto found = env.launcher.find(name);
-  return found == env.launcher.end() ? std::nullopt : Text(found->second);
-}
-
-// The first of two that is set.
-Text say(const Env& env, const char* name, const char* fallback) {
-  const Text value = say(env, name);
-  return value ? value : say(env, fallback);
+// The first of these that is set.
+template <class... Names>
+Text say(const Env& env, const Names*... names) {
+  for (const char* name : {names...}) {
+    if (const auto found = env.launcher.find(name); found != env.launcher.end()) {
+      return found->second;
+    }
+  }
+  return std::nullopt;
 }
 
 Placement place(const char* rank_name, const Text& rank, const char* size_name, const Text& size) {
@@ -71,7 +68,7 @@ Placement place(const char* rank_name, const Text& rank, const char* size_name, 
   placement.told_by = size_name;
   const std::string size_text = need(size, size_name, rank_name);
   const std::string rank_text = need(rank, rank_name, size_name);
-  placement.num_ranks = parse_env_int(size_name, size_text, 1, kMaxInt);
+  placement.num_ranks = parse_env_int(size_name, size_text, 1, kMaxRanks);
   placement.rank = parse_env_int(rank_name, rank_text, 0, placement.num_ranks - 1);
   return placement;
 }
@@ -163,6 +160,60 @@ std::string find_secret(const Env& env, const std::string& address) {
   return user_secret(env);
 }
 
+namespace fs = std::filesystem;
+
+constexpr size_t kRandomBytes = 32;
+constexpr size_t kMaxFileBytes = 4096;
+
+template <class... Args>
+[[noreturn]] void fail(
+    const std::string& path, fmt::format_string<Args...> format, Args&&... args
+) {
+  const std::string why = fmt::format(format, std::forward<Args>(args)...);
+  WEFT_RAISE(Context{}, ErrorCode::kFile, "secret: {}: {}", path, why);
+}
+
+std::string random_text() {
+  return fmt::format("{:02x}", fmt::join(random_value<std::array<uint8_t, kRandomBytes>>(), ""));
+}
+
+// Complete or not there: the file gets its name only when its text is in it, and a name that
+// another rank was first to take stays.
+void create_secret_file(const std::string& path) {
+  const std::string draft = fmt::format("{}.{}.{}", path, getpid(), random_text().substr(0, 16));
+  const std::string text = random_text() + "\n";
+  {
+    const int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
+    const Descriptor file(open(draft.c_str(), flags, S_IRUSR | S_IWUSR));
+    const auto size = static_cast<ssize_t>(text.size());
+    if (!file.is_open() || write(file.get(), text.data(), text.size()) != size) {
+      const int error = errno;
+      unlink(draft.c_str());
+      fail(draft, "cannot be written ({})", std::strerror(error));
+    }
+  }
+  const bool is_linked = link(draft.c_str(), path.c_str()) == 0 || errno == EEXIST;
+  const int error = errno;
+  unlink(draft.c_str());
+  if (!is_linked) {
+    fail(path, "cannot be made ({})", std::strerror(error));
+  }
+}
+
+fs::path user_folder(const Env& env) {
+  if (env.runtime_dir) {
+    return fs::path(*env.runtime_dir) / "weft";
+  }
+  if (env.home) {
+    return fs::path(*env.home) / ".config" / "weft";
+  }
+  raise_error(
+      ErrorCode::kInvalidArgument,
+      {},
+      "secret: no place to keep one (neither XDG_RUNTIME_DIR nor HOME is set). Set WEFT_SECRET"
+  );
+}
+
 }  // namespace
 
 int launched_ranks(const Env& env) {
@@ -207,79 +258,17 @@ Rendezvous rendezvous_from(const Env& env) {
   return rendezvous;
 }
 
-namespace {
-
-namespace fs = std::filesystem;
-
-constexpr size_t kRandomBytes = 32;
-constexpr size_t kMaxFileBytes = 4096;
-
-template <class... Args>
-[[noreturn]] void fail(
-    const std::string& path, fmt::format_string<Args...> format, Args&&... args
-) {
-  const std::string why = fmt::format(format, std::forward<Args>(args)...);
-  WEFT_RAISE(Context{}, ErrorCode::kFile, "secret: {}: {}", path, why);
-}
-
-std::string random_text() {
-  WEFT_CHECK(
-      Context{}, sodium_init() >= 0, ErrorCode::kNotAvailable, "secret: no random numbers here"
-  );
-  std::array<unsigned char, kRandomBytes> bytes;
-  randombytes_buf(bytes.data(), bytes.size());
-  std::string text(2 * kRandomBytes + 1, '\0');
-  sodium_bin2hex(text.data(), text.size(), bytes.data(), bytes.size());
-  text.pop_back();
-  return text;
-}
-
-// Complete or not there: the file gets its name only when its text is in it, and a name that
-// another rank was first to take stays.
-void create_secret_file(const std::string& path) {
-  const std::string draft = fmt::format("{}.{}.{}", path, getpid(), random_text().substr(0, 16));
-  const std::string text = random_text() + "\n";
-  {
-    const int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
-    const Descriptor file(open(draft.c_str(), flags, S_IRUSR | S_IWUSR));
-    const auto size = static_cast<ssize_t>(text.size());
-    if (!file.is_open() || write(file.get(), text.data(), text.size()) != size) {
-      const int error = errno;
-      unlink(draft.c_str());
-      fail(draft, "cannot be written ({})", std::strerror(error));
-    }
-  }
-  const bool is_linked = link(draft.c_str(), path.c_str()) == 0 || errno == EEXIST;
-  const int error = errno;
-  unlink(draft.c_str());
-  if (!is_linked) {
-    fail(path, "cannot be made ({})", std::strerror(error));
-  }
-}
-
-fs::path user_folder(const Env& env) {
-  if (env.runtime_dir) {
-    return fs::path(*env.runtime_dir) / "weft";
-  }
-  if (env.home) {
-    return fs::path(*env.home) / ".config" / "weft";
-  }
-  raise_error(
-      ErrorCode::kInvalidArgument,
-      {},
-      "secret: no place to keep one (neither XDG_RUNTIME_DIR nor HOME is set). Set WEFT_SECRET"
-  );
-}
-
-}  // namespace
-
 std::string read_secret_file(const std::string& path) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)
+  );  // a pipe may be empty
   if (!file.is_open()) {
     fail(path, "cannot be read ({})", std::strerror(errno));
   }
   struct stat status = {};
   WEFT_SYS(Context{}, ErrorCode::kFile, fstat(file.get(), &status));
+  if (!S_ISREG(status.st_mode)) {
+    fail(path, "is not a file with text, but a folder, pipe or device");
+  }
   if (status.st_uid != geteuid()) {
     fail(path, "belongs to user {} (expected {})", status.st_uid, geteuid());
   }

@@ -21,6 +21,7 @@ struct Group::State {
   int num_ranks = 1;
   AllGather all_gather;
   Topology topology;
+  pid_t maker = ::getpid();
 };
 
 std::vector<Group> Group::local(int num_ranks) {
@@ -106,6 +107,7 @@ const Topology& Group::topology() const {
 }
 
 std::vector<Bytes> Group::all_gather(std::span<const std::byte> block) const {
+  check_maker("all_gather", state_->maker, {rank(), num_ranks(), {}});
   return state_->all_gather(block);
 }
 
@@ -134,12 +136,7 @@ class Table {
     const uint64_t round = round_;
     while (round_ == round && !failure_) {
       if (changed_.wait_until(lock, deadline.end()) == std::cv_status::timeout && round_ == round) {
-        break_off(
-            ErrorCode::kTimeout,
-            fmt::format(
-                "all_gather: {} did not call within {}", rank_list(absent()), seconds_text(timeout_)
-            )
-        );
+        break_off(late_failure(absent(), timeout_));
       }
     }
     if (round_ == round) {
@@ -151,17 +148,11 @@ class Table {
 
   void leave(int rank) {
     const std::lock_guard lock(mutex_);
-    break_off(ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", rank));
+    break_off({ErrorCode::kPeerFailed, fmt::format("all_gather: rank {} left the group", rank)});
   }
 
  private:
-  struct Failure {
-    ErrorCode code;
-    std::string text;
-  };
-
   [[nodiscard]] int num_ranks() const { return static_cast<int>(block_of_.size()); }
-
   [[nodiscard]] std::vector<int> absent() const {
     std::vector<int> ranks;
     for (int rank = 0; rank < num_ranks(); ++rank) {
@@ -184,16 +175,14 @@ class Table {
   }
 
   // The first failure stays: a table that lost a rank is of no more use.
-  void break_off(ErrorCode code, std::string text) {
-    if (!failure_) {
-      failure_ = Failure{code, std::move(text)};
-    }
+  void break_off(Failure failure) {
+    failure_ = failure_.value_or(std::move(failure));
     changed_.notify_all();
   }
 
   void throw_if_broken(int rank) const {
     if (failure_) {
-      raise_error(failure_->code, {rank, num_ranks(), {}}, failure_->text);
+      failure_->raise({rank, num_ranks(), {}});
     }
   }
 
@@ -213,7 +202,11 @@ std::vector<AllGather> make_local_control(int num_ranks, std::chrono::millisecon
   const auto table = std::make_shared<Table>(num_ranks, timeout);
   std::vector<AllGather> controls;
   for (int rank = 0; rank < num_ranks; ++rank) {
-    const std::shared_ptr<void> seat(nullptr, [table, rank](void*) { table->leave(rank); });
+    const std::shared_ptr<void> seat(nullptr, [table, rank, maker = ::getpid()](void*) {
+      if (::getpid() == maker) {
+        table->leave(rank);
+      }
+    });
     controls.emplace_back([table, rank, seat](std::span<const std::byte> block) {
       return table->all_gather(rank, block);
     });

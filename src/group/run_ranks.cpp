@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs a body on every rank of a new group: in child processes, or in threads.
-#include "group/run_ranks.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <exception>
 #include <iostream>
@@ -18,7 +18,7 @@
 #include "core/clock.hpp"
 #include "core/env.hpp"
 #include "core/log.hpp"
-#include "group/tcp/handshake.hpp"
+#include "group/control_plane.hpp"
 #include "group/tcp/rendezvous.hpp"
 #include "weft/error.hpp"
 #include "weft/group.hpp"
@@ -193,7 +193,7 @@ std::vector<int> run_forked(int num_ranks, const std::function<int(Group&)>& bod
 std::vector<int> run_forked(
     int num_ranks, const std::function<int(Group&)>& body, const ForkLimits& limits
 ) {
-  const Nonce secret = random_nonce();
+  const auto secret = random_value<std::array<char, 32>>();
   Rendezvous rendezvous = {.rank = 0, .num_ranks = num_ranks};
   rendezvous.secret.assign(secret.begin(), secret.end());
   rendezvous.timeout = Env::read().timeout;

@@ -65,40 +65,6 @@ int repeated(const SystemCall& call) {
   return result;
 }
 
-}  // namespace
-
-Pages map_pages(int fd, uint64_t bytes, ErrorCode code) {
-  void* const data =
-      bytes < kLargePageBytes ? map_at(nullptr, fd, bytes) : map_on_boundary(fd, bytes);
-  WEFT_CHECK(
-      Context{},
-      data != MAP_FAILED,
-      code,
-      "map: no {} B of memory ({})",
-      bytes,
-      errno_text("mmap", errno)
-  );
-  return {static_cast<std::byte*>(data), UnmapPages{bytes}};
-}
-
-bool populate_pages(std::byte* data, uint64_t bytes) {
-  const int result = repeated([&] { return ::madvise(data, bytes, kPopulateWrite); });
-  if (result == -1 && errno == EINVAL) {
-    return false;
-  }
-  WEFT_CHECK(
-      Context{},
-      result == 0,
-      ErrorCode::kOutOfMemory,
-      "allocate: no room for {} B ({})",
-      bytes,
-      errno_text("madvise", errno)
-  );
-  return true;
-}
-
-namespace {
-
 // What the system says it can still hand out; an unreadable file means no opinion.
 uint64_t available_bytes() {
   std::ifstream file("/proc/meminfo");
@@ -141,6 +107,36 @@ void reserve_file(int fd, uint64_t bytes) {
 }
 
 }  // namespace
+
+Pages map_pages(int fd, uint64_t bytes, ErrorCode code) {
+  void* const data =
+      bytes < kLargePageBytes ? map_at(nullptr, fd, bytes) : map_on_boundary(fd, bytes);
+  WEFT_CHECK(
+      Context{},
+      data != MAP_FAILED,
+      code,
+      "map: no {} B of memory ({})",
+      bytes,
+      errno_text("mmap", errno)
+  );
+  return {static_cast<std::byte*>(data), UnmapPages{bytes}};
+}
+
+bool populate_pages(std::byte* data, uint64_t bytes) {
+  const int result = repeated([&] { return ::madvise(data, bytes, kPopulateWrite); });
+  if (result == -1 && errno == EINVAL) {
+    return false;
+  }
+  WEFT_CHECK(
+      Context{},
+      result == 0,
+      ErrorCode::kOutOfMemory,
+      "allocate: no room for {} B ({})",
+      bytes,
+      errno_text("madvise", errno)
+  );
+  return true;
+}
 
 // Every page is made present at once: faults taken one by one cost more than the zeroing. For 256
 // MiB (Xeon at 2.3 GHz in a virtual machine, 2026-11-20) first touch of lazy pages takes 148 ms.

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "group/topology.hpp"
 
-#include <sodium.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <fstream>
+#include <numeric>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,22 +14,15 @@
 #include "group/shared_memory.hpp"
 
 namespace weft {
-namespace {
-
-bool reach_each_other(const Reach& reach, int a, int b) {
-  const auto i = static_cast<size_t>(a);
-  const auto j = static_cast<size_t>(b);
-  return reach[i][j] != 0 && reach[j][i] != 0;
-}
-
-}  // namespace
 
 std::vector<std::vector<int>> domains_of(const Reach& reach) {
   std::vector<std::vector<int>> domains;
   for (int rank = 0; rank < static_cast<int>(reach.size()); ++rank) {
     const auto home = std::ranges::find_if(domains, [&](const std::vector<int>& domain) {
       return std::ranges::all_of(domain, [&](int member) {
-        return reach_each_other(reach, rank, member);
+        const auto a = static_cast<size_t>(rank);
+        const auto b = static_cast<size_t>(member);
+        return reach[a][b] != 0 && reach[b][a] != 0;
       });
     });
     if (home == domains.end()) {
@@ -96,7 +88,8 @@ Topology make_topology(
 
 Topology local_topology(int num_ranks, std::optional<int> ranks_per_domain) {
   const auto size = static_cast<size_t>(num_ranks);
-  auto domains = domains_of(Reach(size, std::vector<uint8_t>(size, 1)));
+  std::vector<std::vector<int>> domains = {std::vector<int>(size)};
+  std::iota(domains[0].begin(), domains[0].end(), 0);
   if (ranks_per_domain) {
     domains = split_domains(domains, *ranks_per_domain, {});
   }
@@ -108,36 +101,15 @@ std::string this_host() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
 }
 
-// --- what can really be mapped: each rank shares a page that holds a random number, and looks for
-// the numbers of all others ---
-
 namespace {
-
-using Nonce = std::array<std::byte, 32>;
-
-// Where a pid has a meaning: which boot of which machine, which pid namespace.
-struct ProcessPlace {
-  std::array<char, 40> boot_id = {};
-  uint64_t pid_namespace = 0;
-  int64_t pid = 0;
-  friend bool operator==(const ProcessPlace&, const ProcessPlace&) = default;
-};
-
-// What each rank tells the others. Trivially copyable; begins with the version in every version.
-struct Card {
-  uint32_t version = kProtocolVersion;
-  SharedMemoryRef probe;
-  Nonce nonce = {};
-  ProcessPlace place;
-  int32_t ranks_per_domain = 0;  // 0: not given
-  std::array<char, 256> host = {};
-};
 
 template <size_t kSize>
 void copy_text(std::array<char, kSize>& to, const std::string& text) {
   to = {};
   std::memcpy(to.data(), text.data(), std::min(text.size(), kSize - 1));
 }
+
+}  // namespace
 
 ProcessPlace this_place() {
   ProcessPlace place;
@@ -151,32 +123,54 @@ ProcessPlace this_place() {
   return place;
 }
 
-// A group over the caller's own control plane has had no rendezvous that would have told.
-void check_version(const Bytes& card, size_t rank, const Context& context) {
-  uint32_t version = 0;
-  std::memcpy(&version, card.data(), std::min(card.size(), sizeof version));
-  WEFT_CHECK(
-      context,
-      version == kProtocolVersion && card.size() == sizeof(Card),
-      ErrorCode::kPeerFailed,
-      "topology: rank {} speaks version {} in {} B (here: {} in {} B). Run the same Weft on all "
-      "ranks",
-      rank,
-      version,
-      card.size(),
-      kProtocolVersion,
-      sizeof(Card)
-  );
-}
+// --- what can really be mapped: each rank shares a page that holds a random number, and looks for
+// the numbers of all others ---
 
-std::vector<Card> swap_cards(
-    const AllGather& all_gather, const Card& card, const Context& context
-) {
+namespace {
+
+using Nonce = std::array<std::byte, 32>;
+
+// What each rank tells the others. Trivially copyable; begins with the version in every version.
+struct Card {
+  uint32_t version = kProtocolVersion;
+  SharedMemoryRef probe;
+  Nonce nonce = {};
+  ProcessPlace place;
+  int32_t ranks_per_domain = 0;  // 0: not given
+  std::array<char, 256> host = {};
+};
+
+// Throws if the card is one of another version, which a group over the caller's own control plane
+// hears of only here, or of another setting.
+std::vector<Card> swap_cards(const AllGather& all_gather, const Card& own, const Context& context) {
   std::vector<Card> cards;
-  for (const Bytes& block : all_gather(std::as_bytes(std::span(&card, 1)))) {
-    check_version(block, cards.size(), context);
-    std::memcpy(&cards.emplace_back(), block.data(), sizeof(Card));
-    cards.back().host.back() = '\0';
+  for (const Bytes& block : all_gather(std::as_bytes(std::span(&own, 1)))) {
+    Card card;
+    std::memcpy(&card, block.data(), std::min(block.size(), sizeof card));
+    WEFT_CHECK(
+        context,
+        card.version == kProtocolVersion && block.size() == sizeof card,
+        ErrorCode::kPeerFailed,
+        "topology: rank {} speaks version {} in {} B (here: {} in {} B). Run the same Weft on all "
+        "ranks",
+        cards.size(),
+        card.version,
+        block.size(),
+        kProtocolVersion,
+        sizeof card
+    );
+    card.host.back() = '\0';
+    cards.push_back(card);
+  }
+  for (size_t rank = 1; rank < cards.size(); ++rank) {
+    WEFT_CHECK_ARG(
+        context,
+        cards[rank].ranks_per_domain == cards[0].ranks_per_domain,
+        "topology: WEFT_RANKS_PER_DOMAIN differs: {} on rank 0, {} on rank {} (0: not set)",
+        cards[0].ranks_per_domain,
+        cards[rank].ranks_per_domain,
+        rank
+    );
   }
   return cards;
 }
@@ -216,37 +210,19 @@ Reach swap_rows(
   return reach;
 }
 
-void check_same_setting(const std::vector<Card>& cards, const Context& context) {
-  for (size_t rank = 1; rank < cards.size(); ++rank) {
-    WEFT_CHECK_ARG(
-        context,
-        cards[rank].ranks_per_domain == cards[0].ranks_per_domain,
-        "topology: WEFT_RANKS_PER_DOMAIN differs: {} on rank 0, {} on rank {} (0: not set)",
-        cards[0].ranks_per_domain,
-        cards[rank].ranks_per_domain,
-        rank
-    );
-  }
-}
-
 }  // namespace
 
 Topology probe_topology(
     const AllGather& all_gather, std::optional<int> ranks_per_domain, const Context& context
 ) {
-  WEFT_CHECK(
-      context, sodium_init() >= 0, ErrorCode::kNotAvailable, "topology: libsodium has no entropy"
-  );
   const SharedMemory probe = SharedMemory::create(sizeof(Nonce));
-  Card card = {.probe = probe.ref(), .place = this_place()};
+  Card card = {.probe = probe.ref(), .nonce = random_value<Nonce>(), .place = this_place()};
   card.ranks_per_domain = ranks_per_domain.value_or(0);
-  randombytes_buf(card.nonce.data(), card.nonce.size());
   std::memcpy(probe.data(), card.nonce.data(), card.nonce.size());
   copy_text(card.host, this_host());
 
   const std::vector<Card> cards = swap_cards(all_gather, card, context);
   const Reach reach = swap_rows(all_gather, cards, context);
-  check_same_setting(cards, context);
 
   auto domains = domains_of(reach);
   if (ranks_per_domain) {

@@ -3,6 +3,7 @@
 // derives the same.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -40,5 +41,18 @@ using Reach = std::vector<std::vector<uint8_t>>;
 );
 
 [[nodiscard]] std::string this_host();
+
+// Where a pid has a meaning: which boot of which machine, which pid namespace. Trivially copyable.
+struct ProcessPlace {
+  std::array<char, 40> boot_id = {};
+  uint64_t pid_namespace = 0;
+  int64_t pid = 0;
+  friend bool operator==(const ProcessPlace&, const ProcessPlace&) = default;
+  // Whether a pid means the same there.
+  [[nodiscard]] bool shares_pids(const ProcessPlace& other) const {
+    return boot_id == other.boot_id && pid_namespace == other.pid_namespace;
+  }
+};
+[[nodiscard]] ProcessPlace this_place();
 
 }  // namespace weft

@@ -78,13 +78,16 @@ std::string_view kind_of(std::string_view name) {
   return colon == std::string_view::npos ? std::string_view() : name.substr(colon + 1);
 }
 
-const Entry* find_entry(std::string_view name) {
+// What a name stands for, best first; "auto" stands for all.
+std::vector<const Entry*> entries_of(std::string_view name) {
+  std::vector<const Entry*> entries;
   for (const Entry& entry : kEntries) {
-    if (entry.name == name || (entry.has_kinds && entry.name == name.substr(0, name.find(':')))) {
-      return &entry;
+    const std::string_view asked = entry.has_kinds ? name.substr(0, name.find(':')) : name;
+    if (name == "auto" || entry.name == asked) {
+      entries.push_back(&entry);
     }
   }
-  return nullptr;
+  return entries;
 }
 
 // Joins the ranks by one kind or throws the same on all of them.
@@ -107,28 +110,6 @@ std::unique_ptr<Transport> join(
     );
   });
   return entry.make(group, num_signals, options, kind);
-}
-
-std::unique_ptr<Transport> join_best(
-    const Group& group, uint32_t num_signals, const TransportOptions& options
-) {
-  std::vector<std::string> reasons;
-  for (const Entry& entry : kEntries) {
-    try {
-      return join(entry, group, num_signals, options, "");
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kNotAvailable) {
-        throw;
-      }
-      reasons.emplace_back(error.what());
-    }
-  }
-  WEFT_RAISE(
-      context_of(group),
-      ErrorCode::kNotAvailable,
-      "open(auto): no transport joins these ranks ({})",
-      fmt::join(reasons, "; ")
-  );
 }
 
 }  // namespace
@@ -155,24 +136,21 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
   if (const auto faulty = parse_faulty_name(name)) {
     return transport_obstacle(faulty->inner, group);
   }
-  if (name == "auto") {
-    std::vector<std::string> reasons;
-    for (const Entry& entry : kEntries) {
-      const std::string reason = entry.obstacle(group, "");
-      if (reason.empty()) {
-        return {};
-      }
-      reasons.push_back(fmt::format("{}: {}", entry.name, reason));
-    }
-    return fmt::format("{}", fmt::join(reasons, "; "));
-  }
-  const Entry* entry = find_entry(name);
-  if (entry == nullptr) {
+  const std::vector<const Entry*> entries = entries_of(name);
+  if (entries.empty()) {
     return fmt::format(
         "there is no transport \"{}\" (known: auto, {})", name, fmt::join(transport_names(), ", ")
     );
   }
-  return entry->obstacle(group, kind_of(name));
+  std::vector<std::string> reasons;
+  for (const Entry* entry : entries) {
+    const std::string reason = entry->obstacle(group, kind_of(name));
+    if (reason.empty() || entries.size() == 1) {
+      return reason;
+    }
+    reasons.push_back(fmt::format("{}: {}", entry->name, reason));
+  }
+  return fmt::format("{}", fmt::join(reasons, "; "));
 }
 
 std::unique_ptr<Transport> make_transport(
@@ -183,14 +161,27 @@ std::unique_ptr<Transport> make_transport(
     auto inner = make_transport(faulty->inner, group, num_signals, options);
     return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);
   }
-  if (name == "auto") {
-    return join_best(group, num_signals, options);
-  }
-  const Entry* entry = find_entry(name);
+  const std::vector<const Entry*> entries = entries_of(name);
   WEFT_CHECK_ARG(
-      context_of(group), entry != nullptr, "open({}): {}", name, transport_obstacle(name, group)
+      context_of(group), !entries.empty(), "open({}): {}", name, transport_obstacle(name, group)
   );
-  return join(*entry, group, num_signals, options, kind_of(name));
+  std::vector<std::string> reasons;
+  for (const Entry* entry : entries) {
+    try {
+      return join(*entry, group, num_signals, options, kind_of(name));
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kNotAvailable || entries.size() == 1) {
+        throw;
+      }
+      reasons.emplace_back(error.what());
+    }
+  }
+  WEFT_RAISE(
+      context_of(group),
+      ErrorCode::kNotAvailable,
+      "open(auto): no transport joins these ranks ({})",
+      fmt::join(reasons, "; ")
+  );
 }
 
 }  // namespace weft

@@ -3,9 +3,9 @@
 secret, claims a version and prints what rank 0 makes of it.
 usage: stranger.py ADDRESS RANK NUM_RANKS VERSION"""
 
+import ctypes
 import hashlib
 import hmac
-import os
 import socket
 import struct
 import sys
@@ -13,8 +13,21 @@ import time
 
 from job import LIMIT_S, PORT, SECRET
 
-MAGIC = b"weft-rdv"
+MAGIC = b"weft-rv4"
+PURPOSE = b"weft rendezvous 4"
 FAILURE = 4  # kind of a frame
+SODIUM = ctypes.CDLL("libsodium.so.23")
+
+
+def digest(data, size):
+    return hashlib.blake2b(data, digest_size=size, key=PURPOSE).digest()
+
+
+def sodium(name, size, *arguments):
+    """A function of libsodium that fills a buffer."""
+    result = ctypes.create_string_buffer(size)
+    getattr(SODIUM, name)(result, *arguments)
+    return result.raw
 
 
 def connect(address):
@@ -40,14 +53,19 @@ def receive(connection, size):
 
 
 def join(address, rank, num_ranks, version):
-    key = hashlib.blake2b(SECRET.encode(), digest_size=32, key=b"weft rendezvous key").digest()
-    own = os.urandom(32)
+    SODIUM.sodium_init()
+    point = sodium("crypto_core_ristretto255_from_hash", 32, digest(SECRET.encode(), 64))
+    factor = sodium("crypto_core_ristretto255_scalar_random", 32)
+    own = sodium("crypto_scalarmult_ristretto255", 32, factor, point)
     with connect(address) as connection:
         connection.sendall(MAGIC + own)
-        challenge = receive(connection, 72)
+        other = receive(connection, 40)[8:]
+        shared = sodium("crypto_scalarmult_ristretto255", 32, factor, other)
+        key = digest(shared + own + other, 32)
         claim = struct.pack("<Iii", version, rank, num_ranks)
-        proof = hmac.digest(key, b"weft rank r " + own + challenge[8:40] + claim, "sha512")[:32]
-        connection.sendall(claim + proof)
+        connection.sendall(claim + hmac.digest(key, b"rank r " + claim, "sha512")[:32])
+        if receive(connection, 32) != hmac.digest(key, b"rank 0 " + claim, "sha512")[:32]:
+            raise SystemExit("stranger: rank 0 holds another secret")
         kind, _, size = struct.unpack("<IIQ", receive(connection, 16))
         return kind, receive(connection, size).decode()
 

@@ -8,8 +8,8 @@
 #include <optional>
 #include <string>
 
+#include "group/control_plane.hpp"
 #include "group/tcp/socket.hpp"
-#include "weft/group.hpp"
 
 namespace weft {
 
@@ -31,12 +31,6 @@ struct FrameHeader {
 struct Frame {
   FrameHeader header;
   Bytes payload;
-};
-
-// Why a group ended, in words that fit every rank.
-struct Failure {
-  ErrorCode code = ErrorCode::kInternal;
-  std::string text;
 };
 
 // Takes a frame in as its bytes come.

@@ -3,97 +3,78 @@
 
 #include <sodium.h>
 
-#include <cstring>
-#include <string>
-
 #include "core/check.hpp"
 
 namespace weft {
 namespace {
 
-static_assert(sizeof(Key) == crypto_auth_KEYBYTES && sizeof(Proof) == crypto_auth_BYTES);
+static_assert(sizeof(Point) == crypto_core_ristretto255_BYTES);
+static_assert(sizeof(Proof) == crypto_auth_BYTES && sizeof(Proof) == crypto_auth_KEYBYTES);
 
-void start_sodium() {
-  WEFT_CHECK(
-      Context{}, sodium_init() >= 0, ErrorCode::kNotAvailable, "connect: no random numbers here"
+const unsigned char* bytes_of(std::string_view text) {
+  return reinterpret_cast<const unsigned char*>(text.data());
+}
+
+template <size_t kBytes>
+std::array<unsigned char, kBytes> hash(std::string_view text) {
+  static constexpr std::string_view kPurpose = "weft rendezvous 4";
+  std::array<unsigned char, kBytes> result;
+  crypto_generichash(
+      result.data(), kBytes, bytes_of(text), text.size(), bytes_of(kPurpose), kPurpose.size()
   );
+  return result;
 }
 
-std::string challenge_text(const Nonce& of_peer, const Nonce& of_root) {
-  std::string text = "weft rank 0 ";
-  text.append(of_peer.begin(), of_peer.end());
-  text.append(of_root.begin(), of_root.end());
-  return text;
-}
-
-std::string hello_text(const Nonce& of_peer, const Nonce& of_root, const Claim& claim) {
-  std::string text = "weft rank r ";
-  text.append(of_peer.begin(), of_peer.end());
-  text.append(of_root.begin(), of_root.end());
-  text.append(reinterpret_cast<const char*>(&claim), sizeof(claim));
-  return text;
-}
-
-Proof prove(const Key& key, const std::string& text) {
-  Proof proof;
-  const auto* bytes = reinterpret_cast<const unsigned char*>(text.data());
-  crypto_auth(proof.data(), bytes, text.size(), key.data());
-  return proof;
-}
-
-bool verify(const Key& key, const std::string& text, const Proof& proof) {
-  const auto* bytes = reinterpret_cast<const unsigned char*>(text.data());
-  return crypto_auth_verify(proof.data(), bytes, text.size(), key.data()) == 0;
+std::string text_of(Handshake::Side side, const Claim& claim) {
+  std::string text = side == Handshake::Side::kRoot ? "rank 0 " : "rank r ";
+  return text.append(reinterpret_cast<const char*>(&claim), sizeof claim);
 }
 
 }  // namespace
 
-Key derive_key(std::string_view secret) {
-  start_sodium();
-  static constexpr std::string_view kPurpose = "weft rendezvous key";
-  Key key;
-  crypto_generichash(
-      key.data(),
-      key.size(),
-      reinterpret_cast<const unsigned char*>(secret.data()),
-      secret.size(),
-      reinterpret_cast<const unsigned char*>(kPurpose.data()),
-      kPurpose.size()
+Point point_of(std::string_view secret) {
+  WEFT_CHECK(
+      Context{}, sodium_init() >= 0, ErrorCode::kNotAvailable, "connect: no random numbers here"
   );
-  return key;
+  Point point;
+  crypto_core_ristretto255_from_hash(
+      point.data(), hash<crypto_core_ristretto255_HASHBYTES>(secret).data()
+  );
+  return point;
 }
 
-Nonce random_nonce() {
-  start_sodium();
-  Nonce nonce;
-  randombytes_buf(nonce.data(), nonce.size());
-  return nonce;
+Handshake::Handshake(const Point& secret, Side side) : side_(side) {
+  crypto_core_ristretto255_scalar_random(factor_.data());
+  const int result =
+      crypto_scalarmult_ristretto255(own_.share.data(), factor_.data(), secret.data());
+  WEFT_CHECK(Context{}, result == 0, ErrorCode::kInternal, "connect: the secret gives no point");
 }
 
-Challenge make_challenge(const Key& key, const Greeting& greeting) {
-  Challenge challenge;
-  challenge.nonce = random_nonce();
-  challenge.proof = prove(key, challenge_text(greeting.nonce, challenge.nonce));
-  return challenge;
+bool Handshake::hear(const Greeting& other) {
+  Point shared;
+  if (other.magic != kMagic ||
+      crypto_scalarmult_ristretto255(shared.data(), factor_.data(), other.share.data()) != 0) {
+    return false;
+  }
+  std::string text(shared.begin(), shared.end());
+  const bool is_root = side_ == Side::kRoot;
+  for (const Greeting& greeting : {is_root ? other : own_, is_root ? own_ : other}) {
+    text.append(greeting.share.begin(), greeting.share.end());
+  }
+  key_ = hash<sizeof key_>(text);
+  return true;
 }
 
-bool is_proven(const Key& key, const Greeting& greeting, const Challenge& challenge) {
-  return verify(key, challenge_text(greeting.nonce, challenge.nonce), challenge.proof);
+Proof Handshake::prove(Side side, const Claim& claim) const {
+  const std::string text = text_of(side, claim);
+  Proof proof;
+  crypto_auth(proof.data(), bytes_of(text), text.size(), key_.data());
+  return proof;
 }
 
-Hello make_hello(
-    const Key& key, const Greeting& greeting, const Challenge& challenge, const Claim& claim
-) {
-  Hello hello;
-  hello.claim = claim;
-  hello.proof = prove(key, hello_text(greeting.nonce, challenge.nonce, claim));
-  return hello;
-}
-
-bool is_proven(
-    const Key& key, const Greeting& greeting, const Challenge& challenge, const Hello& hello
-) {
-  return verify(key, hello_text(greeting.nonce, challenge.nonce, hello.claim), hello.proof);
+bool Handshake::is_proven(Side side, const Claim& claim, const Proof& proof) const {
+  const std::string text = text_of(side, claim);
+  return crypto_auth_verify(proof.data(), bytes_of(text), text.size(), key_.data()) == 0;
 }
 
 }  // namespace weft

@@ -1,10 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// How two ranks prove to each other that they hold the same secret, which itself never travels.
+// How two ranks prove to each other that they hold the same secret, which nobody learns by it.
 //
-//   rank r -> rank 0   Greeting    magic, nonce r
-//   rank 0 -> rank r   Challenge   magic, nonce 0, proof over ("rank 0", both nonces)
-//   rank r -> rank 0   Hello       version, rank, num_ranks, proof over ("rank r", both nonces, the
-//                                  three numbers)
+//   rank r -> rank 0   Greeting   magic, key share r
+//   rank 0 -> rank r   Greeting   magic, key share 0
+//   rank r -> rank 0   Hello      version, rank, num_ranks, proof over these and "rank r"
+//   rank 0 -> rank r   Proof      over the same three numbers and "rank 0"
+//
+// This is a balanced password-authenticated key exchange (as CPace, on ristretto255): a key share
+// is a random multiple of a point that the secret determines, and only who knows the point gets the
+// same key from both shares. So nothing that travels, and no answer to a share of one's own making,
+// lets anybody try secrets by himself: each connection tries one. The side that connects proves
+// first, and whoever does not prove the secret gets no proof in return.
 //
 // The proofs keep strangers out; what follows is neither encrypted nor signed.
 #pragma once
@@ -18,22 +24,15 @@
 namespace weft {
 
 using Magic = std::array<char, 8>;
-using Key = std::array<unsigned char, 32>;
-using Nonce = std::array<unsigned char, 32>;
+using Point = std::array<unsigned char, 32>;
 using Proof = std::array<unsigned char, 32>;
 
-inline constexpr Magic kMagic = {'w', 'e', 'f', 't', '-', 'r', 'd', 'v'};
+inline constexpr Magic kMagic = {'w', 'e', 'f', 't', '-', 'r', 'v', '4'};
 
-// Greeting and Challenge stay as they are in every version, so that versions can be compared.
+// Stays as it is in every version, so that versions can be compared.
 struct Greeting {
   Magic magic = kMagic;
-  Nonce nonce = {};
-};
-
-struct Challenge {
-  Magic magic = kMagic;
-  Nonce nonce = {};
-  Proof proof = {};
+  Point share = {};
 };
 
 struct Claim {
@@ -42,25 +41,34 @@ struct Claim {
   int32_t num_ranks = 0;
 };
 
+// Rank 0 answers a proof that is wrong with one of zeros.
 struct Hello {
   Claim claim;
   Proof proof = {};
 };
 
-// Both throw Error (kNotAvailable) if the system gives no random numbers.
-[[nodiscard]] Key derive_key(std::string_view secret);
-[[nodiscard]] Nonce random_nonce();
+// The point that a secret determines. Throws Error (kNotAvailable) if the system gives no random
+// numbers.
+[[nodiscard]] Point point_of(std::string_view secret);
 
-// Rank 0's answer to a greeting, and the other side's check of it.
-[[nodiscard]] Challenge make_challenge(const Key& key, const Greeting& greeting);
-[[nodiscard]] bool is_proven(const Key& key, const Greeting& greeting, const Challenge& challenge);
+// One side of one conversation.
+class Handshake {
+ public:
+  enum class Side : uint8_t { kPeer, kRoot };
 
-// The answer to a challenge, and rank 0's check of it.
-[[nodiscard]] Hello make_hello(
-    const Key& key, const Greeting& greeting, const Challenge& challenge, const Claim& claim
-);
-[[nodiscard]] bool is_proven(
-    const Key& key, const Greeting& greeting, const Challenge& challenge, const Hello& hello
-);
+  Handshake(const Point& secret, Side side);
+  [[nodiscard]] const Greeting& greeting() const { return own_; }
+  // Takes the other side's greeting. False: it is none.
+  [[nodiscard]] bool hear(const Greeting& other);
+  // Proves the claim as one side; after hear().
+  [[nodiscard]] Proof prove(Side side, const Claim& claim) const;
+  [[nodiscard]] bool is_proven(Side side, const Claim& claim, const Proof& proof) const;
+
+ private:
+  Side side_;
+  std::array<unsigned char, 32> factor_;
+  Greeting own_;
+  std::array<unsigned char, 32> key_ = {};
+};
 
 }  // namespace weft

@@ -18,6 +18,9 @@
 namespace weft {
 namespace {
 
+constexpr auto kPeer = Handshake::Side::kPeer;
+constexpr auto kRoot = Handshake::Side::kRoot;
+
 // --- rank 0's side ---
 
 enum class GuestState : uint8_t {
@@ -30,28 +33,27 @@ enum class GuestState : uint8_t {
 // A connection to rank 0 that has not yet proven the secret: a rank, or a stranger.
 class Guest {
  public:
-  explicit Guest(Socket socket) : socket_(std::move(socket)) {}
+  Guest(Socket socket, std::string host) : socket_(std::move(socket)), host_(std::move(host)) {}
 
   // Takes what has arrived, without waiting.
-  [[nodiscard]] GuestState advance(const Key& key) {
-    IoState state = is_challenged_ ? IoState::kDone : take_greeting(key);
+  [[nodiscard]] GuestState advance(const Point& secret) {
+    IoState state = handshake_ ? IoState::kDone : take_greeting(secret);
     if (state == IoState::kDone) {
       state = take(hello_);
     }
-    switch (state) {
-      case IoState::kDone:
-        return is_proven(key, greeting_, challenge_, hello_) ? GuestState::kProven
-                                                             : GuestState::kOtherSecret;
-      case IoState::kMore:
-        return deadline_.has_passed() ? GuestState::kGone : GuestState::kWaiting;
-      case IoState::kClosed:
-        break;
+    if (state != IoState::kDone) {
+      const bool may_go_on = state == IoState::kMore && !deadline_.has_passed();
+      return may_go_on ? GuestState::kWaiting : GuestState::kGone;
     }
-    return GuestState::kGone;
+    const bool is_proven = handshake_->is_proven(kPeer, hello_.claim, hello_.proof);
+    send(is_proven ? handshake_->prove(kRoot, hello_.claim) : Proof{});
+    return is_proven ? GuestState::kProven : GuestState::kOtherSecret;
   }
 
   [[nodiscard]] const Socket& socket() const { return socket_; }
   [[nodiscard]] Socket take_socket() { return std::move(socket_); }
+  [[nodiscard]] const std::string& host() const { return host_; }
+  [[nodiscard]] bool has_greeted() const { return handshake_.has_value(); }
   // True only of a proven guest.
   [[nodiscard]] const Claim& claim() const { return hello_.claim; }
 
@@ -64,33 +66,41 @@ class Guest {
     return receive_some(socket_, std::as_writable_bytes(std::span(&message, 1)), done_);
   }
 
-  [[nodiscard]] IoState take_greeting(const Key& key) {
+  // So few bytes fit the buffer of a fresh connection: no wait.
+  template <class Message>
+  void send(const Message& message) {
+    const Deadline now(std::chrono::milliseconds(0));
+    static_cast<void>(send_all(socket_, std::as_bytes(std::span(&message, 1)), now));
+  }
+
+  [[nodiscard]] IoState take_greeting(const Point& secret) {
     const IoState state = take(greeting_);
     if (state != IoState::kDone) {
       return state;
     }
-    if (greeting_.magic != kMagic) {
+    Handshake handshake(secret, kRoot);
+    if (!handshake.hear(greeting_)) {
       return IoState::kClosed;
     }
-    challenge_ = make_challenge(key, greeting_);
-    is_challenged_ = true;
+    send(handshake.greeting());
+    handshake_ = handshake;
     done_ = 0;
-    // So few bytes fit the empty buffer of a fresh connection: no wait.
-    const Deadline now(std::chrono::milliseconds(0));
-    return send_all(socket_, std::as_bytes(std::span(&challenge_, 1)), now);
+    return state;
   }
 
   Socket socket_;
+  std::string host_;
   Deadline deadline_{kTime};
   size_t done_ = 0;  // bytes of the message being received
-  bool is_challenged_ = false;
   Greeting greeting_;
-  Challenge challenge_;
+  std::optional<Handshake> handshake_;
   Hello hello_;
 };
 
-// Strangers can hold no more places than this; the longest waiting goes first.
+// Strangers can hold no more places than this.
 constexpr size_t kMaxGuests = 1024;
+// Guests let in before all are looked at, so that whoever comes last finds those before him heard.
+constexpr size_t kMaxAccepts = 64;
 constexpr size_t kMaxNotes = 4;
 // Slow guests are looked at this often.
 constexpr auto kTick = std::chrono::milliseconds(250);
@@ -101,7 +111,7 @@ class Admission {
       : rendezvous_(rendezvous),
         context_{0, rendezvous.num_ranks, "tcp"},
         place_(endpoint_text(rendezvous.address, port_of(listener))),
-        key_(derive_key(rendezvous.secret)),
+        secret_(point_of(rendezvous.secret)),
         listener_(std::move(listener)),
         joined_(static_cast<size_t>(rendezvous.num_ranks)) {}
 
@@ -155,13 +165,21 @@ class Admission {
           " (a connection that calls itself {} proved another secret)", rank_list(other_secret_)
       );
     }
+    if (num_strangers_ > 0) {
+      text += fmt::format(
+          " ({} connections proved nothing, of {}{})",
+          num_strangers_,
+          fmt::join(strangers_, ", "),
+          strangers_.size() == kMaxNotes ? " and perhaps others" : ""
+      );
+    }
     if (had_too_few_files_) {
       text += fmt::format(" ({})", files_text());
     }
     return text;
   }
 
-  // Sleeps until something happens, then lets new guests in.
+  // Sleeps until something happens, then lets some new guests in.
   void wait(const Deadline& deadline) {
     std::vector<pollfd> entries = {{listener_.get(), POLLIN, 0}};
     for (const Guest& guest : guests_) {
@@ -172,26 +190,38 @@ class Admission {
     }
     const auto time = std::min<std::chrono::milliseconds>(deadline.left(), kTick);
     poll(entries.data(), entries.size(), static_cast<int>(time.count()));
-    for (Socket socket = accept_next(); socket.is_open(); socket = accept_next()) {
-      if (guests_.size() == kMaxGuests) {
-        guests_.erase(guests_.begin());
-      }
-      guests_.emplace_back(std::move(socket));
+    for (size_t i = 0; i < kMaxAccepts && accept_one(); ++i) {
     }
   }
 
-  // Where no file is left for it, the guest who has waited longest gives up his.
-  Socket accept_next() {
-    Socket socket = accept_from(listener_);
+  // False: nobody waits, or there is no file for him.
+  bool accept_one() {
+    std::string host;
+    Socket socket = accept_from(listener_, host);
     while (!socket.is_open() && (errno == EMFILE || errno == ENFILE)) {
       had_too_few_files_ = true;
       if (guests_.empty()) {
-        break;
+        return false;
       }
-      guests_.erase(guests_.begin());
-      socket = accept_from(listener_);
+      show_out_one();
+      socket = accept_from(listener_, host);
     }
-    return socket;
+    if (!socket.is_open()) {
+      return false;
+    }
+    if (guests_.size() == kMaxGuests) {
+      show_out_one();
+    }
+    guests_.emplace_back(std::move(socket), std::move(host));
+    return true;
+  }
+
+  // Who has waited longest, of those who have not even greeted if there are any.
+  void show_out_one() {
+    const auto silent = std::ranges::find_if_not(guests_, &Guest::has_greeted);
+    const auto one = silent == guests_.end() ? guests_.begin() : silent;
+    note_stranger(*one);
+    guests_.erase(one);
   }
 
   [[nodiscard]] static std::string files_text() {
@@ -201,7 +231,7 @@ class Admission {
   void sort_guests() {
     std::vector<Guest> waiting;
     for (Guest& guest : guests_) {
-      switch (guest.advance(key_)) {
+      switch (guest.advance(secret_)) {
         case GuestState::kProven:
           proven_.push_back(std::move(guest));
           break;
@@ -209,20 +239,26 @@ class Admission {
           waiting.push_back(std::move(guest));
           break;
         case GuestState::kOtherSecret:
-          note_other_secret(guest.claim().rank);
+          note(other_secret_, guest.claim().rank);
           break;
         case GuestState::kGone:
+          note_stranger(guest);
           break;
       }
     }
     guests_ = std::move(waiting);
   }
 
-  void note_other_secret(int rank) {
-    const bool is_known = std::ranges::find(other_secret_, rank) != other_secret_.end();
-    if (!is_known && other_secret_.size() < kMaxNotes) {
-      other_secret_.push_back(rank);
+  template <class Value>
+  static void note(std::vector<Value>& notes, const Value& value) {
+    if (std::ranges::find(notes, value) == notes.end() && notes.size() < kMaxNotes) {
+      notes.push_back(value);
     }
+  }
+
+  void note_stranger(const Guest& guest) {
+    ++num_strangers_;
+    note(strangers_, guest.host());
   }
 
   void admit(Guest& guest) {
@@ -306,12 +342,14 @@ class Admission {
   const Rendezvous& rendezvous_;
   const Context context_;
   const std::string place_;
-  const Key key_;
+  const Point secret_;
   Socket listener_;
   std::vector<Guest> guests_;
   std::vector<Guest> proven_;   // to be admitted
   std::vector<Socket> joined_;  // by rank
   std::vector<int> other_secret_;
+  uint64_t num_strangers_ = 0;
+  std::vector<std::string> strangers_;  // hosts
   bool had_too_few_files_ = false;
 };
 
@@ -329,7 +367,7 @@ class Knock {
       : rendezvous_(rendezvous),
         context_{rendezvous.rank, rendezvous.num_ranks, "tcp"},
         place_(endpoint_text(rendezvous.address, rendezvous.port)),
-        key_(derive_key(rendezvous.secret)),
+        secret_(point_of(rendezvous.secret)),
         endpoints_(resolve(rendezvous.address, rendezvous.port, context_)) {}
 
   Socket run() {
@@ -364,48 +402,44 @@ class Knock {
       problem_ = std::strerror(errno);
       return {};
     }
+    return shake_hands(socket, deadline) ? std::move(socket) : Socket();
+  }
+
+  bool shake_hands(const Socket& socket, const Deadline& deadline) {
+    Handshake handshake(secret_, kPeer);
     Greeting greeting;
-    greeting.nonce = random_nonce();
-    const std::optional<Challenge> challenge = greet(socket, greeting, deadline);
-    if (!challenge) {
-      problem_ = "what listens there does not answer as Weft does";
-      return {};
+    if (!send(socket, handshake.greeting(), deadline) || !receive(socket, greeting, deadline) ||
+        !handshake.hear(greeting)) {
+      problem_ = "what listens there does not answer as this version of Weft does";
+      return false;
     }
-    return answer(socket, greeting, *challenge, deadline) ? std::move(socket) : Socket();
-  }
-
-  static std::optional<Challenge> greet(
-      const Socket& socket, const Greeting& greeting, const Deadline& deadline
-  ) {
-    Challenge challenge;
-    const bool is_answered =
-        send_all(socket, std::as_bytes(std::span(&greeting, 1)), deadline) == IoState::kDone &&
-        receive_all(socket, std::as_writable_bytes(std::span(&challenge, 1)), deadline) ==
-            IoState::kDone;
-    return is_answered && challenge.magic == kMagic ? std::optional(challenge) : std::nullopt;
-  }
-
-  bool answer(
-      const Socket& socket,
-      const Greeting& greeting,
-      const Challenge& challenge,
-      const Deadline& deadline
-  ) {
     const Claim claim = {kProtocolVersion, rendezvous_.rank, rendezvous_.num_ranks};
-    const bool is_same_secret = is_proven(key_, greeting, challenge);
-    // Without proof there is none in return: rank 0 only learns who has another secret.
-    const Hello hello =
-        is_same_secret ? make_hello(key_, greeting, challenge, claim) : Hello{claim, {}};
-    const IoState state = send_all(socket, std::as_bytes(std::span(&hello, 1)), deadline);
+    Proof proof;
+    if (!send(socket, Hello{claim, handshake.prove(kPeer, claim)}, deadline) ||
+        !receive(socket, proof, deadline)) {
+      problem_ = "it closed the connection";
+      return false;
+    }
     WEFT_CHECK_ARG(
         context_,
-        is_same_secret,
+        handshake.is_proven(kRoot, claim, proof),
         "connect: rank 0 at {} holds another secret (it must be the same on every rank). If they "
         "are the same, another group uses this port",
         place_
     );
-    problem_ = "it closed the connection";
-    return state == IoState::kDone;
+    return true;
+  }
+
+  template <class Message>
+  static bool send(const Socket& socket, const Message& message, const Deadline& deadline) {
+    const auto bytes = std::as_bytes(std::span(&message, 1));
+    return send_all(socket, bytes, deadline) == IoState::kDone;
+  }
+
+  template <class Message>
+  static bool receive(const Socket& socket, Message& message, const Deadline& deadline) {
+    const auto bytes = std::as_writable_bytes(std::span(&message, 1));
+    return receive_all(socket, bytes, deadline) == IoState::kDone;
   }
 
   // From here on rank 0 decides how long to wait for the others.
@@ -436,7 +470,7 @@ class Knock {
   const Rendezvous& rendezvous_;
   const Context context_;
   const std::string place_;
-  const Key key_;
+  const Point secret_;
   const std::vector<Endpoint> endpoints_;
   std::string problem_;
 };

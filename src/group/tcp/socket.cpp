@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "group/tcp/socket.hpp"
 
+#include <array>
 #include <cstring>
 #include <memory>
 #include <netdb.h>
@@ -128,10 +129,16 @@ int port_of(const Socket& listener) {
   return port_of(local_endpoint(listener));
 }
 
-Socket accept_from(const Socket& listener) {
-  Socket socket(accept4(listener.get(), nullptr, nullptr, kSocketFlags));
+Socket accept_from(const Socket& listener, std::string& host) {
+  sockaddr_storage from = {};
+  socklen_t size = sizeof from;
+  auto* const address = reinterpret_cast<sockaddr*>(&from);
+  Socket socket(accept4(listener.get(), address, &size, kSocketFlags));
   if (socket.is_open()) {
     set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+    std::array<char, NI_MAXHOST> text = {};
+    getnameinfo(address, size, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
+    host = text.data();
   }
   return socket;
 }

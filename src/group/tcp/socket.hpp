@@ -35,8 +35,9 @@ struct Endpoint {
 // a free one. Throws Error (kNotAvailable), e.g. when the port is taken.
 [[nodiscard]] Socket listen_on(const std::string& address, int port, const Context& context);
 [[nodiscard]] int port_of(const Socket& listener);
-// A waiting connection. Not open if there is none, or no file for it; errno says which.
-[[nodiscard]] Socket accept_from(const Socket& listener);
+// A waiting connection, and the numeric address of the host that it comes from. Not open if there
+// is none, or no file for it; errno says which.
+[[nodiscard]] Socket accept_from(const Socket& listener, std::string& host);
 // One attempt. Not open on failure; errno says why.
 [[nodiscard]] Socket connect_to(const Endpoint& endpoint, const Deadline& deadline);
 

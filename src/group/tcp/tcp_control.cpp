@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <poll.h>
 
@@ -22,7 +23,7 @@ class TcpRoot {
 
   std::vector<Bytes> all_gather(std::span<const std::byte> block) {
     if (failure_) {
-      raise_error(failure_->code, context_, failure_->text);
+      failure_->raise(context_);
     }
     const Deadline deadline(timeout_);
     std::vector<Bytes> blocks(peers_.size());
@@ -40,10 +41,8 @@ class TcpRoot {
 
   void collect(std::vector<Bytes>& blocks, const Deadline& deadline) {
     std::vector<FrameReader> readers(peers_.size());
-    std::vector<int> absent;
-    for (int rank = 1; rank < context_.num_ranks; ++rank) {
-      absent.push_back(rank);
-    }
+    std::vector<int> absent(peers_.size() - 1);
+    std::iota(absent.begin(), absent.end(), 1);
     while (true) {
       std::erase_if(absent, [&](int rank) {
         FrameReader& reader = readers[static_cast<size_t>(rank)];
@@ -59,29 +58,19 @@ class TcpRoot {
         return;
       }
       if (deadline.has_passed()) {
-        fail({ErrorCode::kTimeout, late_text(absent)});
+        fail(late_failure(absent, timeout_));
       }
-      wait(absent, deadline);
+      std::vector<pollfd> entries;
+      for (const int rank : absent) {
+        entries.push_back({peer(rank).get(), POLLIN, 0});
+      }
+      poll(entries.data(), entries.size(), static_cast<int>(deadline.left().count()));
     }
-  }
-
-  void wait(const std::vector<int>& ranks, const Deadline& deadline) const {
-    std::vector<pollfd> entries;
-    for (const int rank : ranks) {
-      entries.push_back({peer(rank).get(), POLLIN, 0});
-    }
-    poll(entries.data(), entries.size(), static_cast<int>(deadline.left().count()));
-  }
-
-  [[nodiscard]] std::string late_text(const std::vector<int>& ranks) const {
-    return fmt::format(
-        "all_gather: {} did not call within {}", rank_list(ranks), seconds_text(timeout_)
-    );
   }
 
   void check(int rank, IoState state) {
     if (state == IoState::kMore) {
-      fail({ErrorCode::kTimeout, late_text({rank})});
+      fail(late_failure({&rank, 1}, timeout_));
     }
     if (state == IoState::kClosed) {
       fail(
@@ -97,7 +86,7 @@ class TcpRoot {
     for (int rank = 1; rank < context_.num_ranks; ++rank) {
       send_failure(peer(rank), *failure_);
     }
-    raise_error(failure_->code, context_, failure_->text);
+    failure_->raise(context_);
   }
 
   const std::vector<Socket> peers_;  // by rank
@@ -113,7 +102,7 @@ class TcpPeer {
 
   std::vector<Bytes> all_gather(std::span<const std::byte> block) {
     if (failure_) {
-      raise_error(failure_->code, context_, failure_->text);
+      failure_->raise(context_);
     }
     const Deadline deadline(timeout_);
     // If rank 0 takes no more, its last frame may still say why.
@@ -145,7 +134,7 @@ class TcpPeer {
   [[noreturn]] void fail(Failure failure) {
     failure_ = std::move(failure);
     root_.close();
-    raise_error(failure_->code, context_, failure_->text);
+    failure_->raise(context_);
   }
 
   Socket root_;

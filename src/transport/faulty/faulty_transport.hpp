@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -45,20 +46,10 @@ struct FaultyName {
 // does so earlier when it makes progress or parks.
 class FaultyTransport final : public Transport {
  public:
-  // What happened to puts and raises; `passed` went straight through.
-  struct Counts {
-    uint64_t passed = 0;
-    uint64_t dropped = 0;
-    uint64_t delayed = 0;
-    uint64_t failed_calls = 0;
-    uint64_t reordered_calls = 0;
-  };
-
   FaultyTransport(std::unique_ptr<Transport> inner, const FaultPlan& plan, const Group& group);
-  ~FaultyTransport() override;
+  ~FaultyTransport() override { close(); }
   FaultyTransport(const FaultyTransport&) = delete;
   FaultyTransport& operator=(const FaultyTransport&) = delete;
-  [[nodiscard]] Counts counts() const;
 
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] Region allocate(uint64_t bytes) override { return inner_->allocate(bytes); }
@@ -68,52 +59,57 @@ class FaultyTransport final : public Transport {
   void import(int rank, const RegionRef& region) override { inner_->import(rank, region); }
   void put(int rank, std::span<const Put> puts) override;
   void raise(int rank, uint32_t signal, uint64_t amount) override;
-  [[nodiscard]] std::byte* mapped(int rank, uint32_t region) const override;
+  [[nodiscard]] std::byte* mapped(int rank, uint32_t region) const override {
+    return plan_.hide_mapped ? nullptr : inner_->mapped(rank, region);
+  }
   [[nodiscard]] uint64_t signal_value(uint32_t signal) const override {
     return inner_->signal_value(signal);
   }
-  void progress() override;
+  void progress() override {
+    send_due(Clock::now());
+    inner_->progress();
+  }
   [[nodiscard]] uint32_t doorbell() const override { return inner_->doorbell(); }
-  void park(uint32_t seen, std::chrono::nanoseconds at_most) override;
+  // A rank that goes to sleep may sleep until a peer answers what is held here.
+  void park(uint32_t seen, std::chrono::nanoseconds at_most) override {
+    send_due(Clock::time_point::max());
+    inner_->park(seen, at_most);
+  }
   [[nodiscard]] PeerState peer_state(int rank) const override { return inner_->peer_state(rank); }
   void close() override;
 
  private:
   using Clock = std::chrono::system_clock;  // ThreadSanitizer does not know waits by steady_clock
+  using Send = std::function<void(Transport& inner)>;
   struct Held {
     Clock::time_point due;
-    int rank = 0;
-    bool is_raise = false;
-    uint64_t amount = 0;           // of a raise
-    Put put = {};                  // its source is `bytes`; a raise uses only the signal
-    std::vector<std::byte> bytes;  // the caller may reuse its source
+    Send send;
   };
-  enum class Fate : uint8_t { kPass, kDrop, kDelay };
 
-  [[nodiscard]] Context context() const;
   // With mutex_ held:
-  [[nodiscard]] bool roll(double probability);
-  [[nodiscard]] Fate next_fate();
+  [[nodiscard]] bool roll(double probability) {
+    return std::uniform_real_distribution<double>()(random_) < probability;
+  }
   void start_call(int rank);  // throws what is due to be thrown
-  void hold(Held held);
+  // Decides what becomes of a put or raise: true if it passes now. `make_send` is called for what
+  // is held back.
+  [[nodiscard]] bool passes(const std::function<Send()>& make_send);
   [[nodiscard]] std::vector<Held> take_due(Clock::time_point now);
 
-  void send(std::vector<Held> held);
+  void send(const std::vector<Held>& held);
   void send_due(Clock::time_point now);
   void send_due_forever(const std::stop_token& stop);
 
   std::unique_ptr<Transport> inner_;
   FaultPlan plan_;
-  int rank_;
-  int num_ranks_;
   std::string name_;
+  Context context_;
+  bool is_closed_ = false;
 
-  mutable std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards what follows
   std::mt19937_64 random_;
   std::vector<Held> held_;
-  Counts counts_;
   std::exception_ptr failure_;  // of a late send; thrown by the next call
-  bool is_closed_ = false;
   std::condition_variable_any held_changed_;
   std::jthread sender_;  // last: stops before the rest goes
 };

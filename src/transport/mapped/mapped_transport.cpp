@@ -33,30 +33,28 @@ MappedTransport::MappedTransport(
 )
     : source_(std::move(source)),
       context_(context_of(group, source_->name())),
-      rank_(group.rank()),
-      num_ranks_(group.num_ranks()),
       num_signals_(num_signals),
       spin_(spin_time(group)),
-      peers_(static_cast<size_t>(num_ranks_)) {
+      peers_(static_cast<size_t>(group.num_ranks())) {
   Hello hello = {.num_signals = num_signals};
   Memory block;
   agree(group, [&] {
     block = source_->allocate(SignalBlock::num_bytes(num_signals));
     own_ = SignalBlock(block.data);
-    own_.set_pid(::getpid());
+    own_.set_pid();
     own_regions_.publish_in(own_);
     hello.bytes = block.bytes;
     hello.cookie = block.cookie;
   });
   const std::vector<Bytes> hellos = group.all_gather(std::as_bytes(std::span(&hello, 1)));
   agree(group, [&] {
-    for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (int rank = 0; rank < context_.num_ranks; ++rank) {
       const auto at = static_cast<size_t>(rank);
       if (!members.empty() && std::find(members.begin(), members.end(), rank) == members.end()) {
         continue;
       }
       peers_[at] = std::make_unique<Peer>();
-      if (rank == rank_) {
+      if (rank == context_.rank) {
         peers_[at]->memory = block;
         peers_[at]->signals = own_;
       } else {
@@ -90,10 +88,6 @@ MappedTransport::Peer& MappedTransport::peer(std::string_view verb, int rank) co
   return *peers_[static_cast<size_t>(rank)];
 }
 
-bool MappedTransport::has_member(int rank) const {
-  return rank >= 0 && rank < num_ranks_ && peers_[static_cast<size_t>(rank)] != nullptr;
-}
-
 // --- memory ---
 
 Region MappedTransport::allocate(uint64_t bytes) {
@@ -109,9 +103,12 @@ Region MappedTransport::add_lent(std::byte* data, uint64_t bytes) {
 }
 
 void MappedTransport::release(const RegionRef& region) {
+  if (!own_.is_here()) {
+    return;
+  }
   const std::lock_guard lock(memory_mutex_);
   own_regions_.remove(region, context_);
-  peer("release", rank_).regions.drop_released(own_);
+  peer("release", context_.rank).regions.drop_released(own_);
 }
 
 void MappedTransport::import(int rank, const RegionRef& region) {
@@ -133,7 +130,7 @@ void MappedTransport::import(int rank, const RegionRef& region) {
     return;
   }
   Memory memory;
-  if (rank == rank_) {
+  if (rank == context_.rank) {
     memory = own_regions_.at(region.slot);
   } else {
     Cookie cookie = {};
@@ -190,22 +187,16 @@ std::byte* MappedTransport::mapped(int rank, uint32_t region) const {
 // --- waiting ---
 
 uint64_t MappedTransport::signal_value(uint32_t signal) const {
-  check_signal(context_, "wait", rank_, signal, num_signals_);
+  check_signal(context_, "wait", context_.rank, signal, num_signals_);
   return own_.signal(signal);
 }
 
 // Copies need no help; the chance is taken to give back memory that peers released.
 void MappedTransport::progress() {
-  const auto is_outdated = [](const auto& of) {
-    return of != nullptr && of->regions.is_outdated(of->signals);
-  };
-  if (std::none_of(peers_.begin(), peers_.end(), is_outdated)) {
-    return;
-  }
-  const std::unique_lock lock(memory_mutex_, std::try_to_lock);
-  if (lock.owns_lock()) {
-    for (const auto& of : peers_) {
-      if (of != nullptr) {
+  for (const auto& of : peers_) {
+    if (of != nullptr && of->regions.is_outdated(of->signals)) {
+      const std::unique_lock lock(memory_mutex_, std::try_to_lock);
+      if (lock.owns_lock()) {
         of->regions.drop_released(of->signals);
       }
     }
@@ -232,7 +223,7 @@ PeerState MappedTransport::peer_state(int rank) const {
 }
 
 void MappedTransport::close() {
-  if (std::exchange(is_closed_, true)) {
+  if (std::exchange(is_closed_, true) || !own_.is_here()) {
     return;
   }
   own_.set_left();

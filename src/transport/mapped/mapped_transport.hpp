@@ -33,7 +33,9 @@ class MappedTransport final : public Transport {
   MappedTransport& operator=(const MappedTransport&) = delete;
 
   // Whether `rank` is a member; all other calls are only for members.
-  [[nodiscard]] bool has_member(int rank) const;
+  [[nodiscard]] bool has_member(int rank) const {
+    return rank >= 0 && rank < context_.num_ranks && peers_[static_cast<size_t>(rank)] != nullptr;
+  }
   // Where this rank's signals are, for who raises them by other means.
   [[nodiscard]] const SignalBlock& signals() const { return own_; }
 
@@ -65,8 +67,6 @@ class MappedTransport final : public Transport {
 
   std::unique_ptr<MemorySource> source_;
   Context context_;
-  int rank_;
-  int num_ranks_;
   uint32_t num_signals_;
   std::chrono::nanoseconds spin_;             // before sleeping in park()
   std::vector<std::unique_ptr<Peer>> peers_;  // [num_ranks], this rank included; null: no member

@@ -45,14 +45,6 @@ class LoopbackMemory final : public MemorySource {
   }
 };
 
-}  // namespace
-
-std::unique_ptr<MemorySource> make_loopback_memory() {
-  return std::make_unique<LoopbackMemory>();
-}
-
-namespace {
-
 // A SharedMemoryRef but for its size, which peers know.
 struct RefBits {
   uint64_t inode = 0;
@@ -87,6 +79,10 @@ class ShmMemory final : public MemorySource {
 };
 
 }  // namespace
+
+std::unique_ptr<MemorySource> make_loopback_memory() {
+  return std::make_unique<LoopbackMemory>();
+}
 
 std::unique_ptr<MemorySource> make_shm_memory() {
   return std::make_unique<ShmMemory>();

@@ -7,32 +7,27 @@
 namespace weft {
 
 OwnRegions::~OwnRegions() {
-  for (const auto& [slot, memory] : memories_) {
-    signals_.set_generation(slot, 0);
+  if (!memories_.empty() && signals_.is_here()) {
+    for (const auto& [slot, memory] : memories_) {
+      signals_.set_generation(slot, 0);
+    }
   }
 }
 
-uint32_t OwnRegions::take_slot(const Context& context) {
-  if (!free_slots_.empty()) {
-    const uint32_t slot = free_slots_.back();
-    free_slots_.pop_back();
-    return slot;
-  }
+Region OwnRegions::add(Memory memory, uint64_t bytes, const Context& context) {
   WEFT_CHECK(
       context,
-      last_generation_.size() < kMaxRegions,
+      memories_.size() < kMaxRegions,
       ErrorCode::kOutOfMemory,
       "allocate: all {} regions are in use",
       kMaxRegions
   );
-  last_generation_.push_back(0);
-  return static_cast<uint32_t>(last_generation_.size() - 1);
-}
-
-Region OwnRegions::add(Memory memory, uint64_t bytes, const Context& context) {
-  const uint32_t slot = take_slot(context);
-  uint32_t& generation = last_generation_[slot];
-  generation = std::max<uint32_t>(generation + 1, 1);  // 0 means none, after 2^32 reuses too
+  uint32_t slot = 0;
+  for (auto it = memories_.begin(); it != memories_.end() && it->first == slot; ++it) {
+    ++slot;
+  }
+  last_generation_ = std::max<uint32_t>(last_generation_ + 1, 1);  // 0 means none, after a wrap too
+  const uint32_t generation = last_generation_;
   Region region = {
       .data = memory.data, .ref = {.slot = slot, .generation = generation, .bytes = bytes}};
   std::copy(memory.cookie.begin(), memory.cookie.end(), region.ref.cookie);
@@ -53,24 +48,19 @@ void OwnRegions::remove(const RegionRef& region, const Context& context) {
   );
   signals_.set_generation(region.slot, 0);
   memories_.erase(found);
-  free_slots_.push_back(region.slot);
 }
 
 RegionTable::Entry* RegionTable::entry(uint32_t slot) const {
-  if (slot >= kMaxRegions) {
-    return nullptr;
-  }
-  Page* page = pages_[slot / kPageSlots].load(std::memory_order_acquire);
+  Page* page =
+      slot < kMaxRegions ? pages_[slot / kPageSlots].load(std::memory_order_acquire) : nullptr;
   return page == nullptr ? nullptr : &page->entries[slot % kPageSlots];
 }
 
 RegionTable::View RegionTable::find(uint32_t slot) const {
   const Entry* found = entry(slot);
-  if (found == nullptr) {
-    return {};
-  }
   // Pairs with the release in insert(): a generation seen means data and bytes seen.
-  const uint32_t generation = found->generation.load(std::memory_order_acquire);
+  const uint32_t generation =
+      found == nullptr ? 0 : found->generation.load(std::memory_order_acquire);
   if (generation == 0) {
     return {};
   }
@@ -96,13 +86,11 @@ void RegionTable::insert(uint32_t slot, uint32_t generation, Memory memory) {
 }
 
 void RegionTable::erase(uint32_t slot) {
-  Entry* place = entry(slot);
-  if (place == nullptr || place->owner == nullptr) {
-    return;
+  if (slots_.erase(slot) > 0) {
+    Entry& place = *entry(slot);
+    place.generation.store(0, std::memory_order_release);
+    place.owner.reset();
   }
-  place->generation.store(0, std::memory_order_release);
-  place->owner.reset();
-  slots_.erase(slot);
 }
 
 void RegionTable::drop_released(const SignalBlock& owner) {
@@ -110,8 +98,7 @@ void RegionTable::drop_released(const SignalBlock& owner) {
     return;
   }
   seen_releases_.store(owner.num_releases(), std::memory_order_relaxed);
-  for (auto it = slots_.begin(); it != slots_.end();) {
-    const uint32_t slot = *it++;  // erase() invalidates the place it removes
+  for (const uint32_t slot : std::set(slots_)) {
     if (owner.generation(slot) != find(slot).generation) {
       erase(slot);
     }

@@ -9,7 +9,6 @@
 #include <map>
 #include <memory>
 #include <set>
-#include <vector>
 
 #include "core/check.hpp"
 #include "transport/mapped/memory.hpp"
@@ -33,11 +32,9 @@ class OwnRegions {
   [[nodiscard]] const Memory& at(uint32_t slot) const { return memories_.at(slot); }
 
  private:
-  [[nodiscard]] uint32_t take_slot(const Context& context);
   SignalBlock signals_;
-  std::map<uint32_t, Memory> memories_;    // by slot
-  std::vector<uint32_t> last_generation_;  // [slots ever used]
-  std::vector<uint32_t> free_slots_;
+  std::map<uint32_t, Memory> memories_;  // by slot
+  uint32_t last_generation_ = 0;
 };
 
 // The regions of one rank that this rank has imported. Looked up by any thread without a

@@ -15,10 +15,17 @@
 //      the doorbell once more.
 #pragma once
 
+#include <climits>
+
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace weft {
 
@@ -34,7 +41,9 @@ class SignalBlock {
   }
 
   // --- owner ---
-  void set_pid(int32_t pid) { header().pid = pid; }  // before peers learn of the block
+  void set_pid() { header().pid = ::getpid(); }  // before peers learn of the block
+  // False in a child that fork() made of the owner: what it inherits is not its own to end.
+  [[nodiscard]] bool is_here() const { return header().pid == ::getpid(); }
   void set_left() { Atomic32(header().has_left).store(1, std::memory_order_release); }
   // Generation of the region alive in `slot`, 0 for none.
   void set_generation(uint32_t slot, uint32_t generation) {
@@ -90,5 +99,27 @@ class SignalBlock {
   }
   std::byte* data_ = nullptr;
 };
+
+inline void SignalBlock::sleep(uint32_t seen, std::chrono::nanoseconds at_most) {
+  constexpr int64_t kNanosPerSecond = 1'000'000'000;
+  const int64_t nanos = std::max<int64_t>(at_most.count(), 0);
+  const timespec timeout = {
+      .tv_sec = static_cast<time_t>(nanos / kNanosPerSecond),
+      .tv_nsec = static_cast<long>(nanos % kNanosPerSecond)};
+  const Atomic32 waiters(header().waiters);
+  const Atomic32 doorbell(header().doorbell);
+  waiters.fetch_add(1, std::memory_order_seq_cst);
+  if (doorbell.load(std::memory_order_seq_cst) == seen) {
+    ::syscall(SYS_futex, &header().doorbell, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+  }
+  waiters.fetch_sub(1, std::memory_order_relaxed);
+}
+
+inline void SignalBlock::ring() {
+  Atomic32(header().doorbell).fetch_add(1, std::memory_order_seq_cst);
+  if (Atomic32(header().waiters).load(std::memory_order_seq_cst) != 0) {
+    ::syscall(SYS_futex, &header().doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
 
 }  // namespace weft

@@ -4,48 +4,28 @@
 #include "transport/ofi/ofi.hpp"
 
 namespace weft {
-namespace {
-
-constexpr const char* kReason =
-    "this build leaves it out, because libfabric's headers were missing (package libfabric-dev)";
-
-[[noreturn]] void refuse(const Group& group, std::string_view transport) {
-  WEFT_RAISE(
-      (Context{.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport}),
-      ErrorCode::kNotAvailable,
-      "open({}): {}",
-      transport,
-      kReason
-  );
-}
-
-}  // namespace
 
 std::string ofi_obstacle(const Group& /*group*/, std::string_view /*kind*/) {
-  return kReason;
+  return fabric_report().library;
 }
 
+// Never called: the obstacle is known.
 std::unique_ptr<Transport> make_ofi(
-    const Group& group,
-    uint32_t /*num_signals*/,
-    const TransportOptions& /*options*/,
-    std::string_view /*kind*/
+    const Group&, uint32_t, const TransportOptions&, std::string_view
 ) {
-  refuse(group, "ofi");
+  return nullptr;
 }
 
 std::unique_ptr<Transport> make_domains(
-    const Group& group,
-    uint32_t /*num_signals*/,
-    const TransportOptions& /*options*/,
-    std::string_view /*kind*/
+    const Group&, uint32_t, const TransportOptions&, std::string_view
 ) {
-  refuse(group, "domains");
+  return nullptr;
 }
 
 FabricReport fabric_report() {
   FabricReport report;
-  report.library = kReason;
+  report.library =
+      "this build leaves it out, because libfabric's headers were missing (package libfabric-dev)";
   return report;
 }
 

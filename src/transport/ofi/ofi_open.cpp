@@ -1,80 +1,64 @@
 // SPDX-License-Identifier: Apache-2.0
 // Set-up: one provider for all ranks, queues, and who is where.
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <map>
-#include <sys/random.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include <utility>
 
 #include "group/control_plane.hpp"
+#include "group/tcp/frame.hpp"
 #include "group/topology.hpp"
 #include "transport/agree.hpp"
 #include "transport/common.hpp"
 #include "transport/mapped/memory.hpp"
-#include "transport/ofi/fabric/card.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"
 #include "transport/ofi/ofi_transport.hpp"
 
 namespace weft::ofi {
 namespace {
 
-constexpr uint32_t kWireVersion = 1;
-
 // Bytes of one write come in for longer than a signal takes to cross shared memory, and to be woken
 // for each part of them costs more than to look on; who looks lets others run in between.
 constexpr int kSpins = 50;
 
-// How a rank introduces itself; the addresses of its queues follow, each after its length.
+// How a rank introduces itself; the addresses of its queues follow in blocks of their own.
 struct Hello {
-  uint32_t version = kWireVersion;
-  uint32_t num_queues = 0;
   uint64_t num_signals = 0;
-  uint64_t session = 0;        // rank 0's counts
-  uint64_t process_space = 0;  // in which the number of its process means something
-  int32_t pid = 0;
-  uint32_t unused = 0;
+  uint64_t session = 0;  // rank 0's counts
+  ProcessPlace place;
 };
-
-uint64_t process_space() {
-  struct stat space = {};
-  return ::stat("/proc/self/ns/pid", &space) == 0 ? space.st_ino : 0;
-}
-
-uint64_t random_number() {
-  uint64_t number = 0;
-  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getrandom(&number, sizeof number, 0));
-  return number;
-}
 
 }  // namespace
 
 OfiTransport::OfiTransport(
     const Group& group,
-    Neighbours neighbours,
     uint32_t num_signals,
     const TransportOptions& options,
-    std::string_view kind
+    std::string_view kind,
+    bool shares_memory
 )
-    : context_(context_of(group, neighbours.transport)),
-      hides_memory_(neighbours.hides_memory),
-      rank_(group.rank()),
-      num_ranks_(group.num_ranks()),
+    : context_(context_of(group, shares_memory ? "domains" : "ofi")),
+      shares_memory_(shares_memory),
       num_signals_(num_signals),
       timeout_(options.timeout),
       spin_(kSpins * spin_time(group)),
-      session_(random_number()),
-      addresses_(static_cast<size_t>(num_ranks_)) {
-  open(group, std::move(neighbours), kind, options.device);
-  const std::vector<Bytes> hellos = group.all_gather(make_hello());
+      session_(random_value<uint64_t>()),
+      addresses_(static_cast<size_t>(group.num_ranks())) {
+  open(group, kind, options.device);
+  const Hello hello = {.num_signals = num_signals_, .session = session_, .place = this_place()};
+  const auto bytes = std::as_bytes(std::span(&hello, 1));
+  std::vector<Bytes> own = {Bytes(bytes.begin(), bytes.end())};
+  for (const auto& queue : queues_) {
+    own.push_back(queue->address());
+  }
+  const std::vector<Bytes> hellos = group.all_gather(pack_blocks(own));
   agree(group, [&] {
-    session_ = block_value<Hello>(hellos.front(), 0, context_).session;
-    closing_ = fabric_->provider().is_local ? Closing::join(session_) : nullptr;
-    for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (int rank = 0; rank < context_.num_ranks; ++rank) {
       const auto at = static_cast<size_t>(rank);
       connect(rank, hellos[at], group.topology().host_of[at]);
     }
+    closing_ = fabric_->provider().is_local ? Closing::join(session_) : nullptr;
     const std::vector<int> cores = cores_for(*fabric_->info(), options.device);
     for (const auto& queue : queues_) {
       threads_.push_back(std::make_unique<ProgressThread>(*queue, spin_, cores));
@@ -85,12 +69,17 @@ OfiTransport::OfiTransport(
   }
 }
 
-void OfiTransport::open(
-    const Group& group, Neighbours neighbours, std::string_view kind, std::string_view device
-) {
+void OfiTransport::open(const Group& group, std::string_view kind, std::string_view device) {
   Selection selection = select_provider(group, kind, device);
+  const Topology& topology = group.topology();
+  const auto at = static_cast<size_t>(group.rank());
+  const bool is_loopback = !shares_memory_ || topology.one_process;
   neighbours_ = std::make_unique<MappedTransport>(
-      std::move(neighbours.memory), group, num_signals_, neighbours.ranks
+      is_loopback ? make_loopback_memory() : make_shm_memory(),
+      group,
+      num_signals_,
+      shares_memory_ ? topology.domains[static_cast<size_t>(topology.domain_of[at])]
+                     : std::vector<int>{group.rank()}
   );
   own_ = neighbours_->signals();
   agree(group, [&] {
@@ -109,72 +98,40 @@ void OfiTransport::open(
         fabric_->info()->domain_attr->cq_data_size,
         fabric_->name()
     );
-    peers_ = std::make_unique<Peers>(num_ranks_, selection.num_queues);
-    for (int rank = 0; rank < num_ranks_; ++rank) {
+    peers_ = std::make_unique<Peers>(context_.num_ranks, selection.num_queues);
+    for (int rank = 0; rank < context_.num_ranks; ++rank) {
       remote_.push_back(std::make_unique<RemoteRegions>());
     }
     QueueEvents& events = *this;
     for (uint32_t i = 0; i < selection.num_queues; ++i) {
-      queues_.push_back(std::make_unique<Queue>(fabric_, events, num_ranks_));
+      queues_.push_back(std::make_unique<Queue>(fabric_, events, context_.num_ranks));
     }
     local_ = std::make_unique<LocalRegions>(fabric_, queues_.front()->endpoint());
   });
 }
 
-Bytes OfiTransport::make_hello() const {
-  const Hello hello = {
-      .num_queues = static_cast<uint32_t>(queues_.size()),
-      .num_signals = num_signals_,
-      .session = session_,
-      .process_space = process_space(),
-      .pid = ::getpid()};
-  Bytes block;
-  const auto append = [&](const void* data, size_t bytes) {
-    const size_t at = block.size();
-    block.resize(at + bytes);
-    std::memcpy(block.data() + at, data, bytes);
-  };
-  append(&hello, sizeof hello);
-  for (const auto& queue : queues_) {
-    const Bytes address = queue->address();
-    const auto length = static_cast<uint32_t>(address.size());
-    append(&length, sizeof length);
-    append(address.data(), address.size());
-  }
-  return block;
-}
-
-void OfiTransport::connect(int rank, const Bytes& block, const std::string& host) {
-  const auto hello = block_value<Hello>(block, static_cast<size_t>(rank), context_);
-  WEFT_CHECK_ARG(
-      context_,
-      hello.version == kWireVersion,
-      "connect: rank {} speaks version {} of transport ofi (this rank {})",
-      rank,
-      hello.version,
-      kWireVersion
-  );
+// Rank 0 first.
+void OfiTransport::connect(int rank, const Bytes& packed, const std::string& host) {
+  const auto blocks = unpack_blocks(packed, 1 + static_cast<int>(queues_.size()));
+  const Bytes first = blocks ? blocks->front() : Bytes();
+  const auto hello = block_value<Hello>(first, static_cast<size_t>(rank), context_);
   check_same_signals(context_, rank, hello.num_signals, num_signals_);
+  session_ = rank == 0 ? hello.session : session_;
   if (!is_remote(rank)) {
     return;
   }
-  if (hello.pid == ::getpid() && hello.process_space == process_space() && host == this_host()) {
-    peers_->set_same_process(rank);
-  } else if (hello.process_space == process_space() && host == this_host()) {
-    peers_->watch(rank, hello.pid);
+  const ProcessPlace here = this_place();
+  if (hello.place.shares_pids(here) && host == this_host()) {
+    if (hello.place.pid == here.pid) {
+      peers_->set_same_process(rank);
+    } else {
+      peers_->watch(rank, static_cast<int32_t>(hello.place.pid));
+    }
   }
-  size_t at = sizeof hello;
   for (size_t i = 0; i < queues_.size(); ++i) {
-    uint32_t length = 0;
-    WEFT_ASSERT(at + sizeof length <= block.size());
-    std::memcpy(&length, block.data() + at, sizeof length);
-    at += sizeof length;
-    WEFT_ASSERT(at + length <= block.size());
-    const auto begin = block.begin() + static_cast<std::ptrdiff_t>(at);
-    const Bytes address(begin, begin + length);
+    const Bytes& address = (*blocks)[1 + i];
     queues_[i]->connect(rank, address);
     addresses_[static_cast<size_t>(rank)].push_back(address);
-    at += length;
   }
 }
 
@@ -182,12 +139,12 @@ void OfiTransport::greet_all() {
   const Message ping = message(MessageKind::kPing);
   for (const auto& queue : queues_) {
     const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
-    for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (int rank = 0; rank < context_.num_ranks; ++rank) {
       if (is_remote(rank)) {
         require(send({*queue, rank}, ping, until(), pending), rank);
       }
     }
-    require(await({*queue, rank_}, pending), rank_);
+    require(await({*queue, context_.rank}, pending), context_.rank);
   }
 }
 
@@ -196,20 +153,16 @@ std::shared_ptr<Closing> Closing::join(uint64_t session) {
   static std::map<uint64_t, std::weak_ptr<Closing>> sessions;
   const std::lock_guard lock(mutex);
   std::erase_if(sessions, [](const auto& entry) { return entry.second.expired(); });
-  std::weak_ptr<Closing>& entry = sessions[session];
-  std::shared_ptr<Closing> closing = entry.lock();
+  std::shared_ptr<Closing> closing = sessions[session].lock();
   if (closing == nullptr) {
-    closing = std::make_shared<Closing>();
-    entry = closing;
+    sessions[session] = closing = std::make_shared<Closing>();
   }
   return closing;
 }
 
 void Closing::keep(std::vector<std::unique_ptr<Queue>> queues) {
   const std::lock_guard lock(mutex_);
-  for (auto& queue : queues) {
-    queues_.push_back(std::move(queue));
-  }
+  std::ranges::move(queues, std::back_inserter(queues_));
 }
 
 }  // namespace weft::ofi
@@ -219,28 +172,13 @@ namespace weft {
 std::unique_ptr<Transport> make_ofi(
     const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 ) {
-  ofi::Neighbours neighbours = {
-      .transport = "ofi",
-      .memory = make_loopback_memory(),
-      .ranks = {group.rank()},
-      .hides_memory = true};
-  return std::make_unique<ofi::OfiTransport>(
-      group, std::move(neighbours), num_signals, options, kind
-  );
+  return std::make_unique<ofi::OfiTransport>(group, num_signals, options, kind, false);
 }
 
 std::unique_ptr<Transport> make_domains(
     const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view kind
 ) {
-  const Topology& topology = group.topology();
-  const int domain = topology.domain_of[static_cast<size_t>(group.rank())];
-  ofi::Neighbours neighbours = {
-      .transport = "domains",
-      .memory = topology.one_process ? make_loopback_memory() : make_shm_memory(),
-      .ranks = topology.domains[static_cast<size_t>(domain)]};
-  return std::make_unique<ofi::OfiTransport>(
-      group, std::move(neighbours), num_signals, options, kind
-  );
+  return std::make_unique<ofi::OfiTransport>(group, num_signals, options, kind, true);
 }
 
 }  // namespace weft

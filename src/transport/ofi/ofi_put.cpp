@@ -70,7 +70,12 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
     if (first.bytes <= kCopyBytes && !source.is_lent) {
       const std::span<const Put> batch = next_batch(puts);
       puts = puts.subspan(batch.size());
-      send_copy(way, batch);
+      if (std::ranges::any_of(batch, [](const Put& put) { return put.bytes > 0; })) {
+        post_write(way, batch, write_to(rank, first, batch.size()), nullptr, nullptr);
+      } else {
+        const Message raising = message(MessageKind::kRaise, first.signal, batch.size());
+        require(send(way, raising, until()), rank);
+      }
       continue;
     }
     const bool is_reachable = !fabric_->needs_local() || source.descriptor != nullptr;
@@ -80,7 +85,7 @@ void OfiTransport::put(int rank, std::span<const Put> puts) {
       if (pending == nullptr) {
         pending = std::make_shared<std::atomic<uint32_t>>(0);
       }
-      post_write(way, puts.first(1), signalling_write_to(rank, first, 1), &source, pending);
+      post_write(way, puts.first(1), write_to(rank, first, 1), &source, pending);
     }
     puts = puts.subspan(1);
   }
@@ -114,31 +119,17 @@ std::span<const Put> OfiTransport::next_batch(std::span<const Put> puts) const {
   return puts.first(count);
 }
 
-// Its bytes and where they come from are still to be filled in.
-Write OfiTransport::write_to(int rank, const Put& put) const {
+// A write that raises the put's signal by `amount`, or, for 0, none. Its bytes and where they come
+// from are still to be filled in.
+Write OfiTransport::write_to(int rank, const Put& put, uint64_t amount) const {
   const auto view = remote_[static_cast<size_t>(rank)]->find(put.region);
   Write write;
   write.address = view->base + put.offset;
   write.key = view->key;
-  write.completion = FI_DELIVERY_COMPLETE;
-  return write;
-}
-
-Write OfiTransport::signalling_write_to(int rank, const Put& put, size_t amount) const {
-  Write write = write_to(rank, put);
-  write.completion = fabric_->provider().write_completion;
-  write.has_immediate = true;
+  write.has_immediate = amount > 0;
   write.immediate = immediate_->encode(put.signal, amount);
+  write.completion = amount > 0 ? fabric_->provider().write_completion : FI_DELIVERY_COMPLETE;
   return write;
-}
-
-void OfiTransport::send_copy(const Way& way, std::span<const Put> batch) {
-  const Put& first = batch.front();
-  if (std::any_of(batch.begin(), batch.end(), [](const Put& put) { return put.bytes > 0; })) {
-    post_write(way, batch, signalling_write_to(way.rank, first, batch.size()), nullptr, nullptr);
-    return;
-  }
-  require(send(way, message(MessageKind::kRaise, first.signal, batch.size()), until()), way.rank);
 }
 
 void OfiTransport::send_pieces(const Way& way, const Put& put, const Source& source) {
@@ -149,13 +140,13 @@ void OfiTransport::send_pieces(const Way& way, const Put& put, const Source& sou
   while (rest.bytes > most) {
     Put piece = rest;
     piece.bytes = most;
-    post_write(way, std::span(&piece, 1), write_to(way.rank, piece), direct, pending);
+    post_write(way, std::span(&piece, 1), write_to(way.rank, piece, 0), direct, pending);
     rest.source = static_cast<const std::byte*>(rest.source) + most;
     rest.offset += most;
     rest.bytes -= most;
   }
   require(await(way, pending), way.rank);
-  post_write(way, std::span(&rest, 1), signalling_write_to(way.rank, rest, 1), direct, pending);
+  post_write(way, std::span(&rest, 1), write_to(way.rank, rest, 1), direct, pending);
   if (source.is_lent) {
     require(await(way, pending), way.rank);
   }
@@ -174,7 +165,11 @@ void OfiTransport::post_write(
   Queue& queue = way.queue;
   Queue::Operation* operation = nullptr;
   const uint64_t room_bytes = direct != nullptr ? 0 : write.bytes;
-  require(start(way, room_bytes, until(), operation, pending), way.rank);
+  const Outcome start = persist(way, until(), [&] {
+    operation = queue.start(way.rank, room_bytes, pending);
+    return operation != nullptr ? 0 : Queue::kNoRoom;
+  });
+  require(start, way.rank);
   if (direct != nullptr) {
     write.source = batch.front().source;
     write.descriptor = direct->descriptor;
@@ -189,7 +184,11 @@ void OfiTransport::post_write(
       }
     }
   }
-  require(post(way, *operation, write, until()), way.rank);
+  const Outcome outcome = persist(way, until(), [&] { return queue.post(*operation, write); });
+  if (outcome != Outcome::kDone) {
+    queue.abandon(*operation);
+  }
+  require(outcome, way.rank);
   queue.try_poll();  // what is under way goes on
 }
 
@@ -224,7 +223,7 @@ OfiTransport::Outcome OfiTransport::persist(
       if (result == 0) {
         return Outcome::kDone;
       }
-      if (result != -FI_EAGAIN) {
+      if (result != -FI_EAGAIN && result != Queue::kNoRoom) {
         on_failure(rank, "post", static_cast<int>(-result));
       }
     }
@@ -248,37 +247,10 @@ OfiTransport::Outcome OfiTransport::persist(
   }
 }
 
-OfiTransport::Outcome OfiTransport::start(
-    const Way& way,
-    uint64_t bytes,
-    Clock::time_point deadline,
-    Queue::Operation*& operation,
-    const Pending& pending
-) {
-  return persist(way, deadline, [&]() -> int64_t {
-    operation = way.queue.start(way.rank, bytes, pending);
-    return operation != nullptr ? 0 : -FI_EAGAIN;
-  });
-}
-
-template <class Content>
-OfiTransport::Outcome OfiTransport::post(
-    const Way& way, Queue::Operation& operation, const Content& content, Clock::time_point deadline
-) {
-  const Outcome outcome =
-      persist(way, deadline, [&] { return way.queue.post(operation, content); });
-  if (outcome != Outcome::kDone) {
-    way.queue.abandon(operation);
-  }
-  return outcome;
-}
-
 OfiTransport::Outcome OfiTransport::send(
     const Way& way, const Message& message, Clock::time_point deadline, const Pending& pending
 ) {
-  Queue::Operation* operation = nullptr;
-  const Outcome outcome = start(way, sizeof message, deadline, operation, pending);
-  return outcome == Outcome::kDone ? post(way, *operation, message, deadline) : outcome;
+  return persist(way, deadline, [&] { return way.queue.send(way.rank, message, pending); });
 }
 
 OfiTransport::Outcome OfiTransport::await(const Way& way, const Pending& pending) {

@@ -2,10 +2,13 @@
 #include "transport/ofi/ofi_transport.hpp"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <rdma/fi_errno.h>
 #include <thread>
 #include <utility>
 
+#include "group/tcp/socket.hpp"
 #include "transport/common.hpp"
 #include "transport/ofi/peers.hpp"
 
@@ -34,10 +37,31 @@ std::string file_of(const Bytes& address) {
   return fmt::format("/dev/shm/{}", name.substr(0, name.find('\0')));
 }
 
+// True if the host of this socket address answers that nobody listens there. False if somebody
+// does, or if no answer comes in some milliseconds. Opens a connection and drops it at once.
+bool is_refused(const Bytes& address) {
+  sockaddr_storage place = {};
+  if (address.size() < sizeof(sa_family_t) || address.size() > sizeof place) {
+    return false;
+  }
+  std::memcpy(&place, address.data(), address.size());
+  if (place.ss_family != AF_INET && place.ss_family != AF_INET6) {
+    return false;
+  }
+  const Endpoint endpoint = {place, static_cast<socklen_t>(address.size())};
+  constexpr auto kPatience = std::chrono::milliseconds(20);
+  return !connect_to(endpoint, Deadline(kPatience)).is_open() && errno == ECONNREFUSED;
+}
+
 }  // namespace
 
 Message OfiTransport::message(MessageKind kind, uint64_t a, uint64_t b) const {
-  return {.kind = kind, .from = static_cast<uint32_t>(rank_), .session = session_, .a = a, .b = b};
+  return {
+      .kind = kind,
+      .from = static_cast<uint32_t>(context_.rank),
+      .session = session_,
+      .a = a,
+      .b = b};
 }
 
 // --- what the queues find out ---
@@ -52,7 +76,7 @@ void OfiTransport::on_put(uint64_t data) {
 
 void OfiTransport::on_message(const Message& message) {
   const auto from = static_cast<int>(message.from);
-  if (message.session != session_ || from < 0 || from >= num_ranks_) {
+  if (message.session != session_ || from < 0 || from >= context_.num_ranks) {
     return;  // from no rank of ours
   }
   switch (message.kind) {
@@ -77,12 +101,8 @@ void OfiTransport::on_message(const Message& message) {
 }
 
 void OfiTransport::on_failure(int rank, const char* call, int error) {
-  peers_->on_failure(rank < 0 ? rank_ : rank, call, error, fabric_->name());
+  peers_->on_failure(rank < 0 ? context_.rank : rank, call, error, fabric_->name());
   note_news();
-}
-
-void OfiTransport::note_news() {
-  has_news_.store(true, std::memory_order_release);  // pairs with on_batch_end() of any queue
 }
 
 void OfiTransport::on_batch_end() {
@@ -103,10 +123,6 @@ Region OfiTransport::with_fabric(Region region, std::optional<Device> lent_from)
   return region;
 }
 
-Region OfiTransport::allocate(uint64_t bytes) {
-  return with_fabric(neighbours_->allocate(bytes), {});
-}
-
 Region OfiTransport::lend(std::byte* data, uint64_t bytes, const Device& device) {
   const std::string obstacle = lend_obstacle(device);
   WEFT_CHECK(context_, obstacle.empty(), ErrorCode::kNotAvailable, "lend: {}", obstacle);
@@ -118,13 +134,16 @@ std::string OfiTransport::lend_obstacle(const Device& device) const {
 }
 
 void OfiTransport::release(const RegionRef& region) {
+  if (!own_.is_here()) {
+    return;
+  }
   local_->remove(region);
   neighbours_->release(region);  // throws for what is not allocated
   const Message released = message(MessageKind::kReleased, region.slot, region.generation);
   Queue& queue = *queues_.front();
   const Clock::time_point deadline = Clock::now() + kReleasePatience;
   const auto pending = std::make_shared<std::atomic<uint32_t>>(0);
-  for (int rank = 0; rank < num_ranks_; ++rank) {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
     if (is_remote(rank) && !peers_->is_gone(rank)) {
       static_cast<void>(send({queue, rank}, released, deadline, pending));
     }
@@ -138,14 +157,10 @@ void OfiTransport::release(const RegionRef& region) {
 
 // Messages that have been delivered here are handled before what follows.
 void OfiTransport::poll_until_quiet() const {
-  for (const auto& queue : queues_) {
-    poll_until_quiet(*queue);
-  }
-}
-
-void OfiTransport::poll_until_quiet(Queue& queue) {
   constexpr int kMostRounds = 1000;
-  for (int round = 0; round < kMostRounds && queue.poll() > 0; ++round) {
+  for (const auto& queue : queues_) {
+    for (int round = 0; round < kMostRounds && queue->poll() > 0; ++round) {
+    }
   }
 }
 
@@ -155,13 +170,13 @@ void OfiTransport::import(int rank, const RegionRef& region) {
     neighbours_->import(rank, region);
     return;
   }
-  poll_until_quiet(*queues_.front());  // which brings word of releases
+  poll_until_quiet();  // which brings word of releases
   check_importable(context_, rank, region, remote_[static_cast<size_t>(rank)]->insert(region));
 }
 
 std::byte* OfiTransport::mapped(int rank, uint32_t region) const {
   check_rank(context_, "mapped", rank);
-  return is_remote(rank) || hides_memory_ ? nullptr : neighbours_->mapped(rank, region);
+  return is_remote(rank) || !shares_memory_ ? nullptr : neighbours_->mapped(rank, region);
 }
 
 // --- waiting ---
@@ -207,17 +222,14 @@ void OfiTransport::ping(int rank) const {
   if (queue.num_flying_to(rank) > 0) {
     return;  // its fate tells as much
   }
-  const Message text = message(MessageKind::kPing);
-  Queue::Operation* const operation = queue.start(rank, sizeof text);
-  if (operation == nullptr) {
-    return;
-  }
-  const int64_t result = queue.post(*operation, text);
+  const int64_t result = queue.send(rank, message(MessageKind::kPing));
   if (result == 0) {
     peers_->note_answered(rank);
     return;
   }
-  queue.abandon(*operation);
+  if (result == Queue::kNoRoom) {
+    return;
+  }
   if (result != -FI_EAGAIN) {
     peers_->on_failure(rank, "fi_sendmsg", static_cast<int>(-result), fabric_->name());
     return;
@@ -278,7 +290,7 @@ void OfiTransport::close() {
       Clock::now() + std::min<Clock::duration>(kClosePatience, timeout_);
   const auto finish_flying = [&] {
     const auto is_flying = [&](const auto& queue) {
-      for (int rank = 0; rank < num_ranks_; ++rank) {
+      for (int rank = 0; rank < context_.num_ranks; ++rank) {
         if (queue->num_flying_to(rank) > 0 && !peers_->is_gone(rank)) {
           return true;
         }
@@ -296,7 +308,7 @@ void OfiTransport::close() {
   // A farewell is sent when all before it has been delivered, so that it is the last that comes.
   finish_flying();
   const Message farewell = message(MessageKind::kLeft);
-  for (int rank = 0; rank < num_ranks_; ++rank) {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
     for (const auto& queue : queues_) {
       if (is_remote(rank) && !peers_->is_gone(rank)) {
         static_cast<void>(send({*queue, rank}, farewell, deadline));

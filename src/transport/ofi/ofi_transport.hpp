@@ -40,14 +40,6 @@
 
 namespace weft::ofi {
 
-// The ranks that are reached without the fabric.
-struct Neighbours {
-  std::string_view transport;  // name of the whole, a literal
-  std::unique_ptr<MemorySource> memory;
-  std::vector<int> ranks;     // this one included
-  bool hides_memory = false;  // mapped() is null for all of them
-};
-
 // For providers that share memory between the endpoints of a process: an endpoint that closes takes
 // its memory away under one that still looks at it. So they close together, when the last transport
 // of a session in this process ends.
@@ -65,20 +57,23 @@ class Closing {
 
 class OfiTransport final : public Transport, private QueueEvents {
  public:
-  // Collective. Throws the same Error on every rank.
+  // Collective. `shares_memory`: with the ranks of its domain, which it then reaches without the
+  // fabric. Throws the same Error on every rank.
   OfiTransport(
       const Group& group,
-      Neighbours neighbours,
       uint32_t num_signals,
       const TransportOptions& options,
-      std::string_view kind
+      std::string_view kind,
+      bool shares_memory
   );
   ~OfiTransport() override;
   OfiTransport(const OfiTransport&) = delete;
   OfiTransport& operator=(const OfiTransport&) = delete;
 
   [[nodiscard]] std::string_view name() const override { return context_.transport; }
-  [[nodiscard]] Region allocate(uint64_t bytes) override;
+  [[nodiscard]] Region allocate(uint64_t bytes) override {
+    return with_fabric(neighbours_->allocate(bytes), {});
+  }
   [[nodiscard]] Region lend(std::byte* data, uint64_t bytes, const Device& device) override;
   [[nodiscard]] std::string lend_obstacle(const Device& device) const override;
   void release(const RegionRef& region) override;
@@ -99,19 +94,18 @@ class OfiTransport final : public Transport, private QueueEvents {
   // How an attempt ended that is repeated until the fabric takes it.
   enum class Outcome : uint8_t { kDone, kGone, kFailed, kLate };
 
-  void open(
-      const Group& group, Neighbours neighbours, std::string_view kind, std::string_view device
-  );
-  [[nodiscard]] Bytes make_hello() const;
+  void open(const Group& group, std::string_view kind, std::string_view device);
   [[nodiscard]] Message message(MessageKind kind, uint64_t a = 0, uint64_t b = 0) const;
-  void connect(int rank, const Bytes& hello, const std::string& host);
+  void connect(int rank, const Bytes& packed, const std::string& host);
   void greet_all();
 
   void on_put(uint64_t immediate) override;
   void on_message(const Message& message) override;
   void on_failure(int rank, const char* call, int error) override;
   void on_batch_end() override;
-  void note_news();
+  void note_news() {
+    has_news_.store(true, std::memory_order_release);  // pairs with on_batch_end() of any queue
+  }
   [[nodiscard]] Region with_fabric(Region region, std::optional<Device> lent_from);
 
   // --- ofi_put.cpp ---
@@ -125,10 +119,8 @@ class OfiTransport final : public Transport, private QueueEvents {
   [[nodiscard]] Clock::time_point until() const { return Clock::now() + timeout_; }
   [[nodiscard]] std::span<const Put> next_batch(std::span<const Put> puts) const;
   [[nodiscard]] Source source_of(const Put& put) const;
-  void send_copy(const Way& way, std::span<const Put> batch);
   void send_pieces(const Way& way, const Put& put, const Source& source);
-  [[nodiscard]] Write write_to(int rank, const Put& put) const;
-  [[nodiscard]] Write signalling_write_to(int rank, const Put& put, size_t amount) const;
+  [[nodiscard]] Write write_to(int rank, const Put& put, uint64_t amount) const;
   // One write of a batch: copies of its puts or, with `direct`, its only put from where it lies.
   void post_write(
       const Way& way,
@@ -138,23 +130,9 @@ class OfiTransport final : public Transport, private QueueEvents {
       const Pending& pending
   );
   void require(Outcome outcome, int rank) const;
-  // `attempt` returns 0, -FI_EAGAIN or libfabric's error; kDone is what is left.
+  // `attempt` returns 0, -FI_EAGAIN, kNoRoom or libfabric's error; kDone is what is left.
   template <class Attempt>
   Outcome persist(const Way& way, Clock::time_point deadline, const Attempt& attempt);
-  Outcome start(
-      const Way& way,
-      uint64_t bytes,
-      Clock::time_point deadline,
-      Queue::Operation*& operation,
-      const Pending& pending
-  );
-  template <class Content>
-  Outcome post(
-      const Way& way,
-      Queue::Operation& operation,
-      const Content& content,
-      Clock::time_point deadline
-  );
   Outcome send(
       const Way& way,
       const Message& message,
@@ -165,7 +143,6 @@ class OfiTransport final : public Transport, private QueueEvents {
   Outcome await(const Way& way, const Pending& pending);
 
   void poll_until_quiet() const;
-  static void poll_until_quiet(Queue& queue);
   void ping(int rank) const;
   void knock_at(int rank) const;
   void remove_files_of(int rank) const;
@@ -175,9 +152,7 @@ class OfiTransport final : public Transport, private QueueEvents {
   [[nodiscard]] bool is_remote(int rank) const { return !neighbours_->has_member(rank); }
 
   Context context_;
-  bool hides_memory_;
-  int rank_;
-  int num_ranks_;
+  bool shares_memory_;
   uint32_t num_signals_;
   std::chrono::milliseconds timeout_;
   std::chrono::nanoseconds spin_;  // before sleeping in park()

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/check.hpp"
-#include "group/tcp/socket.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
@@ -95,20 +94,6 @@ std::optional<std::string> Peers::any_failure() const {
     }
   }
   return std::nullopt;
-}
-
-bool is_refused(const Bytes& address) {
-  sockaddr_storage place = {};
-  if (address.size() < sizeof(sa_family_t) || address.size() > sizeof place) {
-    return false;
-  }
-  std::memcpy(&place, address.data(), address.size());
-  if (place.ss_family != AF_INET && place.ss_family != AF_INET6) {
-    return false;
-  }
-  const Endpoint endpoint = {place, static_cast<socklen_t>(address.size())};
-  constexpr auto kPatience = std::chrono::milliseconds(20);
-  return !connect_to(endpoint, Deadline(kPatience)).is_open() && errno == ECONNREFUSED;
 }
 
 }  // namespace weft::ofi

@@ -81,8 +81,4 @@ class Peers {
   std::vector<Peer> peers_;
 };
 
-// True if the host of this socket address answers that nobody listens there. False if somebody
-// does, or if no answer comes in some milliseconds. Opens a connection and drops it at once.
-[[nodiscard]] bool is_refused(const Bytes& address);
-
 }  // namespace weft::ofi

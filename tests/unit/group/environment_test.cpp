@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "group/run_ranks.hpp"
+#include "group/control_plane.hpp"
 #include "group/tcp/socket.hpp"
 #include "group_test.hpp"
 #include "unit/core/fake_env.hpp"
@@ -156,6 +156,10 @@ TEST(EnvironmentTest, OneRankNeedsNeitherPortNorSecret) {
 TEST(EnvironmentTest, NamesTheOtherHalf) {
   expect_refused({{"WEFT_RANK", "0"}}, "from_env: WEFT_NUM_RANKS is not set (WEFT_RANK is)");
   expect_refused({{"WEFT_NUM_RANKS", "2"}}, "from_env: WEFT_RANK is not set (WEFT_NUM_RANKS is)");
+  expect_refused(
+      {{"WEFT_RANK", "0"}, {"WEFT_NUM_RANKS", "100000000"}},
+      "environment: WEFT_NUM_RANKS = \"100000000\" is not a whole number in [1, 16384]"
+  );
   expect_refused(without(kTorchrun, "RANK"), "from_env: RANK is not set (WORLD_SIZE is)");
   expect_refused(without(kTorchrun, "WORLD_SIZE"), "from_env: WORLD_SIZE is not set (RANK is)");
   expect_refused(
@@ -178,7 +182,7 @@ TEST(EnvironmentTest, NamesAVariableThatIsNoNumber) {
   );
   expect_refused(
       with(kTorchrun, "WORLD_SIZE", "0"),
-      "environment: WORLD_SIZE = \"0\" is not a whole number of at least 1"
+      "environment: WORLD_SIZE = \"0\" is not a whole number in [1, 16384]"
   );
   expect_refused(
       with(kTorchrun, "MASTER_PORT", "70000"),

@@ -113,6 +113,15 @@ TEST(RendezvousTest, MissingRanksAreNamedWithTheAddress) {
   expect_outcome(outcomes[1], ErrorCode::kTimeout, text + " [rank 2/4, tcp]");
 }
 
+TEST(RendezvousTest, OfManyMissingRanksSomeAreNamed) {
+  TestPort port;
+  const auto outcomes = run_connected(port, {rendezvous_of(0, 1000, port.port, 100ms)});
+  const std::string text =
+      "connect: ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and 983 more did not "
+      "join at ";
+  expect_outcome(outcomes[0], ErrorCode::kTimeout, text);
+}
+
 TEST(RendezvousTest, AMissingRankZeroIsNamedWithTheAddress) {
   const int port = TestPort().port;  // closed again
   expect_error(
@@ -156,6 +165,10 @@ TEST(RendezvousTest, RefusesWhatCannotBe) {
   expect_refused(rendezvous_of(2, 2, 5000), "connect: rank 2 is out of range (num_ranks = 2)");
   expect_refused(rendezvous_of(-1, 2, 5000), "connect: rank -1 is out of range (num_ranks = 2)");
   expect_refused(rendezvous_of(0, 0, 5000), "connect: num_ranks = 0 is too small (at least 1)");
+  expect_refused(
+      rendezvous_of(0, 100'000'000, 5000),
+      "connect: num_ranks = 100000000 is too large (at most 16384)"
+  );
   expect_refused(rendezvous_of(0, 2, 0), "connect: port 0 is out of range (1 to 65535)");
   expect_refused(rendezvous_of(0, 2, 65536), "connect: port 65536 is out of range (1 to 65535)");
   expect_refused(

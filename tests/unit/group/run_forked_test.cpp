@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "core/clock.hpp"
-#include "group/run_ranks.hpp"
+#include "group/control_plane.hpp"
 #include "group_test.hpp"
 
 namespace weft {

@@ -67,6 +67,16 @@ TEST_F(SecretTest, NamesAFileThatIsMissingOrShort) {
   });
 }
 
+TEST_F(SecretTest, WaitsForNoPipe) {
+  const std::string path = (folder_ / "pipe").string();
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  expect_error(
+      ErrorCode::kFile,
+      "secret: " + path + ": is not a file with text, but a folder, pipe or device",
+      [&] { static_cast<void>(read_secret_file(path)); }
+  );
+}
+
 TEST_F(SecretTest, MakesOneSecretThatOnlyItsUserMayRead) {
   const std::string secret = user_secret(env());
   EXPECT_GE(secret.size(), 64U);

@@ -84,6 +84,29 @@ TEST(SharedMemoryTest, IsReachedFromAnotherProcess) {
   EXPECT_EQ(memory.data()[17], std::byte{7});
 }
 
+TEST(SharedMemoryTest, IsClosedToOtherUsers) {
+  if (geteuid() != 0) {
+    GTEST_SKIP() << "only root can become another user";
+  }
+  const SharedMemory memory = SharedMemory::create(4096);
+  const pid_t child = fork();
+  if (child == 0) {
+    constexpr uid_t kNobody = 65534;
+    if (setresuid(kNobody, kNobody, kNobody) != 0) {
+      _exit(1);
+    }
+    try {
+      static_cast<void>(SharedMemory::open(memory.ref()));
+      _exit(2);
+    } catch (const Error& error) {
+      _exit(error.code() == ErrorCode::kNotAvailable ? 0 : 3);
+    }
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 TEST(SharedMemoryTest, OutlivesItsCreatorWhileMapped) {
   SharedMemory view;
   {

@@ -61,6 +61,56 @@ TEST(StrangerTest, SilenceGarbageAndScannersChangeNothing) {
   expect_group_meets(port);
 }
 
+TEST(StrangerTest, AreNamedWhereARankDoesNotCome) {
+  TestPort port;
+  const std::string place = port.place();
+  const Socket garbage = open_to(port.port);
+  const std::string text(sizeof(Greeting), '?');
+  send_to(garbage, std::as_bytes(std::span(text)));
+  open_to(port.port).close();
+  const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port, 500ms)});
+  const std::string expected = "connect: rank 1 did not join at " + place +
+                               " within 0.5 s (2 connections proved nothing, of 127.0.0.1)";
+  EXPECT_EQ(outcomes[0].error.substr(0, expected.size()), expected);
+}
+
+// Another process that opens and drops connections as fast as it can, for as long as this object
+// lives.
+class Storm {
+ public:
+  explicit Storm(int port) {
+    child_ = fork();
+    if (child_ == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      constexpr size_t kHeld = 64;
+      std::vector<Socket> held(kHeld);
+      const Endpoint endpoint = resolve("127.0.0.1", port, {}).front();
+      const linger at_once = {1, 0};  // or ports run out
+      for (size_t i = 0;; ++i) {
+        Socket socket = connect_to(endpoint, Deadline(0s));
+        setsockopt(socket.get(), SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+        held[i % kHeld] = std::move(socket);
+      }
+    }
+  }
+  Storm(const Storm&) = delete;
+  Storm& operator=(const Storm&) = delete;
+  ~Storm() {
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+  }
+
+ private:
+  pid_t child_ = -1;
+};
+
+TEST(StrangerTest, AStormOfConnectionsChangesNothing) {
+  TestPort port;
+  const Storm one(port.port);
+  const Storm another(port.port);
+  expect_group_meets(port);
+}
+
 // Another process with many silent connections to the port, for as long as this object lives.
 class SilentCrowd {
  public:
@@ -137,43 +187,75 @@ TEST_F(FewFilesTest, TooFewForTheRanksAreNamed) {
   EXPECT_NE(outcomes[0].error.find("ulimit -n"), std::string::npos) << outcomes[0].error;
 }
 
+constexpr auto kPeer = Handshake::Side::kPeer;
+constexpr auto kRoot = Handshake::Side::kRoot;
+
+Handshake handshake_of(const std::string& secret, Handshake::Side side = kPeer) {
+  return {point_of(secret), side};
+}
+
 TEST(StrangerTest, AGreetingWithoutProofChangesNothing) {
   TestPort port;
   std::vector<Socket> sockets;
   for (const int rank : {0, 1, 1, 2, -5, 70}) {
     const Socket& socket = sockets.emplace_back(open_to(port.port));
-    send_to(socket, bytes_of(Greeting{}));
+    send_to(socket, bytes_of(handshake_of("what it made up itself").greeting()));
     send_to(socket, bytes_of(Hello{{kProtocolVersion, rank, 99}, {}}));
   }
   expect_group_meets(port);
 }
 
+// Greets rank 0 and hears its greeting.
+Handshake greet(const Socket& socket, const std::string& secret) {
+  Handshake handshake = handshake_of(secret);
+  send_to(socket, bytes_of(handshake.greeting()));
+  Greeting greeting;
+  EXPECT_EQ(receive_from(socket, greeting), IoState::kDone);
+  EXPECT_TRUE(handshake.hear(greeting));
+  return handshake;
+}
+
 TEST(StrangerTest, AProofCannotBeUsedTwice) {
   TestPort port;
   std::jthread root([&] {
-    const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port, 500ms)});
-    EXPECT_EQ(outcomes[0].code, ErrorCode::kTimeout) << outcomes[0].error;
+    EXPECT_NO_THROW(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)));
   });
-  const Key key = derive_key(kTestSecret);
-  Greeting greeting;
-  greeting.nonce = random_nonce();
+  const Claim claim = {kProtocolVersion, 1, 2};
   const Socket first = open_to(port.port);
-  send_to(first, bytes_of(greeting));
-  Challenge challenge;
-  ASSERT_EQ(receive_from(first, challenge), IoState::kDone);
-  ASSERT_TRUE(is_proven(key, greeting, challenge));
-  const Hello hello = make_hello(key, greeting, challenge, {kProtocolVersion, 1, 2});
+  const Handshake handshake = greet(first, kTestSecret);
 
   const Socket second = open_to(port.port);
-  send_to(second, bytes_of(greeting));
-  send_to(second, bytes_of(hello));
-  Challenge other;
-  ASSERT_EQ(receive_from(second, other), IoState::kDone);
+  send_to(second, bytes_of(handshake.greeting()));
+  send_to(second, bytes_of(Hello{claim, handshake.prove(kPeer, claim)}));
+  Greeting greeting;
+  ASSERT_EQ(receive_from(second, greeting), IoState::kDone);
+  Proof answer;
+  ASSERT_EQ(receive_from(second, answer), IoState::kDone);
+  EXPECT_EQ(answer, Proof{});
   std::byte more;
   EXPECT_EQ(receive_from(second, more), IoState::kClosed);
+  static_cast<void>(join_ranks(rendezvous_of(1, 2, port.port)));
 }
 
-TEST(StrangerTest, AFalseRankZeroGetsNoProof) {
+// Rank 0 proves nothing to whoever has proven nothing.
+TEST(StrangerTest, WhoeverProvesNothingGetsNoProof) {
+  TestPort port;
+  std::jthread root([&] {
+    EXPECT_NO_THROW(admit_ranks(rendezvous_of(0, 2, port.port), std::move(port.listener)));
+  });
+  const Socket socket = open_to(port.port);
+  const Handshake handshake = greet(socket, "a guess that is wrong");
+  const Claim claim = {kProtocolVersion, 1, 2};
+  send_to(socket, bytes_of(Hello{claim, handshake.prove(kPeer, claim)}));
+  Proof answer;
+  ASSERT_EQ(receive_from(socket, answer), IoState::kDone);
+  EXPECT_EQ(answer, Proof{});
+  std::byte more;
+  EXPECT_EQ(receive_from(socket, more), IoState::kClosed);
+  static_cast<void>(join_ranks(rendezvous_of(1, 2, port.port)));
+}
+
+TEST(StrangerTest, AFalseRankZeroIsNoticed) {
   const TestPort port;
   std::jthread rank([&] {
     expect_error(ErrorCode::kInvalidArgument, "connect: rank 0 at " + port.place(), [&] {
@@ -181,13 +263,18 @@ TEST(StrangerTest, AFalseRankZeroGetsNoProof) {
     });
   });
   ASSERT_TRUE(wait_readable(port.listener, Deadline(10s)));
-  const Socket socket = accept_from(port.listener);
+  std::string host;
+  const Socket socket = accept_from(port.listener, host);
+  EXPECT_EQ(host, "127.0.0.1");
   Greeting greeting;
   ASSERT_EQ(receive_from(socket, greeting), IoState::kDone);
-  send_to(socket, bytes_of(make_challenge(derive_key("what it made up itself"), greeting)));
+  Handshake handshake = handshake_of("what it made up itself", kRoot);
+  ASSERT_TRUE(handshake.hear(greeting));
+  send_to(socket, bytes_of(handshake.greeting()));
   Hello hello;
   ASSERT_EQ(receive_from(socket, hello), IoState::kDone);
-  EXPECT_EQ(hello.proof, Proof{});
+  EXPECT_FALSE(handshake.is_proven(kPeer, hello.claim, hello.proof));
+  send_to(socket, bytes_of(handshake.prove(kRoot, hello.claim)));
 }
 
 TEST(StrangerTest, AnotherServiceOnThePortIsNamed) {
@@ -196,13 +283,14 @@ TEST(StrangerTest, AnotherServiceOnThePortIsNamed) {
     expect_error(
         ErrorCode::kTimeout,
         "connect: rank 0 did not answer at " + port.place() +
-            " within 0.3 s (what listens there does not answer as Weft does)",
+            " within 0.3 s (what listens there does not answer as this version of Weft does)",
         [&] { static_cast<void>(join_ranks(rendezvous_of(1, 2, port.port, 300ms))); }
     );
   });
   ASSERT_TRUE(wait_readable(port.listener, Deadline(10s)));
-  const Socket socket = accept_from(port.listener);
-  const std::string text(sizeof(Challenge), '?');
+  std::string host;
+  const Socket socket = accept_from(port.listener, host);
+  const std::string text(sizeof(Greeting), '?');
   send_to(socket, std::as_bytes(std::span(text)));
   rank.join();
 }
@@ -215,13 +303,13 @@ TEST(StrangerTest, AnotherVersionIsNamedOnBothSides) {
     const auto outcomes = run_connected(port, {rendezvous_of(0, 2, port.port)});
     EXPECT_EQ(outcomes[0].error.substr(0, text.size()), text);
   });
-  const Key key = derive_key(kTestSecret);
-  const Greeting greeting;
   const Socket socket = open_to(port.port);
-  send_to(socket, bytes_of(greeting));
-  Challenge challenge;
-  ASSERT_EQ(receive_from(socket, challenge), IoState::kDone);
-  send_to(socket, bytes_of(make_hello(key, greeting, challenge, {7, 1, 2})));
+  const Handshake handshake = greet(socket, kTestSecret);
+  const Claim claim = {7, 1, 2};
+  send_to(socket, bytes_of(Hello{claim, handshake.prove(kPeer, claim)}));
+  Proof proof;
+  ASSERT_EQ(receive_from(socket, proof), IoState::kDone);
+  EXPECT_TRUE(handshake.is_proven(kRoot, claim, proof));
   Frame frame;
   ASSERT_EQ(receive_frame(socket, frame, Deadline(10s)), IoState::kDone);
   const auto failure = failure_in(frame);

@@ -11,8 +11,6 @@
 namespace weft {
 namespace {
 
-using Counts = FaultyTransport::Counts;
-
 // A rank alone that puts to itself.
 class FaultyTransportTest : public ::testing::Test {
  protected:
@@ -52,7 +50,6 @@ TEST_F(FaultyTransportTest, PassesEverythingByDefault) {
   }
   faulty_->raise(0, 1, 5);
   EXPECT_EQ(faulty_->signal_value(1), 5U);
-  EXPECT_EQ(faulty_->counts().passed, 11U);
   EXPECT_NE(faulty_->mapped(0, region_.ref.slot), nullptr);
   EXPECT_EQ(faulty_->name(), "faulty:loopback");
 }
@@ -66,7 +63,6 @@ TEST_F(FaultyTransportTest, NeverDeliversWhatItDrops) {
   EXPECT_EQ(faulty_->signal_value(0), 0U);
   EXPECT_EQ(faulty_->signal_value(1), 0U);
   EXPECT_EQ(read(0), 0U);
-  EXPECT_EQ(faulty_->counts().dropped, 2U);
 }
 
 TEST_F(FaultyTransportTest, DelaysAPutUntilARankParks) {
@@ -81,7 +77,6 @@ TEST_F(FaultyTransportTest, DelaysAPutUntilARankParks) {
   for (uint64_t i = 0; i < 10; ++i) {
     EXPECT_EQ(read(i), i + 1) << "the caller's source was gone by then";
   }
-  EXPECT_EQ(faulty_->counts().delayed, 10U);
 }
 
 TEST_F(FaultyTransportTest, DeliversLateWithoutHelp) {
@@ -110,7 +105,6 @@ TEST_F(FaultyTransportTest, FailsCallsWholly) {
   testing::require_refusal([&] { put(7, 0); }, "put: to rank 0 failed (on purpose)");
   testing::require_refusal([&] { faulty_->raise(0, 1, 1); }, "failed (on purpose)");
   EXPECT_EQ(faulty_->signal_value(0), 0U);
-  EXPECT_EQ(faulty_->counts().failed_calls, 2U);
 }
 
 TEST_F(FaultyTransportTest, ReportsALateFailureAtTheNextCall) {
@@ -140,7 +134,6 @@ TEST_F(FaultyTransportTest, ReordersThePutsOfACall) {
   faulty_->put(0, puts);
   EXPECT_EQ(faulty_->signal_value(0), 64U);
   EXPECT_NE(read(0), 63U) << "the last put came last";  // the seed is fixed
-  EXPECT_EQ(faulty_->counts().reordered_calls, 1U);
 }
 
 TEST_F(FaultyTransportTest, RepeatsItselfWithTheSameSeed) {

@@ -4,7 +4,6 @@
 
 #include <deque>
 
-#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "core/env.hpp"
-#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/fabric/queue.hpp"
 #include "transport/ofi/peers.hpp"
@@ -62,12 +61,12 @@ TEST(OfiImmediateTest, SaysThatTooManySignalsDoNotFit) {
   EXPECT_GT(Immediate(1U << 31, 8).max_amount(), 0U);
 }
 
-TEST(OfiBounceRingTest, NeverHandsOutTheSameByteTwice) {
+TEST(OfiBounceRoomTest, NeverHandsOutTheSameByteTwice) {
   constexpr uint64_t kBytes = 4096;
-  BounceRing ring(kBytes);
+  BounceRoom room(kBytes);
   std::vector<int> owner(kBytes, 0);
   struct Taken {
-    BounceRing::Block block;
+    uint64_t offset;
     uint64_t bytes;
   };
   std::vector<Taken> taken;
@@ -75,43 +74,45 @@ TEST(OfiBounceRingTest, NeverHandsOutTheSameByteTwice) {
   int num_taken = 0;
   for (int step = 1; step < 20'000; ++step) {
     const uint64_t bytes = random() % 700 + 1;
-    const auto block = ring.take(bytes);
-    if (block) {
-      EXPECT_EQ(block->offset % 64, 0U);
-      ASSERT_LE(block->offset + bytes, kBytes);
+    const auto offset = room.take(bytes);
+    if (offset) {
+      EXPECT_EQ(*offset % 64, 0U);
+      ASSERT_LE(*offset + bytes, kBytes);
       for (uint64_t i = 0; i < bytes; ++i) {
-        ASSERT_EQ(owner[block->offset + i], 0) << "step " << step;
-        owner[block->offset + i] = step;
+        ASSERT_EQ(owner[*offset + i], 0) << "step " << step;
+        owner[*offset + i] = step;
       }
-      taken.push_back({*block, bytes});
+      taken.push_back({*offset, bytes});
       ++num_taken;
     }
-    while (!taken.empty() && (!block || random() % 2 == 0)) {
+    while (!taken.empty() && (!offset || random() % 2 == 0)) {
       const size_t which = random() % taken.size();
       const Taken one = taken[which];
       taken.erase(taken.begin() + static_cast<std::ptrdiff_t>(which));
-      std::fill_n(owner.begin() + static_cast<std::ptrdiff_t>(one.block.offset), one.bytes, 0);
-      ring.give_back(one.block.ticket);
+      std::fill_n(owner.begin() + static_cast<std::ptrdiff_t>(one.offset), one.bytes, 0);
+      room.give_back(one.offset);
     }
   }
   EXPECT_GT(num_taken, 5000);
 }
 
-TEST(OfiBounceRingTest, IsWholeAgainWhenAllIsGivenBack) {
-  BounceRing ring(1024);
+TEST(OfiBounceRoomTest, IsWholeAgainWhenAllIsGivenBack) {
+  BounceRoom room(1024);
   for (int round = 0; round < 5; ++round) {
-    const auto a = ring.take(500);
-    const auto b = ring.take(500);
+    const auto a = room.take(500);
+    const auto b = room.take(500);
     ASSERT_TRUE(a && b);
-    EXPECT_FALSE(ring.take(1));
-    ring.give_back(b->ticket);
-    EXPECT_FALSE(ring.take(600));  // the oldest is still out
-    ring.give_back(a->ticket);
-    const auto all = ring.take(1024);
+    EXPECT_FALSE(room.take(1));
+    room.give_back(*a);
+    EXPECT_FALSE(room.take(600));  // not in one piece
+    EXPECT_EQ(room.take(512), *a);
+    room.give_back(*b);
+    room.give_back(*a);
+    const auto all = room.take(1024);
     ASSERT_TRUE(all);
-    ring.give_back(all->ticket);
+    room.give_back(*all);
   }
-  EXPECT_FALSE(ring.take(1025));
+  EXPECT_FALSE(room.take(1025));
 }
 
 TEST(OfiRemoteRegionsTest, RefusesWhatItsOwnerReleased) {

@@ -1,23 +1,78 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/ofi/fabric/card.hpp"
-
 #include <algorithm>
 #include <arpa/inet.h>
 #include <array>
-#include <cstring>
+#include <functional>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netdb.h>
 #include <netinet/in.h>
+#include <optional>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/env.hpp"
+#include "transport/ofi/fabric/fabric.hpp"
 
 namespace weft::ofi {
 namespace {
 
 std::string_view text(const char* name) {
   return name == nullptr ? std::string_view() : name;
+}
+
+constexpr const char* kLoopback = "127.0.0.1";
+
+struct HostAddress {
+  std::string interface;
+  std::string text;
+  [[nodiscard]] bool is_ipv6() const { return text.find(':') != std::string::npos; }
+};
+
+// Of interfaces that are up; IPv4 first.
+std::vector<HostAddress> host_addresses() {
+  ifaddrs* list = nullptr;
+  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getifaddrs(&list));
+  std::vector<HostAddress> addresses;
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    const int family = entry->ifa_addr == nullptr ? AF_UNSPEC : entry->ifa_addr->sa_family;
+    if ((family != AF_INET && family != AF_INET6) || (entry->ifa_flags & IFF_UP) == 0) {
+      continue;
+    }
+    const socklen_t size = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
+    std::array<char, NI_MAXHOST> text = {};
+    ::getnameinfo(entry->ifa_addr, size, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
+    // A link-local IPv6 address ("fe80::1%eth0") means nothing without its link.
+    if (std::string_view(text.data()).find('%') == std::string_view::npos) {
+      addresses.push_back({.interface = entry->ifa_name, .text = text.data()});
+    }
+  }
+  ::freeifaddrs(list);
+  std::ranges::stable_partition(addresses, std::not_fn(&HostAddress::is_ipv6));
+  return addresses;
+}
+
+// `network`: "10.1.0.0/16", or "10.1.2.3" for only itself.
+bool is_in(const HostAddress& address, const std::string& network) {
+  const int family = address.is_ipv6() ? AF_INET6 : AF_INET;
+  const unsigned max_bits = address.is_ipv6() ? 128 : 32;
+  const size_t slash = network.find('/');
+  const auto bits = slash == std::string::npos
+                        ? std::optional(max_bits)
+                        : parse_number<unsigned>(std::string_view(network).substr(slash + 1));
+  std::array<uint8_t, 16> own = {};
+  std::array<uint8_t, 16> base = {};
+  if (!bits || *bits > max_bits || ::inet_pton(family, address.text.c_str(), own.data()) != 1 ||
+      ::inet_pton(family, network.substr(0, slash).c_str(), base.data()) != 1) {
+    return false;
+  }
+  for (unsigned bit = 0; bit < *bits; ++bit) {
+    const unsigned mask = 0x80U >> (bit % 8);
+    if (((base[bit / 8] ^ own[bit / 8]) & mask) != 0) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace
@@ -66,112 +121,16 @@ std::vector<int> cores_for(const fi_info& offer, std::string_view device) {
   return HostMap::here().cores_near(card.empty() ? device : card);
 }
 
-namespace {
-
-constexpr const char* kLoopback = "127.0.0.1";
-
-struct HostAddress {
-  std::string interface;
-  int family = AF_INET;
-  std::array<uint8_t, 16> bytes = {};  // network order; 4 of them for IPv4
-
-  [[nodiscard]] std::string text() const {
-    std::array<char, INET6_ADDRSTRLEN> buffer = {};
-    const char* text = ::inet_ntop(family, bytes.data(), buffer.data(), buffer.size());
-    return text == nullptr ? std::string() : text;
-  }
-};
-
-// A link-local IPv6 address means nothing without its link.
-bool is_link_local(const HostAddress& address) {
-  return address.family == AF_INET6 && address.bytes[0] == 0xfe &&
-         (address.bytes[1] & 0xc0) == 0x80;
-}
-
-// Of interfaces that are up; IPv4 first.
-std::vector<HostAddress> host_addresses() {
-  ifaddrs* list = nullptr;
-  WEFT_SYS(Context{}, ErrorCode::kNotAvailable, ::getifaddrs(&list));
-  std::vector<HostAddress> addresses;
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    if (entry->ifa_addr == nullptr || (entry->ifa_flags & IFF_UP) == 0) {
-      continue;
-    }
-    HostAddress address = {
-        .interface = entry->ifa_name, .family = entry->ifa_addr->sa_family, .bytes = {}};
-    if (address.family == AF_INET) {
-      sockaddr_in ip = {};
-      std::memcpy(&ip, entry->ifa_addr, sizeof ip);
-      std::memcpy(address.bytes.data(), &ip.sin_addr, sizeof ip.sin_addr);
-    } else if (address.family == AF_INET6) {
-      sockaddr_in6 ip = {};
-      std::memcpy(&ip, entry->ifa_addr, sizeof ip);
-      std::memcpy(address.bytes.data(), &ip.sin6_addr, sizeof ip.sin6_addr);
-    } else {
-      continue;
-    }
-    if (!is_link_local(address)) {
-      addresses.push_back(address);
-    }
-  }
-  ::freeifaddrs(list);
-  std::stable_partition(addresses.begin(), addresses.end(), [](const HostAddress& address) {
-    return address.family == AF_INET;
-  });
-  return addresses;
-}
-
-// "10.1.0.0/16", or "10.1.2.3" for only itself.
-class Network {
- public:
-  explicit Network(const std::string& text) {
-    const size_t slash = text.find('/');
-    const std::string base = text.substr(0, slash);
-    family_ = base.find(':') == std::string::npos ? AF_INET : AF_INET6;
-    is_valid_ = ::inet_pton(family_, base.c_str(), bytes_.data()) == 1;
-    const unsigned max_bits = family_ == AF_INET ? 32 : 128;
-    bits_ = max_bits;
-    if (slash != std::string::npos) {
-      const auto bits = parse_number<unsigned>(std::string_view(text).substr(slash + 1));
-      is_valid_ = is_valid_ && bits && *bits <= max_bits;
-      bits_ = bits.value_or(0);
-    }
-  }
-
-  [[nodiscard]] bool contains(const HostAddress& address) const {
-    if (!is_valid_ || address.family != family_) {
-      return false;
-    }
-    for (unsigned bit = 0; bit < bits_; ++bit) {
-      const unsigned mask = 0x80U >> (bit % 8);
-      if (((bytes_[bit / 8] ^ address.bytes[bit / 8]) & mask) != 0) {
-        return false;
-      }
-    }
-    return true;
-  }
-
- private:
-  int family_ = AF_INET;
-  std::array<uint8_t, 16> bytes_ = {};
-  unsigned bits_ = 0;
-  bool is_valid_ = false;
-};
-
-}  // namespace
-
 std::string local_address(const std::string& wanted) {
   if (wanted.empty()) {
     return kLoopback;
   }
-  const std::vector<HostAddress> addresses = host_addresses();
-  const Network network(wanted);
-  std::string known;
-  for (const HostAddress& address : addresses) {
-    if (address.interface == wanted || network.contains(address)) {
-      return address.text();
+  std::vector<std::string> known;
+  for (const HostAddress& address : host_addresses()) {
+    if (address.interface == wanted || is_in(address, wanted)) {
+      return address.text;
     }
-    known += fmt::format("{}{} {}", known.empty() ? "" : ", ", address.interface, address.text());
+    known.push_back(fmt::format("{} {}", address.interface, address.text));
   }
   WEFT_RAISE(
       Context{},
@@ -179,7 +138,7 @@ std::string local_address(const std::string& wanted) {
       "WEFT_FABRIC_ADDRESS = \"{}\" is no interface, address or network of this host (it has "
       "{})",
       wanted,
-      known
+      fmt::join(known, ", ")
   );
 }
 

@@ -3,8 +3,9 @@
 
 #include <cstdlib>
 #include <dlfcn.h>
-#include <sys/random.h>
 #include <utility>
+
+#include "group/control_plane.hpp"
 
 namespace weft::ofi {
 namespace {
@@ -56,6 +57,12 @@ Api open_library() {
   return api;  // never closed: its threads and handlers may outlive any of us
 }
 
+// Whoever knows a key can write, so keys start where nobody guesses if there is room for that.
+uint64_t first_key(const fi_info& info) {
+  const bool is_wide = info.domain_attr->mr_key_size >= sizeof(uint64_t);
+  return is_wide ? random_value<uint64_t>() >> 1 : 1;  // counting on never reaches FI_KEY_NOTAVAIL
+}
+
 }  // namespace
 
 const Api& api() {
@@ -77,20 +84,6 @@ void check_call(
 ) {
   WEFT_CHECK(context, result >= 0, code, "{}: {}, provider {}", call, error_text(result), provider);
 }
-
-namespace {
-
-// Whoever knows a key can write, so keys start where nobody guesses if there is room for that.
-uint64_t first_key(const fi_info& info) {
-  uint64_t key = 0;
-  const bool is_wide = info.domain_attr->mr_key_size >= sizeof key;
-  if (!is_wide || ::getrandom(&key, sizeof key, 0) != static_cast<ssize_t>(sizeof key)) {
-    return 1;
-  }
-  return key >> 1;  // counting on never reaches FI_KEY_NOTAVAIL
-}
-
-}  // namespace
 
 Fabric::Fabric(const Provider& provider, Info info, const Context& context)
     : provider_(&provider),

@@ -17,6 +17,7 @@
 
 #include "core/check.hpp"
 #include "core/env.hpp"
+#include "core/host_map.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
 
@@ -123,9 +124,6 @@ struct Offer {
 // One for each entry of providers(), in that order; api() must have loaded.
 [[nodiscard]] std::vector<Offer> list_offers(const FabricWish& wish);
 
-// "best of those that are usable" or "asked for by WEFT_FABRIC"
-[[nodiscard]] std::string reason_for(const FabricWish& wish);
-
 // One opened provider of one rank: its fabric, its domain, and how memory becomes reachable in it.
 class Fabric {
  public:
@@ -183,11 +181,8 @@ class Fabric {
     const Group& group, std::string_view kind, std::string_view device = {}
 );
 
-struct Selection {
-  const Provider* provider = nullptr;
-  Info info;
-  std::string gpu_obstacle;  // why memory of GPUs is not asked for; this rank's
-  uint32_t num_queues = 1;   // the fewest that any rank asks for or can have
+struct Selection : Offer {
+  uint32_t num_queues = 1;  // the fewest that any rank asks for or can have
 };
 
 // Collective. `device`: PCI address of this rank's GPU, or empty. Throws the same Error
@@ -196,7 +191,31 @@ struct Selection {
     const Group& group, std::string_view kind, std::string_view device = {}
 );
 
-// Why no provider can be used, as far as this rank can tell; empty: one can.
-[[nodiscard]] std::string obstacle_here(const FabricWish& wish);
+// --- which of a host's cards and addresses a rank uses: a card that lies near its GPU, or near its
+// cores, and where several do, ranks of the host take them in turns (card.cpp) ---
+
+// Of a list, as fi_getinfo gives it, what the first one's provider offers on each card: each domain
+// once, of those that are `wanted`, or if none is named of the first one's fabric: others may lead
+// elsewhere.
+[[nodiscard]] std::vector<const fi_info*> list_cards(
+    const fi_info* offers, std::span<const std::string> wanted
+);
+
+// "0000:17:00.0"; empty: there is no card, or the provider does not say where.
+[[nodiscard]] std::string card_address(const fi_info& offer);
+
+// Index of the card. `device`: PCI address of the rank's GPU, or empty; `turn`: the rank's number
+// among those of its host.
+[[nodiscard]] size_t choose_card(
+    const HostMap& map, std::string_view device, std::span<const std::string> cards, size_t turn
+);
+
+// Cores for the threads that look after a card, or where it is not known those near the GPU.
+[[nodiscard]] std::vector<int> cores_for(const fi_info& offer, std::string_view device);
+
+// The numeric address that `wanted` means here: empty is 127.0.0.1; else an interface ("eth0"), an
+// address of this host ("10.1.2.3") or a network ("10.1.0.0/16", the first address in it), so that
+// one setting serves all hosts. Throws Error (kNotAvailable) with the addresses that there are.
+[[nodiscard]] std::string local_address(const std::string& wanted);
 
 }  // namespace weft::ofi

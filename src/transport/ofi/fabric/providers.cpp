@@ -5,7 +5,6 @@
 #include <iterator>
 #include <utility>
 
-#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/fabric/queue.hpp"
 
@@ -206,10 +205,6 @@ std::vector<Offer> list_offers(const FabricWish& wish) {
     offers.push_back(std::move(offer));
   }
   return offers;
-}
-
-std::string reason_for(const FabricWish& wish) {
-  return wish.provider.empty() ? "best of those that are usable" : "asked for by name";
 }
 
 }  // namespace weft::ofi

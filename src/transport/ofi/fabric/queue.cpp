@@ -37,54 +37,32 @@ Element* element_at(std::vector<Element>& elements, void* address) {
 
 }  // namespace
 
-// Behind the newest span, else, once the newest is behind the oldest, from the start again.
-std::optional<uint64_t> BounceRing::find(uint64_t bytes) const {
-  if (taken_.empty()) {
-    return bytes <= bytes_ ? std::optional<uint64_t>(0) : std::nullopt;
-  }
-  const uint64_t oldest = taken_.front().begin;
-  const uint64_t end = taken_.back().end;
-  const bool has_wrapped = taken_.back().begin < oldest;
-  if (has_wrapped) {
-    return bytes <= oldest - end ? std::optional(end) : std::nullopt;
-  }
-  if (bytes <= bytes_ - end) {
-    return end;
-  }
-  return bytes <= oldest ? std::optional<uint64_t>(0) : std::nullopt;
-}
-
-std::optional<BounceRing::Block> BounceRing::take(uint64_t bytes) {
+// The first gap that is large enough: memory that was used last is the likeliest to be in a cache.
+std::optional<uint64_t> BounceRoom::take(uint64_t bytes) {
   const uint64_t rounded = (bytes + 63) / 64 * 64;
-  const auto offset = find(rounded);
-  if (!offset) {
+  uint64_t begin = 0;
+  auto next = taken_.begin();
+  for (; next != taken_.end() && next->first - begin < rounded; ++next) {
+    begin = next->second;
+  }
+  if (next == taken_.end() && bytes_ - begin < rounded) {
     return std::nullopt;
   }
-  taken_.push_back({.begin = *offset, .end = *offset + rounded});
-  return Block{.ticket = first_ticket_ + taken_.size() - 1, .offset = *offset};
-}
-
-void BounceRing::give_back(uint64_t ticket) {
-  WEFT_ASSERT(ticket >= first_ticket_ && ticket - first_ticket_ < taken_.size());
-  taken_[ticket - first_ticket_].is_free = true;
-  while (!taken_.empty() && taken_.front().is_free) {
-    taken_.pop_front();
-    ++first_ticket_;
-  }
+  taken_.emplace_hint(next, begin, begin + rounded);
+  return begin;
 }
 
 // --- what a queue is made of ---
 
-constexpr uint64_t kRingBytes = uint64_t{4} << 20;  // copies in flight
-constexpr size_t kMessageBytes = 64;                // a receive buffer, on a cache line of its own
+constexpr uint64_t kBounceBytes = uint64_t{4} << 20;  // copies in flight
+constexpr size_t kMessageBytes = 64;  // a receive buffer, on a cache line of its own
 
 // libfabric may keep its notes in the first member while the operation flies.
 struct Queue::Operation {
   fi_context2 notes = {};
   int rank = 0;
   const char* call = "";
-  bool has_room = false;
-  BounceRing::Block block;
+  std::optional<uint64_t> room;  // offset of the copy
   Pending pending;
 };
 
@@ -94,7 +72,7 @@ struct Queue::Receive {
 };
 
 struct Queue::Space {
-  static constexpr uint64_t kBytes = kRingBytes + kNumReceives * kMessageBytes;
+  static constexpr uint64_t kBytes = kBounceBytes + kNumReceives * kMessageBytes;
 
   explicit Space(Fabric& fabric) : data(map_pages(-1, kBytes, ErrorCode::kOutOfMemory)) {
     if (fabric.needs_local()) {
@@ -116,7 +94,7 @@ Queue::Queue(std::shared_ptr<Fabric> fabric, QueueEvents& events, int num_ranks)
       events_(events),
       targets_(static_cast<size_t>(num_ranks), FI_ADDR_NOTAVAIL),
       flying_to_(static_cast<size_t>(num_ranks)),
-      ring_(kRingBytes),
+      bounce_(kBounceBytes),
       operations_(std::clamp<size_t>(fabric_->info()->tx_attr->size, 1, kMaxFlying)),
       receives_(std::clamp<size_t>(fabric_->info()->rx_attr->size, 1, kNumReceives)) {
   open();
@@ -125,7 +103,7 @@ Queue::Queue(std::shared_ptr<Fabric> fabric, QueueEvents& events, int num_ranks)
     idle_.push_back(&operation);
   }
   for (size_t i = 0; i < receives_.size(); ++i) {
-    receives_[i].data = space_->data.get() + kRingBytes + i * kMessageBytes;
+    receives_[i].data = space_->data.get() + kBounceBytes + i * kMessageBytes;
     post_receive(receives_[i]);
   }
 }
@@ -188,17 +166,17 @@ void Queue::connect(int rank, const Bytes& address) {
 
 Queue::Operation* Queue::start(int rank, uint64_t bytes, Pending pending) {
   const std::lock_guard lock(mutex_);
+  return take(rank, bytes, std::move(pending));
+}
+
+Queue::Operation* Queue::take(int rank, uint64_t bytes, Pending pending) {
   if (idle_.empty()) {
     return nullptr;
   }
   Operation* const operation = idle_.back();
-  operation->has_room = bytes > 0;
-  if (bytes > 0) {
-    const auto block = ring_.take(bytes);
-    if (!block) {
-      return nullptr;
-    }
-    operation->block = *block;
+  operation->room = bytes > 0 ? bounce_.take(bytes) : std::nullopt;
+  if (bytes > 0 && !operation->room) {
+    return nullptr;
   }
   idle_.pop_back();
   operation->rank = rank;
@@ -210,7 +188,7 @@ Queue::Operation* Queue::start(int rank, uint64_t bytes, Pending pending) {
 }
 
 std::byte* Queue::room(const Operation& operation) const {
-  return space_->data.get() + operation.block.offset;
+  return space_->data.get() + *operation.room;
 }
 
 void* Queue::room_descriptor() const {
@@ -236,27 +214,33 @@ int64_t Queue::post(Operation& operation, const Write& write) {
   return note_posted(operation, "fi_writemsg", fi_writemsg(endpoint_.get(), &message, flags));
 }
 
-int64_t Queue::post(Operation& operation, const Message& message) {
-  std::memcpy(room(operation), &message, sizeof message);
-  const iovec source = {.iov_base = room(operation), .iov_len = sizeof message};
-  void* descriptor = room_descriptor();
+int64_t Queue::send(int rank, const Message& message, Pending pending) {
   const std::lock_guard lock(mutex_);
+  Operation* const operation = take(rank, sizeof message, std::move(pending));
+  if (operation == nullptr) {
+    return kNoRoom;
+  }
+  std::memcpy(room(*operation), &message, sizeof message);
+  const iovec source = {.iov_base = room(*operation), .iov_len = sizeof message};
+  void* descriptor = room_descriptor();
   const fi_msg envelope = {
       .msg_iov = &source,
       .desc = &descriptor,
       .iov_count = 1,
-      .addr = targets_[static_cast<size_t>(operation.rank)],
-      .context = &operation.notes,
+      .addr = targets_[static_cast<size_t>(rank)],
+      .context = &operation->notes,
       .data = 0};
   const uint64_t flags = FI_COMPLETION | FI_DELIVERY_COMPLETE;
-  return note_posted(operation, "fi_sendmsg", fi_sendmsg(endpoint_.get(), &envelope, flags));
+  const int64_t result = fi_sendmsg(endpoint_.get(), &envelope, flags);
+  if (note_posted(*operation, "fi_sendmsg", result) != 0) {
+    give_back(*operation);
+  }
+  return result;
 }
 
 int64_t Queue::note_posted(Operation& operation, const char* call, int64_t result) {
   operation.call = call;
-  if (result == 0) {
-    flying_to_[static_cast<size_t>(operation.rank)].fetch_add(1, std::memory_order_relaxed);
-  }
+  flying_to_[static_cast<size_t>(operation.rank)] += result == 0 ? 1 : 0;
   return result;
 }
 
@@ -266,8 +250,8 @@ void Queue::abandon(Operation& operation) {
 }
 
 void Queue::give_back(Operation& operation) {
-  if (operation.has_room) {
-    ring_.give_back(operation.block.ticket);
+  if (operation.room) {
+    bounce_.give_back(*operation.room);
   }
   if (operation.pending != nullptr) {
     operation.pending->fetch_sub(1, std::memory_order_release);  // pairs with the owner's load
@@ -279,18 +263,6 @@ void Queue::give_back(Operation& operation) {
 void Queue::finish(Operation& operation) {
   flying_to_[static_cast<size_t>(operation.rank)].fetch_sub(1, std::memory_order_relaxed);
   give_back(operation);
-}
-
-uint32_t Queue::num_flying_to(int rank) const {
-  return flying_to_[static_cast<size_t>(rank)].load(std::memory_order_relaxed);
-}
-
-uint32_t Queue::num_flying() const {
-  uint32_t sum = 0;
-  for (const auto& count : flying_to_) {
-    sum += count.load(std::memory_order_relaxed);
-  }
-  return sum;
 }
 
 // --- completions ---
@@ -345,7 +317,10 @@ void Queue::handle(const fi_cq_data_entry& entry) {
     return;
   }
   Receive* const receive = element_at(receives_, entry.op_context);
-  if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
+  // A plain message can carry data too, from whoever can connect; a write needs the key of a
+  // region.
+  const uint64_t write_with_data = FI_REMOTE_CQ_DATA | FI_REMOTE_WRITE;
+  if ((entry.flags & write_with_data) == write_with_data) {
     events_.on_put(entry.data);
   } else if (receive != nullptr && entry.len == sizeof(Message)) {
     Message message;

@@ -8,9 +8,10 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -65,33 +66,19 @@ struct Message {
   uint64_t b = 0;
 };
 
-// Room for copies of what is being sent, handed out in order and given back in any order. One
-// thread at a time.
-class BounceRing {
+// Room for copies of what is being sent, handed out and given back in any order. One thread at a
+// time.
+class BounceRoom {
  public:
-  struct Block {
-    uint64_t ticket = 0;  // for give_back()
-    uint64_t offset = 0;
-  };
-
-  explicit BounceRing(uint64_t bytes) : bytes_(bytes) {}
-  [[nodiscard]] uint64_t bytes() const { return bytes_; }
-
-  // `bytes` in one piece, at a multiple of 64; empty: not now. At most bytes() fit at all.
-  [[nodiscard]] std::optional<Block> take(uint64_t bytes);
-  void give_back(uint64_t ticket);
+  explicit BounceRoom(uint64_t bytes) : bytes_(bytes) {}
+  // The offset of `bytes` in one piece, at a multiple of 64; empty: not now. At most the whole room
+  // fits at all.
+  [[nodiscard]] std::optional<uint64_t> take(uint64_t bytes);
+  void give_back(uint64_t offset) { taken_.erase(offset); }
 
  private:
-  struct Span {
-    uint64_t begin = 0;
-    uint64_t end = 0;
-    bool is_free = false;
-  };
-  [[nodiscard]] std::optional<uint64_t> find(uint64_t bytes) const;
-
   uint64_t bytes_;
-  std::deque<Span> taken_;     // oldest first
-  uint64_t first_ticket_ = 0;  // of taken_.front()
+  std::map<uint64_t, uint64_t> taken_;  // ends by offset
 };
 
 constexpr size_t kMaxFlying = 256;    // operations in flight of a queue
@@ -129,7 +116,8 @@ struct Write {
 // flight. Nothing here waits; a caller that finds no room polls and tries again.
 //
 // start() takes an operation and room for a copy, post() gives it to libfabric, and its completion
-// gives both back. If post() refuses it, abandon() it or try again.
+// gives both back. If post() refuses it, abandon() it or try again. send() does all of this at
+// once.
 class Queue {
  public:
   struct Operation;
@@ -151,8 +139,10 @@ class Queue {
   [[nodiscard]] void* room_descriptor() const;
   // 0, or libfabric's negative error; -FI_EAGAIN: not now.
   [[nodiscard]] int64_t post(Operation& operation, const Write& write);
-  [[nodiscard]] int64_t post(Operation& operation, const Message& message);
   void abandon(Operation& operation);
+  static constexpr int64_t kNoRoom = 1;  // too much is in flight
+  // As post(), or kNoRoom.
+  [[nodiscard]] int64_t send(int rank, const Message& message, Pending pending = nullptr);
 
   // Handles what has completed or come; returns how much that was.
   size_t poll();
@@ -163,8 +153,12 @@ class Queue {
   // Calls of poll() and try_poll() so far; wraps.
   [[nodiscard]] uint32_t num_polls() const { return num_polls_.load(std::memory_order_relaxed); }
   // Operations in flight.
-  [[nodiscard]] uint32_t num_flying() const;
-  [[nodiscard]] uint32_t num_flying_to(int rank) const;
+  [[nodiscard]] uint32_t num_flying() const {
+    return std::accumulate(flying_to_.begin(), flying_to_.end(), 0U);
+  }
+  [[nodiscard]] uint32_t num_flying_to(int rank) const {
+    return flying_to_[static_cast<size_t>(rank)].load(std::memory_order_relaxed);
+  }
 
   // --- for the progress thread ---
   // What to wait for with poll(2), -1 if the provider has none.
@@ -178,6 +172,7 @@ class Queue {
 
   void open();
   // With mutex_ held:
+  Operation* take(int rank, uint64_t bytes, Pending pending);
   int64_t note_posted(Operation& operation, const char* call, int64_t result);
   void give_back(Operation& operation);
   void post_receive(Receive& receive);
@@ -198,7 +193,7 @@ class Queue {
   std::atomic<uint32_t> num_polls_ = 0;
 
   std::mutex mutex_;  // guards what follows and all calls of libfabric on this endpoint
-  BounceRing ring_;
+  BounceRoom bounce_;
   std::vector<Operation> operations_;
   std::vector<Operation*> idle_;
   std::vector<Receive> receives_;

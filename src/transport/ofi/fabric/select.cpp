@@ -1,41 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chooses the provider that all ranks can use, and reports on each.
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
-#include <limits>
+#include <iterator>
 #include <set>
-#include <sstream>
 #include <vector>
 
 #include "core/check.hpp"
 #include "core/env.hpp"
 #include "transport/agree.hpp"
 #include "transport/common.hpp"
-#include "transport/ofi/fabric/card.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"
 
 namespace weft::ofi {
 namespace {
-
-// One rank's offers as they travel: its number of queues, then for each provider of the table a
-// line that is empty if it can be used.
-std::string encode(const std::vector<Offer>& offers, size_t num_queues) {
-  std::string text = std::to_string(num_queues) + "\n";
-  for (const Offer& offer : offers) {
-    text += offer.obstacle + "\n";
-  }
-  return text;
-}
-
-std::vector<std::string> decode(const Bytes& block) {
-  std::istringstream text({reinterpret_cast<const char*>(block.data()), block.size()});
-  std::vector<std::string> lines;
-  for (std::string line; std::getline(text, line);) {
-    lines.push_back(line);
-  }
-  WEFT_ASSERT(lines.size() == providers().size() + 1);
-  return lines;
-}
 
 // As many queues, up to `wanted`, as every usable provider can have.
 size_t fewest_queues(const std::vector<Offer>& offers, int wanted) {
@@ -63,22 +43,6 @@ FabricWish wish_for(const Group& group, std::string_view kind, std::string_view 
   return wish;
 }
 
-std::string obstacle_here(const FabricWish& wish) {
-  if (!api().obstacle.empty()) {
-    return api().obstacle;
-  }
-  std::vector<std::string> reasons;
-  for (const Offer& offer : list_offers(wish)) {
-    if (offer.obstacle.empty()) {
-      return {};
-    }
-    reasons.push_back(fmt::format("{}: {}", offer.provider->name, offer.obstacle));
-  }
-  return fmt::format(
-      "libfabric {} has no provider to use ({})", api().version, fmt::join(reasons, "; ")
-  );
-}
-
 Selection select_provider(const Group& group, std::string_view kind, std::string_view device) {
   std::vector<Offer> offers;
   FabricWish wish;
@@ -87,25 +51,24 @@ Selection select_provider(const Group& group, std::string_view kind, std::string
     WEFT_CHECK(Context{}, api().obstacle.empty(), ErrorCode::kNotAvailable, "{}", api().obstacle);
     offers = list_offers(wish);
   });
-  const size_t most = fewest_queues(offers, wish.num_queues);
-  std::vector<std::vector<std::string>> answers;  // by rank
-  auto num_queues = std::numeric_limits<uint32_t>::max();
-  const std::string own = encode(offers, most);
-  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(own)))) {
-    answers.push_back(decode(block));
-    num_queues = std::min(num_queues, static_cast<uint32_t>(std::stoul(answers.back()[0])));
+  size_t num_queues = fewest_queues(offers, wish.num_queues);
+  std::vector<std::string> own = {std::to_string(num_queues)};
+  std::ranges::transform(offers, std::back_inserter(own), &Offer::obstacle);
+  const std::string text =
+      nlohmann::json(own).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::vector<std::vector<std::string>> answers;  // by rank: number of queues, obstacles
+  for (const Bytes& block : group.all_gather(std::as_bytes(std::span(text)))) {
+    const auto* const begin = reinterpret_cast<const char*>(block.data());
+    answers.push_back(nlohmann::json::parse(begin, begin + block.size()));
+    num_queues = std::min<size_t>(num_queues, std::stoul(answers.back().at(0)));
   }
   std::vector<std::string> reasons;
   for (size_t i = 0; i < offers.size(); ++i) {
-    const auto lacking = std::find_if(answers.begin(), answers.end(), [i](const auto& lines) {
-      return !lines[i + 1].empty();
+    const auto lacking = std::ranges::find_if(answers, [i](const auto& answer) {
+      return !answer.at(i + 1).empty();
     });
     if (lacking == answers.end()) {
-      return {
-          .provider = offers[i].provider,
-          .info = std::move(offers[i].info),
-          .gpu_obstacle = offers[i].gpu_obstacle,
-          .num_queues = num_queues};
+      return {std::move(offers[i]), static_cast<uint32_t>(num_queues)};
     }
     const auto rank = lacking - answers.begin();
     reasons.push_back(
@@ -185,15 +148,27 @@ FabricReport fabric_report() {
     if (offer.info != nullptr && report.chosen.empty()) {
       report.providers.back().state = "chosen";
       report.chosen = report.providers.back().provider;
-      report.why = ofi::reason_for(wish);
+      report.why = wish.provider.empty() ? "best of those that are usable" : "asked for by name";
     }
   }
   return report;
 }
 
 std::string ofi_obstacle(const Group& group, std::string_view kind) {
+  if (!ofi::api().obstacle.empty()) {
+    return ofi::api().obstacle;
+  }
   try {
-    return ofi::obstacle_here(ofi::wish_for(group, kind));
+    std::vector<std::string> reasons;
+    for (const ofi::Offer& offer : ofi::list_offers(ofi::wish_for(group, kind))) {
+      if (offer.obstacle.empty()) {
+        return {};
+      }
+      reasons.push_back(fmt::format("{}: {}", offer.provider->name, offer.obstacle));
+    }
+    return fmt::format(
+        "libfabric {} has no provider to use ({})", ofi::api().version, fmt::join(reasons, "; ")
+    );
   } catch (const Error& error) {  // the environment asks for what there is not
     return error.what();
   }
