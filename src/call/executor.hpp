@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string_view>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -53,11 +54,16 @@ class Executor {
   [[nodiscard]] virtual Buffer allocate(const Tensor& shape) = 0;
   virtual void release_pooled() = 0;
 
+  // The process that made it.
+  [[nodiscard]] pid_t maker() const { return maker_; }
   // This rank, as messages name it.
   [[nodiscard]] virtual const Context& context() const = 0;
   [[nodiscard]] virtual const ExchangeConfig& config() const = 0;
   [[nodiscard]] virtual ExchangeStats stats() const = 0;
   [[nodiscard]] virtual Footprint footprint() const = 0;
+
+ private:
+  const pid_t maker_ = ::getpid();
 };
 
 [[nodiscard]] std::unique_ptr<Executor> make_cpu_exchange(

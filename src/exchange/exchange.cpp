@@ -6,6 +6,7 @@
 #include "call/executor.hpp"
 #include "call/refusal.hpp"
 #include "core/check.hpp"
+#include "group/control_plane.hpp"
 #include "plan/build.hpp"
 
 namespace weft {
@@ -16,6 +17,19 @@ bool is_addressable(int64_t rows, int64_t cols, int64_t element) {
   int64_t bytes = 0;
   return !__builtin_mul_overflow(rows, cols, &bytes) &&
          !__builtin_mul_overflow(bytes, element, &bytes) && bytes < int64_t{1} << 62;
+}
+
+// What a child of fork() inherits is not its own: it is told so when it calls, and its destructors
+// leave everything as it is.
+Executor& own(const std::unique_ptr<Executor>& executor) {
+  check_maker("exchange", executor->maker(), executor->context());
+  return *executor;
+}
+
+void let_go(std::unique_ptr<Executor>& executor) {
+  if (executor != nullptr && executor->maker() != ::getpid()) {
+    static_cast<void>(executor.release());
+  }
 }
 
 }  // namespace
@@ -39,18 +53,24 @@ Exchange::Exchange(const Group& group, const ExchangeConfig& config)
               : make_cpu_exchange(group, config)
       ) {}
 Exchange::Exchange(std::unique_ptr<Executor> executor) : executor_(std::move(executor)) {}
-Exchange::~Exchange() = default;
+Exchange::~Exchange() {
+  let_go(executor_);
+}
 Exchange::Exchange(Exchange&&) noexcept = default;
-Exchange& Exchange::operator=(Exchange&&) noexcept = default;
+Exchange& Exchange::operator=(Exchange&& other) noexcept {
+  let_go(executor_);
+  executor_ = std::move(other.executor_);
+  return *this;
+}
 
 Plan Exchange::plan(const Routing& routing, const PlanOptions& options, const CallOptions& call) {
-  return executor_->make_plan(routing, options, call);
+  return own(executor_).make_plan(routing, options, call);
 }
 
 void Exchange::dispatch(
     const Plan& plan, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  executor_->dispatch(plan, in, out, call);
+  own(executor_).dispatch(plan, in, out, call);
 }
 
 Plan Exchange::dispatch(
@@ -68,22 +88,22 @@ Plan Exchange::dispatch(
         "expert_stride must be given, with overflow drop)"
     );
   } catch (const Error& refusal) {
-    if (!executor_->refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
+    if (!own(executor_).refuse(Op::kPlanAndDispatch, refusal.what(), call)) {
       throw untold(refusal);
     }
     throw;
   }
-  return executor_->dispatch_routed(routing, options, in, out, call);
+  return own(executor_).dispatch_routed(routing, options, in, out, call);
 }
 
 void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
-  executor_->combine(plan, in, out, call);
+  own(executor_).combine(plan, in, out, call);
 }
 
 void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
-  if (!executor_->refuse(op, reason, call)) {
+  if (!own(executor_).refuse(op, reason, call)) {
     raise_error(
         ErrorCode::kUnsupported,
         executor_->context(),
@@ -95,7 +115,7 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
 }
 
 void Exchange::check() {
-  executor_->check();
+  own(executor_).check();
 }
 
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
@@ -108,11 +128,11 @@ Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   );
   Tensor shape = {.data = nullptr, .dtype = dtype, .rows = rows, .cols = cols};
   shape.device = config().device;
-  return executor_->allocate(shape);
+  return own(executor_).allocate(shape);
 }
 
 void Exchange::release_pooled() {
-  executor_->release_pooled();
+  own(executor_).release_pooled();
 }
 int Exchange::rank() const {
   return executor_->context().rank;
