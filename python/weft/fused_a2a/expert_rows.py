@@ -75,13 +75,12 @@ class ByExpert(NamedTuple):
             check_tensor("x", x, FLOATS, ["T", "H"])
             check_routing(token_indices, token_probs, x.size(0))
             topk = max(MIN_TOPK, token_indices.size(1))
-            call.plans((x.size(1), num_experts, x.device), MIN_TOKENS, topk)
+            exchange = call.plans((x.size(1), num_experts, x.device), MIN_TOKENS, topk)
             num_sms = num_sms if x.is_cuda else 0
             routes = routes_of(token_indices, num_experts)
-            exchange = call.begin()
-        plan, out = weft.plan_and_dispatch(
-            exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
-        )
+            plan, out = weft.plan_and_dispatch(
+                exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
+            )
         # This comes after the launch: a GPU has nothing to do between the wait and that.
         counts = plan.padded_rows_per_expert_list
         counts = torch.tensor(counts, dtype=torch.int64, device="cpu")

@@ -72,8 +72,9 @@ def plain(rank, num_ranks, group, low, topk):
     case, buffer = make(rank, num_ranks, group, low=low, topk=topk, hidden=24)
     stats = torch.full((case.local,), 5, dtype=torch.int32)
     waited = torch.zeros(num_ranks, dtype=torch.int64)
+    options = {"use_fp8": False, "x_global_scale": torch.ones(1)}  # without NVFP4 it is ignored
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
-        case.x, case.idx, NUM_MAX, case.num_experts, stats, waited, use_fp8=False
+        case.x, case.idx, NUM_MAX, case.num_experts, stats, waited, **options
     )
     assert event.event is None and hook is None
     assert recv_x.dtype == torch.bfloat16 and recv_x.shape == (case.local, num_ranks * NUM_MAX, 24)

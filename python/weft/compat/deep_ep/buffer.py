@@ -252,8 +252,8 @@ class Buffer(LowLatencyMode):
                     work.returns(*parts_of(recv_x))
                 return recv_x, None, None, None, None, event_of(work)
 
-            _check_layout(layout, payload.num_tokens, runtime.hosts)
             _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
+            _check_layout(layout, payload.num_tokens, runtime.hosts)
             check_least("expert_alignment", expert_alignment)
             num_experts, num_ranks = num_tokens_per_expert.size(0), self.group_size
             topk = min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)

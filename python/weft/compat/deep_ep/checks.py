@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from weft import _core
 from weft.errors import BadCall, Error, Unsupported
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | s
         isinstance(size, str) or size == found for size, found in zip(shape, tensor.shape)
     )
     check(is_same, f"{what} has shape {list(tensor.shape)} {wanted}")
+    is_here = tensor.is_cpu or tensor.is_cuda
+    check(is_here, f"{what} is on {tensor.device} (expected a CPU or a CUDA device)")
 
 
 def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
@@ -91,9 +94,9 @@ def check_even(num_sms: int) -> None:
 class Call:
     """A call under another library's name, which stands before what is refused within.
 
-    From its begin to that of the exchange's own call, whatever fails here makes the other ranks
-    raise too, and not wait. They hear the reason on the exchange that the call is for, or while
-    that is unknown on the one that the buffer used last.
+    Until an exchange begins its own call, whatever fails here makes the other ranks raise too, and
+    not wait. They hear the reason on the exchange that the call is for, or while that is unknown on
+    the one that the buffer used last.
     """
 
     def __init__(
@@ -107,38 +110,37 @@ class Call:
         a pool the call is local."""
         self._name, self._pool = name, pool
         self._verb = None if pool is None else verb
+        self._begun = _core.num_begun()
         self.exchange: Exchange | None = None if pool is None else pool.last
         self.plan: Plan | None = None
         self.options = options
 
     def by(self, plan: Plan, then: str | None = None) -> Plan:
         """All ranks make the call by their plans; then: the call that comes next, if another."""
-        self.exchange, self.plan, self._verb = plan.exchange, plan, then or self._verb
+        self.exchange, self.plan = plan.exchange, plan
+        if then is not None:
+            self._verb, self._begun = then, _core.num_begun()
         return plan
 
     def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
         self.exchange = self._pool.get(key, max_tokens, max_topk)
-        self._verb, self.options = verb, options
-        return self.exchange
-
-    def begin(self) -> Exchange:
-        """The exchange, whose call refuses for itself from now on."""
-        self._verb, self._pool.last = None, self.exchange
+        self._verb, self._begun, self.options = verb, _core.num_begun(), options
         return self.exchange
 
     def __enter__(self) -> Call:
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        verb, self._verb = self._verb, None
         if problem is None:
+            if self._pool is not None:
+                self._pool.last = self.exchange
             return
         reason = f"{self._name}: {problem}"
-        if verb is not None:
+        if self._verb is not None and _core.num_begun() == self._begun:
             try:
-                self._pool.refuse(self.exchange, verb, reason, self.plan, **self.options)
+                self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
             except Error as error:  # inside a capture: it says so
                 raise BadCall(str(error)) from problem
         if isinstance(problem, BadCall):

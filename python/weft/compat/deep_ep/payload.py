@@ -95,7 +95,7 @@ class Payload:
         if len(columns) > 1:  # uint8 [T, bytes]: rows of any dtype, side by side
             packed = torch.cat([part.view(torch.uint8) for part in columns], dim=1)
         sent, num_sms = (rows, weights, packed), num_sms if rows.is_cuda else 0
-        exchange, plan = call.begin(), call.plan
+        exchange, plan = call.exchange, call.plan
         if plan is not None:
             out = exchange.dispatch(plan, *sent, num_sms=num_sms)
         else:
@@ -131,7 +131,7 @@ def bring_back(
     check_tensor("rows", rows, None, ["N", "H"])
     num_sms = num_sms if rows.is_cuda else 0
     sent = rows.float() if biases or is_wide else rows
-    tokens, sums = call.begin().combine(call.plan, sent, weights, num_sms=num_sms)
+    tokens, sums = call.exchange.combine(call.plan, sent, weights, num_sms=num_sms)
     for bias in biases:
         tokens += bias
     return Combined(tokens.to(rows.dtype), sums)

@@ -45,19 +45,22 @@ class ExchangePool:
         hidden, num_experts, device = key
         with self._lock:
             old = self._exchanges.get(key)
-            if callable(max_topk):
-                max_topk = max_topk() if old is None else old.max_topk
-            topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
-            if old is not None and old.max_tokens >= max_tokens and old.max_topk >= topk:
+            if old is not None and callable(max_topk):
+                max_topk = old.max_topk
+            is_enough = old is not None and old.max_tokens >= max_tokens
+            if is_enough and old.max_topk >= min(max_topk, MAX_TOPK):
                 return old
             self._announce()
+            if callable(max_topk):
+                max_topk = self.largest(self.group.agreed("exchange", max_topk))
+            topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
             new = Exchange(
                 self.group,
                 hidden=hidden,
                 num_experts=num_experts,
                 device=device,
                 max_tokens=max(max_tokens, old.max_tokens if old else 1),
-                max_topk=max(self.largest(topk), old.max_topk if old else 1),
+                max_topk=max(topk, old.max_topk if old else 1),
                 timeout=self._timeout,
             )
             self._exchanges[key] = new
@@ -78,8 +81,12 @@ class ExchangePool:
         if exchange is not None:
             exchange.refuse(verb, reason, plan, **options)
             return
+
+        def fail() -> None:
+            raise InvalidArgument(reason)
+
         with contextlib.suppress(InvalidArgument):
-            self.largest(0, reason)
+            self.group.agreed("exchange", fail)
 
     def close(self) -> None:
         """Lets go of all exchanges; the next call makes new ones."""
@@ -95,15 +102,9 @@ class ExchangePool:
             found = [exchange.footprint() for exchange in self._exchanges.values()]
         return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
 
-    def largest(self, here: int, refusal: str = "") -> int:
-        """Collective: the largest of all ranks' numbers. All raise if any rank refuses."""
-        blocks = self.group.all_gather(f"{here} {refusal}".encode())
-        numbers, refusals = zip(*(block.decode().split(" ", 1) for block in blocks))
-        for rank, problem in enumerate(refusals):
-            if problem:
-                text = f"exchange: rank {rank} refused the call: {problem}"
-                raise InvalidArgument(text, rank=self.group.rank)
-        return max(map(int, numbers))
+    def largest(self, here: int) -> int:
+        """Collective: the largest of all ranks' numbers."""
+        return max(number for (number,) in self.group.gather_numbers(here))
 
 
 class Runtime:

@@ -308,7 +308,7 @@ class ElasticBuffer:
                     handle, out = self._first(
                         call,
                         payload,
-                        (topk_idx, topk_weights, num_experts),
+                        (topk_idx, topk_weights, num_experts, stats),
                         do_expand=do_expand,
                         expert_alignment=1 if expert_alignment is None else expert_alignment,
                         num_max_tokens_per_rank=most,
@@ -334,14 +334,16 @@ class ElasticBuffer:
     def _first(
         self, call: Call, payload: Payload, routing: tuple, **settings: Any
     ) -> tuple[EPHandle, Received]:
-        """Collective. Plans and dispatches. routing: topk_idx, topk_weights, num_experts.
+        """Collective. Plans and dispatches. routing: topk_idx, topk_weights, num_experts, stats.
         settings: those that the handle keeps."""
-        topk_idx, topk_weights, num_experts = routing
+        topk_idx, topk_weights, num_experts, stats = routing
         do_expand, alignment = settings["do_expand"], settings["expert_alignment"]
         most, num_tokens = settings["num_max_tokens_per_rank"], payload.num_tokens
         check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
         check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
         check_experts(num_experts, self.num_ranks)
+        local = [num_experts // self.num_ranks]
+        check_optional("cumulative_local_expert_recv_stats", stats, None, local)
         check(
             num_tokens <= most,
             f"x has {num_tokens} tokens (at most num_max_tokens_per_rank = {most})",

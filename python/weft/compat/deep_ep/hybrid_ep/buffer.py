@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft import Group, Plan
 
-from ..checks import Call, check, check_handle, check_least, check_tensor
+from ..checks import Call, check, check_handle, check_least, check_optional, check_tensor
 from ..layout import ranks_per_domain, scatter_columns
 from ..payload import (
     Payload,
@@ -343,7 +343,7 @@ class HybridEPBuffer:
                 wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
             given = (routing_map, probs, topk_idx, topk_weights)
             routing = self._find(call, payload, given, (num_of_experts, None), is_known, **wants)
-            plan = call.begin().plan(routing.refused, routing_map=routing.accepted, **wants)
+            plan = call.exchange.plan(routing.refused, routing_map=routing.accepted, **wants)
             call.by(plan, "dispatch")
             chosen = numbers(topk_of_map(routing.map, plan.topk))
             num_sms = self._settings.num_of_blocks_dispatch_api
@@ -379,6 +379,7 @@ class HybridEPBuffer:
         """The way of a handle. routing: probs, or topk_idx and topk_weights in its place."""
         probs, topk_idx, topk_weights = routing
         plan = call.by(handle.plan)
+        check_optional("probs", probs, torch.float32, [plan.num_tokens, plan.num_experts])
         if topk_idx is not None and topk_weights is not None:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)

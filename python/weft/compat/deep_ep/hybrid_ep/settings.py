@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import INTEGERS, BadCall, check, check_least, check_tensor
+from ..checks import INTEGERS, BadCall, check, check_least, check_optional, check_tensor
 from ..layout import scatter_columns
 
 MIN_CAPACITY = 512
@@ -70,9 +70,11 @@ def routing_of(
     routing_map, probs, topk_idx, topk_weights = given
     if routing_map is not None:
         check_tensor("routing_map", routing_map, torch.bool, ["T", num_experts or "E"])
+        check_optional("probs", probs, torch.float32, routing_map.shape)
         return Routing(routing_map, probs)
     check(topk_idx is not None, "no routing (expected a handle, routing_map or topk_idx)")
     check_tensor("topk_idx", topk_idx, INTEGERS, ["T", "K"])
+    check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
     check(num_experts is not None, "num_of_experts is None (required with topk_idx)")
     routes = scatter_columns(topk_idx, None, num_experts)
     if topk_weights is not None:

@@ -79,13 +79,13 @@ class LowLatencyMode:
         dispatch_wait_recv_cost_stats int64 [R]: left as it is.
         topk_weights float32 [T, K]: then returns (recv_x, recv_count, recv_topk_weights float32
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
-        NVFP4 raises `weft.Unsupported`.
+        x_global_scale is NVFP4's and ignored without it; NVFP4 raises `weft.Unsupported`.
         """
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         wants = {"layout": "expert_strided", "expert_stride": 1}
         with Call("low_latency_dispatch", self._pool, **wants) as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
-            if use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None:
+            if use_nvfp4 or use_ue8m0_for_sf:
                 raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
             check_tensor("x", x, torch.bfloat16, ["T", "H"])
             num_tokens, hidden = x.shape
@@ -195,7 +195,7 @@ class LowLatencyMode:
                     routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
                 rows = rows.reshape(-1, handle.hidden)
                 weights = topk_weights.masked_fill(routes < 0, 0.0)
-                combined, _ = call.begin().combine(
+                combined, _ = call.exchange.combine(
                     plan, rows, scale="source", source_weights=weights
                 )
                 if out is not None:

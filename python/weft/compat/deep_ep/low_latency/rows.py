@@ -56,7 +56,7 @@ def dispatch_blocks(
     if scales is not None:
         beside = torch.cat([scales.view(torch.int32), beside], dim=1)
     stride = exchange.num_ranks * num_max
-    plan, out = call.begin().plan_and_dispatch(routes, rows, weights, beside, **call.options)
+    plan, out = exchange.plan_and_dispatch(routes, rows, weights, beside, **call.options)
     blocks = (plan.num_local_experts, stride)
     return plan, Blocks(
         out.rows.view(*blocks, rows.size(1)),

@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is wrong on one rank only, all ranks raise: the others with its reason and that rank.
+
+Each case makes a call of two ranks of which the last one passes something wrong, at first when the
+buffer has not exchanged anything yet and again when it has. A right call follows: nobody waits, and
+no call is taken for another.
+"""
+
+import pytest
+import torch
+from buffer_cases import Case, dispatch
+
+import weft
+from weft import fused_a2a
+from weft.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from weft.compat.deep_ep import payload as sending
+from weft.compat.uccl import Buffer as UCCLBuffer
+from weft.fused_a2a import expert_rows
+
+HIDDEN, NUM_MAX, TOPK = 128, 16, 2
+
+
+class Calls:
+    """The calls of a rank by name: a function, and arguments that are right."""
+
+    def __init__(self, rank, num_ranks, group):
+        self.group = group
+        self.case = Case(rank, group, 2 * num_ranks, TOPK, (5, 4), hidden=HIDDEN, distinct=True)
+        self.local = 2
+        self.map = torch.zeros(len(self.case.x), self.case.num_experts, dtype=torch.bool)
+        self.map[:, 1] = self.map[:, -1] = True
+        self.probs = self.map.float()
+        self.fp8 = torch.zeros(len(self.case.x), HIDDEN, dtype=torch.uint8)
+        self.scales = torch.ones(len(self.case.x), 1)
+
+    def normal(self, kind=Buffer):
+        case, buffer = self.case, kind(self.group)
+        layout = buffer.get_dispatch_layout(case.idx, case.num_experts)
+        names = "num_tokens_per_rank num_tokens_per_rdma_rank num_tokens_per_expert"
+        given = dict(zip([*names.split(), "is_token_in_rank"], layout))
+        return buffer, {"x": case.x, "topk_idx": case.idx, "topk_weights": case.weights, **given}
+
+    def dispatch(self):
+        buffer, given = self.normal()
+        return buffer.dispatch, given
+
+    def dispatch_fp8(self):
+        buffer, given = self.normal()
+        call = lambda x, scales, **rest: buffer.dispatch((x, scales), **rest)  # noqa: E731
+        return call, {**given, "x": self.fp8, "scales": self.scales}
+
+    def uccl_dispatch(self):
+        buffer, given = self.normal(UCCLBuffer)
+        return buffer.dispatch, given
+
+    def dispatch_again(self):
+        buffer, _ = self.normal()
+        return buffer.dispatch, {"x": self.case.x, "handle": dispatch(buffer, self.case)[4]}
+
+    def combine(self):
+        buffer, _ = self.normal()
+        rows, _, weights, _, handle, _ = dispatch(buffer, self.case)
+        given = {"x": rows, "handle": handle, "topk_weights": weights, "bias": self.case.x}
+        return buffer.combine, given
+
+    def low_latency(self):
+        case = self.case
+        given = {
+            "x": case.x,
+            "topk_idx": case.idx,
+            "num_max_dispatch_tokens_per_rank": NUM_MAX,
+            "num_experts": case.num_experts,
+            "topk_weights": case.weights,
+            "cumulative_local_expert_recv_stats": torch.zeros(2, dtype=torch.int32),
+            "dispatch_wait_recv_cost_stats": torch.zeros(2, dtype=torch.int64),
+        }
+        return Buffer(self.group, low_latency_mode=True), given
+
+    def low_latency_dispatch(self):
+        buffer, given = self.low_latency()
+        return buffer.low_latency_dispatch, given
+
+    def low_latency_combine(self):
+        buffer, given = self.low_latency()
+        rows, _, _, _, handle, *_ = buffer.low_latency_dispatch(**given, use_fp8=False)
+        case = self.case
+        given = {"x": rows, "topk_idx": case.idx, "topk_weights": case.weights, "handle": handle}
+        return buffer.low_latency_combine, {**given, "out": torch.empty_like(case.x)}
+
+    def elastic(self):
+        case = self.case
+        given = {"x": case.x, "topk_idx": case.idx, "topk_weights": case.weights}
+        given["num_experts"] = case.num_experts
+        given["cumulative_local_expert_recv_stats"] = torch.zeros(2, dtype=torch.int32)
+        return ElasticBuffer(self.group, num_max_tokens_per_rank=NUM_MAX), given
+
+    def elastic_dispatch(self):
+        buffer, given = self.elastic()
+        return buffer.dispatch, given
+
+    def elastic_again(self):
+        buffer, given = self.elastic()
+        return buffer.dispatch, {"x": self.case.x, "handle": buffer.dispatch(**given)[3]}
+
+    def elastic_combine(self):
+        buffer, given = self.elastic()
+        rows, _, weights, handle, _ = buffer.dispatch(**given)
+        given = {"x": rows, "handle": handle, "topk_weights": weights, "bias": self.case.x}
+        return buffer.combine, given
+
+    def hybrid(self):
+        buffer = HybridEPBuffer(self.group, HIDDEN, NUM_MAX, self.local)
+        return buffer, {"hidden": self.case.x, "routing_map": self.map, "probs": self.probs}
+
+    def hybrid_permute(self):
+        buffer, given = self.hybrid()
+        return buffer.dispatch_with_permute, {**given, "pad_multiple": 4}
+
+    def hybrid_indices(self):
+        buffer, given = self.hybrid()
+        case = self.case
+        given = {"hidden": case.x, "topk_idx": case.idx, "topk_weights": case.weights}
+        return buffer.dispatch_with_permute, given
+
+    def hybrid_unpermute(self):
+        buffer, given = self.hybrid()
+        rows, probs, _, _, handle = buffer.dispatch_with_permute(**given)
+        return buffer.combine_with_unpermute, {"hidden": rows, "probs": probs, "handle": handle}
+
+    def hybrid_dispatch(self):
+        buffer, given = self.hybrid()
+        return buffer.dispatch, given
+
+    def hybrid_again(self):
+        buffer, given = self.hybrid()
+        return buffer.dispatch, {**given, "handle": buffer.dispatch(**given)[3]}
+
+    def hybrid_combine(self):
+        buffer, given = self.hybrid()
+        rows, probs, _, handle = buffer.dispatch(**given)
+        return buffer.combine, {"hidden": rows, "probs": probs, "handle": handle}
+
+    def fused(self):
+        case = self.case
+        given = {"x": case.x, "token_indices": case.idx, "token_probs": case.weights}
+        return {**given, "num_experts": case.num_experts, "group": self.group}
+
+    def fused_dispatch(self):
+        return fused_a2a.fused_dispatch, self.fused()
+
+    def uccl_fused_dispatch(self):
+        return fused_a2a.uccl_fused_dispatch, self.fused()
+
+    def fused_combine(self):
+        rows, *_, handle = fused_a2a.fused_dispatch(**self.fused())
+        return fused_a2a.fused_combine, {"x": rows, "group": self.group, "handle": handle}
+
+    def fused_by_expert(self):
+        return expert_rows.DEEPEP_BY_EXPERT.dispatch, self.fused()
+
+    def deepepv2_dispatch(self):
+        buffer, _ = self.elastic()
+        given = {**self.fused(), "buffer": buffer, "num_max_tokens_per_rank": NUM_MAX}
+        del given["group"]
+        return fused_a2a.deepepv2_dispatch, given
+
+    def deepepv2_combine(self):
+        call, given = self.deepepv2_dispatch()
+        rows, *_, handle = call(**given)
+        return fused_a2a.deepepv2_combine, {"buffer": given["buffer"], "x": rows, "handle": handle}
+
+    def hybrid_ep_dispatch(self):
+        given = {"x": self.case.x, "routing_map": self.map, "probs": self.probs}
+        return fused_a2a.hybrid_ep_dispatch, {**given, "group": self.group, "num_local_experts": 2}
+
+    def hybrid_ep_combine(self):
+        call, given = self.hybrid_ep_dispatch()
+        rows, *_, handle = call(**given)
+        return fused_a2a.hybrid_ep_combine, {"x": rows, "handle": handle}
+
+
+SPOILT = {
+    "list": lambda value: value.tolist(),
+    "flat": lambda value: value.flatten(),
+    "deep": lambda value: value.unsqueeze(0),
+    "meta": lambda value: value.to("meta"),
+    "double": lambda value: value.double(),
+    "long row": lambda value: torch.cat([value, value[:1]]),
+    "narrow": lambda value: value[:, :3].contiguous(),
+    "half": lambda value: value[:, : value.size(1) // 2].contiguous(),
+    "none": lambda value: None,
+    "zero": lambda value: 0,
+    "word": lambda value: "word",
+    "true": lambda value: True,
+}
+X = [
+    ("x", "list", "list|parts"),
+    ("x", "flat", "shape"),
+    ("x", "deep", "shape"),
+    ("x", "meta", "meta"),
+]
+HIDDEN_ROWS = [("hidden", how, reason) for _, how, reason in X]
+IDX = [
+    ("topk_idx", "list", "topk_idx is a list"),
+    ("topk_idx", "flat", "topk_idx has shape"),
+    ("topk_idx", "double", "topk_idx has dtype torch.float64"),
+    ("topk_idx", "long row", "topk_idx has shape"),
+    ("topk_idx", "meta", "meta"),
+]
+WEIGHTS = [
+    ("topk_weights", "list", "topk_weights is a list"),
+    ("topk_weights", "double", "topk_weights has dtype torch.float64"),
+    ("topk_weights", "flat", "topk_weights has shape"),
+    ("topk_weights", "meta", "meta"),
+]
+FUSED = [
+    (
+        name.replace("topk_", "token_").replace("weights", "probs").replace("idx", "indices"),
+        how,
+        reason,
+    )
+    for name, how, reason in X + IDX + WEIGHTS
+]
+NORMAL = [
+    *X,
+    ("x", "narrow", "rows of 6 bytes"),
+    ("x", "half", "on rank|must be equal"),
+    *IDX,
+    *WEIGHTS,
+    ("topk_weights", "none", "give both or neither"),
+    ("num_tokens_per_rank", "none", "num_tokens_per_rank is None"),
+    ("num_tokens_per_expert", "list", "num_tokens_per_expert is a list"),
+    ("num_tokens_per_expert", "none", "num_tokens_per_expert is None"),
+    ("is_token_in_rank", "long row", "is_token_in_rank has shape"),
+    ("is_token_in_rank", "double", "is_token_in_rank has dtype"),
+    ("expert_alignment", "zero", "expert_alignment = 0"),
+    ("allocate_on_comm_stream", "true", "allocate_on_comm_stream"),
+]
+HANDLE = ("handle", "word", "handle is a str")
+WRONG = {
+    "dispatch": [*NORMAL, ("num_worst_tokens", "word", "word|str")],
+    "dispatch_fp8": [
+        ("scales", "flat", "scales has shape"),
+        ("scales", "long row", "scales has shape"),
+        ("scales", "list", "scales is a list"),
+        ("scales", "double", "scales has dtype torch.float64"),
+        ("scales", "meta", "meta"),
+    ],
+    "uccl_dispatch": [*X, *IDX],
+    "dispatch_again": [
+        *X,
+        ("x", "long row", "the handle's"),
+        ("x", "half", "the handle's"),
+        HANDLE,
+    ],
+    "combine": [
+        *X,
+        HANDLE,
+        ("x", "long row", "x has shape"),
+        ("x", "double", "x has dtype"),
+        *WEIGHTS,
+        ("bias", "list", "bias"),
+        ("bias", "flat", "bias has shape"),
+        ("bias", "double", "bias has dtype"),
+    ],
+    "low_latency_dispatch": [
+        *X,
+        ("x", "double", "x has dtype"),
+        ("x", "narrow", "x has 3 columns"),
+        *IDX,
+        *WEIGHTS,
+        ("num_experts", "zero", "num_experts = 0"),
+        ("num_max_dispatch_tokens_per_rank", "zero", "dispatch_tokens_per_rank = 0"),
+        ("num_max_dispatch_tokens_per_rank", "word", "word|str"),
+        ("cumulative_local_expert_recv_stats", "double", "recv_stats has dtype"),
+        ("dispatch_wait_recv_cost_stats", "list", "recv_cost_stats is a list"),
+        ("use_nvfp4", "true", "NVFP4"),
+    ],
+    "low_latency_combine": [
+        *X,
+        *IDX,
+        *WEIGHTS,
+        HANDLE,
+        ("out", "flat", "out has shape"),
+        ("out", "list", "out is a list"),
+        ("zero_copy", "true", "zero_copy without rows"),
+        ("overlap", "true", "overlap"),
+    ],
+    "elastic_dispatch": [
+        *X,
+        *IDX,
+        *WEIGHTS,
+        ("num_experts", "none", "num_experts is None"),
+        ("num_experts", "zero", "num_experts = 0"),
+        ("num_max_tokens_per_rank", "zero", "num_max_tokens_per_rank = 0"),
+        ("cumulative_local_expert_recv_stats", "list", "recv_stats is a list"),
+        ("cumulative_local_expert_recv_stats", "zero", "recv_stats is a int"),
+    ],
+    "elastic_again": [
+        *X,
+        HANDLE,
+        ("x", "long row", "rows|x has"),
+        ("do_cpu_sync", "true", "do_cpu"),
+    ],
+    "elastic_combine": [*X, HANDLE, ("bias", "flat", "bias has shape"), ("bias", "list", "bias")],
+    "hybrid_permute": [
+        *HIDDEN_ROWS,
+        ("routing_map", "list", "routing_map is a list"),
+        ("routing_map", "double", "routing_map has dtype"),
+        ("routing_map", "flat", "routing_map has shape"),
+        ("routing_map", "long row", "probs has shape"),
+        ("routing_map", "none", "no routing"),
+        ("probs", "list", "probs|list"),
+        ("probs", "flat", "weights|probs"),
+        ("num_permuted_tokens", "word", "num_permuted_tokens = 'word'"),
+        ("non_blocking", "true", "num_permuted_tokens is required"),
+    ],
+    "hybrid_indices": [*HIDDEN_ROWS, *IDX[:3], ("topk_weights", "list", "list")],
+    "hybrid_unpermute": [*HIDDEN_ROWS, HANDLE, ("probs", "list", "list")],
+    "hybrid_dispatch": [*HIDDEN_ROWS, ("routing_map", "flat", "routing_map has shape")],
+    "hybrid_again": [*HIDDEN_ROWS, HANDLE],
+    "hybrid_combine": [*HIDDEN_ROWS, HANDLE, ("probs", "list", "probs is a list")],
+    "fused_dispatch": FUSED,
+    "uccl_fused_dispatch": FUSED[:6],
+    "fused_combine": [*X, HANDLE],
+    "fused_by_expert": FUSED,
+    "deepepv2_dispatch": FUSED,
+    "deepepv2_combine": [*X, HANDLE],
+    "hybrid_ep_dispatch": [
+        *X,
+        ("routing_map", "list", "routing_map is a list"),
+        ("routing_map", "none", "neither routing_map nor topk_idx"),
+        ("probs", "list", "list"),
+    ],
+    "hybrid_ep_combine": [*X, HANDLE],
+}
+CASES = [(call, *case) for call, cases in WRONG.items() for case in cases]
+
+
+def forget_buffers():
+    fused_a2a.free_buffer()
+    fused_a2a.reset_hybrid_ep_buffer()
+    fused_a2a._uccl_buffer = None
+
+
+def last_is_wrong(rank, num_ranks, group, name, argument, how, reason):
+    forget_buffers()
+    try:
+        call, given = getattr(Calls(rank, num_ranks, group), name)()
+        is_wrong, wrong = rank == num_ranks - 1, dict(given)
+        if is_wrong:
+            wrong[argument] = SPOILT[how](given.get(argument))
+        for _ in range(2):
+            kind = Exception if is_wrong else weft.InvalidArgument
+            with pytest.raises(kind, match=f"(?s){reason}") as found:
+                call(**wrong)
+            assert is_wrong or f"rank {num_ranks - 1}" in str(found.value), found.value
+            call(**given)
+    finally:
+        forget_buffers()
+
+
+@pytest.mark.parametrize(("name", "argument", "how", "reason"), CASES)
+def test_all_ranks_raise_what_one_passes_wrong(ranks, name, argument, how, reason):
+    ranks(last_is_wrong, 2, name, argument, how, reason)
+
+
+def no_memory(rank, num_ranks, group, name):
+    forget_buffers()
+
+    def fail(*_args, **_options):
+        raise torch.OutOfMemoryError("out of memory: 7 GiB")
+
+    calls = Calls(rank, num_ranks, group)
+    call, given = getattr(calls, name)()
+    call(**given)
+    is_wrong = rank == num_ranks - 1
+    usual = sending.row_major
+    try:
+        if is_wrong:
+            sending.row_major = fail
+        kind = torch.OutOfMemoryError if is_wrong else weft.InvalidArgument
+        with pytest.raises(kind, match="out of memory: 7 GiB"):
+            call(**given)
+    finally:
+        sending.row_major = usual
+    call(**given)
+    forget_buffers()
+
+
+@pytest.mark.parametrize(
+    "name", ["dispatch", "dispatch_fp8", "elastic_dispatch", "hybrid_dispatch"]
+)
+def test_all_ranks_raise_where_one_has_no_memory(ranks, name):
+    ranks(no_memory, 2, name)
