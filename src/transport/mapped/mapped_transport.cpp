@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "core/copy.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
-#include "transport/agree.hpp"
 #include "transport/common.hpp"
 
 namespace weft {
@@ -189,18 +189,6 @@ std::byte* MappedTransport::mapped(int rank, uint32_t region) const {
 uint64_t MappedTransport::signal_value(uint32_t signal) const {
   check_signal(context_, "wait", context_.rank, signal, num_signals_);
   return own_.signal(signal);
-}
-
-// Copies need no help; the chance is taken to give back memory that peers released.
-void MappedTransport::progress() {
-  for (const auto& of : peers_) {
-    if (of != nullptr && of->regions.is_outdated(of->signals)) {
-      const std::unique_lock lock(memory_mutex_, std::try_to_lock);
-      if (lock.owns_lock()) {
-        of->regions.drop_released(of->signals);
-      }
-    }
-  }
 }
 
 void MappedTransport::park(uint32_t seen, std::chrono::nanoseconds at_most) {

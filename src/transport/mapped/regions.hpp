@@ -24,7 +24,7 @@ class OwnRegions {
   OwnRegions() = default;
   OwnRegions(const OwnRegions&) = delete;
   OwnRegions& operator=(const OwnRegions&) = delete;
-  ~OwnRegions();  // peers drop what they have mapped at their next import() or progress()
+  ~OwnRegions();  // peers drop what they have mapped at their next import()
 
   void publish_in(const SignalBlock& signals) { signals_ = signals; }
   [[nodiscard]] Region add(Memory memory, uint64_t bytes, const Context& context);
@@ -38,8 +38,9 @@ class OwnRegions {
 };
 
 // The regions of one rank that this rank has imported. Looked up by any thread without a
-// lock, changed by one thread at a time. A region is dropped only when its owner released it, which
-// it does only when nobody moves bytes there, so no lookup races with its own region's end.
+// lock, changed by one thread at a time. A region that its owner released is dropped when this rank
+// imports another one, which it does while none of its workers moves bytes, so no lookup races with
+// its own region's end.
 class RegionTable {
  public:
   struct View {
