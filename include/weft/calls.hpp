@@ -11,7 +11,7 @@ namespace weft {
 // The collective operations. kPlanAndDispatch is the one call that makes both.
 enum class Op : uint32_t { kNone, kPlan, kDispatch, kCombine, kPlanAndDispatch };
 
-// Options of one call on a GPU; a CPU exchange takes only the default.
+// Options of one call. All but `number` are for GPUs, a CPU exchange takes only their default.
 struct CallOptions {
   // cudaStream_t. Null: one of the exchange's own, and the call returns when it is done, as on a
   // CPU.
@@ -24,6 +24,10 @@ struct CallOptions {
   // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
   // fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
+  // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
+  // Ranks whose calls have come out of step, because one of them left a call out, then throw and
+  // do not exchange rows of different calls. 0: not counted, on all ranks alike.
+  int64_t number = 0;
 };
 
 // What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every

@@ -19,7 +19,8 @@ enum class ErrorCode {
   kTransport,
   kFile,  // a missing, truncated or foreign file; the message names it
   kCuda,
-  kInternal,  // a defect in Weft
+  kInternal,     // a defect in Weft
+  kInterrupted,  // the calling program wants a call to stop that waits (Ctrl-C)
 };
 
 [[nodiscard]] std::string_view error_code_name(ErrorCode code);

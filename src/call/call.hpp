@@ -31,6 +31,7 @@ enum class Place : uint32_t {
 // What an operation does not have keeps its default.
 struct Call {
   Op op = Op::kNone;
+  int64_t number = 0;  // CallOptions::number
   // Of dispatch and combine: the call that made the plan. Of a plan: 0, or the number of the plan
   // that is imported from the host.
   int64_t plan_number = 0;

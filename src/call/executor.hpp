@@ -2,7 +2,9 @@
 // What every executor answers for. Exchange picks one by ExchangeConfig::device.
 #pragma once
 
+#include <algorithm>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <unistd.h>
 #include <utility>
@@ -65,6 +67,14 @@ class Executor {
  private:
   const pid_t maker_ = ::getpid();
 };
+
+// The error of a rank whose refusal could not be told, as its stream is being captured.
+[[nodiscard]] inline Error untold(const Error& error) {
+  std::string text = error.what();
+  const std::string note = " (the call was being captured: no other rank hears of it)";
+  text.insert(std::min(text.rfind(" at "), text.size()), note);  // before the place in the source
+  return {error.code(), text, error.rank(), error.where()};
+}
 
 [[nodiscard]] std::unique_ptr<Executor> make_cpu_exchange(
     const Group& group, const ExchangeConfig& config

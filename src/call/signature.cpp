@@ -42,7 +42,7 @@ constexpr auto kQuantise = [](int64_t value) { return one_of<3>({"none", "e4m3",
 
 struct Field {
   std::string_view name;
-  bool is_byte;  // of a word that it shares with its neighbours, else it has its own
+  size_t bits;  // of a word that it shares with its neighbours; 64: it has its own
   int64_t (*get)(const Call& call);
   std::string (*print)(int64_t value);
 };
@@ -55,49 +55,54 @@ constexpr auto kDTypeOf = [](const Call& c) {
 constexpr auto kQuantiseOf = [](const Call& c) { return static_cast<int64_t>(c.payload.quantise); };
 constexpr auto kHasWeights = [](const Call& c) { return int64_t{c.payload.weight_bytes > 0}; };
 constexpr auto kHasCopies = [](const Call& c) { return int64_t{c.has_copies}; };
+constexpr auto kCallNumber = [](const Call& c) { return c.number; };
 constexpr auto kPlanNumber = [](const Call& c) { return c.plan_number; };
 constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
 constexpr auto kScaleBytes = [](const Call& c) { return c.payload.scale_bytes; };
 constexpr auto kTokenRoom = [](const Call& c) { return c.token_room; };
 
+constexpr std::string_view kCall = "the caller's number of this call";
 constexpr std::string_view kRoom = "memory to be made for a token";
 
 constexpr Field kPlanFields[] = {
-    {"layout", true, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
+    {"layout", 4, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
     {"overflow",
-     true,
+     4,
      [](const Call& c) { return static_cast<int64_t>(c.options.overflow); },
      kOverflow},
-    {"topk", true, [](const Call& c) { return int64_t{c.topk}; }, kNumber},
-    {"from_map", true, [](const Call& c) { return int64_t{c.from_map}; }, kYesNo},
-    {"has_weights", true, [](const Call& c) { return int64_t{c.has_weights}; }, kYesNo},
-    {"dtype of x in the same call", true, kDTypeOf, kDType},
-    {"quantise in the same call", true, kQuantiseOf, kQuantise},
-    {"has_weights of x in the same call", true, kHasWeights, kYesNo},
-    {"pad_multiple", false, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
-    {"expert_stride", false, [](const Call& c) { return c.options.expert_stride; }, kNumber},
-    {"row bytes of x in the same call", false, kRowBytes, kBytes},
-    {"row bytes of scales in the same call", false, kScaleBytes, kBytes},
-    {"number of the imported plan", false, kPlanNumber, kNumber}};
+    {"topk", 8, [](const Call& c) { return int64_t{c.topk}; }, kNumber},
+    {"from_map", 4, [](const Call& c) { return int64_t{c.from_map}; }, kYesNo},
+    {"has_weights", 4, [](const Call& c) { return int64_t{c.has_weights}; }, kYesNo},
+    {"dtype of x in the same call", 4, kDTypeOf, kDType},
+    {"quantise in the same call", 4, kQuantiseOf, kQuantise},
+    {"has_weights of x in the same call", 4, kHasWeights, kYesNo},
+    {kCall, 28, kCallNumber, kNumber},
+    {"pad_multiple", 64, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
+    {"expert_stride", 64, [](const Call& c) { return c.options.expert_stride; }, kNumber},
+    {"row bytes of x in the same call", 64, kRowBytes, kBytes},
+    {"row bytes of scales in the same call", 64, kScaleBytes, kBytes},
+    {"number of the imported plan", 64, kPlanNumber, kNumber}};
 
 constexpr Field kDispatchFields[] = {
-    {"plan number", false, kPlanNumber, kNumber},
-    {"dtype of x", true, kDTypeOf, kDType},
-    {"has_weights", true, kHasWeights, kYesNo},
-    {"quantise", true, kQuantiseOf, kQuantise},
-    {"copy_engines", true, kHasCopies, kYesNo},
-    {"row bytes of x", false, kRowBytes, kBytes},
-    {"row bytes of scales", false, kScaleBytes, kBytes},
-    {kRoom, false, kTokenRoom, kBytes}};
+    {"plan number", 64, kPlanNumber, kNumber},
+    {"dtype of x", 4, kDTypeOf, kDType},
+    {"has_weights", 4, kHasWeights, kYesNo},
+    {"quantise", 4, kQuantiseOf, kQuantise},
+    {"copy_engines", 4, kHasCopies, kYesNo},
+    {kCall, 28, kCallNumber, kNumber},
+    {"row bytes of x", 64, kRowBytes, kBytes},
+    {"row bytes of scales", 64, kScaleBytes, kBytes},
+    {kRoom, 64, kTokenRoom, kBytes}};
 
 constexpr Field kCombineFields[] = {
-    {"plan number", false, kPlanNumber, kNumber},
-    {"dtype of rows", true, kDTypeOf, kDType},
-    {"has_weights", true, kHasWeights, kYesNo},
-    {"scale", true, [](const Call& c) { return static_cast<int64_t>(c.scale); }, kScale},
-    {"copy_engines", true, kHasCopies, kYesNo},
-    {"row bytes of rows", false, kRowBytes, kBytes},
-    {kRoom, false, kTokenRoom, kBytes}};
+    {"plan number", 64, kPlanNumber, kNumber},
+    {"dtype of rows", 4, kDTypeOf, kDType},
+    {"has_weights", 4, kHasWeights, kYesNo},
+    {"scale", 4, [](const Call& c) { return static_cast<int64_t>(c.scale); }, kScale},
+    {"copy_engines", 4, kHasCopies, kYesNo},
+    {kCall, 28, kCallNumber, kNumber},
+    {"row bytes of rows", 64, kRowBytes, kBytes},
+    {kRoom, 64, kTokenRoom, kBytes}};
 
 constexpr std::span<const Field> fields_of(Op op) {
   switch (op) {
@@ -112,17 +117,24 @@ constexpr std::span<const Field> fields_of(Op op) {
   }
 }
 
+constexpr size_t kWordBits = 64;
+
+// The value of a field in a word that holds it from bit `shift` on.
+constexpr int64_t cut(const Field& field, uint64_t word, size_t shift) {
+  return static_cast<int64_t>(word >> shift & (~uint64_t{0} >> (kWordBits - field.bits)));
+}
+
 // visit(field, word, shift) for each field where it lies. -> words that there are.
 template <class Visit>
 constexpr size_t for_each_field(Op op, const Visit& visit) {
-  constexpr size_t kBits = 64;
   size_t bit = 0;
   for (const Field& field : fields_of(op)) {
-    bit = field.is_byte ? bit : (bit + kBits - 1) / kBits * kBits;
-    visit(field, bit / kBits, bit % kBits);
-    bit += field.is_byte ? 8 : kBits;
+    const bool fits = bit % kWordBits + field.bits <= kWordBits;
+    bit = fits ? bit : (bit + kWordBits - 1) / kWordBits * kWordBits;
+    visit(field, bit / kWordBits, bit % kWordBits);
+    bit += field.bits;
   }
-  return (bit + kBits - 1) / kBits;
+  return (bit + kWordBits - 1) / kWordBits;
 }
 
 constexpr bool fits(Op op) {
@@ -135,7 +147,8 @@ static_assert(fits(Op::kPlan) && fits(Op::kDispatch) && fits(Op::kCombine));
 Signature signature_of(const Call& call) {
   uint64_t words[kSignatureWords] = {};
   for_each_field(call.op, [&](const Field& field, size_t word, size_t shift) {
-    words[word] |= static_cast<uint64_t>(field.get(call)) << shift;
+    const auto value = static_cast<uint64_t>(field.get(call));
+    words[word] |= static_cast<uint64_t>(cut(field, value, 0)) << shift;
   });
   Signature signature;
   for (size_t word = 0; word < kSignatureWords; ++word) {
@@ -164,10 +177,7 @@ std::string difference_text(Op op, size_t word, int64_t mine, int64_t theirs, si
     );
   };
   for_each_field(op, [&](const Field& field, size_t at, size_t shift) {
-    const auto value = [&](int64_t bits) {
-      return field.is_byte ? static_cast<int64_t>(static_cast<uint64_t>(bits) >> shift & 0xff)
-                           : bits;
-    };
+    const auto value = [&](int64_t bits) { return cut(field, static_cast<uint64_t>(bits), shift); };
     if (text.empty() && at == word && value(mine) != value(theirs)) {
       tell(field.name, field.print(value(mine)), field.print(value(theirs)));
     }

@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // A call as its ranks compare it: some numbers that travel with the handshake of both executors,
-// and what a difference between two ranks says to the user.
+// and what a difference between two ranks, or the refusal of one, says to the user.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "call/call.hpp"
 
@@ -29,5 +33,19 @@ struct Signature {
 [[nodiscard]] std::string difference_text(
     Op op, size_t word, int64_t mine, int64_t theirs, size_t rank
 );
+
+// Why a rank refuses a call, on its way to the other ranks. Trivially copyable; lies in shared
+// memory. What is longer is cut.
+struct RefusalText {
+  RefusalText() = default;
+  explicit RefusalText(std::string_view reason) {
+    reason.copy(chars.data(), std::min(reason.size(), chars.size() - 1));
+  }
+  [[nodiscard]] std::string_view view() const {
+    return {chars.data(), ::strnlen(chars.data(), chars.size())};
+  }
+
+  std::array<char, 512> chars = {};
+};
 
 }  // namespace weft

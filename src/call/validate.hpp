@@ -3,6 +3,8 @@
 // kUnsupported) before anything is written.
 #pragma once
 
+#include <functional>
+
 #include "core/check.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/exchange.hpp"
@@ -10,6 +12,12 @@
 namespace weft {
 
 void validate_config(const ExchangeConfig& config, const Context& context);
+
+// Collective. A config that is wrong or different on one rank is an error on all. `more_checks` may
+// throw what only the chosen executor knows.
+void agree_on_config(
+    const Group& group, const ExchangeConfig& config, const std::function<void()>& more_checks = {}
+);
 
 // Who asks: the exchange whose plans are accepted, and its limits.
 struct Validator {

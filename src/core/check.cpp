@@ -52,7 +52,8 @@ std::string_view error_code_name(ErrorCode code) {
       "transport",
       "file",
       "cuda",
-      "internal"};
+      "internal",
+      "interrupted"};
   return name_of(code, kNames);
 }
 

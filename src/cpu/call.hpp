@@ -31,6 +31,7 @@ struct CpuRank {
 
 // What belongs to one call.
 struct CpuCall {
+  const CpuRank rank;
   uint64_t number = 0;
   const PlanData& plan;
   std::span<const CallWord> words;  // by rank: where that rank wants what is sent to it

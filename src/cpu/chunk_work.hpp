@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work of a call that waits for chunks from peers. The roles in dispatch/ and combine/ that receive
-// are classes of this kind; dispatch/call.cpp and combine/call.cpp run them.
+// Work of a call that waits for chunks from peers, and the signals that say which chunks have come.
+// The roles in dispatch/ and combine/ that receive are classes of this kind; dispatch/call.cpp and
+// combine/call.cpp run them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -12,10 +15,98 @@
 
 namespace weft {
 
+// What a peer sends here in one call.
+struct ChunkSource {
+  int64_t num_arrivals = 0;  // 0 for this rank itself
+  uint64_t puts_per_arrival = 1;
+  int peer = 0;  // whom an error names when a chunk does not come (Missing)
+  int via = -1;
+  std::vector<int> behind = {};  // ranks that `peer` may wait for itself
+};
+
+// What one call lets arrive here.
+struct ChunkTraffic {
+  std::vector<ChunkSource> sources = {};
+  uint64_t puts_per_chunk = 0;  // on top, e.g. one for all weights of a chunk
+};
+
+class ChunkSignals {
+ public:
+  // `first_signal` is that of (source 0, chunk 0); sources follow each other at `max_chunks`.
+  ChunkSignals(const CpuRank& rank, uint32_t first_signal, ChunkTraffic traffic)
+      : transport_(rank.transport),
+        first_signal_(first_signal),
+        max_chunks_(rank.signals.max_chunks),
+        traffic_(std::move(traffic)),
+        settled_(rank.settled) {}
+
+  [[nodiscard]] size_t num_peers() const { return traffic_.sources.size(); }
+  [[nodiscard]] int64_t num_arrivals(size_t peer) const {
+    return traffic_.sources[peer].num_arrivals;
+  }
+  [[nodiscard]] int64_t num_chunks_from(size_t peer) const {
+    return num_chunks(num_arrivals(peer));
+  }
+  // Raised at each receiver for the chunks that `rank` sends.
+  [[nodiscard]] uint32_t signal(size_t rank, int64_t chunk) const {
+    return first_signal_ + static_cast<uint32_t>(rank) * max_chunks_ + static_cast<uint32_t>(chunk);
+  }
+  [[nodiscard]] uint64_t wanted(size_t peer, int64_t chunk) const {
+    const ChunkRange range = chunk_range(num_arrivals(peer), chunk);
+    return settled_[signal(peer, chunk)] + traffic_.puts_per_chunk +
+           static_cast<uint64_t>(range.last - range.first) *
+               traffic_.sources[peer].puts_per_arrival;
+  }
+  // Acquires what the chunk's puts wrote.
+  [[nodiscard]] bool is_complete(size_t peer, int64_t chunk) const {
+    return transport_.signal_value(signal(peer, chunk)) >= wanted(peer, chunk);
+  }
+  // Adds whom the chunk waits for, each but once.
+  void add_missing(size_t peer, int64_t chunk, std::vector<Missing>& late) const {
+    const ChunkSource& source = traffic_.sources[peer];
+    const uint32_t number = signal(peer, chunk);
+    const auto add = [&](int rank, int via) {
+      const auto is_same = [&](const Missing& one) { return one.peer == rank && one.via == via; };
+      if (std::ranges::none_of(late, is_same)) {
+        late.push_back(
+            {.peer = rank,
+             .signal = number,
+             .seen = transport_.signal_value(number),
+             .wanted = wanted(peer, chunk),
+             .via = via}
+        );
+      }
+    };
+    add(source.peer, source.via);
+    for (const int rank : source.behind) {
+      add(rank, source.peer);
+    }
+  }
+  // One thread calls it after all chunks are complete.
+  void settle() {
+    for (size_t peer = 0; peer < num_peers(); ++peer) {
+      for (int64_t chunk = 0; chunk < num_chunks_from(peer); ++chunk) {
+        settled_[signal(peer, chunk)] = wanted(peer, chunk);
+      }
+    }
+  }
+
+ private:
+  const Transport& transport_;
+  uint32_t first_signal_;
+  uint32_t max_chunks_;
+  ChunkTraffic traffic_;
+  std::vector<uint64_t>& settled_;
+};
+
 // Some queues of chunks. Any worker claims the next chunk of a queue once what it needs has come.
+//
+// `Work` derives from it and has run(queue, chunk, worker) and each_needed(queue, chunk, visit),
+// which calls visit(signals, peer, chunk) for all that a chunk of a queue waits for, until that
+// returns false.
+template <class Work>
 class ChunkWork {
  public:
-  virtual ~ChunkWork() = default;
   // Runs one chunk of each queue that has one ready. Any worker. False: there was none.
   bool run_ready(int worker) {
     bool has_run = false;
@@ -24,7 +115,7 @@ class ChunkWork {
       int64_t chunk = next_[queue].load(std::memory_order_relaxed);
       if (chunk < num_chunks_[queue] && is_complete(queue, chunk) &&
           next_[queue].compare_exchange_strong(chunk, chunk + 1)) {
-        run(queue, chunk, worker);
+        static_cast<Work&>(*this).run(queue, chunk, worker);
         has_run = true;
       }
     }
@@ -47,8 +138,17 @@ class ChunkWork {
     return has_complete;
   }
 
-  // What the next chunk of each queue waits for.
-  virtual void add_missing(std::vector<Missing>& late) const = 0;
+  // Adds whom the next chunks of the queues wait for.
+  void add_missing(std::vector<Missing>& late) const {
+    each_unclaimed([&](size_t queue, int64_t chunk) {
+      work().each_needed(queue, chunk, [&](const ChunkSignals& from, size_t peer, int64_t part) {
+        if (!from.is_complete(peer, part)) {
+          from.add_missing(peer, part, late);
+        }
+        return true;
+      });
+    });
+  }
 
  protected:
   ChunkWork() = default;
@@ -62,6 +162,18 @@ class ChunkWork {
     next_ = std::vector<std::atomic<int64_t>>(num_items.size());
   }
 
+ private:
+  [[nodiscard]] const Work& work() const { return static_cast<const Work&>(*this); }
+
+  [[nodiscard]] bool is_complete(size_t queue, int64_t chunk) const {
+    bool is_whole = true;
+    work().each_needed(queue, chunk, [&](const ChunkSignals& from, size_t peer, int64_t part) {
+      is_whole = from.is_complete(peer, part);
+      return is_whole;
+    });
+    return is_whole;
+  }
+
   // Visits (queue, chunk) of the next chunk of each queue that has one left.
   template <class Visit>
   void each_unclaimed(const Visit& visit) const {
@@ -73,10 +185,6 @@ class ChunkWork {
     }
   }
 
-  [[nodiscard]] virtual bool is_complete(size_t queue, int64_t chunk) const = 0;
-  virtual void run(size_t queue, int64_t chunk, int worker) = 0;
-
- private:
   size_t first_ = 0;
   std::vector<int64_t> num_chunks_;         // by queue
   std::vector<std::atomic<int64_t>> next_;  // by queue, the first chunk that nobody has claimed
@@ -84,14 +192,14 @@ class ChunkWork {
 
 // Each worker takes turns: run_unit(unit, worker) for the next unit, then what is ready of both
 // works. Returns when all of it is done; `reason` names what has not come if it never is.
-template <class RunUnit>
+template <class RunUnit, class Forward, class Receive>
 void take_turns(
     const CpuRank& rank,
     const WaitReason& reason,
     int64_t num_units,
     const RunUnit& run_unit,
-    ChunkWork& forward,
-    ChunkWork& receive
+    Forward& forward,
+    Receive& receive
 ) {
   const auto is_claimed = [&] { return forward.is_claimed() && receive.is_claimed(); };
   const auto ready = [&] { return forward.has_ready() || receive.has_ready() || is_claimed(); };
@@ -113,11 +221,13 @@ void take_turns(
         continue;
       }
       if (is_claimed()) {
-        return;
+        break;
       }
       rank.waiter.until(reason, ready, missing, [&] { return rank.workers.is_stopping(); });
     }
   });
+  forward.settle();
+  receive.settle();
 }
 
 }  // namespace weft

@@ -6,15 +6,16 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 #include <thread>
 
-#include "call/config_agreement.hpp"
+#include "call/validate.hpp"
 #include "core/env.hpp"
 #include "core/host_map.hpp"
 #include "core/size_class.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
-#include "transport/agree.hpp"
 #include "transport/common.hpp"
 
 namespace weft {
@@ -43,7 +44,7 @@ CpuExchange::CpuExchange(
       context_(context_of(group)),
       id_(next_exchange_id++),
       domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)) {
-  agree_on_config(group, settings_, context_);
+  agree_on_config(group, settings_);
   const Env env = Env::read();
   if (settings_.num_threads == 0) {
     settings_.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
@@ -59,13 +60,22 @@ CpuExchange::CpuExchange(
       .max_chunks = static_cast<uint32_t>(num_chunks(settings_.max_tokens)),
       .has_crossings = domains_->has_several(),
       .num_forwarded_pairs = domains_->max_forwarded_pairs()};
+  WEFT_CHECK_ARG(
+      context_,
+      signals_.needed() < std::numeric_limits<uint32_t>::max(),
+      "exchange: max_tokens = {} makes {} signals among {} ranks (fewer than 2^32 - 1)",
+      settings_.max_tokens,
+      signals_.needed(),
+      context_.num_ranks
+  );
   settled_.resize(signals_.size());
   transport_ = make_transport(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
   settings_.transport = transport_->name();
   context_.transport = settings_.transport;
-  waiter_ = std::make_unique<Waiter>(*transport_, context_, settings_.timeout);
+  waiter_ =
+      std::make_unique<Waiter>(*transport_, context_, settings_.timeout, signals_.interrupted(0));
   agree(group, [&] {
     workers_ = std::make_unique<WorkerPool>(
         settings_.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
@@ -148,13 +158,32 @@ std::exception_ptr CpuExchange::cause_of(Op op, const Error& error) const {
   }
 }
 
+void CpuExchange::break_off(Op op, const Error& error) {
+  broken_ = cause_of(op, error);
+  for (int peer = 0; peer < context_.num_ranks && error.code() == ErrorCode::kInterrupted; ++peer) {
+    try {
+      if (peer != context_.rank) {
+        transport_->raise(peer, signals_.interrupted(context_.rank), call_number_);
+      }
+    } catch (const Error&) {  // a peer that is gone needs no word
+    }
+  }
+  std::rethrow_exception(broken_);
+}
+
 // Nobody waits for the dispatch behind a plan: every rank throws in the plan.
 bool CpuExchange::refuse(Op op, std::string_view reason, const CallOptions& /*call*/) {
   if (!broken_) {
     call_number_ = board_->next_call();
     try {
       board_->refuse(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason);
-    } catch (...) {  // the others never called: what this rank refuses for is the error to throw
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInterrupted) {
+        break_off(op, error);
+      }
+      // The others never called: what this rank refuses for is the error to throw.
+      broken_ = std::current_exception();
+    } catch (...) {
       broken_ = std::current_exception();
     }
   }

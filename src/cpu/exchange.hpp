@@ -65,6 +65,8 @@ class CpuExchange : public Executor {
   [[nodiscard]] int find_gone_peer(std::chrono::milliseconds patience) const;
   // The exception being handled, or that a peer is gone if the call failed because of it.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
+  // The end of the exchange. Of an interrupt, which happens only here, the other ranks are told.
+  [[noreturn]] void break_off(Op op, const Error& error);
 
   [[nodiscard]] CallWord new_word(const Call& call) const;
   // Makes room for what peers write here in this call. Nobody writes there between calls.
@@ -122,8 +124,7 @@ auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
     if (error.code() == ErrorCode::kInvalidArgument) {
       throw;
     }
-    broken_ = cause_of(op, error);
-    std::rethrow_exception(broken_);
+    break_off(op, error);
   } catch (...) {
     broken_ = std::current_exception();
     throw;

@@ -4,7 +4,6 @@
 
 #include "call/call.hpp"
 #include "call/executor.hpp"
-#include "call/refusal.hpp"
 #include "core/check.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"

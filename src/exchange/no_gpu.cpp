@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stands for src/hosts/exchange.cpp in a build without CUDA.
-#include "call/config_agreement.hpp"
 #include "call/executor.hpp"
+#include "call/validate.hpp"
 #include "core/check.hpp"
 
 namespace weft {
@@ -13,7 +13,7 @@ std::unique_ptr<Executor> make_cuda_exchange(
     const std::vector<std::vector<int>>& /*domains*/
 ) {
   const Context context = {.rank = group.rank(), .num_ranks = group.num_ranks()};
-  agree_on_config(group, config, context, [&] {
+  agree_on_config(group, config, [&] {
     raise_error(
         ErrorCode::kUnsupported,
         context,

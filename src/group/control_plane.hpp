@@ -76,6 +76,10 @@ inline void check_place(std::string_view verb, int rank, int num_ranks) {
   );
 }
 
+[[nodiscard]] inline Context context_of(const Group& group, std::string_view transport = {}) {
+  return {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport};
+}
+
 // What a rank said in an all_gather, as a value: the T at the beginning of its block. Throws Error
 // (kPeerFailed) where there is less: ranks made different calls, or an application's own all_gather
 // lost something.

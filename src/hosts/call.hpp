@@ -13,7 +13,7 @@
 
 #include "hosts/exchange.hpp"
 #include "hosts/message_rows.hpp"
-#include "plan/device_plan.hpp"
+#include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <array>
 
-#include "call/config_agreement.hpp"
+#include "call/validate.hpp"
 #include "core/host_map.hpp"
 #include "core/log.hpp"
 #include "core/size_class.hpp"
@@ -52,7 +52,7 @@ HostsExchange::HostsExchange(
     const Group& group, const ExchangeConfig& wanted, const std::vector<std::vector<int>>& domains
 )
     : settings_(wanted) {
-  agree_on_config(group, settings_, {.rank = group.rank(), .num_ranks = group.num_ranks()});
+  agree_on_config(group, settings_);
   const std::string gpu = pci_address(settings_.device.index);
   network_ = std::make_unique<Network>(group, network_config(wanted), domains, gpu);
   const auto members = network_->domains().near();

@@ -254,7 +254,8 @@ class RoutePlacer {
   bool drops_ = false;  // then a route's place is known only once all before it are placed
 };
 
-// What this rank will receive, as far as counts tell.
+}  // namespace
+
 void shape_output(PlanData& plan, const GroupShape& group) {
   const OutputShape& output = group.outputs[static_cast<size_t>(plan.shape.rank)];
   plan.num_rows = output.num_rows;
@@ -285,8 +286,6 @@ void shape_output(PlanData& plan, const GroupShape& group) {
     }
   }
 }
-
-}  // namespace
 
 PlanData place_routes(
     const RouteTable& routes,
@@ -358,69 +357,48 @@ void add_received(PlanData& plan, std::vector<Arrivals> received) {
   plan.padded_rows_per_expert = plan.rows_per_expert;
 }
 
-namespace {
-
-void check_tables(
-    std::span<const RouteTable> routes, int num_experts, std::span<const int64_t> row_budgets
-) {
-  const Context nobody;
-  const auto num_ranks = static_cast<int>(routes.size());
-  WEFT_CHECK_ARG(nobody, num_ranks > 0, "plan: no rank's routing is given (at least one)");
-  WEFT_CHECK_ARG(
-      nobody,
-      num_experts > 0 && num_experts % num_ranks == 0,
-      "plan: num_experts = {} is not a positive multiple of num_ranks = {}",
-      num_experts,
-      num_ranks
-  );
-  WEFT_CHECK_ARG(
-      nobody,
-      row_budgets.empty() || row_budgets.size() == routes.size(),
-      "plan: {} row budgets for {} ranks",
-      row_budgets.size(),
-      num_ranks
-  );
-  for (size_t rank = 1; rank < routes.size(); ++rank) {
-    WEFT_CHECK_ARG(
-        nobody,
-        routes[rank].topk == routes[0].topk,
-        "plan: topk = {} on rank {} ({} on rank 0)",
-        routes[rank].topk,
-        rank,
-        routes[0].topk
-    );
-  }
-}
-
-}  // namespace
-
 std::vector<Plan> build_plans(
     std::span<const RouteTable> routes,
     int num_experts,
     const PlanOptions& options,
     std::span<const int64_t> row_budgets
 ) {
-  check_tables(routes, num_experts, row_budgets);
   const auto num_ranks = static_cast<int>(routes.size());
+  const auto require = [](bool is_good, const std::string& problem) {
+    WEFT_CHECK_ARG(Context{}, is_good, "plan: {}", problem);
+  };
+  require(num_ranks > 0, "no rank's routing is given (at least one)");
+  require(
+      num_experts > 0 && num_experts % num_ranks == 0,
+      fmt::format(
+          "num_experts = {} is not a positive multiple of num_ranks = {}", num_experts, num_ranks
+      )
+  );
+  require(
+      row_budgets.empty() || row_budgets.size() == routes.size(),
+      fmt::format("{} row budgets for {} ranks", row_budgets.size(), num_ranks)
+  );
   std::vector<PlanOptions> options_of(routes.size(), options);
   std::vector<RankCounts> counts;
   for (size_t rank = 0; rank < routes.size(); ++rank) {
+    const int topk = routes[rank].topk;
+    require(
+        topk == routes[0].topk,
+        fmt::format("topk = {} on rank {} ({} on rank 0)", topk, rank, routes[0].topk)
+    );
     if (!row_budgets.empty()) {
-      options_of[rank].row_budget.reset();
-      if (row_budgets[rank] >= 0) {
-        options_of[rank].row_budget = row_budgets[rank];
-      }
+      const int64_t budget = row_budgets[rank];
+      options_of[rank].row_budget = budget < 0 ? std::nullopt : std::optional(budget);
     }
     check_options(options_of[rank], {});
     counts.push_back(count_routes(routes[rank], num_experts, num_ranks, options_of[rank]));
   }
 
   std::vector<PlanData> plans;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    const auto r = static_cast<size_t>(rank);
-    plans.push_back(place_routes(routes[r], counts, rank, options_of[r], {}));
+  for (size_t rank = 0; rank < routes.size(); ++rank) {
+    plans.push_back(place_routes(routes[rank], counts, static_cast<int>(rank), options_of[rank], {})
+    );
   }
-  std::vector<Plan> finished;
   for (size_t to = 0; to < plans.size(); ++to) {
     std::vector<Arrivals> received;
     for (const PlanData& from : plans) {
@@ -428,6 +406,7 @@ std::vector<Plan> build_plans(
     }
     add_received(plans[to], std::move(received));
   }
+  std::vector<Plan> finished;
   for (PlanData& plan : plans) {
     finished.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
   }

@@ -9,9 +9,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/check.hpp"
@@ -21,6 +23,30 @@
 #include "weft/routing.hpp"
 
 namespace weft {
+
+[[nodiscard]] std::string device_text(const Device& device);  // "cpu", "cuda 1"
+
+struct TensorShape {
+  int64_t rows;
+  int64_t cols;
+  [[nodiscard]] std::string text() const { return fmt::format("[{}, {}]", rows, cols); }
+  friend bool operator==(const TensorShape&, const TensorShape&) = default;
+};
+
+// Checks of one call's tensors: given, on the exchange's device, of one of some types, of a shape
+// if one is wanted, rows adjacent. Throws Error (kInvalidArgument) that begins with `verb`.
+struct TensorCheck {
+  std::string_view verb;
+  const Context& context;
+  Device device;
+
+  void operator()(
+      std::string_view name,
+      const ConstTensor& tensor,
+      std::initializer_list<DType> dtypes,
+      TensorShape wanted = {-1, -1}  // of any shape
+  ) const;
+};
 
 // Routing in one form, whatever the caller gave. Rows hold their experts in k order, unused places
 // are -1.
@@ -100,14 +126,27 @@ struct GroupShape {
   std::vector<OutputShape> outputs;  // [num_ranks]
 };
 
+// What the counts of all ranks add up to, and each rank's budget.
+struct GroupTotals {
+  std::vector<int64_t> routes;        // [num_experts]
+  std::vector<int64_t> arrivals;      // [num_ranks]
+  std::vector<int64_t> budgets = {};  // [num_ranks], -1: exact
+};
+
 // Throws Error (kInvalidArgument) if an output has more rows than slots can number, or lacks room
 // under Overflow::kError; the text is the same on every rank.
+[[nodiscard]] GroupShape group_shape(
+    const GroupTotals& totals, const PlanOptions& options, const Context& context
+);
 [[nodiscard]] GroupShape group_shape(
     std::span<const RankCounts> counts,
     int num_experts,
     const PlanOptions& options,
     const Context& context
 );
+
+// Fills in what this rank will receive, as far as counts tell.
+void shape_output(PlanData& plan, const GroupShape& group);
 
 // How threads share work that falls into parts. Results do not depend on it.
 struct Sharing {
@@ -138,34 +177,33 @@ struct Sharing {
     const Sharing& sharing = {}
 );
 
+// Bounds of one pair's arrivals that came from outside: another process or a file.
+struct ArrivalBounds {
+  ArrivalBounds(const PlanShape& shape, int64_t source_tokens, int64_t receiver_rows)
+      : num_tokens(source_tokens),
+        num_rows(receiver_rows),
+        topk(shape.topk),
+        num_local_experts(shape.num_local_experts()),
+        one_row(shape.options.layout == Layout::kRankMajor) {}
+
+  int64_t num_tokens;
+  int64_t num_rows;
+  int topk;
+  int num_local_experts;
+  bool one_row;
+};
+
 // One pair's arrivals as bytes, and back. Decoding checks every bound: the bytes come from another
 // process.
 [[nodiscard]] std::vector<std::byte> encode_records(const Arrivals& arrivals);
 [[nodiscard]] Arrivals decode_records(
     std::span<const std::byte> bytes,
-    const PlanData& receiver,
-    int source_rank,
-    const Context& context
-);
-// The same for a pair whose receiver, of `receiver_rows` rows, is another rank than the reader.
-[[nodiscard]] Arrivals decode_records(
-    std::span<const std::byte> bytes,
-    const PlanShape& shape,
-    int64_t receiver_rows,
+    const ArrivalBounds& bounds,
     int source_rank,
     const Context& context
 );
 // Most bytes that encode_records can return.
 [[nodiscard]] uint64_t max_record_bytes(int64_t max_tokens, int max_topk);
-
-// Bounds of one pair's arrivals that came from outside: another process or a file.
-struct ArrivalBounds {
-  int64_t num_tokens = 0;  // of the source
-  int64_t num_rows = 0;    // of the receiver
-  int topk = 0;
-  int num_local_experts = 0;
-  bool one_row = false;
-};
 
 // Empty if executors may follow these arrivals, else what is wrong, e.g. "slot[3] = 70 is out of
 // range (num_rows = 64)".
@@ -186,6 +224,17 @@ void add_received(PlanData& plan, std::vector<Arrivals> received);
 
 // Fills token_begin and token_arrivals from `sent`.
 void link_tokens(PlanData& plan);
+
+// The part of a plan on a GPU, as the executor that made it knows it. Throws Error
+// (kInvalidArgument) for a plan of another executor.
+template <class MadePlan>
+[[nodiscard]] const MadePlan& device_plan_as(const PlanData& plan, const Context& context) {
+  const auto* made = dynamic_cast<const MadePlan*>(plan.device.get());
+  WEFT_CHECK_ARG(
+      context, made != nullptr, "plan {} was made by another kind of exchange", plan.call
+  );
+  return *made;
+}
 
 // All ranks' plans at once, without any exchange: for files, tests and tools.
 [[nodiscard]] std::vector<Plan> build_plans(

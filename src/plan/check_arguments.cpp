@@ -9,70 +9,43 @@
 namespace weft {
 namespace {
 
-constexpr int64_t kMaxRows = std::numeric_limits<int32_t>::max();
-
-void check_range(std::string_view name, int64_t value, int64_t low, const Context& context) {
-  WEFT_CHECK_ARG(
-      context,
-      value >= low && value <= kMaxRows,
-      "plan: {} = {} is out of range ({} to {})",
-      name,
-      value,
-      low,
-      kMaxRows
-  );
-}
-
-void check_layout(const PlanOptions& options, const Context& context) {
-  switch (options.layout) {
-    case Layout::kRankMajor:
-      WEFT_CHECK_ARG(
-          context,
-          options.pad_multiple == 1,
-          "plan: pad_multiple = {} (must be 1 with rank_major, whose rows have no expert blocks)",
-          options.pad_multiple
-      );
-      break;
-    case Layout::kExpertMajor:
-      break;
-    case Layout::kExpertStrided:
-      WEFT_CHECK_ARG(
-          context,
-          !options.row_budget,
-          "plan: row_budget = {} with expert_strided (its budget is expert_stride)",
-          options.row_budget.value_or(0)
-      );
-      return;
-    default:
-      WEFT_RAISE(
-          context,
-          ErrorCode::kInvalidArgument,
-          "plan: layout = {} is unknown (0 to 2)",
-          static_cast<unsigned>(options.layout)
-      );
-  }
-  WEFT_CHECK_ARG(
-      context,
-      options.expert_stride == 0,
-      "plan: expert_stride = {} with {} (only expert_strided has a stride)",
-      options.expert_stride,
-      layout_name(options.layout)
-  );
-}
+// Slots, and indices of routes, are int32 throughout a plan.
+constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
 }  // namespace
 
 void check_options(const PlanOptions& options, const Context& context) {
-  check_range("pad_multiple", options.pad_multiple, 1, context);
-  check_range("expert_stride", options.expert_stride, 0, context);
-  check_range("row_budget", options.row_budget.value_or(0), 0, context);
-  WEFT_CHECK_ARG(
-      context,
-      options.overflow == Overflow::kDrop || options.overflow == Overflow::kError,
-      "plan: overflow = {} is unknown (0 or 1)",
-      static_cast<unsigned>(options.overflow)
+  const auto require =
+      [&](bool is_good, std::string_view name, int64_t value, std::string_view problem) {
+        WEFT_CHECK_ARG(context, is_good, "plan: {} = {} {}", name, value, problem);
+      };
+  const auto check_range = [&](std::string_view name, int64_t value, int64_t low) {
+    if (value < low || value > kMaxInt32) {
+      require(false, name, value, fmt::format("is out of range ({} to {})", low, kMaxInt32));
+    }
+  };
+  const int64_t budget = options.row_budget.value_or(0);
+  const auto overflow = static_cast<int64_t>(options.overflow);
+  const auto layout = static_cast<int64_t>(options.layout);
+  check_range("pad_multiple", options.pad_multiple, 1);
+  check_range("expert_stride", options.expert_stride, 0);
+  check_range("row_budget", budget, 0);
+  require(options.overflow <= Overflow::kError, "overflow", overflow, "is unknown (0 or 1)");
+  require(options.layout <= Layout::kExpertStrided, "layout", layout, "is unknown (0 to 2)");
+  require(
+      options.layout != Layout::kRankMajor || options.pad_multiple == 1,
+      "pad_multiple",
+      options.pad_multiple,
+      "(must be 1 with rank_major, whose rows have no expert blocks)"
   );
-  check_layout(options, context);
+  if (options.layout == Layout::kExpertStrided) {
+    const std::string_view problem = "with expert_strided (its budget is expert_stride)";
+    require(!options.row_budget, "row_budget", budget, problem);
+  } else if (options.expert_stride != 0) {
+    const std::string_view name = layout_name(options.layout);
+    const std::string problem = fmt::format("with {} (only expert_strided has a stride)", name);
+    require(false, "expert_stride", options.expert_stride, problem);
+  }
 }
 
 std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {
@@ -86,100 +59,53 @@ std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_expe
   return options.row_budget;
 }
 
-// --- routing ---
-
-namespace {
+// --- tensors ---
 
 std::string device_text(const Device& device) {
   return device.kind == Device::Kind::kCpu ? "cpu" : fmt::format("cuda {}", device.index);
 }
 
-// What holds for every matrix of a Routing, whatever its role.
-void check_matrix(
-    const ConstTensor& matrix,
+void TensorCheck::operator()(
     std::string_view name,
+    const ConstTensor& tensor,
     std::initializer_list<DType> dtypes,
-    const Device& device,
-    const Context& context
-) {
-  WEFT_CHECK_ARG(
-      context,
-      matrix.rows >= 0 && matrix.cols >= 0,
-      "plan: {} is [{}, {}] (sizes cannot be negative)",
-      name,
-      matrix.rows,
-      matrix.cols
-  );
-  WEFT_CHECK_ARG(
-      context,
-      matrix.device == device,
-      "plan: {} is on {} (the exchange is on {})",
-      name,
-      device_text(matrix.device),
-      device_text(device)
-  );
-  WEFT_CHECK_ARG(
-      context,
-      matrix.is_contiguous(),
-      "plan: {} is not contiguous (row_stride = {}, {} columns)",
-      name,
-      matrix.row_stride,
-      matrix.cols
-  );
-  WEFT_CHECK_ARG(
-      context,
-      matrix.data != nullptr || matrix.rows == 0 || matrix.cols == 0,
-      "plan: {} is [{}, {}] but its data pointer is null",
-      name,
-      matrix.rows,
-      matrix.cols
-  );
-  std::vector<std::string_view> names;
-  std::ranges::transform(dtypes, std::back_inserter(names), dtype_name);
-  WEFT_CHECK_ARG(
-      context,
-      std::ranges::find(dtypes, matrix.dtype) != dtypes.end(),
-      "plan: {} has dtype {} ({})",
-      name,
-      dtype_name(matrix.dtype),
-      fmt::join(names, " or ")
-  );
+    TensorShape wanted
+) const {
+  const auto require = [&](bool is_good, const auto& problem) {
+    WEFT_CHECK_ARG(context, is_good, "{}: {} {}", verb, name, problem());
+  };
+  const TensorShape shape = {tensor.rows, tensor.cols};
+  require(tensor.is_given(), [] { return "is missing"; });
+  require(tensor.device == device, [&] {
+    return fmt::format(
+        "is on {} (the exchange is on {})", device_text(tensor.device), device_text(device)
+    );
+  });
+  require(std::ranges::find(dtypes, tensor.dtype) != dtypes.end(), [&] {
+    std::vector<std::string_view> names;
+    std::ranges::transform(dtypes, std::back_inserter(names), dtype_name);
+    const std::string_view own = dtype_name(tensor.dtype);
+    return fmt::format("has dtype {} (expected {})", own, fmt::join(names, " or "));
+  });
+  require(tensor.rows >= 0 && tensor.cols >= 0, [&] {
+    return fmt::format("has shape {} (sizes cannot be negative)", shape.text());
+  });
+  require(wanted.rows < 0 || wanted == shape, [&] {
+    return fmt::format("has shape {} (expected {})", shape.text(), wanted.text());
+  });
+  require(tensor.is_contiguous(), [&] {
+    return fmt::format(
+        "has row stride {} (expected {}: rows must be adjacent)", tensor.row_stride, tensor.cols
+    );
+  });
+  require(tensor.data != nullptr || tensor.num_bytes() == 0, [&] {
+    return fmt::format("has a null pointer (shape {})", shape.text());
+  });
 }
 
-void check_topk_idx(const ConstTensor& idx, const ExchangeConfig& limits, const Context& context) {
-  check_matrix(idx, "topk_idx", {DType::kInt64, DType::kInt32}, limits.device, context);
-  WEFT_CHECK_ARG(
-      context,
-      idx.cols >= 1 && idx.cols <= limits.max_topk,
-      "plan: topk_idx has {} columns (1 to max_topk = {})",
-      idx.cols,
-      limits.max_topk
-  );
-}
+// --- routing ---
 
-void check_map(const ConstTensor& map, const ExchangeConfig& limits, const Context& context) {
-  check_matrix(map, "map", {DType::kBool}, limits.device, context);
-  WEFT_CHECK_ARG(
-      context,
-      map.cols == limits.num_experts,
-      "plan: map has {} columns (num_experts = {})",
-      map.cols,
-      limits.num_experts
-  );
-}
-
-void check_weights(const ConstTensor& weights, const ConstTensor& routing, const Context& context) {
-  check_matrix(weights, "weights", {DType::kFloat32}, routing.device, context);
-  WEFT_CHECK_ARG(
-      context,
-      weights.rows == routing.rows && weights.cols == routing.cols,
-      "plan: weights is [{}, {}] (expected [{}, {}], the shape of the routing)",
-      weights.rows,
-      weights.cols,
-      routing.rows,
-      routing.cols
-  );
-}
+namespace {
 
 template <class Index>
 void copy_indices(
@@ -278,10 +204,8 @@ void read_map(
 RoutingShape check_routing(
     const Routing& routing, const ExchangeConfig& config, const Context& context
 ) {
-  // Route indices are int32 throughout a plan.
-  constexpr int64_t kMaxRoutes = std::numeric_limits<int32_t>::max();
   ExchangeConfig limits = config;
-  limits.max_tokens = std::min(limits.max_tokens, kMaxRoutes / limits.max_topk);
+  limits.max_tokens = std::min(limits.max_tokens, kMaxInt32 / limits.max_topk);
   const bool is_topk = routing.topk_idx.is_given();
   const bool is_map = routing.map.is_given();
   WEFT_CHECK_ARG(
@@ -290,10 +214,18 @@ RoutingShape check_routing(
       "plan: {} (exactly one is needed)",
       is_topk ? "topk_idx and map are both given" : "neither topk_idx nor map is given"
   );
+  const TensorCheck check = {"plan", context, limits.device};
   if (is_topk) {
-    check_topk_idx(routing.topk_idx, limits, context);
+    check("topk_idx", routing.topk_idx, {DType::kInt64, DType::kInt32});
+    WEFT_CHECK_ARG(
+        context,
+        routing.topk_idx.cols >= 1 && routing.topk_idx.cols <= limits.max_topk,
+        "plan: topk_idx has {} columns (1 to max_topk = {})",
+        routing.topk_idx.cols,
+        limits.max_topk
+    );
   } else {
-    check_map(routing.map, limits, context);
+    check("map", routing.map, {DType::kBool}, {routing.map.rows, limits.num_experts});
   }
   const ConstTensor& matrix = is_topk ? routing.topk_idx : routing.map;
   WEFT_CHECK_ARG(
@@ -304,7 +236,7 @@ RoutingShape check_routing(
       limits.max_tokens
   );
   if (routing.weights.is_given()) {
-    check_weights(routing.weights, matrix, context);
+    check("weights", routing.weights, {DType::kFloat32}, {matrix.rows, matrix.cols});
   }
   return {matrix.rows, is_topk ? static_cast<int>(matrix.cols) : config.max_topk, is_map};
 }

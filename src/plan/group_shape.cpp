@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <limits>
 
 #include "plan/build.hpp"
@@ -25,13 +26,8 @@ void check_counts(std::span<const RankCounts> counts, int num_experts, const Con
 }
 
 // One row per arrival.
-OutputShape rank_major_output(std::span<const RankCounts> counts, size_t rank) {
-  OutputShape output;
-  for (const RankCounts& source : counts) {
-    output.required_rows += source.arrivals[rank];
-  }
-  const int64_t budget = counts[rank].row_budget;
-  output.num_rows = budget < 0 ? output.required_rows : budget;
+OutputShape rank_major_output(int64_t arrivals, int64_t budget) {
+  OutputShape output = {.required_rows = arrivals, .num_rows = budget < 0 ? arrivals : budget};
   output.overflow = output.required_rows > output.num_rows;
   return output;
 }
@@ -94,29 +90,41 @@ GroupShape group_shape(
     const Context& context
 ) {
   check_counts(counts, num_experts, context);
+  GroupTotals totals = {
+      .routes = std::vector<int64_t>(static_cast<size_t>(num_experts)),
+      .arrivals = std::vector<int64_t>(counts.size())};
+  for (const RankCounts& one : counts) {
+    std::ranges::transform(totals.routes, one.routes, totals.routes.begin(), std::plus());
+    std::ranges::transform(totals.arrivals, one.arrivals, totals.arrivals.begin(), std::plus());
+    totals.budgets.push_back(one.row_budget);
+  }
+  return group_shape(totals, options, context);
+}
+
+GroupShape group_shape(
+    const GroupTotals& totals, const PlanOptions& options, const Context& context
+) {
   GroupShape shape;
-  shape.experts.resize(static_cast<size_t>(num_experts));
-  shape.outputs.resize(counts.size());
   shape.rule = {
       options.layout == Layout::kExpertStrided, options.pad_multiple, options.expert_stride};
   int64_t largest = 0;
-  for (size_t e = 0; e < shape.experts.size(); ++e) {
-    int64_t& rows = shape.experts[e].rows;
-    for (const RankCounts& one : counts) {
-      rows += one.routes[e];
-    }
+  for (const int64_t rows : totals.routes) {
+    shape.experts.push_back({.rows = rows});
     largest = std::max(largest, padded_count(rows, shape.rule.pad_multiple));
   }
   if (shape.rule.strided && shape.rule.stride == 0) {
     shape.rule.stride = largest;
   }
 
-  const size_t per_rank = shape.experts.size() / counts.size();
-  for (size_t rank = 0; rank < counts.size(); ++rank) {
+  const size_t num_ranks = totals.arrivals.size();
+  const size_t per_rank = shape.experts.size() / num_ranks;
+  for (size_t rank = 0; rank < num_ranks; ++rank) {
     const auto blocks = std::span(shape.experts).subspan(rank * per_rank, per_rank);
-    shape.outputs[rank] = options.layout == Layout::kRankMajor
-                              ? rank_major_output(counts, rank)
-                              : expert_output(shape.rule, counts[rank].row_budget, largest, blocks);
+    const int64_t budget = totals.budgets[rank];
+    shape.outputs.push_back(
+        options.layout == Layout::kRankMajor ? rank_major_output(totals.arrivals[rank], budget)
+                                             : expert_output(shape.rule, budget, largest, blocks)
+    );
     WEFT_CHECK_ARG(
         context,
         shape.outputs[rank].num_rows <= kMaxRows,
@@ -126,7 +134,7 @@ GroupShape group_shape(
         kMaxRows
     );
   }
-  for (size_t rank = 0; rank < counts.size() && options.overflow == Overflow::kError; ++rank) {
+  for (size_t rank = 0; rank < num_ranks && options.overflow == Overflow::kError; ++rank) {
     if (shape.outputs[rank].overflow) {
       refuse_overflow(shape, rank, options, context);
     }

@@ -40,45 +40,15 @@ uint64_t record_bytes(const Header& header) {
 
 template <class T>
 void write(std::byte*& at, const std::vector<T>& values) {
-  if (!values.empty()) {
-    std::memcpy(at, values.data(), values.size() * sizeof(T));
-  }
-  at += values.size() * sizeof(T);
+  at = std::ranges::copy(std::as_bytes(std::span(values)), at).out;
 }
 
 template <class T>
 void read(const std::byte*& at, std::vector<T>& values, size_t count) {
   values.resize(count);
-  if (count != 0) {
-    std::memcpy(values.data(), at, count * sizeof(T));
-  }
-  at += count * sizeof(T);
-}
-
-void read_ks(const std::byte*& at, Arrivals& arrivals) {
-  arrivals.k.resize(arrivals.slot.size());
-  for (int32_t& k : arrivals.k) {
-    k = static_cast<int32_t>(*at++);
-  }
-}
-
-void read_route_begins(const std::byte*& at, Arrivals& arrivals) {
-  arrivals.route_begin.resize(arrivals.token.size() + 1);
-  int32_t begin = 0;
-  for (size_t i = 0; i < arrivals.token.size(); ++i) {
-    arrivals.route_begin[i] = begin;
-    begin += static_cast<int32_t>(*at++);
-  }
-  arrivals.route_begin.back() = begin;
-}
-
-ArrivalBounds bounds_of(const PlanShape& shape, int64_t receiver_rows) {
-  return {
-      .num_tokens = std::numeric_limits<int32_t>::max(),  // the source's T is not the plan's
-      .num_rows = receiver_rows,
-      .topk = shape.topk,
-      .num_local_experts = shape.num_local_experts(),
-      .one_row = shape.options.layout == Layout::kRankMajor};
+  const auto bytes = std::as_writable_bytes(std::span(values));
+  std::copy_n(at, bytes.size(), bytes.begin());
+  at += bytes.size();
 }
 
 template <class... Args>
@@ -128,17 +98,7 @@ std::vector<std::byte> encode_records(const Arrivals& arrivals) {
 
 Arrivals decode_records(
     std::span<const std::byte> bytes,
-    const PlanData& receiver,
-    int source_rank,
-    const Context& context
-) {
-  return decode_records(bytes, receiver.shape, receiver.num_rows, source_rank, context);
-}
-
-Arrivals decode_records(
-    std::span<const std::byte> bytes,
-    const PlanShape& shape,
-    int64_t receiver_rows,
+    const ArrivalBounds& bounds,
     int source_rank,
     const Context& context
 ) {
@@ -171,10 +131,15 @@ Arrivals decode_records(
   read(at, arrivals.slot, header.num_routes);
   read(at, arrivals.expert, header.num_routes);
   read(at, arrivals.weight, (header.flags & kWeights) != 0 ? header.num_routes : 0);
-  read_ks(at, arrivals);
-  read_route_begins(at, arrivals);
-  if (const std::string fault = arrivals_fault(arrivals, bounds_of(shape, receiver_rows));
-      !fault.empty()) {
+  arrivals.k.resize(header.num_routes);
+  for (int32_t& k : arrivals.k) {
+    k = static_cast<int32_t>(*at++);
+  }
+  arrivals.route_begin = {0};
+  for (size_t i = 0; i < arrivals.token.size(); ++i) {
+    arrivals.route_begin.push_back(arrivals.route_begin.back() + static_cast<int32_t>(*at++));
+  }
+  if (const std::string fault = arrivals_fault(arrivals, bounds); !fault.empty()) {
     refuse(source_rank, context, "{}", fault);
   }
   return arrivals;
@@ -228,26 +193,19 @@ uint64_t max_bundle_bytes(int64_t max_tokens, int max_topk, int num_receivers) {
 
 namespace {
 
-std::string sizes_fault(const Arrivals& a, const ArrivalBounds& /*bounds*/) {
+std::string sizes_fault(const Arrivals& a) {
   const size_t routes = a.slot.size();
-  if (a.route_begin.size() != a.token.size() + 1) {
+  if (a.route_begin.size() != a.token.size() + 1 || a.k.size() != routes ||
+      a.expert.size() != routes || (!a.weight.empty() && a.weight.size() != routes)) {
     return fmt::format(
-        "route_begin has {} entries ({} arrivals need {})",
-        a.route_begin.size(),
+        "{} tokens, {} route_begins, {} slots, {} ks, {} experts and {} weights do not fit",
         a.token.size(),
-        a.token.size() + 1
-    );
-  }
-  if (a.k.size() != routes || a.expert.size() != routes) {
-    return fmt::format(
-        "slot, k and expert have {}, {} and {} entries (must be equal)",
+        a.route_begin.size(),
         routes,
         a.k.size(),
-        a.expert.size()
+        a.expert.size(),
+        a.weight.size()
     );
-  }
-  if (!a.weight.empty() && a.weight.size() != routes) {
-    return fmt::format("weight has {} entries ({} routes)", a.weight.size(), routes);
   }
   if (a.route_begin.front() != 0 || a.route_begin.back() != static_cast<int64_t>(routes)) {
     return fmt::format(
@@ -260,81 +218,72 @@ std::string sizes_fault(const Arrivals& a, const ArrivalBounds& /*bounds*/) {
   return {};
 }
 
-std::string tokens_fault(const Arrivals& a, const ArrivalBounds& bounds) {
-  int64_t previous = -1;
-  for (size_t i = 0; i < a.token.size(); ++i) {
-    const int64_t token = a.token[i];
-    if (token <= previous || token >= bounds.num_tokens) {
-      return fmt::format(
-          "token[{}] = {} is out of order or range ({} to {})",
-          i,
-          token,
-          previous + 1,
-          bounds.num_tokens - 1
-      );
-    }
-    previous = token;
-    const int64_t first = a.route_begin[i];
-    const int64_t last = a.route_begin[i + 1];
-    if (last <= first || last - first > bounds.topk || last > a.num_routes()) {
-      return fmt::format(
-          "arrival {} has routes {} to {} (1 to topk = {} of them)", i, first, last, bounds.topk
-      );
-    }
-  }
-  return {};
+bool is_in(int64_t value, int64_t end) {
+  return value >= 0 && value < end;
 }
 
-// Text is made only for a route that is at fault: this runs on every record that arrives.
-std::string routes_fault(const Arrivals& a, const ArrivalBounds& bounds) {
-  const auto is_in = [](int64_t value, int64_t end) { return value >= 0 && value < end; };
+// What is wrong with a route of the arrival whose routes begin with `first`.
+std::string route_fault(const Arrivals& a, const ArrivalBounds& bounds, size_t r, size_t first) {
   static constexpr const char kText[] = "{}[{}] = {} is out of range ({} = {})";
-  for (size_t i = 0; i < a.slot.size(); ++i) {
-    if (!is_in(a.slot[i], bounds.num_rows)) [[unlikely]] {
-      return fmt::format(kText, "slot", i, a.slot[i], "num_rows", bounds.num_rows);
-    }
-    if (!is_in(a.k[i], bounds.topk)) [[unlikely]] {
-      return fmt::format(kText, "k", i, a.k[i], "topk", bounds.topk);
-    }
-    if (const int end = bounds.num_local_experts; !is_in(a.expert[i], end)) [[unlikely]] {
-      return fmt::format(kText, "expert", i, a.expert[i], "num_local_experts", end);
-    }
+  if (!is_in(a.slot[r], bounds.num_rows)) {
+    return fmt::format(kText, "slot", r, a.slot[r], "num_rows", bounds.num_rows);
   }
-  return {};
-}
-
-// Inside an arrival slots ascend, or all routes share one; each k comes once.
-std::string order_fault(const Arrivals& a, const ArrivalBounds& /*bounds*/) {
-  for (size_t i = 0; i < a.token.size(); ++i) {
-    const auto first = static_cast<size_t>(a.route_begin[i]);
-    const auto last = static_cast<size_t>(a.route_begin[i + 1]);
-    uint64_t seen_k = 0;
-    for (size_t r = first; r < last; ++r) {
-      const uint64_t k_bit = uint64_t{1} << a.k[r];
-      if ((seen_k & k_bit) != 0) {
-        return fmt::format("k[{}] = {} comes twice in its arrival", r, a.k[r]);
-      }
-      seen_k |= k_bit;
-      if (a.one_row && a.slot[r] != a.slot[first]) {
-        return fmt::format("slot[{}] = {} (its arrival has row {})", r, a.slot[r], a.slot[first]);
-      }
-      if (!a.one_row && r > first && a.slot[r] <= a.slot[r - 1]) {
-        return fmt::format("slot[{}] = {} does not ascend (after {})", r, a.slot[r], a.slot[r - 1]);
-      }
-    }
+  if (!is_in(a.k[r], bounds.topk)) {
+    return fmt::format(kText, "k", r, a.k[r], "topk", bounds.topk);
   }
-  return {};
+  if (const int end = bounds.num_local_experts; !is_in(a.expert[r], end)) {
+    return fmt::format(kText, "expert", r, a.expert[r], "num_local_experts", end);
+  }
+  if (a.one_row && a.slot[r] != a.slot[first]) {
+    return fmt::format("slot[{}] = {} (its arrival has row {})", r, a.slot[r], a.slot[first]);
+  }
+  if (!a.one_row && r > first && a.slot[r] <= a.slot[r - 1]) {
+    return fmt::format("slot[{}] = {} does not ascend (after {})", r, a.slot[r], a.slot[r - 1]);
+  }
+  return fmt::format("k[{}] = {} comes twice in its arrival", r, a.k[r]);
 }
 
 }  // namespace
 
-std::string arrivals_fault(const Arrivals& arrivals, const ArrivalBounds& bounds) {
-  if (arrivals.one_row != bounds.one_row) {
-    return fmt::format("one_row is {} (the layout says otherwise)", arrivals.one_row);
+// Text is made only for a route that is at fault: this runs on every record that arrives.
+std::string arrivals_fault(const Arrivals& a, const ArrivalBounds& bounds) {
+  if (a.one_row != bounds.one_row) {
+    return fmt::format("one_row is {} (the layout says otherwise)", a.one_row);
   }
-  for (const auto find_fault : {sizes_fault, tokens_fault, routes_fault, order_fault}) {
-    if (std::string fault = find_fault(arrivals, bounds); !fault.empty()) {
-      return fault;
+  if (std::string fault = sizes_fault(a); !fault.empty()) {
+    return fault;
+  }
+  int64_t next = 0;
+  for (size_t i = 0; i < a.token.size(); ++i) {
+    const int64_t begin = a.route_begin[i];
+    const int64_t end = a.route_begin[i + 1];
+    if (a.token[i] < next || a.token[i] >= bounds.num_tokens) [[unlikely]] {
+      return fmt::format(
+          "token[{}] = {} is out of order or range ({} to {})",
+          i,
+          a.token[i],
+          next,
+          bounds.num_tokens - 1
+      );
+    }
+    if (end <= begin || end - begin > bounds.topk || end > a.num_routes()) [[unlikely]] {
+      return fmt::format(
+          "arrival {} has routes {} to {} (1 to topk = {} of them)", i, begin, end, bounds.topk
+      );
+    }
+    next = int64_t{a.token[i]} + 1;
+    // Slots ascend, or all routes share one; each k comes once.
+    const auto first = static_cast<size_t>(begin);
+    uint64_t seen = 0;
+    for (size_t r = first; r < static_cast<size_t>(end); ++r) {
+      const bool is_sound =
+          is_in(a.slot[r], bounds.num_rows) && is_in(a.k[r], bounds.topk) &&
+          is_in(a.expert[r], bounds.num_local_experts) && (seen >> a.k[r] & 1) == 0 &&
+          (a.one_row ? a.slot[r] == a.slot[first] : r == first || a.slot[r] > a.slot[r - 1]);
+      if (!is_sound) [[unlikely]] {
+        return route_fault(a, bounds, r, first);
+      }
+      seen |= uint64_t{1} << a.k[r];
     }
   }
   return {};

@@ -10,13 +10,10 @@
 
 #include "core/check.hpp"
 #include "core/clock.hpp"
+#include "group/control_plane.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
-
-[[nodiscard]] inline Context context_of(const Group& group, std::string_view transport = {}) {
-  return {.rank = group.rank(), .num_ranks = group.num_ranks(), .transport = transport};
-}
 
 // The checks throw Error (kTransport).
 inline void check_rank(const Context& context, std::string_view verb, int rank) {

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "core/check.hpp"
-#include "transport/agree.hpp"
+#include "group/agree.hpp"
 #include "transport/common.hpp"
 #include "transport/faulty/faulty_transport.hpp"
 #include "transport/mapped/mapped_transport.hpp"

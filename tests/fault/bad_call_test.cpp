@@ -49,7 +49,7 @@ TEST(BadCallTest, RefusesAWrongShape) {
 
 TEST(BadCallTest, RefusesAWrongDtype) {
   expect_dispatch_refused(
-      "dispatch: x has dtype int64 (expected bfloat16, float16, float32 or byte)",
+      "dispatch: x has dtype int64 (expected bfloat16 or float16 or float32 or byte)",
       [](auto& in, auto&) { in.x.dtype = DType::kInt64; }
   );
   expect_combine_refused("combine: x has dtype float16 (expected float32)", [](auto&, auto& out) {

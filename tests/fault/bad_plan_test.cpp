@@ -70,31 +70,31 @@ TEST(BadPlanTest, RefusesAnythingButOneFormOfRouting) {
 }
 
 TEST(BadPlanTest, RefusesATensorOfAnotherKind) {
-  expect_refused("plan: topk_idx has dtype float32 (int64 or int32)", [](auto& routing, auto&) {
-    routing.topk_idx.dtype = DType::kFloat32;
-  });
+  expect_refused(
+      "plan: topk_idx has dtype float32 (expected int64 or int32)",
+      [](auto& routing, auto&) { routing.topk_idx.dtype = DType::kFloat32; }
+  );
   expect_refused("plan: topk_idx is on cuda 3 (the exchange is on cpu)", [](auto& routing, auto&) {
     routing.topk_idx.device = {Device::Kind::kCuda, 3};
   });
   expect_refused(
-      "plan: topk_idx is not contiguous (row_stride = 3, 2 columns)",
+      "plan: topk_idx has row stride 3 (expected 2: rows must be adjacent)",
       [](auto& routing, auto&) { routing.topk_idx.row_stride = 3; }
   );
-  expect_refused(
-      "plan: topk_idx is [32, 2] but its data pointer is null",
-      [](auto& routing, auto&) { routing.topk_idx.data = nullptr; }
-  );
-  expect_refused("plan: topk_idx is [-1, 2] (sizes cannot be negative)", [](auto& routing, auto&) {
-    routing.topk_idx.rows = -1;
+  expect_refused("plan: topk_idx has a null pointer (shape [32, 2])", [](auto& routing, auto&) {
+    routing.topk_idx.data = nullptr;
   });
+  expect_refused(
+      "plan: topk_idx has shape [-1, 2] (sizes cannot be negative)",
+      [](auto& routing, auto&) { routing.topk_idx.rows = -1; }
+  );
 }
 
 TEST(BadPlanTest, RefusesWeightsOfAnotherShapeOrKind) {
-  expect_refused(
-      "plan: weights is [31, 2] (expected [32, 2], the shape of the routing)",
-      [](auto& routing, auto&) { routing.weights.rows = 31; }
-  );
-  expect_refused("plan: weights has dtype bfloat16 (float32)", [](auto& routing, auto&) {
+  expect_refused("plan: weights has shape [31, 2] (expected [32, 2])", [](auto& routing, auto&) {
+    routing.weights.rows = 31;
+  });
+  expect_refused("plan: weights has dtype bfloat16 (expected float32)", [](auto& routing, auto&) {
     routing.weights.dtype = DType::kBFloat16;
   });
 }
@@ -102,7 +102,7 @@ TEST(BadPlanTest, RefusesWeightsOfAnotherShapeOrKind) {
 TEST(BadPlanTest, RefusesABadMap) {
   const std::array<bool, 12> map = {
       true, true, false, true, false, false, true, true, true, true, true, false};
-  expect_refused("plan: map has 5 columns (num_experts = 6)", [&](auto& routing, auto&) {
+  expect_refused("plan: map has shape [1, 5] (expected [1, 6])", [&](auto& routing, auto&) {
     routing = {.map = matrix(map.data(), 1, 5)};
   });
   expect_refused("plan: map[1] names 5 experts (max_topk = 4)", [&](auto& routing, auto&) {

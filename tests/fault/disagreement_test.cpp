@@ -165,6 +165,25 @@ TEST(DisagreementTest, NamesAnotherPlan) {
   });
 }
 
+// A rank that has left a call out makes the next one in its place, which looks the same.
+TEST(DisagreementTest, NamesCallsThatHaveComeOutOfStep) {
+  const auto options = [](const RefusalRank& own) {
+    return CallOptions{.number = own.rank == 2 ? 8 : 7};
+  };
+  const std::string field = "the caller's number of this call";
+  expect_disagreement("plan: " + field, {"7", "8"}, [&](RefusalRank& own) {
+    static_cast<void>(own.exchange.plan(own.routing(), own.options(), options(own)));
+  });
+  expect_disagreement("dispatch: " + field, {"7", "8"}, [&](RefusalRank& own) {
+    own.exchange.dispatch(
+        own.plan, own.dispatch_input(), own.scratch.dispatch_output(), options(own)
+    );
+  });
+  expect_disagreement("combine: " + field, {"7", "8"}, [&](RefusalRank& own) {
+    own.exchange.combine(own.plan, own.combine_input(), own.scratch.combine_output(), options(own));
+  });
+}
+
 TEST(DisagreementTest, NamesTheRankThatMakesAnotherCall) {
   const std::vector<std::string> texts = refused_texts([](RefusalRank& own) {
     if (own.rank == 2) {
@@ -217,9 +236,9 @@ TEST(DisagreementTest, NamesEveryDifferenceOfAConfig) {
 }
 
 TEST(DisagreementTest, TellsAllRanksOfOneBadConfig) {
-  const std::string reason = "exchange: num_experts = 7 (expected a multiple of num_ranks = 3)";
-  const std::string echo = "exchange: rank 1 refused: " + reason;
-  expect_config_texts([](auto& c) { c.num_experts = 7; }, {echo, reason, echo});
+  const std::string text =
+      "exchange: num_experts = 7 (expected a multiple of num_ranks = 3), on rank 1";
+  expect_config_texts([](auto& c) { c.num_experts = 7; }, {text, text, text});
 }
 
 TEST(DisagreementTest, NamesAnotherTransport) {

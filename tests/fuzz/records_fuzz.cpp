@@ -6,6 +6,7 @@
 namespace weft::fuzz {
 namespace {
 
+constexpr int64_t kMaxTokens = 1 << 20;
 constexpr int kTopk = 4;
 constexpr int kNumLocalExperts = 3;
 
@@ -44,10 +45,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   for (const weft::Layout layout : {weft::Layout::kExpertMajor, weft::Layout::kRankMajor}) {
     weft::PlanData plan = receiver(layout);
     try {
-      weft::Arrivals arrivals = weft::decode_records(bytes, plan, 0, {});
+      weft::Arrivals arrivals =
+          weft::decode_records(bytes, {plan.shape, kMaxTokens, plan.num_rows}, 0, {});
       check_arrivals(arrivals, plan);
       const std::vector<std::byte> again = weft::encode_records(arrivals);
-      require(weft::decode_records(again, plan, 0, {}) == arrivals, "records return");
+      require(
+          weft::decode_records(again, {plan.shape, kMaxTokens, plan.num_rows}, 0, {}) == arrivals,
+          "records return"
+      );
       weft::add_received(plan, {std::move(arrivals)});
     } catch (const weft::Error& error) {
       require(error.code() == weft::ErrorCode::kTransport, "bad records are the wire's error");

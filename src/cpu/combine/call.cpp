@@ -23,20 +23,16 @@ bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
 
 // Each worker takes turns: pre-reduce a chunk for every token rank, add up what this domain's ranks
 // have for tokens of others, sum the tokens that are complete.
-void run(
-    const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
-) {
-  CombineReduce reduce(rank, call, in);
+void run(const CpuCall& call, const CombineInput& in, const CombineOutput& out) {
+  CombineReduce reduce(call, in);
   if (in.scale == CombineScale::kSourceWeights) {
     reduce.swap_source_weights();
   }
-  CombineForward forward(rank, call, in);
-  CombineSum sum(rank, call, in, out);
+  CombineForward forward(call, in);
+  CombineSum sum(call, in, out);
   const WaitReason reason = {.op = "combine", .call = call.number, .what = "partial sums"};
   const auto run_unit = [&](int64_t unit, int worker) { reduce.run(unit, worker); };
-  take_turns(rank, reason, reduce.num_units(), run_unit, forward, sum);
-  forward.settle();
-  sum.settle();
+  take_turns(call.rank, reason, reduce.num_units(), run_unit, forward, sum);
   sum.release_rows();
   reduce.wait_for_readers();
 }
@@ -44,10 +40,7 @@ void run(
 }  // namespace
 
 void CpuExchange::combine(
-    const Plan& handle,
-    const CombineInput& in,
-    const CombineOutput& out,
-    const CallOptions& /*call*/
+    const Plan& handle, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
   const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
@@ -66,6 +59,7 @@ void CpuExchange::combine(
   run_call(Op::kCombine, prepare, [&](const Staging& ready) {
     const CallWord word = new_word(
         {.op = Op::kCombine,
+         .number = call.number,
          .plan_number = static_cast<int64_t>(plan.call),
          .payload = payload_of(in, plan.shape.topk),
          .scale = in.scale}
@@ -101,8 +95,7 @@ void CpuExchange::combine(
       }
     }
     import_targets(words);
-    const CpuCall cpu_call = {call_number_, plan, words, to, ready, staging_.data};
-    run(cpu_rank(), cpu_call, in, out);
+    run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, in, out);
     ++counters_.num_combines;
     count_crossings(count_forwarded(plan), in.rows.row_bytes());
   });

@@ -8,7 +8,6 @@
 
 #include "cpu/chunk_work.hpp"
 #include "cpu/combine/rows.hpp"
-#include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -20,7 +19,7 @@ inline bool is_read_here(const CpuCall& call, const CombineInput& in, int member
          (at.region.generation != 0 && in.scale != CombineScale::kSourceWeights);
 }
 
-inline ChunkTraffic traffic_of(const CpuCall& call, const CombineInput& in) {
+inline ChunkTraffic forward_traffic(const CpuCall& call, const CombineInput& in) {
   ChunkTraffic traffic;
   if (!call.plan.between) {
     return traffic;
@@ -37,21 +36,20 @@ inline ChunkTraffic traffic_of(const CpuCall& call, const CombineInput& in) {
   return traffic;
 }
 
-class CombineForward final : public ChunkWork {
+class CombineForward final : public ChunkWork<CombineForward> {
  public:
-  CombineForward(const CpuRank& rank, const CpuCall& call, const CombineInput& in)
-      : rank_(rank),
-        call_(call),
+  CombineForward(const CpuCall& call, const CombineInput& in)
+      : call_(call),
         plan_(call.plan),
         in_(in),
-        arrived_(rank, rank.signals.forwarded(0, 0), traffic_of(call, in)),
-        scratch_(static_cast<size_t>(rank.workers.num_workers())) {
+        arrived_(call.rank, call.rank.signals.forwarded(0, 0), forward_traffic(call, in)),
+        scratch_(static_cast<size_t>(call.rank.workers.num_workers())) {
     if (!plan_.between) {
       return;
     }
     for (const int member : plan_.between->domains->near()) {
       const bool is_read = is_read_here(call, in, member);
-      rows_of_.push_back(is_read ? readable_rows(rank, call, in, member) : nullptr);
+      rows_of_.push_back(is_read ? readable_rows(call, in, member) : nullptr);
     }
     std::vector<int64_t> num_crossings;
     for (const ForwardedSource& forwarded : plan_.between->forwarded) {
@@ -60,26 +58,12 @@ class CombineForward final : public ChunkWork {
     set_queues(num_crossings);
   }
 
-  // Partial sums that some unclaimed chunk waits for.
-  void add_missing(std::vector<Missing>& late) const override {
-    each_unclaimed([&](size_t forwarded, int64_t chunk) {
-      each_chunk(forwarded, chunk, [&](size_t pair, int64_t part) {
-        if (!arrived_.is_complete(pair, part)) {
-          late.push_back(arrived_.missing(pair, part));
-        }
-        return true;
-      });
-    });
-  }
-
   // Is called after all workers have ended.
   void settle() { arrived_.settle(); }
 
- private:
-  // Visits (pair, chunk) of all partial sums that a chunk of inter-node tokens needs, until `visit`
-  // returns false.
+  // The partial sums that a chunk of inter-node tokens is made of.
   template <class Visit>
-  void each_chunk(size_t forwarded, int64_t chunk, const Visit& visit) const {
+  void each_needed(size_t forwarded, int64_t chunk, const Visit& visit) const {
     const Crossings& crossings = plan_.between->forwarded[forwarded].crossings;
     const ChunkRange range = chunk_range(crossings.size(), chunk);
     for (size_t m = 0; m < crossings.num_members; ++m) {
@@ -93,36 +77,28 @@ class CombineForward final : public ChunkWork {
       const int64_t last = num_chunks(end - index.begin());
       for (int64_t part = (begin - index.begin()) / kChunkArrivals; begin != end && part < last;
            ++part) {
-        if (!visit(pair, part)) {
+        if (!visit(arrived_, pair, part)) {
           return;
         }
       }
     }
   }
 
-  [[nodiscard]] bool is_complete(size_t forwarded, int64_t chunk) const override {
-    bool is_whole = true;
-    each_chunk(forwarded, chunk, [&](size_t pair, int64_t part) {
-      is_whole = arrived_.is_complete(pair, part);
-      return is_whole;
-    });
-    return is_whole;
-  }
-
-  void run(size_t queue, int64_t chunk, int worker) override {
+  void run(size_t queue, int64_t chunk, int worker) {
     const ForwardedSource& forwarded = plan_.between->forwarded[queue];
     const ChunkRange range = chunk_range(forwarded.crossings.size(), chunk);
     const SumChunk sums = {
         .to = static_cast<size_t>(forwarded.source),
         .first_row = range.first,
         .num_rows = range.last - range.first,
-        .signal = rank_.signals.crossing(plan_.shape.rank, chunk)};
+        .signal = call_.rank.signals.crossing(plan_.shape.rank, chunk)};
     SumScratch& scratch = scratch_[static_cast<size_t>(worker)];
-    send_sums(rank_, call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
+    send_sums(call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
       list(forwarded, range.first + i, groups);
     });
   }
 
+ private:
   // A group for each rank of the domain that has the token: its rows where they can be read here,
   // else the partial sum that came. Weights that a source handed in are of this rank's own pair.
   void list(const ForwardedSource& forwarded, int64_t crossing, RowGroups& groups) const {
@@ -144,7 +120,6 @@ class CombineForward final : public ChunkWork {
     }
   }
 
-  const CpuRank& rank_;
   const CpuCall& call_;
   const PlanData& plan_;
   const CombineInput& in_;

@@ -16,13 +16,12 @@ namespace weft {
 
 class CombineReduce {
  public:
-  CombineReduce(const CpuRank& rank, const CpuCall& call, const CombineInput& in)
-      : rank_(rank),
-        call_(call),
+  CombineReduce(const CpuCall& call, const CombineInput& in)
+      : call_(call),
         plan_(call.plan),
         in_(in),
         self_(static_cast<size_t>(call.plan.shape.rank)),
-        scratch_(static_cast<size_t>(rank.workers.num_workers())) {
+        scratch_(static_cast<size_t>(call.rank.workers.num_workers())) {
     const size_t num_ranks = plan_.received.size();
     for (const bool wants_near : {false, true}) {
       for (size_t step = 1; step < num_ranks; ++step) {
@@ -46,12 +45,12 @@ class CombineReduce {
       const Arrivals& pair = plan_.sent[peer];
       std::vector<float> routes(pair.slot.size());
       gather_weights(plan_, pair, {0, pair.size()}, weights, routes.data());
-      const uint32_t own_signal = rank_.signals.source_weights(self_);
+      const uint32_t own_signal = call_.rank.signals.source_weights(self_);
       const Put put = put_to(call_.words[peer].source_weights, 0, routes, own_signal);
-      rank_.transport.put(static_cast<int>(peer), {&put, 1});
-      wanted.push_back(once_more(rank_, peer, rank_.signals.source_weights(peer)));
+      call_.rank.transport.put(static_cast<int>(peer), {&put, 1});
+      wanted.push_back(once_more(call_.rank, peer, call_.rank.signals.source_weights(peer)));
     }
-    rank_.waiter.until_raised(
+    call_.rank.waiter.until_raised(
         {.op = "combine", .call = call_.number, .what = "source weights"}, wanted
     );
   }
@@ -74,12 +73,12 @@ class CombineReduce {
             .signal = taker.first_signal + static_cast<uint32_t>(unit)};
         const Arrivals& pair = plan_.received[peer];
         const auto source_weight = staged_weights(call_, peer);
-        send_sums(rank_, call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
+        send_sums(call_, in_, sums, scratch, [&](int64_t i, RowGroups& groups) {
           add_arrival(in_, in_.rows.data, pair, range.first + i, source_weight, groups);
         });
       }
       if (in_.weights.is_given()) {
-        const uint32_t signal = rank_.signals.combine(self_, unit);
+        const uint32_t signal = call_.rank.signals.combine(self_, unit);
         send_weights(peer, range, signal, scratch.weights);
       }
     }
@@ -90,10 +89,10 @@ class CombineReduce {
     std::vector<Missing> wanted;
     for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
       if (peer != self_ && reads_itself(peer)) {
-        wanted.push_back(once_more(rank_, peer, rank_.signals.rows_read(peer)));
+        wanted.push_back(once_more(call_.rank, peer, call_.rank.signals.rows_read(peer)));
       }
     }
-    rank_.waiter.until_raised(
+    call_.rank.waiter.until_raised(
         {.op = "combine", .call = call_.number, .what = "word that it has read the rows"}, wanted
     );
   }
@@ -108,7 +107,7 @@ class CombineReduce {
   };
   [[nodiscard]] Taker taker_of(size_t peer) const {
     if (is_near(plan_, peer)) {
-      const uint32_t signal = rank_.signals.combine(self_, 0);
+      const uint32_t signal = call_.rank.signals.combine(self_, 0);
       return {peer, 0, signal, reads_itself(peer)};
     }
     const Domains& domains = *plan_.between->domains;
@@ -117,7 +116,7 @@ class CombineReduce {
     // CombineForward::rows_of_ is the same from the other side.
     const bool has_rows = forwarder == self_ ||
                           (reads_itself(forwarder) && in_.scale != CombineScale::kSourceWeights);
-    const uint32_t signal = rank_.signals.forwarded(domains.pair_at_forwarder(p), 0);
+    const uint32_t signal = call_.rank.signals.forwarded(domains.pair_at_forwarder(p), 0);
     return {forwarder, plan_.between->first_row[peer], signal, has_rows};
   }
 
@@ -136,10 +135,9 @@ class CombineReduce {
       weights.push_back(row_weights[row_weight_index(plan_, pair, j)]);
     }
     const Put put = put_to(call_.words[to].weights, first, weights, signal);
-    rank_.transport.put(static_cast<int>(to), {&put, 1});
+    call_.rank.transport.put(static_cast<int>(to), {&put, 1});
   }
 
-  const CpuRank& rank_;
   const CpuCall& call_;
   const PlanData& plan_;
   const CombineInput& in_;

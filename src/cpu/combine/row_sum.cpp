@@ -27,7 +27,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 using F32 = hn::ScalableTag<float>;
 using U32 = hn::RebindToUnsigned<F32>;
-using I32 = hn::RebindToSigned<F32>;
 using U16 = hn::Rebind<uint16_t, F32>;
 using VecF = hn::Vec<F32>;
 using VecU = hn::Vec<U32>;
@@ -104,7 +103,8 @@ struct Fp16 {
   static float load_one(Element from) { return fp16_to_float(from); }
   static Element round_one(float value) { return float_to_fp16(value); }
 
-#if HWY_TARGET <= HWY_AVX2  // has conversions; they keep the payload of a NaN, so that is set here
+#if HWY_TARGET <= HWY_AVX2 || HWY_ARCH_ARM_A64
+  // Conversions of the machine keep the payload of a NaN, so that one goes by itself.
   static VecF load_half(const Element* from) {
     const hn::Rebind<hwy::float16_t, F32> half;
     return hn::PromoteTo(F32(), hn::BitCast(half, hn::LoadU(U16(), from)));
@@ -113,49 +113,29 @@ struct Fp16 {
     const hn::Rebind<hwy::float16_t, F32> half;
     if (HWY_LIKELY(hn::AllFalse(F32(), hn::IsNaN(value)))) {
       hn::StoreU(hn::BitCast(U16(), hn::DemoteTo(half, value)), U16(), to);
-      return;
+    } else {
+      store_each(value, to);
     }
+  }
+#else
+  static VecF load_half(const Element* from) {
+    HWY_ALIGN float lanes[hn::MaxLanes(F32())];
+    for (size_t i = 0; i < hn::Lanes(F32()); ++i) {
+      lanes[i] = fp16_to_float(from[i]);
+    }
+    return hn::Load(F32(), lanes);
+  }
+  static void store_half(VecF value, Element* to) {
+    store_each(value, to);
+  }
+#endif
+  static void store_each(VecF value, Element* to) {
     HWY_ALIGN float lanes[hn::MaxLanes(F32())];
     hn::Store(value, F32(), lanes);
     for (size_t i = 0; i < hn::Lanes(F32()); ++i) {
       to[i] = float_to_fp16(lanes[i]);
     }
   }
-#else  // the integer steps of core/half.hpp
-  static VecF load_half(const Element* from) {
-    const U32 du;
-    const VecU bits = hn::PromoteTo(du, hn::LoadU(U16(), from));
-    const VecU sign = hn::ShiftLeft<16>(hn::And(bits, hn::Set(du, 0x8000)));
-    const VecU magnitude = hn::And(bits, hn::Set(du, 0x7fff));
-    const VecF scaled =
-        hn::Mul(hn::BitCast(F32(), hn::ShiftLeft<13>(magnitude)), hn::Set(F32(), 0x1p112F));
-    const auto has_mantissa = hn::Ne(hn::And(bits, hn::Set(du, 0x3ff)), hn::Zero(du));
-    const VecU special =
-        hn::Or(hn::Set(du, 0x7f800000), hn::IfThenElseZero(has_mantissa, hn::Set(du, 0x400000)));
-    const auto is_special = hn::Eq(hn::And(magnitude, hn::Set(du, 0x7c00)), hn::Set(du, 0x7c00));
-    const VecU out = hn::IfThenElse(is_special, special, hn::BitCast(du, scaled));
-    return hn::BitCast(F32(), hn::Or(sign, out));
-  }
-  static void store_half(VecF value, Element* to) {
-    const U32 du;
-    const VecU bits = hn::BitCast(du, value);
-    const VecU sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 0x8000));
-    const VecU magnitude = hn::And(bits, hn::Set(du, 0x7fffffff));
-    const auto ordered = hn::BitCast(I32(), magnitude);
-    const VecU is_odd = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du, 1));
-    const VecU normal = hn::ShiftRight<13>(
-        hn::Add(hn::Sub(magnitude, hn::Set(du, 0x38000000)), hn::Add(is_odd, hn::Set(du, 0xfff)))
-    );
-    const VecF shifted = hn::Add(hn::BitCast(F32(), magnitude), hn::Set(F32(), 0.5F));
-    const VecU small = hn::Sub(hn::BitCast(du, shifted), hn::Set(du, 0x3f000000));
-    const auto is_small = hn::RebindMask(du, hn::Lt(ordered, hn::Set(I32(), 0x38800000)));
-    const auto is_big = hn::RebindMask(du, hn::Gt(ordered, hn::Set(I32(), 0x477fffff)));
-    const auto is_nan = hn::RebindMask(du, hn::Gt(ordered, hn::Set(I32(), 0x7f800000)));
-    const VecU big = hn::IfThenElse(is_nan, hn::Set(du, 0x7e00), hn::Set(du, 0x7c00));
-    const VecU out = hn::IfThenElse(is_big, big, hn::IfThenElse(is_small, small, normal));
-    hn::StoreU(hn::DemoteTo(U16(), hn::BitCast(I32(), hn::Or(sign, out))), U16(), to);
-  }
-#endif
 };
 
 template <class Format, bool kIsWeighted>

@@ -56,14 +56,14 @@ void add_arrival(
 
 // Where this rank can read the output rows of `peer`; null: it cannot.
 [[nodiscard]] inline const std::byte* readable_rows(
-    const CpuRank& rank, const CpuCall& call, const CombineInput& in, int peer
+    const CpuCall& call, const CombineInput& in, int peer
 ) {
   const Target& at = call.words[static_cast<size_t>(peer)].own_rows;
   if (peer == call.plan.shape.rank) {
     return in.rows.data;
   }
   return at.region.generation == 0 ? nullptr
-                                   : rank.transport.mapped(peer, at.region.slot) + at.offset;
+                                   : call.rank.transport.mapped(peer, at.region.slot) + at.offset;
 }
 
 // One chunk of sums that this rank makes for a peer: in the peer's memory where it can be stored
@@ -86,7 +86,6 @@ struct alignas(64) SumScratch {
 // `list(i, groups)` adds what row i of the chunk is the sum of to `groups`, which are empty.
 template <class List>
 void send_sums(
-    const CpuRank& rank,
     const CpuCall& call,
     const CombineInput& in,
     const SumChunk& chunk,
@@ -96,7 +95,7 @@ void send_sums(
   const int to = static_cast<int>(chunk.to);
   const auto row_bytes = static_cast<size_t>(in.rows.row_bytes());
   const Target& target = call.words[chunk.to].rows;
-  std::byte* const peer_memory = rank.transport.mapped(to, target.region.slot);
+  std::byte* const peer_memory = call.rank.transport.mapped(to, target.region.slot);
   std::byte* rows = peer_memory;
   if (peer_memory != nullptr) {
     rows += target.offset + static_cast<uint64_t>(chunk.first_row) * row_bytes;
@@ -120,9 +119,9 @@ void send_sums(
   }
   const auto count = static_cast<size_t>(chunk.num_rows);
   if (peer_memory != nullptr) {
-    rank.transport.raise(to, chunk.signal, count);
+    call.rank.transport.raise(to, chunk.signal, count);
   } else {
-    rank.transport.put(to, {puts.data(), count});
+    call.rank.transport.put(to, {puts.data(), count});
   }
 }
 
@@ -136,7 +135,7 @@ class CombineRows {
     std::vector<std::byte> near_sum;  // of those
   };
 
-  CombineRows(const CpuRank& rank, const CpuCall& call, const CombineInput& in)
+  CombineRows(const CpuCall& call, const CombineInput& in)
       : call_(call),
         plan_(call.plan),
         in_(in),
@@ -146,7 +145,7 @@ class CombineRows {
           peer == plan_.shape.rank ||
           call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0
       );
-      rows_of_.push_back(readable_rows(rank, call, in, peer));
+      rows_of_.push_back(readable_rows(call, in, peer));
     }
   }
 

@@ -9,12 +9,11 @@
 
 #include "cpu/chunk_work.hpp"
 #include "cpu/combine/rows.hpp"
-#include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 
-inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bool has_weights) {
+inline ChunkTraffic sum_traffic(const PlanData& plan, const CombineRows& rows, bool has_weights) {
   ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
     const bool is_self = peer == static_cast<size_t>(plan.shape.rank);
@@ -28,49 +27,42 @@ inline ChunkTraffic traffic_of(const PlanData& plan, const CombineRows& rows, bo
   return traffic;
 }
 
-// The sums that come back to this rank, by the forwarder that sends them.
+// The sums that come back to this rank, by the forwarder that sends them. A forwarder that is late
+// may wait for a rank of its domain.
 inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   ChunkTraffic traffic;
-  for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
-    traffic.sources.push_back(
-        {.num_arrivals = crossings_to(plan, peer), .peer = static_cast<int>(peer)}
-    );
+  for (int peer = 0; peer < plan.shape.num_ranks; ++peer) {
+    ChunkSource& source = traffic.sources.emplace_back();
+    source.peer = peer;
+    source.num_arrivals = crossings_to(plan, static_cast<size_t>(peer));
+    if (source.num_arrivals > 0) {
+      const Domains& domains = *plan.between->domains;
+      const std::span<const int> members = domains.members(domains.domain_of(peer));
+      std::ranges::copy_if(members, std::back_inserter(source.behind), [&](int member) {
+        return member != peer && plan.sent[static_cast<size_t>(member)].size() > 0;
+      });
+    }
   }
   return traffic;
 }
 
-class CombineSum final : public ChunkWork {
+class CombineSum final : public ChunkWork<CombineSum> {
  public:
-  CombineSum(
-      const CpuRank& rank, const CpuCall& call, const CombineInput& in, const CombineOutput& out
-  )
-      : rank_(rank),
-        call_(call),
+  CombineSum(const CpuCall& call, const CombineInput& in, const CombineOutput& out)
+      : call_(call),
         plan_(call.plan),
         in_(in),
         out_(out),
         self_(static_cast<size_t>(call.plan.shape.rank)),
         row_bytes_(static_cast<size_t>(in.rows.row_bytes())),
         has_weights_(in.weights.is_given()),
-        rows_(rank, call, in),
-        arrived_(rank, rank.signals.combine(0, 0), traffic_of(call.plan, rows_, has_weights_)),
-        crossed_(rank, rank.signals.crossing(0, 0), crossing_traffic(call.plan)),
-        scratch_(static_cast<size_t>(rank.workers.num_workers())) {
+        rows_(call, in),
+        arrived_(
+            call.rank, call.rank.signals.combine(0, 0), sum_traffic(call.plan, rows_, has_weights_)
+        ),
+        crossed_(call.rank, call.rank.signals.crossing(0, 0), crossing_traffic(call.plan)),
+        scratch_(static_cast<size_t>(call.rank.workers.num_workers())) {
     set_queues({plan_.shape.num_tokens});
-  }
-
-  void add_missing(std::vector<Missing>& late) const override {
-    each_unclaimed([&](size_t /*queue*/, int64_t unit) {
-      each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
-        if (!signals.is_complete(peer, chunk)) {
-          late.push_back(signals.missing(peer, chunk));
-          if (&signals == &crossed_) {
-            add_behind(late.back(), late);
-          }
-        }
-        return true;
-      });
-    });
   }
 
   // Is called after all workers have ended.
@@ -82,21 +74,31 @@ class CombineSum final : public ChunkWork {
   void release_rows() const {
     for (size_t peer = 0; peer < plan_.sent.size(); ++peer) {
       if (peer != self_ && rows_.reads(peer)) {
-        const uint32_t signal = rank_.signals.rows_read(self_);
-        rank_.transport.raise(static_cast<int>(peer), signal, 1);
+        const uint32_t signal = call_.rank.signals.rows_read(self_);
+        call_.rank.transport.raise(static_cast<int>(peer), signal, 1);
       }
     }
   }
 
- private:
-  // Memory of one worker, in cache lines of its own.
-  struct alignas(64) Scratch {
-    CombineRows::Token now;
-    CombineRows::Token next;
-  };
+  // The partial sums that a chunk of tokens is made of.
+  template <class Visit>
+  void each_needed(size_t /*queue*/, int64_t unit, const Visit& visit) const {
+    for (size_t peer = 0; peer < arrived_.num_peers(); ++peer) {
+      if (!each_chunk_of(arrived_, peer, plan_.sent[peer].token, unit, visit)) {
+        return;
+      }
+    }
+    for (size_t peer = 0; plan_.between && peer < crossed_.num_peers(); ++peer) {
+      const auto domain = plan_.between->domains->domain_of(static_cast<int>(peer));
+      const std::vector<int32_t>& tokens = plan_.between->sent[static_cast<size_t>(domain)];
+      if (!each_chunk_of(crossed_, peer, tokens, unit, visit)) {
+        return;
+      }
+    }
+  }
 
   // Sums a chunk of tokens.
-  void run(size_t /*queue*/, int64_t unit, int worker) override {
+  void run(size_t /*queue*/, int64_t unit, int worker) {
     Scratch& scratch = scratch_[static_cast<size_t>(worker)];
     const ChunkRange range = chunk_range(plan_.shape.num_tokens, unit);
     rows_.list(range.first, scratch.now);
@@ -120,6 +122,13 @@ class CombineSum final : public ChunkWork {
     }
   }
 
+ private:
+  // Memory of one worker, in cache lines of its own.
+  struct alignas(64) Scratch {
+    CombineRows::Token now;
+    CombineRows::Token next;
+  };
+
   void give_weights(int64_t token) const {
     const auto t = static_cast<size_t>(token);
     const auto cols = static_cast<size_t>(out_.weights.cols);
@@ -137,24 +146,6 @@ class CombineSum final : public ChunkWork {
       for (auto j = static_cast<size_t>(pair.route_begin[index]); j < end; ++j) {
         out[weight_index(plan_, token, pair.k[j])] =
             peer == self_ ? row_weights[row_weight_index(plan_, pair, j)] : staged[j];
-      }
-    }
-  }
-
-  // Visits (signals, peer, chunk) of all partial sums that a unit reads, until `visit` returns
-  // false.
-  template <class Visit>
-  void each_chunk(int64_t unit, const Visit& visit) const {
-    for (size_t peer = 0; peer < arrived_.num_peers(); ++peer) {
-      if (!each_chunk_of(arrived_, peer, plan_.sent[peer].token, unit, visit)) {
-        return;
-      }
-    }
-    for (size_t peer = 0; plan_.between && peer < crossed_.num_peers(); ++peer) {
-      const auto domain = plan_.between->domains->domain_of(static_cast<int>(peer));
-      const std::vector<int32_t>& tokens = plan_.between->sent[static_cast<size_t>(domain)];
-      if (!each_chunk_of(crossed_, peer, tokens, unit, visit)) {
-        return;
       }
     }
   }
@@ -187,29 +178,6 @@ class CombineSum final : public ChunkWork {
     return true;
   }
 
-  [[nodiscard]] bool is_complete(size_t /*queue*/, int64_t unit) const override {
-    bool is_whole = true;
-    each_chunk(unit, [&](const ChunkSignals& signals, size_t peer, int64_t chunk) {
-      is_whole = signals.is_complete(peer, chunk);
-      return is_whole;
-    });
-    return is_whole;
-  }
-
-  // A forwarder that is late may wait for a rank of its domain.
-  void add_behind(Missing forwarder, std::vector<Missing>& late) const {
-    const Domains& domains = *plan_.between->domains;
-    for (const int member : domains.members(domains.domain_of(forwarder.peer))) {
-      if (member != forwarder.peer && plan_.sent[static_cast<size_t>(member)].size() > 0) {
-        Missing behind = forwarder;
-        behind.peer = member;
-        behind.via = forwarder.peer;
-        late.push_back(behind);
-      }
-    }
-  }
-
-  const CpuRank& rank_;
   const CpuCall& call_;
   const PlanData& plan_;
   const CombineInput& in_;

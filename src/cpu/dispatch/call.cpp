@@ -67,14 +67,12 @@ std::vector<RowStream> streams_of(
 
 // Each worker takes turns: push a chunk to every receiver, forward what has come from other domains
 // and fan out what has arrived meanwhile. The last units zero the padding.
-void run(
-    const CpuRank& rank, const CpuCall& call, const DispatchInput& in, const DispatchOutput& out
-) {
+void run(const CpuCall& call, const DispatchInput& in, const DispatchOutput& out) {
   const std::vector<RowStream> streams = streams_of(call, in, out);
   const RowWeights row_weights(call.plan, out.weights);
-  const DispatchPush push(rank, call, streams, in.weights, row_weights);
-  DispatchFanOut fan_out(rank, call, streams, row_weights);
-  DispatchForward forward(rank, call, streams);
+  const DispatchPush push(call, streams, in.weights, row_weights);
+  DispatchFanOut fan_out(call, streams, row_weights);
+  DispatchForward forward(call, streams);
   const auto zero = [&](const std::pair<int64_t, int64_t>& range) {
     for (const RowStream& stream : streams) {
       const auto count = static_cast<size_t>(range.second - range.first);
@@ -95,18 +93,13 @@ void run(
       zero(call.plan.padding[static_cast<size_t>(unit - num_push_units)]);
     }
   };
-  take_turns(rank, reason, num_units, run_unit, forward, fan_out);
-  forward.settle();
-  fan_out.settle();
+  take_turns(call.rank, reason, num_units, run_unit, forward, fan_out);
 }
 
 }  // namespace
 
 void CpuExchange::dispatch(
-    const Plan& handle,
-    const DispatchInput& in,
-    const DispatchOutput& out,
-    const CallOptions& /*call*/
+    const Plan& handle, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
   const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
@@ -129,7 +122,10 @@ void CpuExchange::dispatch(
   run_call(Op::kDispatch, prepare, [&](const Ready& ready) {
     const PayloadFormat payload = payload_of(in, out, plan.shape.topk);
     const CallWord word = new_word(
-        {.op = Op::kDispatch, .plan_number = static_cast<int64_t>(plan.call), .payload = payload}
+        {.op = Op::kDispatch,
+         .number = call.number,
+         .plan_number = static_cast<int64_t>(plan.call),
+         .payload = payload}
     );
     const Place direct = may_touch_peers() ? Place::kEverySlot : Place::kPrimarySlot;
     std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
@@ -152,8 +148,7 @@ void CpuExchange::dispatch(
     }
     const std::vector<CallWord> words = board_->swap(to, {});
     import_targets(words);
-    const CpuCall cpu_call = {call_number_, plan, words, to, ready.staging, staging_.data};
-    run(cpu_rank(), cpu_call, in, out);
+    run({cpu_rank(), call_number_, plan, words, to, ready.staging, staging_.data}, in, out);
     ++counters_.num_dispatches;
     count_crossings(count_sent(plan), payload.row_bytes + payload.scale_bytes);
   });

@@ -8,7 +8,6 @@
 
 #include "cpu/chunk_work.hpp"
 #include "cpu/dispatch/row_stream.hpp"
-#include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -17,7 +16,7 @@ inline bool is_forwarded_here(const PlanData& plan, int source) {
   return plan.between && plan.between->find_forwarded(source) != nullptr;
 }
 
-inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool has_weights) {
+inline ChunkTraffic fan_out_traffic(const PlanData& plan, size_t num_streams, bool has_weights) {
   ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
     const bool is_forwarded = is_forwarded_here(plan, source);
@@ -32,22 +31,19 @@ inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams, bool ha
   return traffic;
 }
 
-class DispatchFanOut final : public ChunkWork {
+class DispatchFanOut final : public ChunkWork<DispatchFanOut> {
  public:
   DispatchFanOut(
-      const CpuRank& rank,
-      const CpuCall& call,
-      std::span<const RowStream> streams,
-      const RowWeights& row_weights
+      const CpuCall& call, std::span<const RowStream> streams, const RowWeights& row_weights
   )
       : call_(call),
         plan_(call.plan),
         streams_(streams),
         row_weights_(row_weights),
         arrived_(
-            rank,
-            rank.signals.dispatch(0, 0),
-            traffic_of(call.plan, streams.size(), row_weights.is_given())
+            call.rank,
+            call.rank.signals.dispatch(0, 0),
+            fan_out_traffic(call.plan, streams.size(), row_weights.is_given())
         ) {
     std::vector<int64_t> num_arrivals;
     for (int source = 0; source < plan_.shape.num_ranks; ++source) {
@@ -57,22 +53,15 @@ class DispatchFanOut final : public ChunkWork {
     set_queues(num_arrivals, static_cast<size_t>(plan_.shape.rank));
   }
 
-  // Chunks that nobody has claimed and that have not come.
-  void add_missing(std::vector<Missing>& late) const override {
-    each_unclaimed([&](size_t source, int64_t chunk) {
-      late.push_back(arrived_.missing(source, chunk));
-    });
-  }
-
   // Is called after all workers have ended.
   void settle() { arrived_.settle(); }
 
- private:
-  [[nodiscard]] bool is_complete(size_t source, int64_t chunk) const override {
-    return arrived_.is_complete(source, chunk);
+  template <class Visit>
+  void each_needed(size_t source, int64_t chunk, const Visit& visit) const {
+    visit(arrived_, source, chunk);
   }
 
-  void run(size_t source, int64_t chunk, int /*worker*/) override {
+  void run(size_t source, int64_t chunk, int /*worker*/) {
     const Arrivals& pair = plan_.received[source];
     const ChunkRange range = chunk_range(pair.size(), chunk);
     const auto streams = is_forwarded_[source] ? std::span<const RowStream>() : streams_;
@@ -99,6 +88,7 @@ class DispatchFanOut final : public ChunkWork {
     streaming_fence();
   }
 
+ private:
   const CpuCall& call_;
   const PlanData& plan_;
   std::span<const RowStream> streams_;

@@ -8,12 +8,11 @@
 
 #include "cpu/chunk_work.hpp"
 #include "cpu/dispatch/row_stream.hpp"
-#include "cpu/protocol/chunk_signals.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 
-inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
+inline ChunkTraffic forward_traffic(const PlanData& plan, size_t num_streams) {
   ChunkTraffic traffic;
   for (int source = 0; source < plan.shape.num_ranks; ++source) {
     const ForwardedSource* forwarded =
@@ -27,14 +26,15 @@ inline ChunkTraffic traffic_of(const PlanData& plan, size_t num_streams) {
   return traffic;
 }
 
-class DispatchForward final : public ChunkWork {
+class DispatchForward final : public ChunkWork<DispatchForward> {
  public:
-  DispatchForward(const CpuRank& rank, const CpuCall& call, std::span<const RowStream> streams)
-      : rank_(rank),
-        call_(call),
+  DispatchForward(const CpuCall& call, std::span<const RowStream> streams)
+      : call_(call),
         plan_(call.plan),
         streams_(streams),
-        crossed_(rank, rank.signals.crossing(0, 0), traffic_of(call.plan, streams.size())) {
+        crossed_(
+            call.rank, call.rank.signals.crossing(0, 0), forward_traffic(call.plan, streams.size())
+        ) {
     std::vector<int64_t> num_arrivals;  // by pair
     const std::span<const ForwardedSource> sources =
         plan_.between ? plan_.between->forwarded : std::span<const ForwardedSource>();
@@ -47,54 +47,23 @@ class DispatchForward final : public ChunkWork {
     set_queues(num_arrivals);
   }
 
-  // Chunks that some unclaimed chunk of a pair waits for.
-  // Pairs of one source mostly wait for the same chunk, which is named once.
-  void add_missing(std::vector<Missing>& late) const override {
-    int last_source = -1;
-    each_unclaimed([&](size_t p, int64_t chunk) {
-      const Pair& pair = pairs_[p];
-      const auto source = static_cast<size_t>(pair.forwarded.source);
-      const ChunkRange needed = chunks_needed(pair, chunk);
-      for (int64_t c = needed.first; c < needed.last && last_source != pair.forwarded.source; ++c) {
-        if (!crossed_.is_complete(source, c)) {
-          late.push_back(crossed_.missing(source, c));
-          last_source = pair.forwarded.source;
-        }
-      }
-    });
-  }
-
   // Is called after all workers have ended.
   void settle() { crossed_.settle(); }
 
- private:
-  struct Pair {
-    const ForwardedSource& forwarded;
-    size_t member;
-    const Arrivals& arrivals;
-  };
-
-  // Chunks of inter-node tokens that a chunk of a pair needs, the last one included.
-  [[nodiscard]] ChunkRange chunks_needed(const Pair& pair, int64_t chunk) const {
+  // The chunks of inter-node tokens that a chunk of a pair is made of.
+  template <class Visit>
+  void each_needed(size_t p, int64_t chunk, const Visit& visit) const {
+    const Pair& pair = pairs_[p];
     const ChunkRange range = chunk_range(pair.arrivals.size(), chunk);
     const std::vector<int32_t>& crossing = pair.forwarded.crossings.crossing[pair.member];
-    const int64_t first = crossing[static_cast<size_t>(range.first)];
-    const int64_t last = crossing[static_cast<size_t>(range.last) - 1];
-    return {first / kChunkArrivals, last / kChunkArrivals + 1};
-  }
-
-  [[nodiscard]] bool is_complete(size_t p, int64_t chunk) const override {
-    const Pair& pair = pairs_[p];
-    const ChunkRange needed = chunks_needed(pair, chunk);
-    for (int64_t c = needed.first; c < needed.last; ++c) {
-      if (!crossed_.is_complete(static_cast<size_t>(pair.forwarded.source), c)) {
-        return false;
-      }
+    const int64_t last = crossing[static_cast<size_t>(range.last) - 1] / kChunkArrivals;
+    int64_t needed = crossing[static_cast<size_t>(range.first)] / kChunkArrivals;
+    while (visit(crossed_, static_cast<size_t>(pair.forwarded.source), needed) && needed < last) {
+      ++needed;
     }
-    return true;
   }
 
-  void run(size_t p, int64_t chunk, int /*worker*/) override {
+  void run(size_t p, int64_t chunk, int /*worker*/) {
     const Pair& pair = pairs_[p];
     const int to = plan_.between->domains->near()[pair.member];
     if (to == plan_.shape.rank) {
@@ -104,19 +73,26 @@ class DispatchForward final : public ChunkWork {
     }
   }
 
+ private:
+  struct Pair {
+    const ForwardedSource& forwarded;
+    size_t member;
+    const Arrivals& arrivals;
+  };
+
   // Raises what the source would raise at `to`.
   void send(size_t to, const Pair& pair, int64_t chunk) const {
     const PairChunk part = {
         .to = to,
         .pair = pair.arrivals,
         .range = chunk_range(pair.arrivals.size(), chunk),
-        .signal = rank_.signals.dispatch(pair.forwarded.source, chunk),
+        .signal = call_.rank.signals.dispatch(pair.forwarded.source, chunk),
         .first_row = pair.forwarded.first_row[pair.member]};
     PutList puts;
     for (const RowStream& stream : streams_) {
-      add_rows(puts, rank_, call_, part, stream, [&](int64_t i) { return row(stream, pair, i); });
+      add_rows(puts, call_, part, stream, [&](int64_t i) { return row(stream, pair, i); });
     }
-    puts.send(rank_.transport, to, part.signal);
+    puts.send(call_.rank.transport, to, part.signal);
   }
 
   // Rows for this rank itself go to all their slots; DispatchFanOut sees to their weights.
@@ -136,7 +112,6 @@ class DispatchForward final : public ChunkWork {
     return call_.staging_data + first + static_cast<size_t>(index) * stream.row_bytes;
   }
 
-  const CpuRank& rank_;
   const CpuCall& call_;
   const PlanData& plan_;
   std::span<const RowStream> streams_;

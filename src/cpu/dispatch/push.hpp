@@ -15,14 +15,12 @@ namespace weft {
 class DispatchPush {
  public:
   DispatchPush(
-      const CpuRank& rank,
       const CpuCall& call,
       std::span<const RowStream> streams,
       const ConstTensor& weights,
       const RowWeights& row_weights
   )
-      : rank_(rank),
-        call_(call),
+      : call_(call),
         plan_(call.plan),
         streams_(streams),
         weights_(reinterpret_cast<const float*>(weights.data)),
@@ -72,14 +70,14 @@ class DispatchPush {
         .to = to,
         .pair = pair,
         .range = chunk_range(pair.size(), chunk),
-        .signal = rank_.signals.dispatch(self_, chunk),
+        .signal = call_.rank.signals.dispatch(self_, chunk),
         .first_row = 0};
     if (part.range.first == part.range.last) {
       return;
     }
     PutList puts;
     for (const RowStream& stream : streams_) {
-      add_rows(puts, rank_, call_, part, stream, [&](int64_t i) {
+      add_rows(puts, call_, part, stream, [&](int64_t i) {
         return stream.token(pair.token[static_cast<size_t>(i)]);
       });
     }
@@ -87,7 +85,7 @@ class DispatchPush {
     if (weights_ != nullptr) {
       puts.add(weights_put(to, part.range, part.signal, weights));
     }
-    puts.send(rank_.transport, to, part.signal);
+    puts.send(call_.rank.transport, to, part.signal);
   }
 
   // Each token once, to the forwarder.
@@ -97,7 +95,7 @@ class DispatchPush {
     const auto to = static_cast<size_t>(
         plan_.between->domains->forwarder_into(static_cast<int>(domain), plan_.shape.rank)
     );
-    const uint32_t signal = rank_.signals.crossing(self_, chunk);
+    const uint32_t signal = call_.rank.signals.crossing(self_, chunk);
     PutList puts;
     for (const RowStream& stream : streams_) {
       const Target& target = call_.words[to].*stream.target;
@@ -106,7 +104,7 @@ class DispatchPush {
         puts.add(put_to(target, i, row, stream.row_bytes, signal));
       }
     }
-    puts.send(rank_.transport, to, signal);
+    puts.send(call_.rank.transport, to, signal);
   }
 
   // Weights go straight to a rank of another domain; they are few and need no forwarder.
@@ -115,10 +113,10 @@ class DispatchPush {
     if (range.first == range.last) {
       return;
     }
-    const uint32_t signal = rank_.signals.dispatch(self_, chunk);
+    const uint32_t signal = call_.rank.signals.dispatch(self_, chunk);
     std::array<float, kChunkArrivals * kMaxTopk> weights;
     const Put put = weights_put(to, range, signal, weights);
-    rank_.transport.put(static_cast<int>(to), {&put, 1});
+    call_.rank.transport.put(static_cast<int>(to), {&put, 1});
   }
 
   // Arrivals from this rank to itself go to all their slots at once.
@@ -148,7 +146,6 @@ class DispatchPush {
     return put_to(call_.words[to].weights, first, memory.first(count), signal);
   }
 
-  const CpuRank& rank_;
   const CpuCall& call_;
   const PlanData& plan_;
   std::span<const RowStream> streams_;

@@ -86,7 +86,6 @@ class PutList {
 template <class RowOf>
 void add_rows(
     PutList& puts,
-    const CpuRank& rank,
     const CpuCall& call,
     const PairChunk& chunk,
     const RowStream& stream,
@@ -95,7 +94,7 @@ void add_rows(
   const Target& target = call.words[chunk.to].*stream.target;
   if (target.place == Place::kEverySlot) {
     std::byte* const base =
-        rank.transport.mapped(static_cast<int>(chunk.to), target.region.slot) + target.offset;
+        call.rank.transport.mapped(static_cast<int>(chunk.to), target.region.slot) + target.offset;
     stream.store_rows(base, chunk.pair, chunk.range, row_of);
     puts.add_stored(chunk.range.last - chunk.range.first);
     return;

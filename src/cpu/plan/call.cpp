@@ -19,32 +19,32 @@ struct SwappedRecords {
 
 // Collective. Each source tells each receiver the slots of their pair. In a group of several
 // domains a source tells its forwarder there, in one message for all ranks of the domain; the
-// forwarder keeps a copy and passes each its own. `receiver_rows`: of each rank's output, by rank;
-// only needed where there are several domains. Throws Error (kTransport) for malformed records.
+// forwarder keeps a copy and passes each its own. Throws Error (kTransport) for malformed records.
 //
 // An area of the control region is free again when its source begins the next plan call, for which
 // it needs this rank's next handshake.
 class RecordSwap {
  public:
-  RecordSwap(CpuExchange& state, const PlanData& plan)
+  // `counts`, and the `rows` of outputs that this rank may read pairs to: by rank.
+  RecordSwap(
+      CpuExchange& state,
+      const PlanData& plan,
+      std::span<const RankCounts> counts,
+      std::span<const int64_t> rows
+  )
       : state_(state),
         plan_(plan),
+        counts_(counts),
+        rows_(rows),
         domains_(*state.domains_),
         rank_(state.context_.rank),
         num_ranks_(state.context_.num_ranks) {}
 
-  SwappedRecords run(std::span<const RankCounts> counts, std::span<const int64_t> receiver_rows) {
+  SwappedRecords run() {
     send_own();
     pass_on();
     wait_for_all();
-    SwappedRecords records = {.received = received(), .forwarded = forwarded(receiver_rows)};
-    for (size_t i = 0; i < records.forwarded.size(); ++i) {
-      const auto source = static_cast<size_t>(domains_.forwarded()[i]);
-      const int64_t num_tokens = counts[source].num_tokens;
-      check_tokens(records.forwarded[i], source, num_tokens);
-      check_tokens({&records.received[source], 1}, source, num_tokens);
-    }
-    return records;
+    return {.received = received(), .forwarded = forwarded()};
   }
 
  private:
@@ -73,8 +73,7 @@ class RecordSwap {
   void pass_on() {
     for (const int source : domains_.forwarded()) {
       state_.waiter_->until_raised(reason(), {missing(source)});
-      const auto records =
-          unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
+      const auto records = bundle_of(source);
       for (size_t m = 0; m < records.size(); ++m) {
         if (domains_.near()[m] != rank_) {
           send(domains_.near()[m], source, records[m]);
@@ -100,13 +99,14 @@ class RecordSwap {
   [[nodiscard]] std::vector<Arrivals> received() const {
     std::vector<Arrivals> from(static_cast<size_t>(num_ranks_));
     for_each(from.size(), [&](size_t source) {
-      from[source] = received_from(static_cast<int>(source));
+      const bool is_own = static_cast<int>(source) == rank_;
+      from[source] = is_own ? plan_.sent[source] : pair_of(static_cast<int>(source), rank_);
     });
     return from;
   }
 
   // [sources forwarded for][members of this domain] but for this rank's own, which it received.
-  [[nodiscard]] std::vector<std::vector<Arrivals>> forwarded(std::span<const int64_t> rows) const {
+  [[nodiscard]] std::vector<std::vector<Arrivals>> forwarded() const {
     const std::span<const int> sources = domains_.forwarded();
     const std::span<const int> near = domains_.near();
     std::vector<std::vector<Arrivals>> pairs(sources.size(), std::vector<Arrivals>(near.size()));
@@ -114,8 +114,7 @@ class RecordSwap {
       const size_t source = i / near.size();
       const size_t member = i % near.size();
       if (near[member] != rank_) {
-        pairs[source][member] =
-            forwarded_pair(sources[source], member, rows[static_cast<size_t>(near[member])]);
+        pairs[source][member] = pair_of(sources[source], near[member]);
       }
     });
     return pairs;
@@ -129,28 +128,22 @@ class RecordSwap {
     state_.workers_->for_each(count, is_much, visit);
   }
 
-  [[nodiscard]] Arrivals received_from(int source) const {
-    if (source == rank_) {
-      return plan_.sent[static_cast<size_t>(rank_)];
-    }
+  [[nodiscard]] Arrivals pair_of(int source, int receiver) const {
     std::span<const std::byte> records = area_of(source);
-    if (!domains_.is_near(source) && domains_.between(source) < 0) {
-      records = of_member(source, static_cast<size_t>(domains_.place_of(rank_)));
+    if (!domains_.is_near(source) && domains_.between(source) < 0) {  // this rank forwards for it
+      records = bundle_of(source)[static_cast<size_t>(domains_.place_of(receiver))];
     }
-    return decode_records(records, plan_, source, state_.context_);
-  }
-
-  [[nodiscard]] Arrivals forwarded_pair(int source, size_t member, int64_t receiver_rows) const {
-    return decode_records(
-        of_member(source, member), plan_.shape, receiver_rows, source, state_.context_
+    const ArrivalBounds bounds(
+        plan_.shape,
+        counts_[static_cast<size_t>(source)].num_tokens,
+        rows_[static_cast<size_t>(receiver)]
     );
+    return decode_records(records, bounds, source, state_.context_);
   }
 
-  // The part of a member in the bundle of a source that this rank forwards for.
-  [[nodiscard]] std::span<const std::byte> of_member(int source, size_t member) const {
-    return unbundle_records(
-        area_of(source), domains_.near().size(), source, state_.context_
-    )[member];
+  // By member of this domain, from a source that this rank forwards for.
+  [[nodiscard]] std::vector<std::span<const std::byte>> bundle_of(int source) const {
+    return unbundle_records(area_of(source), domains_.near().size(), source, state_.context_);
   }
 
   [[nodiscard]] WaitReason reason() const {
@@ -198,24 +191,10 @@ class RecordSwap {
     state_.transport_->put(peer, {&put, 1});
   }
 
-  // More tokens than the source said it has could not be numbered by chunk signals.
-  void check_tokens(std::span<const Arrivals> pairs, size_t source, int64_t num_tokens) const {
-    for (const Arrivals& pair : pairs) {
-      const int64_t last = pair.token.empty() ? -1 : pair.token.back();
-      WEFT_CHECK(
-          state_.context_,
-          last < num_tokens,
-          ErrorCode::kTransport,
-          "plan: records of rank {} are malformed: token {} is out of range (num_tokens = {})",
-          source,
-          last,
-          num_tokens
-      );
-    }
-  }
-
   CpuExchange& state_;
   const PlanData& plan_;
+  std::span<const RankCounts> counts_;
+  std::span<const int64_t> rows_;
   const Domains& domains_;
   int rank_;
   int num_ranks_;
@@ -256,19 +235,10 @@ Sharing sharing_of(WorkerPool& workers, const RouteTable& routes) {
       }};
 }
 
-// Rows of every rank's output.
-std::vector<int64_t> output_rows(const GroupShape& shape) {
-  std::vector<int64_t> rows;
-  for (const OutputShape& output : shape.outputs) {
-    rows.push_back(output.num_rows);
-  }
-  return rows;
-}
-
 }  // namespace
 
 Plan CpuExchange::make_plan(
-    const Routing& routing, const PlanOptions& options, const CallOptions& /*call*/
+    const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
   const auto prepare = [&] {
     check_options(options, context_);
@@ -280,6 +250,7 @@ Plan CpuExchange::make_plan(
     const RankCounts own = count_routes(routes, settings_.num_experts, context_.num_ranks, options);
     CallWord word = new_word(
         {.op = Op::kPlan,
+         .number = call.number,
          .options = options,
          .topk = routes.topk,
          .from_map = routes.from_map,
@@ -297,11 +268,12 @@ Plan CpuExchange::make_plan(
     );
     data.exchange_id = id_;
     data.call = call_number_;
-    std::vector<int64_t> rows;
+    std::vector<int64_t> rows(counts.size(), data.num_rows);
     if (domains_->has_several()) {  // a forwarder checks the slots of others
-      rows = output_rows(group_shape(counts, settings_.num_experts, options, context_));
+      const GroupShape group = group_shape(counts, settings_.num_experts, options, context_);
+      std::ranges::transform(group.outputs, rows.begin(), &OutputShape::num_rows);
     }
-    SwappedRecords records = RecordSwap(*this, data).run(counts, rows);
+    SwappedRecords records = RecordSwap(*this, data, counts, rows).run();
     add_received(data, std::move(records.received));
     if (domains_->has_several()) {
       data.between = make_domain_traffic(data, domains_, std::move(records.forwarded));

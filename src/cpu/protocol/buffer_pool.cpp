@@ -18,23 +18,15 @@ uint64_t sum_of_bytes(const std::vector<Region>& regions) {
 
 }  // namespace
 
-BufferPool::BufferPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
-
-BufferPool::~BufferPool() = default;  // the transport frees its regions
-
 std::shared_ptr<const Region> BufferPool::take(uint64_t bytes) {
   const uint64_t wanted = size_class(bytes);
   const std::lock_guard lock(mutex_);
-  // Up to twice the need is taken rather than a new region made.
-  auto best = unused_.end();
-  for (auto it = unused_.begin(); it != unused_.end(); ++it) {
-    const bool fits = it->ref.bytes >= wanted && it->ref.bytes <= 2 * wanted;
-    if (fits && (best == unused_.end() || it->ref.bytes < best->ref.bytes)) {
-      best = it;
-    }
-  }
+  // The smallest that fits: too small ones wrap round to a huge waste. Up to twice the need is
+  // taken rather than a new region made.
+  const auto waste = [&](const Region& region) { return region.ref.bytes - wanted; };
+  const auto best = std::ranges::min_element(unused_, {}, waste);
   Region region;
-  if (best != unused_.end()) {
+  if (best != unused_.end() && waste(*best) <= wanted) {
     region = *best;
     unused_.erase(best);
   } else {

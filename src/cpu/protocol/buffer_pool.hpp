@@ -14,8 +14,7 @@ namespace weft {
 
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
-  explicit BufferPool(std::shared_ptr<Transport> transport);
-  ~BufferPool();
+  explicit BufferPool(std::shared_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
   // A region of at least `bytes`; it goes back when the last copy of the pointer does, from any
   // thread.

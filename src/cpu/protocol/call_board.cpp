@@ -10,7 +10,9 @@ std::vector<CallWord> CallBoard::swap(
     std::span<const CallWord> words, std::span<const std::byte> payload
 ) {
   post(words, payload);
-  std::vector<CallWord> all = collect(words[static_cast<size_t>(context_.rank)]);
+  const CallWord& own = words[static_cast<size_t>(context_.rank)];
+  std::vector<CallWord> all = collect(own);
+  waiter_.check_interrupts({.op = op_name(own.op), .call = call_, .what = "handshake"});
   compare(all);
   return all;
 }
@@ -77,35 +79,30 @@ std::vector<CallWord> CallBoard::collect(const CallWord& own) {
 
 void CallBoard::compare(std::span<const CallWord> words) const {
   const CallWord& own = words[static_cast<size_t>(context_.rank)];
+  const auto require = [&](bool is_same, const auto& problem) {
+    WEFT_CHECK_ARG(context_, is_same, "{}: {}", op_name(own.op), problem());
+  };
   for (size_t rank = 0; rank < words.size(); ++rank) {
     const CallWord& other = words[rank];
-    WEFT_CHECK_ARG(
-        context_,
-        other.op == own.op,
-        "{}: rank {} calls {} (all ranks make the same calls in the same order; this is call {})",
-        op_name(own.op),
-        rank,
-        op_name(other.op),
-        own.call
-    );
-    WEFT_CHECK_ARG(
-        context_,
-        other.is_refused == 0,
-        "{}: rank {} refused the call: {}",
-        op_name(own.op),
-        rank,
-        other.refusal.view()
-    );
+    require(other.op == own.op, [&] {
+      const std::string_view theirs = op_name(other.op);
+      return fmt::format(
+          "rank {} calls {} (all ranks make the same calls in the same order; this is call {})",
+          rank,
+          theirs,
+          own.call
+      );
+    });
+    require(other.call == own.call, [&] {
+      return fmt::format("rank {} is in call {} (this is call {})", rank, other.call, own.call);
+    });
+    require(other.is_refused == 0, [&] {
+      return fmt::format("rank {} refused the call: {}", rank, other.refusal.view());
+    });
     for (size_t i = 0; i < kSignatureWords; ++i) {
       const int64_t mine = own.signature.words[i];
       const int64_t theirs = other.signature.words[i];
-      WEFT_CHECK_ARG(
-          context_,
-          mine == theirs,
-          "{}: {}",
-          op_name(own.op),
-          difference_text(own.op, i, mine, theirs, rank)
-      );
+      require(mine == theirs, [&] { return difference_text(own.op, i, mine, theirs, rank); });
     }
   }
 }

@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "call/refusal.hpp"
 #include "call/signature.hpp"
 #include "cpu/protocol/region_map.hpp"
 #include "cpu/protocol/waiter.hpp"
@@ -84,6 +83,8 @@ class CallBoard {
   void refuse(Op op, std::string_view reason);
 
  private:
+  friend struct CpuInside;  // for tests
+
   void post(std::span<const CallWord> words, std::span<const std::byte> payload);
   [[nodiscard]] std::vector<CallWord> collect(const CallWord& own);
   void compare(std::span<const CallWord> words) const;

@@ -78,11 +78,15 @@ struct SignalMap {
   [[nodiscard]] WEFT_HD constexpr uint32_t rows_read(Index reader) const {
     return static_cast<uint32_t>(4 * num_ranks + reader);
   }
+  // `source` was interrupted: holds the number of the call in which that happened.
+  [[nodiscard]] WEFT_HD constexpr uint32_t interrupted(Index source) const {
+    return static_cast<uint32_t>(5 * num_ranks + source);
+  }
   [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(Index source, Index chunk) const {
-    return static_cast<uint32_t>(5 * num_ranks + source * max_chunks + chunk);
+    return static_cast<uint32_t>(6 * num_ranks + source * max_chunks + chunk);
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(Index source, Index chunk) const {
-    return static_cast<uint32_t>(5 * num_ranks + (num_ranks + source) * max_chunks + chunk);
+    return static_cast<uint32_t>(6 * num_ranks + (num_ranks + source) * max_chunks + chunk);
   }
   // A chunk of inter-node tokens: at the forwarder, of rows from their source; at the source, of
   // sums from their forwarder.
@@ -98,6 +102,11 @@ struct SignalMap {
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
     return forwarded(num_forwarded_pairs, 0);
+  }
+  // The same, where numbers of 32 bits may not suffice; then there are no such signals.
+  [[nodiscard]] WEFT_HD constexpr uint64_t needed() const {
+    const uint64_t lists = uint64_t{num_ranks} * (has_crossings ? 3 : 2) + num_forwarded_pairs;
+    return 6 * uint64_t{num_ranks} + lists * max_chunks;
   }
 };
 

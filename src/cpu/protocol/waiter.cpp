@@ -4,21 +4,29 @@
 #include <hwy/cache_control.h>
 
 #include "core/clock.hpp"
+#include "core/interrupt.hpp"
 
 namespace weft {
 namespace {
 
 // Polls before the thread sleeps: a few microseconds, since ranks may outnumber cores.
 constexpr int kPolls = 64;
-// How often a sleeping thread looks at its peers and its deadline.
-constexpr auto kParkSlice = std::chrono::milliseconds(50);
+// How often a waiting thread looks at its peers, its deadline and its caller, however often it is
+// woken meanwhile.
+constexpr auto kLookEvery = std::chrono::milliseconds(25);
 
 }  // namespace
 
-Waiter::Waiter(Transport& transport, const Context& context, std::chrono::milliseconds timeout)
+Waiter::Waiter(
+    Transport& transport,
+    const Context& context,
+    std::chrono::milliseconds timeout,
+    uint32_t first_notice
+)
     : transport_(transport),
       context_(context),
       timeout_(timeout),
+      first_notice_(first_notice),
       wait_ns_(static_cast<size_t>(context.num_ranks)) {}
 
 void Waiter::until(
@@ -35,25 +43,53 @@ void Waiter::until(
     hwy::Pause();
   }
   const auto start = Clock::now();
+  auto last_look = start;
   for (;;) {
     const uint32_t doorbell = transport_.doorbell();
     if (ready() || (is_stopping && is_stopping())) {
       return;
     }
+    check_interrupts(reason);
     const std::vector<Missing> late = missing();
-    const auto slice_start = Clock::now();
-    const auto left = timeout_ - (slice_start - start);
+    const auto now = Clock::now();
+    const auto left = timeout_ - (now - start);
+    if (now - last_look >= kLookEvery || left <= left.zero()) {
+      last_look = now;
+      WEFT_CHECK(
+          context_,
+          !InterruptScope::is_interrupted(),
+          ErrorCode::kInterrupted,
+          "{}: interrupted while it waited for {} (call {})",
+          reason.op,
+          reason.what,
+          reason.call
+      );
+      check_peers(reason, late, ready);
+    }
     if (left <= left.zero()) {
       give_up(reason, late);
     }
-    transport_.park(doorbell, std::min<Clock::duration>(left, kParkSlice));
-    const auto slept = Clock::now() - slice_start;
+    transport_.park(doorbell, std::min<Clock::duration>(left, kLookEvery));
+    const auto slept = Clock::now() - now;
     for (const Missing& one : late) {
       wait_ns_[static_cast<size_t>(one.peer)].fetch_add(slept.count(), std::memory_order_relaxed);
     }
-    if (slept >= kParkSlice) {
-      check_peers(reason, late, ready);
-    }
+  }
+}
+
+void Waiter::check_interrupts(const WaitReason& reason) const {
+  for (int rank = 0; rank < context_.num_ranks; ++rank) {
+    const uint64_t call = transport_.signal_value(first_notice_ + static_cast<uint32_t>(rank));
+    WEFT_CHECK(
+        context_,
+        call == 0 || call > reason.call,  // what it gave to earlier calls still counts
+        ErrorCode::kPeerFailed,
+        "{}: rank {} was interrupted in call {} (this is call {})",
+        reason.op,
+        rank,
+        call,
+        reason.call
+    );
   }
 }
 
@@ -81,17 +117,17 @@ void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& 
   until(reason, ready, missing);
 }
 
-// A peer that left has given all it had to whoever hands it on.
+// The end of a peer, or of who hands its rows on, that leaves the signal unraised. A peer that left
+// has given all it had to whoever hands it on.
 Waiter::Gone Waiter::find_gone(const Missing& one) const {
   const PeerState state = transport_.peer_state(one.peer);
-  if (one.via < 0) {
-    return {&one, one.peer, state};
+  if (one.via >= 0) {
+    const PeerState forwarder = transport_.peer_state(one.via);
+    if (forwarder != PeerState::kAlive || state != PeerState::kDied) {
+      return {&one, one.via, forwarder};
+    }
   }
-  const PeerState forwarder = transport_.peer_state(one.via);
-  if (forwarder == PeerState::kAlive && state == PeerState::kDied) {
-    return {&one, one.peer, state};
-  }
-  return {&one, one.via, forwarder};
+  return {&one, one.peer, state};
 }
 
 void Waiter::check_peers(
@@ -114,9 +150,8 @@ void Waiter::check_peers(
   const Missing& late = *gone.missing;
   // A peer that left may have done so because another died: that one is to blame.
   std::string cause;
-  for (int rank = 0; rank < context_.num_ranks && gone.how == PeerState::kLeft && cause.empty();
-       ++rank) {
-    if (rank != context_.rank && transport_.peer_state(rank) == PeerState::kDied) {
+  for (int rank = 0; rank < context_.num_ranks && gone.how == PeerState::kLeft; ++rank) {
+    if (cause.empty() && rank != context_.rank && transport_.peer_state(rank) == PeerState::kDied) {
       cause = fmt::format("rank {} died and ", rank);
     }
   }

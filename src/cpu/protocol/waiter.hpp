@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The one bounded wait of the CPU executor. It ends when the condition holds, the deadline passes,
-// or a peer that is waited for has died or left; the error names who waited for whom.
+// a peer that is waited for has died or left, or the user of a rank has interrupted this call
+// (core/interrupt.hpp); the error names who waited for whom.
 #pragma once
 
 #include <atomic>
@@ -32,10 +33,18 @@ struct WaitReason {
 
 class Waiter {
  public:
-  Waiter(Transport& transport, const Context& context, std::chrono::milliseconds timeout);
+  // `first_notice`: the signal by which rank 0 says in which call it was interrupted; those of the
+  // others follow.
+  Waiter(
+      Transport& transport,
+      const Context& context,
+      std::chrono::milliseconds timeout,
+      uint32_t first_notice
+  );
 
-  // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError or
-  // PeerError. `is_stopping` ends the wait quietly when another worker of this rank has failed.
+  // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError,
+  // PeerError or Error (kInterrupted). `is_stopping` ends the wait quietly when another worker of
+  // this rank has failed.
   void until(
       const WaitReason& reason,
       const std::function<bool()>& ready,
@@ -44,6 +53,9 @@ class Waiter {
   );
   // Waits until each listed signal has reached its number.
   void until_raised(const WaitReason& reason, const std::vector<Missing>& wanted);
+
+  // Throws PeerError if another rank has been interrupted in this call or before it.
+  void check_interrupts(const WaitReason& reason) const;
 
   // [num_ranks] seconds, any thread.
   [[nodiscard]] std::vector<double> wait_seconds() const;
@@ -66,6 +78,7 @@ class Waiter {
   Transport& transport_;
   Context context_;
   std::chrono::milliseconds timeout_;
+  uint32_t first_notice_;
   std::vector<std::atomic<int64_t>> wait_ns_;
 };
 

@@ -7,14 +7,14 @@
 #include <atomic>
 #include <random>
 
-#include "call/config_agreement.hpp"
+#include "call/validate.hpp"
 #include "core/env.hpp"
 #include "core/gpu/devices.hpp"
 #include "core/size_class.hpp"
 #include "cuda/plan/download.hpp"
 #include "cuda/plan/shared_map.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
-#include "transport/agree.hpp"
 
 namespace weft {
 namespace {
@@ -84,7 +84,7 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
     : settings_(wanted),
       context_({.rank = group.rank(), .num_ranks = group.num_ranks()}),
       id_(next_exchange_id++) {
-  agree_on_config(group, settings_, context_, [&] { check_device(settings_, context_); });
+  agree_on_config(group, settings_, [&] { check_device(settings_, context_); });
   settings_.transport = "peer";
   context_.transport = "peer";
   settings_.copy_engines = settings_.copy_engines && context_.num_ranks > 1;

@@ -11,7 +11,6 @@
 #include <span>
 
 #include "call/executor.hpp"
-#include "call/refusal.hpp"
 #include "core/check.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/stream.hpp"

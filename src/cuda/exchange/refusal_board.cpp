@@ -5,9 +5,9 @@
 #include <atomic>
 #include <bit>
 
-#include "call/refusal.hpp"
+#include "call/signature.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
-#include "transport/agree.hpp"
 
 namespace weft {
 namespace {

@@ -12,7 +12,6 @@
 #include "cuda/exchange/exchange.hpp"
 #include "cuda/plan/download.hpp"
 #include "plan/build.hpp"
-#include "plan/device_plan.hpp"
 
 namespace weft {
 namespace {

@@ -15,8 +15,8 @@
 #include "core/gpu/check.hpp"
 #include "core/local_memory.hpp"
 #include "core/log.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
-#include "transport/agree.hpp"
 
 namespace weft {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "core/check.hpp"
 #include "core/log.hpp"
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
-#include "transport/agree.hpp"
 
 namespace weft {
 namespace {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <tuple>
 #include <vector>
 
 #include "core/check.hpp"
@@ -43,52 +44,82 @@ uint16_t to_half(DType dtype, float value) {
   return dtype == DType::kBFloat16 ? float_to_bf16(value) : float_to_fp16(value);
 }
 
-float load(const ConstTensor& tensor, int64_t row, int64_t col) {
-  const auto* half = reinterpret_cast<const uint16_t*>(row_of(tensor, row));
-  return tensor.dtype == DType::kFloat32 ? at(tensor, row, col) : to_float(tensor.dtype, half[col]);
-}
-
-void store(const Tensor& tensor, int64_t row, int64_t col, float value) {
-  if (tensor.dtype == DType::kFloat32) {
-    at(tensor, row, col) = value;
-  } else {
-    reinterpret_cast<uint16_t*>(row_of(tensor, row))[col] = to_half(tensor.dtype, value);
-  }
-}
-
 float round_to(DType dtype, float value) {
   return dtype == DType::kFloat32 ? value : to_float(dtype, to_half(dtype, value));
 }
 
-// One route as both ends see it.
+// --- rows of fp32 ---
+
+using Row = std::vector<float>;
+
+Row load(const ConstTensor& tensor, int64_t row) {
+  const auto* half = reinterpret_cast<const uint16_t*>(row_of(tensor, row));
+  Row values;
+  for (int64_t col = 0; col < tensor.cols; ++col) {
+    const bool is_float = tensor.dtype == DType::kFloat32;
+    values.push_back(is_float ? at(tensor, row, col) : to_float(tensor.dtype, half[col]));
+  }
+  return values;
+}
+
+void store(const Tensor& tensor, int64_t row, const Row& values) {
+  auto* half = reinterpret_cast<uint16_t*>(row_of(tensor, row));
+  for (size_t col = 0; col < values.size(); ++col) {
+    if (tensor.dtype == DType::kFloat32) {
+      at(tensor, row, static_cast<int64_t>(col)) = values[col];
+    } else {
+      half[col] = to_half(tensor.dtype, values[col]);
+    }
+  }
+}
+
+// Adds a term that is rounded before. A sum that is empty begins with it.
+void add(Row& sum, const Row& term, DType rounded_to) {
+  for (size_t col = 0; col < term.size(); ++col) {
+    const float value = round_to(rounded_to, term[col]);
+    if (col == sum.size()) {
+      sum.push_back(value);
+    } else {
+      sum[col] += value;
+    }
+  }
+}
+
+// --- routes ---
+
+// One kept route as both ends see it.
 struct Route {
   int64_t token = 0;
+  size_t target = 0;  // rank
   int64_t slot = 0;
   int64_t source_col = 0;  // of weights at the source: k, or the expert for a map
   int64_t row_col = 0;     // of weights at the receiver: k for kRankMajor, else 0
   float weight = 1;        // held by the plan
 };
 
-// The kept routes from a rank to another, in token order, a token's routes in ascending slot order.
-std::vector<Route> routes_between(const PlanData& source, int to_rank) {
-  const Arrivals& arrivals = source.sent[static_cast<size_t>(to_rank)];
+// Those of a rank's tokens: by token, then target, then slot.
+std::vector<Route> routes_of(const PlanData& source) {
   std::vector<Route> routes;
-  for (size_t i = 0; i < arrivals.token.size(); ++i) {
-    const auto begin = static_cast<size_t>(arrivals.route_begin[i]);
-    const auto end = static_cast<size_t>(arrivals.route_begin[i + 1]);
-    for (size_t j = begin; j < end; ++j) {
-      const int64_t expert = arrivals.expert[j] + to_rank * source.shape.num_local_experts();
-      routes.push_back({
-          .token = arrivals.token[i],
-          .slot = arrivals.slot[j],
-          .source_col = source.shape.from_map ? expert : arrivals.k[j],
-          .row_col = arrivals.one_row ? arrivals.k[j] : 0,
-          .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j],
-      });
+  for (size_t target = 0; target < source.sent.size(); ++target) {
+    const Arrivals& arrivals = source.sent[target];
+    const int64_t first_expert = static_cast<int64_t>(target) * source.shape.num_local_experts();
+    size_t j = 0;
+    for (size_t i = 0; i < arrivals.token.size(); ++i) {
+      for (; j < static_cast<size_t>(arrivals.route_begin[i + 1]); ++j) {
+        routes.push_back(
+            {.token = arrivals.token[i],
+             .target = target,
+             .slot = arrivals.slot[j],
+             .source_col =
+                 source.shape.from_map ? first_expert + arrivals.expert[j] : arrivals.k[j],
+             .row_col = arrivals.one_row ? arrivals.k[j] : 0,
+             .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j]}
+        );
+      }
     }
   }
-  std::stable_sort(routes.begin(), routes.end(), [](const Route& a, const Route& b) {
-    return a.token != b.token ? a.token < b.token : a.slot < b.slot;
+  std::ranges::stable_sort(routes, [](const Route& a, const Route& b) {
+    return std::tie(a.token, a.target, a.slot) < std::tie(b.token, b.target, b.slot);
   });
   return routes;
 }
@@ -96,115 +127,27 @@ std::vector<Route> routes_between(const PlanData& source, int to_rank) {
 void zero_padding(const PlanData& plan, const DispatchOutput& out) {
   for (const auto& [begin, end] : plan.padding) {
     for (int64_t row = begin; row < end; ++row) {
-      zero_row(out.rows, row);
-      if (out.weights.is_given()) {
-        zero_row(out.weights, row);
-      }
-      if (out.scales.is_given()) {
-        zero_row(out.scales, row);
+      for (const Tensor& tensor : {out.rows, out.weights, out.scales}) {
+        if (tensor.is_given()) {
+          zero_row(tensor, row);
+        }
       }
     }
   }
 }
 
-// A token's rows on one rank, read column by column.
-struct PartialSum {
-  const CombineInput& receiver;
-  const CombineInput& source;
-  std::span<const Route> routes;  // of one token, ascending slot
-  bool one_row;
-
-  [[nodiscard]] float term(const Route& route, int64_t col) const {
-    const float value = load(receiver.rows, route.slot, col);
-    switch (source.scale) {
-      case CombineScale::kNone:
-        return value;
-      case CombineScale::kPlanWeights:
-        return value * route.weight;
-      case CombineScale::kSourceWeights:
-        return value * at(source.source_weights, route.token, route.source_col);
-    }
-    return value;
-  }
-
-  [[nodiscard]] float at_col(int64_t col) const {
-    float sum = term(routes[0], col);
-    const size_t num_rows = one_row ? 1 : routes.size();
-    for (size_t i = 1; i < num_rows; ++i) {
-      sum += term(routes[i], col);
-    }
-    return round_to(receiver.rows.dtype, sum);
-  }
-};
-
-// What the ranks of one domain have of a token, by rank.
-using DomainSum = std::vector<PartialSum>;
-
-float sum_at_col(const DomainSum& partials, int64_t col) {
-  float sum = partials[0].at_col(col);
-  for (size_t i = 1; i < partials.size(); ++i) {
-    sum += partials[i].at_col(col);
-  }
-  return round_to(partials[0].receiver.rows.dtype, sum);
-}
-
-// `domains`: by domain; those that have nothing of the token are left out.
-void write_sum(const CombineOutput& out, int64_t token, const std::map<int, DomainSum>& domains) {
-  for (int64_t col = 0; col < out.x.cols; ++col) {
-    float sum = 0;
-    bool is_first = true;
-    for (const auto& [domain, partials] : domains) {
-      const float part = sum_at_col(partials, col);
-      sum = is_first ? part : sum + part;
-      is_first = false;
-    }
-    store(out.x, token, col, sum);
-  }
-}
-
-std::span<const Route> routes_of(std::span<const Route> routes, int64_t token) {
-  const auto before = [](const Route& route, int64_t value) { return route.token < value; };
-  const auto begin = std::lower_bound(routes.begin(), routes.end(), token, before);
-  const auto end = std::lower_bound(begin, routes.end(), token + 1, before);
-  return {begin, end};
-}
-
-void combine_rank(
-    const PlanData& plan,
-    std::span<const CombineInput> in,
-    const CombineInput& mine,
-    const CombineOutput& out,
-    std::span<const int> domain_of
-) {
-  const bool one_row = plan.shape.options.layout == Layout::kRankMajor;
-  std::vector<std::vector<Route>> routes;
-  for (int peer = 0; peer < plan.shape.num_ranks; ++peer) {
-    routes.push_back(routes_between(plan, peer));
-  }
-  for (int64_t token = 0; token < plan.shape.num_tokens; ++token) {
-    zero_row(out.x, token);
-    if (out.weights.is_given()) {
-      zero_row(out.weights, token);
-    }
-    std::map<int, DomainSum> domains;
-    for (size_t peer = 0; peer < routes.size(); ++peer) {
-      const auto there = routes_of(routes[peer], token);
-      if (there.empty()) {
-        continue;
-      }
-      const int domain = domain_of.empty() ? 0 : domain_of[peer];
-      domains[domain].push_back({in[peer], mine, there, one_row});
-      if (!out.weights.is_given()) {
-        continue;
-      }
-      for (const Route& route : there) {
-        at(out.weights, token, route.source_col) = at(in[peer].weights, route.slot, route.row_col);
-      }
-    }
-    if (!domains.empty()) {
-      write_sum(out, token, domains);
+// A row of the experts, times its weight if the source asks for that.
+Row term_of(const Route& route, const CombineInput& receiver, const CombineInput& source) {
+  Row term = load(receiver.rows, route.slot);
+  if (source.scale != CombineScale::kNone) {
+    const float factor = source.scale == CombineScale::kPlanWeights
+                             ? route.weight
+                             : at(source.source_weights, route.token, route.source_col);
+    for (float& value : term) {
+      value *= factor;
     }
   }
+  return term;
 }
 
 }  // namespace
@@ -216,24 +159,21 @@ void reference_dispatch(
 ) {
   for (size_t to = 0; to < plans.size(); ++to) {
     zero_padding(contents_of(plans[to]), out[to]);
-    for (size_t from = 0; from < plans.size(); ++from) {
-      const auto routes = routes_between(contents_of(plans[from]), static_cast<int>(to));
-      for (const Route& route : routes) {
-        copy_row(out[to].rows, route.slot, in[from].x, route.token);
-        if (in[from].scales.is_given()) {
-          copy_row(out[to].scales, route.slot, in[from].scales, route.token);
-        }
-        if (in[from].weights.is_given()) {
-          zero_row(out[to].weights, route.slot);
-        }
+  }
+  for (size_t from = 0; from < plans.size(); ++from) {
+    const std::vector<Route> routes = routes_of(contents_of(plans[from]));
+    for (const Route& route : routes) {
+      copy_row(out[route.target].rows, route.slot, in[from].x, route.token);
+      if (in[from].scales.is_given()) {
+        copy_row(out[route.target].scales, route.slot, in[from].scales, route.token);
       }
-      for (const Route& route : routes) {
-        if (!in[from].weights.is_given()) {
-          break;
-        }
-        at(out[to].weights, route.slot, route.row_col) =
-            at(in[from].weights, route.token, route.source_col);
+      if (in[from].weights.is_given()) {
+        zero_row(out[route.target].weights, route.slot);
       }
+    }
+    for (const Route& route : in[from].weights.is_given() ? routes : std::vector<Route>()) {
+      at(out[route.target].weights, route.slot, route.row_col) =
+          at(in[from].weights, route.token, route.source_col);
     }
   }
 }
@@ -245,12 +185,42 @@ void reference_combine(
     std::span<const int> domain_of
 ) {
   for (size_t rank = 0; rank < plans.size(); ++rank) {
+    const bool has_one_row = plans[rank].layout() == Layout::kRankMajor;
+    const DType dtype = out[rank].x.dtype;
+    const Tensor& weights = out[rank].weights;
     WEFT_CHECK_ARG(
         Context{},
-        plans[rank].layout() != Layout::kRankMajor || in[rank].scale == CombineScale::kNone,
+        !has_one_row || in[rank].scale == CombineScale::kNone,
         "combine: rows cannot be scaled (a row of layout rank_major belongs to several routes)"
     );
-    combine_rank(contents_of(plans[rank]), in, in[rank], out[rank], domain_of);
+    const std::vector<Route> routes = routes_of(contents_of(plans[rank]));
+    auto route = routes.begin();
+    for (int64_t token = 0; token < plans[rank].num_tokens(); ++token) {
+      zero_row(out[rank].x, token);
+      if (weights.is_given()) {
+        zero_row(weights, token);
+      }
+      std::map<int, Row> domains;
+      while (route != routes.end() && route->token == token) {
+        const size_t target = route->target;
+        Row partial;
+        for (; route != routes.end() && route->token == token && route->target == target; ++route) {
+          if (partial.empty() || !has_one_row) {
+            add(partial, term_of(*route, in[target], in[rank]), DType::kFloat32);
+          }
+          if (weights.is_given()) {
+            at(weights, token, route->source_col) =
+                at(in[target].weights, route->slot, route->row_col);
+          }
+        }
+        add(domains[domain_of.empty() ? 0 : domain_of[target]], partial, dtype);
+      }
+      Row total;
+      for (const auto& [domain, sum] : domains) {
+        add(total, sum, dtype);
+      }
+      store(out[rank].x, token, total);
+    }
   }
 }
 

@@ -61,7 +61,7 @@ std::optional<Failure> failure_in(const Frame& frame) {
   if (frame.header.kind != FrameKind::kFailure) {
     return std::nullopt;
   }
-  const auto last = static_cast<uint32_t>(ErrorCode::kInternal);
+  const auto last = static_cast<uint32_t>(ErrorCode::kInterrupted);
   const auto* text = reinterpret_cast<const char*>(frame.payload.data());
   return Failure{
       static_cast<ErrorCode>(std::min(frame.header.code, last)), {text, frame.payload.size()}};

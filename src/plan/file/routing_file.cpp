@@ -29,9 +29,8 @@ std::unique_ptr<std::istream> open_file(const std::string& path) {
   return in;
 }
 
-template <class T>
-std::span<std::byte> writable_bytes(T& value) {
-  return std::as_writable_bytes(std::span(&value, 1));
+uint32_t checksum_of(const format::Header& header) {
+  return crc32(std::as_bytes(std::span(&header, 1)).first(offsetof(format::Header, checksum)));
 }
 
 template <class Index>
@@ -43,28 +42,21 @@ void widen(std::span<const std::byte> bytes, std::vector<int32_t>& experts) {
   }
 }
 
-bool is_in_limits(int64_t num_ranks, int64_t num_experts, int64_t topk) {
-  return num_ranks >= 1 && num_ranks <= format::kMaxRanks && num_experts >= 1 &&
-         num_experts <= format::kMaxExperts && topk >= 1 && topk <= kMaxTopk;
+std::string text_of(const RoutingFileShape& shape) {
+  return fmt::format(
+      "{} ranks, {} experts, topk = {}", shape.num_ranks, shape.num_experts, shape.topk
+  );
 }
 
-std::string header_fault(const format::Header& header) {
-  if (!is_in_limits(header.num_ranks, header.num_experts, header.topk)) {
-    return fmt::format(
-        "{} ranks, {} experts, topk = {} (1 to {}, {} and {})",
-        header.num_ranks,
-        header.num_experts,
-        header.topk,
-        format::kMaxRanks,
-        format::kMaxExperts,
-        kMaxTopk
-    );
+// Empty if a file may have this shape.
+std::string shape_fault(const RoutingFileShape& shape) {
+  const auto is_in = [](int value, int most) { return value >= 1 && value <= most; };
+  if (is_in(shape.num_ranks, format::kMaxRanks) && is_in(shape.num_experts, format::kMaxExperts) &&
+      is_in(shape.topk, kMaxTopk)) {
+    return {};
   }
-  if (header.index_bytes != 4 &&
-      (header.index_bytes != 2 || header.num_experts > format::kMaxNarrowExperts)) {
-    return fmt::format("indices have {} B (2 or 4, wide enough)", header.index_bytes);
-  }
-  return {};
+  const RoutingFileShape most = {format::kMaxRanks, format::kMaxExperts, kMaxTopk};
+  return fmt::format("{} (at least 1 of each, at most {})", text_of(shape), text_of(most));
 }
 
 }  // namespace
@@ -97,42 +89,33 @@ void RoutingFileReader::read_header() {
   if (file_bytes_ == 0) {
     fail(0, "the file is empty (expected a routing file)");
   }
-  uint64_t magic = 0;
-  if (file_bytes_ >= sizeof(magic)) {
-    read_at(0, writable_bytes(magic));
-  }
-  if (magic != format::kMagic) {
+  if (file_bytes_ < sizeof(uint64_t) || value_at<uint64_t>(0) != format::kMagic) {
     fail(0, "not a routing file (expected it to begin with \"WEFTROUT\")");
   }
   if (file_bytes_ < sizeof(header_)) {
     fail(file_bytes_, "the header is cut off (expected {} B)", sizeof(header_));
   }
-  read_at(0, writable_bytes(header_));
+  header_ = value_at<format::Header>(0);
   if (header_.version != format::kVersion) {
-    fail(
-        offsetof(format::Header, version),
-        "version {} (expected {})",
-        header_.version,
-        format::kVersion
-    );
+    const size_t at = offsetof(format::Header, version);
+    fail(at, "version {} (expected {})", header_.version, format::kVersion);
   }
-  const auto checked =
-      std::as_bytes(std::span(&header_, 1)).first(offsetof(format::Header, checksum));
-  if (const uint32_t sum = crc32(checked); sum != header_.checksum) {
-    fail(
-        offsetof(format::Header, checksum),
-        "checksum {:08x} (the header's is {:08x})",
-        header_.checksum,
-        sum
-    );
-  }
-  if (const std::string fault = header_fault(header_); !fault.empty()) {
-    fail(offsetof(format::Header, num_ranks), "{}", fault);
+  if (const uint32_t sum = checksum_of(header_); sum != header_.checksum) {
+    const size_t at = offsetof(format::Header, checksum);
+    fail(at, "checksum {:08x} (the header's is {:08x})", header_.checksum, sum);
   }
   shape_ = {
       static_cast<int>(header_.num_ranks),
       static_cast<int>(header_.num_experts),
       static_cast<int>(header_.topk)};
+  std::string fault = shape_fault(shape_);
+  if (fault.empty() && header_.index_bytes != 4 &&
+      (header_.index_bytes != 2 || shape_.num_experts > format::kMaxNarrowExperts)) {
+    fault = fmt::format("indices have {} B (2 or 4, wide enough)", header_.index_bytes);
+  }
+  if (!fault.empty()) {
+    fail(offsetof(format::Header, num_ranks), "{}", fault);
+  }
   end_ = sizeof(header_);
 }
 
@@ -143,8 +126,7 @@ std::string RoutingFileReader::record_fault(uint64_t& bytes) {
   if (left < least) {
     return fmt::format("record {} is cut off: {} B (at least {})", num_records(), left, least);
   }
-  format::RecordHeader record;
-  read_at(end_, writable_bytes(record));
+  const auto record = value_at<format::RecordHeader>(end_);
   if (record.mark != format::kRecordMark || record.zero != 0 || record.layer > INT32_MAX) {
     return fmt::format("no record {} begins here (expected \"WREC\")", num_records());
   }
@@ -161,12 +143,12 @@ std::string RoutingFileReader::record_fault(uint64_t& bytes) {
   const uint64_t most = std::numeric_limits<int32_t>::max() / header_.topk;
   uint64_t sum = 0;
   for (const uint64_t count : num_tokens) {
-    sum += count <= most ? count : 0;
     if (count > most) {
       return fmt::format(
           "record {} has {} tokens on a rank (at most {})", num_records(), count, most
       );
     }
+    sum += count;
   }
   bytes = format::record_bytes(header_, sum);
   if (record.bytes != bytes) {
@@ -266,24 +248,14 @@ RoutingRecord RoutingFileReader::read(int64_t record_idx) {
 namespace {
 
 format::Header header_of(const RoutingFileShape& shape) {
-  WEFT_CHECK_ARG(
-      Context{},
-      is_in_limits(shape.num_ranks, shape.num_experts, shape.topk),
-      "save routing: {} ranks, {} experts, topk = {} (at most {}, {} and {})",
-      shape.num_ranks,
-      shape.num_experts,
-      shape.topk,
-      format::kMaxRanks,
-      format::kMaxExperts,
-      kMaxTopk
-  );
+  const std::string fault = shape_fault(shape);
+  WEFT_CHECK_ARG(Context{}, fault.empty(), "save routing: {}", fault);
   format::Header header;
   header.num_ranks = static_cast<uint32_t>(shape.num_ranks);
   header.num_experts = static_cast<uint32_t>(shape.num_experts);
   header.topk = static_cast<uint32_t>(shape.topk);
   header.index_bytes = shape.num_experts <= format::kMaxNarrowExperts ? 2 : 4;
-  header.checksum =
-      crc32(std::as_bytes(std::span(&header, 1)).first(offsetof(format::Header, checksum)));
+  header.checksum = checksum_of(header);
   return header;
 }
 
@@ -343,14 +315,10 @@ int64_t end_of_existing(const std::string& path, const RoutingFileShape& shape) 
       Context{},
       reader.shape() == shape,
       ErrorCode::kFile,
-      "save routing: {}: holds {} ranks, {} experts, topk = {} (expected {}, {} and {})",
+      "save routing: {}: holds {} (expected {})",
       path,
-      reader.shape().num_ranks,
-      reader.shape().num_experts,
-      reader.shape().topk,
-      shape.num_ranks,
-      shape.num_experts,
-      shape.topk
+      text_of(reader.shape()),
+      text_of(shape)
   );
   return reader.end();
 }

@@ -18,26 +18,22 @@
 
 namespace weft {
 
-namespace detail {
-constexpr std::array<uint32_t, 256> make_crc32_table() {
+inline constexpr auto kCrc32Table = [] {
   std::array<uint32_t, 256> table{};
   for (uint32_t i = 0; i < 256; ++i) {
-    uint32_t value = i;
+    table[i] = i;
     for (int bit = 0; bit < 8; ++bit) {
-      value = (value & 1) != 0 ? 0xedb88320U ^ value >> 1 : value >> 1;
+      table[i] = (table[i] & 1) != 0 ? 0xedb88320U ^ table[i] >> 1 : table[i] >> 1;
     }
-    table[i] = value;
   }
   return table;
-}
-inline constexpr auto kCrc32Table = make_crc32_table();
-}  // namespace detail
+}();
 
 // The CRC-32 of ISO 3309 (zip, PNG): finds torn and flipped bytes, proves nothing about authors.
 constexpr uint32_t crc32(std::span<const std::byte> bytes) {
   uint32_t value = 0xffffffffU;
   for (const std::byte byte : bytes) {
-    value = detail::kCrc32Table[(value ^ static_cast<uint32_t>(byte)) & 0xffU] ^ value >> 8;
+    value = kCrc32Table[(value ^ static_cast<uint32_t>(byte)) & 0xffU] ^ value >> 8;
   }
   return ~value;
 }
@@ -142,6 +138,12 @@ class RoutingFileReader {
   void find_records(Tail tail);
   [[nodiscard]] std::string record_fault(uint64_t& bytes);
   void read_at(uint64_t offset, std::span<std::byte> into);
+  template <class T>
+  [[nodiscard]] T value_at(uint64_t offset) {
+    T value;
+    read_at(offset, std::as_writable_bytes(std::span(&value, 1)));
+    return value;
+  }
   [[nodiscard]] std::vector<std::byte> read_bytes(int64_t record);
   void check_indices(const RouteTable& table, uint64_t at) const;
   template <class... Args>

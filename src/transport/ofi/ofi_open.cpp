@@ -5,10 +5,10 @@
 #include <map>
 #include <utility>
 
+#include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "group/tcp/frame.hpp"
 #include "group/topology.hpp"
-#include "transport/agree.hpp"
 #include "transport/common.hpp"
 #include "transport/mapped/memory.hpp"
 #include "transport/ofi/fabric/fabric.hpp"

@@ -43,6 +43,7 @@ void expect_told(const Call& call, const std::vector<Change>& changes) {
 TEST(SignatureTest, TellsEveryFieldOfAPlan) {
   const Call plan = {
       .op = Op::kPlan,
+      .number = 41,
       .plan_number = 9,
       .options = {.layout = Layout::kExpertStrided, .pad_multiple = 16, .expert_stride = 1 << 20},
       .topk = 32,
@@ -63,6 +64,7 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
         "quantise in the same call = e5m2 here and e4m3"},
        {[](Call& c) { c.payload.weight_bytes = 0; },
         "has_weights of x in the same call = true here and false"},
+       {[](Call& c) { c.number = 42; }, "the caller's number of this call = 41 here and 42"},
        {[](Call& c) { c.options.pad_multiple = 1; }, "pad_multiple = 16 here and 1"},
        {[](Call& c) { c.options.expert_stride = 7; }, "expert_stride = 1048576 here and 7"},
        {[](Call& c) { c.payload.row_bytes = 64; },
@@ -86,6 +88,7 @@ TEST(SignatureTest, TellsEveryFieldOfADispatch) {
        {[](Call& c) { c.payload.weight_bytes = 0; }, "has_weights = true here and false"},
        {[](Call& c) { c.payload.quantise = Quantise::kE4M3; }, "quantise = none here and e4m3"},
        {[](Call& c) { c.has_copies = true; }, "copy_engines = false here and true"},
+       {[](Call& c) { c.number = 1; }, "the caller's number of this call = 0 here and 1"},
        {[](Call& c) { c.payload.row_bytes = 64; }, "row bytes of x = 14336 here and 64"},
        {[](Call& c) { c.payload.scale_bytes = 0; }, "row bytes of scales = 224 here and none"},
        {[](Call& c) { c.token_room = 4096; }, "memory to be made for a token = none here and 4096"}}
@@ -104,9 +107,20 @@ TEST(SignatureTest, TellsEveryFieldOfACombine) {
        {[](Call& c) { c.scale = CombineScale::kSourceWeights; },
         "scale = none here and source_weights"},
        {[](Call& c) { c.has_copies = true; }, "copy_engines = false here and true"},
+       {[](Call& c) { c.number = 1; }, "the caller's number of this call = 0 here and 1"},
        {[](Call& c) { c.payload.row_bytes = 64; }, "row bytes of rows = 14336 here and 64"},
        {[](Call& c) { c.token_room = 4096; }, "memory to be made for a token = none here and 4096"}}
   );
+}
+
+// A count that has gone on beyond the bits of its field begins again, and touches no other field.
+TEST(SignatureTest, TheCallersNumberWrapsRound) {
+  const Call first = {.op = Op::kPlan, .number = 3, .has_weights = true};
+  Call later = first;
+  later.number += int64_t{1} << 28;
+  EXPECT_EQ(difference(first, later), "");
+  later.number -= 4;
+  EXPECT_EQ(difference(first, later), "the caller's number of this call = 3 here and 268435455");
 }
 
 // Devices write that word themselves.
@@ -129,7 +143,7 @@ TEST(SignatureTest, WhatMakesACallLargerIsToldBeforeItsMemory) {
 TEST(SignatureTest, AForeignNumberStaysANumber) {
   EXPECT_EQ(
       difference_text(Op::kPlan, 0, 3, 0xff, 1),
-      "layout = 3 here and 255 on rank 1 (must be equal on all ranks)"
+      "layout = 3 here and 15 on rank 1 (must be equal on all ranks)"
   );
   EXPECT_EQ(
       difference_text(Op::kCombine, 5, 7, 0, 1),

@@ -22,23 +22,23 @@ struct BadConfig {
 
 TEST(ValidateConfigTest, NamesFieldValueAndBound) {
   const std::vector<BadConfig> cases = {
-      {[](auto& c) { c.hidden = 0; }, "exchange: hidden = 0 (expected at least 1)"},
-      {[](auto& c) { c.max_tokens = -1; }, "exchange: max_tokens = -1 (expected at least 0)"},
+      {[](auto& c) { c.hidden = 0; }, "exchange: hidden = 0 (expected 1 to 2147483647)"},
+      {[](auto& c) { c.max_tokens = -1; }, "exchange: max_tokens = -1 (expected 0 to 1073741823)"},
       {[](auto& c) { c.max_tokens = 1 << 30; },
-       "exchange: max_tokens = 1073741824 (expected below 2^30)"},
-      {[](auto& c) { c.num_experts = 0; }, "exchange: num_experts = 0 (expected at least 1)"},
+       "exchange: max_tokens = 1073741824 (expected 0 to 1073741823)"},
+      {[](auto& c) { c.num_experts = 0; }, "exchange: num_experts = 0 (expected 1 to 2147483647)"},
       {[](auto& c) { c.num_experts = 7; },
        "exchange: num_experts = 7 (expected a multiple of num_ranks = 2)"},
       {[](auto& c) { c.max_topk = 0; }, "exchange: max_topk = 0 (expected 1 to 32)"},
       {[](auto& c) { c.max_topk = 33; }, "exchange: max_topk = 33 (expected 1 to 32)"},
       {[](auto& c) { c.num_threads = -1; }, "exchange: num_threads = -1 (expected 0 to 1024)"},
       {[](auto& c) { c.timeout = std::chrono::milliseconds(0); },
-       "exchange: timeout = 0 (expected 1 to 10^9 ms)"},
+       "exchange: timeout = 0 (expected 1 to 1000000000)"},
       {[](auto& c) { c.num_threads = 1025; }, "exchange: num_threads = 1025 (expected 0 to 1024)"},
       {[](auto& c) { c.timeout = std::chrono::milliseconds::max(); },
-       "exchange: timeout = 9223372036854775807 (expected 1 to 10^9 ms)"},
+       "exchange: timeout = 9223372036854775807 (expected 1 to 1000000000)"},
       {[](auto& c) { c.hidden = int64_t{1} << 31; },
-       "exchange: hidden = 2147483648 (expected below 2^31)"}};
+       "exchange: hidden = 2147483648 (expected 1 to 2147483647)"}};
   for (const BadConfig& bad : cases) {
     ExchangeConfig config = good_config();
     validate_config(config, kContext);

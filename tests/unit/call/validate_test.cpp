@@ -127,10 +127,10 @@ TEST_F(ValidateTest, RefusesAnotherDevice) {
 TEST_F(ValidateTest, RefusesADtypeThatCannotTravel) {
   dispatch_in_.x.dtype = DType::kInt32;
   EXPECT_EQ(
-      dispatch(), "dispatch: x has dtype int32 (expected bfloat16, float16, float32 or byte)"
+      dispatch(), "dispatch: x has dtype int32 (expected bfloat16 or float16 or float32 or byte)"
   );
   combine_in_.rows.dtype = DType::kByte;
-  EXPECT_EQ(combine(), "combine: rows has dtype byte (expected bfloat16, float16 or float32)");
+  EXPECT_EQ(combine(), "combine: rows has dtype byte (expected bfloat16 or float16 or float32)");
 }
 
 TEST_F(ValidateTest, RefusesAnOutputOfAnotherDtype) {

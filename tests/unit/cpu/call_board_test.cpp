@@ -26,7 +26,7 @@ class BoardRank {
             .record_bytes = 0},
         transport_(make_transport("loopback", group, signals_.size())),
         context_{.rank = rank_, .num_ranks = group.num_ranks(), .transport = "loopback"},
-        waiter_(*transport_, context_, std::chrono::seconds(60)) {
+        waiter_(*transport_, context_, std::chrono::seconds(60), signals_.interrupted(0)) {
     const Region control = transport_->allocate(map_.num_bytes());
     std::vector<uint32_t> slots;
     for (const Bytes& block : group.all_gather(std::as_bytes(std::span(&control.ref, 1)))) {

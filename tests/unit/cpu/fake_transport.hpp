@@ -16,9 +16,10 @@ namespace weft::test {
 
 class FakeTransport final : public Transport {
  public:
-  std::vector<uint64_t> signals = std::vector<uint64_t>(8);
+  std::vector<uint64_t> signals = std::vector<uint64_t>(16);
   std::vector<PeerState> peers = std::vector<PeerState>(8, PeerState::kAlive);
   std::function<void()> on_park;  // whatever happens while the rank sleeps
+  std::chrono::nanoseconds longest_park = std::chrono::hours(1);  // until something wakes it
   int num_allocations = 0;
   std::map<uint32_t, std::vector<std::byte>> regions;  // live ones, by slot
 
@@ -39,7 +40,7 @@ class FakeTransport final : public Transport {
   void progress() override {}
   [[nodiscard]] uint32_t doorbell() const override { return 0; }
   void park(uint32_t /*seen*/, std::chrono::nanoseconds at_most) override {
-    std::this_thread::sleep_for(at_most);
+    std::this_thread::sleep_for(std::min(at_most, longest_park));
     if (on_park) {
       on_park();
     }

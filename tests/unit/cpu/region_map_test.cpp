@@ -44,10 +44,11 @@ TEST(SignalMapTest, GivesEachPurposeItsOwnSignal) {
     for (uint32_t source = 0; source < num_ranks; ++source) {
       signals.insert({map.call(6, source), map.call(7, source)});
       signals.insert({map.records(source), map.source_weights(source)});
+      signals.insert({map.rows_read(source), map.interrupted(source)});
       for (uint32_t chunk = 0; chunk < map.max_chunks; ++chunk) {
         signals.insert({map.dispatch(source, chunk), map.combine(source, chunk)});
       }
-      expected += 4 + 2 * map.max_chunks;
+      expected += 6 + 2 * map.max_chunks;
     }
     EXPECT_EQ(signals.size(), expected);
     EXPECT_LT(*signals.rbegin(), map.size());
@@ -72,6 +73,12 @@ TEST(SignalMapTest, GivesCrossingsAndForwardedPairsTheirOwn) {
   EXPECT_EQ(signals.size(), (4 + 5) * 3U);
   EXPECT_EQ(*signals.begin(), before);
   EXPECT_EQ(*signals.rbegin() + 1, map.size());
+  EXPECT_EQ(map.needed(), map.size());
+}
+
+TEST(SignalMapTest, SaysHowManyAreNeededWhere32BitsDoNotSuffice) {
+  const SignalMap map = {.num_ranks = 64, .max_chunks = 1 << 25};
+  EXPECT_EQ(map.needed(), 6 * 64 + (uint64_t{2 * 64} << 25));
 }
 
 TEST(ChunkTest, CoversEveryItemOnce) {

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+
+#include "core/interrupt.hpp"
 #include "fake_transport.hpp"
 #include "support/errors.hpp"
 
@@ -14,8 +17,9 @@ using std::chrono::milliseconds;
 class WaiterTest : public testing::Test {
  protected:
   Waiter waiter(milliseconds timeout) {
-    return {transport_, {.rank = 0, .num_ranks = 4, .transport = "fake"}, timeout};
+    return {transport_, {.rank = 0, .num_ranks = 4, .transport = "fake"}, timeout, kFirstNotice};
   }
+  static constexpr uint32_t kFirstNotice = 8;
   static constexpr WaitReason kReason = {.op = "dispatch", .call = 7, .what = "rows"};
   FakeTransport transport_;
 };
@@ -35,7 +39,8 @@ TEST_F(WaiterTest, ReturnsWhenTheLastSignalArrives) {
 }
 
 TEST_F(WaiterTest, NamesEachMissingPeerWhenTimeIsUp) {
-  transport_.signals = {0, 4, 1, 0, 0, 0, 0, 0};
+  transport_.signals[1] = 4;
+  transport_.signals[2] = 1;
   const auto thrown = thrown_by([&] {
     waiter(milliseconds(100))
         .until_raised(
@@ -120,6 +125,50 @@ TEST_F(WaiterTest, BlamesNoPeerThatRaisedItsSignalAndLeftWhileAnotherIsLate) {
         );
   });
   EXPECT_EQ(text_of(thrown), "nothing");
+}
+
+// Signals of others wake it all the time.
+TEST_F(WaiterTest, NamesAPeerThatDiedThoughItNeverSleepsForLong) {
+  transport_.longest_park = milliseconds(1);
+  transport_.peers[2] = PeerState::kDied;
+  const auto thrown = thrown_by([&] {
+    waiter(std::chrono::seconds(10)).until_raised(kReason, {{.peer = 2, .signal = 5, .wanted = 9}});
+  });
+  EXPECT_TRUE(text_of(thrown).starts_with("dispatch: rank 2 died before")) << text_of(thrown);
+}
+
+TEST_F(WaiterTest, AsksTheCheckOfItsCaller) {
+  const auto wait = [&] {
+    waiter(milliseconds(200)).until_raised(kReason, {{.peer = 2, .signal = 5, .wanted = 9}});
+  };
+  {
+    const InterruptScope scope([] { return true; });
+    const auto thrown = thrown_by(wait);
+    EXPECT_EQ(
+        text_of(thrown), "dispatch: interrupted while it waited for rows (call 7) [rank 0/4, fake]"
+    );
+    EXPECT_EQ(thrown->code, ErrorCode::kInterrupted);
+    const InterruptScope inner([] { return false; });
+    EXPECT_TRUE(thrown_by(wait)->is_timeout);
+    std::thread([&] { EXPECT_TRUE(thrown_by(wait)->is_timeout) << "the check is not its own"; }
+    ).join();
+  }
+  EXPECT_TRUE(thrown_by(wait)->is_timeout) << "the check is no longer in force";
+}
+
+TEST_F(WaiterTest, NamesARankThatWasInterruptedInThisCallOrBefore) {
+  transport_.signals[kFirstNotice + 3] = 8;
+  const std::vector<Missing> missing = {{.peer = 2, .signal = 5, .wanted = 1}};
+  EXPECT_TRUE(
+      thrown_by([&] { waiter(milliseconds(100)).until_raised(kReason, missing); })->is_timeout
+  ) << "it still gave what this call needs";
+  const WaitReason next = {.op = "combine", .call = 8, .what = "handshake"};
+  const auto thrown =
+      thrown_by([&] { waiter(std::chrono::seconds(60)).until_raised(next, missing); });
+  EXPECT_EQ(
+      text_of(thrown), "combine: rank 3 was interrupted in call 8 (this is call 8) [rank 0/4, fake]"
+  );
+  EXPECT_TRUE(thrown->is_peer_error);
 }
 
 TEST_F(WaiterTest, EndsQuietlyWhenAnotherWorkerFailed) {

@@ -75,7 +75,9 @@ TEST_F(FaultyJsonTest, NamesForeignFormats) {
       "is 2 (Weft {} reads plans of version 1: save the plan again with it)", weft::version()
   );
   EXPECT_EQ(with("/version", 2), "load: plan.json: /version " + why);
-  EXPECT_EQ(refusal("[1, 2]"), "load: plan.json: the whole is [1,2] (an object with \"format\")");
+  EXPECT_EQ(
+      refusal("[1, 2]"), "load: plan.json: the whole is a list of 2 (an object with \"format\")"
+  );
   EXPECT_EQ(refusal("{}"), "load: plan.json: /format is missing");
 }
 
@@ -144,25 +146,84 @@ TEST_F(FaultyJsonTest, NamesWrongLengths) {
 
 TEST_F(FaultyJsonTest, NamesPartsThatDisagree) {
   EXPECT_EQ(
-      with("/route_slot/0", 3),
-      "load: plan.json: /sent disagrees with route_expert and route_slot (rank 0, route 0)"
+      with("/route_slot/0", 3), "load: plan.json: /route_slot/0 is 3 (0 by the rest of the plan)"
   );
   EXPECT_EQ(
       with("/sent/1", whole_["sent"][0]),
-      "load: plan.json: /sent disagrees with route_expert and route_slot (rank 1, route 0)"
+      "load: plan.json: /sent/1 disagrees with route_expert (route 0)"
   );
   EXPECT_EQ(
-      with("/output/expert_begin/1", 7),
-      "load: plan.json: /output/expert_begin puts expert 1 at 7 with 2 rows, padded to 2 (num_rows "
-      "= 6)"
+      with("/sent/0", whole_["received"][1]),
+      "load: plan.json: /sent/0 disagrees with route_expert (route 0)"
+  );
+  EXPECT_EQ(
+      with("/shape/pad_multiple", 4),
+      "load: plan.json: /output/num_rows is 6 (8 by the rest of the plan)"
   );
 }
 
-TEST_F(FaultyJsonTest, RefusesRowExpertsThatDoNotFollow) {
+// Executors follow the output's description without looking at rows again.
+TEST_F(FaultyJsonTest, RefusesAnOutputThatTheRoutesDoNotMake) {
+  const auto text = [](const char* what) {
+    return fmt::format("load: plan.json: /output/{} by the rest of the plan)", what);
+  };
+  EXPECT_EQ(with("/output/rows_per_expert", {0, 0}), text("rows_per_expert/0 is 0 (4"));
+  EXPECT_EQ(with("/output/expert_begin", {0, 0}), text("expert_begin/1 is 0 (4"));
+  EXPECT_EQ(with("/output/padded_rows_per_expert/1", 3), text("padded_rows_per_expert/1 is 3 (2"));
+  EXPECT_EQ(with("/output/num_rows", 7), text("num_rows is 7 (6"));
+  EXPECT_EQ(with("/output/required_rows", 7), text("required_rows is 7 (6"));
+  EXPECT_EQ(with("/output/overflow", true), text("overflow is true (false"));
+  EXPECT_EQ(
+      with("/output/padding", {{0, 4}}),
+      "load: plan.json: /output/padding has 1 entries (expected 0)"
+  );
+  whole_ = json::parse(sample_plans({.layout = Layout::kRankMajor})[0].to_json());
+  EXPECT_EQ(with("/output/row_experts/0", 1), text("row_experts/0 is 1 (0"));
+}
+
+TEST_F(FaultyJsonTest, RefusesRowsThatTwoArrivalsShareOrNoneHas) {
+  EXPECT_EQ(
+      with("/received/1/slot/0", 4),
+      "load: plan.json: /received/1 has slot[0] = 4 (the next row is 5)"
+  );
+  const json nobody = {
+      {"token", json::array()},
+      {"route_begin", {0}},
+      {"slot", json::array()},
+      {"k", json::array()},
+      {"expert", json::array()},
+      {"weight", json::array()}};
+  EXPECT_EQ(
+      with("/received/1", nobody),
+      "load: plan.json: /received fills the rows of expert 0 up to 2 (expected 4)"
+  );
+  EXPECT_EQ(
+      with("/received/0/weight/0", 2.0),
+      "load: plan.json: /received/0 disagrees with what this rank sends to itself"
+  );
   whole_ = json::parse(sample_plans({.layout = Layout::kRankMajor})[0].to_json());
   EXPECT_EQ(
-      with("/output/row_experts/0", 1),
-      "load: plan.json: /received disagrees with rows_per_expert or row_experts"
+      with("/received/1/slot", {0, 0, 0}),
+      "load: plan.json: /received/1 has slot[0] = 0 (the next row is 2)"
+  );
+}
+
+TEST_F(FaultyJsonTest, RefusesOptionsThatFitNoPlan) {
+  const std::string begin = "load: plan.json: /shape fits no plan: plan: ";
+  EXPECT_TRUE(with("/shape/expert_stride", 5).starts_with(begin + "expert_stride = 5 with "));
+  EXPECT_TRUE(with("/global_routes/0", 2147483647).starts_with(begin + "rank 0 needs 2147483649 "));
+}
+
+TEST_F(FaultyJsonTest, PrintsNothingOfValuesThatNestDeeply) {
+  constexpr size_t kDepth = 1'000'000;
+  const std::string deep = std::string(kDepth, '[') + std::string(kDepth, ']');
+  EXPECT_EQ(
+      refusal("{\"format\": " + deep + "}"), "load: plan.json: /format is a list of 1 (a string)"
+  );
+  std::string text = whole_.dump();
+  text.replace(text.find("\"num_rows\":6"), 12, "\"num_rows\":" + deep);
+  EXPECT_EQ(
+      refusal(text), "load: plan.json: /output/num_rows is a list of 1 (6 by the rest of the plan)"
   );
 }
 

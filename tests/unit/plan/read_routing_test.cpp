@@ -166,14 +166,15 @@ TEST_F(RefusalTest, ChecksDtypes) {
   ConstTensor bytes = idx(2, 4);
   bytes.dtype = DType::kFloat32;
   EXPECT_EQ(
-      refusal({.topk_idx = bytes}), "plan: topk_idx has dtype float32 (int64 or int32) [rank 2/8]"
+      refusal({.topk_idx = bytes}),
+      "plan: topk_idx has dtype float32 (expected int64 or int32) [rank 2/8]"
   );
   ConstTensor other_map = map();
   other_map.dtype = DType::kByte;
-  EXPECT_EQ(refusal({.map = other_map}), "plan: map has dtype byte (bool) [rank 2/8]");
+  EXPECT_EQ(refusal({.map = other_map}), "plan: map has dtype byte (expected bool) [rank 2/8]");
   EXPECT_EQ(
       refusal({.topk_idx = idx(2, 4), .weights = idx(2, 4)}),
-      "plan: weights has dtype int64 (float32) [rank 2/8]"
+      "plan: weights has dtype int64 (expected float32) [rank 2/8]"
   );
 }
 
@@ -192,19 +193,19 @@ TEST_F(RefusalTest, ChecksShapes) {
   );
   EXPECT_EQ(
       refusal({.topk_idx = idx(-1, 4)}),
-      "plan: topk_idx is [-1, 4] (sizes cannot be negative) [rank 2/8]"
+      "plan: topk_idx has shape [-1, 4] (sizes cannot be negative) [rank 2/8]"
   );
   ConstTensor narrow = map();
   narrow.cols = 15;
   narrow.row_stride = 15;
-  EXPECT_EQ(refusal({.map = narrow}), "plan: map has 15 columns (num_experts = 16) [rank 2/8]");
+  EXPECT_EQ(refusal({.map = narrow}), "plan: map has shape [3, 15] (expected [3, 16]) [rank 2/8]");
   EXPECT_EQ(
       refusal({.topk_idx = idx(2, 4), .weights = weights(4, 2)}),
-      "plan: weights is [4, 2] (expected [2, 4], the shape of the routing) [rank 2/8]"
+      "plan: weights has shape [4, 2] (expected [2, 4]) [rank 2/8]"
   );
   EXPECT_EQ(
       refusal({.map = map(), .weights = weights(3, 4)}),
-      "plan: weights is [3, 4] (expected [3, 16], the shape of the routing) [rank 2/8]"
+      "plan: weights has shape [3, 4] (expected [3, 16]) [rank 2/8]"
   );
 }
 
@@ -213,7 +214,7 @@ TEST_F(RefusalTest, ChecksMemory) {
   strided.row_stride = 4;
   EXPECT_EQ(
       refusal({.topk_idx = strided}),
-      "plan: topk_idx is not contiguous (row_stride = 4, 3 columns) [rank 2/8]"
+      "plan: topk_idx has row stride 4 (expected 3: rows must be adjacent) [rank 2/8]"
   );
   ConstTensor elsewhere = idx(2, 3);
   elsewhere.device = {Device::Kind::kCuda, 1};
@@ -223,11 +224,11 @@ TEST_F(RefusalTest, ChecksMemory) {
   );
   EXPECT_EQ(
       refusal({.topk_idx = {.dtype = DType::kInt64, .rows = 2, .cols = 3}}),
-      "plan: topk_idx is [2, 3] but its data pointer is null [rank 2/8]"
+      "plan: topk_idx has a null pointer (shape [2, 3]) [rank 2/8]"
   );
   EXPECT_EQ(
       refusal({.topk_idx = idx(2, 4), .weights = {.rows = 2, .cols = 4}}),
-      "plan: weights is [2, 4] but its data pointer is null [rank 2/8]"
+      "plan: weights has a null pointer (shape [2, 4]) [rank 2/8]"
   );
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
+#include <limits>
 
 #include "plan/reference/reference_plan.hpp"
 #include "unit/plan/plan_cases.hpp"
@@ -12,6 +13,8 @@ using testing::PlanCase;
 using testing::random_case;
 using testing::table_of;
 
+constexpr int64_t kMaxTokens = std::numeric_limits<int32_t>::max();
+
 TEST(RecordsTest, ReturnWhatWasEncoded) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     const PlanCase c = random_case(seed);
@@ -23,8 +26,13 @@ TEST(RecordsTest, ReturnWhatWasEncoded) {
         ASSERT_LE(
             bytes.size(), max_record_bytes(plans[from].shape.num_tokens, plans[from].shape.topk)
         );
-        ASSERT_EQ(decode_records(bytes, receiver, static_cast<int>(from), {}), sent)
-            << "seed " << seed;
+        ASSERT_EQ(
+            decode_records(
+                bytes, {receiver.shape, kMaxTokens, receiver.num_rows}, static_cast<int>(from), {}
+            ),
+            sent
+        ) << "seed "
+          << seed;
       }
     }
   }
@@ -48,8 +56,11 @@ class MalformedTest : public ::testing::Test {
   }
   [[nodiscard]] std::string refusal_of(std::span<const std::byte> bytes) const {
     const Context speaker = {.rank = 1, .num_ranks = 2};
-    const std::string text =
-        message_of([&] { static_cast<void>(decode_records(bytes, receiver_, 0, speaker)); });
+    const std::string text = message_of([&] {
+      static_cast<void>(
+          decode_records(bytes, {receiver_.shape, kMaxTokens, receiver_.num_rows}, 0, speaker)
+      );
+    });
     const std::string begin = "plan: records of rank 0 are malformed: ";
     const std::string end = " [rank 1/2]";
     return text.starts_with(begin) && text.ends_with(end)
@@ -154,7 +165,10 @@ TEST(SharedRowTest, NamesRoutesOfAnArrivalThatDisagreeAboutTheirRow) {
   arrivals.slot[1] = 3;
   const std::vector<std::byte> bytes = encode_records(arrivals);
   EXPECT_EQ(
-      message_of([&] { static_cast<void>(decode_records(bytes, contents_of(plans[0]), 0, {})); }),
+      message_of([&] {
+        static_cast<void>(decode_records(bytes, {contents_of(plans[0]).shape, kMaxTokens, 4}, 0, {})
+        );
+      }),
       "plan: records of rank 0 are malformed: slot[1] = 3 (its arrival has row 0)"
   );
 }

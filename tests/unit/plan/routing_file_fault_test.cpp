@@ -64,7 +64,11 @@ TEST_F(RoutingFaultTest, NamesAnImpossibleHeader) {
   header.checksum = crc32(std::as_bytes(std::span(&header, 1)).first(28));
   std::memcpy(file.data(), &header, sizeof(header));
   rewrite(file);
-  EXPECT_EQ(refusal(), "at byte 12: 2 ranks, 8 experts, topk = 40 (1 to 65536, 1048576 and 32)");
+  EXPECT_EQ(
+      refusal(),
+      "at byte 12: 2 ranks, 8 experts, topk = 40 (at least 1 of each, at most 65536 ranks, 1048576 "
+      "experts, topk = 32)"
+  );
   header.topk = 2;
   header.index_bytes = 3;
   header.checksum = crc32(std::as_bytes(std::span(&header, 1)).first(28));
@@ -152,7 +156,8 @@ TEST_F(RoutingFaultTest, RefusesRoutesOfAnotherShape) {
   );
   EXPECT_EQ(
       message_of([&] { RoutingFileWriter(path_, {.num_ranks = 0, .num_experts = 1, .topk = 1}); }),
-      "save routing: 0 ranks, 1 experts, topk = 1 (at most 65536, 1048576 and 32)"
+      "save routing: 0 ranks, 1 experts, topk = 1 (at least 1 of each, at most 65536 ranks, "
+      "1048576 experts, topk = 32)"
   );
 }
 

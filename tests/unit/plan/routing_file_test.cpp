@@ -102,7 +102,9 @@ TEST_F(RoutingFileTest, RefusesToContinueAFileOfAnotherShape) {
   EXPECT_EQ(
       message_of([&] { RoutingFileWriter(path_, other, Mode::kContinue); }),
       fmt::format(
-          "save routing: {}: holds 2 ranks, 8 experts, topk = 2 (expected 4, 8 and 2)", path_
+          "save routing: {}: holds 2 ranks, 8 experts, topk = 2 (expected 4 ranks, 8 experts, topk "
+          "= 2)",
+          path_
       )
   );
 }

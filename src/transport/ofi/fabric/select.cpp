@@ -9,7 +9,7 @@
 
 #include "core/check.hpp"
 #include "core/env.hpp"
-#include "transport/agree.hpp"
+#include "group/agree.hpp"
 #include "transport/common.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/agree.hpp"
+#include "group/agree.hpp"
 
 #include <cstring>
 #include <exception>
@@ -10,7 +10,7 @@
 #include <system_error>
 #include <vector>
 
-#include "transport/common.hpp"
+#include "group/control_plane.hpp"
 
 namespace weft {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "transport/agree.hpp"
+#include "group/agree.hpp"
 
 #include <gtest/gtest.h>
 
