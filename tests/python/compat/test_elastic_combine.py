@@ -42,7 +42,7 @@ def combine(rank, num_ranks, group, do_expand, num_bias, dtype, do_cpu_sync, mul
         y,
         alignment if do_expand else None,
         biases,
-        round_per_rank=multiple and not biases,
+        round_per_rank=multiple,
     )
     assert out.dtype == dtype and same_bits(out, want)
     assert same_bits(back, torch.where(case.idx >= 0, case.weights, 0.0))
@@ -59,12 +59,14 @@ def test_combine_with_weights_and_bias(ranks, num_ranks, do_expand, num_bias):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("do_expand", [True, False])
-def test_dtypes_without_cpu_sync(ranks, dtype, do_expand):
-    ranks(combine, 2, do_expand, 0, dtype, False)
+@pytest.mark.parametrize("num_bias", [0, 1])
+def test_dtypes_without_cpu_sync(ranks, dtype, do_expand, num_bias):
+    ranks(combine, 2, do_expand, num_bias, dtype, False)
 
 
-def test_one_reduction_if_several_are_not_allowed(ranks):
-    ranks(combine, 2, True, 0, torch.bfloat16, True, False)
+@pytest.mark.parametrize("num_bias", [0, 2])
+def test_one_reduction_if_several_are_not_allowed(ranks, num_bias):
+    ranks(combine, 2, True, num_bias, torch.bfloat16, True, False)
 
 
 def gradients(rank, num_ranks, group, do_expand):

@@ -394,9 +394,9 @@ class ElasticBuffer:
         """Collective. Rows as `dispatch` returned them, summed into their tokens, unweighted.
 
         x [rows, H] bf16, fp16 or fp32; topk_weights fp32 like those of `dispatch`; bias: one or two
-        [T, H], added in fp32 before the one rounding. A rank's rows of a token are summed and
-        rounded first, unless the buffer was made without allow_multiple_reduction, or there is a
-        bias: rows then travel as fp32, which takes twice the bytes of bf16.
+        [T, H], added in fp32 before the last rounding. A rank's rows of a token are summed and
+        rounded first, unless the buffer was made without allow_multiple_reduction. Then, and with a
+        bias, rows travel as fp32, which takes twice the bytes of bf16.
         Streams and events as for `dispatch`.
         Returns (tokens [T, H], weights fp32 [T, K] or None, event): zeros for a token without rows
         (plus bias), and for a weight without a choice.
@@ -413,8 +413,11 @@ class ElasticBuffer:
                 if topk_weights is not None and handle.do_expand:
                     topk_weights = topk_weights.reshape(-1, 1)
                 is_wide = handle.do_expand and not self.allow_multiple_reduction
-                num_sms = num_sms or handle.num_sms
-                combined = bring_back(call, x, topk_weights, biases, is_wide, num_sms)
+                num_sms, rows = num_sms or handle.num_sms, x
+                if biases and handle.do_expand and not is_wide:
+                    rows = _rank_sums(x, handle.sources, plan.topk)
+                out, weights = bring_back(call, rows, topk_weights, biases, is_wide, num_sms)
+                combined = (out.to(x.dtype), weights)
                 work.returns(*combined)
         return *combined, event_of(work)
 
@@ -425,6 +428,22 @@ def _column_major(sf: Tensor) -> Tensor:
     step = round_up(num_rows, max(_TMA_BYTES // sf.element_size(), 1))
     made = sf.new_empty((num_columns, step)).t()[:num_rows]
     return made.copy_(sf)
+
+
+def _rank_sums(x: Tensor, sources: Tensor, most: int) -> Tensor:
+    """fp32 like x [rows, H]: the first row of each token has the sum of the token's rows in their
+    order, rounded to x's dtype; its other rows are zero. sources [rows]: the token of each row;
+    most: rows that a token may have."""
+    order = sources.argsort(stable=True)
+    token, rows = sources[order], x[order].float()
+    sums = rows.clone()
+    for step in range(1, min(most, len(rows))):
+        is_same = (token[step:] == token[:-step]).unsqueeze(1)
+        sums[:-step] += torch.where(is_same, rows[step:], 0.0)
+    is_first = torch.ones_like(token, dtype=torch.bool)
+    is_first[1:] = token[1:] != token[:-1]
+    sums = torch.where(is_first.unsqueeze(1), sums.to(x.dtype).float(), 0.0)
+    return torch.empty_like(sums).index_copy_(0, order, sums)
 
 
 def _wait_for(event: Any, device: torch.device) -> None:
