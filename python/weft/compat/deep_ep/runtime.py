@@ -69,9 +69,14 @@ class ExchangePool:
     def _announce(self) -> None:
         """Collective. Before an exchange is made: any rank that refuses the call, or makes another,
         does so on the one that was used last, and then all raise."""
-        if self.last is not None:
-            nothing = torch.empty((0, 1), dtype=torch.int64, device=self.last.device)
-            self.last.plan(nothing, pad_multiple=_NOBODY_PADS_TO)
+        if self.last is None:
+            return
+        nothing = torch.empty((0, 1), dtype=torch.int64, device=self.last.device)
+        # Calls of an exchange follow each other, whatever streams they are on.
+        settle = torch.cuda.synchronize if nothing.is_cuda else lambda: None
+        settle()
+        self.last.plan(nothing, pad_multiple=_NOBODY_PADS_TO)
+        settle()
 
     def refuse(
         self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any

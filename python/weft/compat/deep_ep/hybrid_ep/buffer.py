@@ -157,19 +157,14 @@ class HybridEPBuffer:
         self._settings.max_num_of_tokens_per_rank = most
 
     def _find(
-        self,
-        call: Call,
-        payload: Payload,
-        given: tuple,
-        num_experts: tuple,
-        non_blocking: bool,
-        **options: Any,
+        self, call: Call, payload: Payload, given: tuple, non_blocking: bool, **options: Any
     ) -> Routing:
         """The routing that a caller has given (see `routing_of`); `call` has the exchange then.
 
-        num_experts: of all ranks, of each rank; without either a map says it, or the buffer.
+        given: the routing; the experts of all ranks, and of each: without either a map says it, or
+        the buffer.
         """
-        total, per_rank = num_experts
+        *given, total, per_rank = given
         if total is not None and per_rank is not None:
             check(
                 total == per_rank * self.group_size,
@@ -258,10 +253,10 @@ class HybridEPBuffer:
                 tokens_per_expert = None
             else:
                 given = (routing_map, probs, topk_idx, topk_weights)
-                experts = (num_of_experts, num_of_experts_per_rank)
+                given += (num_of_experts, num_of_experts_per_rank)
                 wants["pad_multiple"] = pad_multiple or 1
                 wants["row_budget"] = _rows_of(num_permuted_tokens, pad_multiple, non_blocking)
-                routing = self._find(call, payload, given, experts, non_blocking, **wants)
+                routing = self._find(call, payload, given, non_blocking, **wants)
                 out = payload.send(
                     call,
                     routing.refused,
@@ -341,8 +336,8 @@ class HybridEPBuffer:
             is_known = num_dispatched_tokens is not None
             if is_known:
                 wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
-            given = (routing_map, probs, topk_idx, topk_weights)
-            routing = self._find(call, payload, given, (num_of_experts, None), is_known, **wants)
+            given = (routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
+            routing = self._find(call, payload, given, is_known, **wants)
             plan = call.exchange.plan(routing.refused, routing_map=routing.accepted, **wants)
             call.by(plan, "dispatch")
             chosen = numbers(topk_of_map(routing.map, plan.topk))
