@@ -112,6 +112,10 @@ class Calls:
         buffer = HybridEPBuffer(self.group, HIDDEN, NUM_MAX, self.local)
         return buffer, {"hidden": self.case.x, "routing_map": self.map, "probs": self.probs}
 
+    def hybrid_buffer(self):
+        given = {"hidden_dim": HIDDEN, "num_local_experts": 2, "max_num_of_tokens_per_rank": 8}
+        return HybridEPBuffer, {"group": self.group, **given}
+
     def hybrid_permute(self):
         buffer, given = self.hybrid()
         return buffer.dispatch_with_permute, {**given, "pad_multiple": 4}
@@ -303,6 +307,11 @@ WRONG = {
         ("do_cpu_sync", "true", "do_cpu"),
     ],
     "elastic_combine": [*X, HANDLE, ("bias", "flat", "bias has shape"), ("bias", "list", "bias")],
+    "hybrid_buffer": [
+        ("hidden_dim", "zero", "hidden_dim = 0"),
+        ("num_local_experts", "word", "str"),
+        ("max_num_of_tokens_per_rank", "word", "str"),
+    ],
     "hybrid_permute": [
         *HIDDEN_ROWS,
         ("routing_map", "list", "routing_map is a list"),

@@ -78,13 +78,12 @@ def ranks_per_domain(group: Group) -> int:
     is_number = text.isdecimal() and int(text) > 0
     check(
         is_number and group.num_ranks % int(text) == 0,
-        f"HybridEPBuffer: {ENVIRONMENT} = '{text}' (expected a divisor of the "
-        f"{group.num_ranks} ranks)",
+        f"{ENVIRONMENT} = '{text}' (expected a divisor of the {group.num_ranks} ranks)",
     )
     if int(text) != found:
         warnings.warn(
             f"{ENVIRONMENT} = {text} replaces the {found} ranks per domain that were found",
-            stacklevel=3,
+            stacklevel=5,
         )
     return int(text)
 

@@ -17,6 +17,7 @@ either way; the arguments are accepted. Results carry no gradient, as with `deep
 """
 
 import dataclasses
+import operator
 from typing import Any
 
 import torch
@@ -83,21 +84,25 @@ class HybridEPBuffer:
             warn_deprecated("HybridEPBuffer", "num_of_hybrid_ep_ranks_per_nvlink_domain")
         if use_mnnvl is not None:
             warn_deprecated("HybridEPBuffer", "use_mnnvl")
-        with Call("HybridEPBuffer"):
+        ranks = Group.of(group)
+
+        def checked() -> tuple[int, int]:
             check_least("hidden_dim", hidden_dim)
             check_least("num_local_experts", num_local_experts)
-        ranks = Group.of(group)
+            return ranks_per_domain(ranks), operator.index(max_num_of_tokens_per_rank)
+
+        with Call("HybridEPBuffer"):
+            domain, tokens = ranks.agreed("HybridEPBuffer", checked)
         self.group = group
         self.rank: int = ranks.rank
         self.group_size: int = ranks.num_ranks
-        domain = ranks_per_domain(ranks)
         self.num_of_hybrid_ep_ranks_per_nvlink_domain: int = domain
         self.local_rank: int = self.rank % domain
         self.node_rank: int = self.rank // domain
         self.num_of_nodes: int = self.group_size // domain
         self.runtime = ExchangePool(ranks, TIMEOUT)
         # Callers give their own T, which need not be that of others.
-        capacity = max(self.runtime.largest(max_num_of_tokens_per_rank), MIN_CAPACITY)
+        capacity = max(self.runtime.largest(tokens), MIN_CAPACITY)
         self.configurer = HybridEPConfigurer(
             HybridEPConfig(
                 hidden_dim=hidden_dim,
