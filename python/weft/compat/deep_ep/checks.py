@@ -45,17 +45,20 @@ def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | s
     """It is a tensor of this dtype (or one of these; None: any) and shape, in which a name stands
     for any size; `what` is the argument's name."""
     dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if not isinstance(tensor, Tensor):
+        problem = "is None" if tensor is None else f"is a {type(tensor).__name__}"
+    elif dtypes and tensor.dtype not in dtypes:
+        problem = f"has dtype {tensor.dtype}"
+    elif tensor.dim() != len(shape) or any(
+        size != found and not isinstance(size, str) for size, found in zip(shape, tensor.shape)
+    ):
+        problem = f"has shape {list(tensor.shape)}"
+    elif not (tensor.is_cpu or tensor.is_cuda):
+        problem = f"is on {tensor.device}, neither a CPU nor a CUDA device"
+    else:
+        return  # what follows takes microseconds
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes or ("a tensor",))
-    wanted = f"(expected {names} [{', '.join(map(str, shape))}])"
-    kind = "None" if tensor is None else f"a {type(tensor).__name__}"
-    check(isinstance(tensor, Tensor), f"{what} is {kind} {wanted}")
-    check(not dtypes or tensor.dtype in dtypes, f"{what} has dtype {tensor.dtype} {wanted}")
-    is_same = tensor.dim() == len(shape) and all(
-        isinstance(size, str) or size == found for size, found in zip(shape, tensor.shape)
-    )
-    check(is_same, f"{what} has shape {list(tensor.shape)} {wanted}")
-    is_here = tensor.is_cpu or tensor.is_cuda
-    check(is_here, f"{what} is on {tensor.device} (expected a CPU or a CUDA device)")
+    raise BadCall(f"{what} {problem} (expected {names} [{', '.join(map(str, shape))}])")
 
 
 def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
