@@ -14,6 +14,7 @@ import weft
 from weft import fused_a2a, ops
 from weft.compat import deep_ep
 from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
+from weft.fused_a2a import expert_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -137,9 +138,8 @@ def fused(name):
     return case
 
 
-def by_expert(name):
+def by_expert(calls):
     def case(group, inputs):
-        calls = getattr(fused_a2a, name).BY_EXPERT
         x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
         rows, probs, counts, handle = calls.dispatch(
             x, inputs.idx, w, inputs.num_experts, group, pad_multiple=16
@@ -204,6 +204,26 @@ def low_latency(group, inputs):
     return results
 
 
+def elastic(group, inputs):
+    """Rows for each choice, with and without a bias, and waiting or not."""
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=64)
+    results = []
+    for has_cpu_sync in (True, False):
+        rows, _, weights, handle, _ = buffer.dispatch(
+            inputs.x,
+            inputs.idx,
+            inputs.weights,
+            num_experts=inputs.num_experts,
+            do_expand=True,
+            do_cpu_sync=has_cpu_sync,
+        )
+        used = int(handle.psum_num_recv_tokens_per_expert[-1])
+        for bias in (None, inputs.x):
+            out, sums, _ = buffer.combine(rows * 3, handle, weights, bias)
+            results += [rows[:used], weights[:used], out, sums]
+    return results
+
+
 def traced(group, inputs):
     exchange = exchange_of(group, inputs)
     name = ops.register(exchange)
@@ -224,13 +244,14 @@ CASES = {
     "roomy_budget": roomy_budget,
     "fused": fused("fused_"),
     "uccl_fused": fused("uccl_fused_"),
-    "by_expert": by_expert("deepep"),
-    "uccl_by_expert": by_expert("uccl"),
+    "by_expert": by_expert(expert_rows.DEEPEP_BY_EXPERT),
+    "uccl_by_expert": by_expert(expert_rows.UCCL_BY_EXPERT),
     "dispatcher_deepep": dispatcher("deepep"),
     "dispatcher_uccl": dispatcher("uccl_ep"),
     "dispatcher_hybridep": dispatcher("hybridep"),
     "hybrid": hybrid,
     "low_latency": low_latency,
+    "elastic": elastic,
     "traced": traced,
 }
 
@@ -315,3 +336,25 @@ def captured(rank, num_ranks, group):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_layer_can_be_captured(ranks, num_ranks):
     ranks(captured, num_ranks)
+
+
+def wrong_on_one_rank(rank, num_ranks, group):
+    """All ranks raise what the last one passes wrong, and the next call is not shifted."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs, is_wrong = Inputs(rank, num_ranks, device), rank == num_ranks - 1
+
+    def dispatch(x):
+        return fused_a2a.fused_dispatch(x, inputs.idx, inputs.weights, inputs.num_experts, group)
+
+    rows = dispatch(inputs.x)[0]
+    for wrong in (inputs.x.tolist(), inputs.x[0], inputs.x.cpu(), inputs.x[:, :3]):
+        kind = Exception if is_wrong else weft.InvalidArgument
+        with pytest.raises(kind, match="" if is_wrong else f"rank {num_ranks - 1}"):
+            dispatch(wrong if is_wrong else inputs.x)
+        assert torch.equal(dispatch(inputs.x)[0], rows)
+    fused_a2a.free_buffer()
+
+
+def test_all_ranks_raise_what_one_passes_wrong(ranks):
+    ranks(wrong_on_one_rank, 2)
