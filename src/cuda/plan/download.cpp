@@ -159,12 +159,7 @@ class BlockReader {
       }
     }
     out.route_begin.push_back(static_cast<int32_t>(out.slot.size()));
-    const ArrivalBounds bounds = {
-        .num_tokens = block_.tokens_of()[source],
-        .num_rows = plan_.num_rows,
-        .topk = plan_.shape.topk,
-        .num_local_experts = plan_.shape.num_local_experts(),
-        .one_row = out.one_row};
+    const ArrivalBounds bounds(plan_.shape, block_.tokens_of()[source], plan_.num_rows);
     const std::string fault = is_sound ? arrivals_fault(out, bounds) : "sizes are out of range";
     WEFT_CHECK(
         context_,
