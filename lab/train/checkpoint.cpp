@@ -9,103 +9,73 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <sys/stat.h>
+#include <system_error>
 #include <unistd.h>
 
+#include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/descriptor.hpp"
+#include "core/json_piece.hpp"
 #include "train/layers/random.hpp"
 #include "train/together.hpp"
 
 namespace weft::moe {
 namespace {
 
-[[noreturn]] void fail(const std::string& path, std::string_view what, int error_number) {
-  raise_error(ErrorCode::kFile, {}, errno_text(fmt::format("{} {}", what, path), error_number));
+[[noreturn]] void fail(const std::string& path, std::string_view problem) {
+  raise_error(ErrorCode::kFile, {}, fmt::format("resume: {}: {}", path, problem));
 }
 
-// A file that is read and written in places. Every failure throws Error (kFile) naming the path.
+// A file that is read in places. Every failure throws Error (kFile) naming the path.
 class StateFile {
  public:
-  StateFile(std::string path, int flags)
-      : path_(std::move(path)), file_(::open(path_.c_str(), flags | O_CLOEXEC, 0644)) {
-    if (file_.get() < 0) {
-      fail(path_, flags == O_RDONLY ? "read" : "write", errno);
+  explicit StateFile(const std::string& path)
+      : path_(path), file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    if (!file_.is_open()) {
+      fail(path_, errno_text("open", errno));
     }
   }
 
+  [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] uint64_t size() const {
     struct stat status = {};
     if (::fstat(file_.get(), &status) != 0) {
-      fail(path_, "read", errno);
+      fail(path_, errno_text("stat", errno));
     }
     return static_cast<uint64_t>(status.st_size);
   }
 
   void read_at(uint64_t offset, std::span<std::byte> bytes) const {
-    transfer(::pread, "read", offset, bytes);
-  }
-  void write_at(uint64_t offset, std::span<const std::byte> bytes) {
-    transfer(::pwrite, "write", offset, bytes);
-  }
-
-  // Forces what was written to the disk.
-  void sync() {
-    if (::fsync(file_.get()) != 0) {
-      fail(path_, "write", errno);
-    }
-  }
-
- private:
-  // All of the bytes, in as many calls of ::pread or ::pwrite as it takes.
-  template <class Call, class Byte>
-  void transfer(Call call, const char* what, uint64_t offset, std::span<Byte> bytes) const {
     while (!bytes.empty()) {
       const ssize_t done =
-          call(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+          ::pread(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
       if (done < 0 && errno == EINTR) {
         continue;
       }
       if (done < 0) {
-        fail(path_, what, errno);
+        fail(path_, errno_text("read", errno));
       }
-      WEFT_CHECK(
-          Context{},
-          done > 0,
-          ErrorCode::kFile,
-          "{} {}: it ends at byte {} (truncated)",
-          what,
-          path_,
-          offset
-      );
+      if (done == 0) {
+        fail(path_, fmt::format("it ends at byte {} (truncated)", offset));
+      }
       bytes = bytes.subspan(static_cast<size_t>(done));
       offset += static_cast<uint64_t>(done);
     }
   }
 
+ private:
   std::string path_;
   Descriptor file_;
 };
-
-// Puts a complete file in the place of another in one move that survives a crash.
-void replace_file(const std::string& from, const std::string& to) {
-  if (std::rename(from.c_str(), to.c_str()) != 0) {
-    fail(to, "write", errno);
-  }
-  // The new name lasts only once the folder is on the disk.
-  const auto folder = std::filesystem::path(to).parent_path();
-  const char* place = folder.empty() ? "." : folder.c_str();
-  const Descriptor opened(::open(place, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  static_cast<void>(::fsync(opened.get()));
-}
 
 using HeaderBytes = std::array<std::byte, kHeaderBytes>;
 
@@ -136,10 +106,6 @@ std::string hex(uint64_t value) {
   return fmt::format("{:016x}", value);
 }
 
-[[noreturn]] void fail(const std::string& path, std::string_view problem) {
-  raise_error(ErrorCode::kFile, {}, fmt::format("resume: {}: {}", path, problem));
-}
-
 // The JSON text between the first line and the zeros, its checksum proven.
 std::string_view json_text(std::string_view bytes, const std::string& path) {
   if (!bytes.starts_with(kMagic)) {
@@ -167,37 +133,32 @@ HeaderBytes encode_header(const CheckpointHeader& header, uint64_t data_checksum
   return bytes;
 }
 
-// Throws Error (kFile) naming the file and the field that is missing, damaged or unlike `expected`.
-HeaderContents decode_header(
-    std::span<const std::byte> bytes, const CheckpointHeader& expected, const std::string& path
-) {
+// The header's fields.
+Json read_fields(const StateFile& file) {
+  HeaderBytes bytes = {};
+  file.read_at(0, std::span(bytes).first(std::min<uint64_t>(file.size(), bytes.size())));
   const std::string_view all(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  const Json json = Json::parse(json_text(all, path), nullptr, false);
+  Json json = Json::parse(json_text(all, file.path()), nullptr, false);
   if (!json.is_object()) {
-    fail(path, "the header is not JSON");
+    fail(file.path(), "the header is not JSON");
   }
-  const Json wanted = identity(expected);
-  for (const auto& [field, value] : wanted.items()) {
-    if (!json.contains(field)) {
-      fail(path, fmt::format("the header lacks \"{}\"", field));
-    }
-    if (json[field] != value) {
-      const auto theirs = json[field].dump();
-      fail(path, fmt::format("{} = {} ({} in this run)", field, theirs, value.dump()));
-    }
+  return json;
+}
+
+template <class T>
+T number_of(const Json& json, const char* field, const std::string& path) {
+  if (!json.contains(field) || !json[field].is_number_integer()) {
+    fail(path, fmt::format("the header lacks \"{}\"", field));
   }
-  const auto number = [&](const char* field) -> const Json& {
-    if (!json.contains(field) || !json[field].is_number_integer()) {
-      fail(path, fmt::format("the header lacks \"{}\"", field));
-    }
-    return json[field];
-  };
-  const HeaderContents contents = {
-      number("steps_done").get<int64_t>(), number("data_checksum").get<uint64_t>()};
-  if (contents.steps_done < 0) {
-    fail(path, fmt::format("steps_done = {} (at least 0)", contents.steps_done));
+  return json[field].get<T>();
+}
+
+int64_t steps_of(const Json& json, const std::string& path) {
+  const auto steps = number_of<int64_t>(json, "steps_done", path);
+  if (steps < 0) {
+    fail(path, fmt::format("steps_done = {} (at least 0)", steps));
   }
-  return contents;
+  return steps;
 }
 
 constexpr size_t kNumParts = 3;
@@ -227,14 +188,13 @@ uint64_t visit_parts(
 
 // Both return the checksum of the pieces.
 uint64_t write_pieces(
-    const std::string& path, const CheckpointHeader& header, std::span<const StatePiece> pieces
+    NextFile& file, const CheckpointHeader& header, std::span<const StatePiece> pieces
 ) {
-  StateFile file(path, O_RDWR);
   const auto own = visit_parts(header, pieces, [&](uint64_t first, std::span<float> elements) {
     file.write_at(file_offset(first), std::as_bytes(elements));
     return checksum(elements, first);
   });
-  file.sync();
+  file.flush();
   return own;
 }
 
@@ -251,24 +211,25 @@ uint64_t read_pieces(
   });
 }
 
-HeaderContents read_header(
-    const StateFile& file, const CheckpointHeader& expected, const std::string& path
-) {
-  HeaderBytes bytes = {};
-  const uint64_t size = file.size();
-  file.read_at(0, std::span(bytes).first(std::min<uint64_t>(size, bytes.size())));
-  const HeaderContents contents = decode_header(bytes, expected, path);
+// Throws Error (kFile) naming the file and the field that is missing, damaged or unlike `expected`.
+HeaderContents read_header(const StateFile& file, const CheckpointHeader& expected) {
+  const Json json = read_fields(file);
+  const std::string& path = file.path();
+  const Json wanted = identity(expected);
+  for (const auto& [field, value] : wanted.items()) {
+    if (!json.contains(field)) {
+      fail(path, fmt::format("the header lacks \"{}\"", field));
+    }
+    if (json[field] != value) {
+      const std::string theirs = json_piece(json[field]);
+      fail(path, fmt::format("{} = {} ({} in this run)", field, theirs, json_piece(value)));
+    }
+  }
   const uint64_t whole = file_offset(kNumParts * expected.num_elements);
-  WEFT_CHECK(
-      Context{},
-      size == whole,
-      ErrorCode::kFile,
-      "resume: {} holds {} B (a checkpoint of this model holds {} B)",
-      path,
-      size,
-      whole
-  );
-  return contents;
+  if (file.size() != whole) {
+    fail(path, fmt::format("{} B (a checkpoint of this model holds {} B)", file.size(), whole));
+  }
+  return {steps_of(json, path), number_of<uint64_t>(json, "data_checksum", path)};
 }
 
 }  // namespace
@@ -297,31 +258,33 @@ void write_checkpoint(
     const CheckpointHeader& header,
     std::span<const StatePiece> pieces
 ) {
-  const std::string unfinished = path + ".unfinished";
-  const auto on_first_rank = [&](const auto& work) {
-    together(group, [&] {
-      if (group.rank() == 0) {
-        work();
-      }
-      return uint64_t{0};
-    });
-  };
-  try {
-    on_first_rank([&] { const StateFile create(unfinished, O_RDWR | O_CREAT | O_TRUNC); });
-    const auto checksums =
-        together(group, [&] { return write_pieces(unfinished, header, pieces); });
-    on_first_rank([&] {
-      StateFile file(unfinished, O_RDWR);
-      file.write_at(0, encode_header(header, sum(checksums)));
-      file.sync();
-      replace_file(unfinished, path);
-    });
-  } catch (const Error&) {
-    if (group.rank() == 0) {
-      std::remove(unfinished.c_str());
+  std::optional<NextFile> file;  // of the first rank, who makes it
+  const auto numbers = together(group, [&]() -> uint64_t {
+    return group.rank() == 0 ? file.emplace(path).number() : 0;
+  });
+  const auto checksums = together(group, [&] {
+    if (!file) {
+      NextFile part(path, numbers[0]);
+      return write_pieces(part, header, pieces);
     }
-    throw;
+    return write_pieces(*file, header, pieces);
+  });
+  together(group, [&]() -> uint64_t {
+    if (file) {
+      file->write_at(0, encode_header(header, sum(checksums)));
+      file->commit();
+    }
+    return 0;
+  });
+}
+
+std::optional<int64_t> checkpoint_steps(const std::string& path) {
+  std::error_code none;
+  if (std::filesystem::file_size(path, none) == 0 || none) {
+    return std::nullopt;
   }
+  const StateFile file(path);
+  return steps_of(read_fields(file), path);
 }
 
 int64_t read_checkpoint(
@@ -333,8 +296,8 @@ int64_t read_checkpoint(
   HeaderContents contents;
   std::vector<std::vector<float>> read;
   const auto checksums = together(group, [&] {
-    const StateFile file(path, O_RDONLY);
-    contents = read_header(file, expected, path);
+    const StateFile file(path);
+    contents = read_header(file, expected);
     return read_pieces(file, expected, pieces, read);
   });
   WEFT_CHECK(

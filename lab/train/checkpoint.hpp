@@ -5,12 +5,14 @@
 //            zeros
 //   3 parts  values, then AdamW's means, then its squares: fp32 for each element of the model
 //
-// Each rank writes the elements it owns to a second file next to the first; only when all of it is
-// on the disk does it take the first one's name. So a crash leaves the old checkpoint whole.
+// Each rank writes the elements it owns to the file's next version beside it
+// (core/atomic_file.hpp), which takes the name when all of it is on the disk. So a crash leaves the
+// old checkpoint whole.
 #pragma once
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -51,6 +53,9 @@ void write_checkpoint(
     const CheckpointHeader& header,
     std::span<const StatePiece> pieces
 );
+// How many steps the checkpoint at `path` holds; nothing where no file is, or an empty one. Throws
+// Error (kFile) for a file that is no checkpoint.
+[[nodiscard]] std::optional<int64_t> checkpoint_steps(const std::string& path);
 // Returns the file's steps_done. All other fields must be as in `expected`. Nothing is changed
 // unless all ranks have read their part and the checksum is right.
 [[nodiscard]] int64_t read_checkpoint(

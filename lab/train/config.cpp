@@ -15,23 +15,28 @@
 namespace weft::moe {
 namespace {
 
-constexpr int64_t kMaxBatch = int64_t{1} << 30;
+// The most of every size of a model, and of the tokens of a step: what lies above is a slip.
+constexpr int64_t kMostSize = 1 << 16;
+constexpr int64_t kMostBlocks = 1 << 10;
+constexpr int64_t kMostBatch = 1 << 30;
 
 template <class... Args>
 void require(bool is_good, fmt::format_string<Args...> text, Args&&... args) {
   WEFT_CHECK_ARG(Context{}, is_good, "train: {}", fmt::format(text, std::forward<Args>(args)...));
 }
 
-void check_at_least(std::string_view field, int64_t value, int64_t bound) {
-  require(value >= bound, "{} = {} (at least {})", field, value, bound);
+void check_range(std::string_view field, int64_t value, int64_t least, int64_t most) {
+  require(value >= least, "{} = {} (at least {})", field, value, least);
+  require(value <= most, "{} = {} (at most {})", field, value, most);
 }
 
 void check_model(const ModelConfig& model, int num_ranks) {
   visit_fields(model, [](const char* name, auto value) {
     if constexpr (std::is_integral_v<decltype(value)>) {
-      check_at_least(name, value, 1);
+      check_range(name, value, 1, kMostSize);
     }
   });
+  check_range("num_blocks", model.num_blocks, 1, kMostBlocks);
   require(
       model.num_experts % num_ranks == 0,
       "num_experts = {} (divisible by the number of ranks, {})",
@@ -43,7 +48,7 @@ void check_model(const ModelConfig& model, int num_ranks) {
 }
 
 void check_micro_batches(const TrainConfig& config) {
-  check_at_least("num_micro_batches", config.num_micro_batches, 1);
+  check_range("num_micro_batches", config.num_micro_batches, 1, kMostBatch);
   require(
       config.num_micro_batches <= config.global_batch,
       "num_micro_batches = {} (at most global_batch, {})",
@@ -101,17 +106,14 @@ void validate(const TrainConfig& config, int num_ranks) {
       kMaxTopk
   );
   check_model(config.model, num_ranks);
-  check_at_least("global_batch", config.global_batch, 1);
-  require(
-      config.global_batch <= kMaxBatch, "global_batch = {} (at most 2^30)", config.global_batch
-  );
+  check_range("global_batch", config.global_batch, 1, kMostBatch);
   require(
       std::isfinite(config.model.balance_weight) && config.model.balance_weight >= 0,
       "balance_weight = {} (finite, at least 0)",
       config.model.balance_weight
   );
   check_micro_batches(config);
-  check_at_least("warmup_steps", config.warmup_steps, 0);
+  check_range("warmup_steps", config.warmup_steps, 0, INT64_MAX);
   require(
       config.dtype == DType::kFloat32 || config.dtype == DType::kBFloat16,
       "dtype {} (float32 or bfloat16)",

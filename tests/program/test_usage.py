@@ -116,7 +116,7 @@ def test_info_on_a_terminal_ends_as_in_a_pipe():
         (["limits", "--device", "cpu", "--seconds", "nan"], "nan is not a finite number"),
         (["bench", "--skew", "nan"], "nan is not a finite number"),
         (["train", __file__, "--balance", "nan"], "balance_weight = nan (finite, at least 0)"),
-        (["train", __file__, "--batch", str(2**63 - 1)], "(at most 2^30)"),
+        (["train", __file__, "--batch", str(2**63 - 1)], "(at most 1073741824)"),
     ],
 )
 def test_numbers_that_are_none_or_too_large(args, expected):

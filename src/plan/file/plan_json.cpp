@@ -16,6 +16,7 @@
 
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
+#include "core/json_piece.hpp"
 #include "plan/build.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/version.hpp"
@@ -94,15 +95,6 @@ Json arrivals_to_json(const std::vector<Arrivals>& pairs) {
 // Unlike ordered_json it never copies a value that it holds, which may nest a million deep.
 using Value = nlohmann::json;
 
-// A value as messages show it. Only flat ones are printed: a file may nest lists a million deep.
-std::string shown(const Value& value) {
-  if (value.is_structured()) {
-    return fmt::format("{} of {}", value.is_array() ? "a list" : "an object", value.size());
-  }
-  const std::string text = value.dump(-1, ' ', false, Value::error_handler_t::replace);
-  return text.size() <= 40 ? text : text.substr(0, 37) + "...";
-}
-
 // A JSON value that knows where it stands, so that every fault names file and key path.
 class JsonNode {
  public:
@@ -113,7 +105,7 @@ class JsonNode {
   // or out of range.
   [[nodiscard]] JsonNode operator[](std::string_view key) const {
     if (!value_->is_object()) {
-      fail("is {} (an object with \"{}\")", shown(*value_), key);
+      fail("is {} (an object with \"{}\")", json_piece(*value_), key);
     }
     JsonNode child(*value_, file_, fmt::format("{}/{}", path_, key));
     const auto found = value_->find(key);
@@ -184,7 +176,7 @@ class JsonNode {
   // Throws unless the value is the one that follows from the rest of the file.
   void must_be(const Value& expected) const {
     if (!expected.is_array()) {
-      require(*value_ == expected, shown(expected) + " by the rest of the plan");
+      require(*value_ == expected, json_piece(expected) + " by the rest of the plan");
       return;
     }
     const std::vector<JsonNode> entries = list(static_cast<int64_t>(expected.size()));
@@ -203,7 +195,7 @@ class JsonNode {
 
   void require(bool is_right, std::string_view expected) const {
     if (!is_right) {
-      fail("is {} ({})", shown(*value_), expected);
+      fail("is {} ({})", json_piece(*value_), expected);
     }
   }
 

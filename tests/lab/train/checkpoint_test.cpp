@@ -6,7 +6,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <sstream>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "training_runs.hpp"
@@ -192,6 +194,38 @@ TEST_F(CheckpointTest, LeavesNothingButTheCheckpoint) {
   const auto files = std::distance(fs::directory_iterator(folder), fs::directory_iterator());
   EXPECT_EQ(files, 1);
   EXPECT_EQ(resume_and_train(kRanks, small_config(), 1).reports.back().step, 2);
+}
+
+TEST_F(CheckpointTest, KeepsTheModeOfTheFileAndTheLinkToIt) {
+  const fs::path file = folder / "file.weft";
+  fs::create_symlink("file.weft", path);
+  save_after(kRanks, small_config(), 1);
+  fs::permissions(file, fs::perms::owner_read | fs::perms::owner_write);
+  save_after(kRanks, small_config(), 2);
+  EXPECT_TRUE(fs::is_symlink(path));
+  EXPECT_EQ(fs::status(file).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  EXPECT_EQ(checkpoint_steps(path), 2);
+}
+
+TEST_F(CheckpointTest, NeverReplacesWhatIsNoFile) {
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  EXPECT_THROW(save_after(kRanks, small_config(), 1), Error);
+  EXPECT_TRUE(fs::is_fifo(path));
+}
+
+TEST_F(CheckpointTest, IsNotWrittenThroughALinkInItsWay) {
+  write_file(folder / "other", "of somebody else");
+  fs::create_symlink("other", path + ".unfinished");
+  EXPECT_THROW(save_after(kRanks, small_config(), 1), Error);
+  EXPECT_EQ(read_file(folder / "other"), "of somebody else");
+}
+
+TEST_F(CheckpointTest, TellsItsStepsToWhomeverMayOverwriteIt) {
+  EXPECT_EQ(checkpoint_steps(path), std::nullopt);
+  save_after(kRanks, small_config(), 3);
+  EXPECT_EQ(checkpoint_steps(path), 3);
+  write_file(path, "something else");
+  EXPECT_THROW(static_cast<void>(checkpoint_steps(path)), Error);
 }
 
 TEST_F(CheckpointTest, NamesAFolderThatDoesNotExist) {

@@ -130,6 +130,9 @@ TEST(TrainerTest, RefusesWrongConfigurations) {
        [](auto& c) { c.model.hidden = 6; }},
       {"train: dtype float16 (float32 or bfloat16)", [](auto& c) { c.dtype = DType::kFloat16; }},
       {"train: global_batch = 0 (at least 1)", [](auto& c) { c.global_batch = 0; }},
+      {"train: num_experts = 1000000 (at most 65536)",
+       [](auto& c) { c.model.num_experts = 1000000; }},
+      {"train: num_blocks = 2000 (at most 1024)", [](auto& c) { c.model.num_blocks = 2000; }},
       {"train: learning_rate = 0 (above 0)", [](auto& c) { c.learning_rate = 0; }},
   };
   for (const BadConfig& bad : cases) {
