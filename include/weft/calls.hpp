@@ -26,7 +26,8 @@ struct CallOptions {
   bool copy_engines = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
   // Ranks whose calls have come out of step, because one of them left a call out, then throw and
-  // do not exchange rows of different calls. 0: not counted, on all ranks alike.
+  // do not exchange rows of different calls. 0: not counted, on all ranks alike. A captured call
+  // keeps its number in every replay.
   int64_t number = 0;
 };
 

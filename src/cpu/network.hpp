@@ -30,9 +30,7 @@ class Network : private CpuExchange {
   void name_transport(std::string_view name) { context_.transport = name; }
 
   // --- calls; all collective ---
-  [[nodiscard]] Plan make_plan(const Routing& routing, const PlanOptions& options) {
-    return CpuExchange::make_plan(routing, options, {});
-  }
+  using CpuExchange::make_plan;
   using CpuExchange::refuse;
   using CpuExchange::run_call;
   // Within run_call: what this rank says, and what all said to it, whose targets are in reach then.

@@ -60,7 +60,9 @@ class HostsCombine : HostsCall {
 
  private:
   [[nodiscard]] std::vector<CallWord> own_words() const {
-    const CallWord word = network_.new_word(call_of(plan_, in_, out_));
+    Call call = call_of(plan_, in_, out_);
+    call.number = options_.number;
+    const CallWord word = network_.new_word(call);
     std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
     for (size_t domain = 0; domain < traffic_.sent.size(); ++domain) {
       if (num_sent(domain) > 0) {

@@ -36,7 +36,9 @@ class HostsDispatch : HostsCall {
   }
 
   void run() {
-    const CallWord word = network_.new_word(call_of(plan_, in_, out_));
+    Call call = call_of(plan_, in_, out_);
+    call.number = options_.number;
+    const CallWord word = network_.new_word(call);
     std::vector<CallWord> to(static_cast<size_t>(network_.context().num_ranks), word);
     for (size_t i = 0; i < traffic_.forwarded.size(); ++i) {
       const ForwardedSource& forwarded = traffic_.forwarded[i];

@@ -87,7 +87,7 @@ Plan HostsExchange::make_plan(
     network_->refuse(Op::kPlan, error.what(), {});
     throw;
   }
-  const Plan host = network_->make_plan({idx.tensor, map.tensor, weights.tensor}, options);
+  const Plan host = network_->make_plan({idx.tensor, map.tensor, weights.tensor}, options, call);
   return bring_plan(host, stream);
 }
 

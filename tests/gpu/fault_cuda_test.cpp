@@ -63,6 +63,23 @@ TEST_P(GpuFaultTest, NamesTheFieldOfACombineThatDiffers) {
   });
 }
 
+// A rank that has left a call out makes the next one in its place, which looks the same.
+TEST_P(GpuFaultTest, NamesCallsThatHaveComeOutOfStep) {
+  const auto options = [](const FaultRank& own) {
+    return CallOptions{.number = own.rank == 2 ? 8 : 7};
+  };
+  const std::string field = "the caller's number of this call";
+  expect_disagreement(gpus(), "plan: " + field, {"7", "8"}, [&](FaultRank& own) {
+    own.plan.emplace(own.exchange.plan(own.routing, own.options, options(own)));
+  });
+  expect_disagreement(gpus(), "dispatch: " + field, {"7", "8"}, [&](FaultRank& own) {
+    own.exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, options(own));
+  });
+  expect_disagreement(gpus(), "combine: " + field, {"7", "8"}, [&](FaultRank& own) {
+    own.exchange.combine(*own.plan, own.combine_in, own.combine_out, options(own));
+  });
+}
+
 TEST_P(GpuFaultTest, NamesTheRankThatMakesAnotherCall) {
   const auto texts = fault_texts(gpus(), [](FaultRank& own) {
     if (own.rank == 2) {

@@ -28,7 +28,11 @@ void CudaExchange::combine(
     const bool is_copied = !launch.has_source_weights && in.rows.dtype != DType::kFloat32 &&
                            goes_by_copies(launch.copied.rows, call, stream);
     launch.signature = signature_of(
-        {.op = Op::kCombine, .payload = launch.payload, .scale = in.scale, .has_copies = is_copied}
+        {.op = Op::kCombine,
+         .number = call.number,
+         .payload = launch.payload,
+         .scale = in.scale,
+         .has_copies = is_copied}
     );
     is_copied ? combine_by_copies(shape, launch, call, stream)
               : combine_by_stores(shape, launch, call, stream);

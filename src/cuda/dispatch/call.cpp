@@ -66,8 +66,12 @@ void CudaExchange::dispatch(
   run_call(Op::kDispatch, call, [&](cudaStream_t stream) {
     DispatchLaunch launch = prepare_dispatch(shape, in, out);
     const bool is_copied = goes_by_copies(launch.copied.rows, call, stream);
-    launch.signature =
-        signature_of({.op = Op::kDispatch, .payload = launch.payload, .has_copies = is_copied});
+    launch.signature = signature_of(
+        {.op = Op::kDispatch,
+         .number = call.number,
+         .payload = launch.payload,
+         .has_copies = is_copied}
+    );
     is_copied ? dispatch_by_copies(shape, launch, call, stream)
               : dispatch_by_stores(shape, launch, call, stream);
     set_launched(stream);
@@ -146,7 +150,7 @@ Plan CudaExchange::dispatch_routed(
     return plan;
   }
   return run_call(Op::kPlanAndDispatch, call, [&](cudaStream_t stream) {
-    auto [data, plan] = prepare_plan(routing, options, payload, stream);
+    auto [data, plan] = prepare_plan(routing, options, payload, call.number, stream);
     RoutedDispatchLaunch launch;
     launch.dispatch = prepare_dispatch(data, in, out);
     launch.dispatch.place = Place::kEager;

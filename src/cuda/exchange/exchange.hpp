@@ -137,6 +137,7 @@ class CudaExchange final : public Executor {
       const Routing& routing,
       const PlanOptions& options,
       const PayloadFormat& payload,
+      int64_t number,
       cudaStream_t stream
   );
   // make_plan(), where `op` says what is refused if its arguments are.

@@ -108,6 +108,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     const Routing& routing,
     const PlanOptions& options,
     const PayloadFormat& payload,
+    int64_t number,
     cudaStream_t stream
 ) {
   check_options(options, context_);
@@ -145,6 +146,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   launch.row_budget = options.row_budget.value_or(-1);
   const Call call = {
       .op = Op::kPlan,
+      .number = number,
       .options = options,
       .topk = routes.topk,
       .from_map = routes.from_map,
@@ -160,7 +162,7 @@ Plan CudaExchange::make_plan_of(
     Op op, const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
   return run_call(op, call, [&](cudaStream_t stream) {
-    auto [data, launch] = prepare_plan(routing, options, {}, stream);
+    auto [data, launch] = prepare_plan(routing, options, {}, call.number, stream);
     const bool waits = data.has_output_shape;
     auto* seen = reinterpret_cast<volatile uint32_t*>(host_shape_.get() + plan_map_.shape_bytes());
     if (waits) {
