@@ -51,34 +51,25 @@ OutputShape expert_output(
   return output;
 }
 
-[[noreturn]] void refuse_overflow(
+void refuse_overflow(
     const GroupShape& shape, size_t rank, const PlanOptions& options, const Context& context
 ) {
   const OutputShape& output = shape.outputs[rank];
+  const auto refuse = [&](const std::string& who, int64_t rows, std::string_view name, int64_t room
+                      ) {
+    const std::string problem =
+        fmt::format("plan: {} needs {} rows ({} = {})", who, rows, name, room);
+    raise_error(ErrorCode::kInvalidArgument, context, problem);
+  };
   if (options.layout != Layout::kExpertStrided) {
-    WEFT_RAISE(
-        context,
-        ErrorCode::kInvalidArgument,
-        "plan: rank {} needs {} rows (row_budget = {})",
-        rank,
-        output.required_rows,
-        output.num_rows
-    );
+    refuse(fmt::format("rank {}", rank), output.required_rows, "row_budget", output.num_rows);
   }
-  const size_t per_rank = shape.experts.size() / shape.outputs.size();
-  size_t expert = rank * per_rank;
+  size_t expert = rank * (shape.experts.size() / shape.outputs.size());
   while (shape.experts[expert].rows <= shape.rule.stride) {
     ++expert;
   }
-  WEFT_RAISE(
-      context,
-      ErrorCode::kInvalidArgument,
-      "plan: expert {} on rank {} needs {} rows (expert_stride = {})",
-      expert,
-      rank,
-      shape.experts[expert].rows,
-      shape.rule.stride
-  );
+  const std::string who = fmt::format("expert {} on rank {}", expert, rank);
+  refuse(who, shape.experts[expert].rows, "expert_stride", shape.rule.stride);
 }
 
 }  // namespace

@@ -26,6 +26,8 @@ namespace {
 
 constexpr std::string_view kPlanFormat = "weft plan";
 constexpr int kPlanVersion = 1;
+constexpr std::string_view kLayouts[] = {"rank_major", "expert_major", "expert_strided"};
+constexpr std::string_view kOverflows[] = {"drop", "error"};
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 
@@ -56,11 +58,11 @@ Json shape_to_json(const PlanShape& shape) {
       {"num_tokens", shape.num_tokens},
       {"from_map", shape.from_map},
       {"has_weights", shape.has_weights},
-      {"layout", layout_name(options.layout)},
+      {"layout", name_of(options.layout, kLayouts)},
       {"pad_multiple", options.pad_multiple},
       {"expert_stride", options.expert_stride},
       {"row_budget", options.row_budget ? Json(*options.row_budget) : Json()},
-      {"overflow", options.overflow == Overflow::kError ? "error" : "drop"}};
+      {"overflow", name_of(options.overflow, kOverflows)}};
 }
 
 Json output_to_json(const PlanData& plan) {
@@ -136,6 +138,14 @@ class JsonNode {
   [[nodiscard]] std::string_view text() const {
     require(value_->is_string(), "a string");
     return value_->get_ref<const std::string&>();
+  }
+
+  // The enumerator of which this is the name; they count from 0.
+  template <class Enum>
+  [[nodiscard]] Enum one_of(std::span<const std::string_view> names) const {
+    const auto found = std::ranges::find(names, text());
+    require(found != names.end(), fmt::format("\"{}\"", fmt::join(names, "\" or \"")));
+    return static_cast<Enum>(found - names.begin());
   }
 
   [[nodiscard]] bool is_null() const { return value_->is_null(); }
@@ -243,20 +253,6 @@ Value parse_json(std::string_view text, std::string_view file) {
   WEFT_RAISE(Context{}, ErrorCode::kFile, "load: {}: {}", file, what);
 }
 
-Layout layout_from(const JsonNode& node) {
-  for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
-    if (node.text() == layout_name(layout)) {
-      return layout;
-    }
-  }
-  node.fail("is \"{}\" (\"rank_major\", \"expert_major\" or \"expert_strided\")", node.text());
-}
-
-Overflow overflow_from(const JsonNode& node) {
-  node.require(node.text() == "drop" || node.text() == "error", "\"drop\" or \"error\"");
-  return node.text() == "error" ? Overflow::kError : Overflow::kDrop;
-}
-
 PlanShape shape_from(const JsonNode& node) {
   PlanShape shape;
   shape.num_ranks = static_cast<int>(node["num_ranks"].integer(1, kMaxInt32));
@@ -270,13 +266,13 @@ PlanShape shape_from(const JsonNode& node) {
   shape.num_tokens = node["num_tokens"].integer(0, kMaxInt32 / shape.topk);
   shape.from_map = node["from_map"].boolean();
   shape.has_weights = node["has_weights"].boolean();
-  shape.options.layout = layout_from(node["layout"]);
+  shape.options.layout = node["layout"].one_of<Layout>(kLayouts);
   shape.options.pad_multiple = node["pad_multiple"].integer(1, kMaxInt32);
   shape.options.expert_stride = node["expert_stride"].integer(0, kMaxInt32);
   if (const JsonNode budget = node["row_budget"]; !budget.is_null()) {
     shape.options.row_budget = budget.integer(0, kMaxInt32);
   }
-  shape.options.overflow = overflow_from(node["overflow"]);
+  shape.options.overflow = node["overflow"].one_of<Overflow>(kOverflows);
   return shape;
 }
 
@@ -409,9 +405,8 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
 // Everything but routes and weights follows from them and is compared, so executors may follow the
 // plan. Throws Error (kFile).
 PlanData plan_from_json(const JsonNode& whole) {
-  if (const JsonNode format = whole["format"]; format.text() != kPlanFormat) {
-    format.fail("is \"{}\" (expected \"{}\")", format.text(), kPlanFormat);
-  }
+  const JsonNode format = whole["format"];
+  format.require(format.text() == kPlanFormat, fmt::format("expected \"{}\"", kPlanFormat));
   const JsonNode version = whole["version"];
   if (const int64_t number = version.integer(0, kMaxInt32); number != kPlanVersion) {
     version.fail(

@@ -95,7 +95,7 @@ TEST_F(FaultyJsonTest, NamesValuesOfAnotherKind) {
   EXPECT_EQ(with("/shape/layout", 1), "load: plan.json: /shape/layout is 1 (a string)");
   EXPECT_EQ(
       with("/shape/layout", "diagonal"),
-      "load: plan.json: /shape/layout is \"diagonal\" (\"rank_major\", \"expert_major\" or "
+      "load: plan.json: /shape/layout is \"diagonal\" (\"rank_major\" or \"expert_major\" or "
       "\"expert_strided\")"
   );
   EXPECT_EQ(
@@ -270,7 +270,7 @@ TEST_F(PlanFileTest, NamesAFolderThatIsNotThere) {
   const std::string nowhere = folder_ + "/absent/plan.json";
   EXPECT_EQ(
       message_of([&] { sample_plans()[0].save(nowhere); }),
-      fmt::format("save: {}: No such file or directory (errno 2)", nowhere)
+      fmt::format("save: {}.unfinished: No such file or directory (errno 2)", nowhere)
   );
 }
 
