@@ -8,6 +8,8 @@ namespace weft {
 namespace {
 
 constexpr uint64_t kMaxFrameBytes = uint64_t{1} << 32;
+// A frame's memory grows by so much as its bytes come, so that a header by itself takes none.
+constexpr uint64_t kGrowth = uint64_t{1} << 20;
 constexpr auto kFailureSendTime = std::chrono::seconds(1);
 
 bool is_sound(const FrameHeader& header) {
@@ -27,9 +29,15 @@ IoState FrameReader::read_some(const Socket& socket) {
     if (!is_sound(frame_.header)) {
       return IoState::kClosed;
     }
-    frame_.payload.resize(frame_.header.bytes);
   }
-  return receive_some(socket, frame_.payload, payload_done_);
+  while (payload_done_ < frame_.header.bytes) {
+    frame_.payload.resize(std::min(frame_.header.bytes, payload_done_ + kGrowth));
+    const IoState state = receive_some(socket, frame_.payload, payload_done_);
+    if (state != IoState::kDone) {
+      return state;
+    }
+  }
+  return IoState::kDone;
 }
 
 Frame FrameReader::take() {
