@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the Markdown files name is there: paths, commands, variables, quoted code; and that documents named in
-source comments are.
+"""Checks that what the Markdown files name is there: paths, tests, commands, variables, quoted code; and that documents named
+in source comments are.
 
 Markers, each in a line of its own before a fenced block:
   <!-- run -->                       the block is run by --run, from the root, and must succeed
@@ -27,6 +27,9 @@ FENCE = re.compile(r"^(?:<!-- (run|quote [^>]+) -->\n)?```(\w*)\n(.*?)^```$", re
 OUTPUT = re.compile(r"^<!-- output (\S+) ([^\n]+) -->\n(?:```text\n(.*?)^```$)?", re.M | re.S)
 SHELL = {"sh", "bash", "console"}
 VARIABLE = re.compile(r"\bWEFT_[A-Z_]+\b")
+TEST = re.compile(r"^\w+(?:Test|Conformance)\.(?:\w+|\*)$")
+PYTEST = re.compile(r"^def (test_\w+)\(", re.M)
+DEFINED_TEST = re.compile(r"^(?:TEST|TEST_F|TEST_P|TYPED_TEST)\(\s*(\w+),\s*(\w+)", re.M)
 
 
 class Checker:
@@ -40,6 +43,11 @@ class Checker:
         paths = tree.files(root, ".hpp", ".cpp", ".cu", ".cmake", ".txt", ".py", ".json") + list(root.glob("scripts/*"))
         self.variables = {name for path in paths for name in VARIABLE.findall(path.read_text(errors="replace"))}
 
+        sources = [(path, path.read_text()) for path in tree.files(root, ".cpp", ".py") if path.is_relative_to(root / "tests")]
+        tests = [test for _, text in sources for test in DEFINED_TEST.findall(text)]
+        self.tests = {f"{suite}.{name}" for suite, test in tests for name in (test, "*")}
+        self.tests |= {f"{path.relative_to(root)}::{name}" for path, text in sources for name in PYTEST.findall(text)}
+
     def path_problem(self, document, name):
         """For what looks like a path of the tree; a name with a star must match something."""
         name = name.rstrip("/").removeprefix("./")
@@ -50,7 +58,9 @@ class Checker:
         return None if there else f"{name} does not exist"
 
     def span_problem(self, document, text):
-        """Inline code: a command, a path, or neither."""
+        """Inline code: a test, a command, a path, or none of these."""
+        if TEST.match(text) or text.startswith("tests/") and "::" in text:
+            return None if text in self.tests else f"no test is called {text}"
         if len(text.split()) > 1 or text.startswith("scripts/"):
             return self.command_problem(text)
         if "/" in text and PATH.match(text) and text.lstrip("./").split("/")[0] in self.folders:
@@ -111,8 +121,7 @@ class Checker:
                 lines = body.replace("\\\n", " ").splitlines()
                 found += [self.command_problem(line.split(" #")[0]) for line in lines]
         prose = FENCE.sub("", text)
-        links = [link for link in LINK.findall(prose) if not link.startswith(("http:", "https:", "mailto:"))]
-        found += [self.path_problem(document, link) for link in links]
+        found += [self.path_problem(document, link) for link in LINK.findall(prose) if not link.startswith(("http", "mailto:"))]
         found += [self.span_problem(document, span) for span in SPAN.findall(prose) if span.strip()]
         found += [f"nothing reads {name}" for name in sorted(set(VARIABLE.findall(text)) - self.variables)]
         return [f"{document.relative_to(self.root)}: {problem}" for problem in found if problem]

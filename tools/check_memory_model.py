@@ -107,19 +107,14 @@ def shown(primitives):
 
 def compare_models(root, rows, hand_overs):
     """Findings of the table that says which model checks which hand-overs."""
-    found = {path.stem: set(MUTATION.findall(path.read_text())) for path in tree.files(root, ".pml") if path.parent == root / MODELS}
-    told, findings = {}, []
+    found = {(path.stem, name) for path in tree.files(root / MODELS, ".pml") for name in MUTATION.findall(path.read_text())}
+    told, findings = set(), []
     for row in [row for row in rows if "model" in row]:
-        told.setdefault(row["model"].strip("`"), set()).update(re.findall(r"`(\w+)`", row["mutations that must be found"]))
-        findings += [
-            f"{DOCUMENT}: model {row['model']} names {one}, which no row explains"
-            for one in ids(row["hand-over"])
-            if one not in hand_overs
-        ]
-    for model in sorted(found.keys() | told.keys()):
-        for name in sorted(found.get(model, set()) ^ told.get(model, set())):
-            place = "the document alone" if name in told.get(model, set()) else "the model alone"
-            findings.append(f"{MODELS}/{model}.pml: {name} stands in {place}")
+        model, unknown = row["model"].strip("`"), set(ids(row["hand-over"])) - set(hand_overs)
+        told |= {(model, name) for name in re.findall(r"`(\w+)`", row["mutations that must be found"])}
+        findings += [f"{DOCUMENT}: model `{model}` names {one}, which no row explains" for one in sorted(unknown)]
+    for model, name in sorted(found ^ told):
+        findings.append(f"{MODELS}/{model}.pml: {name} stands in the {'document' if (model, name) in told else 'model'} alone")
     return findings
 
 

@@ -18,6 +18,8 @@ TREE = {
     "scripts/demo": "",
     "examples/a.cpp": "int main() {\n  call();\n\n  more();\n  end();\n}\n",
     "docs/launch.md": "",
+    "tests/plan_test.cpp": "TEST_F(PlanTest, IsMade) {}\nTEST_P(\n    PlanTest, IsRefused\n) {}\n",
+    "tests/test_plan.py": "def test_plan(ranks):\n    pass\n",
 }
 
 
@@ -30,7 +32,8 @@ def check(tmp_path, text, *arguments):
 
 GOOD = """\
 See `src/plan`, `plan.cpp`, `src/*/plan.cpp`, [launch](docs/launch.md), [web](https://x.y) and
-`/dev/shm`, `a/b ratio`, `make demo`, `WEFT_LOG=debug`, `weft bench --json FILE`.
+`/dev/shm`, `a/b ratio`, `make demo`, `WEFT_LOG=debug`, `weft bench --json FILE`;
+`PlanTest.IsMade`, `PlanTest.IsRefused`, `PlanTest.*`, `tests/test_plan.py::test_plan`.
 
 ```sh
 make demo           # trains
@@ -59,6 +62,9 @@ def test_accepts_a_true_document(tmp_path):
         ("`src/plan/gone.cpp`", "src/plan/gone.cpp does not exist"),
         ("`gone.hpp`", "no file is called gone.hpp"),
         ("`src/*/gone.cpp`", "src/*/gone.cpp does not exist"),
+        ("`PlanTest.Gone`", "no test is called PlanTest.Gone"),
+        ("`GoneTest.*`", "no test is called GoneTest.*"),
+        ("`tests/test_plan.py::test_gone`", "no test is called tests/test_plan.py::test_gone"),
         ("[gone](docs/gone.md)", "docs/gone.md does not exist"),
         ("`make gone`", "make has no target gone"),
         ("```sh\nmake gone\n```", "make has no target gone"),
