@@ -43,13 +43,15 @@ void sum_of_rows(benchmark::State& state, DType dtype) {
   const std::vector<std::byte> rows(static_cast<size_t>(kMemoryBytes));
   std::vector<std::byte> out(static_cast<size_t>(row_bytes));
   const int64_t num_sums = kMemoryBytes / row_bytes / num_terms;
-  std::vector<const std::byte*> terms(static_cast<size_t>(num_terms));
+  RowGroups terms;
+  terms.rows.resize(static_cast<size_t>(num_terms));
+  terms.group_ends = {terms.rows.size()};
   for ([[maybe_unused]] const auto iteration : state) {
     for (int64_t sum = 0; sum < num_sums; ++sum) {
       for (int64_t term = 0; term < num_terms; ++term) {
-        terms[static_cast<size_t>(term)] = rows.data() + (term * num_sums + sum) * row_bytes;
+        terms.rows[static_cast<size_t>(term)] = rows.data() + (term * num_sums + sum) * row_bytes;
       }
-      sum_rows(out.data(), terms, nullptr, dtype, kHidden);
+      sum_groups(out.data(), terms, dtype, kHidden);
     }
     benchmark::DoNotOptimize(out.data());
   }

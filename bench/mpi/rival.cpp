@@ -110,11 +110,13 @@ void MpiRival::sum_at(
     std::memset(out, 0, row_bytes_);
     return;
   }
-  std::array<const std::byte*, kMaxTopk> terms;
-  for (size_t i = 0; i < places.size(); ++i) {
-    terms[i] = rows + static_cast<size_t>(places[i]) * row_bytes_;
+  static thread_local RowGroups terms;  // keeps its memory
+  terms.clear();
+  for (const int32_t place : places) {
+    terms.rows.push_back(rows + static_cast<size_t>(place) * row_bytes_);
   }
-  sum_rows(out, {terms.data(), places.size()}, nullptr, shape_.dtype, shape_.hidden);
+  terms.group_ends.push_back(places.size());
+  sum_groups(out, terms, shape_.dtype, shape_.hidden);
 }
 
 }  // namespace weft::bench

@@ -9,18 +9,6 @@
 #include <hwy/foreach_target.h>  // compiles this file once per vector target
 #include <hwy/highway.h>
 
-#ifndef WEFT_EXCHANGE_ROW_SUM_TERMS  // once, though the file is compiled several times
-#define WEFT_EXCHANGE_ROW_SUM_TERMS
-namespace weft {
-struct RowSumTerms {
-  std::span<const std::byte* const> rows;
-  std::span<const size_t> group_ends;
-  const float* weights;
-  std::span<const std::byte* const> next;
-};
-}  // namespace weft
-#endif
-
 HWY_BEFORE_NAMESPACE();
 namespace weft::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
@@ -142,7 +130,8 @@ template <class Format, bool kIsWeighted>
 class Summer {
  public:
   using Element = typename Format::Element;
-  explicit Summer(const RowSumTerms& terms) : terms_(terms) {}
+  Summer(const RowGroups& terms, std::span<const std::byte* const> next)
+      : terms_(terms), next_(next) {}
 
   // Columns outside, rows inside: each element is read once and loads of several rows are in
   // flight.
@@ -151,7 +140,7 @@ class Summer {
     auto* const out = reinterpret_cast<Element*>(out_bytes);
     size_t col = 0;
     for (; col + block <= num_cols; col += block) {
-      for (const std::byte* soon : terms_.next) {
+      for (const std::byte* soon : next_) {
         for (size_t line = 0; line < block * sizeof(Element); line += 64) {
           hwy::Prefetch(soon + col * sizeof(Element) + line);
         }
@@ -220,26 +209,35 @@ class Summer {
     return total;
   }
 
-  const RowSumTerms& terms_;
+  const RowGroups& terms_;
+  std::span<const std::byte* const> next_;
 };
 
 template <class Format>
-void sum_as(std::byte* out, const RowSumTerms& terms, size_t num_cols) {
-  if (terms.weights == nullptr) {
-    Summer<Format, false>(terms).sum(out, num_cols);
+void sum_as(
+    std::byte* out, const RowGroups& terms, std::span<const std::byte* const> next, size_t num_cols
+) {
+  if (terms.weights.empty()) {
+    Summer<Format, false>(terms, next).sum(out, num_cols);
   } else {
-    Summer<Format, true>(terms).sum(out, num_cols);
+    Summer<Format, true>(terms, next).sum(out, num_cols);
   }
 }
 
-void sum_target(std::byte* out, const RowSumTerms& terms, DType dtype, size_t num_cols) {
+void sum_target(
+    std::byte* out,
+    const RowGroups& terms,
+    std::span<const std::byte* const> next,
+    DType dtype,
+    size_t num_cols
+) {
   switch (dtype) {
     case DType::kBFloat16:
-      return sum_as<Bf16>(out, terms, num_cols);
+      return sum_as<Bf16>(out, terms, next, num_cols);
     case DType::kFloat16:
-      return sum_as<Fp16>(out, terms, num_cols);
+      return sum_as<Fp16>(out, terms, next, num_cols);
     default:
-      return sum_as<Fp32>(out, terms, num_cols);
+      return sum_as<Fp32>(out, terms, next, num_cols);
   }
 }
 
@@ -256,19 +254,6 @@ namespace weft {
 HWY_EXPORT(sum_target);
 HWY_EXPORT(target_name);
 
-void sum_rows(
-    std::byte* out,
-    std::span<const std::byte* const> rows,
-    const float* weights,
-    DType dtype,
-    int64_t num_cols,
-    std::span<const std::byte* const> next
-) {
-  const size_t end = rows.size();
-  HWY_DYNAMIC_DISPATCH(sum_target)
-  (out, {rows, {&end, 1}, weights, next}, dtype, static_cast<size_t>(num_cols));
-}
-
 void sum_groups(
     std::byte* out,
     const RowGroups& groups,
@@ -276,9 +261,7 @@ void sum_groups(
     int64_t num_cols,
     std::span<const std::byte* const> next
 ) {
-  const float* weights = groups.weights.empty() ? nullptr : groups.weights.data();
-  HWY_DYNAMIC_DISPATCH(sum_target)
-  (out, {groups.rows, groups.group_ends, weights, next}, dtype, static_cast<size_t>(num_cols));
+  HWY_DYNAMIC_DISPATCH(sum_target)(out, groups, next, dtype, static_cast<size_t>(num_cols));
 }
 
 const char* row_sum_target() {

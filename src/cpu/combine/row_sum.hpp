@@ -10,21 +10,6 @@
 
 namespace weft {
 
-// out[c] = round(rows[0][c] * w[0] + rows[1][c] * w[1] + ...), each product and each sum rounded to
-// fp32; without weights the rows themselves. `rows` is not empty; bf16, fp16 or fp32; `out` may not
-// overlap a row.
-//
-// `next` names rows that will be summed soon: they are fetched into cache on the way, since rows
-// lie in arbitrary places where no hardware looks ahead. May be empty.
-void sum_rows(
-    std::byte* out,
-    std::span<const std::byte* const> rows,
-    const float* weights,
-    DType dtype,
-    int64_t num_cols,
-    std::span<const std::byte* const> next = {}
-);
-
 // Rows in groups, one after the other: group g ends before row group_ends[g]; none is empty.
 struct RowGroups {
   std::vector<const std::byte*> rows;
@@ -38,8 +23,13 @@ struct RowGroups {
   }
 };
 
-// The sum of the groups' sums, each of which is rounded to the dtype first: the same bits as
-// sum_rows() of every group and then of the results, in one pass.
+// The sum of a group: round(rows[0][c] * w[0] + rows[1][c] * w[1] + ...) in each column, each
+// product and each sum rounded to fp32; without weights the rows themselves. Then the sum of the
+// groups' sums, each of which is rounded to the dtype first. There is a row; bf16, fp16 or fp32;
+// `out` may not overlap a row.
+//
+// `next` names rows that will be summed soon: they are fetched into cache on the way, since rows
+// lie in arbitrary places where no hardware looks ahead. May be empty.
 void sum_groups(
     std::byte* out,
     const RowGroups& groups,

@@ -56,13 +56,15 @@ Matrix scalar_sum(const std::vector<Matrix>& rows, const float* weights, DType d
 }
 
 void expect_scalar_bits(const std::vector<Matrix>& rows, const float* weights, DType dtype) {
-  std::vector<const std::byte*> pointers;
+  RowGroups terms;
   for (const Matrix& row : rows) {
-    pointers.push_back(row.view().data);
+    terms.rows.push_back(row.view().data);
   }
+  terms.group_ends = {rows.size()};
+  terms.weights.assign(weights, weights + (weights == nullptr ? 0 : rows.size()));
   const int64_t num_cols = rows[0].view().cols;
   Matrix out(dtype, 1, num_cols);
-  sum_rows(out.view().data, pointers, weights, dtype, num_cols);
+  sum_groups(out.view().data, terms, dtype, num_cols);
   const Matrix expected = scalar_sum(rows, weights, dtype);
   ASSERT_EQ(first_difference("sum", out.view(), expected.view()), "")
       << dtype_name(dtype) << ", " << rows.size() << " rows of " << num_cols << ", "
