@@ -31,6 +31,9 @@ void translate(const std::exception_ptr& thrown, void* /*unused*/) {
   try {
     std::rethrow_exception(thrown);
   } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInterrupted && PyErr_Occurred() != nullptr) {
+      return;  // what a signal's handler raised while the call waited
+    }
     const nb::object value = exception_of(error);
     PyErr_SetObject(value.type().ptr(), value.ptr());
   }

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "core/interrupt.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::py {
@@ -28,6 +29,20 @@ namespace {
 
 // Calls of this thread that all ranks make. What fails in Python before one has begun is refused.
 thread_local int64_t num_begun = 0;
+
+// Signals are for the main thread: no other need ask, nor take the interpreter's lock for that.
+bool is_main_thread() {
+  static const auto main =
+      nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident")
+      );
+  return PyThread_get_thread_ident() == main;
+}
+
+// Whether a handler of Python's has raised: KeyboardInterrupt, or what one for SIGTERM does.
+bool has_signal() {
+  const nb::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
 
 // What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
 // and backward may come from different threads.
@@ -39,6 +54,7 @@ class Calls {
 
   template <class Body>
   auto locked(const Body& body) {
+    const InterruptScope scope(is_main_thread() ? &has_signal : nullptr);
     const nb::gil_scoped_release no_gil;
     return locked_here(body);
   }
@@ -181,6 +197,9 @@ nb::tuple plan_and_dispatch(
         exchange.dispatch(*plan, input, first_rows(output, num_rows), options);
         is_sent = true;
       } catch (const Error& error) {
+        if (error.code() == ErrorCode::kInterrupted) {
+          throw;
+        }
         problem = error;
       }
     }
@@ -320,7 +339,8 @@ void bind_options(nb::module_& m) {
       .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))
       .def_prop_rw("stream", nullptr, set_stream)
       .def_rw("num_sms", &Options::num_sms)
-      .def_rw("copy_engines", &Options::copy_engines);
+      .def_rw("copy_engines", &Options::copy_engines)
+      .def_rw("number", &Options::number);
 }
 
 }  // namespace
@@ -336,6 +356,7 @@ void bind_exchange(nb::module_& m) {
   bind_config(m);
   bind_options(m);
   const auto make = [](const Group& group, const ExchangeConfig& config) {
+    const InterruptScope scope(is_main_thread() ? &has_signal : nullptr);
     const nb::gil_scoped_release no_gil;
     return std::make_shared<Calls>(group, config);
   };

@@ -3,6 +3,11 @@
 
 A graph carries tensors only: in place of a plan goes a ticket, an int64 tensor [1] on the CPU whose
 memory keeps the plan alive. `weft.dispatch` and `weft.combine` are the eager way to the same.
+
+The operators have effects for torch: it drops none and repeats none, and its graphs keep their
+order. A backend may still move calls that need nothing of each other, on some ranks only. Each name
+of `register` has a number that goes with its calls, and a plan has one, too: where the ranks' calls
+have changed places, all ranks raise, and no rows go astray.
 """
 
 import itertools
@@ -12,23 +17,25 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch import Tensor, library
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
-from weft.outputs import Plan
+from weft.outputs import Dispatched, Plan
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
-_next_key = itertools.count(1)
+_next_key, _next_name = itertools.count(1), itertools.count(1)
 
 
 class _Key(numpy.ndarray):
     """An array may carry attributes; torch keeps it as long as a tensor uses its memory."""
 
 
-def _ticket_of(plan: Plan) -> Tensor:
+def _ticket_of(plan: Plan, out: Dispatched) -> Tensor:
     key = numpy.array([next(_next_key)], dtype=numpy.int64).view(_Key)
-    key.plan = plan
+    key.plan, plan.moved = plan, out
     _plans[int(key[0])] = plan
     return torch.from_numpy(key)
 
@@ -42,11 +49,10 @@ def plan_of(ticket: Tensor) -> Plan:
 
 
 def register(exchange: Exchange) -> str:
-    """The name by which a graph calls an exchange. Ask for it once, outside of the graph."""
-    for name, known in _exchanges.items():
-        if known is exchange:
-            return name
-    name = f"exchange {next(_next_key)}"
+    """A name by which a graph calls an exchange. Collective: ask for it outside of the graph, once
+    for each layer that shall not be taken for another."""
+    number = 1 + sum(known is exchange for known in _exchanges.values())
+    name = f"exchange {next(_next_name)}.{number}"
     _exchanges[name] = exchange
     return name
 
@@ -58,8 +64,8 @@ def _exchange(name: str) -> Exchange:
     return exchange
 
 
-@library.custom_op("weft::plan_dispatch", mutates_args=())
-def _plan_dispatch(
+@library.custom_op("weft::plan_and_dispatch", mutates_args=())
+def _plan_and_dispatch(
     x: Tensor,
     topk_idx: Tensor,
     weights: Tensor,
@@ -68,8 +74,8 @@ def _plan_dispatch(
     pad_multiple: int,
     expert_stride: int,
     row_budget: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    plan, (rows, row_weights, _) = _exchange(exchange).plan_and_dispatch(
+) -> tuple[Tensor, Tensor]:
+    plan, out = _exchange(exchange).plan_and_dispatch(
         topk_idx,
         x,
         weights,
@@ -77,26 +83,43 @@ def _plan_dispatch(
         pad_multiple=pad_multiple,
         expert_stride=expert_stride,
         row_budget=None if row_budget < 0 else row_budget,
+        number=int(exchange.rpartition(".")[2]),
     )
-    return rows, row_weights, plan.padded_rows_per_expert.clone(), _ticket_of(plan)
+    return _ticket_of(plan, out), plan.padded_rows_per_expert.clone()
 
 
-@_plan_dispatch.register_fake
-def _(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, row_budget):  # noqa: ANN001, ANN202
-    known = _exchange(exchange)
-    if layout == "expert_strided" and expert_stride > 0:
-        num_rows = known.num_local_experts * expert_stride
-    elif row_budget >= 0:
-        num_rows = row_budget
-    else:
-        num_rows = library.get_ctx().new_dynamic_size()
-    cols = topk_idx.size(1) if layout == "rank_major" else 1
-    return (
-        x.new_empty((num_rows, x.size(1))),
-        weights.new_empty((num_rows, cols)),
-        topk_idx.new_empty((known.num_local_experts,), dtype=torch.int64),
-        torch.empty((1,), dtype=torch.int64),
-    )
+@_plan_and_dispatch.register_fake
+def _(x, topk_idx, weights, exchange, *_):  # noqa: ANN001, ANN202
+    counts = topk_idx.new_empty((_exchange(exchange).num_local_experts,), dtype=torch.int64)
+    return torch.empty((1,), dtype=torch.int64), counts
+
+
+# An operator with effects cannot say how large its outputs are, so that another one does.
+
+
+@library.custom_op("weft::num_rows", mutates_args=())
+def _num_rows(ticket: Tensor) -> int:
+    return plan_of(ticket).num_rows
+
+
+@_num_rows.register_fake
+def _(ticket):  # noqa: ANN001, ANN202
+    return library.get_ctx().new_dynamic_size()
+
+
+@library.custom_op("weft::take_rows", mutates_args=())
+def _take_rows(
+    x: Tensor, weights: Tensor, ticket: Tensor, num_rows: int, weight_cols: int
+) -> tuple[Tensor, Tensor]:
+    """What the dispatch with that ticket has moved of x and weights."""
+    plan = plan_of(ticket)
+    out, plan.moved = plan.moved, None
+    return out.rows, out.weights
+
+
+@_take_rows.register_fake
+def _(x, weights, ticket, num_rows, weight_cols):  # noqa: ANN001, ANN202
+    return x.new_empty((num_rows, x.size(1))), weights.new_empty((num_rows, weight_cols))
 
 
 @library.custom_op("weft::move", mutates_args=())
@@ -121,9 +144,10 @@ def _(rows, weights, ticket, num_rows, weight_cols, to_experts):  # noqa: ANN001
     return moved, rows.new_empty(0) if weights is None else weights.new_empty(num_rows, weight_cols)
 
 
-def _keep_dispatch(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(output[3])
-    ctx.back = (*inputs[1].shape, False)
+def _keep_rows(ctx, inputs, output) -> None:  # noqa: ANN001
+    _, weights, ticket, *_ = inputs
+    ctx.save_for_backward(ticket)
+    ctx.back = (*weights.shape, False)
     ctx.has_weights = True
 
 
@@ -141,17 +165,20 @@ def _move_back(ctx, grad, grad_weights) -> tuple:  # noqa: ANN001
     return grad, moved if ctx.has_weights else None
 
 
-def _backward_of_dispatch(ctx, grad_rows, grad_row_weights, *_):  # noqa: ANN001, ANN202
-    x, weights = _move_back(ctx, grad_rows, grad_row_weights)
-    return x, None, weights, None, None, None, None, None
+def _backward_of_rows(ctx, grad_rows, grad_row_weights):  # noqa: ANN001, ANN202
+    return *_move_back(ctx, grad_rows, grad_row_weights), None, None, None
 
 
 def _backward_of_move(ctx, grad_rows, grad_weights):  # noqa: ANN001, ANN202
     return *_move_back(ctx, grad_rows, grad_weights), None, None, None, None
 
 
-_plan_dispatch.register_autograd(_backward_of_dispatch, setup_context=_keep_dispatch)
+_take_rows.register_autograd(_backward_of_rows, setup_context=_keep_rows)
 _move.register_autograd(_backward_of_move, setup_context=_keep_move)
+
+# Dropped, repeated or in another order the calls of one rank would meet other calls of the others.
+for _op in (_plan_and_dispatch, _take_rows, _move):
+    _register_effectful_op(_op._opoverload, _EffectType.ORDERED)
 
 
 class Traced(NamedTuple):
@@ -178,9 +205,22 @@ def dispatch(
     options as in `Exchange.plan`.
     """
     budget = -1 if row_budget is None else row_budget
-    return Traced(
-        *_plan_dispatch(x, topk_idx, weights, exchange, layout, pad_multiple, expert_stride, budget)
+    ticket, counts = _plan_and_dispatch(
+        x.detach(),
+        topk_idx,
+        weights.detach(),
+        exchange,
+        layout,
+        pad_multiple,
+        expert_stride,
+        budget,
     )
+    if layout == "expert_strided" and expert_stride > 0:
+        num_rows = counts.size(0) * expert_stride
+    else:
+        num_rows = _num_rows(ticket) if row_budget is None else row_budget
+    weight_cols = topk_idx.size(1) if layout == "rank_major" else 1
+    return Traced(*_take_rows(x, weights, ticket, num_rows, weight_cols), counts, ticket)
 
 
 def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
@@ -188,3 +228,13 @@ def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
     differentiable. ticket: of `dispatch`; num_tokens: T of its x.
     """
     return _move(rows, None, ticket, num_tokens, 0, False)[0]
+
+
+def kept() -> tuple:
+    """The context_fn of torch.utils.checkpoint: what the operators made is kept, not made again.
+
+    Under torch.compile activation checkpointing needs it (torch 2.11 fails on effects that it
+    shall repeat); elsewhere it spares the calls.
+    """
+    operators = [op._opoverload for op in (_plan_and_dispatch, _num_rows, _take_rows, _move)]
+    return create_selective_checkpoint_contexts(operators)

@@ -252,6 +252,7 @@ class Plan:
         self.from_map: bool = core.from_map
         self.layout: str = core.layout
         self.row_weight_cols: int = core.row_weight_cols  # K with rank_major, else 1
+        self.moved: Dispatched | None = None  # until ops.py hands it on
         self._on_device: dict[str, torch.Tensor] | None = None
 
     num_experts = _of_core("num_experts", "Of all ranks.")

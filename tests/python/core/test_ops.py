@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import ops
@@ -65,8 +66,142 @@ def faults(rank, num_ranks, group):
     with pytest.raises(weft.InvalidArgument, match="names no exchange"):
         ops.dispatch(x, torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), "nobody")
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL)
-    assert ops.register(exchange) == ops.register(exchange)
+    assert ops.register(exchange) != ops.register(exchange)  # for another layer
 
 
 def test_stale_numbers_are_refused(ranks):
     ranks(faults, 1)
+
+
+def tokens_of(rank, tokens, num_ranks, step=0):
+    gen = torch.Generator().manual_seed(10 * step + rank)
+    x = torch.randn(tokens, HIDDEN, generator=gen)
+    idx = torch.randint(0, LOCAL * num_ranks, (tokens, TOPK), generator=gen)
+    return x, idx, torch.rand(tokens, TOPK, generator=gen)
+
+
+def same_calls(rank, num_ranks, group, with_gradients):
+    """Rank 1 does not use what some calls return, which the others do: it makes them all the same,
+    in the order in which they are written."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    key = ops.register(exchange)
+
+    def layer(x, idx, weights):
+        rows, row_weights, _, ticket = ops.dispatch(x, idx, weights, key)
+        other_rows, _, _, other_ticket = ops.dispatch(x + 1, idx.flip(1), weights, key)
+        others = ops.combine(other_rows, other_ticket, x.size(0))
+        out = ops.combine(rows * row_weights, ticket, x.size(0))
+        ops.combine(rows, ticket, x.size(0))  # nobody uses it
+        return out if rank == 1 else out + others.detach()
+
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step, tokens in enumerate((4 + rank, 7)):
+        x, idx, weights = tokens_of(rank, tokens, num_ranks, step)
+        x.requires_grad_(with_gradients)
+        counts = []
+        for call in (layer, traced):
+            before = exchange.stats()
+            out = call(x, idx, weights)
+            if with_gradients:
+                out.sum().backward()
+            after = exchange.stats()
+            names = ("num_plans", "num_dispatches", "num_combines")
+            counts.append([after[name] - before[name] for name in names])
+            want = weights.sum(1, keepdim=True) * x.detach()
+            if rank != 1:
+                want = want + TOPK * (x.detach() + 1)
+            torch.testing.assert_close(out.detach(), want)
+        backward = [1, 1] if with_gradients else [0, 0]
+        assert counts == [[2, 2 + backward[0], 3 + backward[1]]] * 2
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_no_call_is_dropped_or_moved(ranks, with_gradients):
+    ranks(same_calls, 2, with_gradients)
+
+
+def moved(rank, num_ranks, group):
+    """Calls of two layers that changed places on one rank are told apart, and can be made again."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    names = [ops.register(exchange) for _ in range(2)]
+    x, idx, weights = tokens_of(rank, 6, num_ranks)
+    for name in reversed(names) if rank == 1 else names:
+        with pytest.raises(weft.InvalidArgument, match="number of this call"):
+            ops.dispatch(x, idx, weights, name)
+    plans = {}
+    for name in names:
+        rows, row_weights, _, ticket = ops.dispatch(x, idx, weights, name)
+        plans[name] = ticket
+    with pytest.raises(weft.InvalidArgument, match="plan number"):
+        ops.combine(rows, plans[names[rank]], 6)
+    out = ops.combine(rows * row_weights, plans[names[0]], 6)
+    torch.testing.assert_close(out, weights.sum(1, keepdim=True) * x)
+
+
+def test_calls_that_changed_places_are_refused(ranks):
+    ranks(moved, 2)
+
+
+def by_inductor(rank, num_ranks, group):
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks, timeout=120)
+    name = ops.register(exchange)
+
+    def layer(x, idx, weights):
+        rows, row_weights, _, ticket = ops.dispatch(x, idx, weights, name)
+        return ops.combine(rows * row_weights, ticket, x.size(0)) + x
+
+    traced = torch.compile(layer, fullgraph=True, dynamic=True)
+    for step, tokens in enumerate((4 + rank, 7)):
+        x, idx, weights = tokens_of(rank, tokens, num_ranks, step)
+        torch.testing.assert_close(traced(x, idx, weights), layer(x, idx, weights))
+
+
+def test_inductor_takes_open_sizes(ranks):
+    ranks(by_inductor, 2)
+
+
+def recomputed(rank, num_ranks, group):
+    """Under activation checkpointing, with a layer beside it that is not."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    layer = layer_of(exchange, torch.ones(HIDDEN), "expert_major", None)
+
+    def model(x, idx, weights):
+        x = checkpoint(layer, x, idx, weights, use_reentrant=False, context_fn=ops.kept)
+        return layer(x, idx, weights)
+
+    traced = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for step, tokens in enumerate((5, 8 - rank)):
+        x, idx, weights = tokens_of(rank, tokens, num_ranks, step)
+        found = []
+        for call in (model, traced):
+            leaves = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = call(leaves[0], idx, leaves[1])
+            out.square().sum().backward()
+            found.append((out.detach(), *(leaf.grad for leaf in leaves)))
+        for eager, graph in zip(*found, strict=True):
+            torch.testing.assert_close(graph, eager)
+
+
+def test_activation_checkpointing(ranks):
+    ranks(recomputed, 2)
+
+
+def second_derivatives(rank, num_ranks, group):
+    """Of the operators, without a compiler: torch.compile has none."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    key = ops.register(exchange)
+    x, idx, weights = tokens_of(rank, 6, num_ranks)
+    x.requires_grad_()
+    weights.requires_grad_()
+    rows, row_weights, _, ticket = ops.dispatch(x, idx, weights, key)
+    out = ops.combine(rows * row_weights, ticket, 6)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    total = weights.sum(1, keepdim=True)
+    torch.testing.assert_close(grad, 2 * total**2 * x)
+    grad.sum().backward()
+    torch.testing.assert_close(x.grad, (2 * total**2).expand_as(x))
+    torch.testing.assert_close(weights.grad, (4 * total * x.sum(1, keepdim=True)).expand(6, TOPK))
+
+
+def test_second_derivatives_of_operators(ranks):
+    ranks(second_derivatives, 2)
