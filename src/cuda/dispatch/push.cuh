@@ -130,9 +130,10 @@ class DispatchPush {
         );
       }
     };
-    ring.stream(tokens * pieces.count, source, store, after);
-    ptx::wait_stores<0>();
-    report_progress(progress_, team_, static_cast<uint32_t>(chunks));
+    if (ring.stream(tokens * pieces.count, source, store, after)) {
+      ptx::wait_stores<0>();
+      report_progress(progress_, team_, static_cast<uint32_t>(chunks));
+    }
   }
 
   // The block's last warp: lane r raises the signals at rank r.
