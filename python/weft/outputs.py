@@ -45,7 +45,7 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
         dtype = _BYTE
     if len(shape) not in (1, 2):
         raise InvalidArgument(f"{name} has {len(shape)} dimensions (1 or 2)")
-    if gpu < 0 and not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         raise InvalidArgument(f"{name} lies on a device that is neither CPU nor CUDA")
     if tensor.layout is not torch.strided:
         raise InvalidArgument(f"{name} has layout {tensor.layout} (torch.strided is expected)")

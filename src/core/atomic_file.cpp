@@ -43,11 +43,12 @@ bool is_special(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode);
 }
 
-// As `old`, the file whose place it takes, or as any new file.
-int take_mode(int fd, const struct stat* old) {
-  if (old != nullptr) {
-    static_cast<void>(::fchown(fd, old->st_uid, old->st_gid) == 0);  // where that is allowed
-    return ::fchmod(fd, old->st_mode & 0777U);
+// As the file whose place it takes, or as any new file.
+int take_mode(int fd, const std::string& target) {
+  struct stat old = {};
+  if (::stat(target.c_str(), &old) == 0) {
+    static_cast<void>(::fchown(fd, old.st_uid, old.st_gid) == 0);  // where that is allowed
+    return ::fchmod(fd, old.st_mode & 0777U);
   }
   const mode_t mask = ::umask(0);
   ::umask(mask);
@@ -73,8 +74,7 @@ void write_special(const std::string& path, std::string_view bytes) {
 NextFile::NextFile(const std::string& path)
     : path_(path), target_(target_of(path)), unfinished_(target_ + ".unfinished"), is_maker_(true) {
   struct stat old = {};
-  const bool has_old = ::stat(target_.c_str(), &old) == 0;
-  if (has_old && !S_ISREG(old.st_mode)) {
+  if (::stat(target_.c_str(), &old) == 0 && !S_ISREG(old.st_mode)) {
     fail("save", path_, S_ISDIR(old.st_mode) ? "it is a folder" : "it is no regular file");
   }
   constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
@@ -90,20 +90,16 @@ NextFile::NextFile(const std::string& path)
     if (!file_.is_open()) {
       fail("save", unfinished_, errno);
     }
-    if (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0) {
-      fail("save", unfinished_, errno == EWOULDBLOCK ? "another process is making it" : "no lock");
+    // Some file systems have no locks; there the name alone keeps makers apart.
+    if (::flock(file_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+      fail("save", unfinished_, "another process is making it");
     }
-    if (!is_new) {  // left by a crash, as nobody holds it
-      if (::unlink(unfinished_.c_str()) != 0) {
+    if (!is_new) {  // left by a crash, as nobody holds it; unless another maker was here first
+      if (is_at_its_name() && ::unlink(unfinished_.c_str()) != 0) {
         fail("save", unfinished_, errno);
       }
       file_.close();
     }
-  }
-  if (take_mode(file_.get(), has_old ? &old : nullptr) != 0) {
-    const int error_number = errno;
-    ::unlink(unfinished_.c_str());
-    fail("save", unfinished_, error_number);
   }
 }
 
@@ -157,7 +153,7 @@ void NextFile::commit() {
   if (!is_at_its_name()) {
     fail("save", unfinished_, "somebody has taken it away");
   }
-  if (::rename(unfinished_.c_str(), target_.c_str()) != 0) {
+  if (take_mode(file_.get(), target_) != 0 || ::rename(unfinished_.c_str(), target_.c_str()) != 0) {
     fail("save", path_, errno);
   }
   is_maker_ = false;  // nothing is left to remove

@@ -120,9 +120,10 @@ template <class T>
   return value;
 }
 
-// Ranks in messages: "rank 3", "ranks 1, 4 and 5"; of many, some and how many more.
+// Ranks in messages, one at least: "rank 3", "ranks 1, 4 and 5"; of many, some and how many more.
 [[nodiscard]] inline std::string rank_list(std::span<const int> ranks) {
   constexpr size_t kMostNamed = 16;
+  WEFT_ASSERT(!ranks.empty());
   if (ranks.size() == 1) {
     return fmt::format("rank {}", ranks.front());
   }

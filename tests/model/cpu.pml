@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The calls of the CPU executor: handshake (src/cpu/protocol/call_board.cpp), records of a plan
 // (src/cpu/plan/call.cpp), rows of a dispatch or sums of a combine, direct or staged
-// (src/cpu/dispatch, src/cpu/combine/reduce.hpp, sum.hpp, chunk_signals.hpp), and a combine whose
+// (src/cpu/dispatch, src/cpu/combine/reduce.hpp, sum.hpp, src/cpu/chunk_work.hpp), and a combine whose
 // token ranks read the experts' rows where they are (rows.hpp). How waits end is in waiter.cpp.
 //
 // Checked: who takes a word, records or rows gets those of this call; nothing is written or changed

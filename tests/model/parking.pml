@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a rank of the CPU executor sleeps until a signal of its moves, and how peers wake it
-// (src/transport/mapped/signal_block.hpp, signal_block.cpp, Waiter::until in
+// (src/transport/mapped/signal_block.hpp, and Waiter::until in
 // src/cpu/protocol/waiter.cpp).
 //
 // Checked: a rank whose signal was raised wakes up. There is no deadline here, so that a lost

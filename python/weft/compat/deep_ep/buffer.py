@@ -237,11 +237,10 @@ class Buffer(LowLatencyMode):
         wants = {"layout": "rank_major", "row_budget": 0 if num_worst_tokens else None}
         with Call("dispatch", self._pool, verb, **wants) as call:
             runtime = self._runtime()
+            plan = None if handle is None else call.by(check_handle(handle, Handle).plan)
             payload = Payload(x)
             num_sms = self._num_sms(config)
-            if handle is not None:
-                check_handle(handle, Handle)
-                plan = call.by(handle.plan)
+            if plan is not None:
                 is_alone = topk_idx is None and topk_weights is None
                 check(is_alone, "top-k is given beside a handle (which stands for it)")
                 shape = [payload.num_tokens, payload.hidden]

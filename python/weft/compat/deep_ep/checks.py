@@ -67,10 +67,11 @@ def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
         check_tensor(what, tensor, *wanted)
 
 
-def check_handle(handle: Any, kind: type) -> None:
-    """`handle` is of this kind, whose attribute `maker` says what makes it."""
+def check_handle(handle: Any, kind: type) -> Any:
+    """The handle, if it is of this kind, whose attribute `maker` says what makes it."""
     name = type(handle).__name__
     check(isinstance(handle, kind), f"handle is a {name} (expected {kind.maker})")
+    return handle
 
 
 def check_routing(topk_idx: Any, topk_weights: Any = None, num_tokens: int | str = "T") -> None:

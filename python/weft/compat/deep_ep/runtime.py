@@ -73,7 +73,8 @@ class ExchangePool:
             return
         nothing = torch.empty((0, 1), dtype=torch.int64, device=self.last.device)
         # Calls of an exchange follow each other, whatever streams they are on.
-        settle = torch.cuda.synchronize if nothing.is_cuda else lambda: None
+        device = self.last.device
+        settle = (lambda: torch.cuda.synchronize(device)) if nothing.is_cuda else lambda: None
         settle()
         self.last.plan(nothing, pad_multiple=_NOBODY_PADS_TO)
         settle()

@@ -279,10 +279,10 @@ class ElasticBuffer:
         wants = {"layout": "rank_major", "row_budget": None if has_cpu_sync else 0}
         with Call("dispatch", self.runtime, verb, **wants) as call:
             self._check_call(num_qps, previous_event, allocate_on_comm_stream)
+            if handle is not None:
+                call.by(check_handle(handle, EPHandle).plan)
             payload = Payload(x, scales=None)
             if handle is not None:
-                check_handle(handle, EPHandle)
-                call.by(handle.plan)
                 check(topk_idx is None, "topk_idx beside a handle (which has its own)")
                 check(not do_cpu_sync, "do_cpu_sync with a handle (which needs none)")
                 for name, given in (

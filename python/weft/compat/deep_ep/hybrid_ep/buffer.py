@@ -247,13 +247,15 @@ class HybridEPBuffer:
             "overflow": "drop" if non_blocking else "error",
         }
         with Call(name, self.runtime, verb, **wants) as call:
+            if handle is not None:
+                _check_reuse(handle, num_permuted_tokens, pad_multiple)
+                call.by(handle.plan)
             payload = _payload(hidden, scaling_factor)
             check(
                 not use_fp8 or hidden.element_size() == 1,
                 f"use_fp8 with {hidden.dtype} (expected a one-byte dtype)",
             )
             if handle is not None:
-                _check_reuse(handle, num_permuted_tokens, pad_multiple)
                 out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
                 tokens_per_expert = None
             else:
@@ -333,9 +335,10 @@ class HybridEPBuffer:
         verb = "plan" if handle is None else "dispatch"
         wants = {"layout": "rank_major", "row_budget": None if num_dispatched_tokens is None else 0}
         with Call("dispatch", self.runtime, verb, **wants) as call:
+            if handle is not None:
+                call.by(check_handle(handle, PlainHandle).plan)
             payload = _payload(hidden, scaling_factor)
             if handle is not None:
-                check_handle(handle, PlainHandle)
                 out = self._again(call, handle, payload, (probs, topk_idx, topk_weights))
                 return out.rows, self._columns_of(handle, out.weights), out.scales, handle
             is_known = num_dispatched_tokens is not None
@@ -378,7 +381,7 @@ class HybridEPBuffer:
     ) -> Received:
         """The way of a handle. routing: probs, or topk_idx and topk_weights in its place."""
         probs, topk_idx, topk_weights = routing
-        plan = call.by(handle.plan)
+        plan = handle.plan
         check_optional("probs", probs, torch.float32, [plan.num_tokens, plan.num_experts])
         if topk_idx is not None and topk_weights is not None:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
