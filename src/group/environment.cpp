@@ -47,11 +47,6 @@ int job_port(const std::string& job) {
   return static_cast<int>(kFirstJobPort + hash % kNumJobPorts);
 }
 
-std::string need(const Text& value, const char* name, const char* because) {
-  WEFT_CHECK_ARG(Context{}, value, "from_env: {} is not set ({} is)", name, because);
-  return *value;
-}
-
 // The first of these that is set.
 template <class... Names>
 Text say(const Env& env, const Names*... names) {
@@ -66,10 +61,10 @@ Text say(const Env& env, const Names*... names) {
 Placement place(const char* rank_name, const Text& rank, const char* size_name, const Text& size) {
   Placement placement;
   placement.told_by = size_name;
-  const std::string size_text = need(size, size_name, rank_name);
-  const std::string rank_text = need(rank, rank_name, size_name);
-  placement.num_ranks = parse_env_int(size_name, size_text, 1, kMaxRanks);
-  placement.rank = parse_env_int(rank_name, rank_text, 0, placement.num_ranks - 1);
+  WEFT_CHECK_ARG(Context{}, size, "from_env: {} is not set ({} is)", size_name, rank_name);
+  WEFT_CHECK_ARG(Context{}, rank, "from_env: {} is not set ({} is)", rank_name, size_name);
+  placement.num_ranks = parse_env_int(size_name, *size, 1, kMaxRanks);
+  placement.rank = parse_env_int(rank_name, *rank, 0, placement.num_ranks - 1);
   return placement;
 }
 
@@ -227,23 +222,21 @@ Rendezvous rendezvous_from(const Env& env) {
   if (placement.num_ranks == 1) {
     return rendezvous;
   }
+  const auto require = [&](bool is_set, const char* name, const char* need) {
+    WEFT_CHECK_ARG(
+        Context{},
+        is_set,
+        "from_env: {} is not set ({} = {} ranks {})",
+        name,
+        placement.told_by,
+        placement.num_ranks,
+        need
+    );
+  };
   const Text address = env.address ? env.address : placement.address;
-  WEFT_CHECK_ARG(
-      Context{},
-      address,
-      "from_env: WEFT_ADDRESS is not set ({} = {} ranks on several hosts need the address of "
-      "rank 0)",
-      placement.told_by,
-      placement.num_ranks
-  );
+  require(address.has_value(), "WEFT_ADDRESS", "on several hosts need the address of rank 0");
   const std::optional<int> port = env.port ? env.port : placement.port;
-  WEFT_CHECK_ARG(
-      Context{},
-      port,
-      "from_env: WEFT_PORT is not set ({} = {} ranks need a free port of rank 0's host)",
-      placement.told_by,
-      placement.num_ranks
-  );
+  require(port.has_value(), "WEFT_PORT", "need a free port of rank 0's host");
   rendezvous.address = *address;
   rendezvous.port = *port;
   rendezvous.secret = find_secret(env, *address);
@@ -259,8 +252,8 @@ Rendezvous rendezvous_from(const Env& env) {
 }
 
 std::string read_secret_file(const std::string& path) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)
-  );  // a pipe may be empty
+  // Not to wait for somebody at the other end of a pipe.
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file.is_open()) {
     fail(path, "cannot be read ({})", std::strerror(errno));
   }
