@@ -40,6 +40,23 @@ struct CpuCall {
   std::byte* staging_data = nullptr;
 };
 
+// Where this rank reaches what a peer named in its word; null: it cannot. Throws Error (kTransport)
+// if the peer has broken off since and let go of it.
+[[nodiscard]] inline std::byte* reach(const CpuCall& call, int peer, const Target& target) {
+  const Transport& transport = call.rank.transport;
+  std::byte* const region = transport.mapped(peer, target.region.slot);
+  WEFT_CHECK(
+      (Context{call.plan.shape.rank, call.plan.shape.num_ranks, transport.name()}),
+      region != nullptr || target.place != Place::kEverySlot,
+      ErrorCode::kTransport,
+      "map: rank {} has released its region {} during call {}",
+      peer,
+      target.region.slot,
+      call.number
+  );
+  return region == nullptr ? nullptr : region + target.offset;
+}
+
 // Where (token, k) has its weight in a tensor shaped like Routing::weights.
 [[nodiscard]] inline size_t weight_index(const PlanData& plan, int64_t token, int32_t k) {
   const int64_t route = token * plan.shape.topk + k;

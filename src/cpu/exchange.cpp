@@ -38,7 +38,8 @@ CpuExchange::CpuExchange(
     const Group& group,
     const ExchangeConfig& wanted,
     std::vector<std::vector<int>> domains_wanted,
-    const std::string& gpu
+    const std::string& gpu,
+    const TransportMaker& make
 )
     : settings_(wanted),
       context_(context_of(group)),
@@ -69,7 +70,7 @@ CpuExchange::CpuExchange(
       context_.num_ranks
   );
   settled_.resize(signals_.size());
-  transport_ = make_transport(
+  transport_ = make(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
   settings_.transport = transport_->name();

@@ -25,11 +25,13 @@ class CpuExchange : public Executor {
       : CpuExchange(group, wanted, group.topology().domains) {}
   // `domains` as Topology::domains; others than the group's are for tests. The same on every rank.
   // `gpu`: PCI address of the GPU that it works for, whose neighbourhood its threads keep to.
+  // `make` makes its transport; others than make_transport() are for tests.
   CpuExchange(
       const Group& group,
       const ExchangeConfig& wanted,
       std::vector<std::vector<int>> domains,
-      const std::string& gpu = {}
+      const std::string& gpu = {},
+      const TransportMaker& make = make_transport
   );
   ~CpuExchange() override;
 

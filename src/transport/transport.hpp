@@ -9,12 +9,14 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
 
@@ -89,6 +91,8 @@ class Transport {
   // `seen` or time is up.
   [[nodiscard]] virtual uint32_t doorbell() const = 0;
   virtual void park(uint32_t seen, std::chrono::nanoseconds at_most) = 0;
+  // The time by which park() and deadlines count. Only a simulation has a clock of its own.
+  [[nodiscard]] virtual Clock::time_point now() const { return Clock::now(); }
 
   // --- life ---
   [[nodiscard]] virtual PeerState peer_state(int rank) const = 0;
@@ -112,6 +116,9 @@ struct TransportOptions {
     uint32_t num_signals,
     const TransportOptions& options = {}
 );
+using TransportMaker = std::function<std::unique_ptr<Transport>(
+    std::string_view name, const Group& group, uint32_t num_signals, const TransportOptions& options
+)>;
 
 // Every name that this build knows, best first.
 [[nodiscard]] std::vector<std::string> transport_names();

@@ -62,8 +62,7 @@ void add_arrival(
   if (peer == call.plan.shape.rank) {
     return in.rows.data;
   }
-  return at.region.generation == 0 ? nullptr
-                                   : call.rank.transport.mapped(peer, at.region.slot) + at.offset;
+  return at.region.generation == 0 ? nullptr : reach(call, peer, at);
 }
 
 // One chunk of sums that this rank makes for a peer: in the peer's memory where it can be stored

@@ -93,8 +93,7 @@ void add_rows(
 ) {
   const Target& target = call.words[chunk.to].*stream.target;
   if (target.place == Place::kEverySlot) {
-    std::byte* const base =
-        call.rank.transport.mapped(static_cast<int>(chunk.to), target.region.slot) + target.offset;
+    std::byte* const base = reach(call, static_cast<int>(chunk.to), target);
     stream.store_rows(base, chunk.pair, chunk.range, row_of);
     puts.add_stored(chunk.range.last - chunk.range.first);
     return;

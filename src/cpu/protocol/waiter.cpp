@@ -42,7 +42,7 @@ void Waiter::until(
     transport_.progress();
     hwy::Pause();
   }
-  const auto start = Clock::now();
+  const auto start = transport_.now();
   auto last_look = start;
   for (;;) {
     const uint32_t doorbell = transport_.doorbell();
@@ -51,7 +51,7 @@ void Waiter::until(
     }
     check_interrupts(reason);
     const std::vector<Missing> late = missing();
-    const auto now = Clock::now();
+    const auto now = transport_.now();
     const auto left = timeout_ - (now - start);
     if (now - last_look >= kLookEvery || left <= left.zero()) {
       last_look = now;
@@ -70,7 +70,7 @@ void Waiter::until(
       give_up(reason, late);
     }
     transport_.park(doorbell, std::min<Clock::duration>(left, kLookEvery));
-    const auto slept = Clock::now() - now;
+    const auto slept = transport_.now() - now;
     for (const Missing& one : late) {
       wait_ns_[static_cast<size_t>(one.peer)].fetch_add(slept.count(), std::memory_order_relaxed);
     }
