@@ -142,7 +142,7 @@ inline constexpr int kBulkAhead = 6;         // of these, how many are being loa
 inline constexpr int32_t kBulkPiece = 2048;  // bytes
 
 // The slow part of wait_barrier(), which is called in many places.
-__device__ __noinline__ inline bool await_barrier(
+__device__ __noinline__ bool await_barrier(
     const RankView& me, Op op, uint64_t* barrier, uint32_t parity
 ) {
   constexpr uint64_t kPatience = 3;

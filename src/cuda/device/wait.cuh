@@ -208,7 +208,7 @@ inline constexpr uint32_t kRenewalsInARow = 16;
 
 // One thread, when a call has ended on this rank: "done up to this call" is true of everything that
 // a call may raise. The routing of the call before has been read by all ranks.
-__device__ __noinline__ inline void renew_signals(const RankView& me, uint32_t epoch) {
+__device__ __noinline__ void renew_signals(const RankView& me, uint32_t epoch) {
   const SignalSlots slots = me.map.signals();
   const auto own = static_cast<uint32_t>(me.rank);
   ptx::fence_sys();
