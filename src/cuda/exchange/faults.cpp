@@ -120,9 +120,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
 }
 
 uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
-  // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
-  WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
-  wait_for(stream);
+  wait_for(stream);  // then the GPU knows the call's number
   const uint32_t number = read_gpu<uint32_t>(&own_->local.get()->epoch) + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
