@@ -162,7 +162,7 @@ void HostsExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t st
       call.op,
       [] { return 0; },
       [&](int /*nothing*/) {
-        wait_for(stream);
+        WEFT_CUDA(context(), cudaStreamSynchronize(stream));
         const std::vector<CallWord> to(
             static_cast<size_t>(context().num_ranks), network_->new_word(call)
         );

@@ -173,14 +173,9 @@ void TransferThread::start(Job job) {
   change_.notify_all();
 }
 
-void TransferThread::wait(const std::function<void()>& look) {
-  constexpr auto kLookEvery = std::chrono::milliseconds(25);
+void TransferThread::wait() {
   std::unique_lock lock(mutex_);
-  while (!change_.wait_for(lock, kLookEvery, [&] { return jobs_.empty(); })) {
-    lock.unlock();
-    look();
-    lock.lock();
-  }
+  change_.wait(lock, [&] { return jobs_.empty(); });
   if (const auto failure = std::exchange(failure_, nullptr)) {
     std::rethrow_exception(failure);
   }

@@ -148,8 +148,7 @@ class TransferThread {
 
   void start(Job job);
   // Until all jobs have ended. Throws what the first threw that did, once; then jobs run again.
-  // `look()` is called now and then meanwhile.
-  void wait(const std::function<void()>& look = [] {});
+  void wait();
   [[nodiscard]] bool is_running() const;
 
  private:

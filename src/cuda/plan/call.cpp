@@ -252,12 +252,9 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
     if (Clock::now() < look) {
       continue;
     }
-    look = Clock::now() + std::chrono::milliseconds(25);
-    look_for_interrupts(stream);
+    look = Clock::now() + std::chrono::milliseconds(1);
     const cudaError_t state = cudaStreamQuery(stream);
-    if (state == cudaErrorNotReady) {
-      static_cast<void>(cudaGetLastError());  // it is no error of the next launch
-    } else {
+    if (state != cudaErrorNotReady) {
       WEFT_CUDA(context_, state);
       check();
       const auto code = ErrorCode::kInternal;
