@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
 // knows of it.
-#include <cstring>
-
-#include "core/gpu/device_memory.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 
@@ -122,46 +119,6 @@ TEST_F(GpuRoutedFaultTest, ARefusalDoesNotExcuseARankThatDoesNotCome) {
       EXPECT_EQ(text_of(thrown_by([&] { own.plan_and_dispatch(); })), text) << "told again";
     } else if (group.rank() == 1) {
       own.exchange.refuse(Op::kPlanAndDispatch, "it has no memory");
-    }
-    group.barrier();
-  });
-}
-
-// Rank 0 has broken off before rank 1 comes, and what it had queued runs on without it: rank 1 gets
-// the rows of its own call all the same, and hears of the break in the next.
-TEST_F(GpuRoutedFaultTest, ALateRankGetsTheRowsOfItsCall) {
-  FaultWorld world(num_gpus());
-  run_threads(3, [&](const Group& group) {
-    ExchangeConfig config = world.setup.config(group.rank());
-    config.timeout = std::chrono::milliseconds(group.rank() == 0 ? 200 : 5000);
-    Exchange exchange(group, config);
-    FaultRank own(exchange, world.good);
-    own.options.row_budget = own.dispatch_out.rows.rows;
-    const auto call = [&](const CallOptions& options) {
-      return exchange.dispatch(
-          own.routing, own.options, own.dispatch_in, own.dispatch_out, options
-      );
-    };
-    const TestStream stream(exchange.config().device);
-    group.barrier();
-    if (group.rank() == 0) {
-      std::vector<Plan> plans;
-      for (int i = 0; i < 3; ++i) {
-        plans.push_back(call({.stream = stream.get()}));
-      }
-      stream.wait();
-      EXPECT_TRUE(thrown_by([&] { exchange.check(); }).value_or(Thrown{}).is_timeout);
-    }
-    group.barrier();  // now ranks 1 and 2 come
-    if (group.rank() != 0) {
-      static_cast<void>(call({}));
-      const ConstTensor wanted = world.good.calls[0][static_cast<size_t>(group.rank())].rows.view();
-      std::vector<std::byte> rows(static_cast<size_t>(wanted.num_bytes()));
-      const Tensor& out = own.dispatch_out.rows;
-      copy_between(rows.data(), {}, out.data, out.device, rows.size());
-      EXPECT_EQ(std::memcmp(rows.data(), wanted.data, rows.size()), 0);
-      const std::string text = text_of(thrown_by([&] { static_cast<void>(call({})); }));
-      EXPECT_NE(text.find("rank 0 refused the call"), std::string::npos) << text;
     }
     group.barrier();
   });

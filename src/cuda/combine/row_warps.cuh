@@ -43,9 +43,8 @@ __device__ __forceinline__ void write_item(
 
 // A loader warp: an item's rows into the next stages, piece by piece, each by the lane that has it.
 // Adding warps are through with stages in their order: the last of some is free after the others.
-// Returns false if the call is given up.
 template <class Source>
-__device__ __forceinline__ bool load_item(
+__device__ __forceinline__ void load_item(
     const Source& source,
     const SumItem& item,
     const RowStages& stages,
@@ -66,10 +65,7 @@ __device__ __forceinline__ bool load_item(
         const int count = min(stages.batch, total - done);
         RingPlace last = stage;
         last.advance(stages.count, count - 1);
-        uint64_t* is_free = pipeline.row_empty + last.index;
-        if (!wait_barrier(source.me(), Op::kCombine, is_free, last.parity ^ 1U)) {
-          return false;
-        }
+        wait_barrier(pipeline.row_empty + last.index, last.parity ^ 1U);
         const int place = ordinal - done;
         if (has_row && place >= 0 && place < count) {
           RingPlace at = stage;
@@ -83,7 +79,6 @@ __device__ __forceinline__ bool load_item(
       }
     }
   }
-  return true;
 }
 
 // A loader warp, whose source hands out its items. A given-up call still ends them, so that the
@@ -109,16 +104,14 @@ __device__ void load_rows(
     numbers = source.load(place);
     place = source.after(place);
     item.is_there = is_open && item.is_there && source.wait(item);
-    uint64_t* is_free = pipeline.item_empty + slot.index;
-    if (!wait_barrier(source.me(), Op::kCombine, is_free, slot.parity ^ 1U)) {
-      return;
-    }
+    wait_barrier(pipeline.item_empty + slot.index, slot.parity ^ 1U);
     write_item(source, item, pipeline.items[slot.index]);
     ptx::arrive(pipeline.item_full + slot.index);
     slot.advance(kItemSlots);
-    if (!item.is_there || !load_item(source, item, stages, pipeline, stage)) {
+    if (!item.is_there) {
       return;
     }
+    load_item(source, item, stages, pipeline, stage);
   }
 }
 
@@ -133,16 +126,10 @@ __device__ void add_rows(
   const int first = (role.adder * kWarpLanes + lane_index()) * 16;  // byte of this lane
   RingPlace slot;
   RingPlace stage;
-  const auto is_full = [&](uint64_t* barrier, uint32_t parity) {
-    return wait_barrier(source.me(), Op::kCombine, barrier, parity);
-  };
-  // Both return false if the call is given up.
   const auto add_piece = [&](int32_t bytes, int num_rows, const float* scales, std::byte* out) {
     float sums[kSumVectors][Element::kPerVector];
     const auto add_row = [&](int row, auto is_first) {
-      if (!is_full(pipeline.row_full + stage.index, stage.parity)) {
-        return false;
-      }
+      wait_barrier(pipeline.row_full + stage.index, stage.parity);
       const std::byte* data = stages.data + stage.index * stages.bytes + first;
       uint4 bits[kSumVectors];
 #pragma unroll
@@ -157,15 +144,12 @@ __device__ void add_rows(
       for (int i = 0; i < kSumVectors; ++i) {
         add_vector<Element, kScaled>(bits[i], scale, is_first, sums[i]);
       }
-      return true;
     };
-    if (num_rows > 0 && !add_row(0, std::true_type{})) {
-      return false;
+    if (num_rows > 0) {
+      add_row(0, std::true_type{});
     }
     for (int row = 1; row < num_rows; ++row) {
-      if (!add_row(row, std::false_type{})) {
-        return false;
-      }
+      add_row(row, std::false_type{});
     }
 #pragma unroll
     for (int i = 0; i < kSumVectors; ++i) {
@@ -175,11 +159,11 @@ __device__ void add_rows(
         );
       }
     }
-    return true;
   };
   for (uint32_t finished = 0;; ++finished) {
+    wait_barrier(pipeline.item_full + slot.index, slot.parity);
     const PipelineItem& item = pipeline.items[slot.index];
-    if (!is_full(pipeline.item_full + slot.index, slot.parity) || item.is_end != 0) {
+    if (item.is_end != 0) {
       return;
     }
     for (int piece = 0; piece < stages.pieces.count; ++piece) {
@@ -191,9 +175,7 @@ __device__ void add_rows(
           continue;
         }
         std::byte* out = source.out(item.source, item.out_row[entry]);
-        if (!add_piece(stages.pieces.bytes(piece), num_rows, scales, out + offset)) {
-          return;
-        }
+        add_piece(stages.pieces.bytes(piece), num_rows, scales, out + offset);
         scales += num_rows;
       }
     }

@@ -102,8 +102,8 @@ class DispatchFanOut {
       if (!items_.wait(records)) {
         return;
       }
-      if (records.source != me_.rank && !move_rows(*this, records, mover)) {
-        return;
+      if (records.source != me_.rank) {
+        move_rows(*this, records, mover);
       }
       if (call_.out_weights != nullptr) {
         extras_.move_weights(records, items_.weights(records));
@@ -192,9 +192,9 @@ class DispatchFanOut {
   int64_t row_bytes_;
 };
 
-// Copies the rows of one item. Returns false if the call is given up.
+// Copies the rows of one item.
 template <class Role>
-__device__ __forceinline__ bool
+__device__ __forceinline__ void
 move_rows(const Role& role, const ArrivalRecords& records, const VectorMover& /*mover*/) {
   using Job = typename Role::Job;
   const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
@@ -221,10 +221,9 @@ move_rows(const Role& role, const ArrivalRecords& records, const VectorMover& /*
       });
     }
   }
-  return true;
 }
 template <class Role>
-__device__ __forceinline__ bool move_rows(
+__device__ __forceinline__ void move_rows(
     const Role& role, const ArrivalRecords& records, BulkRing& ring
 ) {
   using Job = typename Role::Job;
@@ -276,7 +275,7 @@ __device__ __forceinline__ bool move_rows(
       ++job;
     }
   };
-  return ring.stream(count * pieces.count, source_of, store, [](int) {});
+  ring.stream(count * pieces.count, source_of, store, [](int) {});
 }
 
 }  // namespace weft

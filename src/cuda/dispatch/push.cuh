@@ -130,10 +130,9 @@ class DispatchPush {
         );
       }
     };
-    if (ring.stream(tokens * pieces.count, source, store, after)) {
-      ptx::wait_stores<0>();
-      report_progress(progress_, team_, static_cast<uint32_t>(chunks));
-    }
+    ring.stream(tokens * pieces.count, source, store, after);
+    ptx::wait_stores<0>();
+    report_progress(progress_, team_, static_cast<uint32_t>(chunks));
   }
 
   // The block's last warp: lane r raises the signals at rank r.

@@ -185,7 +185,7 @@ __device__ inline void write_shape(
   const int64_t* all_rows = shared.total + place.num_ranks;
   if (threadIdx.x == blockDim.x - 1) {  // not the one that fences
     PlanHeader header;
-    header.epoch = *shared.call;
+    header.epoch = place.epoch;
     header.num_tokens = call.num_tokens;
     header.overflow = group.overflow ? 1 : 0;
     header.num_rows = num_rows;
