@@ -47,7 +47,9 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
 }
 
 uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));  // then the GPU knows the call's number
+  // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
+  WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
+  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
   const uint32_t number = read_gpu<LocalState>(own_->local.get()).epoch + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
