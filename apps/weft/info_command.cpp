@@ -9,23 +9,19 @@
 #include <array>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <unistd.h>
 #include <vector>
 
+#include "cli/ranks.hpp"
 #include "commands.hpp"
+#include "core/env.hpp"
 #include "core/gpu/devices.hpp"
-#include "cpu/combine/row_sum.hpp"
 #include "cuda/transport/gpu_transport.hpp"
-#include "group/shared_memory.hpp"
-#include "measure/build_info.hpp"
-#include "measure/machine_info.hpp"
+#include "measure/facts.hpp"
 #include "report/json_text.hpp"
 #include "report/table.hpp"
 #include "transport/ofi/ofi.hpp"
 #include "transport/transport.hpp"
-#include "weft/plan.hpp"
-#include "weft/routing.hpp"
 
 namespace weft::program {
 namespace {
@@ -117,35 +113,6 @@ void print_text(const Json& info) {
   }
 }
 
-Json build_json() {
-  const BuildInfo build = build_info();
-  const std::string commit = build.commit.empty() ? "unknown" : build.commit;
-  Json json = {
-      {"version", build.version},
-      {"commit", commit},
-      {"dirty", build.is_dirty},
-      {"compiler", build.compiler},
-      {"build_type", build.build_type},
-      {"sanitizers", build.sanitizers.empty() ? "none" : build.sanitizers},
-      {"assertions", build.has_asserts},
-      {"executors", build.executors},
-      {"layouts", Json::array()},
-      {"dispatch_dtypes", Json::array()},
-      {"combine_dtypes", Json::array()},
-      {"max_topk", kMaxTopk},
-      {"simd", row_sum_target()},
-  };
-  for (const auto layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
-    json["layouts"].push_back(layout_name(layout));
-  }
-  for (const auto dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-    json["dispatch_dtypes"].push_back(dtype_name(dtype));
-    json["combine_dtypes"].push_back(dtype_name(dtype));
-  }
-  json["dispatch_dtypes"].push_back(dtype_name(DType::kByte));
-  return json;
-}
-
 // Asks two real ranks: what can be reached depends on how ranks are started and on the system.
 std::string obstacle_between_threads(const std::string& name) {
   std::vector<std::string> answers(2);
@@ -155,30 +122,16 @@ std::string obstacle_between_threads(const std::string& name) {
   return answers[0];
 }
 
-std::string obstacle_between_processes(const std::string& name) {
-  constexpr size_t kAnswerBytes = 4096;
-  const SharedMemory shared = SharedMemory::create(kAnswerBytes);
-  auto* answer = reinterpret_cast<char*>(shared.data());
-  const auto statuses = run_forked(2, [&](Group& group) {
-    const std::string text = transport_obstacle(name, group);
-    if (group.rank() == 0) {
-      text.copy(answer, kAnswerBytes - 1);
-    }
-    return 0;
-  });
-  const bool is_good = std::all_of(statuses.begin(), statuses.end(), [](int s) { return s == 0; });
-  return is_good ? answer : "two processes could not form a group";
-}
-
 Json transports_json() {
   Json json = Json::array();
   const auto state = [](const std::string& obstacle) {
     return obstacle.empty() ? "available" : obstacle;
   };
   for (const std::string& name : transport_names()) {
+    const auto ask = [&](const Group& group) { return transport_obstacle(name, group); };
     json.push_back(
         {{"name", name},
-         {"between_processes", state(obstacle_between_processes(name))},
+         {"between_processes", state(ask_processes(2, ask))},
          {"between_threads", state(obstacle_between_threads(name))}}
     );
   }
@@ -192,7 +145,7 @@ Json peer_access_json() {
   for (size_t from = 0; from < reach.size(); ++from) {
     Json row = {{"gpu", static_cast<int64_t>(from)}};
     for (size_t to = 0; to < reach[from].size(); ++to) {
-      row[fmt::format("to_{}", to)] = gpu_reach_name(reach[from][to]);
+      row[fmt::format("to_{}", to)] = reach[from][to];
     }
     json.push_back(row);
   }
@@ -261,29 +214,18 @@ Json environment_json() {
       "WEFT_",
       "FI_",
       "OMPI_COMM_WORLD_",
-      "SLURM_PROCID",
-      "SLURM_NTASKS",
       "SLURM_STEP_",
-      "TORCHELASTIC_RUN_ID"};
-  static constexpr std::array<std::string_view, 7> kNames = {
-      "RANK",
-      "WORLD_SIZE",
-      "LOCAL_WORLD_SIZE",
-      "MASTER_ADDR",
-      "MASTER_PORT",
-      "OMP_NUM_THREADS",
-      "OPENBLAS_NUM_THREADS"};
+      "OMP_NUM_THREADS=",
+      "OPENBLAS_NUM_THREADS="};
+  const Env env = Env::read();
   Json json = Json::object();
   for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view text = *entry;
-    const std::string_view name = text.substr(0, text.find('='));
-    const bool is_ours = std::find(kNames.begin(), kNames.end(), name) != kNames.end() ||
-                         std::any_of(kPrefixes.begin(), kPrefixes.end(), [&](auto p) {
-                           return name.starts_with(p);
-                         });
+    const std::string text = *entry;
+    const std::string name = text.substr(0, text.find('='));
+    const auto begins = [&](const char* prefix) { return text.starts_with(prefix); };
+    const bool is_ours = env.launcher.contains(name) || std::ranges::any_of(kPrefixes, begins);
     if (is_ours && name.size() < text.size()) {
-      const bool is_secret = name == "WEFT_SECRET";
-      json[std::string(name)] = is_secret ? "(set)" : std::string(text.substr(name.size() + 1));
+      json[name] = name == "WEFT_SECRET" ? "(set)" : text.substr(name.size() + 1);
     }
   }
   return json;
@@ -293,7 +235,7 @@ Json environment_json() {
 // transports: call before starting threads.
 Json info_values() {
   return {
-      {"weft", build_json()},
+      {"weft", build_info()},
       {"transports", transports_json()},
       {"machine", machine_info()},
       {"gpus", gpus_json()},

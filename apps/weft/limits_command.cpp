@@ -4,9 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -30,7 +28,7 @@ namespace {
 constexpr int64_t kLargeBlock = 1 << 20;
 
 struct LimitsOptions {
-  std::string device = "auto";
+  DeviceChoice device;
   int num_gpus = 0;  // 0: all
   bool is_quick = false;
   std::string json_path;
@@ -59,23 +57,12 @@ constexpr const char* kMeaning =
     "GB/s (1e9) that leave each GPU while all send to all others at once; the slowest GPU counts. "
     "Loads: what arrives at each.";
 
-// GB/s by way and SMs; without ways that use none.
-std::map<LinkWay, std::map<int, double>> rates_of(const GpuLinkLimits& limits) {
-  std::map<LinkWay, std::map<int, double>> rates;
-  for (const LinkRate& rate : limits.rates) {
-    if (rate.sms > 0) {
-      rates[rate.way][rate.sms] = rate.gbps();
-    }
-  }
-  return rates;
-}
-
-std::string summary(const GpuLinkLimits& limits, const GpuInfo& gpu) {
+std::string summary(const GpuLinkLimits& limits, const std::string& gpu_name) {
   std::string text = fmt::format(
       "{} x {}; a copy inside one GPU reads and writes {:.0f} GB/s",
       limits.num_gpus,
-      gpu.name,
-      limits.local_copy_gbps
+      gpu_name,
+      limits.local_copy.gbps()
   );
   if (limits.num_gpus < 2) {
     return text + "; with one GPU there are no links to measure";
@@ -84,73 +71,73 @@ std::string summary(const GpuLinkLimits& limits, const GpuInfo& gpu) {
          fmt::format(
              "; copy engines move {:.1f} GB/s out of each GPU, the limit of all percentages; a "
              "signal to a peer and back takes {:.2f} us",
-             limits.copy_engine_gbps,
+             limits.copy_engine.gbps(),
              limits.signal_us
          );
 }
 
-Table table_of(const GpuLinkLimits& limits) {
-  const auto rates = rates_of(limits);
-  std::vector<std::string> header = {"SMs"};
-  std::set<int> counts;
-  for (const auto& [way, by_sms] : rates) {
-    header.push_back(link_way_name(way));
-    for (const auto& [sms, gbps] : by_sms) {
-      counts.insert(sms);
+// GB/s by SMs, a series for each way; all have the same numbers of SMs.
+std::vector<Series> series_of(const GpuLinkLimits& limits) {
+  std::vector<Series> series;
+  for (const LinkRate& rate : limits.by_sms) {
+    if (series.empty() || series.back().name != rate.way) {
+      series.push_back({rate.way, {}, {}});
     }
+    series.back().x.push_back(rate.sms);
+    series.back().y.push_back(rate.gbps());
+  }
+  return series;
+}
+
+Table table_of(const std::vector<Series>& ways) {
+  std::vector<std::string> header = {"SMs"};
+  for (const Series& way : ways) {
+    header.push_back(way.name);
   }
   Table table(header);
-  for (const int sms : counts) {
-    std::vector<std::string> cells = {std::to_string(sms)};
-    for (const auto& [way, by_sms] : rates) {
-      cells.push_back(by_sms.contains(sms) ? fmt::format("{:.1f}", by_sms.at(sms)) : "-");
+  for (size_t i = 0; i < ways.front().x.size(); ++i) {
+    std::vector<std::string> cells = {fmt::format("{}", ways.front().x[i])};
+    for (const Series& way : ways) {
+      cells.push_back(fmt::format("{:.1f}", way.y[i]));
     }
     table.add_row(std::move(cells));
   }
   return table;
 }
 
-LineChart chart_of(const GpuLinkLimits& limits) {
-  LineChart chart = {"Bytes per second between GPUs", "SMs", "GB/s out of each GPU", {}};
+LineChart chart_of(std::vector<Series> ways, const LinkRate& copy_engine) {
+  const std::vector<double> sms = ways.front().x;
+  ways.push_back({copy_engine.way, sms, std::vector<double>(sms.size(), copy_engine.gbps())});
+  LineChart chart = {"Bytes per second between GPUs", "SMs", "GB/s out of each GPU", ways};
   chart.is_log_x = true;
   chart.starts_at_zero = true;
-  Series copy_engine = {link_way_name(LinkWay::kCopyEngine), {}, {}};
-  for (const auto& [way, by_sms] : rates_of(limits)) {
-    Series& series = chart.series.emplace_back();
-    series.name = link_way_name(way);
-    for (const auto& [sms, gbps] : by_sms) {
-      series.x.push_back(sms);
-      series.y.push_back(gbps);
-    }
-    copy_engine.x = series.x;
-  }
-  copy_engine.y.assign(copy_engine.x.size(), limits.copy_engine_gbps);
-  chart.series.push_back(std::move(copy_engine));
   return chart;
 }
 
-ResultRow row_of(const GpuLinkLimits& limits, const LinkRate& rate) {
-  const bool is_local = rate.way == LinkWay::kLocalCopy;
-  const double wire_bytes = is_local ? 0 : rate.bytes * limits.num_gpus;
+ResultRow row_of(const LinkRate& rate, int num_gpus, double limit_gbps) {
   return {
       .op = "link",
       .executor = "cuda",
-      .transport = is_local ? "loopback" : "peer",
-      .ranks = is_local ? 1 : limits.num_gpus,
+      .transport = num_gpus == 1 ? "loopback" : "peer",
+      .ranks = num_gpus,
       .sms = rate.sms,
-      .mode = link_way_name(rate.way),
+      .mode = rate.way,
       .us_p50 = rate.us_p50,
       .us_p99 = rate.us_p99,
-      .wire_bytes = wire_bytes,
-      .logical_bytes = is_local ? rate.bytes : wire_bytes,
-      .limit_us = is_local ? 0 : rate.bytes / limits.copy_engine_gbps / 1e3,
+      .wire_bytes = num_gpus == 1 ? 0 : rate.bytes * num_gpus,
+      .logical_bytes = rate.bytes * num_gpus,
+      .limit_us = limit_gbps > 0 ? rate.bytes / limit_gbps / 1e3 : 0,
       .checked = true};  // measuring throws where bytes arrive wrong
 }
 
 void save_json(const GpuLinkLimits& limits, const std::string& path) {
-  std::vector<ResultRow> rows;
-  for (const LinkRate& rate : limits.rates) {
-    rows.push_back(row_of(limits, rate));
+  const double limit_gbps = limits.copy_engine.gbps();
+  std::vector<ResultRow> rows = {row_of(limits.local_copy, 1, 0)};
+  if (limits.num_gpus > 1) {
+    rows.push_back(row_of(limits.copy_engine, limits.num_gpus, limit_gbps));
+  }
+  for (const LinkRate& rate : limits.by_sms) {
+    rows.push_back(row_of(rate, limits.num_gpus, limit_gbps));
   }
   if (limits.signal_us > 0) {
     rows.push_back(
@@ -165,31 +152,12 @@ void save_json(const GpuLinkLimits& limits, const std::string& path) {
          .checked = true}
     );
   }
-  save_results(path, rows, {.scatter = limits.copy_engine_gbps, .gather = limits.copy_engine_gbps});
-}
-
-void save_page(const GpuLinkLimits& limits, const GpuInfo& gpu, const std::string& path) {
-  Page page("Weft: limits");
-  page.add_text(summary(limits, gpu));
-  if (limits.num_gpus > 1) {
-    page.add_text(kMeaning);
-    page.add_table(table_of(limits));
-    page.add_figure(svg(chart_of(limits)), "Copy engines need no SMs: the level line.");
-  }
-  page.save(path);
+  save_results(path, rows, {.scatter = limit_gbps, .gather = limit_gbps});
 }
 
 // Measures, prints a table, writes the files.
 void run_gpu_limits(const LimitsOptions& options) {
-  const GpuList list = list_gpus();
-  WEFT_CHECK(
-      Context{},
-      !list.gpus.empty(),
-      ErrorCode::kNotAvailable,
-      "limits: no GPU ({}). Choose --device cpu",
-      list.none_reason
-  );
-  const auto num_found = static_cast<int>(list.gpus.size());
+  const int num_found = options.device.num_gpus;
   WEFT_CHECK_ARG(
       Context{},
       options.num_gpus <= num_found,
@@ -199,15 +167,26 @@ void run_gpu_limits(const LimitsOptions& options) {
   );
   const int num_gpus = options.num_gpus > 0 ? options.num_gpus : num_found;
   const GpuLinkLimits limits = measure_gpu_limits(num_gpus, options.is_quick);
-  fmt::print("{}\n", summary(limits, list.gpus.front()));
+  const std::string headline = summary(limits, list_gpus().gpus.front().name);
+  const std::vector<Series> ways = series_of(limits);
+  fmt::print("{}\n", headline);
   if (num_gpus > 1) {
-    fmt::print("\n{}\n\n{}", kMeaning, table_of(limits).text());
+    fmt::print("\n{}\n\n{}", kMeaning, table_of(ways).text());
   }
   if (!options.json_path.empty()) {
     save_json(limits, options.json_path);
   }
   if (!options.html_path.empty()) {
-    save_page(limits, list.gpus.front(), options.html_path);
+    Page page("Weft: limits");
+    page.add_text(headline);
+    if (num_gpus > 1) {
+      page.add_text(kMeaning);
+      page.add_table(table_of(ways));
+      page.add_figure(
+          svg(chart_of(ways, limits.copy_engine)), "Copy engines need no SMs: the level line."
+      );
+    }
+    page.save(options.html_path);
   }
 }
 
@@ -215,21 +194,10 @@ std::string block_text(int64_t bytes) {
   return bytes >= kLargeBlock ? bytes_text(static_cast<double>(bytes)) : count_text(bytes) + " B";
 }
 
-std::string gbps_text(CopyRig& rig, const CopySettings& settings) {
-  return fmt::format("{:.1f}", rig.measure(settings));
-}
-
 void run_cpu_limits(const LimitsOptions& options) {
   const int max_ranks = options.max_ranks > 0 ? options.max_ranks : std::max(2, num_usable_cores());
   Table table(
-      {"ranks",
-       "block",
-       "memcpy",
-       "streaming",
-       "gather",
-       "memcpy pinned",
-       "streaming pinned",
-       "gather pinned"}
+      columns("ranks|block|memcpy|streaming|gather|memcpy pinned|streaming pinned|gather pinned")
   );
   {
     Progress progress("limits");
@@ -246,7 +214,8 @@ void run_cpu_limits(const LimitsOptions& options) {
         for (const bool is_pinned : {false, true}) {
           for (const CopyMethod method :
                {CopyMethod::kMemcpy, CopyMethod::kStream, CopyMethod::kGather}) {
-            cells.push_back(gbps_text(rig, {method, is_pinned, options.seconds}));
+            const double gbps = rig.measure({method, is_pinned, options.seconds});
+            cells.push_back(fmt::format("{:.1f}", gbps));
           }
         }
         table.add_row(std::move(cells));
@@ -261,8 +230,9 @@ void run_cpu_limits(const LimitsOptions& options) {
   );
 }
 
-void run_limits(const LimitsOptions& options) {
-  if (is_on_gpus(options.device)) {
+void run_limits(LimitsOptions& options) {
+  choose_device(options.device);
+  if (options.device.is_on_gpu()) {
     run_gpu_limits(options);
     return;
   }
@@ -278,24 +248,24 @@ void add_limits(CLI::App& app) {
   CLI::App* command = app.add_subcommand("limits", "What copying can reach on this machine");
   auto options = std::make_shared<LimitsOptions>();
   command->footer(kFooter);
-  add_device_word(*command, options->device);
+  add_device_option(*command, options->device);
   command->add_option("--gpus", options->num_gpus, "GPUs that take part")
-      ->check(CLI::Range(1, 32))
+      ->check(Within(1, 32))
       ->default_str("all");
   command->add_flag("--quick", options->is_quick, "Few SM counts, small blocks");
   command->add_option("--json", options->json_path, "Write the rates of GPUs here");
   command->add_option("--html", options->html_path, "Write a page with a plot here");
   command->add_option("--ranks", options->max_ranks, "Most ranks that copy at once")
-      ->check(CLI::Range(1, 64))
+      ->check(Within(1, kMostRanks))
       ->default_str("the usable cores, at least 2");
   command
       ->add_option(
           "--threads-per-rank", options->shape.threads_per_rank, "Copying threads of a rank"
       )
-      ->check(CLI::Range(1, 256))
+      ->check(Within(1, kMostThreads))
       ->default_str("the usable cores shared among the ranks");
   command->add_option("--row-bytes", options->row_bytes, "Bytes of one copy, a multiple of 16")
-      ->check(CLI::Range(int64_t{16}, int64_t{64} << 20))
+      ->check(Within(int64_t{16}, int64_t{64} << 20))
       ->delimiter(',')
       ->capture_default_str();
   add_number(
@@ -307,8 +277,7 @@ void add_limits(CLI::App& app) {
       "Private memory of a rank"
   );
   add_number(*command, "--copies", options->shape.copies, 1, 32, "Times each row is copied");
-  add_number(*command, "--seconds", options->seconds, 0.001, 10.0, "Time for each number")
-      ->check(Finite());
+  add_number(*command, "--seconds", options->seconds, 0.001, 10.0, "Time for each number");
   command->callback([options] { run_limits(*options); });
 }
 

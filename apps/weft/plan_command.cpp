@@ -225,12 +225,14 @@ void add_plan_options(CLI::App& app, PlanCommand& command) {
       "--pad",
       options.pad_multiple,
       1,
-      int64_t{1} << 20,
+      kMostPad,
       "Round each expert's rows up to a multiple of this"
   );
   app.add_option("--budget", options.row_budget, "Rows each rank has room for; more are dropped");
   add_value(app, "--stride", options.expert_stride, "Rows of an expert's block (expert_strided)");
-  add_number(app, "--hidden", command.format.hidden, 1, 1 << 20, "Elements of a row, for bytes");
+  add_number(
+      app, "--hidden", command.format.hidden, 1, kMostHidden, "Elements of a row, for bytes"
+  );
   app.add_option("--dtype", command.format.dtype, "Type of the elements")
       ->transform(dtype_choice())
       ->default_str("bf16");
@@ -238,7 +240,7 @@ void add_plan_options(CLI::App& app, PlanCommand& command) {
 
 void add_output_options(CLI::App& app, PlanCommand& command) {
   add_value(app, "--rank", command.rank, "The rank whose plan is saved or compared")
-      ->check(CLI::NonNegativeNumber);
+      ->check(Within(0, 1023));
   app.add_option("--save", command.save_path, "Save one rank's plan as JSON");
   app.add_option("--compare", command.compare_path, "Compare with a saved plan");
   app.add_option("--html", command.html_path, "Write a page with pictures");
@@ -257,9 +259,9 @@ void add_plan(CLI::App& app) {
   MadeUpRouting& made_up = command->made_up;
   auto* file = add_routing_options(*sub, command->file, made_up, command->choice);
   file->description("Routing file or saved plan");
-  add_made_up(*sub, file, "--ranks", made_up.num_ranks, "Ranks")->check(CLI::Range(1, 1024));
+  add_made_up(*sub, file, "--ranks", made_up.num_ranks, "Ranks")->check(Within(1, 1024));
   add_made_up(*sub, file, "--experts", made_up.num_experts, "Experts, divisible by ranks")
-      ->check(CLI::Range(1, 65536));
+      ->check(Within(1, kMostExperts));
   add_plan_options(*sub, *command);
   add_output_options(*sub, *command);
   sub->callback([command, sub] {

@@ -119,6 +119,7 @@ void add_tune(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("tune", "Measure how calls should share this machine's GPUs");
   auto options = std::make_shared<TuneOptions>();
+  options->bench.device.wanted = "cuda";
   options->bench.iterations = 15;
   options->bench.warmup = 3;
   command->footer(kFooter);
@@ -129,15 +130,8 @@ void add_tune(CLI::App& app) {
       ->default_str("A,B,C");
   command->add_option("--out", options->path, "Write the measurements here");
   command->callback([options, command] {
-    const GpuList list = list_gpus();
-    WEFT_CHECK(
-        Context{},
-        !list.gpus.empty(),
-        ErrorCode::kNotAvailable,
-        "tune: there is no GPU ({})",
-        list.none_reason
-    );
-    take_all_gpus(*command, options->bench.ranks);
+    choose_device(options->bench.device);
+    take_all_gpus(*command, options->bench.device, options->bench.ranks);
     run_ranks(options->bench.ranks, [&](Group& group) { return tune_rank(group, *options); });
   });
 }

@@ -113,8 +113,8 @@ def test_info_on_a_terminal_ends_as_in_a_pipe():
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["limits", "--device", "cpu", "--seconds", "nan"], "nan is not a finite number"),
-        (["bench", "--skew", "nan"], "nan is not a finite number"),
+        (["limits", "--device", "cpu", "--seconds", "nan"], "nan is not a number from 0.001 to 10"),
+        (["bench", "--skew", "nan"], "nan is not a number from 0 to 8"),
         (["train", __file__, "--balance", "nan"], "balance_weight = nan (finite, at least 0)"),
         (["train", __file__, "--batch", str(2**63 - 1)], "(at most 1073741824)"),
     ],
@@ -123,10 +123,18 @@ def test_numbers_that_are_none_or_too_large(args, expected):
     assert expected in one_error(weft(*args, code=2))
 
 
-def test_hidden_that_no_memory_has():
-    assert "hidden = 2305843009213693952 (expected 1 to 2147483647)" in one_error(
-        weft("bench", "--ranks", 2, "--tokens", 64, "--hidden", 2**61, "--iterations", 1, code=1)
-    )
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--hidden", 2**61], "--hidden: 2305843009213693952 is not a number from 1 to 1048576"),
+        (["--hidden", 0], "--hidden: 0 is not a number from 1 to 1048576"),
+        (["--experts", 2**31 - 1], "--experts: 2147483647 is not a number from 1 to 65536"),
+        (["--seed", -1], "--seed: -1 is not a number from 0 to 18446744073709551615"),
+        (["--tokens", "many"], "--tokens: many is not a number from 0 to 4194304"),
+    ],
+)
+def test_a_number_out_of_bounds_is_told_with_its_bounds(args, expected):
+    assert expected in one_error(weft("bench", *args, code=2))
 
 
 def test_what_cannot_be_written_is_a_failure():

@@ -3,8 +3,9 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <fmt/format.h>
 
-#include <cmath>
+#include <limits>
 #include <map>
 #include <string>
 #include <type_traits>
@@ -45,17 +46,35 @@ class Positive : public CLI::Validator {
   }
 };
 
-// CLI::Range lets NaN pass.
-class Finite : public CLI::Validator {
+// The largest numbers that commands take, so that a slip is an error and no hour of work, nor all
+// of the memory.
+inline constexpr int kMostRanks = 64;            // of one machine
+inline constexpr int kMostThreads = 256;         // of a rank
+inline constexpr int64_t kMostTokens = 1 << 22;  // of a rank
+inline constexpr int kMostExperts = 1 << 16;
+inline constexpr int64_t kMostHidden = 1 << 20;
+inline constexpr int64_t kMostPad = 1 << 20;
+inline constexpr double kMostSkew = 8;
+inline constexpr int kMostSamples = 1'000'000;
+
+// A number from `least` to `most`. CLI::Range lets NaN pass, and -1 for a number without a sign.
+template <class T>
+class Within : public CLI::Validator {
  public:
-  Finite() {
-    func_ = [](const std::string& word) {
-      double value = 0;
-      const bool is_good = CLI::detail::lexical_cast(word, value) && std::isfinite(value);
-      return is_good ? std::string() : word + " is not a finite number";
+  Within(T least, T most) {
+    const auto bounds = fmt::format("number from {} to {}", least, most);
+    desc_function_ = [bounds] { return bounds; };
+    func_ = [least, most, bounds](const std::string& word) {
+      const auto value = parse_number<T>(word);
+      const bool is_good = value && *value >= least && *value <= most;
+      return is_good ? std::string() : fmt::format("{} is not a {}", word, bounds);
     };
   }
 };
+
+inline Within<uint64_t> any_seed() {
+  return {0, std::numeric_limits<uint64_t>::max()};
+}
 
 // An option whose default is shown; a number has to be from `least` to `most`.
 template <class T>
@@ -71,12 +90,7 @@ CLI::Option* add_number(
     std::type_identity_t<T> most,
     const char* text
 ) {
-  return add_value(command, name, value, text)->check(CLI::Range(least, most));
-}
-// --device, of a command that can use GPUs.
-inline void add_device_word(CLI::App& command, std::string& word) {
-  add_value(command, "--device", word, "auto, cpu or cuda; auto: GPUs if there are any")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
+  return add_value(command, name, value, text)->check(Within(least, most));
 }
 
 [[nodiscard]] inline Choice<DType> dtype_choice() {

@@ -10,111 +10,92 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
-#include <fcntl.h>
 #include <regex>
+#include <span>
 #include <unistd.h>
 #include <vector>
 
 #include "cli/choices.hpp"
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
+#include "group/shared_memory.hpp"
 
 namespace weft::program {
 namespace {
 
-// What went wrong on one rank, on its way to the process that started it. Trivially copyable.
+// What went wrong on one rank.
 struct Failure {
-  int rank = 0;
+  bool is_set = false;
   bool is_echo = false;              // of another rank's failure: its peer left, died or was late
-  std::array<char, 2000> text = {};  // below PIPE_BUF; what is longer is cut
+  std::array<char, 4000> text = {};  // what is longer is cut
 };
 
-Failure failure_of(int rank, const std::exception& error) {
-  Failure failure = {.rank = rank};
-  std::strncpy(failure.text.data(), error.what(), failure.text.size() - 1);
-  if (const auto* ours = dynamic_cast<const Error*>(&error)) {
-    const ErrorCode code = ours->code();
-    failure.is_echo = code == ErrorCode::kPeerFailed || code == ErrorCode::kTimeout ||
-                      code == ErrorCode::kTransport;
-  }
-  return failure;
-}
-
-// What went wrong on which ranks, said once. Ranks send it, threads and forked processes alike:
-// each failure is one atomic write, so they need no lock; a full pipe loses some rather than hold a
-// dying rank.
+// What went wrong on which ranks. Each rank, thread or forked process, has a place of its own in
+// shared memory.
 class Failures {
  public:
-  Failures() {
-    WEFT_SYS(Context{}, ErrorCode::kNotAvailable, pipe2(ends_.data(), O_NONBLOCK | O_CLOEXEC));
-    static_cast<void>(fcntl(ends_[1], F_SETPIPE_SZ, 1 << 20));  // room for all ranks
-  }
-  Failures(const Failures&) = delete;
-  Failures& operator=(const Failures&) = delete;
-  ~Failures() {
-    close(ends_[0]);
-    close(ends_[1]);
-  }
+  explicit Failures(int num_ranks)
+      : memory_(SharedMemory::create(static_cast<uint64_t>(num_ranks) * sizeof(Failure))),
+        failures_(reinterpret_cast<Failure*>(memory_.data()), static_cast<size_t>(num_ranks)) {}
 
-  void send(const Failure& failure) {
-    static_cast<void>(!write(ends_[1], &failure, sizeof failure));
-  }
-
-  void add_killed(int rank, int signal) {
-    Entry& entry = entry_of(fmt::format("killed {}", rank));
-    entry.text =
-        fmt::format("rank {} was ended by signal {} ({})", rank, signal, strsignal(signal));
-    entry.ranks = {rank};
-  }
-
-  // What ranks have sent, and who was killed before: one line on stderr per distinct reason. Echoes
-  // are left out where a rank said what began it; a killed rank cannot say it, so there they are
-  // shown.
-  void print(const std::string& command) {
-    Failure failure;
-    while (read(ends_[0], &failure, sizeof failure) == static_cast<ssize_t>(sizeof failure)) {
-      add(failure);
+  void set(int rank, const std::exception& error) {
+    Failure& failure = failures_[static_cast<size_t>(rank)];
+    std::strncpy(failure.text.data(), error.what(), failure.text.size() - 1);
+    if (const auto* ours = dynamic_cast<const Error*>(&error)) {
+      const ErrorCode code = ours->code();
+      failure.is_echo = code == ErrorCode::kPeerFailed || code == ErrorCode::kTimeout ||
+                        code == ErrorCode::kTransport;
     }
-    for (Entry& entry : entries_) {
-      if (entry.is_echo && has_cause_) {
-        continue;
+    failure.is_set = true;
+  }
+
+  // One line on stderr per distinct reason. Echoes are left out where a rank said what began it; a
+  // killed rank cannot say it, so there they are shown.
+  void print(const std::string& command, std::span<const int> statuses) {
+    for (size_t rank = 0; rank < failures_.size(); ++rank) {
+      if (const int signal = statuses[rank] - 128; signal > 0) {
+        add(rank,
+            fmt::format("rank {} was ended by signal {} ({})", rank, signal, strsignal(signal)));
       }
-      std::ranges::sort(entry.ranks);
-      const std::string who = fmt::format(" (so say ranks {})", fmt::join(entry.ranks, ", "));
-      fmt::print(stderr, "weft {}: {}{}\n", command, entry.text, entry.ranks.size() > 1 ? who : "");
+    }
+    const auto is_cause = [](const Failure& one) { return one.is_set && !one.is_echo; };
+    const bool has_cause = std::ranges::any_of(failures_, is_cause);
+    for (size_t rank = 0; rank < failures_.size(); ++rank) {
+      if (failures_[rank].is_set && (is_cause(failures_[rank]) || !has_cause)) {
+        add(rank, failures_[rank].text.data());
+      }
+    }
+    for (const Reason& reason : reasons_) {
+      const auto who = fmt::format(" (so say ranks {})", fmt::join(reason.ranks, ", "));
+      fmt::print(
+          stderr, "weft {}: {}{}\n", command, reason.text, reason.ranks.size() > 1 ? who : ""
+      );
     }
   }
 
  private:
-  struct Entry {
+  struct Reason {
     std::string common;  // what texts of several ranks share
-    std::string text;
-    bool is_echo = false;
-    std::vector<int> ranks;
+    std::string text;    // the shortest
+    std::vector<size_t> ranks;
   };
 
-  Entry& entry_of(const std::string& common) {
-    const auto found = std::ranges::find(entries_, common, &Entry::common);
-    return found != entries_.end() ? *found : entries_.emplace_back(Entry{common, {}, false, {}});
-  }
-
-  void add(const Failure& failure) {
+  void add(size_t rank, const std::string& text) {
     // Without its speaker and without the rank it came from, as in
     // "... on rank 0 [rank 2/4, shm] at file:line".
     static const std::regex speaker(R"((,? on rank \d+)? \[rank \d+/\d+.*$)");
-    const std::string text = failure.text.data();
-    Entry& entry = entry_of(std::regex_replace(text, speaker, ""));
-    if (entry.text.empty() || text.size() < entry.text.size()) {
-      entry.text = text;
+    const std::string common = std::regex_replace(text, speaker, "");
+    auto found = std::ranges::find(reasons_, common, &Reason::common);
+    if (found == reasons_.end()) {
+      found = reasons_.insert(found, {common, text, {}});
     }
-    entry.is_echo = failure.is_echo;
-    entry.ranks.push_back(failure.rank);
-    has_cause_ = has_cause_ || !failure.is_echo;
+    found->text = text.size() < found->text.size() ? text : found->text;
+    found->ranks.push_back(rank);
   }
 
-  std::array<int, 2> ends_ = {-1, -1};
-  bool has_cause_ = false;
-  std::vector<Entry> entries_;
+  SharedMemory memory_;
+  std::span<Failure> failures_;
+  std::vector<Reason> reasons_;
 };
 
 // The ranks' exit statuses.
@@ -126,7 +107,7 @@ std::vector<int> run_and_catch(
     try {
       status = body(group);
     } catch (const std::exception& error) {
-      failures.send(failure_of(group.rank(), error));
+      failures.set(group.rank(), error);
     }
     const bool is_written = std::fflush(nullptr) == 0 && std::ferror(stdout) == 0;
     return is_written ? status : 1;
@@ -143,12 +124,28 @@ std::vector<int> run_and_catch(
 }
 
 constexpr int kRanksOnOneGpu = 4;
+constexpr unsigned kProbeSeconds = 30;
 
 }  // namespace
 
+std::string ask_processes(int num_ranks, const std::function<std::string(Group&)>& question) {
+  constexpr size_t kAnswerBytes = 4096;
+  const SharedMemory shared = SharedMemory::create(kAnswerBytes);
+  auto* answer = reinterpret_cast<char*>(shared.data());
+  const auto statuses = run_forked(num_ranks, [&](Group& group) {
+    const std::string text = question(group);
+    if (group.rank() == 0) {
+      text.copy(answer, kAnswerBytes - 1);
+    }
+    return 0;
+  });
+  const bool is_good = std::ranges::count(statuses, 0) == num_ranks;
+  return is_good ? answer : "the processes that were asked did not answer";
+}
+
 void add_rank_options(CLI::App& command, RankOptions& options) {
   options.command = command.get_name();
-  add_number(command, "--ranks", options.num_ranks, 1, 64, "Ranks to run on this machine");
+  add_number(command, "--ranks", options.num_ranks, 1, kMostRanks, "Ranks to run on this machine");
   auto* threads = command.add_flag("--threads", options.use_threads, "Ranks are threads");
   command.add_flag("--processes")
       ->description("Ranks are processes (the default)")
@@ -161,14 +158,9 @@ void run_ranks(const RankOptions& options, const std::function<int(Group&)>& bod
     Group group = Group::from_env();
     is_good = body(group) == 0;
   } else {
-    Failures failures;
+    Failures failures(options.num_ranks);
     const std::vector<int> statuses = run_and_catch(options, body, failures);
-    for (size_t rank = 0; rank < statuses.size(); ++rank) {
-      if (statuses[rank] > 128) {
-        failures.add_killed(static_cast<int>(rank), statuses[rank] - 128);
-      }
-    }
-    failures.print(options.command);
+    failures.print(options.command, statuses);
     is_good = std::ranges::count(statuses, 0) == std::ssize(statuses);
   }
   if (!is_good) {
@@ -181,7 +173,8 @@ Device DeviceChoice::device(int rank) const {
 }
 
 void add_device_option(CLI::App& command, DeviceChoice& choice) {
-  add_device_word(command, choice.wanted);
+  add_value(command, "--device", choice.wanted, "auto, cpu or cuda; auto: GPUs if there are any")
+      ->check(CLI::IsMember({"auto", "cpu", "cuda"}));
 }
 
 void choose_device(DeviceChoice& choice, const std::string& transport) {
@@ -192,25 +185,26 @@ void choose_device(DeviceChoice& choice, const std::string& transport) {
   }
   // By default a GPU has 8 queues for all streams of all ranks on it.
   static_cast<void>(::setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0));
-  const GpuList list = probe_gpus();
-  choice.num_gpus = static_cast<int>(list.gpus.size());
+  // The number of GPUs, or why there are none.
+  const std::string found = ask_processes(1, [](const Group&) {
+    ::alarm(kProbeSeconds);
+    const GpuList list = list_gpus();
+    return list.gpus.empty() ? list.none_reason : std::to_string(list.gpus.size());
+  });
+  choice.num_gpus = parse_number<int>(found).value_or(0);
   WEFT_CHECK(
       Context{},
       choice.is_on_gpu() || choice.wanted == "auto",
       ErrorCode::kNotAvailable,
       "device: cuda is asked for, but there is no GPU ({})",
-      list.none_reason
+      found
   );
 }
 
-bool is_on_gpus(const std::string& device) {
-  return device == "cuda" || (device == "auto" && !list_gpus().gpus.empty());
-}
-
-void take_all_gpus(const CLI::App& command, RankOptions& ranks) {
+void take_all_gpus(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks) {
   ranks.use_threads = true;
   if (command.count("--ranks") == 0) {
-    ranks.num_ranks = std::max(1, static_cast<int>(list_gpus().gpus.size()));
+    ranks.num_ranks = choice.num_gpus;
   }
 }
 

@@ -27,9 +27,14 @@ void add_rank_options(CLI::App& command, RankOptions& options);
 // threads.
 void run_ranks(const RankOptions& options, const std::function<int(Group&)>& body);
 
-// --device, for every command that can use GPUs: which executor, how many ranks, and which GPU is a
-// rank's. CUDA stays untouched in this process, which may fork the ranks.
+// What rank 0 of so many forked processes answers, or that they did not. Asks what this process
+// must not try, such as to use CUDA before it forks ranks that do. Call before starting threads.
+[[nodiscard]] std::string ask_processes(
+    int num_ranks, const std::function<std::string(Group&)>& question
+);
 
+// --device, for every command that can use GPUs: which executor, how many ranks, and which GPU is a
+// rank's.
 struct DeviceChoice {
   std::string wanted = "auto";  // auto: GPUs if there are any
   int num_gpus = 0;             // set by choose_device(); 0: on the CPU
@@ -42,14 +47,14 @@ struct DeviceChoice {
 // Adds --device auto|cpu|cuda.
 void add_device_option(CLI::App& command, DeviceChoice& choice);
 
-// Finds the GPUs if they are wanted. A `transport` of the CPU decides for it. Throws Error
-// (kNotAvailable) if GPUs are asked for and there is none.
+// Finds the GPUs if they are wanted. CUDA stays untouched in this process, which may fork the
+// ranks. A `transport` of the CPU decides for it. Throws Error (kNotAvailable) if GPUs are asked
+// for and there is none.
 void choose_device(DeviceChoice& choice, const std::string& transport = "auto");
 
-// For commands whose one process drives all GPUs, by --device of add_device_word().
-[[nodiscard]] bool is_on_gpus(const std::string& device);
-// On such GPUs the ranks are threads, one on each unless --ranks says otherwise.
-void take_all_gpus(const CLI::App& command, RankOptions& ranks);
+// For commands whose one process drives all GPUs: the ranks are threads, one on each GPU unless
+// --ranks says otherwise.
+void take_all_gpus(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks);
 
 // On GPUs, unless --ranks says otherwise: a rank on each, or four on a single one.
 void choose_ranks(const CLI::App& command, const DeviceChoice& choice, RankOptions& ranks);

@@ -1,47 +1,58 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "measure/bench_check.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 
-#include "exchange/reference/reference_exchange.hpp"
+#include "core/gpu/device_memory.hpp"
+#include "core/half.hpp"
 #include "measure/measure.hpp"
+#include "plan/plan_data.hpp"
 #include "plan/reference/reference_plan.hpp"
 
 namespace weft::program {
 namespace {
 
-struct RankVerdict {
-  OutputPrints prints;
-  bool is_plan_good = false;
-};
+constexpr int64_t kFilledAtOnce = 256;  // rows
 
-// What all ranks get where each gives what `fill` makes.
-template <class Input, class Output, class Fill, class Reference>
-std::vector<uint64_t> expected_prints(
-    const BenchShape& shape,
-    std::span<const Plan> plans,
-    const Fill& fill,
-    int64_t (Plan::*rows_in)() const,
-    int64_t (Plan::*rows_out)() const,
-    const Reference& reference
-) {
-  std::vector<Matrix> given;
-  std::vector<Matrix> made;
-  std::vector<Input> inputs;
-  std::vector<Output> outputs;
-  for (const Plan& plan : plans) {
-    given.push_back(fill(shape.dtype, (plan.*rows_in)(), shape.hidden, shape.seed, plan.rank()));
-    inputs.push_back({given.back().view()});
-    made.emplace_back(shape.dtype, (plan.*rows_out)(), shape.hidden);
-    outputs.push_back({made.back().view()});
+// A small number with few bits, so that no type rounds it and sums differ if a term is missing: -4
+// to 3.97.
+float element(uint64_t rank_seed, int64_t row, int64_t col) {
+  uint64_t bits = rank_seed ^ (static_cast<uint64_t>(row) << 20U) ^ static_cast<uint64_t>(col);
+  bits *= 0x9e3779b97f4a7c15U;
+  bits ^= bits >> 29U;
+  bits *= 0xbf58476d1ce4e5b9U;
+  return static_cast<float>(static_cast<int>(bits >> 56U) - 128) / 32.0F;
+}
+
+uint64_t seed_of(const MadeUpRows& rows, int rank) {
+  return mix_seed(rows.seed, static_cast<uint64_t>(rank));
+}
+
+// As stored and loaded again.
+float rounded(DType dtype, float value) {
+  return dtype == DType::kFloat32    ? value
+         : dtype == DType::kBFloat16 ? bf16_to_float(float_to_bf16(value))
+                                     : fp16_to_float(float_to_fp16(value));
+}
+
+// Whether a row of the matrix is `expected`, bit for bit.
+bool is_row(const Tensor& matrix, int64_t row, std::span<const float> expected) {
+  const auto num_bytes = static_cast<size_t>(matrix.row_bytes());
+  std::vector<std::byte> got(num_bytes);
+  std::vector<std::byte> wanted(num_bytes);
+  copy_between(got.data(), {}, matrix.data + row * matrix.row_bytes(), matrix.device, num_bytes);
+  for (size_t col = 0; col < expected.size(); ++col) {
+    store_element(matrix.dtype, expected[col], &wanted[col * num_bytes / expected.size()]);
   }
-  reference(inputs, outputs);
-  std::vector<uint64_t> prints;
-  for (const Matrix& matrix : made) {
-    prints.push_back(fingerprint(matrix.view()));
-  }
-  return prints;
+  return got == wanted;
+}
+
+// So far apart are `num_samples` of `count` or a few less.
+int64_t step_of(int64_t count, int64_t num_samples) {
+  return std::max<int64_t>(1, (count + num_samples - 1) / num_samples);
 }
 
 }  // namespace
@@ -59,6 +70,90 @@ std::vector<Plan> expected_plans(
   return plans;
 }
 
+void MadeUpRows::fill(const Tensor& rows, int rank) const {
+  const int64_t width = dtype_bytes(rows.dtype);
+  std::vector<std::byte> host;
+  for (int64_t begin = 0; begin < rows.rows; begin += kFilledAtOnce) {
+    const int64_t end = std::min(begin + kFilledAtOnce, rows.rows);
+    host.resize(static_cast<size_t>((end - begin) * rows.row_bytes()));
+    std::byte* place = host.data();
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t col = 0; col < rows.cols; ++col, place += width) {
+        store_element(rows.dtype, element(seed_of(*this, rank), row, col), place);
+      }
+    }
+    copy_between(rows.data + begin * rows.row_bytes(), rows.device, host.data(), {}, host.size());
+  }
+}
+
+bool rows_are_right(
+    const Tensor& rows,
+    std::span<const Plan> plans,
+    size_t rank,
+    const MadeUpRows& made_up,
+    int64_t num_samples
+) {
+  std::vector<float> expected(static_cast<size_t>(rows.cols));
+  for (size_t source = 0; source < plans.size(); ++source) {
+    const uint64_t seed = seed_of(made_up, static_cast<int>(source));
+    const Arrivals& arrivals = contents_of(plans[source]).sent[rank];
+    for (int64_t i = 0; i < arrivals.size(); i += step_of(arrivals.size(), num_samples)) {
+      for (int64_t col = 0; col < rows.cols; ++col) {
+        expected[static_cast<size_t>(col)] =
+            element(seed, arrivals.token[static_cast<size_t>(i)], col);
+      }
+      const auto slots = arrivals.slots(i);
+      const auto is_right = [&](int32_t slot) { return is_row(rows, slot, expected); };
+      if (!std::ranges::all_of(slots, is_right)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+bool sums_are_right(
+    const Tensor& sums,
+    const Plan& plan,
+    std::span<const int> domain_of,
+    const MadeUpRows& made_up,
+    int64_t num_samples
+) {
+  const PlanData& data = contents_of(plan);
+  const auto num_cols = static_cast<size_t>(sums.cols);
+  // Adds the elements as they are once stored.
+  const auto add = [&](std::vector<float>& sum, const std::vector<float>& more) {
+    sum.resize(num_cols);
+    for (size_t col = 0; col < num_cols; ++col) {
+      sum[col] += rounded(sums.dtype, more[col]);
+    }
+  };
+  for (int64_t token = 0; token < plan.num_tokens();
+       token += step_of(plan.num_tokens(), num_samples)) {
+    std::map<int, std::vector<float>> domains;
+    const auto t = static_cast<size_t>(token);
+    for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
+      const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
+      const uint64_t seed = seed_of(made_up, arrival.rank);
+      std::vector<float> partial(num_cols);
+      for (const int32_t slot : data.sent[static_cast<size_t>(arrival.rank)].slots(arrival.index)) {
+        for (size_t col = 0; col < num_cols; ++col) {
+          partial[col] += element(seed, slot, static_cast<int64_t>(col));
+        }
+      }
+      add(domains[domain_of[static_cast<size_t>(arrival.rank)]], partial);
+    }
+    std::vector<float> expected(num_cols);
+    for (const auto& [domain, sum] : domains) {
+      add(expected, sum);
+    }
+    if (!is_row(sums, token, expected)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Verdict verdict_of_all(const Group& group, const Verdict& mine) {
   Verdict all = {true, true, true};
   for (const Verdict& one : gather(group, mine)) {
@@ -67,62 +162,6 @@ Verdict verdict_of_all(const Group& group, const Verdict& mine) {
     all.is_combine_good &= one.is_combine_good;
   }
   return all;
-}
-
-uint64_t fingerprint(const ConstTensor& matrix) {
-  constexpr uint64_t kPrime = 0x100000001b3;
-  uint64_t print = mix_seed(static_cast<uint64_t>(matrix.rows), static_cast<uint64_t>(matrix.cols));
-  const auto num_bytes = static_cast<size_t>(matrix.num_bytes());
-  for (size_t i = 0; i < num_bytes; i += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, matrix.data + i, std::min(sizeof(word), num_bytes - i));
-    print = (print ^ word) * kPrime;
-    print ^= print >> 29;
-  }
-  return print;
-}
-
-Matrix bench_tokens(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank) {
-  return make_rows(dtype, rows, cols, mix_seed(seed, 2 * static_cast<uint64_t>(rank) + 1));
-}
-
-Matrix bench_rows(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank) {
-  return make_rows(dtype, rows, cols, mix_seed(seed, 2 * static_cast<uint64_t>(rank) + 2));
-}
-
-Verdict judge(
-    const Group& group, const BenchShape& shape, const Plan& plan, const OutputPrints& prints
-) {
-  const auto plans = expected_plans(shape.routes, shape.num_experts, shape.options);
-  const auto mine = static_cast<size_t>(group.rank());
-  const auto verdicts = gather(group, RankVerdict{prints, plan == plans[mine]});
-  Verdict verdict = {true, true, true};
-  if (group.rank() == 0) {
-    const auto rows = expected_prints<DispatchInput, DispatchOutput>(
-        shape,
-        plans,
-        bench_tokens,
-        &Plan::num_tokens,
-        &Plan::num_rows,
-        [&](const auto& in, const auto& out) { reference_dispatch(plans, in, out); }
-    );
-    const auto x = expected_prints<CombineInput, CombineOutput>(
-        shape,
-        plans,
-        bench_rows,
-        &Plan::num_rows,
-        &Plan::num_tokens,
-        [&](const auto& in, const auto& out) {
-          reference_combine(plans, in, out, group.topology().domain_of);
-        }
-    );
-    for (size_t rank = 0; rank < verdicts.size(); ++rank) {
-      verdict.is_plan_good &= verdicts[rank].is_plan_good;
-      verdict.is_dispatch_good &= verdicts[rank].prints.rows == rows[rank];
-      verdict.is_combine_good &= verdicts[rank].prints.x == x[rank];
-    }
-  }
-  return verdict_of_all(group, verdict);
 }
 
 }  // namespace weft::program

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Proof that what is timed is right: outputs of all ranks against the slow reference. Only one rank
-// computes the reference, and only fingerprints travel, so that large cases fit into memory.
+// Proof that what is timed is right: plans against the slow reference, rows and sums against the
+// elements that every rank knows of every other's made-up rows. Nobody holds another rank's rows.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +22,31 @@ namespace weft::program {
     std::span<const int64_t> budgets = {}
 );
 
-// A number that two equal matrices share.
-[[nodiscard]] uint64_t fingerprint(const ConstTensor& matrix);
+// Rows of 16-bit or 32-bit floats that follow from a seed, the rank and where an element stands.
+struct MadeUpRows {
+  uint64_t seed = 0;
 
-// Inputs that every rank can make for any other.
-[[nodiscard]] Matrix bench_tokens(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank);
-[[nodiscard]] Matrix bench_rows(DType dtype, int64_t rows, int64_t cols, uint64_t seed, int rank);
-
-struct OutputPrints {
-  uint64_t rows = 0;  // of dispatch from bench_tokens
-  uint64_t x = 0;     // of combine from bench_rows
+  // Fills a rank's matrix, on a CPU or a GPU.
+  void fill(const Tensor& rows, int rank) const;
 };
+
+// rows: what `rank` got from dispatch of `made_up` rows; plans: those of all ranks. Looks at every
+// element of at most `num_samples` arrivals from each source, in even steps.
+[[nodiscard]] bool rows_are_right(
+    const Tensor& rows,
+    std::span<const Plan> plans,
+    size_t rank,
+    const MadeUpRows& made_up,
+    int64_t num_samples
+);
+// sums: what combine made of the `made_up` rows of all experts, likewise; plan: of this rank.
+[[nodiscard]] bool sums_are_right(
+    const Tensor& sums,
+    const Plan& plan,
+    std::span<const int> domain_of,
+    const MadeUpRows& made_up,
+    int64_t num_samples
+);
 
 struct Verdict {
   bool is_plan_good = false;
@@ -42,19 +56,5 @@ struct Verdict {
 
 // Collective. Good where every rank says so.
 [[nodiscard]] Verdict verdict_of_all(const Group& group, const Verdict& mine);
-
-struct BenchShape {
-  std::span<const RouteTable> routes;  // by rank
-  int num_experts = 0;
-  PlanOptions options = {};
-  DType dtype = DType::kBFloat16;
-  int64_t hidden = 0;
-  uint64_t seed = 0;
-};
-
-// Collective. This rank's plan and fingerprints; the verdict is about all ranks.
-[[nodiscard]] Verdict judge(
-    const Group& group, const BenchShape& shape, const Plan& plan, const OutputPrints& prints
-);
 
 }  // namespace weft::program

@@ -9,6 +9,14 @@
 
 namespace weft::program {
 
+template <class Step>
+void GpuTimer::on_each(const Step& step) {
+  for (size_t i = 0; i < gpus_.size(); ++i) {
+    WEFT_CUDA(Context{}, cudaSetDevice(gpus_[i]));
+    step(i);
+  }
+}
+
 GpuTimer::GpuTimer(std::span<const int> gpus, std::span<const cudaStream_t> streams)
     : gpus_(gpus.begin(), gpus.end()),
       streams_(streams.begin(), streams.end()),
@@ -18,11 +26,10 @@ GpuTimer::GpuTimer(std::span<const int> gpus, std::span<const cudaStream_t> stre
   WEFT_CUDA(Context{}, cudaHostAlloc(&gate, sizeof(uint32_t), cudaHostAllocPortable));
   gate_ = static_cast<uint32_t*>(gate);
   *gate_ = 0;
-  for (size_t i = 0; i < gpus_.size(); ++i) {
-    WEFT_CUDA(Context{}, cudaSetDevice(gpus_[i]));
+  on_each([&](size_t i) {
     WEFT_CUDA(Context{}, cudaEventCreate(&begins_[i]));
     WEFT_CUDA(Context{}, cudaEventCreate(&ends_[i]));
-  }
+  });
 }
 
 GpuTimer::~GpuTimer() {
@@ -39,26 +46,21 @@ double GpuTimer::sample(const std::function<void()>& work, bool is_held) {
   if (!is_held) {
     gate.store(num_held_);
   }
-  for (size_t i = 0; i < gpus_.size(); ++i) {
-    WEFT_CUDA(Context{}, cudaSetDevice(gpus_[i]));
+  on_each([&](size_t i) {
     hold_stream(gate_, num_held_, streams_[i]);
     WEFT_CUDA(Context{}, cudaGetLastError());
     WEFT_CUDA(Context{}, cudaEventRecord(begins_[i], streams_[i]));
-  }
+  });
   work();
-  for (size_t i = 0; i < gpus_.size(); ++i) {
-    WEFT_CUDA(Context{}, cudaSetDevice(gpus_[i]));
-    WEFT_CUDA(Context{}, cudaEventRecord(ends_[i], streams_[i]));
-  }
+  on_each([&](size_t i) { WEFT_CUDA(Context{}, cudaEventRecord(ends_[i], streams_[i])); });
   gate.store(num_held_);
   float slowest_ms = 0;
-  for (size_t i = 0; i < gpus_.size(); ++i) {
+  on_each([&](size_t i) {
     float ms = 0;
-    WEFT_CUDA(Context{}, cudaSetDevice(gpus_[i]));
     WEFT_CUDA(Context{}, cudaEventSynchronize(ends_[i]));
     WEFT_CUDA(Context{}, cudaEventElapsedTime(&ms, begins_[i], ends_[i]));
     slowest_ms = std::max(slowest_ms, ms);
-  }
+  });
   return 1e3 * static_cast<double>(slowest_ms);
 }
 

@@ -28,6 +28,9 @@ class GpuTimer {
 
  private:
   double sample(const std::function<void()>& work, bool is_held);
+  // Runs `step` for each stream, on its GPU.
+  template <class Step>
+  void on_each(const Step& step);
 
   std::vector<int> gpus_;
   std::vector<cudaStream_t> streams_;

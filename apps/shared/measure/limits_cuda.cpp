@@ -12,6 +12,7 @@
 
 #include "core/gpu/check.hpp"
 #include "core/gpu/devices.hpp"
+#include "core/gpu/stream.hpp"
 #include "measure/gpu_timer_cuda.hpp"
 #include "measure/link_copies_cuda.hpp"
 #include "measure/measure.hpp"
@@ -26,26 +27,20 @@ constexpr int64_t kCheckedBytes = 64 << 10;  // at the end of each block that ar
 constexpr int kPerSample = 2;                // passes, so that starting does not count
 constexpr uint32_t kSignals = 1000;
 
-// The entries stand by LinkWay.
+// How SMs move bytes between GPUs.
 struct Way {
   const char* name;
-  int64_t (*copy)(const LinkBlocks& blocks, int sms, cudaStream_t stream) = nullptr;  // by SMs
+  int64_t (*copy)(const LinkBlocks& blocks, int sms, cudaStream_t stream);
   bool is_load = false;
   bool is_bulk = false;
 };
-constexpr std::array<Way, 8> kWays = {
-    {{"copy engine"},
-     {"stores 16 B", copy_by_words},
+constexpr std::array<Way, 6> kWays = {
+    {{"stores 16 B", copy_by_words},
      {"loads 16 B", copy_by_words, true},
      {"bulk stores 4 KB", copy_by_small_pieces, false, true},
      {"bulk stores 14 KB", copy_by_large_pieces, false, true},
      {"bulk loads 4 KB", copy_by_small_pieces, true, true},
-     {"bulk loads 14 KB", copy_by_large_pieces, true, true},
-     {"copy inside a GPU"}}};
-
-const Way& way_of(LinkWay way) {
-  return kWays[static_cast<size_t>(way)];
-}
+     {"bulk loads 14 KB", copy_by_large_pieces, true, true}}};
 
 size_t at(int64_t index) {
   return static_cast<size_t>(index);
@@ -106,9 +101,7 @@ class LinkRig {
       const int64_t bytes = std::max(num_peers(), 1) * bytes_each;
       sources_.push_back(allocate(gpu, bytes, gpu + 1));
       targets_.push_back(allocate(gpu, bytes, 0));
-      WEFT_CUDA(
-          Context{}, cudaStreamCreateWithFlags(&streams_.emplace_back(), cudaStreamNonBlocking)
-      );
+      streams_.push_back(owners_.emplace_back(gpu).get());
     }
     synchronize();
     std::vector<int> gpus(at(num_gpus));
@@ -116,16 +109,8 @@ class LinkRig {
     timer_.emplace(gpus, streams_);
   }
 
-  ~LinkRig() {
-    for (const cudaStream_t stream : streams_) {
-      static_cast<void>(cudaStreamDestroy(stream));
-    }
-  }
-
-  LinkRig(const LinkRig&) = delete;
-  LinkRig& operator=(const LinkRig&) = delete;
-
-  LinkRate measure(LinkWay way, int sms) {
+  // Without a way: by the copy engines, which need no SMs.
+  LinkRate measure(const Way* way = nullptr, int sms = 0) {
     clear();
     int64_t left_out = 0;
     const auto us = timer_->measure(kWarmup, kSamples, [&](int) {
@@ -137,8 +122,9 @@ class LinkRig {
         }
       }
     });
-    check_arrived(way, left_out);
-    LinkRate rate = {way, sms, static_cast<double>(num_peers() * (bytes_each_ - left_out))};
+    const char* name = way == nullptr ? "copy engine" : way->name;
+    check_arrived(name, left_out);
+    LinkRate rate = {name, sms, static_cast<double>(num_peers() * (bytes_each_ - left_out))};
     rate.us_p50 = percentile(us, 50) / kPerSample;
     rate.us_p99 = percentile(us, 99) / kPerSample;
     return rate;
@@ -203,11 +189,10 @@ class LinkRig {
   }
 
   // Bytes left out of each block.
-  int64_t enqueue(LinkWay way, int gpu, int sms) {
+  int64_t enqueue(const Way* way, int gpu, int sms) {
     const cudaStream_t stream = streams_[at(gpu)];
-    const Way& kind = way_of(way);
-    if (kind.copy != nullptr) {
-      return kind.copy(blocks_of(gpu, kind.is_load), sms, stream);
+    if (way != nullptr) {
+      return way->copy(blocks_of(gpu, way->is_load), sms, stream);
     }
     const LinkBlocks blocks = blocks_of(gpu, false);
     for (int w = 0; w < num_peers(); ++w) {
@@ -222,7 +207,7 @@ class LinkRig {
   }
 
   // The last bytes of each block that arrived are its sender's.
-  void check_arrived(LinkWay way, int64_t left_out) {
+  void check_arrived(const char* way, int64_t left_out) {
     std::vector<std::byte> bytes(at(kCheckedBytes));
     for (int gpu = 0; gpu < num_gpus_; ++gpu) {
       WEFT_CUDA(Context{}, cudaSetDevice(gpu));
@@ -236,7 +221,7 @@ class LinkRig {
             std::ranges::all_of(bytes, [&](std::byte byte) { return byte == sent; }),
             ErrorCode::kInternal,
             "limits: {} from GPU {} to GPU {} left wrong bytes",
-            link_way_name(way),
+            way,
             neighbour(gpu, w),
             gpu
         );
@@ -248,6 +233,7 @@ class LinkRig {
   int64_t bytes_each_;
   std::vector<DeviceBytes> sources_;
   std::vector<DeviceBytes> targets_;
+  std::vector<GpuStream> owners_;
   std::vector<cudaStream_t> streams_;
   std::optional<GpuTimer> timer_;
 };
@@ -257,19 +243,13 @@ LinkRate measure_local_copy() {
   const DeviceBytes from = allocate(0, kBytes, 1);
   const DeviceBytes to = allocate(0, kBytes, 0);
   WEFT_CUDA(Context{}, cudaDeviceSynchronize());
-  cudaStream_t stream = nullptr;
-  WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  GpuTimer timer(std::array{0}, std::array{stream});
+  const GpuStream stream(0);
+  GpuTimer timer(std::array{0}, std::array{stream.get()});
   const auto us = timer.measure(kWarmup, kSamples, [&](int) {
-    WEFT_CUDA(
-        Context{},
-        cudaMemcpyAsync(
-            to.get(), from.get(), static_cast<size_t>(kBytes), cudaMemcpyDeviceToDevice, stream
-        )
-    );
+    constexpr auto kKind = cudaMemcpyDeviceToDevice;
+    WEFT_CUDA(Context{}, cudaMemcpyAsync(to.get(), from.get(), at(kBytes), kKind, stream.get()));
   });
-  WEFT_CUDA(Context{}, cudaStreamDestroy(stream));
-  return {LinkWay::kLocalCopy, 0, 2.0 * kBytes, percentile(us, 50), percentile(us, 99)};
+  return {"copy inside a GPU", 0, 2.0 * kBytes, percentile(us, 50), percentile(us, 99)};
 }
 
 std::vector<int> sm_counts(int num_sms, bool is_quick) {
@@ -282,67 +262,30 @@ std::vector<int> sm_counts(int num_sms, bool is_quick) {
   return counts;
 }
 
-int attribute(cudaDeviceAttr name) {
-  int value = 0;
-  WEFT_CUDA(Context{}, cudaDeviceGetAttribute(&value, name, 0));
-  return value;
-}
-
-int num_visible_gpus() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    static_cast<void>(cudaGetLastError());
-    return 0;
-  }
-  return std::min(count, kMaxLinkPeers);
-}
-
 bool all_reach_all() {
-  for (const auto& row : gpu_reach()) {
-    if (std::ranges::find(row, GpuReach::kNone) != row.end()) {
-      return false;
-    }
-  }
-  return true;
+  return std::ranges::none_of(gpu_reach(), [](const auto& row) {
+    return std::ranges::count(row, kNoReach) > 0;
+  });
 }
-
-// The caller's current GPU stays current.
-class KeepDevice {
- public:
-  KeepDevice() { static_cast<void>(cudaGetDevice(&device_)); }
-  ~KeepDevice() { static_cast<void>(cudaSetDevice(device_)); }
-  KeepDevice(const KeepDevice&) = delete;
-  KeepDevice& operator=(const KeepDevice&) = delete;
-
- private:
-  int device_ = 0;
-};
 
 }  // namespace
 
-std::string link_way_name(LinkWay way) {
-  return way_of(way).name;
-}
-
 GpuLinkLimits measure_gpu_limits(int num_gpus, bool is_quick) {
-  const KeepDevice keep;
+  const CudaDeviceGuard guard(0);
+  const GpuInfo gpu = list_gpus().gpus.front();
   GpuLinkLimits limits;
   limits.num_gpus = num_gpus;
-  limits.rates.push_back(measure_local_copy());
-  limits.local_copy_gbps = limits.rates.back().gbps();
+  limits.local_copy = measure_local_copy();
   if (num_gpus < 2) {
     return limits;
   }
   LinkRig rig(num_gpus, (is_quick ? 32 : 256) * kMiB);
-  limits.rates.push_back(rig.measure(LinkWay::kCopyEngine, 0));
-  limits.copy_engine_gbps = limits.rates.back().gbps();
-  const bool has_bulk = attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
-  for (size_t i = 0; i < kWays.size(); ++i) {
-    if (kWays[i].copy == nullptr || (kWays[i].is_bulk && !has_bulk)) {
-      continue;
-    }
-    for (const int sms : sm_counts(attribute(cudaDevAttrMultiProcessorCount), is_quick)) {
-      limits.rates.push_back(rig.measure(static_cast<LinkWay>(i), sms));
+  limits.copy_engine = rig.measure();
+  for (const Way& way : kWays) {
+    for (const int sms : sm_counts(gpu.num_sms, is_quick)) {
+      if (!way.is_bulk || gpu.major >= 9) {
+        limits.by_sms.push_back(rig.measure(&way, sms));
+      }
     }
   }
   limits.signal_us = rig.measure_signal();
@@ -351,21 +294,19 @@ GpuLinkLimits measure_gpu_limits(int num_gpus, bool is_quick) {
 
 double all_to_all_limit_gbps() {
   static const double gbps = [] {
-    const KeepDevice keep;
-    const int num_gpus = num_visible_gpus();
+    const CudaDeviceGuard guard(0);
+    const int num_gpus = std::min(static_cast<int>(list_gpus().gpus.size()), kMaxLinkPeers);
     if (num_gpus < 2 || !all_reach_all()) {
       return 0.0;
     }
-    return LinkRig(num_gpus, 128 * kMiB).measure(LinkWay::kCopyEngine, 0).gbps();
+    return LinkRig(num_gpus, 128 * kMiB).measure().gbps();
   }();
   return gbps;
 }
 
 double local_copy_limit_gbps() {
-  static const double gbps = [] {
-    const KeepDevice keep;
-    return num_visible_gpus() < 1 ? 0 : measure_local_copy().gbps();
-  }();
+  const CudaDeviceGuard guard(0);
+  static const double gbps = measure_local_copy().gbps();
   return gbps;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the links between the GPUs of this machine can carry, and their own memory. One process
-// drives all GPUs. limits_cuda.cpp or limits_none.cpp answers.
+// drives all GPUs. limits_cuda.cpp answers; a build without CUDA has none of it.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,11 @@
 
 namespace weft::program {
 
-enum class LinkWay : uint8_t {
-  kCopyEngine,       // large blocks
-  kStores,           // 16-byte stores to peers
-  kLoads,            // 16-byte loads from peers
-  kBulkStoresSmall,  // by the bulk copy engine, 4,096 B pieces
-  kBulkStoresLarge,  // 14,336 B pieces
-  kBulkLoadsSmall,
-  kBulkLoadsLarge,
-  kLocalCopy,  // inside one GPU
-};
-
-[[nodiscard]] std::string link_way_name(LinkWay way);  // "bulk stores 4 KB"
-
 // All GPUs send to all others at once; the slowest GPU counts.
 struct LinkRate {
-  LinkWay way = LinkWay::kCopyEngine;
+  std::string way;   // "bulk stores 4 KB"
   int sms = 0;       // on each GPU; 0: none
-  double bytes = 0;  // leaving each GPU; read and written by kLocalCopy
+  double bytes = 0;  // leaving each GPU
   double us_p50 = 0;
   double us_p99 = 0;
 
@@ -35,10 +22,10 @@ struct LinkRate {
 
 struct GpuLinkLimits {
   int num_gpus = 0;
-  double copy_engine_gbps = 0;  // leaving each GPU; 0 with one GPU
-  double local_copy_gbps = 0;   // read + written
-  double signal_us = 0;         // there and back between GPUs 0 and 1; 0 with one GPU
-  std::vector<LinkRate> rates;  // of everything measured, ascending SMs within a way
+  LinkRate local_copy;           // inside GPU 0, bytes read + written
+  LinkRate copy_engine;          // this and what follows: nothing with one GPU
+  std::vector<LinkRate> by_sms;  // every other way, by way and then ascending SMs
+  double signal_us = 0;          // there and back between GPUs 0 and 1
 };
 
 // GPUs 0 .. num_gpus - 1; with one only what is inside it is measured. `is_quick` measures a few SM
@@ -50,7 +37,7 @@ struct GpuLinkLimits {
 // all send to all. Takes less than a second, is remembered by the process; 0 with fewer than two
 // GPUs, or where one cannot reach another.
 [[nodiscard]] double all_to_all_limit_gbps();
-// Read + written by a copy inside GPU 0; likewise. 0 without a GPU.
+// Read + written by a copy inside GPU 0; likewise.
 [[nodiscard]] double local_copy_limit_gbps();
 
 }  // namespace weft::program

@@ -8,8 +8,7 @@
 #include <cmath>
 
 #include "core/gpu/devices.hpp"
-#include "measure/build_info.hpp"
-#include "measure/machine_info.hpp"
+#include "measure/facts.hpp"
 #include "report/json_text.hpp"
 #include "report/table.hpp"
 
@@ -62,13 +61,13 @@ std::string text_or_none(const std::string& text) {
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 ) {
-  const BuildInfo build = build_info();
+  const Json build = build_info();
   const Json machine = machine_info();
   const GpuList gpus = list_gpus();
   const auto now = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
   Json json = {
-      {"commit", build.commit.empty() ? "unknown" : build.commit},
-      {"dirty", build.is_dirty},
+      {"commit", build["commit"]},
+      {"dirty", build["dirty"]},
       {"date", fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(now))},
       {"machine",
        fmt::format(

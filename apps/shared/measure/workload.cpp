@@ -11,21 +11,6 @@
 namespace weft::program {
 namespace {
 
-void store_as(DType dtype, std::byte* place, RandomSource& random) {
-  const float value = random.uniform() * 4 - 2;
-  const uint16_t half = dtype == DType::kBFloat16 ? float_to_bf16(value) : float_to_fp16(value);
-  switch (dtype) {
-    case DType::kFloat32:
-      std::memcpy(place, &value, sizeof(value));
-      return;
-    case DType::kByte:
-      *place = static_cast<std::byte>(random.below(256));
-      return;
-    default:
-      std::memcpy(place, &half, sizeof(half));
-  }
-}
-
 Matrix topk_matrix(const RouteTable& routes) {
   Matrix idx(DType::kInt32, routes.num_tokens, routes.topk);
   std::memcpy(idx.view().data, routes.expert.data(), routes.expert.size() * sizeof(int32_t));
@@ -44,6 +29,21 @@ Matrix map_matrix(const RouteTable& routes, int num_experts) {
 }
 
 }  // namespace
+
+void store_element(DType dtype, float value, std::byte* place) {
+  switch (dtype) {
+    case DType::kFloat32:
+      std::memcpy(place, &value, sizeof value);
+      return;
+    case DType::kByte:
+      *place = static_cast<std::byte>(value);
+      return;
+    default:
+      const auto to_half = dtype == DType::kBFloat16 ? float_to_bf16 : float_to_fp16;
+      const uint16_t half = to_half(value);
+      std::memcpy(place, &half, sizeof half);
+  }
+}
 
 Matrix::Matrix(DType dtype, int64_t rows, int64_t cols, std::byte fill)
     : dtype_(dtype),
@@ -66,7 +66,9 @@ Matrix make_rows(DType dtype, int64_t rows, int64_t cols, uint64_t seed) {
   Matrix matrix(dtype, rows, cols);
   RandomSource random(seed);
   for (int64_t i = 0; i < rows * cols; ++i) {
-    store_as(dtype, matrix.view().data + i * dtype_bytes(dtype), random);
+    const float value =
+        dtype == DType::kByte ? static_cast<float>(random.below(256)) : random.uniform() * 4 - 2;
+    store_element(dtype, value, matrix.view().data + i * dtype_bytes(dtype));
   }
   return matrix;
 }

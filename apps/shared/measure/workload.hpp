@@ -62,6 +62,9 @@ struct RankInput {
     const Workload& workload, const std::vector<RankInput>& inputs
 );
 
+// Rounded to nearest even; a byte holds whole numbers up to 255.
+void store_element(DType dtype, float value, std::byte* place);
+
 // A seed that follows from two numbers and from nothing else.
 [[nodiscard]] uint64_t mix_seed(uint64_t a, uint64_t b);
 

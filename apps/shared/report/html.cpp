@@ -33,13 +33,9 @@ figure { margin: 1.2rem 0; } figcaption { color: var(--soft); font-size: .9rem; 
 svg { max-width: 100%; height: auto; }
 svg text { fill: var(--fg); font: 12px system-ui, sans-serif; }
 svg .soft { fill: var(--soft); } svg .title { font-size: 14px; font-weight: 600; }
-svg .grid { stroke: var(--rule); stroke-width: 1; } svg .axis { stroke: var(--soft); }
+svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .heat { fill: var(--heat); } svg text.on { fill: var(--bg); }
-svg .s0 { stroke: var(--c0); } svg .s1 { stroke: var(--c1); } svg .s2 { stroke: var(--c2); }
-svg .s3 { stroke: var(--c3); } svg .s4 { stroke: var(--c4); } svg .s5 { stroke: var(--c5); }
-svg .f0 { fill: var(--c0); } svg .f1 { fill: var(--c1); } svg .f2 { fill: var(--c2); }
-svg .f3 { fill: var(--c3); } svg .f4 { fill: var(--c4); } svg .f5 { fill: var(--c5); }
 )";
 
 std::string table_line(
@@ -64,6 +60,10 @@ std::string html_escape(std::string_view text) {
     found == kEscapes.end() ? out.push_back(c) : static_cast<void>(out.append(found->second));
   }
   return out;
+}
+
+std::string series_color(size_t series) {
+  return fmt::format("var(--c{})", series % kNumColors);
 }
 
 void Page::add_element(std::string_view tag, std::string_view text) {

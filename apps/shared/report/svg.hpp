@@ -46,6 +46,9 @@ struct HeatMap {
   double high = 0;                   // value of full colour; 0: the largest
 };
 
+// With at most so many columns: where there are more, groups of them are averaged.
+[[nodiscard]] HeatMap with_fewer_columns(const HeatMap& map, size_t most);
+
 // What ran when on a few lanes, each a row; colours tell groups apart.
 struct LaneBar {
   std::string name;

@@ -64,6 +64,14 @@ std::string Table::text() const {
   return fmt::format("{}\n", fmt::join(lines, "\n"));
 }
 
+std::vector<std::string> columns(std::string_view names) {
+  std::vector<std::string> out(1);
+  for (const char c : names) {
+    c == '|' ? static_cast<void>(out.emplace_back()) : out.back().push_back(c);
+  }
+  return out;
+}
+
 std::string count_text(int64_t value) {
   std::string digits = fmt::format("{}", value);
   const size_t first = value < 0 ? 1 : 0;

@@ -31,6 +31,9 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
+// "rank|tokens" names two columns.
+[[nodiscard]] std::vector<std::string> columns(std::string_view names);
+
 [[nodiscard]] std::string count_text(int64_t value);     // 1,234,567
 [[nodiscard]] std::string bytes_text(double bytes);      // 1.5 GB (decimal)
 [[nodiscard]] std::string seconds_text(double seconds);  // 12.3 us, 4.56 ms, 7.89 s

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -22,29 +23,46 @@ int64_t sum_of(std::span<const int64_t> values) {
   return std::accumulate(values.begin(), values.end(), int64_t{0});
 }
 
+std::vector<std::string> numbers(int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    names.push_back(fmt::format("{}", i));
+  }
+  return names;
+}
+
+std::vector<double> as_doubles(std::span<const int64_t> values, double unit = 1) {
+  std::vector<double> out;
+  for (const int64_t value : values) {
+    out.push_back(static_cast<double>(value) / unit);
+  }
+  return out;
+}
+
+HeatMap routes_by_source(const PlanReport& report) {
+  return {
+      "Routes from rank to expert",
+      "expert",
+      "from rank",
+      "routes",
+      numbers(report.num_ranks()),
+      numbers(report.num_experts()),
+      as_doubles(report.routes_by_source)};
+}
+
 // One line per source rank, one character per expert (or group of experts).
 std::string shaded_lines(const PlanReport& report) {
-  const auto num_experts = static_cast<size_t>(report.num_experts());
-  const size_t group = (num_experts + kPictureWidth - 1) / kPictureWidth;
-  const size_t num_columns = (num_experts + group - 1) / group;
-  std::vector<double> cells;
-  for (size_t i = 0; i < report.plans.size(); ++i) {
-    for (size_t c = 0; c < num_columns; ++c) {
-      const auto row = std::span(report.routes_by_source).subspan(i * num_experts, num_experts);
-      const size_t size = std::min(group, num_experts - c * group);
-      cells.push_back(
-          static_cast<double>(sum_of(row.subspan(c * group, size))) / static_cast<double>(size)
-      );
-    }
-  }
-  const double high = *std::max_element(cells.begin(), cells.end());
+  const HeatMap map = with_fewer_columns(routes_by_source(report), kPictureWidth);
+  const size_t num_columns = map.columns.size();
+  const std::string group = num_columns > 1 ? map.columns[1] : "1";  // where the second begins
+  const double high = std::ranges::max(map.values);
   std::string out = fmt::format(
       "Routes, one line per source rank, one column per {} (blank = 0, @ = {:.4g}):\n",
-      group == 1 ? "expert" : fmt::format("{} experts", group),
+      group == "1" ? "expert" : group + " experts",
       high
   );
-  for (size_t i = 0; i < report.plans.size(); ++i) {
-    const auto line = std::span(cells).subspan(i * num_columns, num_columns);
+  for (size_t i = 0; i < map.rows.size(); ++i) {
+    const auto line = std::span(map.values).subspan(i * num_columns, num_columns);
     out += fmt::format("  rank {:>3} |{}|\n", i, shaded(line, high));
   }
   return out;
@@ -94,38 +112,18 @@ Json rank_json(const Plan& plan, int64_t row_bytes, bool with_slots) {
   return json;
 }
 
-std::vector<std::string> numbers(int count) {
-  std::vector<std::string> names;
-  for (int i = 0; i < count; ++i) {
-    names.push_back(fmt::format("{}", i));
-  }
-  return names;
-}
-
-std::vector<double> as_doubles(std::span<const int64_t> values, double unit = 1) {
-  std::vector<double> out;
-  for (const int64_t value : values) {
-    out.push_back(static_cast<double>(value) / unit);
-  }
-  return out;
-}
-
 BarChart rows_per_expert(const PlanReport& report) {
-  BarChart chart = {
-      "Rows per expert", "expert", "rows", numbers(report.num_experts()), {{"rows", {}, {}}}};
-  const bool is_padded = report.plans.front().layout() != Layout::kRankMajor &&
-                         report.plans.front().pad_multiple() > 1;
-  if (is_padded) {
-    chart.series = {{"rows", {}, {}}, {"padding", {}, {}}};
-    chart.is_nested = true;
-  }
+  Series rows = {"rows", {}, {}};
+  Series padded = {"padding", {}, {}};
   for (const Plan& plan : report.plans) {
-    for (size_t e = 0; e < plan.rows_per_expert().size(); ++e) {
-      chart.series[0].y.push_back(static_cast<double>(plan.rows_per_expert()[e]));
-      if (is_padded) {
-        chart.series[1].y.push_back(static_cast<double>(plan.padded_rows_per_expert()[e]));
-      }
-    }
+    std::ranges::copy(plan.rows_per_expert(), std::back_inserter(rows.y));
+    std::ranges::copy(plan.padded_rows_per_expert(), std::back_inserter(padded.y));
+  }
+  BarChart chart = {"Rows per expert", "expert", "rows", numbers(report.num_experts()), {rows}};
+  const Plan& first = report.plans.front();
+  if (first.layout() != Layout::kRankMajor && first.pad_multiple() > 1) {
+    chart.series.push_back(padded);
+    chart.is_nested = true;
   }
   return chart;
 }
@@ -222,17 +220,7 @@ std::string plan_summary(const PlanReport& report) {
 }
 
 Table plan_rank_table(const PlanReport& report) {
-  Table table(
-      {"rank",
-       "tokens",
-       "rows",
-       "required",
-       "padding",
-       "duplicates",
-       "wire out",
-       "wire in",
-       "logical"}
-  );
+  Table table(columns("rank|tokens|rows|required|padding|duplicates|wire out|wire in|logical"));
   for (const Plan& plan : report.plans) {
     const auto size = static_cast<size_t>(report.num_ranks());
     const auto self = static_cast<size_t>(plan.rank());
@@ -306,14 +294,7 @@ void add_plan_figures(const PlanReport& report, Page& page) {
       "itself (the diagonal) does not cross the wire."
   );
   page.add_figure(svg(rows_per_expert(report)));
-  page.add_figure(svg(HeatMap{
-      "Routes from rank to expert",
-      "expert",
-      "from rank",
-      "routes",
-      ranks,
-      numbers(report.num_experts()),
-      as_doubles(report.routes_by_source)}));
+  page.add_figure(svg(routes_by_source(report)));
 }
 
 }  // namespace weft::program

@@ -43,12 +43,11 @@ CLI::Option* add_routing_options(
     return add_made_up(command, option, name, value, text);
   };
   add("--tokens", made_up.num_tokens, "Tokens of each rank")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 22));
-  add("--topk", made_up.topk, "Experts of a token")->check(CLI::Range(1, kMaxTopk));
+      ->check(Within(int64_t{0}, kMostTokens));
+  add("--topk", made_up.topk, "Experts of a token")->check(Within(1, kMaxTopk));
   add("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
-      ->check(CLI::Range(0.0, 8.0))
-      ->check(Finite());
-  add("--seed", made_up.seed, "Seed");
+      ->check(Within(0.0, kMostSkew));
+  add("--seed", made_up.seed, "Seed")->check(any_seed());
   command.add_option("--step", choice.step, "Step of a routing file (default: its last)")
       ->group("Routing file")
       ->needs(option);
@@ -137,15 +136,10 @@ Table routing_file_table(const std::string& path) {
     layer.worst.of_experts = std::max(layer.worst.of_experts, one.of_experts);
     layer.worst.of_ranks = std::max(layer.worst.of_ranks, one.of_ranks);
   }
-  Table table(
-      {"layer",
-       stride > 1 ? "records (sample)" : "records",
-       "routes each",
-       "experts mean",
-       "experts worst",
-       "ranks mean",
-       "ranks worst"}
-  );
+  const auto records = stride > 1 ? "records (sample)" : "records";
+  Table table(columns(
+      fmt::format("layer|{}|routes each|experts mean|experts worst|ranks mean|ranks worst", records)
+  ));
   for (const auto& [layer, sums] : layers) {
     const auto count = static_cast<double>(sums.num_records);
     table.add_row(

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-#include "bench/options.hpp"
 #include "bench/run.hpp"
 #include "cli/choices.hpp"
 #include "cli/ranks.hpp"
@@ -23,7 +22,7 @@ namespace {
 
 constexpr const char* kFooter =
     R"(Times are of the slowest rank of each sample; every sample starts behind a barrier and takes the
-next of several routings. Before timing, one call of each is compared with the slow reference.
+next of several routings. Before timing, one call of each is compared with what it must give.
 The limit is the time in which plain copies move the same bytes (docs/benchmarks.md).
 
 Examples:
@@ -60,9 +59,9 @@ void print_report(const BenchReport& report, const BenchOptions& options) {
   }
 }
 
-int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, double limit_gbps) {
-  const BenchReport report =
-      is_gpu ? run_gpu_bench(group, options, limit_gbps) : run_bench(group, options);
+int bench_rank(const Group& group, const BenchOptions& options, double limit_gbps) {
+  const BenchReport report = options.device.is_on_gpu() ? run_gpu_bench(group, options, limit_gbps)
+                                                        : run_bench(group, options);
   if (group.rank() == 0) {
     print_report(report, options);
   }
@@ -73,10 +72,9 @@ int bench_rank(const Group& group, const BenchOptions& options, bool is_gpu, dou
 }
 
 void add_case_options(CLI::App& command, BenchOptions& options) {
-  add_number(command, "--tokens", options.num_tokens, 0, int64_t{1} << 20, "Tokens of each rank");
-  add_value(command, "--hidden", options.hidden, "Elements of a token")->check(CLI::PositiveNumber);
-  add_value(command, "--experts", options.num_experts, "Experts of all ranks")
-      ->check(CLI::PositiveNumber);
+  add_number(command, "--tokens", options.num_tokens, 0, kMostTokens, "Tokens of each rank");
+  add_number(command, "--hidden", options.hidden, 1, kMostHidden, "Elements of a token");
+  add_number(command, "--experts", options.num_experts, 1, kMostExperts, "Experts of all ranks");
   add_number(command, "--topk", options.topk, 1, kMaxTopk, "Experts of a token");
   command.add_option("--dtype", options.dtype, "Of the rows")
       ->transform(dtype_choice())
@@ -84,27 +82,32 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--layout", options.layout, "Of the receivers' rows")
       ->transform(layout_choice())
       ->default_str("expert_major");
-  add_value(command, "--pad", options.pad_multiple, "Rows of an expert are a multiple of this")
-      ->check(CLI::PositiveNumber);
   add_number(
-      command, "--skew", options.skew, 0.0, 8.0, "Popularity of the n-th expert is 1 / n^SKEW"
-  )
-      ->check(Finite());
+      command,
+      "--pad",
+      options.pad_multiple,
+      1,
+      kMostPad,
+      "Rows of an expert are a multiple of this"
+  );
+  add_number(
+      command, "--skew", options.skew, 0, kMostSkew, "Popularity of the n-th expert is 1 / n^SKEW"
+  );
   command
       .add_option(
           "--routing", options.routing_file, "File of real routing; gives ranks, tokens and experts"
       )
       ->check(CLI::ExistingFile)
       ->excludes("--tokens", "--experts", "--topk", "--skew");
-  add_value(command, "--seed", options.seed, "Of routing and rows");
+  add_value(command, "--seed", options.seed, "Of routing and rows")->check(any_seed());
 }
 
 void add_gpu_options(CLI::App& command, BenchOptions& options) {
-  add_device_word(command, options.device);
+  add_device_option(command, options.device);
   command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU, one or several")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(CLI::Range(0, 1024));
+      ->check(Within(0, 1024));
   command.add_flag("--graph", options.is_graph, "On GPUs also as replayed CUDA graphs");
   command.add_flag("--fp8", options.is_fp8, "On GPUs: dispatch FP8 rows with scales");
   command.add_flag("--copy-engines", options.is_copied, "On GPUs: copy engines carry the rows")
@@ -116,13 +119,13 @@ void add_gpu_options(CLI::App& command, BenchOptions& options) {
 
 void add_run_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--threads-per-rank", options.threads_per_rank, "Workers of each rank")
-      ->check(CLI::Range(0, 256))
+      ->check(Within(0, kMostThreads))
       ->default_str("the cores shared among the ranks");
   add_value(command, "--transport", options.transport, "As listed by `weft info`");
   command.add_flag("--staged", options.is_staged, "Output in ordinary memory, filled by a copy");
-  add_number(command, "--iterations", options.iterations, 1, 1000000, "Samples");
-  add_number(command, "--warmup", options.warmup, 0, 1000000, "Calls before the first sample");
-  command.add_flag("!--no-check", options.is_checked, "Skip the comparison with the reference");
+  add_number(command, "--iterations", options.iterations, 1, kMostSamples, "Samples");
+  add_number(command, "--warmup", options.warmup, 0, kMostSamples, "Calls before the first sample");
+  command.add_flag("!--no-check", options.is_checked, "Skip the comparison before timing");
   command.add_option("--json", options.json_path, "Write the results here");
   command.add_option("--html", options.html_path, "Write a page with plots here");
 }
@@ -159,17 +162,17 @@ void add_bench(CLI::App& app) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
     }
     take_case(*options, *reference);
-    const bool is_gpu = is_on_gpus(options->device);
-    if (options->is_copied && !is_gpu) {
+    choose_device(options->device, options->transport);
+    if (options->is_copied && !options->device.is_on_gpu()) {
       throw CLI::ValidationError("--copy-engines", "GPUs have them, and this would run on the CPU");
     }
     double limit_gbps = 0;
-    if (is_gpu) {
+    if (options->device.is_on_gpu()) {
       limit_gbps = all_to_all_limit_gbps();
-      take_all_gpus(*command, options->ranks);
+      take_all_gpus(*command, options->device, options->ranks);
     }
     run_ranks(options->ranks, [&](Group& group) {
-      return bench_rank(group, *options, is_gpu, limit_gbps);
+      return bench_rank(group, *options, limit_gbps);
     });
   });
 }

@@ -11,105 +11,18 @@
 #include <functional>
 #include <vector>
 
-#include "bench/gpu_kernels_cuda.hpp"
+#include "bench/barrier_cuda.hpp"
 #include "bench/run.hpp"
 #include "call/executor.hpp"
 #include "cli/progress.hpp"
 #include "core/gpu/check.hpp"
-#include "core/gpu/device_memory.hpp"
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/transport/peer_memory.hpp"
 #include "measure/measure.hpp"
-#include "plan/plan_data.hpp"
 
 namespace weft::program {
 namespace {
-
-constexpr int64_t kSampledRows = 256;
-constexpr int64_t kSampledTokens = 96;
-
-// The same bytes as rows of bf16, which is what launch_fill writes.
-Tensor as_bf16(Tensor tensor, int64_t row_bytes) {
-  tensor.cols = row_bytes / static_cast<int64_t>(sizeof(uint16_t));
-  tensor.dtype = DType::kBFloat16;
-  return tensor;
-}
-
-std::vector<uint16_t> read_row(const Tensor& tensor, int64_t row) {
-  std::vector<uint16_t> host(static_cast<size_t>(tensor.cols));
-  const auto bytes = static_cast<uint64_t>(tensor.row_bytes());
-  copy_between(
-      reinterpret_cast<std::byte*>(host.data()),
-      {},
-      tensor.data + row * tensor.row_bytes(),
-      tensor.device,
-      bytes
-  );
-  return host;
-}
-
-// What launch_fill fills a rank's tokens, their scales and its experts' rows from.
-enum class Seed : uint64_t { kTokens = 1, kExperts, kScales };
-
-uint64_t seed_of(Seed seed, int rank) {
-  return mix_seed(static_cast<uint64_t>(seed), static_cast<uint64_t>(rank));
-}
-
-// rows: what `rank` got of rows that each source filled from its seed, seen as bf16 of whatever
-// they are; plans: those of all ranks. A sample of them, every element.
-bool rows_are_right(
-    const Tensor& rows, const std::vector<Plan>& plans, size_t rank, Seed filled_from
-) {
-  for (size_t source = 0; source < plans.size(); ++source) {
-    const Arrivals& arrivals = contents_of(plans[source]).sent[rank];
-    const int64_t step = std::max<int64_t>(1, arrivals.size() / kSampledRows);
-    for (int64_t i = 0; i < arrivals.size(); i += step) {
-      for (const int32_t slot : arrivals.slots(i)) {
-        const auto got = read_row(rows, slot);
-        const int64_t token = arrivals.token[static_cast<size_t>(i)];
-        const uint64_t seed = seed_of(filled_from, static_cast<int>(source));
-        for (int64_t col = 0; col < rows.cols; ++col) {
-          if (got[static_cast<size_t>(col)] != float_to_bf16(row_element(seed, token, col))) {
-            return false;
-          }
-        }
-      }
-    }
-  }
-  return true;
-}
-
-// sums: what combine made of experts' rows made from their seeds, in bf16; plan: of this rank.
-bool sums_are_right(const Tensor& sums, const Plan& plan) {
-  const PlanData& data = contents_of(plan);
-  const int64_t step = std::max<int64_t>(1, plan.num_tokens() / kSampledTokens);
-  for (int64_t token = 0; token < plan.num_tokens(); token += step) {
-    const auto got = read_row(sums, token);
-    const auto t = static_cast<size_t>(token);
-    for (int64_t col = 0; col < sums.cols; ++col) {
-      float sum = 0;
-      for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
-        const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
-        const Arrivals& sent = data.sent[static_cast<size_t>(arrival.rank)];
-        const uint64_t seed = seed_of(Seed::kExperts, arrival.rank);
-        float partial = 0;
-        bool is_first = true;
-        for (const int32_t slot : sent.slots(arrival.index)) {
-          const float value = bf16_to_float(float_to_bf16(row_element(seed, slot, col)));
-          partial = is_first ? value : partial + value;
-          is_first = false;
-        }
-        partial = bf16_to_float(float_to_bf16(partial));
-        sum = i == data.token_begin[t] ? partial : sum + partial;
-      }
-      if (got[static_cast<size_t>(col)] != float_to_bf16(sum)) {
-        return false;
-      }
-    }
-  }
-  return true;
-}
 
 // Graphs of the calls: one for each routing, of `num_calls` calls that begin with it and take the
 // others in turn.
@@ -180,12 +93,6 @@ class GpuBench final : public Bench {
         limit_gbps_(limit),
         signals_(group, gpu, 4096) {
     WEFT_CUDA(Context{}, cudaSetDevice(gpu));
-    fill(is_fp8() ? as_bf16(x_, x_.cols) : x_, Seed::kTokens);
-    if (is_fp8()) {
-      fill(as_bf16(scales_, scales_.row_bytes()), Seed::kScales);
-    }
-    fill(experts_, Seed::kExperts);
-    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
   }
 
   // What copy engines cannot carry goes as usual, which is not what was asked for.
@@ -238,44 +145,9 @@ class GpuBench final : public Bench {
   }
 
  private:
-  void fill(const Tensor& tensor, Seed seed) {
-    launch_fill(tensor.data, tensor.rows, tensor.cols, seed_of(seed, group_.rank()), stream_);
-  }
-
-  [[nodiscard]] bool is_dispatch_right(const std::vector<Plan>& expected) const {
-    if (!is_fp8()) {
-      return rows_are_right(rows_, expected, rank_, Seed::kTokens);
-    }
-    const Tensor scales = as_bf16(row_scales_, row_scales_.row_bytes());
-    return rows_are_right(as_bf16(rows_, rows_.cols), expected, rank_, Seed::kTokens) &&
-           rows_are_right(scales, expected, rank_, Seed::kScales);
-  }
-
-  // Whether dispatch() gives what it should in an output that held other rows.
-  bool is_right_after(const std::vector<Plan>& expected, const std::function<void()>& dispatch) {
-    launch_fill(rows_.data, max_rows_, options_.hidden, 77, stream_);
-    dispatch();
+  void finish() override {
     WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
     exchange_.check();
-    return is_dispatch_right(expected);
-  }
-
-  // Plans in full; of the rows a sample, every element of them.
-  Verdict check() override {
-    const auto expected =
-        expected_plans(routing_.versions[0], routing_.num_experts, plan_options());
-    Verdict mine;
-    mine.is_dispatch_good = is_right_after(expected, [&] {
-      run_once(BenchOp::kDispatch, 0);
-      run_once(BenchOp::kCombine, 0);
-    });
-    mine.is_plan_good = plans_[0] == expected[rank_];
-    mine.is_combine_good = sums_are_right(out_, expected[rank_]);
-    if (options_.is_graph) {
-      mine.is_dispatch_good &=
-          is_right_after(expected, [&] { static_cast<void>(plan_and_dispatch(0)); });
-    }
-    return verdict_of_all(group_, mine);
   }
 
   CopyRates measure_rates() override { return {.scatter = limit_gbps_}; }
@@ -311,8 +183,7 @@ class GpuBench final : public Bench {
       work(static_cast<size_t>(i) % num_versions());
       WEFT_CUDA(Context{}, cudaEventRecord(events[at + 1], stream_));
     }
-    WEFT_CUDA(Context{}, cudaStreamSynchronize(stream_));
-    exchange_.check();
+    finish();
     std::vector<double> samples;
     for (int i = options_.warmup; i < total; ++i) {
       const auto at = static_cast<size_t>(2 * i);
@@ -336,8 +207,7 @@ class GpuBench final : public Bench {
 template <class Run>
 auto with_bench(const Group& group, const BenchOptions& options, double limit, const Run& run) {
   const BenchRouting routing = bench_routing(options, group.num_ranks());
-  const int num_gpus = std::max(1, static_cast<int>(list_gpus().gpus.size()));
-  const int gpu = group.rank() % num_gpus;
+  const int gpu = options.device.device(group.rank()).index;
   const GpuStream stream(gpu);
   GpuBench bench(group, options, routing, gpu, stream.get(), limit);
   return run(bench);

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <numeric>
+#include <span>
 #include <vector>
 
 #include "bench/run.hpp"
@@ -15,31 +16,27 @@ std::string gbps_text(double gbps) {
   return gbps > 0 ? fmt::format("{:.2f}", gbps) : "-";
 }
 
-BarChart rate_chart(const BenchReport& report) {
-  BarChart chart = {"Bytes per second", "operation", "GB/s, all ranks together", {}, {}};
-  Series logical = {"logical", {}, {}};
-  Series wire = {"wire", {}, {}};
-  for (const BenchResult& result : report.results) {
-    if (result.row.logical_bytes > 0) {
-      chart.labels.push_back(result.row.op);
-      logical.y.push_back(result.row.logical_gbps());
-      wire.y.push_back(result.row.wire_gbps());
-    }
-  }
-  chart.series = {logical, wire};
-  return chart;
-}
+struct Bars {
+  const char* name;
+  double (ResultRow::*value)() const;
+};
 
-BarChart percent_chart(const BenchReport& report) {
-  BarChart chart = {"Share of what plain copies reach", "operation", "% of the limit", {}, {}};
-  Series percent = {"% of the limit", {}, {}};
+// Of the results in which the first of these values is not zero.
+BarChart bar_chart(
+    const BenchReport& report, const char* title, const char* y_label, std::span<const Bars> values
+) {
+  BarChart chart = {title, "operation", y_label, {}, {}};
+  for (const Bars& bars : values) {
+    chart.series.push_back({bars.name, {}, {}});
+  }
   for (const BenchResult& result : report.results) {
-    if (result.row.limit_us > 0) {
+    if ((result.row.*values.front().value)() > 0) {
       chart.labels.push_back(result.row.op);
-      percent.y.push_back(result.row.percent_of_limit());
+      for (size_t i = 0; i < values.size(); ++i) {
+        chart.series[i].y.push_back((result.row.*values[i].value)());
+      }
     }
   }
-  chart.series = {percent};
   return chart;
 }
 
@@ -90,16 +87,7 @@ std::string bench_case_text(const BenchReport& report) {
 
 Table bench_table(const BenchReport& report, bool is_checked) {
   Table table(
-      {"operation",
-       "mode",
-       "sms",
-       "checked",
-       "p50 us",
-       "p99 us",
-       "wire GB/s",
-       "logical GB/s",
-       "limit us",
-       "% of limit"}
+      columns("operation|mode|sms|checked|p50 us|p99 us|wire GB/s|logical GB/s|limit us|% of limit")
   );
   for (const BenchResult& result : report.results) {
     const ResultRow& row = result.row;
@@ -124,9 +112,15 @@ void save_bench_page(const BenchReport& report, const BenchOptions& options) {
   Page page("Weft: bench");
   page.add_text(bench_case_text(report));
   page.add_table(bench_table(report, options.is_checked));
-  page.add_figure(svg(percent_chart(report)), "Higher is better; 100 is the measured limit.");
+  constexpr Bars kPercent[] = {{"% of the limit", &ResultRow::percent_of_limit}};
+  constexpr Bars kRates[] = {
+      {"logical", &ResultRow::logical_gbps}, {"wire", &ResultRow::wire_gbps}};
   page.add_figure(
-      svg(rate_chart(report)),
+      svg(bar_chart(report, "Share of what plain copies reach", "% of the limit", kPercent)),
+      "Higher is better; 100 is the measured limit."
+  );
+  page.add_figure(
+      svg(bar_chart(report, "Bytes per second", "GB/s, all ranks together", kRates)),
       "Logical: all rows that receivers hold. Wire: rows that crossed a rank boundary."
   );
   page.add_figure(svg(sample_chart(report)));

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "cli/progress.hpp"
@@ -67,6 +68,8 @@ bool is_good(const Verdict& verdict, BenchOp op) {
 }
 
 constexpr int64_t kScaleGroup = 128;  // elements of an FP8 row for which there is one scale
+// Rows of each source that are checked on a GPU, from where each is fetched; on a CPU it is all.
+constexpr int64_t kCheckedOnGpu = 256;
 // Calls of a graph in which each finds the one before it just ended, as in a model's.
 constexpr int kLongGraph = 8;
 constexpr int64_t kLimitMemoryBytes = 512 << 20;
@@ -74,39 +77,10 @@ constexpr int64_t kLimitMemoryBytes = 512 << 20;
 class CpuBench final : public Bench {
  public:
   CpuBench(const Group& group, const BenchOptions& options, const BenchRouting& routing)
-      : Bench(group, options, routing, {}, nullptr) {
-    const int rank = group.rank();
-    fill(x_, bench_tokens(x_.dtype, x_.rows, x_.cols, options.seed, rank));
-    fill(experts_, bench_rows(x_.dtype, experts_.rows, x_.cols, options.seed, rank));
-    fill(out_, Matrix(out_.dtype, out_.rows, out_.cols));
-    if (options.is_staged) {
-      fill(rows_, Matrix(rows_.dtype, rows_.rows, rows_.cols));
-    }
-  }
+      : Bench(group, options, routing, {}, nullptr) {}
 
  private:
-  static void fill(const Tensor& tensor, const Matrix& matrix) {
-    copy_between(
-        tensor.data, {}, matrix.view().data, {}, static_cast<uint64_t>(tensor.num_bytes())
-    );
-  }
-
-  Verdict check() override {
-    const Plan& plan = plans_[0];
-    run_once(BenchOp::kDispatch, 0);
-    OutputPrints prints = {.rows = fingerprint(head(rows_, plan.num_rows()))};
-    run_once(BenchOp::kCombine, 0);
-    prints.x = fingerprint(head(out_, plan.num_tokens()));
-    const BenchShape shape = {
-        .routes = routing_.versions[0],
-        .num_experts = routing_.num_experts,
-        .options = plan_options(),
-        .dtype = options_.dtype,
-        .hidden = options_.hidden,
-        .seed = options_.seed,
-    };
-    return judge(group_, shape, plan, prints);
-  }
+  void finish() override {}
 
   // Rank 0 measures while the others wait, so that nothing else runs.
   CopyRates measure_rates() override {
@@ -140,6 +114,13 @@ class CpuBench final : public Bench {
   }
 };
 
+// The same bytes as rows of bf16, which can be made up and compared.
+Tensor as_bf16(Tensor tensor, int64_t row_bytes) {
+  tensor.cols = row_bytes / dtype_bytes(DType::kBFloat16);
+  tensor.dtype = DType::kBFloat16;
+  return tensor;
+}
+
 }  // namespace
 
 BenchRouting bench_routing(const BenchOptions& options, int num_ranks) {
@@ -160,7 +141,10 @@ Bench::Bench(
       rank_(static_cast<size_t>(group.rank())),
       device_(device),
       exchange_(group, config()),
-      stream_(stream) {
+      stream_(stream),
+      tokens_{mix_seed(options.seed, 1)},
+      expert_rows_{mix_seed(options.seed, 2)},
+      scale_rows_{mix_seed(options.seed, 3)} {
   for (const auto& routes : routing_.versions) {
     const RouteTable& mine = routes[rank_];
     const std::vector<int64_t> wide(mine.expert.begin(), mine.expert.end());
@@ -177,8 +161,10 @@ Bench::Bench(
   const auto [hidden, dtype] = std::pair(options_.hidden, options_.dtype);
   const int64_t max_tokens = routing_.max_tokens();
   x_ = plain(max_tokens, hidden, dtype);
+  tokens_.fill(is_fp8() ? as_bf16(x_, hidden) : x_, group.rank());
   out_ = plain(max_tokens, hidden, dtype);
   experts_ = plain(max_rows_, hidden, dtype);
+  expert_rows_.fill(experts_, group.rank());
   if (options_.is_staged) {
     rows_ = plain(max_rows_, hidden, dtype);
   } else {
@@ -187,6 +173,7 @@ Bench::Bench(
   }
   if (is_fp8()) {
     scales_ = plain(max_tokens, hidden / kScaleGroup, DType::kFloat32);
+    scale_rows_.fill(scales_, group.rank());
     row_scales_ = plain(max_rows_, hidden / kScaleGroup, DType::kFloat32);
   }
 }
@@ -286,6 +273,43 @@ void Bench::run_once(BenchOp op, size_t version) {
       dispatch(exchange_.plan(routing_of(version), plan_options(), call()));
       return;
   }
+}
+
+int64_t Bench::num_checked() const {
+  return is_on_gpu() ? kCheckedOnGpu : std::numeric_limits<int32_t>::max();
+}
+
+// Whether dispatch() gives what it should in an output that held other rows.
+bool Bench::is_right_after(
+    const std::vector<Plan>& expected, const std::function<void()>& dispatch
+) {
+  expert_rows_.fill(rows_, group_.rank());
+  dispatch();
+  finish();
+  const auto is_right = [&](const Tensor& rows, const MadeUpRows& made_up) {
+    return rows_are_right(rows, expected, rank_, made_up, num_checked());
+  };
+  return is_fp8()
+             ? is_right(as_bf16(rows_, rows_.cols), tokens_) && is_right(row_scales_, scale_rows_)
+             : is_right(rows_, tokens_);
+}
+
+Verdict Bench::check() {
+  const auto expected = expected_plans(routing_.versions[0], routing_.num_experts, plan_options());
+  Verdict mine;
+  mine.is_dispatch_good = is_right_after(expected, [&] {
+    run_once(BenchOp::kDispatch, 0);
+    run_once(BenchOp::kCombine, 0);
+  });
+  mine.is_plan_good = plans_[0] == expected[rank_];
+  const auto& domain_of = group_.topology().domain_of;
+  mine.is_combine_good =
+      sums_are_right(out_, expected[rank_], domain_of, expert_rows_, num_checked());
+  if (options_.is_graph && is_on_gpu()) {
+    mine.is_dispatch_good &=
+        is_right_after(expected, [&] { static_cast<void>(plan_and_dispatch(0)); });
+  }
+  return verdict_of_all(group_, mine);
 }
 
 BenchBytes Bench::bytes_of_all_ranks() const {

@@ -1,22 +1,120 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures the operations on the ranks of a group, on the CPU (run.cpp) or on GPUs (gpu_cuda.cpp).
-// Previous: options.hpp; next: report.cpp.
+// What `weft bench` measures, on the CPU (run.cpp) or on GPUs (gpu_cuda.cpp). Next: report.cpp.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "bench/options.hpp"
+#include "cli/ranks.hpp"
 #include "cuda/exchange/tuning.hpp"
 #include "measure/bench_check.hpp"
 #include "measure/results.hpp"
+#include "plan/build.hpp"
 #include "report/table.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
+#include "weft/tensor.hpp"
 
 namespace weft::program {
+
+enum class BenchOp : uint8_t { kPlan, kDispatch, kCombine, kPlanDispatch };
+
+inline constexpr std::array<std::pair<std::string_view, BenchOp>, 4> kBenchOps = {
+    {{"plan", BenchOp::kPlan},
+     {"dispatch", BenchOp::kDispatch},
+     {"combine", BenchOp::kCombine},
+     {"plan+dispatch", BenchOp::kPlanDispatch}}};
+
+struct BenchOptions {
+  std::vector<std::string> ops;  // names; empty: all
+  RankOptions ranks = {};
+  int64_t num_tokens = 2048;  // per rank
+  int64_t hidden = 2048;
+  int num_experts = 64;
+  int topk = 8;
+  DType dtype = DType::kBFloat16;
+  Layout layout = Layout::kExpertMajor;
+  int64_t pad_multiple = 128;
+  double skew = 0;
+  std::string routing_file;  // instead of made-up routing; gives ranks, experts, topk and tokens
+  int threads_per_rank = 0;
+  std::string transport = "auto";
+  bool is_staged = false;  // output in ordinary memory instead of the exchange's
+  DeviceChoice device = {};
+  std::vector<int> sms = {};  // of a GPU call, each measured; empty: the default
+  bool is_graph = false;      // on a GPU also as a replayed graph
+  bool is_fp8 = false;        // on a GPU: rows of one byte an element, a scale for 128 of them
+  bool is_copied = false;     // on GPUs: rows travel by copy engines
+  Mover mover = Mover::kAuto;
+  int iterations = 50;
+  int warmup = 5;
+  uint64_t seed = 1;
+  bool is_checked = true;
+  std::string json_path;
+  std::string html_path;
+
+  [[nodiscard]] bool wants(std::string_view op) const {
+    return ops.empty() || std::find(ops.begin(), ops.end(), op) != ops.end();
+  }
+  [[nodiscard]] PlanOptions plan_options() const {
+    return {.layout = layout, .pad_multiple = layout == Layout::kRankMajor ? 1 : pad_multiple};
+  }
+};
+
+// The shapes that published figures are about: "A" to "D"; everything else of the options stays as
+// it is. Another name changes nothing.
+inline void take_case(BenchOptions& options, std::string_view name) {
+  struct Reference {
+    std::string_view name;
+    int64_t num_tokens;
+    int64_t hidden;
+    int topk;
+    int num_experts;
+  };
+  constexpr std::array<Reference, 4> kCases = {
+      {{"A", 4096, 7168, 8, 256},
+       {"B", 8192, 2048, 8, 128},  // Qwen3-30B-A3B
+       {"C", 4096, 4096, 2, 8},    // Mixtral
+       {"D", 128, 7168, 8, 256}}};
+  for (const Reference& one : kCases) {
+    if (one.name == name) {
+      options.num_tokens = one.num_tokens;
+      options.hidden = one.hidden;
+      options.topk = one.topk;
+      options.num_experts = one.num_experts;
+      options.pad_multiple = name == "D" ? 1 : options.pad_multiple;  // decoding pads nothing
+    }
+  }
+}
+
+// The routing that `weft bench` cycles through.
+struct BenchRouting {
+  int num_experts = 0;
+  int topk = 0;
+  std::vector<std::vector<RouteTable>> versions;  // [versions][num_ranks]
+
+  // Of any rank.
+  [[nodiscard]] int64_t max_tokens() const {
+    int64_t most = 0;
+    for (const auto& routes : versions) {
+      for (const RouteTable& table : routes) {
+        most = std::max(most, table.num_tokens);
+      }
+    }
+    return most;
+  }
+};
+
+// Made up or read from the file. Throws Error (kFile) for a file of another number of ranks.
+[[nodiscard]] BenchRouting bench_routing(const BenchOptions& options, int num_ranks);
 
 struct BenchResult {
   ResultRow row;
@@ -63,8 +161,8 @@ class Bench {
       void* stream
   );
 
-  // Collective: whether the calls of the first routing give what they should, on all ranks.
-  [[nodiscard]] virtual Verdict check() = 0;
+  // Waits for the calls so far.
+  virtual void finish() = 0;
   // Collective: what plain copies reach.
   [[nodiscard]] virtual CopyRates measure_rates() = 0;
   // Microseconds of each sample on this rank; `graph_calls`: of each graph, 0 for calls outside.
@@ -87,13 +185,6 @@ class Bench {
   int num_sms_ = 0;          // of the calls that follow; 0: by themselves
   std::vector<Plan> plans_;  // by version
   BenchBytes bytes_;         // mean over the versions
-  int64_t max_rows_ = 1;
-  Tensor x_;        // tokens
-  Tensor experts_;  // rows that combine takes
-  Tensor rows_;     // output of dispatch
-  Tensor out_;      // output of combine
-  Tensor scales_;
-  Tensor row_scales_;
 
  private:
   [[nodiscard]] ExchangeConfig config() const;
@@ -106,12 +197,28 @@ class Bench {
   [[nodiscard]] DispatchInput input(int64_t num_tokens) const;
   [[nodiscard]] DispatchOutput output(int64_t num_rows) const;
   void dispatch(const Plan& plan);
+  // Collective: whether the calls of the first routing give what they should, on all ranks.
+  [[nodiscard]] Verdict check();
+  [[nodiscard]] bool is_right_after(
+      const std::vector<Plan>& expected, const std::function<void()>& dispatch
+  );
+  [[nodiscard]] int64_t num_checked() const;
   [[nodiscard]] std::string mode_of(int graph_calls) const;
   [[nodiscard]] double limit_us(BenchOp op, const CopyRates& rates) const;
   [[nodiscard]] BenchBytes bytes_of_all_ranks() const;
   [[nodiscard]] BenchResult measure(BenchOp op, int graph_calls, const CopyRates& rates);
 
   void* stream_;
+  MadeUpRows tokens_;
+  MadeUpRows expert_rows_;
+  MadeUpRows scale_rows_;
+  int64_t max_rows_ = 1;
+  Tensor x_;        // tokens
+  Tensor experts_;  // rows that combine takes
+  Tensor rows_;     // output of dispatch
+  Tensor out_;      // output of combine
+  Tensor scales_;
+  Tensor row_scales_;
   std::vector<ConstTensor> topk_idx_;  // by version
   std::vector<std::shared_ptr<std::byte>> memory_;
   Buffer buffer_;
@@ -128,8 +235,7 @@ template <class View>
 [[nodiscard]] BenchReport run_bench(const Group& group, const BenchOptions& options);
 
 // Collective; rank r uses GPU r % (number of GPUs). `limit_gbps` is what leaves a GPU at most; 0:
-// not known, no percentages. The report is the same on every rank. Throws Error (kUnsupported) in a
-// build without CUDA, which has gpu_none.cpp.
+// not known, no percentages. The report is the same on every rank.
 [[nodiscard]] BenchReport run_gpu_bench(
     const Group& group, const BenchOptions& options, double limit_gbps
 );

@@ -2,11 +2,11 @@
 // `weft check`: the exchange against the slow reference, on this machine.
 #include <CLI/CLI.hpp>
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <cstring>
 #include <exception>
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -79,29 +79,23 @@ std::string first_failure(const Group& group, const std::string& mine) {
 // A case per cell, "-" where a combination does not exist.
 class ResultTable {
  public:
-  explicit ResultTable(std::string title) : title_(std::move(title)) {}
+  explicit ResultTable(const std::string& title) : header_({title}) {}
 
   void add(const CheckCase& check_case, bool is_good) {
-    for (const auto& [names, name] :
-         {std::pair(&rows_, check_case.row), {&columns_, check_case.column}}) {
-      if (std::ranges::find(*names, name) == names->end()) {
-        names->push_back(name);
-      }
+    if (std::ranges::find(header_, check_case.column) == header_.end()) {
+      header_.push_back(check_case.column);
     }
-    cells_[{check_case.row, check_case.column}] = is_good ? "ok" : "FAIL";
+    cells_[check_case.row][check_case.column] = is_good ? "ok" : "FAIL";
   }
 
-  [[nodiscard]] bool is_empty() const { return rows_.empty(); }
+  [[nodiscard]] bool is_empty() const { return cells_.empty(); }
 
   [[nodiscard]] std::string text() const {
-    std::vector<std::string> header = {title_};
-    header.insert(header.end(), columns_.begin(), columns_.end());
-    Table table(header);
-    for (const std::string& row : rows_) {
+    Table table(header_);
+    for (const auto& [row, results] : cells_.items()) {
       std::vector<std::string> cells = {row};
-      for (const std::string& column : columns_) {
-        const auto cell = cells_.find({row, column});
-        cells.push_back(cell == cells_.end() ? "-" : cell->second);
+      for (size_t i = 1; i < header_.size(); ++i) {
+        cells.push_back(results.value(header_[i], "-"));
       }
       table.add_row(std::move(cells));
     }
@@ -109,10 +103,8 @@ class ResultTable {
   }
 
  private:
-  std::string title_;
-  std::vector<std::string> rows_;
-  std::vector<std::string> columns_;
-  std::map<std::pair<std::string, std::string>, std::string> cells_;
+  std::vector<std::string> header_;
+  nlohmann::ordered_json cells_;  // by row and column
 };
 
 class CheckRun {
@@ -243,12 +235,12 @@ void add_check(CLI::App& app) {
   command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
   add_value(*command, "--transport", options->settings.transport, "As listed by `weft info`");
   command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
-      ->check(CLI::Range(0, 256))
+      ->check(Within(0, kMostThreads))
       ->default_str("the cores shared among the ranks");
   command->add_option(
       "--only", options->only, "Cases with this in their names, as tables and errors show"
   );
-  add_value(*command, "--seed", options->seed, "Of routing and rows");
+  add_value(*command, "--seed", options->seed, "Of routing and rows")->check(any_seed());
   command->callback([options, command] {
     choose_device(options->settings.device, options->settings.transport);
     choose_ranks(*command, options->settings.device, options->ranks);

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "measure/build_info.hpp"
+#include "measure/facts.hpp"
 #include "measure/limits.hpp"
 #include "report/svg.hpp"
 #include "report/table.hpp"
@@ -374,10 +374,10 @@ std::string train_text(const TrainFacts& facts, const TrainRecord& record) {
 }
 
 Json train_json(const TrainFacts& facts, const TrainRecord& record) {
-  const BuildInfo build = build_info();
+  const Json build = build_info();
   Json json = {
-      {"commit", build.commit},
-      {"dirty", build.is_dirty},
+      {"commit", build["commit"]},
+      {"dirty", build["dirty"]},
       {"text", facts.text_path},
       {"text_bytes", facts.text_bytes},
       {"config", config_json(facts)},

@@ -34,18 +34,19 @@ namespace weft {
 
 namespace weft {
 
-// Makes `device` current on this thread; the caller's device returns afterwards.
+// Makes `device` current on this thread; afterwards the caller's device is current again.
 class CudaDeviceGuard {
  public:
   explicit CudaDeviceGuard(int device, const Context& context = {}) {
     WEFT_CUDA(context, cudaGetDevice(&before_));
     if (before_ != device) {  // to set a device makes a context there, also on the way back
       WEFT_CUDA(context, cudaSetDevice(device));
-      is_changed_ = true;
     }
   }
   ~CudaDeviceGuard() {
-    if (is_changed_) {
+    int now = before_;
+    static_cast<void>(cudaGetDevice(&now));
+    if (now != before_) {
       static_cast<void>(cudaSetDevice(before_));
     }
   }
@@ -54,7 +55,6 @@ class CudaDeviceGuard {
 
  private:
   int before_ = 0;
-  bool is_changed_ = false;
 };
 
 // What this thread does meanwhile belongs to no capture, its own or another thread's, which by

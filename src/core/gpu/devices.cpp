@@ -12,21 +12,21 @@ std::string version_text(int version) {
   return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
 }
 
-GpuReach reach_between(int from, int to) {
+std::string_view reach_between(int from, int to) {
   if (from == to) {
-    return GpuReach::kItself;
+    return "itself";
   }
   int can_access = 0;
   int has_atomics = 0;
   if (cudaDeviceCanAccessPeer(&can_access, from, to) != cudaSuccess || can_access == 0) {
     static_cast<void>(cudaGetLastError());
-    return GpuReach::kNone;
+    return kNoReach;
   }
   const auto attribute = cudaDevP2PAttrNativeAtomicSupported;
   if (cudaDeviceGetP2PAttribute(&has_atomics, attribute, from, to) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
   }
-  return has_atomics != 0 ? GpuReach::kAtomics : GpuReach::kCopies;
+  return has_atomics != 0 ? "atomics too" : "loads and stores";
 }
 
 }  // namespace
@@ -66,19 +66,13 @@ GpuList list_gpus() {
   return list;
 }
 
-std::string_view gpu_reach_name(GpuReach reach) {
-  static constexpr std::string_view kNames[] = {
-      "itself", "none", "loads and stores", "atomics too"};
-  return name_of(reach, kNames);
-}
-
-std::vector<std::vector<GpuReach>> gpu_reach() {
+std::vector<std::vector<std::string_view>> gpu_reach() {
   int num_gpus = 0;
   if (cudaGetDeviceCount(&num_gpus) != cudaSuccess) {
     static_cast<void>(cudaGetLastError());
     return {};
   }
-  std::vector<std::vector<GpuReach>> reach;
+  std::vector<std::vector<std::string_view>> reach;
   for (int from = 0; from < num_gpus; ++from) {
     auto& row = reach.emplace_back();
     for (int to = 0; to < num_gpus; ++to) {

@@ -14,7 +14,7 @@ struct GpuInfo {
   int major = 0;  // compute capability, "9.0"
   int minor = 0;
   int64_t memory_bytes = 0;
-  int num_sms = 0;  // this and the next: 0 from probe_gpus()
+  int num_sms = 0;
   int64_t l2_bytes = 0;
 };
 
@@ -28,24 +28,11 @@ struct GpuList {
 // Never throws for a missing driver or GPU: `none_reason` then says which.
 [[nodiscard]] GpuList list_gpus();
 
-// How one GPU reaches another's memory.
-enum class GpuReach : uint8_t {
-  kItself,
-  kNone,
-  kCopies,   // loads and stores, no atomics: over PCIe
-  kAtomics,  // and atomics, as NVLink has them
-};
+inline constexpr std::string_view kNoReach = "none";
 
-[[nodiscard]] std::string_view gpu_reach_name(GpuReach reach);
-
-// [from][to] over the GPUs of list_gpus(); empty without any. Never throws.
-[[nodiscard]] std::vector<std::vector<GpuReach>> gpu_reach();
-
-// Which GPUs there are, asked in a child process: a process that has used CUDA must not fork ranks
-// that use it.
-
-// What list_gpus() says, without CUDA being touched in this process. Call it before starting
-// threads. At most 30 s; `none_reason` says what went wrong.
-[[nodiscard]] GpuList probe_gpus();
+// How each GPU of list_gpus() reaches the memory of each other one, [from][to]: "itself", kNoReach,
+// "loads and stores" as over PCIe, or "atomics too" as over NVLink. Empty without any GPU. Never
+// throws.
+[[nodiscard]] std::vector<std::vector<std::string_view>> gpu_reach();
 
 }  // namespace weft

@@ -11,11 +11,7 @@ GpuList list_gpus() {
   return list;
 }
 
-std::string_view gpu_reach_name(GpuReach) {
-  return {};
-}
-
-std::vector<std::vector<GpuReach>> gpu_reach() {
+std::vector<std::vector<std::string_view>> gpu_reach() {
   return {};
 }
 

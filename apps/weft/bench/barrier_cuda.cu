@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "bench/gpu_kernels_cuda.hpp"
+#include "bench/barrier_cuda.hpp"
 #include "core/gpu/check.hpp"
 #include "core/gpu/peer_address.hpp"
 #include "cuda/device/ptx/memory.cuh"
@@ -8,14 +8,6 @@ namespace weft::program {
 namespace {
 
 constexpr uint64_t kMostNanoseconds = 20'000'000'000;
-
-__global__ void fill(uint16_t* data, int64_t rows, int64_t cols, uint64_t seed) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * cols;
-       i += step) {
-    data[i] = float_to_bf16(row_element(seed, i / cols, i % cols));
-  }
-}
 
 __global__ void barrier(std::byte* const* regions, int rank, int num_ranks, uint32_t round) {
   const int peer = static_cast<int>(threadIdx.x);
@@ -36,11 +28,6 @@ __global__ void barrier(std::byte* const* regions, int rank, int num_ranks, uint
 }
 
 }  // namespace
-
-void launch_fill(void* data, int64_t rows, int64_t cols, uint64_t seed, cudaStream_t stream) {
-  fill<<<1024, 256, 0, stream>>>(static_cast<uint16_t*>(data), rows, cols, seed);
-  WEFT_CUDA(Context{}, cudaGetLastError());
-}
 
 void launch_barrier(
     std::byte* const* regions, int rank, int num_ranks, uint32_t round, cudaStream_t stream

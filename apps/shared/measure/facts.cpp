@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "measure/machine_info.hpp"
+#include "measure/facts.hpp"
 
 #include <fmt/format.h>
 
@@ -10,10 +10,18 @@
 #include <sys/utsname.h>
 #include <unistd.h>
 
+#include "commit.hpp"
+#include "core/gpu/devices.hpp"
+#include "cpu/combine/row_sum.hpp"
 #include "measure/measure.hpp"
+#include "weft/plan.hpp"
+#include "weft/routing.hpp"
+#include "weft/version.hpp"
 
 namespace weft::program {
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 std::string first_line(const std::string& path) {
   std::ifstream file(path);
@@ -74,9 +82,53 @@ std::string bracketed(const std::string& choices) {
   return close == std::string::npos ? "" : choices.substr(open + 1, close - open - 1);
 }
 
+std::string text_or(const std::string& text, const char* otherwise) {
+  return text.empty() ? otherwise : text;
+}
+
+std::string compiler() {
+#ifdef __clang__
+  return fmt::format("Clang {}.{}.{}", __clang_major__, __clang_minor__, __clang_patchlevel__);
+#else
+  return fmt::format("GCC {}.{}.{}", __GNUC__, __GNUC_MINOR__, __GNUC_PATCHLEVEL__);
+#endif
+}
+
+#ifdef WEFT_ENABLE_ASSERT
+constexpr bool kHasAsserts = true;
+#else
+constexpr bool kHasAsserts = false;
+#endif
+
 }  // namespace
 
-nlohmann::ordered_json machine_info() {
+Json build_info() {
+  Json json = {
+      {"version", version()},
+      {"commit", text_or(WEFT_COMMIT, "unknown")},
+      {"dirty", WEFT_DIRTY},
+      {"compiler", compiler()},
+      {"build_type", WEFT_BUILD_TYPE},
+      {"sanitizers", text_or(WEFT_SANITIZERS, "none")},
+      {"assertions", kHasAsserts},
+      {"executors", Json::array({"cpu"})},
+      {"layouts", Json::array()},
+      {"dispatch_dtypes", Json::array()},
+      {"combine_dtypes", Json::array()},
+      {"max_topk", kMaxTopk},
+      {"simd", row_sum_target()}};
+  for (const auto layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
+    json["layouts"].push_back(layout_name(layout));
+  }
+  for (const auto dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
+    json["dispatch_dtypes"].push_back(dtype_name(dtype));
+    json["combine_dtypes"].push_back(dtype_name(dtype));
+  }
+  json["dispatch_dtypes"].push_back(dtype_name(DType::kByte));
+  return json;
+}
+
+Json machine_info() {
   utsname names = {};
   uname(&names);
   struct statvfs shm = {};
