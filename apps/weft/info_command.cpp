@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "cli/ranks.hpp"
-#include "commands.hpp"
 #include "core/env.hpp"
 #include "core/gpu/devices.hpp"
 #include "cuda/transport/gpu_transport.hpp"

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "cli/choices.hpp"
+#include "cli/outputs.hpp"
 #include "cli/progress.hpp"
 #include "cli/ranks.hpp"
-#include "commands.hpp"
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
 #include "measure/limits.hpp"
@@ -231,6 +231,7 @@ void run_cpu_limits(const LimitsOptions& options) {
 }
 
 void run_limits(LimitsOptions& options) {
+  check_outputs({{"--json", options.json_path}, {"--html", options.html_path}});
   choose_device(options.device);
   if (options.device.is_on_gpu()) {
     run_gpu_limits(options);

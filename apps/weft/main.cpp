@@ -1,7 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The program `weft` shows, checks and measures the library from a shell.
 #include "cli/program.hpp"
-#include "commands.hpp"
+
+namespace weft::program {
+
+// The subcommands, each in the file or folder of its name.
+void add_info(CLI::App& app);
+void add_check(CLI::App& app);
+void add_limits(CLI::App& app);
+void add_bench(CLI::App& app);
+void add_plan(CLI::App& app);
+void add_tune(CLI::App& app);
+
+}  // namespace weft::program
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cli/choices.hpp"
-#include "commands.hpp"
+#include "cli/outputs.hpp"
 #include "report/json_text.hpp"
 #include "routing/report.hpp"
 #include "routing/source.hpp"
@@ -186,19 +186,6 @@ void run_on_saved_plan(const PlanCommand& command) {
   use_plan(command, plan);
 }
 
-void check_made_up(const MadeUpRouting& spec) {
-  if (spec.num_experts % spec.num_ranks != 0) {
-    throw CLI::ValidationError(
-        fmt::format("--experts {} is not divisible by --ranks {}", spec.num_experts, spec.num_ranks)
-    );
-  }
-  if (spec.topk > spec.num_experts) {
-    throw CLI::ValidationError(
-        fmt::format("--topk {} is more than --experts {}", spec.topk, spec.num_experts)
-    );
-  }
-}
-
 void run_on_routing(const PlanCommand& command) {
   check_made_up(command.made_up);
   const RoutingMoment moment = command.file.empty() ? make_up_routing(command.made_up)
@@ -265,6 +252,10 @@ void add_plan(CLI::App& app) {
   add_plan_options(*sub, *command);
   add_output_options(*sub, *command);
   sub->callback([command, sub] {
+    check_outputs(
+        {{"--save", command->save_path}, {"--html", command->html_path}},
+        {{"FILE", command->file}, {"--compare", command->compare_path}}
+    );
     if (!command->file.empty() && is_saved_plan(command->file)) {
       check_saved_plan_options(*sub, command->file);
       run_on_saved_plan(*command);

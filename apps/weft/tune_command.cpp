@@ -9,8 +9,8 @@
 #include <memory>
 
 #include "bench/run.hpp"
+#include "cli/outputs.hpp"
 #include "cli/ranks.hpp"
-#include "commands.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
@@ -130,6 +130,7 @@ void add_tune(CLI::App& app) {
       ->default_str("A,B,C");
   command->add_option("--out", options->path, "Write the measurements here");
   command->callback([options, command] {
+    check_outputs({{"--out", options->path}});
     choose_device(options->bench.device);
     take_all_gpus(*command, options->bench.device, options->bench.ranks);
     run_ranks(options->bench.ranks, [&](Group& group) { return tune_rank(group, *options); });

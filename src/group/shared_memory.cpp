@@ -3,13 +3,12 @@
 
 #include <cerrno>
 #include <fcntl.h>
-#include <fstream>
-#include <limits>
 #include <string>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/available_memory.hpp"
 #include "core/check.hpp"
 #include "core/descriptor.hpp"
 
@@ -65,34 +64,6 @@ int repeated(const SystemCall& call) {
   return result;
 }
 
-// What the system says it can still hand out; an unreadable file means no opinion.
-uint64_t available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  std::string name;
-  uint64_t kib = 0;
-  while (file >> name >> kib) {
-    if (name == "MemAvailable:") {
-      return kib << 10;
-    }
-    file.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
-  }
-  return UINT64_MAX;
-}
-
-// Asking for more than there is would wake the kernel's killer before any call fails, so look
-// first.
-void check_available(uint64_t bytes) {
-  const uint64_t available = available_bytes();
-  WEFT_CHECK(
-      Context{},
-      bytes <= available,
-      ErrorCode::kOutOfMemory,
-      "allocate: no room for {} B of shared memory ({} B available)",
-      bytes,
-      available
-  );
-}
-
 // For kernels that cannot populate a mapping: reserves the pages of the file, small ones.
 void reserve_file(int fd, uint64_t bytes) {
   const int result = repeated([&] { return ::fallocate(fd, 0, 0, static_cast<off_t>(bytes)); });
@@ -143,7 +114,7 @@ bool populate_pages(std::byte* data, uint64_t bytes) {
 SharedMemory SharedMemory::create(uint64_t bytes) {
   WEFT_CHECK_ARG(Context{}, bytes > 0, "allocate: 0 B of shared memory (at least 1)");
   Descriptor fd(WEFT_SYS(Context{}, ErrorCode::kOutOfMemory, ::memfd_create("weft", MFD_CLOEXEC)));
-  check_available(bytes);
+  check_available(bytes, "shared memory");
   WEFT_SYS(Context{}, ErrorCode::kOutOfMemory, ::ftruncate(fd.get(), static_cast<off_t>(bytes)));
   struct stat info = {};
   WEFT_SYS(Context{}, ErrorCode::kInternal, ::fstat(fd.get(), &info));

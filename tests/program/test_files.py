@@ -136,6 +136,33 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, book):
     assert not path.parent.exists()
 
 
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["plan", "{}", "--save", "{}"], "--save would replace"),
+        (["plan", "{}", "--compare", "{}", "--save", "{}"], "--save would replace"),
+        (["plan", "--save", "{}", "--html", "{}"], "--html would replace"),
+        (["bench", "--json", "{}", "--html", "{}"], "--html would replace"),
+    ],
+)
+def test_no_output_replaces_an_input_or_another_output(saved, args, expected):
+    before = saved.read_bytes()
+    link = saved.parent / "link.json"
+    link.symlink_to(saved)
+    paths = iter([saved, link, saved])
+    args = [next(paths) if arg == "{}" else arg for arg in args]
+    assert expected in one_error(weft(*args, code=2))
+    assert saved.read_bytes() == before
+
+
+def test_outputs_are_tried_before_the_work(tmp_path):
+    path = tmp_path / "missing" / "out"
+    for option in ("--json", "--html"):
+        done = weft("bench", "--smoke", option, path, code=1)
+        assert str(path) in one_error(done) and "No such file" in done.stderr
+        assert done.stdout == ""
+
+
 def test_a_full_disk_leaves_the_old_file_whole(saved):
     """A limit on file sizes stands for the full disk."""
     before = saved.read_bytes()

@@ -58,6 +58,9 @@ def test_no_command_is_bad_usage():
         (["plan", "--experts", "4", "--topk", "7"], "--topk 7"),
         (["plan", "--slots"], "--json"),
         (["plan", "--rank", "4", "--save", "x.json"], "--rank 4 is out of range"),
+        (["bench", "--experts", "1"], "--experts 1 is not divisible by --ranks 4"),
+        (["bench", "--experts", "4", "--topk", "7"], "--topk 7 is more than --experts 4"),
+        (["bench", "--transport", "pigeon"], '"pigeon" is not one of auto, '),
         (["train"], "file"),
         (["train", "x", "--resume"], "--checkpoint"),
         (["train", "x", "--steps", "0"], "--steps"),
@@ -82,6 +85,23 @@ def test_output_in_a_pipe_is_plain(args):
         assert "\x1b" not in text
         assert "\r" not in text
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams_take_no_file_of_ours(tmp_path, closed):
+    path = tmp_path / "plan.json"
+    weft("plan", "--tokens", 8, "--save", path)
+    before = path.read_bytes()
+    for args in (["plan", path, "--compare", path], ["check", "--quick", "--ranks", 2, "--threads", "--only", "byte"]):
+        command = " ".join([PROGRAM, *map(str, args), closed])
+        done = subprocess.run(["sh", "-c", command], timeout=TIMEOUT, env=clean_environment())
+        assert done.returncode == 0
+    assert path.read_bytes() == before
+
+
+def test_what_all_of_many_ranks_say_is_heard():
+    error = one_error(weft("bench", "--smoke", "--ranks", 64, "--transport", "loopback", code=1))
+    assert f"(so say ranks {', '.join(map(str, range(64)))})" in error
 
 
 def test_no_line_ends_in_blanks():

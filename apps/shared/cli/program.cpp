@@ -5,8 +5,10 @@
 
 #include <cstdio>
 #include <exception>
+#include <fcntl.h>
 #include <string>
 #include <string_view>
+#include <unistd.h>
 
 #include "weft/version.hpp"
 
@@ -16,6 +18,16 @@ namespace {
 constexpr int kGood = 0;
 constexpr int kFailed = 1;
 constexpr int kBadUsage = 2;
+
+// Opens /dev/null in place of standard streams that are closed: a file that is opened later would
+// get such a number, and the text of a table.
+void open_standard_streams() {
+  int opened = 0;
+  while (opened >= 0 && opened <= STDERR_FILENO) {
+    opened = ::open("/dev/null", O_RDWR);
+  }
+  ::close(opened);
+}
 
 // "weft plan", or "weft" while no command is known.
 std::string speaker(const CLI::App& app) {
@@ -69,6 +81,7 @@ int run(CLI::App& app, int argc, char** argv) {
 }  // namespace
 
 int run_program(CLI::App& app, int argc, char** argv) {
+  open_standard_streams();
   app.set_version_flag("--version", fmt::format("{} {}", app.get_name(), version()));
   const int status = run(app, argc, argv);
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {

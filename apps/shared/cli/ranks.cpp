@@ -19,6 +19,7 @@
 #include "core/check.hpp"
 #include "core/gpu/devices.hpp"
 #include "group/shared_memory.hpp"
+#include "transport/transport.hpp"
 
 namespace weft::program {
 namespace {
@@ -127,6 +128,17 @@ constexpr int kRanksOnOneGpu = 4;
 constexpr unsigned kProbeSeconds = 30;
 
 }  // namespace
+
+void add_transport_option(CLI::App& command, std::string& name) {
+  const auto problem = [](const std::string& word) {
+    std::vector<std::string> known = transport_names();
+    known.insert(known.begin(), "auto");
+    const std::string first = word.substr(0, word.find(':'));  // "ofi:tcp", "faulty:shm?seed=1"
+    const bool is_known = first == "faulty" || std::ranges::count(known, first) > 0;
+    return is_known ? "" : fmt::format("\"{}\" is not one of {}", word, fmt::join(known, ", "));
+  };
+  add_value(command, "--transport", name, "As listed by `weft info`")->check(problem);
+}
 
 std::string ask_processes(int num_ranks, const std::function<std::string(Group&)>& question) {
   constexpr size_t kAnswerBytes = 4096;

@@ -27,6 +27,9 @@ void add_rank_options(CLI::App& command, RankOptions& options);
 // threads.
 void run_ranks(const RankOptions& options, const std::function<int(Group&)>& body);
 
+// Adds --transport; a name that no transport has is bad usage.
+void add_transport_option(CLI::App& command, std::string& name);
+
 // What rank 0 of so many forked processes answers, or that they did not. Asks what this process
 // must not try, such as to use CUDA before it forks ranks that do. Call before starting threads.
 [[nodiscard]] std::string ask_processes(

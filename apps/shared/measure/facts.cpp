@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "commit.hpp"
+#include "core/available_memory.hpp"
 #include "core/gpu/devices.hpp"
 #include "cpu/combine/row_sum.hpp"
 #include "measure/measure.hpp"
@@ -117,6 +118,9 @@ Json build_info() {
       {"combine_dtypes", Json::array()},
       {"max_topk", kMaxTopk},
       {"simd", row_sum_target()}};
+  if (!list_gpus().runtime.empty()) {
+    json["executors"].push_back("cuda");
+  }
   for (const auto layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
     json["layouts"].push_back(layout_name(layout));
   }
@@ -133,6 +137,11 @@ Json machine_info() {
   uname(&names);
   struct statvfs shm = {};
   static_cast<void>(statvfs("/dev/shm", &shm));
+  const int64_t memory = memory_field("MemTotal");
+  const MemoryBounds bounds = memory_bounds();
+  // Of this control group; more than there is bounds nothing.
+  const int64_t limit =
+      bounds.limit < static_cast<uint64_t>(memory) ? static_cast<int64_t>(bounds.limit) : 0;
   rlimit files = {};
   static_cast<void>(getrlimit(RLIMIT_NOFILE, &files));
   return {
@@ -144,10 +153,9 @@ Json machine_info() {
       {"l1d_bytes", cache_bytes("1", "Data")},
       {"l2_bytes", cache_bytes("2", "Unified")},
       {"l3_bytes", cache_bytes("3", "Unified")},
-      {"memory_bytes", memory_field("MemTotal")},
-      {"available_bytes", memory_field("MemAvailable")},
-      // Of this control group, 0: none, which the file calls "max".
-      {"memory_limit_bytes", size_of(first_line("/sys/fs/cgroup/memory.max"))},
+      {"memory_bytes", memory},
+      {"available_bytes", static_cast<int64_t>(bounds.available)},
+      {"memory_limit_bytes", limit},
       {"page_bytes", sysconf(_SC_PAGESIZE)},
       {"huge_page_bytes", memory_field("Hugepagesize")},
       {"huge_pages_free", memory_field("HugePages_Free")},

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "core/gpu/peer_address.hpp"
 #include "cuda/device/ptx/bulk.cuh"
 #include "cuda/device/ptx/memory.cuh"
 #include "measure/link_copies_cuda.hpp"
@@ -9,6 +10,7 @@ namespace {
 constexpr int kThreads = 1024;
 constexpr int kInFlight = 8;  // loads of a thread
 constexpr int64_t kUnit = int64_t{kThreads} * kInFlight * 16;
+constexpr uint64_t kSecond = 1'000'000'000;
 
 // This thread block's units, in turn: they go round all peers, so that any number of thread blocks
 // shares the links evenly. Steps without divisions, which would cost more than a small copy.
@@ -133,7 +135,6 @@ __device__ bool wait_for(const uint32_t* mine, uint32_t wanted, uint64_t deadlin
 __global__ void signals(
     uint32_t* theirs, uint32_t* mine, uint32_t begin, uint32_t count, bool is_first
 ) {
-  constexpr uint64_t kSecond = 1'000'000'000;
   const uint64_t deadline = ptx::nanoseconds() + kSecond;
   for (uint32_t i = begin + 1; i <= begin + count; ++i) {
     if (is_first) {
@@ -148,8 +149,19 @@ __global__ void signals(
   }
 }
 
+__global__ void meet(std::byte* const* regions, int rank, int num_ranks, uint32_t round) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < num_ranks) {
+    const auto signals_of = [&](int owner) {
+      return reinterpret_cast<uint32_t*>(regions[static_cast<uint32_t>(owner) * kMaxPeerRegions]);
+    };
+    ptx::fence_sys();
+    ptx::store_release_sys(signals_of(peer) + rank, round);
+    wait_for(signals_of(rank) + peer, round, ptx::nanoseconds() + 20 * kSecond);
+  }
+}
+
 __global__ void hold(const volatile uint32_t* gate, uint32_t wanted) {
-  constexpr uint64_t kSecond = 1'000'000'000;
   const uint64_t start = ptx::nanoseconds();
   while (*gate < wanted && ptx::nanoseconds() - start < kSecond) {
   }
@@ -179,6 +191,12 @@ void exchange_signals(
     cudaStream_t stream
 ) {
   signals<<<1, 1, 0, stream>>>(theirs, mine, begin, count, is_first);
+}
+
+void meet_peers(
+    std::byte* const* regions, int rank, int num_ranks, uint32_t round, cudaStream_t stream
+) {
+  meet<<<1, kMaxDomainRanks, 0, stream>>>(regions, rank, num_ranks, round);
 }
 
 void hold_stream(const uint32_t* gate, uint32_t wanted, cudaStream_t stream) {

@@ -41,6 +41,13 @@ void exchange_signals(
     cudaStream_t stream
 );
 
+// All ranks of a domain leave together: raises signals[rank] of every peer to `round`, which grows
+// by one from call to call, and waits until its own are. `regions` is PeerMemory::table(). Ends
+// after 20 seconds at the latest.
+void meet_peers(
+    std::byte* const* regions, int rank, int num_ranks, uint32_t round, cudaStream_t stream
+);
+
 // Ends when *gate (pinned host memory) has reached `wanted`, or after a second.
 void hold_stream(const uint32_t* gate, uint32_t wanted, cudaStream_t stream);
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "cli/choices.hpp"
+#include "core/available_memory.hpp"
 #include "core/check.hpp"
 #include "plan/file/routing_file.hpp"
 #include "routing/report.hpp"
@@ -57,6 +58,19 @@ CLI::Option* add_routing_options(
   return option;
 }
 
+void check_made_up(const MadeUpRouting& spec) {
+  if (spec.num_experts % spec.num_ranks != 0) {
+    throw CLI::ValidationError(
+        fmt::format("--experts {} is not divisible by --ranks {}", spec.num_experts, spec.num_ranks)
+    );
+  }
+  if (spec.topk > spec.num_experts) {
+    throw CLI::ValidationError(
+        fmt::format("--topk {} is more than --experts {}", spec.topk, spec.num_experts)
+    );
+  }
+}
+
 RandomRouting random_spec(const MadeUpRouting& spec) {
   RandomRouting random;
   random.num_tokens = spec.num_tokens;
@@ -70,6 +84,8 @@ RandomRouting random_spec(const MadeUpRouting& spec) {
 }
 
 RoutingMoment make_up_routing(const MadeUpRouting& spec) {
+  const auto num_routes = static_cast<uint64_t>(spec.num_ranks * spec.num_tokens * spec.topk);
+  check_available(num_routes * sizeof(int32_t), "made-up routing");
   RoutingMoment moment;
   moment.name = fmt::format(
       "Made-up routing: {} tokens a rank, skew {}, seed {}", spec.num_tokens, spec.skew, spec.seed

@@ -50,7 +50,10 @@ CLI::Option* add_made_up(
   return option->group("Made-up routing")->capture_default_str()->excludes(file);
 }
 
+// Throws CLI::ValidationError for numbers that do not go together.
+void check_made_up(const MadeUpRouting& spec);
 [[nodiscard]] RandomRouting random_spec(const MadeUpRouting& spec);
+// Throws Error (kOutOfMemory) where there is no room for it.
 [[nodiscard]] RoutingMoment make_up_routing(const MadeUpRouting& spec);
 
 // Throws Error (kFile) naming the file and its place for a missing or damaged file, Error

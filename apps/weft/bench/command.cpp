@@ -11,8 +11,8 @@
 
 #include "bench/run.hpp"
 #include "cli/choices.hpp"
+#include "cli/outputs.hpp"
 #include "cli/ranks.hpp"
-#include "commands.hpp"
 #include "measure/limits_cuda.hpp"
 #include "measure/results.hpp"
 #include "plan/file/routing_file.hpp"
@@ -104,7 +104,7 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
 
 void add_gpu_options(CLI::App& command, BenchOptions& options) {
   add_device_option(command, options.device);
-  command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU, one or several")
+  command.add_option("--sms", options.sms, "Multiprocessors of a call on a GPU; several as 24,132")
       ->delimiter(',')
       ->allow_extra_args(false)
       ->check(Within(0, 1024));
@@ -121,7 +121,7 @@ void add_run_options(CLI::App& command, BenchOptions& options) {
   command.add_option("--threads-per-rank", options.threads_per_rank, "Workers of each rank")
       ->check(Within(0, kMostThreads))
       ->default_str("the cores shared among the ranks");
-  add_value(command, "--transport", options.transport, "As listed by `weft info`");
+  add_transport_option(command, options.transport);
   command.add_flag("--staged", options.is_staged, "Output in ordinary memory, filled by a copy");
   add_number(command, "--iterations", options.iterations, 1, kMostSamples, "Samples");
   add_number(command, "--warmup", options.warmup, 0, kMostSamples, "Calls before the first sample");
@@ -162,6 +162,10 @@ void add_bench(CLI::App& app) {
       options->ranks.num_ranks = RoutingFileReader(options->routing_file).shape().num_ranks;
     }
     take_case(*options, *reference);
+    check_outputs(
+        {{"--json", options->json_path}, {"--html", options->html_path}},
+        {{"--routing", options->routing_file}}
+    );
     choose_device(options->device, options->transport);
     if (options->is_copied && !options->device.is_on_gpu()) {
       throw CLI::ValidationError("--copy-engines", "GPUs have them, and this would run on the CPU");
@@ -170,6 +174,9 @@ void add_bench(CLI::App& app) {
     if (options->device.is_on_gpu()) {
       limit_gbps = all_to_all_limit_gbps();
       take_all_gpus(*command, options->device, options->ranks);
+    }
+    if (options->routing_file.empty() && !Group::is_launched()) {
+      check_made_up(options->made_up(options->ranks.num_ranks));
     }
     run_ranks(options->ranks, [&](Group& group) {
       return bench_rank(group, *options, limit_gbps);

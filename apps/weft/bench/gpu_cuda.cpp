@@ -11,7 +11,6 @@
 #include <functional>
 #include <vector>
 
-#include "bench/barrier_cuda.hpp"
 #include "bench/run.hpp"
 #include "call/executor.hpp"
 #include "cli/progress.hpp"
@@ -19,6 +18,7 @@
 #include "core/gpu/devices.hpp"
 #include "core/gpu/stream.hpp"
 #include "cuda/transport/peer_memory.hpp"
+#include "measure/link_copies_cuda.hpp"
 #include "measure/measure.hpp"
 
 namespace weft::program {
@@ -130,7 +130,7 @@ class GpuBench final : public Bench {
             fmt::format("{} multiprocessors", num_sms_)
         );
         for (const BenchOp op : {BenchOp::kDispatch, BenchOp::kCombine}) {
-          const auto samples = slowest_of(group_, time(op, 0));
+          const auto samples = slowest_of(group_, time(op, 0, options_.iterations));
           splits.push_back(
               {op == BenchOp::kDispatch ? Op::kDispatch : Op::kCombine,
                group_.num_ranks(),
@@ -150,23 +150,25 @@ class GpuBench final : public Bench {
     exchange_.check();
   }
 
-  CopyRates measure_rates() override { return {.scatter = limit_gbps_}; }
+  CopyRates measure_rates(BenchOp /*op*/) override { return {.scatter = limit_gbps_}; }
 
-  std::vector<double> time(BenchOp op, int graph_calls) override {
+  std::vector<double> time(BenchOp op, int graph_calls, int iterations) override {
     if (graph_calls == 0) {
       const bool is_planning = op == BenchOp::kPlan || op == BenchOp::kPlanDispatch;
-      return time_work([&](size_t version) { run_once(op, version); }, is_planning);
+      return time_work([&](size_t version) { run_once(op, version); }, is_planning, iterations);
     }
     const BenchGraphs graphs(*this, op, graph_calls, stream_);
-    auto samples = time_work([&](size_t version) { graphs.launch(version); }, false);
+    auto samples = time_work([&](size_t version) { graphs.launch(version); }, false, iterations);
     for (double& sample : samples) {
       sample /= graph_calls;
     }
     return samples;
   }
 
-  std::vector<double> time_work(const std::function<void(size_t)>& work, bool waits_for_host) {
-    const int total = options_.warmup + options_.iterations;
+  std::vector<double> time_work(
+      const std::function<void(size_t)>& work, bool waits_for_host, int iterations
+  ) {
+    const int total = options_.warmup + iterations;
     std::vector<cudaEvent_t> events(static_cast<size_t>(2 * total));
     for (cudaEvent_t& event : events) {
       WEFT_CUDA(Context{}, cudaEventCreate(&event));
@@ -178,7 +180,8 @@ class GpuBench final : public Bench {
       if (waits_for_host) {
         group_.barrier();
       }
-      launch_barrier(signals_.table(), group_.rank(), group_.num_ranks(), ++round_, stream_);
+      meet_peers(signals_.table(), group_.rank(), group_.num_ranks(), ++round_, stream_);
+      WEFT_CUDA(Context{}, cudaGetLastError());
       WEFT_CUDA(Context{}, cudaEventRecord(events[at], stream_));
       work(static_cast<size_t>(i) % num_versions());
       WEFT_CUDA(Context{}, cudaEventRecord(events[at + 1], stream_));

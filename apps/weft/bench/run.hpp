@@ -19,6 +19,7 @@
 #include "measure/results.hpp"
 #include "plan/build.hpp"
 #include "report/table.hpp"
+#include "routing/source.hpp"
 #include "weft/exchange.hpp"
 #include "weft/group.hpp"
 #include "weft/tensor.hpp"
@@ -63,6 +64,9 @@ struct BenchOptions {
 
   [[nodiscard]] bool wants(std::string_view op) const {
     return ops.empty() || std::find(ops.begin(), ops.end(), op) != ops.end();
+  }
+  [[nodiscard]] MadeUpRouting made_up(int num_ranks) const {
+    return {num_ranks, num_tokens, num_experts, topk, skew, seed};
   }
   [[nodiscard]] PlanOptions plan_options() const {
     return {.layout = layout, .pad_multiple = layout == Layout::kRankMajor ? 1 : pad_multiple};
@@ -123,7 +127,7 @@ struct BenchResult {
 
 struct BenchReport {
   int64_t row_bytes = 0;
-  CopyRates rates = {};  // plain copies of rows of this size
+  CopyRates rates = {};  // the best of plain copies of rows of this size
   std::vector<BenchResult> results;
 };
 
@@ -163,10 +167,10 @@ class Bench {
 
   // Waits for the calls so far.
   virtual void finish() = 0;
-  // Collective: what plain copies reach.
-  [[nodiscard]] virtual CopyRates measure_rates() = 0;
+  // Collective: what plain copies reach now, of the kind that bounds `op`.
+  [[nodiscard]] virtual CopyRates measure_rates(BenchOp op) = 0;
   // Microseconds of each sample on this rank; `graph_calls`: of each graph, 0 for calls outside.
-  [[nodiscard]] virtual std::vector<double> time(BenchOp op, int graph_calls) = 0;
+  [[nodiscard]] virtual std::vector<double> time(BenchOp op, int graph_calls, int iterations) = 0;
 
   [[nodiscard]] bool is_on_gpu() const { return device_.kind == Device::Kind::kCuda; }
   [[nodiscard]] bool is_fp8() const { return options_.is_fp8 && is_on_gpu(); }
@@ -204,11 +208,12 @@ class Bench {
   );
   [[nodiscard]] int64_t num_checked() const;
   [[nodiscard]] std::string mode_of(int graph_calls) const;
-  [[nodiscard]] double limit_us(BenchOp op, const CopyRates& rates) const;
+  [[nodiscard]] double limit_us(const ResultRow& row) const;
   [[nodiscard]] BenchBytes bytes_of_all_ranks() const;
-  [[nodiscard]] BenchResult measure(BenchOp op, int graph_calls, const CopyRates& rates);
+  [[nodiscard]] BenchResult measure(BenchOp op, int graph_calls);
 
   void* stream_;
+  CopyRates rates_;  // the best of all turns
   MadeUpRows tokens_;
   MadeUpRows expert_rows_;
   MadeUpRows scale_rows_;

@@ -16,9 +16,9 @@
 #include "cli/choices.hpp"
 #include "cli/progress.hpp"
 #include "cli/ranks.hpp"
-#include "commands.hpp"
 #include "core/check.hpp"
 #include "report/table.hpp"
+#include "transport/transport.hpp"
 #include "weft/error.hpp"
 
 namespace weft::program {
@@ -64,6 +64,23 @@ std::vector<CheckCase> pick(std::vector<CheckCase> cases, const std::string& onl
 
 void append(const std::vector<CheckCase>& more, std::vector<CheckCase>& cases) {
   cases.insert(cases.end(), more.begin(), more.end());
+}
+
+struct Cases {
+  std::vector<CheckCase> matrix;
+  std::vector<CheckCase> hard;
+};
+
+Cases cases_of(const CheckOptions& options, int num_ranks) {
+  auto matrix = matrix_cases(num_ranks, options.is_quick, options.seed);
+  auto hard = hard_cases(num_ranks, options.is_quick, options.seed);
+  if (options.settings.device.is_on_gpu()) {
+    const auto copied = by_copy_engines(matrix);
+    append(with_vector_moves(matrix), matrix);
+    append(copied, matrix);
+    append(by_copy_engines(hard), hard);
+  }
+  return {pick(std::move(matrix), options.only), pick(std::move(hard), options.only)};
 }
 
 // What the first rank that found a difference says, the same on every rank; empty if none did.
@@ -113,21 +130,19 @@ class CheckRun {
       : group_(group), options_(options), progress_("check", group.rank() == 0) {}
 
   int run() {
-    const int n = group_.num_ranks();
-    auto matrix = matrix_cases(n, options_.is_quick, options_.seed);
-    auto hard = hard_cases(n, options_.is_quick, options_.seed);
-    if (options_.settings.device.num_gpus > 0) {
-      const auto copied = by_copy_engines(matrix);
-      append(with_vector_moves(matrix), matrix);
-      append(copied, matrix);
-      append(by_copy_engines(hard), hard);
-    }
-    matrix = pick(std::move(matrix), options_.only);
-    hard = pick(std::move(hard), options_.only);
-    num_cases_ = matrix.size() + hard.size();
-    WEFT_CHECK_ARG(
-        Context{}, num_cases_ > 0, "check: no case is called \"{}\" (--only)", options_.only
+    const CheckSettings& settings = options_.settings;
+    const std::string obstacle =
+        settings.device.is_on_gpu() ? "" : transport_obstacle(settings.transport, group_);
+    WEFT_CHECK(
+        (Context{group_.rank(), group_.num_ranks()}),
+        obstacle.empty(),
+        ErrorCode::kNotAvailable,
+        "check: transport {} cannot join these ranks: {}",
+        settings.transport,
+        obstacle
     );
+    const auto [matrix, hard] = cases_of(options_, group_.num_ranks());
+    num_cases_ = matrix.size() + hard.size();
     ResultTable matrix_table("layout and dtype");
     ResultTable hard_table("hard case");
     run_all(matrix, matrix_table);
@@ -233,7 +248,7 @@ void add_check(CLI::App& app) {
   add_rank_options(*command, options->ranks);
   add_device_option(*command, options->settings.device);
   command->add_flag("--quick", options->is_quick, "Small inputs, one group size: a few seconds");
-  add_value(*command, "--transport", options->settings.transport, "As listed by `weft info`");
+  add_transport_option(*command, options->settings.transport);
   command->add_option("--threads-per-rank", options->settings.num_threads, "Workers of each rank")
       ->check(Within(0, kMostThreads))
       ->default_str("the cores shared among the ranks");
@@ -244,6 +259,10 @@ void add_check(CLI::App& app) {
   command->callback([options, command] {
     choose_device(options->settings.device, options->settings.transport);
     choose_ranks(*command, options->settings.device, options->ranks);
+    const auto [matrix, hard] = cases_of(*options, options->ranks.num_ranks);
+    if (matrix.empty() && hard.empty()) {
+      throw CLI::ValidationError("--only", fmt::format("no case is called \"{}\"", options->only));
+    }
     run_check(*options);
   });
 }

@@ -5,18 +5,23 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/available_memory.hpp"
 #include "core/check.hpp"
 
 namespace weft {
 namespace {
 
 constexpr uint64_t kAlignment = 64;
+constexpr uint64_t kCheckedBytes = 64 << 20;  // to look takes some tens of microseconds
 
 }  // namespace
 
 std::shared_ptr<std::byte> allocate_on(const Device& device, uint64_t bytes) {
   if (device.kind == Device::Kind::kCuda) {
     return allocate_on_gpu(device.index, std::max<uint64_t>(bytes, 1));
+  }
+  if (bytes >= kCheckedBytes) {
+    check_available(bytes, "memory");
   }
   const uint64_t rounded =
       (std::max<uint64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
