@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/available_memory.hpp"
 #include "core/check.hpp"
 #include "core/clock.hpp"
 #include "core/log.hpp"
@@ -17,11 +18,33 @@ namespace {
 // Sums over the ranks that ride behind the replicated parameters.
 enum Scalar : size_t { kLossScalar, kBalanceScalar, kNumScalars };
 
+// What a rank allocates on the host at least: parameters and AdamW's moments, the gradients of each
+// shard, and what a token meets in a block. In doubles, as the numbers come from outside.
+double least_memory(const TrainConfig& config, int num_ranks) {
+  const ModelConfig& model = config.model;
+  const ModelLayout layout = make_layout(model, 0, num_ranks);
+  const auto shards = static_cast<double>(shards_of_rank(0, num_ranks).size());
+  const bool is_on_gpu = config.device.kind == Device::Kind::kCuda;
+  const auto tokens = is_on_gpu ? 0.0 : static_cast<double>(config.global_batch) / num_ranks;
+  const double of_token = 6.0 * model.hidden + 2.0 * model.num_experts;
+  const double of_route = 2.0 * model.hidden + 6.0 * model.expert_hidden;
+  return sizeof(float) * (static_cast<double>(layout.num_replicated) * (2 + shards) +
+                          static_cast<double>(layout.num_expert) * 4 +
+                          tokens * model.num_blocks * (of_token + of_route * model.topk));
+}
+
 const TrainConfig& checked(
     const Group& group, const TrainConfig& config, std::span<const std::byte> text
 ) {
   const auto signatures = together(group, [&] {
     validate(config, group.num_ranks());
+    const auto& own = group.topology().domains;
+    const size_t here = own.size() == 1 ? static_cast<size_t>(group.num_ranks()) : 1;
+    const double bytes = least_memory(config, group.num_ranks()) * static_cast<double>(here);
+    check_available(
+        bytes < 0x1p63 ? static_cast<uint64_t>(bytes) : kUnknownBytes - 1,
+        fmt::format("a model on {} ranks", here)
+    );
     if (config.device.kind == Device::Kind::kCuda) {
       check_can_train_on_gpu(config.device.index);
     } else {

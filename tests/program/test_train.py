@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import TIMEOUT, TINY, TINY_MODEL, start, weft
+from conftest import TIMEOUT, TINY, TINY_MODEL, one_error, start, weft
 
 
 def losses(path):
@@ -100,6 +100,51 @@ def test_a_resumed_run_appends_to_its_routing(tmp_path, book):
     assert "step 3, layer 0" in weft("plan", steps).stdout
 
 
+def test_a_checkpoint_is_overwritten_only_if_that_is_asked_for(tmp_path, book):
+    kept = tmp_path / "model.ckpt"
+    args = ["train", book, *TINY, "--ranks", 2, "--steps", 2, "--checkpoint", kept]
+    weft(*args)
+    before = kept.read_bytes()
+    assert f"--checkpoint {kept}: it holds 2 steps" in one_error(weft(*args, code=2))
+    assert kept.read_bytes() == before
+    weft(*args, "--seed", 7, "--overwrite")
+    assert kept.read_bytes() != before
+    kept.write_text("something that nobody may lose")
+    assert "no checkpoint" in one_error(weft(*args, code=2))
+    assert kept.read_text().startswith("something")
+
+
+def test_outputs_neither_replace_the_text_nor_each_other(tmp_path, book):
+    before = book.read_bytes()
+    link = tmp_path / "link"
+    link.symlink_to(book)
+    for option in ("--checkpoint", "--save-routing", "--html", "--json"):
+        for path in (book, link):
+            args = ["train", book, *TINY, "--steps", 1, option, path]
+            assert f"{option} would replace" in one_error(weft(*args, code=2))
+    both = tmp_path / "both"
+    args = ["train", book, *TINY, "--steps", 1, "--html", both, "--json", both]
+    assert "would replace" in one_error(weft(*args, code=2))
+    assert book.read_bytes() == before and not both.exists()
+
+
+def test_a_checkpoint_replaces_no_device(book):
+    args = ["train", book, *TINY, "--ranks", 2, "--steps", 1, "--checkpoint", "/dev/null"]
+    assert "no regular file" in one_error(weft(*args, code=1))
+    assert os.stat("/dev/null").st_mode & 0o170000 == 0o020000
+
+
+def test_what_does_not_fit_into_memory_is_refused(book):
+    sizes = ["--experts", 65536, "--blocks", 1024, "--hidden", 65536, "--expert-hidden", 65536]
+    error = one_error(weft("train", book, "--device", "cpu", *sizes, code=1))
+    assert "no room for" in error and "available" in error
+    assert "num_experts = 1000000 (at most 65536)" in one_error(
+        weft("train", book, "--experts", 1000000, code=2)
+    )
+    assert "/dev/zero" in one_error(weft("train", "/dev/zero", *TINY, code=1))
+    assert "-1" in one_error(weft("train", book, *TINY, "--seed", -1, code=2))
+
+
 def test_seconds_end_a_run(tmp_path, book):
     started = time.monotonic()
     weft("train", book, *TINY, "--ranks", 2, "--seconds", 0.5)
@@ -126,6 +171,7 @@ def micro_batched(tmp_path, book, micro_batches, ranks, *args):
     """Losses of three steps, and what the checkpoint after them holds."""
     kept = tmp_path / "model.ckpt"
     args = ["--micro-batches", micro_batches, "--ranks", ranks, "--checkpoint", kept, *args]
+    args.append("--overwrite")
     values, _ = train(book, tmp_path / "run.json", "--steps", 3, *args)
     return values, kept.read_bytes()
 

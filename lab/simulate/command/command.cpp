@@ -11,7 +11,9 @@
 #include <thread>
 
 #include "cli/choices.hpp"
+#include "cli/outputs.hpp"
 #include "cli/progress.hpp"
+#include "core/available_memory.hpp"
 #include "measure/measure.hpp"
 #include "plan/file/routing_file.hpp"
 #include "plan/random_routing.hpp"
@@ -188,6 +190,8 @@ std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const s
   double before = 0;
   for (const int size : options.sizes) {
     const sim::Scenario scenario = make_scenario(options, size);
+    const auto routes = static_cast<uint64_t>(scenario.max_tokens) * scenario.topk * size;
+    check_available(routes * sizeof(int32_t), "routing");
     MadeUpRouting spec = options.made_up;
     spec.num_ranks = size;
     spec.num_experts = scenario.num_experts;
@@ -208,6 +212,10 @@ std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const s
 }
 
 void run_simulate(SimulateOptions& options) {
+  check_outputs(
+      {{"--calibrate", options.calibrate_path}, {"--json", options.json_path}},
+      {{"the routing", options.file}, {"--model", options.model_path}}
+  );
   if (!options.calibrate_path.empty()) {
     fmt::print("{}", model_text(calibrate(options.calibrate_path)));
     return;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cli/choices.hpp"
+#include "cli/outputs.hpp"
 #include "cli/progress.hpp"
 #include "cli/ranks.hpp"
 #include "cli/stop_request.hpp"
@@ -26,6 +27,7 @@
 #include "plan/file/routing_file.hpp"
 #include "report/json_text.hpp"
 #include "train/batch.hpp"
+#include "train/checkpoint.hpp"
 #include "train/config.hpp"
 #include "train/trainer.hpp"
 #include "weft/error.hpp"
@@ -48,6 +50,7 @@ struct TrainOptions {
   std::string checkpoint_path;
   int64_t checkpoint_every = 100;  // steps
   bool is_resumed = false;
+  bool overwrites = false;  // a checkpoint that this run has not gone on from
   std::string routing_path;
   int64_t routing_every = 1;  // steps
   std::string trace_path;
@@ -326,7 +329,7 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   auto& config = options.config;
   auto& model = config.model;
   const auto add = [&](const char* name, auto& value, const char* text) {
-    app.add_option(name, value, text)->group("Model")->capture_default_str();
+    return app.add_option(name, value, text)->group("Model")->capture_default_str();
   };
   add("--window", model.window, "Bytes that predict the next one");
   add("--hidden", model.hidden, "Width of a token");
@@ -338,7 +341,7 @@ void add_model_options(CLI::App& app, TrainOptions& options) {
   add("--batch", config.global_batch, "Tokens of a step, of all ranks together");
   add("--learning-rate", config.learning_rate, "Learning rate");
   add("--warmup", config.warmup_steps, "Steps in which the learning rate rises");
-  add("--seed", config.seed, "Seed of parameters and batches");
+  add("--seed", config.seed, "Seed of parameters and batches")->check(any_seed());
   add_value(app, "--transport", config.transport, "How rows travel, see `weft info`");
 }
 
@@ -389,9 +392,13 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
   add("--checkpoint-every", options.checkpoint_every, "Steps between two checkpoints")
       ->check(Positive())
       ->capture_default_str();
-  app.add_flag("--resume", options.is_resumed, "Go on from the checkpoint")
+  auto* resume = app.add_flag("--resume", options.is_resumed, "Go on from the checkpoint")
+                     ->group("Files")
+                     ->needs(checkpoint);
+  app.add_flag("--overwrite", options.overwrites, "Begin anew although the checkpoint holds steps")
       ->group("Files")
-      ->needs(checkpoint);
+      ->needs(checkpoint)
+      ->excludes(resume);
   add("--save-routing", options.routing_path, "Write the routing of the steps");
   add("--routing-every", options.routing_every, "Steps between two that are written")
       ->check(Positive())
@@ -420,6 +427,39 @@ void choose_devices(const CLI::App& command, TrainOptions& options) {
   }
 }
 
+// Throws CLI::ValidationError for files that the run would destroy, Error (kFile) for those that it
+// could not write.
+void check_files(const TrainOptions& options) {
+  check_outputs(
+      {{"--checkpoint", options.checkpoint_path},
+       {"--save-routing", options.routing_path},
+       {"--trace", options.trace_path},
+       {"--html", options.html_path},
+       {"--json", options.json_path}},
+      {{"the text", options.text_path}}
+  );
+  const std::string& path = options.checkpoint_path;
+  if (path.empty() || options.is_resumed || options.overwrites) {
+    return;
+  }
+  const auto refuse = [&](std::string_view problem) {
+    throw CLI::ValidationError(fmt::format(
+        "--checkpoint {}: {} (--resume goes on from a checkpoint, --overwrite replaces it)",
+        path,
+        problem
+    ));
+  };
+  std::optional<int64_t> steps;
+  try {
+    steps = moe::checkpoint_steps(path);
+  } catch (const Error&) {
+    refuse("it is there already and no checkpoint");
+  }
+  if (steps.value_or(0) > 0) {
+    refuse(fmt::format("it holds {} steps", *steps));
+  }
+}
+
 void run_train(const CLI::App& command, TrainOptions& options) {
   if (options.steps == 0 && options.seconds == 0) {
     options.seconds = kDefaultSeconds;
@@ -435,6 +475,7 @@ void run_train(const CLI::App& command, TrainOptions& options) {
       throw CLI::ValidationError(error.what());
     }
   }
+  check_files(options);
   const auto text = moe::read_text(options.text_path, options.config.model.window);
   const StopRequest stop;
   run_ranks(options.ranks, [&](Group& group) { return train_on_rank(group, options, text, stop); });
