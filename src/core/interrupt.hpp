@@ -20,16 +20,16 @@ class InterruptScope {
  public:
   using Check = bool (*)();
 
-  explicit InterruptScope(Check check) : outer_(std::exchange(check_, check)) {}
-  ~InterruptScope() { check_ = outer_; }
+  explicit InterruptScope(Check check) : outer_(std::exchange(current, check)) {}
+  ~InterruptScope() { current = outer_; }
   InterruptScope(const InterruptScope&) = delete;
   InterruptScope& operator=(const InterruptScope&) = delete;
 
   // Asks this thread's check, if there is one.
-  [[nodiscard]] static bool is_interrupted() { return check_ != nullptr && check_(); }
+  [[nodiscard]] static bool is_interrupted() { return current != nullptr && current(); }
 
  private:
-  static inline thread_local Check check_ = nullptr;
+  static inline thread_local Check current = nullptr;
   Check outer_;
 };
 

@@ -9,7 +9,8 @@ namespace weft {
 namespace {
 
 static_assert(sizeof(Point) == crypto_core_ristretto255_BYTES);
-static_assert(sizeof(Proof) == crypto_auth_BYTES && sizeof(Proof) == crypto_auth_KEYBYTES);
+static_assert(sizeof(Proof) == crypto_auth_BYTES);
+static_assert(sizeof(Proof) == crypto_auth_KEYBYTES);
 
 const unsigned char* bytes_of(std::string_view text) {
   return reinterpret_cast<const unsigned char*>(text.data());
