@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "hosts/message_transfer.hpp"
 
-#include <ranges>
 #include <utility>
 
 #include "core/host_map.hpp"
@@ -12,7 +11,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 bool is_any(size_t count, const auto& holds) {
-  return std::ranges::any_of(std::views::iota(size_t{0}, count), holds);
+  size_t i = 0;
+  while (i < count && !holds(i)) {
+    ++i;
+  }
+  return i < count;
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ std::string_view take_until(std::string_view& text, char separator) {
 }
 
 void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
-  static const std::map<std::string_view, double FaultPlan::*> kProbabilities = {
+  static const std::map<std::string_view, double FaultPlan::*> probabilities = {
       {"drop", &FaultPlan::drop},
       {"delay", &FaultPlan::delay},
       {"fail", &FaultPlan::fail},
@@ -37,7 +37,7 @@ void set_value(FaultPlan& plan, std::string_view key, std::string_view text) {
   if (value > kMostExact) {
     refuse(fmt::format("{} is too large", value));
   }
-  if (const auto found = kProbabilities.find(key); found != kProbabilities.end()) {
+  if (const auto found = probabilities.find(key); found != probabilities.end()) {
     if (value > 1) {
       refuse(fmt::format("{} is no probability (at most 1)", value));
     }
@@ -152,7 +152,7 @@ void FaultyTransport::raise(int rank, uint32_t signal, uint64_t amount) {
   const Send send = [=](Transport& inner) { inner.raise(rank, signal, amount); };
   std::unique_lock lock(mutex_);
   start_call(rank);
-  const bool is_now = passes([&] { return send; });
+  const bool is_now = passes([&] { return Send(send); });
   lock.unlock();
   if (is_now) {
     send(*inner_);

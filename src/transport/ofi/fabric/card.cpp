@@ -48,7 +48,7 @@ std::vector<HostAddress> host_addresses() {
     }
   }
   ::freeifaddrs(list);
-  std::ranges::stable_partition(addresses, std::not_fn(&HostAddress::is_ipv6));
+  std::stable_partition(addresses.begin(), addresses.end(), std::not_fn(&HostAddress::is_ipv6));
   return addresses;
 }
 
