@@ -144,7 +144,7 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
   }
   std::vector<std::string> reasons;
   for (const Entry* entry : entries) {
-    const std::string reason = entry->obstacle(group, kind_of(name));
+    std::string reason = entry->obstacle(group, kind_of(name));
     if (reason.empty() || entries.size() == 1) {
       return reason;
     }
