@@ -14,7 +14,7 @@ import torch.distributed as dist
 import weft
 from oracle import HIDDEN, inputs
 
-PATIENCE = 0.3  # seconds until the call surely waits; a signal before it is raised as well
+PATIENCE = 1.5  # seconds until the call surely waits; a signal before it is raised as well
 
 
 def interrupted(rank, num_ranks, group, verb, number, raised):
@@ -34,9 +34,9 @@ def interrupted(rank, num_ranks, group, verb, number, raised):
         if raised is SystemExit:
             signal.signal(number, lambda *_: sys.exit(3))
         timer = threading.Timer(PATIENCE, os.kill, (os.getpid(), number))
-        timer.start()
         try:
             with pytest.raises(raised):
+                timer.start()
                 calls[verb]()
         finally:
             timer.join()
