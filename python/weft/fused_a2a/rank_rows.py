@@ -295,7 +295,7 @@ def deepepv2_dispatch(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
     """Like `fused_dispatch`, on an elastic buffer.
 
-    `num_max_tokens_per_rank` is the same on every rank and no less than any rank's T.
+    All ranks pass the same `num_max_tokens_per_rank`. It is at least the largest T of all ranks.
     `expert_alignment` rounds up the counts of tokens per expert, not the rows. `num_sms` 0 leaves
     the number to the buffer. The probability of a slot whose expert is elsewhere is undefined.
     """
