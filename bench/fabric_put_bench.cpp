@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "fabric_stream.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/ofi.hpp"
@@ -22,7 +23,6 @@
 namespace {
 
 using namespace weft;
-using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kMemoryBytes = 64 << 20;
 constexpr uint64_t kScatter = 7919;  // prime: neighbours in the target are far apart in the source

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "train/batch.hpp"
 #include "train/config.hpp"
 #include "train/layers/math.hpp"
@@ -39,8 +40,6 @@ inline constexpr std::array<std::string_view, kNumPhases> kPhaseNames = {
 
 class PhaseTimer {
  public:
-  using Clock = std::chrono::steady_clock;
-
   // Forgets what was measured; no phase begins.
   void reset() {
     seconds_ = {};

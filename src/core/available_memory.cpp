@@ -2,32 +2,45 @@
 #include "core/available_memory.hpp"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdio>
 #include <filesystem>
-#include <fstream>
+#include <memory>
 
 #include "core/check.hpp"
 
 namespace weft {
 namespace {
 
-// The number behind `name` in a file of "name number" lines.
-uint64_t field(const std::string& path, std::string_view name) {
-  std::ifstream file(path);
-  std::string word;
-  while (file >> word) {
-    uint64_t number = 0;
-    if (word == name && file >> number) {
-      return number;
-    }
+// Read without streams: a program that holds a second C++ library, as extensions of Python may
+// bring one, can leave a stream without the locale that it reads numbers and lines by.
+std::string text_of(const std::string& path) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(
+      std::fopen(path.c_str(), "re"), &std::fclose
+  );
+  std::string text;
+  std::array<char, 4096> part;
+  while (const size_t count = file == nullptr ? 0 : std::fread(part.data(), 1, 4096, file.get())) {
+    text.append(part.data(), count);
   }
-  return kUnknownBytes;
+  return text;
 }
 
-// A file of one number; "max" is none.
-uint64_t number_in(const std::string& path) {
-  std::ifstream file(path);
+// The number that `text` begins with after blanks; "max" is none.
+uint64_t number_in(std::string_view text) {
+  text.remove_prefix(std::min(text.find_first_not_of(" \t\n"), text.size()));
   uint64_t number = 0;
-  return file >> number ? number : kUnknownBytes;
+  const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  return error == std::errc() ? number : kUnknownBytes;
+}
+
+// The number behind `name` in a file of "name number" lines.
+uint64_t field(const std::string& path, std::string_view name) {
+  const std::string text = "\n" + text_of(path);
+  const size_t at = text.find(fmt::format("\n{} ", name));
+  return at == std::string::npos ? kUnknownBytes
+                                 : number_in(std::string_view(text).substr(at + name.size() + 1));
 }
 
 uint64_t number_or(uint64_t otherwise, uint64_t number) {
@@ -55,8 +68,8 @@ void bound_by_group(
 ) {
   for (;; group = group.parent_path()) {
     const std::string folder = root + files.mount + group.native() + "/";
-    const uint64_t limit = number_in(folder + files.limit);
-    const uint64_t usage = number_or(0, number_in(folder + files.usage));
+    const uint64_t limit = number_in(text_of(folder + files.limit));
+    const uint64_t usage = number_or(0, number_in(text_of(folder + files.usage)));
     const uint64_t cache = number_or(0, field(folder + "memory.stat", files.cache));
     const uint64_t used = usage - std::min(usage, cache);
     if (limit != kUnknownBytes) {
@@ -76,9 +89,10 @@ MemoryBounds memory_bounds(const std::string& root) {
   const uint64_t system_kib = field(root + "/proc/meminfo", "MemAvailable:");
   bounds.available = system_kib == kUnknownBytes ? kUnknownBytes : system_kib << 10;
   // "0::/path" is version 2, "5:cpu,memory:/path" version 1.
-  std::ifstream groups(root + "/proc/self/cgroup");
-  std::string line;
-  while (std::getline(groups, line)) {
+  const std::string groups = text_of(root + "/proc/self/cgroup");
+  for (size_t begin = 0, end = 0; begin < groups.size(); begin = end + 1) {
+    end = std::min(groups.find('\n', begin), groups.size());
+    const std::string line = groups.substr(begin, end - begin);
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) {

@@ -3,12 +3,11 @@
 
 #include <utility>
 
+#include "core/clock.hpp"
 #include "core/host_map.hpp"
 
 namespace weft {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 bool is_any(size_t count, const auto& holds) {
   size_t i = 0;

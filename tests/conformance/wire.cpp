@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "conformance/transport_conformance.hpp"
+#include "core/clock.hpp"
 #include "weft/error.hpp"
 
 namespace weft::testing {
@@ -57,7 +58,6 @@ void Wire::share(const Region& region) {
 }
 
 void Wire::wait(uint32_t signal, uint64_t wanted) const {
-  using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::seconds(30);
   for (;;) {
     const uint32_t seen = transport->doorbell();

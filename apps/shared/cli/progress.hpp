@@ -3,8 +3,9 @@
 // a plain line now and then elsewhere, nothing for short work.
 #pragma once
 
-#include <chrono>
 #include <string>
+
+#include "core/clock.hpp"
 
 namespace weft::program {
 
@@ -22,8 +23,6 @@ class Progress {
   void clear();  // takes the bar off the screen, so that other text can follow
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   std::string label_;
   bool is_enabled_;
   bool is_terminal_;

@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "group/control_plane.hpp"
 #include "weft/group.hpp"
 
@@ -19,7 +20,6 @@ class Stopwatch {
   [[nodiscard]] double microseconds() const { return seconds() * 1e6; }
 
  private:
-  using Clock = std::chrono::steady_clock;
   Clock::time_point start_ = Clock::now();
 };
 

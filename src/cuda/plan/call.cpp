@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 
+#include "core/clock.hpp"
 #include "cuda/exchange/exchange.hpp"
 #include "cuda/plan/download.hpp"
 #include "plan/build.hpp"
@@ -245,7 +246,6 @@ PlanView CudaExchange::view_of(const PlanData& plan) const {
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
 void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream) {
-  using Clock = std::chrono::steady_clock;
   auto look = Clock::now() + std::chrono::milliseconds(5);
   while (*seen == 0) {
     check();

@@ -10,14 +10,13 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/clock.hpp"
 #include "core/log.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 
 namespace weft {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr uint64_t kGranularity = uint64_t{2} << 20;  // the driver's, of cuMemCreate
 // The times are guesses.

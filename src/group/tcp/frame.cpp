@@ -2,7 +2,6 @@
 #include "group/tcp/frame.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 namespace weft {
 namespace {
@@ -107,7 +106,7 @@ std::optional<std::vector<Bytes>> unpack_blocks(std::span<const std::byte> packe
   if (packed.size() < table.size()) {
     return std::nullopt;
   }
-  std::memcpy(table.data(), packed.data(), table.size());
+  std::ranges::copy(packed.first(table.size()), table.begin());
   packed = packed.subspan(table.size());
   std::vector<Bytes> blocks;
   for (const uint64_t size : sizes) {
