@@ -37,7 +37,7 @@ uint64_t number_in(std::string_view text) {
 
 // The number behind `name` in a file of "name number" lines.
 uint64_t field(const std::string& path, std::string_view name) {
-  const std::string text = "\n" + text_of(path);
+  const std::string text = fmt::format("\n{}", text_of(path));
   const size_t at = text.find(fmt::format("\n{} ", name));
   return at == std::string::npos ? kUnknownBytes
                                  : number_in(std::string_view(text).substr(at + name.size() + 1));
