@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -65,6 +66,37 @@ TEST(OfiQueueTest, TellsThatItsThreadHasEnded) {
   EXPECT_TRUE(throwing.has_failed);
   EXPECT_FALSE(sending.has_failed);
   EXPECT_EQ(to.poll(), 0U);
+}
+
+void own_handler(int /*signal*/) {}
+
+TEST(OfiQueueTest, LeavesTheProgramsSignalHandlers) {
+  for (const int signal : {SIGINT, SIGTERM, SIGSEGV, SIGBUS}) {
+    std::signal(signal, own_handler);
+  }
+  const Group group = std::move(Group::local(1).front());
+  int num_opened = 0;
+  for (const std::string provider : {"tcp", "shm"}) {
+    if (transport_obstacle("ofi:" + provider, group).empty()) {
+      Selection selection = select_provider(group, provider);
+      const auto fabric =
+          std::make_shared<Fabric>(*selection.provider, std::move(selection.info), Context{});
+      Listener listener;
+      const Queue queue(fabric, listener, 1);
+      ++num_opened;
+    }
+    for (const int signal : {SIGINT, SIGTERM, SIGSEGV, SIGBUS}) {
+      struct sigaction now = {};
+      ASSERT_EQ(::sigaction(signal, nullptr, &now), 0);
+      EXPECT_EQ(now.sa_handler, own_handler) << "signal " << signal << " after " << provider;
+    }
+  }
+  for (const int signal : {SIGINT, SIGTERM, SIGSEGV, SIGBUS}) {
+    std::signal(signal, SIG_DFL);
+  }
+  if (num_opened == 0) {
+    GTEST_SKIP() << transport_obstacle("ofi:tcp", group);
+  }
 }
 
 }  // namespace

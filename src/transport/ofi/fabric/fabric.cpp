@@ -24,6 +24,7 @@ void load(Api& api, Function& function, void* library, const char* name, const c
 }
 
 Api open_library() {
+  const KeptHandlers kept;
   Api api;
   void* library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -65,6 +66,26 @@ uint64_t first_key(const fi_info& info) {
 
 }  // namespace
 
+KeptHandlers::KeptHandlers() {
+  for (int signal = 1; signal < NSIG; ++signal) {
+    struct sigaction handler = {};
+    if (::sigaction(signal, nullptr, &handler) == 0) {
+      handlers_[static_cast<size_t>(signal)] = handler;
+    }
+  }
+}
+
+KeptHandlers::~KeptHandlers() {
+  for (int signal = 1; signal < NSIG; ++signal) {
+    struct sigaction now = {};
+    const auto& before = handlers_[static_cast<size_t>(signal)];
+    if (before && ::sigaction(signal, nullptr, &now) == 0 &&
+        now.sa_sigaction != before->sa_sigaction) {
+      ::sigaction(signal, &*before, nullptr);
+    }
+  }
+}
+
 const Api& api() {
   static const Api loaded = open_library();
   return loaded;
@@ -91,6 +112,7 @@ Fabric::Fabric(const Provider& provider, Info info, const Context& context)
       info_(std::move(info)),
       gpu_memory_obstacle_((info_->caps & FI_HMEM) != 0 ? "" : "FI_HMEM was not asked for"),
       next_key_(first_key(*info_)) {
+  const KeptHandlers kept;
   fid_fabric* fabric = nullptr;
   check("fi_fabric", api().fabric(info_->fabric_attr, &fabric, nullptr));
   fabric_.reset(fabric);

@@ -3,9 +3,12 @@
 // ranks use, opened.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <csignal>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -27,6 +30,21 @@ namespace weft::ofi {
 // CUDA unless FI_OPT_CUDA_API_PERMITTED is set to false, and such a call may wait for work that
 // waits for its end.
 constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
+
+// How the program handles signals, restored at the end of the scope. Providers of libfabric and the
+// libraries under them (psm, shm) put handlers of their own in place of SIGINT's, SIGTERM's and
+// others' when they are loaded or started. Those of psm end the process with exit(1), those of shm
+// swallow a signal: Python would never hear of Ctrl-C.
+class KeptHandlers {
+ public:
+  KeptHandlers();
+  ~KeptHandlers();
+  KeptHandlers(const KeptHandlers&) = delete;
+  KeptHandlers& operator=(const KeptHandlers&) = delete;
+
+ private:
+  std::array<std::optional<struct sigaction>, NSIG> handlers_;  // by signal
+};
 
 // The few functions that libfabric exports, looked up at run time. Everything else in its headers
 // is inline and goes through tables that these functions return.

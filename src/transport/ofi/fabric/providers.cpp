@@ -88,6 +88,7 @@ std::string gpu_memory_obstacle(const Provider& provider, const FabricWish& wish
 void query(const Provider& provider, const FabricWish& wish, bool has_gpu_memory, Offer& offer) {
   const Info hints = make_hints(provider, wish, has_gpu_memory);
   const std::string address = provider.takes_address ? local_address(wish.address) : "";
+  const KeptHandlers kept;
   fi_info* found = nullptr;
   const int result = api().getinfo(
       kApiVersion,

@@ -132,6 +132,7 @@ void Queue::open() {
     completions_.reset(cq);
   }
 
+  const KeptHandlers kept;
   fid_ep* ep = nullptr;
   fabric_->check("fi_endpoint", fi_endpoint(fabric_->domain(), fabric_->info(), &ep, nullptr));
   endpoint_.reset(ep);
