@@ -160,9 +160,12 @@ class Exchange:
         call: Callable[[_core.Exchange], Any],
         topk_idx: Tensor | None = None,
         routing_map: Tensor | None = None,
+        wanted: tuple[int, int] | None = None,
     ) -> tuple[_core.Exchange, Any]:
         """Collective: call(core), on a core that has grown if this one was too small for the plan.
-        verb, choices: see `refuse`."""
+        verb, choices: see `refuse`. wanted: the hidden size and number of experts that the caller's
+        tensors have, if not this exchange's; zeros: unknown."""
+        wanted = wanted or (self.hidden, self.num_experts)
         # All ranks are beside computation, or none.
         if self._core is not None and not self._has_copy_room and self._chooses_copies():
             self._make_copy_room()
@@ -176,7 +179,7 @@ class Exchange:
                 return core, self._called(core, verb if has_rows else "plan", call, core)
             except BaseException as error:
                 was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
-                if not (was_refused and may_grow and self._grow(topk_idx, routing_map)):
+                if not (was_refused and may_grow and self._grow(wanted, topk_idx, routing_map)):
                     raise
                 if not isinstance(error, Exception):
                     call = _raising(error)  # the others ask again, an interrupt is not forgotten
@@ -205,8 +208,11 @@ class Exchange:
             return stride * self.num_local_experts
         return choices.get("row_budget")
 
-    def _grow(self, topk_idx: Tensor | None, routing_map: Tensor | None) -> bool:
-        """Collective, after a call that every rank refused. True if size was the reason."""
+    def _grow(
+        self, wanted: tuple[int, int], topk_idx: Tensor | None, routing_map: Tensor | None
+    ) -> bool:
+        """Collective, after a call that every rank refused. True if size was the reason. Raises
+        InvalidArgument if it was that not all ranks call on an exchange for what they want."""
         tokens, topk = self.max_tokens, self.max_topk
         if isinstance(topk_idx, Tensor) and topk_idx.dim() == 2:
             tokens, topk = max(tokens, topk_idx.size(0)), max(topk, topk_idx.size(1))
@@ -214,7 +220,15 @@ class Exchange:
             tokens = max(tokens, routing_map.size(0))
             if routing_map.dtype == torch.bool and routing_map.numel() > 0:
                 topk = max(topk, int(routing_map.sum(1).max()))
-        tokens, topk = map(max, zip(*self.group.gather_numbers(tokens, topk)))
+        told = self.group.gather_numbers(*wanted, tokens, topk)
+        for rank, (*theirs, _, _) in enumerate(told):
+            if wanted != tuple(theirs) and all(hidden for hidden, *_ in told):
+                raise InvalidArgument(
+                    f"(hidden size, num_experts) = {wanted} here and {tuple(theirs)} on rank "
+                    f"{rank} (must be equal on all ranks)",
+                    rank=self.rank,
+                )
+        tokens, topk = map(max, zip(*(sizes for _, _, *sizes in told)))
         topk = min(topk, 32)
         if tokens <= self.max_tokens and topk <= self.max_topk:
             return False
@@ -349,7 +363,33 @@ class Exchange:
             if verb in ("dispatch", "combine"):
                 self._called(self.core if plan is None else plan.calls, verb, call)
             else:
-                self._planned(verb, options, call)
+                self._planned(verb, options, call, wanted=(0, 0))
+
+    def announce(self, verb: str, hidden: int, num_experts: int, **options: Any) -> None:
+        """Collective, before a call that all ranks make on another exchange, of these sizes. If one
+        refuses that call, or makes it on this exchange, all ranks raise: an announcement is as many
+        calls as a refusal. verb, options: see `refuse`."""
+        has_rows = self._given_rows(options) is not None
+        choices = {"pad_multiple": _NOBODY_PADS_TO, "row_budget": 1 if has_rows else None}
+        nothing = torch.empty((0, 1), dtype=torch.int64, device=self.device)
+        rows = nothing.new_empty((0, self.hidden), dtype=torch.bfloat16)
+        sent = Wanted(rows, None, None, "none")
+
+        def call(core: _core.Exchange) -> None:
+            made = self._options(core, 0, False, **choices)
+            routing = views(_ROUTING, (nothing, None, None))
+            if verb == "plan" or not has_rows:
+                core.plan(routing, made)
+            else:
+                out = self._outputs.ahead(core, sent, 1, 1)
+                core.plan_and_dispatch(routing, sent.views(), out.views(), made, self._on_gpu)
+
+        # Calls of an exchange follow each other, whatever streams they are on.
+        settle = torch.cuda.synchronize if self._on_gpu else lambda _: None
+        settle(self.device)
+        core, _ = self._planned(verb, options, call, wanted=(hidden, num_experts))
+        settle(self.device)
+        core.check()
 
     def _chooses_copies(self) -> bool:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
@@ -432,6 +472,7 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
     return call
 
 
+_NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 _ROUTING = ("topk_idx", "routing_map", "weights")
 _COMBINED = ("rows", "row_weights", "source_weights")
 

@@ -8,23 +8,39 @@ Both take any settings object with the attributes of `DispatcherConfig`. `MoETok
 the phases that a layer calls.
 """
 
-# "as" says that a name is for others.
-from .alltoall import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
-from .base import DispatcherGroups as DispatcherGroups
-from .base import MoETokenDispatcher as MoETokenDispatcher
-from .capacity import get_align_size_for_quantization as get_align_size_for_quantization
-from .capacity import get_capacity as get_capacity
-from .capacity import pad_routing_map as pad_routing_map
-from .capacity import skip_routed_expert_padding as skip_routed_expert_padding
-from .config import DispatcherConfig as DispatcherConfig
-from .config import TokenDispatcherConfig as TokenDispatcherConfig
-from .deepep import _DeepepManager as _DeepepManager
-from .flex import MoEFlexTokenDispatcher as MoEFlexTokenDispatcher
-from .hybridep import _HybridEPManager as _HybridEPManager
-from .hybridep import _HybridEPMetadataProcessor as _HybridEPMetadataProcessor
-from .manager import _DispatchManager as _DispatchManager
-from .manager import fused_indices_to_multihot as fused_indices_to_multihot
-from .manager import indices_to_multihot as indices_to_multihot
-from .permute import permute as permute
-from .permute import sort_chunks_by_idxs as sort_chunks_by_idxs
-from .permute import unpermute as unpermute
+from .alltoall import MoEAlltoAllTokenDispatcher
+from .base import DispatcherGroups, MoETokenDispatcher
+from .capacity import (
+    get_align_size_for_quantization,
+    get_capacity,
+    pad_routing_map,
+    skip_routed_expert_padding,
+)
+from .config import DispatcherConfig, TokenDispatcherConfig
+from .deepep import _DeepepManager
+from .flex import MoEFlexTokenDispatcher
+from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
+from .manager import _DispatchManager, fused_indices_to_multihot, indices_to_multihot
+from .permute import permute, sort_chunks_by_idxs, unpermute
+
+__all__ = [
+    "DispatcherConfig",
+    "DispatcherGroups",
+    "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
+    "MoETokenDispatcher",
+    "TokenDispatcherConfig",
+    "_DeepepManager",
+    "_DispatchManager",
+    "_HybridEPManager",
+    "_HybridEPMetadataProcessor",
+    "fused_indices_to_multihot",
+    "get_align_size_for_quantization",
+    "get_capacity",
+    "indices_to_multihot",
+    "pad_routing_map",
+    "permute",
+    "skip_routed_expert_padding",
+    "sort_chunks_by_idxs",
+    "unpermute",
+]

@@ -205,8 +205,13 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
         return tokens, self._comm_manager.token_probs
 
-    dispatch_all_to_all = token_dispatch
-    combine_all_to_all = token_combine
+    def dispatch_all_to_all(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Collective. `token_dispatch`, a subclass's own included."""
+        return self.token_dispatch(*given, **options)
+
+    def combine_all_to_all(self, *given: Any, **options: Any) -> Tensor:
+        """Collective. `token_combine`, a subclass's own included."""
+        return self.token_combine(*given, **options)
 
     def token_permutation(
         self, hidden_states: Tensor, num_local_tokens: int, probs: Tensor

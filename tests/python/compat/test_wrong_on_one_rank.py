@@ -11,7 +11,7 @@ import torch
 from buffer_cases import Case, dispatch
 
 import weft
-from weft import fused_a2a
+from weft import _core, fused_a2a, outputs
 from weft.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from weft.compat.deep_ep import payload as sending
 from weft.compat.uccl import Buffer as UCCLBuffer
@@ -228,7 +228,7 @@ FUSED = [
 NORMAL = [
     *X,
     ("x", "narrow", "rows of 6 bytes"),
-    ("x", "half", "on rank|must be equal"),
+    ("x", "half", "hidden( size, num_experts\\))? = "),
     *IDX,
     *WEIGHTS,
     ("topk_weights", "none", "give both or neither"),
@@ -350,6 +350,75 @@ def forget_buffers():
     fused_a2a.free_buffer()
     fused_a2a.reset_hybrid_ep_buffer()
     fused_a2a._uccl_buffer = None
+
+
+def wrong_for_another_exchange(rank, num_ranks, group, kind):
+    """The others announce an exchange for rows of another size when the last rank refuses."""
+    if kind == "low_latency":
+        call = Buffer(group, low_latency_mode=True).low_latency_dispatch
+        options = {"num_max_dispatch_tokens_per_rank": NUM_MAX, "use_fp8": False}
+    else:
+        call = ElasticBuffer(group, num_max_tokens_per_rank=NUM_MAX).dispatch
+        options = {"do_cpu_sync": kind == "waits"}
+    is_wrong = rank == num_ranks - 1
+    for hidden in (HIDDEN, 2 * HIDDEN, 3 * HIDDEN):
+        case = Case(rank, group, 4, TOPK, (5, 4), hidden=hidden, distinct=True)
+        with pytest.raises(weft.InvalidArgument, match="topk_idx is a list") as found:
+            idx = case.idx.tolist() if is_wrong else case.idx
+            call(case.x, idx, num_experts=4, **options)
+        assert is_wrong or f"rank {num_ranks - 1}" in str(found.value), found.value
+        call(case.x, case.idx, num_experts=4, **options)
+
+
+@pytest.mark.parametrize("kind", ["low_latency", "waits", "has a budget"])
+def test_all_hear_what_one_refuses_where_others_announce(ranks, kind):
+    ranks(wrong_for_another_exchange, 2, kind)
+
+
+class Steps:
+    """The core of an exchange of a GPU and its group, which tell what all ranks wait for in a call
+    that one of them refuses."""
+
+    def __init__(self):
+        self.seen = []
+        self.exchange = weft.Exchange.__new__(weft.Exchange)
+        vars(self.exchange).update(device=torch.device("cpu"), hidden=8, num_experts=2, group=self)
+        vars(self.exchange).update(_core=self, _on_gpu=True, _has_copy_room=True, max_tokens=4)
+        vars(self.exchange).update(_settings={"copy_engines": False, "num_sms": 0}, max_topk=2)
+        vars(self.exchange).update(_outputs=outputs.Outputs(torch.device("cpu")))
+        self.exchange._stream = lambda: 0
+
+    rank, num_ranks, num_begun = 0, 2, 0
+
+    def plan(self, *_, verb="plan"):
+        self.refuse(verb)
+        self.num_begun += 1
+        raise weft.InvalidArgument("rank 1 refused the call")
+
+    def plan_and_dispatch(self, *given):
+        self.plan(verb="plan_and_dispatch" if given[-1] else "plan")
+
+    def refuse(self, verb, *_):
+        self.seen.append(verb)
+
+    def allocate(self, rows, cols, _):
+        return torch.empty((rows, cols), dtype=torch.bfloat16)
+
+    def gather_numbers(self, *here):
+        self.seen.append("numbers")
+        return [here, here]
+
+
+@pytest.mark.parametrize("verb", ["plan", "plan_and_dispatch"])
+@pytest.mark.parametrize("options", [{}, {"row_budget": 9}, {"row_budget": 9, "overflow": "error"}])
+def test_an_announcement_is_as_many_calls_as_a_refusal(monkeypatch, verb, options):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    refuses, announces = Steps(), Steps()
+    monkeypatch.setattr(_core, "num_begun", lambda: announces.num_begun)
+    refuses.exchange.refuse(verb, "no", **options)
+    with pytest.raises(weft.InvalidArgument, match="rank 1 refused"):
+        announces.exchange.announce(verb, 16, 2, **options)
+    assert refuses.seen == announces.seen
 
 
 def last_is_wrong(rank, num_ranks, group, name, argument, how, reason):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import weft
+import weft.config
+import weft.dispatcher
 from weft import _core
 
 
@@ -25,9 +26,10 @@ def test_the_stub_lists_every_class_and_member():
         assert members == {m for m in listed if not m.startswith("_")}, name
 
 
-def test_public_names_are_documented():
-    for name in weft.__all__:
-        assert getattr(weft, name).__doc__, name
+@pytest.mark.parametrize("module", [weft, weft.config, weft.dispatcher])
+def test_public_names_are_documented(module):
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
 
 
 def test_the_program_is_of_the_version_of_the_package():

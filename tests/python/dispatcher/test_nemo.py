@@ -79,6 +79,19 @@ def test_every_way_to_call(ranks, functions, backend, num_tokens):
     ranks(_calls, 2, functions, backend, num_tokens)
 
 
+def test_other_names_call_what_a_subclass_overrides():
+    class Doubled(MoEFlexTokenDispatcher):
+        def token_dispatch(self, *given, **options):
+            return "dispatch", given, options
+
+        def token_combine(self, *given, **options):
+            return "combine", given, options
+
+    made = Doubled.__new__(Doubled)
+    assert made.dispatch_all_to_all(1, async_finish=2) == ("dispatch", (1,), {"async_finish": 2})
+    assert made.combine_all_to_all(1, async_finish=2) == ("combine", (1,), {"async_finish": 2})
+
+
 def _between_hosts(rank, num_ranks, group, num_tokens):
     with two_domains() as hosts:
         for backend in BACKENDS:

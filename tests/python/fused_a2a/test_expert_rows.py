@@ -30,6 +30,9 @@ def life(rank, num_ranks, group, name):
     state = {"deepep": "_buffer", "uccl": "_uccl_buffer"}[name]
     assert getattr(fa, state).group is group
     assert counts.dtype == torch.int64 and int(counts.sum()) == handle.plan.num_rows
+    real = handle.plan.rows_per_expert_list
+    blocks = [[e] * n + [-1] * (p - n) for e, (n, p) in enumerate(zip(real, counts.tolist()))]
+    assert handle.local_experts.flatten().tolist() == sum(blocks, [])
     for tensor in (x_in, p_in, idx_in):
         tensor.detach().untyped_storage().resize_(0)
     weights = (probs * (idx >= 0)).sum(1, keepdim=True)

@@ -129,7 +129,7 @@ class Call:
     def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
-        self.exchange = self._pool.get(key, max_tokens, max_topk)
+        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options)
         self._verb, self._begun, self.options = verb, _core.num_begun(), options
         return self.exchange
 

@@ -16,7 +16,6 @@ from .layout import Hosts
 
 TIMEOUT = 100.0  # seconds of every wait: what callers of this interface are used to
 MIN_TOKENS, MIN_TOPK = 4096, 8  # that an exchange starts with room for
-_NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 
 Key = tuple[int, int, torch.device]  # of an exchange: hidden size, number of experts, device
 
@@ -35,8 +34,17 @@ class ExchangePool:
         self._exchanges: dict[Key, Exchange] = {}
         self._lock = threading.Lock()  # forward and backward run on different threads
 
-    def get(self, key: Key, max_tokens: int, max_topk: int | Callable[[], int]) -> Exchange:
-        """Collective when it makes one: at the first call for a key, or when one is too small.
+    def get(
+        self,
+        key: Key,
+        max_tokens: int,
+        max_topk: int | Callable[[], int],
+        verb: str,
+        options: dict[str, Any],
+    ) -> Exchange:
+        """Collective when it makes one: at the first call for a key, or when one is too small. Any
+        rank that refuses the call that it is for, or makes it on the exchange that was used last,
+        makes all raise then. verb, options: of that call, as for `Exchange.refuse`.
 
         max_tokens and a number for max_topk are the same on all ranks. A function for max_topk
         may return another number on each rank; it is asked at the first call only, and an
@@ -50,7 +58,8 @@ class ExchangePool:
             is_enough = old is not None and old.max_tokens >= max_tokens
             if is_enough and old.max_topk >= min(max_topk, MAX_TOPK):
                 return old
-            self._announce()
+            if self.last is not None:
+                self.last.announce(verb, hidden, num_experts, **options)
             if callable(max_topk):
                 max_topk = self.largest(self.group.agreed("exchange", max_topk))
             topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
@@ -65,19 +74,6 @@ class ExchangePool:
             )
             self._exchanges[key] = new
             return new
-
-    def _announce(self) -> None:
-        """Collective. Before an exchange is made: any rank that refuses the call, or makes another,
-        does so on the one that was used last, and then all raise."""
-        if self.last is None:
-            return
-        nothing = torch.empty((0, 1), dtype=torch.int64, device=self.last.device)
-        # Calls of an exchange follow each other, whatever streams they are on.
-        device = self.last.device
-        settle = (lambda: torch.cuda.synchronize(device)) if nothing.is_cuda else lambda: None
-        settle()
-        self.last.plan(nothing, pad_multiple=_NOBODY_PADS_TO)
-        settle()
 
     def refuse(
         self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any
