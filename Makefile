@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Thin names for the scripts; each sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test nightly bench soak format lint clean
+.PHONY: help setup demo check test nightly bench doors soak format lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -25,6 +25,11 @@ nightly: ## the same with GPU code for all architectures, the whole of clang-tid
 bench: ## measure this machine and write bench/results
 	@scripts/setup bench
 	@scripts/bench-cpu
+
+doors: ## time the calls of DeepEP's, HybridEP's and fused_a2a's names on this machine's GPU
+	@scripts/setup build
+	@scripts/python
+	@build/venv/bin/python bench/doors_bench.py --json build/doors.json
 
 soak: ## a million small random exchanges, bit-checked (long)
 	@scripts/setup test

@@ -266,6 +266,7 @@ nb::dict stats(Calls& calls) {
   all["num_combines"] = found.num_combines;
   all["num_copied"] = found.num_copied;
   all["wait_seconds"] = found.wait_seconds;
+  all["host_wait_seconds"] = found.host_wait_seconds;
   all["crossing_bytes"] = found.crossing_bytes;
   all["crossing_bytes_by_arrival"] = found.crossing_bytes_by_arrival;
   return all;

@@ -127,6 +127,7 @@ void HostsExchange::check() {
 ExchangeStats HostsExchange::stats() const {
   ExchangeStats stats = network_->stats();
   const ExchangeStats in_domain = node_->stats();
+  stats.host_wait_seconds += in_domain.host_wait_seconds;
   const auto members = network_->domains().near();
   for (size_t place = 0; place < members.size(); ++place) {
     stats.wait_seconds[static_cast<size_t>(members[place])] += in_domain.wait_seconds[place];

@@ -246,7 +246,8 @@ PlanView CudaExchange::view_of(const PlanData& plan) const {
 
 // The kernel's own waits are bounded, so the stream comes to an end in any case.
 void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream) {
-  auto look = Clock::now() + std::chrono::milliseconds(5);
+  const auto start = Clock::now();
+  auto look = start + std::chrono::milliseconds(5);
   while (*seen == 0) {
     check();
     if (Clock::now() < look) {
@@ -262,6 +263,7 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
     }
   }
   std::atomic_thread_fence(std::memory_order_acquire);
+  counters_.host_wait_seconds += std::chrono::duration<double>(Clock::now() - start).count();
 }
 
 }  // namespace weft
