@@ -144,15 +144,9 @@ def _(rows, weights, ticket, num_rows, weight_cols, to_experts):  # noqa: ANN001
     return moved, rows.new_empty(0) if weights is None else weights.new_empty(num_rows, weight_cols)
 
 
-def _keep_rows(ctx, inputs, output) -> None:  # noqa: ANN001
-    _, weights, ticket, *_ = inputs
-    ctx.save_for_backward(ticket)
-    ctx.back = (*weights.shape, False)
-    ctx.has_weights = True
-
-
-def _keep_move(ctx, inputs, output) -> None:  # noqa: ANN001
-    rows, weights, ticket, _, _, to_experts = inputs
+def _keep(ctx, inputs, output) -> None:  # noqa: ANN001
+    rows, weights, ticket, _, _, *rest = inputs
+    to_experts = rest[0] if rest else True  # `take_rows` takes what a dispatch has moved
     ctx.save_for_backward(ticket)
     ctx.has_weights = weights is not None
     ctx.back = (rows.size(0), weights.size(1) if ctx.has_weights else 0, not to_experts)
@@ -162,19 +156,12 @@ def _move_back(ctx, grad, grad_weights) -> tuple:  # noqa: ANN001
     grad, moved = _move(
         grad, grad_weights if ctx.has_weights else None, *ctx.saved_tensors, *ctx.back
     )
-    return grad, moved if ctx.has_weights else None
+    rest = (None,) * (len(ctx.needs_input_grad) - 2)
+    return grad, moved if ctx.has_weights else None, *rest
 
 
-def _backward_of_rows(ctx, grad_rows, grad_row_weights):  # noqa: ANN001, ANN202
-    return *_move_back(ctx, grad_rows, grad_row_weights), None, None, None
-
-
-def _backward_of_move(ctx, grad_rows, grad_weights):  # noqa: ANN001, ANN202
-    return *_move_back(ctx, grad_rows, grad_weights), None, None, None, None
-
-
-_take_rows.register_autograd(_backward_of_rows, setup_context=_keep_rows)
-_move.register_autograd(_backward_of_move, setup_context=_keep_move)
+_take_rows.register_autograd(_move_back, setup_context=_keep)
+_move.register_autograd(_move_back, setup_context=_keep)
 
 # Dropped, repeated or in another order the calls of one rank would meet other calls of the others.
 for _op in (_plan_and_dispatch, _take_rows, _move):

@@ -7,6 +7,106 @@
 `weft.compat.deep_ep` and `weft.compat.uccl` are the same without that.
 """
 
-from .alias import install, uninstall
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from weft import InvalidArgument, NotAvailable
 
 __all__ = ["install", "uninstall"]
+
+# What each name stands for, and the modules below it.
+_SOURCES = {"deep_ep": ["deep_ep", "deep_ep.utils"], "uccl": ["uccl", "uccl.ep"]}
+
+_lock = threading.Lock()
+_replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.modules
+
+
+def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = False) -> None:
+    """Registers modules of these names that hold Weft's; without effect for those it has already.
+
+    Call it before anything imports them, in each process. An installation of the real library is
+    not covered up: `weft.NotAvailable` names its path, and nothing is registered. force: it is
+    covered up, until `uninstall`. InvalidArgument for a name that Weft does not stand for.
+    """
+    wanted = _known(names)
+    with _lock:
+        wanted = [name for name in wanted if name not in _replaced]
+        if not force:
+            for name in wanted:
+                _refuse_real(name)
+        for name in wanted:
+            aliases = {alias: _alias_of(alias) for alias in _SOURCES[name]}
+            _replaced[name] = _take_modules(name)
+            sys.modules.update(aliases)
+            for alias, module in aliases.items():
+                parent, _, child = alias.rpartition(".")
+                if parent:
+                    setattr(sys.modules[parent], child, module)
+
+
+def uninstall(names: str | Iterable[str] = ("deep_ep", "uccl")) -> None:
+    """Undoes `install`: the modules that were there before come back. Imported names stay."""
+    with _lock:
+        for name in _known(names):
+            if name in _replaced:
+                _take_modules(name)
+                sys.modules.update(_replaced.pop(name))
+
+
+def _known(names: str | Iterable[str]) -> list[str]:
+    wanted = [names] if isinstance(names, str) else list(names)
+    for name in wanted:
+        if name not in _SOURCES:
+            raise InvalidArgument(
+                f"install: name = '{name}' is unknown (one of: {', '.join(_SOURCES)})"
+            )
+    return wanted
+
+
+def _refuse_real(name: str) -> None:
+    module = sys.modules.get(name)
+    try:
+        spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        spec = None
+    if module is None and spec is None:
+        return
+    path = getattr(spec, "origin", None) or getattr(module, "__file__", None)
+    if path is None:  # a package without __init__.py
+        path = ", ".join(getattr(spec, "submodule_search_locations", None) or ["unknown path"])
+    raise NotAvailable(
+        f"install: {name} is installed at {path} (remove it, or force=True to use Weft instead)",
+        "not available",
+    )
+
+
+def _take_modules(name: str) -> dict[str, ModuleType]:
+    """Removes the module and all below it from sys.modules."""
+    below = name + "."
+    found = [one for one in sys.modules if one == name or one.startswith(below)]
+    return {one: sys.modules.pop(one) for one in found}
+
+
+def _alias_of(name: str) -> ModuleType:
+    """A module of its own with the public names of Weft's under that name.
+
+    Its package path is empty: what is not registered cannot be imported a second time below it.
+    """
+    source = importlib.import_module(f"weft.compat.{name}")
+    is_package = hasattr(source, "__path__")
+    spec = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
+    module = ModuleType(name, source.__doc__)
+    module.__spec__ = spec
+    module.__file__ = source.__file__
+    if is_package:
+        module.__path__ = []
+    module.__package__ = spec.parent
+    module.__all__ = list(source.__all__)
+    for public in source.__all__:
+        setattr(module, public, getattr(source, public))
+    return module

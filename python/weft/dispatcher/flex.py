@@ -76,13 +76,13 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             "num_local_experts": self.num_local_experts,
             "config": self.config,
         }
-        kind, shared_name = _HybridEPManager, "shared_hybridep_manager"
+        kind, shared_name = _HybridEPManager, f"shared_{name.removesuffix('_ep')}_manager"
         if self._is_by_expert:
             self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
                 self.tp_size * self.num_experts, self._options.moe_permute_fusion
             )
         else:
-            kind, shared_name = _DeepepManager, "shared_deepep_manager"
+            kind = _DeepepManager
             functions = manager.backend(name)
             if functions.set_num_sms is not None:
                 wanted = num_sms(self.config, "moe_deepep_num_sms")
@@ -90,7 +90,6 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             pad_multiple = self._options.moe_router_expert_pad_multiple
             arguments["moe_router_expert_pad_multiple"] = pad_multiple
             if name == "uccl_ep":
-                shared_name = "shared_uccl_manager"
                 names = ("_dispatch_fn", "_combine_fn", "_by_expert")
                 chosen = (functions.dispatch, functions.combine, functions.by_expert)
                 arguments |= zip(names, chosen)

@@ -199,7 +199,7 @@ def gather_rows(rows: Tensor, index: Tensor, has_absent: bool = False) -> Tensor
     has_absent: `index` may hold T, which gives a zero row. Without it no index is looked at, so
     that nothing waits for a GPU.
     """
-    return _GatherRows.apply(rows, index, has_absent)
+    return _MoveRows.apply(rows, index, None, has_absent)
 
 
 def sum_rows(rows: Tensor, index: Tensor, num_rows: int, has_absent: bool = False) -> Tensor:
@@ -209,33 +209,24 @@ def sum_rows(rows: Tensor, index: Tensor, num_rows: int, has_absent: bool = Fals
     is the same bit for bit on every run; a row that nothing names is zero. Rows whose index is
     `num_rows` go nowhere. Differentiable.
     """
-    return _SumRows.apply(rows, index, num_rows, has_absent)
+    return _MoveRows.apply(rows, index, num_rows, has_absent)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, index, has_absent):  # noqa: ANN001, ANN205
-        ctx.save_for_backward(index)
-        ctx.num_rows, ctx.has_absent = rows.shape[0], has_absent
-        return _gather(rows, index, has_absent)
+class _MoveRows(torch.autograd.Function):
+    """Sums rows into `num_rows`, or gathers them if that is None: each is the other's backward."""
 
-    @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
-        (index,) = ctx.saved_tensors
-        return sum_rows(grad, index, ctx.num_rows, ctx.has_absent), None, None
-
-
-class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, index, num_rows, has_absent):  # noqa: ANN001, ANN205
         ctx.save_for_backward(index)
-        ctx.has_absent = has_absent
+        ctx.num_back, ctx.has_absent = rows.shape[0] if num_rows is None else None, has_absent
+        if num_rows is None:
+            return _gather(rows, index, has_absent)
         return _sum(rows, index, num_rows)
 
     @staticmethod
     def backward(ctx, grad):  # noqa: ANN001, ANN205
         (index,) = ctx.saved_tensors
-        return gather_rows(grad, index, ctx.has_absent), None, None, None
+        return _MoveRows.apply(grad, index, ctx.num_back, ctx.has_absent), None, None, None
 
 
 def _gather(rows: Tensor, index: Tensor, has_absent: bool) -> Tensor:

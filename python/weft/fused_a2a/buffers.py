@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import fused_a2a as state
-from weft.compat.deep_ep.checks import Call
-from weft.compat.deep_ep.runtime import ExchangePool
+from weft.compat.deep_ep.runtime import Call, ExchangePool
 
 _MOST_RANKS_OF_A_NODE = 8
 _STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer")
@@ -57,22 +56,13 @@ def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
             f"parallelism group size {group.size()} > {_MOST_RANKS_OF_A_NODE} requires internode "
             "RDMA communication."
         )
-    hints = _size_hints(state.Buffer, group, hidden_bytes, has_nvshmem)
-
-    def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
-        return state.Buffer(group, num_nvl_bytes, num_rdma_bytes, explicitly_destroy=True)
-
-    return _cached("_buffer", group, build, **hints)
+    options = {"with_rdma": has_nvshmem, "explicitly_destroy": True}
+    return _row_buffer("_buffer", state.Buffer, group, hidden_bytes, **options)
 
 
 def get_uccl_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
     """The `UCCLBuffer` of `group`, like `get_buffer`."""
-    hints = _size_hints(state.UCCLBuffer, group, hidden_bytes, True)
-
-    def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
-        return state.UCCLBuffer(group, num_nvl_bytes, num_rdma_bytes)
-
-    return _cached("_uccl_buffer", group, build, **hints)
+    return _row_buffer("_uccl_buffer", state.UCCLBuffer, group, hidden_bytes)
 
 
 def get_elastic_buffer(
@@ -193,15 +183,27 @@ def _new_hybrid_ep_buffer(
     )
 
 
-def _size_hints(kind: Any, group: Any, hidden_bytes: int, with_rdma: bool) -> dict[str, int]:
-    """The bytes that a buffer of class `kind` needs: to ranks of one host, and to others."""
+def _row_buffer(
+    name: str,
+    kind: Any,
+    group: Any,
+    hidden_bytes: int,
+    with_rdma: bool = True,
+    **options: Any,
+) -> Any:
+    """A buffer of class `kind` with the bytes that its rows need: to ranks of one host, and to
+    others."""
     size = group.size()
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
     rdma = 0
     if with_rdma:
         rdma = max(config.get_rdma_buffer_size_hint(hidden_bytes, size) for config in configs)
-    return {"num_nvl_bytes": nvl, "num_rdma_bytes": rdma}
+
+    def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
+        return kind(group, num_nvl_bytes, num_rdma_bytes, **options)
+
+    return _cached(name, group, build, num_nvl_bytes=nvl, num_rdma_bytes=rdma)
 
 
 def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> Any:

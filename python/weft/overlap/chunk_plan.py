@@ -26,13 +26,13 @@ from .wgrad import delayed_modules, drop_pending
 class ChunkState:
     """The arguments of a micro-batch, for its nodes."""
 
-    name: str = ""  # in the record of the issue order
     input_ids: Any = None
     position_ids: Any = None
     attention_mask: Any = None
     decoder_input: Tensor | None = None
     labels: Any = None
     loss_mask: Any = None
+    name: str = ""  # in the record of the issue order
 
     def drop(self) -> None:
         """Drops all but the name, in place: the nodes hold this object."""
@@ -42,43 +42,37 @@ class ChunkState:
 
 
 class _EndNode(TransformerLayerNode):
-    """What comes before the layers or after them, with the weights of `module`."""
+    """What comes before the layers or after them, with the weights of a module of the model."""
 
-    def __init__(
-        self,
-        forward: Callable[..., Tensor],
-        module: Any,
-        state: ChunkState,
-        event: Any,
-        stream: Any,
-    ) -> None:
+    NAME: str
+    MODULE: str  # an attribute of the model
+
+    def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
+        module = getattr(model, self.MODULE)
         modules = [module] if isinstance(module, torch.nn.Module) else []
         names = {"name": self.NAME, "chunk_name": state.name}
-        super().__init__(forward, stream, event, **names, bwd_dw_callables=delayed_modules(modules))
+        run = type(self)._run
+        super().__init__(run, stream, event, **names, bwd_dw_callables=delayed_modules(modules))
+        self.model, self.state = model, state
 
 
 class PreProcessNode(_EndNode):
     """No input -> the input of the first layer. A decoder_input has its gradient in `.grad`."""
 
-    NAME = "pre_process"
+    NAME, MODULE = "pre_process", "embedding"
 
-    def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
-        def forward(node: TransformerLayerNode) -> Tensor:
-            return model.preprocess(state.input_ids, state.position_ids, state.decoder_input)
-
-        super().__init__(forward, model.embedding, state, event, stream)
+    def _run(self) -> Tensor:
+        state = self.state
+        return self.model.preprocess(state.input_ids, state.position_ids, state.decoder_input)
 
 
 class PostProcessNode(_EndNode):
     """The output of the last layer -> loss or logits, fp32."""
 
-    NAME = "post_process"
+    NAME, MODULE = "post_process", "output_layer"
 
-    def __init__(self, model: Any, state: ChunkState, event: Any, stream: Any) -> None:
-        def forward(node: TransformerLayerNode, hidden: Tensor) -> Tensor:
-            return model.postprocess(hidden, state.labels, state.loss_mask)
-
-        super().__init__(forward, model.output_layer, state, event, stream)
+    def _run(self, hidden: Tensor) -> Tensor:
+        return self.model.postprocess(hidden, self.state.labels, self.state.loss_mask)
 
 
 class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
@@ -88,28 +82,19 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
     PRE_PROCESS_NODE_CLASS: type = PreProcessNode
     POST_PROCESS_NODE_CLASS: type = PostProcessNode
 
-    def __init__(
-        self,
-        model: Any,
-        input_ids: Any,
-        position_ids: Any = None,
-        attention_mask: Any = None,
-        decoder_input: Tensor | None = None,
-        labels: Any = None,
-        loss_mask: Any = None,
-        name: str = "",
-    ) -> None:
-        """name: for the record of the issue order. Raises AssertionError for settings that
-        `check_overlap` refuses."""
+    def __init__(self, model: Any, *texts: Any, name: str = "", **more_texts: Any) -> None:
+        """texts, more_texts: input_ids and what else `ChunkState` has, by position or by name.
+
+        name: for the record of the issue order. Raises AssertionError for settings that
+        `check_overlap` refuses.
+        """
         config = model.config
         check_overlap(config)
         lanes.set_streams(high_priority=option(config, "high_priority_a2a_comm_stream"))
         self.model, self.name = model, name
         self.vp_stage = getattr(model, "vp_stage", None)
         self.event = lanes.new_event()
-        self.state = ChunkState(
-            name, input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask
-        )
+        self.state = ChunkState(*texts, name=name, **more_texts)
         streams = (lanes.get_comp_stream, lanes.get_comm_stream)
         self.early_release = option(config, "ep_overlap_early_attn_memory_release")
         self.layers = [
@@ -194,7 +179,7 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
         is_pair = f_schedule_plan is not None and b_schedule_plan is not None
         try:
             with overlapped() if is_pair else nullcontext():
-                return issue_pair(f_schedule_plan, b_schedule_plan, b_grad, hooks)
+                return _Pair(f_schedule_plan, b_schedule_plan, b_grad, hooks).run()
         except BaseException:
             with suppress(RuntimeError):  # a broken GPU must not hide what broke it
                 lanes.join_lanes()
@@ -204,25 +189,12 @@ class TransformerModelChunkSchedulePlan(AbstractSchedulePlan):
             raise
 
 
-def issue_pair(f: Any, b: Any, b_grad: Any, hooks: dict[str, Callable[..., Any] | None]) -> Any:
-    """The forward of plan `f` and the backward of plan `b`; either may be None. Returns f's output.
+class _Pair:
+    """The forward of plan `f` and the backward of plan `b`, either of which may be None, on their
+    way. The methods after `run` are the steps that are not of a node.
 
     Raises AssertionError for a backward without a gradient.
     """
-    pair = _Pair(f, b, b_grad, hooks)
-    layers = [None if plan is None else plan.num_layers for plan in pair.plans]
-    for step in pair_order(*layers, b is not None and b.early_release):
-        plan = pair.plans[step.is_backward]
-        owner = plan if step.layer < 0 else plan.layers[step.layer]
-        if step.is_of_node:
-            step.run(owner, pair.values)
-        else:
-            getattr(pair, step.action)(owner)
-    return None if f is None else pair.values[0]
-
-
-class _Pair:
-    """Two plans on their way. The methods are the steps that are not of a node."""
 
     def __init__(self, f: Any, b: Any, b_grad: Any, hooks: dict[str, Any]) -> None:
         self.plans = (f, b)
@@ -230,6 +202,19 @@ class _Pair:
         self.hooks = {name: hook for name, hook in hooks.items() if hook is not None}
         if b is not None and "pre_backward" not in self.hooks:
             self._check_grad()
+
+    def run(self) -> Any:
+        """Returns the output of `f`."""
+        f, b = self.plans
+        layers = [None if plan is None else plan.num_layers for plan in self.plans]
+        for step in pair_order(*layers, b is not None and b.early_release):
+            plan = self.plans[step.is_backward]
+            owner = plan if step.layer < 0 else plan.layers[step.layer]
+            if step.is_of_node:
+                step.run(owner, self.values)
+            else:
+                getattr(self, step.action)(owner)
+        return None if f is None else self.values[0]
 
     def pre_forward(self, plan: Any) -> None:
         received = self._call("pre_forward", plan)
@@ -257,16 +242,15 @@ class _Pair:
             plan.wait_current_stream()
             self._call("post_backward", plan, self.values[1])
 
-    def release_layer(self, layer: Any) -> None:
-        layer.release_state()
-
     def join(self, plan: Any) -> None:
         plan.wait_current_stream()
         if plan is self.plans[0]:  # a combine made its output on the other lane
             lanes.known_to([self.values[0]], lanes.get_comp_stream())
 
-    def release(self, plan: Any) -> None:
-        plan.release_state()
+    def release(self, plan_or_layer: Any) -> None:
+        plan_or_layer.release_state()
+
+    release_layer = release
 
     def _call(self, name: str, plan: Any, *value: Any, lane: str = "comp") -> Any:
         if name not in self.hooks:

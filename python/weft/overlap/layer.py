@@ -203,4 +203,4 @@ class ModelChunk(nn.Module):
         if given:
             raise NotImplementedError(f"schedule plan: {', '.join(given)} (expected None)")
         texts = (input_ids, position_ids, attention_mask, decoder_input, labels, loss_mask)
-        return TransformerModelChunkSchedulePlan(self, *texts, name)
+        return TransformerModelChunkSchedulePlan(self, *texts, name=name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -158,23 +158,17 @@ def sequential_schedule_for_no_pipelining(
     return pipeline.outputs
 
 
+@dataclass
 class _Pipeline:
     """The micro-batches that are under way on this rank. An error in its context drops them all."""
 
-    def __init__(
-        self,
-        shape: PipelineShape,
-        build_plan: Callable[[VirtualStage], Plan],
-        output_grad: Callable[[Tensor], Tensor],
-        link: PointToPoint | None = None,
-    ) -> None:
-        self.shape = shape
-        self.build_plan = build_plan
-        self.output_grad = output_grad
-        self.link = link  # None: the shape is one stage
-        self.plans: dict[VirtualStage, Plan] = {}  # waiting for their backward
-        self.outputs: list[Tensor] = []  # of the model, by micro-batch
-        self.checked: set[int] = set()  # chunks
+    shape: PipelineShape
+    build_plan: Callable[[VirtualStage], Plan]
+    output_grad: Callable[[Tensor], Tensor]
+    link: PointToPoint | None = None  # None: the shape is one stage
+    plans: dict[VirtualStage, Plan] = field(default_factory=dict)  # waiting for their backward
+    outputs: list[Tensor] = field(default_factory=list)  # of the model, by micro-batch
+    checked: set[int] = field(default_factory=set)  # chunks
 
     def __enter__(self) -> _Pipeline:
         return self

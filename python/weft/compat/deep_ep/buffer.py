@@ -14,7 +14,6 @@ from . import config as configs
 from .checks import (
     FLOATS,
     MAX_TOPK,
-    Call,
     check,
     check_even,
     check_experts,
@@ -29,7 +28,7 @@ from .handles import Handle
 from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import Payload, biases_of, bring_back, parts_of, received_topk, round_up
-from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, ExchangePool, MpiGroup, Runtime
+from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, Call, ExchangePool, MpiGroup, Runtime
 from .utils import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes

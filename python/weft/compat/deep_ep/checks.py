@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the compatibility modules refuse a call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft import _core
-from weft.errors import BadCall, Error, Unsupported
-
-if TYPE_CHECKING:
-    from weft import Exchange, Plan
-
-    from .runtime import ExchangePool, Key
+from weft.errors import BadCall, Unsupported
 
 MAX_TOPK = 32  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
@@ -93,59 +85,3 @@ def check_experts(num_experts: int, num_ranks: int) -> None:
 def check_even(num_sms: int) -> None:
     is_even = num_sms >= 0 and num_sms % 2 == 0
     check(is_even, f"num_sms = {num_sms} (The SM count must be even)")
-
-
-class Call:
-    """A call under another library's name, which stands before what is refused within.
-
-    Until an exchange begins its own call, whatever fails here makes the other ranks raise too, and
-    not wait. They hear the reason on the exchange that the call is for, or while that is unknown on
-    the one that the buffer used last.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        pool: ExchangePool | None = None,
-        verb: str = "plan_and_dispatch",
-        **options: Any,
-    ) -> None:
-        """verb, options: the exchange's call that all ranks make, as for `Exchange.refuse`. Without
-        a pool the call is local."""
-        self._name, self._pool = name, pool
-        self._verb = None if pool is None else verb
-        self._begun = _core.num_begun()
-        self.exchange: Exchange | None = None if pool is None else pool.last
-        self.plan: Plan | None = None
-        self.options = options
-
-    def by(self, plan: Plan, then: str | None = None) -> Plan:
-        """All ranks make the call by their plans; then: the call that comes next, if another."""
-        self.exchange, self.plan = plan.exchange, plan
-        if then is not None:
-            self._verb, self._begun = then, _core.num_begun()
-        return plan
-
-    def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
-        """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
-        verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
-        self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options)
-        self._verb, self._begun, self.options = verb, _core.num_begun(), options
-        return self.exchange
-
-    def __enter__(self) -> Call:
-        return self
-
-    def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        if problem is None:
-            if self._pool is not None:
-                self._pool.last = self.exchange
-            return
-        reason = f"{self._name}: {problem}"
-        if self._verb is not None and _core.num_begun() == self._begun:
-            try:
-                self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
-            except Error as error:  # inside a capture: it says so
-                raise BadCall(str(error)) from problem
-        if isinstance(problem, BadCall):
-            raise BadCall(reason) from problem

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from weft import Combined, Plan
 
-from .checks import FLOATS, Call, Dtypes, check, check_tensor
+from .checks import FLOATS, Dtypes, check, check_tensor
+from .runtime import Call
 
 Rows = Tensor | tuple[Tensor, ...]
 

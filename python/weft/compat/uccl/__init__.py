@@ -1,13 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of UCCL-EP, on Weft.
+"""The interface of UCCL-EP, on Weft: `Buffer` and `UCCLBuffer`, which NeMo Automodel calls.
 
 `weft.compat.install()` makes `import uccl` mean this package. What UCCL does otherwise than it
 promises is done right here: an event is one on torch's current stream, a cached dispatch honours
 `previous_event`, rebuilding a buffer does not abort.
 """
 
-from weft.compat.deep_ep import EventOverlap
+from typing import Any
 
-from .buffer import Buffer, EventHandle, UCCLBuffer
+import torch
+import torch.distributed as dist
+
+from weft import Group, InvalidArgument
+from weft.compat import environment
+from weft.compat.deep_ep import EventOverlap, config
+from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
+from weft.compat.deep_ep.runtime import TIMEOUT
+from weft.compat.deep_ep.utils import EventHandle as CurrentStreamEvent
+
+from .fabric import adopt_network
 
 __all__ = ["Buffer", "EventHandle", "EventOverlap", "UCCLBuffer"]
+
+# UCCL's configurations by number of ranks are those of an older `deep_ep`.
+_UNLISTED = (48, 96)
+
+
+def _older(table: dict[int, config.Chunks], other: dict[int, config.Chunks]):
+    return {size: chunks for size, chunks in (table | other).items() if size not in _UNLISTED}
+
+
+DISPATCH = _older(
+    config.DISPATCH,
+    {
+        24: (8, 288, 32, 128),
+        32: (32, 288, 32, 128),
+        64: (20, 288, 28, 128),
+        128: (20, 560, 32, 128),
+    },
+)
+COMBINE = _older(config.COMBINE, {64: (1, 288, 20, 128), 128: (1, 560, 12, 128)})
+
+
+class Buffer(DeepEPBuffer):
+    """That of `weft.compat.deep_ep` with UCCL's arguments and tables; see there for the calls."""
+
+    num_sms = 20
+    _DISPATCH, _COMBINE = DISPATCH, COMBINE
+    _NEEDS_NO_RDMA_ON_ONE_HOST = False
+    _IS_LOCAL_RDMA = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        is_intranode: bool | None = None,
+    ) -> None:
+        """Collective. is_intranode None: found out. No environment variable is needed; UCCL's
+        choice of network is honoured.
+
+        ValueError for is_intranode=True on a group that is larger than a host has ranks, or whose
+        ranks do not all share memory.
+        """
+        adopt_network()
+        # Not more ranks than a host has may still be ranks of several.
+        num_domains = len(Group.of(group).domains)
+        on_one_host = group.size() <= local_world_size() and num_domains == 1
+        if on_one_host and self._NEEDS_NO_RDMA_ON_ONE_HOST:
+            num_rdma_bytes, is_intranode = 0, True
+        if is_intranode and not on_one_host:
+            raise InvalidArgument(
+                f"Buffer: is_intranode = True with {group.size()} ranks in "
+                f"{num_domains} domains "
+                f"(expected at most {local_world_size()}, those of a host, in one)"
+            )
+        super().__init__(
+            group,
+            num_nvl_bytes,
+            num_rdma_bytes,
+            low_latency_mode,
+            num_qps_per_rank,
+            allow_nvlink_for_low_latency_mode,
+            allow_mnnvl,
+            explicitly_destroy=explicitly_destroy,
+        )
+        self.is_intranode = on_one_host if is_intranode is None else is_intranode
+
+    def _timeout(self) -> float:
+        return float(environment.number("UCCL_EP_CPU_TIMEOUT_SECS", default=int(TIMEOUT)))
+
+    def reset_rdma_buffer(self) -> None:
+        """Nothing: Weft has no RDMA buffer that a caller must clear."""
+        self._runtime()
+
+    def connect_atomic_buffer(self, proxy: Any) -> None:
+        """Nothing: Weft has no proxies."""
+        self._runtime()
+
+
+class UCCLBuffer(Buffer):
+    """NeMo Automodel's: num_rdma_bytes becomes 0 for a group that fits on one host."""
+
+    _NEEDS_NO_RDMA_ON_ONE_HOST = True
+
+
+def local_world_size() -> int:
+    """Ranks of a host: LOCAL_WORLD_SIZE, else its GPUs, else 1."""
+    return environment.number("LOCAL_WORLD_SIZE", default=max(torch.cuda.device_count(), 1))
+
+
+class EventHandle(CurrentStreamEvent):
+    """A point on torch's current CUDA stream, or on the stream with this handle (a number)."""
+
+    def __init__(self, stream: int | None = None) -> None:
+        super().__init__()
+        if stream is not None and self._event is not None:
+            self._event = torch.cuda.ExternalStream(stream).record_event()

@@ -11,7 +11,7 @@ from typing import Any
 from weft.compat.deep_ep import Config, EventOverlap, get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.checks import NotInWeft
 
-from .buffer import Buffer, EventHandle
+from . import Buffer, EventHandle
 
 __all__ = [
     "Buffer",

@@ -24,7 +24,6 @@ from weft.streams import CommStream
 
 from ..checks import (
     INTEGERS,
-    Call,
     NotInWeft,
     check,
     check_experts,
@@ -45,7 +44,7 @@ from ..payload import (
     received_topk,
     round_up,
 )
-from ..runtime import ExchangePool
+from ..runtime import Call, ExchangePool
 from ..utils import EventHandle, EventOverlap, event_of
 from . import model
 from .handle import EPHandle

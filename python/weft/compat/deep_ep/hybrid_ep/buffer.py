@@ -26,7 +26,7 @@ from torch import Tensor
 
 from weft import Group, Plan
 
-from ..checks import Call, check, check_handle, check_least, check_optional, check_tensor
+from ..checks import check, check_handle, check_least, check_optional, check_tensor
 from ..layout import ranks_per_domain, scatter_columns
 from ..payload import (
     Payload,
@@ -38,7 +38,7 @@ from ..payload import (
     round_up,
     topk_of_map,
 )
-from ..runtime import MIN_TOPK, TIMEOUT, ExchangePool
+from ..runtime import MIN_TOPK, TIMEOUT, Call, ExchangePool
 from .handle import HybridEPHandle, PermuteHandle, PlainHandle
 from .settings import (
     MIN_CAPACITY,
