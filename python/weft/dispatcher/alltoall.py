@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 
 from .base import MoETokenDispatcher, rank_in, size_of
 from .capacity import get_align_size_for_quantization, get_capacity, pad_routing_map
@@ -183,7 +184,9 @@ def all_to_all(
     """
     if size_of(group) == 1:
         return rows
-    return _AllToAll.apply(rows, group, list(output_splits), list(input_splits))
+    out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
+    splits = list(output_splits), list(input_splits)
+    return all_to_all_single(out, rows.contiguous(), *splits, group=group)
 
 
 def gather_rows_of(rows: Tensor, group: Any, sizes: Sequence[int]) -> Tensor:
@@ -221,17 +224,3 @@ def gather_counts(counts: Tensor, group: Any) -> Tensor:
     gathered = counts.new_empty(size_of(group) * counts.shape[0])
     dist.all_gather_into_tensor(gathered, counts.contiguous(), group=group)
     return gathered
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, group, output_splits, input_splits):  # noqa: ANN001, ANN205
-        ctx.group, ctx.splits = group, (output_splits, input_splits)
-        out = rows.new_empty((sum(output_splits), *rows.shape[1:]))
-        dist.all_to_all_single(out, rows.contiguous(), output_splits, input_splits, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):  # noqa: ANN001, ANN205
-        output_splits, input_splits = ctx.splits
-        return all_to_all(grad, ctx.group, input_splits, output_splits), None, None, None

@@ -188,8 +188,15 @@ def check(config: Any) -> None:
     """Raises ValueError for the first rule that `config` breaks; settles deprecated settings."""
     c = Settings(config)
     kind = c.moe_token_dispatcher_type
-    _names(c)
+    _refuse(
+        kind not in DISPATCHERS,
+        f"moe_token_dispatcher_type: {kind!r} is unknown (expected one of {DISPATCHERS})",
+    )
     backend = c.moe_flex_dispatcher_backend if kind == "flex" else None
+    _refuse(
+        kind == "flex" and backend not in BACKENDS,
+        f"Invalid backend: {backend}. moe_flex_dispatcher_backend must be one of {BACKENDS}.",
+    )
     _deprecated(config, c, backend)
     _capacity(config, c, backend)
     _wire_dtypes(c, backend)
@@ -211,18 +218,6 @@ def check(config: Any) -> None:
 def _refuse(is_wrong: Any, text: str) -> None:
     if is_wrong:
         raise ValueError(text)
-
-
-def _names(c: Settings) -> None:
-    kind, backend = c.moe_token_dispatcher_type, c.moe_flex_dispatcher_backend
-    _refuse(
-        kind not in DISPATCHERS,
-        f"moe_token_dispatcher_type: {kind!r} is unknown (expected one of {DISPATCHERS})",
-    )
-    _refuse(
-        kind == "flex" and backend not in BACKENDS,
-        f"Invalid backend: {backend}. moe_flex_dispatcher_backend must be one of {BACKENDS}.",
-    )
 
 
 def _deprecated(config: Any, c: Settings, backend: str | None) -> None:
@@ -304,15 +299,15 @@ def _ncclep(c: Settings) -> None:
     has_fuser = c.use_transformer_engine_op_fuser
     has_budget = c.moe_expert_rank_capacity_factor is not None
     has_capacity = c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity
-    for is_wrong, text in (
-        (c.moe_token_dispatcher_type != "flex", "needs moe_token_dispatcher_type = 'flex'"),
-        (
-            c.moe_use_grouped_tensor and not has_fuser,
-            "moe_use_grouped_tensor needs use_transformer_engine_op_fuser",
-        ),
-        (has_capacity, "a capacity factor and drop-and-pad are not supported"),
-    ):
-        _refuse(is_wrong, f"ncclep: {text}")
+    _refuse(
+        c.moe_token_dispatcher_type != "flex",
+        "ncclep: needs moe_token_dispatcher_type = 'flex'",
+    )
+    _refuse(
+        c.moe_use_grouped_tensor and not has_fuser,
+        "ncclep: moe_use_grouped_tensor needs use_transformer_engine_op_fuser",
+    )
+    _refuse(has_capacity, "ncclep: a capacity factor and drop-and-pad are not supported")
     _refuse(
         c.moe_ncclep_zero_copy and not has_budget,
         "moe_ncclep_zero_copy: needs moe_expert_rank_capacity_factor",

@@ -136,7 +136,7 @@ class _DeepepManager(_DispatchManager):
         tokens = (hidden_states, self.token_indices, probs, self.num_experts, self.group)
         if self.experts_read_received_rows and hidden_states.dtype in _FLOATS:
             pad_multiple = self.align_size if self.permute_fusion and self.align_size else 1
-            rows, self.dispatched_probs, *rest = self._by_expert.dispatch(
+            rows, self.dispatched_probs, *rest = self._by_expert.dispatch_by_expert(
                 *tokens, pad_multiple=pad_multiple, num_sms=self.num_sms
             )
             self._arrives_by_expert = True
@@ -151,10 +151,10 @@ class _DeepepManager(_DispatchManager):
 
     @property
     def experts_read_received_rows(self) -> bool:
-        functions = (self._dispatch_fn, self._combine_fn)  # they may be replaced at any time
+        own = self._by_expert
         return (
-            self._by_expert is not None
-            and self._by_expert.replaces == functions
+            own is not None
+            and (self._dispatch_fn, self._combine_fn) == (own.dispatch, own.combine)  # still
             and self._keeps_received_rows
             and not self.pad_multiple
         )
@@ -217,7 +217,7 @@ class _DeepepManager(_DispatchManager):
         allocate_on_comm_stream: bool = False,
     ) -> Tensor:
         if self._arrives_by_expert:
-            tokens = self._by_expert.combine(hidden_states, self.handle)
+            tokens = self._by_expert.combine_by_expert(hidden_states, self.handle)
         else:
             tokens, _ = self._combine_fn(
                 hidden_states,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from weft.fused_a2a.expert_rows import ByExpert
+    from weft.fused_a2a.rank_rows import Functions
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Backend(NamedTuple):
     dispatch: Callable[..., Any] | None
     combine: Callable[..., Any] | None
     set_num_sms: Callable[[int], None] | None
-    by_expert: ByExpert | None = None  # the same and the permutes around it in one step
+    by_expert: Functions | None = None  # has the same and the permutes around it in one step
 
 
 def backend(name: str) -> Backend:
@@ -57,20 +57,20 @@ def backend(name: str) -> Backend:
     # Looked up at each call, so that a replaced function counts.
     from weft import fused_a2a
     from weft.compat.deep_ep import Buffer
-    from weft.fused_a2a import expert_rows
+    from weft.fused_a2a import rank_rows
 
     if name == "hybridep":
         return Backend(fused_a2a.hybrid_ep_dispatch, fused_a2a.hybrid_ep_combine, None)
     if name == "deepep":
         functions = fused_a2a.fused_dispatch, fused_a2a.fused_combine, fused_a2a.set_deepep_num_sms
-        by_expert, buffers = expert_rows.DEEPEP_BY_EXPERT, fused_a2a.Buffer
+        by_expert, buffers = rank_rows.DEEPEP, fused_a2a.Buffer
     else:
         functions = (
             fused_a2a.uccl_fused_dispatch,
             fused_a2a.uccl_fused_combine,
             fused_a2a.set_uccl_num_sms,
         )
-        by_expert, buffers = expert_rows.UCCL_BY_EXPERT, fused_a2a.UCCLBuffer
+        by_expert, buffers = rank_rows.UCCL, fused_a2a.UCCLBuffer
     # Buffers of another class, which the module was given, have no exchange of Weft.
     is_own = isinstance(buffers, type) and issubclass(buffers, Buffer)
     return Backend(*functions, by_expert if is_own else None)

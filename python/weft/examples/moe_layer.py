@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from weft.dispatcher import DispatcherGroups
 from weft.examples.layer import DISPATCHERS, MoELayer, make_dispatcher
-from weft.examples.program import join, leave
+from weft.examples.program import finish, join, leave
 
 
 def parse() -> argparse.Namespace:
@@ -52,8 +52,7 @@ def run(name: str, args: argparse.Namespace, device: torch.device) -> dict[str, 
         out = layer(x)
         loss = out.float().square().sum()
         loss.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        finish(device)
         elapsed += (time.perf_counter() - start) * (step > 0)
 
     squares = [layer.experts.up.grad, layer.experts.down.grad, x.grad]

@@ -50,6 +50,12 @@ def leave() -> None:
     time.sleep(PATIENCE)
 
 
+def finish(device: torch.device) -> None:
+    """Waits for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def join(is_gpu: bool) -> torch.device:
     """Joins the group that torchrun describes, or makes one of this process alone."""
     device = torch.device("cpu")

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from weft.examples.program import finish
+
 _PACKS = re.compile(r"weft::.*\bpack_(rows|vector|bulk)\b")
 _TAKES = re.compile(r"weft::.*\b(fan_out_rows|sum_vector|sum_bulk)\b")
 
@@ -146,8 +148,3 @@ def read_trace(path: Path) -> list[Kernel]:
         for e in events
         if e.get("cat") == "kernel" and e.get("ph") == "X"
     ]
-
-
-def finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.dispatcher import DispatcherGroups
-from weft.examples.qwen3_exposed import Exposure, finish, trace_step
+from weft.examples.program import finish
+from weft.examples.qwen3_exposed import Exposure, trace_step
 from weft.examples.qwen3_model import QwenMoE, Shape, build, fill, is_expert_weight
 from weft.overlap import (
     TransformerModelChunkSchedulePlan,

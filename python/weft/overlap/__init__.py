@@ -13,10 +13,6 @@ bit. Names are Megatron-LM's.
 # "as" says that a name is for others.
 from weft.config.validate import check_overlap as check_overlap
 
-from .chunk_plan import ChunkState as ChunkState
-from .chunk_plan import PostProcessNode as PostProcessNode
-from .chunk_plan import PreProcessNode as PreProcessNode
-from .chunk_plan import TransformerModelChunkSchedulePlan as TransformerModelChunkSchedulePlan
 from .experts import DelayedExperts as DelayedExperts
 from .lanes import Step as Step
 from .lanes import get_comm_stream as get_comm_stream
@@ -25,9 +21,6 @@ from .lanes import record_issue_order as record_issue_order
 from .lanes import set_streams as set_streams
 from .layer import ModelChunk as ModelChunk
 from .layer import TransformerLayer as TransformerLayer
-from .layer_plan import FreedInputs as FreedInputs
-from .layer_plan import TransformerLayerSchedulePlan as TransformerLayerSchedulePlan
-from .layer_plan import freed_inputs as freed_inputs
 from .nodes import AbstractSchedulePlan as AbstractSchedulePlan
 from .nodes import NoopScheduleNode as NoopScheduleNode
 from .nodes import ScheduleNode as ScheduleNode
@@ -45,5 +38,12 @@ from .pipeline import (
 from .pipeline import forward_order as forward_order
 from .pipeline import num_warm_up as num_warm_up
 from .pipeline import sequential_schedule_for_no_pipelining as sequential_schedule_for_no_pipelining
+from .plans import ChunkState as ChunkState
+from .plans import FreedInputs as FreedInputs
+from .plans import PostProcessNode as PostProcessNode
+from .plans import PreProcessNode as PreProcessNode
+from .plans import TransformerLayerSchedulePlan as TransformerLayerSchedulePlan
+from .plans import TransformerModelChunkSchedulePlan as TransformerModelChunkSchedulePlan
+from .plans import freed_inputs as freed_inputs
 from .wgrad import DelayedLinear as DelayedLinear
 from .wgrad import WeightGradientQueue as WeightGradientQueue

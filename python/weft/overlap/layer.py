@@ -3,7 +3,7 @@
 pipeline stage with what comes before and after them.
 
 Called as modules they run their pieces one after another, in one graph: what a schedule's results
-are compared with. chunk_plan.py has the plans.
+are compared with. plans.py has the plans.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from weft.config import OverlapModelConfig
 from weft.config.validate import check_recompute
 
-from .chunk_plan import TransformerModelChunkSchedulePlan
+from .plans import TransformerModelChunkSchedulePlan
 
 
 class TransformerLayer(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from weft import _core
 from weft.config.validate import check_interleaved
 
-from .chunk_plan import TransformerModelChunkSchedulePlan as Plan
+from .plans import TransformerModelChunkSchedulePlan as Plan
 
 Tensor = torch.Tensor
 Context = AbstractContextManager[Any]

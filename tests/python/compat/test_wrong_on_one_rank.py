@@ -15,7 +15,7 @@ from weft import _core, fused_a2a, outputs
 from weft.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
 from weft.compat.deep_ep import payload as sending
 from weft.compat.uccl import Buffer as UCCLBuffer
-from weft.fused_a2a import expert_rows
+from weft.fused_a2a import rank_rows
 
 HIDDEN, NUM_MAX, TOPK = 128, 16, 2
 
@@ -160,7 +160,7 @@ class Calls:
         return fused_a2a.fused_combine, {"x": rows, "group": self.group, "handle": handle}
 
     def fused_by_expert(self):
-        return expert_rows.DEEPEP_BY_EXPERT.dispatch, self.fused()
+        return rank_rows.DEEPEP.dispatch_by_expert, self.fused()
 
     def deepepv2_dispatch(self):
         buffer, _ = self.elastic()

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import weft.fused_a2a as fa
-from weft.fused_a2a import expert_rows
+from weft.fused_a2a import rank_rows
 
-CALLS = {"deepep": expert_rows.DEEPEP_BY_EXPERT, "uccl": expert_rows.UCCL_BY_EXPERT}
+CALLS = {"deepep": rank_rows.DEEPEP, "uccl": rank_rows.UCCL}
 
 
 def layer(by_expert, group, x, idx, probs, num_experts, factor=2.0):
-    rows, row_probs, counts, handle = by_expert.dispatch(
+    rows, row_probs, counts, handle = by_expert.dispatch_by_expert(
         x, idx, probs, num_experts, group, pad_multiple=cases.PAD
     )
-    out = by_expert.combine((rows * factor * row_probs).to(x.dtype), handle)
+    out = by_expert.combine_by_expert((rows * factor * row_probs).to(x.dtype), handle)
     return out, rows, row_probs, counts, handle
 
 
@@ -57,7 +57,7 @@ def unused_outputs(rank, num_ranks, group):
     cases.reset()
     x, idx, probs = cases.inputs(rank, 6, 3, 8, torch.float32)
     xs, ps = cases.leaves(x, probs)
-    rows, row_probs, _, _ = CALLS["deepep"].dispatch(xs, idx, ps, 8, group)
+    rows, row_probs, _, _ = CALLS["deepep"].dispatch_by_expert(xs, idx, ps, 8, group)
     (rows.sum() if rank == 0 else row_probs.sum()).backward()
     experts_per_rank = 4
     is_first = (idx >= 0) & (idx < experts_per_rank)

@@ -14,7 +14,7 @@ import weft
 from weft import fused_a2a, ops
 from weft.compat import deep_ep
 from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
-from weft.fused_a2a import expert_rows
+from weft.fused_a2a import rank_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -141,10 +141,10 @@ def fused(name):
 def by_expert(calls):
     def case(group, inputs):
         x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
-        rows, probs, counts, handle = calls.dispatch(
+        rows, probs, counts, handle = calls.dispatch_by_expert(
             x, inputs.idx, w, inputs.num_experts, group, pad_multiple=16
         )
-        out = calls.combine(rows * 2, handle)
+        out = calls.combine_by_expert(rows * 2, handle)
         torch.autograd.backward([out, probs], [out.detach(), probs.detach()])
         return [rows, probs, counts, handle.local_experts, out, x.grad, w.grad]
 
@@ -244,8 +244,8 @@ CASES = {
     "roomy_budget": roomy_budget,
     "fused": fused("fused_"),
     "uccl_fused": fused("uccl_fused_"),
-    "by_expert": by_expert(expert_rows.DEEPEP_BY_EXPERT),
-    "uccl_by_expert": by_expert(expert_rows.UCCL_BY_EXPERT),
+    "by_expert": by_expert(rank_rows.DEEPEP),
+    "uccl_by_expert": by_expert(rank_rows.UCCL),
     "dispatcher_deepep": dispatcher("deepep"),
     "dispatcher_uccl": dispatcher("uccl_ep"),
     "dispatcher_hybridep": dispatcher("hybridep"),

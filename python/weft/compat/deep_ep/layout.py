@@ -72,20 +72,15 @@ def ranks_per_domain(group: Group) -> int:
     Raises InvalidArgument if the number of ranks is not a multiple of it.
     """
     found = found_ranks_per_domain(group)
-    text = environment.text(ENVIRONMENT)
-    if text is None:
-        return found
-    is_number = text.isdecimal() and int(text) > 0
+    size = environment.number(ENVIRONMENT, default=found)
     check(
-        is_number and group.num_ranks % int(text) == 0,
-        f"{ENVIRONMENT} = '{text}' (expected a divisor of the {group.num_ranks} ranks)",
+        group.num_ranks % size == 0,
+        f"{ENVIRONMENT} = '{size}' (expected a divisor of the {group.num_ranks} ranks)",
     )
-    if int(text) != found:
-        warnings.warn(
-            f"{ENVIRONMENT} = {text} replaces the {found} ranks per domain that were found",
-            stacklevel=5,
-        )
-    return int(text)
+    if size != found:
+        text = f"{ENVIRONMENT} = {size} replaces the {found} ranks per domain that were found"
+        warnings.warn(text, stacklevel=5)
+    return size
 
 
 class Layout(NamedTuple):

@@ -130,7 +130,7 @@ class LowLatencyMode:
                 plan, blocks = dispatch_blocks(call, routes, rows, scales, topk_weights, num_max)
                 handle = LowLatencyHandle(plan, blocks.sources, num_max)
                 if self._mask:
-                    blocks = blocks.in_order(handle.keep(self._mask.is_kept(handle.source_rank)))
+                    blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                 parts = () if scales is None else (blocks.rows, blocks.scales(scales.dtype))
                 recv_count = handle.count.to(torch.int32)
                 if stats is not None:
@@ -239,7 +239,7 @@ class LowLatencyMode:
         with Call("low_latency_query_mask_buffer"):
             self._check_shrink()
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
-        mask_status.copy_(self._mask.status())
+        mask_status.copy_(self._mask.is_masked[:-1])
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Local. Takes all ranks in again."""
@@ -398,22 +398,16 @@ class RankMask:
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self.is_masked = [False] * num_ranks
+        self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
+        self.is_masked[-1] = True  # no rank
 
     def __bool__(self) -> bool:
-        return any(self.is_masked)
+        return bool(self.is_masked[:-1].any())
 
-    def status(self) -> Tensor:
-        """int32 [R], 1 for a masked rank."""
-        return torch.tensor(self.is_masked, dtype=torch.int32)
+    def of(self, ranks: Tensor) -> Tensor:
+        """bool like ranks (any shape; R stands for none): where they are masked."""
+        return self.is_masked.to(ranks.device)[ranks]
 
     def without_routes(self, routes: Tensor, num_local_experts: int) -> Tensor:
         """routes [T, K] less those to masked ranks; -1 is none."""
-        is_masked = self.status().bool().to(routes.device)
-        owner = routes.clamp(min=0).long() // num_local_experts
-        return routes.masked_fill(is_masked[owner], -1)
-
-    def is_kept(self, source_rank: Tensor) -> Tensor:
-        """Where source_rank (any shape; R stands for none) is not masked."""
-        is_masked = torch.cat([self.status().bool(), torch.ones(1, dtype=torch.bool)])
-        return ~is_masked.to(source_rank.device)[source_rank]
+        return routes.masked_fill(self.of(routes.clamp(min=0).long() // num_local_experts), -1)

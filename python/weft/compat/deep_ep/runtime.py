@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a buffer runs on: the ranks, their exchanges and a communication stream. Its calls
-hold what is refused, on all ranks."""
+"""What a buffer runs on: the ranks, their exchanges and a communication stream; and `Call`, which
+lets all ranks hear of what one refuses."""
 
 from __future__ import annotations
 

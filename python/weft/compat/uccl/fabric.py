@@ -35,12 +35,9 @@ def interface_of(wanted: str, present: Iterable[str]) -> str | None:
     wanted: beginnings of names between commas, whole names after '='; after '^' those to leave
     out, and the loopback interface with them.
     """
-    is_exclusion = wanted.startswith("^")
-    rest = wanted.removeprefix("^")
-    is_exact = rest.startswith("=")
-    listed = [one for one in rest.removeprefix("=").split(",") if one]
+    is_exclusion, is_exact, listed = _read(wanted)
     for name in present:
-        is_listed = any(name == one if is_exact else name.startswith(one) for one in listed)
+        is_listed = name in listed if is_exact else name.startswith(listed)
         if is_listed != is_exclusion and not (is_exclusion and name == "lo"):
             return name
     return None
@@ -68,15 +65,22 @@ def fabric_of(transport: str | None, cards: str | None, folder: Path) -> str | N
 
 def _cards_of(wanted: str, folder: Path) -> list[str]:
     """Names in order; as they are written where none of them is there."""
-    rest = wanted.removeprefix("^")
-    listed = [one.split(":")[0] for one in rest.removeprefix("=").split(",") if one]
+    is_exclusion, is_exact, listed = _read(wanted)
+    listed = tuple(one.split(":")[0] for one in listed)
     present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if not rest.startswith("="):
+    if not is_exact:
         whole = [name for name in present if name in listed]
-        listed = whole or [name for name in present if name.startswith(tuple(listed))] or listed
-    if wanted.startswith("^"):
+        listed = whole or [name for name in present if name.startswith(listed)] or listed
+    if is_exclusion:
         return [name for name in present if name not in listed]
-    return [name for name in present if name in listed] or listed
+    return [name for name in present if name in listed] or list(listed)
+
+
+def _read(wanted: str) -> tuple[bool, bool, tuple[str, ...]]:
+    """Whether what is listed is left out, whether it is whole names, and the list."""
+    rest = wanted.removeprefix("^")
+    listed = tuple(one for one in rest.removeprefix("=").split(",") if one)
+    return rest != wanted, rest.startswith("="), listed
 
 
 def _give(name: str, value: str) -> None:

@@ -387,11 +387,8 @@ class HybridEPBuffer:
             probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)
 
-    def _bring_back(
-        self, call: Call, hidden: Tensor, row_probs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        num_sms = self._settings.num_of_blocks_combine_api
-        return tuple(bring_back(call, hidden, row_probs, num_sms=num_sms))
+    def _bring_back(self, call: Call, hidden: Tensor, row_probs: Tensor | None) -> tuple:
+        return bring_back(call, hidden, row_probs, num_sms=self._settings.num_of_blocks_combine_api)
 
     def _config(
         self, hidden: Tensor, plan: Plan, pad_multiple: int | None = None, fuse: bool = False
