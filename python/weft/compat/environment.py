@@ -7,7 +7,7 @@ not set.
 
 import os
 
-from weft import InvalidArgument
+from weft.errors import BadCall
 
 HONOURED = (
     "DEEP_EP_SM_NUMS",
@@ -41,7 +41,7 @@ def number(*names: str, default: int, least: int = 1) -> int:
         return default
     if not (value.isascii() and value.isdecimal() and int(value) >= least):
         name = next(name for name in names if text(name) == value)
-        raise InvalidArgument(
+        raise BadCall(
             f"environment: {name} = '{value}' (expected a number of at least {least})"
         )
     return int(value)
