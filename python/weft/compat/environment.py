@@ -41,7 +41,5 @@ def number(*names: str, default: int, least: int = 1) -> int:
         return default
     if not (value.isascii() and value.isdecimal() and int(value) >= least):
         name = next(name for name in names if text(name) == value)
-        raise BadCall(
-            f"environment: {name} = '{value}' (expected a number of at least {least})"
-        )
+        raise BadCall(f"environment: {name} = '{value}' (expected a number of at least {least})")
     return int(value)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the compatibility modules refuse a call."""
 
+import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,3 +87,17 @@ def check_experts(num_experts: int, num_ranks: int) -> None:
 def check_even(num_sms: int) -> None:
     is_even = num_sms >= 0 and num_sms % 2 == 0
     check(is_even, f"num_sms = {num_sms} (The SM count must be even)")
+
+
+def count_of(name: str, value: Any) -> int:
+    """`value` (an int, or anything with __index__: a 0-d tensor) as an int of at least 0."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise BadCall(f"{name} = {value!r} (expected an integer)") from None
+    check_least(name, count, 0)
+    return count
+
+
+def warn_deprecated(verb: str, name: str, what: str = "ignored") -> None:
+    warnings.warn(f"{verb}: {name} is deprecated and {what}", DeprecationWarning, stacklevel=3)

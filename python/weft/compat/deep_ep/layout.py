@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a host ("RDMA ranks") or an NVLink domain, and which tokens go where."""
+"""Which ranks share a host ("RDMA ranks") or an NVLink domain, and which tokens go where, in
+whatever form callers say it."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 from weft import Group
 from weft.compat import environment
 
-from .checks import MAX_TOPK, check
+from .checks import INTEGERS, MAX_TOPK, check, check_optional, check_tensor
 
 HOST_RANKS = 8  # at most
 
@@ -144,3 +145,48 @@ def in_columns(columns: Tensor, values: Tensor | None, num_columns: int) -> Tens
     table = torch.zeros((columns.size(0), num_columns + 1), dtype=dtype, device=columns.device)
     table.scatter_(1, columns, True if values is None else values)
     return table[:, :num_columns].contiguous()
+
+
+class Routing(NamedTuple):
+    """A map [T, E] and probs fp32 [T, E] or None; `refused` are indices that a plan must refuse."""
+
+    map: Tensor
+    probs: Tensor | None
+    refused: Tensor | None = None
+
+    @property
+    def accepted(self) -> Tensor | None:
+        """The map to plan with. None if there is something to refuse: given `refused` instead,
+        `Exchange.plan` raises on every rank."""
+        return self.map if self.refused is None else None
+
+    def most_routes(self) -> int:
+        """The most routes that a token of this rank has. Waits for a GPU."""
+        return int(self.map.sum(dim=1).max()) if self.map.numel() > 0 else 0
+
+
+def routing_of(
+    given: tuple[Tensor | None, ...], num_experts: int | None, may_wait: bool
+) -> Routing:
+    """given: routing_map, probs, topk_idx, topk_weights. A map counts if indices are given too.
+
+    may_wait: whether indices on a GPU are worth a wait to refuse those outside [-1, E); otherwise
+    such indices name no route. num_experts is needed with indices and checked with a map.
+    """
+    routing_map, probs, topk_idx, topk_weights = given
+    if routing_map is not None:
+        check_tensor("routing_map", routing_map, torch.bool, ["T", num_experts or "E"])
+        check_optional("probs", probs, torch.float32, routing_map.shape)
+        return Routing(routing_map, probs)
+    check(topk_idx is not None, "no routing (expected a handle, routing_map or topk_idx)")
+    check_tensor("topk_idx", topk_idx, INTEGERS, ["T", "K"])
+    check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
+    check(num_experts is not None, "num_of_experts is None (required with topk_idx)")
+    routes = scatter_columns(topk_idx, None, num_experts)
+    if topk_weights is not None:
+        probs = scatter_columns(topk_idx, topk_weights, num_experts)
+    refused = None
+    if may_wait or not topk_idx.is_cuda:
+        is_wrong = (topk_idx < -1) | (topk_idx >= num_experts)
+        refused = topk_idx if bool(is_wrong.any()) else None
+    return Routing(routes, probs, refused)

@@ -65,7 +65,9 @@ class ExchangePool:
             if self.last is not None:
                 self.last.announce(verb, hidden, num_experts, **options)
             if callable(max_topk):
-                max_topk = self.largest(self.group.agreed("exchange", max_topk))
+                (max_topk,) = max(
+                    self.group.gather_numbers(self.group.agreed("exchange", max_topk))
+                )
             topk = min(max(max_topk, 1), MAX_TOPK)  # a plan refuses more, saying how many
             new = Exchange(
                 self.group,
@@ -107,10 +109,6 @@ class ExchangePool:
         with self._lock:
             found = [exchange.footprint() for exchange in self._exchanges.values()]
         return {name: sum(one[name] for one in found) for name in found[0]} if found else {}
-
-    def largest(self, here: int) -> int:
-        """Collective: the largest of all ranks' numbers."""
-        return max(number for (number,) in self.group.gather_numbers(here))
 
 
 class Call:

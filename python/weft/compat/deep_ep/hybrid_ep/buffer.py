@@ -26,8 +26,16 @@ from torch import Tensor
 
 from weft import Group, Plan
 
-from ..checks import check, check_handle, check_least, check_optional, check_tensor
-from ..layout import ranks_per_domain, scatter_columns
+from ..checks import (
+    check,
+    check_handle,
+    check_least,
+    check_optional,
+    check_tensor,
+    count_of,
+    warn_deprecated,
+)
+from ..layout import Routing, ranks_per_domain, routing_of, scatter_columns
 from ..payload import (
     Payload,
     Received,
@@ -39,16 +47,9 @@ from ..payload import (
     topk_of_map,
 )
 from ..runtime import MIN_TOPK, TIMEOUT, Call, ExchangePool
-from .handle import HybridEPHandle, PermuteHandle, PlainHandle
-from .settings import (
-    MIN_CAPACITY,
-    HybridEPConfig,
-    HybridEPConfigurer,
-    Routing,
-    count_of,
-    routing_of,
-    warn_deprecated,
-)
+from .handle import HybridEPConfig, HybridEPConfigurer, HybridEPHandle, PermuteHandle, PlainHandle
+
+_MIN_CAPACITY = 512
 
 
 class HybridEPBuffer:
@@ -102,7 +103,8 @@ class HybridEPBuffer:
         self.num_of_nodes: int = self.group_size // domain
         self.runtime = ExchangePool(ranks, TIMEOUT)
         # Callers give their own T, which need not be that of others.
-        capacity = max(self.runtime.largest(tokens), MIN_CAPACITY)
+        (most,) = max(ranks.gather_numbers(tokens))
+        capacity = max(most, _MIN_CAPACITY)
         self.configurer = HybridEPConfigurer(
             HybridEPConfig(
                 hidden_dim=hidden_dim,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls.
+"""What `HybridEPBuffer.dispatch` and `dispatch_with_permute` return for later calls, and the
+settings of the buffer, which it carries.
 
 Items that only the kernels of `deep_ep` can use are `PrivateItem`s, so that unpacking works and
 using one says why not.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -15,7 +17,33 @@ from weft import Plan
 
 from ..handles import PlanHandle, on_host
 from ..layout import scatter_columns
-from .settings import HybridEPConfig
+
+
+@dataclasses.dataclass
+class HybridEPConfig:
+    """What a handle carries of the buffer's settings. SM and block counts: 0 = chosen by Weft."""
+
+    hidden_dim: int
+    max_num_of_tokens_per_rank: int
+    num_of_experts_per_rank: int
+    num_of_ranks_per_node: int
+    num_of_nodes: int
+    use_fp8: bool = False
+    pad_multiple: int = 0
+    fuse_permute_dispatch: bool = False
+    num_of_blocks_dispatch_api: int = 0
+    num_of_blocks_combine_api: int = 0
+    num_of_blocks_preprocessing_api: int = 0
+    num_blocks_permute: int = 0
+    num_blocks_unpermute: int = 0
+
+
+@dataclasses.dataclass
+class HybridEPConfigurer:
+    """Keeps the buffer's settings, which calls copy and change."""
+
+    buffer_config: HybridEPConfig
+
 
 _PRIVATE = ("sparse_to_dense_map", "rdma_to_attn_map", "dense_chunk_layout")
 
