@@ -212,7 +212,13 @@ def check(config: Any) -> None:
     )
     _sequence_packing(config, c)
     if c.moe_paged_stash:
-        _paged_stash(c)
+        _refuse(
+            c.moe_expert_rank_capacity_factor is None,
+            "moe_paged_stash: needs moe_expert_rank_capacity_factor",
+        )
+        _refuse(c.cpu_offloading, "moe_paged_stash: excludes cpu_offloading")
+        both = {"expert_fc1", "moe_act", "fused_group_mlp"}.intersection(c.offload_modules or [])
+        _refuse(both, f"moe_paged_stash: {sorted(both)} would be offloaded too (offload_modules)")
 
 
 def _refuse(is_wrong: Any, text: str) -> None:
@@ -337,13 +343,3 @@ def _sequence_packing(config: Any, c: Settings) -> None:
         c.variable_seq_lengths and kind == "allgather",
         "variable_seq_lengths: the allgather dispatcher needs equal lengths",
     )
-
-
-def _paged_stash(c: Settings) -> None:
-    _refuse(
-        c.moe_expert_rank_capacity_factor is None,
-        "moe_paged_stash: needs moe_expert_rank_capacity_factor",
-    )
-    _refuse(c.cpu_offloading, "moe_paged_stash: excludes cpu_offloading")
-    both = {"expert_fc1", "moe_act", "fused_group_mlp"}.intersection(c.offload_modules or [])
-    _refuse(both, f"moe_paged_stash: {sorted(both)} would be offloaded too (offload_modules)")

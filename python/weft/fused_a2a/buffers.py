@@ -233,9 +233,11 @@ def take(name: str, group: Any) -> Any:
         found, others = None, []
         for buffer in take_all(name):
             theirs = getattr(buffer, "group", group)  # a stand-in without a group serves any
-            if found is None and is_same_group(theirs, group):
+            ranks = members(theirs)
+            is_same = theirs is group or (ranks is not None and ranks == members(group))
+            if found is None and is_same:
                 found = buffer
-            elif members(theirs) is not None:
+            elif ranks is not None:
                 others.append(buffer)  # the rest is of groups that torch has destroyed
         parked[name] = others
         return found
@@ -257,12 +259,6 @@ def _forget() -> None:
     """
     for name in _STATE:
         take_all(name)
-
-
-def is_same_group(one: Any, other: Any) -> bool:
-    """Whether two process groups have the same ranks in the same order."""
-    ranks = members(one)
-    return one is other or (ranks is not None and ranks == members(other))
 
 
 def members(group: Any) -> list[int] | None:
