@@ -60,7 +60,7 @@ std::string value_text(const std::string& key, const Json& value) {
     }
     return fmt::format("{}", fmt::join(parts, ", "));
   }
-  return value.get<std::string>().empty() ? "unknown" : value.get<std::string>();
+  return text_or(value.get<std::string>(), "unknown");
 }
 
 // "l1d_bytes" -> "l1d", "usable_cores" -> "usable cores"
@@ -123,15 +123,12 @@ std::string obstacle_between_threads(const std::string& name) {
 
 Json transports_json() {
   Json json = Json::array();
-  const auto state = [](const std::string& obstacle) {
-    return obstacle.empty() ? "available" : obstacle;
-  };
   for (const std::string& name : transport_names()) {
     const auto ask = [&](const Group& group) { return transport_obstacle(name, group); };
     json.push_back(
         {{"name", name},
-         {"between_processes", state(ask_processes(2, ask))},
-         {"between_threads", state(obstacle_between_threads(name))}}
+         {"between_processes", text_or(ask_processes(2, ask), "available")},
+         {"between_threads", text_or(obstacle_between_threads(name), "available")}}
     );
   }
   return json;
@@ -154,15 +151,15 @@ Json peer_access_json() {
 Json gpus_json() {
   const GpuList list = list_gpus();
   Json json = {
-      {"cuda_runtime", list.runtime.empty() ? "none" : list.runtime},
-      {"cuda_driver", list.driver.empty() ? "none" : list.driver},
+      {"cuda_runtime", text_or(list.runtime, "none")},
+      {"cuda_driver", text_or(list.driver, "none")},
       {"list", Json::array()},
       {"transports", Json::array()}};
   for (const std::string& name : gpu_transport_names()) {
     const std::string obstacle =
         list.gpus.empty() ? list.none_reason : gpu_transport_obstacle(name, 0);
     json["transports"].push_back(
-        {{"gpu_transport", name}, {"between_processes", obstacle.empty() ? "available" : obstacle}}
+        {{"gpu_transport", name}, {"between_processes", text_or(obstacle, "available")}}
     );
   }
   for (const GpuInfo& gpu : list.gpus) {
@@ -188,20 +185,19 @@ Json fabric_json() {
   const FabricReport report = fabric_report();
   Json json = {
       {"library", report.library},
-      {"chosen", report.chosen.empty() ? "none" : report.chosen},
+      {"chosen", text_or(report.chosen, "none")},
       {"why", report.chosen.empty() ? "none can be used" : report.why},
-      {"bound_to", report.address.empty() ? "nothing" : report.address},
+      {"bound_to", text_or(report.address, "nothing")},
       {"queues", report.num_queues},
       {"providers", Json::array()}};
   for (const FabricReport::Entry& entry : report.providers) {
-    const auto or_dash = [](const std::string& text) { return text.empty() ? "-" : text; };
     json["providers"].push_back(
         {{"name", entry.provider},
          {"state", entry.state},
-         {"fabric", or_dash(entry.fabric)},
-         {"domain", or_dash(entry.domain)},
-         {"registration", or_dash(entry.memory)},
-         {"remark", or_dash(entry.remark)}}
+         {"fabric", text_or(entry.fabric, "-")},
+         {"domain", text_or(entry.domain, "-")},
+         {"registration", text_or(entry.memory, "-")},
+         {"remark", text_or(entry.remark, "-")}}
     );
   }
   return json;

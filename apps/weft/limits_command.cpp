@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cli/choices.hpp"
-#include "cli/outputs.hpp"
+#include "cli/program.hpp"
 #include "cli/progress.hpp"
 #include "cli/ranks.hpp"
 #include "core/check.hpp"

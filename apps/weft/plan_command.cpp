@@ -3,13 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <iostream>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cli/choices.hpp"
-#include "cli/outputs.hpp"
+#include "cli/program.hpp"
 #include "report/json_text.hpp"
 #include "routing/report.hpp"
 #include "routing/source.hpp"
@@ -154,21 +156,11 @@ void use_plan(const PlanCommand& command, const Plan& plan) {
 
 // A saved plan is what it is: nothing is made of it.
 void check_saved_plan_options(const CLI::App& app, const std::string& file) {
-  for (const char* name :
-       {"--step",
-        "--layer",
-        "--layout",
-        "--pad",
-        "--budget",
-        "--stride",
-        "--hidden",
-        "--dtype",
-        "--rank",
-        "--html",
-        "--slots"}) {
-    if (app.count(name) > 0) {
+  constexpr std::array<std::string_view, 4> kFitting = {"file", "--save", "--compare", "--json"};
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->count() > 0 && std::ranges::count(kFitting, option->get_name()) == 0) {
       throw CLI::ValidationError(
-          fmt::format("{} is for a routing, and {} is a saved plan", name, file)
+          fmt::format("{} is for a routing, and {} is a saved plan", option->get_name(), file)
       );
     }
   }
@@ -204,25 +196,10 @@ void run_on_routing(const PlanCommand& command) {
 
 void add_plan_options(CLI::App& app, PlanCommand& command) {
   auto& options = command.options;
-  app.add_option("--layout", options.layout, "Rule that gives each route its slot")
-      ->transform(layout_choice())
-      ->default_str("expert_major");
-  add_number(
-      app,
-      "--pad",
-      options.pad_multiple,
-      1,
-      kMostPad,
-      "Round each expert's rows up to a multiple of this"
-  );
+  add_layout_option(app, options.layout);
+  add_row_options(app, command.format.hidden, command.format.dtype, options.pad_multiple);
   app.add_option("--budget", options.row_budget, "Rows each rank has room for; more are dropped");
   add_value(app, "--stride", options.expert_stride, "Rows of an expert's block (expert_strided)");
-  add_number(
-      app, "--hidden", command.format.hidden, 1, kMostHidden, "Elements of a row, for bytes"
-  );
-  app.add_option("--dtype", command.format.dtype, "Type of the elements")
-      ->transform(dtype_choice())
-      ->default_str("bf16");
 }
 
 void add_output_options(CLI::App& app, PlanCommand& command) {

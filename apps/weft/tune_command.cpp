@@ -5,11 +5,11 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include <cmath>
 #include <memory>
 
 #include "bench/run.hpp"
-#include "cli/outputs.hpp"
+#include "call/call.hpp"
+#include "cli/program.hpp"
 #include "cli/ranks.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -36,17 +36,13 @@ struct TuneOptions {
   std::string path;
 };
 
-std::string_view name_of(Op op) {
-  return op == Op::kDispatch ? "dispatch" : "combine";
-}
-
 void print_splits(const std::string& name, const std::vector<TunedSplit>& splits) {
   Table table({"operation", "SMs", "senders", "others", "p50 us"});
   for (const Op op : {Op::kDispatch, Op::kCombine}) {
     for (const TunedSplit& split : splits) {
       if (split.op == op) {
         table.add_row(
-            {std::string(name_of(op)),
+            {std::string(op_name(op)),
              fmt::format("{}", split.blocks.first + split.blocks.second),
              fmt::format("{}", split.blocks.first),
              fmt::format("{}", split.blocks.second),
@@ -63,12 +59,12 @@ std::string file_text(const std::vector<TunedSplit>& splits) {
   std::string text = "{\n\"splits\": [";
   for (const TunedSplit& split : splits) {
     const nlohmann::ordered_json json = {
-        {"op", name_of(split.op)},
+        {"op", op_name(split.op)},
         {"ranks", split.num_ranks},
         {"row_bytes", split.row_bytes},
         {"senders", split.blocks.first},
         {"others", split.blocks.second},
-        {"us", std::round(split.us * 10) / 10}};
+        {"us", rounded(split.us, 1)}};
     text += fmt::format("{}\n{}", &split == splits.data() ? "" : ",", json_text(json, kOneLine));
   }
   return text + "\n]\n}\n";

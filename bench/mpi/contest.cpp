@@ -282,8 +282,8 @@ class Contest {
     if (op != "plan") {
       row.wire_bytes = bytes_.wire;
       row.logical_bytes = bytes_.logical;
-      row.limit_us =
-          op == "combine" ? combine_limit_us(bytes_, rates_) : dispatch_limit_us(bytes_, rates_);
+      const Op kind = op == "combine" ? Op::kCombine : Op::kDispatch;
+      row.limit_us = rates_.limit_us(kind, bytes_.logical);
     }
     return row;
   }

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "simulate/memory.hpp"
-
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -13,6 +11,7 @@
 #include "hosts/call_memory.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
+#include "simulate/simulate.hpp"
 
 namespace weft::sim {
 namespace {

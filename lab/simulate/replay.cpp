@@ -3,14 +3,15 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <deque>
+#include <queue>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "core/check.hpp"
 #include "cpu/protocol/region_map.hpp"
-#include "simulate/replay_clock.hpp"
 #include "simulate/traffic.hpp"
 
 namespace weft::sim {
@@ -25,6 +26,60 @@ enum class Step : uint32_t {
   kLinkOut,    // part: goes out over the links (combine)
   kLinkIn,     // part: its first byte reaches the rank
   kPartIn,     // part: all of it is there
+};
+
+// Simulated time is a whole number of picoseconds, so that the same input gives the same times
+// everywhere.
+using Ticks = int64_t;
+
+constexpr double kTicksPerMicrosecond = 1e6;
+
+Ticks ticks_of_us(double us) {
+  return std::llround(us * kTicksPerMicrosecond);
+}
+double us_of_ticks(Ticks ticks) {
+  return static_cast<double>(ticks) / kTicksPerMicrosecond;
+}
+// The time of so many bytes at a rate in GB/s (1e9).
+Ticks ticks_of_bytes(int64_t bytes, double gbps) {
+  return std::llround(static_cast<double>(bytes) * 1e3 / gbps);
+}
+
+struct Event {
+  Ticks at = 0;
+  uint64_t order = 0;  // of being added: breaks ties
+  Step kind = {};
+  uint32_t id = 0;
+
+  // The last one comes first, as in a priority queue.
+  bool operator<(const Event& other) const {
+    return at != other.at ? at > other.at : order > other.order;
+  }
+};
+
+// One server of a kind for each rank. Jobs are handed in by ascending time of being ready, so that
+// "first come, first served" is a number for each server.
+class Servers {
+ public:
+  explicit Servers(int num_ranks)
+      : free_at_(static_cast<size_t>(num_ranks)), busy_(static_cast<size_t>(num_ranks)) {}
+
+  // Returns when the job is done: not before `not_before`, which lets a job that is still coming in
+  // occupy its receiver no longer than its bytes do.
+  Ticks serve(int rank, Ticks ready, Ticks duration, Ticks not_before = 0) {
+    const auto r = static_cast<size_t>(rank);
+    const Ticks end = std::max(std::max(ready, free_at_[r]) + duration, not_before);
+    free_at_[r] = end;
+    busy_[r] += duration;
+    return end;
+  }
+  [[nodiscard]] Ticks most_busy() const {
+    return busy_.empty() ? 0 : *std::max_element(busy_.begin(), busy_.end());
+  }
+
+ private:
+  std::vector<Ticks> free_at_;
+  std::vector<Ticks> busy_;
 };
 
 // What dispatch and combine share: the servers of all ranks and the way of a chunk over the cards.
@@ -68,8 +123,9 @@ class ReplayMachine {
 
   // Serves events until none is left.
   ReplayTimes run() {
-    while (!events_.is_empty()) {
-      const Event<Step> event = events_.take();
+    while (!events_.empty()) {
+      const Event event = events_.top();
+      events_.pop();
       if (event.kind == Step::kCardIn) {
         card_in(event.id, event.at);
       } else if (event.kind == Step::kConfirmed) {
@@ -94,7 +150,7 @@ class ReplayMachine {
   }
 
  protected:
-  virtual void handle(const Event<Step>& event) = 0;
+  virtual void handle(const Event& event) = 0;
   // All of a card chunk will be there: true if kArrived shall tell so, false if nothing that
   // depends on others' order follows from it.
   virtual bool needs_word_of(const Chunk& chunk, Ticks arrives) = 0;
@@ -154,7 +210,7 @@ class ReplayMachine {
 
   [[nodiscard]] const Scenario& scenario() const { return scenario_; }
   [[nodiscard]] const Schedule& schedule() const { return schedule_; }
-  void add_event(Ticks at, Step step, uint32_t id) { events_.add(at, step, id); }
+  void add_event(Ticks at, Step step, uint32_t id) { events_.push({at, next_event_++, step, id}); }
 
  private:
   // As many as the window lets through; the proxies and the card take them one after the other.
@@ -212,7 +268,8 @@ class ReplayMachine {
 
   const Scenario& scenario_;
   const Schedule& schedule_;
-  EventQueue<Step> events_;
+  std::priority_queue<Event> events_;
+  uint64_t next_event_ = 0;
   uint32_t num_card_parts_;
   bool is_back_;
   bool has_one_mover_;
@@ -252,7 +309,7 @@ class DispatchReplay final : public ReplayMachine {
   }
 
  private:
-  void handle(const Event<Step>& event) override {
+  void handle(const Event& event) override {
     switch (event.kind) {
       case Step::kTurn:
         push(static_cast<int>(event.id), event.at);
@@ -375,7 +432,7 @@ class CombineReplay final : public ReplayMachine {
     }
   }
 
-  void handle(const Event<Step>& event) override {
+  void handle(const Event& event) override {
     switch (event.kind) {
       case Step::kTurn:
         reduce(static_cast<int>(event.id), event.at);

@@ -2,7 +2,7 @@
 // How long a dispatch or a combine takes: its chunks go through links, cards, proxies and copies,
 // each of which serves one chunk at a time, in the order in which they come. The transfers of one
 // dispatch are chunks of rows to a rank, made from the counts of traffic.hpp (schedule.cpp);
-// combine runs through the same chunks backwards. replay_clock.hpp keeps the time.
+// combine runs through the same chunks backwards.
 #pragma once
 
 #include <cstdint>

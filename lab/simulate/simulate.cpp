@@ -52,16 +52,11 @@ Simulation simulate(
     const std::function<void(double)>& told,
     int64_t most_parts
 ) {
-  const auto tell = [&](double share) {
-    if (told) {
-      told(share);
-    }
-  };
   Simulation simulation;
   simulation.scenario = scenario;
   simulation.traffic = count_traffic(scenario, static_cast<int64_t>(model.message_rows), routes);
   sum_up(simulation);
-  tell(0.2);
+  told(0.2);
 
   const Traffic& traffic = simulation.traffic;
   simulation.busiest_rank = find_busiest(scenario, model, traffic);
@@ -71,14 +66,14 @@ Simulation simulate(
   is_replayed[static_cast<size_t>(scenario.domain_of(simulation.busiest_rank))] = true;
   simulation.num_replayed = static_cast<int>(std::ranges::count(is_replayed, true));
   const Schedule schedule = make_schedule(scenario, traffic, routes, std::move(is_replayed));
-  tell(0.4);
+  told(0.4);
   auto combine = std::async(std::launch::async, [&] {
     return replay_combine(scenario, model, schedule, traffic);
   });
   simulation.dispatch_rows = replay_dispatch(scenario, model, schedule);
-  tell(0.7);
+  told(0.7);
   simulation.combine_rows = combine.get();
-  tell(1);
+  told(1);
 
   simulation.memory = memory_of(scenario, traffic, simulation.busiest_rank);
   simulation.control = control_cost(scenario, model, simulation.memory);

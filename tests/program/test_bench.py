@@ -97,7 +97,7 @@ def test_copy_engines_that_cannot_be_are_refused(args, problem):
     [
         (["--case", "D", "--hidden", "64"], "--hidden excludes --case"),
         (["--case", "D", "--smoke"], "--case excludes --smoke"),
-        (["--routing", __file__, "--topk", "2"], "--topk excludes --routing"),
+        (["--routing", __file__, "--topk", "2"], "--routing excludes --topk"),
         (["--routing", __file__, "--case", "A"], "--routing excludes --case"),
     ],
 )

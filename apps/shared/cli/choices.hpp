@@ -11,7 +11,6 @@
 #include <type_traits>
 
 #include "core/env.hpp"
-#include "weft/exchange.hpp"
 #include "weft/plan.hpp"
 #include "weft/tensor.hpp"
 
@@ -30,18 +29,6 @@ class Choice : public CLI::Validator {
       }
       word = std::to_string(static_cast<int>(found->second));
       return std::string();
-    };
-  }
-};
-
-// A number above zero.
-class Positive : public CLI::Validator {
- public:
-  Positive() {
-    func_ = [](const std::string& word) {
-      double value = 0;
-      const bool is_good = CLI::detail::lexical_cast(word, value) && value > 0;
-      return is_good ? std::string() : word + " is not a number above zero";
     };
   }
 };
@@ -75,6 +62,9 @@ class Within : public CLI::Validator {
 inline Within<uint64_t> any_seed() {
   return {0, std::numeric_limits<uint64_t>::max()};
 }
+inline Within<int64_t> at_least_one() {
+  return {1, std::numeric_limits<int64_t>::max()};
+}
 
 // An option whose default is shown; a number has to be from `least` to `most`.
 template <class T>
@@ -93,37 +83,32 @@ CLI::Option* add_number(
   return add_value(command, name, value, text)->check(Within(least, most));
 }
 
-[[nodiscard]] inline Choice<DType> dtype_choice() {
-  return {
-      {{"bf16", DType::kBFloat16},
-       {"bfloat16", DType::kBFloat16},
-       {"fp16", DType::kFloat16},
-       {"float16", DType::kFloat16},
-       {"fp32", DType::kFloat32},
-       {"float32", DType::kFloat32}},
-      "bf16|fp16|fp32"};
+// What rows are, and what the number of an expert's rows is rounded up to.
+inline void add_row_options(CLI::App& command, int64_t& hidden, DType& dtype, int64_t& pad) {
+  add_number(command, "--hidden", hidden, 1, kMostHidden, "Elements of a row");
+  command.add_option("--dtype", dtype, "Type of the elements")
+      ->transform(Choice<DType>(
+          {{"bf16", DType::kBFloat16},
+           {"bfloat16", DType::kBFloat16},
+           {"fp16", DType::kFloat16},
+           {"float16", DType::kFloat16},
+           {"fp32", DType::kFloat32},
+           {"float32", DType::kFloat32}},
+          "bf16|fp16|fp32"
+      ))
+      ->default_str("bf16");
+  add_number(command, "--pad", pad, 1, kMostPad, "Rows of an expert are a multiple of this");
 }
 
-[[nodiscard]] inline Choice<Layout> layout_choice() {
-  return {
-      {{"rank_major", Layout::kRankMajor},
-       {"expert_major", Layout::kExpertMajor},
-       {"expert_strided", Layout::kExpertStrided}},
-      "rank_major|expert_major|expert_strided"};
-}
-
-[[nodiscard]] inline Choice<Mover> mover_choice() {
-  return {
-      {{"auto", Mover::kAuto}, {"vector", Mover::kVector}, {"bulk", Mover::kBulk}},
-      "auto|vector|bulk"};
-}
-
-[[nodiscard]] inline Choice<CopyEngines> copies_choice() {
-  return {
-      {{"auto", CopyEngines::kAuto},
-       {"never", CopyEngines::kNever},
-       {"always", CopyEngines::kAlways}},
-      "auto|never|always"};
+inline void add_layout_option(CLI::App& command, Layout& layout) {
+  command.add_option("--layout", layout, "Rule that gives each route its slot")
+      ->transform(Choice<Layout>(
+          {{"rank_major", Layout::kRankMajor},
+           {"expert_major", Layout::kExpertMajor},
+           {"expert_strided", Layout::kExpertStrided}},
+          "rank_major|expert_major|expert_strided"
+      ))
+      ->default_str("expert_major");
 }
 
 }  // namespace weft::program

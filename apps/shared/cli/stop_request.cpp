@@ -6,9 +6,7 @@
 #include <csignal>
 #include <cstdint>
 #include <ctime>
-#include <sys/mman.h>
-
-#include "core/check.hpp"
+#include <new>
 
 namespace weft::program {
 namespace {
@@ -44,14 +42,8 @@ void on_signal(int signal) {
 
 }  // namespace
 
-StopRequest::StopRequest() {
-  void* page = mmap(
-      nullptr, sizeof(std::atomic<int>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0
-  );
-  WEFT_CHECK(
-      Context{}, page != MAP_FAILED, ErrorCode::kOutOfMemory, "{}", errno_text("mmap", errno)
-  );
-  shared_flag = new (page) std::atomic<int>(0);
+StopRequest::StopRequest() : memory_(SharedMemory::create(sizeof(std::atomic<int>))) {
+  shared_flag = new (memory_.data()) std::atomic<int>(0);
   asked_at = 0;
   struct sigaction action = {};
   action.sa_handler = on_signal;
@@ -68,7 +60,6 @@ StopRequest::~StopRequest() {
   for (size_t i = 0; i < kSignals.size(); ++i) {
     sigaction(kSignals[i], &old_actions[i], nullptr);
   }
-  munmap(shared_flag, sizeof(std::atomic<int>));
   shared_flag = nullptr;
 }
 

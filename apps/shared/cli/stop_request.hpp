@@ -3,6 +3,8 @@
 // program, another to the same process two seconds later ends it at once.
 #pragma once
 
+#include "group/shared_memory.hpp"
+
 namespace weft::program {
 
 class StopRequest {
@@ -16,6 +18,9 @@ class StopRequest {
 
   // Ranks may see it at different times: agree before acting on it.
   [[nodiscard]] bool is_set() const;
+
+ private:
+  SharedMemory memory_;
 };
 
 }  // namespace weft::program

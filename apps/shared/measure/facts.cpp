@@ -15,6 +15,7 @@
 #include "core/gpu/devices.hpp"
 #include "cpu/combine/row_sum.hpp"
 #include "measure/measure.hpp"
+#include "report/table.hpp"
 #include "weft/plan.hpp"
 #include "weft/routing.hpp"
 #include "weft/version.hpp"
@@ -81,10 +82,6 @@ std::string bracketed(const std::string& choices) {
   const size_t open = choices.find('[');
   const size_t close = choices.find(']', open);
   return close == std::string::npos ? "" : choices.substr(open + 1, close - open - 1);
-}
-
-std::string text_or(const std::string& text, const char* otherwise) {
-  return text.empty() ? otherwise : text;
 }
 
 std::string compiler() {

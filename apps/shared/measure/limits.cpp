@@ -5,14 +5,12 @@
 #include <atomic>
 #include <barrier>
 #include <cstring>
-#include <map>
-#include <mutex>
-#include <pthread.h>
 #include <sched.h>
 #include <thread>
 
 #include "core/check.hpp"
 #include "core/copy.hpp"
+#include "core/host_map.hpp"
 #include "measure/measure.hpp"
 
 namespace weft::program {
@@ -32,22 +30,12 @@ void pin_to_core(int index) {
   while (!CPU_ISSET(core, &usable) || skipped-- > 0) {
     ++core;
   }
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(core, &one);
-  static_cast<void>(pthread_setaffinity_np(pthread_self(), sizeof(one), &one));
-}
-
-CopyShape with_threads(CopyShape shape) {
-  if (shape.threads_per_rank == 0) {
-    shape.threads_per_rank = std::max(1, num_usable_cores() / shape.num_ranks);
-  }
-  return shape;
+  stay_on({&core, 1});
 }
 
 }  // namespace
 
-CopyRig::CopyRig(const CopyShape& shape) : shape_(with_threads(shape)) {
+CopyRig::CopyRig(const CopyShape& shape) : shape_(shape) {
   WEFT_CHECK_ARG(
       Context{},
       shape.num_ranks >= 1 && shape.copies >= 1 && shape.row_bytes > 0 && shape.row_bytes % 16 == 0,
@@ -56,6 +44,9 @@ CopyRig::CopyRig(const CopyShape& shape) : shape_(with_threads(shape)) {
       shape.copies,
       shape.row_bytes
   );
+  if (shape.threads_per_rank == 0) {
+    shape_.threads_per_rank = std::max(1, num_usable_cores() / shape.num_ranks);
+  }
   num_sources_ = std::max<int64_t>(shape.source_bytes / shape.row_bytes, 1);
   const int64_t num_rows = shape.num_ranks * kStreams * rows_per_stream();
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
@@ -150,30 +141,10 @@ double CopyRig::measure(const CopySettings& settings) {
 }
 
 CopyRates copy_rates(const CopyShape& shape) {
-  static std::mutex mutex;
-  static std::map<CopyShape, CopyRates> known;
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = known.try_emplace(with_threads(shape));
-  if (is_new) {
-    CopyRig rig(shape);
-    entry->second.scatter = std::max(
-        rig.measure({.method = CopyMethod::kMemcpy}), rig.measure({.method = CopyMethod::kStream})
-    );
-    entry->second.gather = rig.measure({.method = CopyMethod::kGather});
-  }
-  return entry->second;
-}
-
-CopyRates copy_rates(int num_ranks, int64_t row_bytes) {
-  return copy_rates({.num_ranks = num_ranks, .row_bytes = row_bytes});
-}
-
-double dispatch_limit_us(const ExchangeBytes& bytes, const CopyRates& rates) {
-  return bytes.logical / rates.scatter / 1e3;
-}
-
-double combine_limit_us(const ExchangeBytes& bytes, const CopyRates& rates) {
-  return bytes.logical / rates.gather / 1e3;
+  CopyRig rig(shape);
+  const double memcpy = rig.measure({.method = CopyMethod::kMemcpy});
+  const double stream = rig.measure({.method = CopyMethod::kStream});
+  return {std::max(memcpy, stream), rig.measure({.method = CopyMethod::kGather})};
 }
 
 }  // namespace weft::program

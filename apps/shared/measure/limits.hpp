@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "group/shared_memory.hpp"
+#include "weft/calls.hpp"
 
 namespace weft::program {
 
@@ -21,8 +22,6 @@ struct CopyShape {
   int64_t row_bytes = 4096;
   int64_t source_bytes = 8 << 20;  // per rank
   int copies = 8;
-
-  friend auto operator<=>(const CopyShape&, const CopyShape&) = default;
 };
 
 enum class CopyMethod : uint8_t {
@@ -66,22 +65,22 @@ class CopyRig {
 struct CopyRates {
   double scatter = 0;  // the better of memcpy and streaming
   double gather = 0;
+
+  // Least time, in microseconds, of an exchange of so many bytes in rows that receivers hold.
+  // Dispatch scatters: it writes every such row once. Combine gathers: it reads all of them once.
+  [[nodiscard]] double limit_us(Op op, double logical_bytes) const {
+    return logical_bytes / (op == Op::kCombine ? gather : scatter) / 1e3;
+  }
 };
 
-// Takes less than half a second for each new shape and is remembered by the process.
+// Takes less than half a second.
 [[nodiscard]] CopyRates copy_rates(const CopyShape& shape);
-[[nodiscard]] CopyRates copy_rates(int num_ranks, int64_t row_bytes);
 
-// Bytes of all ranks together, for the limits below.
+// Bytes of all ranks together.
 struct ExchangeBytes {
   double logical = 0;  // rows that receivers hold, own ones included
   double wire = 0;     // rows that crossed a rank boundary
   double tokens = 0;   // rows at the sources
 };
-
-// Least time, in microseconds. Dispatch scatters: it writes every row that a receiver holds once.
-[[nodiscard]] double dispatch_limit_us(const ExchangeBytes& bytes, const CopyRates& rates);
-// Combine gathers: it reads all those rows once.
-[[nodiscard]] double combine_limit_us(const ExchangeBytes& bytes, const CopyRates& rates);
 
 }  // namespace weft::program

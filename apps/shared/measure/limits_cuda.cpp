@@ -262,12 +262,6 @@ std::vector<int> sm_counts(int num_sms, bool is_quick) {
   return counts;
 }
 
-bool all_reach_all() {
-  return std::ranges::none_of(gpu_reach(), [](const auto& row) {
-    return std::ranges::count(row, kNoReach) > 0;
-  });
-}
-
 }  // namespace
 
 GpuLinkLimits measure_gpu_limits(int num_gpus, bool is_quick) {
@@ -296,7 +290,8 @@ double all_to_all_limit_gbps() {
   static const double gbps = [] {
     const CudaDeviceGuard guard(0);
     const int num_gpus = std::min(static_cast<int>(list_gpus().gpus.size()), kMaxLinkPeers);
-    if (num_gpus < 2 || !all_reach_all()) {
+    const auto has_gap = [](const auto& row) { return std::ranges::count(row, kNoReach) > 0; };
+    if (num_gpus < 2 || std::ranges::any_of(gpu_reach(), has_gap)) {
       return 0.0;
     }
     return LinkRig(num_gpus, 128 * kMiB).measure().gbps();

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <sched.h>
 #include <vector>
 
@@ -33,11 +32,9 @@ std::vector<double> slowest_of(const Group& group, std::span<const double> mine)
         mine.size(),
         bytes.size() / sizeof(double)
     );
-    for (size_t i = 0; i < slowest.size(); ++i) {
-      double us = 0;
-      std::memcpy(&us, bytes.data() + i * sizeof(us), sizeof(us));
-      slowest[i] = std::max(slowest[i], us);
-    }
+    const auto* theirs = reinterpret_cast<const double*>(bytes.data());
+    const auto later = [](double a, double b) { return std::max(a, b); };
+    std::ranges::transform(slowest, std::span(theirs, mine.size()), slowest.begin(), later);
   }
   return slowest;
 }

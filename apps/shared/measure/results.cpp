@@ -17,11 +17,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Digits beyond the third decimal are noise.
-double rounded(double value) {
-  return std::round(value * 1e3) / 1e3;
-}
-
 Json row_json(const ResultRow& row) {
   Json json = {
       {"op", row.op},
@@ -52,10 +47,6 @@ Json row_json(const ResultRow& row) {
   return json;
 }
 
-std::string text_or_none(const std::string& text) {
-  return text.empty() ? "none" : text;
-}
-
 }  // namespace
 
 void save_results(
@@ -77,8 +68,8 @@ void save_results(
            bytes_text(machine["memory_bytes"].get<double>())
        )},
       {"gpus", Json::array()},
-      {"driver", text_or_none(gpus.driver)},
-      {"cuda", text_or_none(gpus.runtime)},
+      {"driver", text_or(gpus.driver, "none")},
+      {"cuda", text_or(gpus.runtime, "none")},
       {"limit_gbps", rounded(rates.scatter)},
       {"gather_gbps", rounded(rates.gather)},
       {"rows", Json::array()},

@@ -38,6 +38,10 @@ class Table {
 [[nodiscard]] std::string bytes_text(double bytes);      // 1.5 GB (decimal)
 [[nodiscard]] std::string seconds_text(double seconds);  // 12.3 us, 4.56 ms, 7.89 s
 
+[[nodiscard]] inline std::string text_or(const std::string& text, const char* otherwise) {
+  return text.empty() ? otherwise : text;
+}
+
 // Numbers as characters of growing darkness, for pictures that survive any pipe.
 inline constexpr std::string_view kShades = " .:-=+*#%@";
 

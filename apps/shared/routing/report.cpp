@@ -145,9 +145,8 @@ double max_over_mean(const std::vector<int64_t>& counts) {
   if (sum == 0) {
     return 1;
   }
-  const int64_t largest = *std::max_element(counts.begin(), counts.end());
-  return static_cast<double>(largest) * static_cast<double>(counts.size()) /
-         static_cast<double>(sum);
+  const auto largest = static_cast<double>(std::ranges::max(counts));
+  return largest * static_cast<double>(counts.size()) / static_cast<double>(sum);
 }
 
 Imbalance imbalance_of(const std::vector<int64_t>& routes_per_expert, int num_ranks) {
@@ -168,8 +167,7 @@ PlanReport make_plan_report(
 ) {
   PlanReport report;
   report.source = std::move(source);
-  report.dtype = format.dtype;
-  report.hidden = format.hidden;
+  report.format = format;
   report.plans = build_plans(routes, num_experts, options);
   for (const RouteTable& table : routes) {
     const auto counts = routes_of(table, num_experts);
@@ -190,9 +188,7 @@ PlanReport make_plan_report(
 std::string plan_summary(const PlanReport& report) {
   const Plan& first = report.plans.front();
   const auto arrivals = static_cast<double>(report.num_arrivals);
-  const bool has_overflow = std::any_of(
-      report.plans.begin(), report.plans.end(), [](const Plan& plan) { return plan.overflow(); }
-  );
+  const bool has_overflow = std::ranges::any_of(report.plans, &Plan::overflow);
   std::string out = fmt::format(
       "{}\n{} ranks, {} experts, top-{}, {}{}, rows of {} x {} = {}\n",
       report.source,
@@ -201,8 +197,8 @@ std::string plan_summary(const PlanReport& report) {
       first.topk(),
       layout_name(first.layout()),
       first.pad_multiple() > 1 ? fmt::format(" padded to {}", first.pad_multiple()) : "",
-      report.hidden,
-      dtype_name(report.dtype),
+      report.format.hidden,
+      dtype_name(report.format.dtype),
       bytes_text(static_cast<double>(report.row_bytes()))
   );
   out += fmt::format(
@@ -263,8 +259,8 @@ Json plan_json(const PlanReport& report, bool with_slots) {
       {"topk", first.topk()},
       {"layout", layout_name(first.layout())},
       {"pad_multiple", first.pad_multiple()},
-      {"hidden", report.hidden},
-      {"dtype", dtype_name(report.dtype)},
+      {"hidden", report.format.hidden},
+      {"dtype", dtype_name(report.format.dtype)},
       {"row_bytes", report.row_bytes()},
       {"num_routes", report.num_routes},
       {"num_arrivals", report.num_arrivals},

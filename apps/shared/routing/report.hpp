@@ -21,10 +21,14 @@ struct Imbalance {
   double of_ranks = 0;    // routes of each rank's experts
 };
 
+struct RowFormat {
+  DType dtype = DType::kBFloat16;
+  int64_t hidden = 7168;
+};
+
 struct PlanReport {
   std::string source;  // "steps.wrt, step 12, block 0", or how the routing was made
-  DType dtype = DType::kBFloat16;
-  int64_t hidden = 0;
+  RowFormat format;
   std::vector<Plan> plans;  // by rank
   Imbalance imbalance;
   int64_t num_routes = 0;                 // of all ranks
@@ -32,14 +36,9 @@ struct PlanReport {
   std::vector<int64_t> routes_by_source;  // [num_ranks, num_experts]
   std::vector<int64_t> sent_bytes;        // [num_ranks, num_ranks] from, to; own rows included
 
-  [[nodiscard]] int64_t row_bytes() const { return hidden * dtype_bytes(dtype); }
+  [[nodiscard]] int64_t row_bytes() const { return format.hidden * dtype_bytes(format.dtype); }
   [[nodiscard]] int num_ranks() const { return static_cast<int>(plans.size()); }
   [[nodiscard]] int num_experts() const { return plans.front().num_experts(); }
-};
-
-struct RowFormat {
-  DType dtype = DType::kBFloat16;
-  int64_t hidden = 7168;
 };
 
 // Throws what build_plans throws for options that do not fit the routing.

@@ -4,17 +4,21 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
 #include <numeric>
+#include <thread>
 #include <utility>
 
 #include "cli/choices.hpp"
 #include "core/available_memory.hpp"
 #include "core/check.hpp"
+#include "measure/measure.hpp"
 #include "plan/file/routing_file.hpp"
+#include "plan/random_routing.hpp"
 #include "routing/report.hpp"
 
 namespace weft::program {
@@ -36,19 +40,23 @@ bool is_chosen(const RoutingRecord& record, const RecordChoice& choice, int64_t 
 
 }  // namespace
 
-CLI::Option* add_routing_options(
-    CLI::App& command, std::string& file, MadeUpRouting& made_up, RecordChoice& choice
-) {
-  auto* option = command.add_option("file", file, "Routing file; without it routing is made up");
+void add_made_up_options(CLI::App& command, CLI::Option* file, MadeUpRouting& made_up) {
   const auto add = [&](const char* name, auto& value, const char* text) {
-    return add_made_up(command, option, name, value, text);
+    return add_made_up(command, file, name, value, text);
   };
   add("--tokens", made_up.num_tokens, "Tokens of each rank")
       ->check(Within(int64_t{0}, kMostTokens));
   add("--topk", made_up.topk, "Experts of a token")->check(Within(1, kMaxTopk));
   add("--skew", made_up.skew, "Popularity of the n-th expert is 1 / n^skew")
       ->check(Within(0.0, kMostSkew));
-  add("--seed", made_up.seed, "Seed")->check(any_seed());
+}
+
+CLI::Option* add_routing_options(
+    CLI::App& command, std::string& file, MadeUpRouting& made_up, RecordChoice& choice
+) {
+  auto* option = command.add_option("file", file, "Routing file; without it routing is made up");
+  add_made_up_options(command, option, made_up);
+  add_made_up(command, option, "--seed", made_up.seed, "Seed")->check(any_seed());
   command.add_option("--step", choice.step, "Step of a routing file (default: its last)")
       ->group("Routing file")
       ->needs(option);
@@ -71,19 +79,7 @@ void check_made_up(const MadeUpRouting& spec) {
   }
 }
 
-RandomRouting random_spec(const MadeUpRouting& spec) {
-  RandomRouting random;
-  random.num_tokens = spec.num_tokens;
-  random.num_experts = spec.num_experts;
-  random.topk = spec.topk;
-  random.popularity = spec.skew > 0 ? Popularity::kZipf : Popularity::kUniform;
-  random.zipf_exponent = spec.skew;
-  random.with_weights = false;
-  random.seed = spec.seed;
-  return random;
-}
-
-RoutingMoment make_up_routing(const MadeUpRouting& spec) {
+RoutingMoment make_up_routing(const MadeUpRouting& spec, const std::function<void(double)>& told) {
   const auto num_routes = static_cast<uint64_t>(spec.num_ranks * spec.num_tokens * spec.topk);
   check_available(num_routes * sizeof(int32_t), "made-up routing");
   RoutingMoment moment;
@@ -91,8 +87,32 @@ RoutingMoment make_up_routing(const MadeUpRouting& spec) {
       "Made-up routing: {} tokens a rank, skew {}, seed {}", spec.num_tokens, spec.skew, spec.seed
   );
   moment.num_experts = spec.num_experts;
-  for (int rank = 0; rank < spec.num_ranks; ++rank) {
-    moment.routes.push_back(random_routing(random_spec(spec), rank));
+  moment.routes.resize(static_cast<size_t>(spec.num_ranks));
+  const RandomRouting random = {
+      .num_tokens = spec.num_tokens,
+      .num_experts = spec.num_experts,
+      .topk = spec.topk,
+      .popularity = spec.skew > 0 ? Popularity::kZipf : Popularity::kUniform,
+      .zipf_exponent = spec.skew,
+      .with_weights = false,
+      .seed = spec.seed};
+  // What is wrong with the routing as a whole is thrown here, not on a thread.
+  moment.routes[0] = random_routing(random, 0);
+  std::atomic<int> next_rank = 1;
+  const auto work = [&](bool tells) {
+    for (int rank = next_rank++; rank < spec.num_ranks; rank = next_rank++) {
+      moment.routes[static_cast<size_t>(rank)] = random_routing(random, rank);
+      if (tells) {
+        told(static_cast<double>(rank) / spec.num_ranks);
+      }
+    }
+  };
+  {
+    std::vector<std::jthread> helpers;
+    for (int i = 1; i < std::min(num_usable_cores(), spec.num_ranks); ++i) {
+      helpers.emplace_back(work, false);
+    }
+    work(true);
   }
   return moment;
 }
@@ -124,11 +144,10 @@ RoutingMoment read_moment(const std::string& path, const RecordChoice& choice) {
       reader.read(0).step,
       last_step
   );
-  RoutingMoment moment;
-  moment.name = fmt::format("{}, step {}, layer {}", path, found->step, found->layer);
-  moment.num_experts = reader.shape().num_experts;
-  moment.routes = std::move(found->routes);
-  return moment;
+  return {
+      fmt::format("{}, step {}, layer {}", path, found->step, found->layer),
+      reader.shape().num_experts,
+      std::move(found->routes)};
 }
 
 Table routing_file_table(const std::string& path) {

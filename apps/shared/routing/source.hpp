@@ -5,12 +5,12 @@
 #include <CLI/CLI.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "plan/build.hpp"
-#include "plan/random_routing.hpp"
 #include "report/table.hpp"
 
 namespace weft::program {
@@ -36,6 +36,8 @@ struct RoutingMoment {
   std::vector<RouteTable> routes;  // by rank
 };
 
+// Options of made-up routing that a file excludes: tokens, experts of a token, skew.
+void add_made_up_options(CLI::App& command, CLI::Option* file, MadeUpRouting& made_up);
 // The positional option of a file, the options of made-up routing but for ranks and experts, and of
 // a record of the file.
 CLI::Option* add_routing_options(
@@ -52,9 +54,11 @@ CLI::Option* add_made_up(
 
 // Throws CLI::ValidationError for numbers that do not go together.
 void check_made_up(const MadeUpRouting& spec);
-[[nodiscard]] RandomRouting random_spec(const MadeUpRouting& spec);
-// Throws Error (kOutOfMemory) where there is no room for it.
-[[nodiscard]] RoutingMoment make_up_routing(const MadeUpRouting& spec);
+// On all cores. `told` hears the share that is done, on the calling thread. Throws Error
+// (kOutOfMemory) where there is no room for it.
+[[nodiscard]] RoutingMoment make_up_routing(
+    const MadeUpRouting& spec, const std::function<void(double)>& told = [](double) {}
+);
 
 // Throws Error (kFile) naming the file and its place for a missing or damaged file, Error
 // (kInvalidArgument) with what there is for a record that the file does not have.

@@ -11,7 +11,7 @@
 
 #include "bench/run.hpp"
 #include "cli/choices.hpp"
-#include "cli/outputs.hpp"
+#include "cli/program.hpp"
 #include "cli/ranks.hpp"
 #include "measure/limits_cuda.hpp"
 #include "measure/results.hpp"
@@ -38,7 +38,7 @@ void shrink(const CLI::App& command, BenchOptions& options) {
       value = small;
     }
   };
-  set("--tokens", options.num_tokens, 64);
+  set("--tokens", options.made_up.num_tokens, 64);
   set("--hidden", options.hidden, 256);
   set("--pad", options.pad_multiple, 16);
   set("--iterations", options.iterations, 3);
@@ -72,34 +72,16 @@ int bench_rank(const Group& group, const BenchOptions& options, double limit_gbp
 }
 
 void add_case_options(CLI::App& command, BenchOptions& options) {
-  add_number(command, "--tokens", options.num_tokens, 0, kMostTokens, "Tokens of each rank");
-  add_number(command, "--hidden", options.hidden, 1, kMostHidden, "Elements of a token");
-  add_number(command, "--experts", options.num_experts, 1, kMostExperts, "Experts of all ranks");
-  add_number(command, "--topk", options.topk, 1, kMaxTopk, "Experts of a token");
-  command.add_option("--dtype", options.dtype, "Of the rows")
-      ->transform(dtype_choice())
-      ->default_str("bf16");
-  command.add_option("--layout", options.layout, "Of the receivers' rows")
-      ->transform(layout_choice())
-      ->default_str("expert_major");
-  add_number(
-      command,
-      "--pad",
-      options.pad_multiple,
-      1,
-      kMostPad,
-      "Rows of an expert are a multiple of this"
-  );
-  add_number(
-      command, "--skew", options.skew, 0, kMostSkew, "Popularity of the n-th expert is 1 / n^SKEW"
-  );
-  command
-      .add_option(
-          "--routing", options.routing_file, "File of real routing; gives ranks, tokens and experts"
-      )
-      ->check(CLI::ExistingFile)
-      ->excludes("--tokens", "--experts", "--topk", "--skew");
-  add_value(command, "--seed", options.seed, "Of routing and rows")->check(any_seed());
+  MadeUpRouting& made_up = options.made_up;
+  constexpr const char* kRouting = "File of real routing; gives ranks, tokens and experts";
+  auto* file = command.add_option("--routing", options.routing_file, kRouting);
+  file->check(CLI::ExistingFile);
+  add_made_up_options(command, file, made_up);
+  add_made_up(command, file, "--experts", made_up.num_experts, "Experts of all ranks")
+      ->check(Within(1, kMostExperts));
+  add_value(command, "--seed", made_up.seed, "Of routing and rows")->check(any_seed());
+  add_row_options(command, options.hidden, options.dtype, options.pad_multiple);
+  add_layout_option(command, options.layout);
 }
 
 void add_gpu_options(CLI::App& command, BenchOptions& options) {
@@ -113,7 +95,10 @@ void add_gpu_options(CLI::App& command, BenchOptions& options) {
   command.add_flag("--copy-engines", options.is_copied, "On GPUs: copy engines carry the rows")
       ->excludes("--graph", "--staged");
   command.add_option("--mover", options.mover, "How a GPU moves rows")
-      ->transform(mover_choice())
+      ->transform(Choice<Mover>(
+          {{"auto", Mover::kAuto}, {"vector", Mover::kVector}, {"bulk", Mover::kBulk}},
+          "auto|vector|bulk"
+      ))
       ->default_str("auto");
 }
 
@@ -176,7 +161,8 @@ void add_bench(CLI::App& app) {
       take_all_gpus(*command, options->device, options->ranks);
     }
     if (options->routing_file.empty() && !Group::is_launched()) {
-      check_made_up(options->made_up(options->ranks.num_ranks));
+      options->made_up.num_ranks = options->ranks.num_ranks;
+      check_made_up(options->made_up);
     }
     run_ranks(options->ranks, [&](Group& group) {
       return bench_rank(group, *options, limit_gbps);

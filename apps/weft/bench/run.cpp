@@ -27,10 +27,11 @@ constexpr uint64_t kMadeUpVersions = 4;
 constexpr int64_t kFileVersions = 16;
 
 BenchRouting made_up_routing(const BenchOptions& options, int num_ranks) {
-  MadeUpRouting spec = options.made_up(num_ranks);
-  BenchRouting routing = {options.num_experts, options.topk, {}};
+  MadeUpRouting spec = options.made_up;
+  spec.num_ranks = num_ranks;
+  BenchRouting routing = {spec.num_experts, spec.topk, {}};
   for (uint64_t version = 0; version < kMadeUpVersions; ++version) {
-    spec.seed = mix_seed(options.seed, version);
+    spec.seed = mix_seed(options.made_up.seed, version);
     routing.versions.push_back(make_up_routing(spec).routes);
   }
   return routing;
@@ -162,9 +163,9 @@ Bench::Bench(
       device_(device),
       exchange_(group, config()),
       stream_(stream),
-      tokens_{mix_seed(options.seed, 1)},
-      expert_rows_{mix_seed(options.seed, 2)},
-      scale_rows_{mix_seed(options.seed, 3)} {
+      tokens_{mix_seed(options.made_up.seed, 1)},
+      expert_rows_{mix_seed(options.made_up.seed, 2)},
+      scale_rows_{mix_seed(options.made_up.seed, 3)} {
   for (const auto& routes : routing_.versions) {
     const RouteTable& mine = routes[rank_];
     const std::vector<int64_t> wide(mine.expert.begin(), mine.expert.end());
@@ -370,7 +371,7 @@ double Bench::limit_us(const ResultRow& row) const {
     const double most = std::max(bytes_.most_out, bytes_.most_in);
     return rates_.scatter > 0 ? most / rates_.scatter / 1e3 : 0;
   }
-  return row.op == "combine" ? combine_limit_us(bytes_, rates_) : dispatch_limit_us(bytes_, rates_);
+  return rates_.limit_us(row.op == "combine" ? Op::kCombine : Op::kDispatch, bytes_.logical);
 }
 
 int Bench::gpu_sms() const {

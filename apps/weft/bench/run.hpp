@@ -37,14 +37,11 @@ inline constexpr std::array<std::pair<std::string_view, BenchOp>, 4> kBenchOps =
 struct BenchOptions {
   std::vector<std::string> ops;  // names; empty: all
   RankOptions ranks = {};
-  int64_t num_tokens = 2048;  // per rank
+  MadeUpRouting made_up = {.num_tokens = 2048, .num_experts = 64};  // its seed is also of the rows
   int64_t hidden = 2048;
-  int num_experts = 64;
-  int topk = 8;
   DType dtype = DType::kBFloat16;
   Layout layout = Layout::kExpertMajor;
   int64_t pad_multiple = 128;
-  double skew = 0;
   std::string routing_file;  // instead of made-up routing; gives ranks, experts, topk and tokens
   int threads_per_rank = 0;
   std::string transport = "auto";
@@ -57,16 +54,12 @@ struct BenchOptions {
   Mover mover = Mover::kAuto;
   int iterations = 50;
   int warmup = 5;
-  uint64_t seed = 1;
   bool is_checked = true;
   std::string json_path;
   std::string html_path;
 
   [[nodiscard]] bool wants(std::string_view op) const {
     return ops.empty() || std::find(ops.begin(), ops.end(), op) != ops.end();
-  }
-  [[nodiscard]] MadeUpRouting made_up(int num_ranks) const {
-    return {num_ranks, num_tokens, num_experts, topk, skew, seed};
   }
   [[nodiscard]] PlanOptions plan_options() const {
     return {.layout = layout, .pad_multiple = layout == Layout::kRankMajor ? 1 : pad_multiple};
@@ -90,10 +83,10 @@ inline void take_case(BenchOptions& options, std::string_view name) {
        {"D", 128, 7168, 8, 256}}};
   for (const Reference& one : kCases) {
     if (one.name == name) {
-      options.num_tokens = one.num_tokens;
+      options.made_up.num_tokens = one.num_tokens;
+      options.made_up.topk = one.topk;
+      options.made_up.num_experts = one.num_experts;
       options.hidden = one.hidden;
-      options.topk = one.topk;
-      options.num_experts = one.num_experts;
       options.pad_multiple = name == "D" ? 1 : options.pad_multiple;  // decoding pads nothing
     }
   }

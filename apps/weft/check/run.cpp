@@ -54,10 +54,9 @@ std::string slot_text(const PlanData& plan, int64_t slot) {
       }
     }
   }
-  const bool is_padding =
-      std::any_of(plan.padding.begin(), plan.padding.end(), [&](const auto& range) {
-        return range.first <= slot && slot < range.second;
-      });
+  const bool is_padding = std::ranges::any_of(plan.padding, [&](const auto& range) {
+    return range.first <= slot && slot < range.second;
+  });
   return fmt::format("slot {} ({})", slot, is_padding ? "padding" : "slack");
 }
 

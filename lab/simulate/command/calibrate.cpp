@@ -69,8 +69,7 @@ PlanSample measure_plan(int num_ranks, int64_t num_tokens) {
       static_cast<void>(encode_records(pair));
     }
   };
-  const double us = std::round(least_us(50, work) * 10) / 10;
-  return {num_ranks, kNumExperts, num_tokens, us};
+  return {num_ranks, kNumExperts, num_tokens, rounded(least_us(50, work), 1)};
 }
 
 // What two processes measure together; in memory that both have.
@@ -133,14 +132,12 @@ void set_plan(sim::Model& model, const std::vector<PlanSample>& samples) {
       few.us - token_us * static_cast<double>(few.num_tokens) - count_us * num_counts(few);
   const std::string origin =
       fmt::format("measured: plans of 2 to {} ranks, {} experts", ranks.num_ranks, kNumExperts);
-  const auto rounded = [](double value) { return std::round(value * 1e4) / 1e4; };
-  sim::set_field(model, "plan_base_us", rounded(std::max(0.0, rest)), origin);
-  sim::set_field(model, "plan_token_ns", rounded(token_us * 1e3), origin);
-  sim::set_field(model, "plan_count_ns", rounded(count_us * 1e3), origin);
+  sim::set_field(model, "plan_base_us", rounded(std::max(0.0, rest), 4), origin);
+  sim::set_field(model, "plan_token_ns", rounded(token_us * 1e3, 4), origin);
+  sim::set_field(model, "plan_count_ns", rounded(count_us * 1e3, 4), origin);
 }
 
 void set_messages(sim::Model& model, const MessageTimes& times) {
-  const auto rounded = [](double us) { return std::round(us * 1e3) / 1e3; };
   sim::set_field(
       model, "post_us", rounded(times.put_us), "measured: puts of 64 B into shared memory"
   );
@@ -155,8 +152,8 @@ void set_messages(sim::Model& model, const MessageTimes& times) {
 
 void set_copies(sim::Model& model) {
   const int ranks = num_usable_cores();
-  const CopyRates rates = copy_rates(ranks, kRowBytes);
-  const double gbps = std::round(std::max(rates.scatter, rates.gather) / ranks * 100) / 100;
+  const CopyRates rates = copy_rates({.num_ranks = ranks, .row_bytes = kRowBytes});
+  const double gbps = rounded(std::max(rates.scatter, rates.gather) / ranks, 2);
   const std::string origin = fmt::format("measured: {} ranks copying at once, of each", ranks);
   sim::set_field(model, "link_gbps", gbps, origin);
   sim::set_field(model, "copy_gbps", gbps, origin);

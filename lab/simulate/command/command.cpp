@@ -5,18 +5,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <charconv>
 #include <memory>
-#include <thread>
 
 #include "cli/choices.hpp"
-#include "cli/outputs.hpp"
+#include "cli/program.hpp"
 #include "cli/progress.hpp"
-#include "core/available_memory.hpp"
-#include "measure/measure.hpp"
 #include "plan/file/routing_file.hpp"
-#include "plan/random_routing.hpp"
 #include "report/json_text.hpp"
 #include "routing/source.hpp"
 
@@ -154,31 +149,6 @@ std::vector<sim::Simulation> run_on_file(SimulateOptions& options, const sim::Mo
   return done;
 }
 
-// On all cores. `told` hears the share that is done, on the calling thread.
-std::vector<RouteTable> make_up_tables(
-    const MadeUpRouting& spec, const std::function<void(double)>& told
-) {
-  const RandomRouting random = random_spec(spec);
-  // What is wrong with the routing as a whole is thrown here, not on a thread.
-  std::vector<RouteTable> tables(static_cast<size_t>(spec.num_ranks));
-  tables[0] = random_routing(random, 0);
-  std::atomic<int> next_rank = 1;
-  const auto work = [&](bool tells) {
-    for (int rank = next_rank++; rank < spec.num_ranks; rank = next_rank++) {
-      tables[static_cast<size_t>(rank)] = random_routing(random, rank);
-      if (tells) {
-        told(static_cast<double>(rank) / spec.num_ranks);
-      }
-    }
-  };
-  std::vector<std::jthread> helpers;
-  for (int i = 1; i < num_usable_cores(); ++i) {
-    helpers.emplace_back(work, false);
-  }
-  work(true);
-  return tables;
-}
-
 std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const sim::Model& model) {
   Progress progress("simulate");
   double total = 0;
@@ -190,8 +160,6 @@ std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const s
   double before = 0;
   for (const int size : options.sizes) {
     const sim::Scenario scenario = make_scenario(options, size);
-    const auto routes = static_cast<uint64_t>(scenario.max_tokens) * scenario.topk * size;
-    check_available(routes * sizeof(int32_t), "routing");
     MadeUpRouting spec = options.made_up;
     spec.num_ranks = size;
     spec.num_experts = scenario.num_experts;
@@ -202,8 +170,8 @@ std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const s
         );
       };
     };
-    const std::vector<RouteTable> tables = make_up_tables(spec, part(0, 0.5));
-    done.push_back(sim::simulate(scenario, model, tables, part(0.5, 0.5)));
+    const std::vector<RouteTable> routes = make_up_routing(spec, part(0, 0.5)).routes;
+    done.push_back(sim::simulate(scenario, model, routes, part(0.5, 0.5)));
     // What each rank tells all others takes most of the memory and is not shown.
     done.back().traffic.counts = {};
     before += size;
@@ -255,27 +223,16 @@ void add_size_options(CLI::App& command, SimulateOptions& options) {
   add("--ranks,--sweep", options.sizes, "Ranks; several: a line for each")
       ->delimiter(',')
       ->allow_extra_args(false)
-      ->check(CLI::Range(1, sim::kMostRanks));
+      ->check(Within(1, sim::kMostRanks));
   add("--experts", options.wanted.num_experts, "Experts; rounded up to a multiple of the ranks")
-      ->check(CLI::Range(1, 65536));
+      ->check(Within(1, kMostExperts));
 }
 
 void add_shape_options(CLI::App& command, SimulateOptions& options) {
   add_number(
       command, "--domain", options.wanted.ranks_per_domain, 1, sim::kMostRanks, "Ranks of a domain"
   );
-  add_number(command, "--hidden", options.hidden, 8, int64_t{1} << 20, "Elements of a row");
-  command.add_option("--dtype", options.dtype, "Type of the elements")
-      ->transform(dtype_choice())
-      ->default_str("bf16");
-  add_number(
-      command,
-      "--pad",
-      options.wanted.pad_multiple,
-      1,
-      int64_t{1} << 20,
-      "Round each expert's rows up to a multiple"
-  );
+  add_row_options(command, options.hidden, options.dtype, options.wanted.pad_multiple);
   command.add_flag(
       "--flat", options.wanted.is_flat, "Send each row to every remote rank by itself"
   );
@@ -294,7 +251,7 @@ void add_model_options(CLI::App& command, SimulateOptions& options) {
   auto* ends =
       command.add_flag("--ends", options.with_ends, "Show where each resource ends instead");
   command.add_option("--budget", options.budget_bytes, "Bytes a rank may hold beside its tensors")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50))
+      ->check(Within(int64_t{1}, int64_t{1} << 50))
       ->needs(ends)
       ->capture_default_str();
   command.add_option("--tables", options.tables, "Print these only")

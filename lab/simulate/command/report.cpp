@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/gpu/peer_address.hpp"
+#include "report/json_text.hpp"
 #include "simulate/command/command.hpp"
 #include "transport/transport.hpp"
 
@@ -155,10 +156,6 @@ const std::vector<NamedTable>& all_tables() {
 }
 
 using Json = nlohmann::ordered_json;
-
-double rounded(double us) {
-  return std::round(us * 1e3) / 1e3;
-}
 
 Json traffic_json(const sim::RankTraffic& rank) {
   Json json;

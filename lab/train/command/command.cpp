@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "cli/choices.hpp"
-#include "cli/outputs.hpp"
+#include "cli/program.hpp"
 #include "cli/progress.hpp"
 #include "cli/ranks.hpp"
 #include "cli/stop_request.hpp"
@@ -109,10 +109,7 @@ class TrainRun {
         stop_(stop),
         is_speaker_(group.rank() == 0),
         trainer_(group, config_of_rank(options, group.rank()), text),
-        record_{
-            options.config.model,
-            options.config.num_micro_batches,
-            options.config.model.hidden * dtype_bytes(options.config.dtype)},
+        record_{options.config.model},
         progress_("train", is_speaker_) {
     if (options.is_resumed) {
       trainer_.resume(options.checkpoint_path);
@@ -131,6 +128,8 @@ class TrainRun {
     open_routing_file();
   }
 
+  // Collective. Trains until a limit is reached or `stop` is set, then saves and, on rank 0,
+  // prints.
   void run() {
     if (is_speaker_) {
       fmt::print("{}", train_headline(facts_));
@@ -238,7 +237,9 @@ class TrainRun {
   void finish() {
     if (is_speaker_) {
       if (!is_on_gpu()) {
-        facts_.rates = copy_rates(group_.num_ranks(), record_.row_bytes);
+        const moe::TrainConfig& config = options_.config;
+        const int64_t row_bytes = config.model.hidden * dtype_bytes(config.dtype);
+        facts_.rates = copy_rates({.num_ranks = group_.num_ranks(), .row_bytes = row_bytes});
       }
       progress_.clear();
       print_result();
@@ -286,19 +287,6 @@ class TrainRun {
   std::optional<RoutingFileWriter> routing_file_;
 };
 
-// Collective. Trains until a limit is reached or `stop` is set, then saves and, on rank 0, prints.
-int train_on_rank(
-    const Group& group,
-    const TrainOptions& options,
-    std::span<const std::byte> text,
-    const StopRequest& stop
-) {
-  agree_on_options(group, options);
-  TrainRun run(group, options, text, stop);
-  run.run();
-  return 0;
-}
-
 constexpr const char* kFooter =
     R"(The model predicts the next byte of FILE. Its experts live across the ranks; tokens travel to them and
 back only through Weft, forward and backward. The loss depends on the seed, not on the ranks.
@@ -319,9 +307,9 @@ Examples:
 void add_limit_options(CLI::App& app, TrainOptions& options) {
   app.add_option("file", options.text_path, "Text to learn: any file")->required();
   app.add_option("--steps", options.steps, "Stop when so many steps are done in all")
-      ->check(Positive());
+      ->check(at_least_one());
   app.add_option("--seconds", options.seconds, "Stop after so long (default: 60 without --steps)")
-      ->check(Positive());
+      ->check(Within(1e-3, 1e9));
   add_rank_options(app, options.ranks);
 }
 
@@ -362,7 +350,7 @@ void add_device_options(CLI::App& command, TrainOptions& options) {
 void add_overlap_options(CLI::App& app, TrainOptions& options) {
   auto& config = options.config;
   app.add_option("--micro-batches", config.num_micro_batches, "Parts of a step")
-      ->check(Positive())
+      ->check(at_least_one())
       ->default_str(fmt::format("1, with --overlap {}", kOverlappedMicroBatches))
       ->group("Overlap");
   constexpr const char* kOverlap =
@@ -378,7 +366,12 @@ void add_overlap_options(CLI::App& app, TrainOptions& options) {
   auto& delays = config.overlap.delays_weight_gradients;
   needs_overlap(app.add_flag("--delay-wgrad", delays, kDelay));
   needs_overlap(app.add_option("--exchange-copies", config.overlap.copy_engines, kCopies))
-      ->transform(copies_choice())
+      ->transform(Choice<CopyEngines>(
+          {{"auto", CopyEngines::kAuto},
+           {"never", CopyEngines::kNever},
+           {"always", CopyEngines::kAlways}},
+          "auto|never|always"
+      ))
       ->default_str("auto: as measured, or as WEFT_COPY_ENGINES says");
   constexpr const char* kTrace = "Write what ran when in the last step of rank 0";
   needs_overlap(app.add_option("--trace", options.trace_path, kTrace));
@@ -390,7 +383,7 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
   };
   auto* checkpoint = add("--checkpoint", options.checkpoint_path, "Keep the model here");
   add("--checkpoint-every", options.checkpoint_every, "Steps between two checkpoints")
-      ->check(Positive())
+      ->check(at_least_one())
       ->capture_default_str();
   auto* resume = app.add_flag("--resume", options.is_resumed, "Go on from the checkpoint")
                      ->group("Files")
@@ -401,7 +394,7 @@ void add_file_options(CLI::App& app, TrainOptions& options) {
       ->excludes(resume);
   add("--save-routing", options.routing_path, "Write the routing of the steps");
   add("--routing-every", options.routing_every, "Steps between two that are written")
-      ->check(Positive())
+      ->check(at_least_one())
       ->capture_default_str();
   add("--html", options.html_path, "Write a report page");
   add("--json", options.json_path, "Write the numbers");
@@ -478,7 +471,11 @@ void run_train(const CLI::App& command, TrainOptions& options) {
   check_files(options);
   const auto text = moe::read_text(options.text_path, options.config.model.window);
   const StopRequest stop;
-  run_ranks(options.ranks, [&](Group& group) { return train_on_rank(group, options, text, stop); });
+  run_ranks(options.ranks, [&](Group& group) {
+    agree_on_options(group, options);
+    TrainRun(group, options, text, stop).run();
+    return 0;
+  });
 }
 
 }  // namespace

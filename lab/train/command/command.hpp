@@ -17,7 +17,7 @@
 #include "measure/limits.hpp"
 #include "report/html.hpp"
 #include "train/config.hpp"
-#include "train/lanes/trace.hpp"
+#include "train/lanes/schedule.hpp"
 #include "train/trainer.hpp"
 
 namespace weft::program {
@@ -44,7 +44,6 @@ struct MovedBytes {
   double calls = 0;  // of one rank
   double wire = 0;
   double logical = 0;
-  double tokens = 0;           // rows at their sources: calls x tokens
   double seconds = 0;          // of the slowest rank, which may have waited for others
   double fastest_seconds = 0;  // of the rank that came last and waited least
 };
@@ -66,8 +65,6 @@ struct StepPoint {
 // said.
 struct TrainRecord {
   moe::ModelConfig model;
-  int64_t num_micro_batches = 1;
-  int64_t row_bytes = 0;  // of a token that travels
 
   int64_t steps_per_point = 1;
   std::vector<StepPoint> points = {};

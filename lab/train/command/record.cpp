@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "train/command/command.hpp"
-#include "train/lanes/trace.hpp"
 
 namespace weft::program {
 namespace {
@@ -16,8 +15,7 @@ void add_moved(
     MovedBytes& sum,
     std::span<const RankStep> ranks,
     moe::Traffic moe::RankReport::*traffic,
-    moe::Phase phase,
-    double token_bytes
+    moe::Phase phase
 ) {
   const auto time_of = [&](const RankStep& rank) {
     return rank.phase_seconds[static_cast<size_t>(phase)];
@@ -26,7 +24,6 @@ void add_moved(
     const moe::Traffic& moved = rank.*traffic;
     sum.wire += static_cast<double>(moved.wire_bytes);
     sum.logical += static_cast<double>(moved.logical_bytes);
-    sum.tokens += static_cast<double>(moved.calls * rank.num_tokens) * token_bytes;
   }
   sum.calls += static_cast<double>((ranks.front().*traffic).calls);
   const auto [fastest, slowest] = std::ranges::minmax(ranks, {}, time_of);
@@ -95,11 +92,8 @@ void TrainRecord::add(const moe::StepReport& report, std::span<const RankStep> r
   }
   trace = report.trace;
   seconds += point.seconds;
-  // Bytes of a token in one call; a call moves the tokens of one micro-batch.
-  const double token_bytes =
-      static_cast<double>(row_bytes) / static_cast<double>(num_micro_batches);
-  add_moved(dispatch, ranks, &RankStep::dispatch, moe::Phase::kDispatch, token_bytes);
-  add_moved(combine, ranks, &RankStep::combine, moe::Phase::kCombine, token_bytes);
+  add_moved(dispatch, ranks, &RankStep::dispatch, moe::Phase::kDispatch);
+  add_moved(combine, ranks, &RankStep::combine, moe::Phase::kCombine);
 
   recent_losses.push_back(report.loss);
   if (recent_losses.size() > kRecentSteps) {

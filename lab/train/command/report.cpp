@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "call/call.hpp"
 #include "measure/facts.hpp"
 #include "measure/limits.hpp"
 #include "report/svg.hpp"
@@ -46,19 +47,16 @@ std::string micro_batch_text(const TrainFacts& facts) {
 // One of the two operations, and what plain copies of the same bytes take; 0 where the rates are
 // not known.
 struct Operation {
-  const char* name;
+  std::string_view name;
   const MovedBytes& moved;
   double limit_seconds;
 };
 std::array<Operation, 2> operations(const TrainFacts& facts, const TrainRecord& record) {
-  const auto operation = [&](const char* name, const MovedBytes& moved, auto limit_us
-                         ) -> Operation {
-    const ExchangeBytes bytes = {moved.logical, moved.wire, moved.tokens};
-    return {name, moved, facts.rates.scatter > 0 ? limit_us(bytes, facts.rates) / 1e6 : 0};
+  const auto operation = [&](Op op, const MovedBytes& moved) -> Operation {
+    const CopyRates& rates = facts.rates;
+    return {op_name(op), moved, rates.scatter > 0 ? rates.limit_us(op, moved.logical) / 1e6 : 0};
   };
-  return {
-      operation("dispatch", record.dispatch, dispatch_limit_us),
-      operation("combine", record.combine, combine_limit_us)};
+  return {operation(Op::kDispatch, record.dispatch), operation(Op::kCombine, record.combine)};
 }
 
 void add_time_row(Table& table, const TrainRecord& record, std::string_view name, double seconds) {
@@ -227,15 +225,7 @@ Table phase_table(const TrainRecord& record) {
 
 Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
   Table table(
-      {"op",
-       "calls",
-       "time",
-       "wire",
-       "logical",
-       "wire GB/s",
-       "logical GB/s",
-       "of limit",
-       "of limit, last rank"}
+      columns("op|calls|time|wire|logical|wire GB/s|logical GB/s|of limit|of limit, last rank")
   );
   for (const auto& [name, moved, limit_seconds] : operations(facts, record)) {
     const auto gbps = [&, seconds = moved.seconds](double bytes) {
@@ -246,7 +236,7 @@ Table exchange_table(const TrainFacts& facts, const TrainRecord& record) {
       return has_limit ? fmt::format("{:.1f} %", percent(limit, seconds)) : "-";
     };
     table.add_row(
-        {name,
+        {std::string(name),
          count_text(std::llround(moved.calls)),
          seconds_text(moved.calls > 0 ? moved.seconds / moved.calls : 0),
          bytes_text(moved.wire),
@@ -393,7 +383,7 @@ Json train_json(const TrainFacts& facts, const TrainRecord& record) {
     json["phase_seconds"][std::string(moe::kPhaseNames[i])] = record.phase_seconds[i];
   }
   for (const Operation& operation : operations(facts, record)) {
-    json[operation.name] = moved_json(operation);
+    json[std::string(operation.name)] = moved_json(operation);
   }
   if (facts.config.overlap.is_on) {
     json["lanes"] = {

@@ -3,7 +3,7 @@
 
 #include "cpu/protocol/call_board.hpp"
 #include "plan/build.hpp"
-#include "simulate/memory.hpp"
+#include "simulate/simulate.hpp"
 #include "simulate_cases.hpp"
 
 namespace weft::sim {

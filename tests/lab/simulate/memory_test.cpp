@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // agreement_test.cpp compares with real exchanges; here is how memory grows.
-#include "simulate/memory.hpp"
-
 #include <gtest/gtest.h>
 
 #include "core/size_class.hpp"
@@ -9,6 +7,7 @@
 #include "cuda/layout/control.hpp"
 #include "cuda/layout/plan.hpp"
 #include "hosts/call_memory.hpp"
+#include "simulate/simulate.hpp"
 #include "simulate_cases.hpp"
 
 namespace weft::sim {

@@ -208,7 +208,8 @@ TEST_P(ReplayLawTest, MovesWhatWasCounted) {
 TEST_P(ReplayLawTest, OneDomainStandsForAll) {
   const Model model = plain_model();
   const Simulation full = simulate(scenario_, model, routes_);
-  const Simulation sampled = simulate(scenario_, model, routes_, {}, 0);
+  const auto unheard = [](double) {};
+  const Simulation sampled = simulate(scenario_, model, routes_, unheard, 0);
   EXPECT_EQ(full.num_replayed, scenario_.num_domains());
   EXPECT_EQ(sampled.num_replayed, 1);
   EXPECT_EQ(sampled.mean.card_out, full.mean.card_out);
