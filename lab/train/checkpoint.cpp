@@ -10,20 +10,17 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <fcntl.h>
 #include <filesystem>
+#include <fstream>
 #include <numeric>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
-#include <sys/stat.h>
 #include <system_error>
-#include <unistd.h>
 
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
-#include "core/descriptor.hpp"
 #include "core/json_piece.hpp"
 #include "train/layers/random.hpp"
 #include "train/together.hpp"
@@ -38,43 +35,33 @@ namespace {
 // A file that is read in places. Every failure throws Error (kFile) naming the path.
 class StateFile {
  public:
-  explicit StateFile(const std::string& path)
-      : path_(path), file_(::open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
-    if (!file_.is_open()) {
+  explicit StateFile(const std::string& path) : path_(path), file_(path, std::ios::binary) {
+    if (!file_) {
       fail(path_, errno_text("open", errno));
     }
   }
 
   [[nodiscard]] const std::string& path() const { return path_; }
-  [[nodiscard]] uint64_t size() const {
-    struct stat status = {};
-    if (::fstat(file_.get(), &status) != 0) {
-      fail(path_, errno_text("stat", errno));
-    }
-    return static_cast<uint64_t>(status.st_size);
+  [[nodiscard]] uint64_t size() {
+    file_.seekg(0, std::ios::end);
+    return static_cast<uint64_t>(file_.tellg());
   }
 
-  void read_at(uint64_t offset, std::span<std::byte> bytes) const {
-    while (!bytes.empty()) {
-      const ssize_t done =
-          ::pread(file_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
-      if (done < 0 && errno == EINTR) {
-        continue;
-      }
-      if (done < 0) {
-        fail(path_, errno_text("read", errno));
-      }
-      if (done == 0) {
-        fail(path_, fmt::format("it ends at byte {} (truncated)", offset));
-      }
-      bytes = bytes.subspan(static_cast<size_t>(done));
-      offset += static_cast<uint64_t>(done);
+  void read_at(uint64_t offset, std::span<std::byte> bytes) {
+    file_.seekg(static_cast<std::streamoff>(offset));
+    file_.read(reinterpret_cast<char*>(bytes.data()), std::ssize(bytes));
+    if (file_.bad()) {
+      fail(path_, errno_text("read", errno));
+    }
+    if (!file_) {
+      const uint64_t end = offset + static_cast<uint64_t>(file_.gcount());
+      fail(path_, fmt::format("it ends at byte {} (truncated)", end));
     }
   }
 
  private:
   std::string path_;
-  Descriptor file_;
+  std::ifstream file_;
 };
 
 using HeaderBytes = std::array<std::byte, kHeaderBytes>;
@@ -102,10 +89,6 @@ Json identity(const CheckpointHeader& header) {
   return json;
 }
 
-std::string hex(uint64_t value) {
-  return fmt::format("{:016x}", value);
-}
-
 // The JSON text between the first line and the zeros, its checksum proven.
 std::string_view json_text(std::string_view bytes, const std::string& path) {
   if (!bytes.starts_with(kMagic)) {
@@ -114,7 +97,7 @@ std::string_view json_text(std::string_view bytes, const std::string& path) {
   const std::string_view digits = bytes.substr(kMagic.size(), kChecksumDigits);
   std::string_view text = bytes.substr(kMagic.size() + kChecksumDigits + 1);
   text = text.substr(0, text.find('\0'));
-  if (digits != hex(checksum(std::as_bytes(std::span(text))))) {
+  if (digits != fmt::format("{:016x}", checksum(std::as_bytes(std::span(text))))) {
     fail(path, "the header is damaged (its checksum differs)");
   }
   return text;
@@ -126,7 +109,7 @@ HeaderBytes encode_header(const CheckpointHeader& header, uint64_t data_checksum
   json["data_checksum"] = data_checksum;
   const std::string text = json.dump(1) + "\n";
   const std::string all =
-      fmt::format("{}{}\n{}", kMagic, hex(checksum(std::as_bytes(std::span(text)))), text);
+      fmt::format("{}{:016x}\n{}", kMagic, checksum(std::as_bytes(std::span(text))), text);
   HeaderBytes bytes = {};
   WEFT_ASSERT(all.size() < bytes.size());
   std::ranges::copy(std::as_bytes(std::span(all)), bytes.begin());
@@ -134,7 +117,7 @@ HeaderBytes encode_header(const CheckpointHeader& header, uint64_t data_checksum
 }
 
 // The header's fields.
-Json read_fields(const StateFile& file) {
+Json read_fields(StateFile& file) {
   HeaderBytes bytes = {};
   file.read_at(0, std::span(bytes).first(std::min<uint64_t>(file.size(), bytes.size())));
   const std::string_view all(reinterpret_cast<const char*>(bytes.data()), bytes.size());
@@ -167,10 +150,6 @@ uint64_t file_offset(uint64_t element) {
   return kHeaderBytes + element * sizeof(float);
 }
 
-uint64_t sum(const std::vector<uint64_t>& parts) {
-  return std::reduce(parts.begin(), parts.end());
-}
-
 // Calls visit(first, elements) for each part of each piece: the number of its first element in the
 // file, and the elements in memory. Returns the sum of what the visits return.
 template <class Visit>
@@ -199,7 +178,7 @@ uint64_t write_pieces(
 }
 
 uint64_t read_pieces(
-    const StateFile& file,
+    StateFile& file,
     const CheckpointHeader& header,
     std::span<const StatePiece> pieces,
     std::vector<std::vector<float>>& read
@@ -212,7 +191,7 @@ uint64_t read_pieces(
 }
 
 // Throws Error (kFile) naming the file and the field that is missing, damaged or unlike `expected`.
-HeaderContents read_header(const StateFile& file, const CheckpointHeader& expected) {
+HeaderContents read_header(StateFile& file, const CheckpointHeader& expected) {
   const Json json = read_fields(file);
   const std::string& path = file.path();
   const Json wanted = identity(expected);
@@ -271,7 +250,7 @@ void write_checkpoint(
   });
   together(group, [&]() -> uint64_t {
     if (file) {
-      file->write_at(0, encode_header(header, sum(checksums)));
+      file->write_at(0, encode_header(header, std::reduce(checksums.begin(), checksums.end())));
       file->commit();
     }
     return 0;
@@ -283,7 +262,7 @@ std::optional<int64_t> checkpoint_steps(const std::string& path) {
   if (std::filesystem::file_size(path, none) == 0 || none) {
     return std::nullopt;
   }
-  const StateFile file(path);
+  StateFile file(path);
   return steps_of(read_fields(file), path);
 }
 
@@ -296,13 +275,13 @@ int64_t read_checkpoint(
   HeaderContents contents;
   std::vector<std::vector<float>> read;
   const auto checksums = together(group, [&] {
-    const StateFile file(path);
+    StateFile file(path);
     contents = read_header(file, expected);
     return read_pieces(file, expected, pieces, read);
   });
   WEFT_CHECK(
       (Context{group.rank(), group.num_ranks()}),
-      sum(checksums) == contents.data_checksum,
+      std::reduce(checksums.begin(), checksums.end()) == contents.data_checksum,
       ErrorCode::kFile,
       "resume: {}: the parameters are damaged (their checksum differs)",
       path

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the layers of a rank share: its phases, scratch memory, and the calls of the exchange with
 // rows in the type that layers compute in. HostRank computes on the host's cores, GpuRank
-// (gpu/rank.hpp) on a GPU; the layers (layers/block.hpp, model.hpp) are templates over the two.
+// (gpu/rank.hpp) on a GPU; the layers (layers/block.hpp, step_model.hpp) are templates over the
+// two.
 #pragma once
 
 #include <algorithm>
@@ -40,11 +41,6 @@ inline constexpr std::array<std::string_view, kNumPhases> kPhaseNames = {
 
 class PhaseTimer {
  public:
-  // Forgets what was measured; no phase begins.
-  void reset() {
-    seconds_ = {};
-    is_running_ = false;
-  }
   void start(Phase phase) {
     const auto now = Clock::now();
     end_phase(now);

@@ -179,8 +179,8 @@ Trainer::Trainer(const Group& group, const TrainConfig& config, std::span<const 
 
 StepReport Trainer::step() {
   const auto begin = Clock::now();
-  context_.timer.reset();
-  context_.exchange_timer.reset();
+  context_.timer = {};
+  context_.exchange_timer = {};
   context_.timer.start(Phase::kDense);
   context_.dispatch = {};
   context_.combine = {};

@@ -21,7 +21,7 @@
 #include "train/batch.hpp"
 #include "train/checkpoint.hpp"
 #include "train/config.hpp"
-#include "train/lanes/trace.hpp"
+#include "train/lanes/schedule.hpp"
 #include "train/layers/parameters.hpp"
 #include "train/replicated_vector.hpp"
 #include "train/step_model.hpp"

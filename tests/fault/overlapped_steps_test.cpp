@@ -53,11 +53,11 @@ class FaultyModel : public HostModel {
   LossShare forward_backward(std::span<const Batch> batches) override {
     run(batches, [&](const Schedule& good) {
       Schedule schedule;
-      for (overlap::Step step : good.steps()) {
+      for (overlap::Step step : good) {
         if (step.name == bad_) {
           step.work = [](const overlap::LaneContext&) { throw std::runtime_error("as wanted"); };
         }
-        schedule.add_step(std::move(step));
+        schedule.push_back(std::move(step));
       }
       return overlap::run_on_threads(schedule);
     });

@@ -39,7 +39,16 @@ class CudaModel final : public MicroBatchModels<GpuRank> {
     load_experts();
   }
 
-  LossShare forward_backward(std::span<const Batch> batches) override;
+  LossShare forward_backward(std::span<const Batch> batches) override {
+    rank_.enter();
+    replicated_.grad.clear(stream());
+    experts_.grad.clear(stream());
+    run(batches, [this](const overlap::Schedule& schedule) { return run_schedule(schedule); });
+    replicated_.grad.download(
+        parts_.memory.replicated.grad.first(replicated_.grad.size()), stream()
+    );
+    return share();
+  }
 
   void update_experts(const AdamStep& step) override {
     rank_.enter();
@@ -77,7 +86,19 @@ class CudaModel final : public MicroBatchModels<GpuRank> {
   }
 
  private:
-  overlap::Trace run_schedule(const overlap::Schedule& schedule);
+  overlap::Trace run_schedule(const overlap::Schedule& schedule) {
+    overlap::Trace trace;
+    try {
+      trace = overlap::run_on_streams(schedule, stream(), rank_.stream(overlap::Lane::kExchange));
+      rank_.synchronize();  // throws what the exchange found on the GPU
+    } catch (...) {
+      rank_.forget_phases();
+      throw;
+    }
+    rank_.read_phases();
+    return trace;
+  }
+
   [[nodiscard]] cudaStream_t stream() const { return rank_.stream(); }
 
   DeviceVector replicated_;
@@ -85,28 +106,6 @@ class CudaModel final : public MicroBatchModels<GpuRank> {
   DeviceArray<float> mean_;  // of the experts
   DeviceArray<float> square_;
 };
-
-LossShare CudaModel::forward_backward(std::span<const Batch> batches) {
-  rank_.enter();
-  replicated_.grad.clear(stream());
-  experts_.grad.clear(stream());
-  run(batches, [this](const overlap::Schedule& schedule) { return run_schedule(schedule); });
-  replicated_.grad.download(parts_.memory.replicated.grad.first(replicated_.grad.size()), stream());
-  return share();
-}
-
-overlap::Trace CudaModel::run_schedule(const overlap::Schedule& schedule) {
-  overlap::Trace trace;
-  try {
-    trace = overlap::run_on_streams(schedule, stream(), rank_.stream(overlap::Lane::kExchange));
-    rank_.synchronize();  // throws what the exchange found on the GPU
-  } catch (...) {
-    rank_.forget_phases();
-    throw;
-  }
-  rank_.read_phases();
-  return trace;
-}
 
 }  // namespace
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "train/lanes/schedule.hpp"
 
+#include <fmt/format.h>
+
 #include <deque>
 #include <utility>
-
-#include "core/check.hpp"
 
 namespace weft::overlap {
 namespace {
@@ -26,11 +26,11 @@ class MicroBatch {
         return follow(step, "bwd", node(step).backward);
       case Action::kWeightGradient:
         if (node(step).weight_gradient) {  // behind its backward on the same lane
-          schedule_.add_step(taken(step, "backward_dw", node(step).weight_gradient));
+          schedule_.push_back(taken(step, "backward_dw", node(step).weight_gradient));
         }
         return;
       case Action::kJoin:
-        schedule_.add_step(
+        schedule_.push_back(
             {fmt::format("{}.join.{}", name(), step.is_backward ? "bwd" : "fwd"),
              Lane::kCompute,
              number_,
@@ -63,7 +63,8 @@ class MicroBatch {
       if (last_ >= 0) {
         next.waits = {last_};
       }
-      last_ = schedule_.add_step(std::move(next));
+      last_ = static_cast<int>(schedule_.size());
+      schedule_.push_back(std::move(next));
     }
   }
 
@@ -74,22 +75,6 @@ class MicroBatch {
 };
 
 }  // namespace
-
-int Schedule::add_step(Step step) {
-  const auto idx = static_cast<int>(steps_.size());
-  for (const int wait : step.waits) {
-    WEFT_CHECK_ARG(
-        Context{},
-        wait >= 0 && wait < idx,
-        "schedule: {} waits for step {} (there are {} so far)",
-        step.name,
-        wait,
-        idx
-    );
-  }
-  steps_.push_back(std::move(step));
-  return idx;
-}
 
 Schedule make_schedule(
     const MicroBatches& batches, const std::vector<StagePair>& pairs, bool early_attention_release
@@ -126,8 +111,7 @@ void run_in_turn(const MicroBatches& batches) {
     pairs.push_back({.forward = VirtualStage{idx, 0}});
     pairs.push_back({.backward = VirtualStage{idx, 0}});
   }
-  const Schedule schedule = make_schedule(batches, pairs);
-  for (const Step& step : schedule.steps()) {
+  for (const Step& step : make_schedule(batches, pairs)) {
     if (step.work) {
       step.work({step.lane});
     }

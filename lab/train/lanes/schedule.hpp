@@ -2,16 +2,18 @@
 // The callbacks of a model's nodes (train/step_model.hpp), as steps in the order of
 // weft/overlap.hpp with the steps that each waits for, and two ways to run them: on threads
 // (thread_executor.cpp) and on CUDA streams (stream_executor_cuda.cpp). A run leaves a trace
-// (trace.hpp).
+// (trace.cpp): a file of it that chrome://tracing and ui.perfetto.dev show, and how much of the
+// exchange nothing hid.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <functional>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "train/lanes/trace.hpp"
 #include "weft/overlap.hpp"
 
 struct CUstream_st;  // what a cudaStream_t points to
@@ -53,17 +55,8 @@ struct Step {
   std::vector<int> waits = {};  // earlier steps, by their index in the schedule
 };
 
-class Schedule {
- public:
-  // Returns its index. A step may wait only for earlier ones, so that lanes cannot wait for each
-  // other in a circle: throws Error (kInvalidArgument).
-  int add_step(Step step);
-
-  [[nodiscard]] const std::vector<Step>& steps() const { return steps_; }
-
- private:
-  std::vector<Step> steps_;
-};
+// A step waits only for earlier ones, so that lanes cannot wait for each other in a circle.
+using Schedule = std::vector<Step>;
 
 struct MicroBatches {
   int num = 1;
@@ -85,6 +78,37 @@ struct MicroBatches {
 
 // Runs one micro-batch after the other on this thread, forward and backward.
 void run_in_turn(const MicroBatches& batches);
+
+// What ran when.
+struct Span {
+  int step = -1;  // in the schedule
+  std::string name;
+  Lane lane = Lane::kCompute;
+  int micro_batch = -1;
+  int64_t begin_ns = 0;  // since the run began
+  int64_t end_ns = 0;
+};
+
+struct Trace {
+  std::vector<Span> spans;  // by begin, then by step
+};
+
+// Into the order that Trace promises.
+void sort_spans(Trace& trace);
+
+// Chrome's trace format: one process with a row for each lane.
+[[nodiscard]] std::string trace_json(const Trace& trace);
+
+// Throws Error (kFile) naming the path.
+void write_trace(const std::string& path, const Trace& trace);
+
+struct LaneTimes {
+  int64_t wall_ns = 0;                          // from the first begin to the last end
+  std::array<int64_t, kNumLanes> busy_ns = {};  // by lane; waiting for the other lane is not in it
+  int64_t exposed_ns = 0;                       // the exchange lane was busy, the compute lane not
+};
+
+[[nodiscard]] LaneTimes lane_times(const Trace& trace);
 
 // Both run every step once: those of a lane in the order of the schedule, none before those it
 // waits for. They return what ran when, once all have ended. If a callback throws, no step begins

@@ -10,8 +10,7 @@
 
 namespace weft::overlap {
 
-Trace run_on_streams(const Schedule& schedule, cudaStream_t compute, cudaStream_t exchange) {
-  const std::vector<Step>& steps = schedule.steps();
+Trace run_on_streams(const Schedule& steps, cudaStream_t compute, cudaStream_t exchange) {
   const std::array<cudaStream_t, kNumLanes> streams = {compute, exchange};  // by lane
   const TimedEvent start;
   const std::vector<TimedEvent> begin(steps.size());

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <algorithm>
-#include <condition_variable>
+#include <atomic>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -15,79 +14,53 @@ namespace {
 class ThreadRun {
  public:
   explicit ThreadRun(const Schedule& schedule)
-      : schedule_(schedule), has_ended_(schedule.steps().size(), 0) {}
+      : schedule_(schedule), spans_(schedule.size()), has_ended_(schedule.size()) {}
 
   Trace run() {
-    try {
-      std::thread exchange([this] { drive(Lane::kExchange); });
+    {
+      const std::jthread exchange([this] { drive(Lane::kExchange); });
       drive(Lane::kCompute);
-      exchange.join();
-    } catch (...) {  // no thread
-      fail();
     }
     if (failure_) {
       std::rethrow_exception(failure_);
     }
-    sort_spans(trace_);
-    return std::move(trace_);
+    Trace trace = {std::move(spans_)};
+    sort_spans(trace);
+    return trace;
   }
 
  private:
-  // Never throws: a failure stops both lanes.
+  // Goes through all steps of the lane even when the run has failed, so that the other lane, which
+  // may wait for any of them, comes to its end.
   void drive(Lane lane) noexcept {
-    try {
-      for (size_t idx = 0; idx < schedule_.steps().size(); ++idx) {
-        if (schedule_.steps()[idx].lane != lane) {
-          continue;
-        }
-        if (!wait_until_ready(schedule_.steps()[idx])) {
-          return;
-        }
+    for (size_t idx = 0; idx < schedule_.size(); ++idx) {
+      if (schedule_[idx].lane == lane) {
         run_step(idx);
+        has_ended_[idx].test_and_set();
+        has_ended_[idx].notify_all();
       }
-    } catch (...) {
-      fail();
     }
-  }
-
-  // False: the run has failed.
-  bool wait_until_ready(const Step& step) {
-    std::unique_lock lock(mutex_);
-    const auto is_ready = [&] {
-      return std::all_of(step.waits.begin(), step.waits.end(), [&](int wait) {
-        return has_ended_[static_cast<size_t>(wait)] != 0;
-      });
-    };
-    changed_.wait(lock, [&] { return failure_ || is_ready(); });
-    return !failure_;
   }
 
   void run_step(size_t idx) {
-    const Step& step = schedule_.steps()[idx];
-    const int64_t begin = now_ns();
-    if (step.work) {
-      step.work({step.lane});
+    const Step& step = schedule_[idx];
+    for (const int wait : step.waits) {
+      has_ended_[static_cast<size_t>(wait)].wait(false);
     }
-    const int64_t end = now_ns();
-    {
-      const std::lock_guard lock(mutex_);
-      has_ended_[idx] = 1;
-      trace_.spans.push_back(
-          {static_cast<int>(idx), step.name, step.lane, step.micro_batch, begin, end}
-      );
+    if (has_failed_) {
+      return;
     }
-    changed_.notify_all();
-  }
-
-  // Called while an exception is handled; the first one is kept.
-  void fail() noexcept {
-    {
-      const std::lock_guard lock(mutex_);
-      if (!failure_) {
-        failure_ = std::current_exception();
+    try {
+      const int64_t begin = now_ns();
+      if (step.work) {
+        step.work({step.lane});
       }
+      spans_[idx] = {
+          static_cast<int>(idx), step.name, step.lane, step.micro_batch, begin, now_ns()};
+    } catch (...) {
+      std::call_once(first_failure_, [this] { failure_ = std::current_exception(); });
+      has_failed_ = true;
     }
-    changed_.notify_all();
   }
 
   [[nodiscard]] int64_t now_ns() const {
@@ -96,11 +69,10 @@ class ThreadRun {
 
   const Schedule& schedule_;
   const Clock::time_point start_ = Clock::now();
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<char> has_ended_;  // by step
-  Trace trace_;
+  std::vector<Span> spans_;                  // by step
+  std::vector<std::atomic_flag> has_ended_;  // by step
+  std::atomic<bool> has_failed_ = false;
+  std::once_flag first_failure_;
   std::exception_ptr failure_;
 };
 

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/lanes/trace.hpp"
-
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
@@ -8,16 +6,12 @@
 #include <utility>
 
 #include "core/atomic_file.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-// The format counts in microseconds.
-double microseconds(int64_t nanoseconds) {
-  return static_cast<double>(nanoseconds) / 1000.0;
-}
 
 Json lane_row(Lane lane) {
   return {
@@ -28,13 +22,14 @@ Json lane_row(Lane lane) {
       {"args", {{"name", lane_name(lane)}}}};
 }
 
+// The format counts in microseconds.
 Json span_event(const Span& span) {
   return {
       {"name", span.name},
       {"cat", lane_name(span.lane)},
       {"ph", "X"},
-      {"ts", microseconds(span.begin_ns)},
-      {"dur", microseconds(span.end_ns - span.begin_ns)},
+      {"ts", static_cast<double>(span.begin_ns) / 1e3},
+      {"dur", static_cast<double>(span.end_ns - span.begin_ns) / 1e3},
       {"pid", 0},
       {"tid", lane_idx(span.lane)},
       {"args", {{"step", span.step}, {"micro_batch", span.micro_batch}}}};
@@ -78,11 +73,8 @@ LaneTimes lane_times(const Trace& trace) {
   times.busy_ns = {busy_ns(trace, {Lane::kCompute}), busy_ns(trace, {Lane::kExchange})};
   times.exposed_ns = busy_ns(trace, {Lane::kCompute, Lane::kExchange}) - times.busy_ns[0];
   if (!trace.spans.empty()) {
-    int64_t end = trace.spans.front().end_ns;
-    for (const Span& span : trace.spans) {
-      end = std::max(end, span.end_ns);
-    }
-    times.wall_ns = end - trace.spans.front().begin_ns;
+    const Span& last = *std::ranges::max_element(trace.spans, {}, &Span::end_ns);
+    times.wall_ns = last.end_ns - trace.spans.front().begin_ns;
   }
   return times;
 }

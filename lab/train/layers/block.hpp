@@ -2,7 +2,7 @@
 // One block of the model, x += MoE(norm(x)), and the place to see how the library is used: plan,
 // dispatch, experts, combine. Backward of combine is dispatch and backward of dispatch is combine,
 // by the same plan. Rank: HostRank (../rank.hpp) or GpuRank (../gpu/rank.hpp), where each piece
-// queues its work on the stream of its lane. ../model.hpp has the blocks.
+// queues its work on the stream of its lane. ../step_model.hpp has the blocks.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a model computes between its exchanges, as operations on memory: their shapes, and HostMath,
 // which has them on the host's cores in fp32. DeviceMath (gpu/math.hpp) has the same on a GPU, and
-// the layers (block.hpp, ../model.hpp) are templates over the two. Matrices lie row after row.
+// the layers (block.hpp, ../step_model.hpp) are templates over the two. Matrices lie row after row.
 #pragma once
 
 #include <algorithm>

@@ -16,67 +16,47 @@ float unit_spread(int64_t terms) {
   return std::sqrt(3.0F / static_cast<float>(terms));
 }
 
-// Places spans one after another.
-class Cursor {
- public:
-  Cursor(int rank, int num_ranks)
-      : rank_(static_cast<uint64_t>(rank)), num_ranks_(static_cast<uint64_t>(num_ranks)) {}
-
-  ParameterSpan replicated(int64_t size, float centre, float spread) {
-    const auto count = static_cast<uint64_t>(size);
-    const ParameterSpan span = {num_replicated_, count, num_model_, centre, spread};
-    num_replicated_ += count;
-    num_model_ += count;
-    return span;
-  }
-  // `size` elements of all ranks' experts, of which this rank holds an equal part.
-  ParameterSpan shared_out(int64_t size, float spread) {
-    const uint64_t count = static_cast<uint64_t>(size) / num_ranks_;
-    const ParameterSpan span = {num_expert_, count, num_model_ + rank_ * count, 0, spread};
-    num_expert_ += count;
-    num_model_ += static_cast<uint64_t>(size);
-    return span;
-  }
-  [[nodiscard]] size_t num_replicated() const { return num_replicated_; }
-  [[nodiscard]] size_t num_expert() const { return num_expert_; }
-  [[nodiscard]] uint64_t num_model() const { return num_model_; }
-
- private:
-  uint64_t rank_;
-  uint64_t num_ranks_;
-  size_t num_replicated_ = 0;
-  size_t num_expert_ = 0;
-  uint64_t num_model_ = 0;
-};
-
 }  // namespace
 
 ModelLayout make_layout(const ModelConfig& config, int rank, int num_ranks) {
   const int64_t hidden = config.hidden;
   const int64_t inner = config.expert_hidden;
   const int64_t num_experts = config.num_experts;
-  Cursor cursor(rank, num_ranks);
   ModelLayout layout;
   layout.blocks.resize(static_cast<size_t>(config.num_blocks));
+  // Spans are placed one after another.
+  const auto replicated = [&](int64_t size, float centre, float spread) -> ParameterSpan {
+    const auto count = static_cast<uint64_t>(size);
+    const ParameterSpan span = {layout.num_replicated, count, layout.num_model, centre, spread};
+    layout.num_replicated += count;
+    layout.num_model += count;
+    return span;
+  };
+  // `size` elements of all ranks' experts, of which this rank holds an equal part.
+  const auto shared_out = [&](int64_t size, float spread) -> ParameterSpan {
+    const uint64_t count = static_cast<uint64_t>(size / num_ranks);
+    const uint64_t before = static_cast<uint64_t>(rank) * count;
+    const ParameterSpan span = {layout.num_expert, count, layout.num_model + before, 0, spread};
+    layout.num_expert += count;
+    layout.num_model += static_cast<uint64_t>(size);
+    return span;
+  };
 
   const int64_t table = int64_t{config.window} * kNumBytes * hidden;
-  layout.embedding = cursor.replicated(table, 0, unit_spread(config.window));
-  layout.head = cursor.replicated(kNumBytes * hidden, 0, unit_spread(hidden) * 0.1F);
+  layout.embedding = replicated(table, 0, unit_spread(config.window));
+  layout.head = replicated(kNumBytes * hidden, 0, unit_spread(hidden) * 0.1F);
   for (BlockLayout& block : layout.blocks) {
-    block.router = cursor.replicated(num_experts * hidden, 0, unit_spread(hidden) * 0.1F);
+    block.router = replicated(num_experts * hidden, 0, unit_spread(hidden) * 0.1F);
   }
-  layout.num_decayed = cursor.num_replicated();
-  layout.final_norm = cursor.replicated(hidden, 1, 0);
+  layout.num_decayed = layout.num_replicated;
+  layout.final_norm = replicated(hidden, 1, 0);
   for (BlockLayout& block : layout.blocks) {
-    block.norm = cursor.replicated(hidden, 1, 0);
+    block.norm = replicated(hidden, 1, 0);
   }
-  layout.num_replicated = cursor.num_replicated();
   for (BlockLayout& block : layout.blocks) {
-    block.experts_in = cursor.shared_out(num_experts * 2 * inner * hidden, unit_spread(hidden));
-    block.experts_out = cursor.shared_out(num_experts * hidden * inner, unit_spread(inner));
+    block.experts_in = shared_out(num_experts * 2 * inner * hidden, unit_spread(hidden));
+    block.experts_out = shared_out(num_experts * hidden * inner, unit_spread(inner));
   }
-  layout.num_expert = cursor.num_expert();
-  layout.num_model = cursor.num_model();
   return layout;
 }
 

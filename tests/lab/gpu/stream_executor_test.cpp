@@ -63,7 +63,7 @@ Schedule ladder(int num_steps, const std::function<Work(int)>& work_of) {
         step.waits.push_back(before);
       }
     }
-    schedule.add_step(std::move(step));
+    schedule.push_back(std::move(step));
   }
   return schedule;
 }
@@ -76,15 +76,15 @@ TEST_F(StreamExecutorTest, ReachesEveryStepAfterWhatItWaitsFor) {
   ReachedSteps reached;
   const Schedule schedule = ladder(200, [&](int step) { return reached.work(step); });
   const Trace trace = run_on_streams(schedule, compute.get(), exchange.get());
-  ASSERT_EQ(reached.steps().size(), schedule.steps().size());
+  ASSERT_EQ(reached.steps().size(), schedule.size());
   std::set<int> done;
   for (const int step : reached.steps()) {
-    for (const int wait : schedule.steps()[static_cast<size_t>(step)].waits) {
+    for (const int wait : schedule[static_cast<size_t>(step)].waits) {
       EXPECT_TRUE(done.contains(wait)) << "step " << step << " before " << wait;
     }
     EXPECT_TRUE(done.insert(step).second);
   }
-  ASSERT_EQ(trace.spans.size(), schedule.steps().size());
+  ASSERT_EQ(trace.spans.size(), schedule.size());
   std::map<Lane, int64_t> last_end;
   for (const Span& span : trace.spans) {
     EXPECT_LE(span.begin_ns, span.end_ns);

@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 #include "lab/train/training_runs.hpp"
-#include "train/lanes/trace.hpp"
+#include "train/lanes/schedule.hpp"
 #include "train/trainer.hpp"
 #include "train_gpu_test.hpp"
 

@@ -40,7 +40,7 @@ std::string failure_of(const Schedule& schedule) {
 TEST(ThreadExecutorTest, RunsEveryStepOnceAfterWhatItWaitsFor) {
   const Schedule schedule = schedule_overlapped({4, [](int) { return plain_nodes({3}); }});
   const Trace trace = run_on_threads(schedule);
-  ASSERT_EQ(trace.spans.size(), schedule.steps().size());
+  ASSERT_EQ(trace.spans.size(), schedule.size());
   std::map<int, Span> by_step;
   std::map<Lane, Span> last;
   for (const Span& span : trace.spans) {
@@ -52,8 +52,8 @@ TEST(ThreadExecutorTest, RunsEveryStepOnceAfterWhatItWaitsFor) {
     }
     last[span.lane] = span;
   }
-  for (size_t idx = 0; idx < schedule.steps().size(); ++idx) {
-    for (const int wait : schedule.steps()[idx].waits) {
+  for (size_t idx = 0; idx < schedule.size(); ++idx) {
+    for (const int wait : schedule[idx].waits) {
       EXPECT_LE(by_step[wait].end_ns, by_step[static_cast<int>(idx)].begin_ns);
     }
   }
@@ -65,8 +65,8 @@ TEST(ThreadExecutorTest, RunsEachLaneOnAThreadOfItsOwn) {
     threads[lane_idx(context.lane)] = std::this_thread::get_id();
   };
   Schedule schedule;
-  schedule.add_step(step("a", Lane::kCompute, note));
-  schedule.add_step(step("b", Lane::kExchange, note));
+  schedule.push_back(step("a", Lane::kCompute, note));
+  schedule.push_back(step("b", Lane::kExchange, note));
   run_on_threads(schedule);
   EXPECT_EQ(threads[0], std::this_thread::get_id());
   EXPECT_NE(threads[1], std::this_thread::get_id());
@@ -78,11 +78,11 @@ TEST(ThreadExecutorTest, RunsBothLanesAtTheSameTime) {
   std::promise<void> compute_is_in;
   std::promise<void> exchange_is_in;
   Schedule schedule;
-  schedule.add_step(step("compute", Lane::kCompute, [&](const LaneContext&) {
+  schedule.push_back(step("compute", Lane::kCompute, [&](const LaneContext&) {
     compute_is_in.set_value();
     exchange_is_in.get_future().wait();
   }));
-  schedule.add_step(step("exchange", Lane::kExchange, [&](const LaneContext&) {
+  schedule.push_back(step("exchange", Lane::kExchange, [&](const LaneContext&) {
     exchange_is_in.set_value();
     compute_is_in.get_future().wait();
   }));
@@ -97,16 +97,16 @@ TEST_P(ThreadFailureTest, StopsBothLanesAndReachesTheCaller) {
   bool later_ran = false;
   const Work later = [&](const LaneContext&) { later_ran = true; };
   Schedule schedule;
-  schedule.add_step(step("first", lane, kNothing));
-  const int failed = schedule.add_step(step("failing", lane, throwing("broken")));
-  schedule.add_step(step("waiting", other, later, {failed}));
-  schedule.add_step(step("next", lane, later));
+  schedule.push_back(step("first", lane, kNothing));
+  schedule.push_back(step("failing", lane, throwing("broken")));
+  schedule.push_back(step("waiting", other, later, {1}));
+  schedule.push_back(step("next", lane, later));
 
   EXPECT_EQ(failure_of(schedule), "broken");
   EXPECT_FALSE(later_ran);
 
   Schedule good;
-  good.add_step(step("good", lane, later));
+  good.push_back(step("good", lane, later));
   EXPECT_EQ(run_on_threads(good).spans.size(), 1U);
   EXPECT_TRUE(later_ran);
 }

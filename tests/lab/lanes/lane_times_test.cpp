@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
-#include "train/lanes/trace.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap::test {
 namespace {

@@ -36,7 +36,7 @@ ChunkNodes plain_nodes(const PlainChunk& chunk) {
 
 std::vector<std::string> step_names(const Schedule& schedule) {
   std::vector<std::string> names;
-  for (const Step& step : schedule.steps()) {
+  for (const Step& step : schedule) {
     names.push_back(step.name);
   }
   return names;
@@ -44,7 +44,7 @@ std::vector<std::string> step_names(const Schedule& schedule) {
 
 std::vector<std::string> step_names(const Schedule& schedule, Lane lane) {
   std::vector<std::string> names;
-  for (const Step& step : schedule.steps()) {
+  for (const Step& step : schedule) {
     if (step.lane == lane) {
       names.push_back(step.name);
     }

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "train/lanes/trace.hpp"
-
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
 
@@ -11,6 +9,7 @@
 #include "core/atomic_file.hpp"
 #include "lab/lanes/plain_nodes.hpp"
 #include "support/errors.hpp"
+#include "train/lanes/schedule.hpp"
 
 namespace weft::overlap::test {
 namespace {
@@ -45,15 +44,15 @@ void expect_whole(const nlohmann::json& file, const Schedule& schedule) {
       continue;
     }
     const auto idx = event.at("args").at("step").get<size_t>();
-    EXPECT_EQ(event.at("name"), schedule.steps().at(idx).name);
+    EXPECT_EQ(event.at("name"), schedule.at(idx).name);
     const int lane = event.at("tid");
-    EXPECT_EQ(static_cast<size_t>(lane), lane_idx(schedule.steps().at(idx).lane));
+    EXPECT_EQ(static_cast<size_t>(lane), lane_idx(schedule.at(idx).lane));
     const int64_t begin = nanoseconds(event.at("ts"));
     EXPECT_LE(lane_end[lane], begin) << event.at("name");
     lane_end[lane] = begin + nanoseconds(event.at("dur"));
     ++num_spans;
   }
-  EXPECT_EQ(num_spans, schedule.steps().size());
+  EXPECT_EQ(num_spans, schedule.size());
   EXPECT_EQ(lane_end.size(), 2U);
 }
 

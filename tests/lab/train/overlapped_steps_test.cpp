@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "step_rig.hpp"
-#include "train/lanes/trace.hpp"
+#include "train/lanes/schedule.hpp"
 #include "train/step_model.hpp"
 
 namespace weft::moe {
