@@ -52,6 +52,14 @@ Json row_json(const ResultRow& row) {
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
 ) {
+  Json json_rows = Json::array();
+  for (const ResultRow& row : rows) {
+    json_rows.push_back(row_json(row));
+  }
+  save_results(path, json_rows, rates);
+}
+
+void save_results(const std::string& path, const Json& rows, const CopyRates& rates) {
   const Json build = build_info();
   const Json machine = machine_info();
   const GpuList gpus = list_gpus();
@@ -72,13 +80,10 @@ void save_results(
       {"cuda", text_or(gpus.runtime, "none")},
       {"limit_gbps", rounded(rates.scatter)},
       {"gather_gbps", rounded(rates.gather)},
-      {"rows", Json::array()},
+      {"rows", rows},
   };
   for (const GpuInfo& gpu : gpus.gpus) {
     json["gpus"].push_back(gpu.name);
-  }
-  for (const ResultRow& row : rows) {
-    json["rows"].push_back(row_json(row));
   }
   save_json(path, json);
 }

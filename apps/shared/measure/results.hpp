@@ -3,6 +3,8 @@
 // means.
 #pragma once
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -54,6 +56,10 @@ struct ResultRow {
 // The file says of which build and machine the rows are, and when. Throws Error (kFile).
 void save_results(
     const std::string& path, const std::vector<ResultRow>& rows, const CopyRates& rates
+);
+// The same with rows of other fields.
+void save_results(
+    const std::string& path, const nlohmann::ordered_json& rows, const CopyRates& rates
 );
 
 }  // namespace weft::program

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which experts get copies on other ranks for one routing, so that all ranks have about as many
+// rows, and which routes go to the copies. A pure function of the counts that every rank has: all
+// ranks compute the same. The exchange does not use it yet.
+//
+// The weights of an expert lie in places: expert e always on rank e / (experts / ranks), its
+// master, and perhaps in replicas on other ranks. A *physical expert* is one such place; a rank has
+// those of its masters, then those for replicas, which may stay empty.
+//
+//   counts -> place_replicas (place.cpp) -> Placement -> share_out (quotas.cpp) -> Balance
+//   Balance and one rank's routes -> assign_routes (quotas.cpp) -> a physical expert for each route
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace weft {
+
+inline constexpr int kMostReplicas = 16;  // of a rank
+
+struct BalanceOptions {
+  int replicas = 0;                 // most on each rank, 0 to kMostReplicas
+  int64_t min_rows = 1;             // a replica with fewer rows is not worth its weights
+  std::vector<int> domain_of = {};  // [num_ranks]; empty: all ranks are in one domain
+};
+
+struct PhysicalExperts {
+  int num_ranks = 0;
+  int num_experts = 0;
+  int replicas = 0;  // places for them on each rank
+
+  [[nodiscard]] int num_local() const { return num_experts / num_ranks; }
+  [[nodiscard]] int per_rank() const { return num_local() + replicas; }
+  [[nodiscard]] int count() const { return num_ranks * per_rank(); }
+  [[nodiscard]] int rank_of(int physical) const { return physical / per_rank(); }
+  [[nodiscard]] int owner_of(int expert) const { return expert / num_local(); }
+  [[nodiscard]] int master_of(int expert) const {
+    return owner_of(expert) * per_rank() + expert % num_local();
+  }
+  [[nodiscard]] int place_of(int rank, int replica) const {
+    return rank * per_rank() + num_local() + replica;
+  }
+};
+
+struct Placement {
+  PhysicalExperts shape;
+  std::vector<int32_t> expert;  // [shape.count()] that lies there, -1: none
+  std::vector<int64_t> rows;    // [shape.count()] of all sources
+
+  [[nodiscard]] std::vector<int64_t> rows_of_ranks() const;
+  [[nodiscard]] int64_t busiest() const;  // rows of the rank that has most
+};
+
+struct Balance {
+  Placement placement;
+  std::vector<int64_t> quotas;  // [num_ranks, shape.count()] of placement.rows, by source rank
+
+  [[nodiscard]] std::span<const int64_t> quotas_of(int source) const {
+    const auto count = static_cast<size_t>(placement.shape.count());
+    return std::span(quotas).subspan(static_cast<size_t>(source) * count, count);
+  }
+  // [num_ranks, replicas] the expert of each replica, -1: none.
+  [[nodiscard]] std::vector<int32_t> replicas() const;
+};
+
+// `counts`: [num_ranks, num_experts] routes from a source rank to an expert. A replica has at least
+// min_rows. An expert's place gets what sources on its own rank have first, then what those of its
+// domain have. Throws Error (kInvalidArgument) for sizes and options that do not fit.
+[[nodiscard]] Balance plan_balance(
+    std::span<const int32_t> counts, int num_ranks, const BalanceOptions& options
+);
+
+// The two steps of it. `rows`: [num_experts] of all sources.
+[[nodiscard]] Placement place_replicas(
+    const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
+);
+[[nodiscard]] Balance share_out(
+    std::span<const int32_t> counts, Placement placement, std::span<const int> domain_of
+);
+
+// The physical expert of each route of `source` in token order: an expert's first routes go to its
+// first place until the quota is used up. -1 stays -1. Throws Error (kInvalidArgument) for routes
+// that were not counted.
+[[nodiscard]] std::vector<int32_t> assign_routes(
+    const Balance& balance, int source, std::span<const int32_t> experts
+);
+
+}  // namespace weft

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// The search for a placement: which limit on a rank's rows can be kept?
+//
+// Given a limit, the fullest rank gives rows of its largest expert to the emptiest rank that has a
+// free place, as many as fit there, until no rank is above the limit (Attempt). That may be more
+// than it has to give: it then takes rows of others itself, so that its own places are used too.
+// The least limit is looked for as on a ruler: kProbes limits at even distances, then kProbes
+// between the last that failed and the first that was kept.
+//
+// All is in whole numbers, and ties go to the lower rank or expert, so that a kernel finds the
+// same: each of its warps tries one limit, with a lane for a rank or for an expert of the fullest
+// rank (three maxima over the warp for each replica), and the least that was kept counts. Two or
+// three rounds of probes are enough, since kProbes^2 is kFineness.
+#include <algorithm>
+#include <numeric>
+#include <optional>
+
+#include "plan/balance/balance.hpp"
+
+namespace weft {
+
+std::vector<int64_t> Placement::rows_of_ranks() const {
+  std::vector<int64_t> sums(static_cast<size_t>(shape.num_ranks), 0);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    sums[static_cast<size_t>(shape.rank_of(static_cast<int>(i)))] += rows[i];
+  }
+  return sums;
+}
+
+int64_t Placement::busiest() const {
+  return std::ranges::max(rows_of_ranks());
+}
+
+namespace {
+
+constexpr int64_t kProbes = 32;
+// The search ends when less than this part of a mean rank's rows could still be gained.
+constexpr int64_t kFineness = 1024;
+
+// Tries to keep a limit.
+class Attempt {
+ public:
+  Attempt(const Placement& masters, int64_t min_rows, int64_t limit)
+      : placement_(masters),
+        load_(masters.rows_of_ranks()),
+        used_(load_.size(), 0),
+        min_rows_(min_rows),
+        limit_(limit) {}
+
+  // The placement, if no rank is above the limit in it.
+  [[nodiscard]] std::optional<Placement> run() {
+    while (true) {
+      const auto fullest = std::ranges::max_element(load_);  // the first of several
+      if (*fullest <= limit_) {
+        return std::move(placement_);
+      }
+      const int expert = largest_expert(static_cast<int>(fullest - load_.begin()));
+      const std::optional<int> to = emptiest_rank();
+      if (!to || rows_of_master(expert) < min_rows_) {
+        return std::nullopt;
+      }
+      replicate(expert, *to);
+    }
+  }
+
+ private:
+  [[nodiscard]] int64_t load(int rank) const { return load_[static_cast<size_t>(rank)]; }
+  [[nodiscard]] int64_t& rows_of_master(int expert) {
+    return placement_.rows[static_cast<size_t>(placement_.shape.master_of(expert))];
+  }
+
+  // The expert of a rank with most rows at its master.
+  [[nodiscard]] int largest_expert(int rank) {
+    const int num_local = placement_.shape.num_local();
+    int largest = rank * num_local;
+    for (int expert = largest + 1; expert < (rank + 1) * num_local; ++expert) {
+      largest = rows_of_master(expert) > rows_of_master(largest) ? expert : largest;
+    }
+    return largest;
+  }
+
+  // Of the ranks with a free place and room. No expert comes to a rank twice: what took some of its
+  // rows is full, or has all of them.
+  [[nodiscard]] std::optional<int> emptiest_rank() const {
+    std::optional<int> emptiest;
+    for (int rank = 0; rank < placement_.shape.num_ranks; ++rank) {
+      if (used_[static_cast<size_t>(rank)] < placement_.shape.replicas &&
+          limit_ - load(rank) >= min_rows_ && (!emptiest || load(rank) < load(*emptiest))) {
+        emptiest = rank;
+      }
+    }
+    return emptiest;
+  }
+
+  void replicate(int expert, int to) {
+    const int64_t rows = std::min(limit_ - load(to), rows_of_master(expert));
+    const int replica = used_[static_cast<size_t>(to)]++;
+    const auto place = static_cast<size_t>(placement_.shape.place_of(to, replica));
+    placement_.expert[place] = expert;
+    placement_.rows[place] = rows;
+    rows_of_master(expert) -= rows;
+    load_[static_cast<size_t>(placement_.shape.owner_of(expert))] -= rows;
+    load_[static_cast<size_t>(to)] += rows;
+  }
+
+  Placement placement_;
+  std::vector<int64_t> load_;  // [num_ranks]
+  std::vector<int> used_;      // [num_ranks] places for replicas
+  int64_t min_rows_;
+  int64_t limit_;
+};
+
+}  // namespace
+
+Placement place_replicas(
+    const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
+) {
+  Placement masters;
+  masters.shape = {num_ranks, static_cast<int>(rows.size()), options.replicas};
+  masters.expert.assign(static_cast<size_t>(masters.shape.count()), -1);
+  masters.rows.assign(masters.expert.size(), 0);
+  for (size_t e = 0; e < rows.size(); ++e) {
+    const auto master = static_cast<size_t>(masters.shape.master_of(static_cast<int>(e)));
+    masters.expert[master] = static_cast<int32_t>(e);
+    masters.rows[master] = rows[e];
+  }
+  const int64_t least = (std::reduce(rows.begin(), rows.end()) + num_ranks - 1) / num_ranks;
+  const int64_t fineness = std::max<int64_t>(1, least / kFineness);
+
+  Placement best = masters;
+  int64_t failed = least - 1;
+  int64_t kept = best.busiest();
+  while (kept - failed > fineness) {
+    const int64_t step = (kept - failed + kProbes - 1) / kProbes;
+    for (int64_t limit = failed + step; limit < kept; limit += step) {
+      if (auto found = Attempt(masters, options.min_rows, limit).run()) {
+        best = std::move(*found);
+        kept = best.busiest();
+        break;
+      }
+      failed = limit;
+    }
+  }
+  return best;
+}
+
+}  // namespace weft
