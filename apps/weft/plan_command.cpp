@@ -6,6 +6,7 @@
 #include <array>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "cli/choices.hpp"
 #include "cli/program.hpp"
 #include "report/json_text.hpp"
+#include "routing/balance_report.hpp"
 #include "routing/report.hpp"
 #include "routing/source.hpp"
 #include "weft/plan.hpp"
@@ -28,11 +30,14 @@ An arrival is a (token, rank) pair: it crosses the wire once, however many of th
 live there; its other rows are duplicates, copied on arrival. Wire bytes cross a rank boundary;
 logical bytes are all rows a rank receives, its own included.
 
+--balance shows what replicas of experts on other ranks would do. Exchanges cannot use them yet.
+
 Examples:
   weft plan                                      4 ranks, 256 experts, top-8, uniform
   weft plan --skew 1 --pad 128 --html plan.html  popular experts, padded blocks, a page to look at
   weft plan steps.wrt --step 100 --layer 2       one moment of a training run
   weft plan steps.wrt --rank 1 --save one.json   rank 1's plan, to keep or to send
+  weft plan steps.wrt --balance 2                how even replicas would make the ranks
   weft plan one.json                             what a saved plan holds
   weft plan one.json --compare two.json          exit code 1 and the differences, if any)";
 
@@ -42,6 +47,9 @@ struct PlanCommand {
   RecordChoice choice;
   RowFormat format;
   PlanOptions options;
+  std::optional<int> replicas;  // absent: nothing is said about balancing
+  int64_t min_rows = 1;
+  int64_t expert_bytes = 3LL * 7168 * 2048 * 2;  // DeepSeek-V3's in bf16
   int rank = 0;
   std::string save_path;
   std::string compare_path;
@@ -121,17 +129,49 @@ bool compare(const Plan& plan, const std::string& path) {
   return differences.empty();
 }
 
-void save_page(const PlanCommand& command, const PlanReport& report) {
+std::string balance_heading(const BalanceReport& balance) {
+  return fmt::format(
+      "Balanced with up to {} replicas a rank (planned only: exchanges cannot use them yet)",
+      balance.replicas
+  );
+}
+
+std::optional<BalanceReport> balance_of(const PlanCommand& command, const PlanReport& report) {
+  if (!command.replicas) {
+    return std::nullopt;
+  }
+  const BalanceOptions options = {.replicas = *command.replicas, .min_rows = command.min_rows};
+  return make_balance_report(report, options, command.expert_bytes);
+}
+
+void save_page(
+    const PlanCommand& command,
+    const PlanReport& report,
+    const std::optional<BalanceReport>& balance
+) {
   Page page("Weft plan");
   page.add_preformatted(plan_summary(report));
   page.add_table(plan_rank_table(report));
   add_plan_figures(report, page);
+  if (balance) {
+    page.add_preformatted(balance_heading(*balance));
+    page.add_table(balance_table(*balance));
+    page.add_table(copies_table(*balance));
+  }
   page.save(command.html_path);
 }
 
-void show_report(const PlanCommand& command, const PlanReport& report) {
+void show_report(
+    const PlanCommand& command,
+    const PlanReport& report,
+    const std::optional<BalanceReport>& balance
+) {
   if (command.as_json) {
-    fmt::print("{}\n", json_text(plan_json(report, command.with_slots), kOneLine));
+    Json json = plan_json(report, command.with_slots);
+    if (balance) {
+      json["balance"] = balance_json(*balance);
+    }
+    fmt::print("{}\n", json_text(json, kOneLine));
     return;
   }
   if (!command.file.empty()) {
@@ -142,6 +182,14 @@ void show_report(const PlanCommand& command, const PlanReport& report) {
   fmt::print(
       "{}\n{}\n{}", plan_summary(report), plan_rank_table(report).text(), plan_picture(report)
   );
+  if (balance) {
+    fmt::print(
+        "\n{}\n{}\n{}",
+        balance_heading(*balance),
+        balance_table(*balance).text(),
+        copies_table(*balance).text()
+    );
+  }
 }
 
 // Keeps or compares one rank's plan, as asked for.
@@ -185,11 +233,12 @@ void run_on_routing(const PlanCommand& command) {
   const PlanReport report = make_plan_report(
       moment.name, moment.routes, moment.num_experts, command.options, command.format
   );
+  const std::optional<BalanceReport> balance = balance_of(command, report);
   if (!command.html_path.empty()) {
-    save_page(command, report);
+    save_page(command, report, balance);
   }
   if (command.compare_path.empty()) {
-    show_report(command, report);
+    show_report(command, report, balance);
   }
   use_plan(command, plan_of_rank(report, command.rank));
 }
@@ -200,6 +249,16 @@ void add_plan_options(CLI::App& app, PlanCommand& command) {
   add_row_options(app, command.format.hidden, command.format.dtype, options.pad_multiple);
   app.add_option("--budget", options.row_budget, "Rows each rank has room for; more are dropped");
   add_value(app, "--stride", options.expert_stride, "Rows of an expert's block (expert_strided)");
+}
+
+void add_balance_options(CLI::App& app, PlanCommand& command) {
+  auto* balance = app.add_option("--balance", command.replicas);
+  balance->description("Show what replicas of experts would do, so many on each rank")
+      ->check(Within(0, kMostReplicas));
+  add_number(app, "--min-rows", command.min_rows, 1, kMostTokens, "Fewest rows of a replica")
+      ->needs(balance);
+  add_number(app, "--expert-bytes", command.expert_bytes, 1, 1LL << 40, "Weights of an expert")
+      ->needs(balance);
 }
 
 void add_output_options(CLI::App& app, PlanCommand& command) {
@@ -227,6 +286,7 @@ void add_plan(CLI::App& app) {
   add_made_up(*sub, file, "--experts", made_up.num_experts, "Experts, divisible by ranks")
       ->check(Within(1, kMostExperts));
   add_plan_options(*sub, *command);
+  add_balance_options(*sub, *command);
   add_output_options(*sub, *command);
   sub->callback([command, sub] {
     check_outputs(

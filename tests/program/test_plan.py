@@ -138,6 +138,51 @@ def test_page_is_whole_and_needs_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [page]
 
 
+def test_replicas_make_ranks_even_and_their_weights_are_counted(tmp_path):
+    args = ["--ranks", 8, "--tokens", 300, "--experts", 32, "--topk", 4, "--skew", 1.5, "--seed", SEED]
+    print("seed", SEED)
+    page = tmp_path / "plan.html"
+    report = planned(*args, "--balance", 3, "--expert-bytes", 1000, "--html", page)
+    balance = report["balance"]
+    mean = report["num_routes"] / 8
+    assert [outcome["replicas"] for outcome in balance["outcomes"]] == [0, 1, 2, 3, 4]
+    busiest = [outcome["busiest_rows"] for outcome in balance["outcomes"]]
+    assert busiest == sorted(busiest, reverse=True) and busiest[0] > busiest[3] >= mean
+    for outcome in balance["outcomes"]:
+        assert outcome["imbalance_ranks"] == pytest.approx(outcome["busiest_rows"] / mean)
+        assert outcome["moved_bytes"] == 1000 * outcome["copies"] <= 8000 * outcome["replicas"]
+    rows = np.array(report["routes_per_expert"]).reshape(8, 4).sum(axis=1)
+    assert busiest[0] == rows.max()
+    for copy in balance["copies"]:  # where they went, ranks have as many rows as was said
+        assert copy["from"] == copy["expert"] // 4 != copy["to"]
+        rows[copy["from"]] -= copy["rows"]
+        rows[copy["to"]] += copy["rows"]
+    assert busiest[3] == rows.max()
+    assert len(balance["copies"]) == balance["outcomes"][3]["copies"]
+    text = weft("plan", *args, "--balance", 3, "--expert-bytes", 1000).stdout
+    assert "exchanges cannot use them yet" in text
+    assert re.search(rf"^ +3 +{busiest[3]:,} +\d\.\d{{3}} ", text, re.MULTILINE)
+    assert f"{busiest[3]:,}" in page.read_text()
+
+
+def test_a_replica_has_its_fewest_rows():
+    args = ["--tokens", 300, "--experts", 32, "--skew", 1.5, "--seed", SEED, "--balance", 4]
+    copies = planned(*args, "--min-rows", 200)["balance"]["copies"]
+    assert all(copy["rows"] >= 200 for copy in copies)
+    assert len(copies) < len(planned(*args)["balance"]["copies"])
+
+
+def test_numbers_of_balancing_have_bounds(tmp_path):
+    assert "--balance: 17 is not a number from 0 to 16" in one_error(weft("plan", "--balance", 17, code=2))
+    assert "--min-rows: 0 is not a number from 1" in one_error(weft("plan", "--balance", 1, "--min-rows", 0, code=2))
+    error = one_error(weft("plan", "--balance", 1, "--expert-bytes", 0, code=2))
+    assert "--expert-bytes: 0 is not a number from 1 to 1099511627776" in error
+    assert "--balance" in one_error(weft("plan", "--min-rows", 2, code=2))
+    path = tmp_path / "one.json"
+    weft("plan", "--tokens", 8, "--save", path)
+    assert "--balance is for a routing" in one_error(weft("plan", path, "--balance", 1, code=2))
+
+
 def test_experts_that_ranks_cannot_share_are_refused():
     error = one_error(weft("plan", "--experts", 10, "--ranks", 4, "--tokens", 8, code=2))
     assert "--experts 10" in error and "4" in error

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "routing/balance_report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+namespace weft::program {
+namespace {
+
+std::vector<BalanceCopy> copies_of(const Placement& placement) {
+  const PhysicalExperts& shape = placement.shape;
+  std::vector<BalanceCopy> copies;
+  for (int place = 0; place < shape.count(); ++place) {
+    const int expert = placement.expert[static_cast<size_t>(place)];
+    if (expert >= 0 && shape.master_of(expert) != place) {
+      const int64_t rows = placement.rows[static_cast<size_t>(place)];
+      copies.push_back({expert, shape.owner_of(expert), shape.rank_of(place), rows});
+    }
+  }
+  std::ranges::stable_sort(copies, {}, &BalanceCopy::expert);
+  return copies;
+}
+
+}  // namespace
+
+BalanceReport make_balance_report(
+    const PlanReport& plans, const BalanceOptions& options, int64_t expert_bytes
+) {
+  const std::vector<int32_t> counts(plans.routes_by_source.begin(), plans.routes_by_source.end());
+  BalanceReport report;
+  report.replicas = options.replicas;
+  for (const int replicas : std::set{0, 1, 2, 4, options.replicas}) {
+    BalanceOptions with = options;
+    with.replicas = replicas;
+    const Placement placement = plan_balance(counts, plans.num_ranks(), with).placement;
+    const std::vector<BalanceCopy> copies = copies_of(placement);
+    const auto num_copies = static_cast<int64_t>(copies.size());
+    report.outcomes.push_back(
+        {replicas,
+         placement.busiest(),
+         max_over_mean(placement.rows_of_ranks()),
+         num_copies,
+         num_copies * expert_bytes}
+    );
+    if (replicas == options.replicas) {
+      report.copies = copies;
+    }
+  }
+  return report;
+}
+
+Table balance_table(const BalanceReport& report) {
+  Table table(columns("replicas a rank|busiest rank's rows|of mean|copies|weights moved"));
+  for (const BalanceOutcome& outcome : report.outcomes) {
+    table.add_row(
+        {fmt::format("{}", outcome.replicas),
+         count_text(outcome.busiest),
+         fmt::format("{:.3f}", outcome.of_mean),
+         count_text(outcome.copies),
+         bytes_text(static_cast<double>(outcome.moved_bytes))}
+    );
+  }
+  return table;
+}
+
+Table copies_table(const BalanceReport& report) {
+  Table table(columns("expert|from rank|to rank|rows there"));
+  for (const BalanceCopy& copy : report.copies) {
+    table.add_row(
+        {fmt::format("{}", copy.expert),
+         fmt::format("{}", copy.from),
+         fmt::format("{}", copy.to),
+         count_text(copy.rows)}
+    );
+  }
+  return table;
+}
+
+nlohmann::ordered_json balance_json(const BalanceReport& report) {
+  auto outcomes = nlohmann::ordered_json::array();
+  for (const BalanceOutcome& outcome : report.outcomes) {
+    outcomes.push_back(
+        {{"replicas", outcome.replicas},
+         {"busiest_rows", outcome.busiest},
+         {"imbalance_ranks", outcome.of_mean},
+         {"copies", outcome.copies},
+         {"moved_bytes", outcome.moved_bytes}}
+    );
+  }
+  auto copies = nlohmann::ordered_json::array();
+  for (const BalanceCopy& copy : report.copies) {
+    copies.push_back(
+        {{"expert", copy.expert}, {"from", copy.from}, {"to", copy.to}, {"rows", copy.rows}}
+    );
+  }
+  return {{"replicas", report.replicas}, {"outcomes", outcomes}, {"copies", copies}};
+}
+
+}  // namespace weft::program
