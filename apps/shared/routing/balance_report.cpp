@@ -28,13 +28,14 @@ std::vector<BalanceCopy> copies_of(const Placement& placement) {
 BalanceReport make_balance_report(
     const PlanReport& plans, const BalanceOptions& options, int64_t expert_bytes
 ) {
-  const std::vector<int32_t> counts(plans.routes_by_source.begin(), plans.routes_by_source.end());
+  const auto routes = plans.plans.front().global_routes_per_expert();
   BalanceReport report;
   report.replicas = options.replicas;
   for (const int replicas : std::set{0, 1, 2, 4, options.replicas}) {
     BalanceOptions with = options;
     with.replicas = replicas;
-    const Placement placement = plan_balance(counts, plans.num_ranks(), with).placement;
+    const Placement placement =
+        place_replicas({routes.begin(), routes.end()}, plans.num_ranks(), with);
     const std::vector<BalanceCopy> copies = copies_of(placement);
     const auto num_copies = static_cast<int64_t>(copies.size());
     report.outcomes.push_back(
