@@ -129,13 +129,6 @@ bool compare(const Plan& plan, const std::string& path) {
   return differences.empty();
 }
 
-std::string balance_heading(const BalanceReport& balance) {
-  return fmt::format(
-      "Balanced with up to {} replicas a rank (planned only: exchanges cannot use them yet)",
-      balance.replicas
-  );
-}
-
 std::optional<BalanceReport> balance_of(const PlanCommand& command, const PlanReport& report) {
   if (!command.replicas) {
     return std::nullopt;
@@ -154,9 +147,7 @@ void save_page(
   page.add_table(plan_rank_table(report));
   add_plan_figures(report, page);
   if (balance) {
-    page.add_preformatted(balance_heading(*balance));
-    page.add_table(balance_table(*balance));
-    page.add_table(copies_table(*balance));
+    page.add_preformatted(balance_text(*balance));
   }
   page.save(command.html_path);
 }
@@ -183,12 +174,7 @@ void show_report(
       "{}\n{}\n{}", plan_summary(report), plan_rank_table(report).text(), plan_picture(report)
   );
   if (balance) {
-    fmt::print(
-        "\n{}\n{}\n{}",
-        balance_heading(*balance),
-        balance_table(*balance).text(),
-        copies_table(*balance).text()
-    );
+    fmt::print("\n{}", balance_text(*balance));
   }
 }
 

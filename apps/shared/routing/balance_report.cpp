@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <set>
 
+#include "report/table.hpp"
+
 namespace weft::program {
 namespace {
 
@@ -52,10 +54,10 @@ BalanceReport make_balance_report(
   return report;
 }
 
-Table balance_table(const BalanceReport& report) {
-  Table table(columns("replicas a rank|busiest rank's rows|of mean|copies|weights moved"));
+std::string balance_text(const BalanceReport& report) {
+  Table outcomes(columns("replicas a rank|busiest rank's rows|of mean|copies|weights moved"));
   for (const BalanceOutcome& outcome : report.outcomes) {
-    table.add_row(
+    outcomes.add_row(
         {fmt::format("{}", outcome.replicas),
          count_text(outcome.busiest),
          fmt::format("{:.3f}", outcome.of_mean),
@@ -63,20 +65,22 @@ Table balance_table(const BalanceReport& report) {
          bytes_text(static_cast<double>(outcome.moved_bytes))}
     );
   }
-  return table;
-}
-
-Table copies_table(const BalanceReport& report) {
-  Table table(columns("expert|from rank|to rank|rows there"));
+  Table copies(columns("expert|from rank|to rank|rows there"));
   for (const BalanceCopy& copy : report.copies) {
-    table.add_row(
+    copies.add_row(
         {fmt::format("{}", copy.expert),
          fmt::format("{}", copy.from),
          fmt::format("{}", copy.to),
          count_text(copy.rows)}
     );
   }
-  return table;
+  return fmt::format(
+      "Balanced with up to {} replicas a rank (planned only: exchanges cannot use them yet)\n"
+      "{}\n{}",
+      report.replicas,
+      outcomes.text(),
+      copies.text()
+  );
 }
 
 nlohmann::ordered_json balance_json(const BalanceReport& report) {

@@ -6,10 +6,10 @@
 #include <nlohmann/json.hpp>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "plan/balance/balance.hpp"
-#include "report/table.hpp"
 #include "routing/report.hpp"
 
 namespace weft::program {
@@ -40,8 +40,7 @@ struct BalanceReport {
     const PlanReport& plans, const BalanceOptions& options, int64_t expert_bytes
 );
 
-[[nodiscard]] Table balance_table(const BalanceReport& report);
-[[nodiscard]] Table copies_table(const BalanceReport& report);
+[[nodiscard]] std::string balance_text(const BalanceReport& report);  // two tables
 [[nodiscard]] nlohmann::ordered_json balance_json(const BalanceReport& report);
 
 }  // namespace weft::program
