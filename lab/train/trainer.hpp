@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Trains the model on a text, one step at a time: draws the tokens of a step (batch.hpp), lets the
 // model compute their gradients (step_model.hpp), sums and applies them (replicated_vector.hpp),
-// and saves and resumes all of it (checkpoint.hpp). command/run.cpp runs one on each rank.
+// and saves and resumes all of it (checkpoint.hpp). command/command.cpp runs one on each rank.
 //
 // The loss of a step depends on the seed, the global batch and the number of micro-batches it is
 // cut into, not on their overlap, nor on the number of ranks: in fp32 with at most two experts to a

@@ -6,7 +6,7 @@
 
 namespace weft::test {
 
-// Asked once. Touches CUDA: not in a process that forks ranks (core/gpu_probe.hpp). Before that it
+// Asked once. Touches CUDA: not in a process that forks ranks. Before that it
 // sees to it that streams of many ranks on one GPU do not wait for each other.
 [[nodiscard]] const GpuList& gpus_here();
 void set_many_connections();

@@ -126,6 +126,14 @@ std::vector<int32_t> assign_routes(
       assigned.push_back(-1);
       continue;
     }
+    WEFT_CHECK_ARG(
+        Context{},
+        static_cast<size_t>(expert) < places.size(),
+        "assign_routes: rank {} has a route to expert {} (of {})",
+        source,
+        expert,
+        places.size()
+    );
     const std::vector<int32_t>& mine = places[static_cast<size_t>(expert)];
     size_t& turn = next[static_cast<size_t>(expert)];
     while (turn < mine.size() && left[static_cast<size_t>(mine[turn])] == 0) {

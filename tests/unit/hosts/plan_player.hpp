@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel of kernels/import_plan.cu does, in plain memory: every rank of a domain copies
+// What the kernel of src/cuda/plan/import.cu does, in plain memory: every rank of a domain copies
 // its image into its own plan block and into those of its receivers.
 #pragma once
 

@@ -420,11 +420,13 @@ TEST(BalanceTest, RefusesWhatDoesNotFit) {
 TEST(BalanceTest, RefusesRoutesThatWereNotCounted) {
   const std::vector<int32_t> counts = {1, 0, 0, 1};
   const Balance balance = plan_balance(counts, 2, {.replicas = 1});
-  const std::vector<int32_t> experts = {0, 0};
+  const auto refusal_of = [&](std::vector<int32_t> experts) {
+    return testing::message_of([&] { static_cast<void>(assign_routes(balance, 0, experts)); });
+  };
   EXPECT_EQ(
-      testing::message_of([&] { static_cast<void>(assign_routes(balance, 0, experts)); }),
-      "assign_routes: rank 0 has more routes to expert 0 than were counted"
+      refusal_of({0, 0}), "assign_routes: rank 0 has more routes to expert 0 than were counted"
   );
+  EXPECT_EQ(refusal_of({0, 2}), "assign_routes: rank 0 has a route to expert 2 (of 2)");
 }
 
 }  // namespace
