@@ -22,8 +22,9 @@
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/json_piece.hpp"
+#include "group/agree.hpp"
+#include "group/control_plane.hpp"
 #include "train/layers/random.hpp"
-#include "train/together.hpp"
 
 namespace weft::moe {
 namespace {
@@ -238,22 +239,23 @@ void write_checkpoint(
     std::span<const StatePiece> pieces
 ) {
   std::optional<NextFile> file;  // of the first rank, who makes it
-  const auto numbers = together(group, [&]() -> uint64_t {
-    return group.rank() == 0 ? file.emplace(path).number() : 0;
-  });
-  const auto checksums = together(group, [&] {
-    if (!file) {
-      NextFile part(path, numbers[0]);
-      return write_pieces(part, header, pieces);
+  agree(group, [&] {
+    if (group.rank() == 0) {
+      file.emplace(path);
     }
-    return write_pieces(*file, header, pieces);
   });
-  together(group, [&]() -> uint64_t {
+  const uint64_t number = gather_values(group, file ? file->number() : 0).front();
+  uint64_t own = 0;
+  agree(group, [&] {
+    std::optional<NextFile> part;
+    own = write_pieces(file ? *file : part.emplace(path, number), header, pieces);
+  });
+  const auto checksums = gather_values(group, own);
+  agree(group, [&] {
     if (file) {
       file->write_at(0, encode_header(header, std::reduce(checksums.begin(), checksums.end())));
       file->commit();
     }
-    return 0;
   });
 }
 
@@ -274,11 +276,13 @@ int64_t read_checkpoint(
 ) {
   HeaderContents contents;
   std::vector<std::vector<float>> read;
-  const auto checksums = together(group, [&] {
+  uint64_t own = 0;
+  agree(group, [&] {
     StateFile file(path);
     contents = read_header(file, expected);
-    return read_pieces(file, expected, pieces, read);
+    own = read_pieces(file, expected, pieces, read);
   });
+  const auto checksums = gather_values(group, own);
   WEFT_CHECK(
       (Context{group.rank(), group.num_ranks()}),
       std::reduce(checksums.begin(), checksums.end()) == contents.data_checksum,

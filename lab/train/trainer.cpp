@@ -9,7 +9,8 @@
 #include "core/check.hpp"
 #include "core/clock.hpp"
 #include "core/log.hpp"
-#include "train/together.hpp"
+#include "group/agree.hpp"
+#include "group/control_plane.hpp"
 #include "weft/overlap.hpp"
 
 namespace weft::moe {
@@ -36,7 +37,7 @@ double least_memory(const TrainConfig& config, int num_ranks) {
 const TrainConfig& checked(
     const Group& group, const TrainConfig& config, std::span<const std::byte> text
 ) {
-  const auto signatures = together(group, [&] {
+  agree(group, [&] {
     validate(config, group.num_ranks());
     const auto& own = group.topology().domains;
     const size_t here = own.size() == 1 ? static_cast<size_t>(group.num_ranks()) : 1;
@@ -57,8 +58,8 @@ const TrainConfig& checked(
         text.size(),
         config.model.window
     );
-    return signature(config) ^ checksum(text);
   });
+  const auto signatures = gather_values(group, signature(config) ^ checksum(text));
   for (size_t rank = 1; rank < signatures.size(); ++rank) {
     WEFT_CHECK_ARG(
         (Context{group.rank(), group.num_ranks()}),
@@ -337,7 +338,7 @@ uint64_t Trainer::fingerprint() {
   for (const StatePiece& piece : pieces()) {
     own += checksum(piece.parts[0], piece.model_begin);
   }
-  const auto parts = together(group_, [own] { return own; });
+  const auto parts = gather_values(group_, own);
   return std::reduce(parts.begin(), parts.end());
 }
 

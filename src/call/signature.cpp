@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <span>
 #include <string_view>
+#include <utility>
 
 namespace weft {
 namespace {
@@ -142,19 +144,44 @@ constexpr bool fits(Op op) {
 }
 static_assert(fits(Op::kPlan) && fits(Op::kDispatch) && fits(Op::kCombine));
 
+// The places of an operation's fields are known here: every call on a GPU packs some.
+template <Op kOp, size_t... kIndex>
+Signature pack(const Call& call, std::index_sequence<kIndex...> /*fields*/) {
+  constexpr auto kPlaces = [] {
+    std::array<std::pair<size_t, size_t>, sizeof...(kIndex)> places;
+    size_t next = 0;
+    for_each_field(kOp, [&](const Field&, size_t word, size_t shift) {
+      places[next++] = {word, shift};
+    });
+    return places;
+  }();
+  uint64_t words[kSignatureWords] = {};
+  const auto put = [&](const Field& field, std::pair<size_t, size_t> place) {
+    const auto value = static_cast<uint64_t>(field.get(call));
+    words[place.first] |= static_cast<uint64_t>(cut(field, value, 0)) << place.second;
+  };
+  (put(fields_of(kOp)[kIndex], kPlaces[kIndex]), ...);
+  return std::bit_cast<Signature>(words);
+}
+
+template <Op kOp>
+Signature pack(const Call& call) {
+  return pack<kOp>(call, std::make_index_sequence<fields_of(kOp).size()>());
+}
+
 }  // namespace
 
 Signature signature_of(const Call& call) {
-  uint64_t words[kSignatureWords] = {};
-  for_each_field(call.op, [&](const Field& field, size_t word, size_t shift) {
-    const auto value = static_cast<uint64_t>(field.get(call));
-    words[word] |= static_cast<uint64_t>(cut(field, value, 0)) << shift;
-  });
-  Signature signature;
-  for (size_t word = 0; word < kSignatureWords; ++word) {
-    signature.words[word] = static_cast<int64_t>(words[word]);
+  switch (call.op) {
+    case Op::kPlan:
+      return pack<Op::kPlan>(call);
+    case Op::kDispatch:
+      return pack<Op::kDispatch>(call);
+    case Op::kCombine:
+      return pack<Op::kCombine>(call);
+    default:
+      return {};
   }
-  return signature;
 }
 
 std::optional<bool> has_dispatch(const Signature& plan) {

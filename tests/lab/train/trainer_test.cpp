@@ -174,7 +174,7 @@ TEST(TrainerTest, AllRanksRefuseWhatOneRankRefuses) {
     } catch (const Error& error) {
       const std::string what = error.what();
       EXPECT_NE(what.find("topk = 9 (at most 8 here)"), std::string::npos) << what;
-      EXPECT_EQ(what.find("on rank 1") != std::string::npos, group.rank() == 0) << what;
+      EXPECT_NE(what.find("on rank 1"), std::string::npos) << what;
     }
   });
 }
