@@ -72,7 +72,8 @@ void add_differences(
   }
   if (a.is_object() && b.is_object()) {
     for (const auto& [field, value] : a.items()) {
-      add_differences(name.empty() ? field : name + "." + field, value, b.at(field), lines);
+      const auto inner = name.empty() ? field : fmt::format("{}.{}", name, field);
+      add_differences(inner, value, b.at(field), lines);
     }
   } else if (a.is_array() && b.is_array()) {
     const auto [in_a, in_b] = std::mismatch(a.begin(), a.end(), b.begin(), b.end());

@@ -49,7 +49,7 @@ template <class T>
 class Within : public CLI::Validator {
  public:
   Within(T least, T most) {
-    const auto bounds = fmt::format("number from {} to {}", least, most);
+    std::string bounds = fmt::format("number from {} to {}", least, most);
     desc_function_ = [bounds] { return bounds; };
     func_ = [least, most, bounds](const std::string& word) {
       const auto value = parse_number<T>(word);
