@@ -4,7 +4,9 @@ exchange.py takes them."""
 
 from __future__ import annotations
 
+import atexit
 import struct
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,19 @@ import torch.distributed as dist
 from weft import _core
 from weft.errors import InvalidArgument, NotAvailable
 
+PATIENCE = 0.5  # seconds until gloo has surely let go of a collective's tensors: a guess
+
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+_last_gathered = -PATIENCE  # when
+
+
+def _let_go() -> None:
+    """A thread of gloo lets go of the last collective's tensors after whoever waited for it goes
+    on, and needs the interpreter for that: once that has ended, the thread aborts the process."""
+    time.sleep(max(0.0, _last_gathered + PATIENCE - time.monotonic()))
+
+
+atexit.register(_let_go)
 
 
 class Group:
@@ -31,6 +45,8 @@ class Group:
                 raise NotAvailable("all_gather: the process group was destroyed", "not available")
             blocks: list[bytes] = [b""] * dist.get_world_size(alive)
             dist.all_gather_object(blocks, block, group=alive)
+            global _last_gathered
+            _last_gathered = time.monotonic()
             return blocks
 
         self._process_group = kept

@@ -55,6 +55,7 @@ def _join(rank: int, num_ranks: int, store: str) -> None:
 def _serve(rank: int, pipe) -> None:
     """The life of one process: answers calls until the pipe closes."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     import torch
     import torch.distributed as dist
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft.group import PATIENCE
+
 
 def machine(commit: str | None) -> dict[str, Any]:
     """commit: that the build is of; None asks git about the current folder."""
@@ -36,15 +38,9 @@ def machine(commit: str | None) -> dict[str, Any]:
     }
 
 
-PATIENCE = 0.2  # seconds
-
-
 def leave() -> None:
-    """Leaves the default process group, long enough before the interpreter ends.
-
-    A thread of gloo lets go of the last collective's tensors after whoever waited for it goes on,
-    and needs the interpreter for that: without it the thread aborts the process.
-    """
+    """Leaves the default process group, long enough before the interpreter ends for gloo to let go
+    of the last collective's tensors (weft/group.py, which does so for Weft's own)."""
     dist.destroy_process_group()
     gc.collect()
     time.sleep(PATIENCE)

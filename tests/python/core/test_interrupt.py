@@ -78,15 +78,16 @@ def before_the_call(rank, num_ranks, group):
         return usual(*given)
 
     larger = idx.repeat(2000, 1)  # for which the others grow and ask again
-    for call, text in (
-        (lambda: weft.dispatch(plan, x), "KeyboardInterrupt"),
-        (lambda: ex.plan_and_dispatch(larger, x.repeat(2000, 1), row_budget=10), "Interrupt"),
+    for call in (
+        lambda: weft.dispatch(plan, x),
+        lambda: ex.plan_and_dispatch(larger, x.repeat(2000, 1), row_budget=10),
     ):
         if rank == 0:
             ex._outputs.of_dispatch = of_dispatch
         with pytest.raises(KeyboardInterrupt if rank == 0 else weft.InvalidArgument) as failed:
             call()
-        assert rank == 0 or ("rank 0 refused the call" in str(failed.value) and text)
+        told = str(failed.value)
+        assert rank == 0 or ("rank 0 refused the call" in told and "KeyboardInterrupt" in told)
     plan = ex.plan(idx)
     out = weft.combine(plan, weft.dispatch(plan, x).rows).x
     torch.testing.assert_close(out, x * (idx >= 0).sum(1, keepdim=True))

@@ -168,6 +168,15 @@ rows = weft.dispatch(plan, torch.randn(3, 16, requires_grad=True)).rows
 """
 
 
+def test_gloo_may_let_go_before_the_interpreter_ends():
+    stopped = """
+import types, weft.group
+weft.group.time = types.SimpleNamespace(monotonic=lambda: 5.0, sleep=print)
+"""
+    done = subprocess.run([sys.executable, "-c", stopped + AT_EXIT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "0.5\n"), done.stderr
+
+
 def test_nothing_is_said_at_exit():
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
