@@ -8,6 +8,8 @@ Both take any settings object with the attributes of `DispatcherConfig`. `MoETok
 the phases that a layer calls.
 """
 
+from typing import Any
+
 from .alltoall import MoEAlltoAllTokenDispatcher
 from .base import DispatcherGroups, MoETokenDispatcher
 from .capacity import (
@@ -20,12 +22,19 @@ from .config import DispatcherConfig, TokenDispatcherConfig
 from .deepep import _DeepepManager
 from .flex import MoEFlexTokenDispatcher
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
-from .manager import _DispatchManager, fused_indices_to_multihot, indices_to_multihot
+from .initializer import HybridEPPipelineRuntimeInitializer
+from .manager import (
+    FUNCTIONS,
+    _DispatchManager,
+    fused_indices_to_multihot,
+    indices_to_multihot,
+)
 from .permute import permute, sort_chunks_by_idxs, unpermute
 
 __all__ = [
     "DispatcherConfig",
     "DispatcherGroups",
+    "HybridEPPipelineRuntimeInitializer",
     "MoEAlltoAllTokenDispatcher",
     "MoEFlexTokenDispatcher",
     "MoETokenDispatcher",
@@ -44,3 +53,13 @@ __all__ = [
     "sort_chunks_by_idxs",
     "unpermute",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The functions that backends move tokens by are here too, as in the modules that this one
+    stands for; a name that a caller puts here goes before that of `weft.fused_a2a`."""
+    if not any(name in names for names in FUNCTIONS.values()):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from weft import fused_a2a
+
+    return getattr(fused_a2a, name)

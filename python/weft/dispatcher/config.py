@@ -33,7 +33,7 @@ class DispatcherConfig:
     moe_flex_dispatcher_num_sms: int | None = None
     moe_deepep_num_sms: int | None = None  # deprecated
     moe_hybridep_num_sms: int | None = None  # deprecated
-    moe_hybridep_num_sms_preprocessing: int = 108
+    moe_hybridep_num_sms_preprocessing: int | None = 108
     moe_hybridep_num_blocks_permute: int | None = None
     moe_hybridep_num_blocks_unpermute: int | None = None
 
@@ -123,6 +123,9 @@ class DispatcherConfig:
     moe_router_expert_pad_multiple: int | None = None
     moe_share_token_dispatcher: bool = False
     moe_deepep_async_dispatch: bool = False
+    moe_hybridep_permute_fusion: bool = False  # Megatron-LM's moe_permute_fusion_into_hybridep
+    moe_hybridep_compact_routing: bool = False  # "hybridep" is told experts in place of a map
+    moe_benchmark_static_routing: bool = False  # every dispatch has as many rows as the first
 
     def validate(self) -> DispatcherConfig:
         """Checks the settings against each other, and settles deprecated ones. Returns self.
@@ -142,6 +145,7 @@ class TokenDispatcherConfig(DispatcherConfig):
     moe_enable_deepep: bool = True
     moe_deepep_num_sms: int | None = 20
     moe_hybridep_num_sms: int | None = 24
+    moe_hybridep_num_sms_preprocessing: int | None = None
     moe_share_token_dispatcher: bool = True
 
 

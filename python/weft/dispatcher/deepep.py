@@ -70,7 +70,7 @@ class _DeepepManager(_DispatchManager):
                 if config is None
                 else "DeepEP is not installed. (weft.fused_a2a has no fused_dispatch)"
             )
-        self._dispatch_fn, self._combine_fn = _dispatch_fn, _combine_fn
+        self._fused_dispatch, self._fused_combine = _dispatch_fn, _combine_fn
         self._by_expert = _by_expert
         self.group = group
         self.config = config
@@ -141,7 +141,7 @@ class _DeepepManager(_DispatchManager):
             )
             self._arrives_by_expert = True
         else:
-            rows, self._indices, self.dispatched_probs, *rest = self._dispatch_fn(
+            rows, self._indices, self.dispatched_probs, *rest = self._fused_dispatch(
                 *tokens,
                 async_finish=async_finish,
                 allocate_on_comm_stream=allocate_on_comm_stream,
@@ -154,7 +154,7 @@ class _DeepepManager(_DispatchManager):
         own = self._by_expert
         return (
             own is not None
-            and (self._dispatch_fn, self._combine_fn) == (own.dispatch, own.combine)  # still
+            and (self._fused_dispatch, self._fused_combine) == (own.dispatch, own.combine)  # still
             and self._keeps_received_rows
             and not self.pad_multiple
         )
@@ -219,7 +219,7 @@ class _DeepepManager(_DispatchManager):
         if self._arrives_by_expert:
             tokens = self._by_expert.combine_by_expert(hidden_states, self.handle)
         else:
-            tokens, _ = self._combine_fn(
+            tokens, _ = self._fused_combine(
                 hidden_states,
                 self.group,
                 self.handle,

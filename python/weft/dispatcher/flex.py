@@ -4,6 +4,7 @@ are its backends."""
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from . import manager
@@ -11,6 +12,7 @@ from .base import MoETokenDispatcher
 from .config import Settings, num_sms
 from .deepep import _DeepepManager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
+from .initializer import HybridEPPipelineRuntimeInitializer
 from .manager import _DispatchManager
 
 
@@ -78,8 +80,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         }
         kind, shared_name = _HybridEPManager, f"shared_{name.removesuffix('_ep')}_manager"
         if self._is_by_expert:
+            is_dense = self._options.moe_pad_expert_input_to_capacity
             self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
-                self.tp_size * self.num_experts, self._options.moe_permute_fusion
+                self.tp_size * self.num_experts,
+                self._options.moe_permute_fusion,
+                self._options.moe_hybridep_compact_routing and not is_dense,
             )
         else:
             kind = _DeepepManager
@@ -201,7 +206,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         """hidden [..., H]; token_probs [T, K]; token_indices int64 [T, K], -1 for no choice."""
         del num_local_tokens  # the tensors say it
         tokens = self._flatten(hidden_states)
-        self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
+        if self.hybridep_metadata_processor is None:
+            self._comm_manager.setup_metadata_from_indices(token_indices, token_probs)
+        else:  # a module of its own, which a CUDA graph can hold
+            routing = self.hybridep_metadata_processor(token_indices, token_probs)
+            self._comm_manager.setup_routing(*routing)
         return tokens, self._comm_manager.token_probs
 
     def dispatch_all_to_all(self, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -245,6 +254,14 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         is_async = self._options.moe_deepep_async_dispatch
         rows, probs = self.token_dispatch(tokens, None, is_async, is_async)
         return self.dispatch_postprocess(rows, probs)
+
+    def get_pipeline_runtime_initializers(
+        self, *, hidden_dim: int, dtype: torch.dtype
+    ) -> tuple[HybridEPPipelineRuntimeInitializer, ...]:
+        """What may be prepared before a pipeline's first step: one for "hybridep", else none."""
+        if not self._is_by_expert:
+            return ()
+        return (HybridEPPipelineRuntimeInitializer(self._comm_manager, hidden_dim, dtype),)
 
     # Row budgets.
 

@@ -19,15 +19,23 @@ _TOKEN_ALIGNMENT = 64
 
 
 class _HybridEPMetadataProcessor(torch.nn.Module):
-    """Top-k choices to flags: int64 and float [T, K] -> bool [T, E], fp32 [T, E]; -1 is dropped."""
+    """Top-k choices to flags: int64 and float [T, K] -> bool [T, E], fp32 [T, E]; -1 is dropped.
 
-    def __init__(self, num_experts: int, permute_fusion: bool = False) -> None:
+    With compact_routing the choices themselves stand in place of the flags.
+    """
+
+    def __init__(
+        self, num_experts: int, permute_fusion: bool = False, compact_routing: bool = False
+    ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.permute_fusion = permute_fusion  # changes nothing
+        self.compact_routing = compact_routing
 
     def forward(self, token_indices: Tensor, token_probs: Tensor) -> tuple[Tensor, Tensor]:
-        return indices_to_multihot(token_indices, token_probs.float(), self.num_experts)
+        probs = token_probs.float()
+        routing_map, probs = indices_to_multihot(token_indices, probs, self.num_experts)
+        return token_indices if self.compact_routing else routing_map, probs
 
 
 class _HybridEPManager(_DispatchManager):
@@ -54,6 +62,12 @@ class _HybridEPManager(_DispatchManager):
         router_topk: int | None = None,
         permute_fusion: bool = False,
         moe_hybridep_num_sms: int | None = 24,
+        moe_hybridep_permute_fusion: bool = False,
+        moe_hybridep_compact_routing: bool = False,
+        moe_hybridep_num_sms_preprocessing: int | None = None,
+        moe_hybridep_num_blocks_permute: int | None = None,
+        moe_hybridep_num_blocks_unpermute: int | None = None,
+        benchmark_static_routing: bool = False,
         *,
         config: Any = None,
         _dispatch_fn: Callable[..., Any] | None = None,
@@ -63,16 +77,15 @@ class _HybridEPManager(_DispatchManager):
         num_experts, everything else from the config.
 
         router_topk and num_experts count every TP rank. `_dispatch_fn` and `_combine_fn` take the
-        place of hybrid_ep_dispatch and hybrid_ep_combine.
+        place of hybrid_ep_dispatch and hybrid_ep_combine. benchmark_static_routing: the first
+        dispatch's number of rows is the row budget of all others.
         Raises ImportError without a dispatch function, ValueError for drop-and-pad without a
         capacity factor.
         """
         if router_topk is not None and not isinstance(router_topk, int):
             config, router_topk = router_topk, None  # Megatron-LM's fourth argument
-        functions = manager.backend("hybridep") if None in (_dispatch_fn, _combine_fn) else None
-        self._dispatch_fn = _dispatch_fn or functions.dispatch
-        self._combine_fn = _combine_fn or functions.combine
-        if self._dispatch_fn is None:
+        self._given = (_dispatch_fn, _combine_fn)
+        if self._functions()[0] is None:
             raise ImportError(
                 "HybridEP is not installed. (weft.fused_a2a has no hybrid_ep_dispatch)"
             )
@@ -83,18 +96,25 @@ class _HybridEPManager(_DispatchManager):
         self.router_topk = router_topk
         self.permute_fusion = permute_fusion
         self.moe_hybridep_num_sms = moe_hybridep_num_sms
+        self.moe_hybridep_permute_fusion = moe_hybridep_permute_fusion
+        self.moe_hybridep_compact_routing = moe_hybridep_compact_routing
+        self.moe_hybridep_num_sms_preprocessing = moe_hybridep_num_sms_preprocessing
+        self.moe_hybridep_num_blocks_permute = moe_hybridep_num_blocks_permute
+        self.moe_hybridep_num_blocks_unpermute = moe_hybridep_num_blocks_unpermute
+        self.benchmark_static_routing = benchmark_static_routing
         self.moe_expert_rank_capacity_factor: float | None = None
         self.drop_and_pad = False
         self.align_size = 0
-        self._extra: dict[str, Any] = {}  # further arguments of the dispatch function
         if config is not None:
             self._read(config)
 
         self.routing_map: Tensor | None = None
+        self.token_indices: Tensor | None = None  # in its place with compact routing
         self.num_permuted_tokens: int | None = None
         self.pad_multiple: int | None = None
         self.over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
         self._grown_budget = 0
+        self._static_num_permuted_tokens: int | None = None
         self._most = 0  # tokens, see `_most_tokens`
         self._fixed: FixedCapacity | None = None
 
@@ -113,26 +133,42 @@ class _HybridEPManager(_DispatchManager):
                 "moe_pad_expert_input_to_capacity: there is no capacity to pad to "
                 "(set moe_expert_capacity_factor)"
             )
-        if c.moe_permute_fusion_into_hybridep:
-            num_sms_before = c.moe_hybridep_num_sms_preprocessing
-            self._extra = {"fused": True, "num_sms_preprocessing_api": num_sms_before}
-        for name in ("num_blocks_permute", "num_blocks_unpermute"):
-            if getattr(c, f"moe_hybridep_{name}") is not None:
-                self._extra[name] = getattr(c, f"moe_hybridep_{name}")
+        is_fused = c.moe_permute_fusion_into_hybridep or c.moe_hybridep_permute_fusion
+        self.moe_hybridep_permute_fusion = is_fused
+        self.moe_hybridep_compact_routing = c.moe_hybridep_compact_routing
+        self.moe_hybridep_num_sms_preprocessing = c.moe_hybridep_num_sms_preprocessing
+        self.moe_hybridep_num_blocks_permute = c.moe_hybridep_num_blocks_permute
+        self.moe_hybridep_num_blocks_unpermute = c.moe_hybridep_num_blocks_unpermute
+        self.benchmark_static_routing = c.moe_benchmark_static_routing
+
+    def _functions(self) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+        """Dispatch and combine."""
+        dispatch, combine = self._given
+        if dispatch is None or combine is None:
+            functions = manager.backend("hybridep")
+            dispatch, combine = dispatch or functions.dispatch, combine or functions.combine
+        return dispatch, combine
 
     def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
         shape = (routing_map.shape[0], self.num_experts)
-        self._set(routing_map.reshape(shape), probs.reshape(shape))
+        self.setup_routing(routing_map.reshape(shape), probs.reshape(shape))
 
     def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
-        self._set(*indices_to_multihot(token_indices, token_probs.float(), self.num_experts))
+        self.setup_routing(*self._indices_to_multihot(token_indices, token_probs))
 
-    def _set(self, routing_map: Tensor, probs: Tensor) -> None:
-        self._most = self._most_tokens(routing_map)
+    def _indices_to_multihot(self, indices: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return indices_to_multihot(indices, probs.float(), self.num_experts)
+
+    def setup_routing(self, routing: Tensor, probs: Tensor) -> None:
+        """What `_HybridEPMetadataProcessor` returns: flags, or choices where they are compact (not
+        with drop-and-pad)."""
+        self._most = self._most_tokens(routing)
         if self.drop_and_pad:
             self._fixed = FixedCapacity(self, self._most)
-            routing_map = limit_to_capacity(routing_map, probs, self._fixed.per_source)
-        self.routing_map, self.token_probs = routing_map, probs
+            routing = limit_to_capacity(routing, probs, self._fixed.per_source)
+        is_map = routing.dtype == torch.bool
+        self.routing_map, self.token_indices = (routing, None) if is_map else (None, routing)
+        self.token_probs = probs
 
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
@@ -142,11 +178,14 @@ class _HybridEPManager(_DispatchManager):
         # Computed anew each time: activation checkpointing dispatches twice before one combine.
         self.pad_multiple = self.align_size or None
         budget = self._row_budget()
+        if budget is None and self.benchmark_static_routing:
+            budget = self._static_num_permuted_tokens
         if self._fixed is not None:
             self.pad_multiple, budget = None, self._fixed.num_rows
         probs = as_float32(self.token_probs, None if self.config is None else "HybridEP")
         self.token_probs = probs.detach()  # or the router's graph would live until the next pass
-        rows, self.dispatched_probs, _, counts, self.handle = self._dispatch_fn(
+        dispatch, _ = self._functions()
+        rows, self.dispatched_probs, _, counts, self.handle = dispatch(
             x=hidden_states,
             routing_map=self.routing_map,
             probs=probs,
@@ -156,7 +195,7 @@ class _HybridEPManager(_DispatchManager):
             num_sms_combine_api=self.moe_hybridep_num_sms,
             num_permuted_tokens=budget,
             pad_multiple=self.pad_multiple,
-            **self._extra,
+            **self._choices(),
         )
         if budget is not None:
             overflow = self.handle[-1] != 0
@@ -166,6 +205,8 @@ class _HybridEPManager(_DispatchManager):
         self.tokens_per_expert = counts.to(torch.int64)
         # The rows say how many there are; the sum of the counts could be on a GPU.
         self.num_permuted_tokens = rows.shape[0]
+        if self._static_num_permuted_tokens is None:
+            self._static_num_permuted_tokens = rows.shape[0]
         if self._fixed is not None:
             rows, self.dispatched_probs = self._fixed.spread(
                 rows, self.dispatched_probs, self.tokens_per_expert
@@ -180,8 +221,9 @@ class _HybridEPManager(_DispatchManager):
         del async_finish, allocate_on_comm_stream
         if self._fixed is not None:
             hidden_states = self._fixed.gather_back(hidden_states)
-        is_fused = {"fused": True} if "fused" in self._extra else {}
-        tokens = self._combine_fn(
+        is_fused = {"fused": True} if self.moe_hybridep_permute_fusion else {}
+        _, combine = self._functions()
+        tokens = combine(
             x=hidden_states,
             handle=self.handle,
             num_permuted_tokens=self.num_permuted_tokens,
@@ -193,6 +235,18 @@ class _HybridEPManager(_DispatchManager):
         self._fixed = None
         return tokens
 
+    def _choices(self) -> dict[str, Any]:
+        """Further arguments of the dispatch function: those that are set."""
+        choices = {
+            "fused": self.moe_hybridep_permute_fusion or None,
+            "topk_idx": self.token_indices,
+            "num_experts": None if self.token_indices is None else self.num_experts,
+            "num_sms_preprocessing_api": self.moe_hybridep_num_sms_preprocessing,
+            "num_blocks_permute": self.moe_hybridep_num_blocks_permute,
+            "num_blocks_unpermute": self.moe_hybridep_num_blocks_unpermute,
+        }
+        return {name: value for name, value in choices.items() if value is not None}
+
     def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
         return None, self.dispatched_probs
 
@@ -201,6 +255,41 @@ class _HybridEPManager(_DispatchManager):
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
+
+    def initialize_runtime(
+        self, *, num_tokens: int, hidden_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Collective. Sends `num_tokens` made-up tokens through a forward and a backward, so that
+        nothing is left to be made by the first ones of a model. The manager is as before then.
+
+        Raises ValueError unless both sizes are positive, TypeError for a dtype that is no float.
+        """
+        for name, size in (("num_tokens", num_tokens), ("hidden_dim", hidden_dim)):
+            if size <= 0:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if not dtype.is_floating_point:
+            raise TypeError(f"HybridEP hidden dtype must be floating point, got {dtype}")
+        before = vars(self).copy()
+        self.over_budget = None  # this call's own
+        try:
+            # A validation loop may have gradients switched off.
+            with torch.inference_mode(False), torch.enable_grad():
+                choice = torch.arange(num_tokens * self.router_topk, device=device)
+                indices = (choice % self.num_experts).unflatten(0, (num_tokens, self.router_topk))
+                probs = torch.full(indices.shape, 1 / self.router_topk, device=device)
+                routing, probs = self._indices_to_multihot(indices, probs)
+                is_compact = self.moe_hybridep_compact_routing and not self.drop_and_pad
+                self.setup_routing(indices if is_compact else routing, probs.requires_grad_())
+                shape = (num_tokens, hidden_dim)
+                x = torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
+                rows = self.dispatch(x)
+                row_probs = self.dispatched_probs.unsqueeze(1).to(rows.dtype)
+                self.combine(rows * row_probs).float().sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        finally:
+            vars(self).clear()
+            vars(self).update(before)
 
     def grow_recv_capacity(self, num_rows: int) -> None:
         """Row budgets are at least `num_rows` from now on.
@@ -213,15 +302,15 @@ class _HybridEPManager(_DispatchManager):
             )
         self._grown_budget = num_rows
 
-    def _most_tokens(self, routing_map: Tensor) -> int:
+    def _most_tokens(self, routing: Tensor) -> int:
         """What sizes that are fixed beforehand count with: the setting, or what any rank has if it
         is to be asked for, as the reference pads (collective then, and waits for a GPU), or T."""
-        num_tokens = routing_map.shape[0]
+        num_tokens = routing.shape[0]
         given = option(self.config, "moe_max_tokens_per_rank")
         is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None
         if given or not is_sized or not any(option(self.config, name) for name in _UNEVEN):
             return max(num_tokens, given or 0)
-        most = torch.tensor([num_tokens], device=routing_map.device)
+        most = torch.tensor([num_tokens], device=routing.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
         return -(-int(most.item()) // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT
 

@@ -52,24 +52,29 @@ class Backend(NamedTuple):
     by_expert: Functions | None = None  # has the same and the permutes around it in one step
 
 
+# Names of `weft.fused_a2a`: dispatch, combine, and what sets the number of SMs.
+FUNCTIONS = {
+    "deepep": ("fused_dispatch", "fused_combine", "set_deepep_num_sms"),
+    "uccl_ep": ("uccl_fused_dispatch", "uccl_fused_combine", "set_uccl_num_sms"),
+    "hybridep": ("hybrid_ep_dispatch", "hybrid_ep_combine", None),
+}
+
+
 def backend(name: str) -> Backend:
     """The functions of "deepep", "uccl_ep" or "hybridep"."""
-    # Looked up at each call, so that a replaced function counts.
-    from weft import fused_a2a
+    # Looked up at each call, so that one that was replaced counts, in either module.
+    from weft import dispatcher, fused_a2a
     from weft.compat.deep_ep import Buffer
     from weft.fused_a2a import rank_rows
 
-    if name == "hybridep":
-        return Backend(fused_a2a.hybrid_ep_dispatch, fused_a2a.hybrid_ep_combine, None)
+    dispatch, combine, set_num_sms = FUNCTIONS[name]
+    functions = getattr(dispatcher, dispatch), getattr(dispatcher, combine)
+    if set_num_sms is None:
+        return Backend(*functions, None)
+    functions += (getattr(dispatcher, set_num_sms),)
     if name == "deepep":
-        functions = fused_a2a.fused_dispatch, fused_a2a.fused_combine, fused_a2a.set_deepep_num_sms
         by_expert, buffers = rank_rows.DEEPEP, fused_a2a.Buffer
     else:
-        functions = (
-            fused_a2a.uccl_fused_dispatch,
-            fused_a2a.uccl_fused_combine,
-            fused_a2a.set_uccl_num_sms,
-        )
         by_expert, buffers = rank_rows.UCCL, fused_a2a.UCCLBuffer
     # Buffers of another class, which the module was given, have no exchange of Weft.
     is_own = isinstance(buffers, type) and issubclass(buffers, Buffer)

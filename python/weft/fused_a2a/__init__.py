@@ -13,8 +13,9 @@ and Megatron-LM's further arguments go by keyword. The autograd functions, which
 tell the two projects apart by the number of arguments.
 
 State lives in this module, under the names that both projects and their tests assign: `_buffer`,
-`_uccl_buffer`, `_hybrid_ep_buffer`, `_elastic_buffer` (the buffer used last, or None) and
-`_nvshmem_available`.
+`_uccl_buffer`, `_hybrid_ep_buffer`, `_elastic_buffer` (the buffer used last, or None),
+`_nvshmem_available`, and what was published of `_hybrid_ep_buffer`: its
+`_hybrid_ep_initialized_capacity` and `_hybrid_ep_runtime_signature`.
 """
 
 from types import ModuleType
@@ -38,18 +39,31 @@ _buffer: Any = None
 _uccl_buffer: Any = None
 _hybrid_ep_buffer: Any = None
 _elastic_buffer: Any = None
+_hybrid_ep_runtime_signature: tuple[Any, ...] | None = None
+_hybrid_ep_initialized_capacity: int = 0
 _nvshmem_available: bool | None = None
+# Of compiled kernels, which Weft does not have.
+_JIT_CACHE_ROOT: str | None = None
+_jit_proc_dir: str | None = None
+_jit_shared_dir: str | None = None
+_jit_stored: bool = False
 
 # They read the state above.
 from .buffers import (
+    _deep_ep_version,
+    _hybrid_ep_jit_dirs,
     _is_nvshmem_available,
+    _warm_start_hybrid_ep_jit,
     free_buffer,
     get_buffer,
     get_elastic_buffer,
     get_hidden_bytes,
+    get_hybrid_ep_initialized_capacity,
     get_uccl_buffer,
     init_hybrid_ep_buffer,
+    publish_hybrid_ep_initialized_capacity,
     reset_hybrid_ep_buffer,
+    store_hybrid_ep_jit_cache,
 )
 from .hybridep import (
     HybridEPCombine,
@@ -73,6 +87,16 @@ from .rank_rows import (
     set_uccl_num_sms_from_environment,
     uccl_fused_combine,
     uccl_fused_dispatch,
+)
+from .replay import (
+    DispatchReplayRecorder,
+    HybridEPDispatchReplayRecorder,
+    _active_recorder,
+    _dispatch_replay_state,
+    _hybridep_dispatch_replay_state,
+    _replay_mode,
+    dispatch_replay_scope,
+    hybridep_dispatch_replay_scope,
 )
 
 set_uccl_num_sms_from_environment()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from weft import __version__
 from weft import fused_a2a as state
 from weft.compat.deep_ep.runtime import Call, ExchangePool
 
@@ -97,11 +98,11 @@ def init_hybrid_ep_buffer(
     num_sms_dispatch_api: int | None = None,
     num_sms_combine_api: int | None = None,
     fp8_dispatch: bool = False,
-    *,
-    num_tokens: int | None = None,
+    num_sms_preprocessing_api: int | None = None,
     num_blocks_permute: int | None = None,
     num_blocks_unpermute: int | None = None,
-    num_sms_preprocessing_api: int | None = None,
+    *,
+    num_tokens: int | None = None,
 ) -> None:
     """Makes a new `HybridEPBuffer` for `group` and has `hybrid_ep_dispatch` use it. Collective.
 
@@ -158,8 +159,57 @@ def current_hybrid_ep_buffer() -> Any:
 
 
 def reset_hybrid_ep_buffer() -> None:
-    """Forgets what `init_hybrid_ep_buffer` and `hybrid_ep_dispatch` made."""
+    """Forgets what `init_hybrid_ep_buffer` and `hybrid_ep_dispatch` made, and the capacity that was
+    published for it."""
     take_all("_hybrid_ep_buffer")
+    state._hybrid_ep_runtime_signature = None
+    state._hybrid_ep_initialized_capacity = 0
+
+
+def get_hybrid_ep_initialized_capacity(signature: tuple[Any, ...]) -> int:
+    """The most tokens for which a caller has run HybridEP beforehand, 0 if none has.
+
+    signature: of the settings. Raises RuntimeError if the capacity was published for others.
+    """
+    if state._hybrid_ep_runtime_signature not in (None, signature):
+        raise RuntimeError(
+            "HybridEP's process-global buffer is already active with an incompatible signature"
+        )
+    return state._hybrid_ep_initialized_capacity
+
+
+def publish_hybrid_ep_initialized_capacity(signature: tuple[Any, ...], capacity: int) -> None:
+    """Notes that a caller has run HybridEP with these settings for so many tokens; the most counts.
+
+    Raises RuntimeError as `get_hybrid_ep_initialized_capacity` does.
+    """
+    before = get_hybrid_ep_initialized_capacity(signature)
+    state._hybrid_ep_runtime_signature = signature
+    state._hybrid_ep_initialized_capacity = max(before, capacity)
+
+
+# HybridEP compiles its kernels when they are first used, and NeMo Automodel keeps them in a folder
+# that all processes share. Weft compiles nothing, so there is nothing to keep.
+
+
+def store_hybrid_ep_jit_cache() -> int:
+    """The number of compiled kernels that were stored: 0."""
+    return 0
+
+
+def _warm_start_hybrid_ep_jit() -> bool:
+    """Whether stored kernels were loaded: False."""
+    return False
+
+
+def _hybrid_ep_jit_dirs() -> tuple[None, None]:
+    """The shared folder of compiled kernels and this process's own: there are none."""
+    return None, None
+
+
+def _deep_ep_version() -> str:
+    """The version of what is in DeepEP's place."""
+    return __version__
 
 
 def _is_nvshmem_available() -> bool:

@@ -16,6 +16,7 @@ from weft import fused_a2a as state
 from weft.compat.deep_ep.checks import check
 
 from .buffers import contiguous, current_hybrid_ep_buffer, get_hybrid_ep_buffer, refusing
+from .replay import _hybridep_dispatch_replay_state as replay
 
 _BLOCKS = ("num_blocks_permute", "num_blocks_unpermute")
 _ROWS = ("num_permuted_tokens", "pad_multiple")
@@ -56,20 +57,32 @@ class HybridEPDispatch(torch.autograd.Function):
         settings["num_sms_dispatch_api"] = num_sms_dispatch_api
         settings["num_sms_combine_api"] = num_sms_combine_api
         buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
-        budget = None if options.num_permuted_tokens is None else 0
-        with refusing("hybrid_ep_dispatch", buffer, row_budget=budget):
-            routing = _routing(routing_map, options.topk_idx, options.num_experts)
-        rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
-            hidden=contiguous(x),
-            probs=contiguous(probs),
-            **routing,
-            scaling_factor=None,
-            num_of_experts_per_rank=num_local_experts,
-            pad_multiple=options.pad_multiple,
-            num_permuted_tokens=options.num_permuted_tokens,
-            non_blocking=options.num_permuted_tokens is not None,
+        budget = options.num_permuted_tokens
+        sent = {
+            "hidden": contiguous(x),
+            "probs": contiguous(probs),
+            "scaling_factor": None,
+            "pad_multiple": options.pad_multiple,
             **_fused_argument("fuse_permute_dispatch", options.fused),
-        )
+        }
+        recorded = replay.take()
+        if recorded is not None:
+            handle, tokens_per_expert, num_rows = recorded
+            rows, row_probs, scales, *_ = buffer.dispatch_with_permute(
+                **sent, handle=handle, num_permuted_tokens=num_rows if budget is None else budget
+            )
+        else:
+            has_budget = budget is not None
+            with refusing("hybrid_ep_dispatch", buffer, row_budget=0 if has_budget else None):
+                routing = _routing(routing_map, options.topk_idx, options.num_experts)
+            rows, row_probs, scales, tokens_per_expert, handle = buffer.dispatch_with_permute(
+                **sent,
+                **routing,
+                num_of_experts_per_rank=num_local_experts,
+                num_permuted_tokens=budget,
+                non_blocking=has_budget,
+            )
+            replay.record(handle, tokens_per_expert)
         ctx.buffer, ctx.handle = buffer, handle
         ctx.pad_multiple, ctx.fused = options.pad_multiple, options.fused
         ctx.mark_non_differentiable(tokens_per_expert)

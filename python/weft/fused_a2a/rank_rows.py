@@ -23,6 +23,7 @@ from weft.compat.deep_ep.layout import routes_of
 from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK
 
 from .buffers import contiguous, get_buffer, get_hidden_bytes, get_uccl_buffer, refusing
+from .replay import _dispatch_replay_state as replay
 
 _LAYOUT = (  # what get_dispatch_layout returns, before the event
     "num_tokens_per_rank",
@@ -61,9 +62,9 @@ def waited(results: tuple, async_finish: bool) -> list:
     return results
 
 
-def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: list[int], handle: Any):
+def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handle: Any):
     """What a dispatch hands to autograd."""
-    counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
     ctx.mark_non_differentiable(indices, counts)
     return rows, indices, probs, counts, handle
 
@@ -114,17 +115,24 @@ class Functions(NamedTuple):
         num_sms: GPU multiprocessors of each exchange, forward and backward; 0: by Weft's table.
         Returns rows [P, H]; their probabilities fp32 [P, 1]; rows per local expert, padding
         included, int64 [El] on the CPU; and the handle for `combine_by_expert`. Differentiable in
-        `x` and `token_probs`; no input is kept for backward. Waits once for a GPU, to learn P.
+        `x` and `token_probs`; no input is kept for backward. Waits once for a GPU, to learn P; not
+        where it is replayed (`dispatch_replay_scope`).
         Raises what the exchange does: InvalidArgument, TimeoutError, PeerError.
         """
         buffer, _ = self.library.begin(x, group, (False, False))
-        with refusing("dispatch", buffer) as call:
+        recorded = replay.take()
+        verb = "plan_and_dispatch" if recorded is None else "dispatch"
+        with refusing("dispatch", buffer, verb=verb) as call:
             buffer._runtime()  # while it has one
             check_tensor("x", x, FLOATS, ["T", "H"])
             check_routing(token_indices, token_probs, x.size(0))
+            num_sms = num_sms if x.is_cuda else 0
+            if recorded is not None:
+                handle, counts = recorded
+                out = weft.dispatch(call.by(handle.plan), x, token_probs, num_sms=num_sms)
+                return out.rows, out.weights, counts, handle
             topk = max(MIN_TOPK, token_indices.size(1))
             exchange = call.plans((x.size(1), num_experts, x.device), MIN_TOKENS, topk)
-            num_sms = num_sms if x.is_cuda else 0
             routes = routes_of(token_indices, num_experts)
             plan, out = weft.plan_and_dispatch(
                 exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
@@ -132,7 +140,9 @@ class Functions(NamedTuple):
         # This comes after the launch: a GPU has nothing to do between the wait and that.
         counts = plan.padded_rows_per_expert_list
         counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        return out.rows, out.weights, counts, ExpertRows(plan, num_sms)
+        handle = ExpertRows(plan, num_sms)
+        replay.record((handle, counts))
+        return out.rows, out.weights, counts, handle
 
     def combine_by_expert(self, rows: Tensor, handle: ExpertRows) -> Tensor:
         """Collective. Rows [P, H] of the dispatch that made `handle` -> tokens [T, H], as an
@@ -162,13 +172,22 @@ def functions_of(library: Library) -> Functions:
             ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
             x, indices, probs = map(contiguous, (x, token_indices, token_probs))
             buffer, streams = library.begin(x, group, ctx.streams)
+            recorded = replay.take()
+            if recorded is not None:
+                ctx.handle, *metadata = recorded
+                results = buffer.dispatch(x, handle=ctx.handle, **streams)
+                rows = waited(results, async_finish)[0]
+                return dispatched(ctx, rows, *(each.detach() for each in metadata), ctx.handle)
             with refusing("fused_dispatch", buffer, layout="rank_major"):
                 *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
             streams["previous_event"] = event
             routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
             results = waited(buffer.dispatch(x, **routing, **streams), async_finish)
-            ctx.handle = results[-1]
-            return dispatched(ctx, *results)
+            results = dispatched(ctx, *results)
+            *metadata, ctx.handle = results[1:]
+            # Detached: what is handed out becomes a part of the graph, which is not to be kept.
+            replay.record((ctx.handle, *(each.detach() for each in metadata)))
+            return results
 
         @staticmethod
         @once_differentiable

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NeMo Automodel's own token dispatcher, as it comes from PyPI, over Weft: what docs/automodel.md
-promises.
+"""NeMo Automodel's own token dispatcher, as it comes from PyPI, over Weft, and Weft's in its place:
+what docs/automodel.md promises.
 
-It runs unchanged, on CPU tensors. Expert e multiplies its rows by 1 + e.
+Automodel's runs unchanged, on CPU tensors. Expert e multiplies its rows by 1 + e.
 """
 
-from unittest.mock import patch
-
+import automodel_modules as automodel
 import pytest
 import torch
 
@@ -32,25 +31,8 @@ def expected(rank: int, num_tokens: int) -> list[torch.Tensor]:
     return [out.detach(), x.grad, probs.grad]
 
 
-def automodel():
-    """Its modules over Weft's deep_ep; UCCL's classes must be given to it one by one."""
-    import weft.compat
-
-    weft.compat.install(force=True)
-    try:
-        from nemo_automodel.components.moe.megatron import fused_a2a, token_dispatcher
-    finally:
-        weft.compat.uninstall()
-    from weft.compat import uccl
-
-    fused_a2a.UCCLBuffer = uccl.UCCLBuffer
-    fused_a2a.UCCLEventHandle = uccl.EventHandle
-    fused_a2a.UCCLEventOverlap = uccl.EventOverlap
-    return token_dispatcher
-
-
-def run_dispatcher(rank, num_ranks, group, backend, num_tokens):
-    module = automodel()
+def make(module, group, backend, **settings):
+    rank, num_ranks = group.rank(), group.size()
     local = EXPERTS // num_ranks
     own = list(range(rank * local, (rank + 1) * local))
     config = module.TokenDispatcherConfig(
@@ -58,27 +40,76 @@ def run_dispatcher(rank, num_ranks, group, backend, num_tokens):
         moe_router_topk=TOPK,
         moe_flex_dispatcher_backend=backend,
         moe_share_token_dispatcher=False,
+        **settings,
     )
     dispatcher = module.MoEFlexTokenDispatcher(
         num_local_experts=local, local_expert_indices=own, config=config, ep_group=group
     )
+    return dispatcher, own
+
+
+def layer(dispatcher, own, x, experts, probs):
+    rows, counts, row_probs = dispatcher.token_permutation2(x, x.size(0), probs, experts)
+    factors = torch.repeat_interleave(1.0 + torch.tensor(own), counts)
+    rows = rows * (factors * row_probs).unsqueeze(-1)
+    return dispatcher.token_unpermutation(rows)
+
+
+def run_dispatcher(rank, num_ranks, group, whose, backend, num_tokens, settings):
+    _, module = automodel.modules(whose)
+    dispatcher, own = make(module, group, backend, **settings)
     x, experts, probs = inputs(rank, num_tokens[rank])
     x.requires_grad_()
     probs.requires_grad_()
-    no_gpu = patch.object(torch.cuda, "synchronize", lambda device=None: None)
-    with no_gpu, patch.object(torch.cuda, "get_device_capability", lambda: (9, 0)):
-        rows, counts, row_probs = dispatcher.token_permutation2(x, num_tokens[rank], probs, experts)
-        factors = torch.repeat_interleave(1.0 + torch.tensor(own), counts)
-        rows = rows * (factors * row_probs).unsqueeze(-1)
-        out = dispatcher.token_unpermutation(rows)
+    with automodel.without_gpu():
+        out = layer(dispatcher, own, x, experts, probs)
         out.backward(torch.arange(1.0, 1 + HIDDEN).expand(out.shape))
     return [out.detach(), x.grad, probs.grad]
 
 
-@pytest.mark.parametrize("backend", ["deepep", "hybridep", "uccl_ep"])
+CASES = [
+    ("deepep", {}),
+    ("uccl_ep", {}),
+    ("hybridep", {}),
+    ("hybridep", {"moe_hybridep_compact_routing": True}),
+    ("hybridep", {"moe_hybridep_permute_fusion": True, "moe_hybridep_num_sms_preprocessing": 8}),
+]
+
+
+@pytest.mark.parametrize("whose", automodel.WHOSE)
+@pytest.mark.parametrize("backend, settings", CASES)
 @pytest.mark.parametrize("num_tokens", [[5, 8], [0, 3]])
-def test_dispatcher_gives_what_dense_experts_give(ranks, num_tokens, backend):
-    found = ranks(run_dispatcher, 2, backend, num_tokens)
+def test_dispatcher_gives_what_dense_experts_give(ranks, whose, num_tokens, backend, settings):
+    found = ranks(run_dispatcher, 2, whose, backend, num_tokens, settings)
     for rank, tensors in enumerate(found):
         for tensor, wanted in zip(tensors, expected(rank, num_tokens[rank]), strict=True):
             torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-4)
+
+
+def run_static_routing(rank, num_ranks, group, whose):
+    """With static routing only the first dispatch asks how many rows there are."""
+    fused_a2a, module = automodel.modules(whose)
+    dispatcher, own = make(module, group, "hybridep", moe_benchmark_static_routing=True)
+    asked = []
+    real = fused_a2a.HybridEPBuffer.dispatch_with_permute
+
+    def noted(buffer, **options):
+        asked.append(not options["non_blocking"])
+        return real(buffer, **options)
+
+    x, experts, probs = inputs(rank, 6)
+    fused_a2a.HybridEPBuffer.dispatch_with_permute = noted
+    try:
+        with automodel.without_gpu():
+            outs = [layer(dispatcher, own, x, experts, probs) for _ in range(3)]
+    finally:
+        fused_a2a.HybridEPBuffer.dispatch_with_permute = real
+    return [*outs, asked]
+
+
+@pytest.mark.parametrize("whose", automodel.WHOSE)
+def test_static_routing_asks_once(ranks, whose):
+    for rank, (*outs, asked) in enumerate(ranks(run_static_routing, 2, whose)):
+        assert asked == [True, False, False]
+        for out in outs:
+            torch.testing.assert_close(out, expected(rank, 6)[0], rtol=1e-5, atol=1e-4)

@@ -145,6 +145,7 @@ def hybrid_dispatch(
     num_sms_combine_api,
     num_permuted_tokens,
     pad_multiple,
+    num_sms_preprocessing_api=None,
 ):
     rank = group.rank()
     all_x, all_probs = everyone(x, group), everyone(probs, group)

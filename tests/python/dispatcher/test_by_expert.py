@@ -171,8 +171,8 @@ def _which_way(rank, num_ranks, group, monkey):
             config = DispatcherConfig(num_moe_experts=E, moe_router_topk=K, **settings)
             made = cases.dispatcher("deepep", g, config)
             if monkey:
-                own = made._comm_manager._dispatch_fn
-                made._comm_manager._dispatch_fn = lambda *args, **flags: own(*args, **flags)
+                own = made._comm_manager._fused_dispatch
+                made._comm_manager._fused_dispatch = lambda *args, **flags: own(*args, **flags)
             case = cases.routing(rank, 13, H, E, K)
             given = made.dispatch_preprocess(case.x, case.routing_map, case.probs)
             received, probs = made.token_dispatch(*given)

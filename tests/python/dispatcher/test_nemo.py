@@ -181,8 +181,8 @@ def _async(rank, num_ranks, group):
         made = _make(
             "deepep", group, moe_deepep_async_dispatch=wanted, moe_share_token_dispatcher=False
         )
-        made._comm_manager._dispatch_fn = calls.dispatch
-        made._comm_manager._combine_fn = calls.combine
+        made._comm_manager._fused_dispatch = calls.dispatch
+        made._comm_manager._fused_combine = calls.combine
         rows, _, _ = made.token_permutation2(
             torch.ones(2, H), 2, torch.ones(2, 1), torch.tensor([[0], [1]])
         )

@@ -81,6 +81,9 @@ def test_init_hybrid_positions():
         "num_sms_dispatch_api",
         "num_sms_combine_api",
         "fp8_dispatch",
+        "num_sms_preprocessing_api",
+        "num_blocks_permute",
+        "num_blocks_unpermute",
     ]
 
 
