@@ -149,8 +149,14 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         sum_dtype = torch.promote_types(self._probs_dtype, torch.float32)
         return reduce_scatter_rows(rows, self.tp_group, self.output_splits_tp, sum_dtype)
 
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Collective. Rows over EP to the ranks that they came from."""
+    def token_combine(
+        self,
+        hidden_states: Tensor,
+        async_finish: bool = True,
+        allocate_on_comm_stream: bool = True,
+    ) -> Tensor:
+        """Collective. Rows over EP to the ranks that they came from. The flags change nothing."""
+        del async_finish, allocate_on_comm_stream
         rows = all_to_all(hidden_states, self.ep_group, self.input_splits, self.output_splits)
         if self.shared_experts is not None:
             self.shared_experts.linear_fc2_forward(rows)

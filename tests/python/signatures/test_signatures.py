@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/signatures.md against the sources of other libraries, which are read and not imported."""
+
+import ast
+import importlib
+import re
+import zipfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import compare
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DOWNLOADS = ROOT / "build/read"  # scripts/python fills it
+ANOTHER = "another signature"
+
+
+def rows(width: str) -> list[list[str]]:
+    """The cells of the page's table whose head begins with the word."""
+    text = (ROOT / "docs/signatures.md").read_text()
+    (table,) = re.findall(rf"^\| {width} .*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    lines = [line.strip("|").split(" | ") for line in table.splitlines()]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+FILES = [[cell.strip("`") for cell in row] for row in rows("package")]
+ALLOWED = [(file.strip("`"), name.strip("`"), what) for file, name, what, _ in rows("file")]
+
+
+def source(package: str, file: str) -> str:
+    """The text of a package's file: installed, or in a wheel that was only downloaded, since it
+    would have the name of what Weft stands for."""
+    name, wanted = package.split()
+    if find_spec(file.partition("/")[0]) is not None and name != "sgl-deep-ep":
+        assert version(name) == wanted
+        folder = Path(find_spec(file.partition("/")[0]).submodule_search_locations[0]).parent
+        return (folder / file).read_text()
+    wheels = list(DOWNLOADS.glob(f"{name.replace('-', '_')}-{wanted}-*.whl"))
+    if not wheels:
+        pytest.skip(f"{package} is not in {DOWNLOADS} (scripts/python downloads it)")
+    return zipfile.ZipFile(wheels[0]).read(file).decode()
+
+
+def allowed(file: str) -> dict[str, set[str]]:
+    """The differences of the page by name."""
+    found: dict[str, set[str]] = {}
+    for ending, name, what in ALLOWED:
+        if file.endswith(ending):
+            assert name not in found, f"{file}: {name} stands twice"
+            found[name] = set(what.split("; "))
+    return found
+
+
+@pytest.mark.parametrize("package, file, module, compared", FILES)
+def test_differences_are_those_of_the_page(package, file, module, compared):
+    text, weft_module = source(package, file), importlib.import_module(module)
+    found: dict[str, set[str]] = {}
+    for name, what in compare.compare(text, weft_module, compared == "all"):
+        found.setdefault(name, set()).add(what)
+    wanted = allowed(file)
+    for name, differences in wanted.items():
+        if differences == {ANOTHER} and name in found:
+            found[name] = {ANOTHER}
+    assert found == wanted
+
+
+def test_every_difference_belongs_to_a_file():
+    for ending, *_ in ALLOWED:
+        assert sum(row[1].endswith(ending) for row in FILES) == 1, ending
+    assert {row[3] for row in FILES} == {"all", "shared"}
+
+
+# The comparison finds what it is for.
+
+
+def of(text: str) -> compare.Signature:
+    (function,) = ast.parse(f"def f({text}): pass").body
+    return compare.of_source(function, False)
+
+
+def weft_function(text: str) -> compare.Signature:
+    scope: dict = {}
+    exec(f"def f({text}): pass", scope)
+    return compare.of_weft(scope["f"], False)
+
+
+@pytest.mark.parametrize(
+    "theirs, ours, wanted",
+    [
+        ("a, b=1, *, c=None", "a, b=1, *, c=None", []),
+        ("a, b", "a, b, c=1, *, d=2", []),  # more
+        ("a, b", "a=1, b=2", []),
+        ("a, *, b=1", "a, b=1", []),
+        ("a, n, p", "a, m=None, p=None, *, n=None", []),  # two names of one place
+        ("a, b=1", "*args, **names", []),
+        ("a, b=1", "a, b=2", ["`b`: default 2, not 1"]),
+        ("a, b=1", "a, b=True", ["`b`: default True, not 1"]),
+        ("a, b=1", "a, b", ["`b`: has no default"]),
+        ("a, *, b=1", "a, *, b=2", ["`b`: default 2, not 1"]),
+        ("a, b", "a, c", ["`b`: is called `c`"]),
+        ("a, b", "b, a", ["`a`: argument 2, not 1", "`b`: argument 1, not 2"]),
+        ("a, b=1", "a, *, b=1", ["`b`: by name only"]),
+        ("a, b=1", "a, *args", ["`b`: absent"]),
+        ("a, b=1", "a", ["`b`: absent"]),
+        ("a, *, b=1", "a", ["`b`: absent"]),
+        ("a", "a, b", ["`b`: needed"]),
+        ("a", "a, *, b", ["`b`: needed"]),
+        ("*a", "", ["any number of arguments: no"]),
+        ("**a", "", ["any names: no"]),
+    ],
+)
+def test_a_difference_is_found(theirs, ours, wanted):
+    assert list(compare.differences(of(theirs), weft_function(ours))) == wanted
+
+
+def test_names_do_not_count_by_position():
+    assert not list(compare.differences(of("a, b=1"), weft_function("x, y=1"), True))
+    assert not list(compare.differences(of("a, b=1"), weft_function("x, *rest"), True))
+    found = list(compare.differences(of("a, b=1"), weft_function("x, y=2"), True))
+    assert found == ["`b`: default 2, not 1"]
+
+
+THEIRS = """
+if HAVE:
+    def present(a, b): pass
+else:
+    present = None
+def missing(): pass
+def _private(a): pass
+class Kept:
+    def __init__(self, a): pass
+    @staticmethod
+    def static(a): pass
+    @classmethod
+    def of_class(cls, a): pass
+    @property
+    def value(self): pass
+    @abstractmethod
+    def left_to_others(self): pass
+    def gone(self): pass
+    def _own(self): pass
+class Gone:
+    def method(self): pass
+@dataclass
+class Fields:
+    one: int = 1
+    two: int = 2
+"""
+
+
+class Weft:
+    __all__ = ("present", "Kept")
+
+    @staticmethod
+    def present(a, c):
+        pass
+
+    class Kept:
+        def __init__(self, a, b):
+            pass
+
+        def static(self):  # of an instance
+            pass
+
+        @classmethod
+        def of_class(cls, b):
+            pass
+
+    class Fields:
+        def __init__(self, *, two=2, one=3):
+            pass
+
+
+def test_the_right_names_are_compared():
+    found = list(compare.compare(THEIRS, Weft, is_whole=True))
+    assert found == [
+        ("present", "`b`: is called `c`"),
+        ("missing", "absent"),
+        ("Kept.__init__", "`b`: needed"),
+        ("Kept.static", "`a`: absent"),
+        ("Kept.of_class", "`a`: is called `b`"),
+        ("Kept.value", "absent"),
+        ("Kept.gone", "absent"),
+        ("Gone", "absent"),
+        ("Fields", "`one`: default 3, not 1"),
+    ]
+    shared = list(compare.compare(THEIRS, Weft, is_whole=False))
+    assert shared == [each for each in found if each[0].partition(".")[0] in Weft.__all__]
