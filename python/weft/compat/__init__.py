@@ -20,7 +20,16 @@ from weft import InvalidArgument, NotAvailable
 __all__ = ["install", "uninstall"]
 
 # What each name stands for, and the modules below it.
-_SOURCES = {"deep_ep": ["deep_ep", "deep_ep.utils"], "uccl": ["uccl", "uccl.ep"]}
+_SOURCES = {
+    "deep_ep": [
+        "deep_ep",
+        "deep_ep.utils",
+        "deep_ep.utils.envs",
+        "deep_ep.utils.event",
+        "deep_ep.utils.math",
+    ],
+    "uccl": ["uccl", "uccl.ep"],
+}
 
 _lock = threading.Lock()
 _replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.modules

@@ -71,6 +71,30 @@ def round_trip(rank, num_ranks, group, topk, tokens, low):
     assert torch.equal(out, case.summed(all_rows, biases))
 
 
+def other_names(rank, num_ranks, group):
+    """The ways that `dispatch` and `combine` of `deep_ep` choose between."""
+    case = Case(rank, group, 2 * num_ranks, 2, TOKENS)
+    buffer = Buffer(group, allow_nvlink_for_normal_mode=False)
+    layout = buffer.get_dispatch_layout(case.idx, case.num_experts)[:4]
+    per_rank, per_rdma, per_expert, in_rank = layout
+    for way in ("internode", "pcie"):
+        names = (f"{way}_dispatch", f"{way}_combine")
+        names = names if hasattr(buffer, names[0]) else (f"dispatch_{way}", f"combine_{way}")
+        dispatch_so, combine_so = (getattr(buffer, name) for name in names)
+        given = (None, per_rank, per_rdma, in_rank, per_expert, case.idx, case.weights, 4)
+        recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch_so(case.x, *given)
+        assert torch.equal(recv_x, case.rows(case.all_x)) and torch.equal(recv_idx, case.row_idx())
+        assert torch.equal(recv_weights, case.row_weights()) and counts == case.counts(4)
+        assert torch.equal(dispatch_so(case.x, handle)[0], recv_x)
+        out, weights, _ = combine_so(recv_x, handle, recv_weights, case.x)
+        assert torch.equal(out, case.summed(gather(group, recv_x), (case.x,)))
+        assert torch.equal(weights, torch.where(case.idx >= 0, case.weights, 0.0))
+
+
+def test_calls_for_one_way_are_those_for_all(ranks):
+    ranks(other_names, 2)
+
+
 def check_private_items(handle, case):
     """Of a dispatch with 20 multiprocessors."""
     _, sent, received, src_idx, in_rank, head = handle

@@ -256,7 +256,14 @@ def raw_buffer(rank, num_ranks, group):
     assert view.shape == (4, 8)
     with pytest.raises(AssertionError, match="at most 512"):
         buffer.get_local_buffer_tensor(torch.bfloat16, torch.Size([513]))
+    assert buffer.get_local_buffer_tensor(torch.int64, torch.Size([]), 8).shape == ()
+    large = Buffer(group, 1 << 22, 1 << 40)
+    assert large.get_local_buffer_tensor(torch.int8, use_rdma_buffer=True).numel() == 1 << 40
+    for given in ({}, {"size": torch.Size([1 << 10, 1 << 12])}, {"offset": 1 << 21}):
+        view = large.get_local_buffer_tensor(torch.uint8, **given)
+        assert view.untyped_storage().nbytes() == 1
+        assert not view.zero_().any() and view.fill_(3).unique().tolist() == [3]
 
 
-def test_raw_buffer_has_the_asked_size(ranks):
+def test_raw_buffer_has_the_asked_size_and_takes_no_memory(ranks):
     ranks(raw_buffer, 1)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hybrid_ep_oracle import Case, gather, same_bits
 
+import weft
 from weft.compat.deep_ep.hybrid_ep import HybridEPBuffer
 
 TOKENS = {"uneven": (13, 0, 6), "even": (9,), "nobody": (0,)}
@@ -219,3 +220,20 @@ def gradients(rank, num_ranks, group):
 
 def test_backward_passes_reuse_the_handle(ranks):
     ranks(gradients, 3)
+
+
+def without_handle(rank, num_ranks, group):
+    case = Case(rank, num_ranks, group, (6, 9)).gather()
+    buffer = buffer_of(group, case)
+    rows, probs, _, _, handle = buffer.dispatch_with_permute(
+        hidden=case.hidden, routing_map=case.map, probs=case.probs
+    )
+    given = {} if rank == num_ranks - 1 else {"handle": handle}
+    with pytest.raises(weft.InvalidArgument, match="handle is a NoneType .expected one of dispat"):
+        buffer.combine_with_unpermute(hidden=rows, **given)
+    out, _ = buffer.combine_with_unpermute(hidden=rows, handle=handle)
+    assert same_bits(out, case.unpermuted(rows, probs)[0])
+
+
+def test_a_handle_that_one_rank_leaves_out(ranks):
+    ranks(without_handle, 2)

@@ -43,12 +43,18 @@ import deep_ep, deep_ep.utils, uccl.ep
 from deep_ep import Buffer, Config, ElasticBuffer, EPHandle, HybridEPBuffer, topk_idx_t
 from deep_ep import EventHandle, EventOverlap
 from deep_ep.utils import EventHandle as Again, EventOverlap as Overlap
+from deep_ep.utils.envs import init_dist, get_physical_domain_size
+from deep_ep.utils.math import align, calc_diff, per_token_cast_to_fp8
+import deep_ep.utils.event
+assert deep_ep.utils.math.align is align and deep_ep.utils.event.EventHandle is EventHandle
+assert deep_ep.get_physical_domain_size is get_physical_domain_size
+assert deep_ep.__version__ == "2.1.0" and uccl.__version__ == uccl.ep.__version__
 from uccl import ep
 from uccl.ep import Buffer as EPBuffer
 import weft.compat.deep_ep, weft.compat.uccl
 assert Buffer is weft.compat.deep_ep.Buffer and EPBuffer is weft.compat.uccl.Buffer
 assert Again is EventHandle and Overlap is EventOverlap and ep is uccl.ep
-for name in ("deep_ep", "deep_ep.utils", "uccl", "uccl.ep"):
+for name in ("deep_ep", "deep_ep.utils", "deep_ep.utils.math", "uccl", "uccl.ep"):
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.name == name, name
     assert importlib.import_module(name).__name__ == name

@@ -123,6 +123,68 @@ def test_ids_that_name_no_expert_are_ignored(ranks):
     ranks(plain, 2, -3, 3)
 
 
+def by_position(rank, num_ranks, group):
+    """Behind num_experts: V1's order, and that of the hybrid-ep branch."""
+    case, buffer = make(rank, num_ranks, group)
+    stats = torch.zeros(case.local, dtype=torch.int32)
+    waits = torch.zeros(num_ranks, dtype=torch.int64)
+    scale, weights = torch.ones(1), case.weights
+    calls = [  # what is given, results, whether rows are FP8, whether there is a hook
+        ((), 5, True, False),
+        ((None,), 5, True, False),
+        ((stats,), 5, True, False),
+        ((weights,), 7, True, False),
+        ((stats, waits), 5, True, False),
+        ((None, waits), 5, True, False),
+        ((None, stats), 5, True, False),
+        ((weights, stats), 7, True, False),
+        ((None, None, False), 5, False, False),
+        ((stats, waits, True, True, False, False, True), 5, True, True),
+        ((stats, None, False, False, False, True, False), 5, False, False),
+        ((None, None, None, scale, False), 5, False, False),
+        ((weights, stats, waits, scale, True, True, False, False, False, True), 7, True, False),
+        ((None, stats, None) + (None, False) + (False,) * 5 + (True,), 5, False, True),
+    ]
+    added = torch.zeros_like(stats)
+    for given, num_results, is_fp8, has_hook in calls:
+        results = buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts, *given)
+        recv, count, *between, handle, _, hook = results
+        if hook is not None:
+            hook()
+        added += count * any(one is stats for one in given)
+        assert len(results) == num_results and (hook is not None) == has_hook, given
+        assert isinstance(recv, tuple) == is_fp8 and torch.equal(stats, added), given
+        check_handle(case, handle, count)
+        for expert, used in enumerate(count.tolist() if between else ()):
+            number = rank * case.local + expert
+            want = [
+                weight
+                for idx, all_weights in zip(case.all_idx, case.all_weights, strict=True)
+                for weight in all_weights[idx == number].tolist()
+            ]
+            assert between[0][expert, :used].tolist() == want
+    rows = recv.new_ones(recv.shape)
+    of_v1 = (False, False, False, False, None, None)
+    out, _, _ = buffer.low_latency_combine(rows, case.idx, weights, handle, *of_v1)
+    same, _, _ = buffer.low_latency_combine(rows, case.idx, weights, handle, *of_v1, False, None, 0)
+    assert torch.equal(out, same)
+    mixed, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, stats, waits, use_fp8=False
+    )
+    assert mixed.dtype == torch.bfloat16
+    for given in ((None, None, False) + (False,) * 5, (None,) * 4 + (False,) * 8):
+        with pytest.raises(TypeError, match="positional"):
+            buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts, *given)
+    with pytest.raises(TypeError, match="use_fp8"):
+        buffer.low_latency_dispatch(
+            case.x, case.idx, NUM_MAX, case.num_experts, None, None, False, use_fp8=False
+        )
+
+
+def test_arguments_by_position_in_either_order(ranks):
+    ranks(by_position, 2)
+
+
 def test_one_choice(ranks):
     ranks(plain, 2, -1, 1)
 

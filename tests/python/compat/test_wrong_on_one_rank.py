@@ -80,6 +80,12 @@ class Calls:
         buffer, given = self.low_latency()
         return buffer.low_latency_dispatch, given
 
+    def low_latency_by_position(self):
+        """In the order of the hybrid-ep branch."""
+        buffer, given = self.low_latency()
+        del given["dispatch_wait_recv_cost_stats"]
+        return lambda **given: buffer.low_latency_dispatch(*given.values()), given
+
     def low_latency_combine(self):
         buffer, given = self.low_latency()
         rows, _, _, _, handle, *_ = buffer.low_latency_dispatch(**given, use_fp8=False)
@@ -279,6 +285,11 @@ WRONG = {
         ("cumulative_local_expert_recv_stats", "double", "recv_stats has dtype"),
         ("dispatch_wait_recv_cost_stats", "list", "recv_cost_stats is a list"),
         ("use_nvfp4", "true", "NVFP4"),
+    ],
+    "low_latency_by_position": [
+        *X,
+        *WEIGHTS[1:],
+        ("cumulative_local_expert_recv_stats", "long row", "recv_stats has shape"),
     ],
     "low_latency_combine": [
         *X,

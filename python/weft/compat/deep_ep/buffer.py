@@ -29,7 +29,7 @@ from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import Payload, biases_of, bring_back, parts_of, received_topk, round_up
 from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, Call, ExchangePool, MpiGroup, Runtime
-from .utils import EventHandle, EventOverlap, event_of
+from .utils.event import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
 _QP_DEPTH = 1024  # what callers read if nothing else was set
@@ -148,10 +148,11 @@ class Buffer(LowLatencyMode):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> torch.Tensor:
-        """Memory of the size that the raw buffer would have, from `offset` bytes on, or of `size`.
-        UCCL's has the RDMA buffer's size, whatever use_rdma_buffer says.
+        """A tensor of the size that the raw buffer would have, from `offset` bytes on, or of
+        `size`. UCCL's has the RDMA buffer's size, whatever use_rdma_buffer says.
 
-        For callers that clear it. Weft has no raw buffer: nothing else reads or writes this memory.
+        For callers that clear it. Weft has no raw buffer: the tensor is one element, expanded,
+        which takes no memory. It can be filled; what writes different elements, torch refuses.
         """
         self._runtime()
         is_rdma = use_rdma_buffer or self._IS_LOCAL_RDMA
@@ -164,7 +165,7 @@ class Buffer(LowLatencyMode):
             f"(expected at most {max(count, 0)} in {num_bytes} bytes)",
         )
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
     def get_dispatch_layout(
         self,
@@ -324,6 +325,10 @@ class Buffer(LowLatencyMode):
                 combined = bring_back(call, x, topk_weights, biases, num_sms=num_sms)
                 work.returns(*combined)
         return *combined, event_of(work)
+
+    # Ways that `dispatch` and `combine` of `deep_ep` choose between. Here there is one for all.
+    internode_dispatch = dispatch_pcie = dispatch
+    internode_combine = combine_pcie = combine
 
     @property
     def _pool(self) -> ExchangePool | None:

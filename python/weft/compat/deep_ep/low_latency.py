@@ -7,8 +7,10 @@ the same sizes were made. Results own their memory: any number of them may be al
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +33,55 @@ from .checks import (
 from .handles import PlanHandle
 from .layout import routes_of
 from .runtime import Call, ExchangePool, Runtime
-from .utils import EventHandle, EventOverlap
+from .utils.event import EventHandle, EventOverlap
 
 Hook = Callable[[], None]
 
 _ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
+
+
+_V1_ORDER = (  # of what may follow num_experts by position
+    "cumulative_local_expert_recv_stats",
+    "dispatch_wait_recv_cost_stats",
+    "use_fp8",
+    "round_scale",
+    "use_ue8m0",
+    "async_finish",
+    "return_recv_hook",
+)
+
+
+def _in_either_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
+    """What `dispatch` takes by name behind num_experts may also be given by position: as it stands
+    there, which is the order of the hybrid-ep branch, or in V1's order."""
+    parameters = inspect.signature(dispatch).parameters.values()
+    hybrid_order = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+
+    @functools.wraps(dispatch)
+    def call(
+        self: LowLatencyMode,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        *more: Any,
+        **options: Any,
+    ) -> tuple:
+        order = _V1_ORDER if _are_of_v1(more) else hybrid_order
+        sizes = (num_max_dispatch_tokens_per_rank, num_experts)
+        beyond = more[len(order) :]  # Python refuses these
+        return dispatch(self, x, topk_idx, *sizes, *beyond, **dict(zip(order, more)), **options)
+
+    return call
+
+
+def _are_of_v1(given: tuple[Any, ...]) -> bool:
+    """The third is a truth value in V1's order, a tensor or None in the other. The first is one
+    of counts or of weights, which have two dimensions; the second one of int64 or of int32."""
+    if len(given) > 2:
+        return not (given[2] is None or isinstance(given[2], Tensor))
+    first, second = (*given, None, None)[:2]
+    return getattr(first, "ndim", 1) == 1 and getattr(second, "dtype", None) != torch.int32
 
 
 class LowLatencyMode:
@@ -48,6 +94,7 @@ class LowLatencyMode:
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
+    @_in_either_order
     @torch.no_grad()
     def low_latency_dispatch(
         self,
@@ -55,20 +102,21 @@ class LowLatencyMode:
         topk_idx: Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
+        *,
+        topk_weights: Tensor | None = None,
         cumulative_local_expert_recv_stats: Tensor | None = None,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
+        x_global_scale: Tensor | None = None,
         use_fp8: bool = True,
         round_scale: bool = False,
         use_ue8m0: bool = False,
-        async_finish: bool = False,
-        return_recv_hook: bool = False,
-        *,
-        topk_weights: Tensor | None = None,
-        x_global_scale: Tensor | None = None,
         use_nvfp4: bool = False,
         use_ue8m0_for_sf: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
     ) -> tuple:
         """Collective. A copy of each token for each of its experts, in blocks of R * num_max rows.
+        What stands behind num_experts may be given by position, in the order of V1 or of hybrid-ep.
 
         x bf16 [T, H], T up to num_max_dispatch_tokens_per_rank, which is the same on all ranks, and
         H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0). topk_idx int64 [T, K], K up
@@ -155,7 +203,6 @@ class LowLatencyMode:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
-        *,
         overlap: bool = False,
         src_signals: Tensor | None = None,
         src_signal_expect_value: int = 0,

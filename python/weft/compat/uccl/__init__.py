@@ -16,11 +16,13 @@ from weft.compat import environment
 from weft.compat.deep_ep import EventOverlap, config
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
 from weft.compat.deep_ep.runtime import TIMEOUT
-from weft.compat.deep_ep.utils import EventHandle as CurrentStreamEvent
+from weft.compat.deep_ep.utils.event import EventHandle as CurrentStreamEvent
 
 from .fabric import adopt_network
 
-__all__ = ["Buffer", "EventHandle", "EventOverlap", "UCCLBuffer"]
+__all__ = ["Buffer", "EventHandle", "EventOverlap", "UCCLBuffer", "__version__"]
+
+__version__ = "0.0.1.post4"  # of the package that has these classes
 
 # UCCL's configurations by number of ranks are those of an older `deep_ep`.
 _UNLISTED = (48, 96)

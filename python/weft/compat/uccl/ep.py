@@ -11,7 +11,7 @@ from typing import Any
 from weft.compat.deep_ep import Config, EventOverlap, get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.checks import NotInWeft
 
-from . import Buffer, EventHandle
+from . import Buffer, EventHandle, __version__
 
 __all__ = [
     "Buffer",
@@ -19,6 +19,7 @@ __all__ = [
     "EventHandle",
     "EventOverlap",
     "Proxy",
+    "__version__",
     "get_low_latency_rdma_size_hint",
     "get_num_proxy_threads",
     "is_sm90_compiled",

@@ -45,7 +45,7 @@ from ..payload import (
     round_up,
 )
 from ..runtime import Call, ExchangePool
-from ..utils import EventHandle, EventOverlap, event_of
+from ..utils.event import EventHandle, EventOverlap, event_of
 from . import model
 from .handle import EPHandle
 

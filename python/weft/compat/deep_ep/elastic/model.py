@@ -20,7 +20,7 @@ from ..payload import round_up
 ALIGNMENT = 2 << 20  # of buffer sizes
 ANY_TOPK = 32  # counted where the number of choices is not known
 _SMS_WITHOUT_GPU = 132
-_NVLINK_SHARE = 0.9  # of the links' rate that rows reach
+NVLINK_SHARE = 0.9  # of the links' rate that rows reach
 _FAST_ATOMIC_NIC = "MT4131"
 
 
@@ -111,16 +111,16 @@ def device_sms() -> int:
     return count_gpu_sms() or _SMS_WITHOUT_GPU
 
 
-def nvlink_gbs() -> float:
+def nvlink_gbs(share: float = NVLINK_SHARE) -> float:
     """The rate for the GPU's generation: links times the rate of one in GB/s, less overhead."""
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
     links, rate = {8: (12, 25.0), 9: (18, 26.5625)}.get(major, (18, 53.125))
-    return links * rate * _NVLINK_SHARE
+    return links * rate * share
 
 
-def rdma_gbs() -> float:
-    """The rate that the system states for the network card (EP_NIC_NAME), or a usual one."""
-    rate = _nic_file("ports/1/rate").split()  # like: 400 Gb/sec (4X NDR)
+def rdma_gbs(nic: str | None = None) -> float:
+    """The rate that the system states for a network card, or a usual one."""
+    rate = _nic_file("ports/1/rate", nic).split()  # like: 400 Gb/sec (4X NDR)
     return float(rate[0]) / 8 if rate else 50.0
 
 
@@ -128,7 +128,12 @@ def allocated_qps(hybrid: bool) -> int:
     """Queue pairs that `deep_ep` would allocate."""
     if not hybrid:
         return 17
-    return 65 if _nic_file("hca_type").strip() == _FAST_ATOMIC_NIC else 129
+    return 65 if has_fast_atomics() else 129
+
+
+def has_fast_atomics(nic: str | None = None) -> bool:
+    """Of a network card."""
+    return _nic_file("hca_type", nic).strip() == _FAST_ATOMIC_NIC
 
 
 def theoretical_num_qps(num_sms: int, hybrid: bool, allocated: int) -> int:
@@ -136,8 +141,9 @@ def theoretical_num_qps(num_sms: int, hybrid: bool, allocated: int) -> int:
     return min(16 * num_sms + 1 if hybrid else min(num_sms, 9), allocated)
 
 
-def _nic_file(name: str) -> str:
-    nic = environment.text("EP_NIC_NAME") or "mlx5_0"
+def _nic_file(name: str, nic: str | None) -> str:
+    """nic: by default that of EP_NIC_NAME."""
+    nic = nic or environment.text("EP_NIC_NAME") or "mlx5_0"
     try:
         return Path("/sys/class/infiniband", nic, name).read_text()
     except OSError:

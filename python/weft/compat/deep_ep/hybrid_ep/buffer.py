@@ -285,12 +285,13 @@ class HybridEPBuffer:
         *,
         hidden: Tensor,
         probs: Tensor | None = None,
-        handle: PermuteHandle,
+        handle: PermuteHandle | None = None,
         pad_multiple: int | None = None,
         fuse_unpermute_combine: bool = False,
         num_dispatched_tokens: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Collective. Rows as `dispatch_with_permute` returned them, summed into their tokens.
+        """Collective. Rows as `dispatch_with_permute` returned them, summed into their tokens by
+        its handle, which must be given.
 
         hidden [P, H] bf16, fp16 or fp32, unweighted: a rank's rows of a token are summed in fp32
         and rounded, then ranks are, in ascending order. probs fp32 [P]. Padding and slack rows are

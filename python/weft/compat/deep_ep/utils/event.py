@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events as `deep_ep` hands them out, under the names that callers import from `deep_ep.utils`.
-Where there is no GPU, waiting for one returns at once."""
+"""Events as `deep_ep` hands them out. Where there is no GPU, waiting for one returns at once."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 
 from weft.streams import StreamCall
 
-from .checks import check
+from ..checks import check
 
 __all__ = ["EventHandle", "EventOverlap"]
 
