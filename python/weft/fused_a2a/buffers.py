@@ -35,9 +35,14 @@ def contiguous(value: Any) -> Any:
 def refusing(name: str, buffer: Any, **options: Any) -> Call:
     """A context: what fails in it, before a dispatch of `buffer`, makes its other ranks raise, too.
     options: those of the plan that they make."""
+    return Call(name, _pool_of(buffer), **options)
+
+
+def _pool_of(buffer: Any) -> ExchangePool | None:
+    """The exchanges of a buffer of Weft's that was not destroyed."""
     runtime = getattr(buffer, "runtime", None)
     pool = getattr(runtime, "exchanges", runtime)
-    return Call(name, pool if isinstance(pool, ExchangePool) else None, **options)
+    return pool if isinstance(pool, ExchangePool) else None
 
 
 def get_hidden_bytes(x: torch.Tensor) -> int:
@@ -262,6 +267,9 @@ def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> A
     `build(**needs)` makes it, and replaces one that is too small; none of its sizes shrinks then,
     or two kinds of layers would replace it in turns. Every rank of the group must ask for the same
     sizes, since both are collective.
+
+    A buffer of Weft's goes on with the exchanges of the one that it replaces. So a rank that asks
+    for other sizes by mistake still meets the others, who hear of it.
     """
     with lock:
         buffer = take(name, group)
@@ -270,9 +278,14 @@ def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> A
             # Such a buffer needs none, whatever the hint: its group is on one host.
             have["num_rdma_bytes"] = needs["num_rdma_bytes"]
         if buffer is None or any(have[size] < least for size, least in needs.items()):
+            kept = None if _pool_of(buffer) is None else buffer.runtime
             if getattr(buffer, "explicitly_destroy", False):
+                if kept is not None:
+                    buffer.runtime = None
                 destroy(buffer)
             buffer = build(**{size: max(least, have.get(size, 0)) for size, least in needs.items()})
+            if kept is not None and _pool_of(buffer) is not None:
+                buffer.runtime = kept
         setattr(state, name, buffer)
         return buffer
 

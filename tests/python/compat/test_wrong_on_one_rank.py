@@ -6,6 +6,8 @@ buffer has not exchanged anything yet and again when it has. A right call follow
 no call is taken for another.
 """
 
+import re
+
 import pytest
 import torch
 from buffer_cases import Case, dispatch
@@ -23,9 +25,9 @@ HIDDEN, NUM_MAX, TOPK = 128, 16, 2
 class Calls:
     """The calls of a rank by name: a function, and arguments that are right."""
 
-    def __init__(self, rank, num_ranks, group):
+    def __init__(self, rank, num_ranks, group, hidden=HIDDEN):
         self.group = group
-        self.case = Case(rank, group, 2 * num_ranks, TOPK, (5, 4), hidden=HIDDEN, distinct=True)
+        self.case = Case(rank, group, 2 * num_ranks, TOPK, (5, 4), hidden=hidden, distinct=True)
         self.local = 2
         self.map = torch.zeros(len(self.case.x), self.case.num_experts, dtype=torch.bool)
         self.map[:, 1] = self.map[:, -1] = True
@@ -197,6 +199,7 @@ SPOILT = {
     "double": lambda value: value.double(),
     "long row": lambda value: torch.cat([value, value[:1]]),
     "narrow": lambda value: value[:, :3].contiguous(),
+    "wide": lambda value: torch.cat([value, value], dim=1),
     "half": lambda value: value[:, : value.size(1) // 2].contiguous(),
     "none": lambda value: None,
     "zero": lambda value: 0,
@@ -430,6 +433,32 @@ def test_an_announcement_is_as_many_calls_as_a_refusal(monkeypatch, verb, option
     with pytest.raises(weft.InvalidArgument, match="rank 1 refused"):
         announces.exchange.announce(verb, 16, 2, **options)
     assert refuses.seen == announces.seen
+
+
+def wrong_where_rows_get_wider(rank, num_ranks, group, name, how, reason):
+    """The others need a larger buffer, or only the last rank does, when that one is wrong."""
+    forget_buffers()
+    is_wrong = rank == num_ranks - 1
+    try:
+        call, given = getattr(Calls(rank, num_ranks, group), name)()
+        call(**given)
+        for hidden in (HIDDEN, 2 * HIDDEN):
+            call, given = getattr(Calls(rank, num_ranks, group, hidden), name)()
+            wrong = {**given, "x": SPOILT[how](given["x"])} if is_wrong else given
+            with pytest.raises(Exception if is_wrong else weft.InvalidArgument) as found:
+                call(**wrong)
+            assert re.search(reason, str(found.value)), found.value
+            assert is_wrong or f"rank {num_ranks - 1}" in str(found.value), found.value
+            rows = call(**given)[0]
+            assert rows.size(1) == hidden
+    finally:
+        forget_buffers()
+
+
+@pytest.mark.parametrize("name", ["fused_dispatch", "uccl_fused_dispatch", "fused_by_expert"])
+@pytest.mark.parametrize(("how", "reason"), [("list", "list|parts"), ("wide", "hidden")])
+def test_all_hear_what_one_refuses_where_rows_get_wider(ranks, name, how, reason):
+    ranks(wrong_where_rows_get_wider, 2, name, how, reason)
 
 
 def last_is_wrong(rank, num_ranks, group, name, argument, how, reason):
