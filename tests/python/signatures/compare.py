@@ -72,10 +72,13 @@ def of_weft(found: Any, is_method: bool) -> Signature:
     for each in parameters:
         default = None if each.default is each.empty else (each.default,)
         kinds[each.kind].append(Parameter(each.name, default))
+    # A wrapper may take by position what it hands on by name.
+    outer = inspect.signature(function, follow_wrapped=False).parameters.values()
+    takes_positions = any(each.kind is each.VAR_POSITIONAL for each in outer)
     return Signature(
         kinds[inspect.Parameter.POSITIONAL_ONLY] + kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD],
         kinds[inspect.Parameter.KEYWORD_ONLY],
-        bool(kinds[inspect.Parameter.VAR_POSITIONAL]),
+        takes_positions or bool(kinds[inspect.Parameter.VAR_POSITIONAL]),
         bool(kinds[inspect.Parameter.VAR_KEYWORD]),
     )
 
@@ -109,7 +112,8 @@ def differences(theirs: Signature, ours: Signature, by_position: bool = False) -
         elif each.name in by_name and here is not None and here.name not in theirs.names():
             yield from _default(each, here)  # by place under one name, by name under the other
         elif each.name in by_name:
-            yield f"`{each.name}`: by name only"
+            if not ours.takes_positions:
+                yield f"`{each.name}`: by name only"
             yield from _default(each, by_name[each.name])
         elif ours.takes_positions and (by_position or ours.takes_names):
             continue

@@ -2,6 +2,7 @@
 """docs/signatures.md against the sources of other libraries, which are read and not imported."""
 
 import ast
+import functools
 import importlib
 import re
 import zipfile
@@ -102,6 +103,8 @@ def weft_function(text: str) -> compare.Signature:
         ("a, b", "a, c", ["`b`: is called `c`"]),
         ("a, b", "b, a", ["`a`: argument 2, not 1", "`b`: argument 1, not 2"]),
         ("a, b=1", "a, *, b=1", ["`b`: by name only"]),
+        ("a, b=1", "a, *args, b=1", []),
+        ("a, b=1", "a, *args, b=2", ["`b`: default 2, not 1"]),
         ("a, b=1", "a, *args", ["`b`: absent"]),
         ("a, b=1", "a", ["`b`: absent"]),
         ("a, *, b=1", "a", ["`b`: absent"]),
@@ -120,6 +123,19 @@ def test_names_do_not_count_by_position():
     assert not list(compare.differences(of("a, b=1"), weft_function("x, *rest"), True))
     found = list(compare.differences(of("a, b=1"), weft_function("x, y=2"), True))
     assert found == ["`b`: default 2, not 1"]
+
+
+def test_a_wrapper_takes_positions():
+    def inner(a, *, b=1):
+        pass
+
+    @functools.wraps(inner)
+    def outer(*args, **names):
+        pass
+
+    assert not list(compare.differences(of("a, b=1"), compare.of_weft(outer, False)))
+    found = list(compare.differences(of("a, c=1"), compare.of_weft(outer, False)))
+    assert found == ["`c`: absent"]
 
 
 THEIRS = """
