@@ -10,8 +10,9 @@ from .process import warn_on_rank_0
 
 logger = logging.getLogger(__name__)
 
-_BACKENDS = ("deepep", "hybridep")
+_BACKENDS = ("deepep", "hybridep", "ncclep")
 _DEEPEP_GPUS = "Ampere, Hopper, and Blackwell (B200/B300) GPUs"
+_NCCLEP_GPUS = "Hopper and Blackwell GPUs"
 _HYBRIDEP_GPUS = "GB200, GB300 with NVL72 and for Ampere, Hopper, B200 and B300 GPUs"
 _DEEPEP_NAMES = ("NVIDIA B200", "NVIDIA B300")
 
@@ -19,7 +20,7 @@ _DEEPEP_NAMES = ("NVIDIA B200", "NVIDIA B300")
 def apply_flex_dispatcher_backend(
     model_config: Any, moe_flex_dispatcher_backend: str | None = None
 ) -> None:
-    """Turns on the flex dispatcher with "deepep" or "hybridep", where the GPU can run it.
+    """Turns on the flex dispatcher with "deepep", "hybridep" or "ncclep", where the GPU can run it.
 
     Where it cannot, the dispatcher becomes "alltoall". A model without experts and another
     backend change nothing. Rank 0 logs a warning in all three cases. Without CUDA any GPU is
@@ -50,6 +51,8 @@ def apply_flex_dispatcher_backend(
         text = f"DeepEP is only applicable to {_DEEPEP_GPUS}"
         if backend == "hybridep":
             text = f"HybridEP is only applicable for {_HYBRIDEP_GPUS}"
+        elif backend == "ncclep":
+            text = f"NCCL EP is only applicable to {_NCCLEP_GPUS}"
         text = f"{text}. Current GPU: {gpu.name}. Falling back to alltoall."
         warn_on_rank_0(logger, text)
         _fall_back(model_config)
@@ -72,16 +75,19 @@ def validate_flex_dispatcher_backend(model_config: Any) -> None:
         return
     gpu = torch.cuda.get_device_properties(0)
     if not _can_run(backend, gpu):
-        raise ValueError(
-            f"DeepEP is supported for {_DEEPEP_GPUS}. Current GPU: {gpu.name}"
-            if backend == "deepep"
-            else f"HybridEP is supported for {_HYBRIDEP_GPUS}"
-        )
+        texts = {
+            "deepep": f"DeepEP is supported for {_DEEPEP_GPUS}. Current GPU: {gpu.name}",
+            "hybridep": f"HybridEP is supported for {_HYBRIDEP_GPUS}",
+            "ncclep": f"NCCL EP is supported for {_NCCLEP_GPUS}. Current GPU: {gpu.name}",
+        }
+        raise ValueError(texts[backend])
 
 
 def _can_run(backend: str, gpu: Any) -> bool:
     if backend == "hybridep":
         return gpu.major in (8, 9, 10)
+    if backend == "ncclep":
+        return gpu.major in (9, 10)
     # GB200 and GB300 share the major number of B200 and B300: only the name tells them apart.
     return gpu.major in (8, 9) or gpu.name.startswith(_DEEPEP_NAMES)
 

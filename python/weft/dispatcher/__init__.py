@@ -29,6 +29,7 @@ from .manager import (
     fused_indices_to_multihot,
     indices_to_multihot,
 )
+from .ncclep import _NCCLEPManager, nccl_ep_release_context
 from .permute import permute, sort_chunks_by_idxs, unpermute
 
 __all__ = [
@@ -43,10 +44,12 @@ __all__ = [
     "_DispatchManager",
     "_HybridEPManager",
     "_HybridEPMetadataProcessor",
+    "_NCCLEPManager",
     "fused_indices_to_multihot",
     "get_align_size_for_quantization",
     "get_capacity",
     "indices_to_multihot",
+    "nccl_ep_release_context",
     "pad_routing_map",
     "permute",
     "skip_routed_expert_padding",

@@ -24,7 +24,7 @@ class DispatcherConfig:
     moe_router_load_balancing_type: str | list[str] = "aux_loss"
 
     moe_token_dispatcher_type: str = "allgather"  # this package has "alltoall" and "flex"
-    moe_flex_dispatcher_backend: str | None = "deepep"  # "hybridep", "uccl_ep"
+    moe_flex_dispatcher_backend: str | None = "deepep"  # "hybridep", "ncclep", "uccl_ep"
     moe_enable_deepep: bool = False  # deprecated
     moe_permute_fusion: bool = False
     moe_permute_fusion_into_hybridep: bool = False
@@ -323,7 +323,9 @@ def _ncclep(c: Settings) -> None:
         "moe_ncclep_zero_copy: needs moe_expert_rank_capacity_factor",
     )
     _refuse(
-        has_budget and not (has_fuser and c.moe_grouped_gemm),
+        has_budget
+        and not (has_fuser and c.moe_grouped_gemm)
+        and not c.moe_experts_ignore_unused_rows,
         "ncclep: moe_expert_rank_capacity_factor needs use_transformer_engine_op_fuser "
         "and moe_grouped_gemm",
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token dispatcher over Weft: one exchange over all ranks of TP x EP. deepep.py and hybridep.py
-are its backends."""
+"""The token dispatcher over Weft: one exchange over all ranks of TP x EP. Its backends are in
+deepep.py, hybridep.py and ncclep.py."""
 
 from typing import Any, ClassVar
 
@@ -9,19 +9,22 @@ from torch import Tensor
 
 from . import manager
 from .base import MoETokenDispatcher
+from .by_expert import ByExpertManager
 from .config import Settings, num_sms
 from .deepep import _DeepepManager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
 from .initializer import HybridEPPipelineRuntimeInitializer
 from .manager import _DispatchManager
+from .ncclep import _NCCLEPManager
 
 
 class MoEFlexTokenDispatcher(MoETokenDispatcher):
     """Serves Megatron-LM's layer, and by further names of its phases NeMo Automodel's.
 
     Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move top-k choices and give what
-    one row per token and rank and a permute would; "hybridep" moves a routing map. All of them, but
-    the first two with padding of the router, write rows straight to their place by expert. All
+    one row per token and rank and a permute would; "hybridep" moves a routing map; "ncclep" moves
+    choices, too, and gives what "hybridep" does. All of them, but the first two with padding of the
+    router, write rows straight to their place by expert. All
     take different T on every rank, zero included, with no all-reduce, no wait and no padding for
     it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have an effect
     only with row budgets and drop-and-pad, see `_HybridEPManager`. All of them work with one rank,
@@ -35,7 +38,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     shared_deepep_manager: ClassVar[_DispatchManager | None] = None
     shared_hybridep_manager: ClassVar[_DispatchManager | None] = None
     shared_uccl_manager: ClassVar[_DispatchManager | None] = None
-    _is_by_expert = False
+    shared_ncclep_manager: ClassVar[_DispatchManager | None] = None
 
     def __init__(
         self,
@@ -60,14 +63,13 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         self.hybridep_metadata_processor: _HybridEPMetadataProcessor | None = None
         self._options = Settings(config)
         name = self._options.moe_flex_dispatcher_backend
-        if name not in ("deepep", "hybridep", "uccl_ep"):
+        if name not in manager.FUNCTIONS:
             raise ValueError(
                 f"Invalid backend: {name}. Please set moe_flex_dispatcher_backend='deepep', "
-                "'hybridep', or 'uccl_ep'"
+                "'hybridep', 'ncclep', or 'uccl_ep'"
             )
-        self._is_by_expert = name == "hybridep"
         self._comm_manager = self._manager(name)
-        routing = "routing_map" if self._is_by_expert else "token_indices"
+        routing = "routing_map" if name == "hybridep" else "token_indices"
         self.cudagraph_attrs = ["_comm_manager.token_probs", f"_comm_manager.{routing}"]
 
     def _manager(self, name: str) -> _DispatchManager:
@@ -78,8 +80,11 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             "num_local_experts": self.num_local_experts,
             "config": self.config,
         }
-        kind, shared_name = _HybridEPManager, f"shared_{name.removesuffix('_ep')}_manager"
-        if self._is_by_expert:
+        shared_name = f"shared_{name.removesuffix('_ep')}_manager"
+        if name == "ncclep":
+            kind = _NCCLEPManager
+        elif name == "hybridep":
+            kind = _HybridEPManager
             is_dense = self._options.moe_pad_expert_input_to_capacity
             self.hybridep_metadata_processor = _HybridEPMetadataProcessor(
                 self.tp_size * self.num_experts,
@@ -259,7 +264,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         self, *, hidden_dim: int, dtype: torch.dtype
     ) -> tuple[HybridEPPipelineRuntimeInitializer, ...]:
         """What may be prepared before a pipeline's first step: one for "hybridep", else none."""
-        if not self._is_by_expert:
+        if not isinstance(self._comm_manager, _HybridEPManager):
             return ()
         return (HybridEPPipelineRuntimeInitializer(self._comm_manager, hidden_dim, dtype),)
 
@@ -275,17 +280,18 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         if flag is not None:
             flag.zero_()
 
-    def check_required_capacity(self) -> None:
-        """Rows that would have been needed: not known without a wait, so None."""
-        return None
+    def check_required_capacity(self) -> Tensor | None:
+        """int64 [1] where the tokens are: the most rows that a call would have needed, "ncclep"
+        with a budget. None for others, and before the first dispatch. Does not wait for a GPU."""
+        return getattr(self._comm_manager, "required_recv", None)
 
     def grow_ep_recv_capacity(self, num_rows: int) -> None:
         """Row budgets are at least `num_rows` from now on.
 
         Raises ValueError unless that is growth, and for a backend without a budget.
         """
-        if not self._is_by_expert:
-            raise ValueError("grow: this backend has no row budget (use 'hybridep')")
+        if not isinstance(self._comm_manager, ByExpertManager):
+            raise ValueError("grow: this backend has no row budget (use 'hybridep' or 'ncclep')")
         self._comm_manager.grow_recv_capacity(num_rows)
 
     def invalidate_ep_bootstrap(self) -> None:

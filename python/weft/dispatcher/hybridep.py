@@ -5,17 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from . import manager
+from .by_expert import ByExpertManager
 from .capacity import FixedCapacity, get_align_size_for_quantization, limit_to_capacity
-from .config import Settings, num_sms, option
-from .manager import _DispatchManager, as_float32, indices_to_multihot
-
-# The reference pads every rank's tokens to the largest number of any rank, so aligned, with either.
-_UNEVEN = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
-_TOKEN_ALIGNMENT = 64
+from .config import Settings, num_sms
+from .manager import as_float32, indices_to_multihot
 
 
 class _HybridEPMetadataProcessor(torch.nn.Module):
@@ -38,21 +34,15 @@ class _HybridEPMetadataProcessor(torch.nn.Module):
         return token_indices if self.compact_routing else routing_map, probs
 
 
-class _HybridEPManager(_DispatchManager):
+class _HybridEPManager(ByExpertManager):
     """Any number of tokens on any rank, zero included: counts travel with the tokens, so there is
     no padding, and in the exact mode no all-reduce for a maximum and no wait for it, whatever the
     flags that ask the reference for that padding say. Input that is padded already works.
 
-    Three modes. Exact: as many rows as arrive. Row budget (moe_expert_rank_capacity_factor): a
-    fixed number of rows, no wait for a GPU; what does not fit is dropped, and `over_budget` says
-    so. The budget is T * (choices of a token, every TP rank counted) * factor: the reference
-    forgets the TP ranks, which makes it TP times too small.
-    Fixed capacity (drop-and-pad): see `FixedCapacity`.
-    T of the last two is what all ranks bring. Where they bring different numbers, the largest must
-    be told by moe_max_tokens_per_rank, or be asked for by the flags, at every call.
+    Three modes. Exact: as many rows as arrive. Row budget: see `ByExpertManager`; the reference
+    forgets the TP ranks, which makes the budget TP times too small. Fixed capacity (drop-and-pad):
+    see `FixedCapacity`; T is the same there as with a row budget.
     """
-
-    experts_read_received_rows = True
 
     def __init__(
         self,
@@ -112,10 +102,7 @@ class _HybridEPManager(_DispatchManager):
         self.token_indices: Tensor | None = None  # in its place with compact routing
         self.num_permuted_tokens: int | None = None
         self.pad_multiple: int | None = None
-        self.over_budget: Tensor | None = None  # bool [1] where the tokens are, over all calls
-        self._grown_budget = 0
         self._static_num_permuted_tokens: int | None = None
-        self._most = 0  # tokens, see `_most_tokens`
         self._fixed: FixedCapacity | None = None
 
     def _read(self, config: Any) -> None:
@@ -198,10 +185,7 @@ class _HybridEPManager(_DispatchManager):
             **self._choices(),
         )
         if budget is not None:
-            overflow = self.handle[-1] != 0
-            if self.over_budget is None or self.over_budget.device != overflow.device:
-                self.over_budget = torch.zeros_like(overflow)
-            self.over_budget |= overflow
+            self._note_overflow(self.handle[-1] != 0)
         self.tokens_per_expert = counts.to(torch.int64)
         # The rows say how many there are; the sum of the counts could be on a GPU.
         self.num_permuted_tokens = rows.shape[0]
@@ -247,15 +231,6 @@ class _HybridEPManager(_DispatchManager):
         }
         return {name: value for name, value in choices.items() if value is not None}
 
-    def get_dispatched_metadata(self) -> tuple[Tensor | None, Tensor | None]:
-        return None, self.dispatched_probs
-
-    def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden_states, self.dispatched_probs
-
-    def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
     def initialize_runtime(
         self, *, num_tokens: int, hidden_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -290,34 +265,3 @@ class _HybridEPManager(_DispatchManager):
         finally:
             vars(self).clear()
             vars(self).update(before)
-
-    def grow_recv_capacity(self, num_rows: int) -> None:
-        """Row budgets are at least `num_rows` from now on.
-
-        Raises ValueError unless that is more than the last such number.
-        """
-        if num_rows <= self._grown_budget:
-            raise ValueError(
-                f"grow: {num_rows} rows are no growth (expected more than {self._grown_budget})"
-            )
-        self._grown_budget = num_rows
-
-    def _most_tokens(self, routing: Tensor) -> int:
-        """What sizes that are fixed beforehand count with: the setting, or what any rank has if it
-        is to be asked for, as the reference pads (collective then, and waits for a GPU), or T."""
-        num_tokens = routing.shape[0]
-        given = option(self.config, "moe_max_tokens_per_rank")
-        is_sized = self.drop_and_pad or self.moe_expert_rank_capacity_factor is not None
-        if given or not is_sized or not any(option(self.config, name) for name in _UNEVEN):
-            return max(num_tokens, given or 0)
-        most = torch.tensor([num_tokens], device=routing.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return -(-int(most.item()) // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT
-
-    def _row_budget(self) -> int | None:
-        factor = self.moe_expert_rank_capacity_factor
-        if factor is None:
-            return None
-        rows = max(int(self._most * self.router_topk * factor), self._grown_budget)
-        align = self.align_size or 1
-        return -(-rows // align) * align

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the flex dispatcher asks of a backend, and which functions of `weft.fused_a2a` a backend
-moves tokens by. flex.py asks, deepep.py and hybridep.py answer."""
+moves tokens by. flex.py asks, deepep.py, hybridep.py and ncclep.py answer."""
 
 from __future__ import annotations
 
@@ -57,11 +57,12 @@ FUNCTIONS = {
     "deepep": ("fused_dispatch", "fused_combine", "set_deepep_num_sms"),
     "uccl_ep": ("uccl_fused_dispatch", "uccl_fused_combine", "set_uccl_num_sms"),
     "hybridep": ("hybrid_ep_dispatch", "hybrid_ep_combine", None),
+    "ncclep": ("nccl_ep_dispatch", "nccl_ep_combine", None),
 }
 
 
 def backend(name: str) -> Backend:
-    """The functions of "deepep", "uccl_ep" or "hybridep"."""
+    """The functions of "deepep", "uccl_ep", "hybridep" or "ncclep"."""
     # Looked up at each call, so that one that was replaced counts, in either module.
     from weft import dispatcher, fused_a2a
     from weft.compat.deep_ep import Buffer

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions that training frameworks call around their experts: fused dispatch and combine.
 
-A drop-in for the `fused_a2a` modules of NeMo Automodel and of Megatron-LM. Three families, each
-with autograd functions, wrappers and a buffer that is made at the first call:
+A drop-in for the `fused_a2a` modules of NeMo Automodel and of Megatron-LM. Families, each with
+gradients:
 
     fused_*, uccl_fused_*   one row per token and rank; top-k indices and probabilities go along
     deepepv2_*              the same rows, from an elastic buffer
-    hybrid_ep_*             one row per route, grouped and padded by local expert
+    hybrid_ep_*, nccl_ep_*  one row per route, grouped and padded by local expert
 
 Where the two projects give the same function other arguments, the positions are NeMo Automodel's,
 and Megatron-LM's further arguments go by keyword. The autograd functions, which take no keywords,
@@ -19,18 +19,19 @@ State lives in this module, under the names that both projects and their tests a
 """
 
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from weft.compat.deep_ep import Buffer, ElasticBuffer, EventHandle, EventOverlap, HybridEPBuffer
 from weft.compat.uccl import EventHandle as UCCLEventHandle
 from weft.compat.uccl import EventOverlap as UCCLEventOverlap
 from weft.compat.uccl import UCCLBuffer
 
-# Callers ask before they use a family. Weft has all but NCCL EP.
+# Callers ask before they use a family.
 HAVE_DEEP_EP: bool = True
 HAVE_DEEP_EP_V2: bool = True
 HAVE_UCCL_EP: bool = True
 HAVE_HYBRIDEP: bool = True
+HAVE_TE_EP: bool = True
 
 # Callers may pad token counts to this multiple before hybrid_ep_dispatch; it does not need it.
 HYBRIDEP_TOKEN_ALIGNMENT: int = 64
@@ -39,6 +40,7 @@ _buffer: Any = None
 _uccl_buffer: Any = None
 _hybrid_ep_buffer: Any = None
 _elastic_buffer: Any = None
+_nccl_ep_ranks: Any = None
 _hybrid_ep_runtime_signature: tuple[Any, ...] | None = None
 _hybrid_ep_initialized_capacity: int = 0
 _nvshmem_available: bool | None = None
@@ -71,6 +73,15 @@ from .hybridep import (
     hybrid_ep_combine,
     hybrid_ep_dispatch,
 )
+from .nccl_ep import (
+    alloc_ep_symm_buffer,
+    ensure_nccl_ep_bootstrapped,
+    is_nccl_ep_bootstrapped,
+    nccl_ep_combine,
+    nccl_ep_dispatch,
+    nccl_ep_finalize,
+    new_nccl_ep_buffer,
+)
 from .rank_rows import (
     DeepepV2Combine,
     DeepepV2Dispatch,
@@ -101,32 +112,10 @@ from .replay import (
 
 set_uccl_num_sms_from_environment()
 
-# The names of the NCCL EP backend, which Weft does not offer: callers import before they ask.
-HAVE_TE_EP: bool = False
-alloc_ep_symm_buffer = new_nccl_ep_buffer = nccl_ep_dispatch = nccl_ep_combine = None
-
-
-def ensure_nccl_ep_bootstrapped(*_args: Any, **_settings: Any) -> NoReturn:
-    """RuntimeError: this backend belongs to Transformer Engine."""
-    raise RuntimeError(
-        "ensure_nccl_ep_bootstrapped: NCCL EP is not available (it needs Transformer Engine built "
-        "with NVTE_BUILD_WITH_NCCL_EP=1; hybrid_ep_dispatch gives the same rows)"
-    )
-
-
-def is_nccl_ep_bootstrapped() -> bool:
-    """False."""
-    return False
-
-
-def nccl_ep_finalize() -> None:
-    """Nothing: there is nothing to end."""
-
-
 __all__ = [
     name
     for name, value in globals().items()
     if not name.startswith("_") and not isinstance(value, ModuleType)
 ]
-for _name in ("Any", "ModuleType", "NoReturn", "set_uccl_num_sms_from_environment"):
+for _name in ("Any", "ModuleType", "set_uccl_num_sms_from_environment"):
     __all__.remove(_name)

@@ -21,7 +21,7 @@ from weft import fused_a2a as state
 from weft.compat.deep_ep.runtime import Call, ExchangePool
 
 _MOST_RANKS_OF_A_NODE = 8
-_STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer")
+_STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_nccl_ep_ranks")
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable

@@ -8,31 +8,38 @@ import pytest
 from weft.config import apply_flex_dispatcher_backend, validate_flex_dispatcher_backend
 from weft.config import process as module
 
-# name, major, DeepEP, HybridEP
+# name, major, DeepEP, HybridEP, NCCL EP
 GPUS = [
-    ("Tesla V100-SXM2-32GB", 7, False, False),
-    ("NVIDIA A100-SXM4-80GB", 8, True, True),
-    ("NVIDIA H100 80GB HBM3", 9, True, True),
-    ("NVIDIA B200", 10, True, True),
-    ("NVIDIA B300 SXM6 AC", 10, True, True),
-    ("NVIDIA GB200", 10, False, True),
-    ("NVIDIA GB300", 10, False, True),
-    ("NVIDIA RTX PRO 6000 Blackwell", 12, False, False),
+    ("Tesla V100-SXM2-32GB", 7, False, False, False),
+    ("NVIDIA A100-SXM4-80GB", 8, True, True, False),
+    ("NVIDIA H100 80GB HBM3", 9, True, True, True),
+    ("NVIDIA B200", 10, True, True, True),
+    ("NVIDIA B300 SXM6 AC", 10, True, True, True),
+    ("NVIDIA GB200", 10, False, True, True),
+    ("NVIDIA GB300", 10, False, True, True),
+    ("NVIDIA RTX PRO 6000 Blackwell", 12, False, False, False),
 ]
-CASES = [(name, major, "deepep", deepep) for name, major, deepep, _ in GPUS]
-CASES += [(name, major, "hybridep", hybridep) for name, major, _, hybridep in GPUS]
+BACKENDS = ("deepep", "hybridep", "ncclep")
+CASES = [
+    (name, major, backend, is_good)
+    for name, major, *goods in GPUS
+    for backend, is_good in zip(BACKENDS, goods)
+]
 
 APPLY_TEXT = {
     "deepep": "DeepEP is only applicable to Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
     "Current GPU: {name}. Falling back to alltoall.",
     "hybridep": "HybridEP is only applicable for GB200, GB300 with NVL72 and for Ampere, Hopper, "
     "B200 and B300 GPUs. Current GPU: {name}. Falling back to alltoall.",
+    "ncclep": "NCCL EP is only applicable to Hopper and Blackwell GPUs. Current GPU: {name}. "
+    "Falling back to alltoall.",
 }
 VALIDATE_TEXT = {
     "deepep": "DeepEP is supported for Ampere, Hopper, and Blackwell (B200/B300) GPUs. "
     "Current GPU: {name}",
     "hybridep": "HybridEP is supported for GB200, GB300 with NVL72 and for Ampere, Hopper, B200 "
     "and B300 GPUs",
+    "ncclep": "NCCL EP is supported for Hopper and Blackwell GPUs. Current GPU: {name}",
 }
 INVALID = "Not a valid flex dispatcher backend. Skipping flex dispatcher backend configuration."
 
@@ -86,7 +93,7 @@ def test_apply_without_the_attribute(gpu, caplog):
     assert config == SimpleNamespace() and len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_apply_without_cuda(gpu, caplog, backend):
     gpu(None, error=no_probe())
     config = moe()
@@ -94,7 +101,7 @@ def test_apply_without_cuda(gpu, caplog, backend):
     assert config == flex(backend) and not caplog.messages
 
 
-@pytest.mark.parametrize("backend", [None, "ncclep", "DeepEP", ""])
+@pytest.mark.parametrize("backend", [None, "deepepv2", "DeepEP", ""])
 def test_apply_with_another_backend(gpu, caplog, backend):
     gpu(9, "NVIDIA H100")
     config = moe()
@@ -108,7 +115,7 @@ def test_another_backend_is_the_default(gpu, caplog):
     assert caplog.messages == [INVALID]
 
 
-@pytest.mark.parametrize("major, backend", [(9, "deepep"), (9, "hybridep"), (None, "ncclep")])
+@pytest.mark.parametrize("major, backend", [(9, "deepep"), (9, "hybridep"), (None, "deepepv2")])
 def test_apply_hands_on_errors_of_the_probe(gpu, major, backend):
     gpu(major, error=RuntimeError("no driver"))
     config = moe()
@@ -155,7 +162,7 @@ def test_validate_without_a_backend(gpu):
     assert config == moe("alltoall", None)
 
 
-@pytest.mark.parametrize("dispatcher, backend", [("alltoall", "deepep"), ("flex", "ncclep")])
+@pytest.mark.parametrize("dispatcher, backend", [("alltoall", "deepep"), ("flex", "deepepv2")])
 def test_validate_leaves_others_alone(gpu, dispatcher, backend):
     gpu(7, error=no_probe())
     config = moe(dispatcher, backend)

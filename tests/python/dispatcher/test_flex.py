@@ -285,7 +285,7 @@ def _construction(rank, num_ranks, group, functions):
             assert made.check_over_budget() is None and made.check_required_capacity() is None
             made.reset_over_budget()
             made.invalidate_ep_bootstrap()
-        for name in ("ncclep", "deepepv2", "nothing"):
+        for name in ("deepepv2", "nothing"):
             config.moe_flex_dispatcher_backend = name
             with pytest.raises(ValueError, match=f"Invalid backend: {name}"):
                 MoEFlexTokenDispatcher(E, list(range(E)), config, g)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flex backend under the name of NCCL EP: top-k choices travel, rows arrive by expert, padded.
+flex.py makes it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import manager
+from .by_expert import ByExpertManager
+from .capacity import get_align_size_for_quantization
+from .config import Settings
+from .manager import as_float32, chosen_experts
+
+_TOKEN_ALIGNMENT = 64  # of the number of tokens that budgets count with
+
+
+class _NCCLEPManager(ByExpertManager):
+    """Any number of tokens on any rank, zero included, without a row budget; see `ByExpertManager`
+    for those with one. A choice that the routing map does not have is sent nowhere, where the
+    reference sends it at probability 0. moe_ncclep_zero_copy changes nothing: rows are written to
+    their place in any case.
+    """
+
+    drop_and_pad = False
+
+    def __init__(
+        self,
+        group: Any,
+        num_local_experts: int,
+        router_topk: int,
+        num_experts: int,
+        config: Any,
+    ) -> None:
+        """router_topk and num_experts count every TP rank.
+
+        Raises ImportError without a dispatch function, ValueError for a capacity factor,
+        drop-and-pad, and for anything but bf16 on the wire.
+        """
+        if self._functions()[0] is None:
+            raise ImportError("NCCL EP is not installed. (weft.fused_a2a has no nccl_ep_dispatch)")
+        c = Settings(config)
+        if c.moe_expert_capacity_factor is not None or c.moe_pad_expert_input_to_capacity:
+            raise ValueError("ncclep: a capacity factor and drop-and-pad are not supported")
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype"):
+            if getattr(c, name) != "bf16":
+                raise ValueError(f"{name}: Weft does not quantise rows (expected 'bf16')")
+        self.group = group
+        self.config = config
+        self.num_local_experts = num_local_experts
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.num_sms = c.moe_flex_dispatcher_num_sms or 0
+        self.moe_expert_rank_capacity_factor = c.moe_expert_rank_capacity_factor
+        self.align_size = get_align_size_for_quantization(config)
+        self.token_indices: Tensor | None = None
+        # int64 [1] where the tokens are: the most rows that a call with a budget would have needed.
+        self.required_recv: Tensor | None = None
+
+    def _functions(self) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
+        found = manager.backend("ncclep")
+        return found.dispatch, found.combine
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        shape = (routing_map.shape[0], self.num_experts)
+        routing_map, probs = routing_map.reshape(shape), probs.reshape(shape)
+        token_probs, indices = chosen_experts(routing_map, probs, self.router_topk)
+        self.setup_metadata_from_indices(indices, token_probs)
+
+    def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
+        self.token_indices, self.token_probs = token_indices, token_probs
+        self._most = -(-self._most_tokens(token_indices) // _TOKEN_ALIGNMENT) * _TOKEN_ALIGNMENT
+
+    def dispatch(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        from weft import fused_a2a
+
+        budget, hidden = self._row_budget(), hidden_states.shape[1]
+        sizes = (self._most, budget, hidden)
+        fused_a2a.ensure_nccl_ep_bootstrapped(
+            self.group, self.num_experts, *sizes, self.router_topk, self.num_sms
+        )
+        self.handle = fused_a2a.new_nccl_ep_buffer(
+            self.router_topk, *sizes, self.num_local_experts, alignment=self.align_size
+        )
+        probs = as_float32(self.token_probs, "NCCL EP")
+        self.token_probs = probs.detach()  # or the router's graph would live until the next pass
+        self._num_tokens = hidden_states.shape[0]
+        dispatch, _ = self._functions()
+        rows, self.tokens_per_expert, self.dispatched_probs = dispatch(
+            self.handle, hidden_states, self.token_indices, probs
+        )
+        if budget is not None:
+            total = self.handle.total_recv_tokens
+            self._note_overflow(total > budget)
+            before = self.required_recv
+            is_first = before is None or before.device != total.device
+            self.required_recv = total.clone() if is_first else torch.maximum(before, total)
+        return rows
+
+    def combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        _, combine = self._functions()
+        tokens = combine(self.handle, hidden_states, num_local_tokens=self._num_tokens)
+        self.handle = None
+        self.dispatched_probs = self.dispatched_probs.detach()
+        return tokens
+
+
+def nccl_ep_release_context() -> None:
+    """Closes what "ncclep" has set up, on every rank before the process groups go; a later dispatch
+    sets it up anew."""
+    from weft import fused_a2a
+
+    fused_a2a.nccl_ep_finalize()

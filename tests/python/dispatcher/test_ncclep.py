@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of NCCL EP: what "hybridep" gives, bit for bit, and the dense layer."""
+
+import dispatcher_cases as cases
+import dispatcher_standins as standins
+import pytest
+import torch
+
+from weft import fused_a2a
+from weft.dispatcher import DispatcherConfig, _NCCLEPManager, nccl_ep_release_context
+
+E, H, K = 8, 16, 2
+
+
+def settings_of(**settings):
+    return DispatcherConfig(num_moe_experts=E, moe_router_topk=K, **settings)
+
+
+def _dense(rank, num_ranks, group, tp, ep, settings):
+    standins.use("weft")
+    all_cases = [cases.routing(r, 5 + 3 * r, H, E, K, unrouted=0.2) for r in range(num_ranks)]
+    weights = cases.Experts(9, E, H, 8)
+    with cases.groups(tp, ep) as g:
+        found = []
+        for kind in ("hybridep", "ncclep"):
+            made = cases.dispatcher(kind, g, settings_of(**settings))
+            out, counts = cases.check_against_dense(made, kind, tp, ep, all_cases, weights)
+            assert counts.dtype == torch.int64
+            found.append((out, counts))
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        assert isinstance(made._comm_manager, _NCCLEPManager)
+        assert made.cudagraph_attrs[1] == "_comm_manager.token_indices"
+        assert made.experts_read_received_rows and made._comm_manager.handle is None
+        assert made.get_pipeline_runtime_initializers(hidden_dim=H, dtype=torch.float32) == ()
+        assert made.check_over_budget() is None and made.check_required_capacity() is None
+        nccl_ep_release_context()
+        assert not fused_a2a.is_nccl_ep_bootstrapped()
+        cases.check_against_dense(made, kind, tp, ep, all_cases, weights)  # set up anew
+
+
+@pytest.mark.parametrize("settings", [{}, {"fp8": "hybrid"}], ids=["any", "aligned"])
+@pytest.mark.parametrize("tp, ep", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_it_gives_what_hybridep_gives(ranks, tp, ep, settings):
+    ranks(_dense, tp * ep, tp, ep, settings)
+
+
+def _budget(rank, num_ranks, group):
+    """A fixed number of rows: the flag, what would have been needed, growth."""
+    standins.use("weft")
+    with cases.groups(1, 2) as g:
+        # 12 tokens count as 64, so 64 * 2 * 0.25 = 32 rows.
+        made = cases.dispatcher("ncclep", g, settings_of(moe_expert_rank_capacity_factor=0.25))
+        probs = torch.full((12, E), 1 / K)
+        even = torch.zeros(12, E, dtype=torch.bool)
+        even[:, [0, 4]] = True  # 24 rows arrive at each rank
+        skewed = torch.zeros(12, E, dtype=torch.bool)
+        skewed[:, [0, 1]] = True  # 48 rows arrive at rank 0
+        x = torch.randn(12, H)
+        seen = []
+        for routing_map in (even, skewed, even):
+            given = made.dispatch_preprocess(x, routing_map, probs)
+            rows, row_probs = made.token_dispatch(*given)
+            assert rows.shape == (32, H) and row_probs.shape == (32,)
+            out = cases.weigh(rows, made._comm_manager.tokens_per_expert, row_probs)
+            made.token_combine(out)
+            flag, needed = made.check_over_budget(), made.check_required_capacity()
+            assert flag.dtype == torch.bool and needed.dtype == torch.int64
+            seen.append((bool(flag), int(needed)))
+        assert seen == [(False, 24), (rank == 0, (48, 24)[rank]), (rank == 0, (48, 24)[rank])]
+        made.reset_over_budget()
+        assert not made.check_over_budget()
+        made.grow_ep_recv_capacity(48)
+        made.invalidate_ep_bootstrap()
+        out, _ = cases.run(made, x, skewed, probs, cases.weigh)
+        assert not made.check_over_budget()
+        torch.testing.assert_close(out, x)
+        with pytest.raises(ValueError, match="no growth"):
+            made.grow_ep_recv_capacity(48)
+
+
+def test_budgets_tell_what_they_lacked(ranks):
+    ranks(_budget, 2)
+
+
+def _uneven(rank, num_ranks, group, told):
+    standins.use("weft")
+    num_tokens = (70, 0)[rank]
+    with cases.groups(1, 2) as g:
+        made = cases.dispatcher(
+            "ncclep", g, settings_of(moe_expert_rank_capacity_factor=1.0, **told)
+        )
+        case = cases.routing(rank, num_tokens, H, E, K)
+        probs = torch.full((num_tokens, E), 1 / K)
+        out, _ = cases.run(made, case.x, case.routing_map, probs, cases.weigh)
+        assert not made.check_over_budget()
+        torch.testing.assert_close(out, case.x)
+
+
+TOLD = [{"moe_max_tokens_per_rank": 70}, {"moe_hybridep_pad_uneven_dispatch_inputs": True}]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=["told", "asked"])
+def test_uneven_tokens_share_the_largest_size(ranks, told):
+    ranks(_uneven, 2, told)
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"moe_expert_capacity_factor": 1.0}, "not supported"),
+        ({"moe_pad_expert_input_to_capacity": True}, "not supported"),
+        ({"moe_dispatch_fwd_dtype": "mxfp8"}, "moe_dispatch_fwd_dtype: Weft does not quantise"),
+        ({"moe_combine_bwd_dtype": "mxfp8"}, "moe_combine_bwd_dtype: Weft does not quantise"),
+    ],
+)
+def test_what_it_refuses(settings, text):
+    standins.use("weft")
+    with pytest.raises(ValueError, match=text):
+        _NCCLEPManager(None, 4, K, E, settings_of(**settings))
+
+
+def test_a_missing_function_is_named(monkeypatch):
+    standins.use("weft")
+    monkeypatch.setattr(fused_a2a, "nccl_ep_dispatch", None)
+    with pytest.raises(ImportError, match="NCCL EP is not installed."):
+        _NCCLEPManager(None, 4, K, E, settings_of())
