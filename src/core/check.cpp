@@ -33,8 +33,13 @@ void raise_error(
     case ErrorCode::kPeerFailed:
       throw PeerError(code, message, context.rank, position);
     default:
-      throw Error(code, message, context.rank, position);
+      break;
   }
+  const Error error(code, message, context.rank, position);
+  if (context.lost_peer >= 0) {
+    throw LostPeerError(error, context.lost_peer);
+  }
+  throw error;
 }
 
 std::string errno_text(std::string_view expression, int error_number) {

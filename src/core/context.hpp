@@ -5,6 +5,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "weft/error.hpp"
 
@@ -15,10 +16,24 @@ struct Context {
   int rank = -1;  // -1: no group involved, nothing is appended
   int num_ranks = 0;
   std::string_view transport = {};
+  int lost_peer = -1;  // whom a LostPeerError is about; -1: errors are of the other kinds
+
+  [[nodiscard]] Context without(int peer) const { return {rank, num_ranks, transport, peer}; }
 };
 
-// Throws TimeoutError or PeerError for their codes, Error otherwise. The last two stand for the
-// caller's place (clang 14 has no std::source_location).
+// A peer has let go of what this rank wanted to reach: it has died, left or broken off, and its own
+// error or end is the cause.
+class LostPeerError final : public Error {
+ public:
+  LostPeerError(Error error, int peer) : Error(std::move(error)), peer_(peer) {}
+  [[nodiscard]] int peer() const { return peer_; }
+
+ private:
+  int peer_;
+};
+
+// Throws TimeoutError or PeerError for their codes, else LostPeerError if the context names a peer,
+// else Error. The last two stand for the caller's place (clang 14 has no std::source_location).
 [[noreturn]] void raise_error(
     ErrorCode code,
     const Context& context,

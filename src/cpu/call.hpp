@@ -40,13 +40,13 @@ struct CpuCall {
   std::byte* staging_data = nullptr;
 };
 
-// Where this rank reaches what a peer named in its word; null: it cannot. Throws Error (kTransport)
-// if the peer has broken off since and let go of it.
+// Where this rank reaches what a peer named in its word; null: it cannot. Throws LostPeerError if
+// the peer has broken off since and let go of it.
 [[nodiscard]] inline std::byte* reach(const CpuCall& call, int peer, const Target& target) {
   const Transport& transport = call.rank.transport;
   std::byte* const region = transport.mapped(peer, target.region.slot);
   WEFT_CHECK(
-      (Context{call.plan.shape.rank, call.plan.shape.num_ranks, transport.name()}),
+      (Context{call.plan.shape.rank, call.plan.shape.num_ranks, transport.name(), peer}),
       region != nullptr || target.place != Place::kEverySlot,
       ErrorCode::kTransport,
       "map: rank {} has released its region {} during call {}",

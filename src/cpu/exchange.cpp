@@ -117,43 +117,32 @@ CpuExchange::~CpuExchange() {
   }
 }
 
-int CpuExchange::find_gone_peer(std::chrono::milliseconds patience) const {
-  const Deadline deadline(patience);
-  for (;;) {
-    for (const PeerState wanted : {PeerState::kDied, PeerState::kLeft}) {
-      for (int peer = 0; peer < context_.num_ranks; ++peer) {
-        if (peer != context_.rank && transport_->peer_state(peer) == wanted) {
-          return peer;
-        }
-      }
-    }
-    if (deadline.has_passed()) {
-      return -1;
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 std::exception_ptr CpuExchange::cause_of(Op op, const Error& error) const {
   const bool is_unmapped = error.code() == ErrorCode::kNotAvailable;
   if (error.code() != ErrorCode::kTransport && !is_unmapped) {
     return std::current_exception();
   }
+  const auto* lost = dynamic_cast<const LostPeerError*>(&error);
+  const int peer = lost == nullptr ? -1 : lost->peer();
   // The memory of a peer that dies is gone a moment before its death can be seen.
-  const int peer = find_gone_peer(std::chrono::milliseconds(is_unmapped ? 1000 : 0));
-  if (peer < 0) {
+  const std::chrono::milliseconds patience(lost != nullptr && is_unmapped ? 1000 : 0);
+  std::string end = waiter_->end_of(peer, patience);
+  if (end.empty() && lost != nullptr && !is_unmapped) {
+    end = fmt::format("rank {} broke off", peer);
+  }
+  if (end.empty()) {
     return std::current_exception();
   }
-  const std::string problem = fmt::format(
-      "{}: rank {} {} during call {} ({})",
-      op_name(op),
-      peer,
-      transport_->peer_state(peer) == PeerState::kDied ? "died" : "left the exchange",
-      call_number_,
-      error.what()
-  );
   try {
-    raise_error(ErrorCode::kPeerFailed, context_, problem);
+    WEFT_RAISE(
+        context_,
+        ErrorCode::kPeerFailed,
+        "{}: {} during call {} ({})",
+        op_name(op),
+        end,
+        call_number_,
+        error.what()
+    );
   } catch (const Error&) {
     return std::current_exception();
   }

@@ -62,10 +62,7 @@ class CpuExchange : public Executor {
   template <class Prepare, class Run>
   auto run_call(Op op, const Prepare& prepare, const Run& run);
 
-  // A peer that died, else one that left (perhaps because of a death), or -1 if none has within so
-  // long.
-  [[nodiscard]] int find_gone_peer(std::chrono::milliseconds patience) const;
-  // The exception being handled, or that a peer is gone if the call failed because of it.
+  // The exception being handled, or how a peer has ended if the call failed by that.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
   // The end of the exchange. Of an interrupt, which happens only here, the other ranks are told.
   [[noreturn]] void break_off(Op op, const Error& error);

@@ -15,7 +15,7 @@
 
 namespace weft {
 
-// The checks throw Error (kTransport).
+// The checks throw Error (kTransport), for what a peer has released a LostPeerError.
 inline void check_rank(const Context& context, std::string_view verb, int rank) {
   WEFT_CHECK(
       context,
@@ -55,12 +55,19 @@ inline void check_put(
 ) {
   WEFT_CHECK(
       context,
-      region.is_imported && !region.is_released,
+      region.is_imported,
       ErrorCode::kTransport,
-      "put: region {} of rank {} is {}",
+      "put: region {} of rank {} is not imported",
       put.region,
-      rank,
-      region.is_imported ? "released" : "not imported"
+      rank
+  );
+  WEFT_CHECK(
+      context.without(rank),
+      !region.is_released,
+      ErrorCode::kTransport,
+      "put: region {} of rank {} is released",
+      put.region,
+      rank
   );
   WEFT_CHECK(
       context,
@@ -80,7 +87,7 @@ inline void check_importable(
     const Context& context, int rank, const RegionRef& region, bool is_allocated
 ) {
   WEFT_CHECK(
-      context,
+      context.without(rank),
       is_allocated,
       ErrorCode::kTransport,
       "import: region {} generation {} of rank {} is not allocated there",

@@ -69,11 +69,13 @@ class Transport {
   // The caller guarantees that no peer still writes there; peers drop their mapping by themselves.
   virtual void release(const RegionRef& region) = 0;
   // Makes a peer's region (or this rank's own) reachable under its slot; cheap when it already is.
+  // Throws LostPeerError (core/context.hpp) if the peer has let go of it.
   virtual void import(int rank, const RegionRef& region) = 0;
 
   // --- moving: any thread ---
   // Returns when the sources may be reused. Throws Error (kTransport, or kTimeout for a peer that
-  // takes nothing) naming the rank; then nothing is promised of it.
+  // takes nothing) naming the rank; then nothing is promised of it. A LostPeerError if that has
+  // died, left or released the region.
   virtual void put(int rank, std::span<const Put> puts) = 0;
   // Raises a signal by `amount` after everything this thread wrote through mapped() before is
   // visible.

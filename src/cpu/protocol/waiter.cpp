@@ -3,6 +3,8 @@
 
 #include <hwy/cache_control.h>
 
+#include <thread>
+
 #include "core/clock.hpp"
 #include "core/interrupt.hpp"
 
@@ -148,21 +150,12 @@ void Waiter::check_peers(
     return;
   }
   const Missing& late = *gone.missing;
-  // A peer that left may have done so because another died: that one is to blame.
-  std::string cause;
-  for (int rank = 0; rank < context_.num_ranks && gone.how == PeerState::kLeft; ++rank) {
-    if (cause.empty() && rank != context_.rank && transport_.peer_state(rank) == PeerState::kDied) {
-      cause = fmt::format("rank {} died and ", rank);
-    }
-  }
   WEFT_RAISE(
       context_,
       ErrorCode::kPeerFailed,
-      "{}: {}rank {} {} before {} {} arrived (call {}, signal {} at {} of {})",
+      "{}: {} before {} {} arrived (call {}, signal {} at {} of {})",
       reason.op,
-      cause,
-      gone.rank,
-      gone.how == PeerState::kDied ? "died" : "left the exchange",
+      end_of(gone.rank),
       gone.rank == late.peer ? "its" : fmt::format("rank {}'s", late.peer),
       reason.what,
       reason.call,
@@ -170,6 +163,26 @@ void Waiter::check_peers(
       late.seen,
       late.wanted
   );
+}
+
+std::string Waiter::end_of(int peer, std::chrono::milliseconds patience) const {
+  const Deadline deadline(patience);
+  for (;;) {
+    const PeerState how = peer < 0 ? PeerState::kAlive : transport_.peer_state(peer);
+    int dead = how == PeerState::kDied ? peer : -1;
+    for (int rank = 0; rank < context_.num_ranks && dead < 0; ++rank) {
+      const bool is_other = rank != context_.rank;
+      dead = is_other && transport_.peer_state(rank) == PeerState::kDied ? rank : -1;
+    }
+    const std::string death = dead < 0 ? "" : fmt::format("rank {} died", dead);
+    if (how == PeerState::kLeft) {
+      return fmt::format("{}{}rank {} left the exchange", death, dead < 0 ? "" : " and ", peer);
+    }
+    if (dead >= 0 || deadline.has_passed()) {
+      return death;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void Waiter::give_up(const WaitReason& reason, const std::vector<Missing>& missing) const {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -56,6 +57,11 @@ class Waiter {
 
   // Throws PeerError if another rank has been interrupted in this call or before it.
   void check_interrupts(const WaitReason& reason) const;
+
+  // How a peer has ended: "rank 1 died", or "rank 2 died and rank 1 left the exchange", since who
+  // leaves may have done so because another died. Without a peer (-1), or while it lives: who died.
+  // Empty: nothing of it can be seen within so long.
+  [[nodiscard]] std::string end_of(int peer, std::chrono::milliseconds patience = {}) const;
 
   // [num_ranks] seconds, any thread.
   [[nodiscard]] std::vector<double> wait_seconds() const;

@@ -236,7 +236,11 @@ void MappedTransport::import(int rank, const RegionRef& region) {
   } else {
     Cookie cookie = {};
     std::copy_n(std::begin(region.cookie), cookie.size(), cookie.begin());
-    memory = source_->reach(cookie, std::max<uint64_t>(region.bytes, 1));
+    try {
+      memory = source_->reach(cookie, std::max<uint64_t>(region.bytes, 1));
+    } catch (const Error& error) {
+      throw LostPeerError(error, rank);
+    }
   }
   memory.bytes = region.bytes;
   from.regions.insert(region.slot, region.generation, std::move(memory));

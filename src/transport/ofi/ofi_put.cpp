@@ -264,10 +264,12 @@ OfiTransport::Outcome OfiTransport::await(const Way& way, const Pending& pending
 
 void OfiTransport::require(Outcome outcome, int rank) const {
   std::string problem;
+  Context context = context_;
   switch (outcome) {
     case Outcome::kDone:
       return;
     case Outcome::kGone:
+      context = context_.without(rank);
       problem = fmt::format("rank {} {}", rank, peers_->has_left(rank) ? "has left" : "died");
       break;
     case Outcome::kFailed:
@@ -282,7 +284,7 @@ void OfiTransport::require(Outcome outcome, int rank) const {
       );
   }
   const bool is_late = outcome == Outcome::kLate;
-  raise_error(is_late ? ErrorCode::kTimeout : ErrorCode::kTransport, context_, "put: " + problem);
+  raise_error(is_late ? ErrorCode::kTimeout : ErrorCode::kTransport, context, "put: " + problem);
 }
 
 }  // namespace weft::ofi

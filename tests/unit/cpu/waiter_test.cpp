@@ -100,6 +100,20 @@ TEST_F(WaiterTest, NamesThePeerThatDiedRatherThanOneThatLeftForIt) {
   EXPECT_TRUE(text_of(thrown).starts_with("dispatch: rank 2 died before")) << text_of(thrown);
 }
 
+TEST_F(WaiterTest, TellsHowAPeerEndedAndWhoDied) {
+  const Waiter one = waiter(std::chrono::seconds(60));
+  transport_.peers[3] = PeerState::kLeft;
+  EXPECT_EQ(one.end_of(3), "rank 3 left the exchange");
+  EXPECT_EQ(one.end_of(1), "");
+  EXPECT_EQ(one.end_of(-1), "");
+  transport_.peers[2] = PeerState::kDied;
+  EXPECT_EQ(one.end_of(3), "rank 2 died and rank 3 left the exchange");
+  EXPECT_EQ(one.end_of(1), "rank 2 died");
+  EXPECT_EQ(one.end_of(-1), "rank 2 died");
+  transport_.peers[3] = PeerState::kDied;
+  EXPECT_EQ(one.end_of(3), "rank 3 died");
+}
+
 TEST_F(WaiterTest, CountsWhatAPeerRaisedBeforeItEnded) {
   transport_.on_park = [this] {
     transport_.signals[1] = 1;
