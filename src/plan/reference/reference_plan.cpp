@@ -153,9 +153,12 @@ void number_experts(Problem& problem, PlanData& plan, int64_t budget) {
 
 // The kept routes of one pair, in (token, slot, k) order.
 Arrivals pair_arrivals(const Problem& problem, int source, int target) {
+  const auto& all = problem.routes;
+  const auto begin = std::ranges::lower_bound(all, source, {}, &Route::source);
+  const auto end = std::ranges::upper_bound(all, source, {}, &Route::source);
   std::vector<Route> kept;
-  std::ranges::copy_if(problem.routes, std::back_inserter(kept), [&](const Route& route) {
-    return route.source == source && problem.target(route) == target && route.slot >= 0;
+  std::copy_if(begin, end, std::back_inserter(kept), [&](const Route& route) {
+    return problem.target(route) == target && route.slot >= 0;
   });
   std::ranges::sort(kept, [](const Route& a, const Route& b) {
     return std::tie(a.token, a.slot, a.k) < std::tie(b.token, b.slot, b.k);
