@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "balance_oracle.hpp"
+#include "cli/standard_streams.hpp"
 #include "measure/results.hpp"
 #include "plan/balance/balance.hpp"
 #include "plan/build.hpp"
@@ -232,5 +233,6 @@ int run(int argc, char** argv) {
 }  // namespace weft::program
 
 int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
   return weft::program::run(argc, argv);
 }

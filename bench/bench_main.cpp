@@ -5,7 +5,10 @@
 #include <string_view>
 #include <vector>
 
+#include "cli/standard_streams.hpp"
+
 int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
   char shortest[] = "--benchmark_min_time=0.0001";
   std::vector<char*> arguments;
   for (char* argument : std::vector<char*>(argv, argv + argc)) {

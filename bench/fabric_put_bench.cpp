@@ -14,6 +14,7 @@
 #include <sys/resource.h>
 #include <vector>
 
+#include "cli/standard_streams.hpp"
 #include "core/clock.hpp"
 #include "fabric_stream.hpp"
 #include "transport/ofi/fabric/fabric.hpp"
@@ -206,6 +207,7 @@ int run_rank(const Group& group, bool is_smoke, std::string_view only) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  program::open_standard_streams();
   const bool is_smoke = argc > 1 && std::string_view(argv[1]) == "--smoke";
   const std::string obstacle = transport_obstacle("ofi", Group::local(1).front());
   if (!obstacle.empty()) {

@@ -8,6 +8,7 @@
 #include <exception>
 #include <string>
 
+#include "cli/standard_streams.hpp"
 #include "hosts_contest.hpp"
 #include "report/table.hpp"
 
@@ -65,6 +66,7 @@ int run(const ContestShape& shape, const std::string& json_path) {
 }  // namespace weft::bench
 
 int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
   weft::bench::ContestShape shape;
   std::string json_path;
   bool is_smoke = false;

@@ -10,6 +10,7 @@
 #include <exception>
 #include <string>
 
+#include "cli/standard_streams.hpp"
 #include "mpi/contest.hpp"
 #include "report/table.hpp"
 
@@ -58,6 +59,7 @@ int run(const ContestOptions& options, const std::string& json_path) {
 }  // namespace weft::bench
 
 int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
   weft::bench::ContestOptions options;
   std::string json_path;
   bool is_smoke = false;

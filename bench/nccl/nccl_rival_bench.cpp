@@ -15,6 +15,7 @@
 #include <unistd.h>
 #include <vector>
 
+#include "cli/standard_streams.hpp"
 #include "core/gpu/devices.hpp"
 #include "measure/limits_cuda.hpp"
 #include "measure/measure.hpp"
@@ -155,6 +156,7 @@ void end_in_time(int) {
 }  // namespace weft::bench
 
 int main(int argc, char** argv) {
+  weft::program::open_standard_streams();
   weft::bench::Options options;
   CLI::App app("permute + NCCL all-to-all + permute on the GPUs of this machine");
   app.add_option("--cases", options.cases, "Reference cases, letters of ABC")

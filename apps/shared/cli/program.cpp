@@ -5,12 +5,11 @@
 
 #include <cstdio>
 #include <exception>
-#include <fcntl.h>
 #include <filesystem>
 #include <string>
 #include <string_view>
-#include <unistd.h>
 
+#include "cli/standard_streams.hpp"
 #include "core/atomic_file.hpp"
 #include "weft/version.hpp"
 
@@ -20,16 +19,6 @@ namespace {
 constexpr int kGood = 0;
 constexpr int kFailed = 1;
 constexpr int kBadUsage = 2;
-
-// Opens /dev/null in place of standard streams that are closed: a file that is opened later would
-// get such a number, and the text of a table.
-void open_standard_streams() {
-  int opened = 0;
-  while (opened >= 0 && opened <= STDERR_FILENO) {
-    opened = ::open("/dev/null", O_RDWR);
-  }
-  ::close(opened);
-}
 
 // "weft plan", or "weft" while no command is known.
 std::string speaker(const CLI::App& app) {
