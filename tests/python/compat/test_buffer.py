@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """dispatch and combine of `Buffer` against loops over everybody's inputs, bit for bit."""
 
+import contextlib
+
 import pytest
 import torch
 from buffer_cases import Case, dispatch, gather
 
+from domain_cases import DOMAINS, two_domains
 from weft.compat.deep_ep import Buffer
 from weft.compat.deep_ep.handles import Handle
 from weft.compat.deep_ep.layout import Hosts, layout_of, routes_to_ranks
@@ -69,6 +72,58 @@ def round_trip(rank, num_ranks, group, topk, tokens, low):
     assert torch.equal(out, case.summed(all_rows, biases[:1]))
     out, _, _ = buffer.combine(rows, handle, bias=biases)
     assert torch.equal(out, case.summed(all_rows, biases))
+
+
+def sums_of_slots(case, group, weights, domains):
+    """What all ranks have in each slot of this rank's tokens; sums are by rank, then domain."""
+    all_weights = gather(group, weights)
+    total = torch.zeros_like(case.weights)
+    for domain in domains:
+        part = torch.zeros_like(total)
+        for rank in domain:
+            for row, (source, token) in enumerate(case.arrivals(rank)):
+                if source == case.rank:
+                    part[token] += all_weights[rank][row]
+        total += part
+    return total
+
+
+def filled_slots(rank, num_ranks, group, topk, hidden, num_worst_tokens):
+    """Every slot of a row holds a number, whoever has its expert."""
+    with two_domains() if num_ranks == 4 else contextlib.nullcontext(group) as group:
+        domains = DOMAINS if num_ranks == 4 else [range(num_ranks)]
+        case = Case(rank, group, 4 * num_ranks, topk, TOKENS, hidden=hidden)
+        buffer = Buffer(group)
+        recv_x, recv_idx, _, _, handle, _ = dispatch(
+            buffer, case, num_worst_tokens=num_worst_tokens
+        )
+        gen = torch.Generator().manual_seed(rank)
+        weights = torch.randn(recv_idx.shape, generator=gen)
+        weights[len(case.arrivals(rank)) :] = float("nan")  # what is not in use is not read
+        want = sums_of_slots(case, group, weights, domains)
+        kept = sums_of_slots(case, group, weights.masked_fill(recv_idx < 0, 0), domains)
+        rows, back, _ = buffer.combine(recv_x, handle, topk_weights=weights, bias=case.x)
+        assert torch.equal(back, kept) and torch.equal(back, want) == (len(case.x) == 0)
+        try:
+            Buffer.sums_topk_weights = True
+            same, back, _ = buffer.combine(recv_x, handle, topk_weights=weights, bias=case.x)
+            none = buffer.combine(recv_x, handle)[1]
+        finally:
+            Buffer.sums_topk_weights = False
+        assert torch.equal(back, want) and torch.equal(rows, same) and none is None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_sums_of_what_all_ranks_have_in_a_slot(ranks, num_ranks):
+    ranks(filled_slots, num_ranks, 3, 32, 0)
+
+
+def test_sums_of_more_slots_than_a_row_has_elements(ranks):
+    ranks(filled_slots, 2, 20, 8, 0)
+
+
+def test_sums_without_slots_that_are_not_in_use(ranks):
+    ranks(filled_slots, 3, 3, 32, 100)
 
 
 def other_names(rank, num_ranks, group):

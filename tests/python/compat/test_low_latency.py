@@ -124,7 +124,7 @@ def test_ids_that_name_no_expert_are_ignored(ranks):
 
 
 def by_position(rank, num_ranks, group):
-    """Behind num_experts: V1's order, and that of the hybrid-ep branch."""
+    """Behind num_experts: the orders of V1, of sgl-deep-ep and of the hybrid-ep branch."""
     case, buffer = make(rank, num_ranks, group)
     stats = torch.zeros(case.local, dtype=torch.int32)
     waits = torch.zeros(num_ranks, dtype=torch.int64)
@@ -141,6 +141,12 @@ def by_position(rank, num_ranks, group):
         ((None, None, False), 5, False, False),
         ((stats, waits, True, True, False, False, True), 5, True, True),
         ((stats, None, False, False, False, True, False), 5, False, False),
+        ((stats, waits, scale), 5, True, False),
+        ((stats, waits, None, False), 5, False, False),
+        ((None, None, scale, True, True, False, False, False, True), 5, True, True),
+        ((stats, None, scale, False, False, False, False, True, False), 5, False, False),
+        ((None, None, None), 5, True, False),
+        ((None, None, waits), 5, True, False),
         ((None, None, None, scale, False), 5, False, False),
         ((weights, stats, waits, scale, True, True, False, False, False, True), 7, True, False),
         ((None, stats, None) + (None, False) + (False,) * 5 + (True,), 5, False, True),
@@ -172,8 +178,12 @@ def by_position(rank, num_ranks, group):
         case.x, case.idx, NUM_MAX, case.num_experts, stats, waits, use_fp8=False
     )
     assert mixed.dtype == torch.bfloat16
-    for given in ((None, None, False) + (False,) * 5, (None,) * 4 + (False,) * 8):
-        with pytest.raises(TypeError, match="positional"):
+    for given in (
+        (None,) * 2 + (False,) * 6,
+        (None,) * 3 + (False,) * 7,
+        (None,) * 4 + (False,) * 8,
+    ):
+        with pytest.raises(TypeError, match="multiple values"):
             buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts, *given)
     with pytest.raises(TypeError, match="use_fp8"):
         buffer.low_latency_dispatch(
@@ -181,7 +191,7 @@ def by_position(rank, num_ranks, group):
         )
 
 
-def test_arguments_by_position_in_either_order(ranks):
+def test_arguments_by_position_in_any_order(ranks):
     ranks(by_position, 2)
 
 

@@ -27,7 +27,15 @@ from .config import Config
 from .handles import Handle
 from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
-from .payload import Payload, biases_of, bring_back, parts_of, received_topk, round_up
+from .payload import (
+    Payload,
+    biases_of,
+    bring_back,
+    parts_of,
+    received_topk,
+    round_up,
+    slot_sums,
+)
 from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, Call, ExchangePool, MpiGroup, Runtime
 from .utils.event import EventHandle, EventOverlap, event_of
 
@@ -45,6 +53,7 @@ class Buffer(LowLatencyMode):
     """
 
     num_sms = 20  # GPU multiprocessors of a call whose config is None
+    sums_topk_weights = False  # whether combine adds up what all ranks have in a slot; see there
     _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
     _IS_LOCAL_RDMA = False  # whether there is only an RDMA buffer to look into
 
@@ -302,8 +311,10 @@ class Buffer(LowLatencyMode):
         float32 [N, K]; bias: one or two tensors [T, H] of x's dtype, on every rank or on none.
         Returns combined_x [T, H]: sums in fp32, by rank, then the bias, rounded once (without bias
         and among several domains: in each of them, and their sum); zeros (and bias) for a token
-        that went nowhere. combined_topk_weights float32 [T, K]: of each slot the
-        value of the rank that has its expert, or None. event.
+        that went nowhere. combined_topk_weights float32 [T, K] or None: of each slot the value of
+        the rank that has its expert, which is the sum where slots of -1 hold 0, as dispatch left
+        them. Where a caller fills those too, `Buffer.sums_topk_weights = True` on all ranks makes
+        it the sum over all ranks that have the token, at twice the bytes once more. event.
         """
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         with Call("combine", self._pool, "combine") as call:
@@ -323,6 +334,8 @@ class Buffer(LowLatencyMode):
             inputs = (x, topk_weights, *biases)
             with runtime.stream.call(x.device, inputs, *streams) as work:
                 combined = bring_back(call, x, topk_weights, biases, num_sms=num_sms)
+                if topk_weights is not None and self.sums_topk_weights:
+                    combined = combined._replace(weights=slot_sums(call, topk_weights, num_sms))
                 work.returns(*combined)
         return *combined, event_of(work)
 

@@ -39,7 +39,6 @@ Hook = Callable[[], None]
 
 _ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
 
-
 _V1_ORDER = (  # of what may follow num_experts by position
     "cumulative_local_expert_recv_stats",
     "dispatch_wait_recv_cost_stats",
@@ -49,13 +48,27 @@ _V1_ORDER = (  # of what may follow num_experts by position
     "async_finish",
     "return_recv_hook",
 )
+_HYBRID_ORDER = (
+    "topk_weights",
+    "cumulative_local_expert_recv_stats",
+    "dispatch_wait_recv_cost_stats",
+    "x_global_scale",
+    "use_fp8",
+    "round_scale",
+    "use_ue8m0",
+    "use_nvfp4",
+    "use_ue8m0_for_sf",
+    "async_finish",
+    "return_recv_hook",
+)
 
 
-def _in_either_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
-    """What `dispatch` takes by name behind num_experts may also be given by position: as it stands
-    there, which is the order of the hybrid-ep branch, or in V1's order."""
+def _in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
+    """What follows num_experts by position may be in the order of `dispatch`, which is that of
+    sgl-deep-ep, in V1's or in that of the hybrid-ep branch."""
     parameters = inspect.signature(dispatch).parameters.values()
-    hybrid_order = tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
+    places = [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY]
+    sgl_order = tuple(places[places.index("num_experts") + 1 :])
 
     @functools.wraps(dispatch)
     def call(
@@ -67,7 +80,7 @@ def _in_either_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
         *more: Any,
         **options: Any,
     ) -> tuple:
-        order = _V1_ORDER if _are_of_v1(more) else hybrid_order
+        order = _order_of(more, sgl_order)
         sizes = (num_max_dispatch_tokens_per_rank, num_experts)
         beyond = more[len(order) :]  # Python refuses these
         return dispatch(self, x, topk_idx, *sizes, *beyond, **dict(zip(order, more)), **options)
@@ -75,13 +88,19 @@ def _in_either_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
     return call
 
 
-def _are_of_v1(given: tuple[Any, ...]) -> bool:
-    """The third is a truth value in V1's order, a tensor or None in the other. The first is one
-    of counts or of weights, which have two dimensions; the second one of int64 or of int32."""
-    if len(given) > 2:
-        return not (given[2] is None or isinstance(given[2], Tensor))
-    first, second = (*given, None, None)[:2]
-    return getattr(first, "ndim", 1) == 1 and getattr(second, "dtype", None) != torch.int32
+def _order_of(given: tuple[Any, ...], sgl_order: tuple[str, ...]) -> tuple[str, ...]:
+    """use_fp8 is third in V1's order, fourth in sgl-deep-ep's and fifth in hybrid-ep's. Before it
+    stand tensors or None: of hybrid-ep first the weights, with two dimensions, then what is first
+    and second elsewhere, of int32 and int64."""
+    first, second, third, fourth = (*given, *(False,) * 4)[:4]
+    if (
+        getattr(first, "ndim", 1) == 2
+        or getattr(second, "dtype", None) == torch.int32
+        or getattr(third, "dtype", None) == torch.int64
+        or not isinstance(fourth, bool | int)
+    ):
+        return _HYBRID_ORDER
+    return _V1_ORDER if isinstance(third, bool | int) else sgl_order
 
 
 class LowLatencyMode:
@@ -94,7 +113,7 @@ class LowLatencyMode:
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
-    @_in_either_order
+    @_in_any_order
     @torch.no_grad()
     def low_latency_dispatch(
         self,
@@ -102,8 +121,6 @@ class LowLatencyMode:
         topk_idx: Tensor,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
-        *,
-        topk_weights: Tensor | None = None,
         cumulative_local_expert_recv_stats: Tensor | None = None,
         dispatch_wait_recv_cost_stats: Tensor | None = None,
         x_global_scale: Tensor | None = None,
@@ -111,12 +128,14 @@ class LowLatencyMode:
         round_scale: bool = False,
         use_ue8m0: bool = False,
         use_nvfp4: bool = False,
-        use_ue8m0_for_sf: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        topk_weights: Tensor | None = None,
+        use_ue8m0_for_sf: bool = False,
     ) -> tuple:
         """Collective. A copy of each token for each of its experts, in blocks of R * num_max rows.
-        What stands behind num_experts may be given by position, in the order of V1 or of hybrid-ep.
+        What follows num_experts by position may also be in the order of V1 or of hybrid-ep.
 
         x bf16 [T, H], T up to num_max_dispatch_tokens_per_rank, which is the same on all ranks, and
         H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0). topk_idx int64 [T, K], K up

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft import Combined, Plan
 
@@ -136,6 +137,18 @@ def bring_back(
     for bias in biases:
         tokens += bias
     return Combined(tokens.to(rows.dtype), sums)
+
+
+def slot_sums(call: Call, weights: Tensor, num_sms: int = 0) -> Tensor:
+    """Collective. fp32 [N, K] of a rank_major plan's rows, summed into the tokens like rows: as the
+    first columns of rows that are zero else, so at the cost of a combine in fp32."""
+    plan, hidden = call.plan, call.plan.exchange.hidden
+    sums = []
+    for columns in weights.split(hidden, dim=1):
+        call.by(plan, "combine")
+        rows = functional.pad(columns, (0, hidden - columns.size(1)))
+        sums.append(bring_back(call, rows, num_sms=num_sms).x[:, : columns.size(1)])
+    return torch.cat(sums, dim=1)
 
 
 def biases_of(bias: Rows | None, *wanted: Any) -> tuple[Tensor, ...]:
