@@ -31,10 +31,10 @@ struct CallOptions {
   int64_t number = 0;
 };
 
-// What a GPU stores instead of the bf16 rows it is given: FP8 rows with one fp32 scale for every
-// kQuantiseGroup elements (the largest magnitude divided by the largest FP8 number). `out.rows` is
-// then kByte [num_rows, hidden], `out.scales` fp32 [num_rows, hidden / kQuantiseGroup], and no
-// input scales are given.
+// What is stored instead of the bf16 rows that are given: FP8 rows with one fp32 scale for every
+// kQuantiseGroup elements (the largest magnitude divided by the largest FP8 number, 1 for a group
+// of zeros). `out.rows` is then kByte [num_rows, hidden], `out.scales` fp32 [num_rows, hidden /
+// kQuantiseGroup], and no input scales are given.
 enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
 inline constexpr int kQuantiseGroup = 128;
 

@@ -87,7 +87,7 @@ def dispatch(
     x [T, hidden] bf16, fp16 or fp32, or [T, any] of a one-byte dtype, moved as it is (row bytes a
     multiple of 16); made contiguous. weights fp32 [T, K], or [T, E] beside a routing map.
     scales [T, S] of any dtype, moved as bytes. quantise "e4m3" or "e5m2": bf16 becomes FP8 on the
-    way, with one fp32 scale for 128 elements (GPU). num_sms: GPU multiprocessors. copy_engines:
+    way, with one fp32 scale for 128 elements. num_sms: GPU multiprocessors. copy_engines:
     whether these carry the rows between GPUs, the same on all ranks; None: if the exchange runs
     beside computation and they were measured to cost it less (docs/overlap.md). The backward takes
     both as the forward did.

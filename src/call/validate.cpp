@@ -137,13 +137,6 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
 void Validator::quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out)
     const {
   const Checker check("dispatch", *this);
-  WEFT_CHECK(
-      context,
-      config.device.kind == Device::Kind::kCuda,
-      ErrorCode::kUnsupported,
-      "dispatch: quantise is asked for on {} (GPUs do that)",
-      device_text(config.device)
-  );
   WEFT_CHECK_ARG(
       context,
       in.x.dtype == DType::kBFloat16 && config.hidden % kQuantiseGroup == 0,

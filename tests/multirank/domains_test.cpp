@@ -110,6 +110,15 @@ TEST_P(DomainsTest, TakeManyTokensAndScales) {
   });
 }
 
+TEST_P(DomainsTest, MakeFp8OfRows) {
+  setup_.hidden = 256;
+  run({25, 26}, [&](Case& spec) {
+    spec.dtype = DType::kBFloat16;
+    spec.quantise = spec.seed == 25 ? Quantise::kE4M3 : Quantise::kE5M2;
+    spec.output = spec.seed == 25 ? OutputMemory::kStaged : OutputMemory::kDirect;
+  });
+}
+
 TEST_P(DomainsTest, TakeTokensThatGoToOneDomainAlone) {
   run({31, 32, 33}, [&](Case& spec) {
     spec.index = IndexKind::kInt32;

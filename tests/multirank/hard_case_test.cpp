@@ -46,6 +46,19 @@ class HardCaseTest : public testing::TestWithParam<Parameters> {
 // Rows of rank_major belong to several routes and cannot be weighed.
 class WeightedCombineTest : public HardCaseTest {};
 
+TEST_P(HardCaseTest, MakesFp8OfItsRows) {
+  setup_.hidden = 256;
+  spec_.dtype = DType::kBFloat16;
+  spec_.pad_multiple = is_rank_major() ? 1 : 8;
+  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
+    for (const OutputMemory output : {OutputMemory::kDirect, OutputMemory::kStaged}) {
+      spec_.quantise = kind;
+      spec_.output = output;
+      expect_reference_bits();
+    }
+  }
+}
+
 TEST_P(HardCaseTest, SendsAllTokensToOneExpert) {
   spec_.popularity = Popularity::kOneExpert;
   spec_.repeat_experts = true;

@@ -2,8 +2,12 @@
 #include "support/case_data.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <deque>
 
+#include "core/half.hpp"
 #include "plan/reference/reference_plan.hpp"
+#include "support/fp8.hpp"
 
 namespace weft::test {
 namespace {
@@ -147,6 +151,40 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   }
 }
 
+// What dispatch stores of bf16 rows, by the rule in the words of include/weft/calls.hpp.
+struct Fp8Rows {
+  Matrix rows;
+  Matrix scales;
+};
+
+Fp8Rows quantised(const Matrix& x, Quantise kind) {
+  const ConstTensor view = x.view();
+  Fp8Rows out = {
+      Matrix(DType::kByte, view.rows, view.cols),
+      Matrix(DType::kFloat32, view.rows, view.cols / kQuantiseGroup)};
+  const float last = fp8_to_float(num_finite_fp8(kind) - 1, kind);
+  for (size_t first = 0; first < x.num_elements(); first += kQuantiseGroup) {
+    const auto value = [&](size_t i) { return bf16_to_float(x.as<uint16_t>()[first + i]); };
+    float largest = 0;
+    for (size_t i = 0; i < kQuantiseGroup; ++i) {
+      largest = std::max(largest, std::fabs(value(i)));
+    }
+    const float scale = largest > 0 ? largest / last : 1;
+    out.scales.as<float>()[first / kQuantiseGroup] = scale;
+    for (size_t i = 0; i < kQuantiseGroup; ++i) {
+      out.rows.as<uint8_t>()[first + i] = nearest_fp8(value(i) / scale, kind);
+    }
+  }
+  return out;
+}
+
+// Finite, the first group zeros.
+Matrix values_to_quantise(int64_t rows, int64_t cols, RandomSource& random) {
+  Matrix x = random_values(DType::kBFloat16, rows, cols, random);
+  std::fill_n(x.as<uint16_t>(), rows > 0 ? kQuantiseGroup : 0, uint16_t{0});
+  return x;
+}
+
 std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) {
   const Case& spec = data.spec;
   const int64_t cols = spec.dtype == DType::kByte ? spec.byte_cols : data.setup.hidden;
@@ -154,21 +192,34 @@ std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) 
   std::vector<RankCall> calls;
   std::vector<DispatchInput> in;
   std::vector<DispatchOutput> out;
+  std::deque<Fp8Rows> stored;  // instead of x
   for (const Plan& plan : data.plans) {
     RankCall& call = calls.emplace_back();
-    call.x = random_bits(spec.dtype, plan.num_tokens(), cols, random);
-    call.rows = Matrix(spec.dtype, plan.num_rows(), cols);
+    if (spec.quantise == Quantise::kNone) {
+      call.x = random_bits(spec.dtype, plan.num_tokens(), cols, random);
+      call.rows = Matrix(spec.dtype, plan.num_rows(), cols);
+    } else {
+      call.x = values_to_quantise(plan.num_tokens(), cols, random);
+      call.rows = Matrix(DType::kByte, plan.num_rows(), cols);
+      call.row_scales = Matrix(DType::kFloat32, plan.num_rows(), cols / kQuantiseGroup);
+      stored.push_back(quantised(call.x, spec.quantise));
+    }
     if (spec.has_weights) {
       call.weights = random_bits(DType::kFloat32, plan.num_tokens(), weight_cols, random);
       call.row_weights = Matrix(DType::kFloat32, plan.num_rows(), plan.row_weight_cols());
     }
-    if (spec.scale_cols > 0) {
+    if (spec.scale_cols > 0 && stored.empty()) {
       call.scales = random_bits(DType::kByte, plan.num_tokens(), spec.scale_cols, random);
       call.row_scales = Matrix(DType::kByte, plan.num_rows(), spec.scale_cols);
     }
   }
   for (RankCall& call : calls) {
-    in.push_back(call.dispatch_input());
+    DispatchInput input = call.dispatch_input();
+    if (!stored.empty()) {
+      const Fp8Rows& fp8 = stored[in.size()];
+      input = {fp8.rows.view(), call.weights.view(), fp8.scales.view()};
+    }
+    in.push_back(input);
     out.push_back(call.dispatch_output());
   }
   reference_dispatch(data.plans, in, out);

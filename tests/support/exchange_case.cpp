@@ -63,7 +63,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "room {}, calls "
-      "{}{}, {}, weights {}/{}, scales {} B, output {}, scale {}]",
+      "{}{}, {}, weights {}/{}, scales {} B, quantise {}, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
       setup.domain_of,
@@ -83,6 +83,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       spec.has_plan_weights,
       spec.has_weights,
       spec.scale_cols,
+      static_cast<int>(spec.quantise),
       static_cast<int>(spec.output),
       static_cast<int>(spec.scale)
   );

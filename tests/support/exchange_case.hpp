@@ -81,7 +81,8 @@ struct Case {
   DType dtype = DType::kFloat32;
   int64_t byte_cols = 48;  // of a dispatch of kByte
   bool has_weights = true;
-  int64_t scale_cols = 0;  // bytes
+  int64_t scale_cols = 0;               // bytes
+  Quantise quantise = Quantise::kNone;  // of dispatches, which then have bf16 rows and no scales
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
   bool is_late = false;  // ranks enter each call some milliseconds apart

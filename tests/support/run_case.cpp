@@ -106,7 +106,8 @@ class CaseRun {
     const auto* row_weights = &memory_.add_output(call.row_weights);
     const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
     calls_.emplace_back([this, x, weights, scales, rows, row_weights, row_scales] {
-      const DispatchInput in = {x->tensor(), weights->tensor(), scales->tensor()};
+      const DispatchInput in = {
+          x->tensor(), weights->tensor(), scales->tensor(), data_.spec.quantise};
       const DispatchOutput out = {rows->tensor(), row_weights->tensor(), row_scales->tensor()};
       if (plan_) {
         exchange_.dispatch(*plan_, in, out, options_);

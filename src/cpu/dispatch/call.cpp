@@ -8,14 +8,17 @@
 #include "cpu/dispatch/fan_out.hpp"
 #include "cpu/dispatch/forward.hpp"
 #include "cpu/dispatch/push.hpp"
+#include "cpu/dispatch/quantise.hpp"
 #include "cpu/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
 namespace {
 
-// What this rank has for its output: regions that peers reach, where it lies in some, and staging.
+// What this rank sends, and what it has for its output: regions that peers reach, where it lies in
+// some, and staging.
 struct Ready {
+  StoredInput in;
   std::optional<Region> rows;
   std::optional<Region> scales;
   Staging staging;
@@ -107,14 +110,19 @@ void CpuExchange::dispatch(
     const auto region_of = [&](const Tensor& tensor) {
       return pool_->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
     };
-    Ready ready = {.rows = region_of(out.rows), .scales = region_of(out.scales), .staging = {}};
+    Ready ready = {
+        .in = StoredInput(in, *workers_),
+        .rows = region_of(out.rows),
+        .scales = region_of(out.scales),
+        .staging = {}};
+    const auto& [x, weights, scales, quantise] = ready.in.get();
     ready.staging = dispatch_staging(
         plan,
-        {.rows = staged_bytes(in.x, ready.rows.has_value()),
-         .scales = staged_bytes(in.scales, ready.scales.has_value()),
-         .weights = in.weights.is_given() ? sizeof(float) : 0,
-         .crossing_rows = static_cast<uint64_t>(in.x.row_bytes()),
-         .crossing_scales = staged_bytes(in.scales, false)}
+        {.rows = staged_bytes(x, ready.rows.has_value()),
+         .scales = staged_bytes(scales, ready.scales.has_value()),
+         .weights = weights.is_given() ? sizeof(float) : 0,
+         .crossing_rows = static_cast<uint64_t>(x.row_bytes()),
+         .crossing_scales = staged_bytes(scales, false)}
     );
     reserve_staging(ready.staging.num_bytes);
     return ready;
@@ -148,9 +156,11 @@ void CpuExchange::dispatch(
     }
     const std::vector<CallWord> words = board_->swap(to, {});
     import_targets(words);
-    run({cpu_rank(), call_number_, plan, words, to, ready.staging, staging_.data}, in, out);
+    run({cpu_rank(), call_number_, plan, words, to, ready.staging, staging_.data},
+        ready.in.get(),
+        out);
     ++counters_.num_dispatches;
-    count_crossings(count_sent(plan), payload.row_bytes + payload.scale_bytes);
+    count_crossings(count_sent(plan), payload.out_row_bytes() + payload.scale_bytes);
   });
 }
 

@@ -1,27 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises bf16 rows to FP8 on their way through registers, with one fp32 scale for 128 elements.
-// The scale is the group's largest magnitude divided by the largest FP8 number, 1 for a group of
-// zeros; an element is divided by it and rounded to nearest even. The push role (push.cuh) does it
-// before it stores a row.
+// Quantises bf16 rows to FP8 on their way through registers, by the rule of call/quantise.hpp. The
+// push role (push.cuh) does it before it stores a row.
 #pragma once
 
 #include <cuda_fp8.h>
 
-#include "call/payload.hpp"
+#include "call/quantise.hpp"
 #include "core/half.hpp"
 #include "cuda/device/row_mover.cuh"
 
 namespace weft {
 
-__host__ __device__ inline float largest_fp8(Quantise kind) {
-  return kind == Quantise::kE4M3 ? 448.0F : 57344.0F;
-}
-
-__host__ __device__ inline float scale_of(float largest, Quantise kind) {
-  return largest == 0.0F ? 1.0F : largest / largest_fp8(kind);
-}
-
-__host__ __device__ inline uint8_t to_fp8(float value, float scale, Quantise kind) {
+__device__ inline uint8_t to_fp8(float value, float scale, Quantise kind) {
   return __nv_cvt_float_to_fp8(
       value / scale, __NV_SATFINITE, kind == Quantise::kE4M3 ? __NV_E4M3 : __NV_E5M2
   );

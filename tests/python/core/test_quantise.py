@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that dispatch makes FP8 of, against torch's own conversion."""
+
+import pytest
+import torch
+
+import weft
+from oracle import inputs
+
+HIDDEN = 384
+KINDS = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}
+
+
+def as_fp8(x, kind):
+    """What is stored of bf16 rows [T, H]: FP8 [T, H], float32 [T, H / 128]."""
+    dtype, largest = KINDS[kind]
+    groups = x.float().unflatten(1, (-1, 128))
+    amax = groups.abs().amax(2)
+    scales = torch.where(amax == 0, 1, amax / torch.tensor(largest, dtype=torch.float32))
+    return (groups / scales.unsqueeze(2)).flatten(1).to(dtype), scales
+
+
+def quantised(rank, num_ranks, group, kind, layout):
+    num_experts = 4 * num_ranks
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_tokens=32)
+    _, idx, weights = inputs(rank, (17, 0, 5)[rank % 3], 3, num_experts)
+    x = (
+        torch.randn(len(idx), HIDDEN)
+        * 2.0 ** torch.randint(-20, 20, (len(idx), 3)).repeat_interleave(128, 1)
+    ).bfloat16()
+    x[:1, :128] = 0
+    plan = ex.plan(idx, layout=layout)
+    made = ex.dispatch(plan, x, weights, quantise=kind)
+    rows, scales = as_fp8(x, kind)
+    expected = ex.dispatch(plan, rows, weights, scales)
+    assert made.rows.dtype == KINDS[kind][0]
+    is_row = torch.ones(plan.num_rows, dtype=torch.bool)
+    if layout == "expert_strided":
+        stride = plan.num_rows // len(plan.rows_per_expert)
+        is_row = (torch.arange(stride) < plan.rows_per_expert.unsqueeze(1)).flatten()
+    for got, want in zip(made, expected):
+        assert torch.equal(got[is_row].view(torch.uint8), want[is_row].view(torch.uint8))
+    again, _ = ex.plan_and_dispatch(idx, x, weights, layout=layout, quantise=kind)
+    assert again.num_rows == plan.num_rows
+
+
+@pytest.mark.parametrize("layout", ["rank_major", "expert_major", "expert_strided"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_fp8_with_a_scale_for_128_elements(ranks, kind, layout):
+    ranks(quantised, 2, kind, layout)
+
+
+def refused(rank, num_ranks, group):
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
+    x, idx, _ = inputs(rank, 8, 2, 4, torch.bfloat16)
+    x = x.repeat(1, -(-HIDDEN // x.size(1)))[:, :HIDDEN].contiguous()
+    plan = ex.plan(idx)
+    with pytest.raises(weft.InvalidArgument, match="quantise") as caught:
+        ex.dispatch(plan, x, quantise="e4m3" if rank == 1 else "none")
+    assert "e4m3" in str(caught.value) and "none" in str(caught.value)
+    with pytest.raises(weft.InvalidArgument, match="quantise of float32 rows"):
+        ex.dispatch(plan, x.float(), quantise="e4m3")
+    with pytest.raises(weft.InvalidArgument, match="scales are given beside quantise"):
+        ex.dispatch(plan, x, None, x[:, :4].contiguous(), quantise="e4m3")
+    ex.dispatch(plan, x, quantise="e5m2")
+
+
+def test_ranks_that_differ_and_rows_that_cannot_be_made_are_refused(ranks):
+    ranks(refused, 2)
