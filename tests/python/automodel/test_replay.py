@@ -258,3 +258,38 @@ def by_expert(rank, num_ranks, group):
 
 def test_rows_by_expert_are_replayed(ranks):
     ranks(by_expert, 2)
+
+
+def with_a_budget(rank, num_ranks, group, budget):
+    """A fixed number of rows is replayed as it was, whether it sufficed or not."""
+    fused_a2a, _ = automodel.modules("weft")
+    fused_a2a.reset_hybrid_ep_buffer()
+    x, probs, experts = leaves(rank, 6)
+    is_chosen = torch.nn.functional.one_hot(experts + 1, EXPERTS + 1)[..., 1:]
+    dense = (probs.unsqueeze(-1) * is_chosen).sum(1)
+    local = EXPERTS // num_ranks
+
+    def tokens():
+        rows, row_probs, _, counts, handle = fused_a2a.hybrid_ep_dispatch(
+            x, is_chosen.any(1), dense, group, local, num_permuted_tokens=budget
+        )
+        used = int(counts.sum())
+        rows = rows * torch.nn.functional.pad(row_probs[:used], (0, budget - used)).unsqueeze(1)
+        return fused_a2a.hybrid_ep_combine(rows, handle, budget), int(handle[-1])
+
+    recorder = fused_a2a.HybridEPDispatchReplayRecorder()
+    with torch.no_grad():
+        with fused_a2a.hybridep_dispatch_replay_scope(recorder, "record"):
+            wanted, overflow = tokens()
+        recorder.finalize()
+        with layouts_counted(fused_a2a) as made:
+            with fused_a2a.hybridep_dispatch_replay_scope(recorder, "replay"):
+                found, again = tokens()
+    assert overflow == again and not made
+    assert torch.equal(found, wanted)
+    return overflow
+
+
+@pytest.mark.parametrize("budget, is_short", [(8, True), (40, False)])
+def test_budgets_are_replayed(ranks, budget, is_short):
+    assert ranks(with_a_budget, 2, budget) == [is_short, is_short]
