@@ -37,7 +37,7 @@ def _trained(ranks, num_ranks, *args):
     assert set.union(*(seen for seen, _ in found)) == found[0][1]
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep", "ncclep"])
 @pytest.mark.parametrize("num_batches", [1, 2, 4])
 def test_chunks_of_one_rank(ranks, dispatcher, num_batches):
     options = {"kinds": "mdmm", "dispatcher": dispatcher, "shared": True, "delay": True}

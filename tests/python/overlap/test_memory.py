@@ -133,6 +133,6 @@ def _with_inputs(layer):
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "hybridep", "ncclep"])
 def test_backward_leaves_nothing(ranks, dispatcher, early):
     ranks(_nothing_left, 2, dispatcher, early)
