@@ -40,10 +40,21 @@ struct CheckSettings {
   DeviceChoice device = {};
 };
 
+// An exchange that cases share as long as they want the same of it: among many processes one takes
+// longer to make than a case takes to run.
+struct SharedExchange {
+  ExchangeConfig wanted;
+  Exchange exchange;
+};
+
 // Collective. Dispatch and combine of every plan, compared bit for bit with the reference; empty if
-// all is equal on this rank, else the first difference.
+// all is equal on this rank, else the first difference. `shared`: of the case before, if that went
+// well; of this one afterwards.
 [[nodiscard]] std::optional<std::string> run_case(
-    const Group& group, const CheckCase& check_case, const CheckSettings& settings
+    const Group& group,
+    const CheckCase& check_case,
+    const CheckSettings& settings,
+    std::optional<SharedExchange>& shared
 );
 
 // Layouts by dtypes, exact, padded, with room to spare and one row short.

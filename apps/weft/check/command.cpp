@@ -8,6 +8,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -155,11 +156,12 @@ class CheckRun {
 
  private:
   void run_all(const std::vector<CheckCase>& cases, ResultTable& table) {
+    std::optional<SharedExchange> shared;
     for (const CheckCase& check_case : cases) {
       progress_.update(static_cast<double>(num_done_++) / static_cast<double>(num_cases_));
       std::string mine;
       try {
-        if (const auto difference = run_case(group_, check_case, options_.settings)) {
+        if (const auto difference = run_case(group_, check_case, options_.settings, shared)) {
           mine = fmt::format("{} [rank {}/{}]", *difference, group_.rank(), group_.num_ranks());
         }
       } catch (const TimeoutError&) {
@@ -170,6 +172,7 @@ class CheckRun {
       const std::string failure = first_failure(group_, mine);
       table.add(check_case, failure.empty());
       if (!failure.empty()) {
+        shared.reset();
         note(name_of(check_case), failure);
       }
     }

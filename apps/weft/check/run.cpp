@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "check/case.hpp"
 #include "core/gpu/device_memory.hpp"
@@ -141,12 +142,12 @@ struct PlanRun {
 
 class CaseRun {
  public:
-  CaseRun(const Group& group, const CheckCase& check_case, const CheckSettings& settings)
+  CaseRun(const Group& group, const CheckCase& check_case, Exchange& exchange)
       : case_(check_case),
         rank_(static_cast<size_t>(group.rank())),
         domain_of_(group.topology().domain_of),
-        device_(settings.device.device(group.rank())),
-        exchange_(group, config(check_case, settings, device_)) {}
+        device_(exchange.config().device),
+        exchange_(exchange) {}
 
   std::optional<std::string> run() {
     std::vector<PlanRun> runs;
@@ -170,23 +171,6 @@ class CaseRun {
   }
 
  private:
-  static ExchangeConfig config(
-      const CheckCase& check_case, const CheckSettings& settings, const Device& device
-  ) {
-    const Workload& workload = check_case.workload;
-    return {
-        .hidden = workload.hidden,
-        .max_tokens = std::max<int64_t>(1, std::ranges::max(workload.num_tokens)),
-        .num_experts = workload.routing.num_experts,
-        .max_topk = workload.routing.topk,
-        .device = device,
-        .transport = settings.transport,
-        .num_threads = settings.num_threads,
-        .mover = check_case.mover,
-        .copy_engines = check_case.copy_engines,
-        .timeout = kTimeout};
-  }
-
   [[nodiscard]] CallOptions call() const { return {.copy_engines = case_.copy_engines}; }
 
   // Keeps the first failure. All ranks go on, since the calls that follow are collective.
@@ -355,16 +339,51 @@ class CaseRun {
   size_t rank_;
   std::vector<int> domain_of_;
   Device device_;
-  Exchange exchange_;
+  Exchange& exchange_;
   std::optional<std::string> failure_;
 };
+
+ExchangeConfig config_of(
+    const CheckCase& check_case, const CheckSettings& settings, const Device& device
+) {
+  const Workload& workload = check_case.workload;
+  return {
+      .hidden = workload.hidden,
+      .max_tokens = std::max<int64_t>(1, std::ranges::max(workload.num_tokens)),
+      .num_experts = workload.routing.num_experts,
+      .max_topk = workload.routing.topk,
+      .device = device,
+      .transport = settings.transport,
+      .num_threads = settings.num_threads,
+      .mover = check_case.mover,
+      .copy_engines = check_case.copy_engines,
+      .timeout = kTimeout};
+}
+
+// Of two configurations of one run.
+bool is_same(const ExchangeConfig& a, const ExchangeConfig& b) {
+  const auto varied = [](const ExchangeConfig& config) {
+    return std::tie(
+        config.hidden, config.max_tokens, config.max_topk, config.mover, config.copy_engines
+    );
+  };
+  return varied(a) == varied(b);
+}
 
 }  // namespace
 
 std::optional<std::string> run_case(
-    const Group& group, const CheckCase& check_case, const CheckSettings& settings
+    const Group& group,
+    const CheckCase& check_case,
+    const CheckSettings& settings,
+    std::optional<SharedExchange>& shared
 ) {
-  return CaseRun(group, check_case, settings).run();
+  const auto wanted = config_of(check_case, settings, settings.device.device(group.rank()));
+  if (!shared || !is_same(shared->wanted, wanted)) {
+    shared.reset();
+    shared.emplace(SharedExchange{wanted, Exchange(group, wanted)});
+  }
+  return CaseRun(group, check_case, shared->exchange).run();
 }
 
 }  // namespace weft::program
