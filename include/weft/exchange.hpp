@@ -150,7 +150,8 @@ class Exchange {
   // Inside a capture no other rank can hear of it: throws Error (kUnsupported).
   void refuse(Op op, std::string_view reason, const CallOptions& call = {});
 
-  // Local. Throws what a call that has finished on the GPU found; no effect on a CPU.
+  // Local. Throws what a call that has finished on the GPU found; on a CPU why the exchange can no
+  // longer be used.
   void check();
 
   // Local. [rows, cols], contents undefined.

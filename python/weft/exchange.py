@@ -179,11 +179,22 @@ class Exchange:
                 return core, self._called(core, verb if has_rows else "plan", call, core)
             except BaseException as error:
                 was_refused = isinstance(error, InvalidArgument) or _core.num_begun() == begun
-                if not (was_refused and may_grow and self._grow(wanted, topk_idx, routing_map)):
+                if not (was_refused and may_grow and self._is_usable(core)):
+                    raise
+                if not self._grow(wanted, topk_idx, routing_map):
                     raise
                 if not isinstance(error, Exception):
                     call = _raising(error)  # the others ask again, an interrupt is not forgotten
             may_grow = False
+
+    def _is_usable(self, core: _core.Exchange) -> bool:
+        """Whether the others have come to a call that this rank refused; a GPU cannot tell yet."""
+        try:
+            if not self._on_gpu:
+                core.check()
+        except Error:
+            return False
+        return True
 
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
@@ -442,7 +453,8 @@ class Exchange:
         return torch._C._cuda_getCurrentRawStream(self.device.index) or 1
 
     def check(self) -> None:
-        """Raises what a call that has finished on the GPU found; nothing on a CPU."""
+        """Raises what a call that has finished on the GPU found; on a CPU why the exchange can no
+        longer be used."""
         self.core.check()
 
     def stats(self) -> dict:

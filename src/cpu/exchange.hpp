@@ -44,7 +44,12 @@ class CpuExchange : public Executor {
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
-  void check() override {}
+  // Throws why the exchange can no longer be used.
+  void check() override {
+    if (broken_) {
+      std::rethrow_exception(broken_);
+    }
+  }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
   [[nodiscard]] const Context& context() const override { return context_; }

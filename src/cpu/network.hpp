@@ -47,12 +47,7 @@ class Network : private CpuExchange {
   }
 
   // --- the end of the exchange ---
-  // Throws why the exchange can no longer be used.
-  void check() override {
-    if (broken_) {
-      std::rethrow_exception(broken_);
-    }
-  }
+  using CpuExchange::check;
   [[noreturn]] void fail(const std::exception_ptr& cause) {
     broken_ = cause;
     std::rethrow_exception(cause);

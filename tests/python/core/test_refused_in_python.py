@@ -20,6 +20,18 @@ def caught(call):
     return "nothing", ""
 
 
+def wrong_where_nobody_comes(rank, num_ranks, group):
+    """Rank 1 refuses a call that rank 0 never makes."""
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4, timeout=0.5)
+    return caught(lambda: ex.plan([[0]])) if rank == 1 else caught(ex.check)
+
+
+def test_a_reason_that_nobody_hears_is_told_where_it_arose(ranks):
+    nothing, (name, text) = ranks(wrong_where_nobody_comes, 2)
+    assert nothing == ("nothing", "")
+    assert "topk_idx" in text and "list" in text, (name, text)
+
+
 def wrong_on_rank_1(rank, num_ranks, group):
     """Every call that rank 1 gets wrong, and after each of them one that is right on both ranks."""
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
