@@ -174,7 +174,7 @@ std::string Waiter::end_of(int peer, std::chrono::milliseconds patience) const {
       const bool is_other = rank != context_.rank;
       dead = is_other && transport_.peer_state(rank) == PeerState::kDied ? rank : -1;
     }
-    const std::string death = dead < 0 ? "" : fmt::format("rank {} died", dead);
+    std::string death = dead < 0 ? "" : fmt::format("rank {} died", dead);
     if (how == PeerState::kLeft) {
       return fmt::format("{}{}rank {} left the exchange", death, dead < 0 ? "" : " and ", peer);
     }
