@@ -364,7 +364,12 @@ ExchangeConfig config_of(
 bool is_same(const ExchangeConfig& a, const ExchangeConfig& b) {
   const auto varied = [](const ExchangeConfig& config) {
     return std::tie(
-        config.hidden, config.max_tokens, config.max_topk, config.mover, config.copy_engines
+        config.hidden,
+        config.max_tokens,
+        config.num_experts,
+        config.max_topk,
+        config.mover,
+        config.copy_engines
     );
   };
   return varied(a) == varied(b);

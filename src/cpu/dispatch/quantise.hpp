@@ -37,6 +37,9 @@ class StoredInput {
     in_.quantise = Quantise::kNone;
   }
 
+  StoredInput(StoredInput&&) = default;  // a copy would name the rows of this one
+  StoredInput& operator=(StoredInput&&) = default;
+
   [[nodiscard]] const DispatchInput& get() const { return in_; }
 
  private:
