@@ -3,22 +3,27 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
-from weft.dispatcher import manager
+from ranks import after_call
 
-_real = manager.backend
+from weft.dispatcher import manager
 
 
 def use(functions: str) -> None:
-    """Has the flex dispatchers of this process run on "weft" or on the functions below."""
+    """Has the flex dispatchers of this rank run on "weft" or, in this call, the functions below."""
+    if functions == "weft":
+        return
 
     def standins(name):
         pair = (hybrid_dispatch, hybrid_combine) if name == "hybridep" else (dispatch, combine)
         return manager.Backend(*pair, None)
 
-    manager.backend = _real if functions == "weft" else standins
+    after_call.append(partial(setattr, manager, "backend", manager.backend))
+    manager.backend = standins
 
 
 def installed() -> list[str]:

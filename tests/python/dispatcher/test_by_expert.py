@@ -2,7 +2,6 @@
 """Rows that arrive by expert are those that would arrive by rank and be permuted, bit for bit."""
 
 import dispatcher_cases as cases
-import dispatcher_standins as standins
 import pytest
 import torch
 
@@ -63,7 +62,6 @@ def assert_same(direct, permuted):
 
 
 def _both_ways(rank, num_ranks, group, backend, tp, ep, num_tokens, dtype):
-    standins.use("weft")
     with cases.groups(tp, ep) as g:
         for name, unrouted in [*((name, 0.4) for name in SETTINGS), ("plain", 0.0), ("plain", 1.0)]:
             case = cases.routing(rank, num_tokens[rank], H, E, K, unrouted=unrouted, dtype=dtype)
@@ -100,7 +98,6 @@ def test_same_bits_as_a_permute_with_uccl(ranks):
 
 def _from_indices(rank, num_ranks, group, backend):
     """Choices as NeMo Automodel gives them: -1 anywhere, and numbers that name no expert."""
-    standins.use("weft")
     local = E // num_ranks
     case = cases.routing(rank, (19, 4)[rank], H, E, K)
     probs, indices = case.probs.topk(K, dim=1)
@@ -134,7 +131,6 @@ def test_choices_that_name_no_expert(ranks, backend):
 
 def _metadata(rank, num_ranks, group):
     """Each received row has one choice; a permute of that is the identity."""
-    standins.use("weft")
     with cases.groups(1, 2) as g:
         config = DispatcherConfig(
             num_moe_experts=E, moe_router_topk=K, fp8="hybrid", moe_permute_fusion=True
@@ -164,7 +160,6 @@ def test_received_rows_are_described(ranks):
 
 def _which_way(rank, num_ranks, group, monkey):
     """Whose rows have several choices, and whose come by expert."""
-    standins.use("weft")
 
     def num_choices(**settings):
         with cases.groups(1, 2) as g:

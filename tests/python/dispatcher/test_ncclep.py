@@ -2,7 +2,6 @@
 """The backend of NCCL EP: what "hybridep" gives, bit for bit, and the dense layer."""
 
 import dispatcher_cases as cases
-import dispatcher_standins as standins
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ def settings_of(**settings):
 
 
 def _dense(rank, num_ranks, group, tp, ep, settings):
-    standins.use("weft")
     all_cases = [cases.routing(r, 5 + 3 * r, H, E, K, unrouted=0.2) for r in range(num_ranks)]
     weights = cases.Experts(9, E, H, 8)
     with cases.groups(tp, ep) as g:
@@ -46,7 +44,6 @@ def test_it_gives_what_hybridep_gives(ranks, tp, ep, settings):
 
 def _budget(rank, num_ranks, group):
     """A fixed number of rows: the flag, what would have been needed, growth."""
-    standins.use("weft")
     with cases.groups(1, 2) as g:
         # 12 tokens count as 64, so 64 * 2 * 0.25 = 32 rows.
         made = cases.dispatcher("ncclep", g, settings_of(moe_expert_rank_capacity_factor=0.25))
@@ -83,7 +80,6 @@ def test_budgets_tell_what_they_lacked(ranks):
 
 
 def _uneven(rank, num_ranks, group, told):
-    standins.use("weft")
     num_tokens = (70, 0)[rank]
     with cases.groups(1, 2) as g:
         made = cases.dispatcher(
@@ -114,13 +110,11 @@ def test_uneven_tokens_share_the_largest_size(ranks, told):
     ],
 )
 def test_what_it_refuses(settings, text):
-    standins.use("weft")
     with pytest.raises(ValueError, match=text):
         _NCCLEPManager(None, 4, K, E, settings_of(**settings))
 
 
 def test_a_missing_function_is_named(monkeypatch):
-    standins.use("weft")
     monkeypatch.setattr(fused_a2a, "nccl_ep_dispatch", None)
     with pytest.raises(ImportError, match="NCCL EP is not installed."):
         _NCCLEPManager(None, 4, K, E, settings_of())
