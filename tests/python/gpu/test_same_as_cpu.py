@@ -342,7 +342,7 @@ def wrong_on_one_rank(rank, num_ranks, group):
     """All ranks raise what the last one passes wrong, and the next call is not shifted."""
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    inputs, is_wrong = Inputs(rank, num_ranks, device), rank == num_ranks - 1
+    inputs, is_wrong = Inputs(rank, num_ranks, device, (7,)), rank == num_ranks - 1
 
     def dispatch(x):
         return fused_a2a.fused_dispatch(x, inputs.idx, inputs.weights, inputs.num_experts, group)
