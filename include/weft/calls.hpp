@@ -31,12 +31,19 @@ struct CallOptions {
   int64_t number = 0;
 };
 
-// What is stored instead of the bf16 rows that are given: FP8 rows with one fp32 scale for every
-// kQuantiseGroup elements (the largest magnitude divided by the largest FP8 number, 1 for a group
-// of zeros). `out.rows` is then kByte [num_rows, hidden], `out.scales` fp32 [num_rows, hidden /
-// kQuantiseGroup], and no input scales are given.
+// What is stored instead of the bf16 rows that are given: FP8 rows with one scale for every
+// kQuantiseGroup elements. `out.rows` is then kByte [num_rows, hidden], `out.scales` [num_rows,
+// hidden / kQuantiseGroup], fp32 or with ScaleRule::kUe8m0 kByte, and no input scales are given.
 enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
 inline constexpr int kQuantiseGroup = 128;
+
+// What the scale of a group is.
+enum class ScaleRule : uint8_t {
+  kExact,       // its largest magnitude divided by the largest FP8 number; 1 for a group of zeros
+  kClamped,     // the same, of a largest magnitude of at least 1e-4
+  kPowerOfTwo,  // kClamped's, rounded up to a power of two
+  kUe8m0,       // kPowerOfTwo's, as its exponent + 127 in a byte
+};
 
 struct DispatchInput {
   ConstTensor
@@ -44,6 +51,7 @@ struct DispatchInput {
   ConstTensor weights = {};  // fp32, shaped like Routing::weights; travels untouched, NaN included
   ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
   Quantise quantise = Quantise::kNone;
+  ScaleRule scale_rule = ScaleRule::kExact;  // with `quantise`
 };
 
 struct DispatchOutput {
@@ -51,6 +59,18 @@ struct DispatchOutput {
                 // is left as it was
   Tensor weights = {};  // fp32 [plan.num_rows(), plan.row_weight_cols()]; zero where no route
   Tensor scales = {};   // [plan.num_rows(), cols of scales]
+
+  // What is wanted beside it, on this rank.
+  // int32 [plan.num_rows(), 2]: the rank that a row comes from, and its token there. What belongs
+  // to a row without a token is left as it was.
+  Tensor sources = {};
+  // int32 [1, local experts], not with kRankMajor: the plan's rows_per_expert, and what it is added
+  // to.
+  Tensor counts = {};
+  Tensor count_sums = {};
+  // kExpertStrided, scales of a multiple of four bytes: the scales of each expert's block lie by
+  // column, as [bytes / 4, stride] words of four bytes. Grouped matrix products want them so.
+  bool scales_by_column = false;
 };
 
 enum class CombineScale : uint8_t {
@@ -65,6 +85,9 @@ struct CombineInput {
   ConstTensor source_weights =
       {};  // fp32, shaped like Routing::weights; kSourceWeights only, not with kRankMajor
   CombineScale scale = CombineScale::kNone;
+  // int64 or int32, shaped like source_weights of a routing by topk_idx: a weight counts as zero
+  // where this is negative. Not between domains of GPUs.
+  ConstTensor source_idx = {};
 };
 
 struct CombineOutput {

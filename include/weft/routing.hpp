@@ -17,6 +17,8 @@ struct Routing {
   // Optional fp32 weights the plan keeps for CombineScale::kPlanWeights: [num_tokens, topk], or
   // [num_tokens, num_experts] with a map.
   ConstTensor weights = {};
+  // Values of topk_idx outside [0, num_experts) are no route, like -1, and no error.
+  bool ignores_unknown = false;
 };
 
 }  // namespace weft

@@ -21,11 +21,12 @@ WEFT_HD constexpr uint64_t half_row_bytes(uint64_t hidden) {
 }
 
 struct PayloadFormat {
-  DType dtype = DType::kBFloat16;       // of rows as the source gives them
-  Quantise quantise = Quantise::kNone;  // how they are stored
-  int64_t row_bytes = 0;                // as the source gives them; 0: there are no rows
-  int64_t scale_bytes = 0;              // of a row as it is stored; 0: none
-  int64_t weight_bytes = 0;             // of all weights of a token; 0: none
+  DType dtype = DType::kBFloat16;            // of rows as the source gives them
+  Quantise quantise = Quantise::kNone;       // how they are stored
+  ScaleRule scale_rule = ScaleRule::kExact;  // of what is quantised
+  int64_t row_bytes = 0;                     // as the source gives them; 0: there are no rows
+  int64_t scale_bytes = 0;                   // of a row as it is stored; 0: none
+  int64_t weight_bytes = 0;                  // of all weights of a token; 0: none
 
   [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
   // The bytes of a row as it is stored: FP8 has half those of bf16.
@@ -49,6 +50,7 @@ struct PayloadFormat {
   return {
       .dtype = in.x.dtype,
       .quantise = in.quantise,
+      .scale_rule = in.quantise == Quantise::kNone ? ScaleRule::kExact : in.scale_rule,
       .row_bytes = in.x.row_bytes(),
       .scale_bytes = out.scales.row_bytes(),
       .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0};

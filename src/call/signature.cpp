@@ -41,6 +41,9 @@ constexpr auto kScale = [](int64_t value) {
   return one_of<3>({"none", "plan_weights", "source_weights"}, value);
 };
 constexpr auto kQuantise = [](int64_t value) { return one_of<3>({"none", "e4m3", "e5m2"}, value); };
+constexpr auto kScaleRule = [](int64_t value) {
+  return one_of<4>({"exact", "clamped", "power_of_two", "ue8m0"}, value);
+};
 
 struct Field {
   std::string_view name;
@@ -55,6 +58,9 @@ constexpr auto kDTypeOf = [](const Call& c) {
   return c.payload.row_bytes == 0 ? 0 : 1 + static_cast<int64_t>(c.payload.dtype);
 };
 constexpr auto kQuantiseOf = [](const Call& c) { return static_cast<int64_t>(c.payload.quantise); };
+constexpr auto kScaleRuleOf = [](const Call& c) {
+  return static_cast<int64_t>(c.payload.scale_rule);
+};
 constexpr auto kHasWeights = [](const Call& c) { return int64_t{c.payload.weight_bytes > 0}; };
 constexpr auto kHasCopies = [](const Call& c) { return int64_t{c.has_copies}; };
 constexpr auto kCallNumber = [](const Call& c) { return c.number; };
@@ -67,9 +73,9 @@ constexpr std::string_view kCall = "the caller's number of this call";
 constexpr std::string_view kRoom = "memory to be made for a token";
 
 constexpr Field kPlanFields[] = {
-    {"layout", 4, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
+    {"layout", 2, [](const Call& c) { return static_cast<int64_t>(c.options.layout); }, kLayout},
     {"overflow",
-     4,
+     2,
      [](const Call& c) { return static_cast<int64_t>(c.options.overflow); },
      kOverflow},
     {"topk", 8, [](const Call& c) { return int64_t{c.topk}; }, kNumber},
@@ -77,6 +83,7 @@ constexpr Field kPlanFields[] = {
     {"has_weights", 4, [](const Call& c) { return int64_t{c.has_weights}; }, kYesNo},
     {"dtype of x in the same call", 4, kDTypeOf, kDType},
     {"quantise in the same call", 4, kQuantiseOf, kQuantise},
+    {"scale_rule in the same call", 4, kScaleRuleOf, kScaleRule},
     {"has_weights of x in the same call", 4, kHasWeights, kYesNo},
     {kCall, 28, kCallNumber, kNumber},
     {"pad_multiple", 64, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
@@ -90,6 +97,7 @@ constexpr Field kDispatchFields[] = {
     {"dtype of x", 4, kDTypeOf, kDType},
     {"has_weights", 4, kHasWeights, kYesNo},
     {"quantise", 4, kQuantiseOf, kQuantise},
+    {"scale_rule", 4, kScaleRuleOf, kScaleRule},
     {"copy_engines", 4, kHasCopies, kYesNo},
     {kCall, 28, kCallNumber, kNumber},
     {"row bytes of x", 64, kRowBytes, kBytes},

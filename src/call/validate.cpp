@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "call/payload.hpp"
+#include "call/quantise.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
@@ -49,16 +50,18 @@ class Checker {
   }
 
   // Kernels load and store so many bytes at a time.
-  void aligned_on_gpu(std::string_view name, const ConstTensor& rows) const {
+  void aligned_on_gpu(
+      std::string_view name, const ConstTensor& rows, int64_t alignment = kRowAlignment
+  ) const {
     const auto address = reinterpret_cast<uintptr_t>(rows.data);
     WEFT_CHECK_ARG(
         who_.context,
-        rows.device.kind == Device::Kind::kCpu || address % kRowAlignment == 0,
+        rows.device.kind == Device::Kind::kCpu || static_cast<int64_t>(address) % alignment == 0,
         "{}: {} begins at address {:#x} (expected a multiple of {})",
         op_,
         name,
         address,
-        kRowAlignment
+        alignment
     );
   }
 
@@ -132,6 +135,39 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
   }
   check.aligned_on_gpu("x", in.x);
   check.aligned_on_gpu("rows", out.rows);
+  beside(plan, out);
+}
+
+void Validator::beside(const PlanData& plan, const DispatchOutput& out) const {
+  const Checker check("dispatch", *this);
+  const auto integers = [&](std::string_view name, const ConstTensor& given, TensorShape shape) {
+    if (given.is_given()) {
+      check.tensor(name, given, {DType::kInt32}, shape);
+    }
+  };
+  integers("sources", out.sources, {plan.num_rows, 2});
+  const Layout layout = plan.shape.options.layout;
+  WEFT_CHECK_ARG(
+      context,
+      layout != Layout::kRankMajor || !(out.counts.is_given() || out.count_sums.is_given()),
+      "dispatch: counts of rows with rank_major (whose rows belong to no one expert)"
+  );
+  integers("counts", out.counts, {1, plan.shape.num_local_experts()});
+  integers("count_sums", out.count_sums, {1, plan.shape.num_local_experts()});
+  constexpr int64_t kWord = 4;
+  WEFT_CHECK_ARG(
+      context,
+      !out.scales_by_column ||
+          (layout == Layout::kExpertStrided && out.scales.row_bytes() % kWord == 0),
+      "dispatch: scales by column, of {} bytes a row with {} (expected a multiple of {} with {})",
+      out.scales.row_bytes(),
+      layout_name(layout),
+      kWord,
+      layout_name(Layout::kExpertStrided)
+  );
+  if (out.scales_by_column) {
+    check.aligned_on_gpu("output scales", out.scales, kWord);
+  }
 }
 
 void Validator::quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out)
@@ -150,8 +186,15 @@ void Validator::quantised(const PlanData& plan, const DispatchInput& in, const D
       !in.scales.is_given(),
       "dispatch: input scales are given beside quantise (which makes them)"
   );
+  WEFT_CHECK_ARG(
+      context,
+      in.scale_rule <= ScaleRule::kUe8m0,
+      "dispatch: scale_rule = {} is unknown (0 to 3)",
+      static_cast<int>(in.scale_rule)
+  );
+  const DType dtype = scale_bytes(in.scale_rule) == 1 ? DType::kByte : DType::kFloat32;
   const TensorShape shape = {plan.num_rows, config.hidden / kQuantiseGroup};
-  check.tensor("output scales", out.scales, {DType::kFloat32}, shape);
+  check.tensor("output scales", out.scales, {dtype}, shape);
 }
 
 void Validator::combine(const PlanData& plan, const CombineInput& in, const CombineOutput& out)
@@ -193,6 +236,16 @@ void Validator::combine(const PlanData& plan, const CombineInput& in, const Comb
     check.tensor(
         "source_weights", in.source_weights, {DType::kFloat32}, source_weights_shape(plan)
     );
+  }
+  if (in.source_idx.is_given()) {
+    WEFT_CHECK_ARG(
+        context,
+        needs_weights && !plan.shape.from_map,
+        "combine: source_idx is given ({})",
+        needs_weights ? "the routing was a map" : "scale does not use it"
+    );
+    const TensorShape shape = source_weights_shape(plan);
+    check.tensor("source_idx", in.source_idx, {DType::kInt64, DType::kInt32}, shape);
   }
   check.aligned_on_gpu("rows", in.rows);
   check.aligned_on_gpu("x", out.x);

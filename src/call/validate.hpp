@@ -30,6 +30,8 @@ struct Validator {
 
  private:
   void quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
+  // What is wanted beside rows, weights and scales.
+  void beside(const PlanData& plan, const DispatchOutput& out) const;
 };
 
 }  // namespace weft

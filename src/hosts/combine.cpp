@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "call/validate.hpp"
+#include "core/check.hpp"
 #include "hosts/call.hpp"
 
 namespace weft {
@@ -251,7 +252,14 @@ void HostsExchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
   const auto validate = [&](const PlanData& header) {
-    network_->validator(settings_).combine(header, in, out);
+    const Validator validator = network_->validator(settings_);
+    validator.combine(header, in, out);
+    WEFT_CHECK(
+        validator.context,
+        !in.source_idx.is_given(),
+        ErrorCode::kUnsupported,
+        "combine: source_idx is given between domains of GPUs (leave the weights out before)"
+    );
   };
   run_call<HostsCombine>(plan, validate, in, out, call);
 }

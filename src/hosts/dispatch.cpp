@@ -67,6 +67,7 @@ class HostsDispatch : HostsCall {
         from_sources([&](uint32_t source) { return network_.signals().crossing(source, 0); });
     const size_t transfer = start(std::move(rows));
     launch_own();
+    tell_sources();
     // All ranks of the domain launch the rounds in the same order.
     while (next_round_ < device_.rounds().size()) {
       const size_t i = next_round_ - 1;
@@ -74,7 +75,8 @@ class HostsDispatch : HostsCall {
         copy_forwarded(transfer, i);
       }
       follow_copies();
-      node().dispatch(device_.rounds()[next_round_++], forwarded_input(i), out_, options_);
+      const Plan& round = device_.rounds()[next_round_++];
+      node().dispatch(round, forwarded_input(i), output_of_round(false), options_);
     }
     follow_copies();  // x is read there
   }
@@ -124,7 +126,28 @@ class HostsDispatch : HostsCall {
     DispatchInput own = in_;
     own.weights = weights_by_k(in_.weights, areas_.own_weights);
     next_round_ = 1;
-    node().dispatch(device_.rounds()[0], own, out_, options_);
+    node().dispatch(device_.rounds()[0], own, output_of_round(true), options_);
+  }
+
+  // A round knows sources by its own numbers alone, and the counts of all rounds.
+  [[nodiscard]] DispatchOutput output_of_round(bool is_first) const {
+    DispatchOutput out = out_;
+    out.sources = {};
+    if (!is_first) {
+      out.counts = {};
+      out.count_sums = {};
+    }
+    return out;
+  }
+
+  void tell_sources() const {
+    if (out_.sources.is_given()) {
+      TellSourcesLaunch launch;
+      launch.list = device_.index().row_sources;
+      launch.count = num_used_rows(plan_);
+      launch.out = reinterpret_cast<int32_t*>(out_.sources.data);
+      launch_tell_sources(launch, stream_);
+    }
   }
 
   [[nodiscard]] DispatchInput forwarded_input(size_t i) const {
@@ -140,6 +163,7 @@ class HostsDispatch : HostsCall {
       in.scales = view(tokens.extra, in_.scales.dtype, count, in_.scales.cols);
     }
     in.quantise = in_.quantise;
+    in.scale_rule = in_.scale_rule;
     return in;
   }
 

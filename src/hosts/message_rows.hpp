@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GPU does for inter-node tokens: it packs rows into messages, and adds up what other
-// domains send back. Launches allocate nothing; each throws Error (kCuda). message_rows.cu has the
-// kernels.
+// What a GPU does for inter-node tokens: it packs rows into messages, adds up what other domains
+// send back, and tells where rows come from. Launches allocate nothing; each throws Error (kCuda).
+// message_rows.cu has the kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -56,6 +56,15 @@ struct SumPartsLaunch {
 };
 
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
+
+// out[row] = (source rank, token there) of each row that is listed.
+struct TellSourcesLaunch {
+  const int32_t* list = nullptr;  // [count, 3] row, source rank, token there
+  int64_t count = 0;
+  int32_t* out = nullptr;  // [., 2]
+};
+
+void launch_tell_sources(const TellSourcesLaunch& call, cudaStream_t stream);
 
 // Once per device.
 void prepare_message_rows();

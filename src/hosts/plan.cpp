@@ -87,7 +87,8 @@ Plan HostsExchange::make_plan(
     network_->refuse(Op::kPlan, error.what(), {});
     throw;
   }
-  const Plan host = network_->make_plan({idx.tensor, map.tensor, weights.tensor}, options, call);
+  const Routing copied = {idx.tensor, map.tensor, weights.tensor, routing.ignores_unknown};
+  const Plan host = network_->make_plan(copied, options, call);
   return bring_plan(host, stream);
 }
 

@@ -246,11 +246,15 @@ void PlanImage::write_records(
 }
 
 InterNodeIndex::InterNodeIndex(const PlanData& plan) : from_map_(plan.shape.from_map) {
+  for_each_row(plan, [&](int32_t row, int32_t source, int32_t token) {
+    row_sources_.insert(row_sources_.end(), {row, source, token});
+  });
   part_row_ = part_rows(plan);
   weight_row_ = weight_rows(plan, part_row_);
   for (const auto& tokens : plan.between->sent) {
     offsets_.sent.push_back(add(tokens));
   }
+  offsets_.row_sources = add(row_sources_);
   offsets_.part_begin = add(plan.between->token_begin);
   offsets_.part_row = add(part_row_);
   offsets_.weight_row = add(weight_row_);
@@ -279,6 +283,7 @@ InterNodeArrays<const int32_t*> InterNodeIndex::at(const std::byte* address) con
   for (const uint64_t offset : offsets_.sent) {
     arrays.sent.push_back(array(offset));
   }
+  arrays.row_sources = array(offsets_.row_sources);
   arrays.part_begin = array(offsets_.part_begin);
   arrays.part_row = array(offsets_.part_row);
   arrays.weight_row = array(offsets_.weight_row);

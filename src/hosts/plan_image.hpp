@@ -2,8 +2,8 @@
 // From a plan on the host to what the GPUs of a domain follow: the image of one round (PlanImage),
 // in which every rank of the domain sends the tokens of one source: its own, or those that it
 // forwards; and arrays that a GPU needs of the plan in addition to its rounds (InterNodeIndex),
-// which message_rows.cu reads: the inter-node tokens, and what combine adds up. Previous in the
-// data flow: plan.cpp; next: src/cuda/plan/call.cpp.
+// which message_rows.cu reads: the inter-node tokens, where rows come from, and what combine adds
+// up. Previous in the data flow: plan.cpp; next: src/cuda/plan/call.cpp.
 #pragma once
 
 #include <cstdint>
@@ -68,6 +68,7 @@ class PlanImage {
 template <class T>
 struct InterNodeArrays {
   std::vector<T> sent;   // [num_domains] inter-node tokens, ascending
+  T row_sources = {};    // [num_used_rows, 3] row, its source rank and its token there
   T part_begin = {};     // [num_tokens + 1]
   T part_row = {};       // by token, ascending domain
   T weight_row = {};     // [num_tokens, topk] the part with the route's weight, -1 = none
@@ -89,6 +90,7 @@ class InterNodeIndex {
   [[nodiscard]] uint64_t add(std::span<const int32_t> values);
 
   bool from_map_;
+  std::vector<int32_t> row_sources_;
   std::vector<int32_t> part_row_;
   std::vector<int32_t> weight_row_;
   std::vector<std::pair<uint64_t, std::span<const int32_t>>> arrays_;

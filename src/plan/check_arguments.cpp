@@ -109,22 +109,23 @@ namespace {
 
 template <class Index>
 void copy_indices(
-    const std::byte* data, const ExchangeConfig& limits, const Context& context, RouteTable& table
+    const Routing& routing, const ExchangeConfig& limits, const Context& context, RouteTable& table
 ) {
   for (size_t i = 0; i < table.expert.size(); ++i) {
     Index value;
-    std::memcpy(&value, data + i * sizeof(Index), sizeof(Index));
+    std::memcpy(&value, routing.topk_idx.data + i * sizeof(Index), sizeof(Index));
+    const bool is_route = value >= 0 && value < limits.num_experts;
     const auto topk = static_cast<size_t>(table.topk);
     WEFT_CHECK_ARG(
         context,
-        value >= -1 && value < limits.num_experts,
+        is_route || value == -1 || routing.ignores_unknown,
         "plan: topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
         i / topk,
         i % topk,
         value,
         limits.num_experts
     );
-    table.expert[i] = static_cast<int32_t>(value);
+    table.expert[i] = is_route ? static_cast<int32_t>(value) : -1;
   }
 }
 
@@ -135,7 +136,7 @@ void read_topk(
   table.expert.resize(static_cast<size_t>(table.num_tokens) * static_cast<size_t>(table.topk));
   const bool is_wide = routing.topk_idx.dtype == DType::kInt64;
   const auto copy = is_wide ? copy_indices<int64_t> : copy_indices<int32_t>;
-  copy(routing.topk_idx.data, limits, c, table);
+  copy(routing, limits, c, table);
   if (table.has_weights && !table.expert.empty()) {
     table.weight.resize(table.expert.size());
     std::memcpy(table.weight.data(), routing.weights.data, table.weight.size() * sizeof(float));

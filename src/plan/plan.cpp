@@ -70,6 +70,14 @@ bool operator==(const PlanData& a, const PlanData& b) {
          a.token_arrivals == b.token_arrivals && a.padding == b.padding;
 }
 
+int64_t num_used_rows(const PlanData& plan) {
+  int64_t rows = 0;
+  for (const Arrivals& from : plan.received) {
+    rows += from.one_row ? from.size() : from.num_routes();
+  }
+  return rows;
+}
+
 Plan::Plan(std::shared_ptr<const PlanData> data) : data_(std::move(data)) {}
 
 const PlanData& Plan::data() const {
@@ -167,11 +175,7 @@ int64_t Plan::crossing_bytes(int64_t row_bytes) const {
 }
 
 int64_t Plan::logical_bytes(int64_t row_bytes) const {
-  int64_t rows = 0;
-  for (const Arrivals& from : data().received) {
-    rows += from.one_row ? from.size() : from.num_routes();
-  }
-  return rows * row_bytes;
+  return num_used_rows(data()) * row_bytes;
 }
 
 std::span<const int64_t> Plan::global_routes_per_expert() const {

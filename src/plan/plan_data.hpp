@@ -135,6 +135,21 @@ struct PlanData {
 // What is known without that: the shape and num_rows.
 [[nodiscard]] const PlanData& header_of(const Plan& plan);
 
+// Rows of this rank's output that carry a token.
+[[nodiscard]] int64_t num_used_rows(const PlanData& plan);
+// visit(row, source rank, token there) for each of them.
+template <class Visit>
+void for_each_row(const PlanData& plan, const Visit& visit) {
+  for (size_t source = 0; source < plan.received.size(); ++source) {
+    const Arrivals& pair = plan.received[source];
+    for (int64_t i = 0; i < pair.size(); ++i) {
+      for (const int32_t row : pair.slots(i)) {
+        visit(row, static_cast<int32_t>(source), pair.token[static_cast<size_t>(i)]);
+      }
+    }
+  }
+}
+
 // Several ascending lists of tokens, turned round: token t has the entries [begin[t], begin[t +
 // 1]), lists ascending, and make(list, i) is the entry of the i-th token of a list.
 template <class Entry, class Make>

@@ -113,6 +113,7 @@ void PlanWorld::load(const CaseData& data) {
     call.topk_idx = from_map ? nullptr : rank.indices.get();
     call.index_bytes = data.spec.index == IndexKind::kInt32 ? 4 : 8;
     call.num_tokens = static_cast<int32_t>(data.spec.num_tokens[r]);
+    call.ignores_unknown = routing.ignores_unknown;
     call.topk = from_map ? setup_.max_topk : data.spec.topk;
     call.weights = nullptr;
     call.has_weights = data.spec.has_plan_weights;

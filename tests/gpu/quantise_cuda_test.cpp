@@ -38,6 +38,37 @@ TEST_P(GpuQuantisedRowsTest, AreFp8WithTheirScales) {
   }
 }
 
+// As models of FP8 want them, beside sources and counts: by column with expert_strided. With a plan
+// of before, and with plan and dispatch in one call of few tokens.
+TEST_P(GpuQuantisedRowsTest, HaveScalesByEveryRule) {
+  const bool copies = GetParam();
+  for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertStrided}) {
+    for (const ScaleRule rule : {ScaleRule::kClamped, ScaleRule::kPowerOfTwo, ScaleRule::kUe8m0}) {
+      for (const bool is_routed : {false, true}) {
+        ExchangeSetup setup = gpu_setup(4, num_gpus());
+        setup.hidden = 512;
+        setup.max_tokens = is_routed ? 16 : 64;
+        setup.copy_engines = copies;
+        Case spec;
+        spec.num_tokens = {setup.max_tokens, 0, 13, 1};
+        spec.topk = 3;
+        spec.layout = layout;
+        spec.pad_multiple = 8;
+        spec.room = Room::kSpare;
+        spec.calls = "dd";
+        spec.is_routed = is_routed;
+        spec.ignores_unknown = is_routed;
+        spec.hole_fraction = 0.2;
+        spec.dtype = DType::kBFloat16;
+        spec.quantise = Quantise::kE4M3;
+        spec.scale_rule = rule;
+        spec.asks_beside = true;
+        ASSERT_EQ(run_on_threads(setup, spec), "");
+      }
+    }
+  }
+}
+
 // Without and with copy engines.
 INSTANTIATE_TEST_SUITE_P(All, GpuQuantisedRowsTest, testing::Bool());
 

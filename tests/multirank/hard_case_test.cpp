@@ -59,6 +59,50 @@ TEST_P(HardCaseTest, MakesFp8OfItsRows) {
   }
 }
 
+TEST_P(HardCaseTest, MakesFp8ByEveryRuleForScales) {
+  setup_.hidden = 512;
+  spec_.calls = "d";
+  spec_.dtype = DType::kBFloat16;
+  spec_.pad_multiple = is_rank_major() ? 1 : 8;
+  spec_.asks_beside = true;  // by column with expert_strided
+  for (const Quantise kind : {Quantise::kE4M3, Quantise::kE5M2}) {
+    for (const ScaleRule rule : {ScaleRule::kClamped, ScaleRule::kPowerOfTwo, ScaleRule::kUe8m0}) {
+      spec_.quantise = kind;
+      spec_.scale_rule = rule;
+      expect_reference_bits();
+    }
+  }
+}
+
+TEST_P(HardCaseTest, TellsWhereRowsComeFromAndHowManyThereAre) {
+  spec_.topk = 4;
+  spec_.repeat_experts = true;
+  spec_.scale_cols = 12;
+  spec_.pad_multiple = is_rank_major() ? 1 : 8;
+  spec_.asks_beside = true;
+  for (const Room room : {Room::kExact, Room::kSpare, Room::kOneRowShort, Room::kRandom}) {
+    for (const bool is_routed : {false, true}) {
+      spec_.room = room;
+      spec_.is_routed = is_routed;
+      expect_reference_bits();
+    }
+  }
+}
+
+TEST_P(HardCaseTest, IgnoresExpertsThatAreUnknownIfAsked) {
+  spec_.topk = 4;
+  spec_.hole_fraction = 0.4;
+  spec_.ignores_unknown = true;
+  for (const IndexKind index : {IndexKind::kInt64, IndexKind::kInt32}) {
+    for (const bool is_routed : {false, true}) {
+      spec_.index = index;
+      spec_.is_routed = is_routed;
+      spec_.room = is_routed ? Room::kSpare : Room::kExact;
+      expect_reference_bits();
+    }
+  }
+}
+
 TEST_P(HardCaseTest, SendsAllTokensToOneExpert) {
   spec_.popularity = Popularity::kOneExpert;
   spec_.repeat_experts = true;
@@ -184,6 +228,13 @@ TEST_P(WeightedCombineTest, WeighsRowsByThePlanAndByTheSource) {
       expect_reference_bits();
     }
   }
+}
+
+TEST_P(WeightedCombineTest, LeavesOutWeightsWhoseIndexIsNegative) {
+  spec_.topk = 4;
+  spec_.scale = CombineScale::kSourceWeights;
+  spec_.skips_source_weights = true;
+  expect_reference_bits();
 }
 
 TEST_P(HardCaseTest, KeepsSeveralPlansAliveOutOfOrder) {

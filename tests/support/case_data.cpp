@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
+#include <iterator>
+#include <limits>
+#include <utility>
 
 #include "core/half.hpp"
 #include "plan/reference/reference_plan.hpp"
@@ -34,10 +37,16 @@ RouteTable draw_routes(const ExchangeSetup& setup, const Case& spec, int rank) {
   return table;
 }
 
+// `num_experts`: holes are values that none of them has; 0: they are -1.
 template <class Index>
-Matrix index_matrix(const RouteTable& table, DType dtype) {
+Matrix index_matrix(const RouteTable& table, DType dtype, Index num_experts) {
+  using Limits = std::numeric_limits<Index>;
+  const Index unknown[] = {-5, num_experts, Limits::min(), -1, Limits::max(), Limits::max() / 2};
   Matrix matrix(dtype, table.num_tokens, table.topk);
-  std::copy(table.expert.begin(), table.expert.end(), matrix.as<Index>());
+  for (size_t i = 0; i < table.expert.size(); ++i) {
+    const bool is_unknown = table.expert[i] < 0 && num_experts > 0;
+    matrix.as<Index>()[i] = is_unknown ? unknown[i % std::size(unknown)] : table.expert[i];
+  }
   return matrix;
 }
 
@@ -95,8 +104,11 @@ RankRouting make_routing(const ExchangeSetup& setup, const Case& spec, RouteTabl
     return routing_by_map(setup, table);
   }
   RankRouting routing;
-  routing.topk_idx = spec.index == IndexKind::kInt32 ? index_matrix<int32_t>(table, DType::kInt32)
-                                                     : index_matrix<int64_t>(table, DType::kInt64);
+  routing.ignores_unknown = spec.ignores_unknown;
+  const int num_experts = spec.ignores_unknown ? setup.num_experts : 0;
+  routing.topk_idx = spec.index == IndexKind::kInt32
+                         ? index_matrix<int32_t>(table, DType::kInt32, num_experts)
+                         : index_matrix<int64_t>(table, DType::kInt64, num_experts);
   if (table.has_weights) {
     routing.weights = Matrix(DType::kFloat32, table.num_tokens, table.topk);
     std::copy(table.weight.begin(), table.weight.end(), routing.weights.as<float>());
@@ -157,11 +169,27 @@ struct Fp8Rows {
   Matrix scales;
 };
 
-Fp8Rows quantised(const Matrix& x, Quantise kind) {
+// The exponent of the least power of two that is not below `value`.
+int exponent_above(float value) {
+  int exponent = 0;
+  return std::frexp(value, &exponent) == 0.5F ? exponent - 1 : exponent;
+}
+
+float group_scale(float largest, float last, ScaleRule rule) {
+  if (rule == ScaleRule::kExact) {
+    return largest > 0 ? largest / last : 1;
+  }
+  const float scale = std::max(largest, 1e-4F) / last;
+  return rule == ScaleRule::kClamped ? scale : std::ldexp(1.0F, exponent_above(scale));
+}
+
+Fp8Rows quantised(const Matrix& x, Quantise kind, ScaleRule rule) {
   const ConstTensor view = x.view();
+  const bool is_byte = rule == ScaleRule::kUe8m0;
+  const DType scale_dtype = is_byte ? DType::kByte : DType::kFloat32;
   Fp8Rows out = {
       Matrix(DType::kByte, view.rows, view.cols),
-      Matrix(DType::kFloat32, view.rows, view.cols / kQuantiseGroup)};
+      Matrix(scale_dtype, view.rows, view.cols / kQuantiseGroup)};
   const float last = fp8_to_float(num_finite_fp8(kind) - 1, kind);
   for (size_t first = 0; first < x.num_elements(); first += kQuantiseGroup) {
     const auto value = [&](size_t i) { return bf16_to_float(x.as<uint16_t>()[first + i]); };
@@ -169,8 +197,13 @@ Fp8Rows quantised(const Matrix& x, Quantise kind) {
     for (size_t i = 0; i < kQuantiseGroup; ++i) {
       largest = std::max(largest, std::fabs(value(i)));
     }
-    const float scale = largest > 0 ? largest / last : 1;
-    out.scales.as<float>()[first / kQuantiseGroup] = scale;
+    const float scale = group_scale(largest, last, rule);
+    if (is_byte) {
+      const int exponent = exponent_above(scale) + 127;
+      out.scales.as<uint8_t>()[first / kQuantiseGroup] = static_cast<uint8_t>(exponent);
+    } else {
+      out.scales.as<float>()[first / kQuantiseGroup] = scale;
+    }
     for (size_t i = 0; i < kQuantiseGroup; ++i) {
       out.rows.as<uint8_t>()[first + i] = nearest_fp8(value(i) / scale, kind);
     }
@@ -178,31 +211,56 @@ Fp8Rows quantised(const Matrix& x, Quantise kind) {
   return out;
 }
 
-// Finite, the first group zeros.
-Matrix values_to_quantise(int64_t rows, int64_t cols, RandomSource& random) {
-  Matrix x = random_values(DType::kBFloat16, rows, cols, random);
-  std::fill_n(x.as<uint16_t>(), rows > 0 ? kQuantiseGroup : 0, uint16_t{0});
+// Finite. The first groups are zeros, less than what a clamped scale begins with, and such that the
+// scale is a power of two by itself.
+Matrix values_to_quantise(int64_t rows, int64_t cols, Quantise kind, RandomSource& random) {
+  Matrix x = random_values(DType::kBFloat16, rows, cols, random);  // below 2^20
+  const float factors[] = {0, 0x1p-40F, 0x1p-20F};
+  for (size_t group = 0; group < std::size(factors); ++group) {
+    for (size_t i = 0; i < kQuantiseGroup && group * kQuantiseGroup < x.num_elements(); ++i) {
+      uint16_t& value = x.as<uint16_t>()[group * kQuantiseGroup + i];
+      const bool is_last = group == 2 && i == 0;
+      value = float_to_bf16(
+          is_last ? fp8_to_float(num_finite_fp8(kind) - 1, kind)
+                  : bf16_to_float(value) * factors[group]
+      );
+    }
+  }
   return x;
+}
+
+// A place for what is beside the rows.
+void ask_beside(const Plan& plan, RankCall& call) {
+  call.sources = Matrix(DType::kInt32, plan.num_rows(), 2);
+  if (plan.layout() != Layout::kRankMajor) {
+    call.counts = Matrix(DType::kInt32, 1, plan.num_local_experts());
+    call.count_sums = call.counts;
+  }
+  const int64_t scale_bytes = std::as_const(call.row_scales).view().row_bytes();
+  call.scales_by_column =
+      plan.layout() == Layout::kExpertStrided && scale_bytes > 0 && scale_bytes % 4 == 0;
 }
 
 std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) {
   const Case& spec = data.spec;
   const int64_t cols = spec.dtype == DType::kByte ? spec.byte_cols : data.setup.hidden;
   const int64_t weight_cols = num_routing_cols(data.setup, spec);
+  const Quantise quantise = quantise_of(data.setup, spec);
   std::vector<RankCall> calls;
   std::vector<DispatchInput> in;
   std::vector<DispatchOutput> out;
   std::deque<Fp8Rows> stored;  // instead of x
   for (const Plan& plan : data.plans) {
     RankCall& call = calls.emplace_back();
-    if (spec.quantise == Quantise::kNone) {
+    if (quantise == Quantise::kNone) {
       call.x = random_bits(spec.dtype, plan.num_tokens(), cols, random);
       call.rows = Matrix(spec.dtype, plan.num_rows(), cols);
     } else {
-      call.x = values_to_quantise(plan.num_tokens(), cols, random);
+      call.x = values_to_quantise(plan.num_tokens(), cols, quantise, random);
+      stored.push_back(quantised(call.x, quantise, spec.scale_rule));
+      const ConstTensor scales = std::as_const(stored.back().scales).view();
       call.rows = Matrix(DType::kByte, plan.num_rows(), cols);
-      call.row_scales = Matrix(DType::kFloat32, plan.num_rows(), cols / kQuantiseGroup);
-      stored.push_back(quantised(call.x, spec.quantise));
+      call.row_scales = Matrix(scales.dtype, plan.num_rows(), scales.cols);
     }
     if (spec.has_weights) {
       call.weights = random_bits(DType::kFloat32, plan.num_tokens(), weight_cols, random);
@@ -211,6 +269,9 @@ std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) 
     if (spec.scale_cols > 0 && stored.empty()) {
       call.scales = random_bits(DType::kByte, plan.num_tokens(), spec.scale_cols, random);
       call.row_scales = Matrix(DType::kByte, plan.num_rows(), spec.scale_cols);
+    }
+    if (spec.asks_beside) {
+      ask_beside(plan, call);
     }
   }
   for (RankCall& call : calls) {
@@ -243,6 +304,12 @@ std::vector<RankCall> make_combine(const CaseData& data, RandomSource& random) {
     }
     if (spec.scale == CombineScale::kSourceWeights) {
       call.source_weights = random_values(DType::kFloat32, plan.num_tokens(), weight_cols, random);
+      if (spec.skips_source_weights) {
+        call.source_idx = Matrix(DType::kInt64, plan.num_tokens(), weight_cols);
+        for (size_t i = 0; i < call.source_idx.num_elements(); ++i) {
+          call.source_idx.as<int64_t>()[i] = random.between(-5, 9);
+        }
+      }
     }
   }
   for (RankCall& call : calls) {

@@ -15,9 +15,12 @@ struct RankRouting {
   Matrix topk_idx;
   Matrix map;
   Matrix weights;
+  bool ignores_unknown = false;
   PlanOptions options;
 
-  [[nodiscard]] Routing routing() const { return {topk_idx.view(), map.view(), weights.view()}; }
+  [[nodiscard]] Routing routing() const {
+    return {topk_idx.view(), map.view(), weights.view(), ignores_unknown};
+  }
 };
 
 // One rank's side of one dispatch or combine. In a combine `rows` and `row_weights` go in, `x` and
@@ -27,18 +30,31 @@ struct RankCall {
   Matrix weights;
   Matrix scales;
   Matrix source_weights;
+  Matrix source_idx;
   Matrix rows;
   Matrix row_weights;
   Matrix row_scales;
+  // Beside the rows of a dispatch; its sums begin with the canary, a number like any other.
+  Matrix sources;
+  Matrix counts;
+  Matrix count_sums;
+  bool scales_by_column = false;
 
   [[nodiscard]] DispatchInput dispatch_input() const {
     return {x.view(), weights.view(), scales.view()};
   }
   [[nodiscard]] DispatchOutput dispatch_output() {
-    return {rows.view(), row_weights.view(), row_scales.view()};
+    return {
+        rows.view(),
+        row_weights.view(),
+        row_scales.view(),
+        sources.view(),
+        counts.view(),
+        count_sums.view(),
+        scales_by_column};
   }
   [[nodiscard]] CombineInput combine_input(CombineScale scale) const {
-    return {rows.view(), row_weights.view(), source_weights.view(), scale};
+    return {rows.view(), row_weights.view(), source_weights.view(), scale, source_idx.view()};
   }
   [[nodiscard]] CombineOutput combine_output() { return {x.view(), weights.view()}; }
 };

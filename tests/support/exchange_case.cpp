@@ -63,7 +63,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "room {}, calls "
-      "{}{}, {}, weights {}/{}, scales {} B, quantise {}, output {}, scale {}]",
+      "{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {}, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
       setup.domain_of,
@@ -79,14 +79,22 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       static_cast<int>(spec.room),
       spec.calls,
       spec.is_routed ? " routed" : "",
+      spec.ignores_unknown ? " of unknown experts" : "",
       dtype_name(spec.dtype),
+      spec.asks_beside ? " and what is beside" : "",
       spec.has_plan_weights,
       spec.has_weights,
       spec.scale_cols,
-      static_cast<int>(spec.quantise),
+      static_cast<int>(quantise_of(setup, spec)),
+      static_cast<int>(spec.scale_rule),
       static_cast<int>(spec.output),
       static_cast<int>(spec.scale)
   );
+}
+
+Quantise quantise_of(const ExchangeSetup& setup, const Case& spec) {
+  const bool fits = spec.dtype == DType::kBFloat16 && setup.hidden % kQuantiseGroup == 0;
+  return fits ? spec.quantise : Quantise::kNone;
 }
 
 ExchangeSetup random_setup(uint64_t seed) {
@@ -99,6 +107,9 @@ ExchangeSetup random_setup(uint64_t seed) {
   setup.max_tokens = random.between(1, 80);
   setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 5));
   setup.max_topk = static_cast<int>(random.between(1, 8));
+  if (one_in(random, 3)) {
+    setup.hidden = kQuantiseGroup * random.between(1, 4);
+  }
   return setup;
 }
 
@@ -143,6 +154,13 @@ Case random_case(const ExchangeSetup& setup, uint64_t seed) {
   }
   spec.has_plan_weights = spec.has_plan_weights || spec.scale == CombineScale::kPlanWeights;
   spec.is_routed = one_in(random, 2);
+  spec.ignores_unknown = one_in(random, 3);
+  spec.asks_beside = one_in(random, 2);
+  spec.quantise = pick(random, std::array{Quantise::kNone, Quantise::kE4M3, Quantise::kE5M2});
+  spec.scale_rule = pick(
+      random,
+      std::array{ScaleRule::kExact, ScaleRule::kClamped, ScaleRule::kPowerOfTwo, ScaleRule::kUe8m0}
+  );
   return spec;
 }
 

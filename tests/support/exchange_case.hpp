@@ -66,6 +66,7 @@ struct Case {
   IndexKind index = IndexKind::kInt64;
   bool has_plan_weights = true;
   std::vector<int32_t> experts;  // if not empty: the experts of every token, [topk]
+  bool ignores_unknown = false;  // holes of topk_idx are values that no expert has, and not just -1
 
   // Plan.
   Layout layout = Layout::kExpertMajor;
@@ -81,15 +82,24 @@ struct Case {
   DType dtype = DType::kFloat32;
   int64_t byte_cols = 48;  // of a dispatch of kByte
   bool has_weights = true;
-  int64_t scale_cols = 0;               // bytes
-  Quantise quantise = Quantise::kNone;  // of dispatches, which then have bf16 rows and no scales
+  int64_t scale_cols = 0;  // bytes
+  // Of dispatches of bf16 rows of whole groups, which then have no scales of their own.
+  Quantise quantise = Quantise::kNone;
+  ScaleRule scale_rule = ScaleRule::kExact;
+  // Dispatches tell sources, counts and their sums, and give scales by column where that is
+  // possible.
+  bool asks_beside = false;
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
-  bool is_late = false;  // ranks enter each call some milliseconds apart
+  bool skips_source_weights = false;  // not between domains of GPUs
+  bool is_late = false;               // ranks enter each call some milliseconds apart
 };
 
 // The case in one line, seed included.
 [[nodiscard]] std::string describe(const ExchangeSetup& setup, const Case& spec);
+
+// What its dispatches make of their rows.
+[[nodiscard]] Quantise quantise_of(const ExchangeSetup& setup, const Case& spec);
 
 // Whether all of it can be asked for at once; a random case is made so.
 [[nodiscard]] Case random_case(const ExchangeSetup& setup, uint64_t seed);

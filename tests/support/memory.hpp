@@ -13,7 +13,8 @@
 namespace weft::test {
 
 inline constexpr std::byte kCanary{0xa5};
-inline constexpr int64_t kGuardRows = 2;  // before and behind, each
+// Before and behind, each; rows of whole words then begin at a multiple of 16 bytes.
+inline constexpr int64_t kGuardRows = 4;
 
 class Matrix {
  public:

@@ -88,7 +88,8 @@ class CaseRun {
   }
 
   [[nodiscard]] Routing routing() const {
-    return {idx_->tensor(), map_->tensor(), weights_->tensor()};
+    const bool ignores_unknown = data_.routing[rank_].ignores_unknown;
+    return {idx_->tensor(), map_->tensor(), weights_->tensor(), ignores_unknown};
   }
   [[nodiscard]] bool is_routed() const {
     return data_.spec.is_routed && data_.spec.calls.starts_with('d') &&
@@ -105,10 +106,25 @@ class CaseRun {
     const auto* rows = &memory_.add_output(call.rows, is_direct);
     const auto* row_weights = &memory_.add_output(call.row_weights);
     const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
-    calls_.emplace_back([this, x, weights, scales, rows, row_weights, row_scales] {
+    const auto* sources = &memory_.add_output(call.sources);
+    const auto* counts = &memory_.add_output(call.counts);
+    const auto* sums = &memory_.add_output(call.count_sums);
+    const bool by_column = call.scales_by_column;
+    calls_.emplace_back([=, this] {
       const DispatchInput in = {
-          x->tensor(), weights->tensor(), scales->tensor(), data_.spec.quantise};
-      const DispatchOutput out = {rows->tensor(), row_weights->tensor(), row_scales->tensor()};
+          x->tensor(),
+          weights->tensor(),
+          scales->tensor(),
+          quantise_of(data_.setup, data_.spec),
+          data_.spec.scale_rule};
+      const DispatchOutput out = {
+          rows->tensor(),
+          row_weights->tensor(),
+          row_scales->tensor(),
+          sources->tensor(),
+          counts->tensor(),
+          sums->tensor(),
+          by_column};
       if (plan_) {
         exchange_.dispatch(*plan_, in, out, options_);
       } else {
@@ -118,6 +134,9 @@ class CaseRun {
     expected_.push_back({"dispatch: rows", rows, &call.rows, false});
     expected_.push_back({"dispatch: weights", row_weights, &call.row_weights, false});
     expected_.push_back({"dispatch: scales", row_scales, &call.row_scales, false});
+    expected_.push_back({"dispatch: sources", sources, &call.sources, false});
+    expected_.push_back({"dispatch: counts", counts, &call.counts, false});
+    expected_.push_back({"dispatch: count sums", sums, &call.count_sums, false});
   }
 
   void place_combine(const RankCall& call) {
@@ -125,12 +144,17 @@ class CaseRun {
     const auto* rows = &memory_.add(call.rows, data_.spec.output != OutputMemory::kStaged);
     const auto* row_weights = &memory_.add(call.row_weights);
     const auto* source_weights = &memory_.add(call.source_weights);
+    const auto* source_idx = &memory_.add(call.source_idx);
     const auto* x = &memory_.add_output(call.x);
     const auto* weights = &memory_.add_output(call.weights);
-    calls_.emplace_back([this, rows, row_weights, source_weights, x, weights] {
+    calls_.emplace_back([=, this] {
       exchange_.combine(
           *plan_,
-          {rows->tensor(), row_weights->tensor(), source_weights->tensor(), data_.spec.scale},
+          {rows->tensor(),
+           row_weights->tensor(),
+           source_weights->tensor(),
+           data_.spec.scale,
+           source_idx->tensor()},
           {x->tensor(), weights->tensor()},
           options_
       );

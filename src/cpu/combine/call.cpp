@@ -21,6 +21,35 @@ bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
          (scale != CombineScale::kSourceWeights && rows_from(plan, peer) > 0);
 }
 
+// What combine scales rows by: the weights as they were given, or less those that do not count,
+// which live as long as this.
+class CountedWeights {
+ public:
+  explicit CountedWeights(const CombineInput& in) : in_(in) {
+    if (!in.source_idx.is_given()) {
+      return;
+    }
+    const auto* given = reinterpret_cast<const float*>(in.source_weights.data);
+    const auto bytes = static_cast<size_t>(dtype_bytes(in.source_idx.dtype));
+    kept_.assign(given, given + in.source_weights.rows * in.source_weights.cols);
+    for (size_t i = 0; i < kept_.size(); ++i) {
+      // The sign of a number is in its last byte.
+      const std::byte last = in.source_idx.data[i * bytes + bytes - 1];
+      kept_[i] = (last & std::byte{0x80}) != std::byte{0} ? 0.0F : kept_[i];
+    }
+    in_.source_weights = matrix(kept_.data(), in.source_weights.rows, in.source_weights.cols);
+  }
+
+  CountedWeights(CountedWeights&&) = default;  // a copy would name the weights of this one
+  CountedWeights& operator=(CountedWeights&&) = default;
+
+  [[nodiscard]] const CombineInput& get() const { return in_; }
+
+ private:
+  CombineInput in_;
+  std::vector<float> kept_;
+};
+
 // Each worker takes turns: pre-reduce a chunk for every token rank, add up what this domain's ranks
 // have for tokens of others, sum the tokens that are complete.
 void run(const CpuCall& call, const CombineInput& in, const CombineOutput& out) {
@@ -95,7 +124,8 @@ void CpuExchange::combine(
       }
     }
     import_targets(words);
-    run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, in, out);
+    const CountedWeights counted(in);
+    run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, counted.get(), out);
     ++counters_.num_combines;
     count_crossings(count_forwarded(plan), in.rows.row_bytes());
   });

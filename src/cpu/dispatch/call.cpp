@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "call/validate.hpp"
+#include "cpu/dispatch/beside.hpp"
 #include "cpu/dispatch/fan_out.hpp"
 #include "cpu/dispatch/forward.hpp"
 #include "cpu/dispatch/push.hpp"
@@ -19,6 +20,8 @@ namespace {
 // some, and staging.
 struct Ready {
   StoredInput in;
+  DispatchOutput out;                 // as rows arrive
+  std::vector<std::byte> scale_rows;  // of `out`, if the caller wants them by column
   std::optional<Region> rows;
   std::optional<Region> scales;
   Staging staging;
@@ -68,6 +71,30 @@ std::vector<RowStream> streams_of(
   return streams;
 }
 
+// But for the staging. region_of(tensor): where peers reach its memory, if they do.
+template <class RegionOf>
+Ready ready_for(
+    const DispatchInput& in,
+    const DispatchOutput& out,
+    WorkerPool& workers,
+    const RegionOf& region_of
+) {
+  Ready ready = {
+      .in = StoredInput(in, workers),
+      .out = out,
+      .scale_rows = {},
+      .rows = region_of(out.rows),
+      .scales = {},
+      .staging = {}};
+  if (out.scales_by_column) {
+    ready.scale_rows.resize(static_cast<size_t>(out.scales.num_bytes()));
+    ready.out.scales.data = ready.scale_rows.data();
+  } else {
+    ready.scales = region_of(out.scales);
+  }
+  return ready;
+}
+
 // Each worker takes turns: push a chunk to every receiver, forward what has come from other domains
 // and fan out what has arrived meanwhile. The last units zero the padding.
 void run(const CpuCall& call, const DispatchInput& in, const DispatchOutput& out) {
@@ -107,22 +134,17 @@ void CpuExchange::dispatch(
   const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
     Validator{context_, settings_, id_}.dispatch(plan, in, out);
-    const auto region_of = [&](const Tensor& tensor) {
+    Ready ready = ready_for(in, out, *workers_, [&](const Tensor& tensor) {
       return pool_->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
-    };
-    Ready ready = {
-        .in = StoredInput(in, *workers_),
-        .rows = region_of(out.rows),
-        .scales = region_of(out.scales),
-        .staging = {}};
-    const auto& [x, weights, scales, quantise] = ready.in.get();
+    });
+    const DispatchInput& stored = ready.in.get();
     ready.staging = dispatch_staging(
         plan,
-        {.rows = staged_bytes(x, ready.rows.has_value()),
-         .scales = staged_bytes(scales, ready.scales.has_value()),
-         .weights = weights.is_given() ? sizeof(float) : 0,
-         .crossing_rows = static_cast<uint64_t>(x.row_bytes()),
-         .crossing_scales = staged_bytes(scales, false)}
+        {.rows = staged_bytes(stored.x, ready.rows.has_value()),
+         .scales = staged_bytes(stored.scales, ready.scales.has_value()),
+         .weights = stored.weights.is_given() ? sizeof(float) : 0,
+         .crossing_rows = static_cast<uint64_t>(stored.x.row_bytes()),
+         .crossing_scales = staged_bytes(stored.scales, false)}
     );
     reserve_staging(ready.staging.num_bytes);
     return ready;
@@ -158,7 +180,8 @@ void CpuExchange::dispatch(
     import_targets(words);
     run({cpu_rank(), call_number_, plan, words, to, ready.staging, staging_.data},
         ready.in.get(),
-        out);
+        ready.out);
+    write_beside(plan, ready.out.scales, out);
     ++counters_.num_dispatches;
     count_crossings(count_sent(plan), payload.out_row_bytes() + payload.scale_bytes);
   });

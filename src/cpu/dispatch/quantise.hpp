@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "call/quantise.hpp"
@@ -23,17 +24,19 @@ class StoredInput {
       return;
     }
     const int64_t num_groups = in.x.cols / kQuantiseGroup;
+    const bool is_byte = scale_bytes(in.scale_rule) == 1;
     rows_.resize(static_cast<size_t>(in.x.rows * in.x.cols));
-    scales_.resize(static_cast<size_t>(in.x.rows * num_groups));
+    scales_.resize(static_cast<size_t>(in.x.rows * num_groups * scale_bytes(in.scale_rule)));
     const bool is_much = in.x.num_bytes() > kMuch;
     workers.for_each(static_cast<size_t>(in.x.rows), is_much, [&](size_t token) {
       const auto first = token * static_cast<size_t>(num_groups);
       for (size_t group = first; group < first + static_cast<size_t>(num_groups); ++group) {
-        quantise_group(reinterpret_cast<const uint16_t*>(in.x.data), in.quantise, group);
+        quantise_group(in, group);
       }
     });
     in_.x = matrix(rows_.data(), in.x.rows, in.x.cols);
     in_.scales = matrix(scales_.data(), in.x.rows, num_groups);
+    in_.scales.dtype = is_byte ? DType::kByte : DType::kFloat32;
     in_.quantise = Quantise::kNone;
   }
 
@@ -45,23 +48,28 @@ class StoredInput {
  private:
   static constexpr int64_t kMuch = 1 << 18;  // bytes for which workers are woken: guess
 
-  void quantise_group(const uint16_t* x, Quantise kind, size_t group) {
+  void quantise_group(const DispatchInput& in, size_t group) {
+    const auto* x = reinterpret_cast<const uint16_t*>(in.x.data);
     const size_t first = group * kQuantiseGroup;
     float largest = 0;
     for (size_t i = first; i < first + kQuantiseGroup; ++i) {
       largest = std::fmax(largest, std::fabs(bf16_to_float(x[i])));
     }
-    const float scale = scale_of(largest, kind);
-    const Fp8Format& format = kind == Quantise::kE4M3 ? kFp8E4M3 : kFp8E5M2;
+    const float scale = scale_of(largest, in.quantise, in.scale_rule);
+    const Fp8Format& format = in.quantise == Quantise::kE4M3 ? kFp8E4M3 : kFp8E5M2;
     for (size_t i = first; i < first + kQuantiseGroup; ++i) {
       rows_[i] = static_cast<std::byte>(float_to_fp8(bf16_to_float(x[i]) / scale, format));
     }
-    scales_[group] = scale;
+    if (in.scale_rule == ScaleRule::kUe8m0) {
+      scales_[group] = static_cast<std::byte>(ue8m0_of(scale));
+    } else {
+      std::memcpy(&scales_[group * sizeof(float)], &scale, sizeof(float));
+    }
   }
 
   DispatchInput in_;
   std::vector<std::byte> rows_;
-  std::vector<float> scales_;
+  std::vector<std::byte> scales_;
 };
 
 }  // namespace weft

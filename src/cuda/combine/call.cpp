@@ -20,6 +20,8 @@ void CudaExchange::combine(
     launch.rows = in.rows.data;
     launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
     launch.source_weights = reinterpret_cast<const float*>(in.source_weights.data);
+    launch.source_idx = in.source_idx.data;
+    launch.index_bytes = static_cast<int32_t>(dtype_bytes(in.source_idx.dtype));
     launch.has_source_weights = in.scale == CombineScale::kSourceWeights;
     launch.out = out.x.data;
     launch.out_weights = reinterpret_cast<float*>(out.weights.data);

@@ -195,7 +195,12 @@ class CombineSum {
           mine = setup_.weights[lane] + static_cast<int64_t>(arrival) * max_topk_;
         }
       }
-      store_weights(mine, given_weight(call_, call_.source_weights, token), call_.topk);
+      float weight = given_weight(call_, call_.source_weights, token);
+      if (call_.source_idx != nullptr && lane < call_.topk) {
+        const auto route = static_cast<size_t>(token) * static_cast<uint32_t>(call_.topk) + lane;
+        weight = given_expert(call_.source_idx, call_.index_bytes, route) < 0 ? 0.0F : weight;
+      }
+      store_weights(mine, weight, call_.topk);
     }
     __syncwarp();
     uint32_t is_last = 0;

@@ -55,6 +55,12 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.out_rows = out.rows.data;
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
+  launch.out_sources = reinterpret_cast<int32_t*>(out.sources.data);
+  launch.out_counts = reinterpret_cast<int32_t*>(out.counts.data);
+  launch.count_sums = reinterpret_cast<int32_t*>(out.count_sums.data);
+  if (out.scales_by_column) {
+    launch.scale_stride = static_cast<int32_t>(plan.num_rows / plan.shape.num_local_experts());
+  }
   launch.has_padding = !launch.one_row && plan.shape.options.pad_multiple > 1;
   return launch;
 }
@@ -110,7 +116,7 @@ void CudaExchange::dispatch_by_stores(
        .row_bytes = launch.payload.row_bytes,
        .num_sms = sms_of(call),
        .num_senders = num_senders_,
-       .is_one_role = launch.one_row && is_direct}
+       .is_one_role = launch.one_row && is_direct && !has_extras(launch)}
   );
   launch.num_push = blocks.first;
   launch.num_fan_out = blocks.second;

@@ -96,6 +96,7 @@ class EagerFanOut {
       ArrivalRecords records;
       records.source = item.source;
       records.chunk = item.chunk;
+      records.token[0] = item.chunk;
       const auto slot = me_.map.signals().dispatch(item.source, item.chunk);
       const WaitSite site = {Op::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
       if (!wait_reached_warp(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
@@ -107,8 +108,11 @@ class EagerFanOut {
         move_extras(records);
       }
     }
-    if (call_.has_padding && await_block(seen_.plan)) {
+    if ((call_.has_padding || has_extras(call_)) && await_block(seen_.plan)) {
       zero_padding(call_, warp_, num_warps_);
+      if (warp_ == 0) {
+        tell_counts(call_);
+      }
     }
   }
 
@@ -158,6 +162,9 @@ class EagerFanOut {
     if (call_.out_scales != nullptr) {
       const std::byte* scales = own() + map.eager_scales_offset(setup_.epoch);
       extras_.move_scales(records, scales + place(records) * call_.payload.staged_scale_bytes());
+    }
+    if (call_.out_sources != nullptr) {
+      extras_.store_sources(records);
     }
   }
 

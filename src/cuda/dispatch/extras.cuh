@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch writes besides rows of tokens: a warp puts the weights and scale rows of an item's
-// arrivals where they belong, loading everything of an item before it stores anything, so that it
-// waits for memory once; and it zeroes the padding between an expert's last row and the end of its
-// block. fan_out.cuh and eager.cuh call it.
+// What dispatch writes besides rows of tokens: a warp puts the weights, scale rows and sources of
+// an item's arrivals where they belong, loading everything of an item before it stores anything, so
+// that it waits for memory once; and it zeroes the padding between an expert's last row and the end
+// of its block. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
@@ -18,16 +18,52 @@ struct ArrivalRecords {
   int32_t begin = 0;  // number of the first arrival
   int32_t count = 0;
   int32_t num_routes[kMaxChunkTokens];
-  int32_t slot[kMaxChunkTokens];  // lane i: of the arrival's i-th row
-  int32_t k[kMaxChunkTokens];     // lane i: which of its token's routes that is; only with weights
+  int32_t slot[kMaxChunkTokens];   // lane i: of the arrival's i-th row
+  int32_t k[kMaxChunkTokens];      // lane i: which of its token's routes that is; only with weights
+  int32_t token[kMaxChunkTokens];  // on the source; only with sources
 };
+
+// Where the scales of a row of the output lie, word by word.
+struct ScalePlace {
+  std::byte* first;
+  int64_t step;  // from one word to the next
+};
+
+// word_bytes: 4 where scales lie by column.
+__device__ __forceinline__ ScalePlace
+scale_place(const DispatchLaunch& call, int32_t row, int word_bytes) {
+  const int64_t bytes = call.payload.scale_bytes;
+  if (call.scale_stride == 0) {
+    return {call.out_scales + row * bytes, word_bytes};
+  }
+  const int32_t in_block = row % call.scale_stride;
+  const int64_t step = static_cast<int64_t>(call.scale_stride) * word_bytes;
+  return {call.out_scales + (row - in_block) * bytes + in_block * word_bytes, step};
+}
+
+// One warp writes what the plan, which is made, says of each expert's rows.
+__device__ __forceinline__ void tell_counts(const DispatchLaunch& call) {
+  if (call.out_counts == nullptr && call.count_sums == nullptr) {
+    return;
+  }
+  const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  for (int expert = lane_index(); expert < num_experts; expert += kWarpLanes) {
+    const auto count = static_cast<int32_t>(call.plan.rows_per_expert()[expert]);
+    if (call.out_counts != nullptr) {
+      call.out_counts[expert] = count;
+    }
+    if (call.count_sums != nullptr) {
+      call.count_sums[expert] += count;
+    }
+  }
+}
 
 class DispatchExtras {
  public:
   __device__ explicit DispatchExtras(const DispatchLaunch& call) : call_(call) {
     const auto bits = reinterpret_cast<uintptr_t>(call.out_scales) |
                       static_cast<uintptr_t>(call.payload.scale_bytes);
-    is_wide_ = bits % sizeof(uint4) == 0;
+    is_wide_ = bits % sizeof(uint4) == 0 && call.scale_stride == 0;
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
 
@@ -64,6 +100,17 @@ class DispatchExtras {
       copy_scales<uint32_t>(records, staged);
     } else {
       copy_scales<uint8_t>(records, staged);
+    }
+  }
+
+  __device__ __forceinline__ void store_sources(const ArrivalRecords& records) const {
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (has_route(records, i) && (!call_.one_row || lane_index() == 0)) {
+        int32_t* to = call_.out_sources + int64_t{2} * records.slot[i];
+        to[0] = records.source;
+        to[1] = records.token[i];
+      }
     }
   }
 
@@ -109,11 +156,10 @@ class DispatchExtras {
 #pragma unroll
       for (int i = 0; i < kMaxChunkTokens; ++i) {
         const bool is_target = has_route(records, i) && (!call_.one_row || lane_index() == 0);
-        std::byte* target =
-            is_target ? call_.out_scales + records.slot[i] * call_.payload.scale_bytes : nullptr;
-        for_each_target({target, nullptr}, [&](std::byte* to) {
+        const ScalePlace place = scale_place(call_, records.slot[i], sizeof(Unit));
+        for_each_target({is_target ? place.first : nullptr, nullptr}, [&](std::byte* to) {
           if (at < units) {
-            reinterpret_cast<Unit*>(to)[at] = values[i];
+            *reinterpret_cast<Unit*>(to + at * place.step) = values[i];
           }
         });
       }
@@ -146,8 +192,10 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
     call.out_weights[row] = 0;
   }
   if (call.out_scales != nullptr) {
+    const int word_bytes = call.scale_stride == 0 ? 1 : 4;
+    const ScalePlace place = scale_place(call, static_cast<int32_t>(row), word_bytes);
     for (int64_t at = lane; at < call.payload.scale_bytes; at += kWarpLanes) {
-      call.out_scales[row * call.payload.scale_bytes + at] = std::byte{0};
+      place.first[at / word_bytes * place.step + at % word_bytes] = std::byte{0};
     }
   }
 }

@@ -81,9 +81,8 @@ class DispatchFanOut {
     warp_ = block.index + warp_in_block() * block.count;
     num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    const bool has_extras = call.out_weights != nullptr || call.out_scales != nullptr;
     // The push role has written every slot of this rank's own tokens.
-    num_sources_ = has_extras ? me_.num_ranks : me_.num_ranks - 1;
+    num_sources_ = has_extras(call) ? me_.num_ranks : me_.num_ranks - 1;
     row_bytes_ = call.payload.out_row_bytes();
   }
 
@@ -93,6 +92,9 @@ class DispatchFanOut {
     const int items = num_items(me_, setup_, num_sources_);
     Records next = load_records(warp_, items);
     zero_padding(call_, warp_, num_warps_);
+    if (warp_ == 0) {
+      tell_counts(call_);
+    }
     for (int index = warp_; index < items; index += num_warps_) {
       const Records records = next;
       next = load_records(index + num_warps_, items);
@@ -110,6 +112,9 @@ class DispatchFanOut {
       }
       if (call_.out_scales != nullptr) {
         extras_.move_scales(records, items_.scales(records));
+      }
+      if (call_.out_sources != nullptr) {
+        extras_.store_sources(records);
       }
     }
   }
@@ -170,6 +175,9 @@ class DispatchFanOut {
       const int64_t arrival = arrivals.begin + i;
       const bool is_inside = i < records.count;
       records.num_routes[i] = is_inside ? call_.plan.heads(from)[arrival].num_routes : 0;
+      if (call_.out_sources != nullptr) {
+        records.token[i] = is_inside ? call_.plan.heads(from)[arrival].token : 0;
+      }
       const bool is_route = is_inside && lane < call_.topk;
       const int64_t route = arrival * max_topk_ + lane;
       records.slot[i] = is_route ? call_.plan.slots(from)[route] : -1;

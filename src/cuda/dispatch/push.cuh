@@ -33,9 +33,7 @@ class DispatchPush {
     chunk_tokens_ = chunk_tokens(num_tokens_);
     num_chunks_ = num_device_chunks(num_tokens_);
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    // A scale belongs to a whole group of columns, so that quantising takes rows as a whole.
-    const int warps =
-        !call.payload.is_quantised() ? team_warps(call.payload.row_bytes, num_tokens_) : 1;
+    const int warps = team_warps(call.payload.row_bytes, num_tokens_);
     team_ = make_team(warps, block.index, block.count);
   }
 
@@ -59,9 +57,9 @@ class DispatchPush {
         const TokenRoutes token_routes = routes_.at(routes, i);
         if (call_.payload.is_quantised()) {
           quantise_row(
-              call_.payload.quantise,
+              call_.payload,
               row_of(begin + i),
-              call_.payload.row_bytes,
+              quantise_span(call_.payload.row_bytes, team_.warp, team_.warps),
               targets_of(token_routes),
               scale_targets_of(token_routes)
           );

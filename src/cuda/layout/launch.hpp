@@ -26,7 +26,8 @@ struct PlanLaunch {
   const bool* map = nullptr;       // [num_tokens, num_experts]
   const float* weights = nullptr;  // shaped like either; null: none
   int32_t index_bytes = 8;
-  bool has_weights = false;  // also of ranks without tokens, whose pointer may be null
+  bool ignores_unknown = false;  // Routing's
+  bool has_weights = false;      // also of ranks without tokens, whose pointer may be null
   int32_t num_tokens = 0;
   int32_t topk = 0;  // max_topk for a map
   Layout layout = Layout::kExpertMajor;
@@ -84,6 +85,10 @@ struct DispatchLaunch : RowsLaunch {
   std::byte* out_rows = nullptr;      // [num_rows] of payload.out_row_bytes()
   float* out_weights = nullptr;       // [num_rows, row_weight_cols]
   std::byte* out_scales = nullptr;    // [num_rows] rows of payload.scale_bytes
+  int32_t* out_sources = nullptr;     // [num_rows, 2]; null: not wanted, as of the two below
+  int32_t* out_counts = nullptr;      // [num_local_experts]
+  int32_t* count_sums = nullptr;      // likewise
+  int32_t scale_stride = 0;  // rows of an expert's block whose scales lie by column; 0: by row
   bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
   PeerAddress rows_target;   // out_rows for peers, or this rank's staging
   Place place = Place::kStaging;
@@ -116,9 +121,11 @@ struct CombineLaunch : RowsLaunch {
   const std::byte* rows = nullptr;        // [num_rows, hidden]
   const float* row_weights = nullptr;     // [num_rows, row_weight_cols]; null: none
   const float* source_weights = nullptr;  // kSourceWeights: [num_tokens, topk or num_experts]
-  bool has_source_weights = false;        // also of ranks without tokens, whose pointer may be null
-  std::byte* out = nullptr;               // [num_tokens, hidden]
-  float* out_weights = nullptr;           // [num_tokens, topk or num_experts]
+  const void* source_idx = nullptr;       // likewise, of `index_bytes` bytes each; null: none
+  int32_t index_bytes = 8;
+  bool has_source_weights = false;  // also of ranks without tokens, whose pointer may be null
+  std::byte* out = nullptr;         // [num_tokens, hidden]
+  float* out_weights = nullptr;     // [num_tokens, topk or num_experts]
   CombineScale scale = CombineScale::kNone;
   PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
                                 // engines where this rank copies to in a peer's control region
@@ -133,6 +140,12 @@ static_assert(
         sizeof(RoutedDispatchLaunch) <= 4096 && sizeof(CombineLaunch) <= 4096,
     "a kernel takes 4 KB of parameters"
 );
+
+// Whether a dispatch writes more than rows.
+[[nodiscard]] WEFT_HD inline bool has_extras(const DispatchLaunch& call) {
+  return call.out_weights != nullptr || call.out_scales != nullptr || call.out_sources != nullptr ||
+         call.out_counts != nullptr || call.count_sums != nullptr;
+}
 
 // This rank's handshake of a call, except for what only the device knows.
 [[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const DispatchLaunch& call) {

@@ -138,6 +138,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
   launch.weights = reinterpret_cast<const float*>(routing.weights.data);
   launch.index_bytes = static_cast<int32_t>(dtype_bytes(routing.topk_idx.dtype));
+  launch.ignores_unknown = routing.ignores_unknown;
   launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
   launch.topk = routes.topk;
   launch.has_weights = data.shape.has_weights;

@@ -181,9 +181,10 @@ __device__ __forceinline__ void read_topk(
     const int32_t token = first + static_cast<int32_t>(i * place.step + place.group);
     expert[i] = static_cast<int32_t>(value[i]);
     if (value[i] < -1 || value[i] >= static_cast<int64_t>(call.plan.map.num_experts)) {
-      raise_bad_token(
-          call.me, place.epoch, FaultKind::kBadIndex, token, static_cast<int32_t>(place.k), value[i]
-      );
+      if (!call.ignores_unknown) {
+        const auto k = static_cast<int32_t>(place.k);
+        raise_bad_token(call.me, place.epoch, FaultKind::kBadIndex, token, k, value[i]);
+      }
       expert[i] = -1;
     }
     if (place.is_used && token < place.tokens.last) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ uint64_t* routing_of(
 
 // All threads of a planning block send this rank's routing to the block's share of the ranks.
 __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
-  constexpr int64_t kOutOfRange = INT32_MIN;
+  const int64_t unknown = call.ignores_unknown ? -1 : INT32_MIN;
   const RankView& me = call.me;
   const RoutingMap map = me.map.routing();
   const int count = call.num_tokens * call.topk;
@@ -83,7 +83,7 @@ __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
       const int64_t expert = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(i));
       const bool fits = expert >= -1 && expert < static_cast<int64_t>(call.plan.map.num_experts);
-      const auto said = static_cast<uint32_t>(fits ? expert : kOutOfRange);
+      const auto said = static_cast<uint32_t>(fits ? expert : unknown);
       store_tagged(to + RoutingMap::experts() + i, epoch, said);
       if (call.weights != nullptr) {
         store_tagged(to + map.weights() + i, epoch, __float_as_uint(__ldg(call.weights + i)));

@@ -124,25 +124,75 @@ std::vector<Route> routes_of(const PlanData& source) {
   return routes;
 }
 
+// `scales`: of one row, by column if that is wanted.
+void store_scales(
+    const PlanData& plan, const DispatchOutput& out, int64_t row, const std::byte* scales
+) {
+  const int64_t row_bytes = out.scales.row_bytes();
+  if (!out.scales_by_column) {
+    std::memcpy(row_of(out.scales, row), scales, static_cast<size_t>(row_bytes));
+    return;
+  }
+  constexpr int64_t kWord = 4;
+  const int64_t stride = plan.shape.options.expert_stride;
+  std::byte* block = row_of(out.scales, row / stride * stride);
+  for (int64_t word = 0; word < row_bytes / kWord; ++word) {
+    std::byte* to = block + (word * stride + row % stride) * kWord;
+    std::memcpy(to, scales + word * kWord, size_t{kWord});
+  }
+}
+
 void zero_padding(const PlanData& plan, const DispatchOutput& out) {
+  const std::vector<std::byte> zeros(static_cast<size_t>(out.scales.row_bytes()));
   for (const auto& [begin, end] : plan.padding) {
     for (int64_t row = begin; row < end; ++row) {
-      for (const Tensor& tensor : {out.rows, out.weights, out.scales}) {
+      for (const Tensor& tensor : {out.rows, out.weights}) {
         if (tensor.is_given()) {
           zero_row(tensor, row);
         }
       }
+      if (out.scales.is_given()) {
+        store_scales(plan, out, row, zeros.data());
+      }
     }
   }
+}
+
+int32_t& integer_at(const Tensor& tensor, int64_t row, int64_t col) {
+  return reinterpret_cast<int32_t*>(row_of(tensor, row))[col];
+}
+
+void count_rows(const PlanData& plan, const DispatchOutput& out) {
+  for (size_t expert = 0; expert < plan.rows_per_expert.size(); ++expert) {
+    const auto rows = static_cast<int32_t>(plan.rows_per_expert[expert]);
+    const auto col = static_cast<int64_t>(expert);
+    if (out.counts.is_given()) {
+      integer_at(out.counts, 0, col) = rows;
+    }
+    if (out.count_sums.is_given()) {
+      integer_at(out.count_sums, 0, col) += rows;
+    }
+  }
+}
+
+// What the source of a route says that its row counts.
+float source_weight(const Route& route, const CombineInput& source) {
+  bool is_skipped = false;
+  if (source.source_idx.is_given()) {
+    const std::byte* row = row_of(source.source_idx, route.token);
+    is_skipped = source.source_idx.dtype == DType::kInt64
+                     ? reinterpret_cast<const int64_t*>(row)[route.source_col] < 0
+                     : reinterpret_cast<const int32_t*>(row)[route.source_col] < 0;
+  }
+  return is_skipped ? 0.0F : at(source.source_weights, route.token, route.source_col);
 }
 
 // A row of the experts, times its weight if the source asks for that.
 Row term_of(const Route& route, const CombineInput& receiver, const CombineInput& source) {
   Row term = load(receiver.rows, route.slot);
   if (source.scale != CombineScale::kNone) {
-    const float factor = source.scale == CombineScale::kPlanWeights
-                             ? route.weight
-                             : at(source.source_weights, route.token, route.source_col);
+    const float factor =
+        source.scale == CombineScale::kPlanWeights ? route.weight : source_weight(route, source);
     for (float& value : term) {
       value *= factor;
     }
@@ -159,16 +209,23 @@ void reference_dispatch(
 ) {
   for (size_t to = 0; to < plans.size(); ++to) {
     zero_padding(contents_of(plans[to]), out[to]);
+    count_rows(contents_of(plans[to]), out[to]);
   }
   for (size_t from = 0; from < plans.size(); ++from) {
     const std::vector<Route> routes = routes_of(contents_of(plans[from]));
     for (const Route& route : routes) {
-      copy_row(out[route.target].rows, route.slot, in[from].x, route.token);
+      const DispatchOutput& to = out[route.target];
+      copy_row(to.rows, route.slot, in[from].x, route.token);
       if (in[from].scales.is_given()) {
-        copy_row(out[route.target].scales, route.slot, in[from].scales, route.token);
+        const std::byte* scales = row_of(in[from].scales, route.token);
+        store_scales(contents_of(plans[route.target]), to, route.slot, scales);
       }
       if (in[from].weights.is_given()) {
-        zero_row(out[route.target].weights, route.slot);
+        zero_row(to.weights, route.slot);
+      }
+      if (to.sources.is_given()) {
+        integer_at(to.sources, route.slot, 0) = static_cast<int32_t>(from);
+        integer_at(to.sources, route.slot, 1) = static_cast<int32_t>(route.token);
       }
     }
     for (const Route& route : in[from].weights.is_given() ? routes : std::vector<Route>()) {

@@ -49,7 +49,8 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
       .topk = 32,
       .from_map = true,
       .has_weights = true,
-      .payload = {DType::kFloat16, Quantise::kE5M2, int64_t{1} << 32, 448, 4}};
+      .payload = {
+          DType::kFloat16, Quantise::kE5M2, ScaleRule::kPowerOfTwo, int64_t{1} << 32, 448, 4}};
   expect_told(
       plan,
       {{[](Call& c) { c.options.layout = Layout::kRankMajor; },
@@ -62,6 +63,8 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
         "dtype of x in the same call = float16 here and bfloat16"},
        {[](Call& c) { c.payload.quantise = Quantise::kE4M3; },
         "quantise in the same call = e5m2 here and e4m3"},
+       {[](Call& c) { c.payload.scale_rule = ScaleRule::kUe8m0; },
+        "scale_rule in the same call = power_of_two here and ue8m0"},
        {[](Call& c) { c.payload.weight_bytes = 0; },
         "has_weights of x in the same call = true here and false"},
        {[](Call& c) { c.number = 42; }, "the caller's number of this call = 41 here and 42"},
@@ -80,13 +83,15 @@ TEST(SignatureTest, TellsEveryFieldOfADispatch) {
   const Call dispatch = {
       .op = Op::kDispatch,
       .plan_number = 3,
-      .payload = {DType::kBFloat16, Quantise::kNone, 14336, 224, 32}};
+      .payload = {DType::kBFloat16, Quantise::kNone, ScaleRule::kExact, 14336, 224, 32}};
   expect_told(
       dispatch,
       {{[](Call& c) { c.plan_number = 1; }, "plan number = 3 here and 1"},
        {[](Call& c) { c.payload.dtype = DType::kByte; }, "dtype of x = bfloat16 here and byte"},
        {[](Call& c) { c.payload.weight_bytes = 0; }, "has_weights = true here and false"},
        {[](Call& c) { c.payload.quantise = Quantise::kE4M3; }, "quantise = none here and e4m3"},
+       {[](Call& c) { c.payload.scale_rule = ScaleRule::kClamped; },
+        "scale_rule = exact here and clamped"},
        {[](Call& c) { c.has_copies = true; }, "copy_engines = false here and true"},
        {[](Call& c) { c.number = 1; }, "the caller's number of this call = 0 here and 1"},
        {[](Call& c) { c.payload.row_bytes = 64; }, "row bytes of x = 14336 here and 64"},
@@ -142,8 +147,8 @@ TEST(SignatureTest, WhatMakesACallLargerIsToldBeforeItsMemory) {
 
 TEST(SignatureTest, AForeignNumberStaysANumber) {
   EXPECT_EQ(
-      difference_text(Op::kPlan, 0, 3, 0xff, 1),
-      "layout = 3 here and 15 on rank 1 (must be equal on all ranks)"
+      difference_text(Op::kPlan, 0, 0, 0xff, 1),
+      "layout = rank_major here and 3 on rank 1 (must be equal on all ranks)"
   );
   EXPECT_EQ(
       difference_text(Op::kCombine, 5, 7, 0, 1),
@@ -156,16 +161,24 @@ TEST(PayloadTest, HoldsTheBytesOfARow) {
   const DispatchInput in = {
       .x = {&data, DType::kBFloat16, 3, 1024},
       .weights = {&data, DType::kFloat32, 3, 8},
-      .quantise = Quantise::kE4M3};
+      .quantise = Quantise::kE4M3,
+      .scale_rule = ScaleRule::kUe8m0};
   const DispatchOutput out = {
       .rows = {&data, DType::kByte, 3, 1024}, .scales = {&data, DType::kFloat32, 3, 7}};
   const PayloadFormat payload = payload_of(in, out, 8);
+  EXPECT_EQ(payload.scale_rule, ScaleRule::kUe8m0);
   EXPECT_EQ(payload.row_bytes, 2048);
   EXPECT_EQ(payload.out_row_bytes(), 1024);
   EXPECT_EQ(payload.scale_bytes, 28);
   EXPECT_EQ(payload.staged_scale_bytes(), 32);
   EXPECT_EQ(payload.in_scale_bytes(), 0);
   EXPECT_EQ(payload.weight_bytes, 32);
+}
+
+// Ranks that quantise nothing agree, whatever rule they name.
+TEST(PayloadTest, HasNoScaleRuleWithoutQuantise) {
+  const DispatchInput in = {.x = {}, .scale_rule = ScaleRule::kUe8m0};
+  EXPECT_EQ(payload_of(in, {}, 8).scale_rule, ScaleRule::kExact);
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ class ValidateTest : public testing::Test {
     spec.num_tokens = {10, 3};
     spec.layout = layout;
     spec.scale_cols = 4;
+    spec.asks_beside = true;
     spec.room = Room::kSpare;  // so that no size is zero
     data_ = make_case_data({}, spec);
     plan_ = contents_of(data_.plans[0]);
@@ -71,6 +72,11 @@ class ValidateTest : public testing::Test {
   }
 };
 
+class ValidateExpertStridedTest : public ValidateTest {
+ protected:
+  ValidateExpertStridedTest() : ValidateTest(Layout::kExpertStrided) {}
+};
+
 class ValidateRankMajorTest : public ValidateTest {
  protected:
   ValidateRankMajorTest() : ValidateTest(Layout::kRankMajor) {}
@@ -83,6 +89,9 @@ TEST_F(ValidateTest, AcceptsWhatIsGood) {
   dispatch_out_.weights = {};
   dispatch_in_.scales = {};
   dispatch_out_.scales = {};
+  dispatch_out_.sources = {};
+  dispatch_out_.counts = {};
+  dispatch_out_.count_sums = {};
   EXPECT_EQ(dispatch(), "nothing");
 }
 
@@ -237,6 +246,83 @@ TEST_F(ValidateTest, RefusesScalesOfAnotherShape) {
   );
 }
 
+TEST_F(ValidateTest, RefusesSourcesOfAnotherShape) {
+  dispatch_out_.sources.cols = 3;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: sources has shape [" + num_rows_ + ", 3] (expected [" + num_rows_ + ", 2])"
+  );
+  dispatch_out_.sources.cols = 2;
+  dispatch_out_.sources.dtype = DType::kInt64;
+  EXPECT_EQ(dispatch(), "dispatch: sources has dtype int64 (expected int32)");
+}
+
+TEST_F(ValidateTest, RefusesCountsOfAnotherShape) {
+  dispatch_out_.counts.cols = 8;
+  EXPECT_EQ(dispatch(), "dispatch: counts has shape [1, 8] (expected [1, 4])");
+  dispatch_out_.counts = {};
+  dispatch_out_.count_sums.rows = 4;
+  EXPECT_EQ(dispatch(), "dispatch: count_sums has shape [4, 4] (expected [1, 4])");
+  dispatch_out_.count_sums.rows = 1;
+  dispatch_out_.count_sums.dtype = DType::kFloat32;
+  EXPECT_EQ(dispatch(), "dispatch: count_sums has dtype float32 (expected int32)");
+}
+
+TEST_F(ValidateTest, RefusesScalesByColumnInOneBlock) {
+  dispatch_out_.scales_by_column = true;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: scales by column, of 4 bytes a row with expert_major (expected a multiple of 4 "
+      "with expert_strided)"
+  );
+}
+
+TEST_F(ValidateExpertStridedTest, RefusesScalesByColumnThatAreNotWords) {
+  EXPECT_TRUE(dispatch_out_.scales_by_column);
+  EXPECT_EQ(dispatch(), "nothing");
+  dispatch_in_.scales.cols = 3;
+  dispatch_out_.scales.cols = 3;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: scales by column, of 3 bytes a row with expert_strided (expected a multiple of 4 "
+      "with expert_strided)"
+  );
+}
+
+class ValidateQuantiseTest : public ValidateTest {
+ protected:
+  ValidateQuantiseTest() {
+    config_.hidden = 256;
+    x_ = Matrix(DType::kBFloat16, plan_.shape.num_tokens, 256);
+    rows_ = Matrix(DType::kByte, plan_.num_rows, 256);
+    scales_ = Matrix(DType::kFloat32, plan_.num_rows, 2);
+    dispatch_in_ = {.x = x_.view(), .quantise = Quantise::kE4M3};
+    dispatch_out_ = {.rows = rows_.view(), .scales = scales_.view()};
+  }
+
+  Matrix x_;
+  Matrix rows_;
+  Matrix scales_;
+};
+
+TEST_F(ValidateQuantiseTest, WantsTheScalesOfTheRule) {
+  for (const ScaleRule rule : {ScaleRule::kExact, ScaleRule::kClamped, ScaleRule::kPowerOfTwo}) {
+    dispatch_in_.scale_rule = rule;
+    EXPECT_EQ(dispatch(), "nothing");
+  }
+  dispatch_in_.scale_rule = ScaleRule::kUe8m0;
+  EXPECT_EQ(dispatch(), "dispatch: output scales has dtype float32 (expected byte)");
+  dispatch_out_.scales.dtype = DType::kByte;
+  EXPECT_EQ(dispatch(), "nothing");
+  dispatch_in_.scale_rule = ScaleRule::kClamped;
+  EXPECT_EQ(dispatch(), "dispatch: output scales has dtype byte (expected float32)");
+}
+
+TEST_F(ValidateQuantiseTest, RefusesARuleThatIsUnknown) {
+  dispatch_in_.scale_rule = static_cast<ScaleRule>(4);
+  EXPECT_EQ(dispatch(), "dispatch: scale_rule = 4 is unknown (0 to 3)");
+}
+
 TEST_F(ValidateTest, RefusesPlanWeightsThatAreNotThere) {
   combine_in_.scale = CombineScale::kPlanWeights;
   EXPECT_EQ(combine(), "nothing");
@@ -253,6 +339,25 @@ TEST_F(ValidateTest, RefusesSourceWeightsThatDoNotFitTheScale) {
   EXPECT_EQ(combine(), "combine: source_weights has shape [4, 2] (expected [10, 2])");
   combine_in_.scale = CombineScale::kNone;
   EXPECT_EQ(combine(), "combine: source_weights is given (scale does not use it)");
+}
+
+TEST_F(ValidateTest, RefusesIndicesBesideNoSourceWeights) {
+  combine_in_.source_idx = std::as_const(data_.routing[0].topk_idx).view();
+  EXPECT_EQ(combine(), "combine: source_idx is given (scale does not use it)");
+  combine_in_.scale = CombineScale::kSourceWeights;
+  combine_in_.source_weights = dispatch_in_.weights;
+  EXPECT_EQ(combine(), "nothing");
+  combine_in_.source_idx.cols = 3;
+  EXPECT_EQ(combine(), "combine: source_idx has shape [10, 3] (expected [10, 2])");
+}
+
+TEST_F(ValidateRankMajorTest, RefusesScalesByColumn) {
+  dispatch_out_.scales_by_column = true;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: scales by column, of 4 bytes a row with rank_major (expected a multiple of 4 with "
+      "expert_strided)"
+  );
 }
 
 TEST_F(ValidateRankMajorTest, RefusesToScaleRowsOfSeveralRoutes) {

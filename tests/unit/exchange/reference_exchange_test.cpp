@@ -117,6 +117,66 @@ TEST(ReferenceExchangeTest, PutsWeightsOfRankMajorRowsAtTheirK) {
   EXPECT_EQ(out.weights[1], (Floats{0, 2, 0, 6}));
 }
 
+// An output of one rank with all that it may have beside its rows.
+struct Beside {
+  explicit Beside(const Plan& plan)
+      : rows(static_cast<size_t>(plan.num_rows()) * kHidden),
+        scales(static_cast<size_t>(plan.num_rows()) * 2, kUntouched),
+        sources(static_cast<size_t>(plan.num_rows()) * 2, -7) {}
+  [[nodiscard]] DispatchOutput output(bool by_column) {
+    return {
+        .rows = view(rows, kHidden),
+        .scales = view(scales, 2),
+        .sources = matrix(sources.data(), static_cast<int64_t>(sources.size()) / 2, 2),
+        .counts = matrix(counts.data(), 1, 2),
+        .count_sums = matrix(count_sums.data(), 1, 2),
+        .scales_by_column = by_column};
+  }
+
+  Floats rows;
+  Floats scales;
+  std::vector<int32_t> sources;
+  std::vector<int32_t> counts = {-7, -7};
+  std::vector<int32_t> count_sums = {100, 200};
+};
+
+std::vector<Beside> dispatch_beside(const std::vector<Plan>& plans, bool by_column) {
+  const std::vector<Floats> x = {rows_of({10, 11}), rows_of({20})};
+  const std::vector<Floats> scales = {{1, 2, 3, 4}, {5, 6}};
+  std::vector<Beside> out(plans.begin(), plans.end());
+  std::vector<DispatchInput> inputs;
+  std::vector<DispatchOutput> outputs;
+  for (size_t rank = 0; rank < plans.size(); ++rank) {
+    inputs.push_back({.x = const_view(x[rank], kHidden), .scales = const_view(scales[rank], 2)});
+    outputs.push_back(out[rank].output(by_column));
+  }
+  reference_dispatch(plans, inputs, outputs);
+  return out;
+}
+
+TEST(ReferenceExchangeTest, TellsSourcesAndCounts) {
+  const auto out = dispatch_beside(make_plans(expert_major(2)), false);
+  EXPECT_EQ(out[0].sources, (std::vector{0, 0, 0, 1, 1, 0, -7, -7, 0, 1, -7, -7}));
+  EXPECT_EQ(out[0].counts, (std::vector{3, 1}));
+  EXPECT_EQ(out[0].count_sums, (std::vector{103, 201}));
+  EXPECT_EQ(out[0].scales, (Floats{1, 2, 3, 4, 5, 6, 0, 0, 3, 4, 0, 0}));
+  EXPECT_EQ(out[1].sources, (std::vector{0, 0, -7, -7, 1, 0, -7, -7}));
+  EXPECT_EQ(out[1].counts, (std::vector{1, 1}));
+  EXPECT_EQ(out[1].count_sums, (std::vector{101, 201}));
+}
+
+TEST(ReferenceExchangeTest, LaysScalesByColumnAndLeavesSlack) {
+  PlanOptions options = {.layout = Layout::kExpertStrided, .pad_multiple = 2, .expert_stride = 5};
+  const auto out = dispatch_beside(make_plans(options), true);
+  const float slack = kUntouched;
+  EXPECT_EQ(
+      out[0].scales,
+      (Floats{1, 3, 5,     0,     slack, 2, 4, 6,     0,     slack,  // expert 0
+              3, 0, slack, slack, slack, 4, 0, slack, slack, slack}  // expert 1
+      )
+  );
+}
+
 struct Combined {
   std::vector<Floats> x;
   std::vector<Floats> weights;

@@ -2,7 +2,10 @@
 // The index of every rank, where it was written to, against the routing.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "domain_plans.hpp"
@@ -26,6 +29,12 @@ class WrittenIndex {
   [[nodiscard]] size_t num_domains() const { return arrays_.sent.size(); }
   [[nodiscard]] std::vector<int32_t> sent(size_t domain, size_t count) const {
     return {arrays_.sent[domain], arrays_.sent[domain] + count};
+  }
+  // Of `count` rows: row, source, token.
+  [[nodiscard]] std::vector<std::array<int32_t, 3>> row_sources(int64_t count) const {
+    std::vector<std::array<int32_t, 3>> rows(static_cast<size_t>(count));
+    std::copy_n(arrays_.row_sources, 3 * count, rows.data()->data());
+    return rows;
   }
   [[nodiscard]] std::vector<int32_t> parts(size_t token) const {
     return {
@@ -89,6 +98,23 @@ TEST_P(InterNodeIndexTest, ListsTheTokensThatCrossToEachDomain) {
         EXPECT_EQ(index.sent(domain, tokens.size()), tokens);
       }
     }
+  });
+}
+
+TEST_P(InterNodeIndexTest, ListsWhereTheRowsComeFrom) {
+  for_each_rank([](const DomainPlans& plans, int rank) {
+    const PlanData& plan = plans.plan(rank);
+    std::set<std::array<int32_t, 3>> expected;  // routes share a row in rank_major
+    for (int source = 0; source < plans.num_ranks(); ++source) {
+      for (int32_t token = 0; token < plans.plan(source).shape.num_tokens; ++token) {
+        for (const KeptRoute& route : plans.routes(source, token, rank)) {
+          expected.insert({route.slot, source, token});
+        }
+      }
+    }
+    auto rows = WrittenIndex(plan).row_sources(num_used_rows(plan));
+    std::ranges::sort(rows);
+    EXPECT_TRUE(std::ranges::equal(rows, expected));
   });
 }
 

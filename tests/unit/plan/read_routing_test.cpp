@@ -34,6 +34,17 @@ TEST(ReadRoutingTest, ReadsInt64AndInt32Alike) {
   EXPECT_FALSE(from_wide.has_weights);
 }
 
+TEST(ReadRoutingTest, TakesUnknownExpertsForHolesIfAsked) {
+  const std::vector<int64_t> wide = {
+      -5, 3, kNumExperts, int64_t{1} << 40, (int64_t{1} << 32) + 3, 0};
+  const std::vector<int32_t> narrow = {-5, 3, kNumExperts, 1 << 30, -1, 0};
+  const std::vector<int32_t> expected = {-1, 3, -1, -1, -1, 0};
+  Routing routing = {.topk_idx = matrix(wide.data(), 2, 3), .ignores_unknown = true};
+  EXPECT_EQ(read(routing).expert, expected);
+  routing.topk_idx = matrix(narrow.data(), 2, 3);
+  EXPECT_EQ(read(routing).expert, expected);
+}
+
 TEST(ReadRoutingTest, KeepsWeightsBesideIndices) {
   const std::vector<int32_t> idx = {3, -1, 15, 0};
   const std::vector<float> weights = {0.5F, 1.0F, -2.0F, 0.0F};
