@@ -80,7 +80,10 @@ class Calls {
 
 // Of one call, which reads those that concern it.
 struct Options : PlanOptions, CallOptions {
+  bool ignores_unknown = false;
   Quantise quantise = Quantise::kNone;
+  ScaleRule scale_rule = ScaleRule::kExact;
+  bool scales_by_column = false;
   CombineScale scale = CombineScale::kNone;
 };
 
@@ -121,24 +124,39 @@ Tensor tensor_of(const std::optional<Matrix>& matrix) {
   return {data, static_cast<DType>(dtype), rows, cols, -1, device};
 }
 
-Routing routing_of(const Matrices<3>& matrices) {
+// Numbers one after the other, which came as one column.
+Tensor vector_of(const std::optional<Matrix>& matrix) {
+  Tensor tensor = tensor_of(matrix);
+  std::swap(tensor.rows, tensor.cols);
+  return tensor;
+}
+
+Routing routing_of(const Matrices<3>& matrices, const Options& options) {
   const auto& [topk_idx, map, weights] = matrices;
-  return {tensor_of(topk_idx), tensor_of(map), tensor_of(weights)};
+  return {tensor_of(topk_idx), tensor_of(map), tensor_of(weights), options.ignores_unknown};
 }
 
 DispatchInput input_of(const Matrices<3>& matrices, const Options& options) {
   const auto& [x, weights, scales] = matrices;
-  return {tensor_of(x), tensor_of(weights), tensor_of(scales), options.quantise};
+  return {
+      tensor_of(x), tensor_of(weights), tensor_of(scales), options.quantise, options.scale_rule};
 }
 
-DispatchOutput output_of(const Matrices<3>& matrices) {
-  const auto& [rows, weights, scales] = matrices;
-  return {tensor_of(rows), tensor_of(weights), tensor_of(scales)};
+DispatchOutput output_of(const Matrices<6>& matrices, const Options& options) {
+  const auto& [rows, weights, scales, sources, counts, count_sums] = matrices;
+  return {
+      tensor_of(rows),
+      tensor_of(weights),
+      tensor_of(scales),
+      tensor_of(sources),
+      vector_of(counts),
+      vector_of(count_sums),
+      options.scales_by_column};
 }
 
 Plan plan(Calls& calls, const Matrices<3>& routing, const Options& options) {
   return calls.begin([&](Exchange& exchange) {
-    return exchange.plan(routing_of(routing), options, options);
+    return exchange.plan(routing_of(routing, options), options, options);
   });
 }
 
@@ -146,11 +164,11 @@ void dispatch(
     Calls& calls,
     const Plan& plan,
     const Matrices<3>& in,
-    const Matrices<3>& out,
+    const Matrices<6>& out,
     const Options& options
 ) {
   calls.begin([&](Exchange& exchange) {
-    exchange.dispatch(plan, input_of(in, options), output_of(out), options);
+    exchange.dispatch(plan, input_of(in, options), output_of(out, options), options);
   });
 }
 
@@ -175,13 +193,13 @@ nb::tuple plan_and_dispatch(
     Calls& calls,
     const Matrices<3>& routing,
     const Matrices<3>& in,
-    const Matrices<3>& out,
+    const Matrices<6>& out,
     const Options& options,
     bool is_one_call
 ) {
-  const Routing routes = routing_of(routing);
+  const Routing routes = routing_of(routing, options);
   const DispatchInput input = input_of(in, options);
-  const DispatchOutput output = output_of(out);
+  const DispatchOutput output = output_of(out, options);
   std::optional<Plan> plan;
   std::optional<Error> problem;
   bool is_sent = is_one_call;
@@ -210,14 +228,18 @@ nb::tuple plan_and_dispatch(
 void combine(
     Calls& calls,
     const Plan& plan,
-    const Matrices<3>& in,
+    const Matrices<4>& in,
     const Matrices<2>& out,
     const Options& options
 ) {
-  const auto& [rows, row_weights, source_weights] = in;
+  const auto& [rows, row_weights, source_weights, source_idx] = in;
   const auto& [x, weights] = out;
   const CombineInput input = {
-      tensor_of(rows), tensor_of(row_weights), tensor_of(source_weights), options.scale};
+      tensor_of(rows),
+      tensor_of(row_weights),
+      tensor_of(source_weights),
+      options.scale,
+      tensor_of(source_idx)};
   const CombineOutput output = {tensor_of(x), tensor_of(weights)};
   calls.begin([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
 }
@@ -321,6 +343,11 @@ void bind_options(nb::module_& m) {
   const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
   const Names<Quantise> kinds = {
       {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
+  const Names<ScaleRule> rules = {
+      {"exact", ScaleRule::kExact},
+      {"clamped", ScaleRule::kClamped},
+      {"power_of_two", ScaleRule::kPowerOfTwo},
+      {"ue8m0", ScaleRule::kUe8m0}};
   const Names<CombineScale> scales = {
       {"none", CombineScale::kNone},
       {"plan", CombineScale::kPlanWeights},
@@ -337,6 +364,9 @@ void bind_options(nb::module_& m) {
       .def_rw("row_budget", &Options::row_budget, nb::arg().none())
       .def_prop_rw("overflow", nullptr, by_name("overflow", &Options::overflow, overflows))
       .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
+      .def_prop_rw("scale_rule", nullptr, by_name("scale_rule", &Options::scale_rule, rules))
+      .def_rw("scales_by_column", &Options::scales_by_column)
+      .def_rw("ignores_unknown", &Options::ignores_unknown)
       .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))
       .def_prop_rw("stream", nullptr, set_stream)
       .def_rw("num_sms", &Options::num_sms)

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft import _core, overlap_settings
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import Combined, Dispatched, Outputs, Plan, Wanted, empty_like, views
+from weft.outputs import Beside, Combined, Dispatched, Outputs, Plan, Wanted, empty_like, views
 
 
 class Exchange:
@@ -74,6 +74,8 @@ class Exchange:
         self.max_tokens = max_tokens
         self.max_topk = max_topk
         self._on_gpu = self.device.type == "cuda"  # to ask a device is slow
+        # Rows pass through hosts from GPU to GPU; source_idx is not to be had then.
+        self.is_between_gpu_domains = self._on_gpu and len(self.group.domains) > 1
         self._has_copy_room = copy_engines
         self._outputs = Outputs(self.device)
         self._core: _core.Exchange | None = None
@@ -276,7 +278,7 @@ class Exchange:
             inputs = wanted.views()
             out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
             options = self._options(core, num_sms, copy_engines, quantise=wanted.quantise)
-            core.dispatch(plan, inputs, out.views(), options)
+            core.dispatch(plan, inputs, out.views(Beside()), options)
             return out.with_scales_of(wanted.scales)
 
         return self._called(core, "dispatch", call)
@@ -291,6 +293,8 @@ class Exchange:
         plan_weights: Tensor | None = None,
         routing_map: Tensor | None = None,
         quantise: str = "none",
+        scale_rule: str = "exact",
+        beside: Beside | None = None,
         num_sms: int = 0,
         copy_engines: bool | None = None,
         **choices: Any,
@@ -299,26 +303,34 @@ class Exchange:
         pad_multiple, expert_stride, row_budget, overflow), then `dispatch` by it, without
         gradients; `weft.plan_and_dispatch` has them.
 
+        Where the number of rows is given, there are further choices. ignores_unknown: values of
+        topk_idx outside [0, E) are no route. scale_rule of `quantise`: "exact"; "clamped" for a
+        largest magnitude of at least 1e-4; "power_of_two" rounds that scale up to one; "ue8m0" has
+        its exponent + 127 in a byte. scales_by_column ("expert_strided"): the scales of expert e's
+        block lie by column, as [bytes / 4, stride] words of four bytes. beside: see `Beside`.
+
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
         all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        wanted = Wanted(x, weights, scales, quantise)
+        wanted = Wanted(x, weights, scales, quantise, scale_rule)
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
         out: Dispatched | None = None
 
         def call(core: _core.Exchange) -> tuple:
             nonlocal out
-            options = self._options(core, num_sms, copy_engines, quantise=quantise, **choices)
+            rules = {"quantise": quantise, "scale_rule": scale_rule}
+            options = self._options(core, num_sms, copy_engines, **rules, **choices)
             routing = views(_ROUTING, (topk_idx, routing_map, plan_weights))
             inputs, weight_cols = wanted.views(), 1
             if choices.get("layout") == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
             out = self._outputs.ahead(core, wanted, given_rows, weight_cols)
-            return core.plan_and_dispatch(routing, inputs, out.views(), options, is_one_call)
+            outputs = out.views(beside or Beside())
+            return core.plan_and_dispatch(routing, inputs, outputs, options, is_one_call)
 
         verb = "plan_and_dispatch"
         core, planned = self._planned(verb, choices, call, topk_idx, routing_map)
@@ -342,21 +354,29 @@ class Exchange:
         *,
         scale: str = "none",
         source_weights: Tensor | None = None,
+        source_idx: Tensor | None = None,
+        out: Tensor | None = None,
         num_sms: int = 0,
         copy_engines: bool | None = None,
     ) -> Combined:
-        """Collective. Without gradients; `weft.combine` has them and says what goes in and out."""
+        """Collective. Without gradients; `weft.combine` has them and says what goes in and out.
+
+        source_idx, int64 or int32 like source_weights [T, K]: where it is negative, the weight
+        counts as zero. out: memory for the tokens, contiguous.
+        """
 
         def call() -> Combined:
-            given = views(_COMBINED, (rows, row_weights, source_weights))
-            x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
+            given = views(_COMBINED, (rows, row_weights, source_weights, source_idx))
+            x = out
+            if x is None:
+                x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
             weights = None
             if row_weights is not None:
                 weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
-            out = Combined(x, weights)
+            made = Combined(x, weights)
             options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
-            plan.calls.combine(plan.core, given, views(Combined._fields, out), options)
-            return out
+            plan.calls.combine(plan.core, given, views(Combined._fields, made), options)
+            return made
 
         return self._called(plan.calls, "combine", call)
 
@@ -393,7 +413,8 @@ class Exchange:
                 core.plan(routing, made)
             else:
                 out = self._outputs.ahead(core, sent, 1, 1)
-                core.plan_and_dispatch(routing, sent.views(), out.views(), made, self._on_gpu)
+                outputs = out.views(Beside())
+                core.plan_and_dispatch(routing, sent.views(), outputs, made, self._on_gpu)
 
         # Calls of an exchange follow each other, whatever streams they are on.
         settle = torch.cuda.synchronize if self._on_gpu else lambda _: None
@@ -408,7 +429,7 @@ class Exchange:
             self._on_gpu
             and overlap_settings.copies(self.hidden, self.num_ranks)
             and self.num_ranks > 1
-            and len(self.group.domains) == 1
+            and not self.is_between_gpu_domains
             and not torch.cuda.is_current_stream_capturing()
         )
 
@@ -486,7 +507,7 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
 
 _NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 _ROUTING = ("topk_idx", "routing_map", "weights")
-_COMBINED = ("rows", "row_weights", "source_weights")
+_COMBINED = ("rows", "row_weights", "source_weights", "source_idx")
 
 
 def _filled(record: Any, values: dict[str, Any]) -> Any:

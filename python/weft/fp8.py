@@ -31,13 +31,7 @@ def to_fp8(x: Tensor, round_scale: bool = False) -> tuple[Tensor, Tensor]:
     return rows, scales
 
 
-def to_ue8m0(scales: Tensor) -> Tensor:
-    """float32 powers of two [T, S] -> int32 [T, S / 4]: their exponents, four bytes in one."""
-    exponents = (scales.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
-    return exponents.view(torch.int32)
-
-
 def from_ue8m0(exponents: Tensor) -> Tensor:
-    """The reverse of `to_ue8m0`: float32 [T, S] of int32 [T, S / 4]."""
+    """Powers of two as float32 [T, S], of int32 [T, S / 4]: their exponents, four bytes in one."""
     each = exponents.contiguous().view(torch.uint8).to(torch.int32)
     return (each << _MANTISSA_BITS).view(torch.float32)

@@ -116,6 +116,19 @@ class OutputPool:
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class Beside(NamedTuple):
+    """Memory for what a dispatch may tell beside its rows, int32, on this rank; None is not wanted.
+
+    sources [num_rows, 2]: the rank that a row comes from, and its token there; left as it was for
+    rows without a token. Not with "rank_major": counts [El], `Plan.rows_per_expert`, and count_sums
+    [El], what they are added to.
+    """
+
+    sources: Tensor | None = None
+    counts: Tensor | None = None
+    count_sums: Tensor | None = None
+
+
 class Dispatched(NamedTuple):
     """What `dispatch` returns; what was not sent is None."""
 
@@ -123,8 +136,9 @@ class Dispatched(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
 
-    def views(self) -> tuple:
-        return views(("out", "out_weights", "out_scales"), self)
+    def views(self, beside: Beside) -> tuple:
+        named = ("out", "out_weights", "out_scales", *Beside._fields)
+        return views(named, (*self, *beside))
 
     def cut(self, num_rows: int) -> Dispatched:
         """The first rows, in place."""
@@ -154,6 +168,7 @@ class Wanted(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
     quantise: str
+    scale_rule: str = "exact"
 
     def views(self) -> tuple:
         return views(("x", "weights", "scales"), (self.x, self.weights, as_bytes(self.scales)))
@@ -178,7 +193,7 @@ class Outputs:
     ) -> Dispatched:
         """Memory for what a dispatch returns. size: rows, columns of their weights."""
         num_rows, weight_cols = size
-        x, weights, scales, quantise = wanted
+        x, weights, scales, quantise, scale_rule = wanted
         cols = x.size(1) if x.dim() == 2 else 1
         dtype = fp8.DTYPES.get(quantise, x.dtype)  # the call refuses another name
         rows = self._rows(calls, num_rows, cols, dtype)
@@ -189,7 +204,8 @@ class Outputs:
             scale_bytes = scales.size(1) * scales.element_size()
             row_scales = empty_like(x, num_rows, scale_bytes, torch.uint8)
         elif quantise in fp8.DTYPES:
-            row_scales = empty_like(x, num_rows, cols // fp8.GROUP, torch.float32)
+            scale_dtype = torch.uint8 if scale_rule == "ue8m0" else torch.float32
+            row_scales = empty_like(x, num_rows, cols // fp8.GROUP, scale_dtype)
         return Dispatched(rows, row_weights, row_scales)
 
     def _rows(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:

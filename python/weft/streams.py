@@ -31,6 +31,7 @@ class CommStream:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._last: torch.cuda.Stream | None = None  # that a call ran on
 
     def of(self, device: torch.device) -> torch.cuda.Stream:
         """The stream on a CUDA device; it has high priority."""
@@ -46,12 +47,15 @@ class CommStream:
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
+        is_inline: bool = False,
     ) -> Iterator[StreamCall]:
         """A context for the work of one call on tensors of `device`.
 
         previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
         (None there is no event). It replaces the wait for the current stream, so it must be newer
         than all that produces `inputs`. async_finish: the current stream does not wait.
+        is_inline: a call that it would wait for runs on the current stream itself; no
+        previous_event is given.
         BadCall if allocate_on_comm_stream comes without both of them.
         """
         event = getattr(previous_event, "event", previous_event)
@@ -64,8 +68,12 @@ class CommStream:
         if device.type != "cuda":
             yield call
             return
+        caller = torch.cuda.current_stream(device)
+        if is_inline and not async_finish:
+            self._follow(caller)
+            yield call
+            return
         comm = self.of(device)
-        caller = torch.cuda.current_stream(comm.device)
         is_async = False  # an error is not
         try:
             with torch.cuda.stream(comm):
@@ -73,6 +81,7 @@ class CommStream:
                     comm.wait_stream(caller)
                 else:
                     event.current_stream_wait()
+                self._follow(comm)
                 yield call
             is_async = async_finish
         finally:
@@ -82,6 +91,18 @@ class CommStream:
                 call.event = comm.record_event()
             else:
                 caller.wait_stream(comm)
+
+    def _follow(self, stream: torch.cuda.Stream) -> None:
+        """Has the current stream wait for the call before, which may have run on another one: calls
+        follow each other. A graph that is captured knows only its own calls."""
+        last, self._last = self._last, stream
+        if last in (None, stream):
+            return
+        is_captured = torch.cuda.is_current_stream_capturing()
+        with torch.cuda.stream(last):
+            is_same_work = torch.cuda.is_current_stream_capturing() == is_captured
+        if is_same_work:
+            stream.wait_stream(last)
 
 
 class StreamCall:

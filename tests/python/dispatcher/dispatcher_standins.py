@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from ranks import after_call
-
 from weft.dispatcher import manager
 
 

@@ -200,7 +200,10 @@ def low_latency(group, inputs):
             rows, inputs.idx, inputs.weights, handle, return_recv_hook=True
         )
         hook()
-        results += [rows, counts, out]
+        skipped = inputs.idx.clone()
+        skipped[:, 1] = -1
+        less, *_ = buffer.low_latency_combine(rows, skipped, inputs.weights, handle)
+        results += [rows, counts, out, less]
     return results
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft import Plan
-from weft.fp8 import GROUP, to_fp8, to_ue8m0
+from weft.fp8 import GROUP
+from weft.outputs import Beside
 from weft.streams import StreamCall
 
 from .checks import (
@@ -186,28 +187,31 @@ class LowLatencyMode:
             check_optional("dispatch_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
             wants["expert_stride"] = self.group_size * num_max
             call.plans((hidden, num_experts, x.device), num_max, topk_idx.size(1), **wants)
+            rule = None
+            if use_fp8:
+                rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
             inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
-            with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
-                routes = routes_of(topk_idx, num_experts)
+            with runtime.stream.call(
+                x.device, inputs, async_finish=is_async, is_inline=True
+            ) as work:
+                routes = topk_idx
                 if self._mask:
-                    routes = self._mask.without_routes(routes, local)
-                rows, scales = to_fp8(x, round_scale) if use_fp8 else (x, None)
-                if use_fp8 and use_ue8m0:
-                    scales = to_ue8m0(scales)
-                plan, blocks = dispatch_blocks(call, routes, rows, scales, topk_weights, num_max)
+                    routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
+                sent = _Sent(x, routes, topk_weights, rule, num_max)
+                plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
                 handle = LowLatencyHandle(plan, blocks.sources, num_max)
                 if self._mask:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
-                parts = () if scales is None else (blocks.rows, blocks.scales(scales.dtype))
-                recv_count = handle.count.to(torch.int32)
-                if stats is not None:
-                    stats += recv_count
+                    blocks.counts.copy_(handle.count)
+                    if stats is not None:
+                        stats += blocks.counts
+                parts = () if blocks.scales is None else (blocks.rows, blocks.scales)
                 between = ()
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
-                work.returns(*blocks, recv_count, *between, *parts)
+                work.returns(*blocks, *between)
         finish = _finish(work, async_finish, return_recv_hook)
-        return parts or blocks.rows, recv_count, *between, handle, *finish
+        return parts or blocks.rows, blocks.counts, *between, handle, *finish
 
     @torch.no_grad()
     def low_latency_combine(
@@ -258,18 +262,26 @@ class LowLatencyMode:
             )
             rows = handle.combine_rows if zero_copy else x
             inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
-            with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
+            with runtime.stream.call(
+                rows.device, inputs, async_finish=is_async, is_inline=True
+            ) as work:
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
-                routes = topk_idx
+                routes, weights = topk_idx, topk_weights
                 if self._mask:  # also of ranks that were masked since the dispatch
                     routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
-                rows = rows.reshape(-1, handle.hidden)
-                weights = topk_weights.masked_fill(routes < 0, 0.0)
+                if plan.exchange.is_between_gpu_domains:
+                    routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
+                is_whole = out is not None and out.is_contiguous()
                 combined, _ = call.exchange.combine(
-                    plan, rows, scale="source", source_weights=weights
+                    plan,
+                    rows.reshape(-1, handle.hidden),
+                    scale="source",
+                    source_weights=weights,
+                    source_idx=routes,
+                    out=out if is_whole else None,
                 )
-                if out is not None:
+                if out is not None and not is_whole:
                     combined = out.copy_(combined)
                 work.returns(combined)
         return combined, *_finish(work, async_finish, return_recv_hook)
@@ -333,53 +345,69 @@ def _finish(
     return EventOverlap(event if async_finish else None), hook
 
 
+class _Sent(NamedTuple):
+    """What goes into blocks. rule: of the scales of FP8 rows, None for the rows as they are."""
+
+    x: Tensor  # bf16 [T, H]
+    routes: Tensor  # [T, K]
+    weights: Tensor | None  # float32 [T, K]
+    rule: str | None
+    num_max: int
+
+
 class Blocks(NamedTuple):
     """El blocks of R * num_max rows."""
 
     rows: Tensor  # [El, R * num_max, H]
-    beside: Tensor  # int32 [El, R * num_max, S + 1]: scales, then the source
+    scales: Tensor | None  # [El, R * num_max, S]; the last two dimensions column-major
     weights: Tensor | None  # float32 [El, R * num_max]
-
-    @property
-    def sources(self) -> Tensor:
-        """int32 [El, R * num_max]: rank * num_max + token; undefined behind the last row."""
-        return self.beside[..., -1]
-
-    def scales(self, dtype: torch.dtype) -> Tensor:
-        """[El, R * num_max, S] of `dtype` (four bytes); the last two dimensions column-major."""
-        by_column = self.beside[..., :-1].transpose(1, 2).contiguous()
-        return by_column.view(dtype).transpose(1, 2)
+    sources: Tensor  # int32 [El, R * num_max, 2]: rank and token; undefined behind the last row
+    counts: Tensor  # int32 [El]
 
     def in_order(self, order: Tensor) -> Blocks:
         """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""
         blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
         rows = self.rows.view(torch.uint8)[blocks, order].view(self.rows.dtype)
+        scales = None if self.scales is None else _by_column(self.scales[blocks, order])
         weights = None if self.weights is None else self.weights[blocks, order]
-        return Blocks(rows, self.beside[blocks, order], weights)
+        return Blocks(rows, scales, weights, self.sources[blocks, order], self.counts)
 
 
-def dispatch_blocks(
-    call: Call,
-    routes: Tensor,
-    rows: Tensor,
-    scales: Tensor | None,
-    weights: Tensor | None,
-    num_max: int,
-) -> tuple[Plan, Blocks]:
-    """Collective. rows [T, H], scales [T, S] of four bytes, routes and float32 weights [T, K]."""
+def _by_column(scales: Tensor) -> Tensor:
+    """[El, rows, S] with the last two dimensions column-major."""
+    return scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def dispatch_blocks(call: Call, sent: _Sent, stats: Tensor | None = None) -> tuple[Plan, Blocks]:
+    """Collective. stats int32 [El]: the counts are added to it."""
     exchange = call.exchange
-    first = exchange.rank * num_max
-    sources = torch.arange(first, first + rows.size(0), dtype=torch.int32, device=rows.device)
-    beside = sources.unsqueeze(1)
+    local, stride = exchange.num_local_experts, exchange.num_ranks * sent.num_max
+    sources = sent.x.new_empty((local * stride, 2), dtype=torch.int32)
+    counts = sent.x.new_empty(local, dtype=torch.int32)
+    is_summed = stats is not None and stats.is_contiguous()
+    plan, out = exchange.plan_and_dispatch(
+        sent.routes,
+        sent.x,
+        sent.weights,
+        quantise="none" if sent.rule is None else "e4m3",
+        scale_rule=sent.rule or "exact",
+        scales_by_column=sent.rule is not None,
+        ignores_unknown=True,
+        beside=Beside(sources, counts, stats if is_summed else None),
+        **call.options,
+    )
+    if stats is not None and not is_summed:
+        stats += counts
+    scales = out.scales
     if scales is not None:
-        beside = torch.cat([scales.view(torch.int32), beside], dim=1)
-    stride = exchange.num_ranks * num_max
-    plan, out = exchange.plan_and_dispatch(routes, rows, weights, beside, **call.options)
-    blocks = (plan.num_local_experts, stride)
+        words = scales.view(torch.int32 if sent.rule == "ue8m0" else torch.float32)
+        scales = words.view(local, words.size(1), stride).transpose(1, 2)
     return plan, Blocks(
-        out.rows.view(*blocks, rows.size(1)),
-        out.scales.view(*blocks, beside.size(1)),
-        None if out.weights is None else out.weights.view(blocks),
+        out.rows.view(local, stride, sent.x.size(1)),
+        scales,
+        None if out.weights is None else out.weights.view(local, stride),
+        sources.view(local, stride, 2),
+        counts,
     )
 
 
@@ -404,12 +432,12 @@ class LowLatencyHandle(PlanHandle):
     items = ("src_info", "layout_range", "num_max", "hidden", "num_experts")
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int) -> None:
-        """sources int32 [El, R * num_max]: rank * num_max + token, of plan.rows_per_expert rows."""
+        """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows."""
         super().__init__(plan)
         self.num_max = num_max
         self.hidden = plan.exchange.hidden
         self.num_experts = plan.num_experts
-        self.count = plan.rows_per_expert  # int64 [El]
+        self._kept: Tensor | None = None  # int64 [El]
         self.order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
         self.combine_rows: Tensor | None = None  # for zero_copy
         self._sources = sources
@@ -421,14 +449,20 @@ class LowLatencyHandle(PlanHandle):
         """
         is_kept = is_kept & self.is_row
         self.order = (~is_kept).to(torch.uint8).argsort(dim=1, stable=True)
-        self.count = is_kept.sum(1)
-        self._sources = self._sources.gather(1, self.order)
+        self._kept = is_kept.sum(1)
+        blocks = torch.arange(is_kept.size(0), device=is_kept.device).unsqueeze(1)
+        self._sources = self._sources[blocks, self.order]
         return self.order
+
+    @property
+    def count(self) -> Tensor:
+        """int64 [El]: rows of each block."""
+        return self.plan.rows_per_expert if self._kept is None else self._kept
 
     @property
     def shape(self) -> list[int]:
         """[El, R * num_max, H] of the rows."""
-        return [*self._sources.shape, self.hidden]
+        return [*self._sources.shape[:2], self.hidden]
 
     @property
     def is_row(self) -> Tensor:
@@ -439,12 +473,12 @@ class LowLatencyHandle(PlanHandle):
     @property
     def source_rank(self) -> Tensor:
         """int64 [El, R * num_max]: R behind the last row."""
-        ranks = self._sources.long() // self.num_max
+        ranks = self._sources[..., 0].long()
         return torch.where(self.is_row, ranks, self.plan.exchange.num_ranks)
 
     @property
     def src_info(self) -> Tensor:
-        return torch.where(self.is_row, self._sources % self.num_max, -1)
+        return torch.where(self.is_row, self._sources[..., 1], -1)
 
     @property
     def layout_range(self) -> Tensor:
