@@ -97,10 +97,10 @@ TEST(FaultTextTest, CountsCallsOfPlansAsTheirCallerDoes) {
   );
   fault.op = Op::kPlan;
   fault.seen = 3;
-  fault.wanted = 4;
+  fault.wanted = 2;
   EXPECT_EQ(
       fault_text(fault, some_rank()),
-      "plan: layout = 4 here and 3 on rank 2 (must be equal on all ranks)"
+      "plan: layout = expert_strided here and 3 on rank 2 (must be equal on all ranks)"
   );
 }
 
