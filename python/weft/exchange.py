@@ -277,8 +277,8 @@ class Exchange:
         def call() -> Dispatched:
             inputs = wanted.views()
             out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
-            options = self._options(core, num_sms, copy_engines, quantise=wanted.quantise)
-            core.dispatch(plan, inputs, out.views(Beside()), options)
+            options = self._options(core, num_sms, copy_engines, **wanted.choices)
+            core.dispatch(plan, inputs, out.views(wanted.beside), options)
             return out.with_scales_of(wanted.scales)
 
         return self._called(core, "dispatch", call)
@@ -294,6 +294,7 @@ class Exchange:
         routing_map: Tensor | None = None,
         quantise: str = "none",
         scale_rule: str = "exact",
+        scales_by_column: bool = False,
         beside: Beside | None = None,
         num_sms: int = 0,
         copy_engines: bool | None = None,
@@ -303,11 +304,11 @@ class Exchange:
         pad_multiple, expert_stride, row_budget, overflow), then `dispatch` by it, without
         gradients; `weft.plan_and_dispatch` has them.
 
-        Where the number of rows is given, there are further choices. ignores_unknown: values of
-        topk_idx outside [0, E) are no route. scale_rule of `quantise`: "exact"; "clamped" for a
-        largest magnitude of at least 1e-4; "power_of_two" rounds that scale up to one; "ue8m0" has
-        its exponent + 127 in a byte. scales_by_column ("expert_strided"): the scales of expert e's
-        block lie by column, as [bytes / 4, stride] words of four bytes. beside: see `Beside`.
+        ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
+        "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
+        scale up to one; "ue8m0" has its exponent + 127 in a byte. scales_by_column
+        ("expert_strided"): the scales of expert e's block lie by column, as [bytes / 4, stride]
+        words of four bytes. beside: see `Beside`.
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
@@ -315,21 +316,20 @@ class Exchange:
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        wanted = Wanted(x, weights, scales, quantise, scale_rule)
+        wanted = Wanted(x, weights, scales, quantise, scale_rule, scales_by_column, beside)
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
         out: Dispatched | None = None
 
         def call(core: _core.Exchange) -> tuple:
             nonlocal out
-            rules = {"quantise": quantise, "scale_rule": scale_rule}
-            options = self._options(core, num_sms, copy_engines, **rules, **choices)
+            options = self._options(core, num_sms, copy_engines, **wanted.choices, **choices)
             routing = views(_ROUTING, (topk_idx, routing_map, plan_weights))
             inputs, weight_cols = wanted.views(), 1
             if choices.get("layout") == "rank_major":
                 weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
             out = self._outputs.ahead(core, wanted, given_rows, weight_cols)
-            outputs = out.views(beside or Beside())
+            outputs = out.views(beside)
             return core.plan_and_dispatch(routing, inputs, outputs, options, is_one_call)
 
         verb = "plan_and_dispatch"
@@ -413,7 +413,7 @@ class Exchange:
                 core.plan(routing, made)
             else:
                 out = self._outputs.ahead(core, sent, 1, 1)
-                outputs = out.views(Beside())
+                outputs = out.views(None)
                 core.plan_and_dispatch(routing, sent.views(), outputs, made, self._on_gpu)
 
         # Calls of an exchange follow each other, whatever streams they are on.

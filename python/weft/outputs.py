@@ -7,7 +7,7 @@ Every call makes some tensors, so they go the ways of torch that take the fewest
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,9 +136,9 @@ class Dispatched(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
 
-    def views(self, beside: Beside) -> tuple:
+    def views(self, beside: Beside | None) -> tuple:
         named = ("out", "out_weights", "out_scales", *Beside._fields)
-        return views(named, (*self, *beside))
+        return views(named, (*self, *(beside or Beside())))
 
     def cut(self, num_rows: int) -> Dispatched:
         """The first rows, in place."""
@@ -169,6 +169,14 @@ class Wanted(NamedTuple):
     scales: Tensor | None
     quantise: str
     scale_rule: str = "exact"
+    scales_by_column: bool = False
+    beside: Beside | None = None
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """Those of its options that say how it is stored."""
+        names = ("quantise", "scale_rule", "scales_by_column")
+        return {name: getattr(self, name) for name in names}
 
     def views(self) -> tuple:
         return views(("x", "weights", "scales"), (self.x, self.weights, as_bytes(self.scales)))
@@ -193,7 +201,7 @@ class Outputs:
     ) -> Dispatched:
         """Memory for what a dispatch returns. size: rows, columns of their weights."""
         num_rows, weight_cols = size
-        x, weights, scales, quantise, scale_rule = wanted
+        x, weights, scales, quantise, scale_rule, *_ = wanted
         cols = x.size(1) if x.dim() == 2 else 1
         dtype = fp8.DTYPES.get(quantise, x.dtype)  # the call refuses another name
         rows = self._rows(calls, num_rows, cols, dtype)

@@ -6,6 +6,8 @@ import torch
 
 import weft
 from oracle import inputs
+from weft import fp8
+from weft.outputs import Beside
 
 HIDDEN = 384
 KINDS = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}
@@ -67,3 +69,39 @@ def refused(rank, num_ranks, group):
 
 def test_ranks_that_differ_and_rows_that_cannot_be_made_are_refused(ranks):
     ranks(refused, 2)
+
+
+def by_rule(rank, num_ranks, group, rule, has_stride):
+    """Whether the number of rows is given or told by the plan."""
+    num_experts = 4 * num_ranks
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_tokens=32)
+    num_tokens = (17, 5)[rank]
+    x = torch.randn(num_tokens, HIDDEN).bfloat16()
+    x[:1] = 0
+    idx = torch.randint(num_experts, (num_tokens, 3))
+    unknown = idx.clone()
+    unknown[:, 2] = torch.tensor([-7, num_experts, 2**40])[torch.arange(num_tokens) % 3]
+    idx[:, 2] = -1
+    options = {"layout": "expert_strided", "expert_stride": 40 if has_stride else 0}
+    sums = torch.full((4,), 5, dtype=torch.int32)
+    beside = Beside(counts=torch.empty(4, dtype=torch.int32), count_sums=sums)
+    options |= {"ignores_unknown": True, "quantise": "e4m3", "scale_rule": rule}
+    plan, made = ex.plan_and_dispatch(unknown, x, beside=beside, **options)
+    want_rows, want_scales = fp8.to_fp8(x, round_scale=rule != "clamped")
+    if rule == "ue8m0":
+        want_scales = (want_scales.view(torch.int32) >> 23).to(torch.uint8)
+    _, expected = ex.plan_and_dispatch(
+        idx, want_rows, None, want_scales, layout=options["layout"], expert_stride=40 * has_stride
+    )
+    stride = plan.num_rows // 4
+    is_row = (torch.arange(stride) < plan.rows_per_expert.unsqueeze(1)).flatten()
+    for got, want in ((made.rows, expected.rows), (made.scales, expected.scales)):
+        assert torch.equal(got[is_row].view(torch.uint8), want[is_row].view(torch.uint8))
+    assert torch.equal(beside.counts, plan.rows_per_expert.int())
+    assert torch.equal(sums, beside.counts + 5)
+
+
+@pytest.mark.parametrize("has_stride", [False, True])
+@pytest.mark.parametrize("rule", ["clamped", "power_of_two", "ue8m0"])
+def test_rules_hold_with_any_number_of_rows(ranks, rule, has_stride):
+    ranks(by_rule, 2, rule, has_stride)
