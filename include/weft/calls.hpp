@@ -64,6 +64,9 @@ struct DispatchOutput {
   // int32 [plan.num_rows(), 2]: the rank that a row comes from, and its token there. What belongs
   // to a row without a token is left as it was.
   Tensor sources = {};
+  // int64 [plan.num_rows(), K], only with kRankMajor: this rank's expert, from 0, that choice k of
+  // the row's token goes to; -1 where it goes elsewhere or nowhere, and in rows without a token.
+  Tensor experts = {};
   // int32 [1, local experts], not with kRankMajor: the plan's rows_per_expert, and what it is added
   // to.
   Tensor counts = {};

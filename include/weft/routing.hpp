@@ -21,4 +21,22 @@ struct Routing {
   bool ignores_unknown = false;
 };
 
+// What `count_routing` writes. A token counts once for a rank or a host, however many of its
+// experts are there.
+struct RoutingCounts {
+  Tensor per_rank;                // int32 [1, num_ranks] tokens
+  Tensor per_expert;              // int32 [1, num_experts] choices
+  Tensor is_token_in_rank;        // bool [num_tokens, num_ranks]
+  Tensor per_host = {};           // int32 [1, hosts] tokens; with
+  ConstTensor host_of_rank = {};  // int64 [1, num_ranks], each from 0 and below `hosts`
+};
+
+// Local, no call of an exchange: counts topk_idx [num_tokens, up to kMaxTopk], int64 or int32,
+// whose values outside [0, num_experts) are no choice. All memory is on one device; on a GPU, the
+// current one, this is one launch in `stream` (a cudaStream_t) and does not wait. Throws Error
+// (kInvalidArgument, kCuda).
+void count_routing(
+    const ConstTensor& topk_idx, int num_experts, const RoutingCounts& out, void* stream = nullptr
+);
+
 }  // namespace weft

@@ -29,6 +29,7 @@ namespace {
 
 // Calls of this thread that all ranks make. What fails in Python before one has begun is refused.
 thread_local int64_t num_begun = 0;
+thread_local int64_t num_refused = 0;
 
 // Signals are for the main thread: no other need ask, nor take the interpreter's lock for that.
 bool is_main_thread() {
@@ -142,16 +143,30 @@ DispatchInput input_of(const Matrices<3>& matrices, const Options& options) {
       tensor_of(x), tensor_of(weights), tensor_of(scales), options.quantise, options.scale_rule};
 }
 
-DispatchOutput output_of(const Matrices<6>& matrices, const Options& options) {
-  const auto& [rows, weights, scales, sources, counts, count_sums] = matrices;
+DispatchOutput output_of(const Matrices<7>& matrices, const Options& options) {
+  const auto& [rows, weights, scales, experts, sources, counts, count_sums] = matrices;
   return {
       tensor_of(rows),
       tensor_of(weights),
       tensor_of(scales),
       tensor_of(sources),
+      tensor_of(experts),
       vector_of(counts),
       vector_of(count_sums),
       options.scales_by_column};
+}
+
+// matrices: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
+void count(const Matrices<6>& matrices, int num_experts, uintptr_t stream) {
+  const auto& [topk_idx, per_rank, per_expert, is_token_in_rank, per_host, hosts] = matrices;
+  const RoutingCounts counts = {
+      vector_of(per_rank),
+      vector_of(per_expert),
+      tensor_of(is_token_in_rank),
+      vector_of(per_host),
+      vector_of(hosts)};
+  // NOLINTNEXTLINE: torch gives streams as numbers
+  count_routing(tensor_of(topk_idx), num_experts, counts, reinterpret_cast<void*>(stream));
 }
 
 Plan plan(Calls& calls, const Matrices<3>& routing, const Options& options) {
@@ -164,7 +179,7 @@ void dispatch(
     Calls& calls,
     const Plan& plan,
     const Matrices<3>& in,
-    const Matrices<6>& out,
+    const Matrices<7>& out,
     const Options& options
 ) {
   calls.begin([&](Exchange& exchange) {
@@ -178,7 +193,7 @@ bool suits(const Tensor& rows, int64_t num_rows) {
 }
 
 DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
-  for (Tensor* tensor : {&out.rows, &out.weights, &out.scales}) {
+  for (Tensor* tensor : {&out.rows, &out.weights, &out.scales, &out.experts}) {
     if (tensor->is_given()) {
       tensor->rows = num_rows;
     }
@@ -193,7 +208,7 @@ nb::tuple plan_and_dispatch(
     Calls& calls,
     const Matrices<3>& routing,
     const Matrices<3>& in,
-    const Matrices<6>& out,
+    const Matrices<7>& out,
     const Options& options,
     bool is_one_call
 ) {
@@ -253,6 +268,7 @@ void refuse(
       {"combine", Op::kCombine},
       {"plan_and_dispatch", Op::kPlanAndDispatch}};
   const Op op = choose("verb", verb, verbs);
+  ++num_refused;
   calls.locked([&](Exchange& exchange) { exchange.refuse(op, reason, options); });
 }
 
@@ -418,7 +434,21 @@ void bind_exchange(nb::module_& m) {
         return calls.exchange().config().transport;
       });
   m.def(
+      "count_routing",
+      &count,
+      arg("matrices"),
+      arg("num_experts"),
+      arg("stream"),
+      "Local: what weft::count_routing writes; matrices: topk_idx, per_rank, per_expert, "
+      "is_token_in_rank, per_host, host_of_rank."
+  );
+  m.def(
       "num_begun", [] { return num_begun; }, "Calls of this thread that all ranks make."
+  );
+  m.def(
+      "num_told",
+      [] { return num_begun + num_refused; },
+      "The same, and those that this thread has refused in their place."
   );
   m.def(
       "give_segments",

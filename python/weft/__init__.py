@@ -7,6 +7,9 @@ rows, row_weights, _ = weft.dispatch(plan, x, topk_weights)
 x, _ = weft.combine(plan, experts(rows) * row_weights)
 """
 
+# torch's libraries go before ours: where ours came first, torch 2.11 crashed while it was imported.
+import torch as _torch  # noqa: F401
+
 from weft._version import __version__
 from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported

@@ -235,9 +235,9 @@ class Exchange:
 
     def plan(self, routing: tuple[tuple | None, tuple | None, tuple | None], options: Options) -> Plan: ...
 
-    def dispatch(self, plan: Plan, inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options) -> None: ...
+    def dispatch(self, plan: Plan, inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options) -> None: ...
 
-    def plan_and_dispatch(self, routing: tuple[tuple | None, tuple | None, tuple | None], inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options, is_one_call: bool) -> tuple: ...
+    def plan_and_dispatch(self, routing: tuple[tuple | None, tuple | None, tuple | None], inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options, is_one_call: bool) -> tuple: ...
 
     def combine(self, plan: Plan, inputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None], options: Options) -> None: ...
 
@@ -276,8 +276,16 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """
 
+def count_routing(matrices: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], num_experts: int, stream: int) -> None:
+    """
+    Local: what weft::count_routing writes; matrices: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
+    """
+
 def num_begun() -> int:
     """Calls of this thread that all ranks make."""
+
+def num_told() -> int:
+    """The same, and those that this thread has refused in their place."""
 
 def give_segments(exchange: Exchange | None) -> None:
     """The exchange that gives this thread's next segments; None: nobody."""

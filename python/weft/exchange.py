@@ -14,7 +14,17 @@ from torch import Tensor
 from weft import _core, overlap_settings
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import Beside, Combined, Dispatched, Outputs, Plan, Wanted, empty_like, views
+from weft.outputs import (
+    Beside,
+    Combined,
+    Dispatched,
+    Outputs,
+    Plan,
+    Wanted,
+    Written,
+    empty_like,
+    views,
+)
 
 
 class Exchange:
@@ -264,7 +274,8 @@ class Exchange:
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         wanted = Wanted(x, weights, scales, quantise)
-        return self._dispatched(plan.calls, plan.core, wanted, num_sms, copy_engines)
+        out = self._dispatched(plan.calls, plan.core, wanted, num_sms, copy_engines)
+        return out.returned(scales)
 
     def _dispatched(
         self,
@@ -273,13 +284,13 @@ class Exchange:
         wanted: Wanted,
         num_sms: int,
         copy_engines: bool | None,
-    ) -> Dispatched:
-        def call() -> Dispatched:
+    ) -> Written:
+        def call() -> Written:
             inputs = wanted.views()
             out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
             options = self._options(core, num_sms, copy_engines, **wanted.choices)
             core.dispatch(plan, inputs, out.views(wanted.beside), options)
-            return out.with_scales_of(wanted.scales)
+            return out
 
         return self._called(core, "dispatch", call)
 
@@ -296,10 +307,11 @@ class Exchange:
         scale_rule: str = "exact",
         scales_by_column: bool = False,
         beside: Beside | None = None,
+        experts: bool = False,
         num_sms: int = 0,
         copy_engines: bool | None = None,
         **choices: Any,
-    ) -> tuple[Plan, Dispatched]:
+    ) -> tuple:
         """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
         pad_multiple, expert_stride, row_budget, overflow), then `dispatch` by it, without
         gradients; `weft.plan_and_dispatch` has them.
@@ -310,16 +322,20 @@ class Exchange:
         ("expert_strided"): the scales of expert e's block lie by column, as [bytes / 4, stride]
         words of four bytes. beside: see `Beside`.
 
+        Returns the plan and `Dispatched`. With experts ("rank_major") there is a third: int64
+        [num_rows, K], this rank's expert, from 0, that choice k of the row's token goes to, -1
+        where it goes elsewhere or nowhere, and in rows without a token.
+
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
         all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        wanted = Wanted(x, weights, scales, quantise, scale_rule, scales_by_column, beside)
+        wanted = Wanted(x, weights, scales, quantise, scale_rule, scales_by_column, beside, experts)
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
-        out: Dispatched | None = None
+        out: Written | None = None
 
         def call(core: _core.Exchange) -> tuple:
             nonlocal out
@@ -340,11 +356,12 @@ class Exchange:
         if given_rows is None:
             self._outputs.last_rows = made.num_rows
         if is_sent:
-            out = out.cut(made.num_rows).with_scales_of(scales)
+            out = out.cut(made.num_rows)
         else:
             out = None  # gives its memory back first
             out = self._dispatched(core, made, wanted, num_sms, copy_engines)
-        return Plan(self, made, core), out
+        result = Plan(self, made, core), out.returned(scales)
+        return (*result, out.experts) if experts else result
 
     def combine(
         self,

@@ -136,22 +136,32 @@ class Dispatched(NamedTuple):
     weights: Tensor | None
     scales: Tensor | None
 
+
+class Written(NamedTuple):
+    """The memory of what a dispatch writes of every row; None is not wanted."""
+
+    rows: Tensor | None = None
+    weights: Tensor | None = None
+    scales: Tensor | None = None
+    experts: Tensor | None = None
+
     def views(self, beside: Beside | None) -> tuple:
-        named = ("out", "out_weights", "out_scales", *Beside._fields)
+        named = ("out", "out_weights", "out_scales", "experts", *Beside._fields)
         return views(named, (*self, *(beside or Beside())))
 
-    def cut(self, num_rows: int) -> Dispatched:
+    def cut(self, num_rows: int) -> Written:
         """The first rows, in place."""
         for tensor in self:
             if tensor is not None and tensor.size(0) != num_rows:
                 tensor.resize_(num_rows, tensor.size(1))
         return self
 
-    def with_scales_of(self, scales: Tensor | None) -> Dispatched:
-        """Scale rows come as bytes; with the dtype that they were given in."""
-        if scales is None or self.scales is None:
-            return self
-        return self._replace(scales=self.scales.view(scales.dtype))
+    def returned(self, scales: Tensor | None) -> Dispatched:
+        """scales: those that were sent, if any. They have come as bytes."""
+        row_scales = self.scales
+        if scales is not None and row_scales is not None:
+            row_scales = row_scales.view(scales.dtype)
+        return Dispatched(self.rows, self.weights, row_scales)
 
 
 class Combined(NamedTuple):
@@ -171,6 +181,7 @@ class Wanted(NamedTuple):
     scale_rule: str = "exact"
     scales_by_column: bool = False
     beside: Beside | None = None
+    experts: bool = False
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -196,9 +207,7 @@ class Outputs:
         """From now on `calls` gives the memory; what it grew out of lives as long as its plans."""
         self._calls, self._pool = calls, None
 
-    def of_dispatch(
-        self, calls: _core.Exchange, size: tuple[int, int], wanted: Wanted
-    ) -> Dispatched:
+    def of_dispatch(self, calls: _core.Exchange, size: tuple[int, int], wanted: Wanted) -> Written:
         """Memory for what a dispatch returns. size: rows, columns of their weights."""
         num_rows, weight_cols = size
         x, weights, scales, quantise, scale_rule, *_ = wanted
@@ -214,7 +223,8 @@ class Outputs:
         elif quantise in fp8.DTYPES:
             scale_dtype = torch.uint8 if scale_rule == "ue8m0" else torch.float32
             row_scales = empty_like(x, num_rows, cols // fp8.GROUP, scale_dtype)
-        return Dispatched(rows, row_weights, row_scales)
+        experts = empty_like(x, num_rows, weight_cols, torch.int64) if wanted.experts else None
+        return Written(rows, row_weights, row_scales, experts)
 
     def _rows(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
         """Rows of an output, in memory that peers can write, so that they are not staged.
@@ -235,7 +245,7 @@ class Outputs:
 
     def ahead(
         self, calls: _core.Exchange, wanted: Wanted, given_rows: int | None, weight_cols: int
-    ) -> Dispatched:
+    ) -> Written:
         """Memory for a dispatch whose plan is still to be made, so that a GPU that has counted
         waits for little more than the launch. If nobody gave the number of rows, as much as the
         last such call took and a little more; none, if there is no last call or not as much."""
@@ -248,7 +258,7 @@ class Outputs:
             except (torch.cuda.OutOfMemoryError, Error):
                 if given_rows is not None:
                     raise
-        return Dispatched(None, None, None)
+        return Written()
 
 
 def _of_core(name: str, doc: str) -> property:

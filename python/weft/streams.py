@@ -2,16 +2,17 @@
 """When work on a communication stream begins, and who waits for it.
 
     with stream.call(device, inputs, previous_event=..., async_finish=...) as call:
-        out = ...                  # torch's current stream is the communication stream here
+        out = ...                  # torch's current stream is the one of the work here
         call.returns(out)
     call.event                     # torch.cuda.Event, or None if the current stream waits already
 
 The work begins after `previous_event`, or else after all that the current stream was given. Then
-the current stream waits for it, or the caller does (`async_finish`). Memory that was allocated on
-one stream and is used on the other is known to both, so that it is not given away too early.
+the current stream waits for it, or the caller does (`async_finish`). Without either, nothing can
+happen beside the work, and it runs on the current stream itself, which saves the events. Else
+outputs come from the communication stream's memory, and memory that was allocated on one stream and
+is used on the other is known to both, so that it is not given away too early.
 
-Outputs always come from the communication stream's memory. On CPU tensors nothing runs aside; the
-rules about arguments hold all the same.
+On CPU tensors nothing runs aside; the rules about arguments hold all the same.
 """
 
 from __future__ import annotations
@@ -47,15 +48,12 @@ class CommStream:
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-        is_inline: bool = False,
     ) -> Iterator[StreamCall]:
         """A context for the work of one call on tensors of `device`.
 
         previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
         (None there is no event). It replaces the wait for the current stream, so it must be newer
         than all that produces `inputs`. async_finish: the current stream does not wait.
-        is_inline: a call that it would wait for runs on the current stream itself; no
-        previous_event is given.
         BadCall if allocate_on_comm_stream comes without both of them.
         """
         event = getattr(previous_event, "event", previous_event)
@@ -69,7 +67,7 @@ class CommStream:
             yield call
             return
         caller = torch.cuda.current_stream(device)
-        if is_inline and not async_finish:
+        if event is None and not async_finish:
             self._follow(caller)
             yield call
             return

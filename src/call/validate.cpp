@@ -147,6 +147,15 @@ void Validator::beside(const PlanData& plan, const DispatchOutput& out) const {
   };
   integers("sources", out.sources, {plan.num_rows, 2});
   const Layout layout = plan.shape.options.layout;
+  if (out.experts.is_given()) {
+    WEFT_CHECK_ARG(
+        context,
+        layout == Layout::kRankMajor,
+        "dispatch: experts of rows with {} (whose rows belong to one expert each)",
+        layout_name(layout)
+    );
+    check.tensor("experts", out.experts, {DType::kInt64}, {plan.num_rows, plan.shape.topk});
+  }
   WEFT_CHECK_ARG(
       context,
       layout != Layout::kRankMajor || !(out.counts.is_given() || out.count_sums.is_given()),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for src/hosts/exchange.cpp in a build without CUDA.
+// Stands for src/hosts/exchange.cpp and src/cuda/plan/count.cu in a build without CUDA.
 #include "call/executor.hpp"
 #include "call/validate.hpp"
 #include "core/check.hpp"
+#include "cuda/plan/count.hpp"
 
 namespace weft {
 
@@ -24,6 +25,12 @@ std::unique_ptr<Executor> make_cuda_exchange(
   });
   raise_error(
       ErrorCode::kInternal, context, "exchange: the agreement let an unsupported device by"
+  );
+}
+
+void launch_count_routing(const CountLaunch& /*call*/, void* /*stream*/) {
+  raise_error(
+      ErrorCode::kUnsupported, {}, "count_routing: tensors on a GPU (this build has no CUDA)"
   );
 }
 

@@ -67,7 +67,7 @@ class HostsDispatch : HostsCall {
         from_sources([&](uint32_t source) { return network_.signals().crossing(source, 0); });
     const size_t transfer = start(std::move(rows));
     launch_own();
-    tell_sources();
+    tell_rows();
     // All ranks of the domain launch the rounds in the same order.
     while (next_round_ < device_.rounds().size()) {
       const size_t i = next_round_ - 1;
@@ -132,7 +132,7 @@ class HostsDispatch : HostsCall {
   // A round knows sources by its own numbers alone, and the counts of all rounds.
   [[nodiscard]] DispatchOutput output_of_round(bool is_first) const {
     DispatchOutput out = out_;
-    out.sources = {};
+    out.sources = out.experts = {};
     if (!is_first) {
       out.counts = {};
       out.count_sums = {};
@@ -140,14 +140,19 @@ class HostsDispatch : HostsCall {
     return out;
   }
 
-  void tell_sources() const {
-    if (out_.sources.is_given()) {
-      TellSourcesLaunch launch;
-      launch.list = device_.index().row_sources;
-      launch.count = num_used_rows(plan_);
-      launch.out = reinterpret_cast<int32_t*>(out_.sources.data);
-      launch_tell_sources(launch, stream_);
+  void tell_rows() const {
+    if (!out_.sources.is_given() && !out_.experts.is_given()) {
+      return;
     }
+    TellRowsLaunch launch;
+    launch.count = num_used_rows(plan_);
+    launch.list = device_.index().row_sources;
+    launch.sources = reinterpret_cast<int32_t*>(out_.sources.data);
+    launch.row_experts = device_.index().row_experts;
+    launch.experts = reinterpret_cast<int64_t*>(out_.experts.data);
+    launch.num_rows = plan_.num_rows;
+    launch.topk = plan_.shape.topk;
+    launch_tell_rows(launch, stream_);
   }
 
   [[nodiscard]] DispatchInput forwarded_input(size_t i) const {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GPU kernels for inter-node tokens: one packs rows into messages for the network, one adds up
-// the partial sums that other domains send back, one tells where rows come from. Before:
+// the partial sums that other domains send back, one tells what is known of rows. Before:
 // hosts/dispatch.cpp and hosts/combine.cpp, which launch them; after: hosts/message_transfer.cpp,
 // which sends the messages, and for sums the caller.
 #include <algorithm>
@@ -126,13 +126,21 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    tell_sources_kernel(const __grid_constant__ TellSourcesLaunch call) {
+    tell_rows_kernel(const __grid_constant__ TellRowsLaunch call) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t i = first; i < call.count; i += gridDim.x * kThreads) {
-    const int32_t* one = call.list + 3 * i;
-    int32_t* out = call.out + 2 * static_cast<int64_t>(one[0]);
-    out[0] = one[1];
-    out[1] = one[2];
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  if (call.sources != nullptr) {
+    for (int64_t i = first; i < call.count; i += step) {
+      const int32_t* one = call.list + 3 * i;
+      int32_t* out = call.sources + 2 * static_cast<int64_t>(one[0]);
+      out[0] = one[1];
+      out[1] = one[2];
+    }
+  }
+  if (call.experts != nullptr) {
+    for (int64_t i = first; i < call.num_rows * call.topk; i += step) {
+      call.experts[i] = i < call.count * call.topk ? call.row_experts[i] : -1;
+    }
   }
 }
 
@@ -160,18 +168,19 @@ void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream) {
   }
 }
 
-void launch_tell_sources(const TellSourcesLaunch& call, cudaStream_t stream) {
-  const int64_t wanted = (call.count + kThreads - 1) / kThreads;
+void launch_tell_rows(const TellRowsLaunch& call, cudaStream_t stream) {
+  const int64_t num_rows = std::max(call.count, call.experts == nullptr ? 0 : call.num_rows);
+  const int64_t wanted = (num_rows + kThreads - 1) / kThreads;
   const int64_t blocks = std::min<int64_t>(wanted, kPackBlocks);
   if (blocks > 0) {
-    const Kernel<TellSourcesLaunch> kernel = {tell_sources_kernel, kThreads};
+    const Kernel<TellRowsLaunch> kernel = {tell_rows_kernel, kThreads};
     launch(kernel, static_cast<int>(blocks), call, stream);
   }
 }
 
 void prepare_message_rows() {
   load(pack_kernel);
-  load(tell_sources_kernel);
+  load(tell_rows_kernel);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     prepare(sum_kernel_of(dtype));
   }

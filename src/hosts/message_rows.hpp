@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a GPU does for inter-node tokens: it packs rows into messages, adds up what other domains
-// send back, and tells where rows come from. Launches allocate nothing; each throws Error (kCuda).
+// send back, and tells what is known of rows. Launches allocate nothing; each throws Error (kCuda).
 // message_rows.cu has the kernels.
 #pragma once
 
@@ -57,14 +57,19 @@ struct SumPartsLaunch {
 
 void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream);
 
-// out[row] = (source rank, token there) of each row that is listed.
-struct TellSourcesLaunch {
+// What a dispatch tells of its rows, from lists.
+struct TellRowsLaunch {
+  int64_t count = 0;              // rows with a token
   const int32_t* list = nullptr;  // [count, 3] row, source rank, token there
-  int64_t count = 0;
-  int32_t* out = nullptr;  // [., 2]
+  int32_t* sources = nullptr;     // [., 2] gets source rank and token; null: not wanted
+  // rank_major, whose rows with a token come first:
+  const int32_t* row_experts = nullptr;  // [count, topk]
+  int64_t* experts = nullptr;  // [num_rows, topk], gets -1 in the other rows; null: not wanted
+  int64_t num_rows = 0;
+  int32_t topk = 0;
 };
 
-void launch_tell_sources(const TellSourcesLaunch& call, cudaStream_t stream);
+void launch_tell_rows(const TellRowsLaunch& call, cudaStream_t stream);
 
 // Once per device.
 void prepare_message_rows();

@@ -249,12 +249,20 @@ InterNodeIndex::InterNodeIndex(const PlanData& plan) : from_map_(plan.shape.from
   for_each_row(plan, [&](int32_t row, int32_t source, int32_t token) {
     row_sources_.insert(row_sources_.end(), {row, source, token});
   });
+  if (plan.shape.options.layout == Layout::kRankMajor) {
+    const auto topk = static_cast<size_t>(plan.shape.topk);
+    row_experts_.assign(static_cast<size_t>(num_used_rows(plan)) * topk, -1);
+    for_each_route(plan, [&](int32_t row, int32_t k, int32_t expert) {
+      row_experts_[static_cast<size_t>(row) * topk + static_cast<size_t>(k)] = expert;
+    });
+  }
   part_row_ = part_rows(plan);
   weight_row_ = weight_rows(plan, part_row_);
   for (const auto& tokens : plan.between->sent) {
     offsets_.sent.push_back(add(tokens));
   }
   offsets_.row_sources = add(row_sources_);
+  offsets_.row_experts = add(row_experts_);
   offsets_.part_begin = add(plan.between->token_begin);
   offsets_.part_row = add(part_row_);
   offsets_.weight_row = add(weight_row_);
@@ -284,6 +292,7 @@ InterNodeArrays<const int32_t*> InterNodeIndex::at(const std::byte* address) con
     arrays.sent.push_back(array(offset));
   }
   arrays.row_sources = array(offsets_.row_sources);
+  arrays.row_experts = array(offsets_.row_experts);
   arrays.part_begin = array(offsets_.part_begin);
   arrays.part_row = array(offsets_.part_row);
   arrays.weight_row = array(offsets_.weight_row);

@@ -69,6 +69,7 @@ template <class T>
 struct InterNodeArrays {
   std::vector<T> sent;   // [num_domains] inter-node tokens, ascending
   T row_sources = {};    // [num_used_rows, 3] row, its source rank and its token there
+  T row_experts = {};    // rank_major: [num_used_rows, topk] DispatchOutput::experts
   T part_begin = {};     // [num_tokens + 1]
   T part_row = {};       // by token, ascending domain
   T weight_row = {};     // [num_tokens, topk] the part with the route's weight, -1 = none
@@ -91,6 +92,7 @@ class InterNodeIndex {
 
   bool from_map_;
   std::vector<int32_t> row_sources_;
+  std::vector<int32_t> row_experts_;
   std::vector<int32_t> part_row_;
   std::vector<int32_t> weight_row_;
   std::vector<std::pair<uint64_t, std::span<const int32_t>>> arrays_;

@@ -150,6 +150,19 @@ void for_each_row(const PlanData& plan, const Visit& visit) {
   }
 }
 
+// visit(row, k at the source, expert on this rank) for each route that is kept.
+template <class Visit>
+void for_each_route(const PlanData& plan, const Visit& visit) {
+  for (const Arrivals& pair : plan.received) {
+    for (size_t i = 0; i < pair.token.size(); ++i) {
+      const auto last = static_cast<size_t>(pair.route_begin[i + 1]);
+      for (auto j = static_cast<size_t>(pair.route_begin[i]); j < last; ++j) {
+        visit(pair.slot[j], pair.k[j], pair.expert[j]);
+      }
+    }
+  }
+}
+
 // Several ascending lists of tokens, turned round: token t has the entries [begin[t], begin[t +
 // 1]), lists ascending, and make(list, i) is the entry of the i-th token of a list.
 template <class Entry, class Make>

@@ -232,7 +232,9 @@ Matrix values_to_quantise(int64_t rows, int64_t cols, Quantise kind, RandomSourc
 // A place for what is beside the rows.
 void ask_beside(const Plan& plan, RankCall& call) {
   call.sources = Matrix(DType::kInt32, plan.num_rows(), 2);
-  if (plan.layout() != Layout::kRankMajor) {
+  if (plan.layout() == Layout::kRankMajor) {
+    call.experts = Matrix(DType::kInt64, plan.num_rows(), plan.topk());
+  } else {
     call.counts = Matrix(DType::kInt32, 1, plan.num_local_experts());
     call.count_sums = call.counts;
   }

@@ -36,6 +36,7 @@ struct RankCall {
   Matrix row_scales;
   // Beside the rows of a dispatch; its sums begin with the canary, a number like any other.
   Matrix sources;
+  Matrix experts;
   Matrix counts;
   Matrix count_sums;
   bool scales_by_column = false;
@@ -49,6 +50,7 @@ struct RankCall {
         row_weights.view(),
         row_scales.view(),
         sources.view(),
+        experts.view(),
         counts.view(),
         count_sums.view(),
         scales_by_column};

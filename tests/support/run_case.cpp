@@ -107,6 +107,7 @@ class CaseRun {
     const auto* row_weights = &memory_.add_output(call.row_weights);
     const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
     const auto* sources = &memory_.add_output(call.sources);
+    const auto* experts = &memory_.add_output(call.experts);
     const auto* counts = &memory_.add_output(call.counts);
     const auto* sums = &memory_.add_output(call.count_sums);
     const bool by_column = call.scales_by_column;
@@ -122,6 +123,7 @@ class CaseRun {
           row_weights->tensor(),
           row_scales->tensor(),
           sources->tensor(),
+          experts->tensor(),
           counts->tensor(),
           sums->tensor(),
           by_column};
@@ -135,6 +137,7 @@ class CaseRun {
     expected_.push_back({"dispatch: weights", row_weights, &call.row_weights, false});
     expected_.push_back({"dispatch: scales", row_scales, &call.row_scales, false});
     expected_.push_back({"dispatch: sources", sources, &call.sources, false});
+    expected_.push_back({"dispatch: experts", experts, &call.experts, false});
     expected_.push_back({"dispatch: counts", counts, &call.counts, false});
     expected_.push_back({"dispatch: count sums", sums, &call.count_sums, false});
   }

@@ -3,6 +3,7 @@
 // order of scales. Previous: call.cpp, once all rows have come; next: the caller.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -18,6 +19,15 @@ inline void tell_sources(const PlanData& plan, const Tensor& sources) {
     const size_t place = 2 * static_cast<size_t>(row);
     out[place] = source;
     out[place + 1] = token;
+  });
+}
+
+inline void tell_experts(const PlanData& plan, const Tensor& experts) {
+  auto* out = reinterpret_cast<int64_t*>(experts.data);
+  const auto topk = static_cast<size_t>(experts.cols);
+  std::fill_n(out, static_cast<size_t>(plan.num_rows) * topk, int64_t{-1});
+  for_each_route(plan, [&](int32_t row, int32_t k, int32_t expert) {
+    out[static_cast<size_t>(row) * topk + static_cast<size_t>(k)] = expert;
   });
 }
 
@@ -61,6 +71,9 @@ inline void write_beside(
   }
   if (out.sources.is_given()) {
     tell_sources(plan, out.sources);
+  }
+  if (out.experts.is_given()) {
+    tell_experts(plan, out.experts);
   }
   tell_counts(plan, out);
 }

@@ -56,8 +56,10 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
   launch.out_sources = reinterpret_cast<int32_t*>(out.sources.data);
+  launch.out_experts = reinterpret_cast<int64_t*>(out.experts.data);
   launch.out_counts = reinterpret_cast<int32_t*>(out.counts.data);
   launch.count_sums = reinterpret_cast<int32_t*>(out.count_sums.data);
+  launch.num_rows = plan.num_rows;
   if (out.scales_by_column) {
     launch.scale_stride = static_cast<int32_t>(plan.num_rows / plan.shape.num_local_experts());
   }

@@ -110,6 +110,7 @@ class EagerFanOut {
     }
     if ((call_.has_padding || has_extras(call_)) && await_block(seen_.plan)) {
       zero_padding(call_, warp_, num_warps_);
+      clear_experts(call_, warp_, num_warps_);
       if (warp_ == 0) {
         tell_counts(call_);
       }
@@ -126,7 +127,7 @@ class EagerFanOut {
     records.count = 1;
     records.num_routes[0] = __popc(__ballot_sync(kAllLanes, entry.x >= 0));
     records.slot[0] = entry.x;
-    records.k[0] = entry.y;
+    records.origin[0] = entry.y;
   }
 
   [[nodiscard]] __device__ __forceinline__ const std::byte* row(const ArrivalRecords& records
@@ -165,6 +166,9 @@ class EagerFanOut {
     }
     if (call_.out_sources != nullptr) {
       extras_.store_sources(records);
+    }
+    if (call_.out_experts != nullptr) {
+      extras_.store_experts(records);
     }
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What dispatch writes besides rows of tokens: a warp puts the weights, scale rows and sources of
-// an item's arrivals where they belong, loading everything of an item before it stores anything, so
-// that it waits for memory once; and it zeroes the padding between an expert's last row and the end
-// of its block. fan_out.cuh and eager.cuh call it.
+// What dispatch writes besides rows of tokens: a warp puts the weights, scale rows, sources
+// and experts of an item's arrivals where they belong, loading everything of an item before it
+// stores anything, so that it waits for memory once; and it zeroes the padding between an expert's
+// last row and the end of its block. fan_out.cuh and eager.cuh call it.
 #pragma once
 
 #include "cuda/device/row_mover.cuh"
@@ -18,9 +18,13 @@ struct ArrivalRecords {
   int32_t begin = 0;  // number of the first arrival
   int32_t count = 0;
   int32_t num_routes[kMaxChunkTokens];
-  int32_t slot[kMaxChunkTokens];   // lane i: of the arrival's i-th row
-  int32_t k[kMaxChunkTokens];      // lane i: which of its token's routes that is; only with weights
+  int32_t slot[kMaxChunkTokens];  // lane i: of the arrival's i-th route
+  // Lane i: that route's expert on this rank << 8 | which of its token's routes it is; only with
+  // weights or experts.
+  int32_t origin[kMaxChunkTokens];
   int32_t token[kMaxChunkTokens];  // on the source; only with sources
+
+  [[nodiscard]] __device__ __forceinline__ int32_t k(int i) const { return origin[i] & 0xff; }
 };
 
 // Where the scales of a row of the output lie, word by word.
@@ -75,7 +79,7 @@ class DispatchExtras {
     float weight[kMaxChunkTokens];
 #pragma unroll
     for (int i = 0; i < kMaxChunkTokens; ++i) {
-      const int32_t k = call_.one_row ? lane : records.k[i];
+      const int32_t k = call_.one_row ? lane : records.k(i);
       const bool is_wanted =
           call_.one_row ? i < records.count && lane < call_.topk : has_route(records, i);
       weight[i] = is_wanted ? load_fresh(weights + i * max_topk + k) : 0.0F;
@@ -114,6 +118,26 @@ class DispatchExtras {
     }
   }
 
+  // rank_major: what each of the token's routes means here.
+  __device__ __forceinline__ void store_experts(const ArrivalRecords& records) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < kMaxChunkTokens; ++i) {
+      if (i >= records.count || records.num_routes[i] == 0) {
+        continue;
+      }
+      int32_t expert = -1;
+      for (int route = 0; route < records.num_routes[i]; ++route) {
+        const int32_t origin = __shfl_sync(kAllLanes, records.origin[i], route);
+        expert = (origin & 0xff) == lane ? origin >> 8 : expert;
+      }
+      const int64_t row = __shfl_sync(kAllLanes, records.slot[i], 0);
+      if (lane < call_.topk) {
+        call_.out_experts[row * call_.topk + lane] = expert;
+      }
+    }
+  }
+
  private:
   // Whether arrival `i` has a row for this lane.
   [[nodiscard]] static __device__ __forceinline__ bool has_route(
@@ -128,7 +152,7 @@ class DispatchExtras {
   ) const {
     const int lane = lane_index();
     const uint32_t kept = __reduce_or_sync(
-        kAllLanes, has_route(records, i) ? 1U << static_cast<uint32_t>(records.k[i]) : 0U
+        kAllLanes, has_route(records, i) ? 1U << static_cast<uint32_t>(records.k(i)) : 0U
     );
     const int64_t row = __shfl_sync(kAllLanes, records.slot[i], 0);
     if (kept != 0 && lane < call_.topk) {
@@ -196,6 +220,19 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
     const ScalePlace place = scale_place(call, static_cast<int32_t>(row), word_bytes);
     for (int64_t at = lane; at < call.payload.scale_bytes; at += kWarpLanes) {
       place.first[at / word_bytes * place.step + at % word_bytes] = std::byte{0};
+    }
+  }
+}
+
+// One of `num_warps` warps says of its share of the rows behind the last one that they go nowhere.
+__device__ inline void clear_experts(const DispatchLaunch& call, int warp, int num_warps) {
+  if (call.out_experts == nullptr) {
+    return;
+  }
+  const int64_t num_used = call.plan.header()->required_rows;
+  for (int64_t row = num_used + warp; row < call.num_rows; row += num_warps) {
+    if (lane_index() < call.topk) {
+      call.out_experts[row * call.topk + lane_index()] = -1;
     }
   }
 }

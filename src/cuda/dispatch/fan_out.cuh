@@ -92,6 +92,7 @@ class DispatchFanOut {
     const int items = num_items(me_, setup_, num_sources_);
     Records next = load_records(warp_, items);
     zero_padding(call_, warp_, num_warps_);
+    clear_experts(call_, warp_, num_warps_);
     if (warp_ == 0) {
       tell_counts(call_);
     }
@@ -115,6 +116,9 @@ class DispatchFanOut {
       }
       if (call_.out_sources != nullptr) {
         extras_.store_sources(records);
+      }
+      if (call_.out_experts != nullptr) {
+        extras_.store_experts(records);
       }
     }
   }
@@ -181,8 +185,8 @@ class DispatchFanOut {
       const bool is_route = is_inside && lane < call_.topk;
       const int64_t route = arrival * max_topk_ + lane;
       records.slot[i] = is_route ? call_.plan.slots(from)[route] : -1;
-      if (call_.out_weights != nullptr) {
-        records.k[i] = is_route ? call_.plan.origins(from)[route] & 0xff : 0;
+      if (call_.out_weights != nullptr || call_.out_experts != nullptr) {
+        records.origin[i] = is_route ? call_.plan.origins(from)[route] : 0;
       }
     }
     return records;

@@ -136,8 +136,8 @@ struct RoutingMap {
 
 // Where a token of a source goes on this rank: its i-th row here, by ascending slot.
 struct alignas(8) EagerSlot {
-  int32_t slot = -1;  // -1: it has fewer
-  int32_t k = 0;
+  int32_t slot = -1;   // -1: it has fewer
+  int32_t origin = 0;  // as in a plan
 };
 
 // Offsets in bytes, computed once, as those of PlanMap are. Everything is aligned to 128 bytes, a

@@ -85,9 +85,11 @@ struct DispatchLaunch : RowsLaunch {
   std::byte* out_rows = nullptr;      // [num_rows] of payload.out_row_bytes()
   float* out_weights = nullptr;       // [num_rows, row_weight_cols]
   std::byte* out_scales = nullptr;    // [num_rows] rows of payload.scale_bytes
-  int32_t* out_sources = nullptr;     // [num_rows, 2]; null: not wanted, as of the two below
+  int32_t* out_sources = nullptr;     // [num_rows, 2]; null: not wanted, as of those below
+  int64_t* out_experts = nullptr;     // [num_rows, topk]
   int32_t* out_counts = nullptr;      // [num_local_experts]
   int32_t* count_sums = nullptr;      // likewise
+  int64_t num_rows = 0;
   int32_t scale_stride = 0;  // rows of an expert's block whose scales lie by column; 0: by row
   bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
   PeerAddress rows_target;   // out_rows for peers, or this rank's staging
@@ -144,7 +146,7 @@ static_assert(
 // Whether a dispatch writes more than rows.
 [[nodiscard]] WEFT_HD inline bool has_extras(const DispatchLaunch& call) {
   return call.out_weights != nullptr || call.out_scales != nullptr || call.out_sources != nullptr ||
-         call.out_counts != nullptr || call.count_sums != nullptr;
+         call.out_experts != nullptr || call.out_counts != nullptr || call.count_sums != nullptr;
 }
 
 // This rank's handshake of a call, except for what only the device knows.

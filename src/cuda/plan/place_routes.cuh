@@ -146,7 +146,10 @@ __device__ __forceinline__ void write_eager_slots(
   if (place.is_used && route.token < place.tokens.last) {
     const uint32_t at =
         static_cast<uint32_t>(route.token) * topk + (is_kept ? neighbours.place : behind);
-    const int2 entry = {is_kept ? route.slot : -1, static_cast<int32_t>(place.k)};
+    const uint32_t first_expert = route.target * place.experts_per_rank.divisor();
+    const uint32_t local = static_cast<uint32_t>(route.expert) - first_expert;
+    const auto origin = static_cast<int32_t>(local << 8 | place.k);
+    const int2 entry = is_kept ? int2{route.slot, origin} : int2{-1, 0};
     *reinterpret_cast<int2*>(place.eager_slots + at) = entry;
   }
 }

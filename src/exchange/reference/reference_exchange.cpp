@@ -94,6 +94,7 @@ struct Route {
   int64_t slot = 0;
   int64_t source_col = 0;  // of weights at the source: k, or the expert for a map
   int64_t row_col = 0;     // of weights at the receiver: k for kRankMajor, else 0
+  int64_t expert = 0;      // of those at the receiver
   float weight = 1;        // held by the plan
 };
 
@@ -113,6 +114,7 @@ std::vector<Route> routes_of(const PlanData& source) {
              .source_col =
                  source.shape.from_map ? first_expert + arrivals.expert[j] : arrivals.k[j],
              .row_col = arrivals.one_row ? arrivals.k[j] : 0,
+             .expert = arrivals.expert[j],
              .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j]}
         );
       }
@@ -160,6 +162,10 @@ void zero_padding(const PlanData& plan, const DispatchOutput& out) {
 
 int32_t& integer_at(const Tensor& tensor, int64_t row, int64_t col) {
   return reinterpret_cast<int32_t*>(row_of(tensor, row))[col];
+}
+
+int64_t& expert_at(const Tensor& tensor, int64_t row, int64_t k) {
+  return reinterpret_cast<int64_t*>(row_of(tensor, row))[k];
 }
 
 void count_rows(const PlanData& plan, const DispatchOutput& out) {
@@ -210,6 +216,11 @@ void reference_dispatch(
   for (size_t to = 0; to < plans.size(); ++to) {
     zero_padding(contents_of(plans[to]), out[to]);
     count_rows(contents_of(plans[to]), out[to]);
+    for (int64_t row = 0; row < out[to].experts.rows; ++row) {
+      for (int64_t k = 0; k < out[to].experts.cols; ++k) {
+        expert_at(out[to].experts, row, k) = -1;
+      }
+    }
   }
   for (size_t from = 0; from < plans.size(); ++from) {
     const std::vector<Route> routes = routes_of(contents_of(plans[from]));
@@ -226,6 +237,9 @@ void reference_dispatch(
       if (to.sources.is_given()) {
         integer_at(to.sources, route.slot, 0) = static_cast<int32_t>(from);
         integer_at(to.sources, route.slot, 1) = static_cast<int32_t>(route.token);
+      }
+      if (to.experts.is_given()) {
+        expert_at(to.experts, route.slot, route.row_col) = route.expert;
       }
     }
     for (const Route& route : in[from].weights.is_given() ? routes : std::vector<Route>()) {

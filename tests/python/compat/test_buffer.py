@@ -355,7 +355,7 @@ class LargePlan:
 
 def test_handle_of_more_ranks_than_a_host_has():
     in_rank = torch.zeros(1, 12, dtype=torch.bool)
-    handle = Handle(LargePlan(), in_rank, None, 10, Hosts([range(12)], rank=3))
+    handle = Handle(LargePlan(), in_rank, False, None, 10, Hosts([range(12)], rank=3))
     assert len(handle) == 10 and handle[0] is in_rank
     assert handle[-4].dtype == torch.int32
     assert handle[-4].tolist() == [1, 1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 8]

@@ -160,14 +160,14 @@ class StreamEvent:
         log.append(f"{current()} waits for the event")
 
 
-def test_work_is_between_two_waits(gpu):
+def test_work_that_nothing_can_happen_beside_runs_on_the_current_stream(gpu):
     assert on_gpu(gpu).event is None
-    assert gpu[0] == [
-        "comm waits for caller",
-        "work on comm",
-        "output is used on caller",
-        "caller waits for comm",
-    ]
+    assert gpu[0] == ["work on caller"]
+
+
+def test_asynchronous_work_follows_all_that_the_current_stream_was_given(gpu):
+    assert on_gpu(gpu, async_finish=True).event == "event on comm"
+    assert gpu[0][:2] == ["comm waits for caller", "work on comm"]
 
 
 def test_previous_event_replaces_the_wait_for_the_current_stream(gpu):

@@ -15,7 +15,6 @@ from buffer_cases import Case, dispatch
 import weft
 from weft import _core, fused_a2a, outputs
 from weft.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
-from weft.compat.deep_ep import payload as sending
 from weft.compat.uccl import Buffer as UCCLBuffer
 from weft.fused_a2a import rank_rows
 
@@ -493,15 +492,15 @@ def no_memory(rank, num_ranks, group, name):
     call, given = getattr(calls, name)()
     call(**given)
     is_wrong = rank == num_ranks - 1
-    usual = sending.row_major
+    usual = outputs.Outputs.of_dispatch
     try:
         if is_wrong:
-            sending.row_major = fail
+            outputs.Outputs.of_dispatch = fail
         kind = torch.OutOfMemoryError if is_wrong else weft.InvalidArgument
         with pytest.raises(kind, match="out of memory: 7 GiB"):
             call(**given)
     finally:
-        sending.row_major = usual
+        outputs.Outputs.of_dispatch = usual
     call(**given)
     forget_buffers()
 

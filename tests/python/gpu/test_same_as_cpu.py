@@ -13,6 +13,7 @@ import torch.distributed as dist
 import weft
 from weft import fused_a2a, ops
 from weft.compat import deep_ep
+from weft.compat.deep_ep.layout import Hosts, layout_of
 from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
 from weft.fused_a2a import rank_rows
 
@@ -272,6 +273,28 @@ def both(rank, num_ranks, group, name):
         fused_a2a._uccl_buffer = None
     for i, (cpu, gpu) in enumerate(zip(*results, strict=True)):
         assert cpu.dtype == gpu.dtype and torch.equal(cpu, gpu), f"result {i} of {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts", "domains"),
+    [
+        (0, 2, 8, [[0, 1]]),
+        (1, 1, 1, [[0]]),
+        (1000, 8, 256, [[0]]),
+        (5000, 8, 256, [list(range(8)), list(range(8, 16))]),
+        (333, 32, 4096, [list(range(64))]),
+    ],
+)
+def test_routings_are_counted_as_on_the_cpu(num_tokens, topk, num_experts, domains, dtype):
+    hosts = Hosts(domains, 0)
+    gen = torch.Generator().manual_seed(num_tokens)
+    idx = torch.randint(-2, num_experts + 2, (num_tokens, topk), generator=gen).to(dtype)
+    for here, there in zip(
+        layout_of(idx, num_experts, hosts), layout_of(idx.cuda(), num_experts, hosts)
+    ):
+        assert (here is None) == (there is None)
+        assert here is None or torch.equal(here, there.cpu())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

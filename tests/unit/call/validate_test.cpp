@@ -257,6 +257,27 @@ TEST_F(ValidateTest, RefusesSourcesOfAnotherShape) {
   EXPECT_EQ(dispatch(), "dispatch: sources has dtype int64 (expected int32)");
 }
 
+TEST_F(ValidateTest, RefusesExpertsOfRowsThatHaveOne) {
+  std::vector<int64_t> experts(1);
+  dispatch_out_.experts = matrix(experts.data(), 1, 1);
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: experts of rows with expert_major (whose rows belong to one expert each)"
+  );
+}
+
+TEST_F(ValidateRankMajorTest, RefusesExpertsOfAnotherShape) {
+  dispatch_out_.counts = dispatch_out_.count_sums = {};
+  std::vector<int64_t> experts(1);
+  dispatch_out_.experts = matrix(experts.data(), 1, 1);
+  const std::string topk = std::to_string(plan_.shape.topk);
+  EXPECT_EQ(
+      dispatch(), "dispatch: experts has shape [1, 1] (expected [" + num_rows_ + ", " + topk + "])"
+  );
+  dispatch_out_.experts = dispatch_out_.sources;
+  EXPECT_EQ(dispatch(), "dispatch: experts has dtype int32 (expected int64)");
+}
+
 TEST_F(ValidateTest, RefusesCountsOfAnotherShape) {
   dispatch_out_.counts.cols = 8;
   EXPECT_EQ(dispatch(), "dispatch: counts has shape [1, 8] (expected [1, 4])");

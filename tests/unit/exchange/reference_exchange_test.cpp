@@ -117,6 +117,23 @@ TEST(ReferenceExchangeTest, PutsWeightsOfRankMajorRowsAtTheirK) {
   EXPECT_EQ(out.weights[1], (Floats{0, 2, 0, 6}));
 }
 
+TEST(ReferenceExchangeTest, TellsExpertsOfRankMajorRows) {
+  const auto plans = make_plans({.layout = Layout::kRankMajor, .row_budget = 4});
+  std::vector<Floats> rows(2, Floats(4 * kHidden));
+  std::vector<std::vector<int64_t>> experts(2, std::vector<int64_t>(8, -7));
+  const std::vector<Floats> x = {rows_of({10, 11}), rows_of({20})};
+  std::vector<DispatchInput> in;
+  std::vector<DispatchOutput> out;
+  for (size_t rank = 0; rank < 2; ++rank) {
+    in.push_back({.x = const_view(x[rank], kHidden)});
+    out.push_back({.rows = view(rows[rank], kHidden), .experts = matrix(experts[rank].data(), 4, 2)}
+    );
+  }
+  reference_dispatch(plans, in, out);
+  EXPECT_EQ(experts[0], (std::vector<int64_t>{0, -1, 1, 0, 0, -1, -1, -1}));
+  EXPECT_EQ(experts[1], (std::vector<int64_t>{-1, 0, -1, 1, -1, -1, -1, -1}));
+}
+
 // An output of one rank with all that it may have beside its rows.
 struct Beside {
   explicit Beside(const Plan& plan)

@@ -32,7 +32,6 @@ from .payload import (
     biases_of,
     bring_back,
     parts_of,
-    received_topk,
     round_up,
     slot_sums,
 )
@@ -278,20 +277,22 @@ class Buffer(LowLatencyMode):
             )
             inputs = (*payload.tensors, *layout, topk_idx, topk_weights)
             with runtime.stream.call(payload.device, inputs, *streams) as work:
-                beside = ()
-                if topk_idx is None:
+                has_topk = topk_idx is not None
+                routes, beside = topk_idx, ()
+                if not has_topk:
                     routes = routes_to_ranks(is_token_in_rank, exchange.num_local_experts)
-                else:
-                    routes = routes_of(topk_idx, exchange.num_experts)
-                    beside = (routes.to(torch.int32),)
-                out = payload.send(call, routes, topk_weights, beside, num_sms)
+                elif runtime.hosts.are_several:  # only then a handle tells of other ranks' experts
+                    beside = (routes_of(topk_idx, exchange.num_experts).to(torch.int32),)
+                wanted = {"ignores_unknown": True, "experts": has_topk}
+                out = payload.send(call, routes, topk_weights, beside, num_sms, **wanted)
                 ids = out.beside[0] if beside else None
-                recv_idx = None if ids is None else received_topk(out.plan, ids.long())
-                handle = Handle(out.plan, is_token_in_rank, ids, num_sms // 2, runtime.hosts)
+                handle = Handle(
+                    out.plan, is_token_in_rank, has_topk, ids, num_sms // 2, runtime.hosts
+                )
                 counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
-                work.returns(*parts_of(out.x), recv_idx, out.weights, ids)
+                work.returns(*parts_of(out.x), out.experts, out.weights, ids)
         counts = [round_up(count, expert_alignment) for count in counts]
-        return out.x, recv_idx, out.weights, counts, handle, event_of(work)
+        return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
     @torch.no_grad()
     def combine(

@@ -76,7 +76,9 @@ class Handle(PlanHandle):
     """6 items among ranks of one host, 10 among those of S, as `Hosts` counts them.
 
     T: tokens of this rank, N: rows it received, R: ranks, C: channels of the configuration.
-    ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k.
+    has_topk: the plan's routes are the caller's top-k, slot for slot.
+    ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k, and
+    among the ranks of one host, where nothing asks for them.
     Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
     items by channel count as if the first channel moved everything, so each column holds the total.
     """
@@ -87,6 +89,7 @@ class Handle(PlanHandle):
         self,
         plan: Plan,
         is_token_in_rank: Tensor,
+        has_topk: bool,
         ids: Tensor | None,
         num_channels: int,
         hosts: Hosts,
@@ -94,8 +97,8 @@ class Handle(PlanHandle):
         super().__init__(plan)
         self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
         self.is_token_in_rank = is_token_in_rank
-        self.has_topk = ids is not None  # the plan's routes are the caller's top-k, slot for slot
-        self._ids = ids if hosts.are_several else None
+        self.has_topk = has_topk
+        self._ids = ids
         self._num_channels = num_channels
         self._hosts = hosts
 

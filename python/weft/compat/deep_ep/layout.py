@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Group
+from weft import Group, _core
 from weft.compat import environment
+from weft.outputs import views
 
 from .checks import INTEGERS, MAX_TOPK, check, check_optional, check_tensor
 
@@ -99,19 +100,23 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
     A token counts once for a rank or a host however many of its experts are there.
     """
     device, num_ranks = topk_idx.device, hosts.num_ranks
-    idx = topk_idx.long()
-    is_route = (idx >= 0) & (idx < num_experts)
-    expert = torch.where(is_route, idx, num_experts)  # one more, for those that do not count
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    per_expert.scatter_add_(0, expert.flatten(), torch.ones_like(expert.flatten()).int())
-    rank = torch.where(is_route, idx // (num_experts // num_ranks), num_ranks)
-    in_rank = in_columns(rank, None, num_ranks)
-    per_host = None
+    per_host = of_rank = None
     if hosts.are_several:
-        in_host = in_columns(hosts.of_ranks(device)[rank], None, hosts.num_hosts)
-        per_host = in_host.sum(0, dtype=torch.int32)
-    per_rank = in_rank.sum(0, dtype=torch.int32)
-    return Layout(per_rank, per_host, per_expert[:num_experts], in_rank)
+        per_host = torch.empty(hosts.num_hosts, dtype=torch.int32, device=device)
+        of_rank = hosts.of_ranks(device)[:-1]
+    layout = Layout(
+        torch.empty(num_ranks, dtype=torch.int32, device=device),
+        per_host,
+        torch.empty(num_experts, dtype=torch.int32, device=device),
+        torch.empty((topk_idx.size(0), num_ranks), dtype=torch.bool, device=device),
+    )
+    per_rank, _, per_expert, in_rank = layout
+    names = ("topk_idx", "per_rank", "per_expert", "is_token_in_rank", "per_host", "host_of_rank")
+    written = views(names, (topk_idx, per_rank, per_expert, in_rank, per_host, of_rank))
+    with torch.cuda.device_of(topk_idx):
+        stream = torch.cuda.current_stream().cuda_stream if topk_idx.is_cuda else 0
+        _core.count_routing(written, num_experts, stream)
+    return layout
 
 
 def routes_of(topk_idx: Tensor, num_experts: int) -> Tensor:

@@ -191,9 +191,7 @@ class LowLatencyMode:
             if use_fp8:
                 rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
             inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
-            with runtime.stream.call(
-                x.device, inputs, async_finish=is_async, is_inline=True
-            ) as work:
+            with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
                 routes = topk_idx
                 if self._mask:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
@@ -262,9 +260,7 @@ class LowLatencyMode:
             )
             rows = handle.combine_rows if zero_copy else x
             inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
-            with runtime.stream.call(
-                rows.device, inputs, async_finish=is_async, is_inline=True
-            ) as work:
+            with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
                 routes, weights = topk_idx, topk_weights
@@ -310,7 +306,7 @@ class LowLatencyMode:
             most = self.group_size - 1
             is_rank = 0 <= rank_to_mask <= most
             check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
-        self._mask.is_masked[rank_to_mask] = mask
+        self._mask.set(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [R] with 1 for masked ranks, else 0."""
@@ -430,9 +426,14 @@ class RankMask:
     def __init__(self, num_ranks: int) -> None:
         self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
         self.is_masked[-1] = True  # no rank
+        self._has_any = False
 
     def __bool__(self) -> bool:
-        return bool(self.is_masked[:-1].any())
+        return self._has_any
+
+    def set(self, rank: int, is_masked: bool) -> None:
+        self.is_masked[rank] = is_masked
+        self._has_any = bool(self.is_masked[:-1].any())
 
     def of(self, ranks: Tensor) -> Tensor:
         """bool like ranks (any shape; R stands for none): where they are masked."""

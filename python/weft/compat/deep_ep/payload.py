@@ -34,6 +34,7 @@ class Received(NamedTuple):
     x: Rows
     weights: Tensor | None
     beside: tuple[Tensor, ...]
+    experts: Tensor | None = None
 
     @property
     def rows(self) -> Tensor:
@@ -84,9 +85,11 @@ class Payload:
         beside: tuple[Tensor, ...] = (),
         num_sms: int = 0,
         routing_map: Tensor | None = None,
+        **wanted: bool,
     ) -> Received:
         """Collective. Sends the rows, with their factors and the columns of `beside`, by the plan
         of `call` or by routes (or a map) to plan first. num_sms: of a GPU; CPU tensors need none.
+        wanted: more options of `Exchange.plan_and_dispatch`.
         """
         rows, *scales = self.tensors
         dtype = rows.dtype
@@ -97,12 +100,17 @@ class Payload:
         if len(columns) > 1:  # uint8 [T, bytes]: rows of any dtype, side by side
             packed = torch.cat([part.view(torch.uint8) for part in columns], dim=1)
         sent, num_sms = (rows, weights, packed), num_sms if rows.is_cuda else 0
-        exchange, plan = call.exchange, call.plan
+        exchange, plan, told = call.exchange, call.plan, ()
         if plan is not None:
             out = exchange.dispatch(plan, *sent, num_sms=num_sms)
         else:
-            plan, out = exchange.plan_and_dispatch(
-                routes, *sent, routing_map=routing_map, num_sms=num_sms, **call.options
+            plan, out, *told = exchange.plan_and_dispatch(
+                routes,
+                *sent,
+                routing_map=routing_map,
+                num_sms=num_sms,
+                **call.options,
+                **wanted,
             )
         received = [] if out.scales is None else [out.scales]
         if len(columns) > 1:
@@ -111,7 +119,7 @@ class Payload:
             received = [one.contiguous().view(to.dtype) for one, to in zip(pieces, columns)]
         x = out.rows.view(dtype)
         x = (x, *received[: len(scales)]) if self._is_tuple else x
-        return Received(plan, x, out.weights, tuple(received[len(scales) :]))
+        return Received(plan, x, out.weights, tuple(received[len(scales) :]), *told)
 
 
 def parts_of(x: Rows) -> tuple[Tensor, ...]:

@@ -130,7 +130,7 @@ class Call:
         a pool the call is local."""
         self._name, self._pool = name, pool
         self._verb = None if pool is None else verb
-        self._begun = _core.num_begun()
+        self._begun = _core.num_told()
         self.exchange: Exchange | None = None if pool is None else pool.last
         self.plan: Plan | None = None
         self.options = options
@@ -139,14 +139,14 @@ class Call:
         """All ranks make the call by their plans; then: the call that comes next, if another."""
         self.exchange, self.plan = plan.exchange, plan
         if then is not None:
-            self._verb, self._begun = then, _core.num_begun()
+            self._verb, self._begun = then, _core.num_told()
         return plan
 
     def plans(self, key: Key, max_tokens: int, max_topk: int, **options: Any) -> Exchange:
         """All ranks plan with these options on the exchange that `ExchangePool.get` gives."""
         verb, self._verb = self._verb, None  # one that cannot be made is refused by all ranks
         self.exchange = self._pool.get(key, max_tokens, max_topk, verb, options)
-        self._verb, self._begun, self.options = verb, _core.num_begun(), options
+        self._verb, self._begun, self.options = verb, _core.num_told(), options
         return self.exchange
 
     def __enter__(self) -> Call:
@@ -158,7 +158,7 @@ class Call:
                 self._pool.last = self.exchange
             return
         reason = f"{self._name}: {problem}"
-        if self._verb is not None and _core.num_begun() == self._begun:
+        if self._verb is not None and _core.num_told() == self._begun:
             try:
                 self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
             except Error as error:  # inside a capture: it says so
