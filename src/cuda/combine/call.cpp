@@ -63,7 +63,8 @@ void CudaExchange::combine_by_stores(
        .num_ranks = view_.num_ranks,
        .row_bytes = launch.payload.row_bytes,
        .num_sms = num_sms,
-       .num_senders = num_senders_}
+       .num_senders = num_senders_,
+       .is_one_role = reads_own_rows(launch) && view_.num_ranks == 1}
   );
   if (launch.is_eager && num_senders_ == 0) {
     const int64_t tokens = plan.shape.num_tokens;

@@ -28,9 +28,11 @@ class CombineReduce {
         team_(team),
         shape_(static_cast<int>(call.plan.map.max_topk)) {
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    num_items_ = num_items(me_, setup, me_.num_ranks);
-    step_chunks_ = team.count / me_.num_ranks;
-    step_sources_ = team.count % me_.num_ranks;
+    num_sources_ = kCopied || !reads_own_rows(call) ? me_.num_ranks : me_.num_ranks - 1;
+    num_items_ = num_sources_ == 0 ? 0 : num_items(me_, setup, num_sources_);
+    const int sources = max(num_sources_, 1);
+    step_chunks_ = team.count / sources;
+    step_sources_ = team.count % sources;
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
@@ -69,8 +71,8 @@ class CombineReduce {
   [[nodiscard]] __device__ __forceinline__ Place first() const {
     Place place;
     place.index = team_.index;
-    place.chunk = team_.index / me_.num_ranks;
-    place.offset = team_.index % me_.num_ranks;
+    place.chunk = team_.index / max(num_sources_, 1);
+    place.offset = team_.index % max(num_sources_, 1);
     find(place);
     return place;
   }
@@ -79,8 +81,8 @@ class CombineReduce {
     place.index = before.index + team_.count;
     place.chunk = before.chunk + step_chunks_;
     place.offset = before.offset + step_sources_;
-    if (place.offset >= me_.num_ranks) {
-      place.offset -= me_.num_ranks;
+    if (place.offset >= num_sources_) {
+      place.offset -= num_sources_;
       ++place.chunk;
     }
     find(place);
@@ -165,7 +167,7 @@ class CombineReduce {
       return static_cast<uint32_t>(count_from(first(in_block), team_.count, num_items_));
     };
     signal_chunks(me_, progress_, num_teams, team_.warps, items_of, [&](int in_block, int n) {
-      const ChunkItem place = item_at(me_, me_.num_ranks, first(in_block) + n * team_.count);
+      const ChunkItem place = item_at(me_, num_sources_, first(in_block) + n * team_.count);
       const bool is_there = place.chunk < num_device_chunks(setup_.tokens[place.source]);
       if (lane_index() == 0 && is_there) {
         const auto slot = me_.map.signals().combine(me_.rank, place.chunk);
@@ -235,6 +237,7 @@ class CombineReduce {
   Team team_;
   ItemShape shape_;
   int max_topk_;
+  int num_sources_;  // this rank is the last, or none
   int num_items_;
   int step_chunks_;
   int step_sources_;

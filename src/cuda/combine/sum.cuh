@@ -100,6 +100,9 @@ class CombineSum {
         } else {
           const uint32_t lower = entry_bits(shape_, sent, entry) & ((1U << rank) - 1);
           item.row[step] = (place.first + entry) * per_token_ + __popc(lower);
+          if (reads_own_rows(call_) && rank == me_.rank) {
+            item.row[step] = ~numbers.primary[step];
+          }
         }
       }
     }
@@ -109,7 +112,7 @@ class CombineSum {
   [[nodiscard]] __device__ __forceinline__ bool wait(const SumItem& item) const {
     bool is_here = true;
     const int peer = lane_index();
-    if (!kCopied && peer < me_.num_ranks) {
+    if (!kCopied && peer < me_.num_ranks && !(peer == me_.rank && reads_own_rows(call_))) {
       const WaitSite site = {Op::kCombine, setup_.epoch, peer, WaitFor::kRows};
       const auto slot = me_.map.signals().combine(peer, item.chunk);
       is_here = wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site);
@@ -125,7 +128,8 @@ class CombineSum {
       const int64_t arrival = index & ((1 << kCopiedArrivalBits) - 1);
       return setup_.rows[index >> kCopiedArrivalBits] + arrival * call_.payload.row_bytes;
     } else {
-      return staged_ + static_cast<int64_t>(index) * call_.payload.row_bytes;
+      const std::byte* rows = index < 0 ? call_.rows : staged_;
+      return rows + static_cast<int64_t>(index < 0 ? ~index : index) * call_.payload.row_bytes;
     }
   }
   [[nodiscard]] __device__ __forceinline__ std::byte* out(int, int32_t row) const {
@@ -146,14 +150,16 @@ class CombineSum {
   // The returned weight of route k of a token; the route was kept.
   [[nodiscard]] __device__ __forceinline__ const float* returned_at(int64_t route, int token, int k)
       const {
+    const auto local_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
     if constexpr (kCopied) {
-      const auto local_experts = static_cast<int>(me_.map.num_experts) / me_.num_ranks;
       const int rank = call_.plan.route_expert()[route] / local_experts;
       const int64_t arrival = arrival_[static_cast<int64_t>(token) * me_.num_ranks + rank];
       return setup_.weights[rank] + arrival * max_topk_ + k;
-    } else {
-      return returned_ + route;
     }
+    if (reads_own_rows(call_) && call_.plan.route_expert()[route] / local_experts == me_.rank) {
+      return call_.row_weights + int64_t{call_.plan.route_slot()[route]} * call_.topk + k;
+    }
+    return returned_ + route;
   }
 
   __device__ __forceinline__ void return_weights(int token) const {

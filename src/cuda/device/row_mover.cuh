@@ -137,9 +137,9 @@ __device__ __forceinline__ void store_vectors(
 
 // The three numbers are guesses. 8 warps (kMoverWarps) with these stages take 192 KiB of the 227
 // KiB of shared memory that a block may have from compute capability 9.0 on.
-inline constexpr int kBulkStages = 12;       // pieces in shared memory, per warp
-inline constexpr int kBulkAhead = 6;         // of these, how many are being loaded
-inline constexpr int32_t kBulkPiece = 2048;  // bytes
+inline constexpr int kBulkStages = 6;        // pieces in shared memory, per warp
+inline constexpr int kBulkAhead = 3;         // of these, how many are being loaded
+inline constexpr int32_t kBulkPiece = 4096;  // bytes
 
 // A warp's ring of pieces in shared memory. Lane 0 loads; every lane stores, and counts its own
 // groups of bulk stores.

@@ -68,6 +68,18 @@ WEFT_HD inline int team_warps(int64_t row_bytes, int64_t num_tokens) {
   return warps;
 }
 
+// The same where nobody waits for the first rows: the fewer warps share a row, the fewer
+// instructions it takes. But each team of the role's blocks still has some chunks, so that all end
+// at about the same time; how many is a guess.
+WEFT_HD inline int least_team_warps(int most, int num_chunks, int num_blocks) {
+  constexpr int kLeastChunks = 3;
+  int warps = most;
+  while (warps > 1 && num_chunks * warps >= kLeastChunks * 2 * kMoverWarps * num_blocks) {
+    warps /= 2;
+  }
+  return warps;
+}
+
 __device__ __forceinline__ int team_index(int block, int num_blocks, int in_block) {
   return block + in_block * num_blocks;
 }

@@ -118,7 +118,7 @@ void CudaExchange::dispatch_by_stores(
        .row_bytes = launch.payload.row_bytes,
        .num_sms = sms_of(call),
        .num_senders = num_senders_,
-       .is_one_role = launch.one_row && is_direct && !has_extras(launch)}
+       .is_one_role = view_.num_ranks == 1 || (launch.one_row && is_direct)}
   );
   launch.num_push = blocks.first;
   launch.num_fan_out = blocks.second;

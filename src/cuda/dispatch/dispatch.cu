@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU, one launch whose blocks have two roles: the first push this rank's rows to its
-// peers (push.cuh), the others fan out the rows that have come (fan_out.cuh). Before:
-// dispatch/call.cpp; after: the caller's experts.
+// peers (push.cuh), the others fan out the rows that have come (fan_out.cuh), and the first join
+// them when they are through. Before: dispatch/call.cpp; after: the caller's experts.
 #include "cuda/device/kernel.cuh"
 #include "cuda/dispatch/fan_out.cuh"
 #include "cuda/dispatch/push.cuh"
@@ -28,11 +28,14 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     if (begin_call(setup, call)) {
       const bool is_signaller = warp == kMoverWarps;
       const int block = static_cast<int>(blockIdx.x);
-      if (block < call.num_push) {
+      const bool is_push = block < call.num_push;
+      if (is_push) {
         Push push(call, setup, progress, {block, call.num_push});
         is_signaller ? push.run_signals() : push.run(mover);
-      } else if (!is_signaller) {
-        FanOut fan_out(call, setup, {block - call.num_push, call.num_fan_out});
+      }
+      if (!is_signaller) {
+        const int index = is_push ? kJoining : block - call.num_push;
+        FanOut fan_out(call, setup, {index, call.num_fan_out});
         fan_out.run(mover);
       }
     }

@@ -109,7 +109,9 @@ class EagerFanOut {
       }
     }
     if ((call_.has_padding || has_extras(call_)) && await_block(seen_.plan)) {
-      zero_padding(call_, warp_, num_warps_);
+      for (int part = warp_; part < num_padding_parts(call_); part += num_warps_) {
+        zero_padding(call_, part);
+      }
       clear_experts(call_, warp_, num_warps_);
       if (warp_ == 0) {
         tell_counts(call_);

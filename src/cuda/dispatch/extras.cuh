@@ -237,35 +237,25 @@ __device__ inline void clear_experts(const DispatchLaunch& call, int warp, int n
   }
 }
 
-// One of `num_warps` warps zeroes its share of the padding of all experts.
-__device__ inline void zero_padding(const DispatchLaunch& call, int warp, int num_warps) {
-  if (!call.has_padding) {
-    return;
-  }
+// Each expert's padding is zeroed in so many parts. The number is a guess.
+inline constexpr int kPaddingParts = 8;
+
+// Parts of the padding of all experts.
+__device__ __forceinline__ int num_padding_parts(const DispatchLaunch& call) {
+  const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
+  return call.has_padding ? kPaddingParts * num_experts : 0;
+}
+
+// One warp zeroes a part.
+__device__ inline void zero_padding(const DispatchLaunch& call, int part) {
   const PlanView& plan = call.plan;
   const int num_experts = static_cast<int>(call.me.map.num_experts) / call.me.num_ranks;
-  for (int first = 0; first < num_experts; first += kWarpLanes) {
-    // Lane i knows expert first + i.
-    const int expert = first + lane_index();
-    int32_t begin = 0;
-    int32_t count = 0;
-    if (expert < num_experts) {
-      const int64_t rows = plan.rows_per_expert()[expert];
-      begin = static_cast<int32_t>(plan.expert_begin()[expert] + rows);
-      count = static_cast<int32_t>(plan.padded_rows_per_expert()[expert] - rows);
-    }
-    uint32_t left = __ballot_sync(kAllLanes, count > 0);
-    while (left != 0) {
-      const int lane = __ffs(static_cast<int>(left)) - 1;
-      left &= left - 1;
-      const int32_t from = __shfl_sync(kAllLanes, begin, lane);
-      const int32_t rows = __shfl_sync(kAllLanes, count, lane);
-      // Each expert begins with another warp, so that the first warps do not do all the work. The
-      // stride of 37 is a guess.
-      for (int row = (warp + (first + lane) * 37) % num_warps; row < rows; row += num_warps) {
-        zero_row(call, from + row);
-      }
-    }
+  const int expert = part % num_experts;
+  const int64_t begin = plan.expert_begin()[expert];
+  const int64_t end = begin + plan.padded_rows_per_expert()[expert];
+  int64_t row = begin + plan.rows_per_expert()[expert] + part / num_experts;
+  for (; row < end; row += kPaddingParts) {
+    zero_row(call, row);
   }
 }
 

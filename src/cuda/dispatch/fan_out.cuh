@@ -72,12 +72,17 @@ class ArrivedItems {
   const CallSetup& setup_;
 };
 
+inline constexpr int kJoining = -1;  // number of a block
+
 // With `kCopied` the call goes by copy engines (copy_engines/dispatch.cu).
 template <bool kCopied>
 class DispatchFanOut {
  public:
+  // `block`: of those that have this role from the start. The blocks that push join them later, as
+  // kJoining.
   __device__ DispatchFanOut(const DispatchLaunch& call, const CallSetup& setup, RoleBlock block)
       : call_(call), setup_(setup), me_(call.me), items_(call, setup), extras_(call) {
+    is_joining_ = block.index == kJoining;
     warp_ = block.index + warp_in_block() * block.count;
     num_warps_ = kMoverWarps * block.count;
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
@@ -90,15 +95,29 @@ class DispatchFanOut {
   template <class Mover>
   __device__ void run(Mover& mover) {
     const int items = num_items(me_, setup_, num_sources_);
-    Records next = load_records(warp_, items);
-    zero_padding(call_, warp_, num_warps_);
-    clear_experts(call_, warp_, num_warps_);
-    if (warp_ == 0) {
-      tell_counts(call_);
+    if (!kCopied && call_.one_row && !items_.has_rows() && !has_extras(call_)) {
+      wait_for_all(items);
+      return;
     }
-    for (int index = warp_; index < items; index += num_warps_) {
+    // Padding comes first, which waits for nothing.
+    const int padding = num_padding_parts(call_);
+    int index = is_joining_ ? next_item(0) : warp_;
+    Records next = load_records(index - padding, items);
+    if (!is_joining_) {
+      clear_experts(call_, warp_, num_warps_);
+      if (warp_ == 0) {
+        tell_counts(call_);
+      }
+    }
+    while (index < padding + items) {
+      const int taken = index;
       const Records records = next;
-      next = load_records(index + num_warps_, items);
+      index = next_item(index);
+      next = load_records(index - padding, items);
+      if (taken < padding) {
+        zero_padding(call_, taken);
+        continue;
+      }
       if (!records.is_there) {
         continue;
       }
@@ -157,9 +176,38 @@ class DispatchFanOut {
   }
 
  private:
+  // The first items are those of the warps that have the role from the start; whoever is free takes
+  // one of the others.
+  [[nodiscard]] __device__ __forceinline__ int next_item(int index) const {
+    if constexpr (kCopied) {
+      return index + num_warps_;
+    }
+    uint32_t taken = 0;
+    if (lane_index() == 0) {
+      taken = atomicAdd(&me_.local->grid, 1U);
+    }
+    return num_warps_ + static_cast<int>(__shfl_sync(kAllLanes, taken, 0));
+  }
+
+  // Where rows have come to their places: the call still ends only when all are there. A lane waits
+  // for one item at a time.
+  __device__ __forceinline__ void wait_for_all(int items) const {
+    const int lanes = num_warps_ * kWarpLanes;
+    for (int i = warp_ * kWarpLanes + lane_index(); !is_joining_ && i < items; i += lanes) {
+      const ChunkItem item = item_at(me_, num_sources_, i);
+      if (item.chunk < num_device_chunks(setup_.tokens[item.source])) {
+        const auto slot = me_.map.signals().dispatch(item.source, item.chunk);
+        const WaitSite site = {Op::kDispatch, setup_.epoch, item.source, WaitFor::kRows};
+        if (!wait_reached(me_, signal_of(me_, me_.rank, slot), setup_.epoch, site)) {
+          return;
+        }
+      }
+    }
+  }
+
   [[nodiscard]] __device__ __forceinline__ Records load_records(int index, int items) const {
     Records records;
-    if (index >= items) {
+    if (index < 0 || index >= items) {
       return records;
     }
     const ChunkItem item = item_at(me_, num_sources_, index);
@@ -195,7 +243,8 @@ class DispatchFanOut {
   const DispatchLaunch& call_;
   const CallSetup& setup_;
   const RankView& me_;
-  int warp_;
+  bool is_joining_;
+  int warp_;  // among those that have the role from the start
   int num_warps_;
   int max_topk_;
   int num_sources_;

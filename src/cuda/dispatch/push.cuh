@@ -33,7 +33,10 @@ class DispatchPush {
     chunk_tokens_ = chunk_tokens(num_tokens_);
     num_chunks_ = num_device_chunks(num_tokens_);
     max_topk_ = static_cast<int>(call.plan.map.max_topk);
-    const int warps = team_warps(call.payload.row_bytes, num_tokens_);
+    const int most = team_warps(call.payload.row_bytes, num_tokens_);
+    const bool is_hurried = Routes::kIsEager || !call.one_row || call.place != Place::kPrimarySlot;
+    const int warps = is_hurried ? most : least_team_warps(most, num_chunks_, block.count);
+    chunk_shift_ = chunk_tokens_ == 1 ? 0 : 2;
     team_ = make_team(warps, block.index, block.count);
   }
 
@@ -94,10 +97,10 @@ class DispatchPush {
     };
     const auto store = [&](int, const std::byte* data) {
       if (piece == 0) {
-        const int in_chunk = index % chunk_tokens_;
+        const int in_chunk = index & (chunk_tokens_ - 1);
         if (in_chunk == 0) {
           routes = next;
-          const int n = index / chunk_tokens_ + 1;
+          const int n = (index >> chunk_shift_) + 1;
           if (n < chunks) {
             next = load_chunk(n);
           }
@@ -115,17 +118,15 @@ class DispatchPush {
         ptx::bulk_store(targets.second + offset, data, bytes);
       }
     };
-    const int units_per_chunk = chunk_tokens_ * pieces.count;
-    const auto after = [&](int unit) {
-      if (++piece == pieces.count) {
-        piece = 0;
-        ++index;
+    const auto after = [&](int) {
+      if (++piece < pieces.count) {
+        return;
       }
-      if ((unit + 1) % units_per_chunk == 0 && unit >= kPatience) {
-        ptx::wait_stores<kPatience>();
-        report_progress(
-            progress_, team_, static_cast<uint32_t>((unit + 1 - kPatience) / units_per_chunk)
-        );
+      piece = 0;
+      ++index;
+      if ((index & (chunk_tokens_ - 1)) == 0) {
+        ptx::wait_stores<kPatience>();  // the last piece may be on its way
+        report_progress(progress_, team_, static_cast<uint32_t>(index >> chunk_shift_) - 1);
       }
     };
     ring.stream(tokens * pieces.count, source, store, after);
@@ -177,7 +178,8 @@ class DispatchPush {
     return team_.index + n * team_.count;
   }
   [[nodiscard]] __device__ __forceinline__ int token_at(int n) const {
-    return chunk_at(n / chunk_tokens_) * chunk_tokens_ + n % chunk_tokens_;
+    const int chunk = n >> chunk_shift_;
+    return (chunk_at(chunk) << chunk_shift_) + (n - (chunk << chunk_shift_));
   }
   [[nodiscard]] __device__ __forceinline__ const std::byte* row_of(int token) const {
     return call_.x + static_cast<int64_t>(token) * call_.payload.row_bytes;
@@ -266,6 +268,7 @@ class DispatchPush {
   int peer_;  // of this lane, if it is below num_ranks
   int num_tokens_;
   int chunk_tokens_;
+  int chunk_shift_;  // chunk_tokens_ is 1 << this
   int num_chunks_;
   int max_topk_;
   Team team_;

@@ -19,7 +19,7 @@ extern const char* const kBuiltInTuning;  // the text of tuning.json
 namespace {
 
 constexpr double kDefaultShare = 0.55;  // of the senders, where nothing measured fits
-constexpr double kOneRoleShare = 0.85;
+constexpr double kOneRoleShare = 0.95;
 constexpr double kNearly = 1.01;  // times that are not apart
 
 RoleBlocks split(int num_sms, int senders) {
@@ -135,7 +135,8 @@ RoleBlocks choose_blocks(const std::vector<TunedSplit>& tuning, const CallSize& 
     return split(size.num_sms, size.num_senders);
   }
   if (size.is_one_role) {
-    return split(size.num_sms, static_cast<int>(size.num_sms * kOneRoleShare));
+    const auto most = static_cast<int>(size.num_sms * kOneRoleShare);
+    return split(size.num_sms, size.op == Op::kDispatch ? most : size.num_sms - most);
   }
   const auto [below, above] = measured_ranks(tuning, size);
   if (below == 0) {

@@ -45,7 +45,7 @@ struct CallSize {
   int64_t row_bytes = 0;
   int num_sms = 2;           // most that the call may occupy, at least 2
   int num_senders = 0;       // as asked for; 0: by the table
-  bool is_one_role = false;  // dispatch in rank_major: almost nothing to fan out
+  bool is_one_role = false;  // the other role has next to nothing to do
 
   friend bool operator==(const CallSize&, const CallSize&) = default;
 };

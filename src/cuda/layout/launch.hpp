@@ -149,6 +149,13 @@ static_assert(
          call.out_experts != nullptr || call.out_counts != nullptr || call.count_sums != nullptr;
 }
 
+// Whether the sum role reads what the rows of this rank's own tokens hold where the caller has it:
+// there is one row for each token, so that nothing is to be summed before. The other role leaves
+// them out then.
+[[nodiscard]] WEFT_HD inline bool reads_own_rows(const CombineLaunch& call) {
+  return call.one_row;
+}
+
 // This rank's handshake of a call, except for what only the device knows.
 [[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const DispatchLaunch& call) {
   DeviceHandshake word;
