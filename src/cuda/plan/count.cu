@@ -40,7 +40,8 @@ class TokenRoutes {
   }
   [[nodiscard]] __device__ int64_t rank(int k) const {
     const int64_t chosen = expert(k);
-    return chosen < 0 ? -1 : static_cast<uint32_t>(chosen) / experts_per_rank_;
+    const auto owner = static_cast<int64_t>(static_cast<uint32_t>(chosen) / experts_per_rank_);
+    return chosen < 0 ? -1 : owner;
   }
   [[nodiscard]] __device__ int64_t host(int k) const {
     const int64_t chosen = rank(k);

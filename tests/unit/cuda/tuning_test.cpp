@@ -112,7 +112,8 @@ TEST(TuningTest, SharesByRuleWhereNothingIsMeasuredOrSomethingIsAsked) {
   EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20}), std::pair(11, 9));
   EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 2}), std::pair(1, 1));
   EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20, 5}), std::pair(5, 15));
-  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20, 0, true}), std::pair(17, 3));
+  EXPECT_EQ(blocks({}, {Op::kDispatch, 2, 4096, 20, 0, true}), std::pair(19, 1));
+  EXPECT_EQ(blocks({}, {Op::kCombine, 1, 4096, 20, 0, true}), std::pair(1, 19));
 }
 
 TEST(TuningTest, AShortCombineSumsAllTokensAtOnceWithinHalfOfTheBlocks) {
