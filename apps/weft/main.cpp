@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The program `weft` shows, checks and measures the library from a shell.
+#include <memory>
+#include <string>
+#include <vector>
+
 #include "cli/program.hpp"
 
 namespace weft::program {
@@ -15,6 +19,18 @@ void add_tune(CLI::App& app);
 }  // namespace weft::program
 
 namespace {
+
+// `weft` of the Python package comes before this program and has that command.
+void add_run(CLI::App& app) {
+  auto* run = app.add_subcommand(
+      "run", "A program written for deep_ep or uccl, over Weft (of the Python package)"
+  );
+  auto words = std::make_shared<std::vector<std::string>>();
+  run->add_option("command", *words, "What it would run");
+  run->callback([words] {
+    throw CLI::ValidationError("run", "is of the Python package: python -m weft run -- COMMAND");
+  });
+}
 
 constexpr const char* kFooter = R"(Start here:
   weft info                       what this build and this machine can do
@@ -35,5 +51,6 @@ int main(int argc, char** argv) {
   weft::program::add_bench(app);
   weft::program::add_plan(app);
   weft::program::add_tune(app);
+  add_run(app);
   return weft::program::run_program(app, argc, argv);
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m weft`: the program that comes with the package."""
+"""`python -m weft`: the program that comes with the package, and `weft run`, which is Python."""
 
 import os
 import sys
@@ -7,6 +7,10 @@ from pathlib import Path
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["run"]:
+        from weft import run
+
+        sys.exit(run.main(sys.argv[2:]))
     program = Path(__file__).parent / "bin" / "weft"
     if not program.exists():
         sys.exit(f"weft: {program} is missing (the package was built without the program)")

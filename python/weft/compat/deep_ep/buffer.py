@@ -291,7 +291,8 @@ class Buffer(LowLatencyMode):
                 )
                 counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
                 work.returns(*parts_of(out.x), out.experts, out.weights, ids)
-        counts = [round_up(count, expert_alignment) for count in counts]
+        if expert_alignment > 1:
+            counts = [round_up(count, expert_alignment) for count in counts]
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
     @torch.no_grad()

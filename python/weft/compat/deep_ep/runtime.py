@@ -13,6 +13,7 @@ import torch
 
 from weft import Error, Exchange, Group, InvalidArgument, Plan, _core
 from weft.errors import BadCall
+from weft.run.calls import count
 from weft.streams import CommStream
 
 from .checks import MAX_TOPK
@@ -150,6 +151,7 @@ class Call:
         return self.exchange
 
     def __enter__(self) -> Call:
+        count(self._name)
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:

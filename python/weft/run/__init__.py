@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weft run -- COMMAND`: a program written for deep_ep or uccl, over Weft, without a change.
+
+Every Python process below the command finds Weft under the chosen names: a folder with modules of
+those names is the first in PYTHONPATH. What Weft was called for is told at the end.
+"""
+
+import argparse
+import collections
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from weft.run import calls
+
+NAMES = ("deep_ep", "uccl")
+_FOLDERS = Path(__file__).parent / "names"
+_PLUGIN = "WEFT_RUN_AS"  # the environment variable with the names, for `vllm_plugin`
+
+_EXAMPLES = """examples:
+  weft run -- vllm serve MODEL --enable-expert-parallel --all2all-backend deepep_low_latency
+  weft run --as deep_ep -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
+
+Exits as the command does. Interpreters that ignore PYTHONPATH (python -I, -E) are not reached."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command of the arguments and returns its exit code, 127 if there is no such
+    program, 128 + the number of the signal that ended it."""
+    options = _parse(arguments)
+    name = options.command[0]
+    program = shutil.which(name)
+    if program is None:
+        print(f"weft run: '{name}' not found (neither a file nor in PATH)", file=sys.stderr)
+        return 127
+    with tempfile.TemporaryDirectory(prefix="weft_run_") as folder:
+        environment = _environment(options.names, folder)
+        status = _status_of([program, *options.command[1:]], environment)
+        found = _read(Path(folder))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(report(found, options.names), file=sys.stderr)
+    return status
+
+
+def report(found: dict[str, dict[str, int]], names: Sequence[str]) -> str:
+    """found: by process, how often it made each call."""
+    if not found:
+        return f"weft run: nobody called Weft (as {' or '.join(names)})"
+    total: collections.Counter[str] = collections.Counter()
+    for counts in found.values():
+        total.update(counts)
+    width = max(map(len, total))
+    plural = "es" if len(found) > 1 else ""
+    lines = [f"weft run: {len(found)} process{plural} called Weft"]
+    lines += [f"  {name:{width}} {number:>13,}" for name, number in total.most_common()]
+    return "\n".join(lines)
+
+
+def vllm_plugin() -> None:
+    """What vLLM calls in each of its processes, also where they have lost PYTHONPATH. It does
+    nothing but below `weft run`."""
+    names = os.environ.get(_PLUGIN)
+    if names:
+        from weft.compat import install
+
+        install(names.split(","), force=True)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="weft run",
+        description="Runs a program whose Python processes then find Weft under other names.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--as",
+        dest="names",
+        metavar="NAMES",
+        default=",".join(NAMES),
+        help=f"what Weft stands for, of {', '.join(NAMES)} (all of them)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the counts of each process here"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what to run")
+    options = parser.parse_args(arguments)
+    options.names = options.names.split(",")
+    for name in options.names:
+        if name not in NAMES:
+            parser.error(f"--as: '{name}' is unknown (expected some of {', '.join(NAMES)})")
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        parser.error("there is no command (weft run -- COMMAND ...)")
+    return options
+
+
+def _environment(names: Sequence[str], counts: str) -> dict[str, str]:
+    paths = [str(_FOLDERS / name) for name in names]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    chosen = {calls.FOLDER: counts, _PLUGIN: ",".join(names), "PYTHONPATH": os.pathsep.join(paths)}
+    return {**os.environ, **chosen}
+
+
+def _status_of(command: list[str], environment: dict[str, str]) -> int:
+    """A terminal sends Ctrl-C to the command, too; SIGTERM is passed on. Both wait for its end."""
+    with subprocess.Popen(command, env=environment) as child:
+        usual = {
+            signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN),
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: child.terminate()),
+        }
+        try:
+            status = child.wait()
+        finally:
+            for number, handler in usual.items():
+                signal.signal(number, handler)
+    return 128 - status if status < 0 else status
+
+
+def _read(folder: Path) -> dict[str, dict[str, int]]:
+    """By the number of the process. What a killed one left half written has another suffix."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often this process made each call that Weft stands for. Below `weft run` it is also written
+to a file, at most once a second and at the end, so that little is lost where a process is killed.
+"""
+
+import atexit
+import collections
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+FOLDER = "WEFT_RUN_COUNTS"  # the environment variable that names where to
+_PERIOD = 1.0  # seconds
+
+_counts: collections.Counter[str] = collections.Counter()
+_lock = threading.Lock()
+_folder = os.environ.get(FOLDER)
+_next_write = 0.0
+
+
+def count(name: str) -> None:
+    """One more call of this name."""
+    global _next_write
+    with _lock:
+        _counts[name] += 1
+        if _folder and time.monotonic() >= _next_write:
+            _next_write = time.monotonic() + _PERIOD
+            _write()
+
+
+def counts() -> dict[str, int]:
+    """By name, in the order of the first calls."""
+    with _lock:
+        return dict(_counts)
+
+
+def _write() -> None:
+    """A folder that is gone by now wants no counts."""
+    file = Path(_folder, f"{os.getpid()}.json")
+    new = file.with_suffix(".new")
+    try:
+        new.write_text(json.dumps(_counts))
+        new.replace(file)
+    except OSError:
+        new.unlink(missing_ok=True)
+
+
+def _write_at_exit() -> None:
+    with _lock:
+        if _folder and _counts:
+            _write()
+
+
+def _begin_in_child() -> None:
+    """What the parent has counted is not the child's."""
+    global _lock, _next_write
+    _lock, _next_write = threading.Lock(), 0.0
+    _counts.clear()
+
+
+atexit.register(_write_at_exit)
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`weft run`: programs in processes of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft import run
+
+# A program of one rank that was written for deep_ep.
+PROGRAM = """
+import os, sys, tempfile
+import torch, torch.distributed as dist
+import deep_ep
+
+store = dist.FileStore(tempfile.mkdtemp() + "/store", 1)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+buffer = deep_ep.Buffer(dist.group.WORLD)
+idx = torch.tensor([[0, 1], [1, -1]])
+for _ in range(3):
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
+    x, _, _, _, handle, _ = buffer.dispatch(
+        torch.ones(2, 8), topk_idx=idx, topk_weights=torch.ones(2, 2), num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+"""
+
+
+def weft_run(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "weft", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+def python(code: str) -> list[str]:
+    return ["--", sys.executable, "-c", code]
+
+
+def test_a_program_runs_over_weft_and_its_calls_are_told(tmp_path: Path):
+    done = weft_run("--json", str(tmp_path / "counts.json"), *python(PROGRAM + "sys.exit(3)"))
+    assert done.returncode == 3, done.stderr
+    (counts,) = json.loads((tmp_path / "counts.json").read_text()).values()
+    assert counts == {"get_dispatch_layout": 3, "dispatch": 3}
+    assert done.stderr.splitlines()[-3:] == [
+        "weft run: 1 process called Weft",
+        "  get_dispatch_layout             3",
+        "  dispatch                        3",
+    ]
+
+
+def test_processes_below_find_weft_and_tell_their_own_calls(tmp_path: Path):
+    code = (
+        PROGRAM
+        + f"""
+import subprocess
+subprocess.run([sys.executable, "-c", {PROGRAM!r}], check=True)
+if os.fork() == 0:
+    buffer.get_dispatch_layout(idx, 2)
+    os.kill(os.getpid(), 9)
+os.wait()
+"""
+    )
+    done = weft_run("--json", str(tmp_path / "counts.json"), *python(code))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "counts.json").read_text()).values()
+    usual = {"get_dispatch_layout": 3, "dispatch": 3}
+    forked = {"get_dispatch_layout": 1}  # its first call was written at once
+    assert sorted(found, key=len) == [forked, usual, usual]
+    assert "weft run: 3 processes called Weft" in done.stderr
+
+
+def test_chosen_names_are_weft_and_others_are_not():
+    code = "import uccl.ep, importlib.util as u; print(uccl.ep.__file__, u.find_spec('deep_ep'))"
+    done = weft_run("--as", "uccl", *python(code))
+    assert done.returncode == 0, done.stderr
+    file, spec = done.stdout.split()
+    assert file.endswith("weft/compat/uccl/ep.py") and spec == "None"
+    assert done.stderr.splitlines()[-1] == "weft run: nobody called Weft (as uccl)"
+
+
+def test_a_signal_is_told_as_shells_do():
+    assert weft_run(*python("import os; os.kill(os.getpid(), 9)")).returncode == 128 + 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["--", "no-such-program"], 127, "'no-such-program' not found"),
+        (
+            ["--as", "deep_ep,nccl", "--", "true"],
+            2,
+            "'nccl' is unknown (expected some of deep_ep, uccl)",
+        ),
+        ([], 2, "there is no command"),
+    ],
+)
+def test_what_cannot_be_run_is_named(arguments, status, message, capsys):
+    try:
+        found = run.main(arguments)
+    except SystemExit as end:
+        found = end.code
+    assert found == status
+    assert message in capsys.readouterr().err
+
+
+def test_the_plug_in_of_vllm_does_nothing_elsewhere(monkeypatch):
+    monkeypatch.delenv("WEFT_RUN_AS", raising=False)
+    before = set(sys.modules)
+    run.vllm_plugin()
+    assert set(sys.modules) == before
