@@ -230,6 +230,32 @@ def test_what_one_rank_does_wrong_all_ranks_raise(ranks):
     ranks(one_rank_is_wrong, 3)
 
 
+def sizes_in_turns(rank, num_ranks, group):
+    buffer = Buffer(group)
+    alive = []
+    for seed in range(6):
+        shape = {"hidden": (64, 32, 512)[seed % 3], "seed": seed}
+        experts = (2, 3)[seed % 2] * num_ranks
+        case = Case(rank, group, experts, 2 + seed % 2, (3, 0, 5), low=-2, **shape)
+        recv_x, recv_idx, recv_weights, counts, handle, _ = dispatch(buffer, case)
+        assert torch.equal(recv_x, case.rows(case.all_x)) and counts == case.counts()
+        assert torch.equal(recv_idx, case.row_idx())
+        assert torch.equal(recv_weights, case.row_weights())
+        alive.append((case, handle, recv_x * 2))
+        # What one rank refuses on this size, all ranks raise; the next size does not see it.
+        given = {"bias": torch.zeros(1, 1)} if rank == num_ranks - 1 else {}
+        with pytest.raises(weft.InvalidArgument, match="bias has"):
+            buffer.combine(recv_x, handle, **given)
+    for case, handle, rows in reversed(alive):
+        combined, _, _ = buffer.combine(rows, handle)
+        assert torch.equal(combined, case.summed(gather(group, rows)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_one_buffer_serves_several_sizes_in_turns(ranks, num_ranks):
+    ranks(sizes_in_turns, num_ranks)
+
+
 def tuple_items(rank, num_ranks, group):
     case = Case(rank, group, 2 * num_ranks, 2, (3, 5))
     buffer = Buffer(group)
