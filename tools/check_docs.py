@@ -71,7 +71,7 @@ class Checker:
 
     def command_problem(self, line):
         """For one line of shell; unknown commands are nobody's business."""
-        words = re.sub(r"^\$ |^\w+=\S+ ", "", line.strip()).split() or [""]
+        words = re.sub(r"^\$ |^\w+=\S+ | -- .*", "", line.strip()).split() or [""]
         command, arguments = words[0], words[1:]
         if command == "make":
             unknown = [a for a in arguments if re.match(r"^[a-z]", a) and a not in self.targets]

@@ -25,9 +25,12 @@ void add_run(CLI::App& app) {
   auto* run = app.add_subcommand(
       "run", "A program written for deep_ep or uccl, over Weft (of the Python package)"
   );
+  auto option = std::make_shared<std::string>();
   auto words = std::make_shared<std::vector<std::string>>();
-  run->add_option("command", *words, "What it would run");
-  run->callback([words] {
+  run->add_option("--as", *option, "Names that Weft stands for: deep_ep,uccl");
+  run->add_option("--json", *option, "Write the counts of each process here");
+  run->add_option("command", *words, "-- and what to run");
+  run->callback([option, words] {
     throw CLI::ValidationError("run", "is of the Python package: python -m weft run -- COMMAND");
   });
 }

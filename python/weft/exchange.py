@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import _core, overlap_settings
+from weft import _core, overlap_settings, ranges
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
 from weft.outputs import (
@@ -214,6 +214,7 @@ class Exchange:
         """call(*given), which makes a call of the core. If it fails before that, the other ranks
         hear why."""
         begun = _core.num_begun()
+        ranges.begin(verb)
         try:
             return call(*given)
         except BaseException as error:
@@ -221,6 +222,8 @@ class Exchange:
                 options = _filled(_core.Options(), {"stream": self._stream()})
                 core.refuse(verb, str(error) or type(error).__name__, options)
             raise
+        finally:
+            ranges.end()
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
         """How many rows there are, if nobody has to wait to hear it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weft import Error, Exchange, Group, InvalidArgument, Plan, _core
+from weft import Error, Exchange, Group, InvalidArgument, Plan, _core, ranges
 from weft.errors import BadCall
 from weft.run.calls import count
 from weft.streams import CommStream
@@ -152,9 +152,11 @@ class Call:
 
     def __enter__(self) -> Call:
         count(self._name)
+        ranges.begin(self._name)
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
+        ranges.end()
         if problem is None:
             if self._pool is not None:
                 self._pool.last = self.exchange
