@@ -28,7 +28,8 @@ void add_run(CLI::App& app) {
   auto option = std::make_shared<std::string>();
   auto words = std::make_shared<std::vector<std::string>>();
   run->add_option("--as", *option, "Names that Weft stands for: deep_ep,uccl");
-  run->add_option("--json", *option, "Write the counts of each process here");
+  run->add_option("--json", *option, "Write what each process told here");
+  run->add_option("--html", *option, "Write a page of who waited for whom here");
   run->add_option("command", *words, "-- and what to run");
   run->callback([option, words] {
     throw CLI::ValidationError("run", "is of the Python package: python -m weft run -- COMMAND");

@@ -16,6 +16,7 @@ from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, Timeout
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
+from weft.tally import prometheus, stats
 
 __all__ = [
     "Combined",
@@ -34,4 +35,6 @@ __all__ = [
     "dispatch",
     "plan",
     "plan_and_dispatch",
+    "prometheus",
+    "stats",
 ]

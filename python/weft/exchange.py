@@ -3,6 +3,7 @@
 it; outputs.py has plans and the memory of a call."""
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from weft.outputs import (
     empty_like,
     views,
 )
+from weft.tally import tally_of
 
 
 class Exchange:
@@ -89,7 +91,9 @@ class Exchange:
         self._has_copy_room = copy_engines
         self._outputs = Outputs(self.device)
         self._core: _core.Exchange | None = None
+        self._tally = tally_of(self.group)
         self._take(self._make())
+        self._tally.follow(self)
 
     def _make(self) -> _core.Exchange:
         sizes = {"max_tokens": self.max_tokens, "max_topk": self.max_topk}
@@ -97,8 +101,16 @@ class Exchange:
         return _core.Exchange(self.group.core, config)
 
     def _take(self, core: _core.Exchange | None) -> None:
+        self._tally.settle(self._core)
         self._core = core
         self._outputs.follow(core)
+
+    def __del__(self) -> None:
+        if getattr(self, "_core", None) is None or sys.is_finalizing():
+            return
+        # A question to a GPU would break what is captured.
+        if not (self._on_gpu and torch.cuda.is_current_stream_capturing()):
+            self._tally.settle(self._core)
 
     @property
     def rank(self) -> int:

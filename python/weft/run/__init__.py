@@ -6,7 +6,6 @@ those names is the first in PYTHONPATH. What Weft was called for is told at the 
 """
 
 import argparse
-import collections
 import json
 import os
 import shutil
@@ -16,8 +15,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from weft.run import calls
+from weft.run import calls, page
 
 NAMES = ("deep_ep", "uccl")
 _FOLDERS = Path(__file__).parent / "names"
@@ -45,21 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = _read(Path(folder))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.html is not None:
+        options.html.write_text(page.page(found, " ".join(options.command)))
     print(report(found, options.names), file=sys.stderr)
     return status
 
 
-def report(found: dict[str, dict[str, int]], names: Sequence[str]) -> str:
-    """found: by process, how often it made each call."""
+def report(found: dict[str, Any], names: Sequence[str]) -> str:
+    """found: by process, what it has told (`weft.stats`)."""
     if not found:
         return f"weft run: nobody called Weft (as {' or '.join(names)})"
-    total: collections.Counter[str] = collections.Counter()
-    for counts in found.values():
-        total.update(counts)
-    width = max(map(len, total))
+    calls_made = page.calls_of(found)
+    width = max(map(len, calls_made), default=0)
     plural = "es" if len(found) > 1 else ""
     lines = [f"weft run: {len(found)} process{plural} called Weft"]
-    lines += [f"  {name:{width}} {number:>13,}" for name, number in total.most_common()]
+    lines += [f"  {name:{width}} {number:>13,}" for name, number in calls_made.most_common()]
+    for ranks, waits in page.waits_of(found).items():
+        awaited = [sum(row[peer] for row in waits.values()) for peer in range(len(ranks))]
+        most = max(range(len(ranks)), key=awaited.__getitem__)
+        lines.append(
+            f"  {len(ranks)} ranks waited {sum(awaited):.2f} s for each other, "
+            f"{awaited[most]:.2f} s of them for rank {ranks[most]}"
+        )
     return "\n".join(lines)
 
 
@@ -88,7 +95,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"what Weft stands for, of {', '.join(NAMES)} (all of them)",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the counts of each process here"
+        "--json", type=Path, metavar="FILE", help="write what each process told here"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page of who waited for whom here"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what to run")
     options = parser.parse_args(arguments)
@@ -125,6 +135,6 @@ def _status_of(command: list[str], environment: dict[str, str]) -> int:
     return 128 - status if status < 0 else status
 
 
-def _read(folder: Path) -> dict[str, dict[str, int]]:
+def _read(folder: Path) -> dict[str, Any]:
     """By the number of the process. What a killed one left half written has another suffix."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often this process made each call that Weft stands for. Below `weft run` it is also written
-to a file, at most once a second and at the end, so that little is lost where a process is killed.
+to a file, at most once a second and at the end, so that little is lost where a process is killed;
+at the end with how long the process waited for other ranks.
 """
 
 import atexit
@@ -9,7 +10,9 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 FOLDER = "WEFT_RUN_COUNTS"  # the environment variable that names where to
 _PERIOD = 1.0  # seconds
@@ -36,21 +39,26 @@ def counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def _write() -> None:
-    """A folder that is gone by now wants no counts."""
+def _write(groups: Sequence[dict[str, Any]] = ()) -> None:
+    """A folder that is gone by now wants nothing."""
     file = Path(_folder, f"{os.getpid()}.json")
     new = file.with_suffix(".new")
     try:
-        new.write_text(json.dumps(_counts))
+        new.write_text(json.dumps({"calls": _counts, "groups": groups}))
         new.replace(file)
     except OSError:
         new.unlink(missing_ok=True)
 
 
 def _write_at_exit() -> None:
+    if not _folder:
+        return
+    from weft.tally import stats  # which imports this module
+
+    groups = stats()["groups"]
     with _lock:
-        if _folder and _counts:
-            _write()
+        if _counts or groups:
+            _write(groups)
 
 
 def _begin_in_child() -> None:

@@ -40,8 +40,10 @@ def python(code: str) -> list[str]:
 def test_a_program_runs_over_weft_and_its_calls_are_told(tmp_path: Path):
     done = weft_run("--json", str(tmp_path / "counts.json"), *python(PROGRAM + "sys.exit(3)"))
     assert done.returncode == 3, done.stderr
-    (counts,) = json.loads((tmp_path / "counts.json").read_text()).values()
-    assert counts == {"get_dispatch_layout": 3, "dispatch": 3}
+    (told,) = json.loads((tmp_path / "counts.json").read_text()).values()
+    assert told["calls"] == {"get_dispatch_layout": 3, "dispatch": 3}
+    (group,) = told["groups"]
+    assert group["ranks"] == [0] and group["num_plans"] == group["num_dispatches"] == 3
     assert done.stderr.splitlines()[-3:] == [
         "weft run: 1 process called Weft",
         "  get_dispatch_layout             3",
@@ -63,11 +65,45 @@ os.wait()
     )
     done = weft_run("--json", str(tmp_path / "counts.json"), *python(code))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "counts.json").read_text()).values()
+    told = json.loads((tmp_path / "counts.json").read_text()).values()
+    found = [one["calls"] for one in told]
     usual = {"get_dispatch_layout": 3, "dispatch": 3}
     forked = {"get_dispatch_layout": 1}  # its first call was written at once
     assert sorted(found, key=len) == [forked, usual, usual]
     assert "weft run: 3 processes called Weft" in done.stderr
+
+
+RANKS = """
+import time
+import torch, torch.distributed as dist
+import deep_ep
+
+dist.init_process_group("gloo")
+buffer = deep_ep.Buffer(dist.group.WORLD)
+idx = torch.tensor([[0, 1]])
+for _ in range(3):
+    time.sleep(0.3 * dist.get_rank())  # rank 1 is the slow one
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 2)
+    buffer.dispatch(
+        torch.ones(1, 8), topk_idx=idx, topk_weights=torch.ones(1, 2), num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank, num_tokens_per_expert=per_expert)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_the_rank_that_others_waited_for_is_named_and_shown(tmp_path: Path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    torchrun = ["--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    page = tmp_path / "waits.html"
+    done = weft_run("--html", str(page), *torchrun, "--standalone", str(tmp_path / "ranks.py"))
+    assert done.returncode == 0, done.stderr
+    *_, calls, _, waits = done.stderr.splitlines()
+    assert calls.split() == ["get_dispatch_layout", "6"]
+    assert waits.startswith("  2 ranks waited ") and waits.endswith(" for rank 1")
+    text = page.read_text()
+    assert text.count("<tr>") == 2 + 3 and "ranks.py" in text
+    assert 'style="background:rgba(214,72,40,1.000)"' in text
 
 
 def test_chosen_names_are_weft_and_others_are_not():
