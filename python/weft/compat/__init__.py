@@ -29,7 +29,9 @@ _SOURCES = {
         "deep_ep.utils.math",
     ],
     "uccl": ["uccl", "uccl.ep"],
+    "transformer_engine.pytorch.ep": ["transformer_engine.pytorch.ep"],  # below the real package
 }
+_MODULES = {"transformer_engine.pytorch.ep": "weft.compat.te_ep"}  # others by their names
 
 _lock = threading.Lock()
 _replaced: dict[str, dict[str, ModuleType]] = {}  # by name, what was in sys.modules
@@ -40,11 +42,14 @@ def install(names: str | Iterable[str] = ("deep_ep", "uccl"), force: bool = Fals
 
     Call it before anything imports them, in each process. An installation of the real library is
     not covered up: `weft.NotAvailable` names its path, and nothing is registered. force: it is
-    covered up, until `uninstall`. InvalidArgument for a name that Weft does not stand for.
+    covered up, until `uninstall`. "transformer_engine.pytorch.ep" needs the package that it is in:
+    NotAvailable without. InvalidArgument for a name that Weft does not stand for.
     """
     wanted = _known(names)
     with _lock:
         wanted = [name for name in wanted if name not in _replaced]
+        for name in wanted:
+            _import_parent(name)
         if not force:
             for name in wanted:
                 _refuse_real(name)
@@ -64,7 +69,11 @@ def uninstall(names: str | Iterable[str] = ("deep_ep", "uccl")) -> None:
         for name in _known(names):
             if name in _replaced:
                 _take_modules(name)
-                sys.modules.update(_replaced.pop(name))
+                before = _replaced.pop(name)
+                sys.modules.update(before)
+                parent, _, child = name.rpartition(".")
+                if parent:
+                    _set_child(sys.modules.get(parent), child, before.get(name))
 
 
 def _known(names: str | Iterable[str]) -> list[str]:
@@ -75,6 +84,27 @@ def _known(names: str | Iterable[str]) -> list[str]:
                 f"install: name = '{name}' is unknown (one of: {', '.join(_SOURCES)})"
             )
     return wanted
+
+
+def _import_parent(name: str) -> None:
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return
+    try:
+        importlib.import_module(parent)
+    except ImportError as error:
+        raise NotAvailable(
+            f"install: {name}: {parent} cannot be imported ({error})", "not available"
+        ) from error
+
+
+def _set_child(parent: ModuleType | None, child: str, module: ModuleType | None) -> None:
+    if parent is None:
+        return
+    if module is not None:
+        setattr(parent, child, module)
+    elif hasattr(parent, child):
+        delattr(parent, child)
 
 
 def _refuse_real(name: str) -> None:
@@ -106,7 +136,7 @@ def _alias_of(name: str) -> ModuleType:
 
     Its package path is empty: what is not registered cannot be imported a second time below it.
     """
-    source = importlib.import_module(f"weft.compat.{name}")
+    source = importlib.import_module(_MODULES.get(name, f"weft.compat.{name}"))
     is_package = hasattr(source, "__path__")
     spec = ModuleSpec(name, None, origin=source.__file__, is_package=is_package)
     module = ModuleType(name, source.__doc__)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft import Group, Plan
+from weft import Exchange, Group, Plan
 from weft import fused_a2a as state
 from weft.compat.deep_ep.checks import FLOATS, check, check_routing, check_tensor
 from weft.compat.deep_ep.layout import routes_of
@@ -156,11 +156,7 @@ def nccl_ep_dispatch(
     Raises ValueError for them, and what exchanges raise: InvalidArgument, TimeoutError, PeerError.
     """
     pool, capacity = buffer.ranks.exchanges, buffer.recv_capacity_per_rank
-    options = {
-        "pad_multiple": max(buffer.alignment, 1),
-        "row_budget": capacity,
-        "overflow": "drop",
-    }
+    options = options_of(buffer)
     with Call("nccl_ep_dispatch", pool, **options) as call:
         given = {"recv_tokens": recv_tokens, "recv_topk_weights": recv_topk_weights}
         for name, memory in given.items():
@@ -174,23 +170,42 @@ def nccl_ep_dispatch(
             buffer.eager or tokens.size(0) <= most,
             f"{tokens.size(0)} tokens (max_tokens_per_rank = {most})",
         )
-        num_experts = buffer.num_local_experts * pool.group.num_ranks
-        # Without a capacity the number of tokens is told, and exchanges grow by themselves.
-        room = MIN_TOKENS if buffer.eager else most
-        key = (buffer.hidden_dim, num_experts, tokens.device)
-        exchange = call.plans(key, room, max(MIN_TOPK, buffer.top_k), **options)
+        exchange = exchange_of(call, buffer, tokens.device)
         num_sms = buffer.num_sms if tokens.is_cuda else 0
-        routes = routes_of(topk_idx, num_experts)
+        routes = routes_of(topk_idx, exchange.num_experts)
         plan, out = weft.plan_and_dispatch(
             exchange, routes, tokens, topk_weights, num_sms=num_sms, **options
         )
+    keep(buffer, plan)
+    return out.rows, buffer.tokens_per_expert, out.weights.view(-1)
+
+
+def options_of(buffer: NcclEpBuffer) -> dict[str, Any]:
+    """Of the plans of its dispatches."""
+    return {
+        "pad_multiple": max(buffer.alignment, 1),
+        "row_budget": buffer.recv_capacity_per_rank,
+        "overflow": "drop",
+    }
+
+
+def exchange_of(call: Call, buffer: NcclEpBuffer, device: torch.device) -> Exchange:
+    """Collective, within `call`: the exchange that its plans are made on."""
+    num_experts = buffer.num_local_experts * buffer.ranks.exchanges.group.num_ranks
+    # Without a capacity the number of tokens is told, and exchanges grow by themselves.
+    room = MIN_TOKENS if buffer.eager else buffer.max_tokens_per_rank
+    key = (buffer.hidden_dim, num_experts, device)
+    return call.plans(key, room, max(MIN_TOPK, buffer.top_k), **options_of(buffer))
+
+
+def keep(buffer: NcclEpBuffer, plan: Plan) -> None:
+    """The plan, and what callers read of it."""
     buffer.plan = plan
     buffer.tokens_per_expert = plan.padded_rows_per_expert.clone()
     if buffer.eager:
         buffer.total_recv_tokens = torch.tensor([plan.num_rows], device="cpu")
     else:
         buffer.total_recv_tokens = plan.num_rows_required.clone()
-    return out.rows, buffer.tokens_per_expert, out.weights.view(-1)
 
 
 def nccl_ep_combine(

@@ -137,3 +137,52 @@ else:
 import sys
 assert "deep_ep" not in sys.modules
 """)
+
+
+@pytest.mark.parametrize("has_its_own", [False, True])
+def test_a_module_goes_into_the_package_that_there_is(tmp_path, has_its_own):
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("who = 'the real one'\n")
+    if has_its_own:
+        (package / "ep.py").write_text("who = 'the real one'\n")
+    run(
+        f"""
+import weft.compat
+from weft.compat import te_ep
+name = "transformer_engine.pytorch.ep"
+if {has_its_own}:
+    try:
+        weft.compat.install(name)
+    except weft.NotAvailable as error:
+        assert "ep.py" in str(error) and "force=True" in str(error), error
+    else:
+        raise SystemExit("it was covered up")
+weft.compat.install(name, force={has_its_own})
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.ep as ep
+assert te.who == "the real one" and te.ep is ep
+assert ep.EpBuffer is te_ep.EpBuffer and ep.ep_dispatch is te_ep.ep_dispatch
+weft.compat.uninstall(name)
+assert not hasattr(te, "ep")
+try:
+    from transformer_engine.pytorch import ep
+except ImportError:
+    assert not {has_its_own}
+else:
+    assert ep.who == "the real one"
+""",
+        tmp_path,
+    )
+
+
+def test_a_module_without_its_package_is_told():
+    told = run("""
+import weft.compat
+try:
+    weft.compat.install("transformer_engine.pytorch.ep")
+except weft.NotAvailable as error:
+    print(error)
+""")
+    assert "transformer_engine.pytorch cannot be imported (No module named" in told
