@@ -40,7 +40,6 @@ class CommStream:
             self._streams[device] = torch.cuda.Stream(device, priority=-1)
         return self._streams[device]
 
-    @contextlib.contextmanager
     def call(
         self,
         device: torch.device,
@@ -48,8 +47,8 @@ class CommStream:
         previous_event: Any = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> Iterator[StreamCall]:
-        """A context for the work of one call on tensors of `device`.
+    ) -> contextlib.AbstractContextManager[StreamCall]:
+        """A context for the work of one call on tensors of `device`, to be entered at once.
 
         previous_event: anything with `current_stream_wait()`, or with such a thing as `event`
         (None there is no event). It replaces the wait for the current stream, so it must be newer
@@ -64,14 +63,23 @@ class CommStream:
             )
         call = StreamCall(async_finish)
         if device.type != "cuda":
-            yield call
-            return
+            return call
         caller = torch.cuda.current_stream(device)
         if event is None and not async_finish:
             self._follow(caller)
-            yield call
-            return
-        comm = self.of(device)
+            return call
+        return self._aside(call, caller, self.of(device), inputs, event)
+
+    @contextlib.contextmanager
+    def _aside(
+        self,
+        call: StreamCall,
+        caller: torch.cuda.Stream,
+        comm: torch.cuda.Stream,
+        inputs: Iterable[Tensor | None],
+        event: Any,
+    ) -> Iterator[StreamCall]:
+        """The work of `call` on `comm`."""
         is_async = False  # an error is not
         try:
             with torch.cuda.stream(comm):
@@ -81,7 +89,7 @@ class CommStream:
                     event.current_stream_wait()
                 self._follow(comm)
                 yield call
-            is_async = async_finish
+            is_async = call.async_finish
         finally:
             known_to(call.outputs, caller)
             if is_async:
@@ -104,12 +112,19 @@ class CommStream:
 
 
 class StreamCall:
-    """One call's stay on a communication stream; `CommStream.call` makes it."""
+    """One call's stay on its stream; `CommStream.call` makes it. A context by itself, for calls on
+    the current stream."""
 
     def __init__(self, async_finish: bool) -> None:
         self.async_finish = async_finish
         self.event: torch.cuda.Event | None = None  # with async_finish, after the context
         self.outputs: list[Tensor | None] = []
+
+    def __enter__(self) -> StreamCall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def returns(self, *tensors: Tensor | None) -> None:
         """Says which tensors the caller will use on its own stream."""
