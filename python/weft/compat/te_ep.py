@@ -126,8 +126,6 @@ class EpBuffer(nccl_ep.NcclEpBuffer):
             raise NotImplementedError("EpBuffer: Weft quantises nothing here (give no recipe)")
         if payload_dtype != torch.bfloat16:
             raise NotImplementedError(f"EpBuffer: payload_dtype = {payload_dtype} (bfloat16 only)")
-        if alignment < 0 or alignment & (alignment - 1):
-            raise ValueError(f"EpBuffer: alignment = {alignment} (expected a power of two)")
         super().__init__(
             _ranks,
             num_local_experts,

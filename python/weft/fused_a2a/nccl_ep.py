@@ -37,6 +37,10 @@ class NcclEpBuffer:
     """What a dispatch leaves for its combine. It holds no tensor of the caller."""
 
     def __init__(self, ranks: Ranks, num_local_experts: int, **sizes: int | None) -> None:
+        """sizes: see `new_nccl_ep_buffer`. Raises ValueError for an alignment that is none."""
+        alignment = sizes["alignment"]
+        if alignment < 0 or alignment & (alignment - 1):
+            raise ValueError(f"alignment = {alignment} (expected a power of two)")
         self.ranks = ranks
         self.num_sms = ranks.num_sms
         self.num_local_experts = num_local_experts
@@ -44,7 +48,7 @@ class NcclEpBuffer:
         self.max_tokens_per_rank = sizes["max_tokens_per_rank"]
         self.recv_capacity_per_rank = sizes["recv_capacity_per_rank"]
         self.hidden_dim = sizes["hidden_dim"]
-        self.alignment = sizes["alignment"]
+        self.alignment = alignment
         self.plan: Plan | None = None
         self.tokens_per_expert: Tensor | None = None  # int64 [El]: rows, padding included
         # int64 [1]: rows that hold every route, dropped ones too; on the CPU without a capacity.
@@ -123,8 +127,6 @@ def new_nccl_ep_buffer(
         raise RuntimeError("new_nccl_ep_buffer: call ensure_nccl_ep_bootstrapped first")
     if dispatch_fwd_quant_recipe is not None or combine_bwd_quant_recipe is not None:
         raise RuntimeError("new_nccl_ep_buffer: Weft quantises nothing here (give no recipe)")
-    if alignment < 0 or alignment & (alignment - 1):
-        raise ValueError(f"new_nccl_ep_buffer: alignment = {alignment} (expected a power of two)")
     return NcclEpBuffer(
         state._nccl_ep_ranks,
         num_local_experts,

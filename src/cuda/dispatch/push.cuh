@@ -36,7 +36,7 @@ class DispatchPush {
     const int most = team_warps(call.payload.row_bytes, num_tokens_);
     const bool is_hurried = Routes::kIsEager || !call.one_row || call.place != Place::kPrimarySlot;
     const int warps = is_hurried ? most : least_team_warps(most, num_chunks_, block.count);
-    chunk_shift_ = chunk_tokens_ == 1 ? 0 : 2;
+    chunk_shift_ = __ffs(chunk_tokens_) - 1;
     team_ = make_team(warps, block.index, block.count);
   }
 

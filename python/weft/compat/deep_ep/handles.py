@@ -202,7 +202,7 @@ class Handle(PlanHandle):
     def _rows_of_hosts(self) -> Tensor:
         """int32 [S]: rows from each host."""
         by_host = torch.zeros(self._hosts.num_hosts, dtype=torch.int32, device=self.device)
-        hosts = self._hosts.of_ranks(self.device)[:-1]
+        hosts = self._hosts.of_ranks(self.device)
         return by_host.index_add_(0, hosts, self._rows_of_ranks())
 
     def _bits_here(self, used: int) -> Tensor:

@@ -47,10 +47,9 @@ class Hosts:
         return len(self.ranks) > 1
 
     def of_ranks(self, device: torch.device) -> torch.Tensor:
-        """int64 [R + 1] on `device`: the host of each rank; behind them one that is none."""
+        """int64 [R] on `device`: the host of each rank."""
         if device not in self._on_device:
-            table = torch.tensor([*self.host_of, self.num_hosts], device=device)
-            self._on_device[device] = table
+            self._on_device[device] = torch.tensor(self.host_of, device=device)
         return self._on_device[device]
 
 
@@ -103,7 +102,7 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
     per_host = of_rank = None
     if hosts.are_several:
         per_host = torch.empty(hosts.num_hosts, dtype=torch.int32, device=device)
-        of_rank = hosts.of_ranks(device)[:-1]
+        of_rank = hosts.of_ranks(device)
     layout = Layout(
         torch.empty(num_ranks, dtype=torch.int32, device=device),
         per_host,
@@ -141,11 +140,6 @@ def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) ->
     """
     is_inside = (indices >= 0) & (indices < num_columns)
     columns = torch.where(is_inside, indices, num_columns).to(torch.int64)
-    return in_columns(columns, values, num_columns)
-
-
-def in_columns(columns: Tensor, values: Tensor | None, num_columns: int) -> Tensor:
-    """`scatter_columns` for int64 columns of which only number num_columns is to be skipped."""
     dtype = torch.bool if values is None else values.dtype
     table = torch.zeros((columns.size(0), num_columns + 1), dtype=dtype, device=columns.device)
     table.scatter_(1, columns, True if values is None else values)
