@@ -110,6 +110,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         del options.command[0]
     if not options.command:
         parser.error("there is no command (weft run -- COMMAND ...)")
+    for path in filter(None, (options.json, options.html)):
+        try:
+            path.open("a").close()  # before hours of work, not after them
+        except OSError as error:
+            parser.error(f"{path} cannot be written: {error.strerror}")
     return options
 
 

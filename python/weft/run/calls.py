@@ -21,6 +21,7 @@ _counts: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 _folder = os.environ.get(FOLDER)
 _next_write = 0.0
+_is_forked = False  # exchanges, and what they have waited, are the parent's
 
 
 def count(name: str) -> None:
@@ -55,7 +56,7 @@ def _write_at_exit() -> None:
         return
     from weft.tally import stats  # which imports this module
 
-    groups = stats()["groups"]
+    groups = [] if _is_forked else stats()["groups"]
     with _lock:
         if _counts or groups:
             _write(groups)
@@ -63,8 +64,8 @@ def _write_at_exit() -> None:
 
 def _begin_in_child() -> None:
     """What the parent has counted is not the child's."""
-    global _lock, _next_write
-    _lock, _next_write = threading.Lock(), 0.0
+    global _lock, _next_write, _is_forked
+    _lock, _next_write, _is_forked = threading.Lock(), 0.0, True
     _counts.clear()
 
 

@@ -55,12 +55,16 @@ def test_processes_below_find_weft_and_tell_their_own_calls(tmp_path: Path):
     code = (
         PROGRAM
         + f"""
-import subprocess
+import atexit, subprocess
 subprocess.run([sys.executable, "-c", {PROGRAM!r}], check=True)
-if os.fork() == 0:
-    buffer.get_dispatch_layout(idx, 2)
-    os.kill(os.getpid(), 9)
-os.wait()
+for is_killed in (True, False):
+    if os.fork() == 0:
+        buffer.get_dispatch_layout(idx, 2)
+        if is_killed:
+            os.kill(os.getpid(), 9)
+        atexit._run_exitfuncs()
+        os._exit(0)  # threads of torch are not there
+    os.wait()
 """
     )
     done = weft_run("--json", str(tmp_path / "counts.json"), *python(code))
@@ -69,8 +73,9 @@ os.wait()
     found = [one["calls"] for one in told]
     usual = {"get_dispatch_layout": 3, "dispatch": 3}
     forked = {"get_dispatch_layout": 1}  # its first call was written at once
-    assert sorted(found, key=len) == [forked, usual, usual]
-    assert "weft run: 3 processes called Weft" in done.stderr
+    assert sorted(found, key=len) == [forked, forked, usual, usual]
+    assert sorted(len(one["groups"]) for one in told) == [0, 0, 1, 1]
+    assert "weft run: 4 processes called Weft" in done.stderr
 
 
 RANKS = """
@@ -129,6 +134,7 @@ def test_a_signal_is_told_as_shells_do():
             "'nccl' is unknown (expected some of deep_ep, uccl)",
         ),
         ([], 2, "there is no command"),
+        (["--json", "/no/such/folder/a", "--", "true"], 2, "/no/such/folder/a cannot be written"),
     ],
 )
 def test_what_cannot_be_run_is_named(arguments, status, message, capsys):
