@@ -1,92 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the matrices and options of weft/exchange.py to the arguments of plan, dispatch and combine,
-// and memory that peers can write: as arrays, and as segments for a torch.cuda.MemPool.
-#include <array>
+// From the tensors and options of weft/exchange.py to plan, dispatch and combine, and back: each is
+// one call, which takes the memory of what it returns and gives up the interpreter's lock.
 #include <memory>
-#include <mutex>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <string>
 #include <string_view>
-#include <sys/types.h>
-#include <tuple>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "bind.hpp"
-#include "core/interrupt.hpp"
+#include "tensors_py.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft::py {
 namespace {
-
-// Calls of this thread that all ranks make. What fails in Python before one has begun is refused.
-thread_local int64_t num_begun = 0;
-thread_local int64_t num_refused = 0;
-
-// Signals are for the main thread: no other need ask, nor take the interpreter's lock for that.
-bool is_main_thread() {
-  static const auto main =
-      nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident")
-      );
-  return PyThread_get_thread_ident() == main;
-}
-
-// Whether a handler of Python's has raised: KeyboardInterrupt, or what one for SIGTERM does.
-bool has_signal() {
-  const nb::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
-
-// What Python's Exchange holds. Calls run without the interpreter's lock and one at a time: forward
-// and backward may come from different threads.
-class Calls {
- public:
-  Calls(const Group& group, const ExchangeConfig& config) : exchange_(group, config) {}
-
-  [[nodiscard]] const Exchange& exchange() const { return exchange_; }
-
-  template <class Body>
-  auto locked(const Body& body) {
-    const InterruptScope scope(is_main_thread() ? &has_signal : nullptr);
-    const nb::gil_scoped_release no_gil;
-    return locked_here(body);
-  }
-
-  // For a call that all ranks make.
-  template <class Body>
-  auto begin(const Body& body) {
-    ++num_begun;
-    return locked(body);
-  }
-
-  // For a thread that does not hold the interpreter's lock, or keeps it.
-  template <class Body>
-  auto locked_here(const Body& body) {
-    const std::scoped_lock lock(mutex_);
-    return body(exchange_);
-  }
-
- private:
-  std::mutex mutex_;
-  Exchange exchange_;
-};
-
-// Of one call, which reads those that concern it.
-struct Options : PlanOptions, CallOptions {
-  bool ignores_unknown = false;
-  Quantise quantise = Quantise::kNone;
-  ScaleRule scale_rule = ScaleRule::kExact;
-  bool scales_by_column = false;
-  CombineScale scale = CombineScale::kNone;
-};
 
 template <class Choice>
 using Names = std::vector<std::pair<std::string_view, Choice>>;
@@ -109,82 +40,29 @@ Choice choose(const char* what, std::string_view name, const Names<Choice>& name
   );
 }
 
-// A matrix without gaps: the tensor that keeps it alive, address, type, rows, columns, GPU or -1.
-using Matrix = std::tuple<nb::handle, uintptr_t, int, int64_t, int64_t, int>;
-
-template <size_t kCount>
-using Matrices = std::array<std::optional<Matrix>, kCount>;
-
-Tensor tensor_of(const std::optional<Matrix>& matrix) {
-  if (!matrix) {
-    return {};
-  }
-  const auto [tensor, address, dtype, rows, cols, gpu] = *matrix;
-  auto* data = reinterpret_cast<std::byte*>(address);  // NOLINT: torch gave it as a number
-  const Device device = gpu < 0 ? Device{} : Device{Device::Kind::kCuda, gpu};
-  return {data, static_cast<DType>(dtype), rows, cols, -1, device};
-}
-
-// Numbers one after the other, which came as one column.
-Tensor vector_of(const std::optional<Matrix>& matrix) {
-  Tensor tensor = tensor_of(matrix);
-  std::swap(tensor.rows, tensor.cols);
-  return tensor;
-}
-
-Routing routing_of(const Matrices<3>& matrices, const Options& options) {
-  const auto& [topk_idx, map, weights] = matrices;
-  return {tensor_of(topk_idx), tensor_of(map), tensor_of(weights), options.ignores_unknown};
-}
-
-DispatchInput input_of(const Matrices<3>& matrices, const Options& options) {
-  const auto& [x, weights, scales] = matrices;
-  return {
-      tensor_of(x), tensor_of(weights), tensor_of(scales), options.quantise, options.scale_rule};
-}
-
-DispatchOutput output_of(const Matrices<7>& matrices, const Options& options) {
-  const auto& [rows, weights, scales, experts, sources, counts, count_sums] = matrices;
-  return {
-      tensor_of(rows),
-      tensor_of(weights),
-      tensor_of(scales),
-      tensor_of(sources),
-      tensor_of(experts),
-      vector_of(counts),
-      vector_of(count_sums),
-      options.scales_by_column};
-}
-
-// matrices: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
-void count(const Matrices<6>& matrices, int num_experts, uintptr_t stream) {
-  const auto& [topk_idx, per_rank, per_expert, is_token_in_rank, per_host, hosts] = matrices;
-  const RoutingCounts counts = {
-      vector_of(per_rank),
-      vector_of(per_expert),
-      tensor_of(is_token_in_rank),
-      vector_of(per_host),
-      vector_of(hosts)};
-  // NOLINTNEXTLINE: torch gives streams as numbers
-  count_routing(tensor_of(topk_idx), num_experts, counts, reinterpret_cast<void*>(stream));
-}
-
-Plan plan(Calls& calls, const Matrices<3>& routing, const Options& options) {
+Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
+  const RoutingGiven given(routing);
   return calls.begin([&](Exchange& exchange) {
-    return exchange.plan(routing_of(routing, options), options, options);
+    return exchange.plan(given.routing(options), options, options);
   });
 }
 
-void dispatch(
+// sent: x, weights, scales; then memory for sources, counts, count_sums.
+nb::tuple dispatch(
     Calls& calls,
     const Plan& plan,
-    const Matrices<3>& in,
-    const Matrices<7>& out,
-    const Options& options
+    const nb::tuple& sent,
+    bool has_experts,
+    const Options& options,
+    nb::handle pool
 ) {
+  const SentGiven given(sent, has_experts);
+  const int64_t num_rows = plan.num_rows();
+  Written written(calls, given, options, pool, num_rows, plan.row_weight_cols());
   calls.begin([&](Exchange& exchange) {
-    exchange.dispatch(plan, input_of(in, options), output_of(out, options), options);
+    exchange.dispatch(plan, given.input(options), written.output, options);
   });
+  return written.take(num_rows);
 }
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
@@ -201,33 +79,73 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   return out;
 }
 
-// The plan, whether the rows are on their way (if not, the output was not given or does not suit),
-// and what the dispatch threw: the plan was good then, and what that throws is thrown.
-// is_one_call: all ranks make both by the call that does.
+// Memory for a dispatch whose plan is still to be made, so that a GPU that has counted waits for
+// little more than the launch. If nobody gave the number of rows, as much as the last such call
+// took and a little more; none if there is no last call, or not as much.
+std::optional<Written> written_ahead(
+    Calls& calls,
+    const RoutingGiven& routing,
+    const SentGiven& sent,
+    const Options& options,
+    nb::handle pool,
+    std::optional<int64_t> given_rows
+) {
+  const int64_t last = calls.last_rows;
+  if (!given_rows && last < 0) {
+    return std::nullopt;
+  }
+  int64_t weight_cols = 1;
+  if (options.layout == Layout::kRankMajor) {
+    const Tensor& topk_idx = routing.topk_idx.tensor;
+    weight_cols = topk_idx.is_given() ? topk_idx.cols : calls.exchange().config().max_topk;
+  }
+  try {
+    const int64_t num_rows = given_rows.value_or(last + last / 64);
+    return Written(calls, sent, options, pool, num_rows, weight_cols);
+  } catch (const Error&) {
+    if (given_rows) {
+      throw;
+    }
+  } catch (nb::python_error& error) {
+    if (given_rows || !error.matches(PyExc_RuntimeError)) {  // torch.OutOfMemoryError is one
+      throw;
+    }
+  }
+  return std::nullopt;
+}
+
+// The plan; what the dispatch threw, if the plan was good (what the plan throws is thrown); and
+// what `dispatch` returns, or None if that is still to be called. is_one_call: all ranks make both
+// by the call that does. given_rows: how many, if nobody waits to hear it.
 nb::tuple plan_and_dispatch(
     Calls& calls,
-    const Matrices<3>& routing,
-    const Matrices<3>& in,
-    const Matrices<7>& out,
+    const nb::tuple& routing,
+    const nb::tuple& sent,
+    bool has_experts,
     const Options& options,
+    nb::handle pool,
+    std::optional<int64_t> given_rows,
     bool is_one_call
 ) {
-  const Routing routes = routing_of(routing, options);
-  const DispatchInput input = input_of(in, options);
-  const DispatchOutput output = output_of(out, options);
+  const RoutingGiven routes(routing);
+  const SentGiven given(sent, has_experts);
+  std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
+  const DispatchOutput output = written ? written->output : DispatchOutput{};
   std::optional<Plan> plan;
   std::optional<Error> problem;
   bool is_sent = is_one_call;
   calls.begin([&](Exchange& exchange) {
     if (is_one_call) {
-      plan = exchange.dispatch(routes, options, input, output, options);
+      plan = exchange.dispatch(
+          routes.routing(options), options, given.input(options), output, options
+      );
       return;
     }
-    plan = exchange.plan(routes, options, options);
+    plan = exchange.plan(routes.routing(options), options, options);
     const int64_t num_rows = plan->num_rows();
     if (suits(output.rows, num_rows)) {
       try {
-        exchange.dispatch(*plan, input, first_rows(output, num_rows), options);
+        exchange.dispatch(*plan, given.input(options), first_rows(output, num_rows), options);
         is_sent = true;
       } catch (const Error& error) {
         if (error.code() == ErrorCode::kInterrupted) {
@@ -237,26 +155,55 @@ nb::tuple plan_and_dispatch(
       }
     }
   });
-  return nb::make_tuple(*plan, is_sent, problem ? exception_of(*problem) : nb::none());
+  if (!given_rows) {
+    calls.last_rows = plan->num_rows();
+  }
+  const nb::object told = problem ? exception_of(*problem) : nb::none();
+  return nb::make_tuple(
+      *plan, told, is_sent ? nb::object(written->take(plan->num_rows())) : nb::none()
+  );
 }
 
-void combine(
-    Calls& calls,
-    const Plan& plan,
-    const Matrices<4>& in,
-    const Matrices<2>& out,
-    const Options& options
+// brought: rows, row_weights, source_weights, source_idx. out: memory for the tokens, or None.
+nb::tuple combine(
+    Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
 ) {
-  const auto& [rows, row_weights, source_weights, source_idx] = in;
-  const auto& [x, weights] = out;
+  const Given rows = read_needed("rows", brought[0]);
+  const Given row_weights = read("row_weights", brought[1]);
+  const Given source_weights = read("source_weights", brought[2]);
+  const Given source_idx = read("source_idx", brought[3]);
+  const Given given_out = read("x", out);
+  NewTensors made(rows.tensor.device);
+  CombineOutput output = {given_out.tensor};
+  const ScalarType type = rows.type.value_or(ScalarType::kUint8);
+  if (out.is_none()) {
+    output.x = made.add(plan.num_tokens(), rows.tensor.cols, type);
+  }
+  if (row_weights.tensor.is_given()) {
+    const int64_t cols = plan.from_map() ? plan.num_experts() : plan.topk();
+    output.weights = made.add(plan.num_tokens(), cols, ScalarType::kFloat32);
+  }
   const CombineInput input = {
-      tensor_of(rows),
-      tensor_of(row_weights),
-      tensor_of(source_weights),
-      options.scale,
-      tensor_of(source_idx)};
-  const CombineOutput output = {tensor_of(x), tensor_of(weights)};
+      rows.tensor, row_weights.tensor, source_weights.tensor, options.scale, source_idx.tensor};
   calls.begin([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
+  std::vector<nb::object> tensors = made.take();
+  const nb::object x = out.is_none() ? tensors.front() : nb::borrow(out);
+  const bool has_weights = row_weights.tensor.is_given();
+  return nb::make_tuple(x, has_weights ? tensors.back() : nb::none());
+}
+
+// tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
+void count(const nb::tuple& tensors, int num_experts, uintptr_t stream) {
+  const Given topk_idx = read_needed("topk_idx", tensors[0]);
+  const Given per_rank = read_vector("per_rank", tensors[1]);
+  const Given per_expert = read_vector("per_expert", tensors[2]);
+  const Given is_token_in_rank = read("is_token_in_rank", tensors[3]);
+  const Given per_host = read_vector("per_host", tensors[4]);
+  const Given hosts = read_vector("host_of_rank", tensors[5]);
+  const RoutingCounts counts = {
+      per_rank.tensor, per_expert.tensor, is_token_in_rank.tensor, per_host.tensor, hosts.tensor};
+  // NOLINTNEXTLINE: torch gives streams as numbers
+  count_routing(topk_idx.tensor, num_experts, counts, reinterpret_cast<void*>(stream));
 }
 
 void refuse(
@@ -271,30 +218,6 @@ void refuse(
   ++num_refused;
   calls.locked([&](Exchange& exchange) { exchange.refuse(op, reason, options); });
 }
-
-// Rows where peers can write. They outlive the exchange if need be.
-nb::object allocate(Calls& calls, int64_t rows, int64_t cols, int dtype) {
-  auto buffer = std::make_shared<Buffer>(calls.locked([&](Exchange& exchange) {
-    return exchange.allocate(rows, cols, static_cast<DType>(dtype));
-  }));
-  const Tensor tensor = buffer->tensor();
-  return array_of(tensor, std::move(buffer));
-}
-
-// Segments for a torch.cuda.MemPool, of memory that peers can write. torch asks for them by two C
-// functions that carry nothing of ours, so the thread says beforehand which exchange shall give.
-thread_local std::shared_ptr<Calls> giver;
-
-struct Segments {
-  std::mutex mutex;
-  std::unordered_map<void*, Buffer> held;  // by address
-
-  // For as long as the process lives: torch frees its last segments when it ends.
-  static Segments& all() {
-    static auto* const segments = new Segments;  // NOLINT(cppcoreguidelines-owning-memory)
-    return *segments;
-  }
-};
 
 nb::dict stats(Calls& calls) {
   const ExchangeStats found = calls.locked([](Exchange& exchange) { return exchange.stats(); });
@@ -410,19 +333,28 @@ void bind_exchange(nb::module_& m) {
   nb::class_<Calls>(m, "Exchange", "Moves tokens to their experts and back.")
       .def(nb::new_(make), arg("group"), arg("config"))
       .def("plan", &plan, arg("routing"), arg("options"))
-      .def("dispatch", &dispatch, arg("plan"), arg("inputs"), arg("outputs"), arg("options"))
+      .def(
+          "dispatch",
+          &dispatch,
+          arg("plan"),
+          arg("sent"),
+          arg("has_experts"),
+          arg("options"),
+          arg("pool").none()
+      )
       .def(
           "plan_and_dispatch",
           &plan_and_dispatch,
           arg("routing"),
-          arg("inputs"),
-          arg("outputs"),
+          arg("sent"),
+          arg("has_experts"),
           arg("options"),
+          arg("pool").none(),
+          arg("given_rows").none(),
           arg("is_one_call")
       )
-      .def("combine", &combine, arg("plan"), arg("inputs"), arg("outputs"), arg("options"))
+      .def("combine", &combine, arg("plan"), arg("brought"), arg("out").none(), arg("options"))
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
-      .def("allocate", &allocate, arg("rows"), arg("cols"), arg("dtype"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })
       .def(
           "release_pooled",
@@ -436,11 +368,14 @@ void bind_exchange(nb::module_& m) {
   m.def(
       "count_routing",
       &count,
-      arg("matrices"),
+      arg("tensors"),
       arg("num_experts"),
       arg("stream"),
-      "Local: what weft::count_routing writes; matrices: topk_idx, per_rank, per_expert, "
+      "Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, "
       "is_token_in_rank, per_host, host_of_rank."
+  );
+  m.def(
+      "give_segments", &give_segments, arg("exchange").none(), "To this thread; None: nobody does."
   );
   m.def(
       "num_begun", [] { return num_begun; }, "Calls of this thread that all ranks make."
@@ -450,46 +385,6 @@ void bind_exchange(nb::module_& m) {
       [] { return num_begun + num_refused; },
       "The same, and those that this thread has refused in their place."
   );
-  m.def(
-      "give_segments",
-      [](std::shared_ptr<Calls> calls) { giver = std::move(calls); },
-      arg("exchange").none(),
-      "The exchange that gives this thread's next segments; None: nobody."
-  );
-}
-
-extern "C" {
-
-// Null, which torch reports as out of memory, if there is no exchange or it has none to give.
-__attribute__((visibility("default"))) void* weft_pool_malloc(
-    ssize_t bytes, int /*device*/, void* /*stream*/
-) {
-  constexpr int64_t kRow = 16;
-  if (giver == nullptr || bytes <= 0) {
-    return nullptr;
-  }
-  try {
-    Buffer buffer = giver->locked_here([&](Exchange& exchange) {
-      return exchange.allocate((bytes + kRow - 1) / kRow, kRow, DType::kByte);
-    });
-    void* data = buffer.tensor().data;
-    Segments& segments = Segments::all();
-    const std::scoped_lock lock(segments.mutex);
-    segments.held.insert_or_assign(data, std::move(buffer));
-    return data;
-  } catch (const std::exception&) {
-    return nullptr;
-  }
-}
-
-__attribute__((visibility("default"))) void weft_pool_free(
-    void* data, ssize_t /*bytes*/, int /*device*/, void* /*stream*/
-) {
-  Segments& segments = Segments::all();
-  std::unordered_map<void*, Buffer>::node_type freed;  // outside of the lock
-  const std::scoped_lock lock(segments.mutex);
-  freed = segments.held.extract(data);
-}
 }
 
 }  // namespace weft::py

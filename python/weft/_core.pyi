@@ -4,6 +4,8 @@
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 __version__: str
 
 class Group:
@@ -233,17 +235,15 @@ class Exchange:
 
     def __init__(self, group: Group, config: ExchangeConfig) -> None: ...
 
-    def plan(self, routing: tuple[tuple | None, tuple | None, tuple | None], options: Options) -> Plan: ...
+    def plan(self, routing: tuple[Tensor | None, ...], options: Options) -> Plan: ...
 
-    def dispatch(self, plan: Plan, inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options) -> None: ...
+    def dispatch(self, plan: Plan, sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool: tuple[int, int] | None) -> tuple[Tensor | None, ...]: ...
 
-    def plan_and_dispatch(self, routing: tuple[tuple | None, tuple | None, tuple | None], inputs: tuple[tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], options: Options, is_one_call: bool) -> tuple: ...
+    def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool: tuple[int, int] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
 
-    def combine(self, plan: Plan, inputs: tuple[tuple | None, tuple | None, tuple | None, tuple | None], outputs: tuple[tuple | None, tuple | None], options: Options) -> None: ...
+    def combine(self, plan: Plan, brought: tuple[Tensor | None, ...], out: Tensor | None, options: Options) -> tuple[Tensor, Tensor | None]: ...
 
     def refuse(self, verb: str, reason: str, options: Options) -> None: ...
-
-    def allocate(self, rows: int, cols: int, dtype: int) -> object: ...
 
     def check(self) -> None: ...
 
@@ -276,10 +276,13 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """
 
-def count_routing(matrices: tuple[tuple | None, tuple | None, tuple | None, tuple | None, tuple | None, tuple | None], num_experts: int, stream: int) -> None:
+def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: int) -> None:
     """
-    Local: what weft::count_routing writes; matrices: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
+    Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
     """
+
+def give_segments(exchange: Exchange | None) -> None:
+    """To this thread; None: nobody does."""
 
 def num_begun() -> int:
     """Calls of this thread that all ranks make."""

@@ -15,17 +15,7 @@ from torch import Tensor
 from weft import _core, overlap_settings, ranges
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import (
-    Beside,
-    Combined,
-    Dispatched,
-    Outputs,
-    Plan,
-    Wanted,
-    Written,
-    empty_like,
-    views,
-)
+from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan
 from weft.tally import tally_of
 
 
@@ -89,7 +79,7 @@ class Exchange:
         # Rows pass through hosts from GPU to GPU; source_idx is not to be had then.
         self.is_between_gpu_domains = self._on_gpu and len(self.group.domains) > 1
         self._has_copy_room = copy_engines
-        self._outputs = Outputs(self.device)
+        self._pool: OutputPool | None = None  # of _core
         self._core: _core.Exchange | None = None
         self._tally = tally_of(self.group)
         self._take(self._make())
@@ -102,8 +92,7 @@ class Exchange:
 
     def _take(self, core: _core.Exchange | None) -> None:
         self._tally.settle(self._core)
-        self._core = core
-        self._outputs.follow(core)
+        self._core, self._pool = core, None
 
     def __del__(self) -> None:
         if getattr(self, "_core", None) is None or sys.is_finalizing():
@@ -170,9 +159,9 @@ class Exchange:
         }
 
         def call(core: _core.Exchange) -> _core.Plan:
-            matrices = views(_ROUTING, (topk_idx, routing_map, weights))
             options = {"stream": self._stream(), "num_sms": num_sms, **choices}
-            return core.plan(matrices, _filled(_core.Options(), options))
+            routing = (topk_idx, routing_map, weights)
+            return core.plan(routing, _filled(_core.Options(), options))
 
         core, made = self._planned("plan", choices, call, topk_idx, routing_map)
         return Plan(self, made, core)
@@ -288,26 +277,37 @@ class Exchange:
         copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
-        wanted = Wanted(x, weights, scales, quantise)
-        out = self._dispatched(plan.calls, plan.core, wanted, num_sms, copy_engines)
-        return out.returned(scales)
+        sent, stored = (x, weights, scales, *Beside()), {"quantise": quantise}
+        out = self._dispatched(plan.calls, plan.core, sent, False, stored, num_sms, copy_engines)
+        return Dispatched(*out[:3])
 
     def _dispatched(
         self,
         core: _core.Exchange,
         plan: _core.Plan,
-        wanted: Wanted,
+        sent: tuple[Tensor | None, ...],
+        experts: bool,
+        stored: dict[str, Any],
         num_sms: int,
         copy_engines: bool | None,
-    ) -> Written:
-        def call() -> Written:
-            inputs = wanted.views()
-            out = self._outputs.of_dispatch(core, (plan.num_rows, plan.row_weight_cols), wanted)
-            options = self._options(core, num_sms, copy_engines, **wanted.choices)
-            core.dispatch(plan, inputs, out.views(wanted.beside), options)
-            return out
+    ) -> tuple[Tensor | None, ...]:
+        """Rows, weights, scales, experts. stored: the options that say how rows are stored."""
+
+        def call() -> tuple[Tensor | None, ...]:
+            options = self._options(core, num_sms, copy_engines, **stored)
+            return core.dispatch(plan, sent, experts, options, self._pool_of(core))
 
         return self._called(core, "dispatch", call)
+
+    def _pool_of(self, core: _core.Exchange) -> tuple[int, int] | None:
+        """Whose memory peers can write, so that an output's rows are not staged there; None: torch's.
+        Inside a capture that is the graph's own, for its addresses must stay the graph's. By an
+        outgrown exchange it is torch's, or a pool would keep that exchange."""
+        if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._pool is None:
+            self._pool = OutputPool()
+        return self._pool.id
 
     def plan_and_dispatch(
         self,
@@ -347,36 +347,30 @@ class Exchange:
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        wanted = Wanted(x, weights, scales, quantise, scale_rule, scales_by_column, beside, experts)
+        sent = (x, weights, scales, *(beside or Beside()))
+        stored = {
+            "quantise": quantise,
+            "scale_rule": scale_rule,
+            "scales_by_column": scales_by_column,
+        }
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
-        out: Written | None = None
 
         def call(core: _core.Exchange) -> tuple:
-            nonlocal out
-            options = self._options(core, num_sms, copy_engines, **wanted.choices, **choices)
-            routing = views(_ROUTING, (topk_idx, routing_map, plan_weights))
-            inputs, weight_cols = wanted.views(), 1
-            if choices.get("layout") == "rank_major":
-                weight_cols = self.max_topk if topk_idx is None else _columns(topk_idx)
-            out = self._outputs.ahead(core, wanted, given_rows, weight_cols)
-            outputs = out.views(beside)
-            return core.plan_and_dispatch(routing, inputs, outputs, options, is_one_call)
+            options = self._options(core, num_sms, copy_engines, **stored, **choices)
+            routing = (topk_idx, routing_map, plan_weights)
+            where = (self._pool_of(core), given_rows)
+            return core.plan_and_dispatch(routing, sent, experts, options, *where, is_one_call)
 
         verb = "plan_and_dispatch"
         core, planned = self._planned(verb, choices, call, topk_idx, routing_map)
-        made, is_sent, problem = planned
+        made, problem, out = planned
         if problem is not None:
             raise problem
-        if given_rows is None:
-            self._outputs.last_rows = made.num_rows
-        if is_sent:
-            out = out.cut(made.num_rows)
-        else:
-            out = None  # gives its memory back first
-            out = self._dispatched(core, made, wanted, num_sms, copy_engines)
-        result = Plan(self, made, core), out.returned(scales)
-        return (*result, out.experts) if experts else result
+        if out is None:
+            out = self._dispatched(core, made, sent, experts, stored, num_sms, copy_engines)
+        result = Plan(self, made, core), Dispatched(*out[:3])
+        return (*result, out[3]) if experts else result
 
     def combine(
         self,
@@ -398,17 +392,9 @@ class Exchange:
         """
 
         def call() -> Combined:
-            given = views(_COMBINED, (rows, row_weights, source_weights, source_idx))
-            x = out
-            if x is None:
-                x = empty_like(rows, plan.num_tokens, _columns(rows), rows.dtype)
-            weights = None
-            if row_weights is not None:
-                weights = empty_like(rows, plan.num_tokens, plan.weight_cols, torch.float32)
-            made = Combined(x, weights)
+            brought = (rows, row_weights, source_weights, source_idx)
             options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
-            plan.calls.combine(plan.core, given, views(Combined._fields, made), options)
-            return made
+            return Combined(*plan.calls.combine(plan.core, brought, out, options))
 
         return self._called(plan.calls, "combine", call)
 
@@ -436,17 +422,15 @@ class Exchange:
         choices = {"pad_multiple": _NOBODY_PADS_TO, "row_budget": 1 if has_rows else None}
         nothing = torch.empty((0, 1), dtype=torch.int64, device=self.device)
         rows = nothing.new_empty((0, self.hidden), dtype=torch.bfloat16)
-        sent = Wanted(rows, None, None, "none")
+        sent = (rows, None, None, *Beside())
 
         def call(core: _core.Exchange) -> None:
             made = self._options(core, 0, False, **choices)
-            routing = views(_ROUTING, (nothing, None, None))
+            routing = (nothing, None, None)
             if verb == "plan" or not has_rows:
                 core.plan(routing, made)
             else:
-                out = self._outputs.ahead(core, sent, 1, 1)
-                outputs = out.views(None)
-                core.plan_and_dispatch(routing, sent.views(), outputs, made, self._on_gpu)
+                core.plan_and_dispatch(routing, sent, False, made, None, 1, self._on_gpu)
 
         # Calls of an exchange follow each other, whatever streams they are on.
         settle = torch.cuda.synchronize if self._on_gpu else lambda _: None
@@ -538,8 +522,6 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
 
 
 _NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
-_ROUTING = ("topk_idx", "routing_map", "weights")
-_COMBINED = ("rows", "row_weights", "source_weights", "source_idx")
 
 
 def _filled(record: Any, values: dict[str, Any]) -> Any:
@@ -552,7 +534,3 @@ def _filled(record: Any, values: dict[str, Any]) -> Any:
             known = "is of the wrong type" if hasattr(type(record), name) else "is no option"
             raise InvalidArgument(f"{name} = {value!r} {known}") from error
     return record
-
-
-def _columns(tensor: Tensor) -> int:
-    return tensor.size(1) if tensor.dim() == 2 else 1

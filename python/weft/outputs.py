@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls take and return, plans included, and the memory of it. exchange.py asks for it.
-
-Every call makes some tensors, so they go the ways of torch that take the fewest microseconds.
-"""
+"""What calls return, plans included; and the part in Python of how the core (torch_tensor.cpp)
+reads and makes tensors: what it refuses, and what it does not find entry points of torch for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.cuda.memory import (
-    _cuda_beginAllocateCurrentThreadToPool,
-    _cuda_endAllocateToPool,
-    _cuda_releasePool,
-)
 
-from weft import _core, fp8
-from weft.errors import Error, InvalidArgument
+from weft import _core
+from weft.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from weft.exchange import Exchange
@@ -26,11 +18,27 @@ if TYPE_CHECKING:
 _NEEDED = ("x", "rows")  # of dispatch and combine
 _BYTE = _core.DTYPES["byte"]
 _DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() if name != "byte"}
+# torch's own numbers of them, those that the core knows.
+_NUMBERS = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
+    torch.float8_e8m0fnu: 44,
+}
+_BY_NUMBER = {number: dtype for dtype, number in _NUMBERS.items()}
 
 
 def view(name: str, tensor: Tensor | None) -> tuple | None:
     """What the core sees of a matrix, or of a vector as one column; no float of one byte is more to
-    it than a byte. Raises InvalidArgument with `name` for what Weft cannot take."""
+    it than a byte. At last torch's number of the dtype, None for one that the core does not know.
+    Raises InvalidArgument with `name` for what Weft cannot take."""
     if tensor is None and name not in _NEEDED:
         return None
     if not isinstance(tensor, Tensor):
@@ -52,16 +60,18 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     rows, cols = (*shape, 1)[:2]
-    return tensor, tensor.data_ptr(), dtype, rows, cols, gpu
+    return tensor, tensor.data_ptr(), dtype, rows, cols, gpu, _NUMBERS.get(tensor.dtype)
 
 
-def views(names: tuple[str, ...], tensors: Iterable[Tensor | None]) -> tuple:
-    return tuple(map(view, names, tensors))
+def empty(rows: int, cols: int, number: int, gpu: int) -> Tensor:
+    """[rows, cols] of a dtype by number, on a GPU or (-1) a CPU, contents undefined."""
+    device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
+    return torch.empty_strided((rows, cols), (cols, 1), dtype=_BY_NUMBER[number], device=device)
 
 
-def empty_like(tensor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """[rows, cols] where `tensor` is; torch reads strides sooner than it sees there are none."""
-    return tensor.new_empty_strided((rows, cols), (cols, 1), dtype=dtype)
+def of_bytes(array: Tensor, rows: int, cols: int, number: int) -> Tensor:
+    """[rows, cols] of a dtype by number, in memory of the core's."""
+    return array.view(_BY_NUMBER[number]).reshape(rows, cols).detach()  # so that it is no view
 
 
 def as_bytes(scales: Tensor | None) -> Tensor | None:
@@ -82,38 +92,13 @@ class OutputPool:
     order; the exchange recognises its own memory and has no need to stage rows.
     """
 
-    def __init__(self, calls: _core.Exchange) -> None:
-        self._calls = calls
+    def __init__(self) -> None:
         allocator = torch.cuda.memory.CUDAPluggableAllocator(
             _core.__file__, "weft_pool_malloc", "weft_pool_free"
         )
         self._allocator = allocator  # as long as the pool
         self._pool = torch.cuda.MemPool(allocator.allocator())
-        self._id = self._pool.id
-
-    def empty(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """[rows, cols], contents undefined, for the current stream.
-
-        The memory is up to a sixteenth larger: numbers of rows that differ from call to call find
-        what earlier calls left, where a new segment takes milliseconds and all ranks.
-        """
-        step = 1 << max(rows.bit_length() - 5, 0)
-        roomy = -(-rows // step) * step
-        _core.give_segments(self._calls)
-        # This is torch.cuda.use_mem_pool, whose context manager costs as much as the allocation.
-        _cuda_beginAllocateCurrentThreadToPool(device.index, self._id)
-        try:
-            # torch.empty() takes longer to read its arguments.
-            tensor = torch.empty_strided((roomy, cols), (cols, 1), dtype=dtype, device=device)
-        finally:
-            _cuda_endAllocateToPool(device.index, self._id)
-            _cuda_releasePool(device.index, self._id)
-            _core.give_segments(None)
-        # Not a view: it may be changed in place.
-        return tensor if roomy == rows else tensor.resize_(rows, cols)
-
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+        self.id: tuple[int, int] = self._pool.id
 
 
 class Beside(NamedTuple):
@@ -137,128 +122,11 @@ class Dispatched(NamedTuple):
     scales: Tensor | None
 
 
-class Written(NamedTuple):
-    """The memory of what a dispatch writes of every row; None is not wanted."""
-
-    rows: Tensor | None = None
-    weights: Tensor | None = None
-    scales: Tensor | None = None
-    experts: Tensor | None = None
-
-    def views(self, beside: Beside | None) -> tuple:
-        named = ("out", "out_weights", "out_scales", "experts", *Beside._fields)
-        return views(named, (*self, *(beside or Beside())))
-
-    def cut(self, num_rows: int) -> Written:
-        """The first rows, in place."""
-        for tensor in self:
-            if tensor is not None and tensor.size(0) != num_rows:
-                tensor.resize_(num_rows, tensor.size(1))
-        return self
-
-    def returned(self, scales: Tensor | None) -> Dispatched:
-        """scales: those that were sent, if any. They have come as bytes."""
-        row_scales = self.scales
-        if scales is not None and row_scales is not None:
-            row_scales = row_scales.view(scales.dtype)
-        return Dispatched(self.rows, self.weights, row_scales)
-
-
 class Combined(NamedTuple):
     """What `combine` returns; weights are None if none were sent."""
 
     x: Tensor
     weights: Tensor | None
-
-
-class Wanted(NamedTuple):
-    """What a dispatch sends, and so what it returns but for the number of rows."""
-
-    x: Tensor
-    weights: Tensor | None
-    scales: Tensor | None
-    quantise: str
-    scale_rule: str = "exact"
-    scales_by_column: bool = False
-    beside: Beside | None = None
-    experts: bool = False
-
-    @property
-    def choices(self) -> dict[str, Any]:
-        """Those of its options that say how it is stored."""
-        names = ("quantise", "scale_rule", "scales_by_column")
-        return {name: getattr(self, name) for name in names}
-
-    def views(self) -> tuple:
-        return views(("x", "weights", "scales"), (self.x, self.weights, as_bytes(self.scales)))
-
-
-class Outputs:
-    """The outputs of one exchange, and of the plans of those that it has grown out of."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_gpu = device.type == "cuda"  # to ask a device is slow
-        self._calls: _core.Exchange | None = None
-        self._pool: OutputPool | None = None  # of _calls
-        self.last_rows: int | None = None  # of a dispatch whose plan told the number
-
-    def follow(self, calls: _core.Exchange | None) -> None:
-        """From now on `calls` gives the memory; what it grew out of lives as long as its plans."""
-        self._calls, self._pool = calls, None
-
-    def of_dispatch(self, calls: _core.Exchange, size: tuple[int, int], wanted: Wanted) -> Written:
-        """Memory for what a dispatch returns. size: rows, columns of their weights."""
-        num_rows, weight_cols = size
-        x, weights, scales, quantise, scale_rule, *_ = wanted
-        cols = x.size(1) if x.dim() == 2 else 1
-        dtype = fp8.DTYPES.get(quantise, x.dtype)  # the call refuses another name
-        rows = self._rows(calls, num_rows, cols, dtype)
-        row_weights = row_scales = None
-        if weights is not None:
-            row_weights = empty_like(x, num_rows, weight_cols, torch.float32)
-        if scales is not None:
-            scale_bytes = scales.size(1) * scales.element_size()
-            row_scales = empty_like(x, num_rows, scale_bytes, torch.uint8)
-        elif quantise in fp8.DTYPES:
-            scale_dtype = torch.uint8 if scale_rule == "ue8m0" else torch.float32
-            row_scales = empty_like(x, num_rows, cols // fp8.GROUP, scale_dtype)
-        experts = empty_like(x, num_rows, weight_cols, torch.int64) if wanted.experts else None
-        return Written(rows, row_weights, row_scales, experts)
-
-    def _rows(self, calls: _core.Exchange, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-        """Rows of an output, in memory that peers can write, so that they are not staged.
-
-        Inside a capture from the graph's own memory: its addresses must stay the graph's. By an
-        outgrown exchange from torch's, or a pool would keep that exchange."""
-        is_payload = dtype.itemsize == 1 or dtype in _FLOATS  # anything else will be refused
-        if self._on_gpu and is_payload:
-            if calls is self._calls and not torch.cuda.is_current_stream_capturing():
-                if self._pool is None:
-                    self._pool = OutputPool(calls)
-                return self._pool.empty(rows, cols, dtype, self._device)
-            is_payload = False
-        if not is_payload:
-            return torch.empty_strided((rows, cols), (cols, 1), dtype=dtype, device=self._device)
-        made = calls.allocate(rows, cols, _DTYPES.get(dtype, _BYTE))
-        return made.view(dtype).reshape(rows, cols).detach()  # so that it is no view
-
-    def ahead(
-        self, calls: _core.Exchange, wanted: Wanted, given_rows: int | None, weight_cols: int
-    ) -> Written:
-        """Memory for a dispatch whose plan is still to be made, so that a GPU that has counted
-        waits for little more than the launch. If nobody gave the number of rows, as much as the
-        last such call took and a little more; none, if there is no last call or not as much."""
-        num_rows = given_rows
-        if num_rows is None and self.last_rows is not None:
-            num_rows = self.last_rows + self.last_rows // 64
-        if num_rows is not None:
-            try:
-                return self.of_dispatch(calls, (num_rows, weight_cols), wanted)
-            except (torch.cuda.OutOfMemoryError, Error):
-                if given_rows is not None:
-                    raise
-        return Written()
 
 
 def _of_core(name: str, doc: str) -> property:

@@ -398,7 +398,6 @@ class Steps:
         vars(self.exchange).update(device=torch.device("cpu"), hidden=8, num_experts=2, group=self)
         vars(self.exchange).update(_core=self, _on_gpu=True, _has_copy_room=True, max_tokens=4)
         vars(self.exchange).update(_settings={"copy_engines": False, "num_sms": 0}, max_topk=2)
-        vars(self.exchange).update(_outputs=outputs.Outputs(torch.device("cpu")))
         self.exchange._stream = lambda: 0
 
     rank, num_ranks, num_begun = 0, 2, 0
@@ -413,9 +412,6 @@ class Steps:
 
     def refuse(self, verb, *_):
         self.seen.append(verb)
-
-    def allocate(self, rows, cols, _):
-        return torch.empty((rows, cols), dtype=torch.bfloat16)
 
     def gather_numbers(self, *here):
         self.seen.append("numbers")
@@ -492,15 +488,15 @@ def no_memory(rank, num_ranks, group, name):
     call, given = getattr(calls, name)()
     call(**given)
     is_wrong = rank == num_ranks - 1
-    usual = outputs.Outputs.of_dispatch
+    usual = outputs.of_bytes
     try:
         if is_wrong:
-            outputs.Outputs.of_dispatch = fail
+            outputs.of_bytes = fail
         kind = torch.OutOfMemoryError if is_wrong else weft.InvalidArgument
         with pytest.raises(kind, match="out of memory: 7 GiB"):
             call(**given)
     finally:
-        outputs.Outputs.of_dispatch = usual
+        outputs.of_bytes = usual
     call(**given)
     forget_buffers()
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft import outputs
 from oracle import HIDDEN, inputs
 
 PATIENCE = 1.5  # seconds until the call surely waits; a signal before it is raised as well
@@ -70,10 +71,10 @@ def before_the_call(rank, num_ranks, group):
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
     x, idx, _ = inputs(rank, 6, 2, 4)
     plan = ex.plan(idx)
-    usual = ex._outputs.of_dispatch
+    usual = outputs.of_bytes
 
-    def of_dispatch(*given):
-        ex._outputs.of_dispatch = usual
+    def of_bytes(*given):
+        outputs.of_bytes = usual
         signal.raise_signal(signal.SIGINT)
         return usual(*given)
 
@@ -83,7 +84,7 @@ def before_the_call(rank, num_ranks, group):
         lambda: ex.plan_and_dispatch(larger, x.repeat(2000, 1), row_budget=10),
     ):
         if rank == 0:
-            ex._outputs.of_dispatch = of_dispatch
+            outputs.of_bytes = of_bytes
         with pytest.raises(KeyboardInterrupt if rank == 0 else weft.InvalidArgument) as failed:
             call()
         told = str(failed.value)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import weft
+from weft import outputs
 from oracle import HIDDEN, inputs
 
 
@@ -151,15 +152,15 @@ def memory_short(rank, num_ranks, group):
     ex = weft.Exchange(group, hidden=HIDDEN, num_experts=4)
     x, idx, _ = inputs(rank, 64, 2, 4)
     ex.plan_and_dispatch(idx, x)
-    usual, wanted = ex._outputs.of_dispatch, []
+    usual, wanted = outputs.of_bytes, []
 
-    def of_dispatch(calls, size, given):
-        wanted.append(size[0])
+    def of_bytes(array, rows, *given):
+        wanted.append(rows)
         if len(wanted) == 1 and rank == 0:
             raise weft.Error("as many rows as before", "out of memory")
-        return usual(calls, size, given)
+        return usual(array, rows, *given)
 
-    ex._outputs.of_dispatch = of_dispatch
+    outputs.of_bytes = of_bytes  # of this process alone
     plan, out = ex.plan_and_dispatch(idx[:2], x[:2])
     assert out.rows.shape == (plan.num_rows, HIDDEN) and wanted[-1] == plan.num_rows
     with pytest.raises(weft.Error, match="as many rows"):

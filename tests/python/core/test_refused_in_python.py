@@ -7,6 +7,7 @@ import sys
 import torch
 
 import weft
+from weft import outputs
 from oracle import HIDDEN, inputs
 from weft import ops
 
@@ -110,9 +111,9 @@ def short_of_memory(rank, num_ranks, group):
     x, idx, _ = inputs(rank, 6, 2, 4)
     plan = ex.plan(idx)
     rows = weft.dispatch(plan, x).rows
-    usual, found = ex._outputs.of_dispatch, []
+    usual, found = outputs.of_bytes, []
 
-    def of_dispatch(*given):
+    def of_bytes(*given):
         raise torch.OutOfMemoryError("no room for rows")
 
     for call in (
@@ -122,9 +123,9 @@ def short_of_memory(rank, num_ranks, group):
         lambda: weft.plan_and_dispatch(ex, idx, x.clone().requires_grad_()),
     ):
         if rank == 1:
-            ex._outputs.of_dispatch = of_dispatch
+            outputs.of_bytes = of_bytes
         found.append(caught(call))
-        ex._outputs.of_dispatch = usual
+        outputs.of_bytes = usual
         assert torch.equal(weft.dispatch(plan, x).rows, rows)
     return found
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from weft import Group, _core
 from weft.compat import environment
-from weft.outputs import views
 
 from .checks import INTEGERS, MAX_TOPK, check, check_optional, check_tensor
 
@@ -110,11 +109,10 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
         torch.empty((topk_idx.size(0), num_ranks), dtype=torch.bool, device=device),
     )
     per_rank, _, per_expert, in_rank = layout
-    names = ("topk_idx", "per_rank", "per_expert", "is_token_in_rank", "per_host", "host_of_rank")
-    written = views(names, (topk_idx, per_rank, per_expert, in_rank, per_host, of_rank))
+    tensors = (topk_idx, per_rank, per_expert, in_rank, per_host, of_rank)
     with torch.cuda.device_of(topk_idx):
         stream = torch.cuda.current_stream().cuda_stream if topk_idx.is_cuda else 0
-        _core.count_routing(written, num_experts, stream)
+        _core.count_routing(tensors, num_experts, stream)
     return layout
 
 

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensors of one call: those that Python gives, and those that it gets.
+#pragma once
+
+#include "memory_py.hpp"
+#include "torch_tensor.hpp"
+
+namespace weft::py {
+
+// Of one call, which reads those that concern it.
+struct Options : PlanOptions, CallOptions {
+  bool ignores_unknown = false;
+  Quantise quantise = Quantise::kNone;
+  ScaleRule scale_rule = ScaleRule::kExact;
+  bool scales_by_column = false;
+  CombineScale scale = CombineScale::kNone;
+};
+
+// Tensors in the order of the C++ structures; None where one is not given.
+
+struct RoutingGiven {
+  Given topk_idx;
+  Given map;
+  Given weights;
+
+  explicit RoutingGiven(const nb::tuple& tensors)
+      : topk_idx(read("topk_idx", tensors[0])),
+        map(read("routing_map", tensors[1])),
+        weights(read("weights", tensors[2])) {}
+
+  [[nodiscard]] Routing routing(const Options& options) const {
+    return {topk_idx.tensor, map.tensor, weights.tensor, options.ignores_unknown};
+  }
+};
+
+struct SentGiven {
+  Given x;
+  Given weights;
+  Given scales;
+  Given sources;
+  Given counts;
+  Given count_sums;
+  bool has_experts;
+  nb::object x_type;  // of torch, where the bytes that come must be told what they are
+  nb::object scales_type;
+
+  SentGiven(const nb::tuple& tensors, bool wants_experts)
+      : x(read_needed("x", tensors[0])),
+        weights(read("weights", tensors[1])),
+        scales(read_bytes("scales", tensors[2])),
+        sources(read("sources", tensors[3])),
+        counts(read_vector("counts", tensors[4])),
+        count_sums(read_vector("count_sums", tensors[5])),
+        has_experts(wants_experts) {
+    if (!x.type) {
+      x_type = tensors[0].attr("dtype");
+    }
+    if (scales.tensor.is_given() && !scales.type) {
+      scales_type = tensors[2].attr("dtype");
+    }
+  }
+
+  [[nodiscard]] DispatchInput input(const Options& options) const {
+    return {x.tensor, weights.tensor, scales.tensor, options.quantise, options.scale_rule};
+  }
+};
+
+// Memory for what a dispatch writes of every row.
+class Written {
+ public:
+  // pool: the id of a torch.cuda.MemPool for the rows, or None.
+  Written(
+      Calls& calls,
+      const SentGiven& sent,
+      const Options& options,
+      nb::handle pool,
+      int64_t num_rows,
+      int64_t weight_cols
+  );
+
+  // (rows, weights, scales, experts), None where not wanted; once. num_rows: at most as there are.
+  nb::tuple take(int64_t num_rows);
+
+  DispatchOutput output;
+
+ private:
+  Tensor add(int64_t rows, int64_t cols, ScalarType type);
+  void add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols);
+
+  NewTensors made_;
+  std::vector<int64_t> rows_;  // of what made_ has
+  std::vector<int64_t> cols_;
+  nb::object rows_type_;  // of torch, where the bytes that come must be told what they are
+  nb::object scales_type_;
+};
+
+}  // namespace weft::py

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "torch_tensor.hpp"
+
+#include <dlfcn.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <tuple>
+#include <utility>
+
+namespace weft::py {
+namespace {
+
+using DlTensor = nb::dlpack::dltensor;
+using DlCode = nb::dlpack::dtype_code;
+
+constexpr int32_t kDlCpu = 1;
+constexpr int32_t kDlCuda = 2;
+constexpr int32_t kTorchCpu = 0;
+constexpr int32_t kTorchCuda = 1;
+
+// The C exchange API of DLPack, version 1 (dlpack.h): functions of a type of tensors.
+struct DlExchange {
+  uint32_t major;
+  uint32_t minor;
+  void* previous;
+  void* allocate;
+  void* from_object;
+  void* to_object;
+  int (*read)(void* object, DlTensor* found);  // borrowed; not 0: a Python error is set
+  void* stream;
+};
+
+// Of torch's stable C interface (torch/csrc/inductor/aoti_torch/c/shim.h); 0 is success.
+using EmptyStrided = int32_t(
+    int64_t num_dims,
+    const int64_t* sizes,
+    const int64_t* strides,
+    int32_t type,
+    int32_t device_type,
+    int32_t device,
+    void** made
+);
+using GetData = int32_t(void* tensor, void** data);
+using Delete = int32_t(void* tensor);
+
+// What this process's torch has. Never destroyed: the interpreter may be gone before.
+struct Torch {
+  nb::object module = nb::module_::import_("torch");
+  nb::object tensor = module.attr("Tensor");
+  nb::object outputs = nb::module_::import_("weft.outputs");
+  const DlExchange* exchange = nullptr;
+  EmptyStrided* empty_strided = nullptr;
+  GetData* get_data = nullptr;
+  Delete* free = nullptr;
+  nb::object to_tensors;  // of capsules with what empty_strided made, which it takes over
+
+  Torch() {
+    const nb::object api = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
+    if (!api.is_none()) {
+      const auto* found =
+          static_cast<const DlExchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
+      if (found == nullptr) {
+        PyErr_Clear();
+      } else if (found->major == 1) {
+        exchange = found;
+      }
+    }
+    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    const nb::object shim = nb::getattr(module.attr("_C"), "_aoti", nb::none());
+    to_tensors = nb::getattr(shim, "alloc_tensors_by_stealing_from_void_ptrs", nb::none());
+    if (library != nullptr && !to_tensors.is_none()) {
+      empty_strided =
+          reinterpret_cast<EmptyStrided*>(dlsym(library, "aoti_torch_empty_strided"));   // NOLINT
+      get_data = reinterpret_cast<GetData*>(dlsym(library, "aoti_torch_get_data_ptr"));  // NOLINT
+      free =
+          reinterpret_cast<Delete*>(dlsym(library, "aoti_torch_delete_tensor_object"));  // NOLINT
+    }
+  }
+
+  [[nodiscard]] bool can_make() const {
+    return empty_strided != nullptr && get_data != nullptr && free != nullptr;
+  }
+
+  static const Torch& here() {
+    static const auto* const torch = new Torch;  // NOLINT(cppcoreguidelines-owning-memory)
+    return *torch;
+  }
+};
+
+std::optional<ScalarType> scalar_type(nb::dlpack::dtype type) {
+  if (type.lanes != 1) {
+    return std::nullopt;
+  }
+  static constexpr std::tuple<DlCode, int, int> kTypes[] = {
+      {DlCode::UInt, 8, 0},
+      {DlCode::Int, 8, 1},
+      {DlCode::Int, 32, 3},
+      {DlCode::Int, 64, 4},
+      {DlCode::Float, 16, 5},
+      {DlCode::Float, 32, 6},
+      {DlCode::Bool, 8, 11},
+      {DlCode::Bfloat, 16, 15},
+      {DlCode::Float8_E5M2, 8, 23},
+      {DlCode::Float8_E4M3FN, 8, 24},
+      {DlCode::Float8_E8M0FNU, 8, 44}};
+  for (const auto& [code, bits, number] : kTypes) {
+    if (type.code == static_cast<uint8_t>(code) && type.bits == bits) {
+      return static_cast<ScalarType>(number);
+    }
+  }
+  return std::nullopt;
+}
+
+bool has_gaps(const DlTensor& found) {
+  int64_t wanted = 1;
+  bool is_empty = false;
+  bool is_dense = true;
+  for (int i = found.ndim - 1; i >= 0; --i) {
+    is_empty |= found.shape[i] == 0;
+    is_dense &= found.shape[i] == 1 || found.strides == nullptr || found.strides[i] == wanted;
+    wanted *= found.shape[i];
+  }
+  return !is_dense && !is_empty;
+}
+
+// Nothing if there is anything about the tensor that Python had better look at.
+std::optional<Given> read_quickly(nb::handle tensor) {
+  const Torch& torch = Torch::here();
+  if (torch.exchange == nullptr || tensor.type().ptr() != torch.tensor.ptr()) {
+    return std::nullopt;
+  }
+  DlTensor found;
+  if (torch.exchange->read(tensor.ptr(), &found) != 0) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  const std::optional<ScalarType> type = scalar_type(found.dtype);
+  const bool is_cuda = found.device.device_type == kDlCuda;
+  const bool is_matrix = found.ndim == 1 || found.ndim == 2;
+  if (!type || !is_matrix || has_gaps(found) || (!is_cuda && found.device.device_type != kDlCpu)) {
+    return std::nullopt;
+  }
+  auto* data = static_cast<std::byte*>(found.data) + found.byte_offset;
+  return Given{
+      nb::borrow(tensor),
+      {found.data == nullptr ? nullptr : data,
+       core_type(*type),
+       found.shape[0],
+       found.ndim == 2 ? found.shape[1] : 1,
+       -1,
+       is_cuda ? Device{Device::Kind::kCuda, found.device.device_id} : Device{}},
+      type};
+}
+
+// By Python, which says what is wrong.
+Given read_slowly(const char* name, nb::handle tensor) {
+  const nb::object seen = Torch::here().outputs.attr("view")(name, tensor);
+  if (seen.is_none()) {
+    return {};
+  }
+  using View = std::tuple<nb::object, uintptr_t, int, int64_t, int64_t, int, std::optional<int>>;
+  auto [owner, address, dtype, rows, cols, gpu, type] = nb::cast<View>(seen);
+  auto* data = reinterpret_cast<std::byte*>(address);  // NOLINT: torch gives it as a number
+  const Device device = gpu < 0 ? Device{} : Device{Device::Kind::kCuda, gpu};
+  Given given = {std::move(owner), {data, static_cast<DType>(dtype), rows, cols, -1, device}, {}};
+  if (type) {
+    given.type = static_cast<ScalarType>(*type);
+  }
+  return given;
+}
+
+}  // namespace
+
+DType core_type(ScalarType type) {
+  switch (static_cast<int32_t>(type)) {
+    case 3:
+      return DType::kInt32;
+    case 4:
+      return DType::kInt64;
+    case 5:
+      return DType::kFloat16;
+    case 6:
+      return DType::kFloat32;
+    case 11:
+      return DType::kBool;
+    case 15:
+      return DType::kBFloat16;
+    default:
+      return DType::kByte;
+  }
+}
+
+Given read_needed(const char* name, nb::handle tensor) {
+  if (std::optional<Given> given = read_quickly(tensor)) {
+    return *std::move(given);
+  }
+  return read_slowly(name, tensor);
+}
+
+Given read(const char* name, nb::handle tensor) {
+  return tensor.is_none() ? Given{} : read_needed(name, tensor);
+}
+
+Given read_bytes(const char* name, nb::handle tensor) {
+  if (tensor.is_none()) {
+    return {};
+  }
+  std::optional<Given> given = read_quickly(tensor);
+  if (!given || nb::cast<int>(tensor.attr("dim")()) != 2) {
+    const nb::object bytes = Torch::here().outputs.attr("as_bytes")(tensor);
+    given = read_slowly(name, bytes);
+    given->type.reset();
+    return *std::move(given);
+  }
+  given->tensor.cols *= dtype_bytes(given->tensor.dtype);
+  given->tensor.dtype = DType::kByte;
+  return *std::move(given);
+}
+
+Given read_vector(const char* name, nb::handle tensor) {
+  Given given = read(name, tensor);
+  std::swap(given.tensor.rows, given.tensor.cols);
+  return given;
+}
+
+int64_t scalar_bytes(ScalarType type) {
+  return dtype_bytes(core_type(type));
+}
+
+nb::object tensor_of_bytes(nb::handle array, int64_t rows, int64_t cols, ScalarType type) {
+  return Torch::here().outputs.attr("of_bytes")(array, rows, cols, static_cast<int>(type));
+}
+
+NewTensors::NewTensors(NewTensors&& other) noexcept
+    : device_(other.device_),
+      handles_(std::exchange(other.handles_, {})),
+      objects_(std::exchange(other.objects_, {})) {}
+
+NewTensors::~NewTensors() {
+  for (void* handle : handles_) {
+    if (handle != nullptr) {
+      Torch::here().free(handle);
+    }
+  }
+}
+
+Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
+  const Torch& torch = Torch::here();
+  const bool is_cuda = device_.kind == Device::Kind::kCuda;
+  const std::array<int64_t, 2> sizes = {rows, cols};
+  const std::array<int64_t, 2> strides = {cols, 1};
+  const auto number = static_cast<int32_t>(type);
+  const int gpu = is_cuda ? device_.index : -1;
+  void* handle = nullptr;
+  void* data = nullptr;
+  if (torch.can_make()) {
+    const nb::gil_scoped_release no_gil;  // a segment of a pool may take the time of all ranks
+    const int32_t where = is_cuda ? kTorchCuda : kTorchCpu;
+    if (torch.empty_strided(2, sizes.data(), strides.data(), number, where, gpu, &handle) != 0) {
+      handle = nullptr;
+    }
+  }
+  if (handle != nullptr) {
+    torch.get_data(handle, &data);
+    handles_.push_back(handle);
+    objects_.emplace_back();
+  } else {
+    add(torch.outputs.attr("empty")(rows, cols, number, gpu));
+    data = reinterpret_cast<void*>(nb::cast<uintptr_t>(  // NOLINT: torch gives it as a number
+        objects_.back().attr("data_ptr")()
+    ));
+  }
+  return {static_cast<std::byte*>(data), core_type(type), rows, cols, -1, device_};
+}
+
+void NewTensors::add(nb::object tensor) {
+  handles_.push_back(nullptr);
+  objects_.push_back(std::move(tensor));
+}
+
+std::vector<nb::object> NewTensors::take() {
+  nb::list capsules;
+  for (void*& handle : handles_) {
+    if (handle != nullptr) {
+      capsules.append(nb::capsule(std::exchange(handle, nullptr)));
+    }
+  }
+  if (nb::len(capsules) > 0) {
+    const nb::object made = Torch::here().to_tensors(capsules);
+    size_t next = 0;
+    for (nb::object& object : objects_) {
+      if (!object.is_valid()) {
+        object = made[next++];
+      }
+    }
+  }
+  handles_.clear();
+  return std::exchange(objects_, {});
+}
+
+}  // namespace weft::py

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensors of torch, read and made by C entry points that are looked up in the process. Nothing is
+// compiled or linked against torch, so one build serves every version of it. Where a torch lacks an
+// entry point (that for reading came with 2.10), weft/outputs.py does the same, more slowly.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "bind.hpp"
+#include "weft/tensor.hpp"
+
+namespace weft::py {
+
+// torch's own numbers (c10::ScalarType), which its files and its C entry points share.
+enum class ScalarType : int32_t {
+  kUint8 = 0,
+  kInt32 = 3,
+  kInt64 = 4,
+  kFloat32 = 6,
+  kFloat8E5M2 = 23,
+  kFloat8E4M3 = 24
+};
+
+// What the core sees of a tensor: a matrix without gaps, or a vector as one column.
+struct Given {
+  nb::object owner;  // of the memory; a copy if the caller's tensor has gaps
+  Tensor tensor;     // not given where the caller's is None
+  std::optional<ScalarType> type;
+};
+
+// `name`: of the argument, for what is refused. Raises what `view` of weft/outputs.py does.
+[[nodiscard]] Given read_needed(const char* name, nb::handle tensor);
+// The same, or None.
+[[nodiscard]] Given read(const char* name, nb::handle tensor);
+// The same of a matrix of any type, which the core moves as bytes.
+[[nodiscard]] Given read_bytes(const char* name, nb::handle tensor);
+// The same of numbers one after the other.
+[[nodiscard]] Given read_vector(const char* name, nb::handle tensor);
+
+[[nodiscard]] DType core_type(ScalarType type);
+[[nodiscard]] int64_t scalar_bytes(ScalarType type);
+// A tensor [rows, cols] of an array's bytes.
+[[nodiscard]] nb::object tensor_of_bytes(
+    nb::handle array, int64_t rows, int64_t cols, ScalarType type
+);
+
+// Makes tensors of one device, whose contents are undefined, for the current stream. Python gets
+// them together, which costs a fraction of as many calls of torch.
+class NewTensors {
+ public:
+  explicit NewTensors(Device device) : device_(device) {}
+  ~NewTensors();
+  NewTensors(NewTensors&& other) noexcept;
+  NewTensors& operator=(NewTensors&& other) = delete;
+  NewTensors(const NewTensors&) = delete;
+  NewTensors& operator=(const NewTensors&) = delete;
+
+  // [rows, cols]. Raises what torch.empty_strided does.
+  Tensor add(int64_t rows, int64_t cols, ScalarType type);
+  // One that was made elsewhere.
+  void add(nb::object tensor);
+  // In the order of add(); once.
+  [[nodiscard]] std::vector<nb::object> take();
+
+ private:
+  Device device_;
+  std::vector<void*> handles_;       // null where the tensor is in objects_
+  std::vector<nb::object> objects_;  // as many
+};
+
+}  // namespace weft::py
