@@ -67,6 +67,10 @@ class CudaExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+  // The last call has this number on the GPU now, as if those since then had raised no signal. For
+  // tests of long runs: on all ranks, while none makes a call.
+  void set_epoch(uint64_t epoch);
+
   // --- for the executor of several hosts (src/hosts), in whose domain this one moves rows ---
   // Its ranks are `ranks` of the group of `whole`, and messages call them so from now on.
   // `num_sharing` ranks of that group share this GPU, and `num_kept_sms` of its multiprocessors are

@@ -50,7 +50,7 @@ uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t s
   // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
   WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
-  const uint32_t number = read_gpu<LocalState>(own_->local.get()).epoch + 1;
+  const uint32_t number = read_gpu<uint32_t>(&own_->local.get()->epoch) + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
@@ -85,7 +85,7 @@ bool CudaExchange::clear_fault(uint32_t epoch) {
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
   WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
-  const auto now = [&] { return read_gpu<LocalState>(own_->local.get()).epoch; };
+  const auto now = [&] { return read_gpu<uint32_t>(&own_->local.get()->epoch); };
   while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -112,13 +112,14 @@ void CudaExchange::throw_fault() {
     survey.refusal = refusals_->reason(peer, record.epoch);
   }
   const bool is_late = record.kind == FaultKind::kTimeout;
-  const bool is_mutual =
-      !is_late && record.kind != FaultKind::kStranger && record.kind != FaultKind::kUnmapped;
+  const bool is_gone = record.kind == FaultKind::kGone;
+  const bool is_mutual = !is_late && !is_gone && record.kind != FaultKind::kStranger &&
+                         record.kind != FaultKind::kUnmapped;
   // Nothing was harmed if all ranks gave the call up, and count it.
   if (is_mutual && clear_fault(record.epoch)) {
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
   }
-  const bool is_of_peer = is_late && record.waiting_for != WaitFor::kGrid;
+  const bool is_of_peer = is_late && record.waiting_for < WaitFor::kGrid;
   const PeerState state = is_of_peer ? memory_->peer_state(peer) : PeerState::kAlive;
   try {
     WEFT_CHECK(
@@ -146,8 +147,10 @@ void CudaExchange::throw_fault() {
           fmt::join(silent_ranks(), ", ")
       );
     }
-    const bool is_timeout = is_late || is_mutual;
-    raise_error(is_timeout ? ErrorCode::kTimeout : ErrorCode::kInternal, context_, problem);
+    const ErrorCode code = is_late || is_mutual ? ErrorCode::kTimeout
+                           : is_gone            ? ErrorCode::kPeerFailed
+                                                : ErrorCode::kInternal;
+    raise_error(code, context_, problem);
   } catch (const Error&) {
     broken_ = std::current_exception();
     throw;
