@@ -125,6 +125,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_ = std::make_shared<CudaRankState>();
   own_->memory = memory_;
   own_->stream = GpuStream(gpu);
+  aside_ = GpuStream(gpu);
   own_->last_call.create(context_);
   own_->local.create(1, context_);
   own_->fault.create(1, context_);
