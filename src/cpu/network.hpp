@@ -52,6 +52,7 @@ class Network : private CpuExchange {
     broken_ = cause;
     std::rethrow_exception(cause);
   }
+  using CpuExchange::break_off;
   using CpuExchange::cause_of;
 
   // --- memory that the network writes ---

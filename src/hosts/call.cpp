@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/gpu/driver.hpp"
+#include "core/interrupt.hpp"
 #include "core/log.hpp"
 
 namespace weft {
@@ -21,7 +22,18 @@ void HostsExchange::begin_call(Op op, cudaStream_t stream) {
       "{}: a call between domains cannot be captured in a graph",
       op_name(op)
   );
-  WEFT_CUDA(context(), cudaStreamSynchronize(copies_.get()));
+  wait_for(copies_.get());
+}
+
+void HostsExchange::wait_for(cudaStream_t stream) {
+  try {
+    node_->wait_for(stream);
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInterrupted) {
+      network_->break_off(last_op_, error);
+    }
+    throw;
+  }
 }
 
 void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
@@ -33,7 +45,10 @@ void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
     return;
   }
   const std::exception_ptr failure = refusal_of([&] { settle(); });
-  const std::exception_ptr fault = refusal_of([&] { node_->finish(stream); });
+  const std::exception_ptr fault = refusal_of([&] {
+    wait_for(stream);
+    node_->check();
+  });
   rethrow(failure);  // nothing runs any more
   rethrow(fault);
 }
@@ -41,7 +56,15 @@ void HostsExchange::end_call(const CallOptions& call, cudaStream_t stream) {
 // The job owns what it needs: the call's plan and tensors may be gone.
 void HostsExchange::start_transfer(Op op, Transfer transfer) {
   const auto one = std::make_shared<const Transfer>(std::move(transfer));
-  const auto look = [this] {
+  const auto look = [this, op, call = network_->call_number()] {
+    WEFT_CHECK(
+        context(),
+        !is_interrupted_,
+        ErrorCode::kInterrupted,
+        "{}: interrupted while it waited for other domains (call {})",
+        op_name(op),
+        call
+    );
     WEFT_CHECK(
         context(),
         !node_->has_fault(),
@@ -70,8 +93,12 @@ void HostsExchange::start_transfer(Op op, Transfer transfer) {
 
 void HostsExchange::settle() {
   try {
-    thread_->wait();
+    thread_->wait([&] { is_interrupted_ = is_interrupted_ || InterruptScope::is_interrupted(); });
   } catch (const Error& error) {
+    if (error.code() == ErrorCode::kInterrupted) {
+      node_->interrupt();
+      network_->break_off(last_op_, error);
+    }
     const std::exception_ptr fault = refusal_of([&] { node_->check(); });  // says more
     network_->fail(fault ? fault : network_->cause_of(last_op_, error));
   } catch (...) {

@@ -163,7 +163,7 @@ void HostsExchange::make_room(Call call, int64_t bytes_of_token, cudaStream_t st
       call.op,
       [] { return 0; },
       [&](int /*nothing*/) {
-        WEFT_CUDA(context(), cudaStreamSynchronize(stream));
+        wait_for(stream);
         const std::vector<CallWord> to(
             static_cast<size_t>(context().num_ranks), network_->new_word(call)
         );

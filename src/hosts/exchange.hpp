@@ -11,6 +11,7 @@
 // process on one GPU wait in the call itself.
 #pragma once
 
+#include <atomic>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -142,6 +143,8 @@ class HostsExchange final : public Executor {
   void end_call(const CallOptions& call, cudaStream_t stream);
   // Begins to pass what a call moves over the network; the call may return before that has ended.
   void start_transfer(Op op, Transfer transfer);
+  // Waits for the stream; an interrupt is told to all ranks.
+  void wait_for(cudaStream_t stream);
   // Waits until all transfers have ended. Throws what went wrong; then the exchange is broken.
   void settle();
   // The place in `message_counts_` of a receive, by the number of its transfer in the call.
@@ -204,8 +207,9 @@ class HostsExchange final : public Executor {
   size_t max_receives_ = 0;  // of a transfer
   PinnedBuffer<uint32_t> arrived_;
   std::optional<MessageCounts> message_counts_;
-  Op last_op_ = Op::kPlan;                  // whose transfers they are
-  std::unique_ptr<TransferThread> thread_;  // last: its job uses the others
+  Op last_op_ = Op::kPlan;                    // whose transfers they are
+  std::atomic<bool> is_interrupted_ = false;  // by this rank's caller: the thread stops
+  std::unique_ptr<TransferThread> thread_;    // last: its job uses the others
 };
 
 }  // namespace weft

@@ -175,9 +175,14 @@ void TransferThread::start(Job job) {
   change_.notify_all();
 }
 
-void TransferThread::wait() {
+void TransferThread::wait(const std::function<void()>& look) {
+  constexpr auto kLookEvery = std::chrono::milliseconds(25);
   std::unique_lock lock(mutex_);
-  change_.wait(lock, [&] { return jobs_.empty(); });
+  while (!change_.wait_for(lock, kLookEvery, [&] { return jobs_.empty(); })) {
+    lock.unlock();
+    look();
+    lock.lock();
+  }
   if (const auto failure = std::exchange(failure_, nullptr)) {
     std::rethrow_exception(failure);
   }

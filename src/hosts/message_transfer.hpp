@@ -148,7 +148,8 @@ class TransferThread {
 
   void start(Job job);
   // Until all jobs have ended. Throws what the first threw that did, once; then jobs run again.
-  void wait();
+  // `look()` is called now and then meanwhile.
+  void wait(const std::function<void()>& look = [] {});
   [[nodiscard]] bool is_running() const;
 
  private:

@@ -71,6 +71,7 @@ Plan HostsExchange::make_plan(
 ) {
   const CudaDeviceGuard guard(settings_.device.index);
   settle();
+  last_op_ = Op::kPlan;
   const cudaStream_t stream = stream_of(call);
   HostCopy idx;
   HostCopy map;
@@ -82,7 +83,7 @@ Plan HostsExchange::make_plan(
     idx.copy(routing.topk_idx, stream, context());
     map.copy(routing.map, stream, context());
     weights.copy(routing.weights, stream, context());
-    WEFT_CUDA(context(), cudaStreamSynchronize(stream));
+    wait_for(stream);
   } catch (const Error& error) {
     network_->refuse(Op::kPlan, error.what(), {});
     throw;
@@ -136,7 +137,8 @@ Plan HostsExchange::bring_plan(const Plan& host, cudaStream_t stream) {
         stream
     ));
   }
-  node_->finish(stream);  // the image is the next plan's
+  wait_for(stream);
+  node_->check();  // the image is the next plan's
   PlanData header = output_of(plan);
   header.device =
       std::make_shared<HostsPlan>(host, std::move(on_node), index_memory, index.at(on_gpu));

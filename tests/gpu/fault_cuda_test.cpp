@@ -8,6 +8,9 @@
 #include <thread>
 
 #include "core/gpu/check.hpp"
+#include "cuda/exchange/fault_text.hpp"
+#include "gpu/barrier_cuda.hpp"
+#include "gpu/device_bytes.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 
@@ -354,6 +357,33 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
     EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "");
     group.barrier();
   });
+}
+
+class GpuBarrierTest : public GpuTest {};
+
+// What would be a defect, rows that never come to shared memory, ends at a deadline as well.
+TEST_F(GpuBarrierTest, EndsAWaitInSharedMemory) {
+  if (movers_here().size() < 2) {
+    GTEST_SKIP() << "no bulk copies here";
+  }
+  const DeviceBytes local = device_bytes(sizeof(LocalState));
+  const DeviceBytes control = device_bytes(64);
+  const PinnedBytes fault = pinned_bytes(sizeof(FaultRecord));
+  const PinnedBytes has_come = pinned_bytes(sizeof(int));
+  RankView me;
+  me.control[0] = control.get();
+  me.local = reinterpret_cast<LocalState*>(local.get());
+  me.fault = reinterpret_cast<FaultRecord*>(fault.get());
+  me.timeout_ns = 20'000'000;
+  auto* const said = reinterpret_cast<int*>(has_come.get());
+  *said = 1;
+  launch_wait_alone(me, said);
+  EXPECT_EQ(*said, 0);
+  EXPECT_EQ(me.fault->kind, FaultKind::kTimeout);
+  EXPECT_EQ(me.fault->waiting_for, WaitFor::kStage);
+  const std::string text = fault_text(*me.fault, me);
+  EXPECT_NE(text.find("for rows in its shared memory of rank 0 in call 1"), std::string::npos)
+      << text;
 }
 
 INSTANTIATE_TEST_SUITE_P(

@@ -7,12 +7,15 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <optional>
 #include <span>
+#include <thread>
 
 #include "core/gpu/check.hpp"
 #include "core/gpu/device_memory.hpp"
+#include "gpu/epochs.hpp"
 #include "gpu/gpu_test.hpp"
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"
@@ -22,7 +25,37 @@
 namespace weft::test {
 namespace {
 
-constexpr uint64_t kNumReplays = 20;
+constexpr uint64_t kNumCases = 20;
+
+// Says what every rank's host does when none has gone on for a while: a deadline names who waited
+// for whom, but not what the other did meanwhile.
+class Watch {
+ public:
+  explicit Watch(int num_ranks) : doing_(static_cast<size_t>(num_ranks)) {}
+
+  void enter(size_t rank, const char* step) {
+    doing_[rank] = step;
+    ++num_steps_;
+  }
+
+ private:
+  void look(const std::stop_token& is_over) {
+    uint64_t seen = 0;
+    for (int idle = 0; !is_over.stop_requested();) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      idle = seen == num_steps_ ? idle + 1 : 0;
+      seen = num_steps_;
+      for (size_t rank = 0; idle == 30 && rank < doing_.size(); ++rank) {
+        const char* step = doing_[rank];
+        fmt::print(stderr, "for 3 s rank {}: {}\n", rank, step == nullptr ? "nothing" : step);
+      }
+    }
+  }
+
+  std::vector<std::atomic<const char*>> doing_;
+  std::atomic<uint64_t> num_steps_ = 0;
+  std::jthread looker_{[this](const std::stop_token& is_over) { look(is_over); }};
+};
 
 // What the calls of `work` put into a stream, to be run again and again.
 class Graph {
@@ -40,6 +73,10 @@ class Graph {
     WEFT_CUDA(Context{}, cudaStreamEndCapture(stream_, &graph));
     WEFT_CUDA(Context{}, cudaGraphInstantiate(&graph_, graph, 0));
     WEFT_CUDA(Context{}, cudaGraphDestroy(graph));
+    // Else the first launch does it, and may wait for the whole GPU, where kernels of other ranks
+    // wait for this one.
+    WEFT_CUDA(Context{}, cudaGraphUpload(graph_, stream_));
+    stream.wait();
   }
   ~Graph() { static_cast<void>(cudaGraphExecDestroy(graph_)); }
   Graph(const Graph&) = delete;
@@ -176,7 +213,7 @@ class GraphRank {
 // Cases that differ in everything that a replay may change.
 std::vector<CaseData> graph_cases(const ExchangeSetup& setup, Layout layout, OutputMemory output) {
   std::vector<CaseData> cases;
-  for (uint64_t i = 0; i < kNumReplays + 1; ++i) {
+  for (uint64_t i = 0; i < kNumCases + 1; ++i) {
     Case spec;
     spec.seed = 100 + i;
     spec.num_tokens.assign(static_cast<size_t>(setup.num_ranks), 40);
@@ -205,7 +242,12 @@ bool are_all_good(const Group& group, const std::string& failure) {
   });
 }
 
-std::string replay_all(const Group& group, const std::vector<CaseData>& cases) {
+// With `epochs` so many calls pass between two replays as far as the GPUs know.
+std::string replay_all(
+    const Group& group, const std::vector<CaseData>& cases, Watch& watch, uint64_t epochs = 0
+) {
+  static const uint64_t num_replays = number_from_env("WEFT_GRAPH_REPLAYS", kNumCases);
+  const auto own = static_cast<size_t>(group.rank());
   Exchange exchange(group, cases[0].setup.config(group.rank()));
   const TestStream stream(exchange.config().device);
   GraphRank rank(exchange, cases[0]);
@@ -214,13 +256,27 @@ std::string replay_all(const Group& group, const std::vector<CaseData>& cases) {
   exchange.check();
   std::string failure = rank.difference(cases[0]);
   const Graph graph(stream, [&] { rank.make_calls(cases[0], stream.get()); });
-  for (uint64_t i = 1; i <= kNumReplays && are_all_good(group, failure); ++i) {
-    rank.load(cases[i]);
+  for (uint64_t i = 1; i <= num_replays; ++i) {
+    watch.enter(own, "waits for the others' hosts");
+    if (!are_all_good(group, failure)) {
+      break;
+    }
+    const CaseData& data = cases[1 + (i - 1) % kNumCases];
+    watch.enter(own, "loads");
+    rank.load(data);
+    if (epochs > 0) {
+      set_epoch(exchange, i * epochs - 2);
+      group.barrier();
+    }
+    watch.enter(own, "launches");
     graph.launch();
+    watch.enter(own, "waits for its stream");
     stream.wait();
     exchange.check();
-    failure = rank.difference(cases[i]);
+    watch.enter(own, "compares");
+    failure = rank.difference(data);
     if (i % 7 == 0) {  // ordinary calls in between
+      watch.enter(own, "makes ordinary calls");
       const std::string between = run_cases(exchange, {cases.data(), 1});
       failure = failure.empty() ? between : failure;
     }
@@ -240,10 +296,11 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
         setup.copy_engines = output == OutputMemory::kStaged;
         const auto cases = graph_cases(setup, layout, output);
         std::vector<std::string> texts(static_cast<size_t>(setup.num_ranks));
+        Watch watch(setup.num_ranks);
         run_threads(setup.num_ranks, [&](const Group& group) {
           auto& text = texts[static_cast<size_t>(group.rank())];
           try {
-            text = replay_all(group, cases);
+            text = replay_all(group, cases, watch);
           } catch (const Error& error) {
             text = fmt::format("{} {}", error.what(), describe(setup, cases[0].spec));
           }
@@ -257,6 +314,16 @@ TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
       }
     }
   }
+}
+
+// Every replay crosses a multiple of 2^28 calls, so that 2^31 and 2^32 are among them.
+TEST_P(GpuGraphTest, ReplaysWhereEpochsComeRound) {
+  const ExchangeSetup setup = gpu_setup(GetParam(), num_gpus());
+  const auto cases = graph_cases(setup, Layout::kExpertMajor, OutputMemory::kStaged);
+  Watch watch(setup.num_ranks);
+  run_threads(setup.num_ranks, [&](const Group& group) {
+    EXPECT_EQ(replay_all(group, cases, watch, uint64_t{1} << 28), "");
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GpuGraphTest, testing::Values(1, 2, 4));

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
 // knows of it.
+#include <cstring>
+
+#include "core/gpu/device_memory.hpp"
 #include "gpu/fault_world.hpp"
 #include "support/stream.hpp"
 
@@ -122,6 +125,57 @@ TEST_F(GpuRoutedFaultTest, ARefusalDoesNotExcuseARankThatDoesNotCome) {
     }
     group.barrier();
   });
+}
+
+// Rank 0 has broken off before the others come, and what it had queued runs on without them, or its
+// host refuses the last: they get the rows of their own call all the same, and hear of the break in
+// the next.
+void expect_late_ranks_get_their_rows(bool refuses_last) {
+  FaultWorld world(num_gpus());
+  run_threads(3, [&](const Group& group) {
+    ExchangeConfig config = world.setup.config(group.rank());
+    config.timeout = std::chrono::milliseconds(group.rank() == 0 ? 200 : 5000);
+    Exchange exchange(group, config);
+    FaultRank own(exchange, world.good);
+    own.options.row_budget = own.dispatch_out.rows.rows;
+    const auto call = [&](const CallOptions& options) {
+      return exchange.dispatch(
+          own.routing, own.options, own.dispatch_in, own.dispatch_out, options
+      );
+    };
+    const TestStream stream(exchange.config().device);
+    group.barrier();
+    if (group.rank() == 0) {
+      std::vector<Plan> plans;
+      for (int i = 0; i < (refuses_last ? 2 : 3); ++i) {
+        plans.push_back(call({.stream = stream.get()}));
+      }
+      if (refuses_last) {
+        exchange.refuse(Op::kPlanAndDispatch, "it has no memory", {.stream = stream.get()});
+      }
+      stream.wait();
+      EXPECT_TRUE(thrown_by([&] { exchange.check(); }).value_or(Thrown{}).is_timeout);
+    }
+    group.barrier();  // now ranks 1 and 2 come
+    if (group.rank() != 0) {
+      static_cast<void>(call({}));
+      const ConstTensor wanted = world.good.calls[0][static_cast<size_t>(group.rank())].rows.view();
+      std::vector<std::byte> rows(static_cast<size_t>(wanted.num_bytes()));
+      const Tensor& out = own.dispatch_out.rows;
+      copy_between(rows.data(), {}, out.data, out.device, rows.size());
+      EXPECT_EQ(std::memcmp(rows.data(), wanted.data, rows.size()), 0);
+      const std::string text = text_of(thrown_by([&] { static_cast<void>(call({})); }));
+      EXPECT_NE(text.find("rank 0 refused the call"), std::string::npos) << text;
+    }
+    group.barrier();
+  });
+}
+
+TEST_F(GpuRoutedFaultTest, ALateRankGetsTheRowsOfItsCall) {
+  for (const bool refuses_last : {false, true}) {
+    SCOPED_TRACE(refuses_last);
+    expect_late_ranks_get_their_rows(refuses_last);
+  }
 }
 
 }  // namespace

@@ -22,6 +22,7 @@
 //   NO_WEIGHT_WAIT         weights are taken before their signals
 //   NO_RECORD_WAIT         records are read before their signals
 //   WORD_BEFORE_END        a rank's word of the next call is sent before it has read its rows
+//   NEVER_SILENT           all calls queued behind one that was broken off are refused by a word
 #define NUM_KINDS 5
 #define FIRST_ROW_KIND 2
 #define FIRST_LOOSE_KIND 5
@@ -87,7 +88,10 @@ proctype rank(byte me) RUNS {
          is_good = is_good && (op[e] == PLAN || has_plan);
          store_words(0)
        };
-       raise_words();
+       if
+       :: !has_told -> raise_words()
+       :: else
+       fi;
        if  // eager combine reads records before it has the words (eager.pml has its rows)
        :: op[e] == COMBINE -> TAKE_RECORDS
        :: else

@@ -23,7 +23,8 @@
 //   NO_ROW_WAIT             rows are taken before their signals
 //   NO_ROUTE_TAG            routing is taken without its epoch
 //   WORD_BEFORE_END         a rank's word of the next call is sent before it has read its rows
-//   PUSH_WHEN_STOPPED       rows are pushed in calls queued behind one that was broken off
+//   PUSH_WHEN_STOPPED       rows and routing are pushed in calls queued behind one that was broken off
+//   NEVER_SILENT            all calls queued behind one that was broken off are refused by a word
 //   EXPIRED_STAYS_GIVEN_UP  a word that does not come in a call that is given up is forgiven
 #define NUM_KINDS 6
 #define FIRST_ROW_KIND 2
@@ -57,11 +58,14 @@ bit op[C + 1];  // of each call
 #define HAS_ROUTE(peer) ((peer) == me || visible[ROUTE(e, me, peer)] == e)
 #endif
 
+// A fused launch writes ahead also in a call that all ranks give up (may_write_ahead).
+#define IS_LAUNCHED (op[e] == FUSED && refuser[e] != me)
 #ifdef PUSH_WHEN_STOPPED
-#define IS_PUSHING (is_good || (op[e] == FUSED && refuser[e] != me))
+#define WRITES_AHEAD IS_LAUNCHED
 #else
-#define IS_PUSHING is_good
+#define WRITES_AHEAD (IS_LAUNCHED && !IS_BEHIND)
 #endif
+#define IS_PUSHING (is_good || WRITES_AHEAD)
 
 inline store_rows() {
   has_pushed = !IS_PUSHING;
@@ -70,7 +74,7 @@ inline store_rows() {
   :: else
   fi;
   if
-  :: op[e] == FUSED && refuser[e] != me -> FOR_PEERS(store(ROUTE(e, peer, me), e))
+  :: WRITES_AHEAD -> FOR_PEERS(store(ROUTE(e, peer, me), e))
   :: else
   fi
 }
@@ -94,7 +98,7 @@ inline take_routes() {
   :: is_good && op[e] == FUSED && !ALL_OF(HAS_ROUTE) && MAY_EXPIRE ->
      d_step {
        is_good = false;
-       stopped[me] = BROKEN
+       BREAK_OFF
      }
   fi
 }

@@ -88,6 +88,19 @@ end:
 #define GIVEN_UP 1  // by all ranks; calls that are queued are given up, too
 #define BROKEN 2    // a peer did not come
 byte stopped[N];
+byte broken_in[N];  // the call in which it became BROKEN
+
+#define BREAK_OFF        \
+  stopped[me] = BROKEN;  \
+  broken_in[me] = e
+// In calls that were queued behind that one the rank writes nothing ahead of its peers' words; its
+// own word refuses the first of them, and none comes of the others.
+#define IS_BEHIND (stopped[me] == BROKEN && broken_in[me] != e)
+#ifdef NEVER_SILENT
+#define IS_SILENT false
+#else
+#define IS_SILENT (IS_BEHIND && e - broken_in[me] > 1)
+#endif
 
 #define COMES(rank) (stopped[rank] != BROKEN && !has_ended[rank])
 #define MAY_EXPIRE (is_halted || is_dead || !ALL_OF(COMES))
@@ -139,9 +152,12 @@ inline store_words(number) {
   :: !is_good -> said = said + REFUSED
   :: else
   fi;
-  FOR_PEERS(store(WORD(e, peer, me), said));
+  if
+  :: !IS_SILENT -> FOR_PEERS(store(WORD(e, peer, me), said))
+  :: else
+  fi;
   said = 0;
-  has_told = false
+  has_told = IS_SILENT
 }
 inline raise_words() {
   d_step {
@@ -170,8 +186,8 @@ inline send_next_words(number) {
 }
 
 // accept_word(): the handshakes of all ranks. is_good: all of them run the call. A rank that is
-// two calls ahead has written over its word of this call; only one that has broken off may be, and
-// its words say so.
+// two calls ahead has written over its word of this call. Only one that has broken off may be, in
+// the call between, and its word says so.
 inline accept_words() {
   if
   :: stopped[me] == BROKEN -> is_good = false
@@ -182,7 +198,8 @@ inline accept_words() {
      d_step {
        FOR_PEERS(
          said = visible[WORD(e, me, peer)];
-         assert(said % 8 == e || (said >= REFUSED && stopped[peer] == BROKEN));
+         assert(said % 8 == e || (said >= REFUSED && stopped[peer] == BROKEN &&
+                                  said % 8 == broken_in[peer] + 1));
          if
          :: said >= REFUSED -> is_good = false
          :: else
@@ -200,10 +217,10 @@ inline accept_words() {
 #ifdef EXPIRED_STAYS_GIVEN_UP
        if
        :: stopped[me] == GIVEN_UP
-       :: else -> stopped[me] = BROKEN
+       :: else -> BREAK_OFF
        fi
 #else
-       stopped[me] = BROKEN
+       BREAK_OFF
 #endif
      }
   fi
@@ -217,7 +234,7 @@ inline accept_words() {
   :: is_good && !(is_there) && MAY_EXPIRE ->     \
      d_step {                                    \
        is_good = false;                          \
-       stopped[me] = BROKEN                      \
+       BREAK_OFF                                 \
      }                                           \
   fi
 

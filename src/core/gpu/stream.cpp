@@ -4,8 +4,10 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
+#include "core/clock.hpp"
 #include "core/gpu/check.hpp"
 
 namespace weft {
@@ -63,6 +65,33 @@ StreamPool& pool() {
 
 GpuStream::GpuStream(int gpu)
     : stream_(pool().take(gpu), [gpu](CUstream_st* stream) { pool().give_back(gpu, stream); }) {}
+
+void wait_for_stream(
+    cudaStream_t stream, const Context& context, const std::function<void()>& look
+) {
+  constexpr auto kLookEvery = std::chrono::milliseconds(25);
+  constexpr auto kShort = std::chrono::milliseconds(2);  // below it nobody sleeps
+  const RelaxedCapture no_capture;
+  const auto begin = Clock::now();
+  auto next_look = begin + kLookEvery;
+  for (;;) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    if (state != cudaErrorNotReady) {
+      WEFT_CUDA(context, state);
+      return;
+    }
+    static_cast<void>(cudaGetLastError());  // it is no error of whoever asks next
+    const auto now = Clock::now();
+    if (now >= next_look) {
+      look();
+      next_look = now + kLookEvery;
+    } else if (now - begin < kShort) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
 
 bool is_capturing(cudaStream_t stream, const Context& context) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

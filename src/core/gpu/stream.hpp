@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
 #include <memory>
 
 #include "core/context.hpp"
@@ -25,6 +26,12 @@ class GpuStream {
  private:
   std::shared_ptr<CUstream_st> stream_;
 };
+
+// Waits for the work of the stream. Looks now and then meanwhile, at the latest every 25 ms;
+// `look()` may throw. Throws Error kCuda.
+void wait_for_stream(
+    cudaStream_t stream, const Context& context, const std::function<void()>& look
+);
 
 // Whether work for the stream becomes part of a graph instead. Throws Error kCuda.
 [[nodiscard]] bool is_capturing(cudaStream_t stream, const Context& context);

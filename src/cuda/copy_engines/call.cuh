@@ -66,27 +66,30 @@ __device__ inline bool begin_pack(CallSetup& setup, const Launch& call) {
     const int32_t arrivals = kBack ? plan.received()[peer] : plan.sent()[peer];
     set_places(setup, call.copied.rows, peer, packed_for(me, call.copied, peer), arrivals);
     const WaitSite site = {setup.own().op, setup.epoch, peer, WaitFor::kRecords};
-    const auto slot = me.map.signals().records(static_cast<uint32_t>(peer));
-    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
-    is_good = !kBack || wait_reached(me, signal_of(me, me.rank, slot), plan_epoch, site);
+    const auto plan_epoch = static_cast<uint64_t>(setup.own().signature.words[kPlanNumberWord]);
+    is_good = !kBack || wait_reached(me, records_of(me, me.rank, peer), plan_epoch, site);
   }
   return __syncthreads_and(is_good ? 1 : 0) != 0;
 }
 
 // The last thing in the kernel that packs: its last block tells the peers of the call, or that this
-// rank gives it up, since what it has not packed is copied all the same.
-__device__ inline void finish_pack(CallSetup& setup, const RankView& me) {
+// rank gives it up, since what it has not packed is copied all the same; and in any case that
+// copies begin.
+__device__ inline void finish_pack(
+    CallSetup& setup, const RankView& me, const CopiedLaunch& copied
+) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = ptx::add_acq_rel_gpu(&me.local->grid, 1) == gridDim.x - 1;
-    if (is_stopped(me)) {
-      setup.own().status = WordStatus::kRefused;
-    }
+    setup.own().status = own_status(me, setup.epoch);
   }
   __syncthreads();
-  if (is_last) {
-    post_word_by_thread(me, setup.epoch, setup.own());
+  const int peer = static_cast<int>(threadIdx.x);
+  if (is_last && peer < me.num_ranks) {
+    post_word(me, setup.epoch, setup.own(), peer);
+    const auto slot = me.map.signals().copying(static_cast<uint32_t>(me.rank));
+    ptx::store_relaxed_sys(signal_of(me, peer, slot), copied.number);
   }
 }
 
@@ -95,23 +98,23 @@ __device__ inline void finish_pack(CallSetup& setup, const RankView& me) {
 template <class Launch>
 __device__ inline bool accept_copies(CallSetup& setup, const Launch& call, int peer) {
   const RankView& me = call.me;
-  const auto slots = me.map.signals();
-  const auto source = static_cast<uint32_t>(peer);
-  const auto is_here = [&](uint32_t slot, uint32_t wanted, WaitFor what) {
+  const auto slot = me.map.signals().copied(static_cast<uint32_t>(peer));
+  const auto is_here = [&](const auto* signal, auto wanted, WaitFor what) {
     const WaitSite site = {setup.own().op, setup.epoch, peer, what};
-    return wait_reached(me, signal_of(me, me.rank, slot), wanted, site);
+    return wait_reached(me, signal, wanted, site);
   };
   DeviceHandshake said;
-  if (!accept_word(me, setup.epoch, setup.own(), peer, said) ||
-      !is_here(
-          slots.records(source),
-          static_cast<uint32_t>(said.signature.words[kPlanNumberWord]),
-          WaitFor::kRecords
-      ) ||
-      (peer != me.rank &&
-       !is_here(slots.copied(source), static_cast<uint32_t>(said.number), WaitFor::kCopies))) {
+  if (!accept_word(me, setup.epoch, setup.own(), peer, said)) {
     return false;
   }
+  const auto plan_epoch = static_cast<uint64_t>(said.signature.words[kPlanNumberWord]);
+  const auto number = static_cast<uint32_t>(said.number);
+  const uint32_t* copied = signal_of(me, me.rank, slot);
+  if (!is_here(records_of(me, me.rank, peer), plan_epoch, WaitFor::kRecords) ||
+      (peer != me.rank && !is_here(copied, number, WaitFor::kCopies))) {
+    return false;
+  }
+  setup.copy_number[peer] = number;
   setup.tokens[peer] = call.plan.tokens_of()[peer];
   std::byte* block = control_of(me, me.rank) + said.rows.offset;
   const int32_t* arrivals = kIsBack<Launch> ? call.plan.sent() : call.plan.received();
@@ -129,6 +132,24 @@ __device__ inline bool begin_receive(CallSetup& setup, const Launch& call) {
   }
   __syncthreads();
   return setup.failures == 0;
+}
+
+// The second kernel has taken everything. A peer that broke off did not wait for this rank, and
+// what it had queued goes on: the copies of its next call but one go where those of this call lie.
+__device__ inline void finish_receive(CallSetup& setup, const RankView& me) {
+  __syncthreads();
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < me.num_ranks && peer != me.rank && setup.failures == 0) {
+    ptx::fence_sys();
+    const auto slot = me.map.signals().copying(static_cast<uint32_t>(peer));
+    const uint32_t seen = ptx::load_acquire_sys(signal_of(me, me.rank, slot));
+    if (is_reached(seen, setup.copy_number[peer] + 2)) {
+      raise_fault(
+          me, {.kind = FaultKind::kGone, .op = setup.own().op, .epoch = setup.epoch, .peer = peer}
+      );
+    }
+  }
+  finish_call(me, setup.epoch);
 }
 
 }  // namespace weft

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (begin_pack(setup, call)) {
     run_vector<Element, CombineReduce<kScaled, true>>(call, setup, this_team(call), progress);
   }
-  finish_pack(setup, call.me);
+  finish_pack(setup, call.me, call.copied);
 }
 
 template <class Element>
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (begin_receive(setup, call)) {
     run_vector<Element, CombineSum<true>>(call, setup, this_team(call));
   }
-  finish_call(call.me, setup.epoch);
+  finish_receive(setup, call.me);
 }
 
 // As above, for a whole block. No warp of it signals.
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     using Source = CombineReduce<kScaled, true>;
     run_bulk<Shape, Element, Source>(call, setup, stage_bytes, pipelines, progress);
   }
-  finish_pack(setup, call.me);
+  finish_pack(setup, call.me, call.copied);
 #endif
 }
 
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (begin_receive(setup, call)) {
     run_bulk<Shape, Element, CombineSum<true>>(call, setup, stage_bytes, pipelines);
   }
-  finish_call(call.me, setup.epoch);
+  finish_receive(setup, call.me);
 #endif
 }
 

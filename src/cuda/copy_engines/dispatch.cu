@@ -29,13 +29,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ TeamProgress progress;  // nobody looks at it
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const int warp = warp_in_block();
-    Mover mover(warp, full + warp * Mover::kBarriers);
+    Mover mover(call.me, warp, full + warp * Mover::kBarriers);
     if (begin_pack(setup, call)) {
       Push push(call, setup, progress, this_block());
       push.run(mover);
     }
     Mover::finish();
-    finish_pack(setup, call.me);
+    finish_pack(setup, call.me, call.copied);
   }
 }
 
@@ -46,13 +46,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ CallSetup setup;
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const int warp = warp_in_block();
-    Mover mover(warp, full + warp * Mover::kBarriers);
+    Mover mover(call.me, warp, full + warp * Mover::kBarriers);
     if (begin_receive(setup, call)) {
       FanOut fan_out(call, setup, this_block());
       fan_out.run(mover);
     }
     Mover::finish();
-    finish_call(call.me, setup.epoch);
+    finish_receive(setup, call.me);
   }
 }
 

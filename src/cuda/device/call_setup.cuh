@@ -26,7 +26,8 @@ struct CallSetup {
   int32_t first_row[kMaxDomainRanks];      // of this rank's arrivals in that rank's staging
   int32_t received_base[kMaxDomainRanks];  // of that rank's arrivals in this rank's staging
   Place place[kMaxDomainRanks];
-  int32_t tokens[kMaxDomainRanks];  // of that rank
+  int32_t tokens[kMaxDomainRanks];        // of that rank
+  uint32_t copy_number[kMaxDomainRanks];  // of the copies from that rank, by copy engines only
 
   [[nodiscard]] __device__ __forceinline__ DeviceHandshake& own() {
     return *reinterpret_cast<DeviceHandshake*>(own_bytes);
@@ -41,15 +42,15 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   const RankView& me = call.me;
   const DeviceHandshake word = word_of(call);
   const uint32_t epoch = current_epoch(me);
-  const bool is_refused = is_stopped(me);  // what an earlier call should have left is not there
+  const WordStatus status = own_status(me, epoch);  // an earlier call may have left nothing
   const int32_t num_tokens = call.plan.header()->num_tokens;
-  const uint32_t plan_epoch = call.plan.header()->epoch;
+  const uint64_t plan_epoch = call.plan.header()->epoch;
   setup.failures = 0;
   setup.own() = word;
   setup.own().stamp = me.stamp;
   setup.own().num_tokens = num_tokens;
-  setup.own().signature.words[kPlanNumberWord] = plan_epoch;
-  setup.own().status = is_refused ? WordStatus::kRefused : word.status;
+  setup.own().signature.words[kPlanNumberWord] = static_cast<int64_t>(plan_epoch);
+  setup.own().status = status;
   setup.epoch = epoch;
 }
 
@@ -78,10 +79,9 @@ __device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_
     post_word_by_thread(me, epoch, setup.own());
   }
   if (peer < me.num_ranks) {
-    const auto slots = me.map.signals();
     const WaitSite site = {setup.own().op, epoch, peer, WaitFor::kRecords};
-    const uint32_t* records = signal_of(me, me.rank, slots.records(static_cast<uint32_t>(peer)));
-    const auto plan_epoch = static_cast<uint32_t>(setup.own().signature.words[kPlanNumberWord]);
+    const uint64_t* records = records_of(me, me.rank, peer);
+    const auto plan_epoch = static_cast<uint64_t>(setup.own().signature.words[kPlanNumberWord]);
     DeviceHandshake said;
     bool is_good = false;
     const bool is_going_on =

@@ -141,11 +141,36 @@ inline constexpr int kBulkStages = 6;        // pieces in shared memory, per war
 inline constexpr int kBulkAhead = 3;         // of these, how many are being loaded
 inline constexpr int32_t kBulkPiece = 4096;  // bytes
 
+// The slow part of wait_barrier(), which is called in many places.
+__device__ __noinline__ inline bool await_barrier(
+    const RankView& me, Op op, uint64_t* barrier, uint32_t parity
+) {
+  constexpr uint64_t kPatience = 3;
+  const uint64_t begin = ptx::nanoseconds();
+  while (!ptx::try_wait_barrier(barrier, parity)) {
+    if (ptx::nanoseconds() - begin > kPatience * me.timeout_ns) {
+      raise_timeout(me, {op, current_epoch(me), me.rank, WaitFor::kStage}, parity ^ 1U, parity);
+      return false;
+    }
+  }
+  return true;
+}
+
+// Every lane of a warp waits until a phase of a barrier in shared memory is complete. That it comes
+// is certain unless somebody has miscounted; whoever waits for a peer before it arrives here gives
+// up by then. Returns false, with a fault, after that; the caller then leaves its role.
+__device__ __forceinline__ bool wait_barrier(
+    const RankView& me, Op op, uint64_t* barrier, uint32_t parity
+) {
+  return ptx::try_wait_barrier(barrier, parity) || await_barrier(me, op, barrier, parity);
+}
+
 // A warp's ring of pieces in shared memory. Lane 0 loads; every lane stores, and counts its own
 // groups of bulk stores.
 class BulkRing {
  public:
-  __device__ BulkRing(std::byte* stages, uint64_t* full) : stages_(stages), full_(full) {
+  __device__ BulkRing(const RankView& me, std::byte* stages, uint64_t* full)
+      : me_(me), stages_(stages), full_(full) {
     if (lane_index() == 0) {
       for (int stage = 0; stage < kBulkStages; ++stage) {
         ptx::init_barrier(full + stage);
@@ -156,9 +181,10 @@ class BulkRing {
   }
 
   // Works on the units [0, count): loads source(u) ahead of time, then calls store(u, piece in
-  // shared memory), which issues bulk stores on any lanes, and after(u).
+  // shared memory), which issues bulk stores on any lanes, and after(u). Returns false if the call
+  // is given up.
   template <class Source, class Store, class After>
-  __device__ __forceinline__ void stream(
+  __device__ __forceinline__ bool stream(
       int count, const Source& source, const Store& store, const After& after
   ) {
     ptx::wait_stores_read<kBulkStages - kBulkAhead>();
@@ -170,7 +196,8 @@ class BulkRing {
     for (int unit = 0; unit < count; ++unit) {
       const uint32_t stage = stored_ % kBulkStages;
       const uint32_t parity = stored_ / kBulkStages % 2;
-      while (!ptx::try_wait_barrier(full_ + stage, parity)) {
+      if (!wait_barrier(me_, Op::kDispatch, full_ + stage, parity)) {
+        return false;
       }
       store(unit, stages_ + stage * kBulkPiece);
       ptx::commit_stores();
@@ -183,6 +210,7 @@ class BulkRing {
       }
       after(unit);
     }
+    return true;
   }
 
  private:
@@ -194,6 +222,7 @@ class BulkRing {
     }
   }
 
+  const RankView& me_;
   std::byte* stages_;
   uint64_t* full_;
   uint32_t loaded_ = 0;

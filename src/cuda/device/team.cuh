@@ -25,7 +25,7 @@ struct VectorMover {
   static constexpr int kSharedBytes = 0;
   static constexpr int32_t kPiece = kVectorPiece;
 
-  __device__ __forceinline__ VectorMover(int /*index*/, uint64_t* /*full*/) {}
+  __device__ __forceinline__ VectorMover(const RankView&, int /*index*/, uint64_t* /*full*/) {}
   static __device__ __forceinline__ void finish() {}
 };
 
@@ -37,8 +37,8 @@ struct BulkMover : BulkRing {
   static constexpr int kSharedBytes = kMoverWarps * kBulkStages * kBulkPiece;
   static constexpr int32_t kPiece = kBulkPiece;
 
-  __device__ __forceinline__ BulkMover(int index, uint64_t* full)
-      : BulkRing(dynamic_shared + index * kBulkStages * kBulkPiece, full) {}
+  __device__ __forceinline__ BulkMover(const RankView& me, int index, uint64_t* full)
+      : BulkRing(me, dynamic_shared + index * kBulkStages * kBulkPiece, full) {}
   // All threads of a kernel call it before the kernel ends: what they have stored is then complete.
   static __device__ __forceinline__ void finish() { ptx::wait_stores<0>(); }
 };

@@ -28,6 +28,12 @@ __device__ __forceinline__ uint32_t* signal_of(const RankView& me, int rank, uin
   return reinterpret_cast<uint32_t*>(control_of(me, rank)) + slot;
 }
 
+// The epoch up to which the records of `source` are in the plans of `rank`.
+__device__ __forceinline__ uint64_t* records_of(const RankView& me, int rank, int source) {
+  const auto slot = me.map.signals().records(static_cast<uint32_t>(source));
+  return reinterpret_cast<uint64_t*>(signal_of(me, rank, slot));
+}
+
 __device__ __forceinline__ DeviceHandshake* word_of(
     const RankView& me, int owner, uint32_t epoch, int source
 ) {
@@ -36,9 +42,12 @@ __device__ __forceinline__ DeviceHandshake* word_of(
   );
 }
 
-// Epochs wrap; they are compared by their distance.
+// Epochs of 32 bits wrap; they are compared by their distance.
 __device__ __forceinline__ bool is_reached(uint32_t seen, uint32_t wanted) {
   return static_cast<int32_t>(seen - wanted) >= 0;
+}
+__device__ __forceinline__ bool is_reached(uint64_t seen, uint64_t wanted) {
+  return seen >= wanted;
 }
 
 __device__ __forceinline__ StopState stop_state(const RankView& me) {
@@ -54,8 +63,12 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   // A peer does not know that it is a stranger here, or that its region is missing: it goes on by
   // itself.
   const bool is_mutual = fault.kind != FaultKind::kTimeout && fault.kind != FaultKind::kStranger &&
-                         fault.kind != FaultKind::kUnmapped;
+                         fault.kind != FaultKind::kUnmapped && fault.kind != FaultKind::kGone;
   const StopState state = is_mutual ? StopState::kGivenUp : StopState::kBroken;
+  if (state == StopState::kBroken && stop_state(me) != StopState::kBroken) {
+    me.local->broken_epoch = fault.epoch;  // the same of all threads that come here
+    __threadfence();
+  }
   // A handshake that does not come to a call that is given up leaves the rank broken all the same:
   // its next calls would be two ahead of the peer's, and write over what the peer still reads.
   const auto before =
@@ -80,7 +93,7 @@ struct WaitSite {
 
 // A wait at this site has come to its deadline.
 __device__ inline void raise_timeout(
-    const RankView& me, const WaitSite& site, uint32_t seen, uint32_t wanted
+    const RankView& me, const WaitSite& site, uint64_t seen, uint64_t wanted
 ) {
   const FaultRecord fault = {
       .kind = FaultKind::kTimeout,
@@ -88,8 +101,8 @@ __device__ inline void raise_timeout(
       .epoch = site.epoch,
       .peer = site.peer,
       .waiting_for = site.waiting_for,
-      .seen = seen,
-      .wanted = wanted};
+      .seen = static_cast<int64_t>(seen),
+      .wanted = static_cast<int64_t>(wanted)};
   raise_fault(me, fault);
 }
 
@@ -117,10 +130,11 @@ __device__ inline std::byte* peer_data(
 // A call that is given up still waits for handshakes, so that no rank gets two calls ahead of
 // another. `patience` multiplies the deadline, for waits whose timeout would say less than that of
 // another wait for the same peer.
+template <class Epoch>
 __device__ inline bool wait_reached(
     const RankView& me,
-    const uint32_t* signal,
-    uint32_t wanted,
+    const Epoch* signal,
+    Epoch wanted,
     const WaitSite& site,
     uint32_t patience = 1
 ) {
@@ -129,7 +143,7 @@ __device__ inline bool wait_reached(
   }
   const uint64_t begin = ptx::nanoseconds();
   for (;;) {
-    uint32_t seen = 0;
+    Epoch seen = 0;
 #pragma unroll 1                    // what waits need not be fast, and code has to be fetched
     for (int i = 0; i < 32; ++i) {  // looks between looks at the clock: a guess
       __nanosleep(me.poll_ns);      // waiting warps shall leave the memory to working ones
@@ -167,8 +181,68 @@ __device__ __forceinline__ bool wait_reached_warp(
 }
 
 // Number of the running call: the one after the last that finished on this rank.
+__device__ __forceinline__ uint64_t current_call(const RankView& me) {
+  return *reinterpret_cast<volatile uint64_t*>(&me.local->epoch) + 1;
+}
 __device__ __forceinline__ uint32_t current_epoch(const RankView& me) {
   return *reinterpret_cast<volatile uint32_t*>(&me.local->epoch) + 1;
+}
+
+// How many calls ago this rank broke off; 0: in this call, or it has not.
+__device__ __forceinline__ uint32_t calls_since_break(const RankView& me, uint32_t epoch) {
+  if (stop_state(me) != StopState::kBroken) {
+    return 0;
+  }
+  ptx::fence_gpu();  // the number was there before the state
+  return epoch - *reinterpret_cast<volatile uint32_t*>(&me.local->broken_epoch);
+}
+
+// What this rank says of itself in the handshake of a call. A rank that did not wait for a peer is
+// soon calls ahead of it, and two calls share the place of a handshake: it refuses the next call,
+// and is silent in all after that.
+__device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t epoch) {
+  if (!is_stopped(me)) {
+    return WordStatus::kGood;
+  }
+  return calls_since_break(me, epoch) > 1 ? WordStatus::kSilent : WordStatus::kRefused;
+}
+
+// Whether this rank may write to its peers before their handshakes of this call have come. One that
+// has broken off may not: a peer that did not come may still read what would be written over. A
+// fault of this call keeps nobody from it: blocks that begin late still send their part, from which
+// peers learn of the fault.
+__device__ __forceinline__ bool may_write_ahead(const RankView& me, uint32_t epoch) {
+  return calls_since_break(me, epoch) == 0;
+}
+
+// Every so many calls, at the ends of some in a row (a call that is given up renews nothing), each
+// rank renews what it has raised, as epochs of 32 bits would look new again after so long a
+// silence.
+inline constexpr uint32_t kRenewalCalls = 1U << 28;
+inline constexpr uint32_t kRenewalsInARow = 16;
+
+// One thread, when a call has ended on this rank: "done up to this call" is true of everything that
+// a call may raise. The routing of the call before has been read by all ranks.
+__device__ __noinline__ inline void renew_signals(const RankView& me, uint32_t epoch) {
+  const SignalSlots slots = me.map.signals();
+  const auto own = static_cast<uint32_t>(me.rank);
+  ptx::fence_sys();
+#pragma unroll 1
+  for (int rank = 0; rank < me.num_ranks; ++rank) {
+    ptx::store_relaxed_sys(signal_of(me, rank, slots.source_weights(own)), epoch);
+#pragma unroll 1
+    for (int chunk = 0; chunk < static_cast<int>(slots.max_chunks); ++chunk) {
+      ptx::store_relaxed_sys(signal_of(me, rank, slots.dispatch(me.rank, chunk)), epoch);
+      ptx::store_relaxed_sys(signal_of(me, rank, slots.combine(me.rank, chunk)), epoch);
+    }
+    auto* routing =
+        reinterpret_cast<uint64_t*>(control_of(me, rank) + me.map.routing_offset(epoch - 1, own));
+    const uint32_t num_words = me.map.eager_row_bytes == 0 ? 0 : me.map.routing().size();
+#pragma unroll 1
+    for (uint32_t i = 0; i < num_words; ++i) {
+      ptx::store_relaxed_sys(routing + i, uint64_t{epoch - 1} << 32);
+    }
+  }
 }
 
 // Every thread of every block calls it as the last thing in a kernel.
@@ -180,7 +254,13 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
       me.local->done = 0;
       me.local->grid = 0;
       me.local->placed = 0;
+      if (epoch % kRenewalCalls < kRenewalsInARow && !is_stopped(me)) {
+        renew_signals(me, epoch);
+      }
       me.local->epoch = epoch;
+      if (epoch == 0) {
+        ++me.local->epoch_high;
+      }
     }
   }
 }
@@ -189,6 +269,9 @@ __device__ inline void finish_call(const RankView& me, uint32_t epoch) {
 __device__ inline void post_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word, int peer
 ) {
+  if (word.status == WordStatus::kSilent) {
+    return;
+  }
   *word_of(me, peer, epoch, me.rank) = word;
   ptx::fence_sys();
   ptx::store_relaxed_sys(

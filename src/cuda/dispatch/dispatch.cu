@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
     __shared__ uint64_t full[(kMoverWarps + 1) * Mover::kBarriers];
     const int warp = warp_in_block();
     const int index = warp < kMoverWarps ? warp : 0;
-    Mover mover(index, full + warp * Mover::kBarriers);
+    Mover mover(call.me, index, full + warp * Mover::kBarriers);
     if (begin_call(setup, call)) {
       const bool is_signaller = warp == kMoverWarps;
       const int block = static_cast<int>(blockIdx.x);

@@ -103,7 +103,9 @@ class EagerFanOut {
         return;
       }
       const int part = index % parts;
-      move_row(*this, records, slice_of(part, parts, row_bytes_, Mover::kPiece), mover);
+      if (!move_row(*this, records, slice_of(part, parts, row_bytes_, Mover::kPiece), mover)) {
+        return;
+      }
       if (part == 0) {
         move_extras(records);
       }
@@ -191,8 +193,9 @@ class EagerFanOut {
   int64_t row_bytes_;
 };
 
-// Moves one row, and calls find_slots(records) once it has begun to load.
-__device__ __forceinline__ void move_row(
+// Moves one row, and calls find_slots(records) once it has begun to load. Returns false if the call
+// is given up.
+__device__ __forceinline__ bool move_row(
     const EagerFanOut& role,
     ArrivalRecords& records,
     const Slice& slice,
@@ -211,8 +214,9 @@ __device__ __forceinline__ void move_row(
       store_vectors(target + slice.offset + offset, vectors, bytes);
     });
   }
+  return true;
 }
-__device__ __forceinline__ void move_row(
+__device__ __forceinline__ bool move_row(
     const EagerFanOut& role, ArrivalRecords& records, const Slice& slice, BulkRing& ring
 ) {
   // What the signal made visible was read by ordinary accesses so far.
@@ -233,7 +237,7 @@ __device__ __forceinline__ void move_row(
       ptx::bulk_store(target + slice.offset + piece * pieces.each, data, bytes);
     }
   };
-  ring.stream(pieces.count, source_of, store, [](int) {});
+  return ring.stream(pieces.count, source_of, store, [](int) {});
 }
 
 }  // namespace weft

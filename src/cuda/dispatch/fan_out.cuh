@@ -124,8 +124,8 @@ class DispatchFanOut {
       if (!items_.wait(records)) {
         return;
       }
-      if (records.source != me_.rank) {
-        move_rows(*this, records, mover);
+      if (records.source != me_.rank && !move_rows(*this, records, mover)) {
+        return;
       }
       if (call_.out_weights != nullptr) {
         extras_.move_weights(records, items_.weights(records));
@@ -253,9 +253,9 @@ class DispatchFanOut {
   int64_t row_bytes_;
 };
 
-// Copies the rows of one item.
+// Copies the rows of one item. Returns false if the call is given up.
 template <class Role>
-__device__ __forceinline__ void
+__device__ __forceinline__ bool
 move_rows(const Role& role, const ArrivalRecords& records, const VectorMover& /*mover*/) {
   using Job = typename Role::Job;
   const Pieces pieces = cut_row(role.row_bytes(), kVectorPiece);
@@ -282,9 +282,10 @@ move_rows(const Role& role, const ArrivalRecords& records, const VectorMover& /*
       });
     }
   }
+  return true;
 }
 template <class Role>
-__device__ __forceinline__ void move_rows(
+__device__ __forceinline__ bool move_rows(
     const Role& role, const ArrivalRecords& records, BulkRing& ring
 ) {
   using Job = typename Role::Job;
@@ -336,7 +337,7 @@ __device__ __forceinline__ void move_rows(
       ++job;
     }
   };
-  ring.stream(count * pieces.count, source_of, store, [](int) {});
+  return ring.stream(count * pieces.count, source_of, store, [](int) {});
 }
 
 }  // namespace weft

@@ -55,8 +55,16 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-__device__ void run_plan(const PlanLaunch& call, uint32_t epoch, SmallPlanShared& small) {
-  send_routing(call, epoch);
+__device__ void run_plan(
+    const PlanLaunch& call, uint64_t number, bool may_write, SmallPlanShared& small
+) {
+  const auto epoch = static_cast<uint32_t>(number);
+  if (threadIdx.x == 0) {
+    small.call = number;
+  }
+  if (may_write) {
+    send_routing(call, epoch);
+  }
   make_routed_plan(call, epoch, carve(shared_map(call), dynamic_shared, small));
 }
 
@@ -70,10 +78,12 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     __shared__ SeenPlan seen;
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
     const DispatchLaunch& rows = call.dispatch;
-    const uint32_t epoch = current_epoch(rows.me);
+    const uint64_t number = current_call(rows.me);
+    const auto epoch = static_cast<uint32_t>(number);
+    const bool may_write = may_write_ahead(rows.me, epoch);
     const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
     if (block < 0) {
-      run_plan(call.plan, epoch, small);
+      run_plan(call.plan, number, may_write, small);
     } else {
       clear_progress(progress);
       set_places(setup, seen, rows.me, epoch);
@@ -81,14 +91,16 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
       Push push(rows, setup, progress, place);
       const int warp = warp_in_block();
       if (warp == kMoverWarps) {
-        push.run_signals();
+        if (may_write) {
+          push.run_signals();
+        }
       } else if (warp == kWordWarp && block == 0) {
         accept_plan_words(call.plan, epoch, setup.own());
       } else if (warp == kWatchWarp) {
         watch_plan(call.plan, setup, seen);
       } else if (warp < kMoverWarps) {
-        Mover mover(warp, full + warp * Mover::kBarriers);
-        if (!is_stopped(rows.me)) {  // a peer may still be two calls behind, and read its rows
+        Mover mover(rows.me, warp, full + warp * Mover::kBarriers);
+        if (may_write) {
           push.run(mover);
         }
         EagerFanOut(rows, setup, seen, place).run(mover);

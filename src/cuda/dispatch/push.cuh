@@ -129,9 +129,10 @@ class DispatchPush {
         report_progress(progress_, team_, static_cast<uint32_t>(index >> chunk_shift_) - 1);
       }
     };
-    ring.stream(tokens * pieces.count, source, store, after);
-    ptx::wait_stores<0>();
-    report_progress(progress_, team_, static_cast<uint32_t>(chunks));
+    if (ring.stream(tokens * pieces.count, source, store, after)) {
+      ptx::wait_stores<0>();
+      report_progress(progress_, team_, static_cast<uint32_t>(chunks));
+    }
   }
 
   // The block's last warp: lane r raises the signals at rank r.

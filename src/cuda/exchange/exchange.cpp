@@ -125,6 +125,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_ = std::make_shared<CudaRankState>();
   own_->memory = memory_;
   own_->stream = GpuStream(gpu);
+  aside_ = GpuStream(gpu);
   own_->last_call.create(context_);
   own_->local.create(1, context_);
   own_->fault.create(1, context_);
@@ -161,11 +162,9 @@ void CudaExchange::set_up(uint64_t stamp) {
     view_.control[rank] = memory_->control_of(rank);
   }
   const uint32_t base = epoch_base(stamp);
-  num_copies_ = base;
   std::byte* const stamp_place = memory_->control().data + control_map_.stamp_offset();
   WEFT_CUDA(context_, cudaMemcpy(stamp_place, &stamp, sizeof stamp, cudaMemcpyHostToDevice));
-  uint32_t* const epoch = &own_->local.get()->epoch;
-  WEFT_CUDA(context_, cudaMemcpy(epoch, &base, sizeof base, cudaMemcpyHostToDevice));
+  set_epoch(base);
   // Enough for 16-bit rows, in combine and staged in dispatch, there with small scale rows. What
   // needs more makes it grow, and then peers that are ahead may be too busy to map it.
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) *
@@ -173,6 +172,14 @@ void CudaExchange::set_up(uint64_t stamp) {
   const auto row_bytes = static_cast<uint64_t>(settings_.hidden * 2 + kScaleRoom);
   static_cast<void>(staging_of(static_cast<uint64_t>(rows) * row_bytes, nullptr));
   WEFT_CUDA(context_, cudaDeviceSynchronize());
+}
+
+void CudaExchange::set_epoch(uint64_t epoch) {
+  const CudaDeviceGuard guard(settings_.device.index);
+  num_copies_ = static_cast<uint32_t>(epoch);
+  WEFT_CUDA(
+      context_, cudaMemcpy(&own_->local.get()->epoch, &epoch, sizeof epoch, cudaMemcpyHostToDevice)
+  );
 }
 
 CudaExchange::~CudaExchange() {

@@ -67,6 +67,10 @@ class CudaExchange final : public Executor {
   [[nodiscard]] ExchangeStats stats() const override;
   [[nodiscard]] Footprint footprint() const override;
 
+  // The last call has this number on the GPU now, as if those since then had raised no signal. For
+  // tests of long runs: on all ranks, while none makes a call.
+  void set_epoch(uint64_t epoch);
+
   // --- for the executor of several hosts (src/hosts), in whose domain this one moves rows ---
   // Its ranks are `ranks` of the group of `whole`, and messages call them so from now on.
   // `num_sharing` ranks of that group share this GPU, and `num_kept_sms` of its multiprocessors are
@@ -84,8 +88,13 @@ class CudaExchange final : public Executor {
       int64_t number,
       cudaStream_t stream
   );
-  // Waits for the stream, then throws what check() would.
-  void finish(cudaStream_t stream);
+  // Waits for the stream. An interrupt of this rank's caller (core/interrupt.hpp) ends the wait and
+  // the exchange, as that of a peer does.
+  void wait_for(cudaStream_t stream) {
+    wait_for_stream(stream, context_, [&] { look_for_interrupts(stream); });
+  }
+  // This rank's caller wants to stop: the kernels end, and the peers hear why.
+  void interrupt();
   // Whether check() would throw; any thread may ask.
   [[nodiscard]] bool has_fault() const {
     return *static_cast<volatile FaultKind*>(&own_->fault.get()->kind) != FaultKind::kNone;
@@ -109,6 +118,15 @@ class CudaExchange final : public Executor {
   [[nodiscard]] int sms_of(const CallOptions& call) const;
 
   // --- failures ---
+  // While the host waits for the stream: throws if this rank's caller or a peer's wants to stop.
+  void look_for_interrupts(cudaStream_t stream);
+  // The running call and all later ones wait for nothing any more and give peers nothing.
+  void stop_kernels(uint32_t call);
+  // Of the call `own`: which peer was interrupted, if not after it; else empty.
+  [[nodiscard]] std::string interrupt_text(uint32_t own) const;
+  [[nodiscard]] uint32_t running_call() const;
+  // Once the stream has stopped.
+  [[noreturn]] void break_off(ErrorCode code, std::string_view text, cudaStream_t stream);
   // Tells the peers of one call that this rank does not make. -> its number on the GPUs.
   uint32_t refuse_one(Op op, std::string_view reason, cudaStream_t stream);
   // Whether a plan that this rank has refused was a call of its own for the others, as their
@@ -123,7 +141,11 @@ class CudaExchange final : public Executor {
   [[nodiscard]] std::vector<int> silent_ranks() const;
   // A value in this GPU's memory, read by a copy, which takes another way than kernels.
   template <class T>
-  [[nodiscard]] T read_gpu(const void* from) const;
+  [[nodiscard]] T read_gpu(const void* from) const {
+    return read_gpu<T>(from, own_->stream.get());
+  }
+  template <class T>
+  [[nodiscard]] T read_gpu(const void* from, cudaStream_t stream) const;
 
   // --- plans ---
   // A plan to be made, and the launch that makes it.
@@ -213,6 +235,8 @@ class CudaExchange final : public Executor {
   uint32_t num_copies_ = 0;       // calls by copy engines; does not begin at 0, as epochs
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired_;
+  GpuStream aside_;  // for what shall not wait behind calls
+  Op running_op_ = Op::kNone;
   bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
   BlockChoice tuning_;
   int num_senders_ = 0;        // see set_num_senders()
@@ -222,9 +246,8 @@ class CudaExchange final : public Executor {
 };
 
 template <class T>
-T CudaExchange::read_gpu(const void* from) const {
+T CudaExchange::read_gpu(const void* from, cudaStream_t stream) const {
   T value;
-  const cudaStream_t stream = own_->stream.get();
   WEFT_CUDA(context_, cudaMemcpyAsync(&value, from, sizeof value, cudaMemcpyDeviceToHost, stream));
   WEFT_CUDA(context_, cudaStreamSynchronize(stream));
   return value;
@@ -234,6 +257,7 @@ template <class Launch>
 auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch) {
   const CudaDeviceGuard guard(settings_.device.index);
   const cudaStream_t stream = stream_of(call);
+  running_op_ = op;
   is_launched_ = false;
   const auto launched = [&] {
     try {
@@ -248,7 +272,8 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   };
   const auto end = [&] {
     if (call.stream == nullptr) {
-      finish(stream);
+      wait_for(stream);
+      check();
     }
   };
   if constexpr (std::is_void_v<decltype(launch(stream))>) {

@@ -15,7 +15,8 @@ constexpr std::string_view kWaitedFor[] = {  // by WaitFor
     "source weights",
     "rows",
     "copies",
-    "blocks of its own"};
+    "blocks of its own",
+    "rows in its shared memory"};
 
 // The value of a signal: a call of this exchange, or what something else left there.
 std::string signal_text(const RankView& me, uint32_t value) {
@@ -43,7 +44,7 @@ std::string timeout_text(
     );
   }
   const auto value = [&](int64_t number) {
-    return fault.waiting_for == WaitFor::kGrid ? fmt::format("{}", number)
+    return fault.waiting_for >= WaitFor::kGrid ? fmt::format("{}", number)
                                                : signal_text(me, static_cast<uint32_t>(number));
   };
   return fmt::format(
@@ -118,6 +119,10 @@ std::string problem_text(
     case FaultKind::kUnmapped:
       return fmt::format(
           "rank {} names its region {} (which is not mapped here)", fault.peer, fault.seen
+      );
+    case FaultKind::kGone:
+      return fmt::format(
+          "rank {} has broken off and did not wait for this call: its rows may be gone", fault.peer
       );
     case FaultKind::kNone:
       break;

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "core/clock.hpp"
+#include "core/interrupt.hpp"
 #include "core/log.hpp"
 #include "cuda/exchange/exchange.hpp"
 
@@ -23,9 +24,81 @@ void CudaExchange::check() {
   }
 }
 
-void CudaExchange::finish(cudaStream_t stream) {
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
-  check();
+void CudaExchange::look_for_interrupts(cudaStream_t stream) {
+  bool is_any = InterruptScope::is_interrupted();
+  const bool is_own = is_any;
+  for (int peer = 0; peer < view_.num_ranks && !is_any; ++peer) {
+    is_any = refusals_->interrupted(peer).has_value();
+  }
+  if (!is_any) {
+    return;
+  }
+  const RelaxedCapture no_capture;
+  const uint32_t call = running_call();
+  if (is_own) {
+    interrupt();
+    const uint32_t number = call_number(view_, call);
+    const auto text = fmt::format("interrupted while it waited for the GPU (call {})", number);
+    break_off(ErrorCode::kInterrupted, text, stream);
+  }
+  if (const std::string text = interrupt_text(call); !text.empty()) {
+    stop_kernels(call);
+    break_off(ErrorCode::kPeerFailed, text, stream);
+  }
+}
+
+uint32_t CudaExchange::running_call() const {
+  return read_gpu<uint32_t>(&own_->local.get()->epoch, aside_.get()) + 1;
+}
+
+void CudaExchange::interrupt() {
+  const CudaDeviceGuard guard(settings_.device.index);
+  const RelaxedCapture no_capture;
+  const uint32_t call = running_call();
+  stop_kernels(call);
+  refusals_->interrupt(call);
+}
+
+void CudaExchange::stop_kernels(uint32_t call) {
+  constexpr StopState kState = StopState::kBroken;
+  LocalState* const local = own_->local.get();
+  const cudaStream_t stream = aside_.get();
+  const auto put = [&](void* to, const void* from, size_t bytes) {
+    WEFT_CUDA(context_, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
+    WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  };
+  put(&local->broken_epoch, &call, sizeof call);
+  put(&local->stopped, &kState, sizeof kState);
+}
+
+std::string CudaExchange::interrupt_text(uint32_t own) const {
+  for (int peer = 0; peer < view_.num_ranks; ++peer) {
+    const std::optional<uint32_t> call = refusals_->interrupted(peer);
+    if (call && static_cast<int32_t>(own - *call) >= 0) {  // calls before it have ended there
+      return fmt::format(
+          "rank {} was interrupted in call {} (this is call {})",
+          rank_names_.empty() ? peer : rank_names_[static_cast<size_t>(peer)],
+          call_number(view_, *call),
+          call_number(view_, own)
+      );
+    }
+  }
+  return {};
+}
+
+void CudaExchange::break_off(ErrorCode code, std::string_view text, cudaStream_t stream) {
+  // Then nothing of the call touches the caller's tensors any more.
+  const Deadline deadline(std::chrono::seconds(1));
+  while (cudaStreamQuery(stream) == cudaErrorNotReady && !deadline.has_passed()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  static_cast<void>(cudaGetLastError());
+  try {
+    raise_error(code, context_, fmt::format("{}: {}", op_name(running_op_), text));
+  } catch (const Error&) {
+    broken_ = std::current_exception();
+    throw;
+  }
 }
 
 bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
@@ -49,11 +122,11 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
 uint32_t CudaExchange::refuse_one(Op op, std::string_view reason, cudaStream_t stream) {
   // Behind the call before it, in whatever stream that is, the GPU knows the number of this one.
   WEFT_CUDA(context_, cudaStreamWaitEvent(stream, own_->last_call.get()));
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
-  const uint32_t number = read_gpu<LocalState>(own_->local.get()).epoch + 1;
+  wait_for(stream);
+  const uint32_t number = read_gpu<uint32_t>(&own_->local.get()->epoch) + 1;
   refusals_->post(number, reason);
   launch_refusal(view_, op, stream);
-  WEFT_CUDA(context_, cudaStreamSynchronize(stream));
+  wait_for(stream);
   return number;
 }
 
@@ -85,7 +158,7 @@ bool CudaExchange::clear_fault(uint32_t epoch) {
   const RelaxedCapture no_capture;
   const auto deadline = std::chrono::steady_clock::now() + 2 * settings_.timeout;  // of its waits
   WEFT_CUDA(context_, cudaEventSynchronize(own_->last_call.get()));
-  const auto now = [&] { return read_gpu<LocalState>(own_->local.get()).epoch; };
+  const auto now = [&] { return read_gpu<uint32_t>(&own_->local.get()->epoch); };
   while (static_cast<int32_t>(now() - epoch) < 0 && std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
@@ -112,15 +185,19 @@ void CudaExchange::throw_fault() {
     survey.refusal = refusals_->reason(peer, record.epoch);
   }
   const bool is_late = record.kind == FaultKind::kTimeout;
-  const bool is_mutual =
-      !is_late && record.kind != FaultKind::kStranger && record.kind != FaultKind::kUnmapped;
+  const bool is_gone = record.kind == FaultKind::kGone;
+  const bool is_mutual = !is_late && !is_gone && record.kind != FaultKind::kStranger &&
+                         record.kind != FaultKind::kUnmapped;
   // Nothing was harmed if all ranks gave the call up, and count it.
   if (is_mutual && clear_fault(record.epoch)) {
     raise_error(ErrorCode::kInvalidArgument, context_, fault_text(record, named, survey));
   }
-  const bool is_of_peer = is_late && record.waiting_for != WaitFor::kGrid;
+  const bool is_of_peer = is_late && record.waiting_for < WaitFor::kGrid;
   const PeerState state = is_of_peer ? memory_->peer_state(peer) : PeerState::kAlive;
   try {
+    if (const std::string text = interrupt_text(record.epoch); is_late && !text.empty()) {
+      WEFT_RAISE(context_, ErrorCode::kPeerFailed, "{}: {}", op_name(record.op), text);
+    }
     WEFT_CHECK(
         context_,
         state == PeerState::kAlive,
@@ -146,8 +223,10 @@ void CudaExchange::throw_fault() {
           fmt::join(silent_ranks(), ", ")
       );
     }
-    const bool is_timeout = is_late || is_mutual;
-    raise_error(is_timeout ? ErrorCode::kTimeout : ErrorCode::kInternal, context_, problem);
+    const ErrorCode code = is_late || is_mutual ? ErrorCode::kTimeout
+                           : is_gone            ? ErrorCode::kPeerFailed
+                                                : ErrorCode::kInternal;
+    raise_error(code, context_, problem);
   } catch (const Error&) {
     broken_ = std::current_exception();
     throw;

@@ -12,7 +12,8 @@ __global__ void refuse(const __grid_constant__ RankView me, Op op) {
   DeviceHandshake word;
   word.op = op;
   word.stamp = me.stamp;
-  word.status = WordStatus::kRefused;
+  const WordStatus own = own_status(me, epoch);
+  word.status = own == WordStatus::kGood ? WordStatus::kRefused : own;
   post_word_by_thread(me, epoch, word);
   // The words of all ranks are awaited as by every kernel: a word lives for two calls.
   const int peer = static_cast<int>(threadIdx.x);

@@ -27,7 +27,9 @@ struct RefusalBoard::Entry {
 
 RefusalBoard::RefusalBoard(const Group& group) : rank_(group.rank()) {
   SharedMemory own;
-  agree(group, [&] { own = SharedMemory::create(kEntries * sizeof(Entry)); });
+  agree(group, [&] {
+    own = SharedMemory::create(kEntries * sizeof(Entry) + sizeof(std::atomic<uint64_t>));
+  });
   const std::vector<SharedMemoryRef> refs = gather_values(group, own.ref());
   agree(group, [&] {
     for (const SharedMemoryRef& ref : refs) {
@@ -64,6 +66,20 @@ std::string RefusalBoard::reason(int rank, uint32_t call) const {
     return {};
   }
   return std::string(std::bit_cast<RefusalText>(words).view());
+}
+
+std::atomic<uint64_t>& RefusalBoard::interrupt_of(int rank) const {
+  std::byte* const data = memories_[static_cast<size_t>(rank)].data();
+  return *reinterpret_cast<std::atomic<uint64_t>*>(data + kEntries * sizeof(Entry));
+}
+
+void RefusalBoard::interrupt(uint32_t call) const {
+  interrupt_of(rank_).store(kIsThere | call, std::memory_order_release);
+}
+
+std::optional<uint32_t> RefusalBoard::interrupted(int rank) const {
+  const uint64_t word = interrupt_of(rank).load(std::memory_order_acquire);
+  return word == 0 ? std::nullopt : std::optional(static_cast<uint32_t>(word));
 }
 
 }  // namespace weft

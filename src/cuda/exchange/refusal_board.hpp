@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Why ranks refuse calls, in host memory that all ranks of a domain map. A refusal itself travels
-// from GPU to GPU; its text is here before, so that whoever has seen the one finds the other.
+// Why ranks refuse calls or break them off, in host memory that all ranks of a domain map. A
+// refusal itself travels from GPU to GPU; its text is here before, so that whoever has seen the one
+// finds the other.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,9 +25,15 @@ class RefusalBoard {
   void post(uint32_t call, std::string_view reason) const;
   // Empty if that rank has told no reason, as for what its GPU found, or if it is gone.
   [[nodiscard]] std::string reason(int rank, uint32_t call) const;
+  // This rank's caller has interrupted that call, and makes no other.
+  void interrupt(uint32_t call) const;
+  // The call that was interrupted on that rank, if one was.
+  [[nodiscard]] std::optional<uint32_t> interrupted(int rank) const;
 
  private:
   struct Entry;
+  // Behind the entries of a rank; 0: no call of it was interrupted.
+  [[nodiscard]] std::atomic<uint64_t>& interrupt_of(int rank) const;
   [[nodiscard]] Entry& entry(int rank, uint32_t call) const;
 
   int rank_;

@@ -6,6 +6,8 @@
 // Every call has a number, its epoch, which the kernels themselves count on each GPU, so that a
 // replayed graph goes on counting. A signal is raised by storing the epoch of the call: it says
 // "done up to this call", and a signal that a failed call never raised does not confuse the next.
+// Signals hold the low 32 bits, compared by their distance, and are renewed before these come round
+// (renew_signals in device/wait.cuh); the epoch of a plan, which may live for ever, has 64.
 //
 //   signals     see SignalSlots
 //   words       [2 parities][num_ranks]  DeviceHandshake, the handshake of a call; of a plan call
@@ -49,6 +51,8 @@ namespace weft {
 enum class WordStatus : uint32_t {
   kGood,
   kRefused,  // this rank does not run the call; every rank gives it up
+  kSilent,   // it is not even posted: this rank has broken off, and a peer that is late may still
+             // need the handshake that it would replace
 };
 
 // The handshake: what a rank tells each other rank before the data of a call.
@@ -65,7 +69,8 @@ struct alignas(16) DeviceHandshake {
   uint64_t stamp = 0;   // of the sender's exchange
 };
 
-// Indices of the uint32 signals of a rank; `source` is the rank that raises.
+// Indices of the uint32 signals of a rank; `source` is the rank that raises. `records` has two of
+// them, for the 64 bits of a plan's epoch.
 struct SignalSlots {
   uint32_t num_ranks = 1;
   uint32_t max_chunks = 1;
@@ -74,27 +79,28 @@ struct SignalSlots {
     return epoch % 2 * num_ranks + source;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t records(uint32_t source) const {
-    return 2 * num_ranks + source;
+    return 2 * num_ranks + 2 * source;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t source_weights(uint32_t source) const {
-    return 3 * num_ranks + source;
+    return 4 * num_ranks + source;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t dispatch(int source, int chunk) const {
-    return 4 * num_ranks + static_cast<uint32_t>(source) * max_chunks +
+    return 5 * num_ranks + static_cast<uint32_t>(source) * max_chunks +
            static_cast<uint32_t>(chunk);
   }
   // `chunk` of the reader's own tokens.
   [[nodiscard]] WEFT_HD constexpr uint32_t combine(int source, int chunk) const {
     return num_ranks * max_chunks + dispatch(source, chunk);
   }
-  // This signal holds no epoch but a number of its own: a stream raises it behind the copies of a
-  // call.
+  // These two hold no epoch but the number of the copies of a call: a stream raises the one behind
+  // them, the kernel before them the other.
   [[nodiscard]] WEFT_HD constexpr uint32_t copied(uint32_t source) const {
-    return 4 * num_ranks + 2 * num_ranks * max_chunks + source;
+    return 5 * num_ranks + 2 * num_ranks * max_chunks + source;
   }
-  [[nodiscard]] WEFT_HD constexpr uint32_t size() const {
-    return 5 * num_ranks + 2 * num_ranks * max_chunks;
+  [[nodiscard]] WEFT_HD constexpr uint32_t copying(uint32_t source) const {
+    return copied(num_ranks) + source;
   }
+  [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return copying(num_ranks); }
 };
 
 // The most memory for eager rows, which only short calls have: in longer ones the transfer takes
@@ -289,6 +295,7 @@ enum class FaultKind : uint32_t {
   kTooMany,   // a map's row `seen` has more than max_topk = `wanted` experts
   kStranger,  // the peer's handshake has the stamp `seen`, this exchange has `wanted`
   kUnmapped,  // the peer names its region `seen`, which is not mapped here
+  kGone,      // the peer has broken off and is calls ahead: its rows may be those of another call
 };
 
 // The epoch from which an exchange counts. The low bits of stamps are numbers of exchanges, so that
@@ -300,7 +307,16 @@ WEFT_HD constexpr uint32_t epoch_base(uint64_t stamp) {
 }
 
 // What a wait was for. kWord: a handshake.
-enum class WaitFor : uint32_t { kWord, kRouting, kRecords, kSourceWeights, kRows, kCopies, kGrid };
+enum class WaitFor : uint32_t {
+  kWord,
+  kRouting,
+  kRecords,
+  kSourceWeights,
+  kRows,
+  kCopies,
+  kGrid,
+  kStage  // a row, or room for one, in shared memory
+};
 
 // In pinned host memory; `kind` is stored last. The first fault of a call wins.
 struct FaultRecord {
@@ -324,13 +340,15 @@ enum class StopState : uint32_t {
 };
 
 // A rank's own device memory that only its kernels (and its host, between calls) touch.
-struct LocalState {
-  uint32_t epoch = 0;   // of the last finished call
-  uint32_t done = 0;    // blocks of the running call that are through
+struct alignas(8) LocalState {
+  uint32_t epoch = 0;       // of the last finished call
+  uint32_t epoch_high = 0;  // its upper half
+  uint32_t done = 0;        // blocks of the running call that are through
   uint32_t grid = 0;    // of the running call: blocks, or what else its kernel counts, that have
                         // reached its barrier
   uint32_t placed = 0;  // parts of a plan made of all routing whose records are there
   StopState stopped = StopState::kRunning;  // set by the first fault
+  uint32_t broken_epoch = 0;                // of the call that made it kBroken
   uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
 };
 

@@ -35,7 +35,7 @@ struct PlanLaunch {
   int64_t expert_stride = 0;
   int64_t row_budget = -1;  // -1: exact
   Signature signature;
-  std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes(), then a uint32 epoch; or null
+  std::byte* host_shape = nullptr;  // pinned: PlanMap::shape_bytes() and a uint32 flag; or null
   int32_t* scratch = nullptr;       // plan_scratch_bytes()
   int32_t num_blocks = 1;           // at most kMaxPlanBlocks
   int32_t num_parts = 1;  // of each rank's tokens, one per block; with RoutedDispatchLaunch only

@@ -28,7 +28,7 @@ struct ImportedRecords {
 };
 
 struct PlanHeader {
-  uint32_t epoch = 0;  // of the call that made it
+  uint64_t epoch = 0;  // of the call that made it
   int32_t num_tokens = 0;
   int32_t overflow = 0;
   int32_t short_rank = -1;  // first rank whose row budget is too small, -1 = none
@@ -37,7 +37,6 @@ struct PlanHeader {
   int64_t expert_stride = 0;  // resolved; 0 unless expert_strided
   int64_t short_rows = 0;     // that rank's budget
   int64_t short_needs = 0;    // rows it would need
-  int64_t padding = 0;
 };
 
 // One arrival on its receiver.

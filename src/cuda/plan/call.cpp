@@ -254,9 +254,12 @@ void CudaExchange::wait_shape(const volatile uint32_t* seen, cudaStream_t stream
     if (Clock::now() < look) {
       continue;
     }
-    look = Clock::now() + std::chrono::milliseconds(1);
+    look = Clock::now() + std::chrono::milliseconds(25);
+    look_for_interrupts(stream);
     const cudaError_t state = cudaStreamQuery(stream);
-    if (state != cudaErrorNotReady) {
+    if (state == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // it is no error of the next launch
+    } else {
       WEFT_CUDA(context_, state);
       check();
       const auto code = ErrorCode::kInternal;

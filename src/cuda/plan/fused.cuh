@@ -198,8 +198,8 @@ __device__ inline bool plan_records(
   const uint32_t num_jobs = place.num_ranks * num_parts;
   if (threadIdx.x == 0 && ptx::add_acq_rel_gpu(&me.local->placed, 1) == num_jobs - 1) {
     ptx::fence_gpu();
-    for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
-      ptx::store_relaxed_sys(signal_of(me, me.rank, me.map.signals().records(rank)), place.epoch);
+    for (int rank = 0; rank < me.num_ranks; ++rank) {
+      ptx::store_relaxed_sys(records_of(me, me.rank, rank), *shared.call);
     }
   }
   return true;
@@ -245,9 +245,7 @@ __device__ inline void accept_plan_words(
   const int peer = lane_index();
   if (peer == 0) {
     write_word(call, word);
-    if (is_stopped(me)) {
-      word.status = WordStatus::kRefused;
-    }
+    word.status = own_status(me, epoch);
   }
   __syncwarp();
   bool is_good = true;

@@ -185,7 +185,7 @@ __device__ inline void write_shape(
   const int64_t* all_rows = shared.total + place.num_ranks;
   if (threadIdx.x == blockDim.x - 1) {  // not the one that fences
     PlanHeader header;
-    header.epoch = place.epoch;
+    header.epoch = *shared.call;
     header.num_tokens = call.num_tokens;
     header.overflow = group.overflow ? 1 : 0;
     header.num_rows = num_rows;
@@ -247,7 +247,7 @@ __device__ inline void publish_shape(
     if (threadIdx.x == 0) {
       ptx::fence_sys();
       ptx::store_relaxed_sys(
-          reinterpret_cast<uint32_t*>(call.host_shape + call.plan.map.shape_bytes()), place.epoch
+          reinterpret_cast<uint32_t*>(call.host_shape + call.plan.map.shape_bytes()), 1U
       );
     }
   }

@@ -16,6 +16,7 @@ static_assert(kImportThreads >= kMaxDomainRanks);
 
 // What the threads of a block know of the call, in shared memory.
 struct ImportedSetup {
+  uint64_t call;  // its number in full
   uint32_t epoch;
   uint32_t failures;
   alignas(16) std::byte own_bytes[sizeof(DeviceHandshake)];  // shared memory takes no initialisers
@@ -51,11 +52,12 @@ __device__ void post_counts(
 __device__ bool meet_ranks(ImportedSetup& setup, const ImportedPlanLaunch& call) {
   const RankView& me = call.me;
   if (threadIdx.x == 0) {
-    setup.epoch = current_epoch(me);
+    setup.call = current_call(me);
+    setup.epoch = static_cast<uint32_t>(setup.call);
     setup.failures = 0;
     DeviceHandshake word;
     word.op = Op::kPlan;
-    word.status = is_stopped(me) ? WordStatus::kRefused : WordStatus::kGood;
+    word.status = own_status(me, setup.epoch);
     word.num_tokens = call.num_tokens;
     word.rows = call.plan_address;
     word.stamp = me.stamp;
@@ -128,8 +130,9 @@ __device__ void copy_records(const ImportedPlanLaunch& call, const ImportedSetup
 }
 
 // One block writes what follows from all ranks' counts.
-__device__ void write_counts(const ImportedPlanLaunch& call, uint32_t epoch) {
+__device__ void write_counts(const ImportedPlanLaunch& call, const ImportedSetup& setup) {
   const RankView& me = call.me;
+  const uint32_t epoch = setup.epoch;
   const int rank = static_cast<int>(threadIdx.x);
   if (rank < me.num_ranks) {
     int32_t arrivals_before = 0;  // at `rank`, of ranks before this one
@@ -146,13 +149,13 @@ __device__ void write_counts(const ImportedPlanLaunch& call, uint32_t epoch) {
   }
   if (threadIdx.x == 0) {
     PlanHeader header = *reinterpret_cast<const PlanHeader*>(call.image);
-    header.epoch = epoch;
+    header.epoch = setup.call;
     *call.plan.header() = header;
   }
 }
 
 // All threads. The last block that has copied tells all receivers.
-__device__ void raise_records(const ImportedPlanLaunch& call, uint32_t epoch) {
+__device__ void raise_records(const ImportedPlanLaunch& call, const ImportedSetup& setup) {
   __syncthreads();
   if (threadIdx.x != 0) {
     return;
@@ -162,9 +165,8 @@ __device__ void raise_records(const ImportedPlanLaunch& call, uint32_t epoch) {
     return;
   }
   ptx::fence_sys();
-  const uint32_t slot = call.me.map.signals().records(static_cast<uint32_t>(call.me.rank));
   for (int rank = 0; rank < call.me.num_ranks; ++rank) {
-    ptx::store_relaxed_sys(signal_of(call.me, rank, slot), epoch);
+    ptx::store_relaxed_sys(records_of(call.me, rank, call.me.rank), setup.call);
   }
 }
 
@@ -173,13 +175,13 @@ __global__ void __launch_bounds__(kImportThreads)
   __shared__ ImportedSetup setup;
   if (meet_ranks(setup, call)) {
     if (blockIdx.x == 0) {
-      write_counts(call, setup.epoch);
+      write_counts(call, setup);
     }
     copy_own(call);
     for (int rank = 0; rank < call.me.num_ranks; ++rank) {
       copy_records(call, setup, rank);
     }
-    raise_records(call, setup.epoch);
+    raise_records(call, setup);
   } else if (blockIdx.x == 0) {
     clear_plan(call.plan);
   }

@@ -40,9 +40,8 @@ __device__ inline void raise_records(
     }
     ptx::fence_sys();
   }
-  const uint32_t slot = call.me.map.signals().records(static_cast<uint32_t>(call.me.rank));
-  for (uint32_t rank = 0; rank < place.num_ranks; ++rank) {
-    ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[rank]) + slot, place.epoch);
+  for (int rank = 0; rank < call.me.num_ranks; ++rank) {
+    ptx::store_relaxed_sys(records_of(call.me, rank, call.me.rank), *shared.call);
   }
 }
 
@@ -68,7 +67,8 @@ __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const P
   const bool is_refused =
       __syncthreads_or(static_cast<int>(!is_met || (is_first && is_stopped(call.me)))) != 0;
   if (is_first && is_refused) {
-    shared.message->status = WordStatus::kRefused;
+    const WordStatus status = own_status(call.me, epoch);
+    shared.message->status = status == WordStatus::kGood ? WordStatus::kRefused : status;
   }
   __syncthreads();
   post_message(call, place, shared);
@@ -99,7 +99,11 @@ __global__ void __launch_bounds__(kMaxPlanThreads, 2)
   const PlanShared shared = carve(
       {map.num_ranks, map.num_experts}, reinterpret_cast<std::byte*>(plan_shared_memory), small
   );
-  const uint32_t epoch = current_epoch(call.me);
+  const uint64_t number = current_call(call.me);
+  const auto epoch = static_cast<uint32_t>(number);
+  if (threadIdx.x == 0) {
+    small.call = number;
+  }
   make_plan(call, epoch, shared);
   finish_call(call.me, epoch);
 }
@@ -110,12 +114,11 @@ __global__ void wait_records(
     const __grid_constant__ RankView me, const __grid_constant__ PlanView plan
 ) {
   const int source = static_cast<int>(threadIdx.x);
-  const uint32_t epoch = plan.header()->epoch;
+  const uint64_t epoch = plan.header()->epoch;
   bool has_come = true;
   if (source < me.num_ranks) {
-    const WaitSite site = {Op::kPlan, epoch, source, WaitFor::kRecords};
-    const uint32_t slot = me.map.signals().records(static_cast<uint32_t>(source));
-    has_come = wait_reached(me, signal_of(me, me.rank, slot), epoch, site);
+    const WaitSite site = {Op::kPlan, static_cast<uint32_t>(epoch), source, WaitFor::kRecords};
+    has_come = wait_reached(me, records_of(me, me.rank, source), epoch, site);
   }
   const int have_all = __syncthreads_and(static_cast<int>(has_come));
   if (threadIdx.x == 0) {

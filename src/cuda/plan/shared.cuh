@@ -22,6 +22,7 @@ struct PlanShared : PlanArrays {
   std::byte** blocks;   // [num_ranks] plan blocks as mapped here; null: gets no records
   int32_t* received;    // [num_ranks] arrivals from each rank
   int64_t* partial;     // [num_warps] of a reduction or scan
+  uint64_t* call;       // the call's number in full, as one thread writes it
   uint32_t num_routes;  // most of a rank, in a plan that is made from all ranks' routing
 
   // [columns] of this rank.
@@ -37,6 +38,7 @@ struct SmallPlanShared {
   std::byte* blocks[kMaxDomainRanks];
   int32_t received[kMaxDomainRanks];
   int64_t partial[kMaxPlanThreads / kPlanLanes];
+  uint64_t call;
 };
 
 // `base` has PlanSharedMap::num_bytes().
@@ -52,6 +54,7 @@ __device__ inline PlanShared carve(
   shared.blocks = small.blocks;
   shared.received = small.received;
   shared.partial = small.partial;
+  shared.call = &small.call;
   shared.num_routes = map.num_routes;
   return shared;
 }

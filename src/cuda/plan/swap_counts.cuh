@@ -93,6 +93,9 @@ __device__ inline void post_message(
       (sizeof(DeviceHandshake) + place.columns * sizeof(int32_t) + sizeof(uint4) - 1) /
       sizeof(uint4);
   const auto* from = reinterpret_cast<const uint4*>(shared.message);
+  if (shared.message->status == WordStatus::kSilent) {
+    return;
+  }
   for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
     auto* to = reinterpret_cast<uint4*>(shared.control[peer] + offset);
     for (uint32_t i = threadIdx.x; i < num_vectors; i += blockDim.x) {

@@ -21,8 +21,9 @@
 namespace weft {
 namespace {
 
-// How long a rank that ends waits for other processes to unmap its memory: CUDA does not say what
-// becomes of memory that is freed before. The time is a guess.
+// How long a rank that ends waits for other processes to unmap its memory. The time is a guess: a
+// rank with a longer deadline may stay in a call that this one gave up. CUDA does not say what
+// becomes of memory that is freed before, so then it stays until the process ends.
 constexpr auto kFarewell = std::chrono::seconds(1);
 
 uint64_t random_process_id() {
@@ -225,6 +226,10 @@ PeerMemory::~PeerMemory() {
     while (is_exported() && !is_unmapped_by_peers() && std::chrono::steady_clock::now() < deadline
     ) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    if (is_exported() && !is_unmapped_by_peers()) {
+      log(LogLevel::kWarn, "peer memory: a rank still uses what is closed here; it is not freed");
+      keep_memory();
     }
   } catch (const std::exception& error) {
     log(LogLevel::kWarn, "peer memory: close: {}", error.what());

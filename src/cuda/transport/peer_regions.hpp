@@ -145,6 +145,8 @@ class PeerRegions {
   void close();
   // Whether no living peer maps this rank's memory any more.
   [[nodiscard]] bool is_unmapped_by_peers() const;
+  // Once closed: this rank's memory stays until the process ends.
+  void keep_memory();
 
  private:
   enum class Use : uint8_t { kFree, kTaken, kLive, kDead };

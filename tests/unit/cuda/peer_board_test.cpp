@@ -258,6 +258,18 @@ TEST(PeerBoardTest, LeavesPeersTheirMappingsWhenItsOwnerIsGone) {
   });
 }
 
+TEST(PeerBoardTest, KeepsMemoryThatAPeerStillUses) {
+  run_threads(1, [](Group& group) {
+    FakeSource source;
+    {
+      PeerRegions regions(group, source, 1);
+      regions.close();
+      regions.keep_memory();
+    }
+    EXPECT_EQ(source.num_own(), 1U);
+  });
+}
+
 TEST(PeerBoardTest, ThrowsOnAllRanksIfOneCannotMapAnother) {
   run_threads(3, [](Group& group) {
     FakeSource source;

@@ -49,6 +49,21 @@ TEST(RefusalBoardTest, KeepsTheBeginOfALongReasonAndNothingOfOthers) {
   });
 }
 
+TEST(RefusalBoardTest, TellsWhichCallWasInterrupted) {
+  run_threads(3, [](const Group& group) {
+    const RefusalBoard board(group);
+    const auto number = static_cast<uint32_t>(group.rank());  // 0 is a number, too
+    if (group.rank() != 1) {
+      board.interrupt(number);
+    }
+    group.barrier();
+    EXPECT_EQ(board.interrupted(0), 0U);
+    EXPECT_EQ(board.interrupted(1), std::nullopt);
+    EXPECT_EQ(board.interrupted(2), 2U);
+    group.barrier();
+  });
+}
+
 // A text that changes while it is read is told whole or not at all.
 TEST(RefusalBoardTest, NeverTellsHalfOfAReason) {
   run_threads(2, [](const Group& group) {

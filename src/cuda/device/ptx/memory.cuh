@@ -13,6 +13,12 @@ __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* address) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warp that waits in shared memory for rows that nobody loads.
+#include "cuda/device/row_mover.cuh"
+#include "gpu/barrier_cuda.hpp"
+
+namespace weft::test {
+namespace {
+
+__global__ void wait_alone(const __grid_constant__ RankView me, int* has_come) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ uint64_t barrier;
+  if (threadIdx.x == 0) {
+    ptx::init_barrier(&barrier);
+    ptx::publish_barriers();
+  }
+  __syncthreads();
+  const bool is_here = wait_barrier(me, Op::kCombine, &barrier, 0);
+  *has_come = __any_sync(kAllLanes, is_here);
+#endif
+}
+
+}  // namespace
+
+void launch_wait_alone(const RankView& me, int* has_come) {
+  wait_alone<<<1, kWarpLanes>>>(me, has_come);
+  WEFT_CUDA(Context{}, cudaGetLastError());
+  WEFT_CUDA(Context{}, cudaDeviceSynchronize());
+}
+
+}  // namespace weft::test
