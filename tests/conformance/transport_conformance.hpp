@@ -52,6 +52,8 @@ class Wire {
   void share(const Region& region);
   // Parks until this rank's signal has `wanted`; throws after 30 s.
   void wait(uint32_t signal, uint64_t wanted) const;
+  // Looks until the peer is in that state; throws after 20 s.
+  void await_state(int peer, PeerState wanted) const;
 
   Group& group;
   std::unique_ptr<Transport> transport;

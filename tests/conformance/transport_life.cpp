@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Waiting for peers, and peers that leave or die.
-#include <fmt/format.h>
-
 #include <chrono>
 #include <csignal>
 #include <thread>
@@ -10,25 +8,6 @@
 #include "conformance/transport_conformance.hpp"
 
 namespace weft::testing {
-namespace {
-
-void await_state(const Wire& wire, int peer, PeerState wanted) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-  while (wire.transport->peer_state(peer) != wanted) {
-    require(
-        std::chrono::steady_clock::now() < deadline,
-        fmt::format(
-            "rank {} is in state {} (expected {})",
-            peer,
-            static_cast<int>(wire.transport->peer_state(peer)),
-            static_cast<int>(wanted)
-        )
-    );
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-}  // namespace
 
 TEST_P(TransportConformance, AnswersAThousandTimes) {
   constexpr uint64_t kRounds = 1000;
@@ -111,7 +90,7 @@ TEST_P(TransportConformance, SeesAPeerLeave) {
       wire.transport->close();
       wire.transport->close();  // again: no effect
     }
-    await_state(wire, leaver, PeerState::kLeft);
+    wire.await_state(leaver, PeerState::kLeft);
     for (int peer = 0; peer < leaver; ++peer) {
       require(wire.transport->peer_state(peer) == PeerState::kAlive, "the wrong peer left");
     }
@@ -129,7 +108,7 @@ TEST_P(TransportConformance, SeesAPeerDie) {
     if (wire.rank() == 0) {
       ::kill(::getpid(), SIGKILL);
     }
-    await_state(wire, 0, PeerState::kDied);
+    wire.await_state(0, PeerState::kDied);
     wire.transport->raise(0, 0, 1);  // legal, if pointless
     return 0;
   });

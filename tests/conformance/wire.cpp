@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <thread>
 
 #include "conformance/transport_conformance.hpp"
 #include "core/clock.hpp"
@@ -72,6 +73,22 @@ void Wire::wait(uint32_t signal, uint64_t wanted) const {
         fmt::format("rank {}: signal {} is {} (expected {})", rank(), signal, value, wanted)
     );
     transport->park(seen, left);
+  }
+}
+
+void Wire::await_state(int peer, PeerState wanted) const {
+  const auto deadline = Clock::now() + std::chrono::seconds(20);
+  while (transport->peer_state(peer) != wanted) {
+    require(
+        Clock::now() < deadline,
+        fmt::format(
+            "rank {} is in state {} (expected {})",
+            peer,
+            static_cast<int>(transport->peer_state(peer)),
+            static_cast<int>(wanted)
+        )
+    );
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 

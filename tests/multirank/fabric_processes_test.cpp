@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks as processes over libfabric: the bits of the reference, several queues, domains that share
-// nothing, and a peer that is killed.
+// nothing, and a peer that is killed or stopped.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <iostream>
+#include <sys/mman.h>
+#include <thread>
 #include <unistd.h>
 
 #include "multirank/worlds.hpp"
@@ -50,8 +54,26 @@ class FabricProcessesTest : public testing::TestWithParam<const char*> {
     EXPECT_EQ(run_cases_on_processes(cases), all_well);
   }
 
+  // Three ranks with tokens.
+  [[nodiscard]] CaseData make_data() {
+    setup_.num_ranks = 3;
+    setup_.num_experts = 6;
+    Case spec;
+    spec.num_tokens = {60, 32, 64};
+    return make_case_data(setup_, spec);
+  }
+
   ExchangeSetup setup_;
 };
+
+// 0 if rank 1 is named in an error of this code; else prints what is said.
+int verdict(int rank, const std::optional<Thrown>& thrown, ErrorCode code, const char* text) {
+  if (thrown && thrown->code == code && thrown->text.find(text) != std::string::npos) {
+    return 0;
+  }
+  std::cerr << "rank " << rank << ": " << text_of(thrown) << "\n";
+  return 1;
+}
 
 TEST_P(FabricProcessesTest, GiveTheBitsOfTheReference) {
   for (const int num_ranks : {1, 2, 4}) {
@@ -71,11 +93,7 @@ TEST_P(FabricProcessesTest, ReachOtherDomains) {
 }
 
 TEST_P(FabricProcessesTest, NameAPeerThatIsKilled) {
-  setup_.num_ranks = 3;
-  setup_.num_experts = 6;
-  Case spec;
-  spec.num_tokens = {60, 32, 64};
-  const CaseData data = make_case_data(setup_, spec);
+  const CaseData data = make_data();
   const auto statuses = run_forked(3, [&](Group& group) {
     Exchange exchange(group, setup_.config());
     static_cast<void>(run_cases(exchange, {&data, 1}));
@@ -84,14 +102,38 @@ TEST_P(FabricProcessesTest, NameAPeerThatIsKilled) {
       ::kill(::getpid(), SIGKILL);
     }
     const auto thrown = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
-    const bool is_named = thrown && thrown->code == ErrorCode::kPeerFailed &&
-                          thrown->text.find("rank 1 died") != std::string::npos;
-    if (!is_named) {
-      std::cerr << "rank " << group.rank() << ": " << text_of(thrown) << "\n";
-    }
-    return is_named ? 0 : 1;
+    return verdict(group.rank(), thrown, ErrorCode::kPeerFailed, "rank 1 died");
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
+}
+
+TEST_P(FabricProcessesTest, NameAPeerThatIsStopped) {
+  const CaseData data = make_data();
+  void* shared = ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  auto* num_done = new (shared) std::atomic<int>(0);  // ranks that have had their error
+  const auto statuses = run_forked(3, [&](Group& group) {
+    setup_.timeout = std::chrono::milliseconds(1000);
+    Exchange exchange(group, setup_.config());
+    const pid_t own = ::getpid();
+    const auto pids = group.all_gather(std::as_bytes(std::span(&own, 1)));
+    if (group.rank() == 1) {
+      std::raise(SIGSTOP);
+    }
+    const auto thrown = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
+    ++*num_done;
+    while (group.rank() == 0 && *num_done < 2) {  // else who leaves first is named
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    if (group.rank() == 0) {
+      pid_t stopped = 0;
+      std::memcpy(&stopped, pids[1].data(), sizeof stopped);
+      ::kill(stopped, SIGKILL);
+    }
+    // It sends nothing, or, where connections are still to be made, takes nothing.
+    return verdict(group.rank(), thrown, ErrorCode::kTimeout, "rank 1 ");
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 128 + SIGKILL, 0}));
+  ::munmap(shared, 4096);
 }
 
 INSTANTIATE_TEST_SUITE_P(

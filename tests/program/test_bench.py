@@ -99,6 +99,7 @@ def test_copy_engines_that_cannot_be_are_refused(args, problem):
         (["--case", "D", "--smoke"], "--case excludes --smoke"),
         (["--routing", __file__, "--topk", "2"], "--routing excludes --topk"),
         (["--routing", __file__, "--case", "A"], "--routing excludes --case"),
+        (["--sms", "8", "16"], "16 not in"),
     ],
 )
 def test_what_would_be_ignored_is_refused(args, problem):

@@ -155,10 +155,21 @@ def test_no_output_replaces_an_input_or_another_output(saved, args, expected):
     assert saved.read_bytes() == before
 
 
-def test_outputs_are_tried_before_the_work(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("bench --smoke", "--json --html"),
+        ("plan --tokens 8", "--html --save"),
+        ("train BOOK --ranks 2 --seconds 300 --overlap", "--json --html --trace --save-routing --checkpoint"),
+        ("simulate --ranks 8", "--json"),
+    ],
+)
+def test_outputs_are_tried_before_the_work(tmp_path, book, command, options):
     path = tmp_path / "missing" / "out"
-    for option in ("--json", "--html"):
-        done = weft("bench", "--smoke", option, path, code=1)
+    args = [str(book) if word == "BOOK" else word for word in command.split()]
+    more = TINY if args[0] == "train" else []
+    for option in options.split():
+        done = weft(*args, *more, option, path, code=1)
         assert str(path) in one_error(done) and "No such file" in done.stderr
         assert done.stdout == ""
 

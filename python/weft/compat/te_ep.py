@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import fused_a2a
+from weft import Group, fused_a2a
 from weft.compat.deep_ep.checks import INTEGERS, check_routing
 from weft.compat.deep_ep.layout import routes_of
 from weft.compat.deep_ep.runtime import Call
@@ -56,17 +56,24 @@ def ep_bootstrap(
 
     Routes beyond a capacity are dropped, whatever drop_on_overflow says; zero_copy has no effect.
     Raises RuntimeError at a second call, ValueError for num_topk below 1, and for zero_copy or
-    drop_on_overflow without a capacity.
+    drop_on_overflow without a capacity. The other ranks raise, too; those that make no second call
+    do so in their next dispatch.
     """
     global _ranks
     del num_experts, max_tokens_per_rank, hidden_dim, max_token_dtype
+
+    def check_settings() -> None:
+        if _ranks is not None:
+            raise RuntimeError("ep_bootstrap: it was called before (ep_finalize comes first)")
+        if num_topk < 1:
+            raise ValueError(f"ep_bootstrap: num_topk = {num_topk} (expected 1 or more)")
+        for name, is_given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
+            if is_given and recv_capacity_per_rank is None:
+                raise ValueError(f"ep_bootstrap: {name} without recv_capacity_per_rank")
+
     if _ranks is not None:
-        raise RuntimeError("ep_bootstrap: it was called before (ep_finalize comes first)")
-    if num_topk < 1:
-        raise ValueError(f"ep_bootstrap: num_topk = {num_topk} (expected 1 or more)")
-    for name, is_given in (("zero_copy", zero_copy), ("drop_on_overflow", drop_on_overflow)):
-        if is_given and recv_capacity_per_rank is None:
-            raise ValueError(f"ep_bootstrap: {name} without recv_capacity_per_rank (it needs one)")
+        _ranks.told(recv_capacity_per_rank, check_settings)
+    Group.of(ep_group).agreed("set-up", check_settings)
     _ranks = nccl_ep.Ranks(ep_group)
     _ranks.num_sms = max_num_sms
 
@@ -101,7 +108,8 @@ class EpBuffer(nccl_ep.NcclEpBuffer):
     tokens_per_expert int64 [El] and total_recv_tokens int64 [1] are there after `ep_prepare` or
     `ep_dispatch`; the second counts dropped rows, too, and is on the CPU without a capacity.
     Raises RuntimeError before `ep_bootstrap`, NotImplementedError for a recipe and for rows of
-    another type than bf16, ValueError for another alignment.
+    another type than bf16, ValueError for another alignment; the other ranks raise in their next
+    dispatch.
     """
 
     handle_mem: Tensor  # uint8 [0]: Weft's handle is a plan
@@ -122,19 +130,24 @@ class EpBuffer(nccl_ep.NcclEpBuffer):
     ) -> None:
         if _ranks is None:
             raise RuntimeError("EpBuffer: there is no group (ep_bootstrap comes first)")
-        if dispatch_fwd_quant_recipe is not None or combine_bwd_quant_recipe is not None:
-            raise NotImplementedError("EpBuffer: Weft quantises nothing here (give no recipe)")
-        if payload_dtype != torch.bfloat16:
-            raise NotImplementedError(f"EpBuffer: payload_dtype = {payload_dtype} (bfloat16 only)")
-        super().__init__(
-            _ranks,
-            num_local_experts,
-            top_k=top_k,
-            max_tokens_per_rank=max_tokens_per_rank,
-            recv_capacity_per_rank=recv_capacity_per_rank,
-            hidden_dim=hidden_dim,
-            alignment=alignment,
-        )
+        ranks = _ranks
+
+        def make() -> None:
+            if dispatch_fwd_quant_recipe is not None or combine_bwd_quant_recipe is not None:
+                raise NotImplementedError("EpBuffer: Weft quantises nothing here (give no recipe)")
+            if payload_dtype != torch.bfloat16:
+                raise NotImplementedError(f"EpBuffer: payload_dtype = {payload_dtype} (bfloat16)")
+            super(EpBuffer, self).__init__(
+                ranks,
+                num_local_experts,
+                top_k=top_k,
+                max_tokens_per_rank=max_tokens_per_rank,
+                recv_capacity_per_rank=recv_capacity_per_rank,
+                hidden_dim=hidden_dim,
+                alignment=alignment,
+            )
+
+        ranks.told(recv_capacity_per_rank, make)
         self.payload_dtype = payload_dtype
         self.handle_mem = torch.empty(0, dtype=torch.uint8, device=device)
 

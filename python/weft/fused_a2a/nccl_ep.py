@@ -8,6 +8,7 @@ is needed. Rows lie by local expert; the caller may fix their number beforehand.
     tokens = nccl_ep_combine(buffer, rows, num_local_tokens=T)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,15 @@ class Ranks:
         self.group = group
         self.exchanges = ExchangePool(Group.of(group), TIMEOUT)
         self.num_sms = 0
+
+    def told(self, capacity: int | None, make: Callable[[], Any]) -> Any:
+        """make(), which is local. What fails there fails the next dispatch of the other ranks, who
+        hear the reason. capacity: rows that this rank wants to receive."""
+        try:
+            return make()
+        except Exception:
+            with Call("set-up", self.exchanges, row_budget=capacity, overflow="drop"):
+                raise
 
 
 class NcclEpBuffer:
@@ -74,14 +84,24 @@ def ensure_nccl_ep_bootstrapped(
 
     num_sms: GPU multiprocessors of each call, 0: by Weft's table. The sizes say nothing here, since
     buffers have theirs.
-    Raises ValueError for `num_topk` below 1, and for `zero_copy` without a capacity.
+    Raises ValueError for `num_topk` below 1 and for `zero_copy` without a capacity. All ranks raise
+    then, in the first call for a group or else in their next dispatch.
     """
     del num_experts, max_tokens_per_rank, hidden_dim
-    if num_topk < 1:
-        raise ValueError(f"ensure_nccl_ep_bootstrapped: num_topk = {num_topk} (expected 1 or more)")
-    if zero_copy and recv_capacity_per_rank is None:
-        raise ValueError("ensure_nccl_ep_bootstrapped: zero_copy needs recv_capacity_per_rank")
-    ranks = _cached("_nccl_ep_ranks", ep_group, lambda: Ranks(ep_group))
+    name = "ensure_nccl_ep_bootstrapped"
+
+    def check_settings() -> None:
+        if num_topk < 1:
+            raise ValueError(f"{name}: num_topk = {num_topk} (expected 1 or more)")
+        if zero_copy and recv_capacity_per_rank is None:
+            raise ValueError(f"{name}: zero_copy needs recv_capacity_per_rank")
+
+    def make() -> Ranks:
+        Group.of(ep_group).agreed("set-up", check_settings)
+        return Ranks(ep_group)
+
+    ranks = _cached("_nccl_ep_ranks", ep_group, make)
+    ranks.told(recv_capacity_per_rank, check_settings)
     ranks.num_sms = num_sms
 
 
@@ -121,21 +141,27 @@ def new_nccl_ep_buffer(
     dropped, and nothing waits for a GPU. None: as many as arrive. alignment: rows of each expert
     are rounded up to it, 0 or a power of two. Only the capacity may differ between ranks, which all
     have one or none.
-    Raises RuntimeError with no group set up and for a recipe, ValueError for another alignment.
+    Raises RuntimeError with no group set up and for a recipe, ValueError for another alignment; of
+    the last two the other ranks hear in their next dispatch.
     """
     if state._nccl_ep_ranks is None:
         raise RuntimeError("new_nccl_ep_buffer: call ensure_nccl_ep_bootstrapped first")
-    if dispatch_fwd_quant_recipe is not None or combine_bwd_quant_recipe is not None:
-        raise RuntimeError("new_nccl_ep_buffer: Weft quantises nothing here (give no recipe)")
-    return NcclEpBuffer(
-        state._nccl_ep_ranks,
-        num_local_experts,
-        top_k=top_k,
-        max_tokens_per_rank=max_tokens_per_rank,
-        recv_capacity_per_rank=recv_capacity_per_rank,
-        hidden_dim=hidden_dim,
-        alignment=alignment,
-    )
+    ranks = state._nccl_ep_ranks
+
+    def make() -> NcclEpBuffer:
+        if dispatch_fwd_quant_recipe is not None or combine_bwd_quant_recipe is not None:
+            raise RuntimeError("new_nccl_ep_buffer: Weft quantises nothing here (give no recipe)")
+        return NcclEpBuffer(
+            ranks,
+            num_local_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            recv_capacity_per_rank=recv_capacity_per_rank,
+            hidden_dim=hidden_dim,
+            alignment=alignment,
+        )
+
+    return ranks.told(recv_capacity_per_rank, make)
 
 
 def nccl_ep_dispatch(

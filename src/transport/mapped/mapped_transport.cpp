@@ -239,7 +239,14 @@ void MappedTransport::import(int rank, const RegionRef& region) {
     try {
       memory = source_->reach(cookie, std::max<uint64_t>(region.bytes, 1));
     } catch (const Error& error) {
-      throw LostPeerError(error, rank);
+      WEFT_RAISE(
+          context_.without(rank),
+          error.code(),
+          "import: region {} of rank {} is out of reach ({})",
+          region.slot,
+          rank,
+          error.what()
+      );
     }
   }
   memory.bytes = region.bytes;

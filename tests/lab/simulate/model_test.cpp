@@ -77,6 +77,12 @@ TEST_F(ModelTest, NamesTheFaultOfAFile) {
   EXPECT_EQ(refusal(), "load: " + path_ + ": /values/card_gbps/value is no number");
   write(with("\"value\": 50.0", "\"value\": -1"));
   EXPECT_EQ(refusal(), "load: " + path_ + ": /values/card_gbps is -1 (at least 1e-09)");
+  constexpr size_t kDepth = 1'000'000;  // deeper than the stack is
+  const std::string nested = std::string(kDepth, '[') + std::string(kDepth, ']');
+  write(nested);
+  EXPECT_EQ(refusal(), "load: " + path_ + ": it is not a JSON object");
+  write(with("\"value\": 50.0", "\"value\": " + nested));
+  EXPECT_EQ(refusal(), "load: " + path_ + ": /values/card_gbps/value is no number");
   write(with("\"value\": 50.0", "\"value\": \"fast\""));
   EXPECT_EQ(refusal(), "load: " + path_ + ": /values/card_gbps/value is no number");
 }

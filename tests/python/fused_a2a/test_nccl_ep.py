@@ -155,3 +155,39 @@ def state(rank, num_ranks, group):
 
 def test_life(ranks):
     ranks(state, 2)
+
+
+def wrong_settings(rank, num_ranks, group, given, kind, reason):
+    """The last rank sets up something wrong, at first and again when all have exchanged."""
+    fa.nccl_ep_finalize()
+    x, idx, probs = cases.inputs(rank, 4, TOPK, LOCAL * num_ranks, torch.float32)
+
+    def layer(num_topk=TOPK, zero_copy=False, **more):
+        sizes = (16, None, HIDDEN)
+        fa.ensure_nccl_ep_bootstrapped(group, 6, *sizes, num_topk, 0, zero_copy)
+        buffer = fa.new_nccl_ep_buffer(TOPK, *sizes, LOCAL, **more)
+        rows, _, _ = fa.nccl_ep_dispatch(buffer, x, idx, probs)
+        return fa.nccl_ep_combine(buffer, rows, num_local_tokens=4)
+
+    is_wrong = rank == num_ranks - 1
+    for _ in range(2):
+        with pytest.raises(kind if is_wrong else weft.InvalidArgument, match=reason) as found:
+            layer(**(given if is_wrong else {}))
+        assert is_wrong or f"rank {num_ranks - 1} refused the call" in str(found.value)
+        torch.testing.assert_close(layer(), x * (idx >= 0).sum(1, keepdim=True))
+    fa.nccl_ep_finalize()
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "reason"),
+    [
+        ({"num_topk": 0}, ValueError, "num_topk = 0"),
+        ({"num_topk": "two"}, TypeError, "'<' not supported"),
+        ({"zero_copy": True}, ValueError, "zero_copy needs recv_capacity_per_rank"),
+        ({"alignment": 3}, ValueError, "alignment = 3"),
+        ({"alignment": "all"}, TypeError, "'<' not supported"),
+        ({"dispatch_fwd_quant_recipe": "fp8"}, RuntimeError, "give no recipe"),
+    ],
+)
+def test_all_ranks_hear_of_wrong_settings_of_one(ranks, given, kind, reason):
+    ranks(wrong_settings, 2, given, kind, reason)

@@ -12,9 +12,9 @@ from weft.compat import te_ep
 LOCAL, TOPK, HIDDEN, MOST = 3, 2, cases.HIDDEN, 16
 
 
-def bootstrap(group, capacity=None, **more):
+def bootstrap(group, capacity=None, topk=TOPK, **more):
     te_ep.ep_finalize()
-    sizes = (LOCAL * group.size(), MOST, HIDDEN, TOPK)
+    sizes = (LOCAL * group.size(), MOST, HIDDEN, topk)
     te_ep.ep_bootstrap(group, *sizes, recv_capacity_per_rank=capacity, **more)
 
 
@@ -128,3 +128,52 @@ def alone(_rank, _num_ranks, group):
 
 def test_wrong_settings_are_refused(ranks):
     ranks(alone, 1)
+
+
+def wrong_on_the_last(rank, num_ranks, group, kind, reason, call):
+    """call() raises on all ranks: it is wrong on the last one only."""
+    is_wrong = rank == num_ranks - 1
+    with pytest.raises(kind if is_wrong else weft.InvalidArgument, match=reason) as found:
+        call(is_wrong)
+    assert is_wrong or f"rank {num_ranks - 1} refused the call" in str(found.value)
+
+
+def set_up(rank, num_ranks, group):
+    x, idx, probs = cases.inputs(rank, 4, TOPK, LOCAL * num_ranks, torch.bfloat16)
+    te_ep.ep_finalize()
+    for kind, reason, more in (
+        (ValueError, "num_topk = 0", {"topk": 0}),
+        (ValueError, "zero_copy without recv_capacity_per_rank", {"zero_copy": True}),
+        (ValueError, "drop_on_overflow without", {"drop_on_overflow": True}),
+    ):
+        wrong_on_the_last(
+            rank,
+            num_ranks,
+            group,
+            kind,
+            reason,
+            lambda w, m=more: bootstrap(group, **m if w else {}),
+        )
+        assert not te_ep.is_ep_bootstrapped()
+    bootstrap(group)
+
+    def layer(is_wrong=False, again=False, **more):
+        if is_wrong and again:
+            te_ep.ep_bootstrap(group, LOCAL * num_ranks, MOST, HIDDEN, TOPK)
+        buffer = buffer_of(**more if is_wrong else {})
+        rows, _, _ = te_ep.ep_dispatch(buffer, x, idx, probs)
+        return te_ep.ep_combine(buffer, rows, num_local_tokens=4)
+
+    for kind, reason, more in (
+        (RuntimeError, "called before", {"again": True}),
+        (ValueError, "alignment = 3", {"alignment": 3}),
+        (NotImplementedError, "payload_dtype = torch.float16", {"payload_dtype": torch.float16}),
+        (NotImplementedError, "recipe", {"combine_bwd_quant_recipe": object()}),
+    ) * 2:
+        wrong_on_the_last(rank, num_ranks, group, kind, reason, lambda w, m=more: layer(w, **m))
+        torch.testing.assert_close(layer(), x * (idx >= 0).sum(1, keepdim=True))
+    te_ep.ep_finalize()
+
+
+def test_all_ranks_hear_of_wrong_settings_of_one(ranks):
+    ranks(set_up, 2)

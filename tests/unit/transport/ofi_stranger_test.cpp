@@ -6,6 +6,7 @@
 #include <arpa/inet.h>
 #include <array>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -178,15 +179,15 @@ TEST(OfiStrangerTest, OnlyAWriteWithTheRightKeyIsAPut) {
   }
 }
 
-// Addresses at which this process listens.
-std::vector<Bytes> listening_places() {
+// Where this process listens, as /proc/net/tcp (IPv4) or tcp6 writes it: "0100007F:1A2B".
+std::vector<std::string> listening_in(const char* table_path) {
   std::set<std::string> own;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
     std::error_code gone;
     own.insert(std::filesystem::read_symlink(entry.path(), gone).string());
   }
-  std::vector<Bytes> places;
-  std::ifstream table("/proc/net/tcp");
+  std::vector<std::string> places;
+  std::ifstream table(table_path);
   std::string line;
   std::getline(table, line);
   while (std::getline(table, line)) {
@@ -196,15 +197,46 @@ std::vector<Bytes> listening_places() {
         skipped >> inode;
     constexpr const char* kListening = "0A";
     if (state == kListening && own.count("socket:[" + inode + "]") > 0) {
-      sockaddr_in place = {};
-      place.sin_family = AF_INET;
-      place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-      place.sin_port = htons(static_cast<uint16_t>(std::stoul(local.substr(9), nullptr, 16)));
-      const auto bytes = std::as_bytes(std::span(&place, 1));
-      places.emplace_back(bytes.begin(), bytes.end());
+      places.push_back(local);
     }
   }
   return places;
+}
+
+std::vector<Bytes> listening_places() {
+  std::vector<Bytes> places;
+  for (const std::string& local : listening_in("/proc/net/tcp")) {
+    sockaddr_in place = {};
+    place.sin_family = AF_INET;
+    // A number in this machine's order of bytes.
+    place.sin_addr.s_addr = static_cast<uint32_t>(std::stoul(local.substr(0, 8), nullptr, 16));
+    place.sin_port = htons(static_cast<uint16_t>(std::stoul(local.substr(9), nullptr, 16)));
+    const auto bytes = std::as_bytes(std::span(&place, 1));
+    places.emplace_back(bytes.begin(), bytes.end());
+  }
+  return places;
+}
+
+// Nobody of another host can connect, unless WEFT_FABRIC_ADDRESS names a network.
+TEST(OfiStrangerTest, FindsPortsOnTheLoopbackAddressOnly) {
+  if (const auto reason = transport_obstacle("ofi:tcp", Group::local(1).front()); !reason.empty()) {
+    GTEST_SKIP() << reason;
+  }
+  ::unsetenv("WEFT_FABRIC_ADDRESS");
+  run_threads(2, [](Group& group) {
+    const testing::Wire wire(group, {.transport = "ofi:tcp"}, 4096);
+    group.barrier();
+    if (wire.rank() == 0) {
+      const std::vector<std::string> places = listening_in("/proc/net/tcp");
+      EXPECT_GE(places.size(), 2U);
+      const uint32_t loopback = htonl(INADDR_LOOPBACK);
+      for (const std::string& place : places) {
+        EXPECT_EQ(std::stoul(place.substr(0, 8), nullptr, 16), loopback) << place;
+      }
+      EXPECT_EQ(listening_in("/proc/net/tcp6"), std::vector<std::string>());
+    }
+    group.barrier();
+  });
 }
 
 TEST(OfiStrangerTest, RaisesNoSignalOfARunningTransport) {
