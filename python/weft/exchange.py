@@ -300,7 +300,7 @@ class Exchange:
         return self._called(core, "dispatch", call)
 
     def _pool_of(self, core: _core.Exchange) -> tuple[int, int] | None:
-        """Whose memory peers can write, so that an output's rows are not staged there; None: torch's.
+        """Whose memory peers can write, so that an output's rows are not staged; None: torch's own.
         Inside a capture that is the graph's own, for its addresses must stay the graph's. By an
         outgrown exchange it is torch's, or a pool would keep that exchange."""
         if not self._on_gpu or core is not self._core or torch.cuda.is_current_stream_capturing():

@@ -36,7 +36,6 @@ class CombineReduce {
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
-  [[nodiscard]] __device__ __forceinline__ const RankView& me() const { return me_; }
 
   // Weights that the tokens' ranks hand in, of every rank at once. False if the call is given up.
   [[nodiscard]] __device__ bool is_open() const {
@@ -99,14 +98,13 @@ class CombineReduce {
       numbers.head =
           call_.plan.heads(static_cast<uint32_t>(place.source))[place.arrivals.begin + lane];
     }
-    const int32_t* slots = call_.plan.slots(static_cast<uint32_t>(place.source));
     const int64_t begin = static_cast<int64_t>(place.arrivals.begin) * max_topk_;
     const int end = count * max_topk_;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       const int position = ItemShape::position(step);
       if (shape_.has(step) && position < end) {
-        numbers.row[step] = slots[begin + position];
+        numbers.row[step] = call_.plan.slots(static_cast<uint32_t>(place.source))[begin + position];
         if constexpr (kScaled) {
           numbers.scale[step] =
               scale_of_route(static_cast<uint32_t>(place.source), begin + position);

@@ -169,4 +169,9 @@ struct RingPlace {
   }
 };
 
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity) {
+  while (!ptx::try_wait_barrier(barrier, parity)) {
+  }
+}
+
 }  // namespace weft

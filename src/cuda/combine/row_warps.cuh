@@ -43,9 +43,8 @@ __device__ __forceinline__ void write_item(
 
 // A loader warp: an item's rows into the next stages, piece by piece, each by the lane that has it.
 // Adding warps are through with stages in their order: the last of some is free after the others.
-// Returns false if the call is given up.
 template <class Source>
-__device__ __forceinline__ bool load_item(
+__device__ __forceinline__ void load_item(
     const Source& source,
     const SumItem& item,
     const RowStages& stages,
@@ -66,10 +65,7 @@ __device__ __forceinline__ bool load_item(
         const int count = min(stages.batch, total - done);
         RingPlace last = stage;
         last.advance(stages.count, count - 1);
-        uint64_t* is_free = pipeline.row_empty + last.index;
-        if (!wait_barrier(source.me(), Op::kCombine, is_free, last.parity ^ 1U)) {
-          return false;
-        }
+        wait_barrier(pipeline.row_empty + last.index, last.parity ^ 1U);
         const int place = ordinal - done;
         if (has_row && place >= 0 && place < count) {
           RingPlace at = stage;
@@ -83,7 +79,6 @@ __device__ __forceinline__ bool load_item(
       }
     }
   }
-  return true;
 }
 
 // A loader warp, whose source hands out its items. A given-up call still ends them, so that the
@@ -109,96 +104,69 @@ __device__ void load_rows(
     numbers = source.load(place);
     place = source.after(place);
     item.is_there = is_open && item.is_there && source.wait(item);
-    uint64_t* is_free = pipeline.item_empty + slot.index;
-    if (!wait_barrier(source.me(), Op::kCombine, is_free, slot.parity ^ 1U)) {
-      return;
-    }
+    wait_barrier(pipeline.item_empty + slot.index, slot.parity ^ 1U);
     write_item(source, item, pipeline.items[slot.index]);
     ptx::arrive(pipeline.item_full + slot.index);
     slot.advance(kItemSlots);
-    if (!item.is_there || !load_item(source, item, stages, pipeline, stage)) {
+    if (!item.is_there) {
       return;
     }
+    load_item(source, item, stages, pipeline, stage);
   }
 }
 
-// Where an adding warp is in its pipeline. `first`: the byte of a piece that this lane begins at.
-struct Adder {
-  const RankView& me;
-  Pipeline& pipeline;
-  const RowStages& stages;
-  int first;
-  RingPlace stage;
-};
-
-// A warp that adds: `bytes` of a sum from the pipeline's next stages, one for each row. The lanes
-// of all its adders take 16 bytes each in turn, kStep of them. Returns false if the call is given
-// up.
-template <class Element, bool kScaled, int kStep>
-__device__ __forceinline__ bool add_piece(
-    Adder& adder, int32_t bytes, int num_rows, const float* scales, std::byte* out
-) {
-  const int first = adder.first;
-  float sums[kSumVectors][Element::kPerVector];
-  const auto add_row = [&](int row, auto is_first) {
-    RingPlace& stage = adder.stage;
-    uint64_t* is_full = adder.pipeline.row_full + stage.index;
-    if (!wait_barrier(adder.me, Op::kCombine, is_full, stage.parity)) {
-      return false;
-    }
-    const std::byte* data = adder.stages.data + stage.index * adder.stages.bytes + first;
-    uint4 bits[kSumVectors];
-#pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
-      bits[i] = first + i * kStep < bytes ? *reinterpret_cast<const uint4*>(data + i * kStep)
-                                          : uint4{0, 0, 0, 0};
-    }
-    ptx::arrive(adder.pipeline.row_empty + stage.index);
-    stage.advance(adder.stages.count);
-    const float scale = kScaled ? scales[row] : 1.0F;
-#pragma unroll
-    for (int i = 0; i < kSumVectors; ++i) {
-      add_vector<Element, kScaled>(bits[i], scale, is_first, sums[i]);
-    }
-    return true;
-  };
-  if (num_rows > 0 && !add_row(0, std::true_type{})) {
-    return false;
-  }
-  for (int row = 1; row < num_rows; ++row) {
-    if (!add_row(row, std::false_type{})) {
-      return false;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kSumVectors; ++i) {
-    if (first + i * kStep < bytes) {
-      ptx::store_16(
-          out + first + i * kStep, num_rows > 0 ? pack<Element>(sums[i]) : uint4{0, 0, 0, 0}
-      );
-    }
-  }
-  return true;
-}
-
-// The warps that add: each sum, or a piece of it.
+// The warps that add: each sum, or a piece of it, from the pipeline's next stages. The lanes of all
+// its adders take 16 bytes each in turn.
 template <class Element, bool kScaled, class Shape, class Source>
 __device__ void add_rows(
     Source& source, const PipelineRole& role, const RowStages& stages, PipelineShared<Shape>& shared
 ) {
   constexpr int kStep = Shape::kAdders * kWarpLanes * 16;
   Pipeline& pipeline = shared.pipelines[role.pipeline];
-  const int first = (role.adder * kWarpLanes + lane_index()) * 16;
-  Adder adder = {source.me(), pipeline, stages, first, {}};
+  const int first = (role.adder * kWarpLanes + lane_index()) * 16;  // byte of this lane
   RingPlace slot;
+  RingPlace stage;
+  const auto add_piece = [&](int32_t bytes, int num_rows, const float* scales, std::byte* out) {
+    float sums[kSumVectors][Element::kPerVector];
+    const auto add_row = [&](int row, auto is_first) {
+      wait_barrier(pipeline.row_full + stage.index, stage.parity);
+      const std::byte* data = stages.data + stage.index * stages.bytes + first;
+      uint4 bits[kSumVectors];
+#pragma unroll
+      for (int i = 0; i < kSumVectors; ++i) {
+        bits[i] = first + i * kStep < bytes ? *reinterpret_cast<const uint4*>(data + i * kStep)
+                                            : uint4{0, 0, 0, 0};
+      }
+      ptx::arrive(pipeline.row_empty + stage.index);
+      stage.advance(stages.count);
+      const float scale = kScaled ? scales[row] : 1.0F;
+#pragma unroll
+      for (int i = 0; i < kSumVectors; ++i) {
+        add_vector<Element, kScaled>(bits[i], scale, is_first, sums[i]);
+      }
+    };
+    if (num_rows > 0) {
+      add_row(0, std::true_type{});
+    }
+    for (int row = 1; row < num_rows; ++row) {
+      add_row(row, std::false_type{});
+    }
+#pragma unroll
+    for (int i = 0; i < kSumVectors; ++i) {
+      if (first + i * kStep < bytes) {
+        ptx::store_16(
+            out + first + i * kStep, num_rows > 0 ? pack<Element>(sums[i]) : uint4{0, 0, 0, 0}
+        );
+      }
+    }
+  };
   for (uint32_t finished = 0;; ++finished) {
+    wait_barrier(pipeline.item_full + slot.index, slot.parity);
     const PipelineItem& item = pipeline.items[slot.index];
-    uint64_t* is_full = pipeline.item_full + slot.index;
-    if (!wait_barrier(source.me(), Op::kCombine, is_full, slot.parity) || item.is_end != 0) {
+    if (item.is_end != 0) {
       return;
     }
     for (int piece = 0; piece < stages.pieces.count; ++piece) {
-      const int32_t bytes = stages.pieces.bytes(piece);
       const int32_t offset = piece * stages.pieces.each;
       const float* scales = item.scale;
       for (int entry = 0; entry < item.count; ++entry) {
@@ -206,10 +174,8 @@ __device__ void add_rows(
         if (num_rows == 0 && !Source::kStoresEmpty) {
           continue;
         }
-        std::byte* out = source.out(item.source, item.out_row[entry]) + offset;
-        if (!add_piece<Element, kScaled, kStep>(adder, bytes, num_rows, scales, out)) {
-          return;
-        }
+        std::byte* out = source.out(item.source, item.out_row[entry]);
+        add_piece(stages.pieces.bytes(piece), num_rows, scales, out + offset);
         scales += num_rows;
       }
     }

@@ -35,7 +35,6 @@ class CombineSum {
   }
 
   [[nodiscard]] __device__ __forceinline__ const ItemShape& shape() const { return shape_; }
-  [[nodiscard]] __device__ __forceinline__ const RankView& me() const { return me_; }
 
   // The warps that add, before anything else.
   __device__ void begin() const {

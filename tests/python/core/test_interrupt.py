@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import outputs
 from oracle import HIDDEN, inputs
+from weft import outputs
 
 PATIENCE = 1.5  # seconds until the call surely waits; a signal before it is raised as well
 

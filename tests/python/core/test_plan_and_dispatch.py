@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import weft
-from weft import outputs
 from oracle import HIDDEN, inputs
+from weft import outputs
 
 
 def in_one_call(rank, num_ranks, group, layout):

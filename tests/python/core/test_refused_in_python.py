@@ -7,9 +7,8 @@ import sys
 import torch
 
 import weft
-from weft import outputs
 from oracle import HIDDEN, inputs
-from weft import ops
+from weft import ops, outputs
 
 
 def caught(call):
