@@ -39,7 +39,7 @@ class Ranks:
         try:
             return make()
         except Exception:
-            with Call("set-up", self.exchanges, row_budget=capacity, overflow="drop"):
+            with Call("set_up", self.exchanges, row_budget=capacity, overflow="drop"):
                 raise
 
 
