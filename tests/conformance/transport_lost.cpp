@@ -32,10 +32,15 @@ std::optional<int> lost_by(const std::function<void()>& action) {
   }
 }
 
-// One byte that raises signal 0 of `peer`.
+// One byte that raises signal 0 of `peer`; each rank has a place of its own there.
 void put_byte(const Wire& wire, int peer) {
   static constexpr std::byte kByte{};
-  const Put put = {.source = &kByte, .bytes = 1, .region = wire.slot_of(peer), .signal = 0};
+  const Put put = {
+      .source = &kByte,
+      .bytes = 1,
+      .region = wire.slot_of(peer),
+      .signal = 0,
+      .offset = static_cast<uint64_t>(wire.rank())};
   wire.transport->put(peer, std::span(&put, 1));
 }
 
