@@ -42,7 +42,8 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
   const RankView& me = call.me;
   const DeviceHandshake word = word_of(call);
   const uint32_t epoch = current_epoch(me);
-  const WordStatus status = own_status(me, epoch);  // an earlier call may have left nothing
+  const WordStatus status =
+      own_status_at_begin(me, epoch);  // an earlier call may have left nothing
   const int32_t num_tokens = call.plan.header()->num_tokens;
   const uint64_t plan_epoch = call.plan.header()->epoch;
   setup.failures = 0;

@@ -65,8 +65,12 @@ __device__ inline void raise_fault(const RankView& me, const FaultRecord& fault)
   const bool is_mutual = fault.kind != FaultKind::kTimeout && fault.kind != FaultKind::kStranger &&
                          fault.kind != FaultKind::kUnmapped && fault.kind != FaultKind::kGone;
   const StopState state = is_mutual ? StopState::kGivenUp : StopState::kBroken;
-  if (state == StopState::kBroken && stop_state(me) != StopState::kBroken) {
+  const StopState seen = stop_state(me);
+  if (state == StopState::kBroken && seen != StopState::kBroken) {
     me.local->broken_epoch = fault.epoch;  // the same of all threads that come here
+    __threadfence();
+  } else if (seen == StopState::kRunning) {
+    me.local->given_up_epoch = fault.epoch;  // likewise
     __threadfence();
   }
   // A handshake that does not come to a call that is given up leaves the rank broken all the same:
@@ -205,6 +209,22 @@ __device__ __forceinline__ WordStatus own_status(const RankView& me, uint32_t ep
     return WordStatus::kGood;
   }
   return calls_since_break(me, epoch) > 1 ? WordStatus::kSilent : WordStatus::kRefused;
+}
+
+// The same in a call of rows, of which any block may find a fault before the one that speaks
+// begins. What is wrong with this very call the peers find by themselves, if they hear what this
+// rank called; were it refused, they would hear no reason.
+__device__ __forceinline__ WordStatus own_status_at_begin(const RankView& me, uint32_t epoch) {
+  const StopState state = stop_state(me);
+  if (state == StopState::kRunning) {
+    return WordStatus::kGood;
+  }
+  if (state == StopState::kBroken) {
+    return own_status(me, epoch);
+  }
+  ptx::fence_gpu();  // the number was there before the state
+  const auto given_up = *reinterpret_cast<volatile uint32_t*>(&me.local->given_up_epoch);
+  return given_up == epoch ? WordStatus::kGood : WordStatus::kRefused;
 }
 
 // Whether this rank may write to its peers before their handshakes of this call have come. One that

@@ -348,7 +348,8 @@ struct alignas(8) LocalState {
                         // reached its barrier
   uint32_t placed = 0;  // parts of a plan made of all routing whose records are there
   StopState stopped = StopState::kRunning;  // set by the first fault
-  uint32_t broken_epoch = 0;                // of the call that made it kBroken
+  uint32_t given_up_epoch = 0;              // of the call that made it kGivenUp
+  uint32_t broken_epoch = 0;                // of the one that made it kBroken
   uint64_t wait_ns[kMaxDomainRanks] = {};   // by peer
 };
 
