@@ -25,11 +25,13 @@ using Names = std::vector<std::pair<std::string_view, Choice>>;
 // `what`: the argument's name. Throws Error (kInvalidArgument) listing the names.
 template <class Choice>
 Choice choose(const char* what, std::string_view name, const Names<Choice>& names) {
-  std::string known;
   for (const auto& [one, choice] : names) {
     if (one == name) {
       return choice;
     }
+  }
+  std::string known;
+  for (const auto& [one, choice] : names) {
     known += (known.empty() ? "" : ", ") + std::string(one);
   }
   throw Error(
@@ -66,7 +68,7 @@ nb::tuple dispatch(
 }
 
 // Whether memory that was taken before the number of rows was known holds them, and wastes little.
-bool suits(const Tensor& rows, int64_t num_rows) {
+bool is_room_for(const Tensor& rows, int64_t num_rows) {
   return rows.is_given() && num_rows <= rows.rows && rows.rows <= num_rows + num_rows / 8;
 }
 
@@ -143,7 +145,7 @@ nb::tuple plan_and_dispatch(
     }
     plan = exchange.plan(routes.routing(options), options, options);
     const int64_t num_rows = plan->num_rows();
-    if (suits(output.rows, num_rows)) {
+    if (is_room_for(output.rows, num_rows)) {
       try {
         exchange.dispatch(*plan, given.input(options), first_rows(output, num_rows), options);
         is_sent = true;
@@ -305,6 +307,7 @@ void bind_options(nb::module_& m) {
       .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
       .def_prop_rw("scale_rule", nullptr, by_name("scale_rule", &Options::scale_rule, rules))
       .def_rw("scales_by_column", &Options::scales_by_column)
+      .def_rw("blocks", &Options::blocks)
       .def_rw("ignores_unknown", &Options::ignores_unknown)
       .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))
       .def_prop_rw("stream", nullptr, set_stream)
@@ -373,6 +376,15 @@ void bind_exchange(nb::module_& m) {
       arg("stream"),
       "Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, "
       "is_token_in_rank, per_host, host_of_rank."
+  );
+  m.def(
+      "suits",
+      &suits,
+      arg("tensor"),
+      arg("dtypes"),
+      arg("shape"),
+      "Whether it is a tensor of these sizes (of any, where there is a name) and of one of these "
+      "dtypes (bits by torch's numbers), on a CPU or a GPU. False also where only Python can tell."
   );
   m.def(
       "give_segments", &give_segments, arg("exchange").none(), "To this thread; None: nobody does."

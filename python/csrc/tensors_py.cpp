@@ -30,12 +30,33 @@ Written::Written(
     int64_t num_rows,
     int64_t weight_cols
 )
-    : made_(sent.x.tensor.device), rows_type_(sent.x_type), scales_type_(sent.scales_type) {
+    : made_(sent.x.tensor.device),
+      num_blocks_(0),
+      rows_type_(sent.x_type),
+      scales_type_(sent.scales_type) {
+  if (options.blocks) {
+    const Exchange& exchange = calls.exchange();
+    num_blocks_ = exchange.config().num_experts / exchange.num_ranks();
+  }
   const int64_t cols = sent.x.tensor.cols;
   add_rows(calls, row_type(sent, options), pool, num_rows, cols);
   if (sent.weights.tensor.is_given()) {
     output.weights = add(num_rows, weight_cols, ScalarType::kFloat32);
   }
+  add_scales(sent, options, num_rows);
+  if (sent.has_experts) {
+    output.experts = add(num_rows, weight_cols, ScalarType::kInt64);
+  }
+  output.sources = sent.sources.tensor;
+  output.counts = sent.counts.tensor;
+  output.count_sums = sent.count_sums.tensor;
+  output.scales_by_column = options.scales_by_column;
+  if (num_blocks_ > 0) {
+    add_blocks(num_rows);
+  }
+}
+
+void Written::add_scales(const SentGiven& sent, const Options& options, int64_t num_rows) {
   if (sent.scales.tensor.is_given()) {
     const ScalarType type = sent.scales.type.value_or(ScalarType::kUint8);
     output.scales = add(num_rows, sent.scales.tensor.cols / scalar_bytes(type), type);
@@ -44,15 +65,35 @@ Written::Written(
   } else if (options.quantise != Quantise::kNone) {
     const bool is_byte = options.scale_rule == ScaleRule::kUe8m0;
     const ScalarType type = is_byte ? ScalarType::kUint8 : ScalarType::kFloat32;
-    output.scales = add(num_rows, cols / kQuantiseGroup, type);
+    const int64_t cols = sent.x.tensor.cols / kQuantiseGroup;
+    const int64_t words = cols * scalar_bytes(type) / 4;
+    if (num_blocks_ == 0 || !options.scales_by_column || words == 0) {
+      output.scales = add(num_rows, cols, type);
+      return;
+    }
+    const int64_t stride = num_rows / num_blocks_;
+    const Shape shape = {3, {num_blocks_, stride, words}, {stride * words, 1, stride}};
+    const ScalarType word = is_byte ? ScalarType::kInt32 : ScalarType::kFloat32;
+    rows_.push_back(num_rows);
+    cols_.push_back(cols);
+    output.scales = made_.add(num_rows, words, word, shape);
+    output.scales.cols = cols;
+    output.scales.dtype = core_type(type);
   }
-  if (sent.has_experts) {
-    output.experts = add(num_rows, weight_cols, ScalarType::kInt64);
+}
+
+// Where every row comes from, and how many there are of each expert.
+void Written::add_blocks(int64_t num_rows) {
+  if (!output.sources.is_given()) {
+    output.sources = add(num_rows, 2, ScalarType::kInt32);
+    has_sources_ = true;
   }
-  output.sources = sent.sources.tensor;
-  output.counts = sent.counts.tensor;
-  output.count_sums = sent.count_sums.tensor;
-  output.scales_by_column = options.scales_by_column;
+  if (!output.counts.is_given()) {
+    rows_.push_back(num_rows);
+    cols_.push_back(1);
+    output.counts = made_.add(1, num_blocks_, ScalarType::kInt32, {1, {num_blocks_}, {1}});
+    has_counts_ = true;
+  }
 }
 
 nb::tuple Written::take(int64_t num_rows) {
@@ -72,13 +113,24 @@ nb::tuple Written::take(int64_t num_rows) {
   const nb::object rows = as(of(output.rows), rows_type_);
   const nb::object weights = of(output.weights);
   const nb::object scales = as(of(output.scales), scales_type_);
-  return nb::make_tuple(rows, weights, scales, of(output.experts));
+  const nb::object experts = of(output.experts);
+  const nb::object sources = has_sources_ ? tensors[next++] : nb::none();
+  const nb::object counts = has_counts_ ? tensors[next++] : nb::none();
+  return nb::make_tuple(rows, weights, scales, experts, sources, counts);
 }
 
 Tensor Written::add(int64_t rows, int64_t cols, ScalarType type) {
   rows_.push_back(rows);
   cols_.push_back(cols);
-  return made_.add(rows, cols, type);
+  if (num_blocks_ == 0) {
+    return made_.add(rows, cols, type);
+  }
+  const int64_t stride = rows / num_blocks_;
+  Shape shape = {3, {num_blocks_, stride, cols}, {stride * cols, cols, 1}};
+  if (cols == 1) {
+    shape = {2, {num_blocks_, stride}, {stride, 1}};
+  }
+  return made_.add(rows, cols, type, shape);
 }
 
 // In memory that peers can write, so that rows are not staged. On a GPU up to a sixteenth more:
@@ -88,7 +140,7 @@ void Written::add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t r
   const Device device = calls.exchange().config().device;
   if (device.kind == Device::Kind::kCuda && !pool.is_none()) {
     const auto bits = static_cast<int>(std::bit_width(static_cast<uint64_t>(rows)));
-    const int64_t step = int64_t{1} << std::max(bits - 5, 0);
+    const int64_t step = num_blocks_ > 0 ? 1 : int64_t{1} << std::max(bits - 5, 0);
     const int64_t roomy = (rows + step - 1) / step * step;
     const PoolScope scope(calls, device.index, pool);
     output.rows = add(roomy, cols, type);
@@ -98,7 +150,11 @@ void Written::add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t r
   const bool is_float = type != ScalarType::kInt32 && type != ScalarType::kInt64;
   if (device.kind == Device::Kind::kCpu && is_float) {  // integers will be refused
     PeerMemory memory = allocate(calls, rows, cols * scalar_bytes(type));
-    made_.add(tensor_of_bytes(memory.array, rows, cols, type));
+    nb::object tensor = tensor_of_bytes(memory.array, rows, cols, type);
+    if (num_blocks_ > 0) {
+      tensor = tensor.attr("view")(num_blocks_, rows / num_blocks_, cols);
+    }
+    made_.add(std::move(tensor));
     rows_.push_back(rows);
     cols_.push_back(cols);
     output.rows = memory.tensor;

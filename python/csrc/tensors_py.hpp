@@ -13,6 +13,7 @@ struct Options : PlanOptions, CallOptions {
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
   bool scales_by_column = false;
+  bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
 };
 
@@ -78,18 +79,24 @@ class Written {
       int64_t weight_cols
   );
 
-  // (rows, weights, scales, experts), None where not wanted; once. num_rows: at most as there are.
+  // (rows, weights, scales, experts, sources, counts), None where not wanted or if the caller gave
+  // the memory; once. num_rows: at most as there are.
   nb::tuple take(int64_t num_rows);
 
   DispatchOutput output;
 
  private:
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
+  void add_scales(const SentGiven& sent, const Options& options, int64_t num_rows);
+  void add_blocks(int64_t num_rows);
   void add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols);
 
   NewTensors made_;
+  int64_t num_blocks_;         // 0: outputs are matrices
   std::vector<int64_t> rows_;  // of what made_ has
   std::vector<int64_t> cols_;
+  bool has_sources_ = false;  // made here
+  bool has_counts_ = false;
   nb::object rows_type_;  // of torch, where the bytes that come must be told what they are
   nb::object scales_type_;
 };

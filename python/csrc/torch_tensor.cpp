@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 #include <tuple>
 #include <utility>
 
@@ -124,8 +125,9 @@ bool has_gaps(const DlTensor& found) {
   return !is_dense && !is_empty;
 }
 
-// Nothing if there is anything about the tensor that Python had better look at.
-std::optional<Given> read_quickly(nb::handle tensor) {
+// Nothing if there is anything about the tensor that Python had better look at. Valid as long as
+// nobody changes the tensor.
+std::optional<DlTensor> look(nb::handle tensor) {
   const Torch& torch = Torch::here();
   if (torch.exchange == nullptr || tensor.type().ptr() != torch.tensor.ptr()) {
     return std::nullopt;
@@ -135,10 +137,21 @@ std::optional<Given> read_quickly(nb::handle tensor) {
     PyErr_Clear();
     return std::nullopt;
   }
+  const int32_t where = found.device.device_type;
+  return where == kDlCpu || where == kDlCuda ? std::optional(found) : std::nullopt;
+}
+
+// Likewise.
+std::optional<Given> read_quickly(nb::handle tensor) {
+  const std::optional<DlTensor> seen = look(tensor);
+  if (!seen) {
+    return std::nullopt;
+  }
+  const DlTensor& found = *seen;
   const std::optional<ScalarType> type = scalar_type(found.dtype);
   const bool is_cuda = found.device.device_type == kDlCuda;
   const bool is_matrix = found.ndim == 1 || found.ndim == 2;
-  if (!type || !is_matrix || has_gaps(found) || (!is_cuda && found.device.device_type != kDlCpu)) {
+  if (!type || !is_matrix || has_gaps(found)) {
     return std::nullopt;
   }
   auto* data = static_cast<std::byte*>(found.data) + found.byte_offset;
@@ -228,6 +241,24 @@ int64_t scalar_bytes(ScalarType type) {
   return dtype_bytes(core_type(type));
 }
 
+bool suits(nb::handle tensor, uint64_t types, nb::handle shape) {
+  const std::optional<DlTensor> found = look(tensor);
+  const std::optional<ScalarType> type = found ? scalar_type(found->dtype) : std::nullopt;
+  if (!type || (types >> static_cast<int>(*type) & 1) == 0) {
+    return false;
+  }
+  int dim = 0;
+  for (const nb::handle size : shape) {
+    int64_t wanted = 0;
+    if (dim == found->ndim || (nb::isinstance<nb::int_>(size) &&
+                               (!nb::try_cast(size, wanted) || wanted != found->shape[dim]))) {
+      return false;
+    }
+    ++dim;
+  }
+  return dim == found->ndim;
+}
+
 nb::object tensor_of_bytes(nb::handle array, int64_t rows, int64_t cols, ScalarType type) {
   return Torch::here().outputs.attr("of_bytes")(array, rows, cols, static_cast<int>(type));
 }
@@ -246,10 +277,13 @@ NewTensors::~NewTensors() {
 }
 
 Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
+  return add(rows, cols, type, {2, {rows, cols}, {cols, 1}});
+}
+
+Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape) {
   const Torch& torch = Torch::here();
   const bool is_cuda = device_.kind == Device::Kind::kCuda;
-  const std::array<int64_t, 2> sizes = {rows, cols};
-  const std::array<int64_t, 2> strides = {cols, 1};
+  const auto& [num_dims, sizes, strides] = shape;
   const auto number = static_cast<int32_t>(type);
   const int gpu = is_cuda ? device_.index : -1;
   void* handle = nullptr;
@@ -257,7 +291,8 @@ Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
   if (torch.can_make()) {
     const nb::gil_scoped_release no_gil;  // a segment of a pool may take the time of all ranks
     const int32_t where = is_cuda ? kTorchCuda : kTorchCpu;
-    if (torch.empty_strided(2, sizes.data(), strides.data(), number, where, gpu, &handle) != 0) {
+    if (torch.empty_strided(num_dims, sizes.data(), strides.data(), number, where, gpu, &handle) !=
+        0) {
       handle = nullptr;
     }
   }
@@ -266,7 +301,9 @@ Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
     handles_.push_back(handle);
     objects_.emplace_back();
   } else {
-    add(torch.outputs.attr("empty")(rows, cols, number, gpu));
+    const std::vector<int64_t> of_dims(sizes.begin(), sizes.begin() + num_dims);
+    const std::vector<int64_t> steps(strides.begin(), strides.begin() + num_dims);
+    add(torch.outputs.attr("empty")(of_dims, steps, number, gpu));
     data = reinterpret_cast<void*>(nb::cast<uintptr_t>(  // NOLINT: torch gives it as a number
         objects_.back().attr("data_ptr")()
     ));

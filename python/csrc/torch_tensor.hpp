@@ -41,12 +41,23 @@ struct Given {
 // The same of numbers one after the other.
 [[nodiscard]] Given read_vector(const char* name, nb::handle tensor);
 
+// Whether it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
+// `types` has. False also where only Python can tell.
+[[nodiscard]] bool suits(nb::handle tensor, uint64_t types, nb::handle shape);
+
 [[nodiscard]] DType core_type(ScalarType type);
 [[nodiscard]] int64_t scalar_bytes(ScalarType type);
 // A tensor [rows, cols] of an array's bytes.
 [[nodiscard]] nb::object tensor_of_bytes(
     nb::handle array, int64_t rows, int64_t cols, ScalarType type
 );
+
+// Sizes and strides, of at most three dimensions.
+struct Shape {
+  int num_dims;
+  std::array<int64_t, 3> sizes;
+  std::array<int64_t, 3> strides;
+};
 
 // Makes tensors of one device, whose contents are undefined, for the current stream. Python gets
 // them together, which costs a fraction of as many calls of torch.
@@ -61,6 +72,8 @@ class NewTensors {
 
   // [rows, cols]. Raises what torch.empty_strided does.
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
+  // The same memory, which Python sees with these sizes and strides.
+  Tensor add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape);
   // One that was made elsewhere.
   void add(nb::object tensor);
   // In the order of add(); once.

@@ -2,7 +2,7 @@
 # Made by python -m nanobind.stubgen -m weft._core
 """The C++ API of Weft."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -219,6 +219,12 @@ class Options:
     def scales_by_column(self, arg: bool, /) -> None: ...
 
     @property
+    def blocks(self) -> bool: ...
+
+    @blocks.setter
+    def blocks(self, arg: bool, /) -> None: ...
+
+    @property
     def ignores_unknown(self) -> bool: ...
 
     @ignores_unknown.setter
@@ -281,6 +287,11 @@ def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: 
     Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
     """
 
+def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:
+    """
+    Whether it is a tensor of these sizes (of any, where there is a name) and of one of these dtypes (bits by torch's numbers), on a CPU or a GPU. False also where only Python can tell.
+    """
+
 def give_segments(exchange: Exchange | None) -> None:
     """To this thread; None: nobody does."""
 
@@ -289,6 +300,11 @@ def num_begun() -> int:
 
 def num_told() -> int:
     """The same, and those that this thread has refused in their place."""
+
+def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:
+    """
+    Whether it is a tensor of these sizes (of any, where there is a name) and of one of these dtypes (bits by torch's numbers), on a CPU or a GPU. False also where only Python can tell.
+    """
 
 def give_segments(exchange: Exchange | None) -> None:
     """The exchange that gives this thread's next segments; None: nobody."""

@@ -291,7 +291,7 @@ class Exchange:
         num_sms: int,
         copy_engines: bool | None,
     ) -> tuple[Tensor | None, ...]:
-        """Rows, weights, scales, experts. stored: the options that say how rows are stored."""
+        """Rows, weights, scales, experts, sources, counts. stored: the options that say how rows are stored."""
 
         def call() -> tuple[Tensor | None, ...]:
             options = self._options(core, num_sms, copy_engines, **stored)
@@ -323,6 +323,7 @@ class Exchange:
         scales_by_column: bool = False,
         beside: Beside | None = None,
         experts: bool = False,
+        blocks: bool = False,
         num_sms: int = 0,
         copy_engines: bool | None = None,
         **choices: Any,
@@ -339,7 +340,9 @@ class Exchange:
 
         Returns the plan and `Dispatched`. With experts ("rank_major") there is a third: int64
         [num_rows, K], this rank's expert, from 0, that choice k of the row's token goes to, -1
-        where it goes elsewhere or nowhere, and in rows without a token.
+        where it goes elsewhere or nowhere, and in rows without a token. With blocks
+        ("expert_strided") outputs are [El, stride, columns], a single column left out, and there is
+        a third and a fourth: sources [El, stride, 2] and counts [El] of `Beside`.
 
         Faster than the two. Where a GPU has to tell the number of rows, everything else is ready
         by then. Where the number is given (row_budget, or expert_stride with "expert_strided"; on
@@ -352,6 +355,7 @@ class Exchange:
             "quantise": quantise,
             "scale_rule": scale_rule,
             "scales_by_column": scales_by_column,
+            "blocks": blocks,
         }
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
@@ -370,7 +374,7 @@ class Exchange:
         if out is None:
             out = self._dispatched(core, made, sent, experts, stored, num_sms, copy_engines)
         result = Plan(self, made, core), Dispatched(*out[:3])
-        return (*result, out[3]) if experts else result
+        return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
 
     def combine(
         self,

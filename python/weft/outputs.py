@@ -19,7 +19,7 @@ _NEEDED = ("x", "rows")  # of dispatch and combine
 _BYTE = _core.DTYPES["byte"]
 _DTYPES = {getattr(torch, name): value for name, value in _core.DTYPES.items() if name != "byte"}
 # torch's own numbers of them, those that the core knows.
-_NUMBERS = {
+NUMBERS = {
     torch.uint8: 0,
     torch.int8: 1,
     torch.int32: 3,
@@ -32,7 +32,7 @@ _NUMBERS = {
     torch.float8_e4m3fn: 24,
     torch.float8_e8m0fnu: 44,
 }
-_BY_NUMBER = {number: dtype for dtype, number in _NUMBERS.items()}
+_BY_NUMBER = {number: dtype for dtype, number in NUMBERS.items()}
 
 
 def view(name: str, tensor: Tensor | None) -> tuple | None:
@@ -60,13 +60,13 @@ def view(name: str, tensor: Tensor | None) -> tuple | None:
     if not tensor.is_contiguous():
         tensor = tensor.detach().contiguous()
     rows, cols = (*shape, 1)[:2]
-    return tensor, tensor.data_ptr(), dtype, rows, cols, gpu, _NUMBERS.get(tensor.dtype)
+    return tensor, tensor.data_ptr(), dtype, rows, cols, gpu, NUMBERS.get(tensor.dtype)
 
 
-def empty(rows: int, cols: int, number: int, gpu: int) -> Tensor:
-    """[rows, cols] of a dtype by number, on a GPU or (-1) a CPU, contents undefined."""
+def empty(sizes: list[int], strides: list[int], number: int, gpu: int) -> Tensor:
+    """Of a dtype by number, on a GPU or (-1) a CPU, contents undefined."""
     device = torch.device("cpu") if gpu < 0 else torch.device("cuda", gpu)
-    return torch.empty_strided((rows, cols), (cols, 1), dtype=_BY_NUMBER[number], device=device)
+    return torch.empty_strided(sizes, strides, dtype=_BY_NUMBER[number], device=device)
 
 
 def of_bytes(array: Tensor, rows: int, cols: int, number: int) -> Tensor:
@@ -148,15 +148,17 @@ class Plan:
         self.exchange = exchange
         self.core = core
         self.calls = calls  # the exchange may have grown since
-        self.num_tokens: int = core.num_tokens
-        self.num_rows: int = core.num_rows  # to allocate, padding and slack included
-        self.topk: int = core.topk
-        self.from_map: bool = core.from_map
-        self.layout: str = core.layout
-        self.row_weight_cols: int = core.row_weight_cols  # K with rank_major, else 1
         self.moved: Dispatched | None = None  # until ops.py hands it on
         self._on_device: dict[str, torch.Tensor] | None = None
 
+    num_tokens = _of_core("num_tokens", "T.")
+    num_rows = _of_core("num_rows", "To allocate, padding and slack included.")
+    topk = _of_core("topk", "K.")
+    from_map = _of_core("from_map", "Whether the routing was a map.")
+    layout = _of_core("layout", "The name of the layout.")
+    row_weight_cols = _of_core(
+        "row_weight_cols", "Of the rows' weights: K with rank_major, else 1."
+    )
     num_experts = _of_core("num_experts", "Of all ranks.")
     num_local_experts = _of_core("num_local_experts", "Of this rank.")
     pad_multiple = _of_core("pad_multiple", "What the rows of each expert are rounded up to.")

@@ -33,6 +33,7 @@ class CommStream:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._last: torch.cuda.Stream | None = None  # that a call ran on
+        self._last_raw: tuple[int, int] | None = None  # its device and handle
 
     def of(self, device: torch.device) -> torch.cuda.Stream:
         """The stream on a CUDA device; it has high priority."""
@@ -64,8 +65,11 @@ class CommStream:
         call = StreamCall(async_finish)
         if device.type != "cuda":
             return call
+        is_aside = event is not None or async_finish
+        if not is_aside and self._last_raw == _current_raw(device):
+            return call  # as it mostly is; a stream of torch takes microseconds to make
         caller = torch.cuda.current_stream(device)
-        if event is None and not async_finish:
+        if not is_aside:
             self._follow(caller)
             return call
         return self._aside(call, caller, self.of(device), inputs, event)
@@ -102,6 +106,7 @@ class CommStream:
         """Has the current stream wait for the call before, which may have run on another one: calls
         follow each other. A graph that is captured knows only its own calls."""
         last, self._last = self._last, stream
+        self._last_raw = (stream.device_index, stream.cuda_stream)
         if last in (None, stream):
             return
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -109,6 +114,11 @@ class CommStream:
             is_same_work = torch.cuda.is_current_stream_capturing() == is_captured
         if is_same_work:
             stream.wait_stream(last)
+
+
+def _current_raw(device: torch.device) -> tuple[int, int]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index)
 
 
 class StreamCall:

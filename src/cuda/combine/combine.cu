@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kRoleThreads, 1)
       sum_rows_vector<Element, kScaled>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
     }
   }
-  finish_call(call.me, setup.epoch);
+  finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
 }
 
 template <class Shape, class Element, bool kScaled>
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       source.run_signals(Shape::kPipelines);
     }
   }
-  finish_call(call.me, setup.epoch);
+  finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
 #endif
 }
 

@@ -94,6 +94,7 @@ class FakeStream:
 
     def __init__(self, name, log):
         self.name, self.device, self._log = name, torch.device("cuda", 0), log
+        self.device_index, self.cuda_stream = 0, name  # a name for a handle
 
     def wait_stream(self, other):
         self._log.append(f"{self.name} waits for {other.name}")
@@ -136,6 +137,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", new_stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", Switch)
+    handle = lambda index: current[-1].cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handle, raising=False)
     return log, lambda: current[-1].name
 
 

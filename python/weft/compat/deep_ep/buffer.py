@@ -35,7 +35,16 @@ from .payload import (
     round_up,
     slot_sums,
 )
-from .runtime import MIN_TOKENS, MIN_TOPK, TIMEOUT, Call, ExchangePool, MpiGroup, Runtime
+from .runtime import (
+    MIN_TOKENS,
+    MIN_TOPK,
+    TIMEOUT,
+    Call,
+    ExchangePool,
+    MpiGroup,
+    Runtime,
+    without_gradients,
+)
 from .utils.event import EventHandle, EventOverlap, event_of
 
 _ALIGNMENT = 128  # bytes
@@ -199,7 +208,7 @@ class Buffer(LowLatencyMode):
                 work.returns(*layout)
         return *layout, event_of(work)
 
-    @torch.no_grad()
+    @without_gradients
     def dispatch(
         self,
         x: Tensor | tuple[Tensor, ...],
@@ -295,7 +304,7 @@ class Buffer(LowLatencyMode):
             counts = [round_up(count, expert_alignment) for count in counts]
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
-    @torch.no_grad()
+    @without_gradients
     def combine(
         self,
         x: Tensor,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the compatibility modules refuse a call."""
 
+import functools
 import operator
 import warnings
 from collections.abc import Sequence
@@ -9,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft import _core
 from weft.errors import BadCall, Unsupported
+from weft.outputs import NUMBERS
 
 MAX_TOPK = 32  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
 INTEGERS = (torch.int64, torch.int32)
 
-Dtypes = torch.dtype | Sequence[torch.dtype] | None
+Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 
 class NotInWeft(Unsupported, NotImplementedError):
@@ -35,9 +38,20 @@ def check_least(what: str, value: int, least: int = 1) -> None:
     check(value >= least, f"{what} = {value} (expected at least {least})")
 
 
+@functools.cache
+def _bits(dtypes: Dtypes) -> int:
+    """A bit for each dtype, at torch's number of it, of those that the core knows."""
+    if dtypes is None:
+        return (1 << 64) - 1
+    each = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    return sum(1 << NUMBERS[dtype] for dtype in each if dtype in NUMBERS)
+
+
 def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | str]) -> None:
     """It is a tensor of this dtype (or one of these; None: any) and shape, in which a name stands
     for any size; `what` is the argument's name."""
+    if _core.suits(tensor, _bits(dtypes), shape):
+        return  # what follows takes microseconds, and finds the words
     dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(tensor, Tensor):
         problem = "is None" if tensor is None else f"is a {type(tensor).__name__}"
@@ -50,7 +64,7 @@ def check_tensor(what: str, tensor: Any, dtypes: Dtypes, shape: Sequence[int | s
     elif not (tensor.is_cpu or tensor.is_cuda):
         problem = f"is on {tensor.device}, neither a CPU nor a CUDA device"
     else:
-        return  # what follows takes microseconds
+        return
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes or ("a tensor",))
     raise BadCall(f"{what} {problem} (expected {names} [{', '.join(map(str, shape))}])")
 

@@ -33,7 +33,7 @@ from .checks import (
 )
 from .handles import LowLatencyHandle
 from .layout import routes_of
-from .runtime import Call, ExchangePool, Runtime
+from .runtime import Call, ExchangePool, Runtime, without_gradients
 from .utils.event import EventHandle, EventOverlap
 
 Hook = Callable[[], None]
@@ -115,7 +115,7 @@ class LowLatencyMode:
     _runtime: Callable[[], Runtime]
 
     @_in_any_order
-    @torch.no_grad()
+    @without_gradients
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -211,7 +211,7 @@ class LowLatencyMode:
         finish = _finish(work, async_finish, return_recv_hook)
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
 
-    @torch.no_grad()
+    @without_gradients
     def low_latency_combine(
         self,
         x: Tensor,
@@ -376,12 +376,8 @@ def _by_column(scales: Tensor) -> Tensor:
 
 def dispatch_blocks(call: Call, sent: _Sent, stats: Tensor | None = None) -> tuple[Plan, Blocks]:
     """Collective. stats int32 [El]: the counts are added to it."""
-    exchange = call.exchange
-    local, stride = exchange.num_local_experts, exchange.num_ranks * sent.num_max
-    sources = sent.x.new_empty((local * stride, 2), dtype=torch.int32)
-    counts = sent.x.new_empty(local, dtype=torch.int32)
     is_summed = stats is not None and stats.is_contiguous()
-    plan, out = exchange.plan_and_dispatch(
+    plan, out, sources, counts = call.exchange.plan_and_dispatch(
         sent.routes,
         sent.x,
         sent.weights,
@@ -389,22 +385,13 @@ def dispatch_blocks(call: Call, sent: _Sent, stats: Tensor | None = None) -> tup
         scale_rule=sent.rule or "exact",
         scales_by_column=sent.rule is not None,
         ignores_unknown=True,
-        beside=Beside(sources, counts, stats if is_summed else None),
+        beside=Beside(count_sums=stats) if is_summed else None,
+        blocks=True,
         **call.options,
     )
     if stats is not None and not is_summed:
         stats += counts
-    scales = out.scales
-    if scales is not None:
-        words = scales.view(torch.int32 if sent.rule == "ue8m0" else torch.float32)
-        scales = words.view(local, words.size(1), stride).transpose(1, 2)
-    return plan, Blocks(
-        out.rows.view(local, stride, sent.x.size(1)),
-        scales,
-        None if out.weights is None else out.weights.view(local, stride),
-        sources.view(local, stride, 2),
-        counts,
-    )
+    return plan, Blocks(out.rows, out.scales, out.weights, sources, counts)
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:

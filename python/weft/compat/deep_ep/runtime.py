@@ -5,9 +5,10 @@ lets all ranks hear of what one refuses."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -169,6 +170,25 @@ class Call:
                 raise BadCall(str(error)) from problem
         if isinstance(problem, BadCall):
             raise BadCall(reason) from problem
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def without_gradients(function: _Function) -> _Function:
+    """`torch.no_grad` around a function, whose own way costs a few microseconds."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **options)
+        torch._C._set_grad_enabled(False)
+        try:
+            return function(*args, **options)
+        finally:
+            torch._C._set_grad_enabled(True)
+
+    return call
 
 
 class Runtime:

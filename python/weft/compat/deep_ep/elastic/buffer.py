@@ -44,7 +44,7 @@ from ..payload import (
     received_topk,
     round_up,
 )
-from ..runtime import Call, ExchangePool
+from ..runtime import Call, ExchangePool, without_gradients
 from ..utils.event import EventHandle, EventOverlap, event_of
 from . import model
 from .handle import EPHandle
@@ -224,7 +224,7 @@ class ElasticBuffer:
             "previous_event without allocate_on_comm_stream (expected both)",
         )
 
-    @torch.no_grad()
+    @without_gradients
     def dispatch(
         self,
         x: Rows,
@@ -376,7 +376,7 @@ class ElasticBuffer:
         )
         return handle, out
 
-    @torch.no_grad()
+    @without_gradients
     def combine(
         self,
         x: Tensor,
