@@ -380,7 +380,7 @@ void bind_exchange(nb::module_& m) {
   m.def(
       "suits",
       &suits,
-      arg("tensor"),
+      arg("tensor").none(),
       arg("dtypes"),
       arg("shape"),
       "Whether it is a tensor of these sizes (of any, where there is a name) and of one of these "
