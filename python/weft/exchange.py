@@ -291,7 +291,8 @@ class Exchange:
         num_sms: int,
         copy_engines: bool | None,
     ) -> tuple[Tensor | None, ...]:
-        """Rows, weights, scales, experts, sources, counts. stored: the options that say how rows are stored."""
+        """Rows, weights, scales, experts, sources, counts. stored: the options that say how they
+        are stored."""
 
         def call() -> tuple[Tensor | None, ...]:
             options = self._options(core, num_sms, copy_engines, **stored)
