@@ -60,7 +60,8 @@ nb::tuple dispatch(
 ) {
   const SentGiven given(sent, has_experts);
   const int64_t num_rows = plan.num_rows();
-  Written written(calls, given, options, pool, num_rows, plan.row_weight_cols());
+  const int64_t weight_cols = plan.row_weight_cols();
+  Written written(calls, given, options, plan.layout(), pool, num_rows, weight_cols);
   calls.begin([&](Exchange& exchange) {
     exchange.dispatch(plan, given.input(options), written.output, options);
   });
@@ -93,7 +94,7 @@ std::optional<Written> written_ahead(
     std::optional<int64_t> given_rows
 ) {
   const int64_t last = calls.last_rows;
-  if (!given_rows && last < 0) {
+  if (!given_rows && (last < 0 || options.blocks)) {  // blocks are of one size
     return std::nullopt;
   }
   int64_t weight_cols = 1;
@@ -103,7 +104,7 @@ std::optional<Written> written_ahead(
   }
   try {
     const int64_t num_rows = given_rows.value_or(last + last / 64);
-    return Written(calls, sent, options, pool, num_rows, weight_cols);
+    return Written(calls, sent, options, options.layout, pool, num_rows, weight_cols);
   } catch (const Error&) {
     if (given_rows) {
       throw;

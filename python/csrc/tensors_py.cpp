@@ -26,17 +26,23 @@ Written::Written(
     Calls& calls,
     const SentGiven& sent,
     const Options& options,
+    Layout layout,
     nb::handle pool,
     int64_t num_rows,
     int64_t weight_cols
 )
-    : made_(sent.x.tensor.device),
-      num_blocks_(0),
-      rows_type_(sent.x_type),
-      scales_type_(sent.scales_type) {
+    : made_(sent.x.tensor.device), rows_type_(sent.x_type), scales_type_(sent.scales_type) {
   if (options.blocks) {
     const Exchange& exchange = calls.exchange();
     num_blocks_ = exchange.config().num_experts / exchange.num_ranks();
+    if (layout != Layout::kExpertStrided || num_rows % num_blocks_ != 0) {
+      throw Error(
+          ErrorCode::kInvalidArgument,
+          "blocks are asked for, which only expert_strided has (with its expert_stride)",
+          exchange.rank(),
+          ""
+      );
+    }
   }
   const int64_t cols = sent.x.tensor.cols;
   add_rows(calls, row_type(sent, options), pool, num_rows, cols);
@@ -74,8 +80,7 @@ void Written::add_scales(const SentGiven& sent, const Options& options, int64_t 
     const int64_t stride = num_rows / num_blocks_;
     const Shape shape = {3, {num_blocks_, stride, words}, {stride * words, 1, stride}};
     const ScalarType word = is_byte ? ScalarType::kInt32 : ScalarType::kFloat32;
-    rows_.push_back(num_rows);
-    cols_.push_back(cols);
+    sizes_.push_back({num_rows, cols});
     output.scales = made_.add(num_rows, words, word, shape);
     output.scales.cols = cols;
     output.scales.dtype = core_type(type);
@@ -89,8 +94,7 @@ void Written::add_blocks(int64_t num_rows) {
     has_sources_ = true;
   }
   if (!output.counts.is_given()) {
-    rows_.push_back(num_rows);
-    cols_.push_back(1);
+    sizes_.push_back({num_rows, 1});
     output.counts = made_.add(1, num_blocks_, ScalarType::kInt32, {1, {num_blocks_}, {1}});
     has_counts_ = true;
   }
@@ -99,8 +103,8 @@ void Written::add_blocks(int64_t num_rows) {
 nb::tuple Written::take(int64_t num_rows) {
   std::vector<nb::object> tensors = made_.take();
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (rows_[i] != num_rows) {
-      tensors[i].attr("resize_")(num_rows, cols_[i]);
+    if (sizes_[i].rows != num_rows) {
+      tensors[i].attr("resize_")(num_rows, sizes_[i].cols);
     }
   }
   size_t next = 0;
@@ -120,14 +124,13 @@ nb::tuple Written::take(int64_t num_rows) {
 }
 
 Tensor Written::add(int64_t rows, int64_t cols, ScalarType type) {
-  rows_.push_back(rows);
-  cols_.push_back(cols);
+  sizes_.push_back({rows, cols});
   if (num_blocks_ == 0) {
     return made_.add(rows, cols, type);
   }
   const int64_t stride = rows / num_blocks_;
   Shape shape = {3, {num_blocks_, stride, cols}, {stride * cols, cols, 1}};
-  if (cols == 1) {
+  if (cols == 1) {  // as weights have
     shape = {2, {num_blocks_, stride}, {stride, 1}};
   }
   return made_.add(rows, cols, type, shape);
@@ -155,8 +158,7 @@ void Written::add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t r
       tensor = tensor.attr("view")(num_blocks_, rows / num_blocks_, cols);
     }
     made_.add(std::move(tensor));
-    rows_.push_back(rows);
-    cols_.push_back(cols);
+    sizes_.push_back({rows, cols});
     output.rows = memory.tensor;
     output.rows.cols = cols;
     output.rows.dtype = core_type(type);

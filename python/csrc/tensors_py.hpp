@@ -69,11 +69,12 @@ struct SentGiven {
 // Memory for what a dispatch writes of every row.
 class Written {
  public:
-  // pool: the id of a torch.cuda.MemPool for the rows, or None.
+  // layout: the plan's. pool: the id of a torch.cuda.MemPool for the rows, or None.
   Written(
       Calls& calls,
       const SentGiven& sent,
       const Options& options,
+      Layout layout,
       nb::handle pool,
       int64_t num_rows,
       int64_t weight_cols
@@ -86,15 +87,20 @@ class Written {
   DispatchOutput output;
 
  private:
+  // The tensors that Python gets, in this order.
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
   void add_scales(const SentGiven& sent, const Options& options, int64_t num_rows);
   void add_blocks(int64_t num_rows);
   void add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols);
 
+  struct Size {
+    int64_t rows;
+    int64_t cols;
+  };
+
   NewTensors made_;
-  int64_t num_blocks_;         // 0: outputs are matrices
-  std::vector<int64_t> rows_;  // of what made_ has
-  std::vector<int64_t> cols_;
+  std::vector<Size> sizes_;   // of what made_ has
+  int64_t num_blocks_ = 0;    // 0: outputs are matrices
   bool has_sources_ = false;  // made here
   bool has_counts_ = false;
   nb::object rows_type_;  // of torch, where the bytes that come must be told what they are
