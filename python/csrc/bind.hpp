@@ -2,6 +2,7 @@
 // What the files of this folder share: what <name>_py.cpp binds, and memory that Python sees.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <nanobind/nanobind.h>
 
@@ -20,5 +21,19 @@ void bind_exchange(nb::module_& m);
 
 // A torch tensor of the bytes of `tensor`; `owner` lives as long as it does.
 [[nodiscard]] nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner);
+
+// What Python's modules have, looked up once and kept as long as the process lives: the interpreter
+// may be gone before. A static of a function would be locked meanwhile, and Python may let another
+// thread run, which would wait for that lock and not give the interpreter back.
+template <class Found>
+const Found& looked_up() {
+  static std::atomic<const Found*> known = nullptr;
+  if (const Found* found = known.load()) {
+    return *found;
+  }
+  const Found* const made = new Found;  // NOLINT(cppcoreguidelines-owning-memory)
+  const Found* others = nullptr;
+  return known.compare_exchange_strong(others, made) ? *made : *others;
+}
 
 }  // namespace weft::py

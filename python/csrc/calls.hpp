@@ -17,11 +17,13 @@ inline thread_local int64_t num_begun = 0;
 inline thread_local int64_t num_refused = 0;
 
 // Signals are for the main thread: no other need ask, nor take the interpreter's lock for that.
-inline bool is_main_thread() {
-  static const auto main =
+struct MainThread {
+  unsigned long id =
       nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident")
       );
-  return PyThread_get_thread_ident() == main;
+};
+inline bool is_main_thread() {
+  return PyThread_get_thread_ident() == looked_up<MainThread>().id;
 }
 
 // Whether a handler of Python's has raised: KeyboardInterrupt, or what one for SIGTERM does.

@@ -26,20 +26,10 @@ struct Segments {
 
 // What torch.cuda.use_mem_pool calls; its context manager costs as much as an allocation.
 struct PoolCalls {
-  nb::object begin;
-  nb::object end;
-  nb::object release;
-
-  static const PoolCalls& here() {
-    static const auto* const calls = [] {
-      const nb::object torch = nb::module_::import_("torch").attr("_C");
-      return new PoolCalls{// NOLINT(cppcoreguidelines-owning-memory): outlives the interpreter
-                           torch.attr("_cuda_beginAllocateCurrentThreadToPool"),
-                           torch.attr("_cuda_endAllocateToPool"),
-                           torch.attr("_cuda_releasePool")};
-    }();
-    return *calls;
-  }
+  nb::object torch = nb::module_::import_("torch").attr("_C");
+  nb::object begin = torch.attr("_cuda_beginAllocateCurrentThreadToPool");
+  nb::object end = torch.attr("_cuda_endAllocateToPool");
+  nb::object release = torch.attr("_cuda_releasePool");
 };
 
 }  // namespace
@@ -57,15 +47,15 @@ void give_segments(Calls* calls) {
 }
 
 PoolScope::PoolScope(Calls& calls, int gpu, nb::handle pool) : gpu_(gpu), pool_(pool) {
-  PoolCalls::here().begin(gpu, pool);
+  looked_up<PoolCalls>().begin(gpu, pool);
   give_segments(&calls);
 }
 
 PoolScope::~PoolScope() {
   give_segments(nullptr);
   try {
-    PoolCalls::here().end(gpu_, pool_);
-    PoolCalls::here().release(gpu_, pool_);
+    looked_up<PoolCalls>().end(gpu_, pool_);
+    looked_up<PoolCalls>().release(gpu_, pool_);
   } catch (nb::python_error& error) {
     error.discard_as_unraisable("weft: leaving a pool of memory");
   }

@@ -45,7 +45,7 @@ using EmptyStrided = int32_t(
 using GetData = int32_t(void* tensor, void** data);
 using Delete = int32_t(void* tensor);
 
-// What this process's torch has. Never destroyed: the interpreter may be gone before.
+// What this process's torch has.
 struct Torch {
   nb::object module = nb::module_::import_("torch");
   nb::object tensor = module.attr("Tensor");
@@ -81,11 +81,6 @@ struct Torch {
 
   [[nodiscard]] bool can_make() const {
     return empty_strided != nullptr && get_data != nullptr && free != nullptr;
-  }
-
-  static const Torch& here() {
-    static const auto* const torch = new Torch;  // NOLINT(cppcoreguidelines-owning-memory)
-    return *torch;
   }
 };
 
@@ -128,7 +123,7 @@ bool has_gaps(const DlTensor& found) {
 // Nothing if there is anything about the tensor that Python had better look at. Valid as long as
 // nobody changes the tensor.
 std::optional<DlTensor> look(nb::handle tensor) {
-  const Torch& torch = Torch::here();
+  const Torch& torch = looked_up<Torch>();
   if (torch.exchange == nullptr || tensor.type().ptr() != torch.tensor.ptr()) {
     return std::nullopt;
   }
@@ -168,7 +163,7 @@ std::optional<Given> read_quickly(nb::handle tensor) {
 
 // By Python, which says what is wrong.
 Given read_slowly(const char* name, nb::handle tensor) {
-  const nb::object seen = Torch::here().outputs.attr("view")(name, tensor);
+  const nb::object seen = looked_up<Torch>().outputs.attr("view")(name, tensor);
   if (seen.is_none()) {
     return {};
   }
@@ -221,7 +216,7 @@ Given read_bytes(const char* name, nb::handle tensor) {
   }
   std::optional<Given> given = read_quickly(tensor);
   if (!given || nb::cast<int>(tensor.attr("dim")()) != 2) {
-    const nb::object bytes = Torch::here().outputs.attr("as_bytes")(tensor);
+    const nb::object bytes = looked_up<Torch>().outputs.attr("as_bytes")(tensor);
     given = read_slowly(name, bytes);
     given->type.reset();
     return *std::move(given);
@@ -260,7 +255,7 @@ bool suits(nb::handle tensor, uint64_t types, nb::handle shape) {
 }
 
 nb::object tensor_of_bytes(nb::handle array, int64_t rows, int64_t cols, ScalarType type) {
-  return Torch::here().outputs.attr("of_bytes")(array, rows, cols, static_cast<int>(type));
+  return looked_up<Torch>().outputs.attr("of_bytes")(array, rows, cols, static_cast<int>(type));
 }
 
 NewTensors::NewTensors(NewTensors&& other) noexcept
@@ -271,7 +266,7 @@ NewTensors::NewTensors(NewTensors&& other) noexcept
 NewTensors::~NewTensors() {
   for (void* handle : handles_) {
     if (handle != nullptr) {
-      Torch::here().free(handle);
+      looked_up<Torch>().free(handle);
     }
   }
 }
@@ -281,7 +276,7 @@ Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type) {
 }
 
 Tensor NewTensors::add(int64_t rows, int64_t cols, ScalarType type, const Shape& shape) {
-  const Torch& torch = Torch::here();
+  const Torch& torch = looked_up<Torch>();
   const bool is_cuda = device_.kind == Device::Kind::kCuda;
   const auto& [num_dims, sizes, strides] = shape;
   const auto number = static_cast<int32_t>(type);
@@ -324,7 +319,7 @@ std::vector<nb::object> NewTensors::take() {
     }
   }
   if (nb::len(capsules) > 0) {
-    const nb::object made = Torch::here().to_tensors(capsules);
+    const nb::object made = looked_up<Torch>().to_tensors(capsules);
     size_t next = 0;
     for (nb::object& object : objects_) {
       if (!object.is_valid()) {
