@@ -5,7 +5,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <thread>
+#include <vector>
 
 #include "core/gpu/check.hpp"
 #include "cuda/exchange/fault_text.hpp"
@@ -355,6 +357,39 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
     EXPECT_EQ(exchange.footprint().pooled_bytes, 0);
     group.barrier();
     EXPECT_EQ(run_cases(exchange, {&world.good, 1}), "");
+    group.barrier();
+  });
+}
+
+class GpuStreamTest : public GpuTest {};
+
+// To make streams may wait for the kernels that run, and those may wait for this rank.
+TEST_F(GpuStreamTest, AreThereWhileAPeerWaits) {
+  FaultWorld world(1);
+  world.setup.timeout = 3s;
+  const Device device = world.setup.config(0).device;
+  std::vector<TestStream> held;  // of the 32 that a process makes at first
+  for (int i = 0; i < 20; ++i) {
+    held.emplace_back(device);
+  }
+  std::atomic<bool> has_called = false;
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange(group, world.setup.config(group.rank()));
+    FaultRank own(exchange, world.good);
+    own.options.row_budget = own.dispatch_out.rows.rows;
+    std::vector<TestStream> streams;
+    if (group.rank() > 0) {
+      has_called.wait(false);
+      std::this_thread::sleep_for(50ms);  // its kernel runs
+    }
+    for (int i = 0; i < (group.rank() == 1 ? 12 : 1); ++i) {
+      streams.emplace_back(device);
+    }
+    const Plan plan = exchange.plan(own.routing, own.options, {.stream = streams.back().get()});
+    has_called = true;
+    has_called.notify_all();
+    streams.back().wait();
+    EXPECT_EQ(text_of(thrown_by([&] { exchange.check(); })), "");
     group.barrier();
   });
 }

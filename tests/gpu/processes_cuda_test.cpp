@@ -8,6 +8,8 @@
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
+#include <span>
 #include <thread>
 #include <unistd.h>
 
@@ -74,8 +76,8 @@ class GpuProcessesTest : public testing::Test {
     EXPECT_EQ(run_cases_on_processes(cases), all_well);
   }
 
-  // Rank 1 is killed after a good call; rank 0 hears of it in the next.
-  void expect_death_is_heard(std::vector<int> domain_of) const {
+  // Rank 1 gets `signal`, SIGKILL or SIGSTOP, after a good call; rank 0 hears of it in the next.
+  void expect_end_is_heard(int signal, std::vector<int> domain_of) const {
     ExchangeSetup setup = gpu_setup(2, num_gpus_);
     setup.domain_of = std::move(domain_of);
     setup.transport = "shm";
@@ -88,12 +90,19 @@ class GpuProcessesTest : public testing::Test {
       if (!run_cases(exchange, {&data, 1}).empty()) {
         return 2;
       }
+      const pid_t own = ::getpid();
+      const auto pids = group.all_gather(std::as_bytes(std::span(&own, 1)));
       if (group.rank() == 1) {
-        static_cast<void>(::kill(::getpid(), SIGKILL));
+        static_cast<void>(::kill(own, signal));
       }
       const auto thrown = thrown_by([&] { static_cast<void>(run_cases(exchange, {&data, 1})); });
+      pid_t peer = 0;
+      std::memcpy(&peer, pids[1].data(), sizeof peer);
+      static_cast<void>(::kill(peer, SIGKILL));  // a stopped one ends, too
       const std::string text = text_of(thrown);
-      if (!thrown || !thrown->is_peer_error || text.find("rank 1 ") == std::string::npos) {
+      const bool is_its_kind =
+          thrown && (signal == SIGSTOP ? thrown->is_timeout : thrown->is_peer_error);
+      if (!is_its_kind || text.find("rank 1 ") == std::string::npos) {
         static_cast<void>(std::fprintf(stderr, "rank 0 heard: %s\n", text.c_str()));
         return 3;
       }
@@ -236,11 +245,19 @@ TEST_F(GpuProcessesTest, RowsThatComeTooLateAreHeardOfLater) {
 }
 
 TEST_F(GpuProcessesTest, HearThatARankDied) {
-  expect_death_is_heard({});
+  expect_end_is_heard(SIGKILL, {});
 }
 
 TEST_F(GpuProcessesTest, HearThatARankOfAnotherDomainDied) {
-  expect_death_is_heard({0, 1});
+  expect_end_is_heard(SIGKILL, {0, 1});
+}
+
+TEST_F(GpuProcessesTest, HearThatARankIsStopped) {
+  expect_end_is_heard(SIGSTOP, {});
+}
+
+TEST_F(GpuProcessesTest, HearThatARankOfAnotherDomainIsStopped) {
+  expect_end_is_heard(SIGSTOP, {0, 1});
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ NIGHT = {
     "dispatch": ["C=4"],
     "eager": ["C=4"],
     "parking": [],
+    "pipeline": ["ITEMS=5"],
 }
 # What a mutation needs besides itself to be found.
 NEEDS = {"EXPIRED_STAYS_GIVEN_UP": ["MAX_REFUSALS=2"]}

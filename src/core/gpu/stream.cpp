@@ -14,6 +14,7 @@ namespace weft {
 namespace {
 
 constexpr size_t kStreamsAtOnce = 32;
+constexpr size_t kSpareStreams = 16;  // a guess
 
 class StreamPool {
  public:
@@ -29,31 +30,43 @@ class StreamPool {
     return stream;
   }
 
+  void reserve(int gpu) {
+    const std::lock_guard lock(mutex_);
+    auto& free = free_[gpu];
+    if (free.size() < kSpareStreams) {
+      add_streams(gpu, free);
+    }
+  }
+
   void give_back(int gpu, cudaStream_t stream) {
     const std::lock_guard lock(mutex_);
     free_[gpu].push_back(stream);
   }
 
  private:
-  static void add_streams(int gpu, std::deque<cudaStream_t>& free) {
+  void add_streams(int gpu, std::deque<cudaStream_t>& free) {
     const RelaxedCapture no_capture;
     const CudaDeviceGuard guard(gpu);
-    void* data = nullptr;
-    WEFT_CUDA(Context{}, cudaMalloc(&data, kStreamsAtOnce));
+    void*& scratch = scratch_[gpu];
+    if (scratch == nullptr) {
+      WEFT_CUDA(Context{}, cudaMalloc(&scratch, kStreamsAtOnce));
+    }
     std::vector<cudaStream_t> added(kStreamsAtOnce);
     for (size_t i = 0; i < kStreamsAtOnce; ++i) {
       WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&added[i], cudaStreamNonBlocking));
-      WEFT_CUDA(Context{}, cudaMemsetAsync(static_cast<std::byte*>(data) + i, 0, 1, added[i]));
+      WEFT_CUDA(Context{}, cudaMemsetAsync(static_cast<std::byte*>(scratch) + i, 0, 1, added[i]));
     }
     for (const cudaStream_t stream : added) {
       WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
     }
-    WEFT_CUDA(Context{}, cudaFree(data));
     free.insert(free.end(), added.begin(), added.end());
   }
 
   std::mutex mutex_;
   std::map<int, std::deque<cudaStream_t>> free_;  // by GPU
+  // What new streams write once, by GPU. It is kept: cudaFree would wait for every kernel of the
+  // GPU, and such a kernel may wait for the rank that makes streams here.
+  std::map<int, void*> scratch_;
 };
 
 StreamPool& pool() {
@@ -65,6 +78,10 @@ StreamPool& pool() {
 
 GpuStream::GpuStream(int gpu)
     : stream_(pool().take(gpu), [gpu](CUstream_st* stream) { pool().give_back(gpu, stream); }) {}
+
+void reserve_streams(int gpu) {
+  pool().reserve(gpu);
+}
 
 void wait_for_stream(
     cudaStream_t stream, const Context& context, const std::function<void()>& look

@@ -27,6 +27,11 @@ class GpuStream {
   std::shared_ptr<CUstream_st> stream_;
 };
 
+// Makes streams if fewer than 16 are left to be taken. An exchange calls it while it is made: later
+// on a peer on the same GPU may wait for this rank in a kernel, and that kernel may hold up the
+// making of streams until its deadline. Throws Error kCuda.
+void reserve_streams(int gpu);
+
 // Waits for the work of the stream. Looks now and then meanwhile, at the latest every 25 ms;
 // `look()` may throw. Throws Error kCuda.
 void wait_for_stream(

@@ -126,6 +126,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_->memory = memory_;
   own_->stream = GpuStream(gpu);
   aside_ = GpuStream(gpu);
+  reserve_streams(gpu);
   own_->last_call.create(context_);
   own_->local.create(1, context_);
   own_->fault.create(1, context_);

@@ -384,3 +384,31 @@ def wrong_on_one_rank(rank, num_ranks, group):
 
 def test_all_ranks_raise_what_one_passes_wrong(ranks):
     ranks(wrong_on_one_rank, 2)
+
+
+def no_memory_on_one_rank(rank, num_ranks, group):
+    """All ranks raise where the last one has no room for outputs, and go on afterwards."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs, is_short = Inputs(rank, num_ranks, device, (4000,)), rank == num_ranks - 1
+    exchange = exchange_of(group, inputs, max_tokens=4000)
+    plan = exchange.plan(inputs.idx)
+    rows = weft.dispatch(plan, inputs.x).rows.cpu()
+    for call in (
+        lambda: weft.dispatch(plan, inputs.x),
+        lambda: weft.plan_and_dispatch(exchange, inputs.idx, inputs.x, row_budget=20_000),
+        lambda: weft.plan_and_dispatch(exchange, inputs.idx, inputs.x),
+    ):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if is_short:
+            torch.cuda.set_per_process_memory_fraction(1e-6, device)
+        kind = torch.OutOfMemoryError if is_short else weft.InvalidArgument
+        with pytest.raises(kind, match="" if is_short else f"rank {num_ranks - 1} refused"):
+            call()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        assert torch.equal(weft.dispatch(plan, inputs.x).rows.cpu(), rows)
+
+
+def test_all_ranks_raise_where_one_has_no_memory(ranks):
+    ranks(no_memory_on_one_rank, 2)
