@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/gpu/stream.hpp"
 
-#include <deque>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -18,55 +18,59 @@ constexpr size_t kSpareStreams = 16;  // a guess
 
 class StreamPool {
  public:
-  // The one that was given back longest ago.
-  [[nodiscard]] cudaStream_t take(int gpu) {
+  // The oldest that is free: so long as at most 32 are in use, each has a hardware queue of its
+  // own, where the process allows 32 of them (CUDA_DEVICE_MAX_CONNECTIONS).
+  [[nodiscard]] std::shared_ptr<CUstream_st> take(int gpu) {
     const std::lock_guard lock(mutex_);
-    auto& free = free_[gpu];
-    if (free.empty()) {
-      add_streams(gpu, free);
+    Streams& streams = streams_[gpu];
+    if (streams.free.empty()) {
+      add_streams(gpu, streams);
     }
-    const cudaStream_t stream = free.front();
-    free.pop_front();
-    return stream;
+    const size_t index = *streams.free.begin();
+    streams.free.erase(streams.free.begin());
+    return {streams.all[index], [this, &streams, index](CUstream_st* /*stream*/) {
+              const std::lock_guard give_back(mutex_);
+              streams.free.insert(index);
+            }};
   }
 
   void reserve(int gpu) {
     const std::lock_guard lock(mutex_);
-    auto& free = free_[gpu];
-    if (free.size() < kSpareStreams) {
-      add_streams(gpu, free);
+    if (Streams& streams = streams_[gpu]; streams.free.size() < kSpareStreams) {
+      add_streams(gpu, streams);
     }
-  }
-
-  void give_back(int gpu, cudaStream_t stream) {
-    const std::lock_guard lock(mutex_);
-    free_[gpu].push_back(stream);
   }
 
  private:
-  void add_streams(int gpu, std::deque<cudaStream_t>& free) {
+  // Of one GPU.
+  struct Streams {
+    std::vector<cudaStream_t> all;
+    std::set<size_t> free;
+    // What new streams write once. It is kept: cudaFree would wait for every kernel of the GPU, and
+    // such a kernel may wait for the rank that makes streams here.
+    void* scratch = nullptr;
+  };
+
+  static void add_streams(int gpu, Streams& streams) {
     const RelaxedCapture no_capture;
     const CudaDeviceGuard guard(gpu);
-    void*& scratch = scratch_[gpu];
-    if (scratch == nullptr) {
-      WEFT_CUDA(Context{}, cudaMalloc(&scratch, kStreamsAtOnce));
+    if (streams.scratch == nullptr) {
+      WEFT_CUDA(Context{}, cudaMalloc(&streams.scratch, 1));
     }
     std::vector<cudaStream_t> added(kStreamsAtOnce);
-    for (size_t i = 0; i < kStreamsAtOnce; ++i) {
-      WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&added[i], cudaStreamNonBlocking));
-      WEFT_CUDA(Context{}, cudaMemsetAsync(static_cast<std::byte*>(scratch) + i, 0, 1, added[i]));
+    for (cudaStream_t& stream : added) {
+      WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+      WEFT_CUDA(Context{}, cudaMemsetAsync(streams.scratch, 0, 1, stream));
     }
     for (const cudaStream_t stream : added) {
       WEFT_CUDA(Context{}, cudaStreamSynchronize(stream));
+      streams.free.insert(streams.all.size());
+      streams.all.push_back(stream);
     }
-    free.insert(free.end(), added.begin(), added.end());
   }
 
   std::mutex mutex_;
-  std::map<int, std::deque<cudaStream_t>> free_;  // by GPU
-  // What new streams write once, by GPU. It is kept: cudaFree would wait for every kernel of the
-  // GPU, and such a kernel may wait for the rank that makes streams here.
-  std::map<int, void*> scratch_;
+  std::map<int, Streams> streams_;  // by GPU
 };
 
 StreamPool& pool() {
@@ -76,8 +80,18 @@ StreamPool& pool() {
 
 }  // namespace
 
-GpuStream::GpuStream(int gpu)
-    : stream_(pool().take(gpu), [gpu](CUstream_st* stream) { pool().give_back(gpu, stream); }) {}
+GpuStream::GpuStream(int gpu) : stream_(pool().take(gpu)) {}
+
+cudaStream_t short_work_stream(int gpu) {
+  static auto& streams = *new std::map<int, GpuStream>;  // memory may be freed after static objects
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  auto found = streams.find(gpu);
+  if (found == streams.end()) {
+    found = streams.emplace(gpu, GpuStream(gpu)).first;
+  }
+  return found->second.get();
+}
 
 void reserve_streams(int gpu) {
   pool().reserve(gpu);

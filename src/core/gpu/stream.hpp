@@ -27,6 +27,11 @@ class GpuStream {
   std::shared_ptr<CUstream_st> stream_;
 };
 
+// The process's stream for what is soon done and waits for nothing: copies of some bytes, taking
+// and freeing memory. All ranks that share the GPU as threads use it. Fewer streams are better
+// here: those that share a hardware queue wait for each other. Throws Error kCuda.
+[[nodiscard]] cudaStream_t short_work_stream(int gpu);
+
 // Makes streams if fewer than 16 are left to be taken. An exchange calls it while it is made: later
 // on a peer on the same GPU may wait for this rank in a kernel, and that kernel may hold up the
 // making of streams until its deadline. Throws Error kCuda.

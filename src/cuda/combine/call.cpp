@@ -47,6 +47,14 @@ void CudaExchange::combine(
 void CudaExchange::combine_by_stores(
     const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
+  const int num_sms = sms_of(call);
+  if (is_alone(launch)) {
+    const int chunks = num_device_chunks(static_cast<int>(plan.shape.num_tokens));
+    launch.num_reduce = 0;
+    launch.num_sum = std::clamp(chunks, 1, num_sms);
+    launch_combine(launch, stream);
+    return;
+  }
   const int64_t per_token = std::min(view_.num_ranks, plan.shape.topk);
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) * per_token;
   const PeerRegion& area =
@@ -57,7 +65,6 @@ void CudaExchange::combine_by_stores(
   launch.is_eager = launch.payload.row_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
 
-  const int num_sms = sms_of(call);
   RoleBlocks blocks = tuning_.of(
       {.op = Op::kCombine,
        .num_ranks = view_.num_ranks,

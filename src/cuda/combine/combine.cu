@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine on a GPU, one launch whose blocks have two roles: the first sum the experts' rows of each
 // arrival and send one row per arrival back to the token's rank (reduce.cuh), the others add up
-// what has come back for this rank's tokens (sum.cuh). Before: combine/call.cpp; after: the caller.
+// what has come back for this rank's tokens (sum.cuh). In a group of one rank there is one role
+// (own.cuh). Before: combine/call.cpp; after: the caller.
+#include "cuda/combine/own.cuh"
 #include "cuda/combine/reduce.cuh"
 #include "cuda/combine/row_warps.cuh"
 #include "cuda/combine/sum.cuh"
@@ -84,17 +86,61 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #endif
 }
 
-CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype) {
+template <class Element, bool kScaled>
+__global__ void __launch_bounds__(kRoleThreads, 1)
+    combine_own_vector(const __grid_constant__ CombineLaunch call) {
+  __shared__ CallSetup setup;
+  const int warps = team_warps(call.payload.row_bytes, call.plan.header()->num_tokens);
+  if (begin_call(setup, call) && warp_in_block() < kMoverWarps) {
+    const Team team = make_team(warps, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    CombineOwn<kScaled> source(call, team);
+    sum_rows_vector<Element, kScaled>(source, slice_of(team, call.payload.row_bytes, kSumPiece));
+  }
+  finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
+}
+
+template <class Shape, class Element, bool kScaled>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    combine_own_bulk(const __grid_constant__ CombineLaunch call) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) std::byte stage_bytes[];
+  __shared__ CallSetup setup;
+  __shared__ PipelineShared<Shape> pipelines;
+  init_pipelines(pipelines);
+  const PipelineRole role = pipeline_role<Shape>();
+  const RowStages stages = row_stages<Shape>(stage_bytes, call.payload.row_bytes, role.pipeline);
+  const Team team =
+      pipeline_team<Shape>(role, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  if (begin_call(setup, call)) {
+    CombineOwn<kScaled> source(call, team);
+    if (role.is_loader) {
+      load_rows(source, role.pipeline, stages, pipelines);
+    } else if (role.adder >= 0) {
+      add_rows<Element, kScaled>(source, role, stages, pipelines);
+    }
+  }
+  finish_call</*kRenewsApart=*/false>(call.me, setup.epoch);
+#endif
+}
+
+CombineKernel kernel_of(RowPath path, bool is_scaled, DType dtype, bool is_alone) {
   return with_element(dtype, [&]<class Element>(Element) -> CombineKernel {
-    const auto pick = [&](auto plain, auto scaled) { return is_scaled ? scaled : plain; };
+    const auto with_scale = [&](const auto& pick) {
+      return is_scaled ? pick(std::true_type{}) : pick(std::false_type{});
+    };
     const auto bulk = [&]<class Shape>(Shape) -> CombineKernel {
-      return {
-          pick(combine_bulk<Shape, Element, false>, combine_bulk<Shape, Element, true>),
-          Shape::kThreads,
-          kRowStageBytes};
+      const auto pick = [&](auto scaled) {
+        return is_alone ? combine_own_bulk<Shape, Element, scaled.value>
+                        : combine_bulk<Shape, Element, scaled.value>;
+      };
+      return {with_scale(pick), Shape::kThreads, kRowStageBytes};
     };
     return with_shape(path, bulk, [&]() -> CombineKernel {
-      return {pick(combine_vector<Element, false>, combine_vector<Element, true>), kRoleThreads};
+      const auto pick = [&](auto scaled) {
+        return is_alone ? combine_own_vector<Element, scaled.value>
+                        : combine_vector<Element, scaled.value>;
+      };
+      return {with_scale(pick), kRoleThreads};
     });
   });
 }
@@ -112,7 +158,8 @@ void prepare_combine() {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
     for (const bool is_scaled : {false, true}) {
       for (const RowPath path : kRowPaths) {
-        prepare(kernel_of(path, is_scaled, dtype));
+        prepare(kernel_of(path, is_scaled, dtype, false));
+        prepare(kernel_of(path, is_scaled, dtype, true));
       }
     }
   }
@@ -120,8 +167,8 @@ void prepare_combine() {
 
 void launch_combine(const CombineLaunch& call, cudaStream_t stream) {
   const RowPath path = path_of(call.mover, call.payload.row_bytes);
-  const CombineKernel kernel =
-      kernel_of(path, call.scale != CombineScale::kNone, call.payload.dtype);
+  const bool is_scaled = call.scale != CombineScale::kNone;
+  const CombineKernel kernel = kernel_of(path, is_scaled, call.payload.dtype, is_alone(call));
   launch(kernel, call.num_reduce + call.num_sum, call, stream);
 }
 

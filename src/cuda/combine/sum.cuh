@@ -11,6 +11,33 @@
 
 namespace weft {
 
+// One warp hands the weights of a token's routes to the caller, by k, or for a map by expert: 0
+// where no row was kept. weight_of(place of the route in the plan, k) is asked where one was.
+template <class WeightOf>
+__device__ __forceinline__ void return_token_weights(
+    const CombineLaunch& call, int token, const WeightOf& weight_of
+) {
+  const int lane = lane_index();
+  const int64_t route = static_cast<int64_t>(token) * call.plan.map.max_topk + lane;
+  const bool is_kept = lane < call.topk && call.plan.route_slot()[route] >= 0;
+  const float weight = is_kept ? weight_of(route, lane) : 0.0F;
+  if (!call.from_map) {
+    if (lane < call.topk) {
+      call.out_weights[static_cast<int64_t>(token) * call.topk + lane] = weight;
+    }
+    return;
+  }
+  const int num_experts = static_cast<int>(call.me.map.num_experts);
+  float* out = call.out_weights + static_cast<int64_t>(token) * num_experts;
+  for (int expert = lane; expert < num_experts; expert += kWarpLanes) {
+    out[expert] = 0;
+  }
+  __syncwarp();
+  if (is_kept) {
+    out[call.plan.route_expert()[route]] = weight;
+  }
+}
+
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
 // the kernel begins, by rank and arrival.
 template <bool kCopied>
@@ -142,7 +169,9 @@ class CombineSum {
     }
     const int first = chunk * chunk_tokens_;
     for (int token = first; token < first + count; ++token) {
-      return_weights(token);
+      return_token_weights(call_, token, [&](int64_t route, int k) {
+        return *const_cast<const volatile float*>(returned_at(route, token, k));
+      });
     }
   }
 
@@ -160,32 +189,6 @@ class CombineSum {
       return call_.row_weights + int64_t{call_.plan.route_slot()[route]} * call_.topk + k;
     }
     return returned_ + route;
-  }
-
-  __device__ __forceinline__ void return_weights(int token) const {
-    const int lane = lane_index();
-    const int64_t route = static_cast<int64_t>(token) * max_topk_ + lane;
-    float weight = 0;
-    bool is_kept = false;
-    if (lane < call_.topk) {
-      is_kept = call_.plan.route_slot()[route] >= 0;
-      weight = is_kept ? *const_cast<const volatile float*>(returned_at(route, token, lane)) : 0.0F;
-    }
-    if (!call_.from_map) {
-      if (lane < call_.topk) {
-        call_.out_weights[static_cast<int64_t>(token) * call_.topk + lane] = weight;
-      }
-      return;
-    }
-    const int num_experts = static_cast<int>(me_.map.num_experts);
-    float* out = call_.out_weights + static_cast<int64_t>(token) * num_experts;
-    for (int expert = lane; expert < num_experts; expert += kWarpLanes) {
-      out[expert] = 0;
-    }
-    __syncwarp();
-    if (is_kept) {
-      out[call_.plan.route_expert()[route]] = weight;
-    }
   }
 
   // kSourceWeights: [arrival][k] to each rank the token went to; the last warp tells all ranks.

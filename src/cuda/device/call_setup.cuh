@@ -66,10 +66,12 @@ __device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_
   int32_t tokens = 0;
   int32_t first_row = 0;
   int32_t received_base = 0;
+  uint64_t records_of_peer = 0;
   if (peer < me.num_ranks) {  // here since the plan's kernel has ended; all loads at once
     tokens = plan.tokens_of()[peer];
     first_row = plan.arrival_base()[peer];
     received_base = plan.received_base()[peer];
+    records_of_peer = ptx::load_acquire_sys(records_of(me, me.rank, peer));  // mostly there, too
   }
   if (threadIdx.x == 0) {
     set_own_word(setup, call);
@@ -87,7 +89,8 @@ __device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_
     bool is_good = false;
     const bool is_going_on =
         is_eager ? !is_stopped(me) : accept_word(me, epoch, setup.own(), peer, said);
-    if (is_going_on && wait_reached(me, records, plan_epoch, site)) {
+    if (is_going_on &&
+        (is_reached(records_of_peer, plan_epoch) || wait_reached(me, records, plan_epoch, site))) {
       std::byte* control = control_of(me, peer);
       const auto own = static_cast<uint32_t>(me.rank);
       if (is_eager) {

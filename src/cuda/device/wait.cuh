@@ -305,7 +305,9 @@ __device__ inline void post_word(
     return;
   }
   *word_of(me, peer, epoch, me.rank) = word;
-  ptx::fence_sys();
+  if (peer != me.rank) {  // its own only the host reads, once the call has ended
+    ptx::fence_sys();
+  }
   ptx::store_relaxed_sys(
       signal_of(me, peer, me.map.signals().word(epoch, static_cast<uint32_t>(me.rank))), epoch
   );
@@ -376,10 +378,14 @@ __device__ __forceinline__ bool check_word(
 }
 
 // One thread per peer, [0, num_ranks), waits for the peer's handshake of this call and compares it
-// with this rank's. It returns false if the call is given up.
+// with this rank's; a rank does not wait for its own. It returns false if the call is given up.
 __device__ inline bool accept_word(
     const RankView& me, uint32_t epoch, const DeviceHandshake& own, int peer, DeviceHandshake& word
 ) {
+  if (peer == me.rank) {
+    word = own;
+    return own.status == WordStatus::kGood;
+  }
   const WaitSite site = {own.op, epoch, peer, WaitFor::kWord};
   const auto slot = me.map.signals().word(epoch, static_cast<uint32_t>(peer));
   if (!wait_reached(me, signal_of(me, me.rank, slot), epoch, site)) {

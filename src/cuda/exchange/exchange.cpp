@@ -125,7 +125,6 @@ void CudaExchange::set_up(uint64_t stamp) {
   own_ = std::make_shared<CudaRankState>();
   own_->memory = memory_;
   own_->stream = GpuStream(gpu);
-  aside_ = GpuStream(gpu);
   reserve_streams(gpu);
   own_->last_call.create(context_);
   own_->local.create(1, context_);

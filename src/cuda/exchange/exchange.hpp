@@ -235,7 +235,6 @@ class CudaExchange final : public Executor {
   uint32_t num_copies_ = 0;       // calls by copy engines; does not begin at 0, as epochs
   // Outgrown: freeing memory waits for the whole GPU, where a peer's kernel may wait for this rank.
   std::vector<PeerRegion> retired_;
-  GpuStream aside_;  // for what shall not wait behind calls
   Op running_op_ = Op::kNone;
   bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
   BlockChoice tuning_;

@@ -48,7 +48,8 @@ void CudaExchange::look_for_interrupts(cudaStream_t stream) {
 }
 
 uint32_t CudaExchange::running_call() const {
-  return read_gpu<uint32_t>(&own_->local.get()->epoch, aside_.get()) + 1;
+  return read_gpu<uint32_t>(&own_->local.get()->epoch, short_work_stream(settings_.device.index)) +
+         1;
 }
 
 void CudaExchange::interrupt() {
@@ -62,7 +63,7 @@ void CudaExchange::interrupt() {
 void CudaExchange::stop_kernels(uint32_t call) {
   constexpr StopState kState = StopState::kBroken;
   LocalState* const local = own_->local.get();
-  const cudaStream_t stream = aside_.get();
+  const cudaStream_t stream = short_work_stream(settings_.device.index);
   const auto put = [&](void* to, const void* from, size_t bytes) {
     WEFT_CUDA(context_, cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream));
     WEFT_CUDA(context_, cudaStreamSynchronize(stream));

@@ -156,6 +156,11 @@ static_assert(
   return call.one_row;
 }
 
+// Whether all rows are of this rank's own tokens, several for each, and one role adds them.
+[[nodiscard]] inline bool is_alone(const CombineLaunch& call) {
+  return call.me.num_ranks == 1 && !call.one_row;
+}
+
 // This rank's handshake of a call, except for what only the device knows.
 [[nodiscard]] WEFT_HD inline DeviceHandshake word_of(const DispatchLaunch& call) {
   DeviceHandshake word;

@@ -139,7 +139,6 @@ CudaRegions::CudaRegions(const Group& group, int device, std::string_view transp
          .is_exported = is_exported(),
          .context = context()}
     );
-    stream_ = GpuStream(device_);
     word_.create(1, context());
     table_.create(static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions, context());
     WEFT_CUDA(context(), cudaStreamSynchronize(nullptr));  // it is zero before the first entry
@@ -177,9 +176,9 @@ OwnRegion CudaRegions::allocate(uint64_t bytes) {
   const CudaDeviceGuard guard(device_, context());
   auto [data, exported] = transport_->allocate(bytes);
   OwnRegion region = {data, {.id = local_memory().add(data), .bytes = bytes, .exported = exported}};
-  const std::lock_guard lock(stream_mutex_);
-  WEFT_CUDA(context(), cudaMemsetAsync(region.data.get(), 0, bytes, stream_.get()));
-  WEFT_CUDA(context(), cudaStreamSynchronize(stream_.get()));
+  const cudaStream_t stream = short_work_stream(device_);
+  WEFT_CUDA(context(), cudaMemsetAsync(region.data.get(), 0, bytes, stream));
+  WEFT_CUDA(context(), cudaStreamSynchronize(stream));
   return region;
 }
 
@@ -195,11 +194,11 @@ std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle
 
 void CudaRegions::set_entry(int rank, uint32_t region, std::byte* data) {
   const CudaDeviceGuard guard(device_, context());
-  const std::lock_guard lock(stream_mutex_);
+  const std::lock_guard lock(word_mutex_);
   std::byte** const word = word_.get();
   *word = data;
   std::byte** const entry = table_.get() + static_cast<size_t>(rank) * kMaxPeerRegions + region;
-  const cudaStream_t stream = stream_.get();
+  const cudaStream_t stream = short_work_stream(device_);
   WEFT_CUDA(context(), cudaMemcpyAsync(entry, word, sizeof *word, cudaMemcpyHostToDevice, stream));
   WEFT_CUDA(context(), cudaStreamSynchronize(stream));
 }

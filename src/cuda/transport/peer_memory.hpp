@@ -74,9 +74,8 @@ class CudaRegions : public RegionSource {
   std::vector<GpuIdentity> gpus_;  // [num_ranks]
   std::unique_ptr<GpuTransport> transport_;
 
-  std::mutex stream_mutex_;  // guards what follows
-  GpuStream stream_;
-  CudaBuffer<std::byte*> table_;   // [num_ranks][kMaxPeerRegions]
+  CudaBuffer<std::byte*> table_;  // [num_ranks][kMaxPeerRegions]
+  std::mutex word_mutex_;
   PinnedBuffer<std::byte*> word_;  // an entry on its way
 };
 

@@ -393,7 +393,8 @@ def no_memory_on_one_rank(rank, num_ranks, group):
     inputs, is_short = Inputs(rank, num_ranks, device, (4000,)), rank == num_ranks - 1
     exchange = exchange_of(group, inputs, max_tokens=4000)
     plan = exchange.plan(inputs.idx)
-    rows = weft.dispatch(plan, inputs.x).rows.cpu()
+    held = weft.dispatch(plan, inputs.x).rows  # else its memory would do for the next
+    rows = held.cpu()
     for call in (
         lambda: weft.dispatch(plan, inputs.x),
         lambda: weft.plan_and_dispatch(exchange, inputs.idx, inputs.x, row_budget=20_000),
@@ -408,6 +409,7 @@ def no_memory_on_one_rank(rank, num_ranks, group):
             call()
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         assert torch.equal(weft.dispatch(plan, inputs.x).rows.cpu(), rows)
+    del held
 
 
 def test_all_ranks_raise_where_one_has_no_memory(ranks):
