@@ -104,7 +104,9 @@ __device__ inline void post_message(
   }
   __syncthreads();
   if (threadIdx.x == 0 && blockIdx.x < place.num_ranks) {
-    ptx::fence_sys();
+    if (place.num_ranks > 1) {  // its own only the host reads, once the call has ended
+      ptx::fence_sys();
+    }
     const uint32_t slot = call.me.map.signals().word(place.epoch, me);
     for (uint32_t peer = blockIdx.x; peer < place.num_ranks; peer += place.num_blocks) {
       ptx::store_relaxed_sys(reinterpret_cast<uint32_t*>(shared.control[peer]) + slot, place.epoch);
@@ -112,16 +114,17 @@ __device__ inline void post_message(
   }
 }
 
-// All threads wait for the handshakes of all ranks and read them together with the counts. Returns
-// false if the call is given up.
+// All threads wait for the handshakes of all peers and read them together with the counts; this
+// rank's own are in shared memory. Returns false if the call is given up.
 __device__ inline bool accept_words(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
   const RankView& me = call.me;
   const uint32_t thread = threadIdx.x;
+  const auto own = static_cast<uint32_t>(me.rank);
   const std::byte* control = shared.control[me.rank];
   bool is_good = true;
-  if (thread < place.num_ranks) {
+  if (thread < place.num_ranks && thread != own) {
     const WaitSite site = {Op::kPlan, place.epoch, static_cast<int>(thread), WaitFor::kWord};
     const uint32_t slot = me.map.signals().word(place.epoch, thread);
     is_good =
@@ -139,10 +142,13 @@ __device__ inline bool accept_words(
   for (uint32_t i = thread; i < place.num_ranks * kWordVectors; i += blockDim.x) {
     const uint32_t rank = i / kWordVectors;
     const auto* from = reinterpret_cast<const uint4*>(first_word + rank * stride);
-    reinterpret_cast<uint4*>(shared.words)[i] = __ldcg(from + i % kWordVectors);
+    const auto* here = reinterpret_cast<const uint4*>(shared.message);
+    reinterpret_cast<uint4*>(shared.words)[i] =
+        rank == own ? here[i % kWordVectors] : __ldcg(from + i % kWordVectors);
   }
   if (thread < place.num_ranks) {
-    shared.received[thread] = __ldcg(first_counts + thread * count_stride + me.rank);
+    shared.received[thread] =
+        thread == own ? shared.own()[own] : __ldcg(first_counts + thread * count_stride + own);
   }
   for (uint32_t column = thread; column < place.columns; column += blockDim.x) {
     int64_t total = 0;
@@ -150,8 +156,8 @@ __device__ inline bool accept_words(
     const int32_t* count = first_counts + column;
 #pragma unroll 8
     for (uint32_t rank = 0; rank < place.num_ranks; ++rank, count += count_stride) {
-      const int32_t there = __ldcg(count);
-      earlier += rank < static_cast<uint32_t>(me.rank) ? there : 0;
+      const int32_t there = rank == own ? shared.own()[column] : __ldcg(count);
+      earlier += rank < own ? there : 0;
       total += there;
     }
     shared.total[column] = total;
