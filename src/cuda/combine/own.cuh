@@ -30,11 +30,14 @@ class CombineOwn {
 
   struct Place {
     int chunk = 0;
-    int first = 0;  // token
+    int first = 0;                     // token
+    int32_t arrival[kItemSteps] = {};  // of the token of this lane's position, -1 = none
   };
+  // Of a token's arrival, whose routes are in the order in which they are added.
   struct Numbers {
     Place place;
-    int32_t slot[kItemSteps];  // of the route of this lane's position, -1 = none
+    int32_t num_routes[kItemSteps] = {};
+    int32_t slot[kItemSteps] = {};
     float scale[kItemSteps] = {};
   };
 
@@ -46,18 +49,15 @@ class CombineOwn {
   [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
     Numbers numbers;
     numbers.place = place;
-    const int end = count_of(place) * shape_.width;
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
-      const int position = ItemShape::position(step);
-      numbers.slot[step] = -1;
-      if (shape_.has(step) && position < end) {
-        const int token = place.first + shape_.entry[step];
-        const int k = position - shape_.entry[step] * shape_.width;
-        const int64_t route = static_cast<int64_t>(token) * max_topk_ + k;
-        numbers.slot[step] = call_.plan.route_slot()[route];
+      const int32_t arrival = place.arrival[step];
+      if (shape_.has(step) && arrival >= 0) {
+        const int64_t at = static_cast<int64_t>(arrival) * max_topk_ + in_entry(step);
+        numbers.num_routes[step] = call_.plan.heads(0)[arrival].num_routes;
+        numbers.slot[step] = call_.plan.slots(0)[at];
         if constexpr (kScaled) {
-          numbers.scale[step] = scale_of(route, token, k);
+          numbers.scale[step] = scale_of(at, place.first + shape_.entry[step]);
         }
       }
     }
@@ -69,12 +69,12 @@ class CombineOwn {
     SumItem item;
     item.is_there = place.first < num_tokens_;
     item.chunk = place.chunk;
-    item.count = count_of(place);
+    item.count = count_of(place.first);
     item.out_row = place.first + lane_index();
 #pragma unroll
     for (int step = 0; step < kItemSteps; ++step) {
       if (shape_.has(step)) {
-        item.used[step] = __ballot_sync(kAllLanes, numbers.slot[step] >= 0);
+        item.used[step] = __ballot_sync(kAllLanes, in_entry(step) < numbers.num_routes[step]);
         item.row[step] = numbers.slot[step];
         item.scale[step] = numbers.scale[step];
       }
@@ -107,30 +107,46 @@ class CombineOwn {
   }
 
  private:
-  // The factor of a route: the plan holds it, or the caller gives it for this call.
-  [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t route, int token, int k) const {
+  // Which of its entry's positions a lane's is.
+  [[nodiscard]] __device__ __forceinline__ int in_entry(int step) const {
+    return ItemShape::position(step) - shape_.entry[step] * shape_.width;
+  }
+
+  // The factor of route `at` of a token: the plan holds it, or the caller gives it for this call.
+  [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t at, int token) const {
     if (call_.scale == CombineScale::kPlanWeights) {
-      return call_.plan.route_weight()[route];
+      return call_.plan.weights(0)[at];
     }
-    const int64_t at = static_cast<int64_t>(token) * call_.topk + k;
+    const int32_t k = call_.plan.origins(0)[at] & 0xff;
+    if (k >= call_.topk) {
+      return 0.0F;  // of no route
+    }
+    const int64_t given = static_cast<int64_t>(token) * call_.topk + k;
     if (call_.source_idx != nullptr &&
-        given_expert(call_.source_idx, call_.index_bytes, static_cast<size_t>(at)) < 0) {
+        given_expert(call_.source_idx, call_.index_bytes, static_cast<size_t>(given)) < 0) {
       return 0.0F;
     }
     if (!call_.from_map) {
-      return call_.source_weights[at];
+      return call_.source_weights[given];
     }
-    const int32_t expert = call_.plan.route_expert()[route];
+    const int32_t expert = call_.plan.route_expert()[static_cast<int64_t>(token) * max_topk_ + k];
     const int64_t begin = static_cast<int64_t>(token) * call_.me.map.num_experts;
     return expert < 0 ? 0.0F : call_.source_weights[begin + expert];
   }
 
   [[nodiscard]] __device__ __forceinline__ Place place_of(int chunk) const {
-    return {chunk, chunk * chunk_tokens_};
+    Place place = {chunk, chunk * chunk_tokens_};
+    const int end = count_of(place.first) * shape_.width;
+#pragma unroll
+    for (int step = 0; step < kItemSteps; ++step) {
+      const bool is_inside = shape_.has(step) && ItemShape::position(step) < end;
+      place.arrival[step] = is_inside ? call_.plan.arrival()[place.first + shape_.entry[step]] : -1;
+    }
+    return place;
   }
-  // Tokens of an item; not positive behind the last.
-  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
-    return min(chunk_tokens_, num_tokens_ - place.first);
+  // Tokens of an item whose first is given; not positive behind the last.
+  [[nodiscard]] __device__ __forceinline__ int count_of(int first) const {
+    return min(chunk_tokens_, num_tokens_ - first);
   }
 
   const CombineLaunch& call_;

@@ -407,6 +407,8 @@ def no_memory_on_one_rank(rank, num_ranks, group):
         kind = torch.OutOfMemoryError if is_short else weft.InvalidArgument
         with pytest.raises(kind, match="" if is_short else f"rank {num_ranks - 1} refused"):
             call()
+            torch.cuda.synchronize()
+            exchange.check()  # where nothing has waited for the GPU
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         assert torch.equal(weft.dispatch(plan, inputs.x).rows.cpu(), rows)
     del held
