@@ -7,11 +7,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <atomic>
 #include <functional>
 #include <optional>
 #include <span>
-#include <thread>
 
 #include "core/gpu/check.hpp"
 #include "core/gpu/device_memory.hpp"
@@ -21,41 +19,12 @@
 #include "support/compare.hpp"
 #include "support/run_case.hpp"
 #include "support/stream.hpp"
+#include "support/watch.hpp"
 
 namespace weft::test {
 namespace {
 
 constexpr uint64_t kNumCases = 20;
-
-// Says what every rank's host does when none has gone on for a while: a deadline names who waited
-// for whom, but not what the other did meanwhile.
-class Watch {
- public:
-  explicit Watch(int num_ranks) : doing_(static_cast<size_t>(num_ranks)) {}
-
-  void enter(size_t rank, const char* step) {
-    doing_[rank] = step;
-    ++num_steps_;
-  }
-
- private:
-  void look(const std::stop_token& is_over) {
-    uint64_t seen = 0;
-    for (int idle = 0; !is_over.stop_requested();) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      idle = seen == num_steps_ ? idle + 1 : 0;
-      seen = num_steps_;
-      for (size_t rank = 0; idle == 30 && rank < doing_.size(); ++rank) {
-        const char* step = doing_[rank];
-        fmt::print(stderr, "for 3 s rank {}: {}\n", rank, step == nullptr ? "nothing" : step);
-      }
-    }
-  }
-
-  std::vector<std::atomic<const char*>> doing_;
-  std::atomic<uint64_t> num_steps_ = 0;
-  std::jthread looker_{[this](const std::stop_token& is_over) { look(is_over); }};
-};
 
 // What the calls of `work` put into a stream, to be run again and again.
 class Graph {
@@ -248,13 +217,18 @@ std::string replay_all(
 ) {
   static const uint64_t num_replays = number_from_env("WEFT_GRAPH_REPLAYS", kNumCases);
   const auto own = static_cast<size_t>(group.rank());
+  watch.enter(own, "makes its exchange");
   Exchange exchange(group, cases[0].setup.config(group.rank()));
+  watch.enter(own, "makes its tensors");
   const TestStream stream(exchange.config().device);
   GraphRank rank(exchange, cases[0]);
+  watch.enter(own, "makes its first calls");
   rank.make_calls(cases[0], stream.get());  // all memory that the calls need
+  watch.enter(own, "waits for its first calls");
   stream.wait();
   exchange.check();
   std::string failure = rank.difference(cases[0]);
+  watch.enter(own, "makes its graph");
   const Graph graph(stream, [&] { rank.make_calls(cases[0], stream.get()); });
   for (uint64_t i = 1; i <= num_replays; ++i) {
     watch.enter(own, "waits for the others' hosts");

@@ -16,6 +16,7 @@
 #include "support/case_memory.hpp"
 #include "support/compare.hpp"
 #include "support/stream.hpp"
+#include "support/watch.hpp"
 
 namespace weft::test {
 namespace {
@@ -194,9 +195,16 @@ class CaseRun {
   std::string failure_;
 };
 
-std::string run_all(const Group& group, std::span<const CaseData> cases) {
+std::string run_all(const Group& group, std::span<const CaseData> cases, Watch* watch = nullptr) {
+  const auto enter = [&](const char* step) {
+    if (watch != nullptr) {
+      watch->enter(static_cast<size_t>(group.rank()), step);
+    }
+  };
   try {
+    enter("makes its exchange");
     Exchange exchange = make_exchange(group, cases[0].setup);
+    enter("runs its cases");
     return run_cases(exchange, cases, &group);
   } catch (const std::exception& error) {
     return fmt::format("{} {}", error.what(), describe(cases[0].setup, cases[0].spec));
@@ -252,8 +260,13 @@ std::string run_cases(Exchange& exchange, std::span<const CaseData> cases, const
 std::string run_cases_on_threads(std::span<const CaseData> cases) {
   const int num_ranks = cases[0].setup.num_ranks;
   std::vector<std::string> failures(static_cast<size_t>(num_ranks));
+  std::optional<Watch> watch;
+  if (cases[0].setup.is_on_gpu()) {
+    watch.emplace(num_ranks);
+  }
   run_threads(num_ranks, [&](const Group& group) {
-    failures[static_cast<size_t>(group.rank())] = run_all(group, cases);
+    auto& failure = failures[static_cast<size_t>(group.rank())];
+    failure = run_all(group, cases, watch ? &*watch : nullptr);
   });
   std::string all;
   for (const std::string& failure : failures) {
