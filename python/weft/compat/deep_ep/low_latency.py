@@ -227,6 +227,12 @@ class LowLatencyMode:
         overlap: bool = False,
         src_signals: Tensor | None = None,
         src_signal_expect_value: int = 0,
+        *,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Collective. The experts' rows back to their tokens, times their weights, summed.
 
@@ -237,11 +243,13 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`.
+        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`, as
+        do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
-            if overlap or src_signals is not None or src_signal_expect_value != 0:
+            signals = src_signals is not None or comp_signal is not None
+            if overlap or signals or src_signal_expect_value != 0:
                 what = "overlap is asked for (a call begins when x is whole)"
                 raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)
