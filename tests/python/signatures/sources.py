@@ -7,11 +7,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
-DOWNLOADS = ROOT / "build/read"  # scripts/python fills it
-LARGE = ("vllm", "flashinfer-python")  # `make consumers` downloads them
+from packages import ROOT, wheel
 
 
 def rows(width: str) -> list[list[str]]:
@@ -30,17 +26,6 @@ def differences_of(table: list[tuple[str, str, str]], file: str) -> dict[str, se
             assert name not in found, f"{file}: {name} stands twice"
             found[name] = set(what.split("; "))
     return found
-
-
-def wheel(package: str) -> Path:
-    """The wheel of "name version", which was only downloaded: it may have the name of what Weft
-    stands for. Skips the test without it."""
-    name, wanted = package.split()
-    wheels = list(DOWNLOADS.glob(f"{name.replace('-', '_')}-{wanted}-*.whl"))
-    if not wheels:
-        who = "make consumers" if name in LARGE else "scripts/python"
-        pytest.skip(f"{package} is not in {DOWNLOADS} ({who} downloads it)")
-    return wheels[0]
 
 
 def source(package: str, file: str) -> str:
