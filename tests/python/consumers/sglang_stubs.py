@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's dispatchers of DeepEP from its wheel, and stand-ins for what they import of SGLang."""
+"""SGLang's dispatchers of DeepEP and NIXL EP from its wheel, and stand-ins for what they import."""
 
 import enum
 from contextlib import contextmanager
@@ -11,15 +11,18 @@ from unittest.mock import patch
 import torch
 from loading import load, stub
 
+import weft.compat
 import weft.fp8
 
 PACKAGE = "sglang 0.5.23"
 NUM_MAX = 16  # tokens of a rank in a call with blocks of fixed size
 _BELOW = "sglang.srt.layers.moe.token_dispatcher"
-MODULES = [f"{_BELOW}.{name}" for name in ("base", "deepep", "deepep_v2")]
+MODULES = [f"{_BELOW}.{name}" for name in ("base", "deepep", "deepep_v2", "nixl")]
 
 # What a test chooses before it makes a dispatcher.
-chosen = SimpleNamespace(output="BF16", is_prefill=True, expands_prefill=None, buffers={})
+chosen = SimpleNamespace(
+    output="BF16", is_prefill=True, expands_prefill=None, buffers={}, store=None
+)
 
 
 class Setting(NamedTuple):
@@ -71,6 +74,18 @@ class Recorder:
         return lambda *_, **__: None
 
 
+class FixedRanks:
+    """Of ranks that neither come nor go."""
+
+    @staticmethod
+    def instance():
+        return None
+
+    @staticmethod
+    def get_ep_join_rank_offset():
+        return 0
+
+
 def _quantise(x, group_size, *, column_major_scales, scale_tma_aligned, scale_ue8m0):
     assert group_size == weft.fp8.GROUP
     assert not (column_major_scales or scale_tma_aligned or scale_ue8m0)
@@ -87,12 +102,16 @@ def _stubs() -> dict[str, ModuleType]:
         SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK=Setting(NUM_MAX),
         SGLANG_DEEPEP_V2_NUM_SMS=Setting(0),
         SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE=Setting(False),
+        SGLANG_NIXL_EP_BF16_DISPATCH=Setting(lambda: chosen.output == "BF16"),
+        SGLANG_NIXL_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK=Setting(NUM_MAX),
     )
     scales = SimpleNamespace(ue8m0=False, tma_aligned=False)
     contents = {
         "sglang.kernels.ops.quantization.fp8_kernel": {
             "sglang_per_token_group_quant_fp8": _quantise
         },
+        "sglang.srt.distributed.utils": {"get_global_tcp_store": lambda: chosen.store},
+        "sglang.srt.elastic_ep.elastic_ep": {"ElasticEPStateManager": FixedRanks},
         "sglang.srt.environ": {"envs": settings},
         "sglang.srt.eplb.expert_distribution": {
             "get_global_expert_distribution_recorder": Recorder
@@ -136,11 +155,15 @@ STUBS = tuple(_stubs())
 
 @contextmanager
 def dispatchers(wheel: Path, **choices: object):
-    """The modules deepep and deepep_v2, with these `chosen` and no buffer yet."""
-    _, deepep, deepep_v2 = load(wheel, _stubs(), MODULES, ["deep_ep"])
+    """The modules deepep, deepep_v2 and nixl, with these `chosen` and no buffer yet."""
+    _, *modules = load(wheel, _stubs(), MODULES, ["deep_ep"])
     gpu = SimpleNamespace(multi_processor_count=132)
     with (
         patch.multiple(chosen, buffers={}, **choices),
         patch.object(torch.cuda, "get_device_properties", lambda device: gpu),
     ):
-        yield deepep, deepep_v2
+        weft.compat.install("nixl_ep", force=True)  # it is imported when a dispatcher is made
+        try:
+            yield modules
+        finally:
+            weft.compat.uninstall("nixl_ep")

@@ -4,6 +4,7 @@
 import pytest
 import sglang_stubs
 import torch
+import torch.distributed as dist
 from dense import Layer, plain
 from loading import stand_ins
 from sglang_stubs import NUM_MAX, DeepEPMode, TopK, dispatchers
@@ -19,8 +20,8 @@ def package():
     return wheel(sglang_stubs.PACKAGE)
 
 
-def make(module, layer, group, mode, **options):
-    return module.DeepEPDispatcher(
+def make(dispatcher, layer, group, mode, **options):
+    return dispatcher(
         group,
         layer.ids.size(1),
         num_experts=layer.num_experts,
@@ -58,9 +59,9 @@ def decode(layer, module, dispatcher):
 
 def deepep(rank, num_ranks, group, package, tokens, output, is_waiting):
     layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
-    with dispatchers(package, output=output) as (module, _):
+    with dispatchers(package, output=output) as (module, *_):
         options = {"async_finish": is_waiting, "return_recv_hook": is_waiting}
-        dispatcher = make(module, layer, group, DeepEPMode.AUTO, **options)
+        dispatcher = make(module.DeepEPDispatcher, layer, group, DeepEPMode.AUTO, **options)
         tolerance = 0.05 if output == "BF16" else 0.3
         for is_prefill in (True, False, True, False):
             sglang_stubs.chosen.is_prefill = is_prefill
@@ -79,8 +80,10 @@ def test_deepep_prefill_and_decode(ranks, package, tokens, output, is_waiting):
 def one_mode(rank, num_ranks, group, package, mode):
     layer = Layer(rank, group, hidden=HIDDEN, tokens=TOKENS[0])
     is_prefill = mode == "normal"
-    with dispatchers(package, is_prefill=is_prefill) as (module, _):
-        dispatcher = make(module, layer, group, DeepEPMode(mode), return_recv_hook=True)
+    with dispatchers(package, is_prefill=is_prefill) as (module, *_):
+        dispatcher = make(
+            module.DeepEPDispatcher, layer, group, DeepEPMode(mode), return_recv_hook=True
+        )
         call = prefill if is_prefill else decode
         layer.check(call(layer, module, dispatcher))
 
@@ -94,7 +97,7 @@ def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output
     layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
     is_fp8 = output == "FP8"
     choices = {"is_prefill": is_prefill, "expands_prefill": expands}
-    with dispatchers(package, **choices) as (_, module):
+    with dispatchers(package, **choices) as (_, module, _):
         dispatcher = module.DeepEPv2Dispatcher(
             group,
             layer.ids.size(1),
@@ -128,6 +131,24 @@ def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output
 @pytest.mark.parametrize("is_prefill, expands", [(True, None), (True, False), (False, None)])
 def test_deepep_v2(ranks, package, tokens, is_prefill, expands, output):
     ranks(with_v2, 2, package, tokens, is_prefill, expands, output)
+
+
+def with_nixl(rank, num_ranks, group, package, tokens, output, has_hook, folder):
+    layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    with dispatchers(package, output=output, is_prefill=False, store=store) as (_, _, module):
+        mode = DeepEPMode.LOW_LATENCY
+        options = {"return_recv_hook": has_hook}
+        dispatcher = make(module.NixlEPDispatcher, layer, group, mode, **options)
+        for _ in range(2):
+            layer.check(decode(layer, module, dispatcher), 0.05 if output == "BF16" else 0.3)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("output", ["BF16", "FP8"])
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_nixl(ranks, package, tokens, output, has_hook, tmp_path):
+    ranks(with_nixl, 2, package, tokens, output, has_hook, str(tmp_path))
 
 
 def test_the_page_lists_the_stand_ins():

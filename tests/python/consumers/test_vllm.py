@@ -3,12 +3,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import vllm_stubs
 from dense import Layer
 from loading import stand_ins
 from vllm_stubs import QUANT_CONFIG, Delegate
 
 from packages import wheel
+from weft.compat import nixl_ep
 from weft.compat.deep_ep import Buffer, ElasticBuffer
 
 NUM_MAX = 16  # tokens of a rank in a call with blocks of fixed size
@@ -54,7 +56,7 @@ def local_of(layer, ids):
 
 
 def high_throughput(rank, num_ranks, group, package, tokens, is_async):
-    module, _, _ = vllm_stubs.modules(package)
+    module, *_ = vllm_stubs.modules(package)
     layer = Layer(rank, group, hidden=256, tokens=tokens)
     buffer = Buffer(
         group=group,
@@ -82,20 +84,33 @@ def test_high_throughput(ranks, package, tokens, is_async):
     ranks(high_throughput, 2, package, tokens, is_async)
 
 
-def low_latency(rank, num_ranks, group, package, tokens, is_async, is_fp8):
-    _, module, _ = vllm_stubs.modules(package)
-    hidden = module.DeepEPLLPrepareAndFinalize.SUPPORTED_HIDDEN_SIZES[0]
-    layer = Layer(rank, group, hidden=hidden, tokens=tokens)
-    sizes = {
+def sizes_of(layer):
+    return {
         "num_max_dispatch_tokens_per_rank": NUM_MAX,
-        "hidden": hidden,
-        "num_ranks": num_ranks,
+        "hidden": layer.x.size(1),
+        "num_ranks": layer.num_ranks,
         "num_experts": layer.num_experts,
     }
+
+
+def check_blocks(layer, worker, is_async, is_fp8):
+    """A class whose rows lie in blocks of fixed size, twice."""
+    for _ in range(2):
+        rows, _, counts, ids, weights = prepare(layer, worker, False, is_async)
+        assert ids is None and weights is None and rows.dtype == torch.bfloat16
+        made = layer.blocks(rows, counts.expert_num_tokens)
+        out = finalize(layer, worker, made, layer.weights, layer.ids, is_async)
+        layer.check(out, 0.3 if is_fp8 else 0.05)
+
+
+def low_latency(rank, num_ranks, group, package, tokens, is_async, is_fp8):
+    _, module, *_ = vllm_stubs.modules(package)
+    hidden = module.DeepEPLLPrepareAndFinalize.SUPPORTED_HIDDEN_SIZES[0]
+    layer = Layer(rank, group, hidden=hidden, tokens=tokens)
     buffer = Buffer(
         group=group,
         num_nvl_bytes=1 << 30,
-        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(**sizes),
+        num_rdma_bytes=Buffer.get_low_latency_rdma_size_hint(**sizes_of(layer)),
         low_latency_mode=True,
         num_qps_per_rank=layer.num_local,
         allow_nvlink_for_low_latency_mode=True,
@@ -104,12 +119,7 @@ def low_latency(rank, num_ranks, group, package, tokens, is_async, is_fp8):
         enable_shrink=False,
     )
     worker = module.DeepEPLLPrepareAndFinalize(buffer, NUM_MAX, num_ranks, is_fp8)
-    for _ in range(2):
-        rows, _, counts, ids, weights = prepare(layer, worker, False, is_async)
-        assert ids is None and weights is None and rows.dtype == torch.bfloat16
-        made = layer.blocks(rows, counts.expert_num_tokens)
-        out = finalize(layer, worker, made, layer.weights, layer.ids, is_async)
-        layer.check(out, 0.3 if is_fp8 else 0.05)
+    check_blocks(layer, worker, is_async, is_fp8)
     buffer.destroy()
 
 
@@ -120,8 +130,32 @@ def test_low_latency(ranks, package, tokens, is_async, is_fp8):
     ranks(low_latency, 2, package, tokens, is_async, is_fp8)
 
 
+def with_nixl(rank, num_ranks, group, package, tokens, is_async, is_fp8, folder):
+    *_, module = vllm_stubs.modules(package)
+    hidden = module.NixlEPPrepareAndFinalize.SUPPORTED_HIDDEN_SIZES[0]
+    layer = Layer(rank, group, hidden=hidden, tokens=tokens)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    buffer = nixl_ep.Buffer(rank=rank, tcp_store_group=store)
+    buffer.update_memory_buffers(
+        num_ranks=num_ranks,
+        num_experts_per_rank=layer.num_local,
+        num_rdma_bytes=nixl_ep.Buffer.get_rdma_size_hint(**sizes_of(layer)),
+    )
+    buffer.connect_ranks(list(range(num_ranks)))
+    worker = module.NixlEPPrepareAndFinalize(buffer, NUM_MAX, num_ranks, layer.num_experts, is_fp8)
+    check_blocks(layer, worker, is_async, is_fp8)
+    buffer.set_tcp_store_group(None)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nixl(ranks, package, tokens, is_async, is_fp8, tmp_path):
+    ranks(with_nixl, 2, package, tokens, is_async, is_fp8, str(tmp_path))
+
+
 def elastic(rank, num_ranks, group, package, tokens, is_async, is_graph):
-    _, _, module = vllm_stubs.modules(package)
+    _, _, module, _ = vllm_stubs.modules(package)
     layer = Layer(rank, group, hidden=256, tokens=tokens)
     buffer = ElasticBuffer(
         group=group,

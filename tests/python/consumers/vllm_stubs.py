@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's classes over DeepEP from its wheel, and stand-ins for what they import of vLLM."""
+"""vLLM's classes over DeepEP and NIXL EP from its wheel, and stand-ins for what they import."""
 
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -10,7 +10,7 @@ from loading import load, stub
 PACKAGE = "vllm 0.33.0"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 _PREPARE = f"{_FUSED_MOE}.prepare_finalize"
-MODULES = [f"{_PREPARE}.{name}" for name in ("deepep_ht", "deepep_ll", "deepep_v2")]
+MODULES = [f"{_PREPARE}.{name}" for name in ("deepep_ht", "deepep_ll", "deepep_v2", "nixl_ep")]
 
 
 class Metadata:
@@ -147,5 +147,5 @@ STUBS = tuple(_stubs())
 
 
 def modules(wheel: Path) -> list[ModuleType]:
-    """deepep_ht, deepep_ll and deepep_v2."""
-    return load(wheel, _stubs(), MODULES, ["deep_ep"])
+    """deepep_ht, deepep_ll, deepep_v2 and nixl_ep."""
+    return load(wheel, _stubs(), MODULES, ["deep_ep", "nixl_ep"])

@@ -111,6 +111,7 @@ class LowLatencyMode:
     low_latency_mode: bool
     enable_shrink: bool
     _mask: RankMask
+    _HANDLE = LowLatencyHandle  # the kind that dispatch returns
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
@@ -197,7 +198,7 @@ class LowLatencyMode:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                 sent = _Sent(x, routes, topk_weights, rule, num_max)
                 plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
-                handle = LowLatencyHandle(plan, blocks.sources, num_max)
+                handle = self._HANDLE(plan, blocks.sources, num_max)
                 if self._mask:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
