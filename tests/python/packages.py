@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOWNLOADS = ROOT / "build/read"  # scripts/python fills it
-LARGE = ("vllm", "flashinfer-python")  # `make consumers` downloads them
+LARGE = ("flashinfer-python", "nixl-cu12", "vllm")  # `make consumers` downloads them
 
 
 def wheel(package: str) -> Path:

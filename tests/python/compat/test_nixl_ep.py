@@ -210,7 +210,7 @@ def masked(rank, num_ranks, group, folder):
     assert status.tolist() == [0] * num_ranks
     last = num_ranks - 1
     if rank == last:  # it must call, and whatever it does reaches nobody
-        with pytest.raises(AssertionError, match=f"rank = {rank} masks itself"):
+        with pytest.raises(AssertionError, match=f"rank_to_mask = {rank} is this rank"):
             buffer.update_mask_buffer(rank, True)
         for other in range(last):
             buffer.update_mask_buffer(other, True)
@@ -304,6 +304,11 @@ def missing(rank, num_ranks, group, folder):
                 connected(rank, num_ranks, given)
         finally:
             store._PATIENCE = 300
+    gather(group, None)
+    buffer = connected(rank, num_ranks, given)  # once it has come, on the same store
+    case = make_case(rank, num_ranks, group)
+    recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
+    check_rows(case, recv_x, count, handle)
 
 
 def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a class in another program's source, which is read and not imported, and what keeps
-them from reaching the same method of another class."""
+"""Calls of a class, or of functions, in another program's source, which is read and not imported,
+and what keeps them from reaching the same names elsewhere."""
 
 import ast
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 NEW = "__init__"
@@ -14,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 class Call(NamedTuple):
     line: int
-    name: str  # of the method; `NEW` for the class itself
+    name: str  # of the method or function; `NEW` for the class itself
     num_positional: int
     ways: list[frozenset[str]]  # the names that it may be given, one set for each way through `**`
 
@@ -26,9 +27,15 @@ class Place(NamedTuple):
     owner: ast.ClassDef | None
 
 
-def calls(text: str, receivers: set[str], within: set[str] | None = None) -> Iterator[Call]:
-    """Those of `receivers`: names of variables, attributes and classes. within: only in these
-    classes of the source. A name with a capital is a class, whose call makes an object."""
+def calls(
+    text: str,
+    receivers: set[str],
+    within: set[str] | None = None,
+    functions: set[str] = frozenset(),
+) -> Iterator[Call]:
+    """Those of `receivers`: names of variables, attributes and classes; and those of `functions`.
+    within: only in these classes of the source. A name with a capital is a class, whose call makes
+    an object."""
     for node, place in _walk(ast.parse(text), Place(None, None)):
         if within is not None and (place.owner is None or place.owner.name not in within):
             continue
@@ -39,6 +46,8 @@ def calls(text: str, receivers: set[str], within: set[str] | None = None) -> Ite
         if name is None and _last(node.func) == "get_or_create" and made:
             # A cache that makes an object of the class by the names in its first argument.
             name, given, positional = NEW, [ast.keyword(None, node.args[0])], []
+        if name is None and isinstance(node.func, ast.Name) and node.func.id in functions:
+            name = node.func.id
         if name is None:
             continue
         if any(isinstance(one, ast.Starred) for one in positional):
@@ -131,16 +140,19 @@ def _names_of_variable(variable: ast.Name, place: Place) -> list[frozenset[str]]
     return assigned
 
 
-def problems(call: Call, cls: type) -> Iterator[str]:
-    """What keeps the call from binding to the method of `cls`, in any of its ways."""
-    found = cls if call.name == NEW else inspect.getattr_static(cls, call.name, None)
+def problems(call: Call, owner: type | ModuleType) -> Iterator[str]:
+    """What keeps the call from binding to the method or function of `owner`, in any of its ways."""
+    found = owner if call.name == NEW else getattr(owner, call.name, None)
     if found is None:
         yield "absent"
         return
-    if call.name != NEW:
-        found = getattr(cls, call.name)
     signature = inspect.signature(found)
-    is_bound = inspect.isclass(found) or inspect.ismethod(found) or _is_static(cls, call.name)
+    is_bound = (
+        inspect.ismodule(owner)
+        or inspect.isclass(found)
+        or inspect.ismethod(found)
+        or _is_static(owner, call.name)
+    )
     seen: dict[str, None] = {}
     for way in call.ways:
         for what in _problems_of(signature, call.num_positional + (not is_bound), set(way)):

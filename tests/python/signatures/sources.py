@@ -3,7 +3,7 @@
 
 import re
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +18,24 @@ def rows(width: str) -> list[list[str]]:
     return [[cell.strip() for cell in line] for line in lines]
 
 
-def differences_of(table: list[tuple[str, str, str]], file: str) -> dict[str, set[str]]:
-    """What the rows (end of a file's path, name, differences) allow in `file`, by name."""
+def allowed(width: str) -> list[tuple[str, str, str]]:
+    """A table of differences: the end of a file's path, and perhaps the version of its package; the
+    name; what differs."""
+    return [(file.replace("`", ""), name.strip("`"), what) for file, name, what, _ in rows(width)]
+
+
+def is_of(ending: str, package: str, file: str) -> bool:
+    """Whether a row of `allowed` is about the file of a package, "name version"."""
+    return f"{file} {package.split()[1]}".endswith(ending) or file.endswith(ending)
+
+
+def differences_of(
+    table: list[tuple[str, str, str]], package: str, file: str
+) -> dict[str, set[str]]:
+    """What the rows of `allowed` say of the file, by name."""
     found: dict[str, set[str]] = {}
     for ending, name, what in table:
-        if file.endswith(ending):
+        if is_of(ending, package, file):
             assert name not in found, f"{file}: {name} stands twice"
             found[name] = set(what.split("; "))
     return found
@@ -31,9 +44,12 @@ def differences_of(table: list[tuple[str, str, str]], file: str) -> dict[str, se
 def source(package: str, file: str) -> str:
     """The text of a package's file, as it is installed or in its wheel."""
     name, wanted = package.split()
-    if find_spec(file.partition("/")[0]) is not None and name != "sgl-deep-ep":
-        assert version(name) == wanted
-        folder = Path(find_spec(file.partition("/")[0]).submodule_search_locations[0]).parent
-        return (folder / file).read_text()
+    try:
+        is_installed = version(name) == wanted
+    except PackageNotFoundError:
+        is_installed = False
+    if is_installed:
+        spec = find_spec(file.partition("/")[0])
+        return (Path(spec.submodule_search_locations[0]).parent / file).read_text()
     with zipfile.ZipFile(wheel(package)) as packed:
         return packed.read(file).decode()

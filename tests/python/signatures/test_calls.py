@@ -4,46 +4,53 @@ docs/signatures.md lists them."""
 
 import ast
 import importlib
+import inspect
 import textwrap
+import types
 
 import calls
 import pytest
-from sources import differences_of, rows, source
+from sources import allowed, differences_of, is_of, rows, source
 
 PLACES = [[cell.replace("`", "") for cell in row] for row in rows("caller")]
-ALLOWED = [(file.strip("`"), name.strip("`"), what) for file, name, what, _ in rows("called in")]
+ALLOWED = allowed("called in")
 
 
 def names(cell: str) -> set[str]:
     return set(cell.split(", "))
 
 
-def class_of(path: str) -> type:
+def found_at(path: str) -> type | types.ModuleType:
+    """A class, or a module of functions."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    if name[0].isupper():
+        return getattr(importlib.import_module(module), name)
+    return importlib.import_module(path)
 
 
-@pytest.mark.parametrize("package, file, within, receivers, path, number", PLACES)
-def test_calls_bind_to_weft(package, file, within, receivers, path, number):
-    cls = class_of(path)
+@pytest.mark.parametrize("package, file, within, called, path, number", PLACES)
+def test_calls_bind_to_weft(package, file, within, called, path, number):
+    owner = found_at(path)
     inside = None if within == "all" else names(within)
-    made = list(calls.calls(source(package, file), names(receivers), inside))
+    given = (set(), inside, names(called)) if inspect.ismodule(owner) else (names(called), inside)
+    made = list(calls.calls(source(package, file), *given))
     assert len(made) == int(number)
+    prefix = path.rpartition(".")[2] + "."
     found: dict[str, set[str]] = {}
     for call in made:
-        for what in calls.problems(call, cls):
-            found.setdefault(f"{cls.__name__}.{call.name}", set()).add(what)
+        for what in calls.problems(call, owner):
+            found.setdefault(prefix + call.name, set()).add(what)
     wanted = {
         name: what
-        for name, what in differences_of(ALLOWED, file).items()
-        if name.startswith(f"{cls.__name__}.")
+        for name, what in differences_of(ALLOWED, package, file).items()
+        if name.startswith(prefix)
     }
     assert found == wanted
 
 
 def test_every_difference_belongs_to_a_call():
     for ending, name, _ in ALLOWED:
-        owners = {row[4].rpartition(".")[2] for row in PLACES if row[1].endswith(ending)}
+        owners = {row[4].rpartition(".")[2] for row in PLACES if is_of(ending, *row[:2])}
         assert name.partition(".")[0] in owners, (ending, name)
 
 
@@ -113,6 +120,15 @@ def test_calls_and_their_problems_are_found():
     ]
     inside = [call.name for call in calls.calls(CALLER, {"taker", "Taker"}, {"Two"})]
     assert inside == ["__init__", "__init__", "hint", "set_num"]
+
+
+def test_calls_of_functions_are_found():
+    text = "def run(x):\n    send(x, y=2)\n    send(1, 2, z=3)\n    other.send()\n    gone()"
+    owner = types.ModuleType("owner")
+    owner.send = lambda x, y=1: None
+    made = calls.calls(text, set(), None, {"send", "gone"})
+    found = [(call.name, list(calls.problems(call, owner))) for call in made]
+    assert found == [("send", []), ("send", ["`z`: absent"]), ("gone", ["absent"])]
 
 
 @pytest.mark.parametrize("given", ["*rest", "**rest", "**self.rest()", "**rest[0]"])

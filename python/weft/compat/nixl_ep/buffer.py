@@ -60,7 +60,7 @@ class Buffer(DeepEPBuffer):
         self.group_size = 0  # the capacity
         self.num_experts_per_rank = self.num_rdma_bytes = self.num_nvl_bytes = 0
         self.runtime: Runtime | None = None
-        self._group, self._comm, self._store = group, comm, tcp_store_group
+        self.group, self.comm, self.tcp_store_group = group, comm, tcp_store_group
         self._is_destroyed = False
 
     def update_memory_buffers(
@@ -88,9 +88,9 @@ class Buffer(DeepEPBuffer):
         self.group_size, self.num_experts_per_rank = num_ranks, num_experts_per_rank
         self.num_rdma_bytes, self.num_nvl_bytes = num_rdma_bytes, num_nvl_bytes
 
-    def set_tcp_store_group(self, store: dist.Store | None) -> None:
+    def set_tcp_store_group(self, tcp_store_group: dist.Store | None) -> None:
         """Local. Where a later `connect_ranks` meets the others."""
-        self._store = store
+        self.tcp_store_group = tcp_store_group
 
     def connect_ranks(self, remote_ranks: Sequence[int], activate: bool = True) -> None:
         """Collective. remote_ranks: all ranks from 0 on, as many as `update_memory_buffers` was
@@ -122,19 +122,19 @@ class Buffer(DeepEPBuffer):
                     f"{self.rank} (expected all of them: Weft's groups do not grow)"
                 )
 
-        comm = self._comm
-        if self._group is not None:
-            _agree(Group.of(self._group), self.rank, check_ranks)
+        group, comm = self.group, self.comm
+        if group is not None:
+            _agree(Group.of(group), self.rank, check_ranks)
         elif comm is not None:
             _agree(MpiGroup(comm), self.rank, check_ranks)
         else:
-            if self._store is None:
+            if self.tcp_store_group is None:
                 raise ValueError("connect_ranks: neither group nor comm nor a store is given")
-            comm = StoreRanks(self._store, self.rank, self.group_size)
+            comm = StoreRanks(self.tcp_store_group, self.rank, self.group_size)
             comm.agreed("connect_ranks", check_ranks)
         sizes = self.num_rdma_bytes, self.num_nvl_bytes  # of any multiple
         super().__init__(
-            self._group,
+            group,
             0,
             0,
             self.low_latency_mode,
@@ -143,6 +143,7 @@ class Buffer(DeepEPBuffer):
             comm=comm,
         )
         self.num_rdma_bytes, self.num_nvl_bytes = sizes
+        self.group = group  # or None, as it was given
 
     def disconnect_ranks(self, remote_ranks: Sequence[int]) -> None:
         """Raises NotImplementedError, here and in the call that the other ranks make."""
@@ -237,12 +238,13 @@ class Buffer(DeepEPBuffer):
 
     ht_combine = DeepEPBuffer.combine
 
-    def update_mask_buffer(self, rank: int, mask: bool = False) -> None:
+    def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Leaves another rank out of low-latency calls, or takes it in again. A masked rank
         must still make its calls."""
         with Call("update_mask_buffer"):
-            check(not mask or rank != self.rank, f"rank = {rank} masks itself")
-            self.low_latency_update_mask_buffer(rank, mask)
+            is_other = rank_to_mask != self.rank
+            check(not mask or is_other, f"rank_to_mask = {rank_to_mask} is this rank (another)")
+            self.low_latency_update_mask_buffer(rank_to_mask, mask)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
         """Local. Fills mask_status int32 [num_ranks]: 0 for ranks that take part, else nonzero."""

@@ -21,8 +21,8 @@ class StoreRanks:
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
-        number = store.add(f"weft/nixl_ep/{rank}", 1)  # of those that this rank has made
-        self._prefix = f"weft/nixl_ep/{number}"
+        self._counter = f"weft/nixl_ep/{rank}"  # of those that this rank has made
+        self._prefix = f"weft/nixl_ep/{store.add(self._counter, 1)}"
         self._round = 0
 
     def Get_rank(self) -> int:
@@ -59,6 +59,7 @@ class StoreRanks:
         try:
             self._store.wait(keys, timedelta(seconds=_PATIENCE))
         except Exception as error:
+            self._store.add(self._counter, -1)  # the next one meets those that come late
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise TimeoutError(
                 f"{what}: rank {self._rank} waited {_PATIENCE} s in the store for ranks {missing} "
