@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Thin names for the scripts; each sets up what it needs.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test nightly bench doors soak format lint clean
+.PHONY: help setup demo check test nightly consumers bench doors soak format lint clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -21,6 +21,9 @@ test: ## build and test everything, sanitizers included
 
 nightly: ## the same with GPU code for all architectures, the whole of clang-tidy, larger models, and the soak
 	@scripts/test --nightly
+
+consumers: ## the calls of vLLM, SGLang, FlashInfer, Megatron-Core and NeMo Automodel, read from their packages or run over Weft
+	@scripts/test consumers
 
 bench: ## measure this machine and write bench/results
 	@scripts/setup bench

@@ -215,7 +215,7 @@ class Exchange:
         """call(*given), which makes a call of the core. If it fails before that, the other ranks
         hear why."""
         begun = _core.num_begun()
-        ranges.begin(verb)
+        ranges.begin(verb, self.group)
         try:
             return call(*given)
         except BaseException as error:

@@ -1,25 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVTX ranges, in which profilers show the calls of a process. They are there if a profiler is
-attached, which names its library in NVTX_INJECTION64_PATH, or with WEFT_NVTX=1; WEFT_NVTX=0 leaves
-them out."""
+"""What shows the calls of a process while it runs: NVTX ranges for profilers, and call_log.py.
+
+NVTX ranges are there if a profiler is attached, which names its library in NVTX_INJECTION64_PATH,
+or with WEFT_NVTX=1; WEFT_NVTX=0 leaves them out."""
+
+from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from typing import TYPE_CHECKING
 
 import torch
+
+from weft import call_log
+
+if TYPE_CHECKING:
+    from weft.group import Group
 
 _WANTED = os.environ.get("WEFT_NVTX", "1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
 IS_ON: bool = _WANTED == "1"
 
 
-def begin(name: str) -> None:
-    """A range "weft: name" of this thread, inside the one that is open."""
+def begin(name: str, group: Group | None = None) -> None:
+    """A range "weft: name" of this thread, inside the one that is open. group: of the call. The
+    function that makes the call has called the one that calls this."""
     if IS_ON:
         with contextlib.suppress(RuntimeError):  # a torch without CUDA has no NVTX
             torch.cuda.nvtx.range_push(f"weft: {name}")
+    if call_log.IS_ON:
+        call_log.begin(name, None if group is None else group.rank, sys._getframe(2))
 
 
 def end() -> None:
     if IS_ON:
         with contextlib.suppress(RuntimeError):
             torch.cuda.nvtx.range_pop()
+    if call_log.IS_ON:
+        call_log.end()

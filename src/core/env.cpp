@@ -117,7 +117,10 @@ Env Env::read(const Lookup& lookup) {
   env.fabric_address = reader.text("WEFT_FABRIC_ADDRESS");
   env.fabric_queues = reader.number("WEFT_FABRIC_QUEUES", 1, 16).value_or(env.fabric_queues);
   reader.choose("WEFT_FABRIC_GPU_MEMORY", env.fabric_gpu_memory, {"auto", "direct", "host"});
-  reader.choose("WEFT_LOG", env.log_level, {"debug", "info", "warn", "error", "off"});
+  reader.choose("WEFT_LOG", env.log_level, {"debug", "info", "warn", "error", "off", "calls"});
+  if (reader.text("WEFT_LOG") == "calls") {  // for the Python package, which logs its calls
+    env.log_level = LogLevel::kWarn;
+  }
   env.tuning = reader.text("WEFT_TUNING");
   reader.choose("WEFT_COPY_ENGINES", env.copy_engines, {"auto", "never", "always"});
   env.cublas = reader.text("WEFT_CUBLAS");

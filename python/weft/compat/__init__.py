@@ -28,6 +28,7 @@ _SOURCES = {
         "deep_ep.utils.event",
         "deep_ep.utils.math",
     ],
+    "nixl_ep": ["nixl_ep"],
     "uccl": ["uccl", "uccl.ep"],
     "transformer_engine.pytorch.ep": ["transformer_engine.pytorch.ep"],  # below the real package
 }

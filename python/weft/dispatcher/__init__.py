@@ -20,6 +20,7 @@ from .capacity import (
 )
 from .config import DispatcherConfig, TokenDispatcherConfig
 from .deepep import _DeepepManager
+from .deepepv2 import _DeepepV2Manager
 from .flex import MoEFlexTokenDispatcher
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
 from .initializer import HybridEPPipelineRuntimeInitializer
@@ -41,6 +42,7 @@ __all__ = [
     "MoETokenDispatcher",
     "TokenDispatcherConfig",
     "_DeepepManager",
+    "_DeepepV2Manager",
     "_DispatchManager",
     "_HybridEPManager",
     "_HybridEPMetadataProcessor",

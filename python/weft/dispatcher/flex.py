@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The token dispatcher over Weft: one exchange over all ranks of TP x EP. Its backends are in
-deepep.py, hybridep.py and ncclep.py."""
+deepep.py, deepepv2.py, hybridep.py and ncclep.py."""
 
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ from .base import MoETokenDispatcher
 from .by_expert import ByExpertManager
 from .config import Settings, num_sms
 from .deepep import _DeepepManager
+from .deepepv2 import _DeepepV2Manager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
 from .initializer import HybridEPPipelineRuntimeInitializer
 from .manager import _DispatchManager
@@ -21,14 +22,15 @@ from .ncclep import _NCCLEPManager
 class MoEFlexTokenDispatcher(MoETokenDispatcher):
     """Serves Megatron-LM's layer, and by further names of its phases NeMo Automodel's.
 
-    Backends (moe_flex_dispatcher_backend): "deepep" and "uccl_ep" move top-k choices and give what
-    one row per token and rank and a permute would; "hybridep" moves a routing map; "ncclep" moves
-    choices, too, and gives what "hybridep" does. All of them, but the first two with padding of the
-    router, write rows straight to their place by expert. All
-    take different T on every rank, zero included, with no all-reduce, no wait and no padding for
-    it; moe_hybridep_pad_uneven_dispatch_inputs and moe_hybridep_pad_variable_tokens have an effect
-    only with row budgets and drop-and-pad, see `_HybridEPManager`. All of them work with one rank,
-    which the references refuse for "deepep". A token has at most 32 routes, TP ranks counted.
+    Backends (moe_flex_dispatcher_backend): "deepep", "deepepv2" and "uccl_ep" move top-k choices
+    and give what one row per token and rank and a permute would; "hybridep" moves a routing map;
+    "ncclep" moves choices, too, and gives what "hybridep" does. All of them, but the first three
+    with padding of the router, write rows straight to their place by expert. All take different T
+    on every rank, zero included, with no all-reduce, no wait and no padding for it (but "deepepv2"
+    where it permutes, see `_DeepepV2Manager`); moe_hybridep_pad_uneven_dispatch_inputs and
+    moe_hybridep_pad_variable_tokens have an effect only with row budgets and drop-and-pad, see
+    `_HybridEPManager`. All of them work with one rank, which the references refuse for "deepep". A
+    token has at most 32 routes, TP ranks counted.
 
     A token goes to every TP rank of an expert (rank EP * TP + TP rank of the group), with its
     probability; combine adds up what the TP ranks computed.
@@ -39,6 +41,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
     shared_hybridep_manager: ClassVar[_DispatchManager | None] = None
     shared_uccl_manager: ClassVar[_DispatchManager | None] = None
     shared_ncclep_manager: ClassVar[_DispatchManager | None] = None
+    shared_deepepv2_manager: ClassVar[_DispatchManager | None] = None
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         if name not in manager.FUNCTIONS:
             raise ValueError(
                 f"Invalid backend: {name}. Please set moe_flex_dispatcher_backend='deepep', "
-                "'hybridep', 'ncclep', or 'uccl_ep'"
+                "'deepepv2', 'hybridep', 'ncclep', or 'uccl_ep'"
             )
         self._comm_manager = self._manager(name)
         routing = "routing_map" if name == "hybridep" else "token_indices"
@@ -92,7 +95,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
                 self._options.moe_hybridep_compact_routing and not is_dense,
             )
         else:
-            kind = _DeepepManager
+            kind = _DeepepV2Manager if name == "deepepv2" else _DeepepManager
             functions = manager.backend(name)
             if functions.set_num_sms is not None:
                 wanted = num_sms(self.config, "moe_deepep_num_sms")

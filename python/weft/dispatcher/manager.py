@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the flex dispatcher asks of a backend, and which functions of `weft.fused_a2a` a backend
-moves tokens by. flex.py asks, deepep.py, hybridep.py and ncclep.py answer."""
+moves tokens by. flex.py asks, deepep.py, deepepv2.py, hybridep.py and ncclep.py
+answer."""
 
 from __future__ import annotations
 
@@ -58,11 +59,12 @@ FUNCTIONS = {
     "uccl_ep": ("uccl_fused_dispatch", "uccl_fused_combine", "set_uccl_num_sms"),
     "hybridep": ("hybrid_ep_dispatch", "hybrid_ep_combine", None),
     "ncclep": ("nccl_ep_dispatch", "nccl_ep_combine", None),
+    "deepepv2": ("deepepv2_dispatch", "deepepv2_combine", None),
 }
 
 
 def backend(name: str) -> Backend:
-    """The functions of "deepep", "uccl_ep", "hybridep" or "ncclep"."""
+    """The functions of a backend, one of `FUNCTIONS`."""
     # Looked up at each call, so that one that was replaced counts, in either module.
     from weft import dispatcher, fused_a2a
     from weft.compat.deep_ep import Buffer
@@ -70,16 +72,18 @@ def backend(name: str) -> Backend:
 
     dispatch, combine, set_num_sms = FUNCTIONS[name]
     functions = getattr(dispatcher, dispatch), getattr(dispatcher, combine)
-    if set_num_sms is None:
+    if name in ("hybridep", "ncclep"):  # rows of these always arrive by expert
         return Backend(*functions, None)
-    functions += (getattr(dispatcher, set_num_sms),)
-    if name == "deepep":
-        by_expert, buffers = rank_rows.DEEPEP, fused_a2a.Buffer
-    else:
+    by_expert, buffers = rank_rows.DEEPEP, fused_a2a.Buffer
+    if name == "uccl_ep":
         by_expert, buffers = rank_rows.UCCL, fused_a2a.UCCLBuffer
     # Buffers of another class, which the module was given, have no exchange of Weft.
     is_own = isinstance(buffers, type) and issubclass(buffers, Buffer)
-    return Backend(*functions, by_expert if is_own else None)
+    if name == "deepepv2":
+        own = (rank_rows.deepepv2_dispatch, rank_rows.deepepv2_combine)
+        return Backend(*functions, None, by_expert if is_own and functions == own else None)
+    sets_num_sms = getattr(dispatcher, set_num_sms)
+    return Backend(*functions, sets_num_sms, by_expert if is_own else None)
 
 
 def as_float32(probs: Tensor, library: str | None) -> Tensor:

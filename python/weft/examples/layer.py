@@ -14,7 +14,7 @@ from weft.dispatcher import (
 )
 from weft.overlap import DelayedExperts, DelayedLinear
 
-DISPATCHERS = ("alltoall", "deepep", "hybridep", "uccl_ep")
+DISPATCHERS = ("alltoall", "deepep", "deepepv2", "hybridep", "ncclep", "uccl_ep")
 
 
 def make_dispatcher(

@@ -70,6 +70,7 @@ from .buffers import (
 from .hybridep import (
     HybridEPCombine,
     HybridEPDispatch,
+    _has_parameter,
     hybrid_ep_combine,
     hybrid_ep_dispatch,
 )

@@ -31,6 +31,14 @@ _ORDERS = {
 _OPTIONS = dict.fromkeys(_ORDERS[8]) | {"fused": False}
 
 
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function takes an argument of this name; False if nobody can tell."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
 class HybridEPDispatch(torch.autograd.Function):
     """`hybrid_ep_dispatch` with autograd; arguments by position.
 

@@ -76,12 +76,13 @@ def ensure_nccl_ep_bootstrapped(
     max_tokens_per_rank: int,
     recv_capacity_per_rank: int | None,
     hidden_dim: int,
-    num_topk: int,
+    num_topk: int | None = None,
     num_sms: int = 0,
     zero_copy: bool = False,
 ) -> None:
     """Collective at the first call for a group; buffers that are made afterwards are for it.
 
+    num_topk: None from versions of Megatron-LM that do not say it, such as 0.19.
     num_sms: GPU multiprocessors of each call, 0: by Weft's table. The sizes say nothing here, since
     buffers have theirs.
     Raises ValueError for `num_topk` below 1 and for `zero_copy` without a capacity. All ranks raise
@@ -91,7 +92,7 @@ def ensure_nccl_ep_bootstrapped(
     name = "ensure_nccl_ep_bootstrapped"
 
     def check_settings() -> None:
-        if num_topk < 1:
+        if num_topk is not None and num_topk < 1:
             raise ValueError(f"{name}: num_topk = {num_topk} (expected 1 or more)")
         if zero_copy and recv_capacity_per_rank is None:
             raise ValueError(f"{name}: zero_copy needs recv_capacity_per_rank")

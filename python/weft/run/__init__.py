@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`weft run -- COMMAND`: a program written for deep_ep or uccl, over Weft, without a change.
+"""`weft run -- COMMAND`: a program written for deep_ep, nixl_ep or uccl, over Weft, unchanged.
 
 Every Python process below the command finds Weft under the chosen names: a folder with modules of
 those names is the first in PYTHONPATH. What Weft was called for is told at the end.
@@ -19,7 +19,7 @@ from typing import Any
 
 from weft.run import calls, page
 
-NAMES = ("deep_ep", "uccl")
+NAMES = ("deep_ep", "nixl_ep", "uccl")
 _FOLDERS = Path(__file__).parent / "names"
 _PLUGIN = "WEFT_RUN_AS"  # the environment variable with the names, for `vllm_plugin`
 

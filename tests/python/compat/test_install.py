@@ -72,6 +72,21 @@ assert importlib.util.find_spec("deep_ep") is None and importlib.util.find_spec(
 """)
 
 
+def test_nixl_ep_is_installed_if_it_is_asked_for():
+    run("""
+import importlib.util
+import weft.compat
+weft.compat.install()
+assert importlib.util.find_spec("nixl_ep") is None
+weft.compat.install("nixl_ep")
+import nixl_ep
+from nixl_ep import Buffer, Config, EventHandle, EventOverlap, topk_idx_t
+assert Buffer is weft.compat.nixl_ep.Buffer
+weft.compat.uninstall("nixl_ep")
+assert importlib.util.find_spec("nixl_ep") is None
+""")
+
+
 def test_nothing_is_installed_by_import_alone():
     run("""
 import importlib.util
@@ -131,7 +146,7 @@ import weft, weft.compat
 try:
     weft.compat.install(("deep_ep", "deepspeed"))
 except weft.InvalidArgument as error:
-    assert "deepspeed" in str(error) and "deep_ep, uccl" in str(error)
+    assert "deepspeed" in str(error) and "deep_ep, nixl_ep, uccl" in str(error)
 else:
     raise SystemExit("no error")
 import sys

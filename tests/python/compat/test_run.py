@@ -131,7 +131,7 @@ def test_a_signal_is_told_as_shells_do():
         (
             ["--as", "deep_ep,nccl", "--", "true"],
             2,
-            "'nccl' is unknown (expected some of deep_ep, uccl)",
+            "'nccl' is unknown (expected some of deep_ep, nixl_ep, uccl)",
         ),
         ([], 2, "there is no command"),
         (["--json", "/no/such/folder/a", "--", "true"], 2, "/no/such/folder/a cannot be written"),

@@ -30,5 +30,5 @@ def test_all_dispatchers_agree(num_ranks):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"on {num_ranks} cpu ranks" in done.stdout
     losses = [line.split()[1] for line in done.stdout.splitlines() if "." in line.split(" ")[-1]]
-    assert len(losses) == 4 and len(set(losses)) == 1, done.stdout
+    assert len(losses) == 6 and len(set(losses)) == 1, done.stdout
     assert done.stdout.rstrip().endswith("all results agree")

@@ -315,3 +315,11 @@ def test_elastic_gradients():
     assert len(made) == 6 and buffer.last["num_sms"] == 20
     made = rows.grad_fn._forward_cls.backward(rows.grad_fn, rows, None, row_probs, None, None)
     assert len(made) == 10 and [i for i, g in enumerate(made) if g is not None] == [1, 3]
+
+
+def test_a_parameter_is_looked_for():
+    def function(a, *, fuse_permute_dispatch=False):
+        pass
+
+    assert fa._has_parameter(function, "fuse_permute_dispatch")
+    assert not fa._has_parameter(function, "b") and not fa._has_parameter(3, "a")

@@ -4,54 +4,15 @@
 import ast
 import functools
 import importlib
-import re
-import zipfile
-from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import compare
 import pytest
+from sources import allowed, differences_of, is_of, rows, source
 
-ROOT = Path(__file__).resolve().parents[3]
-DOWNLOADS = ROOT / "build/read"  # scripts/python fills it
 ANOTHER = "another signature"
 
-
-def rows(width: str) -> list[list[str]]:
-    """The cells of the page's table whose head begins with the word."""
-    text = (ROOT / "docs/signatures.md").read_text()
-    (table,) = re.findall(rf"^\| {width} .*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
-    lines = [line.strip("|").split(" | ") for line in table.splitlines()]
-    return [[cell.strip() for cell in line] for line in lines]
-
-
 FILES = [[cell.strip("`") for cell in row] for row in rows("package")]
-ALLOWED = [(file.strip("`"), name.strip("`"), what) for file, name, what, _ in rows("file")]
-
-
-def source(package: str, file: str) -> str:
-    """The text of a package's file: installed, or in a wheel that was only downloaded, since it
-    would have the name of what Weft stands for."""
-    name, wanted = package.split()
-    if find_spec(file.partition("/")[0]) is not None and name != "sgl-deep-ep":
-        assert version(name) == wanted
-        folder = Path(find_spec(file.partition("/")[0]).submodule_search_locations[0]).parent
-        return (folder / file).read_text()
-    wheels = list(DOWNLOADS.glob(f"{name.replace('-', '_')}-{wanted}-*.whl"))
-    if not wheels:
-        pytest.skip(f"{package} is not in {DOWNLOADS} (scripts/python downloads it)")
-    return zipfile.ZipFile(wheels[0]).read(file).decode()
-
-
-def allowed(file: str) -> dict[str, set[str]]:
-    """The differences of the page by name."""
-    found: dict[str, set[str]] = {}
-    for ending, name, what in ALLOWED:
-        if file.endswith(ending):
-            assert name not in found, f"{file}: {name} stands twice"
-            found[name] = set(what.split("; "))
-    return found
+ALLOWED = allowed("file")
 
 
 @pytest.mark.parametrize("package, file, module, compared", FILES)
@@ -60,7 +21,7 @@ def test_differences_are_those_of_the_page(package, file, module, compared):
     found: dict[str, set[str]] = {}
     for name, what in compare.compare(text, weft_module, compared == "all"):
         found.setdefault(name, set()).add(what)
-    wanted = allowed(file)
+    wanted = differences_of(ALLOWED, package, file)
     for name, differences in wanted.items():
         if differences == {ANOTHER} and name in found:
             found[name] = {ANOTHER}
@@ -69,7 +30,7 @@ def test_differences_are_those_of_the_page(package, file, module, compared):
 
 def test_every_difference_belongs_to_a_file():
     for ending, *_ in ALLOWED:
-        assert sum(row[1].endswith(ending) for row in FILES) == 1, ending
+        assert any(is_of(ending, *row[:2]) for row in FILES), ending
     assert {row[3] for row in FILES} == {"all", "shared"}
 
 

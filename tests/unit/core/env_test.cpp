@@ -61,6 +61,10 @@ TEST(EnvTest, AnEmptyVariableIsNotSet) {
   EXPECT_EQ(env.timeout, std::chrono::seconds(60));
 }
 
+TEST(EnvTest, CallsAreLoggedByThePythonPackage) {
+  EXPECT_EQ(env_of({{"WEFT_LOG", "calls"}}).log_level, LogLevel::kWarn);
+}
+
 TEST(EnvTest, NamesTheVariableAndItsValue) {
   const std::map<Variables::value_type, std::string> cases = {
       {{"WEFT_RANK", "one"}, "WEFT_RANK = \"one\" is not a whole number of at least 0"},
@@ -78,7 +82,8 @@ TEST(EnvTest, NamesTheVariableAndItsValue) {
        "WEFT_FABRIC_GPU_MEMORY = \"on\" is not one of auto, direct, host"},
       {{"WEFT_COPY_ENGINES", "sometimes"},
        "WEFT_COPY_ENGINES = \"sometimes\" is not one of auto, never, always"},
-      {{"WEFT_LOG", "loud"}, "WEFT_LOG = \"loud\" is not one of debug, info, warn, error, off"},
+      {{"WEFT_LOG", "loud"},
+       "WEFT_LOG = \"loud\" is not one of debug, info, warn, error, off, calls"},
   };
   for (const auto& [variable, text] : cases) {
     try {

@@ -111,6 +111,7 @@ class LowLatencyMode:
     low_latency_mode: bool
     enable_shrink: bool
     _mask: RankMask
+    _HANDLE = LowLatencyHandle  # the kind that dispatch returns
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
@@ -197,7 +198,7 @@ class LowLatencyMode:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                 sent = _Sent(x, routes, topk_weights, rule, num_max)
                 plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
-                handle = LowLatencyHandle(plan, blocks.sources, num_max)
+                handle = self._HANDLE(plan, blocks.sources, num_max)
                 if self._mask:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
@@ -227,6 +228,12 @@ class LowLatencyMode:
         overlap: bool = False,
         src_signals: Tensor | None = None,
         src_signal_expect_value: int = 0,
+        *,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        block_m: int = 64,
+        threshold: int = 0,
+        num_sms: int = 3,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Collective. The experts' rows back to their tokens, times their weights, summed.
 
@@ -237,11 +244,13 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`.
+        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`, as
+        do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
-            if overlap or src_signals is not None or src_signal_expect_value != 0:
+            signals = src_signals is not None or comp_signal is not None
+            if overlap or signals or src_signal_expect_value != 0:
                 what = "overlap is asked for (a call begins when x is whole)"
                 raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)

@@ -153,23 +153,25 @@ class Call:
 
     def __enter__(self) -> Call:
         count(self._name)
-        ranges.begin(self._name)
+        ranges.begin(self._name, None if self._pool is None else self._pool.group)
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        ranges.end()
-        if problem is None:
-            if self._pool is not None:
-                self._pool.last = self.exchange
-            return
-        reason = f"{self._name}: {problem}"
-        if self._verb is not None and _core.num_told() == self._begun:
-            try:
-                self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
-            except Error as error:  # inside a capture: it says so
-                raise BadCall(str(error)) from problem
-        if isinstance(problem, BadCall):
-            raise BadCall(reason) from problem
+        try:
+            if problem is None:
+                if self._pool is not None:
+                    self._pool.last = self.exchange
+                return
+            reason = f"{self._name}: {problem}"
+            if self._verb is not None and _core.num_told() == self._begun:
+                try:
+                    self._pool.refuse(self.exchange, self._verb, reason, self.plan, **self.options)
+                except Error as error:  # inside a capture: it says so
+                    raise BadCall(str(error)) from problem
+            if isinstance(problem, BadCall):
+                raise BadCall(reason) from problem
+        finally:
+            ranges.end()  # a refusal, too, may wait for other ranks
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
