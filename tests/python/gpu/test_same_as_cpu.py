@@ -134,7 +134,7 @@ def fused(name):
             )
             out, _ = combine(rows * 2, group, handle, async_finish, async_finish)
         torch.autograd.backward([out, probs], [out.detach(), probs.detach()])
-        return [rows, idx, probs, counts, out, x.grad, w.grad]
+        return [rows, idx, probs, counts, out, x.grad, w.grad, *handle]
 
     return case
 

@@ -76,11 +76,13 @@ class Handle(PlanHandle):
     """6 items among ranks of one host, 10 among those of S, as `Hosts` counts them.
 
     T: tokens of this rank, N: rows it received, R: ranks, C: channels of the configuration.
+    is_token_in_rank: the caller's, None if there was none; it is made of the plan then.
     has_topk: the plan's routes are the caller's top-k, slot for slot.
     ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k, and
     among the ranks of one host, where nothing asks for them.
-    Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
-    items by channel count as if the first channel moved everything, so each column holds the total.
+    Items about what arrives copy the plan to the host, and wait for a GPU; so does
+    is_token_in_rank where it is made. Weft has no channels: items by channel count as if the first
+    channel moved everything, so each column holds the total.
     """
 
     maker = "what Buffer.dispatch returned"
@@ -88,7 +90,7 @@ class Handle(PlanHandle):
     def __init__(
         self,
         plan: Plan,
-        is_token_in_rank: Tensor,
+        is_token_in_rank: Tensor | None,
         has_topk: bool,
         ids: Tensor | None,
         num_channels: int,
@@ -96,11 +98,22 @@ class Handle(PlanHandle):
     ) -> None:
         super().__init__(plan)
         self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
-        self.is_token_in_rank = is_token_in_rank
+        self._is_token_in_rank = is_token_in_rank
         self.has_topk = has_topk
         self._ids = ids
         self._num_channels = num_channels
         self._hosts = hosts
+
+    @property
+    def is_token_in_rank(self) -> Tensor:
+        """bool [T, R]: which ranks each token goes to."""
+        if self._is_token_in_rank is None:
+            sent = on_host(self.plan)["sent"]
+            table = torch.zeros((len(sent), self.plan.num_tokens), dtype=torch.bool, device="cpu")
+            for row, pair in zip(table, sent, strict=True):
+                row[torch.tensor(pair["token"], dtype=torch.int64, device="cpu")] = True
+            self._is_token_in_rank = table.t().contiguous().to(self.device)
+        return self._is_token_in_rank
 
     @property
     def rank_prefix_matrix(self) -> Tensor:
