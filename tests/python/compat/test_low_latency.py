@@ -285,6 +285,98 @@ def test_hooks_and_events(ranks):
     ranks(later, 2)
 
 
+def forgotten(rank, num_ranks, group):
+    """The last rank forgets a hook: all hear of it, and the next call is right."""
+    forgets = rank == num_ranks - 1
+    case, buffer = make(rank, num_ranks, group)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    options = {"use_fp8": False, "return_recv_hook": True}
+    one, _, handle, _, hook_of_one = buffer.low_latency_dispatch(*given, **options)
+
+    def combine(name, hook, **more):
+        """Refused until `hook` is called."""
+        call = (one, case.idx, case.weights, handle)
+        with pytest.raises(weft.InvalidArgument, match=name) as found:
+            if not forgets:
+                hook()
+            buffer.low_latency_combine(*call, **more)
+        assert forgets or f"rank {num_ranks - 1} refused" in str(found.value)
+        assert isinstance(found.value, AssertionError) == forgets
+        hook()
+        return buffer.low_latency_combine(*call, **more)
+
+    # A combine by the handle of a dispatch whose own hook was not called.
+    own = "receive hook of this handle's low_latency_dispatch was not called"
+    out, _, hook_of_out = combine(own, hook_of_one, return_recv_hook=True)
+    # Of the last call it need not be called yet.
+    other, _, _, _, hook_of_other = buffer.low_latency_dispatch(*given, **options)
+    before = "receive hook of the low_latency_combine before the last call was not called"
+    same, *_ = combine(before, hook_of_out)
+    assert torch.equal(same, out)
+    # A hook that is lost is told once.
+    with pytest.raises(weft.InvalidArgument, match="low_latency_dispatch before the last call"):
+        if not forgets:
+            hook_of_other()
+        buffer.low_latency_dispatch(*given, **options)
+    again, _, _, _, hook = buffer.low_latency_dispatch(*given, **options)
+    hook()
+    assert torch.equal(again[handle.is_row], one[handle.is_row])
+    # Who clears the buffer is asked for no hook of before.
+    for _ in range(2):
+        buffer.low_latency_dispatch(*given, **options)
+    buffer.clean_low_latency_buffer(NUM_MAX, case.x.size(1), case.num_experts)
+    buffer.low_latency_dispatch(*given, **options)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_hook_that_was_not_called_is_refused(ranks, num_ranks):
+    ranks(forgotten, num_ranks)
+
+
+def in_turns(rank, num_ranks, group, is_late):
+    """Two micro-batches, each with a call under way most of the time, as serving engines have them.
+    is_late: the hook of one's call runs after the next call of the other has been sent."""
+    cases = [make(rank, num_ranks, group)[0] for _ in range(2)]
+    buffer = make(rank, num_ranks, group)[1]
+    options = {"return_recv_hook": True}
+
+    def layers(case):
+        x = case.x
+        for _ in range(3):
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(
+                x, case.idx, NUM_MAX, case.num_experts, use_fp8=False, **options
+            )
+            if is_late:
+                yield
+            hook()
+            if not is_late:
+                yield
+            out = torch.empty_like(x)
+            _, _, hook = buffer.low_latency_combine(
+                rows, case.idx, case.weights, handle, out=out, **options
+            )
+            if is_late:
+                yield
+            hook()
+            if not is_late:
+                yield
+            x = out
+        made.append(x)
+        yield
+
+    made = []
+    batches = [layers(case) for case in cases]
+    for _ in range(7):
+        for batch in batches:
+            next(batch)
+    assert len(made) == 2 and torch.equal(*made)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_two_micro_batches_take_turns(ranks, is_late):
+    ranks(in_turns, 2, is_late)
+
+
 def with_weights(rank, num_ranks, group):
     case, buffer = make(rank, num_ranks, group)
     recv_x, count, weights, sources, handle, event, hook = buffer.low_latency_dispatch(

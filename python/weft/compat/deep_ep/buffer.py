@@ -27,6 +27,7 @@ from .checks import (
 )
 from .config import Config
 from .handles import Handle
+from .hooks import LastHooks
 from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import (
@@ -112,6 +113,7 @@ class Buffer(LowLatencyMode):
         self.nvshmem_qp_depth: int = environment.number("NVSHMEM_QP_DEPTH", default=_QP_DEPTH)
         self.runtime: Runtime | None = Runtime(ranks, self._timeout())
         self._mask = RankMask(self.group_size)
+        self._hooks = LastHooks()
 
     def destroy(self) -> None:
         """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft import Plan
 
+from .hooks import Hook
 from .layout import HOST_RANKS, Hosts
 
 
@@ -257,6 +258,7 @@ class LowLatencyHandle(PlanHandle):
         self._kept: Tensor | None = None  # int64 [El]
         self.order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
         self.combine_rows: Tensor | None = None  # for zero_copy
+        self.hook: Hook | None = None  # of the dispatch, if it has one
         self._sources = sources
 
     def keep(self, is_kept: Tensor) -> Tensor:

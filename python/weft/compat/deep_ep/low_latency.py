@@ -2,7 +2,8 @@
 """The low-latency calls of a `Buffer`: there is a block of fixed size for each expert.
 
 Nothing waits for the GPU in these calls, so they can be captured in a CUDA graph once calls of
-the same sizes were made. Results own their memory: any number of them may be alive.
+the same sizes were made. Results own their memory: any number of them may be alive. A receive hook
+that a caller has forgotten is refused when `deep_ep` would lose the results (hooks.py).
 """
 
 from __future__ import annotations
@@ -32,11 +33,10 @@ from .checks import (
     check_tensor,
 )
 from .handles import LowLatencyHandle
+from .hooks import Hook, LastHooks
 from .layout import routes_of
 from .runtime import Call, ExchangePool, Runtime, without_gradients
 from .utils.event import EventHandle, EventOverlap
-
-Hook = Callable[[], None]
 
 _ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
 
@@ -111,6 +111,7 @@ class LowLatencyMode:
     low_latency_mode: bool
     enable_shrink: bool
     _mask: RankMask
+    _hooks: LastHooks
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
@@ -147,7 +148,8 @@ class LowLatencyMode:
         int32 [El, R * num_max, H / 512], their last two dimensions column-major. Rows of an expert
         come by source rank, then token; the first recv_count int32 [El] are valid, the others
         undefined. round_scale: scales are powers of two.
-        return_recv_hook: nothing may be read before hook() ran; else hook is None.
+        return_recv_hook: nothing may be read before hook() ran, which must be before the next call
+        but one; else hook is None.
         cumulative_local_expert_recv_stats int32 [El]: the counts are added to it.
         dispatch_wait_recv_cost_stats int64 [R]: left as it is.
         topk_weights float32 [T, K]: then returns (recv_x, recv_count, recv_topk_weights float32
@@ -158,6 +160,7 @@ class LowLatencyMode:
         wants = {"layout": "expert_strided", "expert_stride": 1}
         with Call("low_latency_dispatch", self._pool, **wants) as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
+            self._hooks.check()
             if use_nvfp4 or use_ue8m0_for_sf:
                 raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
             check_tensor("x", x, torch.bfloat16, ["T", "H"])
@@ -208,7 +211,8 @@ class LowLatencyMode:
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
                 work.returns(*blocks, *between)
-        finish = _finish(work, async_finish, return_recv_hook)
+        finish = self._finish("low_latency_dispatch", work, return_recv_hook)
+        handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
 
     @without_gradients
@@ -246,6 +250,7 @@ class LowLatencyMode:
                 raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)
+            self._hooks.check(handle.hook)
             check_tensor("x", x, torch.bfloat16, handle.shape)
             shape = [plan.num_tokens, plan.topk]
             check_tensor("topk_idx", topk_idx, INTEGERS, shape)
@@ -280,7 +285,7 @@ class LowLatencyMode:
                 if out is not None and not is_whole:
                     combined = out.copy_(combined)
                 work.returns(combined)
-        return combined, *_finish(work, async_finish, return_recv_hook)
+        return combined, *self._finish("low_latency_combine", work, return_recv_hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
@@ -295,9 +300,11 @@ class LowLatencyMode:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing: a call leaves nothing behind that the next one must not see."""
+        """A call leaves nothing behind that the next one must not see; hooks that were not called
+        are forgotten."""
         with Call("clean_low_latency_buffer"):
             self._low_latency()
+        self._hooks = LastHooks()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Masks a rank, or takes it in again. Needs enable_shrink=True."""
@@ -332,13 +339,14 @@ class LowLatencyMode:
         check(is_one, "async_finish beside return_recv_hook (one of the two)")
         return runtime
 
-
-def _finish(
-    call: StreamCall, async_finish: bool, return_recv_hook: bool
-) -> tuple[EventOverlap, Hook | None]:
-    event = EventHandle.of(call.event)
-    hook = event.current_stream_wait if return_recv_hook else None
-    return EventOverlap(event if async_finish else None), hook
+    def _finish(
+        self, name: str, call: StreamCall, return_recv_hook: bool
+    ) -> tuple[EventOverlap, Hook | None]:
+        """The event and the hook of a call that has been made."""
+        event = EventHandle.of(call.event)
+        hook = Hook(name, event.current_stream_wait) if return_recv_hook else None
+        self._hooks.add(hook)
+        return EventOverlap(event if call.async_finish and hook is None else None), hook
 
 
 class _Sent(NamedTuple):
