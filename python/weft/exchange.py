@@ -5,7 +5,7 @@ it; outputs.py has plans and the memory of a call."""
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -505,6 +505,24 @@ class Exchange:
         there.
         """
         return self.core.stats()
+
+    @contextlib.contextmanager
+    def waits_added(self, sums: Tensor, plan: Plan | None = None) -> Iterator[None]:
+        """Adds to sums, int64 [R] on the exchange's device, the microseconds that calls within have
+        waited for each rank: those by `plan`, or by plans that they make. On a GPU in the order of
+        the current stream. Where several workers of a CPU or blocks of a GPU wait at the same time,
+        each counts.
+        """
+        core, stream = self.core if plan is None else plan.calls, self._stream()
+        own = sums if sums.is_contiguous() else sums.new_zeros(sums.shape)
+        core.add_waits(own, -1, stream)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Error):  # of an exchange that can no longer be used
+                core.add_waits(own, 1, stream)
+        if own is not sums:
+            sums += own
 
     def footprint(self) -> dict:
         """Bytes held: control, staging, buffers in use, and pooled for the next ones."""

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-latency calls of `Buffer` against loops over everybody's inputs."""
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from buffer_cases import Case, gather
 
 import weft
@@ -397,6 +400,42 @@ def with_weights(rank, num_ranks, group):
 
 def test_weights_travel_on_request(ranks):
     ranks(with_weights, 2)
+
+
+def late(rank, num_ranks, group):
+    """What a rank has waited for each of the others: for the one that is late most of all."""
+    case, buffer = make(rank, num_ranks, group)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
+    back = (rows, case.idx, case.weights, handle)
+
+    def dispatch(waits):
+        buffer.low_latency_dispatch(*given, dispatch_wait_recv_cost_stats=waits)
+
+    def combine(waits):
+        buffer.low_latency_combine(*back, combine_wait_recv_cost_stats=waits)
+
+    for call, who in ((dispatch, 1), (combine, num_ranks - 1)):
+        own = torch.full((num_ranks,), 3, dtype=torch.int64)
+        strided = torch.zeros((num_ranks, 2), dtype=torch.int64)[:, 0]
+        for waits in (own, strided):
+            before = waits.clone()
+            for _ in range(ROUNDS):
+                dist.barrier(group)
+                time.sleep(LATE * (rank == who))
+                call(waits)
+            waited = waits - before
+            assert waited[rank] == 0 and (waited >= 0).all()
+            if rank != who:
+                assert waited.argmax() == who and waited[who] > ROUNDS * LATE * 1e6 / 2, waited
+        assert (strided._base[:, 1] == 0).all()
+
+
+ROUNDS, LATE = 3, 0.05  # calls, and by how many seconds a rank comes late to each
+
+
+def test_waits_for_each_rank_are_added_up(ranks):
+    ranks(late, 3)
 
 
 def masked(rank, num_ranks, group):

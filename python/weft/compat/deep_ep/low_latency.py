@@ -8,6 +8,7 @@ that a caller has forgotten is refused when `deep_ep` would lose the results (ho
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Plan
+from weft import Exchange, Plan
 from weft.fp8 import GROUP
 from weft.outputs import Beside
 from weft.streams import StreamCall
@@ -151,7 +152,8 @@ class LowLatencyMode:
         return_recv_hook: nothing may be read before hook() ran, which must be before the next call
         but one; else hook is None.
         cumulative_local_expert_recv_stats int32 [El]: the counts are added to it.
-        dispatch_wait_recv_cost_stats int64 [R]: left as it is.
+        dispatch_wait_recv_cost_stats int64 [R]: the microseconds that this rank has waited for each
+        rank in the call are added to it (`Exchange.waits_added`).
         topk_weights float32 [T, K]: then returns (recv_x, recv_count, recv_topk_weights float32
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
         x_global_scale is NVFP4's and ignored without it; NVFP4 raises `weft.Unsupported`.
@@ -193,13 +195,15 @@ class LowLatencyMode:
             rule = None
             if use_fp8:
                 rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
-            inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
+            inputs = (x, topk_idx, topk_weights, stats, waits)
+            is_async = async_finish or return_recv_hook
             with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
                 routes = topk_idx
                 if self._mask:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                 sent = _Sent(x, routes, topk_weights, rule, num_max)
-                plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
+                with _counted(call.exchange, waits):
+                    plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
                 handle = LowLatencyHandle(plan, blocks.sources, num_max)
                 if self._mask:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
@@ -241,7 +245,7 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`.
+        combine_wait_recv_cost_stats int64 [R]: as for dispatch. overlap raises `weft.Unsupported`.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
@@ -264,7 +268,8 @@ class LowLatencyMode:
                 "zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
             )
             rows = handle.combine_rows if zero_copy else x
-            inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
+            inputs = (rows, topk_idx, topk_weights, out, waits)
+            is_async = async_finish or return_recv_hook
             with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
@@ -274,14 +279,15 @@ class LowLatencyMode:
                 if plan.exchange.is_between_gpu_domains:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
-                combined, _ = call.exchange.combine(
-                    plan,
-                    rows.reshape(-1, handle.hidden),
-                    scale="source",
-                    source_weights=weights,
-                    source_idx=routes,
-                    out=out if is_whole else None,
-                )
+                with _counted(call.exchange, waits, plan):
+                    combined, _ = call.exchange.combine(
+                        plan,
+                        rows.reshape(-1, handle.hidden),
+                        scale="source",
+                        source_weights=weights,
+                        source_idx=routes,
+                        out=out if is_whole else None,
+                    )
                 if out is not None and not is_whole:
                     combined = out.copy_(combined)
                 work.returns(combined)
@@ -347,6 +353,16 @@ class LowLatencyMode:
         hook = Hook(name, event.current_stream_wait) if return_recv_hook else None
         self._hooks.add(hook)
         return EventOverlap(event if call.async_finish and hook is None else None), hook
+
+
+_UNCOUNTED = contextlib.nullcontext()
+
+
+def _counted(
+    exchange: Exchange, waits: Tensor | None, plan: Plan | None = None
+) -> contextlib.AbstractContextManager[None]:
+    """A context for a call whose waits are added to `waits`, if that is given."""
+    return _UNCOUNTED if waits is None else exchange.waits_added(waits, plan)
 
 
 class _Sent(NamedTuple):
