@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-latency calls of `Buffer` against loops over everybody's inputs."""
 
+import sys
 import time
 
 import pytest
@@ -436,6 +437,32 @@ ROUNDS, LATE = 3, 0.05  # calls, and by how many seconds a rank comes late to ea
 
 def test_waits_for_each_rank_are_added_up(ranks):
     ranks(late, 3)
+
+
+def python_calls(call):
+    """How many functions of Python's a call makes."""
+    seen = []
+    sys.setprofile(lambda _frame, event, _arg: seen.append(1) if event == "call" else None)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+def frugal(rank, num_ranks, group):
+    """Serving engines make these calls for each layer: what they ask is asked by the core."""
+    case, buffer = make(rank, num_ranks, group)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts)
+    rows, _, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=False)
+    back = (rows, case.idx, case.weights, handle)
+    buffer.low_latency_combine(*back)
+    assert python_calls(lambda: buffer.low_latency_dispatch(*given)) <= 48
+    assert python_calls(lambda: buffer.low_latency_combine(*back)) <= 36
+
+
+def test_calls_make_few_calls_of_python(ranks):
+    ranks(frugal, 1)
 
 
 def masked(rank, num_ranks, group):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft import Group
 from weft.compat import environment
+from weft.errors import BadCall
 
 from . import config as configs
 from .checks import (
@@ -300,10 +301,10 @@ class Buffer(LowLatencyMode):
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         with Call("fused_dispatch", self._pool, layout="rank_major") as call:
             self._runtime()
-            check_routing(topk_idx)
-            check_experts(num_experts, self.group_size)
             payload = Payload(x)
-            _check_topk(topk_idx, topk_weights, payload.num_tokens)
+            check_routing(topk_idx, topk_weights, payload.num_tokens)
+            check(topk_weights is not None, "topk_weights is None (expected float32 [T, K])")
+            check_experts(num_experts, self.group_size)
             routing = _Routing(topk_idx, topk_weights, num_experts)
             return self._send(call, payload, routing, self._num_sms(None), streams)
 
@@ -320,11 +321,11 @@ class Buffer(LowLatencyMode):
         wants = {"layout": "rank_major", "row_budget": worst or None}
         exchange = call.plans(key, most, max(MIN_TOPK, topk), **wants)
         num_tokens, most = payload.num_tokens, exchange.max_tokens
-        check(
-            worst == 0 or payload.device.type == "cpu" or num_tokens <= most,
-            f"x has {num_tokens} rows with num_worst_tokens = {worst} "
-            f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)",
-        )
+        if worst > 0 and payload.device.type != "cpu" and num_tokens > most:
+            raise BadCall(
+                f"x has {num_tokens} rows with num_worst_tokens = {worst} "
+                f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)"
+            )
         layout = routing.layout
         inputs = (*payload.tensors, *(layout or ()), topk_idx, routing.topk_weights)
         with runtime.stream.call(payload.device, inputs, *streams) as work:
@@ -397,7 +398,8 @@ class Buffer(LowLatencyMode):
         return None if self.runtime is None else self.runtime.exchanges
 
     def _runtime(self) -> Runtime:
-        check(self.runtime is not None, "the buffer was destroyed (make a new one)")
+        if self.runtime is None:
+            raise BadCall("the buffer was destroyed (make a new one)")
         return self.runtime
 
     def _num_sms(self, config: Config | None) -> int:
@@ -448,7 +450,7 @@ def _check_topk(
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
     num_tokens: int,
-    num_worst_tokens: int = 0,
+    num_worst_tokens: int,
 ) -> None:
     """Top-k and weights come together, or not at all."""
     check_least("num_worst_tokens", num_worst_tokens, 0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft import Plan
 
+from .checks import check
 from .hooks import Hook
 from .layout import HOST_RANKS, Hosts
 
@@ -254,7 +255,8 @@ class LowLatencyHandle(PlanHandle):
         super().__init__(plan)
         self.num_max = num_max
         self.hidden = plan.exchange.hidden
-        self.num_experts = plan.num_experts
+        self.num_experts = plan.exchange.num_experts
+        self.stride = sources.size(1)  # of blocks
         self._kept: Tensor | None = None  # int64 [El]
         self.order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
         self.combine_rows: Tensor | None = None  # for zero_copy
@@ -273,6 +275,15 @@ class LowLatencyHandle(PlanHandle):
         self._sources = self._sources[blocks, self.order]
         return self.order
 
+    def rows_to_combine(self, use_logfmt: bool) -> Tensor:
+        """Those in the caller's hands for zero_copy."""
+        check(not use_logfmt, "use_logfmt beside zero_copy (one of the two)")
+        check(
+            self.combine_rows is not None,
+            "zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
+        )
+        return self.combine_rows
+
     @property
     def count(self) -> Tensor:
         """int64 [El]: rows of each block."""
@@ -281,7 +292,7 @@ class LowLatencyHandle(PlanHandle):
     @property
     def shape(self) -> list[int]:
         """[El, R * num_max, H] of the rows."""
-        return [*self._sources.shape[:2], self.hidden]
+        return [self._sources.size(0), self.stride, self.hidden]
 
     @property
     def is_row(self) -> Tensor:

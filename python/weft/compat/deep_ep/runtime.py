@@ -153,11 +153,13 @@ class Call:
 
     def __enter__(self) -> Call:
         count(self._name)
-        ranges.begin(self._name)
+        if ranges.IS_ON:
+            ranges.begin(self._name)
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
-        ranges.end()
+        if ranges.IS_ON:
+            ranges.end()
         if problem is None:
             if self._pool is not None:
                 self._pool.last = self.exchange
