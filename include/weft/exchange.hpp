@@ -154,6 +154,14 @@ class Exchange {
   // longer be used.
   void check();
 
+  // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds
+  // that this rank has waited for each peer since the exchange was made, as stats() has them: with
+  // -1 before a call and 1 behind it they grow by what the call has waited. Of several workers or
+  // blocks of a GPU that wait at the same time, each counts. On a GPU it is queued in `stream` (a
+  // cudaStream_t; null: as for calls) and may be captured; a call between domains has counted there
+  // what it waited for rows only when it has ended.
+  void add_waits(const Tensor& sums, int64_t times, void* stream = nullptr);
+
   // Local. [rows, cols], contents undefined.
   [[nodiscard]] Buffer allocate(int64_t rows, int64_t cols, DType dtype);
   // Gives unused pool memory back to the system. On a GPU while no rank runs or begins a call.

@@ -3,7 +3,6 @@
 // Here are its errors, groups over a function of Python that swaps bytes between the ranks
 // (weft/group.py gives it), and orders as tuples (for weft/overlap).
 #include <memory>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -169,22 +168,6 @@ void bind_overlap(nb::module_& m) {
 
 }  // namespace
 
-nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner) {
-  using Owner = std::shared_ptr<const void>;
-  auto kept = std::make_unique<Owner>(std::move(owner));
-  const nb::capsule capsule(kept.get(), [](void* data) noexcept {
-    delete static_cast<Owner*>(data);  // NOLINT(cppcoreguidelines-owning-memory): a capsule's way
-  });
-  static_cast<void>(kept.release());
-  const bool is_cuda = tensor.device.kind == Device::Kind::kCuda;
-  const int type = is_cuda ? nb::device::cuda::value : nb::device::cpu::value;
-  const auto count = static_cast<size_t>(tensor.num_bytes());
-  const nb::ndarray<nb::pytorch, uint8_t> bytes(
-      tensor.data, {count}, capsule, {}, nb::dtype<uint8_t>(), type, tensor.device.index
-  );
-  return nb::cast(bytes);
-}
-
 }  // namespace weft::py
 
 NB_MODULE(_core, m) {
@@ -196,5 +179,6 @@ NB_MODULE(_core, m) {
   weft::py::bind_group(m);
   weft::py::bind_plan(m);
   weft::py::bind_exchange(m);
+  weft::py::bind_checks(m);
   weft::py::bind_overlap(m);
 }

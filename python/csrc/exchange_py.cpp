@@ -222,6 +222,14 @@ void refuse(
   calls.locked([&](Exchange& exchange) { exchange.refuse(op, reason, options); });
 }
 
+void add_waits(Calls& calls, nb::handle sums, int64_t times, uintptr_t stream) {
+  const Given given = read_vector("sums", sums);
+  calls.locked([&](Exchange& exchange) {
+    // NOLINTNEXTLINE: torch gives streams as numbers
+    exchange.add_waits(given.tensor, times, reinterpret_cast<void*>(stream));
+  });
+}
+
 nb::dict stats(Calls& calls) {
   const ExchangeStats found = calls.locked([](Exchange& exchange) { return exchange.stats(); });
   nb::dict all;
@@ -364,6 +372,7 @@ void bind_exchange(nb::module_& m) {
           "release_pooled",
           [](Calls& calls) { calls.locked([](Exchange& e) { e.release_pooled(); }); }
       )
+      .def("add_waits", &add_waits, arg("sums"), arg("times"), arg("stream"))
       .def("stats", &stats)
       .def("footprint", &footprint)
       .def_prop_ro("transport", [](const Calls& calls) {

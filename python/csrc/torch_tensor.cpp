@@ -2,6 +2,7 @@
 #include "torch_tensor.hpp"
 
 #include <dlfcn.h>
+#include <memory>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -20,6 +21,16 @@ constexpr int32_t kDlCuda = 2;
 constexpr int32_t kTorchCpu = 0;
 constexpr int32_t kTorchCuda = 1;
 
+// A tensor that is handed over with what keeps its memory (DLManagedTensorVersioned).
+struct DlOwned {
+  uint32_t major = 1;
+  uint32_t minor = 0;
+  void* owner = nullptr;
+  void (*free)(DlOwned* self) = nullptr;
+  uint64_t flags = 0;
+  DlTensor tensor;
+};
+
 // The C exchange API of DLPack, version 1 (dlpack.h): functions of a type of tensors.
 struct DlExchange {
   uint32_t major;
@@ -27,8 +38,8 @@ struct DlExchange {
   void* previous;
   void* allocate;
   void* from_object;
-  void* to_object;
-  int (*read)(void* object, DlTensor* found);  // borrowed; not 0: a Python error is set
+  int (*to_object)(DlOwned* tensor, void** made);  // taken over; not 0: a Python error is set
+  int (*read)(void* object, DlTensor* found);      // borrowed; not 0: a Python error is set
   void* stream;
 };
 
@@ -178,7 +189,62 @@ Given read_slowly(const char* name, nb::handle tensor) {
   return given;
 }
 
+// Bytes in memory of the core's, on their way to torch.
+struct Bytes {
+  DlOwned owned;
+  std::shared_ptr<const void> owner;
+  int64_t count;
+  int64_t stride = 1;
+
+  Bytes(const Tensor& tensor, std::shared_ptr<const void> kept)
+      : owner(std::move(kept)), count(tensor.num_bytes()) {
+    const bool is_cuda = tensor.device.kind == Device::Kind::kCuda;
+    owned.owner = this;
+    owned.free = [](DlOwned* self) {
+      delete static_cast<Bytes*>(self->owner);  // NOLINT(cppcoreguidelines-owning-memory)
+    };
+    owned.tensor.data = tensor.data;
+    owned.tensor.device = {is_cuda ? kDlCuda : kDlCpu, is_cuda ? tensor.device.index : 0};
+    owned.tensor.ndim = 1;
+    owned.tensor.dtype = nb::dtype<uint8_t>();
+    owned.tensor.shape = &count;
+    owned.tensor.strides = &stride;
+  }
+  Bytes(const Bytes&) = delete;
+};
+
+// The same by Python, which costs some microseconds.
+nb::object array_by_python(const Tensor& tensor, std::shared_ptr<const void> owner) {
+  using Owner = std::shared_ptr<const void>;
+  auto kept = std::make_unique<Owner>(std::move(owner));
+  const nb::capsule capsule(kept.get(), [](void* data) noexcept {
+    delete static_cast<Owner*>(data);  // NOLINT(cppcoreguidelines-owning-memory): a capsule's way
+  });
+  static_cast<void>(kept.release());
+  const bool is_cuda = tensor.device.kind == Device::Kind::kCuda;
+  const int type = is_cuda ? nb::device::cuda::value : nb::device::cpu::value;
+  const auto count = static_cast<size_t>(tensor.num_bytes());
+  const nb::ndarray<nb::pytorch, uint8_t> bytes(
+      tensor.data, {count}, capsule, {}, nb::dtype<uint8_t>(), type, tensor.device.index
+  );
+  return nb::cast(bytes);
+}
+
 }  // namespace
+
+nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner) {
+  const DlExchange* exchange = looked_up<Torch>().exchange;
+  if (exchange != nullptr && exchange->to_object != nullptr) {
+    auto bytes = std::make_unique<Bytes>(tensor, owner);
+    void* made = nullptr;
+    if (exchange->to_object(&bytes->owned, &made) == 0) {
+      static_cast<void>(bytes.release());
+      return nb::steal(static_cast<PyObject*>(made));
+    }
+    PyErr_Clear();
+  }
+  return array_by_python(tensor, std::move(owner));
+}
 
 DType core_type(ScalarType type) {
   switch (static_cast<int32_t>(type)) {
@@ -252,6 +318,11 @@ bool suits(nb::handle tensor, uint64_t types, nb::handle shape) {
     ++dim;
   }
   return dim == found->ndim;
+}
+
+int64_t size_of(nb::handle tensor, int dim) {
+  const std::optional<DlTensor> found = look(tensor);
+  return found ? found->shape[dim] : nb::cast<int64_t>(tensor.attr("shape")[dim]);
 }
 
 nb::object tensor_of_bytes(nb::handle array, int64_t rows, int64_t cols, ScalarType type) {

@@ -21,6 +21,7 @@ enum class ScalarType : int32_t {
   kInt32 = 3,
   kInt64 = 4,
   kFloat32 = 6,
+  kBFloat16 = 15,
   kFloat8E5M2 = 23,
   kFloat8E4M3 = 24
 };
@@ -44,6 +45,8 @@ struct Given {
 // Whether it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
 // `types` has. False also where only Python can tell.
 [[nodiscard]] bool suits(nb::handle tensor, uint64_t types, nb::handle shape);
+// Of a tensor that has as many dimensions.
+[[nodiscard]] int64_t size_of(nb::handle tensor, int dim);
 
 [[nodiscard]] DType core_type(ScalarType type);
 [[nodiscard]] int64_t scalar_bytes(ScalarType type);

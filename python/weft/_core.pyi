@@ -255,6 +255,8 @@ class Exchange:
 
     def release_pooled(self) -> None: ...
 
+    def add_waits(self, sums: Tensor, times: int, stream: int) -> None: ...
+
     def stats(self) -> dict: ...
 
     def footprint(self) -> dict: ...
@@ -285,6 +287,25 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
 def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: int) -> None:
     """
     Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
+    """
+
+MAX_TOPK: int = 32
+
+def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int | str = 'T') -> int:
+    """
+    topk_idx holds integers [T, K] with K from 1 to 32, and the weights, if they are given, have its shape. num_tokens: the rows of x, where they are known. Returns K.
+    """
+
+def check_experts(num_experts: int, num_ranks: int) -> None: ...
+
+def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int]:
+    """
+    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits; formats: use_fp8, round_scale, use_ue8m0. Returns the hidden size and K.
+    """
+
+def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int) -> None:
+    """
+    Of low_latency_combine; tensors: x, topk_idx, topk_weights, out, statistics of waits.
     """
 
 def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:

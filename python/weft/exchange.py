@@ -5,7 +5,7 @@ it; outputs.py has plans and the memory of a call."""
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -75,6 +75,7 @@ class Exchange:
         self.num_experts = num_experts
         self.max_tokens = max_tokens
         self.max_topk = max_topk
+        self.num_local_experts = num_experts // self.group.num_ranks
         self._on_gpu = self.device.type == "cuda"  # to ask a device is slow
         # Rows pass through hosts from GPU to GPU; source_idx is not to be had then.
         self.is_between_gpu_domains = self._on_gpu and len(self.group.domains) > 1
@@ -108,10 +109,6 @@ class Exchange:
     @property
     def num_ranks(self) -> int:
         return self.group.num_ranks
-
-    @property
-    def num_local_experts(self) -> int:
-        return self.num_experts // self.group.num_ranks
 
     @property
     def core(self) -> _core.Exchange:
@@ -163,26 +160,26 @@ class Exchange:
             routing = (topk_idx, routing_map, weights)
             return core.plan(routing, _filled(_core.Options(), options))
 
-        core, made = self._planned("plan", choices, call, topk_idx, routing_map)
+        has_rows = self._given_rows(choices) is not None
+        core, made = self._planned("plan", has_rows, call, topk_idx, routing_map)
         return Plan(self, made, core)
 
     def _planned(
         self,
         verb: str,
-        choices: dict[str, Any],
+        has_rows: bool,
         call: Callable[[_core.Exchange], Any],
         topk_idx: Tensor | None = None,
         routing_map: Tensor | None = None,
         wanted: tuple[int, int] | None = None,
     ) -> tuple[_core.Exchange, Any]:
         """Collective: call(core), on a core that has grown if this one was too small for the plan.
-        verb, choices: see `refuse`. wanted: the hidden size and number of experts that the caller's
-        tensors have, if not this exchange's; zeros: unknown."""
+        verb: see `refuse`. has_rows: their number is given. wanted: the hidden size and number of
+        experts that the caller's tensors have, if not this exchange's; zeros: unknown."""
         wanted = wanted or (self.hidden, self.num_experts)
         # All ranks are beside computation, or none.
-        if self._core is not None and not self._has_copy_room and self._chooses_copies():
+        if self._on_gpu and not self._has_copy_room and self._core and self._chooses_copies():
             self._make_copy_room()
-        has_rows = self._given_rows(choices) is not None
         # On a GPU nobody waited then, and the others do not know yet what was refused.
         may_grow = not (self._on_gpu and has_rows)
         while True:
@@ -215,7 +212,8 @@ class Exchange:
         """call(*given), which makes a call of the core. If it fails before that, the other ranks
         hear why."""
         begun = _core.num_begun()
-        ranges.begin(verb, self.group)
+        if ranges.IS_ON:
+            ranges.begin(verb, self.group)
         try:
             return call(*given)
         except BaseException as error:
@@ -224,7 +222,8 @@ class Exchange:
                 core.refuse(verb, str(error) or type(error).__name__, options)
             raise
         finally:
-            ranges.end()
+            if ranges.IS_ON:
+                ranges.end()
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
         """How many rows there are, if nobody has to wait to hear it."""
@@ -277,7 +276,7 @@ class Exchange:
         copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
-        sent, stored = (x, weights, scales, *Beside()), {"quantise": quantise}
+        sent, stored = (x, weights, scales, *_NOTHING_BESIDE), {"quantise": quantise}
         out = self._dispatched(plan.calls, plan.core, sent, False, stored, num_sms, copy_engines)
         return Dispatched(*out[:3])
 
@@ -351,7 +350,7 @@ class Exchange:
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        sent = (x, weights, scales, *(beside or Beside()))
+        sent = (x, weights, scales, *(beside or _NOTHING_BESIDE))
         stored = {
             "quantise": quantise,
             "scale_rule": scale_rule,
@@ -364,11 +363,12 @@ class Exchange:
         def call(core: _core.Exchange) -> tuple:
             options = self._options(core, num_sms, copy_engines, **stored, **choices)
             routing = (topk_idx, routing_map, plan_weights)
-            where = (self._pool_of(core), given_rows)
+            where = (self._pool_of(core) if self._on_gpu else None, given_rows)
             return core.plan_and_dispatch(routing, sent, experts, options, *where, is_one_call)
 
         verb = "plan_and_dispatch"
-        core, planned = self._planned(verb, choices, call, topk_idx, routing_map)
+        has_rows = given_rows is not None
+        core, planned = self._planned(verb, has_rows, call, topk_idx, routing_map)
         made, problem, out = planned
         if problem is not None:
             raise problem
@@ -417,7 +417,8 @@ class Exchange:
             if verb in ("dispatch", "combine"):
                 self._called(self.core if plan is None else plan.calls, verb, call)
             else:
-                self._planned(verb, options, call, wanted=(0, 0))
+                has_rows = self._given_rows(options) is not None
+                self._planned(verb, has_rows, call, wanted=(0, 0))
 
     def announce(self, verb: str, hidden: int, num_experts: int, **options: Any) -> None:
         """Collective, before a call that all ranks make on another exchange, of these sizes. If one
@@ -440,7 +441,7 @@ class Exchange:
         # Calls of an exchange follow each other, whatever streams they are on.
         settle = torch.cuda.synchronize if self._on_gpu else lambda _: None
         settle(self.device)
-        core, _ = self._planned(verb, options, call, wanted=(hidden, num_experts))
+        core, _ = self._planned(verb, has_rows, call, wanted=(hidden, num_experts))
         settle(self.device)
         core.check()
 
@@ -506,6 +507,24 @@ class Exchange:
         """
         return self.core.stats()
 
+    @contextlib.contextmanager
+    def waits_added(self, sums: Tensor, plan: Plan | None = None) -> Iterator[None]:
+        """Adds to sums, int64 [R] on the exchange's device, the microseconds that calls within have
+        waited for each rank: those by `plan`, or by plans that they make. On a GPU in the order of
+        the current stream. Where several workers of a CPU or blocks of a GPU wait at the same time,
+        each counts.
+        """
+        core, stream = self.core if plan is None else plan.calls, self._stream()
+        own = sums if sums.is_contiguous() else sums.new_zeros(sums.shape)
+        core.add_waits(own, -1, stream)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Error):  # of an exchange that can no longer be used
+                core.add_waits(own, 1, stream)
+        if own is not sums:
+            sums += own
+
     def footprint(self) -> dict:
         """Bytes held: control, staging, buffers in use, and pooled for the next ones."""
         return self.core.footprint()
@@ -526,6 +545,7 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
     return call
 
 
+_NOTHING_BESIDE = Beside()
 _NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 
 

@@ -48,6 +48,8 @@ class Executor {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;
   virtual void check() = 0;
+  // See Exchange::add_waits(). `sums` [num_ranks] is memory of the exchange's device.
+  virtual void add_waits(int64_t* sums, int64_t times, const CallOptions& call) = 0;
   // On a GPU, for `weft tune`: so many of the multiprocessors of each later dispatch and combine
   // write to peers (dispatch: push, combine: pre-reduce); the others fan out or sum. 0: by the
   // measured table.

@@ -234,6 +234,12 @@ void CpuExchange::count_crossings(const CrossingCount& count, int64_t row_bytes)
   counters_.crossing_bytes_by_arrival += count.arrivals * row_bytes;
 }
 
+void CpuExchange::add_waits(int64_t* sums, int64_t times, const CallOptions& /*call*/) {
+  for (const double seconds : waiter_->wait_seconds()) {
+    *sums++ += times * static_cast<int64_t>(seconds * 1e6);
+  }
+}
+
 ExchangeStats CpuExchange::stats() const {
   ExchangeStats stats = counters_;
   stats.wait_seconds = waiter_->wait_seconds();

@@ -50,6 +50,7 @@ class CpuExchange : public Executor {
       std::rethrow_exception(broken_);
     }
   }
+  void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
   [[nodiscard]] const Context& context() const override { return context_; }

@@ -117,6 +117,13 @@ void Exchange::check() {
   own(executor_).check();
 }
 
+void Exchange::add_waits(const Tensor& sums, int64_t times, void* stream) {
+  Executor& executor = own(executor_);
+  const TensorCheck tensor{"add_waits", executor.context(), executor.config().device};
+  tensor("sums", sums, {DType::kInt64}, {1, executor.context().num_ranks});
+  executor.add_waits(reinterpret_cast<int64_t*>(sums.data), times, {.stream = stream});
+}
+
 Buffer Exchange::allocate(int64_t rows, int64_t cols, DType dtype) {
   WEFT_CHECK_ARG(
       executor_->context(),

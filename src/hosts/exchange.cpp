@@ -135,6 +135,27 @@ ExchangeStats HostsExchange::stats() const {
   return stats;
 }
 
+void HostsExchange::add_waits(int64_t* sums, int64_t times, const CallOptions& call) {
+  const cudaStream_t stream = stream_of(call);
+  node_->add_waits(sums, times, {.stream = stream});
+  const std::vector<double> seconds = network_->stats().wait_seconds;
+  const auto num_ranks = static_cast<int32_t>(seconds.size());
+  const CudaDeviceGuard guard(settings_.device.index);
+  for (int32_t first = 0; first < num_ranks; first += kMaxDomainRanks) {
+    WaitSums waits = {.sums = sums, .times = times};
+    waits.count = std::min<int32_t>(num_ranks - first, kMaxDomainRanks);
+    for (int32_t place = 0; place < waits.count; ++place) {
+      const double waited = seconds[static_cast<size_t>(first + place)];
+      waits.ranks[place] = first + place;
+      waits.host_us[place] = static_cast<int64_t>(waited * 1e6);
+    }
+    launch_add_waits(waits, stream);
+  }
+  if (call.stream == nullptr) {
+    wait_for(stream);
+  }
+}
+
 Footprint HostsExchange::footprint() const {
   Footprint sum = node_->footprint();
   const Footprint whole = network_->footprint();

@@ -109,6 +109,7 @@ class HostsExchange final : public Executor {
   ) override;
   bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void check() override;
+  void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   void set_num_senders(int count) override { node_->set_num_senders(count); }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override { return node_->allocate(shape); }
   void release_pooled() override { node_->release_pooled(); }

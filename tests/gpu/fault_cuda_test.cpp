@@ -5,6 +5,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -328,6 +330,10 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
   run_threads(3, [&](const Group& group) {
     Exchange exchange(group, world.setup.config(group.rank()));
     FaultRank own(exchange, world.good);
+    const CudaDeviceGuard guard(exchange.config().device.index);
+    const DeviceBytes waited = device_bytes(3 * sizeof(int64_t));
+    const Tensor sums = {waited.get(), DType::kInt64, 1, 3, -1, exchange.config().device};
+    exchange.add_waits(sums, -1);
     group.barrier();
     if (group.rank() == 1) {
       std::this_thread::sleep_for(100ms);
@@ -335,6 +341,9 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
     own.make_plan();
     exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out);
     exchange.combine(*own.plan, own.combine_in, own.combine_out);
+    exchange.add_waits(sums, 1);
+    std::array<int64_t, 3> us = {};
+    WEFT_CUDA(Context{}, cudaMemcpy(us.data(), waited.get(), sizeof us, cudaMemcpyDefault));
     const ExchangeStats stats = exchange.stats();
     EXPECT_EQ(stats.num_plans, 1);
     EXPECT_EQ(stats.num_dispatches, 1);
@@ -342,6 +351,8 @@ TEST_P(GpuFaultTest, CountsCallsWaitsAndMemory) {
     ASSERT_EQ(stats.wait_seconds.size(), 3U);
     if (group.rank() != 1) {
       EXPECT_GT(stats.wait_seconds[1], 0.05);
+      EXPECT_GT(us[1], 50'000);
+      EXPECT_EQ(std::ranges::max(us), us[1]);
     }
     EXPECT_GT(exchange.footprint().control_bytes, 0);
     EXPECT_GT(exchange.footprint().staging_bytes, 0);

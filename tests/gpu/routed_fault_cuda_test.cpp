@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes wrong in a call that plans and dispatches, whose rows are on their way before anybody
 // knows of it.
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "core/gpu/device_memory.hpp"
 #include "gpu/fault_world.hpp"
@@ -46,6 +48,27 @@ TEST_F(GpuRoutedFaultTest, NamesTheRankThatPlansAlone) {
   expect_disagreement(num_gpus(), field, {"bfloat16", "none"}, [](FaultRank& own) {
     own.options.row_budget = own.dispatch_out.rows.rows;
     own.rank == 2 ? own.make_plan() : own.plan_and_dispatch();
+  });
+}
+
+// A slow rank is named by the time that others waited for it.
+TEST_F(GpuRoutedFaultTest, CountsWaits) {
+  const FaultWorld world(num_gpus());
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange(group, world.setup.config(group.rank()));
+    FaultRank own(exchange, world.good);
+    own.make_plan();
+    group.barrier();
+    const double before = exchange.stats().wait_seconds[1];
+    group.barrier();
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    own.plan_and_dispatch();
+    if (group.rank() != 1) {
+      EXPECT_GT(exchange.stats().wait_seconds[1] - before, 0.05);
+    }
+    group.barrier();
   });
 }
 

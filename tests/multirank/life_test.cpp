@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchanges and buffers that come, live side by side and go; what they count.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <chrono>
 #include <cstring>
 #include <optional>
+#include <thread>
 
+#include "support/errors.hpp"
 #include "support/run_case.hpp"
 
 namespace weft::test {
@@ -98,6 +103,38 @@ TEST_P(LifeTest, CountsCallsAndMemory) {
     exchange.release_pooled();
     EXPECT_EQ(exchange.footprint().pooled_bytes, 0);
     EXPECT_EQ(run_cases(exchange, cases), "");
+  });
+}
+
+// A slow rank is named by the time that the other has waited for it.
+TEST_P(LifeTest, AddsWhatCallsHaveWaited) {
+  const std::vector<CaseData> cases = {make_case_data(setup_, spec_)};
+  run_threads(2, [&](const Group& group) {
+    Exchange exchange(group, setup_.config());
+    EXPECT_EQ(run_cases(exchange, cases), "");
+    std::array<int64_t, 2> waited = {7, 7};
+    Tensor sums = {reinterpret_cast<std::byte*>(waited.data()), DType::kInt64, 1, 2};
+    exchange.add_waits(sums, -1);
+    group.barrier();
+    if (group.rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    EXPECT_EQ(run_cases(exchange, cases), "");
+    exchange.add_waits(sums, 1);
+    EXPECT_EQ(waited[static_cast<size_t>(group.rank())], 7);
+    EXPECT_GE(waited[static_cast<size_t>(1 - group.rank())], 7);
+    if (group.rank() == 0) {
+      EXPECT_GT(waited[1], 25'000);
+    }
+    sums.cols = 1;
+    EXPECT_EQ(
+        text_of(thrown_by([&] { exchange.add_waits(sums, 1); })),
+        fmt::format(
+            "add_waits: sums has shape [1, 1] (expected [1, 2]) [rank {}/2, {}]",
+            group.rank(),
+            GetParam()
+        )
+    );
   });
 }
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ _STATE = ("_buffer", "_uccl_buffer", "_hybrid_ep_buffer", "_elastic_buffer", "_n
 
 lock = threading.RLock()  # forward and backward run on different threads
 parked: dict[str, list[Any]] = {}  # by the name of the state variable
+# Likewise: the buffer of Weft's that a call was given last, and what it is known to be enough for.
+_enough: dict[str, tuple[Callable[[], Any], tuple[Any, ...]]] = {}
+_NOTHING: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
 
 
 def contiguous(value: Any) -> Any:
@@ -35,10 +39,10 @@ def contiguous(value: Any) -> Any:
 def refusing(name: str, buffer: Any, **options: Any) -> Call:
     """A context: what fails in it, before a dispatch of `buffer`, makes its other ranks raise, too.
     options: those of the plan that they make."""
-    return Call(name, _pool_of(buffer), **options)
+    return Call(name, pool_of(buffer), **options)
 
 
-def _pool_of(buffer: Any) -> ExchangePool | None:
+def pool_of(buffer: Any) -> ExchangePool | None:
     """The exchanges of a buffer of Weft's that was not destroyed."""
     runtime = getattr(buffer, "runtime", None)
     pool = getattr(runtime, "exchanges", runtime)
@@ -247,7 +251,11 @@ def _row_buffer(
     **options: Any,
 ) -> Any:
     """A buffer of class `kind` with the bytes that its rows need: to ranks of one host, and to
-    others."""
+    others. What they are is asked only if it is not what the last call asked for."""
+    wanted = (kind, kind.num_sms if hasattr(kind, "num_sms") else None, hidden_bytes, with_rdma)
+    current, (last, enough) = getattr(state, name), _enough.get(name, _NOTHING)
+    if current is not None and last() is current and enough == wanted and current.group is group:
+        return current
     size = group.size()
     configs = (kind.get_dispatch_config(size), kind.get_combine_config(size))
     nvl = max(config.get_nvl_buffer_size_hint(hidden_bytes, size) for config in configs)
@@ -258,7 +266,10 @@ def _row_buffer(
     def build(num_nvl_bytes: int, num_rdma_bytes: int) -> Any:
         return kind(group, num_nvl_bytes, num_rdma_bytes, **options)
 
-    return _cached(name, group, build, num_nvl_bytes=nvl, num_rdma_bytes=rdma)
+    buffer = _cached(name, group, build, num_nvl_bytes=nvl, num_rdma_bytes=rdma)
+    if pool_of(buffer) is not None:
+        _enough[name] = weakref.ref(buffer), wanted
+    return buffer
 
 
 def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> Any:
@@ -278,13 +289,13 @@ def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> A
             # Such a buffer needs none, whatever the hint: its group is on one host.
             have["num_rdma_bytes"] = needs["num_rdma_bytes"]
         if buffer is None or any(have[size] < least for size, least in needs.items()):
-            kept = None if _pool_of(buffer) is None else buffer.runtime
+            kept = None if pool_of(buffer) is None else buffer.runtime
             if getattr(buffer, "explicitly_destroy", False):
                 if kept is not None:
                     buffer.runtime = None
                 destroy(buffer)
             buffer = build(**{size: max(least, have.get(size, 0)) for size, least in needs.items()})
-            if kept is not None and _pool_of(buffer) is not None:
+            if kept is not None and pool_of(buffer) is not None:
                 buffer.runtime = kept
         setattr(state, name, buffer)
         return buffer

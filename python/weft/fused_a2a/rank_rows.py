@@ -22,7 +22,7 @@ from weft.compat.deep_ep.checks import FLOATS, check_routing, check_tensor
 from weft.compat.deep_ep.layout import routes_of
 from weft.compat.deep_ep.runtime import MIN_TOKENS, MIN_TOPK
 
-from .buffers import contiguous, get_buffer, get_hidden_bytes, get_uccl_buffer, refusing
+from .buffers import contiguous, get_buffer, get_hidden_bytes, get_uccl_buffer, pool_of, refusing
 from .replay import _dispatch_replay_state as replay
 
 _LAYOUT = (  # what get_dispatch_layout returns, before the event
@@ -60,6 +60,19 @@ def waited(results: tuple, async_finish: bool) -> list:
     if async_finish:
         event.current_stream_wait()
     return results
+
+
+def _new_dispatch(
+    buffer: Any, x: Tensor, indices: Tensor, probs: Tensor, num_experts: int, streams: dict
+) -> tuple:
+    """A dispatch whose routing is new. On a buffer of Weft's nobody makes a layout for it; one put
+    in its place has the two calls of `deep_ep`."""
+    if pool_of(buffer) is not None:
+        return buffer.dispatch_by_topk(x, indices, probs, num_experts, **streams)
+    *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
+    streams["previous_event"] = event
+    routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
+    return buffer.dispatch(x, **routing, **streams)
 
 
 def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handle: Any):
@@ -178,15 +191,12 @@ def functions_of(library: Library) -> Functions:
                 results = buffer.dispatch(x, handle=ctx.handle, **streams)
                 rows = waited(results, async_finish)[0]
                 return dispatched(ctx, rows, *(each.detach() for each in metadata), ctx.handle)
-            with refusing("fused_dispatch", buffer, layout="rank_major"):
-                *layout, event = buffer.get_dispatch_layout(indices, num_experts, **streams)
-            streams["previous_event"] = event
-            routing = {"topk_idx": indices, "topk_weights": probs, **dict(zip(_LAYOUT, layout))}
-            results = waited(buffer.dispatch(x, **routing, **streams), async_finish)
-            results = dispatched(ctx, *results)
-            *metadata, ctx.handle = results[1:]
-            # Detached: what is handed out becomes a part of the graph, which is not to be kept.
-            replay.record((ctx.handle, *(each.detach() for each in metadata)))
+            results = _new_dispatch(buffer, x, indices, probs, num_experts, streams)
+            results = dispatched(ctx, *waited(results, async_finish))
+            _, *metadata, ctx.handle = results
+            if replay.mode == "record":
+                # Detached: what is handed out becomes a part of the graph, which is not to be kept.
+                replay.record((ctx.handle, *(each.detach() for each in metadata)))
             return results
 
         @staticmethod

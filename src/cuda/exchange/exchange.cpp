@@ -143,6 +143,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_combine();
   prepare_copied_combine();
   prepare_refusal();
+  prepare_waits();
   plans_ = std::make_shared<PlanPool>(memory_, plan_map_.num_bytes());
   add_plans(std::clamp(kFirstPlanBytes / plan_map_.num_bytes(), kFewPlans, kFirstPlans));
   buffers_ = std::make_shared<BlockPool>(memory_);
@@ -271,6 +272,19 @@ ExchangeStats CudaExchange::stats() const {
     stats.wait_seconds.push_back(static_cast<double>(now.wait_ns[peer]) * 1e-9);
   }
   return stats;
+}
+
+void CudaExchange::add_waits(int64_t* sums, int64_t times, const CallOptions& call) {
+  const CudaDeviceGuard guard(settings_.device.index);
+  WaitSums waits = {
+      .local = own_->local.get(), .sums = sums, .times = times, .count = view_.num_ranks};
+  for (int32_t place = 0; place < waits.count; ++place) {
+    waits.ranks[place] = rank_names_.empty() ? place : rank_names_[static_cast<size_t>(place)];
+  }
+  launch_add_waits(waits, stream_of(call));
+  if (call.stream == nullptr) {
+    wait_for(stream_of(call));
+  }
 }
 
 Footprint CudaExchange::footprint() const {

@@ -59,6 +59,7 @@ class CudaExchange final : public Executor {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) override;
   void check() override;
+  void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   void set_num_senders(int count) override { num_senders_ = count; }
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override;

@@ -184,6 +184,17 @@ static_assert(
 // Tokens that one block of combine's summing role works on at the same time.
 [[nodiscard]] int sums_at_once(Mover mover, int64_t row_bytes, int64_t num_tokens);
 
+// Microseconds of waits that are added to sums: for each of `count` ranks what the host knows and,
+// with `local`, what this GPU has waited for the rank in the same place of its domain.
+struct WaitSums {
+  const LocalState* local = nullptr;
+  int64_t* sums = nullptr;  // by rank
+  int64_t times = 1;        // each
+  int32_t count = 0;
+  int32_t ranks[kMaxDomainRanks] = {};
+  int64_t host_us[kMaxDomainRanks] = {};
+};
+
 // Each once per device and before any capture.
 void prepare_dispatch();
 void prepare_copied_dispatch();
@@ -191,6 +202,7 @@ void prepare_routed_dispatch();
 void prepare_combine();
 void prepare_copied_combine();
 void prepare_refusal();
+void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
@@ -203,5 +215,7 @@ void launch_combine_sum(const CombineLaunch& call, cudaStream_t stream);
 
 // Tells every peer that this rank does not run its next call, which is `op`.
 void launch_refusal(const RankView& me, Op op, cudaStream_t stream);
+
+void launch_add_waits(const WaitSums& call, cudaStream_t stream);
 
 }  // namespace weft

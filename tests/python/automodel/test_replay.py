@@ -48,11 +48,11 @@ def leaves(rank, num_tokens):
 
 @contextlib.contextmanager
 def layouts_counted(fused_a2a):
-    """The number of dispatches inside that made a layout."""
+    """The dispatches inside whose routing was new, by the buffers that made them."""
     made = []
-    rows, grouped = fused_a2a.Buffer.get_dispatch_layout, fused_a2a.HybridEPBuffer
+    rows, grouped = fused_a2a.Buffer._send, fused_a2a.HybridEPBuffer
 
-    def layout(*given, **options):
+    def send(*given, **options):
         made.append("deepep")
         return rows(*given, **options)
 
@@ -61,11 +61,11 @@ def layouts_counted(fused_a2a):
         return dispatch(buffer, **options)
 
     dispatch = grouped.dispatch_with_permute
-    fused_a2a.Buffer.get_dispatch_layout, grouped.dispatch_with_permute = layout, permute
+    fused_a2a.Buffer._send, grouped.dispatch_with_permute = send, permute
     try:
         yield made
     finally:
-        fused_a2a.Buffer.get_dispatch_layout, grouped.dispatch_with_permute = rows, dispatch
+        fused_a2a.Buffer._send, grouped.dispatch_with_permute = rows, dispatch
 
 
 def block(fused_a2a, name, group, x, probs, experts):

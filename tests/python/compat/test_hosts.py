@@ -166,6 +166,14 @@ def without_topk(rank, num_ranks, group):
         assert torch.equal(out, case.summed(gather(hosts, recv_x), domains=DOMAINS))
 
 
+def without_layout(rank, num_ranks, group):
+    """A dispatch that made no layout has the same handle."""
+    with two_domains() as hosts:
+        case = Case(rank, hosts, 2 * num_ranks, 3, TOKENS)
+        handle = Buffer(hosts).dispatch_by_topk(case.x, case.idx, case.weights, case.num_experts)[4]
+        check_handle(handle, case, Buffer.num_sms, with_topk=True)
+
+
 def rank_without_rows(rank, num_ranks, group):
     with two_domains() as hosts:
         case = Case(rank, hosts, 2 * num_ranks, 2, (7, 3, 4, 5))
@@ -207,7 +215,15 @@ def one_domain_after_all(rank, num_ranks, group):
 
 
 @pytest.mark.parametrize(
-    "body", [round_trip, without_topk, rank_without_rows, low_latency, one_domain_after_all]
+    "body",
+    [
+        round_trip,
+        without_topk,
+        without_layout,
+        rank_without_rows,
+        low_latency,
+        one_domain_after_all,
+    ],
 )
 def test_two_hosts_of_two(ranks, body):
     ranks(body, NUM_RANKS)

@@ -2,6 +2,7 @@
 """Handles and buffers that outlive other calls: several alive, growth, several groups, threads."""
 
 import threading
+from unittest import mock
 
 import fused_cases as cases
 import pytest
@@ -88,6 +89,36 @@ def growing(rank, num_ranks, group, family):
 @pytest.mark.parametrize("family", cases.FAMILIES)
 def test_buffer_grows_between_forward_and_backward(ranks, family):
     ranks(growing, 2, family)
+
+
+def asked_once(rank, num_ranks, group, name):
+    """The sizes of a buffer are asked when something about them is new."""
+    cases.reset()
+    kind = getattr(fa, name)
+    get = fa.get_buffer if kind is fa.Buffer else fa.get_uccl_buffer
+    sms, config = kind.num_sms, kind.get_dispatch_config
+    with mock.patch.object(kind, "get_dispatch_config", side_effect=config) as asked:
+        first = get(group, 1024)
+        assert all(get(group, 1024) is first for _ in range(3)) and asked.call_count == 1
+        assert get(group, 512) is first and asked.call_count == 2
+        wide = get(group, 4096)
+        assert wide is not first and get(group, 4096) is wide and asked.call_count == 3
+        try:
+            kind.set_num_sms(sms + 4)
+            wider = get(group, 4096)
+        finally:
+            kind.set_num_sms(sms)
+        assert wider.num_nvl_bytes > wide.num_nvl_bytes and asked.call_count == 4
+        twin = dist.new_group(list(range(num_ranks)))
+        assert get(twin, 4096) is get(group, 4096) is wider and asked.call_count == 5
+        cases.reset()
+        assert get(group, 4096) is not wider
+    cases.reset()
+
+
+@pytest.mark.parametrize("name", ["Buffer", "UCCLBuffer"])
+def test_sizes_are_asked_once(ranks, name):
+    ranks(asked_once, 2, name)
 
 
 def two_groups(rank, num_ranks, group, family):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import oracle
+import weft
+import weft.fused_a2a as fa
 
 TOPK = 3
 
@@ -90,6 +92,30 @@ def test_is_exact_with_streams_of_its_own(ranks, family, on_comm_stream):
 @pytest.mark.parametrize("family", cases.ROW_FAMILIES)
 def test_no_tokens_anywhere(ranks, family):
     ranks(exact, 2, family, (0,), {})
+
+
+def handles(rank, num_ranks, group):
+    """A fused dispatch makes no layout; the items of its handle are those of one with a layout."""
+    cases.reset()
+    for tokens in ((17, 0, 5), (0,)):
+        num_tokens = tokens[rank % len(tokens)]
+        x, idx, probs = cases.inputs(rank, num_tokens, TOPK, 4 * num_ranks)
+        before = weft.stats()["calls"].get("get_dispatch_layout", 0)
+        *_, handle = fa.fused_dispatch(x, idx, probs, 4 * num_ranks, group)
+        assert weft.stats()["calls"].get("get_dispatch_layout", 0) == before
+        buffer = fa.get_buffer(group, fa.get_hidden_bytes(x))
+        per_rank, per_host, per_expert, in_rank, _ = buffer.get_dispatch_layout(idx, 4 * num_ranks)
+        layout = (per_rank, per_host, in_rank, per_expert)
+        *_, wanted, _ = buffer.dispatch(x, None, *layout, idx, probs)
+        for got, want in zip(handle, wanted, strict=True):
+            assert got.dtype == want.dtype and got.is_contiguous() == want.is_contiguous()
+            assert torch.equal(got, want)
+        assert torch.equal(handle.is_token_in_rank, in_rank)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_handle_without_a_layout(ranks, num_ranks):
+    ranks(handles, num_ranks)
 
 
 def lonely(rank, num_ranks, group, family):

@@ -4,7 +4,9 @@
 Ranks share the GPUs that there are.
 """
 
+import contextlib
 import os
+import time
 
 import pytest
 import torch
@@ -134,7 +136,7 @@ def fused(name):
             )
             out, _ = combine(rows * 2, group, handle, async_finish, async_finish)
         torch.autograd.backward([out, probs], [out.detach(), probs.detach()])
-        return [rows, idx, probs, counts, out, x.grad, w.grad]
+        return [rows, idx, probs, counts, out, x.grad, w.grad, *handle]
 
     return case
 
@@ -303,15 +305,21 @@ def test_same_bits_as_on_the_cpu(ranks, name, num_ranks):
     ranks(both, num_ranks, name)
 
 
-def in_domains(rank, num_ranks, group, name, per_domain):
+@contextlib.contextmanager
+def domains_of(per_domain, num_ranks):
+    """Collective. Another process group: Weft remembers what it found out about one."""
     os.environ["WEFT_RANKS_PER_DOMAIN"] = str(per_domain)
     try:
-        # Another process group: Weft remembers what it found out about one.
         other = dist.new_group(list(range(num_ranks)))
         assert len(weft.Group.of(other).domains) == num_ranks // per_domain
-        both(rank, num_ranks, other, name)
+        yield other
     finally:
         del os.environ["WEFT_RANKS_PER_DOMAIN"]
+
+
+def in_domains(rank, num_ranks, group, name, per_domain):
+    with domains_of(per_domain, num_ranks) as other:
+        both(rank, num_ranks, other, name)
 
 
 @pytest.mark.parametrize(("num_ranks", "per_domain"), [(2, 1), (4, 2)])
@@ -362,6 +370,66 @@ def captured(rank, num_ranks, group):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_a_layer_can_be_captured(ranks, num_ranks):
     ranks(captured, num_ranks)
+
+
+def late(rank, num_ranks, group, has_graphs=True):
+    """The statistics of waits name the rank that is late, in calls that are captured too."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs, who, seconds = Inputs(rank, num_ranks, device, (16,)), num_ranks - 1, 0.2
+    buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
+    waits = [torch.zeros(num_ranks, dtype=torch.int64, device=device) for _ in range(2)]
+
+    def dispatch():
+        return buffer.low_latency_dispatch(
+            inputs.x, inputs.idx, 16, inputs.num_experts, None, waits[0], use_fp8=False
+        )
+
+    rows, _, handle, *_ = dispatch()
+
+    def combine():
+        buffer.low_latency_combine(
+            rows, inputs.idx, inputs.weights, handle, combine_wait_recv_cost_stats=waits[1]
+        )
+
+    def check(call, told):
+        torch.cuda.synchronize()
+        told.zero_()
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        time.sleep(seconds * (rank == who))
+        call()
+        found = told.tolist()
+        assert min(found) >= 0, found
+        if rank != who:
+            assert max(found) == found[who] > seconds * 1e6 / 2, found
+
+    combine()
+    check(dispatch, waits[0])
+    check(combine, waits[1])
+    for call, told in zip((dispatch, combine), waits if has_graphs else ()):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            kept = call()
+        check(graph.replay, told)
+        del kept
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_waits_name_who_is_late(ranks, num_ranks):
+    ranks(late, num_ranks)
+
+
+def late_in_domains(rank, num_ranks, group):
+    with domains_of(1, num_ranks) as other:
+        late(rank, num_ranks, other, has_graphs=False)
+
+
+def test_waits_name_who_is_late_in_another_domain(ranks):
+    ranks(late_in_domains, 2)
 
 
 def wrong_on_one_rank(rank, num_ranks, group):

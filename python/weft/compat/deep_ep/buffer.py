@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer`: what Megatron-LM, NeMo Automodel, vLLM and SGLang call to exchange tokens."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from weft import Group
 from weft.compat import environment
+from weft.errors import BadCall
 
 from . import config as configs
 from .checks import (
@@ -25,6 +28,7 @@ from .checks import (
 )
 from .config import Config
 from .handles import Handle
+from .hooks import LastHooks
 from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import (
@@ -110,6 +114,7 @@ class Buffer(LowLatencyMode):
         self.nvshmem_qp_depth: int = environment.number("NVSHMEM_QP_DEPTH", default=_QP_DEPTH)
         self.runtime: Runtime | None = Runtime(ranks, self._timeout())
         self._mask = RankMask(self.group_size)
+        self._hooks = LastHooks()
 
     def destroy(self) -> None:
         """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.
@@ -271,37 +276,71 @@ class Buffer(LowLatencyMode):
             _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
             _check_layout(layout, payload.num_tokens, runtime.hosts)
             check_least("expert_alignment", expert_alignment)
-            num_experts, num_ranks = num_tokens_per_expert.size(0), self.group_size
-            topk = min(num_ranks, MAX_TOPK) if topk_idx is None else topk_idx.size(1)
-            # Without a wait for the GPU the exchange cannot learn of more tokens and grow.
-            most = max(MIN_TOKENS, -(-num_worst_tokens // num_ranks))
-            key = (payload.hidden, num_experts, payload.device)
-            wants["row_budget"] = num_worst_tokens or None
-            exchange = call.plans(key, most, max(MIN_TOPK, topk), **wants)
-            num_tokens, most = payload.num_tokens, exchange.max_tokens
-            check(
-                num_worst_tokens == 0 or payload.device.type == "cpu" or num_tokens <= most,
-                f"x has {num_tokens} rows with num_worst_tokens = {num_worst_tokens} "
-                f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)",
-            )
-            inputs = (*payload.tensors, *layout, topk_idx, topk_weights)
-            with runtime.stream.call(payload.device, inputs, *streams) as work:
-                has_topk = topk_idx is not None
-                routes, beside = topk_idx, ()
-                if not has_topk:
-                    routes = routes_to_ranks(is_token_in_rank, exchange.num_local_experts)
-                elif runtime.hosts.are_several:  # only then a handle tells of other ranks' experts
-                    beside = (routes_of(topk_idx, exchange.num_experts).to(torch.int32),)
-                wanted = {"ignores_unknown": True, "experts": has_topk}
-                out = payload.send(call, routes, topk_weights, beside, num_sms, **wanted)
-                ids = out.beside[0] if beside else None
-                handle = Handle(
-                    out.plan, is_token_in_rank, has_topk, ids, num_sms // 2, runtime.hosts
-                )
-                counts = [] if num_worst_tokens > 0 else _counts(runtime, handle, layout)
-                work.returns(*parts_of(out.x), out.experts, out.weights, ids)
+            num_experts = num_tokens_per_expert.size(0)
+            routing = _Routing(topk_idx, topk_weights, num_experts, layout, num_worst_tokens)
+            results = self._send(call, payload, routing, num_sms, streams)
+        *tensors, counts, handle, event = results
         if expert_alignment > 1:
             counts = [round_up(count, expert_alignment) for count in counts]
+        return *tensors, counts, handle, event
+
+    @without_gradients
+    def dispatch_by_topk(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple:
+        """Collective. What `get_dispatch_layout` and `dispatch` by it return, for `weft.fused_a2a`;
+        `deep_ep` has no such call. No layout is made: only items of the handle tell of it, and they
+        make it of the plan when somebody asks for them."""
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        with Call("fused_dispatch", self._pool, layout="rank_major") as call:
+            self._runtime()
+            payload = Payload(x)
+            check_routing(topk_idx, topk_weights, payload.num_tokens)
+            check(topk_weights is not None, "topk_weights is None (expected float32 [T, K])")
+            check_experts(num_experts, self.group_size)
+            routing = _Routing(topk_idx, topk_weights, num_experts)
+            return self._send(call, payload, routing, self._num_sms(None), streams)
+
+    def _send(
+        self, call: Call, payload: Payload, routing: _Routing, num_sms: int, streams: tuple
+    ) -> tuple:
+        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle."""
+        runtime, topk_idx, num_ranks = self._runtime(), routing.topk_idx, self.group_size
+        has_topk, worst = topk_idx is not None, routing.num_worst_tokens
+        topk = topk_idx.size(1) if has_topk else min(num_ranks, MAX_TOPK)
+        # Without a wait for the GPU the exchange cannot learn of more tokens and grow.
+        most = max(MIN_TOKENS, -(-worst // num_ranks))
+        key = (payload.hidden, routing.num_experts, payload.device)
+        wants = {"layout": "rank_major", "row_budget": worst or None}
+        exchange = call.plans(key, most, max(MIN_TOPK, topk), **wants)
+        num_tokens, most = payload.num_tokens, exchange.max_tokens
+        if worst > 0 and payload.device.type != "cpu" and num_tokens > most:
+            raise BadCall(
+                f"x has {num_tokens} rows with num_worst_tokens = {worst} "
+                f"(expected at most {most}: num_worst_tokens is less than the rows of a rank)"
+            )
+        layout = routing.layout
+        inputs = (*payload.tensors, *(layout or ()), topk_idx, routing.topk_weights)
+        with runtime.stream.call(payload.device, inputs, *streams) as work:
+            routes, beside = topk_idx, ()
+            if not has_topk:
+                routes = routes_to_ranks(layout.is_token_in_rank, exchange.num_local_experts)
+            elif runtime.hosts.are_several:  # only then a handle tells of other ranks' experts
+                beside = (routes_of(topk_idx, exchange.num_experts).to(torch.int32),)
+            wanted = {"ignores_unknown": True, "experts": has_topk}
+            out = payload.send(call, routes, routing.topk_weights, beside, num_sms, **wanted)
+            ids = out.beside[0] if beside else None
+            in_rank = None if layout is None else layout.is_token_in_rank
+            handle = Handle(out.plan, in_rank, has_topk, ids, num_sms // 2, runtime.hosts)
+            counts = [] if worst > 0 else _counts(runtime, handle, layout)
+            work.returns(*parts_of(out.x), out.experts, out.weights, ids)
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
     @without_gradients
@@ -359,7 +398,8 @@ class Buffer(LowLatencyMode):
         return None if self.runtime is None else self.runtime.exchanges
 
     def _runtime(self) -> Runtime:
-        check(self.runtime is not None, "the buffer was destroyed (make a new one)")
+        if self.runtime is None:
+            raise BadCall("the buffer was destroyed (make a new one)")
         return self.runtime
 
     def _num_sms(self, config: Config | None) -> int:
@@ -372,7 +412,17 @@ class Buffer(LowLatencyMode):
         return TIMEOUT
 
 
-def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
+class _Routing(NamedTuple):
+    """Where the tokens of a new plan go: by top-k, or without it by the layout."""
+
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    num_experts: int
+    layout: Layout | None = None
+    num_worst_tokens: int = 0
+
+
+def _counts(runtime: Runtime, handle: Handle, layout: Layout | None) -> list[int]:
     """Choices of this rank's experts. Waits for the GPU, as the plan did."""
     if handle.has_topk:
         return handle.plan.rows_per_expert_list
@@ -397,7 +447,10 @@ def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
 
 
 def _check_topk(
-    topk_idx: Tensor | None, topk_weights: Tensor | None, num_tokens: int, num_worst_tokens: int
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    num_tokens: int,
+    num_worst_tokens: int,
 ) -> None:
     """Top-k and weights come together, or not at all."""
     check_least("num_worst_tokens", num_worst_tokens, 0)

@@ -14,9 +14,13 @@ from weft import _core
 from weft.errors import BadCall, Unsupported
 from weft.outputs import NUMBERS
 
-MAX_TOPK = 32  # most routes of a token
+MAX_TOPK = _core.MAX_TOPK  # most routes of a token
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)  # rows that combine can sum
 INTEGERS = (torch.int64, torch.int32)
+
+# What every call asks is asked in the core, which has the words for tensors from `check_tensor`.
+check_routing = _core.check_routing
+check_experts = _core.check_experts
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
@@ -77,25 +81,9 @@ def check_optional(what: str, tensor: Any, *wanted: Any) -> None:
 
 def check_handle(handle: Any, kind: type) -> Any:
     """The handle, if it is of this kind, whose attribute `maker` says what makes it."""
-    name = type(handle).__name__
-    check(isinstance(handle, kind), f"handle is a {name} (expected {kind.maker})")
+    if not isinstance(handle, kind):
+        raise BadCall(f"handle is a {type(handle).__name__} (expected {kind.maker})")
     return handle
-
-
-def check_routing(topk_idx: Any, topk_weights: Any = None, num_tokens: int | str = "T") -> None:
-    """topk_idx holds integers [T, K] with K from 1 to 32, and the weights, if they are given, have
-    its shape. num_tokens: the rows of x, where they are known."""
-    check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
-    topk = topk_idx.size(1)
-    check(1 <= topk <= MAX_TOPK, f"topk_idx has {topk} columns (expected K <= {MAX_TOPK})")
-    check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
-
-
-def check_experts(num_experts: int, num_ranks: int) -> None:
-    check(
-        num_experts > 0 and num_experts % num_ranks == 0,
-        f"num_experts = {num_experts} (expected a positive multiple of {num_ranks} ranks)",
-    )
 
 
 def check_even(num_sms: int) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from weft import Plan
 
+from .checks import check
+from .hooks import Hook
 from .layout import HOST_RANKS, Hosts
 
 
@@ -76,11 +78,13 @@ class Handle(PlanHandle):
     """6 items among ranks of one host, 10 among those of S, as `Hosts` counts them.
 
     T: tokens of this rank, N: rows it received, R: ranks, C: channels of the configuration.
+    is_token_in_rank: the caller's, None if there was none; it is made of the plan then.
     has_topk: the plan's routes are the caller's top-k, slot for slot.
     ids int32 [N, K]: the experts that each row's token goes to, anywhere; None without top-k, and
     among the ranks of one host, where nothing asks for them.
-    Items about what arrives copy the plan to the host, and wait for a GPU. Weft has no channels:
-    items by channel count as if the first channel moved everything, so each column holds the total.
+    Items about what arrives copy the plan to the host, and wait for a GPU; so does
+    is_token_in_rank where it is made. Weft has no channels: items by channel count as if the first
+    channel moved everything, so each column holds the total.
     """
 
     maker = "what Buffer.dispatch returned"
@@ -88,7 +92,7 @@ class Handle(PlanHandle):
     def __init__(
         self,
         plan: Plan,
-        is_token_in_rank: Tensor,
+        is_token_in_rank: Tensor | None,
         has_topk: bool,
         ids: Tensor | None,
         num_channels: int,
@@ -96,11 +100,22 @@ class Handle(PlanHandle):
     ) -> None:
         super().__init__(plan)
         self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
-        self.is_token_in_rank = is_token_in_rank
+        self._is_token_in_rank = is_token_in_rank
         self.has_topk = has_topk
         self._ids = ids
         self._num_channels = num_channels
         self._hosts = hosts
+
+    @property
+    def is_token_in_rank(self) -> Tensor:
+        """bool [T, R]: which ranks each token goes to."""
+        if self._is_token_in_rank is None:
+            sent = on_host(self.plan)["sent"]
+            table = torch.zeros((len(sent), self.plan.num_tokens), dtype=torch.bool, device="cpu")
+            for row, pair in zip(table, sent, strict=True):
+                row[torch.tensor(pair["token"], dtype=torch.int64, device="cpu")] = True
+            self._is_token_in_rank = table.t().contiguous().to(self.device)
+        return self._is_token_in_rank
 
     @property
     def rank_prefix_matrix(self) -> Tensor:
@@ -240,10 +255,12 @@ class LowLatencyHandle(PlanHandle):
         super().__init__(plan)
         self.num_max = num_max
         self.hidden = plan.exchange.hidden
-        self.num_experts = plan.num_experts
+        self.num_experts = plan.exchange.num_experts
+        self.stride = sources.size(1)  # of blocks
         self._kept: Tensor | None = None  # int64 [El]
         self.order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
         self.combine_rows: Tensor | None = None  # for zero_copy
+        self.hook: Hook | None = None  # of the dispatch, if it has one
         self._sources = sources
 
     def keep(self, is_kept: Tensor) -> Tensor:
@@ -258,6 +275,15 @@ class LowLatencyHandle(PlanHandle):
         self._sources = self._sources[blocks, self.order]
         return self.order
 
+    def rows_to_combine(self, use_logfmt: bool) -> Tensor:
+        """Those in the caller's hands for zero_copy."""
+        check(not use_logfmt, "use_logfmt beside zero_copy (one of the two)")
+        check(
+            self.combine_rows is not None,
+            "zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
+        )
+        return self.combine_rows
+
     @property
     def count(self) -> Tensor:
         """int64 [El]: rows of each block."""
@@ -266,7 +292,7 @@ class LowLatencyHandle(PlanHandle):
     @property
     def shape(self) -> list[int]:
         """[El, R * num_max, H] of the rows."""
-        return [*self._sources.shape[:2], self.hidden]
+        return [self._sources.size(0), self.stride, self.hidden]
 
     @property
     def is_row(self) -> Tensor:

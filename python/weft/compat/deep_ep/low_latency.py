@@ -2,11 +2,13 @@
 """The low-latency calls of a `Buffer`: there is a block of fixed size for each expert.
 
 Nothing waits for the GPU in these calls, so they can be captured in a CUDA graph once calls of
-the same sizes were made. Results own their memory: any number of them may be alive.
+the same sizes were made. Results own their memory: any number of them may be alive. A receive hook
+that a caller has forgotten is refused when `deep_ep` would lose the results (hooks.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,30 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Plan
-from weft.fp8 import GROUP
+from weft import Plan, _core
+from weft.errors import BadCall
 from weft.outputs import Beside
 from weft.streams import StreamCall
 
-from .checks import (
-    INTEGERS,
-    NotInWeft,
-    check,
-    check_experts,
-    check_handle,
-    check_least,
-    check_optional,
-    check_routing,
-    check_tensor,
-)
+from .checks import NotInWeft, check, check_handle, check_tensor
 from .handles import LowLatencyHandle
+from .hooks import Hook, LastHooks
 from .layout import routes_of
 from .runtime import Call, ExchangePool, Runtime, without_gradients
 from .utils.event import EventHandle, EventOverlap
-
-Hook = Callable[[], None]
-
-_ROW_MULTIPLE = 8  # bf16 elements, 16 bytes
 
 _V1_ORDER = (  # of what may follow num_experts by position
     "cumulative_local_expert_recv_stats",
@@ -81,6 +70,9 @@ def _in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
         *more: Any,
         **options: Any,
     ) -> tuple:
+        if not more:
+            sizes = (num_max_dispatch_tokens_per_rank, num_experts)
+            return dispatch(self, x, topk_idx, *sizes, **options)
         order = _order_of(more, sgl_order)
         sizes = (num_max_dispatch_tokens_per_rank, num_experts)
         beyond = more[len(order) :]  # Python refuses these
@@ -112,6 +104,7 @@ class LowLatencyMode:
     enable_shrink: bool
     _mask: RankMask
     _HANDLE = LowLatencyHandle  # the kind that dispatch returns
+    _hooks: LastHooks
     _pool: ExchangePool | None
     _runtime: Callable[[], Runtime]
 
@@ -148,58 +141,43 @@ class LowLatencyMode:
         int32 [El, R * num_max, H / 512], their last two dimensions column-major. Rows of an expert
         come by source rank, then token; the first recv_count int32 [El] are valid, the others
         undefined. round_scale: scales are powers of two.
-        return_recv_hook: nothing may be read before hook() ran; else hook is None.
+        return_recv_hook: nothing may be read before hook() ran, which must be before the next call
+        but one; else hook is None.
         cumulative_local_expert_recv_stats int32 [El]: the counts are added to it.
-        dispatch_wait_recv_cost_stats int64 [R]: left as it is.
+        dispatch_wait_recv_cost_stats int64 [R]: the microseconds that this rank has waited for each
+        rank in the call are added to it (`Exchange.waits_added`).
         topk_weights float32 [T, K]: then returns (recv_x, recv_count, recv_topk_weights float32
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
         x_global_scale is NVFP4's and ignored without it; NVFP4 raises `weft.Unsupported`.
         """
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
+        waits = dispatch_wait_recv_cost_stats
         wants = {"layout": "expert_strided", "expert_stride": 1}
         with Call("low_latency_dispatch", self._pool, **wants) as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
+            self._hooks.check()
             if use_nvfp4 or use_ue8m0_for_sf:
                 raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
-            check_tensor("x", x, torch.bfloat16, ["T", "H"])
-            num_tokens, hidden = x.shape
-            multiple = _ROW_MULTIPLE
-            if use_fp8:
-                multiple = 4 * GROUP if use_ue8m0 else GROUP
-            check(
-                round_scale or not use_ue8m0,
-                "use_ue8m0 without round_scale (it packs powers of two)",
-            )
-            check(
-                hidden > 0 and hidden % multiple == 0,
-                f"x has {hidden} columns (expected a positive multiple of {multiple})",
-            )
-            check_least("num_max_dispatch_tokens_per_rank", num_max)
-            check(
-                num_tokens <= num_max,
-                f"x has {num_tokens} rows (expected at most "
-                f"num_max_dispatch_tokens_per_rank = {num_max})",
-            )
-            check_routing(topk_idx, topk_weights, num_tokens)
-            check_experts(num_experts, self.group_size)
+            inputs = (x, topk_idx, topk_weights, stats, waits)
+            sizes = (num_max, num_experts, self.group_size)
+            formats = (use_fp8, round_scale, use_ue8m0)
+            hidden, topk = _core.check_block_dispatch(inputs, *sizes, formats)
             local = num_experts // self.group_size
-            check_optional("cumulative_local_expert_recv_stats", stats, torch.int32, [local])
-            waits = dispatch_wait_recv_cost_stats
-            check_optional("dispatch_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
             wants["expert_stride"] = self.group_size * num_max
-            call.plans((hidden, num_experts, x.device), num_max, topk_idx.size(1), **wants)
+            call.plans((hidden, num_experts, x.device), num_max, topk, **wants)
             rule = None
             if use_fp8:
                 rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
-            inputs, is_async = (x, topk_idx, topk_weights, stats), async_finish or return_recv_hook
+            is_async = async_finish or return_recv_hook
             with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
-                routes = topk_idx
-                if self._mask:
+                routes, counted = topk_idx, stats
+                if self._mask.has_any:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
-                sent = _Sent(x, routes, topk_weights, rule, num_max)
-                plan, blocks = dispatch_blocks(call, sent, None if self._mask else stats)
+                    counted = None
+                with _NOTHING if waits is None else call.exchange.waits_added(waits):
+                    plan, blocks = dispatch_blocks(call, x, routes, topk_weights, rule, counted)
                 handle = self._HANDLE(plan, blocks.sources, num_max)
-                if self._mask:
+                if self._mask.has_any:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
                     if stats is not None:
@@ -209,7 +187,8 @@ class LowLatencyMode:
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
                 work.returns(*blocks, *between)
-        finish = _finish(work, async_finish, return_recv_hook)
+        finish = self._finish("low_latency_dispatch", work, return_recv_hook)
+        handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
 
     @without_gradients
@@ -244,7 +223,7 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: left as it is. overlap raises `weft.Unsupported`, as
+        combine_wait_recv_cost_stats int64 [R]: as for dispatch. overlap raises `weft.Unsupported`, as
         do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
@@ -255,41 +234,35 @@ class LowLatencyMode:
                 raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)
-            check_tensor("x", x, torch.bfloat16, handle.shape)
-            shape = [plan.num_tokens, plan.topk]
-            check_tensor("topk_idx", topk_idx, INTEGERS, shape)
-            check_tensor("topk_weights", topk_weights, torch.float32, shape)
-            check_optional("out", out, torch.bfloat16, [plan.num_tokens, handle.hidden])
+            self._hooks.check(handle.hook)
             waits = combine_wait_recv_cost_stats
-            check_optional("combine_wait_recv_cost_stats", waits, torch.int64, [self.group_size])
-            check(not (zero_copy and use_logfmt), "use_logfmt beside zero_copy (one of the two)")
-            check(
-                not zero_copy or handle.combine_rows is not None,
-                "zero_copy without rows (expected in get_next_low_latency_combine_buffer)",
-            )
-            rows = handle.combine_rows if zero_copy else x
-            inputs, is_async = (rows, topk_idx, topk_weights, out), async_finish or return_recv_hook
+            given = (x, topk_idx, topk_weights, out, waits)
+            _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
+            rows = handle.rows_to_combine(use_logfmt) if zero_copy else x
+            inputs = (rows, topk_idx, topk_weights, out, waits)
+            is_async = async_finish or return_recv_hook
             with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
                 routes, weights = topk_idx, topk_weights
-                if self._mask:  # also of ranks that were masked since the dispatch
+                if self._mask.has_any:  # also of ranks that were masked since the dispatch
                     routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
                 if plan.exchange.is_between_gpu_domains:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
-                combined, _ = call.exchange.combine(
-                    plan,
-                    rows.reshape(-1, handle.hidden),
-                    scale="source",
-                    source_weights=weights,
-                    source_idx=routes,
-                    out=out if is_whole else None,
-                )
+                with _NOTHING if waits is None else call.exchange.waits_added(waits, plan):
+                    combined, _ = call.exchange.combine(
+                        plan,
+                        rows.reshape(-1, handle.hidden),
+                        scale="source",
+                        source_weights=weights,
+                        source_idx=routes,
+                        out=out if is_whole else None,
+                    )
                 if out is not None and not is_whole:
                     combined = out.copy_(combined)
                 work.returns(combined)
-        return combined, *_finish(work, async_finish, return_recv_hook)
+        return combined, *self._finish("low_latency_combine", work, return_recv_hook)
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
@@ -304,9 +277,11 @@ class LowLatencyMode:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Nothing: a call leaves nothing behind that the next one must not see."""
+        """A call leaves nothing behind that the next one must not see; hooks that were not called
+        are forgotten."""
         with Call("clean_low_latency_buffer"):
             self._low_latency()
+        self._hooks = LastHooks()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Local. Masks a rank, or takes it in again. Needs enable_shrink=True."""
@@ -336,28 +311,26 @@ class LowLatencyMode:
 
     def _low_latency(self, async_finish: bool = False, return_recv_hook: bool = False) -> Runtime:
         runtime = self._runtime()
-        check(self.low_latency_mode, "low_latency_mode is False (the buffer needs it)")
-        is_one = not (async_finish and return_recv_hook)
-        check(is_one, "async_finish beside return_recv_hook (one of the two)")
+        if not self.low_latency_mode:
+            raise BadCall("low_latency_mode is False (the buffer needs it)")
+        if async_finish and return_recv_hook:
+            raise BadCall("async_finish beside return_recv_hook (one of the two)")
         return runtime
 
+    def _finish(
+        self, name: str, call: StreamCall, return_recv_hook: bool
+    ) -> tuple[EventOverlap, Hook | None]:
+        """The event and the hook of a call that has been made."""
+        hook = event = None
+        if call.async_finish:
+            event = EventHandle.of(call.event)
+            if return_recv_hook:
+                hook, event = Hook(name, event.current_stream_wait), None
+        self._hooks.add(hook)
+        return EventOverlap(event), hook
 
-def _finish(
-    call: StreamCall, async_finish: bool, return_recv_hook: bool
-) -> tuple[EventOverlap, Hook | None]:
-    event = EventHandle.of(call.event)
-    hook = event.current_stream_wait if return_recv_hook else None
-    return EventOverlap(event if async_finish else None), hook
 
-
-class _Sent(NamedTuple):
-    """What goes into blocks. rule: of the scales of FP8 rows, None for the rows as they are."""
-
-    x: Tensor  # bf16 [T, H]
-    routes: Tensor  # [T, K]
-    weights: Tensor | None  # float32 [T, K]
-    rule: str | None
-    num_max: int
+_NOTHING = contextlib.nullcontext()
 
 
 class Blocks(NamedTuple):
@@ -383,16 +356,27 @@ def _by_column(scales: Tensor) -> Tensor:
     return scales.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def dispatch_blocks(call: Call, sent: _Sent, stats: Tensor | None = None) -> tuple[Plan, Blocks]:
-    """Collective. stats int32 [El]: the counts are added to it."""
+def dispatch_blocks(
+    call: Call,
+    x: Tensor,
+    routes: Tensor,
+    weights: Tensor | None,
+    rule: str | None,
+    stats: Tensor | None = None,
+) -> tuple[Plan, Blocks]:
+    """Collective. x bf16 [T, H] with weights float32 [T, K], if they travel, to routes [T, K].
+
+    rule: of the scales of FP8 rows, None for the rows as they are. stats int32 [El]: the counts
+    are added to it.
+    """
     is_summed = stats is not None and stats.is_contiguous()
     plan, out, sources, counts = call.exchange.plan_and_dispatch(
-        sent.routes,
-        sent.x,
-        sent.weights,
-        quantise="none" if sent.rule is None else "e4m3",
-        scale_rule=sent.rule or "exact",
-        scales_by_column=sent.rule is not None,
+        routes,
+        x,
+        weights,
+        quantise="none" if rule is None else "e4m3",
+        scale_rule=rule or "exact",
+        scales_by_column=rule is not None,
         ignores_unknown=True,
         beside=Beside(count_sums=stats) if is_summed else None,
         blocks=True,
@@ -422,14 +406,11 @@ class RankMask:
     def __init__(self, num_ranks: int) -> None:
         self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
         self.is_masked[-1] = True  # no rank
-        self._has_any = False
-
-    def __bool__(self) -> bool:
-        return self._has_any
+        self.has_any = False  # any rank is masked
 
     def set(self, rank: int, is_masked: bool) -> None:
         self.is_masked[rank] = is_masked
-        self._has_any = bool(self.is_masked[:-1].any())
+        self.has_any = bool(self.is_masked[:-1].any())
 
     def of(self, ranks: Tensor) -> Tensor:
         """bool like ranks (any shape; R stands for none): where they are masked."""

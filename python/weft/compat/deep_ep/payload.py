@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft import Combined, Plan
+from weft.errors import BadCall
 
 from .checks import FLOATS, Dtypes, check, check_tensor
 from .runtime import Call
@@ -54,22 +55,20 @@ class Payload:
         self._is_tuple = isinstance(x, tuple | list)
         self.tensors = parts_of(x)
         num_parts = len(self.tensors)
-        check(
-            1 <= num_parts <= 3,
-            f"{name} has {num_parts} parts (expected a tensor, two of FP8 or three of NVFP4)",
-        )
+        if not 1 <= num_parts <= 3:
+            raise BadCall(
+                f"{name} has {num_parts} parts (expected a tensor, two of FP8 or three of NVFP4)"
+            )
         rows, *factors = self.tensors
         is_nvfp4 = num_parts == 3
         check_tensor(name, rows, torch.int32 if is_nvfp4 else None, ["T", "H"])
         row_bytes = rows.size(1) * rows.element_size()
-        check(
-            row_bytes > 0 and row_bytes % _ROW_ALIGNMENT == 0,
-            f"{name} has rows of {row_bytes} bytes (expected multiples of {_ROW_ALIGNMENT})",
-        )
-        check(
-            num_parts != 2 or rows.element_size() == 1,
-            f"{name} with scales has dtype {rows.dtype} (expected one of one byte)",
-        )
+        if row_bytes == 0 or row_bytes % _ROW_ALIGNMENT != 0:
+            raise BadCall(
+                f"{name} has rows of {row_bytes} bytes (expected multiples of {_ROW_ALIGNMENT})"
+            )
+        if num_parts == 2 and rows.element_size() != 1:
+            raise BadCall(f"{name} with scales has dtype {rows.dtype} (expected one of one byte)")
         dtypes = [torch.int32, torch.float32] if is_nvfp4 else [scales]
         for part, dtype in zip(factors, dtypes):
             check_tensor("scales", part, dtype, [rows.size(0), "any"])

@@ -153,7 +153,8 @@ class Call:
 
     def __enter__(self) -> Call:
         count(self._name)
-        ranges.begin(self._name, None if self._pool is None else self._pool.group)
+        if ranges.IS_ON:
+            ranges.begin(self._name, None if self._pool is None else self._pool.group)
         return self
 
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
@@ -171,7 +172,8 @@ class Call:
             if isinstance(problem, BadCall):
                 raise BadCall(reason) from problem
         finally:
-            ranges.end()  # a refusal, too, may wait for other ranks
+            if ranges.IS_ON:
+                ranges.end()  # a refusal, too, may wait for other ranks
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
