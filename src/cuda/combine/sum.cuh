@@ -82,6 +82,10 @@ class CombineSum {
     int32_t primary[kItemSteps];  // slot there, -1 = no row was kept
   };
 
+  // Tokens of an item; not positive behind the last.
+  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
+    return min(chunk_tokens_, num_tokens_ - place.first);
+  }
   [[nodiscard]] __device__ __forceinline__ Place first() const { return place_of(team_.index); }
   [[nodiscard]] __device__ __forceinline__ Place after(const Place& before) const {
     return place_of(before.chunk + team_.count);
@@ -230,10 +234,6 @@ class CombineSum {
 
   [[nodiscard]] __device__ __forceinline__ Place place_of(int chunk) const {
     return {chunk, chunk * chunk_tokens_};
-  }
-  // Tokens of an item; not positive behind the last.
-  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
-    return min(chunk_tokens_, num_tokens_ - place.first);
   }
 
   const CombineLaunch& call_;
