@@ -213,6 +213,9 @@ class Options:
     @overflow.setter
     def overflow(self, arg: str, /) -> None: ...
 
+    @order.setter
+    def order(self, arg: str, /) -> None: ...
+
     @quantise.setter
     def quantise(self, arg: str, /) -> None: ...
 
