@@ -38,6 +38,21 @@ __device__ __forceinline__ void return_token_weights(
   }
 }
 
+// What the caller says for this call that the row of choice k of a token counts; 0 for what is left
+// out or no route. k is below the call's topk.
+__device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int64_t token, int k) {
+  const int64_t given = token * call.topk + k;
+  if (call.source_idx != nullptr &&
+      given_expert(call.source_idx, call.index_bytes, static_cast<size_t>(given)) < 0) {
+    return 0.0F;
+  }
+  if (!call.from_map) {
+    return call.source_weights[given];
+  }
+  const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + k];
+  return expert < 0 ? 0.0F : call.source_weights[token * call.me.map.num_experts + expert];
+}
+
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
 // the kernel begins, by rank and arrival.
 template <bool kCopied>

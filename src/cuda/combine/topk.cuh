@@ -166,19 +166,9 @@ class TopkSum {
  private:
   // The factor of a route that was kept.
   [[nodiscard]] __device__ __forceinline__ float scale_of(int64_t token, int k) const {
-    const int64_t route = token * call_.plan.map.max_topk + k;
-    if (call_.scale == CombineScale::kPlanWeights) {
-      return call_.plan.route_weight()[route];
-    }
-    if (call_.from_map) {
-      const int32_t expert = call_.plan.route_expert()[route];
-      return call_.source_weights[token * call_.me.map.num_experts + expert];
-    }
-    const int64_t given = token * call_.topk + k;
-    const bool is_left_out =
-        call_.source_idx != nullptr &&
-        given_expert(call_.source_idx, call_.index_bytes, static_cast<size_t>(given)) < 0;
-    return is_left_out ? 0.0F : call_.source_weights[given];
+    return call_.scale == CombineScale::kPlanWeights
+               ? call_.plan.route_weight()[token * call_.plan.map.max_topk + k]
+               : source_weight_of(call_, token, k);
   }
 
   const CombineLaunch& call_;
