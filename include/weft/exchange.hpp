@@ -17,9 +17,10 @@
 // one row comes back from there. Combine then adds, over domains ascending, what the token's ranks
 // of a domain add up to, rounded to the dtype; in one domain, over ranks ascending, what its rows
 // on a rank add up to, rounded. So the bits depend on how ranks are grouped into domains, and on
-// nothing else. On GPUs a call then waits until all ranks have made it and what crossed in the call
-// before has passed, whose errors it throws; plan() always waits for the GPU, and a call inside a
-// capture throws Error (kUnsupported).
+// nothing else; with SumOrder::kTopk (plan.hpp) neither on that nor on the number of ranks. On GPUs
+// a call then waits until all ranks have made it and what crossed in the call before has passed,
+// whose errors it throws; plan() always waits for the GPU, and a call inside a capture throws Error
+// (kUnsupported).
 #pragma once
 
 #include <chrono>

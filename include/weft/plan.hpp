@@ -33,6 +33,20 @@ enum class Overflow : uint8_t {
   kError,  // plan() throws on every rank, naming the first rank that lacks room
 };
 
+// The order in which combine adds up a token's rows, always in fp32.
+enum class SumOrder : uint8_t {
+  // The rows that the token has on a rank, rounded, then what its ranks have, ascending, rounded;
+  // one row returns from each rank. Between domains see exchange.hpp.
+  kRank,
+  // All of its rows, in the order of its choices, rounded once: the same bits whatever the number
+  // of ranks and domains. A row returns for each route; on CPUs a rank that has all topk routes of
+  // a token adds them up itself, which is the same. Not for kRankMajor, whose rows are sums of a
+  // rank's experts, nor among GPUs of several hosts.
+  kTopk,
+};
+
+[[nodiscard]] std::string_view order_name(SumOrder order);
+
 // All ranks pass the same options, except `row_budget`, which is each rank's own.
 struct PlanOptions {
   Layout layout = Layout::kExpertMajor;
@@ -44,6 +58,7 @@ struct PlanOptions {
   // stride is the budget.
   std::optional<int64_t> row_budget = {};
   Overflow overflow = Overflow::kDrop;
+  SumOrder order = SumOrder::kRank;  // of combine
   friend bool operator==(const PlanOptions&, const PlanOptions&) = default;
 };
 
@@ -61,6 +76,7 @@ class Plan {
   [[nodiscard]] int64_t num_tokens() const;  // of this rank
   [[nodiscard]] int topk() const;  // columns of topk_idx; ExchangeConfig::max_topk for a map
   [[nodiscard]] Layout layout() const;
+  [[nodiscard]] SumOrder order() const;
   [[nodiscard]] int64_t pad_multiple() const;
   [[nodiscard]] bool from_map() const;  // weights are then [num_tokens, num_experts] at the source
 
@@ -88,10 +104,14 @@ class Plan {
   // Traffic.
   [[nodiscard]] int64_t sent_arrivals(int to_rank) const;
   [[nodiscard]] int64_t received_arrivals(int from_rank) const;
-  // Bytes of rows that leave this rank for others; combine brings as many back. In a group of
-  // several domains: its own tokens, once for each other rank of its domain and once for each other
-  // domain they go to, and what it forwards in its domain for ranks of others.
+  // Bytes of rows that leave this rank for others in a dispatch. In a group of several domains: its
+  // own tokens, once for each other rank of its domain and once for each other domain they go to,
+  // and what it forwards in its domain for ranks of others.
   [[nodiscard]] int64_t wire_bytes(int64_t row_bytes) const;
+  // Bytes of rows that combine brings back to this rank from others: as many as wire_bytes() with
+  // SumOrder::kRank. With kTopk a row for each of its routes to another rank, straight from there;
+  // on CPUs one for all topk routes of a token.
+  [[nodiscard]] int64_t returned_bytes(int64_t row_bytes) const;
   // Those of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
   // from a file.
   [[nodiscard]] int64_t crossing_bytes(int64_t row_bytes) const;

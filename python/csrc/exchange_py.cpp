@@ -291,6 +291,7 @@ void bind_options(nb::module_& m) {
       {"expert_major", Layout::kExpertMajor},
       {"expert_strided", Layout::kExpertStrided}};
   const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
+  const Names<SumOrder> orders = {{"rank", SumOrder::kRank}, {"topk", SumOrder::kTopk}};
   const Names<Quantise> kinds = {
       {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
   const Names<ScaleRule> rules = {
@@ -313,6 +314,7 @@ void bind_options(nb::module_& m) {
       .def_rw("expert_stride", &Options::expert_stride)
       .def_rw("row_budget", &Options::row_budget, nb::arg().none())
       .def_prop_rw("overflow", nullptr, by_name("overflow", &Options::overflow, overflows))
+      .def_prop_rw("order", nullptr, by_name("order", &Options::order, orders))
       .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
       .def_prop_rw("scale_rule", nullptr, by_name("scale_rule", &Options::scale_rule, rules))
       .def_rw("scales_by_column", &Options::scales_by_column)

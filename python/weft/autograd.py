@@ -147,7 +147,8 @@ def combine(
     source_weights fp32 [T, K] (not with rank_major); neither has gradients. num_sms and
     copy_engines: see `dispatch`.
     Returns x [T, hidden]: sums in fp32, the rows of a rank first (rounded once), then ranks in
-    ascending order (rounded once); zeros for a token without routes. weights fp32 [T, K] or [T, E].
+    ascending order (rounded once), or by choice if the plan has order "topk"; zeros for a token
+    without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
     if scale == "none" and _has_gradient(rows, row_weights):

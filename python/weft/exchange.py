@@ -132,6 +132,7 @@ class Exchange:
         expert_stride: int = 0,
         row_budget: int | None = None,
         overflow: str = "drop",
+        order: str = "rank",
         num_sms: int = 0,
     ) -> Plan:
         """Collective. Where every token goes.
@@ -146,6 +147,10 @@ class Exchange:
         row_budget: rows of this rank's output, fixed; no wait for a GPU. Routes that do not fit
         are dropped, last slots first, and give zeros (overflow="drop"), or every rank raises
         ("error").
+        order "rank": `combine` adds a token's rows on each rank, then what its ranks have; "topk":
+        all its rows in the order of its choices, rounded once, so that the bits are the same for
+        any number of ranks and hosts. Rows then return one for each route. Not with "rank_major",
+        nor among GPUs of several hosts.
         """
         choices = {
             "layout": layout,
@@ -153,6 +158,7 @@ class Exchange:
             "expert_stride": expert_stride,
             "row_budget": row_budget,
             "overflow": overflow,
+            "order": order,
         }
 
         def call(core: _core.Exchange) -> _core.Plan:
@@ -329,7 +335,7 @@ class Exchange:
         **choices: Any,
     ) -> tuple:
         """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
-        pad_multiple, expert_stride, row_budget, overflow), then `dispatch` by it, without
+        pad_multiple, expert_stride, row_budget, overflow, order), then `dispatch` by it, without
         gradients; `weft.plan_and_dispatch` has them.
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:

@@ -74,6 +74,7 @@ def _plan_and_dispatch(
     pad_multiple: int,
     expert_stride: int,
     row_budget: int,
+    order: str,
 ) -> tuple[Tensor, Tensor]:
     plan, out = _exchange(exchange).plan_and_dispatch(
         topk_idx,
@@ -83,6 +84,7 @@ def _plan_and_dispatch(
         pad_multiple=pad_multiple,
         expert_stride=expert_stride,
         row_budget=None if row_budget < 0 else row_budget,
+        order=order,
         number=int(exchange.rpartition(".")[2]),
     )
     return _ticket_of(plan, out), plan.padded_rows_per_expert.clone()
@@ -185,6 +187,7 @@ def dispatch(
     pad_multiple: int = 1,
     expert_stride: int = 0,
     row_budget: int | None = None,
+    order: str = "rank",
 ) -> Traced:
     """Collective. `weft.plan_and_dispatch` as an operator; differentiable likewise.
 
@@ -201,6 +204,7 @@ def dispatch(
         pad_multiple,
         expert_stride,
         budget,
+        order,
     )
     if layout == "expert_strided" and expert_stride > 0:
         num_rows = counts.size(0) * expert_stride

@@ -156,6 +156,7 @@ class Plan:
     topk = _of_core("topk", "K.")
     from_map = _of_core("from_map", "Whether the routing was a map.")
     layout = _of_core("layout", "The name of the layout.")
+    order = _of_core("order", 'Of the sums of `combine`: "rank" or "topk".')
     row_weight_cols = _of_core(
         "row_weight_cols", "Of the rows' weights: K with rank_major, else 1."
     )
@@ -209,6 +210,14 @@ class Plan:
     )
     received_arrivals = _of_core("received_arrivals", "[R] tokens that each rank sends here.")
     sent_arrivals = _of_core("sent_arrivals", "[R] tokens that this rank sends to each.")
+
+    def wire_bytes(self, row_bytes: int) -> int:
+        """Of the rows, of so many bytes each, that this rank sends to others in a dispatch."""
+        return self.core.wire_bytes(row_bytes)
+
+    def returned_bytes(self, row_bytes: int) -> int:
+        """Of those that `combine` brings back to this rank: more with order="topk"."""
+        return self.core.returned_bytes(row_bytes)
 
     def __repr__(self) -> str:
         return repr(self.core)

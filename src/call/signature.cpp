@@ -34,6 +34,9 @@ constexpr auto kLayout = [](int64_t value) {
   return name_or_number(layout_name, Layout::kExpertStrided, value);
 };
 constexpr auto kOverflow = [](int64_t value) { return one_of<2>({"drop", "error"}, value); };
+constexpr auto kOrder = [](int64_t value) {
+  return name_or_number(order_name, SumOrder::kTopk, value);
+};
 constexpr auto kDType = [](int64_t value) {
   return value == 0 ? "none" : name_or_number(dtype_name, DType::kInt64, value - 1);
 };
@@ -79,7 +82,8 @@ constexpr Field kPlanFields[] = {
      [](const Call& c) { return static_cast<int64_t>(c.options.overflow); },
      kOverflow},
     {"topk", 8, [](const Call& c) { return int64_t{c.topk}; }, kNumber},
-    {"from_map", 4, [](const Call& c) { return int64_t{c.from_map}; }, kYesNo},
+    {"from_map", 2, [](const Call& c) { return int64_t{c.from_map}; }, kYesNo},
+    {"order", 2, [](const Call& c) { return static_cast<int64_t>(c.options.order); }, kOrder},
     {"has_weights", 4, [](const Call& c) { return int64_t{c.has_weights}; }, kYesNo},
     {"dtype of x in the same call", 4, kDTypeOf, kDType},
     {"quantise in the same call", 4, kQuantiseOf, kQuantise},

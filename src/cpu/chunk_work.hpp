@@ -28,12 +28,29 @@ struct ChunkSource {
 struct ChunkTraffic {
   std::vector<ChunkSource> sources = {};
   uint64_t puts_per_chunk = 0;  // on top, e.g. one for all weights of a chunk
+
+  [[nodiscard]] uint64_t num_puts(size_t peer, int64_t chunk) const {
+    const ChunkRange range = chunk_range(sources[peer].num_arrivals, chunk);
+    return puts_per_chunk +
+           static_cast<uint64_t>(range.last - range.first) * sources[peer].puts_per_arrival;
+  }
 };
 
-class ChunkSignals {
+// The same where arrivals have different numbers of puts, which are counted beforehand.
+struct CountedTraffic {
+  std::vector<ChunkSource> sources = {};
+  std::vector<std::vector<uint64_t>> puts = {};  // by source and chunk
+
+  [[nodiscard]] uint64_t num_puts(size_t peer, int64_t chunk) const {
+    return puts[peer][static_cast<size_t>(chunk)];
+  }
+};
+
+template <class Traffic>
+class BasicChunkSignals {
  public:
   // `first_signal` is that of (source 0, chunk 0); sources follow each other at `max_chunks`.
-  ChunkSignals(const CpuRank& rank, uint32_t first_signal, ChunkTraffic traffic)
+  BasicChunkSignals(const CpuRank& rank, uint32_t first_signal, Traffic traffic)
       : transport_(rank.transport),
         first_signal_(first_signal),
         max_chunks_(rank.signals.max_chunks),
@@ -52,10 +69,7 @@ class ChunkSignals {
     return first_signal_ + static_cast<uint32_t>(rank) * max_chunks_ + static_cast<uint32_t>(chunk);
   }
   [[nodiscard]] uint64_t wanted(size_t peer, int64_t chunk) const {
-    const ChunkRange range = chunk_range(num_arrivals(peer), chunk);
-    return settled_[signal(peer, chunk)] + traffic_.puts_per_chunk +
-           static_cast<uint64_t>(range.last - range.first) *
-               traffic_.sources[peer].puts_per_arrival;
+    return settled_[signal(peer, chunk)] + traffic_.num_puts(peer, chunk);
   }
   // Acquires what the chunk's puts wrote.
   [[nodiscard]] bool is_complete(size_t peer, int64_t chunk) const {
@@ -95,9 +109,11 @@ class ChunkSignals {
   const Transport& transport_;
   uint32_t first_signal_;
   uint32_t max_chunks_;
-  ChunkTraffic traffic_;
+  Traffic traffic_;
   std::vector<uint64_t>& settled_;
 };
+
+using ChunkSignals = BasicChunkSignals<ChunkTraffic>;
 
 // Some queues of chunks. Any worker claims the next chunk of a queue once what it needs has come.
 //
@@ -141,7 +157,7 @@ class ChunkWork {
   // Adds whom the next chunks of the queues wait for.
   void add_missing(std::vector<Missing>& late) const {
     each_unclaimed([&](size_t queue, int64_t chunk) {
-      work().each_needed(queue, chunk, [&](const ChunkSignals& from, size_t peer, int64_t part) {
+      work().each_needed(queue, chunk, [&](const auto& from, size_t peer, int64_t part) {
         if (!from.is_complete(peer, part)) {
           from.add_missing(peer, part, late);
         }
@@ -167,7 +183,7 @@ class ChunkWork {
 
   [[nodiscard]] bool is_complete(size_t queue, int64_t chunk) const {
     bool is_whole = true;
-    work().each_needed(queue, chunk, [&](const ChunkSignals& from, size_t peer, int64_t part) {
+    work().each_needed(queue, chunk, [&](const auto& from, size_t peer, int64_t part) {
       is_whole = from.is_complete(peer, part);
       return is_whole;
     });

@@ -33,6 +33,18 @@ void check_options(const PlanOptions& options, const Context& context) {
   require(options.overflow <= Overflow::kError, "overflow", overflow, "is unknown (0 or 1)");
   require(options.layout <= Layout::kExpertStrided, "layout", layout, "is unknown (0 to 2)");
   require(
+      options.order <= SumOrder::kTopk,
+      "order",
+      static_cast<int64_t>(options.order),
+      "is unknown (0 or 1)"
+  );
+  WEFT_CHECK_ARG(
+      context,
+      options.layout != Layout::kRankMajor || options.order == SumOrder::kRank,
+      "plan: order = {} (must be rank with rank_major, whose rows are sums of a rank's experts)",
+      order_name(options.order)
+  );
+  require(
       options.layout != Layout::kRankMajor || options.pad_multiple == 1,
       "pad_multiple",
       options.pad_multiple,
@@ -46,6 +58,17 @@ void check_options(const PlanOptions& options, const Context& context) {
     const std::string problem = fmt::format("with {} (only expert_strided has a stride)", name);
     require(false, "expert_stride", options.expert_stride, problem);
   }
+}
+
+void check_options_between_gpus(const PlanOptions& options, const Context& context) {
+  WEFT_CHECK(
+      context,
+      options.order == SumOrder::kRank,
+      ErrorCode::kUnsupported,
+      "plan: order = {} among GPUs of several hosts (order topk needs one host, or tensors of the "
+      "CPU)",
+      order_name(options.order)
+  );
 }
 
 std::optional<int64_t> given_rows(const PlanOptions& options, int num_local_experts) {

@@ -291,4 +291,18 @@ CrossingCount count_forwarded(const PlanData& plan) {
   return count;
 }
 
+CrossingCount count_returned(const PlanData& plan) {
+  if (forwards_sums(plan)) {
+    return count_forwarded(plan);
+  }
+  CrossingCount count;
+  for (size_t source = 0; source < plan.received.size(); ++source) {
+    if (!is_near(plan, source)) {
+      count.rows += num_returned_rows(plan.shape, plan.received[source]);
+      count.arrivals += plan.received[source].size();
+    }
+  }
+  return count;
+}
+
 }  // namespace weft

@@ -144,6 +144,20 @@ struct DomainTraffic {
 [[nodiscard]] int64_t crossings_from(const PlanData& plan, size_t source);
 [[nodiscard]] int64_t crossings_to(const PlanData& plan, size_t peer);
 
+// Forwarders add up what their domain has of a token: with SumOrder::kTopk rows come straight from
+// their ranks.
+[[nodiscard]] inline bool forwards_sums(const PlanData& plan) {
+  return plan.shape.options.order == SumOrder::kRank;
+}
+// Rows of the area that `peer` fills here in combine: as in dispatch, or a place for each route.
+[[nodiscard]] inline int64_t returned_from(const PlanData& plan, size_t peer) {
+  return forwards_sums(plan) ? rows_to(plan, peer) : plan.sent[peer].num_routes();
+}
+// Sums of inter-node tokens that `peer` returns.
+[[nodiscard]] inline int64_t crossing_sums_from(const PlanData& plan, size_t peer) {
+  return forwards_sums(plan) ? crossings_to(plan, peer) : 0;
+}
+
 // Rows that went to other domains, or came from there, and the arrivals they stand for.
 struct CrossingCount {
   int64_t rows = 0;
@@ -151,5 +165,7 @@ struct CrossingCount {
 };
 [[nodiscard]] CrossingCount count_sent(const PlanData& plan);
 [[nodiscard]] CrossingCount count_forwarded(const PlanData& plan);
+// Of combine: what this rank returns to other domains.
+[[nodiscard]] CrossingCount count_returned(const PlanData& plan);
 
 }  // namespace weft

@@ -35,6 +35,9 @@ std::string layout_text(const PlanShape& shape) {
   if (shape.options.layout == Layout::kExpertStrided) {
     text += fmt::format(", stride {}", shape.options.expert_stride);
   }
+  if (shape.options.order != SumOrder::kRank) {
+    text += fmt::format(", sums in order {}", order_name(shape.options.order));
+  }
   return text;
 }
 
@@ -48,6 +51,11 @@ int64_t num_arrivals(const std::vector<Arrivals>& pairs) {
 std::string_view layout_name(Layout layout) {
   static constexpr std::string_view kNames[] = {"rank_major", "expert_major", "expert_strided"};
   return name_of(layout, kNames);
+}
+
+std::string_view order_name(SumOrder order) {
+  static constexpr std::string_view kNames[] = {"rank", "topk"};
+  return name_of(order, kNames);
 }
 
 // Weights by their bits: a NaN equals itself.
@@ -74,6 +82,14 @@ int64_t num_used_rows(const PlanData& plan) {
   int64_t rows = 0;
   for (const Arrivals& from : plan.received) {
     rows += from.one_row ? from.size() : from.num_routes();
+  }
+  return rows;
+}
+
+int64_t num_returned_rows(const PlanShape& shape, const Arrivals& pair) {
+  int64_t rows = 0;
+  for (int64_t i = 0; i < pair.size(); ++i) {
+    rows += returned_rows(shape, pair, i);
   }
   return rows;
 }
@@ -120,6 +136,9 @@ int Plan::topk() const {
 }
 Layout Plan::layout() const {
   return data_->shape.options.layout;
+}
+SumOrder Plan::order() const {
+  return data_->shape.options.order;
 }
 int64_t Plan::pad_multiple() const {
   return data_->shape.options.pad_multiple;
@@ -168,6 +187,21 @@ int64_t Plan::wire_bytes(int64_t row_bytes) const {
     rows += peer == rank() ? 0 : rows_to(plan, static_cast<size_t>(peer));
   }
   return rows * row_bytes + crossing_bytes(row_bytes);
+}
+
+int64_t Plan::returned_bytes(int64_t row_bytes) const {
+  const PlanData& plan = data();
+  if (order() == SumOrder::kRank) {
+    return wire_bytes(row_bytes);
+  }
+  int64_t rows = 0;
+  for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
+    const Arrivals& pair = plan.sent[peer];
+    if (peer != static_cast<size_t>(rank())) {
+      rows += data_->device ? pair.num_routes() : num_returned_rows(plan.shape, pair);
+    }
+  }
+  return rows * row_bytes;
 }
 
 int64_t Plan::crossing_bytes(int64_t row_bytes) const {

@@ -74,6 +74,23 @@ struct PlanShape {
   friend bool operator==(const PlanShape&, const PlanShape&) = default;
 };
 
+// Whether combine adds up arrival i of a pair where its rows are and returns the sum. With
+// SumOrder::kTopk only where these are all rows that a token can have.
+[[nodiscard]] inline bool returns_sum(const PlanShape& shape, const Arrivals& pair, int64_t i) {
+  const auto a = static_cast<size_t>(i);
+  return shape.options.order == SumOrder::kRank ||
+         pair.route_begin[a + 1] - pair.route_begin[a] == shape.topk;
+}
+// Rows that it returns.
+[[nodiscard]] inline int64_t returned_rows(
+    const PlanShape& shape, const Arrivals& pair, int64_t i
+) {
+  const auto a = static_cast<size_t>(i);
+  return returns_sum(shape, pair, i) ? 1 : pair.route_begin[a + 1] - pair.route_begin[a];
+}
+// Of all arrivals of a pair.
+[[nodiscard]] int64_t num_returned_rows(const PlanShape& shape, const Arrivals& pair);
+
 struct PlanData;
 struct DomainTraffic;  // domain_traffic.hpp
 

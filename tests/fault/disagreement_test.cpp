@@ -57,6 +57,9 @@ TEST(DisagreementTest, NamesEveryPlanOption) {
   expect_plan_disagreement("overflow", {"drop", "error"}, [](auto&, auto& options) {
     options.overflow = Overflow::kError;
   });
+  expect_plan_disagreement("order", {"rank", "topk"}, [](auto&, auto& options) {
+    options.order = SumOrder::kTopk;
+  });
   expect_plan_disagreement("has_weights", {"true", "false"}, [](auto& routing, auto&) {
     routing.weights = {};
   });

@@ -136,6 +136,7 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   PlanOptions options;
   options.layout = data.spec.layout;
   options.pad_multiple = data.spec.pad_multiple;
+  options.order = data.spec.order;
   std::vector<int64_t> budgets(tables.size(), -1);
   if (data.spec.rows >= 0 && options.layout == Layout::kExpertStrided) {
     options.expert_stride = data.spec.rows;

@@ -62,7 +62,7 @@ ExchangeConfig ExchangeSetup::config(int rank) const {
 std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
-      "room {}, calls "
+      "sums by {}, room {}, calls "
       "{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {}, output {}, scale {}]",
       spec.seed,
       setup.num_ranks,
@@ -76,6 +76,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       index_name(spec.index),
       layout_name(spec.layout),
       spec.pad_multiple,
+      order_name(spec.order),
       static_cast<int>(spec.room),
       spec.calls,
       spec.is_routed ? " routed" : "",

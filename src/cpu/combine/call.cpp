@@ -5,6 +5,7 @@
 #include "cpu/combine/forward.hpp"
 #include "cpu/combine/reduce.hpp"
 #include "cpu/combine/sum.hpp"
+#include "cpu/combine/topk.hpp"
 #include "cpu/exchange.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -17,8 +18,8 @@ bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
   if (!is_near(plan, peer)) {
     return false;
   }
-  return plan.received[peer].size() > 0 ||
-         (scale != CombineScale::kSourceWeights && rows_from(plan, peer) > 0);
+  return plan.received[peer].size() > 0 || (scale != CombineScale::kSourceWeights &&
+                                            forwards_sums(plan) && rows_from(plan, peer) > 0);
 }
 
 // What combine scales rows by: the weights as they were given, or less those that do not count,
@@ -50,20 +51,32 @@ class CountedWeights {
   std::vector<float> kept_;
 };
 
-// Each worker takes turns: pre-reduce a chunk for every token rank, add up what this domain's ranks
-// have for tokens of others, sum the tokens that are complete.
-void run(const CpuCall& call, const CombineInput& in, const CombineOutput& out) {
-  CombineReduce reduce(call, in);
-  if (in.scale == CombineScale::kSourceWeights) {
-    reduce.swap_source_weights();
-  }
-  CombineForward forward(call, in);
-  CombineSum sum(call, in, out);
+// Each worker takes turns: send a chunk to every token rank, add up what this domain's ranks have
+// for tokens of others, sum the tokens that are complete.
+template <class Send, class Forward, class Rows>
+void run_roles(const CpuCall& call, Send& send, Forward& forward, CombineSum<Rows>& sum) {
   const WaitReason reason = {.op = "combine", .call = call.number, .what = "partial sums"};
-  const auto run_unit = [&](int64_t unit, int worker) { reduce.run(unit, worker); };
-  take_turns(call.rank, reason, reduce.num_units(), run_unit, forward, sum);
+  const auto run_unit = [&](int64_t unit, int worker) { send.run(unit, worker); };
+  take_turns(call.rank, reason, send.num_units(), run_unit, forward, sum);
   sum.release_rows();
-  reduce.wait_for_readers();
+  wait_for_readers(call);
+}
+
+void run(const CpuCall& call, const CombineInput& in, const CombineOutput& out) {
+  if (in.scale == CombineScale::kSourceWeights) {
+    swap_source_weights(call, in);
+  }
+  if (call.plan.shape.options.order == SumOrder::kTopk) {
+    TopkReturn send(call, in);
+    NothingToForward forward;
+    CombineSum<TopkRows> sum(call, in, out);
+    run_roles(call, send, forward, sum);
+    return;
+  }
+  CombineReduce reduce(call, in);
+  CombineForward forward(call, in);
+  CombineSum<CombineRows> sum(call, in, out);
+  run_roles(call, reduce, forward, sum);
 }
 
 }  // namespace
@@ -97,9 +110,9 @@ void CpuExchange::combine(
     std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     for (size_t peer = 0; peer < to.size(); ++peer) {
-      if (rows_to(plan, peer) > 0) {  // see dispatch/call.cpp
+      if (returned_from(plan, peer) > 0) {  // see dispatch/call.cpp
         to[peer].rows = staging_at(ready.rows[peer]);
-      } else if (crossings_to(plan, peer) > 0) {
+      } else if (crossing_sums_from(plan, peer) > 0) {
         to[peer].rows = staging_at(ready.crossing_rows[peer]);
       }
       if (plan.sent[peer].size() > 0 && in.weights.is_given()) {
@@ -117,8 +130,8 @@ void CpuExchange::combine(
     for (size_t peer = 0; peer < words.size(); ++peer) {
       // A rank that reads this rank's rows itself gets no partial sums; it waits for nothing here
       // and may have released its staging by now. (Of what it forwards it may get some.)
-      const bool has_sums =
-          has_source_weights && rows_from(plan, peer) > plan.received[peer].size();
+      const bool has_sums = has_source_weights && forwards_sums(plan) &&
+                            rows_from(plan, peer) > plan.received[peer].size();
       if (to[peer].own_rows.region.generation != 0 && !has_sums) {
         words[peer].rows = {};
       }
@@ -127,7 +140,7 @@ void CpuExchange::combine(
     const CountedWeights counted(in);
     run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, counted.get(), out);
     ++counters_.num_combines;
-    count_crossings(count_forwarded(plan), in.rows.row_bytes());
+    count_crossings(count_returned(plan), in.rows.row_bytes());
   });
 }
 

@@ -10,6 +10,7 @@
 #include "call/chunks.hpp"
 #include "cpu/call.hpp"
 #include "cpu/combine/rows.hpp"
+#include "cpu/combine/weights.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
@@ -32,27 +33,6 @@ class CombineReduce {
         }
       }
     }
-  }
-
-  // Collective, before any run(): kSourceWeights are held by the token ranks and used by the expert
-  // ranks.
-  void swap_source_weights() {
-    const auto* weights = reinterpret_cast<const float*>(in_.source_weights.data);
-    const size_t num_ranks = plan_.sent.size();
-    std::vector<Missing> wanted;
-    for (size_t step = 1; step < num_ranks; ++step) {
-      const size_t peer = (self_ + step) % num_ranks;
-      const Arrivals& pair = plan_.sent[peer];
-      std::vector<float> routes(pair.slot.size());
-      gather_weights(plan_, pair, {0, pair.size()}, weights, routes.data());
-      const uint32_t own_signal = call_.rank.signals.source_weights(self_);
-      const Put put = put_to(call_.words[peer].source_weights, 0, routes, own_signal);
-      call_.rank.transport.put(static_cast<int>(peer), {&put, 1});
-      wanted.push_back(once_more(call_.rank, peer, call_.rank.signals.source_weights(peer)));
-    }
-    call_.rank.waiter.until_raised(
-        {.op = "combine", .call = call_.number, .what = "source weights"}, wanted
-    );
   }
 
   [[nodiscard]] int64_t num_units() const { return num_units_; }
@@ -79,22 +59,9 @@ class CombineReduce {
       }
       if (in_.weights.is_given()) {
         const uint32_t signal = call_.rank.signals.combine(self_, unit);
-        send_weights(peer, range, signal, scratch.weights);
+        send_weights(call_, in_, peer, range, signal, scratch.weights);
       }
     }
-  }
-
-  // Waits until every token rank that reads rows here has done so: the caller may then change them.
-  void wait_for_readers() const {
-    std::vector<Missing> wanted;
-    for (size_t peer = 0; peer < plan_.received.size(); ++peer) {
-      if (peer != self_ && reads_itself(peer)) {
-        wanted.push_back(once_more(call_.rank, peer, call_.rank.signals.rows_read(peer)));
-      }
-    }
-    call_.rank.waiter.until_raised(
-        {.op = "combine", .call = call_.number, .what = "word that it has read the rows"}, wanted
-    );
   }
 
  private:
@@ -108,34 +75,16 @@ class CombineReduce {
   [[nodiscard]] Taker taker_of(size_t peer) const {
     if (is_near(plan_, peer)) {
       const uint32_t signal = call_.rank.signals.combine(self_, 0);
-      return {peer, 0, signal, reads_itself(peer)};
+      return {peer, 0, signal, is_reader(call_, peer)};
     }
     const Domains& domains = *plan_.between->domains;
     const int p = static_cast<int>(peer);
     const auto forwarder = static_cast<size_t>(domains.forwarder(p, plan_.shape.rank));
     // CombineForward::rows_of_ is the same from the other side.
-    const bool has_rows = forwarder == self_ ||
-                          (reads_itself(forwarder) && in_.scale != CombineScale::kSourceWeights);
+    const bool has_rows = forwarder == self_ || (is_reader(call_, forwarder) &&
+                                                 in_.scale != CombineScale::kSourceWeights);
     const uint32_t signal = call_.rank.signals.forwarded(domains.pair_at_forwarder(p), 0);
     return {forwarder, plan_.between->first_row[peer], signal, has_rows};
-  }
-
-  [[nodiscard]] bool reads_itself(size_t peer) const {
-    return call_.said[peer].own_rows.region.generation != 0;
-  }
-
-  void send_weights(size_t to, ChunkRange range, uint32_t signal, std::vector<float>& weights)
-      const {
-    const Arrivals& pair = plan_.received[to];
-    const auto* row_weights = reinterpret_cast<const float*>(in_.weights.data);
-    const auto first = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.first)]);
-    const auto last = static_cast<size_t>(pair.route_begin[static_cast<size_t>(range.last)]);
-    weights.clear();
-    for (size_t j = first; j < last; ++j) {
-      weights.push_back(row_weights[row_weight_index(plan_, pair, j)]);
-    }
-    const Put put = put_to(call_.words[to].weights, first, weights, signal);
-    call_.rank.transport.put(static_cast<int>(to), {&put, 1});
   }
 
   const CpuCall& call_;

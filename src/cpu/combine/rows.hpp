@@ -9,6 +9,7 @@
 
 #include "call/chunks.hpp"
 #include "cpu/call.hpp"
+#include "cpu/chunk_work.hpp"
 #include "cpu/combine/row_sum.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -54,7 +55,13 @@ void add_arrival(
       [weights = reinterpret_cast<const float*>(staged)](size_t route) { return weights[route]; };
 }
 
-// Where this rank can read the output rows of `peer`; null: it cannot.
+// This rank reads the rows of `peer` itself. Always true of itself.
+[[nodiscard]] inline bool is_readable(const CpuCall& call, int peer) {
+  return peer == call.plan.shape.rank ||
+         call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0;
+}
+
+// Where they are; null: it cannot.
 [[nodiscard]] inline const std::byte* readable_rows(
     const CpuCall& call, const CombineInput& in, int peer
 ) {
@@ -124,9 +131,10 @@ void send_sums(
   }
 }
 
-// What makes up each token.
+// What makes up each token that is added up by rank.
 class CombineRows {
  public:
+  using Traffic = ChunkTraffic;
   // Memory of one worker; `rows` point into the rest.
   struct Token {
     RowGroups rows;
@@ -140,10 +148,7 @@ class CombineRows {
         in_(in),
         row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
     for (int peer = 0; peer < plan_.shape.num_ranks; ++peer) {
-      is_read_.push_back(
-          peer == plan_.shape.rank ||
-          call.words[static_cast<size_t>(peer)].own_rows.region.generation != 0
-      );
+      is_read_.push_back(is_readable(call, peer));
       rows_of_.push_back(readable_rows(call, in, peer));
     }
   }

@@ -13,6 +13,7 @@
 
 namespace weft {
 
+// What comes to a rank that adds by rank; topk.hpp has the same by choice.
 inline ChunkTraffic sum_traffic(const PlanData& plan, const CombineRows& rows, bool has_weights) {
   ChunkTraffic traffic = {.puts_per_chunk = has_weights ? uint64_t{1} : 0};
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
@@ -29,7 +30,7 @@ inline ChunkTraffic sum_traffic(const PlanData& plan, const CombineRows& rows, b
 
 // The sums that come back to this rank, by the forwarder that sends them. A forwarder that is late
 // may wait for a rank of its domain.
-inline ChunkTraffic crossing_traffic(const PlanData& plan) {
+inline ChunkTraffic crossing_traffic(const PlanData& plan, const CombineRows& /*rows*/) {
   ChunkTraffic traffic;
   for (int peer = 0; peer < plan.shape.num_ranks; ++peer) {
     ChunkSource& source = traffic.sources.emplace_back();
@@ -46,7 +47,9 @@ inline ChunkTraffic crossing_traffic(const PlanData& plan) {
   return traffic;
 }
 
-class CombineSum final : public ChunkWork<CombineSum> {
+// `Rows` lists what a token is made of: CombineRows, or TopkRows (topk.hpp).
+template <class Rows>
+class CombineSum final : public ChunkWork<CombineSum<Rows>> {
  public:
   CombineSum(const CpuCall& call, const CombineInput& in, const CombineOutput& out)
       : call_(call),
@@ -60,9 +63,9 @@ class CombineSum final : public ChunkWork<CombineSum> {
         arrived_(
             call.rank, call.rank.signals.combine(0, 0), sum_traffic(call.plan, rows_, has_weights_)
         ),
-        crossed_(call.rank, call.rank.signals.crossing(0, 0), crossing_traffic(call.plan)),
+        crossed_(call.rank, call.rank.signals.crossing(0, 0), crossing_traffic(call.plan, rows_)),
         scratch_(static_cast<size_t>(call.rank.workers.num_workers())) {
-    set_queues({plan_.shape.num_tokens});
+    this->set_queues({plan_.shape.num_tokens});
   }
 
   // Is called after all workers have ended.
@@ -125,8 +128,8 @@ class CombineSum final : public ChunkWork<CombineSum> {
  private:
   // Memory of one worker, in cache lines of its own.
   struct alignas(64) Scratch {
-    CombineRows::Token now;
-    CombineRows::Token next;
+    typename Rows::Token now;
+    typename Rows::Token next;
   };
 
   void give_weights(int64_t token) const {
@@ -151,9 +154,9 @@ class CombineSum final : public ChunkWork<CombineSum> {
   }
 
   // `tokens`: ascending, those whose parts the peer's chunks hold.
-  template <class Visit>
+  template <class Signals, class Visit>
   [[nodiscard]] bool each_chunk_of(
-      const ChunkSignals& signals,
+      const Signals& signals,
       size_t peer,
       std::span<const int32_t> tokens,
       int64_t unit,
@@ -185,8 +188,9 @@ class CombineSum final : public ChunkWork<CombineSum> {
   size_t self_;
   size_t row_bytes_;
   bool has_weights_;
-  CombineRows rows_;
-  ChunkSignals arrived_;          // by rank: partial sums of this domain's ranks, weights of all
+  Rows rows_;
+  // By rank: partial sums of this domain's ranks, or rows of all, and weights of all.
+  BasicChunkSignals<typename Rows::Traffic> arrived_;
   ChunkSignals crossed_;          // by forwarder: sums of its domain
   std::vector<Scratch> scratch_;  // by worker
 };

@@ -67,10 +67,10 @@ Staging dispatch_staging(const PlanData& plan, const StagedRowBytes& bytes) {
 Staging combine_staging(const PlanData& plan, const StagedRowBytes& bytes) {
   return lay_out(plan, bytes, [&](size_t peer) -> PeerCounts {
     return {
-        .rows = rows_to(plan, peer),
+        .rows = returned_from(plan, peer),
         .routes = plan.sent[peer].num_routes(),
         .source_routes = plan.received[peer].num_routes(),
-        .crossings = crossings_to(plan, peer)};
+        .crossings = crossing_sums_from(plan, peer)};
   });
 }
 

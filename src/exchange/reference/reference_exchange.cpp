@@ -206,6 +206,41 @@ Row term_of(const Route& route, const CombineInput& receiver, const CombineInput
   return term;
 }
 
+// Those of a rank's tokens: by token, then in the order of its choices. A map's are its experts.
+std::vector<Route> routes_by_choice(const PlanData& source) {
+  std::vector<Route> routes = routes_of(source);
+  std::ranges::stable_sort(routes, [](const Route& a, const Route& b) {
+    return std::tie(a.token, a.source_col) < std::tie(b.token, b.source_col);
+  });
+  return routes;
+}
+
+// SumOrder::kTopk, for one rank's tokens.
+void combine_by_choice(
+    const PlanData& source,
+    std::span<const CombineInput> in,
+    const CombineInput& own,
+    const CombineOutput& out
+) {
+  const std::vector<Route> routes = routes_by_choice(source);
+  auto route = routes.begin();
+  for (int64_t token = 0; token < source.shape.num_tokens; ++token) {
+    Row total;
+    zero_row(out.x, token);
+    if (out.weights.is_given()) {
+      zero_row(out.weights, token);
+    }
+    for (; route != routes.end() && route->token == token; ++route) {
+      add(total, term_of(*route, in[route->target], own), DType::kFloat32);
+      if (out.weights.is_given()) {
+        at(out.weights, token, route->source_col) =
+            at(in[route->target].weights, route->slot, route->row_col);
+      }
+    }
+    store(out.x, token, total);
+  }
+}
+
 }  // namespace
 
 void reference_dispatch(
@@ -264,6 +299,10 @@ void reference_combine(
         !has_one_row || in[rank].scale == CombineScale::kNone,
         "combine: rows cannot be scaled (a row of layout rank_major belongs to several routes)"
     );
+    if (plans[rank].order() == SumOrder::kTopk) {
+      combine_by_choice(contents_of(plans[rank]), in, in[rank], out[rank]);
+      continue;
+    }
     const std::vector<Route> routes = routes_of(contents_of(plans[rank]));
     auto route = routes.begin();
     for (int64_t token = 0; token < plans[rank].num_tokens(); ++token) {

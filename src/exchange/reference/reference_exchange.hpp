@@ -27,9 +27,13 @@ void reference_dispatch(
 // if asked; rounded to the dtype. Then the partials added in fp32 in that order, rounded to the
 // dtype. A sum starts with its first term, not with zero. Weights come back to the place they left.
 //
+// With SumOrder::kTopk: the token's rows in the order of its choices, multiplied likewise, added in
+// fp32 and rounded to the dtype once.
+//
 // `domain_of` [num_ranks] says which ranks share a domain (Topology::domain_of); empty: all do. If
 // there are several, the partials of a domain's ranks are added in that way and rounded to the
 // dtype, then the sums of the domains, ascending, and rounded again.
+// With kTopk it does not count.
 // Throws Error (kInvalidArgument): scale with kRankMajor, whose rows belong to several routes.
 void reference_combine(
     std::span<const Plan> plans,

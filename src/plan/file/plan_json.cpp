@@ -28,6 +28,7 @@ constexpr std::string_view kPlanFormat = "weft plan";
 constexpr int kPlanVersion = 1;
 constexpr std::string_view kLayouts[] = {"rank_major", "expert_major", "expert_strided"};
 constexpr std::string_view kOverflows[] = {"drop", "error"};
+constexpr std::string_view kOrders[] = {"rank", "topk"};
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMaxInt64 = std::numeric_limits<int64_t>::max();
 
@@ -48,9 +49,10 @@ Json floats_to_json(const std::vector<float>& values) {
   return list;
 }
 
+// The order of sums stands there if it is not the usual one.
 Json shape_to_json(const PlanShape& shape) {
   const PlanOptions& options = shape.options;
-  return {
+  Json json = {
       {"rank", shape.rank},
       {"num_ranks", shape.num_ranks},
       {"num_experts", shape.num_experts},
@@ -63,6 +65,10 @@ Json shape_to_json(const PlanShape& shape) {
       {"expert_stride", options.expert_stride},
       {"row_budget", options.row_budget ? Json(*options.row_budget) : Json()},
       {"overflow", name_of(options.overflow, kOverflows)}};
+  if (options.order != SumOrder::kRank) {
+    json["order"] = name_of(options.order, kOrders);
+  }
+  return json;
 }
 
 Json output_to_json(const PlanData& plan) {
@@ -117,6 +123,8 @@ class JsonNode {
     child.value_ = &*found;
     return child;
   }
+
+  [[nodiscard]] bool has(std::string_view key) const { return value_->contains(key); }
 
   [[nodiscard]] int64_t integer(int64_t low, int64_t high) const {
     const bool is_huge =
@@ -273,6 +281,9 @@ PlanShape shape_from(const JsonNode& node) {
     shape.options.row_budget = budget.integer(0, kMaxInt32);
   }
   shape.options.overflow = node["overflow"].one_of<Overflow>(kOverflows);
+  if (node.has("order")) {
+    shape.options.order = node["order"].one_of<SumOrder>(kOrders);
+  }
   return shape;
 }
 

@@ -56,6 +56,7 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
       {{[](Call& c) { c.options.layout = Layout::kRankMajor; },
         "layout = expert_strided here and rank_major"},
        {[](Call& c) { c.options.overflow = Overflow::kError; }, "overflow = drop here and error"},
+       {[](Call& c) { c.options.order = SumOrder::kTopk; }, "order = rank here and topk"},
        {[](Call& c) { c.topk = 8; }, "topk = 32 here and 8"},
        {[](Call& c) { c.from_map = false; }, "from_map = true here and false"},
        {[](Call& c) { c.has_weights = false; }, "has_weights = true here and false"},

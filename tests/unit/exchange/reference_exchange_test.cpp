@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -261,38 +262,67 @@ TEST(ReferenceExchangeTest, RefusesToScaleRankMajorRows) {
   EXPECT_THROW(reference_combine(plans, inputs, outputs), Error);
 }
 
-// One token with two rows on rank 0 and one on rank 1. In one go the sum would be 1 + 2^-7, which
-// bf16 can hold; rounded on each hop, both halves of 2^-7 are ties that go to the even 1.
-TEST(ReferenceExchangeTest, RoundsOncePerHop) {
+// The sum of a token whose choices are these experts of two ranks with two each, and whose rows
+// hold these values, by rank and slot.
+float sum_of_one_token(
+    SumOrder order,
+    const std::vector<int32_t>& experts,
+    DType dtype,
+    const std::vector<Floats>& values
+) {
   RouteTable one;
   one.num_tokens = 1;
-  one.topk = 3;
-  one.expert = {0, 1, 2};
+  one.topk = static_cast<int>(experts.size());
+  one.expert = experts;
   RouteTable none;
-  none.topk = 3;
+  none.topk = one.topk;
   std::vector<Plan> plans;
-  for (PlanData& data : reference_plans(std::vector{one, none}, 4, {})) {
+  for (PlanData& data : reference_plans(std::vector{one, none}, 4, {.order = order})) {
     plans.emplace_back(std::make_shared<const PlanData>(std::move(data)));
   }
-  const uint16_t small = float_to_bf16(0x1p-8F);
-  const std::vector<uint16_t> first = {float_to_bf16(1), small};
-  const std::vector<uint16_t> second = {small};
-  std::vector<uint16_t> x(1);
-  const auto tensor = [](const std::vector<uint16_t>& data) {
-    return ConstTensor{
-        reinterpret_cast<const std::byte*>(data.data()),
-        DType::kBFloat16,
-        static_cast<int64_t>(data.size()),
-        1};
-  };
-  std::vector<CombineInput> inputs(2);
-  inputs[0].rows = tensor(first);
-  inputs[1].rows = tensor(second);
-  std::vector<CombineOutput> outputs(2);
-  outputs[0].x = {reinterpret_cast<std::byte*>(x.data()), DType::kBFloat16, 1, 1};
-  outputs[1].x = {nullptr, DType::kBFloat16, 0, 1};
+  std::vector<std::vector<uint16_t>> halves;
+  std::vector<CombineInput> inputs;
+  for (const Floats& rows : values) {
+    std::vector<uint16_t>& stored = halves.emplace_back();
+    for (const float value : rows) {
+      stored.push_back(float_to_bf16(value));
+    }
+    ConstTensor tensor = const_view(rows, 1);
+    if (dtype == DType::kBFloat16) {
+      tensor.data = reinterpret_cast<const std::byte*>(stored.data());
+      tensor.dtype = dtype;
+    }
+    inputs.push_back({.rows = tensor});
+  }
+  float x = 0;
+  auto* const data = reinterpret_cast<std::byte*>(&x);
+  const std::vector<CombineOutput> outputs = {
+      {.x = {data, dtype, 1, 1}}, {.x = {nullptr, dtype, 0, 1}}};
   reference_combine(plans, inputs, outputs);
-  EXPECT_EQ(bf16_to_float(x[0]), 1.0F);
+  uint16_t half = 0;
+  std::memcpy(&half, &x, sizeof half);
+  return dtype == DType::kFloat32 ? x : bf16_to_float(half);
+}
+
+// Two rows on rank 0 and one on rank 1. In one go the sum is 1 + 2^-7, which bf16 can hold; rounded
+// on each hop, both halves of 2^-7 are ties that go to the even 1.
+TEST(ReferenceExchangeTest, RoundsOncePerHopOrOnce) {
+  const std::vector<Floats> values = {{1, 0x1p-8F}, {0x1p-8F}};
+  const auto sum = [&](SumOrder order) {
+    return sum_of_one_token(order, {0, 1, 2}, DType::kBFloat16, values);
+  };
+  EXPECT_EQ(sum(SumOrder::kRank), 1.0F);
+  EXPECT_EQ(sum(SumOrder::kTopk), 1 + 0x1p-7F);
+}
+
+// Expert 2 is the first choice, 0 the second and 1 the last.
+TEST(ReferenceExchangeTest, AddsByRankOrByChoice) {
+  const std::vector<Floats> values = {{-0x1p30F, 1}, {0x1p30F}};
+  const auto sum = [&](SumOrder order) {
+    return sum_of_one_token(order, {2, 0, 1}, DType::kFloat32, values);
+  };
+  EXPECT_EQ(sum(SumOrder::kRank), 0.0F);
+  EXPECT_EQ(sum(SumOrder::kTopk), 1.0F);
 }
 
 }  // namespace

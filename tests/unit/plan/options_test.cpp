@@ -57,6 +57,18 @@ TEST(OptionsTest, RefusesBudget) {
   );
 }
 
+TEST(OptionsTest, RefusesAnOrderOfSumsThatRankMajorCannotHave) {
+  EXPECT_EQ(
+      refusal({.layout = Layout::kRankMajor, .order = SumOrder::kTopk}),
+      "plan: order = topk (must be rank with rank_major, whose rows are sums of a rank's experts) "
+      "[rank 2/8, shm]"
+  );
+  EXPECT_EQ(
+      refusal({.layout = Layout::kExpertStrided, .expert_stride = 64, .order = SumOrder::kTopk}),
+      "nothing"
+  );
+}
+
 TEST(OptionsTest, RefusesUnknownEnumerators) {
   EXPECT_EQ(
       refusal({.layout = static_cast<Layout>(7)}),
@@ -65,6 +77,10 @@ TEST(OptionsTest, RefusesUnknownEnumerators) {
   EXPECT_EQ(
       refusal({.overflow = static_cast<Overflow>(3)}),
       "plan: overflow = 3 is unknown (0 or 1) [rank 2/8, shm]"
+  );
+  EXPECT_EQ(
+      refusal({.order = static_cast<SumOrder>(9)}),
+      "plan: order = 9 is unknown (0 or 1) [rank 2/8, shm]"
   );
 }
 

@@ -32,6 +32,17 @@ TEST(PlanJsonTest, KeepsTheBitsOfEveryWeight) {
   }
 }
 
+// A text without it is of the usual order.
+TEST(PlanJsonTest, NamesTheOrderOfSumsThatIsNotTheUsualOne) {
+  const Plan plan = sample_plans({.order = SumOrder::kTopk})[0];
+  json whole = json::parse(plan.to_json());
+  EXPECT_EQ(whole["shape"]["order"], "topk");
+  EXPECT_EQ(Plan::from_json(plan.to_json()), plan);
+  EXPECT_NE(plan, sample_plans()[0]);
+  whole["shape"].erase("order");
+  EXPECT_EQ(Plan::from_json(whole.dump()), sample_plans()[0]);
+}
+
 TEST(PlanJsonTest, IsTheSameTextForTheSamePlan) {
   const Plan plan = sample_plans()[1];
   EXPECT_EQ(Plan::from_json(plan.to_json()).to_json(), plan.to_json());
@@ -101,6 +112,10 @@ TEST_F(FaultyJsonTest, NamesValuesOfAnotherKind) {
   EXPECT_EQ(
       with("/shape/overflow", "explode"),
       "load: plan.json: /shape/overflow is \"explode\" (\"drop\" or \"error\")"
+  );
+  EXPECT_EQ(
+      with("/shape/order", "random"),
+      "load: plan.json: /shape/order is \"random\" (\"rank\" or \"topk\")"
   );
   EXPECT_EQ(with("/sent", 5), "load: plan.json: /sent is 5 (a list)");
   EXPECT_EQ(

@@ -157,6 +157,17 @@ TEST_F(SmallPlanTest, PadsExpertBlocks) {
   EXPECT_EQ(plans[0].logical_bytes(16), 6 * 16);
 }
 
+// Of rank 1's tokens: two routes of three, all three, none and one lead to rank 0.
+TEST(ReturnedBytesTest, CountsARowForEachRouteOrForAllOfAToken) {
+  const std::vector<RouteTable> routes = {
+      table_of(3, {}), table_of(3, {{0, 2, 1}, {0, 1, 1}, {2, 3, -1}, {-1, 0, -1}})};
+  const auto returned = [&](SumOrder order) {
+    return build_plans(routes, 4, {.order = order})[1].returned_bytes(16);
+  };
+  EXPECT_EQ(returned(SumOrder::kRank), 3 * 16);
+  EXPECT_EQ(returned(SumOrder::kTopk), 4 * 16);
+}
+
 TEST_F(SmallPlanTest, GivesEachArrivalOneRowByRank) {
   PlanOptions options;
   options.layout = Layout::kRankMajor;
