@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from weft.group import Group
 
 _WANTED = os.environ.get("WEFT_NVTX", "1" if os.environ.get("NVTX_INJECTION64_PATH") else "0")
-_HAS_NVTX = _WANTED == "1"
+HAS_NVTX = _WANTED == "1"
 # Whether anything shows the calls: whoever makes one asks first.
-IS_ON: bool = _HAS_NVTX or call_log.IS_ON
+IS_ON: bool = HAS_NVTX or call_log.IS_ON
 
 
 def begin(name: str, group: Group | None = None) -> None:
     """A range "weft: name" of this thread, inside the one that is open. group: of the call. The
     function that makes the call has called the one that calls this."""
-    if _HAS_NVTX:
+    if HAS_NVTX:
         with contextlib.suppress(RuntimeError):  # a torch without CUDA has no NVTX
             torch.cuda.nvtx.range_push(f"weft: {name}")
     if call_log.IS_ON:
@@ -35,7 +35,7 @@ def begin(name: str, group: Group | None = None) -> None:
 
 
 def end() -> None:
-    if _HAS_NVTX:
+    if HAS_NVTX:
         with contextlib.suppress(RuntimeError):
             torch.cuda.nvtx.range_pop()
     if call_log.IS_ON:

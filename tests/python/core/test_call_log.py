@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import weft
-from weft import call_log
+from weft import call_log, ranges
 from weft.compat.deep_ep import Buffer
 
 LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} weft call (.*)")
@@ -29,13 +29,14 @@ def lines_of(text):
 
 @contextlib.contextmanager
 def logged():
-    call_log.IS_ON, usual = True, call_log.IS_ON
+    usual = call_log.IS_ON, ranges.IS_ON
+    call_log.IS_ON = ranges.IS_ON = True
     text = io.StringIO()
     try:
         with contextlib.redirect_stderr(text):
             yield text
     finally:
-        call_log.IS_ON = usual
+        call_log.IS_ON, ranges.IS_ON = usual
 
 
 def in_order(lines):

@@ -21,7 +21,7 @@ def ranges_of_calls(_rank, _num_ranks, group):
         range_pop = staticmethod(lambda: log.append("end"))
 
     usual, torch.cuda.nvtx = torch.cuda.nvtx, Nvtx
-    ranges.IS_ON = True
+    ranges.IS_ON = ranges.HAS_NVTX = True
     try:
         buffer = Buffer(group)
         idx = torch.tensor([[0, 1]])
@@ -32,7 +32,7 @@ def ranges_of_calls(_rank, _num_ranks, group):
         del log[4:]
         exchange.dispatch(exchange.plan(idx), torch.ones(1, 8))
     finally:
-        ranges.IS_ON = False
+        ranges.IS_ON = ranges.HAS_NVTX = False
         torch.cuda.nvtx = usual
     layout = ["weft: get_dispatch_layout", "end"]
     assert log == [*layout, *layout, "weft: plan", "end", "weft: dispatch", "end"]
@@ -76,7 +76,7 @@ def test_a_torch_without_nvtx_will_do(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "nvtx", Nothing)
     monkeypatch.setattr(Nothing, "range_pop", lambda: Nothing.range_push("end"), raising=False)
-    monkeypatch.setattr(ranges, "IS_ON", True)
+    monkeypatch.setattr(ranges, "HAS_NVTX", True)
     ranges.begin("x")
     ranges.end()
     assert tried == ["weft: x", "end"]

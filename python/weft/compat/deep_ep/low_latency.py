@@ -223,8 +223,8 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: as for dispatch. overlap raises `weft.Unsupported`, as
-        do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
+        combine_wait_recv_cost_stats int64 [R]: as for dispatch. overlap raises `weft.Unsupported`,
+        as do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
