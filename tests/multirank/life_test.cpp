@@ -117,7 +117,7 @@ TEST_P(LifeTest, AddsWhatCallsHaveWaited) {
     exchange.add_waits(sums, -1);
     group.barrier();
     if (group.rank() == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
     EXPECT_EQ(run_cases(exchange, cases), "");
     exchange.add_waits(sums, 1);
