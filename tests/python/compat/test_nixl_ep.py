@@ -257,6 +257,14 @@ def wrong_on_one_rank(rank, num_ranks, group, way, folder):
         else:
             with pytest.raises(weft.InvalidArgument, match=f"rank {last} refused the call: .*"):
                 buffer.connect_ranks(list(range(num_ranks)))
+    last = num_ranks - 1
+    for capacity in (last, num_ranks + 1):  # of the last rank but one
+        mine = capacity if rank == last - 1 else num_ranks
+        buffer = Buffer(rank=rank, **given)
+        buffer.update_memory_buffers(mine, 2, 0)
+        match = f"num_ranks = {capacity}|, {capacity}\\) .expected"
+        with pytest.raises(weft.InvalidArgument, match=match):
+            buffer.connect_ranks(list(range(mine)))
     connected(rank, num_ranks, given)
     gather(group, None)  # rank 0 has the store
 

@@ -124,14 +124,15 @@ class Buffer(DeepEPBuffer):
 
         group, comm = self.group, self.comm
         if group is not None:
-            _agree(Group.of(group), self.rank, check_ranks)
+            self._agree(Group.of(group), check_ranks)
         elif comm is not None:
-            _agree(MpiGroup(comm), self.rank, check_ranks)
+            self._agree(MpiGroup(comm), check_ranks)
         else:
             if self.tcp_store_group is None:
                 raise ValueError("connect_ranks: neither group nor comm nor a store is given")
             comm = StoreRanks(self.tcp_store_group, self.rank, self.group_size)
-            comm.agreed("connect_ranks", check_ranks)
+            equal = f"num_ranks = {self.group_size}"
+            comm.agreed("connect_ranks", check_ranks, equal)
         sizes = self.num_rdma_bytes, self.num_nvl_bytes  # of any multiple
         super().__init__(
             group,
@@ -282,12 +283,15 @@ class Buffer(DeepEPBuffer):
     def _timeout(self) -> float:
         return self.timeout_ms / 1000
 
+    def _agree(self, ranks: Group, check_ranks: Callable[[], None]) -> None:
+        """Collective: the checks, on all ranks of the group, which number themselves as it does."""
 
-def _agree(ranks: Group, rank: int, check_ranks: Callable[[], None]) -> None:
-    """Collective: the checks, on all ranks of the group, which number themselves as it does."""
+        def check_all() -> None:
+            here, found = (self.rank, self.group_size), (ranks.rank, ranks.num_ranks)
+            check(
+                here == found,
+                f"connect_ranks: (rank, num_ranks) = {here} (expected {found}, the group's)",
+            )
+            check_ranks()
 
-    def check_all() -> None:
-        check(ranks.rank == rank, f"connect_ranks: rank = {rank} is {ranks.rank} of the group")
-        check_ranks()
-
-    ranks.agreed("connect_ranks", check_all)
+        ranks.agreed("connect_ranks", check_all)

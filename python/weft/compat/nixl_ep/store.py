@@ -2,6 +2,7 @@
 """The ranks that a store of torch.distributed brings together, without a process group."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -36,16 +37,16 @@ class StoreRanks:
         self._tell(_GOOD + block)
         return self._hear("all_gather")
 
-    def agreed(self, what: str, make: Callable[[], None]) -> None:
-        """Collective: make(). If it raises on a rank, all others raise InvalidArgument. A rank that
-        raises waits for nobody."""
+    def agreed(self, what: str, make: Callable[[], None], equal: str) -> None:
+        """Collective: make(). If it raises on a rank, all others raise InvalidArgument; so do all
+        if `equal`, some settings in words, is not. A rank that raises waits for nobody."""
         try:
             make()
         except Exception as error:
             self._tell(_REFUSED + (str(error) or "?").encode())
             raise
-        self._tell(_GOOD)
-        self._hear(what)
+        self._tell(_GOOD + equal.encode())
+        self._hear(what, equal.encode())
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
@@ -54,24 +55,33 @@ class StoreRanks:
         self._round += 1
         self._store.set(self._key(self._round, self._rank), block)
 
-    def _hear(self, what: str) -> list[bytes]:
+    def _hear(self, what: str, wanted: bytes | None = None) -> list[bytes]:
+        """wanted: what all ranks must have told."""
         keys = [self._key(self._round, rank) for rank in range(self._num_ranks)]
-        try:
-            self._store.wait(keys, timedelta(seconds=_PATIENCE))
-        except Exception as error:
-            self._store.add(self._counter, -1)  # the next one meets those that come late
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise TimeoutError(
-                f"{what}: rank {self._rank} waited {_PATIENCE} s in the store for ranks {missing} "
-                f"of {self._num_ranks}",
-                "timeout",
-                self._rank,
-            ) from error
-        blocks = [self._store.get(key) for key in keys]
-        for rank, block in enumerate(blocks):
+        deadline, blocks = time.monotonic() + _PATIENCE, []
+        for rank, key in enumerate(keys):  # one by one: there may be fewer than this rank expects
+            try:
+                left = max(deadline - time.monotonic(), 0.001)
+                self._store.wait([key], timedelta(seconds=left))
+            except Exception as error:
+                self._store.add(self._counter, -1)  # the next one meets those that come late
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise TimeoutError(
+                    f"{what}: rank {self._rank} waited {_PATIENCE} s in the store for ranks "
+                    f"{missing} of {self._num_ranks}",
+                    "timeout",
+                    self._rank,
+                ) from error
+            block = self._store.get(key)
             if block[:1] == _REFUSED:
                 reason = f"{what}: rank {rank} refused the call: {block[1:].decode()}"
                 raise InvalidArgument(reason, rank=self._rank)
+            if wanted is not None and block[1:] != wanted:
+                here = wanted.decode()
+                reason = f"{what}: {block[1:].decode()} on rank {rank} and {here} on rank"
+                equal = "(must be equal on all ranks)"
+                raise InvalidArgument(f"{reason} {self._rank} {equal}", rank=self._rank)
+            blocks.append(block)
         # Whoever has come here has read the round before; some stores cannot delete.
         with contextlib.suppress(RuntimeError, NotImplementedError):
             self._store.delete_key(self._key(self._round - 1, self._rank))
