@@ -55,10 +55,9 @@ __device__ inline void watch_plan(const PlanLaunch& call, CallSetup& setup, Seen
   if (rank < me.num_ranks) {
     const uint64_t* from = routing_of(me, me.rank, setup.epoch, rank) + RoutingMap::kNumTokens;
     const WaitSite site = {Op::kPlan, setup.epoch, rank, WaitFor::kRouting};
-    auto tokens = static_cast<uint32_t>(call.num_tokens);
-    is_good =
-        rank == me.rank || (wait_tagged(me, from, site, ptx::load_relaxed_sys(from), tokens) &&
-                            tokens <= me.map.max_tokens);
+    uint32_t tokens = 0;
+    is_good = wait_tagged(me, from, site, ptx::load_relaxed_sys(from), tokens) &&
+              tokens <= me.map.max_tokens;
     setup.tokens[rank] = static_cast<int32_t>(tokens);
   }
   __syncwarp();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // First part of a plan that every rank makes from all ranks' routing (fused.cuh): this rank's
-// routing goes to every peer, and all peers' routing comes in. Values travel together with the
+// routing goes to every rank, and all ranks' routing comes in. Values travel together with the
 // epoch of their call. dispatch/eager.cuh reads sizes in the same way.
 #pragma once
 
@@ -12,11 +12,8 @@ namespace weft {
 
 // 64 bits that hold a value and, in the upper half, the epoch of its call: who sees the epoch has
 // the value, so that neither end needs a fence.
-__device__ __forceinline__ uint64_t tagged(uint32_t epoch, uint32_t value) {
-  return uint64_t{epoch} << 32 | value;
-}
 __device__ __forceinline__ void store_tagged(uint64_t* to, uint32_t epoch, uint32_t value) {
-  ptx::store_relaxed_sys(to, tagged(epoch, value));
+  ptx::store_relaxed_sys(to, uint64_t{epoch} << 32 | value);
 }
 
 __device__ __forceinline__ bool is_of_call(uint64_t word, uint32_t epoch) {
@@ -70,38 +67,26 @@ __device__ __forceinline__ uint64_t* routing_of(
   return reinterpret_cast<uint64_t*>(control_of(me, rank) + offset);
 }
 
-// What this rank says of route `i` of its own: an expert, -1 for none, or what no rank takes.
-__device__ __forceinline__ uint32_t said_expert(const PlanLaunch& call, int i) {
-  const int64_t unknown = call.ignores_unknown ? -1 : INT32_MIN;
-  const int64_t expert = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(i));
-  const bool fits = expert >= -1 && expert < static_cast<int64_t>(call.plan.map.num_experts);
-  return static_cast<uint32_t>(fits ? expert : unknown);
-}
-__device__ __forceinline__ uint32_t said_weight(const PlanLaunch& call, int i) {
-  return __float_as_uint(__ldg(call.weights + i));
-}
-__device__ __forceinline__ uint32_t said_budget(const PlanLaunch& call) {
-  return static_cast<uint32_t>(min(call.row_budget, int64_t{INT32_MAX}));
-}
-
-// All threads of a planning block send this rank's routing to the block's share of the peers.
+// All threads of a planning block send this rank's routing to the block's share of the ranks.
 __device__ inline void send_routing(const PlanLaunch& call, uint32_t epoch) {
+  const int64_t unknown = call.ignores_unknown ? -1 : INT32_MIN;
   const RankView& me = call.me;
   const RoutingMap map = me.map.routing();
   const int count = call.num_tokens * call.topk;
   for (int peer = static_cast<int>(blockIdx.x); peer < me.num_ranks; peer += call.num_blocks) {
-    if (peer == me.rank) {
-      continue;
-    }
     uint64_t* to = routing_of(me, peer, epoch, me.rank);
     if (threadIdx.x == 0) {
+      const int64_t budget = min(call.row_budget, int64_t{INT32_MAX});
       store_tagged(to + RoutingMap::kNumTokens, epoch, static_cast<uint32_t>(call.num_tokens));
-      store_tagged(to + RoutingMap::kRowBudget, epoch, said_budget(call));
+      store_tagged(to + RoutingMap::kRowBudget, epoch, static_cast<uint32_t>(budget));
     }
     for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
-      store_tagged(to + RoutingMap::experts() + i, epoch, said_expert(call, i));
+      const int64_t expert = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(i));
+      const bool fits = expert >= -1 && expert < static_cast<int64_t>(call.plan.map.num_experts);
+      const auto said = static_cast<uint32_t>(fits ? expert : unknown);
+      store_tagged(to + RoutingMap::experts() + i, epoch, said);
       if (call.weights != nullptr) {
-        store_tagged(to + map.weights() + i, epoch, said_weight(call, i));
+        store_tagged(to + map.weights() + i, epoch, __float_as_uint(__ldg(call.weights + i)));
       }
     }
   }
@@ -136,10 +121,8 @@ __device__ __forceinline__ int read_sizes(
 ) {
   const uint64_t* from = routing + (place.lane == RoutingMap::kRowBudget ? RoutingMap::kRowBudget
                                                                          : RoutingMap::kNumTokens);
-  uint32_t value = place.lane == RoutingMap::kRowBudget ? said_budget(call)
-                                                        : static_cast<uint32_t>(call.num_tokens);
-  bool is_good = site.peer == call.me.rank ||
-                 wait_tagged(call.me, from, site, ptx::load_relaxed_sys(from), value);
+  uint32_t value = 0;
+  bool is_good = wait_tagged(call.me, from, site, ptx::load_relaxed_sys(from), value);
   __syncwarp();
   const uint32_t tokens = __shfl_sync(kAllLanes, value, RoutingMap::kNumTokens);
   is_good = __all_sync(kAllLanes, is_good) && tokens <= call.plan.map.max_tokens;
@@ -155,8 +138,7 @@ __device__ __forceinline__ int read_sizes(
 }
 
 // All threads, each warp for one rank at a time: everybody's sizes and routing, and the weights of
-// the rank that is planned. This rank's are where the caller has them. False if the call is given
-// up or a route is out of range.
+// the rank that is planned. False if the call is given up or a route is out of range.
 __device__ inline bool read_all(
     const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
 ) {
@@ -176,29 +158,20 @@ __device__ inline bool read_all(
     const uint64_t* experts = routing + RoutingMap::experts();
     const uint64_t* weights = routing + me.map.routing().weights();
     const WaitSite site = {Op::kPlan, place.epoch, rank, WaitFor::kRouting};
-    const bool is_own = rank == me.rank;
     const bool is_planned = from == place.source;
     const bool has_weights = call.has_weights && is_planned;
     uint16_t* kept = shared.experts_of(from);
-    int count = is_own ? call.num_tokens * call.topk
-                       : static_cast<int>(shared.num_routes);  // until it is known
+    auto count = static_cast<int>(shared.num_routes);  // until it is known
     bool is_sized = false;
 #pragma unroll 1
-    for (int first = begin; first - begin < count || !is_sized; first += kBatch * stride) {
+    for (int first = begin; first - begin < count; first += kBatch * stride) {
       uint64_t expert[kBatch];
       uint64_t weight[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int route = first + i * stride;
-        const bool is_there = route < count;
-        const bool is_weighted = is_there && has_weights;
-        if (is_own) {
-          expert[i] = is_there ? tagged(place.epoch, said_expert(call, route)) : 0;
-          weight[i] = is_weighted ? tagged(place.epoch, said_weight(call, route)) : 0;
-        } else {
-          expert[i] = is_there ? ptx::load_relaxed_sys(experts + route) : 0;
-          weight[i] = is_weighted ? ptx::load_relaxed_sys(weights + route) : 0;
-        }
+        expert[i] = route < count ? ptx::load_relaxed_sys(experts + route) : 0;
+        weight[i] = route < count && has_weights ? ptx::load_relaxed_sys(weights + route) : 0;
       }
       if (!is_sized) {
         is_sized = true;
