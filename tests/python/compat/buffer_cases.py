@@ -6,7 +6,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from weft.compat.deep_ep import Buffer
+
 HIDDEN = 32
+NUM_MAX = 16  # tokens of a rank in a low-latency call
+LOW_LATENCY_TOKENS = (16, 0, 5, 9)
 
 
 def gather(group, value) -> list:
@@ -128,3 +132,10 @@ def dispatch(buffer, case, x=None, with_topk=True, **options):
         num_tokens_per_expert=per_expert,
         **options,
     )
+
+
+def low_latency_case(rank, num_ranks, group, *, hidden=128, low=-1, topk=3, **options):
+    """A case of two experts a rank, and a buffer for it."""
+    tokens = LOW_LATENCY_TOKENS
+    case = Case(rank, group, 2 * num_ranks, topk, tokens, low=low, hidden=hidden, distinct=True)
+    return case, Buffer(group, low_latency_mode=True, explicitly_destroy=True, **options)
