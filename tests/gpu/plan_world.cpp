@@ -82,6 +82,7 @@ PlanWorld::PlanWorld(const ExchangeSetup& setup, int num_blocks, uint64_t timeou
       call.me.control[peer] = ranks_[peer]->control.get();
     }
     call.me.regions = reinterpret_cast<std::byte* const*>(rank.regions.get());
+    call.me.new_regions = call.me.regions;
     call.me.local = reinterpret_cast<LocalState*>(rank.local.get());
     call.me.fault = reinterpret_cast<FaultRecord*>(rank.fault.get());
     call.me.timeout_ns = timeout_ns;

@@ -10,13 +10,16 @@
 
 namespace weft {
 
-// An entry of the table of regions. It is read from the L2 cache, where the host's copies arrive,
-// never from an L1 cache that may hold an earlier table at this address.
+// An entry of the table of regions, or of that in host memory if the copy has yet to arrive. It is
+// read from the L2 cache, where the host's copies arrive, never from an L1 cache that may hold an
+// earlier table at this address.
 __device__ __forceinline__ std::byte* region_of(const RankView& me, int rank, uint32_t region) {
-  const auto* entry = reinterpret_cast<const unsigned long long*>(
-      me.regions + static_cast<uint32_t>(rank) * kMaxPeerRegions + region
-  );
-  return reinterpret_cast<std::byte*>(__ldcg(entry));
+  const uint32_t index = static_cast<uint32_t>(rank) * kMaxPeerRegions + region;
+  uint64_t entry = __ldcg(reinterpret_cast<const unsigned long long*>(me.regions + index));
+  if (entry == 0) {
+    entry = ptx::load_acquire_sys(reinterpret_cast<const uint64_t*>(me.new_regions + index));
+  }
+  return reinterpret_cast<std::byte*>(entry);
 }
 
 __device__ __forceinline__ std::byte* control_of(const RankView& me, int rank) {

@@ -154,6 +154,7 @@ void CudaExchange::set_up(uint64_t stamp) {
       .stamp = stamp,
       .control = {},
       .regions = memory_->table(),
+      .new_regions = memory_->new_table(),
       .local = own_->local.get(),
       .fault = own_->fault.get(),
       .timeout_ns = static_cast<uint64_t>(

@@ -364,6 +364,8 @@ struct RankView {
   std::byte* control[kMaxDomainRanks] = {};
   // Device memory [num_ranks][kMaxPeerRegions]: every region as mapped here.
   std::byte* const* regions = nullptr;
+  // Host memory, the same: what is new is here first.
+  std::byte* const* new_regions = nullptr;
   LocalState* local = nullptr;
   FaultRecord* fault = nullptr;
   uint64_t timeout_ns = 0;

@@ -139,8 +139,9 @@ CudaRegions::CudaRegions(const Group& group, int device, std::string_view transp
          .is_exported = is_exported(),
          .context = context()}
     );
-    word_.create(1, context());
-    table_.create(static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions, context());
+    const uint64_t entries = static_cast<uint64_t>(num_ranks_) * kMaxPeerRegions;
+    table_.create(entries, context());
+    new_table_.create(entries, context());
     WEFT_CUDA(context(), cudaStreamSynchronize(nullptr));  // it is zero before the first entry
   });
 }
@@ -192,14 +193,19 @@ std::shared_ptr<std::byte> CudaRegions::map(int rank, const RegionHandle& handle
   return transport_->map(rank, handle.exported, handle.bytes);
 }
 
+void CudaRegions::show_entry(int rank, uint32_t region, std::byte* data) {
+  std::byte*& entry = new_table_.get()[static_cast<size_t>(rank) * kMaxPeerRegions + region];
+  std::atomic_ref(entry).store(data, std::memory_order_release);
+}
+
 void CudaRegions::set_entry(int rank, uint32_t region, std::byte* data) {
   const CudaDeviceGuard guard(device_, context());
-  const std::lock_guard lock(word_mutex_);
-  std::byte** const word = word_.get();
-  *word = data;
-  std::byte** const entry = table_.get() + static_cast<size_t>(rank) * kMaxPeerRegions + region;
+  show_entry(rank, region, data);
+  const size_t index = static_cast<size_t>(rank) * kMaxPeerRegions + region;
+  std::byte** const from = new_table_.get() + index;
+  std::byte** const to = table_.get() + index;
   const cudaStream_t stream = short_work_stream(device_);
-  WEFT_CUDA(context(), cudaMemcpyAsync(entry, word, sizeof *word, cudaMemcpyHostToDevice, stream));
+  WEFT_CUDA(context(), cudaMemcpyAsync(to, from, sizeof *to, cudaMemcpyHostToDevice, stream));
   WEFT_CUDA(context(), cudaStreamSynchronize(stream));
 }
 

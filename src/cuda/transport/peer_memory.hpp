@@ -51,12 +51,15 @@ class CudaRegions : public RegionSource {
   void enter_thread() override;
   [[nodiscard]] OwnRegion allocate(uint64_t bytes) override;
   [[nodiscard]] std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) override;
+  void show_entry(int rank, uint32_t region, std::byte* data) override;
   void set_entry(int rank, uint32_t region, std::byte* data) override;
   void quiesce() override;
 
   // Device memory [num_ranks][kMaxPeerRegions]: every region as this GPU maps it, null = not
   // mapped.
   [[nodiscard]] std::byte* const* table() const { return table_.get(); }
+  // The same in host memory that kernels can read: entries are here before they are in table().
+  [[nodiscard]] std::byte* const* new_table() const { return new_table_.get(); }
   // Ranks, this one included, whose GPU is this rank's own.
   [[nodiscard]] int ranks_on_this_gpu() const;
   // Whether other processes map this rank's memory.
@@ -74,9 +77,8 @@ class CudaRegions : public RegionSource {
   std::vector<GpuIdentity> gpus_;  // [num_ranks]
   std::unique_ptr<GpuTransport> transport_;
 
-  CudaBuffer<std::byte*> table_;  // [num_ranks][kMaxPeerRegions]
-  std::mutex word_mutex_;
-  PinnedBuffer<std::byte*> word_;  // an entry on its way
+  CudaBuffer<std::byte*> table_;        // [num_ranks][kMaxPeerRegions]
+  PinnedBuffer<std::byte*> new_table_;  // the same
 };
 
 class PeerMemory final : CudaRegions, public PeerRegions {
@@ -95,6 +97,7 @@ class PeerMemory final : CudaRegions, public PeerRegions {
   PeerMemory& operator=(const PeerMemory&) = delete;
 
   using CudaRegions::ranks_on_this_gpu;
+  using CudaRegions::new_table;
   using CudaRegions::table;
   using PeerRegions::allocate;
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Regions are made, found and released by their owner. A service thread does a peer's part: it
-// makes this rank's table agree with the boards of its peers, and frees what this rank has released
-// once the peers have unmapped it.
+// Regions are made, found and released by their owner. Two threads do a peer's part: they make this
+// rank's table agree with the boards of its peers, and free what this rank has released once the
+// peers have unmapped it.
 #include "cuda/transport/peer_regions.hpp"
 
 #include <algorithm>
@@ -36,7 +36,8 @@ PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t cont
       num_ranks_(group.num_ranks()),
       boards_(static_cast<size_t>(num_ranks_)),
       mapped_(static_cast<size_t>(num_ranks_)),
-      seen_changes_(static_cast<size_t>(num_ranks_), 0) {
+      seen_by_mapper_(static_cast<size_t>(num_ranks_), 0),
+      seen_by_settler_(static_cast<size_t>(num_ranks_), 0) {
   agree(group, [&] {
     WEFT_CHECK(
         context(),
@@ -53,11 +54,13 @@ PeerRegions::PeerRegions(const Group& group, RegionSource& source, uint64_t cont
   agree(group, [&] {
     for (int owner = 0; owner < num_ranks_; ++owner) {
       if (is_peer(owner)) {
-        follow(owner, 0, board_of(owner).entries[0].stamp.load(std::memory_order_acquire));
+        map_new(owner, 0);
+        settle(owner, 0);
       }
     }
   });
-  service_ = std::thread([this] { run(); });
+  mapper_ = std::thread([this] { run(&PeerRegions::map_new); });
+  settler_ = std::thread([this] { run(&PeerRegions::settle); });
 }
 
 void PeerRegions::connect(const Group& group) {
@@ -93,7 +96,7 @@ void PeerRegions::tell(int rank) {
 
 void PeerRegions::tell_all() {
   for (int rank = 0; rank < num_ranks_; ++rank) {
-    tell(rank);  // this rank too: its service thread frees what is dead
+    tell(rank);  // this rank too: it frees what is dead
   }
 }
 
@@ -242,7 +245,7 @@ std::optional<PeerRegion> PeerRegions::find(const void* data, uint64_t bytes) co
   return is_inside && offset < region.bytes ? std::optional(region) : std::nullopt;
 }
 
-// The constructor maps it, and the service thread never touches it.
+// The constructor maps it, and no thread touches it afterwards.
 std::byte* PeerRegions::control_of(int rank) const {
   return is_peer(rank) ? mapped_[static_cast<size_t>(rank)][0].data.get() : control_.data;
 }
@@ -306,9 +309,9 @@ bool PeerRegions::wait_freed(std::chrono::milliseconds at_most) const {
   return is_freed;
 }
 
-// --- the service thread ---
+// --- the two threads ---
 
-void PeerRegions::run() {
+void PeerRegions::run(void (PeerRegions::*serve)()) {
   set_log_rank(rank_, num_ranks_);
   try {
     source_.enter_thread();
@@ -318,7 +321,7 @@ void PeerRegions::run() {
   while (!is_stopped_.load(std::memory_order_acquire)) {
     const uint32_t seen = transport_->doorbell();
     try {
-      serve();
+      (this->*serve)();
     } catch (const std::exception& error) {
       log(LogLevel::kWarn, "peer memory: {}", error.what());
     }
@@ -328,57 +331,111 @@ void PeerRegions::run() {
   }
 }
 
-// New regions first: letting go of old ones may wait for running kernels.
-void PeerRegions::serve() {
+std::vector<int> PeerRegions::changed_peers(std::vector<uint64_t>& seen) const {
   std::vector<int> changed;
   for (int owner = 0; owner < num_ranks_; ++owner) {
-    const auto i = static_cast<size_t>(owner);
-    const uint64_t num_changes = board_of(owner).num_changes.load(std::memory_order_acquire);
-    if (is_peer(owner) && num_changes != std::exchange(seen_changes_[i], num_changes)) {
+    uint64_t& of_owner = seen[static_cast<size_t>(owner)];
+    const uint64_t now = board_of(owner).num_changes.load(std::memory_order_acquire);
+    if (is_peer(owner) && now != std::exchange(of_owner, now)) {
       changed.push_back(owner);
     }
   }
-  for (const bool live : {true, false}) {
-    for (const int owner : changed) {
-      follow(owner, live);
+  return changed;
+}
+
+void PeerRegions::map_new() {
+  for (const int owner : changed_peers(seen_by_mapper_)) {
+    for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+      try {
+        map_new(owner, region);
+      } catch (const std::exception& error) {
+        log(LogLevel::kWarn, "peer memory: region {} of rank {}: {}", region, owner, error.what());
+      }
+    }
+  }
+}
+
+// Under the lock to the end: the other thread must not let go of what is being mapped here.
+void PeerRegions::map_new(int owner, uint32_t region) {
+  const std::lock_guard lock(mapped_mutex_);
+  Board& board = board_of(owner);
+  const uint64_t stamp = board.entries[region].stamp.load(std::memory_order_acquire);
+  Mapped& mapped = mapped_[static_cast<size_t>(owner)][region];
+  if (stamp == mapped.stamp || !is_live_stamp(stamp)) {
+    return;
+  }
+  mapped.stamp = stamp;
+  mapped.is_settled = false;
+  try {
+    mapped.data = source_.map(owner, board.entries[region].handle);
+    source_.show_entry(owner, region, mapped.data.get());
+  } catch (...) {
+    board.acknowledge(rank_, region, stamp, true);
+    tell(owner);
+    throw;
+  }
+  board.acknowledge(rank_, region, stamp, false);
+  tell(owner);
+  has_unsettled_ = true;
+  tell(rank_);
+}
+
+void PeerRegions::settle() {
+  std::vector<int> changed = changed_peers(seen_by_settler_);
+  if (has_unsettled_.exchange(false)) {
+    changed.clear();
+    for (int owner = 0; owner < num_ranks_; ++owner) {
+      if (is_peer(owner)) {
+        changed.push_back(owner);
+      }
+    }
+  }
+  for (const int owner : changed) {
+    for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
+      try {
+        settle(owner, region);
+      } catch (const std::exception& error) {
+        log(LogLevel::kWarn, "peer memory: region {} of rank {}: {}", region, owner, error.what());
+      }
     }
   }
   free_dead();
 }
 
-void PeerRegions::follow(int owner, bool live) {
-  for (uint32_t region = 0; region < kMaxPeerRegions; ++region) {
-    const uint64_t stamp = board_of(owner).entries[region].stamp.load(std::memory_order_acquire);
-    const bool is_new = stamp != mapped_[static_cast<size_t>(owner)][region].stamp;
-    if (!is_new || is_live_stamp(stamp) != live) {
-      continue;
-    }
-    try {
-      follow(owner, region, stamp);
-    } catch (const std::exception& error) {
-      log(LogLevel::kWarn, "peer memory: region {} of rank {}: {}", region, owner, error.what());
-    }
-    tell(owner);
+void PeerRegions::settle(int owner, uint32_t region) {
+  std::unique_lock lock(mapped_mutex_);
+  const uint64_t stamp = board_of(owner).entries[region].stamp.load(std::memory_order_acquire);
+  Mapped& mapped = mapped_[static_cast<size_t>(owner)][region];
+  if (stamp == mapped.stamp && mapped.data != nullptr && !mapped.is_settled) {
+    mapped.is_settled = true;
+    std::byte* const data = mapped.data.get();
+    lock.unlock();
+    source_.set_entry(owner, region, data);
+  } else if (stamp != mapped.stamp && !is_live_stamp(stamp)) {
+    mapped.stamp = stamp;
+    std::shared_ptr<std::byte> data = std::move(mapped.data);
+    mapped.data = nullptr;
+    lock.unlock();
+    let_go(owner, region, stamp, std::move(data));
   }
 }
 
-void PeerRegions::follow(int owner, uint32_t region, uint64_t stamp) {
-  Board& board = board_of(owner);
-  Mapped& mapped = mapped_[static_cast<size_t>(owner)][region];
-  mapped.stamp = stamp;
+// Its owner must not keep a region for ever, whatever happens here.
+void PeerRegions::let_go(
+    int owner, uint32_t region, uint64_t stamp, std::shared_ptr<std::byte> data
+) {
+  std::exception_ptr problem;
   try {
-    std::shared_ptr<std::byte> data;
-    if (is_live_stamp(stamp)) {
-      data = source_.map(owner, board.entries[region].handle);
-    }
-    source_.set_entry(owner, region, data.get());
-    mapped.data = std::move(data);  // lets go of what was there
+    source_.set_entry(owner, region, nullptr);
   } catch (...) {
-    // A region that is gone is acknowledged even then: its owner must not keep it for ever.
-    board.acknowledge(rank_, region, stamp, is_live_stamp(stamp));
-    throw;
+    problem = std::current_exception();
   }
-  board.acknowledge(rank_, region, stamp, false);
+  data.reset();
+  board_of(owner).acknowledge(rank_, region, stamp, false);
+  tell(owner);
+  if (problem != nullptr) {
+    std::rethrow_exception(problem);
+  }
 }
 
 // Who left may still have kernels running, until it has unmapped everything.
@@ -424,10 +481,12 @@ void PeerRegions::close() {
   if (std::exchange(is_closed_, true)) {
     return;
   }
-  if (service_.joinable()) {
-    is_stopped_.store(true, std::memory_order_release);
-    tell(rank_);
-    service_.join();
+  is_stopped_.store(true, std::memory_order_release);
+  tell(rank_);
+  for (std::thread* thread : {&mapper_, &settler_}) {
+    if (thread->joinable()) {
+      thread->join();
+    }
   }
   transport_->close();  // first: whoever waits for this rank gives up
   try {

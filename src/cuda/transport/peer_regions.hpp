@@ -3,9 +3,10 @@
 // one may be freed. This class knows nothing of GPUs: a RegionSource (CudaRegions of
 // peer_memory.hpp) makes and maps the memory, so that everything here is tested without a GPU.
 //
-// Growth is local: allocate() publishes the region on a board in host memory (Board) and a
-// service thread of each peer maps it, whatever the peer's other threads do. Until all have,
-// is_reachable() is false and the region must not be named to peers.
+// Growth is local: allocate() publishes the region on a board in host memory (Board) and a thread
+// of each peer maps it, whatever the peer's other threads do. Until all have, is_reachable() is
+// false and the region must not be named to peers. That thread waits for nothing on the GPU, where
+// a kernel may wait for the rank that grows; a second one does what may have to wait.
 #pragma once
 
 #include <array>
@@ -93,13 +94,18 @@ class RegionSource {
  public:
   virtual ~RegionSource() = default;
 
-  // The service thread begins.
+  // A thread of PeerRegions begins.
   virtual void enter_thread() = 0;
   // Zeroed; `bytes` is a multiple of 2 MiB. Throws Error (kOutOfMemory, kCuda).
   [[nodiscard]] virtual OwnRegion allocate(uint64_t bytes) = 0;
   // A region of another rank, unmapped with the last copy. Throws Error.
   [[nodiscard]] virtual std::shared_ptr<std::byte> map(int rank, const RegionHandle& handle) = 0;
-  // What this rank's kernels find under (rank, region) from their next launch on; null: nothing.
+  // What this rank's kernels find under (rank, region), where they found nothing before. It waits
+  // for no kernel.
+  virtual void show_entry(int rank, uint32_t region, std::byte* data) = 0;
+  // The same for good, where kernels find it sooner; null: nothing. It may wait for kernels, and
+  // for other threads of the process that do (a copy to pageable memory on the default stream keeps
+  // all others from the driver until it is through).
   virtual void set_entry(int rank, uint32_t region, std::byte* data) = 0;
   // Waits for this rank's running kernels, before memory that they may use is unmapped.
   virtual void quiesce() = 0;
@@ -155,7 +161,8 @@ class PeerRegions {
     std::shared_ptr<std::byte> data;
   };
   struct Mapped {
-    uint64_t stamp = 0;  // that this rank's table agrees with
+    uint64_t stamp = 0;       // that this rank's table agrees with
+    bool is_settled = false;  // set_entry() was called for it
     std::shared_ptr<std::byte> data;
   };
   enum class Reach : uint8_t { kNotYet, kAll, kNever };
@@ -176,11 +183,17 @@ class PeerRegions {
   // Whether the peer maps nobody's memory any more.
   [[nodiscard]] bool is_unmapped_by(int rank) const;
 
-  // --- the service thread (before it starts and after it ended: the caller) ---
-  void run();
-  void serve();
-  void follow(int owner, bool live);
-  void follow(int owner, uint32_t region, uint64_t stamp);
+  // --- the two threads (before they start and after they ended: the caller) ---
+  void run(void (PeerRegions::*serve)());
+  // Peers whose boards have changed since `seen`, which is brought up to date.
+  [[nodiscard]] std::vector<int> changed_peers(std::vector<uint64_t>& seen) const;
+  // The first thread: what is new.
+  void map_new();
+  void map_new(int owner, uint32_t region);
+  // The second: what is new and what is gone, for good.
+  void settle();
+  void settle(int owner, uint32_t region);
+  void let_go(int owner, uint32_t region, uint64_t stamp, std::shared_ptr<std::byte> data);
   void free_dead();
   [[nodiscard]] bool is_let_go(uint32_t region) const;
 
@@ -195,12 +208,16 @@ class PeerRegions {
   std::array<Slot, kMaxPeerRegions> slots_;
   std::vector<PeerRegion> live_;  // ascending address
 
+  std::mutex mapped_mutex_;                                  // guards mapped_
   std::vector<std::array<Mapped, kMaxPeerRegions>> mapped_;  // [num_ranks]
-  std::vector<uint64_t> seen_changes_;                       // [num_ranks]
+  std::vector<uint64_t> seen_by_mapper_;                     // changes, [num_ranks]
+  std::vector<uint64_t> seen_by_settler_;                    // the same
+  std::atomic<bool> has_unsettled_ = false;
   std::atomic<bool> is_stopped_ = false;
   std::mutex close_mutex_;
   bool is_closed_ = false;
-  std::thread service_;
+  std::thread mapper_;
+  std::thread settler_;
 };
 
 }  // namespace weft

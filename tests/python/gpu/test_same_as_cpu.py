@@ -454,6 +454,25 @@ def test_all_ranks_raise_what_one_passes_wrong(ranks):
     ranks(wrong_on_one_rank, 2)
 
 
+def grows_late(rank, num_ranks, group):
+    inputs = Inputs(rank, num_ranks, torch.device("cuda", rank % torch.cuda.device_count()))
+    torch.cuda.set_device(inputs.device)
+    plan = exchange_of(group, inputs).plan(inputs.idx)
+    rows = weft.dispatch(plan, inputs.x).rows.float()  # there is staging for rows of 16 bits
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(0.5)
+    # Meanwhile rank 0 waits for its kernel in a copy on the default stream, which keeps its other
+    # threads from the driver.
+    out = weft.combine(plan, rows).x.cpu()
+    num_routes = (inputs.idx >= 0).sum(1, keepdim=True)
+    assert torch.equal(out, (inputs.x.float() * num_routes).cpu())
+
+
+def test_a_rank_grows_while_another_waits_for_it(ranks):
+    ranks(grows_late, 2)
+
+
 def no_memory_on_one_rank(rank, num_ranks, group):
     """All ranks raise where the last one has no room for outputs, and go on afterwards."""
     device = torch.device("cuda", rank % torch.cuda.device_count())

@@ -58,15 +58,27 @@ class FakeSource final : public RegionSource {
             }};
   }
 
-  void set_entry(int rank, uint32_t region, std::byte* data) override {
+  void show_entry(int rank, uint32_t region, std::byte* data) override {
     const std::lock_guard lock(counts_->mutex);
     entries_[{rank, region}] = data;
+  }
+  void set_entry(int rank, uint32_t region, std::byte* data) override {
+    while (waits && rank != own_rank) {
+      std::this_thread::sleep_for(1ms);
+    }
+    show_entry(rank, region, data);
+    const std::lock_guard lock(counts_->mutex);
+    settled_[{rank, region}] = data;
   }
   void quiesce() override {}
 
   [[nodiscard]] std::byte* entry(int rank, uint32_t region) {
     const std::lock_guard lock(counts_->mutex);
     return entries_[{rank, region}];
+  }
+  [[nodiscard]] std::byte* settled_entry(int rank, uint32_t region) {
+    const std::lock_guard lock(counts_->mutex);
+    return settled_[{rank, region}];
   }
   [[nodiscard]] size_t num_own() const {
     const std::lock_guard lock(counts_->mutex);
@@ -79,10 +91,13 @@ class FakeSource final : public RegionSource {
 
   std::atomic<bool> refuses = false;
   std::atomic<size_t> room = 1000;
+  std::atomic<bool> waits = false;  // as if a kernel had to end before entries of peers can be set
+  int own_rank = -1;
 
  private:
   std::shared_ptr<Counts> counts_ = std::make_shared<Counts>();
   std::map<std::pair<int, uint32_t>, std::byte*> entries_;
+  std::map<std::pair<int, uint32_t>, std::byte*> settled_;
   uint64_t next_ = kStep;
 };
 
@@ -128,6 +143,36 @@ TEST(PeerBoardTest, GrowsWhilePeersDoNothing) {
     for (uint32_t region = 1; region <= 20; ++region) {
       EXPECT_NE(source.entry(1, region), nullptr);
       EXPECT_EQ(source.entry(2, region), nullptr);
+    }
+    group.barrier();
+  });
+}
+
+// A kernel of rank 0 that waits for rank 1 would run until rank 1 has grown.
+TEST(PeerBoardTest, GrowsWhileAPeerIsKeptFromTheDriver) {
+  run_threads(2, [](Group& group) {
+    FakeSource source;
+    source.own_rank = group.rank();
+    PeerRegions regions(group, source, 1);
+    source.waits = group.rank() == 0;
+    group.barrier();
+    std::optional<PeerRegion> gone;
+    std::optional<PeerRegion> kept;
+    if (group.rank() == 1) {
+      gone = regions.allocate_reachable(1, kBound);
+      ASSERT_TRUE(gone);
+      regions.release(*gone);  // which keeps that thread of rank 0 waiting, too
+      kept = regions.allocate_reachable(1, kBound);
+      ASSERT_TRUE(kept);
+      EXPECT_NE(kept->region, gone->region) << "rank 0 has not let go of it";
+    }
+    group.barrier();
+    if (group.rank() == 0) {
+      EXPECT_NE(source.entry(1, 2), nullptr);
+      EXPECT_EQ(source.settled_entry(1, 2), nullptr);
+      source.waits = false;
+      EXPECT_TRUE(comes_true([&] { return source.settled_entry(1, 2) != nullptr; }));
+      EXPECT_TRUE(comes_true([&] { return source.entry(1, 1) == nullptr; }));
     }
     group.barrier();
   });
