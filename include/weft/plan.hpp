@@ -39,9 +39,9 @@ enum class SumOrder : uint8_t {
   // one row returns from each rank. Between domains see exchange.hpp.
   kRank,
   // All of its rows, in the order of its choices, rounded once: the same bits whatever the number
-  // of ranks and domains. A row returns for each route; only a rank that has all topk routes of a
-  // token adds them up itself, which is the same. Not for kRankMajor, whose rows are sums of a
-  // rank's experts, nor on GPUs.
+  // of ranks and domains. A row returns for each route; on CPUs a rank that has all topk routes of
+  // a token adds them up itself, which is the same. Not for kRankMajor, whose rows are sums of a
+  // rank's experts, nor among GPUs of several hosts.
   kTopk,
 };
 
@@ -109,8 +109,8 @@ class Plan {
   // and what it forwards in its domain for ranks of others.
   [[nodiscard]] int64_t wire_bytes(int64_t row_bytes) const;
   // Bytes of rows that combine brings back to this rank from others: as many as wire_bytes() with
-  // SumOrder::kRank. With kTopk a row for each of its routes to another rank, straight from there,
-  // or one for all topk routes of a token.
+  // SumOrder::kRank. With kTopk a row for each of its routes to another rank, straight from there;
+  // on CPUs one for all topk routes of a token.
   [[nodiscard]] int64_t returned_bytes(int64_t row_bytes) const;
   // Those of wire_bytes() that leave this rank's domain; 0 in a group of one domain, and for a plan
   // from a file.

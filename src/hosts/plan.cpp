@@ -79,7 +79,7 @@ Plan HostsExchange::make_plan(
   try {
     begin_call(Op::kPlan, stream);
     check_options(options, context());
-    check_options_on_gpu(options, context());
+    check_options_between_gpus(options, context());
     static_cast<void>(check_routing(routing, settings_, context()));
     idx.copy(routing.topk_idx, stream, context());
     map.copy(routing.map, stream, context());

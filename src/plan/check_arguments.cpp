@@ -60,12 +60,13 @@ void check_options(const PlanOptions& options, const Context& context) {
   }
 }
 
-void check_options_on_gpu(const PlanOptions& options, const Context& context) {
+void check_options_between_gpus(const PlanOptions& options, const Context& context) {
   WEFT_CHECK(
       context,
       options.order == SumOrder::kRank,
       ErrorCode::kUnsupported,
-      "plan: order = {} on a GPU (order topk needs the CPU executor)",
+      "plan: order = {} among GPUs of several hosts (order topk needs one host, or tensors of the "
+      "CPU)",
       order_name(options.order)
   );
 }

@@ -198,7 +198,7 @@ int64_t Plan::returned_bytes(int64_t row_bytes) const {
   for (size_t peer = 0; peer < plan.sent.size(); ++peer) {
     const Arrivals& pair = plan.sent[peer];
     if (peer != static_cast<size_t>(rank())) {
-      rows += num_returned_rows(plan.shape, pair);
+      rows += data_->device ? pair.num_routes() : num_returned_rows(plan.shape, pair);
     }
   }
   return rows * row_bytes;

@@ -26,8 +26,9 @@ void CudaExchange::combine(
     launch.out = out.x.data;
     launch.out_weights = reinterpret_cast<float*>(out.weights.data);
     launch.scale = in.scale;
-    // Weights of the tokens' ranks would have to be there first.
+    // Weights of the tokens' ranks would have to be there first; copies bring a row an arrival.
     const bool is_copied = !launch.has_source_weights && in.rows.dtype != DType::kFloat32 &&
+                           shape.shape.options.order == SumOrder::kRank &&
                            goes_by_copies(launch.copied.rows, call, stream);
     launch.signature = signature_of(
         {.op = Op::kCombine,
@@ -48,21 +49,23 @@ void CudaExchange::combine_by_stores(
     const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
 ) {
   const int num_sms = sms_of(call);
-  if (is_alone(launch)) {
+  const bool is_by_choice = plan.shape.options.order == SumOrder::kTopk;
+  if (is_alone(launch) && !is_by_choice) {
     const int chunks = num_device_chunks(static_cast<int>(plan.shape.num_tokens));
     launch.num_reduce = 0;
     launch.num_sum = std::clamp(chunks, 1, num_sms);
     launch_combine(launch, stream);
     return;
   }
-  const int64_t per_token = std::min(view_.num_ranks, plan.shape.topk);
+  const int64_t per_token =
+      is_by_choice ? plan.shape.topk : std::min(view_.num_ranks, plan.shape.topk);
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) * per_token;
   const PeerRegion& area =
       staging_of(static_cast<uint64_t>(rows * launch.payload.row_bytes), stream);
   launch.staging = {.region = area.region, .offset = 0};
   launch.staged = area.data;
-  // Weights have one place there, for one of their two ways.
-  launch.is_eager = launch.payload.row_bytes <= control_map_.eager_row_bytes &&
+  // Weights have one place there, for one of their two ways, and a token a row for each rank.
+  launch.is_eager = !is_by_choice && launch.payload.row_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
 
   RoleBlocks blocks = tuning_.of(
@@ -80,7 +83,7 @@ void CudaExchange::combine_by_stores(
   }
   launch.num_reduce = blocks.first;
   launch.num_sum = blocks.second;
-  launch_combine(launch, stream);
+  is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
 }
 
 void CudaExchange::combine_by_copies(

@@ -118,20 +118,7 @@ class CombineOwn {
       return call_.plan.weights(0)[at];
     }
     const int32_t k = call_.plan.origins(0)[at] & 0xff;
-    if (k >= call_.topk) {
-      return 0.0F;  // of no route
-    }
-    const int64_t given = static_cast<int64_t>(token) * call_.topk + k;
-    if (call_.source_idx != nullptr &&
-        given_expert(call_.source_idx, call_.index_bytes, static_cast<size_t>(given)) < 0) {
-      return 0.0F;
-    }
-    if (!call_.from_map) {
-      return call_.source_weights[given];
-    }
-    const int32_t expert = call_.plan.route_expert()[static_cast<int64_t>(token) * max_topk_ + k];
-    const int64_t begin = static_cast<int64_t>(token) * call_.me.map.num_experts;
-    return expert < 0 ? 0.0F : call_.source_weights[begin + expert];
+    return k < call_.topk ? source_weight_of(call_, token, k) : 0.0F;  // else of no route
   }
 
   [[nodiscard]] __device__ __forceinline__ Place place_of(int chunk) const {

@@ -89,6 +89,10 @@ class CombineReduce {
     return place;
   }
 
+  [[nodiscard]] __device__ __forceinline__ bool is_there(const Place& place) const {
+    return place.index < num_items_;
+  }
+
   [[nodiscard]] __device__ __forceinline__ Numbers load(const Place& place) const {
     Numbers numbers;
     numbers.place = place;

@@ -38,6 +38,21 @@ __device__ __forceinline__ void return_token_weights(
   }
 }
 
+// What the caller says for this call that the row of choice k of a token counts; 0 for what is left
+// out or no route. k is below the call's topk.
+__device__ __forceinline__ float source_weight_of(const CombineLaunch& call, int64_t token, int k) {
+  const int64_t given = token * call.topk + k;
+  if (call.source_idx != nullptr &&
+      given_expert(call.source_idx, call.index_bytes, static_cast<size_t>(given)) < 0) {
+    return 0.0F;
+  }
+  if (!call.from_map) {
+    return call.source_weights[given];
+  }
+  const int32_t expert = call.plan.route_expert()[token * call.plan.map.max_topk + k];
+  return expert < 0 ? 0.0F : call.source_weights[token * call.me.map.num_experts + expert];
+}
+
 // With `kCopied` the call goes by copy engines (copy_engines/combine.cu): all sums are here when
 // the kernel begins, by rank and arrival.
 template <bool kCopied>
@@ -82,6 +97,10 @@ class CombineSum {
     int32_t primary[kItemSteps];  // slot there, -1 = no row was kept
   };
 
+  // Tokens of an item; not positive behind the last.
+  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
+    return min(chunk_tokens_, num_tokens_ - place.first);
+  }
   [[nodiscard]] __device__ __forceinline__ Place first() const { return place_of(team_.index); }
   [[nodiscard]] __device__ __forceinline__ Place after(const Place& before) const {
     return place_of(before.chunk + team_.count);
@@ -230,10 +249,6 @@ class CombineSum {
 
   [[nodiscard]] __device__ __forceinline__ Place place_of(int chunk) const {
     return {chunk, chunk * chunk_tokens_};
-  }
-  // Tokens of an item; not positive behind the last.
-  [[nodiscard]] __device__ __forceinline__ int count_of(const Place& place) const {
-    return min(chunk_tokens_, num_tokens_ - place.first);
   }
 
   const CombineLaunch& call_;

@@ -141,6 +141,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_copied_dispatch();
   prepare_routed_dispatch();
   prepare_combine();
+  prepare_topk_combine();
   prepare_copied_combine();
   prepare_refusal();
   prepare_waits();

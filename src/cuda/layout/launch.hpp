@@ -129,8 +129,9 @@ struct CombineLaunch : RowsLaunch {
   std::byte* out = nullptr;         // [num_tokens, hidden]
   float* out_weights = nullptr;     // [num_tokens, topk or num_experts]
   CombineScale scale = CombineScale::kNone;
-  PeerAddress staging;          // [num_tokens, min(num_ranks, topk)] rows, for peers; by copy
-                                // engines where this rank copies to in a peer's control region
+  // [num_tokens, min(num_ranks, topk)] rows, with SumOrder::kTopk [num_tokens, topk], for peers; by
+  // copy engines where this rank copies to in a peer's control region.
+  PeerAddress staging;
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_eager = false;        // sums and weights go among the eager rows instead
   int32_t num_reduce = 1;       // blocks of each role
@@ -200,12 +201,14 @@ void prepare_dispatch();
 void prepare_copied_dispatch();
 void prepare_routed_dispatch();
 void prepare_combine();
+void prepare_topk_combine();
 void prepare_copied_combine();
 void prepare_refusal();
 void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
 void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
+void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
 
 // The kernels of a call by copy engines: one before the copies, one after them.
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);

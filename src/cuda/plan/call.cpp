@@ -113,7 +113,6 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     cudaStream_t stream
 ) {
   check_options(options, context_);
-  check_options_on_gpu(options, context_);
   const RoutingShape routes = check_routing(routing, settings_, context_);
   PlanData data;
   data.shape = {

@@ -87,6 +87,21 @@ def expert_strided(group, inputs):
     return core(group, inputs, "expert_strided")
 
 
+def by_choice(group, inputs):
+    exchange = exchange_of(group, inputs)
+    x, w = inputs.x.clone().requires_grad_(), inputs.weights.clone().requires_grad_()
+    plan = exchange.plan(inputs.idx, inputs.weights, order="topk")
+    rows, row_weights, _ = weft.dispatch(plan, x, w)
+    out, _ = weft.combine(plan, rows * 3)
+    torch.autograd.backward([out, row_weights], [out.detach(), row_weights.detach()])
+    made = [rows, row_weights, out, x.grad, w.grad]
+    made.append(weft.combine(plan, rows.detach(), scale="plan").x)
+    scales = {"scale": "source", "source_weights": inputs.weights}
+    made.append(weft.combine(plan, rows.detach(), **scales).x)
+    made.append(exchange.combine(plan, rows.detach(), source_idx=inputs.idx, **scales).x)
+    return made
+
+
 def in_one_call(group, inputs):
     exchange = exchange_of(group, inputs, max_tokens=64)
     made = []
@@ -262,13 +277,19 @@ CASES = {
 }
 
 
+ONE_HOST = {"by_choice": by_choice}  # refused among GPUs of several
+
+
 def both(rank, num_ranks, group, name):
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     results = []
     for where in (torch.device("cpu"), device):
         results.append(
-            [t.detach().cpu() for t in CASES[name](group, Inputs(rank, num_ranks, where))]
+            [
+                t.detach().cpu()
+                for t in (CASES | ONE_HOST)[name](group, Inputs(rank, num_ranks, where))
+            ]
         )
         fused_a2a.free_buffer()
         fused_a2a.reset_hybrid_ep_buffer()
@@ -300,7 +321,7 @@ def test_routings_are_counted_as_on_the_cpu(num_tokens, topk, num_experts, domai
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *ONE_HOST])
 def test_same_bits_as_on_the_cpu(ranks, name, num_ranks):
     ranks(both, num_ranks, name)
 
@@ -502,13 +523,3 @@ def no_memory_on_one_rank(rank, num_ranks, group):
 
 def test_all_ranks_raise_where_one_has_no_memory(ranks):
     ranks(no_memory_on_one_rank, 2)
-
-
-def sums_by_choice(rank, num_ranks, group):
-    inputs = Inputs(rank, num_ranks, torch.device("cuda", rank % torch.cuda.device_count()))
-    with pytest.raises(weft.Unsupported, match="order topk needs the CPU executor"):
-        exchange_of(group, inputs).plan(inputs.idx, order="topk")
-
-
-def test_sums_by_choice_are_refused_on_gpus(ranks):
-    ranks(sums_by_choice, 2)
