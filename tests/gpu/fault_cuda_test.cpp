@@ -248,6 +248,29 @@ TEST_P(GpuFaultTest, TellsAfterAQueuedCallByCheck) {
   }
 }
 
+TEST_P(GpuFaultTest, TellsWhenTheExchangeEndsWhatNobodyAskedFor) {
+  const FaultWorld world(gpus());
+  testing::internal::CaptureStderr();
+  run_threads(3, [&](const Group& group) {
+    Exchange exchange = make_exchange(group, world.setup);
+    FaultRank own(exchange, world.good);
+    own.make_plan();
+    const TestStream stream(exchange.config().device);
+    own.dispatch_in.weights = own.rank == 2 ? ConstTensor{} : own.dispatch_in.weights;
+    own.dispatch_out.weights = own.rank == 2 ? Tensor{} : own.dispatch_out.weights;
+    exchange.dispatch(*own.plan, own.dispatch_in, own.dispatch_out, {.stream = stream.get()});
+    stream.wait();
+    group.barrier();
+  });
+  const std::string log = testing::internal::GetCapturedStderr();
+  const std::string told = "exchange: its last calls failed, and nobody was told: dispatch: ";
+  size_t at = 0;
+  for (int rank = 0; rank < 3; ++rank, ++at) {
+    at = log.find(told, at);
+    ASSERT_NE(at, std::string::npos) << log;
+  }
+}
+
 TEST_P(GpuFaultTest, TellsAfterTheStreamIsGone) {
   const auto texts = fault_texts(gpus(), [](FaultRank& own) {
     {

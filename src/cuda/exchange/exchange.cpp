@@ -10,6 +10,7 @@
 #include "call/validate.hpp"
 #include "core/env.hpp"
 #include "core/gpu/devices.hpp"
+#include "core/log.hpp"
 #include "core/size_class.hpp"
 #include "cuda/plan/download.hpp"
 #include "cuda/plan/shared_map.hpp"
@@ -189,6 +190,10 @@ CudaExchange::~CudaExchange() {
   // A thread of another GPU may destroy it; a kernel of ours may still run.
   on_device_quietly(settings_.device.index, "exchange", [&] {
     static_cast<void>(cudaStreamSynchronize(own_->stream.get()));
+    if (!broken_ && has_fault()) {
+      const std::string text = fault_text(*own_->fault.get(), view_, {});
+      log(LogLevel::kWarn, "exchange: its last calls failed, and nobody was told: {}", text);
+    }
     memory_->close();
     return cudaSuccess;
   });
