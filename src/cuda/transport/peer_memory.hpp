@@ -96,8 +96,8 @@ class PeerMemory final : CudaRegions, public PeerRegions {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  using CudaRegions::ranks_on_this_gpu;
   using CudaRegions::new_table;
+  using CudaRegions::ranks_on_this_gpu;
   using CudaRegions::table;
   using PeerRegions::allocate;
 };

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // A queue whose progress thread comes to an end.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unistd.h>
 
 #include "transport/ofi/fabric/fabric.hpp"
 #include "transport/ofi/fabric/queue.hpp"
@@ -97,6 +100,40 @@ TEST(OfiQueueTest, LeavesTheProgramsSignalHandlers) {
   if (num_opened == 0) {
     GTEST_SKIP() << transport_obstacle("ofi:tcp", group);
   }
+}
+
+// Each endpoint of provider "shm" has a file of this name, with a number that grows.
+std::filesystem::path file_of_endpoint(int number) {
+  return fmt::format("/dev/shm/{}:{}:{}", ::getpid(), ::getuid(), number);
+}
+
+TEST(OfiQueueTest, OpensBesideNamesThatKilledProcessesHaveLeft) {
+  const Group group = std::move(Group::local(1).front());
+  if (!transport_obstacle("ofi:shm", group).empty()) {
+    GTEST_SKIP() << transport_obstacle("ofi:shm", group);
+  }
+  Selection selection = select_provider(group, "shm");
+  const auto fabric =
+      std::make_shared<Fabric>(*selection.provider, std::move(selection.info), Context{});
+  Listener listener;
+  auto first = std::make_unique<Queue>(fabric, listener, 1);
+  int number = 0;
+  while (number < 100 && !std::filesystem::exists(file_of_endpoint(number))) {
+    ++number;
+  }
+  ASSERT_LT(number, 100) << "provider shm has other names here";
+  const std::filesystem::path kept = testing::TempDir() + "endpoint";
+  std::filesystem::copy_file(file_of_endpoint(number), kept);
+  first.reset();
+  // As if processes of this number had been killed.
+  for (int left = 1; left <= 3; ++left) {
+    std::filesystem::copy_file(kept, file_of_endpoint(number + left));
+  }
+  EXPECT_NO_THROW(Queue(fabric, listener, 1));
+  for (int left = 1; left <= 3; ++left) {
+    std::filesystem::remove(file_of_endpoint(number + left));
+  }
+  std::filesystem::remove(kept);
 }
 
 }  // namespace

@@ -17,6 +17,9 @@ namespace weft::ofi {
 namespace {
 
 constexpr size_t kReadAtOnce = 32;
+// Provider "shm" names an endpoint after its process, and a killed process leaves the name behind:
+// a later process of that number finds it taken. How many such names may lie there is a guess.
+constexpr size_t kMostTakenNames = 16;
 constexpr size_t kCompletionRoom = 16384;  // a guess; providers hold more back themselves
 
 // Memory of GPUs is moved by cards or not at all. Providers that do not know the option are taken
@@ -133,17 +136,28 @@ void Queue::open() {
   }
 
   const KeptHandlers kept;
+  std::vector<Owned<fid_ep>> taken;
+  int result = open_endpoint();
+  while (result == -FI_EBUSY && taken.size() < kMostTakenNames) {
+    taken.push_back(std::move(endpoint_));  // as long as it is there, the next has another name
+    result = open_endpoint();
+  }
+  fabric_->check("fi_enable", result);
+}
+
+int Queue::open_endpoint() {
   fid_ep* ep = nullptr;
   fabric_->check("fi_endpoint", fi_endpoint(fabric_->domain(), fabric_->info(), &ep, nullptr));
   endpoint_.reset(ep);
-  fabric_->check("fi_ep_bind(av)", fi_ep_bind(ep, &av->fid, 0));
-  fabric_->check("fi_ep_bind(cq)", fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV));
+  fabric_->check("fi_ep_bind(av)", fi_ep_bind(ep, &addresses_->fid, 0));
+  const uint64_t both = FI_TRANSMIT | FI_RECV;
+  fabric_->check("fi_ep_bind(cq)", fi_ep_bind(ep, &completions_->fid, both));
   if (fabric_->gpu_memory_obstacle().empty() && fabric_->provider().reaches_gpus) {
     if (const int refusal = require_cards(*ep); refusal != 0) {
       fabric_->refuse_gpu_memory(fmt::format("fi_setopt(FI_HMEM_P2P): {}", error_text(refusal)));
     }
   }
-  fabric_->check("fi_enable", fi_enable(ep));
+  return fi_enable(ep);
 }
 
 Bytes Queue::address() const {

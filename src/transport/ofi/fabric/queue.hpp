@@ -171,6 +171,7 @@ class Queue {
   struct Space;  // registered memory for copies and received messages
 
   void open();
+  int open_endpoint();  // -> fi_enable's result
   // With mutex_ held:
   Operation* take(int rank, uint64_t bytes, Pending pending);
   int64_t note_posted(Operation& operation, const char* call, int64_t result);
