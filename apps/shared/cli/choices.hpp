@@ -111,4 +111,12 @@ inline void add_layout_option(CLI::App& command, Layout& layout) {
       ->default_str("expert_major");
 }
 
+inline void add_order_option(CLI::App& command, SumOrder& order) {
+  command.add_option("--order", order, "In which combine adds a token's rows")
+      ->transform(
+          Choice<SumOrder>({{"rank", SumOrder::kRank}, {"topk", SumOrder::kTopk}}, "rank|topk")
+      )
+      ->default_str("rank");
+}
+
 }  // namespace weft::program

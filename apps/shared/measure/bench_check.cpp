@@ -112,6 +112,34 @@ bool rows_are_right(
   return true;
 }
 
+namespace {
+
+// A token's sum by SumOrder::kTopk: all its rows in the order of its choices.
+std::vector<float> sum_by_choice(
+    const PlanData& data, size_t token, const MadeUpRows& made_up, size_t num_cols
+) {
+  std::map<int32_t, std::pair<uint64_t, int32_t>> rows;  // by choice: the seed, the slot
+  for (int32_t i = data.token_begin[token]; i < data.token_begin[token + 1]; ++i) {
+    const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
+    const Arrivals& pair = data.sent[static_cast<size_t>(arrival.rank)];
+    const auto at = static_cast<size_t>(arrival.index);
+    for (auto j = static_cast<size_t>(pair.route_begin[at]);
+         j < static_cast<size_t>(pair.route_begin[at + 1]);
+         ++j) {
+      rows[pair.k[j]] = {seed_of(made_up, arrival.rank), pair.slot[j]};
+    }
+  }
+  std::vector<float> sum(num_cols);
+  for (const auto& [k, row] : rows) {
+    for (size_t col = 0; col < num_cols; ++col) {
+      sum[col] += element(row.first, row.second, static_cast<int64_t>(col));
+    }
+  }
+  return sum;
+}
+
+}  // namespace
+
 bool sums_are_right(
     const Tensor& sums,
     const Plan& plan,
@@ -121,6 +149,7 @@ bool sums_are_right(
 ) {
   const PlanData& data = contents_of(plan);
   const auto num_cols = static_cast<size_t>(sums.cols);
+  const bool is_by_choice = data.shape.options.order == SumOrder::kTopk;
   // Adds the elements as they are once stored.
   const auto add = [&](std::vector<float>& sum, const std::vector<float>& more) {
     sum.resize(num_cols);
@@ -130,8 +159,14 @@ bool sums_are_right(
   };
   for (int64_t token = 0; token < plan.num_tokens();
        token += step_of(plan.num_tokens(), num_samples)) {
-    std::map<int, std::vector<float>> domains;
     const auto t = static_cast<size_t>(token);
+    if (is_by_choice) {
+      if (!is_row(sums, token, sum_by_choice(data, t, made_up, num_cols))) {
+        return false;
+      }
+      continue;
+    }
+    std::map<int, std::vector<float>> domains;
     for (int32_t i = data.token_begin[t]; i < data.token_begin[t + 1]; ++i) {
       const TokenArrival& arrival = data.token_arrivals[static_cast<size_t>(i)];
       const uint64_t seed = seed_of(made_up, arrival.rank);

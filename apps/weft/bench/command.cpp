@@ -82,6 +82,7 @@ void add_case_options(CLI::App& command, BenchOptions& options) {
   add_value(command, "--seed", made_up.seed, "Of routing and rows")->check(any_seed());
   add_row_options(command, options.hidden, options.dtype, options.pad_multiple);
   add_layout_option(command, options.layout);
+  add_order_option(command, options.order);
 }
 
 void add_gpu_options(CLI::App& command, BenchOptions& options) {

@@ -341,6 +341,7 @@ BenchBytes Bench::bytes_of_all_ranks() const {
   for (const Plan& plan : plans_) {
     const double wire = mean(plan.wire_bytes(1));
     BenchBytes mine = {{mean(plan.logical_bytes(1)), wire, mean(plan.num_tokens())}, wire};
+    mine.returned = mean(plan.returned_bytes(1));
     for (int peer = 0; peer < plan.num_ranks(); ++peer) {
       mine.most_in += peer == plan.rank() ? 0 : mean(plan.received_arrivals(peer));
     }
@@ -349,6 +350,7 @@ BenchBytes Bench::bytes_of_all_ranks() const {
       all.logical += one.logical;
       all.wire += one.wire;
       all.tokens += one.tokens;
+      all.returned += one.returned;
       most.most_out = std::max(most.most_out, one.most_out);
       most.most_in = std::max(most.most_in, one.most_in);
     }
@@ -363,7 +365,7 @@ std::string Bench::mode_of(int graph_calls) const {
                       : graph_calls == 1 ? "budget graph"
                                          : "budget graph of 8";
   const char* rows = options_.is_copied ? "copies" : options_.is_staged ? "staged" : "direct";
-  return fmt::format("{} {}", calls, rows);
+  return fmt::format("{} {}{}", calls, rows, options_.order == SumOrder::kTopk ? " topk" : "");
 }
 
 double Bench::limit_us(const ResultRow& row) const {
@@ -443,7 +445,9 @@ BenchResult Bench::measure(BenchOp op, int graph_calls) {
            .mode = mode_of(graph_calls),
            .us_p50 = percentile(samples, 50),
            .us_p99 = percentile(samples, 99),
-           .wire_bytes = has_rows ? bytes_.wire : 0,
+           .wire_bytes = op == BenchOp::kCombine ? bytes_.returned
+                         : has_rows              ? bytes_.wire
+                                                 : 0,
            .logical_bytes = has_rows ? bytes_.logical : 0},
       .samples_us = samples};
 }

@@ -41,6 +41,7 @@ struct BenchOptions {
   int64_t hidden = 2048;
   DType dtype = DType::kBFloat16;
   Layout layout = Layout::kExpertMajor;
+  SumOrder order = SumOrder::kRank;
   int64_t pad_multiple = 128;
   std::string routing_file;  // instead of made-up routing; gives ranks, experts, topk and tokens
   int threads_per_rank = 0;
@@ -62,7 +63,8 @@ struct BenchOptions {
     return ops.empty() || std::find(ops.begin(), ops.end(), op) != ops.end();
   }
   [[nodiscard]] PlanOptions plan_options() const {
-    return {.layout = layout, .pad_multiple = layout == Layout::kRankMajor ? 1 : pad_multiple};
+    const int64_t pad = layout == Layout::kRankMajor ? 1 : pad_multiple;
+    return {.layout = layout, .pad_multiple = pad, .order = order};
   }
 };
 
@@ -128,6 +130,7 @@ struct BenchReport {
 struct BenchBytes : ExchangeBytes {
   double most_out = 0;
   double most_in = 0;
+  double returned = 0;  // what combine brings back across rank boundaries
 };
 
 // One rank's exchange, its plans and tensors, and the calls that are timed. How they are timed and
