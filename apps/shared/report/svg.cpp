@@ -76,9 +76,10 @@ struct Axis {
     std::vector<double> ticks;
     if (is_log) {
       const double base = high / low > 5000 ? 10 : 2;
-      const double first = std::pow(base, std::ceil(std::log(low) / std::log(base) - 1e-9));
-      for (double tick = first; tick <= high * 1.000001; tick *= base) {
+      double tick = std::pow(base, std::ceil(std::log(low) / std::log(base) - 1e-9));
+      while (tick <= high * 1.000001) {
         ticks.push_back(tick);
+        tick *= base;
       }
       return ticks;
     }
@@ -86,8 +87,10 @@ struct Axis {
     const double power = std::pow(10, std::floor(std::log10(rough)));
     const double digit = rough / power * 0.999;
     const double step = power * (digit <= 1 ? 1 : digit <= 2 ? 2 : digit <= 5 ? 5 : 10);
-    for (double i = std::ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; ++i) {
-      ticks.push_back(i * step);
+    double count = std::ceil(low / step - 1e-9);
+    while (count * step <= high + 1e-9 * step) {
+      ticks.push_back(count * step);
+      ++count;
     }
     return ticks;
   }
