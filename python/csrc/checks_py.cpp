@@ -98,19 +98,40 @@ void check_experts(int64_t num_experts, int64_t num_ranks) {
   });
 }
 
-// Elements of which a row that is sent in blocks has a multiple.
-int64_t row_multiple(bool is_fp8, bool is_packed, bool is_nvfp4) {
-  constexpr int64_t kWhole = 8;   // in bf16 they have 16 bytes
-  constexpr int64_t kPacked = 4;  // bytes of scales in a word
-  if (is_nvfp4) {
-    return kPacked * stored_format(Quantise::kNvfp4, ScaleRule::kExact).group;
+// What low_latency_dispatch may make of rows: its arguments of these names.
+struct BlockFormats {
+  bool use_fp8;
+  bool round_scale;
+  bool use_ue8m0;
+  bool use_nvfp4;
+  bool use_mxfp8;
+
+  explicit BlockFormats(const nb::tuple& given)
+      : use_fp8(is_true(given[0])),
+        round_scale(is_true(given[1])),
+        use_ue8m0(is_true(given[2])),
+        use_nvfp4(is_true(given[3])),
+        use_mxfp8(is_true(given[4])) {
+    check(!use_nvfp4 || !use_mxfp8, [] { return "use_mxfp8 beside use_nvfp4 (one of the two)"; });
+    check(use_nvfp4 || use_mxfp8 || round_scale || !use_ue8m0, [] {
+      return "use_ue8m0 without round_scale (it packs powers of two)";
+    });
   }
-  return !is_fp8 ? kWhole : is_packed ? kPacked * kQuantiseGroup : int64_t{kQuantiseGroup};
-}
+
+  // Elements of which a row has a multiple.
+  [[nodiscard]] int64_t row_multiple() const {
+    constexpr int64_t kWhole = 8;   // in bf16 they have 16 bytes
+    constexpr int64_t kPacked = 4;  // bytes of scales in a word
+    if (use_nvfp4 || use_mxfp8) {
+      const Quantise kind = use_nvfp4 ? Quantise::kNvfp4 : Quantise::kMxfp8;
+      return kPacked * stored_format(kind, ScaleRule::kExact).group;
+    }
+    return !use_fp8 ? kWhole : use_ue8m0 ? kPacked * kQuantiseGroup : int64_t{kQuantiseGroup};
+  }
+};
 
 // What low_latency_dispatch asks of its tensors (x, topk_idx, topk_weights, statistics of counts
-// and of waits, and x_global_scale), sizes and formats (use_fp8, round_scale, use_ue8m0,
-// use_nvfp4). Returns H and K.
+// and of waits, and x_global_scale), sizes and BlockFormats. Returns H and K.
 nb::tuple check_block_dispatch(
     const nb::tuple& tensors,
     int64_t num_max,
@@ -122,12 +143,7 @@ nb::tuple check_block_dispatch(
   check_tensor("x", x, kBFloat16, nb::make_tuple("T", "H"));
   const int64_t num_tokens = size_of(x, 0);
   const int64_t hidden = size_of(x, 1);
-  const bool is_packed = is_true(formats[2]);
-  const bool is_nvfp4 = is_true(formats[3]);
-  check(is_nvfp4 || is_true(formats[1]) || !is_packed, [] {
-    return "use_ue8m0 without round_scale (it packs powers of two)";
-  });
-  const int64_t multiple = row_multiple(is_true(formats[0]), is_packed, is_nvfp4);
+  const int64_t multiple = BlockFormats(formats).row_multiple();
   check(hidden > 0 && hidden % multiple == 0, [&] {
     return "x has " + text_of(hidden) + " columns (expected a positive multiple of " +
            text_of(multiple) + ")";
@@ -189,8 +205,8 @@ void bind_checks(nb::module_& m) {
       arg("num_ranks"),
       arg("formats"),
       "Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of "
-      "waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4. Returns the "
-      "hidden size and K."
+      "waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8. "
+      "Returns the hidden size and K."
   );
   m.def(
       "check_block_combine",

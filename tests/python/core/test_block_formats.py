@@ -153,9 +153,7 @@ def refused(rank, num_ranks, group):
     with pytest.raises(weft.InvalidArgument, match="scale_rule = 1 with NVFP4"):
         ex.plan_and_dispatch(idx, x, quantise="nvfp4", scale_rule="clamped")
     with pytest.raises(weft.InvalidArgument, match="scales in tiles, of 6 bytes a row"):
-        ex.plan_and_dispatch(
-            idx, x, quantise="nvfp4", layout="expert_strided", scale_layout="tile"
-        )
+        ex.plan_and_dispatch(idx, x, quantise="nvfp4", layout="expert_strided", scale_layout="tile")
     ex.dispatch(plan, x, quantise="nvfp4")
 
 

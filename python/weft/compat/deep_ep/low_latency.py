@@ -128,18 +128,20 @@ class LowLatencyMode:
         *,
         topk_weights: Tensor | None = None,
         use_ue8m0_for_sf: bool = False,
+        use_mxfp8: bool = False,
     ) -> tuple:
         """Collective. A copy of each token for each of its experts, in blocks of R * num_max rows.
         What follows num_experts by position may also be in the order of V1 or of hybrid-ep.
 
         x bf16 [T, H], T up to num_max_dispatch_tokens_per_rank, which is the same on all ranks, and
-        H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0), or of 64 with use_nvfp4,
-        which goes before use_fp8. topk_idx int64 [T, K], K up
+        H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0), or of 64 with use_nvfp4 and
+        128 with use_mxfp8, which go before use_fp8. topk_idx int64 [T, K], K up
         to 32, no expert twice for a token, values outside [0, num_experts) are no choice.
 
         Returns (recv_x, recv_count, handle, event, hook). recv_x [El, R * num_max, H] bf16, or
         with use_fp8 (float8_e4m3fn, scales): float32 [El, R * num_max, H / 128], or with use_ue8m0
-        int32 [El, R * num_max, H / 512], their last two dimensions column-major, or with use_nvfp4
+        int32 [El, R * num_max, H / 512], their last two dimensions column-major; with use_mxfp8
+        such packed scales for 32 elements, int32 [El, R * num_max, H / 128]; with use_nvfp4
         (uint8 [R * num_max, H / 2, El], scales [32, 4, M, 4, H / 64, El] with M = R * num_max / 128
         rounded up), both with El outermost in memory (`block_formats.as_tiles`). Rows of an expert
         come by source rank, then token; the first recv_count int32 [El] are valid, the others
@@ -164,7 +166,7 @@ class LowLatencyMode:
             global_scale = _first_of(x_global_scale) if use_nvfp4 else None
             inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
             sizes = (num_max, num_experts, self.group_size)
-            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4)
+            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8)
             hidden, topk = _core.check_block_dispatch(inputs, *sizes, formats)
             local = num_experts // self.group_size
             wants["expert_stride"] = self.group_size * num_max
@@ -415,12 +417,19 @@ def dispatch_blocks(
 
 
 def _stored(
-    use_fp8: bool, round_scale: bool, use_ue8m0: bool, use_nvfp4: bool, use_ue8m0_for_sf: bool
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    use_nvfp4: bool,
+    use_mxfp8: bool,
+    use_ue8m0_for_sf: bool,
 ) -> dict[str, str]:
     """How rows are stored, as options of `plan_and_dispatch`."""
     if use_nvfp4:
         rule = "ue8m0" if use_ue8m0_for_sf else "exact"
         return {"quantise": "nvfp4", "scale_rule": rule, "scale_layout": "tile"}
+    if use_mxfp8:
+        return {"quantise": "mxfp8", "scale_layout": "column"}
     if not use_fp8:
         return {}
     rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
