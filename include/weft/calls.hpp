@@ -20,7 +20,7 @@ struct CallOptions {
   // Of all ranks or none. dispatch, combine: copy engines carry the rows between GPUs, and
   // multiprocessors only pack them before and store or add them after, so that little is taken from
   // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is
-  // for rows of 16 bits an element with 256 bytes of scales; what does not fit, a captured call,
+  // for rows of 16 bits an element with 512 bytes of scales; what does not fit, a captured call,
   // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
   // fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
@@ -31,13 +31,24 @@ struct CallOptions {
   int64_t number = 0;
 };
 
-// What is stored instead of the bf16 rows that are given: FP8 rows with one scale for every
-// kQuantiseGroup elements. `out.rows` is then kByte [num_rows, hidden], `out.scales` [num_rows,
-// hidden / kQuantiseGroup], fp32 or with ScaleRule::kUe8m0 kByte, and no input scales are given.
-enum class Quantise : uint8_t { kNone, kE4M3, kE5M2 };
+// What is stored instead of the bf16 rows that are given: small numbers, and a scale for each group
+// of them. `out.rows` is then kByte [num_rows, bytes], `out.scales` [num_rows, groups], and no
+// input scales are given.
+//
+// kE4M3, kE5M2: FP8 rows [num_rows, hidden] with one scale for every kQuantiseGroup elements, fp32
+// or with ScaleRule::kUe8m0 kByte.
+// kMxfp8: E4M3 rows [num_rows, hidden] with a kByte scale for every 32 elements: the exponent + 127
+// of the least power of two, from 2^-127 to 2^127, by which the largest magnitude is at most 448; 0
+// for a group of zeros, 254 where there is an infinity.
+// kNvfp4: E2M1 rows [num_rows, hidden / 2], two elements in a byte and the first in its low half,
+// with a kByte scale for every 16 elements: DispatchInput::global_scale times a sixth of the
+// largest magnitude, as E4M3, or with ScaleRule::kUe8m0 rounded up to a power of two and stored as
+// its exponent + 127. An element is about number * scale / global_scale. A group whose scale
+// is stored as zero becomes zeros. The last two make the scale of a group that holds a NaN a NaN.
+enum class Quantise : uint8_t { kNone, kE4M3, kE5M2, kMxfp8, kNvfp4 };
 inline constexpr int kQuantiseGroup = 128;
 
-// What the scale of a group is.
+// What the scale of a group of FP8 is; kNvfp4 knows kExact and kUe8m0, kMxfp8 kExact alone.
 enum class ScaleRule : uint8_t {
   kExact,       // its largest magnitude divided by the largest FP8 number; 1 for a group of zeros
   kClamped,     // the same, of a largest magnitude of at least 1e-4
@@ -52,6 +63,21 @@ struct DispatchInput {
   ConstTensor scales = {};   // [num_tokens, any] of any dtype; travels with x as bytes
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;  // with `quantise`
+  // fp32 [1, 1], with kNvfp4 only; not given: 1. Usually 448 * 6 / the largest magnitude. Each rank
+  // has its own, but between domains of GPUs it is the same on all ranks.
+  ConstTensor global_scale = {};
+};
+
+// How the scales of rows lie. The last two are for kExpertStrided, whose blocks have `stride` rows
+// each, and for scales of a multiple of four bytes a row, which are words of four bytes here.
+enum class ScaleLayout : uint8_t {
+  kByRow,     // [num_rows] rows
+  kByColumn,  // of each expert's block as [words, stride]; grouped matrix products want FP8's so
+  // Of each expert's block in tiles of 128 rows and a word of each, a row of tiles after the other:
+  // [ceil(stride / 128), words, 32, 4] words, where row r of a tile lies at [r % 32, r / 32]. The
+  // output has [local experts * ceil(stride / 128) * 128] rows; those behind a block's last are
+  // left as they were. Grouped matrix products want those of MXFP8 and NVFP4 so.
+  kInTiles,
 };
 
 struct DispatchOutput {
@@ -71,9 +97,7 @@ struct DispatchOutput {
   // to.
   Tensor counts = {};
   Tensor count_sums = {};
-  // kExpertStrided, scales of a multiple of four bytes: the scales of each expert's block lie by
-  // column, as [bytes / 4, stride] words of four bytes. Grouped matrix products want them so.
-  bool scales_by_column = false;
+  ScaleLayout scale_layout = ScaleLayout::kByRow;
 };
 
 enum class CombineScale : uint8_t {

@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <string>
 
+#include "call/quantise.hpp"
 #include "torch_tensor.hpp"
 #include "weft/calls.hpp"
 #include "weft/plan.hpp"
@@ -97,8 +98,40 @@ void check_experts(int64_t num_experts, int64_t num_ranks) {
   });
 }
 
-// What low_latency_dispatch asks of its tensors (x, topk_idx, topk_weights, and statistics of
-// counts and of waits), sizes and formats (use_fp8, round_scale, use_ue8m0). Returns H and K.
+// What low_latency_dispatch may make of rows: its arguments of these names.
+struct BlockFormats {
+  bool use_fp8;
+  bool round_scale;
+  bool use_ue8m0;
+  bool use_nvfp4;
+  bool use_mxfp8;
+
+  explicit BlockFormats(const nb::tuple& given)
+      : use_fp8(is_true(given[0])),
+        round_scale(is_true(given[1])),
+        use_ue8m0(is_true(given[2])),
+        use_nvfp4(is_true(given[3])),
+        use_mxfp8(is_true(given[4])) {
+    check(!use_nvfp4 || !use_mxfp8, [] { return "use_mxfp8 beside use_nvfp4 (one of the two)"; });
+    check(use_nvfp4 || use_mxfp8 || round_scale || !use_ue8m0, [] {
+      return "use_ue8m0 without round_scale (it packs powers of two)";
+    });
+  }
+
+  // Elements of which a row has a multiple.
+  [[nodiscard]] int64_t row_multiple() const {
+    constexpr int64_t kWhole = 8;   // in bf16 they have 16 bytes
+    constexpr int64_t kPacked = 4;  // bytes of scales in a word
+    if (use_nvfp4 || use_mxfp8) {
+      const Quantise kind = use_nvfp4 ? Quantise::kNvfp4 : Quantise::kMxfp8;
+      return kPacked * stored_format(kind, ScaleRule::kExact).group;
+    }
+    return !use_fp8 ? kWhole : use_ue8m0 ? kPacked * kQuantiseGroup : int64_t{kQuantiseGroup};
+  }
+};
+
+// What low_latency_dispatch asks of its tensors (x, topk_idx, topk_weights, statistics of counts
+// and of waits, and x_global_scale), sizes and BlockFormats. Returns H and K.
 nb::tuple check_block_dispatch(
     const nb::tuple& tensors,
     int64_t num_max,
@@ -106,18 +139,11 @@ nb::tuple check_block_dispatch(
     int64_t num_ranks,
     const nb::tuple& formats
 ) {
-  constexpr int64_t kRowMultiple = 8;  // bf16 elements, 16 bytes
-  constexpr int64_t kPacked = 4;       // bytes of scales in a word
   const nb::handle x = tensors[0];
   check_tensor("x", x, kBFloat16, nb::make_tuple("T", "H"));
   const int64_t num_tokens = size_of(x, 0);
   const int64_t hidden = size_of(x, 1);
-  const bool is_packed = is_true(formats[2]);
-  check(is_true(formats[1]) || !is_packed, [] {
-    return "use_ue8m0 without round_scale (it packs powers of two)";
-  });
-  const int64_t of_scales = is_packed ? kPacked * kQuantiseGroup : kQuantiseGroup;
-  const int64_t multiple = is_true(formats[0]) ? of_scales : kRowMultiple;
+  const int64_t multiple = BlockFormats(formats).row_multiple();
   check(hidden > 0 && hidden % multiple == 0, [&] {
     return "x has " + text_of(hidden) + " columns (expected a positive multiple of " +
            text_of(multiple) + ")";
@@ -135,6 +161,7 @@ nb::tuple check_block_dispatch(
   check_optional("cumulative_local_expert_recv_stats", tensors[3], kInt32, of_experts);
   const nb::tuple of_ranks = nb::make_tuple(num_ranks);
   check_optional("dispatch_wait_recv_cost_stats", tensors[4], kInt64, of_ranks);
+  check_optional("x_global_scale", tensors[5], kFloat32, nb::make_tuple(1));
   return nb::make_tuple(hidden, topk);
 }
 
@@ -178,7 +205,8 @@ void bind_checks(nb::module_& m) {
       arg("num_ranks"),
       arg("formats"),
       "Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of "
-      "waits; formats: use_fp8, round_scale, use_ue8m0. Returns the hidden size and K."
+      "waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8. "
+      "Returns the hidden size and K."
   );
   m.def(
       "check_block_combine",

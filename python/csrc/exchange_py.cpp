@@ -49,7 +49,7 @@ Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
   });
 }
 
-// sent: x, weights, scales; then memory for sources, counts, count_sums.
+// sent: x, weights, scales; memory for sources, counts, count_sums; then global_scale.
 nb::tuple dispatch(
     Calls& calls,
     const Plan& plan,
@@ -75,7 +75,9 @@ bool is_room_for(const Tensor& rows, int64_t num_rows) {
 
 DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
   for (Tensor* tensor : {&out.rows, &out.weights, &out.scales, &out.experts}) {
-    if (tensor->is_given()) {
+    // Those in tiles are made where the number of rows is known.
+    const bool is_whole = tensor == &out.scales && out.scale_layout == ScaleLayout::kInTiles;
+    if (tensor->is_given() && !is_whole) {
       tensor->rows = num_rows;
     }
   }
@@ -94,7 +96,8 @@ std::optional<Written> written_ahead(
     std::optional<int64_t> given_rows
 ) {
   const int64_t last = calls.last_rows;
-  if (!given_rows && (last < 0 || options.blocks)) {  // blocks are of one size
+  const bool has_one_size = options.blocks || options.scale_layout == ScaleLayout::kInTiles;
+  if (!given_rows && (last < 0 || has_one_size)) {
     return std::nullopt;
   }
   int64_t weight_cols = 1;
@@ -293,12 +296,20 @@ void bind_options(nb::module_& m) {
   const Names<Overflow> overflows = {{"drop", Overflow::kDrop}, {"error", Overflow::kError}};
   const Names<SumOrder> orders = {{"rank", SumOrder::kRank}, {"topk", SumOrder::kTopk}};
   const Names<Quantise> kinds = {
-      {"none", Quantise::kNone}, {"e4m3", Quantise::kE4M3}, {"e5m2", Quantise::kE5M2}};
+      {"none", Quantise::kNone},
+      {"e4m3", Quantise::kE4M3},
+      {"e5m2", Quantise::kE5M2},
+      {"mxfp8", Quantise::kMxfp8},
+      {"nvfp4", Quantise::kNvfp4}};
   const Names<ScaleRule> rules = {
       {"exact", ScaleRule::kExact},
       {"clamped", ScaleRule::kClamped},
       {"power_of_two", ScaleRule::kPowerOfTwo},
       {"ue8m0", ScaleRule::kUe8m0}};
+  const Names<ScaleLayout> scale_layouts = {
+      {"row", ScaleLayout::kByRow},
+      {"column", ScaleLayout::kByColumn},
+      {"tile", ScaleLayout::kInTiles}};
   const Names<CombineScale> scales = {
       {"none", CombineScale::kNone},
       {"plan", CombineScale::kPlanWeights},
@@ -317,7 +328,9 @@ void bind_options(nb::module_& m) {
       .def_prop_rw("order", nullptr, by_name("order", &Options::order, orders))
       .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
       .def_prop_rw("scale_rule", nullptr, by_name("scale_rule", &Options::scale_rule, rules))
-      .def_rw("scales_by_column", &Options::scales_by_column)
+      .def_prop_rw(
+          "scale_layout", nullptr, by_name("scale_layout", &Options::scale_layout, scale_layouts)
+      )
       .def_rw("blocks", &Options::blocks)
       .def_rw("ignores_unknown", &Options::ignores_unknown)
       .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))

@@ -5,19 +5,35 @@
 #include <bit>
 #include <vector>
 
+#include "call/quantise.hpp"
+#include "call/scale_layout.hpp"
+
 namespace weft::py {
 namespace {
 
 ScalarType row_type(const SentGiven& sent, const Options& options) {
   switch (options.quantise) {
     case Quantise::kE4M3:
+    case Quantise::kMxfp8:
       return ScalarType::kFloat8E4M3;
+    case Quantise::kNvfp4:
+      return ScalarType::kUint8;
     case Quantise::kE5M2:
       return ScalarType::kFloat8E5M2;
     case Quantise::kNone:
       break;
   }
   return sent.x.type.value_or(ScalarType::kUint8);
+}
+
+// Of the scales that a call makes.
+ScalarType scale_type(const Options& options) {
+  if (stored_format(options.quantise, options.scale_rule).scale_bytes > 1) {
+    return ScalarType::kFloat32;
+  }
+  const bool is_e4m3 =
+      options.quantise == Quantise::kNvfp4 && options.scale_rule != ScaleRule::kUe8m0;
+  return is_e4m3 ? ScalarType::kFloat8E4M3 : ScalarType::kUint8;
 }
 
 }  // namespace
@@ -44,47 +60,69 @@ Written::Written(
       );
     }
   }
-  const int64_t cols = sent.x.tensor.cols;
+  const StoredFormat format = stored_format(options.quantise, options.scale_rule);
+  const int64_t cols = sent.x.tensor.cols / format.elements_per_byte;
   add_rows(calls, row_type(sent, options), pool, num_rows, cols);
   if (sent.weights.tensor.is_given()) {
     output.weights = add(num_rows, weight_cols, ScalarType::kFloat32);
   }
-  add_scales(sent, options, num_rows);
+  add_scales(calls, sent, options, num_rows);
   if (sent.has_experts) {
     output.experts = add(num_rows, weight_cols, ScalarType::kInt64);
   }
   output.sources = sent.sources.tensor;
   output.counts = sent.counts.tensor;
   output.count_sums = sent.count_sums.tensor;
-  output.scales_by_column = options.scales_by_column;
+  output.scale_layout = options.scale_layout;
   if (num_blocks_ > 0) {
     add_blocks(num_rows);
   }
 }
 
-void Written::add_scales(const SentGiven& sent, const Options& options, int64_t num_rows) {
-  if (sent.scales.tensor.is_given()) {
-    const ScalarType type = sent.scales.type.value_or(ScalarType::kUint8);
-    output.scales = add(num_rows, sent.scales.tensor.cols / scalar_bytes(type), type);
-    output.scales.cols = sent.scales.tensor.cols;
-    output.scales.dtype = DType::kByte;
-  } else if (options.quantise != Quantise::kNone) {
-    const bool is_byte = options.scale_rule == ScaleRule::kUe8m0;
-    const ScalarType type = is_byte ? ScalarType::kUint8 : ScalarType::kFloat32;
-    const int64_t cols = sent.x.tensor.cols / kQuantiseGroup;
-    const int64_t words = cols * scalar_bytes(type) / 4;
-    if (num_blocks_ == 0 || !options.scales_by_column || words == 0) {
-      output.scales = add(num_rows, cols, type);
-      return;
-    }
+void Written::add_scales(
+    const Calls& calls, const SentGiven& sent, const Options& options, int64_t num_rows
+) {
+  const bool is_given = sent.scales.tensor.is_given();
+  if (!is_given && options.quantise == Quantise::kNone) {
+    return;
+  }
+  const StoredFormat format = stored_format(options.quantise, options.scale_rule);
+  const ScalarType type =
+      is_given ? sent.scales.type.value_or(ScalarType::kUint8) : scale_type(options);
+  const int64_t bytes =
+      is_given ? sent.scales.tensor.cols : sent.x.tensor.cols / format.group * format.scale_bytes;
+  const int64_t cols = bytes / scalar_bytes(type);
+  const bool is_in_tiles = options.scale_layout == ScaleLayout::kInTiles;
+  const int64_t words = bytes / kScaleWord;
+  if (is_in_tiles) {
+    add_tiles(calls, type, num_rows, cols);
+  } else if (options.scale_layout == ScaleLayout::kByColumn && num_blocks_ > 0 && words > 0) {
     const int64_t stride = num_rows / num_blocks_;
     const Shape shape = {3, {num_blocks_, stride, words}, {stride * words, 1, stride}};
-    const ScalarType word = is_byte ? ScalarType::kInt32 : ScalarType::kFloat32;
+    const bool is_float = type == ScalarType::kFloat32;
     sizes_.push_back({num_rows, cols});
-    output.scales = made_.add(num_rows, words, word, shape);
-    output.scales.cols = cols;
-    output.scales.dtype = core_type(type);
+    output.scales =
+        made_.add(num_rows, words, is_float ? ScalarType::kFloat32 : ScalarType::kInt32, shape);
+  } else {
+    output.scales = add(num_rows, cols, type);
   }
+  output.scales.cols = is_given ? bytes : cols;
+  output.scales.dtype = is_given ? DType::kByte : core_type(type);
+}
+
+// Blocks have whole tiles, also where that is more than their rows.
+void Written::add_tiles(const Calls& calls, ScalarType type, int64_t num_rows, int64_t cols) {
+  const Exchange& exchange = calls.exchange();
+  const int64_t num_blocks = exchange.config().num_experts / exchange.num_ranks();
+  const int64_t stride = num_rows / num_blocks;
+  const int64_t tile_rows = num_scale_rows(ScaleLayout::kInTiles, stride, stride);
+  sizes_.push_back({num_rows, cols});  // it is as large as it shall be
+  if (num_blocks_ == 0) {
+    output.scales = made_.add(num_blocks * tile_rows, cols, type);
+    return;
+  }
+  const Shape shape = {3, {num_blocks, tile_rows, cols}, {tile_rows * cols, cols, 1}};
+  output.scales = made_.add(num_blocks * tile_rows, cols, type, shape);
 }
 
 // Where every row comes from, and how many there are of each expert.

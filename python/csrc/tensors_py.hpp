@@ -12,7 +12,7 @@ struct Options : PlanOptions, CallOptions {
   bool ignores_unknown = false;
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
-  bool scales_by_column = false;
+  ScaleLayout scale_layout = ScaleLayout::kByRow;
   bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
 };
@@ -41,6 +41,7 @@ struct SentGiven {
   Given sources;
   Given counts;
   Given count_sums;
+  Given global_scale;
   bool has_experts;
   nb::object x_type;  // of torch, where the bytes that come must be told what they are
   nb::object scales_type;
@@ -52,6 +53,7 @@ struct SentGiven {
         sources(read("sources", tensors[3])),
         counts(read_vector("counts", tensors[4])),
         count_sums(read_vector("count_sums", tensors[5])),
+        global_scale(read_vector("global_scale", tensors[6])),
         has_experts(wants_experts) {
     if (!x.type) {
       x_type = tensors[0].attr("dtype");
@@ -62,7 +64,13 @@ struct SentGiven {
   }
 
   [[nodiscard]] DispatchInput input(const Options& options) const {
-    return {x.tensor, weights.tensor, scales.tensor, options.quantise, options.scale_rule};
+    return {
+        x.tensor,
+        weights.tensor,
+        scales.tensor,
+        options.quantise,
+        options.scale_rule,
+        global_scale.tensor};
   }
 };
 
@@ -89,7 +97,10 @@ class Written {
  private:
   // The tensors that Python gets, in this order.
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
-  void add_scales(const SentGiven& sent, const Options& options, int64_t num_rows);
+  void add_scales(
+      const Calls& calls, const SentGiven& sent, const Options& options, int64_t num_rows
+  );
+  void add_tiles(const Calls& calls, ScalarType type, int64_t num_rows, int64_t cols);
   void add_blocks(int64_t num_rows);
   void add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols);
 

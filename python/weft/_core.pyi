@@ -222,11 +222,8 @@ class Options:
     @scale_rule.setter
     def scale_rule(self, arg: str, /) -> None: ...
 
-    @property
-    def scales_by_column(self) -> bool: ...
-
-    @scales_by_column.setter
-    def scales_by_column(self, arg: bool, /) -> None: ...
+    @scale_layout.setter
+    def scale_layout(self, arg: str, /) -> None: ...
 
     @property
     def blocks(self) -> bool: ...
@@ -310,7 +307,7 @@ def check_experts(num_experts: int, num_ranks: int) -> None: ...
 
 def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int]:
     """
-    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits; formats: use_fp8, round_scale, use_ue8m0. Returns the hidden size and K.
+    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8. Returns the hidden size and K.
     """
 
 def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int) -> None:

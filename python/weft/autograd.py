@@ -86,8 +86,11 @@ def dispatch(
 
     x [T, hidden] bf16, fp16 or fp32, or [T, any] of a one-byte dtype, moved as it is (row bytes a
     multiple of 16); made contiguous. weights fp32 [T, K], or [T, E] beside a routing map.
-    scales [T, S] of any dtype, moved as bytes. quantise "e4m3" or "e5m2": bf16 becomes FP8 on the
-    way, with one fp32 scale for 128 elements. num_sms: GPU multiprocessors. copy_engines:
+    scales [T, S] of any dtype, moved as bytes. quantise: bf16 becomes smaller on the way; "e4m3" or
+    "e5m2": FP8 with one fp32 scale for 128 elements; "mxfp8": E4M3 with a uint8 scale (exponent +
+    127) for 32; "nvfp4": uint8 [num_rows, hidden / 2], an E2M1 pair in a byte, with an E4M3 scale
+    for 16 and global_scale, an option of its own, fp32 [1] (None: 1), by which the scales are
+    multiplied; block_formats.py reads both. num_sms: GPU multiprocessors. copy_engines:
     whether these carry the rows between GPUs, the same on all ranks; None: if the exchange runs
     beside computation and they were measured to cost it less (docs/overlap.md). The backward takes
     both as the forward did.

@@ -278,11 +278,13 @@ class Exchange:
         scales: Tensor | None = None,
         *,
         quantise: str = "none",
+        global_scale: Tensor | None = None,
         num_sms: int = 0,
         copy_engines: bool | None = None,
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
-        sent, stored = (x, weights, scales, *_NOTHING_BESIDE), {"quantise": quantise}
+        sent = (x, weights, scales, *_NOTHING_BESIDE, global_scale)
+        stored = {"quantise": quantise}
         out = self._dispatched(plan.calls, plan.core, sent, False, stored, num_sms, copy_engines)
         return Dispatched(*out[:3])
 
@@ -326,7 +328,8 @@ class Exchange:
         routing_map: Tensor | None = None,
         quantise: str = "none",
         scale_rule: str = "exact",
-        scales_by_column: bool = False,
+        scale_layout: str = "row",
+        global_scale: Tensor | None = None,
         beside: Beside | None = None,
         experts: bool = False,
         blocks: bool = False,
@@ -340,9 +343,11 @@ class Exchange:
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
         "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
-        scale up to one; "ue8m0" has its exponent + 127 in a byte. scales_by_column
-        ("expert_strided"): the scales of expert e's block lie by column, as [bytes / 4, stride]
-        words of four bytes. beside: see `Beside`.
+        scale up to one; "ue8m0" has its exponent + 127 in a byte; "nvfp4" has "exact" and "ue8m0",
+        and "mxfp8" "exact" alone. scale_layout "column" ("expert_strided"): the scales of expert
+        e's block lie by column, as [bytes / 4, stride] words of four bytes; "tile": in tiles of 128
+        rows and a word, as [ceil(stride / 128) * 128 rows] (`block_formats.from_tiles`). beside:
+        see `Beside`.
 
         Returns the plan and `Dispatched`. With experts ("rank_major") there is a third: int64
         [num_rows, K], this rank's expert, from 0, that choice k of the row's token goes to, -1
@@ -356,11 +361,11 @@ class Exchange:
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
         """
-        sent = (x, weights, scales, *(beside or _NOTHING_BESIDE))
+        sent = (x, weights, scales, *(beside or _NOTHING_BESIDE), global_scale)
         stored = {
             "quantise": quantise,
             "scale_rule": scale_rule,
-            "scales_by_column": scales_by_column,
+            "scale_layout": scale_layout,
             "blocks": blocks,
         }
         given_rows = self._given_rows(choices)
@@ -434,7 +439,7 @@ class Exchange:
         choices = {"pad_multiple": _NOBODY_PADS_TO, "row_budget": 1 if has_rows else None}
         nothing = torch.empty((0, 1), dtype=torch.int64, device=self.device)
         rows = nothing.new_empty((0, self.hidden), dtype=torch.bfloat16)
-        sent = (rows, None, None, *Beside())
+        sent = (rows, None, None, *_NOTHING_BESIDE, None)
 
         def call(core: _core.Exchange) -> None:
             made = self._options(core, 0, False, **choices)

@@ -5,15 +5,16 @@
 
 #include <cstdint>
 
+#include "call/quantise.hpp"
 #include "core/hd.hpp"
 #include "weft/calls.hpp"
 
 namespace weft {
 
-// Bytes of scales of a row for which there is memory from the beginning: fp32 for each 128 of up to
-// 8,192 elements. Larger ones make staging grow, and go neither with the fused plan and dispatch
+// Bytes of scales of a row for which there is memory from the beginning: a byte for each 16 of up
+// to 8,192 elements. Larger ones make staging grow, and go neither with the fused plan and dispatch
 // nor by copy engines.
-inline constexpr uint32_t kScaleRoom = 256;
+inline constexpr uint32_t kScaleRoom = 512;
 
 // The bytes of a row of 16-bit elements, for which there is memory from the beginning.
 WEFT_HD constexpr uint64_t half_row_bytes(uint64_t hidden) {
@@ -29,9 +30,12 @@ struct PayloadFormat {
   int64_t weight_bytes = 0;                  // of all weights of a token; 0: none
 
   [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
-  // The bytes of a row as it is stored: FP8 has half those of bf16.
+  // The bytes of a row as it is stored.
   [[nodiscard]] WEFT_HD constexpr int64_t out_row_bytes() const {
-    return is_quantised() ? row_bytes / 2 : row_bytes;
+    constexpr int kGivenBytes = 2;  // of an element that is to be quantised
+    return is_quantised()
+               ? row_bytes / (kGivenBytes * stored_format(quantise, scale_rule).elements_per_byte)
+               : row_bytes;
   }
   // The bytes of a row's scales as the source gives them.
   [[nodiscard]] WEFT_HD constexpr int64_t in_scale_bytes() const {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How dispatch makes FP8 of bf16 rows, for host and device: a group has a scale by a ScaleRule; an
-// element is divided by it and rounded to nearest even.
+// What dispatch makes of bf16 rows, for host and device: how rows of each format lie, and how FP8
+// gets its scales: a group has one by a ScaleRule; an element is divided by it and rounded to
+// nearest even. mxfp8.hpp and nvfp4.hpp have the other formats.
 #pragma once
 
 #include <bit>
@@ -11,16 +12,38 @@
 
 namespace weft {
 
+struct StoredFormat {
+  int group;              // elements that share a scale
+  int elements_per_byte;  // of a row
+  int scale_bytes;        // of a scale
+  int row_multiple;       // elements: whole groups in whole 16 bytes, which are moved at a time
+};
+
+WEFT_HD constexpr StoredFormat stored_format(Quantise kind, ScaleRule rule) {
+  switch (kind) {
+    case Quantise::kMxfp8:
+      return {.group = 32, .elements_per_byte = 1, .scale_bytes = 1, .row_multiple = 32};
+    case Quantise::kNvfp4:
+      return {.group = 16, .elements_per_byte = 2, .scale_bytes = 1, .row_multiple = 32};
+    default:
+      return {
+          .group = kQuantiseGroup,
+          .elements_per_byte = 1,
+          .scale_bytes = rule == ScaleRule::kUe8m0 ? 1 : 4,
+          .row_multiple = kQuantiseGroup};
+  }
+}
+
+constexpr bool has_scale_rule(Quantise kind, ScaleRule rule) {
+  return rule == ScaleRule::kExact ||
+         (kind == Quantise::kNvfp4 ? rule == ScaleRule::kUe8m0 : kind != Quantise::kMxfp8);
+}
+
 WEFT_HD constexpr float largest_fp8(Quantise kind) {
-  return kind == Quantise::kE4M3 ? 448.0F : 57344.0F;
+  return kind == Quantise::kE5M2 ? 57344.0F : 448.0F;
 }
 
-// The bytes of a scale as it is stored.
-WEFT_HD constexpr int scale_bytes(ScaleRule rule) {
-  return rule == ScaleRule::kUe8m0 ? 1 : 4;
-}
-
-// largest: of the magnitudes in a group.
+// largest: of the magnitudes in a group of FP8.
 WEFT_HD constexpr float scale_of(float largest, Quantise kind, ScaleRule rule) {
   if (rule == ScaleRule::kExact) {
     return largest == 0.0F ? 1.0F : largest / largest_fp8(kind);

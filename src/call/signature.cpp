@@ -43,7 +43,9 @@ constexpr auto kDType = [](int64_t value) {
 constexpr auto kScale = [](int64_t value) {
   return one_of<3>({"none", "plan_weights", "source_weights"}, value);
 };
-constexpr auto kQuantise = [](int64_t value) { return one_of<3>({"none", "e4m3", "e5m2"}, value); };
+constexpr auto kQuantise = [](int64_t value) {
+  return one_of<5>({"none", "e4m3", "e5m2", "mxfp8", "nvfp4"}, value);
+};
 constexpr auto kScaleRule = [](int64_t value) {
   return one_of<4>({"exact", "clamped", "power_of_two", "ue8m0"}, value);
 };

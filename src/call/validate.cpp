@@ -7,6 +7,7 @@
 
 #include "call/payload.hpp"
 #include "call/quantise.hpp"
+#include "call/scale_layout.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
 #include "plan/build.hpp"
@@ -98,6 +99,11 @@ TensorShape source_weights_shape(const PlanData& plan) {
   return {plan.shape.num_tokens, plan.shape.from_map ? plan.shape.num_experts : plan.shape.topk};
 }
 
+TensorShape scales_shape(const PlanData& plan, const DispatchOutput& out, int64_t cols) {
+  const int64_t stride = plan.shape.options.expert_stride;
+  return {num_scale_rows(out.scale_layout, plan.num_rows, stride), cols};
+}
+
 TensorShape row_weights_shape(const PlanData& plan) {
   return {plan.num_rows, plan.shape.options.layout == Layout::kRankMajor ? plan.shape.topk : 1};
 }
@@ -121,7 +127,16 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
   if (is_quantised) {
     quantised(plan, in, out);
   }
-  check.tensor("rows", out.rows, {is_quantised ? DType::kByte : in.x.dtype}, {plan.num_rows, cols});
+  WEFT_CHECK_ARG(
+      context,
+      !in.global_scale.is_given() || in.quantise == Quantise::kNvfp4,
+      "dispatch: global_scale is given (which NVFP4 alone has)"
+  );
+  const int64_t per_byte =
+      is_quantised ? stored_format(in.quantise, in.scale_rule).elements_per_byte : 1;
+  check.tensor(
+      "rows", out.rows, {is_quantised ? DType::kByte : in.x.dtype}, {plan.num_rows, cols / per_byte}
+  );
   check.apart("rows", out.rows, "x", in.x);
   if (check.both("weights", out.weights, in.weights)) {
     check.tensor("input weights", in.weights, {DType::kFloat32}, source_weights_shape(plan));
@@ -130,7 +145,7 @@ void Validator::dispatch(const PlanData& plan, const DispatchInput& in, const Di
   if (!is_quantised && check.both("scales", out.scales, in.scales)) {
     const DType dtype = in.scales.dtype;
     check.tensor("input scales", in.scales, {dtype}, {num_tokens, in.scales.cols});
-    check.tensor("output scales", out.scales, {dtype}, {plan.num_rows, in.scales.cols});
+    check.tensor("output scales", out.scales, {dtype}, scales_shape(plan, out, in.scales.cols));
     check.apart("output scales", out.scales, "input scales", in.scales);
   }
   check.aligned_on_gpu("x", in.x);
@@ -163,20 +178,20 @@ void Validator::beside(const PlanData& plan, const DispatchOutput& out) const {
   );
   integers("counts", out.counts, {1, plan.shape.num_local_experts()});
   integers("count_sums", out.count_sums, {1, plan.shape.num_local_experts()});
-  constexpr int64_t kWord = 4;
+  if (out.scale_layout == ScaleLayout::kByRow) {
+    return;
+  }
   WEFT_CHECK_ARG(
       context,
-      !out.scales_by_column ||
-          (layout == Layout::kExpertStrided && out.scales.row_bytes() % kWord == 0),
-      "dispatch: scales by column, of {} bytes a row with {} (expected a multiple of {} with {})",
+      layout == Layout::kExpertStrided && out.scales.row_bytes() % kScaleWord == 0,
+      "dispatch: scales {}, of {} bytes a row with {} (expected a multiple of {} with {})",
+      out.scale_layout == ScaleLayout::kInTiles ? "in tiles" : "by column",
       out.scales.row_bytes(),
       layout_name(layout),
-      kWord,
+      kScaleWord,
       layout_name(Layout::kExpertStrided)
   );
-  if (out.scales_by_column) {
-    check.aligned_on_gpu("output scales", out.scales, kWord);
-  }
+  check.aligned_on_gpu("output scales", out.scales, kScaleWord);
 }
 
 void Validator::quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out)
@@ -184,11 +199,19 @@ void Validator::quantised(const PlanData& plan, const DispatchInput& in, const D
   const Checker check("dispatch", *this);
   WEFT_CHECK_ARG(
       context,
-      in.x.dtype == DType::kBFloat16 && config.hidden % kQuantiseGroup == 0,
+      in.quantise <= Quantise::kNvfp4,
+      "dispatch: quantise = {} is unknown (0 to {})",
+      static_cast<int>(in.quantise),
+      static_cast<int>(Quantise::kNvfp4)
+  );
+  const StoredFormat format = stored_format(in.quantise, in.scale_rule);
+  WEFT_CHECK_ARG(
+      context,
+      in.x.dtype == DType::kBFloat16 && config.hidden % format.row_multiple == 0,
       "dispatch: quantise of {} rows of {} elements (bfloat16 and a multiple of {})",
       dtype_name(in.x.dtype),
       config.hidden,
-      kQuantiseGroup
+      format.row_multiple
   );
   WEFT_CHECK_ARG(
       context,
@@ -201,8 +224,19 @@ void Validator::quantised(const PlanData& plan, const DispatchInput& in, const D
       "dispatch: scale_rule = {} is unknown (0 to 3)",
       static_cast<int>(in.scale_rule)
   );
-  const DType dtype = scale_bytes(in.scale_rule) == 1 ? DType::kByte : DType::kFloat32;
-  const TensorShape shape = {plan.num_rows, config.hidden / kQuantiseGroup};
+  WEFT_CHECK_ARG(
+      context,
+      has_scale_rule(in.quantise, in.scale_rule),
+      "dispatch: scale_rule = {} with {} (which has {})",
+      static_cast<int>(in.scale_rule),
+      in.quantise == Quantise::kMxfp8 ? "MXFP8" : "NVFP4",
+      in.quantise == Quantise::kMxfp8 ? "exact alone" : "exact and ue8m0"
+  );
+  if (in.global_scale.is_given()) {
+    check.tensor("global_scale", in.global_scale, {DType::kFloat32}, {1, 1});
+  }
+  const DType dtype = format.scale_bytes == 1 ? DType::kByte : DType::kFloat32;
+  const TensorShape shape = scales_shape(plan, out, config.hidden / format.group);
   check.tensor("output scales", out.scales, {dtype}, shape);
 }
 

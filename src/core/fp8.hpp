@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// fp32 -> FP8, round to nearest even, only by integer arithmetic: the same bits on every machine.
+// fp32 <-> FP8, round to nearest even, only by integer arithmetic: the same bits on every machine.
 // What is too large becomes the largest number of its sign, a NaN 0x7f.
 #pragma once
 
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+
+#include "core/hd.hpp"
 
 namespace weft {
 
@@ -17,7 +19,7 @@ struct Fp8Format {
 inline constexpr Fp8Format kFp8E4M3 = {.mantissa_bits = 3, .bias = 7, .finite = 0x7e};   // 448
 inline constexpr Fp8Format kFp8E5M2 = {.mantissa_bits = 2, .bias = 15, .finite = 0x7b};  // 57344
 
-constexpr uint8_t float_to_fp8(float value, const Fp8Format& format) {
+WEFT_HD constexpr uint8_t float_to_fp8(float value, Fp8Format format) {
   constexpr int kMantissaBits = 23;  // of fp32
   constexpr int kBias = 127;
   const auto bits = std::bit_cast<uint32_t>(value);
@@ -41,6 +43,21 @@ constexpr uint8_t float_to_fp8(float value, const Fp8Format& format) {
   const uint32_t rounded =
       magnitude - exponent_at(-format.bias) + half_less_one + (magnitude >> shift & 1U);
   return static_cast<uint8_t>(sign | std::min<uint32_t>(rounded >> shift, format.finite));
+}
+
+// Of kFp8E4M3's and kFp8E5M2's finite numbers, and 0x7f.
+WEFT_HD constexpr float fp8_to_float(uint8_t code, Fp8Format format) {
+  constexpr int kMantissaBits = 23;  // of fp32
+  constexpr uint32_t kBias = 127;
+  if ((code & 0x7f) > format.finite) {
+    return std::bit_cast<float>(0x7fc00000U);
+  }
+  const auto magnitude = static_cast<uint32_t>(code & 0x7f)
+                         << (kMantissaBits - format.mantissa_bits);
+  // The product with a power of two re-biases the exponent and normalises what is subnormal.
+  const auto power = (2 * kBias - static_cast<uint32_t>(format.bias)) << kMantissaBits;
+  const float value = std::bit_cast<float>(magnitude) * std::bit_cast<float>(power);
+  return (code & 0x80) != 0 ? -value : value;
 }
 
 }  // namespace weft

@@ -169,6 +169,7 @@ class HostsDispatch : HostsCall {
     }
     in.quantise = in_.quantise;
     in.scale_rule = in_.scale_rule;
+    in.global_scale = in_.global_scale;
     return in;
   }
 

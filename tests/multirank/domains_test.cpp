@@ -119,6 +119,17 @@ TEST_P(DomainsTest, MakeFp8OfRows) {
   });
 }
 
+TEST_P(DomainsTest, MakeBlockFormatsOfRows) {
+  setup_.hidden = 256;
+  run({27, 28}, [&](Case& spec) {
+    spec.dtype = DType::kBFloat16;
+    spec.quantise = spec.seed == 27 ? Quantise::kMxfp8 : Quantise::kNvfp4;
+    spec.scale_rule = ScaleRule::kExact;
+    spec.global_scale = 0.01F;
+    spec.output = spec.seed == 27 ? OutputMemory::kStaged : OutputMemory::kDirect;
+  });
+}
+
 TEST_P(DomainsTest, TakeTokensThatGoToOneDomainAlone) {
   run({31, 32, 33}, [&](Case& spec) {
     spec.index = IndexKind::kInt32;

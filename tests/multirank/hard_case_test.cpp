@@ -74,6 +74,45 @@ TEST_P(HardCaseTest, MakesFp8ByEveryRuleForScales) {
   }
 }
 
+TEST_P(HardCaseTest, MakesBlockFormatsOfItsRows) {
+  spec_.dtype = DType::kBFloat16;
+  spec_.calls = "d";
+  spec_.pad_multiple = is_rank_major() ? 1 : 8;
+  for (const int64_t hidden : {32, 416, 512}) {
+    for (const Quantise kind : {Quantise::kMxfp8, Quantise::kNvfp4}) {
+      for (const OutputMemory output : {OutputMemory::kDirect, OutputMemory::kStaged}) {
+        setup_.hidden = hidden;
+        spec_.quantise = kind;
+        spec_.global_scale = hidden == 416 ? 0.0F : 2688 / 0x1p20F;
+        spec_.output = output;
+        expect_reference_bits();
+      }
+    }
+  }
+  spec_.scale_rule = ScaleRule::kUe8m0;  // of NVFP4
+  expect_reference_bits();
+}
+
+// With expert_strided, and in plan and dispatch of one call, too.
+TEST_P(HardCaseTest, LaysScalesByColumnAndInTiles) {
+  setup_.hidden = 384;
+  spec_.calls = "dd";
+  spec_.dtype = DType::kBFloat16;
+  spec_.pad_multiple = is_rank_major() ? 1 : 8;
+  spec_.room = Room::kSpare;
+  spec_.asks_beside = true;
+  for (const ScaleLayout layout : {ScaleLayout::kByColumn, ScaleLayout::kInTiles}) {
+    for (const Quantise kind : {Quantise::kE4M3, Quantise::kMxfp8, Quantise::kNvfp4}) {
+      for (const bool is_routed : {false, true}) {
+        spec_.scale_layout = layout;
+        spec_.quantise = kind;
+        spec_.is_routed = is_routed;
+        expect_reference_bits();
+      }
+    }
+  }
+}
+
 TEST_P(HardCaseTest, TellsWhereRowsComeFromAndHowManyThereAre) {
   spec_.topk = 4;
   spec_.repeat_experts = true;

@@ -8,9 +8,12 @@
 #include <limits>
 #include <utility>
 
+#include "call/quantise.hpp"
+#include "call/scale_layout.hpp"
 #include "core/half.hpp"
 #include "plan/reference/reference_plan.hpp"
 #include "support/fp8.hpp"
+#include "support/stored_rows.hpp"
 
 namespace weft::test {
 namespace {
@@ -164,74 +167,31 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   }
 }
 
-// What dispatch stores of bf16 rows, by the rule in the words of include/weft/calls.hpp.
-struct Fp8Rows {
-  Matrix rows;
-  Matrix scales;
-};
-
-// The exponent of the least power of two that is not below `value`.
-int exponent_above(float value) {
-  int exponent = 0;
-  return std::frexp(value, &exponent) == 0.5F ? exponent - 1 : exponent;
-}
-
-float group_scale(float largest, float last, ScaleRule rule) {
-  if (rule == ScaleRule::kExact) {
-    return largest > 0 ? largest / last : 1;
-  }
-  const float scale = std::max(largest, 1e-4F) / last;
-  return rule == ScaleRule::kClamped ? scale : std::ldexp(1.0F, exponent_above(scale));
-}
-
-Fp8Rows quantised(const Matrix& x, Quantise kind, ScaleRule rule) {
-  const ConstTensor view = x.view();
-  const bool is_byte = rule == ScaleRule::kUe8m0;
-  const DType scale_dtype = is_byte ? DType::kByte : DType::kFloat32;
-  Fp8Rows out = {
-      Matrix(DType::kByte, view.rows, view.cols),
-      Matrix(scale_dtype, view.rows, view.cols / kQuantiseGroup)};
-  const float last = fp8_to_float(num_finite_fp8(kind) - 1, kind);
-  for (size_t first = 0; first < x.num_elements(); first += kQuantiseGroup) {
-    const auto value = [&](size_t i) { return bf16_to_float(x.as<uint16_t>()[first + i]); };
-    float largest = 0;
-    for (size_t i = 0; i < kQuantiseGroup; ++i) {
-      largest = std::max(largest, std::fabs(value(i)));
-    }
-    const float scale = group_scale(largest, last, rule);
-    if (is_byte) {
-      const int exponent = exponent_above(scale) + 127;
-      out.scales.as<uint8_t>()[first / kQuantiseGroup] = static_cast<uint8_t>(exponent);
-    } else {
-      out.scales.as<float>()[first / kQuantiseGroup] = scale;
-    }
-    for (size_t i = 0; i < kQuantiseGroup; ++i) {
-      out.rows.as<uint8_t>()[first + i] = nearest_fp8(value(i) / scale, kind);
-    }
-  }
-  return out;
-}
-
-// Finite. The first groups are zeros, less than what a clamped scale begins with, and such that the
-// scale is a power of two by itself.
-Matrix values_to_quantise(int64_t rows, int64_t cols, Quantise kind, RandomSource& random) {
+// The first groups are zeros, less than what a clamped scale begins with, and such that the scale
+// is a power of two by itself. Of formats that say what becomes of them, the next have an infinity
+// and a NaN, and one the least numbers that there are.
+Matrix values_to_quantise(
+    int64_t rows, int64_t cols, Quantise kind, ScaleRule rule, RandomSource& random
+) {
   Matrix x = random_values(DType::kBFloat16, rows, cols, random);  // below 2^20
-  const float factors[] = {0, 0x1p-40F, 0x1p-20F};
-  for (size_t group = 0; group < std::size(factors); ++group) {
-    for (size_t i = 0; i < kQuantiseGroup && group * kQuantiseGroup < x.num_elements(); ++i) {
-      uint16_t& value = x.as<uint16_t>()[group * kQuantiseGroup + i];
-      const bool is_last = group == 2 && i == 0;
-      value = float_to_bf16(
-          is_last ? fp8_to_float(num_finite_fp8(kind) - 1, kind)
-                  : bf16_to_float(value) * factors[group]
-      );
+  const bool is_block = kind == Quantise::kMxfp8 || kind == Quantise::kNvfp4;
+  const float last = fp8_to_float(num_finite_fp8(is_block ? Quantise::kE4M3 : kind) - 1, kind);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const float factors[] = {0, 0x1p-40F, 0x1p-20F, 1, 1, 0x1p-148F};
+  const float firsts[] = {0, 0, last, -kInfinity, std::nanf(""), 0x1p-133F};
+  const auto size = static_cast<size_t>(stored_format(kind, rule).group);
+  for (size_t group = 0; group < (is_block ? std::size(factors) : 3); ++group) {
+    for (size_t i = 0; i < size && group * size < x.num_elements(); ++i) {
+      uint16_t& value = x.as<uint16_t>()[group * size + i];
+      const bool is_first = group >= 2 && i == 0;
+      value = float_to_bf16(is_first ? firsts[group] : bf16_to_float(value) * factors[group]);
     }
   }
   return x;
 }
 
 // A place for what is beside the rows.
-void ask_beside(const Plan& plan, RankCall& call) {
+void ask_beside(const Plan& plan, ScaleLayout layout, RankCall& call) {
   call.sources = Matrix(DType::kInt32, plan.num_rows(), 2);
   if (plan.layout() == Layout::kRankMajor) {
     call.experts = Matrix(DType::kInt64, plan.num_rows(), plan.topk());
@@ -239,9 +199,13 @@ void ask_beside(const Plan& plan, RankCall& call) {
     call.counts = Matrix(DType::kInt32, 1, plan.num_local_experts());
     call.count_sums = call.counts;
   }
-  const int64_t scale_bytes = std::as_const(call.row_scales).view().row_bytes();
-  call.scales_by_column =
-      plan.layout() == Layout::kExpertStrided && scale_bytes > 0 && scale_bytes % 4 == 0;
+  const ConstTensor scales = std::as_const(call.row_scales).view();
+  if (plan.layout() == Layout::kExpertStrided && scales.is_given() && scales.row_bytes() % 4 == 0) {
+    call.scale_layout = layout;
+    const int64_t stride = plan.num_rows() / plan.num_local_experts();
+    const int64_t rows = num_scale_rows(layout, plan.num_rows(), stride);
+    call.row_scales = Matrix(scales.dtype, rows, scales.cols);
+  }
 }
 
 std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) {
@@ -252,17 +216,22 @@ std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) 
   std::vector<RankCall> calls;
   std::vector<DispatchInput> in;
   std::vector<DispatchOutput> out;
-  std::deque<Fp8Rows> stored;  // instead of x
+  std::deque<StoredRows> stored;  // instead of x
   for (const Plan& plan : data.plans) {
     RankCall& call = calls.emplace_back();
     if (quantise == Quantise::kNone) {
       call.x = random_bits(spec.dtype, plan.num_tokens(), cols, random);
       call.rows = Matrix(spec.dtype, plan.num_rows(), cols);
     } else {
-      call.x = values_to_quantise(plan.num_tokens(), cols, quantise, random);
-      stored.push_back(quantised(call.x, quantise, spec.scale_rule));
+      call.x = values_to_quantise(plan.num_tokens(), cols, quantise, spec.scale_rule, random);
+      stored.push_back(quantised(call.x, spec, quantise));
       const ConstTensor scales = std::as_const(stored.back().scales).view();
-      call.rows = Matrix(DType::kByte, plan.num_rows(), cols);
+      call.rows =
+          Matrix(DType::kByte, plan.num_rows(), std::as_const(stored.back().rows).view().cols);
+      if (quantise == Quantise::kNvfp4 && spec.global_scale > 0) {
+        call.global_scale = Matrix(DType::kFloat32, 1, 1);
+        *call.global_scale.as<float>() = spec.global_scale;
+      }
       call.row_scales = Matrix(scales.dtype, plan.num_rows(), scales.cols);
     }
     if (spec.has_weights) {
@@ -274,14 +243,14 @@ std::vector<RankCall> make_dispatch(const CaseData& data, RandomSource& random) 
       call.row_scales = Matrix(DType::kByte, plan.num_rows(), spec.scale_cols);
     }
     if (spec.asks_beside) {
-      ask_beside(plan, call);
+      ask_beside(plan, spec.scale_layout, call);
     }
   }
   for (RankCall& call : calls) {
     DispatchInput input = call.dispatch_input();
     if (!stored.empty()) {
-      const Fp8Rows& fp8 = stored[in.size()];
-      input = {fp8.rows.view(), call.weights.view(), fp8.scales.view()};
+      const StoredRows& given = stored[in.size()];
+      input = {given.rows.view(), call.weights.view(), given.scales.view()};
     }
     in.push_back(input);
     out.push_back(call.dispatch_output());

@@ -29,6 +29,7 @@ struct RankCall {
   Matrix x;
   Matrix weights;
   Matrix scales;
+  Matrix global_scale;
   Matrix source_weights;
   Matrix source_idx;
   Matrix rows;
@@ -39,7 +40,7 @@ struct RankCall {
   Matrix experts;
   Matrix counts;
   Matrix count_sums;
-  bool scales_by_column = false;
+  ScaleLayout scale_layout = ScaleLayout::kByRow;
 
   [[nodiscard]] DispatchInput dispatch_input() const {
     return {x.view(), weights.view(), scales.view()};
@@ -53,7 +54,7 @@ struct RankCall {
         experts.view(),
         counts.view(),
         count_sums.view(),
-        scales_by_column};
+        scale_layout};
   }
   [[nodiscard]] CombineInput combine_input(CombineScale scale) const {
     return {rows.view(), row_weights.view(), source_weights.view(), scale, source_idx.view()};

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 
+#include "call/quantise.hpp"
 #include "plan/random_routing.hpp"
 
 namespace weft::test {
@@ -63,7 +64,8 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "sums by {}, room {}, calls "
-      "{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {}, output {}, scale {}]",
+      "{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, scale "
+      "{}]",
       spec.seed,
       setup.num_ranks,
       setup.domain_of,
@@ -88,13 +90,15 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       spec.scale_cols,
       static_cast<int>(quantise_of(setup, spec)),
       static_cast<int>(spec.scale_rule),
+      spec.global_scale,
       static_cast<int>(spec.output),
       static_cast<int>(spec.scale)
   );
 }
 
 Quantise quantise_of(const ExchangeSetup& setup, const Case& spec) {
-  const bool fits = spec.dtype == DType::kBFloat16 && setup.hidden % kQuantiseGroup == 0;
+  const int multiple = stored_format(spec.quantise, spec.scale_rule).row_multiple;
+  const bool fits = spec.dtype == DType::kBFloat16 && setup.hidden % multiple == 0;
   return fits ? spec.quantise : Quantise::kNone;
 }
 
@@ -157,11 +161,21 @@ Case random_case(const ExchangeSetup& setup, uint64_t seed) {
   spec.is_routed = one_in(random, 2);
   spec.ignores_unknown = one_in(random, 3);
   spec.asks_beside = one_in(random, 2);
-  spec.quantise = pick(random, std::array{Quantise::kNone, Quantise::kE4M3, Quantise::kE5M2});
+  spec.quantise = pick(
+      random,
+      std::array{
+          Quantise::kNone, Quantise::kE4M3, Quantise::kE5M2, Quantise::kMxfp8, Quantise::kNvfp4}
+  );
   spec.scale_rule = pick(
       random,
       std::array{ScaleRule::kExact, ScaleRule::kClamped, ScaleRule::kPowerOfTwo, ScaleRule::kUe8m0}
   );
+  if (!has_scale_rule(spec.quantise, spec.scale_rule)) {
+    spec.scale_rule = ScaleRule::kExact;
+  }
+  spec.global_scale = pick(random, std::array{0.0F, 0.01F, 448.0F});
+  spec.scale_layout =
+      pick(random, std::array{ScaleLayout::kByRow, ScaleLayout::kByColumn, ScaleLayout::kInTiles});
   return spec;
 }
 

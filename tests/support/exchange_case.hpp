@@ -87,9 +87,11 @@ struct Case {
   // Of dispatches of bf16 rows of whole groups, which then have no scales of their own.
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
-  // Dispatches tell sources, counts and their sums, and give scales by column where that is
+  float global_scale = 0;  // of NVFP4; 0: not given
+  // Dispatches tell sources, counts and their sums, and give scales by a layout where that is
   // possible.
   bool asks_beside = false;
+  ScaleLayout scale_layout = ScaleLayout::kByColumn;
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
   bool skips_source_weights = false;  // not between domains of GPUs

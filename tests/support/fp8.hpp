@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// FP8 by its definition, slowly and sharing nothing with the code under test.
+// FP8, FP4 and E8M0 by their definitions, slowly and sharing nothing with the code under test.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 
@@ -39,6 +40,31 @@ namespace weft::test {
     }
   }
   return static_cast<uint8_t>((std::signbit(value) ? 0x80 : 0) | best);
+}
+
+// The same of E2M1, whose sign is the bit above the three of its number.
+inline constexpr std::array<float, 8> kFp4Numbers = {0, 0.5F, 1, 1.5F, 2, 3, 4, 6};
+
+[[nodiscard]] inline uint8_t nearest_fp4(float value) {
+  const float magnitude = std::min(std::fabs(value), kFp4Numbers.back());
+  size_t best = 0;
+  for (size_t code = 1; code < kFp4Numbers.size(); ++code) {
+    const float distance = std::fabs(kFp4Numbers[code] - magnitude);
+    const float least = std::fabs(kFp4Numbers[best] - magnitude);
+    if (distance < least || (distance == least && code % 2 == 0)) {
+      best = code;
+    }
+  }
+  return static_cast<uint8_t>((std::signbit(value) ? 8 : 0) | best);
+}
+
+// The code of the least power of two that is not below `value`, of the largest if there is none.
+[[nodiscard]] inline int e8m0_not_below(double value) {
+  int code = 0;
+  while (code < 254 && std::ldexp(1.0, code - 127) < value) {
+    ++code;
+  }
+  return code;
 }
 
 }  // namespace weft::test

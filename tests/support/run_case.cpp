@@ -104,6 +104,7 @@ class CaseRun {
     const auto* x = &memory_.add(call.x);
     const auto* weights = &memory_.add(call.weights);
     const auto* scales = &memory_.add(call.scales);
+    const auto* global_scale = &memory_.add(call.global_scale);
     const auto* rows = &memory_.add_output(call.rows, is_direct);
     const auto* row_weights = &memory_.add_output(call.row_weights);
     const auto* row_scales = &memory_.add_output(call.row_scales, is_direct != is_mixed);
@@ -111,14 +112,15 @@ class CaseRun {
     const auto* experts = &memory_.add_output(call.experts);
     const auto* counts = &memory_.add_output(call.counts);
     const auto* sums = &memory_.add_output(call.count_sums);
-    const bool by_column = call.scales_by_column;
+    const ScaleLayout scale_layout = call.scale_layout;
     calls_.emplace_back([=, this] {
       const DispatchInput in = {
           x->tensor(),
           weights->tensor(),
           scales->tensor(),
           quantise_of(data_.setup, data_.spec),
-          data_.spec.scale_rule};
+          data_.spec.scale_rule,
+          global_scale->tensor()};
       const DispatchOutput out = {
           rows->tensor(),
           row_weights->tensor(),
@@ -127,7 +129,7 @@ class CaseRun {
           experts->tensor(),
           counts->tensor(),
           sums->tensor(),
-          by_column};
+          scale_layout};
       if (plan_) {
         exchange_.dispatch(*plan_, in, out, options_);
       } else {

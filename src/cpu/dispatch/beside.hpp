@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "call/scale_layout.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/calls.hpp"
 
@@ -45,29 +46,32 @@ inline void tell_counts(const PlanData& plan, const DispatchOutput& out) {
   }
 }
 
-// DispatchOutput::scales_by_column: `by_row` [num_rows] to `out`, slack excluded.
-inline void lay_by_column(const PlanData& plan, const ConstTensor& by_row, const Tensor& out) {
-  constexpr size_t kWord = 4;
-  const auto words = static_cast<size_t>(by_row.row_bytes()) / kWord;
-  const auto stride = static_cast<size_t>(plan.num_rows) / plan.padded_rows_per_expert.size();
-  for (size_t expert = 0; expert < plan.padded_rows_per_expert.size(); ++expert) {
-    const auto num_rows = static_cast<size_t>(plan.padded_rows_per_expert[expert]);
-    const size_t block = expert * stride * words;
-    for (size_t row = 0; row < num_rows; ++row) {
-      for (size_t word = 0; word < words; ++word) {
-        const std::byte* from = by_row.data + (block + row * words + word) * kWord;
-        std::memcpy(out.data + (block + word * stride + row) * kWord, from, kWord);
+// `by_row` [num_rows] to `out` by another layout, slack excluded.
+inline void lay_scales(
+    const PlanData& plan, const std::byte* by_row, const Tensor& out, ScaleLayout layout
+) {
+  const int64_t row_bytes = out.row_bytes();
+  const auto num_experts = static_cast<int32_t>(plan.padded_rows_per_expert.size());
+  const auto stride = static_cast<int32_t>(plan.num_rows) / num_experts;
+  for (int32_t expert = 0; expert < num_experts; ++expert) {
+    const auto num_rows =
+        static_cast<int32_t>(plan.padded_rows_per_expert[static_cast<size_t>(expert)]);
+    for (int32_t row = expert * stride; row < expert * stride + num_rows; ++row) {
+      const ScaleWords place = scale_words(layout, row_bytes, stride, row);
+      for (int64_t word = 0; word < row_bytes / kScaleWord; ++word) {
+        const std::byte* from = by_row + row * row_bytes + word * kScaleWord;
+        std::memcpy(out.data + place.first + word * place.step, from, size_t{kScaleWord});
       }
     }
   }
 }
 
-// scale_rows: the scales as they have come, if they are wanted by column.
+// scale_rows: the scales as they have come, if they are wanted by another layout.
 inline void write_beside(
-    const PlanData& plan, const ConstTensor& scale_rows, const DispatchOutput& out
+    const PlanData& plan, const std::byte* scale_rows, const DispatchOutput& out
 ) {
-  if (out.scales_by_column) {
-    lay_by_column(plan, scale_rows, out.scales);
+  if (out.scale_layout != ScaleLayout::kByRow) {
+    lay_scales(plan, scale_rows, out.scales, out.scale_layout);
   }
   if (out.sources.is_given()) {
     tell_sources(plan, out.sources);

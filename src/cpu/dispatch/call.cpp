@@ -21,7 +21,7 @@ namespace {
 struct Ready {
   StoredInput in;
   DispatchOutput out;                 // as rows arrive
-  std::vector<std::byte> scale_rows;  // of `out`, if the caller wants them by column
+  std::vector<std::byte> scale_rows;  // of `out`, if they are not to lie by row
   std::optional<Region> rows;
   std::optional<Region> scales;
   Staging staging;
@@ -86,7 +86,7 @@ Ready ready_for(
       .rows = region_of(out.rows),
       .scales = {},
       .staging = {}};
-  if (out.scales_by_column) {
+  if (out.scale_layout != ScaleLayout::kByRow) {
     ready.scale_rows.resize(static_cast<size_t>(out.scales.num_bytes()));
     ready.out.scales.data = ready.scale_rows.data();
   } else {
@@ -181,7 +181,7 @@ void CpuExchange::dispatch(
     run({cpu_rank(), call_number_, plan, words, to, ready.staging, staging_.data},
         ready.in.get(),
         ready.out);
-    write_beside(plan, ready.out.scales, out);
+    write_beside(plan, ready.scale_rows.data(), out);
     ++counters_.num_dispatches;
     count_crossings(count_sent(plan), payload.out_row_bytes() + payload.scale_bytes);
   });

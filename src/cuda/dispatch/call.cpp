@@ -52,6 +52,7 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.x = in.x.data;
   launch.weights = reinterpret_cast<const float*>(in.weights.data);
   launch.scales = in.scales.data;
+  launch.global_scale = reinterpret_cast<const float*>(in.global_scale.data);
   launch.out_rows = out.rows.data;
   launch.out_weights = reinterpret_cast<float*>(out.weights.data);
   launch.out_scales = out.scales.data;
@@ -60,7 +61,8 @@ DispatchLaunch CudaExchange::prepare_dispatch(
   launch.out_counts = reinterpret_cast<int32_t*>(out.counts.data);
   launch.count_sums = reinterpret_cast<int32_t*>(out.count_sums.data);
   launch.num_rows = plan.num_rows;
-  if (out.scales_by_column) {
+  launch.scale_layout = out.scale_layout;
+  if (out.scale_layout != ScaleLayout::kByRow) {
     launch.scale_stride = static_cast<int32_t>(plan.num_rows / plan.shape.num_local_experts());
   }
   launch.has_padding = !launch.one_row && plan.shape.options.pad_multiple > 1;

@@ -5,6 +5,7 @@
 // last row and the end of its block. fan_out.cuh and eager.cuh call it.
 #pragma once
 
+#include "call/scale_layout.hpp"
 #include "cuda/device/row_mover.cuh"
 #include "cuda/layout/launch.hpp"
 
@@ -33,16 +34,15 @@ struct ScalePlace {
   int64_t step;  // from one word to the next
 };
 
-// word_bytes: 4 where scales lie by column.
+// word_bytes: kScaleWord where scales do not lie by row.
 __device__ __forceinline__ ScalePlace
 scale_place(const DispatchLaunch& call, int32_t row, int word_bytes) {
   const int64_t bytes = call.payload.scale_bytes;
-  if (call.scale_stride == 0) {
+  if (call.scale_layout == ScaleLayout::kByRow) {
     return {call.out_scales + row * bytes, word_bytes};
   }
-  const int32_t in_block = row % call.scale_stride;
-  const int64_t step = static_cast<int64_t>(call.scale_stride) * word_bytes;
-  return {call.out_scales + (row - in_block) * bytes + in_block * word_bytes, step};
+  const ScaleWords words = scale_words(call.scale_layout, bytes, call.scale_stride, row);
+  return {call.out_scales + words.first, words.step};
 }
 
 // One warp writes what the plan, which is made, says of each expert's rows.
@@ -67,7 +67,7 @@ class DispatchExtras {
   __device__ explicit DispatchExtras(const DispatchLaunch& call) : call_(call) {
     const auto bits = reinterpret_cast<uintptr_t>(call.out_scales) |
                       static_cast<uintptr_t>(call.payload.scale_bytes);
-    is_wide_ = bits % sizeof(uint4) == 0 && call.scale_stride == 0;
+    is_wide_ = bits % sizeof(uint4) == 0 && call.scale_layout == ScaleLayout::kByRow;
     has_words_ = bits % sizeof(uint32_t) == 0;
   }
 
@@ -216,7 +216,7 @@ __device__ __forceinline__ void zero_row(const DispatchLaunch& call, int64_t row
     call.out_weights[row] = 0;
   }
   if (call.out_scales != nullptr) {
-    const int word_bytes = call.scale_stride == 0 ? 1 : 4;
+    const int word_bytes = call.scale_layout == ScaleLayout::kByRow ? 1 : int{kScaleWord};
     const ScalePlace place = scale_place(call, static_cast<int32_t>(row), word_bytes);
     for (int64_t at = lane; at < call.payload.scale_bytes; at += kWarpLanes) {
       place.first[at / word_bytes * place.step + at % word_bytes] = std::byte{0};

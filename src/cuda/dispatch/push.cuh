@@ -60,7 +60,7 @@ class DispatchPush {
         const TokenRoutes token_routes = routes_.at(routes, i);
         if (call_.payload.is_quantised()) {
           quantise_row(
-              call_.payload,
+              call_,
               row_of(begin + i),
               quantise_span(call_.payload.row_bytes, team_.warp, team_.warps),
               targets_of(token_routes),

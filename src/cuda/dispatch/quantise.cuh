@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Quantises bf16 rows to FP8 on their way through registers, by the rule of call/quantise.hpp. The
-// push role (push.cuh) does it before it stores a row.
+// Quantises bf16 rows on their way through registers, by the rules of call/quantise.hpp, mxfp8.hpp
+// and nvfp4.hpp. The push role (push.cuh) does it before it stores a row.
 #pragma once
 
 #include <cuda_fp8.h>
 
+#include "call/mxfp8.hpp"
+#include "call/nvfp4.hpp"
 #include "call/quantise.hpp"
 #include "core/half.hpp"
 #include "cuda/device/row_mover.cuh"
+#include "cuda/layout/launch.hpp"
 
 namespace weft {
 
 // Two elements, the first in the low byte.
 __device__ inline uint16_t to_fp8(float2 values, Quantise kind) {
-  const __nv_fp8_interpretation_t format = kind == Quantise::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  const __nv_fp8_interpretation_t format = kind == Quantise::kE5M2 ? __NV_E5M2 : __NV_E4M3;
   return __nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, format);
 }
 
@@ -35,9 +38,116 @@ __device__ __forceinline__ void copy_bytes_warp(
   }
 }
 
-// Bytes of bf16 that a warp quantises at a time: two groups.
-inline constexpr int32_t kQuantiseStep = kWarpLanes * 16;
+// Elements that a lane has in hand, and bytes of bf16 that a warp quantises at a time: two groups
+// of FP8.
+inline constexpr int kLaneElements = 8;
+inline constexpr int32_t kQuantiseStep = kWarpLanes * kLaneElements * sizeof(uint16_t);
 static_assert(kQuantiseStep == 2 * kQuantiseGroup * sizeof(uint16_t));
+
+using LaneValues = float[kLaneElements];
+
+// --- formats: lanes of a group find its scale, and each packs its elements ---
+
+// Eight FP8 numbers. quantise(value): what is rounded.
+template <class Quantised>
+__device__ __forceinline__ uint64_t
+pack_fp8(const LaneValues& values, Quantise kind, const Quantised& quantised) {
+  uint64_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneElements; i += 2) {
+    const float2 pair = {quantised(values[i]), quantised(values[i + 1])};
+    packed |= static_cast<uint64_t>(to_fp8(pair, kind)) << (8 * i);
+  }
+  return packed;
+}
+
+class Fp8Rows {
+ public:
+  using Scale = float;
+  static constexpr int kGroup = kQuantiseGroup;
+
+  __device__ explicit Fp8Rows(const DispatchLaunch& call) : payload_(call.payload) {}
+
+  [[nodiscard]] static __device__ __forceinline__ float larger(float a, float b) {
+    return fmaxf(a, fabsf(b));
+  }
+  [[nodiscard]] __device__ __forceinline__ float scale(float largest) const {
+    return scale_of(largest, payload_.quantise, payload_.scale_rule);
+  }
+  [[nodiscard]] __device__ __forceinline__ uint64_t
+  pack(const LaneValues& values, float scale) const {
+    return pack_fp8(values, payload_.quantise, [&](float value) { return value / scale; });
+  }
+  // Of the group whose first lane this is.
+  __device__ __forceinline__ void store_scale(std::byte* target, int32_t group, float scale) const {
+    if (payload_.scale_rule == ScaleRule::kUe8m0) {
+      reinterpret_cast<uint8_t*>(target)[group] = ue8m0_of(scale);
+    } else {
+      reinterpret_cast<float*>(target)[group] = scale;
+    }
+  }
+
+ private:
+  const PayloadFormat& payload_;
+};
+
+// What formats with a byte of scale for each small group have in common.
+struct BlockRows {
+  using Scale = BlockScale;
+
+  [[nodiscard]] static __device__ __forceinline__ float larger(float a, float b) {
+    return larger_magnitude(a, b);
+  }
+  static __device__ __forceinline__ void store_scale(
+      std::byte* target, int32_t group, const BlockScale& scale
+  ) {
+    reinterpret_cast<uint8_t*>(target)[group] = scale.stored;
+  }
+};
+
+struct Mxfp8Rows : BlockRows {
+  static constexpr int kGroup = stored_format(Quantise::kMxfp8, ScaleRule::kExact).group;
+
+  __device__ explicit Mxfp8Rows(const DispatchLaunch& /*call*/) {}
+
+  [[nodiscard]] static __device__ __forceinline__ BlockScale scale(float largest) {
+    return mxfp8_scale(largest);
+  }
+  [[nodiscard]] static __device__ __forceinline__ uint64_t
+  pack(const LaneValues& values, const BlockScale& scale) {
+    return pack_fp8(values, Quantise::kE4M3, [&](float value) {
+      return product_of(value, scale.factor);
+    });
+  }
+};
+
+class Nvfp4Rows : public BlockRows {
+ public:
+  static constexpr int kGroup = stored_format(Quantise::kNvfp4, ScaleRule::kExact).group;
+
+  __device__ explicit Nvfp4Rows(const DispatchLaunch& call)
+      : rule_(call.payload.scale_rule),
+        global_scale_(call.global_scale == nullptr ? 1.0F : *call.global_scale) {}
+
+  [[nodiscard]] __device__ __forceinline__ BlockScale scale(float largest) const {
+    return nvfp4_scale(largest, global_scale_, rule_);
+  }
+  [[nodiscard]] static __device__ __forceinline__ uint32_t
+  pack(const LaneValues& values, const BlockScale& scale) {
+    uint32_t packed = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      packed |= static_cast<uint32_t>(float_to_fp4(product_of(values[i], scale.factor))) << (4 * i);
+    }
+    return packed;
+  }
+
+ private:
+  ScaleRule rule_;
+  float global_scale_;
+};
+
+// --- rows ---
 
 // A warp's share of a row in whole steps: [first, last) in bytes.
 struct QuantiseSpan {
@@ -52,16 +162,17 @@ __device__ __forceinline__ QuantiseSpan quantise_span(int64_t row_bytes, int war
       steps * warp / warps * kQuantiseStep, min(bytes, steps * (warp + 1) / warps * kQuantiseStep)};
 }
 
-// One warp quantises its share of a row: 16 lanes hold one group, 8 elements each.
-__device__ inline void quantise_row(
-    const PayloadFormat& payload,
+// One warp quantises its share of a row: as many lanes as have its elements hold one group.
+template <class Format>
+__device__ __forceinline__ void quantise_row_as(
+    const Format& format,
     const std::byte* row,
     const QuantiseSpan& span,
     const Targets& targets,
     std::byte* scale_target
 ) {
   constexpr int kAhead = 4;  // loads in flight; a guess
-  const Quantise kind = payload.quantise;
+  constexpr int kGroupLanes = Format::kGroup / kLaneElements;
   for (int32_t begin = span.first; begin < span.last; begin += kAhead * kQuantiseStep) {
     uint4 loaded[kAhead];
 #pragma unroll
@@ -74,40 +185,51 @@ __device__ inline void quantise_row(
       const int32_t at = begin + step * kQuantiseStep + lane_index() * 16;
       const bool is_inside = at < span.last;
       const auto* halves = reinterpret_cast<const uint16_t*>(loaded + step);
-      float values[8];
+      LaneValues values;
       float largest = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kLaneElements; ++i) {
         values[i] = bf16_to_float(halves[i]);
-        largest = fmaxf(largest, fabsf(values[i]));
+        largest = Format::larger(largest, values[i]);
       }
 #pragma unroll
-      for (int lanes = 8; lanes > 0; lanes /= 2) {
-        largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
+      for (int lanes = kGroupLanes / 2; lanes > 0; lanes /= 2) {
+        largest = Format::larger(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
       }
-      const float scale = scale_of(largest, kind, payload.scale_rule);
-      uint64_t packed = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) {
-        const float2 pair = {values[i] / scale, values[i + 1] / scale};
-        packed |= static_cast<uint64_t>(to_fp8(pair, kind)) << (8 * i);
-      }
+      const typename Format::Scale scale = format.scale(largest);
+      const auto packed = format.pack(values, scale);
+      using Packed = std::remove_const_t<decltype(packed)>;
+      constexpr int32_t kShrink = 16 / sizeof(Packed);
       for_each_target(targets, [&](std::byte* target) {
         if (is_inside) {
-          *reinterpret_cast<uint64_t*>(target + at / 2) = packed;
+          *reinterpret_cast<Packed*>(target + at / kShrink) = packed;
         }
       });
       for_each_target({scale_target, nullptr}, [&](std::byte* target) {
-        if (is_inside && lane_index() % 16 == 0) {
-          const int32_t group = at / 2 / kQuantiseGroup;
-          if (payload.scale_rule == ScaleRule::kUe8m0) {
-            reinterpret_cast<uint8_t*>(target)[group] = ue8m0_of(scale);
-          } else {
-            reinterpret_cast<float*>(target)[group] = scale;
-          }
+        if (is_inside && lane_index() % kGroupLanes == 0) {
+          const auto element = at / static_cast<int32_t>(sizeof(uint16_t));
+          format.store_scale(target, element / Format::kGroup, scale);
         }
       });
     }
+  }
+}
+
+// The same by the call's format.
+__device__ inline void quantise_row(
+    const DispatchLaunch& call,
+    const std::byte* row,
+    const QuantiseSpan& span,
+    const Targets& targets,
+    std::byte* scale_target
+) {
+  switch (call.payload.quantise) {
+    case Quantise::kMxfp8:
+      return quantise_row_as(Mxfp8Rows(call), row, span, targets, scale_target);
+    case Quantise::kNvfp4:
+      return quantise_row_as(Nvfp4Rows(call), row, span, targets, scale_target);
+    default:
+      return quantise_row_as(Fp8Rows(call), row, span, targets, scale_target);
   }
 }
 

@@ -82,15 +82,17 @@ struct DispatchLaunch : RowsLaunch {
   const std::byte* x = nullptr;       // [num_tokens] rows of payload.row_bytes
   const float* weights = nullptr;     // [num_tokens, topk] or [num_tokens, num_experts]; null: none
   const std::byte* scales = nullptr;  // [num_tokens] rows of payload.scale_bytes; null: none
-  std::byte* out_rows = nullptr;      // [num_rows] of payload.out_row_bytes()
-  float* out_weights = nullptr;       // [num_rows, row_weight_cols]
-  std::byte* out_scales = nullptr;    // [num_rows] rows of payload.scale_bytes
-  int32_t* out_sources = nullptr;     // [num_rows, 2]; null: not wanted, as of those below
-  int64_t* out_experts = nullptr;     // [num_rows, topk]
-  int32_t* out_counts = nullptr;      // [num_local_experts]
-  int32_t* count_sums = nullptr;      // likewise
+  const float* global_scale = nullptr;  // of NVFP4; null: 1
+  std::byte* out_rows = nullptr;        // [num_rows] of payload.out_row_bytes()
+  float* out_weights = nullptr;         // [num_rows, row_weight_cols]
+  std::byte* out_scales = nullptr;      // [num_rows] rows of payload.scale_bytes
+  int32_t* out_sources = nullptr;       // [num_rows, 2]; null: not wanted, as of those below
+  int64_t* out_experts = nullptr;       // [num_rows, topk]
+  int32_t* out_counts = nullptr;        // [num_local_experts]
+  int32_t* count_sums = nullptr;        // likewise
   int64_t num_rows = 0;
-  int32_t scale_stride = 0;  // rows of an expert's block whose scales lie by column; 0: by row
+  ScaleLayout scale_layout = ScaleLayout::kByRow;
+  int32_t scale_stride = 0;  // rows of an expert's block, where scales do not lie by row
   bool has_padding = false;  // between the blocks of experts there may be rows to be zeroed
   PeerAddress rows_target;   // out_rows for peers, or this rank's staging
   Place place = Place::kStaging;

@@ -126,21 +126,28 @@ std::vector<Route> routes_of(const PlanData& source) {
   return routes;
 }
 
-// `scales`: of one row, by column if that is wanted.
+// `scales`: of one row, by the wanted layout.
 void store_scales(
     const PlanData& plan, const DispatchOutput& out, int64_t row, const std::byte* scales
 ) {
   const int64_t row_bytes = out.scales.row_bytes();
-  if (!out.scales_by_column) {
+  if (out.scale_layout == ScaleLayout::kByRow) {
     std::memcpy(row_of(out.scales, row), scales, static_cast<size_t>(row_bytes));
     return;
   }
   constexpr int64_t kWord = 4;
   const int64_t stride = plan.shape.options.expert_stride;
-  std::byte* block = row_of(out.scales, row / stride * stride);
-  for (int64_t word = 0; word < row_bytes / kWord; ++word) {
-    std::byte* to = block + (word * stride + row % stride) * kWord;
-    std::memcpy(to, scales + word * kWord, size_t{kWord});
+  const int64_t words = row_bytes / kWord;
+  const int64_t in_block = row % stride;
+  for (int64_t word = 0; word < words; ++word) {
+    int64_t place = row / stride * stride * words + word * stride + in_block;
+    if (out.scale_layout == ScaleLayout::kInTiles) {
+      constexpr int64_t kRows = 128;  // of a tile, in four columns
+      const int64_t tile = row / stride * ((stride + kRows - 1) / kRows) + in_block / kRows;
+      const int64_t in_tile = in_block % 32 * 4 + in_block % kRows / 32;
+      place = (tile * words + word) * kRows + in_tile;
+    }
+    std::memcpy(out.scales.data + place * kWord, scales + word * kWord, size_t{kWord});
   }
 }
 

@@ -13,7 +13,7 @@ namespace weft {
 //
 // Copies each arrival's row (and its scales) to all its slots and each route's weight to its place;
 // the other weights of rows that carry a token are zero. Padding rows are zeroed in all outputs,
-// slack is not touched. Makes no FP8: DispatchInput::quantise does not count.
+// slack is not touched. Quantises nothing: DispatchInput::quantise does not count.
 void reference_dispatch(
     std::span<const Plan> plans,
     std::span<const DispatchInput> in,

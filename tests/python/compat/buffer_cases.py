@@ -139,3 +139,38 @@ def low_latency_case(rank, num_ranks, group, *, hidden=128, low=-1, topk=3, **op
     tokens = LOW_LATENCY_TOKENS
     case = Case(rank, group, 2 * num_ranks, topk, tokens, low=low, hidden=hidden, distinct=True)
     return case, Buffer(group, low_latency_mode=True, explicitly_destroy=True, **options)
+
+
+def routes(case, expert, without=()):
+    """(source, token) of the rows of one of the rank's experts."""
+    number = case.rank * case.local + expert
+    return [
+        (source, token)
+        for source, idx in enumerate(case.all_idx)
+        if source not in without
+        for token, row in enumerate(idx.tolist())
+        for k in row
+        if k == number
+    ]
+
+
+def expected_rows(case, expert, all_values, without=()):
+    rows = [all_values[source][token] for source, token in routes(case, expert, without)]
+    return torch.stack(rows) if rows else all_values[0].new_zeros((0, *all_values[0].shape[1:]))
+
+
+def check_handle(case, handle, recv_count, without=()):
+    src_info, layout_range, num_max, hidden, num_experts = handle
+    assert (num_max, hidden, num_experts) == (NUM_MAX, case.x.size(1), case.num_experts)
+    assert src_info.dtype == torch.int32 and layout_range.dtype == torch.int64
+    assert src_info.shape == (case.local, case.num_ranks * NUM_MAX)
+    assert recv_count.dtype == torch.int32
+    for expert in range(case.local):
+        want = routes(case, expert, without)
+        assert int(recv_count[expert]) == len(want)
+        assert src_info[expert, : len(want)].tolist() == [token for _, token in want]
+        for source in range(case.num_ranks):
+            entry = int(layout_range[expert, source])
+            begin, count = entry >> 32, entry & 0xFFFFFFFF
+            assert [s for s, _ in want[begin : begin + count]] == [source] * count
+            assert count == sum(s == source for s, _ in want)

@@ -21,7 +21,7 @@ def test_every_call_has_its_row(tmp_path):
     eager = [row for row in rows if row["mode"] == "eager"]
     assert {row["op"] for row in eager} == LOW_LATENCY | NORMAL | FUSED
     formats = {row["dtype"] for row in eager if row["op"] == "ll_dispatch"}
-    assert formats == {"bfloat16", "fp8", "ue8m0"}
+    assert formats == {"bfloat16", "fp8", "ue8m0", "mxfp8", "nvfp4"}
     assert all(row["host_us_p50"] > 0 for row in eager)
     first = [row for row in rows if row["mode"] == "first"]
     assert {row["op"] for row in first} == {

@@ -5,45 +5,17 @@ import sys
 
 import pytest
 import torch
-from buffer_cases import NUM_MAX, gather, low_latency_case
+from buffer_cases import (
+    NUM_MAX,
+    check_handle,
+    expected_rows,
+    gather,
+    low_latency_case,
+    routes,
+)
 
 import weft
 from weft.compat.deep_ep import Buffer
-
-
-def routes(case, expert, without=()):
-    """(source, token) of the rows of one of the rank's experts."""
-    number = case.rank * case.local + expert
-    return [
-        (source, token)
-        for source, idx in enumerate(case.all_idx)
-        if source not in without
-        for token, row in enumerate(idx.tolist())
-        for k in row
-        if k == number
-    ]
-
-
-def expected_rows(case, expert, all_values, without=()):
-    rows = [all_values[source][token] for source, token in routes(case, expert, without)]
-    return torch.stack(rows) if rows else all_values[0].new_zeros((0, *all_values[0].shape[1:]))
-
-
-def check_handle(case, handle, recv_count, without=()):
-    src_info, layout_range, num_max, hidden, num_experts = handle
-    assert (num_max, hidden, num_experts) == (NUM_MAX, case.x.size(1), case.num_experts)
-    assert src_info.dtype == torch.int32 and layout_range.dtype == torch.int64
-    assert src_info.shape == (case.local, case.num_ranks * NUM_MAX)
-    assert recv_count.dtype == torch.int32
-    for expert in range(case.local):
-        want = routes(case, expert, without)
-        assert int(recv_count[expert]) == len(want)
-        assert src_info[expert, : len(want)].tolist() == [token for _, token in want]
-        for source in range(case.num_ranks):
-            entry = int(layout_range[expert, source])
-            begin, count = entry >> 32, entry & 0xFFFFFFFF
-            assert [s for s, _ in want[begin : begin + count]] == [source] * count
-            assert count == sum(s == source for s, _ in want)
 
 
 def weighted(case, all_rows, weights, skip=None):
@@ -67,6 +39,7 @@ def plain(rank, num_ranks, group, low, topk):
     stats = torch.full((case.local,), 5, dtype=torch.int32)
     waited = torch.zeros(num_ranks, dtype=torch.int64)
     options = {"use_fp8": False, "x_global_scale": torch.ones(1)}  # without NVFP4 it is ignored
+    options["use_ue8m0_for_sf"] = low  # likewise
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
         case.x, case.idx, NUM_MAX, case.num_experts, stats, waited, **options
     )
@@ -210,43 +183,6 @@ def test_sums_are_weighted(ranks):
     ranks(exact_sums, 4)
 
 
-def quantised(rank, num_ranks, group, round_scale, use_ue8m0):
-    case, buffer = low_latency_case(rank, num_ranks, group, hidden=1024)
-    case.x[:1] = 0
-    case.all_x = gather(group, case.x)
-    (recv, scales), count, handle, _, _ = buffer.low_latency_dispatch(
-        case.x, case.idx, NUM_MAX, case.num_experts, round_scale=round_scale, use_ue8m0=use_ue8m0
-    )
-    check_handle(case, handle, count)
-    blocks = (case.local, num_ranks * NUM_MAX)
-    assert recv.dtype == torch.float8_e4m3fn and recv.shape == (*blocks, 1024)
-    if use_ue8m0:
-        assert scales.dtype == torch.int32 and scales.shape == (*blocks, 2)
-        assert scales.stride()[1:] == (1, blocks[1])
-        exponents = scales.contiguous().view(torch.uint8).int()
-        scales = torch.ldexp(torch.ones(()), exponents - 127)
-    else:
-        assert scales.dtype == torch.float32 and scales.shape == (*blocks, 8)
-        assert scales.stride()[1:] == (1, blocks[1])
-    for expert in range(case.local):
-        rows = expected_rows(case, expert, case.all_x).float().view(-1, 8, 128)
-        used = rows.size(0)
-        want = rows.abs().amax(2).clamp(min=1e-4) / 448
-        if round_scale:
-            want = torch.exp2(torch.ceil(torch.log2(want)))
-        torch.testing.assert_close(scales[expert, :used], want, rtol=1e-6, atol=0)
-        back = recv[expert, :used].float().view(-1, 8, 128) * scales[expert, :used].unsqueeze(2)
-        assert not back.isnan().any()
-        # e4m3 has three bits of mantissa, and steps of 2**-9 near zero.
-        error, step = (back - rows).abs(), scales[expert, :used].unsqueeze(2) * 2**-9
-        assert (error <= torch.maximum(rows.abs() / 16, step)).all()
-
-
-@pytest.mark.parametrize("round_scale, use_ue8m0", [(False, False), (True, False), (True, True)])
-def test_fp8_rows_have_a_scale_for_128_elements(ranks, round_scale, use_ue8m0):
-    ranks(quantised, 2, round_scale, use_ue8m0)
-
-
 def with_weights(rank, num_ranks, group):
     case, buffer = low_latency_case(rank, num_ranks, group)
     recv_x, count, weights, sources, handle, event, hook = buffer.low_latency_dispatch(
@@ -380,8 +316,12 @@ def refusals(rank, num_ranks, group):
     stats = torch.zeros(case.local)
     refused("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats=stats)
     refused("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats=stats)
-    with pytest.raises(weft.Unsupported, match="NVFP4"):
-        buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts, use_nvfp4=True)
+    refused("multiple of 64", case.x[:, :32], use_nvfp4=True)
+    refused("multiple of 128", case.x[:, :64], use_mxfp8=True)
+    refused("use_mxfp8 beside use_nvfp4", use_nvfp4=True, use_mxfp8=True)
+    refused("x_global_scale is a float", use_nvfp4=True, x_global_scale=2.0)
+    refused("x_global_scale has dtype", use_nvfp4=True, x_global_scale=torch.ones(1).double())
+    refused(r"x_global_scale has shape \[0\]", use_nvfp4=True, x_global_scale=torch.ones(0))
     with pytest.raises(AssertionError, match="low_latency_mode is False"):
         Buffer(group).low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts)
 

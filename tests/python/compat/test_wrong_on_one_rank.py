@@ -286,7 +286,7 @@ WRONG = {
         ("num_max_dispatch_tokens_per_rank", "word", "word|str"),
         ("cumulative_local_expert_recv_stats", "double", "recv_stats has dtype"),
         ("dispatch_wait_recv_cost_stats", "list", "recv_cost_stats is a list"),
-        ("use_nvfp4", "true", "NVFP4"),
+        ("use_nvfp4", "true", "quantise = "),
     ],
     "low_latency_by_position": [
         *X,

@@ -10,6 +10,7 @@ from loading import stand_ins
 from sglang_stubs import NUM_MAX, DeepEPMode, TopK, dispatchers
 
 from packages import wheel
+from weft import block_formats
 
 HIDDEN = 256
 TOKENS = [(9, 5), (4, 0)]  # of the ranks
@@ -91,6 +92,32 @@ def one_mode(rank, num_ranks, group, package, mode):
 @pytest.mark.parametrize("mode", ["normal", "low_latency"])
 def test_deepep_in_one_mode(ranks, package, mode):
     ranks(one_mode, 2, package, mode)
+
+
+def of_nvfp4(rank, num_ranks, group, package, tokens, has_hook):
+    """Rows and scales as SGLang hands them to its grouped products."""
+    layer = Layer(rank, group, hidden=HIDDEN, tokens=tokens)
+    scale = torch.tensor(448 * 6 / 8.0)
+    with dispatchers(package, output="NVFP4", is_prefill=False) as (module, *_):
+        mode = DeepEPMode.LOW_LATENCY
+        dispatcher = make(module.DeepEPDispatcher, layer, group, mode, return_recv_hook=has_hook)
+        dispatcher.set_quant_config({"input_global_scale": scale.repeat(layer.num_local)})
+        dispatcher.dispatch_a(layer.x, TopK(layer.weights, layer.ids.to(torch.int32)))
+        out = dispatcher.dispatch_b()
+        num_rows, half, num_local = out.hidden_states.shape
+        assert (num_rows, half, num_local) == (num_ranks * NUM_MAX, HIDDEN // 2, layer.num_local)
+        tiles = out.hidden_states_scale.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
+        scales = block_formats.from_tiles(tiles, num_rows).view(torch.float8_e4m3fn)
+        rows = block_formats.from_nvfp4(out.hidden_states.permute(2, 0, 1), scales, scale)
+        made = layer.blocks(rows.to(torch.bfloat16), out.masked_m)
+        dispatcher.combine_a(module.DeepEPLLCombineInput(made, out.topk_ids, out.topk_weights))
+        layer.check(dispatcher.combine_b(), 1.0)  # E2M1 has one bit of mantissa
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_nvfp4_decode(ranks, package, tokens, has_hook):
+    ranks(of_nvfp4, 2, package, tokens, has_hook)
 
 
 def with_v2(rank, num_ranks, group, package, tokens, is_prefill, expands, output):

@@ -63,8 +63,8 @@ def calls(rank, num_ranks, group):
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
         )
-        with pytest.raises(weft.Unsupported):
-            buffer.low_latency_dispatch(x, idx, 8, 4, use_nvfp4=True)
+        with pytest.raises(weft.InvalidArgument):
+            buffer.low_latency_dispatch(x, idx, 8, 3, use_nvfp4=True)
         plan = exchange.plan(idx)
         rows = exchange.dispatch(plan, x).rows
         exchange.combine(plan, rows)
@@ -84,8 +84,8 @@ def test_each_call_is_shown_with_what_it_was_given(ranks):
             "num_worst_tokens=0)",
             "dispatch returned after",
             f"low_latency_dispatch(x=bfloat16[{t}, 128], topk_idx=int64[{t}, 1], "
-            "num_max_dispatch_tokens_per_rank=8, num_experts=4, use_fp8=True, use_nvfp4=True)",
-            "low_latency_dispatch raised NotInWeft after",
+            "num_max_dispatch_tokens_per_rank=8, num_experts=3, use_fp8=True, use_nvfp4=True)",
+            "low_latency_dispatch raised BadCall after",
             f"plan(topk_idx=int64[{t}, 1], layout=expert_major, pad_multiple=1, expert_stride=0, "
             "overflow=drop, order=rank, num_sms=0)",
             "plan returned after",

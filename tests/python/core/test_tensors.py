@@ -53,7 +53,7 @@ def as_blocks(rank, num_ranks, group, rule):
     _, idx, weights = inputs(rank, (5, 8)[rank], 2, 2 * num_ranks)
     x = torch.randn(len(idx), HIDDEN).bfloat16()
     options = {"layout": "expert_strided", "expert_stride": 16}
-    kind = {"quantise": "e4m3", "scale_rule": rule, "scales_by_column": True} if rule else {}
+    kind = {"quantise": "e4m3", "scale_rule": rule, "scale_layout": "column"} if rule else {}
     sources = torch.zeros((2 * 16, 2), dtype=torch.int32)
     counts = torch.zeros(2, dtype=torch.int32)
     beside = Beside(sources, counts)
@@ -119,7 +119,7 @@ torch.manual_seed(1)
 x, idx, weights = torch.randn(9, 256), torch.randint(-1, 4, (9, 3)), torch.rand(9, 3)
 plan, out = ex.plan_and_dispatch(idx, x, weights, torch.rand(9, 5))
 blocks = ex.plan_and_dispatch(
-    idx, x.bfloat16(), weights, quantise="e4m3", scales_by_column=True, blocks=True,
+    idx, x.bfloat16(), weights, quantise="e4m3", scale_layout="column", blocks=True,
     layout="expert_strided", expert_stride=32,
 )
 sums = ex.combine(plan, out.rows, out.weights)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft import fused_a2a, ops
+from weft import block_formats, fused_a2a, ops
 from weft.compat import deep_ep
 from weft.compat.deep_ep.layout import Hosts, layout_of
 from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
@@ -225,6 +225,43 @@ def low_latency(group, inputs):
     return results
 
 
+def low_latency_formats(group, inputs):
+    """Small numbers and their scales, of rows that are in use."""
+    most = 64
+    buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
+    scale = torch.full((1,), 448 * 6 / 8.0, device=inputs.device)
+    results = []
+    for options in (
+        {"use_mxfp8": True},
+        {"use_nvfp4": True},
+        {"use_nvfp4": True, "x_global_scale": scale},
+        {"use_nvfp4": True, "x_global_scale": scale, "use_ue8m0_for_sf": True},
+    ):
+        (rows, scales), counts, *_ = buffer.low_latency_dispatch(
+            inputs.x, inputs.idx, most, inputs.num_experts, **options
+        )
+        if "use_nvfp4" in options:
+            rows = rows.permute(2, 0, 1)
+            tiles = scales.permute(5, 2, 4, 0, 1, 3).view(torch.uint8)
+            scales = block_formats.from_tiles(tiles, rows.size(1))
+        is_row = torch.arange(rows.size(1), device=inputs.device) < counts[:, None]
+        results.append(counts)
+        for part in (rows, scales.contiguous()):
+            results.append(part.view(torch.uint8).masked_fill(~is_row.unsqueeze(2), 0))
+    return results
+
+
+def block_rows(group, inputs):
+    exchange = exchange_of(group, inputs)
+    results = []
+    for layout in ("rank_major", "expert_major"):
+        plan = exchange.plan(inputs.idx, layout=layout)
+        for quantise in ("mxfp8", "nvfp4"):
+            rows, _, scales = exchange.dispatch(plan, inputs.x, quantise=quantise)
+            results += [rows.view(torch.uint8), scales.view(torch.uint8)]
+    return results
+
+
 def elastic(group, inputs):
     """Rows for each choice, with and without a bias, and waiting or not."""
     buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=64)
@@ -272,6 +309,8 @@ CASES = {
     "dispatcher_hybridep": dispatcher("hybridep"),
     "hybrid": hybrid,
     "low_latency": low_latency,
+    "low_latency_formats": low_latency_formats,
+    "block_rows": block_rows,
     "elastic": elastic,
     "traced": traced,
 }

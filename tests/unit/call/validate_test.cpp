@@ -290,7 +290,7 @@ TEST_F(ValidateTest, RefusesCountsOfAnotherShape) {
 }
 
 TEST_F(ValidateTest, RefusesScalesByColumnInOneBlock) {
-  dispatch_out_.scales_by_column = true;
+  dispatch_out_.scale_layout = ScaleLayout::kByColumn;
   EXPECT_EQ(
       dispatch(),
       "dispatch: scales by column, of 4 bytes a row with expert_major (expected a multiple of 4 "
@@ -299,13 +299,34 @@ TEST_F(ValidateTest, RefusesScalesByColumnInOneBlock) {
 }
 
 TEST_F(ValidateExpertStridedTest, RefusesScalesByColumnThatAreNotWords) {
-  EXPECT_TRUE(dispatch_out_.scales_by_column);
+  EXPECT_EQ(dispatch_out_.scale_layout, ScaleLayout::kByColumn);
   EXPECT_EQ(dispatch(), "nothing");
   dispatch_in_.scales.cols = 3;
   dispatch_out_.scales.cols = 3;
   EXPECT_EQ(
       dispatch(),
       "dispatch: scales by column, of 3 bytes a row with expert_strided (expected a multiple of 4 "
+      "with expert_strided)"
+  );
+}
+
+TEST_F(ValidateExpertStridedTest, WantsRowsOfScalesInWholeTiles) {
+  dispatch_out_.scale_layout = ScaleLayout::kInTiles;
+  const int64_t num_experts = plan_.shape.num_local_experts();
+  const std::string rows = std::to_string(num_experts * 128);  // blocks are shorter than a tile
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: output scales has shape [" + num_rows_ + ", 4] (expected [" + rows + ", 4])"
+  );
+  const Matrix scales(DType::kByte, num_experts * 128, 4);
+  dispatch_out_.scales.data = const_cast<std::byte*>(scales.view().data);
+  dispatch_out_.scales.rows = num_experts * 128;
+  EXPECT_EQ(dispatch(), "nothing");
+  dispatch_in_.scales.cols = 3;
+  dispatch_out_.scales.cols = 3;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: scales in tiles, of 3 bytes a row with expert_strided (expected a multiple of 4 "
       "with expert_strided)"
   );
 }
@@ -342,6 +363,43 @@ TEST_F(ValidateQuantiseTest, WantsTheScalesOfTheRule) {
 TEST_F(ValidateQuantiseTest, RefusesARuleThatIsUnknown) {
   dispatch_in_.scale_rule = static_cast<ScaleRule>(4);
   EXPECT_EQ(dispatch(), "dispatch: scale_rule = 4 is unknown (0 to 3)");
+  dispatch_in_.quantise = static_cast<Quantise>(5);
+  EXPECT_EQ(dispatch(), "dispatch: quantise = 5 is unknown (0 to 4)");
+}
+
+TEST_F(ValidateQuantiseTest, WantsRowsAndScalesOfEachFormat) {
+  const Matrix bytes(DType::kByte, plan_.num_rows, 256);
+  dispatch_out_.scales.data = const_cast<std::byte*>(bytes.view().data);
+  dispatch_out_.scales.dtype = DType::kByte;
+  dispatch_out_.scales.cols = 8;
+  dispatch_in_.quantise = Quantise::kMxfp8;
+  EXPECT_EQ(dispatch(), "nothing");
+  dispatch_in_.scale_rule = ScaleRule::kUe8m0;
+  EXPECT_EQ(dispatch(), "dispatch: scale_rule = 3 with MXFP8 (which has exact alone)");
+  dispatch_in_.quantise = Quantise::kNvfp4;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: output scales has shape [" + num_rows_ + ", 8] (expected [" + num_rows_ + ", 16])"
+  );
+  dispatch_out_.scales.cols = 16;
+  EXPECT_EQ(
+      dispatch(),
+      "dispatch: rows has shape [" + num_rows_ + ", 256] (expected [" + num_rows_ + ", 128])"
+  );
+  dispatch_out_.rows.cols = 128;
+  dispatch_out_.rows.row_stride = 128;
+  EXPECT_EQ(dispatch(), "nothing");
+  dispatch_in_.scale_rule = ScaleRule::kClamped;
+  EXPECT_EQ(dispatch(), "dispatch: scale_rule = 1 with NVFP4 (which has exact and ue8m0)");
+}
+
+TEST_F(ValidateQuantiseTest, TakesTheGlobalScaleOfNvfp4Alone) {
+  const float scale = 1;
+  dispatch_in_.global_scale = matrix(&scale, 1, 1);
+  EXPECT_EQ(dispatch(), "dispatch: global_scale is given (which NVFP4 alone has)");
+  dispatch_in_.quantise = Quantise::kNvfp4;
+  dispatch_in_.global_scale.rows = 0;
+  EXPECT_EQ(dispatch(), "dispatch: global_scale has shape [0, 1] (expected [1, 1])");
 }
 
 TEST_F(ValidateTest, RefusesPlanWeightsThatAreNotThere) {
@@ -373,7 +431,7 @@ TEST_F(ValidateTest, RefusesIndicesBesideNoSourceWeights) {
 }
 
 TEST_F(ValidateRankMajorTest, RefusesScalesByColumn) {
-  dispatch_out_.scales_by_column = true;
+  dispatch_out_.scale_layout = ScaleLayout::kByColumn;
   EXPECT_EQ(
       dispatch(),
       "dispatch: scales by column, of 4 bytes a row with rank_major (expected a multiple of 4 with "

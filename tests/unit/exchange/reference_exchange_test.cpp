@@ -141,14 +141,14 @@ struct Beside {
       : rows(static_cast<size_t>(plan.num_rows()) * kHidden),
         scales(static_cast<size_t>(plan.num_rows()) * 2, kUntouched),
         sources(static_cast<size_t>(plan.num_rows()) * 2, -7) {}
-  [[nodiscard]] DispatchOutput output(bool by_column) {
+  [[nodiscard]] DispatchOutput output(ScaleLayout layout) {
     return {
         .rows = view(rows, kHidden),
         .scales = view(scales, 2),
         .sources = matrix(sources.data(), static_cast<int64_t>(sources.size()) / 2, 2),
         .counts = matrix(counts.data(), 1, 2),
         .count_sums = matrix(count_sums.data(), 1, 2),
-        .scales_by_column = by_column};
+        .scale_layout = layout};
   }
 
   Floats rows;
@@ -158,7 +158,7 @@ struct Beside {
   std::vector<int32_t> count_sums = {100, 200};
 };
 
-std::vector<Beside> dispatch_beside(const std::vector<Plan>& plans, bool by_column) {
+std::vector<Beside> dispatch_beside(const std::vector<Plan>& plans, ScaleLayout layout) {
   const std::vector<Floats> x = {rows_of({10, 11}), rows_of({20})};
   const std::vector<Floats> scales = {{1, 2, 3, 4}, {5, 6}};
   std::vector<Beside> out(plans.begin(), plans.end());
@@ -166,14 +166,14 @@ std::vector<Beside> dispatch_beside(const std::vector<Plan>& plans, bool by_colu
   std::vector<DispatchOutput> outputs;
   for (size_t rank = 0; rank < plans.size(); ++rank) {
     inputs.push_back({.x = const_view(x[rank], kHidden), .scales = const_view(scales[rank], 2)});
-    outputs.push_back(out[rank].output(by_column));
+    outputs.push_back(out[rank].output(layout));
   }
   reference_dispatch(plans, inputs, outputs);
   return out;
 }
 
 TEST(ReferenceExchangeTest, TellsSourcesAndCounts) {
-  const auto out = dispatch_beside(make_plans(expert_major(2)), false);
+  const auto out = dispatch_beside(make_plans(expert_major(2)), ScaleLayout::kByRow);
   EXPECT_EQ(out[0].sources, (std::vector{0, 0, 0, 1, 1, 0, -7, -7, 0, 1, -7, -7}));
   EXPECT_EQ(out[0].counts, (std::vector{3, 1}));
   EXPECT_EQ(out[0].count_sums, (std::vector{103, 201}));
@@ -185,7 +185,7 @@ TEST(ReferenceExchangeTest, TellsSourcesAndCounts) {
 
 TEST(ReferenceExchangeTest, LaysScalesByColumnAndLeavesSlack) {
   PlanOptions options = {.layout = Layout::kExpertStrided, .pad_multiple = 2, .expert_stride = 5};
-  const auto out = dispatch_beside(make_plans(options), true);
+  const auto out = dispatch_beside(make_plans(options), ScaleLayout::kByColumn);
   const float slack = kUntouched;
   EXPECT_EQ(
       out[0].scales,

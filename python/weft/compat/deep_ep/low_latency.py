@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Plan, _core
+from weft import Plan, _core, block_formats
 from weft.errors import BadCall
 from weft.outputs import Beside
 from weft.streams import StreamCall
@@ -128,17 +128,22 @@ class LowLatencyMode:
         *,
         topk_weights: Tensor | None = None,
         use_ue8m0_for_sf: bool = False,
+        use_mxfp8: bool = False,
     ) -> tuple:
         """Collective. A copy of each token for each of its experts, in blocks of R * num_max rows.
         What follows num_experts by position may also be in the order of V1 or of hybrid-ep.
 
         x bf16 [T, H], T up to num_max_dispatch_tokens_per_rank, which is the same on all ranks, and
-        H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0). topk_idx int64 [T, K], K up
+        H a multiple of 8, or of 128 with use_fp8 (512 with use_ue8m0), or of 64 with use_nvfp4 and
+        128 with use_mxfp8, which go before use_fp8. topk_idx int64 [T, K], K up
         to 32, no expert twice for a token, values outside [0, num_experts) are no choice.
 
         Returns (recv_x, recv_count, handle, event, hook). recv_x [El, R * num_max, H] bf16, or
         with use_fp8 (float8_e4m3fn, scales): float32 [El, R * num_max, H / 128], or with use_ue8m0
-        int32 [El, R * num_max, H / 512], their last two dimensions column-major. Rows of an expert
+        int32 [El, R * num_max, H / 512], their last two dimensions column-major; with use_mxfp8
+        such packed scales for 32 elements, int32 [El, R * num_max, H / 128]; with use_nvfp4
+        (uint8 [R * num_max, H / 2, El], scales [32, 4, M, 4, H / 64, El] with M = R * num_max / 128
+        rounded up), both with El outermost in memory (`block_formats.as_tiles`). Rows of an expert
         come by source rank, then token; the first recv_count int32 [El] are valid, the others
         undefined. round_scale: scales are powers of two.
         return_recv_hook: nothing may be read before hook() ran, which must be before the next call
@@ -148,7 +153,9 @@ class LowLatencyMode:
         rank in the call are added to it (`Exchange.waits_added`).
         topk_weights float32 [T, K]: then returns (recv_x, recv_count, recv_topk_weights float32
         [El, R * num_max], recv_rank_info int32 [El, R * num_max], handle, event, hook).
-        x_global_scale is NVFP4's and ignored without it; NVFP4 raises `weft.Unsupported`.
+        x_global_scale (float32, its first number; None is 1) and use_ue8m0_for_sf are NVFP4's and
+        ignored without it: scales are float8_e4m3fn, or int8 exponents + 127, of x_global_scale * a
+        sixth of the largest magnitude of 16.
         """
         num_max, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         waits = dispatch_wait_recv_cost_stats
@@ -156,18 +163,15 @@ class LowLatencyMode:
         with Call("low_latency_dispatch", self._pool, **wants) as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
-            if use_nvfp4 or use_ue8m0_for_sf:
-                raise NotInWeft("low_latency_dispatch: NVFP4 is asked for (bf16 or FP8)")
-            inputs = (x, topk_idx, topk_weights, stats, waits)
+            global_scale = _first_of(x_global_scale) if use_nvfp4 else None
+            inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
             sizes = (num_max, num_experts, self.group_size)
-            formats = (use_fp8, round_scale, use_ue8m0)
+            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8)
             hidden, topk = _core.check_block_dispatch(inputs, *sizes, formats)
             local = num_experts // self.group_size
             wants["expert_stride"] = self.group_size * num_max
             call.plans((hidden, num_experts, x.device), num_max, topk, **wants)
-            rule = None
-            if use_fp8:
-                rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
+            stored = _stored(*formats, use_ue8m0_for_sf)
             is_async = async_finish or return_recv_hook
             with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
                 routes, counted = topk_idx, stats
@@ -175,14 +179,16 @@ class LowLatencyMode:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                     counted = None
                 with _NOTHING if waits is None else call.exchange.waits_added(waits):
-                    plan, blocks = dispatch_blocks(call, x, routes, topk_weights, rule, counted)
+                    plan, blocks = dispatch_blocks(
+                        call, x, routes, topk_weights, stored, counted, global_scale
+                    )
                 handle = self._HANDLE(plan, blocks.sources, num_max)
                 if self._mask.has_any:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
                     if stats is not None:
                         stats += blocks.counts
-                parts = () if blocks.scales is None else (blocks.rows, blocks.scales)
+                parts = blocks.parts()
                 between = ()
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
@@ -336,17 +342,37 @@ _NOTHING = contextlib.nullcontext()
 class Blocks(NamedTuple):
     """El blocks of R * num_max rows."""
 
-    rows: Tensor  # [El, R * num_max, H]
-    scales: Tensor | None  # [El, R * num_max, S]; the last two dimensions column-major
+    rows: Tensor  # [El, R * num_max, H], of NVFP4 [El, R * num_max, H / 2]
+    # [El, R * num_max, S], the last two dimensions column-major; of NVFP4 in tiles
+    scales: Tensor | None
     weights: Tensor | None  # float32 [El, R * num_max]
     sources: Tensor  # int32 [El, R * num_max, 2]: rank and token; undefined behind the last row
     counts: Tensor  # int32 [El]
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.rows.dtype == torch.uint8
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Rows and scales as callers get them; () if there are no scales."""
+        if self.scales is None:
+            return ()
+        if not self.is_nvfp4:
+            return self.rows, self.scales
+        tiles = block_formats.as_tiles(self.scales).permute(3, 4, 1, 5, 2, 0)
+        return self.rows.permute(1, 2, 0), tiles
 
     def in_order(self, order: Tensor) -> Blocks:
         """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""
         blocks = torch.arange(order.size(0), device=order.device).unsqueeze(1)
         rows = self.rows.view(torch.uint8)[blocks, order].view(self.rows.dtype)
-        scales = None if self.scales is None else _by_column(self.scales[blocks, order])
+        scales = self.scales
+        if self.is_nvfp4:
+            tiles = block_formats.as_tiles(scales.view(torch.uint8))
+            each = block_formats.from_tiles(tiles, order.size(1))[blocks, order]
+            scales = block_formats.in_tiles(each).view(scales.dtype).view(scales.shape)
+        elif scales is not None:
+            scales = _by_column(scales[blocks, order])
         weights = None if self.weights is None else self.weights[blocks, order]
         return Blocks(rows, scales, weights, self.sources[blocks, order], self.counts)
 
@@ -361,12 +387,13 @@ def dispatch_blocks(
     x: Tensor,
     routes: Tensor,
     weights: Tensor | None,
-    rule: str | None,
+    stored: dict[str, str],
     stats: Tensor | None = None,
+    global_scale: Tensor | None = None,
 ) -> tuple[Plan, Blocks]:
     """Collective. x bf16 [T, H] with weights float32 [T, K], if they travel, to routes [T, K].
 
-    rule: of the scales of FP8 rows, None for the rows as they are. stats int32 [El]: the counts
+    stored: how, as options of `plan_and_dispatch`, with global_scale. stats int32 [El]: the counts
     are added to it.
     """
     is_summed = stats is not None and stats.is_contiguous()
@@ -374,17 +401,44 @@ def dispatch_blocks(
         routes,
         x,
         weights,
-        quantise="none" if rule is None else "e4m3",
-        scale_rule=rule or "exact",
-        scales_by_column=rule is not None,
+        global_scale=global_scale,
         ignores_unknown=True,
         beside=Beside(count_sums=stats) if is_summed else None,
         blocks=True,
+        **stored,
         **call.options,
     )
     if stats is not None and not is_summed:
         stats += counts
-    return plan, Blocks(out.rows, out.scales, out.weights, sources, counts)
+    scales = out.scales
+    if stored.get("quantise") == "nvfp4" and scales.dtype == torch.uint8:
+        scales = scales.view(torch.int8)
+    return plan, Blocks(out.rows, scales, out.weights, sources, counts)
+
+
+def _stored(
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+    use_nvfp4: bool,
+    use_mxfp8: bool,
+    use_ue8m0_for_sf: bool,
+) -> dict[str, str]:
+    """How rows are stored, as options of `plan_and_dispatch`."""
+    if use_nvfp4:
+        rule = "ue8m0" if use_ue8m0_for_sf else "exact"
+        return {"quantise": "nvfp4", "scale_rule": rule, "scale_layout": "tile"}
+    if use_mxfp8:
+        return {"quantise": "mxfp8", "scale_layout": "column"}
+    if not use_fp8:
+        return {}
+    rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
+    return {"quantise": "e4m3", "scale_rule": rule, "scale_layout": "column"}
+
+
+def _first_of(scale: Any) -> Any:
+    """Callers give one number for all experts, or the same for each."""
+    return scale.reshape(-1)[:1] if isinstance(scale, Tensor) else scale
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows with a byte of scale for each small group, as dispatch makes them of bf16: MXFP8 (E4M3, a
+power of two for 32 elements) and NVFP4 (E2M1, an E4M3 number for 16 and one for all), and the
+layout in which grouped matrix products want such scales.
+
+The last dimension is that of a row; there may be any others before it."""
+
+import torch
+from torch import Tensor
+
+MXFP8_GROUP = 32  # elements that share a scale
+NVFP4_GROUP = 16
+TILE_ROWS = 128  # of a tile of scales, which has four of a row
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # E2M1's numbers without sign
+_LARGEST_FP4 = _FP4[-1]
+_LARGEST_E4M3 = 448.0
+
+
+def from_e8m0(exponents: Tensor) -> Tensor:
+    """float32 of exponents + 127 (uint8): 2^-127 to 2^127, and 255 is a NaN."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+def from_mxfp8(rows: Tensor, scales: Tensor) -> Tensor:
+    """rows float8_e4m3fn [.., H], scales uint8 [.., H / 32] -> their product, float32 [.., H]."""
+    groups = rows.float().unflatten(-1, (-1, MXFP8_GROUP))
+    return (groups * from_e8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+def to_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [.., H] -> float8_e4m3fn [.., H] and uint8 [.., H / 32], with the bits of dispatch: a scale
+    is the least power of two by which the largest magnitude is at most 448."""
+    groups = x.float().unflatten(-1, (-1, MXFP8_GROUP))
+    amax = groups.abs().amax(-1)
+    mantissa, exponent = torch.frexp(amax.double() / _LARGEST_E4M3)
+    code = (exponent - (mantissa == 0.5).int() + 127).clamp(0, 254)
+    code = torch.where(amax == 0, 0, torch.where(amax.isinf(), 254, code))
+    code = torch.where(amax.isnan(), 255, code).to(torch.uint8)
+    factor = torch.where(amax.isnan(), amax.double(), torch.exp2(127.0 - code.double()))
+    rows = (groups.double() * factor.unsqueeze(-1)).float().clamp(-_LARGEST_E4M3, _LARGEST_E4M3)
+    return rows.to(torch.float8_e4m3fn).flatten(-2), code
+
+
+def from_nvfp4(rows: Tensor, scales: Tensor, global_scale: Tensor | float = 1.0) -> Tensor:
+    """rows uint8 [.., H / 2], scales float8_e4m3fn [.., H / 16] (uint8: exponents + 127) ->
+    number * scale / global_scale, float32 [.., H]."""
+    numbers = torch.tensor([*_FP4, *(-number for number in _FP4)], device=rows.device)
+    codes = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(-2)
+    factors = from_e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
+    groups = numbers[codes.int()].unflatten(-1, (-1, NVFP4_GROUP))
+    return (groups * (factors / global_scale).unsqueeze(-1)).flatten(-2)
+
+
+def to_nvfp4(x: Tensor, global_scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    """x [.., H] -> uint8 [.., H / 2] and float8_e4m3fn [.., H / 16], with the bits of dispatch: a
+    scale is global_scale times a sixth of the largest magnitude."""
+    groups = x.float().unflatten(-1, (-1, NVFP4_GROUP))
+    amax = groups.abs().amax(-1)
+    given = torch.as_tensor(global_scale, dtype=torch.float32, device=x.device).reshape(-1)[0]
+    # The divisor is a tensor: by a number torch multiplies by the rounded reciprocal on GPUs.
+    wanted = given * (amax / amax.new_full((), _LARGEST_FP4))
+    scales = wanted.clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+    factor = torch.where(scales.float() == 0, 0.0, given / scales.float())
+    values = groups * factor.unsqueeze(-1)
+    numbers = torch.tensor(_FP4, device=x.device)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    magnitude = values.abs()
+    codes = torch.bucketize(magnitude, middles)  # the lower one of two that are as near
+    is_middle = (magnitude.unsqueeze(-1) == middles).any(-1)
+    codes += is_middle & (codes % 2 == 1)  # the even one
+    codes = torch.where(values.isnan(), 7, codes + 8 * torch.signbit(values))
+    pairs = codes.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, scales
+
+
+def in_tiles(scales: Tensor) -> Tensor:
+    """Scales of one byte [.., rows, S], S a multiple of 4 -> the same in tiles of 128 rows and four
+    scales: [.., ceil(rows / 128), S / 4, 32, 4, 4], where row r of a tile lies at [r % 32, r / 32];
+    what is behind the last row is zero."""
+    missing = -scales.size(-2) % TILE_ROWS
+    whole = torch.nn.functional.pad(scales.view(torch.uint8), (0, 0, 0, missing))
+    tiles = whole.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 4, 32))
+    return tiles.movedim((-4, -3, -2), (-2, -3, -4)).contiguous().view(scales.dtype)
+
+
+def from_tiles(tiles: Tensor, num_rows: int) -> Tensor:
+    """The reverse of `in_tiles`, of the first num_rows rows. tiles: as `in_tiles` returns them."""
+    whole = tiles.movedim((-4, -3, -2), (-2, -3, -4)).flatten(-2)
+    return whole.flatten(-4, -2)[..., :num_rows, :].contiguous()
+
+
+def as_tiles(scales: Tensor) -> Tensor:
+    """[.., rows, S] of one byte each, as dispatch returns them with scale_layout="tile" -> the same
+    memory by its tiles, as `in_tiles` has them."""
+    rows, cols = scales.shape[-2:]
+    return scales.flatten(-2).unflatten(-1, (rows // TILE_ROWS, cols // 4, 32, 4, 4))
