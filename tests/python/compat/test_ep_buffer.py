@@ -264,9 +264,7 @@ def copies_refused(rank, num_ranks, group):
     refuses("redundancy_mapping has", weights, slots, own, mapping.long())
     refuses("expected float32", grads, slots.half(), own.half(), mapping)
     refuses("expected -1 to", weights, slots, own, torch.full_like(mapping, 2 * num_ranks))
-    with pytest.raises(
-        weft.InvalidArgument, match="num_sms = -1"
-    ):  # on one rank
+    with pytest.raises(weft.InvalidArgument, match="num_sms = -1"):  # on one rank
         weights(slots, own, mapping, -1 if rank == 1 else 0)
     grads(slots, own, mapping).wait()
     assert not own.any()
