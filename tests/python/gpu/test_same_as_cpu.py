@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ep_case import ep
 
 import weft
 from weft import fused_a2a, ops
@@ -273,6 +274,7 @@ CASES = {
     "hybrid": hybrid,
     "low_latency": low_latency,
     "elastic": elastic,
+    "ep": ep,
     "traced": traced,
 }
 
