@@ -189,6 +189,11 @@ class BufferBase:
             recv_x = (recv_x[0], *map(_column_major, recv_x[1:]))
         return recv_x, recv_topk_idx, weights, handle
 
+    def _places_per_token(self, topk: int, do_expand: bool) -> int:
+        """How often a token stands in the largest plan of a call, alike on all ranks."""
+        del topk, do_expand
+        return 1
+
     def _first(
         self, call: Call, payload: Payload, routing: tuple, **settings: Any
     ) -> tuple[EPHandle, Received]:
@@ -215,7 +220,7 @@ class BufferBase:
                 rows = round_up(rows + (alignment - 1) * local, alignment)
         call.plans(
             (payload.hidden, num_experts, payload.device),
-            max(most, 1),
+            max(most, 1) * self._places_per_token(topk_idx.size(1), do_expand),
             topk_idx.size(1),
             layout="expert_major" if do_expand else "rank_major",
             pad_multiple=alignment if do_expand else 1,

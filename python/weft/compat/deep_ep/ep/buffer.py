@@ -314,7 +314,7 @@ class EPBuffer(ExpertCopies, BufferBase):
         return *result, event_of(work)
 
     def _places_per_token(self, topk: int, do_expand: bool) -> int:
-        """See `Places`."""
+        """In the plan by which rows return: see `Places`."""
         is_by_choice = do_expand and not self.allow_multiple_reduction
         return topk if is_by_choice else min(topk, self.num_ranks)
 
