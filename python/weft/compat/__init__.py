@@ -23,10 +23,13 @@ __all__ = ["install", "uninstall"]
 _SOURCES = {
     "deep_ep": [
         "deep_ep",
+        "deep_ep.comm",
         "deep_ep.utils",
         "deep_ep.utils.envs",
         "deep_ep.utils.event",
         "deep_ep.utils.math",
+        "deep_ep.utils.semantic",
+        "deep_ep.utils.testing",
     ],
     "nixl_ep": ["nixl_ep"],
     "uccl": ["uccl", "uccl.ep"],

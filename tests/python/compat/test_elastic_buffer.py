@@ -159,7 +159,7 @@ def test_attributes_models_and_refusals(ranks):
 
 def two_domains(rank, num_ranks, group):
     """Ranks of several domains, were the group to have them."""
-    import weft.compat.deep_ep.elastic.buffer as elastic
+    import weft.compat.deep_ep.elastic.base as elastic
 
     found = elastic.found_ranks_per_domain
     elastic.found_ranks_per_domain = lambda _group: 2

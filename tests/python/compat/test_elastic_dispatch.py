@@ -272,7 +272,7 @@ def refusals(rank, num_ranks, group):
     refuses("8|rank 0", topk_idx=wrong, num_experts=case.experts)
     rows, _, _, handle, _ = buffer.dispatch(case.x, expert_alignment=2, **given)
     refuses("beside a handle", topk_idx=case.idx, handle=handle)
-    refuses("do_cpu_sync with a handle", do_cpu_sync=True, handle=handle)
+    refuses("Cannot do CPU sync with cached handle", do_cpu_sync=True, handle=handle)
     refuses("expert_alignment = 4", expert_alignment=4, handle=handle)
     refuses("num_experts = 99", num_experts=99, handle=handle)
     refuses("do_expand = True", do_expand=True, handle=handle)

@@ -48,7 +48,7 @@ from deep_ep.utils.math import align, calc_diff, per_token_cast_to_fp8
 import deep_ep.utils.event
 assert deep_ep.utils.math.align is align and deep_ep.utils.event.EventHandle is EventHandle
 assert deep_ep.get_physical_domain_size is get_physical_domain_size
-assert deep_ep.__version__ == "2.1.0" and uccl.__version__ == uccl.ep.__version__
+assert deep_ep.__version__ == "2.5.0" and uccl.__version__ == uccl.ep.__version__
 from uccl import ep
 from uccl.ep import Buffer as EPBuffer
 import weft.compat.deep_ep, weft.compat.uccl

@@ -19,7 +19,7 @@ from weft.compat.uccl import ep
 
 
 def test_versions():
-    assert deep_ep.__version__ == "2.1.0"
+    assert deep_ep.__version__ == "2.5.0"
     assert ep.__version__ == uccl.__version__ and uccl.__version__.startswith("0.0.1")
 
 

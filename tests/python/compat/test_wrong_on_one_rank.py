@@ -14,11 +14,12 @@ from buffer_cases import Case, dispatch
 
 import weft
 from weft import _core, fused_a2a, outputs
-from weft.compat.deep_ep import Buffer, ElasticBuffer, HybridEPBuffer
+from weft.compat.deep_ep import Buffer, ElasticBuffer, EPBuffer, HybridEPBuffer
 from weft.compat.uccl import Buffer as UCCLBuffer
 from weft.fused_a2a import rank_rows
 
 HIDDEN, NUM_MAX, TOPK = 128, 16, 2
+LB = ("redundant_expert_weights", "expert_weights", "redundancy_mapping")
 
 
 class Calls:
@@ -94,26 +95,42 @@ class Calls:
         given = {"x": rows, "topk_idx": case.idx, "topk_weights": case.weights, "handle": handle}
         return buffer.low_latency_combine, {**given, "out": torch.empty_like(case.x)}
 
-    def elastic(self):
+    def elastic(self, kind=ElasticBuffer):
         case = self.case
         given = {"x": case.x, "topk_idx": case.idx, "topk_weights": case.weights}
         given["num_experts"] = case.num_experts
         given["cumulative_local_expert_recv_stats"] = torch.zeros(2, dtype=torch.int32)
-        return ElasticBuffer(self.group, num_max_tokens_per_rank=NUM_MAX), given
+        sizes = {"num_max_tokens_per_rank": NUM_MAX, "hidden": HIDDEN}
+        return kind(self.group, **sizes), given
 
-    def elastic_dispatch(self):
-        buffer, given = self.elastic()
+    def elastic_dispatch(self, kind=ElasticBuffer):
+        buffer, given = self.elastic(kind)
         return buffer.dispatch, given
 
-    def elastic_again(self):
-        buffer, given = self.elastic()
+    def elastic_again(self, kind=ElasticBuffer):
+        buffer, given = self.elastic(kind)
         return buffer.dispatch, {"x": self.case.x, "handle": buffer.dispatch(**given)[3]}
 
-    def elastic_combine(self):
-        buffer, given = self.elastic()
+    def elastic_combine(self, kind=ElasticBuffer):
+        buffer, given = self.elastic(kind)
         rows, _, weights, handle, _ = buffer.dispatch(**given)
         given = {"x": rows, "handle": handle, "topk_weights": weights, "bias": self.case.x}
         return buffer.combine, given
+
+    def ep_dispatch(self):
+        return self.elastic_dispatch(EPBuffer)
+
+    def ep_again(self):
+        return self.elastic_again(EPBuffer)
+
+    def ep_combine(self):
+        return self.elastic_combine(EPBuffer)
+
+    def ep_weights(self):
+        buffer, _ = self.elastic(EPBuffer)
+        mapping = torch.tensor([[2], [0]], dtype=torch.int32)
+        slots, experts = torch.zeros(1, HIDDEN), torch.ones(2, HIDDEN)
+        return buffer.lb_prefetch_weights, dict(zip(LB, (slots, experts, mapping)))
 
     def hybrid(self):
         buffer = HybridEPBuffer(self.group, HIDDEN, NUM_MAX, self.local)
@@ -249,6 +266,7 @@ NORMAL = [
     ("allocate_on_comm_stream", "true", "allocate_on_comm_stream"),
 ]
 HANDLE = ("handle", "word", "handle is a str")
+ELASTIC_COMBINE = [*X, HANDLE, ("bias", "flat", "bias has shape"), ("bias", "list", "bias")]
 WRONG = {
     "dispatch": [*NORMAL, ("num_worst_tokens", "word", "word|str")],
     "dispatch_fp8": [
@@ -319,7 +337,15 @@ WRONG = {
         ("x", "long row", "rows|x has"),
         ("do_cpu_sync", "true", "do_cpu"),
     ],
-    "elastic_combine": [*X, HANDLE, ("bias", "flat", "bias has shape"), ("bias", "list", "bias")],
+    "elastic_combine": ELASTIC_COMBINE,
+    "ep_dispatch": [*X, *IDX, ("num_experts", "none", "num_experts is None")],
+    "ep_again": [*X, HANDLE, ("do_cpu_sync", "true", "do_cpu")],
+    "ep_combine": ELASTIC_COMBINE,
+    "ep_weights": [
+        (LB[0], "flat", "shape"),
+        (LB[1], "double", "bytes"),
+        (LB[2], "list", "redundancy_mapping is a list"),
+    ],
     "hybrid_buffer": [
         ("hidden_dim", "zero", "hidden_dim = 0"),
         ("num_local_experts", "word", "str"),

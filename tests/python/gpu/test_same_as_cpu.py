@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ep_case import ep
 
 import weft
 from weft import block_formats, fused_a2a, ops
@@ -312,6 +313,7 @@ CASES = {
     "low_latency_formats": low_latency_formats,
     "block_rows": block_rows,
     "elastic": elastic,
+    "ep": ep,
     "traced": traced,
 }
 

@@ -19,40 +19,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group
-from weft.streams import CommStream
-
 from ..checks import (
-    INTEGERS,
     NotInWeft,
-    check,
-    check_experts,
     check_handle,
-    check_optional,
     check_tensor,
 )
-from ..layout import found_ranks_per_domain
 from ..payload import (
     Payload,
-    Received,
     Rows,
     biases_of,
     bring_back,
-    numbers,
     parts_of,
-    received_numbers,
-    received_topk,
     round_up,
 )
-from ..runtime import Call, ExchangePool, without_gradients
-from ..utils.event import EventHandle, EventOverlap, event_of
+from ..runtime import Call, without_gradients
+from ..utils.event import EventOverlap, event_of
 from . import model
+from .base import BufferBase
 from .handle import EPHandle
 
-_TMA_BYTES = 16  # what a column of scaling factors is aligned to
 
-
-class ElasticBuffer:
+class ElasticBuffer(BufferBase):
     """Moves tokens to the ranks of their experts and back, on a communication stream of its own.
 
     Collective. num_max_tokens_per_rank: the default of `dispatch`, the same on all ranks.
@@ -87,40 +74,21 @@ class ElasticBuffer:
                 f"ElasticBuffer: num_cpu_bytes = {num_cpu_bytes} (storage on the host is for "
                 "experimental members, which Weft has not)"
             )
-        ranks = Group.of(group)
-        self.group = group
-        self.rank_idx, self.num_ranks = ranks.rank, ranks.num_ranks
-        self.deterministic = deterministic
-        self.allow_hybrid_mode = allow_hybrid_mode
-        self.allow_multiple_reduction = allow_multiple_reduction
-        self.prefer_overlap_with_compute = prefer_overlap_with_compute
-        self.explicitly_destroy = explicitly_destroy
-        self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.num_nvlink_ranks: int = found_ranks_per_domain(ranks)
-        self.num_rdma_ranks: int = self.num_ranks // self.num_nvlink_ranks
-        self.num_scaleup_ranks: int = self.num_nvlink_ranks if allow_hybrid_mode else self.num_ranks
-        self.num_scaleout_ranks: int = self.num_ranks // self.num_scaleup_ranks
-        self.scaleup_rank_idx: int = self.rank_idx % self.num_scaleup_ranks
-        self.scaleout_rank_idx: int = self.rank_idx // self.num_scaleup_ranks
-        self.num_allocated_qps: int = num_allocated_qps or model.allocated_qps(allow_hybrid_mode)
+        modes = (allow_hybrid_mode, allow_multiple_reduction)
+        super().__init__(
+            group,
+            num_max_tokens_per_rank,
+            deterministic,
+            *modes,
+            prefer_overlap_with_compute,
+            num_allocated_qps,
+            num_gpu_timeout_secs,
+            explicitly_destroy,
+        )
         if num_bytes is None:
             sizes = (num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
-            modes = (allow_hybrid_mode, allow_multiple_reduction)
             num_bytes = self.get_buffer_size_hint(group, *sizes, *modes)
         self.num_bytes: int = round_up(num_bytes, model.ALIGNMENT)
-        self.nccl_comm_handle: Any = None  # there is no NCCL here
-        self.runtime: ExchangePool | None = ExchangePool(ranks, float(num_gpu_timeout_secs))
-        self._comm = CommStream()
-
-    def destroy(self) -> None:
-        """Lets go of the memory; the buffer refuses calls from then on.
-
-        AssertionError unless the buffer was made with explicitly_destroy.
-        """
-        check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
-        if self.runtime is not None:
-            self.runtime.close()
-        self.runtime = None
 
     @staticmethod
     def get_buffer_size_hint(
@@ -137,23 +105,6 @@ class ElasticBuffer:
         sizes = (group.size(), num_max_tokens_per_rank, hidden, num_topk)
         return model.buffer_bytes(*sizes, use_fp8_dispatch, allow_multiple_reduction)
 
-    @staticmethod
-    def capture() -> EventHandle:
-        """An event on the current stream, for `previous_event`."""
-        return EventHandle()
-
-    def get_comm_stream(self) -> torch.cuda.Stream:
-        """The stream that calls run on, of the current GPU. RuntimeError without a GPU."""
-        return self._comm.of(torch.device("cuda", torch.cuda.current_device()))
-
-    def get_physical_domain_size(self) -> tuple[int, int]:
-        """Ranks that need the network to reach each other, and ranks of an NVLink domain."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Scale-out ranks and scale-up ranks; one and all without hybrid mode."""
-        return self.num_scaleout_ranks, self.num_scaleup_ranks
-
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
     ) -> None:
@@ -162,14 +113,7 @@ class ElasticBuffer:
         The host waits, always: with_cpu_sync for the whole GPU, else for the stream.
         """
         del sequential
-        if torch.cuda.is_initialized():
-            if with_cpu_sync:
-                torch.cuda.synchronize()
-            elif use_comm_stream:
-                self.get_comm_stream().synchronize()
-            else:
-                torch.cuda.current_stream().synchronize()
-        self.pool().group.all_gather(b"barrier")
+        self._barrier(use_comm_stream, with_cpu_sync)
 
     def get_theoretical_num_sms(
         self,
@@ -186,42 +130,15 @@ class ElasticBuffer:
         Rates in GB/s, 0: found out. Calls take Weft's measured number unless given this one.
         AssertionError if num_scaleout_topk is not 0, or experts cannot be shared out equally.
         """
-        check(
-            num_scaleout_topk == 0,
-            f"get_theoretical_num_sms: num_scaleout_topk = {num_scaleout_topk} (expected 0)",
-        )
-        check(
-            num_experts % self.num_ranks == 0 and 1 <= num_topk <= num_experts,
-            f"get_theoretical_num_sms: num_experts = {num_experts}, num_topk = {num_topk} "
-            f"(expected a multiple of {self.num_ranks} ranks, and 1 to num_experts)",
-        )
-        ranks = (*self.get_logical_domain_size(), *self.get_physical_domain_size())
+        ranks = self._ranks_of_model(num_experts, num_topk, num_scaleout_topk)
         links = (rdma_gbs or model.rdma_gbs(), nvlink_gbs or model.nvlink_gbs())
         return model.theoretical_num_sms(
             num_experts,
             num_topk,
-            model.Ranks(self.num_ranks, *ranks),
+            ranks,
             model.Rates(*links, sm_read_gbs, sm_write_gbs),
             model.device_sms(),
             self.prefer_overlap_with_compute,
-        )
-
-    def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Queue pairs that `deep_ep` would use with num_sms."""
-        return model.theoretical_num_qps(num_sms, self.allow_hybrid_mode, self.num_allocated_qps)
-
-    def pool(self) -> ExchangePool:
-        """The exchanges, while the buffer has them."""
-        check(self.runtime is not None, "the buffer was destroyed (make a new one)")
-        return self.runtime
-
-    def _check_call(self, num_qps: int, previous_event: Any, allocate_on_comm_stream: bool) -> None:
-        self.pool()
-        most = self.num_allocated_qps
-        check(num_qps <= most, f"num_qps = {num_qps} (at most {most} are allocated)")
-        check(
-            previous_event is None or allocate_on_comm_stream,
-            "previous_event without allocate_on_comm_stream (expected both)",
         )
 
     @without_gradients
@@ -281,100 +198,34 @@ class ElasticBuffer:
             if handle is not None:
                 call.by(check_handle(handle, EPHandle).plan)
             payload = Payload(x, scales=None)
-            if handle is not None:
-                check(topk_idx is None, "topk_idx beside a handle (which has its own)")
-                check(not do_cpu_sync, "do_cpu_sync with a handle (which needs none)")
-                for name, given in (
-                    ("num_experts", num_experts),
-                    ("expert_alignment", expert_alignment),
-                    ("num_max_tokens_per_rank", num_max_tokens_per_rank),
-                    ("do_expand", do_expand or None),
-                ):
-                    known = getattr(handle, name)
-                    check(
-                        given is None or given == known,
-                        f"{name} = {given} with a handle of {known} (expected the same, or None)",
-                    )
-            else:
-                check(topk_idx is not None, "topk_idx is None (expected it or a handle)")
-                check(num_experts is not None, "num_experts is None (required)")
+            given = {
+                "expert_alignment": expert_alignment,
+                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "do_expand": do_expand or None,
+            }
+            self._check_choices(handle, topk_idx, num_experts, do_cpu_sync, given)
             inputs = (*payload.tensors, topk_idx, topk_weights, stats)
             with self._comm.call(payload.device, inputs, *streams) as work:
                 _wait_for(previous_event_before_epilogue, payload.device)
-                if handle is None:
-                    most = num_max_tokens_per_rank
-                    most = self.num_max_tokens_per_rank if most is None else most
-                    handle, out = self._first(
-                        call,
-                        payload,
-                        (topk_idx, topk_weights, num_experts, stats),
-                        do_expand=do_expand,
-                        expert_alignment=1 if expert_alignment is None else expert_alignment,
-                        num_max_tokens_per_rank=most,
-                        num_sms=num_sms,
-                        has_cpu_sync=has_cpu_sync,
-                    )
-                    if do_handle_copy:
-                        handle.topk_idx = topk_idx.clone()
-                    work.returns(handle.sources, handle.ids, handle.topk_idx)
-                    if stats is not None:
-                        stats.add_(handle.plan.rows_per_expert)
-                else:
-                    out = payload.send(call, None, topk_weights, num_sms=num_sms or handle.num_sms)
-                recv_x, weights = out.x, out.weights
-                recv_topk_idx = None if handle.do_expand else handle.ids.to(torch.int64)
-                if weights is not None and handle.do_expand:
-                    weights = weights.view(-1)
-                if use_tma_aligned_col_major_sf and isinstance(recv_x, tuple):
-                    recv_x = (recv_x[0], *map(_column_major, recv_x[1:]))
+                most = num_max_tokens_per_rank
+                is_first = handle is None
+                recv_x, recv_topk_idx, weights, handle = self._move(
+                    call,
+                    payload,
+                    handle,
+                    (topk_idx, topk_weights, num_experts, stats),
+                    use_tma_aligned_col_major_sf,
+                    do_expand=do_expand,
+                    expert_alignment=1 if expert_alignment is None else expert_alignment,
+                    num_max_tokens_per_rank=self.num_max_tokens_per_rank if most is None else most,
+                    num_sms=num_sms,
+                    has_cpu_sync=has_cpu_sync,
+                )
+                if is_first and do_handle_copy:
+                    handle.topk_idx = topk_idx.clone()
+                work.returns(handle.sources, handle.ids, handle.topk_idx)
                 work.returns(*parts_of(recv_x), recv_topk_idx, weights)
         return recv_x, recv_topk_idx, weights, handle, event_of(work)
-
-    def _first(
-        self, call: Call, payload: Payload, routing: tuple, **settings: Any
-    ) -> tuple[EPHandle, Received]:
-        """Collective. Plans and dispatches. routing: topk_idx, topk_weights, num_experts, stats.
-        settings: those that the handle keeps."""
-        topk_idx, topk_weights, num_experts, stats = routing
-        do_expand, alignment = settings["do_expand"], settings["expert_alignment"]
-        most, num_tokens = settings["num_max_tokens_per_rank"], payload.num_tokens
-        check_tensor("topk_idx", topk_idx, INTEGERS, [num_tokens, "K"])
-        check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
-        check_experts(num_experts, self.num_ranks)
-        local = [num_experts // self.num_ranks]
-        check_optional("cumulative_local_expert_recv_stats", stats, None, local)
-        check(
-            num_tokens <= most,
-            f"x has {num_tokens} tokens (at most num_max_tokens_per_rank = {most})",
-        )
-        rows = None
-        if not settings["has_cpu_sync"]:
-            rows = self.num_ranks * most
-            if do_expand:
-                local = num_experts // self.num_ranks
-                rows *= min(topk_idx.size(1), local)
-                rows = round_up(rows + (alignment - 1) * local, alignment)
-        call.plans(
-            (payload.hidden, num_experts, payload.device),
-            max(most, 1),
-            topk_idx.size(1),
-            layout="expert_major" if do_expand else "rank_major",
-            pad_multiple=alignment if do_expand else 1,
-            row_budget=rows,
-        )
-        tokens = torch.arange(num_tokens, device=payload.device) + self.rank_idx * most
-        origin = numbers(torch.cat([tokens.unsqueeze(1), topk_idx], dim=1))
-        out = payload.send(call, topk_idx, topk_weights, (origin,), settings["num_sms"])
-        origin = received_numbers(out.plan, out.beside[0])
-        handle = EPHandle(
-            plan=out.plan,
-            topk_idx=topk_idx,
-            num_scaleup_ranks=self.num_scaleup_ranks,
-            sources=origin[:, 0].contiguous(),
-            ids=received_topk(out.plan, origin[:, 1:]),
-            **settings,
-        )
-        return handle, out
 
     @without_gradients
     def combine(
@@ -419,14 +270,6 @@ class ElasticBuffer:
                 combined = (out.to(x.dtype), weights)
                 work.returns(*combined)
         return *combined, event_of(work)
-
-
-def _column_major(sf: Tensor) -> Tensor:
-    """A copy [N, S] with strides (1, N rounded up to 16 bytes)."""
-    num_rows, num_columns = sf.shape
-    step = round_up(num_rows, max(_TMA_BYTES // sf.element_size(), 1))
-    made = sf.new_empty((num_columns, step)).t()[:num_rows]
-    return made.copy_(sf)
 
 
 def _rank_sums(x: Tensor, sources: Tensor, most: int) -> Tensor:

@@ -50,18 +50,18 @@ def expected_groups(num_experts: int, num_topk: int, num_groups: int) -> float:
     return num_groups * (1 - missed)
 
 
-def theoretical_num_sms(
-    num_experts: int,
-    num_topk: int,
-    ranks: Ranks,
-    rates: Rates,
-    device_sms: int,
-    prefer_overlap_with_compute: bool,
-) -> int:
-    """SMs that keep the slower of network and NVLink busy, by the bytes each SM reads and writes.
+class Traffic(NamedTuple):
+    """Of a dispatch, in units of the rows that a rank receives. rows: the rate at which the slower
+    of network and NVLink carries them; infinite where nothing travels."""
 
-    In units of the rows that this rank receives. Even, at least 4, at most the device's.
-    """
+    read: float
+    write: float
+    nvlink: float
+    rows: float
+
+
+def traffic_of(num_experts: int, num_topk: int, ranks: Ranks, rates: Rates) -> Traffic:
+    """Experts chosen at random."""
     met = expected_groups(num_experts, num_topk, ranks.num_ranks)
     if ranks.num_scaleout > 1:
         out = expected_groups(num_experts, num_topk, ranks.num_scaleout)
@@ -78,14 +78,50 @@ def theoretical_num_sms(
         nvlink_traffic = local * (1 - 1 / ranks.num_nvlink)
         is_rdma_bound = False
     rate, traffic = (rates.rdma, rdma_traffic) if is_rdma_bound else (rates.nvlink, nvlink_traffic)
+    rows = rate / traffic if traffic > 0 else math.inf
+    return Traffic(read, write, nvlink_traffic, rows)
+
+
+def theoretical_num_sms(
+    num_experts: int,
+    num_topk: int,
+    ranks: Ranks,
+    rates: Rates,
+    device_sms: int,
+    prefer_overlap_with_compute: bool,
+) -> int:
+    """SMs that keep the slower of network and NVLink busy, by the bytes each SM reads and writes in
+    dispatch. Even, at least 4, at most the device's."""
+    read, write, _, rows = traffic_of(num_experts, num_topk, ranks, rates)
     needed = float(device_sms)
-    if traffic > 0:
-        rows = rate / traffic
-        needed = max(rows * read / rates.sm_read, rows * write / rates.sm_write)
+    if rows < math.inf:
+        needed = rows * max(read / rates.sm_read, write / rates.sm_write)
     num_sms = round_up(max(4, math.ceil(1.25 * needed)), 2)
     if not prefer_overlap_with_compute:
         num_sms = max(num_sms, 64)
     return min(device_sms, num_sms)
+
+
+def theoretical_num_sms_of_both(
+    num_experts: int,
+    num_topk: int,
+    ranks: Ranks,
+    rates: Rates,
+    device_sms: int,
+    prefer_overlap_with_compute: bool,
+) -> int:
+    """The same for dispatch and combine, which reads what dispatch writes, save what stays over
+    NVLink. A multiple of 4, or the largest even number that the device has."""
+    read, write, nvlink, rows = traffic_of(num_experts, num_topk, ranks, rates)
+    needed = float(device_sms)
+    if rows < math.inf:
+        by_dispatch = max(read / rates.sm_read, write / rates.sm_write)
+        by_combine = max((write - nvlink) / rates.sm_read, (read + nvlink) / rates.sm_write)
+        needed = rows * max(by_dispatch, by_combine)
+    num_sms = round_up(max(4, math.ceil(1.3 * needed)), 4)
+    if not prefer_overlap_with_compute:
+        num_sms = max(num_sms, 64)
+    return min(device_sms // 2 * 2, num_sms)
 
 
 def buffer_bytes(
@@ -104,6 +140,23 @@ def buffer_bytes(
     returns = min(topk, num_ranks) if allow_multiple_reduction else topk
     returned = num_max_tokens_per_rank * returns * (hidden * 2 + topk * 4)
     return round_up(max(received + returned, 1), ALIGNMENT)
+
+
+def larger_call_bytes(
+    num_ranks: int,
+    num_max_tokens_per_rank: int,
+    hidden: int,
+    num_topk: int,
+    use_fp8_dispatch: bool,
+    allow_multiple_reduction: bool,
+) -> int:
+    """What `EPBuffer` may hold at once: rows from every rank, or those that come back."""
+    topk = num_topk or ANY_TOPK
+    scales = 4 * math.ceil(hidden / 32) if use_fp8_dispatch else 0
+    row = hidden * (1 if use_fp8_dispatch else 2) + scales + topk * 12 + 16
+    returns = min(topk, num_ranks) if allow_multiple_reduction else topk
+    slots = max(num_ranks * row, returns * (hidden * 2 + topk * 4))
+    return round_up(num_max_tokens_per_rank * slots, ALIGNMENT)
 
 
 def device_sms() -> int:

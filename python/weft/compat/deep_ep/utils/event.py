@@ -50,32 +50,37 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self._hook: Callable[[], Any] | None = None
+        self.hook_after_wait: Callable[[], Any] | None = None
         self._release_handle = False
 
-    def current_stream_wait(self, release_handle: bool = False) -> None:
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
         """The current stream waits for the event (AssertionError without one).
 
-        Then a registered hook runs, once. release_handle: the event and the tensors are let go.
+        Then a registered hook runs, once, and what it returns is returned. release_handle: the
+        event and the tensors are let go.
         """
         check(
             self.event is not None, "current_stream_wait: event is None (there is none to wait for)"
         )
         self.event.current_stream_wait()
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            hook()
+        hook, self.hook_after_wait = self.hook_after_wait, None
+        value = None if hook is None else hook()
         if release_handle:
             self.event = None
             self.extra_tensors = None
+        return value
+
+    def wait(self) -> Any:
+        """`current_stream_wait()`."""
+        return self.current_stream_wait()
 
     def register_hook_after_wait(self, hook: Callable[[], Any]) -> None:
         """`hook()` runs after the next wait. AssertionError if one is registered already."""
         check(
-            self._hook is None,
-            "register_hook_after_wait: a hook is registered already (only one at a time)",
+            self.hook_after_wait is None,
+            "A hook is already registered on this `EventOverlap` (only one at a time)",
         )
-        self._hook = hook
+        self.hook_after_wait = hook
 
     def __call__(self, release_handle: bool = False) -> EventOverlap:
         """`with event(release_handle=True): ...` lets go of the event after the wait."""

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `deep_ep.comm` has: ranks that meet, the process's communication stream, communicators."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft import Group
+from weft.streams import CommStream
+
+from .checks import NotInWeft
+from .utils import envs
+from .utils.envs import get_physical_domain_size
+
+__all__ = [
+    "NCCLCommHandle",
+    "barrier",
+    "destroy_all_managed_nccl_comm",
+    "get_comm_stream",
+    "get_logical_domain_size",
+    "get_nccl_comm_handle",
+    "get_physical_domain_size",
+]
+
+STREAM = CommStream()  # of every `EPBuffer` of the process
+
+
+def barrier(group: Any) -> None:
+    """Collective. group: of torch.distributed, or a buffer. The host waits for all ranks."""
+    if hasattr(group, "barrier"):
+        group.barrier()
+    else:
+        Group.of(group).all_gather(b"barrier")
+
+
+def get_logical_domain_size(group: Any, allow_hybrid_mode: bool | None = None) -> tuple[int, int]:
+    """As `utils.envs` has it. None: with hybrid mode, or as the buffer says."""
+    return envs.get_logical_domain_size(group, allow_hybrid_mode in (None, True))
+
+
+def get_comm_stream() -> torch.cuda.Stream:
+    """The stream that calls of an `EPBuffer` run on, of the current GPU. RuntimeError without a
+    GPU."""
+    return STREAM.of(torch.device("cuda", torch.cuda.current_device()))
+
+
+class NCCLCommHandle:
+    """nccl_comm: the address of a communicator. managed: whether whoever made the handle made the
+    communicator too."""
+
+    def __init__(self, nccl_comm: int, managed: bool) -> None:
+        self.nccl_comm = nccl_comm
+        self.managed = managed
+
+    def get(self) -> int:
+        return self.nccl_comm
+
+
+_handles: weakref.WeakKeyDictionary[dist.ProcessGroup, NCCLCommHandle] = weakref.WeakKeyDictionary()
+
+
+def get_nccl_comm_handle(group: dist.ProcessGroup, force_new_comm: bool = False) -> NCCLCommHandle:
+    """Collective at the first call for a group. torch's own communicator, if every rank has one.
+    Weft makes none: raises Unsupported where a new one would be needed, or is asked for."""
+    if group in _handles and not force_new_comm:
+        return _handles[group]
+    address = 0 if force_new_comm else _torch_communicator(group)
+    if not all(known for (known,) in Group.of(group).gather_numbers(address)):
+        raise NotInWeft("get_nccl_comm_handle: not every rank has one (Weft makes no communicator)")
+    _handles[group] = NCCLCommHandle(address, managed=False)
+    return _handles[group]
+
+
+def _torch_communicator(group: dist.ProcessGroup) -> int:
+    """0 where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return 0
+    return backend._comm_ptr() if hasattr(backend, "_comm_ptr") else 0
+
+
+def destroy_all_managed_nccl_comm() -> None:
+    """Forgets all handles. There is no communicator of Weft's to destroy."""
+    _handles.clear()
