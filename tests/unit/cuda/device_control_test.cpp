@@ -64,7 +64,7 @@ TEST(DeviceControlTest, NeedsNoMemoryWithoutEagerRows) {
 // Each source has its block in each of the two areas, behind all else.
 TEST(DeviceControlTest, KeepsCopiedRowsApart) {
   const uint64_t token = copied_token_room(8, 7168);
-  EXPECT_EQ(token, 14336U + 256 + 32);
+  EXPECT_EQ(token, 14336U + kScaleRoom + 32);
   for (const uint32_t eager : {0U, eager_row_room(4, 100, 8, 7168)}) {
     const DeviceControlMap without = {4, 256, 100, 8, eager};
     const DeviceControlMap map = {4, 256, 100, 8, eager, token};
