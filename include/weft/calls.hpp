@@ -24,6 +24,10 @@ struct CallOptions {
   // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
   // fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
+  // GPUs of one domain, a call that plans and dispatches in one launch (Exchange::dispatch): it only
+  // sends. What it sends goes without a wait for any peer; Exchange::receive() has the rest. What is
+  // no such call receives at once. Each rank may choose for itself.
+  bool receives_later = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
   // Ranks whose calls have come out of step, because one of them left a call out, then throw and
   // do not exchange rows of different calls. 0: not counted, on all ranks alike. A captured call

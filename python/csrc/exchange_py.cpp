@@ -170,6 +170,11 @@ nb::tuple plan_and_dispatch(
   );
 }
 
+// `plan` of a call that `receives_later`.
+void receive(Calls& calls, const Plan& plan, const Options& options) {
+  calls.locked([&](Exchange& exchange) { exchange.receive(plan, options); });
+}
+
 // brought: rows, row_weights, source_weights, source_idx. out: memory for the tokens, or None.
 nb::tuple combine(
     Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
@@ -337,6 +342,7 @@ void bind_options(nb::module_& m) {
       .def_prop_rw("stream", nullptr, set_stream)
       .def_rw("num_sms", &Options::num_sms)
       .def_rw("copy_engines", &Options::copy_engines)
+      .def_rw("receives_later", &Options::receives_later)
       .def_rw("number", &Options::number);
 }
 
@@ -380,6 +386,7 @@ void bind_exchange(nb::module_& m) {
           arg("given_rows").none(),
           arg("is_one_call")
       )
+      .def("receive", &receive, arg("plan"), arg("options"))
       .def("combine", &combine, arg("plan"), arg("brought"), arg("out").none(), arg("options"))
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })

@@ -82,6 +82,7 @@ class Exchange:
         self._has_copy_room = copy_engines
         self._pool: OutputPool | None = None  # of _core
         self._core: _core.Exchange | None = None
+        self._open: tuple | None = None  # what a call that is still to be received writes and reads
         self._tally = tally_of(self.group)
         self._take(self._make())
         self._tally.follow(self)
@@ -335,6 +336,7 @@ class Exchange:
         blocks: bool = False,
         num_sms: int = 0,
         copy_engines: bool | None = None,
+        receives_later: bool = False,
         **choices: Any,
     ) -> tuple:
         """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
@@ -360,6 +362,9 @@ class Exchange:
         all ranks or none), routing by topk_idx, overflow "drop" and no copy engines, it is one
         launch on GPUs of one domain, in which rows travel while the plan is made, if max_tokens is
         at most 512 and max_tokens * max_topk of all ranks at most 32,768.
+
+        receives_later: there such a call only sends, without a wait for any rank, and `receive` has
+        the rest; elsewhere all is done at once. Each rank may choose for itself.
         """
         sent = (x, weights, scales, *(beside or _NOTHING_BESIDE), global_scale)
         stored = {
@@ -370,9 +375,11 @@ class Exchange:
         }
         given_rows = self._given_rows(choices)
         is_one_call = self._on_gpu and given_rows is not None
+        is_later = is_one_call and receives_later
 
         def call(core: _core.Exchange) -> tuple:
             options = self._options(core, num_sms, copy_engines, **stored, **choices)
+            options.receives_later = is_later
             routing = (topk_idx, routing_map, plan_weights)
             where = (self._pool_of(core) if self._on_gpu else None, given_rows)
             return core.plan_and_dispatch(routing, sent, experts, options, *where, is_one_call)
@@ -385,8 +392,21 @@ class Exchange:
             raise problem
         if out is None:
             out = self._dispatched(core, made, sent, experts, stored, num_sms, copy_engines)
+        if is_later:
+            self._open = (made, topk_idx, out)
         result = Plan(self, made, core), Dispatched(*out[:3])
         return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
+
+    def receive(self, plan: Plan) -> None:
+        """Local. The second half of the call with `receives_later` that made the plan, on the
+        current stream, which has to come behind the first: waits for the other ranks and places the
+        rows. Until then nothing of the call's results may be read. One call is open at a time: the
+        next one of the exchange receives it first. Nothing is done if it is received already.
+        """
+        options = _filled(_core.Options(), {"stream": self._stream()} if self._on_gpu else {})
+        plan.calls.receive(plan.core, options)
+        if self._open is not None and self._open[0] is plan.core:
+            self._open = None
 
     def combine(
         self,

@@ -42,6 +42,8 @@ class Executor {
       const DispatchOutput& out,
       const CallOptions& call
   );
+  // See Exchange::receive(). Where every call receives at once there is nothing to do.
+  virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
   // See Exchange::refuse(). False if nobody else hears of it, as the stream is being captured.
   virtual bool refuse(Op op, std::string_view reason, const CallOptions& call) = 0;
   virtual void combine(

@@ -95,6 +95,10 @@ Plan Exchange::dispatch(
   return own(executor_).dispatch_routed(routing, options, in, out, call);
 }
 
+void Exchange::receive(const Plan& plan, const CallOptions& call) {
+  own(executor_).receive(plan, call);
+}
+
 void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {

@@ -9,7 +9,9 @@
 // every wait ends.
 //
 // In a fused launch the handshake, the routing and the rows belong to different warps, so that none
-// of their fences covers the others' stores. All of them are stored as early as they may be.
+// of their fences covers the others' stores. All of them are stored as early as they may be. What
+// is sent may be a launch of its own, and the receive another (receive_open): nothing is done
+// between the two, so that they are the steps of one launch in their order.
 // Abstracted: see gpu.pml; also the plan itself and the slots of rows: what counts is that all
 // routing is of this call.
 //
@@ -22,6 +24,7 @@
 //   NO_WAIT_WHEN_GIVEN_UP   a call that is given up does not wait for the words
 //   NO_ROW_WAIT             rows are taken before their signals
 //   NO_ROUTE_TAG            routing is taken without its epoch
+//   SEND_BEFORE_RECEIVE     a launch sends the next call before this one is received
 //   WORD_BEFORE_END         a rank's word of the next call is sent before it has read its rows
 //   PUSH_WHEN_STOPPED       rows and routing are pushed in calls queued behind one that was broken off
 //   NEVER_SILENT            all calls queued behind one that was broken off are refused by a word
@@ -87,6 +90,29 @@ inline raise_rows() {
   }
 }
 
+// Mutation: what the next call sends is not kept until this one is received.
+inline send_next() {
+#ifdef SEND_BEFORE_RECEIVE
+  if
+  :: is_good && e < C && op[e] == FUSED ->
+     atomic {
+       e++;
+       store_words(0);
+       store_rows()
+     };
+     do
+     :: raise_words()
+     :: raise_rows()
+     :: has_told && has_pushed -> break
+     od;
+     e--
+  :: else
+  fi
+#else
+  skip
+#endif
+}
+
 // A tag is read together with what it stands for, so that this is one step.
 inline take_routes() {
   if
@@ -119,6 +145,7 @@ proctype rank(byte me) RUNS {
        :: raise_rows()
        :: has_told && has_pushed -> break
        od;
+       send_next();
        accept_words();
        send_next_words(0);
        take_routes();

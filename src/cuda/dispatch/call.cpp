@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch on a GPU: decides where this rank's rows shall be written, then one kernel; or the steps
 // of a call by copy engines (copy_engines/copies.cpp); or plan and dispatch in one launch, where
-// tokens are few. Previous in the data flow: plan/call.cpp, or the router; next: dispatch.cu, or
-// fused.cu.
+// tokens are few, or in one for what is sent and one for the rest. Previous in the data flow:
+// plan/call.cpp, or the router; next: dispatch.cu, or fused.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"
@@ -172,12 +172,54 @@ Plan CudaExchange::dispatch_routed(
     launch.plan.num_parts = plan_parts(settings_.max_tokens, view_.num_ranks, launch.num_blocks);
     const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
-    launch_routed_dispatch(launch, stream);
+    const auto made = std::make_shared<const PlanData>(std::move(data));
+    const RoutedPart part = call.receives_later ? RoutedPart::kSend : RoutedPart::kAll;
+    launch_routed_dispatch(launch, part, stream);
     set_launched(stream);
+    if (call.receives_later) {
+      open_ = {made, launch, is_capturing(stream, context_)};
+    }
     ++counters_.num_plans;
     ++counters_.num_dispatches;
-    return Plan(std::make_shared<const PlanData>(std::move(data)));
+    return Plan(made);
   });
+}
+
+void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
+  const CudaDeviceGuard guard(settings_.device.index);
+  if (!open_ || open_->plan.get() != &header_of(plan)) {
+    return;
+  }
+  const cudaStream_t stream = stream_of(call);
+  running_op_ = Op::kPlanAndDispatch;
+  receive_open(stream);
+  if (call.stream == nullptr) {
+    wait_for(stream);
+    check();
+  }
+}
+
+void CudaExchange::receive_open(cudaStream_t stream) {
+  if (!open_) {
+    return;
+  }
+  if (const bool was_captured = open_->is_captured;
+      was_captured != is_capturing(stream, context_)) {
+    if (was_captured) {  // it is sent by replays only
+      open_.reset();
+    }
+    WEFT_RAISE(
+        context_,
+        ErrorCode::kUnsupported,
+        "dispatch: a call was sent {} a CUDA graph's capture and is received {} it (expected both "
+        "inside, or both outside)",
+        was_captured ? "inside" : "outside",
+        was_captured ? "outside" : "inside"
+    );
+  }
+  launch_routed_dispatch(open_->launch, RoutedPart::kReceive, stream);
+  record_end(stream);
+  open_.reset();
 }
 
 }  // namespace weft

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan and the dispatch by it in one launch, for calls of few tokens, where latency decides. The
 // first blocks make the plan (plan/fused.cuh). Meanwhile the others push eager rows to places that
-// need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Before:
-// dispatch/call.cpp; after: the caller's experts.
+// need no plan (push.cuh) and then, with the plan, fan them out (eager.cuh). Or two launches, one
+// for what goes out, which waits for nobody, and one for all the rest. Before: dispatch/call.cpp;
+// after: the caller's experts.
 #include <algorithm>
 
 #include "cuda/device/kernel.cuh"
@@ -55,20 +56,32 @@ WEFT_HD PlanSharedMap shared_map(const PlanLaunch& call) {
   return {map.num_ranks, map.num_experts, map.max_tokens * static_cast<uint32_t>(call.topk)};
 }
 
-__device__ void run_plan(
-    const PlanLaunch& call, uint64_t number, bool may_write, SmallPlanShared& small
-) {
-  const auto epoch = static_cast<uint32_t>(number);
+__device__ void run_plan(const PlanLaunch& call, uint64_t number, SmallPlanShared& small) {
   if (threadIdx.x == 0) {
     small.call = number;
   }
-  if (may_write) {
-    send_routing(call, epoch);
-  }
-  make_routed_plan(call, epoch, carve(shared_map(call), dynamic_shared, small));
+  const PlanShared shared = carve(shared_map(call), dynamic_shared, small);
+  make_routed_plan(call, static_cast<uint32_t>(number), shared);
 }
 
-template <class Mover>
+// One warp of the grid.
+template <RoutedPart kPart>
+__device__ __forceinline__ void swap_plan_words(
+    const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
+) {
+  if constexpr (kPart == RoutedPart::kReceive) {
+    recall_plan_word(call, epoch, word);
+  } else {
+    post_plan_words(call, epoch, word);
+  }
+  if constexpr (kPart != RoutedPart::kSend) {
+    accept_plan_words(call, epoch, word);
+  }
+}
+
+// A launch that only sends leaves the number of the running call as it is, and whatever else
+// LocalState counts in a call.
+template <class Mover, RoutedPart kPart>
 __global__ void __launch_bounds__(kRoutedThreads, 1)
     dispatch_routed_rows(const __grid_constant__ RoutedDispatchLaunch call) {
   if constexpr (Mover::kIsCompiled) {
@@ -77,13 +90,20 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     __shared__ TeamProgress progress;
     __shared__ SeenPlan seen;
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
+    constexpr bool kSends = kPart != RoutedPart::kReceive;
+    constexpr bool kReceives = kPart != RoutedPart::kSend;
     const DispatchLaunch& rows = call.dispatch;
     const uint64_t number = current_call(rows.me);
     const auto epoch = static_cast<uint32_t>(number);
-    const bool may_write = may_write_ahead(rows.me, epoch);
+    const bool may_write = kSends && may_write_ahead(rows.me, epoch);
     const int block = static_cast<int>(blockIdx.x) - call.plan.num_blocks;
     if (block < 0) {
-      run_plan(call.plan, number, may_write, small);
+      if (may_write) {
+        send_routing(call.plan, epoch);
+      }
+      if constexpr (kReceives) {
+        run_plan(call.plan, number, small);
+      }
     } else {
       clear_progress(progress);
       set_places(setup, seen, rows.me, epoch);
@@ -95,42 +115,61 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
           push.run_signals();
         }
       } else if (warp == kWordWarp && block == 0) {
-        accept_plan_words(call.plan, epoch, setup.own());
-      } else if (warp == kWatchWarp) {
+        swap_plan_words<kPart>(call.plan, epoch, setup.own());
+      } else if (kReceives && warp == kWatchWarp) {
         watch_plan(call.plan, setup, seen);
       } else if (warp < kMoverWarps) {
         Mover mover(rows.me, warp, full + warp * Mover::kBarriers);
         if (may_write) {
           push.run(mover);
         }
-        EagerFanOut(rows, setup, seen, place).run(mover);
+        if constexpr (kReceives) {
+          EagerFanOut(rows, setup, seen, place).run(mover);
+        }
       }
     }
     Mover::finish();
-    finish_call(rows.me, epoch);
+    if constexpr (kReceives) {
+      finish_call(rows.me, epoch);
+    }
   }
 }
 
 template <class Mover>
-Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call) {
+Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call, RoutedPart part) {
+  constexpr auto kThreads = static_cast<int>(kRoutedThreads);
   const auto of_plan = static_cast<int>(shared_map(call.plan).num_bytes());
-  return {
-      dispatch_routed_rows<Mover>,
-      static_cast<int>(kRoutedThreads),
-      std::max(Mover::kSharedBytes, of_plan)};
+  const int shared_bytes = std::max(Mover::kSharedBytes, of_plan);
+  switch (part) {
+    case RoutedPart::kSend:
+      return {dispatch_routed_rows<Mover, RoutedPart::kSend>, kThreads, Mover::kSharedBytes};
+    case RoutedPart::kReceive:
+      return {dispatch_routed_rows<Mover, RoutedPart::kReceive>, kThreads, shared_bytes};
+    default:
+      return {dispatch_routed_rows<Mover, RoutedPart::kAll>, kThreads, shared_bytes};
+  }
+}
+
+template <class Mover>
+void prepare_parts() {
+  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kAll>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kSend>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kReceive>);
 }
 
 }  // namespace
 
 void prepare_routed_dispatch() {
-  prepare_for_any_shared(dispatch_routed_rows<VectorMover>);
-  prepare_for_any_shared(dispatch_routed_rows<BulkMover>);
+  prepare_parts<VectorMover>();
+  prepare_parts<BulkMover>();
 }
 
-void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream) {
+void launch_routed_dispatch(
+    const RoutedDispatchLaunch& call, RoutedPart part, cudaStream_t stream
+) {
   const bool is_bulk = call.dispatch.mover == Mover::kBulk;
   launch(
-      is_bulk ? kernel_of<BulkMover>(call) : kernel_of<VectorMover>(call),
+      is_bulk ? kernel_of<BulkMover>(call, part) : kernel_of<VectorMover>(call, part),
       call.num_blocks,
       call,
       stream

@@ -8,6 +8,7 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "call/executor.hpp"
@@ -54,6 +55,7 @@ class CudaExchange final : public Executor {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
+  void receive(const Plan& plan, const CallOptions& call) override;
   bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
@@ -116,6 +118,8 @@ class CudaExchange final : public Executor {
   }
   // The running call is in the stream: its end can be waited for, and peers will hear of it.
   void set_launched(cudaStream_t stream);
+  // The same of a kernel that ends a call, or the part of it that is queued now.
+  void record_end(cudaStream_t stream) const;
   [[nodiscard]] int sms_of(const CallOptions& call) const;
 
   // --- failures ---
@@ -194,6 +198,10 @@ class CudaExchange final : public Executor {
   void dispatch_by_copies(
       const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
+  // Queues what is still to be done of the call that has only sent, if there is one. Every call
+  // begins with it. Throws Error (kUnsupported) where one of the two is inside a capture: a replay
+  // would repeat half of a call.
+  void receive_open(cudaStream_t stream);
   // A combine likewise.
   void combine_by_stores(
       const PlanData& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
@@ -238,6 +246,13 @@ class CudaExchange final : public Executor {
   std::vector<PeerRegion> retired_;
   Op running_op_ = Op::kNone;
   bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
+  // A call that has been sent and not received. The plan keeps its memory.
+  struct OpenCall {
+    std::shared_ptr<const PlanData> plan;
+    RoutedDispatchLaunch launch;
+    bool is_captured = false;
+  };
+  std::optional<OpenCall> open_;
   BlockChoice tuning_;
   int num_senders_ = 0;        // see set_num_senders()
   int num_gpu_sms_ = 0;        // that calls may occupy
@@ -261,6 +276,7 @@ auto CudaExchange::run_call(Op op, const CallOptions& call, const Launch& launch
   is_launched_ = false;
   const auto launched = [&] {
     try {
+      receive_open(stream);
       check();  // the call counts on every rank, whichever of them hears of a fault first
       return launch(stream);
     } catch (const Error& error) {

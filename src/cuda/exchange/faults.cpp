@@ -111,6 +111,7 @@ bool CudaExchange::refuse(Op op, std::string_view reason, const CallOptions& cal
   if (broken_) {
     return true;
   }
+  receive_open(stream);
   const uint32_t number = refuse_one(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason, stream);
   // With a stream nobody waits for the plan: when the others hear that it was refused here, they
   // have dispatched already, unless one launch makes both.
@@ -147,6 +148,10 @@ bool CudaExchange::do_peers_only_plan(uint32_t epoch) const {
 
 void CudaExchange::set_launched(cudaStream_t stream) {
   is_launched_ = true;
+  record_end(stream);
+}
+
+void CudaExchange::record_end(cudaStream_t stream) const {
   if (!is_capturing(stream, context_)) {
     WEFT_CUDA(context_, cudaEventRecord(own_->last_call.get(), stream));
   }

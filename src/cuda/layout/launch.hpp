@@ -113,6 +113,10 @@ inline constexpr unsigned kRoutedThreads =
 // it.
 inline constexpr uint32_t kMostStaticShared = 8 << 10;
 
+// Which part of a call a launch is: all of it; what a rank sends, which waits for nobody; or the
+// rest, by a later launch of the same parameters with no other call between.
+enum class RoutedPart : uint8_t { kAll, kSend, kReceive };
+
 // A plan and the dispatch by it in one launch. The first plan.num_blocks blocks make the plan; the
 // others push eager rows (Place::kEager), then wait for the plan and fan out.
 struct RoutedDispatchLaunch {
@@ -208,7 +212,9 @@ void prepare_copied_combine();
 void prepare_refusal();
 void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
-void launch_routed_dispatch(const RoutedDispatchLaunch& call, cudaStream_t stream);
+void launch_routed_dispatch(
+    const RoutedDispatchLaunch& call, RoutedPart part, cudaStream_t stream
+);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
 

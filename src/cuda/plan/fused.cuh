@@ -236,9 +236,8 @@ __device__ inline void make_routed_plan(
   }
 }
 
-// One warp of the grid, with `word` in shared memory, sends and awaits the handshakes of the call,
-// as every call does. It tells the planning blocks when they are accepted.
-__device__ inline void accept_plan_words(
+// One warp of the grid, with `word` in shared memory, sends the handshake of the call.
+__device__ inline void post_plan_words(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
 ) {
   const RankView& me = call.me;
@@ -248,9 +247,40 @@ __device__ inline void accept_plan_words(
     word.status = own_status(me, epoch);
   }
   __syncwarp();
-  bool is_good = true;
   if (peer < me.num_ranks) {
     post_word(me, epoch, word, peer);
+  }
+}
+
+// The same in a later launch of the call: its handshake as it was sent. What this rank has refused
+// then stays refused, though its host has cleared the fault since.
+__device__ inline void recall_plan_word(
+    const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
+) {
+  const RankView& me = call.me;
+  if (lane_index() == 0) {
+    write_word(call, word);
+    word.status = own_status(me, epoch);
+    if (word.status == WordStatus::kGood &&
+        word_of(me, me.rank, epoch, me.rank)->status == WordStatus::kRefused) {
+      word.status = WordStatus::kRefused;
+      raise_fault(
+          me, {.kind = FaultKind::kRefused, .op = Op::kPlan, .epoch = epoch, .peer = me.rank}
+      );
+    }
+  }
+  __syncwarp();
+}
+
+// One warp of the grid, with the handshake in shared memory, awaits those of all ranks, as in every
+// call. It tells the planning blocks when they are accepted.
+__device__ inline void accept_plan_words(
+    const PlanLaunch& call, uint32_t epoch, const DeviceHandshake& word
+) {
+  const RankView& me = call.me;
+  const int peer = lane_index();
+  bool is_good = true;
+  if (peer < me.num_ranks) {
     DeviceHandshake said;
     is_good = accept_word(me, epoch, word, peer, said);
   }

@@ -10,19 +10,66 @@ Two micro-batches that take turns meet neither.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+from torch import Tensor
+
+from weft import Plan
+from weft.streams import CommStream
+
 from .checks import check
+from .utils.event import EventHandle
+
+
+class Receive:
+    """The second half of a call that has only sent: on GPUs a launch, which waits for the other
+    ranks. Until then the call holds no multiprocessor."""
+
+    def __init__(self, plan: Plan, waits: Tensor | None, stream: CommStream) -> None:
+        """plan: by it the call was made. waits int64 [R], or None: what is waited for each rank is
+        added to it. stream: of the buffer."""
+        self._plan, self._waits, self._stream = plan, waits, stream
+        self._is_done = False
+        self._event: EventHandle | None = None  # of what the next call has received
+
+    def run(self) -> None:
+        """On the current stream, once."""
+        if self._is_done:
+            return
+        exchange, waits = self._plan.exchange, self._waits
+        added = contextlib.nullcontext() if waits is None else exchange.waits_added(waits)
+        with added:
+            exchange.receive(self._plan)
+        self._is_done = True
+
+    def ahead(self) -> None:
+        """The same before the next call, on the stream of that."""
+        if not self._is_done:
+            self.run()
+            self._event = EventHandle()
+
+    def wait(self) -> None:
+        """The current stream's later work comes after it."""
+        if self._event is not None:
+            self._event.current_stream_wait()
+            return
+        with self._stream.call(self._plan.exchange.device):
+            self.run()
 
 
 class Hook:
     """Called with nothing, as often as wanted: later work of the current stream comes after the
     call that returned it."""
 
-    def __init__(self, name: str, wait: Callable[[], None]) -> None:
-        """name: of the call. wait: has the current stream wait for it."""
+    def __init__(
+        self, name: str, wait: Callable[[], None], ahead: Callable[[], None] | None = None
+    ) -> None:
+        """name: of the call. wait: has the current stream wait for it. ahead: what the next call
+        does first, if the hook was not called by then."""
         self.name = name
         self.was_called = False
+        self.ahead = ahead
         self._wait = wait
 
     def __call__(self) -> None:
@@ -55,6 +102,12 @@ class LastHooks:
                 f"the receive hook of the {before.name} before the last call was not called "
                 "(expected before the next low-latency call but one: 2 results are held at a time)",
             )
+
+    def receive(self) -> None:
+        """At the beginning of a call, on its stream: the one before is received by then."""
+        last = self._last
+        if last is not None and last.ahead is not None:
+            last.ahead()
 
     def add(self, hook: Hook | None) -> None:
         """After a call."""

@@ -24,7 +24,7 @@ from weft.streams import StreamCall
 
 from .checks import NotInWeft, check, check_handle, check_tensor
 from .handles import LowLatencyHandle
-from .hooks import Hook, LastHooks
+from .hooks import Hook, LastHooks, Receive
 from .layout import routes_of
 from .runtime import Call, ExchangePool, Runtime, without_gradients
 from .utils.event import EventHandle, EventOverlap
@@ -173,15 +173,18 @@ class LowLatencyMode:
             call.plans((hidden, num_experts, x.device), num_max, topk, **wants)
             stored = _stored(*formats, use_ue8m0_for_sf)
             is_async = async_finish or return_recv_hook
+            # Where more is to be done with what has come than one launch does, it does it at once.
+            is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
+            is_later = is_later and (stats is None or stats.is_contiguous())
             with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
+                self._hooks.receive()
                 routes, counted = topk_idx, stats
                 if self._mask.has_any:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                     counted = None
                 with _NOTHING if waits is None else call.exchange.waits_added(waits):
-                    plan, blocks = dispatch_blocks(
-                        call, x, routes, topk_weights, stored, counted, global_scale
-                    )
+                    given = (x, routes, topk_weights, stored, counted, global_scale)
+                    plan, blocks = dispatch_blocks(call, *given, receives_later=is_later)
                 handle = self._HANDLE(plan, blocks.sources, num_max)
                 if self._mask.has_any:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
@@ -193,7 +196,8 @@ class LowLatencyMode:
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
                 work.returns(*blocks, *between)
-        finish = self._finish("low_latency_dispatch", work, return_recv_hook)
+        receive = Receive(plan, waits, runtime.stream) if is_later else None
+        finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
         handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
 
@@ -248,6 +252,7 @@ class LowLatencyMode:
             inputs = (rows, topk_idx, topk_weights, out, waits)
             is_async = async_finish or return_recv_hook
             with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
+                self._hooks.receive()
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
                 routes, weights = topk_idx, topk_weights
@@ -324,11 +329,13 @@ class LowLatencyMode:
         return runtime
 
     def _finish(
-        self, name: str, call: StreamCall, return_recv_hook: bool
+        self, name: str, call: StreamCall, return_recv_hook: bool, receive: Receive | None = None
     ) -> tuple[EventOverlap, Hook | None]:
-        """The event and the hook of a call that has been made."""
+        """The event and the hook of a call that has been made, or with `receive` of its half."""
         hook = event = None
-        if call.async_finish:
+        if receive is not None:
+            hook = Hook(name, receive.wait, receive.ahead)
+        elif call.async_finish:
             event = EventHandle.of(call.event)
             if return_recv_hook:
                 hook, event = Hook(name, event.current_stream_wait), None
@@ -390,11 +397,12 @@ def dispatch_blocks(
     stored: dict[str, str],
     stats: Tensor | None = None,
     global_scale: Tensor | None = None,
+    receives_later: bool = False,
 ) -> tuple[Plan, Blocks]:
     """Collective. x bf16 [T, H] with weights float32 [T, K], if they travel, to routes [T, K].
 
     stored: how, as options of `plan_and_dispatch`, with global_scale. stats int32 [El]: the counts
-    are added to it.
+    are added to it. receives_later: see `Exchange.plan_and_dispatch`; stats are contiguous then.
     """
     is_summed = stats is not None and stats.is_contiguous()
     plan, out, sources, counts = call.exchange.plan_and_dispatch(
@@ -405,6 +413,7 @@ def dispatch_blocks(
         ignores_unknown=True,
         beside=Beside(count_sums=stats) if is_summed else None,
         blocks=True,
+        receives_later=receives_later,
         **stored,
         **call.options,
     )
