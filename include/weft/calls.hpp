@@ -24,9 +24,11 @@ struct CallOptions {
   // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
   // fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
-  // GPUs of one domain, a call that plans and dispatches in one launch (Exchange::dispatch): it only
-  // sends. What it sends goes without a wait for any peer; Exchange::receive() has the rest. What is
-  // no such call receives at once. Each rank may choose for itself.
+  // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
+  // the rest. A call that plans and dispatches in one launch (Exchange::dispatch), where each rank
+  // may choose for itself; and a combine by source weights of a routing by topk_idx, of all ranks
+  // or none, if ExchangeConfig::max_tokens and max_topk leave room for a row of every route of a
+  // rank. What is no such call receives at once.
   bool receives_later = false;
   // The caller's own count of its collective calls, up to 2^28 - 1, after which it begins again.
   // Ranks whose calls have come out of step, because one of them left a call out, then throw and
@@ -110,6 +112,20 @@ enum class CombineScale : uint8_t {
   kSourceWeights,  // each row times CombineInput::source_weights
 };
 
+// What tells combine that rows are whole, where they are still being written when it begins. A
+// block of an expert's rows is whole when its mark equals `wanted`: whoever writes the rows stores
+// that after them, with release semantics.
+struct RowMarks {
+  // kInt32 [1, local experts * blocks of an expert's expert_stride rows], by expert, then block.
+  ConstTensor marks = {};
+  uint32_t wanted = 0;
+  int64_t block_rows = 0;  // of a block; 0: an expert has one mark, for all its rows
+
+  [[nodiscard]] constexpr int64_t num_blocks(int64_t expert_stride) const {
+    return block_rows == 0 ? 1 : (expert_stride + block_rows - 1) / block_rows;
+  }
+};
+
 struct CombineInput {
   ConstTensor rows;          // [plan.num_rows(), hidden] bf16, fp16 or fp32
   ConstTensor weights = {};  // fp32 gradients, shaped like DispatchOutput::weights
@@ -119,6 +135,9 @@ struct CombineInput {
   // int64 or int32, shaped like source_weights of a routing by topk_idx: a weight counts as zero
   // where this is negative. Not between domains of GPUs.
   ConstTensor source_idx = {};
+  // Of all ranks or none, kExpertStrided only, not between domains of GPUs. A GPU waits for them on
+  // CallOptions::num_sms multiprocessors, block by block where the call could be received later.
+  RowMarks ready = {};
 };
 
 struct CombineOutput {

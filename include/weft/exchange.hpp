@@ -139,11 +139,12 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
-  // Local. The second half of the call with CallOptions::receives_later that made `plan`: waits for
-  // the other ranks, makes the plan and places the rows, in call.stream behind the first half. Until
-  // then nothing of the call's output may be read, neither may the plan, and the output must live.
-  // Nothing is done if the call is received already, or is of another kind. One call is open at a
-  // time: the next one of the exchange receives it first, whatever it is.
+  // Local. The second half of the call with CallOptions::receives_later that made `plan`, or
+  // combined by it: waits for the other ranks and places or sums the rows, in call.stream behind
+  // the first half. Until then nothing of the call's output may be read, neither may a plan that it
+  // makes, and the output and source weights must live. Nothing is done if the call is received
+  // already. One call is open at a time: the next one of the exchange receives it first, whatever
+  // it is.
   void receive(const Plan& plan, const CallOptions& call = {});
   void combine(
       const Plan& plan,

@@ -175,7 +175,8 @@ void receive(Calls& calls, const Plan& plan, const Options& options) {
   calls.locked([&](Exchange& exchange) { exchange.receive(plan, options); });
 }
 
-// brought: rows, row_weights, source_weights, source_idx. out: memory for the tokens, or None.
+// brought: rows, row_weights, source_weights, source_idx, marks. out: memory for the tokens, or
+// None.
 nb::tuple combine(
     Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
 ) {
@@ -183,6 +184,7 @@ nb::tuple combine(
   const Given row_weights = read("row_weights", brought[1]);
   const Given source_weights = read("source_weights", brought[2]);
   const Given source_idx = read("source_idx", brought[3]);
+  const Given marks = read_vector("marks", brought[4]);
   const Given given_out = read("x", out);
   NewTensors made(rows.tensor.device);
   CombineOutput output = {given_out.tensor};
@@ -194,8 +196,14 @@ nb::tuple combine(
     const int64_t cols = plan.from_map() ? plan.num_experts() : plan.topk();
     output.weights = made.add(plan.num_tokens(), cols, ScalarType::kFloat32);
   }
-  const CombineInput input = {
-      rows.tensor, row_weights.tensor, source_weights.tensor, options.scale, source_idx.tensor};
+  CombineInput input = {
+      rows.tensor,
+      row_weights.tensor,
+      source_weights.tensor,
+      options.scale,
+      source_idx.tensor,
+      options.ready};
+  input.ready.marks = marks.tensor;
   calls.begin([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
   std::vector<nb::object> tensors = made.take();
   const nb::object x = out.is_none() ? tensors.front() : nb::borrow(out);
@@ -339,6 +347,16 @@ void bind_options(nb::module_& m) {
       .def_rw("blocks", &Options::blocks)
       .def_rw("ignores_unknown", &Options::ignores_unknown)
       .def_prop_rw("scale", nullptr, by_name("scale", &Options::scale, scales))
+      .def_prop_rw(
+          "mark_wanted",
+          nullptr,
+          [](Options& options, uint32_t wanted) { options.ready.wanted = wanted; }
+      )
+      .def_prop_rw(
+          "mark_rows",
+          nullptr,
+          [](Options& options, int64_t rows) { options.ready.block_rows = rows; }
+      )
       .def_prop_rw("stream", nullptr, set_stream)
       .def_rw("num_sms", &Options::num_sms)
       .def_rw("copy_engines", &Options::copy_engines)

@@ -15,6 +15,7 @@ struct Options : PlanOptions, CallOptions {
   ScaleLayout scale_layout = ScaleLayout::kByRow;
   bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
+  RowMarks ready;  // but for the tensor
 };
 
 // Tensors in the order of the C++ structures; None where one is not given.

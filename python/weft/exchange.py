@@ -15,7 +15,7 @@ from torch import Tensor
 from weft import _core, overlap_settings, ranges
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
-from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan
+from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan, RowMarks
 from weft.tally import tally_of
 
 
@@ -398,10 +398,11 @@ class Exchange:
         return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
 
     def receive(self, plan: Plan) -> None:
-        """Local. The second half of the call with `receives_later` that made the plan, on the
-        current stream, which has to come behind the first: waits for the other ranks and places the
-        rows. Until then nothing of the call's results may be read. One call is open at a time: the
-        next one of the exchange receives it first. Nothing is done if it is received already.
+        """Local. The second half of the call with `receives_later` that made the plan or combined
+        by it, on the current stream, which has to come behind the first: waits for the other ranks
+        and places or sums the rows. Until then nothing of the call's results may be read. One call
+        is open at a time: the next one of the exchange receives it first. Nothing is done if it is
+        received already.
         """
         options = _filled(_core.Options(), {"stream": self._stream()} if self._on_gpu else {})
         plan.calls.receive(plan.core, options)
@@ -420,19 +421,34 @@ class Exchange:
         out: Tensor | None = None,
         num_sms: int = 0,
         copy_engines: bool | None = None,
+        receives_later: bool = False,
+        ready: RowMarks | None = None,
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out.
 
         source_idx, int64 or int32 like source_weights [T, K]: where it is negative, the weight
-        counts as zero. out: memory for the tokens, contiguous.
+        counts as zero. out: memory for the tokens, contiguous. ready: marks of rows that are still
+        being written, of all ranks or none; the call waits for them, on GPUs with num_sms
+        multiprocessors.
+
+        receives_later, of all ranks or none: with scale "source" on GPUs of one domain, for calls
+        as short as those that `plan_and_dispatch` makes in one launch, the call only sends, without
+        a wait for any rank, and `receive` has the rest; elsewhere all is done at once.
         """
+        marks = ready or _NO_MARKS
+        is_later = receives_later and self._on_gpu
 
         def call() -> Combined:
-            brought = (rows, row_weights, source_weights, source_idx)
+            brought = (rows, row_weights, source_weights, source_idx, marks.marks)
             options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
+            options.mark_wanted, options.mark_rows = marks.wanted, marks.block_rows
+            options.receives_later = is_later
             return Combined(*plan.calls.combine(plan.core, brought, out, options))
 
-        return self._called(plan.calls, "combine", call)
+        combined = self._called(plan.calls, "combine", call)
+        if is_later:
+            self._open = (plan.core, source_weights, source_idx, combined)
+        return combined
 
     def refuse(self, verb: str, reason: str, plan: Plan | None = None, **options: Any) -> None:
         """Collective, instead of a call that the other ranks make and this one cannot: they raise
@@ -577,6 +593,7 @@ def _raising(error: BaseException) -> Callable[..., NoReturn]:
 
 
 _NOTHING_BESIDE = Beside()
+_NO_MARKS = RowMarks()
 _NOBODY_PADS_TO = 1_000_003  # so that no call is taken for an announcement
 
 

@@ -114,6 +114,19 @@ class Beside(NamedTuple):
     count_sums: Tensor | None = None
 
 
+class RowMarks(NamedTuple):
+    """What tells a combine that rows are whole which are still being written when it begins.
+
+    marks int32 [El * blocks], by expert, then block: a block is whole when its mark equals
+    `wanted`, which whoever writes the rows stores after them, with release semantics. block_rows:
+    of a block; 0: an expert has one mark for all its rows. Only with "expert_strided".
+    """
+
+    marks: Tensor | None = None
+    wanted: int = 0
+    block_rows: int = 0
+
+
 class Dispatched(NamedTuple):
     """What `dispatch` returns; what was not sent is None."""
 

@@ -43,7 +43,8 @@ struct Call {
 
   PayloadFormat payload = {};  // of dispatch and combine, and of a plan in one launch with dispatch
   CombineScale scale = CombineScale::kNone;
-  bool has_copies = false;  // copy engines carry the rows
+  bool has_copies = false;   // copy engines carry the rows
+  bool is_by_route = false;  // of a combine: a row returns for each route, not for each arrival
   // Between hosts, ahead of a call that needs more memory than there is: bytes for each token.
   int64_t token_room = 0;
 };

@@ -68,6 +68,7 @@ constexpr auto kScaleRuleOf = [](const Call& c) {
 };
 constexpr auto kHasWeights = [](const Call& c) { return int64_t{c.payload.weight_bytes > 0}; };
 constexpr auto kHasCopies = [](const Call& c) { return int64_t{c.has_copies}; };
+constexpr auto kIsByRoute = [](const Call& c) { return int64_t{c.is_by_route}; };
 constexpr auto kCallNumber = [](const Call& c) { return c.number; };
 constexpr auto kPlanNumber = [](const Call& c) { return c.plan_number; };
 constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
@@ -116,6 +117,7 @@ constexpr Field kCombineFields[] = {
     {"has_weights", 4, kHasWeights, kYesNo},
     {"scale", 4, [](const Call& c) { return static_cast<int64_t>(c.scale); }, kScale},
     {"copy_engines", 4, kHasCopies, kYesNo},
+    {"is received later or by marks", 4, kIsByRoute, kYesNo},
     {kCall, 28, kCallNumber, kNumber},
     {"row bytes of rows", 64, kRowBytes, kBytes},
     {kRoom, 64, kTokenRoom, kBytes}};

@@ -290,8 +290,29 @@ void Validator::combine(const PlanData& plan, const CombineInput& in, const Comb
     const TensorShape shape = source_weights_shape(plan);
     check.tensor("source_idx", in.source_idx, {DType::kInt64, DType::kInt32}, shape);
   }
+  if (in.ready.marks.is_given()) {
+    marks(plan, in.ready);
+  }
   check.aligned_on_gpu("rows", in.rows);
   check.aligned_on_gpu("x", out.x);
+}
+
+void Validator::marks(const PlanData& plan, const RowMarks& ready) const {
+  const Checker check("combine", *this);
+  const Layout layout = plan.shape.options.layout;
+  WEFT_CHECK_ARG(
+      context,
+      layout == Layout::kExpertStrided,
+      "combine: marks of rows with {} (expected {}, whose blocks are of one size)",
+      layout_name(layout),
+      layout_name(Layout::kExpertStrided)
+  );
+  WEFT_CHECK_ARG(
+      context, ready.block_rows >= 0, "combine: marks of {} rows (at least 0)", ready.block_rows
+  );
+  const int64_t experts = plan.shape.num_local_experts();
+  const int64_t blocks = ready.num_blocks(plan.num_rows / experts);
+  check.tensor("marks", ready.marks, {DType::kInt32}, {1, experts * blocks});
 }
 
 void validate_config(const ExchangeConfig& config, const Context& context) {

@@ -32,6 +32,7 @@ struct Validator {
   void quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
   // What is wanted beside rows, weights and scales.
   void beside(const PlanData& plan, const DispatchOutput& out) const;
+  void marks(const PlanData& plan, const RowMarks& ready) const;
 };
 
 }  // namespace weft

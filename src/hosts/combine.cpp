@@ -260,6 +260,12 @@ void HostsExchange::combine(
         ErrorCode::kUnsupported,
         "combine: source_idx is given between domains of GPUs (leave the weights out before)"
     );
+    WEFT_CHECK(
+        context(),
+        !in.ready.marks.is_given(),
+        ErrorCode::kUnsupported,
+        "combine: marks of rows between domains of GPUs (call it when the rows are whole)"
+    );
   };
   run_call<HostsCombine>(plan, validate, in, out, call);
 }

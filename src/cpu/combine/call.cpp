@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine, the adjoint of dispatch/call.cpp: each token's rank says where it wants its partial
 // sums, then workers make and add them. Previous in the data flow: the caller's experts.
+#include <atomic>
+#include <chrono>
+
 #include "call/validate.hpp"
+#include "core/clock.hpp"
 #include "cpu/combine/forward.hpp"
 #include "cpu/combine/reduce.hpp"
 #include "cpu/combine/sum.hpp"
@@ -51,6 +55,57 @@ class CountedWeights {
   std::vector<float> kept_;
 };
 
+// Waits until all rows are whole that are still being written, before anybody may read them. The
+// marks are not signals of a rank, so that the wait has its own deadline, a little before the
+// waiter's.
+void await_marks(
+    const CpuRank& rank,
+    uint64_t number,
+    const PlanData& plan,
+    const RowMarks& ready,
+    std::chrono::milliseconds timeout,
+    const Context& context
+) {
+  const auto* marks = reinterpret_cast<const uint32_t*>(ready.marks.data);
+  const int64_t experts = plan.shape.num_local_experts();
+  const int64_t blocks = ready.num_blocks(plan.num_rows / experts);
+  int64_t next = 0;  // those before it have been seen
+  const auto mark = [&] {
+    return std::atomic_ref(const_cast<uint32_t&>(marks[next])).load(std::memory_order_acquire);
+  };
+  const auto is_whole = [&] {
+    while (next < experts * blocks) {
+      const auto rows = plan.rows_per_expert[static_cast<size_t>(next / blocks)];
+      const bool has_rows = next % blocks * ready.block_rows < rows;
+      if (has_rows && mark() != ready.wanted) {
+        return false;
+      }
+      ++next;
+    }
+    return true;
+  };
+  const Deadline deadline(timeout - timeout / 16);
+  const WaitReason reason = {.op = "combine", .call = number, .what = "marks of rows"};
+  rank.waiter.until(
+      reason,
+      [&] { return is_whole() || deadline.has_passed(); },
+      [] { return std::vector<Missing>(); }
+  );
+  WEFT_CHECK(
+      context,
+      is_whole(),
+      ErrorCode::kTimeout,
+      "combine: waited {} ms for block {} of the rows of expert {} in call {} (its mark is {}, "
+      "wanted {})",
+      timeout.count(),
+      next % blocks,
+      plan.shape.rank * experts + next / blocks,
+      number,
+      mark(),
+      ready.wanted
+  );
+}
+
 // Each worker takes turns: send a chunk to every token rank, add up what this domain's ranks have
 // for tokens of others, sum the tokens that are complete.
 template <class Send, class Forward, class Rows>
@@ -99,6 +154,9 @@ void CpuExchange::combine(
     return ready;
   };
   run_call(Op::kCombine, prepare, [&](const Staging& ready) {
+    if (in.ready.marks.is_given()) {
+      await_marks(cpu_rank(), call_number_, plan, in.ready, settings_.timeout, context_);
+    }
     const CallWord word = new_word(
         {.op = Op::kCombine,
          .number = call.number,

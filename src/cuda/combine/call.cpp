@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine on a GPU: one kernel, through this rank's staging; or the steps of a call by copy engines
-// (copy_engines/copies.cpp). Previous in the data flow: the caller's experts; next: combine.cu.
+// combine on a GPU: one kernel, through this rank's staging; or two, of which the first only sends;
+// or the steps of a call by copy engines (copy_engines/copies.cpp). Previous in the data flow: the
+// caller's experts; next: combine.cu.
 #include <algorithm>
 
 #include "call/validate.hpp"
@@ -26,6 +27,10 @@ void CudaExchange::combine(
     launch.out = out.x.data;
     launch.out_weights = reinterpret_cast<float*>(out.weights.data);
     launch.scale = in.scale;
+    launch.ready = in.ready;
+    const bool has_marks = in.ready.marks.is_given();
+    const bool is_by_route =
+        (call.receives_later || has_marks) && can_return_by_route(shape, launch);
     // Weights of the tokens' ranks would have to be there first; copies bring a row an arrival.
     const bool is_copied = !launch.has_source_weights && in.rows.dtype != DType::kFloat32 &&
                            shape.shape.options.order == SumOrder::kRank &&
@@ -35,10 +40,15 @@ void CudaExchange::combine(
          .number = call.number,
          .payload = launch.payload,
          .scale = in.scale,
-         .has_copies = is_copied}
+         .has_copies = is_copied,
+         .is_by_route = is_by_route}
     );
-    is_copied ? combine_by_copies(shape, launch, call, stream)
-              : combine_by_stores(shape, launch, call, stream);
+    if (has_marks && !is_by_route) {
+      launch_await_marks(launch, stream);
+    }
+    is_by_route ? combine_by_route(plan, launch, call, stream)
+    : is_copied ? combine_by_copies(shape, launch, call, stream)
+                : combine_by_stores(shape, launch, call, stream);
     set_launched(stream);
     ++counters_.num_combines;
     counters_.num_copied += is_copied ? 1 : 0;
@@ -84,6 +94,28 @@ void CudaExchange::combine_by_stores(
   launch.num_reduce = blocks.first;
   launch.num_sum = blocks.second;
   is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
+}
+
+bool CudaExchange::can_return_by_route(const PlanData& plan, const CombineLaunch& launch) const {
+  return plan.shape.options.order == SumOrder::kRank && control_map_.has_route_rows &&
+         launch.payload.row_bytes <= control_map_.eager_row_bytes && launch.has_source_weights &&
+         launch.payload.weight_bytes == 0 && !launch.from_map;
+}
+
+void CudaExchange::combine_by_route(
+    const Plan& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+) {
+  const bool has_marks = launch.ready.marks.is_given();
+  // Whoever writes the rows needs multiprocessors, too.
+  const int most = has_marks ? std::max(1, num_gpu_sms_ / 2) : num_gpu_sms_;
+  launch.num_reduce = std::min(call.num_sms > 0 ? call.num_sms : sms_of(call), most);
+  launch.num_sum = sms_of(has_marks ? CallOptions{} : call);
+  launch_combine_by_route(launch, CallPart::kSend, stream);
+  if (call.receives_later) {
+    open_ = OpenCall{plan, launch, is_capturing(stream, context_)};
+  } else {
+    launch_combine_by_route(launch, CallPart::kReceive, stream);
+  }
 }
 
 void CudaExchange::combine_by_copies(

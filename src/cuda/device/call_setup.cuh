@@ -57,9 +57,11 @@ __device__ __forceinline__ void set_own_word(CallSetup& setup, const Launch& cal
 
 // All threads of every block call it. It returns false if the call is given up. With `is_eager` the
 // rows go among the peers' eager rows, whose addresses nobody has to tell: no handshake is waited
-// for here, and some blocks call accept_peers() later.
+// for here, and some blocks call accept_peers() later. `part`: of a call in two launches.
 template <class Launch>
-__device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_eager = false) {
+__device__ inline bool begin_call(
+    CallSetup& setup, const Launch& call, bool is_eager = false, CallPart part = CallPart::kAll
+) {
   const RankView& me = call.me;
   const PlanView& plan = call.plan;
   const int peer = static_cast<int>(threadIdx.x);
@@ -75,10 +77,13 @@ __device__ inline bool begin_call(CallSetup& setup, const Launch& call, bool is_
   }
   if (threadIdx.x == 0) {
     set_own_word(setup, call);
+    if (part == CallPart::kReceive) {
+      recall_status(me, setup.epoch, setup.own());
+    }
   }
   __syncthreads();
   const uint32_t epoch = setup.epoch;
-  if (blockIdx.x == 0) {
+  if (blockIdx.x == 0 && part != CallPart::kReceive) {
     post_word_by_thread(me, epoch, setup.own());
   }
   if (peer < me.num_ranks) {

@@ -316,6 +316,16 @@ __device__ inline void post_word(
   );
 }
 
+// One thread, in the second launch of a call whose handshake the first has sent: what was refused
+// then stays refused, though the host has cleared the fault since.
+__device__ inline void recall_status(const RankView& me, uint32_t epoch, DeviceHandshake& own) {
+  if (own.status == WordStatus::kGood &&
+      word_of(me, me.rank, epoch, me.rank)->status == WordStatus::kRefused) {
+    own.status = WordStatus::kRefused;
+    raise_fault(me, {.kind = FaultKind::kRefused, .op = own.op, .epoch = epoch, .peer = me.rank});
+  }
+}
+
 // Threads [0, num_ranks) of one block send it, each to one peer.
 __device__ inline void post_word_by_thread(
     const RankView& me, uint32_t epoch, const DeviceHandshake& word

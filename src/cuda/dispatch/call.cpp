@@ -172,54 +172,17 @@ Plan CudaExchange::dispatch_routed(
     launch.plan.num_parts = plan_parts(settings_.max_tokens, view_.num_ranks, launch.num_blocks);
     const int jobs = 1 + view_.num_ranks * launch.plan.num_parts;
     launch.plan.num_blocks = std::min(jobs, launch.num_blocks - 1);
-    const auto made = std::make_shared<const PlanData>(std::move(data));
-    const RoutedPart part = call.receives_later ? RoutedPart::kSend : RoutedPart::kAll;
+    Plan made(std::make_shared<const PlanData>(std::move(data)));
+    const CallPart part = call.receives_later ? CallPart::kSend : CallPart::kAll;
     launch_routed_dispatch(launch, part, stream);
     set_launched(stream);
     if (call.receives_later) {
-      open_ = {made, launch, is_capturing(stream, context_)};
+      open_ = OpenCall{made, launch, is_capturing(stream, context_)};
     }
     ++counters_.num_plans;
     ++counters_.num_dispatches;
-    return Plan(made);
+    return made;
   });
-}
-
-void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
-  const CudaDeviceGuard guard(settings_.device.index);
-  if (!open_ || open_->plan.get() != &header_of(plan)) {
-    return;
-  }
-  const cudaStream_t stream = stream_of(call);
-  running_op_ = Op::kPlanAndDispatch;
-  receive_open(stream);
-  if (call.stream == nullptr) {
-    wait_for(stream);
-    check();
-  }
-}
-
-void CudaExchange::receive_open(cudaStream_t stream) {
-  if (!open_) {
-    return;
-  }
-  if (const bool was_captured = open_->is_captured;
-      was_captured != is_capturing(stream, context_)) {
-    if (was_captured) {  // it is sent by replays only
-      open_.reset();
-    }
-    WEFT_RAISE(
-        context_,
-        ErrorCode::kUnsupported,
-        "dispatch: a call was sent {} a CUDA graph's capture and is received {} it (expected both "
-        "inside, or both outside)",
-        was_captured ? "inside" : "outside",
-        was_captured ? "outside" : "inside"
-    );
-  }
-  launch_routed_dispatch(open_->launch, RoutedPart::kReceive, stream);
-  record_end(stream);
-  open_.reset();
 }
 
 }  // namespace weft

@@ -65,23 +65,23 @@ __device__ void run_plan(const PlanLaunch& call, uint64_t number, SmallPlanShare
 }
 
 // One warp of the grid.
-template <RoutedPart kPart>
+template <CallPart kPart>
 __device__ __forceinline__ void swap_plan_words(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
 ) {
-  if constexpr (kPart == RoutedPart::kReceive) {
+  if constexpr (kPart == CallPart::kReceive) {
     recall_plan_word(call, epoch, word);
   } else {
     post_plan_words(call, epoch, word);
   }
-  if constexpr (kPart != RoutedPart::kSend) {
+  if constexpr (kPart != CallPart::kSend) {
     accept_plan_words(call, epoch, word);
   }
 }
 
 // A launch that only sends leaves the number of the running call as it is, and whatever else
 // LocalState counts in a call.
-template <class Mover, RoutedPart kPart>
+template <class Mover, CallPart kPart>
 __global__ void __launch_bounds__(kRoutedThreads, 1)
     dispatch_routed_rows(const __grid_constant__ RoutedDispatchLaunch call) {
   if constexpr (Mover::kIsCompiled) {
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
     __shared__ TeamProgress progress;
     __shared__ SeenPlan seen;
     __shared__ uint64_t full[kMoverWarps * Mover::kBarriers];
-    constexpr bool kSends = kPart != RoutedPart::kReceive;
-    constexpr bool kReceives = kPart != RoutedPart::kSend;
+    constexpr bool kSends = kPart != CallPart::kReceive;
+    constexpr bool kReceives = kPart != CallPart::kSend;
     const DispatchLaunch& rows = call.dispatch;
     const uint64_t number = current_call(rows.me);
     const auto epoch = static_cast<uint32_t>(number);
@@ -136,25 +136,25 @@ __global__ void __launch_bounds__(kRoutedThreads, 1)
 }
 
 template <class Mover>
-Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call, RoutedPart part) {
+Kernel<RoutedDispatchLaunch> kernel_of(const RoutedDispatchLaunch& call, CallPart part) {
   constexpr auto kThreads = static_cast<int>(kRoutedThreads);
   const auto of_plan = static_cast<int>(shared_map(call.plan).num_bytes());
   const int shared_bytes = std::max(Mover::kSharedBytes, of_plan);
   switch (part) {
-    case RoutedPart::kSend:
-      return {dispatch_routed_rows<Mover, RoutedPart::kSend>, kThreads, Mover::kSharedBytes};
-    case RoutedPart::kReceive:
-      return {dispatch_routed_rows<Mover, RoutedPart::kReceive>, kThreads, shared_bytes};
+    case CallPart::kSend:
+      return {dispatch_routed_rows<Mover, CallPart::kSend>, kThreads, Mover::kSharedBytes};
+    case CallPart::kReceive:
+      return {dispatch_routed_rows<Mover, CallPart::kReceive>, kThreads, shared_bytes};
     default:
-      return {dispatch_routed_rows<Mover, RoutedPart::kAll>, kThreads, shared_bytes};
+      return {dispatch_routed_rows<Mover, CallPart::kAll>, kThreads, shared_bytes};
   }
 }
 
 template <class Mover>
 void prepare_parts() {
-  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kAll>);
-  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kSend>);
-  prepare_for_any_shared(dispatch_routed_rows<Mover, RoutedPart::kReceive>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kAll>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kSend>);
+  prepare_for_any_shared(dispatch_routed_rows<Mover, CallPart::kReceive>);
 }
 
 }  // namespace
@@ -164,9 +164,7 @@ void prepare_routed_dispatch() {
   prepare_parts<BulkMover>();
 }
 
-void launch_routed_dispatch(
-    const RoutedDispatchLaunch& call, RoutedPart part, cudaStream_t stream
-) {
+void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream) {
   const bool is_bulk = call.dispatch.mover == Mover::kBulk;
   launch(
       is_bulk ? kernel_of<BulkMover>(call, part) : kernel_of<VectorMover>(call, part),

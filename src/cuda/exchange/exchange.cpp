@@ -143,6 +143,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_routed_dispatch();
   prepare_combine();
   prepare_topk_combine();
+  prepare_combine_by_route();
   prepare_copied_combine();
   prepare_refusal();
   prepare_waits();

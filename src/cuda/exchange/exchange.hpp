@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <variant>
 
 #include "call/executor.hpp"
 #include "core/check.hpp"
@@ -198,6 +199,12 @@ class CudaExchange final : public Executor {
   void dispatch_by_copies(
       const PlanData& plan, DispatchLaunch& launch, const CallOptions& call, cudaStream_t stream
   );
+  // One that returns a row for each route, if the call and the room for them allow it; it is open
+  // afterwards where it is to be received later.
+  [[nodiscard]] bool can_return_by_route(const PlanData& plan, const CombineLaunch& launch) const;
+  void combine_by_route(
+      const Plan& plan, CombineLaunch& launch, const CallOptions& call, cudaStream_t stream
+  );
   // Queues what is still to be done of the call that has only sent, if there is one. Every call
   // begins with it. Throws Error (kUnsupported) where one of the two is inside a capture: a replay
   // would repeat half of a call.
@@ -248,8 +255,8 @@ class CudaExchange final : public Executor {
   bool is_launched_ = false;  // the running call has reached the GPU, so that peers hear of it
   // A call that has been sent and not received. The plan keeps its memory.
   struct OpenCall {
-    std::shared_ptr<const PlanData> plan;
-    RoutedDispatchLaunch launch;
+    Plan plan;
+    std::variant<RoutedDispatchLaunch, CombineLaunch> launch;
     bool is_captured = false;
   };
   std::optional<OpenCall> open_;

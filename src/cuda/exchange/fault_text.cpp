@@ -16,7 +16,8 @@ constexpr std::string_view kWaitedFor[] = {  // by WaitFor
     "rows",
     "copies",
     "blocks of its own",
-    "rows in its shared memory"};
+    "rows in its shared memory",
+    "marks of rows"};
 
 // The value of a signal: a call of this exchange, or what something else left there.
 std::string signal_text(const RankView& me, uint32_t value) {
@@ -47,6 +48,19 @@ std::string timeout_text(
     return fault.waiting_for >= WaitFor::kGrid ? fmt::format("{}", number)
                                                : signal_text(me, static_cast<uint32_t>(number));
   };
+  if (fault.waiting_for == WaitFor::kMark) {
+    return fmt::format(
+        "rank {} waited {} ms for block {} of the rows of expert {} in call {} (its mark is {}, "
+        "wanted {})",
+        me.rank,
+        me.timeout_ns / 1'000'000,
+        fault.block,
+        fault.what,
+        call_number(me, fault.epoch),
+        fault.seen,
+        fault.wanted
+    );
+  }
   return fmt::format(
       "rank {} waited {} ms for {} of rank {} in call {} (seen {}, wanted {}{})",
       me.rank,

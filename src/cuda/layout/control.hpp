@@ -20,7 +20,7 @@
 //   eager       [2 parities] eager rows, of calls that write before any handshake has come: rows,
 //               scale rows and weights [max_topk] of [num_ranks * max_tokens] tokens. A dispatch
 //               that makes its plan orders them by (source, token), combine as in staging and
-//               `returned`
+//               `returned`, or by (token, k) where a row returns for each route, if there is room
 //   routing     [2 parities][num_ranks]  RoutingMap: all routing of a source, for a plan that every
 //               rank makes by itself
 //   eager slots [num_ranks][max_tokens * max_topk]  EagerSlot: where eager rows go on this rank
@@ -154,6 +154,7 @@ struct DeviceControlMap {
   uint32_t max_tokens = 1;
   uint32_t max_topk = 1;
   uint32_t eager_row_bytes = 0;     // 0: no room for eager rows
+  bool has_route_rows = false;      // there is room for a row of each route of a rank
   uint64_t copied_token_bytes = 0;  // 0: no room for rows that copy engines bring
   uint64_t word_stride = 0;         // from one source's handshake to the next one's
   uint64_t copied_stride = 0;       // from one source's rows of copy engines to the next one's
@@ -176,6 +177,11 @@ struct DeviceControlMap {
     max_chunks_ = most_device_chunks(max_tokens);
     const uint64_t token_weights = sizeof(float) * max_tokens * max_topk;
     const uint64_t eager_tokens = eager_row_bytes == 0 ? 0 : uint64_t{num_ranks} * max_tokens;
+    const uint64_t routes = uint64_t{max_tokens} * max_topk;
+    const uint64_t route_bytes = 2 * routes * (eager_row_bytes + kScaleRoom);
+    has_route_rows =
+        eager_row_bytes > 0 && (routes <= eager_tokens || route_bytes <= kMaxEagerBytes);
+    const uint64_t eager_rows = has_route_rows && routes > eager_tokens ? routes : eager_tokens;
     word_stride = align(sizeof(DeviceHandshake) + sizeof(int32_t) * (num_ranks + num_experts));
     weights_stride_ = align(token_weights);
     eager_weights_stride_ = token_weights;
@@ -184,7 +190,7 @@ struct DeviceControlMap {
     words_ = align(sizeof(uint32_t) * signals().size());
     weights_ = words_ + 2 * num_ranks * word_stride;
     eager_ = stamp_offset() + align(sizeof(uint64_t));
-    eager_scales_ = align(eager_tokens * eager_row_bytes);
+    eager_scales_ = align(eager_rows * eager_row_bytes);
     eager_weights_ = eager_scales_ + align(eager_tokens * kScaleRoom);
     eager_stride_ = eager_weights_ + align(eager_tokens * max_topk * sizeof(float));
     routing_ = eager_ + 2 * eager_stride_;
@@ -251,6 +257,10 @@ struct DeviceControlMap {
   uint64_t copied_ = 0;
 };
 
+// Which part of a call a launch is: all of it; what a rank sends, which waits for nobody; or the
+// rest, by a later launch of the same parameters with no other call between.
+enum class CallPart : uint8_t { kAll, kSend, kReceive };
+
 // What one rank sends another in a call by copy engines, as it lies in memory on both sides: rows,
 // then scale rows, then weights, each by arrival.
 struct CopiedRows {
@@ -315,7 +325,8 @@ enum class WaitFor : uint32_t {
   kRows,
   kCopies,
   kGrid,
-  kStage  // a row, or room for one, in shared memory
+  kStage,  // a row, or room for one, in shared memory
+  kMark    // of a block of an expert's rows (RowMarks); FaultRecord::what and block say which
 };
 
 // In pinned host memory; `kind` is stored last. The first fault of a call wins.
@@ -326,6 +337,7 @@ struct FaultRecord {
   int32_t peer = -1;
   WaitFor waiting_for = WaitFor::kWord;
   int32_t what = 0;
+  int32_t block = 0;
   int64_t seen = 0;
   int64_t wanted = 0;
   uint64_t control = 0;  // address of this rank's control region, as the kernel knew it

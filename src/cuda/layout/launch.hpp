@@ -113,10 +113,6 @@ inline constexpr unsigned kRoutedThreads =
 // it.
 inline constexpr uint32_t kMostStaticShared = 8 << 10;
 
-// Which part of a call a launch is: all of it; what a rank sends, which waits for nobody; or the
-// rest, by a later launch of the same parameters with no other call between.
-enum class RoutedPart : uint8_t { kAll, kSend, kReceive };
-
 // A plan and the dispatch by it in one launch. The first plan.num_blocks blocks make the plan; the
 // others push eager rows (Place::kEager), then wait for the plan and fan out.
 struct RoutedDispatchLaunch {
@@ -140,7 +136,8 @@ struct CombineLaunch : RowsLaunch {
   PeerAddress staging;
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_eager = false;        // sums and weights go among the eager rows instead
-  int32_t num_reduce = 1;       // blocks of each role
+  RowMarks ready;
+  int32_t num_reduce = 1;  // blocks of each role
   int32_t num_sum = 1;
 };
 
@@ -208,15 +205,19 @@ void prepare_copied_dispatch();
 void prepare_routed_dispatch();
 void prepare_combine();
 void prepare_topk_combine();
+void prepare_combine_by_route();
 void prepare_copied_combine();
 void prepare_refusal();
 void prepare_waits();
 void launch_dispatch(const DispatchLaunch& call, cudaStream_t stream);
-void launch_routed_dispatch(
-    const RoutedDispatchLaunch& call, RoutedPart part, cudaStream_t stream
-);
+void launch_routed_dispatch(const RoutedDispatchLaunch& call, CallPart part, cudaStream_t stream);
 void launch_combine(const CombineLaunch& call, cudaStream_t stream);
 void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // SumOrder::kTopk
+// A combine by source weights in two launches (combine/by_route.cu), of call.num_reduce and
+// call.num_sum blocks. `part`: not kAll.
+void launch_combine_by_route(const CombineLaunch& call, CallPart part, cudaStream_t stream);
+// One block waits for all marks of call.ready.
+void launch_await_marks(const CombineLaunch& call, cudaStream_t stream);
 
 // The kernels of a call by copy engines: one before the copies, one after them.
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);

@@ -252,22 +252,14 @@ __device__ inline void post_plan_words(
   }
 }
 
-// The same in a later launch of the call: its handshake as it was sent. What this rank has refused
-// then stays refused, though its host has cleared the fault since.
+// The same in a later launch of the call: its handshake as it was sent.
 __device__ inline void recall_plan_word(
     const PlanLaunch& call, uint32_t epoch, DeviceHandshake& word
 ) {
-  const RankView& me = call.me;
   if (lane_index() == 0) {
     write_word(call, word);
-    word.status = own_status(me, epoch);
-    if (word.status == WordStatus::kGood &&
-        word_of(me, me.rank, epoch, me.rank)->status == WordStatus::kRefused) {
-      word.status = WordStatus::kRefused;
-      raise_fault(
-          me, {.kind = FaultKind::kRefused, .op = Op::kPlan, .epoch = epoch, .peer = me.rank}
-      );
-    }
+    word.status = own_status(call.me, epoch);
+    recall_status(call.me, epoch, word);
   }
   __syncwarp();
 }

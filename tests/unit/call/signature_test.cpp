@@ -113,6 +113,8 @@ TEST(SignatureTest, TellsEveryFieldOfACombine) {
        {[](Call& c) { c.scale = CombineScale::kSourceWeights; },
         "scale = none here and source_weights"},
        {[](Call& c) { c.has_copies = true; }, "copy_engines = false here and true"},
+       {[](Call& c) { c.is_by_route = true; },
+        "is received later or by marks = false here and true"},
        {[](Call& c) { c.number = 1; }, "the caller's number of this call = 0 here and 1"},
        {[](Call& c) { c.payload.row_bytes = 64; }, "row bytes of rows = 14336 here and 64"},
        {[](Call& c) { c.token_room = 4096; }, "memory to be made for a token = none here and 4096"}}

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "cuda/layout/control.hpp"
 
 namespace weft {
@@ -13,6 +15,22 @@ TEST(DeviceControlTest, HasRoomForEagerRowsOfShortCalls) {
   EXPECT_EQ(eager_row_room(32, 512, 1, 7168), 0U);  // half a gigabyte
   EXPECT_EQ(eager_row_room(8, 512, 8, 4), 16U);
   EXPECT_EQ(eager_row_room(8, 512, 9, 4), 0U);  // more routes than shared memory holds
+}
+
+// Where a token has more choices than there are ranks, eager rows hold one of each if they are not
+// too many.
+TEST(DeviceControlTest, HasRoomForARowOfEachRoute) {
+  const auto row_bytes = [](uint32_t ranks, uint32_t tokens, uint32_t topk) {
+    const DeviceControlMap map = {
+        ranks, 256, tokens, topk, eager_row_room(ranks, tokens, topk, 7168)};
+    const uint64_t bytes = map.eager_scales_offset(6) - map.eager_rows_offset(6);
+    return std::pair(map.has_route_rows, bytes / 14336);
+  };
+  EXPECT_EQ(row_bytes(2, 128, 8), std::pair(true, uint64_t{8} * 128));
+  EXPECT_EQ(row_bytes(8, 128, 8), std::pair(true, uint64_t{8} * 128));
+  EXPECT_EQ(row_bytes(8, 128, 4), std::pair(true, uint64_t{8} * 128));
+  EXPECT_EQ(row_bytes(1, 512, 32), std::pair(false, uint64_t{512}));  // half a gigabyte
+  EXPECT_FALSE(row_bytes(4, 4096, 8).first);
 }
 
 // Two calls that follow each other share nothing, and nothing lies on what the handshakes use.

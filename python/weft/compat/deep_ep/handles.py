@@ -3,9 +3,11 @@
 `Buffer.dispatch` returns for combine and for dispatching the same way again, and what
 `low_latency_dispatch` returns."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ from torch import Tensor
 from weft import Plan
 
 from .checks import check
-from .hooks import Hook
 from .layout import HOST_RANKS, Hosts
+
+if TYPE_CHECKING:
+    from .hooks import Hook
 
 
 class PlanHandle(Sequence):

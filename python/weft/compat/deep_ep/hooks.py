@@ -26,10 +26,16 @@ class Receive:
     """The second half of a call that has only sent: on GPUs a launch, which waits for the other
     ranks. Until then the call holds no multiprocessor."""
 
-    def __init__(self, plan: Plan, waits: Tensor | None, stream: CommStream) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        waits: Tensor | None,
+        stream: CommStream,
+        then: Callable[[], object] | None = None,
+    ) -> None:
         """plan: by it the call was made. waits int64 [R], or None: what is waited for each rank is
-        added to it. stream: of the buffer."""
-        self._plan, self._waits, self._stream = plan, waits, stream
+        added to it. stream: of the buffer. then: what follows on the same stream."""
+        self._plan, self._waits, self._stream, self._then = plan, waits, stream, then
         self._is_done = False
         self._event: EventHandle | None = None  # of what the next call has received
 
@@ -38,9 +44,13 @@ class Receive:
         if self._is_done:
             return
         exchange, waits = self._plan.exchange, self._waits
-        added = contextlib.nullcontext() if waits is None else exchange.waits_added(waits)
+        added = (
+            contextlib.nullcontext() if waits is None else exchange.waits_added(waits, self._plan)
+        )
         with added:
             exchange.receive(self._plan)
+        if self._then is not None:
+            self._then()
         self._is_done = True
 
     def ahead(self) -> None:

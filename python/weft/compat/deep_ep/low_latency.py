@@ -26,6 +26,7 @@ from .checks import NotInWeft, check, check_handle, check_tensor
 from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
 from .layout import routes_of
+from .row_signals import by_block, by_expert
 from .runtime import Call, ExchangePool, Runtime, without_gradients
 from .utils.event import EventHandle, EventOverlap
 
@@ -233,23 +234,34 @@ class LowLatencyMode:
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
         use_logfmt only says that a loss is allowed; rows travel as they are.
-        combine_wait_recv_cost_stats int64 [R]: as for dispatch. overlap raises `weft.Unsupported`,
-        as do its signals; its other arguments, those after * on Hopper, mean nothing by themselves.
+        return_recv_hook: as for dispatch; of all ranks or none.
+        combine_wait_recv_cost_stats int64 [R]: as for dispatch.
+
+        Single-batch overlap, of all ranks or none: the call begins while x is being written, and a
+        row is sent once its block is whole. Either src_signals int32 or uint32 [El]: the rows of an
+        expert are one block, whole when its signal equals src_signal_expect_value. Or, with overlap
+        and return_recv_hook, comp_signal int32, flat: for each expert ceil(R * num_max / block_m)
+        blocks of block_m rows, whole when equal to threshold; packed_recv_count is dispatch's
+        recv_count, and num_sms the most multiprocessors of the send. With src_signals these are 32,
+        or those that are not expected to signal. Beside masked ranks it raises `weft.Unsupported`.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
             runtime = self._low_latency(async_finish, return_recv_hook)
-            signals = src_signals is not None or comp_signal is not None
-            if overlap or signals or src_signal_expect_value != 0:
-                what = "overlap is asked for (a call begins when x is whole)"
-                raise NotInWeft(f"low_latency_combine: {what}")
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)
             self._hooks.check(handle.hook)
+            ready, most_sms, num_sms = None, num_sms, 0
+            if src_signals is not None:
+                check(comp_signal is None, "comp_signal beside src_signals (one of the two)")
+                ready, num_sms = by_expert(src_signals, src_signal_expect_value, handle)
+            elif overlap:
+                blocks = (packed_recv_count, comp_signal, block_m, threshold)
+                ready, num_sms = by_block(*blocks, most_sms, return_recv_hook, handle)
             waits = combine_wait_recv_cost_stats
             given = (x, topk_idx, topk_weights, out, waits)
             _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
             rows = handle.rows_to_combine(use_logfmt) if zero_copy else x
-            inputs = (rows, topk_idx, topk_weights, out, waits)
+            inputs = (rows, topk_idx, topk_weights, out, waits, src_signals, comp_signal)
             is_async = async_finish or return_recv_hook
             with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
@@ -269,11 +281,19 @@ class LowLatencyMode:
                         source_weights=weights,
                         source_idx=routes,
                         out=out if is_whole else None,
+                        num_sms=num_sms,
+                        receives_later=return_recv_hook,
+                        ready=ready,
                     )
+                then = None
                 if out is not None and not is_whole:
-                    combined = out.copy_(combined)
+                    then, combined = functools.partial(out.copy_, combined), out
+                if then is not None and not return_recv_hook:
+                    then()
                 work.returns(combined)
-        return combined, *self._finish("low_latency_combine", work, return_recv_hook)
+        receive = Receive(plan, waits, runtime.stream, then) if return_recv_hook else None
+        finish = self._finish("low_latency_combine", work, return_recv_hook, receive)
+        return combined, *finish
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> Tensor:
         """bf16 [El, R * num_max, H] to write rows to for `low_latency_combine(zero_copy=True)`."""
