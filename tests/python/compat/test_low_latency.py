@@ -337,13 +337,6 @@ def refusals(rank, num_ranks, group):
     not_combined("zero_copy without rows", zero_copy=True)
     not_combined("use_logfmt beside", zero_copy=True, use_logfmt=True)
     not_combined("one of the two", async_finish=True, return_recv_hook=True)
-    with pytest.raises(weft.Unsupported, match="overlap"):
-        buffer.low_latency_combine(recv_x, case.idx, case.weights, handle, overlap=True)
-    signal = torch.zeros(case.local, dtype=torch.int32)
-    of_hopper = {"packed_recv_count": signal, "block_m": 64, "threshold": 1, "num_sms": 3}
-    for options in ({"overlap": True, **of_hopper}, {"comp_signal": signal, **of_hopper}):
-        with pytest.raises(weft.Unsupported, match="overlap"):
-            buffer.low_latency_combine(recv_x, case.idx, case.weights, handle, **options)
     buffer.low_latency_combine(recv_x, case.idx, case.weights, handle)
 
 

@@ -17,7 +17,8 @@ _MOST_SMS = 32  # of a call by signals of experts
 
 def by_expert(signals: Tensor, wanted: int, handle: LowLatencyHandle) -> tuple[RowMarks, int]:
     """src_signals: each multiprocessor that computes adds one to that of an expert, and `wanted` of
-    them compute. Returns the marks and how many multiprocessors are left for the call; 0 on a CPU."""
+    them compute. Returns the marks and how many multiprocessors are left for the call, 0 on a CPU.
+    """
     experts = handle.plan.exchange.num_local_experts
     check_tensor("src_signals", signals, (torch.uint32, torch.int32), [experts])
     _check_unmasked(handle)
