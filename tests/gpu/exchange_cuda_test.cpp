@@ -56,6 +56,28 @@ std::vector<CaseData> routed_cases(const ExchangeSetup& setup, Layout layout, ui
   return cases;
 }
 
+// The same calls in two launches each, with combines by source weights, which return a row for each
+// route; some are received by the next call.
+std::vector<CaseData> later_cases(const ExchangeSetup& setup, Layout layout, uint64_t num_cases) {
+  std::vector<CaseData> cases;
+  for (uint64_t seed = 0; cases.size() < num_cases; ++seed) {
+    Case spec = random_case(setup, 50'000 + seed);
+    spec.layout = layout;
+    spec.index = seed % 2 == 0 ? IndexKind::kInt64 : IndexKind::kInt32;
+    spec.room = seed % 3 == 0 ? Room::kOneRowShort : Room::kSpare;
+    spec.dtype = seed % 3 == 1 ? DType::kFloat16 : DType::kBFloat16;
+    spec.calls = seed % 4 == 3 ? "dd" : "dcc";
+    spec.is_routed = true;
+    spec.receives_later = true;
+    spec.has_weights = false;
+    spec.scale = CombineScale::kSourceWeights;
+    spec.has_marks = layout == Layout::kExpertStrided && seed % 2 == 0;
+    spec.is_late = seed % 5 == 0;
+    cases.push_back(make_case_data(setup, spec));
+  }
+  return cases;
+}
+
 class GpuMatrixTest : public GpuParamTest<int> {
  protected:
   // Every layout and dtype by every mover and number of SMs.
@@ -93,6 +115,28 @@ TEST_P(GpuMatrixTest, OnAllGpus) {
     GTEST_SKIP() << "one GPU serves all ranks";
   }
   run_matrix(num_gpus());
+}
+
+TEST_P(GpuMatrixTest, SendsFirstAndReceivesLater) {
+  FailureCount failures;
+  for (const int gpus : {1, num_gpus()}) {
+    ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+    setup.num_experts = 3 * setup.num_ranks;
+    setup.max_topk = 5;
+    for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertStrided}) {
+      for (const Mover mover : movers_here()) {
+        setup.mover = mover;
+        setup.num_sms = mover == Mover::kBulk ? 0 : 2;
+        setup.max_tokens = mover == Mover::kBulk ? 300 : 70;
+        setup.hidden = mover == Mover::kBulk ? 2080 : 64;
+        setup.has_own_stream = !setup.has_own_stream;
+        failures.add(run_cases_on_threads(later_cases(setup, layout, 8)));
+        if (failures.are_too_many()) {
+          return;
+        }
+      }
+    }
+  }
 }
 
 // Rows travel while the plan is made.

@@ -48,9 +48,15 @@ FaultRank::FaultRank(Exchange& used, const CaseData& data)
   combine_out = {sums.tensor(), sum_weights.tensor()};
 }
 
-void FaultRank::plan_and_dispatch() {
+void FaultRank::plan_and_dispatch(const CallOptions& call) {
   options.row_budget = dispatch_out.rows.rows;
-  plan.emplace(exchange.dispatch(routing, options, dispatch_in, dispatch_out));
+  plan.emplace(exchange.dispatch(routing, options, dispatch_in, dispatch_out, call));
+}
+
+void FaultRank::send() {
+  CallOptions call;
+  call.receives_later = true;
+  plan_and_dispatch(call);
 }
 
 void FaultRank::set_index(int64_t token, int64_t k, int64_t value) {

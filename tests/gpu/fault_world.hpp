@@ -26,7 +26,10 @@ struct FaultRank {
   FaultRank(Exchange& used, const CaseData& data);
   void make_plan() { plan.emplace(exchange.plan(routing, options)); }
   // Once there is a plan, whose number of rows it takes for a budget.
-  void plan_and_dispatch();
+  void plan_and_dispatch(const CallOptions& call = {});
+  // In two launches.
+  void send();
+  void receive() { exchange.receive(*plan); }
   // Another content of topk_idx.
   void set_index(int64_t token, int64_t k, int64_t value);
 

@@ -64,7 +64,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "sums by {}, room {}, calls "
-      "{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, scale "
+      "{}{}{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, scale "
       "{}]",
       spec.seed,
       setup.num_ranks,
@@ -82,6 +82,8 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       static_cast<int>(spec.room),
       spec.calls,
       spec.is_routed ? " routed" : "",
+      spec.receives_later ? " received later" : "",
+      spec.has_marks ? " by marks" : "",
       spec.ignores_unknown ? " of unknown experts" : "",
       dtype_name(spec.dtype),
       spec.asks_beside ? " and what is beside" : "",

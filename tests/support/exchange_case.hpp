@@ -95,6 +95,9 @@ struct Case {
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
   bool skips_source_weights = false;  // not between domains of GPUs
+  bool receives_later = false;        // what can be sent first is, and is then received, or by the
+                                      // next call
+  bool has_marks = false;             // kExpertStrided: combines wait for marks, which have come
   bool is_late = false;               // ranks enter each call some milliseconds apart
 };
 

@@ -30,6 +30,9 @@ struct Expected {
 };
 
 class CaseRun {
+  static constexpr uint32_t kMark = 3;
+  static constexpr int64_t kMarkedRows = 5;  // of a block
+
  public:
   CaseRun(Exchange& exchange, const CaseData& data, const CallOptions& options)
       : exchange_(exchange),
@@ -38,6 +41,7 @@ class CaseRun {
         rank_(static_cast<size_t>(exchange.rank())),
         random_(data.spec.seed + rank_),
         memory_(exchange) {
+    options_.receives_later = data.spec.receives_later;
     place_all();
     if (!is_routed()) {
       be_late();
@@ -46,9 +50,14 @@ class CaseRun {
   }
 
   void run_calls() {
-    for (const auto& call : calls_) {
+    for (size_t i = 0; i < calls_.size(); ++i) {
       be_late();
-      call();
+      calls_[i]();
+      const bool is_last = i + 1 == calls_.size();
+      if (data_.spec.receives_later && (is_last || (data_.spec.seed + i) % 2 == 0)) {
+        be_late();
+        exchange_.receive(*plan_, options_);
+      }
     }
   }
 
@@ -153,6 +162,7 @@ class CaseRun {
     const auto* source_idx = &memory_.add(call.source_idx);
     const auto* x = &memory_.add_output(call.x);
     const auto* weights = &memory_.add_output(call.weights);
+    const auto* marks = &memory_.add(marks_of(call.rows));
     calls_.emplace_back([=, this] {
       exchange_.combine(
           *plan_,
@@ -160,13 +170,26 @@ class CaseRun {
            row_weights->tensor(),
            source_weights->tensor(),
            data_.spec.scale,
-           source_idx->tensor()},
+           source_idx->tensor(),
+           {marks->tensor(), kMark, kMarkedRows}},
           {x->tensor(), weights->tensor()},
           options_
       );
     });
     expected_.push_back({"combine: x", x, &call.x, true});
     expected_.push_back({"combine: weights", weights, &call.weights, false});
+  }
+
+  // One for each block of an expert's rows, if the case has marks.
+  [[nodiscard]] Matrix marks_of(const Matrix& rows) const {
+    if (!data_.spec.has_marks) {
+      return {};
+    }
+    const int64_t experts = data_.setup.num_experts / data_.setup.num_ranks;
+    const RowMarks shape = {.block_rows = kMarkedRows};
+    Matrix marks(DType::kInt32, 1, experts * shape.num_blocks(rows.view().rows / experts));
+    std::fill_n(marks.as<uint32_t>(), marks.view().cols, kMark);
+    return marks;
   }
 
   void be_late() {

@@ -95,8 +95,10 @@ void await_marks(
       context,
       is_whole(),
       ErrorCode::kTimeout,
-      "combine: waited {} ms for block {} of the rows of expert {} in call {} (its mark is {}, "
+      "combine: rank {} waited {} ms for block {} of the rows of expert {} in call {} (its mark is "
+      "{}, "
       "wanted {})",
+      plan.shape.rank,
       timeout.count(),
       next % blocks,
       plan.shape.rank * experts + next / blocks,

@@ -74,6 +74,20 @@ TEST(FaultTextTest, CountsTheCopiesThatDidNotCome) {
   );
 }
 
+TEST(FaultTextTest, NamesTheBlockOfRowsThatIsNotWhole) {
+  FaultRecord fault = fault_of(FaultKind::kTimeout, Op::kCombine);
+  fault.waiting_for = WaitFor::kMark;
+  fault.what = 5;
+  fault.block = 2;
+  fault.seen = 130;
+  fault.wanted = 132;
+  EXPECT_EQ(
+      fault_text(fault, some_rank()),
+      "combine: rank 1 waited 500 ms for block 2 of the rows of expert 5 in call 7 (its mark is "
+      "130, wanted 132)"
+  );
+}
+
 TEST(FaultTextTest, NamesBothStampsOfAStrangersWord) {
   FaultRecord fault = fault_of(FaultKind::kStranger, Op::kPlan);
   fault.seen = 0xab00000004;
