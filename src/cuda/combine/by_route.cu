@@ -15,7 +15,7 @@ namespace {
 
 using RouteKernel = Kernel<CombineLaunch>;
 
-constexpr int kThreads = 256;  // a guess
+constexpr int kThreads = 512;  // a guess
 
 // One thread waits until a block of rows of one of this rank's experts is whole. False if the call
 // is given up, by the deadline or elsewhere.
@@ -170,10 +170,13 @@ __device__ uint4 sum_vector(const OrderedRoutes& routes, const std::byte* rows, 
   float of_rank[Element::kPerVector];
   float total[Element::kPerVector];
   bool is_first_rank = true;
+  const auto load = [&](int i) { return ptx::load_16(rows + routes.k[i] * row_bytes); };
+  uint4 next = routes.count > 0 ? load(0) : uint4{0, 0, 0, 0};
   for (int i = 0; i < routes.count; ++i) {
+    const uint4 bits = next;
+    next = i + 1 < routes.count ? load(i + 1) : next;
     const bool begins = i == 0 || routes.rank[i] != routes.rank[i - 1];
     const bool ends = i + 1 == routes.count || routes.rank[i + 1] != routes.rank[i];
-    const uint4 bits = ptx::load_16(rows + routes.k[i] * row_bytes);
     add_vector<Element, true>(bits, routes.scale[i], begins, of_rank);
     if (ends) {
       add_vector<Element, false>(pack<Element>(of_rank), 1.0F, is_first_rank, total);

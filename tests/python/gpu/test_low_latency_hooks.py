@@ -176,20 +176,20 @@ def first_alone(rank, num_ranks, group):
     wanted = layer.run(False)
     layer.run(True)  # what a first call makes is there
 
-    def send(call):
+    def send(call, *given):
         torch.cuda.synchronize()
         dist.barrier(group)
         if rank == 0:
-            sent = call()
+            sent = call(*given)
             torch.cuda.synchronize()
         dist.barrier(group)
-        return sent if rank == 0 else call()
+        return sent if rank == 0 else call(*given)
 
     for _ in range(3):
-        rows, counts, handle, hook = send(lambda: layer.dispatch(True))
+        rows, counts, handle, hook = send(layer.dispatch, True)
         hook()
         made = layer.experts(rows, counts)
-        out, hook = send(lambda: layer.combine(made, handle, True))
+        out, hook = send(layer.combine, made, handle, True)
         hook()
         same([made, counts, out], wanted)
 
