@@ -37,6 +37,17 @@ def test_accepts_what_is_paired(tmp_path):
     assert check(tmp_path) == (0, "check_memory_model: 1 hand-overs, 2 ends, all paired\n")
 
 
+def test_asks_for_no_release_of_the_callers(tmp_path):
+    told = DOCUMENT.replace("| id | what |\n|---|---|", "| id | what | released by |\n|---|---|---|").replace("| rows | |", "| others | |")
+    end = "| `src/cuda/a.cuh` | `hear` | `load_acquire_sys` | | rows"
+    told = told.replace(end, end + ", others")
+    row = "| `rows` | rows | {} |\n| `others` | rows | `tell` |"
+    assert check(tmp_path, document=told.replace("| `rows` | rows |", row.format("the caller's kernel")))[0] == 0
+    status, out = check(tmp_path, document=told.replace("| `rows` | rows |", row.format("somebody")))
+    assert status == 1
+    assert "rows has no release" in out
+
+
 @pytest.mark.parametrize(
     "old, new, problem",
     [

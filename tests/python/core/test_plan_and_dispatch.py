@@ -176,3 +176,24 @@ def test_memory_for_as_many_rows_as_before_is_no_condition(ranks):
 
 def test_every_rank_raises_what_one_did_wrong(ranks):
     ranks(refused, 2)
+
+
+def later(rank, num_ranks, group):
+    """On CPUs a call that is received later is done at once, and a receive finds nothing to do."""
+    num_experts = 4 * num_ranks
+    ex = weft.Exchange(group, hidden=HIDDEN, num_experts=num_experts, max_tokens=32)
+    x, idx, weights = inputs(rank, 17, 3, num_experts, torch.bfloat16)
+    plan, made = ex.plan_and_dispatch(idx, x, row_budget=80, receives_later=True)
+    ex.receive(plan)
+    again = ex.dispatch(plan, x).rows
+    is_row = torch.arange(plan.num_rows) < plan.num_rows_used
+    assert torch.equal(made.rows[is_row], again[is_row])
+    options = {"scale": "source", "source_weights": weights}
+    out = ex.combine(plan, again, receives_later=True, **options).x
+    for _ in range(2):
+        ex.receive(plan)
+    assert torch.equal(out, ex.combine(plan, again, **options).x)
+
+
+def test_a_call_is_received_later(ranks):
+    ranks(later, 2)
