@@ -146,6 +146,8 @@ class Exchange {
   // already. One call is open at a time: the next one of the exchange receives it first, whatever
   // it is.
   void receive(const Plan& plan, const CallOptions& call = {});
+  // Local. Whether there is such a second half, still to be received.
+  [[nodiscard]] bool is_open(const Plan& plan) const;
   void combine(
       const Plan& plan,
       const CombineInput& in,

@@ -175,6 +175,10 @@ void receive(Calls& calls, const Plan& plan, const Options& options) {
   calls.locked([&](Exchange& exchange) { exchange.receive(plan, options); });
 }
 
+bool is_open(Calls& calls, const Plan& plan) {
+  return calls.locked_here([&](Exchange& exchange) { return exchange.is_open(plan); });
+}
+
 // brought: rows, row_weights, source_weights, source_idx, marks. out: memory for the tokens, or
 // None.
 nb::tuple combine(
@@ -405,6 +409,7 @@ void bind_exchange(nb::module_& m) {
           arg("is_one_call")
       )
       .def("receive", &receive, arg("plan"), arg("options"))
+      .def("is_open", &is_open, arg("plan"))
       .def("combine", &combine, arg("plan"), arg("brought"), arg("out").none(), arg("options"))
       .def("refuse", &refuse, arg("verb"), arg("reason"), arg("options"))
       .def("check", [](Calls& calls) { calls.locked([](Exchange& e) { e.check(); }); })

@@ -392,7 +392,7 @@ class Exchange:
             raise problem
         if out is None:
             out = self._dispatched(core, made, sent, experts, stored, num_sms, copy_engines)
-        if is_later:
+        if is_later and core.is_open(made):
             self._open = (made, topk_idx, out)
         result = Plan(self, made, core), Dispatched(*out[:3])
         return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
@@ -408,6 +408,10 @@ class Exchange:
         plan.calls.receive(plan.core, options)
         if self._open is not None and self._open[0] is plan.core:
             self._open = None
+
+    def is_open(self, plan: Plan) -> bool:
+        """Local. Whether a call that made the plan or combined by it is still to be received."""
+        return plan.calls.is_open(plan.core)
 
     def combine(
         self,
@@ -446,7 +450,7 @@ class Exchange:
             return Combined(*plan.calls.combine(plan.core, brought, out, options))
 
         combined = self._called(plan.calls, "combine", call)
-        if is_later:
+        if is_later and self.is_open(plan):
             self._open = (plan.core, source_weights, source_idx, combined)
         return combined
 

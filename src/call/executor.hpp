@@ -44,6 +44,7 @@ class Executor {
   );
   // See Exchange::receive(). Where every call receives at once there is nothing to do.
   virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
+  [[nodiscard]] virtual bool is_open(const Plan& /*plan*/) const { return false; }
   // See Exchange::refuse(). False if nobody else hears of it, as the stream is being captured.
   virtual bool refuse(Op op, std::string_view reason, const CallOptions& call) = 0;
   virtual void combine(

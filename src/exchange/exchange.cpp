@@ -99,6 +99,10 @@ void Exchange::receive(const Plan& plan, const CallOptions& call) {
   own(executor_).receive(plan, call);
 }
 
+bool Exchange::is_open(const Plan& plan) const {
+  return executor_->is_open(plan);
+}
+
 void Exchange::combine(
     const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {

@@ -57,6 +57,9 @@ class CudaExchange final : public Executor {
       const CallOptions& call
   ) override;
   void receive(const Plan& plan, const CallOptions& call) override;
+  [[nodiscard]] bool is_open(const Plan& plan) const override {
+    return open_ && &header_of(open_->plan) == &header_of(plan);
+  }
   bool refuse(Op op, std::string_view reason, const CallOptions& call) override;
   void combine(
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call

@@ -9,7 +9,7 @@ namespace weft {
 
 void CudaExchange::receive(const Plan& plan, const CallOptions& call) {
   const CudaDeviceGuard guard(settings_.device.index);
-  if (!open_ || &header_of(open_->plan) != &header_of(plan)) {
+  if (!is_open(plan)) {
     return;
   }
   const cudaStream_t stream = stream_of(call);

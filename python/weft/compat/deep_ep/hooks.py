@@ -26,18 +26,17 @@ class Receive:
     """The second half of a call that has only sent: on GPUs a launch, which waits for the other
     ranks. Until then the call holds no multiprocessor."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        waits: Tensor | None,
-        stream: CommStream,
-        then: Callable[[], object] | None = None,
-    ) -> None:
+    def __init__(self, plan: Plan, waits: Tensor | None, stream: CommStream) -> None:
         """plan: by it the call was made. waits int64 [R], or None: what is waited for each rank is
-        added to it. stream: of the buffer. then: what follows on the same stream."""
-        self._plan, self._waits, self._stream, self._then = plan, waits, stream, then
+        added to it. stream: of the buffer."""
+        self._plan, self._waits, self._stream = plan, waits, stream
+        self._then: Callable[[], object] | None = None
         self._is_done = False
         self._event: EventHandle | None = None  # of what the next call has received
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Follows on the same stream."""
+        self._then = work
 
     def run(self) -> None:
         """On the current stream, once."""

@@ -197,7 +197,8 @@ class LowLatencyMode:
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
                 work.returns(*blocks, *between)
-        receive = Receive(plan, waits, runtime.stream) if is_later else None
+        is_open = is_later and plan.exchange.is_open(plan)
+        receive = Receive(plan, waits, runtime.stream) if is_open else None
         finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
         handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
@@ -285,13 +286,13 @@ class LowLatencyMode:
                         receives_later=return_recv_hook,
                         ready=ready,
                     )
-                then = None
+                receive = None
+                if return_recv_hook and plan.exchange.is_open(plan):
+                    receive = Receive(plan, waits, runtime.stream)
                 if out is not None and not is_whole:
-                    then, combined = functools.partial(out.copy_, combined), out
-                if then is not None and not return_recv_hook:
-                    then()
+                    copy, combined = functools.partial(out.copy_, combined), out
+                    copy() if receive is None else receive.then(copy)
                 work.returns(combined)
-        receive = Receive(plan, waits, runtime.stream, then) if return_recv_hook else None
         finish = self._finish("low_latency_combine", work, return_recv_hook, receive)
         return combined, *finish
 
