@@ -71,6 +71,7 @@ std::vector<CaseData> later_cases(const ExchangeSetup& setup, Layout layout, uin
     spec.receives_later = true;
     spec.has_weights = false;
     spec.scale = CombineScale::kSourceWeights;
+    spec.skips_source_weights = seed % 4 < 2;
     spec.has_marks = layout == Layout::kExpertStrided && seed % 2 == 0;
     spec.is_late = seed % 5 == 0;
     cases.push_back(make_case_data(setup, spec));
