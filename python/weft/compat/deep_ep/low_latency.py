@@ -22,7 +22,7 @@ from weft.errors import BadCall
 from weft.outputs import Beside
 from weft.streams import StreamCall
 
-from .checks import NotInWeft, check, check_handle, check_tensor
+from .checks import check, check_handle, check_tensor
 from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
 from .layout import routes_of
