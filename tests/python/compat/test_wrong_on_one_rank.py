@@ -319,7 +319,7 @@ WRONG = {
         ("out", "flat", "out has shape"),
         ("out", "list", "out is a list"),
         ("zero_copy", "true", "zero_copy without rows"),
-        ("overlap", "true", "overlap"),
+        ("overlap", "true", "Overlap mode requires"),
     ],
     "elastic_dispatch": [
         *X,
