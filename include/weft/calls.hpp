@@ -21,8 +21,8 @@ struct CallOptions {
   // multiprocessors only pack them before and store or add them after, so that little is taken from
   // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is
   // for rows of 16 bits an element with 512 bytes of scales; what does not fit, a captured call,
-  // and combine in fp32 or by source weights, go as usual. The result is the same; where the call
-  // fails, rows of this rank's own tokens may have been written.
+  // and combine in fp32, by source weights or coded (Wire), go as usual. The result is the same;
+  // where the call fails, rows of this rank's own tokens may have been written.
   bool copy_engines = false;
   // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
   // the rest. A call that plans and dispatches in one launch (Exchange::dispatch), where each rank
@@ -126,6 +126,28 @@ struct RowMarks {
   }
 };
 
+// How what a rank has for a token travels in combine, of bf16 rows whose hidden size is a multiple
+// of kQuantiseGroup, with SumOrder::kRank. Other than with kNone, every sum of a token's rows on a
+// rank, also on the token's own, is coded as it comes out of fp32 and not rounded to bf16 before;
+// the sums that the codes stand for are added in fp32, by rank, and rounded once. In a group of
+// several domains what the ranks of a domain add up to is coded once more, also in the token's own
+// domain. docs/wire.md has the layouts and the bounds of their errors.
+enum class Wire : uint8_t {
+  kNone,      // bf16
+  kFp8,       // E4M3, with an fp32 scale for every kQuantiseGroup elements
+  kLogFmt10,  // a sign and 9 bits of a logarithm, between the least and the largest of those
+};
+
+// The bytes of such a row or sum on its way, a multiple of 16: of 2 * hidden about 0.52, 0.64.
+[[nodiscard]] constexpr int64_t wire_row_bytes(Wire wire, int64_t hidden) {
+  constexpr int64_t kHeadBytes = 4;  // of a group
+  if (wire == Wire::kNone) {
+    return 2 * hidden;
+  }
+  const int64_t codes = wire == Wire::kFp8 ? hidden : hidden + hidden / 4;
+  return (codes + hidden / kQuantiseGroup * kHeadBytes + 15) / 16 * 16;
+}
+
 struct CombineInput {
   ConstTensor rows;          // [plan.num_rows(), hidden] bf16, fp16 or fp32
   ConstTensor weights = {};  // fp32 gradients, shaped like DispatchOutput::weights
@@ -138,10 +160,13 @@ struct CombineInput {
   // Of all ranks or none, kExpertStrided only, not between domains of GPUs. A GPU waits for them on
   // CallOptions::num_sms multiprocessors, block by block where the call could be received later.
   RowMarks ready = {};
+  Wire wire = Wire::kNone;
 };
 
 struct CombineOutput {
-  Tensor x;             // [num_tokens, hidden], dtype of rows; a token without routes gets zeros
+  // [num_tokens, hidden], dtype of rows; a token without routes gets zeros. With a Wire it may be
+  // kByte [num_tokens, wire_row_bytes()] instead: sums that are coded once more, to travel on.
+  Tensor x;
   Tensor weights = {};  // fp32, shaped like Routing::weights; zero where no route
 };
 

@@ -42,6 +42,12 @@ Choice choose(const char* what, std::string_view name, const Names<Choice>& name
   );
 }
 
+const Names<Wire>& wire_names() {
+  static const Names<Wire> names = {
+      {"none", Wire::kNone}, {"fp8", Wire::kFp8}, {"logfmt10", Wire::kLogFmt10}};
+  return names;
+}
+
 Plan plan(Calls& calls, const nb::tuple& routing, const Options& options) {
   const RoutingGiven given(routing);
   return calls.begin([&](Exchange& exchange) {
@@ -206,7 +212,8 @@ nb::tuple combine(
       source_weights.tensor,
       options.scale,
       source_idx.tensor,
-      options.ready};
+      options.ready,
+      options.wire};
   input.ready.marks = marks.tensor;
   calls.begin([&](Exchange& exchange) { exchange.combine(plan, input, output, options); });
   std::vector<nb::object> tensors = made.take();
@@ -361,6 +368,7 @@ void bind_options(nb::module_& m) {
           nullptr,
           [](Options& options, int64_t rows) { options.ready.block_rows = rows; }
       )
+      .def_prop_rw("wire", nullptr, by_name("wire", &Options::wire, wire_names()))
       .def_prop_rw("stream", nullptr, set_stream)
       .def_rw("num_sms", &Options::num_sms)
       .def_rw("copy_engines", &Options::copy_engines)
@@ -431,6 +439,15 @@ void bind_exchange(nb::module_& m) {
       arg("stream"),
       "Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, "
       "is_token_in_rank, per_host, host_of_rank."
+  );
+  m.def(
+      "wire_row_bytes",
+      [](std::string_view wire, int64_t hidden) {
+        return wire_row_bytes(choose("wire", wire, wire_names()), hidden);
+      },
+      arg("wire"),
+      arg("hidden"),
+      "The bytes of a bf16 row, or a sum of some, on its way in a combine."
   );
   m.def(
       "suits",

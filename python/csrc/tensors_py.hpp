@@ -16,6 +16,7 @@ struct Options : PlanOptions, CallOptions {
   bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
   RowMarks ready;  // but for the tensor
+  Wire wire = Wire::kNone;
 };
 
 // Tensors in the order of the C++ structures; None where one is not given.

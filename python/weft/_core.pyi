@@ -252,6 +252,9 @@ class Options:
     @mark_rows.setter
     def mark_rows(self, arg: int, /) -> None: ...
 
+    @wire.setter
+    def wire(self, arg: str, /) -> None: ...
+
     @stream.setter
     def stream(self, arg: int, /) -> None: ...
 
@@ -311,6 +314,9 @@ def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: 
     """
     Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
     """
+
+def wire_row_bytes(wire: str, hidden: int) -> int:
+    """The bytes of a bf16 row, or a sum of some, on its way in a combine."""
 
 MAX_TOPK: int = 32
 

@@ -32,8 +32,8 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan, rows, row_weights, options):  # noqa: ANN001, ANN205
-        out = plan.exchange.combine(plan, rows, row_weights, **options)
+    def forward(ctx, plan, rows, row_weights, wire, options):  # noqa: ANN001, ANN205
+        out = plan.exchange.combine(plan, rows, row_weights, wire=wire, **options)
         _keep(ctx, plan, rows, row_weights, options)
         return tuple(out)
 
@@ -41,7 +41,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, grad_x, grad_weights):  # noqa: ANN001, ANN205
         shape = (ctx.plan.num_tokens, ctx.plan.weight_cols)
         rows, row_weights, _ = _undo(ctx, dispatch, grad_x, grad_weights, shape)
-        return None, rows, row_weights, None
+        return None, rows, row_weights, None, None
 
 
 def _keep(ctx, plan, rows, weights, options) -> None:  # noqa: ANN001
@@ -141,25 +141,28 @@ def combine(
     *,
     scale: str = "none",
     source_weights: Tensor | None = None,
+    wire: str = "none",
     **options: Any,
 ) -> Combined:
     """Collective. Rows back to their tokens, summed; differentiable in `rows` and `row_weights`.
 
     rows [plan.num_rows, hidden] bf16, fp16 or fp32. row_weights fp32 like those of `dispatch`,
     usually gradients. scale "plan": each row times its route's weight in the plan; "source": times
-    source_weights fp32 [T, K] (not with rank_major); neither has gradients. num_sms and
-    copy_engines: see `dispatch`.
+    source_weights fp32 [T, K] (not with rank_major); neither has gradients. wire: what bf16 rows,
+    of a hidden size that is a multiple of 128, travel as: "fp8" takes about half the bytes,
+    "logfmt10" two thirds; with what errors, docs/wire.md says. The backward is a dispatch and stays
+    exact. num_sms and copy_engines: see `dispatch`.
     Returns x [T, hidden]: sums in fp32, the rows of a rank first (rounded once), then ranks in
     ascending order (rounded once), or by choice if the plan has order "topk"; zeros for a token
     without routes. weights fp32 [T, K] or [T, E].
     Raises InvalidArgument on every rank if one rank's arguments are wrong, TimeoutError, PeerError.
     """
     if scale == "none" and _has_gradient(rows, row_weights):
-        return Combined(*_Combine.apply(plan, rows, row_weights, options))
+        return Combined(*_Combine.apply(plan, rows, row_weights, wire, options))
     if scale != "none" and _has_gradient(rows, None):
         problem = f"combine: scale = '{scale}' has no gradient (multiply the rows by their weights)"
         plan.exchange.refuse("combine", problem, plan)
         raise NotImplementedError(problem)
     return plan.exchange.combine(
-        plan, rows, row_weights, scale=scale, source_weights=source_weights, **options
+        plan, rows, row_weights, scale=scale, source_weights=source_weights, wire=wire, **options
     )

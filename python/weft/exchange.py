@@ -423,6 +423,7 @@ class Exchange:
         source_weights: Tensor | None = None,
         source_idx: Tensor | None = None,
         out: Tensor | None = None,
+        wire: str = "none",
         num_sms: int = 0,
         copy_engines: bool | None = None,
         receives_later: bool = False,
@@ -444,7 +445,7 @@ class Exchange:
 
         def call() -> Combined:
             brought = (rows, row_weights, source_weights, source_idx, marks.marks)
-            options = self._options(plan.calls, num_sms, copy_engines, scale=scale)
+            options = self._options(plan.calls, num_sms, copy_engines, scale=scale, wire=wire)
             options.mark_wanted, options.mark_rows = marks.wanted, marks.block_rows
             options.receives_later = is_later
             return Combined(*plan.calls.combine(plan.core, brought, out, options))

@@ -28,6 +28,8 @@ struct PayloadFormat {
   int64_t row_bytes = 0;                     // as the source gives them; 0: there are no rows
   int64_t scale_bytes = 0;                   // of a row as it is stored; 0: none
   int64_t weight_bytes = 0;                  // of all weights of a token; 0: none
+  Wire wire = Wire::kNone;                   // of combine
+  int64_t wire_bytes = 0;                    // of a row or sum on its way back
 
   [[nodiscard]] WEFT_HD constexpr bool is_quantised() const { return quantise != Quantise::kNone; }
   // The bytes of a row as it is stored.
@@ -59,11 +61,21 @@ struct PayloadFormat {
       .scale_bytes = out.scales.row_bytes(),
       .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0};
 }
+// The bytes of what combine sends back for a token.
+[[nodiscard]] inline int64_t returned_row_bytes(const CombineInput& in) {
+  return in.wire == Wire::kNone ? in.rows.row_bytes() : wire_row_bytes(in.wire, in.rows.cols);
+}
+// Whether the sums of a combine leave it coded.
+[[nodiscard]] inline bool codes_output(const CombineInput& in, const CombineOutput& out) {
+  return in.wire != Wire::kNone && out.x.dtype == DType::kByte;
+}
 [[nodiscard]] inline PayloadFormat payload_of(const CombineInput& in, int topk) {
   return {
       .dtype = in.rows.dtype,
       .row_bytes = in.rows.row_bytes(),
-      .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0};
+      .weight_bytes = in.weights.is_given() ? topk * int64_t{sizeof(float)} : 0,
+      .wire = in.wire,
+      .wire_bytes = returned_row_bytes(in)};
 }
 
 }  // namespace weft

@@ -46,6 +46,7 @@ constexpr auto kScale = [](int64_t value) {
 constexpr auto kQuantise = [](int64_t value) {
   return one_of<5>({"none", "e4m3", "e5m2", "mxfp8", "nvfp4"}, value);
 };
+constexpr auto kWire = [](int64_t value) { return one_of<3>({"none", "fp8", "logfmt10"}, value); };
 constexpr auto kScaleRule = [](int64_t value) {
   return one_of<4>({"exact", "clamped", "power_of_two", "ue8m0"}, value);
 };
@@ -116,6 +117,7 @@ constexpr Field kCombineFields[] = {
     {"dtype of rows", 4, kDTypeOf, kDType},
     {"has_weights", 4, kHasWeights, kYesNo},
     {"scale", 4, [](const Call& c) { return static_cast<int64_t>(c.scale); }, kScale},
+    {"wire", 4, [](const Call& c) { return static_cast<int64_t>(c.payload.wire); }, kWire},
     {"copy_engines", 4, kHasCopies, kYesNo},
     {"is received later or by marks", 4, kIsByRoute, kYesNo},
     {kCall, 28, kCallNumber, kNumber},

@@ -251,7 +251,10 @@ void Validator::combine(const PlanData& plan, const CombineInput& in, const Comb
       {plan.num_rows, config.hidden}
   );
   check.row_bytes("rows", in.rows);
-  check.tensor("x", out.x, {in.rows.dtype}, {plan.shape.num_tokens, config.hidden});
+  const bool is_coded = codes_output(in, out);
+  const int64_t cols = is_coded ? wire_row_bytes(in.wire, config.hidden) : config.hidden;
+  const DType dtype = is_coded ? DType::kByte : in.rows.dtype;
+  check.tensor("x", out.x, {dtype}, {plan.shape.num_tokens, cols});
   check.apart("x", out.x, "rows", in.rows);
   if (check.both("weights", out.weights, in.weights)) {
     check.tensor("input weights", in.weights, {DType::kFloat32}, row_weights_shape(plan));
@@ -293,6 +296,7 @@ void Validator::combine(const PlanData& plan, const CombineInput& in, const Comb
   if (in.ready.marks.is_given()) {
     marks(plan, in.ready);
   }
+  wire(plan, in);
   check.aligned_on_gpu("rows", in.rows);
   check.aligned_on_gpu("x", out.x);
 }
@@ -313,6 +317,33 @@ void Validator::marks(const PlanData& plan, const RowMarks& ready) const {
   const int64_t experts = plan.shape.num_local_experts();
   const int64_t blocks = ready.num_blocks(plan.num_rows / experts);
   check.tensor("marks", ready.marks, {DType::kInt32}, {1, experts * blocks});
+}
+
+void Validator::wire(const PlanData& plan, const CombineInput& in) const {
+  WEFT_CHECK_ARG(
+      context,
+      in.wire <= Wire::kLogFmt10,
+      "combine: wire = {} is unknown (0 to 2)",
+      static_cast<int>(in.wire)
+  );
+  if (in.wire == Wire::kNone) {
+    return;
+  }
+  WEFT_CHECK_ARG(
+      context,
+      in.rows.dtype == DType::kBFloat16 && config.hidden % kQuantiseGroup == 0,
+      "combine: wire of {} rows of {} elements (bfloat16 and a multiple of {})",
+      dtype_name(in.rows.dtype),
+      config.hidden,
+      kQuantiseGroup
+  );
+  WEFT_CHECK_ARG(
+      context,
+      plan.shape.options.order == SumOrder::kRank,
+      "combine: wire with a plan of order {} (expected {}, where sums travel)",
+      order_name(plan.shape.options.order),
+      order_name(SumOrder::kRank)
+  );
 }
 
 void validate_config(const ExchangeConfig& config, const Context& context) {

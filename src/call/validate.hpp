@@ -30,6 +30,7 @@ struct Validator {
 
  private:
   void quantised(const PlanData& plan, const DispatchInput& in, const DispatchOutput& out) const;
+  void wire(const PlanData& plan, const CombineInput& in) const;
   // What is wanted beside rows, weights and scales.
   void beside(const PlanData& plan, const DispatchOutput& out) const;
   void marks(const PlanData& plan, const RowMarks& ready) const;

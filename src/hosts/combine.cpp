@@ -25,14 +25,14 @@ class HostsCombine : HostsCall {
   }
   // Bytes that cross with a token; weights cross both ways.
   [[nodiscard]] static int64_t token_bytes(const PlanData& plan, const Call& call) {
-    return call.payload.row_bytes + 2 * kWeightBytes * plan.shape.topk;
+    return call.payload.wire_bytes + 2 * kWeightBytes * plan.shape.topk;
   }
 
   HostsCombine(const HostsCallSite& site, const CombineInput& in, const CombineOutput& out)
       : HostsCall(kOp, site), in_(in), out_(out), topk_(plan_.shape.topk) {
     const int64_t weight_bytes = topk_ * kWeightBytes;
     sums_ = message_format(
-        in.rows.row_bytes(), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
+        returned_row_bytes(in), in.weights.is_given() ? weight_bytes : 0, 0, kChunkArrivals
     );
     // All that a domain gets, in one message.
     weights_ = {
@@ -162,7 +162,10 @@ class HostsCombine : HostsCall {
   CombineOutput launch_round(
       size_t round, const CombineInput& in, uint64_t rows, uint64_t weights, int64_t count
   ) {
-    CombineOutput out = {.x = view(rows, in_.rows.dtype, count, in_.rows.cols), .weights = {}};
+    const bool is_coded = in_.wire != Wire::kNone;
+    const DType dtype = is_coded ? DType::kByte : in_.rows.dtype;
+    const int64_t cols = is_coded ? sums_.row_bytes : in_.rows.cols;
+    CombineOutput out = {.x = view(rows, dtype, count, cols), .weights = {}};
     if (in_.weights.is_given()) {
       out.weights = weights_view(weights, count);
     }
@@ -216,11 +219,13 @@ class HostsCombine : HostsCall {
     const InterNodeArrays<const int32_t*>& index = device_.index();
     SumPartsLaunch launch;
     launch.dtype = in_.rows.dtype;
+    launch.wire = in_.wire;
     launch.parts = work_ + areas_.parts;
     launch.begin = index.part_begin;
     launch.row = index.part_row;
     launch.out = out_.x.data;
-    launch.row_bytes = sums_.row_bytes;
+    launch.row_bytes = in_.rows.row_bytes();
+    launch.part_bytes = sums_.row_bytes;
     launch.num_tokens = plan_.shape.num_tokens;
     if (in_.weights.is_given()) {
       launch.part_weights = reinterpret_cast<const float*>(work_ + areas_.part_weights);
@@ -265,6 +270,12 @@ void HostsExchange::combine(
         !in.ready.marks.is_given(),
         ErrorCode::kUnsupported,
         "combine: marks of rows between domains of GPUs (call it when the rows are whole)"
+    );
+    WEFT_CHECK(
+        context(),
+        !codes_output(in, out),
+        ErrorCode::kUnsupported,
+        "combine: x has dtype byte between domains of GPUs (expected bfloat16)"
     );
   };
   run_call<HostsCombine>(plan, validate, in, out, call);

@@ -5,6 +5,7 @@
 // which sends the messages, and for sums the caller.
 #include <algorithm>
 
+#include "cuda/combine/coded_rows.cuh"
 #include "cuda/device/elements.cuh"
 #include "cuda/device/kernel.cuh"
 #include "cuda/device/lanes.cuh"
@@ -93,6 +94,27 @@ __device__ void sum_token(const SumPartsLaunch& call, int64_t token) {
   }
 }
 
+// The same of coded parts.
+template <Wire kWire>
+__device__ void sum_coded_token(const SumPartsLaunch& call, int64_t token) {
+  const auto hidden = static_cast<int32_t>(call.row_bytes / static_cast<int64_t>(sizeof(uint16_t)));
+  const int32_t last = call.begin[token + 1];
+  for (int first = 0; first < hidden; first += kPieceElements) {
+    int32_t i = call.begin[token];
+    const auto next = [&](float& /*factor*/) {
+      return call.parts + call.row[i++] * call.part_bytes;
+    };
+    add_entry<false>(
+        CodedRows<kWire>{hidden},
+        PlainRows(),
+        {first, hidden},
+        last - i,
+        call.out + token * call.row_bytes,
+        next
+    );
+  }
+}
+
 __device__ void return_weights(const SumPartsLaunch& call, int64_t token) {
   const int lane = lane_index();
   float* out = call.out_weights + token * call.weight_cols;
@@ -112,13 +134,17 @@ __device__ void return_weights(const SumPartsLaunch& call, int64_t token) {
   }
 }
 
-template <class Element>
+template <class Element, Wire kWire>
 __global__ void __launch_bounds__(kThreads)
     sum_parts_kernel(const __grid_constant__ SumPartsLaunch call) {
   constexpr int kWarps = kThreads / kWarpLanes;
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpLanes;
   for (int64_t token = warp; token < call.num_tokens; token += gridDim.x * kWarps) {
-    sum_token<Element>(call, token);
+    if constexpr (kWire == Wire::kNone) {
+      sum_token<Element>(call, token);
+    } else {
+      sum_coded_token<kWire>(call, token);
+    }
     if (call.part_weights != nullptr) {
       return_weights(call, token);
     }
@@ -144,9 +170,15 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Kernel<SumPartsLaunch> sum_kernel_of(DType dtype) {
+Kernel<SumPartsLaunch> sum_kernel_of(DType dtype, Wire wire) {
+  if (wire == Wire::kFp8) {
+    return {sum_parts_kernel<BFloat16, Wire::kFp8>, kThreads};
+  }
+  if (wire == Wire::kLogFmt10) {
+    return {sum_parts_kernel<BFloat16, Wire::kLogFmt10>, kThreads};
+  }
   return with_element(dtype, []<class Element>(Element) -> Kernel<SumPartsLaunch> {
-    return {sum_parts_kernel<Element>, kThreads};
+    return {sum_parts_kernel<Element, Wire::kNone>, kThreads};
   });
 }
 
@@ -164,7 +196,7 @@ void launch_sum_parts(const SumPartsLaunch& call, cudaStream_t stream) {
   const int64_t wanted = (call.num_tokens + kTokensPerBlock - 1) / kTokensPerBlock;
   const int64_t blocks = std::min(wanted, kSumBlocks);
   if (blocks > 0) {
-    launch(sum_kernel_of(call.dtype), static_cast<int>(blocks), call, stream);
+    launch(sum_kernel_of(call.dtype, call.wire), static_cast<int>(blocks), call, stream);
   }
 }
 
@@ -182,7 +214,10 @@ void prepare_message_rows() {
   load(pack_kernel);
   load(tell_rows_kernel);
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16, DType::kFloat32}) {
-    prepare(sum_kernel_of(dtype));
+    prepare(sum_kernel_of(dtype, Wire::kNone));
+  }
+  for (const Wire wire : {Wire::kFp8, Wire::kLogFmt10}) {
+    prepare(sum_kernel_of(DType::kBFloat16, wire));
   }
 }
 

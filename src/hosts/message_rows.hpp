@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "hosts/message_format.hpp"
+#include "weft/calls.hpp"
 #include "weft/tensor.hpp"
 
 namespace weft {
@@ -36,14 +37,16 @@ struct PackLaunch {
 void launch_pack(const PackLaunch& call, cudaStream_t stream);
 
 // out[t] = the sum of parts[row[i]] for i in begin[t] .. begin[t + 1]: in fp32, the first term
-// first, rounded once; zero without terms.
+// first, rounded once; zero without terms. The parts of bf16 rows may be coded.
 struct SumPartsLaunch {
   DType dtype = DType::kBFloat16;
+  Wire wire = Wire::kNone;
   const std::byte* parts = nullptr;
   const int32_t* begin = nullptr;  // [num_tokens + 1]
   const int32_t* row = nullptr;
   std::byte* out = nullptr;
   int64_t row_bytes = 0;
+  int64_t part_bytes = 0;
   int64_t num_tokens = 0;
   // Weights: out_weights[t, column of k] = part_weights[weight_row[t, k], k], zero where that is
   // -1.

@@ -285,7 +285,7 @@ std::vector<RankCall> make_combine(const CaseData& data, RandomSource& random) {
     }
   }
   for (RankCall& call : calls) {
-    in.push_back(call.combine_input(spec.scale));
+    in.push_back(call.combine_input(spec.scale, wire_of(data.setup, spec)));
     out.push_back(call.combine_output());
   }
   reference_combine(data.plans, in, out, data.setup.domain_of);

@@ -56,8 +56,9 @@ struct RankCall {
         count_sums.view(),
         scale_layout};
   }
-  [[nodiscard]] CombineInput combine_input(CombineScale scale) const {
-    return {rows.view(), row_weights.view(), source_weights.view(), scale, source_idx.view()};
+  [[nodiscard]] CombineInput combine_input(CombineScale scale, Wire wire = Wire::kNone) const {
+    return {
+        rows.view(), row_weights.view(), source_weights.view(), scale, source_idx.view(), {}, wire};
   }
   [[nodiscard]] CombineOutput combine_output() { return {x.view(), weights.view()}; }
 };

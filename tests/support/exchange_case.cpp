@@ -64,8 +64,9 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
       "sums by {}, room {}, calls "
-      "{}{}{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, scale "
-      "{}]",
+      "{}{}{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, "
+      "scale "
+      "{}, wire {}]",
       spec.seed,
       setup.num_ranks,
       setup.domain_of,
@@ -94,7 +95,8 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       static_cast<int>(spec.scale_rule),
       spec.global_scale,
       static_cast<int>(spec.output),
-      static_cast<int>(spec.scale)
+      static_cast<int>(spec.scale),
+      static_cast<int>(wire_of(setup, spec))
   );
 }
 
@@ -102,6 +104,12 @@ Quantise quantise_of(const ExchangeSetup& setup, const Case& spec) {
   const int multiple = stored_format(spec.quantise, spec.scale_rule).row_multiple;
   const bool fits = spec.dtype == DType::kBFloat16 && setup.hidden % multiple == 0;
   return fits ? spec.quantise : Quantise::kNone;
+}
+
+Wire wire_of(const ExchangeSetup& setup, const Case& spec) {
+  const bool fits = spec.dtype == DType::kBFloat16 && setup.hidden % kQuantiseGroup == 0 &&
+                    spec.order == SumOrder::kRank;
+  return fits ? spec.wire : Wire::kNone;
 }
 
 ExchangeSetup random_setup(uint64_t seed) {
@@ -178,6 +186,7 @@ Case random_case(const ExchangeSetup& setup, uint64_t seed) {
   spec.global_scale = pick(random, std::array{0.0F, 0.01F, 448.0F});
   spec.scale_layout =
       pick(random, std::array{ScaleLayout::kByRow, ScaleLayout::kByColumn, ScaleLayout::kInTiles});
+  spec.wire = pick(random, std::array{Wire::kNone, Wire::kFp8, Wire::kLogFmt10});
   return spec;
 }
 

@@ -95,10 +95,12 @@ struct Case {
   OutputMemory output = OutputMemory::kDirect;
   CombineScale scale = CombineScale::kNone;
   bool skips_source_weights = false;  // not between domains of GPUs
-  bool receives_later = false;        // what can be sent first is, and is then received, or by the
-                                      // next call
-  bool has_marks = false;             // kExpertStrided: combines wait for marks, which have come
-  bool is_late = false;               // ranks enter each call some milliseconds apart
+  // Of combines of bf16 rows of whole groups, with order rank.
+  Wire wire = Wire::kNone;
+  bool receives_later = false;  // what can be sent first is, and is then received, or by the
+                                // next call
+  bool has_marks = false;       // kExpertStrided: combines wait for marks, which have come
+  bool is_late = false;         // ranks enter each call some milliseconds apart
 };
 
 // The case in one line, seed included.
@@ -106,6 +108,9 @@ struct Case {
 
 // What its dispatches make of their rows.
 [[nodiscard]] Quantise quantise_of(const ExchangeSetup& setup, const Case& spec);
+
+// How what its combines add up travels.
+[[nodiscard]] Wire wire_of(const ExchangeSetup& setup, const Case& spec);
 
 // Whether all of it can be asked for at once; a random case is made so.
 [[nodiscard]] Case random_case(const ExchangeSetup& setup, uint64_t seed);

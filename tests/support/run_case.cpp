@@ -171,7 +171,8 @@ class CaseRun {
            source_weights->tensor(),
            data_.spec.scale,
            source_idx->tensor(),
-           {marks->tensor(), kMark, kMarkedRows}},
+           {marks->tensor(), kMark, kMarkedRows},
+           wire_of(data_.setup, data_.spec)},
           {x->tensor(), weights->tensor()},
           options_
       );

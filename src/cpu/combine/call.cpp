@@ -17,12 +17,13 @@ namespace weft {
 namespace {
 
 // `peer` reads this rank's rows, if it can, for its own tokens or for those that it forwards. The
-// weights of the latter are with this rank when their source hands them in.
-bool reads_rows(const PlanData& plan, size_t peer, CombineScale scale) {
-  if (!is_near(plan, peer)) {
+// weights of the latter are with this rank when their source hands them in. Codes are what travels:
+// with them nobody reads another's rows.
+bool reads_rows(const PlanData& plan, size_t peer, const CombineInput& in) {
+  if (!is_near(plan, peer) || in.wire != Wire::kNone) {
     return false;
   }
-  return plan.received[peer].size() > 0 || (scale != CombineScale::kSourceWeights &&
+  return plan.received[peer].size() > 0 || (in.scale != CombineScale::kSourceWeights &&
                                             forwards_sums(plan) && rows_from(plan, peer) > 0);
 }
 
@@ -147,10 +148,10 @@ void CpuExchange::combine(
     const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
     Staging ready = combine_staging(
         plan,
-        {.rows = static_cast<uint64_t>(in.rows.row_bytes()),
+        {.rows = static_cast<uint64_t>(returned_row_bytes(in)),
          .weights = in.weights.is_given() ? sizeof(float) : 0,
          .source_weights = has_source_weights ? sizeof(float) : 0,
-         .crossing_rows = static_cast<uint64_t>(in.rows.row_bytes())}
+         .crossing_rows = static_cast<uint64_t>(returned_row_bytes(in))}
     );
     reserve_staging(ready.num_bytes);
     return ready;
@@ -178,7 +179,7 @@ void CpuExchange::combine(
       if (plan.sent[peer].size() > 0 && in.weights.is_given()) {
         to[peer].weights = staging_at(ready.weights[peer]);
       }
-      if (reads_rows(plan, peer, in.scale) && region && may_touch_peers()) {
+      if (reads_rows(plan, peer, in) && region && may_touch_peers()) {
         const auto begin = static_cast<uint64_t>(in.rows.data - region->data);
         to[peer].own_rows = {.region = region->ref, .offset = begin, .place = Place::kEverySlot};
       }
@@ -200,7 +201,7 @@ void CpuExchange::combine(
     const CountedWeights counted(in);
     run({cpu_rank(), call_number_, plan, words, to, ready, staging_.data}, counted.get(), out);
     ++counters_.num_combines;
-    count_crossings(count_returned(plan), in.rows.row_bytes());
+    count_crossings(count_returned(plan), returned_row_bytes(in));
   });
 }
 

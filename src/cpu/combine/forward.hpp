@@ -88,6 +88,7 @@ class CombineForward final : public ChunkWork<CombineForward> {
     const ForwardedSource& forwarded = plan_.between->forwarded[queue];
     const ChunkRange range = chunk_range(forwarded.crossings.size(), chunk);
     const SumChunk sums = {
+        .what = SumFor::kDomain,
         .to = static_cast<size_t>(forwarded.source),
         .first_row = range.first,
         .num_rows = range.last - range.first,
@@ -112,7 +113,7 @@ class CombineForward final : public ChunkWork<CombineForward> {
         const auto member = static_cast<size_t>(plan_.between->domains->near()[m]);
         const auto row = static_cast<uint64_t>(forwarded.first_row[m] + arrival);
         const std::byte* staged = call_.staging_data + call_.staging.rows[member];
-        add_sum(in_, staged + row * static_cast<uint64_t>(in_.rows.row_bytes()), groups);
+        add_sum(in_, staged + row * static_cast<uint64_t>(returned_row_bytes(in_)), groups);
       } else {
         const Arrivals& pair = forwarded_pair(plan_, forwarded, m);
         add_arrival(in_, rows_of_[m], pair, arrival, source_weight, groups);

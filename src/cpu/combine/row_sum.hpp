@@ -15,11 +15,13 @@ struct RowGroups {
   std::vector<const std::byte*> rows;
   std::vector<size_t> group_ends;
   std::vector<float> weights;  // [rows.size()], or empty
+  std::vector<bool> is_coded;  // by group, where sums travel coded: it is one row, which is a code
 
   void clear() {
     rows.clear();
     group_ends.clear();
     weights.clear();
+    is_coded.clear();
   }
 };
 

@@ -8,12 +8,29 @@
 #include <vector>
 
 #include "call/chunks.hpp"
+#include "call/payload.hpp"
 #include "cpu/call.hpp"
 #include "cpu/chunk_work.hpp"
+#include "cpu/combine/coded_sum.hpp"
 #include "cpu/combine/row_sum.hpp"
 #include "plan/domain_traffic.hpp"
 
 namespace weft {
+
+// Sums of groups that are rounded to the dtype, or coded.
+inline void add_up(
+    const CombineInput& in,
+    SumFor what,
+    const RowGroups& groups,
+    std::byte* out,
+    std::span<const std::byte* const> next = {}
+) {
+  if (in.wire == Wire::kNone) {
+    sum_groups(out, groups, in.rows.dtype, in.rows.cols, next);
+  } else {
+    sum_coded_groups(out, groups, in.wire, what, in.rows.cols);
+  }
+}
 
 // A sum that came from elsewhere, as a group of its own; its terms were multiplied before.
 inline void add_sum(const CombineInput& in, const std::byte* row, RowGroups& groups) {
@@ -22,6 +39,9 @@ inline void add_sum(const CombineInput& in, const std::byte* row, RowGroups& gro
     groups.weights.push_back(1.0F);
   }
   groups.group_ends.push_back(groups.rows.size());
+  if (in.wire != Wire::kNone) {
+    groups.is_coded.push_back(true);
+  }
 }
 
 // The rows of one arrival, as a group, out of the output that begins at `rows`. Only layouts of one
@@ -46,6 +66,9 @@ void add_arrival(
     ++route;
   }
   groups.group_ends.push_back(groups.rows.size());
+  if (in.wire != Wire::kNone) {
+    groups.is_coded.push_back(false);
+  }
 }
 
 // Factors that `source` handed in for the routes of its pair with this rank.
@@ -72,9 +95,10 @@ void add_arrival(
   return at.region.generation == 0 ? nullptr : reach(call, peer, at);
 }
 
-// One chunk of sums that this rank makes for a peer: in the peer's memory where it can be stored
-// to, else here, and then they are put.
+// One chunk of sums that this rank makes for a peer, of its own rows or of its domain's: in the
+// peer's memory where it can be stored to, else here, and then they are put.
 struct SumChunk {
+  SumFor what = SumFor::kRank;
   size_t to = 0;          // rank
   int64_t first_row = 0;  // of the chunk in the area that `to` named in its word
   int64_t num_rows = 0;
@@ -99,7 +123,7 @@ void send_sums(
     const List& list
 ) {
   const int to = static_cast<int>(chunk.to);
-  const auto row_bytes = static_cast<size_t>(in.rows.row_bytes());
+  const auto row_bytes = static_cast<size_t>(returned_row_bytes(in));
   const Target& target = call.words[chunk.to].rows;
   std::byte* const peer_memory = call.rank.transport.mapped(to, target.region.slot);
   std::byte* rows = peer_memory;
@@ -119,7 +143,7 @@ void send_sums(
       list(i + 1, scratch.next);
     }
     std::byte* const row = rows + static_cast<size_t>(i) * row_bytes;
-    sum_groups(row, scratch.now, in.rows.dtype, in.rows.cols, scratch.next.rows);
+    add_up(in, chunk.what, scratch.now, row, scratch.next.rows);
     puts[static_cast<size_t>(i)] =
         put_to(target, chunk.first_row + i, row, row_bytes, chunk.signal);
   }
@@ -146,7 +170,7 @@ class CombineRows {
       : call_(call),
         plan_(call.plan),
         in_(in),
-        row_bytes_(static_cast<size_t>(in.rows.row_bytes())) {
+        row_bytes_(static_cast<size_t>(returned_row_bytes(in))) {
     for (int peer = 0; peer < plan_.shape.num_ranks; ++peer) {
       is_read_.push_back(is_readable(call, peer));
       rows_of_.push_back(readable_rows(call, in, peer));
@@ -168,7 +192,7 @@ class CombineRows {
 
  private:
   // A group for each domain, this one's ranks added up before. A token that goes to no other domain
-  // needs no more than their groups.
+  // needs no more than their groups, as long as a sum that is rounded twice is not coded.
   void list_across(int64_t token, Token& out) const {
     const DomainTraffic& between = *plan_.between;
     const auto parts = between.parts_of(static_cast<size_t>(token));
@@ -180,13 +204,13 @@ class CombineRows {
         add_sum(in_, call_.staging_data + first + row, out.rows);
         continue;
       }
-      if (parts.size() == 1) {
+      if (parts.size() == 1 && in_.wire == Wire::kNone) {
         return list_arrivals(token, out.rows);
       }
       out.near.clear();
       list_arrivals(token, out.near);
       out.near_sum.resize(row_bytes_);
-      sum_groups(out.near_sum.data(), out.near, in_.rows.dtype, in_.rows.cols);
+      add_up(in_, SumFor::kDomain, out.near, out.near_sum.data());
       add_sum(in_, out.near_sum.data(), out.rows);
     }
   }
@@ -218,7 +242,7 @@ class CombineRows {
   const CpuCall& call_;
   const PlanData& plan_;
   const CombineInput& in_;
-  size_t row_bytes_;
+  size_t row_bytes_;                       // of a sum that came
   std::vector<bool> is_read_;              // by rank
   std::vector<const std::byte*> rows_of_;  // by rank, where its rows can be read here
 };

@@ -57,7 +57,8 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
         in_(in),
         out_(out),
         self_(static_cast<size_t>(call.plan.shape.rank)),
-        row_bytes_(static_cast<size_t>(in.rows.row_bytes())),
+        row_bytes_(static_cast<size_t>(out.x.row_bytes())),
+        sums_for_(codes_output(in, out) ? SumFor::kDomain : SumFor::kToken),
         has_weights_(in.weights.is_given()),
         rows_(call, in),
         arrived_(
@@ -113,10 +114,10 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
       }
       const RowGroups& rows = scratch.now.rows;
       std::byte* const out = out_.x.data + static_cast<size_t>(token) * row_bytes_;
-      if (rows.rows.empty()) {
+      if (rows.rows.empty() && sums_for_ == SumFor::kToken) {
         std::memset(out, 0, row_bytes_);
       } else {
-        sum_groups(out, rows, in_.rows.dtype, in_.rows.cols, scratch.next.rows.rows);
+        add_up(in_, sums_for_, rows, out, scratch.next.rows.rows);
       }
       if (has_weights_) {
         give_weights(token);
@@ -187,6 +188,7 @@ class CombineSum final : public ChunkWork<CombineSum<Rows>> {
   const CombineOutput& out_;
   size_t self_;
   size_t row_bytes_;
+  SumFor sums_for_;
   bool has_weights_;
   Rows rows_;
   // By rank: partial sums of this domain's ranks, or rows of all, and weights of all.

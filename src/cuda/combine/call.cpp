@@ -18,6 +18,10 @@ void CudaExchange::combine(
 
     CombineLaunch launch;
     prepare_rows(launch, shape, payload_of(in, settings_.max_topk));
+    const bool is_coded = in.wire != Wire::kNone;
+    launch.mover = is_coded ? Mover::kVector : launch.mover;
+    launch.reads_own = launch.one_row && !is_coded;
+    launch.codes_output = codes_output(in, out);
     launch.rows = in.rows.data;
     launch.row_weights = reinterpret_cast<const float*>(in.weights.data);
     launch.source_weights = reinterpret_cast<const float*>(in.source_weights.data);
@@ -31,8 +35,10 @@ void CudaExchange::combine(
     const bool has_marks = in.ready.marks.is_given();
     const bool is_by_route =
         (call.receives_later || has_marks) && can_return_by_route(shape, launch);
-    // Weights of the tokens' ranks would have to be there first; copies bring a row an arrival.
-    const bool is_copied = !launch.has_source_weights && in.rows.dtype != DType::kFloat32 &&
+    // Weights of the tokens' ranks would have to be there first; copies bring a row an arrival, as
+    // it is.
+    const bool is_copied = !is_coded && !launch.has_source_weights &&
+                           in.rows.dtype != DType::kFloat32 &&
                            shape.shape.options.order == SumOrder::kRank &&
                            goes_by_copies(launch.copied.rows, call, stream);
     launch.signature = signature_of(
@@ -71,11 +77,11 @@ void CudaExchange::combine_by_stores(
       is_by_choice ? plan.shape.topk : std::min(view_.num_ranks, plan.shape.topk);
   const int64_t rows = std::max<int64_t>(settings_.max_tokens, 1) * per_token;
   const PeerRegion& area =
-      staging_of(static_cast<uint64_t>(rows * launch.payload.row_bytes), stream);
+      staging_of(static_cast<uint64_t>(rows * launch.payload.wire_bytes), stream);
   launch.staging = {.region = area.region, .offset = 0};
   launch.staged = area.data;
   // Weights have one place there, for one of their two ways, and a token a row for each rank.
-  launch.is_eager = !is_by_choice && launch.payload.row_bytes <= control_map_.eager_row_bytes &&
+  launch.is_eager = !is_by_choice && launch.payload.wire_bytes <= control_map_.eager_row_bytes &&
                     !(launch.has_source_weights && launch.payload.weight_bytes > 0);
 
   RoleBlocks blocks = tuning_.of(
@@ -93,13 +99,17 @@ void CudaExchange::combine_by_stores(
   }
   launch.num_reduce = blocks.first;
   launch.num_sum = blocks.second;
-  is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
+  if (launch.payload.wire != Wire::kNone) {
+    launch_coded_combine(launch, stream);
+  } else {
+    is_by_choice ? launch_topk_combine(launch, stream) : launch_combine(launch, stream);
+  }
 }
 
 bool CudaExchange::can_return_by_route(const PlanData& plan, const CombineLaunch& launch) const {
   return plan.shape.options.order == SumOrder::kRank && control_map_.has_route_rows &&
          launch.payload.row_bytes <= control_map_.eager_row_bytes && launch.has_source_weights &&
-         launch.payload.weight_bytes == 0 && !launch.from_map;
+         launch.payload.weight_bytes == 0 && !launch.from_map && launch.payload.wire == Wire::kNone;
 }
 
 void CudaExchange::combine_by_route(

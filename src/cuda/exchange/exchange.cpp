@@ -144,6 +144,7 @@ void CudaExchange::set_up(uint64_t stamp) {
   prepare_combine();
   prepare_topk_combine();
   prepare_combine_by_route();
+  prepare_coded_combine();
   prepare_copied_combine();
   prepare_refusal();
   prepare_waits();

@@ -136,6 +136,8 @@ struct CombineLaunch : RowsLaunch {
   PeerAddress staging;
   std::byte* staged = nullptr;  // the same, as this rank sees it
   bool is_eager = false;        // sums and weights go among the eager rows instead
+  bool reads_own = false;       // see reads_own_rows()
+  bool codes_output = false;    // with payload.wire: `out` are rows of payload.wire_bytes
   RowMarks ready;
   int32_t num_reduce = 1;  // blocks of each role
   int32_t num_sum = 1;
@@ -154,15 +156,15 @@ static_assert(
 }
 
 // Whether the sum role reads what the rows of this rank's own tokens hold where the caller has it:
-// there is one row for each token, so that nothing is to be summed before. The other role leaves
-// them out then.
+// there is one row for each token, so that nothing is to be summed before, nor to be coded. The
+// other role leaves them out then.
 [[nodiscard]] WEFT_HD inline bool reads_own_rows(const CombineLaunch& call) {
-  return call.one_row;
+  return call.reads_own;
 }
 
 // Whether all rows are of this rank's own tokens, several for each, and one role adds them.
 [[nodiscard]] inline bool is_alone(const CombineLaunch& call) {
-  return call.me.num_ranks == 1 && !call.one_row;
+  return call.me.num_ranks == 1 && !call.one_row && call.payload.wire == Wire::kNone;
 }
 
 // This rank's handshake of a call, except for what only the device knows.
@@ -206,6 +208,7 @@ void prepare_routed_dispatch();
 void prepare_combine();
 void prepare_topk_combine();
 void prepare_combine_by_route();
+void prepare_coded_combine();
 void prepare_copied_combine();
 void prepare_refusal();
 void prepare_waits();
@@ -218,6 +221,8 @@ void launch_topk_combine(const CombineLaunch& call, cudaStream_t stream);  // Su
 void launch_combine_by_route(const CombineLaunch& call, CallPart part, cudaStream_t stream);
 // One block waits for all marks of call.ready.
 void launch_await_marks(const CombineLaunch& call, cudaStream_t stream);
+// With payload.wire.
+void launch_coded_combine(const CombineLaunch& call, cudaStream_t stream);
 
 // The kernels of a call by copy engines: one before the copies, one after them.
 void launch_dispatch_pack(const DispatchLaunch& call, cudaStream_t stream);

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <tuple>
 #include <vector>
 
+#include "call/wire.hpp"
 #include "core/check.hpp"
 #include "core/half.hpp"
 #include "plan/plan_data.hpp"
@@ -73,16 +75,34 @@ void store(const Tensor& tensor, int64_t row, const Row& values) {
   }
 }
 
-// Adds a term that is rounded before. A sum that is empty begins with it.
-void add(Row& sum, const Row& term, DType rounded_to) {
+// Adds a term. A sum that is empty begins with it.
+void add(Row& sum, const Row& term) {
   for (size_t col = 0; col < term.size(); ++col) {
-    const float value = round_to(rounded_to, term[col]);
     if (col == sum.size()) {
-      sum.push_back(value);
+      sum.push_back(term[col]);
     } else {
-      sum[col] += value;
+      sum[col] += term[col];
     }
   }
+}
+
+// A sum as it travels: rounded to the dtype, or coded.
+Row sent(const Row& sum, DType dtype, Wire wire) {
+  Row values;
+  if (wire == Wire::kNone) {
+    std::ranges::transform(sum, std::back_inserter(values), [&](float value) {
+      return round_to(dtype, value);
+    });
+    return values;
+  }
+  const auto hidden = static_cast<int64_t>(sum.size());
+  std::vector<std::byte> row(static_cast<size_t>(wire_row_bytes(wire, hidden)));
+  values.resize(sum.size());
+  for (int64_t group = 0; group < hidden / kQuantiseGroup; ++group) {
+    code_group(wire, sum.data() + group * kQuantiseGroup, row.data(), hidden, group);
+    read_group(wire, row.data(), hidden, group, values.data() + group * kQuantiseGroup);
+  }
+  return values;
 }
 
 // --- routes ---
@@ -238,7 +258,7 @@ void combine_by_choice(
       zero_row(out.weights, token);
     }
     for (; route != routes.end() && route->token == token; ++route) {
-      add(total, term_of(*route, in[route->target], own), DType::kFloat32);
+      add(total, term_of(*route, in[route->target], own));
       if (out.weights.is_given()) {
         at(out.weights, token, route->source_col) =
             at(in[route->target].weights, route->slot, route->row_col);
@@ -297,9 +317,12 @@ void reference_combine(
     std::span<const CombineOutput> out,
     std::span<const int> domain_of
 ) {
+  const auto is_other = [&](int domain) { return domain != domain_of[0]; };
+  const bool has_domains = std::ranges::any_of(domain_of, is_other);
   for (size_t rank = 0; rank < plans.size(); ++rank) {
     const bool has_one_row = plans[rank].layout() == Layout::kRankMajor;
     const DType dtype = out[rank].x.dtype;
+    const Wire wire = in[rank].wire;
     const Tensor& weights = out[rank].weights;
     WEFT_CHECK_ARG(
         Context{},
@@ -323,18 +346,18 @@ void reference_combine(
         Row partial;
         for (; route != routes.end() && route->token == token && route->target == target; ++route) {
           if (partial.empty() || !has_one_row) {
-            add(partial, term_of(*route, in[target], in[rank]), DType::kFloat32);
+            add(partial, term_of(*route, in[target], in[rank]));
           }
           if (weights.is_given()) {
             at(weights, token, route->source_col) =
                 at(in[target].weights, route->slot, route->row_col);
           }
         }
-        add(domains[domain_of.empty() ? 0 : domain_of[target]], partial, dtype);
+        add(domains[domain_of.empty() ? 0 : domain_of[target]], sent(partial, dtype, wire));
       }
       Row total;
       for (const auto& [domain, sum] : domains) {
-        add(total, sum, dtype);
+        add(total, has_domains ? sent(sum, dtype, wire) : sum);
       }
       store(out[rank].x, token, total);
     }

@@ -27,6 +27,8 @@ void reference_dispatch(
 // if asked; rounded to the dtype. Then the partials added in fp32 in that order, rounded to the
 // dtype. A sum starts with its first term, not with zero. Weights come back to the place they left.
 //
+// With CombineInput::wire a partial is coded instead of rounded, and so is a domain's sum.
+//
 // With SumOrder::kTopk: the token's rows in the order of its choices, multiplied likewise, added in
 // fp32 and rounded to the dtype once.
 //

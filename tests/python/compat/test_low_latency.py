@@ -63,7 +63,6 @@ def plain(rank, num_ranks, group, low, topk):
         case.idx,
         case.weights,
         handle,
-        use_logfmt=True,
         out=place,
         combine_wait_recv_cost_stats=waited,
     )
@@ -73,6 +72,8 @@ def plain(rank, num_ranks, group, low, topk):
         torch.zeros_like(rows), case.idx, case.weights, handle, zero_copy=True
     )
     assert torch.equal(other, out)
+    with pytest.raises(weft.InvalidArgument, match="use_logfmt for 24 columns of x .a multiple of"):
+        buffer.low_latency_combine(rows, case.idx, case.weights, handle, use_logfmt=True)
     skipped = case.idx.clone()
     skipped[:, 0] = -1
     without_first, _, _ = buffer.low_latency_combine(rows, skipped, case.weights, handle)
@@ -181,6 +182,32 @@ def exact_sums(rank, num_ranks, group):
 
 def test_sums_are_weighted(ranks):
     ranks(exact_sums, 4)
+
+
+def in_ten_bits(rank, num_ranks, group):
+    case, buffer = low_latency_case(rank, num_ranks, group, hidden=256)
+    recv_x, _, handle, *_ = buffer.low_latency_dispatch(
+        case.x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
+    )
+    gen = torch.Generator().manual_seed(rank)
+    rows = torch.randn(recv_x.shape, generator=gen).to(torch.bfloat16)
+    given = (rows, case.idx, case.weights, handle)
+    out, *_ = buffer.low_latency_combine(*given, use_logfmt=True)
+    plain, *_ = buffer.low_latency_combine(*given)
+    assert torch.equal(out, plain) == (len(out) == 0)  # a rank without tokens gets none
+    want = weighted(case, gather(group, rows), case.weights)
+    torch.testing.assert_close(out.float(), want, rtol=0.03, atol=0.03)
+    source = {"scale": "source", "source_weights": case.weights, "source_idx": case.idx}
+    flat = rows.view(-1, 256)
+    same = handle.plan.exchange.combine(handle.plan, flat, wire="logfmt10", **source)
+    assert torch.equal(same.x, out)
+    later, _, hook = buffer.low_latency_combine(*given, use_logfmt=True, return_recv_hook=True)
+    hook()
+    assert torch.equal(later, out)
+
+
+def test_logfmt_travels_in_ten_bits(ranks):
+    ranks(in_ten_bits, 2)
 
 
 def with_weights(rank, num_ranks, group):

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 FRAMEWORKS = ("megatron", "automodel", "vllm", "sglang")
-PAGES = ("../README", "pytorch", "overlap", "compat", "signatures", *FRAMEWORKS)
+PAGES = ("../README", "pytorch", "wire", "overlap", "compat", "signatures", *FRAMEWORKS)
 KIND = r"ranks|process|torchrun|file \S+"
 BLOCK = re.compile(rf"^(?:<!-- ({KIND}) -->\n)?```python\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.M | re.S)

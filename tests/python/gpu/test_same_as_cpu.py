@@ -133,6 +133,22 @@ def rows_open(group, inputs):
     return made
 
 
+def in_fewer_bits(group, inputs):
+    exchange = exchange_of(group, inputs)
+    made = []
+    for layout in ("expert_major", "rank_major"):
+        plan = exchange.plan(inputs.idx, inputs.weights, layout=layout)
+        for wire in ("fp8", "logfmt10"):
+            x = inputs.x.clone().requires_grad_()
+            rows = weft.dispatch(plan, x).rows
+            out = weft.combine(plan, rows * 3, wire=wire).x
+            out.backward(inputs.x)
+            made += [out, x.grad]
+            if layout == "expert_major":
+                made.append(weft.combine(plan, rows.detach(), scale="plan", wire=wire).x)
+    return made
+
+
 def row_budget(group, inputs):
     return core(group, inputs, "expert_major", 96)
 
@@ -222,7 +238,9 @@ def low_latency(group, inputs):
         skipped = inputs.idx.clone()
         skipped[:, 1] = -1
         less, *_ = buffer.low_latency_combine(rows, skipped, inputs.weights, handle)
-        results += [rows, counts, out, less]
+        given = (rows, inputs.idx, inputs.weights, handle)
+        coarse, *_ = buffer.low_latency_combine(*given, use_logfmt=True)
+        results += [rows, counts, out, less, coarse]
     return results
 
 
@@ -312,6 +330,7 @@ CASES = {
     "low_latency": low_latency,
     "low_latency_formats": low_latency_formats,
     "block_rows": block_rows,
+    "in_fewer_bits": in_fewer_bits,
     "elastic": elastic,
     "ep": ep,
     "traced": traced,

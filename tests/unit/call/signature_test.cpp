@@ -112,6 +112,7 @@ TEST(SignatureTest, TellsEveryFieldOfACombine) {
        {[](Call& c) { c.payload.weight_bytes = 0; }, "has_weights = true here and false"},
        {[](Call& c) { c.scale = CombineScale::kSourceWeights; },
         "scale = none here and source_weights"},
+       {[](Call& c) { c.payload.wire = Wire::kLogFmt10; }, "wire = none here and logfmt10"},
        {[](Call& c) { c.has_copies = true; }, "copy_engines = false here and true"},
        {[](Call& c) { c.is_by_route = true; },
         "is received later or by marks = false here and true"},

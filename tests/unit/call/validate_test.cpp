@@ -402,6 +402,54 @@ TEST_F(ValidateQuantiseTest, TakesTheGlobalScaleOfNvfp4Alone) {
   EXPECT_EQ(dispatch(), "dispatch: global_scale has shape [0, 1] (expected [1, 1])");
 }
 
+class ValidateWireTest : public ValidateTest {
+ protected:
+  ValidateWireTest() {
+    config_.hidden = 256;
+    rows_ = Matrix(DType::kBFloat16, plan_.num_rows, 256);
+    x_ = Matrix(DType::kBFloat16, plan_.shape.num_tokens, 256);
+    combine_in_ = {.rows = rows_.view(), .wire = Wire::kFp8};
+    combine_out_ = {.x = x_.view()};
+  }
+
+  Matrix rows_;
+  Matrix x_;
+};
+
+TEST_F(ValidateWireTest, IsForWholeGroupsOfBf16) {
+  EXPECT_EQ(combine(), "nothing");
+  combine_in_.wire = Wire::kLogFmt10;
+  EXPECT_EQ(combine(), "nothing");
+  for (const DType dtype : {DType::kFloat16, DType::kFloat32}) {
+    rows_ = Matrix(dtype, plan_.num_rows, 256);
+    x_ = Matrix(dtype, plan_.shape.num_tokens, 256);
+    combine_in_.rows = rows_.view();
+    combine_out_.x = x_.view();
+    EXPECT_EQ(
+        combine(),
+        "combine: wire of " + std::string(dtype_name(dtype)) +
+            " rows of 256 elements (bfloat16 and a multiple of 128)"
+    );
+  }
+  config_.hidden = 64;
+  rows_ = Matrix(DType::kBFloat16, plan_.num_rows, 64);
+  x_ = Matrix(DType::kBFloat16, plan_.shape.num_tokens, 64);
+  combine_in_.rows = rows_.view();
+  combine_out_.x = x_.view();
+  EXPECT_EQ(
+      combine(), "combine: wire of bfloat16 rows of 64 elements (bfloat16 and a multiple of 128)"
+  );
+}
+
+TEST_F(ValidateWireTest, RefusesSumsByChoiceAndWhatIsUnknown) {
+  plan_.shape.options.order = SumOrder::kTopk;
+  EXPECT_EQ(
+      combine(), "combine: wire with a plan of order topk (expected rank, where sums travel)"
+  );
+  combine_in_.wire = static_cast<Wire>(3);
+  EXPECT_EQ(combine(), "combine: wire = 3 is unknown (0 to 2)");
+}
+
 TEST_F(ValidateTest, RefusesPlanWeightsThatAreNotThere) {
   combine_in_.scale = CombineScale::kPlanWeights;
   EXPECT_EQ(combine(), "nothing");

@@ -234,7 +234,8 @@ class LowLatencyMode:
         nor do those of ranks that are masked by now (their rows must be numbers all the same).
         Returns (combined_x bf16 [T, H], event, hook); combined_x is `out` if that is given. Sums
         are in fp32: those of a rank's rows, rounded, then of the ranks, rounded.
-        use_logfmt only says that a loss is allowed; rows travel as they are.
+        use_logfmt, not with zero_copy and for an H that is a multiple of 128: sums travel in ten
+        bits an element (docs/wire.md). They are received at once then, not by the hook.
         return_recv_hook: as for dispatch; of all ranks or none.
         combine_wait_recv_cost_stats int64 [R]: as for dispatch.
 
@@ -262,6 +263,8 @@ class LowLatencyMode:
             given = (x, topk_idx, topk_weights, out, waits)
             _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
             rows = handle.rows_to_combine(use_logfmt) if zero_copy else x
+            if use_logfmt:
+                check_wire(handle.hidden)
             inputs = (rows, topk_idx, topk_weights, out, waits, src_signals, comp_signal)
             is_async = async_finish or return_recv_hook
             with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
@@ -285,6 +288,7 @@ class LowLatencyMode:
                         num_sms=num_sms,
                         receives_later=return_recv_hook,
                         ready=ready,
+                        wire="logfmt10" if use_logfmt else "none",
                     )
                 receive = None
                 if return_recv_hook and plan.exchange.is_open(plan):
@@ -469,6 +473,12 @@ def _stored(
 def _first_of(scale: Any) -> Any:
     """Callers give one number for all experts, or the same for each."""
     return scale.reshape(-1)[:1] if isinstance(scale, Tensor) else scale
+
+
+def check_wire(hidden: int) -> None:
+    """Raises BadCall unless sums of so many elements can travel as logfmt."""
+    group = _core.QUANTISE_GROUP
+    check(hidden % group == 0, f"use_logfmt for {hidden} columns of x (a multiple of {group})")
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:

@@ -66,6 +66,16 @@ __device__ __forceinline__ uint4 load_16(const void* address) {
   return value;
 }
 
+// Likewise 8 bytes.
+__device__ __forceinline__ uint2 load_8(const void* address) {
+  uint2 value;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(address)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_16(void* address, uint4 value) {
   asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "r"(value.x),
