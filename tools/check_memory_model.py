@@ -133,8 +133,7 @@ def compare(root):
         served["acquire"].update(ids(row["acquires"]))
         findings += [] if of_row else [f"{name} serves no hand-over"]
         findings += [f"{name} names {one}, which no row explains" for one in of_row if one not in hand_overs]
-    for one in hand_overs:
-        findings += [f"{DOCUMENT}: {one} has no {half}" for half, names in served.items() if one not in names]
+    findings += [f"{DOCUMENT}: {one} has no {half}" for one in hand_overs for half, at in served.items() if one not in at]
     findings += compare_models(root, rows, hand_overs)
     found = uses_in_tree(root)
     for key in sorted(found.keys() | ends.keys()):
