@@ -38,7 +38,7 @@ class GpuCopiedTest : public GpuParamTest<int> {};
 
 TEST_P(GpuCopiedTest, EqualsTheReference) {
   FailureCount failures;
-  for (const int gpus : {1, num_gpus()}) {
+  for (const int gpus : gpu_counts()) {
     ExchangeSetup setup = gpu_setup(GetParam(), gpus);
     setup.copy_engines = true;
     setup.num_experts = 3 * setup.num_ranks;

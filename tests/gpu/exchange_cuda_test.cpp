@@ -120,7 +120,7 @@ TEST_P(GpuMatrixTest, OnAllGpus) {
 
 TEST_P(GpuMatrixTest, SendsFirstAndReceivesLater) {
   FailureCount failures;
-  for (const int gpus : {1, num_gpus()}) {
+  for (const int gpus : gpu_counts()) {
     ExchangeSetup setup = gpu_setup(GetParam(), gpus);
     setup.num_experts = 3 * setup.num_ranks;
     setup.max_topk = 5;
@@ -143,7 +143,7 @@ TEST_P(GpuMatrixTest, SendsFirstAndReceivesLater) {
 // Rows travel while the plan is made.
 TEST_P(GpuMatrixTest, PlanAndDispatchInOneCall) {
   FailureCount failures;
-  for (const int gpus : {1, num_gpus()}) {
+  for (const int gpus : gpu_counts()) {
     ExchangeSetup setup = gpu_setup(GetParam(), gpus);
     setup.num_experts = 3 * setup.num_ranks;
     setup.max_topk = 5;
@@ -194,7 +194,7 @@ TEST_F(GpuRandomTest, EqualsTheReference) {
 
 // All are alive before the first is used: memory for plans grows on the way.
 TEST_F(GpuRandomTest, KeepsMorePlansThanThereIsMemoryForAtFirst) {
-  for (const int gpus : {1, num_gpus()}) {
+  for (const int gpus : gpu_counts()) {
     ExchangeSetup setup = gpu_setup(2, gpus);
     setup.max_tokens = 16;
     std::vector<CaseData> cases;

@@ -21,6 +21,11 @@ inline constexpr std::chrono::milliseconds kGpuTimeout = std::chrono::seconds(10
   return static_cast<int>(gpus_here().gpus.size());
 }
 
+// How many GPUs the ranks of a test share: one, and all where there are several.
+[[nodiscard]] inline std::vector<int> gpu_counts() {
+  return num_gpus() > 1 ? std::vector{1, num_gpus()} : std::vector{1};
+}
+
 // Skips without a GPU.
 template <class Base>
 class GpuTestOf : public Base {

@@ -262,7 +262,7 @@ class GpuGraphTest : public GpuParamTest<int> {};
 
 TEST_P(GpuGraphTest, ReplaysWithChangingRouting) {
   FailureCount failures;
-  for (const int gpus : {1, num_gpus()}) {
+  for (const int gpus : gpu_counts()) {
     for (const Layout layout : {Layout::kRankMajor, Layout::kExpertMajor, Layout::kExpertStrided}) {
       for (const OutputMemory output : {OutputMemory::kDirect, OutputMemory::kStaged}) {
         ExchangeSetup setup = gpu_setup(GetParam(), gpus);

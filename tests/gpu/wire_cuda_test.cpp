@@ -3,6 +3,7 @@
 // domain and in several.
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 #include "gpu/gpu_test.hpp"
@@ -41,22 +42,21 @@ class GpuWireTest : public GpuParamTest<int> {};
 // Few tokens, whose sums go among the eager rows, and many; rows of one group, of a number that no
 // team of warps divides, and long ones.
 TEST_P(GpuWireTest, EqualsTheReference) {
+  constexpr std::pair<int64_t, int64_t> kSizes[] = {{128, 300}, {640, 90}, {640, 7}, {7168, 7}};
   FailureCount failures;
-  for (const int gpus : {1, num_gpus()}) {
-    for (const int64_t hidden : {128, 640, 7168}) {
-      for (const int64_t max_tokens : {7, 90, 300}) {
-        ExchangeSetup setup = gpu_setup(GetParam(), gpus);
-        setup.hidden = hidden;
-        setup.max_tokens = max_tokens;
-        setup.max_topk = 6;
-        setup.num_sms = max_tokens == 90 ? 3 : 0;
-        setup.has_own_stream = max_tokens == 7;
-        for (const Wire wire : kWires) {
-          const auto seed = static_cast<uint64_t>(hidden + 1000 * max_tokens);
-          failures.add(run_cases_on_threads(wire_cases(setup, wire, seed)));
-          if (failures.are_too_many()) {
-            return;
-          }
+  for (const int gpus : gpu_counts()) {
+    for (const auto& [hidden, max_tokens] : kSizes) {
+      ExchangeSetup setup = gpu_setup(GetParam(), gpus);
+      setup.hidden = hidden;
+      setup.max_tokens = max_tokens;
+      setup.max_topk = 6;
+      setup.num_sms = max_tokens == 90 ? 3 : 0;
+      setup.has_own_stream = max_tokens == 7;
+      for (const Wire wire : kWires) {
+        const auto seed = static_cast<uint64_t>(hidden + 1000 * max_tokens);
+        failures.add(run_cases_on_threads(wire_cases(setup, wire, seed)));
+        if (failures.are_too_many()) {
+          return;
         }
       }
     }
