@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kTimeout{1000};  // of the scheduler's time
+constexpr milliseconds kTimeout{1000};  // of the scheduler's time; ranks have up to four times it
 
 // What a seed decides before anything runs.
 struct Scene {
@@ -26,6 +26,7 @@ struct Scene {
   std::vector<CaseData> cases;
   int refuser = -1;  // of a call before the last case
   Misfortune misfortune;
+  std::vector<milliseconds> timeouts;  // by rank
 };
 
 Scene make_scene(uint64_t seed) {
@@ -38,7 +39,6 @@ Scene make_scene(uint64_t seed) {
   setup.max_tokens = random.between(1, 40);  // one chunk or two
   setup.num_experts = setup.num_ranks * static_cast<int>(random.between(1, 2));
   setup.max_topk = static_cast<int>(random.between(1, 3));
-  setup.timeout = kTimeout;
   scene.domains.resize(setup.num_ranks == 4 && random.below(2) == 0 ? 2 : 1);
   for (int rank = 0; rank < setup.num_ranks; ++rank) {
     scene.domains[static_cast<size_t>(rank) % scene.domains.size()].push_back(rank);
@@ -63,6 +63,9 @@ Scene make_scene(uint64_t seed) {
     misfortune.dies = kind == 0;
     misfortune.loses_put = kind == 1;
     misfortune.stop = milliseconds(kind < 2 ? 0 : random.between(1, 2 * kTimeout.count()));
+  }
+  for (int rank = 0; rank < setup.num_ranks; ++rank) {
+    scene.timeouts.push_back(kTimeout * random.between(1, 4));
   }
   return scene;
 }
@@ -112,9 +115,11 @@ RankEnd run_rank(const Group& group, const Scene& scene, Scheduler& scheduler) {
   const auto make = [&](std::string_view name, const auto&... rest) {
     return scheduler.wrap(make_transport(name, rest...), rank);
   };
-  std::optional<Exchange> exchange = Executor::exchange_by(std::make_unique<CpuExchange>(
-      group, scene.setup.config(rank), scene.domains, std::string(), make
-  ));
+  ExchangeConfig config = scene.setup.config(rank);
+  config.timeout = scene.timeouts[static_cast<size_t>(rank)];
+  std::optional<Exchange> exchange = Executor::exchange_by(
+      std::make_unique<CpuExchange>(group, config, scene.domains, std::string(), make)
+  );
   scheduler.enter(rank);
   try {
     end.thrown = thrown_by([&] { run_calls(*exchange, scene, end); });

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <random>
 
 #include "call/validate.hpp"
@@ -103,6 +104,14 @@ CudaExchange::CudaExchange(const Group& group, const ExchangeConfig& wanted, boo
       has_eager_rows ? eager_row_room(ranks, tokens, topk, hidden) : 0,
       settings_.copy_engines ? copied_token_room(topk, hidden) : 0};
   plan_map_ = {ranks, experts, tokens, topk};
+  WEFT_CHECK_ARG(
+      context_,
+      control_map_.signals().needed() < std::numeric_limits<uint32_t>::max(),
+      "exchange: max_tokens = {} makes {} signals among {} ranks (fewer than 2^32 - 1)",
+      settings_.max_tokens,
+      control_map_.signals().needed(),
+      context_.num_ranks
+  );
   memory_ = std::make_shared<PeerMemory>(group, settings_.device.index, control_map_.num_bytes());
   refusals_ = std::make_unique<RefusalBoard>(group);
   const DomainFacts facts = agree_on_facts(group, id_, settings_.device.index, context_);

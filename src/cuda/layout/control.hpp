@@ -101,6 +101,10 @@ struct SignalSlots {
     return copied(num_ranks) + source;
   }
   [[nodiscard]] WEFT_HD constexpr uint32_t size() const { return copying(num_ranks); }
+  // The same where 32 bits do not hold it.
+  [[nodiscard]] constexpr uint64_t needed() const {
+    return uint64_t{num_ranks} * (uint64_t{2} * max_chunks + 7);
+  }
 };
 
 // The most memory for eager rows, which only short calls have: in longer ones the transfer takes

@@ -17,6 +17,15 @@ TEST(DeviceControlTest, HasRoomForEagerRowsOfShortCalls) {
   EXPECT_EQ(eager_row_room(8, 512, 9, 4), 0U);  // more routes than shared memory holds
 }
 
+TEST(DeviceControlTest, SaysHowManySignalsAreNeededWhere32BitsDoNotSuffice) {
+  for (const uint32_t ranks : {1U, 3U, 32U}) {
+    const SignalSlots slots = {.num_ranks = ranks, .max_chunks = 100};
+    EXPECT_EQ(slots.needed(), slots.size());
+  }
+  const SignalSlots many = {.num_ranks = 32, .max_chunks = uint32_t{1} << 27};
+  EXPECT_EQ(many.needed(), (uint64_t{1} << 33) + 7 * 32);
+}
+
 // Where a token has more choices than there are ranks, eager rows hold one of each if they are not
 // too many.
 TEST(DeviceControlTest, HasRoomForARowOfEachRoute) {
