@@ -97,8 +97,7 @@ void await_marks(
       is_whole(),
       ErrorCode::kTimeout,
       "combine: rank {} waited {} ms for block {} of the rows of expert {} in call {} (its mark is "
-      "{}, "
-      "wanted {})",
+      "{}, wanted {})",
       plan.shape.rank,
       timeout.count(),
       next % blocks,
@@ -137,6 +136,18 @@ void run(const CpuCall& call, const CombineInput& in, const CombineOutput& out) 
   run_roles(call, reduce, forward, sum);
 }
 
+Staging staging_for(const PlanData& plan, const CombineInput& in) {
+  const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
+  const auto row_bytes = static_cast<uint64_t>(returned_row_bytes(in));
+  return combine_staging(
+      plan,
+      {.rows = row_bytes,
+       .weights = in.weights.is_given() ? sizeof(float) : 0,
+       .source_weights = has_source_weights ? sizeof(float) : 0,
+       .crossing_rows = row_bytes}
+  );
+}
+
 }  // namespace
 
 void CpuExchange::combine(
@@ -145,14 +156,7 @@ void CpuExchange::combine(
   const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
     Validator{context_, settings_, id_}.combine(plan, in, out);
-    const bool has_source_weights = in.scale == CombineScale::kSourceWeights;
-    Staging ready = combine_staging(
-        plan,
-        {.rows = static_cast<uint64_t>(returned_row_bytes(in)),
-         .weights = in.weights.is_given() ? sizeof(float) : 0,
-         .source_weights = has_source_weights ? sizeof(float) : 0,
-         .crossing_rows = static_cast<uint64_t>(returned_row_bytes(in))}
-    );
+    Staging ready = staging_for(plan, in);
     reserve_staging(ready.num_bytes);
     return ready;
   };
