@@ -133,13 +133,11 @@ def buffer_bytes(
     allow_multiple_reduction: bool,
 ) -> int:
     """What such a buffer may hold at once: rows from every rank, and those that come back."""
-    topk = num_topk or ANY_TOPK
-    scales = 4 * math.ceil(hidden / GROUP) if use_fp8_dispatch else 0
-    row = hidden * (1 if use_fp8_dispatch else 2) + scales + topk * 12 + 16
-    received = num_ranks * num_max_tokens_per_rank * row
-    returns = min(topk, num_ranks) if allow_multiple_reduction else topk
-    returned = num_max_tokens_per_rank * returns * (hidden * 2 + topk * 4)
-    return round_up(max(received + returned, 1), ALIGNMENT)
+    group = GROUP if use_fp8_dispatch else None
+    received, returned = _bytes_of_token(
+        num_ranks, hidden, num_topk, group, allow_multiple_reduction
+    )
+    return round_up(max(num_max_tokens_per_rank * (received + returned), 1), ALIGNMENT)
 
 
 def larger_call_bytes(
@@ -151,12 +149,22 @@ def larger_call_bytes(
     allow_multiple_reduction: bool,
 ) -> int:
     """What `EPBuffer` may hold at once: rows from every rank, or those that come back."""
+    group = 32 if use_fp8_dispatch else None
+    either = _bytes_of_token(num_ranks, hidden, num_topk, group, allow_multiple_reduction)
+    return round_up(num_max_tokens_per_rank * max(either), ALIGNMENT)
+
+
+def _bytes_of_token(
+    num_ranks: int, hidden: int, num_topk: int, group: int | None, allow_multiple_reduction: bool
+) -> tuple[int, int]:
+    """For one token of each rank: what comes from all ranks, and what comes back to one.
+
+    group: elements of FP8 that have a scale of four bytes; None for bf16.
+    """
     topk = num_topk or ANY_TOPK
-    scales = 4 * math.ceil(hidden / 32) if use_fp8_dispatch else 0
-    row = hidden * (1 if use_fp8_dispatch else 2) + scales + topk * 12 + 16
+    elements = 2 * hidden if group is None else hidden + 4 * math.ceil(hidden / group)
     returns = min(topk, num_ranks) if allow_multiple_reduction else topk
-    slots = max(num_ranks * row, returns * (hidden * 2 + topk * 4))
-    return round_up(num_max_tokens_per_rank * slots, ALIGNMENT)
+    return num_ranks * (elements + topk * 12 + 16), returns * (hidden * 2 + topk * 4)
 
 
 def device_sms() -> int:
