@@ -20,9 +20,10 @@ struct CallOptions {
   // Of all ranks or none. dispatch, combine: copy engines carry the rows between GPUs, and
   // multiprocessors only pack them before and store or add them after, so that little is taken from
   // computation beside it but memory bandwidth. Needs ExchangeConfig::copy_engines, whose room is
-  // for rows of 16 bits an element with 512 bytes of scales; what does not fit, a captured call,
-  // and combine in fp32, by source weights or coded (Wire), go as usual. The result is the same;
-  // where the call fails, rows of this rank's own tokens may have been written.
+  // for rows of 16 bits an element with 512 bytes of scales. Multiprocessors carry all rows, as if
+  // this were false, where rows do not fit, where the call is captured, and where combine is in
+  // fp32, by source weights or coded (Wire). The result is the same; where the call fails, rows of
+  // this rank's own tokens may have been written.
   bool copy_engines = false;
   // GPUs of one domain: the call only sends, without a wait for any peer; Exchange::receive() has
   // the rest. A call that plans and dispatches in one launch (Exchange::dispatch), where each rank
