@@ -6,16 +6,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cctype>
 
 #include "core/half.hpp"
-#include "multirank/worlds.hpp"
-#include "support/run_case.hpp"
+#include "multirank/transport_cases.hpp"
 
 namespace weft::test {
 namespace {
-
-using Parameters = std::tuple<std::string, std::vector<int>, FanOut>;
 
 // A random case whose sums are by choice.
 Case topk_case(const ExchangeSetup& setup, uint64_t seed) {
@@ -31,23 +27,9 @@ Case topk_case(const ExchangeSetup& setup, uint64_t seed) {
   return spec;
 }
 
-class SumOrderTest : public testing::TestWithParam<Parameters> {
+class SumOrderTest : public TransportCasesTest {
  protected:
-  void SetUp() override {
-    const auto& [transport, domain_of, fan_out] = GetParam();
-    if (const std::string reason = obstacle(transport); !reason.empty()) {
-      GTEST_SKIP() << reason;
-    }
-    setup_.domain_of = domain_of;
-    setup_.num_ranks = static_cast<int>(domain_of.size());
-    setup_.num_experts = 3 * setup_.num_ranks;
-    setup_.max_topk = 6;
-    setup_.max_tokens = 90;
-    setup_.transport = transport;
-    setup_.fan_out = fan_out;
-  }
-
-  ExchangeSetup setup_;
+  SumOrderTest() { setup_.max_tokens = 90; }
 };
 
 TEST_P(SumOrderTest, GivesTheBitsOfTheReference) {
@@ -97,20 +79,6 @@ TEST_P(SumOrderTest, AddsUpWhereAllChoicesAre) {
     cases.push_back(make_case_data(setup_, spec));
   }
   EXPECT_EQ(run_cases_on_threads(cases), "");
-}
-
-std::string test_name(const testing::TestParamInfo<Parameters>& info) {
-  const auto& [transport, domain_of, fan_out] = info.param;
-  std::string name = fmt::format(
-      "{}_{}_{}",
-      transport,
-      fmt::join(domain_of, ""),
-      fan_out == FanOut::kSource ? "source" : "receiver"
-  );
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return std::isalnum(c) == 0; }, '_'
-  );
-  return name;
 }
 
 const std::vector<std::vector<int>>& worlds_of_ranks() {

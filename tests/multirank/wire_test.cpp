@@ -9,21 +9,17 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cmath>
 #include <map>
 #include <span>
 
 #include "core/half.hpp"
-#include "multirank/worlds.hpp"
+#include "multirank/transport_cases.hpp"
 #include "support/errors.hpp"
-#include "support/run_case.hpp"
 #include "support/wire_bound.hpp"
 
 namespace weft::test {
 namespace {
-
-using Parameters = std::tuple<std::string, std::vector<int>, FanOut>;
 
 Case wire_case(const ExchangeSetup& setup, uint64_t seed, Wire wire) {
   Case spec = random_case(setup, seed);
@@ -33,24 +29,12 @@ Case wire_case(const ExchangeSetup& setup, uint64_t seed, Wire wire) {
   return spec;
 }
 
-class WireTest : public testing::TestWithParam<Parameters> {
+class WireTest : public TransportCasesTest {
  protected:
-  void SetUp() override {
-    const auto& [transport, domain_of, fan_out] = GetParam();
-    if (const std::string reason = obstacle(transport); !reason.empty()) {
-      GTEST_SKIP() << reason;
-    }
-    setup_.domain_of = domain_of;
-    setup_.num_ranks = static_cast<int>(domain_of.size());
-    setup_.num_experts = 3 * setup_.num_ranks;
-    setup_.max_topk = 6;
+  WireTest() {
     setup_.max_tokens = 60;
     setup_.hidden = 256;
-    setup_.transport = transport;
-    setup_.fan_out = fan_out;
   }
-
-  ExchangeSetup setup_;
 };
 
 TEST_P(WireTest, GivesTheBitsOfTheReference) {
@@ -82,20 +66,6 @@ TEST_P(WireTest, MultipliesAsTheReferenceDoes) {
     }
     EXPECT_EQ(run_cases_on_threads(cases), "");
   }
-}
-
-std::string test_name(const testing::TestParamInfo<Parameters>& info) {
-  const auto& [transport, domain_of, fan_out] = info.param;
-  std::string name = fmt::format(
-      "{}_{}_{}",
-      transport,
-      fmt::join(domain_of, ""),
-      fan_out == FanOut::kSource ? "source" : "receiver"
-  );
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return std::isalnum(c) == 0; }, '_'
-  );
-  return name;
 }
 
 INSTANTIATE_TEST_SUITE_P(
