@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "plan/balance/routing.hpp"
 #include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
 #include "weft/routing.hpp"
@@ -392,6 +393,20 @@ std::vector<Plan> build_plans(
     }
     check_options(options_of[rank], {});
     counts.push_back(count_routes(routes[rank], num_experts, num_ranks, options_of[rank]));
+  }
+
+  std::vector<RouteTable> physical;
+  if (options.balance.replicas > 0) {
+    check_balancing(options.balance, num_ranks, num_experts, {});
+    const Balance balance = balance_counts(counts, options.balance, {});
+    counts.clear();
+    for (size_t rank = 0; rank < routes.size(); ++rank) {
+      physical.push_back(physical_routes(routes[rank], balance, static_cast<int>(rank)));
+      options_of[rank] = resolved_options(options_of[rank], balance);
+      const int num_places = balance.placement.shape.count();
+      counts.push_back(count_routes(physical[rank], num_places, num_ranks, options_of[rank]));
+    }
+    routes = physical;
   }
 
   std::vector<PlanData> plans;

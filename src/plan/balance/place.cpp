@@ -10,7 +10,7 @@
 // All is in whole numbers, and ties go to the lower rank or expert, so that a kernel finds the
 // same: each of its warps tries one limit, with a lane for a rank or for an expert of the fullest
 // rank (three maxima over the warp for each replica), and the least that was kept counts. Two or
-// three rounds of probes are enough, since kProbes^2 is kFineness.
+// three rounds of probes are enough, since kProbes^2 is kBalanceFineness.
 #include <algorithm>
 #include <numeric>
 #include <optional>
@@ -31,11 +31,22 @@ int64_t Placement::busiest() const {
   return std::ranges::max(rows_of_ranks());
 }
 
+Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape) {
+  Placement masters = {
+      .shape = shape,
+      .expert = std::vector<int32_t>(static_cast<size_t>(shape.count()), -1),
+      .rows = std::vector<int64_t>(static_cast<size_t>(shape.count()), 0)};
+  for (size_t e = 0; e < rows.size(); ++e) {
+    const auto master = static_cast<size_t>(shape.master_of(static_cast<int>(e)));
+    masters.expert[master] = static_cast<int32_t>(e);
+    masters.rows[master] = rows[e];
+  }
+  return masters;
+}
+
 namespace {
 
 constexpr int64_t kProbes = 32;
-// The search ends when less than this part of a mean rank's rows could still be gained.
-constexpr int64_t kFineness = 1024;
 
 // Tries to keep a limit.
 class Attempt {
@@ -115,17 +126,10 @@ class Attempt {
 Placement place_replicas(
     const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
 ) {
-  Placement masters;
-  masters.shape = {num_ranks, static_cast<int>(rows.size()), options.replicas};
-  masters.expert.assign(static_cast<size_t>(masters.shape.count()), -1);
-  masters.rows.assign(masters.expert.size(), 0);
-  for (size_t e = 0; e < rows.size(); ++e) {
-    const auto master = static_cast<size_t>(masters.shape.master_of(static_cast<int>(e)));
-    masters.expert[master] = static_cast<int32_t>(e);
-    masters.rows[master] = rows[e];
-  }
+  const Placement masters =
+      masters_of(rows, {num_ranks, static_cast<int>(rows.size()), options.replicas});
   const int64_t least = (std::reduce(rows.begin(), rows.end()) + num_ranks - 1) / num_ranks;
-  const int64_t fineness = std::max<int64_t>(1, least / kFineness);
+  const int64_t fineness = std::max<int64_t>(1, least / kBalanceFineness);
 
   Placement best = masters;
   int64_t failed = least - 1;
