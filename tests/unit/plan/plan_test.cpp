@@ -34,6 +34,25 @@ TEST(PlanTest, EqualsReferenceOnRandomCases) {
   EXPECT_GT(num_overflows, 100);  // dropping is part of the cases
 }
 
+TEST(PlanTest, EqualsReferenceWithReplicas) {
+  int num_replicas = 0;
+  for (uint64_t seed = 0; seed < kNumCases; ++seed) {
+    PlanCase c = random_case(seed);
+    c.options.balance.replicas = 1 + static_cast<int>(seed % 3);
+    SCOPED_TRACE(fmt::format("seed {}: {}", seed, describe(c)));
+    const std::vector<PlanData> fast = fast_plans(c);
+    const std::vector<PlanData> slow = slow_plans(c);
+    for (size_t rank = 0; rank < fast.size(); ++rank) {
+      ASSERT_TRUE(same_plan(fast[rank], slow[rank]));
+      const auto& placement = fast[rank].shape.options.balance.placement;
+      num_replicas += static_cast<int>(std::ranges::count_if(placement, [](int32_t expert) {
+        return expert >= 0;
+      }));
+    }
+  }
+  EXPECT_GT(num_replicas, 100);
+}
+
 TEST(PlanTest, GivesEachRouteADistinctSlot) {
   for (uint64_t seed = 0; seed < kNumCases; ++seed) {
     const PlanCase c = random_case(seed);
