@@ -283,17 +283,25 @@ void read_balance(const JsonNode& node, PlanShape& shape) {
   }
 }
 
-// No routes go where no replica is. Throws Error (kFile).
-void check_empty_places(const JsonNode& node, const PlanData& plan) {
+// No routes go where no replica is, neither of all ranks nor of this one. Throws Error (kFile).
+void check_empty_places(const JsonNode& whole, const PlanData& plan) {
   const Balancing& balance = plan.shape.options.balance;
   const PhysicalExperts shape = {
       plan.shape.num_ranks, plan.shape.num_chosen_experts(), balance.replicas};
   for (int i = 0; i < static_cast<int>(balance.placement.size()); ++i) {
     const int physical = shape.place_of(i / balance.replicas, i % balance.replicas);
-    const int64_t routes = plan.global_routes[static_cast<size_t>(physical)];
-    if (balance.placement[static_cast<size_t>(i)] < 0 && routes > 0) {
-      node.fail("has {} routes to physical expert {} (no replica is there)", routes, physical);
+    if (balance.placement[static_cast<size_t>(i)] >= 0) {
+      continue;
     }
+    const auto refuse_if = [&](bool has_route, std::string_view name) {
+      if (has_route) {
+        whole[name].fail("has a route to physical expert {} (no replica is there)", physical);
+      }
+    };
+    refuse_if(plan.global_routes[static_cast<size_t>(physical)] > 0, "global_routes");
+    refuse_if(
+        std::ranges::find(plan.route_expert, physical) != plan.route_expert.end(), "route_expert"
+    );
   }
 }
 
@@ -438,6 +446,7 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   const int64_t num_routes = plan.shape.num_tokens * plan.shape.topk;
   plan.route_expert =
       whole["route_expert"].integers<int32_t>(num_routes, -1, plan.shape.num_experts - 1);
+  check_empty_places(whole, plan);
   // A pair has two ends: the bounds of this rank's are known, the other's are not.
   const ArrivalBounds sent(plan.shape, plan.shape.num_tokens, kMaxInt32);
   const ArrivalBounds received(plan.shape, kMaxInt32, plan.num_rows);
@@ -469,7 +478,6 @@ PlanData plan_from_json(const JsonNode& whole) {
   PlanData plan;
   plan.shape = shape_from(whole["shape"]);
   read_output_shape(whole, plan);
-  check_empty_places(whole["global_routes"], plan);
   read_routes(whole, plan);
   const Value output = output_to_json(plan);
   for (const auto& [key, value] : output.items()) {

@@ -80,8 +80,13 @@ TEST(PlanJsonTest, RefusesReplicasThatCannotBe) {
   EXPECT_TRUE(with("/shape/placement", {-1, 2})
                   .starts_with("load: plan.json: /shape/placement fits no plan: plan: "
                                "placement[1, 0] = 2 lies there anyway"));
+  EXPECT_TRUE(
+      with("/route_expert/0", 2)
+          .starts_with("load: plan.json: /route_expert has a route to physical expert 2 (no "
+                       "replica is there)")
+  );
   EXPECT_TRUE(with("/global_routes/2", 7)
-                  .starts_with("load: plan.json: /global_routes has 7 routes to physical expert 2 "
+                  .starts_with("load: plan.json: /global_routes has a route to physical expert 2 "
                                "(no replica is there)"));
 }
 
