@@ -111,14 +111,8 @@ def test_a_layer_is_balanced_by_replicas(tmp_path):
     ).stdout
     (step,) = json.loads(path.read_text())["steps"]
     routed, balanced, even = (step[name] for name in ("as routed", "balanced", "even"))
-    assert (
-        routed["busiest_of_mean"]
-        > 1.3
-        > 1.02
-        >= balanced["busiest_of_mean"]
-        >= even["busiest_of_mean"]
-        == 1
-    )
+    assert routed["busiest_of_mean"] > 1.3
+    assert 1.02 >= balanced["busiest_of_mean"] >= even["busiest_of_mean"] == 1
     assert routed["copies"] == even["copies"] == 0 < balanced["copies"] <= 16
     for times in (routed, balanced, even):
         parts = times["exchange_us"] + times["products_us"] + times["rest_us"] + times["exposed_us"]
