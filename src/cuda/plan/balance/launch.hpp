@@ -2,7 +2,8 @@
 // Balancing (plan/balance/balance.hpp) on a GPU, with the same results as on a CPU: placement and
 // quotas from the counts of all ranks, and the physical experts of one rank's routes.
 //
-//   launch_count_routes -> counts of all ranks -> launch_plan_balance -> launch_assign_routes
+//   counts of all ranks: launch_swap_counts -> launch_plan_balance
+//   this rank's routes: launch_count_routes, then launch_assign_routes -> plan of physical experts
 //
 // All memory is the caller's, on the GPU; nothing is allocated and nothing waits for the host.
 #pragma once
@@ -11,6 +12,7 @@
 
 #include <cstdint>
 
+#include "cuda/layout/launch.hpp"
 #include "plan/balance/balance.hpp"
 
 namespace weft {
@@ -57,8 +59,16 @@ void prepare_balance(const PhysicalExperts& shape);
 
 // The launches throw Error (kCuda). An index that is neither -1 nor an expert, and a route that was
 // not counted, become shape.count(), which is no physical expert: a plan refuses it.
+// launch_count_routes() is for launch_assign_routes() of the same routes.
 void launch_count_routes(const AssignLaunch& call, cudaStream_t stream);
 void launch_plan_balance(const BalanceLaunch& call, cudaStream_t stream);
 void launch_assign_routes(const AssignLaunch& call, cudaStream_t stream);
+
+// The counts of all ranks: `counts` [num_ranks, num_experts], zeroes if the call is given up. A
+// collective call like a plan, with an epoch of its own, which checks this rank's routing and the
+// signature. `plan` is as for launch_plan() with a map of the experts before balancing; of the
+// plan's block only the routes are written, and peers write nothing there.
+void prepare_swap_counts();  // once per device and before any capture
+void launch_swap_counts(const PlanLaunch& plan, int32_t* counts, cudaStream_t stream);
 
 }  // namespace weft

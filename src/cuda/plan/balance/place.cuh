@@ -99,6 +99,7 @@ __device__ inline int32_t try_limit(
 
     int32_t largest = -1;
     int32_t expert = kMostRows;
+#pragma unroll 1  // mostly once
     for (int i = lane_index(); i < num_local; i += kWarpLanes) {
       const int32_t rows = placed.masters[from * num_local + i];
       expert = rows > largest ? from * num_local + i : expert;
