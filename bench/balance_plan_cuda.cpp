@@ -86,8 +86,8 @@ class Rig {
     assign_.shape = shape_;
     assign_.topk_idx = routes_.get();
     assign_.index_bytes = sizeof(int32_t);
-    assign_.topk = kBalanceTopk;
-    assign_.num_tokens = static_cast<int64_t>(experts_.size()) / kBalanceTopk;
+    assign_.topk = 1;  // only how many routes there are counts
+    assign_.num_tokens = static_cast<int64_t>(experts_.size());
     assign_.block_counts = block_counts_.get();
     assign_.counts = own_counts_.get();
     assign_.quotas = plan_.quotas;
