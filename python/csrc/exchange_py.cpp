@@ -222,20 +222,6 @@ nb::tuple combine(
   return nb::make_tuple(x, has_weights ? tensors.back() : nb::none());
 }
 
-// tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
-void count(const nb::tuple& tensors, int num_experts, uintptr_t stream) {
-  const Given topk_idx = read_needed("topk_idx", tensors[0]);
-  const Given per_rank = read_vector("per_rank", tensors[1]);
-  const Given per_expert = read_vector("per_expert", tensors[2]);
-  const Given is_token_in_rank = read("is_token_in_rank", tensors[3]);
-  const Given per_host = read_vector("per_host", tensors[4]);
-  const Given hosts = read_vector("host_of_rank", tensors[5]);
-  const RoutingCounts counts = {
-      per_rank.tensor, per_expert.tensor, is_token_in_rank.tensor, per_host.tensor, hosts.tensor};
-  // NOLINTNEXTLINE: torch gives streams as numbers
-  count_routing(topk_idx.tensor, num_experts, counts, reinterpret_cast<void*>(stream));
-}
-
 void refuse(
     Calls& calls, std::string_view verb, const std::string& reason, const Options& options
 ) {
@@ -431,15 +417,6 @@ void bind_exchange(nb::module_& m) {
       .def_prop_ro("transport", [](const Calls& calls) {
         return calls.exchange().config().transport;
       });
-  m.def(
-      "count_routing",
-      &count,
-      arg("tensors"),
-      arg("num_experts"),
-      arg("stream"),
-      "Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, "
-      "is_token_in_rank, per_host, host_of_rank."
-  );
   m.def(
       "wire_row_bytes",
       [](std::string_view wire, int64_t hidden) {

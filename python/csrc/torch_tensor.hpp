@@ -21,6 +21,7 @@ enum class ScalarType : int32_t {
   kInt32 = 3,
   kInt64 = 4,
   kFloat32 = 6,
+  kBool = 11,
   kBFloat16 = 15,
   kFloat8E5M2 = 23,
   kFloat8E4M3 = 24

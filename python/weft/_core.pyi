@@ -310,11 +310,6 @@ def overlapped_copies(hidden: int, num_ranks: int) -> bool:
     Whether copy engines carry the rows of a call that shares its GPU with computation.
     """
 
-def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: int) -> None:
-    """
-    Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
-    """
-
 def wire_row_bytes(wire: str, hidden: int) -> int:
     """The bytes of a bf16 row, or a sum of some, on its way in a combine."""
 
@@ -326,6 +321,16 @@ def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int
     """
 
 def check_experts(num_experts: int, num_ranks: int) -> None: ...
+
+def count_routing(topk_idx: Tensor, num_experts: int, num_ranks: int, host_of_rank: Tensor | None, num_hosts: int, stream: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """
+    Local: what weft::count_routing writes: per_rank int32 [R], per_host int32 [hosts] or None without host_of_rank int64 [R], per_expert int32 [E], is_token_in_rank bool [T, R].
+    """
+
+def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, stream: int) -> tuple[Tensor, Tensor | None]:
+    """
+    Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] or None.
+    """
 
 def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int]:
     """

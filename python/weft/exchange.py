@@ -128,6 +128,7 @@ class Exchange:
         weights: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         layout: str = "expert_major",
         pad_multiple: int = 1,
         expert_stride: int = 0,
@@ -139,7 +140,9 @@ class Exchange:
         """Collective. Where every token goes.
 
         topk_idx [T, K] int64 or int32, -1 = no route, any other value outside [0, E) is refused;
-        or routing_map [T, E] bool, at most 32 set in a row. T may differ between ranks and be 0.
+        or routing_map [T, E] bool, at most 32 set in a row, with or without map_indices [T, any],
+        the indices that it was made of, which are refused alike. T may differ between ranks and be
+        0.
         weights fp32, [T, K] or [T, E]: kept for `combine(scale="plan")` only.
         layout "rank_major": a row for each (token, rank), by source rank, then token;
         "expert_major": a row for each route, by local expert (rounded up to pad_multiple rows),
@@ -164,7 +167,7 @@ class Exchange:
 
         def call(core: _core.Exchange) -> _core.Plan:
             options = {"stream": self._stream(), "num_sms": num_sms, **choices}
-            routing = (topk_idx, routing_map, weights)
+            routing = (topk_idx, routing_map, weights, map_indices)
             return core.plan(routing, _filled(_core.Options(), options))
 
         has_rows = self._given_rows(choices) is not None
@@ -327,6 +330,7 @@ class Exchange:
         *,
         plan_weights: Tensor | None = None,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         quantise: str = "none",
         scale_rule: str = "exact",
         scale_layout: str = "row",
@@ -339,9 +343,9 @@ class Exchange:
         receives_later: bool = False,
         **choices: Any,
     ) -> tuple:
-        """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
-        pad_multiple, expert_stride, row_budget, overflow, order), then `dispatch` by it, without
-        gradients; `weft.plan_and_dispatch` has them.
+        """Collective. `plan` with topk_idx, plan_weights, routing_map, map_indices and `choices`
+        (layout, pad_multiple, expert_stride, row_budget, overflow, order), then `dispatch` by it,
+        without gradients; `weft.plan_and_dispatch` has them.
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
         "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
@@ -380,7 +384,7 @@ class Exchange:
         def call(core: _core.Exchange) -> tuple:
             options = self._options(core, num_sms, copy_engines, **stored, **choices)
             options.receives_later = is_later
-            routing = (topk_idx, routing_map, plan_weights)
+            routing = (topk_idx, routing_map, plan_weights, map_indices)
             where = (self._pool_of(core) if self._on_gpu else None, given_rows)
             return core.plan_and_dispatch(routing, sent, experts, options, *where, is_one_call)
 
@@ -484,7 +488,7 @@ class Exchange:
 
         def call(core: _core.Exchange) -> None:
             made = self._options(core, 0, False, **choices)
-            routing = (nothing, None, None)
+            routing = (nothing, None, None, None)
             if verb == "plan" or not has_rows:
                 core.plan(routing, made)
             else:

@@ -116,6 +116,11 @@ class CommStream:
             stream.wait_stream(last)
 
 
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of the tensor's GPU as a number; 0 for a CPU tensor."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
 def _current_raw(device: torch.device) -> tuple[int, int]:
     index = torch.cuda.current_device() if device.index is None else device.index
     return index, torch._C._cuda_getCurrentRawStream(index)

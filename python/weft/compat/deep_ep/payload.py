@@ -84,11 +84,12 @@ class Payload:
         beside: tuple[Tensor, ...] = (),
         num_sms: int = 0,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         **wanted: bool,
     ) -> Received:
         """Collective. Sends the rows, with their factors and the columns of `beside`, by the plan
-        of `call` or by routes (or a map) to plan first. num_sms: of a GPU; CPU tensors need none.
-        wanted: more options of `Exchange.plan_and_dispatch`.
+        of `call` or by routes (or a map, and what it was made of) to plan first. num_sms: of a
+        GPU; CPU tensors need none. wanted: more options of `Exchange.plan_and_dispatch`.
         """
         rows, *scales = self.tensors
         dtype = rows.dtype
@@ -107,6 +108,7 @@ class Payload:
                 routes,
                 *sent,
                 routing_map=routing_map,
+                map_indices=map_indices,
                 num_sms=num_sms,
                 **call.options,
                 **wanted,

@@ -35,7 +35,7 @@ from ..checks import (
     count_of,
     warn_deprecated,
 )
-from ..layout import Routing, ranks_per_domain, routing_of, scatter_columns
+from ..layout import Routing, ranks_per_domain, routing_of, scatter_columns, spread
 from ..payload import (
     Payload,
     Received,
@@ -268,10 +268,11 @@ class HybridEPBuffer:
                 routing = self._find(call, payload, given, non_blocking, **wants)
                 out = payload.send(
                     call,
-                    routing.refused,
+                    None,
                     routing.probs,
                     num_sms=self._settings.num_of_blocks_dispatch_api,
-                    routing_map=routing.accepted,
+                    routing_map=routing.map,
+                    map_indices=routing.indices,
                 )
                 # After the launch, which a GPU awaits once it has told the number of rows.
                 config = self._config(hidden, out.plan, pad_multiple, fuse_permute_dispatch)
@@ -349,7 +350,8 @@ class HybridEPBuffer:
                 wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
             given = (routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
             routing = self._find(call, payload, given, is_known, **wants)
-            plan = call.exchange.plan(routing.refused, routing_map=routing.accepted, **wants)
+            routes = {"routing_map": routing.map, "map_indices": routing.indices}
+            plan = call.exchange.plan(**routes, **wants)
             call.by(plan, "dispatch")
             chosen = numbers(topk_of_map(routing.map, plan.topk))
             num_sms = self._settings.num_of_blocks_dispatch_api
@@ -387,7 +389,7 @@ class HybridEPBuffer:
         plan = handle.plan
         check_optional("probs", probs, torch.float32, [plan.num_tokens, plan.num_experts])
         if topk_idx is not None and topk_weights is not None:
-            probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
+            _, probs = spread(topk_idx, topk_weights, plan.num_experts)
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)
 
     def _bring_back(self, call: Call, hidden: Tensor, row_probs: Tensor | None) -> tuple:
