@@ -73,6 +73,12 @@ class Plan:
     @property
     def padded_rows_per_expert(self) -> list[int]: ...
 
+    def rows_on_host(self) -> Tensor:
+        """int64 [El] on the CPU: a copy of rows_per_expert."""
+
+    def padded_rows_on_host(self) -> Tensor:
+        """int64 [El] on the CPU: a copy of padded_rows_per_expert."""
+
     @property
     def expert_begin(self) -> list[int]: ...
 

@@ -151,8 +151,7 @@ class Functions(NamedTuple):
                 exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
             )
         # This comes after the launch: a GPU has nothing to do between the wait and that.
-        counts = plan.padded_rows_per_expert_list
-        counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        counts = plan.core.padded_rows_on_host()
         handle = ExpertRows(plan, num_sms)
         replay.record((handle, counts))
         return out.rows, out.weights, counts, handle

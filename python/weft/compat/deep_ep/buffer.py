@@ -297,7 +297,7 @@ class Buffer(LowLatencyMode):
     ) -> tuple:
         """Collective. What `get_dispatch_layout` and `dispatch` by it return, for `weft.fused_a2a`;
         `deep_ep` has no such call. No layout is made: only items of the handle tell of it, and they
-        make it of the plan when somebody asks for them."""
+        make it of the plan when somebody asks for them. The counts are int64 [El] on the CPU."""
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         with Call("fused_dispatch", self._pool, layout="rank_major") as call:
             self._runtime()
@@ -311,7 +311,8 @@ class Buffer(LowLatencyMode):
     def _send(
         self, call: Call, payload: Payload, routing: _Routing, num_sms: int, streams: tuple
     ) -> tuple:
-        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle."""
+        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle, or
+        `dispatch_by_topk`."""
         runtime, topk_idx, num_ranks = self._runtime(), routing.topk_idx, self.group_size
         has_topk, worst = topk_idx is not None, routing.num_worst_tokens
         topk = topk_idx.size(1) if has_topk else min(num_ranks, MAX_TOPK)
@@ -339,7 +340,10 @@ class Buffer(LowLatencyMode):
             ids = out.beside[0] if beside else None
             in_rank = None if layout is None else layout.is_token_in_rank
             handle = Handle(out.plan, in_rank, has_topk, ids, num_sms // 2, runtime.hosts)
-            counts = [] if worst > 0 else _counts(runtime, handle, layout)
+            if layout is None:
+                counts = out.plan.core.rows_on_host()
+            else:
+                counts = [] if worst > 0 else _counts(runtime, handle, layout)
             work.returns(*parts_of(out.x), out.experts, out.weights, ids)
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
@@ -422,7 +426,7 @@ class _Routing(NamedTuple):
     num_worst_tokens: int = 0
 
 
-def _counts(runtime: Runtime, handle: Handle, layout: Layout | None) -> list[int]:
+def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
     """Choices of this rank's experts. Waits for the GPU, as the plan did."""
     if handle.has_topk:
         return handle.plan.rows_per_expert_list

@@ -16,7 +16,6 @@ Same names, arguments, results and row order. What Weft lifts:
 either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
 """
 
-import dataclasses
 import operator
 from typing import Any
 
@@ -150,8 +149,8 @@ class HybridEPBuffer:
             "fuse_permute_dispatch": bool(fuse_permute_dispatch),
         }
         given = {name: value for name, value in given.items() if value is not None}
-        made = dataclasses.replace(self._settings, **given)
-        vars(made).update(kwargs)
+        made = HybridEPConfig.__new__(HybridEPConfig)  # a copy, for a call has no time for more
+        vars(made).update(vars(self._settings), **given, **kwargs)
         return made
 
     @property
@@ -444,9 +443,8 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
     plan = handle.plan
     if not on_host:
         return plan.padded_rows_per_expert.clone()
-    pinned = plan.exchange.device.type == "cuda"
-    counts = plan.padded_rows_per_expert_list
-    return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    counts = plan.core.padded_rows_on_host()
+    return counts.pin_memory() if plan.exchange.device.type == "cuda" else counts
 
 
 def _check_reuse(
