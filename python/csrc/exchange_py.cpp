@@ -190,7 +190,8 @@ bool is_open(Calls& calls, const Plan& plan) {
 nb::tuple combine(
     Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
 ) {
-  const Given rows = read_needed("rows", brought[0]);
+  const Given rows =
+      options.blocks ? read_blocks("rows", brought[0]) : read_needed("rows", brought[0]);
   const Given row_weights = read("row_weights", brought[1]);
   const Given source_weights = read("source_weights", brought[2]);
   const Given source_idx = read("source_idx", brought[3]);
@@ -428,7 +429,7 @@ void bind_exchange(nb::module_& m) {
   );
   m.def(
       "suits",
-      &suits,
+      nb::overload_cast<nb::handle, uint64_t, nb::handle>(&suits),
       arg("tensor").none(),
       arg("dtypes"),
       arg("shape"),

@@ -13,7 +13,7 @@ struct Options : PlanOptions, CallOptions {
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
   ScaleLayout scale_layout = ScaleLayout::kByRow;
-  bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
+  bool blocks = false;  // kExpertStrided: rows are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
   RowMarks ready;  // but for the tensor
   Wire wire = Wire::kNone;

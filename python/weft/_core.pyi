@@ -321,7 +321,7 @@ def wire_row_bytes(wire: str, hidden: int) -> int:
 
 MAX_TOPK: int = 32
 
-def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int | str = 'T') -> int:
+def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int | None = None) -> int:
     """
     topk_idx holds integers [T, K] with K from 1 to 32, and the weights, if they are given, have its shape. num_tokens: the rows of x, where they are known. Returns K.
     """
@@ -338,9 +338,9 @@ def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, s
     Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] or None.
     """
 
-def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int]:
+def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int, Options]:
     """
-    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8. Returns the hidden size and K.
+    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf. Returns the hidden size, K, and the options of Exchange.dispatch_blocks.
     """
 
 def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int) -> None:
