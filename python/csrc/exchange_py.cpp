@@ -128,19 +128,27 @@ std::optional<Written> written_ahead(
 
 // The plan; what the dispatch threw, if the plan was good (what the plan throws is thrown); and
 // what `dispatch` returns, or None if that is still to be called. is_one_call: all ranks make both
-// by the call that does. given_rows: how many, if nobody waits to hear it.
+// by the call that does. given_rows: how many, if nobody waits to hear it. pool_of: returns the
+// pool, or is None.
 nb::tuple plan_and_dispatch(
     Calls& calls,
     const nb::tuple& routing,
     const nb::tuple& sent,
     bool has_experts,
     const Options& options,
-    nb::handle pool,
+    nb::handle pool_of,
     std::optional<int64_t> given_rows,
     bool is_one_call
 ) {
   const RoutingGiven routes(routing);
   const SentGiven given(sent, has_experts);
+  nb::object pool = nb::none();
+  const bool is_alone =
+      is_one_call &&
+      calls.exchange().writes_alone(routes.routing(options), options, given.x.tensor, options);
+  if (!pool_of.is_none() && !is_alone) {
+    pool = pool_of();
+  }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
   const DispatchOutput output = written ? written->output : DispatchOutput{};
   std::optional<Plan> plan;
@@ -399,7 +407,7 @@ void bind_exchange(nb::module_& m) {
           arg("sent"),
           arg("has_experts"),
           arg("options"),
-          arg("pool").none(),
+          arg("pool_of").none(),
           arg("given_rows").none(),
           arg("is_one_call")
       )

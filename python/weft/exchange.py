@@ -3,6 +3,7 @@
 it; outputs.py has plans and the memory of a call."""
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -414,18 +415,19 @@ class Exchange:
     ) -> tuple[Plan, tuple[Tensor | None, ...]]:
         """The plan; and rows, weights, scales, experts, sources, counts. make_options: those that
         say what is sent; runs: num_sms, copy_engines, receives_later."""
-        *how, receives_later = runs
+        num_sms, copy_engines, receives_later = runs
         is_one_call = self._on_gpu and given_rows is not None
         is_later = is_one_call and receives_later
 
         def options(core: _core.Exchange) -> _core.Options:
-            options = self._placed(make_options(), core, *how, is_dispatch=True)
-            options.receives_later = is_later
-            return options
+            made = self._placed(make_options(), core, num_sms, copy_engines, is_dispatch=True)
+            made.receives_later = is_later
+            return made
 
         def call(core: _core.Exchange) -> tuple:
-            where = (self._pool_of(core) if self._on_gpu else None, given_rows, is_one_call)
-            return core.plan_and_dispatch(routing, sent, experts, options(core), *where)
+            pool_of = functools.partial(self._pool_of, core) if self._on_gpu else None
+            how = (options(core), pool_of, given_rows, is_one_call)
+            return core.plan_and_dispatch(routing, sent, experts, *how)
 
         verb, has_rows = "plan_and_dispatch", given_rows is not None
         core, planned = self._planned(verb, has_rows, call, routing[0], routing[1])
