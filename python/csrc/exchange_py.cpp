@@ -92,7 +92,7 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
 
 // Memory for a dispatch whose plan is still to be made, so that a GPU that has counted waits for
 // little more than the launch. If nobody gave the number of rows, as much as the last such call
-// took and a little more; none if there is no last call, or not as much.
+// took, and a little more where it changes; none if there is no last call, or not as much.
 std::optional<Written> written_ahead(
     Calls& calls,
     const RoutingGiven& routing,
@@ -112,7 +112,7 @@ std::optional<Written> written_ahead(
     weight_cols = topk_idx.is_given() ? topk_idx.cols : calls.exchange().config().max_topk;
   }
   try {
-    const int64_t num_rows = given_rows.value_or(last + last / 64);
+    const int64_t num_rows = given_rows.value_or(last + calls.spare_rows);
     return Written(calls, sent, options, options.layout, pool, num_rows, weight_cols);
   } catch (const Error&) {
     if (given_rows) {
@@ -176,7 +176,9 @@ nb::tuple plan_and_dispatch(
     }
   });
   if (!given_rows) {
-    calls.last_rows = plan->num_rows();
+    const int64_t num_rows = plan->num_rows();
+    calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / 64;
+    calls.last_rows = num_rows;
   }
   const nb::object told = problem ? exception_of(*problem) : nb::none();
   return nb::make_tuple(
