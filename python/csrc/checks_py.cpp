@@ -68,6 +68,7 @@ constexpr Kinds kBFloat16 = {bit(ScalarType::kBFloat16), "bfloat16"};
 constexpr Kinds kFloat32 = {bit(ScalarType::kFloat32), "float32"};
 constexpr Kinds kInt32 = {bit(ScalarType::kInt32), "int32"};
 constexpr Kinds kInt64 = {bit(ScalarType::kInt64), "int64"};
+constexpr Kinds kBool = {bit(ScalarType::kBool), "bool"};
 constexpr Kinds kIntegers = {kInt64.bits | kInt32.bits, "int64", "int32"};
 
 // Of one dimension: a number, or a name for any.
@@ -123,6 +124,23 @@ void check_experts(int64_t num_experts, int64_t num_ranks) {
     return "num_experts = " + text_of(num_experts) + " (expected a positive multiple of " +
            text_of(num_ranks) + " ranks)";
   });
+}
+
+// The layout of `get_dispatch_layout` is given back: per_rank, per_host, per_expert,
+// is_token_in_rank. Returns E.
+int64_t check_layout(
+    const nb::tuple& layout, int64_t num_tokens, int64_t num_ranks, int64_t num_hosts
+) {
+  // Nothing else tells the number of experts.
+  check_tensor("num_tokens_per_expert", layout[2], kInt32, {"E"});
+  const int64_t num_experts = size_of(layout[2], 0);
+  check_experts(num_experts, num_ranks);
+  check_tensor("num_tokens_per_rank", layout[0], kInt32, {num_ranks});
+  check_tensor("is_token_in_rank", layout[3], kBool, {num_tokens, num_ranks});
+  if (num_hosts > 1) {
+    check_optional("num_tokens_per_rdma_rank", layout[1], kInt32, {num_hosts});
+  }
+  return num_experts;
 }
 
 // What low_latency_dispatch may make of rows: its arguments of these names.
@@ -253,6 +271,15 @@ void bind_checks(nb::module_& m) {
       "have its shape. num_tokens: the rows of x, where they are known. Returns K."
   );
   m.def("check_experts", &check_experts, arg("num_experts"), arg("num_ranks"));
+  m.def(
+      "check_layout",
+      &check_layout,
+      arg("layout"),
+      arg("num_tokens"),
+      arg("num_ranks"),
+      arg("num_hosts"),
+      "The layout is that of get_dispatch_layout, given back. Returns the number of experts."
+  );
   m.def(
       "check_block_dispatch",
       &check_block_dispatch,

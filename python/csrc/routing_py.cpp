@@ -47,7 +47,7 @@ nb::tuple count(
 nb::tuple spread(nb::handle topk_idx, nb::handle weights, int64_t num_experts, uintptr_t stream) {
   const Given idx = read_needed("topk_idx", topk_idx);
   const Given given = read("weights", weights);
-  const bool has_weights = given.tensor.is_given();
+  const bool has_weights = !weights.is_none();
   NewTensors made(idx.tensor.device);
   SpreadRouting out;
   out.map = made.add(idx.tensor.rows, num_experts, ScalarType::kBool);

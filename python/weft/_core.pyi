@@ -338,6 +338,11 @@ def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, s
     Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] or None.
     """
 
+def check_layout(layout: tuple[object, ...], num_tokens: int, num_ranks: int, num_hosts: int) -> int:
+    """
+    The layout is that of get_dispatch_layout, given back. Returns the number of experts.
+    """
+
 def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int, Options]:
     """
     Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf. Returns the hidden size, K, and the options of Exchange.dispatch_blocks.

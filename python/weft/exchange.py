@@ -238,11 +238,12 @@ class Exchange:
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
         """How many rows there are, if nobody has to wait to hear it."""
-        stride = choices.get("expert_stride", 0)
         if choices.get("overflow", "drop") != "drop":
             return None
-        if choices.get("layout") == "expert_strided" and isinstance(stride, int) and stride > 0:
-            return stride * self.num_local_experts
+        if choices.get("layout") == "expert_strided":
+            stride = choices.get("expert_stride", 0)
+            if isinstance(stride, int) and stride > 0:
+                return stride * self.num_local_experts
         return choices.get("row_budget")
 
     def _grow(

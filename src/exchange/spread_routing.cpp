@@ -12,9 +12,11 @@ namespace {
 void check(const ConstTensor& topk_idx, const ConstTensor& weights, const SpreadRouting& out) {
   const Context nobody;
   const TensorCheck tensor{"spread_routing", nobody, topk_idx.device};
-  tensor("topk_idx", topk_idx, {DType::kInt64, DType::kInt32});
+  if (topk_idx.cols != 0) {  // a token may have no choice at all
+    tensor("topk_idx", topk_idx, {DType::kInt64, DType::kInt32});
+  }
   tensor("map", out.map, {DType::kBool}, {topk_idx.rows, out.map.cols});
-  if (out.weights.is_given()) {
+  if (out.weights.is_given() && topk_idx.cols != 0) {
     tensor("weights", weights, {DType::kFloat32}, {topk_idx.rows, topk_idx.cols});
     tensor("the weights' output", out.weights, {DType::kFloat32}, {out.map.rows, out.map.cols});
   }

@@ -67,6 +67,11 @@ TEST_F(SpreadRoutingTest, TakesIndicesOf32BitsAndNoWeights) {
   EXPECT_TRUE(std::ranges::all_of(spread_, [](float weight) { return weight == -7; }));
 }
 
+TEST_F(SpreadRoutingTest, TakesTokensWithoutAnyChoice) {
+  spread_routing(matrix(std::as_const(topk_idx_).data(), kTokens, 0), {}, {.map = out().map});
+  EXPECT_TRUE(std::ranges::none_of(map_, [](bool is_set) { return is_set; }));
+}
+
 TEST_F(SpreadRoutingTest, RefusesWhatDoesNotFit) {
   const ConstTensor idx = matrix(std::as_const(topk_idx_).data(), kTokens, kTopk);
   SpreadRouting small = out();

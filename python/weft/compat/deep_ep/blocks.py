@@ -31,8 +31,12 @@ class Blocks(NamedTuple):
             return ()
         if not self.is_nvfp4:
             return self.rows, self.scales
-        tiles = block_formats.as_tiles(self.scales).permute(3, 4, 1, 5, 2, 0)
-        return self.rows.permute(1, 2, 0), tiles
+        # as_tiles(scales).permute(3, 4, 1, 5, 2, 0), by one operator.
+        blocks, rows, cols = self.scales.shape
+        tiles, words = rows // block_formats.TILE_ROWS, cols // 4
+        sizes = (32, 4, tiles, 4, words, blocks)
+        strides = (16, 4, 512 * words, 1, 512, 512 * words * tiles)
+        return self.rows.permute(1, 2, 0), self.scales.as_strided(sizes, strides)
 
     def in_order(self, order: Tensor) -> Blocks:
         """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""

@@ -21,6 +21,7 @@ from .checks import (
     check_even,
     check_experts,
     check_handle,
+    check_layout,
     check_least,
     check_optional,
     check_routing,
@@ -29,7 +30,7 @@ from .checks import (
 from .config import Config
 from .handles import Handle
 from .hooks import LastHooks
-from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
+from .layout import Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import (
     Payload,
@@ -274,9 +275,9 @@ class Buffer(LowLatencyMode):
                 return recv_x, None, None, None, None, event_of(work)
 
             _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
-            _check_layout(layout, payload.num_tokens, runtime.hosts)
+            num_tokens, num_hosts = payload.num_tokens, runtime.hosts.num_hosts
+            num_experts = check_layout(layout, num_tokens, self.group_size, num_hosts)
             check_least("expert_alignment", expert_alignment)
-            num_experts = num_tokens_per_expert.size(0)
             routing = _Routing(topk_idx, topk_weights, num_experts, layout, num_worst_tokens)
             results = self._send(call, payload, routing, num_sms, streams)
         *tensors, counts, handle, event = results
@@ -435,19 +436,6 @@ def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
     local = len(here) // len(blocks)
     first = runtime.group.rank * local
     return [sum(block[expert] for block in blocks) for expert in range(first, first + local)]
-
-
-def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
-    """The layout is that of `get_dispatch_layout`, given back."""
-    per_rank, per_host, per_expert, in_rank = layout
-    num_ranks = hosts.num_ranks
-    # Nothing else tells the number of experts.
-    check_tensor("num_tokens_per_expert", per_expert, torch.int32, ["E"])
-    check_experts(per_expert.size(0), num_ranks)
-    check_tensor("num_tokens_per_rank", per_rank, torch.int32, [num_ranks])
-    check_tensor("is_token_in_rank", in_rank, torch.bool, [num_tokens, num_ranks])
-    if hosts.are_several:
-        check_optional("num_tokens_per_rdma_rank", per_host, torch.int32, [hosts.num_hosts])
 
 
 def _check_topk(

@@ -102,7 +102,7 @@ class Handle(PlanHandle):
         num_channels: int,
         hosts: Hosts,
     ) -> None:
-        super().__init__(plan)
+        self.plan = plan
         self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
         self._is_token_in_rank = is_token_in_rank
         self.has_topk = has_topk

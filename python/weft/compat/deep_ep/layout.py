@@ -30,6 +30,8 @@ class Hosts:
         for domain in sorted(sorted(one) for one in domains):
             for first in range(0, len(domain), HOST_RANKS):
                 self.ranks.append(domain[first : first + HOST_RANKS])
+        self.num_hosts = len(self.ranks)
+        self.are_several = self.num_hosts > 1
         self.num_ranks = sum(len(host) for host in self.ranks)
         self.host_of = [0] * self.num_ranks
         for host, members in enumerate(self.ranks):
@@ -37,14 +39,6 @@ class Hosts:
                 self.host_of[member] = host
         self.here = self.host_of[rank]
         self._on_device: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def num_hosts(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def are_several(self) -> bool:
-        return len(self.ranks) > 1
 
     def of_ranks(self, device: torch.device) -> torch.Tensor:
         """int64 [R] on `device`: the host of each rank."""
