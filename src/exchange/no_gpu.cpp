@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for src/hosts/exchange.cpp and the local kernels of src/cuda/plan (count.cu, spread.cu) in a build without CUDA.
+// Stands for src/hosts/exchange.cpp and the local kernels of src/cuda/plan (count.cu, spread.cu) in
+// a build without CUDA.
 #include "call/executor.hpp"
 #include "call/validate.hpp"
 #include "core/check.hpp"

@@ -132,7 +132,7 @@ namespace {
 
 // visit(place, expert or -1) for each index. What is neither is refused, unless it is ignored.
 template <class Index, class Visit>
-void for_each_index(
+void for_each_index_of(
     const ConstTensor& indices,
     bool ignores_unknown,
     int num_experts,
@@ -165,9 +165,9 @@ void for_each_index(
     const Visit& visit
 ) {
   if (indices.dtype == DType::kInt64) {
-    for_each_index<int64_t>(indices, ignores_unknown, num_experts, context, visit);
+    for_each_index_of<int64_t>(indices, ignores_unknown, num_experts, context, visit);
   } else {
-    for_each_index<int32_t>(indices, ignores_unknown, num_experts, context, visit);
+    for_each_index_of<int32_t>(indices, ignores_unknown, num_experts, context, visit);
   }
 }
 
