@@ -6,150 +6,24 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <string>
 #include <vector>
 
 #include "balance_oracle.hpp"
+#include "balance_routing.hpp"
 #include "cli/standard_streams.hpp"
 #include "measure/results.hpp"
 #include "plan/balance/balance.hpp"
-#include "plan/build.hpp"
-#include "plan/file/routing_file.hpp"
-#include "plan/random_routing.hpp"
 #include "report/json_text.hpp"
 #include "report/table.hpp"
 
-namespace weft::program {
+namespace weft::bench {
 namespace {
 
-constexpr int kTopk = 8;
-constexpr double kImbalance = 1.55;  // of a training run with a router that balances its loss
-
-struct Shape {
-  int ranks;
-  int experts;
-  int64_t tokens;  // of each rank
-  uint64_t seed;
-};
-
-using Counts = std::vector<int32_t>;  // [ranks, experts]
-
-std::vector<RouteTable> draw(const Shape& shape, double exponent) {
-  RandomRouting spec;
-  spec.num_tokens = shape.tokens;
-  spec.num_experts = shape.experts;
-  spec.topk = kTopk;
-  spec.popularity = exponent > 0 ? Popularity::kZipf : Popularity::kUniform;
-  spec.zipf_exponent = exponent;
-  spec.with_weights = false;
-  spec.seed = shape.seed;
-  std::vector<RouteTable> tables;
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    tables.push_back(random_routing(spec, rank));
-  }
-  return tables;
-}
-
-// The first `skewed` tokens of each rank choose as in `a`, the others as in `b`.
-Counts count(
-    const Shape& shape,
-    const std::vector<RouteTable>& a,
-    const std::vector<RouteTable>& b,
-    int64_t skewed
-) {
-  Counts counts;
-  for (size_t rank = 0; rank < a.size(); ++rank) {
-    RankCounts one = count_routes({}, shape.experts, shape.ranks, {});
-    add_counts(a[rank], 0, skewed, one);
-    add_counts(b[rank], skewed, shape.tokens, one);
-    counts.insert(counts.end(), one.routes.begin(), one.routes.end());
-  }
-  return counts;
-}
-
-Counts zipf(const Shape& shape, double exponent) {
-  const auto tables = draw(shape, exponent);
-  return count(shape, tables, tables, 0);
-}
-
-// The first experts, which lie on as few ranks as can be.
-Counts one_set(const Shape& shape) {
-  Counts counts;
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    for (int expert = 0; expert < shape.experts; ++expert) {
-      counts.push_back(expert < kTopk ? static_cast<int32_t>(shape.tokens) : 0);
-    }
-  }
-  return counts;
-}
-
-double of_mean(const Shape& shape, int64_t rows) {
-  return static_cast<double>(rows) / static_cast<double>(shape.tokens * kTopk);
-}
-
-double imbalance(const Shape& shape, const Counts& counts) {
-  return of_mean(shape, plan_balance(counts, shape.ranks, {}).placement.busiest());
-}
-
-// As many tokens choose popular experts as make the ranks so uneven.
-Counts with_imbalance(const Shape& shape) {
-  const auto skewed = draw(shape, 2.0);
-  const auto uniform = draw(shape, 0.0);
-  int64_t low = 0;
-  int64_t high = shape.tokens;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    const bool is_enough = imbalance(shape, count(shape, skewed, uniform, middle)) >= kImbalance;
-    (is_enough ? high : low) = middle;
-  }
-  return count(shape, skewed, uniform, high);
-}
-
-// A recorded step as if its tokens had been shared out to other ranks, and how many they are.
-Counts recorded(const RoutingRecord& record, Shape& shape) {
-  std::vector<int32_t> experts;
-  for (const RouteTable& table : record.routes) {
-    experts.insert(experts.end(), table.expert.begin(), table.expert.end());
-  }
-  const auto ranks = static_cast<size_t>(shape.ranks);
-  shape.tokens = static_cast<int64_t>(experts.size() / kTopk / ranks);
-  Counts counts(ranks * static_cast<size_t>(shape.experts), 0);
-  for (size_t i = 0; i < experts.size() / ranks * ranks; ++i) {
-    const size_t rank = i * ranks / experts.size();
-    const auto expert = static_cast<size_t>(experts[i]);
-    ++counts[rank * static_cast<size_t>(shape.experts) + expert];
-  }
-  return counts;
-}
-
-struct NamedRouting {
-  std::string name;
-  std::function<Counts(Shape&)> counts;
-};
-
-std::vector<NamedRouting> routings(const std::string& path) {
-  std::vector<NamedRouting> all = {
-      {"uniform", [](Shape& shape) { return zipf(shape, 0.0); }},
-      {"Zipf 0.8", [](Shape& shape) { return zipf(shape, 0.8); }},
-      {"Zipf 1.2", [](Shape& shape) { return zipf(shape, 1.2); }},
-      {"one set of 8", one_set},
-      {"imbalance 1.55", with_imbalance},
-  };
-  if (!path.empty()) {
-    RoutingFileReader file(path);
-    const RoutingRecord last = file.read(file.num_records() - 1);
-    const int experts = file.shape().num_experts;
-    all.push_back({"trained router", [last, experts](Shape& shape) {
-                     return shape.experts == experts ? recorded(last, shape) : Counts();
-                   }});
-  }
-  return all;
-}
+using namespace weft::program;
 
 nlohmann::ordered_json measure(
-    const Shape& shape, const std::string& routing, const Counts& counts, int replicas
+    const BalanceShape& shape, const std::string& routing, const RouteCounts& counts, int replicas
 ) {
   const Balance balance = plan_balance(counts, shape.ranks, {.replicas = replicas});
   const auto copies = balance.replicas();
@@ -158,7 +32,7 @@ nlohmann::ordered_json measure(
       {"ranks", shape.ranks},
       {"tokens", shape.tokens},
       {"experts", shape.experts},
-      {"topk", kTopk},
+      {"topk", kBalanceTopk},
       {"seed", shape.seed},
       {"replicas", replicas},
       {"routing", routing},
@@ -207,11 +81,11 @@ int run(int argc, char** argv) {
   auto rows = nlohmann::ordered_json::array();
   Table table(columns("routing|ranks|experts|unbalanced|1 replica|at best|2 replicas|at best|copies"
   ));
-  for (const NamedRouting& routing : routings(routing_path)) {
+  for (const NamedRouting& routing : balance_routings(routing_path)) {
     for (const int ranks : is_smoke ? std::vector{8} : std::vector{8, 16, 32, 64}) {
       for (const int experts : {128, 256}) {
-        Shape shape = {ranks, experts, is_smoke ? 64 : tokens, seed};
-        const Counts counts = routing.counts(shape);
+        BalanceShape shape = {ranks, experts, is_smoke ? 64 : tokens, seed};
+        const RouteCounts counts = routing.counts(shape);
         if (counts.empty()) {
           continue;
         }
@@ -230,9 +104,9 @@ int run(int argc, char** argv) {
 }
 
 }  // namespace
-}  // namespace weft::program
+}  // namespace weft::bench
 
 int main(int argc, char** argv) {
   weft::program::open_standard_streams();
-  return weft::program::run(argc, argv);
+  return weft::bench::run(argc, argv);
 }

@@ -19,7 +19,7 @@ import sys
 import tree
 
 BLOCK = re.compile(r"<!-- (results|gpus|bounds|peers) (\S+) -->\n.*?<!-- end \1 -->", re.S)
-SUBJECTS = ["domains", "gpu", "hosts", "steps", "torch"]  # of several runs a machine; their names begin with it
+SUBJECTS = ["balance", "domains", "gpu", "hosts", "steps", "torch"]  # of several runs a machine; their names begin with it
 NONE = "-"
 USUAL_WAY = "one row per route"
 OPS = ["plan", "dispatch", "combine", "plan+dispatch"]

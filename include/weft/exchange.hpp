@@ -139,6 +139,14 @@ class Exchange {
       const DispatchOutput& out,
       const CallOptions& call = {}
   );
+  // Local. Whether such a call is one launch, in which no peer writes this rank's output: there is
+  // nothing to gain from memory of allocate() then.
+  [[nodiscard]] bool writes_alone(
+      const Routing& routing,
+      const PlanOptions& options,
+      const ConstTensor& x,
+      const CallOptions& call = {}
+  ) const;
   // Local. The second half of the call with CallOptions::receives_later that made `plan`, or
   // combined by it: waits for the other ranks and places or sums the rows, in call.stream behind
   // the first half. Until then nothing of the call's output may be read, neither may a plan that it

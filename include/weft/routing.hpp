@@ -19,6 +19,9 @@ struct Routing {
   ConstTensor weights = {};
   // Values of topk_idx outside [0, num_experts) are no route, like -1, and no error.
   bool ignores_unknown = false;
+  // With a map, optional: the indices that it was made of (`spread_routing`), [num_tokens, any]
+  // int64 or int32. Those outside [-1, num_experts) are refused, as of topk_idx.
+  ConstTensor map_indices = {};
 };
 
 // What `count_routing` writes. A token counts once for a rank or a host, however many of its
@@ -32,11 +35,29 @@ struct RoutingCounts {
 };
 
 // Local, no call of an exchange: counts topk_idx [num_tokens, up to kMaxTopk], int64 or int32,
-// whose values outside [0, num_experts) are no choice. All memory is on one device; on a GPU, the
-// current one, this is one launch in `stream` (a cudaStream_t) and does not wait. Throws Error
+// whose values outside [0, num_experts) are no choice. All memory is on one device; on a GPU this
+// is one launch in `stream` (a cudaStream_t of that GPU) and does not wait. Throws Error
 // (kInvalidArgument, kCuda).
 void count_routing(
     const ConstTensor& topk_idx, int num_experts, const RoutingCounts& out, void* stream = nullptr
+);
+
+// What `spread_routing` writes.
+struct SpreadRouting {
+  Tensor map;           // bool [num_tokens, num_experts]
+  Tensor weights = {};  // fp32 likewise; optional
+};
+
+// Local, no call of an exchange: the map of topk_idx [num_tokens, any], int64 or int32, and their
+// weights (fp32 like topk_idx; given with SpreadRouting::weights) in the columns of their experts,
+// 0 elsewhere. Values outside [0, map.cols) are skipped; of an expert that a token has several
+// times the last weight counts. Memory and stream as for `count_routing`. Throws Error
+// (kInvalidArgument, kCuda).
+void spread_routing(
+    const ConstTensor& topk_idx,
+    const ConstTensor& weights,
+    const SpreadRouting& out,
+    void* stream = nullptr
 );
 
 }  // namespace weft

@@ -57,6 +57,8 @@ class Calls {
   // What the last plan took that told the number of its rows, for the memory of the next; -1
   // before.
   int64_t last_rows = -1;
+  // How many more the next may need: none while their number stays.
+  int64_t spare_rows = 0;
 
   // For a thread that does not hold the interpreter's lock, or keeps it.
   template <class Body>

@@ -160,8 +160,6 @@ void bind_overlap(nb::module_& m) {
   m.def(
       "overlapped_copies",
       &overlapped_copies,
-      nb::arg("hidden"),
-      nb::arg("num_ranks"),
       "Whether copy engines carry the rows of a call that shares its GPU with computation."
   );
 }
@@ -181,5 +179,6 @@ NB_MODULE(_core, m) {
   weft::py::bind_exchange(m);
   weft::py::bind_checks(m);
   weft::py::bind_placement(m);
+  weft::py::bind_routing(m);
   weft::py::bind_overlap(m);
 }

@@ -95,7 +95,7 @@ DispatchOutput first_rows(DispatchOutput out, int64_t num_rows) {
 
 // Memory for a dispatch whose plan is still to be made, so that a GPU that has counted waits for
 // little more than the launch. If nobody gave the number of rows, as much as the last such call
-// took and a little more; none if there is no last call, or not as much.
+// took, and a little more where it changes; none if there is no last call, or not as much.
 std::optional<Written> written_ahead(
     Calls& calls,
     const RoutingGiven& routing,
@@ -114,7 +114,7 @@ std::optional<Written> written_ahead(
       .layout = options.layout,
       .num_experts =
           exchange.config().num_experts / exchange.num_ranks() + options.balance.replicas,
-      .num_rows = given_rows.value_or(last + last / 64)};
+      .num_rows = given_rows.value_or(last + calls.spare_rows)};
   if (options.layout == Layout::kRankMajor) {
     const Tensor& topk_idx = routing.topk_idx.tensor;
     shape.weight_cols = topk_idx.is_given() ? topk_idx.cols : exchange.config().max_topk;
@@ -135,19 +135,27 @@ std::optional<Written> written_ahead(
 
 // The plan; what the dispatch threw, if the plan was good (what the plan throws is thrown); and
 // what `dispatch` returns, or None if that is still to be called. is_one_call: all ranks make both
-// by the call that does. given_rows: how many, if nobody waits to hear it.
+// by the call that does. given_rows: how many, if nobody waits to hear it. pool_of: returns the
+// pool, or is None.
 nb::tuple plan_and_dispatch(
     Calls& calls,
     const nb::tuple& routing,
     const nb::tuple& sent,
     bool has_experts,
     const Options& options,
-    nb::handle pool,
+    nb::handle pool_of,
     std::optional<int64_t> given_rows,
     bool is_one_call
 ) {
   const RoutingGiven routes(routing);
   const SentGiven given(sent, has_experts);
+  nb::object pool = nb::none();
+  const bool is_alone =
+      is_one_call &&
+      calls.exchange().writes_alone(routes.routing(options), options, given.x.tensor, options);
+  if (!pool_of.is_none() && !is_alone) {
+    pool = pool_of();
+  }
   std::optional<Written> written = written_ahead(calls, routes, given, options, pool, given_rows);
   const DispatchOutput output = written ? written->output : DispatchOutput{};
   std::optional<Plan> plan;
@@ -175,7 +183,9 @@ nb::tuple plan_and_dispatch(
     }
   });
   if (!given_rows) {
-    calls.last_rows = plan->num_rows();
+    const int64_t num_rows = plan->num_rows();
+    calls.spare_rows = num_rows == calls.last_rows ? 0 : num_rows / 64;
+    calls.last_rows = num_rows;
   }
   const nb::object told = problem ? exception_of(*problem) : nb::none();
   return nb::make_tuple(
@@ -197,7 +207,8 @@ bool is_open(Calls& calls, const Plan& plan) {
 nb::tuple combine(
     Calls& calls, const Plan& plan, const nb::tuple& brought, nb::handle out, const Options& options
 ) {
-  const Given rows = read_needed("rows", brought[0]);
+  const Given rows =
+      options.blocks ? read_blocks("rows", brought[0]) : read_needed("rows", brought[0]);
   const Given row_weights = read("row_weights", brought[1]);
   const Given source_weights = read("source_weights", brought[2]);
   const Given source_idx = read("source_idx", brought[3]);
@@ -227,20 +238,6 @@ nb::tuple combine(
   const nb::object x = out.is_none() ? tensors.front() : nb::borrow(out);
   const bool has_weights = row_weights.tensor.is_given();
   return nb::make_tuple(x, has_weights ? tensors.back() : nb::none());
-}
-
-// tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
-void count(const nb::tuple& tensors, int num_experts, uintptr_t stream) {
-  const Given topk_idx = read_needed("topk_idx", tensors[0]);
-  const Given per_rank = read_vector("per_rank", tensors[1]);
-  const Given per_expert = read_vector("per_expert", tensors[2]);
-  const Given is_token_in_rank = read("is_token_in_rank", tensors[3]);
-  const Given per_host = read_vector("per_host", tensors[4]);
-  const Given hosts = read_vector("host_of_rank", tensors[5]);
-  const RoutingCounts counts = {
-      per_rank.tensor, per_expert.tensor, is_token_in_rank.tensor, per_host.tensor, hosts.tensor};
-  // NOLINTNEXTLINE: torch gives streams as numbers
-  count_routing(topk_idx.tensor, num_experts, counts, reinterpret_cast<void*>(stream));
 }
 
 void refuse(
@@ -425,7 +422,7 @@ void bind_exchange(nb::module_& m) {
           arg("sent"),
           arg("has_experts"),
           arg("options"),
-          arg("pool").none(),
+          arg("pool_of").none(),
           arg("given_rows").none(),
           arg("is_one_call")
       )
@@ -445,15 +442,6 @@ void bind_exchange(nb::module_& m) {
         return calls.exchange().config().transport;
       });
   m.def(
-      "count_routing",
-      &count,
-      arg("tensors"),
-      arg("num_experts"),
-      arg("stream"),
-      "Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, "
-      "is_token_in_rank, per_host, host_of_rank."
-  );
-  m.def(
       "wire_row_bytes",
       [](std::string_view wire, int64_t hidden) {
         return wire_row_bytes(choose("wire", wire, wire_names()), hidden);
@@ -464,7 +452,7 @@ void bind_exchange(nb::module_& m) {
   );
   m.def(
       "suits",
-      &suits,
+      nb::overload_cast<nb::handle, uint64_t, nb::handle>(&suits),
       arg("tensor").none(),
       arg("dtypes"),
       arg("shape"),

@@ -10,6 +10,7 @@
 
 #include "bind.hpp"
 #include "plan/balance/routing.hpp"
+#include "plan/balance/search.hpp"
 #include "plan/file/routing_file.hpp"
 
 namespace weft::py {
@@ -64,7 +65,7 @@ std::vector<int64_t> count_routing_file(const std::string& path, std::optional<i
 
 void bind_placement(nb::module_& m) {
   using nb::arg;
-  m.attr("BALANCE_FINENESS") = kBalanceFineness;
+  m.attr("BALANCE_FINENESS") = LimitSearch::kFineness;
   m.def(
       "replicas_for",
       &replicas_for,

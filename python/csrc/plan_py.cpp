@@ -7,7 +7,7 @@
 #include <nanobind/stl/vector.h>
 #include <sstream>
 
-#include "bind.hpp"
+#include "torch_tensor.hpp"
 #include "weft/plan.hpp"
 
 namespace weft::py {
@@ -28,6 +28,17 @@ Ints of_ranks(const Plan& plan) {
     counts.push_back((plan.*kCount)(rank));
   }
   return counts;
+}
+
+// A copy, int64 [El].
+template <auto kValues>
+nb::object on_host(const Plan& plan) {
+  const std::span<const int64_t> values = (plan.*kValues)();
+  const auto count = static_cast<int64_t>(values.size());
+  NewTensors made{Device{}};
+  const Tensor tensor = made.add(1, count, ScalarType::kInt64, {1, {count}, {1}});
+  std::ranges::copy(values, reinterpret_cast<int64_t*>(tensor.data));
+  return made.take().front();
 }
 
 }  // namespace
@@ -63,6 +74,16 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("row_weight_cols", &Plan::row_weight_cols)
       .def_prop_ro("rows_per_expert", &ints_of<&Plan::rows_per_expert>)
       .def_prop_ro("padded_rows_per_expert", &ints_of<&Plan::padded_rows_per_expert>)
+      .def(
+          "rows_on_host",
+          &on_host<&Plan::rows_per_expert>,
+          "int64 [El] on the CPU: a copy of rows_per_expert."
+      )
+      .def(
+          "padded_rows_on_host",
+          &on_host<&Plan::padded_rows_per_expert>,
+          "int64 [El] on the CPU: a copy of padded_rows_per_expert."
+      )
       .def_prop_ro("expert_begin", &ints_of<&Plan::expert_begin>)
       .def_prop_ro("received_arrivals", &of_ranks<&Plan::received_arrivals>)
       .def_prop_ro("sent_arrivals", &of_ranks<&Plan::sent_arrivals>)

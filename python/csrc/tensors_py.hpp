@@ -13,7 +13,7 @@ struct Options : PlanOptions, CallOptions {
   Quantise quantise = Quantise::kNone;
   ScaleRule scale_rule = ScaleRule::kExact;
   ScaleLayout scale_layout = ScaleLayout::kByRow;
-  bool blocks = false;  // kExpertStrided: outputs are [local experts, stride, any]
+  bool blocks = false;  // kExpertStrided: rows are [local experts, stride, any]
   CombineScale scale = CombineScale::kNone;
   RowMarks ready;  // but for the tensor
   Wire wire = Wire::kNone;
@@ -25,14 +25,17 @@ struct RoutingGiven {
   Given topk_idx;
   Given map;
   Given weights;
+  Given map_indices;
 
   explicit RoutingGiven(const nb::tuple& tensors)
       : topk_idx(read("topk_idx", tensors[0])),
         map(read("routing_map", tensors[1])),
-        weights(read("weights", tensors[2])) {}
+        weights(read("weights", tensors[2])),
+        map_indices(read("topk_idx", tensors[3])) {}
 
   [[nodiscard]] Routing routing(const Options& options) const {
-    return {topk_idx.tensor, map.tensor, weights.tensor, options.ignores_unknown};
+    return {
+        topk_idx.tensor, map.tensor, weights.tensor, options.ignores_unknown, map_indices.tensor};
   }
 };
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "torch_tensor.hpp"
 
+#include <algorithm>
 #include <dlfcn.h>
 #include <memory>
 #include <nanobind/ndarray.h>
@@ -147,8 +148,8 @@ std::optional<DlTensor> look(nb::handle tensor) {
   return where == kDlCpu || where == kDlCuda ? std::optional(found) : std::nullopt;
 }
 
-// Likewise.
-std::optional<Given> read_quickly(nb::handle tensor) {
+// Likewise. A matrix or a vector, or blocks of rows that make one matrix.
+std::optional<Given> read_quickly(nb::handle tensor, bool is_blocks = false) {
   const std::optional<DlTensor> seen = look(tensor);
   if (!seen) {
     return std::nullopt;
@@ -156,7 +157,7 @@ std::optional<Given> read_quickly(nb::handle tensor) {
   const DlTensor& found = *seen;
   const std::optional<ScalarType> type = scalar_type(found.dtype);
   const bool is_cuda = found.device.device_type == kDlCuda;
-  const bool is_matrix = found.ndim == 1 || found.ndim == 2;
+  const bool is_matrix = is_blocks ? found.ndim == 3 : found.ndim == 1 || found.ndim == 2;
   if (!type || !is_matrix || has_gaps(found)) {
     return std::nullopt;
   }
@@ -165,8 +166,8 @@ std::optional<Given> read_quickly(nb::handle tensor) {
       nb::borrow(tensor),
       {found.data == nullptr ? nullptr : data,
        core_type(*type),
-       found.shape[0],
-       found.ndim == 2 ? found.shape[1] : 1,
+       is_blocks ? found.shape[0] * found.shape[1] : found.shape[0],
+       found.ndim > 1 ? found.shape[found.ndim - 1] : 1,
        -1,
        is_cuda ? Device{Device::Kind::kCuda, found.device.device_id} : Device{}},
       type};
@@ -272,6 +273,13 @@ Given read_needed(const char* name, nb::handle tensor) {
   return read_slowly(name, tensor);
 }
 
+Given read_blocks(const char* name, nb::handle tensor) {
+  if (std::optional<Given> given = read_quickly(tensor, true)) {
+    return *std::move(given);
+  }
+  return read_needed(name, tensor.attr("flatten")(0, 1));
+}
+
 Given read(const char* name, nb::handle tensor) {
   return tensor.is_none() ? Given{} : read_needed(name, tensor);
 }
@@ -302,22 +310,29 @@ int64_t scalar_bytes(ScalarType type) {
   return dtype_bytes(core_type(type));
 }
 
-bool suits(nb::handle tensor, uint64_t types, nb::handle shape) {
+bool suits(nb::handle tensor, uint64_t types, std::span<const int64_t> shape) {
   const std::optional<DlTensor> found = look(tensor);
   const std::optional<ScalarType> type = found ? scalar_type(found->dtype) : std::nullopt;
-  if (!type || (types >> static_cast<int>(*type) & 1) == 0) {
+  if (!type || (types >> static_cast<int>(*type) & 1) == 0 ||
+      static_cast<size_t>(found->ndim) != shape.size()) {
     return false;
   }
-  int dim = 0;
+  const std::span<const int64_t> sizes(found->shape, shape.size());
+  return std::ranges::equal(sizes, shape, [](int64_t size, int64_t wanted) {
+    return wanted == -1 || size == wanted;
+  });
+}
+
+bool suits(nb::handle tensor, uint64_t types, nb::handle shape) {
+  std::vector<int64_t> sizes;
   for (const nb::handle size : shape) {
-    int64_t wanted = 0;
-    if (dim == found->ndim || (nb::isinstance<nb::int_>(size) &&
-                               (!nb::try_cast(size, wanted) || wanted != found->shape[dim]))) {
-      return false;
+    int64_t wanted = -1;
+    if (nb::isinstance<nb::int_>(size) && (!nb::try_cast(size, wanted) || wanted < 0)) {
+      return false;  // no tensor has it
     }
-    ++dim;
+    sizes.push_back(wanted);
   }
-  return dim == found->ndim;
+  return suits(tensor, types, sizes);
 }
 
 int64_t size_of(nb::handle tensor, int dim) {

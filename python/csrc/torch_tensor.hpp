@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "bind.hpp"
@@ -21,6 +22,7 @@ enum class ScalarType : int32_t {
   kInt32 = 3,
   kInt64 = 4,
   kFloat32 = 6,
+  kBool = 11,
   kBFloat16 = 15,
   kFloat8E5M2 = 23,
   kFloat8E4M3 = 24
@@ -35,7 +37,9 @@ struct Given {
 
 // `name`: of the argument, for what is refused. Raises what `view` of weft/outputs.py does.
 [[nodiscard]] Given read_needed(const char* name, nb::handle tensor);
-// The same, or None.
+// The same of blocks of rows [any, any, cols], which is one matrix.
+[[nodiscard]] Given read_blocks(const char* name, nb::handle tensor);
+// The same as read_needed(), or None.
 [[nodiscard]] Given read(const char* name, nb::handle tensor);
 // The same of a matrix of any type, which the core moves as bytes.
 [[nodiscard]] Given read_bytes(const char* name, nb::handle tensor);
@@ -45,6 +49,8 @@ struct Given {
 // Whether it is a tensor of a shape (an int, or anything else for any size) and of a type whose bit
 // `types` has. False also where only Python can tell.
 [[nodiscard]] bool suits(nb::handle tensor, uint64_t types, nb::handle shape);
+// The same, with less to look up; -1 stands for any size.
+[[nodiscard]] bool suits(nb::handle tensor, uint64_t types, std::span<const int64_t> shape);
 // Of a tensor that has as many dimensions.
 [[nodiscard]] int64_t size_of(nb::handle tensor, int dim);
 

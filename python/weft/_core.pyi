@@ -91,6 +91,12 @@ class Plan:
     @property
     def padded_rows_per_expert(self) -> list[int]: ...
 
+    def rows_on_host(self) -> Tensor:
+        """int64 [El] on the CPU: a copy of rows_per_expert."""
+
+    def padded_rows_on_host(self) -> Tensor:
+        """int64 [El] on the CPU: a copy of padded_rows_per_expert."""
+
     @property
     def expert_begin(self) -> list[int]: ...
 
@@ -288,7 +294,7 @@ class Exchange:
 
     def dispatch(self, plan: Plan, sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool: tuple[int, int] | None) -> tuple[Tensor | None, ...]: ...
 
-    def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool: tuple[int, int] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
+    def plan_and_dispatch(self, routing: tuple[Tensor | None, ...], sent: tuple[Tensor | None, ...], has_experts: bool, options: Options, pool_of: Callable[[], tuple[int, int] | None] | None, given_rows: int | None, is_one_call: bool) -> tuple[Plan, BaseException | None, tuple[Tensor | None, ...] | None]: ...
 
     def receive(self, plan: Plan, options: Options) -> None: ...
 
@@ -326,14 +332,9 @@ NODE_LANES: dict[str, str]
 def overlapped_sms(num_gpu_sms: int, is_copied_dispatch: bool) -> int:
     """Multiprocessors of a call that shares its GPU with computation."""
 
-def overlapped_copies(hidden: int, num_ranks: int) -> bool:
+def overlapped_copies() -> bool:
     """
     Whether copy engines carry the rows of a call that shares its GPU with computation.
-    """
-
-def count_routing(tensors: tuple[Tensor | None, ...], num_experts: int, stream: int) -> None:
-    """
-    Local: what weft::count_routing writes; tensors: topk_idx, per_rank, per_expert, is_token_in_rank, per_host, host_of_rank.
     """
 
 def wire_row_bytes(wire: str, hidden: int) -> int:
@@ -354,16 +355,31 @@ def count_routing_file(path: str, layer: int | None) -> list[int]:
 
 MAX_TOPK: int = 32
 
-def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int | str = 'T') -> int:
+def check_routing(topk_idx: object, topk_weights: object = None, num_tokens: int | None = None) -> int:
     """
     topk_idx holds integers [T, K] with K from 1 to 32, and the weights, if they are given, have its shape. num_tokens: the rows of x, where they are known. Returns K.
     """
 
 def check_experts(num_experts: int, num_ranks: int) -> None: ...
 
-def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int]:
+def count_routing(topk_idx: Tensor, num_experts: int, num_ranks: int, host_of_rank: Tensor | None, num_hosts: int, stream: int) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """
-    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8. Returns the hidden size and K.
+    Local: what weft::count_routing writes: per_rank int32 [R], per_host int32 [hosts] or None without host_of_rank int64 [R], per_expert int32 [E], is_token_in_rank bool [T, R].
+    """
+
+def spread_routing(topk_idx: Tensor, weights: Tensor | None, num_experts: int, stream: int) -> tuple[Tensor, Tensor | None]:
+    """
+    Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] or None.
+    """
+
+def check_layout(layout: tuple[object, ...], num_tokens: int, num_ranks: int, num_hosts: int) -> int:
+    """
+    The layout is that of get_dispatch_layout, given back. Returns the number of experts.
+    """
+
+def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts: int, num_ranks: int, formats: tuple[object, ...]) -> tuple[int, int, Options]:
+    """
+    Of low_latency_dispatch; tensors: x, topk_idx, topk_weights, statistics of counts and of waits, x_global_scale; formats: use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf. Returns the hidden size, K, and the options of Exchange.dispatch_blocks.
     """
 
 def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int) -> None:

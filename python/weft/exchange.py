@@ -3,6 +3,7 @@
 it; outputs.py has plans and the memory of a call."""
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -129,6 +130,7 @@ class Exchange:
         weights: Tensor | None = None,
         *,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         layout: str = "expert_major",
         pad_multiple: int = 1,
         expert_stride: int = 0,
@@ -141,7 +143,9 @@ class Exchange:
         """Collective. Where every token goes.
 
         topk_idx [T, K] int64 or int32, -1 = no route, any other value outside [0, E) is refused;
-        or routing_map [T, E] bool, at most 32 set in a row. T may differ between ranks and be 0.
+        or routing_map [T, E] bool, at most 32 set in a row, with or without map_indices [T, any],
+        the indices that it was made of, which are refused alike. T may differ between ranks and be
+        0.
         weights fp32, [T, K] or [T, E]: kept for `combine(scale="plan")` only.
         layout "rank_major": a row for each (token, rank), by source rank, then token;
         "expert_major": a row for each route, by local expert (rounded up to pad_multiple rows),
@@ -171,7 +175,7 @@ class Exchange:
 
         def call(core: _core.Exchange) -> _core.Plan:
             options = {"stream": self._stream(), "num_sms": num_sms, **choices}
-            routing = (topk_idx, routing_map, weights)
+            routing = (topk_idx, routing_map, weights, map_indices)
             return core.plan(routing, _filled(_core.Options(), options))
 
         has_rows = self._given_rows(choices) is not None
@@ -241,12 +245,13 @@ class Exchange:
 
     def _given_rows(self, choices: dict[str, Any]) -> int | None:
         """How many rows there are, if nobody has to wait to hear it."""
-        stride = choices.get("expert_stride", 0)
         if choices.get("overflow", "drop") != "drop":
             return None
-        if choices.get("layout") == "expert_strided" and isinstance(stride, int) and stride > 0:
-            replicas = num_replicas(choices.get("balance", 0))
-            return stride * (self.num_local_experts + replicas)
+        if choices.get("layout") == "expert_strided":
+            stride = choices.get("expert_stride", 0)
+            if isinstance(stride, int) and stride > 0:
+                replicas = num_replicas(choices.get("balance", 0))
+                return stride * (self.num_local_experts + replicas)
         return choices.get("row_budget")
 
     def _grow(
@@ -293,9 +298,12 @@ class Exchange:
     ) -> Dispatched:
         """Collective. Without gradients; `weft.dispatch` has them and says what goes in and out."""
         sent = (x, weights, scales, *_NOTHING_BESIDE, global_scale)
-        stored = {"quantise": quantise}
-        out = self._dispatched(plan.calls, plan.core, sent, False, stored, num_sms, copy_engines)
-        return Dispatched(*out[:3])
+
+        def options(core: _core.Exchange) -> _core.Options:
+            stored = _filled(_core.Options(), {"quantise": quantise})
+            return self._placed(stored, core, num_sms, copy_engines, is_dispatch=True)
+
+        return Dispatched(*self._dispatched(plan.calls, plan.core, sent, False, options)[:3])
 
     def _dispatched(
         self,
@@ -303,16 +311,12 @@ class Exchange:
         plan: _core.Plan,
         sent: tuple[Tensor | None, ...],
         experts: bool,
-        stored: dict[str, Any],
-        num_sms: int,
-        copy_engines: bool | None,
+        options: Callable[[_core.Exchange], _core.Options],
     ) -> tuple[Tensor | None, ...]:
-        """Rows, weights, scales, experts, sources, counts. stored: the options that say how they
-        are stored."""
+        """Rows, weights, scales, experts, sources, counts."""
 
         def call() -> tuple[Tensor | None, ...]:
-            options = self._options(core, num_sms, copy_engines, **stored)
-            return core.dispatch(plan, sent, experts, options, self._pool_of(core))
+            return core.dispatch(plan, sent, experts, options(core), self._pool_of(core))
 
         return self._called(core, "dispatch", call)
 
@@ -335,6 +339,7 @@ class Exchange:
         *,
         plan_weights: Tensor | None = None,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         quantise: str = "none",
         scale_rule: str = "exact",
         scale_layout: str = "row",
@@ -347,9 +352,9 @@ class Exchange:
         receives_later: bool = False,
         **choices: Any,
     ) -> tuple:
-        """Collective. `plan` with topk_idx, plan_weights, routing_map and `choices` (layout,
-        pad_multiple, expert_stride, row_budget, overflow, order, balance), then `dispatch` by it,
-        without gradients; `weft.plan_and_dispatch` has them.
+        """Collective. `plan` with topk_idx, plan_weights, routing_map, map_indices and `choices`
+        (layout, pad_multiple, expert_stride, row_budget, overflow, order, balance), then `dispatch`
+        by it, without gradients; `weft.plan_and_dispatch` has them.
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
         "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
@@ -374,36 +379,75 @@ class Exchange:
         receives_later: there such a call only sends, without a wait for any rank, and `receive` has
         the rest; elsewhere all is done at once. Each rank may choose for itself.
         """
+        routing = (topk_idx, routing_map, plan_weights, map_indices)
         sent = (x, weights, scales, *(beside or _NOTHING_BESIDE), global_scale)
-        stored = {
-            "quantise": quantise,
-            "scale_rule": scale_rule,
-            "scale_layout": scale_layout,
-            "blocks": blocks,
-        }
         given_rows = self._given_rows(choices)
+        choices["quantise"], choices["blocks"] = quantise, blocks
+        choices["scale_rule"], choices["scale_layout"] = scale_rule, scale_layout
+
+        def options() -> _core.Options:
+            return _filled(_core.Options(), choices)
+
+        runs = (num_sms, copy_engines, receives_later)
+        plan, out = self._plan_and_dispatch(routing, sent, experts, options, given_rows, runs)
+        result = plan, Dispatched(*out[:3])
+        return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
+
+    def dispatch_blocks(
+        self,
+        options: _core.Options,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None = None,
+        *,
+        count_sums: Tensor | None = None,
+        global_scale: Tensor | None = None,
+        receives_later: bool = False,
+    ) -> tuple[Plan, tuple[Tensor | None, ...]]:
+        """Collective. `plan_and_dispatch` with blocks, by options that the core has put together
+        (`_core.check_block_dispatch`); count_sums: see `Beside`. Returns the plan; and rows,
+        weights, scales, None, sources and counts."""
+        routing = (topk_idx, None, None, None)
+        sent = (x, weights, None, None, None, count_sums, global_scale)
+        given_rows = options.expert_stride * self.num_local_experts
+        runs = (0, None, receives_later)
+        return self._plan_and_dispatch(routing, sent, False, lambda: options, given_rows, runs)
+
+    def _plan_and_dispatch(
+        self,
+        routing: tuple[Tensor | None, ...],
+        sent: tuple[Tensor | None, ...],
+        experts: bool,
+        make_options: Callable[[], _core.Options],
+        given_rows: int | None,
+        runs: tuple[int, bool | None, bool],
+    ) -> tuple[Plan, tuple[Tensor | None, ...]]:
+        """The plan; and rows, weights, scales, experts, sources, counts. make_options: those that
+        say what is sent; runs: num_sms, copy_engines, receives_later."""
+        num_sms, copy_engines, receives_later = runs
         is_one_call = self._on_gpu and given_rows is not None
         is_later = is_one_call and receives_later
 
-        def call(core: _core.Exchange) -> tuple:
-            options = self._options(core, num_sms, copy_engines, **stored, **choices)
-            options.receives_later = is_later
-            routing = (topk_idx, routing_map, plan_weights)
-            where = (self._pool_of(core) if self._on_gpu else None, given_rows)
-            return core.plan_and_dispatch(routing, sent, experts, options, *where, is_one_call)
+        def options(core: _core.Exchange) -> _core.Options:
+            made = self._placed(make_options(), core, num_sms, copy_engines, is_dispatch=True)
+            made.receives_later = is_later
+            return made
 
-        verb = "plan_and_dispatch"
-        has_rows = given_rows is not None
-        core, planned = self._planned(verb, has_rows, call, topk_idx, routing_map)
+        def call(core: _core.Exchange) -> tuple:
+            pool_of = functools.partial(self._pool_of, core) if self._on_gpu else None
+            how = (options(core), pool_of, given_rows, is_one_call)
+            return core.plan_and_dispatch(routing, sent, experts, *how)
+
+        verb, has_rows = "plan_and_dispatch", given_rows is not None
+        core, planned = self._planned(verb, has_rows, call, routing[0], routing[1])
         made, problem, out = planned
         if problem is not None:
             raise problem
         if out is None:
-            out = self._dispatched(core, made, sent, experts, stored, num_sms, copy_engines)
+            out = self._dispatched(core, made, sent, experts, options)
         if is_later and core.is_open(made):
-            self._open = (made, topk_idx, out)
-        result = Plan(self, made, core), Dispatched(*out[:3])
-        return (*result, out[3]) if experts else (*result, *out[4:]) if blocks else result
+            self._open = (made, routing, out)
+        return Plan(self, made, core), out
 
     def receive(self, plan: Plan) -> None:
         """Local. The second half of the call with `receives_later` that made the plan or combined
@@ -436,13 +480,14 @@ class Exchange:
         copy_engines: bool | None = None,
         receives_later: bool = False,
         ready: RowMarks | None = None,
+        blocks: bool = False,
     ) -> Combined:
         """Collective. Without gradients; `weft.combine` has them and says what goes in and out.
 
         source_idx, int64 or int32 like source_weights [T, K]: where it is negative, the weight
         counts as zero. out: memory for the tokens, contiguous. ready: marks of rows that are still
         being written, of all ranks or none; the call waits for them, on GPUs with num_sms
-        multiprocessors.
+        multiprocessors. blocks: rows are [El, stride, H], as of a dispatch with blocks.
 
         receives_later, of all ranks or none: with scale "source" on GPUs of one domain, for calls
         as short as those that `plan_and_dispatch` makes in one launch, the call only sends, without
@@ -453,7 +498,8 @@ class Exchange:
 
         def call() -> Combined:
             brought = (rows, row_weights, source_weights, source_idx, marks.marks)
-            options = self._options(plan.calls, num_sms, copy_engines, scale=scale, wire=wire)
+            options = _filled(_core.Options(), {"scale": scale, "wire": wire, "blocks": blocks})
+            self._placed(options, plan.calls, num_sms, copy_engines)
             options.mark_wanted, options.mark_rows = marks.wanted, marks.block_rows
             options.receives_later = is_later
             return Combined(*plan.calls.combine(plan.core, brought, out, options))
@@ -491,8 +537,8 @@ class Exchange:
         sent = (rows, None, None, *_NOTHING_BESIDE, None)
 
         def call(core: _core.Exchange) -> None:
-            made = self._options(core, 0, False, **choices)
-            routing = (nothing, None, None)
+            made = self._placed(_filled(_core.Options(), choices), core, 0, False)
+            routing = (nothing, None, None, None)
             if verb == "plan" or not has_rows:
                 core.plan(routing, made)
             else:
@@ -509,7 +555,7 @@ class Exchange:
         """Whether calls go by copy engines where the caller leaves it open: alike on all ranks."""
         return (
             self._on_gpu
-            and overlap_settings.copies(self.hidden, self.num_ranks)
+            and overlap_settings.copies()
             and self.num_ranks > 1
             and not self.is_between_gpu_domains
             and not torch.cuda.is_current_stream_capturing()
@@ -529,24 +575,24 @@ class Exchange:
             warnings.warn(f"no calls by copy engines: {error}", stacklevel=3)
         return self._settings["copy_engines"]
 
-    def _options(
-        self, calls: _core.Exchange, num_sms: int, copy_engines: bool | None, **choices: Any
+    def _placed(
+        self,
+        options: _core.Options,
+        calls: _core.Exchange,
+        num_sms: int,
+        copy_engines: bool | None,
+        is_dispatch: bool = False,
     ) -> _core.Options:
-        """The options of a call, and how it runs where the caller left that open.
-
-        A call with `quantise` among its choices is a dispatch.
-        """
-        choices["num_sms"] = num_sms
+        """The options of a call, with how it runs, also where the caller left that open."""
         if not self._on_gpu:
-            return _filled(_core.Options(), choices)
+            return _filled(options, {"num_sms": num_sms}) if num_sms != 0 else options
         if copy_engines is None:
             has_room = self._settings["copy_engines"] and calls is self._core
             copy_engines = num_sms == 0 and has_room and self._chooses_copies()
         num_sms = num_sms or self._settings["num_sms"]
-        choices["num_sms"] = num_sms or overlap_settings.sms(copy_engines and "quantise" in choices)
-        choices["copy_engines"] = copy_engines
-        choices["stream"] = self._stream()
-        return _filled(_core.Options(), choices)
+        num_sms = num_sms or overlap_settings.sms(copy_engines and is_dispatch)
+        placed = {"num_sms": num_sms, "copy_engines": copy_engines, "stream": self._stream()}
+        return _filled(options, placed)
 
     def _stream(self) -> int:
         """The current stream as a number. torch's default stream is CUDA's legacy one, whose

@@ -171,12 +171,13 @@ class Plan:
     makes it. T: tokens of this rank, K: choices of a token, El: experts of this rank.
     """
 
+    moved: Dispatched | None = None  # until ops.py hands it on
+    _there: dict[str, torch.Tensor] | None = None  # the numbers on the device
+
     def __init__(self, exchange: Exchange, core: _core.Plan, calls: _core.Exchange) -> None:
         self.exchange = exchange
         self.core = core
         self.calls = calls  # the exchange may have grown since
-        self.moved: Dispatched | None = None  # until ops.py hands it on
-        self._on_device: dict[str, torch.Tensor] | None = None
 
     num_tokens = _of_core("num_tokens", "T.")
     num_rows = _of_core("num_rows", "To allocate, padding and slack included.")
@@ -270,18 +271,18 @@ class Plan:
         return repr(self.core)
 
     def _numbers(self) -> dict[str, torch.Tensor]:
-        if self._on_device is None:
+        if self._there is None:
             device, core = self.exchange.device, self.core
             if device.type == "cuda":
                 kinds = {"overflow": torch.int32}
-                self._on_device = {
+                self._there = {
                     name: data.view(kinds.get(name, torch.int64))
                     for name, data in core.on_device(device.index).items()
                 }
-                return self._on_device
+                return self._there
             names = ("rows_per_expert", "padded_rows_per_expert", "expert_begin")
             made = {name: torch.tensor(getattr(core, name), dtype=torch.int64) for name in names}
             made["required_rows"] = torch.tensor([core.required_rows], dtype=torch.int64)
             made["overflow"] = torch.tensor([int(core.overflow)], dtype=torch.int32)
-            self._on_device = {name: numbers.to(device) for name, numbers in made.items()}
-        return self._on_device
+            self._there = {name: numbers.to(device) for name, numbers in made.items()}
+        return self._there

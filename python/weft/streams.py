@@ -56,7 +56,9 @@ class CommStream:
         than all that produces `inputs`. async_finish: the current stream does not wait.
         BadCall if allocate_on_comm_stream comes without both of them.
         """
-        event = getattr(previous_event, "event", previous_event)
+        event = previous_event
+        if event is not None:
+            event = getattr(event, "event", event)
         if allocate_on_comm_stream and (event is None or not async_finish):
             raise BadCall(
                 f"allocate_on_comm_stream: previous_event is {event}, async_finish is "
@@ -116,6 +118,11 @@ class CommStream:
             stream.wait_stream(last)
 
 
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of the tensor's GPU as a number; 0 for a CPU tensor."""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
+
+
 def _current_raw(device: torch.device) -> tuple[int, int]:
     index = torch.cuda.current_device() if device.index is None else device.index
     return index, torch._C._cuda_getCurrentRawStream(index)
@@ -125,10 +132,12 @@ class StreamCall:
     """One call's stay on its stream; `CommStream.call` makes it. A context by itself, for calls on
     the current stream."""
 
+    __slots__ = ("async_finish", "event", "outputs")
+
     def __init__(self, async_finish: bool) -> None:
         self.async_finish = async_finish
         self.event: torch.cuda.Event | None = None  # with async_finish, after the context
-        self.outputs: list[Tensor | None] = []
+        self.outputs: tuple[Tensor | None, ...] = ()
 
     def __enter__(self) -> StreamCall:
         return self
@@ -138,7 +147,7 @@ class StreamCall:
 
     def returns(self, *tensors: Tensor | None) -> None:
         """Says which tensors the caller will use on its own stream."""
-        self.outputs += tensors
+        self.outputs += tensors  # of which there are few
 
 
 def known_to(tensors: Iterable[Any], stream: Any) -> None:

@@ -42,6 +42,15 @@ class Executor {
       const DispatchOutput& out,
       const CallOptions& call
   );
+  // See Exchange::writes_alone().
+  [[nodiscard]] virtual bool writes_alone(
+      const Routing& /*routing*/,
+      const PlanOptions& /*options*/,
+      const ConstTensor& /*x*/,
+      const CallOptions& /*call*/
+  ) const {
+    return false;
+  }
   // See Exchange::receive(). Where every call receives at once there is nothing to do.
   virtual void receive(const Plan& /*plan*/, const CallOptions& /*call*/) {}
   [[nodiscard]] virtual bool is_open(const Plan& /*plan*/) const { return false; }

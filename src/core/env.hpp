@@ -24,7 +24,7 @@ enum class FabricGpuMemory : uint8_t {
 };
 
 // Whether copy engines carry the rows of exchanges that overlap with computation.
-enum class CopyEngines : uint8_t { kAuto, kNever, kAlways };  // auto: as measured (docs/overlap.md)
+enum class CopyEngines : uint8_t { kAuto, kNever, kAlways };  // docs/overlap.md
 
 struct Env {
   // Who this process is: all ranks must agree on everything but the rank.

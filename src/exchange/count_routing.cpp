@@ -112,7 +112,7 @@ void count_routing(
   if (topk_idx.device.kind == Device::Kind::kCpu) {
     count_on_cpu(call);
   } else {
-    launch_count_routing(call, stream);
+    launch_count_routing(call, topk_idx.device.index, stream);
   }
 }
 

@@ -95,6 +95,15 @@ Plan Exchange::dispatch(
   return own(executor_).dispatch_routed(routing, options, in, out, call);
 }
 
+bool Exchange::writes_alone(
+    const Routing& routing,
+    const PlanOptions& options,
+    const ConstTensor& x,
+    const CallOptions& call
+) const {
+  return executor_->writes_alone(routing, options, x, call);
+}
+
 void Exchange::receive(const Plan& plan, const CallOptions& call) {
   own(executor_).receive(plan, call);
 }

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for src/hosts/exchange.cpp and src/cuda/plan/count.cu in a build without CUDA.
+// Stands for src/hosts/exchange.cpp and the local kernels of src/cuda/plan (count.cu, spread.cu) in
+// a build without CUDA.
 #include "call/executor.hpp"
 #include "call/validate.hpp"
 #include "core/check.hpp"
 #include "cuda/plan/count.hpp"
+#include "cuda/plan/spread.hpp"
 
 namespace weft {
 
@@ -28,9 +30,15 @@ std::unique_ptr<Executor> make_cuda_exchange(
   );
 }
 
-void launch_count_routing(const CountLaunch& /*call*/, void* /*stream*/) {
+void launch_count_routing(const CountLaunch& /*call*/, int /*gpu*/, void* /*stream*/) {
   raise_error(
       ErrorCode::kUnsupported, {}, "count_routing: tensors on a GPU (this build has no CUDA)"
+  );
+}
+
+void launch_spread_routing(const SpreadLaunch& /*call*/, int /*gpu*/, void* /*stream*/) {
+  raise_error(
+      ErrorCode::kUnsupported, {}, "spread_routing: tensors on a GPU (this build has no CUDA)"
   );
 }
 

@@ -76,6 +76,7 @@ Plan HostsExchange::make_plan(
   HostCopy idx;
   HostCopy map;
   HostCopy weights;
+  HostCopy map_indices;
   try {
     begin_call(Op::kPlan, stream);
     check_options(options, context());
@@ -84,12 +85,14 @@ Plan HostsExchange::make_plan(
     idx.copy(routing.topk_idx, stream, context());
     map.copy(routing.map, stream, context());
     weights.copy(routing.weights, stream, context());
+    map_indices.copy(routing.map_indices, stream, context());
     wait_for(stream);
   } catch (const Error& error) {
     network_->refuse(Op::kPlan, error.what(), {});
     throw;
   }
-  const Routing copied = {idx.tensor, map.tensor, weights.tensor, routing.ignores_unknown};
+  const Routing copied = {
+      idx.tensor, map.tensor, weights.tensor, routing.ignores_unknown, map_indices.tensor};
   const Plan host = network_->make_plan(copied, options, call);
   return bring_plan(host, stream);
 }

@@ -141,25 +141,44 @@ void TensorCheck::operator()(
 
 namespace {
 
-template <class Index>
-void copy_indices(
-    const Routing& routing, const ExchangeConfig& limits, const Context& context, RouteTable& table
+// visit(place, expert or -1) for each index. What is neither is refused, unless it is ignored.
+template <class Index, class Visit>
+void for_each_index_of(
+    const ConstTensor& indices,
+    bool ignores_unknown,
+    int num_experts,
+    const Context& context,
+    const Visit& visit
 ) {
-  for (size_t i = 0; i < table.expert.size(); ++i) {
+  for (int64_t i = 0; i < indices.rows * indices.cols; ++i) {
     Index value;
-    std::memcpy(&value, routing.topk_idx.data + i * sizeof(Index), sizeof(Index));
-    const bool is_route = value >= 0 && value < limits.num_experts;
-    const auto topk = static_cast<size_t>(table.topk);
+    std::memcpy(&value, indices.data + i * static_cast<int64_t>(sizeof(Index)), sizeof(Index));
+    const bool is_route = value >= 0 && value < num_experts;
     WEFT_CHECK_ARG(
         context,
-        is_route || value == -1 || routing.ignores_unknown,
+        is_route || value == -1 || ignores_unknown,
         "plan: topk_idx[{}, {}] = {} is out of range (num_experts = {}, -1 = no route)",
-        i / topk,
-        i % topk,
+        i / indices.cols,
+        i % indices.cols,
         value,
-        limits.num_experts
+        num_experts
     );
-    table.expert[i] = is_route ? static_cast<int32_t>(value) : -1;
+    visit(static_cast<size_t>(i), is_route ? static_cast<int32_t>(value) : -1);
+  }
+}
+
+template <class Visit>
+void for_each_index(
+    const ConstTensor& indices,
+    bool ignores_unknown,
+    int num_experts,
+    const Context& context,
+    const Visit& visit
+) {
+  if (indices.dtype == DType::kInt64) {
+    for_each_index_of<int64_t>(indices, ignores_unknown, num_experts, context, visit);
+  } else {
+    for_each_index_of<int32_t>(indices, ignores_unknown, num_experts, context, visit);
   }
 }
 
@@ -168,9 +187,8 @@ void read_topk(
 ) {
   table.topk = static_cast<int>(routing.topk_idx.cols);
   table.expert.resize(static_cast<size_t>(table.num_tokens) * static_cast<size_t>(table.topk));
-  const bool is_wide = routing.topk_idx.dtype == DType::kInt64;
-  const auto copy = is_wide ? copy_indices<int64_t> : copy_indices<int32_t>;
-  copy(routing, limits, c, table);
+  const auto keep = [&](size_t place, int32_t expert) { table.expert[place] = expert; };
+  for_each_index(routing.topk_idx, routing.ignores_unknown, limits.num_experts, c, keep);
   if (table.has_weights && !table.expert.empty()) {
     table.weight.resize(table.expert.size());
     std::memcpy(table.weight.data(), routing.weights.data, table.weight.size() * sizeof(float));
@@ -206,6 +224,9 @@ int64_t read_map_row(const std::byte* row, int num_experts, int32_t* out, int ro
 void read_map(
     const Routing& routing, const ExchangeConfig& limits, const Context& c, RouteTable& table
 ) {
+  if (routing.map_indices.is_given()) {
+    for_each_index(routing.map_indices, false, limits.num_experts, c, [](size_t, int32_t) {});
+  }
   table.topk = limits.max_topk;
   table.from_map = true;
   const auto topk = static_cast<size_t>(table.topk);
@@ -261,6 +282,10 @@ RoutingShape check_routing(
     );
   } else {
     check("map", routing.map, {DType::kBool}, {routing.map.rows, limits.num_experts});
+    if (const ConstTensor& indices = routing.map_indices; indices.is_given()) {
+      const TensorShape shape = {routing.map.rows, indices.cols};
+      check("map_indices", indices, {DType::kInt64, DType::kInt32}, shape);
+    }
   }
   const ConstTensor& matrix = is_topk ? routing.topk_idx : routing.map;
   WEFT_CHECK_ARG(

@@ -5,6 +5,7 @@
 
 #include "core/gpu/devices.hpp"
 #include "gpu/plan_world.hpp"
+#include "plan/plan_data.hpp"
 
 namespace weft::test {
 namespace {
@@ -24,6 +25,29 @@ class PlanCudaTest : public testing::Test {
       world.start(rank);
     }
     world.wait();
+  }
+
+  static void swap_all(PlanWorld& world, const CaseData& data) {
+    world.load(data);
+    for (int rank = 0; rank < data.setup.num_ranks; ++rank) {
+      world.start_swap(rank);
+    }
+    world.wait();
+  }
+
+  // [num_ranks, num_experts]
+  static std::vector<int32_t> counts_of(const CaseData& data) {
+    std::vector<int32_t> counts;
+    for (const Plan& plan : data.plans) {
+      const size_t first = counts.size();
+      counts.resize(first + static_cast<size_t>(data.setup.num_experts), 0);
+      for (const int32_t expert : contents_of(plan).route_expert) {
+        if (expert >= 0) {
+          ++counts[first + static_cast<size_t>(expert)];
+        }
+      }
+    }
+    return counts;
   }
 
   static std::string run(PlanWorld& world, const CaseData& data) {
@@ -190,6 +214,39 @@ TEST_F(PlanCudaTest, NamesTheRankThatDoesNotCome) {
   EXPECT_EQ(world.fault(0).kind, FaultKind::kTimeout);
   EXPECT_EQ(world.fault(0).peer, 1);
   EXPECT_EQ(world.fault(0).waiting_for, WaitFor::kWord);
+}
+
+// Before a plan of the same routing, whose call comes next in the same memory.
+TEST_F(PlanCudaTest, LearnsTheCountsOfAllRanks) {
+  for (const int num_ranks : {1, 2, 4}) {
+    const ExchangeSetup shape = setup(num_ranks, 64, 300, 8);
+    for (const int num_blocks : {1, 3}) {
+      PlanWorld world(shape, num_blocks);
+      for (uint64_t seed = 0; seed < 12; ++seed) {
+        Case spec = random_case(shape, 2000 + seed);
+        spec.calls = "";
+        const CaseData data = make_case_data(shape, spec);
+        swap_all(world, data);
+        for (int rank = 0; rank < num_ranks; ++rank) {
+          ASSERT_EQ(world.fault(rank).kind, FaultKind::kNone);
+          ASSERT_EQ(world.swapped(rank), counts_of(data)) << describe(shape, spec);
+        }
+        ASSERT_EQ(run(world, data), "") << describe(shape, spec);
+      }
+    }
+  }
+}
+
+TEST_F(PlanCudaTest, LearnsNoCountsOfARefusedCall) {
+  const ExchangeSetup shape = setup(2, 8, 100, 4);
+  CaseData data = make_case_data(shape, case_of(shape, 100, 4));
+  data.routing[1].topk_idx.as<int64_t>()[3] = 8;
+  PlanWorld world(shape, 2);
+  swap_all(world, data);
+  EXPECT_EQ(world.fault(0).kind, FaultKind::kRefused);
+  EXPECT_EQ(world.fault(1).kind, FaultKind::kBadIndex);
+  EXPECT_EQ(world.swapped(0), std::vector<int32_t>(16, 0));
+  EXPECT_EQ(world.swapped(1), std::vector<int32_t>(16, 0));
 }
 
 // Prints, and judges nothing.

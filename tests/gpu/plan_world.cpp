@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "cuda/plan/balance/launch.hpp"
 #include "cuda/plan/download.hpp"
 #include "gpu/device_bytes.hpp"
 #include "plan/plan_data.hpp"
@@ -34,6 +35,7 @@ struct PlanWorld::Rank {
   DeviceBytes regions;
   DeviceBytes local;
   DeviceBytes scratch;
+  DeviceBytes counts;
   PinnedBytes fault;
   PinnedBytes host_shape;
   DeviceBytes indices;
@@ -53,12 +55,14 @@ PlanWorld::PlanWorld(const ExchangeSetup& setup, int num_blocks, uint64_t timeou
   const PlanMap map = {num_ranks, num_experts, max_tokens, max_topk};
   const DeviceControlMap control_map = {num_ranks, num_experts, max_tokens, max_topk};
   prepare_plan(map);
+  prepare_swap_counts();
   for (int r = 0; r < setup.num_ranks; ++r) {
     auto rank = std::make_unique<Rank>();
     rank->control = device_bytes(control_map.num_bytes());
     rank->block = device_bytes(map.num_bytes());
     rank->local = device_bytes(sizeof(LocalState));
     rank->scratch = device_bytes(plan_scratch_bytes(map));
+    rank->counts = device_bytes(sizeof(int32_t) * num_ranks * num_experts);
     rank->fault = pinned_bytes(sizeof(FaultRecord));
     rank->host_shape = pinned_bytes(map.shape_bytes() + sizeof(uint32_t));
     WEFT_CUDA(Context{}, cudaStreamCreateWithFlags(&rank->stream, cudaStreamNonBlocking));
@@ -140,6 +144,20 @@ PlanLaunch& PlanWorld::launch_of(int rank) {
 void PlanWorld::start(int rank) {
   Rank& one = *ranks_[static_cast<size_t>(rank)];
   launch_plan(one.call, one.stream);
+}
+
+void PlanWorld::start_swap(int rank) {
+  Rank& one = *ranks_[static_cast<size_t>(rank)];
+  launch_swap_counts(one.call, reinterpret_cast<int32_t*>(one.counts.get()), one.stream);
+}
+
+std::vector<int32_t> PlanWorld::swapped(int rank) const {
+  const PlanMap& map = ranks_[static_cast<size_t>(rank)]->call.plan.map;
+  std::vector<int32_t> counts(size_t{map.num_ranks} * map.num_experts);
+  const void* from = ranks_[static_cast<size_t>(rank)]->counts.get();
+  const size_t num_bytes = counts.size() * sizeof(int32_t);
+  WEFT_CUDA(Context{}, cudaMemcpy(counts.data(), from, num_bytes, cudaMemcpyDeviceToHost));
+  return counts;
 }
 
 void PlanWorld::wait() {

@@ -25,6 +25,9 @@ class PlanWorld {
   [[nodiscard]] PlanLaunch& launch_of(int rank);
   // Starts the kernel of one rank; all ranks must start before any can end.
   void start(int rank);
+  // The same for the counts of all ranks alone, which are then [num_ranks, num_experts].
+  void start_swap(int rank);
+  [[nodiscard]] std::vector<int32_t> swapped(int rank) const;
   void wait();
 
   // What the device made of the loaded case: empty if it equals the reference plan in every array,

@@ -10,7 +10,13 @@ import pytest
 from conftest import TIMEOUT, clean_environment
 
 BENCHES = {Path(path).name: path for path in os.environ.get("WEFT_BENCHES", "").split(":") if path}
-WRITES = {"copy_bench": "--benchmark_out=", "plan_bench": "--benchmark_out=", "balance_bench": "--json="}
+WRITES = {
+    "copy_bench": "--benchmark_out=",
+    "plan_bench": "--benchmark_out=",
+    "balance_bench": "--json=",
+    "balance_plan_bench": "--json=",
+    "order_bench": "--json=",
+}
 SKIPPED = 77  # nothing to measure here
 
 

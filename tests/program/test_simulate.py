@@ -104,6 +104,25 @@ def test_a_faster_card_is_never_slower(tmp_path):
     assert slow["dispatch_rows"]["us"] >= slow["most"]["card_in"] * row_us
 
 
+def test_a_layer_is_balanced_by_replicas(tmp_path):
+    path = tmp_path / "simulated.json"
+    text = weft(
+        "simulate", *SMALL, "--ranks", 8, "--skew", 1, "--balance", 2, "--json", path
+    ).stdout
+    (step,) = json.loads(path.read_text())["steps"]
+    routed, balanced, even = (step[name] for name in ("as routed", "balanced", "even"))
+    assert routed["busiest_of_mean"] > 1.3
+    assert 1.02 >= balanced["busiest_of_mean"] >= even["busiest_of_mean"] == 1
+    assert routed["copies"] == even["copies"] == 0 < balanced["copies"] <= 16
+    for times in (routed, balanced, even):
+        parts = times["exchange_us"] + times["products_us"] + times["rest_us"] + times["exposed_us"]
+        assert times["us"] == pytest.approx(parts, abs=0.1)
+        assert times["of_even"] == pytest.approx(times["us"] / even["us"], abs=1e-3)
+        assert times["of_even"] <= times["of_even_if_not_hidden"]
+    lines = text[text.index("A layer, forward and backward") :].splitlines()
+    assert [line.split()[1] for line in lines[4:]] == ["as", "balanced", "even"]
+
+
 def test_a_calibrated_model_is_a_model(tmp_path):
     model = tmp_path / "here.json"
     shown = weft("simulate", "--calibrate", model).stdout
@@ -142,6 +161,9 @@ def test_ends_grow_with_the_budget():
         (["--set", "speed=1"], "--set speed is not one of link_gbps, "),
         (["--set", "proxies=0"], "--set proxies=0 is below 1"),
         (["--tables", "all"], "--tables"),
+        (["--balance", 17], "--balance: 17 is not a number from 0 to 16"),
+        (["--width", 8], "--width requires --balance"),
+        (["--balance", 1, "--tflops", 0], "--tflops"),
         (["--sweep", "2,4", "routing.wrt"], "file excludes --ranks"),
     ],
 )

@@ -6,6 +6,7 @@ call gets a gloo process group of exactly the wanted size (also torch.distribute
 """
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -78,6 +79,9 @@ def _serve(rank: int, pipe) -> None:
             answer = ("error", traceback.format_exc())
         while after_call:
             after_call.pop()()
+        # An exchange that a caught exception has kept gives its memory back, which waits for all
+        # kernels of the GPU: in the middle of the next test some may wait for what comes after.
+        gc.collect()
         pipe.send_bytes(pickle.dumps(answer))
 
 

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <charconv>
 #include <memory>
+#include <optional>
 
 #include "cli/choices.hpp"
 #include "cli/program.hpp"
 #include "cli/progress.hpp"
+#include "plan/balance/balance.hpp"
 #include "plan/file/routing_file.hpp"
 #include "report/json_text.hpp"
 #include "routing/source.hpp"
@@ -38,6 +40,7 @@ Examples:
   weft-lab simulate --ranks 64 --set card_gbps=100       another card
   weft-lab simulate --ranks 64 --flat                    each row to every remote rank by itself
   weft-lab simulate steps.wrt --step 100 --domain 2      real routing
+  weft-lab simulate --skew 0.6 --balance 2               replicas of popular experts
   weft-lab simulate --ends                               where each resource ends
   weft-lab simulate --calibrate here.json                a model of this machine)";
 
@@ -56,6 +59,8 @@ struct SimulateOptions {
   std::string calibrate_path;
   std::vector<std::string> tables;  // empty: all
   std::string json_path;
+  std::optional<int> replicas;  // shows a layer's time with so many
+  sim::StepShape step;
   bool with_ends = false;
   int64_t budget_bytes = 600'000'000;
 };
@@ -133,8 +138,35 @@ std::string headline(
   );
 }
 
+struct Done {
+  std::vector<sim::Simulation> sizes;
+  std::vector<sim::BalancedStep> steps;  // of each size, with --balance
+};
+
+// The same number of tokens chooses experts at random where all ranks are equally busy.
+void add_step(
+    const SimulateOptions& options,
+    const sim::Scenario& scenario,
+    const sim::Model& model,
+    std::span<const RouteTable> routes,
+    Done& done
+) {
+  if (!options.replicas) {
+    return;
+  }
+  MadeUpRouting even = options.made_up;
+  even.num_ranks = scenario.num_ranks;
+  even.num_experts = scenario.num_experts;
+  even.skew = 0;
+  sim::StepShape shape = options.step;
+  shape.replicas = *options.replicas;
+  shape.hidden = options.hidden;
+  const RoutingMoment moment = make_up_routing(even);
+  done.steps.push_back(sim::simulate_step(scenario, model, routes, moment.routes, shape));
+}
+
 // The only size of a routing file is its own.
-std::vector<sim::Simulation> run_on_file(SimulateOptions& options, const sim::Model& model) {
+Done run_on_file(SimulateOptions& options, const sim::Model& model) {
   const RoutingMoment moment = read_moment(options.file, options.choice);
   options.wanted.num_experts = moment.num_experts;
   options.made_up.topk = moment.routes.front().topk;
@@ -144,19 +176,20 @@ std::vector<sim::Simulation> run_on_file(SimulateOptions& options, const sim::Mo
   }
   options.sizes = {static_cast<int>(moment.routes.size())};
   const sim::Scenario scenario = make_scenario(options, options.sizes.front());
-  std::vector<sim::Simulation> done;
-  done.push_back(sim::simulate(scenario, model, moment.routes));
+  Done done;
+  done.sizes.push_back(sim::simulate(scenario, model, moment.routes));
+  add_step(options, scenario, model, moment.routes, done);
   return done;
 }
 
-std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const sim::Model& model) {
+Done run_made_up(const SimulateOptions& options, const sim::Model& model) {
   Progress progress("simulate");
   double total = 0;
   for (const int size : options.sizes) {
     static_cast<void>(make_scenario(options, size));  // bad usage is told before the work
     total += size;
   }
-  std::vector<sim::Simulation> done;
+  Done done;
   double before = 0;
   for (const int size : options.sizes) {
     const sim::Scenario scenario = make_scenario(options, size);
@@ -171,9 +204,10 @@ std::vector<sim::Simulation> run_made_up(const SimulateOptions& options, const s
       };
     };
     const std::vector<RouteTable> routes = make_up_routing(spec, part(0, 0.5)).routes;
-    done.push_back(sim::simulate(scenario, model, routes, part(0.5, 0.5)));
+    done.sizes.push_back(sim::simulate(scenario, model, routes, part(0.5, 0.5)));
     // What each rank tells all others takes most of the memory and is not shown.
-    done.back().traffic.counts = {};
+    done.sizes.back().traffic.counts = {};
+    add_step(options, scenario, model, routes, done);
     before += size;
   }
   return done;
@@ -202,15 +236,16 @@ void run_simulate(SimulateOptions& options) {
     );
     return;
   }
-  const std::vector<sim::Simulation> done =
+  const Done done =
       options.file.empty() ? run_made_up(options, model) : run_on_file(options, model);
   if (!options.json_path.empty()) {
-    save_json(options.json_path, simulation_json(done, model));
+    save_json(options.json_path, simulation_json(done.sizes, done.steps, model));
   }
   fmt::print(
-      "{}{}",
-      headline(options, done.front().scenario, model.name.c_str()),
-      simulation_text(done, options.tables)
+      "{}{}{}",
+      headline(options, done.sizes.front().scenario, model.name.c_str()),
+      simulation_text(done.sizes, options.tables),
+      done.steps.empty() ? "" : steps_text(done.steps)
   );
 }
 
@@ -262,6 +297,27 @@ void add_model_options(CLI::App& command, SimulateOptions& options) {
   command.add_option("--json", options.json_path, "Write every number here");
 }
 
+void add_step_options(CLI::App& command, SimulateOptions& options) {
+  auto* balance = command.add_option(
+      "--balance", options.replicas, "Show a layer's time with so many replicas of experts a rank"
+  );
+  balance->check(Within(0, kMostReplicas));
+  command.add_option("--width", options.step.width, "Inner width of an expert")
+      ->check(Within(int64_t{1}, int64_t{1} << 20))
+      ->needs(balance)
+      ->capture_default_str();
+  const auto add = [&](const char* name, double& value, double least, const char* text) {
+    command.add_option(name, value, text)
+        ->check(CLI::Range(least, 1e9))
+        ->needs(balance)
+        ->capture_default_str();
+  };
+  sim::StepShape& step = options.step;
+  add("--token-mflop", step.token_mflop, 0, "Mflop of a token forward in a layer but for experts");
+  add("--tflops", step.tflops, 1e-3, "Tflop/s of a rank's products");
+  add("--balance-us", step.plan_us, 0, "Of a plan with replicas, beyond the plan");
+}
+
 }  // namespace
 
 void add_simulate(CLI::App& app) {
@@ -271,6 +327,7 @@ void add_simulate(CLI::App& app) {
   add_size_options(*command, *options);
   add_shape_options(*command, *options);
   add_model_options(*command, *options);
+  add_step_options(*command, *options);
   command->callback([options] { run_simulate(*options); });
 }
 

@@ -12,6 +12,7 @@
 
 #include "report/table.hpp"
 #include "simulate/simulate.hpp"
+#include "simulate/step.hpp"
 
 namespace weft::program {
 
@@ -27,8 +28,14 @@ void add_simulate(CLI::App& app);
 // Every number with its meaning and origin, and the plans that it was fitted to.
 [[nodiscard]] std::string model_text(const sim::Model& model);
 
+// A layer's time as routed, balanced and even, three lines for each size.
+[[nodiscard]] std::string steps_text(std::span<const sim::BalancedStep> steps);
+
+// `steps`: of each size, or none.
 [[nodiscard]] nlohmann::ordered_json simulation_json(
-    std::span<const sim::Simulation> sizes, const sim::Model& model
+    std::span<const sim::Simulation> sizes,
+    std::span<const sim::BalancedStep> steps,
+    const sim::Model& model
 );
 
 // Where each resource ends: the most ranks that fit its bound, the rest of the scenario as it is.

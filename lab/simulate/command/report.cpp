@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <iterator>
@@ -227,6 +228,33 @@ Json size_json(const sim::Simulation& one) {
       {"memory", memory_json(one.memory)}};
 }
 
+struct NamedTimes {
+  const char* name;
+  const sim::StepTimes& times;
+};
+
+std::array<NamedTimes, 3> ways_of(const sim::BalancedStep& step) {
+  return {{{"as routed", step.routed}, {"balanced", step.balanced}, {"even", step.even}}};
+}
+
+Json step_json(const sim::BalancedStep& step) {
+  Json json = {{"ranks", step.num_ranks}};
+  for (const auto& [name, times] : ways_of(step)) {
+    json[name] = {
+        {"busiest_of_mean", rounded(times.busiest_of_mean, 4)},
+        {"copies", times.copies},
+        {"exchange_us", rounded(times.exchange_us)},
+        {"products_us", rounded(times.products_us)},
+        {"rest_us", rounded(times.rest_us)},
+        {"weights_us", rounded(times.weights_us)},
+        {"exposed_us", rounded(times.exposed_us)},
+        {"us", rounded(times.us())},
+        {"of_even", rounded(times.us() / step.even.us(), 4)},
+        {"of_even_if_not_hidden", rounded(times.us_if_not_hidden() / step.even.us(), 4)}};
+  }
+  return json;
+}
+
 constexpr double kPatienceUs = 100;  // for what precedes the rows of a call
 
 sim::Scenario resized(const sim::Scenario& wanted, int num_ranks) {
@@ -303,10 +331,43 @@ std::string model_text(const sim::Model& model) {
   return text + fmt::format("\nA rank's own work in a plan\n\n{}", plans.text());
 }
 
-Json simulation_json(std::span<const sim::Simulation> sizes, const sim::Model& model) {
+std::string steps_text(std::span<const sim::BalancedStep> steps) {
+  Table table(
+      columns("ranks|routing|busiest, of mean|copies|exchange us|products us|rest us|weights us|"
+              "exposed|layer us|of even|if not hidden")
+  );
+  for (const sim::BalancedStep& step : steps) {
+    for (const auto& [name, times] : ways_of(step)) {
+      table.add_row(
+          {count_text(step.num_ranks),
+           name,
+           fmt::format("{:.3f}", times.busiest_of_mean),
+           count_text(times.copies),
+           us_text(times.exchange_us),
+           us_text(times.products_us),
+           us_text(times.rest_us),
+           us_text(times.weights_us),
+           us_text(times.exposed_us),
+           us_text(times.us()),
+           fmt::format("{:.3f}", times.us() / step.even.us()),
+           fmt::format("{:.3f}", times.us_if_not_hidden() / step.even.us())}
+      );
+    }
+  }
+  return fmt::format("\nA layer, forward and backward\n\n{}", table.text());
+}
+
+Json simulation_json(
+    std::span<const sim::Simulation> sizes,
+    std::span<const sim::BalancedStep> steps,
+    const sim::Model& model
+) {
   Json json = {{"model", Json::parse(sim::model_json(model))}, {"sizes", Json::array()}};
   for (const sim::Simulation& one : sizes) {
     json["sizes"].push_back(size_json(one));
+  }
+  for (const sim::BalancedStep& step : steps) {
+    json["steps"].push_back(step_json(step));
   }
   return json;
 }

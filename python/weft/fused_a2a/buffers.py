@@ -33,7 +33,9 @@ _NOTHING: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
 
 def contiguous(value: Any) -> Any:
     """A tensor with adjacent elements; what is none goes on, for the buffer to refuse it."""
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return value
+    return value.contiguous()
 
 
 def refusing(name: str, buffer: Any, **options: Any) -> Call:
@@ -54,7 +56,7 @@ def get_hidden_bytes(x: torch.Tensor) -> int:
 
     A one-byte dtype counts as two because what comes back for it is two bytes wide.
     """
-    return x.size(1) * max(x.element_size(), 2)
+    return x.shape[1] * max(x.itemsize, 2)
 
 
 def get_buffer(group: dist.ProcessGroup, hidden_bytes: int) -> Any:
@@ -282,6 +284,9 @@ def _cached(name: str, group: Any, build: Callable[..., Any], **needs: int) -> A
     A buffer of Weft's goes on with the exchanges of the one that it replaces. So a rank that asks
     for other sizes by mistake still meets the others, who hear of it.
     """
+    current = getattr(state, name)
+    if not needs and current is not None and getattr(current, "group", None) is group:
+        return current  # as it mostly is
     with lock:
         buffer = take(name, group)
         have = {} if buffer is None else {size: getattr(buffer, size) for size in needs}

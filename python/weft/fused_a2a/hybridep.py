@@ -58,12 +58,15 @@ class HybridEPDispatch(torch.autograd.Function):
         num_sms_combine_api=24,
         *rest,
     ):
-        order = _ORDERS[min(most for most in _ORDERS if len(rest) <= most)]
-        options = _OPTIONS | dict(zip(order, rest))
-        options = SimpleNamespace(**_without_unknown(options))
-        settings = {name: getattr(options, name) for name in (*_BLOCKS, _PREPROCESSING)}
-        settings["num_sms_dispatch_api"] = num_sms_dispatch_api
-        settings["num_sms_combine_api"] = num_sms_combine_api
+        given = _without_unknown(_OPTIONS | dict(zip(_order_of(len(rest)), rest)))
+        options = SimpleNamespace(**given)
+        settings = {
+            "num_blocks_permute": options.num_blocks_permute,
+            "num_blocks_unpermute": options.num_blocks_unpermute,
+            "num_sms_preprocessing_api": options.num_sms_preprocessing_api,
+            "num_sms_dispatch_api": num_sms_dispatch_api,
+            "num_sms_combine_api": num_sms_combine_api,
+        }
         buffer = get_hybrid_ep_buffer(group, x, num_local_experts, settings)
         budget = options.num_permuted_tokens
         sent = {
@@ -233,6 +236,12 @@ def _without_unknown(options: dict[str, Any]) -> dict[str, Any]:
         stacklevel=2,
     )
     return options | {name: _OPTIONS[name] for name in newer}
+
+
+@functools.cache
+def _order_of(num_given: int) -> tuple[str, ...]:
+    """The names of so many arguments after `num_sms_combine_api`."""
+    return _ORDERS[min(most for most in _ORDERS if num_given <= most)]
 
 
 @functools.cache

@@ -46,7 +46,7 @@ class Library(NamedTuple):
         All inputs must be ready: the event stands for all the work before it.
         """
         async_finish, allocate_on_comm_stream = streams
-        is_rows = isinstance(x, torch.Tensor) and x.dim() == 2  # the buffer's call refuses others
+        is_rows = isinstance(x, Tensor) and x.ndim == 2  # the buffer's call refuses others
         return self.get_buffer(group, get_hidden_bytes(x) if is_rows else 0), {
             "previous_event": self.new_event() if async_finish else None,
             "async_finish": async_finish,
@@ -77,7 +77,8 @@ def _new_dispatch(
 
 def dispatched(ctx: Any, rows: Any, indices: Any, probs: Any, counts: Any, handle: Any):
     """What a dispatch hands to autograd."""
-    counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
+    if not isinstance(counts, Tensor) or counts.dtype is not torch.int64 or not counts.is_cpu:
+        counts = torch.as_tensor(counts, dtype=torch.int64, device="cpu")
     ctx.mark_non_differentiable(indices, counts)
     return rows, indices, probs, counts, handle
 
@@ -151,8 +152,7 @@ class Functions(NamedTuple):
                 exchange, routes, x, token_probs, pad_multiple=pad_multiple, num_sms=num_sms
             )
         # This comes after the launch: a GPU has nothing to do between the wait and that.
-        counts = plan.padded_rows_per_expert_list
-        counts = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        counts = plan.core.padded_rows_on_host()
         handle = ExpertRows(plan, num_sms)
         replay.record((handle, counts))
         return out.rows, out.weights, counts, handle
@@ -183,7 +183,7 @@ def functions_of(library: Library) -> Functions:
             allocate_on_comm_stream=False,
         ):
             ctx.group, ctx.streams = group, (async_finish, allocate_on_comm_stream)
-            x, indices, probs = map(contiguous, (x, token_indices, token_probs))
+            x, indices, probs = contiguous(x), contiguous(token_indices), contiguous(token_probs)
             buffer, streams = library.begin(x, group, ctx.streams)
             recorded = replay.take()
             if recorded is not None:

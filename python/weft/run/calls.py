@@ -28,7 +28,7 @@ def count(name: str) -> None:
     """One more call of this name."""
     global _next_write
     with _lock:
-        _counts[name] += 1
+        _counts[name] = _counts.get(name, 0) + 1
         if _folder and time.monotonic() >= _next_write:
             _next_write = time.monotonic() + _PERIOD
             _write()

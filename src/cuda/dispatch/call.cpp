@@ -141,6 +141,16 @@ void CudaExchange::dispatch_by_copies(
   launch_dispatch_fan_out(launch, stream);
 }
 
+bool CudaExchange::writes_alone(
+    const Routing& routing,
+    const PlanOptions& options,
+    const ConstTensor& x,
+    const CallOptions& call
+) const {
+  return can_fuse_ && !call.copy_engines && !routing.map.is_given() &&
+         given_rows(options, 1).has_value() && x.row_bytes() <= control_map_.eager_row_bytes;
+}
+
 Plan CudaExchange::dispatch_routed(
     const Routing& routing,
     const PlanOptions& options,
@@ -149,11 +159,8 @@ Plan CudaExchange::dispatch_routed(
     const CallOptions& call
 ) {
   const PayloadFormat payload = payload_of(in, out, settings_.max_topk);
-  // Decided by what all ranks pass alike.
-  const bool is_eager = can_fuse_ && !call.copy_engines && !routing.map.is_given() &&
-                        given_rows(options, 1).has_value() &&
-                        payload.row_bytes <= control_map_.eager_row_bytes &&
-                        payload.staged_scale_bytes() <= kScaleRoom;
+  const bool is_eager =
+      writes_alone(routing, options, in.x, call) && payload.staged_scale_bytes() <= kScaleRoom;
   if (!is_eager) {
     Plan plan = make_plan_of(Op::kPlanAndDispatch, routing, options, call);
     dispatch(plan, in, out, call);

@@ -144,6 +144,12 @@ void CudaExchange::set_up(uint64_t stamp) {
   if (settings_.copy_engines) {
     const auto peers = static_cast<uint64_t>(context_.num_ranks - 1);
     packed_.create(peers * control_map_.copied_stride, context_);
+    if (peers > 0 && context_.rank == 0) {
+      log(LogLevel::kWarn,
+          "exchange: copy engines are asked for, whose sums were wrong on two H100 beside "
+          "computation "
+          "(docs/overlap.md)");
+    }
   }
   weft::prepare_plan(plan_map_);
   prepare_imported_plan();

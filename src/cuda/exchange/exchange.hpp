@@ -56,6 +56,13 @@ class CudaExchange final : public Executor {
       const DispatchOutput& out,
       const CallOptions& call
   ) override;
+  // Decided by what all ranks pass alike.
+  [[nodiscard]] bool writes_alone(
+      const Routing& routing,
+      const PlanOptions& options,
+      const ConstTensor& x,
+      const CallOptions& call
+  ) const override;
   void receive(const Plan& plan, const CallOptions& call) override;
   [[nodiscard]] bool is_open(const Plan& plan) const override {
     return open_ && &header_of(open_->plan) == &header_of(plan);

@@ -23,9 +23,11 @@ struct PlanLaunch {
   PlanView plan;
   PeerAddress plan_address;        // of the block, for peers
   const void* topk_idx = nullptr;  // [num_tokens, topk] of `index_bytes` bytes each, or
-  const bool* map = nullptr;       // [num_tokens, num_experts]
+  const bool* map = nullptr;       // [num_tokens, num_experts]; then topk_idx
+                                   // [num_tokens, num_indices] is only checked, unless it is null
   const float* weights = nullptr;  // shaped like either; null: none
   int32_t index_bytes = 8;
+  int32_t num_indices = 0;
   bool ignores_unknown = false;  // Routing's
   bool has_weights = false;      // also of ranks without tokens, whose pointer may be null
   int32_t num_tokens = 0;

@@ -135,10 +135,12 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
   launch.me = view_;
   launch.plan = view_of(data);
   launch.plan_address = address;
-  launch.topk_idx = routes.from_map ? nullptr : routing.topk_idx.data;
+  const ConstTensor& indices = routes.from_map ? routing.map_indices : routing.topk_idx;
+  launch.topk_idx = indices.data;
+  launch.num_indices = static_cast<int32_t>(indices.cols);
   launch.map = reinterpret_cast<const bool*>(routes.from_map ? routing.map.data : nullptr);
   launch.weights = reinterpret_cast<const float*>(routing.weights.data);
-  launch.index_bytes = static_cast<int32_t>(dtype_bytes(routing.topk_idx.dtype));
+  launch.index_bytes = static_cast<int32_t>(dtype_bytes(indices.dtype));
   launch.ignores_unknown = routing.ignores_unknown;
   launch.num_tokens = static_cast<int32_t>(routes.num_tokens);
   launch.topk = routes.topk;

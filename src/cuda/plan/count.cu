@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_count_routing(const CountLaunch& call, void* stream) {
+void launch_count_routing(const CountLaunch& call, int gpu, void* stream) {
+  const CudaDeviceGuard guard(gpu);
   const auto share = [](int32_t total) { return total / kBlocks + 1; };
   const int32_t counts = share(call.num_experts) + share(call.num_ranks) + share(call.num_hosts);
   Kernel<CountLaunch> kernel = {count_routing_kernel<int64_t>, kThreads};

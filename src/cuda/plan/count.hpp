@@ -21,7 +21,7 @@ struct CountLaunch {
   bool* is_token_in_rank = nullptr;       // [num_tokens, num_ranks]
 };
 
-// stream: a cudaStream_t of the current GPU. Throws Error (kCuda, kUnsupported without CUDA).
-void launch_count_routing(const CountLaunch& call, void* stream);
+// stream: a cudaStream_t of this GPU. Throws Error (kCuda, kUnsupported without CUDA).
+void launch_count_routing(const CountLaunch& call, int gpu, void* stream);
 
 }  // namespace weft

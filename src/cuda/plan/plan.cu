@@ -49,37 +49,12 @@ __device__ inline void raise_records(
 // together.
 __device__ inline void make_plan(const PlanLaunch& call, uint32_t epoch, const PlanShared& shared) {
   const PlanPlace place = plan_place(call, epoch);
-  for (uint32_t i = threadIdx.x; i < place.num_warps * place.columns; i += blockDim.x) {
-    shared.counts[i] = 0;
-  }
-  if (threadIdx.x < place.num_ranks) {
-    shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
-  }
-  if (threadIdx.x == blockDim.x - 1) {
-    write_word(call, *shared.message);  // the counts follow it once they are summed
-  }
-  __syncthreads();
-  count_tokens(call, place, shared);
-
-  // A fault of this rank's own routing is known to all its blocks once they have met.
-  const bool is_met = sum_blocks(call, place, shared);
-  const bool is_first = threadIdx.x == 0;
-  const bool is_refused =
-      __syncthreads_or(static_cast<int>(!is_met || (is_first && is_stopped(call.me)))) != 0;
-  if (is_first && is_refused) {
-    const WordStatus status = own_status(call.me, epoch);
-    shared.message->status = status == WordStatus::kGood ? WordStatus::kRefused : status;
-  }
-  __syncthreads();
-  post_message(call, place, shared);
-  const bool is_accepted = accept_words(call, place, shared);
-  if (is_refused || !is_accepted) {
+  if (!swap_counts(call, place, shared)) {
     if (blockIdx.x == 0) {
       clear_plan(call.plan);
     }
     return;
   }
-
   const PlanGroup group = shape_group(call, place, shared);
   if (blockIdx.x == 0) {
     publish_shape(call, group, place, shared);

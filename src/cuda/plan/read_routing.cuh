@@ -79,6 +79,21 @@ map_bits(const uint8_t* row, uint32_t first, uint32_t num_experts, bool is_align
   return bits;
 }
 
+// One warp refuses what is no expert among the indices that a token's row of the map was made of.
+__device__ __forceinline__ void check_indices(
+    const PlanLaunch& call, const PlanPlace& place, int32_t token
+) {
+  const auto count = static_cast<uint32_t>(call.num_indices);
+  for (uint32_t k = place.lane; k < count; k += kPlanLanes) {
+    const size_t at = static_cast<size_t>(token) * count + k;
+    const int64_t value = given_expert(call.topk_idx, call.index_bytes, at);
+    if (value < -1 || value >= static_cast<int64_t>(call.plan.map.num_experts)) {
+      const auto what = static_cast<int32_t>(k);
+      raise_bad_token(call.me, place.epoch, FaultKind::kBadIndex, token, what, value);
+    }
+  }
+}
+
 // One warp turns the set experts of its tokens' map rows, in ascending order, into routes.
 __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) {
   constexpr int kBatch = 4;  // rows in flight; a guess
@@ -134,6 +149,9 @@ __device__ inline void read_map(const PlanLaunch& call, const PlanPlace& place) 
       const int32_t token = first + i;
       if (token >= place.tokens.last) {
         break;
+      }
+      if (call.topk_idx != nullptr) {
+        check_indices(call, place, token);
       }
       if (place.lane >= found[i] && place.lane < topk) {
         const size_t route = static_cast<size_t>(token) * call.plan.map.max_topk + place.lane;

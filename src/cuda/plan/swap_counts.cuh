@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Second part of the plan kernel: the counts of all blocks become those of this rank, which go to
-// every rank behind the handshake, and all ranks' counts come in. Before: read_routing.cuh; after:
-// group.cuh.
+// every rank behind the handshake, and all ranks' counts come in. swap_counts() is both parts.
+// Before: read_routing.cuh; after: group.cuh, or balance/swap.cu.
 #pragma once
 
 #include "cuda/device/wait.cuh"
+#include "cuda/plan/read_routing.cuh"
 #include "cuda/plan/shared.cuh"
 
 namespace weft {
@@ -175,6 +176,38 @@ __device__ inline bool accept_words(
     }
   }
   return __syncthreads_and(static_cast<int>(is_good)) != 0;
+}
+
+// All threads of all blocks count this rank's routing and learn the counts of all ranks. If the
+// call is given up, all threads of a block return false together.
+__device__ inline bool swap_counts(
+    const PlanLaunch& call, const PlanPlace& place, const PlanShared& shared
+) {
+  for (uint32_t i = threadIdx.x; i < place.num_warps * place.columns; i += blockDim.x) {
+    shared.counts[i] = 0;
+  }
+  if (threadIdx.x < place.num_ranks) {
+    shared.control[threadIdx.x] = control_of(call.me, static_cast<int>(threadIdx.x));
+  }
+  if (threadIdx.x == blockDim.x - 1) {
+    write_word(call, *shared.message);  // the counts follow it once they are summed
+  }
+  __syncthreads();
+  count_tokens(call, place, shared);
+
+  // A fault of this rank's own routing is known to all its blocks once they have met.
+  const bool is_met = sum_blocks(call, place, shared);
+  const bool is_first = threadIdx.x == 0;
+  const bool is_refused =
+      __syncthreads_or(static_cast<int>(!is_met || (is_first && is_stopped(call.me)))) != 0;
+  if (is_first && is_refused) {
+    const WordStatus status = own_status(call.me, place.epoch);
+    shared.message->status = status == WordStatus::kGood ? WordStatus::kRefused : status;
+  }
+  __syncthreads();
+  post_message(call, place, shared);
+  const bool is_accepted = accept_words(call, place, shared);
+  return !is_refused && is_accepted;
 }
 
 }  // namespace weft

@@ -16,11 +16,11 @@
 #include <span>
 #include <vector>
 
+#include "core/hd.hpp"
+
 namespace weft {
 
 inline constexpr int kMostReplicas = 16;  // of a rank
-// The search for a placement ends when less than this part of a mean rank's rows could be gained.
-inline constexpr int64_t kBalanceFineness = 1024;
 
 struct BalanceOptions {
   int replicas = 0;                 // most on each rank, 0 to kMostReplicas
@@ -33,15 +33,15 @@ struct PhysicalExperts {
   int num_experts = 0;
   int replicas = 0;  // places for them on each rank
 
-  [[nodiscard]] int num_local() const { return num_experts / num_ranks; }
-  [[nodiscard]] int per_rank() const { return num_local() + replicas; }
-  [[nodiscard]] int count() const { return num_ranks * per_rank(); }
-  [[nodiscard]] int rank_of(int physical) const { return physical / per_rank(); }
-  [[nodiscard]] int owner_of(int expert) const { return expert / num_local(); }
-  [[nodiscard]] int master_of(int expert) const {
+  [[nodiscard]] WEFT_HD int num_local() const { return num_experts / num_ranks; }
+  [[nodiscard]] WEFT_HD int per_rank() const { return num_local() + replicas; }
+  [[nodiscard]] WEFT_HD int count() const { return num_ranks * per_rank(); }
+  [[nodiscard]] WEFT_HD int rank_of(int physical) const { return physical / per_rank(); }
+  [[nodiscard]] WEFT_HD int owner_of(int expert) const { return expert / num_local(); }
+  [[nodiscard]] WEFT_HD int master_of(int expert) const {
     return owner_of(expert) * per_rank() + expert % num_local();
   }
-  [[nodiscard]] int place_of(int rank, int replica) const {
+  [[nodiscard]] WEFT_HD int place_of(int rank, int replica) const {
     return rank * per_rank() + num_local() + replica;
   }
 };

@@ -4,18 +4,17 @@
 // Given a limit, the fullest rank gives rows of its largest expert to the emptiest rank that has a
 // free place, as many as fit there, until no rank is above the limit (Attempt). That may be more
 // than it has to give: it then takes rows of others itself, so that its own places are used too.
-// The least limit is looked for as on a ruler: kProbes limits at even distances, then kProbes
-// between the last that failed and the first that was kept.
+// search.hpp says which limits are tried.
 //
 // All is in whole numbers, and ties go to the lower rank or expert, so that a kernel finds the
-// same: each of its warps tries one limit, with a lane for a rank or for an expert of the fullest
-// rank (three maxima over the warp for each replica), and the least that was kept counts. Two or
-// three rounds of probes are enough, since kProbes^2 is kBalanceFineness.
+// same (cuda/plan/balance/place.cuh): each of its warps tries one limit, with a lane for a rank or
+// for an expert of the fullest rank.
 #include <algorithm>
 #include <numeric>
 #include <optional>
 
 #include "plan/balance/balance.hpp"
+#include "plan/balance/search.hpp"
 
 namespace weft {
 
@@ -45,8 +44,6 @@ Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape
 }
 
 namespace {
-
-constexpr int64_t kProbes = 32;
 
 // Tries to keep a limit.
 class Attempt {
@@ -128,21 +125,20 @@ Placement place_replicas(
 ) {
   const Placement masters =
       masters_of(rows, {num_ranks, static_cast<int>(rows.size()), options.replicas});
-  const int64_t least = (std::reduce(rows.begin(), rows.end()) + num_ranks - 1) / num_ranks;
-  const int64_t fineness = std::max<int64_t>(1, least / kBalanceFineness);
-
   Placement best = masters;
-  int64_t failed = least - 1;
-  int64_t kept = best.busiest();
-  while (kept - failed > fineness) {
-    const int64_t step = (kept - failed + kProbes - 1) / kProbes;
-    for (int64_t limit = failed + step; limit < kept; limit += step) {
-      if (auto found = Attempt(masters, options.min_rows, limit).run()) {
-        best = std::move(*found);
-        kept = best.busiest();
-        break;
-      }
-      failed = limit;
+  LimitSearch search(std::reduce(rows.begin(), rows.end()), num_ranks, best.busiest());
+  while (!search.is_over()) {
+    std::optional<Placement> found;
+    int probe = 0;
+    while (!found && search.tries(probe)) {
+      found = Attempt(masters, options.min_rows, search.limit(probe)).run();
+      probe += found ? 0 : 1;
+    }
+    if (found) {
+      best = std::move(*found);
+      search.keep(probe, best.busiest());
+    } else {
+      search.fail();
     }
   }
   return best;

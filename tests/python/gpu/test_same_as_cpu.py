@@ -16,7 +16,7 @@ from ep_case import ep
 import weft
 from weft import block_formats, fused_a2a, ops
 from weft.compat import deep_ep
-from weft.compat.deep_ep.layout import Hosts, layout_of
+from weft.compat.deep_ep.layout import Hosts, layout_of, spread
 from weft.dispatcher import DispatcherConfig, MoEFlexTokenDispatcher
 from weft.fused_a2a import rank_rows
 
@@ -219,6 +219,21 @@ def hybrid(group, inputs):
     return [rows, row_probs, counts, out, x.grad, probs.grad]
 
 
+def hybrid_by_topk(group, inputs):
+    most, hidden = max(1, inputs.x.size(0)), inputs.x.size(1)
+    buffer = deep_ep.HybridEPBuffer(group, hidden, most, LOCAL)
+    routing = {"topk_idx": inputs.idx, "topk_weights": inputs.weights}
+    total = {"num_of_experts": inputs.num_experts}
+    rows, probs, _, counts, handle = buffer.dispatch_with_permute(
+        hidden=inputs.x, **routing, **total, pad_multiple=16
+    )
+    again, again_probs, *_ = buffer.dispatch_with_permute(hidden=inputs.x, **routing, handle=handle)
+    out, out_probs = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+    results = [rows, probs, counts, again, again_probs, out, out_probs, handle[-1]]
+    rows, probs, _, handle = buffer.dispatch(inputs.x, None, *routing.values(), *total.values())
+    return [*results, rows, probs, *buffer.combine(rows, probs, handle)]
+
+
 def low_latency(group, inputs):
     most = 64
     buffer = deep_ep.Buffer(group, 0, 1 << 20, low_latency_mode=True, num_qps_per_rank=LOCAL)
@@ -327,6 +342,7 @@ CASES = {
     "dispatcher_uccl": dispatcher("uccl_ep"),
     "dispatcher_hybridep": dispatcher("hybridep"),
     "hybrid": hybrid,
+    "hybrid_by_topk": hybrid_by_topk,
     "low_latency": low_latency,
     "low_latency_formats": low_latency_formats,
     "block_rows": block_rows,
@@ -378,6 +394,48 @@ def test_routings_are_counted_as_on_the_cpu(num_tokens, topk, num_experts, domai
     ):
         assert (here is None) == (there is None)
         assert here is None or torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("num_tokens", "topk", "num_experts"), [(0, 2, 8), (1, 1, 1), (4096, 8, 256), (333, 70, 101)]
+)
+def test_routings_are_spread_as_on_the_cpu(num_tokens, topk, num_experts, dtype):
+    gen = torch.Generator().manual_seed(num_tokens)
+    idx = torch.randint(-2, num_experts + 2, (num_tokens, topk), generator=gen).to(dtype)
+    weights = torch.rand(num_tokens, topk, generator=gen)
+    for given in (None, weights):
+        here = spread(idx, given, num_experts)
+        there = spread(idx.cuda(), None if given is None else given.cuda(), num_experts)
+        assert torch.equal(here[0], there[0].cpu())
+        assert (given is None) == (there[1] is None)
+        assert given is None or torch.equal(here[1], there[1].cpu())
+
+
+def unknown_expert(rank, num_ranks, group):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    inputs = Inputs(rank, num_ranks, device, (37, 8))
+    buffer = deep_ep.HybridEPBuffer(group, HIDDEN, 37, LOCAL)
+
+    def send(idx):
+        return buffer.dispatch_with_permute(
+            hidden=inputs.x, topk_idx=idx, num_of_experts=inputs.num_experts
+        )
+
+    wrong = inputs.idx.clone()
+    if rank == 0:
+        wrong[3, 1] = inputs.num_experts
+    text = rf"topk_idx\[3, 1\] = {inputs.num_experts} is out of range" if rank == 0 else "rank 0"
+    with pytest.raises(weft.InvalidArgument, match=text):
+        send(wrong)
+    rows, *_ = send(inputs.idx)
+    assert rows.size(1) == HIDDEN
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_expert_that_is_none_is_refused_on_every_rank(ranks, num_ranks):
+    ranks(unknown_expert, num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -173,6 +173,18 @@ TEST_F(RefusalTest, NamesTheIndexOutOfRange) {
   );
 }
 
+TEST_F(RefusalTest, NamesTheIndexThatAMapWasMadeOf) {
+  idx_[1 * 4 + 3] = 16;
+  EXPECT_EQ(
+      refusal({.map = map(), .map_indices = idx(3, 4)}),
+      "plan: topk_idx[1, 3] = 16 is out of range (num_experts = 16, -1 = no route) [rank 2/8]"
+  );
+  EXPECT_EQ(
+      refusal({.map = map(), .map_indices = idx(2, 4)}),
+      "plan: map_indices has shape [2, 4] (expected [3, 4]) [rank 2/8]"
+  );
+}
+
 TEST_F(RefusalTest, ChecksDtypes) {
   ConstTensor bytes = idx(2, 4);
   bytes.dtype = DType::kFloat32;

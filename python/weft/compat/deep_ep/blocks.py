@@ -8,10 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft import Plan, block_formats
-from weft.outputs import Beside
-
-from .runtime import Call
+from weft import Exchange, Plan, _core, block_formats
 
 
 class Blocks(NamedTuple):
@@ -34,8 +31,12 @@ class Blocks(NamedTuple):
             return ()
         if not self.is_nvfp4:
             return self.rows, self.scales
-        tiles = block_formats.as_tiles(self.scales).permute(3, 4, 1, 5, 2, 0)
-        return self.rows.permute(1, 2, 0), tiles
+        # as_tiles(scales).permute(3, 4, 1, 5, 2, 0), by one operator.
+        blocks, rows, cols = self.scales.shape
+        tiles, words = rows // block_formats.TILE_ROWS, cols // 4
+        sizes = (32, 4, tiles, 4, words, blocks)
+        strides = (16, 4, 512 * words, 1, 512, 512 * words * tiles)
+        return self.rows.permute(1, 2, 0), self.scales.as_strided(sizes, strides)
 
     def in_order(self, order: Tensor) -> Blocks:
         """Row j of block i is row order[i, j] of it; order int64 [El, R * num_max]."""
@@ -58,59 +59,32 @@ def _by_column(scales: Tensor) -> Tensor:
 
 
 def dispatch_blocks(
-    call: Call,
+    exchange: Exchange,
+    options: _core.Options,
+    topk_idx: Tensor,
     x: Tensor,
-    routes: Tensor,
     weights: Tensor | None,
-    stored: dict[str, str],
-    stats: Tensor | None = None,
-    global_scale: Tensor | None = None,
+    stats: Tensor | None,
+    global_scale: Tensor | None,
     receives_later: bool = False,
 ) -> tuple[Plan, Blocks]:
-    """Collective. x bf16 [T, H] with weights float32 [T, K], if they travel, to routes [T, K].
-
-    stored: how, as options of `plan_and_dispatch`, with global_scale. stats int32 [El]: the counts
-    are added to it. receives_later: see `Exchange.plan_and_dispatch`; stats are contiguous then.
-    """
+    """Collective. `Exchange.dispatch_blocks`; stats int32 [El]: the counts are added to it, and are
+    contiguous with receives_later."""
     is_summed = stats is not None and stats.is_contiguous()
-    plan, out, sources, counts = call.exchange.plan_and_dispatch(
-        routes,
+    plan, (rows, weights, scales, _, sources, counts) = exchange.dispatch_blocks(
+        options,
+        topk_idx,
         x,
         weights,
+        count_sums=stats if is_summed else None,
         global_scale=global_scale,
-        ignores_unknown=True,
-        beside=Beside(count_sums=stats) if is_summed else None,
-        blocks=True,
         receives_later=receives_later,
-        **stored,
-        **call.options,
     )
     if stats is not None and not is_summed:
         stats += counts
-    scales = out.scales
-    if stored.get("quantise") == "nvfp4" and scales.dtype == torch.uint8:
+    if scales is not None and scales.dtype == torch.uint8:  # exponents of NVFP4
         scales = scales.view(torch.int8)
-    return plan, Blocks(out.rows, scales, out.weights, sources, counts)
-
-
-def stored_as(
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-    use_nvfp4: bool,
-    use_mxfp8: bool,
-    use_ue8m0_for_sf: bool,
-) -> dict[str, str]:
-    """How rows are stored, as options of `plan_and_dispatch`."""
-    if use_nvfp4:
-        rule = "ue8m0" if use_ue8m0_for_sf else "exact"
-        return {"quantise": "nvfp4", "scale_rule": rule, "scale_layout": "tile"}
-    if use_mxfp8:
-        return {"quantise": "mxfp8", "scale_layout": "column"}
-    if not use_fp8:
-        return {}
-    rule = "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "clamped"
-    return {"quantise": "e4m3", "scale_rule": rule, "scale_layout": "column"}
+    return plan, Blocks(rows, scales, weights, sources, counts)
 
 
 def put_back(rows: Tensor, order: Tensor, is_row: Tensor) -> Tensor:

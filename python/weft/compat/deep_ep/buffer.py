@@ -21,6 +21,7 @@ from .checks import (
     check_even,
     check_experts,
     check_handle,
+    check_layout,
     check_least,
     check_optional,
     check_routing,
@@ -29,7 +30,7 @@ from .checks import (
 from .config import Config
 from .handles import Handle
 from .hooks import LastHooks
-from .layout import Hosts, Layout, layout_of, routes_of, routes_to_ranks
+from .layout import Layout, layout_of, routes_of, routes_to_ranks
 from .low_latency import LowLatencyMode, RankMask
 from .payload import (
     Payload,
@@ -274,9 +275,9 @@ class Buffer(LowLatencyMode):
                 return recv_x, None, None, None, None, event_of(work)
 
             _check_topk(topk_idx, topk_weights, payload.num_tokens, num_worst_tokens)
-            _check_layout(layout, payload.num_tokens, runtime.hosts)
+            num_tokens, num_hosts = payload.num_tokens, runtime.hosts.num_hosts
+            num_experts = check_layout(layout, num_tokens, self.group_size, num_hosts)
             check_least("expert_alignment", expert_alignment)
-            num_experts = num_tokens_per_expert.size(0)
             routing = _Routing(topk_idx, topk_weights, num_experts, layout, num_worst_tokens)
             results = self._send(call, payload, routing, num_sms, streams)
         *tensors, counts, handle, event = results
@@ -297,7 +298,7 @@ class Buffer(LowLatencyMode):
     ) -> tuple:
         """Collective. What `get_dispatch_layout` and `dispatch` by it return, for `weft.fused_a2a`;
         `deep_ep` has no such call. No layout is made: only items of the handle tell of it, and they
-        make it of the plan when somebody asks for them."""
+        make it of the plan when somebody asks for them. The counts are int64 [El] on the CPU."""
         streams = (previous_event, async_finish, allocate_on_comm_stream)
         with Call("fused_dispatch", self._pool, layout="rank_major") as call:
             self._runtime()
@@ -311,7 +312,8 @@ class Buffer(LowLatencyMode):
     def _send(
         self, call: Call, payload: Payload, routing: _Routing, num_sms: int, streams: tuple
     ) -> tuple:
-        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle."""
+        """Collective. A plan and the dispatch by it; what `dispatch` returns without a handle, or
+        `dispatch_by_topk`."""
         runtime, topk_idx, num_ranks = self._runtime(), routing.topk_idx, self.group_size
         has_topk, worst = topk_idx is not None, routing.num_worst_tokens
         topk = topk_idx.size(1) if has_topk else min(num_ranks, MAX_TOPK)
@@ -339,7 +341,10 @@ class Buffer(LowLatencyMode):
             ids = out.beside[0] if beside else None
             in_rank = None if layout is None else layout.is_token_in_rank
             handle = Handle(out.plan, in_rank, has_topk, ids, num_sms // 2, runtime.hosts)
-            counts = [] if worst > 0 else _counts(runtime, handle, layout)
+            if layout is None:
+                counts = out.plan.core.rows_on_host()
+            else:
+                counts = [] if worst > 0 else _counts(runtime, handle, layout)
             work.returns(*parts_of(out.x), out.experts, out.weights, ids)
         return out.x, out.experts, out.weights, counts, handle, event_of(work)
 
@@ -422,7 +427,7 @@ class _Routing(NamedTuple):
     num_worst_tokens: int = 0
 
 
-def _counts(runtime: Runtime, handle: Handle, layout: Layout | None) -> list[int]:
+def _counts(runtime: Runtime, handle: Handle, layout: Layout) -> list[int]:
     """Choices of this rank's experts. Waits for the GPU, as the plan did."""
     if handle.has_topk:
         return handle.plan.rows_per_expert_list
@@ -431,19 +436,6 @@ def _counts(runtime: Runtime, handle: Handle, layout: Layout | None) -> list[int
     local = len(here) // len(blocks)
     first = runtime.group.rank * local
     return [sum(block[expert] for block in blocks) for expert in range(first, first + local)]
-
-
-def _check_layout(layout: Layout, num_tokens: int, hosts: Hosts) -> None:
-    """The layout is that of `get_dispatch_layout`, given back."""
-    per_rank, per_host, per_expert, in_rank = layout
-    num_ranks = hosts.num_ranks
-    # Nothing else tells the number of experts.
-    check_tensor("num_tokens_per_expert", per_expert, torch.int32, ["E"])
-    check_experts(per_expert.size(0), num_ranks)
-    check_tensor("num_tokens_per_rank", per_rank, torch.int32, [num_ranks])
-    check_tensor("is_token_in_rank", in_rank, torch.bool, [num_tokens, num_ranks])
-    if hosts.are_several:
-        check_optional("num_tokens_per_rdma_rank", per_host, torch.int32, [hosts.num_hosts])
 
 
 def _check_topk(

@@ -21,6 +21,7 @@ INTEGERS = (torch.int64, torch.int32)
 # What every call asks is asked in the core, which has the words for tensors from `check_tensor`.
 check_routing = _core.check_routing
 check_experts = _core.check_experts
+check_layout = _core.check_layout
 
 Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 

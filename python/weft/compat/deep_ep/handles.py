@@ -102,7 +102,7 @@ class Handle(PlanHandle):
         num_channels: int,
         hosts: Hosts,
     ) -> None:
-        super().__init__(plan)
+        self.plan = plan
         self.items = _SEVERAL_HOSTS if hosts.are_several else _ONE_HOST
         self._is_token_in_rank = is_token_in_rank
         self.has_topk = has_topk
@@ -253,19 +253,17 @@ class LowLatencyHandle(PlanHandle):
 
     maker = "low_latency_dispatch's"
     items = ("src_info", "layout_range", "num_max", "hidden", "num_experts")
+    _kept: Tensor | None = None  # int64 [El]
+    order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
+    combine_rows: Tensor | None = None  # for zero_copy
+    hook: Hook | None = None  # of the dispatch, if it has one
 
     def __init__(self, plan: Plan, sources: Tensor, num_max: int) -> None:
         """sources int32 [El, R * num_max, 2]: rank and token, of plan.rows_per_expert rows."""
-        super().__init__(plan)
-        self.num_max = num_max
-        self.hidden = plan.exchange.hidden
-        self.num_experts = plan.exchange.num_experts
+        exchange = plan.exchange
+        self.plan, self.num_max, self._sources = plan, num_max, sources
+        self.hidden, self.num_experts = exchange.hidden, exchange.num_experts
         self.stride = sources.size(1)  # of blocks
-        self._kept: Tensor | None = None  # int64 [El]
-        self.order: Tensor | None = None  # int64 [El, R * num_max] where each row was before `keep`
-        self.combine_rows: Tensor | None = None  # for zero_copy
-        self.hook: Hook | None = None  # of the dispatch, if it has one
-        self._sources = sources
 
     def keep(self, is_kept: Tensor) -> Tensor:
         """Moves the rows with `is_kept` (bool [El, R * num_max]) to the front of their blocks.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft import Group, _core
 from weft.compat import environment
+from weft.streams import stream_of
 
 from .checks import INTEGERS, MAX_TOPK, check, check_optional, check_tensor
 
@@ -29,6 +30,8 @@ class Hosts:
         for domain in sorted(sorted(one) for one in domains):
             for first in range(0, len(domain), HOST_RANKS):
                 self.ranks.append(domain[first : first + HOST_RANKS])
+        self.num_hosts = len(self.ranks)
+        self.are_several = self.num_hosts > 1
         self.num_ranks = sum(len(host) for host in self.ranks)
         self.host_of = [0] * self.num_ranks
         for host, members in enumerate(self.ranks):
@@ -36,14 +39,6 @@ class Hosts:
                 self.host_of[member] = host
         self.here = self.host_of[rank]
         self._on_device: dict[torch.device, torch.Tensor] = {}
-
-    @property
-    def num_hosts(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def are_several(self) -> bool:
-        return len(self.ranks) > 1
 
     def of_ranks(self, device: torch.device) -> torch.Tensor:
         """int64 [R] on `device`: the host of each rank."""
@@ -97,23 +92,9 @@ def layout_of(topk_idx: Tensor, num_experts: int, hosts: Hosts) -> Layout:
 
     A token counts once for a rank or a host however many of its experts are there.
     """
-    device, num_ranks = topk_idx.device, hosts.num_ranks
-    per_host = of_rank = None
-    if hosts.are_several:
-        per_host = torch.empty(hosts.num_hosts, dtype=torch.int32, device=device)
-        of_rank = hosts.of_ranks(device)
-    layout = Layout(
-        torch.empty(num_ranks, dtype=torch.int32, device=device),
-        per_host,
-        torch.empty(num_experts, dtype=torch.int32, device=device),
-        torch.empty((topk_idx.size(0), num_ranks), dtype=torch.bool, device=device),
-    )
-    per_rank, _, per_expert, in_rank = layout
-    tensors = (topk_idx, per_rank, per_expert, in_rank, per_host, of_rank)
-    with torch.cuda.device_of(topk_idx):
-        stream = torch.cuda.current_stream().cuda_stream if topk_idx.is_cuda else 0
-        _core.count_routing(tensors, num_experts, stream)
-    return layout
+    of_rank = hosts.of_ranks(topk_idx.device) if hosts.are_several else None
+    sizes = (num_experts, hosts.num_ranks, of_rank, hosts.num_hosts)
+    return Layout(*_core.count_routing(topk_idx, *sizes, stream_of(topk_idx)))
 
 
 def routes_of(topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -144,18 +125,21 @@ def scatter_columns(indices: Tensor, values: Tensor | None, num_columns: int) ->
     return table[:, :num_columns].contiguous()
 
 
+def spread(
+    topk_idx: Tensor, topk_weights: Tensor | None, num_experts: int
+) -> tuple[Tensor, Tensor | None]:
+    """The map bool [T, num_experts] of topk_idx [T, K], and the weights fp32 [T, num_experts] or
+    None: what `scatter_columns` makes of them, by one launch."""
+    return _core.spread_routing(topk_idx, topk_weights, num_experts, stream_of(topk_idx))
+
+
 class Routing(NamedTuple):
-    """A map [T, E] and probs fp32 [T, E] or None; `refused` are indices that a plan must refuse."""
+    """A map [T, E] and probs fp32 [T, E] or None. indices: what the map was made of, if the plan
+    shall refuse those outside [-1, E)."""
 
     map: Tensor
     probs: Tensor | None
-    refused: Tensor | None = None
-
-    @property
-    def accepted(self) -> Tensor | None:
-        """The map to plan with. None if there is something to refuse: given `refused` instead,
-        `Exchange.plan` raises on every rank."""
-        return self.map if self.refused is None else None
+    indices: Tensor | None = None
 
     def most_routes(self) -> int:
         """The most routes that a token of this rank has. Waits for a GPU."""
@@ -167,8 +151,8 @@ def routing_of(
 ) -> Routing:
     """given: routing_map, probs, topk_idx, topk_weights. A map counts if indices are given too.
 
-    may_wait: whether indices on a GPU are worth a wait to refuse those outside [-1, E); otherwise
-    such indices name no route. num_experts is needed with indices and checked with a map.
+    may_wait: whether the call waits for a GPU, which can then refuse indices outside [-1, E);
+    otherwise such indices name no route. num_experts is needed with indices and checked with a map.
     """
     routing_map, probs, topk_idx, topk_weights = given
     if routing_map is not None:
@@ -179,11 +163,8 @@ def routing_of(
     check_tensor("topk_idx", topk_idx, INTEGERS, ["T", "K"])
     check_optional("topk_weights", topk_weights, torch.float32, topk_idx.shape)
     check(num_experts is not None, "num_of_experts is None (required with topk_idx)")
-    routes = scatter_columns(topk_idx, None, num_experts)
+    routes, spread_weights = spread(topk_idx, topk_weights, num_experts)
     if topk_weights is not None:
-        probs = scatter_columns(topk_idx, topk_weights, num_experts)
-    refused = None
-    if may_wait or not topk_idx.is_cuda:
-        is_wrong = (topk_idx < -1) | (topk_idx >= num_experts)
-        refused = topk_idx if bool(is_wrong.any()) else None
-    return Routing(routes, probs, refused)
+        probs = spread_weights
+    is_checked = may_wait or not topk_idx.is_cuda
+    return Routing(routes, probs, topk_idx if is_checked else None)

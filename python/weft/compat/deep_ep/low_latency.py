@@ -21,7 +21,7 @@ from weft import _core
 from weft.errors import BadCall
 from weft.streams import StreamCall
 
-from .blocks import dispatch_blocks, put_back, stored_as
+from .blocks import dispatch_blocks, put_back
 from .checks import check, check_handle, check_tensor
 from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
@@ -71,13 +71,12 @@ def _in_any_order(dispatch: Callable[..., tuple]) -> Callable[..., tuple]:
         *more: Any,
         **options: Any,
     ) -> tuple:
+        given = (self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts)
         if not more:
-            sizes = (num_max_dispatch_tokens_per_rank, num_experts)
-            return dispatch(self, x, topk_idx, *sizes, **options)
+            return dispatch(*given, **options)
         order = _order_of(more, sgl_order)
-        sizes = (num_max_dispatch_tokens_per_rank, num_experts)
         beyond = more[len(order) :]  # Python refuses these
-        return dispatch(self, x, topk_idx, *sizes, *beyond, **dict(zip(order, more)), **options)
+        return dispatch(*given, *beyond, **dict(zip(order, more)), **options)
 
     return call
 
@@ -167,25 +166,25 @@ class LowLatencyMode:
             global_scale = _first_of(x_global_scale) if use_nvfp4 else None
             inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
             sizes = (num_max, num_experts, self.group_size)
-            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8)
-            hidden, topk = _core.check_block_dispatch(inputs, *sizes, formats)
+            formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
+            hidden, topk, options = _core.check_block_dispatch(inputs, *sizes, formats)
             local = num_experts // self.group_size
             wants["expert_stride"] = self.group_size * num_max
-            call.plans((hidden, num_experts, x.device), num_max, topk, **wants)
-            stored = stored_as(*formats, use_ue8m0_for_sf)
+            device = x.device
+            exchange = call.plans((hidden, num_experts, device), num_max, topk, **wants)
             is_async = async_finish or return_recv_hook
             # Where more is to be done with what has come than one launch does, it does it at once.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
-            with runtime.stream.call(x.device, inputs, async_finish=is_async) as work:
+            with runtime.stream.call(device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
                 routes, counted = topk_idx, stats
                 if self._mask.has_any:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
                     counted = None
-                with _NOTHING if waits is None else call.exchange.waits_added(waits):
-                    given = (x, routes, topk_weights, stored, counted, global_scale)
-                    plan, blocks = dispatch_blocks(call, *given, receives_later=is_later)
+                with _NOTHING if waits is None else exchange.waits_added(waits):
+                    given = (routes, x, topk_weights, counted, global_scale)
+                    plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
                 handle = self._HANDLE(plan, blocks.sources, num_max)
                 if self._mask.has_any:
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
@@ -196,7 +195,8 @@ class LowLatencyMode:
                 between = ()
                 if topk_weights is not None:
                     between = (blocks.weights, handle.source_rank.to(torch.int32))
-                work.returns(*blocks, *between)
+                if is_async:
+                    work.returns(*blocks, *between)
         is_open = is_later and plan.exchange.is_open(plan)
         receive = Receive(plan, waits, runtime.stream) if is_open else None
         finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
@@ -280,7 +280,8 @@ class LowLatencyMode:
                 with _NOTHING if waits is None else call.exchange.waits_added(waits, plan):
                     combined, _ = call.exchange.combine(
                         plan,
-                        rows.reshape(-1, handle.hidden),
+                        rows,
+                        blocks=True,
                         scale="source",
                         source_weights=weights,
                         source_idx=routes,
@@ -373,7 +374,9 @@ _NOTHING = contextlib.nullcontext()
 
 def _first_of(scale: Any) -> Any:
     """Callers give one number for all experts, or the same for each."""
-    return scale.reshape(-1)[:1] if isinstance(scale, Tensor) else scale
+    if not isinstance(scale, Tensor) or scale.shape == (1,):
+        return scale
+    return scale.reshape(-1)[:1]
 
 
 def check_wire(hidden: int) -> None:

@@ -25,6 +25,7 @@ from .runtime import Call
 Rows = Tensor | tuple[Tensor, ...]
 
 _ROW_ALIGNMENT = 16  # bytes
+_MATRIX = ("T", "H")
 _SCALES = (torch.float32, torch.int32)
 
 
@@ -53,28 +54,29 @@ class Payload:
     def __init__(self, x: Rows, scales: Dtypes = _SCALES, name: str = "x") -> None:
         """scales: the dtypes that FP8's may have, None for any. name: what the caller calls `x`."""
         self._is_tuple = isinstance(x, tuple | list)
-        self.tensors = parts_of(x)
+        self.tensors = tuple(x) if self._is_tuple else (x,)
         num_parts = len(self.tensors)
         if not 1 <= num_parts <= 3:
             raise BadCall(
                 f"{name} has {num_parts} parts (expected a tensor, two of FP8 or three of NVFP4)"
             )
-        rows, *factors = self.tensors
+        rows = self.tensors[0]
         is_nvfp4 = num_parts == 3
-        check_tensor(name, rows, torch.int32 if is_nvfp4 else None, ["T", "H"])
-        row_bytes = rows.size(1) * rows.element_size()
+        check_tensor(name, rows, torch.int32 if is_nvfp4 else None, _MATRIX)
+        self.num_tokens, cols = rows.shape
+        row_bytes = cols * rows.itemsize
         if row_bytes == 0 or row_bytes % _ROW_ALIGNMENT != 0:
             raise BadCall(
                 f"{name} has rows of {row_bytes} bytes (expected multiples of {_ROW_ALIGNMENT})"
             )
         if num_parts == 2 and rows.element_size() != 1:
             raise BadCall(f"{name} with scales has dtype {rows.dtype} (expected one of one byte)")
-        dtypes = [torch.int32, torch.float32] if is_nvfp4 else [scales]
-        for part, dtype in zip(factors, dtypes):
-            check_tensor("scales", part, dtype, [rows.size(0), "any"])
-        self.num_tokens = rows.size(0)
+        if num_parts > 1:
+            dtypes = [torch.int32, torch.float32] if is_nvfp4 else [scales]
+            for part, dtype in zip(self.tensors[1:], dtypes):
+                check_tensor("scales", part, dtype, [self.num_tokens, "any"])
         self.device = rows.device
-        self.hidden = rows.size(1) * (8 if is_nvfp4 else 1)
+        self.hidden = 8 * cols if is_nvfp4 else cols
 
     def send(
         self,
@@ -84,15 +86,16 @@ class Payload:
         beside: tuple[Tensor, ...] = (),
         num_sms: int = 0,
         routing_map: Tensor | None = None,
+        map_indices: Tensor | None = None,
         **wanted: bool,
     ) -> Received:
         """Collective. Sends the rows, with their factors and the columns of `beside`, by the plan
-        of `call` or by routes (or a map) to plan first. num_sms: of a GPU; CPU tensors need none.
-        wanted: more options of `Exchange.plan_and_dispatch`.
+        of `call` or by routes (or a map, and what it was made of) to plan first. num_sms: of a
+        GPU; CPU tensors need none. wanted: more options of `Exchange.plan_and_dispatch`.
         """
         rows, *scales = self.tensors
         dtype = rows.dtype
-        if rows.element_size() > 1 and dtype not in FLOATS:
+        if dtype not in FLOATS and rows.itemsize > 1:
             rows = row_major(rows).view(torch.uint8)
         columns = [row_major(part) for part in (*scales, *beside)]
         packed = columns[0] if columns else None
@@ -107,6 +110,7 @@ class Payload:
                 routes,
                 *sent,
                 routing_map=routing_map,
+                map_indices=map_indices,
                 num_sms=num_sms,
                 **call.options,
                 **wanted,
@@ -116,7 +120,7 @@ class Payload:
             widths = [part.size(1) * part.element_size() for part in columns]
             pieces = out.scales.split(widths, dim=1)
             received = [one.contiguous().view(to.dtype) for one, to in zip(pieces, columns)]
-        x = out.rows.view(dtype)
+        x = out.rows if out.rows.dtype is dtype else out.rows.view(dtype)
         x = (x, *received[: len(scales)]) if self._is_tuple else x
         return Received(plan, x, out.weights, tuple(received[len(scales) :]), *told)
 
@@ -137,10 +141,12 @@ def bring_back(
 
     is_wide: sums of a rank are not rounded either. Both have rows travel as fp32.
     """
-    check_tensor("rows", rows, None, ["N", "H"])
+    check_tensor("rows", rows, None, _MATRIX)
     num_sms = num_sms if rows.is_cuda else 0
-    sent = rows.float() if biases or is_wide else rows
-    tokens, sums = call.exchange.combine(call.plan, sent, weights, num_sms=num_sms)
+    exchange, plan = call.exchange, call.plan
+    if not biases and not is_wide:
+        return exchange.combine(plan, rows, weights, num_sms=num_sms)
+    tokens, sums = exchange.combine(plan, rows.float(), weights, num_sms=num_sms)
     for bias in biases:
         tokens += bias
     return Combined(tokens.to(rows.dtype), sums)

@@ -56,6 +56,10 @@ class ExchangePool:
         may return another number on each rank; it is asked at the first call only, and an
         exchange grows by itself later.
         """
+        old = self._exchanges.get(key)  # mostly one that is enough: that needs no lock
+        if old is not None and old.max_tokens >= max_tokens:
+            if callable(max_topk) or old.max_topk >= max_topk:
+                return old
         hidden, num_experts, device = key
         with self._lock:
             old = self._exchanges.get(key)
@@ -120,6 +124,8 @@ class Call:
     not wait. They hear the reason on the exchange that the call is for, or while that is unknown on
     the one that the buffer used last.
     """
+
+    __slots__ = ("_begun", "_name", "_pool", "_verb", "exchange", "options", "plan")
 
     def __init__(
         self,

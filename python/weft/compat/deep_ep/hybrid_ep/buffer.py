@@ -16,7 +16,6 @@ Same names, arguments, results and row order. What Weft lifts:
 either way; the arguments are accepted. Results carry no gradient, as with `deep_ep`.
 """
 
-import dataclasses
 import operator
 from typing import Any
 
@@ -35,7 +34,7 @@ from ..checks import (
     count_of,
     warn_deprecated,
 )
-from ..layout import Routing, ranks_per_domain, routing_of, scatter_columns
+from ..layout import Routing, ranks_per_domain, routing_of, scatter_columns, spread
 from ..payload import (
     Payload,
     Received,
@@ -150,8 +149,8 @@ class HybridEPBuffer:
             "fuse_permute_dispatch": bool(fuse_permute_dispatch),
         }
         given = {name: value for name, value in given.items() if value is not None}
-        made = dataclasses.replace(self._settings, **given)
-        vars(made).update(kwargs)
+        made = HybridEPConfig.__new__(HybridEPConfig)  # a copy, for a call has no time for more
+        vars(made).update(vars(self._settings), **given, **kwargs)
         return made
 
     @property
@@ -268,10 +267,11 @@ class HybridEPBuffer:
                 routing = self._find(call, payload, given, non_blocking, **wants)
                 out = payload.send(
                     call,
-                    routing.refused,
+                    None,
                     routing.probs,
                     num_sms=self._settings.num_of_blocks_dispatch_api,
-                    routing_map=routing.accepted,
+                    routing_map=routing.map,
+                    map_indices=routing.indices,
                 )
                 # After the launch, which a GPU awaits once it has told the number of rows.
                 config = self._config(hidden, out.plan, pad_multiple, fuse_permute_dispatch)
@@ -349,7 +349,8 @@ class HybridEPBuffer:
                 wants["row_budget"] = count_of("num_dispatched_tokens", num_dispatched_tokens)
             given = (routing_map, probs, topk_idx, topk_weights, num_of_experts, None)
             routing = self._find(call, payload, given, is_known, **wants)
-            plan = call.exchange.plan(routing.refused, routing_map=routing.accepted, **wants)
+            routes = {"routing_map": routing.map, "map_indices": routing.indices}
+            plan = call.exchange.plan(**routes, **wants)
             call.by(plan, "dispatch")
             chosen = numbers(topk_of_map(routing.map, plan.topk))
             num_sms = self._settings.num_of_blocks_dispatch_api
@@ -387,7 +388,7 @@ class HybridEPBuffer:
         plan = handle.plan
         check_optional("probs", probs, torch.float32, [plan.num_tokens, plan.num_experts])
         if topk_idx is not None and topk_weights is not None:
-            probs = scatter_columns(topk_idx, topk_weights, plan.num_experts)
+            _, probs = spread(topk_idx, topk_weights, plan.num_experts)
         return payload.send(call, None, probs, num_sms=self._settings.num_of_blocks_dispatch_api)
 
     def _bring_back(self, call: Call, hidden: Tensor, row_probs: Tensor | None) -> tuple:
@@ -442,9 +443,8 @@ def _counts(handle: PermuteHandle, on_host: bool) -> Tensor:
     plan = handle.plan
     if not on_host:
         return plan.padded_rows_per_expert.clone()
-    pinned = plan.exchange.device.type == "cuda"
-    counts = plan.padded_rows_per_expert_list
-    return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    counts = plan.core.padded_rows_on_host()
+    return counts.pin_memory() if plan.exchange.device.type == "cuda" else counts
 
 
 def _check_reuse(

@@ -143,12 +143,17 @@ class PermuteHandle(HybridEPHandle):
 
     def __init__(self, plan: Plan, config: HybridEPConfig, has_budget: bool) -> None:
         super().__init__(plan, config)
-        # Made here and not when asked for: a replayed CUDA graph must set it anew. int32 [1] on the
-        # plan's device, without a wait: 1 if a row for this rank was dropped. A plan's own flag
-        # also tells of this rank's routes that others dropped.
-        is_short = (plan.num_rows_required > plan.num_rows).to(torch.int32)
-        self.overflow_flag = is_short if has_budget else plan.overflow
         self._has_budget = has_budget
+        self._is_short: Tensor | None = None
+        if has_budget:
+            # Made here and not when asked for: a replayed CUDA graph must set it anew.
+            self._is_short = (plan.num_rows_required > plan.num_rows).to(torch.int32)
+
+    @property
+    def overflow_flag(self) -> Tensor:
+        """int32 [1] on the plan's device, without a wait: 1 if a row for this rank was dropped."""
+        # A plan's own flag also tells of this rank's routes that others dropped: with a budget.
+        return self.plan.overflow if self._is_short is None else self._is_short
 
     @property
     def tokens_per_expert(self) -> Tensor:

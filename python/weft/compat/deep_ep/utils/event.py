@@ -43,6 +43,9 @@ class EventOverlap:
     as long as this object.
     """
 
+    hook_after_wait: Callable[[], Any] | None = None
+    _release_handle = False
+
     def __init__(
         self,
         event: EventHandle | None = None,
@@ -50,8 +53,6 @@ class EventOverlap:
     ) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
-        self.hook_after_wait: Callable[[], Any] | None = None
-        self._release_handle = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """The current stream waits for the event (AssertionError without one).

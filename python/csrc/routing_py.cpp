@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a routing by top-k says in other words, for weft/compat: local calls, which make the tensors
+// that they return.
+#include "torch_tensor.hpp"
+#include "weft/routing.hpp"
+
+namespace weft::py {
+namespace {
+
+void* stream_of(uintptr_t stream) {
+  return reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gives as a number
+}
+
+// [count] in torch, a row of a matrix in the core.
+Tensor add_vector(NewTensors& made, int64_t count, ScalarType type) {
+  return made.add(1, count, type, {1, {count}, {1}});
+}
+
+nb::tuple count(
+    nb::handle topk_idx,
+    int num_experts,
+    int64_t num_ranks,
+    nb::handle host_of_rank,
+    int64_t num_hosts,
+    uintptr_t stream
+) {
+  const Given idx = read_needed("topk_idx", topk_idx);
+  const Given hosts = read_vector("host_of_rank", host_of_rank);
+  const bool has_hosts = hosts.tensor.is_given();
+  NewTensors made(idx.tensor.device);
+  RoutingCounts counts;
+  counts.per_rank = add_vector(made, num_ranks, ScalarType::kInt32);
+  counts.per_expert = add_vector(made, num_experts, ScalarType::kInt32);
+  counts.is_token_in_rank = made.add(idx.tensor.rows, num_ranks, ScalarType::kBool);
+  if (has_hosts) {
+    counts.per_host = add_vector(made, num_hosts, ScalarType::kInt32);
+    counts.host_of_rank = hosts.tensor;
+  }
+  {
+    const nb::gil_scoped_release no_gil;
+    count_routing(idx.tensor, num_experts, counts, stream_of(stream));
+  }
+  const std::vector<nb::object> out = made.take();
+  return nb::make_tuple(out[0], has_hosts ? out[3] : nb::none(), out[1], out[2]);
+}
+
+nb::tuple spread(nb::handle topk_idx, nb::handle weights, int64_t num_experts, uintptr_t stream) {
+  const Given idx = read_needed("topk_idx", topk_idx);
+  const Given given = read("weights", weights);
+  const bool has_weights = !weights.is_none();
+  NewTensors made(idx.tensor.device);
+  SpreadRouting out;
+  out.map = made.add(idx.tensor.rows, num_experts, ScalarType::kBool);
+  if (has_weights) {
+    out.weights = made.add(idx.tensor.rows, num_experts, ScalarType::kFloat32);
+  }
+  {
+    const nb::gil_scoped_release no_gil;
+    spread_routing(idx.tensor, given.tensor, out, stream_of(stream));
+  }
+  const std::vector<nb::object> tensors = made.take();
+  return nb::make_tuple(tensors[0], has_weights ? tensors[1] : nb::none());
+}
+
+}  // namespace
+
+void bind_routing(nb::module_& m) {
+  using nb::arg;
+  m.def(
+      "count_routing",
+      &count,
+      arg("topk_idx"),
+      arg("num_experts"),
+      arg("num_ranks"),
+      arg("host_of_rank").none(),
+      arg("num_hosts"),
+      arg("stream"),
+      "Local: what weft::count_routing writes: per_rank int32 [R], per_host int32 [hosts] or None "
+      "without host_of_rank int64 [R], per_expert int32 [E], is_token_in_rank bool [T, R]."
+  );
+  m.def(
+      "spread_routing",
+      &spread,
+      arg("topk_idx"),
+      arg("weights").none(),
+      arg("num_experts"),
+      arg("stream"),
+      "Local: what weft::spread_routing writes: the map bool [T, E], and the weights fp32 [T, E] "
+      "or None."
+  );
+}
+
+}  // namespace weft::py

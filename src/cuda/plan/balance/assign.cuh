@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank's routes: how many go to each expert, and in token order to which of its places.
+//
+// Blocks and their warps have consecutive parts of the routes. A route's number among those to its
+// expert is what blocks before it have counted, what warps before it in the block have, and what
+// its own warp has passed. Before: the router; after: the ordinary plan, of physical experts.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/lanes.cuh"
+#include "cuda/plan/balance/launch.hpp"
+#include "cuda/plan/shared_map.hpp"
+
+namespace weft {
+
+inline constexpr int kAssignWarps = 8;  // a guess
+inline constexpr int kAssignThreads = kAssignWarps * kWarpLanes;
+
+struct AssignShared {
+  int32_t* first;   // [num_experts] PlaceLists
+  int32_t* next;    // [shape.count()]
+  int32_t* end;     // [shape.count()] number behind the last route of its expert that a place takes
+  int32_t* counts;  // [kAssignWarps, num_experts]
+};
+
+WEFT_HD inline int count_shared_bytes(const PhysicalExperts& shape) {
+  return static_cast<int>(sizeof(int32_t)) * shape.num_experts;
+}
+WEFT_HD inline int assign_shared_bytes(const PhysicalExperts& shape) {
+  return static_cast<int>(sizeof(int32_t)) *
+         ((1 + kAssignWarps) * shape.num_experts + 2 * shape.count());
+}
+
+__device__ inline PartSpan routes_of_block(const AssignLaunch& call) {
+  const auto num_routes = static_cast<int32_t>(call.num_tokens * call.topk);
+  return part_span(0, num_routes, kAssignBlocks, blockIdx.x);
+}
+
+// [num_experts] zeroes.
+__device__ inline void clear_counts(int32_t* counts, int size) {
+  for (int i = static_cast<int>(threadIdx.x); i < size; i += static_cast<int>(blockDim.x)) {
+    counts[i] = 0;
+  }
+}
+
+// -1: none. What is neither that nor an expert becomes num_experts.
+__device__ __forceinline__ int32_t expert_of(const AssignLaunch& call, int32_t route) {
+  const int64_t given = given_expert(call.topk_idx, call.index_bytes, static_cast<size_t>(route));
+  const bool is_good = given >= -1 && given < call.shape.num_experts;
+  return is_good ? static_cast<int32_t>(given) : call.shape.num_experts;
+}
+
+__device__ __forceinline__ bool is_expert(const AssignLaunch& call, int32_t expert) {
+  return expert >= 0 && expert < call.shape.num_experts;
+}
+
+// `counts` [num_experts] grows by the routes [first, last) at thread, thread + step, ...
+__device__ inline void count_span(
+    const AssignLaunch& call, const PartSpan& routes, int thread, int step, int32_t* counts
+) {
+  for (int32_t route = routes.first + thread; route < routes.last; route += step) {
+    const int32_t expert = expert_of(call, route);
+    if (is_expert(call, expert)) {
+      atomicAdd(counts + expert, 1);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kAssignThreads)
+    count_routes_kernel(const __grid_constant__ AssignLaunch call) {
+  extern __shared__ int32_t assign_shared[];
+  const int num_experts = call.shape.num_experts;
+  const auto thread = static_cast<int>(threadIdx.x);
+  clear_counts(assign_shared, num_experts);
+  __syncthreads();
+  count_span(call, routes_of_block(call), thread, kAssignThreads, assign_shared);
+  __syncthreads();
+  int32_t* const of_block = call.block_counts + static_cast<size_t>(blockIdx.x) * num_experts;
+  for (int expert = thread; expert < num_experts; expert += kAssignThreads) {
+    const int32_t count = assign_shared[expert];
+    of_block[expert] = count;
+    if (count != 0) {
+      atomicAdd(call.counts + expert, count);
+    }
+  }
+}
+
+// All threads.
+__device__ inline AssignShared load_places(const AssignLaunch& call, int32_t* base) {
+  const int num_experts = call.shape.num_experts;
+  const int num_places = call.shape.count();
+  AssignShared shared;
+  shared.first = base;
+  shared.next = shared.first + num_experts;
+  shared.end = shared.next + num_places;
+  shared.counts = shared.end + num_places;
+  const int32_t* const quotas = call.quotas + static_cast<size_t>(call.source) * num_places;
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int expert = thread; expert < num_experts; expert += kAssignThreads) {
+    shared.first[expert] = call.places.first[expert];
+  }
+  for (int place = thread; place < num_places; place += kAssignThreads) {
+    shared.next[place] = call.places.next[place];
+    shared.end[place] = quotas[place];
+  }
+  clear_counts(shared.counts, kAssignWarps * num_experts);
+  __syncthreads();
+  return shared;
+}
+
+// All threads: quotas become ends, and counts of warps the numbers of their first routes.
+__device__ inline void sum_up(const AssignLaunch& call, const AssignShared& shared) {
+  const int num_experts = call.shape.num_experts;
+  for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kAssignThreads) {
+    int32_t end = 0;
+    for (int place = shared.first[expert]; place >= 0; place = shared.next[place]) {
+      end += shared.end[place];
+      shared.end[place] = end;
+    }
+    int32_t number = 0;
+#pragma unroll 8
+    for (unsigned block = 0; block < blockIdx.x; ++block) {
+      number += __ldg(call.block_counts + static_cast<size_t>(block) * num_experts + expert);
+    }
+    for (int warp = 0; warp < kAssignWarps; ++warp) {
+      int32_t& of_warp = shared.counts[warp * num_experts + expert];
+      const int32_t count = of_warp;
+      of_warp = number;
+      number += count;
+    }
+  }
+  __syncthreads();
+}
+
+// All lanes of a warp, which has `counts`, give 32 routes their places; lanes beyond the part have
+// expert -1.
+__device__ __forceinline__ int32_t
+assign_step(const AssignLaunch& call, const AssignShared& shared, int32_t* counts, int32_t expert) {
+  const auto lane = static_cast<uint32_t>(lane_index());
+  const bool is_route = is_expert(call, expert);
+  const uint32_t alone = 1U << 31 | lane;
+  const uint32_t same =
+      __match_any_sync(kAllLanes, is_route ? static_cast<uint32_t>(expert) : alone);
+  const uint32_t lower = same & low_lanes(lane);
+  const int32_t begin = is_route ? counts[expert] : 0;
+  __syncwarp();
+  if (is_route && lower == 0) {
+    counts[expert] = begin + __popc(same);
+  }
+  __syncwarp();
+  if (!is_route) {
+    return expert < 0 ? -1 : call.shape.count();
+  }
+  const int32_t number = begin + __popc(lower);
+  int32_t place = shared.first[expert];
+  while (place >= 0 && number >= shared.end[place]) {
+    place = shared.next[place];
+  }
+  return place >= 0 ? place : call.shape.count();
+}
+
+__global__ void __launch_bounds__(kAssignThreads)
+    assign_routes_kernel(const __grid_constant__ AssignLaunch call) {
+  extern __shared__ int32_t assign_shared[];
+  const AssignShared shared = load_places(call, assign_shared);
+  const int warp = warp_in_block();
+  const int lane = lane_index();
+  const PartSpan block = routes_of_block(call);
+  const PartSpan routes =
+      part_span(block.first, block.last, kAssignWarps, static_cast<uint32_t>(warp));
+  int32_t* const counts = shared.counts + warp * call.shape.num_experts;
+  count_span(call, routes, lane, kWarpLanes, counts);
+  __syncthreads();
+  sum_up(call, shared);
+  for (int32_t first = routes.first; first < routes.last; first += kWarpLanes) {
+    const int32_t route = first + lane;
+    const bool is_mine = route < routes.last;
+    const int32_t expert = is_mine ? expert_of(call, route) : -1;
+    const int32_t place = assign_step(call, shared, counts, expert);
+    if (is_mine) {
+      call.physical[route] = place;
+    }
+  }
+}
+
+}  // namespace weft

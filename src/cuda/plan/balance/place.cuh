@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+// The placement of replicas, by one block: plan/balance/place.cpp with a warp for each limit of a
+// round. After: share_out.cuh.
+//
+// What a step of an attempt reads is in registers, a rank's load in the lane of that number (of the
+// second half, for more than 32 ranks), and in the warp's own part of shared memory, so that
+// a replica costs four reductions over the warp, two at a time, and no wait for other warps.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/device/lanes.cuh"
+#include "cuda/plan/balance/launch.hpp"
+#include "plan/balance/search.hpp"
+
+namespace weft {
+
+inline constexpr int kPlaceWarps = LimitSearch::kProbes;
+inline constexpr int kPlaceThreads = kPlaceWarps * kWarpLanes;
+inline constexpr int32_t kMostRows = 0x7fffffff;
+
+// What an attempt leaves behind.
+struct PlacedRows {
+  int32_t* masters = nullptr;   // [num_experts] rows that stay at the master
+  int32_t* experts = nullptr;   // [num_ranks, replicas] of each replica, -1: none
+  int32_t* replicas = nullptr;  // [num_ranks, replicas] rows of each
+};
+
+// Dynamic shared memory: rows of all experts [num_experts], then PlacedRows of each warp.
+WEFT_HD inline int placed_words(const PhysicalExperts& shape) {
+  return shape.num_experts + 2 * shape.num_ranks * shape.replicas;
+}
+WEFT_HD inline int place_shared_bytes(const PhysicalExperts& shape) {
+  return static_cast<int>(sizeof(int32_t)) *
+         (shape.num_experts + kPlaceWarps * placed_words(shape));
+}
+
+__device__ inline PlacedRows placed_rows(
+    const PhysicalExperts& shape, int32_t* all_rows, int warp
+) {
+  PlacedRows placed;
+  placed.masters = all_rows + shape.num_experts + warp * placed_words(shape);
+  placed.experts = placed.masters + shape.num_experts;
+  placed.replicas = placed.experts + shape.num_ranks * shape.replicas;
+  return placed;
+}
+
+// A value of each rank, spread over the lanes of a warp: lane l has those of ranks l and l + 32.
+template <int kPerLane>
+struct OfRanks {
+  int32_t of[kPerLane] = {};
+
+  [[nodiscard]] static __device__ int rank(int k) { return lane_index() + k * kWarpLanes; }
+};
+
+// The lowest rank whose lane says yes; there is one. is_it(k) is of the lane's k-th rank.
+template <int kPerLane, class IsIt>
+__device__ __forceinline__ int lowest_rank(const IsIt& is_it) {
+  int lowest = -1;
+#pragma unroll
+  for (int k = kPerLane - 1; k >= 0; --k) {
+    const uint32_t lanes = __ballot_sync(kAllLanes, is_it(k));
+    lowest = lanes != 0 ? k * kWarpLanes + __ffs(static_cast<int>(lanes)) - 1 : lowest;
+  }
+  return lowest;
+}
+
+// All lanes of a warp try to keep `limit`. `load`: rows of each rank without replicas, -1 beyond
+// the ranks. Returns the rows of the busiest rank, or -1 if the limit cannot be kept.
+template <int kPerLane>
+__device__ inline int32_t try_limit(
+    const BalanceLaunch& call, int32_t limit, OfRanks<kPerLane> load, const PlacedRows& placed
+) {
+  const int num_local = call.shape.num_local();
+  const int32_t least_room = call.min_rows;
+  OfRanks<kPerLane> used;
+  while (true) {
+    int32_t most = -1;
+    int32_t least = kMostRows;
+    OfRanks<kPerLane> open;  // load of the ranks with a free place and room
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const bool is_open =
+          load.of[k] >= 0 && used.of[k] < call.shape.replicas && limit - load.of[k] >= least_room;
+      open.of[k] = is_open ? load.of[k] : kMostRows;
+      most = max(most, load.of[k]);
+      least = min(least, open.of[k]);
+    }
+    most = __reduce_max_sync(kAllLanes, most);
+    least = __reduce_min_sync(kAllLanes, least);
+    if (most <= limit) {
+      return most;
+    }
+    if (least == kMostRows) {
+      return -1;
+    }
+    const int from = lowest_rank<kPerLane>([&](int k) { return load.of[k] == most; });
+    const int to = lowest_rank<kPerLane>([&](int k) { return open.of[k] == least; });
+
+    int32_t largest = -1;
+    int32_t expert = kMostRows;
+#pragma unroll 1  // mostly once
+    for (int i = lane_index(); i < num_local; i += kWarpLanes) {
+      const int32_t rows = placed.masters[from * num_local + i];
+      expert = rows > largest ? from * num_local + i : expert;
+      largest = max(largest, rows);
+    }
+    const int32_t lane_largest = largest;
+    largest = __reduce_max_sync(kAllLanes, largest);
+    expert = __reduce_min_sync(kAllLanes, lane_largest == largest ? expert : kMostRows);
+    if (largest < call.min_rows) {
+      return -1;
+    }
+    const int32_t moved = min(limit - least, largest);
+    __syncwarp();  // all have read the masters' rows
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      if (load.rank(k) == from) {
+        load.of[k] -= moved;
+        placed.masters[expert] = largest - moved;
+      }
+      if (load.rank(k) == to) {
+        const int replica = to * call.shape.replicas + used.of[k];
+        placed.experts[replica] = expert;
+        placed.replicas[replica] = moved;
+        load.of[k] += moved;
+        ++used.of[k];
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// All threads: `rows` [num_experts] of all sources.
+__device__ inline void sum_sources(const BalanceLaunch& call, int32_t* rows) {
+  const int num_experts = call.shape.num_experts;
+  for (int expert = static_cast<int>(threadIdx.x); expert < num_experts; expert += kPlaceThreads) {
+    rows[expert] = 0;
+  }
+  __syncthreads();
+  for (int source = warp_in_block(); source < call.shape.num_ranks; source += kPlaceWarps) {
+    const int32_t* const counts = call.counts + static_cast<size_t>(source) * num_experts;
+#pragma unroll 8
+    for (int expert = lane_index(); expert < num_experts; expert += kWarpLanes) {
+      atomicAdd(rows + expert, __ldg(counts + expert));
+    }
+  }
+  __syncthreads();
+}
+
+// All threads. `loads` [num_ranks] rows of the masters of each rank.
+__device__ inline void sum_ranks(
+    const PhysicalExperts& shape, const int32_t* rows, int32_t* loads
+) {
+  const int num_local = shape.num_local();
+  for (int rank = warp_in_block(); rank < shape.num_ranks; rank += kPlaceWarps) {
+    int32_t sum = 0;
+    for (int i = lane_index(); i < num_local; i += kWarpLanes) {
+      sum += rows[rank * num_local + i];
+    }
+    sum = __reduce_add_sync(kAllLanes, sum);
+    if (lane_index() == 0) {
+      loads[rank] = sum;
+    }
+  }
+  __syncthreads();
+}
+
+// All threads write a placement to the caller's memory; without `experts` it has no replicas.
+__device__ inline void publish(const BalanceLaunch& call, const PlacedRows& placed) {
+  const PhysicalExperts& shape = call.shape;
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int expert = thread; expert < shape.num_experts; expert += kPlaceThreads) {
+    call.rows[shape.master_of(expert)] = placed.masters[expert];
+  }
+  for (int i = thread; i < shape.num_ranks * shape.replicas; i += kPlaceThreads) {
+    const int place = shape.place_of(i / shape.replicas, i % shape.replicas);
+    call.replicas[i] = placed.experts == nullptr ? -1 : placed.experts[i];
+    call.rows[place] = placed.experts == nullptr ? 0 : placed.replicas[i];
+  }
+}
+
+// All lanes of a warp before an attempt.
+__device__ inline void clear_placed(
+    const PhysicalExperts& shape, const int32_t* rows, const PlacedRows& placed
+) {
+  for (int expert = lane_index(); expert < shape.num_experts; expert += kWarpLanes) {
+    placed.masters[expert] = rows[expert];
+  }
+  for (int i = lane_index(); i < shape.num_ranks * shape.replicas; i += kWarpLanes) {
+    placed.experts[i] = -1;
+    placed.replicas[i] = 0;
+  }
+  __syncwarp();
+}
+
+template <int kPerLane>
+__global__ void __launch_bounds__(kPlaceThreads)
+    place_kernel(const __grid_constant__ BalanceLaunch call) {
+  extern __shared__ int32_t place_shared[];
+  __shared__ int32_t loads[kMostBalancedRanks];
+  __shared__ int32_t outcome[kPlaceWarps];
+  int32_t* const rows = place_shared;
+  const int warp = warp_in_block();
+  const PlacedRows own = placed_rows(call.shape, rows, warp);
+  sum_sources(call, rows);
+  sum_ranks(call.shape, rows, loads);
+  publish(call, {rows, nullptr, nullptr});
+
+  OfRanks<kPerLane> load;
+  int32_t total = 0;
+  int32_t busiest = 0;
+  for (int k = 0; k < kPerLane; ++k) {
+    load.of[k] = load.rank(k) < call.shape.num_ranks ? loads[load.rank(k)] : -1;
+    total += max(load.of[k], 0);
+    busiest = max(busiest, load.of[k]);
+  }
+  LimitSearch search(
+      __reduce_add_sync(kAllLanes, total),
+      call.shape.num_ranks,
+      __reduce_max_sync(kAllLanes, busiest)
+  );
+  while (!search.is_over()) {  // the same in all threads
+    int32_t kept = -1;
+    if (search.tries(warp)) {
+      clear_placed(call.shape, rows, own);
+      kept = try_limit(call, static_cast<int32_t>(search.limit(warp)), load, own);
+    }
+    if (lane_index() == 0) {
+      outcome[warp] = kept;
+    }
+    __syncthreads();
+    const int probe = lane_index() % kPlaceWarps;
+    const uint32_t probes = __ballot_sync(kAllLanes, outcome[probe] >= 0);
+    if (probes == 0) {
+      search.fail();
+    } else {
+      const int lowest = __ffs(static_cast<int>(probes)) - 1;
+      search.keep(lowest, outcome[lowest]);
+      publish(call, placed_rows(call.shape, rows, lowest));
+    }
+    __syncthreads();  // before the next round overwrites it
+  }
+}
+
+}  // namespace weft
