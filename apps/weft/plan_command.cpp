@@ -30,7 +30,7 @@ An arrival is a (token, rank) pair: it crosses the wire once, however many of th
 live there; its other rows are duplicates, copied on arrival. Wire bytes cross a rank boundary;
 logical bytes are all rows a rank receives, its own included.
 
---balance shows what replicas of experts on other ranks would do. Exchanges cannot use them yet.
+--balance shows what replicas of experts on other ranks would do, as `balance` of a plan call has them.
 
 Examples:
   weft plan                                      4 ranks, 256 experts, top-8, uniform

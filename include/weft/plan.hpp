@@ -14,6 +14,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace weft {
 
@@ -47,6 +48,18 @@ enum class SumOrder : uint8_t {
 
 [[nodiscard]] std::string_view order_name(SumOrder order);
 
+// Replicas of popular experts on other ranks, so that all ranks have about as many rows
+// (docs/balance.md). A rank has its own experts, the masters, then places for replicas: these
+// *physical experts* are the experts of every layout. Whoever computes puts the weights there.
+struct Balancing {
+  int replicas = 0;      // places on each rank, at most 16; 0: no balancing
+  int64_t min_rows = 1;  // a planned replica has at least so many
+  // [num_ranks, replicas] the expert of each, -1: none; on each rank others' experts, each once.
+  // Empty: each call plans what suits its own counts.
+  std::vector<int32_t> placement = {};
+  friend bool operator==(const Balancing&, const Balancing&) = default;
+};
+
 // All ranks pass the same options, except `row_budget`, which is each rank's own.
 struct PlanOptions {
   Layout layout = Layout::kExpertMajor;
@@ -59,6 +72,7 @@ struct PlanOptions {
   std::optional<int64_t> row_budget = {};
   Overflow overflow = Overflow::kDrop;
   SumOrder order = SumOrder::kRank;  // of combine
+  Balancing balance = {};            // on CPUs
   friend bool operator==(const PlanOptions&, const PlanOptions&) = default;
 };
 
@@ -71,9 +85,12 @@ class Plan {
   // Shape.
   [[nodiscard]] int rank() const;
   [[nodiscard]] int num_ranks() const;
-  [[nodiscard]] int num_experts() const;
+  [[nodiscard]] int num_experts() const;  // that tokens choose among
+  // Blocks of this rank's output: its own experts, then its places for replicas.
   [[nodiscard]] int num_local_experts() const;
-  [[nodiscard]] int64_t num_tokens() const;  // of this rank
+  [[nodiscard]] int num_physical_experts() const;  // of all ranks
+  [[nodiscard]] int num_replicas() const;          // places for them on each rank
+  [[nodiscard]] int64_t num_tokens() const;        // of this rank
   [[nodiscard]] int topk() const;  // columns of topk_idx; ExchangeConfig::max_topk for a map
   [[nodiscard]] Layout layout() const;
   [[nodiscard]] SumOrder order() const;
@@ -117,10 +134,24 @@ class Plan {
   [[nodiscard]] int64_t crossing_bytes(int64_t row_bytes) const;
   // Bytes of all rows that this rank receives, its own included, padding excluded.
   [[nodiscard]] int64_t logical_bytes(int64_t row_bytes) const;
-  // [num_experts] routes of all ranks to each expert, before dropping.
+  // [num_physical_experts] routes of all ranks to each, before dropping.
   [[nodiscard]] std::span<const int64_t> global_routes_per_expert() const;
   // [num_tokens, topk] slot on the expert's rank, -1 = no route or dropped.
   [[nodiscard]] std::span<const int32_t> route_slots() const;
+
+  // Balance.
+  // [num_experts] routes of all ranks to each expert, wherever its rows go, before dropping.
+  [[nodiscard]] std::vector<int64_t> routes_per_expert() const;
+  // [num_ranks, num_replicas] the expert of each replica, -1: none.
+  [[nodiscard]] std::span<const int32_t> placement() const;
+  // Routes that the busiest rank gets, before dropping; what it would get without replicas; and the
+  // mean rank's. A row budget holds them if it is at least `busiest` (and has room for padding).
+  struct Load {
+    int64_t busiest = 0;
+    int64_t unbalanced = 0;
+    double mean = 0;
+  };
+  [[nodiscard]] Load load() const;
 
   // Text. JSON holds the whole plan; load() throws Error (kFile) naming the file and the place of
   // the fault.

@@ -16,6 +16,7 @@ namespace nb = nanobind;
 void bind_plan(nb::module_& m);
 void bind_exchange(nb::module_& m);
 void bind_checks(nb::module_& m);
+void bind_placement(nb::module_& m);
 void bind_routing(nb::module_& m);
 
 // The exception of weft/errors.py that the code of `error` names.

@@ -178,6 +178,7 @@ NB_MODULE(_core, m) {
   weft::py::bind_plan(m);
   weft::py::bind_exchange(m);
   weft::py::bind_checks(m);
+  weft::py::bind_placement(m);
   weft::py::bind_routing(m);
   weft::py::bind_overlap(m);
 }

@@ -7,9 +7,11 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -66,8 +68,9 @@ nb::tuple dispatch(
 ) {
   const SentGiven given(sent, has_experts);
   const int64_t num_rows = plan.num_rows();
-  const int64_t weight_cols = plan.row_weight_cols();
-  Written written(calls, given, options, plan.layout(), pool, num_rows, weight_cols);
+  const RowsShape shape = {
+      plan.layout(), plan.num_local_experts(), num_rows, plan.row_weight_cols()};
+  Written written(calls, given, options, shape, pool);
   calls.begin([&](Exchange& exchange) {
     exchange.dispatch(plan, given.input(options), written.output, options);
   });
@@ -106,14 +109,18 @@ std::optional<Written> written_ahead(
   if (!given_rows && (last < 0 || has_one_size)) {
     return std::nullopt;
   }
-  int64_t weight_cols = 1;
+  const Exchange& exchange = calls.exchange();
+  RowsShape shape = {
+      .layout = options.layout,
+      .num_experts =
+          exchange.config().num_experts / exchange.num_ranks() + options.balance.replicas,
+      .num_rows = given_rows.value_or(last + calls.spare_rows)};
   if (options.layout == Layout::kRankMajor) {
     const Tensor& topk_idx = routing.topk_idx.tensor;
-    weight_cols = topk_idx.is_given() ? topk_idx.cols : calls.exchange().config().max_topk;
+    shape.weight_cols = topk_idx.is_given() ? topk_idx.cols : exchange.config().max_topk;
   }
   try {
-    const int64_t num_rows = given_rows.value_or(last + calls.spare_rows);
-    return Written(calls, sent, options, options.layout, pool, num_rows, weight_cols);
+    return Written(calls, sent, options, shape, pool);
   } catch (const Error&) {
     if (given_rows) {
       throw;
@@ -339,6 +346,11 @@ void bind_options(nb::module_& m) {
     options.stream =
         reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
   };
+  // (replicas, min_rows, placement, empty if it is to be planned)
+  const auto set_balance = [](Options& options,
+                              std::tuple<int, int64_t, std::vector<int32_t>> balance) {
+    options.balance = {std::get<0>(balance), std::get<1>(balance), std::move(std::get<2>(balance))};
+  };
   nb::class_<Options>(m, "Options", "Of one call; names are those of weft.Exchange's arguments.")
       .def(nb::init<>())
       .def_prop_rw("layout", nullptr, by_name("layout", &Options::layout, layouts))
@@ -347,6 +359,7 @@ void bind_options(nb::module_& m) {
       .def_rw("row_budget", &Options::row_budget, nb::arg().none())
       .def_prop_rw("overflow", nullptr, by_name("overflow", &Options::overflow, overflows))
       .def_prop_rw("order", nullptr, by_name("order", &Options::order, orders))
+      .def_prop_rw("balance", nullptr, set_balance)
       .def_prop_rw("quantise", nullptr, by_name("quantise", &Options::quantise, kinds))
       .def_prop_rw("scale_rule", nullptr, by_name("scale_rule", &Options::scale_rule, rules))
       .def_prop_rw(

@@ -47,6 +47,21 @@ void bind_plan(nb::module_& m) {
   nb::class_<Plan>(m, "Plan", "Everything derived from routing before a byte of payload moves.")
       .def_prop_ro("num_experts", &Plan::num_experts)
       .def_prop_ro("num_local_experts", &Plan::num_local_experts)
+      .def_prop_ro("num_physical_experts", &Plan::num_physical_experts)
+      .def_prop_ro("num_replicas", &Plan::num_replicas)
+      .def_prop_ro(
+          "placement",
+          [](const Plan& p) { return std::vector(p.placement().begin(), p.placement().end()); }
+      )
+      .def_prop_ro("routes_per_expert", &Plan::routes_per_expert)
+      .def_prop_ro(
+          "load",
+          [](const Plan& p) {
+            const Plan::Load load = p.load();
+            return nb::make_tuple(load.busiest, load.unbalanced, load.mean);
+          },
+          "Routes of the busiest rank, what it would have without replicas, and the mean rank's."
+      )
       .def_prop_ro("num_tokens", &Plan::num_tokens)
       .def_prop_ro("topk", &Plan::topk)
       .def_prop_ro("layout", [](const Plan& p) { return std::string(layout_name(p.layout())); })

@@ -42,20 +42,19 @@ Written::Written(
     Calls& calls,
     const SentGiven& sent,
     const Options& options,
-    Layout layout,
-    nb::handle pool,
-    int64_t num_rows,
-    int64_t weight_cols
+    const RowsShape& shape,
+    nb::handle pool
 )
     : made_(sent.x.tensor.device), rows_type_(sent.x_type), scales_type_(sent.scales_type) {
+  const int64_t num_rows = shape.num_rows;
+  const int64_t weight_cols = shape.weight_cols;
   if (options.blocks) {
-    const Exchange& exchange = calls.exchange();
-    num_blocks_ = exchange.config().num_experts / exchange.num_ranks();
-    if (layout != Layout::kExpertStrided || num_rows % num_blocks_ != 0) {
+    num_blocks_ = shape.num_experts;
+    if (shape.layout != Layout::kExpertStrided || num_rows % num_blocks_ != 0) {
       throw Error(
           ErrorCode::kInvalidArgument,
           "blocks are asked for, which only expert_strided has (with its expert_stride)",
-          exchange.rank(),
+          calls.exchange().rank(),
           ""
       );
     }
@@ -66,7 +65,7 @@ Written::Written(
   if (sent.weights.tensor.is_given()) {
     output.weights = add(num_rows, weight_cols, ScalarType::kFloat32);
   }
-  add_scales(calls, sent, options, num_rows);
+  add_scales(sent, options, shape);
   if (sent.has_experts) {
     output.experts = add(num_rows, weight_cols, ScalarType::kInt64);
   }
@@ -79,9 +78,8 @@ Written::Written(
   }
 }
 
-void Written::add_scales(
-    const Calls& calls, const SentGiven& sent, const Options& options, int64_t num_rows
-) {
+void Written::add_scales(const SentGiven& sent, const Options& options, const RowsShape& shape) {
+  const int64_t num_rows = shape.num_rows;
   const bool is_given = sent.scales.tensor.is_given();
   if (!is_given && options.quantise == Quantise::kNone) {
     return;
@@ -95,14 +93,14 @@ void Written::add_scales(
   const bool is_in_tiles = options.scale_layout == ScaleLayout::kInTiles;
   const int64_t words = bytes / kScaleWord;
   if (is_in_tiles) {
-    add_tiles(calls, type, num_rows, cols);
+    add_tiles(type, shape, cols);
   } else if (options.scale_layout == ScaleLayout::kByColumn && num_blocks_ > 0 && words > 0) {
     const int64_t stride = num_rows / num_blocks_;
-    const Shape shape = {3, {num_blocks_, stride, words}, {stride * words, 1, stride}};
+    const Shape by_column = {3, {num_blocks_, stride, words}, {stride * words, 1, stride}};
     const bool is_float = type == ScalarType::kFloat32;
     sizes_.push_back({num_rows, cols});
     output.scales =
-        made_.add(num_rows, words, is_float ? ScalarType::kFloat32 : ScalarType::kInt32, shape);
+        made_.add(num_rows, words, is_float ? ScalarType::kFloat32 : ScalarType::kInt32, by_column);
   } else {
     output.scales = add(num_rows, cols, type);
   }
@@ -111,9 +109,9 @@ void Written::add_scales(
 }
 
 // Blocks have whole tiles, also where that is more than their rows.
-void Written::add_tiles(const Calls& calls, ScalarType type, int64_t num_rows, int64_t cols) {
-  const Exchange& exchange = calls.exchange();
-  const int64_t num_blocks = exchange.config().num_experts / exchange.num_ranks();
+void Written::add_tiles(ScalarType type, const RowsShape& shape, int64_t cols) {
+  const int64_t num_blocks = shape.num_experts;
+  const int64_t num_rows = shape.num_rows;
   const int64_t stride = num_rows / num_blocks;
   const int64_t tile_rows = num_scale_rows(ScaleLayout::kInTiles, stride, stride);
   sizes_.push_back({num_rows, cols});  // it is as large as it shall be
@@ -121,8 +119,8 @@ void Written::add_tiles(const Calls& calls, ScalarType type, int64_t num_rows, i
     output.scales = made_.add(num_blocks * tile_rows, cols, type);
     return;
   }
-  const Shape shape = {3, {num_blocks, tile_rows, cols}, {tile_rows * cols, cols, 1}};
-  output.scales = made_.add(num_blocks * tile_rows, cols, type, shape);
+  const Shape tiles = {3, {num_blocks, tile_rows, cols}, {tile_rows * cols, cols, 1}};
+  output.scales = made_.add(num_blocks * tile_rows, cols, type, tiles);
 }
 
 // Where every row comes from, and how many there are of each expert.

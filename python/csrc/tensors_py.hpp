@@ -79,18 +79,24 @@ struct SentGiven {
   }
 };
 
+// What a plan says of the rows that a rank gets, or will say.
+struct RowsShape {
+  Layout layout = Layout::kExpertMajor;
+  int64_t num_experts = 0;  // of this rank
+  int64_t num_rows = 0;
+  int64_t weight_cols = 1;
+};
+
 // Memory for what a dispatch writes of every row.
 class Written {
  public:
-  // layout: the plan's. pool: the id of a torch.cuda.MemPool for the rows, or None.
+  // pool: the id of a torch.cuda.MemPool for the rows, or None.
   Written(
       Calls& calls,
       const SentGiven& sent,
       const Options& options,
-      Layout layout,
-      nb::handle pool,
-      int64_t num_rows,
-      int64_t weight_cols
+      const RowsShape& shape,
+      nb::handle pool
   );
 
   // (rows, weights, scales, experts, sources, counts), None where not wanted or if the caller gave
@@ -102,10 +108,8 @@ class Written {
  private:
   // The tensors that Python gets, in this order.
   Tensor add(int64_t rows, int64_t cols, ScalarType type);
-  void add_scales(
-      const Calls& calls, const SentGiven& sent, const Options& options, int64_t num_rows
-  );
-  void add_tiles(const Calls& calls, ScalarType type, int64_t num_rows, int64_t cols);
+  void add_scales(const SentGiven& sent, const Options& options, const RowsShape& shape);
+  void add_tiles(ScalarType type, const RowsShape& shape, int64_t cols);
   void add_blocks(int64_t num_rows);
   void add_rows(Calls& calls, ScalarType type, nb::handle pool, int64_t rows, int64_t cols);
 

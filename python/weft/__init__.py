@@ -16,9 +16,11 @@ from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, Timeout
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
+from weft.placement import Balancing, Placement, balanced_rows
 from weft.tally import prometheus, stats
 
 __all__ = [
+    "Balancing",
     "Combined",
     "Dispatched",
     "Error",
@@ -27,10 +29,12 @@ __all__ = [
     "InvalidArgument",
     "NotAvailable",
     "PeerError",
+    "Placement",
     "Plan",
     "TimeoutError",
     "Unsupported",
     "__version__",
+    "balanced_rows",
     "combine",
     "dispatch",
     "plan",

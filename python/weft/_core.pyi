@@ -38,6 +38,24 @@ class Plan:
     def num_local_experts(self) -> int: ...
 
     @property
+    def num_physical_experts(self) -> int: ...
+
+    @property
+    def num_replicas(self) -> int: ...
+
+    @property
+    def placement(self) -> list[int]: ...
+
+    @property
+    def routes_per_expert(self) -> list[int]: ...
+
+    @property
+    def load(self) -> tuple:
+        """
+        Routes of the busiest rank, what it would have without replicas, and the mean rank's.
+        """
+
+    @property
     def num_tokens(self) -> int: ...
 
     @property
@@ -228,6 +246,9 @@ class Options:
     @order.setter
     def order(self, arg: str, /) -> None: ...
 
+    @balance.setter
+    def balance(self, arg: tuple[int, int, Sequence[int]], /) -> None: ...
+
     @quantise.setter
     def quantise(self, arg: str, /) -> None: ...
 
@@ -318,6 +339,19 @@ def overlapped_copies() -> bool:
 
 def wire_row_bytes(wire: str, hidden: int) -> int:
     """The bytes of a bf16 row, or a sum of some, on its way in a combine."""
+
+BALANCE_FINENESS: int = 1024
+
+def replicas_for(counts: Sequence[int], num_ranks: int, replicas: int, min_rows: int) -> list[int]:
+    """
+    [num_ranks * replicas] the expert of each replica for counts [experts], -1: none.
+    """
+
+def check_replicas(placement: Sequence[int], num_ranks: int, num_experts: int, replicas: int) -> None:
+    """Raises InvalidArgument unless the replicas may lie there."""
+
+def count_routing_file(path: str, layer: int | None) -> list[int]:
+    """[experts] routes to each in a routing file, of one layer or of all."""
 
 MAX_TOPK: int = 32
 

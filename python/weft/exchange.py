@@ -17,6 +17,7 @@ from weft import _core, overlap_settings, ranges
 from weft.errors import Error, InvalidArgument
 from weft.group import Group
 from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan, RowMarks
+from weft.placement import Balancing, Placement, core_balance, num_replicas
 from weft.tally import tally_of
 
 
@@ -136,6 +137,7 @@ class Exchange:
         row_budget: int | None = None,
         overflow: str = "drop",
         order: str = "rank",
+        balance: int | Balancing | Placement = 0,
         num_sms: int = 0,
     ) -> Plan:
         """Collective. Where every token goes.
@@ -156,6 +158,10 @@ class Exchange:
         all its rows in the order of its choices, rounded once, so that the bits are the same for
         any number of ranks and hosts. Rows then return one for each route. Not with "rank_major",
         nor among GPUs of several hosts.
+        balance: replicas of popular experts take rows of the busiest ranks (docs/balance.md): R of
+        them on each rank, placed for this call, or as `Balancing` and `Placement` say. The experts
+        of all layouts are then a rank's own and, after them, those of `plan.placement`: whoever
+        computes needs their weights there. On CPUs.
         """
         choices = {
             "layout": layout,
@@ -164,6 +170,7 @@ class Exchange:
             "row_budget": row_budget,
             "overflow": overflow,
             "order": order,
+            "balance": balance,
         }
 
         def call(core: _core.Exchange) -> _core.Plan:
@@ -243,7 +250,8 @@ class Exchange:
         if choices.get("layout") == "expert_strided":
             stride = choices.get("expert_stride", 0)
             if isinstance(stride, int) and stride > 0:
-                return stride * self.num_local_experts
+                replicas = num_replicas(choices.get("balance", 0))
+                return stride * (self.num_local_experts + replicas)
         return choices.get("row_budget")
 
     def _grow(
@@ -345,8 +353,8 @@ class Exchange:
         **choices: Any,
     ) -> tuple:
         """Collective. `plan` with topk_idx, plan_weights, routing_map, map_indices and `choices`
-        (layout, pad_multiple, expert_stride, row_budget, overflow, order), then `dispatch` by it,
-        without gradients; `weft.plan_and_dispatch` has them.
+        (layout, pad_multiple, expert_stride, row_budget, overflow, order, balance), then `dispatch`
+        by it, without gradients; `weft.plan_and_dispatch` has them.
 
         ignores_unknown: values of topk_idx outside [0, E) are no route. scale_rule of `quantise`:
         "exact"; "clamped" for a largest magnitude of at least 1e-4; "power_of_two" rounds that
@@ -652,6 +660,8 @@ def _filled(record: Any, values: dict[str, Any]) -> Any:
     """`record`, a class of the core, with these attributes. Raises InvalidArgument with the name of
     one whose value is of no use."""
     for name, value in values.items():
+        if name == "balance":
+            value = core_balance(value)
         try:
             setattr(record, name, value)
         except (AttributeError, TypeError) as error:

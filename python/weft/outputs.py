@@ -4,6 +4,7 @@ reads and makes tensors: what it refuses, and what it does not find entry points
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -135,6 +136,19 @@ class Dispatched(NamedTuple):
     scales: Tensor | None
 
 
+class Load(NamedTuple):
+    """Routes that the ranks of a plan get."""
+
+    busiest: int  # the rank that gets most
+    unbalanced: int  # what that would be without replicas
+    mean: float
+
+    @property
+    def of_mean(self) -> float:
+        """1: all get the same."""
+        return self.busiest / self.mean if self.mean else 1.0
+
+
 class Combined(NamedTuple):
     """What `combine` returns; weights are None if none were sent."""
 
@@ -174,14 +188,34 @@ class Plan:
     row_weight_cols = _of_core(
         "row_weight_cols", "Of the rows' weights: K with rank_major, else 1."
     )
-    num_experts = _of_core("num_experts", "Of all ranks.")
-    num_local_experts = _of_core("num_local_experts", "Of this rank.")
+    num_experts = _of_core("num_experts", "E, of all ranks.")
+    num_local_experts = _of_core(
+        "num_local_experts", "Of this rank: its own, then its R places for replicas."
+    )
+    num_physical_experts = _of_core("num_physical_experts", "The same of all ranks.")
+    num_replicas = _of_core("num_replicas", "R, places for replicas on each rank.")
     pad_multiple = _of_core("pad_multiple", "What the rows of each expert are rounded up to.")
 
     @property
     def weight_cols(self) -> int:
         """Columns of weights at the source: K, or E with a routing map."""
         return self.num_experts if self.from_map else self.topk
+
+    @functools.cached_property
+    def placement(self) -> Tensor:
+        """int32 [ranks, R] on the CPU: the expert of each replica, -1: none."""
+        found = torch.tensor(self.core.placement, dtype=torch.int32)
+        return found.reshape(-1, self.num_replicas) if self.num_replicas else found
+
+    @functools.cached_property
+    def routes_per_expert(self) -> Tensor:
+        """int64 [E] on the CPU: routes of all ranks, before dropping."""
+        return torch.tensor(self.core.routes_per_expert)
+
+    @functools.cached_property
+    def load(self) -> Load:
+        """How even ranks are, before dropping."""
+        return Load(*self.core.load)
 
     # Numbers where the tokens are: no wait on a GPU.
 

@@ -76,6 +76,15 @@ constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
 constexpr auto kScaleBytes = [](const Call& c) { return c.payload.scale_bytes; };
 constexpr auto kTokenRoom = [](const Call& c) { return c.token_room; };
 
+// What tells placements apart; 0: there is none.
+constexpr auto kPlacement = [](const Call& c) {
+  uint64_t sum = 0;
+  for (const int32_t expert : c.options.balance.placement) {
+    sum = (sum ^ static_cast<uint32_t>(expert)) * 0x9e3779b97f4a7c15U + 1;
+  }
+  return static_cast<int64_t>(sum >> 40U);
+};
+
 constexpr std::string_view kCall = "the caller's number of this call";
 constexpr std::string_view kRoom = "memory to be made for a token";
 
@@ -94,8 +103,14 @@ constexpr Field kPlanFields[] = {
     {"scale_rule in the same call", 4, kScaleRuleOf, kScaleRule},
     {"has_weights of x in the same call", 4, kHasWeights, kYesNo},
     {kCall, 28, kCallNumber, kNumber},
-    {"pad_multiple", 64, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
-    {"expert_stride", 64, [](const Call& c) { return c.options.expert_stride; }, kNumber},
+    {"pad_multiple", 32, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
+    {"expert_stride", 32, [](const Call& c) { return c.options.expert_stride; }, kNumber},
+    {"replicas", 8, [](const Call& c) { return int64_t{c.options.balance.replicas}; }, kNumber},
+    {"min_rows of a replica",
+     32,
+     [](const Call& c) { return c.options.balance.min_rows; },
+     kNumber},
+    {"checksum of the placement", 24, kPlacement, kNumber},
     {"row bytes of x in the same call", 64, kRowBytes, kBytes},
     {"row bytes of scales in the same call", 64, kScaleBytes, kBytes},
     {"number of the imported plan", 64, kPlanNumber, kNumber}};

@@ -96,7 +96,9 @@ class Checker {
 };
 
 TensorShape source_weights_shape(const PlanData& plan) {
-  return {plan.shape.num_tokens, plan.shape.from_map ? plan.shape.num_experts : plan.shape.topk};
+  return {
+      plan.shape.num_tokens,
+      plan.shape.from_map ? plan.shape.num_chosen_experts() : plan.shape.topk};
 }
 
 TensorShape scales_shape(const PlanData& plan, const DispatchOutput& out, int64_t cols) {

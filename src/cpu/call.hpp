@@ -63,8 +63,8 @@ struct CpuCall {
   if (!plan.shape.from_map) {
     return static_cast<size_t>(route);
   }
-  const int32_t expert = plan.route_expert[static_cast<size_t>(route)];
-  return static_cast<size_t>(token * plan.shape.num_experts + expert);
+  const int32_t expert = expert_of(plan.shape, plan.route_expert[static_cast<size_t>(route)]);
+  return static_cast<size_t>(token * plan.shape.num_chosen_experts() + expert);
 }
 
 // Weights of some arrivals in route order, out of a tensor shaped like Routing::weights; returns

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "call/executor.hpp"
@@ -13,6 +14,7 @@
 #include "cpu/call.hpp"
 #include "cpu/protocol/buffer_pool.hpp"
 #include "cpu/protocol/call_board.hpp"
+#include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/exchange.hpp"
@@ -72,6 +74,12 @@ class CpuExchange : public Executor {
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
   // The end of the exchange. Of an interrupt, which happens only here, the other ranks are told.
   [[noreturn]] void break_off(Op op, const Error& error);
+
+  // Steps of make_plan (plan/call.cpp). `all`: by rank, for their arrivals.
+  void swap_arrivals(CallWord word, const RankCounts& own, std::span<RankCounts> all);
+  [[nodiscard]] Plan plan_by_counts(
+      const RouteTable& routes, std::span<const RankCounts> counts, const PlanOptions& options
+  );
 
   [[nodiscard]] CallWord new_word(const Call& call) const;
   // Makes room for what peers write here in this call. Nobody writes there between calls.

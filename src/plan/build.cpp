@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "plan/balance/routing.hpp"
 #include "plan/pair_writer.hpp"
 #include "plan/slots.hpp"
 #include "weft/routing.hpp"
@@ -357,6 +358,30 @@ void add_received(PlanData& plan, std::vector<Arrivals> received) {
   plan.padded_rows_per_expert = plan.rows_per_expert;
 }
 
+namespace {
+
+// The same routes to physical experts, by rank; `counts` and `options` become those of them.
+std::vector<RouteTable> balance_all(
+    std::span<const RouteTable> routes,
+    std::vector<RankCounts>& counts,
+    std::vector<PlanOptions>& options
+) {
+  const auto num_ranks = static_cast<int>(routes.size());
+  const auto num_experts = static_cast<int>(counts[0].routes.size());
+  check_balancing(options[0].balance, num_ranks, num_experts, {});
+  const Balance balance = balance_counts(counts, options[0].balance, {});
+  std::vector<RouteTable> physical;
+  for (size_t rank = 0; rank < routes.size(); ++rank) {
+    physical.push_back(physical_routes(routes[rank], balance, static_cast<int>(rank)));
+    options[rank] = resolved_options(options[rank], balance);
+    const int num_physical = balance.placement.shape.count();
+    counts[rank] = count_routes(physical[rank], num_physical, num_ranks, options[rank]);
+  }
+  return physical;
+}
+
+}  // namespace
+
 std::vector<Plan> build_plans(
     std::span<const RouteTable> routes,
     int num_experts,
@@ -392,6 +417,12 @@ std::vector<Plan> build_plans(
     }
     check_options(options_of[rank], {});
     counts.push_back(count_routes(routes[rank], num_experts, num_ranks, options_of[rank]));
+  }
+
+  std::vector<RouteTable> physical;
+  if (options.balance.replicas > 0) {
+    physical = balance_all(routes, counts, options_of);
+    routes = physical;
   }
 
   std::vector<PlanData> plans;

@@ -86,7 +86,9 @@ struct RoutingShape {
 // Throws Error (kInvalidArgument).
 void check_options(const PlanOptions& options, const Context& context);
 
-// Options that are not there among GPUs of several domains. Throws Error (kUnsupported).
+// Options that are not there on GPUs, and among GPUs of several domains. Throws Error
+// (kUnsupported).
+void check_options_on_gpus(const PlanOptions& options, const Context& context);
 void check_options_between_gpus(const PlanOptions& options, const Context& context);
 
 // Rows of a rank's output if the options suffice to know it, so that nobody has to wait for the

@@ -123,10 +123,16 @@ int Plan::num_ranks() const {
   return data_->shape.num_ranks;
 }
 int Plan::num_experts() const {
-  return data_->shape.num_experts;
+  return data_->shape.num_chosen_experts();
 }
 int Plan::num_local_experts() const {
   return data_->shape.num_local_experts();
+}
+int Plan::num_physical_experts() const {
+  return data_->shape.num_experts;
+}
+int Plan::num_replicas() const {
+  return data_->shape.options.balance.replicas;
 }
 int64_t Plan::num_tokens() const {
   return data_->shape.num_tokens;
@@ -219,6 +225,39 @@ std::span<const int32_t> Plan::route_slots() const {
   return data().route_slot;
 }
 
+std::span<const int32_t> Plan::placement() const {
+  return data().shape.options.balance.placement;
+}
+
+std::vector<int64_t> Plan::routes_per_expert() const {
+  std::vector<int64_t> routes(static_cast<size_t>(num_experts()), 0);
+  const std::span<const int64_t> physical = global_routes_per_expert();
+  for (size_t p = 0; p < physical.size(); ++p) {
+    if (physical[p] > 0) {
+      const int32_t expert = expert_of(data().shape, static_cast<int32_t>(p));
+      routes[static_cast<size_t>(expert)] += physical[p];
+    }
+  }
+  return routes;
+}
+
+Plan::Load Plan::load() const {
+  // The most that one rank has of numbers that are laid out by rank.
+  const auto most = [this](std::span<const int64_t> routes) {
+    const size_t each = routes.size() / static_cast<size_t>(num_ranks());
+    int64_t found = 0;
+    for (size_t first = 0; first < routes.size(); first += each) {
+      const auto of_rank = routes.subspan(first, each);
+      found = std::max(found, std::reduce(of_rank.begin(), of_rank.end()));
+    }
+    return found;
+  };
+  const std::span<const int64_t> routes = global_routes_per_expert();
+  const auto sum = static_cast<double>(std::reduce(routes.begin(), routes.end()));
+  return {
+      .busiest = most(routes), .unbalanced = most(routes_per_expert()), .mean = sum / num_ranks()};
+}
+
 bool operator==(const Plan& a, const Plan& b) {
   return a.data() == b.data();
 }
@@ -259,6 +298,18 @@ std::ostream& operator<<(std::ostream& out, const Plan& plan) {
       received,
       received - data.received[own].size()
   );
+  if (plan.num_replicas() > 0) {
+    const Plan::Load load = plan.load();
+    const auto copies = std::ranges::count_if(plan.placement(), [](int32_t e) { return e >= 0; });
+    out << fmt::format(
+        "  balance   {} replicas; the busiest rank has {} rows, {} without them ({:.1f} on "
+        "average)\n",
+        copies,
+        load.busiest,
+        load.unbalanced,
+        load.mean
+    );
+  }
   out << fmt::format("  experts   {} to {} rows, {:.1f} on average\n", least, most, mean);
   return out;
 }

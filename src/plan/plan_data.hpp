@@ -63,16 +63,31 @@ struct TokenArrival {
 struct PlanShape {
   int rank = 0;
   int num_ranks = 1;
-  int num_experts = 0;
+  int num_experts = 0;  // physical ones, where there are replicas
   int topk = 0;
   int64_t num_tokens = 0;
   bool from_map = false;
   bool has_weights = false;
-  PlanOptions options = {};  // expert_stride resolved, row_budget as given
+  // expert_stride and the placement of replicas resolved, row_budget as given
+  PlanOptions options = {};
 
   [[nodiscard]] int num_local_experts() const { return num_experts / num_ranks; }
+  // Those that tokens choose among.
+  [[nodiscard]] int num_chosen_experts() const {
+    return num_experts - num_ranks * options.balance.replicas;
+  }
   friend bool operator==(const PlanShape&, const PlanShape&) = default;
 };
+
+// The expert whose rows a physical expert has, which has some.
+[[nodiscard]] inline int32_t expert_of(const PlanShape& shape, int32_t physical) {
+  const int32_t replicas = shape.options.balance.replicas;
+  const int32_t rank = physical / shape.num_local_experts();
+  const int32_t place = physical - (rank + 1) * (shape.num_local_experts() - replicas) -
+                        rank * replicas;  // from the rank's first replica
+  return place < 0 ? physical - rank * replicas
+                   : shape.options.balance.placement[static_cast<size_t>(rank * replicas + place)];
+}
 
 // Whether combine adds up arrival i of a pair where its rows are and returns the sum. With
 // SumOrder::kTopk only where these are all rows that a token can have.

@@ -161,7 +161,7 @@ def test_replicas_make_ranks_even_and_their_weights_are_counted(tmp_path):
     assert busiest[3] == rows.max()
     assert len(balance["copies"]) == balance["outcomes"][3]["copies"]
     text = weft("plan", *args, "--balance", 3, "--expert-bytes", 1000).stdout
-    assert "exchanges cannot use them yet" in text
+    assert "Balanced with up to 3 replicas a rank" in text
     assert re.search(rf"^ +3 +{busiest[3]:,} +\d\.\d{{3}} ", text, re.MULTILINE)
     assert f"{busiest[3]:,}" in page.read_text()
 

@@ -140,13 +140,15 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
   options.layout = data.spec.layout;
   options.pad_multiple = data.spec.pad_multiple;
   options.order = data.spec.order;
+  options.balance = data.spec.balance;
+  const std::vector<int>& domain_of = data.setup.domain_of;
   std::vector<int64_t> budgets(tables.size(), -1);
   if (data.spec.rows >= 0 && options.layout == Layout::kExpertStrided) {
     options.expert_stride = data.spec.rows;
   } else if (data.spec.rows >= 0) {
     std::fill(budgets.begin(), budgets.end(), data.spec.rows);
   } else if (data.spec.room != Room::kExact) {
-    const auto exact = reference_plans(tables, num_experts, options);
+    const auto exact = reference_plans(tables, num_experts, options, {}, domain_of);
     if (options.layout == Layout::kExpertStrided) {
       const int64_t stride = exact[0].shape.options.expert_stride;
       options.expert_stride = std::max<int64_t>(1, with_room(data.spec.room, stride, random));
@@ -156,7 +158,7 @@ void make_plans(CaseData& data, std::span<const RouteTable> tables, RandomSource
       }
     }
   }
-  for (PlanData& plan : reference_plans(tables, num_experts, options, budgets)) {
+  for (PlanData& plan : reference_plans(tables, num_experts, options, budgets, domain_of)) {
     data.plans.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
   }
   for (size_t rank = 0; rank < tables.size(); ++rank) {

@@ -63,7 +63,7 @@ ExchangeConfig ExchangeSetup::config(int rank) const {
 std::string describe(const ExchangeSetup& setup, const Case& spec) {
   return fmt::format(
       "[seed {}: {} ranks, domains {}, {}, fan-out {}, H {}, E {}, T {}, K {}, {}, {}, pad {}, "
-      "sums by {}, room {}, calls "
+      "sums by {}, {} replicas, room {}, calls "
       "{}{}{}{}{}, {}{}, weights {}/{}, scales {} B, quantise {} by rule {} of {}, output {}, "
       "scale "
       "{}, wire {}]",
@@ -80,6 +80,7 @@ std::string describe(const ExchangeSetup& setup, const Case& spec) {
       layout_name(spec.layout),
       spec.pad_multiple,
       order_name(spec.order),
+      spec.balance.replicas,
       static_cast<int>(spec.room),
       spec.calls,
       spec.is_routed ? " routed" : "",

@@ -72,6 +72,7 @@ struct Case {
   Layout layout = Layout::kExpertMajor;
   int64_t pad_multiple = 1;
   SumOrder order = SumOrder::kRank;
+  Balancing balance = {};
   Room room = Room::kExact;
   int64_t rows = -1;  // if not negative, instead of room: rows of every rank, or of every expert
                       // with kExpertStrided

@@ -186,7 +186,7 @@ class CaseRun {
     if (!data_.spec.has_marks) {
       return {};
     }
-    const int64_t experts = data_.setup.num_experts / data_.setup.num_ranks;
+    const int64_t experts = data_.plans[rank_].num_local_experts();
     const RowMarks shape = {.block_rows = kMarkedRows};
     Matrix marks(DType::kInt32, 1, experts * shape.num_blocks(rows.view().rows / experts));
     std::fill_n(marks.as<uint32_t>(), marks.view().cols, kMark);

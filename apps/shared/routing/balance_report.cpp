@@ -75,7 +75,7 @@ std::string balance_text(const BalanceReport& report) {
     );
   }
   return fmt::format(
-      "Balanced with up to {} replicas a rank (planned only: exchanges cannot use them yet)\n"
+      "Balanced with up to {} replicas a rank (`balance` of a plan call does so)\n"
       "{}\n{}",
       report.replicas,
       outcomes.text(),

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cpu/exchange.hpp"
+#include "plan/balance/routing.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 
@@ -222,6 +223,15 @@ std::vector<RankCounts> counts_of(
   return counts;
 }
 
+// [num_ranks] the domain of each.
+std::vector<int> domains_of(const Domains& domains) {
+  std::vector<int> domain_of;
+  for (int rank = 0; rank < domains.num_ranks(); ++rank) {
+    domain_of.push_back(domains.domain_of(rank));
+  }
+  return domain_of;
+}
+
 // Waking the other threads pays for this many routes of a part.
 constexpr int64_t kRoutesOfPart = 4096;
 
@@ -237,17 +247,55 @@ Sharing sharing_of(WorkerPool& workers, const RouteTable& routes) {
 
 }  // namespace
 
+// Collective. Rows that are arrivals are counted by token, which only the token's rank can: all
+// tell each other in one more handshake, with the same word.
+void CpuExchange::swap_arrivals(CallWord word, const RankCounts& own, std::span<RankCounts> all) {
+  call_number_ = board_->next_call();
+  word.call = call_number_;
+  const std::vector<CallWord> to(all.size(), word);
+  static_cast<void>(board_->swap(to, std::as_bytes(std::span(own.arrivals))));
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    std::vector<int32_t>& arrivals = all[rank].arrivals;
+    const std::byte* payload = board_->payload(static_cast<int>(rank)).data();
+    std::memcpy(arrivals.data(), payload, arrivals.size() * sizeof(int32_t));
+  }
+}
+
+// Collective. The plan by everyone's counts, which are of the same experts as `routes`.
+Plan CpuExchange::plan_by_counts(
+    const RouteTable& routes, std::span<const RankCounts> counts, const PlanOptions& options
+) {
+  PlanData data =
+      place_routes(routes, counts, context_.rank, options, context_, sharing_of(*workers_, routes));
+  data.exchange_id = id_;
+  data.call = call_number_;
+  std::vector<int64_t> rows(counts.size(), data.num_rows);
+  if (domains_->has_several()) {  // a forwarder checks the slots of others
+    const GroupShape group = group_shape(counts, data.shape.num_experts, options, context_);
+    std::ranges::transform(group.outputs, rows.begin(), &OutputShape::num_rows);
+  }
+  SwappedRecords records = RecordSwap(*this, data, counts, rows).run();
+  add_received(data, std::move(records.received));
+  if (domains_->has_several()) {
+    data.between = make_domain_traffic(data, domains_, std::move(records.forwarded));
+  }
+  ++counters_.num_plans;
+  return Plan(std::make_shared<const PlanData>(std::move(data)));
+}
+
 Plan CpuExchange::make_plan(
     const Routing& routing, const PlanOptions& options, const CallOptions& call
 ) {
+  const int num_ranks = context_.num_ranks;
   const auto prepare = [&] {
     check_options(options, context_);
+    check_balancing(options.balance, num_ranks, settings_.num_experts, context_);
     return read_routing(
         routing, settings_.num_experts, settings_.max_topk, settings_.max_tokens, context_
     );
   };
   return run_call(Op::kPlan, prepare, [&](const RouteTable& routes) {
-    const RankCounts own = count_routes(routes, settings_.num_experts, context_.num_ranks, options);
+    const RankCounts own = count_routes(routes, settings_.num_experts, num_ranks, options);
     CallWord word = new_word(
         {.op = Op::kPlan,
          .number = call.number,
@@ -260,26 +308,21 @@ Plan CpuExchange::make_plan(
     word.row_budget = own.row_budget;
     std::vector<int32_t> payload = own.routes;
     payload.insert(payload.end(), own.arrivals.begin(), own.arrivals.end());
-    const std::vector<CallWord> to(static_cast<size_t>(context_.num_ranks), word);
+    const std::vector<CallWord> to(static_cast<size_t>(num_ranks), word);
     const std::vector<CallWord> words = board_->swap(to, std::as_bytes(std::span(payload)));
     const std::vector<RankCounts> counts = counts_of(*board_, words, settings_.num_experts);
-    PlanData data = place_routes(
-        routes, counts, context_.rank, options, context_, sharing_of(*workers_, routes)
-    );
-    data.exchange_id = id_;
-    data.call = call_number_;
-    std::vector<int64_t> rows(counts.size(), data.num_rows);
-    if (domains_->has_several()) {  // a forwarder checks the slots of others
-      const GroupShape group = group_shape(counts, settings_.num_experts, options, context_);
-      std::ranges::transform(group.outputs, rows.begin(), &OutputShape::num_rows);
+    if (options.balance.replicas == 0) {
+      return plan_by_counts(routes, counts, options);
     }
-    SwappedRecords records = RecordSwap(*this, data, counts, rows).run();
-    add_received(data, std::move(records.received));
-    if (domains_->has_several()) {
-      data.between = make_domain_traffic(data, domains_, std::move(records.forwarded));
+    const Balance balance = balance_counts(counts, options.balance, domains_of(*domains_));
+    const RouteTable physical = physical_routes(routes, balance, context_.rank);
+    RankCounts mine = count_routes(physical, balance.placement.shape.count(), num_ranks, options);
+    std::vector<RankCounts> all = physical_counts(counts, balance);
+    if (options.layout == Layout::kRankMajor) {
+      swap_arrivals(word, mine, all);
     }
-    ++counters_.num_plans;
-    return Plan(std::make_shared<const PlanData>(std::move(data)));
+    all[static_cast<size_t>(context_.rank)] = std::move(mine);
+    return plan_by_counts(physical, all, resolved_options(options, balance));
   });
 }
 

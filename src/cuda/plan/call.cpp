@@ -113,6 +113,7 @@ CudaExchange::PreparedPlan CudaExchange::prepare_plan(
     cudaStream_t stream
 ) {
   check_options(options, context_);
+  check_options_on_gpus(options, context_);
   const RoutingShape routes = check_routing(routing, settings_, context_);
   PlanData data;
   data.shape = {

@@ -123,7 +123,7 @@ std::vector<Route> routes_of(const PlanData& source) {
   std::vector<Route> routes;
   for (size_t target = 0; target < source.sent.size(); ++target) {
     const Arrivals& arrivals = source.sent[target];
-    const int64_t first_expert = static_cast<int64_t>(target) * source.shape.num_local_experts();
+    const int32_t first_expert = static_cast<int32_t>(target) * source.shape.num_local_experts();
     size_t j = 0;
     for (size_t i = 0; i < arrivals.token.size(); ++i) {
       for (; j < static_cast<size_t>(arrivals.route_begin[i + 1]); ++j) {
@@ -131,8 +131,9 @@ std::vector<Route> routes_of(const PlanData& source) {
             {.token = arrivals.token[i],
              .target = target,
              .slot = arrivals.slot[j],
-             .source_col =
-                 source.shape.from_map ? first_expert + arrivals.expert[j] : arrivals.k[j],
+             .source_col = source.shape.from_map
+                               ? expert_of(source.shape, first_expert + arrivals.expert[j])
+                               : arrivals.k[j],
              .row_col = arrivals.one_row ? arrivals.k[j] : 0,
              .expert = arrivals.expert[j],
              .weight = arrivals.weight.empty() ? 1.0F : arrivals.weight[j]}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which experts get copies on other ranks for one routing, so that all ranks have about as many
 // rows, and which routes go to the copies. A pure function of the counts that every rank has: all
-// ranks compute the same. The exchange does not use it yet.
+// ranks compute the same. routing.hpp makes a plan call do it.
 //
 // The weights of an expert lie in places: expert e always on rank e / (experts / ranks), its
 // master, and perhaps in replicas on other ranks. A *physical expert* is one such place; a rank has
@@ -80,6 +80,15 @@ struct Balance {
 );
 [[nodiscard]] Balance share_out(
     std::span<const int32_t> counts, Placement placement, std::span<const int> domain_of
+);
+
+// Every row at its expert's master. `rows`: [shape.num_experts].
+[[nodiscard]] Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape);
+
+// Instead of place_replicas: `replicas`, [num_ranks, shape.replicas] as Balance::replicas, lie
+// where they are, and some may get no rows (spread.cpp).
+[[nodiscard]] Placement spread_rows(
+    std::span<const int64_t> rows, const PhysicalExperts& shape, std::span<const int32_t> replicas
 );
 
 // The physical expert of each route of `source` in token order: an expert's first routes go to its

@@ -30,6 +30,19 @@ int64_t Placement::busiest() const {
   return std::ranges::max(rows_of_ranks());
 }
 
+Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape) {
+  Placement masters = {
+      .shape = shape,
+      .expert = std::vector<int32_t>(static_cast<size_t>(shape.count()), -1),
+      .rows = std::vector<int64_t>(static_cast<size_t>(shape.count()), 0)};
+  for (size_t e = 0; e < rows.size(); ++e) {
+    const auto master = static_cast<size_t>(shape.master_of(static_cast<int>(e)));
+    masters.expert[master] = static_cast<int32_t>(e);
+    masters.rows[master] = rows[e];
+  }
+  return masters;
+}
+
 namespace {
 
 // Tries to keep a limit.
@@ -110,15 +123,8 @@ class Attempt {
 Placement place_replicas(
     const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
 ) {
-  Placement masters;
-  masters.shape = {num_ranks, static_cast<int>(rows.size()), options.replicas};
-  masters.expert.assign(static_cast<size_t>(masters.shape.count()), -1);
-  masters.rows.assign(masters.expert.size(), 0);
-  for (size_t e = 0; e < rows.size(); ++e) {
-    const auto master = static_cast<size_t>(masters.shape.master_of(static_cast<int>(e)));
-    masters.expert[master] = static_cast<int32_t>(e);
-    masters.rows[master] = rows[e];
-  }
+  const Placement masters =
+      masters_of(rows, {num_ranks, static_cast<int>(rows.size()), options.replicas});
   Placement best = masters;
   LimitSearch search(std::reduce(rows.begin(), rows.end()), num_ranks, best.busiest());
   while (!search.is_over()) {

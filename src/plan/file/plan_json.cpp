@@ -17,6 +17,7 @@
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/json_piece.hpp"
+#include "plan/balance/routing.hpp"
 #include "plan/build.hpp"
 #include "plan/plan_data.hpp"
 #include "weft/version.hpp"
@@ -49,7 +50,7 @@ Json floats_to_json(const std::vector<float>& values) {
   return list;
 }
 
-// The order of sums stands there if it is not the usual one.
+// The order of sums and replicas stand there if they are not the usual ones.
 Json shape_to_json(const PlanShape& shape) {
   const PlanOptions& options = shape.options;
   Json json = {
@@ -67,6 +68,11 @@ Json shape_to_json(const PlanShape& shape) {
       {"overflow", name_of(options.overflow, kOverflows)}};
   if (options.order != SumOrder::kRank) {
     json["order"] = name_of(options.order, kOrders);
+  }
+  if (options.balance.replicas > 0) {
+    json["replicas"] = options.balance.replicas;
+    json["min_rows"] = options.balance.min_rows;
+    json["placement"] = options.balance.placement;
   }
   return json;
 }
@@ -261,6 +267,44 @@ Value parse_json(std::string_view text, std::string_view file) {
   WEFT_RAISE(Context{}, ErrorCode::kFile, "load: {}: {}", file, what);
 }
 
+void read_balance(const JsonNode& node, PlanShape& shape) {
+  Balancing& balance = shape.options.balance;
+  const int per_rank = shape.num_local_experts();
+  balance.replicas =
+      static_cast<int>(node["replicas"].integer(1, std::min(kMostReplicas, per_rank - 1)));
+  balance.min_rows = node["min_rows"].integer(1, kMaxInt32);
+  balance.placement = node["placement"].integers<int32_t>(
+      int64_t{shape.num_ranks} * balance.replicas, -1, shape.num_chosen_experts() - 1
+  );
+  try {
+    check_balancing(balance, shape.num_ranks, shape.num_chosen_experts(), {});
+  } catch (const Error& error) {
+    node["placement"].fail("fits no plan: {}", error.what());
+  }
+}
+
+// No routes go where no replica is, neither of all ranks nor of this one. Throws Error (kFile).
+void check_empty_places(const JsonNode& whole, const PlanData& plan) {
+  const Balancing& balance = plan.shape.options.balance;
+  const PhysicalExperts shape = {
+      plan.shape.num_ranks, plan.shape.num_chosen_experts(), balance.replicas};
+  for (int i = 0; i < static_cast<int>(balance.placement.size()); ++i) {
+    const int physical = shape.place_of(i / balance.replicas, i % balance.replicas);
+    if (balance.placement[static_cast<size_t>(i)] >= 0) {
+      continue;
+    }
+    const auto refuse_if = [&](bool has_route, std::string_view name) {
+      if (has_route) {
+        whole[name].fail("has a route to physical expert {} (no replica is there)", physical);
+      }
+    };
+    refuse_if(plan.global_routes[static_cast<size_t>(physical)] > 0, "global_routes");
+    refuse_if(
+        std::ranges::find(plan.route_expert, physical) != plan.route_expert.end(), "route_expert"
+    );
+  }
+}
+
 PlanShape shape_from(const JsonNode& node) {
   PlanShape shape;
   shape.num_ranks = static_cast<int>(node["num_ranks"].integer(1, kMaxInt32));
@@ -283,6 +327,9 @@ PlanShape shape_from(const JsonNode& node) {
   shape.options.overflow = node["overflow"].one_of<Overflow>(kOverflows);
   if (node.has("order")) {
     shape.options.order = node["order"].one_of<SumOrder>(kOrders);
+  }
+  if (node.has("replicas")) {
+    read_balance(node, shape);
   }
   return shape;
 }
@@ -399,6 +446,7 @@ void read_routes(const JsonNode& whole, PlanData& plan) {
   const int64_t num_routes = plan.shape.num_tokens * plan.shape.topk;
   plan.route_expert =
       whole["route_expert"].integers<int32_t>(num_routes, -1, plan.shape.num_experts - 1);
+  check_empty_places(whole, plan);
   // A pair has two ends: the bounds of this rank's are known, the other's are not.
   const ArrivalBounds sent(plan.shape, plan.shape.num_tokens, kMaxInt32);
   const ArrivalBounds received(plan.shape, kMaxInt32, plan.num_rows);

@@ -6,6 +6,8 @@
 #include <set>
 #include <tuple>
 
+#include "plan/balance/routing.hpp"
+
 namespace weft {
 namespace {
 
@@ -207,9 +209,8 @@ void fill_source(const Problem& problem, PlanData& plan) {
   plan.token_begin.push_back(static_cast<int32_t>(plan.token_arrivals.size()));
 }
 
-}  // namespace
-
-std::vector<PlanData> reference_plans(
+// Of routes to physical experts, or where there are no replicas.
+std::vector<PlanData> plans_of_physical(
     std::span<const RouteTable> routes,
     int num_experts,
     const PlanOptions& options,
@@ -236,6 +237,47 @@ std::vector<PlanData> reference_plans(
     fill_source(problem, plan);
   }
   return plans;
+}
+
+// Which rows go to which replica.
+Balance balance_of(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const Balancing& balancing,
+    std::span<const int> domain_of
+) {
+  std::vector<RankCounts> counts(routes.size());
+  for (size_t rank = 0; rank < routes.size(); ++rank) {
+    counts[rank].routes.resize(static_cast<size_t>(num_experts));
+    for (const int32_t expert : routes[rank].expert) {
+      if (expert >= 0) {
+        ++counts[rank].routes[static_cast<size_t>(expert)];
+      }
+    }
+  }
+  return balance_counts(counts, balancing, domain_of);
+}
+
+}  // namespace
+
+std::vector<PlanData> reference_plans(
+    std::span<const RouteTable> routes,
+    int num_experts,
+    const PlanOptions& options,
+    std::span<const int64_t> row_budgets,
+    std::span<const int> domain_of
+) {
+  if (options.balance.replicas > 0) {
+    const Balance balance = balance_of(routes, num_experts, options.balance, domain_of);
+    std::vector<RouteTable> physical(routes.begin(), routes.end());
+    for (size_t rank = 0; rank < physical.size(); ++rank) {
+      physical[rank].expert = assign_routes(balance, static_cast<int>(rank), routes[rank].expert);
+    }
+    return plans_of_physical(
+        physical, balance.placement.shape.count(), resolved_options(options, balance), row_budgets
+    );
+  }
+  return plans_of_physical(routes, num_experts, options, row_budgets);
 }
 
 }  // namespace weft

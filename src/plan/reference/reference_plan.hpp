@@ -10,12 +10,14 @@
 
 namespace weft {
 
-// Drops what does not fit, whatever options.overflow says. Throws nothing: the caller has checked.
+// Drops what does not fit, whatever options.overflow says. Replicas are those of plan_balance or
+// options.balance. Throws nothing: the caller has checked.
 [[nodiscard]] std::vector<PlanData> reference_plans(
     std::span<const RouteTable> routes,  // by rank
     int num_experts,
     const PlanOptions& options,
-    std::span<const int64_t> row_budgets = {}  // by rank, -1: exact; empty: options.row_budget
+    std::span<const int64_t> row_budgets = {},  // by rank, -1: exact; empty: options.row_budget
+    std::span<const int> domain_of = {}         // by rank, for replicas; empty: one domain
 );
 
 }  // namespace weft

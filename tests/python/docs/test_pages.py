@@ -22,11 +22,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 FRAMEWORKS = ("megatron", "automodel", "vllm", "sglang")
-PAGES = ("../README", "pytorch", "wire", "overlap", "compat", "signatures", *FRAMEWORKS)
+PAGES = ("../README", "pytorch", "wire", "balance", "overlap", "compat", "signatures", *FRAMEWORKS)
 KIND = r"ranks|process|torchrun|file \S+"
 BLOCK = re.compile(rf"^(?:<!-- ({KIND}) -->\n)?```python\n(.*?)^```$", re.M | re.S)
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.M | re.S)
-OF_TOOLS = "results|peers|gpus|bounds|end|quote"  # markers of render_results and check_docs
+OF_TOOLS = "results|output|peers|gpus|bounds|end|quote"  # markers of render_results and check_docs
 MARKER = re.compile(rf"^<!-- (?!(?:{OF_TOOLS}) ).* -->$", re.M)
 NAME = re.compile(r"\bweft(?:\.[A-Za-z_]\w*)+")
 MEMBER = re.compile(r"`(plan|exchange)\.(\w+)")

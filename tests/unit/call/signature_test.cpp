@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <utility>
 
 namespace weft {
 namespace {
@@ -71,6 +72,9 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
        {[](Call& c) { c.number = 42; }, "the caller's number of this call = 41 here and 42"},
        {[](Call& c) { c.options.pad_multiple = 1; }, "pad_multiple = 16 here and 1"},
        {[](Call& c) { c.options.expert_stride = 7; }, "expert_stride = 1048576 here and 7"},
+       {[](Call& c) { c.options.balance.replicas = 2; }, "replicas = 0 here and 2"},
+       {[](Call& c) { c.options.balance.min_rows = int64_t{1} << 30; },
+        "min_rows of a replica = 1 here and 1073741824"},
        {[](Call& c) { c.payload.row_bytes = 64; },
         "row bytes of x in the same call = 4294967296 here and 64"},
        {[](Call& c) { c.payload.scale_bytes = 0; },
@@ -78,6 +82,17 @@ TEST(SignatureTest, TellsEveryFieldOfAPlan) {
        {[](Call& c) { c.plan_number = 10; }, "number of the imported plan = 9 here and 10"},
        {[](Call& c) { c.payload = {}; }, "dtype of x in the same call = float16 here and none"}}
   );
+}
+
+TEST(SignatureTest, TellsPlacementsApart) {
+  const Call planned = {.op = Op::kPlan, .options = {.balance = {.replicas = 2}}};
+  Call one = planned;
+  one.options.balance.placement = {3, -1};
+  Call other = planned;
+  other.options.balance.placement = {-1, 3};
+  for (const auto& [a, b] : {std::pair(planned, one), std::pair(one, other)}) {
+    EXPECT_TRUE(difference(a, b).starts_with("checksum of the placement = ")) << difference(a, b);
+  }
 }
 
 TEST(SignatureTest, TellsEveryFieldOfADispatch) {

@@ -10,6 +10,7 @@
 #include <set>
 
 #include "balance_oracle.hpp"
+#include "plan/balance/routing.hpp"
 #include "plan/random_routing.hpp"
 #include "unit/plan/plan_cases.hpp"
 
@@ -185,6 +186,41 @@ TEST_P(RandomBalanceTest, IsWithinOnePercentOfTheOracle) {
     EXPECT_GE(least * c.num_ranks, sum(placement.rows));
     EXPECT_GE(placement.busiest(), least);
     EXPECT_LE(placement.busiest(), least + std::max<int64_t>(1, least / 100));
+  });
+}
+
+// Replicas that somebody else has placed: no rank could have much less to do.
+TEST_P(RandomBalanceTest, FixedReplicasAreFilledAsEvenlyAsTheOracleDoes) {
+  for_all([](const BalanceCase& c) {
+    RandomSource random(c.counts.size() + static_cast<uint64_t>(sum(c.plan().placement.rows)));
+    const PhysicalExperts shape = {c.num_ranks, c.num_experts, 2};
+    std::vector<int32_t> replicas;
+    for (int rank = 0; rank < c.num_ranks; ++rank) {
+      const auto first = static_cast<int>(random.below(static_cast<uint64_t>(c.num_experts)));
+      for (const int expert : {first, (first + 1) % c.num_experts}) {
+        const bool is_new =
+            shape.owner_of(expert) != rank && (expert != first || c.num_experts > 1);
+        replicas.push_back(is_new ? expert : -1);
+      }
+    }
+    check_balancing({.replicas = 2, .placement = replicas}, c.num_ranks, c.num_experts, {});
+    std::vector<int64_t> rows(static_cast<size_t>(c.num_experts), 0);
+    for (size_t i = 0; i < c.counts.size(); ++i) {
+      rows[i % rows.size()] += c.counts[i];
+    }
+    const Placement placement = spread_rows(rows, shape, replicas);
+    EXPECT_EQ(sum(placement.rows), sum(rows));
+    EXPECT_GE(std::ranges::min(placement.rows), 0);
+    const int64_t least = least_busiest(placement);
+    EXPECT_GE(placement.busiest(), least);
+    EXPECT_LE(placement.busiest(), least + std::max<int64_t>(1, least / 100));
+
+    const Balance balance = share_out(c.counts, placement, c.options.domain_of);
+    EXPECT_EQ(balance.replicas(), replicas);
+    for (int source = 0; source < c.num_ranks; ++source) {
+      const auto& experts = c.routes[static_cast<size_t>(source)].expert;
+      EXPECT_EQ(assign_routes(balance, source, experts).size(), experts.size());
+    }
   });
 }
 

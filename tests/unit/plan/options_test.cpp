@@ -23,6 +23,15 @@ TEST(OptionsTest, AcceptsEveryLayout) {
   );
 }
 
+TEST(OptionsTest, RefusesReplicasOnGpus) {
+  const std::string text =
+      "plan: balance with 2 replicas on a GPU (balance needs tensors of the CPU) [rank 2/8, shm]";
+  const PlanOptions options = {.balance = {.replicas = 2}};
+  EXPECT_EQ(message_of([&] { check_options_on_gpus(options, kSpeaker); }), text);
+  EXPECT_EQ(message_of([&] { check_options_between_gpus(options, kSpeaker); }), text);
+  EXPECT_EQ(message_of([&] { check_options_on_gpus({}, kSpeaker); }), "nothing");
+}
+
 TEST(OptionsTest, RefusesPadMultiple) {
   EXPECT_EQ(
       refusal({.pad_multiple = 0}),

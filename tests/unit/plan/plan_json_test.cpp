@@ -43,6 +43,53 @@ TEST(PlanJsonTest, NamesTheOrderOfSumsThatIsNotTheUsualOne) {
   EXPECT_EQ(Plan::from_json(whole.dump()), sample_plans()[0]);
 }
 
+// Rank 1 has a replica of expert 0.
+PlanOptions with_replicas() {
+  return {.balance = {.replicas = 1, .placement = {-1, 0}}};
+}
+
+TEST(PlanJsonTest, HasReplicas) {
+  const Plan plan = sample_plans(with_replicas())[0];
+  const json whole = json::parse(plan.to_json());
+  EXPECT_EQ(whole["shape"]["replicas"], 1);
+  EXPECT_EQ(whole["shape"]["placement"], json({-1, 0}));
+  const Plan loaded = Plan::from_json(plan.to_json());
+  EXPECT_EQ(loaded, plan);
+  EXPECT_EQ(loaded.num_experts(), 4);
+  EXPECT_EQ(loaded.num_physical_experts(), 6);
+  EXPECT_NE(plan, sample_plans()[0]);
+}
+
+TEST(PlanJsonTest, RefusesReplicasThatCannotBe) {
+  const json whole = json::parse(sample_plans(with_replicas())[0].to_json());
+  const auto with = [&](const char* pointer, const json& value) {
+    json changed = whole;
+    changed[json::json_pointer(pointer)] = value;
+    return message_of([&] { static_cast<void>(Plan::from_json(changed.dump(), "plan.json")); });
+  };
+  EXPECT_EQ(
+      with("/shape/replicas", 3), "load: plan.json: /shape/replicas is 3 (an integer from 1 to 2)"
+  );
+  EXPECT_EQ(
+      with("/shape/placement", {-1}), "load: plan.json: /shape/placement has 1 entries (expected 2)"
+  );
+  EXPECT_EQ(
+      with("/shape/placement", {-1, 4}),
+      "load: plan.json: /shape/placement/1 is 4 (an integer from -1 to 3)"
+  );
+  EXPECT_TRUE(with("/shape/placement", {-1, 2})
+                  .starts_with("load: plan.json: /shape/placement fits no plan: plan: "
+                               "placement[1, 0] = 2 lies there anyway"));
+  EXPECT_TRUE(
+      with("/route_expert/0", 2)
+          .starts_with("load: plan.json: /route_expert has a route to physical expert 2 (no "
+                       "replica is there)")
+  );
+  EXPECT_TRUE(with("/global_routes/2", 7)
+                  .starts_with("load: plan.json: /global_routes has a route to physical expert 2 "
+                               "(no replica is there)"));
+}
+
 TEST(PlanJsonTest, IsTheSameTextForTheSamePlan) {
   const Plan plan = sample_plans()[1];
   EXPECT_EQ(Plan::from_json(plan.to_json()).to_json(), plan.to_json());

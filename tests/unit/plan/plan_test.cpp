@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fast plan against the reference, and what must hold of any plan.
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include "plan/random_routing.hpp"
@@ -32,6 +33,49 @@ TEST(PlanTest, EqualsReferenceOnRandomCases) {
     }
   }
   EXPECT_GT(num_overflows, 100);  // dropping is part of the cases
+}
+
+TEST(PlanTest, EqualsReferenceWithReplicas) {
+  int num_replicas = 0;
+  for (uint64_t seed = 0; seed < kNumCases; ++seed) {
+    PlanCase c = random_case(seed);
+    c.options.balance.replicas = 1 + static_cast<int>(seed % 3);
+    SCOPED_TRACE(fmt::format("seed {}: {}", seed, describe(c)));
+    const std::vector<PlanData> fast = fast_plans(c);
+    const std::vector<PlanData> slow = slow_plans(c);
+    for (size_t rank = 0; rank < fast.size(); ++rank) {
+      ASSERT_TRUE(same_plan(fast[rank], slow[rank]));
+      const auto& placement = fast[rank].shape.options.balance.placement;
+      num_replicas += static_cast<int>(std::ranges::count_if(placement, [](int32_t expert) {
+        return expert >= 0;
+      }));
+    }
+  }
+  EXPECT_GT(num_replicas, 100);
+}
+
+// A budget that holds what the planner says drops nothing, however experts are padded.
+TEST(PlanTest, NeedsTheRowsThatThePlannerSaysAndPadding) {
+  int num_cases = 0;
+  for (uint64_t seed = 0; num_cases < 1000; ++seed) {
+    PlanCase c = random_case(seed);
+    if (c.options.layout != Layout::kExpertMajor) {
+      continue;
+    }
+    ++num_cases;
+    c.options.balance.replicas = 1 + static_cast<int>(seed % 3);
+    SCOPED_TRACE(fmt::format("seed {}: {}", seed, describe(c)));
+    const std::vector<Plan> exact = build_plans(c.routes, c.num_experts, c.options);
+    const int64_t busiest = exact[0].load().busiest;
+    c.options.row_budget = busiest + exact[0].num_local_experts() * (c.options.pad_multiple - 1);
+    for (const Plan& plan : build_plans(c.routes, c.num_experts, c.options)) {
+      ASSERT_EQ(plan.load().busiest, busiest);
+      ASSERT_LE(busiest, plan.load().unbalanced);
+      const auto rows = plan.rows_per_expert();
+      ASSERT_LE(std::reduce(rows.begin(), rows.end()), busiest);
+      ASSERT_FALSE(plan.overflow());
+    }
+  }
 }
 
 TEST(PlanTest, GivesEachRouteADistinctSlot) {

@@ -49,6 +49,20 @@ TEST(PlanPrintTest, SummarisesAPlan) {
   );
 }
 
+TEST(PlanPrintTest, TellsOfReplicas) {
+  std::ostringstream out;
+  out << sample_plans({.balance = {.replicas = 1, .placement = {-1, 0}}})[1];
+  EXPECT_EQ(
+      out.str(),
+      "plan of rank 1/2: expert_major\n"
+      "  routing   3 tokens, top 2 of 4 experts, 3 here\n"
+      "  output    4 rows, 4 with a token (4 required)\n"
+      "  arrivals  4 sent, 2 of them to other ranks; 3 received, 1 from other ranks\n"
+      "  balance   1 replicas; the busiest rank has 5 rows, 6 without them (4.5 on average)\n"
+      "  experts   1 to 2 rows, 1.3 on average\n"
+  );
+}
+
 TEST(PlanPrintTest, TellsOfDroppedRoutes) {
   std::ostringstream out;
   out << sample_plans({.layout = Layout::kExpertStrided, .expert_stride = 1})[1];

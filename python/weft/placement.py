@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where replicas of popular experts lie: what `balance` of `Exchange.plan` may be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import InvalidArgument
+
+
+class Balancing(NamedTuple):
+    """Replicas that each plan places anew, by its own counts."""
+
+    replicas: int  # R, places for them on each rank, at most 16
+    min_rows: int = 1  # of each: with fewer it is not worth its weights
+
+
+class Placement:
+    """Replicas that lie where they are for many plans, as servers place them by what was popular.
+
+    replicas: int32 [ranks, R], the expert of each, -1: none; on each rank experts of others, each
+    once. Rows are shared out among an expert's places so that ranks are as even as that allows.
+    `Exchange.plan` checks it against its ranks and experts, `check` before that.
+    """
+
+    def __init__(self, replicas: Tensor | Iterable[Iterable[int]]) -> None:
+        self.replicas = torch.as_tensor(replicas, device="cpu").to(torch.int32).contiguous()
+        if self.replicas.dim() != 2:
+            raise InvalidArgument(
+                f"placement has {self.replicas.dim()} dimensions (2 are expected: ranks, replicas)"
+            )
+        self._core = (self.replicas.size(1), 1, self.replicas.flatten().tolist())
+
+    @classmethod
+    def from_counts(
+        cls, counts: Tensor, num_ranks: int, replicas: int, *, min_rows: int = 1
+    ) -> Placement:
+        """The one that the planner finds for counts, integers [..., E], of routes to each expert:
+        those of all ranks together, added up over as many calls as shall count."""
+        sums = counts.reshape(-1, counts.size(-1)).sum(0).tolist()
+        found = _core.replicas_for(sums, num_ranks, replicas, min_rows)
+        return cls(torch.tensor(found, dtype=torch.int32).reshape(num_ranks, replicas))
+
+    @classmethod
+    def from_routing_file(
+        cls,
+        path: str | os.PathLike[str],
+        num_ranks: int,
+        replicas: int,
+        *,
+        layer: int | None = None,
+        min_rows: int = 1,
+    ) -> Placement:
+        """The one for what a routing file (docs/routing_file.md) has of a layer, or of all."""
+        counts = torch.tensor(_core.count_routing_file(os.fspath(path), layer))
+        return cls.from_counts(counts, num_ranks, replicas, min_rows=min_rows)
+
+    def check(self, num_experts: int) -> None:
+        """Raises InvalidArgument unless the replicas may lie there, of so many experts."""
+        count, _, experts = self._core
+        _core.check_replicas(experts, self.replicas.size(0), num_experts, count)
+
+    def __repr__(self) -> str:
+        return f"Placement({self.replicas.tolist()})"
+
+
+def num_replicas(balance: Any) -> int:
+    """R of what was given as `balance`; 0 for what is none, which `core_balance` refuses."""
+    try:
+        return core_balance(balance)[0]
+    except InvalidArgument:
+        return 0
+
+
+def core_balance(balance: Any) -> tuple[int, int, list[int]]:
+    """The same for the core: R, the least rows of a replica, a placement or nothing."""
+    if isinstance(balance, Placement):
+        return balance._core
+    if isinstance(balance, Balancing):
+        return (*balance, [])
+    if type(balance) is int:
+        return balance, 1, []
+    raise InvalidArgument(
+        f"balance is a {type(balance).__name__} (expected a number of replicas, Balancing or "
+        "Placement)"
+    )
+
+
+def balanced_rows(
+    num_tokens: int, topk: int, num_local_experts: int, replicas: int, pad_multiple: int = 1
+) -> int:
+    """A row budget for `expert_major` plans with replicas: the mean rank's rows, where ranks have
+    num_tokens tokens in the mean, what the planner's search may leave above that, and padding.
+    Where so many are not enough (`Plan.load`), `Plan.overflow` says that routes were dropped."""
+    mean = num_tokens * topk
+    slack = mean // _core.BALANCE_FINENESS
+    return mean + slack + (num_local_experts + replicas) * (pad_multiple - 1)

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Balancing as a step of a plan call: between the counts that ranks have swapped and slots, routes
+// to experts become routes to physical experts. What follows knows only these.
+//
+//   count_routes -> [counts travel] -> balance_counts -> physical_routes, physical_counts
+//   -> place_routes as in plan/build.hpp
+//
+// An executor that keeps routing on a GPU has kernels for the same steps; what it hands on is the
+// same: indices of physical experts in place of topk_idx, and Balance::replicas() for
+// PlanShape::options.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "plan/balance/balance.hpp"
+#include "plan/build.hpp"
+
+namespace weft {
+
+// Throws Error (kInvalidArgument) for options out of range, and for a placement that is of another
+// size, or has an expert that does not exist, on its own rank or twice on a rank.
+void check_balancing(
+    const Balancing& balancing, int num_ranks, int num_experts, const Context& context
+);
+
+// Of `counts` by rank and expert: what `balancing`, which has been checked, makes of them.
+// `domain_of`: [num_ranks], or empty for one domain.
+[[nodiscard]] Balance balance_counts(
+    std::span<const RankCounts> counts, const Balancing& balancing, std::span<const int> domain_of
+);
+
+// The same routes of `source`, to physical experts.
+[[nodiscard]] RouteTable physical_routes(RouteTable routes, const Balance& balance, int source);
+
+// The same counts by physical expert. Arrivals are zeros: only a rank's own routes tell them.
+[[nodiscard]] std::vector<RankCounts> physical_counts(
+    std::span<const RankCounts> counts, const Balance& balance
+);
+
+// The options of a plan that has this balance.
+[[nodiscard]] PlanOptions resolved_options(PlanOptions options, const Balance& balance);
+
+}  // namespace weft
