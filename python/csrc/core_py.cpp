@@ -182,4 +182,5 @@ NB_MODULE(_core, m) {
   weft::py::bind_checks(m);
   weft::py::bind_placement(m);
   weft::py::bind_overlap(m);
+  weft::py::bind_balance(m);
 }

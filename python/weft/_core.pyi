@@ -371,6 +371,29 @@ def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hi
     Of low_latency_combine; tensors: x, topk_idx, topk_weights, out, statistics of waits.
     """
 
+class Balance:
+    """Which experts have replicas, and how many routes go there."""
+
+    def replicas(self, out: object) -> None:
+        """
+        Fills out, int32 [ranks, replicas]: the expert of each replica, -1 for none.
+        """
+
+    def quotas(self, out: object) -> None:
+        """
+        Fills out, int64 [ranks, physical experts]: routes by source rank.
+        """
+
+    def assign(self, source: int, experts: object, out: object) -> None:
+        """
+        Fills out, int32 like experts: the physical expert of each route of a source.
+        """
+
+def plan_balance(counts: object, num_ranks: int, replicas: int, min_rows: int, domain_of: Sequence[int], block_rows: int) -> Balance:
+    """
+    counts: int32 [ranks, experts] on a CPU. domain_of: of each rank, or empty.
+    """
+
 def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:
     """
     Whether it is a tensor of these sizes (of any, where there is a name) and of one of these dtypes (bits by torch's numbers), on a CPU or a GPU. False also where only Python can tell.

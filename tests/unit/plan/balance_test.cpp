@@ -273,6 +273,45 @@ TEST_P(RandomBalanceTest, IsTheSameOnEachRank) {
   });
 }
 
+// The instances of an expert, laid end to end, have its routes by source, then token; all but the
+// master's in whole blocks.
+TEST_P(RandomBalanceTest, ReplicasTakeWholeBlocksOfAnExpertsOrder) {
+  for_all([](BalanceCase c) {
+    c.options.block_rows = GetParam() % 2 == 0 ? 2 : 16;
+    c.options.min_rows = GetParam() % 3 == 0 ? 5 : 1;
+    const Balance balance = c.plan();
+    const PhysicalExperts& shape = balance.placement.shape;
+    std::vector<std::vector<int32_t>> order(static_cast<size_t>(c.num_experts));  // of its places
+    for (int source = 0; source < c.num_ranks; ++source) {
+      const std::vector<int32_t>& experts = c.routes[static_cast<size_t>(source)].expert;
+      const std::vector<int32_t> assigned = assign_routes(balance, source, experts);
+      for (size_t route = 0; route < experts.size(); ++route) {
+        if (experts[route] >= 0) {
+          order[static_cast<size_t>(experts[route])].push_back(assigned[route]);
+        }
+      }
+    }
+    for (int expert = 0; expert < c.num_experts; ++expert) {
+      std::vector<int32_t> wanted;
+      const auto append = [&](int place) {
+        const int64_t rows = balance.placement.rows[static_cast<size_t>(place)];
+        wanted.insert(wanted.end(), static_cast<size_t>(rows), place);
+        return rows;
+      };
+      for (int place = 0; place < shape.count(); ++place) {
+        if (balance.placement.expert[static_cast<size_t>(place)] == expert &&
+            place != shape.master_of(expert)) {
+          const int64_t rows = append(place);
+          EXPECT_EQ(rows % c.options.block_rows, 0);
+          EXPECT_GE(rows, std::max(c.options.min_rows, c.options.block_rows));
+        }
+      }
+      append(shape.master_of(expert));
+      EXPECT_EQ(order[static_cast<size_t>(expert)], wanted) << "expert " << expert;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Seeds, RandomBalanceTest, ::testing::Range(0, 10));
 
 // Known values: the same on every platform, and what a kernel has to find.
