@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from weft import copies
+from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.outputs import Plan
@@ -136,6 +137,7 @@ class Balance:
         experts: Callable[..., Tensor | tuple[Tensor, ...]],
         rows: Tensor,
         *weights: Tensor,
+        wgrad: str = "places",
     ) -> Any:
         """Collective, and so is its backward. experts(rows, *weights), with weights [El + R, ...]
         of masters and then of replicas; differentiable.
@@ -145,17 +147,23 @@ class Balance:
         `rows`, the gradients of replicas are added to those of the masters, as `reduce_grads` does:
         weights [El, ...] get gradients, and nobody sees the replicas'. `experts` may keep its
         weights for backward, but for nothing else.
+
+        wgrad "blocks", of all ranks or none: weights come as `PlacedWeight`, for one `block_linear`
+        each. Their gradient is then the sum over blocks of rows, from the first replica's first to
+        the master's last; bit for bit that of `block_linear` without replicas, if these have whole
+        blocks.
         """
         with self._refusing("apply"):
             held = self._hold_of(plan_or_placement, weights)
-            for at, one in enumerate(weights):
-                if one.requires_grad and one.dtype not in _GRADIENTS:
-                    raise InvalidArgument(f"weights[{at}] has gradients of {one.dtype} ({_SUMMED})")
+            _check_wgrad(wgrad, weights)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.is_same(held):
             held = ahead
-        rows, *lent = _Enter.apply(self, held, rows, *weights)
-        out = experts(rows, *lent)
+        placed: list[PlacedWeight] | None = [] if wgrad == "blocks" else None
+        rows, *lent = _Enter.apply(self, held, placed, rows, *weights)
+        if placed is not None:
+            placed += [PlacedWeight(one) for one in lent]
+        out = experts(rows, *(lent if placed is None else placed))
         if isinstance(out, Tensor):
             return _Leave.apply(self, held, out)[0]
         return _Leave.apply(self, held, *out)
@@ -252,6 +260,23 @@ class Balance:
         if self._carrier is not None:
             copies.add_gradients(slots, own, self._sends(placement), self._carry)
 
+    @torch.no_grad()
+    def _sums_of_blocks(self, placement: Tensor, placed: list[PlacedWeight]) -> list[Tensor]:
+        """Collective. fp32 [El, ...], by weight."""
+        shapes = [one.tensor.shape[1:] for one in placed]
+        sizes = [math.prod(shape) for shape in shapes]
+
+        def add(place: int, total: Tensor) -> None:
+            for one, shape, part in zip(placed, shapes, total.split(sizes)):
+                one.add(place, part.view(shape))
+
+        where = (self.num_local_experts, self.group.rank, sum(sizes))
+        sums = copies.add_in_turn(placement, where, add, self._carry, self.device)
+        return [
+            part.reshape(self.num_local_experts, *shape)
+            for part, shape in zip(sums.split(sizes, dim=1), shapes)
+        ]
+
 
 class _Held:
     """The weights of one call, and where replicas of them are."""
@@ -281,12 +306,12 @@ class _Enter(torch.autograd.Function):
     gradients of weights are exchanged before whatever the backward of the rows exchanges."""
 
     @staticmethod
-    def forward(ctx, balance, held, rows, *weights):  # noqa: ANN001, ANN205
+    def forward(ctx, balance, held, placed, rows, *weights):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
-        ctx.balance, ctx.placement = balance, held.placement
+        ctx.balance, ctx.placement, ctx.placed = balance, held.placement, placed
         balance._fill(held)
         lent = balance._lend()
-        ctx.wanted = ctx.needs_input_grad[3:]
+        ctx.wanted = ctx.needs_input_grad[4:]
         ctx.kinds = [(one.shape, one.dtype, one.device) for one in lent]
         ctx.mark_non_differentiable(*(one for one, is_in in zip(lent, ctx.wanted) if not is_in))
         return rows.view_as(rows), *lent
@@ -297,6 +322,12 @@ class _Enter(torch.autograd.Function):
         local = ctx.balance.num_local_experts
         sums: list[Tensor | None] = [None] * len(grads)
         wanted = [at for at, is_in in enumerate(ctx.wanted) if is_in]
+        if ctx.placed is not None and wanted:
+            placed = [ctx.placed[at] for at in wanted]
+            for at, found in zip(wanted, ctx.balance._sums_of_blocks(ctx.placement, placed)):
+                sums[at] = found.to(ctx.kinds[at][1])
+                ctx.placed[at].clear()
+            return None, None, None, grad_rows, *sums
         slots = []
         for at in wanted:
             grad = grads[at]
@@ -307,7 +338,7 @@ class _Enter(torch.autograd.Function):
             slots.append(grad[local:].contiguous())
         if wanted:
             ctx.balance._reduce(ctx.placement, [sums[at] for at in wanted], slots)
-        return None, None, grad_rows, *sums
+        return None, None, None, grad_rows, *sums
 
 
 class _Leave(torch.autograd.Function):
@@ -341,6 +372,18 @@ def _kinds(
             f"{len(sizes)} shapes and {len(each)} dtypes (expected as many, at least 1)"
         )
     return list(zip(sizes, each))
+
+
+def _check_wgrad(wgrad: str, weights: Sequence[Tensor]) -> None:
+    if wgrad not in ("places", "blocks"):
+        raise InvalidArgument(f"wgrad = '{wgrad}' is unknown (one of: places, blocks)")
+    for at, one in enumerate(weights):
+        if one.requires_grad and one.dtype not in _GRADIENTS:
+            raise InvalidArgument(f"weights[{at}] has gradients of {one.dtype} ({_SUMMED})")
+        if wgrad == "blocks" and one.dim() != 3:
+            raise InvalidArgument(
+                f'weights[{at}] has {one.dim()} dimensions (3 with wgrad = "blocks")'
+            )
 
 
 def _zeros(num: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

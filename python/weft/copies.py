@@ -149,6 +149,52 @@ def add_gradients(
         grads.index_copy_(0, touched, sums.to(grads.dtype))
 
 
+def add_in_turn(
+    placement: Tensor,
+    shape: tuple[int, int, int],
+    add: Callable[[int, Tensor], None],
+    carried: Carry,
+    device: torch.device,
+) -> Tensor:
+    """Collective. fp32 [El, elements]: of each expert of this rank, what its places add, one after
+    the other: its replicas by ascending rank, then its master. A sum goes from place to place.
+
+    placement: of the whole group. shape: El, this rank, elements. add(place, sum): what is in a
+    place of this rank, masters first, onto sum, fp32 [elements].
+    """
+    num_local, rank, elements = shape
+    replicas: dict[int, list[tuple[int, int]]] = {}  # by expert: rank and slot of each
+    for at, slots in enumerate(placement.tolist()):
+        for slot, expert in enumerate(slots):
+            if expert >= 0:
+                replicas.setdefault(expert, []).append((at, slot))
+    arrived: dict[int, Tensor] = {}  # by expert, the sum that this rank goes on with
+    nothing = torch.zeros(elements, dtype=torch.float32, device=device)
+    for turn in range(max(map(len, replicas.values()), default=0)):
+        sums, to, awaited = [nothing[None, :][:0]], [], []
+        for expert, places in sorted(replicas.items()):
+            if turn >= len(places):
+                continue
+            at, slot = places[turn]
+            is_last = turn + 1 == len(places)
+            then = expert // num_local if is_last else places[turn + 1][0]
+            if at == rank:
+                total = arrived.pop(expert, nothing).clone()
+                add(num_local + slot, total)
+                sums.append(total[None, :])
+                to.append(then)
+            if then == rank:
+                awaited.append((at, expert))
+        came = carried(torch.cat(sums).view(torch.uint8), to, len(awaited))
+        came = came.contiguous().view(torch.float32)
+        arrived |= {expert: total for (_, expert), total in zip(sorted(awaited), came)}
+    first = rank * num_local
+    totals = torch.stack([arrived.get(first + e, nothing) for e in range(num_local)])
+    for expert, total in enumerate(totals):
+        add(expert, total)
+    return totals
+
+
 def _waves(places: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Rows and the place of each, in as many steps as a place has rows: once in each step, and in
     the order of the rows."""
