@@ -92,7 +92,8 @@ def carry(
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """uint8 [experts, bytes] of the same memory, of a contiguous tensor [experts, ...]."""
-    return tensor.detach().reshape(tensor.size(0), -1).view(torch.uint8)
+    rows = tensor.detach()
+    return (rows.flatten(1) if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
 
 
 def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
