@@ -11,6 +11,7 @@ ranks. copies.py moves what has to move."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -138,6 +139,7 @@ class Balance:
         rows: Tensor,
         *weights: Tensor,
         wgrad: str = "places",
+        queue: Any = None,
     ) -> Any:
         """Collective, and so is its backward. experts(rows, *weights), with weights [El + R, ...]
         of masters and then of replicas; differentiable.
@@ -152,18 +154,20 @@ class Balance:
         each. Their gradient is then the sum over blocks of rows, from the first replica's first to
         the master's last; bit for bit that of `block_linear` without replicas, if these have whole
         blocks.
+
+        queue: a `weft.overlap.wgrad.WeightGradientQueue` to which the backward of `experts` leaves
+        the gradients of the weights that it gets. `queue.run()` then also brings those of replicas
+        to their masters, and is collective; the masters are parameters.
         """
         with self._refusing("apply"):
             held = self._hold_of(plan_or_placement, weights)
-            _check_wgrad(wgrad, weights)
+            _check_wgrad(wgrad, queue, weights)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.is_same(held):
             held = ahead
-        placed: list[PlacedWeight] | None = [] if wgrad == "blocks" else None
-        rows, *lent = _Enter.apply(self, held, placed, rows, *weights)
-        if placed is not None:
-            placed += [PlacedWeight(one) for one in lent]
-        out = experts(rows, *(lent if placed is None else placed))
+        later: _Later | None = None if wgrad == "places" and queue is None else _Later(queue)
+        rows, *lent = _Enter.apply(self, held, later, rows, *weights)
+        out = experts(rows, *(lent if later is None else later.given(lent, weights)))
         if isinstance(out, Tensor):
             return _Leave.apply(self, held, out)[0]
         return _Leave.apply(self, held, *out)
@@ -260,6 +264,13 @@ class Balance:
         if self._carrier is not None:
             copies.add_gradients(slots, own, self._sends(placement), self._carry)
 
+    def _reduced(self, placement: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Collective. Gradients [El + R, ...] -> those of the masters, in memory of their own."""
+        local = self.num_local_experts
+        own = [one[:local].clone(memory_format=torch.contiguous_format) for one in grads]
+        self._reduce(placement, own, [one[local:].contiguous() for one in grads])
+        return own
+
     @torch.no_grad()
     def _sums_of_blocks(self, placement: Tensor, placed: list[PlacedWeight]) -> list[Tensor]:
         """Collective. fp32 [El, ...], by weight."""
@@ -306,9 +317,9 @@ class _Enter(torch.autograd.Function):
     gradients of weights are exchanged before whatever the backward of the rows exchanges."""
 
     @staticmethod
-    def forward(ctx, balance, held, placed, rows, *weights):  # noqa: ANN001, ANN205
+    def forward(ctx, balance, held, later, rows, *weights):  # noqa: ANN001, ANN205
         ctx.set_materialize_grads(False)
-        ctx.balance, ctx.placement, ctx.placed = balance, held.placement, placed
+        ctx.balance, ctx.placement, ctx.later = balance, held.placement, later
         balance._fill(held)
         lent = balance._lend()
         ctx.wanted = ctx.needs_input_grad[4:]
@@ -319,26 +330,64 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_rows, *grads):  # noqa: ANN001, ANN205
-        local = ctx.balance.num_local_experts
         sums: list[Tensor | None] = [None] * len(grads)
         wanted = [at for at, is_in in enumerate(ctx.wanted) if is_in]
-        if ctx.placed is not None and wanted:
-            placed = [ctx.placed[at] for at in wanted]
-            for at, found in zip(wanted, ctx.balance._sums_of_blocks(ctx.placement, placed)):
-                sums[at] = found.to(ctx.kinds[at][1])
-                ctx.placed[at].clear()
-            return None, None, None, grad_rows, *sums
-        slots = []
-        for at in wanted:
-            grad = grads[at]
-            if grad is None:  # this rank did not use it, another may have
-                shape, dtype, device = ctx.kinds[at]
-                grad = torch.zeros(shape, dtype=dtype, device=device)
-            sums[at] = grad[:local].clone(memory_format=torch.contiguous_format)
-            slots.append(grad[local:].contiguous())
-        if wanted:
-            ctx.balance._reduce(ctx.placement, [sums[at] for at in wanted], slots)
+        if ctx.later is not None:
+            found = ctx.later.gradients(ctx.balance, ctx.placement, wanted)
+        else:
+            used = [_or_zeros(grads[at], *ctx.kinds[at]) for at in wanted]
+            found = ctx.balance._reduced(ctx.placement, used) if wanted else []
+        for at, total in zip(wanted, found):
+            sums[at] = total
         return None, None, None, grad_rows, *sums
+
+
+class _Later:
+    """Weights of one call of `apply` whose gradients its experts do not give to autograd: they keep
+    what the gradients of blocks are made of, or leave it to a queue."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._given: list[Any] = []
+        self._masters: Sequence[Tensor] = ()
+
+    def given(self, lent: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
+        """For the experts. With a queue tensors that have a gradient of their own."""
+        if self._queue is None:
+            self._given = [PlacedWeight(one) for one in lent]
+        else:
+            self._given = [one.detach().requires_grad_(one.requires_grad) for one in lent]
+        self._masters = masters
+        return self._given
+
+    def gradients(
+        self, balance: Balance, placement: Tensor, wanted: list[int]
+    ) -> Sequence[Tensor | None]:
+        """Collective, or with a queue when it runs."""
+        if self._queue is None:
+            placed = [self._given[at] for at in wanted]
+            sums = balance._sums_of_blocks(placement, placed) if placed else []
+            for one in placed:
+                one.clear()
+            return [total.to(one.tensor.dtype) for total, one in zip(sums, placed)]
+        for at in wanted:
+            gradient = functools.partial(_taken, balance, placement, self._given[at])
+            self._queue.put(self._masters[at], gradient)
+        return [None] * len(wanted)
+
+
+def _taken(balance: Balance, placement: Tensor, lent: Tensor) -> Tensor:
+    """Collective. The masters' gradient, once all places have theirs; these are let go."""
+    grad = _or_zeros(lent.grad, lent.shape, lent.dtype, lent.device)
+    lent.grad = None
+    return balance._reduced(placement, [grad])[0]
+
+
+def _or_zeros(
+    grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Zeros where this rank did not use a weight; another may have."""
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
 
 
 class _Leave(torch.autograd.Function):
@@ -374,7 +423,9 @@ def _kinds(
     return list(zip(sizes, each))
 
 
-def _check_wgrad(wgrad: str, weights: Sequence[Tensor]) -> None:
+def _check_wgrad(wgrad: str, queue: Any, weights: Sequence[Tensor]) -> None:
+    if wgrad == "blocks" and queue is not None:
+        raise InvalidArgument('there is a queue (none with wgrad = "blocks")')
     if wgrad not in ("places", "blocks"):
         raise InvalidArgument(f"wgrad = '{wgrad}' is unknown (one of: places, blocks)")
     for at, one in enumerate(weights):

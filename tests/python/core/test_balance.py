@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft.overlap.experts import grouped_product
+from weft.overlap.wgrad import WeightGradientQueue
 
 LOCAL, SLOTS = 2, 3
 
@@ -269,6 +271,45 @@ def differentiated(rank, num_ranks, group):
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_layers_share_places_and_masters_get_all_gradients(ranks, num_ranks):
     ranks(differentiated, num_ranks)
+
+
+def delayed(rank, num_ranks, group):
+    """Two micro-batches, whose weights' gradients come when the queue runs."""
+    case = Case(rank, num_ranks, group)
+    first, second = case.weights[0]
+    queue = WeightGradientQueue()
+
+    def layer(x):
+        plan = case.physical.plan(case.there)
+        ends = plan.rows_per_expert.cumsum(0).to(torch.int32)
+
+        def compute(rows, first, second):
+            inner = grouped_product(rows, first, ends, queue).relu()
+            return grouped_product(inner, second, ends, queue)
+
+        rows = weft.dispatch(plan, x).rows
+        made = case.balance.apply(case.placement, compute, rows, first, second, queue=queue)
+        return weft.combine(plan, made).x
+
+    found, want = [], []
+    for run, grads in ((layer, found), (lambda x: case.plain(x, case.weights[0]), want)):
+        for factor in (1, 2):
+            x = (case.x * factor).requires_grad_()
+            run(x).backward(case.grad)
+            grads.append(x.grad)
+        if run is layer:
+            assert first.grad is None and second.grad is None and len(queue) == 8
+            queue.run()
+        grads += [first.grad, second.grad]
+        first.grad = second.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    with pytest.raises(weft.InvalidArgument, match="there is a queue"):
+        case.balance.apply(case.placement, None, x, first, second, wgrad="blocks", queue=queue)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_gradients_of_weights_may_come_later(ranks, num_ranks):
+    ranks(delayed, num_ranks)
 
 
 def ahead(rank, num_ranks, group):
