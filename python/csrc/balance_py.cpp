@@ -50,6 +50,7 @@ void bind_balance(nb::module_& m) {
           nb::arg("out"),
           "Fills out, int32 like experts: the physical expert of each route of a source."
       );
+  m.attr("MOST_REPLICAS") = kMostReplicas;  // of a rank
   m.def(
       "plan_balance",
       [](nb::handle counts,

@@ -18,7 +18,6 @@ from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
 from weft.placement import Balancing, Placement, balanced_rows
-from weft.planner import PlannedBalance, plan_balance
 from weft.tally import prometheus, stats
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "PeerError",
     "Placement",
     "Plan",
-    "PlannedBalance",
     "TimeoutError",
     "Unsupported",
     "__version__",
@@ -43,7 +41,6 @@ __all__ = [
     "dispatch",
     "plan",
     "plan_and_dispatch",
-    "plan_balance",
     "prometheus",
     "stats",
 ]

@@ -241,7 +241,7 @@ class Options:
     def order(self, arg: str, /) -> None: ...
 
     @balance.setter
-    def balance(self, arg: tuple[int, int, Sequence[int]], /) -> None: ...
+    def balance(self, arg: tuple[int, int, int, Sequence[int]], /) -> None: ...
 
     @quantise.setter
     def quantise(self, arg: str, /) -> None: ...
@@ -370,6 +370,8 @@ def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hi
     """
     Of low_latency_combine; tensors: x, topk_idx, topk_weights, out, statistics of waits.
     """
+
+MOST_REPLICAS: int = 16
 
 class Balance:
     """Which experts have replicas, and how many routes go there."""

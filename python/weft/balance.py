@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft import copies
+from weft import _core, copies
 from weft.block_products import PlacedWeight
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.outputs import Plan
 
-MOST_REPLICAS = 16  # of a rank
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SUMMED = "expected float32, bfloat16 or float16"
 _ITEM = 4  # bytes of the widest of them
@@ -409,8 +408,8 @@ def _kinds(
     replicas: int, shapes: Sequence[Sequence[int]], dtypes: torch.dtype | Sequence[torch.dtype]
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """The shape and dtype of each tensor of an expert."""
-    if not 0 <= replicas <= MOST_REPLICAS:
-        raise InvalidArgument(f"replicas = {replicas} (expected 0 to {MOST_REPLICAS})")
+    if not 0 <= replicas <= _core.MOST_REPLICAS:
+        raise InvalidArgument(f"replicas = {replicas} (expected 0 to {_core.MOST_REPLICAS})")
     sizes = [tuple(int(size) for size in shape) for shape in shapes]
     for shape in sizes:
         if math.prod(shape) < 1:

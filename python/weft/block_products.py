@@ -2,7 +2,7 @@
 """Products of rows with their experts' weights whose gradients are sums over blocks of rows: one
 fp32 product for each block, added in the order of the blocks. So the bits of a gradient do not tell
 whether one place had all rows of an expert, or several places whole blocks of them, one after the
-other (`weft.plan_balance` with block_rows, `Balance.apply` with wgrad="blocks")."""
+other (`block_rows` of `weft.Balancing`, `Balance.apply` with wgrad="blocks")."""
 
 from __future__ import annotations
 

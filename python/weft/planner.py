@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which experts get replicas on other ranks for one routing, and which routes go there: a pure
-function of the counts that every rank has. balance.py moves the weights."""
+"""What `balance` of `Exchange.plan` does, as a function of counts, for callers who send tokens to
+physical experts by other means: which experts get replicas, and which routes go there."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from weft import Group, PlannedBalance, plan_balance
+from weft import Group
+from weft.planner import PlannedBalance, plan_balance
 
 
 def planned_by(

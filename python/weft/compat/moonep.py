@@ -18,14 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group, Plan, PlannedBalance
-from weft.balance import MOST_REPLICAS
+from weft import Group, Plan
+from weft._core import MOST_REPLICAS
 from weft.compat.deep_ep.checks import INTEGERS, MAX_TOPK, check, check_least, check_tensor
 from weft.compat.deep_ep.ep.balance import carry_by, check_weights
 from weft.compat.deep_ep.payload import round_up
 from weft.compat.deep_ep.runtime import TIMEOUT, Call, ExchangePool, without_gradients
 from weft.compat.exact_load import planned_by
 from weft.copies import put_weights, sends_of
+from weft.planner import PlannedBalance
 
 __all__ = ["Buffer", "BufferPlan"]
 

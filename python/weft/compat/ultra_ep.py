@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group, PlannedBalance
-from weft.balance import MOST_REPLICAS
+from weft import Group
+from weft._core import MOST_REPLICAS
 from weft.compat import environment
 from weft.compat.deep_ep.checks import (
     INTEGERS,
@@ -30,6 +30,7 @@ from weft.compat.deep_ep.runtime import TIMEOUT, Call, ExchangePool, without_gra
 from weft.compat.deep_ep.utils.event import EventOverlap, event_of
 from weft.compat.exact_load import planned_by
 from weft.copies import add_gradients, put_weights, sends_of
+from weft.planner import PlannedBalance
 from weft.streams import CommStream
 
 __all__ = ["EventOverlap", "Manager"]

@@ -19,6 +19,7 @@
 namespace weft {
 
 inline constexpr int kMostReplicas = 16;  // of a rank
+inline constexpr int64_t kMostBlockRows = 1024;
 // The search for a placement ends when less than this part of a mean rank's rows could be gained.
 inline constexpr int64_t kBalanceFineness = 1024;
 
@@ -93,7 +94,10 @@ struct Balance {
 // Instead of place_replicas: `replicas`, [num_ranks, shape.replicas] as Balance::replicas, lie
 // where they are, and some may get no rows (spread.cpp).
 [[nodiscard]] Placement spread_rows(
-    std::span<const int64_t> rows, const PhysicalExperts& shape, std::span<const int32_t> replicas
+    std::span<const int64_t> rows,
+    const PhysicalExperts& shape,
+    std::span<const int32_t> replicas,
+    int64_t block_rows
 );
 
 // The physical expert of each route of `source` in token order: an expert's first routes go to its

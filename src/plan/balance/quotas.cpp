@@ -54,7 +54,12 @@ void check_arguments(
       fmt::format("0 to {}", kMostReplicas)
   );
   check(options.min_rows >= 1, "min_rows", options.min_rows, "at least 1");
-  check(options.block_rows >= 1, "block_rows", options.block_rows, "at least 1");
+  check(
+      options.block_rows >= 1 && options.block_rows <= kMostBlockRows,
+      "block_rows",
+      options.block_rows,
+      fmt::format("1 to {}", kMostBlockRows)
+  );
   check(
       options.domain_of.empty() || options.domain_of.size() == ranks,
       "the size of domain_of",

@@ -176,7 +176,7 @@ def test_all_ranks_hear_what_one_refuses(ranks):
             assert reason in text
 
 
-# --- a layer whose tokens are sent to places of experts by hand ---
+# --- layers whose replicas lie where the test wants them ---
 
 HIDDEN, WIDE, TOKENS = 16, 24, 10
 
@@ -203,8 +203,6 @@ class Case:
         self.balance = weft.Balance(
             self.exchange, replicas=SLOTS, shapes=shapes, dtypes=torch.float32
         )
-        per_rank = LOCAL + SLOTS
-        self.physical = weft.Exchange(group, hidden=HIDDEN, num_experts=num_ranks * per_rank)
         gen = torch.Generator().manual_seed(rank)
 
         def whole(*shape):
@@ -215,25 +213,22 @@ class Case:
         self.weights = [
             [whole(LOCAL, *shape).requires_grad_() for shape in shapes] for _ in range(3)
         ]
-        places = {e: [e // LOCAL * per_rank + e % LOCAL] for e in range(num_ranks * LOCAL)}
-        for at, slot in itertools.product(range(num_ranks), range(SLOTS)):
-            if self.placement[at, slot] >= 0:
-                places[int(self.placement[at, slot])].append(at * per_rank + LOCAL + slot)
-        turns = {e: itertools.cycle(found) for e, found in places.items()}
-        self.there = self.idx.clone().apply_(lambda expert: next(turns[expert]))
 
     def plain(self, x, weights):
         plan = self.exchange.plan(self.idx)
         rows = weft.dispatch(plan, x).rows
         return weft.combine(plan, experts_of(plan.rows_per_expert_list)(rows, *weights)).x
 
+    def plan(self):
+        return self.exchange.plan(self.idx, balance=weft.Placement(self.placement))
+
     def balanced(self, x, weights, inner=None):
-        plan = self.physical.plan(self.there)
+        plan = self.plan()
         rows = weft.dispatch(plan, x).rows
         compute = experts_of(plan.rows_per_expert_list)
         if inner is not None:
             compute = inner(compute)
-        made = self.balance.apply(self.placement, compute, rows, *weights)
+        made = self.balance.apply(plan, compute, rows, *weights)
         return weft.combine(plan, made).x
 
     def gradients(self, layer):
@@ -280,7 +275,7 @@ def delayed(rank, num_ranks, group):
     queue = WeightGradientQueue()
 
     def layer(x):
-        plan = case.physical.plan(case.there)
+        plan = case.plan()
         ends = plan.rows_per_expert.cumsum(0).to(torch.int32)
 
         def compute(rows, first, second):
@@ -288,7 +283,7 @@ def delayed(rank, num_ranks, group):
             return grouped_product(inner, second, ends, queue)
 
         rows = weft.dispatch(plan, x).rows
-        made = case.balance.apply(case.placement, compute, rows, first, second, queue=queue)
+        made = case.balance.apply(plan, compute, rows, first, second, queue=queue)
         return weft.combine(plan, made).x
 
     found, want = [], []

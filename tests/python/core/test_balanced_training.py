@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from weft import _core
 from weft.block_products import block_linear
 
 HIDDEN, WIDE, TOKENS, TOPK, LOCAL, REPLICAS = 32, 48, 90, 2, 2, 2
@@ -35,9 +36,15 @@ class Layer:
         self.num_experts = num_ranks * LOCAL
         sizes = {"hidden": HIDDEN, "max_tokens": TOKENS}
         self.exchange = weft.Exchange(group, num_experts=self.num_experts, **sizes)
+        # Of the experts of the two ranks before, wherever these are others.
+        self.ring = [
+            [
+                (at - 1 - slot) % num_ranks * LOCAL if slot + 1 < num_ranks else -1
+                for slot in range(REPLICAS)
+            ]
+            for at in range(num_ranks)
+        ]
         if mode != "plain":
-            places = num_ranks * (LOCAL + REPLICAS)
-            self.physical = weft.Exchange(group, num_experts=places, **sizes)
             shapes = [(HIDDEN, WIDE), (WIDE, HIDDEN)]
             self.balance = weft.Balance(
                 self.exchange, replicas=REPLICAS, shapes=shapes, dtypes=torch.float32
@@ -53,15 +60,14 @@ class Layer:
         router, *weights = self.parameters
         logits = x @ router - 0.5 * torch.arange(self.num_experts)
         scores, idx = logits.softmax(-1).topk(TOPK)
-        exchange = self.exchange
-        if self.mode != "plain":
-            counts = [None] * dist.get_world_size(self.group)
-            here = idx.flatten().bincount(minlength=self.num_experts)
-            dist.all_gather_object(counts, here, group=self.group)
-            rows = self.block_rows if self.mode == "blocks" else 1
-            planned = weft.plan_balance(torch.stack(counts), REPLICAS, block_rows=rows)
-            idx, exchange = planned.assign(self.rank, idx), self.physical
-        plan = exchange.plan(idx, order="topk")
+        balance = {
+            "plain": 0,
+            "places": REPLICAS,
+            "blocks": weft.Balancing(REPLICAS, block_rows=self.block_rows),
+            "placed": weft.Placement(self.ring, block_rows=max(self.block_rows, 1)),
+        }[self.mode]
+        plan = self.exchange.plan(idx, order="topk", balance=balance)
+        assert _core.Plan.from_json(plan.core.to_json()) == plan.core
         rows, row_weights, _ = weft.dispatch(plan, x, scores)
         counts = plan.rows_per_expert_list
         self.moved += sum(counts[LOCAL:])
@@ -84,8 +90,8 @@ class Layer:
         if self.mode == "plain":
             made = experts(rows, *weights)
         else:
-            wgrad = "blocks" if self.mode == "blocks" else "places"
-            made = self.balance.apply(planned, compute, rows, *weights, wgrad=wgrad)
+            wgrad = "places" if self.mode == "places" else "blocks"
+            made = self.balance.apply(plan, compute, rows, *weights, wgrad=wgrad)
         return weft.combine(plan, made * row_weights).x
 
     def _bound_by(self, rows, grad, counts):
@@ -125,6 +131,15 @@ def test_three_steps_have_the_bits_of_those_without_replicas(ranks, num_ranks, b
             assert same(found[step], want[step])
         assert same(parameters, others)
     assert sum(moved for *_, moved, _ in blocks) > block_rows
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_replicas_that_stay_take_blocks_too(ranks, num_ranks):
+    plain = ranks(trained, num_ranks, "plain", 16, 1)
+    placed = ranks(trained, num_ranks, "placed", 16, 1)
+    for ((want,), *_), ((found,), *_) in zip(plain, placed, strict=True):
+        assert same(found, want)
+    assert sum(moved for *_, moved, _ in placed) >= 16
 
 
 @pytest.mark.parametrize("again", [False, True])

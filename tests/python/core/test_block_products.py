@@ -72,5 +72,29 @@ def blocks_refused(rank, num_ranks, group):
         flat.apply(placement, twice, rows, torch.ones(1, 4), wgrad="blocks")
 
 
+def plans_refused(rank, num_ranks, group):
+    exchange = weft.Exchange(group, hidden=16, num_experts=num_ranks)
+    idx = torch.zeros(3, 1, dtype=torch.int64)
+    texts = []
+    for block_rows in (0, 1025, 4 + rank):
+        for balance in (
+            weft.Balancing(1, block_rows=block_rows),
+            weft.Placement([[-1], [0]], block_rows=block_rows),
+        ):
+            with pytest.raises(weft.InvalidArgument) as told:
+                exchange.plan(idx, balance=balance)
+            texts.append(str(told.value))
+    return texts
+
+
+def test_blocks_of_other_sizes_are_refused(ranks):
+    first, second = ranks(plans_refused, 2)
+    for texts in (first, second):
+        assert all("block_rows = 0 of replicas (1 to 1024)" in text for text in texts[:2])
+    assert "block_rows = 1025 of replicas" in first[2] and "block_rows = 1025" in first[3]
+    assert "block_rows of replicas = 4 here and 5 on rank 1" in first[4]
+    assert "block_rows of replicas = 5 here and 4 on rank 0" in second[5]
+
+
 def test_blocks_that_are_refused(ranks):
     ranks(blocks_refused, 2)
