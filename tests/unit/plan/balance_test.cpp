@@ -486,6 +486,7 @@ TEST(BalanceTest, RefusesWhatDoesNotFit) {
   EXPECT_EQ(refusal(counts, 2, {.replicas = -1}), "plan_balance: replicas is -1 (0 to 16)");
   EXPECT_EQ(refusal(counts, 2, {.replicas = 17}), "plan_balance: replicas is 17 (0 to 16)");
   EXPECT_EQ(refusal(counts, 2, {.min_rows = 0}), "plan_balance: min_rows is 0 (at least 1)");
+  EXPECT_EQ(refusal(counts, 2, {.block_rows = 0}), "plan_balance: block_rows is 0 (1 to 1024)");
   EXPECT_EQ(
       refusal(counts, 2, {.domain_of = {0}}),
       "plan_balance: the size of domain_of is 1 (0 or the number of ranks, 2)"
