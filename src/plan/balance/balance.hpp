@@ -97,7 +97,7 @@ struct Balance {
     std::span<const int64_t> rows,
     const PhysicalExperts& shape,
     std::span<const int32_t> replicas,
-    int64_t block_rows
+    int64_t block_rows = 1
 );
 
 // The physical expert of each route of `source` in token order: an expert's first routes go to its

@@ -215,6 +215,14 @@ TEST_P(RandomBalanceTest, FixedReplicasAreFilledAsEvenlyAsTheOracleDoes) {
     EXPECT_GE(placement.busiest(), least);
     EXPECT_LE(placement.busiest(), least + std::max<int64_t>(1, least / 100));
 
+    const Placement in_blocks = spread_rows(rows, shape, replicas, 4);
+    EXPECT_EQ(sum(in_blocks.rows), sum(rows));
+    for (size_t i = 0; i < replicas.size(); ++i) {
+      const int place = shape.place_of(static_cast<int>(i) / 2, static_cast<int>(i) % 2);
+      const int64_t whole = placement.rows[static_cast<size_t>(place)] / 4 * 4;
+      EXPECT_EQ(in_blocks.rows[static_cast<size_t>(place)], whole);
+    }
+
     const Balance balance = share_out(c.counts, placement, c.options.domain_of);
     EXPECT_EQ(balance.replicas(), replicas);
     for (int source = 0; source < c.num_ranks; ++source) {
