@@ -192,6 +192,8 @@ class Balance:
         if not isinstance(placement, Tensor):
             raise InvalidArgument(f"{type(given).__name__} has no placement (expected a tensor)")
         shape = [num_ranks, self.replicas]
+        if self.replicas == 0 and placement.numel() == 0:  # a plan without replicas has that
+            return torch.empty(shape, dtype=torch.int32)
         if placement.dtype != torch.int32 or list(placement.shape) != shape:
             raise InvalidArgument(
                 f"placement is {placement.dtype} {list(placement.shape)} (expected int32 {shape}: "

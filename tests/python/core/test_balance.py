@@ -368,12 +368,14 @@ def test_a_rank_without_rows_takes_part(ranks):
 def none(rank, num_ranks, group):
     """No replicas: nothing travels."""
     balance = made(group, num_ranks, [(4,)], torch.float32, slots=0)
-    placement = torch.empty(num_ranks, 0, dtype=torch.int32)
-    weight = torch.ones(LOCAL, 4, requires_grad=True)
-    balance.push_weights(placement, [weight])
-    out = balance.apply(placement, lambda rows, w: rows * w.sum(), torch.ones(1), weight)
-    out.sum().backward()
-    assert torch.equal(weight.grad, torch.ones(LOCAL, 4))
+    exchange = weft.Exchange(group, hidden=16, num_experts=num_ranks * LOCAL)
+    plan = exchange.plan(torch.zeros(1, 1, dtype=torch.int64))
+    for placement in (torch.empty(num_ranks, 0, dtype=torch.int32), plan):
+        weight = torch.ones(LOCAL, 4, requires_grad=True)
+        balance.push_weights(placement, [weight])
+        out = balance.apply(placement, lambda rows, w: rows * w.sum(), torch.ones(1), weight)
+        out.sum().backward()
+        assert torch.equal(weight.grad, torch.ones(LOCAL, 4))
 
 
 def test_balance_without_replicas(ranks):
