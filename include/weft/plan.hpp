@@ -57,6 +57,9 @@ struct Balancing {
   // [num_ranks, replicas] the expert of each, -1: none; on each rank others' experts, each once.
   // Empty: each call plans what suits its own counts.
   std::vector<int32_t> placement = {};
+  // Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
+  // source rank, then token, and replicas whole blocks of so many. At most 1024.
+  int64_t block_rows = 1;
   friend bool operator==(const Balancing&, const Balancing&) = default;
 };
 

@@ -18,6 +18,7 @@ void bind_exchange(nb::module_& m);
 void bind_checks(nb::module_& m);
 void bind_placement(nb::module_& m);
 void bind_routing(nb::module_& m);
+void bind_balance(nb::module_& m);
 
 // The exception of weft/errors.py that the code of `error` names.
 [[nodiscard]] nb::object exception_of(const Error& error);

@@ -181,4 +181,5 @@ NB_MODULE(_core, m) {
   weft::py::bind_placement(m);
   weft::py::bind_routing(m);
   weft::py::bind_overlap(m);
+  weft::py::bind_balance(m);
 }

@@ -346,10 +346,11 @@ void bind_options(nb::module_& m) {
     options.stream =
         reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
   };
-  // (replicas, min_rows, placement, empty if it is to be planned)
+  // (replicas, min_rows, block_rows, placement, empty if it is to be planned)
   const auto set_balance = [](Options& options,
-                              std::tuple<int, int64_t, std::vector<int32_t>> balance) {
-    options.balance = {std::get<0>(balance), std::get<1>(balance), std::move(std::get<2>(balance))};
+                              std::tuple<int, int64_t, int64_t, std::vector<int32_t>> balance) {
+    auto& [replicas, min_rows, block_rows, placement] = balance;
+    options.balance = {replicas, min_rows, std::move(placement), block_rows};
   };
   nb::class_<Options>(m, "Options", "Of one call; names are those of weft.Exchange's arguments.")
       .def(nb::init<>())

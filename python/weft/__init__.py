@@ -12,6 +12,7 @@ import torch as _torch  # noqa: F401
 
 from weft._version import __version__
 from weft.autograd import combine, dispatch, plan, plan_and_dispatch
+from weft.balance import Balance
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Exchange
 from weft.group import Group
@@ -20,6 +21,7 @@ from weft.placement import Balancing, Placement, balanced_rows
 from weft.tally import prometheus, stats
 
 __all__ = [
+    "Balance",
     "Balancing",
     "Combined",
     "Dispatched",

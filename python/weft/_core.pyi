@@ -247,7 +247,7 @@ class Options:
     def order(self, arg: str, /) -> None: ...
 
     @balance.setter
-    def balance(self, arg: tuple[int, int, Sequence[int]], /) -> None: ...
+    def balance(self, arg: tuple[int, int, int, Sequence[int]], /) -> None: ...
 
     @quantise.setter
     def quantise(self, arg: str, /) -> None: ...
@@ -385,6 +385,31 @@ def check_block_dispatch(tensors: tuple[object, ...], num_max: int, num_experts:
 def check_block_combine(tensors: tuple[object, ...], plan: Plan, stride: int, hidden: int) -> None:
     """
     Of low_latency_combine; tensors: x, topk_idx, topk_weights, out, statistics of waits.
+    """
+
+MOST_REPLICAS: int = 16
+
+class Balance:
+    """Which experts have replicas, and how many routes go there."""
+
+    def replicas(self, out: object) -> None:
+        """
+        Fills out, int32 [ranks, replicas]: the expert of each replica, -1 for none.
+        """
+
+    def quotas(self, out: object) -> None:
+        """
+        Fills out, int64 [ranks, physical experts]: routes by source rank.
+        """
+
+    def assign(self, source: int, experts: object, out: object) -> None:
+        """
+        Fills out, int32 like experts: the physical expert of each route of a source.
+        """
+
+def plan_balance(counts: object, num_ranks: int, replicas: int, min_rows: int, domain_of: Sequence[int], block_rows: int) -> Balance:
+    """
+    counts: int32 [ranks, experts] on a CPU. domain_of: of each rank, or empty.
     """
 
 def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:

@@ -19,6 +19,9 @@ class Balancing(NamedTuple):
 
     replicas: int  # R, places for them on each rank, at most 16
     min_rows: int = 1  # of each: with fewer it is not worth its weights
+    # Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
+    # source rank, then token, and replicas whole blocks of so many. At most 1024.
+    block_rows: int = 1
 
 
 class Placement:
@@ -26,16 +29,18 @@ class Placement:
 
     replicas: int32 [ranks, R], the expert of each, -1: none; on each rank experts of others, each
     once. Rows are shared out among an expert's places so that ranks are as even as that allows.
-    `Exchange.plan` checks it against its ranks and experts, `check` before that.
+    `Exchange.plan` checks it against its ranks and experts, `check` before that. block_rows: see
+    `Balancing`; what is less than a block stays with the master.
     """
 
-    def __init__(self, replicas: Tensor | Iterable[Iterable[int]]) -> None:
+    def __init__(self, replicas: Tensor | Iterable[Iterable[int]], *, block_rows: int = 1) -> None:
         self.replicas = torch.as_tensor(replicas, device="cpu").to(torch.int32).contiguous()
         if self.replicas.dim() != 2:
             raise InvalidArgument(
                 f"placement has {self.replicas.dim()} dimensions (2 are expected: ranks, replicas)"
             )
-        self._core = (self.replicas.size(1), 1, self.replicas.flatten().tolist())
+        experts = self.replicas.flatten().tolist()
+        self._core = (self.replicas.size(1), 1, block_rows, experts)
 
     @classmethod
     def from_counts(
@@ -63,7 +68,7 @@ class Placement:
 
     def check(self, num_experts: int) -> None:
         """Raises InvalidArgument unless the replicas may lie there, of so many experts."""
-        count, _, experts = self._core
+        count, _, _, experts = self._core
         _core.check_replicas(experts, self.replicas.size(0), num_experts, count)
 
     def __repr__(self) -> str:
@@ -78,14 +83,14 @@ def num_replicas(balance: Any) -> int:
         return 0
 
 
-def core_balance(balance: Any) -> tuple[int, int, list[int]]:
-    """The same for the core: R, the least rows of a replica, a placement or nothing."""
+def core_balance(balance: Any) -> tuple[int, int, int, list[int]]:
+    """The same for the core: R, the least rows of a replica, its blocks, a placement or nothing."""
     if isinstance(balance, Placement):
         return balance._core
     if isinstance(balance, Balancing):
         return (*balance, [])
     if type(balance) is int:
-        return balance, 1, []
+        return balance, 1, 1, []
     raise InvalidArgument(
         f"balance is a {type(balance).__name__} (expected a number of replicas, Balancing or "
         "Placement)"

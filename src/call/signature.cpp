@@ -82,7 +82,7 @@ constexpr auto kPlacement = [](const Call& c) {
   for (const int32_t expert : c.options.balance.placement) {
     sum = (sum ^ static_cast<uint32_t>(expert)) * 0x9e3779b97f4a7c15U + 1;
   }
-  return static_cast<int64_t>(sum >> 40U);
+  return static_cast<int64_t>(sum >> 48U);
 };
 
 constexpr std::string_view kCall = "the caller's number of this call";
@@ -105,12 +105,16 @@ constexpr Field kPlanFields[] = {
     {kCall, 28, kCallNumber, kNumber},
     {"pad_multiple", 32, [](const Call& c) { return c.options.pad_multiple; }, kNumber},
     {"expert_stride", 32, [](const Call& c) { return c.options.expert_stride; }, kNumber},
-    {"replicas", 8, [](const Call& c) { return int64_t{c.options.balance.replicas}; }, kNumber},
+    {"replicas", 5, [](const Call& c) { return int64_t{c.options.balance.replicas}; }, kNumber},
     {"min_rows of a replica",
      32,
      [](const Call& c) { return c.options.balance.min_rows; },
      kNumber},
-    {"checksum of the placement", 24, kPlacement, kNumber},
+    {"checksum of the placement", 16, kPlacement, kNumber},
+    {"block_rows of replicas",
+     11,
+     [](const Call& c) { return c.options.balance.block_rows; },
+     kNumber},
     {"row bytes of x in the same call", 64, kRowBytes, kBytes},
     {"row bytes of scales in the same call", 64, kScaleBytes, kBytes},
     {"number of the imported plan", 64, kPlanNumber, kNumber}};

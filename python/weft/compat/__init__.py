@@ -31,8 +31,10 @@ _SOURCES = {
         "deep_ep.utils.semantic",
         "deep_ep.utils.testing",
     ],
+    "moonep": ["moonep"],
     "nixl_ep": ["nixl_ep"],
     "uccl": ["uccl", "uccl.ep"],
+    "ultra_ep": ["ultra_ep"],
     "transformer_engine.pytorch.ep": ["transformer_engine.pytorch.ep"],  # below the real package
 }
 _MODULES = {"transformer_engine.pytorch.ep": "weft.compat.te_ep"}  # others by their names

@@ -21,11 +21,13 @@
 namespace weft {
 
 inline constexpr int kMostReplicas = 16;  // of a rank
+inline constexpr int64_t kMostBlockRows = 1024;
 
 struct BalanceOptions {
   int replicas = 0;                 // most on each rank, 0 to kMostReplicas
   int64_t min_rows = 1;             // a replica with fewer rows is not worth its weights
   std::vector<int> domain_of = {};  // [num_ranks]; empty: all ranks are in one domain
+  int64_t block_rows = 1;           // see Placement; above 1 domains do not count
 };
 
 struct PhysicalExperts {
@@ -50,6 +52,10 @@ struct Placement {
   PhysicalExperts shape;
   std::vector<int32_t> expert;  // [shape.count()] that lies there, -1: none
   std::vector<int64_t> rows;    // [shape.count()] of all sources
+  // If it is above 1: an expert's rows have an order, by source, then token. Its replicas by
+  // ascending place, then its master take intervals of it, one after the other, and a replica whole
+  // blocks of so many rows.
+  int64_t block_rows = 1;
 
   [[nodiscard]] std::vector<int64_t> rows_of_ranks() const;
   [[nodiscard]] int64_t busiest() const;  // rows of the rank that has most
@@ -88,12 +94,15 @@ struct Balance {
 // Instead of place_replicas: `replicas`, [num_ranks, shape.replicas] as Balance::replicas, lie
 // where they are, and some may get no rows (spread.cpp).
 [[nodiscard]] Placement spread_rows(
-    std::span<const int64_t> rows, const PhysicalExperts& shape, std::span<const int32_t> replicas
+    std::span<const int64_t> rows,
+    const PhysicalExperts& shape,
+    std::span<const int32_t> replicas,
+    int64_t block_rows = 1
 );
 
 // The physical expert of each route of `source` in token order: an expert's first routes go to its
-// first place until the quota is used up. -1 stays -1. Throws Error (kInvalidArgument) for routes
-// that were not counted.
+// first place until the quota is used up (see Placement::block_rows for the order of places). -1
+// stays -1. Throws Error (kInvalidArgument) for routes that were not counted.
 [[nodiscard]] std::vector<int32_t> assign_routes(
     const Balance& balance, int source, std::span<const int32_t> experts
 );

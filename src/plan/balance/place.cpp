@@ -52,7 +52,7 @@ class Attempt {
       : placement_(masters),
         load_(masters.rows_of_ranks()),
         used_(load_.size(), 0),
-        min_rows_(min_rows),
+        min_rows_(in_blocks(min_rows + masters.block_rows - 1)),
         limit_(limit) {}
 
   // The placement, if no rank is above the limit in it.
@@ -72,6 +72,10 @@ class Attempt {
   }
 
  private:
+  // What whole blocks hold of so many rows.
+  [[nodiscard]] int64_t in_blocks(int64_t rows) const {
+    return rows - rows % placement_.block_rows;
+  }
   [[nodiscard]] int64_t load(int rank) const { return load_[static_cast<size_t>(rank)]; }
   [[nodiscard]] int64_t& rows_of_master(int expert) {
     return placement_.rows[static_cast<size_t>(placement_.shape.master_of(expert))];
@@ -88,7 +92,7 @@ class Attempt {
   }
 
   // Of the ranks with a free place and room. No expert comes to a rank twice: what took some of its
-  // rows is full, or has all of them.
+  // rows is full, or has all of them, but for less than a block.
   [[nodiscard]] std::optional<int> emptiest_rank() const {
     std::optional<int> emptiest;
     for (int rank = 0; rank < placement_.shape.num_ranks; ++rank) {
@@ -101,7 +105,7 @@ class Attempt {
   }
 
   void replicate(int expert, int to) {
-    const int64_t rows = std::min(limit_ - load(to), rows_of_master(expert));
+    const int64_t rows = in_blocks(std::min(limit_ - load(to), rows_of_master(expert)));
     const int replica = used_[static_cast<size_t>(to)]++;
     const auto place = static_cast<size_t>(placement_.shape.place_of(to, replica));
     placement_.expert[place] = expert;
@@ -123,8 +127,9 @@ class Attempt {
 Placement place_replicas(
     const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
 ) {
-  const Placement masters =
+  Placement masters =
       masters_of(rows, {num_ranks, static_cast<int>(rows.size()), options.replicas});
+  masters.block_rows = options.block_rows;
   Placement best = masters;
   LimitSearch search(std::reduce(rows.begin(), rows.end()), num_ranks, best.busiest());
   while (!search.is_over()) {

@@ -4,6 +4,8 @@
 // An expert's places take what their own rank has, then what their domain has, then the rest, in
 // ascending order of places and sources. A kernel does each of the three with prefix sums: source
 // and place get the rows that both intervals have in common, as laid end to end in their group.
+// Where places take blocks, only the last of the three is left: an interval has its sources by
+// rank.
 #include <algorithm>
 #include <numeric>
 
@@ -13,13 +15,18 @@
 namespace weft {
 namespace {
 
-// [num_experts] the physical experts of each, ascending.
+// [num_experts] the physical experts of each, in the order in which they are filled: ascending, or,
+// where replicas take blocks, the master last.
 std::vector<std::vector<int32_t>> places_of_experts(const Placement& placement) {
   std::vector<std::vector<int32_t>> places(static_cast<size_t>(placement.shape.num_experts));
   for (size_t i = 0; i < placement.expert.size(); ++i) {
     if (placement.expert[i] >= 0) {
       places[static_cast<size_t>(placement.expert[i])].push_back(static_cast<int32_t>(i));
     }
+  }
+  for (size_t expert = 0; placement.block_rows > 1 && expert < places.size(); ++expert) {
+    const int32_t master = placement.shape.master_of(static_cast<int>(expert));
+    std::ranges::stable_partition(places[expert], [&](int32_t place) { return place != master; });
   }
   return places;
 }
@@ -47,6 +54,12 @@ void check_arguments(
       fmt::format("0 to {}", kMostReplicas)
   );
   check(options.min_rows >= 1, "min_rows", options.min_rows, "at least 1");
+  check(
+      options.block_rows >= 1 && options.block_rows <= kMostBlockRows,
+      "block_rows",
+      options.block_rows,
+      fmt::format("1 to {}", kMostBlockRows)
+  );
   check(
       options.domain_of.empty() || options.domain_of.size() == ranks,
       "the size of domain_of",
@@ -76,7 +89,8 @@ Balance share_out(
   std::vector<int> own(num_ranks);
   std::iota(own.begin(), own.end(), 0);
   const std::vector<int> all(num_ranks, 0);
-  const std::span<const int> groups[] = {own, domain_of.empty() ? all : domain_of, all};
+  const std::span<const int> by_distance[] = {own, domain_of.empty() ? all : domain_of, all};
+  const std::span groups = std::span(by_distance).subspan(placement.block_rows > 1 ? 2 : 0);
 
   Balance balance = {std::move(placement), std::vector<int64_t>(num_ranks * num_places, 0)};
   std::vector<int64_t> left(counts.begin(), counts.end());  // to be sent

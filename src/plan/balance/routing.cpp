@@ -67,6 +67,13 @@ void check_balancing(
       balancing.min_rows,
       kMostRows
   );
+  WEFT_CHECK_ARG(
+      context,
+      balancing.block_rows >= 1 && balancing.block_rows <= kMostBlockRows,
+      "plan: block_rows = {} of replicas (1 to {})",
+      balancing.block_rows,
+      kMostBlockRows
+  );
   if (!balancing.placement.empty()) {
     check_placement(balancing.placement, {num_ranks, num_experts, balancing.replicas}, context);
   }
@@ -84,7 +91,8 @@ Balance balance_counts(
     const BalanceOptions options = {
         .replicas = balancing.replicas,
         .min_rows = balancing.min_rows,
-        .domain_of = {domain_of.begin(), domain_of.end()}};
+        .domain_of = {domain_of.begin(), domain_of.end()},
+        .block_rows = balancing.block_rows};
     return plan_balance(routes, num_ranks, options);
   }
   const PhysicalExperts shape = {
@@ -93,7 +101,8 @@ Balance balance_counts(
   for (const RankCounts& one : counts) {
     std::ranges::transform(rows, one.routes, rows.begin(), std::plus());
   }
-  return share_out(routes, spread_rows(rows, shape, balancing.placement), domain_of);
+  Placement spread = spread_rows(rows, shape, balancing.placement, balancing.block_rows);
+  return share_out(routes, std::move(spread), domain_of);
 }
 
 RouteTable physical_routes(RouteTable routes, const Balance& balance, int source) {

@@ -67,10 +67,29 @@ class Pouring {
   std::vector<int64_t> load_;  // [num_ranks]
 };
 
+// What is less than a block goes back to the master.
+void leave_whole_blocks(Placement& placement) {
+  const PhysicalExperts& shape = placement.shape;
+  for (int rank = 0; rank < shape.num_ranks; ++rank) {
+    for (int replica = 0; replica < shape.replicas; ++replica) {
+      const auto place = static_cast<size_t>(shape.place_of(rank, replica));
+      const int64_t rest = placement.rows[place] % placement.block_rows;
+      if (rest > 0) {
+        const auto master = static_cast<size_t>(shape.master_of(placement.expert[place]));
+        placement.rows[place] -= rest;
+        placement.rows[master] += rest;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Placement spread_rows(
-    std::span<const int64_t> rows, const PhysicalExperts& shape, std::span<const int32_t> replicas
+    std::span<const int64_t> rows,
+    const PhysicalExperts& shape,
+    std::span<const int32_t> replicas,
+    int64_t block_rows
 ) {
   Placement placement = masters_of(rows, shape);
   std::vector<std::vector<int32_t>> places(rows.size());
@@ -97,6 +116,8 @@ Placement spread_rows(
       }
     }
   }
+  placement.block_rows = block_rows;
+  leave_whole_blocks(placement);
   return placement;
 }
 

@@ -73,6 +73,9 @@ Json shape_to_json(const PlanShape& shape) {
     json["replicas"] = options.balance.replicas;
     json["min_rows"] = options.balance.min_rows;
     json["placement"] = options.balance.placement;
+    if (options.balance.block_rows > 1) {
+      json["block_rows"] = options.balance.block_rows;
+    }
   }
   return json;
 }
@@ -273,6 +276,9 @@ void read_balance(const JsonNode& node, PlanShape& shape) {
   balance.replicas =
       static_cast<int>(node["replicas"].integer(1, std::min(kMostReplicas, per_rank - 1)));
   balance.min_rows = node["min_rows"].integer(1, kMaxInt32);
+  if (node.has("block_rows")) {
+    balance.block_rows = node["block_rows"].integer(1, kMostBlockRows);
+  }
   balance.placement = node["placement"].integers<int32_t>(
       int64_t{shape.num_ranks} * balance.replicas, -1, shape.num_chosen_experts() - 1
   );

@@ -146,7 +146,7 @@ import weft, weft.compat
 try:
     weft.compat.install(("deep_ep", "deepspeed"))
 except weft.InvalidArgument as error:
-    assert "deepspeed" in str(error) and "deep_ep, nixl_ep, uccl" in str(error)
+    assert "deepspeed" in str(error) and "deep_ep, moonep, nixl_ep, uccl" in str(error)
 else:
     raise SystemExit("no error")
 import sys

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from balance_case import replicas
 from ep_case import ep
 
 import weft
@@ -349,6 +350,7 @@ CASES = {
     "in_fewer_bits": in_fewer_bits,
     "elastic": elastic,
     "ep": ep,
+    "replicas": replicas,
     "traced": traced,
 }
 

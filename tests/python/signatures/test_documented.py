@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepEP 2.5's signatures as they are documented, for PyPI has no package of it."""
+"""Signatures of DeepEP 2.5, UltraEP and MoonEP as they are documented: PyPI has none of them."""
 
 import ast
 
@@ -7,7 +7,7 @@ import compare
 import pytest
 import torch
 
-from weft.compat import deep_ep
+from weft.compat import deep_ep, moonep, ultra_ep
 from weft.compat.deep_ep import comm, utils
 
 WHOLE = """
@@ -84,6 +84,28 @@ def get_physical_domain_size(group): ...
 def get_logical_domain_size(group, allow_hybrid_mode=True): ...
 def get_nvlink_gbs(factor=0.9): ...
 """
+ULTRA_EP = """
+class Manager:
+    def __init__(self, group, num_layers, num_local_master_experts, num_local_redundant_experts,
+                 expert_fc1_numel, expert_fc2_numel, is_train=True, explicitly_destroy=False,
+                 max_microbatches=1, legacy_placement=False): ...
+    def update_placement(self, layer, routing_map): ...
+    def reroute(self, layer, probs, routing_map): ...
+    def reroute_sparse(self, layer, topk_ids): ...
+    def weight_sync(self, layer, previous_event=None, async_finish=False): ...
+    def construct_local_master_ptr_pool(self, layer, fc1_weights, fc2_weights, fc1_grads,
+                                        fc2_grads): ...
+    def allocate_microbatch_slot(self, layer): ...
+"""
+MOONEP = """
+class Buffer:
+    def __init__(self, S, H, K, E, num_ep_ranks, num_sms, token_padding, B, group,
+                 explicitly_destroy): ...
+    def dispatch(self, x, weights, ids, counts): ...
+    def prefetch_weight(self, *, plan, full_gate_weight, full_up_weight, full_down_weight): ...
+    def combine(self, *, plan, hidden_nvsh, route_weights_nvs=None): ...
+    def destroy(self): ...
+"""
 NAMES = {
     deep_ep: "EPBuffer EPHandle EventOverlap EventHandle BufferAllocator BufferBase EngramBuffer "
     "PPBuffer BucketBuffer BucketSession comm topk_idx_t get_physical_domain_size "
@@ -113,7 +135,13 @@ BUFFER = (
 
 @pytest.mark.parametrize(
     "text, module, allowed",
-    [(WHOLE, deep_ep, {"EPHandle.__init__"}), (COMM, comm, set()), (ENVS, utils.envs, set())],
+    [
+        (WHOLE, deep_ep, {"EPHandle.__init__"}),
+        (COMM, comm, set()),
+        (ENVS, utils.envs, set()),
+        (ULTRA_EP, ultra_ep, set()),
+        (MOONEP, moonep, set()),
+    ],
 )
 def test_signatures_are_the_documented_ones(text, module, allowed):
     found = list(compare.compare(text, module, is_whole=True))

@@ -215,6 +215,14 @@ TEST_P(RandomBalanceTest, FixedReplicasAreFilledAsEvenlyAsTheOracleDoes) {
     EXPECT_GE(placement.busiest(), least);
     EXPECT_LE(placement.busiest(), least + std::max<int64_t>(1, least / 100));
 
+    const Placement in_blocks = spread_rows(rows, shape, replicas, 4);
+    EXPECT_EQ(sum(in_blocks.rows), sum(rows));
+    for (size_t i = 0; i < replicas.size(); ++i) {
+      const int place = shape.place_of(static_cast<int>(i) / 2, static_cast<int>(i) % 2);
+      const int64_t whole = placement.rows[static_cast<size_t>(place)] / 4 * 4;
+      EXPECT_EQ(in_blocks.rows[static_cast<size_t>(place)], whole);
+    }
+
     const Balance balance = share_out(c.counts, placement, c.options.domain_of);
     EXPECT_EQ(balance.replicas(), replicas);
     for (int source = 0; source < c.num_ranks; ++source) {
@@ -270,6 +278,45 @@ TEST_P(RandomBalanceTest, IsTheSameOnEachRank) {
     EXPECT_EQ(first.placement.expert, second.placement.expert);
     EXPECT_EQ(first.placement.rows, second.placement.rows);
     EXPECT_EQ(first.quotas, second.quotas);
+  });
+}
+
+// The instances of an expert, laid end to end, have its routes by source, then token; all but the
+// master's in whole blocks.
+TEST_P(RandomBalanceTest, ReplicasTakeWholeBlocksOfAnExpertsOrder) {
+  for_all([](BalanceCase c) {
+    c.options.block_rows = GetParam() % 2 == 0 ? 2 : 16;
+    c.options.min_rows = GetParam() % 3 == 0 ? 5 : 1;
+    const Balance balance = c.plan();
+    const PhysicalExperts& shape = balance.placement.shape;
+    std::vector<std::vector<int32_t>> order(static_cast<size_t>(c.num_experts));  // of its places
+    for (int source = 0; source < c.num_ranks; ++source) {
+      const std::vector<int32_t>& experts = c.routes[static_cast<size_t>(source)].expert;
+      const std::vector<int32_t> assigned = assign_routes(balance, source, experts);
+      for (size_t route = 0; route < experts.size(); ++route) {
+        if (experts[route] >= 0) {
+          order[static_cast<size_t>(experts[route])].push_back(assigned[route]);
+        }
+      }
+    }
+    for (int expert = 0; expert < c.num_experts; ++expert) {
+      std::vector<int32_t> wanted;
+      const auto append = [&](int place) {
+        const int64_t rows = balance.placement.rows[static_cast<size_t>(place)];
+        wanted.insert(wanted.end(), static_cast<size_t>(rows), place);
+        return rows;
+      };
+      for (int place = 0; place < shape.count(); ++place) {
+        if (balance.placement.expert[static_cast<size_t>(place)] == expert &&
+            place != shape.master_of(expert)) {
+          const int64_t rows = append(place);
+          EXPECT_EQ(rows % c.options.block_rows, 0);
+          EXPECT_GE(rows, std::max(c.options.min_rows, c.options.block_rows));
+        }
+      }
+      append(shape.master_of(expert));
+      EXPECT_EQ(order[static_cast<size_t>(expert)], wanted) << "expert " << expert;
+    }
   });
 }
 
@@ -447,6 +494,7 @@ TEST(BalanceTest, RefusesWhatDoesNotFit) {
   EXPECT_EQ(refusal(counts, 2, {.replicas = -1}), "plan_balance: replicas is -1 (0 to 16)");
   EXPECT_EQ(refusal(counts, 2, {.replicas = 17}), "plan_balance: replicas is 17 (0 to 16)");
   EXPECT_EQ(refusal(counts, 2, {.min_rows = 0}), "plan_balance: min_rows is 0 (at least 1)");
+  EXPECT_EQ(refusal(counts, 2, {.block_rows = 0}), "plan_balance: block_rows is 0 (1 to 1024)");
   EXPECT_EQ(
       refusal(counts, 2, {.domain_of = {0}}),
       "plan_balance: the size of domain_of is 1 (0 or the number of ranks, 2)"

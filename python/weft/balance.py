@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of popular experts: weights go to them before a layer computes, gradients come back.
+
+    balance = weft.Balance(exchange, replicas=2, shapes=[(H, F), (F, H)])  # for all layers
+    out = balance.apply(placement, experts, rows, w1, w2)  # experts(rows, *weights) with replicas
+
+A rank has its own experts, the masters, and places for R replicas, which may stay empty. Of a
+*placement*, int32 [ranks, R], an entry is the expert in that place, or -1; it is the same on all
+ranks. copies.py moves what has to move."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from weft import _core, copies
+from weft.block_products import PlacedWeight
+from weft.errors import InvalidArgument
+from weft.exchange import Exchange
+from weft.outputs import Plan
+
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_SUMMED = "expected float32, bfloat16 or float16"
+_ITEM = 4  # bytes of the widest of them
+
+
+class Balance:
+    """One rank's places for replicas, which all layers of these shapes share: what they hold is
+    that of the last call.
+
+    Collective. exchange: whose ranks, experts (El of each rank) and device it is for. replicas: R,
+    the same on all ranks. shapes: of each tensor of an expert's weights, without the experts.
+    dtypes: of all of them, or one for each; any, FP8 and scales included. copy_engines: on GPUs
+    these carry what moves. timeout: seconds, of every wait. Raises InvalidArgument on every rank if
+    one rank's arguments are wrong or differ. Calls are collective, and raise InvalidArgument on
+    every rank if one rank's are wrong, TimeoutError, PeerError.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        replicas: int,
+        shapes: Sequence[Sequence[int]],
+        dtypes: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
+        copy_engines: bool = False,
+        timeout: float = 30.0,
+    ) -> None:
+        self.group = exchange.group
+        kinds = self.group.agreed("Balance", lambda: _kinds(replicas, shapes, dtypes))
+        self._agree((replicas, kinds))
+        self.replicas = replicas
+        self.num_local_experts = exchange.num_local_experts
+        self.device = exchange.device
+        num_places = self.num_local_experts + replicas
+        # Masters, then replicas: what `apply` lends.
+        self._places = tuple(_zeros(num_places, *kind, self.device) for kind in kinds)
+        self._elements = sum(math.prod(shape) for shape, _ in kinds)
+        self._replicas: _Held | None = None  # whose replicas are there
+        self._masters: _Held | None = None  # whose masters are there
+        self._ahead: _Held | None = None  # whose replicas `push_weights` put there
+        self._copy_engines = copy_engines or None  # None: where Weft chooses them
+        self._carrier: Exchange | None = None
+        if replicas > 0:
+            self._carrier = self._make_carrier(copy_engines, timeout)
+
+    def _agree(self, given: tuple) -> None:
+        told = self.group.all_gather(repr(given).encode())
+        for rank, theirs in enumerate(told):
+            if theirs != told[self.group.rank]:
+                raise InvalidArgument(
+                    f"Balance: (replicas, [shape, dtype]) = {given} here and {theirs.decode()} on "
+                    f"rank {rank} (must be equal on all ranks)",
+                    rank=self.group.rank,
+                )
+
+    def _make_carrier(self, copy_engines: bool, timeout: float) -> Exchange:
+        """With room for all replicas of the group from one rank, and for their gradients."""
+        num_ranks = self.group.num_ranks
+        row, each = copies.rows_of(sum(copies.bytes_of(one).size(1) for one in self._places))
+        row_back, each_back = copies.rows_of(_ITEM * self._elements)
+        return Exchange(
+            self.group,
+            hidden=max(row, row_back),
+            num_experts=num_ranks,
+            max_tokens=self.replicas * max(num_ranks * each, each_back),
+            max_topk=1,
+            device=self.device,
+            copy_engines=copy_engines,
+            timeout=timeout,
+        )
+
+    @property
+    def num_places(self) -> int:
+        """El + R."""
+        return self.num_local_experts + self.replicas
+
+    def push_weights(
+        self, plan_or_placement: Plan | Tensor, weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Collective. The weights of experts [El, ...], of these shapes and dtypes, to the ranks
+        that have replicas of them, bit by bit.
+
+        Returns the replicas' [R, ...], which hold until the next call; an empty place is as it was.
+        An `apply` that follows with the same placement and weights does not push them again: so
+        they may be on their way, on a stream of their own, while tokens are dispatched.
+        """
+        with self._refusing("push_weights"):
+            held = self._hold_of(plan_or_placement, weights)
+        self._push(held)
+        self._ahead = held
+        return tuple(one[self.num_local_experts :] for one in self._places)
+
+    def reduce_grads(self, plan_or_placement: Plan | Tensor, grads: Sequence[Tensor]) -> None:
+        """Collective. Gradients of replicas are added to those of their masters, in place: what is
+        there, then by ascending rank; in fp32, rounded once.
+
+        grads: [El + R, ...] each, fp32, bf16 or fp16, contiguous, of masters and then of replicas;
+        together of at most as many elements for an expert as the weights. Those of replicas stay.
+        """
+        with self._refusing("reduce_grads"):
+            placement = self._placement_of(plan_or_placement)
+            self._check_gradients(grads)
+        local = self.num_local_experts
+        self._reduce(placement, [one[:local] for one in grads], [one[local:] for one in grads])
+
+    def apply(
+        self,
+        plan_or_placement: Plan | Tensor,
+        experts: Callable[..., Tensor | tuple[Tensor, ...]],
+        rows: Tensor,
+        *weights: Tensor,
+        wgrad: str = "places",
+        queue: Any = None,
+    ) -> Any:
+        """Collective, and so is its backward. experts(rows, *weights), with weights [El + R, ...]
+        of masters and then of replicas; differentiable.
+
+        Before it the replicas get their weights, and before its backward again, as another layer
+        may have had the places since. After the backward of `experts`, and before that of what made
+        `rows`, the gradients of replicas are added to those of the masters, as `reduce_grads` does:
+        weights [El, ...] get gradients, and nobody sees the replicas'. `experts` may keep its
+        weights for backward, but for nothing else.
+
+        wgrad "blocks", of all ranks or none: weights come as `PlacedWeight`, for one `block_linear`
+        each. Their gradient is then the sum over blocks of rows, from the first replica's first to
+        the master's last; bit for bit that of `block_linear` without replicas, if these have whole
+        blocks.
+
+        queue: a `weft.overlap.wgrad.WeightGradientQueue` to which the backward of `experts` leaves
+        the gradients of the weights that it gets. `queue.run()` then also brings those of replicas
+        to their masters, and is collective; the masters are parameters.
+        """
+        with self._refusing("apply"):
+            held = self._hold_of(plan_or_placement, weights)
+            _check_wgrad(wgrad, queue, weights)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.is_same(held):
+            held = ahead
+        later: _Later | None = None if wgrad == "places" and queue is None else _Later(queue)
+        rows, *lent = _Enter.apply(self, held, later, rows, *weights)
+        out = experts(rows, *(lent if later is None else later.given(lent, weights)))
+        if isinstance(out, Tensor):
+            return _Leave.apply(self, held, out)[0]
+        return _Leave.apply(self, held, *out)
+
+    # --- what the calls are made of ---
+
+    @contextlib.contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """What is refused within is told to the ranks that come to the next exchange of rows."""
+        try:
+            yield
+        except BaseException as error:
+            problem = f"{name}: {error}"
+            if self._carrier is not None:
+                self._carrier.refuse("plan_and_dispatch", problem, row_budget=0)
+            if isinstance(error, Exception):
+                raise InvalidArgument(problem, rank=self.group.rank) from error
+            raise
+
+    def _placement_of(self, given: Plan | Tensor) -> Tensor:
+        placement = given if isinstance(given, Tensor) else getattr(given, "placement", None)
+        num_ranks = self.group.num_ranks
+        if not isinstance(placement, Tensor):
+            raise InvalidArgument(f"{type(given).__name__} has no placement (expected a tensor)")
+        shape = [num_ranks, self.replicas]
+        if self.replicas == 0 and placement.numel() == 0:  # a plan without replicas has that
+            return torch.empty(shape, dtype=torch.int32)
+        if placement.dtype != torch.int32 or list(placement.shape) != shape:
+            raise InvalidArgument(
+                f"placement is {placement.dtype} {list(placement.shape)} (expected int32 {shape}: "
+                "ranks, replicas)"
+            )
+        problem = copies.unknown_expert(placement, self.num_local_experts)
+        if problem is not None:
+            raise InvalidArgument(f"placement{problem}")
+        return placement
+
+    def _hold_of(self, given: Plan | Tensor, weights: Sequence[Tensor]) -> _Held:
+        placement = self._placement_of(given)
+        if len(weights) != len(self._places):
+            raise InvalidArgument(f"{len(weights)} weights (expected {len(self._places)})")
+        for at, (one, place) in enumerate(zip(weights, self._places)):
+            wanted = [self.num_local_experts, *place.shape[1:]]
+            _check(f"weights[{at}]", one, self.device, place.dtype, wanted)
+        return _Held(placement, weights)
+
+    def _check_gradients(self, grads: Sequence[Tensor]) -> None:
+        elements = 0
+        for at, one in enumerate(grads):
+            tail = list(one.shape[1:]) if isinstance(one, Tensor) else []
+            wanted = one.dtype if getattr(one, "dtype", None) in _GRADIENTS else torch.float32
+            _check(f"grads[{at}]", one, self.device, wanted, [self.num_places, *tail])
+            if not one.is_contiguous():
+                raise InvalidArgument(f"grads[{at}] is not contiguous")
+            elements += math.prod(tail)
+        if not 0 < elements <= self._elements:
+            raise InvalidArgument(
+                f"grads have {elements} elements for an expert (expected 1 to {self._elements}, as "
+                "many as the weights)"
+            )
+
+    def _carry(self, blocks: Tensor, to: list[int], num_received: int) -> Tensor:
+        options = {"copy_engines": self._copy_engines}
+        return copies.carry(self._carrier, blocks, to, num_received, **options)
+
+    def _sends(self, placement: Tensor) -> copies.Sends:
+        return copies.sends_of(placement, self.num_local_experts, self.group.rank)
+
+    def _push(self, held: _Held) -> None:
+        """Collective. Its replicas."""
+        if self._carrier is not None:
+            slots = [one[self.num_local_experts :] for one in self._places]
+            own = [one.contiguous() for one in held.weights]
+            copies.put_weights(slots, own, self._sends(held.placement), self._carry)
+        self._replicas = held
+
+    def _fill(self, held: _Held) -> None:
+        """Collective. Its masters and replicas, unless they are there."""
+        if self._replicas is not held:
+            with self._refusing("apply"):
+                held.check()
+            self._push(held)
+        if self._masters is not held:
+            for place, one in zip(self._places, held.weights):
+                masters = copies.bytes_of(place[: self.num_local_experts])
+                masters.copy_(copies.bytes_of(one.contiguous()))
+            self._masters = held
+
+    def _lend(self) -> list[Tensor]:
+        """The places. What is written there later does not count as a change of these tensors."""
+        return [one.data for one in self._places]
+
+    @torch.no_grad()
+    def _reduce(self, placement: Tensor, own: list[Tensor], slots: list[Tensor]) -> None:
+        """Collective."""
+        if self._carrier is not None:
+            copies.add_gradients(slots, own, self._sends(placement), self._carry)
+
+    def _reduced(self, placement: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Collective. Gradients [El + R, ...] -> those of the masters, in memory of their own."""
+        local = self.num_local_experts
+        own = [one[:local].clone(memory_format=torch.contiguous_format) for one in grads]
+        self._reduce(placement, own, [one[local:].contiguous() for one in grads])
+        return own
+
+    @torch.no_grad()
+    def _sums_of_blocks(self, placement: Tensor, placed: list[PlacedWeight]) -> list[Tensor]:
+        """Collective. fp32 [El, ...], by weight."""
+        shapes = [one.tensor.shape[1:] for one in placed]
+        sizes = [math.prod(shape) for shape in shapes]
+
+        def add(place: int, total: Tensor) -> None:
+            for one, shape, part in zip(placed, shapes, total.split(sizes)):
+                one.add(place, part.view(shape))
+
+        where = (self.num_local_experts, self.group.rank, sum(sizes))
+        sums = copies.add_in_turn(placement, where, add, self._carry, self.device)
+        return [
+            part.reshape(self.num_local_experts, *shape)
+            for part, shape in zip(sums.split(sizes, dim=1), shapes)
+        ]
+
+
+class _Held:
+    """The weights of one call, and where replicas of them are."""
+
+    def __init__(self, placement: Tensor, weights: Sequence[Tensor]) -> None:
+        self.placement = placement.clone()
+        self.weights = tuple(one.detach() for one in weights)
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return [0 if one.is_inference() else one._version for one in self.weights]
+
+    def check(self) -> None:
+        """Raises InvalidArgument if they have changed."""
+        if self._now() != self._versions:
+            raise InvalidArgument("weights were changed between forward and backward")
+
+    def is_same(self, other: _Held) -> bool:
+        pairs = zip(self.weights, other.weights)
+        return torch.equal(self.placement, other.placement) and all(
+            one.data_ptr() == theirs.data_ptr() for one, theirs in pairs
+        )
+
+
+class _Enter(torch.autograd.Function):
+    """Rows and masters -> rows, and all places. Rows pass through, so that on all ranks the
+    gradients of weights are exchanged before whatever the backward of the rows exchanges."""
+
+    @staticmethod
+    def forward(ctx, balance, held, later, rows, *weights):  # noqa: ANN001, ANN205
+        ctx.set_materialize_grads(False)
+        ctx.balance, ctx.placement, ctx.later = balance, held.placement, later
+        balance._fill(held)
+        lent = balance._lend()
+        ctx.wanted = ctx.needs_input_grad[4:]
+        ctx.kinds = [(one.shape, one.dtype, one.device) for one in lent]
+        ctx.mark_non_differentiable(*(one for one, is_in in zip(lent, ctx.wanted) if not is_in))
+        return rows.view_as(rows), *lent
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_rows, *grads):  # noqa: ANN001, ANN205
+        sums: list[Tensor | None] = [None] * len(grads)
+        wanted = [at for at, is_in in enumerate(ctx.wanted) if is_in]
+        if ctx.later is not None:
+            found = ctx.later.gradients(ctx.balance, ctx.placement, wanted)
+        else:
+            used = [_or_zeros(grads[at], *ctx.kinds[at]) for at in wanted]
+            found = ctx.balance._reduced(ctx.placement, used) if wanted else []
+        for at, total in zip(wanted, found):
+            sums[at] = total
+        return None, None, None, grad_rows, *sums
+
+
+class _Later:
+    """Weights of one call of `apply` whose gradients its experts do not give to autograd: they keep
+    what the gradients of blocks are made of, or leave it to a queue."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self._given: list[Any] = []
+        self._masters: Sequence[Tensor] = ()
+
+    def given(self, lent: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Any]:
+        """For the experts. With a queue tensors that have a gradient of their own."""
+        if self._queue is None:
+            self._given = [PlacedWeight(one) for one in lent]
+        else:
+            self._given = [one.detach().requires_grad_(one.requires_grad) for one in lent]
+        self._masters = masters
+        return self._given
+
+    def gradients(
+        self, balance: Balance, placement: Tensor, wanted: list[int]
+    ) -> Sequence[Tensor | None]:
+        """Collective, or with a queue when it runs."""
+        if self._queue is None:
+            placed = [self._given[at] for at in wanted]
+            sums = balance._sums_of_blocks(placement, placed) if placed else []
+            for one in placed:
+                one.clear()
+            return [total.to(one.tensor.dtype) for total, one in zip(sums, placed)]
+        for at in wanted:
+            gradient = functools.partial(_taken, balance, placement, self._given[at])
+            self._queue.put(self._masters[at], gradient)
+        return [None] * len(wanted)
+
+
+def _taken(balance: Balance, placement: Tensor, lent: Tensor) -> Tensor:
+    """Collective. The masters' gradient, once all places have theirs; these are let go."""
+    grad = _or_zeros(lent.grad, lent.shape, lent.dtype, lent.device)
+    lent.grad = None
+    return balance._reduced(placement, [grad])[0]
+
+
+def _or_zeros(
+    grad: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Zeros where this rank did not use a weight; another may have."""
+    return torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+
+
+class _Leave(torch.autograd.Function):
+    """What the experts made, as it is; its backward brings their weights back first."""
+
+    @staticmethod
+    def forward(ctx, balance, held, *made):  # noqa: ANN001, ANN205
+        ctx.set_materialize_grads(False)
+        ctx.balance, ctx.held = balance, held
+        return tuple(one.view_as(one) for one in made)
+
+    @staticmethod
+    def backward(ctx, *grads):  # noqa: ANN001, ANN205
+        ctx.balance._fill(ctx.held)
+        return None, None, *grads
+
+
+def _kinds(
+    replicas: int, shapes: Sequence[Sequence[int]], dtypes: torch.dtype | Sequence[torch.dtype]
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each tensor of an expert."""
+    if not 0 <= replicas <= _core.MOST_REPLICAS:
+        raise InvalidArgument(f"replicas = {replicas} (expected 0 to {_core.MOST_REPLICAS})")
+    sizes = [tuple(int(size) for size in shape) for shape in shapes]
+    for shape in sizes:
+        if math.prod(shape) < 1:
+            raise InvalidArgument(f"shapes have {list(shape)} (expected at least one element)")
+    each = [dtypes] * len(sizes) if isinstance(dtypes, torch.dtype) else list(dtypes)
+    if not sizes or len(each) != len(sizes):
+        raise InvalidArgument(
+            f"{len(sizes)} shapes and {len(each)} dtypes (expected as many, at least 1)"
+        )
+    return list(zip(sizes, each))
+
+
+def _check_wgrad(wgrad: str, queue: Any, weights: Sequence[Tensor]) -> None:
+    if wgrad == "blocks" and queue is not None:
+        raise InvalidArgument('there is a queue (none with wgrad = "blocks")')
+    if wgrad not in ("places", "blocks"):
+        raise InvalidArgument(f"wgrad = '{wgrad}' is unknown (one of: places, blocks)")
+    for at, one in enumerate(weights):
+        if one.requires_grad and one.dtype not in _GRADIENTS:
+            raise InvalidArgument(f"weights[{at}] has gradients of {one.dtype} ({_SUMMED})")
+        if wgrad == "blocks" and one.dim() != 3:
+            raise InvalidArgument(
+                f'weights[{at}] has {one.dim()} dimensions (3 with wgrad = "blocks")'
+            )
+
+
+def _zeros(num: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[num, *shape] of any dtype, also of one that torch only stores."""
+    size = num * math.prod(shape) * dtype.itemsize
+    return torch.zeros(size, dtype=torch.uint8, device=device).view(dtype).view(num, *shape)
+
+
+def _check(
+    name: str, tensor: Any, device: torch.device, dtype: torch.dtype, shape: list[int]
+) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(f"{name} is a {type(tensor).__name__} (a tensor is expected)")
+    found = (tensor.dtype, list(tensor.shape), tensor.device)
+    if found != (dtype, shape, device):
+        here = " ".join(map(str, found))
+        raise InvalidArgument(f"{name} is {here} (expected {dtype} {shape} {device})")

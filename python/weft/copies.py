@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of experts on other ranks: what an expert's rank has goes to them, and what they have
+comes back and is added up. balance.py does that for layers, compat/deep_ep/ep/balance.py for
+callers of DeepEP.
+
+What a copy holds travels as rows of bytes, by an exchange with one expert on each rank. The host
+knows which copies there are, so both sides know how many rows there are, and which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.exchange import Exchange
+
+_ROW_BYTES = 8192  # of what travels at once; a guess
+_UNIT_BYTES = 16  # that a row is a multiple of
+
+# (blocks uint8 [n, bytes], the rank that each goes to, m) -> uint8 [m, bytes], those for this rank,
+# by the source's rank, then its order. Collective.
+Carry = Callable[[Tensor, list[int], int], Tensor]
+
+
+class Copy(NamedTuple):
+    """Slot `slot` of rank `at` has expert `expert` of rank `owner`; ranks as the group counts."""
+
+    at: int
+    slot: int
+    owner: int
+    expert: int
+
+
+def unknown_expert(placement: Tensor, num_local: int) -> str | None:
+    """What is wrong with an entry of a placement, as `sends_of` takes it. Waits for a GPU."""
+    num_ranks, _ = placement.shape
+    last = num_ranks * num_local - 1
+    for at, slots in enumerate(placement.tolist()):
+        for slot, expert in enumerate(slots):
+            if not -1 <= expert <= last:
+                experts = f"{num_ranks} ranks of {num_local} experts"
+                return f"[{at}, {slot}] = {expert} (expected -1 to {last}: {experts})"
+    return None
+
+
+class Sends(NamedTuple):
+    """Copies that this rank's experts have, and copies that it has of others'; by rank and slot."""
+
+    from_here: list[Copy]
+    to_here: list[Copy]
+
+
+def sends_of(placement: Tensor, num_local: int, rank: int) -> Sends:
+    """Of the domain of `rank`, whose ranks are adjacent. placement int32 [ranks of the domain,
+    slots]: rank of the domain * num_local + expert, or -1. Waits for a GPU."""
+    num_ranks, _ = placement.shape
+    first = rank - rank % num_ranks
+    copies = [
+        Copy(first + at, slot, first + expert // num_local, expert % num_local)
+        for at, slots in enumerate(placement.tolist())
+        for slot, expert in enumerate(slots)
+        if expert >= 0
+    ]
+    from_here = [one for one in copies if one.owner == rank]
+    to_here = [one for one in copies if one.at == rank]
+    return Sends(from_here, to_here)
+
+
+def rows_of(width: int) -> tuple[int, int]:
+    """How a block of so many bytes travels: the bytes of a row, and its number of rows."""
+    row = min(_ROW_BYTES, -(-width // _UNIT_BYTES) * _UNIT_BYTES)
+    return row, -(-width // row)
+
+
+def carry(
+    exchange: Exchange, blocks: Tensor, to: Sequence[int], num_received: int, **options: Any
+) -> Tensor:
+    """`Carry` by an exchange with one expert on each rank. options: of `plan_and_dispatch`."""
+    width, device = blocks.size(1), blocks.device
+    row, each = rows_of(width)
+    rows = functional.pad(blocks, (0, each * row - width)).view(-1, row)
+    routes = torch.tensor(to, dtype=torch.int32).repeat_interleave(each).view(-1, 1).to(device)
+    budget = num_received * each
+    _, out = exchange.plan_and_dispatch(
+        routes, rows, layout="rank_major", row_budget=budget, **options
+    )
+    return out.rows.view(num_received, each * row)[:, :width]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """uint8 [experts, bytes] of the same memory, of a contiguous tensor [experts, ...]."""
+    rows = tensor.detach()
+    return (rows.flatten(1) if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
+
+
+def _numbers(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _picked(tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """uint8 [rows, bytes]: what each has of these experts, side by side."""
+    device = tensors[0].device
+    index = _numbers(rows, device)
+    return torch.cat([bytes_of(one).index_select(0, index) for one in tensors], dim=1)
+
+
+def _parts(blocks: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What `_picked` put side by side, in bytes of its own each."""
+    return blocks.split([bytes_of(one).size(1) for one in like], dim=1)
+
+
+def put_weights(
+    slots: Sequence[Tensor], own: Sequence[Tensor], sends: Sends, carried: Carry
+) -> None:
+    """Collective. Each owner's bytes into the slots of others that have its experts.
+
+    slots [any, ...] and own [El, ...]: as many, with as many bytes for an expert, contiguous."""
+    blocks = _picked(own, [one.expert for one in sends.from_here])
+    came = carried(blocks, [one.at for one in sends.from_here], len(sends.to_here))
+    order = sorted(sends.to_here, key=lambda one: (one.owner, one.slot))
+    into = _numbers([one.slot for one in order], blocks.device)
+    for slot, part in zip(slots, _parts(came, slots)):
+        bytes_of(slot).index_copy_(0, into, part)
+
+
+def add_gradients(
+    slots: Sequence[Tensor], own: Sequence[Tensor], sends: Sends, carried: Carry
+) -> None:
+    """Collective. Gradients in the slots of others onto each owner's: by ascending rank, then slot,
+    one after another, in fp32; rounded once.
+
+    slots [any, ...] and own [El, ...]: pairwise of the same type and shape behind that, contiguous.
+    """
+    blocks = _picked(slots, [one.slot for one in sends.to_here])
+    came = carried(blocks, [one.owner for one in sends.to_here], len(sends.from_here))
+    experts = sorted({one.expert for one in sends.from_here})
+    waves = _waves([experts.index(one.expert) for one in sends.from_here])
+    touched = _numbers(experts, blocks.device)
+    for grads, part in zip(own, _parts(came, slots)):
+        grads = grads.detach().view(grads.size(0), -1)
+        parts = part.contiguous().view(grads.dtype)
+        sums = grads.index_select(0, touched).float()
+        for rows, places in waves:
+            row, place = _numbers(rows, blocks.device), _numbers(places, blocks.device)
+            added = sums.index_select(0, place) + parts.index_select(0, row).float()
+            sums.index_copy_(0, place, added)
+        grads.index_copy_(0, touched, sums.to(grads.dtype))
+
+
+def add_in_turn(
+    placement: Tensor,
+    shape: tuple[int, int, int],
+    add: Callable[[int, Tensor], None],
+    carried: Carry,
+    device: torch.device,
+) -> Tensor:
+    """Collective. fp32 [El, elements]: of each expert of this rank, what its places add, one after
+    the other: its replicas by ascending rank, then its master. A sum goes from place to place.
+
+    placement: of the whole group. shape: El, this rank, elements. add(place, sum): what is in a
+    place of this rank, masters first, onto sum, fp32 [elements].
+    """
+    num_local, rank, elements = shape
+    replicas: dict[int, list[tuple[int, int]]] = {}  # by expert: rank and slot of each
+    for at, slots in enumerate(placement.tolist()):
+        for slot, expert in enumerate(slots):
+            if expert >= 0:
+                replicas.setdefault(expert, []).append((at, slot))
+    arrived: dict[int, Tensor] = {}  # by expert, the sum that this rank goes on with
+    nothing = torch.zeros(elements, dtype=torch.float32, device=device)
+    for turn in range(max(map(len, replicas.values()), default=0)):
+        sums, to, awaited = [nothing[None, :][:0]], [], []
+        for expert, places in sorted(replicas.items()):
+            if turn >= len(places):
+                continue
+            at, slot = places[turn]
+            is_last = turn + 1 == len(places)
+            then = expert // num_local if is_last else places[turn + 1][0]
+            if at == rank:
+                total = arrived.pop(expert, nothing).clone()
+                add(num_local + slot, total)
+                sums.append(total[None, :])
+                to.append(then)
+            if then == rank:
+                awaited.append((at, expert))
+        came = carried(torch.cat(sums).view(torch.uint8), to, len(awaited))
+        came = came.contiguous().view(torch.float32)
+        arrived |= {expert: total for (_, expert), total in zip(sorted(awaited), came)}
+    first = rank * num_local
+    totals = torch.stack([arrived.get(first + e, nothing) for e in range(num_local)])
+    for expert, total in enumerate(totals):
+        add(expert, total)
+    return totals
+
+
+def _waves(places: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Rows and the place of each, in as many steps as a place has rows: once in each step, and in
+    the order of the rows."""
+    waves: list[tuple[list[int], list[int]]] = []
+    seen: dict[int, int] = {}
+    for row, place in enumerate(places):
+        wave = seen[place] = seen.get(place, -1) + 1
+        if wave == len(waves):
+            waves.append(([], []))
+        waves[wave][0].append(row)
+        waves[wave][1].append(place)
+    return waves
