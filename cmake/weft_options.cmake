@@ -7,6 +7,10 @@ option(WEFT_PYTHON_MODULE "Build the Python module weft._core (needs nanobind, f
 option(WEFT_FUZZ "Build the fuzz targets and only those tests (needs clang)" OFF)
 option(WEFT_ASSERT "Check internal invariants" ON)
 option(WEFT_WERROR "Compiler warnings are errors; newer compilers warn of more" OFF)
+option(WEFT_PORTABLE "Link all that another Linux machine may lack into the Python module (scripts/wheel)" OFF)
+set(WEFT_GLIBC "" CACHE PATH "With it: a folder of an older libc to link against, so that the module runs with that one, too")
+set(WEFT_STABLE_ABI_HEADERS "" CACHE STRING
+    "Headers of a Python 3.12 or later, of which the module then needs the stable interface alone")
 set(WEFT_CUDA "OFF" CACHE STRING "CUDA parts: OFF, AUTO (when nvcc is found) or ON (nvcc required)")
 set(WEFT_SANITIZE "" CACHE STRING "Sanitizers, as for -fsanitize= (address,undefined or thread)")
 set(WEFT_NO_SANITIZE "" CACHE STRING "What of them is left out, as for -fno-sanitize=")

@@ -15,6 +15,10 @@
 #include "weft/overlap.hpp"
 #include "weft/version.hpp"
 
+#ifdef WEFT_HAS_PROGRAM
+#include "commands.hpp"
+#endif
+
 namespace weft::py {
 
 nb::object exception_of(const Error& error) {
@@ -164,6 +168,26 @@ void bind_overlap(nb::module_& m) {
   );
 }
 
+void bind_program([[maybe_unused]] nb::module_& m) {
+#ifdef WEFT_HAS_PROGRAM
+  m.def(
+      "run_program",
+      [](std::vector<std::string> words) {
+        std::vector<char*> argv;
+        for (std::string& word : words) {
+          argv.push_back(word.data());
+        }
+        argv.push_back(nullptr);
+        const nb::gil_scoped_release no_gil;
+        return program::run_weft(static_cast<int>(words.size()), argv.data());
+      },
+      nb::arg("words"),
+      "The program `weft` with this command line, its name first; returns the exit code. It takes "
+      "signals and the standard streams for its own, and forks: weft/program.py runs it."
+  );
+#endif
+}
+
 }  // namespace
 
 }  // namespace weft::py
@@ -182,4 +206,5 @@ NB_MODULE(_core, m) {
   weft::py::bind_routing(m);
   weft::py::bind_overlap(m);
   weft::py::bind_balance(m);
+  weft::py::bind_program(m);
 }

@@ -11,10 +11,14 @@ def main() -> None:
         from weft import run
 
         sys.exit(run.main(sys.argv[2:]))
-    program = Path(__file__).parent / "bin" / "weft"
-    if not program.exists():
-        sys.exit(f"weft: {program} is missing (the package was built without the program)")
-    os.execv(program, ["weft", *sys.argv[1:]])  # noqa: S606  (no shell is wanted)
+    from weft import _core
+
+    if not hasattr(_core, "run_program"):
+        sys.exit(f"weft: {_core.__file__} was built without the program")
+    program = str(Path(__file__).with_name("program.py"))
+    # -I and -S: nothing of the environment changes what runs.
+    words = [sys.executable, "-I", "-S", program, _core.__file__, *sys.argv[1:]]
+    os.execv(sys.executable, words)  # noqa: S606  (no shell is wanted)
 
 
 if __name__ == "__main__":

@@ -433,3 +433,6 @@ def suits(tensor: object, dtypes: int, shape: Sequence[int | str]) -> bool:
 
 def give_segments(exchange: Exchange | None) -> None:
     """The exchange that gives this thread's next segments; None: nobody."""
+
+def run_program(words: list[str]) -> int:
+    """The program `weft` with this command line, its name first; returns the exit code."""

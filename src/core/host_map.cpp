@@ -1,159 +1,156 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/host_map.hpp"
 
-#include <hwloc.h>
+#include <algorithm>
+#include <cctype>
+#include <fstream>
+#include <iterator>
 #include <numeric>
+#include <sched.h>
+#include <sstream>
 #include <utility>
-
-#include "core/check.hpp"
 
 namespace weft {
 namespace {
 
-struct FreeSet {
-  void operator()(hwloc_bitmap_t set) const { hwloc_bitmap_free(set); }
-};
-using CoreSet = std::unique_ptr<hwloc_bitmap_s, FreeSet>;
+using Cores = std::vector<int>;
 
-struct FreeTopology {
-  void operator()(hwloc_topology_t topology) const { hwloc_topology_destroy(topology); }
-};
-using Handle = std::unique_ptr<hwloc_topology, FreeTopology>;
-
-// With its cards, as the kernel lists them: asking the drivers of GPUs would wake them, which takes
-// long, and libpciaccess keeps memory.
-Handle new_handle() {
-  hwloc_topology_t topology = nullptr;
-  if (hwloc_topology_init(&topology) != 0) {
-    return nullptr;
+Cores cores_of_process() {
+  cpu_set_t set;
+  Cores cores;
+  if (::sched_getaffinity(0, sizeof set, &set) == 0) {
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(static_cast<size_t>(core), &set)) {
+        cores.push_back(core);
+      }
+    }
   }
-  Handle handle(topology);
-  for (const char* component : {"pci", "cuda", "nvml", "opencl", "rsmi", "levelzero", "gl"}) {
-    hwloc_topology_set_components(topology, HWLOC_TOPOLOGY_COMPONENTS_FLAG_BLACKLIST, component);
-  }
-  hwloc_topology_set_io_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_ALL);
-  return handle;
+  return cores;
 }
 
-bool is_within(hwloc_obj_t object, hwloc_obj_t ancestor) {
-  while (object != nullptr && object != ancestor) {
-    object = object->parent;
-  }
-  return object != nullptr;
-}
-
-std::vector<size_t> all_of(size_t count) {
-  std::vector<size_t> indices(count);
-  std::iota(indices.begin(), indices.end(), size_t{0});
-  return indices;
+Cores common(const Cores& one, const Cores& other) {
+  Cores both;
+  std::ranges::set_intersection(one, other, std::back_inserter(both));
+  return both;
 }
 
 }  // namespace
 
-struct HostMap::Topology {
-  Handle handle;
-  CoreSet usable;
-
-  [[nodiscard]] hwloc_obj_t find(std::string_view address) const {
-    return address.empty()
-               ? nullptr
-               : hwloc_get_pcidev_by_busidstring(handle.get(), std::string(address).c_str());
-  }
-  // What beside the device's cores this process may use.
-  [[nodiscard]] CoreSet cores_of(hwloc_obj_t device) const {
-    CoreSet cores(hwloc_bitmap_dup(usable.get()));
-    const hwloc_obj_t owner = hwloc_get_non_io_ancestor_obj(handle.get(), device);
-    hwloc_bitmap_and(cores.get(), cores.get(), owner->cpuset);
-    return cores;
-  }
-};
-
-HostMap::HostMap(std::unique_ptr<Topology> topology) : topology_(std::move(topology)) {}
-
-HostMap::~HostMap() = default;
-
-HostMap::HostMap(const std::string& xml, std::span<const int> usable)
-    : topology_(std::make_unique<Topology>()) {
-  topology_->handle = new_handle();
-  const auto length = static_cast<int>(xml.size()) + 1;  // with the zero behind
-  const hwloc_topology_t topology = topology_->handle.get();
-  WEFT_CHECK_ARG(
-      Context{},
-      topology != nullptr && hwloc_topology_set_xmlbuffer(topology, xml.c_str(), length) == 0 &&
-          hwloc_topology_load(topology) == 0,
-      "host map: {} B of XML describe no topology",
-      xml.size()
-  );
-  topology_->usable.reset(hwloc_bitmap_dup(hwloc_topology_get_topology_cpuset(topology)));
-  if (!usable.empty()) {
-    hwloc_bitmap_zero(topology_->usable.get());
-    for (const int core : usable) {
-      hwloc_bitmap_set(topology_->usable.get(), static_cast<unsigned>(core));
-    }
+HostMap::HostMap(std::filesystem::path sys, std::vector<int> usable)
+    : sys_(std::move(sys)), usable_(std::move(usable)) {
+  if (usable_.empty()) {
+    usable_ = cores_in("devices/system/cpu/online");
   }
 }
 
 const HostMap& HostMap::here() {
-  static const HostMap map([]() -> std::unique_ptr<Topology> {
-    auto found = std::make_unique<Topology>();
-    found->handle = new_handle();
-    if (found->handle == nullptr || hwloc_topology_load(found->handle.get()) != 0) {
-      return nullptr;
-    }
-    const hwloc_topology_t topology = found->handle.get();
-    found->usable.reset(hwloc_bitmap_dup(hwloc_topology_get_topology_cpuset(topology)));
-    const CoreSet bound(hwloc_bitmap_alloc());
-    if (hwloc_get_cpubind(topology, bound.get(), HWLOC_CPUBIND_PROCESS) == 0) {
-      hwloc_bitmap_and(found->usable.get(), found->usable.get(), bound.get());
-    }
-    return found;
-  }());
+  static const HostMap map("/sys", cores_of_process());
   return map;
+}
+
+std::vector<int> HostMap::cores_in(const std::filesystem::path& file) const {
+  std::ifstream in(sys_ / file);
+  Cores cores;
+  for (std::string piece; std::getline(in, piece, ',');) {
+    std::istringstream text(piece);
+    int first = 0;
+    if (text >> first) {
+      int last = first;
+      if (text.get() == '-') {
+        text >> last;
+      }
+      for (int core = first; core <= last && core < CPU_SETSIZE; ++core) {
+        cores.push_back(core);
+      }
+    }
+  }
+  return cores;
+}
+
+std::optional<HostMap::Device> HostMap::find(std::string_view address) const {
+  std::string name(address);
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
+  std::error_code missing;
+  const auto path = std::filesystem::canonical(sys_ / "bus/pci/devices" / name, missing);
+  if (name.empty() || missing) {
+    return std::nullopt;
+  }
+  Device device;
+  for (const std::filesystem::path& part : path) {
+    if (!device.way.empty() || part.string().starts_with("pci")) {
+      device.way.push_back(part);
+    }
+  }
+  device.cores = cores_in(path / "local_cpulist");
+  if (device.cores.empty()) {
+    device.cores = usable_;
+  }
+  return device;
+}
+
+std::vector<int> HostMap::package_of(const std::vector<int>& cores) const {
+  if (cores.empty()) {
+    return {};
+  }
+  const std::string core = "cpu" + std::to_string(cores.front());
+  return cores_in(
+      std::filesystem::path("devices/system/cpu") / core / "topology/core_siblings_list"
+  );
+}
+
+std::vector<HostMap::Ring> HostMap::rings_around(std::string_view address) const {
+  if (address.empty()) {
+    return {[this](const Device& card) { return !common(card.cores, usable_).empty(); }};
+  }
+  const std::optional<Device> device = find(address);
+  if (!device) {
+    return {};
+  }
+  std::vector<Ring> rings;
+  for (size_t shared = device->way.size(); shared > 0; --shared) {
+    rings.emplace_back([way = device->way, shared](const Device& card) {
+      return std::ranges::mismatch(way, card.way).in1 - way.begin() >=
+             static_cast<std::ptrdiff_t>(shared);
+    });
+  }
+  for (const Cores& part : {device->cores, package_of(device->cores)}) {
+    rings.emplace_back([part](const Device& card) {
+      return std::ranges::includes(part, card.cores);
+    });
+  }
+  rings.emplace_back([](const Device& /*card*/) { return true; });
+  return rings;
 }
 
 std::vector<size_t> HostMap::nearest(std::string_view device, std::span<const std::string> cards)
     const {
-  if (topology_ == nullptr) {
-    return all_of(cards.size());
-  }
-  std::vector<hwloc_obj_t> objects;
-  for (const std::string& card : cards) {
-    objects.push_back(topology_->find(card));
-  }
-  std::vector<size_t> near;
-  const auto collect = [&](const auto& is_near) {
-    for (size_t i = 0; i < objects.size(); ++i) {
-      if (objects[i] != nullptr && is_near(objects[i])) {
+  std::vector<std::optional<Device>> known;
+  std::ranges::transform(cards, std::back_inserter(known), [&](const std::string& card) {
+    return find(card);
+  });
+  for (const Ring& is_near : rings_around(device)) {
+    std::vector<size_t> near;
+    for (size_t i = 0; i < known.size(); ++i) {
+      if (known[i] && is_near(*known[i])) {
         near.push_back(i);
       }
     }
-  };
-  if (device.empty()) {
-    collect([&](hwloc_obj_t card) {
-      return hwloc_bitmap_iszero(topology_->cores_of(card).get()) == 0;
-    });
+    if (!near.empty()) {
+      return near;
+    }
   }
-  // From the device up: its switch, its bridge, its part of the machine, the machine.
-  for (auto from = topology_->find(device); from != nullptr && near.empty(); from = from->parent) {
-    collect([&](hwloc_obj_t card) { return is_within(card, from); });
-  }
-  return near.empty() ? all_of(cards.size()) : near;
+  std::vector<size_t> all(cards.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  return all;
 }
 
 std::vector<int> HostMap::cores_near(std::string_view device) const {
-  std::vector<int> cores;
-  const hwloc_obj_t object = topology_ == nullptr ? nullptr : topology_->find(device);
-  if (object == nullptr) {
-    return cores;
+  const std::optional<Device> found = find(device);
+  if (!found) {
+    return {};
   }
-  const CoreSet near = topology_->cores_of(object);
-  if (hwloc_bitmap_isequal(near.get(), topology_->usable.get()) == 0) {
-    for (int core = hwloc_bitmap_first(near.get()); core >= 0;
-         core = hwloc_bitmap_next(near.get(), core)) {
-      cores.push_back(core);
-    }
-  }
-  return cores;
+  Cores near = common(found->cores, usable_);
+  return near == usable_ ? Cores() : near;
 }
 
 }  // namespace weft

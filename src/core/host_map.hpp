@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which cores and cards of a host lie near each other, as hwloc sees it. Cards and GPUs are named
-// by PCI address, "0000:17:00.0". host_map_none.cpp answers for builds without hwloc: nothing is
-// known.
+// Which cores and cards of a host lie near each other, as Linux tells below /sys. Cards and GPUs
+// are named by PCI address, "0000:17:00.0".
 #pragma once
 
-#include <memory>
+#include <filesystem>
+#include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -14,14 +15,11 @@ namespace weft {
 
 class HostMap {
  public:
-  // This host, read at the first call; what cannot be read is not known.
+  // This host, and the cores that the process may use at the first call.
   static const HostMap& here();
-  // Another, from hwloc's XML, of whose cores the process may use `usable` (empty: all). Throws
-  // Error (kInvalidArgument).
-  explicit HostMap(const std::string& xml, std::span<const int> usable = {});
-  ~HostMap();
-  HostMap(const HostMap&) = delete;
-  HostMap& operator=(const HostMap&) = delete;
+  // A host that is described below `sys` as Linux does below /sys; the process may use its cores
+  // `usable`, ascending (empty: all). What cannot be read there is not known.
+  explicit HostMap(std::filesystem::path sys, std::vector<int> usable = {});
 
   // The indices of those `cards` that are nearest to `device`, ascending; without a device, of
   // those next to a core that the process may use. All of them where nothing tells them apart.
@@ -32,10 +30,22 @@ class HostMap {
   [[nodiscard]] std::vector<int> cores_near(std::string_view device) const;
 
  private:
-  struct Topology;
-  explicit HostMap(std::unique_ptr<Topology> topology);
+  struct Device {
+    std::vector<std::string> way;  // from the host's bridge by the switches' to the device
+    std::vector<int> cores;        // next to it, ascending
+  };
+  using Ring = std::function<bool(const Device&)>;
+  // Which cards are near `address`, from the narrowest ring to the widest: behind the same switch,
+  // the same bridge; on the same part of the machine; any that is known.
+  [[nodiscard]] std::vector<Ring> rings_around(std::string_view address) const;
+  [[nodiscard]] std::optional<Device> find(std::string_view address) const;
+  // What the file says, as in "0-3,8"; nothing without it.
+  [[nodiscard]] std::vector<int> cores_in(const std::filesystem::path& file) const;
+  // All of the package in which these cores are; nothing if that is not known.
+  [[nodiscard]] std::vector<int> package_of(const std::vector<int>& cores) const;
 
-  std::unique_ptr<Topology> topology_;  // null: nothing is known
+  std::filesystem::path sys_;
+  std::vector<int> usable_;
 };
 
 // Keeps the calling thread on these cores. With no cores, or where the system refuses, nothing

@@ -3,6 +3,7 @@
 
 import ast
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import metadata, resources
@@ -12,7 +13,7 @@ import pytest
 
 import weft.config
 import weft.dispatcher
-from weft import _core
+from weft import _build_version, _core
 
 
 def test_the_stub_lists_every_class_and_member():
@@ -32,33 +33,77 @@ def test_public_names_are_documented(module):
         assert getattr(module, name).__doc__, name
 
 
-def test_the_program_is_of_the_version_of_the_package():
-    if not resources.files("weft").joinpath("bin", "weft").is_file():
-        pytest.skip("the package was not installed from a wheel")
-    assert metadata.version("weft") == weft.__version__
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "--version"], capture_output=True, text=True, timeout=60
-    )
+def program(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "weft", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def has_program():
+    if not hasattr(_core, "run_program"):
+        pytest.skip("the module was built without the program")
+
+
+def test_the_program_is_of_the_version_of_the_package(has_program):
+    done = program("--version")
     assert done.stdout == f"weft {weft.__version__}\n", done.stderr
 
 
-def test_a_wheel_holds_the_package_the_module_and_the_program():
+def test_the_program_passes_words_and_exit_codes_on(has_program):
+    done = program("plan", "--ranks", "4", "--tokens", "5")
+    assert done.returncode == 0 and "4 ranks" in done.stdout, done.stderr
+    done = program("nonsense")
+    assert done.returncode == 2 and '"nonsense" is not one of' in done.stderr
+
+
+def test_the_programs_ranks_are_processes_of_their_own(has_program):
+    done = program("check", "--quick", "--ranks", "2", "--transport", "shm")
+    assert done.returncode == 0 and "equal the reference" in done.stdout, done.stderr
+
+
+def test_a_reader_that_goes_away_ends_the_program_as_it_ends_others(has_program):
+    words = f"{sys.executable} -m weft info --json"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"exec 3> >(exec 0<&-); sleep 0.5; {words} >&3"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 128 + signal.SIGPIPE, done.stderr
+
+
+def is_from_a_wheel() -> bool:
+    try:
+        package = metadata.distribution("weft")
+    except metadata.PackageNotFoundError:
+        return False
+    return Path(package.locate_file("weft/__init__.py")) == Path(weft.__file__)
+
+
+def test_a_wheel_holds_the_package_and_the_module():
+    if not is_from_a_wheel():
+        pytest.skip("the package was not installed from a wheel")
+    assert metadata.version("weft") == weft.__version__
     files = {str(file) for file in metadata.files("weft") if not file.suffix == ".pyc"}
     installed = {f for f in files if f.startswith("weft/")}
-    if "weft/bin/weft" not in installed:
-        pytest.skip("the package was not installed from a wheel")
     package = Path(__file__).parents[3] / "python" / "weft"
     sources = {f"weft/{f.relative_to(package)}" for f in package.rglob("*") if f.is_file()}
     sources = {file for file in sources if "__pycache__" not in file}
     module = Path(_core.__file__).name
-    assert installed == sources | {f"weft/{module}", "weft/_build_version.py", "weft/bin/weft"}
+    assert installed == sources | {f"weft/{module}", "weft/_build_version.py"}
     others = {f for f in files - installed if not f.startswith("weft-")}
     assert {Path(file).name for file in others} <= {"weft"}  # the command
 
 
+def test_the_module_asks_for_nothing_that_another_machine_may_lack():
+    if not _build_version.PORTABLE:
+        pytest.skip("the module was built for this machine alone")
+    tool = Path(__file__).parents[3] / "tools" / "check_wheel.py"
+    done = subprocess.run([sys.executable, tool, _core.__file__], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_compiled_module_of_another_version_is_refused(tmp_path):
     package = tmp_path / "weft"
-    shutil.copytree(Path(weft.__file__).parent, package, ignore=shutil.ignore_patterns("bin"))
+    shutil.copytree(Path(weft.__file__).parent, package)
     (package / "_build_version.py").write_text('VERSION = "99.1.2"\n')
     done = subprocess.run(
         [sys.executable, "-c", "import weft"], cwd=tmp_path, capture_output=True, text=True
