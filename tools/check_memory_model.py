@@ -18,8 +18,8 @@ DOCUMENT = "docs/memory_model.md"
 DEVICE = [
     *["store_relaxed_sys", "store_release_sys", "load_acquire_sys", "load_acquire_gpu", "load_relaxed_sys"],
     *["add_acq_rel_gpu", "fence_sys", "fence_gpu", "fence_async_proxy", "bulk_load", "bulk_store", "wait_stores_read"],
-    *["wait_stores", "arrive", "init_barrier", "publish_barriers", "try_wait_barrier", "wait_barrier"],
-    *["wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicMax", "volatile"],
+    *["fence_async_proxy_shared", "wait_stores", "arrive", "init_barrier", "publish_barriers", "try_wait_barrier"],
+    *["wait_barrier", "wait_reached", "wait_reached_warp", "report_progress", "signal_chunks", "atomicMax", "volatile"],
     *["atomicExch", "atomicOr", "__threadfence_block", "__threadfence", "__threadfence_system"],
 ]
 HOST = ["memory_order_release", "memory_order_acquire", "memory_order_acq_rel", "memory_order_seq_cst", "volatile", "write_word"]

@@ -137,6 +137,7 @@ __device__ void add_rows(
         bits[i] = first + i * kStep < bytes ? *reinterpret_cast<const uint4*>(data + i * kStep)
                                             : uint4{0, 0, 0, 0};
       }
+      ptx::fence_async_proxy_shared();  // the loads have returned
       ptx::arrive(pipeline.row_empty + stage.index);
       stage.advance(stages.count);
       const float scale = kScaled ? scales[row] : 1.0F;

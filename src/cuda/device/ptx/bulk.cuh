@@ -33,10 +33,17 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
                : "memory");
 }
 
+// Between ordinary accesses of shared memory, loads included, and an arrival after which the engine
+// may touch it. An arrival by itself does not wait until loads have returned: it overtakes those
+// that a busy multiprocessor delays, and the engine writes over what they are still to read.
+__device__ __forceinline__ void fence_async_proxy_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // After init_barrier() and before the first use of the barrier by the copy engine.
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_proxy_shared();
 }
 
 // Loads; the barrier completes a phase when all bytes have come.
