@@ -131,8 +131,7 @@ int overlapped_sms(int num_gpu_sms, bool is_copied_dispatch) {
   return std::max(2, num_gpu_sms * (is_copied_dispatch ? 16 : 8) / 33 / 2 * 2);
 }
 
-// Not by themselves: beside computation on two H100 some sums that copy engines had carried were
-// wrong (docs/overlap.md).
+// Not by themselves until losses have been seen to be equal again with them (docs/overlap.md).
 bool overlapped_copies() {
   return Env::read().copy_engines == CopyEngines::kAlways;
 }

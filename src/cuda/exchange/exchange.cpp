@@ -146,9 +146,9 @@ void CudaExchange::set_up(uint64_t stamp) {
     packed_.create(peers * control_map_.copied_stride, context_);
     if (peers > 0 && context_.rank == 0) {
       log(LogLevel::kWarn,
-          "exchange: copy engines are asked for, whose sums were wrong on two H100 beside "
-          "computation "
-          "(docs/overlap.md)");
+          "exchange: room for copy engines, which have not been seen right beside computation "
+          "since "
+          "a defect of combine was mended (docs/overlap.md)");
     }
   }
   weft::prepare_plan(plan_map_);
