@@ -17,7 +17,8 @@
 //   NO_STAGE_WAIT     the loader loads a row without waiting for its stage
 //   WAITS_FOR_FIRST   of the stages that it loads together, the loader waits for the first
 //   NO_ROW_WAIT       an adding warp reads a row without waiting for it
-//   ARRIVES_FIRST     an adding warp arrives at a stage before it has read it
+//   ARRIVES_FIRST     an adding warp arrives at a stage before it has read it, as it may while its
+//                     loads are under way: a fence has to stand before the arrival
 //   ONE_ADDER_COUNTS  a stage counts as free when one of the adding warps has arrived
 //   NO_END            a loader that gives up leaves without an item that says so
 #ifndef ITEMS
