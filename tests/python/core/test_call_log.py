@@ -87,7 +87,7 @@ def test_each_call_is_shown_with_what_it_was_given(ranks):
             "num_max_dispatch_tokens_per_rank=8, num_experts=3, use_fp8=True, use_nvfp4=True)",
             "low_latency_dispatch raised BadCall after",
             f"plan(topk_idx=int64[{t}, 1], layout=expert_major, pad_multiple=1, expert_stride=0, "
-            "overflow=drop, order=rank, num_sms=0)",
+            "overflow=drop, order=rank, balance=0, num_sms=0)",
             "plan returned after",
             f"dispatch(plan=<Plan>, x=bfloat16[{t}, 128], quantise=none, num_sms=0)",
             "dispatch returned after",
