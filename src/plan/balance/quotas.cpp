@@ -26,7 +26,9 @@ std::vector<std::vector<int32_t>> places_of_experts(const Placement& placement) 
   }
   for (size_t expert = 0; placement.block_rows > 1 && expert < places.size(); ++expert) {
     const int32_t master = placement.shape.master_of(static_cast<int>(expert));
-    std::ranges::stable_partition(places[expert], [&](int32_t place) { return place != master; });
+    std::stable_partition(places[expert].begin(), places[expert].end(), [&](int32_t place) {
+      return place != master;
+    });
   }
   return places;
 }
