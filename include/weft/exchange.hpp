@@ -25,7 +25,9 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -53,7 +55,20 @@ enum class Mover : uint8_t {
   kBulk,    // the bulk copy engine, compute capability 9.0 and later
 };
 
-// Same on every rank, except num_threads, num_sms, mover, fan_out and timeout.
+// What becomes of a call during which ranks die, leave, or let a deadline pass.
+enum class PeerLoss : uint8_t {
+  kFail,  // it throws on all other ranks, and the exchange can no longer be used
+  // CPU exchanges of one host: it ends without them, on all others with the same members and the
+  // bits of an exchange that had only these. A token's routes to experts of lost ranks give
+  // nothing, and lost ranks have no tokens. A dispatch or combine by an older plan keeps its slots;
+  // dispatch fills the rows of lost ranks with zeros. A rank that was given up and comes back gets
+  // a PeerError. Threads of one process are lost only by leaving.
+  kShrink,
+};
+
+struct CallReport;
+
+// Same on every rank, except num_threads, num_sms, mover, fan_out, timeout and on_loss.
 struct ExchangeConfig {
   int64_t hidden = 0;      // elements of a token; hidden * dtype bytes must be a multiple of 16
   int64_t max_tokens = 0;  // most tokens a rank ever passes in one call
@@ -70,6 +85,16 @@ struct ExchangeConfig {
   // times the rows that a rank can get.
   bool copy_engines = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(30);  // of every wait
+  PeerLoss on_peer_loss = PeerLoss::kFail;
+  // With kShrink: called by the thread of a call that has lost ranks, before the call returns.
+  std::function<void(const CallReport&)> on_loss = {};
+};
+
+// Who takes part, with PeerLoss::kShrink. The same on all ranks that are left when a call is over.
+struct CallReport {
+  uint64_t epoch = 0;      // how often the members have changed
+  std::vector<int> alive;  // ascending
+  std::vector<int> lost;   // by the last call, ascending
 };
 
 // Rows in memory that peers can write: dispatch into it needs no staging copy. Returns to the
@@ -171,6 +196,14 @@ class Exchange {
   // Local. Throws what a call that has finished on the GPU found; on a CPU why the exchange can no
   // longer be used.
   void check();
+
+  // Local. What the last call has found; with PeerLoss::kFail all ranks are alive.
+  [[nodiscard]] CallReport report() const;
+  // Local. The next call, of all ranks, ends without these, as if they had died. Those among them
+  // that live get a PeerError. Throws Error: kInvalidArgument for this rank and for ranks out of
+  // range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
+  // left.
+  void mask(std::span<const int> ranks);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds
   // that this rank has waited for each peer since the exchange was made, as stats() has them: with

@@ -64,6 +64,7 @@ class Group {
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
   friend Group make_group(int rank, int num_ranks, AllGather all_gather);
   friend Group part_of(const Group& group, const std::vector<int>& members);
+  friend Group with_control(const Group& group, AllGather all_gather);
   std::shared_ptr<State> state_;
 };
 

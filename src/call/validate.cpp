@@ -376,6 +376,13 @@ void validate_config(const ExchangeConfig& config, const Context& context) {
   check("timeout", config.timeout.count(), 1, kMaxTimeoutMs);
   check("num_sms", config.num_sms, 0, kMaxInt32);
   check("device.index", config.device.index, 0, kMaxInt32);
+  WEFT_CHECK(
+      context,
+      config.on_peer_loss == PeerLoss::kFail || config.device.kind == Device::Kind::kCpu,
+      ErrorCode::kUnsupported,
+      "exchange: on_peer_loss = shrink on {} (so far on CPUs)",
+      device_text(config.device)
+  );
 }
 
 void agree_on_config(
@@ -387,8 +394,14 @@ void agree_on_config(
       more_checks();
     }
   });
-  static constexpr std::array<std::string_view, 6> kNames = {
-      "hidden", "max_tokens", "num_experts", "max_topk", "device is a GPU", "copy_engines"};
+  static constexpr std::array<std::string_view, 7> kNames = {
+      "hidden",
+      "max_tokens",
+      "num_experts",
+      "max_topk",
+      "device is a GPU",
+      "copy_engines",
+      "on_peer_loss"};
   using Fields = std::array<int64_t, kNames.size()>;
   const Fields own = {
       config.hidden,
@@ -396,7 +409,8 @@ void agree_on_config(
       config.num_experts,
       config.max_topk,
       config.device.kind == Device::Kind::kCuda,
-      config.copy_engines};
+      config.copy_engines,
+      static_cast<int64_t>(config.on_peer_loss)};
   const std::vector<Bytes> blocks = group.all_gather(std::as_bytes(std::span(own)));
   for (size_t rank = 0; rank < blocks.size(); ++rank) {
     const auto theirs = block_value<Fields>(blocks[rank], rank, context_of(group));

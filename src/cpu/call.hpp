@@ -27,6 +27,11 @@ struct CpuRank {
   // [signals.size()] the number each signal has once all finished calls are accounted for. Signals
   // are never reset: a call knows from its plan by how much each will grow.
   std::vector<uint64_t>& settled;
+  const Survival* survival = nullptr;  // null: no rank can be lost
+
+  [[nodiscard]] bool is_lost(size_t rank) const {
+    return survival != nullptr && survival->is_lost(static_cast<int>(rank));
+  }
 };
 
 // What belongs to one call.

@@ -44,7 +44,8 @@ CpuExchange::CpuExchange(
     : settings_(wanted),
       context_(context_of(group)),
       id_(next_exchange_id++),
-      domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)) {
+      domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)),
+      make_(make) {
   agree_on_config(group, settings_);
   const Env env = Env::read();
   if (settings_.num_threads == 0) {
@@ -70,24 +71,28 @@ CpuExchange::CpuExchange(
       context_.num_ranks
   );
   settled_.resize(signals_.size());
-  transport_ = make(
+  transport_ = make_(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
   settings_.transport = transport_->name();
   context_.transport = settings_.transport;
-  waiter_ =
-      std::make_unique<Waiter>(*transport_, context_, settings_.timeout, signals_.interrupted(0));
+  if (settings_.on_peer_loss == PeerLoss::kShrink) {
+    survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
+  }
+  waiter_ = std::make_unique<Waiter>(
+      *transport_, context_, settings_.timeout, signals_.interrupted(0), survival_.get()
+  );
   agree(group, [&] {
     workers_ = std::make_unique<WorkerPool>(
         settings_.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
     );
   });
   pool_ = std::make_shared<BufferPool>(transport_);
-  connect(group);
+  connect(group, 0);
 }
 
-// Tells every rank where this rank's control region is.
-void CpuExchange::connect(const Group& group) {
+// Tells every rank where this rank's control region is. Calls are numbered on from `num_calls`.
+void CpuExchange::connect(const Group& group, uint64_t num_calls) {
   const auto ranks = static_cast<uint64_t>(context_.num_ranks);
   control_map_ = {
       .num_ranks = ranks,
@@ -100,20 +105,86 @@ void CpuExchange::connect(const Group& group) {
   agree(group, [&] { control_ = transport_->allocate(control_map_.num_bytes()); });
   const std::vector<Bytes> refs = group.all_gather(std::as_bytes(std::span(&control_.ref, 1)));
   agree(group, [&] {  // nobody leaves the constructor before everybody can be written to
+    control_slots_.assign(refs.size(), 0);
     for (size_t rank = 0; rank < refs.size(); ++rank) {
-      const auto ref = block_value<RegionRef>(refs[rank], rank, context_);
-      transport_->import(static_cast<int>(rank), ref);
-      control_slots_.push_back(ref.slot);
+      if (!is_lost()(static_cast<int>(rank))) {
+        const auto ref = block_value<RegionRef>(refs[rank], rank, context_);
+        transport_->import(static_cast<int>(rank), ref);
+        control_slots_[rank] = ref.slot;
+      }
     }
+    std::memset(control_.data, 0, control_map_.record_offset(0));  // the words of lost ranks
     board_ = std::make_unique<CallBoard>(
-        *transport_, *waiter_, context_, control_map_, signals_, control_.data, control_slots_
+        *transport_,
+        *waiter_,
+        context_,
+        control_map_,
+        signals_,
+        control_.data,
+        control_slots_,
+        num_calls,
+        survival_.get()
     );
   });
 }
 
+void CpuExchange::leave() {
+  if (survival_) {
+    survival_->leave();
+  }
+}
+
 CpuExchange::~CpuExchange() {
+  leave();
   if (transport_) {
     transport_->close();  // a Buffer may keep the memory alive, peers shall not wait for it
+  }
+}
+
+// Whatever an attempt comes to, a refusal too, holds only when it has come to that on all ranks.
+void CpuExchange::run_attempts(Op op, const std::function<void()>& attempt) {
+  check();
+  const uint64_t num_calls = board_->last_call();
+  const ExchangeStats counters = survival_ ? counters_ : ExchangeStats();
+  if (survival_) {
+    survival_->begin_call();
+  }
+  std::exception_ptr refusal;
+  for (bool is_over = false, is_first = true; !is_over; is_first = false) {
+    refusal = nullptr;
+    try {
+      if (!is_first) {
+        counters_ = counters;
+        reconnect(num_calls);
+      }
+      if (survival_) {
+        survival_->look();
+      }
+      try {
+        attempt();
+      } catch (const Refused& refused) {
+        refusal = refused.reason;
+      } catch (const Error& error) {
+        // Raised on every rank from the same handshakes, before anything was written.
+        if (error.code() != ErrorCode::kInvalidArgument) {
+          throw;
+        }
+        refusal = std::current_exception();
+      }
+      is_over = !survival_ || survival_->finish_call(op_name(op));
+    } catch (const Error& error) {
+      settle(op, error);
+    } catch (...) {
+      broken_ = std::current_exception();
+      leave();
+      throw;
+    }
+  }
+  if (settings_.on_loss && survival_ && !survival_->lost_in_call().empty()) {
+    settings_.on_loss(report());
+  }
+  if (refusal) {
+    std::rethrow_exception(refusal);
   }
 }
 
@@ -150,6 +221,7 @@ std::exception_ptr CpuExchange::cause_of(Op op, const Error& error) const {
 
 void CpuExchange::break_off(Op op, const Error& error) {
   broken_ = cause_of(op, error);
+  leave();
   for (int peer = 0; peer < context_.num_ranks && error.code() == ErrorCode::kInterrupted; ++peer) {
     try {
       if (peer != context_.rank) {
@@ -161,23 +233,27 @@ void CpuExchange::break_off(Op op, const Error& error) {
   std::rethrow_exception(broken_);
 }
 
-// Nobody waits for the dispatch behind a plan: every rank throws in the plan.
 bool CpuExchange::refuse(Op op, std::string_view reason, const CallOptions& /*call*/) {
   if (!broken_) {
-    call_number_ = board_->next_call();
-    try {
-      board_->refuse(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason);
-    } catch (const Error& error) {
-      if (error.code() == ErrorCode::kInterrupted) {
-        break_off(op, error);
-      }
-      // The others never called: what this rank refuses for is the error to throw.
-      broken_ = std::current_exception();
-    } catch (...) {
-      broken_ = std::current_exception();
-    }
+    run_attempts(op, [&] { refuse_attempt(op, reason); });
   }
   return true;
+}
+
+// Nobody waits for the dispatch behind a plan: every rank throws in the plan.
+void CpuExchange::refuse_attempt(Op op, std::string_view reason) {
+  call_number_ = board_->next_call();
+  try {
+    board_->refuse(op == Op::kPlanAndDispatch ? Op::kPlan : op, reason);
+  } catch (const Error& error) {
+    if (survival_ || error.code() == ErrorCode::kInterrupted) {
+      throw;
+    }
+    // The others never called: what this rank refuses for is the error to throw.
+    broken_ = std::current_exception();
+  } catch (...) {
+    broken_ = std::current_exception();
+  }
 }
 
 CallWord CpuExchange::new_word(const Call& call) const {

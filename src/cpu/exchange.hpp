@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -14,9 +16,11 @@
 #include "cpu/call.hpp"
 #include "cpu/protocol/buffer_pool.hpp"
 #include "cpu/protocol/call_board.hpp"
+#include "cpu/survive/survival.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
+#include "plan/without.hpp"
 #include "weft/exchange.hpp"
 
 namespace weft {
@@ -52,6 +56,8 @@ class CpuExchange : public Executor {
       std::rethrow_exception(broken_);
     }
   }
+  [[nodiscard]] CallReport report() const override;
+  void mask(std::span<const int> ranks) override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
@@ -66,9 +72,26 @@ class CpuExchange : public Executor {
 
   // One collective call: `prepare()` looks at this rank's arguments alone and may refuse them,
   // which makes every rank throw and does no harm; `run(prepared)` talks to the others, and its
-  // failures are final.
+  // failures are final, or both are done again by those that are left.
   template <class Prepare, class Run>
-  auto run_call(Op op, const Prepare& prepare, const Run& run);
+  void run_call(Op op, const Prepare& prepare, const Run& run);
+  void run_attempts(Op op, const std::function<void()>& attempt);
+  // What prepare() threw, when the others have been told.
+  struct Refused {
+    std::exception_ptr reason;
+  };
+  void refuse_attempt(Op op, std::string_view reason);
+  // The end of the exchange, unless the attempt failed because ranks are lost.
+  void settle(Op op, const Error& error);
+  // Those who go on without lost ranks do so without this one, too.
+  void leave();
+  // The same exchange among those that are left, after so many calls.
+  void reconnect(uint64_t num_calls);
+  [[nodiscard]] IsLost is_lost() const {
+    return [this](int rank) { return survival_ != nullptr && survival_->is_lost(rank); };
+  }
+  // What of a plan concerns those that are left. Valid until the members change.
+  [[nodiscard]] const PlanData& surviving(const Plan& plan);
 
   // The exception being handled, or how a peer has ended if the call failed by that.
   [[nodiscard]] std::exception_ptr cause_of(Op op, const Error& error) const;
@@ -91,7 +114,7 @@ class CpuExchange : public Executor {
   [[nodiscard]] bool may_touch_peers() const;
   void count_crossings(const CrossingCount& count, int64_t row_bytes);
   [[nodiscard]] CpuRank cpu_rank() {
-    return {*transport_, *waiter_, *workers_, signals_, settled_};
+    return {*transport_, *waiter_, *workers_, signals_, settled_, survival_.get()};
   }
 
   ExchangeConfig settings_;  // "auto" and 0 resolved
@@ -102,6 +125,9 @@ class CpuExchange : public Executor {
   ControlMap control_map_;
   SignalMap signals_;
   std::vector<uint64_t> settled_;
+  TransportMaker make_;
+  std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
+  std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;
@@ -113,35 +139,25 @@ class CpuExchange : public Executor {
   std::exception_ptr broken_;  // why the exchange can no longer be used
   ExchangeStats counters_;
 
-  void connect(const Group& group);
+  void connect(const Group& group, uint64_t num_calls);
 };
 
 template <class Prepare, class Run>
-auto CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
-  if (broken_) {
-    std::rethrow_exception(broken_);
-  }
-  const auto prepared = [&] {
-    try {
-      return prepare();
-    } catch (const std::exception& reason) {  // no memory is a reason, too
-      refuse(op, reason.what(), {});
-      throw;
-    }
-  }();
-  call_number_ = board_->next_call();
-  try {
-    return run(prepared);
-  } catch (const Error& error) {
-    // Raised on every rank from the same handshakes, before anything was written.
-    if (error.code() == ErrorCode::kInvalidArgument) {
-      throw;
-    }
-    break_off(op, error);
-  } catch (...) {
-    broken_ = std::current_exception();
-    throw;
-  }
+void CpuExchange::run_call(Op op, const Prepare& prepare, const Run& run) {
+  const auto attempt = [&] {
+    const auto prepared = [&] {
+      try {
+        return prepare();
+      } catch (const std::exception& reason) {  // no memory is a reason, too
+        const std::exception_ptr refused = std::current_exception();
+        refuse_attempt(op, reason.what());
+        throw Refused{refused};
+      }
+    }();
+    call_number_ = board_->next_call();
+    run(prepared);
+  };
+  run_attempts(op, std::ref(attempt));
 }
 
 }  // namespace weft

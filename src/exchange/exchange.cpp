@@ -2,6 +2,8 @@
 // The public class: checks what holds for every executor and hands over to the one that was chosen.
 #include "weft/exchange.hpp"
 
+#include <numeric>
+
 #include "call/call.hpp"
 #include "call/executor.hpp"
 #include "core/check.hpp"
@@ -43,6 +45,21 @@ Plan Executor::dispatch_routed(
   Plan plan = make_plan(routing, options, call);
   dispatch(plan, in, out, call);
   return plan;
+}
+
+CallReport Executor::report() const {
+  CallReport report;
+  report.alive.resize(static_cast<size_t>(context().num_ranks));
+  std::iota(report.alive.begin(), report.alive.end(), 0);
+  return report;
+}
+
+void Executor::mask(std::span<const int> /*ranks*/) {
+  WEFT_RAISE(
+      context(),
+      ErrorCode::kUnsupported,
+      "mask: the exchange was not made with on_peer_loss = shrink"
+  );
 }
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
@@ -132,6 +149,14 @@ void Exchange::refuse(Op op, std::string_view reason, const CallOptions& call) {
 
 void Exchange::check() {
   own(executor_).check();
+}
+
+CallReport Exchange::report() const {
+  return executor_->report();
+}
+
+void Exchange::mask(std::span<const int> ranks) {
+  own(executor_).mask(ranks);
 }
 
 void Exchange::add_waits(const Tensor& sums, int64_t times, void* stream) {

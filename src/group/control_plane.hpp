@@ -32,6 +32,9 @@ namespace weft {
 // all make the same calls on it.
 [[nodiscard]] Group part_of(const Group& group, const std::vector<int>& members);
 
+// The same ranks in the same places, who speak by `all_gather`.
+[[nodiscard]] Group with_control(const Group& group, AllGather all_gather);
+
 // Ranks that are threads of one process meet at a shared table. One function per rank; a rank that
 // has dropped the last copy of its own has left.
 [[nodiscard]] std::vector<AllGather> make_local_control(

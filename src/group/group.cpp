@@ -94,6 +94,11 @@ Group part_of(const Group& group, const std::vector<int>& members) {
       make_topology({ranks}, std::move(hosts), group.topology().one_process)}));
 }
 
+Group with_control(const Group& group, AllGather all_gather) {
+  return Group(std::make_shared<Group::State>(Group::State{
+      group.rank(), group.num_ranks(), std::move(all_gather), group.topology()}));
+}
+
 int Group::rank() const {
   return state_->rank;
 }

@@ -109,6 +109,27 @@ bool populate_pages(std::byte* data, uint64_t bytes) {
   return true;
 }
 
+void make_private(std::byte* data, uint64_t bytes) {
+  const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+  const uint64_t whole = (bytes + page - 1) / page * page;
+  void* const copy =
+      ::mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  WEFT_CHECK(
+      Context{},
+      copy != MAP_FAILED,
+      ErrorCode::kOutOfMemory,
+      "map: no {} B of memory ({})",
+      whole,
+      errno_text("mmap", errno)
+  );
+  std::memcpy(copy, data, bytes);
+  WEFT_SYS(
+      Context{},
+      ErrorCode::kInternal,
+      ::mremap(copy, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, data) == MAP_FAILED ? -1 : 0
+  );
+}
+
 // Every page is made present at once: faults taken one by one cost more than the zeroing. For 256
 // MiB (Xeon at 2.3 GHz in a virtual machine, 2026-11-20) first touch of lazy pages takes 148 ms.
 SharedMemory SharedMemory::create(uint64_t bytes) {

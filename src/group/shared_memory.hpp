@@ -29,6 +29,10 @@ using Pages = std::unique_ptr<std::byte, UnmapPages>;
 // later store. False: the kernel is too old to say (before 5.14). Throws Error (kOutOfMemory).
 bool populate_pages(std::byte* data, uint64_t bytes);
 
+// Replaces the pages that hold these bytes, which begin a page, by private ones of the same
+// contents. Throws Error (kOutOfMemory).
+void make_private(std::byte* data, uint64_t bytes);
+
 // What another process needs to map it; trivially copyable, travels between ranks.
 struct SharedMemoryRef {
   uint64_t bytes = 0;

@@ -103,6 +103,13 @@ struct PlanShape {
   const auto a = static_cast<size_t>(i);
   return returns_sum(shape, pair, i) ? 1 : pair.route_begin[a + 1] - pair.route_begin[a];
 }
+// A pair without any.
+[[nodiscard]] inline Arrivals no_arrivals(const PlanShape& shape) {
+  Arrivals none;
+  none.one_row = shape.options.layout == Layout::kRankMajor;
+  none.route_begin = {0};
+  return none;
+}
 // Of all arrivals of a pair.
 [[nodiscard]] int64_t num_returned_rows(const PlanShape& shape, const Arrivals& pair);
 

@@ -59,9 +59,9 @@ std::string domains_obstacle(const Group& group, std::string_view kind) {
 
 template <std::unique_ptr<MemorySource> (*kMakeMemory)()>
 std::unique_ptr<Transport> make_mapped(
-    const Group& group, uint32_t num_signals, const TransportOptions& /*options*/, std::string_view
+    const Group& group, uint32_t num_signals, const TransportOptions& options, std::string_view
 ) {
-  return std::make_unique<MappedTransport>(kMakeMemory(), group, num_signals);
+  return std::make_unique<MappedTransport>(kMakeMemory(), group, num_signals, options.members);
 }
 
 // Best first.
@@ -156,7 +156,9 @@ std::string transport_obstacle(std::string_view name, const Group& group) {
 std::unique_ptr<Transport> make_transport(
     std::string_view name, const Group& group, uint32_t num_signals, const TransportOptions& options
 ) {
-  agree_on_name(name, group);
+  if (options.members.empty()) {  // else they have agreed before
+    agree_on_name(name, group);
+  }
   if (const auto faulty = parse_faulty_name(name)) {
     auto inner = make_transport(faulty->inner, group, num_signals, options);
     return std::make_unique<FaultyTransport>(std::move(inner), faulty->plan, group);

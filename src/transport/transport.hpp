@@ -105,6 +105,9 @@ class Transport {
 
 struct TransportOptions {
   std::chrono::milliseconds timeout = std::chrono::seconds(60);  // of a put that its peer holds up
+  // The ranks that are joined, for transports loopback and shm; empty: all. Others have blocks in
+  // no all_gather.
+  std::vector<int> members = {};
   std::string device = {};  // PCI address of the GPU whose rows it carries; empty: there is none
 };
 

@@ -153,14 +153,15 @@ Staging staging_for(const PlanData& plan, const CombineInput& in) {
 void CpuExchange::combine(
     const Plan& handle, const CombineInput& in, const CombineOutput& out, const CallOptions& call
 ) {
-  const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
+    const PlanData& plan = surviving(handle);
     Validator{context_, settings_, id_}.combine(plan, in, out);
     Staging ready = staging_for(plan, in);
     reserve_staging(ready.num_bytes);
     return ready;
   };
   run_call(Op::kCombine, prepare, [&](const Staging& ready) {
+    const PlanData& plan = surviving(handle);
     if (in.ready.marks.is_given()) {
       await_marks(cpu_rank(), call_number_, plan, in.ready, settings_.timeout, context_);
     }

@@ -37,6 +37,9 @@ inline void swap_source_weights(const CpuCall& call, const CombineInput& in) {
   std::vector<Missing> wanted;
   for (size_t step = 1; step < num_ranks; ++step) {
     const size_t peer = (self + step) % num_ranks;
+    if (call.rank.is_lost(peer)) {
+      continue;
+    }
     const Arrivals& pair = call.plan.sent[peer];
     std::vector<float> routes(pair.slot.size());
     gather_weights(call.plan, pair, {0, pair.size()}, weights, routes.data());

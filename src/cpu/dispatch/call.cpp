@@ -131,8 +131,8 @@ void run(const CpuCall& call, const DispatchInput& in, const DispatchOutput& out
 void CpuExchange::dispatch(
     const Plan& handle, const DispatchInput& in, const DispatchOutput& out, const CallOptions& call
 ) {
-  const PlanData& plan = contents_of(handle);
   const auto prepare = [&] {
+    const PlanData& plan = surviving(handle);
     Validator{context_, settings_, id_}.dispatch(plan, in, out);
     Ready ready = ready_for(in, out, *workers_, [&](const Tensor& tensor) {
       return pool_->find(tensor.data, static_cast<uint64_t>(tensor.num_bytes()));
@@ -150,6 +150,7 @@ void CpuExchange::dispatch(
     return ready;
   };
   run_call(Op::kDispatch, prepare, [&](const Ready& ready) {
+    const PlanData& plan = surviving(handle);
     const PayloadFormat payload = payload_of(in, out, plan.shape.topk);
     const CallWord word = new_word(
         {.op = Op::kDispatch,

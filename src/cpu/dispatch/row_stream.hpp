@@ -127,8 +127,12 @@ class RowWeights {
     }
   }
 
-  // Rows [begin, end) are padding, which exists only where a row has one weight.
-  void zero(int64_t begin, int64_t end) const { std::fill(data_ + begin, data_ + end, 0.0F); }
+  // Rows [begin, end) are padding.
+  void zero(int64_t begin, int64_t end) const {
+    const bool is_by_choice = plan_.shape.options.layout == Layout::kRankMajor;
+    const int64_t cols = is_by_choice ? plan_.shape.topk : 1;
+    std::fill(data_ + begin * cols, data_ + end * cols, 0.0F);
+  }
 
  private:
   const PlanData& plan_;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "cpu/exchange.hpp"
@@ -52,7 +53,7 @@ class RecordSwap {
   void send_own() const {
     std::vector<std::vector<std::byte>> records(plan_.sent.size());
     for_each(records.size(), [&](size_t peer) {
-      if (static_cast<int>(peer) != rank_) {
+      if (static_cast<int>(peer) != rank_ && !state_.is_lost()(static_cast<int>(peer))) {
         records[peer] = encode_records(plan_.sent[peer]);
       }
     });
@@ -63,7 +64,7 @@ class RecordSwap {
     }
     for (int step = 1; step < num_ranks_; ++step) {
       const int peer = (rank_ + step) % num_ranks_;
-      if (domains_.is_near(peer)) {
+      if (domains_.is_near(peer) && !state_.is_lost()(peer)) {
         send(peer, rank_, records[static_cast<size_t>(peer)]);
       }
     }
@@ -86,7 +87,7 @@ class RecordSwap {
   void wait_for_all() {
     std::vector<Missing> wanted;
     for (int source = 0; source < num_ranks_; ++source) {
-      if (source != rank_) {
+      if (source != rank_ && !state_.is_lost()(source)) {
         wanted.push_back(missing(source));
       }
     }
@@ -101,7 +102,11 @@ class RecordSwap {
     std::vector<Arrivals> from(static_cast<size_t>(num_ranks_));
     for_each(from.size(), [&](size_t source) {
       const bool is_own = static_cast<int>(source) == rank_;
-      from[source] = is_own ? plan_.sent[source] : pair_of(static_cast<int>(source), rank_);
+      if (state_.is_lost()(static_cast<int>(source))) {
+        from[source] = no_arrivals(plan_.shape);
+      } else {
+        from[source] = is_own ? plan_.sent[source] : pair_of(static_cast<int>(source), rank_);
+      }
     });
     return from;
   }
@@ -290,11 +295,24 @@ Plan CpuExchange::make_plan(
   const auto prepare = [&] {
     check_options(options, context_);
     check_balancing(options.balance, num_ranks, settings_.num_experts, context_);
-    return read_routing(
+    RouteTable routes = read_routing(
         routing, settings_.num_experts, settings_.max_topk, settings_.max_tokens, context_
     );
+    if (survival_ && survival_->epoch() > 0) {
+      WEFT_CHECK(
+          context_,
+          options.balance.replicas == 0,
+          ErrorCode::kUnsupported,
+          "plan: balance when ranks are lost ({} of {} are left)",
+          survival_->members().size(),
+          num_ranks
+      );
+      drop_routes_to(is_lost(), settings_.num_experts, num_ranks, routes);
+    }
+    return routes;
   };
-  return run_call(Op::kPlan, prepare, [&](const RouteTable& routes) {
+  std::optional<Plan> plan;
+  run_call(Op::kPlan, prepare, [&](const RouteTable& routes) {
     const RankCounts own = count_routes(routes, settings_.num_experts, num_ranks, options);
     CallWord word = new_word(
         {.op = Op::kPlan,
@@ -312,7 +330,8 @@ Plan CpuExchange::make_plan(
     const std::vector<CallWord> words = board_->swap(to, std::as_bytes(std::span(payload)));
     const std::vector<RankCounts> counts = counts_of(*board_, words, settings_.num_experts);
     if (options.balance.replicas == 0) {
-      return plan_by_counts(routes, counts, options);
+      plan = plan_by_counts(routes, counts, options);
+      return;
     }
     const Balance balance = balance_counts(counts, options.balance, domains_of(*domains_));
     const RouteTable physical = physical_routes(routes, balance, context_.rank);
@@ -322,8 +341,9 @@ Plan CpuExchange::make_plan(
       swap_arrivals(word, mine, all);
     }
     all[static_cast<size_t>(context_.rank)] = std::move(mine);
-    return plan_by_counts(physical, all, resolved_options(options, balance));
+    plan = plan_by_counts(physical, all, resolved_options(options, balance));
   });
+  return *std::move(plan);
 }
 
 }  // namespace weft

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/size_class.hpp"
+#include "group/shared_memory.hpp"
 
 namespace weft {
 namespace {
@@ -71,6 +72,13 @@ void BufferPool::release_unused() {
     transport_->release(region.ref);
   }
   unused_.clear();
+}
+
+void BufferPool::withdraw() {
+  const std::lock_guard lock(mutex_);
+  for (const Region& region : used_) {
+    make_private(region.data, region.ref.bytes);
+  }
 }
 
 uint64_t BufferPool::used_bytes() const {

@@ -23,6 +23,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   [[nodiscard]] std::optional<Region> find(const std::byte* data, uint64_t bytes) const;
   // Gives unused regions back to the system.
   void release_unused();
+  // Takes the pages in use away from all other processes: what these write there from now on is
+  // seen by nobody. Addresses and contents stay. Throws Error (kOutOfMemory).
+  void withdraw();
 
   [[nodiscard]] uint64_t used_bytes() const;
   [[nodiscard]] uint64_t unused_bytes() const;

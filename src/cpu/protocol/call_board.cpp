@@ -37,6 +37,9 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
   const uint64_t offset = map_.call_offset(call_, own);
   for (int step = 0; step < context_.num_ranks; ++step) {
     const int rank = (context_.rank + step) % context_.num_ranks;
+    if (is_lost(rank)) {
+      continue;
+    }
     std::memcpy(message_.data(), &words[static_cast<size_t>(rank)], sizeof(CallWord));
     if (rank == context_.rank) {  // own word and payload, where payload() looks for them
       std::memcpy(control_ + offset, message_.data(), message_.size());
@@ -61,18 +64,22 @@ void CallBoard::post(std::span<const CallWord> words, std::span<const std::byte>
 
 std::vector<CallWord> CallBoard::collect(const CallWord& own) {
   std::vector<Missing> wanted;
+  const uint64_t of_parity = (call_ - first_call_ + 1) / 2;  // calls so far
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    if (rank != context_.rank) {
-      wanted.push_back(
-          {.peer = rank, .signal = signals_.call(call_, rank), .wanted = (call_ + 1) / 2}
-          // calls of this parity so far
-      );
+    if (rank != context_.rank && !is_lost(rank)) {
+      wanted.push_back({.peer = rank, .signal = signals_.call(call_, rank), .wanted = of_parity});
     }
   }
   waiter_.until_raised({.op = op_name(own.op), .call = call_, .what = "handshake"}, wanted);
   std::vector<CallWord> words(static_cast<size_t>(context_.num_ranks));
   for (size_t rank = 0; rank < words.size(); ++rank) {
-    std::memcpy(&words[rank], control_ + map_.call_offset(call_, rank), sizeof(CallWord));
+    if (is_lost(static_cast<int>(rank))) {
+      words[rank].call = own.call;
+      words[rank].op = own.op;
+      words[rank].signature = own.signature;
+    } else {
+      std::memcpy(&words[rank], control_ + map_.call_offset(call_, rank), sizeof(CallWord));
+    }
   }
   return words;
 }

@@ -48,7 +48,9 @@ struct CallWord {
 
 class CallBoard {
  public:
-  // `control` is this rank's control region; every rank's is imported under slots[rank].
+  // `control` is this rank's control region, zeroed; every rank's is imported under slots[rank].
+  // `num_calls` were made before, whose signals do not count here. `survival`: who is lost, if
+  // ranks may be; their words are as those of ranks without tokens.
   CallBoard(
       Transport& transport,
       Waiter& waiter,
@@ -56,7 +58,9 @@ class CallBoard {
       const ControlMap& map,
       const SignalMap& signals,
       std::byte* control,
-      std::vector<uint32_t> slots
+      std::vector<uint32_t> slots,
+      uint64_t num_calls = 0,
+      const Survival* survival = nullptr
   )
       : transport_(transport),
         waiter_(waiter),
@@ -64,7 +68,13 @@ class CallBoard {
         map_(map),
         signals_(signals),
         control_(control),
-        slots_(std::move(slots)) {}
+        slots_(std::move(slots)),
+        survival_(survival),
+        first_call_(num_calls),
+        call_(num_calls) {}
+
+  // Number of the call that began last.
+  [[nodiscard]] uint64_t last_call() const { return call_; }
 
   // Number of the call that begins now, from 1.
   uint64_t next_call() { return ++call_; }
@@ -88,6 +98,9 @@ class CallBoard {
   void post(std::span<const CallWord> words, std::span<const std::byte> payload);
   [[nodiscard]] std::vector<CallWord> collect(const CallWord& own);
   void compare(std::span<const CallWord> words) const;
+  [[nodiscard]] bool is_lost(int rank) const {
+    return survival_ != nullptr && survival_->is_lost(rank);
+  }
 
   Transport& transport_;
   Waiter& waiter_;
@@ -96,7 +109,9 @@ class CallBoard {
   SignalMap signals_;
   std::byte* control_;
   std::vector<uint32_t> slots_;
-  uint64_t call_ = 0;
+  const Survival* survival_;
+  uint64_t first_call_;  // before those that signals of this board count
+  uint64_t call_;
   std::vector<std::byte> message_;
 };
 

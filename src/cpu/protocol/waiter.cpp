@@ -23,12 +23,14 @@ Waiter::Waiter(
     Transport& transport,
     const Context& context,
     std::chrono::milliseconds timeout,
-    uint32_t first_notice
+    uint32_t first_notice,
+    Survival* survival
 )
-    : transport_(transport),
+    : transport_(&transport),
       context_(context),
       timeout_(timeout),
       first_notice_(first_notice),
+      survival_(survival),
       wait_ns_(static_cast<size_t>(context.num_ranks)) {}
 
 void Waiter::until(
@@ -41,22 +43,26 @@ void Waiter::until(
     if (ready()) {
       return;
     }
-    transport_.progress();
+    transport_->progress();
     hwy::Pause();
   }
-  const auto start = transport_.now();
+  const auto start = transport_->now();
   auto last_look = start;
+  const std::vector<uint64_t> looks = survival_ ? survival_->looks() : std::vector<uint64_t>();
   for (;;) {
-    const uint32_t doorbell = transport_.doorbell();
+    const uint32_t doorbell = transport_->doorbell();
     if (ready() || (is_stopping && is_stopping())) {
       return;
     }
     check_interrupts(reason);
     const std::vector<Missing> late = missing();
-    const auto now = transport_.now();
+    const auto now = transport_->now();
     const auto left = timeout_ - (now - start);
     if (now - last_look >= kLookEvery || left <= left.zero()) {
       last_look = now;
+      if (survival_ != nullptr) {
+        survival_->look();
+      }
       WEFT_CHECK(
           context_,
           !InterruptScope::is_interrupted(),
@@ -69,10 +75,13 @@ void Waiter::until(
       check_peers(reason, late, ready);
     }
     if (left <= left.zero()) {
+      if (survival_ != nullptr) {
+        survival_->blame_silent(looks);
+      }
       give_up(reason, late);
     }
-    transport_.park(doorbell, std::min<Clock::duration>(left, kLookEvery));
-    const auto slept = transport_.now() - now;
+    transport_->park(doorbell, std::min<Clock::duration>(left, kLookEvery));
+    const auto slept = transport_->now() - now;
     for (const Missing& one : late) {
       wait_ns_[static_cast<size_t>(one.peer)].fetch_add(slept.count(), std::memory_order_relaxed);
     }
@@ -81,7 +90,7 @@ void Waiter::until(
 
 void Waiter::check_interrupts(const WaitReason& reason) const {
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    const uint64_t call = transport_.signal_value(first_notice_ + static_cast<uint32_t>(rank));
+    const uint64_t call = transport_->signal_value(first_notice_ + static_cast<uint32_t>(rank));
     WEFT_CHECK(
         context_,
         call == 0 || call > reason.call,  // what it gave to earlier calls still counts
@@ -97,7 +106,7 @@ void Waiter::check_interrupts(const WaitReason& reason) const {
 
 void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& wanted) {
   const auto is_raised = [this](const Missing& one) {
-    return transport_.signal_value(one.signal) >= one.wanted;
+    return transport_->signal_value(one.signal) >= one.wanted;
   };
   size_t first = 0;  // signals before it have been seen raised
   const auto ready = [&] {
@@ -109,7 +118,7 @@ void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& 
   const auto missing = [&] {
     std::vector<Missing> late;
     for (Missing one : wanted) {
-      one.seen = transport_.signal_value(one.signal);
+      one.seen = transport_->signal_value(one.signal);
       if (one.seen < one.wanted) {
         late.push_back(one);
       }
@@ -122,9 +131,9 @@ void Waiter::until_raised(const WaitReason& reason, const std::vector<Missing>& 
 // The end of a peer, or of who hands its rows on, that leaves the signal unraised. A peer that left
 // has given all it had to whoever hands it on.
 Waiter::Gone Waiter::find_gone(const Missing& one) const {
-  const PeerState state = transport_.peer_state(one.peer);
+  const PeerState state = transport_->peer_state(one.peer);
   if (one.via >= 0) {
-    const PeerState forwarder = transport_.peer_state(one.via);
+    const PeerState forwarder = transport_->peer_state(one.via);
     if (forwarder != PeerState::kAlive || state != PeerState::kDied) {
       return {&one, one.via, forwarder};
     }
@@ -141,7 +150,7 @@ void Waiter::check_peers(
   for (const Missing& one : missing) {
     const Gone found = find_gone(one);
     // What a peer raised before it ended still counts, so look once more after its state.
-    const bool is_raised = transport_.signal_value(one.signal) >= one.wanted;
+    const bool is_raised = transport_->signal_value(one.signal) >= one.wanted;
     if (found.how != PeerState::kAlive && !is_raised && gone.how != PeerState::kDied) {
       gone = found;
     }
@@ -168,11 +177,12 @@ void Waiter::check_peers(
 std::string Waiter::end_of(int peer, std::chrono::milliseconds patience) const {
   const Deadline deadline(patience);
   for (;;) {
-    const PeerState how = peer < 0 ? PeerState::kAlive : transport_.peer_state(peer);
+    const PeerState how = peer < 0 ? PeerState::kAlive : transport_->peer_state(peer);
     int dead = how == PeerState::kDied ? peer : -1;
     for (int rank = 0; rank < context_.num_ranks && dead < 0; ++rank) {
-      const bool is_other = rank != context_.rank;
-      dead = is_other && transport_.peer_state(rank) == PeerState::kDied ? rank : -1;
+      const bool is_other =
+          rank != context_.rank && (survival_ == nullptr || !survival_->is_lost(rank));
+      dead = is_other && transport_->peer_state(rank) == PeerState::kDied ? rank : -1;
     }
     std::string death = dead < 0 ? "" : fmt::format("rank {} died", dead);
     if (how == PeerState::kLeft) {

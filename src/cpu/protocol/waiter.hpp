@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "cpu/survive/survival.hpp"
 #include "transport/transport.hpp"
 
 namespace weft {
@@ -35,13 +36,16 @@ struct WaitReason {
 class Waiter {
  public:
   // `first_notice`: the signal by which rank 0 says in which call it was interrupted; those of the
-  // others follow.
+  // others follow. `survival`: whom to tell that this rank is not stopped, if anybody.
   Waiter(
       Transport& transport,
       const Context& context,
       std::chrono::milliseconds timeout,
-      uint32_t first_notice
+      uint32_t first_notice,
+      Survival* survival = nullptr
   );
+  // Waits for signals of another transport from now on.
+  void follow(Transport& transport) { transport_ = &transport; }
 
   // Any thread. `ready` is polled; `missing` is asked only while parked. Throws TimeoutError,
   // PeerError or Error (kInterrupted). `is_stopping` ends the wait quietly when another worker of
@@ -81,10 +85,11 @@ class Waiter {
   );
   [[noreturn]] void give_up(const WaitReason& reason, const std::vector<Missing>& missing) const;
 
-  Transport& transport_;
+  Transport* transport_;
   Context context_;
   std::chrono::milliseconds timeout_;
   uint32_t first_notice_;
+  Survival* survival_;
   std::vector<std::atomic<int64_t>> wait_ns_;
 };
 

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the ranks of a host know of each other's life, in memory that all of them map and that a
+// death leaves as it is. By it they agree on who is a member, and at the end of each call that all
+// members have what they need, without any rank that the others would depend on.
+//
+// One word decides: (epoch, who proposed it, the last call that is committed), changed by
+// compare-and-swap only. The members of an epoch are what its proposer left in its line before.
+//
+//   arrive    I have all that I need of call n: my line says so. Whoever sees that the lines of all
+//             members say so swaps (e, p, n - 1) for (e, p, n), and the call may return on all.
+//   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
+//             nobody can commit n with the lost one, and nobody has.
+//
+// So a call ends with the same members on all ranks, whoever dies meanwhile. tests/model/roll.pml
+// is the model of it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "group/process_watch.hpp"
+#include "transport/mapped/memory.hpp"
+#include "transport/mapped/signal_block.hpp"
+#include "weft/group.hpp"
+
+namespace weft {
+
+class Roll {
+ public:
+  // Longest block of post().
+  static constexpr size_t kMailBytes = 4096;
+
+  // Who goes on together.
+  struct Members {
+    uint64_t epoch = 0;
+    std::vector<int> ranks;  // ascending
+
+    [[nodiscard]] bool has(int rank) const;
+  };
+
+  // Collective. Throws the same Error on every rank if any cannot reach the memory.
+  Roll(MemorySource& source, const Group& group);
+
+  // --- any thread ---
+  [[nodiscard]] uint64_t epoch() const;
+  // A moment's work of this rank, by which others see that it is not stopped.
+  void beat() const { word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
+  [[nodiscard]] uint64_t beats(int rank) const;
+  // Its process has ended, or it has left.
+  [[nodiscard]] bool has_ended(int rank) const;
+  [[nodiscard]] uint32_t doorbell() const { return bell_.doorbell(); }
+  void sleep(uint32_t seen, std::chrono::nanoseconds at_most) { bell_.sleep(seen, at_most); }
+
+  // --- this rank's thread ---
+  [[nodiscard]] Members members() const;
+  void leave();
+  // This rank has all that it needs of the call. Calls are numbered from 1.
+  void arrive(const Members& with, uint64_t call);
+  [[nodiscard]] bool has_arrived(int rank, const Members& with, uint64_t call) const;
+  // Whether the call is over for all members, which it is as soon as all have arrived.
+  [[nodiscard]] bool commits(const Members& with, uint64_t call);
+  // Makes `ranks` the next members unless the call was committed or others came first.
+  void propose(const Members& instead_of, uint64_t call, std::span<const int> ranks);
+
+  // A block for all members of an epoch, and a member's; nothing: it is not there yet. Rounds count
+  // from 0; a block stays until its rank posts the round but one.
+  void post(uint64_t epoch, uint64_t round, std::span<const std::byte> block);
+  [[nodiscard]] std::optional<Bytes> mail(int rank, uint64_t epoch, uint64_t round) const;
+
+ private:
+  using Word = std::atomic_ref<uint64_t>;
+  static_assert(Word::is_always_lock_free);
+
+  struct Mail {
+    uint64_t number;  // of epoch and round; 0: being written
+    uint64_t bytes;
+    uint64_t words[kMailBytes / sizeof(uint64_t)];
+  };
+  struct Line {
+    alignas(64) uint64_t arrived;
+    alignas(64) uint64_t beats;
+    alignas(64) uint64_t has_left;
+    uint64_t pid;
+    Mail mail[2];
+    // Behind it: proposals [2][set_words()].
+  };
+
+  [[nodiscard]] static Word word(uint64_t& place) { return Word(place); }
+  [[nodiscard]] Word state() const { return Word(*reinterpret_cast<uint64_t*>(state_)); }
+  [[nodiscard]] Line& line(int rank) const;
+  [[nodiscard]] Line& own_line() const { return line(rank_); }
+  [[nodiscard]] uint64_t* proposal(int rank, uint64_t epoch) const;
+  [[nodiscard]] size_t set_words() const { return (static_cast<size_t>(num_ranks_) + 63) / 64; }
+  [[nodiscard]] size_t line_bytes() const;
+
+  int rank_;
+  int num_ranks_;
+  Memory memory_;
+  SignalBlock bell_;
+  std::byte* state_ = nullptr;
+  std::byte* lines_ = nullptr;
+  std::vector<ProcessWatch> watches_;  // by rank; those of threads of this process see nothing
+};
+
+}  // namespace weft

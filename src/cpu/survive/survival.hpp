@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the ranks of an exchange go on without those that are lost (PeerLoss::kShrink): a call that
+// was cut short is made again by the members that are left, with memory and signals that no lost
+// rank knows, so that nothing it may still write is ever taken for new. CpuExchange::run_attempts
+// is where that happens.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "core/check.hpp"
+#include "cpu/survive/roll.hpp"
+#include "weft/exchange.hpp"
+
+namespace weft {
+
+class Survival {
+ public:
+  // Collective. Throws Error (kUnsupported) where ranks share no memory.
+  Survival(const Group& group, const Context& context, std::chrono::milliseconds timeout);
+
+  // --- any thread, while a call waits ---
+  // Tells the others that this rank is not stopped. Throws PeerError if the members have changed.
+  void look() const;
+  // How often each rank has looked, and who of the members has not since then: for deadlines.
+  [[nodiscard]] std::vector<uint64_t> looks() const;
+  void blame_silent(const std::vector<uint64_t>& since);
+
+  // --- this rank's thread ---
+  [[nodiscard]] const std::vector<int>& members() const { return members_.ranks; }
+  [[nodiscard]] bool is_lost(int rank) const { return !members_.has(rank); }
+  [[nodiscard]] uint64_t epoch() const { return members_.epoch; }
+  // Members that were lost without having ended: they may still write where they could.
+  [[nodiscard]] bool has_strays() const { return has_strays_; }
+
+  void begin_call();
+  // This rank has all that it needs of the call. True once that holds for all members; false if the
+  // members have changed and the call has to be made again. Throws TimeoutError.
+  [[nodiscard]] bool finish_call(std::string_view op);
+  // After a call failed: whether that was because ranks are lost, and others are members now. Waits
+  // a moment for the loss to be seen. Throws PeerError if it was this rank that was lost.
+  [[nodiscard]] bool settle(std::string_view op);
+  // Leaves these out at the next call. Throws Error (kUnsupported) for a thread of this process,
+  // whose stores nothing keeps away, unless it has left.
+  void give_up(std::span<const int> ranks);
+  // Of the last call.
+  [[nodiscard]] const std::vector<int>& lost_in_call() const { return lost_in_call_; }
+  // Others shall not wait for this rank any more.
+  void leave() { roll_.leave(); }
+
+  // The members' control plane; the blocks of ranks that are lost are empty. Throws PeerError and
+  // TimeoutError as calls do.
+  [[nodiscard]] Group group();
+
+ private:
+  [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block);
+  [[nodiscard]] bool adopt(std::string_view op);
+  // Proposes the members without those that are gone; false: there are none.
+  [[nodiscard]] bool propose_without_gone();
+
+  Group group_;
+  Context context_;
+  std::chrono::milliseconds timeout_;
+  std::unique_ptr<MemorySource> source_;
+  Roll roll_;
+  Roll::Members members_;
+  uint64_t call_ = 0;
+  uint64_t round_ = 0;  // of all_gather in this epoch
+  std::vector<int> lost_in_call_;
+  bool has_strays_ = false;
+  std::mutex mutex_;
+  std::vector<int> silent_;  // by mutex_; who let a deadline of this attempt pass
+};
+
+}  // namespace weft

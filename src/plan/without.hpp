@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Routing and plans as they are followed when ranks are lost.
+#pragma once
+
+#include <functional>
+
+#include "plan/build.hpp"
+#include "plan/plan_data.hpp"
+
+namespace weft {
+
+using IsLost = std::function<bool(int rank)>;
+
+// Leaves out routes to experts of ranks that are lost: they are as places that no expert was chosen
+// for.
+void drop_routes_to(const IsLost& is_lost, int num_experts, int num_ranks, RouteTable& routes);
+
+// The same plan with nothing to and from ranks that are lost. Slots stay as they are; rows of lost
+// ranks become padding, which dispatch fills with zeros. What counts rows of the whole group is
+// unchanged.
+[[nodiscard]] PlanData without(const IsLost& is_lost, const PlanData& plan);
+// Whether that would change anything.
+[[nodiscard]] bool has_traffic_with(const IsLost& is_lost, const PlanData& plan);
+
+}  // namespace weft

@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+// PeerLoss::kShrink: ranks die, leave, are stopped and given up, and the others go on with the bits
+// of a group that never had them.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <iostream>
+#include <optional>
+#include <sys/mman.h>
+#include <thread>
+#include <unistd.h>
+
+#include "support/errors.hpp"
+#include "survivors.hpp"
+
+namespace weft::test {
+namespace {
+
+constexpr int kNumRounds = 4;  // each of three calls
+
+ExchangeSetup setup_of(int num_ranks, const char* transport) {
+  ExchangeSetup setup;
+  setup.num_ranks = num_ranks;
+  setup.num_experts = 2 * num_ranks;
+  setup.transport = transport;
+  setup.num_threads = 2;
+  setup.max_tokens = 70;
+  return setup;
+}
+
+Exchange shrinking(
+    const Group& group,
+    const ExchangeSetup& setup,
+    const std::function<void(const CallReport&)>& on_loss = {}
+) {
+  ExchangeConfig config = setup.config();
+  config.on_peer_loss = PeerLoss::kShrink;
+  config.on_loss = on_loss;
+  return {group, config};
+}
+
+// Cases that take different ways through the executor.
+std::vector<Case> cases() {
+  std::vector<Case> cases(4);
+  cases[0].topk = 4;
+  cases[1].layout = Layout::kRankMajor;
+  cases[1].output = OutputMemory::kStaged;
+  cases[2].layout = Layout::kExpertStrided;
+  cases[2].hole_fraction = 0.2;
+  cases[3].order = SumOrder::kTopk;
+  cases[3].pad_multiple = 8;
+  return cases;
+}
+
+// What processes of a test tell each other.
+template <class T>
+class Shared {
+ public:
+  Shared()
+      : memory_(
+            ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)
+        ),
+        value_(new (memory_) T()) {}
+  ~Shared() { ::munmap(memory_, sizeof(T)); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  T* operator->() const { return value_; }
+
+ private:
+  void* memory_;
+  T* value_;
+};
+
+int verdict(const std::string& problem) {
+  if (!problem.empty()) {
+    std::cerr << problem << std::endl;
+  }
+  return problem.empty() ? 0 : 1;
+}
+
+std::string text(const std::vector<int>& ranks) {
+  return fmt::format("{}", fmt::join(ranks, ","));
+}
+
+class SurvivalTest : public testing::Test {};
+
+TEST_F(SurvivalTest, TheRestGoesOnWhenARankIsKilledAtAnyStep) {
+  const ExchangeSetup setup = setup_of(4, "shm");
+  const std::vector<Case> specs = cases();
+  for (size_t i = 0; i < 3 * specs.size(); ++i) {
+    const SurvivorRounds rounds(setup, specs[i / 3]);
+    const auto statuses = run_forked(setup.num_ranks, [&](const Group& group) {
+      std::vector<int> heard;
+      Exchange exchange =
+          shrinking(group, setup, [&](const CallReport& report) { heard = report.lost; });
+      std::string problem;
+      for (uint64_t round = 0; round < kNumRounds && problem.empty(); ++round) {
+        problem = rounds.run(exchange, round, [&](int call) {
+          if (group.rank() == 2 && round == 1 && call == static_cast<int>(i % 3)) {
+            std::raise(SIGKILL);
+          }
+        });
+      }
+      if (problem.empty() && (text(exchange.report().alive) != "0,1,3" || text(heard) != "2")) {
+        problem = fmt::format("alive {}, lost {}", text(exchange.report().alive), text(heard));
+      }
+      return verdict(problem);
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0})) << "step " << i;
+  }
+}
+
+TEST_F(SurvivalTest, TheRestGoesOnWhenAThreadLeaves) {
+  const ExchangeSetup setup = setup_of(3, "loopback");
+  for (const Case& spec : cases()) {
+    const SurvivorRounds rounds(setup, spec);
+    std::vector<std::string> problems(3);
+    run_threads(3, [&](const Group& group) {
+      const auto rank = static_cast<size_t>(group.rank());
+      std::optional<Exchange> exchange(shrinking(group, setup));
+      for (uint64_t round = 0; round < kNumRounds && exchange; ++round) {
+        problems[rank] += rounds.run(*exchange, round);
+        if (rank == round) {  // 0, then 1; the last goes on alone
+          if (round < 2) {
+            exchange.reset();
+          }
+        }
+      }
+    });
+    EXPECT_EQ(problems, std::vector<std::string>(3));
+  }
+}
+
+// A loss inside of a call that one rank refuses: all are told of the refusal and of the loss.
+TEST_F(SurvivalTest, ARefusedCallEndsOnAllThatAreLeft) {
+  const ExchangeSetup setup = setup_of(3, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    std::string problem = rounds.run(exchange, 1);
+    if (group.rank() == 0) {
+      std::raise(SIGKILL);
+    }
+    const Matrix idx(DType::kInt32, 5, 4);  // no experts
+    const auto thrown = thrown_by([&] {
+      if (group.rank() == 1) {
+        exchange.refuse(Op::kPlan, "no time");
+      } else {
+        Matrix right(DType::kInt32, 5, 4);
+        std::fill_n(right.as<int32_t>(), right.num_elements(), 1);
+        static_cast<void>(exchange.plan({.topk_idx = right.view()}));
+      }
+    });
+    const bool is_told =
+        group.rank() == 1 ? !thrown : text_of(thrown).find("no time") != text_of(thrown).npos;
+    if (!is_told || text(exchange.report().lost) != "0") {
+      problem += fmt::format("{}; lost {}", text_of(thrown), text(exchange.report().lost));
+    }
+    problem += rounds.run(exchange, 2);
+    return verdict(problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{128 + SIGKILL, 0, 0}));
+}
+
+// What is stopped in a call is given up at the deadline, and when it comes back it is told so and
+// changes nothing.
+TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
+  ExchangeSetup setup = setup_of(3, "shm");
+  for (int step = 0; step < 3; ++step) {
+    const SurvivorRounds rounds(setup, cases()[static_cast<size_t>(step)]);
+    const Shared<std::atomic<pid_t>> stopped;
+    const auto statuses = run_forked(3, [&](const Group& group) {
+      setup.timeout = std::chrono::seconds(group.rank() == 1 ? 60 : 2);
+      Exchange exchange = shrinking(group, setup);
+      std::string problem;
+      const auto thrown = thrown_by([&] {
+        for (uint64_t round = 0; round < kNumRounds && problem.empty(); ++round) {
+          problem = rounds.run(exchange, round, [&](int call) {
+            if (group.rank() == 1 && round == 1 && call == step) {
+              stopped->store(::getpid());
+              std::raise(SIGSTOP);
+            }
+            if (group.rank() == 0 && round == 2 && call == 0) {
+              ::kill(stopped->load(), SIGCONT);
+            }
+          });
+        }
+      });
+      const bool is_as_expected =
+          group.rank() == 1
+              ? thrown && thrown->is_peer_error &&
+                    text_of(thrown).find("was given up by the others") != text_of(thrown).npos
+              : !thrown && text(exchange.report().alive) == "0,2";
+      if (!is_as_expected) {
+        problem += fmt::format("{}; alive {}", text_of(thrown), text(exchange.report().alive));
+      }
+      return verdict(problem);
+    });
+    EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0})) << "step " << step;
+  }
+}
+
+TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
+  const ExchangeSetup setup = setup_of(3, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    std::string problem = rounds.run(exchange, 1);
+    group.barrier();
+    if (group.rank() == 2) {
+      exchange.mask(std::vector<int>{0});
+    }
+    const auto thrown = thrown_by([&] { problem += rounds.run(exchange, 2); });
+    if (group.rank() == 0 ? !thrown || !thrown->is_peer_error
+                          : thrown || text(exchange.report().alive) != "1,2") {
+      problem += text_of(thrown);
+    }
+    const auto wrong = thrown_by([&] { exchange.mask(std::vector<int>{group.rank()}); });
+    if (group.rank() != 0 && (!wrong || wrong->code != ErrorCode::kInvalidArgument)) {
+      problem += text_of(wrong);
+    }
+    return verdict(problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
+  run_threads(2, [&](const Group& group) {
+    Exchange exchange(group, setup_of(2, "loopback").config());
+    const std::vector<int> other = {1 - group.rank()};
+    EXPECT_EQ(thrown_by([&] { exchange.mask(other); })->code, ErrorCode::kUnsupported);
+    EXPECT_EQ(text(exchange.report().alive), "0,1");
+    Exchange threads = shrinking(group, setup_of(2, "loopback"));
+    EXPECT_EQ(thrown_by([&] { threads.mask(other); })->code, ErrorCode::kUnsupported);
+    group.barrier();
+    ExchangeConfig config = setup_of(2, "loopback").config();
+    config.on_peer_loss = group.rank() == 0 ? PeerLoss::kShrink : PeerLoss::kFail;
+    EXPECT_NE(
+        text_of(thrown_by([&] { Exchange(group, config); })).find("on_peer_loss"), std::string::npos
+    );
+  });
+}
+
+// Deaths at any moment, several in a run and during recovery too, until one rank is left.
+TEST_F(SurvivalTest, AStormOfDeaths) {
+  constexpr int kNumRuns = 25;
+  constexpr int kNumRanks = 5;
+  const ExchangeSetup setup = setup_of(kNumRanks, "shm");
+  const std::vector<Case> specs = cases();
+  int num_deaths = 0;
+  for (uint64_t run = 0; run < kNumRuns; ++run) {
+    const SurvivorRounds rounds(setup, specs[run % specs.size()]);
+    const int last = static_cast<int>(run % kNumRanks);  // is not killed
+    const auto statuses = run_forked(kNumRanks, [&](const Group& group) {
+      Exchange exchange = shrinking(group, setup);
+      group.barrier();
+      if (group.rank() != last) {
+        RandomSource random(run * kNumRanks + static_cast<uint64_t>(group.rank()));
+        const std::chrono::microseconds delay(random.between(0, 60'000));
+        std::thread([delay] {
+          std::this_thread::sleep_for(delay);
+          std::raise(SIGKILL);
+        }).detach();
+      }
+      std::string problem;
+      for (uint64_t round = 0; problem.empty(); ++round) {
+        problem = rounds.run(exchange, round);
+        if (exchange.report().alive.size() == 1) {
+          break;
+        }
+      }
+      return verdict(problem);
+    });
+    for (int rank = 0; rank < kNumRanks; ++rank) {
+      const int status = statuses[static_cast<size_t>(rank)];
+      EXPECT_EQ(status, rank == last ? 0 : 128 + SIGKILL) << "run " << run << ", rank " << rank;
+      num_deaths += status == 128 + SIGKILL ? 1 : 0;
+    }
+  }
+  EXPECT_EQ(num_deaths, kNumRuns * (kNumRanks - 1));
+}
+
+}  // namespace
+}  // namespace weft::test

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "survivors.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "exchange/reference/reference_exchange.hpp"
+#include "plan/reference/reference_plan.hpp"
+#include "support/compare.hpp"
+
+namespace weft::test {
+
+struct SurvivorRounds::Inputs {
+  std::vector<RouteTable> tables;  // by rank
+  std::vector<Matrix> x;
+};
+
+struct SurvivorRounds::Outputs {
+  Matrix rows;
+  Matrix weights;
+  Matrix x;
+};
+
+namespace {
+
+bool has(const std::vector<int>& ranks, size_t rank) {
+  return std::ranges::find(ranks, static_cast<int>(rank)) != ranks.end();
+}
+
+Matrix floats(int64_t rows, int64_t cols, float value) {
+  Matrix matrix(DType::kFloat32, rows, cols);
+  std::fill_n(matrix.as<float>(), matrix.num_elements(), value);
+  return matrix;
+}
+
+template <class Part>
+Matrix index_of(const RouteTable& table, DType dtype, const Part& part) {
+  Matrix matrix(dtype, table.num_tokens, table.topk);
+  std::memcpy(matrix.view().data, part.data(), part.size() * sizeof(part[0]));
+  return matrix;
+}
+
+}  // namespace
+
+PlanOptions SurvivorRounds::options() const {
+  PlanOptions options;
+  options.layout = spec_.layout;
+  options.pad_multiple = spec_.pad_multiple;
+  options.order = spec_.order;
+  return options;
+}
+
+SurvivorRounds::Inputs SurvivorRounds::inputs(uint64_t seed) const {
+  Inputs in;
+  RandomSource random(seed);
+  for (int rank = 0; rank < setup_.num_ranks; ++rank) {
+    const int64_t tokens = random.between(0, setup_.max_tokens);
+    in.tables.push_back(random_routing(
+        {.num_tokens = tokens,
+         .num_experts = setup_.num_experts,
+         .topk = spec_.topk,
+         .hole_fraction = spec_.hole_fraction,
+         .seed = seed},
+        rank
+    ));
+    in.x.push_back(random_values(DType::kFloat32, tokens, setup_.hidden, random));
+  }
+  return in;
+}
+
+std::vector<Plan> SurvivorRounds::plans(const Inputs& in, const RoundReport& alive) const {
+  const int per_rank = setup_.num_experts / setup_.num_ranks;
+  std::vector<RouteTable> tables = in.tables;
+  for (size_t rank = 0; rank < tables.size(); ++rank) {
+    if (!has(alive.plan, rank)) {
+      tables[rank].num_tokens = 0;
+      tables[rank].expert.clear();
+      tables[rank].weight.clear();
+    }
+    for (int32_t& expert : tables[rank].expert) {
+      expert = expert >= 0 && has(alive.plan, static_cast<size_t>(expert / per_rank)) ? expert : -1;
+    }
+  }
+  std::vector<Plan> plans;
+  for (PlanData& plan : reference_plans(tables, setup_.num_experts, options())) {
+    plans.emplace_back(std::make_shared<const PlanData>(std::move(plan)));
+  }
+  return plans;
+}
+
+SurvivorRounds::Outputs SurvivorRounds::expected(
+    const std::vector<Plan>& plans, Inputs in, const RoundReport& alive, size_t rank
+) const {
+  std::vector<Outputs> out(plans.size());
+  std::vector<Matrix> weights;
+  std::vector<DispatchInput> dispatched;
+  std::vector<DispatchOutput> rows;
+  std::vector<CombineInput> combined;
+  std::vector<CombineOutput> sums;
+  for (size_t r = 0; r < plans.size(); ++r) {
+    const int64_t tokens = plans[r].num_tokens();
+    const bool is_lost = !has(alive.dispatch, r);
+    in.x[r] = is_lost ? floats(tokens, setup_.hidden, 0) : std::move(in.x[r]);
+    weights.push_back(
+        is_lost ? floats(tokens, spec_.topk, 0)
+                : index_of(in.tables[r], DType::kFloat32, in.tables[r].weight)
+    );
+    out[r].rows = Matrix(DType::kFloat32, plans[r].num_rows(), setup_.hidden);
+    out[r].weights = Matrix(DType::kFloat32, plans[r].num_rows(), plans[r].row_weight_cols());
+    out[r].x = Matrix(DType::kFloat32, tokens, setup_.hidden);
+  }
+  for (size_t r = 0; r < plans.size(); ++r) {
+    dispatched.push_back({in.x[r].view(), weights[r].view()});
+    rows.push_back({out[r].rows.view(), out[r].weights.view()});
+  }
+  reference_dispatch(plans, dispatched, rows);
+  std::vector<Matrix> held;
+  for (size_t r = 0; r < plans.size(); ++r) {
+    held.push_back(
+        has(alive.combine, r) ? out[r].rows : floats(plans[r].num_rows(), setup_.hidden, -0.0F)
+    );
+  }
+  for (size_t r = 0; r < plans.size(); ++r) {
+    combined.push_back({.rows = std::as_const(held[r]).view()});
+    sums.push_back({.x = out[r].x.view()});
+  }
+  reference_combine(plans, combined, sums);
+  // A token without any row left is zero, not -0.
+  const auto hidden = static_cast<size_t>(setup_.hidden);
+  const auto topk = static_cast<size_t>(spec_.topk);
+  const int per_rank = setup_.num_experts / setup_.num_ranks;
+  for (size_t token = 0; token < out[rank].x.num_elements() / hidden; ++token) {
+    const auto* experts = in.tables[rank].expert.data() + token * topk;
+    const bool has_row = std::any_of(experts, experts + topk, [&](int32_t expert) {
+      return expert >= 0 && has(alive.combine, static_cast<size_t>(expert / per_rank));
+    });
+    if (!has_row) {
+      std::fill_n(out[rank].x.as<float>() + token * hidden, hidden, 0.0F);
+    }
+  }
+  return std::move(out[rank]);
+}
+
+std::string SurvivorRounds::run(
+    Exchange& exchange, uint64_t seed, const std::function<void(int call)>& before
+) const {
+  const auto rank = static_cast<size_t>(exchange.rank());
+  const Inputs in = inputs(seed);
+  const RouteTable& table = in.tables[rank];
+  const Matrix idx = index_of(table, DType::kInt32, table.expert);
+  const Matrix weights = index_of(table, DType::kFloat32, table.weight);
+  RoundReport alive;
+  before(0);
+  const Plan plan = exchange.plan({.topk_idx = idx.view(), .weights = weights.view()}, options());
+  alive.plan = exchange.report().alive;
+  const bool is_direct = spec_.output == OutputMemory::kDirect || seed % 2 == 0;
+  const Buffer buffer = exchange.allocate(plan.num_rows(), setup_.hidden, DType::kFloat32);
+  Outputs out;
+  out.rows = Matrix(DType::kFloat32, plan.num_rows(), setup_.hidden);
+  out.weights = Matrix(DType::kFloat32, plan.num_rows(), plan.row_weight_cols());
+  out.x = Matrix(DType::kFloat32, plan.num_tokens(), setup_.hidden);
+  fill_canary(buffer.tensor());
+  const Tensor rows = is_direct ? buffer.tensor() : out.rows.view();
+  before(1);
+  exchange.dispatch(
+      plan, {.x = in.x[rank].view(), .weights = weights.view()}, {rows, out.weights.view()}
+  );
+  alive.dispatch = exchange.report().alive;
+  before(2);
+  exchange.combine(plan, {.rows = rows}, {.x = out.x.view()});
+  alive.combine = exchange.report().alive;
+
+  const std::vector<Plan> wanted = plans(in, alive);
+  std::string problem = first_difference(plan, wanted[rank]);
+  const Outputs right = expected(wanted, in, alive, rank);
+  const auto compare = [&](std::string_view what, ConstTensor actual, const Matrix& expect) {
+    problem = problem.empty() ? first_difference(what, actual, expect.view()) : problem;
+  };
+  compare("dispatch: rows", rows, right.rows);
+  compare("dispatch: weights", out.weights.view(), right.weights);
+  compare("combine: x", out.x.view(), right.x);
+  return problem.empty() ? problem
+                         : fmt::format(
+                               "rank {}, seed {}, alive {} / {} / {}: {}",
+                               rank,
+                               seed,
+                               fmt::join(alive.plan, ","),
+                               fmt::join(alive.dispatch, ","),
+                               fmt::join(alive.combine, ","),
+                               problem
+                           );
+}
+
+}  // namespace weft::test
