@@ -117,8 +117,12 @@ void Roll::watch(int rank) {
 }
 
 // What the one before it in its place has left there is not its own.
-void Roll::ask() {
+void Roll::ask(bool is_asking) {
   Line& own = own_line();
+  if (!is_asking) {
+    word(own.asks).store(0, std::memory_order_release);
+    return;
+  }
   word(own.arrived).store(0, std::memory_order_relaxed);
   word(own.mail[0].number).store(0, std::memory_order_relaxed);
   word(own.mail[1].number).store(0, std::memory_order_relaxed);
@@ -128,8 +132,12 @@ void Roll::ask() {
   bell_.ring();
 }
 
-bool Roll::asks(int rank) const {
-  return word(line(rank).asks).load(std::memory_order_acquire) != 0;
+bool Roll::asks(int rank) {
+  if (word(line(rank).asks).load(std::memory_order_acquire) == 0) {
+    return false;
+  }
+  watch(rank);
+  return !has_ended(rank);
 }
 
 uint64_t Roll::committed() const {
@@ -179,7 +187,7 @@ Roll::Members Roll::members() const {
 }
 
 void Roll::leave() {
-  word(own_line().asks).store(0, std::memory_order_release);
+  ask(false);
   word(own_line().has_left).store(1, std::memory_order_release);
   bell_.ring();
 }

@@ -7,8 +7,8 @@
 // compare-and-swap only. The members of an epoch are what its proposer left in its line before.
 //
 //   arrive    I have all that I need of call n, and have given all that others need: my line says
-//             so. Whoever sees that the lines of all
-//             members say so swaps (e, p, n - 1) for (e, p, n), and the call may return on all.
+//             so. Whoever sees that the lines of all members say so swaps (e, p, n - 1) for
+//             (e, p, n), and the call may return on all.
 //   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
 //             nobody can commit n with the lost one, and nobody has.
 //
@@ -61,14 +61,14 @@ class Roll {
   [[nodiscard]] uint32_t doorbell() const { return bell_.doorbell(); }
   void sleep(uint32_t seen, std::chrono::nanoseconds at_most) { bell_.sleep(seen, at_most); }
 
-  // Such a rank waits to be taken in.
-  [[nodiscard]] bool asks(int rank) const;
-
   // --- this rank's thread ---
   [[nodiscard]] Members members() const;
   // The last call that was committed.
   [[nodiscard]] uint64_t committed() const;
-  void ask();
+  // This rank wants to be taken in, or does no longer.
+  void ask(bool is_asking);
+  // A rank does, by a process that lives.
+  [[nodiscard]] bool asks(int rank);
   // Looks at the process that has the place of `rank` now.
   void watch(int rank);
   void leave();

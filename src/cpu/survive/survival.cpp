@@ -41,13 +41,20 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
       source_(shared_by(group, context)),
       roll_(*source_, group),
       members_(roll_.members()) {
-  if (!members_.has(context_.rank)) {
+  if (invitation_of(group)) {
     join();
   }
 }
 
 void Survival::join() {
-  roll_.ask();
+  // Where the others have yet to see that the one before it in its place is gone.
+  while (members_.has(context_.rank)) {
+    std::vector<int> rest;
+    std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
+    roll_.propose(members_, roll_.committed() + 1, rest);
+    members_ = roll_.members();
+  }
+  roll_.ask(true);
   const Deadline deadline(timeout_);
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
@@ -68,6 +75,7 @@ void Survival::join() {
     }
     roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
   }
+  roll_.ask(false);
   call_ = roll_.committed();
   has_newcomers_ = true;
   std::ranges::for_each(members_.ranks, [this](int rank) { roll_.watch(rank); });
