@@ -144,9 +144,16 @@ void Survival::give_up(std::span<const int> ranks) {
   }
   std::vector<int> out(ranks.begin(), ranks.end());
   std::ranges::sort(out);
-  std::vector<int> rest;
-  std::ranges::set_difference(members_.ranks, out, std::back_inserter(rest));
-  roll_.propose(members_, call_ + 1, rest);
+  // Until they are none: others may give up ranks at the same time, and this rank before.
+  for (;;) {
+    const Roll::Members now = roll_.members();
+    std::vector<int> rest;
+    std::ranges::set_difference(now.ranks, out, std::back_inserter(rest));
+    if (rest.size() == now.ranks.size() || !now.has(context_.rank)) {
+      return;
+    }
+    roll_.propose(now, call_ + 1, rest);
+  }
 }
 
 bool Survival::propose_without_gone() {
