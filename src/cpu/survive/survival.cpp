@@ -230,6 +230,7 @@ void Survival::give_up(std::span<const int> ranks) {
     );
   }
   const auto is_out = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
+  // Until they are none: others may give up ranks at the same time, and this rank before.
   for (;;) {
     const Roll::Members now = roll_.members();
     if (!now.has(context_.rank) || std::ranges::none_of(now.ranks, is_out)) {
