@@ -8,13 +8,14 @@
 #include <atomic>
 #include <csignal>
 #include <iostream>
+#include <numeric>
 #include <optional>
-#include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
 
 #include "support/errors.hpp"
-#include "survivors.hpp"
+#include "survivors/shared.hpp"
+#include "survivors/survivors.hpp"
 
 namespace weft::test {
 namespace {
@@ -54,25 +55,6 @@ std::vector<Case> cases() {
   cases[3].pad_multiple = 8;
   return cases;
 }
-
-// What processes of a test tell each other.
-template <class T>
-class Shared {
- public:
-  Shared()
-      : memory_(
-            ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)
-        ),
-        value_(new (memory_) T()) {}
-  ~Shared() { ::munmap(memory_, sizeof(T)); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
-  T* operator->() const { return value_; }
-
- private:
-  void* memory_;
-  T* value_;
-};
 
 int verdict(const std::string& problem) {
   if (!problem.empty()) {
@@ -203,6 +185,45 @@ TEST_F(SurvivalTest, AStoppedRankIsGivenUpAndRefusedWhenItComesBack) {
   }
 }
 
+// It has looked since the others began to wait, so that their deadline does not tell yet who it is.
+TEST_F(SurvivalTest, ARankThatStopsWhileOthersWaitIsGivenUpToo) {
+  ExchangeSetup setup = setup_of(3, "shm");
+  const Shared<std::atomic<pid_t>> stopped;
+  const auto statuses = run_forked(3, [&](const Group& group) {
+    const bool stops = group.rank() == 1;
+    setup.timeout = std::chrono::seconds(stops ? 60 : 3);
+    Exchange exchange = shrinking(group, setup);
+    Matrix idx(DType::kInt32, 6, 1);
+    std::iota(idx.as<int32_t>(), idx.as<int32_t>() + idx.num_elements(), 0);
+    const Plan plan = exchange.plan({.topk_idx = idx.view()}, {.layout = Layout::kExpertStrided});
+    const Matrix rows(DType::kFloat32, plan.num_rows(), setup.hidden);
+    Matrix x(DType::kFloat32, plan.num_tokens(), setup.hidden);
+    Matrix marks(DType::kInt32, 1, setup.num_experts / setup.num_ranks);
+    std::fill_n(marks.as<int32_t>(), marks.num_elements(), stops ? 0 : 1);
+    if (stops) {  // while it looks, and waits for marks that do not come
+      stopped->store(::getpid());
+      std::thread([] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+        ::kill(::getpid(), SIGSTOP);
+      }).detach();
+    }
+    const auto thrown = thrown_by([&] {
+      exchange.combine(
+          plan,
+          {.rows = rows.view(), .ready = {.marks = std::as_const(marks).view(), .wanted = 1}},
+          {.x = x.view()}
+      );
+    });
+    if (group.rank() == 0) {
+      ::kill(stopped->load(), SIGCONT);
+    }
+    const bool is_as_expected =
+        stops ? thrown && thrown->is_peer_error : !thrown && text(exchange.report().alive) == "0,2";
+    return verdict(is_as_expected ? "" : text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
 TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
   const ExchangeSetup setup = setup_of(3, "shm");
   const SurvivorRounds rounds(setup, {});
@@ -225,6 +246,29 @@ TEST_F(SurvivalTest, ACallerMayGiveARankUp) {
     return verdict(problem);
   });
   EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0}));
+}
+
+TEST_F(SurvivalTest, CallersMayGiveRanksUpAtTheSameTime) {
+  const ExchangeSetup setup = setup_of(4, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const auto statuses = run_forked(4, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    for (int rank = 0; rank < 2; ++rank) {  // the second one has not heard of the first
+      group.barrier();
+      if (group.rank() == rank) {
+        exchange.mask(std::vector<int>{rank + 2});
+      }
+    }
+    group.barrier();
+    std::string problem;
+    const auto thrown = thrown_by([&] { problem = rounds.run(exchange, 1); });
+    const bool is_as_expected = group.rank() < 2
+                                    ? !thrown && text(exchange.report().lost).empty() &&
+                                          text(exchange.report().alive) == "0,1"
+                                    : thrown && thrown->is_peer_error;
+    return verdict(is_as_expected ? problem : text_of(thrown));
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 0, 0}));
 }
 
 TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <iterator>
 #include <thread>
+#include <utility>
 
 #include "core/clock.hpp"
 #include "core/log.hpp"
@@ -51,26 +52,36 @@ void Survival::look() const {
   );
 }
 
-std::vector<uint64_t> Survival::looks() const {
-  std::vector<uint64_t> looks;
+Survival::Vigil Survival::begin_wait() const {
+  Vigil wait = {.begin = Clock::now(), .looks = {}, .silent_since = {}};
   for (int rank = 0; rank < context_.num_ranks; ++rank) {
-    looks.push_back(roll_.beats(rank));
+    wait.looks.push_back(roll_.beats(rank));
+    wait.silent_since.push_back(wait.begin);
   }
-  return looks;
+  return wait;
 }
 
-void Survival::blame_silent(const std::vector<uint64_t>& since) {
-  if (group_.topology().one_process) {
-    return;
-  }
-  const std::lock_guard lock(mutex_);
-  silent_.clear();
+bool Survival::is_over(Vigil& wait) {
+  const auto now = Clock::now();
+  std::vector<int> silent;
   for (const int rank : members_.ranks) {
-    const bool is_silent = roll_.beats(rank) == since[static_cast<size_t>(rank)];
-    if (is_silent && rank != context_.rank && !roll_.has_arrived(rank, members_, call_)) {
-      silent_.push_back(rank);
+    const auto at = static_cast<size_t>(rank);
+    const uint64_t seen = std::exchange(wait.looks[at], roll_.beats(rank));
+    if (seen != wait.looks[at]) {
+      wait.silent_since[at] = now;
+    } else if (now - wait.silent_since[at] >= timeout_ && rank != context_.rank && !roll_.has_arrived(rank, members_, call_)) {
+      silent.push_back(rank);
     }
   }
+  if (group_.topology().one_process) {  // nothing keeps away what a thread stores
+    return now - wait.begin >= timeout_;
+  }
+  if (silent.empty()) {
+    return now - wait.begin >= 2 * timeout_;
+  }
+  const std::lock_guard lock(mutex_);
+  silent_ = std::move(silent);
+  return true;
 }
 
 void Survival::begin_call() {
@@ -87,8 +98,7 @@ bool Survival::finish_call(std::string_view op) {
     }
     hwy::Pause();
   }
-  const std::vector<uint64_t> first = looks();
-  const Deadline deadline(timeout_);
+  Vigil wait = begin_wait();
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
     if (roll_.commits(members_, call_)) {
@@ -98,10 +108,7 @@ bool Survival::finish_call(std::string_view op) {
       return false;
     }
     roll_.beat();
-    const bool is_late = deadline.has_passed();
-    if (is_late) {
-      blame_silent(first);
-    }
+    const bool is_late = is_over(wait);
     if (propose_without_gone()) {
       continue;
     }
@@ -114,7 +121,7 @@ bool Survival::finish_call(std::string_view op) {
         seconds_text(timeout_),
         call_
     );
-    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+    roll_.sleep(doorbell, kLookEvery);
   }
 }
 
@@ -144,9 +151,15 @@ void Survival::give_up(std::span<const int> ranks) {
   }
   std::vector<int> out(ranks.begin(), ranks.end());
   std::ranges::sort(out);
-  std::vector<int> rest;
-  std::ranges::set_difference(members_.ranks, out, std::back_inserter(rest));
-  roll_.propose(members_, call_ + 1, rest);
+  for (;;) {  // until no others come first
+    const Roll::Members now = roll_.members();
+    std::vector<int> rest;
+    std::ranges::set_difference(now.ranks, out, std::back_inserter(rest));
+    if (rest.size() == now.ranks.size() || !now.has(context_.rank)) {
+      return;
+    }
+    roll_.propose(now, call_ + 1, rest);
+  }
 }
 
 bool Survival::propose_without_gone() {
@@ -217,8 +230,7 @@ std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
   const uint64_t round = round_++;
   roll_.post(members_.epoch, round, block);
   std::vector<Bytes> blocks(static_cast<size_t>(context_.num_ranks));
-  const std::vector<uint64_t> first = looks();
-  const Deadline deadline(timeout_);
+  Vigil wait = begin_wait();
   for (const int rank : members_.ranks) {
     for (;;) {
       const uint32_t doorbell = roll_.doorbell();
@@ -231,17 +243,15 @@ std::vector<Bytes> Survival::all_gather(std::span<const std::byte> block) {
       WEFT_CHECK(
           context_, !has_ended, ErrorCode::kPeerFailed, "survive: rank {} is lost, too", rank
       );
-      if (deadline.has_passed()) {
-        blame_silent(first);
-        WEFT_RAISE(
-            context_,
-            ErrorCode::kTimeout,
-            "survive: rank {} did not come within {}",
-            rank,
-            seconds_text(timeout_)
-        );
-      }
-      roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+      WEFT_CHECK(
+          context_,
+          !is_over(wait),
+          ErrorCode::kTimeout,
+          "survive: rank {} did not come within {}",
+          rank,
+          seconds_text(timeout_)
+      );
+      roll_.sleep(doorbell, kLookEvery);
     }
   }
   return blocks;
