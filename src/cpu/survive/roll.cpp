@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
+#include "group/invitation.hpp"
 
 namespace weft {
 namespace {
@@ -39,6 +40,10 @@ uint64_t arrival(uint64_t epoch, uint64_t call) {
   return epoch << State::kCallBits | counted(call);
 }
 
+// The bell, then the word that decides, then the lines.
+constexpr uint64_t kStateBytes = 64;
+const uint64_t kBellBytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
+
 // Never 0.
 uint64_t mail_number(uint64_t epoch, uint64_t round) {
   return epoch << 32 | (round + 1);
@@ -55,34 +60,80 @@ size_t Roll::line_bytes() const {
   return (bytes + alignof(Line) - 1) / alignof(Line) * alignof(Line);
 }
 
+uint64_t Roll::num_bytes() const {
+  return kBellBytes + kStateBytes + static_cast<uint64_t>(num_ranks_) * line_bytes();
+}
+
 Roll::Roll(MemorySource& source, const Group& group)
-    : rank_(group.rank()), num_ranks_(group.num_ranks()) {
-  const uint64_t bell_bytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
-  const uint64_t bytes = bell_bytes + 64 + static_cast<uint64_t>(num_ranks_) * line_bytes();
+    : rank_(group.rank()),
+      num_ranks_(group.num_ranks()),
+      watches_(static_cast<size_t>(group.num_ranks())) {
+  if (const auto invitation = invitation_of(group)) {
+    map(source, invitation->cookie);
+    return;
+  }
   Cookie cookie = {};
   agree(group, [&] {
     if (rank_ == 0) {
-      memory_ = source.allocate(bytes);
+      memory_ = source.allocate(num_bytes());
       cookie = memory_.cookie;
     }
   });
   const Cookie theirs = gather_values(group, cookie).front();
   agree(group, [&] {
-    if (rank_ != 0) {
-      memory_ = source.reach(theirs, bytes);
-    }
-    bell_ = SignalBlock(memory_.data);
-    state_ = memory_.data + bell_bytes;
-    lines_ = state_ + 64;
+    map(source, theirs);
     word(own_line().pid).store(static_cast<uint64_t>(::getpid()), std::memory_order_release);
   });
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      const auto pid = word(line(rank).pid).load(std::memory_order_acquire);
-      const bool is_here = pid == static_cast<uint64_t>(::getpid());
-      watches_.push_back(is_here ? ProcessWatch() : ProcessWatch(static_cast<int32_t>(pid)));
+      watch(rank);
     }
   });
+}
+
+void Roll::map(MemorySource& source, const Cookie& cookie) {
+  if (memory_.data == nullptr) {
+    memory_ = source.reach(cookie, num_bytes(), true);
+  }
+  bell_ = SignalBlock(memory_.data);
+  state_ = memory_.data + kBellBytes;
+  lines_ = state_ + kStateBytes;
+}
+
+void Roll::watch(int rank) {
+  const auto pid = word(line(rank).pid).load(std::memory_order_acquire);
+  auto& watch = watches_[static_cast<size_t>(rank)];
+  watch = nullptr;
+  try {
+    const bool is_here = pid == static_cast<uint64_t>(::getpid());
+    watch = std::make_unique<ProcessWatch>(
+        is_here ? ProcessWatch() : ProcessWatch(static_cast<int32_t>(pid))
+    );
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotAvailable) {
+      throw;
+    }
+  }
+}
+
+// What the one before it in its place has left there is not its own.
+void Roll::ask() {
+  Line& own = own_line();
+  word(own.arrived).store(0, std::memory_order_relaxed);
+  word(own.mail[0].number).store(0, std::memory_order_relaxed);
+  word(own.mail[1].number).store(0, std::memory_order_relaxed);
+  word(own.has_left).store(0, std::memory_order_relaxed);
+  word(own.pid).store(static_cast<uint64_t>(::getpid()), std::memory_order_relaxed);
+  word(own.asks).store(1, std::memory_order_release);
+  bell_.ring();
+}
+
+bool Roll::asks(int rank) const {
+  return word(line(rank).asks).load(std::memory_order_acquire) != 0;
+}
+
+uint64_t Roll::committed() const {
+  return State(state().load(std::memory_order_acquire)).committed;
 }
 
 Roll::Line& Roll::line(int rank) const {
@@ -104,7 +155,8 @@ uint64_t Roll::beats(int rank) const {
 
 bool Roll::has_ended(int rank) const {
   return word(line(rank).has_left).load(std::memory_order_acquire) != 0 ||
-         !watches_[static_cast<size_t>(rank)].is_alive();
+         watches_[static_cast<size_t>(rank)] == nullptr ||
+         !watches_[static_cast<size_t>(rank)]->is_alive();
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.
@@ -127,6 +179,7 @@ Roll::Members Roll::members() const {
 }
 
 void Roll::leave() {
+  word(own_line().asks).store(0, std::memory_order_release);
   word(own_line().has_left).store(1, std::memory_order_release);
   bell_.ring();
 }
@@ -174,7 +227,7 @@ void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int
       const auto at = static_cast<size_t>(rank);
       bits |= at / 64 == i ? uint64_t{1} << at % 64 : 0;
     }
-    word(set[i]).store(bits, std::memory_order_relaxed);
+    word(set[i]).store(bits, std::memory_order_release);
   }
   if (state().compare_exchange_strong(seen, next.bits(), std::memory_order_acq_rel)) {
     bell_.ring();

@@ -6,7 +6,8 @@
 // One word decides: (epoch, who proposed it, the last call that is committed), changed by
 // compare-and-swap only. The members of an epoch are what its proposer left in its line before.
 //
-//   arrive    I have all that I need of call n: my line says so. Whoever sees that the lines of all
+//   arrive    I have all that I need of call n, and have given all that others need: my line says
+//             so. Whoever sees that the lines of all
 //             members say so swaps (e, p, n - 1) for (e, p, n), and the call may return on all.
 //   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
 //             nobody can commit n with the lost one, and nobody has.
@@ -19,6 +20,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -43,8 +45,11 @@ class Roll {
     [[nodiscard]] bool has(int rank) const;
   };
 
-  // Collective. Throws the same Error on every rank if any cannot reach the memory.
+  // Collective. Throws the same Error on every rank if any cannot reach the memory. Not collective
+  // for a rank that joins again (Group::rejoin): it is none of the members until they take it in.
   Roll(MemorySource& source, const Group& group);
+  // By which others reach the memory while this process lives.
+  [[nodiscard]] const Cookie& cookie() const { return memory_.cookie; }
 
   // --- any thread ---
   [[nodiscard]] uint64_t epoch() const;
@@ -56,8 +61,16 @@ class Roll {
   [[nodiscard]] uint32_t doorbell() const { return bell_.doorbell(); }
   void sleep(uint32_t seen, std::chrono::nanoseconds at_most) { bell_.sleep(seen, at_most); }
 
+  // Such a rank waits to be taken in.
+  [[nodiscard]] bool asks(int rank) const;
+
   // --- this rank's thread ---
   [[nodiscard]] Members members() const;
+  // The last call that was committed.
+  [[nodiscard]] uint64_t committed() const;
+  void ask();
+  // Looks at the process that has the place of `rank` now.
+  void watch(int rank);
   void leave();
   // This rank has all that it needs of the call. Calls are numbered from 1.
   void arrive(const Members& with, uint64_t call);
@@ -86,6 +99,7 @@ class Roll {
     alignas(64) uint64_t beats;
     alignas(64) uint64_t has_left;
     uint64_t pid;
+    uint64_t asks;
     Mail mail[2];
     // Behind it: proposals [2][set_words()].
   };
@@ -104,7 +118,12 @@ class Roll {
   SignalBlock bell_;
   std::byte* state_ = nullptr;
   std::byte* lines_ = nullptr;
-  std::vector<ProcessWatch> watches_;  // by rank; those of threads of this process see nothing
+  // By rank; null: its process had ended before this rank looked. Those of threads of this process
+  // see nothing.
+  std::vector<std::unique_ptr<ProcessWatch>> watches_;
+
+  void map(MemorySource& source, const Cookie& cookie);
+  [[nodiscard]] uint64_t num_bytes() const;
 };
 
 }  // namespace weft
