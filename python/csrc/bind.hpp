@@ -26,6 +26,10 @@ void bind_balance(nb::module_& m);
 // A torch tensor of the bytes of `tensor`; `owner` lives as long as it does.
 [[nodiscard]] nb::object array_of(const Tensor& tensor, std::shared_ptr<const void> owner);
 
+// A function of Python for threads that may not hold the interpreter's lock: whichever lets go of
+// it last takes the lock for that.
+[[nodiscard]] std::shared_ptr<nb::callable> held_of(nb::callable function);
+
 // What Python's modules have, looked up once and kept as long as the process lives: the interpreter
 // may be gone before. A static of a function would be locked meanwhile, and Python may let another
 // thread run, which would wait for that lock and not give the interpreter back.

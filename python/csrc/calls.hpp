@@ -68,7 +68,7 @@ class Calls {
   }
 
  private:
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;  // ExchangeConfig::on_loss may ask for the report
   Exchange exchange_;
 };
 

@@ -26,6 +26,14 @@ nb::object exception_of(const Error& error) {
   return made(error.what(), error_code_name(error.code()), error.rank());
 }
 
+std::shared_ptr<nb::callable> held_of(nb::callable function) {
+  const auto free = [](nb::callable* one) {
+    const nb::gil_scoped_acquire gil;
+    delete one;  // NOLINT(cppcoreguidelines-owning-memory): a deleter's way
+  };
+  return {new nb::callable(std::move(function)), free};
+}
+
 namespace {
 
 using namespace overlap;
@@ -52,13 +60,7 @@ nb::bytes bytes_of(std::span<const std::byte> block) {
 
 // `function`: bytes -> list of bytes by rank, called by this thread alone.
 AllGather all_gather_of(nb::callable callable) {
-  // Whichever thread lets go of it last needs the interpreter for that.
-  const auto free = [](nb::callable* one) {
-    const nb::gil_scoped_acquire gil;
-    delete one;  // NOLINT(cppcoreguidelines-owning-memory): a deleter's way
-  };
-  const std::shared_ptr<nb::callable> function(new nb::callable(std::move(callable)), free);
-  return [function](std::span<const std::byte> block) {
+  return [function = held_of(std::move(callable))](std::span<const std::byte> block) {
     const nb::gil_scoped_acquire gil;
     const nb::object gathered = (*function)(bytes_of(block));
     std::vector<Bytes> blocks;

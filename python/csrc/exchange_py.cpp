@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "survival_py.hpp"
 #include "tensors_py.hpp"
 #include "weft/exchange.hpp"
 
@@ -295,6 +296,10 @@ void bind_config(nb::module_& m) {
   const auto set_gpu = [](ExchangeConfig& config, int index) {
     config.device = {Device::Kind::kCuda, index};
   };
+  const auto set_peer_loss = [](ExchangeConfig& config, std::string_view name) {
+    const Names<PeerLoss> names = {{"fail", PeerLoss::kFail}, {"shrink", PeerLoss::kShrink}};
+    config.on_peer_loss = choose("on_peer_loss", name, names);
+  };
   nb::class_<ExchangeConfig>(m, "ExchangeConfig", "Names are those of weft.Exchange's arguments.")
       .def(nb::init<>())
       .def_rw("hidden", &ExchangeConfig::hidden)
@@ -306,7 +311,9 @@ void bind_config(nb::module_& m) {
       .def_rw("num_threads", &ExchangeConfig::num_threads)
       .def_rw("num_sms", &ExchangeConfig::num_sms)
       .def_rw("copy_engines", &ExchangeConfig::copy_engines)
-      .def_prop_rw("timeout", nullptr, set_timeout);
+      .def_prop_rw("timeout", nullptr, set_timeout)
+      .def_prop_rw("on_peer_loss", nullptr, set_peer_loss)
+      .def_prop_rw("on_loss", nullptr, &set_on_loss, "Called with what `Exchange.report` returns.");
 }
 
 // A setter of what Python gives by name.
@@ -436,6 +443,8 @@ void bind_exchange(nb::module_& m) {
           "release_pooled",
           [](Calls& calls) { calls.locked([](Exchange& e) { e.release_pooled(); }); }
       )
+      .def("report", &report, "Epoch, ranks that are alive, ranks that the last call has lost.")
+      .def("mask", &mask, arg("ranks"))
       .def("add_waits", &add_waits, arg("sums"), arg("times"), arg("stream"))
       .def("stats", &stats)
       .def("footprint", &footprint)

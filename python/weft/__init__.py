@@ -15,6 +15,7 @@ from weft.autograd import combine, dispatch, plan, plan_and_dispatch
 from weft.balance import Balance
 from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, TimeoutError, Unsupported
 from weft.exchange import Exchange
+from weft.exchange_state import CallReport
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
 from weft.placement import Balancing, Placement, balanced_rows
@@ -23,6 +24,7 @@ from weft.tally import prometheus, stats
 __all__ = [
     "Balance",
     "Balancing",
+    "CallReport",
     "Combined",
     "Dispatched",
     "Error",

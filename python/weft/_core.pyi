@@ -190,6 +190,13 @@ class ExchangeConfig:
     @timeout.setter
     def timeout(self, arg: float, /) -> None: ...
 
+    @on_peer_loss.setter
+    def on_peer_loss(self, arg: str, /) -> None: ...
+
+    @on_loss.setter
+    def on_loss(self, arg: Callable, /) -> None:
+        """Called with what `Exchange.report` returns."""
+
 class Options:
     """Of one call; names are those of weft.Exchange's arguments."""
 
@@ -307,6 +314,11 @@ class Exchange:
     def check(self) -> None: ...
 
     def release_pooled(self) -> None: ...
+
+    def report(self) -> tuple[int, list[int], list[int]]:
+        """Epoch, ranks that are alive, ranks that the last call has lost."""
+
+    def mask(self, ranks: Sequence[int]) -> None: ...
 
     def add_waits(self, sums: Tensor, times: int, stream: int) -> None: ...
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from weft import _core, overlap_settings, ranges
 from weft.errors import Error, InvalidArgument
+from weft.exchange_state import ExchangeState, OnLoss
 from weft.group import Group
 from weft.outputs import Beside, Combined, Dispatched, OutputPool, Plan, RowMarks
 from weft.placement import Balancing, Placement, core_balance, num_replicas
 from weft.tally import tally_of
 
 
-class Exchange:
+class Exchange(ExchangeState):
     """One rank's end of the exchange. Collective: all ranks make the same calls in the same order.
 
     hidden: elements of a token, whose bytes must be a multiple of 16. num_experts: E, divisible by
@@ -32,8 +33,13 @@ class Exchange:
     table. copy_engines: room for calls by copy engines from the begin; without it there is room
     from the first plan on that is made beside computation, if copy engines are chosen there
     (docs/overlap.md). num_threads: CPU workers of this rank, 0 to share the host's cores.
-    timeout: seconds, of every wait. Raises InvalidArgument on every rank if any rank's arguments
-    are wrong or differ.
+    timeout: seconds, of every wait. on_peer_loss: "fail", a rank that dies, leaves or lets the
+    deadline pass ends the exchange on all others; or "shrink", on CPUs of one host, where the call
+    ends without it and so do all later ones: its tokens, and routes to its experts, are gone
+    (docs/faults.md). on_loss: called with the `CallReport` of a call that has lost ranks, by the
+    thread of the call before it returns; it makes no calls, and what it raises goes to
+    sys.unraisablehook. Raises InvalidArgument on every rank if any rank's arguments are wrong or
+    differ, Unsupported where ranks cannot be lost.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class Exchange:
         num_threads: int = 0,
         transport: str = "auto",
         timeout: float = 30.0,
+        on_peer_loss: str = "fail",
+        on_loss: OnLoss | None = None,
     ) -> None:
         self.group = group if isinstance(group, Group) else Group.of(group)
 
@@ -65,13 +73,18 @@ class Exchange:
                 "num_sms": num_sms,
                 "copy_engines": copy_engines,
                 "timeout": timeout,
+                "on_peer_loss": on_peer_loss,
             }
             if where.type == "cuda":
                 found["gpu"] = where.index
+            if on_loss is not None:
+                _filled(_core.ExchangeConfig(), {"on_loss": on_loss})
+                found["on_loss"] = self._loss_teller()
             sizes = {"max_tokens": max_tokens, "max_topk": max_topk}
             _filled(_core.ExchangeConfig(), found | sizes)
             return where, found
 
+        self._on_loss = on_loss
         self.device, self._settings = self.group.agreed("exchange", settings)
         self.hidden = hidden
         self.num_experts = num_experts
@@ -216,13 +229,14 @@ class Exchange:
             may_grow = False
 
     def _is_usable(self, core: _core.Exchange) -> bool:
-        """Whether the others have come to a call that this rank refused; a GPU cannot tell yet."""
+        """Whether the others have come to a call that this rank refused, and none is lost, with
+        whom alone the exchange can grow; a GPU cannot tell yet."""
         try:
             if not self._on_gpu:
                 core.check()
         except Error:
             return False
-        return True
+        return len(core.report()[1]) == self.num_ranks
 
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any
@@ -605,39 +619,6 @@ class Exchange:
         """Raises what a call that has finished on the GPU found; on a CPU why the exchange can no
         longer be used."""
         self.core.check()
-
-    def stats(self) -> dict:
-        """Calls so far, the seconds this rank waited for each peer, and (CPU) the bytes of rows
-        that it put to other domains: what crossed, and what would have with a row for each rank
-        there.
-        """
-        return self.core.stats()
-
-    @contextlib.contextmanager
-    def waits_added(self, sums: Tensor, plan: Plan | None = None) -> Iterator[None]:
-        """Adds to sums, int64 [R] on the exchange's device, the microseconds that calls within have
-        waited for each rank: those by `plan`, or by plans that they make. On a GPU in the order of
-        the current stream. Where several workers of a CPU or blocks of a GPU wait at the same time,
-        each counts.
-        """
-        core, stream = self.core if plan is None else plan.calls, self._stream()
-        own = sums if sums.is_contiguous() else sums.new_zeros(sums.shape)
-        core.add_waits(own, -1, stream)
-        try:
-            yield
-        finally:
-            with contextlib.suppress(Error):  # of an exchange that can no longer be used
-                core.add_waits(own, 1, stream)
-        if own is not sums:
-            sums += own
-
-    def footprint(self) -> dict:
-        """Bytes held: control, staging, buffers in use, and pooled for the next ones."""
-        return self.core.footprint()
-
-    def release_pooled(self) -> None:
-        """Gives unused memory back. On a GPU while no rank runs or begins a call."""
-        self.core.release_pooled()
 
 
 class _Refusal(InvalidArgument):

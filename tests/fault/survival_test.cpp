@@ -322,8 +322,13 @@ TEST_F(SurvivalTest, ANewProcessTakesThePlaceOfALostRank) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       const Group group = Group::rejoin(2, board->invitation[at].data());
-      Exchange exchange = shrinking(group, setup);
-      ::_exit(verdict(live(exchange, life)));
+      std::string problem;
+      const auto thrown = thrown_by([&] {
+        Exchange exchange = shrinking(group, setup);
+        exchange.refuse(Op::kCombine, "a plan that this rank does not have");
+        problem = live(exchange, life);
+      });
+      ::_exit(verdict(thrown ? text_of(thrown) : problem));
     }
     spares.push_back(spare);
   }

@@ -94,7 +94,8 @@ class Ranks:
         self._joined = (0, "")  # size and store of the group that is up
         self._num_groups = 0
 
-    def __call__(self, body, num_ranks: int, *args) -> list:
+    def __call__(self, body, num_ranks: int, *args, dying: tuple[int, ...] = ()) -> list:
+        """dying: ranks whose processes the body kills; their results are None."""
         self._start(num_ranks)
         if self._joined[0] != num_ranks:
             self._num_groups += 1
@@ -104,6 +105,11 @@ class Ranks:
         for _, pipe in workers:
             pipe.send_bytes(pickle.dumps(call))
         answers = self._collect(workers, time.monotonic() + DEADLINE)
+        for rank in dying:
+            assert answers[rank] == ("error", f"the process ended with {-signal.SIGKILL}")
+            answers[rank] = ("result", None)
+            self._workers[rank] = self._worker(rank)
+            self._joined = (0, "")
         faults = [f"rank {r}: {text}" for r, (kind, text) in enumerate(answers) if kind == "error"]
         if faults:
             self.stop()  # the group may be out of step
@@ -115,13 +121,14 @@ class Ranks:
         if len(self._workers) < num_ranks:
             self._joined = (0, "")
         while len(self._workers) < num_ranks:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(
-                target=_serve, args=(len(self._workers), theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            self._workers.append(self._worker(len(self._workers)))
+
+    def _worker(self, rank: int) -> tuple:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     def _collect(self, workers, deadline: float) -> list:
         answers = []

@@ -82,7 +82,7 @@ Roll::Roll(MemorySource& source, const Group& group)
   const Cookie theirs = gather_values(group, cookie).front();
   agree(group, [&] {
     map(source, theirs);
-    word(own_line().pid).store(static_cast<uint64_t>(::getpid()), std::memory_order_release);
+    write(own_line().pid, static_cast<uint64_t>(::getpid()));
   });
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -96,12 +96,12 @@ void Roll::map(MemorySource& source, const Cookie& cookie) {
     memory_ = source.reach(cookie, num_bytes(), true);
   }
   bell_ = SignalBlock(memory_.data);
-  state_ = memory_.data + kBellBytes;
-  lines_ = state_ + kStateBytes;
+  state_ = reinterpret_cast<uint64_t*>(memory_.data + kBellBytes);
+  lines_ = memory_.data + kBellBytes + kStateBytes;
 }
 
 void Roll::watch(int rank) {
-  const auto pid = word(line(rank).pid).load(std::memory_order_acquire);
+  const auto pid = read(line(rank).pid);
   auto& watch = watches_[static_cast<size_t>(rank)];
   watch = nullptr;
   try {
@@ -117,23 +117,31 @@ void Roll::watch(int rank) {
 }
 
 // What the one before it in its place has left there is not its own.
-void Roll::ask() {
+void Roll::ask(bool is_asking) {
   Line& own = own_line();
-  word(own.arrived).store(0, std::memory_order_relaxed);
-  word(own.mail[0].number).store(0, std::memory_order_relaxed);
-  word(own.mail[1].number).store(0, std::memory_order_relaxed);
-  word(own.has_left).store(0, std::memory_order_relaxed);
-  word(own.pid).store(static_cast<uint64_t>(::getpid()), std::memory_order_relaxed);
-  word(own.asks).store(1, std::memory_order_release);
+  if (!is_asking) {
+    write(own.asks, 0);
+    return;
+  }
+  write(own.arrived, 0);
+  write(own.mail[0].number, 0);
+  write(own.mail[1].number, 0);
+  write(own.has_left, 0);
+  write(own.pid, static_cast<uint64_t>(::getpid()));
+  write(own.asks, 1);
   bell_.ring();
 }
 
-bool Roll::asks(int rank) const {
-  return word(line(rank).asks).load(std::memory_order_acquire) != 0;
+bool Roll::asks(int rank) {
+  if (read(line(rank).asks) == 0) {
+    return false;
+  }
+  watch(rank);
+  return !has_ended(rank);
 }
 
 uint64_t Roll::committed() const {
-  return State(state().load(std::memory_order_acquire)).committed;
+  return State(read(*state_)).committed;
 }
 
 Roll::Line& Roll::line(int rank) const {
@@ -146,28 +154,27 @@ uint64_t* Roll::proposal(int rank, uint64_t epoch) const {
 }
 
 uint64_t Roll::epoch() const {
-  return State(state().load(std::memory_order_acquire)).epoch;
+  return State(read(*state_)).epoch;
 }
 
 uint64_t Roll::beats(int rank) const {
-  return word(line(rank).beats).load(std::memory_order_relaxed);
+  return read(line(rank).beats);
 }
 
 bool Roll::has_ended(int rank) const {
-  return word(line(rank).has_left).load(std::memory_order_acquire) != 0 ||
-         watches_[static_cast<size_t>(rank)] == nullptr ||
+  return read(line(rank).has_left) != 0 || watches_[static_cast<size_t>(rank)] == nullptr ||
          !watches_[static_cast<size_t>(rank)]->is_alive();
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.
 Roll::Members Roll::members() const {
   for (;;) {
-    const State now(state().load(std::memory_order_acquire));
+    const State now(read(*state_));
     Members members = {.epoch = now.epoch, .ranks = {}};
     uint64_t* const set = proposal(static_cast<int>(now.proposer), now.epoch);
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const auto at = static_cast<size_t>(rank);
-      const uint64_t bits = word(set[at / 64]).load(std::memory_order_acquire);
+      const uint64_t bits = read(set[at / 64]);
       if (now.epoch == 0 || (bits >> at % 64 & 1) != 0) {
         members.ranks.push_back(rank);
       }
@@ -179,21 +186,21 @@ Roll::Members Roll::members() const {
 }
 
 void Roll::leave() {
-  word(own_line().asks).store(0, std::memory_order_release);
-  word(own_line().has_left).store(1, std::memory_order_release);
+  ask(false);
+  write(own_line().has_left, 1);
   bell_.ring();
 }
 
 void Roll::arrive(const Members& with, uint64_t call) {
-  word(own_line().arrived).store(arrival(with.epoch, call), std::memory_order_seq_cst);
+  write(own_line().arrived, arrival(with.epoch, call));
 }
 
 bool Roll::has_arrived(int rank, const Members& with, uint64_t call) const {
-  return word(line(rank).arrived).load(std::memory_order_seq_cst) == arrival(with.epoch, call);
+  return read(line(rank).arrived) == arrival(with.epoch, call);
 }
 
 bool Roll::commits(const Members& with, uint64_t call) {
-  uint64_t seen = state().load(std::memory_order_acquire);
+  uint64_t seen = read(*state_);
   State next(seen);
   if (next.committed == counted(call)) {
     // In a later epoch of which this rank is a member it was not: that needed its arrival there.
@@ -204,8 +211,7 @@ bool Roll::commits(const Members& with, uint64_t call) {
     return false;
   }
   next.committed = counted(call);
-  const bool is_first =
-      state().compare_exchange_strong(seen, next.bits(), std::memory_order_acq_rel);
+  const bool is_first = swap(*state_, seen, next.bits());
   if (is_first) {
     bell_.ring();
   }
@@ -213,7 +219,7 @@ bool Roll::commits(const Members& with, uint64_t call) {
 }
 
 void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) {
-  uint64_t seen = state().load(std::memory_order_acquire);
+  uint64_t seen = read(*state_);
   State next(seen);
   if (next.epoch != instead_of.epoch || next.committed == counted(call)) {
     return;
@@ -227,9 +233,9 @@ void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int
       const auto at = static_cast<size_t>(rank);
       bits |= at / 64 == i ? uint64_t{1} << at % 64 : 0;
     }
-    word(set[i]).store(bits, std::memory_order_release);
+    write(set[i], bits);
   }
-  if (state().compare_exchange_strong(seen, next.bits(), std::memory_order_acq_rel)) {
+  if (swap(*state_, seen, next.bits())) {
     bell_.ring();
   }
 }
@@ -245,28 +251,26 @@ void Roll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block
   );
   Mail& mail = own_line().mail[round % 2];
   // Each store after the first, and each load before the last, keeps the order of the two numbers.
-  word(mail.number).store(0, std::memory_order_relaxed);
-  word(mail.bytes).store(block.size(), std::memory_order_release);
+  write(mail.number, 0);
+  write(mail.bytes, block.size());
   for (size_t begin = 0; begin < block.size(); begin += sizeof(uint64_t)) {
     uint64_t bits = 0;
     std::memcpy(&bits, block.data() + begin, std::min(sizeof bits, block.size() - begin));
-    word(mail.words[begin / sizeof bits]).store(bits, std::memory_order_release);
+    write(mail.words[begin / sizeof bits], bits);
   }
-  word(mail.number).store(mail_number(epoch, round), std::memory_order_release);
+  write(mail.number, mail_number(epoch, round));
   bell_.ring();
 }
 
 std::optional<Bytes> Roll::mail(int rank, uint64_t epoch, uint64_t round) const {
   Mail& mail = line(rank).mail[round % 2];
-  const auto is_there = [&] {
-    return word(mail.number).load(std::memory_order_acquire) == mail_number(epoch, round);
-  };
+  const auto is_there = [&] { return read(mail.number) == mail_number(epoch, round); };
   if (!is_there()) {
     return std::nullopt;
   }
-  Bytes block(std::min<size_t>(word(mail.bytes).load(std::memory_order_acquire), kMailBytes));
+  Bytes block(std::min<size_t>(read(mail.bytes), kMailBytes));
   for (size_t begin = 0; begin < block.size(); begin += sizeof(uint64_t)) {
-    const auto bits = word(mail.words[begin / sizeof(uint64_t)]).load(std::memory_order_acquire);
+    const auto bits = read(mail.words[begin / sizeof(uint64_t)]);
     std::memcpy(block.data() + begin, &bits, std::min(sizeof bits, block.size() - begin));
   }
   return is_there() ? std::optional(std::move(block)) : std::nullopt;

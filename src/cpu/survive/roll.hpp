@@ -7,8 +7,8 @@
 // compare-and-swap only. The members of an epoch are what its proposer left in its line before.
 //
 //   arrive    I have all that I need of call n, and have given all that others need: my line says
-//             so. Whoever sees that the lines of all
-//             members say so swaps (e, p, n - 1) for (e, p, n), and the call may return on all.
+//             so. Whoever sees that the lines of all members say so swaps (e, p, n - 1) for
+//             (e, p, n), and the call may return on all.
 //   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
 //             nobody can commit n with the lost one, and nobody has.
 //
@@ -54,21 +54,21 @@ class Roll {
   // --- any thread ---
   [[nodiscard]] uint64_t epoch() const;
   // A moment's work of this rank, by which others see that it is not stopped.
-  void beat() const { word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
+  void beat() const { Word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
   [[nodiscard]] uint64_t beats(int rank) const;
   // Its process has ended, or it has left.
   [[nodiscard]] bool has_ended(int rank) const;
   [[nodiscard]] uint32_t doorbell() const { return bell_.doorbell(); }
   void sleep(uint32_t seen, std::chrono::nanoseconds at_most) { bell_.sleep(seen, at_most); }
 
-  // Such a rank waits to be taken in.
-  [[nodiscard]] bool asks(int rank) const;
-
   // --- this rank's thread ---
   [[nodiscard]] Members members() const;
   // The last call that was committed.
   [[nodiscard]] uint64_t committed() const;
-  void ask();
+  // This rank wants to be taken in, or does no longer.
+  void ask(bool is_asking);
+  // A rank does, by a process that lives.
+  [[nodiscard]] bool asks(int rank);
   // Looks at the process that has the place of `rank` now.
   void watch(int rank);
   void leave();
@@ -104,8 +104,16 @@ class Roll {
     // Behind it: proposals [2][set_words()].
   };
 
-  [[nodiscard]] static Word word(uint64_t& place) { return Word(place); }
-  [[nodiscard]] Word state() const { return Word(*reinterpret_cast<uint64_t*>(state_)); }
+  // All in one order for all ranks: of two that arrive at the same time, one sees the other.
+  [[nodiscard]] static uint64_t read(uint64_t& word) {
+    return Word(word).load(std::memory_order_seq_cst);
+  }
+  static void write(uint64_t& word, uint64_t value) {
+    Word(word).store(value, std::memory_order_seq_cst);
+  }
+  [[nodiscard]] static bool swap(uint64_t& word, uint64_t& seen, uint64_t next) {
+    return Word(word).compare_exchange_strong(seen, next, std::memory_order_seq_cst);
+  }
   [[nodiscard]] Line& line(int rank) const;
   [[nodiscard]] Line& own_line() const { return line(rank_); }
   [[nodiscard]] uint64_t* proposal(int rank, uint64_t epoch) const;
@@ -116,7 +124,7 @@ class Roll {
   int num_ranks_;
   Memory memory_;
   SignalBlock bell_;
-  std::byte* state_ = nullptr;
+  uint64_t* state_ = nullptr;
   std::byte* lines_ = nullptr;
   // By rank; null: its process had ended before this rank looked. Those of threads of this process
   // see nothing.

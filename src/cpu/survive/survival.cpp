@@ -42,13 +42,20 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
       source_(shared_by(group, context)),
       roll_(*source_, group),
       members_(roll_.members()) {
-  if (!members_.has(context_.rank)) {
+  if (invitation_of(group)) {
     join();
   }
 }
 
 void Survival::join() {
-  roll_.ask();
+  // Where the others have yet to see that the one before it in its place is gone.
+  while (members_.has(context_.rank)) {
+    std::vector<int> rest;
+    std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
+    roll_.propose(members_, roll_.committed() + 1, rest);
+    members_ = roll_.members();
+  }
+  roll_.ask(true);
   const Deadline deadline(timeout_);
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
@@ -69,6 +76,7 @@ void Survival::join() {
     }
     roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
   }
+  roll_.ask(false);
   call_ = roll_.committed();
   has_newcomers_ = true;
   std::ranges::for_each(members_.ranks, [this](int rank) { roll_.watch(rank); });
@@ -229,6 +237,7 @@ void Survival::give_up(std::span<const int> ranks) {
     );
   }
   const auto is_out = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
+  // Until they are none: others may give up ranks at the same time, and this rank before.
   for (;;) {
     const Roll::Members now = roll_.members();
     if (!now.has(context_.rank) || std::ranges::none_of(now.ranks, is_out)) {

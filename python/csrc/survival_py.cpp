@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "survival_py.hpp"
+
+#include <nanobind/stl/vector.h>
+#include <utility>
+
+namespace weft::py {
+namespace {
+
+nb::tuple tuple_of(const CallReport& report) {
+  return nb::make_tuple(report.epoch, report.alive, report.lost);
+}
+
+}  // namespace
+
+void set_on_loss(ExchangeConfig& config, nb::callable function) {
+  config.on_loss = [held = held_of(std::move(function))](const CallReport& report) {
+    const nb::gil_scoped_acquire gil;
+    try {
+      (*held)(*tuple_of(report));
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable(*held);
+    }
+  };
+}
+
+nb::tuple report(Calls& calls) {
+  return tuple_of(calls.locked([](Exchange& exchange) { return exchange.report(); }));
+}
+
+void mask(Calls& calls, const std::vector<int>& ranks) {
+  calls.locked([&](Exchange& exchange) { exchange.mask(ranks); });
+}
+
+}  // namespace weft::py

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who takes part in the calls of an exchange, for Python.
+#pragma once
+
+#include <vector>
+
+#include "calls.hpp"
+
+namespace weft::py {
+
+// `function`, called with what report() returns, by a thread that has given up the interpreter's
+// lock and takes it for that. What it raises goes to sys.unraisablehook: the call is over by then,
+// on all ranks, and its result is good.
+void set_on_loss(ExchangeConfig& config, nb::callable function);
+
+// (epoch, alive, lost): CallReport.
+[[nodiscard]] nb::tuple report(Calls& calls);
+
+void mask(Calls& calls, const std::vector<int>& ranks);
+
+}  // namespace weft::py

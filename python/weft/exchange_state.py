@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an exchange tells of itself: who takes part, what its calls have waited for, what it holds.
+exchange.py has its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft import _core
+from weft.errors import Error, InvalidArgument
+from weft.outputs import Plan
+
+
+class CallReport(NamedTuple):
+    """Who takes part in an exchange: the same on all ranks that are left when a call is over."""
+
+    epoch: int  # how often the ranks that take part have changed
+    alive: list[int]  # ascending
+    lost: list[int]  # by the last call, ascending
+
+
+OnLoss = Callable[[CallReport], None]
+
+
+class ExchangeState:
+    """The part of `Exchange` that makes no calls. All of it is local."""
+
+    device: torch.device
+    core: _core.Exchange
+    _core: _core.Exchange | None
+    _on_loss: OnLoss | None
+    _stream: Callable[[], int]
+
+    def report(self) -> CallReport:
+        """What the last call has found; with on_peer_loss="fail" all ranks are alive.
+        `plan_and_dispatch` is two calls on a CPU. A call by a plan from before the exchange grew
+        may find what is told here by the next one only."""
+        return CallReport(*self.core.report())
+
+    def alive(self) -> list[int]:
+        """The ranks that take part, ascending."""
+        return self.report().alive
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """The next call, of all ranks, ends without these, as if they had died. Those among them
+        that live get a PeerError. Raises InvalidArgument for this rank and for what is no rank,
+        Unsupported without on_peer_loss="shrink"."""
+        given = list(ranks)
+        try:
+            self.core.mask(given)
+        except TypeError as error:
+            raise InvalidArgument(f"mask: ranks = {given!r} (expected numbers)") from error
+
+    def _loss_teller(self) -> Callable[..., None]:
+        """What the core calls. It must not keep the exchange alive: nobody would see the circle."""
+        kept = weakref.ref(self)
+
+        def tell(*report: int | list[int]) -> None:
+            there = kept()
+            if there is not None and there._on_loss is not None:
+                there._on_loss(CallReport(*report))
+
+        return tell
+
+    def stats(self) -> dict:
+        """Calls so far, the seconds this rank waited for each peer, and (CPU) the bytes of rows
+        that it put to other domains: what crossed, and what would have with a row for each rank
+        there.
+        """
+        return self.core.stats()
+
+    @contextlib.contextmanager
+    def waits_added(self, sums: Tensor, plan: Plan | None = None) -> Iterator[None]:
+        """Adds to sums, int64 [R] on the exchange's device, the microseconds that calls within have
+        waited for each rank: those by `plan`, or by plans that they make. On a GPU in the order of
+        the current stream. Where several workers of a CPU or blocks of a GPU wait at the same time,
+        each counts.
+        """
+        core, stream = self.core if plan is None else plan.calls, self._stream()
+        own = sums if sums.is_contiguous() else sums.new_zeros(sums.shape)
+        core.add_waits(own, -1, stream)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Error):  # of an exchange that can no longer be used
+                core.add_waits(own, 1, stream)
+        if own is not sums:
+            sums += own
+
+    def footprint(self) -> dict:
+        """Bytes held: control, staging, buffers in use, and pooled for the next ones."""
+        return self.core.footprint()
+
+    def release_pooled(self) -> None:
+        """Gives unused memory back. On a GPU while no rank runs or begins a call."""
+        self.core.release_pooled()
