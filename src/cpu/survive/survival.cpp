@@ -48,6 +48,7 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
 }
 
 void Survival::join() {
+  roll_.be_next(members_);
   // Where the others have yet to see that the one before it in its place is gone.
   while (members_.has(context_.rank)) {
     std::vector<int> rest;
@@ -60,7 +61,7 @@ void Survival::join() {
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
     members_ = roll_.members();
-    if (members_.has(context_.rank)) {
+    if (roll_.is_in(members_)) {
       break;
     }
     if (deadline.has_passed()) {
@@ -79,7 +80,7 @@ void Survival::join() {
   roll_.ask(false);
   call_ = roll_.committed();
   has_newcomers_ = true;
-  std::ranges::for_each(members_.ranks, [this](int rank) { roll_.watch(rank); });
+  roll_.follow(members_);
 }
 
 std::string Survival::invitation() const {
@@ -240,7 +241,7 @@ void Survival::give_up(std::span<const int> ranks) {
   // Until they are none: others may give up ranks at the same time, and this rank before.
   for (;;) {
     const Roll::Members now = roll_.members();
-    if (!now.has(context_.rank) || std::ranges::none_of(now.ranks, is_out)) {
+    if (!roll_.is_in(now) || std::ranges::none_of(now.ranks, is_out)) {
       return;
     }
     std::vector<int> rest;
@@ -276,7 +277,7 @@ bool Survival::adopt(std::string_view op) {
   const Roll::Members next = roll_.members();
   WEFT_CHECK(
       context_,
-      next.has(context_.rank),
+      roll_.is_in(next),
       ErrorCode::kPeerFailed,
       "{}: this rank was given up by the others, which did not hear of it in time ({} ranks go on, "
       "from call {})",
@@ -284,14 +285,12 @@ bool Survival::adopt(std::string_view op) {
       next.ranks.size(),
       call_
   );
-  std::vector<int> lost;
-  std::vector<int> back;
-  std::ranges::set_difference(members_.ranks, next.ranks, std::back_inserter(lost));
-  std::ranges::set_difference(next.ranks, members_.ranks, std::back_inserter(back));
+  const std::vector<int> lost = members_.beside(next);
+  const std::vector<int> back = next.beside(members_);
   for (const int rank : lost) {
     has_strays_ = has_strays_ || !roll_.has_ended(rank);
   }
-  std::ranges::for_each(back, [this](int rank) { roll_.watch(rank); });
+  roll_.follow(next);
   has_newcomers_ = has_newcomers_ || !back.empty();
   const auto tell = [&](const std::vector<int>& ranks, std::string_view what) {
     if (!ranks.empty()) {
