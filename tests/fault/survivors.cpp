@@ -163,10 +163,14 @@ std::string SurvivorRounds::run(
   out.x = Matrix(DType::kFloat32, plan.num_tokens(), setup_.hidden);
   fill_canary(buffer.tensor());
   const Tensor rows = is_direct ? buffer.tensor() : out.rows.view();
+  Matrix count_sums(DType::kInt32, 1, plan.num_local_experts());
+  DispatchOutput output = {.rows = rows, .weights = out.weights.view()};
+  if (spec_.layout != Layout::kRankMajor) {
+    std::fill_n(count_sums.as<int32_t>(), count_sums.num_elements(), 0);
+    output.count_sums = count_sums.view();
+  }
   before(1);
-  exchange.dispatch(
-      plan, {.x = in.x[rank].view(), .weights = weights.view()}, {rows, out.weights.view()}
-  );
+  exchange.dispatch(plan, {.x = in.x[rank].view(), .weights = weights.view()}, output);
   alive.dispatch = exchange.report().alive;
   before(2);
   exchange.combine(plan, {.rows = rows}, {.x = out.x.view()});
@@ -181,6 +185,11 @@ std::string SurvivorRounds::run(
   compare("dispatch: rows", rows, right.rows);
   compare("dispatch: weights", out.weights.view(), right.weights);
   compare("combine: x", out.x.view(), right.x);
+  const auto* sums = count_sums.as<int32_t>();
+  if (output.count_sums.is_given() &&
+      !std::ranges::equal(std::span(sums, plan.rows_per_expert().size()), plan.rows_per_expert())) {
+    problem += "dispatch: count_sums are not those of one call";
+  }
   return problem.empty() ? problem
                          : fmt::format(
                                "rank {}, seed {}, alive {} / {} / {}: {}",
