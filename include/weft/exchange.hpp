@@ -204,6 +204,15 @@ class Exchange {
   // range, kUnsupported without PeerLoss::kShrink and for threads of this process that have not
   // left.
   void mask(std::span<const int> ranks);
+  // Local. By this a new process takes the place of a rank that is lost (Group::rejoin). Throws
+  // Error (kUnsupported) without PeerLoss::kShrink.
+  [[nodiscard]] std::string invitation() const;
+  // By all ranks that are left, between the same two calls: takes lost ranks in again, whose new
+  // processes make the exchange by an invitation meanwhile. Then all go on together, and plans from
+  // before are refused. Throws Error (kInvalidArgument) for ranks that are not lost; TimeoutError
+  // naming those that have not come within the timeout, PeerError if they are lost again: the
+  // exchange can be used on after these.
+  void readmit(std::span<const int> ranks);
 
   // Local. To `sums`, int64 [1, num_ranks] on the exchange's device, adds `times` the microseconds
   // that this rank has waited for each peer since the exchange was made, as stats() has them: with

@@ -6,8 +6,10 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace weft {
@@ -35,6 +37,8 @@ struct Topology {
   bool one_process = false;               // all ranks are threads of this process
 };
 
+struct Invitation;
+
 class Group {
  public:
   // One group per rank, for one thread each. Throws Error: num_ranks < 1.
@@ -49,6 +53,11 @@ class Group {
   [[nodiscard]] static Group connect(const Rendezvous& rendezvous);
   // Collective, over a control plane that the caller already has (MPI, torch store).
   [[nodiscard]] static Group from_all_gather(int rank, int num_ranks, AllGather all_gather);
+  // In the place of a rank that was lost (ExchangeConfig::on_peer_loss), in a process of the same
+  // host: `invitation` is from Exchange::invitation() of a rank that is left. One exchange can be
+  // made with it, by the same config as there; all_gather() throws. Throws Error
+  // (kInvalidArgument) for a text that is no invitation.
+  [[nodiscard]] static Group rejoin(int rank, std::string_view invitation);
 
   [[nodiscard]] int rank() const;
   [[nodiscard]] int num_ranks() const;
@@ -64,6 +73,7 @@ class Group {
   explicit Group(std::shared_ptr<State> state) : state_(std::move(state)) {}
   friend Group make_group(int rank, int num_ranks, AllGather all_gather);
   friend Group part_of(const Group& group, const std::vector<int>& members);
+  friend std::optional<Invitation> invitation_of(const Group& group);
   friend Group with_control(const Group& group, AllGather all_gather);
   std::shared_ptr<State> state_;
 };

@@ -60,9 +60,11 @@ class Executor {
       const Plan& plan, const CombineInput& in, const CombineOutput& out, const CallOptions& call
   ) = 0;
   virtual void check() = 0;
-  // See Exchange::report() and mask().
+  // See Exchange::report() and what follows it.
   [[nodiscard]] virtual CallReport report() const;
   virtual void mask(std::span<const int> ranks);
+  [[nodiscard]] virtual std::string invitation() const;
+  virtual void readmit(std::span<const int> ranks);
   // See Exchange::add_waits(). `sums` [num_ranks] is memory of the exchange's device.
   virtual void add_waits(int64_t* sums, int64_t times, const CallOptions& call) = 0;
   // On a GPU, for `weft tune`: so many of the multiprocessors of each later dispatch and combine

@@ -46,7 +46,17 @@ CpuExchange::CpuExchange(
       id_(next_exchange_id++),
       domains_(std::make_shared<const Domains>(std::move(domains_wanted), context_.rank)),
       make_(make) {
-  agree_on_config(group, settings_);
+  const std::optional<Invitation> invitation = invitation_of(group);
+  if (invitation) {
+    validate_config(settings_, context_);
+    WEFT_CHECK_ARG(
+        context_,
+        settings_.on_peer_loss == PeerLoss::kShrink,
+        "rejoin: on_peer_loss = fail (expected shrink, as on the others)"
+    );
+  } else {
+    agree_on_config(group, settings_);
+  }
   const Env env = Env::read();
   if (settings_.num_threads == 0) {
     settings_.num_threads = env.num_threads > 0 ? env.num_threads : default_num_threads(group);
@@ -71,6 +81,10 @@ CpuExchange::CpuExchange(
       context_.num_ranks
   );
   settled_.resize(signals_.size());
+  if (invitation) {
+    rejoin(group, *invitation);
+    return;
+  }
   transport_ = make_(
       settings_.transport, group, signals_.size(), {.timeout = settings_.timeout, .device = gpu}
   );
@@ -79,9 +93,7 @@ CpuExchange::CpuExchange(
   if (settings_.on_peer_loss == PeerLoss::kShrink) {
     survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
   }
-  waiter_ = std::make_unique<Waiter>(
-      *transport_, context_, settings_.timeout, signals_.interrupted(0), survival_.get()
-  );
+  make_waiter();
   agree(group, [&] {
     workers_ = std::make_unique<WorkerPool>(
         settings_.num_threads, gpu.empty() ? std::vector<int>() : HostMap::here().cores_near(gpu)
@@ -89,6 +101,12 @@ CpuExchange::CpuExchange(
   });
   pool_ = std::make_shared<BufferPool>(transport_);
   connect(group, 0);
+}
+
+void CpuExchange::make_waiter() {
+  waiter_ = std::make_unique<Waiter>(
+      *transport_, context_, settings_.timeout, signals_.interrupted(0), survival_.get()
+  );
 }
 
 // Tells every rank where this rank's control region is. Calls are numbered on from `num_calls`.

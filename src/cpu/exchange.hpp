@@ -17,6 +17,7 @@
 #include "cpu/protocol/buffer_pool.hpp"
 #include "cpu/protocol/call_board.hpp"
 #include "cpu/survive/survival.hpp"
+#include "group/invitation.hpp"
 #include "plan/build.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
@@ -58,6 +59,8 @@ class CpuExchange : public Executor {
   }
   [[nodiscard]] CallReport report() const override;
   void mask(std::span<const int> ranks) override;
+  [[nodiscard]] std::string invitation() const override;
+  void readmit(std::span<const int> ranks) override;
   void add_waits(int64_t* sums, int64_t times, const CallOptions& call) override;
   [[nodiscard]] Buffer allocate(const Tensor& shape) override;
   void release_pooled() override { pool_->release_unused(); }
@@ -85,8 +88,12 @@ class CpuExchange : public Executor {
   void settle(Op op, const Error& error);
   // Those who go on without lost ranks do so without this one, too.
   void leave();
-  // The same exchange among those that are left, after so many calls.
+  // The same exchange among those that are members now, after so many calls; a rank that joins
+  // again hears the number from the others.
   void reconnect(uint64_t num_calls);
+  // The same until it works.
+  void reconnect_at_last(uint64_t num_calls);
+  void rejoin(const Group& group, const Invitation& invitation);
   [[nodiscard]] IsLost is_lost() const {
     return [this](int rank) { return survival_ != nullptr && survival_->is_lost(rank); };
   }
@@ -128,6 +135,7 @@ class CpuExchange : public Executor {
   TransportMaker make_;
   std::unique_ptr<Survival> survival_;      // null: PeerLoss::kFail
   std::map<uint64_t, PlanData> surviving_;  // by the call that made them, of older members' plans
+  uint64_t first_plan_ = 0;  // plans of earlier calls are unknown to a rank that joined again
   std::unique_ptr<Waiter> waiter_;
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<CallBoard> board_;
@@ -140,6 +148,7 @@ class CpuExchange : public Executor {
   ExchangeStats counters_;
 
   void connect(const Group& group, uint64_t num_calls);
+  void make_waiter();
 };
 
 template <class Prepare, class Run>

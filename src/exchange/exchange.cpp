@@ -54,12 +54,29 @@ CallReport Executor::report() const {
   return report;
 }
 
-void Executor::mask(std::span<const int> /*ranks*/) {
+namespace {
+
+[[noreturn]] void refuse_to_survive(std::string_view verb, const Context& context) {
   WEFT_RAISE(
-      context(),
+      context,
       ErrorCode::kUnsupported,
-      "mask: the exchange was not made with on_peer_loss = shrink"
+      "{}: the exchange was not made with on_peer_loss = shrink",
+      verb
   );
+}
+
+}  // namespace
+
+void Executor::mask(std::span<const int> /*ranks*/) {
+  refuse_to_survive("mask", context());
+}
+
+std::string Executor::invitation() const {
+  refuse_to_survive("invitation", context());
+}
+
+void Executor::readmit(std::span<const int> /*ranks*/) {
+  refuse_to_survive("readmit", context());
 }
 
 Exchange::Exchange(const Group& group, const ExchangeConfig& config)
@@ -157,6 +174,14 @@ CallReport Exchange::report() const {
 
 void Exchange::mask(std::span<const int> ranks) {
   own(executor_).mask(ranks);
+}
+
+std::string Exchange::invitation() const {
+  return executor_->invitation();
+}
+
+void Exchange::readmit(std::span<const int> ranks) {
+  own(executor_).readmit(ranks);
 }
 
 void Exchange::add_waits(const Tensor& sums, int64_t times, void* stream) {

@@ -12,6 +12,7 @@
 #include "core/clock.hpp"
 #include "core/env.hpp"
 #include "group/control_plane.hpp"
+#include "group/invitation.hpp"
 #include "group/topology.hpp"
 
 namespace weft {
@@ -22,6 +23,7 @@ struct Group::State {
   AllGather all_gather;
   Topology topology;
   pid_t maker = ::getpid();
+  std::optional<Invitation> invitation = {};
 };
 
 std::vector<Group> Group::local(int num_ranks) {
@@ -92,6 +94,32 @@ Group part_of(const Group& group, const std::vector<int>& members) {
       static_cast<int>(members.size()),
       all_gather,
       make_topology({ranks}, std::move(hosts), group.topology().one_process)}));
+}
+
+Group Group::rejoin(int rank, std::string_view invitation) {
+  const Invitation invited = Invitation::from_text(invitation);
+  check_place("rejoin", rank, invited.num_ranks);
+  std::vector<int> ranks(static_cast<size_t>(invited.num_ranks));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const AllGather none = [rank, num_ranks = invited.num_ranks](auto) -> std::vector<Bytes> {
+    WEFT_RAISE(
+        (Context{rank, num_ranks, {}}),
+        ErrorCode::kUnsupported,
+        "all_gather: the group was made by rejoin, for one exchange alone"
+    );
+  };
+  return Group(std::make_shared<State>(State{
+      .rank = rank,
+      .num_ranks = invited.num_ranks,
+      .all_gather = none,
+      .topology = make_topology(
+          {ranks}, std::vector<std::string>(ranks.size(), this_host()), invited.one_process != 0
+      ),
+      .invitation = invited}));
+}
+
+std::optional<Invitation> invitation_of(const Group& group) {
+  return group.state_->invitation;
 }
 
 Group with_control(const Group& group, AllGather all_gather) {

@@ -49,8 +49,8 @@ class SharedMemory {
   // Zero-filled. Throws Error (kOutOfMemory).
   [[nodiscard]] static SharedMemory create(uint64_t bytes);
   // Maps another process's (or this one's) memory by /proc/<pid>/fd. Throws Error (kNotAvailable)
-  // with the reason.
-  [[nodiscard]] static SharedMemory open(const SharedMemoryRef& ref);
+  // with the reason. `is_handed_on`: ref() is then this process's own.
+  [[nodiscard]] static SharedMemory open(const SharedMemoryRef& ref, bool is_handed_on = false);
 
   [[nodiscard]] std::byte* data() const { return data_.get(); }
   [[nodiscard]] uint64_t bytes() const { return ref_.bytes; }
@@ -59,7 +59,7 @@ class SharedMemory {
  private:
   Pages data_;
   SharedMemoryRef ref_ = {};
-  Descriptor fd_;  // only the creator has one
+  Descriptor fd_;  // of the creator and of who hands it on
 };
 
 }  // namespace weft

@@ -5,15 +5,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <csignal>
 #include <iostream>
 #include <optional>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <thread>
 #include <unistd.h>
 
 #include "support/errors.hpp"
+#include "support/process_memory.hpp"
 #include "survivors.hpp"
 
 namespace weft::test {
@@ -242,6 +245,117 @@ TEST_F(SurvivalTest, IsRefusedWhereItCannotBe) {
         text_of(thrown_by([&] { Exchange(group, config); })).find("on_peer_loss"), std::string::npos
     );
   });
+}
+
+// Rank 2 dies, the others go on, and the next process takes its place, again and again.
+TEST_F(SurvivalTest, ANewProcessTakesThePlaceOfALostRank) {
+  constexpr int kNumLives = 4;
+  struct Board {
+    std::array<std::array<char, 256>, kNumLives> invitation = {};
+    std::array<std::atomic<bool>, kNumLives> is_there = {};
+  };
+  const ExchangeSetup setup = setup_of(4, "shm");
+  const SurvivorRounds rounds(setup, {});
+  const Shared<Board> board;
+  // Of one life of rank 2; all but the last end in their second round.
+  const auto live = [&](Exchange& exchange, int life) {
+    const auto seed = static_cast<uint64_t>(10 * life);
+    const bool is_mortal = exchange.rank() == 2 && life + 1 < kNumLives;
+    std::string problem = rounds.run(exchange, seed);
+    problem += rounds.run(exchange, seed + 1, [&](int call) {
+      if (is_mortal && call == 1) {
+        std::raise(SIGKILL);
+      }
+    });
+    return problem + rounds.run(exchange, seed + 2);
+  };
+  std::vector<pid_t> spares;
+  for (int life = 1; life < kNumLives; ++life) {
+    const auto at = static_cast<size_t>(life);
+    const pid_t spare = ::fork();
+    if (spare == 0) {
+      while (!board->is_there[at].load()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      const Group group = Group::rejoin(2, board->invitation[at].data());
+      std::string problem;
+      const auto thrown = thrown_by([&] {
+        Exchange exchange = shrinking(group, setup);
+        exchange.refuse(Op::kCombine, "a plan that this rank does not have");
+        problem = live(exchange, life);
+      });
+      ::_exit(verdict(thrown ? text_of(thrown) : problem));
+    }
+    spares.push_back(spare);
+  }
+  const auto statuses = run_forked(4, [&](const Group& group) {
+    Exchange exchange = shrinking(group, setup);
+    std::string problem = live(exchange, 0);
+    std::optional<int64_t> mappings;
+    for (int life = 1; life < kNumLives; ++life) {
+      const auto at = static_cast<size_t>(life);
+      const Matrix idx(DType::kInt32, 0, 4);
+      const Plan old = exchange.plan({.topk_idx = idx.view()});
+      if (group.rank() == 3) {  // whose word counts as well as that of the first
+        exchange.invitation().copy(board->invitation[at].data(), 255);
+        board->is_there[at].store(true);
+      }
+      exchange.readmit(std::vector<int>{2});
+      const Matrix none(DType::kFloat32, 0, setup.hidden);
+      const auto thrown = thrown_by([&] { exchange.combine(old, {.rows = none.view()}, {}); });
+      if (text_of(thrown).find("from before ranks joined again") == std::string::npos) {
+        problem += text_of(thrown);
+      }
+      problem += live(exchange, life);
+      const int64_t now = measure_process_memory().num_shared_mappings;
+      if (life + 1 < kNumLives && now != mappings.value_or(now)) {
+        problem += fmt::format("{} shared mappings, {} before", now, *mappings);
+      }
+      mappings = now;
+    }
+    return verdict(problem);
+  });
+  EXPECT_EQ(statuses, (std::vector<int>{0, 0, 128 + SIGKILL, 0}));
+  for (size_t i = 0; i < spares.size(); ++i) {
+    int status = 0;
+    ::waitpid(spares[i], &status, 0);
+    const bool is_last = i + 1 == spares.size();
+    EXPECT_TRUE(is_last ? WIFEXITED(status) && WEXITSTATUS(status) == 0 : WIFSIGNALED(status))
+        << "life " << i + 1;
+  }
+}
+
+TEST_F(SurvivalTest, SaysWhyARankCannotComeBack) {
+  const ExchangeSetup setup = setup_of(2, "shm");
+  run_threads(2, [&](const Group& group) {
+    ExchangeConfig config = setup.config();
+    config.on_peer_loss = PeerLoss::kShrink;
+    config.timeout = std::chrono::milliseconds(200);
+    std::optional<Exchange> exchange(std::in_place, group, config);
+    const std::string invitation = exchange->invitation();
+    const std::vector<int> other = {1 - group.rank()};
+    EXPECT_EQ(thrown_by([&] { exchange->readmit(other); })->code, ErrorCode::kInvalidArgument);
+    group.barrier();
+    if (group.rank() == 1) {
+      exchange.reset();
+      const Group again = Group::rejoin(1, invitation);
+      const auto thrown = thrown_by([&] { Exchange(again, config); });
+      EXPECT_TRUE(thrown->is_timeout);
+      EXPECT_NE(text_of(thrown).find("have not called readmit within 0.2 s"), std::string::npos);
+    } else {
+      const Matrix idx(DType::kInt32, 0, 4);
+      static_cast<void>(exchange->plan({.topk_idx = idx.view()}));
+      EXPECT_EQ(text(exchange->report().alive), "0");
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      const auto thrown = thrown_by([&] { exchange->readmit(other); });
+      EXPECT_EQ(text_of(thrown).substr(0, 40), "readmit: rank 1 did not come within 0.2 ");
+      static_cast<void>(exchange->plan({.topk_idx = idx.view()}));
+    }
+  });
+  EXPECT_EQ(
+      thrown_by([&] { static_cast<void>(Group::rejoin(1, "weft-12")); })->code,
+      ErrorCode::kInvalidArgument
+  );
 }
 
 // Deaths at any moment, several in a run and during recovery too, until one rank is left.

@@ -20,9 +20,14 @@ NIGHT = {
     "eager": ["C=4"],
     "parking": [],
     "pipeline": ["ITEMS=5"],
+    "roll": ["NIGHT"],
 }
 # What a mutation needs besides itself to be found.
-NEEDS = {"EXPIRED_STAYS_GIVEN_UP": ["MAX_REFUSALS=2"]}
+NEEDS = {
+    "EXPIRED_STAYS_GIVEN_UP": ["MAX_REFUSALS=2"],
+    "READS_ONCE": ["NIGHT", "N=4", "C=1"],
+    "ONE_SLOT": ["NIGHT", "C=1"],
+}
 # Process types of a model have `provided` clauses, which forbid partial order reduction.
 COMPILE = ["gcc", "-w", "-DNOREDUCE", "-DSAFETY", "-DNOCLAIM", "-DVECTORSZ=4096", "-DMEMLIM=8000", "-o", "pan", "pan.c"]
 
@@ -44,8 +49,9 @@ def check(model, mutation, night, folder):
         if status != 0 or "Error" in out:
             sys.exit(f"{' '.join(map(str, command))}:\n{out}")
     _, out = run(["./pan", "-m1000000"], folder)
-    if (Path(folder) / f"{model.name}.trail").exists():
-        status, steps = run(["spin", *defines, "-t", "-p", model], folder)
+    trail = f"{model.name}.trail"
+    if (Path(folder) / trail).exists():
+        status, steps = run(["spin", *defines, "-k", trail, "-p", model], folder)
         out += "".join(line + "\n" for line in steps.splitlines() if "(state -)" not in line)
     return out
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // CpuExchange among fewer and fewer ranks.
 #include <algorithm>
+#include <array>
+#include <span>
 
 #include "cpu/exchange.hpp"
 #include "group/control_plane.hpp"
@@ -23,11 +25,47 @@ void CpuExchange::settle(Op op, const Error& error) {
   }
 }
 
+namespace {
+
+constexpr uint64_t kUnknownCalls = ~uint64_t{0};
+
+// What members tell each other before they connect. Those who join again learn the number of calls,
+// and that theirs is the exchange of the others.
+struct Meeting {
+  uint64_t num_calls = 0;
+  std::array<int64_t, 4> config = {};
+};
+
+Meeting meet(const Group& group, const std::vector<int>& members, const Meeting& own) {
+  const std::vector<Bytes> blocks = group.all_gather(std::as_bytes(std::span(&own, 1)));
+  Meeting known = own;
+  for (const int rank : members) {
+    const auto at = static_cast<size_t>(rank);
+    const auto theirs = block_value<Meeting>(blocks[at], at, context_of(group));
+    known = known.num_calls == kUnknownCalls ? theirs : known;
+  }
+  return known;
+}
+
+}  // namespace
+
 void CpuExchange::reconnect(uint64_t num_calls) {
   const Group group = survival_->group();
-  transport_->close();  // whoever still waits for this rank in the attempt that was cut short
-  group.barrier();      // nobody who is left is in that any more
-  if (survival_->has_strays()) {
+  if (transport_) {
+    transport_->close();  // whoever still waits for this rank in the attempt that was cut short
+  }
+  const std::array<int64_t, 4> config = {
+      settings_.hidden, settings_.max_tokens, settings_.num_experts, settings_.max_topk};
+  // When it returns, no member is in that attempt any more.
+  const Meeting met = meet(group, survival_->members(), {.num_calls = num_calls, .config = config});
+  WEFT_CHECK_ARG(
+      context_,
+      met.config == config,
+      "rejoin: hidden, max_tokens, num_experts, max_topk = {} (those of the others: {})",
+      fmt::join(config, ", "),
+      fmt::join(met.config, ", ")
+  );
+  if (pool_ && survival_->takes_strays()) {
     pool_->withdraw();
   }
   surviving_.clear();
@@ -40,13 +78,83 @@ void CpuExchange::reconnect(uint64_t num_calls) {
       signals_.size(),
       {.timeout = settings_.timeout, .members = survival_->members()}
   );
-  waiter_->follow(*transport_);
+  if (waiter_) {
+    waiter_->follow(*transport_);
+  } else {
+    make_waiter();
+  }
   pool_ = std::make_shared<BufferPool>(transport_);
-  connect(group, num_calls);
+  connect(group, met.num_calls);
+  if (survival_->takes_newcomers()) {
+    first_plan_ = met.num_calls + 1;
+  }
+}
+
+void CpuExchange::reconnect_at_last(uint64_t num_calls) {
+  for (;;) {
+    try {
+      reconnect(num_calls);
+      return;
+    } catch (const Error& error) {
+      if (error.code() == ErrorCode::kInvalidArgument || !survival_->settle("readmit")) {
+        broken_ = std::current_exception();
+        leave();
+        throw;
+      }
+    }
+  }
+}
+
+void CpuExchange::rejoin(const Group& group, const Invitation& invitation) {
+  settings_.transport = invitation.transport.data();
+  context_.transport = settings_.transport;
+  survival_ = std::make_unique<Survival>(group, context_, settings_.timeout);
+  workers_ = std::make_unique<WorkerPool>(settings_.num_threads);
+  reconnect_at_last(kUnknownCalls);
+}
+
+void CpuExchange::readmit(std::span<const int> ranks) {
+  if (!survival_) {
+    Executor::readmit(ranks);
+    return;
+  }
+  check();
+  for (const int rank : ranks) {
+    WEFT_CHECK_ARG(
+        context_,
+        rank >= 0 && rank < context_.num_ranks && survival_->is_lost(rank),
+        "readmit: rank {} (expected ranks that are lost; {} of {} are left)",
+        rank,
+        survival_->members().size(),
+        context_.num_ranks
+    );
+  }
+  survival_->readmit(ranks);
+  reconnect_at_last(board_->last_call());
+  for (const int rank : ranks) {
+    WEFT_CHECK(
+        context_,
+        !survival_->is_lost(rank),
+        ErrorCode::kPeerFailed,
+        "readmit: rank {} was lost again",
+        rank
+    );
+  }
+}
+
+std::string CpuExchange::invitation() const {
+  return survival_ ? survival_->invitation() : Executor::invitation();
 }
 
 const PlanData& CpuExchange::surviving(const Plan& plan) {
   const PlanData& whole = contents_of(plan);
+  WEFT_CHECK_ARG(
+      context_,
+      whole.exchange_id != id_ || whole.call >= first_plan_,
+      "plan {} is from before ranks joined again, in call {}",
+      whole.call,
+      first_plan_ - 1
+  );
   if (!survival_ || survival_->epoch() == 0 || whole.exchange_id != id_ ||
       !has_traffic_with(is_lost(), whole)) {
     return whole;

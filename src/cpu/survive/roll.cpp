@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "group/agree.hpp"
 #include "group/control_plane.hpp"
+#include "group/invitation.hpp"
 
 namespace weft {
 namespace {
@@ -39,6 +40,10 @@ uint64_t arrival(uint64_t epoch, uint64_t call) {
   return epoch << State::kCallBits | counted(call);
 }
 
+// The bell, then the word that decides, then the lines.
+constexpr uint64_t kStateBytes = 64;
+const uint64_t kBellBytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
+
 // Never 0.
 uint64_t mail_number(uint64_t epoch, uint64_t round) {
   return epoch << 32 | (round + 1);
@@ -55,34 +60,88 @@ size_t Roll::line_bytes() const {
   return (bytes + alignof(Line) - 1) / alignof(Line) * alignof(Line);
 }
 
+uint64_t Roll::num_bytes() const {
+  return kBellBytes + kStateBytes + static_cast<uint64_t>(num_ranks_) * line_bytes();
+}
+
 Roll::Roll(MemorySource& source, const Group& group)
-    : rank_(group.rank()), num_ranks_(group.num_ranks()) {
-  const uint64_t bell_bytes = (SignalBlock::num_bytes(0) + 63) / 64 * 64;
-  const uint64_t bytes = bell_bytes + 64 + static_cast<uint64_t>(num_ranks_) * line_bytes();
+    : rank_(group.rank()),
+      num_ranks_(group.num_ranks()),
+      watches_(static_cast<size_t>(group.num_ranks())) {
+  if (const auto invitation = invitation_of(group)) {
+    map(source, invitation->cookie);
+    return;
+  }
   Cookie cookie = {};
   agree(group, [&] {
     if (rank_ == 0) {
-      memory_ = source.allocate(bytes);
+      memory_ = source.allocate(num_bytes());
       cookie = memory_.cookie;
     }
   });
   const Cookie theirs = gather_values(group, cookie).front();
   agree(group, [&] {
-    if (rank_ != 0) {
-      memory_ = source.reach(theirs, bytes);
-    }
-    bell_ = SignalBlock(memory_.data);
-    state_ = memory_.data + bell_bytes;
-    lines_ = state_ + 64;
-    word(own_line().pid).store(static_cast<uint64_t>(::getpid()), std::memory_order_release);
+    map(source, theirs);
+    write(own_line().pid, static_cast<uint64_t>(::getpid()));
   });
   agree(group, [&] {
     for (int rank = 0; rank < num_ranks_; ++rank) {
-      const auto pid = word(line(rank).pid).load(std::memory_order_acquire);
-      const bool is_here = pid == static_cast<uint64_t>(::getpid());
-      watches_.push_back(is_here ? ProcessWatch() : ProcessWatch(static_cast<int32_t>(pid)));
+      watch(rank);
     }
   });
+}
+
+void Roll::map(MemorySource& source, const Cookie& cookie) {
+  if (memory_.data == nullptr) {
+    memory_ = source.reach(cookie, num_bytes(), true);
+  }
+  bell_ = SignalBlock(memory_.data);
+  state_ = reinterpret_cast<uint64_t*>(memory_.data + kBellBytes);
+  lines_ = memory_.data + kBellBytes + kStateBytes;
+}
+
+void Roll::watch(int rank) {
+  const auto pid = read(line(rank).pid);
+  auto& watch = watches_[static_cast<size_t>(rank)];
+  watch = nullptr;
+  try {
+    const bool is_here = pid == static_cast<uint64_t>(::getpid());
+    watch = std::make_unique<ProcessWatch>(
+        is_here ? ProcessWatch() : ProcessWatch(static_cast<int32_t>(pid))
+    );
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kNotAvailable) {
+      throw;
+    }
+  }
+}
+
+// What the one before it in its place has left there is not its own.
+void Roll::ask(bool is_asking) {
+  Line& own = own_line();
+  if (!is_asking) {
+    write(own.asks, 0);
+    return;
+  }
+  write(own.arrived, 0);
+  write(own.mail[0].number, 0);
+  write(own.mail[1].number, 0);
+  write(own.has_left, 0);
+  write(own.pid, static_cast<uint64_t>(::getpid()));
+  write(own.asks, 1);
+  bell_.ring();
+}
+
+bool Roll::asks(int rank) {
+  if (read(line(rank).asks) == 0) {
+    return false;
+  }
+  watch(rank);
+  return !has_ended(rank);
+}
+
+uint64_t Roll::committed() const {
+  return State(read(*state_)).committed;
 }
 
 Roll::Line& Roll::line(int rank) const {
@@ -95,27 +154,27 @@ uint64_t* Roll::proposal(int rank, uint64_t epoch) const {
 }
 
 uint64_t Roll::epoch() const {
-  return State(state().load(std::memory_order_acquire)).epoch;
+  return State(read(*state_)).epoch;
 }
 
 uint64_t Roll::beats(int rank) const {
-  return word(line(rank).beats).load(std::memory_order_relaxed);
+  return read(line(rank).beats);
 }
 
 bool Roll::has_ended(int rank) const {
-  return word(line(rank).has_left).load(std::memory_order_acquire) != 0 ||
-         !watches_[static_cast<size_t>(rank)].is_alive();
+  return read(line(rank).has_left) != 0 || watches_[static_cast<size_t>(rank)] == nullptr ||
+         !watches_[static_cast<size_t>(rank)]->is_alive();
 }
 
 // A slot is written again two epochs later, so the epoch is looked at once more after it was read.
 Roll::Members Roll::members() const {
   for (;;) {
-    const State now(state().load(std::memory_order_acquire));
+    const State now(read(*state_));
     Members members = {.epoch = now.epoch, .ranks = {}};
     uint64_t* const set = proposal(static_cast<int>(now.proposer), now.epoch);
     for (int rank = 0; rank < num_ranks_; ++rank) {
       const auto at = static_cast<size_t>(rank);
-      const uint64_t bits = word(set[at / 64]).load(std::memory_order_acquire);
+      const uint64_t bits = read(set[at / 64]);
       if (now.epoch == 0 || (bits >> at % 64 & 1) != 0) {
         members.ranks.push_back(rank);
       }
@@ -127,20 +186,21 @@ Roll::Members Roll::members() const {
 }
 
 void Roll::leave() {
-  word(own_line().has_left).store(1, std::memory_order_release);
+  ask(false);
+  write(own_line().has_left, 1);
   bell_.ring();
 }
 
 void Roll::arrive(const Members& with, uint64_t call) {
-  word(own_line().arrived).store(arrival(with.epoch, call), std::memory_order_seq_cst);
+  write(own_line().arrived, arrival(with.epoch, call));
 }
 
 bool Roll::has_arrived(int rank, const Members& with, uint64_t call) const {
-  return word(line(rank).arrived).load(std::memory_order_seq_cst) == arrival(with.epoch, call);
+  return read(line(rank).arrived) == arrival(with.epoch, call);
 }
 
 bool Roll::commits(const Members& with, uint64_t call) {
-  uint64_t seen = state().load(std::memory_order_acquire);
+  uint64_t seen = read(*state_);
   State next(seen);
   if (next.committed == counted(call)) {
     // In a later epoch of which this rank is a member it was not: that needed its arrival there.
@@ -151,8 +211,7 @@ bool Roll::commits(const Members& with, uint64_t call) {
     return false;
   }
   next.committed = counted(call);
-  const bool is_first =
-      state().compare_exchange_strong(seen, next.bits(), std::memory_order_acq_rel);
+  const bool is_first = swap(*state_, seen, next.bits());
   if (is_first) {
     bell_.ring();
   }
@@ -160,7 +219,7 @@ bool Roll::commits(const Members& with, uint64_t call) {
 }
 
 void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int> ranks) {
-  uint64_t seen = state().load(std::memory_order_acquire);
+  uint64_t seen = read(*state_);
   State next(seen);
   if (next.epoch != instead_of.epoch || next.committed == counted(call)) {
     return;
@@ -174,9 +233,9 @@ void Roll::propose(const Members& instead_of, uint64_t call, std::span<const int
       const auto at = static_cast<size_t>(rank);
       bits |= at / 64 == i ? uint64_t{1} << at % 64 : 0;
     }
-    word(set[i]).store(bits, std::memory_order_relaxed);
+    write(set[i], bits);
   }
-  if (state().compare_exchange_strong(seen, next.bits(), std::memory_order_acq_rel)) {
+  if (swap(*state_, seen, next.bits())) {
     bell_.ring();
   }
 }
@@ -192,28 +251,26 @@ void Roll::post(uint64_t epoch, uint64_t round, std::span<const std::byte> block
   );
   Mail& mail = own_line().mail[round % 2];
   // Each store after the first, and each load before the last, keeps the order of the two numbers.
-  word(mail.number).store(0, std::memory_order_relaxed);
-  word(mail.bytes).store(block.size(), std::memory_order_release);
+  write(mail.number, 0);
+  write(mail.bytes, block.size());
   for (size_t begin = 0; begin < block.size(); begin += sizeof(uint64_t)) {
     uint64_t bits = 0;
     std::memcpy(&bits, block.data() + begin, std::min(sizeof bits, block.size() - begin));
-    word(mail.words[begin / sizeof bits]).store(bits, std::memory_order_release);
+    write(mail.words[begin / sizeof bits], bits);
   }
-  word(mail.number).store(mail_number(epoch, round), std::memory_order_release);
+  write(mail.number, mail_number(epoch, round));
   bell_.ring();
 }
 
 std::optional<Bytes> Roll::mail(int rank, uint64_t epoch, uint64_t round) const {
   Mail& mail = line(rank).mail[round % 2];
-  const auto is_there = [&] {
-    return word(mail.number).load(std::memory_order_acquire) == mail_number(epoch, round);
-  };
+  const auto is_there = [&] { return read(mail.number) == mail_number(epoch, round); };
   if (!is_there()) {
     return std::nullopt;
   }
-  Bytes block(std::min<size_t>(word(mail.bytes).load(std::memory_order_acquire), kMailBytes));
+  Bytes block(std::min<size_t>(read(mail.bytes), kMailBytes));
   for (size_t begin = 0; begin < block.size(); begin += sizeof(uint64_t)) {
-    const auto bits = word(mail.words[begin / sizeof(uint64_t)]).load(std::memory_order_acquire);
+    const auto bits = read(mail.words[begin / sizeof(uint64_t)]);
     std::memcpy(block.data() + begin, &bits, std::min(sizeof bits, block.size() - begin));
   }
   return is_there() ? std::optional(std::move(block)) : std::nullopt;

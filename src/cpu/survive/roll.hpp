@@ -6,8 +6,9 @@
 // One word decides: (epoch, who proposed it, the last call that is committed), changed by
 // compare-and-swap only. The members of an epoch are what its proposer left in its line before.
 //
-//   arrive    I have all that I need of call n: my line says so. Whoever sees that the lines of all
-//             members say so swaps (e, p, n - 1) for (e, p, n), and the call may return on all.
+//   arrive    I have all that I need of call n, and have given all that others need: my line says
+//             so. Whoever sees that the lines of all members say so swaps (e, p, n - 1) for
+//             (e, p, n), and the call may return on all.
 //   propose   a member is gone before it arrived: (e, p, n - 1) becomes (e + 1, me, n - 1). Now
 //             nobody can commit n with the lost one, and nobody has.
 //
@@ -19,6 +20,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -43,13 +45,16 @@ class Roll {
     [[nodiscard]] bool has(int rank) const;
   };
 
-  // Collective. Throws the same Error on every rank if any cannot reach the memory.
+  // Collective. Throws the same Error on every rank if any cannot reach the memory. Not collective
+  // for a rank that joins again (Group::rejoin): it is none of the members until they take it in.
   Roll(MemorySource& source, const Group& group);
+  // By which others reach the memory while this process lives.
+  [[nodiscard]] const Cookie& cookie() const { return memory_.cookie; }
 
   // --- any thread ---
   [[nodiscard]] uint64_t epoch() const;
   // A moment's work of this rank, by which others see that it is not stopped.
-  void beat() const { word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
+  void beat() const { Word(own_line().beats).fetch_add(1, std::memory_order_relaxed); }
   [[nodiscard]] uint64_t beats(int rank) const;
   // Its process has ended, or it has left.
   [[nodiscard]] bool has_ended(int rank) const;
@@ -58,6 +63,14 @@ class Roll {
 
   // --- this rank's thread ---
   [[nodiscard]] Members members() const;
+  // The last call that was committed.
+  [[nodiscard]] uint64_t committed() const;
+  // This rank wants to be taken in, or does no longer.
+  void ask(bool is_asking);
+  // A rank does, by a process that lives.
+  [[nodiscard]] bool asks(int rank);
+  // Looks at the process that has the place of `rank` now.
+  void watch(int rank);
   void leave();
   // This rank has all that it needs of the call. Calls are numbered from 1.
   void arrive(const Members& with, uint64_t call);
@@ -86,12 +99,21 @@ class Roll {
     alignas(64) uint64_t beats;
     alignas(64) uint64_t has_left;
     uint64_t pid;
+    uint64_t asks;
     Mail mail[2];
     // Behind it: proposals [2][set_words()].
   };
 
-  [[nodiscard]] static Word word(uint64_t& place) { return Word(place); }
-  [[nodiscard]] Word state() const { return Word(*reinterpret_cast<uint64_t*>(state_)); }
+  // All in one order for all ranks: of two that arrive at the same time, one sees the other.
+  [[nodiscard]] static uint64_t read(uint64_t& word) {
+    return Word(word).load(std::memory_order_seq_cst);
+  }
+  static void write(uint64_t& word, uint64_t value) {
+    Word(word).store(value, std::memory_order_seq_cst);
+  }
+  [[nodiscard]] static bool swap(uint64_t& word, uint64_t& seen, uint64_t next) {
+    return Word(word).compare_exchange_strong(seen, next, std::memory_order_seq_cst);
+  }
   [[nodiscard]] Line& line(int rank) const;
   [[nodiscard]] Line& own_line() const { return line(rank_); }
   [[nodiscard]] uint64_t* proposal(int rank, uint64_t epoch) const;
@@ -102,9 +124,14 @@ class Roll {
   int num_ranks_;
   Memory memory_;
   SignalBlock bell_;
-  std::byte* state_ = nullptr;
+  uint64_t* state_ = nullptr;
   std::byte* lines_ = nullptr;
-  std::vector<ProcessWatch> watches_;  // by rank; those of threads of this process see nothing
+  // By rank; null: its process had ended before this rank looked. Those of threads of this process
+  // see nothing.
+  std::vector<std::unique_ptr<ProcessWatch>> watches_;
+
+  void map(MemorySource& source, const Cookie& cookie);
+  [[nodiscard]] uint64_t num_bytes() const;
 };
 
 }  // namespace weft

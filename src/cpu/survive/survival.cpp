@@ -10,6 +10,7 @@
 #include "core/clock.hpp"
 #include "core/log.hpp"
 #include "group/control_plane.hpp"
+#include "group/invitation.hpp"
 
 namespace weft {
 namespace {
@@ -39,7 +40,84 @@ Survival::Survival(const Group& group, const Context& context, std::chrono::mill
       timeout_(timeout),
       source_(shared_by(group, context)),
       roll_(*source_, group),
-      members_(roll_.members()) {}
+      members_(roll_.members()) {
+  if (invitation_of(group)) {
+    join();
+  }
+}
+
+void Survival::join() {
+  // Where the others have yet to see that the one before it in its place is gone.
+  while (members_.has(context_.rank)) {
+    std::vector<int> rest;
+    std::ranges::remove_copy(members_.ranks, std::back_inserter(rest), context_.rank);
+    roll_.propose(members_, roll_.committed() + 1, rest);
+    members_ = roll_.members();
+  }
+  roll_.ask(true);
+  const Deadline deadline(timeout_);
+  for (;;) {
+    const uint32_t doorbell = roll_.doorbell();
+    members_ = roll_.members();
+    if (members_.has(context_.rank)) {
+      break;
+    }
+    if (deadline.has_passed()) {
+      roll_.leave();
+      WEFT_RAISE(
+          context_,
+          ErrorCode::kTimeout,
+          "rejoin: the ranks that are left have not called readmit within {} ({} of {} are left)",
+          seconds_text(timeout_),
+          members_.ranks.size(),
+          context_.num_ranks
+      );
+    }
+    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+  }
+  roll_.ask(false);
+  call_ = roll_.committed();
+  has_newcomers_ = true;
+  std::ranges::for_each(members_.ranks, [this](int rank) { roll_.watch(rank); });
+}
+
+std::string Survival::invitation() const {
+  Invitation invitation = {
+      .version = kProtocolVersion,
+      .num_ranks = context_.num_ranks,
+      .one_process = group_.topology().one_process ? 1 : 0,
+      .cookie = roll_.cookie()};
+  context_.transport.copy(invitation.transport.data(), invitation.transport.size() - 1);
+  return invitation.text();
+}
+
+void Survival::readmit(std::span<const int> ranks) {
+  std::vector<int> all(ranks.begin(), ranks.end());
+  all.insert(all.end(), members_.ranks.begin(), members_.ranks.end());
+  std::ranges::sort(all);
+  const Deadline deadline(timeout_);
+  while (!adopt("readmit")) {
+    const uint32_t doorbell = roll_.doorbell();
+    std::vector<int> missing;
+    std::ranges::copy_if(ranks, std::back_inserter(missing), [this](int rank) {
+      return !roll_.asks(rank);
+    });
+    if (missing.empty()) {
+      roll_.propose(members_, call_ + 1, all);
+      continue;
+    }
+    roll_.beat();
+    WEFT_CHECK(
+        context_,
+        !deadline.has_passed(),
+        ErrorCode::kTimeout,
+        "readmit: {} did not come within {}",
+        rank_list(missing),
+        seconds_text(timeout_)
+    );
+    roll_.sleep(doorbell, std::min<Clock::duration>(deadline.left(), kLookEvery));
+  }
+}
 
 void Survival::look() const {
   roll_.beat();
@@ -76,6 +154,10 @@ void Survival::blame_silent(const std::vector<uint64_t>& since) {
 void Survival::begin_call() {
   ++call_;
   lost_in_call_.clear();
+  {
+    const std::lock_guard lock(mutex_);
+    silent_.clear();
+  }
   roll_.beat();
 }
 
@@ -91,10 +173,12 @@ bool Survival::finish_call(std::string_view op) {
   const Deadline deadline(timeout_);
   for (;;) {
     const uint32_t doorbell = roll_.doorbell();
+    // First: once others are members, the call can no longer be committed among these.
+    const bool has_moved = roll_.epoch() != members_.epoch;
     if (roll_.commits(members_, call_)) {
       return true;
     }
-    if (adopt(op)) {
+    if (has_moved && adopt(op)) {
       return false;
     }
     roll_.beat();
@@ -119,6 +203,9 @@ bool Survival::finish_call(std::string_view op) {
 }
 
 bool Survival::settle(std::string_view op) {
+  if (roll_.has_arrived(context_.rank, members_, call_)) {
+    return false;  // the others may have returned: it is not made again
+  }
   const Deadline deadline(kPatience);
   while (!adopt(op)) {
     if (deadline.has_passed()) {
@@ -142,16 +229,15 @@ void Survival::give_up(std::span<const int> ranks) {
         rank
     );
   }
-  std::vector<int> out(ranks.begin(), ranks.end());
-  std::ranges::sort(out);
+  const auto is_out = [&](int rank) { return std::ranges::find(ranks, rank) != ranks.end(); };
   // Until they are none: others may give up ranks at the same time, and this rank before.
   for (;;) {
     const Roll::Members now = roll_.members();
-    std::vector<int> rest;
-    std::ranges::set_difference(now.ranks, out, std::back_inserter(rest));
-    if (rest.size() == now.ranks.size() || !now.has(context_.rank)) {
+    if (!now.has(context_.rank) || std::ranges::none_of(now.ranks, is_out)) {
       return;
     }
+    std::vector<int> rest;
+    std::ranges::remove_copy_if(now.ranks, std::back_inserter(rest), is_out);
     roll_.propose(now, call_ + 1, rest);
   }
 }
@@ -192,19 +278,29 @@ bool Survival::adopt(std::string_view op) {
       call_
   );
   std::vector<int> lost;
+  std::vector<int> back;
   std::ranges::set_difference(members_.ranks, next.ranks, std::back_inserter(lost));
+  std::ranges::set_difference(next.ranks, members_.ranks, std::back_inserter(back));
   for (const int rank : lost) {
     has_strays_ = has_strays_ || !roll_.has_ended(rank);
   }
-  const std::string verb = lost.size() == 1 ? "is" : "are";
-  log(LogLevel::kWarn,
-      "{} (call {}): {} {} lost; {} of {} ranks go on",
-      op,
-      call_,
-      rank_list(lost),
-      verb,
-      next.ranks.size(),
-      context_.num_ranks);
+  std::ranges::for_each(back, [this](int rank) { roll_.watch(rank); });
+  has_newcomers_ = has_newcomers_ || !back.empty();
+  const auto tell = [&](const std::vector<int>& ranks, std::string_view what) {
+    if (!ranks.empty()) {
+      log(LogLevel::kWarn,
+          "{} (call {}): {} {} {}; {} of {} ranks go on",
+          op,
+          call_,
+          rank_list(ranks),
+          ranks.size() == 1 ? "is" : "are",
+          what,
+          next.ranks.size(),
+          context_.num_ranks);
+    }
+  };
+  tell(lost, "lost");
+  tell(back, "back");
   lost_in_call_.insert(lost_in_call_.end(), lost.begin(), lost.end());
   std::ranges::sort(lost_in_call_);
   members_ = next;

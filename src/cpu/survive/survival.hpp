@@ -9,7 +9,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/check.hpp"
@@ -20,7 +23,8 @@ namespace weft {
 
 class Survival {
  public:
-  // Collective. Throws Error (kUnsupported) where ranks share no memory.
+  // Collective. Throws Error (kUnsupported) where ranks share no memory. A rank that joins again
+  // waits until the members take it in; throws TimeoutError if they do not.
   Survival(const Group& group, const Context& context, std::chrono::milliseconds timeout);
 
   // --- any thread, while a call waits ---
@@ -34,8 +38,11 @@ class Survival {
   [[nodiscard]] const std::vector<int>& members() const { return members_.ranks; }
   [[nodiscard]] bool is_lost(int rank) const { return !members_.has(rank); }
   [[nodiscard]] uint64_t epoch() const { return members_.epoch; }
-  // Members that were lost without having ended: they may still write where they could.
-  [[nodiscard]] bool has_strays() const { return has_strays_; }
+  // Since the last call of it, members were lost that had not ended: they may still write where
+  // they could.
+  [[nodiscard]] bool takes_strays() { return std::exchange(has_strays_, false); }
+  // Since the last call of it, ranks have joined again, perhaps this one.
+  [[nodiscard]] bool takes_newcomers() { return std::exchange(has_newcomers_, false); }
 
   void begin_call();
   // This rank has all that it needs of the call. True once that holds for all members; false if the
@@ -49,6 +56,10 @@ class Survival {
   void give_up(std::span<const int> ranks);
   // Of the last call.
   [[nodiscard]] const std::vector<int>& lost_in_call() const { return lost_in_call_; }
+  // Waits until these ask to be taken in, or the members have changed otherwise. Throws
+  // TimeoutError.
+  void readmit(std::span<const int> ranks);
+  [[nodiscard]] std::string invitation() const;
   // Others shall not wait for this rank any more.
   void leave() { roll_.leave(); }
 
@@ -58,6 +69,7 @@ class Survival {
 
  private:
   [[nodiscard]] std::vector<Bytes> all_gather(std::span<const std::byte> block);
+  void join();
   [[nodiscard]] bool adopt(std::string_view op);
   // Proposes the members without those that are gone; false: there are none.
   [[nodiscard]] bool propose_without_gone();
@@ -72,6 +84,7 @@ class Survival {
   uint64_t round_ = 0;  // of all_gather in this epoch
   std::vector<int> lost_in_call_;
   bool has_strays_ = false;
+  bool has_newcomers_ = false;
   std::mutex mutex_;
   std::vector<int> silent_;  // by mutex_; who let a deadline of this attempt pass
 };

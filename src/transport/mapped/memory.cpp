@@ -28,7 +28,10 @@ class LoopbackMemory final : public MemorySource {
         .owner = owner};
   }
 
-  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes) override {
+  using MemorySource::reach;
+  [[nodiscard]] Memory reach(
+      const Cookie& cookie, uint64_t bytes, bool /*is_handed_on*/
+  ) override {
     const bool is_here = cookie[1] == static_cast<uint64_t>(::getpid());
     std::shared_ptr<void> owner = is_here ? local_memory().find(cookie[0]) : nullptr;
     WEFT_CHECK(
@@ -61,9 +64,12 @@ class ShmMemory final : public MemorySource {
     return hold(SharedMemory::create(bytes));
   }
 
-  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes) override {
+  using MemorySource::reach;
+  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes, bool is_handed_on) override {
     const auto [inode, pid, fd] = std::bit_cast<RefBits>(cookie);
-    return hold(SharedMemory::open({.bytes = bytes, .inode = inode, .pid = pid, .fd = fd}));
+    return hold(
+        SharedMemory::open({.bytes = bytes, .inode = inode, .pid = pid, .fd = fd}, is_handed_on)
+    );
   }
 
  private:

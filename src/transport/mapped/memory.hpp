@@ -31,8 +31,13 @@ class MemorySource {
   [[nodiscard]] virtual std::string_view name() const = 0;  // of the transport; a literal
   // Zero-filled, page aligned. Throws Error (kOutOfMemory).
   [[nodiscard]] virtual Memory allocate(uint64_t bytes) = 0;
-  // A peer's memory of as many bytes as it allocated. Throws Error (kNotAvailable) with the reason.
-  [[nodiscard]] virtual Memory reach(const Cookie& cookie, uint64_t bytes) = 0;
+  // A peer's memory of as many bytes as it allocated; with `is_handed_on` its cookie is this
+  // process's own, by which others reach it when the peer is gone. Throws Error (kNotAvailable)
+  // with the reason.
+  [[nodiscard]] virtual Memory reach(const Cookie& cookie, uint64_t bytes, bool is_handed_on) = 0;
+  [[nodiscard]] Memory reach(const Cookie& cookie, uint64_t bytes) {
+    return reach(cookie, bytes, false);
+  }
 };
 
 // Memory of ranks that are threads of one process: a peer's pointer is used as it is.

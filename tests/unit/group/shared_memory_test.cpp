@@ -47,6 +47,29 @@ ErrorCode code_of_open(const SharedMemoryRef& ref) {
 
 }  // namespace
 
+// Whoever has mapped it goes on writing, into what nobody else sees any more.
+TEST(SharedMemoryTest, MayBeTakenAwayFromOtherProcesses) {
+  constexpr uint64_t kBytes = (uint64_t{2} << 20) + 100;
+  const SharedMemory memory = SharedMemory::create(kBytes);
+  const SharedMemory elsewhere = SharedMemory::open(memory.ref());
+  std::fill_n(elsewhere.data(), kBytes, std::byte{7});
+  make_private(memory.data(), kBytes);
+  std::fill_n(elsewhere.data(), kBytes, std::byte{9});
+  EXPECT_TRUE(std::all_of(memory.data(), memory.data() + kBytes, [](std::byte b) {
+    return b == std::byte{7};
+  }));
+  memory.data()[kBytes - 1] = std::byte{1};
+  EXPECT_EQ(elsewhere.data()[kBytes - 1], std::byte{9});
+}
+
+TEST(SharedMemoryTest, IsReachedByWayOfWhoHandsItOn) {
+  SharedMemory memory = SharedMemory::create(100);
+  const SharedMemory second = SharedMemory::open(memory.ref(), true);
+  second.data()[99] = std::byte{5};
+  memory = {};
+  EXPECT_EQ(SharedMemory::open(second.ref()).data()[99], std::byte{5});
+}
+
 TEST(SharedMemoryTest, StartsZeroFilled) {
   constexpr uint64_t kBytes = (uint64_t{2} << 20) + 100;  // with a huge-page hint, and not whole
   const SharedMemory memory = SharedMemory::create(kBytes);
