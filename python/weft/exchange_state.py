@@ -32,6 +32,7 @@ class ExchangeState:
     """The part of `Exchange` that makes no calls. All of it is local."""
 
     device: torch.device
+    num_local_experts: int
     core: _core.Exchange
     _core: _core.Exchange | None
     _on_loss: OnLoss | None
@@ -39,8 +40,8 @@ class ExchangeState:
 
     def report(self) -> CallReport:
         """What the last call has found; with on_peer_loss="fail" all ranks are alive.
-        `plan_and_dispatch` is two calls on a CPU. A call by a plan from before the exchange grew
-        may find what is told here by the next one only."""
+        `plan_and_dispatch` is two calls on a CPU. Calls by plans from before the exchange grew find
+        losses for themselves."""
         return CallReport(*self.core.report())
 
     def alive(self) -> list[int]:
@@ -56,6 +57,17 @@ class ExchangeState:
             self.core.mask(given)
         except TypeError as error:
             raise InvalidArgument(f"mask: ranks = {given!r} (expected numbers)") from error
+
+    def renormalisation(self, topk_idx: Tensor, weights: Tensor) -> Tensor:
+        """[T, 1]: the sum of a token's weights over that of its routes to ranks that are alive, to
+        multiply what `combine` returns with; 1 where nothing is left. topk_idx [T, K] of a plan
+        without replicas, negative for no route; weights [T, K], in which it is differentiable."""
+        owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
+        alive = torch.tensor(self.alive(), dtype=owners.dtype, device=owners.device)
+        routed = weights.masked_fill(topk_idx < 0, 0.0)
+        kept = routed.masked_fill(~torch.isin(owners, alive), 0.0)
+        left = kept.sum(1, keepdim=True)
+        return torch.where(left == 0, 1.0, routed.sum(1, keepdim=True) / left.where(left != 0, 1.0))
 
     def _loss_teller(self) -> Callable[..., None]:
         """What the core calls. It must not keep the exchange alive: nobody would see the circle."""

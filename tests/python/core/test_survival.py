@@ -41,6 +41,16 @@ def run_experts(plan, rows, scales):
     return rows * each.unsqueeze(1)
 
 
+def check_renormalisation(ex, idx, weights, kept):
+    """What is left of a token has the weight of all of it."""
+    factor = ex.renormalisation(idx, weights)
+    all_of_it, left = ((where * weights).sum(1) for where in (idx >= 0, kept))
+    torch.testing.assert_close(factor.view(-1) * left, torch.where(left > 0, all_of_it, 0.0))
+    assert (factor[left == 0] == 1).all()
+    (grad,) = torch.autograd.grad((factor.view(-1) * left)[left > 0].sum(), weights)
+    torch.testing.assert_close(grad, ((idx >= 0) & (left > 0).unsqueeze(1)).float())
+
+
 def forward_and_backward(ex, num_ranks, step):
     """step(name) before each of four calls."""
     rank, num_experts = ex.rank, PER_RANK * num_ranks
@@ -56,6 +66,7 @@ def forward_and_backward(ex, num_ranks, step):
     out = weft.combine(plan, run_experts(plan, rows, scales) * row_weights.view(-1, 1)).x
     kept = is_alive(idx, ex.alive())
     torch.testing.assert_close(out, x * (kept * weights * scales_of(idx)).sum(1, keepdim=True))
+    check_renormalisation(ex, idx, weights, kept)
     step("backward")
     upstream = inputs(rank, 7 + rank, 3, num_experts, seed=1)[0]
     out.backward(upstream)
