@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from oracle import HIDDEN, inputs
+from oracle import HIDDEN, gather, inputs
 
 PER_RANK = 2  # experts
 
@@ -277,3 +277,45 @@ def raising(rank, num_ranks, group):
 
 def test_what_a_callback_raises_changes_nothing(ranks):
     ranks(raising, 2)
+
+
+_kept = {}  # exchanges of this process, from one call of a test to the next
+
+
+def killed_for_now(rank, num_ranks, group):
+    ex = _kept["ex"] = exchange_of(group, num_ranks, timeout=60)
+    with pytest.raises(weft.InvalidArgument, match="readmit"):
+        ex.readmit([1 - rank % 2])
+    with pytest.raises(weft.InvalidArgument, match="readmit: ranks = "):
+        ex.readmit(["1"])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _kept["plan"] = ex.plan(torch.tensor([[0, 3]]))
+    assert ex.alive() == [0, 2]
+
+
+def coming_back(rank, num_ranks, group):
+    """A new process in the place of a rank that was killed; then all go on as if it had always been
+    there, and plans of before are refused."""
+    ex = _kept.pop("ex", None)
+    invitation = gather(group, ex.invitation() if rank == 0 else "")[0]
+    if rank == 1:
+        with pytest.raises(weft.InvalidArgument):
+            weft.Group.rejoin(1, invitation[:-5])
+        ex = exchange_of(weft.Group.rejoin(1, invitation), num_ranks, timeout=60)
+    else:
+        ex.readmit([1])
+    assert ex.alive() == [0, 1, 2] and ex.report().epoch == 2
+    forward_and_backward(ex, num_ranks, lambda _: None)
+    assert ex.alive() == [0, 1, 2]
+    if rank == 1:
+        ex.refuse("dispatch", "no plan of before")
+    else:
+        with pytest.raises(weft.InvalidArgument):
+            weft.dispatch(_kept.pop("plan"), torch.zeros(1, HIDDEN))
+    forward_and_backward(ex, num_ranks, lambda _: None)
+
+
+def test_a_new_process_takes_the_place_of_a_lost_rank(ranks):
+    ranks(killed_for_now, 3, dying=(1,))
+    ranks(coming_back, 3)
