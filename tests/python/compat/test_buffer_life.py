@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constructors, attributes and the end of a `Buffer`, asynchronous calls, and what it refuses."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -328,6 +331,11 @@ def going_on(rank, num_ranks, group):
     status = torch.full((num_ranks,), 7, dtype=torch.int32)
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [int(r == gone) for r in range(num_ranks)]
+    exchange = weakref.ref(buffer.runtime.exchanges.last)
+    gc.disable()
+    del buffer, handle
+    assert exchange() is None
+    gc.enable()
 
 
 def test_normal_mode_goes_on_without_lost_ranks(ranks):

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import weakref
 
 import pytest
@@ -146,6 +147,32 @@ def test_gradients_are_those_of_the_survivors_when_a_rank_is_killed(ranks, name)
     ranks(killed, 3, name, dying=(1,))
 
 
+def interrupted(rank, num_ranks, group):
+    """Ctrl-C in a call that waits ends this rank's exchange, and the others go on."""
+    ex = exchange_of(group, num_ranks, timeout=300)
+    x, idx, _ = inputs(rank, 6, 2, PER_RANK * num_ranks)
+    plan = ex.plan(idx)
+    if rank == 0:
+        timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            weft.dispatch(plan, x)
+        timer.join()
+    dist.barrier(group)
+    if rank == 0:
+        with pytest.raises(weft.Error):
+            ex.plan(idx)
+        return
+    rows = weft.dispatch(plan, x).rows
+    assert ex.report() == weft.CallReport(1, [1, 2], [0])
+    kept = is_alive(idx, [1, 2])
+    torch.testing.assert_close(weft.combine(plan, rows).x, x * kept.sum(1, keepdim=True))
+
+
+def test_an_interrupted_rank_is_lost(ranks):
+    ranks(interrupted, 3)
+
+
 def beside_rows(rank, num_ranks, group):
     """What is added up is added once, however often the call had to be made."""
     ex = exchange_of(group, num_ranks)
@@ -214,6 +241,8 @@ def refusing(rank, num_ranks, group):
         weft.Exchange(group, **settings, on_peer_loss="shrink", on_loss=3)
     with pytest.raises(weft.InvalidArgument, match="on_peer_loss"):
         weft.Exchange(group, **settings, on_peer_loss="shrink" if rank == 0 else "fail")
+    with pytest.raises(weft.Unsupported, match="on_peer_loss = shrink on cuda 0"):
+        weft.Exchange(group, **settings, on_peer_loss="shrink", device="cuda:0")
     with pytest.raises(weft.InvalidArgument):  # wrong on one rank
         weft.Exchange(group, **settings, on_loss=print if rank == 0 else "print")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -112,12 +113,22 @@ class ExchangePool:
             self._exchanges[key] = new
             return new
 
+    def _can_lose(self, device: torch.device) -> bool:
+        """Whether exchanges there go on without lost ranks."""
+        return self._on_loss is not None and device.type == "cpu" and len(self.group.domains) == 1
+
     def _loss_options(self, device: torch.device) -> dict[str, Any]:
         """Of an exchange there."""
-        is_one_host = len(self.group.domains) == 1
-        if self._on_loss is None or device.type != "cpu" or not is_one_host:
+        if not self._can_lose(device):
             return {}
-        return {"on_peer_loss": "shrink", "on_loss": self._hear}
+        kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
+
+        def hear(report: CallReport) -> None:
+            here = kept()
+            if here is not None:
+                here(report)
+
+        return {"on_peer_loss": "shrink", "on_loss": hear}
 
     def _hear(self, report: CallReport) -> None:
         self.lost = tuple(sorted({*self.lost, *report.lost}))
@@ -128,7 +139,7 @@ class ExchangePool:
         """Local. Exchanges that go on without ranks that are lost do so without these, from their
         next call on. False: there is none of that kind."""
         given = list(ranks)
-        can_lose = [one for key, one in self._exchanges.items() if self._loss_options(key[2])]
+        can_lose = [one for key, one in self._exchanges.items() if self._can_lose(key[2])]
         for exchange in can_lose:
             exchange.mask(given)
         return bool(can_lose)
