@@ -367,6 +367,7 @@ class _Gone(Exception):
 def lost(rank, num_ranks, group, when, kills, use_fp8):
     """Rank 1 is lost for good, masked on all others when the call returns that has lost it."""
     case, buffer = low_latency_case(rank, num_ranks, group, enable_shrink=True)
+    wider, _ = low_latency_case(rank, num_ranks, group, hidden=256)  # another exchange of the same
 
     def leave(now):
         if now == when and rank == 1:
@@ -380,12 +381,14 @@ def lost(rank, num_ranks, group, when, kills, use_fp8):
             raise _Gone
         return (1,) if now == when else ()
 
+    check_round(wider, buffer, ())
     check_round(case, buffer, ())
     with contextlib.suppress(_Gone):
         leave("dispatch")
         leave("plan")
         check_round(case, buffer, () if when == "combine" else (1,), lambda: leave("combine"))
         check_round(case, buffer, (1,), use_fp8=use_fp8)
+        check_round(wider, buffer, (1,))
         # Whom a caller gives up is lost, too, and may hear of it while it leaves the call before.
         if rank == 2:
             with pytest.raises(weft.PeerError, match="was given up by the others"):
@@ -404,9 +407,9 @@ def check_refused(case, buffer):
         buffer.low_latency_update_mask_buffer(1, False)
     with pytest.raises(weft.Unsupported, match="rank 1 is lost and cannot be taken in again"):
         buffer.low_latency_clean_mask_buffer()
-    wider = torch.zeros(case.x.size(0), 256, dtype=torch.bfloat16)
+    widest = torch.zeros(case.x.size(0), 384, dtype=torch.bfloat16)
     with pytest.raises(weft.Unsupported, match=r"ranks \[1\] are lost"):
-        buffer.low_latency_dispatch(wider, case.idx, NUM_MAX, case.num_experts)
+        buffer.low_latency_dispatch(widest, case.idx, NUM_MAX, case.num_experts)
 
 
 @pytest.mark.parametrize("use_fp8", [False, True])
