@@ -86,6 +86,13 @@ void bind_group(nb::module_& m) {
           nb::arg("all_gather"),
           "Collective, over a function that swaps bytes between the ranks."
       )
+      .def_static(
+          "rejoin",
+          &Group::rejoin,
+          nb::arg("rank"),
+          nb::arg("invitation"),
+          "In the place of a rank that was lost."
+      )
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("num_ranks", &Group::num_ranks)
       .def_prop_ro(

@@ -445,6 +445,8 @@ void bind_exchange(nb::module_& m) {
       )
       .def("report", &report, "Epoch, ranks that are alive, ranks that the last call has lost.")
       .def("mask", &mask, arg("ranks"))
+      .def("invitation", &invitation)
+      .def("readmit", &readmit, arg("ranks"))
       .def("add_waits", &add_waits, arg("sums"), arg("times"), arg("stream"))
       .def("stats", &stats)
       .def("footprint", &footprint)

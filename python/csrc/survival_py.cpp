@@ -32,4 +32,12 @@ void mask(Calls& calls, const std::vector<int>& ranks) {
   calls.locked([&](Exchange& exchange) { exchange.mask(ranks); });
 }
 
+std::string invitation(Calls& calls) {
+  return calls.locked([](Exchange& exchange) { return exchange.invitation(); });
+}
+
+void readmit(Calls& calls, const std::vector<int>& ranks) {
+  calls.locked([&](Exchange& exchange) { exchange.readmit(ranks); });
+}
+
 }  // namespace weft::py

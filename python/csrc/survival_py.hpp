@@ -2,6 +2,7 @@
 // Who takes part in the calls of an exchange, for Python.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "calls.hpp"
@@ -17,5 +18,8 @@ void set_on_loss(ExchangeConfig& config, nb::callable function);
 [[nodiscard]] nb::tuple report(Calls& calls);
 
 void mask(Calls& calls, const std::vector<int>& ranks);
+
+[[nodiscard]] std::string invitation(Calls& calls);
+void readmit(Calls& calls, const std::vector<int>& ranks);
 
 }  // namespace weft::py

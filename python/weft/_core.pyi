@@ -15,6 +15,10 @@ class Group:
     def from_all_gather(rank: int, num_ranks: int, all_gather: Callable) -> Group:
         """Collective, over a function that swaps bytes between the ranks."""
 
+    @staticmethod
+    def rejoin(rank: int, invitation: str) -> Group:
+        """In the place of a rank that was lost."""
+
     @property
     def rank(self) -> int: ...
 
@@ -319,6 +323,10 @@ class Exchange:
         """Epoch, ranks that are alive, ranks that the last call has lost."""
 
     def mask(self, ranks: Sequence[int]) -> None: ...
+
+    def invitation(self) -> str: ...
+
+    def readmit(self, ranks: Sequence[int]) -> None: ...
 
     def add_waits(self, sums: Tensor, times: int, stream: int) -> None: ...
 

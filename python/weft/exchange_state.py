@@ -5,6 +5,7 @@ exchange.py has its calls."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -29,9 +30,10 @@ OnLoss = Callable[[CallReport], None]
 
 
 class ExchangeState:
-    """The part of `Exchange` that makes no calls. All of it is local."""
+    """The part of `Exchange` that moves no tokens: all of it is local but for `readmit`."""
 
     device: torch.device
+    num_local_experts: int
     core: _core.Exchange
     _core: _core.Exchange | None
     _on_loss: OnLoss | None
@@ -39,8 +41,8 @@ class ExchangeState:
 
     def report(self) -> CallReport:
         """What the last call has found; with on_peer_loss="fail" all ranks are alive.
-        `plan_and_dispatch` is two calls on a CPU. A call by a plan from before the exchange grew
-        may find what is told here by the next one only."""
+        `plan_and_dispatch` is two calls on a CPU. Calls by plans from before the exchange grew find
+        losses for themselves."""
         return CallReport(*self.core.report())
 
     def alive(self) -> list[int]:
@@ -51,11 +53,31 @@ class ExchangeState:
         """The next call, of all ranks, ends without these, as if they had died. Those among them
         that live get a PeerError. Raises InvalidArgument for this rank and for what is no rank,
         Unsupported without on_peer_loss="shrink"."""
-        given = list(ranks)
-        try:
-            self.core.mask(given)
-        except TypeError as error:
-            raise InvalidArgument(f"mask: ranks = {given!r} (expected numbers)") from error
+        self.core.mask(_numbers("mask", ranks))
+
+    def invitation(self) -> str:
+        """By this a new process takes the place of a rank that is lost: `Group.rejoin`. Raises
+        Unsupported without on_peer_loss="shrink"."""
+        return self.core.invitation()
+
+    def readmit(self, ranks: Iterable[int]) -> None:
+        """By all ranks that are left, between the same two calls: takes lost ranks in again, whose
+        new processes make their exchange meanwhile. Plans from before are refused then. Raises
+        InvalidArgument for ranks that are not lost, TimeoutError with those that have not come
+        within the timeout, PeerError if they are lost again; the exchange can be used after these.
+        """
+        self.core.readmit(_numbers("readmit", ranks))
+
+    def renormalisation(self, topk_idx: Tensor, weights: Tensor) -> Tensor:
+        """[T, 1]: the sum of a token's weights over that of its routes to ranks that are alive, to
+        multiply what `combine` returns with; 1 where nothing is left. topk_idx [T, K] of a plan
+        without replicas, negative for no route; weights [T, K], in which it is differentiable."""
+        owners = topk_idx.div(self.num_local_experts, rounding_mode="floor")
+        alive = torch.tensor(self.alive(), dtype=owners.dtype, device=owners.device)
+        routed = weights.masked_fill(topk_idx < 0, 0.0)
+        kept = routed.masked_fill(~torch.isin(owners, alive), 0.0)
+        left = kept.sum(1, keepdim=True)
+        return torch.where(left == 0, 1.0, routed.sum(1, keepdim=True) / left.where(left != 0, 1.0))
 
     def _loss_teller(self) -> Callable[..., None]:
         """What the core calls. It must not keep the exchange alive: nobody would see the circle."""
@@ -100,3 +122,10 @@ class ExchangeState:
     def release_pooled(self) -> None:
         """Gives unused memory back. On a GPU while no rank runs or begins a call."""
         self.core.release_pooled()
+
+
+def _numbers(verb: str, ranks: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(rank) for rank in ranks]
+    except TypeError as error:
+        raise InvalidArgument(f"{verb}: ranks = {ranks!r} (expected numbers)") from error

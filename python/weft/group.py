@@ -68,6 +68,14 @@ class Group:
             _groups[process_group] = Group(process_group)
         return _groups[process_group]
 
+    @staticmethod
+    def rejoin(rank: int, invitation: str) -> Group:
+        """Local, in a new process on the same host: the place of a rank that was lost. invitation:
+        of `Exchange.invitation`. One exchange can be made with it, by the arguments of that one and
+        the max_tokens and max_topk that it has by now; that waits for `Exchange.readmit`. Raises
+        InvalidArgument for what is no invitation."""
+        return _Rejoined(rank, invitation)
+
     @property
     def rank(self) -> int:
         return self.core.rank
@@ -110,3 +118,13 @@ class Group:
         """Collective, for set-up: as many numbers from every rank, by rank."""
         form = struct.Struct(f"<{len(here)}q")
         return [form.unpack(block) for block in self.all_gather(form.pack(*here))]
+
+
+class _Rejoined(Group):
+    def __init__(self, rank: int, invitation: str) -> None:
+        self._process_group = lambda: None
+        self.core = _core.Group.rejoin(rank, invitation)
+
+    def agreed(self, what: str, make: Callable[[], Any]) -> Any:
+        """The others hear nothing of it: they wait for this rank elsewhere."""
+        return make()

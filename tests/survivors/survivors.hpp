@@ -36,6 +36,7 @@ class SurvivorRounds {
     Matrix rows;  // if not in `buffer`
     Matrix weights;
     Matrix x;
+    Matrix count_sums;  // of a layout that counts rows by expert
   };
 
   // The calls of one round, numbered by its seed, of this rank. `at(call)` is called before each,

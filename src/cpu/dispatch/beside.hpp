@@ -73,11 +73,16 @@ inline void write_beside(
   if (out.scale_layout != ScaleLayout::kByRow) {
     lay_scales(plan, scale_rows, out.scales, out.scale_layout);
   }
-  if (out.sources.is_given()) {
-    tell_sources(plan, out.sources);
-  }
   if (out.experts.is_given()) {
     tell_experts(plan, out.experts);
+  }
+}
+
+// Once the call is over: it may have been made again without lost ranks, whose rows of zeros are
+// counted, and come from where they came from, like all others.
+inline void tell_rows(const PlanData& plan, const DispatchOutput& out) {
+  if (out.sources.is_given()) {
+    tell_sources(plan, out.sources);
   }
   tell_counts(plan, out);
 }

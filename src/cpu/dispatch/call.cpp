@@ -186,6 +186,7 @@ void CpuExchange::dispatch(
     ++counters_.num_dispatches;
     count_crossings(count_sent(plan), payload.out_row_bytes() + payload.scale_bytes);
   });
+  tell_rows(contents_of(handle), out);
 }
 
 }  // namespace weft

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Constructors, attributes and the end of a `Buffer`, asynchronous calls, and what it refuses."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,3 +296,47 @@ def raw_buffer(rank, num_ranks, group):
 
 def test_raw_buffer_has_the_asked_size_and_takes_no_memory(ranks):
     ranks(raw_buffer, 1)
+
+
+def check_round(buffer, case, back=None):
+    """A dispatch and a combine of normal mode; back: the handle of a dispatch before to repeat.
+    Sums are those of bf16 whose rows come as they went: the token, once for each rank."""
+    if back is None:
+        recv_x, recv_idx, recv_weights, counts, back, _ = dispatch(buffer, case)
+        assert torch.equal(recv_idx, case.row_idx()) and counts == case.counts()
+        assert torch.equal(recv_weights, case.row_weights())
+        assert torch.equal(recv_x, case.rows(case.all_x))
+    else:
+        recv_x, *_ = buffer.dispatch(case.x, handle=back)
+    out, *_ = buffer.combine(recv_x, back)
+    owners = torch.where(case.all_idx[case.rank] < 0, -1, case.all_idx[case.rank] // case.local)
+    ranks = torch.stack([(owners == r).any(1) for r in range(case.num_ranks)]).sum(0)
+    torch.testing.assert_close(out, case.x * ranks.view(-1, 1).to(out.dtype))
+    return back
+
+
+def going_on(rank, num_ranks, group):
+    """Normal mode goes on without lost ranks, by handles of before as well."""
+    case = Case(rank, group, 2 * num_ranks, 3, (7, 0, 9))
+    buffer = Buffer(group, explicitly_destroy=True, enable_shrink=True)
+    handle = check_round(buffer, case)
+    gone = num_ranks - 1
+    if rank == gone:
+        buffer.destroy()
+        return
+    for source, idx in enumerate(case.all_idx):
+        idx[(idx // case.local == gone) | torch.tensor(source == gone)] = -1
+    check_round(buffer, case, handle)
+    check_round(buffer, case)
+    status = torch.full((num_ranks,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [int(r == gone) for r in range(num_ranks)]
+    exchange = weakref.ref(buffer.runtime.exchanges.last)
+    gc.disable()
+    del buffer, handle
+    assert exchange() is None
+    gc.enable()
+
+
+def test_normal_mode_goes_on_without_lost_ranks(ranks):
+    ranks(going_on, 3)

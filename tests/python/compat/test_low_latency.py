@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-latency calls of `Buffer` against loops over everybody's inputs."""
 
+import contextlib
+import os
+import signal
 import sys
 
 import pytest
@@ -297,9 +300,16 @@ def test_masked_ranks_are_left_out(ranks, num_ranks):
     ranks(masked, num_ranks)
 
 
+class SoftBuffer(Buffer):
+    """As on GPUs: a masked rank still makes its calls."""
+
+    _LOSES_RANKS = False
+
+
 def masked_late(rank, num_ranks, group):
-    """A rank is found dead between dispatch and combine: what it was sent does not count."""
-    case, buffer = low_latency_case(rank, num_ranks, group, enable_shrink=True)
+    """A rank is masked between dispatch and combine: what it was sent does not count."""
+    case, _ = low_latency_case(rank, num_ranks, group)
+    buffer = SoftBuffer(group, low_latency_mode=True, enable_shrink=True)
     recv_x, _, handle, *_ = buffer.low_latency_dispatch(
         case.x, case.idx, NUM_MAX, case.num_experts, use_fp8=False
     )
@@ -315,6 +325,101 @@ def masked_late(rank, num_ranks, group):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_masked_after_the_dispatch_do_not_count(ranks, num_ranks):
     ranks(masked_late, num_ranks)
+
+
+def status_of(buffer):
+    status = torch.full((buffer.group_size,), 7, dtype=torch.int32)
+    buffer.low_latency_query_mask_buffer(status)
+    return status.tolist()
+
+
+def check_round(case, buffer, without, before_combine=lambda: (), use_fp8=False):
+    """A dispatch that comes to what is left without some ranks, and a combine, before which
+    others may go."""
+    stats = torch.full((case.local,), 5, dtype=torch.int32)
+    given = (case.x, case.idx, NUM_MAX, case.num_experts, stats)
+    recv_x, count, handle, *_ = buffer.low_latency_dispatch(*given, use_fp8=use_fp8)
+    assert status_of(buffer) == [int(r in without) for r in range(case.num_ranks)]
+    check_handle(case, handle, count, without)
+    assert torch.equal(stats, count + 5)
+    rows = recv_x
+    if use_fp8:
+        recv_x, scales = recv_x
+        rows = recv_x.float() * scales.repeat_interleave(128, dim=2)
+    for expert in range(case.local):
+        want = expected_rows(case, expert, case.all_x, without)
+        kept = rows[expert, : want.size(0)].float()
+        torch.testing.assert_close(kept, want.float(), rtol=0.1 * use_fp8, atol=0.1 * use_fp8)
+    without = (*without, *before_combine())
+    ones = torch.where(handle.is_row.unsqueeze(2), 1.0, float("nan")).to(torch.bfloat16)
+    rows = ones.expand(handle.shape).contiguous()
+    out, *_ = buffer.low_latency_combine(rows, case.idx, torch.ones_like(case.weights), handle)
+    assert status_of(buffer) == [int(r in without) for r in range(case.num_ranks)]
+    owners = torch.where(case.idx < 0, -1, case.idx // case.local)
+    counts = (owners >= 0) & ~torch.isin(owners, torch.tensor(without, dtype=torch.int64))
+    assert torch.equal(out.float(), counts.sum(1).float().view(-1, 1).expand_as(out))
+
+
+class _Gone(Exception):
+    """This rank has left."""
+
+
+def lost(rank, num_ranks, group, when, kills, use_fp8):
+    """Rank 1 is lost for good, masked on all others when the call returns that has lost it."""
+    case, buffer = low_latency_case(rank, num_ranks, group, enable_shrink=True)
+    wider, _ = low_latency_case(rank, num_ranks, group, hidden=256)  # another exchange of the same
+
+    def leave(now):
+        if now == when and rank == 1:
+            if kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if now == "plan":  # lost between the plan and the rows of a dispatch
+                exchange = buffer.runtime.exchanges.last
+                stride = num_ranks * NUM_MAX
+                exchange.plan(case.idx, layout="expert_strided", expert_stride=stride)
+            buffer.destroy()
+            raise _Gone
+        return (1,) if now == when else ()
+
+    check_round(wider, buffer, ())
+    check_round(case, buffer, ())
+    with contextlib.suppress(_Gone):
+        leave("dispatch")
+        leave("plan")
+        check_round(case, buffer, () if when == "combine" else (1,), lambda: leave("combine"))
+        check_round(case, buffer, (1,), use_fp8=use_fp8)
+        check_round(wider, buffer, (1,))
+        # Whom a caller gives up is lost, too, and may hear of it while it leaves the call before.
+        if rank == 2:
+            with pytest.raises(weft.PeerError, match="was given up by the others"):
+                check_refused(case, buffer)
+                buffer.low_latency_dispatch(case.x, case.idx, NUM_MAX, case.num_experts)
+            return
+        check_refused(case, buffer)
+        assert status_of(buffer) == [0, 1, 0]
+        buffer.low_latency_update_mask_buffer(2, True)
+        assert status_of(buffer) == [0, 1, 1]
+        check_round(case, buffer, (1, 2))
+
+
+def check_refused(case, buffer):
+    with pytest.raises(weft.Unsupported, match="rank 1 is lost and cannot be taken in again"):
+        buffer.low_latency_update_mask_buffer(1, False)
+    with pytest.raises(weft.Unsupported, match="rank 1 is lost and cannot be taken in again"):
+        buffer.low_latency_clean_mask_buffer()
+    widest = torch.zeros(case.x.size(0), 384, dtype=torch.bfloat16)
+    with pytest.raises(weft.Unsupported, match=r"ranks \[1\] are lost"):
+        buffer.low_latency_dispatch(widest, case.idx, NUM_MAX, case.num_experts)
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+@pytest.mark.parametrize("when", ["dispatch", "plan", "combine"])
+def test_ranks_that_leave_are_masked_on_all_others(ranks, when, use_fp8):
+    ranks(lost, 3, when, False, use_fp8)
+
+
+def test_a_rank_that_is_killed_is_masked_on_all_others(ranks):
+    ranks(lost, 3, "combine", True, False, dying=(1,))
 
 
 def refusals(rank, num_ranks, group):

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import weakref
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from oracle import HIDDEN, inputs
+from oracle import HIDDEN, gather, inputs
 
 PER_RANK = 2  # experts
 
@@ -41,6 +42,16 @@ def run_experts(plan, rows, scales):
     return rows * each.unsqueeze(1)
 
 
+def check_renormalisation(ex, idx, weights, kept):
+    """What is left of a token has the weight of all of it."""
+    factor = ex.renormalisation(idx, weights)
+    all_of_it, left = ((where * weights).sum(1) for where in (idx >= 0, kept))
+    torch.testing.assert_close(factor.view(-1) * left, torch.where(left > 0, all_of_it, 0.0))
+    assert (factor[left == 0] == 1).all()
+    (grad,) = torch.autograd.grad((factor.view(-1) * left)[left > 0].sum(), weights)
+    torch.testing.assert_close(grad, ((idx >= 0) & (left > 0).unsqueeze(1)).float())
+
+
 def forward_and_backward(ex, num_ranks, step):
     """step(name) before each of four calls."""
     rank, num_experts = ex.rank, PER_RANK * num_ranks
@@ -56,6 +67,7 @@ def forward_and_backward(ex, num_ranks, step):
     out = weft.combine(plan, run_experts(plan, rows, scales) * row_weights.view(-1, 1)).x
     kept = is_alive(idx, ex.alive())
     torch.testing.assert_close(out, x * (kept * weights * scales_of(idx)).sum(1, keepdim=True))
+    check_renormalisation(ex, idx, weights, kept)
     step("backward")
     upstream = inputs(rank, 7 + rank, 3, num_experts, seed=1)[0]
     out.backward(upstream)
@@ -135,6 +147,32 @@ def test_gradients_are_those_of_the_survivors_when_a_rank_is_killed(ranks, name)
     ranks(killed, 3, name, dying=(1,))
 
 
+def interrupted(rank, num_ranks, group):
+    """Ctrl-C in a call that waits ends this rank's exchange, and the others go on."""
+    ex = exchange_of(group, num_ranks, timeout=300)
+    x, idx, _ = inputs(rank, 6, 2, PER_RANK * num_ranks)
+    plan = ex.plan(idx)
+    if rank == 0:
+        timer = threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            weft.dispatch(plan, x)
+        timer.join()
+    dist.barrier(group)
+    if rank == 0:
+        with pytest.raises(weft.Error):
+            ex.plan(idx)
+        return
+    rows = weft.dispatch(plan, x).rows
+    assert ex.report() == weft.CallReport(1, [1, 2], [0])
+    kept = is_alive(idx, [1, 2])
+    torch.testing.assert_close(weft.combine(plan, rows).x, x * kept.sum(1, keepdim=True))
+
+
+def test_an_interrupted_rank_is_lost(ranks):
+    ranks(interrupted, 3)
+
+
 def beside_rows(rank, num_ranks, group):
     """What is added up is added once, however often the call had to be made."""
     ex = exchange_of(group, num_ranks)
@@ -203,6 +241,8 @@ def refusing(rank, num_ranks, group):
         weft.Exchange(group, **settings, on_peer_loss="shrink", on_loss=3)
     with pytest.raises(weft.InvalidArgument, match="on_peer_loss"):
         weft.Exchange(group, **settings, on_peer_loss="shrink" if rank == 0 else "fail")
+    with pytest.raises(weft.Unsupported, match="on_peer_loss = shrink on cuda 0"):
+        weft.Exchange(group, **settings, on_peer_loss="shrink", device="cuda:0")
     with pytest.raises(weft.InvalidArgument):  # wrong on one rank
         weft.Exchange(group, **settings, on_loss=print if rank == 0 else "print")
 
@@ -266,3 +306,45 @@ def raising(rank, num_ranks, group):
 
 def test_what_a_callback_raises_changes_nothing(ranks):
     ranks(raising, 2)
+
+
+_kept = {}  # exchanges of this process, from one call of a test to the next
+
+
+def killed_for_now(rank, num_ranks, group):
+    ex = _kept["ex"] = exchange_of(group, num_ranks, timeout=60)
+    with pytest.raises(weft.InvalidArgument, match="readmit"):
+        ex.readmit([1 - rank % 2])
+    with pytest.raises(weft.InvalidArgument, match="readmit: ranks = "):
+        ex.readmit(["1"])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _kept["plan"] = ex.plan(torch.tensor([[0, 3]]))
+    assert ex.alive() == [0, 2]
+
+
+def coming_back(rank, num_ranks, group):
+    """A new process in the place of a rank that was killed; then all go on as if it had always been
+    there, and plans of before are refused."""
+    ex = _kept.pop("ex", None)
+    invitation = gather(group, ex.invitation() if rank == 0 else "")[0]
+    if rank == 1:
+        with pytest.raises(weft.InvalidArgument):
+            weft.Group.rejoin(1, invitation[:-5])
+        ex = exchange_of(weft.Group.rejoin(1, invitation), num_ranks, timeout=60)
+    else:
+        ex.readmit([1])
+    assert ex.alive() == [0, 1, 2] and ex.report().epoch == 2
+    forward_and_backward(ex, num_ranks, lambda _: None)
+    assert ex.alive() == [0, 1, 2]
+    if rank == 1:
+        ex.refuse("dispatch", "no plan of before")
+    else:
+        with pytest.raises(weft.InvalidArgument):
+            weft.dispatch(_kept.pop("plan"), torch.zeros(1, HIDDEN))
+    forward_and_backward(ex, num_ranks, lambda _: None)
+
+
+def test_a_new_process_takes_the_place_of_a_lost_rank(ranks):
+    ranks(killed_for_now, 3, dying=(1,))
+    ranks(coming_back, 3)

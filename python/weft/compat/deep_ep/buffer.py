@@ -69,6 +69,7 @@ class Buffer(LowLatencyMode):
     sums_topk_weights = False  # whether combine adds up what all ranks have in a slot; see there
     _DISPATCH, _COMBINE = configs.DISPATCH, configs.COMBINE  # by the number of ranks
     _IS_LOCAL_RDMA = False  # whether there is only an RDMA buffer to look into
+    _LOSES_RANKS = True  # with enable_shrink
 
     def __init__(
         self,
@@ -93,6 +94,11 @@ class Buffer(LowLatencyMode):
         goes with `destroy` if explicitly_destroy, else (or if that is forgotten) with this object.
         From allow_mnnvl on arguments go by keyword, as their positions differ between versions of
         `deep_ep`. ValueError without group and comm.
+
+        enable_shrink: with CPU tensors on one host, calls of both modes go on without ranks that
+        die, leave or let the deadline pass: such a rank is masked on all others alike when the call
+        that lost it returns. Elsewhere masks are there and a rank that is lost makes the others
+        raise.
         """
         del num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl
         del allow_nvlink_for_normal_mode, use_fabric
@@ -113,8 +119,10 @@ class Buffer(LowLatencyMode):
         self.explicitly_destroy = explicitly_destroy
         self.enable_shrink = enable_shrink
         self.nvshmem_qp_depth: int = environment.number("NVSHMEM_QP_DEPTH", default=_QP_DEPTH)
-        self.runtime: Runtime | None = Runtime(ranks, self._timeout())
         self._mask = RankMask(self.group_size)
+        goes_on = enable_shrink and self._LOSES_RANKS
+        on_loss = self._mask.lose if goes_on else None
+        self.runtime: Runtime | None = Runtime(ranks, self._timeout(), on_loss)
         self._hooks = LastHooks()
 
     def destroy(self) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft import _core
-from weft.errors import BadCall
+from weft.errors import BadCall, Unsupported
 from weft.streams import StreamCall
 
 from .blocks import dispatch_blocks, put_back
@@ -99,6 +99,7 @@ def _order_of(given: tuple[Any, ...], sgl_order: tuple[str, ...]) -> tuple[str, 
 class LowLatencyMode:
     """The part of `Buffer` whose number of rows is fixed. It needs low_latency_mode=True."""
 
+    rank: int
     group_size: int
     low_latency_mode: bool
     enable_shrink: bool
@@ -172,25 +173,25 @@ class LowLatencyMode:
             wants["expert_stride"] = self.group_size * num_max
             device = x.device
             exchange = call.plans((hidden, num_experts, device), num_max, topk, **wants)
+            lost = self._pool.lost
             is_async = async_finish or return_recv_hook
             # Where more is to be done with what has come than one launch does, it does it at once.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
             with runtime.stream.call(device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
-                routes, counted = topk_idx, stats
+                routes, counted = topk_idx, None if self.enable_shrink else stats
                 if self._mask.has_any:
                     routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
-                    counted = None
                 with _NOTHING if waits is None else exchange.waits_added(waits):
                     given = (routes, x, topk_weights, counted, global_scale)
                     plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
                 handle = self._HANDLE(plan, blocks.sources, num_max)
-                if self._mask.has_any:
+                if self._mask.has_any or self._pool.lost != lost:  # since the plan, perhaps
                     blocks = blocks.in_order(handle.keep(~self._mask.of(handle.source_rank)))
                     blocks.counts.copy_(handle.count)
-                    if stats is not None:
-                        stats += blocks.counts
+                if stats is not None and counted is None:
+                    stats += blocks.counts
                 parts = blocks.parts()
                 between = ()
                 if topk_weights is not None:
@@ -321,26 +322,37 @@ class LowLatencyMode:
         self._hooks = LastHooks()
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Local. Masks a rank, or takes it in again. Needs enable_shrink=True."""
+        """Local, of all ranks. Masks a rank, or takes it in again. Needs enable_shrink=True.
+
+        Where calls go on without lost ranks, from the first on, a masked rank is lost: the next one
+        does not wait for it, its own raises `weft.PeerError`, and to take it in again raises
+        `weft.Unsupported`. Elsewhere it still makes its calls, and its tokens, counts and sums are
+        left out.
+        """
         with Call("low_latency_update_mask_buffer"):
             self._check_shrink()
             most = self.group_size - 1
             is_rank = 0 <= rank_to_mask <= most
             check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
-        self._mask.set(rank_to_mask, mask)
+            is_other = rank_to_mask != self.rank
+            if mask and is_other and self._pool.mask([rank_to_mask]):
+                self._mask.lose([rank_to_mask])
+            else:
+                self._mask.set(rank_to_mask, mask)
 
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Local. Fills mask_status int32 [R] with 1 for masked ranks, else 0."""
+        """Local. Fills mask_status int32 [R] with 1 for masked ranks, lost ones included, else
+        0."""
         with Call("low_latency_query_mask_buffer"):
             self._check_shrink()
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
         mask_status.copy_(self._mask.is_masked[:-1])
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Local. Takes all ranks in again."""
+        """Local. Takes all ranks in again. Raises `weft.Unsupported` if some are lost."""
         with Call("low_latency_clean_mask_buffer"):
             self._check_shrink()
-        self._mask = RankMask(self.group_size)
+            self._mask.clear()
 
     def _check_shrink(self) -> None:
         self._runtime()
@@ -388,19 +400,37 @@ def check_wire(hidden: int) -> None:
 class RankMask:
     """Ranks that low-latency calls leave out.
 
-    A masked rank must still make its calls, for Weft does not exchange without one of its ranks: a
-    dead one makes the others raise. A mask keeps that rank's tokens, counts and sums out. The host
-    knows it, so a CUDA graph keeps the mask of its capture.
+    Those that are lost make no calls, and the exchanges do without them. Others still make theirs,
+    and the mask keeps their tokens, counts and sums out. The host knows it, so a CUDA graph keeps
+    the mask of its capture.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.is_masked = torch.zeros(num_ranks + 1, dtype=torch.bool, device="cpu")
         self.is_masked[-1] = True  # no rank
-        self.has_any = False  # any rank is masked
+        self.has_any = False  # any rank is masked and not lost
+        self._lost: set[int] = set()
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._lost.add(rank)
+            self.is_masked[rank] = True
+        self._count()
 
     def set(self, rank: int, is_masked: bool) -> None:
+        """Raises Unsupported for one that is lost and shall be taken in."""
+        if not is_masked and rank in self._lost:
+            raise Unsupported(f"rank {rank} is lost and cannot be taken in again", "unsupported")
         self.is_masked[rank] = is_masked
-        self.has_any = bool(self.is_masked[:-1].any())
+        self._count()
+
+    def clear(self) -> None:
+        """Raises Unsupported if some are lost."""
+        for rank in range(len(self.is_masked) - 1):
+            self.set(rank, False)
+
+    def _count(self) -> None:
+        self.has_any = int(self.is_masked.sum()) - 1 > len(self._lost)
 
     def of(self, ranks: Tensor) -> Tensor:
         """bool like ranks (any shape; R stands for none): where they are masked."""

@@ -7,12 +7,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 
-from weft import Error, Exchange, Group, InvalidArgument, Plan, _core, ranges
+from weft import (
+    CallReport,
+    Error,
+    Exchange,
+    Group,
+    InvalidArgument,
+    Plan,
+    Unsupported,
+    _core,
+    ranges,
+)
 from weft.errors import BadCall
 from weft.run.calls import count
 from weft.streams import CommStream
@@ -33,9 +44,15 @@ class ExchangePool:
     replaced by a larger one serves its plans to the end.
     """
 
-    def __init__(self, group: Group, timeout: float) -> None:
+    def __init__(
+        self, group: Group, timeout: float, on_loss: Callable[[Iterable[int]], None] | None = None
+    ) -> None:
+        """on_loss: among CPUs of one host the exchanges go on without ranks that are lost, for
+        which this is called at the end of the call, on all that are left."""
         self.group = group
         self.last: Exchange | None = None  # that a call was made on
+        self.lost: tuple[int, ...] = ()  # the same on all ranks that are left
+        self._on_loss = on_loss
         self._timeout = timeout
         self._exchanges: dict[Key, Exchange] = {}
         self._lock = threading.Lock()  # forward and backward run on different threads
@@ -70,6 +87,14 @@ class ExchangePool:
                 return old
             if self.last is not None:
                 self.last.announce(verb, hidden, num_experts, **options)
+            if self.lost:
+                raise Unsupported(
+                    f"no exchange for (hidden size, num_experts) = {(hidden, num_experts)} and "
+                    f"{max_tokens} tokens is there, and none can be made: ranks {list(self.lost)} "
+                    "are lost",
+                    "unsupported",
+                    self.group.rank,
+                )
             if callable(max_topk):
                 (max_topk,) = max(
                     self.group.gather_numbers(self.group.agreed("exchange", max_topk))
@@ -83,9 +108,41 @@ class ExchangePool:
                 max_tokens=max(max_tokens, old.max_tokens if old else 1),
                 max_topk=max(topk, old.max_topk if old else 1),
                 timeout=self._timeout,
+                **self._loss_options(device),
             )
             self._exchanges[key] = new
             return new
+
+    def _can_lose(self, device: torch.device) -> bool:
+        """Whether exchanges there go on without lost ranks."""
+        return self._on_loss is not None and device.type == "cpu" and len(self.group.domains) == 1
+
+    def _loss_options(self, device: torch.device) -> dict[str, Any]:
+        """Of an exchange there."""
+        if not self._can_lose(device):
+            return {}
+        kept = weakref.WeakMethod(self._hear)  # memory goes with the pool, which no circle keeps
+
+        def hear(report: CallReport) -> None:
+            here = kept()
+            if here is not None:
+                here(report)
+
+        return {"on_peer_loss": "shrink", "on_loss": hear}
+
+    def _hear(self, report: CallReport) -> None:
+        self.lost = tuple(sorted({*self.lost, *report.lost}))
+        self.mask(report.lost)
+        self._on_loss(report.lost)
+
+    def mask(self, ranks: Iterable[int]) -> bool:
+        """Local. Exchanges that go on without ranks that are lost do so without these, from their
+        next call on. False: there is none of that kind."""
+        given = list(ranks)
+        can_lose = [one for key, one in self._exchanges.items() if self._can_lose(key[2])]
+        for exchange in can_lose:
+            exchange.mask(given)
+        return bool(can_lose)
 
     def refuse(
         self, exchange: Exchange | None, verb: str, reason: str, plan: Plan | None, **options: Any
@@ -204,11 +261,16 @@ def without_gradients(function: _Function) -> _Function:
 class Runtime:
     """Lives from the constructor of a `Buffer` to `destroy`."""
 
-    def __init__(self, group: Group, timeout: float = TIMEOUT) -> None:
-        """timeout: seconds, of every wait."""
+    def __init__(
+        self,
+        group: Group,
+        timeout: float = TIMEOUT,
+        on_loss: Callable[[Iterable[int]], None] | None = None,
+    ) -> None:
+        """timeout: seconds, of every wait. on_loss: as for `ExchangePool`."""
         self.group = group
         self.hosts = Hosts(group.domains, group.rank)
-        self.exchanges = ExchangePool(group, timeout)
+        self.exchanges = ExchangePool(group, timeout, on_loss)
         self.stream = CommStream()
 
     def is_available(self) -> bool:

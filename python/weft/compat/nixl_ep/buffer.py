@@ -35,6 +35,7 @@ class Buffer(DeepEPBuffer):
     ranks; they make the same calls in order from then on, and cannot become more or fewer."""
 
     _HANDLE = NixlHandle
+    _LOSES_RANKS = False
 
     def __init__(
         self,
