@@ -17,7 +17,7 @@ from weft.errors import Error, InvalidArgument, NotAvailable, PeerError, Timeout
 from weft.exchange import Exchange
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
-from weft.placement import Balancing, Placement, balanced_rows
+from weft.placement import Balancing, Placement, balanced_rows, replica_rows
 from weft.tally import prometheus, stats
 
 __all__ = [
@@ -42,5 +42,6 @@ __all__ = [
     "plan",
     "plan_and_dispatch",
     "prometheus",
+    "replica_rows",
     "stats",
 ]
