@@ -60,6 +60,9 @@ struct Balancing {
   // Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
   // source rank, then token, and replicas whole blocks of so many. At most 1024.
   int64_t block_rows = 1;
+  // What the weights of a planned replica cost, in rows. A call in which replicas spare the busiest
+  // rank no more than they cost the rank that sends or gets most of them has none. 0: nothing.
+  int64_t replica_rows = 0;
   friend bool operator==(const Balancing&, const Balancing&) = default;
 };
 
@@ -147,12 +150,15 @@ class Plan {
   [[nodiscard]] std::vector<int64_t> routes_per_expert() const;
   // [num_ranks, num_replicas] the expert of each replica, -1: none.
   [[nodiscard]] std::span<const int32_t> placement() const;
-  // Routes that the busiest rank gets, before dropping; what it would get without replicas; and the
-  // mean rank's. A row budget holds them if it is at least `busiest` (and has room for padding).
+  // Routes that the busiest rank gets, before dropping; what it would get without replicas; the
+  // mean rank's; and what it would get if replicas cost nothing: less than `busiest` if this call
+  // has none because they would have cost more. A row budget holds them if it is at least `busiest`
+  // (and has room for padding).
   struct Load {
     int64_t busiest = 0;
     int64_t unbalanced = 0;
     double mean = 0;
+    int64_t if_free = 0;
   };
   [[nodiscard]] Load load() const;
 

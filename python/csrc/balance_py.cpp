@@ -58,9 +58,11 @@ void bind_balance(nb::module_& m) {
          int replicas,
          int64_t min_rows,
          std::vector<int> domain_of,
-         int64_t block_rows) {
+         int64_t block_rows,
+         int64_t replica_rows) {
         const Given given = read_needed("counts", counts);
-        const BalanceOptions options = {replicas, min_rows, std::move(domain_of), block_rows};
+        const BalanceOptions options = {
+            replicas, min_rows, std::move(domain_of), block_rows, replica_rows};
         return plan_balance(numbers_of<const int32_t>(given), num_ranks, options);
       },
       nb::arg("counts"),
@@ -69,6 +71,7 @@ void bind_balance(nb::module_& m) {
       nb::arg("min_rows"),
       nb::arg("domain_of"),
       nb::arg("block_rows"),
+      nb::arg("replica_rows"),
       "counts: int32 [ranks, experts] on a CPU. domain_of: of each rank, or empty."
   );
 }

@@ -353,11 +353,11 @@ void bind_options(nb::module_& m) {
     options.stream =
         reinterpret_cast<void*>(stream);  // NOLINT: a cudaStream_t that torch gave as a number
   };
-  // (replicas, min_rows, block_rows, placement, empty if it is to be planned)
-  const auto set_balance = [](Options& options,
-                              std::tuple<int, int64_t, int64_t, std::vector<int32_t>> balance) {
-    auto& [replicas, min_rows, block_rows, placement] = balance;
-    options.balance = {replicas, min_rows, std::move(placement), block_rows};
+  // (replicas, min_rows, block_rows, replica_rows, placement, empty if it is to be planned)
+  using GivenBalance = std::tuple<int, int64_t, int64_t, int64_t, std::vector<int32_t>>;
+  const auto set_balance = [](Options& options, GivenBalance balance) {
+    auto& [replicas, min_rows, block_rows, replica_rows, placement] = balance;
+    options.balance = {replicas, min_rows, std::move(placement), block_rows, replica_rows};
   };
   nb::class_<Options>(m, "Options", "Of one call; names are those of weft.Exchange's arguments.")
       .def(nb::init<>())

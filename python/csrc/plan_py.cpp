@@ -58,7 +58,7 @@ void bind_plan(nb::module_& m) {
           "load",
           [](const Plan& p) {
             const Plan::Load load = p.load();
-            return nb::make_tuple(load.busiest, load.unbalanced, load.mean);
+            return nb::make_tuple(load.busiest, load.unbalanced, load.mean, load.if_free);
           },
           "Routes of the busiest rank, what it would have without replicas, and the mean rank's."
       )

@@ -18,7 +18,7 @@ from weft.exchange import Exchange
 from weft.exchange_state import CallReport
 from weft.group import Group
 from weft.outputs import Combined, Dispatched, Plan
-from weft.placement import Balancing, Placement, balanced_rows
+from weft.placement import Balancing, Placement, balanced_rows, replica_rows
 from weft.tally import prometheus, stats
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "plan",
     "plan_and_dispatch",
     "prometheus",
+    "replica_rows",
     "stats",
 ]

@@ -427,7 +427,7 @@ class Balance:
         Fills out, int32 like experts: the physical expert of each route of a source.
         """
 
-def plan_balance(counts: object, num_ranks: int, replicas: int, min_rows: int, domain_of: Sequence[int], block_rows: int) -> Balance:
+def plan_balance(counts: object, num_ranks: int, replicas: int, min_rows: int, domain_of: Sequence[int], block_rows: int, replica_rows: int) -> Balance:
     """
     counts: int32 [ranks, experts] on a CPU. domain_of: of each rank, or empty.
     """

@@ -63,9 +63,9 @@ class Balance:
         # Masters, then replicas: what `apply` lends.
         self._places = tuple(_zeros(num_places, *kind, self.device) for kind in kinds)
         self._elements = sum(math.prod(shape) for shape, _ in kinds)
-        self._replicas: _Held | None = None  # whose replicas are there
-        self._masters: _Held | None = None  # whose masters are there
-        self._ahead: _Held | None = None  # whose replicas `push_weights` put there
+        self._replicas: Held | None = None  # whose replicas are there
+        self._masters: Held | None = None  # whose masters are there
+        self._ahead: Held | None = None  # whose replicas `push_weights` put there
         self._copy_engines = copy_engines or None  # None: where Weft chooses them
         self._carrier: Exchange | None = None
         if replicas > 0:
@@ -101,6 +101,13 @@ class Balance:
     def num_places(self) -> int:
         """El + R."""
         return self.num_local_experts + self.replicas
+
+    @property
+    def replica_bytes(self) -> int:
+        """What a replica makes travel in a step of training: weights before the forward and again
+        before the backward, and gradients in fp32."""
+        weights = sum(copies.bytes_of(one).size(1) for one in self._places)
+        return 2 * weights + _ITEM * self._elements
 
     def push_weights(
         self, plan_or_placement: Plan | Tensor, weights: Sequence[Tensor]
@@ -158,6 +165,23 @@ class Balance:
         the gradients of the weights that it gets. `queue.run()` then also brings those of replicas
         to their masters, and is collective; the masters are parameters.
         """
+        rows, lent, loan = self.lend(plan_or_placement, rows, *weights, wgrad=wgrad, queue=queue)
+        out = experts(rows, *lent)
+        if isinstance(out, Tensor):
+            return self.take_back(loan, out)[0]
+        return self.take_back(loan, *out)
+
+    def lend(
+        self,
+        plan_or_placement: Plan | Tensor,
+        rows: Tensor,
+        *weights: Tensor,
+        wgrad: str = "places",
+        queue: Any = None,
+    ) -> tuple[Tensor, list[Any], Held]:
+        """Collective. The first half of `apply`, for experts that are no function: rows, and the
+        weights of all places, to compute with; what they make goes to `take_back`, with the loan.
+        """
         with self._refusing("apply"):
             held = self._hold_of(plan_or_placement, weights)
             _check_wgrad(wgrad, queue, weights)
@@ -166,10 +190,11 @@ class Balance:
             held = ahead
         later: _Later | None = None if wgrad == "places" and queue is None else _Later(queue)
         rows, *lent = _Enter.apply(self, held, later, rows, *weights)
-        out = experts(rows, *(lent if later is None else later.given(lent, weights)))
-        if isinstance(out, Tensor):
-            return _Leave.apply(self, held, out)[0]
-        return _Leave.apply(self, held, *out)
+        return rows, lent if later is None else later.given(lent, weights), held
+
+    def take_back(self, loan: Held, *made: Tensor) -> tuple[Tensor, ...]:
+        """The second half of `apply`: what the experts made, whose backward is collective."""
+        return _Leave.apply(self, loan, *made)
 
     # --- what the calls are made of ---
 
@@ -204,14 +229,14 @@ class Balance:
             raise InvalidArgument(f"placement{problem}")
         return placement
 
-    def _hold_of(self, given: Plan | Tensor, weights: Sequence[Tensor]) -> _Held:
+    def _hold_of(self, given: Plan | Tensor, weights: Sequence[Tensor]) -> Held:
         placement = self._placement_of(given)
         if len(weights) != len(self._places):
             raise InvalidArgument(f"{len(weights)} weights (expected {len(self._places)})")
         for at, (one, place) in enumerate(zip(weights, self._places)):
             wanted = [self.num_local_experts, *place.shape[1:]]
             _check(f"weights[{at}]", one, self.device, place.dtype, wanted)
-        return _Held(placement, weights)
+        return Held(placement, weights)
 
     def _check_gradients(self, grads: Sequence[Tensor]) -> None:
         elements = 0
@@ -235,7 +260,7 @@ class Balance:
     def _sends(self, placement: Tensor) -> copies.Sends:
         return copies.sends_of(placement, self.num_local_experts, self.group.rank)
 
-    def _push(self, held: _Held) -> None:
+    def _push(self, held: Held) -> None:
         """Collective. Its replicas."""
         if self._carrier is not None:
             slots = [one[self.num_local_experts :] for one in self._places]
@@ -243,7 +268,7 @@ class Balance:
             copies.put_weights(slots, own, self._sends(held.placement), self._carry)
         self._replicas = held
 
-    def _fill(self, held: _Held) -> None:
+    def _fill(self, held: Held) -> None:
         """Collective. Its masters and replicas, unless they are there."""
         if self._replicas is not held:
             with self._refusing("apply"):
@@ -255,7 +280,7 @@ class Balance:
                 masters.copy_(copies.bytes_of(one.contiguous()))
             self._masters = held
 
-    def _lend(self) -> list[Tensor]:
+    def _views(self) -> list[Tensor]:
         """The places. What is written there later does not count as a change of these tensors."""
         return [one.data for one in self._places]
 
@@ -290,8 +315,8 @@ class Balance:
         ]
 
 
-class _Held:
-    """The weights of one call, and where replicas of them are."""
+class Held:
+    """The weights of one call, and where replicas of them are: what `Balance.lend` has lent."""
 
     def __init__(self, placement: Tensor, weights: Sequence[Tensor]) -> None:
         self.placement = placement.clone()
@@ -306,7 +331,7 @@ class _Held:
         if self._now() != self._versions:
             raise InvalidArgument("weights were changed between forward and backward")
 
-    def is_same(self, other: _Held) -> bool:
+    def is_same(self, other: Held) -> bool:
         pairs = zip(self.weights, other.weights)
         return torch.equal(self.placement, other.placement) and all(
             one.data_ptr() == theirs.data_ptr() for one, theirs in pairs
@@ -322,7 +347,7 @@ class _Enter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.balance, ctx.placement, ctx.later = balance, held.placement, later
         balance._fill(held)
-        lent = balance._lend()
+        lent = balance._views()
         ctx.wanted = ctx.needs_input_grad[4:]
         ctx.kinds = [(one.shape, one.dtype, one.device) for one in lent]
         ctx.mark_non_differentiable(*(one for one, is_in in zip(lent, ctx.wanted) if not is_in))

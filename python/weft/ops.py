@@ -23,6 +23,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from weft.errors import InvalidArgument
 from weft.exchange import Exchange
 from weft.outputs import Dispatched, Plan
+from weft.placement import Balancing, Placement, core_balance
 
 _plans: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
 _exchanges: weakref.WeakValueDictionary[str, Exchange] = weakref.WeakValueDictionary()
@@ -75,6 +76,9 @@ def _plan_and_dispatch(
     expert_stride: int,
     row_budget: int,
     order: str,
+    replicas: int,
+    balancing: list[int],
+    placement: list[int],
 ) -> tuple[Tensor, Tensor]:
     plan, out = _exchange(exchange).plan_and_dispatch(
         topk_idx,
@@ -85,15 +89,36 @@ def _plan_and_dispatch(
         expert_stride=expert_stride,
         row_budget=None if row_budget < 0 else row_budget,
         order=order,
+        balance=_balance_of(replicas, balancing, placement),
         number=int(exchange.rpartition(".")[2]),
     )
     return _ticket_of(plan, out), plan.padded_rows_per_expert.clone()
 
 
 @_plan_and_dispatch.register_fake
-def _(x, topk_idx, weights, exchange, *_):  # noqa: ANN001, ANN202
-    counts = topk_idx.new_empty((_exchange(exchange).num_local_experts,), dtype=torch.int64)
+def _(x, topk_idx, weights, exchange, *options):  # noqa: ANN001, ANN202
+    num_places = _exchange(exchange).num_local_experts + options[-3]
+    counts = topk_idx.new_empty((num_places,), dtype=torch.int64)
     return torch.empty((1,), dtype=torch.int64), counts
+
+
+def _balance_of(replicas: int, balancing: list[int], experts: list[int]) -> Balancing | Placement:
+    """From what an operator can be given: least rows, rows of a block, rows that a replica costs;
+    the experts of a placement, or none."""
+    if not experts:
+        return Balancing(replicas, *balancing)
+    placement = torch.tensor(experts, dtype=torch.int32).view(-1, replicas)
+    return Placement(placement, block_rows=balancing[1])
+
+
+@library.custom_op("weft::placement", mutates_args=())
+def _placement(ticket: Tensor, num_ranks: int, replicas: int) -> Tensor:
+    return plan_of(ticket).placement.clone()
+
+
+@_placement.register_fake
+def _(ticket, num_ranks, replicas):  # noqa: ANN001, ANN202
+    return torch.empty((num_ranks, replicas), dtype=torch.int32)
 
 
 # An operator with effects cannot say how large its outputs are, so that another one does.
@@ -173,7 +198,7 @@ for _op in (_plan_and_dispatch, _take_rows, _move):
 class Traced(NamedTuple):
     rows: Tensor  # [num_rows, hidden], dtype of x
     row_weights: Tensor  # fp32 [num_rows, 1], or [num_rows, K] with rank_major
-    rows_per_expert: Tensor  # int64 [El], padding included
+    rows_per_expert: Tensor  # int64 [El + R], padding included
     ticket: Tensor  # for `combine`
 
 
@@ -188,12 +213,14 @@ def dispatch(
     expert_stride: int = 0,
     row_budget: int | None = None,
     order: str = "rank",
+    balance: int | Balancing | Placement = 0,
 ) -> Traced:
     """Collective. `weft.plan_and_dispatch` as an operator; differentiable likewise.
 
     x [T, hidden], topk_idx [T, K], weights fp32 [T, K]; exchange as `register` names it; the
-    options as in `Exchange.plan`.
+    options as in `Exchange.plan`. With replicas `placement` says whose weights their places need.
     """
+    replicas, *balancing, experts = core_balance(balance)
     budget = -1 if row_budget is None else row_budget
     ticket, counts = _plan_and_dispatch(
         x.detach(),
@@ -205,6 +232,9 @@ def dispatch(
         expert_stride,
         budget,
         order,
+        replicas,
+        balancing,
+        experts,
     )
     if layout == "expert_strided" and expert_stride > 0:
         num_rows = counts.size(0) * expert_stride
@@ -212,6 +242,12 @@ def dispatch(
         num_rows = _num_rows(ticket) if row_budget is None else row_budget
     weight_cols = topk_idx.size(1) if layout == "rank_major" else 1
     return Traced(*_take_rows(x, weights, ticket, num_rows, weight_cols), counts, ticket)
+
+
+def placement(ticket: Tensor, exchange: str, replicas: int) -> Tensor:
+    """int32 [ranks, R] on the CPU: the expert of each replica of that dispatch, -1: none. exchange
+    and replicas, R above 0, as it was given."""
+    return _placement(ticket, _exchange(exchange).num_ranks, replicas)
 
 
 def combine(rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
@@ -227,5 +263,7 @@ def kept() -> tuple:
     Under torch.compile activation checkpointing needs it (torch 2.11 fails on effects that it
     shall repeat); elsewhere it spares the calls.
     """
-    operators = [op._opoverload for op in (_plan_and_dispatch, _num_rows, _take_rows, _move)]
+    operators = [
+        op._opoverload for op in (_plan_and_dispatch, _placement, _num_rows, _take_rows, _move)
+    ]
     return create_selective_checkpoint_contexts(operators)

@@ -142,6 +142,12 @@ class Load(NamedTuple):
     busiest: int  # the rank that gets most
     unbalanced: int  # what that would be without replicas
     mean: float
+    if_free: int  # what the busiest would be if replicas cost nothing (`Balancing.replica_rows`)
+
+    @property
+    def is_forgone(self) -> bool:
+        """Whether there are no replicas because they would have cost more than they spare."""
+        return self.if_free < self.busiest
 
     @property
     def of_mean(self) -> float:

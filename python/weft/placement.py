@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -22,6 +23,10 @@ class Balancing(NamedTuple):
     # Above 1: an expert's replicas by ascending rank, then its master take intervals of its rows by
     # source rank, then token, and replicas whole blocks of so many. At most 1024.
     block_rows: int = 1
+    # What a replica's weights cost, in rows (`replica_rows`). A call in which replicas spare the
+    # busiest rank no more than they cost the rank that sends or gets most has none, and
+    # `Plan.load.is_forgone` says so.
+    replica_rows: int = 0
 
 
 class Placement:
@@ -40,7 +45,7 @@ class Placement:
                 f"placement has {self.replicas.dim()} dimensions (2 are expected: ranks, replicas)"
             )
         experts = self.replicas.flatten().tolist()
-        self._core = (self.replicas.size(1), 1, block_rows, experts)
+        self._core = (self.replicas.size(1), 1, block_rows, 0, experts)
 
     @classmethod
     def from_counts(
@@ -68,7 +73,7 @@ class Placement:
 
     def check(self, num_experts: int) -> None:
         """Raises InvalidArgument unless the replicas may lie there, of so many experts."""
-        count, _, _, experts = self._core
+        count, *_, experts = self._core
         _core.check_replicas(experts, self.replicas.size(0), num_experts, count)
 
     def __repr__(self) -> str:
@@ -83,18 +88,37 @@ def num_replicas(balance: Any) -> int:
         return 0
 
 
-def core_balance(balance: Any) -> tuple[int, int, int, list[int]]:
-    """The same for the core: R, the least rows of a replica, its blocks, a placement or nothing."""
+def core_balance(balance: Any) -> tuple[int, int, int, int, list[int]]:
+    """The same for the core: R, the least rows of a replica, its blocks, what it costs, a placement
+    or nothing."""
     if isinstance(balance, Placement):
         return balance._core
     if isinstance(balance, Balancing):
         return (*balance, [])
     if type(balance) is int:
-        return balance, 1, 1, []
+        return balance, 1, 1, 0, []
     raise InvalidArgument(
         f"balance is a {type(balance).__name__} (expected a number of replicas, Balancing or "
         "Placement)"
     )
+
+
+def replica_rows(
+    weight_bytes: int, row_bytes: int, *, row_seconds: float = 0.0, link_rate: float = 0.0
+) -> int:
+    """`replica_rows` of `Balancing`: how many rows take as long as the weights of a replica, at
+    least 1.
+
+    weight_bytes: of an expert, as often as they travel (`Balance.replica_bytes`). row_bytes: that a
+    row moves, as often. row_seconds, if it counts, what else a row takes on its rank, its products;
+    link_rate: bytes per second between two ranks. All ranks have to give the same.
+    """
+    if weight_bytes < 0 or row_bytes <= 0 or row_seconds < 0 or link_rate < 0:
+        raise InvalidArgument(
+            f"weight_bytes = {weight_bytes}, row_bytes = {row_bytes}, row_seconds = {row_seconds}, "
+            f"link_rate = {link_rate} (expected at least 0, row_bytes above)"
+        )
+    return max(1, math.ceil(weight_bytes / (row_bytes + row_seconds * link_rate)))
 
 
 def balanced_rows(

@@ -55,6 +55,7 @@ def plan_balance(
     min_rows: int = 1,
     domains: Sequence[Sequence[int]] = (),
     block_rows: int = 1,
+    replica_rows: int = 0,
 ) -> PlannedBalance:
     """The replicas that make all ranks about equally busy: the same for all that ask the same.
 
@@ -62,8 +63,8 @@ def plan_balance(
     for `Exchange`. replicas: R, most on each rank, 0 to 16. min_rows: fewest of a replica. domains:
     `Group.domains`; where there are several, rows stay in theirs where they can. block_rows above
     1: an expert's replicas by ascending rank, then its master take intervals of its rows by source,
-    then token, and replicas whole blocks of so many rows; domains do not count. Raises
-    InvalidArgument for sizes that do not fit.
+    then token, and replicas whole blocks of so many rows; domains do not count. replica_rows: what
+    a replica's weights cost, see `Balancing`. Raises InvalidArgument for sizes that do not fit.
     """
     if counts.dim() != 2 or counts.is_floating_point():
         raise InvalidArgument(
@@ -75,5 +76,7 @@ def plan_balance(
         for rank in ranks:
             domain_of[rank] = domain
     given = counts.to("cpu", torch.int32).contiguous()
-    core = _core.plan_balance(given, num_ranks, replicas, min_rows, domain_of, block_rows)
+    core = _core.plan_balance(
+        given, num_ranks, replicas, min_rows, domain_of, block_rows, replica_rows
+    )
     return PlannedBalance(core, num_ranks, num_experts, replicas)

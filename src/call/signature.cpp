@@ -76,12 +76,13 @@ constexpr auto kRowBytes = [](const Call& c) { return c.payload.row_bytes; };
 constexpr auto kScaleBytes = [](const Call& c) { return c.payload.scale_bytes; };
 constexpr auto kTokenRoom = [](const Call& c) { return c.token_room; };
 
-// What tells placements apart; 0: there is none.
+// What tells placements, and what replicas cost, apart; 0: neither is given.
 constexpr auto kPlacement = [](const Call& c) {
   uint64_t sum = 0;
   for (const int32_t expert : c.options.balance.placement) {
     sum = (sum ^ static_cast<uint32_t>(expert)) * 0x9e3779b97f4a7c15U + 1;
   }
+  sum = (sum ^ static_cast<uint64_t>(c.options.balance.replica_rows)) * 0x9e3779b97f4a7c15U;
   return static_cast<int64_t>(sum >> 48U);
 };
 
@@ -110,7 +111,7 @@ constexpr Field kPlanFields[] = {
      32,
      [](const Call& c) { return c.options.balance.min_rows; },
      kNumber},
-    {"checksum of the placement", 16, kPlacement, kNumber},
+    {"checksum of the placement and replica_rows", 16, kPlacement, kNumber},
     {"block_rows of replicas",
      11,
      [](const Call& c) { return c.options.balance.block_rows; },

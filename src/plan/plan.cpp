@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "core/check.hpp"
+#include "plan/balance/balance.hpp"
 #include "plan/domain_traffic.hpp"
 #include "plan/plan_data.hpp"
 
@@ -254,8 +255,18 @@ Plan::Load Plan::load() const {
   };
   const std::span<const int64_t> routes = global_routes_per_expert();
   const auto sum = static_cast<double>(std::reduce(routes.begin(), routes.end()));
-  return {
-      .busiest = most(routes), .unbalanced = most(routes_per_expert()), .mean = sum / num_ranks()};
+  const std::vector<int64_t> chosen = routes_per_expert();
+  Load load = {.busiest = most(routes), .unbalanced = most(chosen), .mean = sum / num_ranks()};
+  load.if_free = load.busiest;
+  const Balancing& balance = data().shape.options.balance;
+  if (balance.replica_rows > 0 && load.busiest == load.unbalanced) {
+    const BalanceOptions free = {
+        .replicas = balance.replicas,
+        .min_rows = balance.min_rows,
+        .block_rows = balance.block_rows};
+    load.if_free = place_replicas(chosen, num_ranks(), free).busiest();
+  }
+  return load;
 }
 
 bool operator==(const Plan& a, const Plan& b) {

@@ -12,6 +12,8 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import Any
 
+from weft._core import MOST_REPLICAS
+
 
 @dataclass
 class DispatcherConfig:
@@ -48,6 +50,14 @@ class DispatcherConfig:
     # made them: a row budget then needs none of Transformer Engine's. Weft's own setting.
     moe_experts_ignore_unused_rows: bool = False
     moe_router_padding_for_quantization: bool = False
+
+    # Places on each rank for replicas of popular experts, at most 16, with "hybridep" on CPUs; the
+    # layer says whose weights they get (`replicate_experts`). With block_rows above 1 a replica
+    # takes whole blocks of so many rows. combine_order "topk": a token's rows are added in the
+    # order of its choices, rounded once, with "hybridep". Weft's own settings.
+    moe_balance_replicas: int = 0
+    moe_balance_block_rows: int = 1
+    moe_combine_order: str = "rank"
 
     # Different token counts on every rank work as they are, but for sizes that are fixed beforehand
     # (a rank capacity factor, drop-and-pad): with either flag they count with the largest of any
@@ -206,6 +216,7 @@ def check(config: Any) -> None:
     _wire_dtypes(c, backend)
     if c.moe_flex_dispatcher_backend == "ncclep":
         _ncclep(c)
+    check_own_exchange(c, backend)
     if c.moe_router_padding_for_quantization:
         name = "moe_router_padding_for_quantization"
         _refuse(not c.fp8 and not c.fp4, f"{name}: nothing is quantised (set fp8 or fp4)")
@@ -329,6 +340,27 @@ def _ncclep(c: Settings) -> None:
         "ncclep: moe_expert_rank_capacity_factor needs use_transformer_engine_op_fuser "
         "and moe_grouped_gemm",
     )
+
+
+def has_own_exchange(c: Settings) -> bool:
+    """Whether settings of Weft's own are on that buffers of other libraries do not know."""
+    return c.moe_balance_replicas > 0 or c.moe_combine_order != "rank"
+
+
+def check_own_exchange(c: Settings, backend: str | None) -> None:
+    """Raises ValueError where those do not go with the others."""
+    order, replicas = c.moe_combine_order, c.moe_balance_replicas
+    _refuse(
+        order not in ("rank", "topk"), f"moe_combine_order: {order!r} is unknown (rank or topk)"
+    )
+    _refuse(
+        not 0 <= replicas <= MOST_REPLICAS,
+        f"moe_balance_replicas = {replicas} (expected 0 to {MOST_REPLICAS})",
+    )
+    if has_own_exchange(c):
+        name = "moe_balance_replicas" if replicas else "moe_combine_order"
+        _refuse(backend != "hybridep", f"{name}: needs the flex dispatcher with 'hybridep'")
+        _refuse(c.moe_pad_expert_input_to_capacity, f"{name}: excludes drop-and-pad")
 
 
 def _sequence_packing(config: Any, c: Settings) -> None:

@@ -2,21 +2,24 @@
 """The token dispatcher over Weft: one exchange over all ranks of TP x EP. Its backends are in
 deepep.py, deepepv2.py, hybridep.py and ncclep.py."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import manager
 from .base import MoETokenDispatcher
 from .by_expert import ByExpertManager
-from .config import Settings, num_sms
+from .config import Settings, check_own_exchange, has_own_exchange, num_sms
 from .deepep import _DeepepManager
 from .deepepv2 import _DeepepV2Manager
 from .hybridep import _HybridEPManager, _HybridEPMetadataProcessor
 from .initializer import HybridEPPipelineRuntimeInitializer
 from .manager import _DispatchManager
 from .ncclep import _NCCLEPManager
+from .on_exchange import _ExchangeManager
+from .replicas import ReplicatedExperts
 
 
 class MoEFlexTokenDispatcher(MoETokenDispatcher):
@@ -72,6 +75,7 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
                 "'deepepv2', 'hybridep', 'ncclep', or 'uccl_ep'"
             )
         self._comm_manager = self._manager(name)
+        self._replicated: ReplicatedExperts | None = None
         routing = "routing_map" if name == "hybridep" else "token_indices"
         self.cudagraph_attrs = ["_comm_manager.token_probs", f"_comm_manager.{routing}"]
 
@@ -84,7 +88,10 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             "config": self.config,
         }
         shared_name = f"shared_{name.removesuffix('_ep')}_manager"
-        if name == "ncclep":
+        if has_own_exchange(self._options):
+            check_own_exchange(self._options, name)
+            kind, self.hybridep_metadata_processor = _ExchangeManager, None
+        elif name == "ncclep":
             kind = _NCCLEPManager
         elif name == "hybridep":
             kind = _HybridEPManager
@@ -111,9 +118,10 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         # A manager of other arguments would send tokens of this model over another one's group;
         # the reference hands it out all the same.
         shared = getattr(MoEFlexTokenDispatcher, shared_name)
-        if shared is None or getattr(shared, "made_with", None) != arguments:
+        made_with = (kind, self._options.moe_balance_replicas, arguments)
+        if shared is None or getattr(shared, "made_with", None) != made_with:
             shared = kind(**arguments)
-            shared.made_with = arguments
+            shared.made_with = made_with
             setattr(MoEFlexTokenDispatcher, shared_name, shared)
         return shared
 
@@ -161,6 +169,8 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
             self.shared_experts.wait_current_stream()
         if probs is not None:
             self._comm_manager.token_probs = probs
+        if self._options.moe_balance_replicas and self._replicated is None:
+            raise ValueError("moe_balance_replicas: whose weights? (call replicate_experts)")
         rows = self._comm_manager.dispatch(hidden_states, async_finish, allocate_on_comm_stream)
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states, wait_current_stream=False)
@@ -174,10 +184,14 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         if probs is not None:
             self._comm_manager.dispatched_probs = probs
         rows, row_probs = self._comm_manager.get_permuted_hidden_states_by_experts(hidden_states)
+        if self._replicated is not None:
+            rows = self._replicated.lend(self._comm_manager, rows)
         return rows, self._comm_manager.get_number_of_tokens_per_expert(), row_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Rows by expert [P, H] -> rows as they were received."""
+        if self._replicated is not None:
+            hidden_states = self._replicated.take_back(hidden_states)
         return self._comm_manager.get_restored_hidden_states_by_experts(hidden_states)
 
     def token_combine(
@@ -270,6 +284,35 @@ class MoEFlexTokenDispatcher(MoETokenDispatcher):
         if not isinstance(self._comm_manager, _HybridEPManager):
             return ()
         return (HybridEPPipelineRuntimeInitializer(self._comm_manager, hidden_dim, dtype),)
+
+    # Replicas of popular experts.
+
+    def replicate_experts(
+        self,
+        experts: nn.Module,
+        weights: Sequence[str] | Mapping[str, Sequence[int]] | None = None,
+        *,
+        wgrad: str = "places",
+        queue: Callable[[], Any] | None = None,
+    ) -> None:
+        """Hooks a module of grouped experts, for moe_balance_replicas = R: between
+        dispatch_postprocess and combine_preprocess, which are collective then, it has the weights
+        of El + R experts, and tokens_per_expert as many numbers. Gradients of replicas are added to
+        those of its own.
+
+        weights: its parameters [El, ...], by default all that it has; or with the shape of an
+        expert's, for those that lie so in memory under another shape. num_local_experts of the
+        module follows. wgrad, and what queue() returns: see `weft.Balance.apply`.
+        Raises ValueError without replicas, InvalidArgument for a parameter of another size, and
+        with a queue of another shape.
+        """
+        if self._options.moe_balance_replicas == 0:
+            raise ValueError("replicate_experts: there are none (set moe_balance_replicas)")
+        replicas = self._options.moe_balance_replicas
+        if getattr(self._comm_manager, "replicas", 0) != replicas:  # set after this was made
+            self._comm_manager = self._manager(self._options.moe_flex_dispatcher_backend)
+        local = self.num_local_experts
+        self._replicated = ReplicatedExperts(experts, local, weights, wgrad, queue)
 
     # Row budgets.
 

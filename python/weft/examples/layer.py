@@ -5,6 +5,7 @@ moe_layer.py and qwen3_model.py use it."""
 import torch
 from torch import Tensor, nn
 
+from weft.block_products import BLOCK_ROWS, block_linear
 from weft.dispatcher import (
     DispatcherConfig,
     DispatcherGroups,
@@ -13,6 +14,7 @@ from weft.dispatcher import (
     MoETokenDispatcher,
 )
 from weft.overlap import DelayedExperts, DelayedLinear
+from weft.overlap.experts import row_ends
 
 DISPATCHERS = ("alltoall", "deepep", "deepepv2", "hybridep", "ncclep", "uccl_ep")
 
@@ -24,12 +26,14 @@ def make_dispatcher(
     topk: int,
     num_sms: int | None = None,
     capacity: float | None = None,
+    replicas: int | None = None,
 ) -> MoETokenDispatcher:
     """`name`: "alltoall" over torch.distributed, or a flex backend, all of which are Weft.
 
     num_sms: GPU multiprocessors of each exchange by Weft; None: by its table, often all. capacity:
     rows of a rank, of T times topk, for "hybridep"; None: as many as come, which the host waits to
-    know.
+    know. replicas: of popular experts, on each rank, with "hybridep"; a number, 0 too, has tokens
+    summed in the order of their choices, so that replicas change no bit.
     """
     local = num_experts // groups.ep.size()
     first = groups.ep.rank() * local
@@ -44,8 +48,21 @@ def make_dispatcher(
     if capacity is not None:
         config.moe_expert_rank_capacity_factor = capacity
         config.moe_experts_ignore_unused_rows = True  # `DelayedExperts` do
+    if replicas is not None and name == "hybridep":
+        config.moe_combine_order = "topk"
+        config.moe_balance_replicas = replicas
+        config.moe_balance_block_rows = BLOCK_ROWS
     kind = MoEAlltoAllTokenDispatcher if name == "alltoall" else MoEFlexTokenDispatcher
     return kind(local, list(range(first, first + local)), config.validate(), groups)
+
+
+class BlockExperts(DelayedExperts):
+    """Of products of whole blocks of rows, whose bits replicas do not change."""
+
+    def forward(self, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
+        sizes = counts.tolist()
+        act = self._activate(block_linear(rows, self.up, sizes), probs, row_ends(counts, rows))
+        return block_linear(act, self.down, sizes)
 
 
 class MoELayer(nn.Module):
@@ -59,14 +76,19 @@ class MoELayer(nn.Module):
         num_experts: int,
         topk: int,
         delay: bool = False,
+        has_blocks: bool = False,
     ) -> None:
-        """delay: weight gradients are left to the modules' `backward_dw`."""
+        """delay: weight gradients are left to the modules' `backward_dw`. has_blocks: experts are
+        `BlockExperts`, which leave none."""
         super().__init__()
         self.dispatcher = dispatcher
         self.topk = topk
         options = {"delay_wgrad_compute": delay}
         self.router = DelayedLinear(hidden, num_experts, bias=False, **options)
-        self.experts = DelayedExperts(dispatcher.num_local_experts, hidden, width, **options)
+        sizes = (dispatcher.num_local_experts, hidden, width)
+        self.experts = BlockExperts(*sizes) if has_blocks else DelayedExperts(*sizes, **options)
+        if has_blocks and dispatcher.config.moe_balance_replicas > 0:
+            dispatcher.replicate_experts(self.experts, wgrad="blocks")
 
     def reset(self, seed: int) -> None:
         """The same weights for an expert, wherever it lives, and the same router everywhere."""

@@ -116,11 +116,13 @@ class QwenMoE(MoELayer):
         num_sms: int | None = None,
         balance: int | None = None,
         capacity: float | None = None,
+        replicas: int | None = None,
     ) -> None:
         made = make_dispatcher(
-            dispatcher_name, groups, shape.experts, shape.topk, num_sms, capacity
+            dispatcher_name, groups, shape.experts, shape.topk, num_sms, capacity, replicas
         )
-        super().__init__(made, shape.hidden, shape.width, shape.experts, shape.topk, delay)
+        sizes = (shape.hidden, shape.width, shape.experts, shape.topk)
+        super().__init__(made, *sizes, delay, replicas is not None)
         self.balance = balance
 
     def choose(self, scores: Tensor) -> Tensor:
@@ -171,15 +173,16 @@ def build(
     num_sms: int | None = None,
     balance: int | None = None,
     capacity: float | None = None,
+    replicas: int | None = None,
 ) -> ModelChunk:
     """The model, with torch's default device and type. Its weights are left to `fill`.
 
-    num_sms, capacity: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
+    num_sms, capacity, replicas: see `make_dispatcher`. balance: a seed of this rank, see `QwenMoE`.
     """
 
     def layer(index: int) -> TransformerLayer:
         seed = None if balance is None else balance + index
-        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms, seed, capacity)
+        moe = QwenMoE(dispatcher, groups, shape, delay, num_sms, seed, capacity, replicas)
         norm = nn.RMSNorm(shape.hidden, eps=EPS)
         return TransformerLayer(Attention(shape, delay), moe=moe, pre_mlp_norm=norm)
 

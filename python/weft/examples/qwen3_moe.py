@@ -17,6 +17,9 @@ the step. "idle": the share of the step in which the GPU waits for the host. The
 of one more step, mean over the ranks. "busiest": routes to the rank that gets most, of the mean, on
 the average of that step's calls: the others wait for it.
 --balanced chooses experts at random, as a training with a loss that balances them would end.
+--balance R adds modes in which popular experts have up to R replicas on each rank, on CPUs. All
+modes of "weft" then add in the order of a token's choices, and experts multiply blocks of 128 rows,
+so that the losses are still the same, bit for bit.
 "peak" is torch's memory, "others" what else is taken on the GPU after the mode: CUDA, NCCL, Weft,
 what earlier modes left.
 """
@@ -38,7 +41,7 @@ from torch.distributed import run as torchrun
 from weft.examples.program import join, leave, machine
 from weft.examples.qwen3_exposed import Exposure
 from weft.examples.qwen3_model import Shape
-from weft.examples.qwen3_run import MODES, Result, run_mode
+from weft.examples.qwen3_run import MODES, Result, run_mode, usual_modes
 
 TINY = Shape(2, 32, 4, 2, 8, 8, 2, 16, vocabulary=128, sequence=32, sequences=1)  # for CPUs
 
@@ -56,7 +59,8 @@ def options() -> argparse.ArgumentParser:
     add("--micro-batches", type=int, help="in a step (default 8, on CPU 2)")
     add("--steps", type=int, default=5, help="timed, in each mode (default 5)")
     add("--warmup", type=int, default=2, help="steps before them, not timed (default 2)")
-    add("--modes", nargs="+", default=list(MODES), choices=list(MODES))
+    add("--modes", nargs="+", choices=list(MODES), help="default: all that go with the options")
+    add("--balance", dest="replicas", type=int, metavar="R", help="replicas on each rank, on CPUs")
     add("--tokens", metavar="FILE", help="its bytes are the tokens (default: this package)")
     add("--capacity", type=float, default=1.25, help="of the modes with a budget (default 1.25)")
     add("--balanced", action="store_true", help="experts at random instead of by the router")
@@ -109,6 +113,24 @@ def layers_that_fit(shape: Shape, ranks: int, free_bytes: int) -> int:
     layer = 4 * weights + 1.5 * 2 * tokens * (attention + 1.5 * experts)
     ends = 2 * 4 * s.vocabulary * s.hidden + 16 * tokens * s.vocabulary
     return max(1, min(Shape.layers, int((0.8 * free_bytes - ends) / layer)))
+
+
+def check_balance(args: argparse.Namespace) -> None:
+    """Raises SystemExit where --balance and the modes do not go together."""
+    wanted = [name for name in args.modes if MODES[name].balance]
+    if wanted and args.replicas is None:
+        raise SystemExit(f"--modes {wanted[0]}: how many replicas? (give --balance R)")
+    if args.replicas is None:
+        return
+    if args.device == "cuda":
+        raise SystemExit(
+            f"--balance {args.replicas}: exchanges on GPUs refuse replicas today (use --device cpu)"
+        )
+    if args.replicas < 0:
+        raise SystemExit(f"--balance {args.replicas}: expected at least 0")
+    delayed = [name for name in args.modes if MODES[name].delay]
+    if delayed:
+        raise SystemExit(f"--balance with --modes {delayed[0]}: its gradients are not of blocks")
 
 
 Row = dict[str, Any]
@@ -220,6 +242,7 @@ def work(args: argparse.Namespace) -> int:
         found = machine(args.commit) | {"ranks": dist.get_world_size(), "shape": asdict(shape)}
         found |= {"micro_batches": args.micro_batches, "steps": args.steps, "rows": rows}
         found |= {"losses_equal": not lines, "balanced": args.balanced, "capacity": args.capacity}
+        found |= {"replicas": args.replicas}
         found |= {"exchange_sms": args.exchange_sms, "high_priority": args.high_priority}
         copies = os.environ.get("WEFT_COPY_ENGINES", "auto")
         found |= {"exchange_copies": copies, "exposed_has_copies": True}
@@ -231,6 +254,8 @@ def main() -> int:
     args = options().parse_args()
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.modes = args.modes or usual_modes(args.replicas)
+    check_balance(args)
     if "RANK" not in os.environ:
         launch(args)
         return 0

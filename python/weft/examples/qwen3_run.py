@@ -50,6 +50,7 @@ class Mode:
     overlap: bool = False
     delay: bool = False  # weight gradients
     budget: bool = False  # rows of a rank are so many at most, and the host waits for no count
+    balance: bool = False  # popular experts have replicas
 
 
 MODES = {
@@ -61,7 +62,17 @@ MODES = {
     "weft-budget": Mode("hybridep", budget=True),
     "weft-budget-overlap": Mode("hybridep", overlap=True, budget=True),
     "weft-budget-overlap-wgrad": Mode("hybridep", overlap=True, delay=True, budget=True),
+    "weft-balance": Mode("hybridep", balance=True),
+    "weft-balance-overlap": Mode("hybridep", overlap=True, balance=True),
 }
+
+
+def usual_modes(replicas: int | None) -> list[str]:
+    """Those that run unless others are asked for. With replicas none leaves gradients of weights
+    for later: these are sums of blocks then."""
+    if replicas is None:
+        return [name for name, mode in MODES.items() if not mode.balance]
+    return [name for name, mode in MODES.items() if not mode.delay]
 
 
 @dataclass
@@ -83,6 +94,7 @@ class Trainer:
         self, name: str, args: argparse.Namespace, shape: Shape, device: torch.device
     ) -> None:
         mode, group = MODES[name], dist.group.WORLD
+        self.has_replicas = mode.balance
         usual = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
         try:
@@ -93,6 +105,8 @@ class Trainer:
                     options["num_sms"] = args.exchange_sms
                 if mode.budget:
                     options["capacity"] = args.capacity
+                if args.replicas is not None:
+                    options["replicas"] = args.replicas if mode.balance else 0
                 if args.balanced:  # other experts on every rank and in every layer
                     options["balance"] = (args.seed + 7919 * (1 + group.rank())) * 1009
                 self.model = build(shape, mode.dispatcher, groups, **options)
@@ -134,10 +148,19 @@ class Trainer:
         return bool(dropped.item())
 
     def count_loads(self) -> list[Tensor]:
-        """A list that gets the routes of each later call to each expert, call by call."""
+        """A list that gets the routes of each later call to each expert, call by call; with
+        replicas those that came to each rank, of which this one knows its own."""
         loads: list[Tensor] = []
+
+        def note_rows(_: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+            here = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+            here[dist.get_rank()] = given[1].sum()
+            loads.append(here)
+
         for layer in self.model.modules():
-            if isinstance(layer, QwenMoE):
+            if isinstance(layer, QwenMoE) and self.has_replicas:
+                layer.experts.register_forward_pre_hook(note_rows)
+            elif isinstance(layer, QwenMoE):
                 layer.loads = loads
         return loads
 
@@ -210,7 +233,8 @@ def run_mode(
 def busiest(loads: list[Tensor]) -> float | None:
     """Collective. Routes to the rank that gets most, of the mean, on the average of all calls.
 
-    loads: [experts] routes from this rank in each call; None without a call.
+    loads: [experts] routes from this rank in each call, or [ranks] that came to it; None without a
+    call.
     """
     if not loads:
         return None

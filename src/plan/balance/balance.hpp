@@ -22,12 +22,14 @@ namespace weft {
 
 inline constexpr int kMostReplicas = 16;  // of a rank
 inline constexpr int64_t kMostBlockRows = 1024;
+inline constexpr int64_t kMostReplicaRows = INT32_MAX;
 
 struct BalanceOptions {
   int replicas = 0;                 // most on each rank, 0 to kMostReplicas
   int64_t min_rows = 1;             // a replica with fewer rows is not worth its weights
   std::vector<int> domain_of = {};  // [num_ranks]; empty: all ranks are in one domain
   int64_t block_rows = 1;           // see Placement; above 1 domains do not count
+  int64_t replica_rows = 0;         // what a replica's weights cost, see pays_off
 };
 
 struct PhysicalExperts {
@@ -80,13 +82,17 @@ struct Balance {
     std::span<const int32_t> counts, int num_ranks, const BalanceOptions& options
 );
 
-// The two steps of it. `rows`: [num_experts] of all sources.
+// The two steps of it. `rows`: [num_experts] of all sources. No replicas if they do not pay off.
 [[nodiscard]] Placement place_replicas(
     const std::vector<int64_t>& rows, int num_ranks, const BalanceOptions& options
 );
 [[nodiscard]] Balance share_out(
     std::span<const int32_t> counts, Placement placement, std::span<const int> domain_of
 );
+
+// Whether replicas spare the busiest rank, which has `unbalanced` rows without them, more than the
+// weights cost that some rank sends or gets: replica_rows for each replica, or nothing.
+[[nodiscard]] bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_rows);
 
 // Every row at its expert's master. `rows`: [shape.num_experts].
 [[nodiscard]] Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape);

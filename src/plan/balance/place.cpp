@@ -43,6 +43,24 @@ Placement masters_of(std::span<const int64_t> rows, const PhysicalExperts& shape
   return masters;
 }
 
+bool pays_off(const Placement& balanced, int64_t unbalanced, int64_t replica_rows) {
+  const PhysicalExperts& shape = balanced.shape;
+  const auto num_ranks = static_cast<size_t>(shape.num_ranks);
+  std::vector<int64_t> sent(num_ranks, 0);
+  std::vector<int64_t> taken(num_ranks, 0);
+  for (int rank = 0; rank < shape.num_ranks; ++rank) {
+    for (int replica = 0; replica < shape.replicas; ++replica) {
+      const int32_t expert = balanced.expert[static_cast<size_t>(shape.place_of(rank, replica))];
+      if (expert >= 0) {
+        ++taken[static_cast<size_t>(rank)];
+        ++sent[static_cast<size_t>(shape.owner_of(expert))];
+      }
+    }
+  }
+  const int64_t most = std::max(std::ranges::max(sent), std::ranges::max(taken));
+  return replica_rows == 0 || unbalanced - balanced.busiest() > most * replica_rows;
+}
+
 namespace {
 
 // Tries to keep a limit.
@@ -146,7 +164,7 @@ Placement place_replicas(
       search.fail();
     }
   }
-  return best;
+  return pays_off(best, masters.busiest(), options.replica_rows) ? best : masters;
 }
 
 }  // namespace weft

@@ -63,6 +63,12 @@ void check_arguments(
       fmt::format("1 to {}", kMostBlockRows)
   );
   check(
+      options.replica_rows >= 0 && options.replica_rows <= kMostReplicaRows,
+      "replica_rows",
+      options.replica_rows,
+      fmt::format("0 to {}", kMostReplicaRows)
+  );
+  check(
       options.domain_of.empty() || options.domain_of.size() == ranks,
       "the size of domain_of",
       static_cast<int64_t>(options.domain_of.size()),

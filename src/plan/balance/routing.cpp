@@ -74,6 +74,13 @@ void check_balancing(
       balancing.block_rows,
       kMostBlockRows
   );
+  WEFT_CHECK_ARG(
+      context,
+      balancing.replica_rows >= 0 && balancing.replica_rows <= kMostReplicaRows,
+      "plan: replica_rows = {} of a replica (0 to {})",
+      balancing.replica_rows,
+      kMostReplicaRows
+  );
   if (!balancing.placement.empty()) {
     check_placement(balancing.placement, {num_ranks, num_experts, balancing.replicas}, context);
   }
@@ -92,7 +99,8 @@ Balance balance_counts(
         .replicas = balancing.replicas,
         .min_rows = balancing.min_rows,
         .domain_of = {domain_of.begin(), domain_of.end()},
-        .block_rows = balancing.block_rows};
+        .block_rows = balancing.block_rows,
+        .replica_rows = balancing.replica_rows};
     return plan_balance(routes, num_ranks, options);
   }
   const PhysicalExperts shape = {

@@ -76,6 +76,9 @@ Json shape_to_json(const PlanShape& shape) {
     if (options.balance.block_rows > 1) {
       json["block_rows"] = options.balance.block_rows;
     }
+    if (options.balance.replica_rows > 0) {
+      json["replica_rows"] = options.balance.replica_rows;
+    }
   }
   return json;
 }
@@ -278,6 +281,9 @@ void read_balance(const JsonNode& node, PlanShape& shape) {
   balance.min_rows = node["min_rows"].integer(1, kMaxInt32);
   if (node.has("block_rows")) {
     balance.block_rows = node["block_rows"].integer(1, kMostBlockRows);
+  }
+  if (node.has("replica_rows")) {
+    balance.replica_rows = node["replica_rows"].integer(1, kMostReplicaRows);
   }
   balance.placement = node["placement"].integers<int32_t>(
       int64_t{shape.num_ranks} * balance.replicas, -1, shape.num_chosen_experts() - 1

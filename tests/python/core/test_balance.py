@@ -42,23 +42,31 @@ def made(group, num_ranks, shapes, dtypes, local=LOCAL, slots=SLOTS):
     return weft.Balance(exchange, replicas=slots, shapes=shapes, dtypes=dtypes)
 
 
+def of_kind(values, dtype):
+    """Of types that torch only stores, the bytes."""
+    is_stored = dtype in (torch.float4_e2m1fn_x2, torch.float8_e8m0fnu)
+    return values.to(torch.uint8).view(dtype) if is_stored else values.to(dtype)
+
+
 def pushed(rank, num_ranks, group):
-    """FP8 and FP4 weights with scales, one of them a number for each expert."""
-    shapes = [(40, 300), (7,), (), (3, 5)]
+    """FP8 and FP4 weights with scales, one of them a number for each expert: MXFP8's and NVFP4's,
+    with E2M1 pairs as torch has them and as bytes."""
+    shapes = [(40, 300), (7,), (), (3, 5), (24, 32), (24, 4), (24, 2)]
     dtypes = [torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.uint8]
+    dtypes += [torch.float4_e2m1fn_x2, torch.float8_e4m3fn, torch.float8_e8m0fnu]
     balance = made(group, num_ranks, shapes, dtypes)
 
     def weights_of(rank):
         gen = torch.Generator().manual_seed(rank)
         return [
-            torch.rand((LOCAL, *shape), generator=gen).mul(99).to(dtype)
+            of_kind(torch.rand((LOCAL, *shape), generator=gen).mul(99), dtype)
             for shape, dtype in zip(shapes, dtypes)
         ]
 
     everybody = [weights_of(other) for other in range(num_ranks)]
     weights = weights_of(rank)
     weights[0] = weights[0].transpose(1, 2).contiguous().transpose(1, 2)  # with gaps
-    want = [torch.zeros((SLOTS, *one.shape[1:])).to(one.dtype) for one in weights]
+    want = [of_kind(torch.zeros((SLOTS, *one.shape[1:])), one.dtype) for one in weights]
     for seed in range(3):
         placement = placed(seed, num_ranks)
         replicas = balance.push_weights(placement, weights)

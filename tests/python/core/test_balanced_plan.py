@@ -196,6 +196,27 @@ def test_replicas_may_lie_where_the_caller_says(ranks):
     assert fixed.busiest <= useless.busiest <= useless.unbalanced
 
 
+def costs(rank, num_ranks, group):
+    x, idx, _, _ = share_of(rank, num_ranks, whole(0.4))
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=EXPERTS)
+    free, cheap, dear = (
+        exchange.plan(idx, order="topk", balance=weft.Balancing(2, replica_rows=cost))
+        for cost in (0, 1, TOKENS * TOPK)
+    )
+    assert weft._core.Plan.from_json(dear.core.to_json()).load == dear.core.load
+    weft.dispatch(dear, x)
+    return [(plan.load, plan.placement.tolist()) for plan in (free, cheap, dear)]
+
+
+def test_replicas_that_cost_more_than_they_spare_are_left_out(ranks):
+    first, *others = ranks(costs, 4)
+    assert all(one == first for one in others)
+    (free, placement), (cheap, other), (dear, none) = first
+    assert placement == other and free == cheap and not cheap.is_forgone
+    assert none == [[-1, -1]] * 4
+    assert dear.is_forgone and dear.busiest == dear.unbalanced and dear.if_free == free.busiest
+
+
 def refusals(rank, num_ranks, group):
     exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=EXPERTS)
     x, idx, _, _ = share_of(rank, num_ranks, whole(0.4))
@@ -210,6 +231,8 @@ def refusals(rank, num_ranks, group):
         weft.Placement([[8, 8], [-1, -1]]),
         weft.Placement([[8]]),
         weft.Placement([[16], [0]]),
+        weft.Balancing(1, replica_rows=5 + rank),
+        weft.Balancing(1, replica_rows=-1),
         "two" if rank == 1 else 2,
     ):
         with pytest.raises(weft.InvalidArgument) as refused:
@@ -233,6 +256,8 @@ def test_every_rank_refuses_what_cannot_be_balanced(ranks):
             "placement[0, 1] = 8 is there twice",
             "the placement has 1 entries (expected 2 ranks x 1 replicas)",
             "placement[0, 0] = 16 is no expert",
+            "checksum of the placement and replica_rows",
+            "replica_rows = -1 of a replica (0 to 2147483647)",
             "rank 1 refused the call: balance is a str",
         ),
         strict=True,

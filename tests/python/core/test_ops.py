@@ -59,6 +59,60 @@ def test_compiled_layer_equals_eager(ranks, layout, budget):
     ranks(compiled, 2, layout, budget)
 
 
+def balanced(rank, num_ranks, group, balance, layout):
+    """Eager and compiled with replicas against weft.plan without them."""
+    exchange = weft.Exchange(group, hidden=HIDDEN, num_experts=LOCAL * num_ranks)
+    key, scales = ops.register(exchange), 1.0 + torch.arange(LOCAL * num_ranks)
+    stride = 64 if layout == "expert_strided" else 0
+
+    def layer(x, idx, weights):
+        rows, row_weights, counts, ticket = ops.dispatch(
+            x, idx, weights, key, layout=layout, expert_stride=stride, order="topk", balance=balance
+        )
+        others = ops.placement(ticket, key, 2)[rank].clamp(min=0)
+        of_places = torch.cat([scales[rank * LOCAL : (rank + 1) * LOCAL], scales[others]])
+        if stride:
+            of_rows = of_places.repeat_interleave(stride)
+        else:
+            of_rows = of_places.repeat_interleave(counts, output_size=rows.size(0))
+        made = torch.where(row_weights > 0, rows, 0.0) * of_rows[:, None]
+        return ops.combine(made * row_weights, ticket, x.size(0))
+
+    traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    moved = 0
+    for tokens in (9 + rank, 16):
+        x, idx, weights = tokens_of(rank, tokens, num_ranks)
+        idx = torch.where(torch.rand(idx.shape) < 0.7, 0, idx)  # a popular one
+        plan = exchange.plan(idx, order="topk")
+        counts = plan.rows_per_expert
+        leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        rows, row_weights, _ = weft.dispatch(plan, leaf, w)
+        own = scales[rank * LOCAL : (rank + 1) * LOCAL].repeat_interleave(counts)
+        out = weft.combine(plan, rows * own[:, None] * row_weights).x
+        out.square().sum().backward()
+        want = (out.detach(), leaf.grad, w.grad)
+        for call in (layer, traced):
+            leaf, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
+            out = call(leaf, idx, w)
+            out.square().sum().backward()
+            for found, expected in zip((out.detach(), leaf.grad, w.grad), want, strict=True):
+                assert torch.equal(found, expected)
+        moved += exchange.plan(idx, balance=balance).load.unbalanced
+        moved -= exchange.plan(idx, balance=balance).load.busiest
+    return moved
+
+
+@pytest.mark.parametrize("layout", ["expert_major", "expert_strided"])
+@pytest.mark.parametrize("how", ["number", "blocks", "placement"])
+def test_compiled_layer_with_replicas_has_the_same_bits(ranks, how, layout):
+    balance = {
+        "number": 2,
+        "blocks": weft.Balancing(2, block_rows=2),
+        "placement": weft.Placement([[-1, 2], [0, -1]]),
+    }[how]
+    assert min(ranks(balanced, 2, balance, layout)) > 0
+
+
 def faults(rank, num_ranks, group):
     with pytest.raises(weft.InvalidArgument, match="names no plan"):
         ops.plan_of(torch.tensor([12345]))

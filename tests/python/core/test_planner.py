@@ -29,6 +29,32 @@ def test_popular_experts_get_replicas():
     assert plan_balance(COUNTS, 1, min_rows=100).placement.tolist() == [[-1], [-1]]
 
 
+def test_replicas_have_to_spare_more_than_they_cost():
+    spared = int(COUNTS[:, :2].sum() - plan_balance(COUNTS, 1).rows_of_ranks.max())
+    assert spared > 1
+    for cost, expected in [(0, 0), (spared - 1, 0), (spared, -1), (2**31 - 1, -1)]:
+        found = plan_balance(COUNTS, 1, replica_rows=cost)
+        check_quotas(found)
+        assert found.placement.tolist() == [[-1], [expected]]
+
+
+def test_the_rank_that_moves_most_decides_what_replicas_cost():
+    counts = torch.tensor([[60, 0, 0, 0]] * 4)  # a quarter of it goes to each of three ranks
+    spared = 240 - int(plan_balance(counts, 1).rows_of_ranks.max())
+    for cost, copies in [((spared - 1) // 3, 3), (spared // 3 + 1, 0)]:
+        placement = plan_balance(counts, 1, replica_rows=cost).placement
+        assert (placement >= 0).sum() == copies
+
+
+def test_what_a_replica_costs_in_rows():
+    assert weft.replica_rows(0, 10) == 1
+    assert weft.replica_rows(1000, 10) == 100
+    assert weft.replica_rows(1001, 10) == 101
+    assert weft.replica_rows(1000, 10, row_seconds=0.25, link_rate=40) == 50
+    with pytest.raises(weft.InvalidArgument, match="row_bytes = 0"):
+        weft.replica_rows(1, 0)
+
+
 def test_replicas_take_blocks():
     found = plan_balance(COUNTS, 1, block_rows=32)
     check_quotas(found)
@@ -57,6 +83,7 @@ def test_what_does_not_fit_is_refused():
         (-COUNTS, 1, {}, "a count is -90"),
         (COUNTS, 17, {}, "replicas is 17 (0 to 16)"),
         (COUNTS, 1, {"min_rows": 0}, "min_rows is 0"),
+        (COUNTS, 1, {"replica_rows": -1}, "replica_rows is -1 (0 to"),
         (COUNTS, 1, {"block_rows": 0}, "block_rows is 0 (1 to 1024)"),
     ]:
         with pytest.raises(weft.InvalidArgument) as refused:

@@ -21,7 +21,7 @@ from weft.examples.qwen3_exposed import (
 )
 from weft.examples.qwen3_model import ROPE_BASE, Attention, QwenMoE, Shape
 from weft.examples.qwen3_moe import complaints, layers_that_fit, rows_of, table
-from weft.examples.qwen3_run import MODES, Result, busiest, micro_batch, token_ids
+from weft.examples.qwen3_run import Result, busiest, micro_batch, token_ids, usual_modes
 
 SEND = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 PACK = "void weft::(anonymous namespace)::pack_rows<weft::BulkMover>(weft::DispatchLaunch)"
@@ -241,29 +241,69 @@ def test_another_bit_is_found(monkeypatch):
     assert complaints(results) == ["weft: 2 of 2 losses are not finite (try a smaller --lr)"]
 
 
-@pytest.mark.parametrize("balanced", [False, True])
-def test_all_modes_on_two_cpu_ranks(tmp_path, balanced):
-    found, traces = tmp_path / "found.json", tmp_path / "traces"
-    sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 16 --micro-batches 3"
-    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces}"
-    routing = "--capacity 2 --balanced" if balanced else "--capacity 2"
-    program = "-m weft.examples.qwen3_moe --device cpu --gpus 2"
-    done = subprocess.run(
-        [sys.executable, *f"{program} {sizes} {steps} {routing}".split()],
+def example(options):
+    return subprocess.run(
+        [sys.executable, "-m", "weft.examples.qwen3_moe", "--gpus", "2", *options.split()],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_all_modes_on_two_cpu_ranks(tmp_path, balanced):
+    modes = usual_modes(None)
+    found, traces = tmp_path / "found.json", tmp_path / "traces"
+    sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 16 --micro-batches 3"
+    steps = f"--steps 2 --warmup 0 --json {found} --trace {traces}"
+    routing = "--capacity 2 --balanced" if balanced else "--capacity 2"
+    done = example(f"--device cpu {sizes} {steps} {routing}")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [line.split()[1] for line in lines[2:]] == list(MODES)
+    assert [line.split()[1] for line in lines[2:]] == modes
     assert done.stdout.rstrip().endswith("losses equal bit for bit")
     result = json.loads(found.read_text())
     assert result["losses_equal"] and result["ranks"] == 2 and result["balanced"] is balanced
     assert len({row["busiest_of_mean"] for row in result["rows"][2:]}) == 1
     assert all(1.0 <= row["busiest_of_mean"] < 2.0 for row in result["rows"])
-    assert [row["mode"] for row in result["rows"]] == list(MODES)
+    assert [row["mode"] for row in result["rows"]] == modes
     assert all(row["seconds"] > 0 and row["exposed_of_step"] is None for row in result["rows"])
     assert len(set(result["rows"][0]["losses"])) > 1
-    assert {path.stem for path in traces.iterdir()} == set(MODES)
+    assert {path.stem for path in traces.iterdir()} == set(modes)
+
+
+def test_replicas_change_no_loss(tmp_path):
+    """The program itself compares the losses of all modes of a dispatcher, and fails otherwise."""
+    found = tmp_path / "found.json"
+    sizes = "--layers 2 --hidden 16 --experts 4 --width 16 --sequence 512 --micro-batches 2"
+    modes = usual_modes(2)
+    assert {"weft", "weft-overlap", "weft-balance", "weft-balance-overlap"} < set(modes)
+    traces = tmp_path / "traces"  # without these nobody counts rows
+    options = f"--balance 2 --capacity 2 --steps 3 --warmup 0 --json {found} --trace {traces}"
+    done = example(f"--device cpu {sizes} {options}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("losses equal bit for bit")
+    result = json.loads(found.read_text())
+    rows = {row["mode"]: row for row in result["rows"]}
+    assert list(rows) == modes and result["losses_equal"] and result["replicas"] == 2
+    assert len(set(rows["weft"]["losses"])) == 3
+    assert rows["weft-balance"]["losses"] == rows["weft"]["losses"]
+    assert rows["weft-balance"]["busiest_of_mean"] < rows["weft"]["busiest_of_mean"]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--device cuda --balance 2", "--balance 2: exchanges on GPUs refuse replicas today"),
+        ("--device cpu --balance -1", "--balance -1: expected at least 0"),
+        ("--device cpu --modes weft-balance", "--modes weft-balance: how many replicas?"),
+        (
+            "--device cpu --balance 1 --modes weft-overlap-wgrad",
+            "--balance with --modes weft-overlap-wgrad: its gradients are not of blocks",
+        ),
+    ],
+)
+def test_replicas_where_they_cannot_be(options, reason):
+    done = example(options)
+    assert done.returncode == 1 and reason in done.stderr

@@ -90,8 +90,12 @@ TEST(SignatureTest, TellsPlacementsApart) {
   one.options.balance.placement = {3, -1};
   Call other = planned;
   other.options.balance.placement = {-1, 3};
-  for (const auto& [a, b] : {std::pair(planned, one), std::pair(one, other)}) {
-    EXPECT_TRUE(difference(a, b).starts_with("checksum of the placement = ")) << difference(a, b);
+  Call dearer = planned;
+  dearer.options.balance.replica_rows = 7;
+  for (const auto& [a, b] :
+       {std::pair(planned, one), std::pair(one, other), std::pair(planned, dearer)}) {
+    EXPECT_TRUE(difference(a, b).starts_with("checksum of the placement and replica_rows = "))
+        << difference(a, b);
   }
 }
 

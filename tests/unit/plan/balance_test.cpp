@@ -178,6 +178,38 @@ TEST_P(RandomBalanceTest, NeverGetsWorseWithMoreReplicas) {
   });
 }
 
+// Either all replicas or none: those that spare the busiest rank more rows than they cost.
+TEST_P(RandomBalanceTest, HasNoReplicasThatCostMoreThanTheySpare) {
+  for_all([](const BalanceCase& c) {
+    const Placement free = c.plan().placement;
+    const Placement none = c.plan_with(0).placement;
+    std::vector<int64_t> moved(static_cast<size_t>(c.num_ranks), 0);  // by rank that gives
+    std::vector<int64_t> taken = moved;
+    const std::vector<int32_t> replicas = c.plan().replicas();
+    for (size_t i = 0; i < replicas.size(); ++i) {
+      if (replicas[i] >= 0) {
+        ++moved[static_cast<size_t>(free.shape.owner_of(replicas[i]))];
+        ++taken[i / static_cast<size_t>(c.options.replicas)];
+      }
+    }
+    const int64_t most = std::max(std::ranges::max(moved), std::ranges::max(taken));
+    for (const int64_t cost : {1, 3, 10, 1000}) {
+      BalanceCase dear = c;
+      dear.options.replica_rows = cost;
+      const Placement found = dear.plan().placement;
+      const bool is_worth = none.busiest() - free.busiest() > most * cost;
+      EXPECT_EQ(found.busiest(), is_worth ? free.busiest() : none.busiest());
+      if (is_worth) {
+        EXPECT_EQ(found.expert, free.expert);
+        EXPECT_EQ(found.rows, free.rows);
+      } else {
+        const auto places = std::ranges::count_if(found.expert, [](int e) { return e >= 0; });
+        EXPECT_EQ(places, c.num_experts);
+      }
+    }
+  });
+}
+
 TEST_P(RandomBalanceTest, IsWithinOnePercentOfTheOracle) {
   for_all([](BalanceCase c) {
     c.options.min_rows = 1;  // the oracle knows no least number

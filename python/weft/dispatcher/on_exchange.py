@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flex dispatcher straight on an exchange, for what buffers of other libraries have no
+arguments for: replicas of popular experts, sums in the order of choices. flex.py makes it."""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import autograd
+from weft.balance import Balance
+from weft.compat.deep_ep.runtime import TIMEOUT
+from weft.exchange import Exchange
+from weft.group import Group
+from weft.outputs import Plan
+from weft.placement import Balancing
+
+from .by_expert import ByExpertManager
+from .capacity import get_align_size_for_quantization
+from .config import Settings
+from .manager import as_float32
+
+_Kinds = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of an expert's tensors: shape, dtype
+
+
+class _Shared:
+    """What all layers of a process group share. Collective where something is made."""
+
+    def __init__(self) -> None:
+        self._exchanges: dict[tuple[int, int, torch.device], Exchange] = {}
+        self._balances: dict[tuple[int, int, torch.device, _Kinds], Balance] = {}
+
+    def exchange(self, group: Group, hidden: Tensor, num_experts: int, topk: int) -> Exchange:
+        key = (hidden.size(1), num_experts, hidden.device)
+        if key not in self._exchanges:
+            options = {"max_topk": topk, "device": hidden.device, "timeout": TIMEOUT}
+            self._exchanges[key] = Exchange(
+                group, hidden=hidden.size(1), num_experts=num_experts, **options
+            )
+        return self._exchanges[key]
+
+    def balance(self, exchange: Exchange, replicas: int, kinds: _Kinds) -> Balance:
+        key = (replicas, exchange.num_experts, exchange.device, kinds)
+        if key not in self._balances:
+            shapes, dtypes = zip(*kinds)
+            self._balances[key] = Balance(
+                exchange, replicas=replicas, shapes=shapes, dtypes=dtypes, timeout=TIMEOUT
+            )
+        return self._balances[key]
+
+
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, _Shared] = weakref.WeakKeyDictionary()
+
+
+class _ExchangeManager(ByExpertManager):
+    """Any number of tokens on any rank, zero included. Experts are this rank's own, then its places
+    for replicas. A row budget: see `ByExpertManager`."""
+
+    drop_and_pad = False
+
+    def __init__(
+        self,
+        group: Any,
+        num_local_experts: int,
+        router_topk: int,
+        num_experts: int,
+        config: Any,
+    ) -> None:
+        """router_topk and num_experts count every TP rank. Raises ValueError for drop-and-pad."""
+        c = Settings(config)
+        if c.moe_pad_expert_input_to_capacity:
+            raise ValueError("moe_balance_replicas, moe_combine_order: no drop-and-pad with them")
+        self.group = group
+        self.config = config
+        self.num_local_experts = num_local_experts
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.moe_expert_rank_capacity_factor = c.moe_expert_rank_capacity_factor
+        self.align_size = get_align_size_for_quantization(config)
+        self.replicas: int = c.moe_balance_replicas
+        balancing = Balancing(self.replicas, block_rows=c.moe_balance_block_rows)
+        self._options = {
+            "pad_multiple": self.align_size or 1,
+            "order": c.moe_combine_order,
+            "balance": balancing if self.replicas else 0,
+        }
+        self.routing_map: Tensor | None = None
+        self.token_indices: Tensor | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Of the last dispatch, until its combine."""
+        return self.handle
+
+    def setup_metadata(self, routing_map: Tensor, probs: Tensor) -> None:
+        self.routing_map, self.token_indices = routing_map.flatten(1), None
+        self.token_probs = probs.flatten(1)
+        self._most = self._most_tokens(self.routing_map)
+
+    def setup_metadata_from_indices(self, token_indices: Tensor, token_probs: Tensor) -> None:
+        self.routing_map, self.token_indices = None, token_indices
+        self.token_probs = token_probs
+        self._most = self._most_tokens(token_indices)
+
+    def dispatch(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        probs = as_float32(self.token_probs, None)
+        self.token_probs = probs.detach()  # or the router's graph would live until the next pass
+        exchange = self._of_group().exchange(
+            Group.of(self.group), hidden_states, self.num_experts, self.router_topk
+        )
+        budget = self._row_budget()
+        self.handle, out = autograd.plan_and_dispatch(
+            exchange,
+            self.token_indices,
+            hidden_states,
+            probs,
+            routing_map=self.routing_map,
+            row_budget=budget,
+            **self._options,
+        )
+        if budget is not None:
+            self._note_overflow(self.plan.overflow != 0)
+        self.tokens_per_expert = self.plan.padded_rows_per_expert
+        self.dispatched_probs = out.weights.squeeze(1)
+        return out.rows
+
+    def combine(
+        self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> Tensor:
+        """Collective, on the current stream: the two flags change nothing."""
+        del async_finish, allocate_on_comm_stream
+        tokens = autograd.combine(self.plan, hidden_states).x
+        self.handle = None
+        self.dispatched_probs = self.dispatched_probs.detach()
+        return tokens
+
+    def balance(self, kinds: _Kinds) -> Balance:
+        """What brings weights of these kinds to the replicas of the last dispatch."""
+        return self._of_group().balance(self.plan.exchange, self.replicas, kinds)
+
+    def _of_group(self) -> _Shared:
+        return _shared.setdefault(self.group, _Shared())
