@@ -85,6 +85,13 @@ class Group:
         return self.core.num_ranks
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers in the world, or from 0 on where there is none."""
+        if self.process_group is None:
+            return tuple(range(self.num_ranks))
+        return tuple(dist.get_process_group_ranks(self.process_group))
+
+    @property
     def domains(self) -> list[list[int]]:
         """Ranks by domain: those that can map each other's memory."""
         return self.core.domains

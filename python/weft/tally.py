@@ -8,8 +8,6 @@ import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from weft import _core
 from weft.errors import Error
 from weft.run import calls
@@ -47,9 +45,7 @@ class Tally:
 
 
 def tally_of(group: Group) -> Tally:
-    ranks = tuple(range(group.num_ranks))
-    if group.process_group is not None:
-        ranks = tuple(dist.get_process_group_ranks(group.process_group))
+    ranks = group.ranks
     return _tallies.setdefault(ranks, Tally(ranks, group.rank))
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a communication plug-in sees of FlashInfer's `moe_ep`: its registry, and the classes that it
-gets and gives."""
+"""What plug-ins see of FlashInfer's `moe_ep`: its registries, and the classes that they get and
+give."""
 
 import contextlib
+import enum
 import sys
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +30,7 @@ class BootstrapConfig:
     world_size: int
     rank: int
     process_group: Any = None
+    tcp_store: Any = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,101 @@ def create_communication(bootstrap, params, backend, **options):
     return registry[name](bootstrap, params, **options)
 
 
+EpAlgorithm = enum.Enum("EpAlgorithm", ["LOW_LATENCY", "HIGH_THROUGHPUT"])
+EpLayout = enum.Enum("EpLayout", ["EXPERT_MAJOR", "RANK_MAJOR"])
+QuantType = enum.Enum("QuantType", ["FP8E4M3", "UE8M0"])
+fleets: dict[str, type] = {}
+
+
+@dataclass(frozen=True)
+class FleetParams:
+    num_experts: int
+    max_tokens_per_rank: int
+    token_hidden_size: int
+    algorithm: EpAlgorithm = EpAlgorithm.LOW_LATENCY
+    layout: EpLayout = EpLayout.EXPERT_MAJOR
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobQuantization:
+    quants: frozenset[QuantType]
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobTopologyCapacity:
+    n: int
+
+
+@dataclass(frozen=True)
+class FleetAlgoKnobFaultTolerance:
+    enabled: bool = True
+    timeout_ms: int = 0
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobSplitOperation:
+    pass
+
+
+@dataclass(frozen=True)
+class HandleAlgoKnobTopKWeights:
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class HandleParams:
+    topk_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DispatchInputParams:
+    x: Any
+
+
+@dataclass(frozen=True)
+class DispatchOutput:
+    expert_tensors: torch.Tensor
+    num_tokens: int
+    expert_counts: torch.Tensor | None = None
+    expert_scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CombineInputParams:
+    x: Any
+    out: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CombineOutput:
+    x: torch.Tensor
+
+
+class Handle:
+    pass
+
+
+class Fleet:
+    def _no_fault_tolerance(self, name):
+        raise NotImplementedError(f"{name} without the knob")
+
+
+def register_fleet(name):
+    def decorate(cls):
+        fleets[name] = cls
+        return cls
+
+    return decorate
+
+
+def create_fleet(bootstrap, params, algo_knobs=(), backend="nccl_ep"):
+    return fleets[getattr(backend, "backend_name", backend)](bootstrap, params, algo_knobs)
+
+
+_COMMUNICATION = (MoEEpCommunication, MoEEpDispatchResult, register_communication)
+_FLEET = (Fleet, Handle, DispatchOutput, CombineOutput, register_fleet)
+
+
 @contextlib.contextmanager
 def installed(name):
     """`import` finds these under that name."""
@@ -74,7 +171,7 @@ def installed(name):
         module = ModuleType(each)
         module.__path__ = []
         sys.modules[each] = module
-    for each in (MoEEpCommunication, MoEEpDispatchResult, register_communication):
+    for each in _COMMUNICATION if "communication" in name else (*_COMMUNICATION, *_FLEET):
         setattr(sys.modules[name], each.__name__, each)
     try:
         yield
@@ -82,3 +179,4 @@ def installed(name):
         for each in names:
             del sys.modules[each]
         registry.clear()
+        fleets.clear()

@@ -32,7 +32,7 @@ def stand_ins(page: str) -> list[str]:
 
 
 @contextmanager
-def _in_place(stubs: Mapping[str, ModuleType]):
+def in_place(stubs: Mapping[str, ModuleType]):
     """Stubs can be imported, and the packages above them are empty ones."""
     known = dict(stubs)
     for name in stubs:
@@ -58,7 +58,7 @@ def load(
     if any(name not in _loaded for name in wanted):
         weft.compat.install(names, force=True)
         try:
-            with _in_place(stubs), zipfile.ZipFile(wheel) as packed:
+            with in_place(stubs), zipfile.ZipFile(wheel) as packed:
                 for name in wanted:
                     file = name.replace(".", "/") + ".py"
                     module = stub(name, __file__=f"{wheel}/{file}")

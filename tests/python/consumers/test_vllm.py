@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 import vllm_stubs
 from dense import Layer
-from loading import stand_ins
 from vllm_stubs import QUANT_CONFIG, Delegate
 
 from packages import wheel
@@ -194,7 +193,3 @@ def test_elastic(ranks, package, tokens, is_async, is_graph):
     if is_graph:
         tokens = (max(tokens),) * 2  # vLLM pads the ranks of a graph to one number
     ranks(elastic, 2, package, tokens, is_async, is_graph)
-
-
-def test_the_page_lists_the_stand_ins():
-    assert stand_ins("vllm") == [*vllm_stubs.STUBS]

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's classes over DeepEP and NIXL EP from its wheel, and stand-ins for what they import."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import torch
-from loading import load, stub
+from loading import in_place, load, stub
+
+import weft.compat
 
 PACKAGE = "vllm 0.33.0"
 _FUSED_MOE = "vllm.model_executor.layers.fused_moe"
@@ -146,6 +151,49 @@ def _stubs() -> dict[str, ModuleType]:
 STUBS = tuple(_stubs())
 
 
+def _manager_stubs() -> dict[str, ModuleType]:
+    parallel = SimpleNamespace(
+        enable_elastic_ep=True, elastic_ep_max_dp_size=1, data_parallel_size=1
+    )
+    group = SimpleNamespace(rank_in_group=0, world_size=1)
+    groups = ("get_dp_group", "get_ep_group", "get_pcp_group", "get_tp_group")
+    given = {name: lambda: group for name in groups}
+    has = ("has_flashinfer_nvlink_one_sided", "has_flashinfer_nvlink_two_sided")
+    imports = "check_moonep_system_support deep_ep_v2_unavailable_reason has_deep_ep has_deep_ep_v2"
+    contents = {
+        "vllm.config": {
+            "get_current_vllm_config": lambda: SimpleNamespace(parallel_config=parallel)
+        },
+        "vllm.distributed": given,
+        "vllm.distributed.parallel_state": {
+            **given,
+            "in_the_same_node_as": lambda *_, **__: [True],
+        },
+        "vllm.distributed.utils": {"StatelessProcessGroup": SimpleNamespace},
+        "vllm.utils.flashinfer": dict.fromkeys(has, _nothing),
+        "vllm.utils.import_utils": dict.fromkeys([*imports.split(), "has_mori"], _nothing),
+    }
+    return {name: stub(name, **given) for name, given in contents.items()}
+
+
+MANAGER_STUBS = tuple(_manager_stubs())
+
+
 def modules(wheel: Path) -> list[ModuleType]:
     """deepep_ht, deepep_ll, deepep_v2 and nixl_ep."""
     return load(wheel, _stubs(), MODULES, ["deep_ep", "nixl_ep"])
+
+
+@contextmanager
+def managers(wheel: Path) -> Iterator[ModuleType]:
+    """all2all, with the managers of buffers; its `get_current_vllm_config` can be written to."""
+    name = "vllm.distributed.device_communicators"
+    modules = [f"{name}.base_device_communicator", f"{name}.all2all"]
+    stubs = {**_stubs(), **_manager_stubs()}
+    module = load(wheel, stubs, modules, ["nixl_ep"])[-1]
+    weft.compat.install("nixl_ep", force=True)
+    try:
+        with in_place(stubs), patch.object(torch.accelerator, "synchronize"):
+            yield module
+    finally:
+        weft.compat.uninstall("nixl_ep")

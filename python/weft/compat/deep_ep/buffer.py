@@ -12,6 +12,7 @@ from torch import Tensor
 from weft import Group
 from weft.compat import environment
 from weft.errors import BadCall
+from weft.streams import CommStream
 
 from . import config as configs
 from .checks import (
@@ -167,10 +168,10 @@ class Buffer(LowLatencyMode):
 
     def get_comm_stream(self) -> torch.Stream:
         """The stream of this buffer's calls on the current GPU; without a GPU, the CPU's."""
-        runtime = self._runtime()
+        stream = self._comm_stream()
         if not torch.cuda.is_available():
             return torch.cpu.current_stream()
-        return runtime.stream.of(torch.device("cuda", torch.cuda.current_device()))
+        return stream.of(torch.device("cuda", torch.cuda.current_device()))
 
     def get_local_buffer_tensor(
         self,
@@ -185,7 +186,7 @@ class Buffer(LowLatencyMode):
         For callers that clear it. Weft has no raw buffer: the tensor is one element, expanded,
         which takes no memory. It can be filled; what writes different elements, torch refuses.
         """
-        self._runtime()
+        self._comm_stream()  # the buffer is alive
         is_rdma = use_rdma_buffer or self._IS_LOCAL_RDMA
         num_bytes = self.num_rdma_bytes if is_rdma else self.num_nvl_bytes
         count = (num_bytes - offset) // dtype.itemsize
@@ -414,6 +415,9 @@ class Buffer(LowLatencyMode):
         if self.runtime is None:
             raise BadCall("the buffer was destroyed (make a new one)")
         return self.runtime
+
+    def _comm_stream(self) -> CommStream:
+        return self._runtime().stream
 
     def _num_sms(self, config: Config | None) -> int:
         num_sms = self.num_sms if config is None else config.num_sms

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft import _core
 from weft.errors import BadCall, Unsupported
-from weft.streams import StreamCall
+from weft.streams import CommStream, StreamCall
 
 from .blocks import dispatch_blocks, put_back
 from .checks import check, check_handle, check_tensor
@@ -27,7 +27,7 @@ from .handles import LowLatencyHandle
 from .hooks import Hook, LastHooks, Receive
 from .layout import routes_of
 from .row_signals import by_block, by_expert
-from .runtime import Call, ExchangePool, Runtime, without_gradients
+from .runtime import Call, ExchangePool, without_gradients
 from .utils.event import EventHandle, EventOverlap
 
 _V1_ORDER = (  # of what may follow num_experts by position
@@ -107,7 +107,7 @@ class LowLatencyMode:
     _HANDLE = LowLatencyHandle  # the kind that dispatch returns
     _hooks: LastHooks
     _pool: ExchangePool | None
-    _runtime: Callable[[], Runtime]
+    _comm_stream: Callable[[], CommStream]
 
     @_in_any_order
     @without_gradients
@@ -162,27 +162,28 @@ class LowLatencyMode:
         waits = dispatch_wait_recv_cost_stats
         wants = {"layout": "expert_strided", "expert_stride": 1}
         with Call("low_latency_dispatch", self._pool, **wants) as call:
-            runtime = self._low_latency(async_finish, return_recv_hook)
+            stream = self._low_latency(async_finish, return_recv_hook)
             self._hooks.check()
             global_scale = _first_of(x_global_scale) if use_nvfp4 else None
             inputs = (x, topk_idx, topk_weights, stats, waits, global_scale)
-            sizes = (num_max, num_experts, self.group_size)
+            block_ranks = self._block_ranks(num_experts)
+            sizes = (num_max, num_experts, block_ranks)
             formats = (use_fp8, round_scale, use_ue8m0, use_nvfp4, use_mxfp8, use_ue8m0_for_sf)
             hidden, topk, options = _core.check_block_dispatch(inputs, *sizes, formats)
-            local = num_experts // self.group_size
-            wants["expert_stride"] = self.group_size * num_max
+            local, waits = num_experts // block_ranks, self._mask.waits(waits)
+            wants["expert_stride"] = block_ranks * num_max
             device = x.device
-            exchange = call.plans((hidden, num_experts, device), num_max, topk, **wants)
+            key = (hidden, local * self._pool.group.num_ranks, device)
+            exchange = call.plans(key, num_max, topk, **wants)
             lost = self._pool.lost
             is_async = async_finish or return_recv_hook
             # Where more is to be done with what has come than one launch does, it does it at once.
             is_later = return_recv_hook and topk_weights is None and not self._mask.has_any
             is_later = is_later and (stats is None or stats.is_contiguous())
-            with runtime.stream.call(device, inputs, async_finish=is_async) as work:
+            with stream.call(device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
-                routes, counted = topk_idx, None if self.enable_shrink else stats
-                if self._mask.has_any:
-                    routes = self._mask.without_routes(routes_of(topk_idx, num_experts), local)
+                routes = self._mask.routes(topk_idx, num_experts, local)
+                counted = None if self._mask.has_any or self.enable_shrink else stats
                 with _NOTHING if waits is None else exchange.waits_added(waits):
                     given = (routes, x, topk_weights, counted, global_scale)
                     plan, blocks = dispatch_blocks(exchange, options, *given, is_later)
@@ -199,7 +200,7 @@ class LowLatencyMode:
                 if is_async:
                     work.returns(*blocks, *between)
         is_open = is_later and plan.exchange.is_open(plan)
-        receive = Receive(plan, waits, runtime.stream) if is_open else None
+        receive = Receive(plan, waits, stream) if is_open else None
         finish = self._finish("low_latency_dispatch", work, return_recv_hook, receive)
         handle.hook = finish[1]
         return parts or blocks.rows, blocks.counts, *between, handle, *finish
@@ -249,7 +250,7 @@ class LowLatencyMode:
         or those that are not expected to signal. Beside masked ranks it raises `weft.Unsupported`.
         """
         with Call("low_latency_combine", self._pool, "combine") as call:
-            runtime = self._low_latency(async_finish, return_recv_hook)
+            stream = self._low_latency(async_finish, return_recv_hook)
             check_handle(handle, LowLatencyHandle)
             plan = call.by(handle.plan)
             self._hooks.check(handle.hook)
@@ -260,7 +261,7 @@ class LowLatencyMode:
             elif overlap:
                 blocks = (packed_recv_count, comp_signal, block_m, threshold)
                 ready, num_sms = by_block(*blocks, most_sms, return_recv_hook, handle)
-            waits = combine_wait_recv_cost_stats
+            waits = self._mask.waits(combine_wait_recv_cost_stats)
             given = (x, topk_idx, topk_weights, out, waits)
             _core.check_block_combine(given, plan.core, handle.stride, handle.hidden)
             rows = handle.rows_to_combine(use_logfmt) if zero_copy else x
@@ -268,13 +269,13 @@ class LowLatencyMode:
                 check_wire(handle.hidden)
             inputs = (rows, topk_idx, topk_weights, out, waits, src_signals, comp_signal)
             is_async = async_finish or return_recv_hook
-            with runtime.stream.call(rows.device, inputs, async_finish=is_async) as work:
+            with stream.call(rows.device, inputs, async_finish=is_async) as work:
                 self._hooks.receive()
                 if handle.order is not None:
                     rows = put_back(rows, handle.order, handle.is_row)
-                routes, weights = topk_idx, topk_weights
-                if self._mask.has_any:  # also of ranks that were masked since the dispatch
-                    routes = self._mask.without_routes(topk_idx, plan.exchange.num_local_experts)
+                # Without ranks that were masked since the dispatch, too.
+                sizes = (plan.exchange.num_experts, plan.exchange.num_local_experts)
+                routes, weights = self._mask.routes(topk_idx, *sizes), topk_weights
                 if plan.exchange.is_between_gpu_domains:
                     routes, weights = None, topk_weights.masked_fill(routes < 0, 0.0)
                 is_whole = out is not None and out.is_contiguous()
@@ -294,7 +295,7 @@ class LowLatencyMode:
                     )
                 receive = None
                 if return_recv_hook and plan.exchange.is_open(plan):
-                    receive = Receive(plan, waits, runtime.stream)
+                    receive = Receive(plan, waits, stream)
                 if out is not None and not is_whole:
                     copy, combined = functools.partial(out.copy_, combined), out
                     copy() if receive is None else receive.then(copy)
@@ -354,17 +355,24 @@ class LowLatencyMode:
             self._check_shrink()
             self._mask.clear()
 
+    def _block_ranks(self, num_experts: int) -> int:
+        """The R of blocks for num_experts."""
+        del num_experts
+        return self.group_size
+
     def _check_shrink(self) -> None:
-        self._runtime()
+        self._comm_stream()  # the buffer is alive
         check(self.enable_shrink, "enable_shrink is False (the buffer needs it)")
 
-    def _low_latency(self, async_finish: bool = False, return_recv_hook: bool = False) -> Runtime:
-        runtime = self._runtime()
+    def _low_latency(
+        self, async_finish: bool = False, return_recv_hook: bool = False
+    ) -> CommStream:
+        stream = self._comm_stream()
         if not self.low_latency_mode:
             raise BadCall("low_latency_mode is False (the buffer needs it)")
         if async_finish and return_recv_hook:
             raise BadCall("async_finish beside return_recv_hook (one of the two)")
-        return runtime
+        return stream
 
     def _finish(
         self, name: str, call: StreamCall, return_recv_hook: bool, receive: Receive | None = None
@@ -436,6 +444,13 @@ class RankMask:
         """bool like ranks (any shape; R stands for none): where they are masked."""
         return self.is_masked.to(ranks.device)[ranks]
 
-    def without_routes(self, routes: Tensor, num_local_experts: int) -> Tensor:
-        """routes [T, K] less those to masked ranks; -1 is none."""
+    def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
+        """topk_idx [T, K] less those to masked ranks; -1 is none."""
+        if not self.has_any:
+            return topk_idx
+        routes = routes_of(topk_idx, num_experts)
         return routes.masked_fill(self.of(routes.clamp(min=0).long() // num_local_experts), -1)
+
+    def waits(self, sums: Tensor | None) -> Tensor | None:
+        """Of statistics of waits the part for the ranks of the call."""
+        return sums

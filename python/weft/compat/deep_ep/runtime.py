@@ -295,7 +295,10 @@ class Runtime:
 class MpiGroup(Group):
     """The ranks of an mpi4py communicator."""
 
-    def __init__(self, comm: Any) -> None:
-        """Collective."""
+    ranks: tuple[int, ...] = ()
+
+    def __init__(self, comm: Any, ranks: tuple[int, ...] | None = None) -> None:
+        """Collective. ranks: their numbers where they are not those from 0 on."""
         self._process_group = lambda: None
+        self.ranks = ranks or tuple(range(comm.Get_size()))
         self.core = _core.Group.from_all_gather(comm.Get_rank(), comm.Get_size(), comm.allgather)

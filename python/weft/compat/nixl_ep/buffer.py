@@ -1,38 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Buffer` of NIXL EP: the low-latency calls of DeepEP under other names, on ranks that find each
-other by a store."""
+other by a store and may become more or fewer."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group
 from weft.compat.deep_ep import EventOverlap
 from weft.compat.deep_ep.buffer import Buffer as DeepEPBuffer
 from weft.compat.deep_ep.checks import NotInWeft, check, check_least, check_tensor
 from weft.compat.deep_ep.config import get_low_latency_rdma_size_hint
 from weft.compat.deep_ep.handles import Handle, LowLatencyHandle
-from weft.compat.deep_ep.low_latency import Hook
-from weft.compat.deep_ep.runtime import Call, MpiGroup, Runtime
+from weft.compat.deep_ep.hooks import Hook, LastHooks
+from weft.compat.deep_ep.runtime import Call, ExchangePool, Runtime
+from weft.streams import CommStream
 
-from .store import StoreRanks
+from .store import Meeting
 
 _ROW_MULTIPLE = 4  # of the rows of a block
 _NOT_CONNECTED = -1  # in a mask
+
+
+class CallRanks:
+    """The ranks of a low-latency call, numbered there in ascending order; to the call it is a mask
+    (`RankMask`), as an expert of any other rank is no choice."""
+
+    has_any = False  # nothing comes from other ranks
+
+    def __init__(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> None:
+        """without: those of the ranks that are masked since, which a combine skips."""
+        self.ranks = ranks
+        self._places = {rank: i for i, rank in enumerate(ranks) if rank not in without}
+        self._is_first = self._places == {i: i for i in range(len(ranks))}
+        self._tables: dict[tuple, Tensor] = {}
+
+    def routes(self, topk_idx: Tensor, num_experts: int, num_local_experts: int) -> Tensor:
+        """topk_idx [T, K] as the call numbers the experts; what names none of theirs stays so."""
+        del num_experts
+        if self._is_first:
+            return topk_idx
+        key = (topk_idx.device, topk_idx.dtype, num_local_experts)
+        if key not in self._tables:
+            table = torch.full((self.ranks[-1] + 1, num_local_experts), -1, dtype=topk_idx.dtype)
+            for rank, place in self._places.items():
+                first = place * num_local_experts
+                table[rank] = torch.arange(first, first + num_local_experts)
+            ends = torch.full((1,), -1, dtype=topk_idx.dtype)
+            self._tables[key] = torch.cat([ends, table.flatten(), ends]).to(topk_idx.device)
+        table = self._tables[key]
+        return table[(topk_idx + 1).clamp(0, len(table) - 1)]
+
+    def waits(self, sums: Tensor | None) -> Tensor | None:
+        """Of statistics of waits the part for these ranks."""
+        if sums is None or not isinstance(sums, Tensor):
+            return sums
+        if self.ranks != tuple(range(len(self.ranks))):
+            raise NotInWeft(f"statistics of waits of ranks {list(self.ranks)} (expected the first)")
+        return sums[: len(self.ranks)]
 
 
 class NixlHandle(LowLatencyHandle):
     """(src_info, layout_range, num_max, H), as `LowLatencyHandle` explains them."""
 
     items = LowLatencyHandle.items[:4]
+    runtime: Runtime  # of the ranks that made it
+    ranks: tuple[int, ...]  # these
+
+    @property
+    def layout_range(self) -> Tensor:
+        """int64 [El, R], with R as in the size of blocks."""
+        found = super().layout_range
+        of_all = found.new_zeros((found.size(0), self.stride // self.num_max))
+        of_all[:, list(self.ranks)] = found
+        return of_all
 
 
 class Buffer(DeepEPBuffer):
-    """One rank's end of the exchange. First `update_memory_buffers`, then `connect_ranks` of all
-    ranks; they make the same calls in order from then on, and cannot become more or fewer."""
+    """One rank's end of the exchange. First `update_memory_buffers`, then `connect_ranks`.
+
+    The ranks of a low-latency call are those that are connected and not masked: they make the same
+    calls in order, while all others make none or their own. So all of them must have the same mask
+    by then. The first call of such ranks is where they meet; who does not come, or comes with
+    another mask, makes the others raise `weft.TimeoutError` after 300 s. What they need stays until
+    one of them is disconnected.
+    """
 
     _HANDLE = NixlHandle
     _LOSES_RANKS = False
@@ -60,8 +115,17 @@ class Buffer(DeepEPBuffer):
         self.timeout_ms = timeout_ms
         self.group_size = 0  # the capacity
         self.num_experts_per_rank = self.num_rdma_bytes = self.num_nvl_bytes = 0
-        self.runtime: Runtime | None = None
+        self.runtime: Runtime | None = None  # of the ranks of the last call
         self.group, self.comm, self.tcp_store_group = group, comm, tcp_store_group
+        self._meeting = Meeting(rank, group, None if group is not None else comm)
+        self._meeting.store = tcp_store_group
+        self._remote: list[int] | None = None  # connected ones, in this order
+        self._masked: set[int] = set()  # of those
+        self._runtimes: dict[tuple[int, ...], Runtime] = {}
+        self._masks: dict[tuple, CallRanks] = {}
+        self._stream = CommStream()
+        self._hooks = LastHooks()
+        self._pinned: Runtime | None = None  # that a combine is by
         self._is_destroyed = False
 
     def update_memory_buffers(
@@ -71,8 +135,8 @@ class Buffer(DeepEPBuffer):
         num_rdma_bytes: int,
         num_nvl_bytes: int = 0,
     ) -> None:
-        """Local. num_ranks: how many `connect_ranks` will bring together. Sizes in bytes are only
-        kept: memory is taken when the first call shows what is needed."""
+        """Local. num_ranks: how many may ever be connected, the same on all ranks. Sizes in bytes
+        are only kept: memory is taken when the first call shows what is needed."""
         self._check_alive()
         check_least("update_memory_buffers: num_ranks", num_ranks)
         check_least("update_memory_buffers: num_experts_per_rank", num_experts_per_rank)
@@ -81,82 +145,68 @@ class Buffer(DeepEPBuffer):
             f"update_memory_buffers: num_ranks = {num_ranks} (expected more than this rank, "
             f"{self.rank})",
         )
-        if self.runtime is not None and num_ranks != self.group_size:
+        sizes = (num_ranks, num_experts_per_rank)
+        had = (self.group_size, self.num_experts_per_rank)
+        if self._remote is not None and sizes != had:
             raise NotInWeft(
-                f"update_memory_buffers: num_ranks = {num_ranks} with {self.group_size} connected "
-                "ranks (Weft's groups keep their size)"
+                f"update_memory_buffers: (num_ranks, num_experts_per_rank) = {sizes} of connected "
+                f"ranks (expected {had}: the capacity stays)"
             )
-        self.group_size, self.num_experts_per_rank = num_ranks, num_experts_per_rank
+        self.group_size, self.num_experts_per_rank = sizes
         self.num_rdma_bytes, self.num_nvl_bytes = num_rdma_bytes, num_nvl_bytes
 
     def set_tcp_store_group(self, tcp_store_group: dist.Store | None) -> None:
-        """Local. Where a later `connect_ranks` meets the others."""
+        """Local. Where ranks meet from now on; with None still where they did."""
         self.tcp_store_group = tcp_store_group
+        self._meeting.store = tcp_store_group or self._meeting.store
 
     def connect_ranks(self, remote_ranks: Sequence[int], activate: bool = True) -> None:
-        """Collective. remote_ranks: all ranks from 0 on, as many as `update_memory_buffers` was
-        told; with or without this one. Nothing if they are connected already.
+        """Collective among this rank, those that it is connected with and remote_ranks, which they
+        all then are; nothing if they were before. With or without this rank's own number, and in
+        any order. What one rank refuses, all do.
 
-        Fewer ranks, more of them later, and activate=False raise NotImplementedError (also
-        `weft.Unsupported`). What one rank refuses, all do.
+        activate=False: new ranks are masked until `update_mask_buffer` takes them in. A buffer for
+        normal mode connects all ranks of its capacity, and once.
         """
-        if self.runtime is not None:
-            with Call("connect_ranks", self._pool):
-                new = sorted(set(remote_ranks) - set(range(self.group_size)))
-                if new:
-                    raise NotInWeft(
-                        f"connect_ranks: ranks {new} beside the {self.group_size} connected ones "
-                        "(Weft's groups do not grow)"
-                    )
-            return
-        self._check_alive()
-        check(self.group_size > 0, "connect_ranks: update_memory_buffers comes first")
+        with Call("connect_ranks"):
+            self._check_alive()
+            check(self.group_size > 0, "update_memory_buffers comes first")
+            known = [self.rank, *(self._remote or ())]
+            new = [rank for rank in dict.fromkeys(remote_ranks) if rank not in known]
+            if not new and self._remote is not None:
+                return
+            ranks = tuple(sorted([*known, *new]))
 
-        def check_ranks() -> None:
+            def check_ranks() -> None:
+                self._check_connection(ranks, activate)
+
+            sizes = f"num_ranks = {self.group_size} of {self.num_experts_per_rank} experts"
+            self._meeting.agreed(ranks, "connect_ranks", check_ranks, sizes)
             if not activate:
-                check(self.low_latency_mode, "connect_ranks: activate = False in normal mode")
-                raise NotInWeft("connect_ranks: activate = False (Weft's groups do not grow)")
-            wanted = sorted({*remote_ranks, self.rank})
-            if wanted != list(range(self.group_size)):
-                raise NotInWeft(
-                    f"connect_ranks: ranks {wanted} of a capacity of {self.group_size} on rank "
-                    f"{self.rank} (expected all of them: Weft's groups do not grow)"
-                )
-
-        group, comm = self.group, self.comm
-        if group is not None:
-            self._agree(Group.of(group), check_ranks)
-        elif comm is not None:
-            self._agree(MpiGroup(comm), check_ranks)
-        else:
-            if self.tcp_store_group is None:
-                raise ValueError("connect_ranks: neither group nor comm nor a store is given")
-            comm = StoreRanks(self.tcp_store_group, self.rank, self.group_size)
-            equal = f"num_ranks = {self.group_size}"
-            comm.agreed("connect_ranks", check_ranks, equal)
-        sizes = self.num_rdma_bytes, self.num_nvl_bytes  # of any multiple
-        super().__init__(
-            group,
-            0,
-            0,
-            self.low_latency_mode,
-            explicitly_destroy=self.explicitly_destroy,
-            enable_shrink=True,
-            comm=comm,
-        )
-        self.num_rdma_bytes, self.num_nvl_bytes = sizes
-        self.group = group  # or None, as it was given
+                self._masked.update(new)
+            self._remote = [*(self._remote or ()), *new]
 
     def disconnect_ranks(self, remote_ranks: Sequence[int]) -> None:
-        """Raises NotImplementedError, here and in the call that the other ranks make."""
-        with Call("disconnect_ranks", self._pool):
-            raise NotInWeft(
-                f"disconnect_ranks: ranks {list(remote_ranks)} (Weft's groups do not shrink; "
-                "update_mask_buffer leaves a rank out that still makes its calls)"
+        """Local, of all ranks that stay. remote_ranks: those that were connected last, in any
+        order. Waits for this rank's GPU and gives the memory of calls with them back."""
+        with Call("disconnect_ranks"):
+            self._check_alive()
+            gone, remote = set(remote_ranks), self._remote or []
+            check(
+                len(gone) <= len(remote) and gone == set(remote[len(remote) - len(gone) :]),
+                f"remote_ranks = {list(remote_ranks)} (expected the last of {remote}, which are "
+                "connected in this order)",
             )
+            self._remote = remote[: len(remote) - len(gone)]
+            self._masked -= gone
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            for ranks in [ranks for ranks in self._runtimes if gone & set(ranks)]:
+                self._runtimes.pop(ranks).exchanges.close()
+            self.runtime = None
 
     def barrier(self) -> None:
-        """Collective. Waits for this rank's GPU and for all ranks, on the host."""
+        """Collective. Waits for this rank's GPU and for the ranks of a call, on the host."""
         runtime = self._runtime()
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -194,10 +244,15 @@ class Buffer(DeepEPBuffer):
         return_recv_hook: bool = False,
     ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor, NixlHandle, EventOverlap, Hook | None]:
         """Collective. That of `weft.compat.deep_ep.Buffer`, whose documentation explains it.
-        num_experts None: those of all ranks. The handle has four items."""
+        num_experts: those of R ranks for blocks of R * num_max rows, which has the connected ones
+        and is no more than the capacity; None: that. An expert of a rank that has no part in the
+        call is no choice. dispatch_wait_recv_cost_stats has R numbers. The handle has four items.
+        """
+        ranks = self._call_ranks()
         if num_experts is None:
             num_experts = self.group_size * self.num_experts_per_rank
-        return super().low_latency_dispatch(
+        self._mask = self._mask_of(ranks)
+        *made, handle, event, hook = super().low_latency_dispatch(
             x,
             topk_idx,
             num_max_dispatch_tokens_per_rank,
@@ -210,9 +265,31 @@ class Buffer(DeepEPBuffer):
             async_finish=async_finish,
             return_recv_hook=return_recv_hook,
         )
+        handle.ranks, handle.runtime = ranks, self.runtime
+        return *made, handle, event, hook
+
+    @functools.wraps(DeepEPBuffer.low_latency_combine)
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: LowLatencyHandle,
+        *args: Any,
+        **more: Any,
+    ) -> tuple[Tensor, EventOverlap, Hook | None]:
+        """Of the ranks of the dispatch; those that are masked since are skipped."""
+        if isinstance(handle, NixlHandle):
+            masked = frozenset(set(handle.ranks) - set(self._call_ranks()))
+            self._mask = self._mask_of(handle.ranks, masked)
+            self._pinned = handle.runtime
+        try:
+            return super().low_latency_combine(x, topk_idx, topk_weights, handle, *args, **more)
+        finally:
+            self._pinned = None
 
     dispatch = low_latency_dispatch
-    combine = DeepEPBuffer.low_latency_combine
+    combine = low_latency_combine
     get_next_combine_buffer = DeepEPBuffer.get_next_low_latency_combine_buffer
 
     def ht_dispatch(
@@ -241,58 +318,116 @@ class Buffer(DeepEPBuffer):
     ht_combine = DeepEPBuffer.combine
 
     def update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Local. Leaves another rank out of low-latency calls, or takes it in again. A masked rank
-        must still make its calls."""
+        """Local. Leaves another rank out of low-latency calls from the next dispatch on, or takes
+        a connected one in again. All ranks of a call do so; a combine comes from those of its
+        dispatch, and skips what is masked by then."""
         with Call("update_mask_buffer"):
+            self._check_alive()
+            most = self.group_size - 1
+            is_rank = 0 <= rank_to_mask <= most
+            check(is_rank, f"rank_to_mask = {rank_to_mask} (expected 0 to {most})")
             is_other = rank_to_mask != self.rank
             check(not mask or is_other, f"rank_to_mask = {rank_to_mask} is this rank (another)")
-            self.low_latency_update_mask_buffer(rank_to_mask, mask)
+            is_connected = rank_to_mask in (self.rank, *(self._remote or ()))
+            check(mask or is_connected, f"rank_to_mask = {rank_to_mask} is not connected")
+            if not mask:
+                self._masked.discard(rank_to_mask)
+            elif is_connected:
+                self._masked.add(rank_to_mask)
 
     def query_mask_buffer(self, mask_status: Tensor) -> None:
-        """Local. Fills mask_status int32 [num_ranks]: 0 for ranks that take part, else nonzero."""
+        """Local. Fills mask_status int32 [num_ranks]: 0 for ranks that take part, 1 for those that
+        are masked, -1 for those that are not connected."""
         with Call("query_mask_buffer"):
+            self._check_alive()
             check_tensor("mask_status", mask_status, torch.int32, [self.group_size])
-        if self.runtime is not None:
-            self.low_latency_query_mask_buffer(mask_status)
-            return
-        self._check_alive()
-        mask_status.fill_(_NOT_CONNECTED)
-        mask_status[self.rank : self.rank + 1] = 0
+            found = [_NOT_CONNECTED] * self.group_size
+            for rank in (self.rank, *(self._remote or ())):
+                found[rank] = int(rank in self._masked)
+            mask_status.copy_(torch.tensor(found, dtype=torch.int32))
 
     def clean_mask_buffer(self) -> None:
-        """Local. Takes all ranks in again."""
-        self.low_latency_clean_mask_buffer()
+        """Local. Takes all connected ranks in again."""
+        with Call("clean_mask_buffer"):
+            self._check_alive()
+            self._masked.clear()
+
+    # What they are called in the class that this one is made of.
+    low_latency_update_mask_buffer = update_mask_buffer
+    low_latency_query_mask_buffer = query_mask_buffer
+    low_latency_clean_mask_buffer = clean_mask_buffer
 
     def destroy(self) -> None:
         """Waits for this rank's GPU and gives the memory back; the buffer is of no use then.
 
         AssertionError without explicitly_destroy.
         """
+        self._check_alive()
         check(self.explicitly_destroy, "destroy: `explicitly_destroy` flag must be set")
-        if self.runtime is not None:
-            super().destroy()
         self._is_destroyed = True
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        for runtime in self._runtimes.values():
+            runtime.exchanges.close()
+        self._runtimes.clear()
+        self.runtime = None
 
     def _check_alive(self) -> None:
         check(not self._is_destroyed, "the buffer was destroyed (make a new one)")
 
-    def _runtime(self) -> Runtime:
+    def _check_connection(self, ranks: tuple[int, ...], activate: bool) -> None:
+        """Of `connect_ranks`, after which these are connected."""
+        capacity, given = self.group_size, f"ranks {list(ranks)} of a capacity of {self.group_size}"
+        check(
+            ranks[0] >= 0 and ranks[-1] < capacity,
+            f"connect_ranks: {given} (expected 0 to {capacity - 1})",
+        )
+        if self.low_latency_mode:
+            return
+        check(activate, "connect_ranks: activate = False in normal mode")
+        if len(ranks) < capacity:
+            raise NotInWeft(f"connect_ranks: {given} in normal mode (expected all of them)")
+
+    def _call_ranks(self) -> tuple[int, ...]:
+        """The ranks of a call: those that are connected and not masked."""
         self._check_alive()
-        check(self.runtime is not None, "no ranks are connected (connect_ranks comes first)")
+        check(self._remote is not None, "no ranks are connected (connect_ranks comes first)")
+        return tuple(sorted({self.rank, *self._remote} - self._masked))
+
+    def _mask_of(self, ranks: tuple[int, ...], without: frozenset[int] = frozenset()) -> CallRanks:
+        """Kept, with its tables on GPUs."""
+        key = (ranks, without)
+        if key not in self._masks:
+            self._masks[key] = CallRanks(*key)
+        return self._masks[key]
+
+    def _runtime(self) -> Runtime:
+        """Collective at the first call of its ranks, which meet then."""
+        if self._pinned is not None:
+            return self._pinned
+        ranks = self._call_ranks()
+        if ranks not in self._runtimes:
+            new = Runtime(self._meeting.of(ranks), self.timeout_ms / 1000)
+            new.stream = self._stream
+            self._runtimes[ranks] = new
+        self.runtime = self._runtimes[ranks]
         return self.runtime
 
-    def _timeout(self) -> float:
-        return self.timeout_ms / 1000
+    @property
+    def _pool(self) -> ExchangePool | None:
+        is_ready = self._remote is not None and not self._is_destroyed
+        return self._runtime().exchanges if is_ready else None
 
-    def _agree(self, ranks: Group, check_ranks: Callable[[], None]) -> None:
-        """Collective: the checks, on all ranks of the group, which number themselves as it does."""
+    def _comm_stream(self) -> CommStream:
+        self._check_alive()
+        return self._stream
 
-        def check_all() -> None:
-            here, found = (self.rank, self.group_size), (ranks.rank, ranks.num_ranks)
-            check(
-                here == found,
-                f"connect_ranks: (rank, num_ranks) = {here} (expected {found}, the group's)",
-            )
-            check_ranks()
-
-        ranks.agreed("connect_ranks", check_all)
+    def _block_ranks(self, num_experts: int) -> int:
+        local, least = self.num_experts_per_rank, max(self._call_ranks()) + 1
+        ranks, rest = divmod(num_experts, local)
+        check(
+            rest == 0 and least <= ranks <= self.group_size,
+            f"num_experts = {num_experts} (expected {local} for each of {least} to "
+            f"{self.group_size} ranks)",
+        )
+        return ranks

@@ -5,103 +5,23 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from buffer_cases import Case, dispatch, gather
+from nixl_cases import (
+    HIDDEN,
+    NUM_MAX,
+    TOKENS,
+    WAYS,
+    check_rows,
+    connected,
+    exchange,
+    make_case,
+    meeting,
+    sums,
+)
 
 import weft
 from weft.compat import deep_ep, nixl_ep
 from weft.compat.nixl_ep import Buffer, store
-
-NUM_MAX, HIDDEN = 16, 128
-TOKENS = (9, 0, 5)
-WAYS = ("file", "tcp", "group", "comm")
-
-
-class Comm:
-    """What Weft asks of an mpi4py communicator, over gloo."""
-
-    def __init__(self, group):
-        self._group = group
-
-    def Get_rank(self):
-        return dist.get_rank(self._group)
-
-    def Get_size(self):
-        return dist.get_world_size(self._group)
-
-    def allgather(self, value):
-        return gather(self._group, value)
-
-
-def meeting(rank, num_ranks, group, way, folder):
-    """The argument by which the ranks find each other."""
-    if way == "group":
-        return {"group": group}
-    if way == "comm":
-        return {"comm": Comm(group)}
-    if way == "file":
-        return {"tcp_store_group": dist.FileStore(f"{folder}/store", num_ranks)}
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = gather(group, server.port)[0]
-    shared = server if rank == 0 else dist.TCPStore("127.0.0.1", port, is_master=False)
-    return {"tcp_store_group": dist.PrefixStore("ep", shared)}
-
-
-def connected(rank, num_ranks, given, **options):
-    buffer = Buffer(rank=rank, explicitly_destroy=True, **given, **options)
-    size = Buffer.get_rdma_size_hint(
-        num_max_dispatch_tokens_per_rank=NUM_MAX,
-        hidden=HIDDEN,
-        num_ranks=num_ranks,
-        num_experts=2 * num_ranks,
-    )
-    buffer.update_memory_buffers(num_ranks=num_ranks, num_experts_per_rank=2, num_rdma_bytes=size)
-    buffer.connect_ranks(list(range(num_ranks)))
-    assert (buffer.rank, buffer.group_size, buffer.num_rdma_bytes) == (rank, num_ranks, size)
-    return buffer
-
-
-def make_case(rank, num_ranks, group, **options):
-    return Case(rank, group, 2 * num_ranks, 3, TOKENS, hidden=HIDDEN, distinct=True, **options)
-
-
-def routes(case, expert, without=None):
-    """(source, token, k) of the rows of one of this rank's experts, in order."""
-    return [
-        (source, token, k)
-        for source, idx in enumerate(case.all_idx)
-        for token, k in (idx == case.rank * case.local + expert).nonzero().tolist()
-        if source != without
-    ]
-
-
-def check_rows(case, recv_x, count, handle, without=None):
-    src_info, layout_range, num_max, hidden = handle
-    assert (num_max, hidden) == (NUM_MAX, HIDDEN)
-    assert recv_x.shape == (case.local, case.num_ranks * NUM_MAX, HIDDEN)
-    for expert in range(case.local):
-        want = routes(case, expert, without)
-        assert int(count[expert]) == len(want)
-        assert src_info[expert, : len(want)].tolist() == [token for _, token, _ in want]
-        lengths = [int(one) & 0xFFFFFFFF for one in layout_range[expert]]
-        assert lengths == [sum(s == r for s, _, _ in want) for r in range(case.num_ranks)]
-        for row, (source, token, _) in enumerate(want):
-            assert torch.equal(recv_x[expert, row], case.all_x[source][token])
-
-
-def sums(case, all_rows, is_used=lambda rank: True):
-    """This rank's tokens: a rank's rows times their weights, then the ranks, in fp32."""
-    out = torch.zeros(case.x.shape)
-    for expert in range(case.num_experts):
-        owner, local = divmod(expert, case.local)
-        row = 0
-        for source, idx in enumerate(case.all_idx):
-            for token, k in (idx == expert).nonzero().tolist():
-                if source == case.rank and is_used(owner):
-                    rows = all_rows[owner]
-                    out[token] += rows[local, row].float() * case.weights[token, k]
-                row += 1
-    return out
 
 
 def round_trip(rank, num_ranks, group, way, folder):
@@ -203,37 +123,29 @@ def masked(rank, num_ranks, group, folder):
     early = Buffer(rank=rank, **given)
     early.update_memory_buffers(num_ranks, 2, 0)
     early.query_mask_buffer(status)
-    assert [int(one != 0) for one in status] == [int(r != rank) for r in range(num_ranks)]
+    assert status.tolist() == [0 if r == rank else -1 for r in range(num_ranks)]
 
     buffer = connected(rank, num_ranks, given)
     buffer.query_mask_buffer(status)
     assert status.tolist() == [0] * num_ranks
     last = num_ranks - 1
-    if rank == last:  # it must call, and whatever it does reaches nobody
+    if rank == last:  # alone
+        members = [last]
         with pytest.raises(AssertionError, match=f"rank_to_mask = {rank} is this rank"):
             buffer.update_mask_buffer(rank, True)
         for other in range(last):
             buffer.update_mask_buffer(other, True)
     else:
+        members = [*range(last)]
         buffer.update_mask_buffer(last, mask=True)
-        buffer.query_mask_buffer(status)
-        assert status.tolist() == [int(r == last) for r in range(num_ranks)]
-    recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
-    if rank != last:
-        check_rows(case, recv_x, count, handle, without=last)
-    rows = torch.ones_like(recv_x)
-    out, *_ = buffer.combine(rows, case.idx, case.weights, handle)
-    if rank != last:
-        ones = gather(group, torch.ones(case.local, num_ranks * NUM_MAX, HIDDEN))
-        want = sums(case, ones, is_used=lambda owner: owner != last)
-        torch.testing.assert_close(out.float(), want, rtol=0.02, atol=0.02)
-    else:
-        gather(group, None)
+    buffer.query_mask_buffer(status)
+    assert status.tolist() == [int(r not in members) for r in range(num_ranks)]
+    exchange(case, buffer, members)
     buffer.clean_mask_buffer()
     buffer.query_mask_buffer(status)
     assert status.tolist() == [0] * num_ranks
-    recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
-    check_rows(case, recv_x, count, handle)
+    exchange(case, buffer)
+    gather(group, None)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -244,27 +156,27 @@ def test_masked_ranks_are_left_out(ranks, num_ranks, tmp_path):
 def wrong_on_one_rank(rank, num_ranks, group, way, folder):
     """What one rank refuses to connect, all do; then a right call connects them."""
     given = meeting(rank, num_ranks, group, way, folder)
-    for wrong, match in (
-        ({"remote_ranks": [0]}, r"ranks \[0, 1\] of a capacity of 3|ranks \[0, 2\] of"),
-        ({"remote_ranks": list(range(num_ranks)), "activate": False}, "activate = False"),
+    last, everybody = num_ranks - 1, list(range(num_ranks))
+    for capacity, options, match in (
+        (last, {}, rf"a capacity of {last} .expected 0 to {last - 1}"),
+        (num_ranks, {"activate": False}, "activate = False in normal mode"),
     ):
-        buffer = Buffer(rank=rank, **given)
-        buffer.update_memory_buffers(num_ranks, 2, 0)
-        last = num_ranks - 1
-        if rank == last:
-            with pytest.raises(NotImplementedError, match=match):
-                buffer.connect_ranks(**wrong)
+        buffer = Buffer(rank=rank, low_latency_mode=False, **given)
+        if rank == 0:
+            buffer.update_memory_buffers(capacity, 2, 0)
+            with pytest.raises(AssertionError, match=match):
+                buffer.connect_ranks(everybody, **options)
         else:
-            with pytest.raises(weft.InvalidArgument, match=f"rank {last} refused the call: .*"):
-                buffer.connect_ranks(list(range(num_ranks)))
-    last = num_ranks - 1
-    for capacity in (last, num_ranks + 1):  # of the last rank but one
-        mine = capacity if rank == last - 1 else num_ranks
+            buffer.update_memory_buffers(num_ranks, 2, 0)
+            with pytest.raises(weft.InvalidArgument, match="rank 0 refused the call: .*" + match):
+                buffer.connect_ranks(everybody)
+    for capacity, local in ((num_ranks + 1, 2), (num_ranks, 3)):  # of the last rank but one
+        mine = (capacity, local) if rank == last - 1 else (num_ranks, 2)
         buffer = Buffer(rank=rank, **given)
-        buffer.update_memory_buffers(mine, 2, 0)
-        match = f"num_ranks = {capacity}|, {capacity}\\) .expected"
+        buffer.update_memory_buffers(*mine, 0)
+        match = f"num_ranks = {capacity} of {local} experts .*must be equal"
         with pytest.raises(weft.InvalidArgument, match=match):
-            buffer.connect_ranks(list(range(mine)))
+            buffer.connect_ranks(everybody)
     connected(rank, num_ranks, given)
     gather(group, None)  # rank 0 has the store
 
@@ -274,41 +186,12 @@ def test_what_one_rank_cannot_connect_all_hear(ranks, way, tmp_path):
     ranks(wrong_on_one_rank, 3, way, str(tmp_path))
 
 
-def changes(rank, num_ranks, group, folder):
-    """A group that shall shrink or grow: all ranks raise, whether one of them asks or all do."""
-    case = make_case(rank, num_ranks, group)
-    buffer = connected(rank, num_ranks, meeting(rank, num_ranks, group, "file", folder))
-    last = num_ranks - 1
-    for is_first in (True, False):
-        for change, given in (
-            (buffer.disconnect_ranks, [last]),
-            (buffer.connect_ranks, list(range(num_ranks + 1))),
-        ):
-            if rank == 0:
-                with pytest.raises(NotImplementedError, match="Weft's groups do not"):
-                    change(given)
-            else:
-                with pytest.raises(weft.Error, match="rank 0 refused the call: .*do not"):
-                    buffer.dispatch(case.x, case.idx, NUM_MAX)
-            if not is_first:  # once there is an exchange
-                with pytest.raises(NotImplementedError, match="Weft's groups do not"):
-                    change(given)
-        recv_x, count, handle, *_ = buffer.dispatch(case.x, case.idx, NUM_MAX, use_fp8=False)
-        check_rows(case, recv_x, count, handle)
-    with pytest.raises(NotImplementedError, match="num_ranks = 9 with"):
-        buffer.update_memory_buffers(9, 2, 0)
-
-
-def test_groups_keep_their_ranks(ranks, tmp_path):
-    ranks(changes, 2, str(tmp_path))
-
-
 def missing(rank, num_ranks, group, folder):
     given = meeting(rank, num_ranks, group, "file", folder)
     if rank == 0:
         store._PATIENCE = 1
         try:
-            with pytest.raises(weft.TimeoutError, match=r"rank 0 waited 1 s .* ranks \[1\] of 2"):
+            with pytest.raises(weft.TimeoutError, match=r"rank 0 waited 1 s .* \[1\] of \[0, 1\]"):
                 connected(rank, num_ranks, given)
         finally:
             store._PATIENCE = 300
@@ -332,6 +215,12 @@ def test_refused_on_this_rank():
     with pytest.raises(AssertionError, match="num_ranks = 1 .* this rank, 1"):
         buffer.update_memory_buffers(1, 2, 0)
     buffer.update_memory_buffers(2, 2, 0)
+    for wrong, match in ((2, "= 2 .expected 0 to 1"), (0, "= 0 is not connected")):
+        with pytest.raises(AssertionError, match=f"rank_to_mask {match}"):
+            buffer.update_mask_buffer(wrong)
+    buffer.update_mask_buffer(0, mask=True)  # it is left out already
+    with pytest.raises(AssertionError, match=r"remote_ranks = \[0\] .expected the last of \[\]"):
+        buffer.disconnect_ranks([0])
     with pytest.raises(AssertionError, match=r"mask_status has shape \[3\]"):
         buffer.query_mask_buffer(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="neither group nor comm nor a store"):

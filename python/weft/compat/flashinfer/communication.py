@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weft as a communication back end of FlashInfer's `flashinfer.moe_ep`.
-
-    import weft.compat.flashinfer
-    weft.compat.flashinfer.register()   # then: create_communication(bootstrap, params, "weft")
+"""What `register` makes a communication back end of.
 
 Rows arrive one for each token on a rank, by source rank and token; those that carry no token
 follow, whose ids are all `params.invalid_expert_id`. A weight whose expert is another rank's is 0.
 """
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import Group, NotAvailable, Plan
+from weft import Group, Plan
 from weft.compat.deep_ep.checks import (
     INTEGERS,
     check,
@@ -26,14 +21,9 @@ from weft.compat.deep_ep.checks import (
 from weft.compat.deep_ep.payload import Payload, numbers, parts_of, received_numbers
 from weft.compat.deep_ep.runtime import TIMEOUT, Call, ExchangePool, without_gradients
 
-__all__ = ["Communication", "register"]
-
-# Where the classes of a plug-in have been.
-_MODULES = ("flashinfer.moe_ep", "flashinfer.moe_ep.core.comm.communication")
-
 
 class Communication:
-    """What `register` makes a back end of; `result_class` is FlashInfer's `MoEEpDispatchResult`."""
+    """`result_class` is FlashInfer's `MoEEpDispatchResult`."""
 
     supports_cuda_graph = True
     result_class: Any
@@ -119,25 +109,3 @@ class Communication:
         """Lets go of the memory; a later call takes it anew."""
         self._plan = None
         self._pool.close()
-
-
-def register(name: str = "weft") -> type:
-    """Makes `create_communication` of FlashInfer know Weft by this name. NotAvailable without a
-    FlashInfer that has such plug-ins. Returns the class."""
-    module = _plug_ins()
-    base, result = module.MoEEpCommunication, module.MoEEpDispatchResult
-    made = type("WeftCommunication", (Communication, base), {"result_class": result})
-    return module.register_communication(name)(made)
-
-
-def _plug_ins() -> ModuleType:
-    problem = "it has no register_communication"
-    for name in _MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError as error:
-            problem = str(error)
-            continue
-        if hasattr(module, "register_communication"):
-            return module
-    raise NotAvailable(f"register: flashinfer.moe_ep has no plug-ins ({problem})", "not available")

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weft as a back end of FlashInfer's `flashinfer.moe_ep`.
+
+import weft.compat.flashinfer
+weft.compat.flashinfer.register()   # then: create_communication(bootstrap, params, "weft"),
+                                    # or create_fleet(bootstrap, params, knobs, "weft")
+"""
+
+import importlib
+from types import ModuleType
+
+from weft import NotAvailable
+
+from .communication import Communication
+from .fleet import Fleet, FleetHandle
+
+__all__ = ["Communication", "Fleet", "FleetHandle", "register"]
+
+# Where the classes of a plug-in have been.
+_MODULES = ("flashinfer.moe_ep", "flashinfer.moe_ep.core.comm.communication")
+_AGREEMENT = "flashinfer.moe_ep.core.comm.fault_tolerance"
+
+
+def register(name: str = "weft") -> type:
+    """Makes `create_communication` of FlashInfer know Weft by this name, and where there are fleets
+    `create_fleet`, too. NotAvailable without a FlashInfer that has such plug-ins. Returns the class
+    of the former."""
+    module = _plug_ins()
+    base, result = module.MoEEpCommunication, module.MoEEpDispatchResult
+    made = type("WeftCommunication", (Communication, base), {"result_class": result})
+    if hasattr(module, "register_fleet"):
+        _register_fleet(module, name)
+    return module.register_communication(name)(made)
+
+
+def _register_fleet(module: ModuleType, name: str) -> None:
+    results = {"dispatch_class": module.DispatchOutput, "combine_class": module.CombineOutput}
+    handle = type("WeftHandle", (FleetHandle, module.Handle), results)
+    bases = (Fleet, module.Fleet)
+    try:  # how the ranks that are left agree about the others is FlashInfer's
+        bases = (Fleet, importlib.import_module(_AGREEMENT).FaultToleranceMixin, module.Fleet)
+    except (ImportError, AttributeError):
+        pass
+    module.register_fleet(name)(type("WeftFleet", bases, {"handle_class": handle}))
+
+
+def _plug_ins() -> ModuleType:
+    problem = "it has no register_communication"
+    for name in _MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            problem = str(error)
+            continue
+        if hasattr(module, "register_communication"):
+            return module
+    raise NotAvailable(f"register: flashinfer.moe_ep has no plug-ins ({problem})", "not available")

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of `nixl_ep.Buffer` that become more or fewer while others go on."""
+
+import pytest
+import torch
+from buffer_cases import gather
+from nixl_cases import NUM_MAX, WAYS, exchange, make_case, meeting, sized
+
+import weft
+from weft.compat.nixl_ep import store
+
+CAPACITY = 4
+
+
+def status_of(buffer):
+    status = torch.empty(buffer.group_size, dtype=torch.int32)
+    buffer.query_mask_buffer(status)
+    return status.tolist()
+
+
+def growing(rank, num_ranks, group, way, folder):
+    """Two ranks, then three, as vLLM does it: the third gets ready by itself while they go on."""
+    case = make_case(rank, CAPACITY, group)  # there are tokens for a fourth, too
+    given = meeting(rank, num_ranks, group, way, folder)
+    buffer = sized(rank, CAPACITY, given)
+    if rank < 2:
+        buffer.connect_ranks([0, 1])
+        assert status_of(buffer) == [0, 0, -1, -1]
+        for num_experts in (None, 4, 6):
+            exchange(case, buffer, [0, 1], num_experts)
+        buffer.connect_ranks([2], activate=False)
+        assert status_of(buffer) == [0, 0, 1, -1]
+        exchange(case, buffer, [0, 1], 6)
+        buffer.update_mask_buffer(2)
+    else:
+        buffer.connect_ranks([0, 1, 2])
+        for peer in (0, 1):
+            buffer.update_mask_buffer(peer, mask=True)
+        assert status_of(buffer) == [1, 1, 0, -1]
+        exchange(case, buffer, [2], 6)
+        for peer in (0, 1):
+            buffer.update_mask_buffer(peer)
+    assert status_of(buffer) == [0, 0, 0, -1]
+    for num_experts in (None, 6):
+        exchange(case, buffer, [0, 1, 2], num_experts)
+    buffer.barrier()
+    with pytest.raises(
+        weft.InvalidArgument, match="num_experts = 4 .expected 2 for each of 3 to 4"
+    ):
+        buffer.dispatch(case.x, case.idx, NUM_MAX, 4)
+    gather(group, None)  # rank 0 has the store
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("way", ["file", "tcp"])
+def test_a_group_grows(ranks, way, tmp_path):
+    ranks(growing, 3, way, str(tmp_path))
+
+
+def shrinking(rank, num_ranks, group, way, folder):
+    """Three ranks, then two, then three again, the third with a new buffer."""
+    case = make_case(rank, num_ranks, group)
+    given = meeting(rank, num_ranks, group, way, folder)
+    buffer = sized(rank, num_ranks, given)
+    for _ in range(2):
+        buffer.connect_ranks(list(range(num_ranks)))
+        exchange(case, buffer)
+        gather(group, None)  # nobody goes before all have what they came for
+        if rank == 2:
+            buffer.destroy()
+            buffer = sized(rank, num_ranks, given)
+            continue
+        with pytest.raises(AssertionError, match=rf"= \[{1 - rank}\] .expected the last of"):
+            buffer.disconnect_ranks([1 - rank])
+        buffer.disconnect_ranks([2])
+        assert status_of(buffer) == [0, 0, -1]
+        with pytest.raises(AssertionError, match="rank_to_mask = 2 is not connected"):
+            buffer.update_mask_buffer(2)
+        exchange(case, buffer, [0, 1])
+        exchange(case, buffer, [0, 1], 4)
+    gather(group, None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_group_shrinks(ranks, way, tmp_path):
+    ranks(shrinking, 3, way, str(tmp_path))
+
+
+def in_the_middle(rank, num_ranks, group, way, folder):
+    """Who is masked has a number between those of the others."""
+    case = make_case(rank, num_ranks, group)
+    given = meeting(rank, num_ranks, group, way, folder)
+    buffer = sized(rank, num_ranks, given)
+    buffer.connect_ranks(list(range(num_ranks)))
+    exchange(case, buffer, masked=[] if rank == 1 else [1])  # between dispatch and combine
+    members = [1] if rank == 1 else [0, 2]
+    for peer in set(range(num_ranks)) - set(members):
+        buffer.update_mask_buffer(peer, mask=True)
+    exchange(case, buffer, members)
+    waits = torch.zeros(num_ranks, dtype=torch.int64)
+    with pytest.raises(NotImplementedError, match="statistics of waits of ranks"):
+        buffer.dispatch(case.x, case.idx, NUM_MAX, None, None, waits)
+    buffer.clean_mask_buffer()
+    buffer.dispatch(case.x, case.idx, NUM_MAX, None, None, waits)
+    assert waits[rank] == 0 and (waits >= 0).all()
+    exchange(case, buffer)
+    gather(group, None)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_in_the_middle_are_left_out(ranks, way, tmp_path):
+    ranks(in_the_middle, 3, way, str(tmp_path))
+
+
+def apart(rank, num_ranks, group, folder):
+    """Ranks that do not ask for the same ones do not wait for ever."""
+    given = meeting(rank, num_ranks, group, "file", folder)
+    buffer = sized(rank, 3, given)
+    store._PATIENCE = 1
+    try:
+        with pytest.raises(weft.TimeoutError, match=r"expected to ask for the same ranks"):
+            buffer.connect_ranks([0, 1, 2][: 3 - rank])
+    finally:
+        store._PATIENCE = 300
+    gather(group, None)
+    buffer.connect_ranks([0, 1])
+    with pytest.raises(NotImplementedError, match="the capacity stays"):
+        buffer.update_memory_buffers(4, 2, 0)
+    exchange(make_case(rank, num_ranks, group), buffer, [0, 1])
+
+
+def test_ranks_that_ask_for_others(ranks, tmp_path):
+    ranks(apart, 2, str(tmp_path))

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own manager of NIXL EP over Weft: ranks join and leave while others go on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+import vllm_stubs
+from buffer_cases import gather
+from loading import stand_ins
+from nixl_cases import HIDDEN, NUM_MAX, exchange, make_case
+
+from packages import wheel
+
+CAPACITY = 3
+
+
+@pytest.fixture(scope="module")
+def package():
+    return wheel(vllm_stubs.PACKAGE)
+
+
+def made(module, rank, size, store):
+    """A manager for so many ranks; vLLM makes another one for each number."""
+    parallel = module.get_current_vllm_config().parallel_config
+    parallel.data_parallel_size, parallel.elastic_ep_max_dp_size = size, CAPACITY
+    group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
+    return module.NixlEPAll2AllManager(group, SimpleNamespace(store=store))
+
+
+def elastic(rank, num_ranks, group, package, folder):
+    case = make_case(rank, num_ranks, group)
+    sizes = {
+        "max_num_tokens_per_dp_rank": NUM_MAX,
+        "token_hidden_size": HIDDEN,
+        "num_local_experts": case.local,
+    }
+    stores = [dist.FileStore(f"{folder}/{name}", -1) for name in ("first", "second")]
+    with vllm_stubs.managers(package) as module:
+        if rank < 2:
+            buffer = made(module, rank, 2, stores[0]).get_handle(sizes)
+            exchange(case, buffer, [0, 1])
+            larger = made(module, rank, 3, stores[1])
+            larger.stage_ep_size()
+            exchange(case, buffer, [0, 1])
+            larger.commit_ep_size()
+        else:
+            larger = made(module, rank, 3, stores[1])
+            buffer = larger.get_handle(sizes)
+            with larger.mask_remote_ranks():
+                exchange(case, buffer, [2])
+        assert larger.max_num_ep_ranks == CAPACITY and larger.get_handle(sizes) is buffer
+        exchange(case, buffer)
+        gather(group, None)
+        if rank < 2:
+            made(module, rank, 2, stores[0]).commit_ep_size()
+            exchange(case, buffer, [0, 1])
+            larger.destroy()
+            exchange(case, buffer, [0, 1])
+
+
+def test_a_manager_lets_ranks_join_and_leave(ranks, package, tmp_path):
+    ranks(elastic, 3, package, str(tmp_path))
+
+
+def test_the_page_lists_the_stand_ins():
+    found = {*vllm_stubs.STUBS, *vllm_stubs.MANAGER_STUBS}
+    assert sorted(found) == sorted(stand_ins("vllm"))
