@@ -229,14 +229,14 @@ class Exchange(ExchangeState):
             may_grow = False
 
     def _is_usable(self, core: _core.Exchange) -> bool:
-        """Whether the others have come to a call that this rank refused, and none is lost, with
-        whom alone the exchange can grow; a GPU cannot tell yet."""
+        """Whether the others have come to a call that this rank refused, all of them: without lost
+        ranks the exchange cannot grow. A GPU cannot tell yet."""
         try:
             if not self._on_gpu:
                 core.check()
         except Error:
             return False
-        return core.report()[0] == 0
+        return self._on_gpu or core.report()[0] == 0
 
     def _called(
         self, core: _core.Exchange, verb: str, call: Callable[..., Any], *given: Any

@@ -35,8 +35,8 @@ class SurvivorRounds {
     Buffer buffer;
     Matrix rows;  // if not in `buffer`
     Matrix weights;
+    Matrix count_sums;  // not with kRankMajor
     Matrix x;
-    Matrix count_sums;  // of a layout that counts rows by expert
   };
 
   // The calls of one round, numbered by its seed, of this rank. `at(call)` is called before each,
